@@ -1,0 +1,43 @@
+# Two commands need nothing but python3, make and a package registry: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo dev test lint types clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	@echo "installing tca_jax into $(VENV) (a few minutes the first time)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	@echo "installing tca_jax and its test tools into $(VENV) (a few minutes the first time)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $(VENV)/.installed $@
+
+demo: $(VENV)/.installed  ## answer questions over a long document with TCA and with full attention
+	$(BIN)/tca-jax demo
+
+dev: $(VENV)/.installed-dev  ## install with test and lint tools
+
+test: $(VENV)/.installed-dev  ## all tests
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
+
+lint: $(VENV)/.installed-dev  ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev  ## mypy on the package as it installs
+	rm -rf build && mkdir -p build/types
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/types .
+	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p tca_jax
+
+clean:  ## remove the virtual environment and build products
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,119 @@
+"""Candidate budget distributions (Eq. 4), and how blocks are shared out among the budgets (Eq. 7)."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float64, Int32
+
+from tca_jax.config import TCAConfig
+
+
+def budget_sizes(config: TCAConfig) -> Int32[np.ndarray, " K"]:
+    """Tokens a block may keep, {1, 2, 4, ..., b}, ascending [K]."""
+    return np.int32(2) ** np.arange(config.block_size.bit_length(), dtype=np.int32)
+
+
+@functools.lru_cache
+def candidate_distributions(config: TCAConfig) -> Float64[np.ndarray, "M1 K"]:
+    """Shares of the blocks that get each budget (Eq. 4).
+
+    Returns:
+        [M + 1, K]: rows sum to one and run from sparse to generous; the last one, "dense", puts all on b.
+    """
+    b, num = config.block_size, config.num_candidates
+    log_sizes = np.log2(budget_sizes(config).astype(np.float64))
+    centers = np.log2(1 + np.arange(num) * (b - 1) / (num - 1))
+    weights = np.exp(-((log_sizes - centers[:, None]) ** 2) / (2 * config.sigma**2))
+    # A sigma so small that every weight underflows means: all on the nearest budget.
+    nearest = np.abs(log_sizes - centers[:, None]).argmin(axis=1)
+    weights[np.arange(num), nearest] = np.maximum(weights[np.arange(num), nearest], np.finfo(np.float64).tiny)
+    dense = np.zeros((1, log_sizes.size))
+    dense[0, -1] = 1.0
+    shares = np.concatenate([weights / weights.sum(axis=1, keepdims=True), dense])
+    shares.flags.writeable = False
+    return shares
+
+
+def budget_counts(config: TCAConfig, num_blocks: int) -> Int32[np.ndarray, "M1 K"]:
+    """Blocks that get each budget: Eq. 7 by largest remainder, so that the counts sum to `num_blocks`.
+
+    Args:
+        config: The method's hyperparameters.
+        num_blocks: Ranked blocks n of a prompt.
+
+    Returns:
+        [M + 1, K]; ties of remainders go to the smaller budget.
+
+    Raises:
+        ValueError: `num_blocks` is negative.
+    """
+    _validate_blocks(num_blocks)
+    return _largest_remainder(config, np.array([num_blocks]))[0]
+
+
+@functools.lru_cache(maxsize=64)
+def budget_count_table(config: TCAConfig, max_blocks: int) -> Int32[np.ndarray, "N M1 K"]:
+    """`budget_counts` for every number of blocks up to `max_blocks`, to be indexed by a traced n.
+
+    Returns:
+        [max_blocks + 1, M + 1, K], read-only.
+
+    Raises:
+        ValueError: `max_blocks` is negative.
+    """
+    _validate_blocks(max_blocks)
+    table = _largest_remainder(config, np.arange(max_blocks + 1))
+    table.flags.writeable = False
+    return table
+
+
+def candidate_budgets(config: TCAConfig, num_blocks: int) -> Int32[Array, "M1 n"]:
+    """Psi of every candidate: the token budgets that `num_blocks` blocks get, lowest rank first (Eq. 7).
+
+    Args:
+        config: The method's hyperparameters.
+        num_blocks: Ranked blocks n of a prompt, `config.num_ranked_blocks(length)`.
+
+    Returns:
+        int32 [M + 1, num_blocks], rows ascending; the last row, "dense", is b throughout.
+
+    Raises:
+        ValueError: `num_blocks` is negative.
+    """
+    sizes = budget_sizes(config)
+    return jnp.asarray(np.stack([np.repeat(sizes, row) for row in budget_counts(config, num_blocks)]))
+
+
+def eviction_budgets(config: TCAConfig) -> Int32[np.ndarray, " M1"]:
+    """Tokens kept of a block that leaves the window in decode, max(1, floor(sum_k k p_k)) [M + 1]."""
+    means = candidate_distributions(config) @ budget_sizes(config)
+    return np.maximum(1, np.floor(means)).astype(np.int32)
+
+
+def region_capacity(config: TCAConfig, candidate: int, max_blocks: int) -> int:
+    """Most tokens that `candidate` selects from a prompt of at most `max_blocks` ranked blocks.
+
+    The maximum over all n, not the value at `max_blocks`: largest remainder is not monotone in n.
+
+    Raises:
+        ValueError: `candidate` is not a row of `candidate_budgets`, or `max_blocks` is negative.
+    """
+    if not 0 <= candidate <= config.num_candidates:
+        raise ValueError(f"candidate = {candidate}: must lie in [0, {config.num_candidates}]")
+    return int((budget_count_table(config, max_blocks)[:, candidate] @ budget_sizes(config)).max())
+
+
+def _validate_blocks(num_blocks: int) -> None:
+    if num_blocks < 0:
+        raise ValueError(f"number of blocks = {num_blocks}: must be at least 0")
+
+
+def _largest_remainder(config: TCAConfig, blocks: np.ndarray) -> np.ndarray:
+    quotas = blocks[:, None, None] * candidate_distributions(config)  # [N, M + 1, K]
+    floors = np.floor(quotas)
+    rest = blocks[:, None, None] - floors.sum(axis=-1, keepdims=True)
+    order = np.argsort(floors - quotas, axis=-1, kind="stable")  # largest remainder first
+    return (floors + (np.argsort(order, axis=-1) < rest)).astype(np.int32)

@@ -1,0 +1,113 @@
+"""Calibration scores: how much attention each candidate keeps, and the choice among them (Algorithm 1)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+
+from tca_jax.calibrate.candidates import budget_count_table
+from tca_jax.config import TCAConfig
+from tca_jax.pallas_kernels.checks import AnyArray, check_range, check_shapes
+from tca_jax.pallas_kernels.column_mass import column_mass
+from tca_jax.pallas_kernels.selection import (
+    block_budgets,
+    block_density,
+    ranked_blocks,
+    selection_mask,
+)
+from tca_jax.pallas_kernels.token_scores import token_scores
+
+
+def calibration_scores(
+    q: Float[AnyArray, "B L Hq d"],
+    k: Float[AnyArray, "B L Hkv d"],
+    lengths: Int[AnyArray, " B"],
+    config: TCAConfig,
+) -> Float32[Array, "B Hkv M1"]:
+    """Scores every candidate of every KV head on one layer's queries and keys (Algorithm 1).
+
+    `config.criterion` says which score. "retained_mass" is the attention mass on local and selected tokens,
+    averaged over the queries that have tokens left of their window (1 where none has) and over the group.
+    "column_mean" is Eq. 5, normalised: column averages summed over the selected tokens and those right of the
+    ranked blocks, divided by their sum over all columns.
+
+    Args:
+        q: Queries after RoPE [B, L, Hq, d].
+        k: Keys after RoPE [B, L, Hkv, d].
+        lengths: Lengths [B], at least 1; may be traced.
+        config: The method's hyperparameters.
+
+    Returns:
+        float32 [B, Hkv, M + 1], in the order of `candidate_budgets`; the last, dense, is 1.
+
+    Raises:
+        ValueError: a shape is not allowed, or a length, where it is known, lies outside [1, L].
+    """
+    check_shapes({"q": (q, "B L Hq d"), "k": (k, "B L Hkv d"), "lengths": (lengths, "B")})
+    check_range("lengths", lengths, 1, k.shape[1])
+    return _scores(jnp.asarray(q), jnp.asarray(k), jnp.asarray(lengths), config)
+
+
+@partial(jax.jit, static_argnames=("config",))
+@jax.named_scope("calibration_scores")
+def _scores(
+    q: Float[Array, "B L Hq d"], k: Float[Array, "B L Hkv d"], lengths: Int[Array, " B"], config: TCAConfig
+) -> Float32[Array, "B Hkv M1"]:
+    last = jnp.take_along_axis(q, jnp.maximum(lengths - 1, 0)[:, None, None, None], axis=1)[:, 0]
+    masks = _candidate_masks(last, k, lengths, config)  # [M + 1, B, Hkv, L]
+    near, far = column_mass(q, k, lengths, block_size=config.block_size, window=config.window)
+    score = _retained_mass if config.criterion == "retained_mass" else _column_mean
+    scores = jax.vmap(lambda mask: score(mask, near, far, lengths, config))(masks)
+    return jnp.moveaxis(scores, 0, -1)
+
+
+def choose_candidates(scores: Float[Array, "*heads M1"], tau: float) -> Int32[Array, "*heads"]:
+    """The sparsest candidate whose score reaches `tau`; the last one, dense, where none does."""
+    reached = (scores >= tau).at[..., -1].set(True)
+    return jnp.argmax(reached, axis=-1).astype(jnp.int32)
+
+
+def _candidate_masks(
+    q_last: Float[Array, "B Hq d"], k: Float[Array, "B L Hkv d"], lengths: Int[Array, " B"], config: TCAConfig
+) -> Bool[Array, "M1 B Hkv L"]:
+    """Tokens that every candidate would select."""
+    scored = token_scores(q_last, k, lengths, block_size=config.block_size)
+    ranked = ranked_blocks(lengths, config)
+    density = block_density(scored, ranked, config)
+    counts = jnp.asarray(budget_count_table(config, config.num_ranked_blocks(k.shape[1])))[ranked]  # [B, M + 1, K]
+
+    def mask(counts: Int[Array, "B K"]) -> Bool[Array, "B Hkv L"]:
+        of_heads = jnp.broadcast_to(counts[:, None], (*density.shape[:2], counts.shape[-1]))
+        return selection_mask(scored.scores, block_budgets(density, ranked, of_heads), block_size=config.block_size)
+
+    return jax.vmap(mask, in_axes=1)(counts)
+
+
+def _retained_mass(
+    mask: Bool[Array, "B Hkv L"],
+    near: Float32[Array, "B Hkv L"],
+    far: Float32[Array, "B Hkv L"],
+    lengths: Int[Array, " B"],
+    config: TCAConfig,
+) -> Float32[Array, "B Hkv"]:
+    # Query i has tokens left of its window iff B(i) b > w, that is i >= w + b.
+    queries = jnp.maximum(0, lengths - config.window - config.block_size)[:, None]
+    return 1 - jnp.where(mask, 0, far).sum(axis=-1) / jnp.maximum(queries, 1)
+
+
+def _column_mean(
+    mask: Bool[Array, "B Hkv L"],
+    near: Float32[Array, "B Hkv L"],
+    far: Float32[Array, "B Hkv L"],
+    lengths: Int[Array, " B"],
+    config: TCAConfig,
+) -> Float32[Array, "B Hkv"]:
+    position = jnp.arange(mask.shape[-1])
+    means = (near + far) / jnp.maximum(1, lengths[:, None] - position)[:, None]  # [B, Hkv, L]; zero past a length
+    ranked = ranked_blocks(lengths, config)
+    kept = mask | (position >= ranked[:, None] * config.block_size)[:, None]
+    # One minus what is dropped: exactly 1 where nothing is.
+    return 1 - jnp.where(kept, 0, means).sum(axis=-1) / means.sum(axis=-1)

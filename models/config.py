@@ -1,0 +1,263 @@
+"""ModelConfig: shape and options of a supported model, read from a Hugging Face config."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tca_jax.models.rope import RopeConfig
+
+# model_type -> the causal language model class that its config.json names
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+FAMILIES = tuple(_ARCHITECTURES)
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape and options of a decoder. Families differ in nothing else. Hashable: a static value under jit.
+
+    Attributes:
+        family: "llama", "qwen2" or "qwen3".
+        vocab_size: V.
+        hidden_size: D, width of the residual stream.
+        intermediate_size: Inner width of the MLP.
+        num_layers: Layers.
+        num_heads: Query heads, H_q.
+        num_kv_heads: KV heads, H_kv; divides `num_heads`.
+        head_dim: d, even.
+        rms_norm_eps: Added to the mean square in every RMSNorm.
+        max_positions: `max_position_embeddings` of the checkpoint.
+        tie_embeddings: The head is the embedding, transposed.
+        qkv_bias: Biases on the query, key and value projections.
+        o_bias: Bias on the output projection of attention.
+        mlp_bias: Biases in the MLP.
+        qk_norm: RMSNorm over each query and key head before RoPE.
+        rope: Rotary position embedding.
+        dtype_name: Dtype that the checkpoint is stored in.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_positions: int
+    tie_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    rope: RopeConfig
+    dtype_name: str
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ValueError(f"family = {self.family!r} is not supported: must be one of {list(FAMILIES)}")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"ModelConfig.{field.name} = {value!r}: must be a positive integer")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads = {self.num_heads} must be a multiple of num_kv_heads = {self.num_kv_heads}")
+        if self.head_dim % 2 or (self.rope.type == "dynamic" and self.head_dim < 4):
+            raise ValueError(f"head_dim = {self.head_dim}: must be even (at least 4 for dynamic RoPE)")
+        if self.dtype_name not in _DTYPES:
+            raise ValueError(f"dtype_name = {self.dtype_name!r}: must be one of {list(_DTYPES)}")
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of one sequence: the checkpoint's positions, or what RoPE scaling stretches them to.
+
+        `max_position_embeddings` means the stretched context in some checkpoints and the original one in
+        others (Qwen2.5 with YaRN); the larger reading counts.
+        """
+        if self.rope.type in ("default", "llama3"):
+            return self.max_positions
+        return max(self.max_positions, int(self.rope.factor * self.rope.original_max_positions))
+
+    @classmethod
+    def from_hf(cls, hf_config: Any) -> ModelConfig:
+        """Read a transformers config object, or a mapping as in config.json.
+
+        Both spellings of RoPE are understood: `rope_theta` with `rope_scaling` (transformers 4.x) and
+        `rope_parameters` (5.x). Absent entries have the defaults of transformers.
+
+        Raises:
+            ValueError: an architecture or option that is not supported, or a missing or invalid entry.
+            TypeError: neither a mapping nor a transformers config.
+        """
+        entries = hf_config if isinstance(hf_config, Mapping) else _to_dict(hf_config)
+        family = _family(entries)
+        _refuse_unsupported(entries, family)
+        num_heads, hidden_size = _integer(entries, "num_attention_heads"), _integer(entries, "hidden_size")
+        max_positions = _integer(entries, "max_position_embeddings", 2048 if family == "llama" else 32768)
+        # Qwen2 has its QKV biases whatever the config says, Qwen3 and LLaMA only when it asks for them.
+        attention_bias = family != "qwen2" and _flag(entries, "attention_bias")
+        return cls(
+            family=family,
+            vocab_size=_integer(entries, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_integer(entries, "intermediate_size"),
+            num_layers=_integer(entries, "num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=_num_kv_heads(entries, family, num_heads),
+            head_dim=_integer(entries, "head_dim", 128 if family == "qwen3" else hidden_size // num_heads),
+            rms_norm_eps=_eps(entries),
+            max_positions=max_positions,
+            tie_embeddings=_flag(entries, "tie_word_embeddings"),
+            qkv_bias=attention_bias or family == "qwen2",
+            o_bias=attention_bias,
+            mlp_bias=family == "llama" and _flag(entries, "mlp_bias"),
+            qk_norm=family == "qwen3",
+            rope=RopeConfig.from_hf(_rope_parameters(entries), max_positions=max_positions),
+            dtype_name=_dtype_name(entries),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """Entries of a config.json that transformers 4.x and 5.x, and `from_hf`, read as this model."""
+        biases = {
+            "llama": {"attention_bias": self.o_bias, "mlp_bias": self.mlp_bias},
+            "qwen2": {"use_sliding_window": False},
+            "qwen3": {"use_sliding_window": False, "attention_bias": self.o_bias},
+        }[self.family]
+        return {
+            "architectures": [_ARCHITECTURES[self.family]],
+            "model_type": self.family,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "max_position_embeddings": self.max_positions,
+            "tie_word_embeddings": self.tie_embeddings,
+            "rope_theta": self.rope.theta,
+            "rope_scaling": self.rope.to_hf() or None,
+            "torch_dtype": self.dtype_name,
+        } | biases
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Read `config.json` of a checkpoint folder.
+
+    Raises:
+        FileNotFoundError: the folder has no config.json.
+        ValueError: it is not JSON, or the model is not supported; the message names the file.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: a checkpoint folder must hold config.json")
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # JSON or UTF-8
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(entries, dict):
+        raise ValueError(f"{path} holds a {type(entries).__name__}: must be a JSON object")
+    try:
+        return ModelConfig.from_hf(entries)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _to_dict(hf_config: Any) -> Mapping[str, Any]:
+    if not hasattr(hf_config, "to_dict"):
+        raise TypeError(f"hf_config is a {type(hf_config).__name__}: must be a transformers config or a mapping")
+    return hf_config.to_dict()
+
+
+def _family(entries: Mapping[str, Any]) -> str:
+    """The model_type, if it is one of ours and the checkpoint is a causal language model."""
+    family = entries.get("model_type")
+    if family not in _ARCHITECTURES:
+        raise ValueError(f"model_type {family!r} is not supported: must be one of {list(FAMILIES)}")
+    names = entries.get("architectures") or [_ARCHITECTURES[family]]
+    if _ARCHITECTURES[family] not in names:
+        raise ValueError(f"architecture {names} is not supported: must be {_ARCHITECTURES[family]!r}")
+    return family
+
+
+def _refuse_unsupported(entries: Mapping[str, Any], family: str) -> None:
+    """Options that would change the result and that the decoder does not have."""
+    if entries.get("quantization_config"):
+        method = entries["quantization_config"].get("quant_method", "unknown")
+        raise ValueError(f"quantization_config ({method!r}) is not supported: weights must be one of {list(_DTYPES)}")
+    activation = entries.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ValueError(f"hidden_act = {activation!r} is not supported: must be 'silu'")
+    if family == "llama":
+        return
+    num_layers = _integer(entries, "num_hidden_layers")
+    first_sliding = num_layers
+    if entries.get("use_sliding_window") and entries.get("sliding_window", 4096) is not None:
+        first_sliding = entries.get("max_window_layers", 28)
+    layer_types = entries.get("layer_types") or [
+        "full_attention" if layer < first_sliding else "sliding_attention" for layer in range(num_layers)
+    ]
+    for layer, kind in enumerate(layer_types):
+        if kind != "full_attention":
+            raise ValueError(f"layer {layer} has {kind!r} (sliding window): only 'full_attention' is supported")
+
+
+def _num_kv_heads(entries: Mapping[str, Any], family: str, num_heads: int) -> int:
+    """Null means one KV head per query head; absent means that too in LLaMA, but 32 in Qwen."""
+    if "num_key_value_heads" not in entries and family != "llama":
+        return 32
+    return _integer(entries, "num_key_value_heads", num_heads)
+
+
+def _rope_parameters(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """One spelling of RoPE out of two, with what transformers 4.x keeps beside it put in."""
+    parameters = entries.get("rope_scaling") or entries.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"rope_scaling = {parameters!r}: must be an object")
+    beside = {key: entries.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    over = {key: entries[key] for key in ("original_max_position_embeddings",) if entries.get(key)}
+    return beside | {key: value for key, value in parameters.items() if value is not None} | over
+
+
+def _dtype_name(entries: Mapping[str, Any]) -> str:
+    """`dtype` (transformers 5) or `torch_dtype` (4.x), which may be a torch.dtype in a config object."""
+    name = entries.get("dtype") or entries.get("torch_dtype") or "float32"
+    return str(name).removeprefix("torch.")
+
+
+def _integer(entries: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A positive integer of the config; null counts as absent."""
+    value = entries.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise ValueError(f"config has no {key!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"config[{key!r}] = {value!r}: must be a positive integer")
+    return value
+
+
+def _eps(entries: Mapping[str, Any]) -> float:
+    value = entries.get("rms_norm_eps", 1e-6)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise ValueError(f"config['rms_norm_eps'] = {value!r}: must be a positive number")
+    return float(value)
+
+
+def _flag(entries: Mapping[str, Any], key: str) -> bool:
+    """A switch of the config, off by default."""
+    value = entries.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"config[{key!r}] = {value!r}: must be true or false")
+    return bool(value)

@@ -1,0 +1,52 @@
+"""Fingerprint of a model: one for a checkpoint whatever dtype it was loaded in, another for other weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, UInt32
+
+from tca_jax.models.decoder import Decoder
+
+
+def fingerprint(decoder: Decoder) -> str:
+    """Hash of the config and of every weight, rounded to bfloat16 so that the loading dtype does not count.
+
+    Reads each parameter once, where it lies: milliseconds on a GPU.
+
+    Returns:
+        64 hexadecimal digits (SHA-256).
+    """
+    config = dataclasses.asdict(decoder.config)
+    del config["dtype_name"]
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    parameters = nnx.to_flat_state(nnx.state(decoder, nnx.Param))
+    for path, variable in sorted(parameters, key=lambda item: str(item[0])):
+        digest.update(f"{path} {variable.shape}".encode())
+        digest.update(np.asarray(_checksum(variable[...]), "<u4").tobytes())
+    return digest.hexdigest()
+
+
+@jax.jit
+def _checksum(x: Float[Array, ...]) -> UInt32[Array, 2]:
+    """Two sums of hashed (place, value) pairs, modulo 2^32: exact, and free of the order of summation."""
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32)
+    place = jnp.zeros(x.shape, jnp.uint32)
+    for axis in range(x.ndim):
+        stride = math.prod(x.shape[axis + 1 :]) % 2**32
+        place += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride)
+    return jnp.stack([jnp.sum(_mix(bits ^ (place * jnp.uint32(odd)))) for odd in (0x9E3779B1, 0x85EBCA77)])
+
+
+def _mix(h: UInt32[Array, ...]) -> UInt32[Array, ...]:
+    """The finaliser of MurmurHash3: every input bit moves every output bit."""
+    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)

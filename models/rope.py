@@ -1,0 +1,208 @@
+"""Rotary position embeddings as transformers computes them: default, linear, dynamic NTK, llama3 and YaRN."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Frequencies of the rotary embedding.
+
+    Attributes:
+        type: One of `ROPE_TYPES`.
+        theta: Base of the geometric series of wavelengths.
+        original_max_positions: Context that the unscaled frequencies were trained for (all but default).
+        factor: How far the context is stretched (all but default).
+        low_freq_factor: llama3: wavelengths above original / low_freq_factor are stretched in full.
+        high_freq_factor: llama3: wavelengths below original / high_freq_factor stay as they are.
+        beta_fast: yarn: dimensions that turn more often than this over the original context stay as they are.
+        beta_slow: yarn: dimensions that turn less often than this are stretched in full.
+        truncate: yarn: round the bounds of the ramp between the two outwards to whole dimensions.
+        attention_factor: yarn: multiplies cos and sin.
+    """
+
+    type: str = "default"
+    theta: float = 10_000.0
+    original_max_positions: int = 0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+    @classmethod
+    def from_hf(cls, parameters: Mapping[str, Any], *, max_positions: int) -> RopeConfig:
+        """Read `rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` put into it (4.x).
+
+        Args:
+            parameters: The entries as in config.json; absent ones get the defaults of transformers.
+            max_positions: The model's `max_position_embeddings`.
+
+        Raises:
+            ValueError: an unsupported RoPE type or option, or a missing or invalid number.
+        """
+        if any(isinstance(value, Mapping) for value in parameters.values()):
+            raise ValueError(
+                f"rope_parameters by layer type ({sorted(parameters)}) are not supported: must be one for all"
+            )
+        rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+        if rope_type not in ROPE_TYPES:
+            raise ValueError(f"RoPE type {rope_type!r} is not supported: must be one of {list(ROPE_TYPES)}")
+        if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
+            partial = parameters["partial_rotary_factor"]
+            raise ValueError(f"partial_rotary_factor = {partial!r} is not supported: must be 1.0")
+        fields: dict[str, Any] = {"theta": _number(parameters, "rope_theta", 10_000.0)}
+        if rope_type != "default":
+            fields["original_max_positions"] = max_positions
+        if rope_type in ("llama3", "yarn"):
+            original = _number(parameters, "original_max_position_embeddings", float(max_positions))
+            fields["original_max_positions"] = int(original)
+        if rope_type == "yarn":
+            fields |= _yarn_fields(parameters, max_positions / fields["original_max_positions"])
+        elif rope_type != "default":
+            fields["factor"] = _number(parameters, "factor")
+        if rope_type == "llama3":
+            fields["low_freq_factor"] = _number(parameters, "low_freq_factor")
+            fields["high_freq_factor"] = _number(parameters, "high_freq_factor")
+        return cls(type=rope_type, **fields)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The entries of `rope_scaling` in config.json; empty for the default type."""
+        keys = {
+            "default": (),
+            "linear": ("factor",),
+            "dynamic": ("factor",),
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+            "yarn": ("factor", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+        }[self.type]
+        if self.type == "default":
+            return {}
+        entries = {"rope_type": self.type} | {key: getattr(self, key) for key in keys}
+        if self.type in ("llama3", "yarn"):
+            entries["original_max_position_embeddings"] = self.original_max_positions
+        return entries
+
+
+def rope_cos_sin(
+    positions: Int[Array, "B L"], head_dim: int, rope: RopeConfig
+) -> tuple[Float[Array, "B L half"], Float[Array, "B L half"]]:
+    """Cosine and sine of every token's rotation.
+
+    Args:
+        positions: `[B, L]`. Dynamic RoPE takes max + 1 of a row as its length so far.
+        head_dim: d, even.
+        rope: The frequencies.
+
+    Returns:
+        Two float32 `[B, L, d / 2]`, already multiplied by YaRN's attention factor.
+    """
+    inv_freq = jnp.asarray(inverse_frequencies(head_dim, rope))
+    if rope.type == "dynamic":
+        inv_freq = inv_freq * _dynamic_growth(positions, head_dim, rope)
+    angles = positions[..., None].astype(jnp.float32) * inv_freq
+    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+
+
+def apply_rope(
+    x: Float[Array, "*tokens H d"], cos: Float[Array, "*tokens half"], sin: Float[Array, "*tokens half"]
+) -> Float[Array, "*tokens H d"]:
+    """Rotate each head's dimension pairs (i, i + d / 2), in float32; the result has the dtype of x."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def inverse_frequencies(head_dim: int, rope: RopeConfig) -> np.ndarray:
+    """Radians per position of each dimension pair: float32 `[d / 2]`; for dynamic, those of a short row.
+
+    Float32 in the order of transformers, as one bit moves a rotation by 0.01 at position 100,000.
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    wavelengths = (rope.theta ** exponents.astype(np.float64)).astype(np.float32)  # over 2 pi
+    scale: Callable[[np.ndarray, RopeConfig], np.ndarray] = {
+        "default": lambda wavelengths, rope: 1 / wavelengths,
+        "dynamic": lambda wavelengths, rope: 1 / wavelengths,
+        "linear": lambda wavelengths, rope: 1 / wavelengths / np.float32(rope.factor),
+        "llama3": _llama3_frequencies,
+        "yarn": _yarn_frequencies,
+    }[rope.type]
+    return scale(wavelengths, rope).astype(np.float32)
+
+
+def _dynamic_growth(positions: Int[Array, "B L"], head_dim: int, rope: RopeConfig) -> Float[Array, "B 1 half"]:
+    """What dynamic NTK multiplies the frequencies with once a row is longer than the original context.
+
+    theta grows by s^(d / (d - 2)) with s = factor * length / original - (factor - 1), so pair i slows by
+    s^(-2 i / (d - 2)): the fastest stays, the slowest is divided by s.
+    """
+    length = jnp.maximum(jnp.max(positions, axis=1) + 1, rope.original_max_positions).astype(jnp.float32)
+    stretch = rope.factor * length / rope.original_max_positions - (rope.factor - 1)  # [B]
+    exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / (head_dim - 2)
+    return stretch[:, None, None] ** -exponents
+
+
+def _llama3_frequencies(wavelengths: np.ndarray, rope: RopeConfig) -> np.ndarray:
+    """Stretch the slow pairs in full, leave the fast ones, interpolate between (LLaMA 3.1)."""
+    inv_freq = 1 / wavelengths
+    turns = rope.original_max_positions / (2 * math.pi / inv_freq)  # over the original context
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 - smooth) * inv_freq / rope.factor + smooth * inv_freq
+
+
+def _yarn_frequencies(wavelengths: np.ndarray, rope: RopeConfig) -> np.ndarray:
+    """NTK by parts (arXiv 2309.00071, section 3.2): a linear ramp from no stretch to the full one."""
+    head_dim = 2 * len(wavelengths)
+
+    def pair_that_turns(turns: float) -> float:
+        return (head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi))) / (2 * math.log(rope.theta))
+
+    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    high += 0.001 if low == high else 0  # as transformers does, against a division by zero
+    keep = 1 - np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+    return 1 / (rope.factor * wavelengths) * (1 - keep) + 1 / wavelengths * keep
+
+
+def _yarn_fields(parameters: Mapping[str, Any], implied_factor: float) -> dict[str, Any]:
+    """YaRN's options with the defaults of transformers, the attention factor worked out."""
+    fields: dict[str, Any] = {
+        "factor": _number(parameters, "factor", implied_factor),
+        "beta_fast": _number(parameters, "beta_fast", 32.0),
+        "beta_slow": _number(parameters, "beta_slow", 1.0),
+        "truncate": bool(parameters.get("truncate", True)),
+    }
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(fields["factor"]) + 1.0 if fields["factor"] > 1 else 1.0
+
+    inferred = mscale(1.0)
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        inferred = mscale(_number(parameters, "mscale")) / mscale(_number(parameters, "mscale_all_dim"))
+    fields["attention_factor"] = _number(parameters, "attention_factor", inferred)
+    return fields
+
+
+def _number(parameters: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """A positive finite number of the RoPE parameters; None counts as absent."""
+    value = parameters.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise ValueError(f"rope_parameters has no {key!r}, which its rope_type needs")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"rope_parameters[{key!r}] = {value!r}: must be a positive number")
+    return float(value)

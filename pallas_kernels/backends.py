@@ -1,0 +1,78 @@
+"""Backends: which exist, what each needs of the device, and the one dispatcher of all operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+#: Least CUDA compute capability a backend needs; None runs on any device. Best first: the order "auto" tries.
+_NEEDS: Mapping[str, float | None] = MappingProxyType({"mosaic": 9.0, "triton": 8.0, "xla": None})
+#: Every value of a `backend` argument.
+BACKENDS = ("auto", *_NEEDS)
+
+
+def validate_backend(backend: str) -> None:
+    """Raises ValueError unless `backend` is one of `BACKENDS`."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend = {backend!r}: must be one of {list(BACKENDS)}")
+
+
+def dispatch(operation: str, backend: str, implementations: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """Picks an operation's implementation.
+
+    Args:
+        operation: The operation's name, for messages.
+        backend: "auto" tries the backends that the device can run, best first, and moves on from one that
+            raises NotImplementedError; a named backend is taken or refused, never replaced.
+        implementations: Backend name -> function. All take the same arguments.
+
+    Returns:
+        A function with the implementations' own signature.
+
+    Raises:
+        ValueError: the backend is unknown, not implemented for this operation, or cannot run on this device.
+    """
+    validate_backend(backend)
+    if backend == "auto":
+        usable = [impl for name, impl in _in_order(implementations) if _lacks(name) is None]
+        return lambda *args, **kwargs: _first_able(operation, usable, args, kwargs)
+    lack = _lacks(backend)
+    if lack is not None:
+        raise ValueError(f"backend = {backend!r} {lack}; use 'auto' or 'xla'")
+    if backend not in implementations:
+        raise ValueError(
+            f"backend = {backend!r}: {operation} has no such implementation; must be 'auto' or one of "
+            f"{sorted(implementations)}"
+        )
+    return implementations[backend]
+
+
+def _in_order(implementations: Mapping[str, Callable[..., Any]]) -> list[tuple[str, Callable[..., Any]]]:
+    return [(name, implementations[name]) for name in _NEEDS if name in implementations]
+
+
+def _first_able(operation: str, usable: list[Callable[..., Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    reasons = []
+    for implementation in usable:
+        try:
+            return implementation(*args, **kwargs)
+        except NotImplementedError as error:
+            reasons.append(str(error))
+    raise NotImplementedError(f"{operation}: no backend takes this call: {reasons}")
+
+
+def _lacks(backend: str) -> str | None:
+    """What the default device lacks to run `backend`, or None."""
+    needed = _NEEDS[backend]
+    if needed is None:
+        return None
+    device = jax.local_devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    if device.platform != "gpu" or capability is None:
+        return f"needs an NVIDIA GPU, this process runs on {device.platform!r}"
+    if float(capability) < needed:
+        return f"needs compute capability {needed}, this GPU ({device.device_kind}) has {capability}"
+    return None

@@ -1,0 +1,83 @@
+"""Argument checks that the operations share; all raise before anything is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+#: What public functions take for an array.
+AnyArray = jax.Array | np.ndarray
+
+
+def check_shape(argument: str, array: Any, dims: str, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Binds an array's sizes to dimension names, against those already bound.
+
+    Args:
+        argument: The argument's name, for the message.
+        array: An array, or anything that NumPy takes for one.
+        dims: One name a dimension, such as "B L Hkv d".
+        sizes: Sizes bound so far.
+
+    Returns:
+        `sizes` with this array's dimensions added.
+
+    Raises:
+        ValueError: the rank or a size differs; the message shows what was given and what is expected.
+    """
+    shape, names = np.shape(array), dims.split()
+    bound = {**dict(zip(names, shape, strict=False)), **sizes}
+    if shape != tuple(bound.get(name) for name in names):
+        expected = ", ".join(f"{name} = {sizes[name]}" if name in sizes else name for name in names)
+        raise ValueError(f"{argument} has shape {shape}: must be [{expected}]")
+    return bound
+
+
+def check_shapes(arrays: Mapping[str, tuple[Any, str]]) -> dict[str, int]:
+    """Checks named arrays against each other (argument name -> array and its dimensions, in order).
+
+    Returns:
+        The size of every dimension name.
+
+    Raises:
+        ValueError: a shape does not fit the ones before it, or the query heads "Hq" are no multiple of the KV
+            heads "Hkv".
+    """
+    sizes: dict[str, int] = {}
+    for name, (array, dims) in arrays.items():
+        sizes = check_shape(name, array, dims, sizes)
+    if {"Hq", "Hkv"} <= sizes.keys():
+        heads, kv_heads = sizes["Hq"], sizes["Hkv"]
+        if heads < 1 or kv_heads < 1 or heads % kv_heads:
+            raise ValueError(
+                f"{heads} query heads and {kv_heads} KV heads: the former must be a positive multiple of the latter"
+            )
+    return sizes
+
+
+def check_blocks(block_size: int, *, window: int | None = None) -> None:
+    """Raises ValueError unless `block_size` is positive and `window` a positive multiple of it."""
+    if block_size < 1:
+        raise ValueError(f"block_size = {block_size}: must be at least 1")
+    if window is not None and (window < block_size or window % block_size):
+        raise ValueError(f"window = {window}: must be a positive multiple of block_size = {block_size}")
+
+
+def check_whole_blocks(name: str, sizes: Mapping[str, int], block_size: int) -> None:
+    """Raises ValueError unless an array's axis "nb" has one entry for each whole block of the length "L"."""
+    whole = sizes["L"] // block_size
+    if sizes["nb"] != whole:
+        raise ValueError(
+            f"{name} has {sizes['nb']} blocks: must be L // block_size = {sizes['L']} // {block_size} = {whole}"
+        )
+
+
+def check_range(name: str, values: Any, low: int, high: int) -> None:
+    """Raises ValueError unless all `values` lie in [low, high]; values that are traced pass unseen."""
+    if isinstance(values, jax.core.Tracer):
+        return
+    values = np.asarray(values)
+    if values.size and not (low <= values.min() and values.max() <= high):
+        raise ValueError(f"{name} = {values.tolist()}: must lie in [{low}, {high}]")

@@ -1,0 +1,86 @@
+"""Decode attention: one query a row, over its window in a ring and its heads' regions of the KV pool."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from jaxtyping import Array, Float, Float32, Int
+
+from tca_jax.pallas_kernels import decode_attention_xla
+from tca_jax.pallas_kernels.backends import dispatch
+from tca_jax.pallas_kernels.checks import check_blocks, check_shapes
+
+_IMPLEMENTATIONS = MappingProxyType({"xla": decode_attention_xla.decode_attention})
+
+
+def decode_attention(
+    q: Float[Array, "B Hq d"],
+    k_pool: Float[Array, "P d"],
+    v_pool: Float[Array, "P d"],
+    offsets: Int[Array, "B Hkv"],
+    pool_lengths: Int[Array, "B Hkv"],
+    k_ring: Float[Array, "B Hkv R d"],
+    v_ring: Float[Array, "B Hkv R d"],
+    positions: Int[Array, " B"],
+    *,
+    block_size: int,
+    window: int,
+    capacity: int,
+    backend: str = "auto",
+) -> tuple[Float[Array, "B Hq d"], Float32[Array, "B Hq"]]:
+    """Attention of one new token a row, whose own key and value are in the ring already.
+
+    Ring slot s holds position p = pos - ((pos - s) mod R), and is attended to iff
+    p >= max(0, (pos // b) b - w): what a prefill of the same tokens would call local. Values that are not
+    attended to must be finite.
+
+    Args:
+        q: Queries [B, Hq, d]; query head h belongs to KV head h // (Hq // Hkv).
+        k_pool: Key pool [P, d].
+        v_pool: Value pool [P, d].
+        offsets: First pool row of every region [B, Hkv].
+        pool_lengths: Tokens in every region [B, Hkv], at most `capacity`.
+        k_ring: Ring of the latest keys [B, Hkv, R, d]; R is a multiple of b: w + b, or less if all fits.
+        v_ring: Ring of the latest values [B, Hkv, R, d].
+        positions: Position of every query [B]; may be traced.
+        block_size: Tokens in a block, b.
+        window: Least number of local tokens, w; a multiple of b.
+        capacity: Largest capacity of a region; 0 when the pool holds nothing.
+        backend: See `backends.BACKENDS`.
+
+    Returns:
+        Output [B, Hq, d] in the type of `q`, and lse, the log-sum-exp of the scores, float32 [B, Hq]:
+        exp(score - lse) is a token's attention probability, which eviction ranks by.
+
+    Raises:
+        ValueError: a shape, `block_size`, `window`, `capacity` or `backend` is not allowed.
+    """
+    check_blocks(block_size, window=window)
+    sizes = check_shapes(
+        {
+            "q": (q, "B Hq d"),
+            "k_pool": (k_pool, "P d"),
+            "v_pool": (v_pool, "P d"),
+            "k_ring": (k_ring, "B Hkv R d"),
+            "v_ring": (v_ring, "B Hkv R d"),
+            "offsets": (offsets, "B Hkv"),
+            "pool_lengths": (pool_lengths, "B Hkv"),
+            "positions": (positions, "B"),
+        }
+    )
+    if not 0 <= capacity <= sizes["P"]:
+        raise ValueError(f"capacity = {capacity}: must lie in [0, {sizes['P']}], the rows of the pool")
+    implementation = dispatch("decode_attention", backend, _IMPLEMENTATIONS)
+    return implementation(
+        q,
+        k_pool,
+        v_pool,
+        offsets,
+        pool_lengths,
+        k_ring,
+        v_ring,
+        positions,
+        block_size=block_size,
+        window=window,
+        capacity=capacity,
+    )

@@ -1,0 +1,34 @@
+"""Precision and masking rules that all XLA implementations share."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+#: Score of a masked token: finite, so that a row of masked tokens gives zeros and never NaN.
+MASKED = -1e30
+
+
+def precision(dtype: jnp.dtype) -> jax.lax.Precision:
+    """Matrix products of float32 operands are true float32 on every device (no TF32)."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def scaled_scores(subscripts: str, q: Float[Array, " *Q"], k: Float[Array, " *K"]) -> Float32[Array, " *S"]:
+    """q k^T / sqrt(d) in float32, the contraction named by `subscripts`; d is the last axis of `q`."""
+    scores = jnp.einsum(subscripts, q, k, precision=precision(q.dtype), preferred_element_type=jnp.float32)
+    return scores * (1 / math.sqrt(q.shape[-1]))
+
+
+def weighted_sum(subscripts: str, weights: Float[Array, " *W"], v: Float[Array, " *V"]) -> Float32[Array, " *O"]:
+    """Weights times values, summed in float32; the weights take the values' type, as tensor cores want."""
+    return jnp.einsum(
+        subscripts,
+        weights.astype(v.dtype),
+        v,
+        precision=precision(v.dtype),
+        preferred_element_type=jnp.float32,
+    )

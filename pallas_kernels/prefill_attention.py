@@ -1,0 +1,70 @@
+"""Prefill attention: every query over its window and over a prefix of its head's selected tokens (Eq. 3)."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from jaxtyping import Array, Float, Int
+
+from tca_jax.pallas_kernels import prefill_attention_xla
+from tca_jax.pallas_kernels.backends import dispatch
+from tca_jax.pallas_kernels.checks import check_blocks, check_shapes, check_whole_blocks
+
+_IMPLEMENTATIONS = MappingProxyType({"xla": prefill_attention_xla.prefill_attention})
+
+
+def prefill_attention(
+    q: Float[Array, "B L Hq d"],
+    k: Float[Array, "B L Hkv d"],
+    v: Float[Array, "B L Hkv d"],
+    k_pool: Float[Array, "P d"],
+    v_pool: Float[Array, "P d"],
+    offsets: Int[Array, "B Hkv"],
+    budgets: Int[Array, "B Hkv nb"],
+    lengths: Int[Array, " B"],
+    *,
+    block_size: int,
+    window: int,
+    backend: str = "auto",
+) -> Float[Array, "B L Hq d"]:
+    """Attention of a whole prompt over local and selected tokens (Eq. 3).
+
+    Query i attends to its local tokens [max(0, (i // b) b - w), i] and to the selected tokens left of them, a
+    prefix of its head's region, for a region is sorted by position. The cost is that of the pairs kept. With
+    a window of at least L this is exact causal attention.
+
+    Args:
+        q: Queries [B, L, Hq, d]; query head h belongs to KV head h // (Hq // Hkv).
+        k: Keys [B, L, Hkv, d]; what lies past a row's length does not matter.
+        v: Values [B, L, Hkv, d].
+        k_pool: Selected keys [P, d], as `select_tokens` lays them out.
+        v_pool: Selected values [P, d].
+        offsets: First pool row of every region [B, Hkv].
+        budgets: Selected tokens of every block [B, Hkv, L // b]; 0 for blocks that are not ranked.
+        lengths: Prompt lengths [B]; may be traced.
+        block_size: Tokens in a block, b.
+        window: Least number of local tokens, w; a multiple of b.
+        backend: See `backends.BACKENDS`.
+
+    Returns:
+        [B, L, Hq, d] in the type of `q`; rows past a length are zero.
+
+    Raises:
+        ValueError: a shape, `block_size`, `window` or `backend` is not allowed.
+    """
+    check_blocks(block_size, window=window)
+    sizes = check_shapes(
+        {
+            "q": (q, "B L Hq d"),
+            "k": (k, "B L Hkv d"),
+            "v": (v, "B L Hkv d"),
+            "k_pool": (k_pool, "P d"),
+            "v_pool": (v_pool, "P d"),
+            "offsets": (offsets, "B Hkv"),
+            "budgets": (budgets, "B Hkv nb"),
+            "lengths": (lengths, "B"),
+        }
+    )
+    check_whole_blocks("budgets", sizes, block_size)
+    implementation = dispatch("prefill_attention", backend, _IMPLEMENTATIONS)
+    return implementation(q, k, v, k_pool, v_pool, offsets, budgets, lengths, block_size=block_size, window=window)

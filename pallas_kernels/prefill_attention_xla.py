@@ -1,0 +1,82 @@
+"""Prefill attention in plain JAX: the oracle of the operation and its path on any device."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Int32
+
+from tca_jax.pallas_kernels.online_softmax import KeyValues, OnlineSoftmax, Span, stream
+from tca_jax.pallas_kernels.tiles import Tiles, default_tiles, heads_first, round_up, tile_map
+
+
+@partial(jax.jit, static_argnames=("block_size", "window", "tiles"))
+@jax.named_scope("prefill_attention")
+def prefill_attention(
+    q: Float[Array, "B L Hq d"],
+    k: Float[Array, "B L Hkv d"],
+    v: Float[Array, "B L Hkv d"],
+    k_pool: Float[Array, "P d"],
+    v_pool: Float[Array, "P d"],
+    offsets: Int[Array, "B Hkv"],
+    budgets: Int[Array, "B Hkv nb"],
+    lengths: Int[Array, " B"],
+    *,
+    block_size: int,
+    window: int,
+    tiles: Tiles | None = None,
+) -> Float[Array, "B L Hq d"]:
+    """One online softmax a query tile, over its prefix of the pool, then its window."""
+    batch, length, q_heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    group = q_heads // kv_heads
+    tiles = tiles or default_tiles(block_size, length)
+    padded = round_up(length, tiles.queries)
+    num_tiles, size = padded // tiles.queries, tiles.queries * group
+    queries = heads_first(q, kv_heads, padded)
+    # A weight of zero does not silence a NaN among the padding's values; zeros do.
+    v = jnp.where((jnp.arange(length) < lengths[:, None])[..., None, None], v, 0)
+    local = KeyValues(heads_first(k, kv_heads, length), heads_first(v, kv_heads, length))
+    pool = KeyValues(k_pool, v_pool)
+    prefixes = _prefix_lengths(budgets, padded // block_size)
+
+    def one_tile(index: Array) -> Float[Array, "R d"]:
+        row, head, number = _place(index, num_tiles, kv_heads)
+        region = row * kv_heads + head
+        first = number * tiles.queries
+        end = jnp.minimum(first + tiles.queries, lengths[row])
+        position = jnp.repeat(first + jnp.arange(tiles.queries), group)  # of every row of the tile
+        edge = jnp.maximum(0, position // block_size - window // block_size)  # in blocks
+        prefix = prefixes[row, head, edge]
+        zero = jnp.int32(0)
+        pool_span = Span(
+            offsets[row, head], zero, jnp.where(first < end, prefix[-1], 0), jnp.zeros_like(prefix), prefix
+        )
+        edge = edge * block_size
+        window_span = Span(region * length, edge[0], end, edge, position + 1)
+
+        rows = jax.lax.dynamic_slice_in_dim(queries, (region * padded + first) * group, size)
+        state = OnlineSoftmax.empty(*rows.shape)
+        state = stream(rows, pool, pool_span, state, tiles.keys)
+        state = stream(rows, local, window_span, state, tiles.keys)
+        return jnp.where((position < lengths[row])[:, None], state.attention(), 0).astype(q.dtype)
+
+    outputs = tile_map(one_tile, batch * num_tiles * kv_heads, tiles.parallel)
+    outputs = outputs.reshape(batch, num_tiles, kv_heads, tiles.queries, group, head_dim).swapaxes(2, 3)
+    return outputs.reshape(batch, padded, q_heads, head_dim)[:, :length]
+
+
+def _place(index: Array, num_tiles: int, kv_heads: int) -> tuple[Array, Array, Array]:
+    """(row, KV head, number) of a tile. Heads run fastest: tiles computed at once cost about the same."""
+    index, head = jnp.divmod(index, kv_heads)
+    row, number = jnp.divmod(index, num_tiles)
+    return row, head, number
+
+
+def _prefix_lengths(budgets: Int[Array, "B Hkv nb"], num_blocks: int) -> Int32[Array, "B Hkv nb1"]:
+    """Selected tokens left of block j, for j up to `num_blocks` (at least nb)."""
+    sums = jnp.cumsum(budgets, axis=-1, dtype=jnp.int32)
+    sums = jnp.pad(sums, ((0, 0), (0, 0), (1, 0)))
+    return jnp.pad(sums, ((0, 0), (0, 0), (0, num_blocks - budgets.shape[-1])), mode="edge")

@@ -1,0 +1,57 @@
+"""Token selection: the best tokens of every block, compacted into each head's region of the KV pool."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from jaxtyping import Array, Float, Float32, Int, Int32
+
+from tca_jax.pallas_kernels import select_tokens_xla
+from tca_jax.pallas_kernels.backends import dispatch
+from tca_jax.pallas_kernels.checks import check_blocks, check_shapes, check_whole_blocks
+
+_IMPLEMENTATIONS = MappingProxyType({"xla": select_tokens_xla.select_tokens})
+
+
+def select_tokens(
+    scores: Float32[Array, "B Hkv L"],
+    budgets: Int[Array, "B Hkv nb"],
+    k: Float[Array, "B L Hkv d"],
+    v: Float[Array, "B L Hkv d"],
+    offsets: Int[Array, "B Hkv"],
+    *,
+    block_size: int,
+    pool_tokens: int,
+    backend: str = "auto",
+) -> tuple[Float[Array, "P d"], Float[Array, "P d"], Int32[Array, "B Hkv"]]:
+    """Writes the `budgets[j]` best tokens of every block j into a fresh pool, sorted by position.
+
+    Args:
+        scores: Token scores [B, Hkv, L].
+        budgets: Tokens to keep of every block [B, Hkv, L // b], 0 for blocks that are not ranked.
+        k: Prompt keys [B, L, Hkv, d].
+        v: Prompt values [B, L, Hkv, d].
+        offsets: First pool row of every region [B, Hkv].
+        block_size: Tokens in a block, b.
+        pool_tokens: Rows of the pool, P. Tokens that would land past it are dropped.
+        backend: See `backends.BACKENDS`.
+
+    Returns:
+        Key pool and value pool [P, d], zero where no token lies, and the tokens kept, int32 [B, Hkv].
+
+    Raises:
+        ValueError: a shape, `block_size` or `backend` is not allowed.
+    """
+    check_blocks(block_size)
+    sizes = check_shapes(
+        {
+            "scores": (scores, "B Hkv L"),
+            "budgets": (budgets, "B Hkv nb"),
+            "k": (k, "B L Hkv d"),
+            "v": (v, "B L Hkv d"),
+            "offsets": (offsets, "B Hkv"),
+        }
+    )
+    check_whole_blocks("budgets", sizes, block_size)
+    implementation = dispatch("select_tokens", backend, _IMPLEMENTATIONS)
+    return implementation(scores, budgets, k, v, offsets, block_size=block_size, pool_tokens=pool_tokens)

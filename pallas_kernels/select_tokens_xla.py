@@ -1,0 +1,56 @@
+"""Token selection in plain JAX: the oracle of the operation and its path on any device."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+
+from tca_jax.pallas_kernels.selection import selection_mask
+
+
+@partial(jax.jit, static_argnames=("block_size", "pool_tokens"))
+@jax.named_scope("select_tokens")
+def select_tokens(
+    scores: Float32[Array, "B Hkv L"],
+    budgets: Int[Array, "B Hkv nb"],
+    k: Float[Array, "B L Hkv d"],
+    v: Float[Array, "B L Hkv d"],
+    offsets: Int[Array, "B Hkv"],
+    *,
+    block_size: int,
+    pool_tokens: int,
+) -> tuple[Float[Array, "P d"], Float[Array, "P d"], Int32[Array, "B Hkv"]]:
+    """Ranks, then gathers; see `select_tokens.select_tokens`."""
+    mask = selection_mask(scores, budgets, block_size=block_size)
+    rows = source_rows(mask, offsets, pool_tokens)
+    head_dim = k.shape[-1]
+
+    def gather(tokens: Array) -> Array:
+        return jnp.take(tokens.reshape(-1, head_dim), rows, axis=0, mode="fill", fill_value=0)
+
+    return gather(k), gather(v), mask.sum(axis=-1, dtype=jnp.int32)
+
+
+def source_rows(mask: Bool[Array, "B Hkv L"], offsets: Int[Array, "B Hkv"], pool_tokens: int) -> Int32[Array, " P"]:
+    """Where every pool row comes from, as a row of the tokens laid out [B, L, Hkv].
+
+    Rows, never elements, are counted: int32 holds the rows of a million tokens, their elements pass 2^31.
+
+    Args:
+        mask: Tokens that are kept.
+        offsets: First pool row of every region.
+        pool_tokens: Rows of the pool, P.
+
+    Returns:
+        int32 [P]; B * L * Hkv, one past the last row, where no token lies.
+    """
+    batch, kv_heads, length = mask.shape
+    slots = offsets[..., None] + jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
+    row, head, position = (jnp.arange(size, dtype=jnp.int32) for size in mask.shape)
+    sources = (row[:, None, None] * length + position) * kv_heads + head[:, None]
+    empty = jnp.full(pool_tokens, batch * length * kv_heads, jnp.int32)
+    # Tokens that are not kept aim past the pool, where mode="drop" ignores them.
+    return empty.at[jnp.where(mask, slots, pool_tokens)].set(sources, mode="drop")

@@ -1,0 +1,101 @@
+"""The method's selection arithmetic: block density, budgets by rank (Eq. 6, 7), best tokens of a block."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int, Int32
+
+from tca_jax.config import TCAConfig
+from tca_jax.pallas_kernels.token_scores import TokenScores
+
+
+def ranked_blocks(lengths: Int[Array, " B"], config: TCAConfig) -> Int[Array, " B"]:
+    """n = max(0, L // b - w // b) of every row: blocks that can be global for a query or the next token."""
+    return jnp.maximum(0, lengths // config.block_size - config.window // config.block_size)
+
+
+def block_density(
+    token_scores: TokenScores, num_ranked: Int[Array, " B"], config: TCAConfig
+) -> Float32[Array, "B Hkv nb"]:
+    """Density by which blocks are ordered for budgeting; the lowest gets the smallest budget (Eq. 6).
+
+    Args:
+        token_scores: Scores and block statistics of the prompt.
+        num_ranked: Ranked blocks n of every row [B].
+        config: The method's hyperparameters; `density`, `index`, `alpha` and `seed` matter here.
+
+    Returns:
+        [B, Hkv, L // b]; +inf from block n on.
+    """
+    scores, mass, hhi = token_scores
+    num_blocks = mass.shape[-1]
+    if config.density == "random":
+        density = jnp.broadcast_to(_random_density(config.seed, *mass.shape[1:]), mass.shape)
+    else:
+        index = hhi if config.index == "hhi" else _entropy_index(scores, mass, config.block_size)
+        paper = config.density == "paper"
+        density = (1 - config.alpha) * mass + config.alpha * (1 - index if paper else index)
+    return jnp.where(jnp.arange(num_blocks) < num_ranked[:, None, None], density, jnp.inf)
+
+
+def block_budgets(
+    density: Float32[Array, "B Hkv nb"], num_ranked: Int[Array, " B"], counts: Int[Array, "B Hkv K"]
+) -> Int32[Array, "B Hkv nb"]:
+    """Token budget t_j of every block: Psi at the block's rank (Eq. 7).
+
+    Args:
+        density: Densities, lowest first in rank; ties go to the lower block.
+        num_ranked: Ranked blocks n of every row [B].
+        counts: Ranked blocks that get 1, 2, 4, ... tokens; sums to n over K.
+
+    Returns:
+        int32 [B, Hkv, L // b]; 0 from block n on.
+    """
+    num_blocks = density.shape[-1]
+    ranked = jnp.arange(num_blocks) < num_ranked[:, None, None]
+    order = jnp.argsort(jnp.where(ranked, density, jnp.inf), axis=-1, stable=True)
+    rank = jnp.argsort(order, axis=-1)  # the inverse permutation
+    # Psi[r] = 2^i for the first i whose counts up to and including i exceed r.
+    ends = jnp.cumsum(counts, axis=-1)
+    exponent = (rank[..., None] >= ends[..., None, :]).sum(axis=-1)
+    return jnp.where(ranked, jnp.left_shift(jnp.int32(1), exponent.astype(jnp.int32)), 0)
+
+
+def selection_mask(
+    scores: Float32[Array, "B Hkv L"], budgets: Int[Array, "B Hkv nb"], *, block_size: int
+) -> Bool[Array, "B Hkv L"]:
+    """Marks the `budgets[j]` highest scores of every whole block j, ties to the lower position."""
+    *lead, length = scores.shape
+    num_blocks = length // block_size
+    blocks = scores[..., : num_blocks * block_size].reshape(*lead, num_blocks, block_size)
+    # Rank by counting instead of sorting: one fused pass, and candidates share it under vmap over budgets.
+    ahead = blocks[..., None, :] > blocks[..., :, None]
+    tied = (blocks[..., None, :] == blocks[..., :, None]) & jnp.tri(block_size, k=-1, dtype=bool)
+    rank = (ahead | tied).sum(axis=-1, dtype=jnp.int32)
+    mask = (rank < budgets[..., None]).reshape(*lead, num_blocks * block_size)
+    return jnp.pad(mask, [(0, 0)] * len(lead) + [(0, length - num_blocks * block_size)])
+
+
+def _entropy_index(
+    scores: Float32[Array, "B Hkv L"], mass: Float32[Array, "B Hkv nb"], block_size: int
+) -> Float32[Array, "B Hkv nb"]:
+    """One minus the normalised entropy: 1 for a single token, 0 for a flat block and where the mass is 0."""
+    if block_size == 1:
+        return jnp.ones_like(mass)
+    blocks = scores[..., : mass.shape[-1] * block_size].reshape(*mass.shape, block_size)
+    shares = blocks / jnp.where(mass > 0, mass, 1)[..., None]
+    entropy = jax.scipy.special.entr(shares).sum(axis=-1)
+    return jnp.where(mass > 0, 1 - entropy / math.log(block_size), 0)
+
+
+def _random_density(seed: int, kv_heads: int, num_blocks: int) -> Float32[Array, "Hkv nb"]:
+    """Uniform draws that depend on (seed, head, block) alone, not on padding or a row's place in a batch."""
+
+    def draw(head: Array, block: Array) -> Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), head), block))
+
+    over_blocks = jax.vmap(draw, in_axes=(None, 0))
+    return jax.vmap(over_blocks, in_axes=(0, None))(jnp.arange(kv_heads), jnp.arange(num_blocks))

@@ -1,0 +1,295 @@
+"""The KV cache of one layer: a flat pool of selected tokens and a ring of local ones (DESIGN section 5).
+
+Heads with different budgets cost what they keep: each (row, KV head) owns a region of the pool whose capacity is
+known from its candidate alone, so shapes are static while lengths are data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from tca_jax.calibrate.candidates import eviction_budgets, region_capacity
+from tca_jax.config import TCAConfig
+from tca_jax.functional import REGION_ALIGNMENT, head_budgets
+from tca_jax.pallas_kernels.decode_attention import decode_attention
+from tca_jax.pallas_kernels.prefill_attention import prefill_attention
+from tca_jax.pallas_kernels.select_tokens import select_tokens
+from tca_jax.pallas_kernels.tiles import round_up
+from tca_jax.pallas_kernels.token_scores import token_scores
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheLayout:
+    """Static shape of one layer's cache: everything that follows from candidates and sizes, before any data.
+
+    Attributes:
+        config: The method's hyperparameters.
+        candidates: Row of `candidate_budgets` for each KV head, `[H_kv]`.
+        batch: Rows, B.
+        prompt_tokens: Padded prompt length, L.
+        ring_tokens: Slots of the ring, R: w + b, or less when prompt and answer are shorter.
+        capacities: Tokens that each head's region can hold, `[H_kv]`, multiples of 128.
+    """
+
+    config: TCAConfig
+    candidates: tuple[int, ...]
+    batch: int
+    prompt_tokens: int
+    ring_tokens: int
+    capacities: tuple[int, ...]
+
+    @classmethod
+    def plan(
+        cls, config: TCAConfig, candidates: tuple[int, ...], batch: int, prompt_tokens: int, max_new_tokens: int
+    ) -> CacheLayout:
+        """Sizes a layer's cache for prompts of up to `prompt_tokens` and answers of up to `max_new_tokens`."""
+        b, total = config.block_size, prompt_tokens + max_new_tokens
+        ranked = config.num_ranked_blocks(prompt_tokens)
+        # Blocks that can leave the window while decoding: the last sampled token is never fed back, hence the -1.
+        evicted = min(-(-(max_new_tokens - 1) // b), config.num_ranked_blocks(total - 1))
+        growth = eviction_budgets(config)
+        capacities = tuple(
+            round_up(region_capacity(config, row, ranked) + evicted * int(growth[row]), REGION_ALIGNMENT)
+            for row in candidates
+        )
+        layout = cls(
+            config=config,
+            candidates=candidates,
+            batch=batch,
+            prompt_tokens=prompt_tokens,
+            ring_tokens=min(config.window + b, round_up(total, b)),
+            capacities=capacities,
+        )
+        if layout.pool_tokens >= 2**31:
+            raise ValueError(
+                f"a batch of {batch} prompts of {prompt_tokens} tokens needs a KV pool of {layout.pool_tokens} tokens "
+                f"a layer: at most {2**31 - 1} can be addressed; use a smaller batch"
+            )
+        return layout
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """First pool token of each region, int64 `[B, H_kv]`."""
+        starts = np.concatenate([[0], np.cumsum(np.tile(np.asarray(self.capacities, np.int64), self.batch))])
+        return starts[:-1].reshape(self.batch, len(self.capacities))
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens of the flat pool, at least one aligned region so that empty pools have an address."""
+        return max(REGION_ALIGNMENT, self.batch * sum(self.capacities))
+
+    def num_bytes(self, head_dim: int, dtype: Any) -> int:
+        """Bytes of K and V together, pool and ring."""
+        ring = self.batch * len(self.candidates) * self.ring_tokens
+        return 2 * (self.pool_tokens + ring) * head_dim * jnp.dtype(dtype).itemsize
+
+
+@typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["k_pool", "v_pool", "offsets", "kept", "k_ring", "v_ring"],
+    meta_fields=["layout"],
+)
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """One layer's keys and values.
+
+    Attributes:
+        k_pool: Selected keys of all regions, `[P, d]`; `v_pool` the values.
+        offsets: First pool token of each region, int32 `[B, H_kv]`.
+        kept: Tokens in each region, int32 `[B, H_kv]`.
+        k_ring: Local keys, `[B, H_kv, R, d]`: position p lies in slot p mod R; `v_ring` the values.
+        layout: The static shape.
+    """
+
+    k_pool: Float[Array, "P d"]
+    v_pool: Float[Array, "P d"]
+    offsets: Int[Array, "B Hkv"]
+    kept: Int[Array, "B Hkv"]
+    k_ring: Float[Array, "B Hkv R d"]
+    v_ring: Float[Array, "B Hkv R d"]
+    layout: CacheLayout
+
+
+def prefill_layer(
+    q: Float[Array, "B L Hq d"],
+    k: Float[Array, "B L Hkv d"],
+    v: Float[Array, "B L Hkv d"],
+    lengths: Int[Array, " B"],
+    layout: CacheLayout,
+    backend: str = "auto",
+) -> tuple[Float[Array, "B L Hq d"], LayerCache]:
+    """Attention of a prompt and the cache that decoding continues from: selection, then prefix and window.
+
+    Args:
+        q: Rotated queries, `[B, L, H_q, d]`.
+        k: Rotated keys, `[B, L, H_kv, d]`; `v` the values.
+        lengths: True prompt lengths, `[B]`, at least 1.
+        layout: From `CacheLayout.plan` with `prompt_tokens = L`.
+        backend: Kernel backend.
+
+    Returns:
+        Attention output `[B, L, H_q, d]` (zero past a length) and the cache.
+    """
+    config, (batch, tokens, _, head_dim) = layout.config, k.shape
+    b = config.block_size
+    offsets = jnp.asarray(layout.offsets, jnp.int32)
+    if config.num_ranked_blocks(tokens):
+        with jax.named_scope("token_scores"):
+            q_last = jnp.take_along_axis(q, (lengths - 1)[:, None, None, None], axis=1)[:, 0]
+            scored = token_scores(q_last, k, lengths, block_size=b, backend=backend)
+        with jax.named_scope("select"):
+            budgets = head_budgets(scored, jnp.asarray(layout.candidates, jnp.int32), lengths, config)
+            k_pool, v_pool, kept = select_tokens(
+                scored.scores,
+                budgets,
+                k,
+                v,
+                offsets,
+                block_size=b,
+                pool_tokens=layout.pool_tokens,
+                backend=backend,
+            )
+    else:  # every prompt of this shape fits its window: exact attention, nothing to select
+        budgets = jnp.zeros((batch, k.shape[2], tokens // b), jnp.int32)
+        k_pool = v_pool = jnp.zeros((layout.pool_tokens, head_dim), k.dtype)
+        kept = jnp.zeros((batch, k.shape[2]), jnp.int32)
+    with jax.named_scope("prefill_attention"):
+        out = prefill_attention(
+            q,
+            k,
+            v,
+            k_pool,
+            v_pool,
+            offsets,
+            budgets,
+            lengths,
+            block_size=b,
+            window=config.window,
+            backend=backend,
+        )
+    k_ring, v_ring = (_fill_ring(x, lengths, layout.ring_tokens) for x in (k, v))
+    return out, LayerCache(k_pool, v_pool, offsets, kept, k_ring, v_ring, layout)
+
+
+def decode_layer(
+    q: Float[Array, "B 1 Hq d"],
+    k: Float[Array, "B 1 Hkv d"],
+    v: Float[Array, "B 1 Hkv d"],
+    cache: LayerCache,
+    positions: Int[Array, " B"],
+    prompt_lengths: Int[Array, " B"],
+    backend: str = "auto",
+) -> tuple[Float[Array, "B 1 Hq d"], LayerCache]:
+    """One decoding step: evicts the block that leaves the window, adds the new token, attends (DESIGN section 2).
+
+    Args:
+        q: The new token's rotated query, `[B, 1, H_q, d]`; `k` and `v` likewise with H_kv heads.
+        cache: The layer's cache.
+        positions: Position of the new token, `[B]`.
+        prompt_lengths: Prompt tokens of each row, `[B]`: prefill has already dealt with the block that leaves the
+            window when the very first new token starts a block.
+        backend: Kernel backend.
+
+    Returns:
+        Attention output `[B, 1, H_q, d]` and the cache with the token in it.
+    """
+    layout = cache.layout
+    b, w = layout.config.block_size, layout.config.window
+    if layout.ring_tokens == w + b:  # otherwise everything fits the ring, nothing ever leaves
+        leaving = (positions % b == 0) & (positions > w) & (positions > prompt_lengths)
+        cache = jax.lax.cond(
+            jnp.any(leaving),
+            lambda c: _evict_block(q[:, 0], k[:, 0], c, positions, leaving, backend),
+            lambda c: c,
+            cache,
+        )
+    rows, slots = jnp.arange(layout.batch), positions % layout.ring_tokens
+    cache = dataclasses.replace(
+        cache,
+        k_ring=cache.k_ring.at[rows, :, slots].set(k[:, 0]),
+        v_ring=cache.v_ring.at[rows, :, slots].set(v[:, 0]),
+    )
+    with jax.named_scope("decode_attention"):
+        out, _ = _attend_cache(q[:, 0], cache, positions, backend)
+    return out[:, None], cache
+
+
+def _attend_cache(
+    q: Float[Array, "B Hq d"], cache: LayerCache, positions: Int[Array, " B"], backend: str
+) -> tuple[Float[Array, "B Hq d"], Float[Array, "B Hq"]]:
+    layout = cache.layout
+    return decode_attention(
+        q,
+        cache.k_pool,
+        cache.v_pool,
+        cache.offsets,
+        cache.kept,
+        cache.k_ring,
+        cache.v_ring,
+        positions,
+        block_size=layout.config.block_size,
+        window=layout.config.window,
+        capacity=max(layout.capacities),
+        backend=backend,
+    )
+
+
+def _fill_ring(x: Float[Array, "B L Hkv d"], lengths: Int[Array, " B"], ring_tokens: int) -> Float[Array, "B Hkv R d"]:
+    """The last tokens of each row, token p in slot p mod R. Slots that no local token owns hold other tokens of the
+    prompt; attention knows from the position which slots count."""
+    slots = jnp.arange(ring_tokens)
+    last = lengths[:, None] - 1
+    positions = last - (last - slots) % ring_tokens  # [B, R], negative where the row is shorter than the ring
+    positions = jnp.maximum(positions, 0)
+    return jnp.take_along_axis(x, positions[:, :, None, None], axis=1).transpose(0, 2, 1, 3)
+
+
+def _evict_block(
+    q: Float[Array, "B Hq d"],
+    k_new: Float[Array, "B Hkv d"],
+    cache: LayerCache,
+    positions: Int[Array, " B"],
+    leaving: Bool[Array, " B"],
+    backend: str,
+) -> LayerCache:
+    """Moves the best tokens of the block that leaves the window from the ring to the pool, in rows where one does.
+
+    Its tokens are scored by the current query's attention probabilities over all it can see at this step: the pool,
+    the ring with the leaving block still in it, and itself.
+    """
+    layout = cache.layout
+    b, ring = layout.config.block_size, layout.ring_tokens
+    batch, heads, _, head_dim = cache.k_ring.shape
+    queries = q.reshape(batch, heads, -1, head_dim).astype(jnp.float32) * head_dim**-0.5
+    precision = jax.lax.Precision.HIGHEST
+    # The ring as the previous token saw it still has the leaving block as its oldest.
+    _, lse_before = _attend_cache(q, cache, positions - 1, backend)
+    own = jnp.einsum("bhgd,bhd->bhg", queries, k_new.astype(jnp.float32), precision=precision)
+    lse = jnp.logaddexp(lse_before.reshape(own.shape), own)
+
+    # Block-aligned and one ring behind: the leaving block starts in the slot that the new token is about to take.
+    slots = (positions % ring // b * b)[:, None] + jnp.arange(b)
+    k_block, v_block = (jnp.take_along_axis(x, slots[:, None, :, None], axis=2) for x in (cache.k_ring, cache.v_ring))
+    logits = jnp.einsum("bhgd,bhtd->bhgt", queries, k_block.astype(jnp.float32), precision=precision)
+    scores = jnp.exp(logits - lse[..., None]).mean(axis=2)  # [B, H_kv, b]
+
+    budgets = jnp.asarray(eviction_budgets(layout.config))[np.asarray(layout.candidates)]  # [H_kv]
+    rank = jnp.argsort(jnp.argsort(-scores, axis=-1, stable=True), axis=-1)
+    chosen = (rank < budgets[:, None]) & leaving[:, None, None]
+    place = cache.offsets[..., None] + cache.kept[..., None] + jnp.cumsum(chosen, axis=-1) - 1
+    place = jnp.where(chosen, place, layout.pool_tokens)  # out of range: dropped
+    return dataclasses.replace(
+        cache,
+        k_pool=cache.k_pool.at[place].set(k_block, mode="drop"),
+        v_pool=cache.v_pool.at[place].set(v_block, mode="drop"),
+        kept=cache.kept + jnp.sum(chosen, axis=-1, dtype=jnp.int32),
+    )

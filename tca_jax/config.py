@@ -1,0 +1,84 @@
+"""TCAConfig: the method's hyperparameters. A leaf module that every other part may import."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from typing import Any, Literal, get_args
+
+Density = Literal["concentration", "paper", "random"]
+Index = Literal["hhi", "entropy"]
+Criterion = Literal["retained_mass", "column_mean"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TCAConfig:
+    """Hyperparameters of TCA-Attention (arXiv 2512.09238). Hashable, so it can be a static argument of `jax.jit`.
+
+    Attributes:
+        block_size: Tokens in a block, b. A power of two (Eq. 4 places the candidates on its powers).
+        window: Local tokens every query keeps at least, w. A multiple of `block_size`.
+        num_candidates: Candidate budget distributions per head, M (Eq. 4); "dense" comes on top.
+        sigma: Spread of each candidate's log-normal shape (Eq. 4).
+        alpha: Weight of the concentration index against the attention mass in the block density (Eq. 6).
+        density: How blocks are ordered for budgeting: "concentration" (default), "paper" (Eq. 6) or "random".
+        index: The concentration index: "hhi" (Herfindahl-Hirschman) or "entropy" (one minus the normalised entropy).
+        criterion: Score that calibration compares with `tau`: "retained_mass" (Theorem 1) or "column_mean" (Eq. 5).
+        tau: Calibration threshold in (0, 1]; the sparsest candidate that reaches it is taken.
+        seed: Seed of the "random" density.
+
+    Raises:
+        ValueError: a value is out of range; the message names the field, what was given and what is allowed.
+    """
+
+    block_size: int = 128
+    window: int = 4096
+    num_candidates: int = 14
+    sigma: float = 1.0
+    alpha: float = 0.1
+    density: Density = "concentration"
+    index: Index = "hhi"
+    criterion: Criterion = "retained_mass"
+    tau: float = 0.9
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "window", "num_candidates", "seed"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+                raise ValueError(f"TCAConfig.{name} = {value!r}: must be an integer")
+            object.__setattr__(self, name, int(value))  # a NumPy integer would not survive JSON
+        for name in ("sigma", "alpha", "tau"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+                raise ValueError(f"TCAConfig.{name} = {value!r}: must be a finite number")
+            object.__setattr__(self, name, float(value))
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise ValueError(f"TCAConfig.block_size = {self.block_size}: must be a power of two, at least 1")
+        if self.window < self.block_size or self.window % self.block_size:
+            raise ValueError(
+                f"TCAConfig.window = {self.window}: must be a positive multiple of block_size = {self.block_size}"
+            )
+        if self.num_candidates < 2:
+            raise ValueError(f"TCAConfig.num_candidates = {self.num_candidates}: must be at least 2")
+        if self.sigma <= 0:
+            raise ValueError(f"TCAConfig.sigma = {self.sigma}: must be positive")
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"TCAConfig.alpha = {self.alpha}: must lie in [0, 1]")
+        if not 0 < self.tau <= 1:
+            raise ValueError(f"TCAConfig.tau = {self.tau}: must lie in (0, 1]")
+        for name, allowed in (("density", Density), ("index", Index), ("criterion", Criterion)):
+            value = getattr(self, name)
+            if value not in get_args(allowed):
+                raise ValueError(f"TCAConfig.{name} = {value!r}: must be one of {list(get_args(allowed))}")
+
+    @classmethod
+    def paper(cls, **overrides: Any) -> TCAConfig:
+        """The paper's own setting: Eq. 6 with alpha 0.5 and the column-mean criterion of Eq. 5."""
+        paper = cls(alpha=0.5, density="paper", criterion="column_mean", tau=0.9)
+        return dataclasses.replace(paper, **overrides)
+
+    def num_ranked_blocks(self, length: int) -> int:
+        """n = max(0, L // b - w // b): blocks of a prompt of `length` tokens that are ranked and budgeted."""
+        return max(0, length // self.block_size - self.window // self.block_size)

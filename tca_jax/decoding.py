@@ -1,0 +1,186 @@
+"""The jitted loop beneath generation: prefill, then one `lax.while_loop` over a state pytree."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from tca_jax.cache import LayerCache, decode_layer, prefill_layer
+from tca_jax.lm import LM
+from tca_jax.sampling import Sampling, sample
+
+
+@typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tokens", "step", "last", "done", "lengths", "keys", "seen", "stop_tokens", "caches"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class DecodingState:
+    """Everything that one decoding step reads and writes.
+
+    Attributes:
+        tokens: New tokens so far, int32 `[B, max_new_tokens]`, padding behind.
+        step: How many of them are there, int32 scalar.
+        last: The newest token of each row, `[B]`: the next step feeds it at position `lengths + step - 1`.
+        done: Rows whose answer has ended, `[B]`.
+        lengths: Prompt tokens, `[B]`.
+        keys: One PRNG key a row, `[B]`; step t draws with `fold_in(key, t)`.
+        seen: Tokens in prompt or answer, `[B, V]`; None without a repetition penalty.
+        stop_tokens: Tokens that end a row, `[S]`.
+        caches: One cache a layer.
+    """
+
+    tokens: Int[Array, "B N"]
+    step: Int[Array, ""]
+    last: Int[Array, " B"]
+    done: Bool[Array, " B"]
+    lengths: Int[Array, " B"]
+    keys: Key[Array, " B"]
+    seen: Bool[Array, "B V"] | None
+    stop_tokens: Int[Array, " S"]
+    caches: tuple[LayerCache, ...]
+
+
+def prefill(
+    lm: LM,
+    tokens: Int[Array, "B L"],
+    lengths: Int[Array, " B"],
+    keys: Key[Array, " B"],
+    sampling: Sampling,
+    stop_tokens: Int[Array, " S"],
+    *,
+    max_new_tokens: int,
+    backend: str = "auto",
+) -> DecodingState:
+    """Runs the prompt, fills the caches and draws the first new token.
+
+    Args:
+        lm: The model.
+        tokens: Prompts, right-padded, int32 `[B, L]`.
+        lengths: True lengths, `[B]`, at least 1.
+        keys: One typed PRNG key a row, `[B]`.
+        sampling: How tokens are drawn.
+        stop_tokens: Tokens that end a row, `[S]`.
+        max_new_tokens: Capacity for new tokens, at least 1; static.
+        backend: Kernel backend; static.
+    """
+    batch, padded = tokens.shape
+    layouts = lm.cache_layouts(batch, padded, max_new_tokens)
+    rows, columns = jnp.arange(batch), jnp.arange(padded)
+
+    def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, LayerCache]:
+        return prefill_layer(q, k, v, lengths, layouts[layer], backend)
+
+    decoder = lm.decoder
+    positions = jnp.minimum(columns, lengths[:, None] - 1)
+    hidden, caches = decoder(tokens, positions, attention, (None,) * len(layouts))
+    logits = decoder.logits(hidden[rows, lengths - 1])
+    seen = None
+    if sampling.repetition_penalty is not None:
+        real = jnp.where(columns < lengths[:, None], tokens, logits.shape[-1])  # padding falls out of range
+        seen = jnp.zeros(logits.shape, bool).at[rows[:, None], real].set(True, mode="drop")
+    state = DecodingState(
+        tokens=jnp.full((batch, max_new_tokens), lm.pad_token_id, jnp.int32),
+        step=jnp.int32(0),
+        last=jnp.zeros(batch, jnp.int32),
+        done=jnp.zeros(batch, bool),
+        lengths=lengths,
+        keys=keys,
+        seen=seen,
+        stop_tokens=stop_tokens,
+        caches=caches,
+    )
+    return _draw(lm, state, logits, sampling)
+
+
+def decode(
+    lm: LM, state: DecodingState, limit: Int[Array, ""], sampling: Sampling, *, backend: str = "auto"
+) -> DecodingState:
+    """Draws tokens until `limit` of them are there (never more than the state holds) or every row has ended."""
+    limit = jnp.minimum(limit, state.tokens.shape[1])
+
+    def body(state: DecodingState) -> DecodingState:
+        positions = state.lengths + state.step - 1
+
+        def attention(layer: int, q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
+            return decode_layer(q, k, v, cache, positions, state.lengths, backend)
+
+        decoder = lm.decoder
+        hidden, caches = decoder(state.last[:, None], positions[:, None], attention, state.caches)
+        return _draw(lm, dataclasses.replace(state, caches=caches), decoder.logits(hidden[:, 0]), sampling)
+
+    return jax.lax.while_loop(lambda s: (s.step < limit) & ~jnp.all(s.done), body, state)
+
+
+def _draw(lm: LM, state: DecodingState, logits: Float[Array, "B V"], sampling: Sampling) -> DecodingState:
+    with jax.named_scope("sample"):
+        keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(state.keys, state.step)
+        token = sample(logits, keys, sampling, state.seen)
+        token = jnp.where(state.done, lm.pad_token_id, token)
+        seen = state.seen
+        if seen is not None:
+            seen = seen.at[jnp.arange(token.size), token].set(True)
+        return dataclasses.replace(
+            state,
+            tokens=state.tokens.at[:, state.step].set(token),
+            step=state.step + 1,
+            last=token,
+            done=state.done | jnp.isin(token, state.stop_tokens),
+            seen=seen,
+        )
+
+
+@functools.partial(jax.jit, static_argnames=("max_new_tokens", "stop_tokens", "backend"))
+def generate_tokens(
+    lm: LM,
+    tokens: Int[Array, "B L"],
+    lengths: Int[Array, " B"],
+    key: Key[Array, ""],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),  # noqa: B008 (frozen, so one shared default is safe)
+    stop_tokens: tuple[int, ...] | None = None,
+    backend: str = "auto",
+) -> Int[Array, "B N"]:
+    """Generates token ids; jitted, and callable inside the caller's own jit.
+
+    Args:
+        lm: The model, from `tca_jax.load`.
+        tokens: Prompts, right-padded, int32 `[B, L]`. What the padding holds does not matter.
+        lengths: True lengths, int32 `[B]`, from 1 to L. Traced: other lengths run the same program.
+        key: A typed PRNG key (`jax.random.key`). Row i draws with `fold_in(key, i)`.
+        max_new_tokens: Length of the answers; static.
+        sampling: How tokens are drawn; greedy by default. Its numbers are traced.
+        stop_tokens: Tokens that end a row; None takes the model's own, () never stops early. Static.
+        backend: Kernel backend; static.
+
+    Returns:
+        int32 `[B, max_new_tokens]`: new tokens only, the stop token included, `lm.pad_token_id` behind it.
+
+    Raises:
+        ValueError: a shape or size is not allowed; names the argument.
+    """
+    if tokens.shape[1] < 1:
+        raise ValueError(f"tokens has shape {tokens.shape}: an empty prompt; at least one token is needed")
+    if not 1 <= max_new_tokens < lm.config.max_context:
+        raise ValueError(
+            f"max_new_tokens = {max_new_tokens}: must be at least 1 and leave room for a prompt in the "
+            f"{lm.config.max_context} positions of {lm.name}"
+        )
+    if lengths.shape != tokens.shape[:1]:
+        raise ValueError(f"lengths has shape {lengths.shape}: must be [B] = {tokens.shape[:1]} as tokens has")
+    stops = jnp.asarray(lm.eos_token_ids if stop_tokens is None else stop_tokens, jnp.int32)
+    keys = row_keys(key, tokens.shape[0])
+    state = prefill(lm, tokens, lengths, keys, sampling, stops, max_new_tokens=max_new_tokens, backend=backend)
+    return decode(lm, state, jnp.int32(max_new_tokens), sampling, backend=backend).tokens
+
+
+def row_keys(key: Key[Array, ""], batch: int) -> Key[Array, " B"]:
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(batch))

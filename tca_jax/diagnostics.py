@@ -1,0 +1,133 @@
+"""Diagnostics: the attention mass that TCA drops, and the error bounds of Theorem 1 that follow from it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from tca_jax.config import TCAConfig
+from tca_jax.functional import select
+from tca_jax.pallas_kernels.checks import AnyArray, check_shapes
+from tca_jax.pallas_kernels.column_mass_xla import row_log_sum_exp
+from tca_jax.pallas_kernels.numerics import scaled_scores
+from tca_jax.pallas_kernels.tiles import default_tiles, heads_first, round_up, tile_map
+
+
+class ErrorBounds(NamedTuple):
+    """Bounds on |Att - Att~| of every query (Theorem 1), float32 [B, Hq, L].
+
+    Attributes:
+        max_norm: On the largest component: 2 gamma max|V|.
+        l1_norm: On the sum of the components: 2 gamma max_j |V_j|_1 (the paper has max|V| here, which lacks a
+            factor of up to d).
+    """
+
+    max_norm: Float32[Array, "B Hq L"]
+    l1_norm: Float32[Array, "B Hq L"]
+
+
+def dropped_mass(
+    q: Float[AnyArray, "B L Hq d"],
+    k: Float[AnyArray, "B L Hkv d"],
+    candidates: Int[AnyArray, " Hkv"],
+    lengths: Int[AnyArray, " B"],
+    config: TCAConfig,
+) -> Float32[Array, "B Hq L"]:
+    """Gamma of Theorem 1: every query's full-attention mass on tokens that are neither local nor selected.
+
+    Args:
+        q: Queries after RoPE [B, L, Hq, d]; query head h belongs to KV head h // (Hq // Hkv).
+        k: Keys after RoPE [B, L, Hkv, d], right-padded.
+        candidates: Row of `candidate_budgets` for every KV head [Hkv]; may be traced.
+        lengths: Prompt lengths [B], at least 1; may be traced.
+        config: The method's hyperparameters; static under `jax.jit`.
+
+    Returns:
+        float32 [B, Hq, L] in [0, 1]; 0 past a length.
+
+    Raises:
+        ValueError: a shape is not allowed, or a candidate or length, where known, is out of range.
+    """
+    check_shapes({"q": (q, "B L Hq d"), "k": (k, "B L Hkv d"), "lengths": (lengths, "B")})
+    q, k = jnp.asarray(q), jnp.asarray(k)
+    last = jnp.clip(jnp.asarray(lengths) - 1, 0, q.shape[1] - 1)
+    q_last = jnp.take_along_axis(q, last[:, None, None, None], axis=1)[:, 0]
+    selected = select(q_last, k, candidates, lengths, config)
+    return _dropped_mass(q, k, selected, jnp.asarray(lengths), config)
+
+
+def error_bounds(
+    gamma: Float[AnyArray, "B Hq L"], v: Float[AnyArray, "B L Hkv d"], lengths: Int[AnyArray, " B"]
+) -> ErrorBounds:
+    """Theorem 1: how far attention over the kept tokens can be from full attention.
+
+    Args:
+        gamma: Dropped attention mass of every query, from `dropped_mass` [B, Hq, L].
+        v: Values [B, L, Hkv, d]; padding does not matter.
+        lengths: Prompt lengths [B]; may be traced.
+
+    Returns:
+        Both bounds, each float32 [B, Hq, L].
+
+    Raises:
+        ValueError: a shape is not allowed.
+    """
+    check_shapes({"gamma": (gamma, "B Hq L"), "v": (v, "B L Hkv d"), "lengths": (lengths, "B")})
+    gamma, v, lengths = jnp.asarray(gamma), jnp.asarray(v), jnp.asarray(lengths)
+    valid = (jnp.arange(v.shape[1]) < lengths[:, None])[..., None, None]
+    sizes = jnp.where(valid, jnp.abs(v.astype(jnp.float32)), 0)
+    group = gamma.shape[1] // v.shape[2]
+
+    def bound(norm: Float[Array, "B Hkv"]) -> Float32[Array, "B Hq L"]:
+        return 2 * gamma * jnp.repeat(norm, group, axis=1)[..., None]
+
+    return ErrorBounds(bound(sizes.max(axis=(1, 3))), bound(sizes.sum(axis=-1).max(axis=1)))
+
+
+@partial(jax.jit, static_argnames=("config",))
+@jax.named_scope("dropped_mass")
+def _dropped_mass(
+    q: Float[Array, "B L Hq d"],
+    k: Float[Array, "B L Hkv d"],
+    selected: Bool[Array, "B Hkv L"],
+    lengths: Int[Array, " B"],
+    config: TCAConfig,
+) -> Float32[Array, "B Hq L"]:
+    """Sums the probabilities of dropped tokens a query tile at a time, left of its window: O(L) memory."""
+    batch, length, q_heads, _ = q.shape
+    kv_heads = k.shape[2]
+    group = q_heads // kv_heads
+    tiles = default_tiles(config.block_size, length)
+    norms = row_log_sum_exp(q, k, lengths, block_size=config.block_size, tiles=tiles)
+    padded_q, padded_k = round_up(length, tiles.queries), round_up(length, tiles.keys)
+    queries, keys = heads_first(q, kv_heads, padded_q), heads_first(k, kv_heads, padded_k)
+    norms = heads_first(norms[..., None], kv_heads, padded_q)[:, 0]
+    dropped = jnp.pad(~selected, ((0, 0), (0, 0), (0, padded_k - length))).reshape(-1)
+    num_tiles, size = padded_q // tiles.queries, tiles.queries * group
+
+    def one_tile(index: Array) -> Float32[Array, " R"]:
+        region, number = jnp.divmod(index, num_tiles)  # region: (row, KV head)
+        rows = jax.lax.dynamic_slice_in_dim(queries, index * size, size)
+        norm = jax.lax.dynamic_slice_in_dim(norms, index * size, size)[:, None]
+        position = jnp.repeat(number * tiles.queries + jnp.arange(tiles.queries), group)
+        edge = jnp.maximum(0, position // config.block_size * config.block_size - config.window)
+        valid = position < lengths[region // kv_heads]
+
+        def step(i: Array, gamma: Array) -> Array:
+            start = region * padded_k + i * tiles.keys
+            scores = scaled_scores("rd,kd->rk", rows, jax.lax.dynamic_slice_in_dim(keys, start, tiles.keys))
+            counted = i * tiles.keys + jnp.arange(tiles.keys) < edge[:, None]
+            counted &= jax.lax.dynamic_slice_in_dim(dropped, start, tiles.keys)
+            return gamma + jnp.where(counted, jnp.exp(scores - norm), 0).sum(axis=-1)
+
+        trips = jnp.where(valid[0], -(-edge[-1] // tiles.keys), 0)
+        gamma = jax.lax.fori_loop(0, trips, step, jnp.zeros(size))
+        return jnp.where(valid, jnp.minimum(gamma, 1), 0)
+
+    gamma = tile_map(one_tile, batch * kv_heads * num_tiles, tiles.parallel)
+    gamma = gamma.reshape(batch, kv_heads, padded_q, group)[:, :, :length]
+    return gamma.swapaxes(2, 3).reshape(batch, q_heads, length)

@@ -1,0 +1,184 @@
+"""The functional core: select and attend as pure functions of arrays, free of any model."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Int32
+
+from tca_jax.calibrate.candidates import budget_count_table, candidate_budgets
+from tca_jax.calibrate.scores import calibration_scores
+from tca_jax.config import TCAConfig
+from tca_jax.pallas_kernels.backends import validate_backend
+from tca_jax.pallas_kernels.checks import AnyArray, check_range, check_shapes
+from tca_jax.pallas_kernels.prefill_attention import prefill_attention
+from tca_jax.pallas_kernels.select_tokens import select_tokens
+from tca_jax.pallas_kernels.selection import (
+    block_budgets,
+    block_density,
+    ranked_blocks,
+    selection_mask,
+)
+from tca_jax.pallas_kernels.tiles import round_up
+from tca_jax.pallas_kernels.token_scores import TokenScores, token_scores
+
+__all__ = ["attend", "calibration_scores", "candidate_budgets", "select"]
+
+#: Regions of the pool start on multiples of this, so that tiles and TMA loads are aligned.
+REGION_ALIGNMENT = 128
+
+
+def select(
+    q_last: Float[AnyArray, "B Hq d"],
+    k: Float[AnyArray, "B L Hkv d"],
+    candidates: Int[AnyArray, " Hkv"],
+    lengths: Int[AnyArray, " B"],
+    config: TCAConfig,
+    backend: str = "auto",
+) -> Bool[Array, "B Hkv L"]:
+    """Marks each KV head's global tokens: those it keeps when they leave the window (DESIGN "Selection").
+
+    Args:
+        q_last: Query of each row's last prompt token, after RoPE [B, Hq, d].
+        k: Prompt keys after RoPE [B, L, Hkv, d], right-padded.
+        candidates: Row of `candidate_budgets` for every KV head [Hkv]; may be traced.
+        lengths: Prompt lengths [B], at least 1; may be traced.
+        config: The method's hyperparameters; static under `jax.jit`.
+        backend: "auto", or the one backend to use.
+
+    Returns:
+        bool [B, Hkv, L]; nothing in a prompt without ranked blocks (n = 0).
+
+    Raises:
+        ValueError: a shape or the backend is not allowed; a known candidate or length is out of range.
+    """
+    check_shapes({"q_last": (q_last, "B Hq d"), "k": (k, "B L Hkv d"), **_ragged(candidates, lengths)})
+    _check_values(candidates, lengths, k.shape[1], config, backend)
+    return _select(*map(jnp.asarray, (q_last, k, candidates, lengths)), config, backend)
+
+
+def attend(
+    q: Float[AnyArray, "B L Hq d"],
+    k: Float[AnyArray, "B L Hkv d"],
+    v: Float[AnyArray, "B L Hkv d"],
+    candidates: Int[AnyArray, " Hkv"],
+    lengths: Int[AnyArray, " B"],
+    config: TCAConfig,
+    backend: str = "auto",
+) -> Float[Array, "B L Hq d"]:
+    """Causal attention of a whole prompt over local and selected tokens (Eq. 3).
+
+    A prompt without ranked blocks (n = 0) gets exact full attention, and so does a dense head.
+
+    Args:
+        q: Queries after RoPE [B, L, Hq, d]; query head h belongs to KV head h // (Hq // Hkv).
+        k: Keys after RoPE [B, L, Hkv, d], right-padded; padding may hold anything.
+        v: Values [B, L, Hkv, d].
+        candidates: Row of `candidate_budgets` for every KV head [Hkv]; may be traced.
+        lengths: Prompt lengths [B], at least 1; may be traced.
+        config: The method's hyperparameters; static under `jax.jit`.
+        backend: "auto", or the one backend to use.
+
+    Returns:
+        [B, L, Hq, d] in the type of `q`; rows past a length are zero.
+
+    Raises:
+        ValueError: a shape or the backend is not allowed; a known candidate or length is out of range.
+    """
+    tokens = "B L Hkv d"
+    check_shapes({"q": (q, "B L Hq d"), "k": (k, tokens), "v": (v, tokens), **_ragged(candidates, lengths)})
+    _check_values(candidates, lengths, k.shape[1], config, backend)
+    return _attend(*map(jnp.asarray, (q, k, v, candidates, lengths)), config, backend)
+
+
+def head_budgets(
+    scored: TokenScores,
+    candidates: Int[Array, " Hkv"],
+    lengths: Int[Array, " B"],
+    config: TCAConfig,
+) -> Int32[Array, "B Hkv nb"]:
+    """Tokens that every block may keep, by its head's candidate and its rank (Eq. 7).
+
+    Args:
+        scored: Token scores and block statistics of the prompt.
+        candidates: Row of `candidate_budgets` for every KV head [Hkv].
+        lengths: Prompt lengths [B].
+        config: The method's hyperparameters.
+
+    Returns:
+        int32 [B, Hkv, L // b]; 0 for blocks that are not ranked.
+    """
+    ranked = ranked_blocks(lengths, config)
+    density = block_density(scored, ranked, config)
+    table = jnp.asarray(budget_count_table(config, config.num_ranked_blocks(scored.scores.shape[-1])))
+    return block_budgets(density, ranked, table[ranked[:, None], candidates])
+
+
+@partial(jax.jit, static_argnames=("config", "backend"))
+@jax.named_scope("select")
+def _select(
+    q_last: Float[Array, "B Hq d"],
+    k: Float[Array, "B L Hkv d"],
+    candidates: Int[Array, " Hkv"],
+    lengths: Int[Array, " B"],
+    config: TCAConfig,
+    backend: str,
+) -> Bool[Array, "B Hkv L"]:
+    scored = token_scores(q_last, k, lengths, block_size=config.block_size, backend=backend)
+    budgets = head_budgets(scored, candidates, lengths, config)
+    return selection_mask(scored.scores, budgets, block_size=config.block_size)
+
+
+@partial(jax.jit, static_argnames=("config", "backend"))
+@jax.named_scope("attend")
+def _attend(
+    q: Float[Array, "B L Hq d"],
+    k: Float[Array, "B L Hkv d"],
+    v: Float[Array, "B L Hkv d"],
+    candidates: Int[Array, " Hkv"],
+    lengths: Int[Array, " B"],
+    config: TCAConfig,
+    backend: str,
+) -> Float[Array, "B L Hq d"]:
+    batch, length, kv_heads, _ = k.shape
+    q_last = jnp.take_along_axis(q, jnp.maximum(lengths - 1, 0)[:, None, None, None], axis=1)[:, 0]
+    scored = token_scores(q_last, k, lengths, block_size=config.block_size, backend=backend)
+    budgets = head_budgets(scored, candidates, lengths, config)
+    # The candidates may be traced, so a region must hold what dense keeps: all ranked tokens.
+    capacity = round_up(config.num_ranked_blocks(length) * config.block_size, REGION_ALIGNMENT)
+    offsets = capacity * jnp.arange(batch * kv_heads, dtype=jnp.int32).reshape(batch, kv_heads)
+    k_pool, v_pool, _ = select_tokens(
+        scored.scores,
+        budgets,
+        k,
+        v,
+        offsets,
+        block_size=config.block_size,
+        pool_tokens=max(REGION_ALIGNMENT, batch * kv_heads * capacity),
+        backend=backend,
+    )
+    return prefill_attention(
+        q,
+        k,
+        v,
+        k_pool,
+        v_pool,
+        offsets,
+        budgets,
+        lengths,
+        block_size=config.block_size,
+        window=config.window,
+        backend=backend,
+    )
+
+
+def _ragged(candidates: AnyArray, lengths: AnyArray) -> dict[str, tuple[AnyArray, str]]:
+    return {"candidates": (candidates, "Hkv"), "lengths": (lengths, "B")}
+
+
+def _check_values(candidates: AnyArray, lengths: AnyArray, length: int, config: TCAConfig, backend: str) -> None:
+    validate_backend(backend)
+    check_range("candidates", candidates, 0, config.num_candidates)
+    check_range("lengths", lengths, 1, length)

@@ -1,0 +1,54 @@
+"""Compiled programs, kept by the shapes they were compiled for, so that compile time is never counted as run time."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+class Program:
+    """A function compiled ahead of time, once for each combination of argument shapes and static arguments.
+
+    Args:
+        function: What to compile; its keyword arguments are static.
+        donate: Positions of arguments whose buffers the program may overwrite.
+    """
+
+    def __init__(self, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> None:
+        self._function = function
+        self._donate = donate
+        self._executables: dict[Hashable, Any] = {}
+
+    def prepare(self, *args: Any, **static: Any) -> tuple[Callable[..., Any], float]:
+        """Compiles for these arguments unless that was done before.
+
+        Returns:
+            The executable, to be called with the same positional arguments, and the seconds that compiling took
+            (0.0 when nothing was compiled).
+        """
+        leaves, structure = jax.tree.flatten(args)
+        shapes = tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
+        key = (structure, shapes, tuple(sorted(static.items())))
+        if key in self._executables:
+            return self._executables[key], 0.0
+        start = time.perf_counter()
+        jitted = jax.jit(self._function, static_argnames=tuple(static), donate_argnums=self._donate)
+        executable = jitted.lower(*args, **static).compile()
+        self._executables[key] = executable
+        return executable, time.perf_counter() - start
+
+
+def enable_compilation_cache() -> None:
+    """Turns JAX's persistent compilation cache on, unless the user has configured one or switched it off.
+
+    `JAX_COMPILATION_CACHE_DIR` (or `jax.config`) chooses another folder, `JAX_ENABLE_COMPILATION_CACHE=false` none.
+    """
+    configured: Any = jax.config  # its options are attributes that type checkers do not know
+    if configured.jax_compilation_cache_dir is None and configured.jax_enable_compilation_cache:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(root / "tca_jax" / "jax"))

@@ -1,0 +1,126 @@
+"""Choosing the next token from logits: greedy, temperature, top-k, top-p, min-p and repetition penalty."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import typing
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
+
+Scalar = float | Shaped[Array, ""] | None
+
+
+@typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["temperature", "top_k", "top_p", "min_p", "repetition_penalty"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn. None switches a step off; as a pytree the numbers are data, so that another temperature
+    runs the same compiled program.
+
+    Attributes:
+        temperature: Divides the logits, > 0. None is greedy: the highest logit, nothing drawn.
+        top_k: Keep the k highest logits, >= 1.
+        top_p: Keep the smallest set of tokens whose probability reaches p, in (0, 1].
+        min_p: Keep tokens at least this share as probable as the best, in [0, 1].
+        repetition_penalty: Divides positive and multiplies negative logits of tokens already in the prompt or the
+            answer (arXiv 1909.05858), > 0.
+    """
+
+    temperature: Scalar = None
+    top_k: int | Shaped[Array, ""] | None = None
+    top_p: Scalar = None
+    min_p: Scalar = None
+    repetition_penalty: Scalar = None
+
+    @classmethod
+    def create(
+        cls,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+    ) -> Sampling:
+        """Checks the numbers users give; temperature 0 is greedy, and the neutral value of a filter switches it off.
+
+        Raises:
+            ValueError: a number is out of its range; names the argument.
+        """
+        _check("temperature", temperature, temperature >= 0, "a number of at least 0 (0 is greedy)")
+        _check("top_k", top_k, top_k is None or (top_k >= 1 and int(top_k) == top_k), "an integer of at least 1")
+        _check("top_p", top_p, top_p is None or 0 < top_p <= 1, "in (0, 1]")
+        _check("min_p", min_p, min_p is None or 0 <= min_p <= 1, "in [0, 1]")
+        _check(
+            "repetition_penalty", repetition_penalty, repetition_penalty is None or repetition_penalty > 0, "positive"
+        )
+        penalty = None if repetition_penalty in (None, 1.0) else float(repetition_penalty)
+        if temperature == 0:
+            return cls(repetition_penalty=penalty)
+        return cls(
+            temperature=float(temperature),
+            top_k=None if top_k is None else int(top_k),
+            top_p=None if top_p in (None, 1.0) else float(top_p),
+            min_p=None if not min_p else float(min_p),
+            repetition_penalty=penalty,
+        )
+
+
+def _check(name: str, value: float | None, ok: bool, allowed: str) -> None:
+    if not ok or (value is not None and not math.isfinite(value)):
+        raise ValueError(f"{name} = {value!r}: must be {allowed}")
+
+
+def sample(
+    logits: Float[Array, "B V"],
+    keys: Key[Array, " B"],
+    sampling: Sampling,
+    seen: Bool[Array, "B V"] | None = None,
+) -> Int[Array, " B"]:
+    """One token a row.
+
+    Args:
+        logits: float32 `[B, V]`.
+        keys: One typed PRNG key a row, so that a row's draw does not depend on its neighbours.
+        sampling: What to apply, in the order of its fields in Hugging Face transformers: repetition penalty,
+            temperature, top-k, top-p, min-p.
+        seen: Tokens that the row's prompt and answer hold; needed for the repetition penalty.
+
+    Returns:
+        int32 `[B]`.
+    """
+    if sampling.repetition_penalty is not None:
+        if seen is None:
+            raise ValueError("seen = None: a repetition penalty needs the tokens that were seen")
+        penalised = jnp.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
+        logits = jnp.where(seen, penalised, logits)
+    if sampling.temperature is None:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = filter_logits(logits / sampling.temperature, sampling)
+    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
+def filter_logits(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
+    """Sets the logits that top-k, top-p and min-p rule out to -inf; the best token always stays."""
+    if sampling.top_k is not None or sampling.top_p is not None:
+        ordered = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
+        keep = jnp.ones(ordered.shape, bool)
+        if sampling.top_k is not None:
+            keep = jnp.broadcast_to(jnp.arange(ordered.shape[-1]) < sampling.top_k, ordered.shape)
+        if sampling.top_p is not None:
+            probabilities = jax.nn.softmax(jnp.where(keep, ordered, -jnp.inf), axis=-1)
+            before = jnp.cumsum(probabilities, axis=-1) - probabilities
+            keep &= (before < sampling.top_p).at[:, 0].set(True)  # in float32 a tiny p could otherwise keep none
+        lowest = jnp.min(jnp.where(keep, ordered, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits >= lowest, logits, -jnp.inf)
+    if sampling.min_p is not None:
+        best = jnp.max(logits, axis=-1, keepdims=True)
+        logits = jnp.where(logits >= best + jnp.log(sampling.min_p), logits, -jnp.inf)
+    return logits

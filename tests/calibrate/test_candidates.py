@@ -1,0 +1,108 @@
+"""Candidate budgets: Eq. 4 and the largest-remainder form of Eq. 7."""
+
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tca_jax.calibrate.candidates import (
+    budget_count_table,
+    budget_counts,
+    budget_sizes,
+    candidate_budgets,
+    candidate_distributions,
+    eviction_budgets,
+    region_capacity,
+)
+from tca_jax.config import TCAConfig
+
+CONFIG = TCAConfig()
+configs = st.builds(
+    TCAConfig,
+    block_size=st.sampled_from([1, 2, 8, 64, 128]),
+    window=st.just(128),
+    num_candidates=st.integers(2, 20),
+    sigma=st.floats(0.05, 5),
+)
+
+
+@settings(max_examples=40, deadline=None, database=None)
+@given(config=configs)
+def test_distributions_follow_equation_4(config):
+    np.testing.assert_allclose(candidate_distributions(config), oracle.distributions(config), atol=1e-12)
+
+
+@settings(max_examples=40, deadline=None, database=None)
+@given(config=configs, blocks=st.integers(0, 300))
+def test_budgets_are_shared_out_by_largest_remainder(config, blocks):
+    budgets = np.asarray(candidate_budgets(config, blocks))
+    assert budgets.shape == (config.num_candidates + 1, blocks)
+    assert budgets.dtype == np.int32
+    assert np.all(np.diff(budgets, axis=1) >= 0)
+    assert np.all(budgets[-1] == config.block_size)
+    counts = budget_counts(config, blocks)
+    np.testing.assert_array_equal(counts.sum(axis=1), np.full(len(counts), blocks))
+    # Each count is its quota rounded down or up.
+    assert np.all(np.abs(counts - blocks * candidate_distributions(config)) < 1 + 1e-9)
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 5, 32, 1000])
+def test_default_budgets_equal_the_oracle(blocks):
+    budgets = np.asarray(candidate_budgets(CONFIG, blocks))
+    for candidate in range(CONFIG.num_candidates + 1):
+        np.testing.assert_array_equal(budgets[candidate], oracle.psi(CONFIG, candidate, blocks))
+
+
+def test_tied_remainders_go_to_the_smaller_budget():
+    config = TCAConfig(block_size=2, window=2, num_candidates=3, sigma=1e6)  # flat: half the blocks on each budget
+    np.testing.assert_allclose(candidate_distributions(config)[:3], 0.5, atol=1e-9)
+    exact = TCAConfig(block_size=2, window=2, num_candidates=3, sigma=1e12)
+    np.testing.assert_array_equal(budget_counts(exact, 3), [[2, 1]] * 3 + [[0, 3]])
+
+
+def test_table_holds_the_counts_of_every_number_of_blocks():
+    table = budget_count_table(CONFIG, 60)
+    assert table.shape == (61, 15, 8)
+    for blocks in range(61):
+        np.testing.assert_array_equal(table[blocks], budget_counts(CONFIG, blocks))
+    with pytest.raises(ValueError, match="read-only"):
+        table[0, 0, 0] = 1
+
+
+def test_vanishing_sigma_puts_all_blocks_on_the_nearest_budget():
+    config = TCAConfig(block_size=8, window=8, num_candidates=4, sigma=1e-9)
+    shares = candidate_distributions(config)
+    np.testing.assert_allclose(shares.sum(axis=1), 1)
+    assert np.all(shares.max(axis=1) == 1)
+
+
+def test_evicted_blocks_keep_the_floor_of_the_mean_budget():
+    means = np.array(oracle.distributions(CONFIG)) @ np.array(oracle.sizes(CONFIG))
+    np.testing.assert_array_equal(eviction_budgets(CONFIG), np.maximum(1, np.floor(means)))
+    assert eviction_budgets(CONFIG)[-1] == 128
+    sparse = TCAConfig(block_size=8, window=8, num_candidates=2, sigma=0.1)
+    assert eviction_budgets(sparse)[0] == 1
+
+
+def test_capacity_covers_every_shorter_prompt():
+    config = TCAConfig(block_size=8, window=8, num_candidates=6)
+    not_monotone = 0
+    for candidate in range(7):
+        totals = [sum(oracle.psi(config, candidate, n)) for n in range(41)]
+        not_monotone += sum(np.diff(totals) < 0)
+        assert region_capacity(config, candidate, 40) == max(totals)
+    assert not_monotone  # else the maximum would be idle
+    assert region_capacity(config, 0, 0) == 0
+
+
+def test_sizes_are_the_powers_of_two_up_to_the_block():
+    np.testing.assert_array_equal(budget_sizes(CONFIG), [1, 2, 4, 8, 16, 32, 64, 128])
+
+
+def test_out_of_range_arguments_are_refused():
+    with pytest.raises(ValueError, match="number of blocks = -1: must be at least 0"):
+        candidate_budgets(CONFIG, -1)
+    for candidate in (-1, 15):
+        with pytest.raises(ValueError, match=rf"candidate = {candidate}: must lie in \[0, 14\]"):
+            region_capacity(CONFIG, candidate, 3)

@@ -1,0 +1,227 @@
+"""calibrate: scores of one full-attention pass, averaged over texts, in linear memory."""
+
+import hashlib
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tca_jax.calibrate.run import calibrate, score_tokens
+from tca_jax.calibrate.scores import calibration_scores
+from tca_jax.config import TCAConfig
+from tca_jax.lm import LM
+from tca_jax.models.config import ModelConfig
+from tca_jax.models.decoder import Decoder
+
+CONFIG = TCAConfig(block_size=8, window=16, tau=0.7)
+VOCABULARY = 64
+CONTEXT = 512
+
+
+def make_lm(dtype=jnp.float32, tokenizer=None) -> LM:
+    """A random model of 2 layers with attention sharp enough for scores to differ."""
+    config = ModelConfig.from_hf(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": CONTEXT,
+        }
+    )
+    decoder = Decoder(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(decoder)
+    params = jax.tree.map(lambda w: w * (8 if w.shape == (32, 32) else 1), params)
+    return LM.from_decoder(nnx.merge(graphdef, params), name="tiny", tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def lm() -> LM:
+    return make_lm()
+
+
+def random_ids(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCABULARY, length)
+
+
+def ids_tokenizer(text: str) -> dict[str, list[int]]:
+    return {"input_ids": [ord(char) % VOCABULARY for char in text]}
+
+
+def reference_scores(lm: LM, ids: np.ndarray, config: TCAConfig) -> np.ndarray:
+    """Scores [layers, Hkv, M + 1] of unpadded tokens under attention written as one L x L softmax."""
+    scores = []
+
+    def attention(layer, q, k, v, state):
+        scores.append(calibration_scores(q, k, jnp.array([len(ids)]), config)[0])
+        keys, values = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        logits = jnp.einsum("bihd,bjhd->bhij", q, keys, precision="highest") / math.sqrt(q.shape[-1])
+        logits = jnp.where(jnp.tri(len(ids), dtype=bool), logits, -jnp.inf)
+        return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(logits), values, precision="highest"), state
+
+    positions = jnp.arange(len(ids))[None]
+    lm.decoder(jnp.asarray(ids)[None], positions, attention, (None,) * lm.config.num_layers)
+    return np.stack(scores)
+
+
+@pytest.mark.parametrize("config", [CONFIG, TCAConfig.paper(block_size=8, window=32)], ids=["default", "paper"])
+def test_scores_are_those_of_exact_full_attention_on_the_unpadded_text(lm, config):
+    ids = random_ids(150)
+    profile = calibrate(lm, ids, config)
+    np.testing.assert_allclose(profile.scores, reference_scores(lm, ids, config), atol=2e-5)
+    assert profile.config == config
+    assert np.ptp(profile.scores[:, :, 0]) > 0.01  # heads differ, so their order is tested too
+
+
+def test_each_head_gets_the_sparsest_candidate_that_reaches_tau(lm):
+    profile = calibrate(lm, random_ids(150), CONFIG)
+    reached = profile.scores >= np.float32(CONFIG.tau)
+    for head in np.ndindex(profile.candidates.shape):
+        expected = np.flatnonzero(reached[head])[0] if reached[head].any() else CONFIG.num_candidates
+        assert profile.candidates[head] == expected
+    assert len(np.unique(profile.candidates)) > 1
+
+
+def test_scores_of_several_texts_are_averaged(lm):
+    texts = [random_ids(150, seed=1), random_ids(160, seed=2), random_ids(155, seed=3)]
+    alone = [calibrate(lm, text, CONFIG).scores.astype(np.float64) for text in texts]
+    together = calibrate(lm, texts, CONFIG)
+    np.testing.assert_array_equal(together.scores, np.mean(alone, axis=0).astype(np.float32))
+    assert not np.allclose(alone[0], alone[1], atol=1e-3)
+
+
+def test_texts_of_one_bucket_share_one_program(lm):
+    compiled = []
+
+    def listen(event: str, duration: float, **kwargs) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        calibrate(lm, random_ids(241), CONFIG)
+        assert compiled  # the listener hears compilations
+        compiled.clear()
+        calibrate(lm, [random_ids(length) for length in (242, 249, 256)], CONFIG)
+        assert compiled == []
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def array_sizes(jaxpr) -> set[int]:
+    """Elements of every array that a program computes, inner programs included."""
+    sizes = set()
+    for equation in jaxpr.eqns:
+        sizes |= {math.prod(getattr(out.aval, "shape", ())) for out in equation.outvars}
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
+                sizes |= array_sizes(getattr(inner, "jaxpr", inner))
+    return sizes
+
+
+def test_no_array_grows_with_the_square_of_the_length(lm):
+    def largest(length: int) -> int:
+        graphdef, params = nnx.split(lm.decoder)
+
+        def scores(params, tokens, lengths):
+            return score_tokens(nnx.merge(graphdef, params), tokens, lengths, CONFIG)
+
+        program = jax.make_jaxpr(scores)(params, jnp.zeros((1, length), jnp.int32), jnp.array([length]))
+        return max(array_sizes(program.jaxpr))
+
+    assert largest(1024) > 1024  # the walk sees inside
+    assert largest(65536) <= 2 * largest(32768)
+
+
+def test_strings_are_tokenized_and_the_profile_tells_its_sources():
+    lm = make_lm(tokenizer=ids_tokenizer)
+    text = "the quick brown fox jumps over the lazy dog. " * 3 + "the lazy dog is."
+    ids = np.array(ids_tokenizer(text)["input_ids"])
+    profile = calibrate(lm, [text, ids, text.encode()], CONFIG)
+    expected = {"tokens": len(ids), "sha256": hashlib.sha256(ids.astype("<i4").tobytes()).hexdigest()}
+    assert profile.sources == (expected,) * 3
+    assert profile.model_name == "tiny"
+    assert profile == calibrate(lm, (text, text, list(ids)), CONFIG)
+
+
+def test_a_single_text_needs_no_list():
+    lm = make_lm(tokenizer=ids_tokenizer)
+    text = "0123456789" * 16
+    ids = ids_tokenizer(text)["input_ids"]
+    profiles = [calibrate(lm, texts, CONFIG) for texts in (text, [text], ids, [ids], np.array(ids), np.array([ids]))]
+    assert all(profile == profiles[0] for profile in profiles)
+
+
+def test_the_profile_fits_its_model_and_no_other(lm):
+    profile = calibrate(lm, random_ids(150), CONFIG)
+    assert lm.with_profile(profile).tca == CONFIG
+    other = LM.from_decoder(Decoder(lm.config, dtype=jnp.float32, rngs=nnx.Rngs(1)), name="other")
+    with pytest.raises(ValueError, match="other weights than those of model 'other'"):
+        other.with_profile(profile)
+
+
+def test_a_bfloat16_model_is_scored_in_float32(lm):
+    ids = random_ids(150)
+    rounded = calibrate(make_lm(jnp.bfloat16), ids, CONFIG).scores
+    assert rounded.dtype == np.float32
+    np.testing.assert_allclose(rounded, calibrate(lm, ids, CONFIG).scores, atol=0.03)
+
+
+def test_progress_is_reported_before_and_after_every_text(lm):
+    calls = []
+    calibrate(lm, [random_ids(150)] * 3, CONFIG, progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(0, 3), (1, 3), (2, 3), (3, 3)]
+
+
+def test_a_text_of_fewer_than_two_windows_is_a_warning(lm):
+    reach = CONFIG.window + CONFIG.block_size
+    calibrate(lm, random_ids(2 * reach), CONFIG)
+    with pytest.warns(UserWarning, match=r"texts\[1\] has 47 tokens, fewer than 2 \(window \+ block_size\) = 48"):
+        calibrate(lm, [random_ids(150), random_ids(47)], CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([], "texts is empty"),
+        ("", r"texts\[0\] is empty"),
+        ([[1] * 150, []], r"texts\[1\] is empty"),
+        ([1] * 23, r"texts\[0\] has 23 tokens: .* at least window \+ block_size = 16 \+ 8 = 24"),
+        ([[1] * 150, [1] * 513], r"texts\[1\] has 513 tokens, model 'tiny' has 512 positions"),
+        ([1] * 149 + [VOCABULARY], r"texts\[0\] has token id 64: must lie in \[0, 64\)"),
+        ([-1] * 150, r"texts\[0\] has token id -1"),
+        ("\ud800" * 150, r"texts\[0\] is not valid UTF-8"),
+        (["x" * 150, b"\xff" * 150], r"texts\[1\] is not valid UTF-8"),
+    ],
+)
+def test_texts_that_cannot_be_used_are_refused_before_any_work(texts, message):
+    calls = []
+    with pytest.raises(ValueError, match=message):
+        calibrate(make_lm(tokenizer=ids_tokenizer), texts, CONFIG, progress=lambda *call: calls.append(call))
+    assert calls == []
+
+
+def test_text_for_a_model_without_a_tokenizer_is_refused(lm):
+    with pytest.raises(ValueError, match=r"texts\[0\] is text, but model 'tiny' has no tokenizer: pass token ids"):
+        calibrate(lm, "x" * 150, CONFIG)
+
+
+@pytest.mark.parametrize("texts", [np.ones(150), [[[1] * 150]], 7])
+def test_what_is_neither_text_nor_token_ids_is_a_type_error(lm, texts):
+    with pytest.raises(TypeError):
+        calibrate(lm, texts, CONFIG)
+
+
+def test_a_model_that_computes_nan_gives_no_profile(lm):
+    graphdef, params = nnx.split(lm.decoder)
+    broken = LM.from_decoder(nnx.merge(graphdef, jax.tree.map(lambda w: w * np.nan, params)), name="broken")
+    with pytest.raises(ValueError, match="model 'broken' computes NaN or infinity in the attention of layer 0"):
+        calibrate(broken, random_ids(150), CONFIG)

@@ -1,0 +1,54 @@
+"""The fingerprint follows the checkpoint, not the dtype it is loaded in."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from tca_jax.models.config import ModelConfig
+from tca_jax.models.decoder import Decoder
+from tca_jax.models.fingerprint import fingerprint
+from tca_jax.models.params import load_decoder, save_decoder
+
+
+@pytest.fixture
+def decoder(config_entries: Any) -> Decoder:
+    config = ModelConfig.from_hf(config_entries("qwen2"))
+    return Decoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+
+
+def test_one_checkpoint_has_one_fingerprint_in_every_loading_dtype(decoder: Decoder, tmp_path: Path) -> None:
+    for stored in ("float32", "bfloat16"):
+        save_decoder(tmp_path, decoder, stored)
+        for dtype in (jnp.float32, jnp.bfloat16):
+            assert fingerprint(load_decoder(tmp_path, decoder.config, dtype)) == fingerprint(decoder)
+    assert len(fingerprint(decoder)) == 64
+
+
+def test_any_other_weight_has_another_fingerprint(decoder: Decoder) -> None:
+    seen = {fingerprint(decoder)}
+    kernel = decoder.layers[1].mlp.down.kernel
+    kernel[...] = kernel[...].at[17, 5].add(0.01)
+    seen.add(fingerprint(decoder))
+    kernel[...] = kernel[...].at[jnp.asarray([3, 4])].set(kernel[...][jnp.asarray([4, 3])])
+    seen.add(fingerprint(decoder))
+    bias = decoder.layers[0].attention.q.bias
+    bias[...] = bias[...].at[-1].set(1.0)
+    seen.add(fingerprint(decoder))
+    q, k = decoder.layers[0].attention.k, decoder.layers[0].attention.v
+    q.kernel[...], k.kernel[...] = k.kernel[...], q.kernel[...]
+    seen.add(fingerprint(decoder))
+    assert len(seen) == 5
+
+
+def test_the_config_counts_but_not_its_dtype(decoder: Decoder) -> None:
+    before = fingerprint(decoder)
+    decoder.config = dataclasses.replace(decoder.config, dtype_name="float16")
+    assert fingerprint(decoder) == before
+    decoder.config = dataclasses.replace(decoder.config, rms_norm_eps=1e-3)
+    assert fingerprint(decoder) != before

@@ -1,0 +1,77 @@
+"""Choice of a backend: named ones are taken or refused, "auto" moves on."""
+
+import jax
+import pytest
+
+from tca_jax.pallas_kernels.backends import BACKENDS, dispatch, validate_backend
+
+on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what a CPU lacks")
+
+
+def _refuses(*args, **kwargs):
+    raise NotImplementedError("odd head dim")
+
+
+def _takes(*args, **kwargs):
+    return args, kwargs
+
+
+def test_unknown_name_is_refused_with_the_list():
+    with pytest.raises(ValueError, match=r"backend = 'cuda': must be one of \['auto', 'mosaic', 'triton', 'xla'\]"):
+        validate_backend("cuda")
+    with pytest.raises(ValueError, match="backend = 'XLA'"):
+        dispatch("token_scores", "XLA", {"xla": _takes})
+
+
+def test_every_listed_name_is_valid():
+    for name in BACKENDS:
+        validate_backend(name)
+
+
+@on_cpu
+@pytest.mark.parametrize("name", ["triton", "mosaic"])
+def test_named_backend_that_the_device_cannot_run_is_refused(name):
+    with pytest.raises(ValueError, match=f"backend = '{name}' needs an NVIDIA GPU, this process runs on 'cpu'"):
+        dispatch("token_scores", name, {"xla": _takes, name: _takes})
+
+
+def test_named_backend_without_an_implementation_is_refused():
+    with pytest.raises(ValueError, match="token_scores has no such implementation"):
+        dispatch("token_scores", "xla", {})
+
+
+def test_named_backend_that_declines_a_call_is_an_error():
+    with pytest.raises(NotImplementedError, match="odd head dim"):
+        dispatch("token_scores", "xla", {"xla": _refuses})(1)
+
+
+def test_auto_passes_the_call_to_a_backend_the_device_can_run():
+    usable = {"xla": _takes, "triton": _refuses, "mosaic": _refuses}
+    assert dispatch("token_scores", "auto", usable)(1, two=2) == ((1,), {"two": 2})
+
+
+def test_auto_fails_with_the_reasons_when_all_decline():
+    with pytest.raises(NotImplementedError, match=r"token_scores: no backend takes this call: \['odd head dim'\]"):
+        dispatch("token_scores", "auto", {"xla": _refuses})()
+
+
+class _Gpu:
+    platform, device_kind = "gpu", "old card"
+
+    def __init__(self, capability):
+        self.compute_capability = capability
+
+
+@pytest.mark.parametrize(
+    ("capability", "taken"), [("7.5", "xla"), ("8.0", "triton"), ("9.0", "mosaic"), ("10.3", "mosaic")]
+)
+def test_auto_takes_the_best_backend_of_a_gpu(monkeypatch, capability, taken):
+    monkeypatch.setattr(jax, "local_devices", lambda: [_Gpu(capability)])
+    table = {name: lambda name=name: name for name in ("xla", "triton", "mosaic")}
+    assert dispatch("token_scores", "auto", table)() == taken
+
+
+def test_a_gpu_that_is_too_old_is_named(monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: [_Gpu("8.6")])
+    with pytest.raises(ValueError, match=r"needs compute capability 9.0, this GPU \(old card\) has 8.6"):
+        dispatch("token_scores", "mosaic", {"mosaic": _takes})

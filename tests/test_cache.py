@@ -1,0 +1,118 @@
+"""The KV cache: static layout, ring and pool contents, eviction."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tca_jax
+from tca_jax.cache import CacheLayout, LayerCache, decode_layer, prefill_layer
+from tca_jax.calibrate.candidates import eviction_budgets
+
+CONFIG = tca_jax.TCAConfig(block_size=8, window=16)
+DENSE = CONFIG.num_candidates
+
+
+def _qkv(seed, batch, tokens, heads=4, kv_heads=2, d=16):
+    rng = np.random.default_rng(seed)
+    return tuple(jnp.asarray(rng.normal(size=(batch, tokens, h, d)), jnp.float32) for h in (heads, kv_heads, kv_heads))
+
+
+def test_regions_are_aligned_disjoint_and_fill_the_pool():
+    layout = CacheLayout.plan(CONFIG, (0, 7, DENSE), batch=3, prompt_tokens=1000, max_new_tokens=50)
+    starts = layout.offsets.ravel()
+    ends = starts + np.tile(layout.capacities, 3)
+    assert np.all(starts % 128 == 0)
+    np.testing.assert_array_equal(starts[1:], ends[:-1])
+    assert ends[-1] == layout.pool_tokens
+    assert layout.capacities[0] < layout.capacities[1] < layout.capacities[2]
+
+
+def test_a_head_costs_what_its_candidate_keeps():
+    sparse = CacheLayout.plan(CONFIG, (0, 0), 1, 4096, 1)
+    dense = CacheLayout.plan(CONFIG, (DENSE, DENSE), 1, 4096, 1)
+    assert dense.num_bytes(64, jnp.bfloat16) / sparse.num_bytes(64, jnp.bfloat16) > 4
+    blocks = CONFIG.num_ranked_blocks(4096)
+    kept = int(tca_jax.candidate_budgets(CONFIG, blocks)[0].sum())
+    assert sum(sparse.capacities) < 2 * (kept + 128 + blocks)
+
+
+def test_short_prompts_have_a_short_ring_and_no_regions():
+    layout = CacheLayout.plan(tca_jax.TCAConfig(), (3, 3), batch=2, prompt_tokens=300, max_new_tokens=20)
+    assert layout.ring_tokens == 384
+    assert layout.capacities == (0, 0)
+
+
+def test_offsets_of_a_million_tokens_pass_two_to_the_31_elements_but_not_rows():
+    layout = CacheLayout.plan(tca_jax.TCAConfig(), (14,) * 8, batch=4, prompt_tokens=2**20, max_new_tokens=4096)
+    last = int(layout.offsets.max())
+    assert last * 128 > 2**31  # element offsets need 64 bits, hence int64 on the host and 64-bit indexing in kernels
+    assert last < 2**31
+    assert np.all(np.diff(layout.offsets.ravel()) > 0)
+    assert layout.num_bytes(128, jnp.bfloat16) > 2**31
+
+
+def test_a_pool_that_int32_rows_cannot_address_is_an_error():
+    with pytest.raises(
+        ValueError, match=r"batch of 512 prompts of 1048576 tokens needs a KV pool of \d+ tokens a layer"
+    ):
+        CacheLayout.plan(tca_jax.TCAConfig(), (14,) * 8, batch=512, prompt_tokens=2**20, max_new_tokens=1)
+
+
+@pytest.mark.parametrize("length", [5, 40, 71, 72])
+def test_ring_and_pool_hold_the_local_and_the_selected_tokens(length):
+    q, k, v = _qkv(0, 1, 72)
+    candidates = (0, 9)
+    layout = CacheLayout.plan(CONFIG, candidates, 1, 72, 30)
+    lengths = jnp.array([length], jnp.int32)
+    _, cache = prefill_layer(q, k, v, lengths, layout)
+    edge = 8 * CONFIG.num_ranked_blocks(length)
+    for position in range(edge, length):
+        slot = position % layout.ring_tokens
+        np.testing.assert_array_equal(cache.k_ring[0, :, slot], k[0, position])
+        np.testing.assert_array_equal(cache.v_ring[0, :, slot], v[0, position])
+    mask = np.asarray(tca_jax.select(q[:, length - 1], k, jnp.array(candidates), lengths, CONFIG))[0]
+    for head in range(2):
+        start, kept = int(cache.offsets[0, head]), int(cache.kept[0, head])
+        chosen = np.flatnonzero(mask[head])
+        assert kept == len(chosen)
+        np.testing.assert_array_equal(cache.k_pool[start : start + kept], k[0, chosen, head])
+        np.testing.assert_array_equal(cache.v_pool[start : start + kept], v[0, chosen, head])
+
+
+def _decode(cache: LayerCache, keys, values, queries, first, prompt_lengths, steps):
+    step = jax.jit(decode_layer)
+    for t in range(steps):
+        position = first + t
+        _, cache = step(
+            queries[:, t : t + 1], keys[:, t : t + 1], values[:, t : t + 1], cache, position, prompt_lengths
+        )
+    return cache
+
+
+def test_each_block_that_leaves_the_window_leaves_its_budget_in_the_pool_and_rows_do_so_on_their_own():
+    lengths = jnp.array([64, 59], jnp.int32)
+    q, k, v = _qkv(1, 2, 64)
+    new_q, new_k, new_v = _qkv(2, 2, 30)
+    candidates = (4, DENSE)
+    layout = CacheLayout.plan(CONFIG, candidates, 2, 64, 31)
+    _, cache = prefill_layer(q, k, v, lengths, layout)
+    before = np.asarray(cache.kept)
+    budgets = np.asarray(eviction_budgets(CONFIG))[list(candidates)]
+    for steps in (1, 5, 6, 8, 9, 13, 14, 30):
+        after = np.asarray(_decode(cache, new_k, new_v, new_q, lengths, lengths, steps).kept)
+        last = np.asarray(lengths) + steps - 1  # the newest fed position
+        blocks_left = last // 8 - np.asarray(lengths) // 8
+        np.testing.assert_array_equal(after - before, blocks_left[:, None] * budgets)
+
+
+def test_evicted_tokens_are_copied_in_order_of_position():
+    lengths = jnp.array([64], jnp.int32)
+    q, k, v = _qkv(3, 1, 64)
+    new = _qkv(4, 1, 9)
+    layout = CacheLayout.plan(CONFIG, (DENSE, DENSE), 1, 64, 10)
+    _, cache = prefill_layer(q, k, v, lengths, layout)
+    after = _decode(cache, new[1], new[2], new[0], lengths, lengths, 9)
+    for head in range(2):
+        start, kept = int(after.offsets[0, head]), int(after.kept[0, head])
+        np.testing.assert_array_equal(after.k_pool[start : start + kept], k[0, :kept, head])

@@ -1,0 +1,88 @@
+"""Dropped mass and Theorem 1: the bounds hold on random and on extreme inputs."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import poison, qkv
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tca_jax.config import TCAConfig
+from tca_jax.diagnostics import dropped_mass, error_bounds
+from tca_jax.functional import attend
+
+CONFIG = TCAConfig(block_size=8, window=16, num_candidates=4)
+EXACT = TCAConfig(block_size=8, window=96, num_candidates=4)
+
+
+@settings(max_examples=25, deadline=None, database=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    spread=st.sampled_from([0.0, 0.5, 2.0, 6.0]),
+    outlier=st.sampled_from([0.0, 100.0]),
+    candidates=st.lists(st.integers(0, 4), min_size=2, max_size=2),
+    lengths=st.lists(st.integers(1, 90), min_size=2, max_size=2),
+)
+def test_theorem_1_bounds_the_error(seed, spread, outlier, candidates, lengths):
+    q, k, v = qkv(seed, 2, 90, 4, 2, 8, spread)
+    rng = np.random.default_rng(seed)
+    v = rng.standard_normal(v.shape).astype(np.float32)
+    v[0, rng.integers(90), 0] += outlier
+    k[:, rng.integers(90)] *= 3  # a token that some queries look at and others avoid
+    lengths, candidates = np.array(lengths, np.int32), np.array(candidates, np.int32)
+    sparse, full = (np.asarray(attend(q, k, v, candidates, lengths, config)) for config in (CONFIG, EXACT))
+    gamma = dropped_mass(q, k, candidates, lengths, CONFIG)
+    bounds = error_bounds(gamma, v, lengths)
+    error = np.abs(sparse - full).swapaxes(1, 2)  # [B, Hq, L, d]
+    noise = 1e-5 * max(1, outlier)
+    assert np.all(error.max(axis=-1) <= np.asarray(bounds.max_norm) + noise)
+    assert np.all(error.sum(axis=-1) <= np.asarray(bounds.l1_norm) + 8 * noise)
+
+
+def test_bounds_are_reached_when_dropped_tokens_oppose_kept_ones():
+    # One dominant token is dropped, values +1 there and -1 elsewhere: the error is 2 gamma, the bound.
+    q, k = np.ones((1, 32, 1, 4), np.float32), np.zeros((1, 32, 1, 4), np.float32)
+    k[0, 0] = 1.0
+    q[0, 31] = -1.0  # the last query avoids it, so selection drops it
+    v = np.full((1, 32, 1, 1), -1.0, np.float32)
+    v[0, 0] = 1.0
+    sparse_config = TCAConfig(block_size=8, window=8, num_candidates=4, sigma=0.05)
+    lengths, candidates = np.array([32], np.int32), np.zeros(1, np.int32)
+    v = v.repeat(4, axis=-1)
+    gamma = np.asarray(dropped_mass(q, k, candidates, lengths, sparse_config))[0, 0, 30]
+    sparse, full = (
+        np.asarray(attend(q, k, v, candidates, lengths, config))[0, 30, 0] for config in (sparse_config, EXACT)
+    )
+    heavy = np.exp(2) / (np.exp(2) + 30)
+    np.testing.assert_allclose(full, 2 * heavy - 1, rtol=1e-5)
+    np.testing.assert_allclose(sparse, -1, rtol=1e-6)
+    assert heavy < gamma < 1
+    bounds = error_bounds(np.full((1, 1, 32), heavy, np.float32), v, lengths)
+    np.testing.assert_allclose(np.abs(sparse - full).max(), bounds.max_norm[0, 0, 30], rtol=1e-5)
+    np.testing.assert_allclose(np.abs(sparse - full).sum(), bounds.l1_norm[0, 0, 30], rtol=1e-5)
+
+
+def test_dense_heads_and_short_prompts_drop_nothing():
+    q, k, _ = qkv(0, 2, 90, 4, 2, 8)
+    lengths = np.array([90, 23], np.int32)
+    gamma = np.asarray(dropped_mass(q, k, np.array([0, 4], np.int32), lengths, CONFIG))
+    assert not gamma[:, 2:].any()
+    assert not gamma[1].any()
+    assert gamma[0, :2, 24:].max() > 0
+    assert not gamma[0, :, :24].any()
+
+
+def test_padding_does_not_matter_to_the_bounds():
+    _, _, v = qkv(0, 2, 90, 4, 2, 8)
+    lengths, gamma = np.array([90, 23], np.int32), np.ones((2, 4, 90), np.float32)
+    bounds = error_bounds(gamma, poison(v, lengths), lengths)
+    np.testing.assert_allclose(bounds.max_norm[1, 2, 0], 2 * np.abs(v[1, :23, 1]).max(), rtol=1e-6)
+    np.testing.assert_allclose(bounds.l1_norm[1, 2, 0], 2 * np.abs(v[1, :23, 1]).sum(axis=-1).max(), rtol=1e-6)
+
+
+def test_out_of_range_arguments_are_refused():
+    q, k, _ = map(jnp.asarray, qkv(0, 1, 20, 2, 1, 4))
+    with pytest.raises(ValueError, match=r"candidates = \[5\]: must lie in \[0, 4\]"):
+        dropped_mass(q, k, np.array([5], np.int32), np.array([20], np.int32), CONFIG)
+    with pytest.raises(ValueError, match=r"lengths = \[21\]: must lie in \[1, 20\]"):
+        dropped_mass(q, k, np.array([0], np.int32), np.array([21], np.int32), CONFIG)

@@ -1,0 +1,248 @@
+"""The functional core against the float64 oracle: a fuzz, ends of ranges, transformations, bad input."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import last_queries, poison, qkv, regions, unchecked
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tca_jax.config import TCAConfig
+from tca_jax.diagnostics import dropped_mass
+from tca_jax.functional import attend, calibration_scores, candidate_budgets, select
+from tca_jax.pallas_kernels.selection import block_density, ranked_blocks
+from tca_jax.pallas_kernels.token_scores import token_scores
+
+SMALL = TCAConfig(block_size=8, window=16, num_candidates=4)
+DENSE = SMALL.num_candidates
+
+# Static under jit, hence compiled for: (config, batch, tokens, query heads, KV heads, head dim, type).
+CASES = [
+    (TCAConfig(block_size=8, window=16), 2, 131, 8, 2, 16, jnp.float32),
+    (TCAConfig.paper(block_size=16, window=32, num_candidates=5), 1, 200, 7, 1, 8, jnp.float32),
+    (TCAConfig(block_size=16, window=16, index="entropy", sigma=0.5), 3, 77, 2, 2, 64, jnp.float32),
+    (TCAConfig.paper(block_size=8, window=24, index="entropy", alpha=0.3), 1, 99, 4, 4, 8, jnp.bfloat16),
+    (TCAConfig(block_size=8, window=8, density="random", seed=7), 2, 64, 4, 1, 128, jnp.float16),
+]
+NOISE = 1e-5  # relative gap under which float32 may break a tie differently from float64
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def everything(q, k, v, candidates, lengths, config):
+    """All of the core in one compiled function, candidates and lengths traced."""
+    last = jnp.take_along_axis(q, (lengths - 1)[:, None, None, None], axis=1)[:, 0]
+    ranked = ranked_blocks(lengths, config)
+    density = block_density(token_scores(last, k, lengths, block_size=config.block_size), ranked, config)
+    return (
+        select(last, k, candidates, lengths, config),
+        attend(q, k, v, candidates, lengths, config),
+        calibration_scores(q, k, lengths, config),
+        dropped_mass(q, k, candidates, lengths, config),
+        density,
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].density}-{case[0].index}-{case[-1].__name__}")
+@settings(max_examples=6, deadline=None, database=None)
+@given(seed=st.integers(0, 2**32 - 1), spread=st.sampled_from([0.7, 1.5, 3.0]), data=st.data())
+def test_core_equals_the_float64_oracle(case, seed, spread, data):
+    config, batch, tokens, heads, kv_heads, head_dim, dtype = case
+    lengths = np.array(data.draw(st.lists(st.integers(1, tokens), min_size=batch, max_size=batch)), np.int32)
+    rows = st.integers(0, config.num_candidates)
+    candidates = np.array(data.draw(st.lists(rows, min_size=kv_heads, max_size=kv_heads)), np.int32)
+    # Keys and queries share the spread: the scores grow with its square.
+    scale = np.sqrt(spread) / head_dim**0.05
+    arrays = [jnp.asarray(x, dtype) for x in qkv(seed, batch, tokens, heads, kv_heads, head_dim, scale)]
+    padded = [jnp.asarray(poison(np.asarray(x), lengths), dtype) for x in arrays]
+    selected, output, scores, gamma, density = (
+        np.asarray(x, np.float32) for x in everything(*padded, candidates, lengths, config)
+    )
+
+    exact = 2e-5 if dtype == jnp.float32 else 2e-2
+    group = heads // kv_heads
+    for row, head, q, k, v in regions(*(np.asarray(x, np.float32) for x in arrays), lengths):
+        n, ranked = len(k), config.num_ranked_blocks(len(k))
+        drawn = density[row, head, :ranked] if config.density == "random" else None
+        choose = functools.partial(oracle.select, q[-1], k, config=config, densities=drawn)
+        kept, margin = choose(candidate=candidates[head])
+        assume(margin > NOISE)
+        np.testing.assert_array_equal(selected[row, head, :n].astype(bool), kept)
+        for g in range(group):
+            np.testing.assert_allclose(
+                output[row, :n, head * group + g],
+                oracle.attend(q[:, g], k, v, kept, config),
+                atol=exact,
+                rtol=exact,
+            )
+            np.testing.assert_allclose(
+                gamma[row, head * group + g, :n], oracle.dropped_mass(q[:, g], k, kept, config), atol=2e-5
+            )
+        for candidate in range(config.num_candidates + 1):
+            kept, margin = choose(candidate=candidate)
+            if margin > NOISE:
+                expected = oracle.calibration_score(q, k, kept, config)
+                np.testing.assert_allclose(scores[row, head, candidate], expected, atol=2e-5)
+    past = np.arange(tokens) >= lengths[:, None]
+    assert not selected.swapaxes(1, 2)[past].any()
+    assert not output[past].any()
+    assert not gamma.swapaxes(1, 2)[past].any()
+
+
+def _inputs(tokens=70, batch=2, heads=4, kv_heads=2, head_dim=8, seed=0):
+    return qkv(seed, batch, tokens, heads, kv_heads, head_dim)
+
+
+def _full_attention(q, k, v, lengths):
+    """Exact causal attention by the oracle, zero past a length."""
+    out = np.zeros(q.shape)
+    group = q.shape[2] // k.shape[2]
+    wide = TCAConfig(block_size=8, window=8 * q.shape[1])
+    for row, head, qs, ks, vs in regions(q, k, v, lengths):
+        for g in range(group):
+            nothing = np.zeros(len(ks), bool)
+            out[row, : len(ks), head * group + g] = oracle.attend(qs[:, g], ks, vs, nothing, wide)
+    return out
+
+
+def test_window_past_the_prompt_gives_exact_attention_whatever_the_candidates():
+    q, k, v = _inputs()
+    config, lengths = TCAConfig(block_size=8, window=72), np.array([70, 9], np.int32)
+    for candidates in ([0, 0], [3, 14]):
+        out = attend(q, k, v, np.array(candidates, np.int32), lengths, config)
+        np.testing.assert_allclose(out, _full_attention(q, k, v, lengths), atol=2e-5)
+        assert not np.any(select(last_queries(q, lengths), k, np.array(candidates, np.int32), lengths, config))
+
+
+def test_dense_heads_get_exact_attention():
+    q, k, v = _inputs()
+    lengths, dense = np.array([70, 41], np.int32), np.full(2, DENSE, np.int32)
+    np.testing.assert_allclose(attend(q, k, v, dense, lengths, SMALL), _full_attention(q, k, v, lengths), atol=2e-5)
+    chosen = np.asarray(select(last_queries(q, lengths), k, dense, lengths, SMALL))
+    np.testing.assert_array_equal(chosen.sum(axis=-1), [[48, 48], [24, 24]])  # n = 6 and 3 blocks of 8
+
+
+def test_sparsest_candidate_keeps_one_token_of_most_blocks():
+    q, k, _ = _inputs()
+    sparse = TCAConfig(block_size=8, window=16, num_candidates=4, sigma=0.05)  # candidate 0: all blocks on 1 token
+    lengths = np.array([70, 41], np.int32)
+    chosen = np.asarray(select(last_queries(q, lengths), k, np.zeros(2, np.int32), lengths, sparse))
+    np.testing.assert_array_equal(chosen[0, :, :48].reshape(2, 6, 8).sum(axis=-1), np.ones((2, 6)))
+    assert not chosen[0, :, 48:].any()
+    assert not chosen[1, :, 24:].any()
+
+
+def test_selection_counts_follow_the_candidate_of_each_head():
+    q, k, _ = _inputs(kv_heads=4)
+    lengths, candidates = np.array([70, 33], np.int32), np.array([3, 0, DENSE, 1], np.int32)
+    kept = np.asarray(select(last_queries(q, lengths), k, candidates, lengths, SMALL)).sum(axis=-1)
+    for row, length in enumerate(lengths.tolist()):
+        budgets = np.asarray(candidate_budgets(SMALL, SMALL.num_ranked_blocks(length))).sum(axis=1)
+        np.testing.assert_array_equal(kept[row], budgets[candidates])
+
+
+def test_a_row_does_not_depend_on_its_batch_nor_on_its_padding():
+    q, k, v = _inputs(seed=3)
+    lengths, candidates = np.array([70, 51], np.int32), np.array([1, 2], np.int32)
+    together = attend(q, k, v, candidates, lengths, SMALL)
+    alone = attend(*(x[1:, :51] for x in (q, k, v)), candidates, lengths[1:], SMALL)
+    np.testing.assert_allclose(together[1:, :51], alone, atol=2e-6, rtol=1e-5)
+
+
+def test_prompts_of_one_token_return_their_value():
+    q, k, v = _inputs()
+    out = np.asarray(attend(q, k, v, np.array([0, 1], np.int32), np.array([1, 1], np.int32), SMALL))
+    np.testing.assert_allclose(out[:, 0], v[:, 0].repeat(2, axis=1), rtol=1e-6)
+    assert not out[:, 1:].any()
+    scores = calibration_scores(q, k, np.array([1, 1], np.int32), SMALL)
+    np.testing.assert_array_equal(scores, np.ones((2, 2, DENSE + 1)))
+
+
+def test_arrays_of_one_token_work():
+    q, k, v = _inputs(tokens=1)
+    one = np.ones(2, np.int32)
+    np.testing.assert_allclose(attend(q, k, v, one, one, SMALL)[:, 0], v[:, 0].repeat(2, axis=1), rtol=1e-6)
+    assert select(q[:, 0], k, one, one, SMALL).shape == (2, 2, 1)
+
+
+def test_equal_scores_keep_the_lowest_positions_and_lowest_blocks_sparse():
+    k = np.zeros((1, 64, 1, 4), np.float32)
+    q_last, lengths = np.ones((1, 1, 4), np.float32), np.array([64], np.int32)
+    chosen = np.asarray(select(q_last, k, np.array([1], np.int32), lengths, SMALL))[0, 0, :48].reshape(6, 8)
+    budgets = np.asarray(candidate_budgets(SMALL, 6))[1]
+    np.testing.assert_array_equal(chosen, np.arange(8) < budgets[:, None])
+
+
+def test_vmap_over_rows_equals_the_batch():
+    q, k, v = _inputs()
+    lengths, candidates = np.array([70, 41], np.int32), np.array([0, 2], np.int32)
+
+    def row(q, k, v, length):
+        chosen = select(q[None, length - 1], k[None], candidates, length[None], SMALL)
+        return attend(q[None], k[None], v[None], candidates, length[None], SMALL)[0], chosen[0]
+
+    out, chosen = jax.vmap(row)(*map(jnp.asarray, (q, k, v, lengths)))
+    np.testing.assert_allclose(out, attend(q, k, v, candidates, lengths, SMALL), atol=2e-6)
+    np.testing.assert_array_equal(chosen, select(last_queries(q, lengths), k, candidates, lengths, SMALL))
+
+
+def test_candidates_and_lengths_are_data_that_never_recompile():
+    q, k, v = map(jnp.asarray, _inputs())
+    traced = []
+
+    @jax.jit
+    def run(candidates, lengths):
+        traced.append(None)
+        return attend(q, k, v, candidates, lengths, SMALL)
+
+    for first, length in ((0, 70), (DENSE, 1), (2, 33)):
+        expected = attend(q, k, v, jnp.array([first, 1]), jnp.array([length, 50]), SMALL)
+        np.testing.assert_allclose(run(jnp.array([first, 1]), jnp.array([length, 50])), expected, atol=1e-6)
+    assert len(traced) == 1
+
+
+def test_memory_stays_near_the_inputs_at_32k_tokens():
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    q, k, v = shape((1, 32768, 8, 64)), shape((1, 32768, 2, 64)), shape((1, 32768, 2, 64))
+    integers = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    config = TCAConfig(window=512)
+    lowered = jax.jit(lambda *args: attend(*args, config)).lower(q, k, v, integers((2,)), integers((1,)))
+    memory = lowered.compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 6 * memory.argument_size_in_bytes  # one head's L x L floats would be 43 times
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"candidates": np.array([0, 5], np.int32)}, r"candidates = \[0, 5\]: must lie in \[0, 4\]"),
+        ({"candidates": np.array([-1, 0], np.int32)}, r"candidates = \[-1, 0\]: must lie in \[0, 4\]"),
+        ({"candidates": np.array([0], np.int32)}, r"candidates has shape \(1,\): must be \[Hkv = 2\]"),
+        ({"lengths": np.array([70, 71], np.int32)}, r"lengths = \[70, 71\]: must lie in \[1, 70\]"),
+        ({"lengths": np.array([0, 1], np.int32)}, r"lengths = \[0, 1\]: must lie in \[1, 70\]"),
+        ({"k": np.zeros((2, 70, 3, 8), np.float32)}, "v has shape"),
+        ({"backend": "cuda"}, r"backend = 'cuda': must be one of \['auto', "),
+    ],
+)
+def test_bad_input_is_refused_by_name(change, message):
+    q, k, v = _inputs()
+    good = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "candidates": np.zeros(2, np.int32),
+        "lengths": np.array([70, 1], np.int32),
+        "config": SMALL,
+    }
+    with pytest.raises(ValueError, match=message):
+        unchecked(attend)(**{**good, **change})
+
+
+def test_heads_that_do_not_divide_are_refused():
+    q, k, v = _inputs(heads=4)
+    with pytest.raises(ValueError, match="3 query heads and 2 KV heads"):
+        unchecked(attend)(q[:, :, :3], k, v, np.zeros(2, np.int32), np.array([70, 1], np.int32), SMALL)

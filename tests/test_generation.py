@@ -1,0 +1,199 @@
+"""Generation: against a dense reference, batches, stopping, streaming, statistics, compilation counts."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import CONFIG, TCA, greedy_reference, random_prompt, tiny_lm, with_candidates
+
+import tca_jax
+from tca_jax.buckets import bucket_length
+from tca_jax.prompts import encode_prompts
+
+DENSE = TCA.num_candidates
+UNEQUAL = [[0, 6], [DENSE, 3]]
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return tiny_lm()
+
+
+@pytest.mark.parametrize("candidates", [None, UNEQUAL, [[DENSE] * 2] * 2, [[0] * 2] * 2])
+@pytest.mark.parametrize("length", [1, 15, 63, 64, 101])
+def test_greedy_tokens_equal_those_of_a_dense_reference_without_a_cache(lm, candidates, length):
+    model = lm if candidates is None else with_candidates(lm, candidates)
+    prompt = random_prompt(length, length)
+    expected, _ = greedy_reference(model, prompt, 36)  # long enough for several blocks to leave the window
+    out = tca_jax.generate(model, prompt, max_new_tokens=36, stop_token_ids=())
+    assert out.tokens == [expected]
+    assert out.finish_reasons == ["length"]
+
+
+def test_a_ragged_batch_gives_what_each_prompt_gives_alone(lm):
+    model = with_candidates(lm, UNEQUAL)
+    prompts = [random_prompt(i, length) for i, length in enumerate((7, 90, 64, 33))]
+    together = tca_jax.generate(model, prompts, max_new_tokens=20)
+    for prompt, tokens in zip(prompts, together.tokens, strict=True):
+        assert tca_jax.generate(model, prompt, max_new_tokens=20).tokens == [tokens]
+
+
+def test_a_window_longer_than_prompt_and_answer_is_full_attention(lm):
+    wide = tca_jax.TCAConfig(block_size=8, window=256)
+    model = with_candidates(lm, [[0, 0], [0, 0]], wide)
+    prompts = [random_prompt(5, 120), random_prompt(6, 77)]
+    assert (
+        tca_jax.generate(model, prompts, max_new_tokens=30).tokens
+        == tca_jax.generate(lm, prompts, max_new_tokens=30).tokens
+    )
+
+
+def test_all_dense_candidates_are_full_attention(lm):
+    model = with_candidates(lm, [[DENSE] * 2] * 2)
+    prompt = random_prompt(8, 130)
+    assert (
+        tca_jax.generate(model, prompt, max_new_tokens=40).tokens
+        == tca_jax.generate(lm, prompt, max_new_tokens=40).tokens
+    )
+
+
+def test_sparse_heads_change_the_answer_so_the_tests_above_can_fail(lm):
+    prompts = [random_prompt(i, 200) for i in range(4)]
+    sparse = tca_jax.generate(with_candidates(lm, [[0, 0], [0, 0]]), prompts, max_new_tokens=30)
+    full = tca_jax.generate(lm, prompts, max_new_tokens=30)
+    assert sparse.tokens != full.tokens
+    assert sparse.stats.kept_share < 0.5
+    assert sparse.stats.kv_cache_bytes < sparse.stats.full_kv_cache_bytes
+    assert full.stats.kept_share == 1.0
+    assert full.stats.kv_cache_bytes == full.stats.full_kv_cache_bytes
+
+
+def test_twenty_lengths_of_one_bucket_compile_once(lm):
+    model = with_candidates(lm, UNEQUAL)
+    lengths = [n for n in range(1025, 1045) if bucket_length(n) == 1152]
+    assert len(lengths) == 20
+    compiled = []
+
+    def listen(event, duration, **kwargs):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(kwargs.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    run = jax.jit(tca_jax.generate_tokens, static_argnames=("max_new_tokens",))
+    tokens = np.ones((1, 1152), np.int32)
+    for n in lengths:
+        out = run(model, tokens, np.array([n], np.int32), jax.random.key(0), max_new_tokens=3)
+        out.block_until_ready()
+    assert compiled.count("generate_tokens") + compiled.count("jit(generate_tokens)") == 1, compiled
+
+    for n in lengths[:3]:
+        compiled.clear()
+        stats = tca_jax.generate(model, random_prompt(n, n), max_new_tokens=3).stats
+    assert stats.compile_seconds == 0.0
+
+
+def test_generate_tokens_inside_the_callers_jit(lm):
+    model = with_candidates(lm, UNEQUAL)
+    prompts = [random_prompt(1, 50), random_prompt(2, 31)]
+    padded = np.full((2, 64), 96, np.int32)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = prompt
+
+    @jax.jit
+    def mine(model, tokens, lengths):
+        return tca_jax.generate_tokens(model, tokens, lengths, jax.random.key(0), max_new_tokens=12) + 0
+
+    out = mine(model, padded, np.array([50, 31], np.int32))
+    assert out.tolist() == tca_jax.generate(model, prompts, max_new_tokens=12).tokens
+
+
+def test_a_stop_token_ends_its_row_alone_and_padding_follows(lm):
+    prompts = [random_prompt(3, 40), random_prompt(4, 40)]
+    free = tca_jax.generate(lm, prompts, max_new_tokens=16)
+    stop = free.tokens[0][5]
+    first = free.tokens[0].index(stop)
+    out = tca_jax.generate(lm, prompts, max_new_tokens=16, stop_token_ids=[stop])
+    assert out.tokens[0] == free.tokens[0][: first + 1]
+    assert out.finish_reasons[0] == "stop"
+    if stop not in free.tokens[1]:
+        assert out.tokens[1] == free.tokens[1]
+    raw = tca_jax.generate_tokens(
+        lm,
+        jnp.array(prompts),
+        jnp.array([40, 40], jnp.int32),
+        jax.random.key(0),
+        max_new_tokens=16,
+        stop_tokens=(stop,),
+    )
+    assert raw[0, first + 1 :].tolist() == [lm.pad_token_id] * (15 - first)
+
+
+def test_seeds_repeat_and_differ(lm):
+    prompt = random_prompt(9, 30)
+    options = {"max_new_tokens": 24, "temperature": 1.5, "top_p": 0.95}
+    a, b, c = (tca_jax.generate(lm, prompt, seed=seed, **options).tokens for seed in (1, 1, 2))
+    assert a == b
+    assert a != c
+
+
+def test_another_temperature_does_not_compile_again(lm):
+    prompt = random_prompt(9, 30)
+    tca_jax.generate(lm, prompt, max_new_tokens=4, temperature=0.5)
+    assert tca_jax.generate(lm, prompt, max_new_tokens=4, temperature=0.9, seed=3).stats.compile_seconds == 0.0
+
+
+def test_repetition_penalty_sees_prompt_and_answer(lm):
+    prompt = random_prompt(10, 40)
+    out = tca_jax.generate(lm, prompt, max_new_tokens=30, repetition_penalty=1e6).tokens[0]
+    assert len(set(out)) == len(out)
+    assert not set(out) & set(prompt)
+
+
+def test_statistics_count_tokens_bytes_and_time(lm):
+    model = with_candidates(lm, [[0, 0], [0, 0]])
+    stats = tca_jax.generate(model, [random_prompt(0, 100), random_prompt(1, 60)], max_new_tokens=9).stats
+    assert stats.prompt_tokens == [100, 60]
+    assert stats.new_tokens == [9, 9]
+    assert stats.prefill_seconds > 0
+    assert stats.seconds_per_token > 0
+    # ring of w + b = 24 slots and one 128-token region a head, K and V, float32, 2 layers x 2 rows x 2 heads
+    assert stats.kv_cache_bytes == 2 * 4 * CONFIG.head_dim * (24 + 128) * 8
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, r"prompts is empty"),
+        ([[]], {}, r"prompts\[0\] is empty"),
+        ([1, 97], {}, r"prompts\[0\] holds token id 97: ids of tiny lie in \[0, 97\)"),
+        ([[1, 2], [3, -1]], {}, r"prompts\[1\] holds token id -1"),
+        ("text", {}, r"prompts\[0\]: tiny was loaded without a tokenizer, so text cannot be used; pass token ids"),
+        ([1, 2], {"stop": "x"}, r"stop: tiny was loaded without a tokenizer; use stop_token_ids"),
+        ([1, 2], {"max_new_tokens": 0}, r"max_new_tokens = 0: must be an integer of at least 1"),
+        ([1] * 4000, {"max_new_tokens": 97}, r"prompts\[0\] has 4000 tokens; .* 4097, and tiny has 4096 positions"),
+        ([1, 2], {"temperature": -1.0}, r"temperature = -1.0"),
+        ([1, 2], {"backend": "cuda"}, r"backend = 'cuda'"),
+    ],
+)
+def test_bad_requests_are_named(lm, prompt, options, message):
+    with pytest.raises(ValueError, match=message):
+        tca_jax.generate(lm, prompt, **options)
+
+
+def test_something_that_is_no_prompt_is_a_type_error(lm):
+    encode = inspect.unwrap(encode_prompts)  # without the run-time type checks of the tests, as users have it
+    with pytest.raises(TypeError, match="prompts is a float: must be text, a chat, token ids"):
+        encode(lm, 3.0)
+    with pytest.raises(TypeError, match=r"prompts\[0\] is list: must be text, a chat"):
+        encode(lm, [[1.5, 2.5]])
+
+
+def test_text_of_a_model_without_a_tokenizer_is_an_error_that_says_so(lm):
+    out = tca_jax.generate(lm, [1, 2, 3], max_new_tokens=2)
+    assert len(out.tokens[0]) == 2
+    with pytest.raises(ValueError, match=r"without a tokenizer; use out.tokens"):
+        _ = out.text
+    with pytest.raises(ValueError, match="without a tokenizer"):
+        tca_jax.stream(lm, [1, 2, 3])

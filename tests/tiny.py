@@ -1,0 +1,171 @@
+"""Tiny models with random weights, and the dense reference that generation is tested against."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+import tca_jax
+from tca_jax.models.config import ModelConfig
+from tca_jax.models.decoder import Decoder
+from tca_jax.models.params import save_decoder
+from tca_jax.models.rope import RopeConfig
+
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    max_positions=4096,
+    tie_embeddings=False,
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    rope=RopeConfig(type="default", theta=10000.0),
+    dtype_name="float32",
+)
+TCA = tca_jax.TCAConfig(block_size=8, window=16)
+
+
+def tiny_lm(seed: int = 0, sharpness: float = 6.0, **fields) -> tca_jax.LM:
+    """A random model. Weights are scaled up so that attention is peaked and answers vary with the prompt."""
+    decoder = Decoder(CONFIG, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(seed))
+    lm = tca_jax.LM.from_decoder(decoder, name="tiny", **fields)
+    params = jax.tree.map(lambda x: x * sharpness if x.ndim == 2 else x, lm.params)
+    return dataclasses.replace(lm, params=params)
+
+
+def with_candidates(lm: tca_jax.LM, candidates, config: tca_jax.TCAConfig = TCA) -> tca_jax.LM:
+    """The model under given budget rows, `[layers][H_kv]`, without a profile on disk."""
+    return dataclasses.replace(lm, tca=config, candidates=tuple(tuple(row) for row in candidates))
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(1, CONFIG.vocab_size, length).tolist()
+
+
+class DenseReference:
+    """Decoding from DESIGN section 2, one row, without a cache: all keys and values of every layer are kept, and a
+    mask of each KV head says which of them a query may see."""
+
+    def __init__(self, lm: tca_jax.LM, prompt: list[int]) -> None:
+        self.lm, self.prompt = lm, len(prompt)
+        self.config = lm.tca
+        self.keys = [None] * CONFIG.num_layers
+        self.values = [None] * CONFIG.num_layers
+        self.kept = [set() for _ in range(CONFIG.num_layers * CONFIG.num_kv_heads)]
+        self.logits = self._prefill(prompt)
+
+    def _prefill(self, prompt):
+        lengths = jnp.array([len(prompt)], jnp.int32)
+
+        def attention(layer, q, k, v, state):
+            self.keys[layer], self.values[layer] = np.asarray(k[0], np.float64), np.asarray(v[0], np.float64)
+            if self.config is None:
+                window = -(-len(prompt) // 128) * 128
+                dense = tca_jax.TCAConfig(window=max(window, 128))
+                rows = jnp.full(CONFIG.num_kv_heads, dense.num_candidates, jnp.int32)
+                return tca_jax.attend(q, k, v, rows, lengths, dense), None
+            rows = jnp.array(self.lm.candidates[layer], jnp.int32)
+            mask = np.asarray(tca_jax.select(q[:, -1], k, rows, lengths, self.config))[0]
+            for head in range(CONFIG.num_kv_heads):
+                self.kept[layer * CONFIG.num_kv_heads + head] = set(np.flatnonzero(mask[head]).tolist())
+            return tca_jax.attend(q, k, v, rows, lengths, self.config), None
+
+        positions = jnp.arange(len(prompt))[None]
+        decoder = self.lm.decoder
+        hidden, _ = decoder(jnp.array([prompt]), positions, attention, (None,) * CONFIG.num_layers)
+        return np.asarray(decoder.logits(hidden[0, -1]))
+
+    def step(self, token: int, position: int) -> np.ndarray:
+        """Feeds one token; returns the logits that follow it."""
+
+        def attention(layer, q, k, v, state):
+            self.keys[layer] = np.concatenate([self.keys[layer], np.asarray(k[0], np.float64)])
+            self.values[layer] = np.concatenate([self.values[layer], np.asarray(v[0], np.float64)])
+            heads = [self._attend(layer, h, np.asarray(q[0, 0], np.float64), position) for h in range(CONFIG.num_heads)]
+            return jnp.asarray(np.stack(heads), jnp.float32)[None, None], None
+
+        decoder = self.lm.decoder
+        hidden, _ = decoder(jnp.array([[token]]), jnp.array([[position]]), attention, (None,) * CONFIG.num_layers)
+        return np.asarray(decoder.logits(hidden[0, 0]))
+
+    def _attend(self, layer, query_head, queries, position):
+        group = CONFIG.num_heads // CONFIG.num_kv_heads
+        head = query_head // group
+        keys, values = self.keys[layer][:, head], self.values[layer][:, head]
+        logits = keys @ queries[head * group : (head + 1) * group].T / np.sqrt(CONFIG.head_dim)  # [tokens, group]
+        if self.config is None:
+            visible = np.arange(position + 1)
+        else:
+            b, w = self.config.block_size, self.config.window
+            kept = self.kept[layer * CONFIG.num_kv_heads + head]
+            edge = max(0, position // b * b - w)
+            starts_block = position % b == 0 and edge > 0 and position > self.prompt
+            if starts_block and query_head % group == 0:  # once for the group: the oldest window block leaves
+                block = np.arange(edge - b, edge)
+                held = np.array(sorted(kept | set(range(edge - b, position + 1))))
+                weights = np.exp(logits - logits[held].max(axis=0))
+                scores = (weights / weights[held].sum(axis=0)).mean(axis=1)[block]
+                budget = _eviction_budget(self.config, self.lm.candidates[layer][head])
+                kept |= set(block[np.argsort(-scores, kind="stable")[:budget]].tolist())
+            visible = np.array(sorted(kept | set(range(edge, position + 1))))
+        chosen = logits[visible, query_head % group]
+        weights = np.exp(chosen - chosen.max())
+        return weights @ values[visible] / weights.sum()
+
+
+def _eviction_budget(config: tca_jax.TCAConfig, candidate: int) -> int:
+    """floor(sum_k k p_k), at least 1; b for dense (DESIGN section 2, Decode)."""
+    if candidate == config.num_candidates:
+        return config.block_size
+    sizes = 2.0 ** np.arange(int(np.log2(config.block_size)) + 1)
+    mu = np.log2(1 + candidate * (config.block_size - 1) / (config.num_candidates - 1))
+    p = np.exp(-((np.log2(sizes) - mu) ** 2) / (2 * config.sigma**2))
+    return max(1, int(np.floor((sizes * p).sum() / p.sum())))
+
+
+def greedy_reference(lm: tca_jax.LM, prompt: list[int], new_tokens: int) -> tuple[list[int], np.ndarray]:
+    """Greedy answer of the dense reference and the logits of each step."""
+    reference = DenseReference(lm, prompt)
+    tokens, logits = [int(np.argmax(reference.logits))], [reference.logits]
+    for step in range(new_tokens - 1):
+        logits.append(reference.step(tokens[-1], len(prompt) + step))
+        tokens.append(int(np.argmax(logits[-1])))
+    return tokens, np.stack(logits)
+
+
+def write_checkpoint(
+    folder: Path,
+    *,
+    tokenizer: bool = True,
+    chat_template: str | None = "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    eos_token_id: list[int] | None = None,
+) -> Path:
+    """Saves the tiny model as a Hugging Face folder, with a tokenizer of one id per printable character."""
+    save_decoder(folder, tiny_lm().decoder, jnp.float32)
+    if eos_token_id is not None:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos_token_id}))
+    if tokenizer:
+        characters = {chr(32 + i): i for i in range(95)} | {"<eos>": 95, "<unk>": 96}
+        backend = Tokenizer(models.BPE(vocab=characters, merges=[], unk_token="<unk>"))
+        backend.decoder = decoders.Fuse()
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>", chat_template=chat_template
+        )
+        fast.save_pretrained(folder)
+    return folder
