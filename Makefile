@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dev test lint types clean
+.PHONY: help demo dev test test-gpu lint types clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,6 +26,9 @@ demo: $(VENV)/.installed  ## answer questions over a long document with TCA and 
 	$(BIN)/tca-jax demo
 
 dev: $(VENV)/.installed-dev  ## install with test and lint tools
+
+test-gpu: $(VENV)/.installed-dev  ## the tests that run kernels, on a machine with an NVIDIA GPU
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/pytest tests/pallas_kernels tests/test_functional.py tests/test_cache.py
 
 test: $(VENV)/.installed-dev  ## all tests
 	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float32, Int
 
 from tca_jax.buckets import bucket_length
 from tca_jax.calibrate.profile import Profile
@@ -21,12 +21,11 @@ from tca_jax.config import TCAConfig
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import fingerprint
-from tca_jax.pallas_kernels.prefill_attention import prefill_attention
+from tca_jax.pallas_kernels.causal_attention import causal_attention
 
 Text = str | bytes | Sequence[int | np.integer] | np.ndarray
 
 _DEFAULT_CONFIG = TCAConfig()
-_TILE = 128  # block size of the exact attention pass, and the smallest pool that it takes
 
 
 @runtime_checkable
@@ -111,7 +110,7 @@ def score_tokens(
         scores = calibration_scores(q, k, lengths, config)
         finite = jnp.isfinite(q).all(axis=(1, 2, 3)) & jnp.isfinite(k).all(axis=(1, 2, 3))
         scores = jnp.where(finite[:, None, None], scores, jnp.nan)  # a selection among NaNs may score well
-        return _full_attention(q, k, v, lengths), scores
+        return causal_attention(q, k, v, lengths), scores
 
     positions = jnp.minimum(jnp.arange(tokens.shape[1], dtype=jnp.int32), lengths[:, None] - 1)
     _, scores = decoder(tokens, positions, attention, (None,) * decoder.config.num_layers)
@@ -139,21 +138,6 @@ def _mean_scores(
         total += np.asarray(scores, np.float64)[:, 0]
         progress(done, len(sequences))
     return (total / len(sequences)).astype(np.float32)
-
-
-def _full_attention(
-    q: Float[Array, "B L Hq d"],
-    k: Float[Array, "B L Hkv d"],
-    v: Float[Array, "B L Hkv d"],
-    lengths: Int[Array, " B"],
-) -> Float[Array, "B L Hq d"]:
-    """Exact causal attention: the window holds the whole prompt, and the pool is empty."""
-    batch, length, heads, head_dim = k.shape
-    pool = jnp.zeros((_TILE, head_dim), k.dtype)
-    offsets = jnp.zeros((batch, heads), jnp.int32)
-    budgets = jnp.zeros((batch, heads, length // _TILE), jnp.int32)
-    window = -(-length // _TILE) * _TILE
-    return prefill_attention(q, k, v, pool, pool, offsets, budgets, lengths, block_size=_TILE, window=window)
 
 
 def _validate_lengths(lengths: list[int], lm: CalibratedModel, config: TCAConfig) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 #: Least CUDA compute capability a backend needs; None runs on any device. Best first: the order "auto" tries.
-_NEEDS: Mapping[str, float | None] = MappingProxyType({"mosaic": 9.0, "triton": 8.0, "xla": None})
+_NEEDS: Mapping[str, float | None] = MappingProxyType({"cudnn": 8.0, "mosaic": 9.0, "triton": 8.0, "xla": None})
 #: Every value of a `backend` argument.
 BACKENDS = ("auto", *_NEEDS)
 

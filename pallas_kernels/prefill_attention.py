@@ -6,11 +6,16 @@ from types import MappingProxyType
 
 from jaxtyping import Array, Float, Int
 
-from tca_jax.pallas_kernels import prefill_attention_xla
+from tca_jax.pallas_kernels import prefill_attention_mosaic, prefill_attention_xla
 from tca_jax.pallas_kernels.backends import dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes, check_whole_blocks
 
-_IMPLEMENTATIONS = MappingProxyType({"xla": prefill_attention_xla.prefill_attention})
+_IMPLEMENTATIONS = MappingProxyType(
+    {
+        "mosaic": prefill_attention_mosaic.prefill_attention,
+        "xla": prefill_attention_xla.prefill_attention,
+    }
+)
 
 
 def prefill_attention(

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from tca_jax.calibrate.candidates import eviction_budgets, region_capacity
 from tca_jax.config import TCAConfig
 from tca_jax.functional import REGION_ALIGNMENT, head_budgets
+from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.decode_attention import decode_attention
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
 from tca_jax.pallas_kernels.select_tokens import select_tokens
@@ -158,24 +159,24 @@ def prefill_layer(
                 pool_tokens=layout.pool_tokens,
                 backend=backend,
             )
+        with jax.named_scope("prefill_attention"):
+            out = prefill_attention(
+                q,
+                k,
+                v,
+                k_pool,
+                v_pool,
+                offsets,
+                budgets,
+                lengths,
+                block_size=b,
+                window=config.window,
+                backend=backend,
+            )
     else:  # every prompt of this shape fits its window: exact attention, nothing to select
-        budgets = jnp.zeros((batch, k.shape[2], tokens // b), jnp.int32)
         k_pool = v_pool = jnp.zeros((layout.pool_tokens, head_dim), k.dtype)
         kept = jnp.zeros((batch, k.shape[2]), jnp.int32)
-    with jax.named_scope("prefill_attention"):
-        out = prefill_attention(
-            q,
-            k,
-            v,
-            k_pool,
-            v_pool,
-            offsets,
-            budgets,
-            lengths,
-            block_size=b,
-            window=config.window,
-            backend=backend,
-        )
+        out = causal_attention(q, k, v, lengths, backend=backend)
     k_ring, v_ring = (_fill_ring(x, lengths, layout.ring_tokens) for x in (k, v))
     return out, LayerCache(k_pool, v_pool, offsets, kept, k_ring, v_ring, layout)
 

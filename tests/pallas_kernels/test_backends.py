@@ -17,7 +17,9 @@ def _takes(*args, **kwargs):
 
 
 def test_unknown_name_is_refused_with_the_list():
-    with pytest.raises(ValueError, match=r"backend = 'cuda': must be one of \['auto', 'mosaic', 'triton', 'xla'\]"):
+    with pytest.raises(
+        ValueError, match=r"backend = 'cuda': must be one of \['auto', 'cudnn', 'mosaic', 'triton', 'xla'\]"
+    ):
         validate_backend("cuda")
     with pytest.raises(ValueError, match="backend = 'XLA'"):
         dispatch("token_scores", "XLA", {"xla": _takes})

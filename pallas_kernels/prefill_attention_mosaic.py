@@ -1,0 +1,305 @@
+"""Prefill attention on Pallas Mosaic GPU: warp-specialised, TMA and wgmma (Hopper).
+
+Two compute warpgroups own 64 query rows each; one memory warpgroup streams 128-token tiles of K and V: first the
+diagonal tile, then the last tile of the head's region in the pool, then the rest of the region, then the window. Only
+the first two need a mask, so one unmasked loop does nearly all the work. The warpgroups take turns (FlashAttention-3,
+arXiv 2407.08608): while one computes its softmax, the other has the tensor cores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+_ROWS = 64  # query rows of a warpgroup: one wgmma tile
+_TILE = 128  # query rows of a program, and tokens of a K or V tile
+_WARPGROUPS = 2  # that compute; one more moves memory
+_COMPUTE_REGISTERS, _MEMORY_REGISTERS = 232, 40
+_LOG2E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicPrefillConfig:
+    """Tiling of the kernel.
+
+    Attributes:
+        stages: K and V tiles in flight; each takes 512 d bytes of shared memory.
+    """
+
+    stages: int = 2
+
+
+def prefill_attention(
+    q: Float[Array, "B L Hq d"],
+    k: Float[Array, "B L Hkv d"],
+    v: Float[Array, "B L Hkv d"],
+    k_pool: Float[Array, "P d"],
+    v_pool: Float[Array, "P d"],
+    offsets: Int[Array, "B Hkv"],
+    budgets: Int[Array, "B Hkv nb"],
+    lengths: Int[Array, " B"],
+    *,
+    block_size: int,
+    window: int,
+    config: MosaicPrefillConfig | None = None,
+) -> Float[Array, "B L Hq d"]:
+    """See `prefill_attention.prefill_attention`. Values among the padding must be finite."""
+    length, head_dim = q.shape[1], q.shape[3]
+    config = config or MosaicPrefillConfig()
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"prefill_attention on mosaic takes bfloat16 and float16, not {q.dtype}")
+    if block_size % _TILE or head_dim not in (64, 128):
+        raise NotImplementedError(
+            f"prefill_attention on mosaic takes d 64 or 128 and block_size a multiple of {_TILE}, "
+            f"not d = {head_dim} and block_size = {block_size}"
+        )
+    padding = -length % block_size
+    if padding:
+        q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q, k, v))
+    prefixes, order = _schedule(budgets, q.shape[1] // block_size, window // block_size)
+    body = functools.partial(_entry, block_size=block_size, window=window, config=config)
+    out = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(q.shape[0] * q.shape[2] * (q.shape[1] // _TILE),),
+        grid_names=("work",),
+        num_threads=_WARPGROUPS + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(q, k, v, k_pool, v_pool, offsets, prefixes, lengths, order)
+    return out[:, :length]
+
+
+def _schedule(
+    budgets: Int[Array, "B Hkv nb"], num_blocks: int, window_blocks: int
+) -> tuple[Int[Array, "B Hkv N"], Int[Array, " regions"]]:
+    """Selected tokens left of each block's window, and the regions, largest first."""
+    ends = jnp.pad(jnp.cumsum(budgets, axis=-1, dtype=jnp.int32), ((0, 0), (0, 0), (1, 0)))
+    edges = jnp.clip(jnp.arange(num_blocks) - window_blocks, 0, budgets.shape[-1])
+    return ends[..., edges], jnp.argsort(-ends[..., -1].ravel()).astype(jnp.int32)
+
+
+def _entry(*refs: Any, block_size: int, window: int, config: MosaicPrefillConfig) -> None:
+    """Allocates the shared memory and barriers of a program."""
+    dtype, head_dim = refs[0].dtype, refs[0].shape[3]
+    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    tile = functools.partial(plgpu.SMEM, dtype=dtype, transforms=swizzled)
+    pl.run_scoped(
+        lambda *scoped: _program(refs, scoped, block_size=block_size, window=window, stages=config.stages),
+        (
+            tile((_WARPGROUPS, _ROWS, head_dim)),
+            tile((config.stages, _TILE, head_dim)),
+            tile((config.stages, _TILE, head_dim)),
+        ),
+        (
+            plgpu.Barrier(num_barriers=_WARPGROUPS),
+            plgpu.Barrier(num_barriers=config.stages),
+            plgpu.Barrier(num_barriers=config.stages),
+        ),
+        (plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=config.stages),) * 2,
+        plgpu.Barrier(num_arrivals=_WARPGROUPS),
+        collective_axes="wg",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """One program's query tile of one head, and the K and V tiles that it reads, all traced int32 scalars.
+
+    Steps run in this order: the diagonal tile, the region's last tile where only part of it counts (`tail` tokens),
+    the region's `full_tiles`, the window's tiles from `edge_tile` to the diagonal. No step for a tile past the length.
+    """
+
+    row: Any
+    head: Any
+    kv_head: Any
+    tile: Any
+    length: Any
+    offset: Any
+    full_tiles: Any
+    tail: Any
+    edge_tile: Any
+    masked_steps: Any
+    steps: Any
+
+
+def _find_work(refs: Any, *, block_size: int, window: int) -> _Work:
+    q_ref, k_ref, _, _, _, offsets_ref, prefixes_ref, lengths_ref, order_ref, _ = refs
+    num_kv_heads = k_ref.shape[2]
+    group, tiles = q_ref.shape[2] // num_kv_heads, q_ref.shape[1] // _TILE
+    # Heads of a group run side by side and regions one after another, since they share K and V in L2; within a region
+    # the longest tiles come first, and the largest regions first, so that the last programs to run are short ones.
+    work = lax.axis_index("work")
+    turn = lax.div(work, group)
+    tile = tiles - 1 - lax.rem(turn, tiles)
+    region = order_ref[lax.div(turn, tiles)]
+    row, kv_head = lax.div(region, num_kv_heads), lax.rem(region, num_kv_heads)
+    block = lax.div(tile * _TILE, block_size)
+    prefix = prefixes_ref[row, kv_head, block]
+    edge_tile = lax.div(jnp.maximum(block * block_size - window, 0), _TILE)
+    full_tiles, tail = lax.div(prefix, _TILE), lax.rem(prefix, _TILE)
+    length = lengths_ref[row]
+    alive = tile * _TILE < length
+    masked_steps = jnp.where(alive, jnp.where(tail > 0, 2, 1), 0)
+    return _Work(
+        row=row,
+        head=kv_head * group + lax.rem(work, group),
+        kv_head=kv_head,
+        tile=tile,
+        length=length,
+        offset=offsets_ref[row, kv_head],
+        full_tiles=full_tiles,
+        tail=tail,
+        edge_tile=edge_tile,
+        masked_steps=masked_steps,
+        steps=jnp.where(alive, masked_steps + full_tiles + tile - edge_tile, 0),
+    )
+
+
+def _program(refs: Any, scoped: Any, *, block_size: int, window: int, stages: int) -> None:
+    work = _find_work(refs, block_size=block_size, window=window)
+    warpgroup = lax.axis_index("wg")
+    pl.when(warpgroup < _WARPGROUPS)(lambda: _compute(refs, scoped, work, warpgroup, stages))
+    pl.when(warpgroup == _WARPGROUPS)(lambda: _move(refs, scoped, work, stages))
+
+
+def _move(refs: Any, scoped: Any, work: _Work, stages: int) -> None:
+    """The memory warpgroup: fills the next free slot as soon as both compute warpgroups have read it."""
+    _, k_ref, v_ref, k_pool_ref, v_pool_ref, *_ = refs
+    (_, k_smem, v_smem), (_, k_ready, v_ready), (k_read, v_read), _ = scoped
+    plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
+
+    def fetch(step: Any, k_tile: Any, v_tile: Any) -> None:
+        slot = lax.rem(step, jnp.int32(stages))
+        reused = step >= stages
+        pl.when(reused)(lambda: plgpu.barrier_wait(k_read.at[slot]))
+        plgpu.copy_gmem_to_smem(k_tile, k_smem.at[slot], k_ready.at[slot])
+        pl.when(reused)(lambda: plgpu.barrier_wait(v_read.at[slot]))
+        plgpu.copy_gmem_to_smem(v_tile, v_smem.at[slot], v_ready.at[slot])
+
+    def fetch_pool(step: Any, tile: Any) -> None:
+        # Regions start on multiples of 128, which the compiler cannot know.
+        index = pl.ds(pl.multiple_of(work.offset + tile * _TILE, _TILE), _TILE)
+        fetch(step, k_pool_ref.at[index], v_pool_ref.at[index])
+
+    def fetch_prompt(step: Any, tile: Any) -> None:
+        index = (work.row, pl.ds(pl.multiple_of(tile * _TILE, _TILE), _TILE), work.kv_head)
+        fetch(step, k_ref.at[index], v_ref.at[index])
+
+    @pl.when(work.steps > 0)
+    def fetch_all() -> None:
+        fetch_prompt(jnp.int32(0), work.tile)
+        pl.when(work.tail > 0)(lambda: fetch_pool(jnp.int32(1), work.full_tiles))
+        pl.loop(0, work.full_tiles)(lambda i: fetch_pool(work.masked_steps + i, i))
+        unmasked = work.masked_steps + work.full_tiles
+        window_tiles = work.tile - work.edge_tile
+        pl.loop(0, window_tiles)(lambda i: fetch_prompt(unmasked + i, work.edge_tile + i))
+
+
+def _compute(refs: Any, scoped: Any, work: _Work, warpgroup: Any, stages: int) -> None:
+    """A compute warpgroup: online softmax of its 64 rows over all tiles."""
+    q_ref, out_ref = refs[0], refs[-1]
+    (qo_smem, _, _), (q_ready, k_ready, _), _, turns = scoped
+    plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+    head_dim = q_ref.shape[3]
+    first_row = pl.multiple_of(work.tile * _TILE + warpgroup * _ROWS, _ROWS)
+    place = (work.row, pl.ds(first_row, _ROWS), work.head)
+    qo = qo_smem.at[warpgroup]
+    plgpu.copy_gmem_to_smem(q_ref.at[place], qo, q_ready.at[warpgroup])
+    plgpu.barrier_wait(q_ready.at[warpgroup])
+
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+    carry = (
+        plgpu.layout_cast(jnp.zeros((_ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
+        plgpu.layout_cast(jnp.full((_ROWS,), -jnp.inf, jnp.float32), by_row),
+        plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), by_row),
+    )
+    pl.when(work.steps > 0)(lambda: plgpu.barrier_wait(k_ready.at[0]))
+    pl.when(warpgroup == 1)(lambda: _wait_turn(turns))
+    step = functools.partial(_attend_tile, qo, scoped, work, stages)
+    mask = functools.partial(_mask, work, warpgroup)
+    carry = lax.fori_loop(0, work.masked_steps, functools.partial(step, mask=mask), carry)
+    out, _, weight = lax.fori_loop(work.masked_steps, work.steps, functools.partial(step, mask=None), carry)
+    pl.when(warpgroup == 0)(lambda: _wait_turn(turns))
+
+    rows = plgpu.broadcasted_iota(jnp.int32, out.shape, 0, layout=plgpu.Layout.WGMMA)
+    out = jnp.where(rows + first_row < work.length, out / lax.broadcast_in_dim(weight, out.shape, [0]), 0.0)
+    qo[...] = out.astype(q_ref.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(qo, out_ref.at[place])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _wait_turn(turns: Any) -> None:
+    plgpu.barrier_arrive(turns)
+    plgpu.barrier_wait(turns)
+
+
+def _mask(work: _Work, warpgroup: Any, step: Any, scores: Any) -> Any:
+    """Step 0 is the diagonal tile (column <= row), step 1 the region's last tile (column < tail)."""
+    rows = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
+    columns = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+    diagonal = (step == 0).astype(jnp.int32)
+    bound = jnp.where(step == 0, warpgroup * _ROWS + 1, work.tail)
+    return jnp.where(columns < rows * diagonal + bound, scores, -jnp.inf)
+
+
+def _attend_tile(
+    q_smem: Any,
+    scoped: Any,
+    work: _Work,
+    stages: int,
+    step: Any,
+    carry: tuple[Any, Any, Any],
+    *,
+    mask: Callable[[Any, Any], Any] | None,
+) -> tuple[Any, Any, Any]:
+    """Takes one tile of K and V through the online softmax."""
+    (_, k_smem, v_smem), (_, k_ready, v_ready), (k_read, v_read), turns = scoped
+    out, peak, weight = carry
+    slot, next_slot = lax.rem(step, jnp.int32(stages)), lax.rem(step + 1, jnp.int32(stages))
+
+    def multiply_qk(accumulator: Any) -> Any:
+        plgpu.wgmma(accumulator, q_smem, _transposed(k_smem.at[slot]))
+        _wait_turn(turns)
+        return accumulator[...]
+
+    scores = pl.run_scoped(multiply_qk, plgpu.ACC((_ROWS, _TILE), jnp.float32))
+    plgpu.barrier_arrive(k_read.at[slot])
+    if mask is not None:
+        scores = mask(step, scores)
+    scale = _LOG2E * q_smem.shape[-1] ** -0.5  # powers of two, so that scaling is part of a multiply-add
+    new_peak = jnp.maximum(peak, scores.max(axis=1) * scale)
+    decay = jnp.exp2(peak - new_peak)
+    probabilities = jnp.exp2(scores * scale - lax.broadcast_in_dim(new_peak, scores.shape, [0]))
+    out *= lax.broadcast_in_dim(decay, out.shape, [0])
+    weight = weight * decay + probabilities.sum(axis=1)
+    operand = probabilities.astype(q_smem.dtype)
+    # Nothing of the softmax may sink below the barriers: the other warpgroup has the tensor cores meanwhile.
+    out, weight, new_peak, operand = lax.optimization_barrier((out, weight, new_peak, operand))
+    plgpu.barrier_arrive(turns)
+    plgpu.barrier_wait(v_ready.at[slot])
+    plgpu.barrier_wait(turns)
+
+    def multiply_pv(accumulator: Any) -> None:
+        plgpu.wgmma(accumulator, operand, v_smem.at[slot])
+        pl.when(step + 1 < work.steps)(lambda: plgpu.barrier_wait(k_ready.at[next_slot]))
+
+    out = pl.run_state(multiply_pv)(plgpu.ACC.init(out))
+    plgpu.barrier_arrive(v_read.at[slot])
+    return out, new_peak, weight
+
+
+def _transposed(ref: Any) -> Any:
+    # JAX 0.10 has only the function, 0.11 deprecates it for the method.
+    return ref.transpose((1, 0)) if jax.__version_info__ >= (0, 11) else plgpu.transpose_ref(ref, (1, 0))
