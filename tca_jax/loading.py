@@ -54,7 +54,7 @@ def load(
     """
     if dtype is None:
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    if jnp.dtype(dtype) not in (jnp.dtype(t) for t in (jnp.float32, jnp.bfloat16, jnp.float16)):
+    if not _is_supported(dtype):
         raise ValueError(f"dtype = {dtype}: must be float32, bfloat16 or float16")
     enable_compilation_cache()
     folder = checkpoint_folder(name_or_path, revision)
@@ -122,6 +122,13 @@ def _download(hub_id: str, revision: str | None) -> Path:
         ) from error
 
 
+def _is_supported(dtype: Any) -> bool:
+    try:
+        return jnp.dtype(dtype) in (jnp.float32, jnp.bfloat16, jnp.float16)
+    except TypeError:  # no dtype at all
+        return False
+
+
 def _display_name(name_or_path: str | os.PathLike[str]) -> str:
     """What messages and profiles call the model: no path of this machine, only the folder's own name."""
     path = Path(name_or_path).expanduser()
@@ -155,4 +162,8 @@ def _resolve_profile(folder: Path, profile: Any) -> Profile | None:
 
     if profile is None or isinstance(profile, Profile):
         return profile
-    return Profile.load(folder / "profile" if profile == "shipped" else profile)
+    if profile != "shipped":
+        return Profile.load(profile)
+    if not (folder / "profile").is_dir():
+        raise FileNotFoundError(f"profile = 'shipped': {folder} holds no profile folder; calibrate the model")
+    return Profile.load(folder / "profile")

@@ -1,0 +1,201 @@
+"""The demo: questions about a long document, answered under full attention and under TCA, side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from tca_jax.calibrate.profile import Profile
+from tca_jax.generation import Stats, generate
+from tca_jax.inspection import kept_tokens
+from tca_jax.lm import LM
+from tca_jax.loading import checkpoint_folder, load
+from tca_jax.models.config import read_config
+from tca_jax.needles import (
+    CODE_DIGITS,
+    MAX_NEEDLES,
+    NEEDLE_BYTES,
+    QUESTION_BYTES,
+    Document,
+    Question,
+    build_document,
+    is_correct,
+)
+
+MODEL = "recall-tiny"
+_NEEDLES = 8
+_ANSWER_TOKENS = CODE_DIGITS + 1  # the code and its full stop, a byte each
+_METHODS = ("full", "TCA")
+
+Report = Callable[[str, int | None, int | None], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """One answer of one method to one question: the access code for `key`."""
+
+    key: str
+    expected: str
+    method: str
+    text: str
+    correct: bool
+    stats: Stats
+
+
+@dataclasses.dataclass(frozen=True)
+class DemoResult:
+    """Everything that the demo shows."""
+
+    tokens: int
+    answers: list[Answer]
+    picture: Path
+
+    def of(self, method: str) -> list[Answer]:
+        return [answer for answer in self.answers if answer.method == method]
+
+    def summary(self) -> str:
+        """The figures that matter in a sentence that also holds where TCA is the slower or larger one."""
+        full, tca = (self.of(method) for method in _METHODS)
+        speeds = [f"TCA's prefill is {_compared_speed(full, tca, 'prefill_seconds')}"]
+        if all(answer.stats.seconds_per_token > 0 for answer in self.answers):
+            speeds.append(f"its decoding {_compared_speed(full, tca, 'seconds_per_token')}")
+        return (
+            f"Over {self.tokens:,} tokens full attention answers {sum(a.correct for a in full)} of {len(full)} right, "
+            f"TCA {sum(a.correct for a in tca)} of {len(tca)} with {_compared_bytes(full, tca)}; "
+            f"on this machine {' and '.join(speeds)}."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        answers = [dataclasses.asdict(answer) for answer in self.answers]
+        return {"model": MODEL, "tokens": self.tokens, "answers": answers, "picture": str(self.picture)}
+
+
+def run_demo(tokens: int, questions: int, seed: int, out: Path, report: Report | None = None) -> DemoResult:
+    """Builds the document, asks the questions under both methods and draws what TCA kept.
+
+    Args:
+        tokens: Tokens of the document with a question.
+        questions: Questions asked.
+        seed: Draws the document.
+        out: Folder of the picture.
+        report: Called as `report(step, done, total)` when a step begins; None where a step cannot be counted.
+
+    Returns:
+        The answers and the path of the picture.
+
+    Raises:
+        ValueError: an argument is out of range; the message names it.
+        FileNotFoundError: this Python has no standard library source to make the document from.
+    """
+    report = report or (lambda step, done, total: None)
+    if not 1 <= questions <= MAX_NEEDLES:
+        raise ValueError(f"questions = {questions}: must lie in [1, {MAX_NEEDLES}]")
+    needles = max(_NEEDLES, questions)
+    _check_tokens(tokens, needles)
+    document = build_document(np.random.default_rng(seed), tokens - 1, needles)  # 1: the bos token
+    full = load(MODEL, progress=lambda done, total: report(f"loading {MODEL}", done, total))
+    profile = Profile.load(checkpoint_folder(MODEL) / "profile")
+    models = {"full": full, "TCA": full.with_profile(profile)}
+    asked = document.questions[:questions]
+    answers: list[Answer] = []
+    for number, question in enumerate(asked, start=1):
+        for method in _METHODS:
+            name = "full attention" if method == "full" else method
+            action = "compiling and answering" if number == 1 else "answering"
+            report(f"{name}: {action} question {number} of {len(asked)}", len(answers), 2 * len(asked))
+            answers.append(_ask(models[method], method, document, question))
+    report("drawing what TCA kept", None, None)
+    picture = _draw(models["TCA"], profile, document, asked[0], out)
+    return DemoResult(answers[0].stats.prompt_tokens[0], answers, picture)
+
+
+def _check_tokens(tokens: int, needles: int) -> None:
+    """Raises unless a document of that length holds the needles, and the model has positions for its answer."""
+    fewest = 1 + QUESTION_BYTES + needles * NEEDLE_BYTES
+    most = read_config(checkpoint_folder(MODEL)).max_context - _ANSWER_TOKENS
+    if not fewest <= tokens <= most:
+        raise ValueError(f"tokens = {tokens}: with {needles} needles it must lie in [{fewest}, {most}]")
+
+
+def _ask(lm: LM, method: str, document: Document, question: Question) -> Answer:
+    out = generate(lm, document.prompt(question), max_new_tokens=_ANSWER_TOKENS)
+    return Answer(
+        key=question.needle.key,
+        expected=question.answer,
+        method=method,
+        text=out.text[0],
+        correct=is_correct(question, out.text[0]),
+        stats=out.stats,
+    )
+
+
+def _draw(lm: LM, profile: Profile, document: Document, question: Question, out: Path) -> Path:
+    """The heat map of kept shares, and what the heads that look at the needle kept around it."""
+    from tca_jax.plots import plot_demo
+
+    prompt = document.prompt(question)
+    kept = kept_tokens(lm, prompt)
+    start = question.needle.position + 1  # 1: the bos token
+    span = (start, start + len(question.needle.line))
+    out.mkdir(parents=True, exist_ok=True)
+    picture = out / "demo.png"
+    plot_demo(profile, kept, "\0" + prompt, span, question.needle.key, picture)
+    return picture
+
+
+def demo_table(result: DemoResult) -> Table:
+    """The answers side by side, narrow enough for a terminal of 80 columns."""
+    asked = len(result.of("full"))
+    title = f"{MODEL}: {asked} question{'s'[: asked > 1]} about {result.tokens:,} tokens of real text"
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("access code for", "method", "answer", ""):
+        table.add_column(column)
+    for column in ("prefill s", "ms/token", "KV MB", "kept"):
+        table.add_column(column, justify="right")
+    for answer in result.answers:
+        stats = answer.stats
+        first = answer.method == "full"
+        table.add_row(
+            answer.key if first else f"expected {answer.expected}",
+            answer.method,
+            Text(_printable(answer.text)),  # no markup: a model may say anything
+            "[green]right[/]" if answer.correct else "[red]wrong[/]",
+            f"{stats.prefill_seconds:.2f}",
+            f"{1000 * stats.seconds_per_token:.1f}",
+            f"{stats.kv_cache_bytes / 1e6:.2f}",
+            f"{stats.kept_share:.0%}",
+            end_section=not first,
+        )
+    return table
+
+
+def _printable(text: str) -> str:
+    """The text on one line, with a dot for what would move the cursor."""
+    return "".join(char if char.isprintable() else "·" for char in text)
+
+
+def _compared_speed(full: list[Answer], tca: list[Answer], field: str) -> str:
+    """How fast TCA is against full attention, within 5% equal."""
+    ratio = _mean(full, field) / _mean(tca, field)
+    if 1 / 1.05 < ratio < 1.05:
+        return "as fast"
+    return f"{ratio:.1f}x faster" if ratio > 1 else f"{1 / ratio:.1f}x slower"
+
+
+def _compared_bytes(full: list[Answer], tca: list[Answer]) -> str:
+    """How much KV cache TCA takes against full attention."""
+    change = round(100 * (_mean(tca, "kv_cache_bytes") / _mean(full, "kv_cache_bytes") - 1))
+    if change == 0:
+        return "the same KV cache"
+    return f"{abs(change)}% {'less' if change < 0 else 'more'} KV cache"
+
+
+def _mean(answers: list[Answer], field: str) -> float:
+    return float(np.mean([getattr(answer.stats, field) for answer in answers]))

@@ -1,0 +1,282 @@
+"""The command line: help, results, JSON, one-line errors, progress, and a few runs of the real console script."""
+
+import importlib.metadata
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from tiny import TCA, write_checkpoint
+from typer.testing import CliRunner
+
+import tca_jax
+from tca_jax.calibrate.profile import Profile
+from tca_jax.cli import app, main
+
+SCRIPT = Path(sys.executable).with_name("tca-jax")
+SMALL = ["--window=16", "--block-size=8"]
+COMMANDS = ["", "demo", "generate", "calibrate", "profile show"]
+
+
+def run(*args, stdin=None, **environment):
+    return CliRunner().invoke(
+        app, [str(arg) for arg in args], input=stdin, env={"COLUMNS": "80", "TERM": "xterm", **environment}
+    )
+
+
+def error(*args, **environment) -> str:
+    """The message of a command that must fail as every user error does."""
+    result = run(*args, **environment)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr.removeprefix("error: ").strip()
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A folder with a model, texts good and bad, and profiles."""
+    folder = tmp_path_factory.mktemp("work")
+    write_checkpoint(folder / "model")
+    (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 6)
+    (folder / "latin1.txt").write_bytes("déjà vu".encode("latin-1"))
+    Profile.uniform(TCA, 2, 2, 3).save(folder / "profile")
+    Profile.uniform(TCA, 3, 2, 3).save(folder / "other")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def in_work(work, monkeypatch):
+    monkeypatch.chdir(work)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_80_columns_and_its_example_is_one_line_that_parses(command):
+    result = run(*command.split(), "--help")
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    example = re.search(rf"Example: (tca-jax {command}.*)", result.stdout).group(1)
+    assert run(*shlex.split(example)[1:], "--help").exit_code == 0
+
+
+def test_no_command_prints_the_help():
+    assert run().stdout == run("--help").stdout
+
+
+def test_version():
+    assert run("--version").stdout == f"tca-jax {importlib.metadata.version('tca-jax')}\n"
+
+
+def test_generate_prints_the_answer_and_nothing_else():
+    options = {"max_new_tokens": 12, "temperature": 0.8, "top_p": 0.9, "seed": 3}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    expected = tca_jax.generate(tca_jax.load("model"), "hello", **options).text[0]
+    result = run("generate", "model", "--prompt", "hello", *flags)
+    assert (result.exit_code, result.stdout, result.stderr) == (0, expected + "\n", "")
+
+
+def test_generate_reads_a_file_or_stdin_and_applies_the_chat_template():
+    prompts = (["--prompt-file=text.txt"], ["--prompt-file=-"], ["--prompt", Path("text.txt").read_text(), "--chat"])
+    answers = []
+    for prompt in prompts:  # the tiny model's template is the bare text
+        result = run("generate", "model", *prompt, "--max-new-tokens=1", "--json", stdin=Path("text.txt").read_text())
+        answers.append(json.loads(result.stdout))
+    assert [answer["stats"]["prompt_tokens"] for answer in answers] == [[270]] * 3
+    assert answers[0]["tokens"] == answers[1]["tokens"] == answers[2]["tokens"]
+
+
+def test_generate_json_is_one_object_with_the_statistics():
+    result = run("generate", "model", "--prompt-file=text.txt", "--profile=profile", "--max-new-tokens=5", "--json")
+    record = json.loads(result.stdout)
+    assert result.stderr == ""
+    out = tca_jax.generate(tca_jax.load("model", profile="profile"), Path("text.txt").read_text(), max_new_tokens=5)
+    assert (record["model"], record["profile"]) == ("model", "profile")
+    assert (record["text"], record["tokens"]) == (out.text[0], out.tokens[0])
+    assert record["finish_reason"] == "length"
+    stats = record["stats"]
+    assert stats["prompt_tokens"] == [270]
+    assert stats["new_tokens"] == [5]
+    assert stats["kv_cache_bytes"] == out.stats.kv_cache_bytes < stats["full_kv_cache_bytes"]
+    assert stats["kept_share"] == out.stats.kept_share < 1
+    assert stats["prefill_seconds"] > 0
+
+
+def test_calibrate_saves_the_profile_of_the_python_call_and_prints_it(tmp_path):
+    config = [*SMALL, "--tau=0.4"]
+    result = run("calibrate", "model", "--text=text.txt", "--text=text.txt", "--out", tmp_path / "new", *config)
+    assert result.exit_code == 0, result.output
+    text = Path("text.txt").read_text()
+    settings = tca_jax.TCAConfig(block_size=8, window=16, tau=0.4)
+    expected = tca_jax.calibrate(tca_jax.load("model"), [text, text], settings)
+    assert Profile.load(tmp_path / "new") == expected
+    assert "at 270 tokens" in result.stdout
+    assert f"{expected.kept_share(270).mean():.1%}" in result.stdout
+
+    cut = run("calibrate", "model", "--text=text.txt", "--max-tokens=200", "--out", tmp_path / "cut", *config, "--json")
+    record = json.loads(cut.stdout)
+    assert record["tokens"] == record["sources"][0]["tokens"] == 200
+    assert record["config"]["tau"] == 0.4
+
+
+def test_paper_calibrates_with_the_papers_settings(tmp_path):
+    result = run("calibrate", "model", "--text=text.txt", "--out", tmp_path, "--paper", *SMALL, "--json")
+    assert result.exit_code == 0, result.output
+    assert Profile.load(tmp_path).config == tca_jax.TCAConfig.paper(block_size=8, window=16)
+
+
+def test_profile_show_prints_a_table_and_writes_the_heat_map(tmp_path):
+    png = tmp_path / "new" / "map.png"
+    result = run("profile", "show", "profile", "--tokens=1000", "--png", png)
+    assert result.exit_code == 0, result.output
+    share = Profile.load("profile").kept_share(1000)[0, 0]
+    assert result.stdout.count(f"{share:.0%}/4") == 4  # candidate 3, counted from 1
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_profile_show_json_is_one_object():
+    result = run("profile", "show", "profile", "--tokens=1000", "--json")
+    record = json.loads(result.stdout)
+    profile = Profile.load("profile")
+    assert record["candidates"] == profile.candidates.tolist()
+    assert record["kept_share"] == profile.kept_share(1000).tolist()
+    assert record["png"] == "kept_share.png"
+    assert Path("kept_share.png").is_file()
+
+
+def test_a_profile_of_many_heads_fits_80_columns_uncut(tmp_path):
+    Profile.uniform(TCA, 32, 10, TCA.num_candidates - 1).save(tmp_path)
+    for tokens in (16, 1000):  # everything is kept: the widest cells
+        lines = run(
+            "profile", "show", tmp_path, f"--tokens={tokens}", "--png", tmp_path / "map.png"
+        ).stdout.splitlines()
+        tables = [line for line in lines if line.lstrip().startswith(("layer", "0 ", "31 "))]
+        assert max(map(len, tables)) <= 80
+        assert "head 7" in tables[0]
+        assert "head 9" in tables[3]
+        assert not any("…" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("generate nosuch --prompt x", r"name_or_path = 'nosuch': no such folder.*alias. Aliases: recall-tiny, .*qwen"),
+        ("generate . --prompt x", r"holds no config.json"),
+        ("generate model", r"give the prompt either as --prompt or as --prompt-file"),
+        ("generate model --prompt x --prompt-file text.txt", r"give the prompt either as"),
+        ("generate model --prompt ''", r"prompt is empty"),
+        ("generate model --prompt-file nosuch.txt", r"nosuch.txt: No such file or directory"),
+        ("generate model --prompt-file model", r"model: Is a directory"),
+        ("generate model --prompt-file latin1.txt", r"--prompt-file latin1.txt is not UTF-8 text"),
+        ("generate model --prompt x --temperature -1", r"temperature = -1.0: must be a number of at least 0"),
+        ("generate model --prompt x --top-p nan", r"top_p = nan: must be in \(0, 1\]"),
+        ("generate model --prompt x --max-new-tokens 0", r"Invalid value for '--max-new-tokens'"),
+        ("generate model --prompt x --max-new-tokens ten", r"Invalid value for '--max-new-tokens'"),
+        ("generate model --prompt x --max-new-tokens 9999", r"max_new_tokens = 9999 .* model has 4096 positions"),
+        ("generate model --prompt x --seed -1", r"Invalid value for '--seed'"),
+        ("generate model --prompt x --temperature 1 --top-k 9999999999", r"too large"),
+        ("generate model --prompt x --stop ''", r"stop = \[''\]: must be non-empty"),
+        ("generate model --prompt x --dtype int8", r"dtype = int8: must be float32, bfloat16 or float16"),
+        ("generate model --prompt x --dtype nosuch", r"dtype = nosuch: must be float32, bfloat16 or float16"),
+        ("generate model --prompt x --profile other", r"has 3 layers of 2 heads, but model 'model' has 2 of 2"),
+        ("generate model --prompt x --profile nosuch", r"profile directory .*nosuch does not exist"),
+        ("generate model --prompt x --profile shipped", r"profile = 'shipped': model holds no profile folder"),
+        ("generate", r"Missing argument"),
+        ("generate model --nosuch", r"No such option: --nosuch"),
+        ("generat", r"No such command 'generat'. Did you mean 'generate'\?"),
+        ("profile", r"Missing command"),
+        ("profile show nosuch", r"profile directory .*nosuch does not exist"),
+        ("profile show model", r"model holds no profile"),
+        ("profile show profile --tokens 0", r"Invalid value for '--tokens'"),
+        ("profile show profile --png text.txt/map.png", r"text.txt: (File exists|Not a directory)"),
+        ("calibrate model --text nosuch.txt --out new", r"nosuch.txt: No such file or directory"),
+        ("calibrate model --text latin1.txt --out new", r"--text latin1.txt is not UTF-8 text"),
+        ("calibrate model --text text.txt --out new", r"texts\[0\] has 270 tokens: calibration needs at least .* 4224"),
+        ("calibrate model --text text.txt --out new --window 100", r"window = 100: must be a positive multiple"),
+        ("calibrate model --text text.txt --out new --tau 2", r"tau = 2.0: must lie in \(0, 1\]"),
+        ("calibrate model --text text.txt --out new --max-tokens -5", r"Invalid value for '--max-tokens'"),
+        ("demo --tokens 100", r"tokens = 100: with 8 needles it must lie in \[452, "),
+        ("demo --tokens 100000", r"tokens = 100000: with 8 needles it must lie in \[452, "),
+        ("demo --questions 0", r"questions = 0: must lie in \[1, "),
+        ("demo --out text.txt", r"--out text.txt cannot be written: .*: Not a directory"),
+    ],
+)
+def test_a_users_error_is_one_line_and_exit_code_2(args, message):
+    assert re.search(message, error(*shlex.split(args)))
+    assert not Path("new").exists()
+
+
+def test_calibrate_says_before_the_run_that_its_result_cannot_be_written(monkeypatch):
+    monkeypatch.setattr(tca_jax, "load", lambda *args, **kwargs: pytest.fail("the model was loaded"))
+    message = error("calibrate", "model", "--text=text.txt", "--out=text.txt/new")
+    assert re.fullmatch(r"--out text.txt/new cannot be written: \S+text.txt: Not a directory", message)
+
+
+def test_a_text_without_a_tokenizer_to_read_it_is_an_error(tmp_path):
+    write_checkpoint(tmp_path, tokenizer=False)
+    assert "without a tokenizer" in error("generate", tmp_path, "--prompt=x")
+    assert "without a tokenizer" in error("calibrate", tmp_path, "--text=text.txt", "--out=new")
+
+
+def test_running_out_of_memory_is_a_users_error_and_a_bug_is_not(monkeypatch):
+    monkeypatch.setattr(tca_jax, "stream", lambda *args, **kwargs: jnp.zeros((2**30, 2**20)).block_until_ready())
+    assert error("generate", "model", "--prompt=x").startswith("out of memory: RESOURCE_EXHAUSTED")
+    monkeypatch.setattr(tca_jax, "stream", lambda *args, **kwargs: {}["a bug"])
+    assert isinstance(run("generate", "model", "--prompt=x").exception, KeyError)
+
+
+def test_the_traceback_of_a_users_error_is_there_for_the_asking():
+    result = run("generate", "nosuch", "--prompt=x", TCA_JAX_TRACEBACK="1")
+    assert isinstance(result.exception, ValueError)
+
+
+def test_progress_is_on_the_standard_error_of_a_terminal_only(tmp_path):
+    args = ["calibrate", "model", "--text=text.txt", "--out", tmp_path, *SMALL, "--json"]
+    terminal = run(*args, FORCE_COLOR="1")
+    assert "loading model" in terminal.stderr
+    assert "calibrating on 1 text" in terminal.stderr
+    json.loads(terminal.stdout)
+    assert run(*args).stderr == ""
+
+
+def test_warnings_are_one_line(monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # put back after the test
+    monkeypatch.setattr(sys, "argv", ["tca-jax", "--version"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert warnings.formatwarning("a short text", UserWarning, "file.py", 1) == "warning: a short text\n"
+
+
+def script(*args):
+    return subprocess.Popen([SCRIPT, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+
+
+def test_ctrl_c_ends_the_script_quietly_with_130():
+    with script("generate", "model", "--prompt=hi", "--max-new-tokens=4000") as process:
+        assert process.stdout.read(10)  # it streams: the answer is far from complete
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors == b""
+    assert len(rest) < 3900
+
+
+def test_a_reader_that_goes_away_ends_the_script_quietly():
+    with script("profile", "show", "profile", "--json") as process:
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert errors == b""
+    assert process.returncode == 1
+
+
+def test_an_error_of_the_script_is_one_line_and_exit_code_2():
+    with script("generate", "model", "--prompt-file=latin1.txt") as process:
+        out, errors = process.communicate(timeout=60)
+    assert (process.returncode, out, errors.count(b"\n")) == (2, b"", 1)
+    assert errors.startswith(b"error: --prompt-file latin1.txt is not UTF-8 text")
