@@ -20,6 +20,29 @@ def validate_backend(backend: str) -> None:
         raise ValueError(f"backend = {backend!r}: must be one of {list(BACKENDS)}")
 
 
+#: Operations that a backend has kernels for; "xla" has all.
+_OPERATIONS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "cudnn": frozenset({"causal_attention"}),
+        "mosaic": frozenset({"causal_attention", "prefill_attention"}),
+        "triton": frozenset({"decode_attention", "select_tokens", "token_scores"}),
+    }
+)
+
+
+def check_backend(backend: str) -> None:
+    """Raises ValueError unless `backend` is one of `BACKENDS` that can run on this device."""
+    validate_backend(backend)
+    lack = None if backend == "auto" else _lacks(backend)
+    if lack is not None:
+        raise ValueError(f"backend = {backend!r} {lack}; use 'auto' or 'xla'")
+
+
+def backend_for(operation: str, backend: str) -> str:
+    """What a named backend means for one operation of a whole: itself where it has a kernel, else "auto"."""
+    return backend if backend in ("auto", "xla") or operation in _OPERATIONS[backend] else "auto"
+
+
 def dispatch(operation: str, backend: str, implementations: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     """Picks an operation's implementation.
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 #: What public functions take for an array.
 AnyArray = jax.Array | np.ndarray
@@ -72,6 +74,14 @@ def check_whole_blocks(name: str, sizes: Mapping[str, int], block_size: int) -> 
         raise ValueError(
             f"{name} has {sizes['nb']} blocks: must be L // block_size = {sizes['L']} // {block_size} = {whole}"
         )
+
+
+def as_int32(name: str, values: Any) -> Array:
+    """`values` as int32, whatever integer type they have; TypeError for anything that is no integer."""
+    values = jnp.asarray(values)
+    if not jnp.issubdtype(values.dtype, jnp.integer):
+        raise TypeError(f"{name} has dtype {values.dtype}: must be integers")
+    return values.astype(jnp.int32)
 
 
 def check_range(name: str, values: Any, low: int, high: int) -> None:

@@ -52,7 +52,7 @@ def column_mass(
             near = column >= (jnp.maximum(0, block - window // block_size) * block_size)[:, None]
             return sums[0] + jnp.where(near, mass, 0).sum(axis=0), sums[1] + jnp.where(near, 0, mass).sum(axis=0)
 
-        zeros = jnp.zeros(tiles.keys)
+        zeros = jnp.zeros(tiles.keys, jnp.float32)
         first = number * tiles.keys // tiles.queries
         near, far = jax.lax.fori_loop(first, -(-end // tiles.queries), step, (zeros, zeros))
         return near / group, far / group
@@ -107,7 +107,9 @@ def row_log_sum_exp(
 
         end = jnp.minimum((number + 1) * tiles.queries, lengths[region // kv_heads])
         trips = jnp.where(number * tiles.queries < end, -(-end // tiles.keys), 0)
-        peak, weight = jax.lax.fori_loop(0, trips, step, (jnp.full(size, MASKED), jnp.zeros(size)))
+        peak, weight = jax.lax.fori_loop(
+            0, trips, step, (jnp.full(size, MASKED, jnp.float32), jnp.zeros(size, jnp.float32))
+        )
         return peak + jnp.log(weight)
 
     norms = tile_map(one_tile, batch * kv_heads * num_tiles, tiles.parallel)

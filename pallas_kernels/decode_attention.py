@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.pallas_kernels import decode_attention_xla
+from tca_jax.pallas_kernels import decode_attention_triton, decode_attention_xla
 from tca_jax.pallas_kernels.backends import dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes
 
-_IMPLEMENTATIONS = MappingProxyType({"xla": decode_attention_xla.decode_attention})
+_IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {"triton": decode_attention_triton.decode_attention, "xla": decode_attention_xla.decode_attention}
+)
 
 
 def decode_attention(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from jaxtyping import Array, Float, Int
 
@@ -10,7 +12,7 @@ from tca_jax.pallas_kernels import prefill_attention_mosaic, prefill_attention_x
 from tca_jax.pallas_kernels.backends import dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes, check_whole_blocks
 
-_IMPLEMENTATIONS = MappingProxyType(
+_IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "mosaic": prefill_attention_mosaic.prefill_attention,
         "xla": prefill_attention_xla.prefill_attention,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from tca_jax.pallas_kernels import select_tokens_xla
+from tca_jax.pallas_kernels import select_tokens_triton, select_tokens_xla
 from tca_jax.pallas_kernels.backends import dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes, check_whole_blocks
 
-_IMPLEMENTATIONS = MappingProxyType({"xla": select_tokens_xla.select_tokens})
+_IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {"triton": select_tokens_triton.select_tokens, "xla": select_tokens_xla.select_tokens}
+)
 
 
 def select_tokens(

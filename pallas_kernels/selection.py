@@ -6,7 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from tca_jax.config import TCAConfig
 from tca_jax.pallas_kernels.token_scores import TokenScores
@@ -15,6 +15,12 @@ from tca_jax.pallas_kernels.token_scores import TokenScores
 def ranked_blocks(lengths: Int[Array, " B"], config: TCAConfig) -> Int[Array, " B"]:
     """n = max(0, L // b - w // b) of every row: blocks that can be global for a query or the next token."""
     return jnp.maximum(0, lengths // config.block_size - config.window // config.block_size)
+
+
+def last_query(q: Float[Array, "B L Hq d"], lengths: Int[Array, " B"]) -> Float[Array, "B Hq d"]:
+    """Each row's last prompt query, the one that scores the tokens (Eq. 5')."""
+    last = jnp.clip(lengths - 1, 0, q.shape[1] - 1)
+    return jnp.take_along_axis(q, last[:, None, None, None], axis=1)[:, 0]
 
 
 def block_density(

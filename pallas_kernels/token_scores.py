@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.pallas_kernels import token_scores_xla
+from tca_jax.pallas_kernels import token_scores_triton, token_scores_xla
 from tca_jax.pallas_kernels.backends import dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes
 
-_IMPLEMENTATIONS = MappingProxyType({"xla": token_scores_xla.token_scores})
+_IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {"triton": token_scores_triton.token_scores, "xla": token_scores_xla.token_scores}
+)
 
 
 class TokenScores(NamedTuple):

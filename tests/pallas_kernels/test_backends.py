@@ -1,9 +1,11 @@
 """Choice of a backend: named ones are taken or refused, "auto" moves on."""
 
+import importlib
+
 import jax
 import pytest
 
-from tca_jax.pallas_kernels.backends import BACKENDS, dispatch, validate_backend
+from tca_jax.pallas_kernels.backends import BACKENDS, backend_for, dispatch, validate_backend
 
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what a CPU lacks")
 
@@ -77,3 +79,19 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [_Gpu("8.6")])
     with pytest.raises(ValueError, match=r"needs compute capability 9.0, this GPU \(old card\) has 8.6"):
         dispatch("token_scores", "mosaic", {"mosaic": _takes})
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "mosaic", "triton"])
+def test_the_table_of_backends_names_the_operations_that_have_a_kernel(backend):
+    names = (
+        "causal_attention",
+        "column_mass",
+        "decode_attention",
+        "prefill_attention",
+        "select_tokens",
+        "token_scores",
+    )
+    modules = {name: importlib.import_module(f"tca_jax.pallas_kernels.{name}") for name in names}
+    having = {name for name, module in modules.items() if backend in module._IMPLEMENTATIONS}
+    assert having == {name for name in names if backend_for(name, backend) == backend}
+    assert all(backend_for(name, "xla") == "xla" for name in names)

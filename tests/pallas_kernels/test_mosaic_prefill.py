@@ -15,7 +15,7 @@ from tca_jax.pallas_kernels.select_tokens import select_tokens
 from tca_jax.pallas_kernels.token_scores import token_scores
 
 needs_hopper = pytest.mark.skipif(
-    getattr(jax.devices()[0], "compute_capability", "0") < "9.0", reason="needs a Hopper GPU or newer"
+    float(getattr(jax.devices()[0], "compute_capability", 0)) < 9.0, reason="needs a Hopper GPU or newer"
 )
 
 

@@ -1,0 +1,209 @@
+"""Token selection through Pallas-Triton: a program a block ranks its tokens and copies the best into the pool.
+
+Reads and writes what is kept, and clears the rows of the pool that no token takes: nothing is written twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float, Float32, Int, Int32
+
+from tca_jax.pallas_kernels.triton_call import check_supported, divide_up, triton_call
+
+#: Largest block whose pairs of tokens one program compares.
+MAX_BLOCK = 256
+#: Rows that a program clears at once.
+_CLEARED = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectConfig:
+    """Tiling of token selection.
+
+    Attributes:
+        rows: Tokens that a program copies at once, a power of two.
+        warps: Warps of a program.
+        cleared: Rows that a program clears where the pool holds no tokens.
+    """
+
+    rows: int = 32
+    warps: int = 4
+    cleared: int = 1024
+
+
+@partial(jax.jit, static_argnames=("block_size", "pool_tokens", "config", "interpret"))
+@jax.named_scope("select_tokens")
+def select_tokens(
+    scores: Float32[Array, "B Hkv L"],
+    budgets: Int[Array, "B Hkv nb"],
+    k: Float[Array, "B L Hkv d"],
+    v: Float[Array, "B L Hkv d"],
+    offsets: Int[Array, "B Hkv"],
+    *,
+    block_size: int,
+    pool_tokens: int,
+    config: SelectConfig | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "P d"], Float[Array, "P d"], Int32[Array, "B Hkv"]]:
+    """Ranks and copies; see `select_tokens.select_tokens`.
+
+    Raises:
+        NotImplementedError: the head dimension, the types, or a block size that is no power of two or larger than
+            `MAX_BLOCK`.
+    """
+    batch, length, kv_heads, head_dim = k.shape
+    check_supported("select_tokens", head_dim, k, v)
+    if block_size & (block_size - 1) or block_size > MAX_BLOCK:
+        raise NotImplementedError(
+            f"select_tokens on Triton: block_size = {block_size}: must be a power of two, at most {MAX_BLOCK}"
+        )
+    config = config or SelectConfig()
+    regions, blocks = batch * kv_heads, length // block_size
+    if blocks == 0 or pool_tokens == 0:
+        kept = jnp.clip(budgets, 0, block_size).sum(axis=-1, dtype=jnp.int32)
+        return jnp.zeros((pool_tokens, head_dim), k.dtype), jnp.zeros((pool_tokens, head_dim), v.dtype), kept
+    budgets = budgets.reshape(regions, blocks)
+    before, kept = triton_call(
+        partial(_count, block_size),
+        (budgets,),
+        [((regions, blocks), jnp.int32), ((regions,), jnp.int32)],
+        grid=(regions,),
+        name="select_tokens_count",
+        warps=4,
+        stages=1,
+        interpret=interpret,
+    )
+    # A region's share of the clearing programs, were all gaps of one size.
+    clearers = pl.cdiv(pool_tokens, regions * config.cleared)
+    k_pool, v_pool = triton_call(
+        partial(_select_or_clear, length, kv_heads, block_size, blocks, clearers, config.rows),
+        (
+            scores.reshape(regions, length),
+            budgets,
+            before,
+            kept,
+            offsets.reshape(regions),
+            k.reshape(-1, head_dim),
+            v.reshape(-1, head_dim),
+        ),
+        [((pool_tokens, head_dim), k.dtype), ((pool_tokens, head_dim), v.dtype)],
+        grid=(regions, blocks + clearers),  # heads run side by side: a token's keys lie together
+        name="select_tokens",
+        warps=config.warps,
+        stages=1,
+        interpret=interpret,
+    )
+    return k_pool, v_pool, kept.reshape(batch, kv_heads)
+
+
+def _count(block_size: int, budgets_ref: Any, before_ref: Any, kept_ref: Any) -> None:
+    """Tokens kept of a region before each of its blocks, and in all."""
+    region, blocks = pl.program_id(0), budgets_ref.shape[1]
+    lanes = jnp.arange(pl.next_power_of_2(blocks), dtype=jnp.int32)
+    valid = lanes < blocks
+    kept = jnp.clip(pltriton.load(budgets_ref.at[region, lanes], mask=valid, other=0), 0, block_size)
+    pltriton.store(before_ref.at[region, lanes], jnp.cumsum(kept) - kept, mask=valid)
+    kept_ref[region] = jnp.sum(kept)
+
+
+def _select_or_clear(
+    tokens: int,
+    kv_heads: int,
+    block_size: int,
+    blocks: int,
+    clearers: int,
+    rows: int,
+    scores_ref: Any,
+    budgets_ref: Any,
+    before_ref: Any,
+    kept_ref: Any,
+    offsets_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    k_pool_ref: Any,
+    v_pool_ref: Any,
+) -> None:
+    """Selects from one block, or clears one share of the gap behind a region."""
+    region, work = pl.program_id(0), pl.program_id(1)
+
+    @pl.when(work < blocks)
+    def _() -> None:
+        budget = jnp.clip(budgets_ref[region, work], 0, block_size)
+        slots = _ranked_slots(scores_ref, region, work * block_size, budget, block_size)
+        lanes, columns = jnp.arange(block_size, dtype=jnp.int32), jnp.arange(k_ref.shape[1], dtype=jnp.int32)
+        first = lax.div(region, jnp.int32(kv_heads)) * tokens + work * block_size
+        head = lax.rem(region, jnp.int32(kv_heads))
+        start = offsets_ref[region] + before_ref[region, work]
+
+        def copy(i: Array, _: None) -> None:
+            order = i * rows + jnp.arange(rows, dtype=jnp.int32)
+            chosen = jnp.sum(jnp.where(slots[:, None] == order[None], lanes[:, None], 0), axis=0)
+            source, target = (first + chosen) * kv_heads + head, start + order
+            wanted = ((order < budget) & (target < k_pool_ref.shape[0]))[:, None]
+            tiles = [
+                pltriton.load(ref.at[source[:, None], columns[None]], mask=wanted, other=0.0) for ref in (k_ref, v_ref)
+            ]
+            for ref, tile in zip((k_pool_ref, v_pool_ref), tiles, strict=True):
+                pltriton.store(ref.at[target[:, None], columns[None]], tile, mask=wanted)
+
+        lax.fori_loop(0, divide_up(budget, rows), copy, None)
+
+    @pl.when(work >= blocks)
+    def _() -> None:
+        gap = _gap(offsets_ref, kept_ref, region, offsets_ref[region] + kept_ref[region])
+        _clear((k_pool_ref, v_pool_ref), *gap, work - blocks, clearers)
+
+    @pl.when((work >= blocks) & (region == 0))
+    def _() -> None:
+        _clear((k_pool_ref, v_pool_ref), *_gap(offsets_ref, kept_ref, -1, 0), work - blocks, clearers)
+
+
+def _ranked_slots(scores_ref: Any, region: Array, first: Array, budget: Array, block_size: int) -> Array:
+    """Where in the block's output each of its tokens goes, by position; -1 for one that is not kept.
+
+    The rank of a token is the number of tokens ahead of it: those of a higher score, or of the same and before it.
+    """
+    lanes = jnp.arange(block_size, dtype=jnp.int32)
+    scores = scores_ref[region, first + lanes]
+    own, other = scores[None], scores[:, None]  # the others along the rows: a thread sums its column by itself
+    ahead = (other > own) | ((other == own) & (lanes[:, None] < lanes[None]))
+    kept = jnp.sum(ahead.astype(jnp.int32), axis=0) < budget
+    return jnp.where(kept, jnp.cumsum(kept.astype(jnp.int32)) - 1, -1)
+
+
+def _gap(offsets_ref: Any, kept_ref: Any, region: Array | int, begin: Array | int) -> tuple[Array | int, Array]:
+    """The rows from `begin`, where a region's tokens end, to where the next region begins.
+
+    Of empty regions at one offset the last owns the gap; region -1 stands for the start of the pool.
+    """
+    lanes = jnp.arange(pl.next_power_of_2(offsets_ref.shape[0]), dtype=jnp.int32)
+    valid = lanes < offsets_ref.shape[0]
+    starts = pltriton.load(offsets_ref.at[lanes], mask=valid, other=-1)
+    kept = pltriton.load(kept_ref.at[lanes], mask=valid, other=0)
+    follows = (starts > begin) | ((starts == begin) & ((kept > 0) | (lanes > region)))
+    return begin, jnp.min(jnp.where(follows, starts, np.iinfo(np.int32).max))
+
+
+def _clear(pool_refs: tuple[Any, ...], begin: Array | int, end: Array, share: Array, shares: int) -> None:
+    """Writes zeros to every `shares`-th tile of rows of [begin, end)."""
+    rows, head_dim = pool_refs[0].shape
+    lanes, columns = jnp.arange(_CLEARED, dtype=jnp.int32), jnp.arange(head_dim, dtype=jnp.int32)
+    end = jnp.minimum(end, rows)
+
+    def clear(i: Array, _: None) -> None:
+        targets = begin + (share + i * shares) * _CLEARED + lanes
+        for ref in pool_refs:
+            zeros = jnp.zeros((_CLEARED, head_dim), ref.dtype)
+            pltriton.store(ref.at[targets[:, None], columns[None]], zeros, mask=(targets < end)[:, None])
+
+    tiles = divide_up(jnp.maximum(end - begin, 0), _CLEARED)
+    lax.fori_loop(0, divide_up(jnp.maximum(tiles - share, 0), shares), clear, None)

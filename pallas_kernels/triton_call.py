@@ -1,0 +1,108 @@
+"""The one door to Pallas-Triton: compiler parameters, interpret mode, `shard_map`, and JAX 0.11's deprecation of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array
+
+from tca_jax.pallas_kernels.numerics import precision
+
+#: How the one warning begins that this module suppresses.
+DEPRECATION = "The Pallas Triton backend is deprecated"
+#: Element types that the kernels take; all their arithmetic is float32.
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def triton_call(
+    kernel: Callable[..., None],
+    operands: Sequence[Any],
+    outputs: Sequence[tuple[tuple[int, ...], Any]],
+    *,
+    grid: tuple[int, ...],
+    name: str,
+    warps: int,
+    stages: int,
+    interpret: bool,
+) -> tuple[jax.Array, ...]:
+    """Runs a kernel over a grid; it gets whole arrays and addresses them itself.
+
+    Pallas-Triton computes the element offsets of an array past 4 GiB in int64 and of others in int32: kernels
+    must index by row and column, never by a flat element number of their own.
+
+    Args:
+        kernel: Called with one ref an operand, then one an output.
+        operands: Input arrays.
+        outputs: Shape and type of every output; what the kernel leaves unwritten is undefined.
+        grid: Programs; the first axis runs fastest.
+        name: The kernel's name in profiles.
+        warps: Warps of a program.
+        stages: Depth of the software pipeline of its loops.
+        interpret: Run in JAX on any device instead of compiling for the GPU.
+
+    Returns:
+        The outputs. Under `shard_map` they vary over the mesh axes that any operand varies over.
+    """
+    _ignore_deprecation()
+    varying = jax.sharding.ManualAxisType(
+        varying=frozenset().union(*(jax.typeof(operand).manual_axis_type.varying for operand in operands))
+    )
+    call = pl.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype in outputs],
+        grid=grid,
+        compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=interpret,
+        name=name,
+    )
+    return tuple(call(*operands))
+
+
+def check_supported(operation: str, head_dim: int, *arrays: Any) -> None:
+    """Refuses what the kernels do not take, so that backend "auto" moves on.
+
+    Raises:
+        NotImplementedError: a head dimension that is no power of two from 16 to 256, a type that is not in
+            `DTYPES`, or arrays of different types.
+    """
+    if head_dim not in (16, 32, 64, 128, 256):
+        raise NotImplementedError(
+            f"{operation} on Triton: head dimension {head_dim}: must be a power of two from 16 to 256"
+        )
+    dtypes = {jnp.dtype(array.dtype) for array in arrays}
+    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(dtype) for dtype in DTYPES}:
+        raise NotImplementedError(
+            f"{operation} on Triton: types {sorted(map(str, dtypes))}: must be one of bfloat16, float16 and float32"
+        )
+
+
+def multiprocessors() -> int:
+    """Streaming multiprocessors of the default device; an H200's where there is no GPU (lowering on a CPU host)."""
+    device = jax.local_devices()[0]
+    return int(getattr(device, "core_count", 132)) if device.platform == "gpu" else 132
+
+
+def divide_up(value: Any, by: Any) -> Any:
+    """ceil(value / by) of integers that are not negative, in a kernel."""
+    return lax.div(value + (by - 1), jnp.broadcast_to(jnp.asarray(by, value.dtype), value.shape))
+
+
+def dot(a: Array, b: Array, *, transposed: bool = False) -> Array:
+    """a b, or a b^T, summed in float32, in a kernel; float32 operands are not rounded to TF32."""
+    contracted = (((1,), (1 if transposed else 0,)), ((), ()))
+    return lax.dot_general(a, b, contracted, precision=precision(a.dtype), preferred_element_type=jnp.float32)
+
+
+def _ignore_deprecation() -> None:
+    # JAX 0.11 deprecates Pallas-Triton in favour of Mosaic GPU, which does not run on Ampere; until JAX removes
+    # it, a warning at every compilation tells our users nothing that they could act on. JAX warns when it lowers,
+    # after the call was traced, so a `catch_warnings` around the call would be over too early: the filter stays.
+    # It is set at every trace because test runners restore the filters between tests; setting it again is free.
+    warnings.filterwarnings("ignore", message=DEPRECATION, category=DeprecationWarning)
