@@ -10,11 +10,12 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from tca_jax.calibrate.candidates import budget_count_table
 from tca_jax.config import TCAConfig
-from tca_jax.pallas_kernels.checks import AnyArray, check_range, check_shapes
+from tca_jax.pallas_kernels.checks import AnyArray, as_int32, check_range, check_shapes
 from tca_jax.pallas_kernels.column_mass import column_mass
 from tca_jax.pallas_kernels.selection import (
     block_budgets,
     block_density,
+    last_query,
     ranked_blocks,
     selection_mask,
 )
@@ -48,7 +49,7 @@ def calibration_scores(
     """
     check_shapes({"q": (q, "B L Hq d"), "k": (k, "B L Hkv d"), "lengths": (lengths, "B")})
     check_range("lengths", lengths, 1, k.shape[1])
-    return _scores(jnp.asarray(q), jnp.asarray(k), jnp.asarray(lengths), config)
+    return _scores(jnp.asarray(q), jnp.asarray(k), as_int32("lengths", lengths), config)
 
 
 @partial(jax.jit, static_argnames=("config",))
@@ -56,8 +57,7 @@ def calibration_scores(
 def _scores(
     q: Float[Array, "B L Hq d"], k: Float[Array, "B L Hkv d"], lengths: Int[Array, " B"], config: TCAConfig
 ) -> Float32[Array, "B Hkv M1"]:
-    last = jnp.take_along_axis(q, jnp.maximum(lengths - 1, 0)[:, None, None, None], axis=1)[:, 0]
-    masks = _candidate_masks(last, k, lengths, config)  # [M + 1, B, Hkv, L]
+    masks = _candidate_masks(last_query(q, lengths), k, lengths, config)  # [M + 1, B, Hkv, L]
     near, far = column_mass(q, k, lengths, block_size=config.block_size, window=config.window)
     score = _retained_mass if config.criterion == "retained_mass" else _column_mean
     scores = jax.vmap(lambda mask: score(mask, near, far, lengths, config))(masks)

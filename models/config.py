@@ -197,6 +197,8 @@ def _refuse_unsupported(entries: Mapping[str, Any], family: str) -> None:
     if entries.get("quantization_config"):
         method = entries["quantization_config"].get("quant_method", "unknown")
         raise ValueError(f"quantization_config ({method!r}) is not supported: weights must be one of {list(_DTYPES)}")
+    if entries.get("dual_chunk_attention_config"):
+        raise ValueError("dual_chunk_attention_config is not supported: remove it to run the model without it")
     activation = entries.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ValueError(f"hidden_act = {activation!r} is not supported: must be 'silu'")

@@ -1,4 +1,4 @@
-"""Fingerprint of a model: one for a checkpoint whatever dtype it was loaded in, another for other weights."""
+"""Fingerprint of a model: one for a bfloat16 checkpoint in whatever dtype it is loaded, another for other weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from tca_jax.models.decoder import Decoder
 
 
 def fingerprint(decoder: Decoder) -> str:
-    """Hash of the config and of every weight, rounded to bfloat16 so that the loading dtype does not count.
+    """Hash of the config and of every weight, rounded to what all loading dtypes can hold.
+
+    That is bfloat16 without the values below float16's normal range. A checkpoint that is stored in float32 and loaded
+    in float16 is rounded twice and counts as other weights.
 
     Reads each parameter once, where it lies: milliseconds on a GPU.
 
@@ -37,7 +40,9 @@ def fingerprint(decoder: Decoder) -> str:
 @jax.jit
 def _checksum(x: Float[Array, ...]) -> UInt32[Array, 2]:
     """Two sums of hashed (place, value) pairs, modulo 2^32: exact, and free of the order of summation."""
-    bits = jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32)
+    x = x.astype(jnp.bfloat16)
+    x = jnp.where(jnp.abs(x) < jnp.finfo(jnp.float16).tiny, jnp.zeros_like(x), x)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
     place = jnp.zeros(x.shape, jnp.uint32)
     for axis in range(x.ndim):
         stride = math.prod(x.shape[axis + 1 :]) % 2**32

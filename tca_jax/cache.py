@@ -19,10 +19,13 @@ from jaxtyping import Array, Bool, Float, Int
 from tca_jax.calibrate.candidates import eviction_budgets, region_capacity
 from tca_jax.config import TCAConfig
 from tca_jax.functional import REGION_ALIGNMENT, head_budgets
+from tca_jax.pallas_kernels.backends import backend_for
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.decode_attention import decode_attention
+from tca_jax.pallas_kernels.numerics import scaled_scores
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
 from tca_jax.pallas_kernels.select_tokens import select_tokens
+from tca_jax.pallas_kernels.selection import last_query, selection_mask
 from tca_jax.pallas_kernels.tiles import round_up
 from tca_jax.pallas_kernels.token_scores import token_scores
 
@@ -145,8 +148,9 @@ def prefill_layer(
     offsets = jnp.asarray(layout.offsets, jnp.int32)
     if config.num_ranked_blocks(tokens):
         with jax.named_scope("token_scores"):
-            q_last = jnp.take_along_axis(q, (lengths - 1)[:, None, None, None], axis=1)[:, 0]
-            scored = token_scores(q_last, k, lengths, block_size=b, backend=backend)
+            scored = token_scores(
+                last_query(q, lengths), k, lengths, block_size=b, backend=backend_for("token_scores", backend)
+            )
         with jax.named_scope("select"):
             budgets = head_budgets(scored, jnp.asarray(layout.candidates, jnp.int32), lengths, config)
             k_pool, v_pool, kept = select_tokens(
@@ -157,7 +161,7 @@ def prefill_layer(
                 offsets,
                 block_size=b,
                 pool_tokens=layout.pool_tokens,
-                backend=backend,
+                backend=backend_for("select_tokens", backend),
             )
         with jax.named_scope("prefill_attention"):
             out = prefill_attention(
@@ -171,12 +175,12 @@ def prefill_layer(
                 lengths,
                 block_size=b,
                 window=config.window,
-                backend=backend,
+                backend=backend_for("prefill_attention", backend),
             )
     else:  # every prompt of this shape fits its window: exact attention, nothing to select
         k_pool = v_pool = jnp.zeros((layout.pool_tokens, head_dim), k.dtype)
         kept = jnp.zeros((batch, k.shape[2]), jnp.int32)
-        out = causal_attention(q, k, v, lengths, backend=backend)
+        out = causal_attention(q, k, v, lengths, backend=backend_for("causal_attention", backend))
     k_ring, v_ring = (_fill_ring(x, lengths, layout.ring_tokens) for x in (k, v))
     return out, LayerCache(k_pool, v_pool, offsets, kept, k_ring, v_ring, layout)
 
@@ -240,7 +244,7 @@ def _attend_cache(
         block_size=layout.config.block_size,
         window=layout.config.window,
         capacity=max(layout.capacities),
-        backend=backend,
+        backend=backend_for("decode_attention", backend),
     )
 
 
@@ -270,22 +274,20 @@ def _evict_block(
     layout = cache.layout
     b, ring = layout.config.block_size, layout.ring_tokens
     batch, heads, _, head_dim = cache.k_ring.shape
-    queries = q.reshape(batch, heads, -1, head_dim).astype(jnp.float32) * head_dim**-0.5
-    precision = jax.lax.Precision.HIGHEST
+    queries = q.reshape(batch, heads, -1, head_dim)
     # The ring as the previous token saw it still has the leaving block as its oldest.
     _, lse_before = _attend_cache(q, cache, positions - 1, backend)
-    own = jnp.einsum("bhgd,bhd->bhg", queries, k_new.astype(jnp.float32), precision=precision)
+    own = scaled_scores("bhgd,bhd->bhg", queries, k_new)
     lse = jnp.logaddexp(lse_before.reshape(own.shape), own)
 
     # Block-aligned and one ring behind: the leaving block starts in the slot that the new token is about to take.
     slots = (positions % ring // b * b)[:, None] + jnp.arange(b)
     k_block, v_block = (jnp.take_along_axis(x, slots[:, None, :, None], axis=2) for x in (cache.k_ring, cache.v_ring))
-    logits = jnp.einsum("bhgd,bhtd->bhgt", queries, k_block.astype(jnp.float32), precision=precision)
-    scores = jnp.exp(logits - lse[..., None]).mean(axis=2)  # [B, H_kv, b]
+    scores = jnp.exp(scaled_scores("bhgd,bhtd->bhgt", queries, k_block) - lse[..., None]).mean(axis=2)  # [B, H_kv, b]
 
-    budgets = jnp.asarray(eviction_budgets(layout.config))[np.asarray(layout.candidates)]  # [H_kv]
-    rank = jnp.argsort(jnp.argsort(-scores, axis=-1, stable=True), axis=-1)
-    chosen = (rank < budgets[:, None]) & leaving[:, None, None]
+    budgets = eviction_budgets(layout.config)[np.asarray(layout.candidates)]
+    budgets = jnp.where(leaving[:, None], jnp.asarray(budgets, jnp.int32), 0)[..., None]  # [B, H_kv, one block]
+    chosen = selection_mask(scores, budgets, block_size=b)
     place = cache.offsets[..., None] + cache.kept[..., None] + jnp.cumsum(chosen, axis=-1) - 1
     place = jnp.where(chosen, place, layout.pool_tokens)  # out of range: dropped
     return dataclasses.replace(

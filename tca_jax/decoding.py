@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from tca_jax.cache import LayerCache, decode_layer, prefill_layer
 from tca_jax.lm import LM
+from tca_jax.pallas_kernels.backends import check_backend
+from tca_jax.pallas_kernels.checks import as_int32, check_range, check_shapes
 from tca_jax.sampling import Sampling, sample
 
 
@@ -137,19 +141,18 @@ def _draw(lm: LM, state: DecodingState, logits: Float[Array, "B V"], sampling: S
         )
 
 
-@functools.partial(jax.jit, static_argnames=("max_new_tokens", "stop_tokens", "backend"))
 def generate_tokens(
     lm: LM,
-    tokens: Int[Array, "B L"],
-    lengths: Int[Array, " B"],
+    tokens: Int[Array | np.ndarray, "B L"],
+    lengths: Int[Array | np.ndarray, " B"],
     key: Key[Array, ""],
     *,
     max_new_tokens: int,
     sampling: Sampling = Sampling(),  # noqa: B008 (frozen, so one shared default is safe)
-    stop_tokens: tuple[int, ...] | None = None,
+    stop_tokens: Sequence[int] | None = None,
     backend: str = "auto",
 ) -> Int[Array, "B N"]:
-    """Generates token ids; jitted, and callable inside the caller's own jit.
+    """Generates token ids in one jitted call; callable inside the caller's own jit.
 
     Args:
         lm: The model, from `tca_jax.load`.
@@ -165,18 +168,37 @@ def generate_tokens(
         int32 `[B, max_new_tokens]`: new tokens only, the stop token included, `lm.pad_token_id` behind it.
 
     Raises:
-        ValueError: a shape or size is not allowed; names the argument.
+        ValueError: a shape or size, or a length that is known, is not allowed; names the argument.
+        TypeError: tokens or lengths are no integers.
     """
-    if tokens.shape[1] < 1:
+    check_backend(backend)
+    tokens, lengths = as_int32("tokens", tokens), as_int32("lengths", lengths)
+    sizes = check_shapes({"tokens": (tokens, "B L"), "lengths": (lengths, "B")})
+    if sizes["L"] < 1:
         raise ValueError(f"tokens has shape {tokens.shape}: an empty prompt; at least one token is needed")
-    if not 1 <= max_new_tokens < lm.config.max_context:
+    positions = lm.config.max_context
+    if not 1 <= max_new_tokens < positions:
         raise ValueError(
-            f"max_new_tokens = {max_new_tokens}: must be at least 1 and leave room for a prompt in the "
-            f"{lm.config.max_context} positions of {lm.name}"
+            f"max_new_tokens = {max_new_tokens}: must be at least 1 and leave room for a prompt in the {positions} "
+            f"positions of {lm.name}"
         )
-    if lengths.shape != tokens.shape[:1]:
-        raise ValueError(f"lengths has shape {lengths.shape}: must be [B] = {tokens.shape[:1]} as tokens has")
-    stops = jnp.asarray(lm.eos_token_ids if stop_tokens is None else stop_tokens, jnp.int32)
+    check_range("lengths", lengths, 1, min(sizes["L"], positions - max_new_tokens))
+    stops = tuple(int(t) for t in (lm.eos_token_ids if stop_tokens is None else stop_tokens))
+    return _generate_tokens(lm, tokens, lengths, key, sampling, max_new_tokens, stops, backend)
+
+
+@functools.partial(jax.jit, static_argnames=("max_new_tokens", "stop_tokens", "backend"))
+def _generate_tokens(
+    lm: LM,
+    tokens: Int[Array, "B L"],
+    lengths: Int[Array, " B"],
+    key: Key[Array, ""],
+    sampling: Sampling,
+    max_new_tokens: int,
+    stop_tokens: tuple[int, ...],
+    backend: str,
+) -> Int[Array, "B N"]:
+    stops = jnp.asarray(stop_tokens, jnp.int32)
     keys = row_keys(key, tokens.shape[0])
     state = prefill(lm, tokens, lengths, keys, sampling, stops, max_new_tokens=max_new_tokens, backend=backend)
     return decode(lm, state, jnp.int32(max_new_tokens), sampling, backend=backend).tokens

@@ -11,9 +11,10 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.config import TCAConfig
 from tca_jax.functional import select
-from tca_jax.pallas_kernels.checks import AnyArray, check_shapes
+from tca_jax.pallas_kernels.checks import AnyArray, as_int32, check_shapes
 from tca_jax.pallas_kernels.column_mass_xla import row_log_sum_exp
 from tca_jax.pallas_kernels.numerics import scaled_scores
+from tca_jax.pallas_kernels.selection import last_query
 from tca_jax.pallas_kernels.tiles import default_tiles, heads_first, round_up, tile_map
 
 
@@ -54,10 +55,8 @@ def dropped_mass(
     """
     check_shapes({"q": (q, "B L Hq d"), "k": (k, "B L Hkv d"), "lengths": (lengths, "B")})
     q, k = jnp.asarray(q), jnp.asarray(k)
-    last = jnp.clip(jnp.asarray(lengths) - 1, 0, q.shape[1] - 1)
-    q_last = jnp.take_along_axis(q, last[:, None, None, None], axis=1)[:, 0]
-    selected = select(q_last, k, candidates, lengths, config)
-    return _dropped_mass(q, k, selected, jnp.asarray(lengths), config)
+    selected = select(last_query(q, as_int32("lengths", lengths)), k, candidates, lengths, config)
+    return _dropped_mass(q, k, selected, as_int32("lengths", lengths), config)
 
 
 def error_bounds(
@@ -125,7 +124,7 @@ def _dropped_mass(
             return gamma + jnp.where(counted, jnp.exp(scores - norm), 0).sum(axis=-1)
 
         trips = jnp.where(valid[0], -(-edge[-1] // tiles.keys), 0)
-        gamma = jax.lax.fori_loop(0, trips, step, jnp.zeros(size))
+        gamma = jax.lax.fori_loop(0, trips, step, jnp.zeros(size, jnp.float32))
         return jnp.where(valid, jnp.minimum(gamma, 1), 0)
 
     gamma = tile_map(one_tile, batch * kv_heads * num_tiles, tiles.parallel)

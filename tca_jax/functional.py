@@ -11,13 +11,14 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 from tca_jax.calibrate.candidates import budget_count_table, candidate_budgets
 from tca_jax.calibrate.scores import calibration_scores
 from tca_jax.config import TCAConfig
-from tca_jax.pallas_kernels.backends import validate_backend
-from tca_jax.pallas_kernels.checks import AnyArray, check_range, check_shapes
+from tca_jax.pallas_kernels.backends import backend_for, check_backend
+from tca_jax.pallas_kernels.checks import AnyArray, as_int32, check_range, check_shapes
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
 from tca_jax.pallas_kernels.select_tokens import select_tokens
 from tca_jax.pallas_kernels.selection import (
     block_budgets,
     block_density,
+    last_query,
     ranked_blocks,
     selection_mask,
 )
@@ -46,7 +47,7 @@ def select(
         candidates: Row of `candidate_budgets` for every KV head [Hkv]; may be traced.
         lengths: Prompt lengths [B], at least 1; may be traced.
         config: The method's hyperparameters; static under `jax.jit`.
-        backend: "auto", or the one backend to use.
+        backend: Used by every operation that it has a kernel for; the others run as under "auto".
 
     Returns:
         bool [B, Hkv, L]; nothing in a prompt without ranked blocks (n = 0).
@@ -56,7 +57,7 @@ def select(
     """
     check_shapes({"q_last": (q_last, "B Hq d"), "k": (k, "B L Hkv d"), **_ragged(candidates, lengths)})
     _check_values(candidates, lengths, k.shape[1], config, backend)
-    return _select(*map(jnp.asarray, (q_last, k, candidates, lengths)), config, backend)
+    return _select(jnp.asarray(q_last), jnp.asarray(k), *_integers(candidates, lengths), config, backend)
 
 
 def attend(
@@ -79,7 +80,7 @@ def attend(
         candidates: Row of `candidate_budgets` for every KV head [Hkv]; may be traced.
         lengths: Prompt lengths [B], at least 1; may be traced.
         config: The method's hyperparameters; static under `jax.jit`.
-        backend: "auto", or the one backend to use.
+        backend: Used by every operation that it has a kernel for; the others run as under "auto".
 
     Returns:
         [B, L, Hq, d] in the type of `q`; rows past a length are zero.
@@ -90,7 +91,7 @@ def attend(
     tokens = "B L Hkv d"
     check_shapes({"q": (q, "B L Hq d"), "k": (k, tokens), "v": (v, tokens), **_ragged(candidates, lengths)})
     _check_values(candidates, lengths, k.shape[1], config, backend)
-    return _attend(*map(jnp.asarray, (q, k, v, candidates, lengths)), config, backend)
+    return _attend(*map(jnp.asarray, (q, k, v)), *_integers(candidates, lengths), config, backend)
 
 
 def head_budgets(
@@ -126,7 +127,9 @@ def _select(
     config: TCAConfig,
     backend: str,
 ) -> Bool[Array, "B Hkv L"]:
-    scored = token_scores(q_last, k, lengths, block_size=config.block_size, backend=backend)
+    scored = token_scores(
+        q_last, k, lengths, block_size=config.block_size, backend=backend_for("token_scores", backend)
+    )
     budgets = head_budgets(scored, candidates, lengths, config)
     return selection_mask(scored.scores, budgets, block_size=config.block_size)
 
@@ -143,8 +146,9 @@ def _attend(
     backend: str,
 ) -> Float[Array, "B L Hq d"]:
     batch, length, kv_heads, _ = k.shape
-    q_last = jnp.take_along_axis(q, jnp.maximum(lengths - 1, 0)[:, None, None, None], axis=1)[:, 0]
-    scored = token_scores(q_last, k, lengths, block_size=config.block_size, backend=backend)
+    scored = token_scores(
+        last_query(q, lengths), k, lengths, block_size=config.block_size, backend=backend_for("token_scores", backend)
+    )
     budgets = head_budgets(scored, candidates, lengths, config)
     # The candidates may be traced, so a region must hold what dense keeps: all ranked tokens.
     capacity = round_up(config.num_ranked_blocks(length) * config.block_size, REGION_ALIGNMENT)
@@ -157,7 +161,7 @@ def _attend(
         offsets,
         block_size=config.block_size,
         pool_tokens=max(REGION_ALIGNMENT, batch * kv_heads * capacity),
-        backend=backend,
+        backend=backend_for("select_tokens", backend),
     )
     return prefill_attention(
         q,
@@ -170,7 +174,7 @@ def _attend(
         lengths,
         block_size=config.block_size,
         window=config.window,
-        backend=backend,
+        backend=backend_for("prefill_attention", backend),
     )
 
 
@@ -178,7 +182,11 @@ def _ragged(candidates: AnyArray, lengths: AnyArray) -> dict[str, tuple[AnyArray
     return {"candidates": (candidates, "Hkv"), "lengths": (lengths, "B")}
 
 
+def _integers(candidates: AnyArray, lengths: AnyArray) -> tuple[Array, Array]:
+    return as_int32("candidates", candidates), as_int32("lengths", lengths)
+
+
 def _check_values(candidates: AnyArray, lengths: AnyArray, length: int, config: TCAConfig, backend: str) -> None:
-    validate_backend(backend)
+    check_backend(backend)
     check_range("candidates", candidates, 0, config.num_candidates)
     check_range("lengths", lengths, 1, length)

@@ -14,6 +14,7 @@ import numpy as np
 from tca_jax.buckets import bucket_length
 from tca_jax.decoding import DecodingState, decode, prefill, row_keys
 from tca_jax.lm import LM
+from tca_jax.pallas_kernels.backends import check_backend
 from tca_jax.programs import Program
 from tca_jax.prompts import Prompt, decode_tokens, encode_prompt, encode_prompts
 from tca_jax.sampling import Sampling
@@ -206,7 +207,10 @@ class _Request:
         stop_token_ids: Sequence[int] | None,
         backend: str,
     ) -> _Request:
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        check_backend(backend)
+        if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+            raise ValueError(f"seed = {seed!r}: must be an integer")
         if any(not isinstance(s, str) or not s for s in stop):
             raise ValueError(f"stop = {list(stop)!r}: must be non-empty strings")
         if stop and lm.tokenizer is None:
@@ -224,6 +228,11 @@ class _Request:
         return cls(lm, prompt_ids, int(max_new_tokens), sampling, stop, stop_tokens, seed, backend)
 
     @property
+    def program_lm(self) -> LM:
+        """The model without what programs do not depend on, so that another tokenizer or name compiles nothing."""
+        return dataclasses.replace(self.lm, name="", tokenizer=None, eos_token_ids=())
+
+    @property
     def padded_tokens(self) -> int:
         return bucket_length(max(len(ids) for ids in self.prompt_ids))
 
@@ -236,7 +245,7 @@ class _Request:
         lengths = jnp.asarray([len(ids) for ids in self.prompt_ids], jnp.int32)
         keys = row_keys(jax.random.key(self.seed), batch)
         stops = jnp.asarray(self.stop_tokens, jnp.int32)
-        args = (self.lm, jnp.asarray(tokens), lengths, keys, self.sampling, stops)
+        args = (self.program_lm, jnp.asarray(tokens), lengths, keys, self.sampling, stops)
         program, seconds = _prefill.prepare(*args, max_new_tokens=self.max_new_tokens, backend=self.backend)
         self.compile_seconds += seconds
         start = time.perf_counter()
@@ -246,7 +255,7 @@ class _Request:
 
     def advance(self, state: DecodingState, steps: int) -> DecodingState:
         """Up to `steps` more tokens a row."""
-        args = (self.lm, state, state.step + steps, self.sampling)
+        args = (self.program_lm, state, state.step + steps, self.sampling)
         program, seconds = _decode.prepare(*args, backend=self.backend)
         self.compile_seconds += seconds
         start = time.perf_counter()

@@ -37,13 +37,13 @@ def load(
     """Loads a LLaMA 3.x, Qwen2, Qwen2.5 or Qwen3 checkpoint straight into device arrays.
 
     Args:
-        name_or_path: An alias (`tca_jax.models.registry.ALIASES`, or "recall-tiny", which ships with the package), a
-            Hugging Face Hub id, or a local folder with config.json and *.safetensors.
+        name_or_path: A local folder with config.json and *.safetensors, an alias (`models.registry.ALIASES`, or
+            "recall-tiny", which ships with the package), or a Hugging Face Hub id; looked up in this order.
         profile: Head budgets: a folder that `Profile.save` wrote, a `Profile`, "shipped" for the one beside a shipped
             model, or None for exact full attention.
         dtype: Of weights and activations; None is bfloat16 on an accelerator and float32 on the CPU.
         revision: Branch, tag or commit on the Hub.
-        progress: Called as `progress(tensors_loaded, tensors)`.
+        progress: Called as `progress(bytes_read, bytes)` after each tensor.
 
     Returns:
         The model; `lm.with_profile(other)` shares its weights.
@@ -85,12 +85,12 @@ def checkpoint_folder(name_or_path: str | os.PathLike[str], revision: str | None
     """
     name = os.fspath(name_or_path)
     path = Path(name).expanduser()
-    if name in SHIPPED:
-        return Path(str(resources.files("tca_jax"))) / "checkpoints" / name
-    if path.is_dir():
+    if path.is_dir():  # first: a folder of the user's own is never hidden by a name of ours
         if not (path / "config.json").is_file():
             raise FileNotFoundError(f"{path} holds no config.json: not a Hugging Face checkpoint folder")
         return path
+    if name.lower() in SHIPPED:
+        return Path(str(resources.files("tca_jax"))) / "checkpoints" / name.lower()
     hub_id = ALIASES.get(name.lower(), name)
     if hub_id.count("/") != 1 or name.startswith((".", "/", "~")):
         known = ", ".join([*SHIPPED, *ALIASES])

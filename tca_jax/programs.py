@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+_MOST_PROGRAMS = 128  # kept of each function; an octave of prompt lengths has eight
+
 
 class Program:
     """A function compiled ahead of time, once for each combination of argument shapes and static arguments.
@@ -35,11 +37,14 @@ class Program:
         shapes = tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
         key = (structure, shapes, tuple(sorted(static.items())))
         if key in self._executables:
+            self._executables[key] = self._executables.pop(key)  # now the youngest
             return self._executables[key], 0.0
         start = time.perf_counter()
         jitted = jax.jit(self._function, static_argnames=tuple(static), donate_argnums=self._donate)
         executable = jitted.lower(*args, **static).compile()
         self._executables[key] = executable
+        if len(self._executables) > _MOST_PROGRAMS:
+            del self._executables[next(iter(self._executables))]  # the one that was not used for longest
         return executable, time.perf_counter() - start
 
 

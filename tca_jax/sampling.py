@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,20 @@ class Sampling:
     min_p: Scalar = None
     repetition_penalty: Scalar = None
 
+    def __post_init__(self) -> None:
+        """Numbers that are known are checked; traced ones, and whatever else a transformation puts here, are not."""
+        allowed: dict[str, tuple[Callable[[float], bool], str]] = {
+            "temperature": (lambda x: x > 0, "positive, or None for greedy"),
+            "top_k": (lambda x: x >= 1 and int(x) == x, "an integer of at least 1"),
+            "top_p": (lambda x: 0 < x <= 1, "in (0, 1]"),
+            "min_p": (lambda x: 0 <= x <= 1, "in [0, 1]"),
+            "repetition_penalty": (lambda x: x > 0, "positive"),
+        }
+        for name, (holds, words) in allowed.items():
+            value = getattr(self, name)
+            if isinstance(value, int | float) and not (math.isfinite(value) and holds(value)):
+                raise ValueError(f"{name} = {value!r}: must be {words}")
+
     @classmethod
     def create(
         cls,
@@ -54,13 +69,10 @@ class Sampling:
         Raises:
             ValueError: a number is out of its range; names the argument.
         """
-        _check("temperature", temperature, temperature >= 0, "a number of at least 0 (0 is greedy)")
-        _check("top_k", top_k, top_k is None or (top_k >= 1 and int(top_k) == top_k), "an integer of at least 1")
-        _check("top_p", top_p, top_p is None or 0 < top_p <= 1, "in (0, 1]")
-        _check("min_p", min_p, min_p is None or 0 <= min_p <= 1, "in [0, 1]")
-        _check(
-            "repetition_penalty", repetition_penalty, repetition_penalty is None or repetition_penalty > 0, "positive"
-        )
+        if not isinstance(temperature, int | float) or not (math.isfinite(temperature) and temperature >= 0):
+            raise ValueError(f"temperature = {temperature!r}: must be a number of at least 0 (0 is greedy)")
+        # Checked before neutral values are dropped, so that greedy does not hide a wrong number.
+        cls(1.0, top_k, top_p, min_p, repetition_penalty)
         penalty = None if repetition_penalty in (None, 1.0) else float(repetition_penalty)
         if temperature == 0:
             return cls(repetition_penalty=penalty)
@@ -71,11 +83,6 @@ class Sampling:
             min_p=None if not min_p else float(min_p),
             repetition_penalty=penalty,
         )
-
-
-def _check(name: str, value: float | None, ok: bool, allowed: str) -> None:
-    if not ok or (value is not None and not math.isfinite(value)):
-        raise ValueError(f"{name} = {value!r}: must be {allowed}")
 
 
 def sample(

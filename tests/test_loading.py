@@ -110,6 +110,17 @@ def test_the_fingerprint_does_not_depend_on_the_dtype_that_weights_are_loaded_in
     assert fingerprint(tca_jax.load(folder, dtype=jnp.bfloat16).decoder) == fingerprint(lm.decoder)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_shipped_profile_fits_its_model_in_every_dtype(dtype):
+    assert tca_jax.load("recall-tiny", profile="shipped", dtype=dtype).tca == tca_jax.TCAConfig(window=512)
+
+
+def test_a_folder_of_the_users_own_is_not_hidden_by_a_shipped_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "recall-tiny")
+    assert tca_jax.load("recall-tiny").config.vocab_size == 97
+
+
 def test_a_folder_without_a_tokenizer_loads_and_takes_token_ids(tmp_path):
     lm = tca_jax.load(write_checkpoint(tmp_path, tokenizer=False))
     assert lm.tokenizer is None
@@ -118,7 +129,7 @@ def test_a_folder_without_a_tokenizer_loads_and_takes_token_ids(tmp_path):
         tca_jax.generate(lm, "text")
 
 
-def test_progress_counts_tensors(folder):
+def test_progress_counts_bytes(folder):
     seen = []
     tca_jax.load(folder, progress=lambda done, total: seen.append((done, total)))
     assert seen[-1][0] == seen[-1][1] > 10

@@ -118,6 +118,11 @@ def test_numbers_out_of_range_are_named(options, message):
         Sampling.create(**options)
 
 
+def test_a_temperature_of_zero_is_refused_where_none_means_greedy():
+    with pytest.raises(ValueError, match=r"temperature = 0.0: must be positive, or None for greedy"):
+        Sampling(temperature=0.0)
+
+
 def test_neutral_values_switch_a_filter_off():
     assert Sampling.create(temperature=0.5, top_p=1.0, min_p=0.0, repetition_penalty=1.0) == Sampling(temperature=0.5)
     assert Sampling.create(temperature=0.0, top_k=5, top_p=0.5) == Sampling()

@@ -1,0 +1,55 @@
+"""TCAConfig: its presets and every error on its fields."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tca_jax.config import TCAConfig
+
+
+def test_the_paper_preset_is_the_papers():
+    paper = TCAConfig.paper()
+    assert (paper.block_size, paper.window, paper.alpha, paper.tau) == (128, 4096, 0.5, 0.9)
+    assert (paper.density, paper.criterion) == ("paper", "column_mean")
+    assert TCAConfig.paper(window=512).window == 512
+
+
+def test_it_is_hashable_and_takes_numpy_numbers():
+    assert TCAConfig(window=512, alpha=np.float64(0.5)) == TCAConfig(window=512, alpha=0.5)
+    assert hash(TCAConfig()) == hash(dataclasses.replace(TCAConfig()))
+
+
+@pytest.mark.parametrize(
+    ("length", "blocks"), [(1, 0), (4096 + 127, 0), (4096 + 128, 1), (4096 + 255, 1), (131072, 992)]
+)
+def test_ranked_blocks_are_the_whole_blocks_beyond_the_window(length, blocks):
+    assert TCAConfig().num_ranked_blocks(length) == blocks
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block_size": 96}, r"TCAConfig.block_size = 96: must be a power of two"),
+        ({"block_size": 0}, r"TCAConfig.block_size = 0: must be a power of two"),
+        ({"block_size": True}, r"TCAConfig.block_size = True: must be an integer"),
+        ({"window": 4000}, r"TCAConfig.window = 4000: must be a positive multiple of block_size = 128"),
+        ({"window": 0}, r"TCAConfig.window = 0"),
+        ({"num_candidates": 1}, r"TCAConfig.num_candidates = 1: must be at least 2"),
+        ({"sigma": 0.0}, r"TCAConfig.sigma = 0.0: must be positive"),
+        ({"alpha": 1.5}, r"TCAConfig.alpha = 1.5: must lie in \[0, 1\]"),
+        ({"alpha": float("nan")}, r"TCAConfig.alpha = nan: must be a finite number"),
+        ({"tau": 0.0}, r"TCAConfig.tau = 0.0: must lie in \(0, 1\]"),
+    ],
+)
+def test_a_field_out_of_range_is_named(fields, message):
+    with pytest.raises(ValueError, match=message):
+        TCAConfig(**fields)
+
+
+@pytest.mark.parametrize("field", ["density", "index", "criterion"])
+def test_an_unknown_choice_lists_the_choices(field):
+    config = TCAConfig()
+    object.__setattr__(config, field, "best")  # past the tests' own type checks
+    with pytest.raises(ValueError, match=rf"TCAConfig.{field} = 'best': must be one of \["):
+        config.__post_init__()
