@@ -52,6 +52,35 @@ def everything(q, k, v, candidates, lengths, config):
 @settings(max_examples=6, deadline=None, database=None)
 @given(seed=st.integers(0, 2**32 - 1), spread=st.sampled_from([0.7, 1.5, 3.0]), data=st.data())
 def test_core_equals_the_float64_oracle(case, seed, spread, data):
+    _check_core(case, seed, spread, data)
+
+
+@st.composite
+def any_case(draw):
+    """Any shape and configuration; each is compiled for, hence few examples."""
+    block_size = draw(st.sampled_from([2, 8, 16]))
+    config = TCAConfig(
+        block_size=block_size,
+        window=block_size * draw(st.integers(1, 5)),
+        num_candidates=draw(st.sampled_from([2, 5, 14])),
+        sigma=draw(st.sampled_from([0.3, 1.0, 2.0])),
+        alpha=draw(st.sampled_from([0.0, 0.1, 0.5, 0.9])),
+        density=draw(st.sampled_from(["concentration", "paper"])),
+        index=draw(st.sampled_from(["hhi", "entropy"])),
+        criterion=draw(st.sampled_from(["retained_mass", "column_mean"])),
+    )
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 3, 4, 7]))
+    batch, tokens = draw(st.integers(1, 3)), draw(st.integers(1, 150))
+    return config, batch, tokens, kv_heads * group, kv_heads, draw(st.sampled_from([8, 20, 64])), jnp.float32
+
+
+@settings(max_examples=12, deadline=None, database=None)
+@given(case=any_case(), seed=st.integers(0, 2**32 - 1), spread=st.sampled_from([0.7, 1.5, 3.0]), data=st.data())
+def test_core_equals_the_float64_oracle_for_any_shape_and_configuration(case, seed, spread, data):
+    _check_core(case, seed, spread, data)
+
+
+def _check_core(case, seed, spread, data):
     config, batch, tokens, heads, kv_heads, head_dim, dtype = case
     lengths = np.array(data.draw(st.lists(st.integers(1, tokens), min_size=batch, max_size=batch)), np.int32)
     rows = st.integers(0, config.num_candidates)
