@@ -101,6 +101,8 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an answer may hold what the terminal's encoding lacks
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    # transformers would advise to install PyTorch, which nothing here needs.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     app()
 
 
