@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from tca_jax.models.rope import apply_rope, rope_cos_sin
 
 # (layer, q [B, L, Hq, d], k [B, L, Hkv, d], v [B, L, Hkv, d], state) -> (out [B, L, Hq, d], new state)
 Attention = Callable[[int, Array, Array, Array, Any], tuple[Array, Any]]
+_Projections = tuple[Array, Array, Array]  # q [B, L, Hq, d], k and v [B, L, Hkv, d]
 
 _INIT_STD = 0.02
 _CHUNK_ELEMENTS = 2**27  # of the MLP's inner width times the tokens of a chunk: 256 MiB in bfloat16
@@ -67,15 +69,17 @@ class RMSNorm(nnx.Module):
 
 
 class SelfAttention(nnx.Module):
-    """Projections, QK norm (Qwen3) and RoPE around the attention that is handed in."""
+    """Projections, QK norm (Qwen3) and RoPE around the attention that is handed in.
+
+    One product gives queries, keys and values, as three cost more time when they are of a single token. Its output
+    is ordered by KV head, each one's G query heads, its key head and its value head: `[H_kv, G + 2, d]`, flattened.
+    """
 
     def __init__(self, config: ModelConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         c = config
         self.num_heads, self.num_kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
-        q_dim, kv_dim = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        self.q = Linear(c.hidden_size, q_dim, bias=c.qkv_bias, param_dtype=param_dtype, rngs=rngs)
-        self.k = Linear(c.hidden_size, kv_dim, bias=c.qkv_bias, param_dtype=param_dtype, rngs=rngs)
-        self.v = Linear(c.hidden_size, kv_dim, bias=c.qkv_bias, param_dtype=param_dtype, rngs=rngs)
+        q_dim, qkv_dim = c.num_heads * c.head_dim, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        self.qkv = Linear(c.hidden_size, qkv_dim, bias=c.qkv_bias, param_dtype=param_dtype, rngs=rngs)
         std = _residual_std(c)
         self.o = Linear(q_dim, c.hidden_size, bias=c.o_bias, std=std, param_dtype=param_dtype, rngs=rngs)
         eps = c.rms_norm_eps
@@ -87,13 +91,13 @@ class SelfAttention(nnx.Module):
         x: Float[Array, "*tokens D"],
         cos: Float[Array, "*tokens half"],
         sin: Float[Array, "*tokens half"],
-    ) -> tuple[Float[Array, "*tokens Hq d"], Float[Array, "*tokens Hkv d"], Float[Array, "*tokens Hkv d"]]:
+    ) -> _Projections:
         """Queries, keys and values of the tokens, with QK norm and RoPE applied."""
         tokens = x.shape[:-1]
         with jax.named_scope("qkv"):
-            q = self.q(x).reshape(*tokens, self.num_heads, self.head_dim)
-            k = self.k(x).reshape(*tokens, self.num_kv_heads, self.head_dim)
-            v = self.v(x).reshape(*tokens, self.num_kv_heads, self.head_dim)
+            by_head = self.qkv(x).reshape(*tokens, self.num_kv_heads, -1, self.head_dim)
+            q = by_head[..., :-2, :].reshape(*tokens, self.num_heads, self.head_dim)
+            k, v = by_head[..., -2, :], by_head[..., -1, :]
         if self.q_norm is not None and self.k_norm is not None:
             with jax.named_scope("qk_norm"):
                 q, k = self.q_norm(q), self.k_norm(k)
@@ -139,13 +143,19 @@ class DecoderLayer(nnx.Module):
         sin: Float[Array, "B L half"],
         attend: Callable[[Array, Array, Array, Any], tuple[Array, Any]],
         state: Any,
-    ) -> tuple[Float[Array, "B L D"], Any]:
-        q, k, v = _by_chunks(self._before_attention, self.chunk, x, cos, sin)
-        with jax.named_scope("attention"):
-            out, state = attend(q, k, v, state)
-        return _by_chunks(self._after_attention, self.chunk, x, out.astype(x.dtype)), state
+        buffers: _Projections | None = None,
+    ) -> tuple[Float[Array, "B L D"], Any, _Projections]:
+        """Runs the layer; `buffers` are the queries, keys and values of the layer before, to be overwritten.
 
-    def _before_attention(self, x: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
+        Returns:
+            The new residual stream, the new state, and the layer's queries, keys and values for the next to overwrite.
+        """
+        projected = _by_chunks(self._before_attention, self.chunk, buffers, x, cos, sin)
+        with jax.named_scope("attention"):
+            out, state = attend(*projected, state)
+        return _by_chunks(self._after_attention, self.chunk, x, out.astype(x.dtype)), state, projected
+
+    def _before_attention(self, _: Any, x: Array, cos: Array, sin: Array) -> _Projections:
         return self.attention.project(self.attention_norm(x), cos, sin)
 
     def _after_attention(self, x: Array, out: Array) -> Array:
@@ -154,22 +164,43 @@ class DecoderLayer(nnx.Module):
             return x + self.mlp(self.mlp_norm(x))
 
 
-def _by_chunks(function: Callable[..., Any], chunk: int, *inputs: Array) -> Any:
-    """function(*inputs), which acts on each token alone, `chunk` tokens at a time.
+def _by_chunks(function: Callable[..., Any], chunk: int, old: Any, *inputs: Array) -> Any:
+    """function(old, *inputs), which acts on each token alone, `chunk` tokens at a time.
 
-    At 128K tokens the intermediates of the MLP would outweigh the weights.
+    At 128K tokens the intermediates of the MLP would outweigh the weights. Results are written over `old`, in place
+    where nothing else needs it: with fresh buffers the compiler makes those of all layers at the start, and a model of
+    32 layers takes 90 GB more than it needs.
 
     Args:
-        function: Takes and returns arrays with any leading token axes.
+        function: Takes and returns arrays with any leading token axes; its results have the shapes of `old`.
         chunk: Tokens at once.
+        old: Pytree of `[B, L, ...]`, or None for fresh buffers (the function then gets None).
         inputs: `[B, L, ...]`.
     """
     batch, length = inputs[0].shape[:2]
-    if batch * length <= chunk:
-        return function(*inputs)
-    tokens = [x.reshape(batch * length, *x.shape[2:]) for x in inputs]
-    results = jax.lax.map(lambda token: function(*token), tokens, batch_size=chunk)
-    return jax.tree.map(lambda y: y.reshape(batch, length, *y.shape[1:]), results)
+    tokens = batch * length
+    if tokens <= chunk:
+        return function(old, *inputs)
+    flat = functools.partial(jax.tree.map, lambda x: x.reshape(tokens, *x.shape[2:]))
+
+    def cut(arrays: Any, start: Any, size: int) -> Any:
+        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size), arrays)
+
+    def write(start: Any, size: int, results: Any) -> Any:
+        part = function(cut(results, start, size) if old is not None else None, *cut(flat_inputs, start, size))
+        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 0), results, part)
+
+    flat_inputs = flat(inputs)
+    if old is None:
+        shapes = jax.eval_shape(lambda: function(None, *inputs))
+        results = flat(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+    else:
+        results = flat(old)
+    whole = tokens // chunk
+    results = jax.lax.fori_loop(0, whole, lambda i, results: write(i * chunk, chunk, results), results)
+    if tokens % chunk:
+        results = write(whole * chunk, tokens % chunk, results)
+    return jax.tree.map(lambda x: x.reshape(batch, length, *x.shape[1:]), results)
 
 
 class Decoder(nnx.Module):
@@ -237,11 +268,11 @@ class Decoder(nnx.Module):
             x = self.embedding[...].at[tokens].get(mode="clip").astype(self.dtype)
         with jax.named_scope("rope_angles"):
             cos, sin = rope_cos_sin(positions, self.config.head_dim, self.config.rope)
-        new_states = []
+        new_states, buffers = [], None
         for index, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
             run = _bind(layer, index, attention)
             with jax.named_scope(f"layer_{index}"):
-                x, state = (jax.checkpoint(run) if remat else run)(x, cos, sin, state)
+                x, state, buffers = (jax.checkpoint(run) if remat else run)(x, cos, sin, state, buffers)
             new_states.append(state)
         with jax.named_scope("final_norm"):
             return self.norm(x), tuple(new_states)
@@ -270,11 +301,13 @@ class Decoder(nnx.Module):
             )
 
 
-def _bind(layer: DecoderLayer, index: int, attention: Attention) -> Callable[..., tuple[Array, Any]]:
+def _bind(layer: DecoderLayer, index: int, attention: Attention) -> Callable[..., tuple[Array, Any, _Projections]]:
     """The layer as a function of arrays only, which is what `jax.checkpoint` takes."""
 
-    def run(x: Array, cos: Array, sin: Array, state: Any) -> tuple[Array, Any]:
-        return layer(x, cos, sin, lambda q, k, v, s: attention(index, q, k, v, s), state)
+    def run(
+        x: Array, cos: Array, sin: Array, state: Any, buffers: _Projections | None
+    ) -> tuple[Array, Any, _Projections]:
+        return layer(x, cos, sin, lambda q, k, v, s: attention(index, q, k, v, s), state, buffers)
 
     return run
 

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,48 @@ from safetensors.numpy import save_file
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 
-# Path in the decoder -> name in the checkpoint, and whether the checkpoint holds the transpose ([out, in]).
-_NAMES: tuple[tuple[str, str, bool], ...] = (
-    (r"embedding", r"model.embed_tokens.weight", False),
-    (r"norm\.scale", r"model.norm.weight", False),
-    (r"head\.kernel", r"lm_head.weight", True),
-    (r"layers\.(\d+)\.attention_norm\.scale", r"model.layers.\1.input_layernorm.weight", False),
-    (r"layers\.(\d+)\.mlp_norm\.scale", r"model.layers.\1.post_attention_layernorm.weight", False),
-    (r"layers\.(\d+)\.attention\.([qk])_norm\.scale", r"model.layers.\1.self_attn.\2_norm.weight", False),
-    (r"layers\.(\d+)\.attention\.([qkvo])\.kernel", r"model.layers.\1.self_attn.\2_proj.weight", True),
-    (r"layers\.(\d+)\.attention\.([qkvo])\.bias", r"model.layers.\1.self_attn.\2_proj.bias", False),
-    (r"layers\.(\d+)\.mlp\.(gate|up|down)\.kernel", r"model.layers.\1.mlp.\2_proj.weight", True),
-    (r"layers\.(\d+)\.mlp\.(gate|up|down)\.bias", r"model.layers.\1.mlp.\2_proj.bias", False),
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """Where checkpoints keep a kind of parameter.
+
+    Attributes:
+        path: Its path in the decoder, a regular expression.
+        names: Its tensors, as templates of the match.
+        transposed: The checkpoint holds transposes ([out, in]).
+        parts: Where there are several tensors, `(groups, widths)`: the parameter's last axis is
+            [groups, sum(widths)], flattened, and each tensor fills its width of every group.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    transposed: bool = False
+    parts: Callable[[ModelConfig], tuple[int, tuple[int, ...]]] | None = None
+
+
+def _by_kv_head(config: ModelConfig) -> tuple[int, tuple[int, ...]]:
+    """The order of `SelfAttention.qkv`: each KV head's queries, then its key, then its value."""
+    d = config.head_dim
+    return config.num_kv_heads, (config.num_heads // config.num_kv_heads * d, d, d)
+
+
+_LAYER, _HF_LAYER = r"layers\.(\d+)", r"model.layers.\1"
+_QKV_WEIGHTS, _QKV_BIASES = (
+    tuple(rf"{_HF_LAYER}.self_attn.{part}_proj.{kind}" for part in "qkv") for kind in ("weight", "bias")
+)
+_TABLE = (
+    _Row(r"embedding", ("model.embed_tokens.weight",)),
+    _Row(r"norm\.scale", ("model.norm.weight",)),
+    _Row(r"head\.kernel", ("lm_head.weight",), transposed=True),
+    _Row(rf"{_LAYER}\.attention_norm\.scale", (rf"{_HF_LAYER}.input_layernorm.weight",)),
+    _Row(rf"{_LAYER}\.mlp_norm\.scale", (rf"{_HF_LAYER}.post_attention_layernorm.weight",)),
+    _Row(rf"{_LAYER}\.attention\.qkv\.kernel", _QKV_WEIGHTS, transposed=True, parts=_by_kv_head),
+    _Row(rf"{_LAYER}\.attention\.qkv\.bias", _QKV_BIASES, parts=_by_kv_head),
+    _Row(rf"{_LAYER}\.attention\.([qk])_norm\.scale", (rf"{_HF_LAYER}.self_attn.\2_norm.weight",)),
+    _Row(rf"{_LAYER}\.attention\.o\.kernel", (rf"{_HF_LAYER}.self_attn.o_proj.weight",), transposed=True),
+    _Row(rf"{_LAYER}\.attention\.o\.bias", (rf"{_HF_LAYER}.self_attn.o_proj.bias",)),
+    _Row(rf"{_LAYER}\.mlp\.(gate|up|down)\.kernel", (rf"{_HF_LAYER}.mlp.\2_proj.weight",), transposed=True),
+    _Row(rf"{_LAYER}\.mlp\.(gate|up|down)\.bias", (rf"{_HF_LAYER}.mlp.\2_proj.bias",)),
 )
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEAD = "lm_head.weight"
@@ -55,16 +85,35 @@ class _Stored:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Wanted:
-    """A parameter of the decoder."""
+class _Parameter:
+    """A parameter of the decoder and the tensors of the checkpoint that it is made of; `_Row` says how."""
 
     path: tuple[Any, ...]
-    variable: Any  # its `nnx.Param`, without a value
+    variable: Any  # its `nnx.Param`, with or without a value
+    names: tuple[str, ...]
     transposed: bool
+    groups: int
+    widths: tuple[int, ...]
 
     @property
-    def stored_shape(self) -> tuple[int, ...]:
-        return self.variable.shape[::-1] if self.transposed else self.variable.shape
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors in the checkpoint."""
+        shapes = [(*self.variable.shape[:-1], self.groups * width) for width in self.widths]
+        return {n: shape[::-1] if self.transposed else shape for n, shape in zip(self.names, shapes, strict=True)}
+
+    def join(self, tensors: Sequence[Array]) -> Array:
+        """The parameter of its tensors, each as `_place` gives it."""
+        return tensors[0] if len(tensors) == 1 else _join(tuple(tensors), groups=self.groups)
+
+    def split(self, value: np.ndarray) -> dict[str, np.ndarray]:
+        """The tensors of the parameter, as the checkpoint holds them."""
+        by_group = value.reshape(*value.shape[:-1], self.groups, -1)
+        parts = np.split(by_group, np.cumsum(self.widths)[:-1], axis=-1)
+        flat = [part.reshape(*value.shape[:-1], -1) for part in parts]
+        return {
+            name: np.ascontiguousarray(part.T if self.transposed else part)
+            for name, part in zip(self.names, flat, strict=True)
+        }
 
 
 def load_decoder(
@@ -90,29 +139,29 @@ def load_decoder(
     """
     folder = Path(folder)
     abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
-    graphdef, state = nnx.split(abstract)
-    wanted = {}
-    for path, variable in nnx.to_flat_state(state):
-        name, transposed = _checkpoint_name(path)
-        wanted[name] = _Wanted(path, variable, transposed)
+    parameters = _parameters(abstract)
+    wanted = {name: parameter for parameter in parameters for name in parameter.names}
     stored = _read_headers(folder)
     _check_tensors(folder, wanted, stored)
 
     sizes = {name: math.prod(stored[name].shape) * _STORED_BYTES[stored[name].dtype] for name in wanted}
-    done, loaded = 0, {}
+    done, placed = 0, {}
     for file in sorted({stored[name].file for name in wanted}):
         with _opened(file) as shard:
             for name in (name for name in wanted if stored[name].file == file):
-                target = wanted[name]
-                array = _place(shard.get_tensor(name), dtype=jnp.dtype(dtype), transposed=target.transposed)
+                array = _place(shard.get_tensor(name), dtype=jnp.dtype(dtype), transposed=wanted[name].transposed)
                 # Transfers that queue up would each hold a tensor on the host, and so would the references to
                 # finished ones, which JAX drops only when Python collects garbage (the youngest is enough).
-                loaded[target.path] = target.variable.replace(jax.block_until_ready(array))
+                placed[name] = jax.block_until_ready(array)
                 gc.collect(0)
                 done += sizes[name]
                 if progress is not None:
                     progress(done, sum(sizes.values()))
-    decoder: Decoder = nnx.merge(graphdef, nnx.from_flat_state(loaded))
+    loaded = {}
+    for parameter in parameters:
+        value = parameter.join([placed.pop(name) for name in parameter.names])
+        loaded[parameter.path] = parameter.variable.replace(jax.block_until_ready(value))  # its tensors are freed
+    decoder: Decoder = nnx.merge(nnx.graphdef(abstract), nnx.from_flat_state(loaded))
     if config.tie_embeddings and _HEAD in stored:
         _check_tied_head(stored[_HEAD].file, decoder)
     return decoder
@@ -134,10 +183,9 @@ def save_decoder(
     """
     name = jnp.dtype(dtype).name
     write_config(folder, dataclasses.replace(decoder.config, dtype_name=name), config_entries)
-    tensors = {}
-    for path, variable in nnx.to_flat_state(nnx.state(decoder, nnx.Param)):
-        (name, transposed), value = _checkpoint_name(path), np.asarray(variable[...].astype(dtype))
-        tensors[name] = np.ascontiguousarray(value.T if transposed else value)
+    tensors: dict[str, np.ndarray] = {}
+    for parameter in _parameters(decoder):
+        tensors |= parameter.split(np.asarray(parameter.variable[...].astype(dtype)))
     file = Path(folder) / _SINGLE
     save_file(tensors, file, metadata={"format": "pt"})  # transformers asks for the format
     shutil.copymode(file.with_name("config.json"), file)  # safetensors leaves it to its owner alone
@@ -158,12 +206,31 @@ def _place(tensor: Any, *, dtype: Any, transposed: bool) -> Array:
     return tensor.T if transposed else tensor
 
 
-def _checkpoint_name(path: tuple[Any, ...]) -> tuple[str, bool]:
-    """Name of a parameter in the checkpoint, and whether it is stored transposed."""
+@functools.partial(jax.jit, static_argnames="groups")
+def _join(tensors: tuple[Array, ...], *, groups: int) -> Array:
+    """Concatenates the last axes group by group."""
+    lead = tensors[0].shape[:-1]
+    by_group = [tensor.reshape(*lead, groups, -1) for tensor in tensors]
+    return jnp.concatenate(by_group, axis=-1).reshape(*lead, -1)
+
+
+def _parameters(decoder: Decoder) -> list[_Parameter]:
+    """Every parameter of the decoder, with its tensors."""
+    parameters = []
+    for path, variable in nnx.to_flat_state(nnx.state(decoder, nnx.Param)):
+        row, match = _row(path)
+        groups, widths = row.parts(decoder.config) if row.parts else (1, variable.shape[-1:])
+        names = tuple(match.expand(name) for name in row.names)
+        parameters.append(_Parameter(path, variable, names, row.transposed, groups, widths))
+    return parameters
+
+
+def _row(path: tuple[Any, ...]) -> tuple[_Row, re.Match[str]]:
+    """The table's row of a parameter, and the match that fills in its names."""
     joined = ".".join(str(part) for part in path)
-    for pattern, name, transposed in _NAMES:
-        if match := re.fullmatch(pattern, joined):
-            return match.expand(name), transposed
+    for row in _TABLE:
+        if match := re.fullmatch(row.path, joined):
+            return row, match
     raise AssertionError(f"parameter {joined} has no name in checkpoints")  # the table lacks a row
 
 
@@ -211,16 +278,15 @@ def _opened(file: Path) -> Iterator[Any]:
         raise ValueError(f"{file} is corrupt or incomplete: {error}") from error
 
 
-def _check_tensors(folder: Path, wanted: Mapping[str, _Wanted], stored: Mapping[str, _Stored]) -> None:
+def _check_tensors(folder: Path, wanted: Mapping[str, _Parameter], stored: Mapping[str, _Stored]) -> None:
     """Nothing is missing, misshapen or of a dtype that is not read, and nothing would be left out."""
-    for name, target in wanted.items():
+    for name, parameter in wanted.items():
         if name not in stored:
             raise ValueError(f"{folder} lacks tensor {name!r}, which its config.json asks for")
-        found = stored[name]
-        if found.shape != target.stored_shape:
+        found, shape = stored[name], parameter.stored_shapes[name]
+        if found.shape != shape:
             raise ValueError(
-                f"{found.file}: tensor {name!r} has shape {list(found.shape)}, "
-                f"config.json asks for {list(target.stored_shape)}"
+                f"{found.file}: tensor {name!r} has shape {list(found.shape)}, config.json asks for {list(shape)}"
             )
         if found.dtype not in _STORED_BYTES:
             raise ValueError(

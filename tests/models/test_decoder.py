@@ -131,8 +131,24 @@ def test_float32_products_are_asked_for_in_full_precision(config: ModelConfig) -
         return decoder.logits(hidden)
 
     program = " ".join(str(jax.make_jaxpr(logits)(*inputs(config))).split())
-    assert program.count("dot_general[") == 2 * 7 + 1
-    assert program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == 2 * 7 + 1
+    assert program.count("dot_general[") == 2 * 5 + 1
+    assert program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == 2 * 5 + 1
+
+
+def test_one_product_holds_queries_key_and_value_of_each_kv_head_side_by_side(config_entries: Any) -> None:
+    config = ModelConfig.from_hf(config_entries("qwen2", num_attention_heads=6, head_dim=8))
+    attention = make(config).layers[1].attention
+    rng = np.random.default_rng(0)
+    x, bias = rng.normal(size=(3, 32)).astype(np.float32), rng.normal(size=(2, 3 + 2, 8)).astype(np.float32)
+    attention.qkv.bias[...] = jnp.asarray(bias.ravel())
+    kernel = np.asarray(attention.qkv.kernel[...], np.float64).reshape(32, 2, 3 + 2, 8)
+    products = np.einsum("tD,Dhgd->thgd", x, kernel) + bias
+    unrotated = jnp.ones((3, 4)), jnp.zeros((3, 4))
+    q, k, v = attention.project(jnp.asarray(x), *unrotated)
+    for head in range(6):
+        np.testing.assert_allclose(q[:, head], products[:, head // 3, head % 3], atol=1e-5)
+    np.testing.assert_allclose(k, products[:, :, 3], atol=1e-5)
+    np.testing.assert_allclose(v, products[:, :, 4], atol=1e-5)
 
 
 def test_padding_tokens_outside_the_vocabulary_do_no_harm(config: ModelConfig) -> None:
@@ -156,7 +172,7 @@ def test_logits_of_any_leading_shape(tied: bool, config_entries: Any) -> None:
 
 def test_residual_projections_start_smaller(config_entries: Any) -> None:
     layer = make(ModelConfig.from_hf(config_entries("llama"))).layers[0]
-    for kernel in (layer.attention.q.kernel, layer.mlp.gate.kernel, layer.mlp.up.kernel):
+    for kernel in (layer.attention.qkv.kernel, layer.mlp.gate.kernel, layer.mlp.up.kernel):
         assert abs(float(kernel[...].std()) / 0.02 - 1) < 0.15
     for kernel in (layer.attention.o.kernel, layer.mlp.down.kernel):
         assert abs(float(kernel[...].std()) / (0.02 / math.sqrt(2 * 2)) - 1) < 0.15

@@ -37,11 +37,11 @@ def test_any_other_weight_has_another_fingerprint(decoder: Decoder) -> None:
     seen.add(fingerprint(decoder))
     kernel[...] = kernel[...].at[jnp.asarray([3, 4])].set(kernel[...][jnp.asarray([4, 3])])
     seen.add(fingerprint(decoder))
-    bias = decoder.layers[0].attention.q.bias
-    bias[...] = bias[...].at[-1].set(1.0)
+    qkv = decoder.layers[0].attention.qkv
+    qkv.bias[...] = qkv.bias[...].at[-1].set(1.0)
     seen.add(fingerprint(decoder))
-    q, k = decoder.layers[0].attention.k, decoder.layers[0].attention.v
-    q.kernel[...], k.kernel[...] = k.kernel[...], q.kernel[...]
+    heads = qkv.kernel[...].reshape(32, 2, 2 + 2, 8)  # keys and values change places
+    qkv.kernel[...] = heads[:, :, jnp.asarray([0, 1, 3, 2])].reshape(32, -1)
     seen.add(fingerprint(decoder))
     assert len(seen) == 5
 

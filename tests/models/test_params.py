@@ -21,6 +21,8 @@ from tca_jax.models.decoder import Decoder
 from tca_jax.models.params import load_decoder, save_decoder
 
 INDEX = "model.safetensors.index.json"
+Q, K = (f"model.layers.1.self_attn.{part}_proj.weight" for part in "qk")
+V_BIAS = "model.layers.1.self_attn.v_proj.bias"
 
 
 @pytest.fixture
@@ -38,13 +40,16 @@ def make(config: ModelConfig) -> Decoder:
 
 
 def shard(folder: Path) -> dict[str, str]:
-    """Split `model.safetensors` into three files with an index, as large checkpoints are; the weight map."""
+    """Split `model.safetensors` into three files with an index, as large checkpoints are; the weight map.
+
+    Neighbours go to different files, and so do the tensors of one parameter.
+    """
     tensors = load_file(folder / "model.safetensors")
     weight_map = {}
-    for part, names in enumerate(np.array_split(sorted(tensors), 3), 1):
-        file = f"model-{part:05}-of-00003.safetensors"
-        save_file({name: tensors[name] for name in names.tolist()}, folder / file)
-        weight_map |= dict.fromkeys(names.tolist(), file)
+    for part in range(3):
+        file, names = f"model-{part + 1:05}-of-00003.safetensors", sorted(tensors)[part::3]
+        save_file({name: tensors[name] for name in names}, folder / file)
+        weight_map |= dict.fromkeys(names, file)
     (folder / "model.safetensors").unlink()
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return weight_map
@@ -91,24 +96,26 @@ def test_weights_are_cast_from_what_is_stored_to_what_is_wanted(
 def test_shards_load_like_a_single_file_and_progress_counts_bytes(config: ModelConfig, tmp_path: Path) -> None:
     decoder = make(config)
     save_decoder(tmp_path, decoder, jnp.bfloat16)
-    shard(tmp_path)
+    weight_map = shard(tmp_path)
+    assert weight_map[Q] != weight_map[K]  # one parameter from two files
     calls: list[tuple[int, int]] = []
     loaded = load_decoder(tmp_path, config, jnp.bfloat16, lambda done, total: calls.append((done, total)))
     assert_equal_weights(loaded, jax.tree.map(lambda x: x.astype(jnp.bfloat16), decoder))
-    parameters = jax.tree.leaves(nnx.state(decoder))
-    total = sum(2 * parameter.size for parameter in parameters)
-    assert len(calls) == len(parameters)
+    total = sum(2 * parameter.size for parameter in jax.tree.leaves(nnx.state(decoder)))
+    assert len(calls) == len(weight_map)
     assert calls[-1] == (total, total)
     assert calls == sorted(set(calls))
 
 
-def test_host_memory_stays_near_one_tensor(config_entries: Any, tmp_path: Path) -> None:
-    shape = {"hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 5}
+@pytest.mark.parametrize("widest", [{"intermediate_size": 4096}, {"head_dim": 1024}])
+def test_host_memory_stays_near_one_tensor(widest: dict[str, int], config_entries: Any, tmp_path: Path) -> None:
+    """Queries, keys and values, which are one parameter, are never on the host together."""
+    shape = {"hidden_size": 256, "num_hidden_layers": 6} | widest
     decoder = Decoder(ModelConfig.from_hf(config_entries("llama", **shape)), rngs=nnx.Rngs(0))
     save_decoder(tmp_path, decoder, jnp.bfloat16)
     load_decoder(tmp_path, decoder.config, jnp.bfloat16)  # what is compiled and imported once is not counted
-    largest = max(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(decoder)))
-    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(decoder)))
+    sizes = [tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values()]
+    whole, largest = sum(sizes), max(sizes)
     tracemalloc.start()
     try:
         load_decoder(tmp_path, decoder.config, jnp.bfloat16)
@@ -151,16 +158,30 @@ def test_rotary_buffers_of_old_checkpoints_are_ignored(config: ModelConfig, tmp_
     assert_equal_weights(load_decoder(tmp_path, config, jnp.float32), decoder)
 
 
-Q = "model.layers.1.self_attn.q_proj.weight"
+def test_a_checkpoint_holds_queries_keys_and_values_apart(config: ModelConfig, tmp_path: Path) -> None:
+    decoder = make(config)
+    save_decoder(tmp_path, decoder, jnp.float32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    qkv = decoder.layers[1].attention.qkv
+    for kind, value in (("weight", qkv.kernel[...].T), ("bias", qkv.bias[...])):
+        heads = value.reshape(2, 2 + 2, 8, *value.shape[1:])  # KV heads; each one's queries, key and value
+        for part, chosen in (("q", heads[:, :2]), ("k", heads[:, 2]), ("v", heads[:, 3])):
+            stored = tensors[f"model.layers.1.self_attn.{part}_proj.{kind}"]
+            np.testing.assert_array_equal(stored, chosen.reshape(-1, *value.shape[1:]))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda t: t.pop(Q), rf"lacks tensor '{Q}'"),
+        (lambda t: t.pop(V_BIAS), rf"lacks tensor '{V_BIAS}'"),
         (
             lambda t: t.update({Q: t[Q][:-1]}),
             rf"model\.safetensors: tensor '{Q}' has shape \[31, 32\], .*\[32, 32\]",
+        ),
+        (
+            lambda t: t.update({K: t[Q]}),  # as wide as queries, in place of keys
+            rf"model\.safetensors: tensor '{K}' has shape \[32, 32\], .*\[16, 32\]",
         ),
         (
             lambda t: t.update({Q: t[Q].astype(np.int8)}),
@@ -217,4 +238,4 @@ def test_parameter_count_is_what_the_shapes_say(config: ModelConfig) -> None:
     heads, inner, width, vocab = 32 * 8 * (4 + 2 + 2 + 4), 3 * 32 * 48, 32, 67
     biases = 8 * (4 + 2 + 2) + width + 2 * 48 + width
     assert sum(sizes) == 2 * (heads + inner + biases + 2 * width) + 2 * vocab * width + width
-    assert len(sizes) == 2 * (2 + 8 + 6) + 3
+    assert len(sizes) == 2 * (2 + 4 + 6) + 3
