@@ -25,7 +25,16 @@ _OPERATIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "cudnn": frozenset({"causal_attention"}),
         "mosaic": frozenset({"causal_attention", "prefill_attention"}),
-        "triton": frozenset({"decode_attention", "select_tokens", "token_scores"}),
+        "triton": frozenset(
+            {
+                "causal_attention",
+                "column_mass",
+                "decode_attention",
+                "prefill_attention",
+                "select_tokens",
+                "token_scores",
+            }
+        ),
     }
 )
 
@@ -36,6 +45,16 @@ def check_backend(backend: str) -> None:
     lack = None if backend == "auto" else _lacks(backend)
     if lack is not None:
         raise ValueError(f"backend = {backend!r} {lack}; use 'auto' or 'xla'")
+
+
+def can_run(backend: str) -> bool:
+    """Whether this device runs a named backend.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    validate_backend(backend)
+    return backend == "auto" or _lacks(backend) is None
 
 
 def backend_for(operation: str, backend: str) -> str:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tca_jax.pallas_kernels import prefill_attention_mosaic, prefill_attention_xla
+from tca_jax.pallas_kernels import prefill_attention_mosaic, prefill_attention_triton, prefill_attention_xla
 from tca_jax.pallas_kernels.backends import dispatch
 from tca_jax.pallas_kernels.checks import check_shapes
 from tca_jax.pallas_kernels.tiles import round_up
@@ -53,11 +53,28 @@ def _cudnn(q: Array, k: Array, v: Array, lengths: Array) -> Array:
             f"causal_attention on cudnn takes bfloat16 and float16 and d up to 128, not {q.dtype} and d = {head_dim}"
         )
     # Padding stands to the right of every token that counts: the causal mask alone keeps it out.
+    q, k, v = _mapped_alike(q, k, v)
     try:
         out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
     except RuntimeError as error:  # "cuDNN is not detected"
         raise NotImplementedError(f"causal_attention on cudnn: {error}") from error
     return jnp.where((jnp.arange(q.shape[1]) < lengths[:, None])[..., None, None], out, 0)
+
+
+@jax.custom_batching.custom_vmap
+def _map_alike(*arrays: Array) -> tuple[Array, ...]:
+    """The arrays themselves; `jax.vmap` then maps all of them over axis 0, and JAX takes nothing else for cuDNN."""
+    return arrays
+
+
+@_map_alike.def_vmap
+def _map_all(size: int, mapped: list[bool], *arrays: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+    alike = (x if own else jnp.broadcast_to(x, (size, *x.shape)) for x, own in zip(arrays, mapped, strict=True))
+    return _map_alike(*alike), (True,) * len(arrays)
+
+
+_mapped_alike = jax.custom_vjp(_map_alike)  # for gradients: a `custom_vmap` alone has none
+_mapped_alike.defvjp(lambda *arrays: (_mapped_alike(*arrays), None), lambda _, cotangents: cotangents)
 
 
 def _all_local(implementation: Callable[..., Array]) -> Callable[..., Array]:
@@ -78,6 +95,7 @@ _IMPLEMENTATIONS = MappingProxyType(
     {
         "cudnn": _cudnn,
         "mosaic": _all_local(prefill_attention_mosaic.prefill_attention),
+        "triton": _all_local(prefill_attention_triton.prefill_attention),
         "xla": _all_local(prefill_attention_xla.prefill_attention),
     }
 )

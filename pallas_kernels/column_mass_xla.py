@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores
+from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, varying_like
 from tca_jax.pallas_kernels.tiles import Tiles, default_tiles, heads_first, round_up, tile_map
 
 
@@ -54,7 +54,8 @@ def column_mass(
 
         zeros = jnp.zeros(tiles.keys, jnp.float32)
         first = number * tiles.keys // tiles.queries
-        near, far = jax.lax.fori_loop(first, -(-end // tiles.queries), step, (zeros, zeros))
+        sums = varying_like((zeros, zeros), q, k, lengths)
+        near, far = jax.lax.fori_loop(first, -(-end // tiles.queries), step, sums)
         return near / group, far / group
 
     near, far = tile_map(one_tile, batch * kv_heads * num_tiles, tiles.parallel)
@@ -107,9 +108,8 @@ def row_log_sum_exp(
 
         end = jnp.minimum((number + 1) * tiles.queries, lengths[region // kv_heads])
         trips = jnp.where(number * tiles.queries < end, -(-end // tiles.keys), 0)
-        peak, weight = jax.lax.fori_loop(
-            0, trips, step, (jnp.full(size, MASKED, jnp.float32), jnp.zeros(size, jnp.float32))
-        )
+        empty = jnp.full(size, MASKED, jnp.float32), jnp.zeros(size, jnp.float32)
+        peak, weight = jax.lax.fori_loop(0, trips, step, varying_like(empty, q, k, lengths))
         return peak + jnp.log(weight)
 
     norms = tile_map(one_tile, batch * kv_heads * num_tiles, tiles.parallel)

@@ -48,9 +48,9 @@ class DecodeConfig:
 
 
 def default_config(head_dim: int, itemsize: int) -> DecodeConfig:
-    """Tiles of 16 KiB, and as many chunks as the multiprocessors hold at once."""
+    """Tiles of 16 KiB, and as many chunks as the multiprocessors hold at once; measured on an H200."""
     keys = min(128, max(16, 16384 // (head_dim * itemsize)))
-    return DecodeConfig(keys=keys, programs=2 * multiprocessors(), warps=4, stages=4)
+    return DecodeConfig(keys=keys, programs=2 * multiprocessors(), warps=2, stages=3)
 
 
 @partial(jax.jit, static_argnames=("block_size", "window", "capacity", "config", "interpret"))
@@ -164,21 +164,30 @@ class _Split(NamedTuple):
     Attributes:
         tiles: Tiles of a region.
         counts: Chunks of a region.
+        pooled: Tokens of a region in the pool.
+        positions: Position of the query.
     """
 
     tiles: Array
     counts: Array
+    pooled: Array
+    positions: Array
 
     def region_of(self, chunk: Array) -> Array:
         """Region of a chunk; chunks are numbered region after region."""
         return jnp.sum((jnp.cumsum(self.counts) <= chunk).astype(jnp.int32))
 
-    def of(self, region: Array) -> tuple[Array, Array, Array]:
-        """Tiles of a region, number of its first chunk, and count of its chunks."""
-        lanes = jnp.arange(self.tiles.shape[0], dtype=jnp.int32)
-        own = lanes == region
-        first = jnp.sum(jnp.where(lanes < region, self.counts, 0))
-        return jnp.sum(jnp.where(own, self.tiles, 0)), first, jnp.sum(jnp.where(own, self.counts, 0))
+    def first_chunk(self, region: Array) -> Array:
+        """Number of a region's first chunk."""
+        return jnp.sum(jnp.where(self.lanes < region, self.counts, 0))
+
+    def of(self, region: Array, values: Array) -> Array:
+        """A region's own of some values by lane, which were read before the region was known."""
+        return jnp.sum(jnp.where(self.lanes == region, values, 0))
+
+    @property
+    def lanes(self) -> Array:
+        return jnp.arange(self.tiles.shape[0], dtype=jnp.int32)
 
 
 def _split(layout: _Layout, lengths_ref: Any, positions_ref: Any) -> _Split:
@@ -192,12 +201,14 @@ def _split(layout: _Layout, lengths_ref: Any, positions_ref: Any) -> _Split:
     rows = lax.div(lanes, jnp.full_like(lanes, layout.kv_heads))
     positions = pltriton.load(positions_ref.at[rows], mask=valid, other=-1)
     tiles = layout.tiles(layout.local_tokens(positions)[1])
+    pooled = jnp.zeros_like(tiles)
     if layout.has_pool:
-        tiles += layout.tiles(pltriton.load(lengths_ref.at[lanes], mask=valid, other=0))
+        pooled = pltriton.load(lengths_ref.at[lanes], mask=valid, other=0)
+        tiles += layout.tiles(pooled)
     total = jnp.sum(tiles)
     tight, safe = (jnp.maximum(divide_up(total, n), 1) for n in (layout.programs, layout.programs - layout.regions))
     fits = jnp.sum(divide_up(tiles, tight)) <= layout.programs
-    return _Split(tiles, divide_up(tiles, jnp.where(fits, tight, safe)))
+    return _Split(tiles, divide_up(tiles, jnp.where(fits, tight, safe)), pooled, positions)
 
 
 def _attend_chunk(
@@ -221,8 +232,8 @@ def _attend_chunk(
 
     @pl.when(region < layout.regions)
     def _() -> None:
-        tiles, first_chunk, chunks = split.of(region)
-        part = chunk - first_chunk
+        tiles, chunks = split.of(region, split.tiles), split.of(region, split.counts)
+        part = chunk - split.first_chunk(region)
         begin, end = lax.div(tiles * part, chunks), lax.div(tiles * (part + 1), chunks)
         heads = jnp.arange(max(16, pl.next_power_of_2(layout.group)), dtype=jnp.int32)  # a matrix unit takes 16
         columns = jnp.arange(q_ref.shape[1], dtype=jnp.int32)
@@ -238,7 +249,7 @@ def _attend_chunk(
 
         pool_tiles = jnp.zeros_like(begin)
         if layout.has_pool:
-            offset, length = offsets_ref[region], lengths_ref[region]
+            offset, length = offsets_ref[region], split.of(region, split.pooled)
             pool_tiles = layout.tiles(length)
             state = lax.fori_loop(
                 jnp.minimum(begin, pool_tiles),
@@ -247,8 +258,7 @@ def _attend_chunk(
                 state,
             )
 
-        position = positions_ref[lax.div(region, layout.kv_heads)]
-        first, length = layout.local_tokens(position)
+        first, length = layout.local_tokens(split.of(region, split.positions))
         start = lax.rem(first, layout.ring)
 
         def slot(index: Array) -> Array:
@@ -306,7 +316,8 @@ def _merge_chunks(
     """Merges the chunks of one query head."""
     row = pl.program_id(0)
     region = lax.div(row, layout.group)
-    _, first, count = _split(layout, lengths_ref, positions_ref).of(region)
+    split = _split(layout, lengths_ref, positions_ref)
+    first, count = split.first_chunk(region), split.of(region, split.counts)
     head = row - region * layout.group
     columns = jnp.arange(parts_ref.shape[1], dtype=jnp.int32)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jaxtyping import Array, Float, Float32
 
 #: Score of a masked token: finite, so that a row of masked tokens gives zeros and never NaN.
 MASKED = -1e30
+_T = TypeVar("_T")
 
 
 def precision(dtype: jnp.dtype) -> jax.lax.Precision:
@@ -32,3 +34,17 @@ def weighted_sum(subscripts: str, weights: Float[Array, " *W"], v: Float[Array, 
         precision=precision(v.dtype),
         preferred_element_type=jnp.float32,
     )
+
+
+def varying_like(values: _T, *operands: Any) -> _T:
+    """The values; under `shard_map`, as values that vary over the mesh axes that any of the operands varies over.
+
+    What a loop over the operands begins with must be such, and so must the results of a Mosaic kernel, which JAX
+    takes for the same on all devices.
+    """
+
+    def varying(array: Array) -> frozenset[str]:
+        return jax.typeof(array).manual_axis_type.varying
+
+    axes = frozenset().union(*map(varying, jax.tree.leaves(operands)))
+    return jax.tree.map(lambda x: jax.lax.pcast(x, tuple(axes - varying(x)), to="varying"), values)

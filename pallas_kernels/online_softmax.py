@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, weighted_sum
+from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, varying_like, weighted_sum
 
 
 class KeyValues(NamedTuple):
@@ -96,4 +96,4 @@ def stream(queries: Float[Array, "R d"], keys: KeyValues, span: Span, state: Onl
         return OnlineSoftmax(peak, state.weight * decay + weights.sum(axis=-1), state.output * decay[:, None] + output)
 
     trips = (jnp.maximum(span.end - span.first, 0) + tile - 1) // tile
-    return jax.lax.fori_loop(0, trips, step, state)
+    return jax.lax.fori_loop(0, trips, step, varying_like(state, queries, keys, span))

@@ -8,13 +8,14 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from tca_jax.pallas_kernels import prefill_attention_mosaic, prefill_attention_xla
+from tca_jax.pallas_kernels import prefill_attention_mosaic, prefill_attention_triton, prefill_attention_xla
 from tca_jax.pallas_kernels.backends import dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes, check_whole_blocks
 
 _IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "mosaic": prefill_attention_mosaic.prefill_attention,
+        "triton": prefill_attention_triton.prefill_attention,
         "xla": prefill_attention_xla.prefill_attention,
     }
 )

@@ -1,8 +1,8 @@
 """Prefill attention through Pallas-Triton: one program a query tile of one head.
 
 A program streams tiles of K and V: first the diagonal, then the last tile of the head's region in the pool, then the
-rest of the region, then the window. Only the first two need a mask. In the two long loops the matrix units compute the
-scores of a tile while the softmax of the tile before is taken.
+rest of the region, then the window. Only the first two need a mask, and after the diagonal every row has a finite
+maximum, so the long loops are plain.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,16 +43,18 @@ class PrefillConfig:
 
 
 def default_config(block_size: int, head_dim: int, dtype: Any) -> PrefillConfig:
-    """The largest tiles, then the deepest pipeline, that the shared memory holds."""
+    """Tiles that let two programs share a multiprocessor: one has the matrix units while the other takes powers."""
     itemsize = jnp.dtype(dtype).itemsize
     queries = math.gcd(block_size, 128)
     if itemsize == 4:
         tile, warps = full_precision_tile(head_dim)
         return PrefillConfig(min(queries, tile), min(queries, tile), warps, stages=1)
-    for keys, stages in ((128, 3), (128, 2), (64, 3), (64, 2), (32, 2)):
-        if (queries + 2 * stages * keys) * head_dim * itemsize <= shared_memory():
+    for programs, keys in ((2, 64), (1, 64), (1, 32), (1, 16)):
+        if programs * (queries + 4 * keys) * head_dim * itemsize <= shared_memory():
             break
-    return PrefillConfig(queries, min(queries, keys), warps=8 if queries == 128 else 4, stages=stages)
+    # Of scores and output a thread of 4 warps holds a row: past d = 128 its registers run out.
+    warps = 4 if programs == 2 or queries < 128 else 8
+    return PrefillConfig(queries, min(queries, keys), warps, stages=2)
 
 
 @partial(jax.jit, static_argnames=("block_size", "window", "config", "interpret"))
@@ -109,13 +111,6 @@ def _schedule(
     return ends[..., edges], jnp.argsort(-ends[..., -1].ravel()).astype(jnp.int32)
 
 
-class _Tiles(NamedTuple):
-    """Refs to the tiles of K and of V that a loop streams, by number."""
-
-    k: Callable[[Any], Any]
-    v: Callable[[Any], Any]
-
-
 def _attend(
     q_ref: Any,
     k_ref: Any,
@@ -149,41 +144,48 @@ def _attend(
     prefix = jnp.where(alive, prefixes_ref[row, kv_head, block], 0)
     edge = jnp.maximum(block * block_size - window, 0)
 
-    def local(begin: Any) -> _Tiles:
-        def at(i: Any) -> tuple[Any, ...]:
-            return row, pl.ds(begin + i * config.keys, config.keys), kv_head, slice(None)
-
-        return _Tiles(lambda i: k_ref.at[at(i)], lambda i: v_ref.at[at(i)])
-
-    def pooled(begin: Any) -> _Tiles:
-        def at(i: Any) -> tuple[Any, ...]:
-            return pl.ds(offset + begin + i * config.keys, config.keys), slice(None)
-
-        return _Tiles(lambda i: k_pool_ref.at[at(i)], lambda i: v_pool_ref.at[at(i)])
-
     rows, columns = first + jnp.arange(config.queries), jnp.arange(config.keys)
+    q = pltriton.load(q_ref.at[row, pl.ds(first, config.queries), head, :], mask=(rows < length)[:, None], other=0.0)
+    step = partial(_online_softmax_step, q, interpret=interpret)
 
-    def causal(i: Array) -> tuple[Array, Array]:
-        token = first + i * config.keys + columns
+    def stream(begin: Any, end: Any, load: Callable[..., tuple[Array, Array]], state: Any, visible: Any = None) -> Any:
+        """Streams whole tiles of the tokens from `begin` to `end`; `visible` says what of a masked tile counts."""
+
+        def body(i: Array, state: Any) -> Any:
+            start = begin + i * config.keys
+            if visible is None:
+                return step(state, *load(start))
+            inside, mask = visible(start)
+            return step(state, *load(start, inside[:, None]), mask)
+
+        return lax.fori_loop(0, divide_up(jnp.maximum(end - begin, 0), config.keys), body, state)
+
+    def local(start: Array, inside: Array | None = None) -> tuple[Array, Array]:
+        where = (row, pl.ds(start, config.keys), kv_head, slice(None))
+        return _load(k_ref.at[where], inside), _load(v_ref.at[where], inside)
+
+    def pooled(start: Array, inside: Array | None = None) -> tuple[Array, Array]:
+        where = (pl.ds(offset + start, config.keys), slice(None))
+        return _load(k_pool_ref.at[where], inside), _load(v_pool_ref.at[where], inside)
+
+    def causal(start: Array) -> tuple[Array, Array]:
+        token = start + columns
         return token < length, token[None, :] <= rows[:, None]
 
-    def selected(i: Array) -> tuple[Array, Array]:
-        inside = (full + i) * config.keys + columns < prefix
+    def selected(start: Array) -> tuple[Array, Array]:
+        inside = start + columns < prefix
         return inside, inside[None, :]
 
-    q = pltriton.load(q_ref.at[row, pl.ds(first, config.queries), head, :], mask=(rows < length)[:, None], other=0.0)
     state = (
         jnp.zeros((config.queries, head_dim), jnp.float32),
         jnp.full((config.queries,), MASKED, jnp.float32),
         jnp.zeros((config.queries,), jnp.float32),
     )
-    stream = partial(_stream, q, config=config, interpret=interpret)
-    full, rest = split(prefix, config.keys)
-    trips = divide_up(jnp.clip(length - first, 0, config.queries), config.keys)
-    state = _stream_masked(q, local(first), trips, causal, state, interpret=interpret)
-    state = _stream_masked(q, pooled(full * config.keys), jnp.minimum(rest, 1), selected, state, interpret=interpret)
-    state = stream(pooled(0), full, state)
-    out, _, weight = stream(local(edge), split(jnp.where(alive, first - edge, 0), config.keys)[0], state)
+    whole = prefix - lax.rem(prefix, config.keys)
+    state = stream(first, jnp.minimum(first + config.queries, length), local, state, causal)
+    state = stream(whole, prefix, pooled, state, selected)
+    state = stream(0, whole, pooled, state)
+    out, _, weight = stream(edge, jnp.where(alive, first, edge), local, state)
     out = jnp.where((rows < length)[:, None], out / weight[:, None], 0)
     pltriton.store(
         out_ref.at[row, pl.ds(first, config.queries), head, :],
@@ -192,61 +194,24 @@ def _attend(
     )
 
 
-#: Sum of weighted values, largest score and sum of weights of every query row, so far; scores are to base 2.
-_State = tuple[Array, Array, Array]
-
-
-def _stream_masked(
-    q: Array,
-    tiles: _Tiles,
-    count: Array,
-    mask: Callable[[Array], tuple[Array, Array]],
-    state: _State,
-    *,
-    interpret: bool,
-) -> _State:
-    """Attends to `count` tiles; `mask` gives the tokens of a tile that are read, and which of them each row sees."""
+def _online_softmax_step(
+    q: Array, state: tuple[Array, Array, Array], k: Array, v: Array, visible: Array | None = None, *, interpret: bool
+) -> tuple[Array, Array, Array]:
+    """Takes one tile into (sum of weighted values, largest score, sum of weights) of every row."""
+    out, peak, weight = state
     scale = LOG2E / math.sqrt(q.shape[1])
-
-    def step(i: Array, state: _State) -> _State:
-        out, peak, weight = state
-        inside, visible = mask(i)
-        # Tokens that are not read give zeros: whatever they hold, NaN even, cannot reach a product.
-        k, v = (pltriton.load(ref(i), mask=inside[:, None], other=0.0) for ref in tiles)
-        scores = jnp.where(visible, dot(q, k, transposed=True) * scale, MASKED)
-        weights, decay, peak, weight = _softmax(scores, peak, weight, interpret=interpret)
-        return out * decay[:, None] + dot(weights.astype(v.dtype), v), peak, weight
-
-    return lax.fori_loop(0, count, step, state)
-
-
-def _stream(q: Array, tiles: _Tiles, count: Array, state: _State, *, config: PrefillConfig, interpret: bool) -> _State:
-    """Attends to `count` whole tiles; every row must have seen a token before."""
-    scale = LOG2E / math.sqrt(q.shape[1])
-    shape = (config.queries, config.keys)
-
-    def step(i: Array, carry: tuple[_State, Array, Array]) -> tuple[_State, Array, Array]:
-        # Triton waits for a product where it is made, unless only the next step uses it. So: the values of tile i - 2,
-        # waited for; then the scores of tile i, which are computed during the softmax of tile i - 1. Scaling that
-        # tile's scores first moves them out of the registers that the new ones arrive in.
-        (out, peak, weight), weights, products = carry
-        out = out + dot(weights.astype(q.dtype), tiles.v(jnp.maximum(i - 2, 0))[...])
-        scores = products * scale
-        products = dot(q, tiles.k(jnp.minimum(i, count - 1))[...], transposed=True)
-        weights, decay, peak, weight = _softmax(scores, peak, weight, interpret=interpret)
-        return (out * decay[:, None], peak, weight), weights, products
-
-    def run(state: _State) -> _State:
-        carry = (state, jnp.zeros(shape, jnp.float32), jnp.full(shape, MASKED, jnp.float32))
-        (out, peak, weight), weights, _ = lax.fori_loop(0, count + 1, step, carry)
-        return out + dot(weights.astype(q.dtype), tiles.v(count - 1)[...]), peak, weight
-
-    return lax.cond(count > 0, run, lambda state: state, state)
-
-
-def _softmax(scores: Array, peak: Array, weight: Array, *, interpret: bool) -> tuple[Array, Array, Array, Array]:
-    """Weights of a tile, decay of what was summed before, and the rows' new largest score and sum of weights."""
+    power = partial(scaled_exp2, scale=scale, interpret=interpret)
+    scores = dot(q, k, transposed=True)
+    if visible is not None:
+        scores = jnp.where(visible, scores, MASKED)
     new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
-    decay = scaled_exp2(peak, 1.0, -new_peak, interpret=interpret)
-    weights = scaled_exp2(scores, 1.0, jnp.broadcast_to(-new_peak[:, None], scores.shape), interpret=interpret)
-    return weights, decay, new_peak, weight * decay + jnp.sum(weights, axis=1)
+    bias = -scale * new_peak
+    decay = power(peak, bias=bias)
+    weights = power(scores, bias=jnp.broadcast_to(bias[:, None], scores.shape))
+    out = out * decay[:, None] + dot(weights.astype(v.dtype), v)
+    return out, new_peak, weight * decay + jnp.sum(weights, axis=1)
+
+
+def _load(ref: Any, inside: Array | None) -> Array:
+    """A tile; rows that are not `inside` are not read and give zeros, so that what they hold cannot spread."""
+    return ref[...] if inside is None else pltriton.load(ref, mask=inside, other=0.0)

@@ -17,8 +17,12 @@ def abstract_mesh(**axes: int) -> jax.sharding.AbstractMesh:
     return jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types, abstract_device=TARGET)
 
 
+def lowered_for_cuda(function: Callable[..., Any], *avals: Any) -> str:
+    """The program that a function becomes on such a GPU."""
+    with jax.sharding.use_abstract_mesh(abstract_mesh()):
+        return jax.jit(function).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+
+
 def triton_kernels(function: Callable[..., Any], *avals: Any) -> int:
     """Lowers a function for CUDA and counts the Triton kernels that it launches."""
-    with jax.sharding.use_abstract_mesh(abstract_mesh()):
-        lowered = jax.jit(function).trace(*avals).lower(lowering_platforms=("cuda",))
-    return lowered.as_text().count("__gpu$xla.gpu.triton")
+    return lowered_for_cuda(function, *avals).count("__gpu$xla.gpu.triton")

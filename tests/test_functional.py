@@ -12,6 +12,7 @@ import pytest
 from cases import last_queries, poison, qkv, regions, unchecked
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
 
 from tca_jax.config import TCAConfig
 from tca_jax.diagnostics import dropped_mass
@@ -218,6 +219,43 @@ def test_vmap_over_rows_equals_the_batch():
     out, chosen = jax.vmap(row)(*map(jnp.asarray, (q, k, v, lengths)))
     np.testing.assert_allclose(out, attend(q, k, v, candidates, lengths, SMALL), atol=2e-6)
     np.testing.assert_array_equal(chosen, select(last_queries(q, lengths), k, candidates, lengths, SMALL))
+
+
+def test_nested_vmap_over_candidates_and_prompts_equals_a_loop():
+    q, k, v = map(jnp.asarray, _inputs())
+    lengths, candidates = jnp.array([70, 41]), jnp.array([[0, 2], [DENSE, 1], [3, 3]], jnp.int32)
+
+    def one(q, k, v, candidates, length):
+        last = jnp.take(q, length - 1, axis=1)[None]
+        operands = k[None], candidates, length[None], SMALL
+        return attend(q.swapaxes(0, 1)[None], k[None], v[None], *operands[1:])[0], select(last, *operands)[0]
+
+    by_prompt = jax.vmap(one, (1, 0, 0, None, 0))
+    out, chosen = jax.jit(jax.vmap(by_prompt, (None, None, None, 0, None)))(
+        q.transpose(2, 0, 1, 3), k, v, candidates, lengths
+    )
+    for i, row in enumerate(candidates):
+        np.testing.assert_allclose(out[i], attend(q, k, v, row, lengths, SMALL), atol=2e-5)
+        np.testing.assert_array_equal(chosen[i], select(last_queries(q, lengths), k, row, lengths, SMALL))
+
+
+@pytest.mark.parametrize("over", ["batch", "heads"])
+def test_runs_under_shard_map(over):
+    q, k, v = map(jnp.asarray, _inputs())
+    lengths, candidates = jnp.array([70, 41]), jnp.array([0, 2], jnp.int32)
+    tokens, by_row, by_head = {
+        "batch": (PartitionSpec("x"), PartitionSpec("x"), PartitionSpec()),
+        "heads": (PartitionSpec(None, None, "x"), PartitionSpec(), PartitionSpec("x")),
+    }[over]
+    mesh = jax.make_mesh((min(2, jax.device_count()),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.shard_map(
+        functools.partial(attend, config=SMALL),
+        mesh=mesh,
+        in_specs=(tokens, tokens, tokens, by_head, by_row),
+        out_specs=tokens,
+    )
+    actual = jax.jit(sharded)(q, k, v, candidates, lengths)
+    np.testing.assert_allclose(actual, attend(q, k, v, candidates, lengths, SMALL), atol=2e-5)
 
 
 def test_candidates_and_lengths_are_data_that_never_recompile():

@@ -1,0 +1,302 @@
+"""Every operation on every backend under `jax.vmap` and `jax.shard_map`: the same as a loop over what is mapped."""
+
+import dataclasses
+import functools
+import importlib
+import re
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cuda_lowering import abstract_mesh, lowered_for_cuda
+from jax.sharding import PartitionSpec
+
+from tca_jax.pallas_kernels import causal_attention, prefill_attention_triton
+from tca_jax.pallas_kernels.triton_call import DEPRECATION
+
+# The filter that `triton_call` sets is lost between tests, and what an earlier test traced is not traced again.
+pytestmark = pytest.mark.filterwarnings(f"ignore:{DEPRECATION}:DeprecationWarning")
+
+CAPABILITY = float(getattr(jax.devices()[0], "compute_capability", 0))
+INTERPRET = jax.default_backend() != "gpu"
+RUNS = {"xla": True, "triton": INTERPRET or CAPABILITY >= 8.0, "cudnn": CAPABILITY >= 8.0, "mosaic": CAPABILITY >= 9.0}
+
+# Dimensions of the operands and of the results, then the static options. P is the pool, R the ring.
+TOKENS = {"q": "B L Hq d", "k": "B L Hkv d", "v": "B L Hkv d"}
+POOLS = {"k_pool": "P d", "v_pool": "P d", "offsets": "B Hkv"}
+OPERATIONS = {
+    "token_scores": (
+        {"q_last": "B Hq d", "k": "B L Hkv d", "lengths": "B"},
+        ("B Hkv L", "B Hkv nb", "B Hkv nb"),
+        ("block_size",),
+    ),
+    "select_tokens": (
+        {"scores": "B Hkv L", "budgets": "B Hkv nb", "k": "B L Hkv d", "v": "B L Hkv d", "offsets": "B Hkv"},
+        ("P d", "P d", "B Hkv"),
+        ("block_size", "pool_tokens"),
+    ),
+    "prefill_attention": (
+        {**TOKENS, **POOLS, "budgets": "B Hkv nb", "lengths": "B"},
+        ("B L Hq d",),
+        ("block_size", "window"),
+    ),
+    "decode_attention": (
+        {
+            "q": "B Hq d",
+            **POOLS,
+            "pool_lengths": "B Hkv",
+            "k_ring": "B Hkv R d",
+            "v_ring": "B Hkv R d",
+            "positions": "B",
+        },
+        ("B Hq d", "B Hq"),
+        ("block_size", "window", "capacity"),
+    ),
+    "column_mass": (
+        {"q": "B L Hq d", "k": "B L Hkv d", "lengths": "B"},
+        ("B Hkv L", "B Hkv L"),
+        ("block_size", "window"),
+    ),
+    "causal_attention": ({**TOKENS, "lengths": "B"}, ("B L Hq d",), ()),
+}
+
+
+def _table(operation):
+    return importlib.import_module(f"tca_jax.pallas_kernels.{operation}")._IMPLEMENTATIONS
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One operation on one backend, at sizes that the backend takes."""
+
+    operation: str
+    backend: str
+
+    def __str__(self):
+        return f"{self.operation}-{self.backend}"
+
+    @property
+    def dtype(self):
+        return jnp.bfloat16 if self.backend in ("cudnn", "mosaic") else jnp.float32
+
+    @property
+    def sizes(self):
+        block, d = (128, 64) if self.backend in ("cudnn", "mosaic") else (16, 16)
+        capacity = 3 * block
+        options = {"block_size": block, "window": block, "capacity": capacity, "pool_tokens": 4 * capacity}
+        return options | {"B": 2, "L": 3 * block, "Hq": 4, "Hkv": 2, "d": d, "nb": 3, "R": 2 * block, "P": 4 * capacity}
+
+    @property
+    def operands(self):
+        return OPERATIONS[self.operation][0]
+
+    @property
+    def results(self):
+        return OPERATIONS[self.operation][1]
+
+    def function(self, *, interpret: bool) -> Callable[..., tuple[jax.Array, ...]]:
+        implementation = _table(self.operation)[self.backend]
+        if interpret and self.backend == "triton":
+            if self.operation == "causal_attention":
+                prefill = prefill_attention_triton.prefill_attention
+                implementation = causal_attention._all_local(functools.partial(prefill, interpret=True))
+            else:
+                implementation = functools.partial(implementation, interpret=True)
+        options = {name: self.sizes[name] for name in OPERATIONS[self.operation][2]}
+
+        def call(*operands):
+            results = implementation(*operands, **options)
+            return results if isinstance(results, tuple) else (results,)
+
+        return call
+
+    def draw(self, seed: int) -> list[jax.Array]:
+        """Random operands; every region of the pool has room for whole blocks."""
+        rng, sizes = np.random.default_rng(seed), self.sizes
+        table, regions = (sizes["B"], sizes["Hkv"]), sizes["B"] * sizes["Hkv"]
+        integers = {
+            "lengths": rng.integers(1, sizes["L"] + 1, sizes["B"]),
+            "budgets": rng.integers(0, sizes["block_size"] + 1, (*table, sizes["nb"])),
+            "offsets": rng.permutation(regions).reshape(table) * sizes["capacity"],
+            "pool_lengths": rng.integers(0, sizes["capacity"] + 1, table),
+            "positions": rng.integers(0, 3 * sizes["R"], sizes["B"]),
+        }
+        return [
+            jnp.asarray(integers[name], jnp.int32)
+            if name in integers
+            else jnp.asarray(
+                rng.standard_normal([sizes[dim] for dim in dims.split()]),
+                jnp.float32 if name == "scores" else self.dtype,
+            )
+            for name, dims in self.operands.items()
+        ]
+
+    def check(self, actual: jax.Array, expected: jax.Array):
+        tolerance = 1e-4 if self.dtype == jnp.float32 else 1e-2
+        pair = (np.asarray(x, np.float32) for x in (actual, expected))
+        np.testing.assert_allclose(*pair, atol=tolerance, rtol=tolerance)
+
+
+CASES = [Case(operation, backend) for operation in OPERATIONS for backend in _table(operation)]
+run = pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=pytest.mark.skipif(not RUNS[c.backend], reason="needs another GPU")) for c in CASES],
+    ids=str,
+)
+lower = pytest.mark.parametrize("case", [case for case in CASES if case.backend != "xla"], ids=str)
+
+
+def _axes(case):
+    """Of an inner and an outer vmap: the axis of every operand, None for one that is shared."""
+    count = len(case.operands)
+    return [(0, None, 1)[i % 3] for i in range(count)], [(None, 1, 0, 0)[i % 4] for i in range(count)]
+
+
+def _stack(choices, axes):
+    return [
+        xs[0] if axis is None else jnp.stack(xs, axis)
+        for xs, axis in zip(zip(*choices, strict=True), axes, strict=True)
+    ]
+
+
+def _pick(choices, number, own):
+    """Operands of one call of the loop: those of the first choice are shared."""
+    return [choices[number if mine else 0][i] for i, mine in enumerate(own)]
+
+
+def _sharded_axis(dims, over):
+    """The axis of an array that is dealt out with the batch or with the heads; every shard has a pool of its own."""
+    names = {"batch": ("B", "P"), "heads": ("Hq", "Hkv", "P")}[over]
+    return next((i for i, dim in enumerate(dims.split()) if dim in names), None)
+
+
+def _spec(dims, over):
+    axis = _sharded_axis(dims, over)
+    return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "x")
+
+
+@run
+def test_nested_vmap_over_some_operands_equals_a_loop(case):
+    inner, outer = _axes(case)
+    function = case.function(interpret=INTERPRET)
+    drawn = [[case.draw(2 * i + j) for j in range(2)] for i in range(2)]
+    operands = _stack([_stack(row, inner) for row in drawn], outer)
+    actual = jax.jit(jax.vmap(jax.vmap(function, inner), outer))(*operands)
+    for i in range(2):
+        row = [_pick([row[j] for row in drawn], i, [axis is not None for axis in outer]) for j in range(2)]
+        for j in range(2):
+            expected = function(*_pick(row, j, [axis is not None for axis in inner]))
+            for result, wanted in zip(actual, expected, strict=True):
+                case.check(result[i, j], wanted)
+
+
+@run
+@pytest.mark.parametrize("over", ["batch", "heads"])
+def test_shard_map_equals_a_loop(case, over):
+    devices = min(2, jax.device_count())
+    function = case.function(interpret=INTERPRET)
+    axes = [_sharded_axis(dims, over) for dims in case.operands.values()]
+    drawn = [case.draw(seed) for seed in range(devices)]
+    operands = [
+        xs[0] if axis is None else jnp.concatenate(xs, axis)
+        for xs, axis in zip(zip(*drawn, strict=True), axes, strict=True)
+    ]
+    sharded = jax.shard_map(
+        function,
+        mesh=jax.make_mesh((devices,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)),
+        in_specs=tuple(_spec(dims, over) for dims in case.operands.values()),
+        out_specs=tuple(_spec(dims, over) for dims in case.results),
+        # JAX's interpreter of Pallas does not track what varies.
+        check_vma=not (INTERPRET and case.backend == "triton"),
+    )
+    shards = [function(*_pick(drawn, i, [axis is not None for axis in axes])) for i in range(devices)]
+    for result, parts, dims in zip(jax.jit(sharded)(*operands), zip(*shards, strict=True), case.results, strict=True):
+        case.check(result, jnp.concatenate(parts, _sharded_axis(dims, over)))
+
+
+def _launches(case, function, avals):
+    """How many kernels the program launches that is lowered for CUDA."""
+    target = {"triton": r"__gpu\$xla\.gpu\.triton", "mosaic": "mosaic_gpu", "cudnn": "__cudnn"}[case.backend]
+    return len(re.findall(f"custom_call @{target}", lowered_for_cuda(function, *avals)))
+
+
+def _mapped_avals(case, *maps):
+    """Operands under vmaps, the innermost first."""
+    shapes = [list(x.shape) for x in case.draw(0)]
+    for axes in maps:
+        for shape, axis in zip(shapes, axes, strict=True):
+            shape[axis or 0 : axis or 0] = [] if axis is None else [2]
+    return [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, case.draw(0), strict=True)]
+
+
+def _globally(case, over, avals):
+    """What a mesh of two holds when each of its devices holds `avals`."""
+    wholes = []
+    for aval, dims in zip(avals, case.operands.values(), strict=True):
+        shape, axis = list(aval.shape), _sharded_axis(dims, over)
+        if axis is not None:
+            shape[axis + len(shape) - len(dims.split())] *= 2
+        wholes.append(jax.ShapeDtypeStruct(shape, aval.dtype))
+    return wholes
+
+
+@pytest.fixture
+def cudnn_is_found(monkeypatch):
+    # JAX asks this machine for its cuDNN even when it lowers for another.
+    if INTERPRET:
+        monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
+
+
+@lower
+@pytest.mark.usefixtures("cudnn_is_found")
+def test_lowers_for_cuda_to_as_many_kernels_under_vmap_and_shard_map(case):
+    function = case.function(interpret=False)
+    launches = _launches(case, function, _mapped_avals(case))
+    assert launches > 0
+
+    def varies(*operands):
+        # JAX would let a result that is not said to vary pass for the same on all devices.
+        results = function(*operands)
+        assert all(jax.typeof(result).manual_axis_type.varying == {"x"} for result in results)
+        return results
+
+    inner, outer = _axes(case)
+    mapped = jax.vmap(jax.vmap(function, inner), outer)
+    assert _launches(case, mapped, _mapped_avals(case, inner, outer)) == launches
+    first = [0] * len(case.operands)
+    for over in ("batch", "heads"):
+        specs = [tuple(_spec(dims, over) for dims in arrays) for arrays in (case.operands.values(), case.results)]
+        sharded = functools.partial(jax.shard_map, mesh=abstract_mesh(x=2))
+        alone = sharded(varies, in_specs=specs[0], out_specs=specs[1])
+        assert _launches(case, alone, _globally(case, over, _mapped_avals(case))) == launches
+        many = [tuple(PartitionSpec(None, *spec) for spec in group) for group in specs]
+        mapped = sharded(jax.vmap(function, first), in_specs=many[0], out_specs=many[1])
+        assert _launches(case, mapped, _globally(case, over, _mapped_avals(case, first))) == launches
+
+
+def test_cudnn_takes_shared_operands_and_any_axis_under_vmap_with_gradients(monkeypatch):
+    attend = jax.nn.dot_product_attention
+    if INTERPRET:
+        on_xla = lambda *args, implementation, **options: attend(*args, implementation="xla", **options)  # noqa: E731
+        monkeypatch.setattr(jax.nn, "dot_product_attention", on_xla)
+    case = Case("causal_attention", "cudnn")
+    call = case.function(interpret=False)
+    (q, k, v, lengths), (more_q, _, more_v, _) = case.draw(0), case.draw(1)
+
+    def mapped(q, k, v):
+        return jax.vmap(call, (1, None, 0, None))(q, k, v, lengths)[0]
+
+    def loop(q, k, v):
+        return jnp.stack([call(q[:, i], k, v[i], lengths)[0] for i in range(2)])
+
+    operands = jnp.stack([q, more_q], 1), k, jnp.stack([v, more_v])
+    case.check(jax.jit(mapped)(*operands), jax.jit(loop)(*operands))
+    gradients = [
+        jax.jit(jax.grad(lambda *x, f=f: (f(*x).astype(jnp.float32) ** 2).sum(), argnums=(0, 1, 2)))(*operands)
+        for f in (mapped, loop)
+    ]
+    for ours, expected in zip(*gradients, strict=True):
+        scale = float(jnp.abs(expected).max())
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) / scale for x in (ours, expected)), atol=1e-2)
