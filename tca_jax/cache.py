@@ -86,6 +86,11 @@ class CacheLayout:
         return starts[:-1].reshape(self.batch, len(self.capacities))
 
     @property
+    def evicts(self) -> bool:
+        """Whether a block can leave the window while decoding; otherwise everything fits the ring."""
+        return self.ring_tokens == self.config.window + self.config.block_size
+
+    @property
     def pool_tokens(self) -> int:
         """Tokens of the flat pool, at least one aligned region so that empty pools have an address."""
         return max(REGION_ALIGNMENT, self.batch * sum(self.capacities))
@@ -191,32 +196,28 @@ def decode_layer(
     v: Float[Array, "B 1 Hkv d"],
     cache: LayerCache,
     positions: Int[Array, " B"],
-    prompt_lengths: Int[Array, " B"],
+    leaving: Bool[Array, " B"] | None = None,
     backend: str = "auto",
 ) -> tuple[Float[Array, "B 1 Hq d"], LayerCache]:
     """One decoding step: evicts the block that leaves the window, adds the new token, attends (DESIGN section 2).
+
+    The pool and the ring are updated in place where the caller gives them away, as a loop or a donation does.
 
     Args:
         q: The new token's rotated query, `[B, 1, H_q, d]`; `k` and `v` likewise with H_kv heads.
         cache: The layer's cache.
         positions: Position of the new token, `[B]`.
-        prompt_lengths: Prompt tokens of each row, `[B]`: prefill has already dealt with the block that leaves the
-            window when the very first new token starts a block.
+        leaving: Rows in which a block leaves the window, from `rows_with_leaving_block`; None where there are none,
+            which spares the work of looking for what to keep.
         backend: Kernel backend.
 
     Returns:
         Attention output `[B, 1, H_q, d]` and the cache with the token in it.
     """
     layout = cache.layout
-    b, w = layout.config.block_size, layout.config.window
-    if layout.ring_tokens == w + b:  # otherwise everything fits the ring, nothing ever leaves
-        leaving = (positions % b == 0) & (positions > w) & (positions > prompt_lengths)
-        cache = jax.lax.cond(
-            jnp.any(leaving),
-            lambda c: _evict_block(q[:, 0], k[:, 0], c, positions, leaving, backend),
-            lambda c: c,
-            cache,
-        )
+    if leaving is not None and layout.evicts:
+        with jax.named_scope("evict_block"):
+            cache = _evict_block(q[:, 0], k[:, 0], cache, positions, leaving, backend)
     rows, slots = jnp.arange(layout.batch), positions % layout.ring_tokens
     cache = dataclasses.replace(
         cache,
@@ -226,6 +227,16 @@ def decode_layer(
     with jax.named_scope("decode_attention"):
         out, _ = _attend_cache(q[:, 0], cache, positions, backend)
     return out[:, None], cache
+
+
+def rows_with_leaving_block(
+    config: TCAConfig, positions: Int[Array, " B"], prompt_lengths: Int[Array, " B"]
+) -> Bool[Array, " B"]:
+    """Rows in which the token at `positions` starts a block and so pushes the oldest block out of the window, `[B]`.
+
+    Prefill has already dealt with the block that leaves when the very first new token starts a block.
+    """
+    return (positions % config.block_size == 0) & (positions > config.window) & (positions > prompt_lengths)
 
 
 def _attend_cache(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from tca_jax.cache import LayerCache, decode_layer, prefill_layer
+from tca_jax.cache import LayerCache, decode_layer, prefill_layer, rows_with_leaving_block
 from tca_jax.lm import LM
 from tca_jax.pallas_kernels.backends import check_backend
 from tca_jax.pallas_kernels.checks import as_int32, check_range, check_shapes
@@ -109,18 +109,43 @@ def decode(
 ) -> DecodingState:
     """Draws tokens until `limit` of them are there (never more than the state holds) or every row has ended."""
     limit = jnp.minimum(limit, state.tokens.shape[1])
+    layout = state.caches[0].layout
 
-    def body(state: DecodingState) -> DecodingState:
+    def unfinished(state: DecodingState) -> Bool[Array, ""]:
+        return (state.step < limit) & ~jnp.all(state.done)
+
+    def leaving(state: DecodingState) -> Bool[Array, " B"]:
+        return rows_with_leaving_block(layout.config, state.lengths + state.step - 1, state.lengths)
+
+    def step(state: DecodingState, evict: bool) -> DecodingState:
         positions = state.lengths + state.step - 1
+        rows = leaving(state) if evict else None
 
         def attention(layer: int, q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
-            return decode_layer(q, k, v, cache, positions, state.lengths, backend)
+            return decode_layer(q, k, v, cache, positions, rows, backend)
 
         decoder = lm.decoder
         hidden, caches = decoder(state.last[:, None], positions[:, None], attention, state.caches)
         return _draw(lm, dataclasses.replace(state, caches=caches), decoder.logits(hidden[:, 0]), sampling)
 
-    return jax.lax.while_loop(lambda s: (s.step < limit) & ~jnp.all(s.done), body, state)
+    def plain_steps(state: DecodingState, until_leaving: bool) -> DecodingState:
+        def more(state: DecodingState) -> Bool[Array, ""]:
+            return unfinished(state) & ~jnp.any(leaving(state)) if until_leaving else unfinished(state)
+
+        return jax.lax.while_loop(more, functools.partial(step, evict=False), state)
+
+    if not layout.evicts:
+        return plain_steps(state, until_leaving=False)
+
+    # A block leaves once in block_size steps. Loops of their own for the steps with and without spare the others a
+    # branch in every layer.
+    def run(state: DecodingState) -> DecodingState:
+        state = plain_steps(state, until_leaving=True)
+        return jax.lax.while_loop(
+            lambda s: unfinished(s) & jnp.any(leaving(s)), functools.partial(step, evict=True), state
+        )
+
+    return jax.lax.while_loop(unfinished, run, state)
 
 
 def _draw(lm: LM, state: DecodingState, logits: Float[Array, "B V"], sampling: Sampling) -> DecodingState:

@@ -305,14 +305,14 @@ class _Request:
             seconds_per_token=self.decode_seconds / (steps - 1) if steps > 1 else 0.0,
             kv_cache_bytes=sum(cache.layout.num_bytes(head_dim, dtype) for cache in state.caches),
             full_kv_cache_bytes=sum(layout.num_bytes(head_dim, dtype) for layout in full),
-            kept_share=_kept_share(state),
+            kept_share=kept_share(state),
         )
         text = None if self.lm.tokenizer is None else [answer.text or "" for answer in answers]
         reasons: list[Literal["stop", "length"]] = ["stop" if answer.stopped else "length" for answer in answers]
         return Output([answer.tokens for answer in answers], reasons, stats, text)
 
 
-def _kept_share(state: DecodingState) -> float:
+def kept_share(state: DecodingState) -> float:
     """Tokens in pools and windows over tokens fed, mean over rows, layers and KV heads."""
     config = state.caches[0].layout.config
     fed = np.asarray(state.lengths) + int(state.step) - 1  # the newest token is not in the cache yet

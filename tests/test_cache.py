@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tca_jax
-from tca_jax.cache import CacheLayout, LayerCache, decode_layer, prefill_layer
+from tca_jax.cache import CacheLayout, LayerCache, decode_layer, prefill_layer, rows_with_leaving_block
 from tca_jax.calibrate.candidates import eviction_budgets
 
 CONFIG = tca_jax.TCAConfig(block_size=8, window=16)
@@ -84,9 +84,8 @@ def _decode(cache: LayerCache, keys, values, queries, first, prompt_lengths, ste
     step = jax.jit(decode_layer)
     for t in range(steps):
         position = first + t
-        _, cache = step(
-            queries[:, t : t + 1], keys[:, t : t + 1], values[:, t : t + 1], cache, position, prompt_lengths
-        )
+        leaving = rows_with_leaving_block(cache.layout.config, position, prompt_lengths)
+        _, cache = step(queries[:, t : t + 1], keys[:, t : t + 1], values[:, t : t + 1], cache, position, leaving)
     return cache
 
 
