@@ -1,12 +1,14 @@
 """One attention layer's prefill under TCA (selection and attention) against cuDNN full attention, causal, same inputs.
 
-python benchmarks/attention.py                                     # the committed table, a few minutes on one GPU
-python benchmarks/attention.py --lengths 32768 --models llama3.1-8b --shares 0.2 --repeats 3
+tca-jax bench attention                                     # the committed table, a few minutes on one GPU
+tca-jax bench attention --lengths 32768 --models llama3.1-8b --shares 0.2 --repeats 3
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,18 +16,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from common import LAYERS, RESULTS, Layer, candidates_that_keep, relative_error, time_alternating, write_results
 from matplotlib.figure import Figure
 
 import tca_jax
+from tca_jax.benchmarks.common import (
+    CHECKED_TOKENS,
+    RESULTS,
+    Layer,
+    LengthsOption,
+    ModelsOption,
+    NameOption,
+    OutOption,
+    RepeatsOption,
+    WindowOption,
+    attention_inputs,
+    check_shares,
+    check_sizes,
+    find_layers,
+    print_row,
+    relative_error,
+    time_alternating,
+    token_axis,
+    unequal_candidates,
+    write_results,
+)
 from tca_jax.cache import CacheLayout
 from tca_jax.functional import head_budgets
+from tca_jax.pallas_kernels.backends import can_run
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
 from tca_jax.pallas_kernels.select_tokens import select_tokens
 from tca_jax.pallas_kernels.token_scores import token_scores
-
-CHECKED_TOKENS = 8192  # outputs are compared with the oracle at this length, where the oracle takes a moment
 
 
 def stages(layout: CacheLayout, backend: str) -> dict[str, Any]:
@@ -84,64 +105,62 @@ def computed_pairs(budgets: np.ndarray, length: int, config: tca_jax.TCAConfig) 
     return float((b * prefix + b * b * np.minimum(blocks, w // b) + b * b / 2).sum(axis=-1).mean())
 
 
-def measure(layer: Layer, length: int, share: float, backend: str, repeats: int) -> dict[str, Any]:
-    """One row of the table."""
-    config = tca_jax.TCAConfig()
-    candidates = candidates_that_keep(config, layer.kv_heads, share)
-    error = _check(layer, candidates, backend)
-    q, k, v, n = _inputs(layer, length, seed=length)
-    layout = CacheLayout.plan(config, candidates, 1, length, 1)
-    steps = stages(layout, backend)
-    scored = steps["token_scores"](q, k, n)
-    budgets = steps["budgets"](scored, n)
-    k_pool, v_pool, kept = steps["select_tokens"](scored, budgets, k, v)
-    whole = jax.jit(functools.partial(pipeline, steps))
+def measure(
+    layer: Layer,
+    length: int,
+    settings: Sequence[tuple[str, float]],
+    config: tca_jax.TCAConfig,
+    repeats: int,
+) -> list[dict[str, Any]]:
+    """A row for each setting, a backend and a kept share; all take turns with full attention on the same inputs."""
+    q, k, v, n = attention_inputs(layer, length, seed=length)
     full = jax.jit(lambda q, k, v, n: causal_attention(q, k, v, n))
-    seconds = time_alternating(
-        {
-            "full": lambda: full(q, k, v, n),
-            "tca": lambda: whole(q, k, v, n),
-            "token_scores": lambda: steps["token_scores"](q, k, n),
-            "budgets": lambda: steps["budgets"](scored, n),
-            "select_tokens": lambda: steps["select_tokens"](scored, budgets, k, v),
-            "attention": lambda: steps["prefill_attention"](q, k, v, k_pool, v_pool, budgets, n),
-        },
-        repeats,
-    )
-    pairs = computed_pairs(np.asarray(budgets), length, config)
-    flops = 4 * layer.head_dim * layer.heads
-    return {
-        "model": layer.name,
-        "tokens": length,
-        "backend": backend,
-        "selected": float(np.asarray(kept).mean() / length),
-        "area": pairs / (length**2 / 2),
-        "full ms": 1e3 * seconds["full"],
-        "TCA ms": 1e3 * seconds["tca"],
-        "speed-up": seconds["full"] / seconds["tca"],
-        "scores ms": 1e3 * seconds["token_scores"],
-        "budgets ms": 1e3 * seconds["budgets"],
-        "select ms": 1e3 * seconds["select_tokens"],
-        "attention ms": 1e3 * seconds["attention"],
-        "TFLOP/s on area": flops * pairs / seconds["attention"] / 1e12,
-        "full TFLOP/s": flops * length**2 / 2 / seconds["full"] / 1e12,
-        "error": error,
-    }
-
-
-def _inputs(layer: Layer, length: int, seed: int) -> tuple[jax.Array, ...]:
-    keys = jax.random.split(jax.random.key(seed), 3)
-    heads = (layer.heads, layer.kv_heads, layer.kv_heads)
-    shapes = [(1, length, h, layer.head_dim) for h in heads]
-    q, k, v = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
-    return q, k, v, jnp.array([length], jnp.int32)
+    calls: dict[Any, Callable[[], Any]] = {"full": lambda: full(q, k, v, n)}
+    rows = []
+    for backend, share in settings:
+        candidates = unequal_candidates(config, layer.kv_heads, share)
+        error = _check(layer, candidates, backend, config, min(length, CHECKED_TOKENS))
+        layout = CacheLayout.plan(config, candidates, 1, length, 1)
+        steps = stages(layout, backend)
+        scored = steps["token_scores"](q, k, n)
+        budgets = steps["budgets"](scored, n)
+        k_pool, v_pool, kept = steps["select_tokens"](scored, budgets, k, v)
+        stage_calls: dict[str, Callable[[], Any]] = {
+            "TCA": functools.partial(jax.jit(functools.partial(pipeline, steps)), q, k, v, n),
+            "scores": functools.partial(steps["token_scores"], q, k, n),
+            "budgets": functools.partial(steps["budgets"], scored, n),
+            "select": functools.partial(steps["select_tokens"], scored, budgets, k, v),
+            "attention": functools.partial(steps["prefill_attention"], q, k, v, k_pool, v_pool, budgets, n),
+        }
+        calls |= {(backend, share, name): call for name, call in stage_calls.items()}
+        rows.append(
+            {
+                "model": layer.name,
+                "tokens": length,
+                "backend": backend,
+                "share": share,
+                "kept": float(np.asarray(kept).mean() + config.window) / length,
+                "area": computed_pairs(np.asarray(budgets), length, config) / (length**2 / 2),
+                "error": error,
+            }
+        )
+    seconds = time_alternating(calls, repeats)
+    flops = 4 * layer.head_dim * layer.heads * length**2 / 2
+    for row in rows:
+        times = {name: seconds[row["backend"], row["share"], name] for name in stage_calls}
+        row |= {"full ms": 1e3 * seconds["full"], "speed-up": seconds["full"] / times["TCA"]}
+        row |= {f"{name} ms": 1e3 * time for name, time in times.items()}
+        row["TFLOP/s on area"] = flops * row["area"] / times["attention"] / 1e12
+        row["full TFLOP/s"] = flops / seconds["full"] / 1e12
+        row["error"] = row.pop("error")
+    return rows
 
 
 @functools.cache
-def _check(layer: Layer, candidates: tuple[int, ...], backend: str) -> float:
+def _check(layer: Layer, candidates: tuple[int, ...], backend: str, config: tca_jax.TCAConfig, length: int) -> float:
     """Relative error against the XLA oracle on fresh inputs."""
-    inputs = _inputs(layer, CHECKED_TOKENS, seed=1)
-    layout = CacheLayout.plan(tca_jax.TCAConfig(), candidates, 1, CHECKED_TOKENS, 1)
+    inputs = attention_inputs(layer, length, seed=1)
+    layout = CacheLayout.plan(config, candidates, 1, length, 1)
     out, expected = (pipeline(stages(layout, name), *inputs) for name in (backend, "xla"))
     error = relative_error(out, expected)
     if not error < 1e-2:
@@ -150,7 +169,7 @@ def _check(layer: Layer, candidates: tuple[int, ...], backend: str) -> float:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Speed-up over cuDNN by prompt length."""
+    """Speed-up over full attention by prompt length."""
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     for key in dict.fromkeys((row["model"], row["backend"], row["share"]) for row in rows):
@@ -159,41 +178,48 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         label = f"{key[0]}, {key[1]}, {key[2]:.0%} of ranked blocks"
         axes.plot([r["tokens"] for r in line], [r["speed-up"] for r in line], style, marker="o", label=label)
     axes.axhline(1, color="black", linewidth=1)
-    axes.set_xscale("log", base=2)
-    ticks = sorted({row["tokens"] for row in rows})
-    axes.set_xticks(ticks, [f"{t // 1024}K" for t in ticks])
-    axes.set_ylabel("times as fast as cuDNN full attention")
-    axes.set_xlabel("prompt tokens")
+    token_axis(axes, [row["tokens"] for row in rows], "prompt tokens")
+    axes.set_ylabel("times as fast as full attention")
     axes.set_title("One attention layer's prefill, selection included")
     axes.legend(fontsize=8)
     figure.savefig(path)
 
 
 def main(
-    lengths: Annotated[list[int] | None, typer.Option(help="Prompt lengths.")] = None,
-    models: Annotated[list[str] | None, typer.Option(help=f"Of {list(LAYERS)}.")] = None,
+    lengths: LengthsOption = None,
+    models: ModelsOption = None,
     shares: Annotated[list[float] | None, typer.Option(help="Kept shares of ranked blocks.")] = None,
-    backends: Annotated[list[str] | None, typer.Option(help="Prefill backends.")] = None,
-    repeats: Annotated[int, typer.Option(help="Timed runs of each call.")] = 5,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+    backend: Annotated[list[str] | None, typer.Option(help="Prefill backends.", show_default="all kernels")] = None,
+    window: WindowOption = tca_jax.TCAConfig.window,
+    repeats: RepeatsOption = 5,
+    out: OutOption = RESULTS,
+    name: NameOption = "attention",
 ) -> None:
-    """Time every combination and write attention.json, attention.md and attention.png."""
-    rows = []
-    for model in models or list(LAYERS):
-        for backend in backends or ["mosaic"]:
-            for length in lengths or [8192, 16384, 32768, 65536, 131072]:
-                for share in shares or [0.1, 0.2, 0.4]:
-                    row = measure(LAYERS[model], length, share, backend, repeats)
-                    rows.append({"share": share, **row})
-                    print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
+    """Time one layer's prefill, selection included, against full attention.
+
+    Example: [bold]tca-jax bench attention --lengths 32768 --shares 0.2[/]
+    """
+    lengths = lengths or [8192, 32768, 131072]
+    shares, backends = shares or [0.1, 0.16, 0.4], backend or prefill_kernels()
+    layers, config = find_layers(models), tca_jax.TCAConfig(window=window)
+    check_shares(shares)
+    check_sizes(lengths, config, backends, out)
+    settings, rows = list(itertools.product(backends, shares)), []
+    for layer, length in itertools.product(layers, lengths):
+        for row in measure(layer, length, settings, config, repeats):
+            rows.append(row)
+            print_row(row)
     note = (
-        "Times are medians over runs that alternate with the baseline in one process. `share` is the mean budget of a "
-        "ranked block, `selected` the selected tokens over the prompt, `area` the query-key pairs that are computed "
-        "(selected and window) over those of full attention. `error` is relative to the XLA oracle."
+        "Times are medians over runs that alternate with the baseline in one process: full causal attention on the "
+        "same inputs, by cuDNN on an NVIDIA GPU. `share` is the mean budget of a ranked block, unequal between heads; "
+        "`kept` the selected tokens and the window over the prompt; `area` the query-key pairs that are computed over "
+        "those of full attention. `TCA ms` is the whole pipeline in one program, the columns behind it its stages, "
+        "each a program of its own. `error` is relative to the XLA oracle."
     )
-    write_results("attention", "Prefill attention of one layer against cuDNN", rows, out, note)
-    plot(rows, out / "attention.png")
+    write_results(name, "Prefill attention of one layer against full attention", rows, out, note)
+    plot(rows, out / f"{name}.png")
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def prefill_kernels() -> list[str]:
+    """Backends whose prefill kernels this device runs, best first; the oracle where there is none."""
+    return [name for name in ("mosaic", "triton") if can_run(name)] or ["xla"]

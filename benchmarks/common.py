@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
+import functools
 import json
+import math
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Annotated, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import typer
+from jaxtyping import Array
 
 import tca_jax
 from tca_jax.calibrate.candidates import eviction_budgets
+from tca_jax.pallas_kernels.backends import check_backend
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path("benchmarks") / "results"
+CHECKED_TOKENS = 8192  # outputs are compared with the oracle at most at this length, where the oracle takes a moment
+#: The command line that runs now, without the folder of the results; `command.py` sets it.
+COMMAND: contextvars.ContextVar[str] = contextvars.ContextVar("COMMAND", default="(called from Python)")
+
+COPIED_BYTES = 2**31  # of the array whose copy is the measure of memory's speed
+
 _SAMPLE_SECONDS = 0.02
+_DRAWN = 2**22  # random numbers that are drawn at once: the compiler takes minutes over a draw of 2^30
+_CPU_TOKENS = 4096  # longest context that is worth waiting for without a GPU
+
+LengthsOption = Annotated[list[int] | None, typer.Option(help="Tokens of context.")]
+ModelsOption = Annotated[list[str] | None, typer.Option(help="llama3.1-8b, qwen2.5-7b or tiny.")]
+BackendOption = Annotated[str, typer.Option(help="Kernel backend.")]
+WindowOption = Annotated[int, typer.Option(help="Local tokens that every query keeps.")]
+RepeatsOption = Annotated[int, typer.Option(help="Timed runs of each call.", min=1)]
+CopyBytesOption = Annotated[int, typer.Option(help="Bytes of the array that the device copies.", min=2**20)]
+NameOption = Annotated[str, typer.Option(help="Name of the result files.")]
+OutOption = Annotated[Path, typer.Option(help="Folder of the results.")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,18 +60,95 @@ LAYERS = {
     "llama3.1-8b": Layer("llama3.1-8b", 32, 8, 128),
     "qwen2.5-7b": Layer("qwen2.5-7b", 28, 4, 128),
 }
+_TINY = Layer("tiny", 4, 2, 16)  # for machines without a GPU; not among the defaults
 
 
-def candidates_that_keep(config: tca_jax.TCAConfig, kv_heads: int, share: float) -> tuple[int, ...]:
-    """Budget rows for each KV head whose mean share of a ranked block is as near to `share` as two rows allow.
+def find_layers(models: Sequence[str] | None) -> list[Layer]:
+    """Layers of the models that were asked for, or of both real ones.
 
-    Heads alternate between the two neighbouring rows, so budgets are unequal, as they are after calibration.
+    Raises:
+        ValueError: a name is unknown.
     """
+    known = {**LAYERS, _TINY.name: _TINY}
+    for model in models or ():
+        if model not in known:
+            raise ValueError(f"--models {model}: must be one of {list(known)}")
+    return [known[model] for model in models or LAYERS]
+
+
+def check_sizes(lengths: Sequence[int], config: tca_jax.TCAConfig, backends: Sequence[str], out: Path) -> None:
+    """What must hold before anything is timed; makes the folder of the results.
+
+    Raises:
+        ValueError: a backend cannot run here, a length is no whole number of blocks or not beyond the window, or the
+            lengths would take hours on a machine without a GPU.
+        OSError: `out` cannot be made.
+    """
+    for backend in backends:
+        check_backend(backend)
+    for length in lengths:
+        if length <= config.window or length % config.block_size:
+            raise ValueError(
+                f"{length} tokens: must be a multiple of {config.block_size} beyond the window of {config.window}"
+            )
+    platform = jax.default_backend()
+    if platform != "gpu" and max(lengths) > _CPU_TOKENS:
+        raise ValueError(
+            f"{max(lengths):,} tokens need a GPU, this process runs on {platform!r}: pass --lengths of at most "
+            f"{_CPU_TOKENS} and a smaller --window, such as --lengths 1024 --window 256 --models tiny"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def check_whole_models(layers: Sequence[Layer]) -> None:
+    """Raises ValueError where there is no GPU to hold and run a real model."""
+    real = [layer.name for layer in layers if layer != _TINY]
+    if real and jax.default_backend() != "gpu":
+        raise ValueError(
+            f"a whole {real[0]} needs a GPU, this process runs on {jax.default_backend()!r}: pass --models tiny"
+        )
+
+
+def check_shares(shares: Sequence[float]) -> None:
+    """Raises ValueError unless every share of kept tokens lies between 0 and 1."""
+    for share in shares:
+        if not 0 < share < 1:
+            raise ValueError(f"--shares {share}: must lie between 0 and 1")
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def random_normal(key: Array, shape: tuple[int, ...], dtype: Any, std: float | Array = 1.0) -> Array:
+    """Normal numbers times `std`, cast to `dtype`; drawn in parts, so that compiling a large shape takes no longer."""
+    row = shape[-1] if len(shape) > 1 else 1
+    rows = math.prod(shape) // row
+    drawn = min(rows, max(1, _DRAWN // row))
+    parts = -(-rows // drawn)
+    keys = jax.random.split(key, parts)
+
+    def draw(i: Array, out: Array) -> Array:
+        part = (std * jax.random.normal(keys[i], (drawn, row), jnp.float32)).astype(dtype)
+        return jax.lax.dynamic_update_slice(out, part, (jnp.minimum(i * drawn, rows - drawn), jnp.int32(0)))
+
+    return jax.lax.fori_loop(0, parts, draw, jnp.zeros((rows, row), dtype)).reshape(shape)
+
+
+def attention_inputs(layer: Layer, length: int, seed: int) -> tuple[Array, Array, Array, Array]:
+    """Random bfloat16 q `[1, L, H_q, d]`, k and v `[1, L, H_kv, d]`, and the length `[1]`."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    q, k, v = (
+        random_normal(key, (1, length, heads, layer.head_dim), jnp.bfloat16)
+        for key, heads in zip(keys, (layer.heads, layer.kv_heads, layer.kv_heads), strict=True)
+    )
+    return q, k, v, jnp.array([length], jnp.int32)
+
+
+def unequal_candidates(config: tca_jax.TCAConfig, kv_heads: int, share: float) -> tuple[int, ...]:
+    """Budget rows of mean share `share`, from a quarter of it to seven quarters: unequal, as after calibration."""
     shares = eviction_budgets(config) / config.block_size
-    below = int(np.clip(np.searchsorted(shares, share, side="right") - 1, 0, len(shares) - 2))
-    above = below + 1
-    denser = round(kv_heads * float(np.clip((share - shares[below]) / (shares[above] - shares[below]), 0, 1)))
-    rows = [above] * denser + [below] * (kv_heads - denser)
+    rows, missed = [], 0.0
+    for wanted in share + min(share, 1 - share) * np.linspace(-0.75, 0.75, kv_heads):
+        rows.append(int(np.abs(shares - (wanted + missed)).argmin()))
+        missed += wanted - shares[rows[-1]]
     return tuple(rows[i] for i in np.random.default_rng(0).permutation(kv_heads))
 
 
@@ -73,6 +174,30 @@ def time_alternating(calls: Mapping[str, Callable[[], Any]], repeats: int) -> di
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+def device_copy(num_bytes: int, repeats: int) -> float:
+    """Bytes read and written a second by the fastest way to write a copy, changed or not, of a large array."""
+    num_bytes = num_bytes // 1024 * 1024
+    num_bytes = num_bytes // 1024 * 1024
+    calls: dict[str, Any] = {}
+    add_one = jax.jit(lambda x: x + 1)
+    for dtype in (jnp.bfloat16, jnp.float32, jnp.uint32):
+        shape = (num_bytes // jnp.dtype(dtype).itemsize // 256, 256)
+        calls[f"x + 1, {jnp.dtype(dtype).name}"] = functools.partial(
+            add_one, random_normal(jax.random.key(0), shape, dtype)
+        )
+    copy = jax.jit(lambda x: jnp.copy(x))  # its result may not share the argument's buffer: a device-to-device copy
+    calls["copy"] = functools.partial(copy, random_normal(jax.random.key(0), (num_bytes // 1024, 256), jnp.float32))
+    return 2 * num_bytes / min(time_alternating(calls, repeats).values())
+
+
+def free_bytes() -> float:
+    """Device memory that is free, or infinity where the device does not say."""
+    stats = jax.devices()[0].memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return math.inf
+    return stats["bytes_limit"] - stats["bytes_in_use"]
+
+
 def relative_error(out: jax.Array, expected: jax.Array) -> float:
     """||out - expected|| / ||expected|| in float64 on the host; NaN stays NaN."""
     a, b = np.asarray(out, np.float64), np.asarray(expected, np.float64)
@@ -88,30 +213,44 @@ def environment() -> dict[str, str]:
         "jax": jax.__version__,
         "python": platform.python_version(),
         "tca_jax": tca_jax.__version__,
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_options_that_count()]),
+        "command": COMMAND.get(),
         "date": time.strftime("%Y-%m-%d"),
     }
 
 
-def _options_that_count() -> list[str]:
-    """The command line without the folder that results were written to."""
-    options = sys.argv[1:]
-    if "--out" in options:
-        at = options.index("--out")
-        del options[at : at + 2]
-    return options
-
-
-def write_results(name: str, title: str, rows: Sequence[Mapping[str, Any]], out: Path, note: str = "") -> None:
-    """Writes `name`.json and `name`.md, and prints the table."""
+def write_results(
+    name: str,
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    out: Path,
+    note: str = "",
+    more: Mapping[str, Sequence[Mapping[str, Any]]] = MappingProxyType({}),
+) -> None:
+    """Writes `name`.json and `name`.md, and prints the table; `more` holds further tables by their headings."""
     out.mkdir(parents=True, exist_ok=True)
-    record = {"title": title, "environment": environment(), "rows": [dict(row) for row in rows]}
+    where = environment()
+    tables = {heading: [dict(row) for row in table] for heading, table in more.items()}
+    record = {"title": title, "environment": where, "rows": [dict(row) for row in rows], **tables}
     (out / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
-    table = markdown_table(rows)
-    lines = [f"{key}: {value}" for key, value in environment().items()]
-    text = f"# {title}\n\n{note}\n\n{table}\n\n" + "\n".join(f"- {line}" for line in lines) + "\n"
-    (out / f"{name}.md").write_text(text)
-    print(table, flush=True)
+    parts = [markdown_table(rows), *(f"## {heading}\n\n{markdown_table(table)}" for heading, table in more.items())]
+    text = "\n\n".join(parts)
+    lines = "\n".join(f"- {key}: {value}" for key, value in where.items())
+    (out / f"{name}.md").write_text(f"# {title}\n\n{note}\n\n{text}\n\n{lines}\n")
+    print(text, flush=True)
+
+
+def print_row(row: Mapping[str, Any]) -> None:
+    """One row on one line, as soon as it is known."""
+    print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+
+
+def token_axis(axes: Any, tokens: Sequence[int], label: str) -> None:
+    """Context lengths on a logarithmic axis, in K and M."""
+    ticks = sorted(set(tokens))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{t // 2**20}M" if t >= 2**20 else f"{t / 1024:g}K" for t in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel(label)
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:

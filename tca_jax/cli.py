@@ -22,6 +22,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from typer.core import TyperGroup
 
+from tca_jax.benchmarks.command import app as bench_app
 from tca_jax.config import TCAConfig
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ app = typer.Typer(
 )
 profile_app = typer.Typer(help="Look at calibrated profiles.")
 app.add_typer(profile_app, name="profile")
+app.add_typer(bench_app, name="bench")
 
 ModelArgument = Annotated[str, typer.Argument(help="Alias, Hugging Face Hub id or local folder.", show_default=False)]
 ProfileOption = Annotated[

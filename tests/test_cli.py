@@ -21,7 +21,7 @@ from tca_jax.cli import app, main
 
 SCRIPT = Path(sys.executable).with_name("tca-jax")
 SMALL = ["--window=16", "--block-size=8"]
-COMMANDS = ["", "demo", "generate", "calibrate", "profile show"]
+COMMANDS = ["", "bench", "demo", "generate", "calibrate", "profile show"]
 
 
 def run(*args, stdin=None, **environment):

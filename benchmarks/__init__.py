@@ -1,0 +1,1 @@
+"""Figures of speed and memory against full attention: `tca-jax bench`."""

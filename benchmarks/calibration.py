@@ -1,0 +1,168 @@
+"""What calibration costs: the column-mass kernel against full attention, and a whole model on one long sequence.
+
+tca-jax bench calibration                                            # the committed tables, minutes on one GPU
+tca-jax bench calibration --lengths 32768 --models llama3.1-8b
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import typer
+from jaxtyping import Array
+from matplotlib.figure import Figure
+
+import tca_jax
+from tca_jax.benchmarks.common import (
+    CHECKED_TOKENS,
+    RESULTS,
+    BackendOption,
+    Layer,
+    LengthsOption,
+    ModelsOption,
+    OutOption,
+    RepeatsOption,
+    WindowOption,
+    attention_inputs,
+    check_sizes,
+    check_whole_models,
+    find_layers,
+    print_row,
+    relative_error,
+    time_alternating,
+    token_axis,
+    write_results,
+)
+from tca_jax.benchmarks.models import random_model
+from tca_jax.calibrate.run import calibrate
+from tca_jax.pallas_kernels.causal_attention import causal_attention
+from tca_jax.pallas_kernels.column_mass import column_mass
+
+
+def measure_kernel(layer: Layer, length: int, backend: str, config: tca_jax.TCAConfig, repeats: int) -> dict[str, Any]:
+    """Column mass of one layer next to full causal attention on the same inputs."""
+    error = _check(layer, backend, config, min(length, CHECKED_TOKENS))
+    q, k, v, n = attention_inputs(layer, length, seed=length)
+    full = jax.jit(lambda q, k, v, n: causal_attention(q, k, v, n))
+    seconds = time_alternating(
+        {"full": lambda: full(q, k, v, n), "mass": lambda: _masses(q, k, n, backend, config)}, repeats
+    )
+    flops = 2 * 2 * layer.head_dim * layer.heads * length * (length + 1) / 2  # two products either way
+    return {
+        "model": layer.name,
+        "tokens": length,
+        "backend": backend,
+        "column mass ms": 1e3 * seconds["mass"],
+        "full attention ms": 1e3 * seconds["full"],
+        "of full": seconds["mass"] / seconds["full"],
+        "column mass TFLOP/s": flops / seconds["mass"] / 1e12,
+        "full TFLOP/s": flops / seconds["full"] / 1e12,
+        "error": error,
+    }
+
+
+def measure_model(
+    layer: Layer, length: int, config: tca_jax.TCAConfig, num_layers: int | None, repeats: int
+) -> dict[str, Any]:
+    """Seconds to calibrate a model of random weights on one sequence of random tokens: first call and later ones."""
+    lm = random_model(layer.name, jax.random.key(0), num_layers, max_positions=max(length, 131072))
+    jax.block_until_ready(lm.params)
+    draw = np.random.default_rng(0)
+    seconds = []
+    for _ in range(1 + repeats):
+        tokens = draw.integers(0, lm.config.vocab_size, length)
+        start = time.perf_counter()
+        calibrate(lm, tokens, config)
+        seconds.append(time.perf_counter() - start)
+    return {
+        "model": layer.name,
+        "layers": lm.config.num_layers,
+        "tokens": length,
+        "cold s": seconds[0],
+        "warm s": statistics.median(seconds[1:]),
+        "warm tokens/s": length / statistics.median(seconds[1:]),
+    }
+
+
+def _masses(q: Array, k: Array, n: Array, backend: str, config: tca_jax.TCAConfig) -> tuple[Array, Array]:
+    return column_mass(q, k, n, block_size=config.block_size, window=config.window, backend=backend)
+
+
+@functools.cache
+def _check(layer: Layer, backend: str, config: tca_jax.TCAConfig, length: int) -> float:
+    """Largest relative error of near and far sums against the XLA oracle."""
+    q, k, _, n = attention_inputs(layer, length, seed=1)
+    outs, expected = (_masses(q, k, n, name, config) for name in (backend, "xla"))
+    error = max(relative_error(*pair) for pair in zip(outs, expected, strict=True))
+    if not error < 1e-2:
+        raise RuntimeError(f"{backend} differs from the oracle by {error:.2e}: nothing to time")
+    return error
+
+
+def plot(kernels: list[dict[str, Any]], wholes: list[dict[str, Any]], path: Path) -> None:
+    """Rates of both kernels by length, and the seconds of whole models."""
+    figure = Figure(figsize=(11, 4.5), dpi=150, layout="constrained")
+    rates, bars = figure.subplots(1, 2)
+    for model in dict.fromkeys(row["model"] for row in kernels):
+        line = [row for row in kernels if row["model"] == model]
+        tokens = [row["tokens"] for row in line]
+        rates.plot(tokens, [r["column mass TFLOP/s"] for r in line], "-", marker="o", label=f"{model}, column mass")
+        rates.plot(tokens, [r["full TFLOP/s"] for r in line], "--", marker="o", label=f"{model}, full attention")
+    token_axis(rates, [row["tokens"] for row in kernels], "tokens")
+    rates.set_ylabel("TFLOP/s on the causal triangle")
+    rates.set_ylim(bottom=0)
+    rates.legend(fontsize=8)
+    places = np.arange(len(wholes))
+    for shift, kind in ((-0.2, "cold s"), (0.2, "warm s")):
+        drawn = bars.bar(places + shift, [row[kind] for row in wholes], width=0.4, label=kind.removesuffix(" s"))
+        bars.bar_label(drawn, fmt="%.2g")
+    bars.set_xticks(places, [f"{row['model']}\n{row['tokens']:,} tokens" for row in wholes])
+    bars.set_ylabel("seconds to calibrate on one sequence")
+    bars.legend(fontsize=8)
+    figure.savefig(path)
+
+
+def main(
+    lengths: LengthsOption = None,
+    models: ModelsOption = None,
+    model_tokens: Annotated[int, typer.Option(help="Tokens of the sequence for whole models.")] = 32768,
+    num_layers: Annotated[
+        int | None, typer.Option(help="Layers of whole models.", show_default="the model's own", min=1)
+    ] = None,
+    backend: BackendOption = "auto",
+    window: WindowOption = tca_jax.TCAConfig.window,
+    repeats: RepeatsOption = 5,
+    out: OutOption = RESULTS,
+) -> None:
+    """Time calibration: its kernel against full attention, and whole models on one sequence.
+
+    Example: [bold]tca-jax bench calibration --lengths 32768 --repeats 3[/]
+    """
+    lengths = lengths or [8192, 32768, 131072]
+    layers, config = find_layers(models), tca_jax.TCAConfig(window=window)
+    check_whole_models(layers)
+    check_sizes([*lengths, model_tokens], config, [backend], out)
+    kernels = []
+    for layer, length in itertools.product(layers, lengths):
+        kernels.append(measure_kernel(layer, length, backend, config, repeats))
+        print_row(kernels[-1])
+    wholes = []
+    for layer in layers:
+        wholes.append(measure_model(layer, model_tokens, config, num_layers, repeats))
+        print_row(wholes[-1])
+    note = (
+        "One layer's column mass next to full causal attention on the same inputs (cuDNN on an NVIDIA GPU), medians "
+        "over runs in turns. Both do two products over the causal triangle: 2 x 2 d H_q L (L + 1) / 2 FLOP. `error` is "
+        "relative to the XLA oracle. Whole models have random weights in their own dtype and one sequence of random "
+        "tokens; `cold` holds compilation, without a persistent cache unless the environment names one."
+    )
+    more = {"Whole models": wholes}
+    write_results("calibration", "Calibration: column mass, and whole models", kernels, out, note, more)
+    plot(kernels, wholes, out / "calibration.png")

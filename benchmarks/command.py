@@ -1,0 +1,68 @@
+"""`tca-jax bench NAME`: the benchmarks as commands; one is imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+from types import MappingProxyType
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+_MODULES = MappingProxyType(
+    {
+        "attention": "attention",
+        "decode": "decode",
+        "end-to-end": "end_to_end",
+        "calibration": "calibration",
+        "tune": "tune",
+    }
+)
+
+
+class _Recorded(TyperCommand):
+    """A command whose options are written into its results, but for the folder that these go to."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        from tca_jax.benchmarks.common import COMMAND
+
+        COMMAND.set(shlex.join(["tca-jax", "bench", str(ctx.info_name), *_without_folder(args)]))
+        return super().parse_args(ctx, args)
+
+
+class _Benchmarks(TyperGroup):
+    """The commands by their names."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_MODULES)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in _MODULES:
+            return None
+        program = typer.Typer(add_completion=False, rich_markup_mode="rich")
+        module = importlib.import_module(f"tca_jax.benchmarks.{_MODULES[cmd_name]}")
+        program.command(cmd_name, cls=_Recorded)(module.main)
+        return typer.main.get_command(program)
+
+
+def _without_folder(args: list[str]) -> list[str]:
+    """The arguments without `--out FOLDER` and `--out=FOLDER`."""
+    kept, skipped = [], False
+    for arg in args:
+        if not skipped and arg != "--out" and not arg.startswith("--out="):
+            kept.append(arg)
+        skipped = not skipped and arg == "--out"
+    return kept
+
+
+app = typer.Typer(
+    cls=_Benchmarks,
+    rich_markup_mode="rich",
+    help="""Time the library against full attention, on this machine.
+
+    Each benchmark writes JSON, a Markdown table and a plot into --out.
+
+    Example: [bold]tca-jax bench attention --lengths 32768[/]
+    """,
+)

@@ -1,0 +1,264 @@
+"""One attention layer's decode step over a TCA cache against the full cache: the same kernel, fewer bytes.
+
+tca-jax bench decode                                            # the committed table, minutes on one GPU
+tca-jax bench decode --lengths 131072 --batches 1 --shares 0.2
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from jaxtyping import Array, Float
+from matplotlib.figure import Figure
+
+import tca_jax
+from tca_jax.benchmarks.common import (
+    CHECKED_TOKENS,
+    COPIED_BYTES,
+    RESULTS,
+    BackendOption,
+    CopyBytesOption,
+    Layer,
+    LengthsOption,
+    ModelsOption,
+    OutOption,
+    RepeatsOption,
+    WindowOption,
+    check_shares,
+    check_sizes,
+    device_copy,
+    find_layers,
+    free_bytes,
+    print_row,
+    random_normal,
+    relative_error,
+    time_alternating,
+    token_axis,
+    unequal_candidates,
+    write_results,
+)
+from tca_jax.cache import CacheLayout, LayerCache
+from tca_jax.calibrate.candidates import budget_counts, budget_sizes
+from tca_jax.pallas_kernels.decode_attention import decode_attention
+
+STEPS = 32  # of one program: a CUDA graph, so that the host's time to launch kernels stays out
+_FULL = 1.0  # the kept share that stands for the full cache
+
+
+def plan(config: tca_jax.TCAConfig, layer: Layer, share: float, batch: int, tokens: int) -> CacheLayout:
+    """Layout behind a prompt of `tokens`; the full cache is a window that holds everything, as for `LM`."""
+    if share == _FULL:
+        config = tca_jax.TCAConfig(block_size=config.block_size, window=tokens)
+        candidates = (config.num_candidates,) * layer.kv_heads
+    else:
+        candidates = unequal_candidates(config, layer.kv_heads, share)
+    return CacheLayout.plan(config, candidates, batch, tokens, 1)
+
+
+def selected_tokens(layout: CacheLayout) -> np.ndarray:
+    """Tokens that each KV head keeps of the ranked blocks, int64 `[H_kv]`."""
+    config = layout.config
+    counts = budget_counts(config, config.num_ranked_blocks(layout.prompt_tokens))
+    return (counts @ budget_sizes(config).astype(np.int64))[list(layout.candidates)]
+
+
+def attended_tokens(layout: CacheLayout) -> int:
+    """Tokens that a step reads, over all rows and KV heads: what is kept, the window, and the new token."""
+    local = min(layout.prompt_tokens, layout.config.window) + 1
+    return layout.batch * int((selected_tokens(layout) + local).sum())
+
+
+def random_caches(layouts: list[CacheLayout], head_dim: int, seed: int) -> list[LayerCache]:
+    """Caches of those layouts, their regions full, out of the same random bfloat16 keys and values."""
+    heads, batch = len(layouts[0].candidates), layouts[0].batch
+    most = max(max(layout.pool_tokens, batch * heads * layout.ring_tokens) for layout in layouts)
+    keys = jax.random.split(jax.random.key(seed))
+    drawn = [random_normal(key, (most, head_dim), jnp.bfloat16) for key in keys]  # one program for all shapes
+    caches = []
+    for layout in layouts:
+        ring = (batch, heads, layout.ring_tokens, head_dim)
+        k_pool, v_pool = (x[: layout.pool_tokens] for x in drawn)
+        k_ring, v_ring = (x[most - batch * heads * layout.ring_tokens :].reshape(ring) for x in drawn)
+        kept = jnp.asarray(np.tile(selected_tokens(layout), (batch, 1)), jnp.int32)
+        offsets = jnp.asarray(layout.offsets, jnp.int32)
+        caches.append(LayerCache(k_pool, v_pool, offsets, kept, k_ring, v_ring, layout))
+    return caches
+
+
+def attend(q: Float[Array, "B Hq d"], cache: LayerCache, backend: str) -> Float[Array, "B Hq d"]:
+    """Attention of the token behind the prompt, as `cache.decode_layer` calls it."""
+    layout = cache.layout
+    out, _ = decode_attention(
+        q,
+        cache.k_pool,
+        cache.v_pool,
+        cache.offsets,
+        cache.kept,
+        cache.k_ring,
+        cache.v_ring,
+        jnp.full(layout.batch, layout.prompt_tokens, jnp.int32),
+        block_size=layout.config.block_size,
+        window=layout.config.window,
+        capacity=max(layout.capacities),
+        backend=backend,
+    )
+    return out
+
+
+@functools.partial(jax.jit, static_argnames=("backend",))
+def run_steps(q: Array, rotation: Float[Array, "d d"], cache: LayerCache | None, backend: str) -> Array:
+    """`STEPS` steps, unrolled; a query is made of the one before and its output, without a cache of the former alone.
+
+    The matrix product keeps XLA from fusing the steps of the empty program into one kernel.
+    """
+    for _ in range(STEPS):
+        out = q if cache is None else attend(q, cache, backend)
+        q = (q + out) @ rotation
+    return q
+
+
+def measure(
+    layer: Layer,
+    batch: int,
+    tokens: int,
+    shares: list[float],
+    backend: str,
+    config: tca_jax.TCAConfig,
+    copied: float,
+    repeats: int,
+) -> list[dict[str, Any]]:
+    """Rows of the full cache and of one TCA cache a share, timed in turns; `copied` is what `device_copy` says."""
+    layouts = {share: plan(config, layer, share, batch, tokens) for share in [_FULL, *shares]}
+    errors = {share: _check(layer, batch, share, backend, config, min(tokens, CHECKED_TOKENS)) for share in layouts}
+    caches = random_caches(list(layouts.values()), layer.head_dim, seed=tokens)
+    q, rotation = _queries(layer, batch)
+    programs = dict(zip([*map(str, layouts), "empty"], [*caches, None], strict=True))
+    calls = {name: functools.partial(run_steps, q, rotation, cache, backend) for name, cache in programs.items()}
+    seconds = time_alternating(calls, repeats)
+    net = {share: (seconds[str(share)] - seconds["empty"]) / STEPS for share in layouts}
+    return [
+        {
+            "model": layer.name,
+            "batch": batch,
+            "tokens": tokens,
+            "share": share,
+            "attended": attended_tokens(layout) / (batch * layer.kv_heads * (tokens + 1)),
+            "KV MB": layout.num_bytes(layer.head_dim, jnp.bfloat16) / 1e6,
+            "step ms": 1e3 * seconds[str(share)] / STEPS,
+            "attention ms": 1e3 * net[share],
+            "GB/s": _read_bytes(layout, layer) / net[share] / 1e9,
+            "of copy": _read_bytes(layout, layer) / net[share] / copied,
+            "speed-up": net[_FULL] / net[share],
+            "error": errors[share],
+        }
+        for share, layout in layouts.items()
+    ]
+
+
+def _read_bytes(layout: CacheLayout, layer: Layer) -> int:
+    """Bytes of the keys and values that a step attends to, in bfloat16."""
+    return 2 * 2 * layer.head_dim * attended_tokens(layout)
+
+
+def _queries(layer: Layer, batch: int) -> tuple[Array, Array]:
+    """Queries `[B, H_q, d]`, and a rotation `[d, d]`, which keeps their size; bfloat16."""
+    rotation, _ = np.linalg.qr(np.random.default_rng(0).standard_normal((layer.head_dim, layer.head_dim)))
+    q = random_normal(jax.random.key(0), (batch, layer.heads, layer.head_dim), jnp.bfloat16)
+    return q, jnp.asarray(rotation, jnp.bfloat16)
+
+
+@functools.cache
+def _check(layer: Layer, batch: int, share: float, backend: str, config: tca_jax.TCAConfig, tokens: int) -> float:
+    """Relative error of one step against the XLA oracle."""
+    (cache,) = random_caches([plan(config, layer, share, batch, tokens)], layer.head_dim, seed=1)
+    q, _ = _queries(layer, batch)
+    error = relative_error(*(attend(q, cache, name) for name in (backend, "xla")))
+    if not error < 1e-2:
+        raise RuntimeError(f"{backend} differs from the oracle by {error:.2e}: nothing to time")
+    return error
+
+
+def needed_bytes(layer: Layer, batch: int, tokens: int, shares: list[float], config: tca_jax.TCAConfig) -> int:
+    """Device memory of the caches that are timed in turns, and of what they are drawn from: a full cache more."""
+    layouts = [plan(config, layer, share, batch, tokens) for share in [_FULL, _FULL, *shares]]
+    return sum(layout.num_bytes(layer.head_dim, jnp.bfloat16) for layout in layouts)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Milliseconds a step, and speed-up over the full cache, by tokens of context."""
+    figure = Figure(figsize=(12, 4.5), dpi=150, layout="constrained")
+    times, ups = figure.subplots(1, 2)
+    lines = dict.fromkeys((row["model"], row["batch"], row["share"]) for row in rows)
+    for model, batch, share in lines:
+        line = [row for row in rows if (row["model"], row["batch"], row["share"]) == (model, batch, share)]
+        tokens = [row["tokens"] for row in line]
+        name = "full cache" if share == _FULL else f"{share:.0%}"
+        style = "-" if batch == 1 else "--"
+        label = f"{model}, batch {batch}, {name}"
+        times.plot(tokens, [row["attention ms"] for row in line], style, marker=".", label=label)
+        if share != _FULL:
+            ups.plot(tokens, [row["speed-up"] for row in line], style, marker=".", label=label)
+    for axes in (times, ups):
+        token_axis(axes, [row["tokens"] for row in rows], "tokens of context")
+        axes.legend(fontsize=6)
+    times.set_yscale("log")
+    times.set_ylabel("ms of attention a step and layer")
+    ups.axhline(1, color="black", linewidth=1)
+    ups.set_ylabel("times as fast as over the full cache")
+    figure.suptitle("Decode attention of one layer")
+    figure.savefig(path)
+
+
+def main(
+    lengths: LengthsOption = None,
+    models: ModelsOption = None,
+    batches: Annotated[list[int] | None, typer.Option(help="Rows.", min=1)] = None,
+    shares: Annotated[list[float] | None, typer.Option(help="Kept shares of ranked blocks.")] = None,
+    backend: BackendOption = "auto",
+    window: WindowOption = tca_jax.TCAConfig.window,
+    copy_bytes: CopyBytesOption = COPIED_BYTES,
+    repeats: RepeatsOption = 7,
+    out: OutOption = RESULTS,
+) -> None:
+    """Time one layer's decode attention over TCA caches against the full cache.
+
+    Example: [bold]tca-jax bench decode --lengths 131072 --shares 0.2[/]
+    """
+    lengths = lengths or [2**13, 2**15, 2**17, 2**19, 2**20]
+    shares = shares or [0.1, 0.2, 0.4]
+    layers, config = find_layers(models), tca_jax.TCAConfig(window=window)
+    check_shares(shares)
+    check_sizes(lengths, config, [backend], out)
+    copied = device_copy(copy_bytes, repeats)
+    print(f"device copy: {copied / 1e9:,.0f} GB/s", flush=True)
+    rows, left_out = [], []
+    for layer, batch, tokens in itertools.product(layers, batches or [1, 8], lengths):
+        needed = needed_bytes(layer, batch, tokens, shares, config)
+        if needed > free_bytes():
+            left_out.append(f"{layer.name} at batch {batch} and {tokens:,} tokens ({needed / 1e9:,.0f} GB)")
+            print(f"left out, for it does not fit into memory: {left_out[-1]}", flush=True)
+            continue
+        for row in measure(layer, batch, tokens, shares, backend, config, copied, repeats):
+            rows.append(row)
+            print_row(row)
+    if not rows:
+        raise ValueError(f"nothing fits into the {free_bytes() / 1e9:,.1f} GB of device memory: pass smaller --lengths")
+    note = (
+        "`share` 1 is the full cache: the same kernel over a ring that holds every token. The others are TCA caches "
+        f"whose ranked blocks keep that share, unequally between heads, beside a window of {window}; `attended` is "
+        f"what a step reads over all tokens, `KV MB` the layer's cache. A program of {STEPS} steps, each depending on "
+        "the one before, is timed in turns with the others; `step ms` is its time over the steps, `attention ms` the "
+        "same less the time of the program without attention. `GB/s` are the attended keys and values over "
+        f"`attention ms`, `of copy` their share of a device copy's read and written bytes, {copied / 1e9:,.0f} GB/s. "
+        "`speed-up` is that of `attention ms` over the full cache. `error` is relative to the XLA oracle."
+    )
+    note += f" Left out, as the caches do not fit into memory together: {'; '.join(left_out)}." if left_out else ""
+    write_results("decode", "Decode attention of one layer over TCA and full caches", rows, out, note)
+    plot(rows, out / "decode.png")

@@ -1,0 +1,300 @@
+"""Whole models of true size with random weights: full attention and TCA side by side, from prompt to answer.
+
+tca-jax bench end-to-end                                        # the committed table, minutes on one GPU
+tca-jax bench end-to-end --lengths 1048576 --models qwen2.5-7b --attentions "TCA 18.5%" --repeats 1
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from matplotlib.figure import Figure
+
+import tca_jax
+from tca_jax.benchmarks.common import (
+    COPIED_BYTES,
+    RESULTS,
+    BackendOption,
+    CopyBytesOption,
+    LengthsOption,
+    ModelsOption,
+    NameOption,
+    OutOption,
+    RepeatsOption,
+    WindowOption,
+    check_sizes,
+    check_whole_models,
+    device_copy,
+    find_layers,
+    print_row,
+    token_axis,
+    unequal_candidates,
+    write_results,
+)
+from tca_jax.benchmarks.models import abstract_model, random_model
+from tca_jax.decoding import DecodingState, decode, prefill, row_keys
+from tca_jax.generation import kept_share
+from tca_jax.lm import LM
+from tca_jax.programs import Program
+from tca_jax.sampling import Sampling
+
+#: Share of all tokens that caches keep, window included, by the name of the attention; None is exact attention.
+ATTENTIONS: dict[str, float | None] = {"full": None, "TCA 18.5%": 0.185, "TCA 39%": 0.39}
+_MATRIX_RATE = 790e12  # bfloat16 FLOP/s of a large matrix product on an H200, measured (8192^3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Programs of one model under one attention at one prompt length."""
+
+    lm: LM
+    tokens: jax.Array
+    lengths: jax.Array
+    new_tokens: int
+    backend: str
+    prefill: Program = dataclasses.field(default_factory=lambda: Program(prefill))
+    decode: Program = dataclasses.field(default_factory=lambda: Program(decode, donate=(1,)))
+
+    @property
+    def prompt(self) -> tuple[Any, ...]:
+        """Arguments of prefill."""
+        keys = row_keys(jax.random.key(0), self.tokens.shape[0])
+        return self.lm, self.tokens, self.lengths, keys, Sampling.create(), jnp.zeros(0, jnp.int32)
+
+    def compile(self) -> tuple[Callable[..., DecodingState], Callable[..., DecodingState], float]:
+        """Both programs and the seconds that they took to trace and compile."""
+        first, seconds = self.prefill.prepare(*self.prompt, max_new_tokens=self.new_tokens, backend=self.backend)
+        state = jax.eval_shape(
+            lambda *args: prefill(*args, max_new_tokens=self.new_tokens, backend=self.backend), *self.prompt
+        )
+        rest, more = self.decode.prepare(*self.steps(state, 1), backend=self.backend)
+        return first, rest, seconds + more
+
+    def steps(self, state: Any, limit: int) -> tuple[Any, ...]:
+        """Arguments of decoding up to `limit` new tokens."""
+        return self.lm, state, jnp.int32(limit), Sampling.create()
+
+
+def keep(lm: LM, config: tca_jax.TCAConfig, share: float, tokens: int) -> LM:
+    """The model under a synthetic profile whose caches keep about `share` of a prompt, window included.
+
+    Budgets are unequal between heads, and the same in all layers.
+
+    Raises:
+        ValueError: the window alone is more than `share`.
+    """
+    window = config.window + config.block_size / 2  # the mean: the window's left edge lies on a block
+    ranked = config.num_ranked_blocks(tokens) * config.block_size
+    selected = (share * tokens - window) / ranked
+    if selected <= 0:
+        raise ValueError(f"a window of {config.window} is more than {share:.1%} of {tokens:,} tokens")
+    row = unequal_candidates(config, lm.config.num_kv_heads, selected)
+    return dataclasses.replace(lm, tca=config, candidates=(row,) * lm.config.num_layers)
+
+
+def weight_bytes(lm: LM) -> int:
+    """Bytes of weights that a decoding step reads: all but the embedding, of which it reads a row."""
+    bytes_ = sum(x.nbytes for x in jax.tree.leaves(lm.params))
+    return bytes_ if lm.config.tie_embeddings else bytes_ - lm.decoder.embedding.nbytes
+
+
+def prefill_flops(lm: LM, tokens: int, area: float) -> float:
+    """Operations of a prompt's matrix products and of `area` of its causal attention."""
+    c = lm.config
+    width = c.num_heads * c.head_dim
+    weights = c.hidden_size * (2 * width + 2 * c.num_kv_heads * c.head_dim + 3 * c.intermediate_size)
+    return c.num_layers * (2 * weights * tokens + 4 * width * area * tokens**2 / 2)
+
+
+def computed_area(lm: LM, tokens: int) -> float:
+    """Query-key pairs over those of causal attention; blocks are taken to keep their head's mean budget."""
+    if lm.tca is None:
+        return 1.0
+    w, layouts = lm.tca.window, lm.cache_layouts(1, tokens, 1)
+    selected = float(np.mean([layout.capacities for layout in layouts]))
+    beyond = tokens - w
+    return (selected * beyond / 2 + w * beyond + w * w / 2) / (tokens**2 / 2)
+
+
+def memory_bytes(executable: Any) -> int:
+    """Device memory that a program needs while it runs, its arguments included."""
+    used = executable.memory_analysis()
+    return used.argument_size_in_bytes + used.output_size_in_bytes + used.temp_size_in_bytes - used.alias_size_in_bytes
+
+
+def compile_seconds(name: str, layers: int | None, tokens: int, attention: str, options: dict[str, Any]) -> list[float]:
+    """Seconds that two new processes take, one after the other, to trace and compile both programs of a run.
+
+    The first finds an empty compilation cache, the second what the first has left there. Processes of their own,
+    for JAX numbers some kernels as it lowers them, so a process that compiled before asks for other ones.
+    """
+    arguments = json.dumps({"name": name, "layers": layers, "tokens": tokens, "attention": attention, **options})
+    seconds = []
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {
+            "JAX_COMPILATION_CACHE_DIR": folder,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        }
+        for _ in range(2):
+            command = [sys.executable, "-m", "tca_jax.benchmarks.end_to_end", arguments]
+            child = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+            seconds.append(float(child.stdout.split()[-1]))
+    return seconds
+
+
+def _compile_once(
+    name: str, layers: int | None, tokens: int, attention: str, new_tokens: int, window: int, backend: str
+) -> float:
+    """What `compile_seconds` runs in each process."""
+    lm = abstract_model(name, layers, max_positions=2 * tokens)
+    share = ATTENTIONS[attention]
+    if share is not None:
+        lm = keep(lm, tca_jax.TCAConfig(window=window), share, tokens)
+    prompt = jnp.zeros((1, tokens), jnp.int32)
+    return Run(lm, prompt, jnp.array([tokens], jnp.int32), new_tokens, backend).compile()[2]
+
+
+def measure(
+    lms: dict[str, LM], tokens: int, new_tokens: int, backend: str, repeats: int, copied: float
+) -> list[dict[str, Any]]:
+    """One row for each attention; their prefills and their decodings take turns."""
+    prompt = jax.random.randint(jax.random.key(1), (1, tokens), 0, next(iter(lms.values())).config.vocab_size)
+    runs = {
+        name: Run(lm, prompt.astype(jnp.int32), jnp.array([tokens], jnp.int32), new_tokens, backend)
+        for name, lm in lms.items()
+    }
+    programs = {name: run.compile()[:2] for name, run in runs.items()}
+    first: dict[str, list[float]] = {name: [] for name in runs}
+    following: dict[str, list[float]] = {name: [] for name in runs}
+    kept: dict[str, tuple[float, int]] = {}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            start_program, step_program = programs[name]
+            start = time.perf_counter()
+            state = jax.block_until_ready(start_program(*run.prompt))
+            first[name].append(time.perf_counter() - start)
+            state = jax.block_until_ready(step_program(*run.steps(state, 2)))  # its launch is not a step's time
+            start = time.perf_counter()
+            state = jax.block_until_ready(step_program(*run.steps(state, new_tokens)))
+            following[name].append((time.perf_counter() - start) / (new_tokens - 2))
+            head_dim, dtype = run.lm.config.head_dim, state.caches[0].k_ring.dtype
+            kept[name] = kept_share(state), sum(cache.layout.num_bytes(head_dim, dtype) for cache in state.caches)
+            del state
+    rows = []
+    for name, run in runs.items():
+        share, cache_bytes = kept[name]
+        seconds, step = statistics.median(first[name]), statistics.median(following[name])
+        config = run.lm.config
+        read = weight_bytes(run.lm) + share * tokens * config.num_layers * config.num_kv_heads * config.head_dim * 4
+        floor = prefill_flops(run.lm, tokens, computed_area(run.lm, tokens)) / _MATRIX_RATE
+        rows.append(
+            {
+                "tokens": tokens,
+                "attention": name,
+                "kept": share,
+                "TTFT s": seconds,
+                "TTFT speed-up": statistics.median(first["full"]) / seconds if "full" in first else "",
+                "over arithmetic floor": seconds / floor,
+                "ms/token": 1e3 * step,
+                "ms/token speed-up": statistics.median(following["full"]) / step if "full" in first else "",
+                "over byte floor": step / (read / copied),
+                "KV GB": cache_bytes / 1e9,
+                "peak GB": max(memory_bytes(program) for program in programs[name]) / 1e9,
+            }
+        )
+    return rows
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Time to first token, time per token and bytes of the cache, by prompt length."""
+    figure = Figure(figsize=(12, 4), dpi=150, layout="constrained")
+    panels = {"TTFT s": "time to first token, s", "ms/token": "time per further token, ms", "KV GB": "KV cache, GB"}
+    for axes, (column, label) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+        for model, attention in dict.fromkeys((row["model"], row["attention"]) for row in rows):
+            line = [row for row in rows if (row["model"], row["attention"]) == (model, attention)]
+            style = "-" if model == rows[0]["model"] else "--"
+            values = [row[column] for row in line]
+            axes.plot([row["tokens"] for row in line], values, style, marker=".", label=f"{model}, {attention}")
+        token_axis(axes, [row["tokens"] for row in rows], "prompt tokens")
+        axes.set_yscale("log")
+        axes.set_ylabel(label)
+    axes.legend(fontsize=7)
+    figure.suptitle("Whole models, batch 1")
+    figure.savefig(path)
+
+
+def main(
+    lengths: LengthsOption = None,
+    models: ModelsOption = None,
+    attentions: Annotated[list[str] | None, typer.Option(help=f"Of {list(ATTENTIONS)}.")] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=4)] = 64,
+    layers: Annotated[int | None, typer.Option(help="Layers; all by default.", min=1)] = None,
+    backend: BackendOption = "auto",
+    window: WindowOption = tca_jax.TCAConfig.window,
+    copy_bytes: CopyBytesOption = COPIED_BYTES,
+    repeats: RepeatsOption = 3,
+    out: OutOption = RESULTS,
+    name: NameOption = "end-to-end",
+) -> None:
+    """Time whole models with random weights, from prompt to answer, under full attention and under TCA.
+
+    Example: [bold]tca-jax bench end-to-end --lengths 131072 --models llama3.1-8b[/]
+    """
+    lengths = lengths or [2**15, 2**17]
+    config = tca_jax.TCAConfig(window=window)
+    for attention in attentions or ():
+        if attention not in ATTENTIONS:
+            raise ValueError(f"--attentions {attention}: must be one of {list(ATTENTIONS)}")
+    check_whole_models(find_layers(models))
+    check_sizes(lengths, config, [backend], out)
+    copied = device_copy(copy_bytes, repeats)
+    print(f"device copy: {copied / 1e9:,.0f} GB/s", flush=True)
+    rows, compiled = [], []
+    options = {"new_tokens": new_tokens, "window": window, "backend": backend}
+    for model in (layer.name for layer in find_layers(models)):
+        for attention in attentions or ATTENTIONS:
+            cold, cached = compile_seconds(model, layers, max(lengths), attention, options)
+            row = {"model": model, "tokens": max(lengths), "attention": attention, "cold s": cold, "cached s": cached}
+            compiled.append(row)
+            print_row(row)
+        lm = random_model(model, jax.random.key(0), layers, max_positions=2 * max(lengths))
+        for tokens in lengths:
+            shares = {attention: ATTENTIONS[attention] for attention in attentions or ATTENTIONS}
+            lms = {a: lm if share is None else keep(lm, config, share, tokens) for a, share in shares.items()}
+            for row in measure(lms, tokens, new_tokens, backend, repeats, copied):
+                rows.append({"model": model, **row})
+                print_row(rows[-1])
+        del lm, lms
+    note = (
+        f"Random weights of true size, batch 1, {new_tokens} new tokens. TCA runs a synthetic profile: the same "
+        f"unequal budgets in every layer, which with the window of {window} keep about that share of the prompt's "
+        "tokens; `kept` is the measured share. `TTFT` is the time from token ids to the first new token, `ms/token` "
+        f"the mean of the tokens behind it, both medians of {repeats} runs, the attentions in turns. `over arithmetic "
+        "floor` is TTFT over the time of its matrix products and of the attention that is computed at "
+        f"{_MATRIX_RATE / 1e12:.0f} TFLOP/s, `over byte floor` the time per token over that of reading the weights and "
+        f"the kept keys and values at the rate of a device copy, {copied / 1e9:,.0f} GB/s read and written. `KV GB` is "
+        "the cache as allocated, `peak GB` the most that a program holds, weights included. `compile s` is tracing and "
+        "compiling both programs with an empty compilation cache, `cached` with one that holds them."
+    )
+    more = {"Compilation": compiled}
+    write_results(name, "Whole models, from prompt to answer", rows, out, note, more)
+    plot(rows, out / f"{name}.png")
+
+
+if __name__ == "__main__":
+    print(_compile_once(**json.loads(sys.argv[1])))

@@ -1,0 +1,129 @@
+"""Models of real size with random weights, made on the device: what a benchmark needs of a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from tca_jax.benchmarks.common import random_normal
+from tca_jax.lm import LM
+from tca_jax.models.config import ModelConfig
+from tca_jax.models.decoder import Decoder
+from tca_jax.models.rope import RopeConfig
+
+_STD = 0.02
+
+_LLAMA = ModelConfig(
+    family="llama",
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    max_positions=131072,
+    tie_embeddings=False,
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    rope=RopeConfig(
+        type="llama3",
+        theta=500_000.0,
+        original_max_positions=8192,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+    ),
+    dtype_name="bfloat16",
+)
+
+#: Architecture of every model, under the names of `common.LAYERS`; "tiny" is for machines without a GPU.
+CONFIGS: Mapping[str, ModelConfig] = MappingProxyType(
+    {
+        "llama3.1-8b": _LLAMA,
+        "qwen2.5-7b": dataclasses.replace(
+            _LLAMA,
+            family="qwen2",
+            vocab_size=152064,
+            hidden_size=3584,
+            intermediate_size=18944,
+            num_layers=28,
+            num_heads=28,
+            num_kv_heads=4,
+            rms_norm_eps=1e-6,
+            qkv_bias=True,
+            rope=RopeConfig(type="default", theta=1_000_000.0),
+        ),
+        "tiny": dataclasses.replace(
+            _LLAMA,
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=96,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            rope=RopeConfig(type="default", theta=10_000.0),
+            dtype_name="float32",
+        ),
+    }
+)
+
+
+def random_model(name: str, key: Array, num_layers: int | None = None, *, max_positions: int | None = None) -> LM:
+    """A model of true size with random weights, drawn on the default device in the model's own dtype.
+
+    Nothing but the weights is ever as large as a weight. Weights are normal(0.02), projections into the residual stream
+    are divided by sqrt(2 layers), so activations stay finite; there is no tokenizer and no stop token.
+
+    Args:
+        name: One of `CONFIGS`.
+        key: Random key.
+        num_layers: Layers; None for the model's own.
+        max_positions: Longest context; None for the model's own.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    lm = abstract_model(name, num_layers, max_positions=max_positions)
+    parameters = nnx.to_flat_state(lm.params)
+    weights = {
+        path: variable.replace(_weight(path, variable.shape, variable.dtype, one_key, lm.config.num_layers))
+        for (path, variable), one_key in zip(parameters, jax.random.split(key, len(parameters)), strict=True)
+    }
+    return dataclasses.replace(lm, params=nnx.from_flat_state(weights))
+
+
+def abstract_model(name: str, num_layers: int | None = None, *, max_positions: int | None = None) -> LM:
+    """A model of true size with shapes for weights, which is all that compilation needs; else as `random_model`."""
+    if name not in CONFIGS:
+        raise ValueError(f"model = {name!r}: must be one of {list(CONFIGS)}")
+    config = CONFIGS[name]
+    config = dataclasses.replace(
+        config,
+        num_layers=num_layers or config.num_layers,
+        max_positions=max_positions or config.max_positions,
+    )
+    dtype = jnp.dtype(config.dtype_name)
+    return LM.from_decoder(
+        nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))), name=name
+    )
+
+
+def _weight(path: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, key: Array, num_layers: int) -> Array:
+    """One parameter by its place in the decoder."""
+    if path[-1] == "scale":
+        return jnp.ones(shape, dtype)
+    to_residual = path[-2] in ("o", "down") if len(path) > 1 else False
+    return random_normal(key, shape, dtype, _STD / math.sqrt(2 * num_layers) if to_residual else _STD)

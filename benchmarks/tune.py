@@ -1,0 +1,349 @@
+"""Which tiles are fastest on this device: every kernel under a short list of configurations, next to its default.
+
+tca-jax bench tune                                               # minutes on one GPU
+tca-jax bench tune --operation decode_attention --models llama3.1-8b
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from matplotlib.figure import Figure
+
+import tca_jax
+from tca_jax.benchmarks.common import (
+    RESULTS,
+    Layer,
+    ModelsOption,
+    OutOption,
+    RepeatsOption,
+    WindowOption,
+    attention_inputs,
+    check_sizes,
+    find_layers,
+    print_row,
+    time_alternating,
+    unequal_candidates,
+    write_results,
+)
+from tca_jax.benchmarks.decode import random_caches
+from tca_jax.cache import CacheLayout
+from tca_jax.functional import head_budgets
+from tca_jax.pallas_kernels import (
+    column_mass_mosaic,
+    column_mass_triton,
+    decode_attention_triton,
+    prefill_attention_mosaic,
+    prefill_attention_triton,
+    select_tokens_triton,
+    token_scores_triton,
+)
+from tca_jax.pallas_kernels.backends import check_backend
+from tca_jax.pallas_kernels.column_mass_mosaic import MosaicColumnMassConfig
+from tca_jax.pallas_kernels.column_mass_triton import ColumnMassConfig, PassConfig
+from tca_jax.pallas_kernels.prefill_attention_mosaic import MosaicPrefillConfig
+from tca_jax.pallas_kernels.prefill_attention_triton import PrefillConfig
+from tca_jax.pallas_kernels.select_tokens_triton import SelectConfig
+from tca_jax.pallas_kernels.token_scores import token_scores
+from tca_jax.pallas_kernels.token_scores_triton import TokenScoresConfig
+
+OPERATIONS = ("token_scores", "select_tokens", "prefill_attention", "column_mass", "decode_attention")
+_SHARE = 0.2  # of the ranked blocks' tokens that is kept
+_STEPS = 16  # of a program of short kernels
+_TOLERANCE = 1e-2  # relative; other tiles sum in another order, in bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """A kernel on given inputs.
+
+    Attributes:
+        name: The operation.
+        backend: The kernel's backend.
+        default: Configuration that the kernel takes by itself.
+        others: Configurations to try beside it.
+        kernel: Called as `kernel(*inputs, config=config)`.
+        inputs: Its arrays; the first is of floats.
+        steps: Calls in one program, so that kernels of microseconds are not timed by how fast the host launches them.
+    """
+
+    name: str
+    backend: str
+    default: Any
+    others: tuple[Any, ...]
+    kernel: Callable[..., Any]
+    inputs: tuple[Any, ...]
+    steps: int = 1
+
+    def program(self, config: Any) -> Callable[[], Any]:
+        """The calls under a configuration, one after the other, as a jitted function without arguments."""
+
+        @jax.jit
+        def run(first: Any, *rest: Any) -> Any:
+            for _ in range(self.steps):
+                out = self.kernel(first, *rest, config=config)
+                some = jax.tree.leaves(out)[0].ravel()[0]
+                first = first + 0 * some.astype(first.dtype)  # the next call waits for this one
+            return out
+
+        return lambda: run(*self.inputs)
+
+
+def compare(operation: Operation, repeats: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Times the configurations that compile in turns.
+
+    Returns:
+        Rows of the timed ones, fastest first, and of those that were left out with the reason.
+    """
+    default = operation.default
+    calls = {default: operation.program(default)}
+    expected = jax.block_until_ready(calls[default]())
+    kernel = {"operation": operation.name, "backend": operation.backend}
+    left_out = []
+    for config in operation.others:
+        if config == default:
+            continue
+        call = operation.program(config)
+        try:
+            reason = None if _agrees(call(), expected) else "differs from the default's result"
+        except Exception as error:  # compilers raise whatever they like when a kernel does not fit
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+        if reason is None:
+            calls[config] = call
+        else:
+            left_out.append({**kernel, "config": describe(config), "reason": reason})
+    seconds = time_alternating({describe(config): call for config, call in calls.items()}, repeats)
+    rows = [
+        {
+            **kernel,
+            "config": name,
+            "default": "yes" if name == describe(default) else "",
+            "ms": 1e3 * seconds[name] / operation.steps,
+            "of default": seconds[name] / seconds[describe(default)],
+        }
+        for name in sorted(seconds, key=lambda name: seconds[name])
+    ]
+    return rows, left_out
+
+
+def describe(config: Any) -> str:
+    """A configuration without the name of its class, such as `keys=64 warps=4`."""
+    parts = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        parts.append(
+            f"{field.name}=({describe(value)})" if dataclasses.is_dataclass(value) else f"{field.name}={value}"
+        )
+    return " ".join(parts)
+
+
+def _agrees(out: Any, expected: Any) -> bool:
+    """Whether all arrays of a result are near the default's; NaN is not."""
+    pairs = zip(jax.tree.leaves(out), jax.tree.leaves(expected), strict=True)
+    return all(bool(_near(*pair)) for pair in pairs)
+
+
+@jax.jit
+def _near(out: Any, expected: Any) -> Any:
+    a, b = out.astype(jnp.float32), expected.astype(jnp.float32)
+    return jnp.linalg.norm(a - b) <= _TOLERANCE * jnp.linalg.norm(b)
+
+
+def operations(layer: Layer, length: int, config: tca_jax.TCAConfig) -> Iterator[Operation]:
+    """Every kernel on one layer's inputs."""
+    block: dict[str, Any] = {"block_size": config.block_size}
+    blocks: dict[str, Any] = {**block, "window": config.window}
+    q, k, v, n = attention_inputs(layer, length, seed=length)
+    layout = CacheLayout.plan(config, unequal_candidates(config, layer.kv_heads, _SHARE), 1, length, 1)
+    offsets = jnp.asarray(layout.offsets, jnp.int32)
+    scored = token_scores(q[:, -1], k, n, **block)
+    budgets = head_budgets(scored, jnp.asarray(layout.candidates, jnp.int32), n, config)
+    selected = (scored.scores, budgets, k, v, offsets)
+    select = functools.partial(select_tokens_triton.select_tokens, **block, pool_tokens=layout.pool_tokens)
+    k_pool, v_pool, _ = select(*selected)
+    attended = (q, k, v, k_pool, v_pool, offsets, budgets, n)
+    yield Operation(
+        "token_scores",
+        "triton",
+        token_scores_triton.default_config(length, layer.head_dim, k.dtype.itemsize),
+        token_score_configs(),
+        functools.partial(token_scores_triton.token_scores, **block),
+        (q[:, -1], k, n),
+        _STEPS,
+    )
+    yield Operation("select_tokens", "triton", SelectConfig(), select_configs(), select, selected, _STEPS)
+    yield Operation(
+        "prefill_attention",
+        "mosaic",
+        MosaicPrefillConfig(),
+        tuple(MosaicPrefillConfig(stages) for stages in (3, 4)),
+        functools.partial(prefill_attention_mosaic.prefill_attention, **blocks),
+        attended,
+    )
+    yield Operation(
+        "prefill_attention",
+        "triton",
+        prefill_attention_triton.default_config(config.block_size, layer.head_dim, q.dtype),
+        prefill_configs(),
+        functools.partial(prefill_attention_triton.prefill_attention, **blocks),
+        attended,
+    )
+    yield Operation(
+        "column_mass",
+        "mosaic",
+        MosaicColumnMassConfig(),
+        tuple(MosaicColumnMassConfig(rows, stages) for rows in (64, 128) for stages in (2, 3, 4)),
+        functools.partial(column_mass_mosaic.column_mass, **blocks),
+        (q, k, n),
+    )
+    yield Operation(
+        "column_mass",
+        "triton",
+        column_mass_triton.default_config(config.block_size, layer.head_dim, q.dtype),
+        column_mass_configs(),
+        functools.partial(column_mass_triton.column_mass, **blocks),
+        (q, k, n),
+    )
+    (cache,) = random_caches([layout], layer.head_dim, seed=2)
+    decode = decode_attention_triton.default_config(layer.head_dim, cache.k_ring.dtype.itemsize)
+    pool = (cache.k_pool, cache.v_pool, cache.offsets, cache.kept)
+    yield Operation(
+        "decode_attention",
+        "triton",
+        decode,
+        decode_configs(decode),
+        functools.partial(decode_attention_triton.decode_attention, **blocks, capacity=max(layout.capacities)),
+        (q[:, -1], *pool, cache.k_ring, cache.v_ring, n),
+        _STEPS,
+    )
+
+
+def token_score_configs() -> tuple[TokenScoresConfig, ...]:
+    """Tiles of K, tokens of a program, and depth of the pipeline."""
+    sizes = ((32, 1024, 4), (64, 512, 4), (64, 1024, 3), (64, 2048, 4), (128, 1024, 3), (128, 2048, 4))
+    return tuple(TokenScoresConfig(keys=keys, chunk=chunk, stages=stages) for keys, chunk, stages in sizes)
+
+
+def select_configs() -> tuple[SelectConfig, ...]:
+    """Rows that are copied at once, and warps."""
+    return tuple(SelectConfig(rows=rows, warps=warps) for rows in (16, 32, 64) for warps in (2, 4, 8))
+
+
+def prefill_configs() -> tuple[PrefillConfig, ...]:
+    """Query rows, tokens of a tile, warps and stages."""
+    sizes = ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2), (128, 32, 8, 3))
+    return tuple(PrefillConfig(*size) for size in (*sizes, (64, 64, 4, 2), (64, 64, 4, 3)))
+
+
+def column_mass_configs() -> tuple[ColumnMassConfig, ...]:
+    """Pairs of both passes; the passes run one after the other, so each is varied against one of the other."""
+    norms = tuple(PassConfig(*size) for size in ((128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2)))
+    columns = tuple(PassConfig(*size) for size in ((128, 128, 4, 2), (128, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2)))
+    first = tuple(ColumnMassConfig(norm, columns[0]) for norm in norms)
+    return first + tuple(ColumnMassConfig(norms[0], column) for column in columns[1:])
+
+
+def decode_configs(default: decode_attention_triton.DecodeConfig) -> tuple[decode_attention_triton.DecodeConfig, ...]:
+    """Tiles, chunks, and depth of the pipeline around the default."""
+    changes: tuple[dict[str, int], ...] = (
+        {"keys": default.keys // 2},
+        {"keys": default.keys // 2, "stages": default.stages + 1},
+        {"keys": default.keys * 2, "warps": default.warps * 2},
+        {"programs": default.programs // 2},
+        {"programs": default.programs * 2},
+        {"stages": default.stages + 1},
+        {"warps": default.warps * 2},
+        {"warps": default.warps * 2, "stages": default.stages + 1},
+    )
+    return tuple(dataclasses.replace(default, **change) for change in changes)
+
+
+def winners(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The fastest configuration of every kernel and model next to the default: what this device should use."""
+    best = []
+    for _, group in itertools.groupby(rows, key=lambda row: (row["model"], row["operation"], row["backend"])):
+        timed = list(group)
+        fastest, default = timed[0], next(row for row in timed if row["default"])
+        kernel = {key: fastest[key] for key in ("model", "operation", "backend")}
+        best.append({**kernel, "best": fastest["config"], "default": default["config"]})
+        best[-1]["default over best"] = default["ms"] / fastest["ms"]
+    return best
+
+
+def plot(best: list[dict[str, Any]], path: Path) -> None:
+    """How much faster the best configuration is than the default."""
+    figure = Figure(figsize=(8, 1 + 0.35 * len(best)), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    names = [f"{row['model']}, {row['operation']} ({row['backend']})" for row in best]
+    bars = axes.barh(np.arange(len(best)), [row["default over best"] for row in best])
+    axes.bar_label(bars, fmt="%.3f")
+    axes.set_yticks(np.arange(len(best)), names, fontsize=7)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.invert_yaxis()
+    axes.set_xlabel("time of the default over that of the best configuration")
+    figure.savefig(path)
+
+
+def main(
+    length: Annotated[int, typer.Option(help="Tokens of context.")] = 32768,
+    models: ModelsOption = None,
+    operation: Annotated[
+        list[str] | None, typer.Option(help="Operation to tune; may be repeated.", show_default="all")
+    ] = None,
+    window: WindowOption = tca_jax.TCAConfig.window,
+    repeats: RepeatsOption = 7,
+    out: OutOption = RESULTS,
+) -> None:
+    """Try tile configurations of the kernels, and print which this device should use.
+
+    Example: [bold]tca-jax bench tune --operation decode_attention[/]
+    """
+    layers, config = find_layers(models), tca_jax.TCAConfig(window=window)
+    unknown = set(operation or ()) - set(OPERATIONS)
+    if unknown:
+        raise ValueError(f"--operation {min(unknown)}: must be one of {list(OPERATIONS)}")
+    if jax.default_backend() != "gpu":
+        raise ValueError(f"tune times GPU kernels, this process runs on {jax.default_backend()!r}")
+    check_sizes([length], config, ["triton"], out)
+    rows, left_out = [], []
+    for layer in layers:
+        for kernel in operations(layer, length, config):
+            if (operation and kernel.name not in operation) or not _runs_here(kernel):
+                continue
+            timed, skipped = compare(kernel, repeats)
+            rows += [{"model": layer.name, **row} for row in timed]
+            left_out += [{"model": layer.name, **row} for row in skipped]
+            for row in [*timed, *skipped]:
+                print_row(row)
+    write_tuning(rows, left_out, length, out)
+
+
+def _runs_here(kernel: Operation) -> bool:
+    """Whether the device can run the kernel's backend; says so where it cannot."""
+    try:
+        check_backend(kernel.backend)
+    except ValueError as error:
+        print(f"{kernel.name}: {error}", flush=True)
+        return False
+    return True
+
+
+def write_tuning(rows: list[dict[str, Any]], left_out: list[dict[str, Any]], length: int, out: Path) -> None:
+    """Writes the tables and the plot, and prints what to use."""
+    best = winners(rows)
+    note = (
+        f"Kernels on one layer's inputs at {length:,} tokens, bfloat16, fastest configuration first; each gave the "
+        "default's result. Times are medians over runs in turns; what is within 2% of the default is noise."
+    )
+    more = {"What this device should use": best, "Left out": left_out}
+    write_results("tune", "Tile configurations", rows, out, note, more)
+    plot(best, out / "tune.png")

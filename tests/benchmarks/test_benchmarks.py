@@ -1,0 +1,198 @@
+"""The benchmarks at sizes that a CPU runs in a moment: their files, what they record, and their errors."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import tca_jax
+from tca_jax.benchmarks import decode, tune
+from tca_jax.benchmarks.common import LAYERS, random_normal, unequal_candidates
+from tca_jax.benchmarks.models import CONFIGS, random_model
+from tca_jax.cache import _attend_cache
+from tca_jax.calibrate.candidates import eviction_budgets
+from tca_jax.cli import app
+
+TINY = ["--models=tiny", "--window=128", "--backend=xla", "--repeats=1"]
+OPTIONS = {
+    "attention": [*TINY, "--lengths=512", "--shares=0.2"],
+    "decode": [*TINY, "--lengths=512", "--shares=0.2", "--batches=2", "--copy-bytes=1048576"],
+    "end-to-end": [*TINY, "--lengths=2048", "--new-tokens=8", "--copy-bytes=1048576"],
+    "calibration": [*TINY, "--lengths=512", "--model-tokens=512", "--num-layers=1"],
+}
+
+
+def run(*args):
+    return CliRunner().invoke(app, ["bench", *map(str, args)], env={"COLUMNS": "80", "TERM": "xterm"})
+
+
+def error(*args) -> str:
+    result = run(*args)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    return result.stderr.removeprefix("error: ").strip()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_benchmark_writes_its_table_its_json_and_its_plot(name, tmp_path):
+    out = tmp_path / "results"
+    result = run(name, *OPTIONS[name], "--out", out)
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in out.iterdir()) == [f"{name}.json", f"{name}.md", f"{name}.png"]
+    record = json.loads((out / f"{name}.json").read_text())
+    assert record["environment"]["command"] == " ".join(["tca-jax", "bench", name, *OPTIONS[name]])
+    assert record["environment"]["device"] == jax.devices()[0].device_kind
+    tables = [value for value in record.values() if isinstance(value, list)]
+    assert all(tables)
+    for row in (row for table in tables for row in table):
+        figures = {key: value for key, value in row.items() if isinstance(value, int | float)}
+        assert figures.pop("error", 0) == 0  # the oracle against itself
+        assert all(value > 0 for value in figures.values()), row
+    table = (out / f"{name}.md").read_text()
+    assert str(tmp_path) not in table + json.dumps(record)
+    assert table.split("\n\n")[2] in result.stdout
+
+
+def test_the_recorded_command_leaves_out_the_folder_however_it_is_spelled(tmp_path):
+    out = tmp_path / "a folder"
+    assert run("calibration", *OPTIONS["calibration"], f"--out={out}").exit_code == 0
+    command = json.loads((out / "calibration.json").read_text())["environment"]["command"]
+    assert command == " ".join(["tca-jax", "bench", "calibration", *OPTIONS["calibration"]])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["attention"], "131,072 tokens need a GPU, this process runs on 'cpu'"),
+        (["decode"], "1,048,576 tokens need a GPU, this process runs on 'cpu'"),
+        (["calibration"], "a whole llama3.1-8b needs a GPU, this process runs on 'cpu': pass --models tiny"),
+        (["calibration", "--models=tiny"], "131,072 tokens need a GPU, this process runs on 'cpu'"),
+        (["tune"], "tune times GPU kernels, this process runs on 'cpu'"),
+        (["tune", "--operation=sort"], "--operation sort: must be one of ['token_scores', "),
+        (["attention", "--models=gpt2"], "--models gpt2: must be one of ['llama3.1-8b', 'qwen2.5-7b', 'tiny']"),
+        (["decode", *TINY, "--lengths=500"], "500 tokens: must be a multiple of 128 beyond the window of 128"),
+        (["decode", *TINY, "--lengths=128"], "128 tokens: must be a multiple of 128 beyond the window of 128"),
+        (["decode", *TINY, "--lengths=512", "--shares=1"], "--shares 1.0: must lie between 0 and 1"),
+        (["decode", "--backend=cuda"], "backend = 'cuda': must be one of"),
+        (["attention", "--backend=mosaic", "--lengths=8192"], "backend = 'mosaic' needs an NVIDIA GPU"),
+        (["decode", "--repeats=0"], "Invalid value for '--repeats'"),
+        (["sparsity"], "No such command 'sparsity'"),
+    ],
+)
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="messages of a machine without a GPU")
+def test_what_cannot_run_is_one_line_that_says_why(args, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message in error(*args)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unwritable_folder_fails_before_the_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "file" in error("decode", *OPTIONS["decode"], "--out", tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", ["attention", "calibration", "decode", "tune"])
+def test_the_help_of_a_benchmark_fits_80_columns(name):
+    result = run(name, "--help")
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert f"Example: tca-jax bench {name}" in result.stdout
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_models_have_the_attention_shape_of_their_layers(name):
+    config, layer = CONFIGS[name], LAYERS[name]
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (layer.heads, layer.kv_heads, layer.head_dim)
+
+
+def test_a_random_model_generates():
+    lm = random_model("tiny", jax.random.key(0), num_layers=1, max_positions=10**6)
+    assert (lm.config.num_layers, lm.config.max_context) == (1, 10**6)
+    assert {leaf.dtype for leaf in jax.tree.leaves(lm.params)} == {jnp.dtype(jnp.float32)}
+    out = tca_jax.generate(lm, [[1, 2, 3]], max_new_tokens=2)
+    assert len(out.tokens[0]) == 2
+    with pytest.raises(ValueError, match=r"model = 'gpt2': must be one of \['llama3.1-8b', 'qwen2.5-7b', 'tiny'\]"):
+        random_model("gpt2", jax.random.key(0))
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 3), (1, 3, 2**11, 1000)])
+def test_random_numbers_are_normal_and_do_not_repeat(shape):
+    x = np.asarray(random_normal(jax.random.key(1), shape, jnp.float32, 2.0), np.float64)
+    assert x.shape == shape
+    assert len(np.unique(x)) > 0.6 * x.size  # of the 2^23 floats that a draw can take
+    if x.size > 1000:
+        assert abs(x.mean()) < 0.01
+        assert abs(x.std() - 2) < 0.01
+        assert abs(np.corrcoef(x.ravel()[: 2**21], x.ravel()[-(2**21) :])[0, 1]) < 0.01
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.4])
+@pytest.mark.parametrize("heads", [4, 8])
+def test_budgets_of_heads_have_the_share_that_was_asked_for(share, heads):
+    config = tca_jax.TCAConfig()
+    rows = eviction_budgets(config) / config.block_size
+    candidates = unequal_candidates(config, heads, share)
+    assert rows[list(candidates)].mean() == pytest.approx(share, abs=0.12 / heads + 0.02)
+    assert len(set(candidates)) > 2
+
+
+def test_a_cache_holds_what_its_layout_says_and_a_step_reads_it():
+    layer, config = dataclasses.replace(LAYERS["qwen2.5-7b"], head_dim=16), tca_jax.TCAConfig(window=256)
+    layouts = [decode.plan(config, layer, share, 2, 1024) for share in (1.0, 0.2)]
+    caches = decode.random_caches(layouts, layer.head_dim, seed=0)
+    q = random_normal(jax.random.key(3), (2, layer.heads, layer.head_dim), jnp.bfloat16)
+    for layout, cache in zip(layouts, caches, strict=True):
+        expected, _ = _attend_cache(q, cache, jnp.full(2, 1024, jnp.int32), "xla")
+        np.testing.assert_array_equal(decode.attend(q, cache, "xla"), expected)
+        assert sum(x.nbytes for x in (cache.k_pool, cache.k_ring)) * 2 == layout.num_bytes(16, jnp.bfloat16)
+        assert (np.asarray(cache.kept) <= np.asarray(layout.capacities)).all()
+    assert decode.attended_tokens(layouts[0]) == 2 * layer.kv_heads * 1025
+    local = 2 * layer.kv_heads * 257
+    assert decode.attended_tokens(layouts[1]) == local + int(np.asarray(caches[1].kept).sum())
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    size: int
+    inner: "Tiles | None" = None
+
+
+def toy_kernel(x, *, config):
+    if config.size == 3:
+        raise NotImplementedError("3 is no power of two\nsee above")
+    return x + (1.0 if config.size == 5 else 0.0), jnp.zeros(4)
+
+
+def test_tuning_times_what_agrees_and_says_what_was_left_out(tmp_path):
+    others = (Tiles(2), Tiles(3), Tiles(5), Tiles(1))
+    operation = tune.Operation("toy", "xla", Tiles(1), others, toy_kernel, (jnp.arange(8.0),), steps=2)
+    rows, left_out = tune.compare(operation, repeats=1)
+    assert {row["config"] for row in rows} == {"size=1 inner=None", "size=2 inner=None"}
+    assert [row["ms"] for row in rows] == sorted(row["ms"] for row in rows)
+    assert [row["reason"] for row in left_out] == [
+        "NotImplementedError: 3 is no power of two",
+        "differs from the default's result",
+    ]
+    rows, left_out = ([{"model": "tiny", **row} for row in table] for table in (rows, left_out))
+    tune.write_tuning(rows, left_out, 1024, tmp_path)
+    record = json.loads((tmp_path / "tune.json").read_text())
+    (best,) = record["What this device should use"]
+    assert (best["best"], best["default"]) == (rows[0]["config"], "size=1 inner=None")
+    assert best["default over best"] >= 1
+    assert record["Left out"] == left_out
+    assert (tmp_path / "tune.png").stat().st_size > 0
+
+
+def test_a_tuned_configuration_is_described_without_its_class():
+    assert tune.describe(Tiles(1, Tiles(2))) == "size=1 inner=(size=2 inner=None)"
+
+
+def test_candidates_of_tuning_are_few_and_differ():
+    decode_default = tune.decode_attention_triton.default_config(128, 2)
+    lists = [f() for f in (tune.token_score_configs, tune.select_configs, tune.prefill_configs)]
+    lists += [tune.column_mass_configs(), tune.decode_configs(decode_default)]
+    for configs in lists:
+        assert 4 <= len(set(configs)) == len(configs) <= 9
