@@ -33,6 +33,9 @@ from tca_jax.benchmarks.common import (
     check_shares,
     check_sizes,
     find_layers,
+    full_attention,
+    group_rows,
+    plot_line,
     print_row,
     relative_error,
     time_alternating,
@@ -43,7 +46,6 @@ from tca_jax.benchmarks.common import (
 from tca_jax.cache import CacheLayout
 from tca_jax.functional import head_budgets
 from tca_jax.pallas_kernels.backends import can_run
-from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
 from tca_jax.pallas_kernels.select_tokens import select_tokens
 from tca_jax.pallas_kernels.token_scores import token_scores
@@ -114,8 +116,8 @@ def measure(
 ) -> list[dict[str, Any]]:
     """A row for each setting, a backend and a kept share; all take turns with full attention on the same inputs."""
     q, k, v, n = attention_inputs(layer, length, seed=length)
-    full = jax.jit(lambda q, k, v, n: causal_attention(q, k, v, n))
-    calls: dict[Any, Callable[[], Any]] = {"full": lambda: full(q, k, v, n)}
+    full = jax.jit(full_attention)
+    calls: dict[Any, Callable[[], Any]] = {"full": lambda: full(q, k, v)}
     rows = []
     for backend, share in settings:
         candidates = unequal_candidates(config, layer.kv_heads, share)
@@ -159,29 +161,33 @@ def measure(
 @functools.cache
 def _check(layer: Layer, candidates: tuple[int, ...], backend: str, config: tca_jax.TCAConfig, length: int) -> float:
     """Relative error against the XLA oracle on fresh inputs."""
-    inputs = attention_inputs(layer, length, seed=1)
     layout = CacheLayout.plan(config, candidates, 1, length, 1)
-    out, expected = (pipeline(stages(layout, name), *inputs) for name in (backend, "xla"))
-    error = relative_error(out, expected)
+    out = pipeline(stages(layout, backend), *attention_inputs(layer, length, seed=1))
+    error = relative_error(out, _oracle(layer, layout))
     if not error < 1e-2:
         raise RuntimeError(f"{backend} differs from the oracle by {error:.2e}: nothing to time")
     return error
 
 
+@functools.cache
+def _oracle(layer: Layer, layout: CacheLayout) -> jax.Array:
+    return pipeline(stages(layout, "xla"), *attention_inputs(layer, layout.prompt_tokens, seed=1))
+
+
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Speed-up over full attention by prompt length."""
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    for key in dict.fromkeys((row["model"], row["backend"], row["share"]) for row in rows):
-        line = [row for row in rows if (row["model"], row["backend"], row["share"]) == key]
-        style = "-" if key[0] == "llama3.1-8b" else "--"
-        label = f"{key[0]}, {key[1]}, {key[2]:.0%} of ranked blocks"
-        axes.plot([r["tokens"] for r in line], [r["speed-up"] for r in line], style, marker="o", label=label)
-    axes.axhline(1, color="black", linewidth=1)
-    token_axis(axes, [row["tokens"] for row in rows], "prompt tokens")
-    axes.set_ylabel("times as fast as full attention")
-    axes.set_title("One attention layer's prefill, selection included")
-    axes.legend(fontsize=8)
+    """Speed-up over full attention by prompt length: a panel a model, a colour a share, a stroke a backend."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure = Figure(figsize=(5.5 * len(models), 4.5), dpi=150, layout="constrained")
+    for axes, model in zip(np.atleast_1d(figure.subplots(1, len(models), sharey=True)), models, strict=True):
+        lines = group_rows((row for row in rows if row["model"] == model), "share", "backend")
+        for (share, backend), line in lines.items():
+            plot_line(axes, line, "speed-up", f"{share:.0%} of ranked blocks, {backend}", (share, backend), lines)
+        axes.axhline(1, color="black", linewidth=1)
+        token_axis(axes, [row["tokens"] for row in rows], "prompt tokens")
+        axes.set_title(model)
+        axes.legend(fontsize=8)
+    np.atleast_1d(figure.axes)[0].set_ylabel("times as fast as full attention")
+    figure.suptitle("One attention layer's prefill, selection included")
     figure.savefig(path)
 
 
@@ -213,7 +219,8 @@ def main(
         "Times are medians over runs that alternate with the baseline in one process: full causal attention on the "
         "same inputs, by cuDNN on an NVIDIA GPU. `share` is the mean budget of a ranked block, unequal between heads; "
         "`kept` the selected tokens and the window over the prompt; `area` the query-key pairs that are computed over "
-        "those of full attention. `TCA ms` is the whole pipeline in one program, the columns behind it its stages, "
+        f"those of full attention; the window is {window}. `TCA ms` is the whole pipeline in one program, "
+        "the columns behind it its stages, "
         "each a program of its own. `error` is relative to the XLA oracle."
     )
     write_results(name, "Prefill attention of one layer against full attention", rows, out, note)

@@ -34,6 +34,7 @@ from tca_jax.benchmarks.common import (
     check_sizes,
     check_whole_models,
     find_layers,
+    full_attention,
     print_row,
     relative_error,
     time_alternating,
@@ -42,7 +43,6 @@ from tca_jax.benchmarks.common import (
 )
 from tca_jax.benchmarks.models import random_model
 from tca_jax.calibrate.run import calibrate
-from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.column_mass import column_mass
 
 
@@ -50,9 +50,9 @@ def measure_kernel(layer: Layer, length: int, backend: str, config: tca_jax.TCAC
     """Column mass of one layer next to full causal attention on the same inputs."""
     error = _check(layer, backend, config, min(length, CHECKED_TOKENS))
     q, k, v, n = attention_inputs(layer, length, seed=length)
-    full = jax.jit(lambda q, k, v, n: causal_attention(q, k, v, n))
+    full = jax.jit(full_attention)
     seconds = time_alternating(
-        {"full": lambda: full(q, k, v, n), "mass": lambda: _masses(q, k, n, backend, config)}, repeats
+        {"full": lambda: full(q, k, v), "mass": lambda: _masses(q, k, n, backend, config)}, repeats
     )
     flops = 2 * 2 * layer.head_dim * layer.heads * length * (length + 1) / 2  # two products either way
     return {

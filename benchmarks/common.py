@@ -8,9 +8,11 @@ import functools
 import json
 import math
 import platform
+import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -23,7 +25,7 @@ from jaxtyping import Array
 
 import tca_jax
 from tca_jax.calibrate.candidates import eviction_budgets
-from tca_jax.pallas_kernels.backends import check_backend
+from tca_jax.pallas_kernels.backends import can_run, check_backend
 
 RESULTS = Path("benchmarks") / "results"
 CHECKED_TOKENS = 8192  # outputs are compared with the oracle at most at this length, where the oracle takes a moment
@@ -33,6 +35,7 @@ COMMAND: contextvars.ContextVar[str] = contextvars.ContextVar("COMMAND", default
 COPIED_BYTES = 2**31  # of the array whose copy is the measure of memory's speed
 
 _SAMPLE_SECONDS = 0.02
+_COMPILED_AT_ONCE = 4
 _DRAWN = 2**22  # random numbers that are drawn at once: the compiler takes minutes over a draw of 2^30
 _CPU_TOKENS = 4096  # longest context that is worth waiting for without a GPU
 
@@ -155,17 +158,21 @@ def unequal_candidates(config: tca_jax.TCAConfig, kv_heads: int, share: float) -
 def time_alternating(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
     """Median seconds of each call, taken in turns after a warm-up, so that clocks and heat are shared.
 
-    A sample queues as many calls as take about 20 ms and waits for the last: the host's own time stays out of it.
+    The order changes from round to round, for what runs after a long call finds a hot device. A sample queues as many
+    calls as take about 20 ms, at most 50, and waits for the last: the host's own time stays out of it unless calls are
+    shorter than their launch, some 20 us.
     """
+    with ThreadPoolExecutor(_COMPILED_AT_ONCE) as pool:
+        list(pool.map(lambda call: len(jax.tree.leaves(jax.block_until_ready(call()))), calls.values()))
     queued = {}
     for name, call in calls.items():
-        jax.block_until_ready(call())
         start = time.perf_counter()
         jax.block_until_ready(call())
         queued[name] = max(1, min(50, int(_SAMPLE_SECONDS / (time.perf_counter() - start))))
     seconds: dict[str, list[float]] = {name: [] for name in calls}
+    shuffle = random.Random(0)
     for _ in range(repeats):
-        for name, call in calls.items():
+        for name, call in shuffle.sample(list(calls.items()), len(calls)):
             start = time.perf_counter()
             for _ in range(queued[name]):
                 result = call()
@@ -177,17 +184,28 @@ def time_alternating(calls: Mapping[str, Callable[[], Any]], repeats: int) -> di
 def device_copy(num_bytes: int, repeats: int) -> float:
     """Bytes read and written a second by the fastest way to write a copy, changed or not, of a large array."""
     num_bytes = num_bytes // 1024 * 1024
-    num_bytes = num_bytes // 1024 * 1024
     calls: dict[str, Any] = {}
     add_one = jax.jit(lambda x: x + 1)
-    for dtype in (jnp.bfloat16, jnp.float32, jnp.uint32):
+    for dtype in (jnp.bfloat16, jnp.float32):
         shape = (num_bytes // jnp.dtype(dtype).itemsize // 256, 256)
-        calls[f"x + 1, {jnp.dtype(dtype).name}"] = functools.partial(
-            add_one, random_normal(jax.random.key(0), shape, dtype)
-        )
+        source = random_normal(jax.random.key(0), shape, dtype)
+        calls[f"x + 1, {jnp.dtype(dtype).name}"] = functools.partial(add_one, source)
     copy = jax.jit(lambda x: jnp.copy(x))  # its result may not share the argument's buffer: a device-to-device copy
-    calls["copy"] = functools.partial(copy, random_normal(jax.random.key(0), (num_bytes // 1024, 256), jnp.float32))
+    calls["copy"] = functools.partial(copy, source)
     return 2 * num_bytes / min(time_alternating(calls, repeats).values())
+
+
+def matrix_rate(repeats: int) -> float:
+    """FLOP/s of a large bfloat16 matrix product: what no attention or projection will pass."""
+    size = 8192 if jax.default_backend() == "gpu" else 512
+    a, b = (random_normal(jax.random.key(i), (size, size), jnp.bfloat16) for i in range(2))
+    product = jax.jit(jnp.matmul)
+    return 2 * size**3 / time_alternating({"product": lambda: product(a, b)}, repeats)["product"]
+
+
+def full_attention(q: Array, k: Array, v: Array) -> Array:
+    """The baseline: exact causal attention of whole sequences, by cuDNN where it is, without a mask for padding."""
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if can_run("cudnn") else "xla")
 
 
 def free_bytes() -> float:
@@ -242,6 +260,28 @@ def write_results(
 def print_row(row: Mapping[str, Any]) -> None:
     """One row on one line, as soon as it is known."""
     print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+
+
+def group_rows(rows: Iterable[Mapping[str, Any]], *columns: str) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
+    """Rows by their values in some columns, in the order of their first appearance."""
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[column] for column in columns), []).append(row)
+    return groups
+
+
+def plot_line(
+    axes: Any,
+    line: Sequence[Mapping[str, Any]],
+    column: str,
+    label: str,
+    key: tuple[Any, Any],
+    keys: Iterable[tuple[Any, Any]],
+) -> None:
+    """A column by tokens; of all `keys`, those with the same first part share a colour, with the second a stroke."""
+    colours, strokes = (sorted({each[i] for each in keys}, key=str) for i in (0, 1))
+    style = {"color": f"C{colours.index(key[0])}", "linestyle": ("-", "--", ":", "-.")[strokes.index(key[1]) % 4]}
+    axes.plot([row["tokens"] for row in line], [row[column] for row in line], marker="o", label=label, **style)
 
 
 def token_axis(axes: Any, tokens: Sequence[int], label: str) -> None:

@@ -7,6 +7,7 @@ tca-jax bench end-to-end --lengths 1048576 --models qwen2.5-7b --attentions "TCA
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import statistics
@@ -40,8 +41,9 @@ from tca_jax.benchmarks.common import (
     check_whole_models,
     device_copy,
     find_layers,
+    group_rows,
+    matrix_rate,
     print_row,
-    token_axis,
     unequal_candidates,
     write_results,
 )
@@ -54,7 +56,6 @@ from tca_jax.sampling import Sampling
 
 #: Share of all tokens that caches keep, window included, by the name of the attention; None is exact attention.
 ATTENTIONS: dict[str, float | None] = {"full": None, "TCA 18.5%": 0.185, "TCA 39%": 0.39}
-_MATRIX_RATE = 790e12  # bfloat16 FLOP/s of a large matrix product on an H200, measured (8192^3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +100,17 @@ def keep(lm: LM, config: tca_jax.TCAConfig, share: float, tokens: int) -> LM:
     """
     window = config.window + config.block_size / 2  # the mean: the window's left edge lies on a block
     ranked = config.num_ranked_blocks(tokens) * config.block_size
-    selected = (share * tokens - window) / ranked
+    selected = (share * tokens - window) / max(ranked, 1)
     if selected <= 0:
         raise ValueError(f"a window of {config.window} is more than {share:.1%} of {tokens:,} tokens")
     row = unequal_candidates(config, lm.config.num_kv_heads, selected)
     return dataclasses.replace(lm, tca=config, candidates=(row,) * lm.config.num_layers)
+
+
+def under_attention(lm: LM, attention: str, config: tca_jax.TCAConfig, tokens: int) -> LM:
+    """The model under one of `ATTENTIONS`."""
+    share = ATTENTIONS[attention]
+    return lm if share is None else keep(lm, config, share, tokens)
 
 
 def weight_bytes(lm: LM) -> int:
@@ -162,15 +169,13 @@ def _compile_once(
 ) -> float:
     """What `compile_seconds` runs in each process."""
     lm = abstract_model(name, layers, max_positions=2 * tokens)
-    share = ATTENTIONS[attention]
-    if share is not None:
-        lm = keep(lm, tca_jax.TCAConfig(window=window), share, tokens)
+    lm = under_attention(lm, attention, tca_jax.TCAConfig(window=window), tokens)
     prompt = jnp.zeros((1, tokens), jnp.int32)
     return Run(lm, prompt, jnp.array([tokens], jnp.int32), new_tokens, backend).compile()[2]
 
 
 def measure(
-    lms: dict[str, LM], tokens: int, new_tokens: int, backend: str, repeats: int, copied: float
+    lms: dict[str, LM], tokens: int, new_tokens: int, backend: str, repeats: int, copied: float, multiplied: float
 ) -> list[dict[str, Any]]:
     """One row for each attention; their prefills and their decodings take turns."""
     prompt = jax.random.randint(jax.random.key(1), (1, tokens), 0, next(iter(lms.values())).config.vocab_size)
@@ -201,7 +206,7 @@ def measure(
         seconds, step = statistics.median(first[name]), statistics.median(following[name])
         config = run.lm.config
         read = weight_bytes(run.lm) + share * tokens * config.num_layers * config.num_kv_heads * config.head_dim * 4
-        floor = prefill_flops(run.lm, tokens, computed_area(run.lm, tokens)) / _MATRIX_RATE
+        floor = prefill_flops(run.lm, tokens, computed_area(run.lm, tokens)) / multiplied
         rows.append(
             {
                 "tokens": tokens,
@@ -220,20 +225,39 @@ def measure(
     return rows
 
 
+def describe(new_tokens: int, window: int, repeats: int, copied: float, multiplied: float) -> str:
+    """What the columns mean; `copied` is what `device_copy` says, `multiplied` what `matrix_rate` does."""
+    return (
+        f"Random weights of true size, batch 1, {new_tokens} new tokens. TCA runs a synthetic profile: the same "
+        f"unequal budgets in every layer, which with the window of {window} keep about that share of the prompt's "
+        "tokens; `kept` is the measured share. Behind a prompt of whole blocks the first block leaves the window at "
+        "new token 129. `TTFT` is the time from token ids to the first new token, `ms/token` the mean of the tokens "
+        f"behind it, both medians of {repeats} runs, the attentions in turns. `over arithmetic floor` is TTFT over the "
+        "time of its matrix products and of the attention that is computed at the rate of a large matrix product, "
+        f"{multiplied / 1e12:.0f} TFLOP/s; `over byte floor` the time per token over that of reading the weights and "
+        f"the kept keys and values at the rate of a device copy, {copied / 1e9:,.0f} GB/s read and written. `KV GB` is "
+        "the cache as allocated, `peak GB` the most that a program holds by the compiler's account, weights included. "
+        "The second table has the seconds that new processes take to trace and compile both programs of a shape, the "
+        "first with an empty compilation cache, the second with what it leaves there."
+    )
+
+
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Time to first token, time per token and bytes of the cache, by prompt length."""
-    figure = Figure(figsize=(12, 4), dpi=150, layout="constrained")
+    """Time to first token, time per token and bytes of the cache: a group of bars a model and length."""
     panels = {"TTFT s": "time to first token, s", "ms/token": "time per further token, ms", "KV GB": "KV cache, GB"}
-    for axes, (column, label) in zip(figure.subplots(1, 3), panels.items(), strict=True):
-        for model, attention in dict.fromkeys((row["model"], row["attention"]) for row in rows):
-            line = [row for row in rows if (row["model"], row["attention"]) == (model, attention)]
-            style = "-" if model == rows[0]["model"] else "--"
-            values = [row[column] for row in line]
-            axes.plot([row["tokens"] for row in line], values, style, marker=".", label=f"{model}, {attention}")
-        token_axis(axes, [row["tokens"] for row in rows], "prompt tokens")
-        axes.set_yscale("log")
-        axes.set_ylabel(label)
-    axes.legend(fontsize=7)
+    groups = list(group_rows(rows, "model", "tokens"))
+    attentions = list(dict.fromkeys(row["attention"] for row in rows))
+    width = 0.8 / len(attentions)
+    figure = Figure(figsize=(4.5 * len(panels), 4.5), dpi=150, layout="constrained")
+    for axes, (column, label) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        for shift, attention in enumerate(attentions):
+            values = {(row["model"], row["tokens"]): row[column] for row in rows if row["attention"] == attention}
+            places = [groups.index(group) + shift * width for group in values]
+            axes.bar_label(axes.bar(places, list(values.values()), width, label=attention), fmt="%.3g", fontsize=8)
+        middles = np.arange(len(groups)) + (len(attentions) - 1) * width / 2
+        axes.set_xticks(middles, [f"{model}\n{tokens:,} tokens" for model, tokens in groups])
+        axes.set_title(label)
+    axes.legend(fontsize=8)
     figure.suptitle("Whole models, batch 1")
     figure.savefig(path)
 
@@ -255,44 +279,45 @@ def main(
 
     Example: [bold]tca-jax bench end-to-end --lengths 131072 --models llama3.1-8b[/]
     """
-    lengths = lengths or [2**15, 2**17]
+    lengths = lengths or [2**17]
     config = tca_jax.TCAConfig(window=window)
     for attention in attentions or ():
         if attention not in ATTENTIONS:
             raise ValueError(f"--attentions {attention}: must be one of {list(ATTENTIONS)}")
+    names = attentions or list(ATTENTIONS)
     check_whole_models(find_layers(models))
+    for layer, tokens, attention in itertools.product(find_layers(models), lengths, names):
+        under_attention(abstract_model(layer.name, layers), attention, config, tokens)  # raises what it would later
     check_sizes(lengths, config, [backend], out)
     copied = device_copy(copy_bytes, repeats)
-    print(f"device copy: {copied / 1e9:,.0f} GB/s", flush=True)
+    multiplied = matrix_rate(repeats)
+    print(f"device copy: {copied / 1e9:,.0f} GB/s, matrix product: {multiplied / 1e12:,.0f} TFLOP/s", flush=True)
+    # Profiles differ in numbers, not in programs: one of each kind is compiled for the table.
+    kinds = {ATTENTIONS[attention] is None: attention for attention in reversed(names)}.values()
     rows, compiled = [], []
     options = {"new_tokens": new_tokens, "window": window, "backend": backend}
     for model in (layer.name for layer in find_layers(models)):
-        for attention in attentions or ATTENTIONS:
+        for attention in kinds:
             cold, cached = compile_seconds(model, layers, max(lengths), attention, options)
             row = {"model": model, "tokens": max(lengths), "attention": attention, "cold s": cold, "cached s": cached}
             compiled.append(row)
             print_row(row)
         lm = random_model(model, jax.random.key(0), layers, max_positions=2 * max(lengths))
         for tokens in lengths:
-            shares = {attention: ATTENTIONS[attention] for attention in attentions or ATTENTIONS}
-            lms = {a: lm if share is None else keep(lm, config, share, tokens) for a, share in shares.items()}
-            for row in measure(lms, tokens, new_tokens, backend, repeats, copied):
+            lms = {attention: under_attention(lm, attention, config, tokens) for attention in names}
+            for row in measure(lms, tokens, new_tokens, backend, repeats, copied, multiplied):
                 rows.append({"model": model, **row})
                 print_row(rows[-1])
         del lm, lms
-    note = (
-        f"Random weights of true size, batch 1, {new_tokens} new tokens. TCA runs a synthetic profile: the same "
-        f"unequal budgets in every layer, which with the window of {window} keep about that share of the prompt's "
-        "tokens; `kept` is the measured share. `TTFT` is the time from token ids to the first new token, `ms/token` "
-        f"the mean of the tokens behind it, both medians of {repeats} runs, the attentions in turns. `over arithmetic "
-        "floor` is TTFT over the time of its matrix products and of the attention that is computed at "
-        f"{_MATRIX_RATE / 1e12:.0f} TFLOP/s, `over byte floor` the time per token over that of reading the weights and "
-        f"the kept keys and values at the rate of a device copy, {copied / 1e9:,.0f} GB/s read and written. `KV GB` is "
-        "the cache as allocated, `peak GB` the most that a program holds, weights included. `compile s` is tracing and "
-        "compiling both programs with an empty compilation cache, `cached` with one that holds them."
-    )
     more = {"Compilation": compiled}
-    write_results(name, "Whole models, from prompt to answer", rows, out, note, more)
+    write_results(
+        name,
+        "Whole models, from prompt to answer",
+        rows,
+        out,
+        describe(new_tokens, window, repeats, copied, multiplied),
+        more,
+    )
     plot(rows, out / f"{name}.png")
 
 

@@ -193,7 +193,8 @@ def _by_chunks(function: Callable[..., Any], chunk: int, old: Any, *inputs: Arra
     flat_inputs = flat(inputs)
     if old is None:
         shapes = jax.eval_shape(lambda: function(None, *inputs))
-        results = flat(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+        # Zeros like an input vary over the mesh axes that it varies over, as a loop under `shard_map` asks.
+        results = flat(jax.tree.map(lambda x: jax.lax.full_like(inputs[0], 0, x.dtype, x.shape), shapes))
     else:
         results = flat(old)
     whole = tokens // chunk
@@ -272,7 +273,10 @@ class Decoder(nnx.Module):
         for index, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
             run = _bind(layer, index, attention)
             with jax.named_scope(f"layer_{index}"):
-                x, state, buffers = (jax.checkpoint(run) if remat else run)(x, cos, sin, state, buffers)
+                if remat:  # what a layer is given is kept for the backward pass: nothing but its inputs
+                    x, state, _ = jax.checkpoint(run)(x, cos, sin, state, None)
+                else:
+                    x, state, buffers = run(x, cos, sin, state, buffers)
             new_states.append(state)
         with jax.named_scope("final_norm"):
             return self.norm(x), tuple(new_states)

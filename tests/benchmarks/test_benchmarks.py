@@ -79,6 +79,12 @@ def test_the_recorded_command_leaves_out_the_folder_however_it_is_spelled(tmp_pa
         (["decode", "--backend=cuda"], "backend = 'cuda': must be one of"),
         (["attention", "--backend=mosaic", "--lengths=8192"], "backend = 'mosaic' needs an NVIDIA GPU"),
         (["decode", "--repeats=0"], "Invalid value for '--repeats'"),
+        (["end-to-end"], "a whole llama3.1-8b needs a GPU, this process runs on 'cpu': pass --models tiny"),
+        (["end-to-end", *TINY, "--lengths=512"], "a window of 128 is more than 18.5% of 512 tokens"),
+        (
+            ["end-to-end", *TINY, "--attentions=none"],
+            "--attentions none: must be one of ['full', 'TCA 18.5%', 'TCA 39%']",
+        ),
         (["sparsity"], "No such command 'sparsity'"),
     ],
 )
@@ -94,7 +100,7 @@ def test_an_unwritable_folder_fails_before_the_run(tmp_path):
     assert "file" in error("decode", *OPTIONS["decode"], "--out", tmp_path / "file")
 
 
-@pytest.mark.parametrize("name", ["attention", "calibration", "decode", "tune"])
+@pytest.mark.parametrize("name", ["attention", "calibration", "decode", "end-to-end", "tune"])
 def test_the_help_of_a_benchmark_fits_80_columns(name):
     result = run(name, "--help")
     assert result.exit_code == 0

@@ -91,6 +91,35 @@ def test_chunks_of_tokens_change_nothing(chunk: int, config: ModelConfig, monkey
     np.testing.assert_allclose(hidden_states(*arguments), whole, atol=1e-5)
 
 
+def test_chunks_overwrite_no_keys_that_attention_keeps(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def keeping(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        return causal(layer, q, k, v, None)[0], (k, v)
+
+    def kept(graphdef: Any, weights: Any, tokens: jax.Array, positions: jax.Array) -> Any:
+        return nnx.merge(graphdef, weights)(tokens, positions, keeping, NO_STATES)[1]
+
+    run = jax.jit(kept, static_argnums=0)
+    whole = run(*nnx.split(make(config)), *inputs(config))
+    monkeypatch.setattr(decoder_module, "_CHUNK_ELEMENTS", 8 * config.intermediate_size)
+    chunked = run(*nnx.split(make(config)), *inputs(config))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), chunked, whole)
+
+
+def test_chunks_run_under_shard_map(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = hidden_states(*nnx.split(make(config)), *inputs(config))
+    monkeypatch.setattr(decoder_module, "_CHUNK_ELEMENTS", 8 * config.intermediate_size)
+    graphdef, weights = nnx.split(make(config))
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("data")
+    sharded = jax.shard_map(
+        lambda *arguments: hidden_states(graphdef, *arguments),
+        mesh=mesh,
+        in_specs=(jax.sharding.PartitionSpec(), rows, rows),
+        out_specs=rows,
+    )
+    np.testing.assert_allclose(jax.jit(sharded)(weights, *inputs(config)), whole, atol=1e-5)
+
+
 def test_each_layer_gets_its_own_state_and_index(config: ModelConfig) -> None:
     seen = []
 
