@@ -118,7 +118,7 @@ def measure(
     q, k, v, n = attention_inputs(layer, length, seed=length)
     full = jax.jit(full_attention)
     calls: dict[Any, Callable[[], Any]] = {"full": lambda: full(q, k, v)}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for backend, share in settings:
         candidates = unequal_candidates(config, layer.kv_heads, share)
         error = _check(layer, candidates, backend, config, min(length, CHECKED_TOKENS))
@@ -186,7 +186,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         token_axis(axes, [row["tokens"] for row in rows], "prompt tokens")
         axes.set_title(model)
         axes.legend(fontsize=8)
-    np.atleast_1d(figure.axes)[0].set_ylabel("times as fast as full attention")
+    figure.axes[0].set_ylabel("times as fast as full attention")
     figure.suptitle("One attention layer's prefill, selection included")
     figure.savefig(path)
 

@@ -155,7 +155,7 @@ def unequal_candidates(config: tca_jax.TCAConfig, kv_heads: int, share: float) -
     return tuple(rows[i] for i in np.random.default_rng(0).permutation(kv_heads))
 
 
-def time_alternating(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+def time_alternating(calls: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[Any, float]:
     """Median seconds of each call, taken in turns after a warm-up, so that clocks and heat are shared.
 
     The order changes from round to round, for what runs after a long call finds a hot device. A sample queues as many
@@ -164,12 +164,12 @@ def time_alternating(calls: Mapping[str, Callable[[], Any]], repeats: int) -> di
     """
     with ThreadPoolExecutor(_COMPILED_AT_ONCE) as pool:
         list(pool.map(lambda call: len(jax.tree.leaves(jax.block_until_ready(call()))), calls.values()))
-    queued = {}
+    queued: dict[Any, int] = {}
     for name, call in calls.items():
         start = time.perf_counter()
         jax.block_until_ready(call())
         queued[name] = max(1, min(50, int(_SAMPLE_SECONDS / (time.perf_counter() - start))))
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    seconds: dict[Any, list[float]] = {name: [] for name in calls}
     shuffle = random.Random(0)
     for _ in range(repeats):
         for name, call in shuffle.sample(list(calls.items()), len(calls)):

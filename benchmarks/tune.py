@@ -48,7 +48,7 @@ from tca_jax.pallas_kernels import (
     token_scores_triton,
 )
 from tca_jax.pallas_kernels.backends import check_backend
-from tca_jax.pallas_kernels.column_mass_mosaic import MosaicColumnMassConfig
+from tca_jax.pallas_kernels.column_mass_mosaic import MosaicColumnMassConfig, MosaicPassConfig
 from tca_jax.pallas_kernels.column_mass_triton import ColumnMassConfig, PassConfig
 from tca_jax.pallas_kernels.prefill_attention_mosaic import MosaicPrefillConfig
 from tca_jax.pallas_kernels.prefill_attention_triton import PrefillConfig
@@ -201,7 +201,7 @@ def operations(layer: Layer, length: int, config: tca_jax.TCAConfig) -> Iterator
         "column_mass",
         "mosaic",
         MosaicColumnMassConfig(),
-        tuple(MosaicColumnMassConfig(rows, stages) for rows in (64, 128) for stages in (2, 3, 4)),
+        mosaic_column_mass_configs(),
         functools.partial(column_mass_mosaic.column_mass, **blocks),
         (q, k, n),
     )
@@ -250,6 +250,13 @@ def column_mass_configs() -> tuple[ColumnMassConfig, ...]:
     columns = tuple(PassConfig(*size) for size in ((128, 128, 4, 2), (128, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2)))
     first = tuple(ColumnMassConfig(norm, columns[0]) for norm in norms)
     return first + tuple(ColumnMassConfig(norms[0], column) for column in columns[1:])
+
+
+def mosaic_column_mass_configs() -> tuple[MosaicColumnMassConfig, ...]:
+    """Warpgroups and stages of either pass, beside the default of the other."""
+    passes = tuple(MosaicPassConfig(*size) for size in ((3, 2), (3, 3), (3, 5), (2, 4)))
+    first = tuple(MosaicColumnMassConfig(norms=norms) for norms in passes)
+    return first + tuple(MosaicColumnMassConfig(columns=columns) for columns in passes)
 
 
 def decode_configs(default: decode_attention_triton.DecodeConfig) -> tuple[decode_attention_triton.DecodeConfig, ...]:

@@ -150,10 +150,10 @@ class DecoderLayer(nnx.Module):
         Returns:
             The new residual stream, the new state, and the layer's queries, keys and values for the next to overwrite.
         """
-        projected = _by_chunks(self._before_attention, self.chunk, buffers, x, cos, sin)
+        q, k, v = _by_chunks(self._before_attention, self.chunk, buffers, x, cos, sin)
         with jax.named_scope("attention"):
-            out, state = attend(*projected, state)
-        return _by_chunks(self._after_attention, self.chunk, x, out.astype(x.dtype)), state, projected
+            out, state = attend(q, k, v, state)
+        return _by_chunks(self._after_attention, self.chunk, x, out.astype(x.dtype)), state, (q, k, v)
 
     def _before_attention(self, _: Any, x: Array, cos: Array, sin: Array) -> _Projections:
         return self.attention.project(self.attention_norm(x), cos, sin)

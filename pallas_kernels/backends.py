@@ -8,8 +8,11 @@ from typing import Any
 
 import jax
 
-#: Least CUDA compute capability a backend needs; None runs on any device. Best first: the order "auto" tries.
-_NEEDS: Mapping[str, float | None] = MappingProxyType({"cudnn": 8.0, "mosaic": 9.0, "triton": 8.0, "xla": None})
+#: Major CUDA compute capabilities that a backend runs on; None runs on any device. Best first: the order "auto" tries.
+#: The Mosaic kernels use wgmma, the matrix instructions of Hopper alone.
+_NEEDS: Mapping[str, range | None] = MappingProxyType(
+    {"cudnn": range(8, 100), "mosaic": range(9, 10), "triton": range(8, 100), "xla": None}
+)
 #: Every value of a `backend` argument.
 BACKENDS = ("auto", *_NEEDS)
 
@@ -115,6 +118,7 @@ def _lacks(backend: str) -> str | None:
     capability = getattr(device, "compute_capability", None)
     if device.platform != "gpu" or capability is None:
         return f"needs an NVIDIA GPU, this process runs on {device.platform!r}"
-    if float(capability) < needed:
-        return f"needs compute capability {needed}, this GPU ({device.device_kind}) has {capability}"
+    if int(float(capability)) not in needed:
+        versions = f"{needed[0]}.x" if len(needed) == 1 else f"{needed[0]}.0 or newer"
+        return f"needs compute capability {versions}, this GPU ({device.device_kind}) has {capability}"
     return None

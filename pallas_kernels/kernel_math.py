@@ -1,4 +1,4 @@
-"""What the attention kernels on Triton share: powers of two in two instructions, indices, and limits of tiles."""
+"""What kernels share: powers of two in two instructions (Triton), indices, and limits of tiles."""
 
 from __future__ import annotations
 

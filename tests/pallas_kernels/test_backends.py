@@ -60,14 +60,14 @@ def test_auto_fails_with_the_reasons_when_all_decline():
 
 
 class _Gpu:
-    platform, device_kind = "gpu", "old card"
+    platform, device_kind = "gpu", "some card"
 
     def __init__(self, capability):
         self.compute_capability = capability
 
 
 @pytest.mark.parametrize(
-    ("capability", "taken"), [("7.5", "xla"), ("8.0", "triton"), ("9.0", "mosaic"), ("10.3", "mosaic")]
+    ("capability", "taken"), [("7.5", "xla"), ("8.0", "triton"), ("9.0", "mosaic"), ("10.3", "triton")]
 )
 def test_auto_takes_the_best_backend_of_a_gpu(monkeypatch, capability, taken):
     monkeypatch.setattr(jax, "local_devices", lambda: [_Gpu(capability)])
@@ -75,10 +75,16 @@ def test_auto_takes_the_best_backend_of_a_gpu(monkeypatch, capability, taken):
     assert dispatch("token_scores", "auto", table)() == taken
 
 
-def test_a_gpu_that_is_too_old_is_named(monkeypatch):
-    monkeypatch.setattr(jax, "local_devices", lambda: [_Gpu("8.6")])
-    with pytest.raises(ValueError, match=r"needs compute capability 9.0, this GPU \(old card\) has 8.6"):
-        dispatch("token_scores", "mosaic", {"mosaic": _takes})
+@pytest.mark.parametrize(
+    ("backend", "capability", "needed"),
+    [("mosaic", "8.6", "9.x"), ("mosaic", "10.0", "9.x"), ("triton", "7.5", "8.0 or newer")],
+)
+def test_a_gpu_of_another_generation_is_named(monkeypatch, backend, capability, needed):
+    monkeypatch.setattr(jax, "local_devices", lambda: [_Gpu(capability)])
+    with pytest.raises(
+        ValueError, match=rf"needs compute capability {needed}, this GPU \(some card\) has {capability}"
+    ):
+        dispatch("token_scores", backend, {backend: _takes})
 
 
 @pytest.mark.parametrize("backend", ["cudnn", "mosaic", "triton"])

@@ -1,4 +1,7 @@
-"""Column mass through Triton against the XLA oracle: real kernels on a GPU, interpret mode elsewhere."""
+"""Column mass through Triton and Mosaic against the XLA oracle, lowered for CUDA, and what they refuse.
+
+Triton runs real kernels on a GPU and interpret mode elsewhere; Mosaic runs on a Hopper GPU only.
+"""
 
 from functools import partial
 
@@ -7,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import poison, unchecked
-from cuda_lowering import abstract_mesh, triton_kernels
+from cuda_lowering import abstract_mesh, lowered_for_cuda
 from jax.sharding import PartitionSpec
 
-from tca_jax.pallas_kernels import column_mass_triton, column_mass_xla
+from tca_jax.pallas_kernels import column_mass_mosaic, column_mass_triton, column_mass_xla
+from tca_jax.pallas_kernels.backends import can_run
+from tca_jax.pallas_kernels.column_mass_mosaic import MosaicColumnMassConfig, MosaicPassConfig
 from tca_jax.pallas_kernels.column_mass_triton import ColumnMassConfig, PassConfig, default_config
 from tca_jax.pallas_kernels.triton_call import DEPRECATION
 
@@ -20,7 +25,16 @@ pytestmark = pytest.mark.filterwarnings(f"ignore:{DEPRECATION}:DeprecationWarnin
 INTERPRET = jax.default_backend() != "gpu"
 gpu = pytest.mark.skipif(INTERPRET, reason="needs an NVIDIA GPU; interpret mode takes too long at this size")
 
+needs_hopper = pytest.mark.skipif(not can_run("mosaic"), reason="needs a Hopper GPU")
+KERNELS = {"triton": column_mass_triton.column_mass, "mosaic": column_mass_mosaic.column_mass}
+
 column_mass = partial(column_mass_triton.column_mass, interpret=INTERPRET)
+
+
+def _kernels(backend, function, *avals):
+    """How many kernels of a backend a function launches on a GPU."""
+    text = lowered_for_cuda(function, *avals)
+    return text.count({"triton": "@__gpu$xla.gpu.triton", "mosaic": "@mosaic_gpu"}[backend])
 
 
 def _operands(lengths, length, heads, kv_heads, head_dim, *, dtype=jnp.float32, scale=1.5, seed=0):
@@ -86,6 +100,46 @@ def test_vmap_equals_a_loop():
         _check((near[i], far[i]), operands, sizes)
 
 
+@needs_hopper
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("lengths", "length", "heads", "kv_heads", "head_dim", "window", "scale"),
+    [
+        ((3000, 1501), 3001, 8, 2, 128, 512, 1.0),
+        ((2047, 129, 128), 2047, 7, 1, 64, 128, 1.5),
+        ((1024, 1), 1024, 4, 4, 128, 256, 1.0),
+        ((777,), 777, 2, 2, 64, 4096, 1.0),
+        ((900,), 1100, 4, 1, 128, 128, 8.0),
+    ],
+)
+def test_mosaic_equals_the_oracle_whatever_is_in_the_padding(
+    lengths, length, heads, kv_heads, head_dim, window, scale, dtype
+):
+    operands = _operands(lengths, length, heads, kv_heads, head_dim, dtype=dtype, scale=scale)
+    sizes = {"block_size": 128, "window": window}
+    _check(column_mass_mosaic.column_mass(*operands, **sizes), operands, sizes, tolerance=1e-3)
+
+
+@needs_hopper
+@pytest.mark.parametrize(("norms", "columns"), [((2, 4), (2, 2)), ((3, 5), (2, 5)), ((2, 1), (3, 5))])
+def test_mosaic_warpgroups_and_stages_do_not_matter(norms, columns):
+    operands = _operands((1000, 385), 1001, 6, 2, 128, dtype=jnp.bfloat16, scale=1.0)
+    sizes = {"block_size": 128, "window": 256}
+    config = MosaicColumnMassConfig(MosaicPassConfig(*norms), MosaicPassConfig(*columns))
+    actual = column_mass_mosaic.column_mass(*operands, **sizes, config=config)
+    _check(actual, operands, sizes, tolerance=1e-3)
+
+
+@needs_hopper
+def test_mosaic_under_vmap_equals_a_loop():
+    cases = [_operands((300,), 384, 2, 1, 64, dtype=jnp.bfloat16, scale=1.0, seed=seed) for seed in range(2)]
+    sizes = {"block_size": 128, "window": 128}
+    stacked = [jnp.stack(operands) for operands in zip(*cases, strict=True)]
+    near, far = jax.vmap(lambda *operands: column_mass_mosaic.column_mass(*operands, **sizes))(*stacked)
+    for i, operands in enumerate(cases):
+        _check((near[i], far[i]), operands, sizes, tolerance=1e-3)
+
+
 @gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 1e-3), (jnp.float16, 1e-3), (jnp.float32, 1e-4)])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -114,28 +168,53 @@ def _avals(length, heads, kv_heads, head_dim, *, batch=1, dtype=jnp.bfloat16):
 )
 def test_lowers_for_cuda_without_a_gpu(length, heads, kv_heads, head_dim, block, dtype):
     kernel = partial(column_mass_triton.column_mass, block_size=block, window=4096)
-    assert triton_kernels(kernel, *_avals(length, heads, kv_heads, head_dim, dtype=dtype)) == 2
-
-
-def test_lowers_for_cuda_under_shard_map_with_heads_over_a_mesh():
-    heads, regions = PartitionSpec(None, None, "model"), PartitionSpec(None, "model")
-    kernel = partial(column_mass_triton.column_mass, block_size=128, window=512)
-    sharded = jax.shard_map(
-        kernel, mesh=abstract_mesh(model=2), in_specs=(heads, heads, PartitionSpec()), out_specs=(regions, regions)
-    )
-    assert triton_kernels(sharded, *_avals(2048, 8, 2, 128)) == 2
+    assert _kernels("triton", kernel, *_avals(length, heads, kv_heads, head_dim, dtype=dtype)) == 2
 
 
 @pytest.mark.parametrize(
-    ("avals", "block", "message"),
+    ("length", "heads", "kv_heads", "head_dim", "block", "dtype"),
     [
-        (_avals(1024, 8, 2, 80), 128, "head dimension 80: must be a power of two from 16 to 256"),
-        (_avals(1024, 8, 2, 64), 8, "block_size = 8: must be a multiple of 16"),
-        (_avals(1024, 8, 2, 64, dtype=jnp.float8_e4m3fn), 128, "must be one of bfloat16, float16 and float32"),
+        (131072, 32, 8, 128, 128, jnp.bfloat16),
+        (1048576, 28, 4, 128, 256, jnp.float16),
+        (5000, 14, 2, 64, 128, jnp.bfloat16),
     ],
 )
-def test_what_it_cannot_do_moves_auto_on(avals, block, message):
-    kernel = unchecked(column_mass_triton.column_mass)
+@pytest.mark.parametrize("warpgroups", [2, 3])
+def test_mosaic_lowers_for_cuda_without_a_gpu(length, heads, kv_heads, head_dim, block, dtype, warpgroups):
+    one = MosaicPassConfig(warpgroups)
+    config = MosaicColumnMassConfig(one, one)
+    kernel = partial(column_mass_mosaic.column_mass, block_size=block, window=4096, config=config)
+    assert _kernels("mosaic", kernel, *_avals(length, heads, kv_heads, head_dim, dtype=dtype, batch=2)) == 2
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_lowers_for_cuda_under_shard_map_with_heads_over_a_mesh(backend):
+    heads, regions = PartitionSpec(None, None, "model"), PartitionSpec(None, "model")
+    kernel = partial(KERNELS[backend], block_size=128, window=512)
+    sharded = jax.shard_map(
+        kernel, mesh=abstract_mesh(model=2), in_specs=(heads, heads, PartitionSpec()), out_specs=(regions, regions)
+    )
+    assert _kernels(backend, sharded, *_avals(2048, 8, 2, 128)) == 2
+
+
+@pytest.mark.parametrize(
+    ("backend", "avals", "block", "message"),
+    [
+        ("triton", _avals(1024, 8, 2, 80), 128, "head dimension 80: must be a power of two from 16 to 256"),
+        ("triton", _avals(1024, 8, 2, 64), 8, "block_size = 8: must be a multiple of 16"),
+        (
+            "triton",
+            _avals(1024, 8, 2, 64, dtype=jnp.float8_e4m3fn),
+            128,
+            "must be one of bfloat16, float16 and float32",
+        ),
+        ("mosaic", _avals(1024, 8, 2, 128, dtype=jnp.float32), 128, "both bfloat16 or both float16, .* not float32"),
+        ("mosaic", _avals(1024, 8, 2, 256), 128, "takes .* d 64 or 128 .* d = 256 and block_size = 128"),
+        ("mosaic", _avals(1024, 8, 2, 128), 64, "block_size a multiple of 128, .* block_size = 64"),
+    ],
+)
+def test_what_it_cannot_do_moves_auto_on(backend, avals, block, message):
+    kernel = unchecked(KERNELS[backend])
     with pytest.raises(NotImplementedError, match=message):
         jax.eval_shape(partial(kernel, block_size=block, window=4096), *avals)
 

@@ -11,12 +11,11 @@ from cases import unchecked
 from tca_jax.config import TCAConfig
 from tca_jax.functional import head_budgets
 from tca_jax.pallas_kernels import prefill_attention_mosaic, prefill_attention_xla
+from tca_jax.pallas_kernels.backends import can_run
 from tca_jax.pallas_kernels.select_tokens import select_tokens
 from tca_jax.pallas_kernels.token_scores import token_scores
 
-needs_hopper = pytest.mark.skipif(
-    float(getattr(jax.devices()[0], "compute_capability", 0)) < 9.0, reason="needs a Hopper GPU or newer"
-)
+needs_hopper = pytest.mark.skipif(not can_run("mosaic"), reason="needs a Hopper GPU")
 
 
 def _operands(seed, batch, length, heads, kv_heads, d, candidates, lengths, config, dtype=jnp.bfloat16):

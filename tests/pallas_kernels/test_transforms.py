@@ -14,14 +14,14 @@ from cuda_lowering import abstract_mesh, lowered_for_cuda
 from jax.sharding import PartitionSpec
 
 from tca_jax.pallas_kernels import causal_attention, prefill_attention_triton
+from tca_jax.pallas_kernels.backends import can_run
 from tca_jax.pallas_kernels.triton_call import DEPRECATION
 
 # The filter that `triton_call` sets is lost between tests, and what an earlier test traced is not traced again.
 pytestmark = pytest.mark.filterwarnings(f"ignore:{DEPRECATION}:DeprecationWarning")
 
-CAPABILITY = float(getattr(jax.devices()[0], "compute_capability", 0))
 INTERPRET = jax.default_backend() != "gpu"
-RUNS = {"xla": True, "triton": INTERPRET or CAPABILITY >= 8.0, "cudnn": CAPABILITY >= 8.0, "mosaic": CAPABILITY >= 9.0}
+RUNS = {name: can_run(name) or (INTERPRET and name == "triton") for name in ("xla", "triton", "cudnn", "mosaic")}
 
 # Dimensions of the operands and of the results, then the static options. P is the pool, R the ring.
 TOKENS = {"q": "B L Hq d", "k": "B L Hkv d", "v": "B L Hkv d"}
