@@ -1,0 +1,71 @@
+"""What compiled programs do with memory on a GPU: decoding copies no cache, prefill keeps no layer's keys beside it."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from tiny import CONFIG, tiny_lm, with_candidates
+
+import tca_jax
+from tca_jax.decoding import decode, prefill, row_keys
+from tca_jax.models.decoder import Decoder
+from tca_jax.sampling import Sampling
+
+
+def operations(program: str, shapes: set[tuple[int, ...]]) -> set[str]:
+    """Names of the operations whose result has one of the shapes."""
+    found = re.finditer(r"= \w+\[([\d,]+)\]\S* ([\w-]+)\(", program)
+    return {match[2] for match in found if tuple(map(int, match[1].split(","))) in shapes}
+
+
+def test_the_operations_of_a_program_are_found_by_shape():
+    program = "%a.1 = f32[2,3]{1,0} copy(%b)\n  ROOT %c = (f32[2,3]{1,0}) tuple(%a.1)\n %d = bf16[4]{0} add(%e, %f)"
+    assert operations(program, {(2, 3)}) == {"copy"}
+    assert operations(program, {(4,), (2, 3)}) == {"copy", "add"}
+
+
+gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU; XLA does otherwise on a CPU")
+
+
+def arguments(lm: tca_jax.LM, tokens: int) -> tuple[Any, ...]:
+    """What `prefill` takes for a prompt of whole length."""
+    prompt, stops = jnp.zeros((1, tokens), jnp.int32), jnp.zeros(0, jnp.int32)
+    return lm, prompt, jnp.array([tokens]), row_keys(jax.random.key(0), 1), Sampling.create(), stops
+
+
+@gpu
+@pytest.mark.parametrize("candidates", [None, [[3, 14], [5, 9]]])
+def test_decoding_copies_neither_pool_nor_ring(candidates):
+    lm = dataclasses.replace(tiny_lm(), eos_token_ids=())
+    if candidates is not None:
+        lm = with_candidates(lm, candidates)
+    state = jax.eval_shape(lambda *args: prefill(*args, max_new_tokens=40), *arguments(lm, 200))
+    program = jax.jit(decode, donate_argnums=1).lower(lm, state, jnp.int32(40), Sampling.create()).compile().as_text()
+    shapes = {x.shape for cache in state.caches for x in (cache.k_pool, cache.k_ring)}
+    found = operations(program, shapes)
+    assert "dynamic-update-slice" in found  # the new token's key, or this test looks at the wrong shapes
+    assert not {name for name in found if name.startswith("copy")}
+
+
+@gpu
+@pytest.mark.parametrize("candidates", [None, (1, 2)])
+def test_memory_of_a_prefill_does_not_grow_with_the_layers(candidates, monkeypatch):
+    tokens, layers = 8192, (2, 6)
+    monkeypatch.setattr("tca_jax.models.decoder._CHUNK_ELEMENTS", 1024 * CONFIG.intermediate_size)
+
+    def temporaries(num_layers: int) -> int:
+        config = dataclasses.replace(CONFIG, num_layers=num_layers, max_positions=2 * tokens)
+        decoder = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)))
+        lm = tca_jax.LM.from_decoder(decoder)
+        if candidates is not None:
+            lm = with_candidates(lm, [candidates] * num_layers, tca_jax.TCAConfig(window=256))
+        program = jax.jit(prefill, static_argnames="max_new_tokens").lower(*arguments(lm, tokens), max_new_tokens=9)
+        return program.compile().memory_analysis().temp_size_in_bytes
+
+    few, many = map(temporaries, layers)
+    keys_and_values = 2 * tokens * CONFIG.num_kv_heads * CONFIG.head_dim * 4
+    assert many - few < (layers[1] - layers[0]) * keys_and_values / 4
