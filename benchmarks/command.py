@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import importlib
 import shlex
-from types import MappingProxyType
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-_MODULES = MappingProxyType(
-    {
-        "attention": "attention",
-        "decode": "decode",
-        "end-to-end": "end_to_end",
-        "calibration": "calibration",
-        "tune": "tune",
-    }
-)
+_NAMES = ("attention", "decode", "end-to-end", "calibration", "tune")  # of modules too, with underscores
 
 
 class _Recorded(TyperCommand):
@@ -35,13 +26,13 @@ class _Benchmarks(TyperGroup):
     """The commands by their names."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(_MODULES)
+        return list(_NAMES)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in _MODULES:
+        if cmd_name not in _NAMES:
             return None
         program = typer.Typer(add_completion=False, rich_markup_mode="rich")
-        module = importlib.import_module(f"tca_jax.benchmarks.{_MODULES[cmd_name]}")
+        module = importlib.import_module(f"tca_jax.benchmarks.{cmd_name.replace('-', '_')}")
         program.command(cmd_name, cls=_Recorded)(module.main)
         return typer.main.get_command(program)
 

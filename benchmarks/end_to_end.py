@@ -190,12 +190,14 @@ def measure(
     for _ in range(repeats):
         for name, run in runs.items():
             start_program, step_program = programs[name]
+            arguments = run.prompt
             start = time.perf_counter()
-            state = jax.block_until_ready(start_program(*run.prompt))
+            state = jax.block_until_ready(start_program(*arguments))
             first[name].append(time.perf_counter() - start)
             state = jax.block_until_ready(step_program(*run.steps(state, 2)))  # its launch is not a step's time
+            arguments = run.steps(state, new_tokens)
             start = time.perf_counter()
-            state = jax.block_until_ready(step_program(*run.steps(state, new_tokens)))
+            state = jax.block_until_ready(step_program(*arguments))
             following[name].append((time.perf_counter() - start) / (new_tokens - 2))
             head_dim, dtype = run.lm.config.head_dim, state.caches[0].k_ring.dtype
             kept[name] = kept_share(state), sum(cache.layout.num_bytes(head_dim, dtype) for cache in state.caches)

@@ -80,13 +80,10 @@ def dispatch(operation: str, backend: str, implementations: Mapping[str, Callabl
     Raises:
         ValueError: the backend is unknown, not implemented for this operation, or cannot run on this device.
     """
-    validate_backend(backend)
+    check_backend(backend)
     if backend == "auto":
-        usable = [impl for name, impl in _in_order(implementations) if _lacks(name) is None]
+        usable = [impl for name, impl in _in_order(implementations) if can_run(name)]
         return lambda *args, **kwargs: _first_able(operation, usable, args, kwargs)
-    lack = _lacks(backend)
-    if lack is not None:
-        raise ValueError(f"backend = {backend!r} {lack}; use 'auto' or 'xla'")
     if backend not in implementations:
         raise ValueError(
             f"backend = {backend!r}: {operation} has no such implementation; must be 'auto' or one of "

@@ -20,10 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Float32, Int
 
+from tca_jax.pallas_kernels.kernel_math import LOG2E, streamed_tile
 from tca_jax.pallas_kernels.numerics import MASKED
 from tca_jax.pallas_kernels.triton_call import check_supported, divide_up, dot, multiprocessors, triton_call
 
-_LOG2E = math.log2(math.e)
 #: Largest score, sum of the weights and weighted sum of the values so far, the scores to base 2.
 _State = tuple[Array, Array, Array]
 
@@ -49,7 +49,7 @@ class DecodeConfig:
 
 def default_config(head_dim: int, itemsize: int) -> DecodeConfig:
     """Tiles of 16 KiB, and as many chunks as the multiprocessors hold at once; measured on an H200."""
-    keys = min(128, max(16, 16384 // (head_dim * itemsize)))
+    keys = streamed_tile(head_dim, itemsize)
     return DecodeConfig(keys=keys, programs=2 * multiprocessors(), warps=2, stages=3)
 
 
@@ -282,7 +282,7 @@ def _tile_step(
     layout: _Layout, q: Array, k_ref: Any, v_ref: Any, length: Array, row_of: Callable[[Array], Array]
 ) -> Callable[[Array, _State], _State]:
     """The step of an online softmax, to base 2, over tiles of `length` tokens; `row_of` finds their rows."""
-    scale = _LOG2E / math.sqrt(q.shape[1])
+    scale = LOG2E / math.sqrt(q.shape[1])
     columns = jnp.arange(q.shape[1], dtype=jnp.int32)
 
     def step(tile: Array, state: _State) -> _State:
@@ -338,4 +338,4 @@ def _merge_chunks(
     peak, weight, out = lax.fori_loop(0, divide_up(count, merged), step, empty)
     some = jnp.maximum(weight, jnp.finfo(jnp.float32).tiny)  # a head without tokens gives zeros
     out_ref[row, :] = (out / some).astype(out_ref.dtype)
-    lse_ref[row] = jnp.where(weight > 0, peak / _LOG2E + jnp.log(some), MASKED)
+    lse_ref[row] = jnp.where(weight > 0, peak / LOG2E + jnp.log(some), MASKED)

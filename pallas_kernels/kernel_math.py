@@ -1,4 +1,4 @@
-"""What kernels share: powers of two in two instructions (Triton), indices, and limits of tiles."""
+"""What kernels share: powers of two in two instructions (Triton), the order of prefill's work, indices, tiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float32, Int
 
 #: Turns a logarithm to base e into one to base 2.
 LOG2E = math.log2(math.e)
@@ -49,6 +49,20 @@ def scaled_exp2(
 def split(index: Any, size: int) -> tuple[Any, Any]:
     """Quotient and remainder of an integer that is not negative."""
     return lax.div(index, jnp.int32(size)), lax.rem(index, jnp.int32(size))
+
+
+def prefix_schedule(
+    budgets: Int[Array, "B Hkv nb"], num_blocks: int, window_blocks: int
+) -> tuple[Int[Array, "B Hkv N"], Int[Array, " regions"]]:
+    """Selected tokens left of each block's window, and the regions, largest first."""
+    ends = jnp.pad(jnp.cumsum(budgets, axis=-1, dtype=jnp.int32), ((0, 0), (0, 0), (1, 0)))
+    edges = jnp.clip(jnp.arange(num_blocks) - window_blocks, 0, budgets.shape[-1])
+    return ends[..., edges], jnp.argsort(-ends[..., -1].ravel()).astype(jnp.int32)
+
+
+def streamed_tile(head_dim: int, itemsize: int) -> int:
+    """Tokens of a tile of 16 KiB, for kernels that do little but read."""
+    return min(128, max(16, 16384 // (head_dim * itemsize)))
 
 
 def full_precision_tile(head_dim: int) -> tuple[int, int]:

@@ -43,8 +43,10 @@ def varying_like(values: _T, *operands: Any) -> _T:
     takes for the same on all devices.
     """
 
-    def varying(array: Array) -> frozenset[str]:
-        return jax.typeof(array).manual_axis_type.varying
+    axes = varying_axes(operands)
+    return jax.tree.map(lambda x: jax.lax.pcast(x, tuple(axes - varying_axes(x)), to="varying"), values)
 
-    axes = frozenset().union(*map(varying, jax.tree.leaves(operands)))
-    return jax.tree.map(lambda x: jax.lax.pcast(x, tuple(axes - varying(x)), to="varying"), values)
+
+def varying_axes(operands: Any) -> frozenset[str]:
+    """Mesh axes that any array of a pytree varies over; none outside `shard_map`."""
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(operands)))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,13 +20,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from tca_jax.pallas_kernels.kernel_math import LOG2E, prefix_schedule
 from tca_jax.pallas_kernels.numerics import varying_like
 
 _ROWS = 64  # query rows of a warpgroup: one wgmma tile
 _TILE = 128  # query rows of a program, and tokens of a K or V tile
 _WARPGROUPS = 2  # that compute; one more moves memory
 _COMPUTE_REGISTERS, _MEMORY_REGISTERS = 232, 40
-_LOG2E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +71,7 @@ def prefill_attention(
     padding = -length % block_size
     if padding:
         q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q, k, v))
-    prefixes, order = _schedule(budgets, q.shape[1] // block_size, window // block_size)
+    prefixes, order = prefix_schedule(budgets, q.shape[1] // block_size, window // block_size)
 
     def prefill_attention_kernel(*refs: Any) -> None:  # its name is what profiles show
         _entry(*refs, block_size=block_size, window=window, config=config)
@@ -87,15 +86,6 @@ def prefill_attention(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(q, k, v, k_pool, v_pool, offsets, prefixes, lengths, order)
     return varying_like(out[:, :length], q, k, v, k_pool, v_pool, offsets, budgets, lengths)
-
-
-def _schedule(
-    budgets: Int[Array, "B Hkv nb"], num_blocks: int, window_blocks: int
-) -> tuple[Int[Array, "B Hkv N"], Int[Array, " regions"]]:
-    """Selected tokens left of each block's window, and the regions, largest first."""
-    ends = jnp.pad(jnp.cumsum(budgets, axis=-1, dtype=jnp.int32), ((0, 0), (0, 0), (1, 0)))
-    edges = jnp.clip(jnp.arange(num_blocks) - window_blocks, 0, budgets.shape[-1])
-    return ends[..., edges], jnp.argsort(-ends[..., -1].ravel()).astype(jnp.int32)
 
 
 def _entry(*refs: Any, block_size: int, window: int, config: MosaicPrefillConfig) -> None:
@@ -287,7 +277,7 @@ def _attend_tile(
     plgpu.barrier_arrive(k_read.at[slot])
     if mask is not None:
         scores = mask(step, scores)
-    scale = _LOG2E * q_smem.shape[-1] ** -0.5  # powers of two, so that scaling is part of a multiply-add
+    scale = LOG2E * q_smem.shape[-1] ** -0.5  # powers of two, so that scaling is part of a multiply-add
     new_peak = jnp.maximum(peak, scores.max(axis=1) * scale)
     decay = jnp.exp2(peak - new_peak)
     probabilities = jnp.exp2(scores * scale - lax.broadcast_in_dim(new_peak, scores.shape, [0]))

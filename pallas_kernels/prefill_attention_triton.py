@@ -20,7 +20,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from tca_jax.pallas_kernels.kernel_math import LOG2E, full_precision_tile, scaled_exp2, shared_memory, split
+from tca_jax.pallas_kernels.kernel_math import (
+    LOG2E,
+    full_precision_tile,
+    prefix_schedule,
+    scaled_exp2,
+    shared_memory,
+    split,
+)
 from tca_jax.pallas_kernels.numerics import MASKED
 from tca_jax.pallas_kernels.triton_call import check_supported, divide_up, dot, triton_call
 
@@ -87,7 +94,7 @@ def prefill_attention(
         )
     config = config or default_config(block_size, head_dim, q.dtype)
     num_blocks = pl.cdiv(length, block_size)
-    prefixes, order = _schedule(budgets, num_blocks, window // block_size)
+    prefixes, order = prefix_schedule(budgets, num_blocks, window // block_size)
     kernel = partial(_attend, block_size=block_size, window=window, config=config, interpret=interpret)
     (out,) = triton_call(
         kernel,
@@ -100,15 +107,6 @@ def prefill_attention(
         interpret=interpret,
     )
     return out
-
-
-def _schedule(
-    budgets: Int[Array, "B Hkv nb"], num_blocks: int, window_blocks: int
-) -> tuple[Int[Array, "B Hkv N"], Int[Array, " regions"]]:
-    """Selected tokens left of each block's window, and the regions, largest first."""
-    ends = jnp.pad(jnp.cumsum(budgets, axis=-1, dtype=jnp.int32), ((0, 0), (0, 0), (1, 0)))
-    edges = jnp.clip(jnp.arange(num_blocks) - window_blocks, 0, budgets.shape[-1])
-    return ends[..., edges], jnp.argsort(-ends[..., -1].ravel()).astype(jnp.int32)
 
 
 def _attend(

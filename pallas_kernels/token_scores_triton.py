@@ -18,11 +18,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Float32, Int
 
+from tca_jax.pallas_kernels.kernel_math import LOG2E, streamed_tile
 from tca_jax.pallas_kernels.numerics import MASKED
 from tca_jax.pallas_kernels.tiles import round_up
 from tca_jax.pallas_kernels.triton_call import check_supported, divide_up, dot, triton_call
-
-_LOG2E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +45,7 @@ class TokenScoresConfig:
 
 def default_config(length: int, head_dim: int, itemsize: int) -> TokenScoresConfig:
     """Tiles of 16 KiB; at most 512 chunks, since every program of the second pass reads what all of them found."""
-    keys = min(128, max(16, 16384 // (head_dim * itemsize)))
+    keys = streamed_tile(head_dim, itemsize)
     return TokenScoresConfig(keys=keys, chunk=max(1024, keys, pl.next_power_of_2(pl.cdiv(length, 512))))
 
 
@@ -126,7 +125,7 @@ def _score_chunk(
     seen = members < group
     rows = (row * kv_heads + head) * group + members
     q = pltriton.load(q_ref.at[rows[:, None], columns[None]], mask=seen[:, None], other=0.0)
-    scale = _LOG2E / math.sqrt(q.shape[1])
+    scale = LOG2E / math.sqrt(q.shape[1])
     first = chunk * config.chunk
 
     def step(tile: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:

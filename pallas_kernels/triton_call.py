@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
-from tca_jax.pallas_kernels.numerics import precision
+from tca_jax.pallas_kernels.numerics import precision, varying_axes
 
 #: How the one warning begins that this module suppresses.
 DEPRECATION = "The Pallas Triton backend is deprecated"
@@ -51,9 +51,7 @@ def triton_call(
         The outputs. Under `shard_map` they vary over the mesh axes that any operand varies over.
     """
     _ignore_deprecation()
-    varying = jax.sharding.ManualAxisType(
-        varying=frozenset().union(*(jax.typeof(operand).manual_axis_type.varying for operand in operands))
-    )
+    varying = jax.sharding.ManualAxisType(varying=varying_axes(operands))
     call = pl.pallas_call(
         kernel,
         out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype in outputs],
