@@ -111,17 +111,20 @@ class SelfAttention(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """SwiGLU: down(silu(gate(x)) * up(x)).
+
+    One product gives gate and up, `[gate, up]` along its output: of a single token, it is faster than two.
+    """
 
     def __init__(self, config: ModelConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate = Linear(width, inner, bias=bias, param_dtype=param_dtype, rngs=rngs)
-        self.up = Linear(width, inner, bias=bias, param_dtype=param_dtype, rngs=rngs)
+        self.gate_up = Linear(width, 2 * inner, bias=bias, param_dtype=param_dtype, rngs=rngs)
         std = _residual_std(config)
         self.down = Linear(inner, width, bias=bias, std=std, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+        return self.down(jax.nn.silu(gate) * up)
 
 
 class DecoderLayer(nnx.Module):

@@ -10,19 +10,20 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float, UInt32
 
 from tca_jax.models.decoder import Decoder
+from tca_jax.models.params import checkpoint_tensors
 
 
 def fingerprint(decoder: Decoder) -> str:
-    """Hash of the config and of every weight, rounded to what all loading dtypes can hold.
+    """Hash of the config and of every tensor of a checkpoint, rounded to what all loading dtypes can hold.
 
-    That is bfloat16 without the values below float16's normal range. A checkpoint that is stored in float32 and loaded
+    How the decoder lays its weights out is no part of it, so profiles outlast a change of that. What all dtypes can
+    hold is bfloat16 without the values below float16's normal range. A checkpoint that is stored in float32 and loaded
     in float16 is rounded twice and counts as other weights.
 
-    Reads each parameter once, where it lies: milliseconds on a GPU.
+    Reads each weight where it lies: milliseconds on a GPU.
 
     Returns:
         64 hexadecimal digits (SHA-256).
@@ -30,10 +31,10 @@ def fingerprint(decoder: Decoder) -> str:
     config = dataclasses.asdict(decoder.config)
     del config["dtype_name"]
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    parameters = nnx.to_flat_state(nnx.state(decoder, nnx.Param))
-    for path, variable in sorted(parameters, key=lambda item: str(item[0])):
-        digest.update(f"{path} {variable.shape}".encode())
-        digest.update(np.asarray(_checksum(variable[...]), "<u4").tobytes())
+    sums = {name: (tensor.shape, _checksum(tensor)) for name, tensor in checkpoint_tensors(decoder)}
+    for name, (shape, checksum) in sorted(sums.items()):
+        digest.update(f"{name} {shape}".encode())
+        digest.update(np.asarray(checksum, "<u4").tobytes())
     return digest.hexdigest()
 
 

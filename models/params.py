@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import math
 import re
@@ -51,9 +52,17 @@ def _by_kv_head(config: ModelConfig) -> tuple[int, tuple[int, ...]]:
     return config.num_kv_heads, (config.num_heads // config.num_kv_heads * d, d, d)
 
 
+def _gate_and_up(config: ModelConfig) -> tuple[int, tuple[int, ...]]:
+    """The order of `GatedMLP.gate_up`."""
+    return 1, (config.intermediate_size, config.intermediate_size)
+
+
 _LAYER, _HF_LAYER = r"layers\.(\d+)", r"model.layers.\1"
 _QKV_WEIGHTS, _QKV_BIASES = (
     tuple(rf"{_HF_LAYER}.self_attn.{part}_proj.{kind}" for part in "qkv") for kind in ("weight", "bias")
+)
+_GATE_UP_WEIGHTS, _GATE_UP_BIASES = (
+    tuple(rf"{_HF_LAYER}.mlp.{part}_proj.{kind}" for part in ("gate", "up")) for kind in ("weight", "bias")
 )
 _TABLE = (
     _Row(r"embedding", ("model.embed_tokens.weight",)),
@@ -66,8 +75,10 @@ _TABLE = (
     _Row(rf"{_LAYER}\.attention\.([qk])_norm\.scale", (rf"{_HF_LAYER}.self_attn.\2_norm.weight",)),
     _Row(rf"{_LAYER}\.attention\.o\.kernel", (rf"{_HF_LAYER}.self_attn.o_proj.weight",), transposed=True),
     _Row(rf"{_LAYER}\.attention\.o\.bias", (rf"{_HF_LAYER}.self_attn.o_proj.bias",)),
-    _Row(rf"{_LAYER}\.mlp\.(gate|up|down)\.kernel", (rf"{_HF_LAYER}.mlp.\2_proj.weight",), transposed=True),
-    _Row(rf"{_LAYER}\.mlp\.(gate|up|down)\.bias", (rf"{_HF_LAYER}.mlp.\2_proj.bias",)),
+    _Row(rf"{_LAYER}\.mlp\.gate_up\.kernel", _GATE_UP_WEIGHTS, transposed=True, parts=_gate_and_up),
+    _Row(rf"{_LAYER}\.mlp\.gate_up\.bias", _GATE_UP_BIASES, parts=_gate_and_up),
+    _Row(rf"{_LAYER}\.mlp\.down\.kernel", (rf"{_HF_LAYER}.mlp.down_proj.weight",), transposed=True),
+    _Row(rf"{_LAYER}\.mlp\.down\.bias", (rf"{_HF_LAYER}.mlp.down_proj.bias",)),
 )
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEAD = "lm_head.weight"
@@ -105,14 +116,15 @@ class _Parameter:
         """The parameter of its tensors, each as `_place` gives it."""
         return tensors[0] if len(tensors) == 1 else _join(tuple(tensors), groups=self.groups)
 
-    def split(self, value: np.ndarray) -> dict[str, np.ndarray]:
-        """The tensors of the parameter, as the checkpoint holds them."""
+    def split(self, value: Any) -> dict[str, Any]:
+        """The tensors of the parameter, still transposed where the checkpoint transposes; NumPy stays NumPy."""
+        if len(self.names) == 1:
+            return {self.names[0]: value}
         by_group = value.reshape(*value.shape[:-1], self.groups, -1)
-        parts = np.split(by_group, np.cumsum(self.widths)[:-1], axis=-1)
-        flat = [part.reshape(*value.shape[:-1], -1) for part in parts]
+        ends = itertools.accumulate(self.widths)
         return {
-            name: np.ascontiguousarray(part.T if self.transposed else part)
-            for name, part in zip(self.names, flat, strict=True)
+            name: by_group[..., end - width : end].reshape(*value.shape[:-1], -1)
+            for name, width, end in zip(self.names, self.widths, ends, strict=True)
         }
 
 
@@ -185,10 +197,17 @@ def save_decoder(
     write_config(folder, dataclasses.replace(decoder.config, dtype_name=name), config_entries)
     tensors: dict[str, np.ndarray] = {}
     for parameter in _parameters(decoder):
-        tensors |= parameter.split(np.asarray(parameter.variable[...].astype(dtype)))
+        for tensor, part in parameter.split(np.asarray(parameter.variable[...].astype(dtype))).items():
+            tensors[tensor] = np.ascontiguousarray(part.T if parameter.transposed else part)
     file = Path(folder) / _SINGLE
     save_file(tensors, file, metadata={"format": "pt"})  # transformers asks for the format
     shutil.copymode(file.with_name("config.json"), file)  # safetensors leaves it to its owner alone
+
+
+def checkpoint_tensors(decoder: Decoder) -> Iterator[tuple[str, Array]]:
+    """Every weight under its name in checkpoints, `[in, out]` where it multiplies; on the device, one at a time."""
+    for parameter in _parameters(decoder):
+        yield from parameter.split(parameter.variable[...]).items()
 
 
 def write_config(folder: Path, config: ModelConfig, entries: Mapping[str, Any] | None = None) -> None:

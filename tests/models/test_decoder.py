@@ -160,8 +160,8 @@ def test_float32_products_are_asked_for_in_full_precision(config: ModelConfig) -
         return decoder.logits(hidden)
 
     program = " ".join(str(jax.make_jaxpr(logits)(*inputs(config))).split())
-    assert program.count("dot_general[") == 2 * 5 + 1
-    assert program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == 2 * 5 + 1
+    assert program.count("dot_general[") == 2 * 4 + 1
+    assert program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == 2 * 4 + 1
 
 
 def test_one_product_holds_queries_key_and_value_of_each_kv_head_side_by_side(config_entries: Any) -> None:
@@ -201,7 +201,7 @@ def test_logits_of_any_leading_shape(tied: bool, config_entries: Any) -> None:
 
 def test_residual_projections_start_smaller(config_entries: Any) -> None:
     layer = make(ModelConfig.from_hf(config_entries("llama"))).layers[0]
-    for kernel in (layer.attention.qkv.kernel, layer.mlp.gate.kernel, layer.mlp.up.kernel):
+    for kernel in (layer.attention.qkv.kernel, layer.mlp.gate_up.kernel):
         assert abs(float(kernel[...].std()) / 0.02 - 1) < 0.15
     for kernel in (layer.attention.o.kernel, layer.mlp.down.kernel):
         assert abs(float(kernel[...].std()) / (0.02 / math.sqrt(2 * 2)) - 1) < 0.15

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from tca_jax.models.config import ModelConfig, read_config
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.params import load_decoder, save_decoder
+from tca_jax.models.params import checkpoint_tensors, load_decoder, save_decoder
 
 INDEX = "model.safetensors.index.json"
 Q, K = (f"model.layers.1.self_attn.{part}_proj.weight" for part in "qk")
@@ -158,16 +158,33 @@ def test_rotary_buffers_of_old_checkpoints_are_ignored(config: ModelConfig, tmp_
     assert_equal_weights(load_decoder(tmp_path, config, jnp.float32), decoder)
 
 
-def test_a_checkpoint_holds_queries_keys_and_values_apart(config: ModelConfig, tmp_path: Path) -> None:
+def test_a_checkpoint_holds_apart_what_one_product_computes(config: ModelConfig, tmp_path: Path) -> None:
     decoder = make(config)
     save_decoder(tmp_path, decoder, jnp.float32)
     tensors = load_file(tmp_path / "model.safetensors")
+    gate_up = decoder.layers[1].mlp.gate_up.kernel[...]
+    for part, chosen in (
+        ("gate", gate_up[:, : config.intermediate_size]),
+        ("up", gate_up[:, config.intermediate_size :]),
+    ):
+        np.testing.assert_array_equal(tensors[f"model.layers.1.mlp.{part}_proj.weight"], chosen.T)
     qkv = decoder.layers[1].attention.qkv
     for kind, value in (("weight", qkv.kernel[...].T), ("bias", qkv.bias[...])):
         heads = value.reshape(2, 2 + 2, 8, *value.shape[1:])  # KV heads; each one's queries, key and value
         for part, chosen in (("q", heads[:, :2]), ("k", heads[:, 2]), ("v", heads[:, 3])):
             stored = tensors[f"model.layers.1.self_attn.{part}_proj.{kind}"]
             np.testing.assert_array_equal(stored, chosen.reshape(-1, *value.shape[1:]))
+
+
+def test_tensors_of_a_decoder_are_those_of_its_checkpoint(config: ModelConfig, tmp_path: Path) -> None:
+    decoder = make(config)
+    save_decoder(tmp_path, decoder, jnp.float32)
+    stored = load_file(tmp_path / "model.safetensors")
+    held = dict(checkpoint_tensors(decoder))
+    assert held.keys() == stored.keys()
+    for name, tensor in held.items():
+        transposed = tensor.ndim == 2 and "embed" not in name
+        np.testing.assert_array_equal(tensor.T if transposed else tensor, stored[name])
 
 
 @pytest.mark.parametrize(
@@ -238,4 +255,4 @@ def test_parameter_count_is_what_the_shapes_say(config: ModelConfig) -> None:
     heads, inner, width, vocab = 32 * 8 * (4 + 2 + 2 + 4), 3 * 32 * 48, 32, 67
     biases = 8 * (4 + 2 + 2) + width + 2 * 48 + width
     assert sum(sizes) == 2 * (heads + inner + biases + 2 * width) + 2 * vocab * width + width
-    assert len(sizes) == 2 * (2 + 4 + 6) + 3
+    assert len(sizes) == 2 * (2 + 4 + 4) + 3

@@ -195,9 +195,9 @@ def test_mlp_equals_transformers(config_entries: Any) -> None:
     entries = config_entries("llama", mlp_bias=True)
     reference = reference_model(entries).model.layers[1].mlp
     mlp = GatedMLP(ModelConfig.from_hf(entries), param_dtype=jnp.float32, rngs=nnx.Rngs(0))
-    for name in ("gate", "up", "down"):
-        projection, ours = getattr(reference, f"{name}_proj"), getattr(mlp, name)
-        ours.kernel[...] = jnp.asarray(projection.weight.detach().numpy().T)
-        ours.bias[...] = jnp.asarray(projection.bias.detach().numpy())
+    for ours, names in ((mlp.gate_up, ("gate_proj", "up_proj")), (mlp.down, ("down_proj",))):
+        projections = [getattr(reference, name) for name in names]
+        ours.kernel[...] = jnp.concatenate([p.weight.detach().numpy().T for p in projections], axis=1)
+        ours.bias[...] = jnp.concatenate([p.bias.detach().numpy() for p in projections])
     x = np.random.default_rng(0).normal(size=(2, 5, 32)).astype(np.float32)
     np.testing.assert_allclose(mlp(jnp.asarray(x)), reference(torch.tensor(x)).detach(), atol=1e-5)
