@@ -181,7 +181,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     for axes, model in zip(np.atleast_1d(figure.subplots(1, len(models), sharey=True)), models, strict=True):
         lines = group_rows((row for row in rows if row["model"] == model), "share", "backend")
         for (share, backend), line in lines.items():
-            plot_line(axes, line, "speed-up", f"{share:.0%} of ranked blocks, {backend}", (share, backend), lines)
+            plot_line(axes, line, "speed-up", f"{100 * share:g}% of ranked blocks, {backend}", (share, backend), lines)
         axes.axhline(1, color="black", linewidth=1)
         token_axis(axes, [row["tokens"] for row in rows], "prompt tokens")
         axes.set_title(model)
@@ -206,7 +206,7 @@ def main(
     Example: [bold]tca-jax bench attention --lengths 32768 --shares 0.2[/]
     """
     lengths = lengths or [8192, 32768, 131072]
-    shares, backends = shares or [0.1, 0.16, 0.4], backend or prefill_kernels()
+    shares, backends = shares or [0.1, 0.155, 0.4], backend or prefill_kernels()
     layers, config = find_layers(models), tca_jax.TCAConfig(window=window)
     check_shares(shares)
     check_sizes(lengths, config, backends, out)

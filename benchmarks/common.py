@@ -24,7 +24,7 @@ import typer
 from jaxtyping import Array
 
 import tca_jax
-from tca_jax.calibrate.candidates import eviction_budgets
+from tca_jax.calibrate.candidates import budget_sizes, candidate_distributions
 from tca_jax.pallas_kernels.backends import can_run, check_backend
 
 RESULTS = Path("benchmarks") / "results"
@@ -40,7 +40,7 @@ _DRAWN = 2**22  # random numbers that are drawn at once: the compiler takes minu
 _CPU_TOKENS = 4096  # longest context that is worth waiting for without a GPU
 
 LengthsOption = Annotated[list[int] | None, typer.Option(help="Tokens of context.")]
-ModelsOption = Annotated[list[str] | None, typer.Option(help="llama3.1-8b, qwen2.5-7b or tiny.")]
+ModelsOption = Annotated[list[str] | None, typer.Option(help="llama3.1-8b, qwen2.5-7b, llama-d256 (a layer) or tiny.")]
 BackendOption = Annotated[str, typer.Option(help="Kernel backend.")]
 WindowOption = Annotated[int, typer.Option(help="Local tokens that every query keeps.")]
 RepeatsOption = Annotated[int, typer.Option(help="Timed runs of each call.", min=1)]
@@ -63,7 +63,9 @@ LAYERS = {
     "llama3.1-8b": Layer("llama3.1-8b", 32, 8, 128),
     "qwen2.5-7b": Layer("qwen2.5-7b", 28, 4, 128),
 }
-_TINY = Layer("tiny", 4, 2, 16)  # for machines without a GPU; not among the defaults
+# Not among the defaults: LLaMA's layer with half of its heads, each twice as wide, and one for machines without a GPU.
+_WIDE = Layer("llama-d256", 16, 4, 256)
+_TINY = Layer("tiny", 4, 2, 16)
 
 
 def find_layers(models: Sequence[str] | None) -> list[Layer]:
@@ -72,7 +74,7 @@ def find_layers(models: Sequence[str] | None) -> list[Layer]:
     Raises:
         ValueError: a name is unknown.
     """
-    known = {**LAYERS, _TINY.name: _TINY}
+    known = {**LAYERS, _WIDE.name: _WIDE, _TINY.name: _TINY}
     for model in models or ():
         if model not in known:
             raise ValueError(f"--models {model}: must be one of {list(known)}")
@@ -104,7 +106,9 @@ def check_sizes(lengths: Sequence[int], config: tca_jax.TCAConfig, backends: Seq
 
 
 def check_whole_models(layers: Sequence[Layer]) -> None:
-    """Raises ValueError where there is no GPU to hold and run a real model."""
+    """Raises ValueError unless all are whole models, and there is a GPU to hold and run the real ones."""
+    if _WIDE in layers:
+        raise ValueError(f"--models {_WIDE.name}: a layer only; must be one of {[*LAYERS, _TINY.name]}")
     real = [layer.name for layer in layers if layer != _TINY]
     if real and jax.default_backend() != "gpu":
         raise ValueError(
@@ -112,11 +116,11 @@ def check_whole_models(layers: Sequence[Layer]) -> None:
         )
 
 
-def check_shares(shares: Sequence[float]) -> None:
+def check_shares(shares: Sequence[float], option: str = "--shares") -> None:
     """Raises ValueError unless every share of kept tokens lies between 0 and 1."""
     for share in shares:
         if not 0 < share < 1:
-            raise ValueError(f"--shares {share}: must lie between 0 and 1")
+            raise ValueError(f"{option} {share}: must lie between 0 and 1")
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
@@ -146,13 +150,17 @@ def attention_inputs(layer: Layer, length: int, seed: int) -> tuple[Array, Array
 
 
 def unequal_candidates(config: tca_jax.TCAConfig, kv_heads: int, share: float) -> tuple[int, ...]:
-    """Budget rows of mean share `share`, from a quarter of it to seven quarters: unequal, as after calibration."""
-    shares = eviction_budgets(config) / config.block_size
-    rows, missed = [], 0.0
-    for wanted in share + min(share, 1 - share) * np.linspace(-0.75, 0.75, kv_heads):
-        rows.append(int(np.abs(shares - (wanted + missed)).argmin()))
-        missed += wanted - shares[rows[-1]]
-    return tuple(rows[i] for i in np.random.default_rng(0).permutation(kv_heads))
+    """Budget rows whose mean share is as near to `share` as rows allow: unequal between heads, as after calibration."""
+    shares = candidate_distributions(config) @ budget_sizes(config) / config.block_size
+    wanted = share + min(share, 1 - share) * np.linspace(-0.75, 0.75, kv_heads)  # to seven quarters of it
+    rows = np.abs(shares - wanted[:, None]).argmin(axis=1)
+    while True:
+        error = shares[rows].mean() - share
+        steps = np.clip(rows + (-1 if error > 0 else 1), 0, config.num_candidates)
+        errors = np.abs(error + (shares[steps] - shares[rows]) / kv_heads)
+        if errors.min() >= abs(error):
+            return tuple(int(row) for row in np.random.default_rng(0).permutation(rows))
+        rows[errors.argmin()] = steps[errors.argmin()]
 
 
 def time_alternating(calls: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[Any, float]:

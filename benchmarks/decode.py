@@ -29,6 +29,7 @@ from tca_jax.benchmarks.common import (
     Layer,
     LengthsOption,
     ModelsOption,
+    NameOption,
     OutOption,
     RepeatsOption,
     WindowOption,
@@ -210,7 +211,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     for (times, ups), model in zip(panels.T, models, strict=True):
         lines = group_rows((row for row in rows if row["model"] == model), "share", "batch")
         for (share, batch), line in lines.items():
-            name = "full cache" if share == _FULL else f"{share:.0%} of ranked blocks"
+            name = "full cache" if share == _FULL else f"{100 * share:g}% of ranked blocks"
             for axes, column in ((times, "attention ms"), (ups, "speed-up")):
                 plot_line(axes, line, column, f"{name}, batch {batch}", (share, batch), lines)
         times.set_title(model)
@@ -233,13 +234,14 @@ def main(
     copy_bytes: CopyBytesOption = COPIED_BYTES,
     repeats: RepeatsOption = 7,
     out: OutOption = RESULTS,
+    name: NameOption = "decode",
 ) -> None:
     """Time one layer's decode attention over TCA caches against the full cache.
 
     Example: [bold]tca-jax bench decode --lengths 131072 --shares 0.2[/]
     """
     lengths = lengths or [2**13, 2**17, 2**20]
-    shares = shares or [0.1, 0.16, 0.4]
+    shares = shares or [0.1, 0.155, 0.4]
     layers, config = find_layers(models), tca_jax.TCAConfig(window=window)
     check_shares(shares)
     check_sizes(lengths, config, [backend], out)
@@ -268,5 +270,5 @@ def main(
         "`speed-up` is that of `attention ms` over the full cache. `error` is relative to the XLA oracle."
     )
     note += f" Left out, as the caches do not fit into memory together: {'; '.join(left_out)}." if left_out else ""
-    write_results("decode", "Decode attention of one layer over TCA and full caches", rows, out, note)
-    plot(rows, out / "decode.png")
+    write_results(name, "Decode attention of one layer over TCA and full caches", rows, out, note)
+    plot(rows, out / f"{name}.png")

@@ -1,7 +1,7 @@
 """Whole models of true size with random weights: full attention and TCA side by side, from prompt to answer.
 
 tca-jax bench end-to-end                                        # the committed table, minutes on one GPU
-tca-jax bench end-to-end --lengths 1048576 --models qwen2.5-7b --attentions "TCA 18.5%" --repeats 1
+tca-jax bench end-to-end --lengths 1048576 --models qwen2.5-7b --kept 0.185 --new-tokens 64 --repeats 1
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from tca_jax.benchmarks.common import (
     OutOption,
     RepeatsOption,
     WindowOption,
+    check_shares,
     check_sizes,
     check_whole_models,
     device_copy,
@@ -54,8 +55,7 @@ from tca_jax.lm import LM
 from tca_jax.programs import Program
 from tca_jax.sampling import Sampling
 
-#: Share of all tokens that caches keep, window included, by the name of the attention; None is exact attention.
-ATTENTIONS: dict[str, float | None] = {"full": None, "TCA 18.5%": 0.185, "TCA 39%": 0.39}
+_FULL = 1.0  # the kept share that stands for exact attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,10 +107,14 @@ def keep(lm: LM, config: tca_jax.TCAConfig, share: float, tokens: int) -> LM:
     return dataclasses.replace(lm, tca=config, candidates=(row,) * lm.config.num_layers)
 
 
-def under_attention(lm: LM, attention: str, config: tca_jax.TCAConfig, tokens: int) -> LM:
-    """The model under one of `ATTENTIONS`."""
-    share = ATTENTIONS[attention]
-    return lm if share is None else keep(lm, config, share, tokens)
+def attention_name(share: float) -> str:
+    """What the tables call the attention that keeps a share of all tokens."""
+    return "full" if share == _FULL else f"TCA {100 * share:g}%"
+
+
+def under_attention(lm: LM, share: float, config: tca_jax.TCAConfig, tokens: int) -> LM:
+    """The model under the attention that keeps a share of all tokens, window included; 1 is exact attention."""
+    return lm if share == _FULL else keep(lm, config, share, tokens)
 
 
 def weight_bytes(lm: LM) -> int:
@@ -143,13 +147,13 @@ def memory_bytes(executable: Any) -> int:
     return used.argument_size_in_bytes + used.output_size_in_bytes + used.temp_size_in_bytes - used.alias_size_in_bytes
 
 
-def compile_seconds(name: str, layers: int | None, tokens: int, attention: str, options: dict[str, Any]) -> list[float]:
+def compile_seconds(name: str, layers: int | None, tokens: int, share: float, options: dict[str, Any]) -> list[float]:
     """Seconds that two new processes take, one after the other, to trace and compile both programs of a run.
 
     The first finds an empty compilation cache, the second what the first has left there. Processes of their own,
     for JAX numbers some kernels as it lowers them, so a process that compiled before asks for other ones.
     """
-    arguments = json.dumps({"name": name, "layers": layers, "tokens": tokens, "attention": attention, **options})
+    arguments = json.dumps({"name": name, "layers": layers, "tokens": tokens, "share": share, **options})
     seconds = []
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {
@@ -165,11 +169,11 @@ def compile_seconds(name: str, layers: int | None, tokens: int, attention: str, 
 
 
 def _compile_once(
-    name: str, layers: int | None, tokens: int, attention: str, new_tokens: int, window: int, backend: str
+    name: str, layers: int | None, tokens: int, share: float, new_tokens: int, window: int, backend: str
 ) -> float:
     """What `compile_seconds` runs in each process."""
     lm = abstract_model(name, layers, max_positions=2 * tokens)
-    lm = under_attention(lm, attention, tca_jax.TCAConfig(window=window), tokens)
+    lm = under_attention(lm, share, tca_jax.TCAConfig(window=window), tokens)
     prompt = jnp.zeros((1, tokens), jnp.int32)
     return Run(lm, prompt, jnp.array([tokens], jnp.int32), new_tokens, backend).compile()[2]
 
@@ -227,9 +231,11 @@ def measure(
     return rows
 
 
-def describe(new_tokens: int, window: int, repeats: int, copied: float, multiplied: float) -> str:
+def describe(
+    new_tokens: int, window: int, repeats: int, copied: float, multiplied: float, with_compilation: bool
+) -> str:
     """What the columns mean; `copied` is what `device_copy` says, `multiplied` what `matrix_rate` does."""
-    return (
+    text = (
         f"Random weights of true size, batch 1, {new_tokens} new tokens. TCA runs a synthetic profile: the same "
         f"unequal budgets in every layer, which with the window of {window} keep about that share of the prompt's "
         "tokens; `kept` is the measured share. Behind a prompt of whole blocks the first block leaves the window at "
@@ -238,9 +244,13 @@ def describe(new_tokens: int, window: int, repeats: int, copied: float, multipli
         "time of its matrix products and of the attention that is computed at the rate of a large matrix product, "
         f"{multiplied / 1e12:.0f} TFLOP/s; `over byte floor` the time per token over that of reading the weights and "
         f"the kept keys and values at the rate of a device copy, {copied / 1e9:,.0f} GB/s read and written. `KV GB` is "
-        "the cache as allocated, `peak GB` the most that a program holds by the compiler's account, weights included. "
-        "The second table has the seconds that new processes take to trace and compile both programs of a shape, the "
+        "the cache as allocated, `peak GB` the most that a program holds by the compiler's account, weights included."
+    )
+    return text + (
+        " The second table has the seconds that new processes take to trace and compile both programs of a shape, the "
         "first with an empty compilation cache, the second with what it leaves there."
+        if with_compilation
+        else ""
     )
 
 
@@ -267,11 +277,14 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 def main(
     lengths: LengthsOption = None,
     models: ModelsOption = None,
-    attentions: Annotated[list[str] | None, typer.Option(help=f"Of {list(ATTENTIONS)}.")] = None,
-    new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=4)] = 64,
+    kept: Annotated[
+        list[float] | None, typer.Option(help="Kept shares of all tokens, window included; 1 is full attention.")
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=4)] = 192,
     layers: Annotated[int | None, typer.Option(help="Layers; all by default.", min=1)] = None,
     backend: BackendOption = "auto",
     window: WindowOption = tca_jax.TCAConfig.window,
+    compilation: Annotated[bool, typer.Option(help="Time compilation too, in new processes.")] = True,
     copy_bytes: CopyBytesOption = COPIED_BYTES,
     repeats: RepeatsOption = 3,
     out: OutOption = RESULTS,
@@ -283,43 +296,35 @@ def main(
     """
     lengths = lengths or [2**17]
     config = tca_jax.TCAConfig(window=window)
-    for attention in attentions or ():
-        if attention not in ATTENTIONS:
-            raise ValueError(f"--attentions {attention}: must be one of {list(ATTENTIONS)}")
-    names = attentions or list(ATTENTIONS)
+    shares = kept or [_FULL, 0.185, 0.39]
+    check_shares([share for share in shares if share != _FULL], "--kept")
     check_whole_models(find_layers(models))
-    for layer, tokens, attention in itertools.product(find_layers(models), lengths, names):
-        under_attention(abstract_model(layer.name, layers), attention, config, tokens)  # raises what it would later
+    for layer, tokens, share in itertools.product(find_layers(models), lengths, shares):
+        under_attention(abstract_model(layer.name, layers), share, config, tokens)  # raises what it would later
     check_sizes(lengths, config, [backend], out)
     copied = device_copy(copy_bytes, repeats)
     multiplied = matrix_rate(repeats)
     print(f"device copy: {copied / 1e9:,.0f} GB/s, matrix product: {multiplied / 1e12:,.0f} TFLOP/s", flush=True)
     # Profiles differ in numbers, not in programs: one of each kind is compiled for the table.
-    kinds = {ATTENTIONS[attention] is None: attention for attention in reversed(names)}.values()
+    kinds = list({share == _FULL: share for share in reversed(shares)}.values()) if compilation else []
     rows, compiled = [], []
     options = {"new_tokens": new_tokens, "window": window, "backend": backend}
     for model in (layer.name for layer in find_layers(models)):
-        for attention in kinds:
-            cold, cached = compile_seconds(model, layers, max(lengths), attention, options)
-            row = {"model": model, "tokens": max(lengths), "attention": attention, "cold s": cold, "cached s": cached}
-            compiled.append(row)
-            print_row(row)
+        for share in kinds:
+            cold, cached = compile_seconds(model, layers, max(lengths), share, options)
+            shape = {"model": model, "tokens": max(lengths), "attention": attention_name(share)}
+            compiled.append({**shape, "cold s": cold, "cached s": cached})
+            print_row(compiled[-1])
         lm = random_model(model, jax.random.key(0), layers, max_positions=2 * max(lengths))
         for tokens in lengths:
-            lms = {attention: under_attention(lm, attention, config, tokens) for attention in names}
+            lms = {attention_name(share): under_attention(lm, share, config, tokens) for share in shares}
             for row in measure(lms, tokens, new_tokens, backend, repeats, copied, multiplied):
                 rows.append({"model": model, **row})
                 print_row(rows[-1])
         del lm, lms
-    more = {"Compilation": compiled}
-    write_results(
-        name,
-        "Whole models, from prompt to answer",
-        rows,
-        out,
-        describe(new_tokens, window, repeats, copied, multiplied),
-        more,
-    )
+    note = describe(new_tokens, window, repeats, copied, multiplied, compilation)
+    more = {"Compilation": compiled} if compilation else {}
+    write_results(name, "Whole models, from prompt to answer", rows, out, note, more)
     plot(rows, out / f"{name}.png")
 
 

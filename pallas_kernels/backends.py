@@ -27,7 +27,7 @@ def validate_backend(backend: str) -> None:
 _OPERATIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "cudnn": frozenset({"causal_attention"}),
-        "mosaic": frozenset({"causal_attention", "prefill_attention"}),
+        "mosaic": frozenset({"causal_attention", "column_mass", "prefill_attention"}),
         "triton": frozenset(
             {
                 "causal_attention",

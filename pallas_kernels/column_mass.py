@@ -6,11 +6,17 @@ from types import MappingProxyType
 
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.pallas_kernels import column_mass_triton, column_mass_xla
+from tca_jax.pallas_kernels import column_mass_mosaic, column_mass_triton, column_mass_xla
 from tca_jax.pallas_kernels.backends import dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes
 
-_IMPLEMENTATIONS = MappingProxyType({"triton": column_mass_triton.column_mass, "xla": column_mass_xla.column_mass})
+_IMPLEMENTATIONS = MappingProxyType(
+    {
+        "mosaic": column_mass_mosaic.column_mass,
+        "triton": column_mass_triton.column_mass,
+        "xla": column_mass_xla.column_mass,
+    }
+)
 
 
 def column_mass(

@@ -1,0 +1,131 @@
+"""Arrays of more than 2^31 elements, on a GPU: an index that wraps would read and write elsewhere."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tca_jax.benchmarks.common import random_normal, unequal_candidates
+from tca_jax.cache import CacheLayout
+from tca_jax.config import TCAConfig
+from tca_jax.functional import head_budgets
+from tca_jax.pallas_kernels import decode_attention_triton, decode_attention_xla, select_tokens_xla
+from tca_jax.pallas_kernels.backends import can_run
+from tca_jax.pallas_kernels.column_mass import column_mass
+from tca_jax.pallas_kernels.prefill_attention import prefill_attention
+from tca_jax.pallas_kernels.select_tokens import select_tokens
+from tca_jax.pallas_kernels.token_scores import token_scores
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU and tens of GB on it")
+
+PAST = 2**31
+
+
+@jax.jit
+def _relative_error(out, expected):
+    out, expected = out.astype(jnp.float32), expected.astype(jnp.float32)
+    return jnp.linalg.norm(out - expected) / jnp.linalg.norm(expected)
+
+
+def _normal(seed, *shape):
+    return random_normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+@partial(jax.jit, static_argnames=("block_size", "window"))
+def _block_attention(q, k, v, k_pool, v_pool, offset, prefix, block, *, block_size, window):
+    """Attention of a block of queries `[b, G, d]` over the head's k and v `[L, d]` and a prefix of its pool region."""
+    rows = block * block_size + jnp.arange(block_size)
+    columns = jnp.arange(window + block_size) + block * block_size - window
+    pooled = jnp.arange(k_pool.shape[0])
+    keys, values = (jnp.concatenate([pool, x[columns]]) for pool, x in ((k_pool, k), (v_pool, v)))
+    seen = jnp.concatenate(
+        [
+            jnp.broadcast_to((pooled >= offset) & (pooled < offset + prefix), (block_size, pooled.size)),
+            columns <= rows[:, None],
+        ],
+        axis=1,
+    )
+    scores = jnp.einsum("qgd,kd->gqk", q, keys, preferred_element_type=jnp.float32) / q.shape[-1] ** 0.5
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
+    return jnp.einsum("gqk,kd->qgd", weights, values.astype(jnp.float32), precision="highest")
+
+
+@pytest.mark.parametrize("backend", ["mosaic", "triton"])
+def test_prefill_of_a_million_tokens(backend):
+    if not can_run(backend):
+        pytest.skip("needs a Hopper GPU")
+    length, heads, kv_heads, d = 2**20 + 256, 28, 4, 128  # Qwen2.5-7B
+    config = TCAConfig()
+    b, w = config.block_size, config.window
+    q, k, v = _normal(0, 1, length, heads, d), *(_normal(i, 1, length, kv_heads, d) for i in (1, 2))
+    assert q.size > PAST
+    layout = CacheLayout.plan(config, unequal_candidates(config, kv_heads, 0.06), 1, length, 1)
+    lengths, offsets = jnp.array([length], jnp.int32), jnp.asarray(layout.offsets, jnp.int32)
+    scored = token_scores(q[:, -1], k, lengths, block_size=b)
+    budgets = head_budgets(scored, jnp.asarray(layout.candidates, jnp.int32), lengths, config)
+    selected = (scored.scores, budgets, k, v, offsets)
+    k_pool, v_pool, kept = select_tokens(*selected, block_size=b, pool_tokens=layout.pool_tokens)
+    wanted = select_tokens_xla.select_tokens(*selected, block_size=b, pool_tokens=layout.pool_tokens)
+    np.testing.assert_array_equal(kept, wanted[2])
+    for head, (offset, count) in enumerate(zip(layout.offsets[0], np.asarray(kept)[0], strict=True)):
+        for pool, expected in zip((k_pool, v_pool), wanted, strict=False):
+            assert bool(jnp.array_equal(pool[offset : offset + count], expected[offset : offset + count])), head
+    del wanted
+    out = prefill_attention(q, k, v, k_pool, v_pool, offsets, budgets, lengths, block_size=b, window=w, backend=backend)
+    prefixes = np.asarray(budgets).cumsum(axis=-1)
+    for block in (w // b + 1, 5000, length // b - 1):  # an element of the second lies past 2^31
+        queries = slice(block * b, (block + 1) * b)
+        for head in range(kv_heads):
+            group = slice(head * heads // kv_heads, (head + 1) * heads // kv_heads)
+            prefix = prefixes[0, head, block - w // b - 1]
+            expected = _block_attention(
+                q[0, queries, group],
+                k[0, :, head],
+                v[0, :, head],
+                k_pool,
+                v_pool,
+                offsets[0, head],
+                prefix,
+                block,
+                block_size=b,
+                window=w,
+            )
+            assert float(_relative_error(out[0, queries, group], expected)) < 5e-3, (block, head)
+
+
+def test_decoding_over_pools_and_rings_of_that_size():
+    batch, heads, kv_heads, d, ring = 3, 32, 8, 128, 2**20
+    k_ring, v_ring = (_normal(seed, batch, kv_heads, ring, d) for seed in (1, 2))
+    k_pool, v_pool = (x.reshape(-1, d) for x in (v_ring, k_ring))
+    assert k_ring.size > PAST
+    offsets = (ring * jnp.arange(batch * kv_heads, dtype=jnp.int32)).reshape(batch, kv_heads)
+    lengths = ring - 1000 * jnp.arange(batch * kv_heads, dtype=jnp.int32).reshape(batch, kv_heads)
+    positions = jnp.array([2 * ring + 77, ring - 1, 3 * ring], jnp.int32)
+    operands = (_normal(0, batch, heads, d), k_pool, v_pool, offsets, lengths, k_ring, v_ring, positions)
+    sizes = {"block_size": 128, "window": ring - 128, "capacity": ring}
+    out, lse = decode_attention_triton.decode_attention(*operands, **sizes)
+    for row in range(batch):  # the oracle a row at a time, whose arrays are within 2^31
+        rows = slice(row, row + 1)
+        pool = slice(row * kv_heads * ring, (row + 1) * kv_heads * ring)
+        one = (operands[0][rows], k_pool[pool], v_pool[pool], offsets[:1], lengths[rows], k_ring[rows], v_ring[rows])
+        expected, expected_lse = decode_attention_xla.decode_attention(*one, positions[rows], **sizes)
+        assert float(_relative_error(out[rows], expected)) < 1e-2, row
+        np.testing.assert_allclose(lse[rows], expected_lse, atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["mosaic", "triton"])
+def test_column_mass_of_the_last_row_of_a_large_batch(backend):
+    if not can_run(backend):
+        pytest.skip("needs a Hopper GPU")
+    batch, length, heads, kv_heads, d = 5, 2**17, 28, 4, 128
+    q, k = _normal(0, batch, length, heads, d), _normal(1, batch, length, kv_heads, d)
+    assert q[: batch - 1].size < PAST < q.size
+    lengths = jnp.array([1, 300, 129, 1, 5000], jnp.int32)
+    sizes = {"block_size": 128, "window": 512}
+    near, far = column_mass(q, k, lengths, **sizes, backend=backend)
+    short = (q[-1:, :5120], k[-1:, :5120], lengths[-1:])
+    for actual, expected in zip((near, far), column_mass(*short, **sizes, backend="xla"), strict=True):
+        np.testing.assert_allclose(actual[-1:, :, :5120], expected, rtol=1e-3, atol=1e-3 * float(expected.mean()))
+        assert not np.any(actual[:, :, 5120:])
