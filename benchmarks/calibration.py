@@ -27,6 +27,7 @@ from tca_jax.benchmarks.common import (
     Layer,
     LengthsOption,
     ModelsOption,
+    NameOption,
     OutOption,
     RepeatsOption,
     WindowOption,
@@ -140,6 +141,7 @@ def main(
     window: WindowOption = tca_jax.TCAConfig.window,
     repeats: RepeatsOption = 5,
     out: OutOption = RESULTS,
+    name: NameOption = "calibration",
 ) -> None:
     """Time calibration: its kernel against full attention, and whole models on one sequence.
 
@@ -164,5 +166,5 @@ def main(
         "tokens; `cold` holds compilation, without a persistent cache unless the environment names one."
     )
     more = {"Whole models": wholes}
-    write_results("calibration", "Calibration: column mass, and whole models", kernels, out, note, more)
-    plot(kernels, wholes, out / "calibration.png")
+    write_results(name, "Calibration: column mass, and whole models", kernels, out, note, more)
+    plot(kernels, wholes, out / f"{name}.png")

@@ -32,10 +32,11 @@ CHECKED_TOKENS = 8192  # outputs are compared with the oracle at most at this le
 #: The command line that runs now, without the folder of the results; `command.py` sets it.
 COMMAND: contextvars.ContextVar[str] = contextvars.ContextVar("COMMAND", default="(called from Python)")
 
+FULL = 1.0  # the kept share that stands for full attention and its cache
 COPIED_BYTES = 2**31  # of the array whose copy is the measure of memory's speed
 
 _SAMPLE_SECONDS = 0.02
-_COMPILED_AT_ONCE = 4
+COMPILED_AT_ONCE = 4
 _DRAWN = 2**22  # random numbers that are drawn at once: the compiler takes minutes over a draw of 2^30
 _CPU_TOKENS = 4096  # longest context that is worth waiting for without a GPU
 
@@ -170,7 +171,7 @@ def time_alternating(calls: Mapping[Any, Callable[[], Any]], repeats: int) -> di
     calls as take about 20 ms, at most 50, and waits for the last: the host's own time stays out of it unless calls are
     shorter than their launch, some 20 us.
     """
-    with ThreadPoolExecutor(_COMPILED_AT_ONCE) as pool:
+    with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
         list(pool.map(lambda call: len(jax.tree.leaves(jax.block_until_ready(call()))), calls.values()))
     queued: dict[Any, int] = {}
     for name, call in calls.items():

@@ -1,7 +1,7 @@
-"""One attention layer's decode step over a TCA cache against the full cache: the same kernel, fewer bytes.
+"""Decoding over a TCA cache against the full cache: one layer's attention, the same kernel, and whole models.
 
-tca-jax bench decode                                            # the committed table, minutes on one GPU
-tca-jax bench decode --lengths 131072 --batches 1 --shares 0.2
+tca-jax bench decode                                            # the committed tables, minutes on one GPU
+tca-jax bench decode --lengths 131072 --batches 1 --shares 0.2 --no-whole
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ import numpy as np
 import typer
 from jaxtyping import Array, Float
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 import tca_jax
+from tca_jax.benchmarks.caches import attended_tokens, plan, random_caches
 from tca_jax.benchmarks.common import (
     CHECKED_TOKENS,
     COPIED_BYTES,
+    FULL,
     RESULTS,
     BackendOption,
     CopyBytesOption,
@@ -35,6 +38,7 @@ from tca_jax.benchmarks.common import (
     WindowOption,
     check_shares,
     check_sizes,
+    check_whole_models,
     device_copy,
     find_layers,
     free_bytes,
@@ -45,56 +49,15 @@ from tca_jax.benchmarks.common import (
     relative_error,
     time_alternating,
     token_axis,
-    unequal_candidates,
     write_results,
 )
+from tca_jax.benchmarks.decode_models import STEPS_OF_MODELS, measure_model
+from tca_jax.benchmarks.models import CONFIGS
 from tca_jax.cache import CacheLayout, LayerCache
-from tca_jax.calibrate.candidates import budget_counts, budget_sizes
 from tca_jax.pallas_kernels.decode_attention import decode_attention
 
 STEPS = 32  # of one program: a CUDA graph, so that the host's time to launch kernels stays out
-_FULL = 1.0  # the kept share that stands for the full cache
 _PAST_L2_BYTES = 2**28  # five times an H200's L2 cache
-
-
-def plan(config: tca_jax.TCAConfig, layer: Layer, share: float, batch: int, tokens: int) -> CacheLayout:
-    """Layout behind a prompt of `tokens`; the full cache is a window that holds everything, as for `LM`."""
-    if share == _FULL:
-        config = tca_jax.TCAConfig(block_size=config.block_size, window=tokens)
-        candidates = (config.num_candidates,) * layer.kv_heads
-    else:
-        candidates = unequal_candidates(config, layer.kv_heads, share)
-    return CacheLayout.plan(config, candidates, batch, tokens, 1)
-
-
-def selected_tokens(layout: CacheLayout) -> np.ndarray:
-    """Tokens that each KV head keeps of the ranked blocks, int64 `[H_kv]`."""
-    config = layout.config
-    counts = budget_counts(config, config.num_ranked_blocks(layout.prompt_tokens))
-    return (counts @ budget_sizes(config).astype(np.int64))[list(layout.candidates)]
-
-
-def attended_tokens(layout: CacheLayout) -> int:
-    """Tokens that a step reads, over all rows and KV heads: what is kept, the window, and the new token."""
-    local = min(layout.prompt_tokens, layout.config.window) + 1
-    return layout.batch * int((selected_tokens(layout) + local).sum())
-
-
-def random_caches(layouts: list[CacheLayout], head_dim: int, seed: int) -> list[LayerCache]:
-    """Caches of those layouts, their regions full, out of the same random bfloat16 keys and values."""
-    heads, batch = len(layouts[0].candidates), layouts[0].batch
-    most = max(max(layout.pool_tokens, batch * heads * layout.ring_tokens) for layout in layouts)
-    keys = jax.random.split(jax.random.key(seed))
-    drawn = [random_normal(key, (most, head_dim), jnp.bfloat16) for key in keys]  # one program for all shapes
-    caches = []
-    for layout in layouts:
-        ring = (batch, heads, layout.ring_tokens, head_dim)
-        k_pool, v_pool = (x[: layout.pool_tokens] for x in drawn)
-        k_ring, v_ring = (x[most - batch * heads * layout.ring_tokens :].reshape(ring) for x in drawn)
-        kept = jnp.asarray(np.tile(selected_tokens(layout), (batch, 1)), jnp.int32)
-        offsets = jnp.asarray(layout.offsets, jnp.int32)
-        caches.append(LayerCache(k_pool, v_pool, offsets, kept, k_ring, v_ring, layout))
-    return caches
 
 
 def copies_past_l2(cache: LayerCache) -> tuple[LayerCache, ...]:
@@ -147,7 +110,7 @@ def measure(
     repeats: int,
 ) -> list[dict[str, Any]]:
     """Rows of the full cache and of one TCA cache a share, timed in turns; `copied` is what `device_copy` says."""
-    layouts = {share: plan(config, layer, share, batch, tokens) for share in [_FULL, *shares]}
+    layouts = {share: plan(config, layer, share, batch, tokens) for share in [FULL, *shares]}
     errors = {share: _check(layer, batch, share, backend, config, min(tokens, CHECKED_TOKENS)) for share in layouts}
     caches = random_caches(list(layouts.values()), layer.head_dim, seed=tokens)
     q, rotation = _queries(layer, batch)
@@ -167,7 +130,7 @@ def measure(
             "attention ms": 1e3 * net[share],
             "GB/s": _read_bytes(layout, layer) / net[share] / 1e9,
             "of copy": _read_bytes(layout, layer) / net[share] / copied,
-            "speed-up": net[_FULL] / net[share],
+            "speed-up": net[FULL] / net[share],
             "error": errors[share],
         }
         for share, layout in layouts.items()
@@ -199,29 +162,63 @@ def _check(layer: Layer, batch: int, share: float, backend: str, config: tca_jax
 
 def needed_bytes(layer: Layer, batch: int, tokens: int, shares: list[float], config: tca_jax.TCAConfig) -> int:
     """Device memory of the caches that are timed in turns, and of what they are drawn from: a full cache more."""
-    layouts = [plan(config, layer, share, batch, tokens) for share in [_FULL, _FULL, *shares]]
+    layouts = [plan(config, layer, share, batch, tokens) for share in [FULL, FULL, *shares]]
     return sum(layout.num_bytes(layer.head_dim, jnp.bfloat16) for layout in layouts)
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Milliseconds a step, and speed-up over the full cache: a column a model, a colour a share, a stroke a batch."""
+def plot(rows: list[dict[str, Any]], wholes: list[dict[str, Any]], path: Path) -> None:
+    """A layer's milliseconds and speed-up, then whole models': a column a model, a colour a share, a stroke a batch."""
+    panels: list[tuple[list[dict[str, Any]], str, str]] = [
+        (rows, "attention ms", "ms of attention a step and layer"),
+        (rows, "speed-up", "times as fast as over the full cache"),
+    ]
+    if wholes:
+        panels.append((wholes, "ms/step", "ms a step of the whole model"))
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure = Figure(figsize=(5.5 * len(models), 8), dpi=150, layout="constrained")
-    panels = figure.subplots(2, len(models), sharex=True, sharey="row", squeeze=False)
-    for (times, ups), model in zip(panels.T, models, strict=True):
-        lines = group_rows((row for row in rows if row["model"] == model), "share", "batch")
-        for (share, batch), line in lines.items():
-            name = "full cache" if share == _FULL else f"{100 * share:g}% of ranked blocks"
-            for axes, column in ((times, "attention ms"), (ups, "speed-up")):
-                plot_line(axes, line, column, f"{name}, batch {batch}", (share, batch), lines)
-        times.set_title(model)
-        times.set_yscale("log")
-        token_axis(ups, [row["tokens"] for row in rows], "tokens of context")
-        times.legend(fontsize=8)
-    panels[0, 0].set_ylabel("ms of attention a step and layer")
-    panels[1, 0].set_ylabel("times as fast as over the full cache")
-    figure.suptitle("Decode attention of one layer")
+    keys = list(group_rows(rows, "share", "batch"))
+    figure = Figure(figsize=(5.5 * len(models), 1 + 4 * len(panels)), dpi=150, layout="constrained")
+    grid = figure.subplots(len(panels), len(models), sharex=True, sharey="row", squeeze=False)
+    for (table, column, label), line_of_axes in zip(panels, grid, strict=True):
+        for axes, model in zip(line_of_axes, models, strict=True):
+            for key, line in group_rows((row for row in table if row["model"] == model), "share", "batch").items():
+                share, batch = key
+                name = "full cache" if share == FULL else f"{100 * share:g}% of ranked blocks"
+                plot_line(axes, line, column, f"{name}, batch {batch}", key, keys)
+            token_axis(axes, [row["tokens"] for row in rows], "")
+            if column != "speed-up":
+                axes.set_yscale("log")
+                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axes.yaxis.set_major_formatter("{x:g}")
+                axes.yaxis.set_minor_locator(NullLocator())
+        line_of_axes[0].set_ylabel(label)
+    for model, axes in zip(models, grid[0], strict=True):
+        axes.set_title(model)
+    for axes in grid[-1]:
+        axes.set_xlabel("tokens of context")
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
+    figure.suptitle("Decoding: one layer's attention" + (", and whole models" if wholes else ""))
     figure.savefig(path)
+
+
+def describe(window: int, copied: float, whole: bool) -> str:
+    """What the columns mean; `copied` is what `device_copy` says."""
+    text = (
+        "`share` 1 is the full cache: the same kernel over a ring that holds every token. The others are TCA caches "
+        f"whose ranked blocks keep that share, unequally between heads, beside a window of {window}; `attended` is "
+        f"what a step reads over all tokens, `KV MB` the layer's cache. A program of {STEPS} steps, each depending on "
+        "the one before, over copies of a cache that together do not fit L2, is timed in turns with the others; `step "
+        "ms` is its time over the steps, `attention ms` the "
+        "same less the time of the program without attention. `GB/s` are the attended keys and values over "
+        f"`attention ms`, `of copy` their share of a device copy's read and written bytes, {copied / 1e9:,.0f} GB/s. "
+        "`speed-up` is that of `attention ms` over the full cache. `error` is relative to the XLA oracle."
+    )
+    return text + (
+        " Whole models have random weights of true size and caches of random keys and values; there, `GB/s` are the "
+        f"weights and the attended keys and values over `ms/step`, the mean of {STEPS_OF_MODELS} steps between "
+        "evictions, caches in turns."
+        if whole
+        else ""
+    )
 
 
 def main(
@@ -229,6 +226,10 @@ def main(
     models: ModelsOption = None,
     batches: Annotated[list[int] | None, typer.Option(help="Rows.", min=1)] = None,
     shares: Annotated[list[float] | None, typer.Option(help="Kept shares of ranked blocks.")] = None,
+    whole: Annotated[bool, typer.Option(help="Time whole models too.")] = True,
+    layers: Annotated[
+        int | None, typer.Option(help="Layers of whole models.", show_default="the model's own", min=1)
+    ] = None,
     backend: BackendOption = "auto",
     window: WindowOption = tca_jax.TCAConfig.window,
     copy_bytes: CopyBytesOption = COPIED_BYTES,
@@ -236,19 +237,22 @@ def main(
     out: OutOption = RESULTS,
     name: NameOption = "decode",
 ) -> None:
-    """Time one layer's decode attention over TCA caches against the full cache.
+    """Time decoding over TCA caches against the full cache: one layer's attention, and whole models.
 
     Example: [bold]tca-jax bench decode --lengths 131072 --shares 0.2[/]
     """
     lengths = lengths or [2**13, 2**17, 2**20]
     shares = shares or [0.1, 0.155, 0.4]
-    layers, config = find_layers(models), tca_jax.TCAConfig(window=window)
+    shapes, config = find_layers(models), tca_jax.TCAConfig(window=window)
+    settings = list(itertools.product(batches or [1, 8], lengths))
+    models_timed = [layer for layer in shapes if layer.name in CONFIGS] if whole else []
     check_shares(shares)
+    check_whole_models(models_timed)
     check_sizes(lengths, config, [backend], out)
     copied = device_copy(copy_bytes, repeats)
     print(f"device copy: {copied / 1e9:,.0f} GB/s", flush=True)
-    rows, left_out = [], []
-    for layer, batch, tokens in itertools.product(layers, batches or [1, 8], lengths):
+    rows, wholes, left_out = [], [], []
+    for layer, (batch, tokens) in itertools.product(shapes, settings):
         needed = needed_bytes(layer, batch, tokens, shares, config)
         if needed > free_bytes():
             left_out.append(f"{layer.name} at batch {batch} and {tokens:,} tokens ({needed / 1e9:,.0f} GB)")
@@ -259,16 +263,14 @@ def main(
             print_row(row)
     if not rows:
         raise ValueError(f"nothing fits into the {free_bytes() / 1e9:,.1f} GB of device memory: pass smaller --lengths")
-    note = (
-        "`share` 1 is the full cache: the same kernel over a ring that holds every token. The others are TCA caches "
-        f"whose ranked blocks keep that share, unequally between heads, beside a window of {window}; `attended` is "
-        f"what a step reads over all tokens, `KV MB` the layer's cache. A program of {STEPS} steps, each depending on "
-        "the one before, over copies of a cache that together do not fit L2, is timed in turns with the others; `step "
-        "ms` is its time over the steps, `attention ms` the "
-        "same less the time of the program without attention. `GB/s` are the attended keys and values over "
-        f"`attention ms`, `of copy` their share of a device copy's read and written bytes, {copied / 1e9:,.0f} GB/s. "
-        "`speed-up` is that of `attention ms` over the full cache. `error` is relative to the XLA oracle."
-    )
+    for layer in models_timed:
+        timed, lacking = measure_model(
+            layer.name, layers, settings, shares, config, backend, copied, (repeats + 1) // 2
+        )
+        wholes += timed
+        left_out += lacking
+    note = describe(window, copied, bool(wholes))
     note += f" Left out, as the caches do not fit into memory together: {'; '.join(left_out)}." if left_out else ""
-    write_results(name, "Decode attention of one layer over TCA and full caches", rows, out, note)
-    plot(rows, out / f"{name}.png")
+    more = {"Whole models": wholes} if wholes else {}
+    write_results(name, "Decoding over TCA and full caches", rows, out, note, more)
+    plot(rows, wholes, out / f"{name}.png")

@@ -28,6 +28,7 @@ from matplotlib.figure import Figure
 import tca_jax
 from tca_jax.benchmarks.common import (
     COPIED_BYTES,
+    FULL,
     RESULTS,
     BackendOption,
     CopyBytesOption,
@@ -48,14 +49,12 @@ from tca_jax.benchmarks.common import (
     unequal_candidates,
     write_results,
 )
-from tca_jax.benchmarks.models import abstract_model, random_model
+from tca_jax.benchmarks.models import abstract_model, random_model, weight_bytes
 from tca_jax.decoding import DecodingState, decode, prefill, row_keys
 from tca_jax.generation import kept_share
 from tca_jax.lm import LM
 from tca_jax.programs import Program
 from tca_jax.sampling import Sampling
-
-_FULL = 1.0  # the kept share that stands for exact attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,18 +108,12 @@ def keep(lm: LM, config: tca_jax.TCAConfig, share: float, tokens: int) -> LM:
 
 def attention_name(share: float) -> str:
     """What the tables call the attention that keeps a share of all tokens."""
-    return "full" if share == _FULL else f"TCA {100 * share:g}%"
+    return "full" if share == FULL else f"TCA {100 * share:g}%"
 
 
 def under_attention(lm: LM, share: float, config: tca_jax.TCAConfig, tokens: int) -> LM:
     """The model under the attention that keeps a share of all tokens, window included; 1 is exact attention."""
-    return lm if share == _FULL else keep(lm, config, share, tokens)
-
-
-def weight_bytes(lm: LM) -> int:
-    """Bytes of weights that a decoding step reads: all but the embedding, of which it reads a row."""
-    bytes_ = sum(x.nbytes for x in jax.tree.leaves(lm.params))
-    return bytes_ if lm.config.tie_embeddings else bytes_ - lm.decoder.embedding.nbytes
+    return lm if share == FULL else keep(lm, config, share, tokens)
 
 
 def prefill_flops(lm: LM, tokens: int, area: float) -> float:
@@ -267,9 +260,11 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             places = [groups.index(group) + shift * width for group in values]
             axes.bar_label(axes.bar(places, list(values.values()), width, label=attention), fmt="%.3g", fontsize=8)
         middles = np.arange(len(groups)) + (len(attentions) - 1) * width / 2
+        axes.set_xlim(middles[0] - 0.75, middles[-1] + 0.75)  # a bar alone is not as wide as its panel
+        axes.margins(y=0.12)
         axes.set_xticks(middles, [f"{model}\n{tokens:,} tokens" for model, tokens in groups])
         axes.set_title(label)
-    axes.legend(fontsize=8)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(attentions), fontsize=8)
     figure.suptitle("Whole models, batch 1")
     figure.savefig(path)
 
@@ -296,8 +291,8 @@ def main(
     """
     lengths = lengths or [2**17]
     config = tca_jax.TCAConfig(window=window)
-    shares = kept or [_FULL, 0.185, 0.39]
-    check_shares([share for share in shares if share != _FULL], "--kept")
+    shares = kept or [FULL, 0.185, 0.39]
+    check_shares([share for share in shares if share != FULL], "--kept")
     check_whole_models(find_layers(models))
     for layer, tokens, share in itertools.product(find_layers(models), lengths, shares):
         under_attention(abstract_model(layer.name, layers), share, config, tokens)  # raises what it would later
@@ -306,7 +301,7 @@ def main(
     multiplied = matrix_rate(repeats)
     print(f"device copy: {copied / 1e9:,.0f} GB/s, matrix product: {multiplied / 1e12:,.0f} TFLOP/s", flush=True)
     # Profiles differ in numbers, not in programs: one of each kind is compiled for the table.
-    kinds = list({share == _FULL: share for share in reversed(shares)}.values()) if compilation else []
+    kinds = list({share == FULL: share for share in reversed(shares)}.values()) if compilation else []
     rows, compiled = [], []
     options = {"new_tokens": new_tokens, "window": window, "backend": backend}
     for model in (layer.name for layer in find_layers(models)):

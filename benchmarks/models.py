@@ -121,6 +121,12 @@ def abstract_model(name: str, num_layers: int | None = None, *, max_positions: i
     )
 
 
+def weight_bytes(lm: LM) -> int:
+    """Bytes of weights that a decoding step reads: all but the embedding, of which it reads a row."""
+    bytes_ = sum(x.nbytes for x in jax.tree.leaves(lm.params))
+    return bytes_ if lm.config.tie_embeddings else bytes_ - lm.decoder.embedding.nbytes
+
+
 def _weight(path: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, key: Array, num_layers: int) -> Array:
     """One parameter by its place in the decoder."""
     if path[-1] == "scale":

@@ -20,10 +20,12 @@ import typer
 from matplotlib.figure import Figure
 
 import tca_jax
+from tca_jax.benchmarks.caches import random_caches
 from tca_jax.benchmarks.common import (
     RESULTS,
     Layer,
     ModelsOption,
+    NameOption,
     OutOption,
     RepeatsOption,
     WindowOption,
@@ -35,7 +37,6 @@ from tca_jax.benchmarks.common import (
     unequal_candidates,
     write_results,
 )
-from tca_jax.benchmarks.decode import random_caches
 from tca_jax.cache import CacheLayout
 from tca_jax.functional import head_budgets
 from tca_jax.pallas_kernels import (
@@ -291,11 +292,12 @@ def plot(best: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(8, 1 + 0.35 * len(best)), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     names = [f"{row['model']}, {row['operation']} ({row['backend']})" for row in best]
-    bars = axes.barh(np.arange(len(best)), [row["default over best"] for row in best])
-    axes.bar_label(bars, fmt="%.3f")
-    axes.set_yticks(np.arange(len(best)), names, fontsize=7)
     axes.axvline(1, color="black", linewidth=1)
+    bars = axes.barh(np.arange(len(best)), [row["default over best"] for row in best])
+    axes.bar_label(bars, fmt="%.3f", padding=4)
+    axes.set_yticks(np.arange(len(best)), names, fontsize=7)
     axes.invert_yaxis()
+    axes.margins(x=0.1)
     axes.set_xlabel("time of the default over that of the best configuration")
     figure.savefig(path)
 
@@ -309,6 +311,7 @@ def main(
     window: WindowOption = tca_jax.TCAConfig.window,
     repeats: RepeatsOption = 7,
     out: OutOption = RESULTS,
+    name: NameOption = "tune",
 ) -> None:
     """Try tile configurations of the kernels, and print which this device should use.
 
@@ -331,7 +334,7 @@ def main(
             left_out += [{"model": layer.name, **row} for row in skipped]
             for row in [*timed, *skipped]:
                 print_row(row)
-    write_tuning(rows, left_out, length, out)
+    write_tuning(rows, left_out, length, out, name)
 
 
 def _runs_here(kernel: Operation) -> bool:
@@ -344,7 +347,7 @@ def _runs_here(kernel: Operation) -> bool:
     return True
 
 
-def write_tuning(rows: list[dict[str, Any]], left_out: list[dict[str, Any]], length: int, out: Path) -> None:
+def write_tuning(rows: list[dict[str, Any]], left_out: list[dict[str, Any]], length: int, out: Path, name: str) -> None:
     """Writes the tables and the plot, and prints what to use."""
     best = winners(rows)
     note = (
@@ -352,5 +355,5 @@ def write_tuning(rows: list[dict[str, Any]], left_out: list[dict[str, Any]], len
         "default's result. Times are medians over runs in turns; what is within 2% of the default is noise."
     )
     more = {"What this device should use": best, "Left out": left_out}
-    write_results("tune", "Tile configurations", rows, out, note, more)
-    plot(best, out / "tune.png")
+    write_results(name, "Tile configurations", rows, out, note, more)
+    plot(best, out / f"{name}.png")

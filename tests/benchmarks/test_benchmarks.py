@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tca_jax
-from tca_jax.benchmarks import decode, tune
+from tca_jax.benchmarks import caches, decode, tune
 from tca_jax.benchmarks.common import LAYERS, random_normal, unequal_candidates
 from tca_jax.benchmarks.models import CONFIGS, random_model
 from tca_jax.cache import _attend_cache
@@ -76,8 +76,9 @@ def test_the_recorded_command_leaves_out_the_folder_however_it_is_spelled(tmp_pa
     ("args", "message"),
     [
         (["attention"], "131,072 tokens need a GPU, this process runs on 'cpu'"),
-        (["decode"], "1,048,576 tokens need a GPU, this process runs on 'cpu'"),
+        (["decode", "--no-whole"], "1,048,576 tokens need a GPU, this process runs on 'cpu'"),
         (["calibration"], "a whole llama3.1-8b needs a GPU, this process runs on 'cpu': pass --models tiny"),
+        (["decode"], "a whole llama3.1-8b needs a GPU, this process runs on 'cpu': pass --models tiny"),
         (["calibration", "--models=tiny"], "131,072 tokens need a GPU, this process runs on 'cpu'"),
         (["tune"], "tune times GPU kernels, this process runs on 'cpu'"),
         (["tune", "--operation=sort"], "--operation sort: must be one of ['token_scores', "),
@@ -86,7 +87,7 @@ def test_the_recorded_command_leaves_out_the_folder_however_it_is_spelled(tmp_pa
         (["decode", *TINY, "--lengths=500"], "500 tokens: must be a multiple of 128 beyond the window of 128"),
         (["decode", *TINY, "--lengths=128"], "128 tokens: must be a multiple of 128 beyond the window of 128"),
         (["decode", *TINY, "--lengths=512", "--shares=1"], "--shares 1.0: must lie between 0 and 1"),
-        (["decode", "--backend=cuda"], "backend = 'cuda': must be one of"),
+        (["decode", "--no-whole", "--backend=cuda"], "backend = 'cuda': must be one of"),
         (["attention", "--backend=mosaic", "--lengths=8192"], "backend = 'mosaic' needs an NVIDIA GPU"),
         (["decode", "--repeats=0"], "Invalid value for '--repeats'"),
         (["end-to-end"], "a whole llama3.1-8b needs a GPU, this process runs on 'cpu': pass --models tiny"),
@@ -157,17 +158,17 @@ def test_budgets_of_heads_have_the_share_that_was_asked_for(share, heads):
 
 def test_a_cache_holds_what_its_layout_says_and_a_step_reads_it():
     layer, config = dataclasses.replace(LAYERS["qwen2.5-7b"], head_dim=16), tca_jax.TCAConfig(window=256)
-    layouts = [decode.plan(config, layer, share, 2, 1024) for share in (1.0, 0.2)]
-    caches = decode.random_caches(layouts, layer.head_dim, seed=0)
+    layouts = [caches.plan(config, layer, share, 2, 1024) for share in (1.0, 0.2)]
+    filled = caches.random_caches(layouts, layer.head_dim, seed=0)
     q = random_normal(jax.random.key(3), (2, layer.heads, layer.head_dim), jnp.bfloat16)
-    for layout, cache in zip(layouts, caches, strict=True):
+    for layout, cache in zip(layouts, filled, strict=True):
         expected, _ = _attend_cache(q, cache, jnp.full(2, 1024, jnp.int32), "xla")
         np.testing.assert_array_equal(decode.attend(q, cache, "xla"), expected)
         assert sum(x.nbytes for x in (cache.k_pool, cache.k_ring)) * 2 == layout.num_bytes(16, jnp.bfloat16)
         assert (np.asarray(cache.kept) <= np.asarray(layout.capacities)).all()
-    assert decode.attended_tokens(layouts[0]) == 2 * layer.kv_heads * 1025
+    assert caches.attended_tokens(layouts[0]) == 2 * layer.kv_heads * 1025
     local = 2 * layer.kv_heads * 257
-    assert decode.attended_tokens(layouts[1]) == local + int(np.asarray(caches[1].kept).sum())
+    assert caches.attended_tokens(layouts[1]) == local + int(np.asarray(filled[1].kept).sum())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +194,7 @@ def test_tuning_times_what_agrees_and_says_what_was_left_out(tmp_path):
         "differs from the default's result",
     ]
     rows, left_out = ([{"model": "tiny", **row} for row in table] for table in (rows, left_out))
-    tune.write_tuning(rows, left_out, 1024, tmp_path)
+    tune.write_tuning(rows, left_out, 1024, tmp_path, "tune")
     record = json.loads((tmp_path / "tune.json").read_text())
     (best,) = record["What this device should use"]
     assert (best["best"], best["default"]) == (rows[0]["config"], "size=1 inner=None")

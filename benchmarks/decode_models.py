@@ -1,0 +1,140 @@
+"""Decoding steps of whole models over random caches: long contexts without their prefill."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import tca_jax
+from tca_jax.benchmarks.caches import attended_tokens, random_caches
+from tca_jax.benchmarks.common import COMPILED_AT_ONCE, FULL, free_bytes, print_row, unequal_candidates
+from tca_jax.benchmarks.models import random_model, weight_bytes
+from tca_jax.cache import CacheLayout
+from tca_jax.decoding import DecodingState, decode, row_keys
+from tca_jax.lm import LM
+from tca_jax.programs import Program
+from tca_jax.sampling import Sampling
+
+STEPS_OF_MODELS = 64  # timed; no block leaves the window within them
+_WARM = 2  # steps before them, whose launch is not a step's time
+
+
+def measure_model(
+    name: str,
+    layers: int | None,
+    settings: Sequence[tuple[int, int]],
+    shares: Sequence[float],
+    config: tca_jax.TCAConfig,
+    backend: str,
+    copied: float,
+    repeats: int,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Times a model's decoding steps at every (batch, tokens of context) and kept share, full attention first.
+
+    Shares whose caches fit into memory together take turns; the largest caches are left out where they do not.
+
+    Returns:
+        A row for each that was timed, and what was left out.
+    """
+    lm = random_model(name, jax.random.key(0), layers, max_positions=2 * max(tokens for _, tokens in settings))
+    rows, left_out = [], []
+    for batch, tokens in settings:
+        lms = {share: _under_share(lm, share, config) for share in (FULL, *shares)}
+        needed = {share: _cache_bytes(one, batch, tokens) for share, one in lms.items()}
+        while lms and sum(needed[share] for share in lms) > 0.95 * free_bytes():  # the rest is for a step's own
+            share = max(lms, key=lambda share: needed[share])
+            del lms[share]
+            size = f"{needed[share] / 1e9:,.0f} GB"
+            left_out.append(f"{name} at batch {batch}, {tokens:,} tokens and share {share:g} ({size} of cache)")
+            print(f"left out, for it does not fit into memory: {left_out[-1]}", flush=True)
+        for row in _measure(lms, batch, tokens, backend, copied, repeats):
+            rows.append({"model": name, **row})
+            print_row(rows[-1])
+    return rows, left_out
+
+
+def random_state(lm: LM, batch: int, tokens: int) -> DecodingState:
+    """The state behind prompts of `tokens`, with room for the steps; caches are full of random keys and values."""
+    head_dim, dtype = lm.config.head_dim, jnp.dtype(lm.config.dtype_name)
+    caches = [
+        random_caches([layout], head_dim, seed, dtype)[0] for seed, layout in enumerate(_layouts(lm, batch, tokens))
+    ]
+    return DecodingState(
+        tokens=jnp.zeros((batch, _WARM + STEPS_OF_MODELS), jnp.int32),
+        step=jnp.int32(1),
+        last=jnp.zeros(batch, jnp.int32),
+        done=jnp.zeros(batch, bool),
+        lengths=jnp.full(batch, tokens, jnp.int32),
+        keys=row_keys(jax.random.key(0), batch),
+        seen=None,
+        stop_tokens=jnp.zeros(0, jnp.int32),
+        caches=tuple(caches),
+    )
+
+
+def _measure(
+    lms: dict[float, LM], batch: int, tokens: int, backend: str, copied: float, repeats: int
+) -> list[dict[str, Any]]:
+    """A row for each share; they take turns."""
+    program = Program(decode, donate=(1,))
+    states = {share: random_state(lm, batch, tokens) for share, lm in lms.items()}
+
+    def arguments(share: float, limit: int) -> tuple[Any, ...]:
+        return lms[share], states[share], jnp.int32(limit), Sampling.create()
+
+    with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
+        compiled = pool.map(lambda share: program.prepare(*arguments(share, 1), backend=backend)[0], lms)
+        programs = dict(zip(lms, compiled, strict=True))
+    seconds: dict[float, list[float]] = {share: [] for share in lms}
+    for _ in range(repeats):
+        for share, run in programs.items():
+            states[share] = jax.block_until_ready(run(*arguments(share, _WARM)))
+            start = time.perf_counter()
+            states[share] = jax.block_until_ready(run(*arguments(share, _WARM + STEPS_OF_MODELS)))
+            seconds[share].append((time.perf_counter() - start) / STEPS_OF_MODELS)
+            states[share] = dataclasses.replace(states[share], step=jnp.int32(1))
+    rows = []
+    for share, lm in lms.items():
+        step, config = statistics.median(seconds[share]), lm.config
+        layouts = _layouts(lm, batch, tokens)
+        attended = sum(attended_tokens(layout) for layout in layouts)
+        read = weight_bytes(lm) + 2 * attended * config.head_dim * jnp.dtype(config.dtype_name).itemsize
+        rows.append(
+            {
+                "batch": batch,
+                "tokens": tokens,
+                "share": share,
+                "attended": attended / (batch * config.num_layers * config.num_kv_heads * (tokens + 1)),
+                "KV GB": _cache_bytes(lm, batch, tokens) / 1e9,
+                "ms/step": 1e3 * step,
+                "tokens/s": batch / step,
+                "GB/s": read / step / 1e9,
+                "of copy": read / step / copied,
+                "speed-up": statistics.median(seconds[FULL]) / step if FULL in seconds else "",
+            }
+        )
+    return rows
+
+
+def _under_share(lm: LM, share: float, config: tca_jax.TCAConfig) -> LM:
+    """The model under budgets that keep a share of the ranked blocks, the same in every layer; 1 is full attention."""
+    if share == FULL:
+        return lm
+    row = unequal_candidates(config, lm.config.num_kv_heads, share)
+    return dataclasses.replace(lm, tca=config, candidates=(row,) * lm.config.num_layers)
+
+
+def _layouts(lm: LM, batch: int, tokens: int) -> tuple[CacheLayout, ...]:
+    return lm.cache_layouts(batch, tokens, _WARM + STEPS_OF_MODELS)
+
+
+def _cache_bytes(lm: LM, batch: int, tokens: int) -> int:
+    dtype = lm.config.dtype_name
+    return sum(layout.num_bytes(lm.config.head_dim, dtype) for layout in _layouts(lm, batch, tokens))
