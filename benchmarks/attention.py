@@ -174,6 +174,17 @@ def _oracle(layer: Layer, layout: CacheLayout) -> jax.Array:
     return pipeline(stages(layout, "xla"), *attention_inputs(layer, layout.prompt_tokens, seed=1))
 
 
+def _declines(layer: Layer, backend: str, config: tca_jax.TCAConfig) -> str | None:
+    """Why the kernel of a backend does not take a layer, or None."""
+    layout = CacheLayout.plan(config, (0,) * layer.kv_heads, 1, config.window + config.block_size, 1)
+    inputs = jax.eval_shape(lambda: attention_inputs(layer, layout.prompt_tokens, seed=0))
+    try:
+        jax.eval_shape(functools.partial(pipeline, stages(layout, backend)), *inputs)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Speed-up over full attention by prompt length: a panel a model, a colour a share, a stroke a backend."""
     models = list(dict.fromkeys(row["model"] for row in rows))
@@ -210,14 +221,21 @@ def main(
     layers, config = find_layers(models), tca_jax.TCAConfig(window=window)
     check_shares(shares)
     check_sizes(lengths, config, backends, out)
-    settings, rows = list(itertools.product(backends, shares)), []
+    settings = {}
+    for layer in layers:
+        declined = {name: reason for name in backends if (reason := _declines(layer, name, config))}
+        if declined and backend:
+            raise ValueError("; ".join(f"--backend {name}: {reason}" for name, reason in declined.items()))
+        settings[layer] = list(itertools.product([name for name in backends if name not in declined], shares))
+    rows = []
     for layer, length in itertools.product(layers, lengths):
-        for row in measure(layer, length, settings, config, repeats):
+        for row in measure(layer, length, settings[layer], config, repeats):
             rows.append(row)
             print_row(row)
     note = (
-        "Times are medians over runs that alternate with the baseline in one process: full causal attention on the "
-        "same inputs, by cuDNN on an NVIDIA GPU. `share` is the mean budget of a ranked block, unequal between heads; "
+        f"Times are medians over {repeats} rounds that alternate with the baseline in one process: full causal "
+        "attention on the same inputs, by cuDNN on an NVIDIA GPU. `share` is the mean budget of a ranked block, unequal "
+        "between heads; "
         "`kept` the selected tokens and the window over the prompt; `area` the query-key pairs that are computed over "
         f"those of full attention; the window is {window}. `TCA ms` is the whole pipeline in one program, "
         "the columns behind it its stages, "

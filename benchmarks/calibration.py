@@ -70,10 +70,10 @@ def measure_kernel(layer: Layer, length: int, backend: str, config: tca_jax.TCAC
 
 
 def measure_model(
-    layer: Layer, length: int, config: tca_jax.TCAConfig, num_layers: int | None, repeats: int
+    layer: Layer, length: int, config: tca_jax.TCAConfig, layers: int | None, repeats: int
 ) -> dict[str, Any]:
     """Seconds to calibrate a model of random weights on one sequence of random tokens: first call and later ones."""
-    lm = random_model(layer.name, jax.random.key(0), num_layers, max_positions=max(length, 131072))
+    lm = random_model(layer.name, jax.random.key(0), layers, max_positions=max(length, 131072))
     jax.block_until_ready(lm.params)
     draw = np.random.default_rng(0)
     seconds = []
@@ -134,7 +134,7 @@ def main(
     lengths: LengthsOption = None,
     models: ModelsOption = None,
     model_tokens: Annotated[int, typer.Option(help="Tokens of the sequence for whole models.")] = 32768,
-    num_layers: Annotated[
+    layers: Annotated[
         int | None, typer.Option(help="Layers of whole models.", show_default="the model's own", min=1)
     ] = None,
     backend: BackendOption = "auto",
@@ -148,16 +148,16 @@ def main(
     Example: [bold]tca-jax bench calibration --lengths 32768 --repeats 3[/]
     """
     lengths = lengths or [8192, 32768, 131072]
-    layers, config = find_layers(models), tca_jax.TCAConfig(window=window)
-    check_whole_models(layers)
+    shapes, config = find_layers(models), tca_jax.TCAConfig(window=window)
+    check_whole_models(shapes)
     check_sizes([*lengths, model_tokens], config, [backend], out)
     kernels = []
-    for layer, length in itertools.product(layers, lengths):
+    for layer, length in itertools.product(shapes, lengths):
         kernels.append(measure_kernel(layer, length, backend, config, repeats))
         print_row(kernels[-1])
     wholes = []
-    for layer in layers:
-        wholes.append(measure_model(layer, model_tokens, config, num_layers, repeats))
+    for layer in shapes:
+        wholes.append(measure_model(layer, model_tokens, config, layers, repeats))
         print_row(wholes[-1])
     note = (
         "One layer's column mass next to full causal attention on the same inputs (cuDNN on an NVIDIA GPU), medians "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shlex
 from typing import Any
 
@@ -10,6 +11,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 _NAMES = ("attention", "decode", "end-to-end", "calibration", "tune")  # of modules too, with underscores
+
+
+#: What JAX takes of a GPU's memory, and its old name. A million tokens need more than the default of 75%; some must be
+#: left for the processes that time compilation.
+_MEMORY_FRACTION = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
 
 
 class _Recorded(TyperCommand):
@@ -31,6 +37,8 @@ class _Benchmarks(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in _NAMES:
             return None
+        if not _MEMORY_FRACTION & os.environ.keys():  # read when JAX first looks for a device, which is later than this
+            os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.9"
         program = typer.Typer(add_completion=False, rich_markup_mode="rich")
         module = importlib.import_module(f"tca_jax.benchmarks.{cmd_name.replace('-', '_')}")
         program.command(cmd_name, cls=_Recorded)(module.main)

@@ -28,6 +28,7 @@ from tca_jax.calibrate.candidates import budget_sizes, candidate_distributions
 from tca_jax.pallas_kernels.backends import can_run, check_backend
 
 RESULTS = Path("benchmarks") / "results"
+COMPILED_AT_ONCE = 4  # programs, in threads
 CHECKED_TOKENS = 8192  # outputs are compared with the oracle at most at this length, where the oracle takes a moment
 #: The command line that runs now, without the folder of the results; `command.py` sets it.
 COMMAND: contextvars.ContextVar[str] = contextvars.ContextVar("COMMAND", default="(called from Python)")
@@ -36,7 +37,6 @@ FULL = 1.0  # the kept share that stands for full attention and its cache
 COPIED_BYTES = 2**31  # of the array whose copy is the measure of memory's speed
 
 _SAMPLE_SECONDS = 0.02
-COMPILED_AT_ONCE = 4
 _DRAWN = 2**22  # random numbers that are drawn at once: the compiler takes minutes over a draw of 2^30
 _CPU_TOKENS = 4096  # longest context that is worth waiting for without a GPU
 
@@ -58,6 +58,7 @@ class Layer:
     heads: int
     kv_heads: int
     head_dim: int
+    whole: bool = True  # a model of that name is in `models.CONFIGS`
 
 
 LAYERS = {
@@ -65,7 +66,7 @@ LAYERS = {
     "qwen2.5-7b": Layer("qwen2.5-7b", 28, 4, 128),
 }
 # Not among the defaults: LLaMA's layer with half of its heads, each twice as wide, and one for machines without a GPU.
-_WIDE = Layer("llama-d256", 16, 4, 256)
+_WIDE = Layer("llama-d256", 16, 4, 256, whole=False)
 _TINY = Layer("tiny", 4, 2, 16)
 
 
@@ -106,14 +107,16 @@ def check_sizes(lengths: Sequence[int], config: tca_jax.TCAConfig, backends: Seq
     out.mkdir(parents=True, exist_ok=True)
 
 
-def check_whole_models(layers: Sequence[Layer]) -> None:
+def check_whole_models(layers: Sequence[Layer], otherwise: str = "") -> None:
     """Raises ValueError unless all are whole models, and there is a GPU to hold and run the real ones."""
-    if _WIDE in layers:
-        raise ValueError(f"--models {_WIDE.name}: a layer only; must be one of {[*LAYERS, _TINY.name]}")
+    for layer in layers:
+        if not layer.whole:
+            raise ValueError(f"--models {layer.name}: a layer only; must be one of {[*LAYERS, _TINY.name]}")
     real = [layer.name for layer in layers if layer != _TINY]
     if real and jax.default_backend() != "gpu":
         raise ValueError(
             f"a whole {real[0]} needs a GPU, this process runs on {jax.default_backend()!r}: pass --models tiny"
+            f"{otherwise}"
         )
 
 
@@ -151,9 +154,9 @@ def attention_inputs(layer: Layer, length: int, seed: int) -> tuple[Array, Array
 
 
 def unequal_candidates(config: tca_jax.TCAConfig, kv_heads: int, share: float) -> tuple[int, ...]:
-    """Budget rows whose mean share is as near to `share` as rows allow: unequal between heads, as after calibration."""
+    """Budget rows of a mean share near `share` (within 0.02 for 4 heads and more), unequal as after calibration."""
     shares = candidate_distributions(config) @ budget_sizes(config) / config.block_size
-    wanted = share + min(share, 1 - share) * np.linspace(-0.75, 0.75, kv_heads)  # to seven quarters of it
+    wanted = share + min(share, 1 - share) * np.linspace(-0.75, 0.75, kv_heads)
     rows = np.abs(shares - wanted[:, None]).argmin(axis=1)
     while True:
         error = shares[rows].mean() - share
@@ -225,6 +228,12 @@ def free_bytes() -> float:
     return stats["bytes_limit"] - stats["bytes_in_use"]
 
 
+def memory_limit() -> str:
+    """Device memory that JAX takes, which decides what fits."""
+    stats = jax.devices()[0].memory_stats() or {}
+    return f"{stats['bytes_limit'] / 1e9:,.0f} GB" if "bytes_limit" in stats else "unknown"
+
+
 def relative_error(out: jax.Array, expected: jax.Array) -> float:
     """||out - expected|| / ||expected|| in float64 on the host; NaN stays NaN."""
     a, b = np.asarray(out, np.float64), np.asarray(expected, np.float64)
@@ -240,6 +249,7 @@ def environment() -> dict[str, str]:
         "jax": jax.__version__,
         "python": platform.python_version(),
         "tca_jax": tca_jax.__version__,
+        "memory": memory_limit(),
         "command": COMMAND.get(),
         "date": time.strftime("%Y-%m-%d"),
     }
@@ -257,7 +267,7 @@ def write_results(
     out.mkdir(parents=True, exist_ok=True)
     where = environment()
     tables = {heading: [dict(row) for row in table] for heading, table in more.items()}
-    record = {"title": title, "environment": where, "rows": [dict(row) for row in rows], **tables}
+    record = {"title": title, "note": note, "environment": where, "rows": [dict(row) for row in rows], **tables}
     (out / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
     parts = [markdown_table(rows), *(f"## {heading}\n\n{markdown_table(table)}" for heading, table in more.items())]
     text = "\n\n".join(parts)

@@ -51,8 +51,7 @@ from tca_jax.benchmarks.common import (
     token_axis,
     write_results,
 )
-from tca_jax.benchmarks.decode_models import STEPS_OF_MODELS, measure_model
-from tca_jax.benchmarks.models import CONFIGS
+from tca_jax.benchmarks.decode_models import STEPS_OF_MODELS, Timing, measure_model
 from tca_jax.cache import CacheLayout, LayerCache
 from tca_jax.pallas_kernels.decode_attention import decode_attention
 
@@ -174,8 +173,8 @@ def plot(rows: list[dict[str, Any]], wholes: list[dict[str, Any]], path: Path) -
     ]
     if wholes:
         panels.append((wholes, "ms/step", "ms a step of the whole model"))
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    keys = list(group_rows(rows, "share", "batch"))
+    models = list(dict.fromkeys(row["model"] for row in (*rows, *wholes)))
+    keys = list(group_rows((*rows, *wholes), "share", "batch"))
     figure = Figure(figsize=(5.5 * len(models), 1 + 4 * len(panels)), dpi=150, layout="constrained")
     grid = figure.subplots(len(panels), len(models), sharex=True, sharey="row", squeeze=False)
     for (table, column, label), line_of_axes in zip(panels, grid, strict=True):
@@ -184,7 +183,7 @@ def plot(rows: list[dict[str, Any]], wholes: list[dict[str, Any]], path: Path) -
                 share, batch = key
                 name = "full cache" if share == FULL else f"{100 * share:g}% of ranked blocks"
                 plot_line(axes, line, column, f"{name}, batch {batch}", key, keys)
-            token_axis(axes, [row["tokens"] for row in rows], "")
+            token_axis(axes, [row["tokens"] for row in (*rows, *wholes)], "")
             if column != "speed-up":
                 axes.set_yscale("log")
                 axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -195,13 +194,14 @@ def plot(rows: list[dict[str, Any]], wholes: list[dict[str, Any]], path: Path) -
         axes.set_title(model)
     for axes in grid[-1]:
         axes.set_xlabel("tokens of context")
-    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
+    lines = {line.get_label(): line for axes in grid.flat for line in axes.get_lines()}
+    figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=2, fontsize=8)
     figure.suptitle("Decoding: one layer's attention" + (", and whole models" if wholes else ""))
     figure.savefig(path)
 
 
-def describe(window: int, copied: float, whole: bool) -> str:
-    """What the columns mean; `copied` is what `device_copy` says."""
+def describe(window: int, copied: float, repeats_of_models: int | None) -> str:
+    """What the columns mean; `copied` is what `device_copy` says, `repeats_of_models` None where none are timed."""
     text = (
         "`share` 1 is the full cache: the same kernel over a ring that holds every token. The others are TCA caches "
         f"whose ranked blocks keep that share, unequally between heads, beside a window of {window}; `attended` is "
@@ -213,10 +213,10 @@ def describe(window: int, copied: float, whole: bool) -> str:
         "`speed-up` is that of `attention ms` over the full cache. `error` is relative to the XLA oracle."
     )
     return text + (
-        " Whole models have random weights of true size and caches of random keys and values; there, `GB/s` are the "
-        f"weights and the attended keys and values over `ms/step`, the mean of {STEPS_OF_MODELS} steps between "
-        "evictions, caches in turns."
-        if whole
+        " Whole models have random weights and caches of random keys and values; there, `GB/s` are the weights and the "
+        f"attended keys and values over `ms/step`, the mean of {STEPS_OF_MODELS} steps between evictions, its median "
+        f"over {repeats_of_models} runs in turns."
+        if repeats_of_models
         else ""
     )
 
@@ -245,17 +245,18 @@ def main(
     shares = shares or [0.1, 0.155, 0.4]
     shapes, config = find_layers(models), tca_jax.TCAConfig(window=window)
     settings = list(itertools.product(batches or [1, 8], lengths))
-    models_timed = [layer for layer in shapes if layer.name in CONFIGS] if whole else []
+    whole_models = [layer.name for layer in shapes if layer.whole] if whole else []
     check_shares(shares)
-    check_whole_models(models_timed)
+    check_whole_models([layer for layer in shapes if layer.name in whole_models], otherwise=" or --no-whole")
     check_sizes(lengths, config, [backend], out)
     copied = device_copy(copy_bytes, repeats)
     print(f"device copy: {copied / 1e9:,.0f} GB/s", flush=True)
+    timing = Timing(config, backend, copied, -(-repeats // 2))
     rows, wholes, left_out = [], [], []
     for layer, (batch, tokens) in itertools.product(shapes, settings):
         needed = needed_bytes(layer, batch, tokens, shares, config)
         if needed > free_bytes():
-            left_out.append(f"{layer.name} at batch {batch} and {tokens:,} tokens ({needed / 1e9:,.0f} GB)")
+            left_out.append(f"a layer of {layer.name} at batch {batch}, {tokens:,} tokens ({needed / 1e9:,.0f} GB)")
             print(f"left out, for it does not fit into memory: {left_out[-1]}", flush=True)
             continue
         for row in measure(layer, batch, tokens, shares, backend, config, copied, repeats):
@@ -263,14 +264,14 @@ def main(
             print_row(row)
     if not rows:
         raise ValueError(f"nothing fits into the {free_bytes() / 1e9:,.1f} GB of device memory: pass smaller --lengths")
-    for layer in models_timed:
-        timed, lacking = measure_model(
-            layer.name, layers, settings, shares, config, backend, copied, (repeats + 1) // 2
-        )
+    for model in whole_models:
+        timed, lacking = measure_model(model, layers, settings, shares, timing)
         wholes += timed
         left_out += lacking
-    note = describe(window, copied, bool(wholes))
-    note += f" Left out, as the caches do not fit into memory together: {'; '.join(left_out)}." if left_out else ""
+    note = describe(window, copied, timing.repeats if wholes else None)
+    note += (
+        f" Left out, for the caches to be compared do not fit into memory: {'; '.join(left_out)}." if left_out else ""
+    )
     more = {"Whole models": wholes} if wholes else {}
     write_results(name, "Decoding over TCA and full caches", rows, out, note, more)
     plot(rows, wholes, out / f"{name}.png")

@@ -23,18 +23,28 @@ from tca_jax.programs import Program
 from tca_jax.sampling import Sampling
 
 STEPS_OF_MODELS = 64  # timed; no block leaves the window within them
-_WARM = 2  # steps before them, whose launch is not a step's time
+_WARM = 2  # new tokens of a first run, whose launch is not a step's time: the prompt's own and one step
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """How models are timed.
+
+    Attributes:
+        config: The method's hyperparameters.
+        backend: Kernel backend.
+        copied: What `device_copy` says.
+        repeats: Timed runs of each cache.
+    """
+
+    config: tca_jax.TCAConfig
+    backend: str
+    copied: float
+    repeats: int
 
 
 def measure_model(
-    name: str,
-    layers: int | None,
-    settings: Sequence[tuple[int, int]],
-    shares: Sequence[float],
-    config: tca_jax.TCAConfig,
-    backend: str,
-    copied: float,
-    repeats: int,
+    name: str, layers: int | None, settings: Sequence[tuple[int, int]], shares: Sequence[float], timing: Timing
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Times a model's decoding steps at every (batch, tokens of context) and kept share, full attention first.
 
@@ -46,16 +56,16 @@ def measure_model(
     lm = random_model(name, jax.random.key(0), layers, max_positions=2 * max(tokens for _, tokens in settings))
     rows, left_out = [], []
     for batch, tokens in settings:
-        lms = {share: _under_share(lm, share, config) for share in (FULL, *shares)}
-        needed = {share: _cache_bytes(one, batch, tokens) for share, one in lms.items()}
+        lms = {share: _under_share(lm, share, timing.config) for share in (FULL, *shares)}
+        needed = {share: _cache_bytes(lms[share], batch, tokens) for share in lms}
         while lms and sum(needed[share] for share in lms) > 0.95 * free_bytes():  # the rest is for a step's own
             share = max(lms, key=lambda share: needed[share])
             del lms[share]
             size = f"{needed[share] / 1e9:,.0f} GB"
-            left_out.append(f"{name} at batch {batch}, {tokens:,} tokens and share {share:g} ({size} of cache)")
+            left_out.append(f"the whole {name} at batch {batch}, {tokens:,} tokens, share {share:g} ({size} of cache)")
             print(f"left out, for it does not fit into memory: {left_out[-1]}", flush=True)
-        for row in _measure(lms, batch, tokens, backend, copied, repeats):
-            rows.append({"model": name, **row})
+        for row in _measure(lms, batch, tokens, timing):
+            rows.append({"model": name, "layers": lm.config.num_layers, **row})
             print_row(rows[-1])
     return rows, left_out
 
@@ -79,9 +89,7 @@ def random_state(lm: LM, batch: int, tokens: int) -> DecodingState:
     )
 
 
-def _measure(
-    lms: dict[float, LM], batch: int, tokens: int, backend: str, copied: float, repeats: int
-) -> list[dict[str, Any]]:
+def _measure(lms: dict[float, LM], batch: int, tokens: int, timing: Timing) -> list[dict[str, Any]]:
     """A row for each share; they take turns."""
     program = Program(decode, donate=(1,))
     states = {share: random_state(lm, batch, tokens) for share, lm in lms.items()}
@@ -90,14 +98,15 @@ def _measure(
         return lms[share], states[share], jnp.int32(limit), Sampling.create()
 
     with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
-        compiled = pool.map(lambda share: program.prepare(*arguments(share, 1), backend=backend)[0], lms)
+        compiled = pool.map(lambda share: program.prepare(*arguments(share, 1), backend=timing.backend)[0], lms)
         programs = dict(zip(lms, compiled, strict=True))
     seconds: dict[float, list[float]] = {share: [] for share in lms}
-    for _ in range(repeats):
+    for _ in range(timing.repeats):
         for share, run in programs.items():
             states[share] = jax.block_until_ready(run(*arguments(share, _WARM)))
+            rest = jax.block_until_ready(arguments(share, _WARM + STEPS_OF_MODELS))
             start = time.perf_counter()
-            states[share] = jax.block_until_ready(run(*arguments(share, _WARM + STEPS_OF_MODELS)))
+            states[share] = jax.block_until_ready(run(*rest))
             seconds[share].append((time.perf_counter() - start) / STEPS_OF_MODELS)
             states[share] = dataclasses.replace(states[share], step=jnp.int32(1))
     rows = []
@@ -116,7 +125,7 @@ def _measure(
                 "ms/step": 1e3 * step,
                 "tokens/s": batch / step,
                 "GB/s": read / step / 1e9,
-                "of copy": read / step / copied,
+                "of copy": read / step / timing.copied,
                 "speed-up": statistics.median(seconds[FULL]) / step if FULL in seconds else "",
             }
         )

@@ -107,8 +107,11 @@ def compare(operation: Operation, repeats: int) -> tuple[list[dict[str, Any]], l
     """
     default = operation.default
     calls = {default: operation.program(default)}
-    expected = jax.block_until_ready(calls[default]())
     kernel = {"operation": operation.name, "backend": operation.backend}
+    try:
+        expected = jax.block_until_ready(calls[default]())
+    except NotImplementedError as error:  # the kernel does not take such a layer
+        return [], [{**kernel, "config": describe(default), "reason": _reason(error)}]
     left_out = []
     for config in operation.others:
         if config == default:
@@ -117,7 +120,7 @@ def compare(operation: Operation, repeats: int) -> tuple[list[dict[str, Any]], l
         try:
             reason = None if _agrees(call(), expected) else "differs from the default's result"
         except Exception as error:  # compilers raise whatever they like when a kernel does not fit
-            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+            reason = _reason(error)
         if reason is None:
             calls[config] = call
         else:
@@ -134,6 +137,11 @@ def compare(operation: Operation, repeats: int) -> tuple[list[dict[str, Any]], l
         for name in sorted(seconds, key=lambda name: seconds[name])
     ]
     return rows, left_out
+
+
+def _reason(error: Exception) -> str:
+    """An error on one line of a table."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
 
 
 def describe(config: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -13,15 +14,15 @@ import numpy as np
 from jaxtyping import Array, Float, UInt32
 
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.params import checkpoint_tensors
+from tca_jax.models.params import parameters, split
 
 
 def fingerprint(decoder: Decoder) -> str:
     """Hash of the config and of every tensor of a checkpoint, rounded to what all loading dtypes can hold.
 
-    How the decoder lays its weights out is no part of it, so profiles outlast a change of that. What all dtypes can
-    hold is bfloat16 without the values below float16's normal range. A checkpoint that is stored in float32 and loaded
-    in float16 is rounded twice and counts as other weights.
+    Which tensors the decoder joins into one weight is no part of it, so profiles outlast a change of that. What all
+    dtypes can hold is bfloat16 without the values below float16's normal range. A checkpoint that is stored in float32
+    and loaded in float16 is rounded twice and counts as other weights.
 
     Reads each weight where it lies: milliseconds on a GPU.
 
@@ -31,14 +32,24 @@ def fingerprint(decoder: Decoder) -> str:
     config = dataclasses.asdict(decoder.config)
     del config["dtype_name"]
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    sums = {name: (tensor.shape, _checksum(tensor)) for name, tensor in checkpoint_tensors(decoder)}
+    sums: dict[str, tuple[tuple[int, ...], Array]] = {}
+    for each in parameters(decoder):
+        value = each.variable[...]
+        checksums = _checksums(value, groups=each.groups, widths=each.widths)
+        for name, width, checksum in zip(each.names, each.widths, checksums, strict=True):
+            sums[name] = (*value.shape[:-1], each.groups * width), checksum
     for name, (shape, checksum) in sorted(sums.items()):
         digest.update(f"{name} {shape}".encode())
         digest.update(np.asarray(checksum, "<u4").tobytes())
     return digest.hexdigest()
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames=("groups", "widths"))
+def _checksums(x: Float[Array, ...], *, groups: int, widths: tuple[int, ...]) -> list[UInt32[Array, 2]]:
+    """Of the tensors that a weight is made of; in one program, so that none is copied out of it."""
+    return [_checksum(tensor) for tensor in split(x, groups, widths)]
+
+
 def _checksum(x: Float[Array, ...]) -> UInt32[Array, 2]:
     """Two sums of hashed (place, value) pairs, modulo 2^32: exact, and free of the order of summation."""
     x = x.astype(jnp.bfloat16)

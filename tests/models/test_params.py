@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from tca_jax.models.config import ModelConfig, read_config
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.params import checkpoint_tensors, load_decoder, save_decoder
+from tca_jax.models.params import load_decoder, parameters, save_decoder, split
 
 INDEX = "model.safetensors.index.json"
 Q, K = (f"model.layers.1.self_attn.{part}_proj.weight" for part in "qk")
@@ -180,11 +180,12 @@ def test_tensors_of_a_decoder_are_those_of_its_checkpoint(config: ModelConfig, t
     decoder = make(config)
     save_decoder(tmp_path, decoder, jnp.float32)
     stored = load_file(tmp_path / "model.safetensors")
-    held = dict(checkpoint_tensors(decoder))
-    assert held.keys() == stored.keys()
-    for name, tensor in held.items():
-        transposed = tensor.ndim == 2 and "embed" not in name
-        np.testing.assert_array_equal(tensor.T if transposed else tensor, stored[name])
+    names = [name for parameter in parameters(decoder) for name in parameter.names]
+    assert sorted(names) == sorted(stored)
+    for parameter in parameters(decoder):
+        tensors = split(parameter.variable[...], parameter.groups, parameter.widths)
+        for name, tensor in zip(parameter.names, tensors, strict=True):
+            np.testing.assert_array_equal(tensor.T if parameter.transposed else tensor, stored[name])
 
 
 @pytest.mark.parametrize(
