@@ -28,7 +28,8 @@ demo: $(VENV)/.installed  ## answer questions over a long document with TCA and 
 dev: $(VENV)/.installed-dev  ## install with test and lint tools
 
 test-gpu: $(VENV)/.installed-dev  ## the tests that run kernels, on a machine with an NVIDIA GPU
-	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/pytest tests/pallas_kernels tests/test_functional.py tests/test_cache.py tests/test_hlo.py
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile \
+		tests/pallas_kernels tests/test_functional.py tests/test_cache.py tests/test_hlo.py
 
 test: $(VENV)/.installed-dev  ## all tests
 	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile

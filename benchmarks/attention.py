@@ -234,11 +234,10 @@ def main(
             print_row(row)
     note = (
         f"Times are medians over {repeats} rounds that alternate with the baseline in one process: full causal "
-        "attention on the same inputs, by cuDNN on an NVIDIA GPU. `share` is the mean budget of a ranked block, unequal "
-        "between heads; "
-        "`kept` the selected tokens and the window over the prompt; `area` the query-key pairs that are computed over "
-        f"those of full attention; the window is {window}. `TCA ms` is the whole pipeline in one program, "
-        "the columns behind it its stages, "
+        "attention on the same inputs, by cuDNN on an NVIDIA GPU. `share` is the mean budget of a ranked block, "
+        "unequal between heads; `kept` the selected tokens and the window over the prompt; `area` the query-key pairs "
+        f"that are computed over those of full attention; the window is {window}. `TCA ms` is the whole pipeline in "
+        "one program, the columns behind it its stages, "
         "each a program of its own. `error` is relative to the XLA oracle."
     )
     write_results(name, "Prefill attention of one layer against full attention", rows, out, note)
