@@ -245,9 +245,9 @@ def main(
     shares = shares or [0.1, 0.155, 0.4]
     shapes, config = find_layers(models), tca_jax.TCAConfig(window=window)
     settings = list(itertools.product(batches or [1, 8], lengths))
-    whole_models = [layer.name for layer in shapes if layer.whole] if whole else []
+    whole_models = [layer for layer in shapes if layer.whole] if whole else []
     check_shares(shares)
-    check_whole_models([layer for layer in shapes if layer.name in whole_models], otherwise=" or --no-whole")
+    check_whole_models(whole_models, otherwise=" or --no-whole")
     check_sizes(lengths, config, [backend], out)
     copied = device_copy(copy_bytes, repeats)
     print(f"device copy: {copied / 1e9:,.0f} GB/s", flush=True)
@@ -264,8 +264,8 @@ def main(
             print_row(row)
     if not rows:
         raise ValueError(f"nothing fits into the {free_bytes() / 1e9:,.1f} GB of device memory: pass smaller --lengths")
-    for model in whole_models:
-        timed, lacking = measure_model(model, layers, settings, shares, timing)
+    for layer in whole_models:
+        timed, lacking = measure_model(layer.name, layers, settings, shares, timing)
         wholes += timed
         left_out += lacking
     note = describe(window, copied, timing.repeats if wholes else None)
