@@ -240,6 +240,19 @@ def relative_error(out: jax.Array, expected: jax.Array) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
+def agreement(backend: str, out: Any, expected: Any) -> float:
+    """Largest relative error of a result's arrays, which must be small.
+
+    Raises:
+        RuntimeError: it is not.
+    """
+    pairs = zip(jax.tree.leaves(out), jax.tree.leaves(expected), strict=True)
+    error = float(np.max([relative_error(*pair) for pair in pairs]))  # NaN where any is
+    if not error < 1e-2:
+        raise RuntimeError(f"{backend} differs from the oracle by {error:.2e}: nothing to time")
+    return error
+
+
 def environment() -> dict[str, str]:
     """Card, versions and the command, for the result files."""
     device = jax.devices()[0]

@@ -36,6 +36,7 @@ from tca_jax.benchmarks.common import (
     OutOption,
     RepeatsOption,
     WindowOption,
+    agreement,
     check_shares,
     check_sizes,
     check_whole_models,
@@ -46,14 +47,12 @@ from tca_jax.benchmarks.common import (
     plot_line,
     print_row,
     random_normal,
-    relative_error,
     time_alternating,
     token_axis,
     write_results,
 )
 from tca_jax.benchmarks.decode_models import STEPS_OF_MODELS, Timing, measure_model
-from tca_jax.cache import CacheLayout, LayerCache
-from tca_jax.pallas_kernels.decode_attention import decode_attention
+from tca_jax.cache import CacheLayout, LayerCache, attend_cache
 
 STEPS = 32  # of one program: a CUDA graph, so that the host's time to launch kernels stays out
 _PAST_L2_BYTES = 2**28  # five times an H200's L2 cache
@@ -67,22 +66,9 @@ def copies_past_l2(cache: LayerCache) -> tuple[LayerCache, ...]:
 
 
 def attend(q: Float[Array, "B Hq d"], cache: LayerCache, backend: str) -> Float[Array, "B Hq d"]:
-    """Attention of the token behind the prompt, as `cache.decode_layer` calls it."""
+    """Attention of the token behind the prompt."""
     layout = cache.layout
-    out, _ = decode_attention(
-        q,
-        cache.k_pool,
-        cache.v_pool,
-        cache.offsets,
-        cache.kept,
-        cache.k_ring,
-        cache.v_ring,
-        jnp.full(layout.batch, layout.prompt_tokens, jnp.int32),
-        block_size=layout.config.block_size,
-        window=layout.config.window,
-        capacity=max(layout.capacities),
-        backend=backend,
-    )
+    out, _ = attend_cache(q, cache, jnp.full(layout.batch, layout.prompt_tokens, jnp.int32), backend)
     return out
 
 
@@ -153,10 +139,7 @@ def _check(layer: Layer, batch: int, share: float, backend: str, config: tca_jax
     """Relative error of one step against the XLA oracle."""
     (cache,) = random_caches([plan(config, layer, share, batch, tokens)], layer.head_dim, seed=1)
     q, _ = _queries(layer, batch)
-    error = relative_error(*(attend(q, cache, name) for name in (backend, "xla")))
-    if not error < 1e-2:
-        raise RuntimeError(f"{backend} differs from the oracle by {error:.2e}: nothing to time")
-    return error
+    return agreement(backend, attend(q, cache, backend), attend(q, cache, "xla"))
 
 
 def needed_bytes(layer: Layer, batch: int, tokens: int, shares: list[float], config: tca_jax.TCAConfig) -> int:

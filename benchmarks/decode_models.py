@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 import tca_jax
 from tca_jax.benchmarks.caches import attended_tokens, random_caches
-from tca_jax.benchmarks.common import COMPILED_AT_ONCE, FULL, free_bytes, print_row, unequal_candidates
-from tca_jax.benchmarks.models import random_model, weight_bytes
+from tca_jax.benchmarks.common import COMPILED_AT_ONCE, FULL, free_bytes, print_row
+from tca_jax.benchmarks.models import random_model, under_share, weight_bytes
 from tca_jax.cache import CacheLayout
 from tca_jax.decoding import DecodingState, decode, row_keys
 from tca_jax.lm import LM
@@ -23,7 +23,7 @@ from tca_jax.programs import Program
 from tca_jax.sampling import Sampling
 
 STEPS_OF_MODELS = 64  # timed; no block leaves the window within them
-_WARM = 2  # new tokens of a first run, whose launch is not a step's time: the prompt's own and one step
+_WARM = 2  # new tokens before the timed ones: the prompt's own and one step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ def measure_model(
     lm = random_model(name, jax.random.key(0), layers, max_positions=2 * max(tokens for _, tokens in settings))
     rows, left_out = [], []
     for batch, tokens in settings:
-        lms = {share: _under_share(lm, share, timing.config) for share in (FULL, *shares)}
+        lms = {FULL: lm} | {share: under_share(lm, share, timing.config) for share in shares}
         needed = {share: _cache_bytes(lms[share], batch, tokens) for share in lms}
         while lms and sum(needed[share] for share in lms) > 0.95 * free_bytes():  # the rest is for a step's own
             share = max(lms, key=lambda share: needed[share])
@@ -89,26 +89,42 @@ def random_state(lm: LM, batch: int, tokens: int) -> DecodingState:
     )
 
 
+def decoding_arguments(lm: LM, state: Any, limit: int) -> tuple[Any, ...]:
+    """Arguments of `decode` up to `limit` new tokens, greedily."""
+    return lm, state, jnp.int32(limit), Sampling.create()
+
+
+def time_steps(
+    program: Callable[..., DecodingState], lm: LM, state: DecodingState, new_tokens: int
+) -> tuple[DecodingState, float]:
+    """Decodes until there are `new_tokens`.
+
+    Returns:
+        The state then, and the mean seconds of a step behind the second token: the first launch is not a step's time.
+    """
+    state = jax.block_until_ready(program(*decoding_arguments(lm, state, _WARM)))
+    arguments = jax.block_until_ready(decoding_arguments(lm, state, new_tokens))
+    start = time.perf_counter()
+    state = jax.block_until_ready(program(*arguments))
+    return state, (time.perf_counter() - start) / (new_tokens - _WARM)
+
+
 def _measure(lms: dict[float, LM], batch: int, tokens: int, timing: Timing) -> list[dict[str, Any]]:
     """A row for each share; they take turns."""
     program = Program(decode, donate=(1,))
     states = {share: random_state(lm, batch, tokens) for share, lm in lms.items()}
 
-    def arguments(share: float, limit: int) -> tuple[Any, ...]:
-        return lms[share], states[share], jnp.int32(limit), Sampling.create()
+    def compiled(share: float) -> Callable[..., DecodingState]:
+        return program.prepare(*decoding_arguments(lms[share], states[share], 1), backend=timing.backend)[0]
 
     with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
-        compiled = pool.map(lambda share: program.prepare(*arguments(share, 1), backend=timing.backend)[0], lms)
-        programs = dict(zip(lms, compiled, strict=True))
+        programs = dict(zip(lms, pool.map(compiled, lms), strict=True))
     seconds: dict[float, list[float]] = {share: [] for share in lms}
     for _ in range(timing.repeats):
         for share, run in programs.items():
-            states[share] = jax.block_until_ready(run(*arguments(share, _WARM)))
-            rest = jax.block_until_ready(arguments(share, _WARM + STEPS_OF_MODELS))
-            start = time.perf_counter()
-            states[share] = jax.block_until_ready(run(*rest))
-            seconds[share].append((time.perf_counter() - start) / STEPS_OF_MODELS)
-            states[share] = dataclasses.replace(states[share], step=jnp.int32(1))
+            state, step = time_steps(run, lms[share], states[share], _WARM + STEPS_OF_MODELS)
+            seconds[share].append(step)
+            states[share] = dataclasses.replace(state, step=jnp.int32(1))
     rows = []
     for share, lm in lms.items():
         step, config = statistics.median(seconds[share]), lm.config
@@ -130,14 +146,6 @@ def _measure(lms: dict[float, LM], batch: int, tokens: int, timing: Timing) -> l
             }
         )
     return rows
-
-
-def _under_share(lm: LM, share: float, config: tca_jax.TCAConfig) -> LM:
-    """The model under budgets that keep a share of the ranked blocks, the same in every layer; 1 is full attention."""
-    if share == FULL:
-        return lm
-    row = unequal_candidates(config, lm.config.num_kv_heads, share)
-    return dataclasses.replace(lm, tca=config, candidates=(row,) * lm.config.num_layers)
 
 
 def _layouts(lm: LM, batch: int, tokens: int) -> tuple[CacheLayout, ...]:

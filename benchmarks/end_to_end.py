@@ -46,10 +46,10 @@ from tca_jax.benchmarks.common import (
     group_rows,
     matrix_rate,
     print_row,
-    unequal_candidates,
     write_results,
 )
-from tca_jax.benchmarks.models import abstract_model, random_model, weight_bytes
+from tca_jax.benchmarks.decode_models import decoding_arguments, time_steps
+from tca_jax.benchmarks.models import abstract_model, random_model, under_share, weight_bytes
 from tca_jax.decoding import DecodingState, decode, prefill, row_keys
 from tca_jax.generation import kept_share
 from tca_jax.lm import LM
@@ -81,12 +81,8 @@ class Run:
         state = jax.eval_shape(
             lambda *args: prefill(*args, max_new_tokens=self.new_tokens, backend=self.backend), *self.prompt
         )
-        rest, more = self.decode.prepare(*self.steps(state, 1), backend=self.backend)
+        rest, more = self.decode.prepare(*decoding_arguments(self.lm, state, 1), backend=self.backend)
         return first, rest, seconds + more
-
-    def steps(self, state: Any, limit: int) -> tuple[Any, ...]:
-        """Arguments of decoding up to `limit` new tokens."""
-        return self.lm, state, jnp.int32(limit), Sampling.create()
 
 
 def keep(lm: LM, config: tca_jax.TCAConfig, share: float, tokens: int) -> LM:
@@ -102,8 +98,7 @@ def keep(lm: LM, config: tca_jax.TCAConfig, share: float, tokens: int) -> LM:
     selected = (share * tokens - window) / max(ranked, 1)
     if selected <= 0:
         raise ValueError(f"a window of {config.window} is more than {share:.1%} of {tokens:,} tokens")
-    row = unequal_candidates(config, lm.config.num_kv_heads, selected)
-    return dataclasses.replace(lm, tca=config, candidates=(row,) * lm.config.num_layers)
+    return under_share(lm, selected, config)
 
 
 def attention_name(share: float) -> str:
@@ -191,11 +186,8 @@ def measure(
             start = time.perf_counter()
             state = jax.block_until_ready(start_program(*arguments))
             first[name].append(time.perf_counter() - start)
-            state = jax.block_until_ready(step_program(*run.steps(state, 2)))  # its launch is not a step's time
-            arguments = run.steps(state, new_tokens)
-            start = time.perf_counter()
-            state = jax.block_until_ready(step_program(*arguments))
-            following[name].append((time.perf_counter() - start) / (new_tokens - 2))
+            state, step = time_steps(step_program, run.lm, state, new_tokens)
+            following[name].append(step)
             head_dim, dtype = run.lm.config.head_dim, state.caches[0].k_ring.dtype
             kept[name] = kept_share(state), sum(cache.layout.num_bytes(head_dim, dtype) for cache in state.caches)
             del state
@@ -204,7 +196,8 @@ def measure(
         share, cache_bytes = kept[name]
         seconds, step = statistics.median(first[name]), statistics.median(following[name])
         config = run.lm.config
-        read = weight_bytes(run.lm) + share * tokens * config.num_layers * config.num_kv_heads * config.head_dim * 4
+        kept_bytes = 2 * share * tokens * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype_name).itemsize
+        read = weight_bytes(run.lm) + config.num_layers * kept_bytes
         floor = prefill_flops(run.lm, tokens, computed_area(run.lm, tokens)) / multiplied
         rows.append(
             {
@@ -290,12 +283,13 @@ def main(
     Example: [bold]tca-jax bench end-to-end --lengths 131072 --models llama3.1-8b[/]
     """
     lengths = lengths or [2**17]
-    config = tca_jax.TCAConfig(window=window)
+    whole_models, config = find_layers(models), tca_jax.TCAConfig(window=window)
     shares = kept or [FULL, 0.185, 0.39]
     check_shares([share for share in shares if share != FULL], "--kept")
-    check_whole_models(find_layers(models))
-    for layer, tokens, share in itertools.product(find_layers(models), lengths, shares):
-        under_attention(abstract_model(layer.name, layers), share, config, tokens)  # raises what it would later
+    names = [layer.name for layer in whole_models]
+    check_whole_models(whole_models)
+    for model, tokens, share in itertools.product(names, lengths, shares):
+        under_attention(abstract_model(model, layers), share, config, tokens)  # raises what it would later
     check_sizes(lengths, config, [backend], out)
     copied = device_copy(copy_bytes, repeats)
     multiplied = matrix_rate(repeats)
@@ -304,7 +298,7 @@ def main(
     kinds = list({share == FULL: share for share in reversed(shares)}.values()) if compilation else []
     rows, compiled = [], []
     options = {"new_tokens": new_tokens, "window": window, "backend": backend}
-    for model in (layer.name for layer in find_layers(models)):
+    for model in names:
         for share in kinds:
             cold, cached = compile_seconds(model, layers, max(lengths), share, options)
             shape = {"model": model, "tokens": max(lengths), "attention": attention_name(share)}

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from tca_jax.benchmarks.common import random_normal
+import tca_jax
+from tca_jax.benchmarks.common import random_normal, unequal_candidates
 from tca_jax.lm import LM
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
@@ -119,6 +120,12 @@ def abstract_model(name: str, num_layers: int | None = None, *, max_positions: i
     return LM.from_decoder(
         nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))), name=name
     )
+
+
+def under_share(lm: LM, share: float, config: tca_jax.TCAConfig) -> LM:
+    """The model under budgets that keep a share of the ranked blocks, unequal between heads and alike in all layers."""
+    row = unequal_candidates(config, lm.config.num_kv_heads, share)
+    return dataclasses.replace(lm, tca=config, candidates=(row,) * lm.config.num_layers)
 
 
 def weight_bytes(lm: LM) -> int:

@@ -32,13 +32,11 @@ def fingerprint(decoder: Decoder) -> str:
     config = dataclasses.asdict(decoder.config)
     del config["dtype_name"]
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    sums: dict[str, tuple[tuple[int, ...], Array]] = {}
-    for each in parameters(decoder):
-        value = each.variable[...]
-        checksums = _checksums(value, groups=each.groups, widths=each.widths)
-        for name, width, checksum in zip(each.names, each.widths, checksums, strict=True):
-            sums[name] = (*value.shape[:-1], each.groups * width), checksum
-    for name, (shape, checksum) in sorted(sums.items()):
+    tensors: list[tuple[str, tuple[int, ...], Array]] = []
+    for parameter in parameters(decoder):
+        checksums = _checksums(parameter.variable[...], groups=parameter.groups, widths=parameter.widths)
+        tensors += [(*tensor, checksum) for tensor, checksum in zip(parameter.shapes.items(), checksums, strict=True)]
+    for name, shape, checksum in sorted(tensors, key=lambda tensor: tensor[0]):
         digest.update(f"{name} {shape}".encode())
         digest.update(np.asarray(checksum, "<u4").tobytes())
     return digest.hexdigest()

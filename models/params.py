@@ -116,10 +116,15 @@ class Parameter:
     widths: tuple[int, ...]
 
     @property
-    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors in the checkpoint."""
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors, not transposed."""
         shapes = [(*self.variable.shape[:-1], self.groups * width) for width in self.widths]
-        return {n: shape[::-1] if self.transposed else shape for n, shape in zip(self.names, shapes, strict=True)}
+        return dict(zip(self.names, shapes, strict=True))
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor in the checkpoint."""
+        shape = self.shapes[name]
+        return shape[::-1] if self.transposed else shape
 
     def join(self, tensors: Sequence[Array]) -> Array:
         """The parameter of its tensors, each as `_place` gives it."""
@@ -305,7 +310,7 @@ def _check_tensors(folder: Path, wanted: Mapping[str, Parameter], stored: Mappin
     for name, parameter in wanted.items():
         if name not in stored:
             raise ValueError(f"{folder} lacks tensor {name!r}, which its config.json asks for")
-        found, shape = stored[name], parameter.stored_shapes[name]
+        found, shape = stored[name], parameter.stored_shape(name)
         if found.shape != shape:
             raise ValueError(
                 f"{found.file}: tensor {name!r} has shape {list(found.shape)}, config.json asks for {list(shape)}"

@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.pallas_kernels.kernel_math import LOG2E, split
+from tca_jax.pallas_kernels.mosaic_tiles import aligned, iotas, swizzled, transposed
 from tca_jax.pallas_kernels.numerics import MASKED, varying_like
 
 _ROWS = 64  # tokens that a compute warpgroup holds: one wgmma tile
@@ -117,8 +118,7 @@ def _call(
     """Runs a pass, with a program for every tile of the first operand; its outputs are float32, by head and token."""
     held, _, *streamed = operands
     batch, length, heads, head_dim = held.shape
-    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    tiles = partial(plgpu.SMEM, dtype=held.dtype, transforms=swizzled)
+    tiles = swizzled(held.dtype)
     shared = _Shared(
         held=tiles((config.warpgroups, _ROWS, head_dim)),
         ring=tiles((config.stages, _TILE, head_dim)),
@@ -160,18 +160,18 @@ def _find_norms(refs: Any, shared: _Shared, *, config: MosaicPassConfig) -> None
     diagonal = jnp.minimum(split(first, _TILE)[0], end)
 
     def fetch(step: Any, slot: Any) -> None:
-        tokens = _tokens(step * _TILE, _TILE)
+        tokens = aligned(step * _TILE, _TILE)
         plgpu.copy_gmem_to_smem(k_ref.at[row, tokens, kv_head], shared.ring.at[slot], shared.ready.at[slot])
 
     def compute(warpgroup: Any) -> None:
         first_row = first + warpgroup * _ROWS
-        place = _tokens(first_row, _ROWS)
+        place = aligned(first_row, _ROWS)
 
         def take(step: Any, slot: Any, scores: Any, carry: tuple[Any, Any], masked: bool) -> tuple[Any, Any]:
             peak, weight = carry
             plgpu.barrier_arrive(shared.read.at[slot])
             if masked:
-                rows, columns = _iotas(scores.shape)
+                rows, columns = iotas(scores.shape)
                 scores = jnp.where(columns - rows <= first_row - step * _TILE, scores, -jnp.inf)
             scale, parts = _scale(q_ref), _parts(scores)
             new_peak = jnp.maximum(peak, _fold(jnp.maximum, parts) * scale)
@@ -205,14 +205,14 @@ def _sum_columns(refs: Any, shared: _Shared, *, config: MosaicPassConfig, block_
 
     def fetch(step: Any, slot: Any) -> None:
         number, member = split(step, group)
-        head, tokens, ready = kv_head * group + member, _tokens(number * _TILE, _TILE), shared.ready.at[slot]
+        head, tokens, ready = kv_head * group + member, aligned(number * _TILE, _TILE), shared.ready.at[slot]
         plgpu.copy_gmem_to_smem(norms_ref.at[row, head, tokens], shared.norms.at[slot], ready)
         plgpu.copy_gmem_to_smem(q_ref.at[row, tokens, head], shared.ring.at[slot], ready)
 
     def compute(warpgroup: Any) -> None:
         first_key = start + warpgroup * _ROWS
         last_near = split(first_key, block_size)[0] + window_blocks  # block of queries
-        place = _tokens(first_key, _ROWS)
+        place = aligned(first_key, _ROWS)
 
         def take(step: Any, slot: Any, scores: Any, carry: tuple[Any, Any], masked: bool) -> tuple[Any, Any]:
             near, far = carry
@@ -221,7 +221,7 @@ def _sum_columns(refs: Any, shared: _Shared, *, config: MosaicPassConfig, block_
             weights = jnp.exp2(scores * _scale(k_ref) + norms)
             first = split(step, group)[0] * _TILE
             if masked:
-                rows, columns = _iotas(scores.shape)
+                rows, columns = iotas(scores.shape)
                 seen = (rows - columns <= first - first_key) & (columns < length - first)
                 weights = jnp.where(seen, weights, 0.0)
             mass = _fold(jnp.add, _parts(weights))
@@ -294,7 +294,7 @@ def _stream(
         plgpu.barrier_wait(shared.ready.at[slot])
 
         def multiply(accumulator: Any) -> Any:
-            plgpu.wgmma(accumulator, held, _transposed(shared.ring.at[slot]))
+            plgpu.wgmma(accumulator, held, transposed(shared.ring.at[slot]))
             return accumulator[...]
 
         scores = pl.run_scoped(multiply, plgpu.ACC((_ROWS, _TILE), jnp.float32))
@@ -330,19 +330,9 @@ def _fold(operation: Callable[[Any, Any], Any], parts: list[Any]) -> Any:
     return parts[0]
 
 
-def _tokens(first: Any, count: int) -> Any:
-    """A slice that starts on a multiple of its size, which the compiler cannot know."""
-    return pl.ds(pl.multiple_of(first, count), count)
-
-
 def _tiles(tokens: Any) -> Any:
     """How many streamed tiles hold so many tokens."""
     return split(tokens + (_TILE - 1), _TILE)[0]
-
-
-def _iotas(shape: tuple[int, ...]) -> tuple[Any, Any]:
-    rows, columns = (plgpu.broadcasted_iota(jnp.int32, shape, i, layout=plgpu.Layout.WGMMA) for i in range(2))
-    return rows, columns
 
 
 def _scale(ref: Any) -> float:
@@ -355,8 +345,3 @@ def _load_by_column(ref: Any) -> Any:
     layout = plgpu.Layout.WGMMA.reduce(0)
     # JAX 0.11 deprecates the index, which 0.10 wants.
     return plgpu.load(ref, *(() if jax.__version_info__ >= (0, 11) else ((),)), layout=layout)
-
-
-def _transposed(ref: Any) -> Any:
-    # JAX 0.10 has only the function, 0.11 deprecates it for the method.
-    return ref.transpose((1, 0)) if jax.__version_info__ >= (0, 11) else plgpu.transpose_ref(ref, (1, 0))

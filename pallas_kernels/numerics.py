@@ -42,7 +42,6 @@ def varying_like(values: _T, *operands: Any) -> _T:
     What a loop over the operands begins with must be such, and so must the results of a Mosaic kernel, which JAX
     takes for the same on all devices.
     """
-
     axes = varying_axes(operands)
     return jax.tree.map(lambda x: jax.lax.pcast(x, tuple(axes - varying_axes(x)), to="varying"), values)
 

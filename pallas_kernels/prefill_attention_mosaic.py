@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from tca_jax.pallas_kernels.kernel_math import LOG2E, prefix_schedule
+from tca_jax.pallas_kernels.mosaic_tiles import aligned, iotas, swizzled, transposed
 from tca_jax.pallas_kernels.numerics import varying_like
 
 _ROWS = 64  # query rows of a warpgroup: one wgmma tile
@@ -72,17 +73,14 @@ def prefill_attention(
     if padding:
         q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in (q, k, v))
     prefixes, order = prefix_schedule(budgets, q.shape[1] // block_size, window // block_size)
-
-    def prefill_attention_kernel(*refs: Any) -> None:  # its name is what profiles show
-        _entry(*refs, block_size=block_size, window=window, config=config)
-
     out = plgpu.kernel(
-        prefill_attention_kernel,
+        functools.partial(_entry, block_size=block_size, window=window, config=config),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(q.shape[0] * q.shape[2] * (q.shape[1] // _TILE),),
         grid_names=("work",),
         num_threads=_WARPGROUPS + 1,
         thread_name="wg",
+        kernel_name="prefill_attention_kernel",  # what profiles show
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(q, k, v, k_pool, v_pool, offsets, prefixes, lengths, order)
     return varying_like(out[:, :length], q, k, v, k_pool, v_pool, offsets, budgets, lengths)
@@ -91,8 +89,7 @@ def prefill_attention(
 def _entry(*refs: Any, block_size: int, window: int, config: MosaicPrefillConfig) -> None:
     """Allocates the shared memory and barriers of a program."""
     dtype, head_dim = refs[0].dtype, refs[0].shape[3]
-    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    tile = functools.partial(plgpu.SMEM, dtype=dtype, transforms=swizzled)
+    tile = swizzled(dtype)
     pl.run_scoped(
         lambda *scoped: _program(refs, scoped, block_size=block_size, window=window, stages=config.stages),
         (
@@ -187,12 +184,11 @@ def _move(refs: Any, scoped: Any, work: _Work, stages: int) -> None:
         plgpu.copy_gmem_to_smem(v_tile, v_smem.at[slot], v_ready.at[slot])
 
     def fetch_pool(step: Any, tile: Any) -> None:
-        # Regions start on multiples of 128, which the compiler cannot know.
-        index = pl.ds(pl.multiple_of(work.offset + tile * _TILE, _TILE), _TILE)
+        index = aligned(work.offset + tile * _TILE, _TILE)  # regions start on multiples of 128
         fetch(step, k_pool_ref.at[index], v_pool_ref.at[index])
 
     def fetch_prompt(step: Any, tile: Any) -> None:
-        index = (work.row, pl.ds(pl.multiple_of(tile * _TILE, _TILE), _TILE), work.kv_head)
+        index = (work.row, aligned(tile * _TILE, _TILE), work.kv_head)
         fetch(step, k_ref.at[index], v_ref.at[index])
 
     @pl.when(work.steps > 0)
@@ -246,8 +242,7 @@ def _wait_turn(turns: Any) -> None:
 
 def _mask(work: _Work, warpgroup: Any, step: Any, scores: Any) -> Any:
     """Step 0 is the diagonal tile (column <= row), step 1 the region's last tile (column < tail)."""
-    rows = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
-    columns = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+    rows, columns = iotas(scores.shape)
     diagonal = (step == 0).astype(jnp.int32)
     bound = jnp.where(step == 0, warpgroup * _ROWS + 1, work.tail)
     return jnp.where(columns < rows * diagonal + bound, scores, -jnp.inf)
@@ -269,7 +264,7 @@ def _attend_tile(
     slot, next_slot = lax.rem(step, jnp.int32(stages)), lax.rem(step + 1, jnp.int32(stages))
 
     def multiply_qk(accumulator: Any) -> Any:
-        plgpu.wgmma(accumulator, q_smem, _transposed(k_smem.at[slot]))
+        plgpu.wgmma(accumulator, q_smem, transposed(k_smem.at[slot]))
         _wait_turn(turns)
         return accumulator[...]
 
@@ -297,8 +292,3 @@ def _attend_tile(
     out = pl.run_state(multiply_pv)(plgpu.ACC.init(out))
     plgpu.barrier_arrive(v_read.at[slot])
     return out, new_peak, weight
-
-
-def _transposed(ref: Any) -> Any:
-    # JAX 0.10 has only the function, 0.11 deprecates it for the method.
-    return ref.transpose((1, 0)) if jax.__version_info__ >= (0, 11) else plgpu.transpose_ref(ref, (1, 0))

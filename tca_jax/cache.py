@@ -218,7 +218,7 @@ def decode_layer(
     Returns:
         Attention output `[B, 1, H_q, d]` and the cache with the token in it.
     """
-    layout = cache.layout
+    layout, backend = cache.layout, backend_for("decode_attention", backend)
     if leaving is not None and layout.evicts:
         with jax.named_scope("evict_block"):
             cache = _evict_block(q[:, 0], k[:, 0], cache, positions, leaving, backend)
@@ -229,7 +229,7 @@ def decode_layer(
         v_ring=cache.v_ring.at[rows, :, slots].set(v[:, 0]),
     )
     with jax.named_scope("decode_attention"):
-        out, _ = _attend_cache(q[:, 0], cache, positions, backend)
+        out, _ = attend_cache(q[:, 0], cache, positions, backend)
     return out[:, None], cache
 
 
@@ -243,9 +243,10 @@ def rows_with_leaving_block(
     return (positions % config.block_size == 0) & (positions > config.window) & (positions > prompt_lengths)
 
 
-def _attend_cache(
+def attend_cache(
     q: Float[Array, "B Hq d"], cache: LayerCache, positions: Int[Array, " B"], backend: str
 ) -> tuple[Float[Array, "B Hq d"], Float[Array, "B Hq"]]:
+    """Attention of a token over pool and ring, with the log-sum-exp; `backend` is `decode_attention`'s own."""
     layout = cache.layout
     return decode_attention(
         q,
@@ -259,7 +260,7 @@ def _attend_cache(
         block_size=layout.config.block_size,
         window=layout.config.window,
         capacity=max(layout.capacities),
-        backend=backend_for("decode_attention", backend),
+        backend=backend,
     )
 
 
@@ -291,7 +292,7 @@ def _evict_block(
     batch, heads, _, head_dim = cache.k_ring.shape
     queries = q.reshape(batch, heads, -1, head_dim)
     # The ring as the previous token saw it still has the leaving block as its oldest.
-    _, lse_before = _attend_cache(q, cache, positions - 1, backend)
+    _, lse_before = attend_cache(q, cache, positions - 1, backend)
     own = scaled_scores("bhgd,bhd->bhg", queries, k_new)
     lse = jnp.logaddexp(lse_before.reshape(own.shape), own)
 

@@ -23,6 +23,7 @@ def lowered_for_cuda(function: Callable[..., Any], *avals: Any) -> str:
         return jax.jit(function).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def triton_kernels(function: Callable[..., Any], *avals: Any) -> int:
-    """Lowers a function for CUDA and counts the Triton kernels that it launches."""
-    return lowered_for_cuda(function, *avals).count("__gpu$xla.gpu.triton")
+def kernels(backend: str, function: Callable[..., Any], *avals: Any) -> int:
+    """Lowers a function for CUDA and counts the kernels of a backend that it launches."""
+    target = {"triton": "__gpu$xla.gpu.triton", "mosaic": "mosaic_gpu", "cudnn": "__cudnn"}[backend]
+    return lowered_for_cuda(function, *avals).count(f"custom_call @{target}")

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 import tca_jax
 from tca_jax.benchmarks import attention, caches, decode, decode_models, tune
-from tca_jax.benchmarks.common import LAYERS, random_normal, unequal_candidates
-from tca_jax.benchmarks.decode_models import _under_share, random_state
-from tca_jax.benchmarks.models import CONFIGS, random_model
-from tca_jax.cache import _attend_cache
+from tca_jax.benchmarks.common import LAYERS, agreement, random_normal, unequal_candidates
+from tca_jax.benchmarks.decode_models import random_state
+from tca_jax.benchmarks.models import CONFIGS, random_model, under_share
+from tca_jax.cache import attend_cache
 from tca_jax.cli import app
 from tca_jax.decoding import prefill
 from tca_jax.sampling import Sampling
@@ -162,6 +162,17 @@ def test_random_numbers_are_normal_and_do_not_repeat(shape):
         assert abs(np.corrcoef(x.ravel()[: 2**21], x.ravel()[-(2**21) :])[0, 1]) < 0.01
 
 
+@pytest.mark.parametrize("wrong", [2.0, np.nan])
+@pytest.mark.parametrize("place", [0, 1])
+def test_nothing_is_timed_where_one_array_of_a_result_is_wrong(wrong, place):
+    expected = (jnp.ones(4), jnp.ones(3))
+    assert agreement("triton", expected, expected) == 0
+    out = [*expected]
+    out[place] = out[place].at[0].set(wrong)
+    with pytest.raises(RuntimeError, match="triton differs from the oracle by"):
+        agreement("triton", tuple(out), expected)
+
+
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.4])
 @pytest.mark.parametrize("heads", [4, 8])
 def test_budgets_of_heads_have_the_share_that_was_asked_for(share, heads):
@@ -178,7 +189,7 @@ def test_a_cache_holds_what_its_layout_says_and_a_step_reads_it():
     filled = caches.random_caches(layouts, layer.head_dim, seed=0)
     q = random_normal(jax.random.key(3), (2, layer.heads, layer.head_dim), jnp.bfloat16)
     for layout, cache in zip(layouts, filled, strict=True):
-        expected, _ = _attend_cache(q, cache, jnp.full(2, 1024, jnp.int32), "xla")
+        expected, _ = attend_cache(q, cache, jnp.full(2, 1024, jnp.int32), "xla")
         np.testing.assert_array_equal(decode.attend(q, cache, "xla"), expected)
         assert sum(x.nbytes for x in (cache.k_pool, cache.k_ring)) * 2 == layout.num_bytes(16, jnp.bfloat16)
         assert (np.asarray(cache.kept) <= np.asarray(layout.capacities)).all()
@@ -189,7 +200,8 @@ def test_a_cache_holds_what_its_layout_says_and_a_step_reads_it():
 
 @pytest.mark.parametrize("share", [1.0, 0.3])
 def test_a_random_state_is_one_that_prefill_could_have_left(share):
-    lm = _under_share(random_model("tiny", jax.random.key(0)), share, tca_jax.TCAConfig(window=128))
+    lm = random_model("tiny", jax.random.key(0))
+    lm = lm if share == 1 else under_share(lm, share, tca_jax.TCAConfig(window=128))
     state = random_state(lm, 2, 512)
     arguments = (lm, jnp.zeros((2, 512), jnp.int32), jnp.array([512, 512]), state.keys, Sampling.create())
     new_tokens = state.tokens.shape[1]

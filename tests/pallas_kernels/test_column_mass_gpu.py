@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import poison, unchecked
-from cuda_lowering import abstract_mesh, lowered_for_cuda
+from cuda_lowering import abstract_mesh, kernels
 from jax.sharding import PartitionSpec
 
 from tca_jax.pallas_kernels import column_mass_mosaic, column_mass_triton, column_mass_xla
@@ -29,12 +29,6 @@ needs_hopper = pytest.mark.skipif(not can_run("mosaic"), reason="needs a Hopper 
 KERNELS = {"triton": column_mass_triton.column_mass, "mosaic": column_mass_mosaic.column_mass}
 
 column_mass = partial(column_mass_triton.column_mass, interpret=INTERPRET)
-
-
-def _kernels(backend, function, *avals):
-    """How many kernels of a backend a function launches on a GPU."""
-    text = lowered_for_cuda(function, *avals)
-    return text.count({"triton": "@__gpu$xla.gpu.triton", "mosaic": "@mosaic_gpu"}[backend])
 
 
 def _operands(lengths, length, heads, kv_heads, head_dim, *, dtype=jnp.float32, scale=1.5, seed=0):
@@ -168,7 +162,7 @@ def _avals(length, heads, kv_heads, head_dim, *, batch=1, dtype=jnp.bfloat16):
 )
 def test_lowers_for_cuda_without_a_gpu(length, heads, kv_heads, head_dim, block, dtype):
     kernel = partial(column_mass_triton.column_mass, block_size=block, window=4096)
-    assert _kernels("triton", kernel, *_avals(length, heads, kv_heads, head_dim, dtype=dtype)) == 2
+    assert kernels("triton", kernel, *_avals(length, heads, kv_heads, head_dim, dtype=dtype)) == 2
 
 
 @pytest.mark.parametrize(
@@ -184,7 +178,7 @@ def test_mosaic_lowers_for_cuda_without_a_gpu(length, heads, kv_heads, head_dim,
     one = MosaicPassConfig(warpgroups)
     config = MosaicColumnMassConfig(one, one)
     kernel = partial(column_mass_mosaic.column_mass, block_size=block, window=4096, config=config)
-    assert _kernels("mosaic", kernel, *_avals(length, heads, kv_heads, head_dim, dtype=dtype, batch=2)) == 2
+    assert kernels("mosaic", kernel, *_avals(length, heads, kv_heads, head_dim, dtype=dtype, batch=2)) == 2
 
 
 @pytest.mark.parametrize("backend", KERNELS)
@@ -194,7 +188,7 @@ def test_lowers_for_cuda_under_shard_map_with_heads_over_a_mesh(backend):
     sharded = jax.shard_map(
         kernel, mesh=abstract_mesh(model=2), in_specs=(heads, heads, PartitionSpec()), out_specs=(regions, regions)
     )
-    assert _kernels(backend, sharded, *_avals(2048, 8, 2, 128)) == 2
+    assert kernels(backend, sharded, *_avals(2048, 8, 2, 128)) == 2
 
 
 @pytest.mark.parametrize(

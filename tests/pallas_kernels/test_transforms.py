@@ -3,14 +3,13 @@
 import dataclasses
 import functools
 import importlib
-import re
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda_lowering import abstract_mesh, lowered_for_cuda
+from cuda_lowering import abstract_mesh, kernels
 from jax.sharding import PartitionSpec
 
 from tca_jax.pallas_kernels import causal_attention, prefill_attention_triton
@@ -216,12 +215,6 @@ def test_shard_map_equals_a_loop(case, over):
         case.check(result, jnp.concatenate(parts, _sharded_axis(dims, over)))
 
 
-def _launches(case, function, avals):
-    """How many kernels the program launches that is lowered for CUDA."""
-    target = {"triton": r"__gpu\$xla\.gpu\.triton", "mosaic": "mosaic_gpu", "cudnn": "__cudnn"}[case.backend]
-    return len(re.findall(f"custom_call @{target}", lowered_for_cuda(function, *avals)))
-
-
 def _mapped_avals(case, *maps):
     """Operands under vmaps, the innermost first."""
     shapes = [list(x.shape) for x in case.draw(0)]
@@ -253,7 +246,7 @@ def cudnn_is_found(monkeypatch):
 @pytest.mark.usefixtures("cudnn_is_found")
 def test_lowers_for_cuda_to_as_many_kernels_under_vmap_and_shard_map(case):
     function = case.function(interpret=False)
-    launches = _launches(case, function, _mapped_avals(case))
+    launches = kernels(case.backend, function, *_mapped_avals(case))
     assert launches > 0
 
     def varies(*operands):
@@ -264,16 +257,16 @@ def test_lowers_for_cuda_to_as_many_kernels_under_vmap_and_shard_map(case):
 
     inner, outer = _axes(case)
     mapped = jax.vmap(jax.vmap(function, inner), outer)
-    assert _launches(case, mapped, _mapped_avals(case, inner, outer)) == launches
+    assert kernels(case.backend, mapped, *_mapped_avals(case, inner, outer)) == launches
     first = [0] * len(case.operands)
     for over in ("batch", "heads"):
         specs = [tuple(_spec(dims, over) for dims in arrays) for arrays in (case.operands.values(), case.results)]
         sharded = functools.partial(jax.shard_map, mesh=abstract_mesh(x=2))
         alone = sharded(varies, in_specs=specs[0], out_specs=specs[1])
-        assert _launches(case, alone, _globally(case, over, _mapped_avals(case))) == launches
+        assert kernels(case.backend, alone, *_globally(case, over, _mapped_avals(case))) == launches
         many = [tuple(PartitionSpec(None, *spec) for spec in group) for group in specs]
         mapped = sharded(jax.vmap(function, first), in_specs=many[0], out_specs=many[1])
-        assert _launches(case, mapped, _globally(case, over, _mapped_avals(case, first))) == launches
+        assert kernels(case.backend, mapped, *_globally(case, over, _mapped_avals(case, first))) == launches
 
 
 def test_cudnn_takes_shared_operands_and_any_axis_under_vmap_with_gradients(monkeypatch):

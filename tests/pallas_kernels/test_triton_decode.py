@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda_lowering import abstract_mesh, triton_kernels
+from cuda_lowering import abstract_mesh, kernels
 from jax.sharding import PartitionSpec
 
 from tca_jax.pallas_kernels import decode_attention_triton, decode_attention_xla
@@ -154,7 +154,7 @@ def _avals(batch, kv_heads, group, head_dim, pool, ring, dtype):
 )
 def test_lowers_for_cuda_as_two_kernels(avals, options):
     function = partial(decode_attention_triton.decode_attention, block_size=128, **options)
-    assert triton_kernels(function, *_avals(*avals)) == 2
+    assert kernels("triton", function, *_avals(*avals)) == 2
 
 
 def test_lowers_for_cuda_under_shard_map_and_vmap():
@@ -167,11 +167,11 @@ def test_lowers_for_cuda_under_shard_map_and_vmap():
         in_specs=(heads, PartitionSpec(), PartitionSpec(), heads, heads, heads, heads, PartitionSpec()),
         out_specs=(heads, heads),
     )
-    assert triton_kernels(sharded, *avals) == 2
+    assert kernels("triton", sharded, *avals) == 2
     rows = jax.vmap(
         lambda q, *rest: function(q[None], *rest[:2], *(x[None] for x in rest[2:])), (0, None, None, *[0] * 5)
     )
-    assert triton_kernels(rows, *avals) == 2
+    assert kernels("triton", rows, *avals) == 2
 
 
 def test_refuses_what_it_does_not_take():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import poison, unchecked
-from cuda_lowering import abstract_mesh, triton_kernels
+from cuda_lowering import abstract_mesh, kernels
 from jax.sharding import PartitionSpec
 
 from tca_jax.pallas_kernels import prefill_attention_triton, prefill_attention_xla
@@ -139,7 +139,7 @@ def _avals(length, heads, kv_heads, head_dim, block, *, batch=1, dtype=jnp.bfloa
 )
 def test_lowers_for_cuda_without_a_gpu(length, heads, kv_heads, head_dim, block, dtype):
     kernel = partial(prefill_attention_triton.prefill_attention, block_size=block, window=4096)
-    assert triton_kernels(kernel, *_avals(length, heads, kv_heads, head_dim, block, dtype=dtype, pool=1 << 20)) == 1
+    assert kernels("triton", kernel, *_avals(length, heads, kv_heads, head_dim, block, dtype=dtype, pool=1 << 20)) == 1
 
 
 def test_lowers_for_cuda_under_shard_map_with_heads_over_a_mesh():
@@ -149,7 +149,7 @@ def test_lowers_for_cuda_under_shard_map_with_heads_over_a_mesh():
     specs = (heads, heads, heads, flat, flat, regions, regions, PartitionSpec())
     kernel = partial(prefill_attention_triton.prefill_attention, block_size=128, window=512)
     sharded = jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=heads)
-    assert triton_kernels(sharded, *_avals(2048, 8, 2, 128, 128)) == 1
+    assert kernels("triton", sharded, *_avals(2048, 8, 2, 128, 128)) == 1
 
 
 @pytest.mark.parametrize(

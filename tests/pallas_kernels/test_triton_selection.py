@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import last_queries, poison, qkv
-from cuda_lowering import abstract_mesh, triton_kernels
+from cuda_lowering import abstract_mesh, kernels
 from jax.sharding import PartitionSpec
 
 from tca_jax.pallas_kernels import select_tokens_triton, select_tokens_xla, token_scores_triton, token_scores_xla
@@ -169,9 +169,9 @@ def _avals(batch, tokens, heads, kv_heads, head_dim, dtype, block_size=128):
 )
 def test_lower_for_cuda_as_two_kernels_each(sizes):
     for_scores, for_selection = _avals(*sizes)
-    assert triton_kernels(partial(token_scores_triton.token_scores, block_size=128), *for_scores) == 2
+    assert kernels("triton", partial(token_scores_triton.token_scores, block_size=128), *for_scores) == 2
     function = partial(select_tokens_triton.select_tokens, block_size=128, pool_tokens=2**19)
-    assert triton_kernels(function, *for_selection) == 2
+    assert kernels("triton", function, *for_selection) == 2
 
 
 def test_lower_for_cuda_under_shard_map_and_vmap():
@@ -181,13 +181,13 @@ def test_lower_for_cuda_under_shard_map_and_vmap():
     heads, tokens, whole = PartitionSpec(None, "model"), PartitionSpec(None, None, "model"), PartitionSpec()
     over_heads = partial(jax.shard_map, mesh=abstract_mesh(model=2))
     sharded = over_heads(score, in_specs=(heads, tokens, whole), out_specs=heads)
-    assert triton_kernels(sharded, *for_scores) == 2
+    assert kernels("triton", sharded, *for_scores) == 2
     specs = (PartitionSpec("model"), PartitionSpec("model"), heads)
     sharded = over_heads(select, in_specs=(heads, heads, tokens, tokens, heads), out_specs=specs)
-    assert triton_kernels(sharded, *for_selection) == 2
+    assert kernels("triton", sharded, *for_selection) == 2
     for function, avals in ((score, for_scores), (select, for_selection)):
         rows = jax.vmap(lambda *row, function=function: function(*(x[None] for x in row)))
-        assert triton_kernels(rows, *avals) == 2
+        assert kernels("triton", rows, *avals) == 2
 
 
 def test_refuse_what_they_do_not_take():
