@@ -43,8 +43,8 @@ from tca_jax.benchmarks.common import (
     unequal_candidates,
     write_results,
 )
-from tca_jax.cache import CacheLayout
-from tca_jax.functional import head_budgets
+from tca_jax.engine.cache import CacheLayout
+from tca_jax.methods.selection import head_budgets
 from tca_jax.pallas_kernels.backends import can_run
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
 from tca_jax.pallas_kernels.select_tokens import select_tokens

@@ -9,8 +9,8 @@ from jax.typing import DTypeLike
 
 import tca_jax
 from tca_jax.benchmarks.common import FULL, Layer, random_normal, unequal_candidates
-from tca_jax.cache import CacheLayout, LayerCache
-from tca_jax.calibrate.candidates import budget_counts, budget_sizes
+from tca_jax.engine.cache import CacheLayout, LayerCache
+from tca_jax.methods.candidates import budget_counts, budget_sizes
 
 
 def plan(config: tca_jax.TCAConfig, layer: Layer, share: float, batch: int, tokens: int) -> CacheLayout:

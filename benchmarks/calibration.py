@@ -43,7 +43,7 @@ from tca_jax.benchmarks.common import (
     write_results,
 )
 from tca_jax.benchmarks.models import random_model
-from tca_jax.calibrate.run import calibrate
+from tca_jax.calibration.run import calibrate
 from tca_jax.pallas_kernels.column_mass import column_mass
 
 

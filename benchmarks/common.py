@@ -24,7 +24,7 @@ import typer
 from jaxtyping import Array
 
 import tca_jax
-from tca_jax.calibrate.candidates import budget_sizes, candidate_distributions
+from tca_jax.methods.candidates import budget_sizes, candidate_distributions
 from tca_jax.pallas_kernels.backends import can_run, check_backend
 
 RESULTS = Path("benchmarks") / "results"

@@ -52,7 +52,7 @@ from tca_jax.benchmarks.common import (
     write_results,
 )
 from tca_jax.benchmarks.decode_models import STEPS_OF_MODELS, Timing, measure_model
-from tca_jax.cache import CacheLayout, LayerCache, attend_cache
+from tca_jax.engine.cache import CacheLayout, LayerCache, attend_cache
 
 STEPS = 32  # of one program: a CUDA graph, so that the host's time to launch kernels stays out
 _PAST_L2_BYTES = 2**28  # five times an H200's L2 cache

@@ -16,11 +16,11 @@ import tca_jax
 from tca_jax.benchmarks.caches import attended_tokens, random_caches
 from tca_jax.benchmarks.common import COMPILED_AT_ONCE, FULL, free_bytes, print_row
 from tca_jax.benchmarks.models import random_model, under_share, weight_bytes
-from tca_jax.cache import CacheLayout
-from tca_jax.decoding import DecodingState, decode, row_keys
-from tca_jax.lm import LM
-from tca_jax.programs import Program
-from tca_jax.sampling import Sampling
+from tca_jax.engine.cache import CacheLayout
+from tca_jax.engine.decoding import DecodingState, decode, row_keys
+from tca_jax.engine.lm import LM
+from tca_jax.engine.programs import Program
+from tca_jax.engine.sampling import Sampling
 
 STEPS_OF_MODELS = 64  # timed; no block leaves the window within them
 _WARM = 2  # new tokens before the timed ones: the prompt's own and one step

@@ -50,11 +50,11 @@ from tca_jax.benchmarks.common import (
 )
 from tca_jax.benchmarks.decode_models import decoding_arguments, time_steps
 from tca_jax.benchmarks.models import abstract_model, random_model, under_share, weight_bytes
-from tca_jax.decoding import DecodingState, decode, prefill, row_keys
-from tca_jax.generation import kept_share
-from tca_jax.lm import LM
-from tca_jax.programs import Program
-from tca_jax.sampling import Sampling
+from tca_jax.engine.decoding import DecodingState, decode, prefill, row_keys
+from tca_jax.engine.generation import kept_share
+from tca_jax.engine.lm import LM
+from tca_jax.engine.programs import Program
+from tca_jax.engine.sampling import Sampling
 
 
 @dataclasses.dataclass(frozen=True)

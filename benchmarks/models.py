@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 import tca_jax
 from tca_jax.benchmarks.common import random_normal, unequal_candidates
-from tca_jax.lm import LM
+from tca_jax.engine.lm import LM
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.rope import RopeConfig

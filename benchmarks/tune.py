@@ -37,25 +37,23 @@ from tca_jax.benchmarks.common import (
     unequal_candidates,
     write_results,
 )
-from tca_jax.cache import CacheLayout
-from tca_jax.functional import head_budgets
-from tca_jax.pallas_kernels import (
-    column_mass_mosaic,
-    column_mass_triton,
-    decode_attention_triton,
-    prefill_attention_mosaic,
-    prefill_attention_triton,
-    select_tokens_triton,
-    token_scores_triton,
-)
+from tca_jax.engine.cache import CacheLayout
+from tca_jax.methods.selection import head_budgets
 from tca_jax.pallas_kernels.backends import check_backend
-from tca_jax.pallas_kernels.column_mass_mosaic import MosaicColumnMassConfig, MosaicPassConfig
-from tca_jax.pallas_kernels.column_mass_triton import ColumnMassConfig, PassConfig
-from tca_jax.pallas_kernels.prefill_attention_mosaic import MosaicPrefillConfig
-from tca_jax.pallas_kernels.prefill_attention_triton import PrefillConfig
-from tca_jax.pallas_kernels.select_tokens_triton import SelectConfig
+from tca_jax.pallas_kernels.column_mass import mosaic as column_mass_mosaic
+from tca_jax.pallas_kernels.column_mass import triton as column_mass_triton
+from tca_jax.pallas_kernels.column_mass.mosaic import MosaicColumnMassConfig, MosaicPassConfig
+from tca_jax.pallas_kernels.column_mass.triton import ColumnMassConfig, PassConfig
+from tca_jax.pallas_kernels.decode_attention import triton as decode_attention_triton
+from tca_jax.pallas_kernels.prefill_attention import mosaic as prefill_attention_mosaic
+from tca_jax.pallas_kernels.prefill_attention import triton as prefill_attention_triton
+from tca_jax.pallas_kernels.prefill_attention.mosaic import MosaicPrefillConfig
+from tca_jax.pallas_kernels.prefill_attention.triton import PrefillConfig
+from tca_jax.pallas_kernels.select_tokens import triton as select_tokens_triton
+from tca_jax.pallas_kernels.select_tokens.triton import SelectConfig
 from tca_jax.pallas_kernels.token_scores import token_scores
-from tca_jax.pallas_kernels.token_scores_triton import TokenScoresConfig
+from tca_jax.pallas_kernels.token_scores import triton as token_scores_triton
+from tca_jax.pallas_kernels.token_scores.triton import TokenScoresConfig
 
 OPERATIONS = ("token_scores", "select_tokens", "prefill_attention", "column_mass", "decode_attention")
 _SHARE = 0.2  # of the ranked blocks' tokens that is kept

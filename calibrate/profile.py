@@ -17,8 +17,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Float32, Float64, Int32
 
-from tca_jax.calibrate.candidates import budget_counts, budget_sizes
-from tca_jax.config import TCAConfig
+from tca_jax.methods.candidates import budget_counts, budget_sizes
+from tca_jax.methods.config import TCAConfig
 from tca_jax.models.config import ModelConfig
 
 FORMAT_VERSION = 1

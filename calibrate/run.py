@@ -14,10 +14,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float32, Int
 
-from tca_jax.buckets import bucket_length
-from tca_jax.calibrate.profile import Profile
-from tca_jax.calibrate.scores import calibration_scores, choose_candidates
-from tca_jax.config import TCAConfig
+from tca_jax.calibration.profile import Profile
+from tca_jax.calibration.scores import calibration_scores, choose_candidates
+from tca_jax.engine.buckets import bucket_length
+from tca_jax.methods.config import TCAConfig
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import fingerprint
@@ -30,7 +30,7 @@ _DEFAULT_CONFIG = TCAConfig()
 
 @runtime_checkable
 class CalibratedModel(Protocol):
-    """What calibration needs of a loaded model; `tca_jax.lm.LM` has it."""
+    """What calibration needs of a loaded model; `tca_jax.engine.lm.LM` has it."""
 
     @property
     def decoder(self) -> Decoder: ...

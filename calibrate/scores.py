@@ -8,17 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from tca_jax.calibrate.candidates import budget_count_table
-from tca_jax.config import TCAConfig
+from tca_jax.methods.candidates import budget_count_table
+from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.selection import block_budgets, block_density, last_query, ranked_blocks
 from tca_jax.pallas_kernels.checks import AnyArray, as_int32, check_range, check_shapes
 from tca_jax.pallas_kernels.column_mass import column_mass
-from tca_jax.pallas_kernels.selection import (
-    block_budgets,
-    block_density,
-    last_query,
-    ranked_blocks,
-    selection_mask,
-)
+from tca_jax.pallas_kernels.ranking import selection_mask
 from tca_jax.pallas_kernels.token_scores import token_scores
 
 

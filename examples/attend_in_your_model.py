@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 import tca_jax
-from tca_jax.calibrate import choose_candidates
+from tca_jax.calibration import choose_candidates
 
 BATCH, TOKENS, HEADS, KV_HEADS, HEAD_DIM = 2, 2048, 8, 2, 64
 

@@ -30,7 +30,7 @@ from flax import nnx
 from recall_artifacts import BOS, EOS, VOCAB_SIZE, save_checkpoint, write_card
 
 import tca_jax
-from tca_jax.calibrate.profile import Profile
+from tca_jax.calibration.profile import Profile
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.needles import (

@@ -23,11 +23,11 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from tca_jax.benchmarks.command import app as bench_app
-from tca_jax.config import TCAConfig
+from tca_jax.methods.config import TCAConfig
 
 if TYPE_CHECKING:
-    from tca_jax.calibrate.profile import Profile
-    from tca_jax.lm import LM
+    from tca_jax.calibration.profile import Profile
+    from tca_jax.engine.lm import LM
 
 _HEADS_IN_A_ROW = 8  # as many fit into 80 columns
 _UsageError: Any = typer.BadParameter.__base__  # typer does not export it by its name
@@ -283,8 +283,8 @@ def calibrate(
 
     Example: [bold]tca-jax calibrate qwen2.5-7b --text book.txt --out my-profile[/]
     """
-    from tca_jax.calibrate.run import calibrate as run_calibration
-    from tca_jax.prompts import encode_prompt
+    from tca_jax.calibration.run import calibrate as run_calibration
+    from tca_jax.engine.prompts import encode_prompt
 
     options: dict[str, Any] = {"window": window, "block_size": block_size, "tau": tau}
     config = TCAConfig.paper(**options) if paper else TCAConfig(**options)
@@ -313,7 +313,7 @@ def show(
 
     Example: [bold]tca-jax profile show my-profile --tokens 32768 --png kept.png[/]
     """
-    from tca_jax.calibrate.profile import Profile
+    from tca_jax.calibration.profile import Profile
 
     _print_profile(Profile.load(directory), directory, tokens, png, as_json)
 

@@ -12,10 +12,10 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from tca_jax.calibrate.profile import Profile
-from tca_jax.generation import Stats, generate
+from tca_jax.calibration.profile import Profile
+from tca_jax.engine.generation import Stats, generate
+from tca_jax.engine.lm import LM
 from tca_jax.inspection import kept_tokens
-from tca_jax.lm import LM
 from tca_jax.loading import checkpoint_folder, load
 from tca_jax.models.config import read_config
 from tca_jax.needles import (

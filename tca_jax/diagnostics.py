@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tca_jax.config import TCAConfig
 from tca_jax.functional import select
+from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.selection import last_query
 from tca_jax.pallas_kernels.checks import AnyArray, as_int32, check_shapes
-from tca_jax.pallas_kernels.column_mass_xla import row_log_sum_exp
+from tca_jax.pallas_kernels.column_mass.xla import row_log_sum_exp
 from tca_jax.pallas_kernels.numerics import scaled_scores
-from tca_jax.pallas_kernels.selection import last_query
 from tca_jax.pallas_kernels.tiles import default_tiles, heads_first, round_up, tile_map
 
 

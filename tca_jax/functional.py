@@ -6,29 +6,22 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Int
 
-from tca_jax.calibrate.candidates import budget_count_table, candidate_budgets
-from tca_jax.calibrate.scores import calibration_scores
-from tca_jax.config import TCAConfig
+from tca_jax.calibration.scores import calibration_scores
+from tca_jax.methods.candidates import candidate_budgets
+from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.selection import head_budgets, last_query
 from tca_jax.pallas_kernels.backends import backend_for, check_backend
 from tca_jax.pallas_kernels.checks import AnyArray, as_int32, check_range, check_shapes
+from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
+from tca_jax.pallas_kernels.ranking import selection_mask
 from tca_jax.pallas_kernels.select_tokens import select_tokens
-from tca_jax.pallas_kernels.selection import (
-    block_budgets,
-    block_density,
-    last_query,
-    ranked_blocks,
-    selection_mask,
-)
 from tca_jax.pallas_kernels.tiles import round_up
-from tca_jax.pallas_kernels.token_scores import TokenScores, token_scores
+from tca_jax.pallas_kernels.token_scores import token_scores
 
 __all__ = ["attend", "calibration_scores", "candidate_budgets", "select"]
-
-#: Regions of the pool start on multiples of this, so that tiles and TMA loads are aligned.
-REGION_ALIGNMENT = 128
 
 
 def select(
@@ -92,29 +85,6 @@ def attend(
     check_shapes({"q": (q, "B L Hq d"), "k": (k, tokens), "v": (v, tokens), **_ragged(candidates, lengths)})
     _check_values(candidates, lengths, k.shape[1], config, backend)
     return _attend(*map(jnp.asarray, (q, k, v)), *_integers(candidates, lengths), config, backend)
-
-
-def head_budgets(
-    scored: TokenScores,
-    candidates: Int[Array, " Hkv"],
-    lengths: Int[Array, " B"],
-    config: TCAConfig,
-) -> Int32[Array, "B Hkv nb"]:
-    """Tokens that every block may keep, by its head's candidate and its rank (Eq. 7).
-
-    Args:
-        scored: Token scores and block statistics of the prompt.
-        candidates: Row of `candidate_budgets` for every KV head [Hkv].
-        lengths: Prompt lengths [B].
-        config: The method's hyperparameters.
-
-    Returns:
-        int32 [B, Hkv, L // b]; 0 for blocks that are not ranked.
-    """
-    ranked = ranked_blocks(lengths, config)
-    density = block_density(scored, ranked, config)
-    table = jnp.asarray(budget_count_table(config, config.num_ranked_blocks(scored.scores.shape[-1])))
-    return block_budgets(density, ranked, table[ranked[:, None], candidates])
 
 
 @partial(jax.jit, static_argnames=("config", "backend"))

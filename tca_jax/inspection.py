@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from tca_jax.buckets import bucket_length
-from tca_jax.cache import prefill_layer
+from tca_jax.engine.buckets import bucket_length
+from tca_jax.engine.cache import prefill_layer
+from tca_jax.engine.lm import LM
+from tca_jax.engine.prompts import Prompt, encode_prompt
 from tca_jax.functional import select
-from tca_jax.lm import LM
-from tca_jax.prompts import Prompt, encode_prompt
 
 
 def kept_tokens(lm: LM, prompt: Prompt | Sequence[int]) -> Bool[np.ndarray, "layers Hkv L"]:

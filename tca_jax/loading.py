@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from tca_jax.lm import LM
+from tca_jax.engine.lm import LM
+from tca_jax.engine.programs import enable_compilation_cache
 from tca_jax.models.config import read_config
 from tca_jax.models.params import load_decoder
 from tca_jax.models.registry import ALIASES
-from tca_jax.programs import enable_compilation_cache
 
 if TYPE_CHECKING:
-    from tca_jax.calibrate.profile import Profile
+    from tca_jax.calibration.profile import Profile
 
 SHIPPED = ("recall-tiny",)
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -158,7 +158,7 @@ def _eos_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _resolve_profile(folder: Path, profile: Any) -> Profile | None:
-    from tca_jax.calibrate.profile import Profile
+    from tca_jax.calibration.profile import Profile
 
     if profile is None or isinstance(profile, Profile):
         return profile

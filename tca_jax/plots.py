@@ -18,8 +18,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
-from tca_jax.calibrate.profile import Profile
-from tca_jax.config import TCAConfig
+from tca_jax.calibration.profile import Profile
+from tca_jax.methods.config import TCAConfig
 
 _KEPT_COLORS = "YlGnBu"  # light: little is kept, dark: all is
 _NEEDLE_COLOR = "#D55E00"  # vermillion stands out from the scale above, also for the color-blind

@@ -16,7 +16,7 @@ from tiny import TCA, write_checkpoint
 from typer.testing import CliRunner
 
 import tca_jax
-from tca_jax.calibrate.profile import Profile
+from tca_jax.calibration.profile import Profile
 from tca_jax.cli import app, main
 
 SCRIPT = Path(sys.executable).with_name("tca-jax")

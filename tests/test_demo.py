@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from tca_jax.demo import Answer, DemoResult, demo_table, run_demo
-from tca_jax.generation import Stats
+from tca_jax.engine.generation import Stats
 
 
 @pytest.fixture(scope="module")

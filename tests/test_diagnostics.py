@@ -7,9 +7,9 @@ from cases import poison, qkv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tca_jax.config import TCAConfig
 from tca_jax.diagnostics import dropped_mass, error_bounds
 from tca_jax.functional import attend
+from tca_jax.methods.config import TCAConfig
 
 CONFIG = TCAConfig(block_size=8, window=16, num_candidates=4)
 EXACT = TCAConfig(block_size=8, window=96, num_candidates=4)

@@ -14,10 +14,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from tca_jax.config import TCAConfig
 from tca_jax.diagnostics import dropped_mass
 from tca_jax.functional import attend, calibration_scores, candidate_budgets, select
-from tca_jax.pallas_kernels.selection import block_density, ranked_blocks
+from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.selection import block_density, ranked_blocks
 from tca_jax.pallas_kernels.token_scores import token_scores
 
 SMALL = TCAConfig(block_size=8, window=16, num_candidates=4)

@@ -9,7 +9,7 @@ import pytest
 from tiny import TCA, random_prompt, tiny_lm, write_checkpoint
 
 import tca_jax
-from tca_jax.calibrate.profile import Profile
+from tca_jax.calibration.profile import Profile
 from tca_jax.models.fingerprint import fingerprint
 
 

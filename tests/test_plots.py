@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from tca_jax import plots
-from tca_jax.calibrate.profile import Profile
-from tca_jax.config import TCAConfig
+from tca_jax.calibration.profile import Profile
+from tca_jax.methods.config import TCAConfig
 
 CONFIG = TCAConfig(block_size=16, window=64)
 NEEDLE_RGB = np.array([0xD5, 0x5E, 0x00]) / 255

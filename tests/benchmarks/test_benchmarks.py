@@ -15,10 +15,10 @@ from tca_jax.benchmarks import attention, caches, decode, decode_models, tune
 from tca_jax.benchmarks.common import LAYERS, agreement, random_normal, unequal_candidates
 from tca_jax.benchmarks.decode_models import random_state
 from tca_jax.benchmarks.models import CONFIGS, random_model, under_share
-from tca_jax.cache import attend_cache
 from tca_jax.cli import app
-from tca_jax.decoding import prefill
-from tca_jax.sampling import Sampling
+from tca_jax.engine.cache import attend_cache
+from tca_jax.engine.decoding import prefill
+from tca_jax.engine.sampling import Sampling
 
 TINY = ["--models=tiny", "--window=128", "--backend=xla", "--repeats=1"]
 OPTIONS = {

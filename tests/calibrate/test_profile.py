@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tca_jax.calibrate.candidates import candidate_budgets
-from tca_jax.calibrate.profile import FORMAT_VERSION, Profile
-from tca_jax.config import TCAConfig
+from tca_jax.calibration.profile import FORMAT_VERSION, Profile
+from tca_jax.methods.candidates import candidate_budgets
+from tca_jax.methods.config import TCAConfig
 from tca_jax.models.config import ModelConfig
 
 CONFIG = TCAConfig(block_size=8, window=16, sigma=0.7, tau=0.1 + 0.2, seed=3)
@@ -247,7 +247,7 @@ def test_nothing_is_logged_or_warned_about_a_normal_save_and_load(tmp_path, capl
 def test_a_profile_loads_in_a_process_with_another_number_of_devices(tmp_path):
     make_profile().save(tmp_path)
     code = (
-        "import sys, jax; from tca_jax.calibrate.profile import Profile; assert jax.device_count() == 3;"
+        "import sys, jax; from tca_jax.calibration.profile import Profile; assert jax.device_count() == 3;"
         "print(Profile.load(sys.argv[1]).candidates.tolist())"
     )
     environment = {
@@ -364,8 +364,8 @@ def test_an_error_inside_a_save_leaves_the_old_profile_and_the_next_save_works(t
 # makes to the file system, until one save goes through. Python's audit events tell of the changes.
 _KILLED_SAVES = """
 import os, shutil, signal, sys
-from tca_jax.calibrate.profile import Profile
-from tca_jax.config import TCAConfig
+from tca_jax.calibration.profile import Profile
+from tca_jax.methods.config import TCAConfig
 
 base = sys.argv[1]
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tca_jax.calibrate.run import calibrate, score_tokens
-from tca_jax.calibrate.scores import calibration_scores
-from tca_jax.config import TCAConfig
-from tca_jax.lm import LM
+from tca_jax.calibration.run import calibrate, score_tokens
+from tca_jax.calibration.scores import calibration_scores
+from tca_jax.engine.lm import LM
+from tca_jax.methods.config import TCAConfig
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 

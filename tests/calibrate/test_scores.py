@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from cases import poison, qkv
 
-from tca_jax.calibrate.candidates import candidate_budgets
-from tca_jax.calibrate.scores import calibration_scores, choose_candidates
-from tca_jax.config import TCAConfig
+from tca_jax.calibration.scores import calibration_scores, choose_candidates
+from tca_jax.methods.candidates import candidate_budgets
+from tca_jax.methods.config import TCAConfig
 
 RETAINED = TCAConfig(block_size=8, window=16, num_candidates=4)
 COLUMN = TCAConfig(block_size=8, window=16, num_candidates=4, criterion="column_mean")

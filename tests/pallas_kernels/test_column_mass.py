@@ -7,9 +7,9 @@ import oracle
 import pytest
 from cases import poison, qkv, regions
 
-from tca_jax.config import TCAConfig
-from tca_jax.pallas_kernels import column_mass_xla
+from tca_jax.methods.config import TCAConfig
 from tca_jax.pallas_kernels.column_mass import column_mass
+from tca_jax.pallas_kernels.column_mass import xla as column_mass_xla
 from tca_jax.pallas_kernels.tiles import Tiles
 
 CONFIG = TCAConfig(block_size=8, window=16)

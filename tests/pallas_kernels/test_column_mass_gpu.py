@@ -13,10 +13,12 @@ from cases import poison, unchecked
 from cuda_lowering import abstract_mesh, kernels
 from jax.sharding import PartitionSpec
 
-from tca_jax.pallas_kernels import column_mass_mosaic, column_mass_triton, column_mass_xla
 from tca_jax.pallas_kernels.backends import can_run
-from tca_jax.pallas_kernels.column_mass_mosaic import MosaicColumnMassConfig, MosaicPassConfig
-from tca_jax.pallas_kernels.column_mass_triton import ColumnMassConfig, PassConfig, default_config
+from tca_jax.pallas_kernels.column_mass import mosaic as column_mass_mosaic
+from tca_jax.pallas_kernels.column_mass import triton as column_mass_triton
+from tca_jax.pallas_kernels.column_mass import xla as column_mass_xla
+from tca_jax.pallas_kernels.column_mass.mosaic import MosaicColumnMassConfig, MosaicPassConfig
+from tca_jax.pallas_kernels.column_mass.triton import ColumnMassConfig, PassConfig, default_config
 from tca_jax.pallas_kernels.triton_call import DEPRECATION
 
 # The filter that `triton_call` sets is lost between tests, and what an earlier test traced is not traced again.

@@ -8,7 +8,7 @@ import oracle
 import pytest
 
 from tca_jax.pallas_kernels.decode_attention import decode_attention
-from tca_jax.pallas_kernels.decode_attention_xla import ring_positions
+from tca_jax.pallas_kernels.decode_attention.xla import ring_positions
 
 BLOCK, WINDOW, RING, DIM = 8, 16, 24, 16
 

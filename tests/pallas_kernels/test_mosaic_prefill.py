@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from cases import unchecked
 
-from tca_jax.config import TCAConfig
-from tca_jax.functional import head_budgets
-from tca_jax.pallas_kernels import prefill_attention_mosaic, prefill_attention_xla
+from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.selection import head_budgets
 from tca_jax.pallas_kernels.backends import can_run
+from tca_jax.pallas_kernels.prefill_attention import mosaic as prefill_attention_mosaic
+from tca_jax.pallas_kernels.prefill_attention import xla as prefill_attention_xla
 from tca_jax.pallas_kernels.select_tokens import select_tokens
 from tca_jax.pallas_kernels.token_scores import token_scores
 

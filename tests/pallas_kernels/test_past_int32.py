@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 
 from tca_jax.benchmarks.common import free_bytes, random_normal, unequal_candidates
-from tca_jax.cache import CacheLayout
-from tca_jax.config import TCAConfig
-from tca_jax.functional import head_budgets
-from tca_jax.pallas_kernels import decode_attention_triton, decode_attention_xla, select_tokens_xla
+from tca_jax.engine.cache import CacheLayout
+from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.selection import head_budgets
 from tca_jax.pallas_kernels.backends import can_run
 from tca_jax.pallas_kernels.column_mass import column_mass
+from tca_jax.pallas_kernels.decode_attention import triton as decode_attention_triton
+from tca_jax.pallas_kernels.decode_attention import xla as decode_attention_xla
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
 from tca_jax.pallas_kernels.select_tokens import select_tokens
+from tca_jax.pallas_kernels.select_tokens import xla as select_tokens_xla
 from tca_jax.pallas_kernels.token_scores import token_scores
 
 NEEDED_BYTES = 60e9

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from cases import qkv, unchecked
 
+from tca_jax.pallas_kernels.ranking import selection_mask
 from tca_jax.pallas_kernels.select_tokens import select_tokens
-from tca_jax.pallas_kernels.select_tokens_xla import source_rows
-from tca_jax.pallas_kernels.selection import selection_mask
+from tca_jax.pallas_kernels.select_tokens.xla import source_rows
 from tca_jax.pallas_kernels.tiles import heads_first
 
 

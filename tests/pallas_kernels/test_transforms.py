@@ -12,8 +12,9 @@ import pytest
 from cuda_lowering import abstract_mesh, kernels
 from jax.sharding import PartitionSpec
 
-from tca_jax.pallas_kernels import causal_attention, prefill_attention_triton
+from tca_jax.pallas_kernels import causal_attention
 from tca_jax.pallas_kernels.backends import can_run
+from tca_jax.pallas_kernels.prefill_attention import triton as prefill_attention_triton
 from tca_jax.pallas_kernels.triton_call import DEPRECATION
 
 # The filter that `triton_call` sets is lost between tests, and what an earlier test traced is not traced again.

@@ -9,8 +9,9 @@ import pytest
 from cuda_lowering import abstract_mesh, kernels
 from jax.sharding import PartitionSpec
 
-from tca_jax.pallas_kernels import decode_attention_triton, decode_attention_xla
-from tca_jax.pallas_kernels.decode_attention_triton import DecodeConfig
+from tca_jax.pallas_kernels.decode_attention import triton as decode_attention_triton
+from tca_jax.pallas_kernels.decode_attention import xla as decode_attention_xla
+from tca_jax.pallas_kernels.decode_attention.triton import DecodeConfig
 from tca_jax.pallas_kernels.triton_call import DEPRECATION
 
 # The filter that `triton_call` sets is lost between tests, and what an earlier test traced is not traced again.

@@ -10,8 +10,9 @@ from cases import poison, unchecked
 from cuda_lowering import abstract_mesh, kernels
 from jax.sharding import PartitionSpec
 
-from tca_jax.pallas_kernels import prefill_attention_triton, prefill_attention_xla
-from tca_jax.pallas_kernels.prefill_attention_triton import PrefillConfig, default_config
+from tca_jax.pallas_kernels.prefill_attention import triton as prefill_attention_triton
+from tca_jax.pallas_kernels.prefill_attention import xla as prefill_attention_xla
+from tca_jax.pallas_kernels.prefill_attention.triton import PrefillConfig, default_config
 from tca_jax.pallas_kernels.triton_call import DEPRECATION
 
 # The filter that `triton_call` sets is lost between tests, and what an earlier test traced is not traced again.

@@ -10,9 +10,12 @@ from cases import last_queries, poison, qkv
 from cuda_lowering import abstract_mesh, kernels
 from jax.sharding import PartitionSpec
 
-from tca_jax.pallas_kernels import select_tokens_triton, select_tokens_xla, token_scores_triton, token_scores_xla
-from tca_jax.pallas_kernels.select_tokens_triton import SelectConfig
-from tca_jax.pallas_kernels.token_scores_triton import TokenScoresConfig
+from tca_jax.pallas_kernels.select_tokens import triton as select_tokens_triton
+from tca_jax.pallas_kernels.select_tokens import xla as select_tokens_xla
+from tca_jax.pallas_kernels.select_tokens.triton import SelectConfig
+from tca_jax.pallas_kernels.token_scores import triton as token_scores_triton
+from tca_jax.pallas_kernels.token_scores import xla as token_scores_xla
+from tca_jax.pallas_kernels.token_scores.triton import TokenScoresConfig
 from tca_jax.pallas_kernels.triton_call import DEPRECATION
 
 # The filter that `triton_call` sets is lost between tests, and what an earlier test traced is not traced again.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float64, Int32
 
-from tca_jax.config import TCAConfig
+from tca_jax.methods.config import TCAConfig
 
 
 def budget_sizes(config: TCAConfig) -> Int32[np.ndarray, " K"]:

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tca_jax.decoding import row_keys
-from tca_jax.sampling import Sampling, filter_logits, sample
+from tca_jax.engine.decoding import row_keys
+from tca_jax.engine.sampling import Sampling, filter_logits, sample
 
 
 def _random_logits(seed, batch=3, vocabulary=50):

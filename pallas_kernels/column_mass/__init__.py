@@ -6,9 +6,11 @@ from types import MappingProxyType
 
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.pallas_kernels import column_mass_mosaic, column_mass_triton, column_mass_xla
 from tca_jax.pallas_kernels.backends import dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes
+from tca_jax.pallas_kernels.column_mass import mosaic as column_mass_mosaic
+from tca_jax.pallas_kernels.column_mass import triton as column_mass_triton
+from tca_jax.pallas_kernels.column_mass import xla as column_mass_xla
 
 _IMPLEMENTATIONS = MappingProxyType(
     {

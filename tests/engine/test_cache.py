@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import tca_jax
-from tca_jax.cache import CacheLayout, LayerCache, decode_layer, prefill_layer, rows_with_leaving_block
-from tca_jax.calibrate.candidates import eviction_budgets
+from tca_jax.engine.cache import CacheLayout, LayerCache, decode_layer, prefill_layer, rows_with_leaving_block
+from tca_jax.methods.candidates import eviction_budgets
 
 CONFIG = tca_jax.TCAConfig(block_size=8, window=16)
 DENSE = CONFIG.num_candidates

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tca_jax.calibrate.candidates import (
+from tca_jax.methods.candidates import (
     budget_count_table,
     budget_counts,
     budget_sizes,
@@ -15,7 +15,7 @@ from tca_jax.calibrate.candidates import (
     eviction_budgets,
     region_capacity,
 )
-from tca_jax.config import TCAConfig
+from tca_jax.methods.config import TCAConfig
 
 CONFIG = TCAConfig()
 configs = st.builds(

@@ -10,8 +10,8 @@ import pytest
 from tiny import CONFIG, TCA, greedy_reference, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
-from tca_jax.buckets import bucket_length
-from tca_jax.prompts import encode_prompts
+from tca_jax.engine.buckets import bucket_length
+from tca_jax.engine.prompts import encode_prompts
 
 DENSE = TCA.num_candidates
 UNEQUAL = [[0, 6], [DENSE, 3]]

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tca_jax.config import TCAConfig
-from tca_jax.pallas_kernels.selection import block_budgets, block_density, ranked_blocks, selection_mask
+from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.selection import block_budgets, block_density, ranked_blocks
+from tca_jax.pallas_kernels.ranking import selection_mask
 from tca_jax.pallas_kernels.token_scores import TokenScores
 
 CONFIG = TCAConfig(block_size=8, window=16)

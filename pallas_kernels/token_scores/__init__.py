@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.pallas_kernels import token_scores_triton, token_scores_xla
 from tca_jax.pallas_kernels.backends import dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes
+from tca_jax.pallas_kernels.token_scores import triton as token_scores_triton
+from tca_jax.pallas_kernels.token_scores import xla as token_scores_xla
 
 _IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {"triton": token_scores_triton.token_scores, "xla": token_scores_xla.token_scores}

@@ -6,9 +6,10 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32
 
-from tca_jax.config import TCAConfig
+from tca_jax.methods.candidates import budget_count_table
+from tca_jax.methods.config import TCAConfig
 from tca_jax.pallas_kernels.token_scores import TokenScores
 
 
@@ -70,19 +71,27 @@ def block_budgets(
     return jnp.where(ranked, jnp.left_shift(jnp.int32(1), exponent.astype(jnp.int32)), 0)
 
 
-def selection_mask(
-    scores: Float32[Array, "B Hkv L"], budgets: Int[Array, "B Hkv nb"], *, block_size: int
-) -> Bool[Array, "B Hkv L"]:
-    """Marks the `budgets[j]` highest scores of every whole block j, ties to the lower position."""
-    *lead, length = scores.shape
-    num_blocks = length // block_size
-    blocks = scores[..., : num_blocks * block_size].reshape(*lead, num_blocks, block_size)
-    # Rank by counting instead of sorting: one fused pass, and candidates share it under vmap over budgets.
-    ahead = blocks[..., None, :] > blocks[..., :, None]
-    tied = (blocks[..., None, :] == blocks[..., :, None]) & jnp.tri(block_size, k=-1, dtype=bool)
-    rank = (ahead | tied).sum(axis=-1, dtype=jnp.int32)
-    mask = (rank < budgets[..., None]).reshape(*lead, num_blocks * block_size)
-    return jnp.pad(mask, [(0, 0)] * len(lead) + [(0, length - num_blocks * block_size)])
+def head_budgets(
+    scored: TokenScores,
+    candidates: Int[Array, " Hkv"],
+    lengths: Int[Array, " B"],
+    config: TCAConfig,
+) -> Int32[Array, "B Hkv nb"]:
+    """Tokens that every block may keep, by its head's candidate and its rank (Eq. 7).
+
+    Args:
+        scored: Token scores and block statistics of the prompt.
+        candidates: Row of `candidate_budgets` for every KV head [Hkv].
+        lengths: Prompt lengths [B].
+        config: The method's hyperparameters.
+
+    Returns:
+        int32 [B, Hkv, L // b]; 0 for blocks that are not ranked.
+    """
+    ranked = ranked_blocks(lengths, config)
+    density = block_density(scored, ranked, config)
+    table = jnp.asarray(budget_count_table(config, config.num_ranked_blocks(scored.scores.shape[-1])))
+    return block_budgets(density, ranked, table[ranked[:, None], candidates])
 
 
 def _entropy_index(

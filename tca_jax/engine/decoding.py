@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from tca_jax.cache import LayerCache, decode_layer, prefill_layer, rows_with_leaving_block
-from tca_jax.lm import LM
+from tca_jax.engine.cache import LayerCache, decode_layer, prefill_layer, rows_with_leaving_block
+from tca_jax.engine.lm import LM
+from tca_jax.engine.sampling import Sampling, sample
 from tca_jax.pallas_kernels.backends import check_backend
 from tca_jax.pallas_kernels.checks import as_int32, check_range, check_shapes
-from tca_jax.sampling import Sampling, sample
 
 
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import jax
 from flax import nnx
 
-from tca_jax.cache import CacheLayout
-from tca_jax.config import TCAConfig
+from tca_jax.engine.cache import CacheLayout
+from tca_jax.methods.config import TCAConfig
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import fingerprint
 from tca_jax.pallas_kernels.tiles import round_up
 
 if TYPE_CHECKING:
-    from tca_jax.calibrate.profile import Profile
+    from tca_jax.calibration.profile import Profile
 
 
 @functools.partial(

@@ -8,9 +8,11 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from tca_jax.pallas_kernels import prefill_attention_mosaic, prefill_attention_triton, prefill_attention_xla
 from tca_jax.pallas_kernels.backends import dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes, check_whole_blocks
+from tca_jax.pallas_kernels.prefill_attention import mosaic as prefill_attention_mosaic
+from tca_jax.pallas_kernels.prefill_attention import triton as prefill_attention_triton
+from tca_jax.pallas_kernels.prefill_attention import xla as prefill_attention_xla
 
 _IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {

@@ -11,9 +11,9 @@ from flax import nnx
 from tiny import CONFIG, tiny_lm, with_candidates
 
 import tca_jax
-from tca_jax.decoding import decode, prefill, row_keys
+from tca_jax.engine.decoding import decode, prefill, row_keys
+from tca_jax.engine.sampling import Sampling
 from tca_jax.models.decoder import Decoder
-from tca_jax.sampling import Sampling
 
 
 def operations(program: str, shapes: set[tuple[int, ...]]) -> set[str]:

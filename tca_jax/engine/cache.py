@@ -16,16 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from tca_jax.calibrate.candidates import eviction_budgets, region_capacity
-from tca_jax.config import TCAConfig
-from tca_jax.functional import REGION_ALIGNMENT, head_budgets
+from tca_jax.methods.candidates import eviction_budgets, region_capacity
+from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.selection import head_budgets, last_query
 from tca_jax.pallas_kernels.backends import backend_for
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.decode_attention import decode_attention
+from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT
 from tca_jax.pallas_kernels.numerics import scaled_scores
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
+from tca_jax.pallas_kernels.ranking import selection_mask
 from tca_jax.pallas_kernels.select_tokens import select_tokens
-from tca_jax.pallas_kernels.selection import last_query, selection_mask
 from tca_jax.pallas_kernels.tiles import round_up
 from tca_jax.pallas_kernels.token_scores import token_scores
 

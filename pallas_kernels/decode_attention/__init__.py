@@ -8,9 +8,10 @@ from typing import Any
 
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.pallas_kernels import decode_attention_triton, decode_attention_xla
 from tca_jax.pallas_kernels.backends import dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes
+from tca_jax.pallas_kernels.decode_attention import triton as decode_attention_triton
+from tca_jax.pallas_kernels.decode_attention import xla as decode_attention_xla
 
 _IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {"triton": decode_attention_triton.decode_attention, "xla": decode_attention_xla.decode_attention}

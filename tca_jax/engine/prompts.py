@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tca_jax.lm import LM
+from tca_jax.engine.lm import LM
 
 Chat = Sequence[Mapping[str, Any]]
 Prompt = str | bytes | Chat | Sequence[int] | np.ndarray

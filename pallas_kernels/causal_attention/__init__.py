@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tca_jax.pallas_kernels import prefill_attention_mosaic, prefill_attention_triton, prefill_attention_xla
 from tca_jax.pallas_kernels.backends import dispatch
 from tca_jax.pallas_kernels.checks import check_shapes
+from tca_jax.pallas_kernels.prefill_attention import mosaic as prefill_attention_mosaic
+from tca_jax.pallas_kernels.prefill_attention import triton as prefill_attention_triton
+from tca_jax.pallas_kernels.prefill_attention import xla as prefill_attention_xla
 from tca_jax.pallas_kernels.tiles import round_up
 
 _BLOCK = 128  # tile of the prefill kernels; exact attention has no blocks of its own

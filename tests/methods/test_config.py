@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tca_jax.config import TCAConfig
+from tca_jax.methods.config import TCAConfig
 
 
 def test_the_paper_preset_is_the_papers():

@@ -8,9 +8,10 @@ from typing import Any
 
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from tca_jax.pallas_kernels import select_tokens_triton, select_tokens_xla
 from tca_jax.pallas_kernels.backends import dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes, check_whole_blocks
+from tca_jax.pallas_kernels.select_tokens import triton as select_tokens_triton
+from tca_jax.pallas_kernels.select_tokens import xla as select_tokens_xla
 
 _IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {"triton": select_tokens_triton.select_tokens, "xla": select_tokens_xla.select_tokens}

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tca_jax.buckets import bucket_length
-from tca_jax.decoding import DecodingState, decode, prefill, row_keys
-from tca_jax.lm import LM
+from tca_jax.engine.buckets import bucket_length
+from tca_jax.engine.decoding import DecodingState, decode, prefill, row_keys
+from tca_jax.engine.lm import LM
+from tca_jax.engine.programs import Program
+from tca_jax.engine.prompts import Prompt, decode_tokens, encode_prompt, encode_prompts
+from tca_jax.engine.sampling import Sampling
 from tca_jax.pallas_kernels.backends import check_backend
-from tca_jax.programs import Program
-from tca_jax.prompts import Prompt, decode_tokens, encode_prompt, encode_prompts
-from tca_jax.sampling import Sampling
 
 _prefill = Program(prefill)
 _decode = Program(decode, donate=(1,))

@@ -1,0 +1,1 @@
+"""From prompts to answers under any method: the model with its cache, the decoding loop, generation."""
