@@ -6,6 +6,7 @@ tca-jax bench attention --lengths 32768 --models llama3.1-8b --shares 0.2 --repe
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
+from jaxtyping import Array
 from matplotlib.figure import Figure
 
 import tca_jax
@@ -43,59 +45,48 @@ from tca_jax.benchmarks.common import (
     unequal_candidates,
     write_results,
 )
-from tca_jax.engine.cache import CacheLayout
+from tca_jax.methods.candidates import region_capacity
+from tca_jax.methods.regions import Regions, Selected, Selection
 from tca_jax.methods.selection import head_budgets
-from tca_jax.pallas_kernels.backends import can_run
+from tca_jax.pallas_kernels.backends import can_run, whole
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
-from tca_jax.pallas_kernels.select_tokens import select_tokens
-from tca_jax.pallas_kernels.token_scores import token_scores
+from tca_jax.pallas_kernels.token_scores import TokenScores, token_scores
 
 
-def stages(layout: CacheLayout, backend: str) -> dict[str, Any]:
-    """The jitted stages of a layer's prefill, in their order, each a function of what the ones before return."""
-    config, b = layout.config, layout.config.block_size
-    offsets = jnp.asarray(layout.offsets, jnp.int32)
-    candidates = jnp.asarray(layout.candidates, jnp.int32)
-    selection = "xla" if backend == "xla" else "auto"
-    return {
-        "token_scores": jax.jit(lambda q, k, n: token_scores(q[:, -1], k, n, block_size=b, backend=selection)),
-        "budgets": jax.jit(lambda scored, n: head_budgets(scored, candidates, n, config)),
-        "select_tokens": jax.jit(
-            lambda scored, budgets, k, v: select_tokens(
-                scored.scores,
-                budgets,
-                k,
-                v,
-                offsets,
-                block_size=b,
-                pool_tokens=layout.pool_tokens,
-                backend=selection,
-            )
-        ),
-        "prefill_attention": jax.jit(
-            lambda q, k, v, k_pool, v_pool, budgets, n: prefill_attention(
-                q,
-                k,
-                v,
-                k_pool,
-                v_pool,
-                offsets,
-                budgets,
-                n,
-                block_size=b,
-                window=config.window,
-                backend=backend,
-            )
-        ),
-    }
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """The stages of a layer's prefill, in their order, each a jitted function of what the ones before return.
 
+    Attributes:
+        scores: (q, k, n) -> token scores.
+        budgets: (token scores, n) -> selection.
+        select: (selection, k, v) -> the selection in a pool.
+        attention: (q, k, v, selected, n) -> output.
+    """
 
-def pipeline(steps: dict[str, Any], q: jax.Array, k: jax.Array, v: jax.Array, n: jax.Array) -> jax.Array:
-    """All stages, one after the other."""
-    scored = steps["token_scores"](q, k, n)
-    budgets = steps["budgets"](scored, n)
-    k_pool, v_pool, _ = steps["select_tokens"](scored, budgets, k, v)
-    return steps["prefill_attention"](q, k, v, k_pool, v_pool, budgets, n)
+    scores: Callable[..., TokenScores]
+    budgets: Callable[..., Selection]
+    select: Callable[..., Selected]
+    attention: Callable[..., Array]
+
+    @classmethod
+    def create(cls, candidates: tuple[int, ...], length: int, backend: str, config: tca_jax.TCAConfig) -> Stages:
+        """Stages of one layer under given budgets; selection runs on the backend too where it has the kernels."""
+        b, kernels = config.block_size, whole(backend)
+        rows = jnp.asarray(candidates, jnp.int32)
+        ranked = config.num_ranked_blocks(length)
+        regions = Regions.plan(1, tuple(region_capacity(config, row, ranked) for row in candidates))
+        attend = functools.partial(prefill_attention, block_size=b, window=config.window, backend=kernels)
+        return cls(
+            scores=jax.jit(lambda q, k, n: token_scores(q[:, -1], k, n, block_size=b, backend=kernels)),
+            budgets=jax.jit(lambda scored, n: Selection(scored.scores, head_budgets(scored, rows, n, config))),
+            select=jax.jit(lambda selection, k, v: regions.fill(selection, k, v, block_size=b, backend=kernels)),
+            attention=jax.jit(lambda q, k, v, selected, n: attend(q, k, v, selected.pool, selected.budgets, n)),
+        )
+
+    def pipeline(self, q: Array, k: Array, v: Array, n: Array) -> Array:
+        """All stages, one after the other."""
+        return self.attention(q, k, v, self.select(self.budgets(self.scores(q, k, n), n), k, v), n)
 
 
 def computed_pairs(budgets: np.ndarray, length: int, config: tca_jax.TCAConfig) -> float:
@@ -122,17 +113,16 @@ def measure(
     for backend, share in settings:
         candidates = unequal_candidates(config, layer.kv_heads, share)
         error = _check(layer, candidates, backend, config, min(length, CHECKED_TOKENS))
-        layout = CacheLayout.plan(config, candidates, 1, length, 1)
-        steps = stages(layout, backend)
-        scored = steps["token_scores"](q, k, n)
-        budgets = steps["budgets"](scored, n)
-        k_pool, v_pool, kept = steps["select_tokens"](scored, budgets, k, v)
+        stages = Stages.create(candidates, length, backend, config)
+        scored = stages.scores(q, k, n)
+        selection = stages.budgets(scored, n)
+        selected = stages.select(selection, k, v)
         stage_calls: dict[str, Callable[[], Any]] = {
-            "TCA": functools.partial(jax.jit(functools.partial(pipeline, steps)), q, k, v, n),
-            "scores": functools.partial(steps["token_scores"], q, k, n),
-            "budgets": functools.partial(steps["budgets"], scored, n),
-            "select": functools.partial(steps["select_tokens"], scored, budgets, k, v),
-            "attention": functools.partial(steps["prefill_attention"], q, k, v, k_pool, v_pool, budgets, n),
+            "TCA": functools.partial(jax.jit(stages.pipeline), q, k, v, n),
+            "scores": functools.partial(stages.scores, q, k, n),
+            "budgets": functools.partial(stages.budgets, scored, n),
+            "select": functools.partial(stages.select, selection, k, v),
+            "attention": functools.partial(stages.attention, q, k, v, selected, n),
         }
         calls |= {(backend, share, name): call for name, call in stage_calls.items()}
         rows.append(
@@ -141,8 +131,8 @@ def measure(
                 "tokens": length,
                 "backend": backend,
                 "share": share,
-                "kept": float(np.asarray(kept).mean() + config.window) / length,
-                "area": computed_pairs(np.asarray(budgets), length, config) / (length**2 / 2),
+                "kept": float(np.asarray(selected.pool.lengths).mean() + config.window) / length,
+                "area": computed_pairs(np.asarray(selected.budgets), length, config) / (length**2 / 2),
                 "error": error,
             }
         )
@@ -161,22 +151,21 @@ def measure(
 @functools.cache
 def _check(layer: Layer, candidates: tuple[int, ...], backend: str, config: tca_jax.TCAConfig, length: int) -> float:
     """Relative error against the XLA oracle on fresh inputs."""
-    layout = CacheLayout.plan(config, candidates, 1, length, 1)
-    out = pipeline(stages(layout, backend), *attention_inputs(layer, length, seed=1))
-    return agreement(backend, out, _oracle(layer, layout))
+    out = Stages.create(candidates, length, backend, config).pipeline(*attention_inputs(layer, length, seed=1))
+    return agreement(backend, out, _oracle(layer, candidates, config, length))
 
 
 @functools.cache
-def _oracle(layer: Layer, layout: CacheLayout) -> jax.Array:
-    return pipeline(stages(layout, "xla"), *attention_inputs(layer, layout.prompt_tokens, seed=1))
+def _oracle(layer: Layer, candidates: tuple[int, ...], config: tca_jax.TCAConfig, length: int) -> Array:
+    return Stages.create(candidates, length, "xla", config).pipeline(*attention_inputs(layer, length, seed=1))
 
 
 def _declines(layer: Layer, backend: str, config: tca_jax.TCAConfig) -> str | None:
     """Why the kernel of a backend does not take a layer, or None."""
-    layout = CacheLayout.plan(config, (0,) * layer.kv_heads, 1, config.window + config.block_size, 1)
-    inputs = jax.eval_shape(lambda: attention_inputs(layer, layout.prompt_tokens, seed=0))
+    length = config.window + config.block_size
+    inputs = jax.eval_shape(lambda: attention_inputs(layer, length, seed=0))
     try:
-        jax.eval_shape(functools.partial(pipeline, stages(layout, backend)), *inputs)
+        jax.eval_shape(Stages.create((0,) * layer.kv_heads, length, backend, config).pipeline, *inputs)
     except NotImplementedError as error:
         return str(error)
     return None

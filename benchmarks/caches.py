@@ -2,54 +2,69 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 import tca_jax
+from tca_jax import methods
 from tca_jax.benchmarks.common import FULL, Layer, random_normal, unequal_candidates
 from tca_jax.engine.cache import CacheLayout, LayerCache
-from tca_jax.methods.candidates import budget_counts, budget_sizes
+from tca_jax.methods.base import CachePolicy, per_head
+from tca_jax.pallas_kernels.kv import Pool, Ring
 
 
-def plan(config: tca_jax.TCAConfig, layer: Layer, share: float, batch: int, tokens: int) -> CacheLayout:
-    """Layout behind a prompt of `tokens`; the full cache is a window that holds everything, as for `LM`."""
-    if share == FULL:
-        config = tca_jax.TCAConfig(block_size=config.block_size, window=tokens)
-        candidates = (config.num_candidates,) * layer.kv_heads
-    else:
-        candidates = unequal_candidates(config, layer.kv_heads, share)
-    return CacheLayout.plan(config, candidates, batch, tokens, 1)
+@dataclasses.dataclass(frozen=True)
+class CachePlan:
+    """A layer's cache behind a prompt.
+
+    Attributes:
+        layout: Its static shape.
+        selected: Tokens that each KV head keeps beside the window, `[H_kv]`.
+    """
+
+    layout: CacheLayout
+    selected: tuple[int, ...]
+
+    @property
+    def attended_tokens(self) -> int:
+        """Tokens that a step reads, over all rows and KV heads: what is kept, the window, and the new token."""
+        local = min(self.layout.prompt_tokens, self.layout.window) + 1
+        return self.layout.batch * (sum(self.selected) + local * len(self.selected))
 
 
-def selected_tokens(layout: CacheLayout) -> np.ndarray:
-    """Tokens that each KV head keeps of the ranked blocks, int64 `[H_kv]`."""
-    config = layout.config
-    counts = budget_counts(config, config.num_ranked_blocks(layout.prompt_tokens))
-    return (counts @ budget_sizes(config).astype(np.int64))[list(layout.candidates)]
+def plan(config: tca_jax.TCAConfig, layer: Layer, share: float, batch: int, tokens: int) -> CachePlan:
+    """The cache behind a prompt of `tokens` whose ranked blocks keep a share, unequally; 1 is full attention's."""
+    method = methods.BASELINE if share == FULL else config.method([unequal_candidates(config, layer.kv_heads, share)])
+    return plan_layer(method.cache, 0, layer.kv_heads, batch, tokens, 1)
 
 
-def attended_tokens(layout: CacheLayout) -> int:
-    """Tokens that a step reads, over all rows and KV heads: what is kept, the window, and the new token."""
-    local = min(layout.prompt_tokens, layout.config.window) + 1
-    return layout.batch * int((selected_tokens(layout) + local).sum())
+def plan_layer(policy: CachePolicy, layer: int, kv_heads: int, batch: int, tokens: int, new_tokens: int) -> CachePlan:
+    """The cache of a layer behind a prompt of `tokens`, with room for `new_tokens`."""
+    layout = CacheLayout.plan(policy, layer, kv_heads, batch, tokens, new_tokens)
+    selected = per_head(policy.capacities(layer, tokens, 1), kv_heads, "capacities")
+    return CachePlan(layout, selected)
 
 
 def random_caches(
-    layouts: list[CacheLayout], head_dim: int, seed: int, dtype: DTypeLike = jnp.bfloat16
+    plans: list[CachePlan], head_dim: int, seed: int, dtype: DTypeLike = jnp.bfloat16
 ) -> list[LayerCache]:
-    """Caches of those layouts, their regions full, out of the same random keys and values."""
-    heads, batch = len(layouts[0].candidates), layouts[0].batch
-    most = max(max(layout.pool_tokens, batch * heads * layout.ring_tokens) for layout in layouts)
+    """Caches as planned, holding what they keep, out of the same random keys and values."""
+    layouts = [plan.layout for plan in plans]
+    heads, batch = layouts[0].num_kv_heads, layouts[0].batch
+    most = max(max(layout.regions.pool_tokens, batch * heads * layout.ring_tokens) for layout in layouts)
     keys = jax.random.split(jax.random.key(seed))
     drawn = [random_normal(key, (most, head_dim), dtype) for key in keys]  # one program for all shapes
     caches = []
-    for layout in layouts:
+    for plan in plans:
+        layout = plan.layout
         ring = (batch, heads, layout.ring_tokens, head_dim)
-        k_pool, v_pool = (x[: layout.pool_tokens] for x in drawn)
+        k_pool, v_pool = (x[: layout.regions.pool_tokens] for x in drawn)
         k_ring, v_ring = (x[most - batch * heads * layout.ring_tokens :].reshape(ring) for x in drawn)
-        kept = jnp.asarray(np.tile(selected_tokens(layout), (batch, 1)), jnp.int32)
-        offsets = jnp.asarray(layout.offsets, jnp.int32)
-        caches.append(LayerCache(k_pool, v_pool, offsets, kept, k_ring, v_ring, layout))
+        kept = jnp.asarray(np.tile(plan.selected, (batch, 1)), jnp.int32)
+        offsets = jnp.asarray(layout.regions.offsets, jnp.int32)
+        caches.append(LayerCache(Pool(k_pool, v_pool, offsets, kept), Ring(k_ring, v_ring), layout))
     return caches

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 import tca_jax
-from tca_jax.benchmarks.caches import attended_tokens, plan, random_caches
+from tca_jax.benchmarks.caches import CachePlan, plan, random_caches
 from tca_jax.benchmarks.common import (
     CHECKED_TOKENS,
     COPIED_BYTES,
@@ -52,7 +52,7 @@ from tca_jax.benchmarks.common import (
     write_results,
 )
 from tca_jax.benchmarks.decode_models import STEPS_OF_MODELS, Timing, measure_model
-from tca_jax.engine.cache import CacheLayout, LayerCache, attend_cache
+from tca_jax.engine.cache import LayerCache, attend_cache
 
 STEPS = 32  # of one program: a CUDA graph, so that the host's time to launch kernels stays out
 _PAST_L2_BYTES = 2**28  # five times an H200's L2 cache
@@ -60,7 +60,7 @@ _PAST_L2_BYTES = 2**28  # five times an H200's L2 cache
 
 def copies_past_l2(cache: LayerCache) -> tuple[LayerCache, ...]:
     """The cache and copies of it for the steps in turn: in a model, other layers push a small cache out of L2."""
-    num_bytes = cache.layout.num_bytes(cache.k_ring.shape[-1], cache.k_ring.dtype)
+    num_bytes = cache.layout.num_bytes(cache.ring.k.shape[-1], cache.ring.k.dtype)
     count = max(1, min(STEPS, -(-_PAST_L2_BYTES // num_bytes)))
     return (cache, *(jax.tree.map(jnp.copy, cache) for _ in range(count - 1)))
 
@@ -95,36 +95,36 @@ def measure(
     repeats: int,
 ) -> list[dict[str, Any]]:
     """Rows of the full cache and of one TCA cache a share, timed in turns; `copied` is what `device_copy` says."""
-    layouts = {share: plan(config, layer, share, batch, tokens) for share in [FULL, *shares]}
-    errors = {share: _check(layer, batch, share, backend, config, min(tokens, CHECKED_TOKENS)) for share in layouts}
-    caches = random_caches(list(layouts.values()), layer.head_dim, seed=tokens)
+    plans = {share: plan(config, layer, share, batch, tokens) for share in [FULL, *shares]}
+    errors = {share: _check(layer, batch, share, backend, config, min(tokens, CHECKED_TOKENS)) for share in plans}
+    caches = random_caches(list(plans.values()), layer.head_dim, seed=tokens)
     q, rotation = _queries(layer, batch)
-    programs = dict(zip([*map(str, layouts), "empty"], [*map(copies_past_l2, caches), ()], strict=True))
+    programs = dict(zip([*map(str, plans), "empty"], [*map(copies_past_l2, caches), ()], strict=True))
     calls = {name: functools.partial(run_steps, q, rotation, turns, backend) for name, turns in programs.items()}
     seconds = time_alternating(calls, repeats)
-    net = {share: (seconds[str(share)] - seconds["empty"]) / STEPS for share in layouts}
+    net = {share: (seconds[str(share)] - seconds["empty"]) / STEPS for share in plans}
     return [
         {
             "model": layer.name,
             "batch": batch,
             "tokens": tokens,
             "share": share,
-            "attended": attended_tokens(layout) / (batch * layer.kv_heads * (tokens + 1)),
-            "KV MB": layout.num_bytes(layer.head_dim, jnp.bfloat16) / 1e6,
+            "attended": cache_plan.attended_tokens / (batch * layer.kv_heads * (tokens + 1)),
+            "KV MB": cache_plan.layout.num_bytes(layer.head_dim, jnp.bfloat16) / 1e6,
             "step ms": 1e3 * seconds[str(share)] / STEPS,
             "attention ms": 1e3 * net[share],
-            "GB/s": _read_bytes(layout, layer) / net[share] / 1e9,
-            "of copy": _read_bytes(layout, layer) / net[share] / copied,
+            "GB/s": _read_bytes(cache_plan, layer) / net[share] / 1e9,
+            "of copy": _read_bytes(cache_plan, layer) / net[share] / copied,
             "speed-up": net[FULL] / net[share],
             "error": errors[share],
         }
-        for share, layout in layouts.items()
+        for share, cache_plan in plans.items()
     ]
 
 
-def _read_bytes(layout: CacheLayout, layer: Layer) -> int:
+def _read_bytes(cache_plan: CachePlan, layer: Layer) -> int:
     """Bytes of the keys and values that a step attends to, in bfloat16."""
-    return 2 * 2 * layer.head_dim * attended_tokens(layout)
+    return 2 * 2 * layer.head_dim * cache_plan.attended_tokens
 
 
 def _queries(layer: Layer, batch: int) -> tuple[Array, Array]:
@@ -144,7 +144,7 @@ def _check(layer: Layer, batch: int, share: float, backend: str, config: tca_jax
 
 def needed_bytes(layer: Layer, batch: int, tokens: int, shares: list[float], config: tca_jax.TCAConfig) -> int:
     """Device memory of the caches that are timed in turns, and of what they are drawn from: a full cache more."""
-    layouts = [plan(config, layer, share, batch, tokens) for share in [FULL, FULL, *shares]]
+    layouts = [plan(config, layer, share, batch, tokens).layout for share in [FULL, FULL, *shares]]
     return sum(layout.num_bytes(layer.head_dim, jnp.bfloat16) for layout in layouts)
 
 

@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 
 import tca_jax
-from tca_jax.benchmarks.caches import attended_tokens, random_caches
+from tca_jax.benchmarks.caches import CachePlan, plan_layer, random_caches
 from tca_jax.benchmarks.common import COMPILED_AT_ONCE, FULL, free_bytes, print_row
 from tca_jax.benchmarks.models import random_model, under_share, weight_bytes
-from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.decoding import DecodingState, decode, row_keys
 from tca_jax.engine.lm import LM
 from tca_jax.engine.programs import Program
@@ -73,9 +72,7 @@ def measure_model(
 def random_state(lm: LM, batch: int, tokens: int) -> DecodingState:
     """The state behind prompts of `tokens`, with room for the steps; caches are full of random keys and values."""
     head_dim, dtype = lm.config.head_dim, jnp.dtype(lm.config.dtype_name)
-    caches = [
-        random_caches([layout], head_dim, seed, dtype)[0] for seed, layout in enumerate(_layouts(lm, batch, tokens))
-    ]
+    caches = [random_caches([plan], head_dim, seed, dtype)[0] for seed, plan in enumerate(_plans(lm, batch, tokens))]
     return DecodingState(
         tokens=jnp.zeros((batch, _WARM + STEPS_OF_MODELS), jnp.int32),
         step=jnp.int32(1),
@@ -85,13 +82,16 @@ def random_state(lm: LM, batch: int, tokens: int) -> DecodingState:
         keys=row_keys(jax.random.key(0), batch),
         seen=None,
         stop_tokens=jnp.zeros(0, jnp.int32),
+        min_new_tokens=None,
+        logprobs=None,
+        finite=jnp.ones(batch, bool),
         caches=tuple(caches),
     )
 
 
 def decoding_arguments(lm: LM, state: Any, limit: int) -> tuple[Any, ...]:
     """Arguments of `decode` up to `limit` new tokens, greedily."""
-    return lm, state, jnp.int32(limit), Sampling.create()
+    return lm, state, jnp.int32(limit), Sampling()
 
 
 def time_steps(
@@ -128,8 +128,7 @@ def _measure(lms: dict[float, LM], batch: int, tokens: int, timing: Timing) -> l
     rows = []
     for share, lm in lms.items():
         step, config = statistics.median(seconds[share]), lm.config
-        layouts = _layouts(lm, batch, tokens)
-        attended = sum(attended_tokens(layout) for layout in layouts)
+        attended = sum(plan.attended_tokens for plan in _plans(lm, batch, tokens))
         read = weight_bytes(lm) + 2 * attended * config.head_dim * jnp.dtype(config.dtype_name).itemsize
         rows.append(
             {
@@ -148,10 +147,11 @@ def _measure(lms: dict[float, LM], batch: int, tokens: int, timing: Timing) -> l
     return rows
 
 
-def _layouts(lm: LM, batch: int, tokens: int) -> tuple[CacheLayout, ...]:
-    return lm.cache_layouts(batch, tokens, _WARM + STEPS_OF_MODELS)
+def _plans(lm: LM, batch: int, tokens: int) -> list[CachePlan]:
+    sizes = lm.config.num_kv_heads, batch, tokens, _WARM + STEPS_OF_MODELS
+    return [plan_layer(lm.method.cache, layer, *sizes) for layer in range(lm.config.num_layers)]
 
 
 def _cache_bytes(lm: LM, batch: int, tokens: int) -> int:
     dtype = lm.config.dtype_name
-    return sum(layout.num_bytes(lm.config.head_dim, dtype) for layout in _layouts(lm, batch, tokens))
+    return sum(plan.layout.num_bytes(lm.config.head_dim, dtype) for plan in _plans(lm, batch, tokens))

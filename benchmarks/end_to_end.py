@@ -73,13 +73,13 @@ class Run:
     def prompt(self) -> tuple[Any, ...]:
         """Arguments of prefill."""
         keys = row_keys(jax.random.key(0), self.tokens.shape[0])
-        return self.lm, self.tokens, self.lengths, keys, Sampling.create(), jnp.zeros(0, jnp.int32)
+        return self.lm, self.tokens, self.lengths, keys, Sampling(), jnp.zeros(0, jnp.int32)
 
     def compile(self) -> tuple[Callable[..., DecodingState], Callable[..., DecodingState], float]:
         """Both programs and the seconds that they took to trace and compile."""
-        first, seconds = self.prefill.prepare(*self.prompt, max_new_tokens=self.new_tokens, backend=self.backend)
+        first, seconds = self.prefill.prepare(*self.prompt, new_tokens=self.new_tokens, backend=self.backend)
         state = jax.eval_shape(
-            lambda *args: prefill(*args, max_new_tokens=self.new_tokens, backend=self.backend), *self.prompt
+            lambda *args: prefill(*args, new_tokens=self.new_tokens, backend=self.backend), *self.prompt
         )
         rest, more = self.decode.prepare(*decoding_arguments(self.lm, state, 1), backend=self.backend)
         return first, rest, seconds + more
@@ -121,10 +121,9 @@ def prefill_flops(lm: LM, tokens: int, area: float) -> float:
 
 def computed_area(lm: LM, tokens: int) -> float:
     """Query-key pairs over those of causal attention; blocks are taken to keep their head's mean budget."""
-    if lm.tca is None:
-        return 1.0
-    w, layouts = lm.tca.window, lm.cache_layouts(1, tokens, 1)
-    selected = float(np.mean([layout.capacities for layout in layouts]))
+    layouts = lm.cache_layouts(1, tokens, 1)
+    w = min(layouts[0].window, tokens)
+    selected = float(np.mean([layout.regions.capacities for layout in layouts]))
     beyond = tokens - w
     return (selected * beyond / 2 + w * beyond + w * w / 2) / (tokens**2 / 2)
 
@@ -188,7 +187,7 @@ def measure(
             first[name].append(time.perf_counter() - start)
             state, step = time_steps(step_program, run.lm, state, new_tokens)
             following[name].append(step)
-            head_dim, dtype = run.lm.config.head_dim, state.caches[0].k_ring.dtype
+            head_dim, dtype = run.lm.config.head_dim, state.caches[0].ring.k.dtype
             kept[name] = kept_share(state), sum(cache.layout.num_bytes(head_dim, dtype) for cache in state.caches)
             del state
     rows = []

@@ -125,7 +125,7 @@ def abstract_model(name: str, num_layers: int | None = None, *, max_positions: i
 def under_share(lm: LM, share: float, config: tca_jax.TCAConfig) -> LM:
     """The model under budgets that keep a share of the ranked blocks, unequal between heads and alike in all layers."""
     row = unequal_candidates(config, lm.config.num_kv_heads, share)
-    return dataclasses.replace(lm, tca=config, candidates=(row,) * lm.config.num_layers)
+    return lm.with_method(config.method((row,) * lm.config.num_layers))
 
 
 def weight_bytes(lm: LM) -> int:

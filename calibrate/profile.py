@@ -138,6 +138,10 @@ class Profile:
         local = num_tokens - num_ranked * self.config.block_size
         return (selected[self.candidates] + local) / np.float64(num_tokens)
 
+    def method(self) -> Any:
+        """The attention method that the profile describes."""
+        return self.config.method(self.candidates)
+
     def validate_for(self, model_config: ModelConfig, fingerprint: str | None, name: str) -> None:
         """Checks that the profile belongs to a model.
 

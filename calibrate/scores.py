@@ -10,7 +10,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from tca_jax.methods.candidates import budget_count_table
 from tca_jax.methods.config import TCAConfig
-from tca_jax.methods.selection import block_budgets, block_density, last_query, ranked_blocks
+from tca_jax.methods.queries import last_queries
+from tca_jax.methods.selection import block_budgets, block_density
 from tca_jax.pallas_kernels.checks import AnyArray, as_int32, check_range, check_shapes
 from tca_jax.pallas_kernels.column_mass import column_mass
 from tca_jax.pallas_kernels.ranking import selection_mask
@@ -52,7 +53,7 @@ def calibration_scores(
 def _scores(
     q: Float[Array, "B L Hq d"], k: Float[Array, "B L Hkv d"], lengths: Int[Array, " B"], config: TCAConfig
 ) -> Float32[Array, "B Hkv M1"]:
-    masks = _candidate_masks(last_query(q, lengths), k, lengths, config)  # [M + 1, B, Hkv, L]
+    masks = _candidate_masks(last_queries(q, lengths, 1)[:, 0], k, lengths, config)  # [M + 1, B, Hkv, L]
     near, far = column_mass(q, k, lengths, block_size=config.block_size, window=config.window)
     score = _retained_mass if config.criterion == "retained_mass" else _column_mean
     scores = jax.vmap(lambda mask: score(mask, near, far, lengths, config))(masks)
@@ -70,7 +71,7 @@ def _candidate_masks(
 ) -> Bool[Array, "M1 B Hkv L"]:
     """Tokens that every candidate would select."""
     scored = token_scores(q_last, k, lengths, block_size=config.block_size)
-    ranked = ranked_blocks(lengths, config)
+    ranked = config.num_ranked_blocks(lengths)
     density = block_density(scored, ranked, config)
     counts = jnp.asarray(budget_count_table(config, config.num_ranked_blocks(k.shape[1])))[ranked]  # [B, M + 1, K]
 
@@ -102,7 +103,7 @@ def _column_mean(
 ) -> Float32[Array, "B Hkv"]:
     position = jnp.arange(mask.shape[-1])
     means = (near + far) / jnp.maximum(1, lengths[:, None] - position)[:, None]  # [B, Hkv, L]; zero past a length
-    ranked = ranked_blocks(lengths, config)
+    ranked = config.num_ranked_blocks(lengths)
     kept = mask | (position >= ranked[:, None] * config.block_size)[:, None]
     # One minus what is dropped: exactly 1 where nothing is.
     return 1 - jnp.where(kept, 0, means).sum(axis=-1) / means.sum(axis=-1)

@@ -245,7 +245,9 @@ class Decoder(nnx.Module):
         states: Sequence[Any],
         *,
         remat: bool = False,
-    ) -> tuple[Float[Array, "B L D"], tuple[Any, ...]]:
+        lengths: Any = None,
+        tail: int | None = None,
+    ) -> tuple[Float[Array, "B M D"], tuple[Any, ...]]:
         """Run all layers, unrolled.
 
         Args:
@@ -282,6 +284,9 @@ class Decoder(nnx.Module):
                     x, state, buffers = run(x, cos, sin, state, buffers)
             new_states.append(state)
         with jax.named_scope("final_norm"):
+            if tail is not None:
+                index = jnp.clip(lengths[:, None] + jnp.arange(-tail, 0), 0, x.shape[1] - 1)
+                x = jnp.take_along_axis(x, index[..., None], axis=1)
             return self.norm(x), tuple(new_states)
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+Backend = str | tuple[str, ...]
 #: Major CUDA compute capabilities that a backend runs on; None runs on any device. Best first: the order "auto" tries.
 #: The Mosaic kernels use wgmma, the matrix instructions of Hopper alone.
 _NEEDS: Mapping[str, range | None] = MappingProxyType(
@@ -65,7 +66,12 @@ def backend_for(operation: str, backend: str) -> str:
     return backend if backend in ("auto", "xla") or operation in _OPERATIONS[backend] else "auto"
 
 
-def dispatch(operation: str, backend: str, implementations: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+def whole(backend: str) -> Any:
+    check_backend(backend)
+    return backend if backend in ("auto", "xla") else (backend, "auto")
+
+
+def dispatch(operation: str, backend: Any, implementations: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     """Picks an operation's implementation.
 
     Args:
@@ -80,6 +86,8 @@ def dispatch(operation: str, backend: str, implementations: Mapping[str, Callabl
     Raises:
         ValueError: the backend is unknown, not implemented for this operation, or cannot run on this device.
     """
+    if isinstance(backend, tuple):
+        backend = backend_for(operation, backend[0])
     check_backend(backend)
     if backend == "auto":
         usable = [impl for name, impl in _in_order(implementations) if can_run(name)]

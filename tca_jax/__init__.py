@@ -8,6 +8,7 @@ from tca_jax.engine.decoding import generate_tokens
 from tca_jax.engine.generation import Output, Stats, generate, stream
 from tca_jax.engine.lm import LM
 from tca_jax.engine.sampling import Sampling
+from tca_jax.engine.scoring import Scores, score
 from tca_jax.functional import attend, select
 from tca_jax.inspection import kept_tokens
 from tca_jax.loading import load
@@ -21,6 +22,7 @@ __all__ = [
     "Output",
     "Profile",
     "Sampling",
+    "Scores",
     "Stats",
     "TCAConfig",
     "attend",
@@ -32,6 +34,7 @@ __all__ = [
     "generate_tokens",
     "kept_tokens",
     "load",
+    "score",
     "select",
     "stream",
 ]

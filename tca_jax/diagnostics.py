@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.functional import select
 from tca_jax.methods.config import TCAConfig
-from tca_jax.methods.selection import last_query
+from tca_jax.methods.queries import last_queries
 from tca_jax.pallas_kernels.checks import AnyArray, as_int32, check_shapes
 from tca_jax.pallas_kernels.column_mass.xla import row_log_sum_exp
 from tca_jax.pallas_kernels.numerics import scaled_scores
@@ -55,7 +55,7 @@ def dropped_mass(
     """
     check_shapes({"q": (q, "B L Hq d"), "k": (k, "B L Hkv d"), "lengths": (lengths, "B")})
     q, k = jnp.asarray(q), jnp.asarray(k)
-    selected = select(last_query(q, as_int32("lengths", lengths)), k, candidates, lengths, config)
+    selected = select(last_queries(q, as_int32("lengths", lengths), 1)[:, 0], k, candidates, lengths, config)
     return _dropped_mass(q, k, selected, as_int32("lengths", lengths), config)
 
 

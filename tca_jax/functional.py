@@ -11,15 +11,13 @@ from jaxtyping import Array, Bool, Float, Int
 from tca_jax.calibration.scores import calibration_scores
 from tca_jax.methods.candidates import candidate_budgets
 from tca_jax.methods.config import TCAConfig
-from tca_jax.methods.selection import head_budgets, last_query
-from tca_jax.pallas_kernels.backends import backend_for, check_backend
+from tca_jax.methods.gradients import attend_selection
+from tca_jax.methods.queries import last_queries
+from tca_jax.methods.regions import Regions
+from tca_jax.methods.selection import select_by_candidates
+from tca_jax.pallas_kernels.backends import Backend, whole
 from tca_jax.pallas_kernels.checks import AnyArray, as_int32, check_range, check_shapes
-from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT
-from tca_jax.pallas_kernels.prefill_attention import prefill_attention
 from tca_jax.pallas_kernels.ranking import selection_mask
-from tca_jax.pallas_kernels.select_tokens import select_tokens
-from tca_jax.pallas_kernels.tiles import round_up
-from tca_jax.pallas_kernels.token_scores import token_scores
 
 __all__ = ["attend", "calibration_scores", "candidate_budgets", "select"]
 
@@ -49,8 +47,8 @@ def select(
         ValueError: a shape or the backend is not allowed; a known candidate or length is out of range.
     """
     check_shapes({"q_last": (q_last, "B Hq d"), "k": (k, "B L Hkv d"), **_ragged(candidates, lengths)})
-    _check_values(candidates, lengths, k.shape[1], config, backend)
-    return _select(jnp.asarray(q_last), jnp.asarray(k), *_integers(candidates, lengths), config, backend)
+    _check_values(candidates, lengths, k.shape[1], config)
+    return _select(jnp.asarray(q_last), jnp.asarray(k), *_integers(candidates, lengths), config, whole(backend))
 
 
 def attend(
@@ -64,7 +62,9 @@ def attend(
 ) -> Float[Array, "B L Hq d"]:
     """Causal attention of a whole prompt over local and selected tokens (Eq. 3).
 
-    A prompt without ranked blocks (n = 0) gets exact full attention, and so does a dense head.
+    A prompt without ranked blocks (n = 0) gets exact full attention, and so does a dense head. Gradients go to q, k and
+    v through the attention; which tokens are selected is a constant of them. The backward pass runs in XLA at full
+    attention's cost, in O(L) memory.
 
     Args:
         q: Queries after RoPE [B, L, Hq, d]; query head h belongs to KV head h // (Hq // Hkv).
@@ -83,8 +83,8 @@ def attend(
     """
     tokens = "B L Hkv d"
     check_shapes({"q": (q, "B L Hq d"), "k": (k, tokens), "v": (v, tokens), **_ragged(candidates, lengths)})
-    _check_values(candidates, lengths, k.shape[1], config, backend)
-    return _attend(*map(jnp.asarray, (q, k, v)), *_integers(candidates, lengths), config, backend)
+    _check_values(candidates, lengths, k.shape[1], config)
+    return _attend(*map(jnp.asarray, (q, k, v)), *_integers(candidates, lengths), config, whole(backend))
 
 
 @partial(jax.jit, static_argnames=("config", "backend"))
@@ -95,13 +95,10 @@ def _select(
     candidates: Int[Array, " Hkv"],
     lengths: Int[Array, " B"],
     config: TCAConfig,
-    backend: str,
+    backend: Backend,
 ) -> Bool[Array, "B Hkv L"]:
-    scored = token_scores(
-        q_last, k, lengths, block_size=config.block_size, backend=backend_for("token_scores", backend)
-    )
-    budgets = head_budgets(scored, candidates, lengths, config)
-    return selection_mask(scored.scores, budgets, block_size=config.block_size)
+    selection = select_by_candidates(q_last, k, candidates, lengths, config, backend)
+    return selection_mask(selection.scores, selection.budgets, block_size=config.block_size)
 
 
 @partial(jax.jit, static_argnames=("config", "backend"))
@@ -113,39 +110,16 @@ def _attend(
     candidates: Int[Array, " Hkv"],
     lengths: Int[Array, " B"],
     config: TCAConfig,
-    backend: str,
+    backend: Backend,
 ) -> Float[Array, "B L Hq d"]:
     batch, length, kv_heads, _ = k.shape
-    scored = token_scores(
-        last_query(q, lengths), k, lengths, block_size=config.block_size, backend=backend_for("token_scores", backend)
-    )
-    budgets = head_budgets(scored, candidates, lengths, config)
+    b = config.block_size
     # The candidates may be traced, so a region must hold what dense keeps: all ranked tokens.
-    capacity = round_up(config.num_ranked_blocks(length) * config.block_size, REGION_ALIGNMENT)
-    offsets = capacity * jnp.arange(batch * kv_heads, dtype=jnp.int32).reshape(batch, kv_heads)
-    k_pool, v_pool, _ = select_tokens(
-        scored.scores,
-        budgets,
-        k,
-        v,
-        offsets,
-        block_size=config.block_size,
-        pool_tokens=max(REGION_ALIGNMENT, batch * kv_heads * capacity),
-        backend=backend_for("select_tokens", backend),
-    )
-    return prefill_attention(
-        q,
-        k,
-        v,
-        k_pool,
-        v_pool,
-        offsets,
-        budgets,
-        lengths,
-        block_size=config.block_size,
-        window=config.window,
-        backend=backend_for("prefill_attention", backend),
-    )
+    regions = Regions.plan(batch, (config.num_ranked_blocks(length) * b,) * kv_heads)
+    q_last = last_queries(q, lengths, 1)[:, 0]
+    selection = jax.lax.stop_gradient(select_by_candidates(q_last, k, candidates, lengths, config, backend))
+
+    return attend_selection(q, k, v, selection, lengths, regions, b, config.window, backend)
 
 
 def _ragged(candidates: AnyArray, lengths: AnyArray) -> dict[str, tuple[AnyArray, str]]:
@@ -156,7 +130,6 @@ def _integers(candidates: AnyArray, lengths: AnyArray) -> tuple[Array, Array]:
     return as_int32("candidates", candidates), as_int32("lengths", lengths)
 
 
-def _check_values(candidates: AnyArray, lengths: AnyArray, length: int, config: TCAConfig, backend: str) -> None:
-    check_backend(backend)
+def _check_values(candidates: AnyArray, lengths: AnyArray, length: int, config: TCAConfig) -> None:
     check_range("candidates", candidates, 0, config.num_candidates)
     check_range("lengths", lengths, 1, length)

@@ -9,42 +9,45 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.cache import prefill_layer
 from tca_jax.engine.lm import LM
-from tca_jax.engine.prompts import Prompt, encode_prompt
-from tca_jax.functional import select
+from tca_jax.engine.prompts import Prompt, encode_prompt, pad_tokens
+from tca_jax.methods.queries import last_queries
+from tca_jax.pallas_kernels.ranking import selection_mask
 
 
 def kept_tokens(lm: LM, prompt: Prompt | Sequence[int]) -> Bool[np.ndarray, "layers Hkv L"]:
     """The tokens of a prompt that each KV head holds when decoding starts: its selected ones and the local window.
 
     Args:
-        lm: A model with a profile (without one every token is kept).
+        lm: A model under any method.
         prompt: A string, a chat or token ids, L tokens.
 
     Returns:
         bool `[layers, H_kv, L]`.
     """
     ids = encode_prompt(lm, prompt)
-    tokens = np.zeros((1, bucket_length(len(ids))), np.int32)
-    tokens[0, : len(ids)] = ids
-    if lm.tca is None:
-        return np.ones((lm.config.num_layers, lm.config.num_kv_heads, len(ids)), bool)
-    selected = np.asarray(_selected(lm, jnp.asarray(tokens), jnp.asarray([len(ids)], jnp.int32)))
-    edge = lm.tca.num_ranked_blocks(len(ids)) * lm.tca.block_size
-    return selected[:, :, : len(ids)] | (np.arange(len(ids)) >= edge)
+    tokens, lengths = pad_tokens([ids])
+    selected = np.asarray(_selected(lm, jnp.asarray(tokens), jnp.asarray(lengths)))[:, :, : len(ids)]
+    return selected | (np.arange(len(ids)) >= local_start(lm, len(ids)))
+
+
+def local_start(lm: LM, prompt_tokens: int) -> int:
+    """First token of a prompt that is in the window of the next one."""
+    policy = lm.method.cache
+    return policy.num_ranked_blocks(prompt_tokens) * policy.block_size
 
 
 @jax.jit
 def _selected(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> Bool[Array, "layers Hkv L"]:
-    layouts = lm.cache_layouts(1, tokens.shape[1], 1)
+    layouts, policy = lm.cache_layouts(1, tokens.shape[1], 1), lm.method.cache
 
     def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Array]:
-        layout = layouts[layer]
-        out, _ = prefill_layer(q, k, v, lengths, layout)
-        candidates = jnp.asarray(layout.candidates, jnp.int32)
-        return out, select(q[:, lengths[0] - 1], k, candidates, lengths, layout.config)[0]
+        out, _ = prefill_layer(lm.method, layer, q, k, v, lengths, layouts[layer])
+        if not layouts[layer].ranks:
+            return out, jnp.zeros((k.shape[2], k.shape[1]), bool)
+        selection = policy.select(layer, last_queries(q, lengths, policy.num_queries), k, v, lengths, "auto")
+        return out, selection_mask(*selection, block_size=policy.block_size)[0]
 
     positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
     _, masks = lm.decoder(tokens, positions, attention, (None,) * len(layouts))

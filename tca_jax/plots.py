@@ -18,9 +18,6 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
-from tca_jax.calibration.profile import Profile
-from tca_jax.methods.config import TCAConfig
-
 _KEPT_COLORS = "YlGnBu"  # light: little is kept, dark: all is
 _NEEDLE_COLOR = "#D55E00"  # vermillion stands out from the scale above, also for the color-blind
 _DPI = 150
@@ -31,65 +28,64 @@ _MAX_TOKEN_TEXT = 12
 _VISIBLE = {"\n": "↵", "\r": "↵", "\t": "→", " ": "·"}
 
 
-def plot_kept_share(profile: Profile, num_tokens: int, path: str | os.PathLike[str]) -> Path:
+def plot_kept_share(
+    share: Float[np.ndarray, "layers Hkv"], num_tokens: int, name: str, path: str | os.PathLike[str]
+) -> Path:
     """Draws a heat map of the kept share of the KV cache by layer and KV head.
 
     Args:
-        profile: Budgets of the heads.
+        share: Share of a prompt's tokens that each head keeps: `profile.kept_share(num_tokens)`, or of any method
+            `kept_tokens(lm, prompt).mean(axis=-1)`; `[layers, H_kv]`.
         num_tokens: Length of the prompt that fills the cache.
+        name: What the title calls it.
         path: PNG file to write; missing folders are created.
 
     Returns:
         `path`.
-
-    Raises:
-        ValueError: `num_tokens` is not a positive integer.
     """
-    share = profile.kept_share(num_tokens)
     figure = Figure(figsize=(_map_width(share), _map_height(share)), dpi=_DPI, layout="constrained")
-    _draw_kept_share(figure.add_subplot(), share, _kept_share_title(profile, num_tokens, share))
+    _draw_kept_share(figure.add_subplot(), share, _kept_share_title(name, num_tokens, share))
     return _write(figure, path)
 
 
-def plot_demo(
-    profile: Profile,
+def plot_kept_tokens(
     kept: Bool[np.ndarray, "layers Hkv L"],
     tokens: Sequence[str],
     needle_span: tuple[int, int],
     needle_name: str,
+    name: str,
     path: str | os.PathLike[str],
+    *,
+    block_size: int = 128,
+    window_start: int | None = None,
 ) -> Path:
-    """Draws the heat map of kept shares, and beneath it which tokens some heads kept: overall, at a needle.
+    """Draws a heat map of kept shares, and beneath it which tokens some heads kept: overall, at a needle.
 
     Shown are the heads that prefer the needle most over the rest of the prompt, and the one that does least.
 
     Args:
-        profile: Budgets of the heads.
         kept: The tokens of a prompt that each head holds, as `inspection.kept_tokens` returns them.
         tokens: Text of each of the L tokens; a string where a token is a character.
         needle_span: First position of the needle, and the one past its last.
         needle_name: Name of the needle, for the title.
+        name: What the title calls the model and its method.
         path: PNG file to write; missing folders are created.
+        block_size: Tokens that share a cell of the strip of the whole prompt.
+        window_start: First token of the local window, to be pointed at; None points at none.
 
     Returns:
         `path`.
 
     Raises:
-        ValueError: `kept` does not have the profile's shape, `tokens` not the prompt's length, or the needle
-            does not lie in the prompt.
+        ValueError: `tokens` does not have the prompt's length, or the needle does not lie in the prompt.
     """
     num_tokens = kept.shape[2]
-    if kept.shape[:2] != profile.candidates.shape:
-        raise ValueError(
-            f"kept has shape {list(kept.shape)}: must be [layers, H_kv, L] with the profile's "
-            f"{profile.num_layers} layers and {profile.num_kv_heads} KV heads"
-        )
     if len(tokens) != num_tokens:
         raise ValueError(f"tokens has {len(tokens)} entries: must have one for each of the {num_tokens} in kept")
     start, stop = needle_span
     if not 0 <= start < stop <= num_tokens:
         raise ValueError(f"needle_span = {needle_span}: must be a range inside the {num_tokens} tokens")
-    share = profile.kept_share(num_tokens)
+    share = kept.mean(axis=-1)
     heads = _telling_heads(kept, needle_span)
     names = [f"layer {layer}, head {head}" for layer, head in heads]
     shown = np.stack([kept[head] for head in heads])
@@ -98,11 +94,11 @@ def plot_demo(
     heights = [_map_height(share), 1.2 + rows, 1.0 + rows + text_height]
     layout = ConstrainedLayoutEngine(h_pad=0.1)
     figure = Figure(figsize=(13, sum(heights) + 0.5), dpi=_DPI, layout=layout)
-    title = f"What TCA-Attention keeps of a prompt with the needle {needle_name!r}"
+    title = f"What is kept of a prompt with the needle {needle_name!r}"
     figure.suptitle(title, fontsize=14, fontweight="bold", parse_math=False)
     heat_map, strip, zoom = figure.subplots(3, height_ratios=heights)
-    _draw_kept_share(heat_map, share, _kept_share_title(profile, num_tokens, share))
-    _draw_prompt(strip, shown, names, profile.config, needle_span)
+    _draw_kept_share(heat_map, share, _kept_share_title(name, num_tokens, share))
+    _draw_prompt(strip, shown, names, block_size, window_start, needle_span)
     _draw_zoom(zoom, shown, names, tokens, needle_span)
     return _write(figure, path)
 
@@ -151,11 +147,12 @@ def _draw_prompt(
     axes: Axes,
     kept: np.ndarray,
     names: list[str],
-    config: TCAConfig,
+    block_size: int,
+    window_start: int | None,
     needle_span: tuple[int, int],
 ) -> None:
     """The whole prompt as a strip for each head, colored by the share of every block that the head kept."""
-    num_tokens, block_size = kept.shape[1], config.block_size
+    num_tokens = kept.shape[1]
     edges = np.append(np.arange(0, num_tokens, block_size), num_tokens)
     share = np.add.reduceat(kept, edges[:-1], axis=1, dtype=np.float64) / np.diff(edges)
     axes.pcolormesh(edges, np.arange(len(names) + 1), share, cmap=_KEPT_COLORS, vmin=0, vmax=1)
@@ -168,9 +165,10 @@ def _draw_prompt(
     middle = sum(needle_span) / 2
     axes.axvline(middle, color=_NEEDLE_COLOR, linewidth=1)
     _point_at(axes, middle, "needle", _NEEDLE_COLOR)
-    local_start = config.num_ranked_blocks(num_tokens) * block_size
-    window_middle = (local_start + num_tokens) / 2
-    if local_start and window_middle - middle > 0.12 * num_tokens:  # else the labels would overlap
+    if not window_start:
+        return
+    window_middle = (window_start + num_tokens) / 2
+    if window_middle - middle > 0.12 * num_tokens:  # else the labels would overlap
         _point_at(axes, window_middle, "local window", "#404040")
 
 
@@ -257,8 +255,8 @@ def _drawable() -> frozenset[int]:
     return frozenset(FT2Font(font_manager.findfont("monospace")).get_charmap())
 
 
-def _kept_share_title(profile: Profile, num_tokens: int, share: np.ndarray) -> str:
-    name = profile.model_name if len(profile.model_name) <= 70 else "…" + profile.model_name[-69:]
+def _kept_share_title(name: str, num_tokens: int, share: np.ndarray) -> str:
+    name = name if len(name) <= 70 else "…" + name[-69:]
     text = f"KV cache kept after {num_tokens:,} tokens: {share.mean():.1%} on average"
     return text + ("\n" if len(name) > 25 else " ") + f"({name})"
 

@@ -22,7 +22,7 @@ def demo(tmp_path_factory):
 def test_both_methods_answer_and_tca_keeps_less(demo):
     result, _ = demo
     full, tca = result.answers
-    assert (full.method, tca.method) == ("full", "TCA")
+    assert (full.method, tca.method) == ("full", "tca")
     assert full.correct
     assert tca.correct
     assert full.text == f"{full.expected}."
@@ -38,8 +38,8 @@ def test_progress_tells_every_step(demo):
     assert steps == [
         "loading recall-tiny",
         "full attention: compiling and answering question 1 of 1",
-        "TCA: compiling and answering question 1 of 1",
-        "drawing what TCA kept",
+        "tca attention: compiling and answering question 1 of 1",
+        "drawing what tca kept",
     ]
     assert all(total is None or 0 <= done <= total for _, done, total in demo[1])
 
@@ -63,19 +63,19 @@ def printed(result, width):
 
 
 def test_the_table_fits_80_columns_uncut(tmp_path):
-    result = DemoResult(16384, [answer("full"), answer("TCA")], tmp_path)
+    result = DemoResult(16384, [answer("full"), answer("tca")], tmp_path)
     narrow = printed(result, 80)
     assert max(len(line.rstrip()) for line in narrow.splitlines()) <= 80
     rows = {" ".join(line.split()) for line in narrow.splitlines()}
     assert rows >= {
         "access code for method answer prefill s ms/token KV MB kept",
         "quick garnet full 123456. right 100.25 500.0 100.00 100%",
-        "expected 123456 TCA 123456. right 100.25 500.0 100.00 100%",
+        "expected 123456 tca 123456. right 100.25 500.0 100.00 100%",
     }
 
 
 def test_the_table_prints_whatever_a_model_says_as_it_is(tmp_path):
-    result = DemoResult(16384, [answer("full", text="[red]\n\x1b", correct=False), answer("TCA")], tmp_path)
+    result = DemoResult(16384, [answer("full", text="[red]\n\x1b", correct=False), answer("tca")], tmp_path)
     assert "[red]··  wrong" in printed(result, 80)
 
 
@@ -83,18 +83,18 @@ def test_the_table_prints_whatever_a_model_says_as_it_is(tmp_path):
     ("tca", "quality", "speed"),
     [
         (
-            answer("TCA", prefill=50.0, per_token=0.2, kv_bytes=37_000_000),
-            "TCA 1 of 1 with 63% less KV cache",
+            answer("tca", prefill=50.0, per_token=0.2, kv_bytes=37_000_000),
+            "tca 1 of 1 with 63% less KV cache",
             "2.0x faster and its decoding 2.5x faster.",
         ),
         (
-            answer("TCA", prefill=200.5, per_token=1.0, kv_bytes=102_000_000, correct=False),
-            "TCA 0 of 1 with 2% more KV cache",
+            answer("tca", prefill=200.5, per_token=1.0, kv_bytes=102_000_000, correct=False),
+            "tca 0 of 1 with 2% more KV cache",
             "2.0x slower and its decoding 2.0x slower.",
         ),
         (
-            answer("TCA", prefill=100.0, per_token=0.0),
-            "TCA 1 of 1 with the same KV cache",
+            answer("tca", prefill=100.0, per_token=0.0),
+            "tca 1 of 1 with the same KV cache",
             "as fast.",
         ),
     ],
@@ -102,5 +102,5 @@ def test_the_table_prints_whatever_a_model_says_as_it_is(tmp_path):
 def test_the_sentence_is_true_also_where_tca_is_slower_or_larger(tca, quality, speed, tmp_path):
     sentence = DemoResult(16384, [answer("full"), tca], tmp_path).summary()
     assert sentence == (
-        f"Over 16,384 tokens full attention answers 1 of 1 right, {quality}; on this machine TCA's prefill is {speed}"
+        f"Over 16,384 tokens full attention answers 1 of 1 right, {quality}; on this machine tca's prefill is {speed}"
     )

@@ -10,22 +10,12 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from tca_jax import plots
-from tca_jax.calibration.profile import Profile
-from tca_jax.methods.config import TCAConfig
 
-CONFIG = TCAConfig(block_size=16, window=64)
 NEEDLE_RGB = np.array([0xD5, 0x5E, 0x00]) / 255
 
 
-def make_profile(layers: int = 6, heads: int = 2, name: str = "tiny") -> Profile:
-    rng = np.random.default_rng(0)
-    return Profile(
-        candidates=rng.integers(0, 15, (layers, heads)),
-        scores=rng.random((layers, heads, 15)).astype(np.float32),
-        config=CONFIG,
-        fingerprint=None,
-        model_name=name,
-    )
+def make_share(layers: int = 6, heads: int = 2) -> np.ndarray:
+    return np.random.default_rng(0).uniform(0.02, 1, (layers, heads))
 
 
 @pytest.fixture
@@ -49,17 +39,16 @@ def texts(axes) -> list[str]:
 @pytest.mark.parametrize(("layers", "heads"), [(1, 1), (6, 2), (32, 8), (80, 8)])
 def test_the_heat_map_is_a_png_with_nothing_cut_off(tmp_path, layers, heads):
     name = "somebody/a-model-with_a_long_$name$-and-what-it-was-tuned-for-" * 2
-    path = plots.plot_kept_share(make_profile(layers, heads, name), 4096, tmp_path / "new" / "map.png")
+    path = plots.plot_kept_share(make_share(layers, heads), 4096, name, tmp_path / "new" / "map.png")
     assert path == tmp_path / "new" / "map.png"
     assert path.read_bytes().startswith(b"\x89PNG\r\n")
     assert_nothing_touches_the_border(path)
 
 
 def test_the_heat_map_shows_the_kept_share_of_every_head(figures):
-    profile = make_profile()
-    plots.plot_kept_share(profile, 4096, "unused.png")
+    share = make_share()
+    plots.plot_kept_share(share, 4096, "tiny", "unused.png")
     axes, bar = figures[0].axes
-    share = profile.kept_share(4096)
     np.testing.assert_array_equal(axes.images[0].get_array(), share.T)
     assert axes.images[0].get_clim() == (0, 1)
     labels = {text.get_position(): text.get_text() for text in axes.texts}
@@ -69,18 +58,13 @@ def test_the_heat_map_shows_the_kept_share_of_every_head(figures):
 
 
 def test_numbers_are_left_out_where_they_would_not_fit(figures):
-    plots.plot_kept_share(make_profile(80, 8), 4096, "unused.png")
+    plots.plot_kept_share(make_share(80, 8), 4096, "tiny", "unused.png")
     assert texts(figures[0].axes[0]) == []
 
 
-def test_a_heat_map_of_no_tokens_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="num_tokens = 0"):
-        plots.plot_kept_share(make_profile(), 0, tmp_path / "map.png")
-
-
-def make_kept(profile: Profile, num_tokens: int, *preferring: tuple[int, int], at: range) -> np.ndarray:
+def make_kept(layers: int, heads: int, num_tokens: int, *preferring: tuple[int, int], at: range) -> np.ndarray:
     """Each head holds every tenth token and its window, the `preferring` ones hold the tokens `at` too."""
-    kept = np.zeros((*profile.candidates.shape, num_tokens), bool)
+    kept = np.zeros((layers, heads, num_tokens), bool)
     kept[..., ::10] = True
     kept[..., (num_tokens // 16 - 64 // 16) * 16 :] = True
     for head in preferring:
@@ -88,24 +72,24 @@ def make_kept(profile: Profile, num_tokens: int, *preferring: tuple[int, int], a
     return kept
 
 
-def test_the_demo_plot_is_a_png_with_the_needle_marked_and_nothing_cut_off(tmp_path):
-    profile = make_profile(name="a-model-" * 20)
+def test_a_plot_of_kept_tokens_is_a_png_with_the_needle_marked_and_nothing_cut_off(tmp_path):
     tokens = ("The code of the harbor is 482913.\n$x$\t日" * 20)[:500]
-    kept = make_kept(profile, 500, (1, 1), at=range(78, 111))
-    path = plots.plot_demo(profile, kept, tokens, (78, 111), "$a$ harbor", tmp_path / "new" / "demo.png")
+    kept = make_kept(6, 2, 500, (1, 1), at=range(78, 111))
+    path = plots.plot_kept_tokens(
+        kept, tokens, (78, 111), "$a$ harbor", "a-model-" * 20, tmp_path / "new" / "demo.png", window_start=432
+    )
     assert path.read_bytes().startswith(b"\x89PNG\r\n")
     assert_nothing_touches_the_border(path)
     marked = (np.abs(imread(path)[..., :3] - NEEDLE_RGB) < 0.01).all(axis=-1)
     assert marked.sum() > 500
 
 
-def test_the_demo_plot_shows_what_heads_keep_of_the_prompt_and_of_the_needle(figures):
-    profile = make_profile(2, 2)
-    kept = make_kept(profile, 500, (1, 0), at=range(100, 120))
-    plots.plot_demo(profile, kept, "x" * 500, (100, 120), "harbor", "unused.png")
+def test_a_plot_of_kept_tokens_shows_what_heads_keep_of_the_prompt_and_of_the_needle(figures):
+    kept = make_kept(2, 2, 500, (1, 0), at=range(100, 120))
+    plots.plot_kept_tokens(kept, "x" * 500, (100, 120), "harbor", "tiny", "unused.png", block_size=16, window_start=432)
     heat_map, strip, zoom = figures[0].axes[:3]
     assert "'harbor'" in figures[0].get_suptitle()
-    np.testing.assert_array_equal(heat_map.images[0].get_array(), profile.kept_share(500).T)
+    np.testing.assert_array_equal(heat_map.images[0].get_array(), kept.mean(axis=-1).T)
     shown = [kept[1, 0], kept[0, 0], kept[0, 1], kept[1, 1]]
     blocks = np.array([[row[i : i + 16].mean() for i in range(0, 500, 16)] for row in shown])
     np.testing.assert_allclose(strip.collections[0].get_array(), blocks)
@@ -118,21 +102,19 @@ def test_the_demo_plot_shows_what_heads_keep_of_the_prompt_and_of_the_needle(fig
 
 
 def test_the_heads_that_prefer_the_needle_are_shown_and_the_one_that_does_least(figures):
-    profile = make_profile(8, 1)
-    kept = make_kept(profile, 500, (7, 0), (2, 0), at=range(100, 120))
+    kept = make_kept(8, 1, 500, (7, 0), (2, 0), at=range(100, 120))
     kept[3, 0, 100:120] = False
     kept[5, 0, 101:105] = True
-    plots.plot_demo(profile, kept, "x" * 500, (100, 120), "harbor", "unused.png")
+    plots.plot_kept_tokens(kept, "x" * 500, (100, 120), "harbor", "tiny", "unused.png", block_size=16, window_start=432)
     for axes in figures[0].axes[1:3]:
         rows = [label.get_text() for label in axes.get_yticklabels()]
         assert rows == [f"layer {i}, head 0" for i in (2, 7, 5, 0, 3)]
 
 
 def test_the_text_of_the_needle_stands_under_its_tokens(figures):
-    profile = make_profile()
     tokens = [*"x" * 200, *"key\n= 日7", "a-very-long-token", *"y" * 291]
-    kept = make_kept(profile, 500, at=range(0))
-    plots.plot_demo(profile, kept, tokens, (200, 209), "key", "unused.png")
+    kept = make_kept(6, 2, 500, at=range(0))
+    plots.plot_kept_tokens(kept, tokens, (200, 209), "key", "tiny", "unused.png", block_size=16, window_start=432)
     zoom = figures[0].axes[2]
     labels = {round(p): t.get_text() for p, t in zip(zoom.get_xticks(), zoom.get_xticklabels(), strict=True)}
     assert "".join(labels[p] for p in range(200, 208)) == "key↵=·□7"
@@ -140,9 +122,8 @@ def test_the_text_of_the_needle_stands_under_its_tokens(figures):
 
 
 def test_positions_stand_under_a_needle_too_long_for_its_text(figures):
-    profile = make_profile()
-    kept = make_kept(profile, 500, at=range(0))
-    plots.plot_demo(profile, kept, "x" * 500, (100, 300), "key", "unused.png")
+    kept = make_kept(6, 2, 500, at=range(0))
+    plots.plot_kept_tokens(kept, "x" * 500, (100, 300), "key", "tiny", "unused.png", block_size=16, window_start=432)
     assert figures[0].axes[2].get_xlabel() == "token position"
 
 
@@ -152,14 +133,13 @@ def test_positions_stand_under_a_needle_too_long_for_its_text(figures):
         ({"needle_span": (10, 10)}, r"needle_span = \(10, 10\): must be a range inside the 500 tokens"),
         ({"needle_span": (490, 501)}, r"needle_span = \(490, 501\)"),
         ({"tokens": "x" * 499}, r"tokens has 499 entries: must have one for each of the 500 in kept"),
-        ({"kept": np.zeros((2, 6, 500), bool)}, r"kept has shape \[2, 6, 500\]: .* 6 layers and 2 KV heads"),
     ],
 )
-def test_a_demo_plot_of_wrong_arguments_is_refused(tmp_path, changes, message):
+def test_a_plot_of_kept_tokens_of_wrong_arguments_is_refused(tmp_path, changes, message):
     kept = np.zeros((6, 2, 500), bool)
-    arguments = {"kept": kept, "tokens": "x" * 500, "needle_span": (10, 20), "needle_name": "key", **changes}
+    arguments = {"tokens": "x" * 500, "needle_span": (10, 20), "needle_name": "key", "name": "tiny", **changes}
     with pytest.raises(ValueError, match=message):
-        plots.plot_demo(make_profile(), path=tmp_path / "demo.png", **arguments)
+        plots.plot_kept_tokens(kept, path=tmp_path / "demo.png", **arguments)
     assert not (tmp_path / "demo.png").exists()
 
 

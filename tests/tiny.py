@@ -51,7 +51,7 @@ def tiny_lm(seed: int = 0, sharpness: float = 6.0, **fields) -> tca_jax.LM:
 
 def with_candidates(lm: tca_jax.LM, candidates, config: tca_jax.TCAConfig = TCA) -> tca_jax.LM:
     """The model under given budget rows, `[layers][H_kv]`, without a profile on disk."""
-    return dataclasses.replace(lm, tca=config, candidates=tuple(tuple(row) for row in candidates))
+    return lm.with_method(config.method(candidates))
 
 
 def random_prompt(seed: int, length: int) -> list[int]:
@@ -64,7 +64,8 @@ class DenseReference:
 
     def __init__(self, lm: tca_jax.LM, prompt: list[int]) -> None:
         self.lm, self.prompt = lm, len(prompt)
-        self.config = lm.tca
+        self.config = getattr(lm.method.cache, "config", None)
+        self.candidates = getattr(lm.method.cache, "candidates", None)
         self.keys = [None] * CONFIG.num_layers
         self.values = [None] * CONFIG.num_layers
         self.kept = [set() for _ in range(CONFIG.num_layers * CONFIG.num_kv_heads)]
@@ -80,7 +81,7 @@ class DenseReference:
                 dense = tca_jax.TCAConfig(window=max(window, 128))
                 rows = jnp.full(CONFIG.num_kv_heads, dense.num_candidates, jnp.int32)
                 return tca_jax.attend(q, k, v, rows, lengths, dense), None
-            rows = jnp.array(self.lm.candidates[layer], jnp.int32)
+            rows = jnp.array(self.candidates[layer], jnp.int32)
             mask = np.asarray(tca_jax.select(q[:, -1], k, rows, lengths, self.config))[0]
             for head in range(CONFIG.num_kv_heads):
                 self.kept[layer * CONFIG.num_kv_heads + head] = set(np.flatnonzero(mask[head]).tolist())
@@ -121,7 +122,7 @@ class DenseReference:
                 held = np.array(sorted(kept | set(range(edge - b, position + 1))))
                 weights = np.exp(logits - logits[held].max(axis=0))
                 scores = (weights / weights[held].sum(axis=0)).mean(axis=1)[block]
-                budget = _eviction_budget(self.config, self.lm.candidates[layer][head])
+                budget = _eviction_budget(self.config, self.candidates[layer][head])
                 kept |= set(block[np.argsort(-scores, kind="stable")[:budget]].tolist())
             visible = np.array(sorted(kept | set(range(edge, position + 1))))
         chosen = logits[visible, query_head % group]
@@ -169,3 +170,34 @@ def write_checkpoint(
         )
         fast.save_pretrained(folder)
     return folder
+
+
+def masked_greedy(lm: tca_jax.LM, prompt: list[int], new_tokens: int, visible, visible_in_prompt=None) -> list[int]:
+    """Greedy answer under attention by masks alone, every step a whole forward pass.
+
+    Args:
+        visible: (layer, KV head, query position) -> positions that the query sees.
+        visible_in_prompt: The same for the prompt's queries, where that differs.
+    """
+    total, group = len(prompt) + new_tokens, CONFIG.num_heads // CONFIG.num_kv_heads
+    masks = np.zeros((CONFIG.num_layers, CONFIG.num_kv_heads, total, total), bool)
+    for layer, head, i in np.ndindex(masks.shape[:3]):
+        rule = visible_in_prompt if visible_in_prompt and i < len(prompt) else visible
+        masks[layer, head, i, sorted(rule(layer, head, i))] = True
+    masks = np.repeat(masks, group, axis=1)
+
+    def attention(layer, q, k, v, state):
+        scores = jnp.einsum("iad,jad->aij", q[0], jnp.repeat(k[0], group, axis=1)) / np.sqrt(CONFIG.head_dim)
+        weights = jax.nn.softmax(jnp.where(masks[layer], scores, -jnp.inf), axis=-1)
+        return jnp.einsum("aij,jad->iad", weights, jnp.repeat(v[0], group, axis=1))[None], None
+
+    @jax.jit
+    def logits(tokens):
+        hidden, _ = lm.decoder(tokens, jnp.arange(total)[None], attention, (None,) * CONFIG.num_layers)
+        return lm.decoder.logits(hidden[0])
+
+    tokens = np.zeros((1, total), np.int32)
+    tokens[0, : len(prompt)] = prompt
+    for i in range(len(prompt), total):
+        tokens[0, i] = int(jnp.argmax(logits(tokens)[i - 1]))
+    return tokens[0, len(prompt) :].tolist()

@@ -25,7 +25,7 @@ def causal_attention(
     v: Float[Array, "B L Hkv d"],
     lengths: Int[Array, " B"],
     *,
-    backend: str = "auto",
+    backend: str | tuple[str, ...] = "auto",
 ) -> Float[Array, "B L Hq d"]:
     """softmax(q k^T / sqrt(d)) v over all tokens up to the query's own.
 

@@ -28,7 +28,7 @@ def column_mass(
     *,
     block_size: int,
     window: int,
-    backend: str = "auto",
+    backend: str | tuple[str, ...] = "auto",
 ) -> tuple[Float32[Array, "B Hkv L"], Float32[Array, "B Hkv L"]]:
     """Column sums of the causal softmax(Q K^T / sqrt(d)), averaged over each group (Algorithm 1).
 

@@ -12,6 +12,7 @@ from tca_jax.pallas_kernels.backends import dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes
 from tca_jax.pallas_kernels.decode_attention import triton as decode_attention_triton
 from tca_jax.pallas_kernels.decode_attention import xla as decode_attention_xla
+from tca_jax.pallas_kernels.kv import Pool, Ring
 
 _IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {"triton": decode_attention_triton.decode_attention, "xla": decode_attention_xla.decode_attention}
@@ -20,18 +21,14 @@ _IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 def decode_attention(
     q: Float[Array, "B Hq d"],
-    k_pool: Float[Array, "P d"],
-    v_pool: Float[Array, "P d"],
-    offsets: Int[Array, "B Hkv"],
-    pool_lengths: Int[Array, "B Hkv"],
-    k_ring: Float[Array, "B Hkv R d"],
-    v_ring: Float[Array, "B Hkv R d"],
+    pool: Pool,
+    ring: Ring,
     positions: Int[Array, " B"],
     *,
     block_size: int,
     window: int,
     capacity: int,
-    backend: str = "auto",
+    backend: str | tuple[str, ...] = "auto",
 ) -> tuple[Float[Array, "B Hq d"], Float32[Array, "B Hq"]]:
     """Attention of one new token a row, whose own key and value are in the ring already.
 
@@ -61,6 +58,8 @@ def decode_attention(
         ValueError: a shape, `block_size`, `window`, `capacity` or `backend` is not allowed.
     """
     check_blocks(block_size, window=window)
+    k_pool, v_pool, offsets, pool_lengths = pool
+    k_ring, v_ring = ring
     sizes = check_shapes(
         {
             "q": (q, "B Hq d"),

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from tca_jax.pallas_kernels.backends import dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes, check_whole_blocks
+from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.prefill_attention import mosaic as prefill_attention_mosaic
 from tca_jax.pallas_kernels.prefill_attention import triton as prefill_attention_triton
 from tca_jax.pallas_kernels.prefill_attention import xla as prefill_attention_xla
@@ -27,15 +28,13 @@ def prefill_attention(
     q: Float[Array, "B L Hq d"],
     k: Float[Array, "B L Hkv d"],
     v: Float[Array, "B L Hkv d"],
-    k_pool: Float[Array, "P d"],
-    v_pool: Float[Array, "P d"],
-    offsets: Int[Array, "B Hkv"],
+    pool: Pool,
     budgets: Int[Array, "B Hkv nb"],
     lengths: Int[Array, " B"],
     *,
     block_size: int,
     window: int,
-    backend: str = "auto",
+    backend: str | tuple[str, ...] = "auto",
 ) -> Float[Array, "B L Hq d"]:
     """Attention of a whole prompt over local and selected tokens (Eq. 3).
 
@@ -68,13 +67,10 @@ def prefill_attention(
             "q": (q, "B L Hq d"),
             "k": (k, "B L Hkv d"),
             "v": (v, "B L Hkv d"),
-            "k_pool": (k_pool, "P d"),
-            "v_pool": (v_pool, "P d"),
-            "offsets": (offsets, "B Hkv"),
             "budgets": (budgets, "B Hkv nb"),
             "lengths": (lengths, "B"),
         }
     )
     check_whole_blocks("budgets", sizes, block_size)
     implementation = dispatch("prefill_attention", backend, _IMPLEMENTATIONS)
-    return implementation(q, k, v, k_pool, v_pool, offsets, budgets, lengths, block_size=block_size, window=window)
+    return implementation(q, k, v, pool.k, pool.v, pool.offsets, budgets, lengths, block_size=block_size, window=window)

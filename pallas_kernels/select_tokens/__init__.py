@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.pallas_kernels.backends import dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes, check_whole_blocks
+from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.select_tokens import triton as select_tokens_triton
 from tca_jax.pallas_kernels.select_tokens import xla as select_tokens_xla
 
@@ -27,8 +28,8 @@ def select_tokens(
     *,
     block_size: int,
     pool_tokens: int,
-    backend: str = "auto",
-) -> tuple[Float[Array, "P d"], Float[Array, "P d"], Int32[Array, "B Hkv"]]:
+    backend: str | tuple[str, ...] = "auto",
+) -> Pool:
     """Writes the `budgets[j]` best tokens of every block j into a fresh pool, sorted by position.
 
     Args:
@@ -59,4 +60,7 @@ def select_tokens(
     )
     check_whole_blocks("budgets", sizes, block_size)
     implementation = dispatch("select_tokens", backend, _IMPLEMENTATIONS)
-    return implementation(scores, budgets, k, v, offsets, block_size=block_size, pool_tokens=pool_tokens)
+    k_pool, v_pool, kept = implementation(
+        scores, budgets, k, v, offsets, block_size=block_size, pool_tokens=pool_tokens
+    )
+    return Pool(k_pool, v_pool, offsets, kept)

@@ -38,7 +38,7 @@ def token_scores(
     lengths: Int[Array, " B"],
     *,
     block_size: int,
-    backend: str = "auto",
+    backend: str | tuple[str, ...] = "auto",
 ) -> TokenScores:
     """Scores every prompt token by the attention of the last prompt query (Eq. 5').
 

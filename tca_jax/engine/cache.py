@@ -1,7 +1,7 @@
-"""The KV cache of one layer: a flat pool of selected tokens and a ring of local ones (DESIGN section 5).
+"""The KV cache of one layer: a flat pool of kept tokens and a ring of local ones (DESIGN section 5).
 
-Heads with different budgets cost what they keep: each (row, KV head) owns a region of the pool whose capacity is
-known from its candidate alone, so shapes are static while lengths are data.
+Heads with different budgets cost what they keep: each (row, KV head) owns a region of the pool whose capacity its cache
+policy names in advance, so shapes are static while lengths are data.
 """
 
 from __future__ import annotations
@@ -14,201 +14,200 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tca_jax.methods.candidates import eviction_budgets, region_capacity
-from tca_jax.methods.config import TCAConfig
-from tca_jax.methods.selection import head_budgets, last_query
-from tca_jax.pallas_kernels.backends import backend_for
-from tca_jax.pallas_kernels.causal_attention import causal_attention
+from tca_jax.methods.base import CachePolicy, Method, per_head
+from tca_jax.methods.blocks import num_ranked_blocks
+from tca_jax.methods.queries import last_queries
+from tca_jax.methods.regions import Regions, Selected
+from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.decode_attention import decode_attention
-from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT
+from tca_jax.pallas_kernels.integers import round_up
+from tca_jax.pallas_kernels.kv import Pool, Ring
 from tca_jax.pallas_kernels.numerics import scaled_scores
-from tca_jax.pallas_kernels.prefill_attention import prefill_attention
 from tca_jax.pallas_kernels.ranking import selection_mask
-from tca_jax.pallas_kernels.select_tokens import select_tokens
-from tca_jax.pallas_kernels.tiles import round_up
-from tca_jax.pallas_kernels.token_scores import token_scores
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayout:
-    """Static shape of one layer's cache: everything that follows from candidates and sizes, before any data.
+    """Static shape of one layer's cache: everything that follows from the method and sizes, before any data.
 
     Attributes:
-        config: The method's hyperparameters.
-        candidates: Row of `candidate_budgets` for each KV head, `[H_kv]`.
-        batch: Rows, B.
+        block_size: Tokens in a block, b.
+        window: Least number of local tokens, w, a multiple of b.
         prompt_tokens: Padded prompt length, L.
         ring_tokens: Slots of the ring, R: w + b, or less when prompt and answer are shorter.
-        capacities: Tokens that each head's region can hold, `[H_kv]`, multiples of 128.
+        regions: Regions of the pool.
     """
 
-    config: TCAConfig
-    candidates: tuple[int, ...]
-    batch: int
+    block_size: int
+    window: int
     prompt_tokens: int
     ring_tokens: int
-    capacities: tuple[int, ...]
+    regions: Regions
 
     @classmethod
     def plan(
-        cls, config: TCAConfig, candidates: tuple[int, ...], batch: int, prompt_tokens: int, max_new_tokens: int
+        cls, policy: CachePolicy, layer: int, num_kv_heads: int, batch: int, prompt_tokens: int, new_tokens: int
     ) -> CacheLayout:
-        """Sizes a layer's cache for prompts of up to `prompt_tokens` and answers of up to `max_new_tokens`."""
-        b, total = config.block_size, prompt_tokens + max_new_tokens
-        ranked = config.num_ranked_blocks(prompt_tokens)
-        # Blocks that can leave the window while decoding: the last sampled token is never fed back, hence the -1.
-        evicted = min(-(-(max_new_tokens - 1) // b), config.num_ranked_blocks(total - 1))
-        growth = eviction_budgets(config)
-        capacities = tuple(
-            round_up(region_capacity(config, row, ranked) + evicted * int(growth[row]), REGION_ALIGNMENT)
-            for row in candidates
-        )
-        layout = cls(
-            config=config,
-            candidates=candidates,
-            batch=batch,
+        """Sizes a layer's cache for prompts of up to `prompt_tokens` and answers of up to `new_tokens`.
+
+        Raises:
+            ValueError: the policy names no capacity for each KV head, or the pool is too large to be addressed.
+        """
+        b, total = policy.block_size, prompt_tokens + new_tokens
+        window = policy.local_window(total)
+        capacities = policy.capacities(layer, prompt_tokens, new_tokens)
+        name = f"{type(policy).__name__}.capacities({layer}, {prompt_tokens}, {new_tokens})"
+        return cls(
+            block_size=b,
+            window=window,
             prompt_tokens=prompt_tokens,
-            ring_tokens=min(config.window + b, round_up(total, b)),
-            capacities=capacities,
+            ring_tokens=min(window + b, round_up(total, b)),
+            regions=Regions.plan(batch, per_head(capacities, num_kv_heads, name)),
         )
-        if layout.pool_tokens >= 2**31:
-            raise ValueError(
-                f"a batch of {batch} prompts of {prompt_tokens} tokens needs a KV pool of {layout.pool_tokens} tokens "
-                f"a layer: at most {2**31 - 1} can be addressed; use a smaller batch"
-            )
-        return layout
 
     @property
-    def offsets(self) -> np.ndarray:
-        """First pool token of each region, int64 `[B, H_kv]`."""
-        starts = np.concatenate([[0], np.cumsum(np.tile(np.asarray(self.capacities, np.int64), self.batch))])
-        return starts[:-1].reshape(self.batch, len(self.capacities))
+    def batch(self) -> int:
+        """Rows, B."""
+        return self.regions.batch
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads, H_kv."""
+        return len(self.regions.capacities)
+
+    @property
+    def ranks(self) -> bool:
+        """Whether a prompt of this shape can have ranked blocks; otherwise it fits its window."""
+        return num_ranked_blocks(self.prompt_tokens, self.block_size, self.window) > 0
 
     @property
     def evicts(self) -> bool:
         """Whether a block can leave the window while decoding; otherwise everything fits the ring."""
-        return self.ring_tokens == self.config.window + self.config.block_size
-
-    @property
-    def pool_tokens(self) -> int:
-        """Tokens of the flat pool, at least one aligned region so that empty pools have an address."""
-        return max(REGION_ALIGNMENT, self.batch * sum(self.capacities))
+        return self.ring_tokens == self.window + self.block_size
 
     def num_bytes(self, head_dim: int, dtype: Any) -> int:
         """Bytes of K and V together, pool and ring."""
-        ring = self.batch * len(self.candidates) * self.ring_tokens
-        return 2 * (self.pool_tokens + ring) * head_dim * jnp.dtype(dtype).itemsize
+        ring = self.batch * self.num_kv_heads * self.ring_tokens
+        return 2 * (self.regions.pool_tokens + ring) * head_dim * jnp.dtype(dtype).itemsize
+
+    def local_tokens(self, fed: Int[np.ndarray, " B"], *, decoded: bool) -> Int[np.ndarray, " B"]:
+        """Tokens in the window after `fed` of them; behind a bare prompt it is already the next token's window."""
+        last = fed - 1 if decoded else fed
+        return fed - np.maximum(0, last // self.block_size * self.block_size - self.window)
 
 
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["k_pool", "v_pool", "offsets", "kept", "k_ring", "v_ring"],
-    meta_fields=["layout"],
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["pool", "ring"], meta_fields=["layout"])
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
     """One layer's keys and values.
 
     Attributes:
-        k_pool: Selected keys of all regions, `[P, d]`; `v_pool` the values.
-        offsets: First pool token of each region, int32 `[B, H_kv]`.
-        kept: Tokens in each region, int32 `[B, H_kv]`.
-        k_ring: Local keys, `[B, H_kv, R, d]`: position p lies in slot p mod R; `v_ring` the values.
+        pool: What is kept left of the window.
+        ring: The local tokens.
         layout: The static shape.
     """
 
-    k_pool: Float[Array, "P d"]
-    v_pool: Float[Array, "P d"]
-    offsets: Int[Array, "B Hkv"]
-    kept: Int[Array, "B Hkv"]
-    k_ring: Float[Array, "B Hkv R d"]
-    v_ring: Float[Array, "B Hkv R d"]
+    pool: Pool
+    ring: Ring
     layout: CacheLayout
+
+    def repeat_rows(self, times: int) -> LayerCache:
+        """Every row `times` times, side by side: several answers to one prompt."""
+        regions = dataclasses.replace(self.layout.regions, batch=self.layout.batch * times)
+
+        def repeat_pool(x: Float[Array, "P d"]) -> Float[Array, "P d"]:
+            if not regions.row_tokens:
+                return x
+            rows = x.reshape(self.layout.batch, regions.row_tokens, x.shape[-1])
+            return jnp.repeat(rows, times, axis=0).reshape(-1, x.shape[-1])
+
+        pool = Pool(
+            repeat_pool(self.pool.k),
+            repeat_pool(self.pool.v),
+            jnp.asarray(regions.offsets, jnp.int32),
+            jnp.repeat(self.pool.lengths, times, axis=0),
+        )
+        ring = Ring(*(jnp.repeat(x, times, axis=0) for x in self.ring))
+        return LayerCache(pool, ring, dataclasses.replace(self.layout, regions=regions))
 
 
 def prefill_layer(
-    q: Float[Array, "B L Hq d"],
+    method: Method,
+    layer: int,
+    q: Float[Array, "B M Hq d"],
     k: Float[Array, "B L Hkv d"],
     v: Float[Array, "B L Hkv d"],
     lengths: Int[Array, " B"],
     layout: CacheLayout,
-    backend: str = "auto",
-) -> tuple[Float[Array, "B L Hq d"], LayerCache]:
-    """Attention of a prompt and the cache that decoding continues from: selection, then prefix and window.
+    backend: Backend = "auto",
+) -> tuple[Float[Array, "B M Hq d"], LayerCache]:
+    """Attention of a prompt, and the cache that decoding continues from.
 
     Args:
-        q: Rotated queries, `[B, L, H_q, d]`.
+        method: Attention method.
+        layer: The layer.
+        q: Rotated queries of the whole prompt (M = L), or of the last M positions, which `tail_queries` allows: then
+            the last one is answered, and the others are there for the selection to look at.
         k: Rotated keys, `[B, L, H_kv, d]`; `v` the values.
         lengths: True prompt lengths, `[B]`, at least 1.
         layout: From `CacheLayout.plan` with `prompt_tokens = L`.
         backend: Kernel backend.
 
     Returns:
-        Attention output `[B, L, H_q, d]` (zero past a length) and the cache.
+        Attention output `[B, M, H_q, d]` (zero past a length) and the cache.
     """
-    config, (batch, tokens, _, head_dim) = layout.config, k.shape
-    b = config.block_size
-    offsets = jnp.asarray(layout.offsets, jnp.int32)
-    if config.num_ranked_blocks(tokens):
-        with jax.named_scope("token_scores"):
-            scored = token_scores(
-                last_query(q, lengths), k, lengths, block_size=b, backend=backend_for("token_scores", backend)
-            )
+    whole = q.shape[1] == k.shape[1]
+    policy, selected = method.cache, None
+    if layout.ranks:
+        queries = last_queries(q, lengths, policy.num_queries) if whole else q
+        selection = policy.select(layer, queries, k, v, lengths, backend)
         with jax.named_scope("select"):
-            budgets = head_budgets(scored, jnp.asarray(layout.candidates, jnp.int32), lengths, config)
-            k_pool, v_pool, kept = select_tokens(
-                scored.scores,
-                budgets,
-                k,
-                v,
-                offsets,
-                block_size=b,
-                pool_tokens=layout.pool_tokens,
-                backend=backend_for("select_tokens", backend),
-            )
+            selected = layout.regions.fill(selection, k, v, block_size=layout.block_size, backend=backend)
+    pool = layout.regions.empty(k.shape[-1], k.dtype) if selected is None else selected.pool
+    ring = Ring(*(_fill_ring(x, lengths, layout.ring_tokens) for x in (k, v)))
+    if whole:
+        readable = selected if method.prefill_reads_cache else None
+        out = method.prefill.attend(layer, q, k, v, lengths, readable, backend)
+    else:
         with jax.named_scope("prefill_attention"):
-            out = prefill_attention(
-                q,
-                k,
-                v,
-                k_pool,
-                v_pool,
-                offsets,
-                budgets,
-                lengths,
-                block_size=b,
-                window=config.window,
-                backend=backend_for("prefill_attention", backend),
-            )
-    else:  # Every prompt of this shape fits its window: exact attention, nothing to select. From there on TCA pays: on
-        # an H200 a model's time to first token is full attention's at 4,608 tokens (benchmarks/results/crossover.md).
-        k_pool = v_pool = jnp.zeros((layout.pool_tokens, head_dim), k.dtype)
-        kept = jnp.zeros((batch, k.shape[2]), jnp.int32)
-        out = causal_attention(q, k, v, lengths, backend=backend_for("causal_attention", backend))
-    k_ring, v_ring = (_fill_ring(x, lengths, layout.ring_tokens) for x in (k, v))
+            last = _attend_last(q[:, -1], pool, ring, selected, lengths, layout, backend)
+        out = jnp.zeros_like(q).at[:, -1].set(last)
     # The rings are filled before the model goes on. Left to itself the compiler puts that off to the end, and keeps all
     # layers' k and v until then: 17 GB at 131,072 tokens of LLaMA-3.1-8B.
-    out, k_ring, v_ring = jax.lax.optimization_barrier((out, k_ring, v_ring))
-    return out, LayerCache(k_pool, v_pool, offsets, kept, k_ring, v_ring, layout)
+    out, ring = jax.lax.optimization_barrier((out, ring))
+    return out, LayerCache(pool, ring, layout)
+
+
+def tail_queries(method: Method) -> int | None:
+    """Last queries that a prefill's last layer needs, or None where it needs all of them.
+
+    Where prompt queries attend to what the cache keeps, the last of them can be answered from the cache, and nobody
+    reads what the others would give.
+    """
+    return method.cache.num_queries if method.prefill_reads_cache else None
 
 
 def decode_layer(
+    method: Method,
+    layer: int,
     q: Float[Array, "B 1 Hq d"],
     k: Float[Array, "B 1 Hkv d"],
     v: Float[Array, "B 1 Hkv d"],
     cache: LayerCache,
     positions: Int[Array, " B"],
     leaving: Bool[Array, " B"] | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Float[Array, "B 1 Hq d"], LayerCache]:
     """One decoding step: evicts the block that leaves the window, adds the new token, attends (DESIGN section 2).
 
     The pool and the ring are updated in place where the caller gives them away, as a loop or a donation does.
 
     Args:
+        method: Attention method.
+        layer: The layer.
         q: The new token's rotated query, `[B, 1, H_q, d]`; `k` and `v` likewise with H_kv heads.
         cache: The layer's cache.
         positions: Position of the new token, `[B]`.
@@ -219,50 +218,64 @@ def decode_layer(
     Returns:
         Attention output `[B, 1, H_q, d]` and the cache with the token in it.
     """
-    layout, backend = cache.layout, backend_for("decode_attention", backend)
+    layout = cache.layout
     if leaving is not None and layout.evicts:
         with jax.named_scope("evict_block"):
-            cache = _evict_block(q[:, 0], k[:, 0], cache, positions, leaving, backend)
+            cache = _evict_block(method.cache, layer, q[:, 0], k[:, 0], cache, positions, leaving, backend)
     rows, slots = jnp.arange(layout.batch), positions % layout.ring_tokens
-    cache = dataclasses.replace(
-        cache,
-        k_ring=cache.k_ring.at[rows, :, slots].set(k[:, 0]),
-        v_ring=cache.v_ring.at[rows, :, slots].set(v[:, 0]),
-    )
+    ring = Ring(*(x.at[rows, :, slots].set(new[:, 0]) for x, new in zip(cache.ring, (k, v), strict=True)))
+    cache = dataclasses.replace(cache, ring=ring)
     with jax.named_scope("decode_attention"):
         out, _ = attend_cache(q[:, 0], cache, positions, backend)
     return out[:, None], cache
 
 
 def rows_with_leaving_block(
-    config: TCAConfig, positions: Int[Array, " B"], prompt_lengths: Int[Array, " B"]
+    layout: CacheLayout, positions: Int[Array, " B"], prompt_lengths: Int[Array, " B"]
 ) -> Bool[Array, " B"]:
     """Rows in which the token at `positions` starts a block and so pushes the oldest block out of the window, `[B]`.
 
     Prefill has already dealt with the block that leaves when the very first new token starts a block.
     """
-    return (positions % config.block_size == 0) & (positions > config.window) & (positions > prompt_lengths)
+    return (positions % layout.block_size == 0) & (positions > layout.window) & (positions > prompt_lengths)
 
 
 def attend_cache(
-    q: Float[Array, "B Hq d"], cache: LayerCache, positions: Int[Array, " B"], backend: str
-) -> tuple[Float[Array, "B Hq d"], Float[Array, "B Hq"]]:
-    """Attention of a token over pool and ring, with the log-sum-exp; `backend` is `decode_attention`'s own."""
+    q: Float[Array, "B Hq d"], cache: LayerCache, positions: Int[Array, " B"], backend: Backend
+) -> tuple[Float[Array, "B Hq d"], Float32[Array, "B Hq"]]:
+    """Attention of a token over pool and ring, with the log-sum-exp."""
     layout = cache.layout
     return decode_attention(
         q,
-        cache.k_pool,
-        cache.v_pool,
-        cache.offsets,
-        cache.kept,
-        cache.k_ring,
-        cache.v_ring,
+        cache.pool,
+        cache.ring,
         positions,
-        block_size=layout.config.block_size,
-        window=layout.config.window,
-        capacity=max(layout.capacities),
+        block_size=layout.block_size,
+        window=layout.window,
+        capacity=max(layout.regions.capacities),
         backend=backend,
     )
+
+
+def _attend_last(
+    q: Float[Array, "B Hq d"],
+    pool: Pool,
+    ring: Ring,
+    selected: Selected | None,
+    lengths: Int[Array, " B"],
+    layout: CacheLayout,
+    backend: Backend,
+) -> Float[Array, "B Hq d"]:
+    """Attention of each prompt's last query, from the cache.
+
+    The pool may hold a block more than is left of this query's window: the one that leaves before the next token.
+    """
+    if selected is not None:
+        edge = jnp.maximum(0, (lengths - 1) // layout.block_size - layout.window // layout.block_size)
+        left = jnp.arange(selected.budgets.shape[-1]) < edge[:, None, None]
+        pool = pool._replace(lengths=jnp.sum(selected.budgets, axis=-1, where=left, dtype=jnp.int32))
+    out, _ = attend_cache(q, LayerCache(pool, ring, layout), lengths - 1, backend)
+    return out
 
 
 def _fill_ring(x: Float[Array, "B L Hkv d"], lengths: Int[Array, " B"], ring_tokens: int) -> Float[Array, "B Hkv R d"]:
@@ -276,21 +289,23 @@ def _fill_ring(x: Float[Array, "B L Hkv d"], lengths: Int[Array, " B"], ring_tok
 
 
 def _evict_block(
+    policy: CachePolicy,
+    layer: int,
     q: Float[Array, "B Hq d"],
     k_new: Float[Array, "B Hkv d"],
     cache: LayerCache,
     positions: Int[Array, " B"],
     leaving: Bool[Array, " B"],
-    backend: str,
+    backend: Backend,
 ) -> LayerCache:
-    """Moves the best tokens of the block that leaves the window from the ring to the pool, in rows where one does.
+    """Moves what the policy keeps of the leaving block from the ring to the pool, in rows where one leaves.
 
-    Its tokens are scored by the current query's attention probabilities over all it can see at this step: the pool,
-    the ring with the leaving block still in it, and itself.
+    The policy sees the current query's attention probabilities over all that it can see at this step: the pool, the
+    ring with the leaving block still in it, and itself.
     """
-    layout = cache.layout
-    b, ring = layout.config.block_size, layout.ring_tokens
-    batch, heads, _, head_dim = cache.k_ring.shape
+    layout, pool = cache.layout, cache.pool
+    b, ring = layout.block_size, layout.ring_tokens
+    batch, heads, _, head_dim = cache.ring.k.shape
     queries = q.reshape(batch, heads, -1, head_dim)
     # The ring as the previous token saw it still has the leaving block as its oldest.
     _, lse_before = attend_cache(q, cache, positions - 1, backend)
@@ -299,17 +314,19 @@ def _evict_block(
 
     # Block-aligned and one ring behind: the leaving block starts in the slot that the new token is about to take.
     slots = (positions % ring // b * b)[:, None] + jnp.arange(b)
-    k_block, v_block = (jnp.take_along_axis(x, slots[:, None, :, None], axis=2) for x in (cache.k_ring, cache.v_ring))
-    scores = jnp.exp(scaled_scores("bhgd,bhtd->bhgt", queries, k_block) - lse[..., None]).mean(axis=2)  # [B, H_kv, b]
+    k_block, v_block = (jnp.take_along_axis(x, slots[:, None, :, None], axis=2) for x in cache.ring)
+    attention = jnp.exp(scaled_scores("bhgd,bhtd->bhgt", queries, k_block) - lse[..., None])  # [B, H_kv, G, b]
 
-    budgets = eviction_budgets(layout.config)[np.asarray(layout.candidates)]
-    budgets = jnp.where(leaving[:, None], jnp.asarray(budgets, jnp.int32), 0)[..., None]  # [B, H_kv, one block]
-    chosen = selection_mask(scores, budgets, block_size=b)
-    place = cache.offsets[..., None] + cache.kept[..., None] + jnp.cumsum(chosen, axis=-1) - 1
-    place = jnp.where(chosen, place, layout.pool_tokens)  # out of range: dropped
-    return dataclasses.replace(
-        cache,
-        k_pool=cache.k_pool.at[place].set(k_block, mode="drop"),
-        v_pool=cache.v_pool.at[place].set(v_block, mode="drop"),
-        kept=cache.kept + jnp.sum(chosen, axis=-1, dtype=jnp.int32),
+    selection = policy.evict(layer, attention, positions // b - layout.window // b - 1)
+    budgets = jnp.where(leaving[:, None, None], selection.budgets, 0)
+    chosen = selection_mask(selection.scores, budgets, block_size=b)
+    slot = pool.lengths[..., None] + jnp.cumsum(chosen, axis=-1) - 1
+    # A region that is full takes nothing more; its policy has named too small a capacity.
+    chosen &= slot < jnp.asarray(layout.regions.capacities, jnp.int32)[:, None]
+    place = jnp.where(chosen, pool.offsets[..., None] + slot, layout.regions.pool_tokens)  # out of range: dropped
+    pool = pool._replace(
+        k=pool.k.at[place].set(k_block, mode="drop"),
+        v=pool.v.at[place].set(v_block, mode="drop"),
+        lengths=pool.lengths + jnp.sum(chosen, axis=-1, dtype=jnp.int32),
     )
+    return dataclasses.replace(cache, pool=pool)

@@ -6,31 +6,46 @@ import dataclasses
 import functools
 import typing
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from tca_jax.engine.cache import LayerCache, decode_layer, prefill_layer, rows_with_leaving_block
+from tca_jax.engine.buckets import bucket_length
+from tca_jax.engine.cache import LayerCache, decode_layer, prefill_layer, rows_with_leaving_block, tail_queries
 from tca_jax.engine.lm import LM
 from tca_jax.engine.sampling import Sampling, sample
-from tca_jax.pallas_kernels.backends import check_backend
+from tca_jax.pallas_kernels.backends import Backend, whole
 from tca_jax.pallas_kernels.checks import as_int32, check_range, check_shapes
 
 
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "step", "last", "done", "lengths", "keys", "seen", "stop_tokens", "caches"],
+    data_fields=[
+        "tokens",
+        "step",
+        "last",
+        "done",
+        "lengths",
+        "keys",
+        "seen",
+        "stop_tokens",
+        "min_new_tokens",
+        "logprobs",
+        "finite",
+        "caches",
+    ],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class DecodingState:
-    """Everything that one decoding step reads and writes.
+    """Everything that one decoding step reads and writes. A row is one answer.
 
     Attributes:
-        tokens: New tokens so far, int32 `[B, max_new_tokens]`, padding behind.
+        tokens: New tokens so far, int32 `[B, N]`, padding behind; N is the room for them.
         step: How many of them are there, int32 scalar.
         last: The newest token of each row, `[B]`: the next step feeds it at position `lengths + step - 1`.
         done: Rows whose answer has ended, `[B]`.
@@ -38,6 +53,10 @@ class DecodingState:
         keys: One PRNG key a row, `[B]`; step t draws with `fold_in(key, t)`.
         seen: Tokens in prompt or answer, `[B, V]`; None without a repetition penalty.
         stop_tokens: Tokens that end a row, `[S]`.
+        min_new_tokens: Tokens before which no stop token is drawn, int32 scalar; None for none.
+        logprobs: Log-probability of each new token under the model, before any of the sampling's steps, float32
+            `[B, N]`; None where nobody asked.
+        finite: Rows whose prompt led to finite logits, `[B]`.
         caches: One cache a layer.
     """
 
@@ -49,6 +68,9 @@ class DecodingState:
     keys: Key[Array, " B"]
     seen: Bool[Array, "B V"] | None
     stop_tokens: Int[Array, " S"]
+    min_new_tokens: Int[Array, ""] | None
+    logprobs: Float[Array, "B N"] | None
+    finite: Bool[Array, " B"]
     caches: tuple[LayerCache, ...]
 
 
@@ -56,56 +78,69 @@ def prefill(
     lm: LM,
     tokens: Int[Array, "B L"],
     lengths: Int[Array, " B"],
-    keys: Key[Array, " B"],
+    keys: Key[Array, " R"],
     sampling: Sampling,
     stop_tokens: Int[Array, " S"],
+    min_new_tokens: Int[Array, ""] | None = None,
     *,
-    max_new_tokens: int,
-    backend: str = "auto",
+    new_tokens: int,
+    logprobs: bool = False,
+    backend: Backend = "auto",
 ) -> DecodingState:
-    """Runs the prompt, fills the caches and draws the first new token.
+    """Runs the prompts, fills the caches and draws the first new token of every answer.
 
     Args:
         lm: The model.
         tokens: Prompts, right-padded, int32 `[B, L]`.
         lengths: True lengths, `[B]`, at least 1.
-        keys: One typed PRNG key a row, `[B]`.
+        keys: One typed PRNG key an answer, `[R]`; R is B or a multiple of it, answers to one prompt side by side.
         sampling: How tokens are drawn.
         stop_tokens: Tokens that end a row, `[S]`.
-        max_new_tokens: Capacity for new tokens, at least 1; static.
+        min_new_tokens: Tokens before which no stop token is drawn, int32 scalar; None for none.
+        new_tokens: Room for new tokens, at least 1; static.
+        logprobs: Whether to note the log-probability of every new token; static.
         backend: Kernel backend; static.
     """
     batch, padded = tokens.shape
-    layouts = lm.cache_layouts(batch, padded, max_new_tokens)
-    rows, columns = jnp.arange(batch), jnp.arange(padded)
+    samples = keys.shape[0] // batch
+    layouts = lm.cache_layouts(batch, padded, new_tokens)
 
     def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, LayerCache]:
-        return prefill_layer(q, k, v, lengths, layouts[layer], backend)
+        return prefill_layer(lm.method, layer, q, k, v, lengths, layouts[layer], backend)
 
-    decoder = lm.decoder
+    decoder, columns = lm.decoder, jnp.arange(padded)
     positions = jnp.minimum(columns, lengths[:, None] - 1)
-    hidden, caches = decoder(tokens, positions, attention, (None,) * len(layouts))
-    logits = decoder.logits(hidden[rows, lengths - 1])
+    tail = tail_queries(lm.method)
+    hidden, caches = decoder(tokens, positions, attention, (None,) * len(layouts), lengths=lengths, tail=tail)
+    last = hidden[:, -1] if tail is not None else hidden[jnp.arange(batch), lengths - 1]
+    logits = decoder.logits(last)
     seen = None
     if sampling.repetition_penalty is not None:
         real = jnp.where(columns < lengths[:, None], tokens, logits.shape[-1])  # padding falls out of range
-        seen = jnp.zeros(logits.shape, bool).at[rows[:, None], real].set(True, mode="drop")
+        seen = jnp.zeros(logits.shape, bool).at[jnp.arange(batch)[:, None], real].set(True, mode="drop")
+    if samples > 1:
+        caches = tuple(cache.repeat_rows(samples) for cache in caches)
+        logits, lengths, seen = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), (logits, lengths, seen))
+    rows = batch * samples
     state = DecodingState(
-        tokens=jnp.full((batch, max_new_tokens), lm.pad_token_id, jnp.int32),
+        tokens=jnp.full((rows, new_tokens), lm.pad_token_id, jnp.int32),
         step=jnp.int32(0),
-        last=jnp.zeros(batch, jnp.int32),
-        done=jnp.zeros(batch, bool),
+        last=jnp.zeros(rows, jnp.int32),
+        done=jnp.zeros(rows, bool),
         lengths=lengths,
         keys=keys,
         seen=seen,
         stop_tokens=stop_tokens,
+        min_new_tokens=min_new_tokens,
+        logprobs=jnp.zeros((rows, new_tokens), jnp.float32) if logprobs else None,
+        finite=jnp.isfinite(logits).all(axis=-1),
         caches=caches,
     )
     return _draw(lm, state, logits, sampling)
 
 
 def decode(
-    lm: LM, state: DecodingState, limit: Int[Array, ""], sampling: Sampling, *, backend: str = "auto"
+    lm: LM, state: DecodingState, limit: Int[Array, ""], sampling: Sampling, *, backend: Backend = "auto"
 ) -> DecodingState:
     """Draws tokens until `limit` of them are there (never more than the state holds) or every row has ended."""
     limit = jnp.minimum(limit, state.tokens.shape[1])
@@ -115,14 +150,14 @@ def decode(
         return (state.step < limit) & ~jnp.all(state.done)
 
     def leaving(state: DecodingState) -> Bool[Array, " B"]:
-        return rows_with_leaving_block(layout.config, state.lengths + state.step - 1, state.lengths)
+        return rows_with_leaving_block(layout, state.lengths + state.step - 1, state.lengths)
 
     def step(state: DecodingState, evict: bool) -> DecodingState:
         positions = state.lengths + state.step - 1
         rows = leaving(state) if evict else None
 
         def attention(layer: int, q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
-            return decode_layer(q, k, v, cache, positions, rows, backend)
+            return decode_layer(lm.method, layer, q, k, v, cache, positions, rows, backend)
 
         decoder = lm.decoder
         hidden, caches = decoder(state.last[:, None], positions[:, None], attention, state.caches)
@@ -150,12 +185,19 @@ def decode(
 
 def _draw(lm: LM, state: DecodingState, logits: Float[Array, "B V"], sampling: Sampling) -> DecodingState:
     with jax.named_scope("sample"):
+        allowed = logits
+        if state.min_new_tokens is not None:
+            stopless = logits.at[:, state.stop_tokens].set(-jnp.inf, mode="drop")
+            allowed = jnp.where(state.step < state.min_new_tokens, stopless, logits)
         keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(state.keys, state.step)
-        token = sample(logits, keys, sampling, state.seen)
+        token = sample(allowed, keys, sampling, state.seen)
         token = jnp.where(state.done, lm.pad_token_id, token)
-        seen = state.seen
+        seen, logprobs = state.seen, state.logprobs
         if seen is not None:
             seen = seen.at[jnp.arange(token.size), token].set(True)
+        if logprobs is not None:
+            drawn = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=-1)[:, 0]
+            logprobs = logprobs.at[:, state.step].set(drawn)
         return dataclasses.replace(
             state,
             tokens=state.tokens.at[:, state.step].set(token),
@@ -163,6 +205,7 @@ def _draw(lm: LM, state: DecodingState, logits: Float[Array, "B V"], sampling: S
             last=token,
             done=state.done | jnp.isin(token, state.stop_tokens),
             seen=seen,
+            logprobs=logprobs,
         )
 
 
@@ -184,7 +227,7 @@ def generate_tokens(
         tokens: Prompts, right-padded, int32 `[B, L]`. What the padding holds does not matter.
         lengths: True lengths, int32 `[B]`, from 1 to L. Traced: other lengths run the same program.
         key: A typed PRNG key (`jax.random.key`). Row i draws with `fold_in(key, i)`.
-        max_new_tokens: Length of the answers; static.
+        max_new_tokens: Length of the answers; static, and compiled for in buckets, as prompts are.
         sampling: How tokens are drawn; greedy by default. Its numbers are traced.
         stop_tokens: Tokens that end a row; None takes the model's own, () never stops early. Static.
         backend: Kernel backend; static.
@@ -193,10 +236,10 @@ def generate_tokens(
         int32 `[B, max_new_tokens]`: new tokens only, the stop token included, `lm.pad_token_id` behind it.
 
     Raises:
-        ValueError: a shape or size, or a length that is known, is not allowed; names the argument.
+        ValueError: a shape or size is not allowed, or a length or token that is known; names the argument.
         TypeError: tokens or lengths are no integers.
     """
-    check_backend(backend)
+    kernels = whole(backend)
     tokens, lengths = as_int32("tokens", tokens), as_int32("lengths", lengths)
     sizes = check_shapes({"tokens": (tokens, "B L"), "lengths": (lengths, "B")})
     if sizes["L"] < 1:
@@ -208,26 +251,45 @@ def generate_tokens(
             f"positions of {lm.name}"
         )
     check_range("lengths", lengths, 1, min(sizes["L"], positions - max_new_tokens))
+    _check_vocabulary(lm, tokens, lengths)
     stops = tuple(int(t) for t in (lm.eos_token_ids if stop_tokens is None else stop_tokens))
-    return _generate_tokens(lm, tokens, lengths, key, sampling, max_new_tokens, stops, backend)
+    room = bucket_length(max_new_tokens)
+    limit = jnp.int32(max_new_tokens)
+    return _generate_tokens(lm, tokens, lengths, key, sampling, limit, room, stops, kernels)[:, :max_new_tokens]
 
 
-@functools.partial(jax.jit, static_argnames=("max_new_tokens", "stop_tokens", "backend"))
+def _check_vocabulary(lm: LM, tokens: Any, lengths: Any) -> None:
+    """Raises ValueError if a prompt that is known holds an id outside the vocabulary; padding may hold anything."""
+    if isinstance(tokens, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
+        return
+    ids = np.asarray(tokens)
+    outside = (ids < 0) | (ids >= lm.config.vocab_size)
+    outside &= np.arange(ids.shape[1]) < np.asarray(lengths)[:, None]
+    if outside.any():
+        row, column = np.argwhere(outside)[0]
+        raise ValueError(
+            f"tokens[{row}, {column}] = {ids[row, column]}: ids of {lm.name} lie in [0, {lm.config.vocab_size})"
+        )
+
+
+@functools.partial(jax.jit, static_argnames=("room", "stop_tokens", "backend"))
 def _generate_tokens(
     lm: LM,
     tokens: Int[Array, "B L"],
     lengths: Int[Array, " B"],
     key: Key[Array, ""],
     sampling: Sampling,
-    max_new_tokens: int,
+    limit: Int[Array, ""],
+    room: int,
     stop_tokens: tuple[int, ...],
-    backend: str,
+    backend: Backend,
 ) -> Int[Array, "B N"]:
     stops = jnp.asarray(stop_tokens, jnp.int32)
     keys = row_keys(key, tokens.shape[0])
-    state = prefill(lm, tokens, lengths, keys, sampling, stops, max_new_tokens=max_new_tokens, backend=backend)
-    return decode(lm, state, jnp.int32(max_new_tokens), sampling, backend=backend).tokens
+    state = prefill(lm, tokens, lengths, keys, sampling, stops, new_tokens=room, backend=backend)
+    return decode(lm, state, limit, sampling, backend=backend).tokens
 
 
-def row_keys(key: Key[Array, ""], batch: int) -> Key[Array, " B"]:
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(batch))
+def row_keys(key: Key[Array, ""], rows: int) -> Key[Array, " R"]:
+    """One key for each of `rows` answers; a row's key does not depend on how many there are."""
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(rows))

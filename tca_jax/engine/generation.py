@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from tca_jax.engine.buckets import bucket_length
-from tca_jax.engine.decoding import DecodingState, decode, prefill, row_keys
+from tca_jax.engine.decoding import DecodingState
 from tca_jax.engine.lm import LM
-from tca_jax.engine.programs import Program
-from tca_jax.engine.prompts import Prompt, decode_tokens, encode_prompt, encode_prompts
+from tca_jax.engine.prompts import Prompt, decode_tokens, encode_prompts, is_single
+from tca_jax.engine.request import Request
 from tca_jax.engine.sampling import Sampling
-from tca_jax.pallas_kernels.backends import check_backend
 
-_prefill = Program(prefill)
-_decode = Program(decode, donate=(1,))
 _STOP_STRING_STRIDE = 16  # tokens between looks at the text for stop strings
+_STREAM_SECONDS = 0.03  # a piece of a stream comes about this often, or with every token where those take longer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,17 +45,20 @@ class Stats:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """Result of `generate`: the new part only, one entry a prompt.
+    """Result of `generate`: the new part only, one entry an answer, answers to one prompt side by side.
 
     Attributes:
         tokens: New token ids, a stop token included.
         finish_reasons: "stop" (a stop token or stop string) or "length".
         stats: What the call cost.
+        logprobs: Natural log-probability of each new token under the model, before temperature, filters and penalties;
+            None unless they were asked for.
     """
 
     tokens: list[list[int]]
     finish_reasons: list[Literal["stop", "length"]]
     stats: Stats
+    logprobs: list[list[float]] | None
     _text: list[str] | None = dataclasses.field(repr=False)
 
     @property
@@ -77,6 +74,73 @@ def generate(
     prompts: Prompt | Sequence[Prompt],
     *,
     max_new_tokens: int = 256,
+    min_new_tokens: int = 0,
+    num_samples: int = 1,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    seed: int = 0,
+    stop: str | Sequence[str] = (),
+    stop_token_ids: Sequence[int] | None = None,
+    logprobs: bool = False,
+    backend: str = "auto",
+) -> Output:
+    """Answers one prompt or a batch of prompts of any lengths.
+
+    Args:
+        lm: From `tca_jax.load`. Without a profile it runs exact full attention.
+        prompts: Strings, chats (lists of {"role", "content"}) or token ids; one or a sequence.
+        max_new_tokens: Most tokens an answer may have.
+        min_new_tokens: No stop token is drawn before so many tokens, and no stop string ends an answer.
+        num_samples: Answers to each prompt, which is read once. They come side by side: answer j to prompt i is entry
+            `i * num_samples + j`. Greedy ones are all alike.
+        temperature: 0 is greedy.
+        top_k: Keep the k best tokens.
+        top_p: Keep the smallest set of tokens whose probability reaches p.
+        min_p: Keep tokens at least this share as probable as the best.
+        repetition_penalty: Above 1 discourages tokens that the prompt or answer already holds.
+        seed: In [0, 2^32). Same seed, same draws. An answer's draws depend on the seed and its place alone.
+        stop: Strings that end an answer; they are cut from the text.
+        stop_token_ids: Tokens that end an answer; None takes the model's own, () none.
+        logprobs: Whether `Output.logprobs` is wanted.
+        backend: Kernel backend: "auto", "xla", "triton" or "mosaic".
+
+    Returns:
+        `Output` with `text`, `tokens`, `finish_reasons`, `logprobs` and `stats`.
+
+    Raises:
+        ValueError: a prompt or number is not allowed, raised before anything is compiled; or the model computes NaN or
+            infinity, with the layer.
+        TypeError: an argument is of a wrong type.
+    """
+    request = Request.create(
+        lm,
+        encode_prompts(lm, prompts),
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        num_samples=num_samples,
+        sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
+        seed=seed,
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        logprobs=logprobs,
+        backend=backend,
+    )
+    state = request.start()
+    stride = _STOP_STRING_STRIDE if request.stop else request.max_new_tokens
+    while not request.is_finished(state):
+        state = request.advance(state, stride)
+    return _output(request, state)
+
+
+def stream(
+    lm: LM,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int = 256,
+    min_new_tokens: int = 0,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -86,239 +150,89 @@ def generate(
     stop: str | Sequence[str] = (),
     stop_token_ids: Sequence[int] | None = None,
     backend: str = "auto",
-) -> Output:
-    """Answers one prompt or a batch of prompts of any lengths.
+) -> Iterator[Any]:
+    """Yields the answer to a prompt, or the answers to a batch, piece by piece, as soon as a piece is certain.
+
+    A piece holds what was said in about 30 ms, or one token where that takes longer.
 
     Args:
-        lm: From `tca_jax.load`. Without a profile it runs exact full attention.
-        prompts: Strings, chats (lists of {"role", "content"}) or token ids; one or a sequence.
-        max_new_tokens: Most tokens an answer may have.
-        temperature: 0 is greedy.
-        top_k: Keep the k best tokens.
-        top_p: Keep the smallest set of tokens whose probability reaches p.
-        min_p: Keep tokens at least this share as probable as the best.
-        repetition_penalty: Above 1 discourages tokens that the prompt or answer already holds.
-        seed: Same seed, same draws. Row i's draws depend on the seed and i, not on the other rows.
-        stop: Strings that end an answer; they are cut from the text.
-        stop_token_ids: Tokens that end an answer; None takes the model's own, () none.
-        backend: Kernel backend: "auto", "xla", "triton" or "mosaic".
+        lm: From `tca_jax.load`.
+        prompts: One prompt, or a sequence of them, as for `generate`.
+        max_new_tokens: This and all other options as for `generate`.
 
-    Returns:
-        `Output` with `text`, `tokens`, `finish_reasons` and `stats`.
+    Yields:
+        Of one prompt, pieces of text; of a batch, lists with a piece for each prompt, "" where there is nothing new.
+        Joined they are `generate(...).text`. A piece never splits a character, and text that may still turn out to be
+        part of a stop string is held back.
 
     Raises:
-        ValueError: a prompt or number is not allowed; raised before anything is compiled.
-        TypeError: `prompts` is no prompt.
+        ValueError: as for `generate`; also a model without a tokenizer. Raised by the call, not by the first piece.
+        TypeError: as for `generate`.
     """
-    request = _Request.create(
+    ids = encode_prompts(lm, prompts)
+    decode_tokens(lm, [])  # no tokenizer: say so before anything is compiled
+    request = Request.create(
         lm,
-        encode_prompts(lm, prompts),
+        ids,
         max_new_tokens=max_new_tokens,
-        sampling=Sampling.create(temperature, top_k, top_p, min_p, repetition_penalty),
+        min_new_tokens=min_new_tokens,
+        sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
         seed=seed,
         stop=stop,
         stop_token_ids=stop_token_ids,
         backend=backend,
     )
-    state = request.start()
-    stride = _STOP_STRING_STRIDE if request.stop else max_new_tokens
-    while not request.is_finished(state):
-        state = request.advance(state, stride)
-    return request.output(state)
+    pieces = _pieces(request)
+    return (piece for (piece,) in pieces) if is_single(prompts) else pieces
 
 
-def stream(lm: LM, prompt: Prompt, **options: Any) -> Iterator[str]:
-    """Yields the answer to one prompt piece by piece, as soon as a piece is certain.
-
-    Args:
-        lm: From `tca_jax.load`.
-        prompt: A string, a chat or token ids.
-        **options: As for `generate`.
-
-    Yields:
-        Pieces of text. Joined they are `generate(...).text[0]`. A piece never splits a character, and text that may
-        still turn out to be part of a stop string is held back.
-
-    Raises:
-        ValueError: as for `generate`; also a model without a tokenizer. Raised by the call, not by the first piece.
-    """
-    ids = encode_prompt(lm, prompt)
-    decode_tokens(lm, [])  # no tokenizer: say so before anything is compiled
-    defaults = {
-        "max_new_tokens": 256,
-        "seed": 0,
-        "stop": (),
-        "stop_token_ids": None,
-        "backend": "auto",
-    }
-    request_options = {name: options.pop(name, value) for name, value in defaults.items()}
-    sampling = Sampling.create(**options)
-    return _pieces(_Request.create(lm, [ids], sampling=sampling, **request_options))
-
-
-def _pieces(request: _Request) -> Iterator[str]:
-    state, sent = request.start(), 0
+def _pieces(request: Request) -> Iterator[list[str]]:
+    """New text of every row, whenever there is some."""
+    state, sent, stride = request.start(), [0] * request.rows, 1
     held_back = max((len(s) for s in request.stop), default=1) - 1
     while True:
         finished = request.is_finished(state)
-        text = request.answers(state)[0].text or ""
-        certain = len(text) if finished else len(text.rstrip("\ufffd")) - held_back
-        if certain > sent:
-            yield text[sent:certain]
-            sent = certain
+        pieces = []
+        for row, answer in enumerate(request.answers(state)):
+            text = answer.text or ""
+            certain = len(text) if finished or answer.stopped else len(text.rstrip("\ufffd")) - held_back
+            pieces.append(text[sent[row] : certain])
+            sent[row] = max(sent[row], certain)
+        if any(pieces):
+            yield pieces
         if finished:
             return
-        state = request.advance(state, 1)
+        before, step = request.decode_seconds, int(state.step)
+        state = request.advance(state, stride)
+        seconds = (request.decode_seconds - before) / (int(state.step) - step)
+        stride = max(1, min(2 * stride, int(_STREAM_SECONDS / seconds)))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Answer:
-    tokens: list[int]
-    text: str | None
-    stopped: bool
-
-
-@dataclasses.dataclass
-class _Request:
-    """One call: its inputs, its compiled programs' times, and how its answers end."""
-
-    lm: LM
-    prompt_ids: list[list[int]]
-    max_new_tokens: int
-    sampling: Sampling
-    stop: tuple[str, ...]
-    stop_tokens: tuple[int, ...]
-    seed: int
-    backend: str
-    compile_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-
-    @classmethod
-    def create(
-        cls,
-        lm: LM,
-        prompt_ids: list[list[int]],
-        *,
-        max_new_tokens: int,
-        sampling: Sampling,
-        seed: int,
-        stop: str | Sequence[str],
-        stop_token_ids: Sequence[int] | None,
-        backend: str,
-    ) -> _Request:
-        stop = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        check_backend(backend)
-        if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-            raise ValueError(f"seed = {seed!r}: must be an integer")
-        if any(not isinstance(s, str) or not s for s in stop):
-            raise ValueError(f"stop = {list(stop)!r}: must be non-empty strings")
-        if stop and lm.tokenizer is None:
-            raise ValueError(f"stop: {lm.name} was loaded without a tokenizer; use stop_token_ids")
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens = {max_new_tokens!r}: must be an integer of at least 1")
-        allowed = lm.config.max_context
-        for i, ids in enumerate(prompt_ids):
-            if len(ids) + max_new_tokens > allowed:
-                raise ValueError(
-                    f"prompts[{i}] has {len(ids)} tokens; with max_new_tokens = {max_new_tokens} that is "
-                    f"{len(ids) + max_new_tokens}, and {lm.name} has {allowed} positions"
-                )
-        stop_tokens = lm.eos_token_ids if stop_token_ids is None else tuple(int(t) for t in stop_token_ids)
-        return cls(lm, prompt_ids, int(max_new_tokens), sampling, stop, stop_tokens, seed, backend)
-
-    @property
-    def program_lm(self) -> LM:
-        """The model without what programs do not depend on, so that another tokenizer or name compiles nothing."""
-        return dataclasses.replace(self.lm, name="", tokenizer=None, eos_token_ids=())
-
-    @property
-    def padded_tokens(self) -> int:
-        return bucket_length(max(len(ids) for ids in self.prompt_ids))
-
-    def start(self) -> DecodingState:
-        """Prefill and the first token."""
-        batch = len(self.prompt_ids)
-        tokens = np.full((batch, self.padded_tokens), self.lm.pad_token_id, np.int32)
-        for row, ids in zip(tokens, self.prompt_ids, strict=True):
-            row[: len(ids)] = ids
-        lengths = jnp.asarray([len(ids) for ids in self.prompt_ids], jnp.int32)
-        keys = row_keys(jax.random.key(self.seed), batch)
-        stops = jnp.asarray(self.stop_tokens, jnp.int32)
-        args = (self.program_lm, jnp.asarray(tokens), lengths, keys, self.sampling, stops)
-        program, seconds = _prefill.prepare(*args, max_new_tokens=self.max_new_tokens, backend=self.backend)
-        self.compile_seconds += seconds
-        start = time.perf_counter()
-        state = jax.block_until_ready(program(*args))
-        self.prefill_seconds = time.perf_counter() - start
-        return self._end_at_stop_strings(state)
-
-    def advance(self, state: DecodingState, steps: int) -> DecodingState:
-        """Up to `steps` more tokens a row."""
-        args = (self.program_lm, state, state.step + steps, self.sampling)
-        program, seconds = _decode.prepare(*args, backend=self.backend)
-        self.compile_seconds += seconds
-        start = time.perf_counter()
-        state = jax.block_until_ready(program(*args))
-        self.decode_seconds += time.perf_counter() - start
-        return self._end_at_stop_strings(state)
-
-    def _end_at_stop_strings(self, state: DecodingState) -> DecodingState:
-        if not self.stop:
-            return state
-        stopped = jnp.asarray([answer.stopped for answer in self.answers(state)])
-        return dataclasses.replace(state, done=state.done | stopped)
-
-    def is_finished(self, state: DecodingState) -> bool:
-        return int(state.step) >= self.max_new_tokens or bool(np.all(state.done))
-
-    def answers(self, state: DecodingState) -> list[_Answer]:
-        """What each row has said so far, cut at its stop token or stop string."""
-        return [self._cut(row.tolist()) for row in np.asarray(state.tokens)[:, : int(state.step)]]
-
-    def _cut(self, tokens: list[int]) -> _Answer:
-        ends = [i for i, token in enumerate(tokens) if token in self.stop_tokens]
-        tokens = tokens[: ends[0] + 1] if ends else tokens
-        if self.lm.tokenizer is None:
-            return _Answer(tokens, None, bool(ends))
-        text = decode_tokens(self.lm, tokens)
-        found = [position for s in self.stop if (position := text.find(s)) >= 0]
-        if not found:
-            return _Answer(tokens, text, bool(ends))
-        shortest = next(n for n in range(1, len(tokens) + 1) if self._has_stop(tokens[:n]))
-        return _Answer(tokens[:shortest], text[: min(found)], True)
-
-    def _has_stop(self, tokens: list[int]) -> bool:
-        text = decode_tokens(self.lm, tokens)
-        return any(s in text for s in self.stop)
-
-    def output(self, state: DecodingState) -> Output:
-        answers = self.answers(state)
-        steps, batch = int(state.step), len(self.prompt_ids)
-        head_dim, dtype = self.lm.config.head_dim, state.caches[0].k_ring.dtype
-        full = self.lm.with_profile(None).cache_layouts(batch, self.padded_tokens, self.max_new_tokens)
-        stats = Stats(
-            prompt_tokens=[len(ids) for ids in self.prompt_ids],
-            new_tokens=[len(answer.tokens) for answer in answers],
-            compile_seconds=self.compile_seconds,
-            prefill_seconds=self.prefill_seconds,
-            seconds_per_token=self.decode_seconds / (steps - 1) if steps > 1 else 0.0,
-            kv_cache_bytes=sum(cache.layout.num_bytes(head_dim, dtype) for cache in state.caches),
-            full_kv_cache_bytes=sum(layout.num_bytes(head_dim, dtype) for layout in full),
-            kept_share=kept_share(state),
-        )
-        text = None if self.lm.tokenizer is None else [answer.text or "" for answer in answers]
-        reasons: list[Literal["stop", "length"]] = ["stop" if answer.stopped else "length" for answer in answers]
-        return Output([answer.tokens for answer in answers], reasons, stats, text)
+def _output(request: Request, state: DecodingState) -> Output:
+    answers = request.answers(state)
+    steps = int(state.step)
+    stats = Stats(
+        prompt_tokens=[len(ids) for ids in request.prompt_ids],
+        new_tokens=[len(answer.tokens) for answer in answers],
+        compile_seconds=request.compile_seconds,
+        prefill_seconds=request.prefill_seconds,
+        seconds_per_token=request.decode_seconds / (steps - 1) if steps > 1 else 0.0,
+        kv_cache_bytes=request.kv_cache_bytes(request.lm),
+        full_kv_cache_bytes=request.full_kv_cache_bytes,
+        kept_share=kept_share(state),
+    )
+    reasons: list[Literal["stop", "length"]] = ["stop" if answer.stopped else "length" for answer in answers]
+    logprobs = None
+    if state.logprobs is not None:
+        rows = np.asarray(state.logprobs).tolist()
+        logprobs = [row[: len(answer.tokens)] for row, answer in zip(rows, answers, strict=True)]
+    text = None if request.lm.tokenizer is None else [answer.text or "" for answer in answers]
+    return Output([answer.tokens for answer in answers], reasons, stats, logprobs, text)
 
 
 def kept_share(state: DecodingState) -> float:
     """Tokens in pools and windows over tokens fed, mean over rows, layers and KV heads."""
-    config = state.caches[0].layout.config
     fed = np.asarray(state.lengths) + int(state.step) - 1  # the newest token is not in the cache yet
-    edge = (fed - 1) // config.block_size * config.block_size - config.window
-    if int(state.step) == 1:  # nothing decoded: prefill keeps the window of the first new token
-        edge = fed // config.block_size * config.block_size - config.window
-    local = fed - np.maximum(0, edge)
-    kept = np.stack([np.asarray(cache.kept) for cache in state.caches])  # [layers, B, H_kv]
+    local = state.caches[0].layout.local_tokens(fed, decoded=int(state.step) > 1)
+    kept = np.stack([np.asarray(cache.pool.lengths) for cache in state.caches])  # [layers, B, H_kv]
     return float(np.mean((kept + local[:, None]) / fed[:, None]))

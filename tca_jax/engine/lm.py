@@ -1,29 +1,43 @@
-"""LM: a loaded model with its tokenizer and its head budgets, as one pytree."""
+"""LM: a loaded model with its tokenizer and its attention method, as one pytree."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
 
 from tca_jax.engine.cache import CacheLayout
-from tca_jax.methods.config import TCAConfig
+from tca_jax.methods import BASELINE, Method, get
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import fingerprint
-from tca_jax.pallas_kernels.tiles import round_up
 
-if TYPE_CHECKING:
-    from tca_jax.calibration.profile import Profile
+
+@runtime_checkable
+class ProfileLike(Protocol):
+    """What an LM needs of a profile; `tca_jax.Profile` has it."""
+
+    def validate_for(self, model_config: ModelConfig, fingerprint: str | None, name: str) -> None: ...
+
+    def method(self) -> Method: ...
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["params"],
-    meta_fields=["graphdef", "config", "tca", "candidates", "name", "tokenizer", "eos_token_ids", "pad_token_id"],
+    meta_fields=[
+        "graphdef",
+        "config",
+        "method",
+        "name",
+        "tokenizer",
+        "eos_token_ids",
+        "pad_token_id",
+        "checkpoint_fingerprint",
+    ],
 )
 @dataclasses.dataclass(frozen=True, repr=False)
 class LM:
@@ -33,27 +47,26 @@ class LM:
         params: Weights, the state of `Decoder`.
         graphdef: The decoder's static part.
         config: Architecture.
-        tca: Hyperparameters of the profile, or None for exact full attention.
-        candidates: Budget row of each KV head, `[layers][H_kv]`, or None for exact full attention.
+        method: Attention method; exact full attention until another one is given.
         name: What it was loaded as; used in messages and in profiles.
         tokenizer: A transformers tokenizer, or None where the checkpoint has none.
         eos_token_ids: Tokens that end an answer.
         pad_token_id: Fills answers behind their end.
+        checkpoint_fingerprint: Fingerprint of the weights as stored, where the loaded ones no longer tell it.
     """
 
     params: Any
     graphdef: Any
     config: ModelConfig
-    tca: TCAConfig | None = None
-    candidates: tuple[tuple[int, ...], ...] | None = None
+    method: Method = BASELINE
     name: str = "model"
     tokenizer: Any = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int = 0
+    checkpoint_fingerprint: str | None = None
 
     def __repr__(self) -> str:
-        method = "full attention" if self.tca is None else repr(self.tca)
-        return f"LM({self.name!r}, {self.config.family}, {self.config.num_layers} layers, {method})"
+        return f"LM({self.name!r}, {self.config.family}, {self.config.num_layers} layers, {self.method.name})"
 
     @classmethod
     def from_decoder(cls, decoder: Decoder, **fields: Any) -> LM:
@@ -66,24 +79,47 @@ class LM:
         """The Flax NNX module over this LM's weights."""
         return nnx.merge(self.graphdef, self.params)
 
-    def with_profile(self, profile: Profile | None) -> LM:
-        """The same weights under another profile; None is exact full attention.
+    @property
+    def fingerprint(self) -> str:
+        """Hash of architecture and weights, which profiles carry; reads all weights where they lie."""
+        return self.checkpoint_fingerprint or fingerprint(self.decoder)
+
+    def with_method(self, method: Method | str, **options: Any) -> LM:
+        """The same weights under another attention method.
+
+        Args:
+            method: A method, or the name of a registered one, such as "streaming" or "full+streaming".
+            **options: Options of a method that is given by its name.
+
+        Raises:
+            ValueError: the name or an option is unknown, or the method does not fit the model's shape.
+            TypeError: `method` is neither, or options come with a method that is made already.
+        """
+        if isinstance(method, str):
+            method = get(method, **options)
+        elif not isinstance(method, Method):
+            raise TypeError(f"method is a {type(method).__name__}: must be a tca_jax.methods.Method or a name")
+        elif options:
+            raise TypeError(f"options {sorted(options)} go with a method's name; {method.name!r} is made already")
+        method.validate_for(self.config.num_layers, self.config.num_kv_heads)
+        return dataclasses.replace(self, method=method)
+
+    def with_profile(self, profile: ProfileLike | None) -> LM:
+        """The same weights under a profile's method; None is exact full attention.
 
         Raises:
             ValueError: the profile belongs to another model or shape.
         """
         if profile is None:
-            return dataclasses.replace(self, tca=None, candidates=None)
-        profile.validate_for(self.config, fingerprint(self.decoder), self.name)
-        candidates = tuple(tuple(int(c) for c in layer) for layer in profile.candidates)
-        return dataclasses.replace(self, tca=profile.config, candidates=candidates)
+            return self.with_method(BASELINE)
+        profile.validate_for(self.config, self.fingerprint, self.name)
+        return self.with_method(profile.method())
 
-    def cache_layouts(self, batch: int, prompt_tokens: int, max_new_tokens: int) -> tuple[CacheLayout, ...]:
-        """Static cache shape of every layer. Full attention is TCA whose window holds prompt and answer."""
-        if self.tca is None or self.candidates is None:
-            b = TCAConfig().block_size
-            tca = TCAConfig(block_size=b, window=round_up(prompt_tokens + max_new_tokens, b))
-            candidates = ((tca.num_candidates,) * self.config.num_kv_heads,) * self.config.num_layers
-        else:
-            tca, candidates = self.tca, self.candidates
-        return tuple(CacheLayout.plan(tca, row, batch, prompt_tokens, max_new_tokens) for row in candidates)
+    def for_programs(self) -> LM:
+        """The model without what programs do not depend on, so that another tokenizer or name compiles nothing."""
+        return dataclasses.replace(self, name="", tokenizer=None, eos_token_ids=(), checkpoint_fingerprint=None)
+
+    def cache_layouts(self, batch: int, prompt_tokens: int, new_tokens: int) -> tuple[CacheLayout, ...]:
+        """Static cache shape of every layer, for padded prompts and answers of at most so many tokens."""
+        sizes = self.config.num_kv_heads, batch, prompt_tokens, new_tokens
+        return tuple(CacheLayout.plan(self.method.cache, layer, *sizes) for layer in range(self.config.num_layers))

@@ -13,7 +13,7 @@ Chat = Sequence[Mapping[str, Any]]
 Prompt = str | bytes | Chat | Sequence[int] | np.ndarray
 
 
-def encode_prompts(lm: LM, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+def encode_prompts(lm: LM, prompts: Prompt | Sequence[Prompt], argument: str = "prompts") -> list[list[int]]:
     """Token ids of one prompt or of a batch.
 
     Args:
@@ -29,10 +29,10 @@ def encode_prompts(lm: LM, prompts: Prompt | Sequence[Prompt]) -> list[list[int]
             outside the vocabulary.
         TypeError: something that is no prompt.
     """
-    batch = [prompts] if _is_single(prompts) else list(prompts)
+    batch = [prompts] if is_single(prompts) else list(prompts)
     if not batch:
         raise ValueError("prompts is empty: at least one prompt is needed")
-    return [encode_prompt(lm, prompt, f"prompts[{i}]") for i, prompt in enumerate(batch)]
+    return [encode_prompt(lm, prompt, f"{argument}[{i}]") for i, prompt in enumerate(batch)]
 
 
 def encode_prompt(lm: LM, prompt: Any, argument: str = "prompt") -> list[int]:
@@ -53,7 +53,7 @@ def decode_tokens(lm: LM, tokens: Sequence[int]) -> str:
     return _tokenizer(lm, "text").decode(list(tokens), skip_special_tokens=True)
 
 
-def _is_single(prompts: Any) -> bool:
+def is_single(prompts: Any) -> bool:
     if isinstance(prompts, str | bytes) or _is_chat(prompts):
         return True
     if isinstance(prompts, np.ndarray) or hasattr(prompts, "__jax_array__") or hasattr(prompts, "ndim"):
@@ -108,3 +108,12 @@ def _check_ids(lm: LM, prompt: Any, argument: str) -> list[int]:
     if outside.size:
         raise ValueError(f"{argument} holds token id {int(outside[0])}: ids of {lm.name} lie in [0, {vocabulary})")
     return ids.tolist()
+
+
+def pad_tokens(sequences, pad_token_id=0):
+    from tca_jax.engine.buckets import bucket_length
+
+    tokens = np.full((len(sequences), bucket_length(max(map(len, sequences)))), pad_token_id, np.int32)
+    for row, ids in zip(tokens, sequences, strict=True):
+        row[: len(ids)] = ids
+    return tokens, np.asarray([len(ids) for ids in sequences], np.int32)

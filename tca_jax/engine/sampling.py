@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import numbers
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 Scalar = float | Shaped[Array, ""] | None
@@ -23,16 +26,19 @@ Scalar = float | Shaped[Array, ""] | None
 )
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn. None switches a step off; as a pytree the numbers are data, so that another temperature
-    runs the same compiled program.
+    """How a token is drawn; greedy by default. As a pytree its numbers are data, so that another temperature runs the
+    same compiled program; what is off is None, and no part of the program.
 
     Attributes:
-        temperature: Divides the logits, > 0. None is greedy: the highest logit, nothing drawn.
+        temperature: Divides the logits, at least 0. 0 is greedy, the highest logit, and is held as None.
         top_k: Keep the k highest logits, >= 1.
-        top_p: Keep the smallest set of tokens whose probability reaches p, in (0, 1].
-        min_p: Keep tokens at least this share as probable as the best, in [0, 1].
+        top_p: Keep the smallest set of tokens whose probability reaches p, in (0, 1]; 1 is held as None.
+        min_p: Keep tokens at least this share as probable as the best, in [0, 1]; 0 is held as None.
         repetition_penalty: Divides positive and multiplies negative logits of tokens already in the prompt or the
-            answer (arXiv 1909.05858), > 0.
+            answer (arXiv 1909.05858), > 0; 1 is held as None.
+
+    Raises:
+        ValueError: a number is known, and not allowed; names it.
     """
 
     temperature: Scalar = None
@@ -42,47 +48,31 @@ class Sampling:
     repetition_penalty: Scalar = None
 
     def __post_init__(self) -> None:
-        """Numbers that are known are checked; traced ones, and whatever else a transformation puts here, are not."""
-        allowed: dict[str, tuple[Callable[[float], bool], str]] = {
-            "temperature": (lambda x: x > 0, "positive, or None for greedy"),
-            "top_k": (lambda x: x >= 1 and int(x) == x, "an integer of at least 1"),
-            "top_p": (lambda x: 0 < x <= 1, "in (0, 1]"),
-            "min_p": (lambda x: 0 <= x <= 1, "in [0, 1]"),
-            "repetition_penalty": (lambda x: x > 0, "positive"),
-        }
-        for name, (holds, words) in allowed.items():
+        """Traced numbers, and whatever else a transformation puts here, are not looked at."""
+        off = {"temperature": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
+        for name, (holds, words) in _ALLOWED.items():
             value = getattr(self, name)
-            if isinstance(value, int | float) and not (math.isfinite(value) and holds(value)):
+            if isinstance(value, str | bytes | bool | np.bool_) or (
+                isinstance(value, numbers.Real) and not (math.isfinite(value) and holds(value))
+            ):
                 raise ValueError(f"{name} = {value!r}: must be {words}")
+            if isinstance(value, numbers.Real):
+                number = int(value) if name == "top_k" else float(value)
+                object.__setattr__(self, name, None if number == off.get(name) else number)
+        if self.temperature is None:  # greedy: no filter changes which logit is the highest
+            for name in ("top_k", "top_p", "min_p"):
+                object.__setattr__(self, name, None)
 
-    @classmethod
-    def create(
-        cls,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-    ) -> Sampling:
-        """Checks the numbers users give; temperature 0 is greedy, and the neutral value of a filter switches it off.
 
-        Raises:
-            ValueError: a number is out of its range; names the argument.
-        """
-        if not isinstance(temperature, int | float) or not (math.isfinite(temperature) and temperature >= 0):
-            raise ValueError(f"temperature = {temperature!r}: must be a number of at least 0 (0 is greedy)")
-        # Checked before neutral values are dropped, so that greedy does not hide a wrong number.
-        cls(1.0, top_k, top_p, min_p, repetition_penalty)
-        penalty = None if repetition_penalty in (None, 1.0) else float(repetition_penalty)
-        if temperature == 0:
-            return cls(repetition_penalty=penalty)
-        return cls(
-            temperature=float(temperature),
-            top_k=None if top_k is None else int(top_k),
-            top_p=None if top_p in (None, 1.0) else float(top_p),
-            min_p=None if not min_p else float(min_p),
-            repetition_penalty=penalty,
-        )
+_ALLOWED: Mapping[str, tuple[Callable[[float], bool], str]] = MappingProxyType(
+    {
+        "temperature": (lambda x: x >= 0, "a number of at least 0 (0 is greedy)"),
+        "top_k": (lambda x: x >= 1 and int(x) == x, "an integer of at least 1"),
+        "top_p": (lambda x: 0 < x <= 1, "in (0, 1]"),
+        "min_p": (lambda x: 0 <= x <= 1, "in [0, 1]"),
+        "repetition_penalty": (lambda x: x > 0, "a positive number"),
+    }
+)
 
 
 def sample(

@@ -1,1 +1,32 @@
-"""Attention methods: what prompt queries attend to and what stays in the cache. One file a method, one registry."""
+"""Attention methods: what a prompt's queries attend to and what stays in the cache. A file each, one registry."""
+
+from tca_jax.methods.base import CachePolicy, Method, PrefillPolicy
+from tca_jax.methods.full import FullCache, FullPrefill, full
+from tca_jax.methods.random import random
+from tca_jax.methods.regions import Selected, Selection
+from tca_jax.methods.registry import get, names, register
+from tca_jax.methods.sparse import SparsePrefill
+from tca_jax.methods.streaming import streaming
+from tca_jax.methods.tca import tca
+from tca_jax.methods.uniform import uniform
+
+#: What a model runs under until it is given a method, and what the others are compared with.
+BASELINE = full()
+
+for _factory in (full, random, streaming, tca, uniform):
+    register(_factory.__name__, _factory)
+
+__all__ = [
+    "BASELINE",
+    "CachePolicy",
+    "FullCache",
+    "FullPrefill",
+    "Method",
+    "PrefillPolicy",
+    "Selected",
+    "Selection",
+    "SparsePrefill",
+    "get",
+    "names",
+    "register",
+]

@@ -1,11 +1,16 @@
-"""TCAConfig: the method's hyperparameters. A leaf module that every other part may import."""
+"""TCAConfig: the hyperparameters of TCA-Attention."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import numbers
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from tca_jax.methods.blocks import Tokens, num_ranked_blocks
+
+if TYPE_CHECKING:
+    from tca_jax.methods.base import Method
 
 Density = Literal["concentration", "paper", "random"]
 Index = Literal["hhi", "entropy"]
@@ -79,6 +84,16 @@ class TCAConfig:
         paper = cls(alpha=0.5, density="paper", criterion="column_mean", tau=0.9)
         return dataclasses.replace(paper, **overrides)
 
-    def num_ranked_blocks(self, length: int) -> int:
-        """n = max(0, L // b - w // b): blocks of a prompt of `length` tokens that are ranked and budgeted."""
-        return max(0, length // self.block_size - self.window // self.block_size)
+    def num_ranked_blocks(self, tokens: Tokens) -> Tokens:
+        """n = max(0, L // b - w // b): blocks of a prompt of L tokens that are ranked and budgeted."""
+        return num_ranked_blocks(tokens, self.block_size, self.window)
+
+    def method(self, candidates: Any) -> Method:
+        """The method with these hyperparameters under given budgets.
+
+        Args:
+            candidates: Row of `candidate_budgets` for each KV head, integers `[layers, H_kv]`.
+        """
+        from tca_jax.methods.tca import tca  # it imports this module
+
+        return tca(candidates, self)

@@ -10,18 +10,9 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from tca_jax.methods.candidates import budget_count_table
 from tca_jax.methods.config import TCAConfig
-from tca_jax.pallas_kernels.token_scores import TokenScores
-
-
-def ranked_blocks(lengths: Int[Array, " B"], config: TCAConfig) -> Int[Array, " B"]:
-    """n = max(0, L // b - w // b) of every row: blocks that can be global for a query or the next token."""
-    return jnp.maximum(0, lengths // config.block_size - config.window // config.block_size)
-
-
-def last_query(q: Float[Array, "B L Hq d"], lengths: Int[Array, " B"]) -> Float[Array, "B Hq d"]:
-    """Each row's last prompt query, the one that scores the tokens (Eq. 5')."""
-    last = jnp.clip(lengths - 1, 0, q.shape[1] - 1)
-    return jnp.take_along_axis(q, last[:, None, None, None], axis=1)[:, 0]
+from tca_jax.methods.regions import Selection
+from tca_jax.pallas_kernels.backends import Backend
+from tca_jax.pallas_kernels.token_scores import TokenScores, token_scores
 
 
 def block_density(
@@ -71,6 +62,30 @@ def block_budgets(
     return jnp.where(ranked, jnp.left_shift(jnp.int32(1), exponent.astype(jnp.int32)), 0)
 
 
+def select_by_candidates(
+    q_last: Float[Array, "B Hq d"],
+    k: Float[Array, "B L Hkv d"],
+    candidates: Int[Array, " Hkv"],
+    lengths: Int[Array, " B"],
+    config: TCAConfig,
+    backend: Backend = "auto",
+) -> Selection:
+    """Scores every token by the last prompt query and deals each head's budgets out to its blocks (DESIGN "Selection").
+
+    Args:
+        q_last: Query of each row's last prompt token, after RoPE [B, Hq, d].
+        k: Prompt keys after RoPE [B, L, Hkv, d], right-padded.
+        candidates: Row of `candidate_budgets` for every KV head [Hkv]; may be traced.
+        lengths: Prompt lengths [B]; may be traced.
+        config: The method's hyperparameters.
+        backend: Kernel backend.
+    """
+    with jax.named_scope("token_scores"):
+        scored = token_scores(q_last, k, lengths, block_size=config.block_size, backend=backend)
+    with jax.named_scope("select"):
+        return Selection(scored.scores, head_budgets(scored, candidates, lengths, config))
+
+
 def head_budgets(
     scored: TokenScores,
     candidates: Int[Array, " Hkv"],
@@ -88,7 +103,7 @@ def head_budgets(
     Returns:
         int32 [B, Hkv, L // b]; 0 for blocks that are not ranked.
     """
-    ranked = ranked_blocks(lengths, config)
+    ranked = config.num_ranked_blocks(lengths)
     density = block_density(scored, ranked, config)
     table = jnp.asarray(budget_count_table(config, config.num_ranked_blocks(scored.scores.shape[-1])))
     return block_budgets(density, ranked, table[ranked[:, None], candidates])

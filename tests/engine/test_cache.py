@@ -6,11 +6,22 @@ import numpy as np
 import pytest
 
 import tca_jax
+from tca_jax import methods
 from tca_jax.engine.cache import CacheLayout, LayerCache, decode_layer, prefill_layer, rows_with_leaving_block
 from tca_jax.methods.candidates import eviction_budgets
 
 CONFIG = tca_jax.TCAConfig(block_size=8, window=16)
 DENSE = CONFIG.num_candidates
+
+
+def method_of(candidates, config=CONFIG):
+    return config.method([candidates])
+
+
+def plan(candidates, batch, prompt_tokens, new_tokens, config=CONFIG):
+    """The layout of a layer under given budget rows."""
+    cache = method_of(candidates, config).cache
+    return CacheLayout.plan(cache, 0, len(candidates), batch, prompt_tokens, new_tokens)
 
 
 def _qkv(seed, batch, tokens, heads=4, kv_heads=2, d=16):
@@ -19,73 +30,73 @@ def _qkv(seed, batch, tokens, heads=4, kv_heads=2, d=16):
 
 
 def test_regions_are_aligned_disjoint_and_fill_the_pool():
-    layout = CacheLayout.plan(CONFIG, (0, 7, DENSE), batch=3, prompt_tokens=1000, max_new_tokens=50)
-    starts = layout.offsets.ravel()
-    ends = starts + np.tile(layout.capacities, 3)
+    layout = plan((0, 7, DENSE), 3, 1000, 50)
+    starts = layout.regions.offsets.ravel()
+    ends = starts + np.tile(layout.regions.capacities, 3)
     assert np.all(starts % 128 == 0)
     np.testing.assert_array_equal(starts[1:], ends[:-1])
-    assert ends[-1] == layout.pool_tokens
-    assert layout.capacities[0] < layout.capacities[1] < layout.capacities[2]
+    assert ends[-1] == layout.regions.pool_tokens
+    assert layout.regions.capacities[0] < layout.regions.capacities[1] < layout.regions.capacities[2]
 
 
 def test_a_head_costs_what_its_candidate_keeps():
-    sparse = CacheLayout.plan(CONFIG, (0, 0), 1, 4096, 1)
-    dense = CacheLayout.plan(CONFIG, (DENSE, DENSE), 1, 4096, 1)
+    sparse = plan((0, 0), 1, 4096, 1)
+    dense = plan((DENSE, DENSE), 1, 4096, 1)
     assert dense.num_bytes(64, jnp.bfloat16) / sparse.num_bytes(64, jnp.bfloat16) > 4
     blocks = CONFIG.num_ranked_blocks(4096)
     kept = int(tca_jax.candidate_budgets(CONFIG, blocks)[0].sum())
-    assert sum(sparse.capacities) < 2 * (kept + 128 + blocks)
+    assert sum(sparse.regions.capacities) < 2 * (kept + 128 + blocks)
 
 
 def test_short_prompts_have_a_short_ring_and_no_regions():
-    layout = CacheLayout.plan(tca_jax.TCAConfig(), (3, 3), batch=2, prompt_tokens=300, max_new_tokens=20)
+    layout = plan((3, 3), 2, 300, 20, tca_jax.TCAConfig())
     assert layout.ring_tokens == 384
-    assert layout.capacities == (0, 0)
+    assert layout.regions.capacities == (0, 0)
 
 
 def test_offsets_of_a_million_tokens_pass_two_to_the_31_elements_but_not_rows():
-    layout = CacheLayout.plan(tca_jax.TCAConfig(), (14,) * 8, batch=4, prompt_tokens=2**20, max_new_tokens=4096)
-    last = int(layout.offsets.max())
+    layout = plan((14,) * 8, 4, 2**20, 4096, tca_jax.TCAConfig())
+    last = int(layout.regions.offsets.max())
     assert last * 128 > 2**31  # element offsets need 64 bits, hence int64 on the host and 64-bit indexing in kernels
     assert last < 2**31
-    assert np.all(np.diff(layout.offsets.ravel()) > 0)
+    assert np.all(np.diff(layout.regions.offsets.ravel()) > 0)
     assert layout.num_bytes(128, jnp.bfloat16) > 2**31
 
 
 def test_a_pool_that_int32_rows_cannot_address_is_an_error():
-    with pytest.raises(
-        ValueError, match=r"batch of 512 prompts of 1048576 tokens needs a KV pool of \d+ tokens a layer"
-    ):
-        CacheLayout.plan(tca_jax.TCAConfig(), (14,) * 8, batch=512, prompt_tokens=2**20, max_new_tokens=1)
+    with pytest.raises(ValueError, match=r"a batch of 512 needs a KV pool of \d+ tokens a layer"):
+        plan((14,) * 8, 512, 2**20, 1, tca_jax.TCAConfig())
 
 
 @pytest.mark.parametrize("length", [5, 40, 71, 72])
 def test_ring_and_pool_hold_the_local_and_the_selected_tokens(length):
     q, k, v = _qkv(0, 1, 72)
     candidates = (0, 9)
-    layout = CacheLayout.plan(CONFIG, candidates, 1, 72, 30)
+    layout = plan(candidates, 1, 72, 30)
     lengths = jnp.array([length], jnp.int32)
-    _, cache = prefill_layer(q, k, v, lengths, layout)
+    _, cache = prefill_layer(method_of(candidates), 0, q, k, v, lengths, layout)
     edge = 8 * CONFIG.num_ranked_blocks(length)
     for position in range(edge, length):
         slot = position % layout.ring_tokens
-        np.testing.assert_array_equal(cache.k_ring[0, :, slot], k[0, position])
-        np.testing.assert_array_equal(cache.v_ring[0, :, slot], v[0, position])
+        np.testing.assert_array_equal(cache.ring.k[0, :, slot], k[0, position])
+        np.testing.assert_array_equal(cache.ring.v[0, :, slot], v[0, position])
     mask = np.asarray(tca_jax.select(q[:, length - 1], k, jnp.array(candidates), lengths, CONFIG))[0]
     for head in range(2):
-        start, kept = int(cache.offsets[0, head]), int(cache.kept[0, head])
+        start, kept = int(cache.pool.offsets[0, head]), int(cache.pool.lengths[0, head])
         chosen = np.flatnonzero(mask[head])
         assert kept == len(chosen)
-        np.testing.assert_array_equal(cache.k_pool[start : start + kept], k[0, chosen, head])
-        np.testing.assert_array_equal(cache.v_pool[start : start + kept], v[0, chosen, head])
+        np.testing.assert_array_equal(cache.pool.k[start : start + kept], k[0, chosen, head])
+        np.testing.assert_array_equal(cache.pool.v[start : start + kept], v[0, chosen, head])
 
 
-def _decode(cache: LayerCache, keys, values, queries, first, prompt_lengths, steps):
-    step = jax.jit(decode_layer)
+def _decode(method, cache: LayerCache, keys, values, queries, first, prompt_lengths, steps):
+    step = jax.jit(decode_layer, static_argnums=(0, 1))
     for t in range(steps):
         position = first + t
-        leaving = rows_with_leaving_block(cache.layout.config, position, prompt_lengths)
-        _, cache = step(queries[:, t : t + 1], keys[:, t : t + 1], values[:, t : t + 1], cache, position, leaving)
+        leaving = rows_with_leaving_block(cache.layout, position, prompt_lengths)
+        _, cache = step(
+            method, 0, queries[:, t : t + 1], keys[:, t : t + 1], values[:, t : t + 1], cache, position, leaving
+        )
     return cache
 
 
@@ -94,12 +105,14 @@ def test_each_block_that_leaves_the_window_leaves_its_budget_in_the_pool_and_row
     q, k, v = _qkv(1, 2, 64)
     new_q, new_k, new_v = _qkv(2, 2, 30)
     candidates = (4, DENSE)
-    layout = CacheLayout.plan(CONFIG, candidates, 2, 64, 31)
-    _, cache = prefill_layer(q, k, v, lengths, layout)
-    before = np.asarray(cache.kept)
+    layout = plan(candidates, 2, 64, 31)
+    _, cache = prefill_layer(method_of(candidates), 0, q, k, v, lengths, layout)
+    before = np.asarray(cache.pool.lengths)
     budgets = np.asarray(eviction_budgets(CONFIG))[list(candidates)]
     for steps in (1, 5, 6, 8, 9, 13, 14, 30):
-        after = np.asarray(_decode(cache, new_k, new_v, new_q, lengths, lengths, steps).kept)
+        after = np.asarray(
+            _decode(method_of(candidates), cache, new_k, new_v, new_q, lengths, lengths, steps).pool.lengths
+        )
         last = np.asarray(lengths) + steps - 1  # the newest fed position
         blocks_left = last // 8 - np.asarray(lengths) // 8
         np.testing.assert_array_equal(after - before, blocks_left[:, None] * budgets)
@@ -109,9 +122,44 @@ def test_evicted_tokens_are_copied_in_order_of_position():
     lengths = jnp.array([64], jnp.int32)
     q, k, v = _qkv(3, 1, 64)
     new = _qkv(4, 1, 9)
-    layout = CacheLayout.plan(CONFIG, (DENSE, DENSE), 1, 64, 10)
-    _, cache = prefill_layer(q, k, v, lengths, layout)
-    after = _decode(cache, new[1], new[2], new[0], lengths, lengths, 9)
+    candidates = (DENSE, DENSE)
+    layout = plan(candidates, 1, 64, 10)
+    _, cache = prefill_layer(method_of(candidates), 0, q, k, v, lengths, layout)
+    after = _decode(method_of(candidates), cache, new[1], new[2], new[0], lengths, lengths, 9)
     for head in range(2):
-        start, kept = int(after.offsets[0, head]), int(after.kept[0, head])
-        np.testing.assert_array_equal(after.k_pool[start : start + kept], k[0, :kept, head])
+        start, kept = int(after.pool.offsets[0, head]), int(after.pool.lengths[0, head])
+        np.testing.assert_array_equal(after.pool.k[start : start + kept], k[0, :kept, head])
+
+
+class Greedy(methods.CachePolicy):
+    """Keeps more than it has named."""
+
+    block_size, window = 8, 16
+
+    def capacities(self, layer, prompt_tokens, new_tokens):
+        return 130
+
+    def select(self, layer, q, k, v, lengths, backend):
+        batch, tokens, kv_heads, _ = k.shape
+        budgets = jnp.where(jnp.arange(tokens // 8) < self.num_ranked_blocks(lengths)[:, None, None], 8, 0)
+        budgets = jnp.broadcast_to(budgets, (batch, kv_heads, tokens // 8)).astype(jnp.int32)
+        return methods.Selection(jnp.ones((batch, kv_heads, tokens), jnp.float32), budgets)
+
+    def evict(self, layer, attention, blocks):
+        return methods.Selection(attention.mean(axis=2), jnp.full((*attention.shape[:2], 1), 8, jnp.int32))
+
+
+def test_a_policy_that_keeps_more_than_its_capacity_spoils_no_other_region():
+    method = methods.Method("greedy", methods.SparsePrefill(Greedy()), Greedy())
+    layout = CacheLayout.plan(Greedy(), 0, 2, 1, 400, 20)
+    assert layout.regions.capacities == (256, 256)
+    lengths = jnp.array([400], jnp.int32)
+    q, k, v = _qkv(5, 1, 400)
+    _, cache = prefill_layer(method, 0, q, k, v, lengths, layout)
+    new = _qkv(6, 1, 20)
+    after = _decode(method, cache, new[1], new[2], new[0], lengths, lengths, 20)
+    for state in (cache, after):
+        assert state.pool.lengths.tolist() == [[256, 256]]
+        for head in range(2):
+            rows = slice(256 * head, 256 * (head + 1))
+            np.testing.assert_array_equal(state.pool.k[rows], k[0, :256, head])

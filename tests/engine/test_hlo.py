@@ -34,7 +34,7 @@ gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU; XL
 def arguments(lm: tca_jax.LM, tokens: int) -> tuple[Any, ...]:
     """What `prefill` takes for a prompt of whole length."""
     prompt, stops = jnp.zeros((1, tokens), jnp.int32), jnp.zeros(0, jnp.int32)
-    return lm, prompt, jnp.array([tokens]), row_keys(jax.random.key(0), 1), Sampling.create(), stops
+    return lm, prompt, jnp.array([tokens]), row_keys(jax.random.key(0), 1), Sampling(), stops
 
 
 @gpu
@@ -43,9 +43,9 @@ def test_decoding_copies_neither_pool_nor_ring(candidates):
     lm = dataclasses.replace(tiny_lm(), eos_token_ids=())
     if candidates is not None:
         lm = with_candidates(lm, candidates)
-    state = jax.eval_shape(lambda *args: prefill(*args, max_new_tokens=40), *arguments(lm, 200))
-    program = jax.jit(decode, donate_argnums=1).lower(lm, state, jnp.int32(40), Sampling.create()).compile().as_text()
-    shapes = {x.shape for cache in state.caches for x in (cache.k_pool, cache.k_ring)}
+    state = jax.eval_shape(lambda *args: prefill(*args, new_tokens=40), *arguments(lm, 200))
+    program = jax.jit(decode, donate_argnums=1).lower(lm, state, jnp.int32(40), Sampling()).compile().as_text()
+    shapes = {x.shape for cache in state.caches for x in (cache.pool.k, cache.ring.k)}
     found = operations(program, shapes)
     assert "dynamic-update-slice" in found  # the new token's key, or this test looks at the wrong shapes
     assert not {name for name in found if name.startswith("copy")}
@@ -63,7 +63,7 @@ def test_memory_of_a_prefill_does_not_grow_with_the_layers(candidates, monkeypat
         lm = tca_jax.LM.from_decoder(decoder)
         if candidates is not None:
             lm = with_candidates(lm, [candidates] * num_layers, tca_jax.TCAConfig(window=256))
-        program = jax.jit(prefill, static_argnames="max_new_tokens").lower(*arguments(lm, tokens), max_new_tokens=9)
+        program = jax.jit(prefill, static_argnames="new_tokens").lower(*arguments(lm, tokens), new_tokens=9)
         return program.compile().memory_analysis().temp_size_in_bytes
 
     few, many = map(temporaries, layers)

@@ -70,7 +70,7 @@ def test_filters_agree_with_transformers_on_the_same_scores():
         scores = processor(ids, scores)
     mask = np.zeros(logits.shape, bool)
     np.put_along_axis(mask, seen, True, axis=1)
-    sampling = Sampling.create(temperature=0.7, top_k=20, top_p=0.8, min_p=0.05, repetition_penalty=1.3)
+    sampling = Sampling(temperature=0.7, top_k=20, top_p=0.8, min_p=0.05, repetition_penalty=1.3)
     penalised = np.where(mask, np.where(logits > 0, logits / 1.3, logits * 1.3), logits)
     ours = filter_logits(jnp.asarray(penalised) / 0.7, sampling)
     np.testing.assert_allclose(ours, scores.numpy(), rtol=1e-5)
@@ -98,7 +98,7 @@ def test_a_rows_draw_does_not_depend_on_its_neighbours():
 def test_repetition_penalty_also_bends_greedy_choice():
     logits = jnp.array([[2.0, 1.9, -1.0]])
     seen = jnp.array([[True, False, False]])
-    token = sample(logits, row_keys(jax.random.key(0), 1), Sampling.create(repetition_penalty=1.5), seen)
+    token = sample(logits, row_keys(jax.random.key(0), 1), Sampling(repetition_penalty=1.5), seen)
     assert int(token[0]) == 1
 
 
@@ -110,19 +110,36 @@ def test_repetition_penalty_also_bends_greedy_choice():
         ({"top_k": 0}, r"top_k = 0: must be an integer of at least 1"),
         ({"top_p": 0.0}, r"top_p = 0.0: must be in \(0, 1\]"),
         ({"min_p": 1.5}, r"min_p = 1.5: must be in \[0, 1\]"),
-        ({"repetition_penalty": 0.0}, r"repetition_penalty = 0.0: must be positive"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty = 0.0: must be a positive number"),
     ],
 )
 def test_numbers_out_of_range_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        Sampling.create(**options)
+        Sampling(**options)
 
 
-def test_a_temperature_of_zero_is_refused_where_none_means_greedy():
-    with pytest.raises(ValueError, match=r"temperature = 0.0: must be positive, or None for greedy"):
-        Sampling(temperature=0.0)
+@pytest.mark.parametrize("scalar", [np.float32, np.float64, np.float16])
+def test_numbers_of_numpy_are_numbers(scalar):
+    assert Sampling(temperature=scalar(0.5), top_p=scalar(0.25)) == Sampling(temperature=0.5, top_p=0.25)
+    assert Sampling(temperature=1.0, top_k=np.int64(3)) == Sampling(temperature=1.0, top_k=3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": True},
+        {"temperature": "0.5"},
+        {"top_k": "3"},
+        {"top_k": 2.5},
+        {"top_p": np.bool_(True)},
+        {"min_p": b""},
+    ],
+)
+def test_what_is_no_number_is_refused_by_name(options):
+    with pytest.raises(ValueError, match=rf"{next(iter(options))} = "):
+        Sampling(**options)
 
 
 def test_neutral_values_switch_a_filter_off():
-    assert Sampling.create(temperature=0.5, top_p=1.0, min_p=0.0, repetition_penalty=1.0) == Sampling(temperature=0.5)
-    assert Sampling.create(temperature=0.0, top_k=5, top_p=0.5) == Sampling()
+    assert Sampling(temperature=0.5, top_p=1.0, min_p=0.0, repetition_penalty=1.0) == Sampling(temperature=0.5)
+    assert Sampling(temperature=0.0, top_k=5, top_p=0.5) == Sampling()

@@ -1,0 +1,56 @@
+"""Where a model's numbers cease to be finite: looked for only once logits were found to be NaN or infinite."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Int
+
+from tca_jax.engine.lm import LM
+from tca_jax.pallas_kernels.causal_attention import causal_attention
+
+
+def require_finite(
+    lm: LM,
+    tokens: Int[np.ndarray, "B L"],
+    lengths: Int[np.ndarray, " B"],
+    finite: Bool[np.ndarray, " B"],
+    argument: str,
+) -> None:
+    """Raises ValueError unless the logits of all rows were finite; says where the first that is not comes from."""
+    if finite.all():
+        return
+    row = int(np.argmin(finite))
+    raise ValueError(
+        f"{lm.name} computes NaN or infinity for {argument}[{row}]: {_cause(lm, tokens[row, : lengths[row]])}"
+    )
+
+
+def _cause(lm: LM, prompt: Int[np.ndarray, " L"]) -> str:
+    for path, parameter in nnx.to_flat_state(lm.params):
+        if not bool(jnp.isfinite(parameter[...]).all()):
+            return f"the weight {'.'.join(map(str, path))} is not finite"
+    layers = np.asarray(_finite_layers(lm, jnp.asarray(prompt)[None]))
+    if layers.all():
+        return f"the values behind layer {len(layers) - 1} are not finite, in dtype {lm.decoder.dtype.name}"
+    first = int(np.argmin(layers))
+    return (
+        f"its weights are finite, the values in layer {first} are not, in dtype {lm.decoder.dtype.name}; try another "
+        "dtype"
+    )
+
+
+@jax.jit
+def _finite_layers(lm: LM, tokens: Int[Array, "1 L"]) -> Bool[Array, " layers"]:
+    """Whether each layer's queries, keys, values and attention are finite."""
+    lengths = jnp.array([tokens.shape[1]], jnp.int32)
+
+    def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Array]:
+        out = causal_attention(q, k, v, lengths)
+        return out, jnp.all(jnp.stack([jnp.isfinite(x).all() for x in (q, k, v, out)]))
+
+    positions = jnp.arange(tokens.shape[1])[None]
+    _, finite = lm.decoder(tokens, positions, attention, (None,) * lm.config.num_layers)
+    return jnp.stack(finite)

@@ -1,0 +1,234 @@
+"""One call of generation: checked arguments, compiled programs and their times, and how answers end."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import numbers
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tca_jax.engine.buckets import bucket_length
+from tca_jax.engine.cache import CacheLayout
+from tca_jax.engine.decoding import DecodingState, decode, prefill, row_keys
+from tca_jax.engine.health import require_finite
+from tca_jax.engine.lm import LM
+from tca_jax.engine.memory import require_room
+from tca_jax.engine.programs import Program
+from tca_jax.engine.prompts import decode_tokens, pad_tokens
+from tca_jax.engine.sampling import Sampling
+from tca_jax.methods import BASELINE
+from tca_jax.pallas_kernels.backends import Backend, whole
+
+_prefill = Program(prefill)
+_decode = Program(decode, donate=(1,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a row has said so far, cut at its stop token or stop string."""
+
+    tokens: list[int]
+    text: str | None
+    stopped: bool
+
+
+@dataclasses.dataclass
+class Request:
+    """The state of a call on the host; what is on the device is a `DecodingState`."""
+
+    lm: LM
+    prompt_ids: list[list[int]]
+    max_new_tokens: int
+    min_new_tokens: int
+    num_samples: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+    stop_tokens: tuple[int, ...]
+    seed: int
+    logprobs: bool
+    backend: Backend
+    compile_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    _step: Callable[..., DecodingState] | None = None
+
+    @classmethod
+    def create(
+        cls,
+        lm: LM,
+        prompt_ids: list[list[int]],
+        *,
+        max_new_tokens: int,
+        min_new_tokens: int = 0,
+        num_samples: int = 1,
+        sampling: Sampling,
+        seed: int,
+        stop: str | Sequence[str],
+        stop_token_ids: Sequence[int] | None,
+        logprobs: bool = False,
+        backend: str,
+    ) -> Request:
+        """Checks everything that can be checked before a program is compiled; see `generation.generate`."""
+        kernels = whole(backend)
+        max_new_tokens = _integer("max_new_tokens", max_new_tokens, at_least=1)
+        min_new_tokens = _integer("min_new_tokens", min_new_tokens, at_least=0)
+        if min_new_tokens > max_new_tokens:
+            raise ValueError(f"min_new_tokens = {min_new_tokens}: must be at most max_new_tokens = {max_new_tokens}")
+        seed = _integer("seed", seed, at_least=0)
+        if seed >= 2**32:
+            raise ValueError(f"seed = {seed}: must lie in [0, 2^32)")
+        allowed = lm.config.max_context
+        for i, ids in enumerate(prompt_ids):
+            if len(ids) + max_new_tokens > allowed:
+                raise ValueError(
+                    f"prompts[{i}] has {len(ids)} tokens; with max_new_tokens = {max_new_tokens} that is "
+                    f"{len(ids) + max_new_tokens}, and {lm.name} has {allowed} positions"
+                )
+        request = cls(
+            lm=lm,
+            prompt_ids=prompt_ids,
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens,
+            num_samples=_integer("num_samples", num_samples, at_least=1),
+            sampling=sampling,
+            stop=_stop_strings(lm, stop),
+            stop_tokens=lm.eos_token_ids if stop_token_ids is None else _stop_tokens(lm, stop_token_ids),
+            seed=seed,
+            logprobs=bool(logprobs),
+            backend=kernels,
+        )
+        require_room(request.kv_cache_bytes(request.lm), f"{request.rows} answers of up to {max_new_tokens} tokens")
+        return request
+
+    @functools.cached_property
+    def _program_lm(self) -> LM:
+        return self.lm.for_programs()
+
+    @property
+    def rows(self) -> int:
+        """Answers: prompts times samples."""
+        return len(self.prompt_ids) * self.num_samples
+
+    @property
+    def room(self) -> int:
+        """Tokens that answers have room for: a bucket, so that another `max_new_tokens` seldom compiles anything."""
+        return bucket_length(self.max_new_tokens)
+
+    def layouts(self, lm: LM) -> tuple[CacheLayout, ...]:
+        """Caches of the call under `lm`'s method."""
+        return lm.cache_layouts(self.rows, bucket_length(max(map(len, self.prompt_ids))), self.room)
+
+    def kv_cache_bytes(self, lm: LM) -> int:
+        """Bytes of all caches of the call under `lm`'s method."""
+        head_dim, dtype = lm.config.head_dim, lm.decoder.dtype
+        return sum(layout.num_bytes(head_dim, dtype) for layout in self.layouts(lm))
+
+    @property
+    def full_kv_cache_bytes(self) -> int:
+        """Bytes of the call's caches under full attention."""
+        return self.kv_cache_bytes(self.lm.with_method(BASELINE))
+
+    def start(self) -> DecodingState:
+        """Prefill and the first token.
+
+        Raises:
+            ValueError: the model computes NaN or infinity; names the layer.
+        """
+        tokens, lengths = pad_tokens(self.prompt_ids, self.lm.pad_token_id)
+        args = (
+            self._program_lm,
+            jnp.asarray(tokens),
+            jnp.asarray(lengths),
+            row_keys(jax.random.key(self.seed), self.rows),
+            self.sampling,
+            jnp.asarray(self.stop_tokens, jnp.int32),
+            jnp.int32(self.min_new_tokens) if self.min_new_tokens else None,
+        )
+        static = {"new_tokens": self.room, "logprobs": self.logprobs, "backend": self.backend}
+        program, seconds = _prefill.prepare(*args, **static)
+        self.compile_seconds += seconds
+        start = time.perf_counter()
+        state = jax.block_until_ready(program(*args))
+        self.prefill_seconds = time.perf_counter() - start
+        require_finite(self.lm, tokens, lengths, np.asarray(state.finite)[:: self.num_samples], "prompts")
+        return self._end_at_stop_strings(state)
+
+    def advance(self, state: DecodingState, steps: int) -> DecodingState:
+        """Up to `steps` more tokens a row."""
+        limit = jnp.int32(min(int(state.step) + steps, self.max_new_tokens))
+        args = (self._program_lm, state, limit, self.sampling)
+        if self._step is None:
+            self._step, seconds = _decode.prepare(*args, backend=self.backend)
+            self.compile_seconds += seconds
+        start = time.perf_counter()
+        state = jax.block_until_ready(self._step(*args))
+        self.decode_seconds += time.perf_counter() - start
+        return self._end_at_stop_strings(state)
+
+    def _end_at_stop_strings(self, state: DecodingState) -> DecodingState:
+        if not self.stop or int(state.step) < self.min_new_tokens:
+            return state
+        stopped = jnp.asarray([answer.stopped for answer in self.answers(state)])
+        return dataclasses.replace(state, done=state.done | stopped)
+
+    def is_finished(self, state: DecodingState) -> bool:
+        """Whether no row will say more."""
+        return int(state.step) >= self.max_new_tokens or bool(np.all(state.done))
+
+    def answers(self, state: DecodingState) -> list[Answer]:
+        """What each row has said so far, cut at its stop token or stop string."""
+        return [self._cut(row.tolist()) for row in np.asarray(state.tokens)[:, : int(state.step)]]
+
+    def _cut(self, tokens: list[int]) -> Answer:
+        ends = [i for i, token in enumerate(tokens) if token in self.stop_tokens and i >= self.min_new_tokens]
+        tokens = tokens[: ends[0] + 1] if ends else tokens
+        if self.lm.tokenizer is None:
+            return Answer(tokens, None, bool(ends))
+        text = decode_tokens(self.lm, tokens)
+        # A stop string that is complete before `min_new_tokens` tokens are there ends nothing.
+        early = len(decode_tokens(self.lm, tokens[: self.min_new_tokens])) if self.min_new_tokens else 0
+        found = [place for s in self.stop if (place := text.find(s, max(0, early - len(s) + 1))) >= 0]
+        if not found:
+            return Answer(tokens, text, bool(ends))
+        shortest = next(n for n in range(1, len(tokens) + 1) if self._says(tokens[:n], min(found)))
+        return Answer(tokens[:shortest], text[: min(found)], True)
+
+    def _says(self, tokens: list[int], place: int) -> bool:
+        """Whether the text of the tokens holds a whole stop string at that place."""
+        text = decode_tokens(self.lm, tokens)
+        return any(text.startswith(s, place) for s in self.stop)
+
+
+def _integer(name: str, value: Any, *, at_least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < at_least:
+        raise ValueError(f"{name} = {value!r}: must be an integer of at least {at_least}")
+    return int(value)
+
+
+def _stop_strings(lm: LM, stop: Any) -> tuple[str, ...]:
+    if not isinstance(stop, str | Sequence | set | frozenset | None):
+        raise TypeError(f"stop = {stop!r}: must be a string or a sequence of strings")
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if any(not isinstance(s, str) or not s for s in strings):
+        raise ValueError(f"stop = {list(strings)!r}: must be non-empty strings")
+    if strings and lm.tokenizer is None:
+        raise ValueError(f"stop: {lm.name} was loaded without a tokenizer; use stop_token_ids")
+    return strings
+
+
+def _stop_tokens(lm: LM, ids: Any) -> tuple[int, ...]:
+    try:
+        ids = tuple(ids)
+    except TypeError:
+        raise TypeError(f"stop_token_ids = {ids!r}: must be a sequence of token ids, or None") from None
+    vocabulary = lm.config.vocab_size
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, numbers.Integral) or not 0 <= token < vocabulary:
+            raise ValueError(f"stop_token_ids holds {token!r}: must be token ids of {lm.name}, in [0, {vocabulary})")
+    return tuple(int(token) for token in ids)

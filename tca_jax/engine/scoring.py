@@ -1,0 +1,103 @@
+"""`score`: log-probabilities of given text under a model and its attention method."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Int
+
+from tca_jax.engine.health import require_finite
+from tca_jax.engine.lm import LM
+from tca_jax.engine.programs import Program
+from tca_jax.engine.prompts import Prompt, encode_prompts, pad_tokens
+from tca_jax.pallas_kernels.backends import Backend, whole
+
+_LOGIT_ELEMENTS = 2**27  # of a chunk: half a gigabyte in float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Result of `score`, one entry a text.
+
+    Attributes:
+        tokens: Token ids, n of each text.
+        logprobs: Natural log-probability of each token but the first, given all before it; float32 `[n - 1]`.
+    """
+
+    tokens: list[list[int]]
+    logprobs: list[np.ndarray]
+
+
+def score(lm: LM, texts: Prompt | Sequence[Prompt], *, backend: str = "auto") -> Scores:
+    """Log-probabilities of every token of a text, or of a batch of texts, in one forward pass.
+
+    The model reads a text as it reads a prompt. A method that chooses tokens by a prompt's last queries has so chosen
+    by the text's end, which an honest measure of its quality on a part of the text should bear in mind.
+
+    Args:
+        lm: From `tca_jax.load`; under any method.
+        texts: Strings, chats or token ids; one or a sequence. At least 2 tokens each.
+        backend: Kernel backend: "auto", "xla", "triton" or "mosaic".
+
+    Returns:
+        Tokens and log-probabilities.
+
+    Raises:
+        ValueError: a text is too short or too long, or not allowed as a prompt; or the model computes NaN or infinity,
+            with the layer.
+        TypeError: `texts` holds what is no text.
+    """
+    kernels = whole(backend)
+    ids = encode_prompts(lm, texts, argument="texts")
+    for i, tokens in enumerate(ids):
+        if not 2 <= len(tokens) <= lm.config.max_context:
+            raise ValueError(
+                f"texts[{i}] has {len(tokens)} tokens: must have from 2 to {lm.config.max_context}, the positions of "
+                f"{lm.name}"
+            )
+    padded, lengths = pad_tokens(ids, lm.pad_token_id)
+    args = (lm.for_programs(), jnp.asarray(padded), jnp.asarray(lengths))
+    program, _ = _score.prepare(*args, backend=kernels)
+    logprobs = np.asarray(program(*args))
+    rows = [row[: len(tokens) - 1] for row, tokens in zip(logprobs, ids, strict=True)]
+    require_finite(lm, padded, lengths, np.array([np.isfinite(row).all() for row in rows]), "texts")
+    return Scores(ids, rows)
+
+
+def logprobs_of(
+    lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], *, backend: Backend = "auto"
+) -> Float32[Array, "B L1"]:
+    """Log-probability of tokens 1 to L - 1 given all before each, float32 `[B, L - 1]`; arbitrary past a length.
+
+    Logits are made of a few positions at a time: those of all would outweigh the model.
+    """
+    method, decoder = lm.method, lm.decoder
+
+    def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, None]:
+        return method.prefill.attend(layer, q, k, v, lengths, None, backend), None
+
+    batch, length = tokens.shape
+    positions = jnp.minimum(jnp.arange(length), lengths[:, None] - 1)
+    hidden, _ = decoder(tokens, positions, attention, (None,) * lm.config.num_layers)
+    chunk = max(1, min(length - 1, _LOGIT_ELEMENTS // (batch * lm.config.vocab_size)))
+
+    def of_chunk(start: Array) -> Float32[Array, "B C"]:
+        part = jax.lax.dynamic_slice_in_dim(hidden, start, chunk, axis=1)
+        target = jax.lax.dynamic_slice_in_dim(tokens, start + 1, chunk, axis=1)
+        logprobs = jax.nn.log_softmax(decoder.logits(part))
+        return jnp.take_along_axis(logprobs, target[..., None], axis=-1)[..., 0]
+
+    # The last chunk reaches back over the one before instead of past the end.
+    starts = np.minimum(np.arange(0, length - 1, chunk), length - 1 - chunk)
+    parts = jax.lax.map(of_chunk, jnp.asarray(starts, jnp.int32))
+    out = jnp.zeros((batch, length - 1), jnp.float32)
+    for start, part in zip(starts.tolist(), parts, strict=True):
+        out = jax.lax.dynamic_update_slice_in_dim(out, part, start, axis=1)
+    return out
+
+
+_score = Program(logprobs_of)

@@ -1,0 +1,172 @@
+"""What a method is: how a prompt's queries attend (prefill policy) and what stays in the cache (cache policy).
+
+Policies are frozen dataclasses: hashable, and static under `jax.jit`. What they compute may depend on the layer and on
+data; only capacities are static. The two parts of a method combine freely.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from tca_jax.methods.blocks import Tokens, num_leaving_blocks, num_ranked_blocks
+from tca_jax.methods.regions import Selected, Selection
+from tca_jax.pallas_kernels.backends import Backend
+
+#: One number for every KV head, or one for all of them.
+PerHead = int | tuple[int, ...]
+
+
+class CachePolicy(abc.ABC):
+    """What stays in the cache: a window of the latest tokens, and of the blocks left of it what the policy keeps.
+
+    A query at position i has the local tokens [max(0, (i // b) b - w), i]. When a position enters a new block, the
+    oldest block of the window leaves it, and `evict` says what stays of that.
+
+    Attributes:
+        block_size: Tokens in a block, b: a power of two from 1 to 256 for the Triton kernels.
+        window: Least number of local tokens, w, a positive multiple of b.
+        num_queries: Prompt queries, counted from the last, that `select` looks at; None for all of them.
+    """
+
+    block_size: int
+    window: int
+    num_queries: int | None = 1
+
+    @abc.abstractmethod
+    def capacities(self, layer: int, prompt_tokens: int, new_tokens: int) -> PerHead:
+        """Most tokens beside the window that a KV head may ever hold; static.
+
+        Args:
+            layer: The layer.
+            prompt_tokens: Longest prompt, L.
+            new_tokens: Most tokens that follow it.
+        """
+
+    @abc.abstractmethod
+    def select(
+        self,
+        layer: int,
+        q: Float[Array, "B O Hq d"],
+        k: Float[Array, "B L Hkv d"],
+        v: Float[Array, "B L Hkv d"],
+        lengths: Int[Array, " B"],
+        backend: Backend,
+    ) -> Selection:
+        """Scores a prompt's tokens and gives its ranked blocks their budgets. Called if there can be ranked blocks.
+
+        Args:
+            layer: The layer.
+            q: The last `num_queries` prompt queries after RoPE, `q[:, -1]` the last; all L of them for None.
+            k: Keys after RoPE, right-padded; `v` the values.
+            lengths: Prompt lengths `[B]`, traced.
+            backend: Kernel backend, to be handed on.
+        """
+
+    def evict(self, layer: int, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]) -> Selection:
+        """What stays of the block that leaves the window of each row; by default nothing.
+
+        Args:
+            layer: The layer.
+            attention: The current query's attention probabilities on the block's tokens, by head of the group.
+            blocks: Number of the leaving block, `[B]`.
+
+        Returns:
+            A selection from one block: scores `[B, Hkv, b]`, budgets `[B, Hkv, 1]`.
+        """
+        batch, kv_heads, _, tokens = attention.shape
+        return Selection(jnp.zeros((batch, kv_heads, tokens), jnp.float32), jnp.zeros((batch, kv_heads, 1), jnp.int32))
+
+    def local_window(self, total_tokens: int) -> int:
+        """The window for sequences of at most `total_tokens`."""
+        return self.window
+
+    def num_ranked_blocks(self, tokens: Tokens) -> Tokens:
+        """n = max(0, L // b - w // b): blocks of a prompt that are ranked."""
+        return num_ranked_blocks(tokens, self.block_size, self.window)
+
+    def num_leaving_blocks(self, prompt_tokens: int, new_tokens: int) -> int:
+        """Most blocks that leave the window while `new_tokens` follow a prompt of at most `prompt_tokens`."""
+        return num_leaving_blocks(prompt_tokens, new_tokens, self.block_size, self.window)
+
+    def validate_for(self, num_layers: int, num_kv_heads: int) -> None:  # noqa: B027 (most fit every model)
+        """Raises ValueError if the policy does not fit a model of that shape."""
+
+
+class PrefillPolicy(abc.ABC):
+    """How the queries of a prompt attend."""
+
+    @abc.abstractmethod
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "B L Hq d"],
+        k: Float[Array, "B L Hkv d"],
+        v: Float[Array, "B L Hkv d"],
+        lengths: Int[Array, " B"],
+        selected: Selected | None,
+        backend: Backend,
+    ) -> Float[Array, "B L Hq d"]:
+        """Causal attention of whole prompts, right-padded.
+
+        Args:
+            layer: The layer.
+            q: Queries after RoPE; query head h belongs to KV head h // (Hq // Hkv).
+            k: Keys after RoPE; `v` the values.
+            lengths: Prompt lengths `[B]`, traced.
+            selected: What the cache policy keeps of the ranked blocks, if this policy `reads` it and there are any.
+            backend: Kernel backend, to be handed on.
+
+        Returns:
+            `[B, L, Hq, d]`; rows past a length are zero.
+        """
+
+    def reads(self, cache: CachePolicy) -> bool:
+        """Whether queries attend to exactly what `cache` keeps: its window and its selection left of that.
+
+        Then the selection is made once, and the last layer of a prefill computes its last query alone.
+        """
+        return False
+
+    def validate_for(self, num_layers: int, num_kv_heads: int) -> None:  # noqa: B027
+        """Raises ValueError if the policy does not fit a model of that shape."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """An attention method.
+
+    Attributes:
+        name: For tables and messages.
+        prefill: How a prompt's queries attend.
+        cache: What stays in the cache.
+    """
+
+    name: str
+    prefill: PrefillPolicy
+    cache: CachePolicy
+
+    def validate_for(self, num_layers: int, num_kv_heads: int) -> None:
+        """Raises ValueError if the method does not fit a model of that shape."""
+        self.prefill.validate_for(num_layers, num_kv_heads)
+        self.cache.validate_for(num_layers, num_kv_heads)
+
+    @property
+    def prefill_reads_cache(self) -> bool:
+        """Whether a prompt's queries attend to exactly what the cache keeps."""
+        return self.prefill.reads(self.cache)
+
+
+def per_head(value: PerHead, num_kv_heads: int, source: str) -> tuple[int, ...]:
+    """A number for each KV head.
+
+    Raises:
+        ValueError: there are not `num_kv_heads` of them; `source` names whose they are.
+    """
+    values = (value,) * num_kv_heads if isinstance(value, int) else tuple(value)
+    if len(values) != num_kv_heads or any(v < 0 for v in values):
+        raise ValueError(f"{source} = {value}: must be one number, or {num_kv_heads}, of at least 0")
+    return values

@@ -1,0 +1,31 @@
+"""Checks of the numbers that methods take; the message names what was given and what is allowed."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+
+def check_integer(name: str, value: Any, *, at_least: int) -> None:
+    """Raises ValueError unless `value` is an integer, of Python or NumPy, of at least `at_least`."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < at_least:
+        raise ValueError(f"{name} = {value!r}: must be an integer of at least {at_least}")
+
+
+def check_number(name: str, value: Any, *, above: float, at_most: float) -> None:
+    """Raises ValueError unless `value` is a number in (above, at_most]."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ValueError(f"{name} = {value!r}: must be a finite number")
+    if not above < value <= at_most:
+        raise ValueError(f"{name} = {value!r}: must lie in ({above}, {at_most}]")
+
+
+def check_geometry(block_size: Any, window: Any) -> None:
+    """Raises ValueError unless blocks are a power of two long and the window holds whole blocks, at least one."""
+    check_integer("block_size", block_size, at_least=1)
+    if block_size & (block_size - 1):
+        raise ValueError(f"block_size = {block_size}: must be a power of two, at least 1")
+    check_integer("window", window, at_least=1)
+    if window < block_size or window % block_size:
+        raise ValueError(f"window = {window}: must be a positive multiple of block_size = {block_size}")

@@ -1,0 +1,69 @@
+"""Full attention: every query sees every token before it, and the cache's window holds everything."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxtyping import Array, Float, Int
+
+from tca_jax.methods.base import CachePolicy, Method, PrefillPolicy
+from tca_jax.methods.blocks import Tokens
+from tca_jax.methods.regions import Selected, Selection
+from tca_jax.pallas_kernels.backends import Backend
+from tca_jax.pallas_kernels.causal_attention import causal_attention
+from tca_jax.pallas_kernels.integers import round_up
+
+_BLOCK = 128  # sizes of the ring are multiples of this
+
+
+@dataclasses.dataclass(frozen=True)
+class FullCache(CachePolicy):
+    """Every token stays: no block ever leaves the window."""
+
+    block_size = _BLOCK
+    window = _BLOCK  # see `local_window`
+
+    def local_window(self, total_tokens: int) -> int:
+        return round_up(total_tokens, _BLOCK)
+
+    def num_ranked_blocks(self, tokens: Tokens) -> Tokens:
+        return 0 * tokens
+
+    def capacities(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
+        return 0
+
+    def select(
+        self,
+        layer: int,
+        q: Float[Array, "B O Hq d"],
+        k: Float[Array, "B L Hkv d"],
+        v: Float[Array, "B L Hkv d"],
+        lengths: Int[Array, " B"],
+        backend: Backend,
+    ) -> Selection:
+        raise AssertionError("nothing is left of a window that holds everything")
+
+
+@dataclasses.dataclass(frozen=True)
+class FullPrefill(PrefillPolicy):
+    """Exact causal attention."""
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "B L Hq d"],
+        k: Float[Array, "B L Hkv d"],
+        v: Float[Array, "B L Hkv d"],
+        lengths: Int[Array, " B"],
+        selected: Selected | None,
+        backend: Backend,
+    ) -> Float[Array, "B L Hq d"]:
+        return causal_attention(q, k, v, lengths, backend=backend)
+
+    def reads(self, cache: CachePolicy) -> bool:
+        return isinstance(cache, FullCache)
+
+
+def full() -> Method:
+    """Exact full attention: the baseline of everything else."""
+    return Method("full", FullPrefill(), FullCache())

@@ -1,0 +1,96 @@
+"""Random tokens of every block: the floor that a selection must beat at the same budget."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from tca_jax.methods.base import CachePolicy, Method
+from tca_jax.methods.checks import check_geometry, check_integer, check_number
+from tca_jax.methods.regions import Selection
+from tca_jax.methods.sparse import SparsePrefill
+from tca_jax.pallas_kernels.backends import Backend
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomCache(CachePolicy):
+    """The same number of random tokens of every block that leaves the window, in a prompt and while decoding.
+
+    Attributes:
+        share: Kept share of a block's tokens, in (0, 1], rounded to whole tokens, at least one.
+        window: Least number of local tokens, w, a multiple of `block_size`.
+        block_size: Tokens in a block, b, a power of two.
+        seed: Other seeds, other tokens. Draws depend on seed, layer, head and position alone.
+    """
+
+    share: float = 0.25
+    window: int = 4096
+    block_size: int = 128
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_geometry(self.block_size, self.window)
+        check_number("share", self.share, above=0, at_most=1)
+        check_integer("seed", self.seed, at_least=0)
+
+    @property
+    def budget(self) -> int:
+        """Tokens kept of a block."""
+        return max(1, round(self.share * self.block_size))
+
+    def capacities(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
+        leaving = self.num_leaving_blocks(prompt_tokens, new_tokens)
+        return self.budget * (self.num_ranked_blocks(prompt_tokens) + leaving)
+
+    def select(
+        self,
+        layer: int,
+        q: Float[Array, "B O Hq d"],
+        k: Float[Array, "B L Hkv d"],
+        v: Float[Array, "B L Hkv d"],
+        lengths: Int[Array, " B"],
+        backend: Backend,
+    ) -> Selection:
+        batch, tokens, kv_heads, _ = k.shape
+        blocks = jnp.arange(tokens // self.block_size)
+        scores = self._draw(layer, kv_heads, blocks).reshape(kv_heads, -1)
+        scores = jnp.pad(scores, ((0, 0), (0, tokens - scores.shape[1])))
+        budgets = jnp.where(blocks < self.num_ranked_blocks(lengths)[:, None, None], jnp.int32(self.budget), 0)
+        return Selection(
+            jnp.broadcast_to(scores, (batch, kv_heads, tokens)),
+            jnp.broadcast_to(budgets, (batch, kv_heads, blocks.size)),
+        )
+
+    def evict(self, layer: int, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]) -> Selection:
+        batch, kv_heads = attention.shape[:2]
+        scores = self._draw(layer, kv_heads, blocks).swapaxes(0, 1)
+        return Selection(scores, jnp.full((batch, kv_heads, 1), self.budget, jnp.int32))
+
+    def _draw(self, layer: int, kv_heads: int, blocks: Int[Array, " n"]) -> Float32[Array, "Hkv n b"]:
+        """Uniform numbers for the tokens of some blocks."""
+        key = jax.random.fold_in(jax.random.key(self.seed), layer)
+
+        def draw(head: Array, block: Array) -> Array:
+            return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, head), block), (self.block_size,))
+
+        over_blocks = jax.vmap(draw, in_axes=(None, 0))
+        return jax.vmap(over_blocks, in_axes=(0, None))(jnp.arange(kv_heads), blocks)
+
+
+def random(share: float = 0.25, window: int = 4096, block_size: int = 128, seed: int = 0) -> Method:
+    """Random tokens and a window, for the prompt's queries and for the cache.
+
+    Args:
+        share: Kept share of the tokens left of the window, in (0, 1].
+        window: Least number of local tokens, a multiple of `block_size`.
+        block_size: Tokens in a block, a power of two.
+        seed: Other seeds, other tokens.
+
+    Raises:
+        ValueError: a number is not allowed.
+    """
+    cache = RandomCache(share, window, block_size, seed)
+    return Method("random", SparsePrefill(cache), cache)

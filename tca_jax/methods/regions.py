@@ -1,0 +1,122 @@
+"""Where each head's selected tokens lie in a layer's pool, and how a selection gets there."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int, Int32
+
+from tca_jax.pallas_kernels.backends import Backend
+from tca_jax.pallas_kernels.integers import round_up
+from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT, Pool
+from tca_jax.pallas_kernels.select_tokens import select_tokens
+
+
+class Selection(NamedTuple):
+    """What a policy keeps of whole blocks: of block j the `budgets[j]` tokens of the highest scores.
+
+    Attributes:
+        scores: float32 `[B, Hkv, L]`; ties go to the lower position.
+        budgets: Tokens to keep of every block, int32 `[B, Hkv, L // b]`, 0 for blocks that are not ranked. Data, not
+            shape: they may depend on the prompt, within the capacities that the policy has named.
+    """
+
+    scores: Float32[Array, "B Hkv L"]
+    budgets: Int[Array, "B Hkv nb"]
+
+
+class Selected(NamedTuple):
+    """A selection that lies in a pool.
+
+    Attributes:
+        budgets: Tokens kept of every block, int32 `[B, Hkv, L // b]`.
+        pool: The tokens, every region sorted by position.
+    """
+
+    budgets: Int32[Array, "B Hkv nb"]
+    pool: Pool
+
+
+@dataclasses.dataclass(frozen=True)
+class Regions:
+    """The regions of a pool, static: one for each row and KV head, those of a row side by side.
+
+    Attributes:
+        batch: Rows, B.
+        capacities: Tokens that each KV head's region can hold, `[H_kv]`, multiples of `REGION_ALIGNMENT`.
+    """
+
+    batch: int
+    capacities: tuple[int, ...]
+
+    @classmethod
+    def plan(cls, batch: int, capacities: tuple[int, ...]) -> Regions:
+        """Regions for at least so many tokens of each KV head.
+
+        Raises:
+            ValueError: rows of the pool would pass int32.
+        """
+        regions = cls(batch, tuple(round_up(tokens, REGION_ALIGNMENT) for tokens in capacities))
+        if regions.pool_tokens >= 2**31:
+            raise ValueError(
+                f"a batch of {batch} needs a KV pool of {regions.pool_tokens} tokens a layer: at most {2**31 - 1} can "
+                "be addressed; use a smaller batch, or fewer tokens"
+            )
+        return regions
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a row's regions together."""
+        return sum(self.capacities)
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens of the flat pool, at least one aligned region so that empty pools have an address."""
+        return max(REGION_ALIGNMENT, self.batch * self.row_tokens)
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """First pool token of each region, int64 `[B, H_kv]`."""
+        starts = np.concatenate([[0], np.cumsum(np.tile(np.asarray(self.capacities, np.int64), self.batch))])
+        return starts[:-1].reshape(self.batch, len(self.capacities))
+
+    def empty(self, head_dim: int, dtype: jnp.dtype) -> Pool:
+        """A pool without tokens."""
+        k, v = (jnp.zeros((self.pool_tokens, head_dim), dtype) for _ in range(2))
+        offsets = jnp.asarray(self.offsets, jnp.int32)
+        return Pool(k, v, offsets, jnp.zeros_like(offsets))
+
+    def fill(
+        self,
+        selection: Selection,
+        k: Float[Array, "B L Hkv d"],
+        v: Float[Array, "B L Hkv d"],
+        *,
+        block_size: int,
+        backend: Backend = "auto",
+    ) -> Selected:
+        """Copies the selected tokens into a fresh pool; what passes a region's capacity is dropped, last blocks first.
+
+        Args:
+            selection: What to keep.
+            k: Prompt keys `[B, L, Hkv, d]`; `v` the values.
+            block_size: Tokens in a block, b.
+            backend: Kernel backend.
+        """
+        ends = jnp.cumsum(selection.budgets, axis=-1, dtype=jnp.int32)
+        ends = jnp.minimum(ends, jnp.asarray(self.capacities, jnp.int32)[:, None])
+        budgets = jnp.diff(ends, axis=-1, prepend=0)
+        pool = select_tokens(
+            selection.scores,
+            budgets,
+            k,
+            v,
+            jnp.asarray(self.offsets, jnp.int32),
+            block_size=block_size,
+            pool_tokens=self.pool_tokens,
+            backend=backend,
+        )
+        return Selected(budgets, pool)

@@ -1,0 +1,77 @@
+"""The registry of attention methods: one name each, pairs by "+"."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tca_jax.methods.base import Method
+
+Factory = Callable[..., Method]
+
+_FACTORIES: dict[str, Factory] = {}
+
+
+def register(name: str, factory: Factory, *, replace: bool = False) -> None:
+    """Makes a method available by a name: to `get`, to `lm.with_method`, and to the command line.
+
+    Args:
+        name: Without "+", which joins two methods.
+        factory: Returns the method; its keyword arguments are the method's options.
+        replace: Whether the name may be taken already.
+
+    Raises:
+        ValueError: the name is empty, holds a "+", or is taken.
+    """
+    if not name or "+" in name:
+        raise ValueError(f"name = {name!r}: must be a non-empty string without '+'")
+    if name in _FACTORIES and not replace:
+        raise ValueError(f"name = {name!r} is registered already; pass replace=True to put another method in its place")
+    _FACTORIES[name] = factory
+
+
+def names() -> tuple[str, ...]:
+    """Registered names, sorted."""
+    return tuple(sorted(_FACTORIES))
+
+
+def get(name: str, **options: Any) -> Method:
+    """A method by its name.
+
+    Args:
+        name: A registered name, or "a+b": the prefill policy of a over the cache policy of b.
+        **options: Options of the method; of a pair, a mapping of options for each part that takes any, by its name:
+            `get("full+streaming", streaming={"sinks": 8})`.
+
+    Raises:
+        ValueError: the name is unknown (with the known ones), an option is, or a value is not allowed.
+    """
+    parts = name.split("+")
+    if len(parts) > 2:
+        raise ValueError(f"method {name!r}: at most two methods can be joined, prefill + cache")
+    if len(parts) == 1:
+        return _make(name, options)
+    unknown = sorted(set(options) - set(parts))
+    if unknown:
+        raise ValueError(f"method {name!r} has no part {unknown[0]!r}: options of a pair go by its parts, {parts}")
+    for part, given in options.items():
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{part} = {given!r}: options of a part of {name!r} must be a mapping")
+    prefill, cache = (_make(part, options.get(part, {})) for part in parts)
+    return Method(name, prefill.prefill, cache.cache)
+
+
+def _make(name: str, options: Mapping[str, Any]) -> Method:
+    if name not in _FACTORIES:
+        raise ValueError(f"method {name!r} is not registered: must be one of {list(names())}, or two joined by '+'")
+    factory = _FACTORIES[name]
+    signature = inspect.signature(factory)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise ValueError(f"options of method {name!r}: {error}; it takes {signature}") from None
+    method = factory(**options)
+    if not isinstance(method, Method):
+        raise ValueError(f"method {name!r}: its factory returned a {type(method).__name__}, must be a Method")
+    return method

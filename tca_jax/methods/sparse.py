@@ -1,0 +1,66 @@
+"""Sparse prefill: queries attend to their window and to what a cache policy would keep left of it (Eq. 3)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from tca_jax.methods.base import CachePolicy, PrefillPolicy, per_head
+from tca_jax.methods.queries import last_queries
+from tca_jax.methods.regions import Regions, Selected
+from tca_jax.pallas_kernels.backends import Backend
+from tca_jax.pallas_kernels.causal_attention import causal_attention
+from tca_jax.pallas_kernels.prefill_attention import prefill_attention
+
+
+@dataclasses.dataclass(frozen=True)
+class SparsePrefill(PrefillPolicy):
+    """Attention over the window and the selection of `selector`, the method's cache policy or another one."""
+
+    selector: CachePolicy
+
+    def reads(self, cache: CachePolicy) -> bool:
+        return self.selector == cache
+
+    def validate_for(self, num_layers: int, num_kv_heads: int) -> None:
+        self.selector.validate_for(num_layers, num_kv_heads)
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "B L Hq d"],
+        k: Float[Array, "B L Hkv d"],
+        v: Float[Array, "B L Hkv d"],
+        lengths: Int[Array, " B"],
+        selected: Selected | None,
+        backend: Backend,
+    ) -> Float[Array, "B L Hq d"]:
+        policy, tokens = self.selector, k.shape[1]
+        # Every prompt of this shape fits its window: exact attention. From there on a selection pays: on an H200 a
+        # model's time to first token is full attention's at 4,608 tokens (benchmarks/results/crossover.md).
+        if not policy.num_ranked_blocks(tokens):
+            return causal_attention(q, k, v, lengths, backend=backend)
+        if selected is None:
+            selected = self._select(layer, q, k, v, lengths, backend)
+        with jax.named_scope("prefill_attention"):
+            return prefill_attention(
+                q,
+                k,
+                v,
+                selected.pool,
+                selected.budgets,
+                lengths,
+                block_size=policy.block_size,
+                window=policy.window,
+                backend=backend,
+            )
+
+    def _select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selected:
+        """The selection in a pool of its own, which lives for this layer."""
+        policy, (batch, tokens, kv_heads, _) = self.selector, k.shape
+        capacities = per_head(policy.capacities(layer, tokens, 1), kv_heads, "capacities")
+        with jax.named_scope("select"):
+            selection = policy.select(layer, last_queries(q, lengths, policy.num_queries), k, v, lengths, backend)
+            return Regions.plan(batch, capacities).fill(selection, k, v, block_size=policy.block_size, backend=backend)

@@ -1,0 +1,79 @@
+"""Attention sinks and a window (StreamingLLM, arXiv 2309.17453; as prefill, the A-shape of arXiv 2407.02490).
+
+Tokens keep their own positions, as in the A-shape; StreamingLLM's code counts positions inside the cache instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from tca_jax.methods.base import CachePolicy, Method
+from tca_jax.methods.checks import check_geometry, check_integer
+from tca_jax.methods.regions import Selection
+from tca_jax.methods.sparse import SparsePrefill
+from tca_jax.pallas_kernels.backends import Backend
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamingCache(CachePolicy):
+    """The first `sinks` tokens and the window.
+
+    Attributes:
+        sinks: Tokens kept from the start of the sequence.
+        window: Least number of local tokens, w, a multiple of `block_size`.
+        block_size: Tokens in a block, b, a power of two.
+    """
+
+    sinks: int = 4
+    window: int = 4096
+    block_size: int = 128
+
+    def __post_init__(self) -> None:
+        check_geometry(self.block_size, self.window)
+        check_integer("sinks", self.sinks, at_least=0)
+
+    def capacities(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
+        return self.sinks
+
+    def select(
+        self,
+        layer: int,
+        q: Float[Array, "B O Hq d"],
+        k: Float[Array, "B L Hkv d"],
+        v: Float[Array, "B L Hkv d"],
+        lengths: Int[Array, " B"],
+        backend: Backend,
+    ) -> Selection:
+        batch, tokens, kv_heads, _ = k.shape
+        blocks = jnp.arange(tokens // self.block_size)
+        budgets = jnp.where(blocks < self.num_ranked_blocks(lengths)[:, None], self._budgets(blocks), 0)
+        scores = jnp.broadcast_to(-jnp.arange(tokens, dtype=jnp.float32), (batch, kv_heads, tokens))
+        return Selection(scores, jnp.broadcast_to(budgets[:, None], (batch, kv_heads, blocks.size)))
+
+    def evict(self, layer: int, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]) -> Selection:
+        batch, kv_heads, _, tokens = attention.shape
+        scores = jnp.broadcast_to(-jnp.arange(tokens, dtype=jnp.float32), (batch, kv_heads, tokens))
+        budgets = jnp.broadcast_to(self._budgets(blocks)[:, None, None], (batch, kv_heads, 1))
+        return Selection(scores, budgets)
+
+    def _budgets(self, blocks: Int[Array, " n"]) -> Int[Array, " n"]:
+        """Sinks in each of the blocks."""
+        return jnp.clip(self.sinks - blocks * self.block_size, 0, self.block_size).astype(jnp.int32)
+
+
+def streaming(sinks: int = 4, window: int = 4096, block_size: int = 128) -> Method:
+    """Sinks and a window, for the prompt's queries and for the cache.
+
+    Args:
+        sinks: Tokens kept from the start of the sequence.
+        window: Least number of local tokens, a multiple of `block_size`.
+        block_size: Tokens in a block, a power of two.
+
+    Raises:
+        ValueError: a number is not allowed.
+    """
+    cache = StreamingCache(sinks, window, block_size)
+    return Method("streaming", SparsePrefill(cache), cache)

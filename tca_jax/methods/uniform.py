@@ -1,0 +1,22 @@
+"""Uniform budgets: TCA's selection with one candidate for every KV head. Needs no calibration; the paper's ablation."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tca_jax.methods.base import Method
+from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.tca import tca
+
+
+def uniform(candidate: int = 4, config: TCAConfig | None = None) -> Method:
+    """The same budgets for every KV head of every layer.
+
+    Args:
+        candidate: Row of `candidate_budgets`, 0 the sparsest; `config.num_candidates` keeps every token.
+        config: Hyperparameters; None for the defaults.
+
+    Raises:
+        ValueError: `candidate` is not a row.
+    """
+    return dataclasses.replace(tca(candidate, config), name="uniform")

@@ -1,0 +1,118 @@
+"""The registry's members, from prompt to answer, against attention by masks without any cache."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import masked_greedy, random_prompt, tiny_lm
+
+import tca_jax
+from tca_jax import methods
+
+B, W = 8, 16
+GEOMETRY = {"block_size": B, "window": W}
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return tiny_lm()
+
+
+def local(position):
+    return set(range(max(0, position // B * B - W), position + 1))
+
+
+def sinks(count):
+    return lambda layer, head, position: local(position) | set(range(min(count, position + 1)))
+
+
+def drawn(policy):
+    """What the random policy keeps of the blocks left of a query's window, by its draws."""
+
+    def visible(layer, head, position):
+        left = range(max(0, position // B - W // B))
+        draws = np.asarray(policy._draw(layer, 2, jnp.arange(max(1, len(left)))))[head]
+        best = [block * B + int(i) for block in left for i in np.argsort(-draws[block])[: policy.budget]]
+        return local(position) | set(best)
+
+    return visible
+
+
+@pytest.mark.parametrize(("prompt", "count"), [(5, 3), (40, 3), (60, 19), (64, 0), (71, 8)])
+def test_streaming_sees_its_sinks_and_its_window(lm, prompt, count):
+    ids = random_prompt(prompt, prompt)
+    model = lm.with_method("streaming", sinks=count, **GEOMETRY)
+    out = tca_jax.generate(model, ids, max_new_tokens=30, stop_token_ids=())
+    assert out.tokens == [masked_greedy(lm, ids, 30, sinks(count))]
+    held = min(count, max(0, (prompt + 28) // B * B - W))  # sinks that have left the window
+    assert out.stats.kept_share == pytest.approx((held + len(local(prompt + 28))) / (prompt + 29))
+
+
+@pytest.mark.parametrize(("prompt", "share"), [(40, 0.25), (64, 0.5), (71, 0.01)])
+def test_random_sees_the_same_number_of_drawn_tokens_of_every_block(lm, prompt, share):
+    ids = random_prompt(prompt, prompt)
+    model = lm.with_method("random", share=share, seed=3, **GEOMETRY)
+    out = tca_jax.generate(model, ids, max_new_tokens=20, stop_token_ids=())
+    assert out.tokens == [masked_greedy(lm, ids, 20, drawn(model.method.cache))]
+    other = lm.with_method("random", share=share, seed=4, **GEOMETRY)
+    kept = [tca_jax.kept_tokens(each, ids) for each in (model, other)]
+    assert kept[0].sum() == kept[1].sum()
+    assert not np.array_equal(*kept)
+
+
+def test_a_full_prefill_over_another_cache_differs_from_both(lm):
+    ids = random_prompt(7, 60)
+    everything = lambda layer, head, position: set(range(position + 1))  # noqa: E731
+    model = lm.with_method("full+streaming", streaming={"sinks": 3, **GEOMETRY})
+    out = tca_jax.generate(model, ids, max_new_tokens=24, stop_token_ids=())
+    assert out.tokens == [masked_greedy(lm, ids, 24, sinks(3), visible_in_prompt=everything)]
+
+
+def test_a_sparse_prefill_over_a_full_cache_keeps_everything(lm):
+    ids = random_prompt(8, 60)
+    everything = lambda layer, head, position: set(range(position + 1))  # noqa: E731
+    model = lm.with_method("streaming+full", streaming={"sinks": 3, **GEOMETRY})
+    out = tca_jax.generate(model, ids, max_new_tokens=12, stop_token_ids=())
+    assert out.tokens == [masked_greedy(lm, ids, 12, everything, visible_in_prompt=sinks(3))]
+    assert out.stats.kept_share == 1.0
+    assert out.stats.kv_cache_bytes == out.stats.full_kv_cache_bytes
+
+
+def test_uniform_is_tca_with_one_candidate_for_all_heads(lm):
+    config = tca_jax.TCAConfig(**GEOMETRY)
+    ids = random_prompt(9, 90)
+    one = tca_jax.generate(lm.with_method("uniform", candidate=5, config=config), ids, max_new_tokens=20)
+    rows = tca_jax.generate(lm.with_method("tca", candidates=[[5, 5]] * 2, config=config), ids, max_new_tokens=20)
+    assert one.tokens == rows.tokens
+    assert one.stats.kv_cache_bytes == rows.stats.kv_cache_bytes
+    assert one.stats.kept_share == rows.stats.kept_share < 0.7
+
+
+def test_ragged_batches_give_what_each_prompt_gives_alone_under_every_member(lm):
+    prompts = [random_prompt(i, length) for i, length in enumerate((5, 90, 64))]
+    members = [
+        lm.with_method("streaming", sinks=3, **GEOMETRY),
+        lm.with_method("random", **GEOMETRY),
+        lm.with_method("uniform+random", uniform={"config": tca_jax.TCAConfig(**GEOMETRY)}, random=GEOMETRY),
+    ]
+    for model in members:
+        together = tca_jax.generate(model, prompts, max_new_tokens=12, stop_token_ids=()).tokens
+        alone = [tca_jax.generate(model, p, max_new_tokens=12, stop_token_ids=()).tokens[0] for p in prompts]
+        assert together == alone, model.method.name
+
+
+def test_capacities_hold_what_is_kept_whatever_the_length(lm):
+    config = tca_jax.TCAConfig(**GEOMETRY)
+    policies = [
+        methods.get("streaming", sinks=19, **GEOMETRY).cache,
+        methods.get("random", share=0.3, **GEOMETRY).cache,
+        methods.get("uniform", candidate=6, config=config).cache,
+    ]
+    rng = np.random.default_rng(0)
+    for policy, length in itertools.product(policies, (16, 24, 31, 100)):
+        q, k, v = (jnp.asarray(rng.normal(size=(1, 104, 2, 16)), jnp.float32) for _ in range(3))
+        if policy.num_ranked_blocks(104):
+            selection = policy.select(0, q[:, length - 1 : length], k, v, jnp.array([length]), "xla")
+            assert selection.budgets[0, 0].sum() <= policy.capacities(0, 104, 1)
+            assert not selection.budgets[..., policy.num_ranked_blocks(length) :].any()

@@ -1,0 +1,92 @@
+"""The registry: names, options, pairs, and what is refused."""
+
+import dataclasses
+
+import pytest
+from tiny import tiny_lm
+
+from tca_jax import methods
+from tca_jax.methods.registry import _FACTORIES
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """A registry that forgets what a test puts into it."""
+    monkeypatch.setattr("tca_jax.methods.registry._FACTORIES", dict(_FACTORIES))
+
+
+def test_every_member_is_made_by_its_name_and_is_hashable():
+    for name in methods.names():
+        method = methods.get(name, **({"candidates": 3} if name == "tca" else {}))
+        assert method.name == name
+        assert hash(method) == hash(dataclasses.replace(method))
+
+
+def test_a_pair_has_the_prefill_of_the_first_and_the_cache_of_the_second():
+    pair = methods.get("full+streaming", streaming={"sinks": 9})
+    assert pair.name == "full+streaming"
+    assert pair.prefill == methods.get("full").prefill
+    assert pair.cache == methods.get("streaming", sinks=9).cache
+    assert not pair.prefill_reads_cache
+    assert methods.get("full").prefill_reads_cache
+    assert methods.get("streaming").prefill_reads_cache
+    assert not methods.get("uniform+streaming").prefill_reads_cache
+
+
+def test_a_registered_method_is_found_by_name(registry):
+    mine = dataclasses.replace(methods.get("random"), name="mine")
+    methods.register("mine", lambda: mine)
+    assert methods.get("mine") is mine
+    assert methods.get("full+mine").cache == mine.cache
+    assert tiny_lm().with_method("mine").method is mine
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: methods.get("nope"), r"method 'nope' is not registered: must be one of \['full', 'random'"),
+        (lambda: methods.get("full+nope"), r"method 'nope' is not registered"),
+        (lambda: methods.get("full+full+full"), r"at most two methods can be joined"),
+        (lambda: methods.get("streaming", sink=3), r"options of method 'streaming': .*'sink'; it takes \(sinks: "),
+        (lambda: methods.get("tca"), r"options of method 'tca': missing a required argument: 'candidates'"),
+        (lambda: methods.get("full+streaming", sinks=3), r"has no part 'sinks'"),
+        (lambda: methods.get("full+streaming", streaming=3), r"streaming = 3: options of a part"),
+        (lambda: methods.get("streaming", sinks=-1), r"sinks = -1: must be an integer of at least 0"),
+        (lambda: methods.get("streaming", sinks=1.5), r"sinks = 1.5"),
+        (
+            lambda: methods.get("streaming", window=100),
+            r"window = 100: must be a positive multiple of block_size = 128",
+        ),
+        (lambda: methods.get("streaming", block_size=96), r"block_size = 96: must be a power of two"),
+        (lambda: methods.get("random", share=0), r"share = 0: must lie in \(0, 1\]"),
+        (lambda: methods.get("random", share=True), r"share = True: must be a finite number"),
+        (lambda: methods.get("uniform", candidate=15), r"candidates = 15: must lie in \[0, 14\]"),
+        (lambda: methods.get("tca", candidates=[[0, 15]]), r"candidates\[0\]\[1\] = 15: must lie in \[0, 14\]"),
+        (lambda: methods.get("tca", candidates=[0.5]), r"candidates has shape \(1,\), dtype float64: must be integers"),
+        (lambda: methods.register("full", methods.get), r"name = 'full' is registered already; pass replace=True"),
+        (lambda: methods.register("a+b", methods.get), r"name = 'a\+b': must be a non-empty string without '\+'"),
+        (
+            lambda: tiny_lm().with_method("tca", candidates=[[0, 0]] * 3),
+            r"candidates has 3 layers of 2 KV heads: must be 2 of 2",
+        ),
+    ],
+)
+def test_what_is_not_allowed_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_factory_that_returns_no_method_is_refused(registry):
+    methods.register("broken", lambda: 3)
+    with pytest.raises(ValueError, match=r"method 'broken': its factory returned a int, must be a Method"):
+        methods.get("broken")
+
+
+def test_with_method_takes_a_method_or_a_name_and_nothing_else():
+    lm = tiny_lm()
+    with pytest.raises(TypeError, match=r"options \['sinks'\] go with a method's name"):
+        lm.with_method(methods.get("full"), sinks=3)
+    streaming = lm.with_method("streaming", sinks=3)
+    assert streaming.method == methods.get("streaming", sinks=3)
+    assert streaming.with_profile(None).method == methods.BASELINE
+    assert "streaming" in repr(streaming)
