@@ -73,13 +73,11 @@ def stages(layout: CacheLayout, backend: str) -> dict[str, Any]:
             )
         ),
         "prefill_attention": jax.jit(
-            lambda q, k, v, k_pool, v_pool, budgets, n: prefill_attention(
+            lambda q, k, v, pool, budgets, n: prefill_attention(
                 q,
                 k,
                 v,
-                k_pool,
-                v_pool,
-                offsets,
+                pool,
                 budgets,
                 n,
                 block_size=b,
@@ -94,8 +92,8 @@ def pipeline(steps: dict[str, Any], q: jax.Array, k: jax.Array, v: jax.Array, n:
     """All stages, one after the other."""
     scored = steps["token_scores"](q, k, n)
     budgets = steps["budgets"](scored, n)
-    k_pool, v_pool, _ = steps["select_tokens"](scored, budgets, k, v)
-    return steps["prefill_attention"](q, k, v, k_pool, v_pool, budgets, n)
+    pool = steps["select_tokens"](scored, budgets, k, v)
+    return steps["prefill_attention"](q, k, v, pool, budgets, n)
 
 
 def computed_pairs(budgets: np.ndarray, length: int, config: tca_jax.TCAConfig) -> float:
@@ -126,13 +124,13 @@ def measure(
         steps = stages(layout, backend)
         scored = steps["token_scores"](q, k, n)
         budgets = steps["budgets"](scored, n)
-        k_pool, v_pool, kept = steps["select_tokens"](scored, budgets, k, v)
+        pool = steps["select_tokens"](scored, budgets, k, v)
         stage_calls: dict[str, Callable[[], Any]] = {
             "TCA": functools.partial(jax.jit(functools.partial(pipeline, steps)), q, k, v, n),
             "scores": functools.partial(steps["token_scores"], q, k, n),
             "budgets": functools.partial(steps["budgets"], scored, n),
             "select": functools.partial(steps["select_tokens"], scored, budgets, k, v),
-            "attention": functools.partial(steps["prefill_attention"], q, k, v, k_pool, v_pool, budgets, n),
+            "attention": functools.partial(steps["prefill_attention"], q, k, v, pool, budgets, n),
         }
         calls |= {(backend, share, name): call for name, call in stage_calls.items()}
         rows.append(
@@ -141,7 +139,7 @@ def measure(
                 "tokens": length,
                 "backend": backend,
                 "share": share,
-                "kept": float(np.asarray(kept).mean() + config.window) / length,
+                "kept": float(np.asarray(pool.lengths).mean() + config.window) / length,
                 "area": computed_pairs(np.asarray(budgets), length, config) / (length**2 / 2),
                 "error": error,
             }

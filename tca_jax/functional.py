@@ -12,13 +12,13 @@ from tca_jax.calibration.scores import calibration_scores
 from tca_jax.methods.candidates import candidate_budgets
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.selection import head_budgets, last_query
-from tca_jax.pallas_kernels.backends import backend_for, check_backend
+from tca_jax.pallas_kernels.backends import check_backend, whole
 from tca_jax.pallas_kernels.checks import AnyArray, as_int32, check_range, check_shapes
+from tca_jax.pallas_kernels.integers import round_up
 from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
 from tca_jax.pallas_kernels.ranking import selection_mask
 from tca_jax.pallas_kernels.select_tokens import select_tokens
-from tca_jax.pallas_kernels.tiles import round_up
 from tca_jax.pallas_kernels.token_scores import token_scores
 
 __all__ = ["attend", "calibration_scores", "candidate_budgets", "select"]
@@ -97,9 +97,7 @@ def _select(
     config: TCAConfig,
     backend: str,
 ) -> Bool[Array, "B Hkv L"]:
-    scored = token_scores(
-        q_last, k, lengths, block_size=config.block_size, backend=backend_for("token_scores", backend)
-    )
+    scored = token_scores(q_last, k, lengths, block_size=config.block_size, backend=whole(backend))
     budgets = head_budgets(scored, candidates, lengths, config)
     return selection_mask(scored.scores, budgets, block_size=config.block_size)
 
@@ -115,15 +113,13 @@ def _attend(
     config: TCAConfig,
     backend: str,
 ) -> Float[Array, "B L Hq d"]:
-    batch, length, kv_heads, _ = k.shape
-    scored = token_scores(
-        last_query(q, lengths), k, lengths, block_size=config.block_size, backend=backend_for("token_scores", backend)
-    )
+    (batch, length, kv_heads, _), preferred = k.shape, whole(backend)
+    scored = token_scores(last_query(q, lengths), k, lengths, block_size=config.block_size, backend=preferred)
     budgets = head_budgets(scored, candidates, lengths, config)
     # The candidates may be traced, so a region must hold what dense keeps: all ranked tokens.
     capacity = round_up(config.num_ranked_blocks(length) * config.block_size, REGION_ALIGNMENT)
     offsets = capacity * jnp.arange(batch * kv_heads, dtype=jnp.int32).reshape(batch, kv_heads)
-    k_pool, v_pool, _ = select_tokens(
+    pool = select_tokens(
         scored.scores,
         budgets,
         k,
@@ -131,20 +127,18 @@ def _attend(
         offsets,
         block_size=config.block_size,
         pool_tokens=max(REGION_ALIGNMENT, batch * kv_heads * capacity),
-        backend=backend_for("select_tokens", backend),
+        backend=preferred,
     )
     return prefill_attention(
         q,
         k,
         v,
-        k_pool,
-        v_pool,
-        offsets,
+        pool,
         budgets,
         lengths,
         block_size=config.block_size,
         window=config.window,
-        backend=backend_for("prefill_attention", backend),
+        backend=preferred,
     )
 
 

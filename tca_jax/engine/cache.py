@@ -19,15 +19,15 @@ from jaxtyping import Array, Bool, Float, Int
 from tca_jax.methods.candidates import eviction_budgets, region_capacity
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.selection import head_budgets, last_query
-from tca_jax.pallas_kernels.backends import backend_for
+from tca_jax.pallas_kernels.backends import Backend, whole
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.decode_attention import decode_attention
-from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT
+from tca_jax.pallas_kernels.integers import round_up
+from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT, Pool, Ring
 from tca_jax.pallas_kernels.numerics import scaled_scores
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
 from tca_jax.pallas_kernels.ranking import selection_mask
 from tca_jax.pallas_kernels.select_tokens import select_tokens
-from tca_jax.pallas_kernels.tiles import round_up
 from tca_jax.pallas_kernels.token_scores import token_scores
 
 
@@ -150,16 +150,14 @@ def prefill_layer(
         Attention output `[B, L, H_q, d]` (zero past a length) and the cache.
     """
     config, (batch, tokens, _, head_dim) = layout.config, k.shape
-    b = config.block_size
+    b, preferred = config.block_size, whole(backend)
     offsets = jnp.asarray(layout.offsets, jnp.int32)
     if config.num_ranked_blocks(tokens):
         with jax.named_scope("token_scores"):
-            scored = token_scores(
-                last_query(q, lengths), k, lengths, block_size=b, backend=backend_for("token_scores", backend)
-            )
+            scored = token_scores(last_query(q, lengths), k, lengths, block_size=b, backend=preferred)
         with jax.named_scope("select"):
             budgets = head_budgets(scored, jnp.asarray(layout.candidates, jnp.int32), lengths, config)
-            k_pool, v_pool, kept = select_tokens(
+            pool = select_tokens(
                 scored.scores,
                 budgets,
                 k,
@@ -167,32 +165,30 @@ def prefill_layer(
                 offsets,
                 block_size=b,
                 pool_tokens=layout.pool_tokens,
-                backend=backend_for("select_tokens", backend),
+                backend=preferred,
             )
         with jax.named_scope("prefill_attention"):
             out = prefill_attention(
                 q,
                 k,
                 v,
-                k_pool,
-                v_pool,
-                offsets,
+                pool,
                 budgets,
                 lengths,
                 block_size=b,
                 window=config.window,
-                backend=backend_for("prefill_attention", backend),
+                backend=preferred,
             )
     else:  # Every prompt of this shape fits its window: exact attention, nothing to select. From there on TCA pays: on
         # an H200 a model's time to first token is full attention's at 4,608 tokens (benchmarks/results/crossover.md).
-        k_pool = v_pool = jnp.zeros((layout.pool_tokens, head_dim), k.dtype)
-        kept = jnp.zeros((batch, k.shape[2]), jnp.int32)
-        out = causal_attention(q, k, v, lengths, backend=backend_for("causal_attention", backend))
+        nothing = jnp.zeros((layout.pool_tokens, head_dim), k.dtype)
+        pool = Pool(nothing, nothing, offsets, jnp.zeros((batch, k.shape[2]), jnp.int32))
+        out = causal_attention(q, k, v, lengths, backend=preferred)
     k_ring, v_ring = (_fill_ring(x, lengths, layout.ring_tokens) for x in (k, v))
     # The rings are filled before the model goes on. Left to itself the compiler puts that off to the end, and keeps all
     # layers' k and v until then: 17 GB at 131,072 tokens of LLaMA-3.1-8B.
     out, k_ring, v_ring = jax.lax.optimization_barrier((out, k_ring, v_ring))
-    return out, LayerCache(k_pool, v_pool, offsets, kept, k_ring, v_ring, layout)
+    return out, LayerCache(pool.k, pool.v, offsets, pool.lengths, k_ring, v_ring, layout)
 
 
 def decode_layer(
@@ -219,10 +215,10 @@ def decode_layer(
     Returns:
         Attention output `[B, 1, H_q, d]` and the cache with the token in it.
     """
-    layout, backend = cache.layout, backend_for("decode_attention", backend)
+    layout, preferred = cache.layout, whole(backend)
     if leaving is not None and layout.evicts:
         with jax.named_scope("evict_block"):
-            cache = _evict_block(q[:, 0], k[:, 0], cache, positions, leaving, backend)
+            cache = _evict_block(q[:, 0], k[:, 0], cache, positions, leaving, preferred)
     rows, slots = jnp.arange(layout.batch), positions % layout.ring_tokens
     cache = dataclasses.replace(
         cache,
@@ -230,7 +226,7 @@ def decode_layer(
         v_ring=cache.v_ring.at[rows, :, slots].set(v[:, 0]),
     )
     with jax.named_scope("decode_attention"):
-        out, _ = attend_cache(q[:, 0], cache, positions, backend)
+        out, _ = attend_cache(q[:, 0], cache, positions, preferred)
     return out[:, None], cache
 
 
@@ -245,18 +241,14 @@ def rows_with_leaving_block(
 
 
 def attend_cache(
-    q: Float[Array, "B Hq d"], cache: LayerCache, positions: Int[Array, " B"], backend: str
+    q: Float[Array, "B Hq d"], cache: LayerCache, positions: Int[Array, " B"], backend: Backend
 ) -> tuple[Float[Array, "B Hq d"], Float[Array, "B Hq"]]:
     """Attention of a token over pool and ring, with the log-sum-exp; `backend` is `decode_attention`'s own."""
     layout = cache.layout
     return decode_attention(
         q,
-        cache.k_pool,
-        cache.v_pool,
-        cache.offsets,
-        cache.kept,
-        cache.k_ring,
-        cache.v_ring,
+        Pool(cache.k_pool, cache.v_pool, cache.offsets, cache.kept),
+        Ring(cache.k_ring, cache.v_ring),
         positions,
         block_size=layout.config.block_size,
         window=layout.config.window,
@@ -281,7 +273,7 @@ def _evict_block(
     cache: LayerCache,
     positions: Int[Array, " B"],
     leaving: Bool[Array, " B"],
-    backend: str,
+    backend: Backend,
 ) -> LayerCache:
     """Moves the best tokens of the block that leaves the window from the ring to the pool, in rows where one does.
 

@@ -14,7 +14,7 @@ from tca_jax.methods.config import TCAConfig
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import fingerprint
-from tca_jax.pallas_kernels.tiles import round_up
+from tca_jax.pallas_kernels.integers import round_up
 
 if TYPE_CHECKING:
     from tca_jax.calibration.profile import Profile
