@@ -73,8 +73,8 @@ def select_tokens(
     regions, blocks = batch * kv_heads, length // block_size
     if blocks == 0 or pool_tokens == 0:
         kept = jnp.clip(budgets, 0, block_size).sum(axis=-1, dtype=jnp.int32)
-        empty = (jnp.zeros((pool_tokens, head_dim), x.dtype) for x in (k, v))
-        return Pool(*empty, offsets, kept)
+        shape = (pool_tokens, head_dim)
+        return Pool(jnp.zeros(shape, k.dtype), jnp.zeros(shape, v.dtype), offsets, kept)
     budgets = budgets.reshape(regions, blocks)
     before, kept = triton_call(
         partial(_count, block_size),

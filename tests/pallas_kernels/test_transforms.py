@@ -96,7 +96,7 @@ class Case:
 
         def call(*operands):
             results = function(*_packed(self.operands, operands), **options)
-            return results if isinstance(results, tuple) else (results,)
+            return tuple(results) if isinstance(results, tuple) else (results,)
 
         return call
 
