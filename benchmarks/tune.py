@@ -45,6 +45,7 @@ from tca_jax.pallas_kernels.column_mass import triton as column_mass_triton
 from tca_jax.pallas_kernels.column_mass.mosaic import MosaicColumnMassConfig, MosaicPassConfig
 from tca_jax.pallas_kernels.column_mass.triton import ColumnMassConfig, PassConfig
 from tca_jax.pallas_kernels.decode_attention import triton as decode_attention_triton
+from tca_jax.pallas_kernels.kv import Pool, Ring
 from tca_jax.pallas_kernels.prefill_attention import mosaic as prefill_attention_mosaic
 from tca_jax.pallas_kernels.prefill_attention import triton as prefill_attention_triton
 from tca_jax.pallas_kernels.prefill_attention.mosaic import MosaicPrefillConfig
@@ -176,8 +177,7 @@ def operations(layer: Layer, length: int, config: tca_jax.TCAConfig) -> Iterator
     budgets = head_budgets(scored, jnp.asarray(layout.candidates, jnp.int32), n, config)
     selected = (scored.scores, budgets, k, v, offsets)
     select = functools.partial(select_tokens_triton.select_tokens, **block, pool_tokens=layout.pool_tokens)
-    k_pool, v_pool, _ = select(*selected)
-    attended = (q, k, v, k_pool, v_pool, offsets, budgets, n)
+    attended = (q, k, v, select(*selected), budgets, n)
     yield Operation(
         "token_scores",
         "triton",
@@ -222,14 +222,14 @@ def operations(layer: Layer, length: int, config: tca_jax.TCAConfig) -> Iterator
     )
     (cache,) = random_caches([layout], layer.head_dim, seed=2)
     decode = decode_attention_triton.default_config(layer.head_dim, cache.k_ring.dtype.itemsize)
-    pool = (cache.k_pool, cache.v_pool, cache.offsets, cache.kept)
+    pool = Pool(cache.k_pool, cache.v_pool, cache.offsets, cache.kept)
     yield Operation(
         "decode_attention",
         "triton",
         decode,
         decode_configs(decode),
         functools.partial(decode_attention_triton.decode_attention, **blocks, capacity=max(layout.capacities)),
-        (q[:, -1], *pool, cache.k_ring, cache.v_ring, n),
+        (q[:, -1], pool, Ring(cache.k_ring, cache.v_ring), n),
         _STEPS,
     )
 

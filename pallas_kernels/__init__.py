@@ -1,1 +1,1 @@
-"""The operations of the method: one file per operation and backend, beside the XLA oracle of each."""
+"""The operations of the method: a folder each, with its function, its XLA oracle and a file a backend."""

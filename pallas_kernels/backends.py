@@ -1,46 +1,47 @@
-"""Backends: which exist, what each needs of the device, and the one dispatcher of all operations."""
+"""Backends: which operation has which, what each needs of the device, and the one dispatcher of all operations.
+
+The implementation of an operation on a backend is the function of the operation's name in the module
+`tca_jax.pallas_kernels.<operation>.<backend>`. It is imported when it is chosen and not before, so that a JAX without
+what one backend is written in still runs all others.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import jax
 
-Backend = str | tuple[str, ...]
-#: Major CUDA compute capabilities that a backend runs on; None runs on any device. Best first: the order "auto" tries.
-#: The Mosaic kernels use wgmma, the matrix instructions of Hopper alone.
+#: The backends of every operation, best first: the order in which "auto" tries those that the device can run.
+OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "causal_attention": ("cudnn", "mosaic", "triton", "xla"),
+        "column_mass": ("mosaic", "triton", "xla"),
+        "decode_attention": ("triton", "xla"),
+        "prefill_attention": ("mosaic", "triton", "xla"),
+        "select_tokens": ("triton", "xla"),
+        "token_scores": ("triton", "xla"),
+    }
+)
+#: Major CUDA compute capabilities that a backend runs on; None runs on any device. The Mosaic kernels use wgmma, the
+#: matrix instructions of Hopper alone.
 _NEEDS: Mapping[str, range | None] = MappingProxyType(
     {"cudnn": range(8, 100), "mosaic": range(9, 10), "triton": range(8, 100), "xla": None}
 )
-#: Every value of a `backend` argument.
+#: Every name of a backend.
 BACKENDS = ("auto", *_NEEDS)
+#: What an operation's `backend` argument takes. "auto" is the best backend that the device has and that takes the
+#: call; any other name is taken or refused, never replaced. A tuple of names is an order of preference: the first
+#: that the operation has at all is meant, and "auto" as the last one fits every operation.
+Backend = str | tuple[str, ...]
 
 
 def validate_backend(backend: str) -> None:
     """Raises ValueError unless `backend` is one of `BACKENDS`."""
     if backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: must be one of {list(BACKENDS)}")
-
-
-#: Operations that a backend has kernels for; "xla" has all.
-_OPERATIONS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "cudnn": frozenset({"causal_attention"}),
-        "mosaic": frozenset({"causal_attention", "column_mass", "prefill_attention"}),
-        "triton": frozenset(
-            {
-                "causal_attention",
-                "column_mass",
-                "decode_attention",
-                "prefill_attention",
-                "select_tokens",
-                "token_scores",
-            }
-        ),
-    }
-)
 
 
 def check_backend(backend: str) -> None:
@@ -61,57 +62,75 @@ def can_run(backend: str) -> bool:
     return backend == "auto" or _lacks(backend) is None
 
 
-def backend_for(operation: str, backend: str) -> str:
-    """What a named backend means for one operation of a whole: itself where it has a kernel, else "auto"."""
-    return backend if backend in ("auto", "xla") or operation in _OPERATIONS[backend] else "auto"
+def whole(backend: str) -> Backend:
+    """What one name means for a whole of several operations: itself where an operation has it, else "auto".
 
-
-def whole(backend: str) -> Any:
+    Raises:
+        ValueError: there is no such backend, or it cannot run on this device.
+    """
     check_backend(backend)
     return backend if backend in ("auto", "xla") else (backend, "auto")
 
 
-def dispatch(operation: str, backend: Any, implementations: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Picks an operation's implementation.
+def dispatch(operation: str, backend: Backend) -> Callable[..., Any]:
+    """Picks an operation's implementation: "auto" picks, and a named backend that cannot run raises.
 
     Args:
-        operation: The operation's name, for messages.
-        backend: "auto" tries the backends that the device can run, best first, and moves on from one that
-            raises NotImplementedError; a named backend is taken or refused, never replaced.
-        implementations: Backend name -> function. All take the same arguments.
+        operation: The operation's name in `OPERATIONS`.
+        backend: See `Backend`. "auto" moves on from a backend that cannot be imported, or that raises
+            NotImplementedError for the call.
 
     Returns:
         A function with the implementations' own signature.
 
     Raises:
-        ValueError: the backend is unknown, not implemented for this operation, or cannot run on this device.
+        ValueError: the backend is unknown, cannot run on this device, not implemented for this operation, or cannot
+            be imported.
     """
-    if isinstance(backend, tuple):
-        backend = backend_for(operation, backend[0])
-    check_backend(backend)
-    if backend == "auto":
-        usable = [impl for name, impl in _in_order(implementations) if can_run(name)]
-        return lambda *args, **kwargs: _first_able(operation, usable, args, kwargs)
-    if backend not in implementations:
+    name = backend if isinstance(backend, str) else _preferred(operation, backend)
+    check_backend(name)
+    if name == "auto":
+        return lambda *args, **kwargs: _first_able(operation, args, kwargs)
+    if name not in OPERATIONS[operation]:
         raise ValueError(
-            f"backend = {backend!r}: {operation} has no such implementation; must be 'auto' or one of "
-            f"{sorted(implementations)}"
+            f"backend = {name!r}: {operation} has no such implementation; must be 'auto' or one of "
+            f"{sorted(OPERATIONS[operation])}"
         )
-    return implementations[backend]
+    try:
+        return _load(operation, name)
+    except NotImplementedError as error:
+        raise ValueError(f"backend = {name!r}: {error}; use 'auto' or 'xla'") from error
 
 
-def _in_order(implementations: Mapping[str, Callable[..., Any]]) -> list[tuple[str, Callable[..., Any]]]:
-    return [(name, implementations[name]) for name in _NEEDS if name in implementations]
+def _preferred(operation: str, backends: tuple[str, ...]) -> str:
+    """The first of some names that the operation has."""
+    for name in backends:
+        validate_backend(name)
+    known = ("auto", *OPERATIONS[operation])
+    for name in backends:
+        if name in known:
+            return name
+    raise ValueError(f"backend = {backends!r}: {operation} has none of these; one must be among {sorted(known)}")
 
 
-def _first_able(operation: str, usable: list[Callable[..., Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _first_able(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     reasons = []
-    for implementation in usable:
+    for name in filter(can_run, OPERATIONS[operation]):
         try:
-            return implementation(*args, **kwargs)
+            return _load(operation, name)(*args, **kwargs)
         except NotImplementedError as error:
             reasons.append(str(error))
     raise NotImplementedError(f"{operation}: no backend takes this call: {reasons}")
+
+
+def _load(operation: str, backend: str) -> Callable[..., Any]:
+    """An implementation; NotImplementedError where this JAX cannot import it."""
+    try:
+        module = importlib.import_module(f"{__package__}.{operation}.{backend}")
+    except ImportError as error:
+        raise NotImplementedError(f"{operation} on {backend} cannot be imported: {error}") from error
+    implementation: Callable[..., Any] = getattr(module, operation)
+    return implementation
 
 
 def _lacks(backend: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What kernels share: powers of two in two instructions (Triton), the order of prefill's work, indices, tiles."""
+"""What the kernels of all backends share: index arithmetic, the order of prefill's work, sizes of tiles."""
 
 from __future__ import annotations
 
@@ -7,48 +7,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Int
 
 #: Turns a logarithm to base e into one to base 2.
 LOG2E = math.log2(math.e)
 
 
-def scaled_exp2(
-    x: Float32[Array, "*s"], scale: float, bias: Float32[Array, "*s"], *, interpret: bool
-) -> Float32[Array, "*s"]:
-    """2 ** (x * scale + bias), where results under 2**-126 may be 0.
-
-    Softmax kernels spend half their time here. What XLA makes of the plain expression takes five instructions: it
-    neither fuses the multiplication and addition nor flushes denormal numbers to zero, as the plain instruction does.
-
-    Args:
-        x: Exponents before scaling.
-        scale: Factor known at compile time.
-        bias: Summand, of the shape of `x`.
-        interpret: Whether the kernel runs in interpret mode, which knows no assembly.
-
-    Returns:
-        The powers, of the shape of `x`.
-    """
-    if interpret:
-        return jnp.exp2(x * scale + bias)
-    factor = f"0f{np.float32(scale).view(np.uint32):08X}"
-    [power] = pltriton.elementwise_inline_asm(
-        f"fma.rn.ftz.f32 $0, $1, {factor}, $2; ex2.approx.ftz.f32 $0, $0;",
-        args=[x, bias],
-        constraints="=f,f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-    )
-    return power
-
-
-def split(index: Any, size: int) -> tuple[Any, Any]:
-    """Quotient and remainder of an integer that is not negative."""
+def quotient_and_remainder(index: Any, size: int) -> tuple[Any, Any]:
+    """index // size and index % size of a traced integer that is not negative."""
     return lax.div(index, jnp.int32(size)), lax.rem(index, jnp.int32(size))
+
+
+def divide_up(value: Any, by: Any) -> Any:
+    """ceil(value / by) of traced integers that are not negative."""
+    return lax.div(value + (by - 1), jnp.broadcast_to(jnp.asarray(by, value.dtype), value.shape))
 
 
 def prefix_schedule(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
@@ -36,3 +36,18 @@ class Ring(NamedTuple):
 
     k: Float[Array, "B Hkv R d"]
     v: Float[Array, "B Hkv R d"]
+
+
+def pool_shapes(pool: Pool) -> dict[str, tuple[Any, str]]:
+    """A pool's arrays and their dimensions, as `checks.check_shapes` takes them."""
+    return {
+        "pool.k": (pool.k, "P d"),
+        "pool.v": (pool.v, "P d"),
+        "pool.offsets": (pool.offsets, "B Hkv"),
+        "pool.lengths": (pool.lengths, "B Hkv"),
+    }
+
+
+def ring_shapes(ring: Ring) -> dict[str, tuple[Any, str]]:
+    """A ring's arrays and their dimensions, as `checks.check_shapes` takes them."""
+    return {"ring.k": (ring.k, "B Hkv R d"), "ring.v": (ring.v, "B Hkv R d")}

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from tca_jax.pallas_kernels.kernel_math import divide_up
 from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, varying_like, weighted_sum
 
 
@@ -72,7 +73,9 @@ class OnlineSoftmax(NamedTuple):
         return jnp.maximum(self.weight, jnp.finfo(jnp.float32).tiny)
 
 
-def stream(queries: Float[Array, "R d"], keys: KeyValues, span: Span, state: OnlineSoftmax, tile: int) -> OnlineSoftmax:
+def attend_span(
+    queries: Float[Array, "R d"], keys: KeyValues, span: Span, state: OnlineSoftmax, tile: int
+) -> OnlineSoftmax:
     """Takes a span's keys through the softmax, `tile` at a time.
 
     The trip count is dynamic: the cost is that of the keys in the span. No tile leaves the array: the last
@@ -95,5 +98,5 @@ def stream(queries: Float[Array, "R d"], keys: KeyValues, span: Span, state: Onl
         output = weighted_sum("rk,kd->rd", weights, jax.lax.dynamic_slice_in_dim(keys.v, start, tile))
         return OnlineSoftmax(peak, state.weight * decay + weights.sum(axis=-1), state.output * decay[:, None] + output)
 
-    trips = (jnp.maximum(span.end - span.first, 0) + tile - 1) // tile
+    trips = divide_up(jnp.maximum(span.end - span.first, 0), tile)
     return jax.lax.fori_loop(0, trips, step, varying_like(state, queries, keys, span))

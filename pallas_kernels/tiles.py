@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from tca_jax.pallas_kernels.integers import cdiv
+
 T = TypeVar("T")
 
 
@@ -30,7 +32,7 @@ class Tiles:
 
 def default_tiles(block_size: int, length: int) -> Tiles:
     """A CPU wants tiles that stay in its cache, one at a time (measured); a GPU wants many at once."""
-    blocks = min(max(1, 256 // block_size), max(1, -(-length // block_size)))
+    blocks = min(max(1, 256 // block_size), max(1, cdiv(length, block_size)))
     if jax.default_backend() == "cpu":
         return Tiles(blocks * block_size, keys=256, parallel=1)
     return Tiles(blocks * block_size, keys=512, parallel=32)
@@ -58,8 +60,3 @@ def heads_first(tokens: Float[Array, "B L H d"], kv_heads: int, padded: int) -> 
     tokens = jnp.pad(tokens, ((0, 0), (0, padded - length), (0, 0), (0, 0)))
     tokens = tokens.reshape(batch, padded, kv_heads, heads // kv_heads, dim).swapaxes(1, 2)
     return tokens.reshape(-1, dim)
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is at least `value`."""
-    return -(-value // multiple) * multiple

@@ -1,4 +1,4 @@
-"""The one door to Pallas-Triton: compiler parameters, interpret mode, `shard_map`, and JAX 0.11's deprecation of it."""
+"""The one door to Pallas-Triton: calls of kernels, the arithmetic that is its own, and JAX 0.11's deprecation of it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array
+from jaxtyping import Array, Float32
 
 from tca_jax.pallas_kernels.numerics import precision, varying_axes
 
@@ -87,15 +88,40 @@ def multiprocessors() -> int:
     return int(getattr(device, "core_count", 132)) if device.platform == "gpu" else 132
 
 
-def divide_up(value: Any, by: Any) -> Any:
-    """ceil(value / by) of integers that are not negative, in a kernel."""
-    return lax.div(value + (by - 1), jnp.broadcast_to(jnp.asarray(by, value.dtype), value.shape))
-
-
 def dot(a: Array, b: Array, *, transposed: bool = False) -> Array:
     """a b, or a b^T, summed in float32, in a kernel; float32 operands are not rounded to TF32."""
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
     return lax.dot_general(a, b, contracted, precision=precision(a.dtype), preferred_element_type=jnp.float32)
+
+
+def scaled_exp2(
+    x: Float32[Array, "*s"], scale: float, bias: Float32[Array, "*s"], *, interpret: bool
+) -> Float32[Array, "*s"]:
+    """2 ** (x * scale + bias), where results under 2**-126 may be 0.
+
+    Softmax kernels spend half their time here. What XLA makes of the plain expression takes five instructions: it
+    neither fuses the multiplication and addition nor flushes denormal numbers to zero, as the plain instruction does.
+
+    Args:
+        x: Exponents before scaling.
+        scale: Factor known at compile time.
+        bias: Summand, of the shape of `x`.
+        interpret: Whether the kernel runs in interpret mode, which knows no assembly.
+
+    Returns:
+        The powers, of the shape of `x`.
+    """
+    if interpret:
+        return jnp.exp2(x * scale + bias)
+    factor = f"0f{np.float32(scale).view(np.uint32):08X}"
+    [power] = pltriton.elementwise_inline_asm(
+        f"fma.rn.ftz.f32 $0, $1, {factor}, $2; ex2.approx.ftz.f32 $0, $0;",
+        args=[x, bias],
+        constraints="=f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return power
 
 
 def _ignore_deprecation() -> None:

@@ -14,8 +14,9 @@ from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.queries import last_queries
 from tca_jax.pallas_kernels.checks import AnyArray, as_int32, check_shapes
 from tca_jax.pallas_kernels.column_mass.xla import row_log_sum_exp
+from tca_jax.pallas_kernels.integers import round_up
 from tca_jax.pallas_kernels.numerics import scaled_scores
-from tca_jax.pallas_kernels.tiles import default_tiles, heads_first, round_up, tile_map
+from tca_jax.pallas_kernels.tiles import default_tiles, heads_first, tile_map
 
 
 class ErrorBounds(NamedTuple):

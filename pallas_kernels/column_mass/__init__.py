@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
-
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.pallas_kernels.backends import dispatch
+from tca_jax.pallas_kernels.backends import Backend, dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes
-from tca_jax.pallas_kernels.column_mass import mosaic as column_mass_mosaic
-from tca_jax.pallas_kernels.column_mass import triton as column_mass_triton
-from tca_jax.pallas_kernels.column_mass import xla as column_mass_xla
-
-_IMPLEMENTATIONS = MappingProxyType(
-    {
-        "mosaic": column_mass_mosaic.column_mass,
-        "triton": column_mass_triton.column_mass,
-        "xla": column_mass_xla.column_mass,
-    }
-)
 
 
 def column_mass(
@@ -28,7 +15,7 @@ def column_mass(
     *,
     block_size: int,
     window: int,
-    backend: str | tuple[str, ...] = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Float32[Array, "B Hkv L"], Float32[Array, "B Hkv L"]]:
     """Column sums of the causal softmax(Q K^T / sqrt(d)), averaged over each group (Algorithm 1).
 
@@ -38,7 +25,7 @@ def column_mass(
         lengths: Lengths [B]; may be traced.
         block_size: Tokens in a block, b.
         window: Least number of local tokens, w; a multiple of b.
-        backend: See `backends.BACKENDS`.
+        backend: See `backends.Backend`.
 
     Returns:
         (near, far), each [B, Hkv, L]: the column's sum over the queries that hold the token in their local
@@ -49,5 +36,5 @@ def column_mass(
     """
     check_blocks(block_size, window=window)
     check_shapes({"q": (q, "B L Hq d"), "k": (k, "B L Hkv d"), "lengths": (lengths, "B")})
-    implementation = dispatch("column_mass", backend, _IMPLEMENTATIONS)
+    implementation = dispatch("column_mass", backend)
     return implementation(q, k, lengths, block_size=block_size, window=window)

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.pallas_kernels.kernel_math import LOG2E, split
+from tca_jax.pallas_kernels.kernel_math import LOG2E, divide_up, quotient_and_remainder
 from tca_jax.pallas_kernels.mosaic_tiles import aligned, iotas, swizzled, transposed
 from tca_jax.pallas_kernels.numerics import MASKED, varying_like
 
@@ -151,13 +151,13 @@ def _find_norms(refs: Any, shared: _Shared, *, config: MosaicPassConfig) -> None
     kv_heads = k_ref.shape[2]
     group, tiles = q_ref.shape[2] // kv_heads, q_ref.shape[1] // config.size
     # Heads of a group run side by side, for they share K; the longest tiles come first.
-    turn, member = split(lax.axis_index("work"), group)
-    turn, tile = split(turn, tiles)
-    row, kv_head = split(turn, kv_heads)
+    turn, member = quotient_and_remainder(lax.axis_index("work"), group)
+    turn, tile = quotient_and_remainder(turn, tiles)
+    row, kv_head = quotient_and_remainder(turn, kv_heads)
     head, first = kv_head * group + member, (tiles - 1 - tile) * config.size
     length = lengths_ref[row]
     end = jnp.where(first < length, _tiles(jnp.minimum(first + config.size, length)), 0)
-    diagonal = jnp.minimum(split(first, _TILE)[0], end)
+    diagonal = jnp.minimum(quotient_and_remainder(first, _TILE)[0], end)
 
     def fetch(step: Any, slot: Any) -> None:
         tokens = aligned(step * _TILE, _TILE)
@@ -194,24 +194,24 @@ def _sum_columns(refs: Any, shared: _Shared, *, config: MosaicPassConfig, block_
     batch, _, kv_heads, _ = k_ref.shape
     group = q_ref.shape[2] // kv_heads
     # The first key tiles are seen by the most queries.
-    tile, region = split(lax.axis_index("work"), batch * kv_heads)
-    row, kv_head = split(region, kv_heads)
+    tile, region = quotient_and_remainder(lax.axis_index("work"), batch * kv_heads)
+    row, kv_head = quotient_and_remainder(region, kv_heads)
     length, start = lengths_ref[row], tile * config.size
     # Query tiles: the diagonal ends at `clear`, and those without padding at `whole`. A step is one head of a tile.
-    diagonal, end = split(start, _TILE)[0], _tiles(length)
+    diagonal, end = quotient_and_remainder(start, _TILE)[0], _tiles(length)
     clear = jnp.minimum(_tiles(start + config.size), end)
-    whole = jnp.maximum(split(length, _TILE)[0], clear)
+    whole = jnp.maximum(quotient_and_remainder(length, _TILE)[0], clear)
     diagonal, clear, whole, end = (x * group for x in (diagonal, clear, whole, end))
 
     def fetch(step: Any, slot: Any) -> None:
-        number, member = split(step, group)
+        number, member = quotient_and_remainder(step, group)
         head, tokens, ready = kv_head * group + member, aligned(number * _TILE, _TILE), shared.ready.at[slot]
         plgpu.copy_gmem_to_smem(norms_ref.at[row, head, tokens], shared.norms.at[slot], ready)
         plgpu.copy_gmem_to_smem(q_ref.at[row, tokens, head], shared.ring.at[slot], ready)
 
     def compute(warpgroup: Any) -> None:
         first_key = start + warpgroup * _ROWS
-        last_near = split(first_key, block_size)[0] + window_blocks  # block of queries
+        last_near = quotient_and_remainder(first_key, block_size)[0] + window_blocks  # block of queries
         place = aligned(first_key, _ROWS)
 
         def take(step: Any, slot: Any, scores: Any, carry: tuple[Any, Any], masked: bool) -> tuple[Any, Any]:
@@ -219,14 +219,14 @@ def _sum_columns(refs: Any, shared: _Shared, *, config: MosaicPassConfig, block_
             norms = lax.broadcast_in_dim(_load_by_column(shared.norms.at[slot]), scores.shape, [1])
             plgpu.barrier_arrive(shared.read.at[slot])
             weights = jnp.exp2(scores * _scale(k_ref) + norms)
-            first = split(step, group)[0] * _TILE
+            first = quotient_and_remainder(step, group)[0] * _TILE
             if masked:
                 rows, columns = iotas(scores.shape)
                 seen = (rows - columns <= first - first_key) & (columns < length - first)
                 weights = jnp.where(seen, weights, 0.0)
             mass = _fold(jnp.add, _parts(weights))
             # Warpgroups hold tokens of one block, and so do streamed tiles: all pairs are near, or all far.
-            share = (split(first, block_size)[0] <= last_near).astype(jnp.float32)
+            share = (quotient_and_remainder(first, block_size)[0] <= last_near).astype(jnp.float32)
             return near + mass * share, far + mass * (1 - share)
 
         loops = ((diagonal, clear, True), (clear, whole, False), (whole, end, True))
@@ -260,7 +260,7 @@ def _run(
 
         @pl.loop(begin, end)
         def _(step: Any) -> None:
-            slot = split(step, config.stages)[1]
+            slot = quotient_and_remainder(step, config.stages)[1]
             pl.when(step - begin >= config.stages)(lambda: plgpu.barrier_wait(shared.read.at[slot]))
             fetch(step, slot)
 
@@ -290,7 +290,7 @@ def _stream(
     plgpu.barrier_wait(shared.held_ready.at[warpgroup])
 
     def step(i: Any, carry: tuple[Any, Any], masked: bool) -> tuple[Any, Any]:
-        slot = split(i, config.stages)[1]
+        slot = quotient_and_remainder(i, config.stages)[1]
         plgpu.barrier_wait(shared.ready.at[slot])
 
         def multiply(accumulator: Any) -> Any:
@@ -332,7 +332,7 @@ def _fold(operation: Callable[[Any, Any], Any], parts: list[Any]) -> Any:
 
 def _tiles(tokens: Any) -> Any:
     """How many streamed tiles hold so many tokens."""
-    return split(tokens + (_TILE - 1), _TILE)[0]
+    return divide_up(tokens, _TILE)
 
 
 def _scale(ref: Any) -> float:

@@ -19,10 +19,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.pallas_kernels.kernel_math import LOG2E, full_precision_tile, scaled_exp2, shared_memory, split
+from tca_jax.pallas_kernels.integers import cdiv, round_up
+from tca_jax.pallas_kernels.kernel_math import (
+    LOG2E,
+    divide_up,
+    full_precision_tile,
+    quotient_and_remainder,
+    shared_memory,
+)
 from tca_jax.pallas_kernels.numerics import MASKED
-from tca_jax.pallas_kernels.tiles import round_up
-from tca_jax.pallas_kernels.triton_call import check_supported, divide_up, dot, triton_call
+from tca_jax.pallas_kernels.triton_call import check_supported, dot, scaled_exp2, triton_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +99,7 @@ def column_mass(
         )
     config = config or default_config(block_size, head_dim, q.dtype)
     norms = row_norms(q, k, lengths, config=config.norms, multiple=config.columns.queries, interpret=interpret)
-    tiles = pl.cdiv(length, config.columns.keys)
+    tiles = cdiv(length, config.columns.keys)
     sums = ((batch, kv_heads, tiles * config.columns.keys), jnp.float32)
     near, far = triton_call(
         partial(_sum_columns, block_size=block_size, window=window, config=config.columns, interpret=interpret),
@@ -149,9 +155,9 @@ def _find_norms(
     kv_heads, head_dim = k_ref.shape[2:]
     group, tiles = q_ref.shape[2] // kv_heads, norms_ref.shape[2] // config.queries
     # Heads of a group run side by side, for they share K; the longest tiles come first.
-    turn, member = split(pl.program_id(0), group)
-    turn, tile = split(turn, tiles)
-    row, kv_head = split(turn, kv_heads)
+    turn, member = quotient_and_remainder(pl.program_id(0), group)
+    turn, tile = quotient_and_remainder(turn, tiles)
+    row, kv_head = quotient_and_remainder(turn, kv_heads)
     head, first = kv_head * group + member, (tiles - 1 - tile) * config.queries
     length = lengths_ref[row]
     rows, columns = first + jnp.arange(config.queries), jnp.arange(config.keys)
@@ -174,7 +180,7 @@ def _find_norms(
 
     # The diagonal first: after it every row has a finite maximum. No trips for a tile past the length.
     last = divide_up(jnp.minimum(first + config.queries, length), config.keys)
-    whole, _ = split(jnp.where(first < length, first, 0), config.keys)
+    whole, _ = quotient_and_remainder(jnp.where(first < length, first, 0), config.keys)
     state = (jnp.full((config.queries,), MASKED, jnp.float32), jnp.zeros((config.queries,), jnp.float32))
     state = lax.fori_loop(jnp.where(first < length, whole, last), last, partial(step, masked=True), state)
     peak, weight = lax.fori_loop(0, whole, partial(step, masked=False), state)
@@ -201,8 +207,8 @@ def _sum_columns(
     kv_heads = k_ref.shape[2]
     group = heads // kv_heads
     # The first key tiles are seen by the most queries.
-    tile, region = split(pl.program_id(0), batch * kv_heads)
-    row, kv_head = split(region, kv_heads)
+    tile, region = quotient_and_remainder(pl.program_id(0), batch * kv_heads)
+    row, kv_head = quotient_and_remainder(region, kv_heads)
     length, start = lengths_ref[row], tile * config.keys
     tokens, within = start + jnp.arange(config.keys), jnp.arange(config.queries)
     k = pltriton.load(k_ref.at[row, pl.ds(start, config.keys), kv_head, :], mask=(tokens < length)[:, None], other=0.0)
@@ -215,18 +221,19 @@ def _sum_columns(
         return scaled_exp2(scores, LOG2E / math.sqrt(head_dim), bias, interpret=interpret)
 
     def plain(i: Array, sums: Array) -> Array:
-        number, member = split(i, group)
+        number, member = quotient_and_remainder(i, group)
         position, head = number * config.queries, kv_head * group + member
         q = q_ref[row, pl.ds(position, config.queries), head, :]
         return sums + jnp.sum(weights(position, head, q), axis=1)
 
     # Query tiles: the diagonal ends at `clear`, near ones at `near_end`, and those without padding at `whole`.
-    (first, _), clear = split(start, config.queries), divide_up(start + config.keys, config.queries)
-    whole, padded = split(length, config.queries)
-    near_end = (split(start, block_size)[0] + window // block_size + 1) * (block_size // config.queries)
+    (first, _), clear = quotient_and_remainder(start, config.queries), divide_up(start + config.keys, config.queries)
+    whole, padded = quotient_and_remainder(length, config.queries)
+    block, _ = quotient_and_remainder(start, block_size)
+    near_end = (block + window // block_size + 1) * (block_size // config.queries)
 
     def masked(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        number, member = split(i, group)
+        number, member = quotient_and_remainder(i, group)
         number = jnp.where(number < clear, number, whole)  # the diagonal, then the tile that has padding
         position, head = number * config.queries, kv_head * group + member
         token = position + within

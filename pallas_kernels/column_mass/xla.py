@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from tca_jax.pallas_kernels.integers import round_up
+from tca_jax.pallas_kernels.kernel_math import divide_up
 from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, varying_like
-from tca_jax.pallas_kernels.tiles import Tiles, default_tiles, heads_first, round_up, tile_map
+from tca_jax.pallas_kernels.tiles import Tiles, default_tiles, heads_first, tile_map
 
 
 @partial(jax.jit, static_argnames=("block_size", "window", "tiles"))
@@ -55,7 +57,7 @@ def column_mass(
         zeros = jnp.zeros(tiles.keys, jnp.float32)
         first = number * tiles.keys // tiles.queries
         sums = varying_like((zeros, zeros), q, k, lengths)
-        near, far = jax.lax.fori_loop(first, -(-end // tiles.queries), step, sums)
+        near, far = jax.lax.fori_loop(first, divide_up(end, tiles.queries), step, sums)
         return near / group, far / group
 
     near, far = tile_map(one_tile, batch * kv_heads * num_tiles, tiles.parallel)
@@ -107,7 +109,7 @@ def row_log_sum_exp(
             return peak, state[1] * jnp.exp(state[0] - peak) + weight
 
         end = jnp.minimum((number + 1) * tiles.queries, lengths[region // kv_heads])
-        trips = jnp.where(number * tiles.queries < end, -(-end // tiles.keys), 0)
+        trips = jnp.where(number * tiles.queries < end, divide_up(end, tiles.keys), 0)
         empty = jnp.full(size, MASKED, jnp.float32), jnp.zeros(size, jnp.float32)
         peak, weight = jax.lax.fori_loop(0, trips, step, varying_like(empty, q, k, lengths))
         return peak + jnp.log(weight)

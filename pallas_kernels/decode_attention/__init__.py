@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any
-
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.pallas_kernels.backends import dispatch
+from tca_jax.pallas_kernels.backends import Backend, dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes
-from tca_jax.pallas_kernels.decode_attention import triton as decode_attention_triton
-from tca_jax.pallas_kernels.decode_attention import xla as decode_attention_xla
-from tca_jax.pallas_kernels.kv import Pool, Ring
-
-_IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {"triton": decode_attention_triton.decode_attention, "xla": decode_attention_xla.decode_attention}
-)
+from tca_jax.pallas_kernels.kv import Pool, Ring, pool_shapes, ring_shapes
 
 
 def decode_attention(
@@ -28,7 +18,7 @@ def decode_attention(
     block_size: int,
     window: int,
     capacity: int,
-    backend: str | tuple[str, ...] = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Float[Array, "B Hq d"], Float32[Array, "B Hq"]]:
     """Attention of one new token a row, whose own key and value are in the ring already.
 
@@ -38,17 +28,13 @@ def decode_attention(
 
     Args:
         q: Queries [B, Hq, d]; query head h belongs to KV head h // (Hq // Hkv).
-        k_pool: Key pool [P, d].
-        v_pool: Value pool [P, d].
-        offsets: First pool row of every region [B, Hkv].
-        pool_lengths: Tokens in every region [B, Hkv], at most `capacity`.
-        k_ring: Ring of the latest keys [B, Hkv, R, d]; R is a multiple of b: w + b, or less if all fits.
-        v_ring: Ring of the latest values [B, Hkv, R, d].
+        pool: Selected tokens, at most `capacity` of them in a region.
+        ring: The latest tokens; R is a multiple of b: w + b, or less if all fits.
         positions: Position of every query [B]; may be traced.
         block_size: Tokens in a block, b.
         window: Least number of local tokens, w; a multiple of b.
         capacity: Largest capacity of a region; 0 when the pool holds nothing.
-        backend: See `backends.BACKENDS`.
+        backend: See `backends.Backend`.
 
     Returns:
         Output [B, Hq, d] in the type of `q`, and lse, the log-sum-exp of the scores, float32 [B, Hq]:
@@ -58,33 +44,15 @@ def decode_attention(
         ValueError: a shape, `block_size`, `window`, `capacity` or `backend` is not allowed.
     """
     check_blocks(block_size, window=window)
-    k_pool, v_pool, offsets, pool_lengths = pool
-    k_ring, v_ring = ring
     sizes = check_shapes(
         {
             "q": (q, "B Hq d"),
-            "k_pool": (k_pool, "P d"),
-            "v_pool": (v_pool, "P d"),
-            "k_ring": (k_ring, "B Hkv R d"),
-            "v_ring": (v_ring, "B Hkv R d"),
-            "offsets": (offsets, "B Hkv"),
-            "pool_lengths": (pool_lengths, "B Hkv"),
+            **pool_shapes(pool),
+            **ring_shapes(ring),
             "positions": (positions, "B"),
         }
     )
     if not 0 <= capacity <= sizes["P"]:
         raise ValueError(f"capacity = {capacity}: must lie in [0, {sizes['P']}], the rows of the pool")
-    implementation = dispatch("decode_attention", backend, _IMPLEMENTATIONS)
-    return implementation(
-        q,
-        k_pool,
-        v_pool,
-        offsets,
-        pool_lengths,
-        k_ring,
-        v_ring,
-        positions,
-        block_size=block_size,
-        window=window,
-        capacity=capacity,
-    )
+    implementation = dispatch("decode_attention", backend)
+    return implementation(q, pool, ring, positions, block_size=block_size, window=window, capacity=capacity)

@@ -20,9 +20,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.pallas_kernels.kernel_math import LOG2E, streamed_tile
+from tca_jax.pallas_kernels.integers import cdiv
+from tca_jax.pallas_kernels.kernel_math import LOG2E, divide_up, streamed_tile
+from tca_jax.pallas_kernels.kv import Pool, Ring
 from tca_jax.pallas_kernels.numerics import MASKED
-from tca_jax.pallas_kernels.triton_call import check_supported, divide_up, dot, multiprocessors, triton_call
+from tca_jax.pallas_kernels.triton_call import check_supported, dot, multiprocessors, triton_call
 
 #: Largest score, sum of the weights and weighted sum of the values so far, the scores to base 2.
 _State = tuple[Array, Array, Array]
@@ -57,12 +59,8 @@ def default_config(head_dim: int, itemsize: int) -> DecodeConfig:
 @jax.named_scope("decode_attention")
 def decode_attention(
     q: Float[Array, "B Hq d"],
-    k_pool: Float[Array, "P d"],
-    v_pool: Float[Array, "P d"],
-    offsets: Int[Array, "B Hkv"],
-    pool_lengths: Int[Array, "B Hkv"],
-    k_ring: Float[Array, "B Hkv R d"],
-    v_ring: Float[Array, "B Hkv R d"],
+    pool: Pool,
+    ring: Ring,
     positions: Int[Array, " B"],
     *,
     block_size: int,
@@ -75,16 +73,16 @@ def decode_attention(
 
     Tokens that are not attended to are never read.
     """
-    batch, kv_heads, ring, head_dim = k_ring.shape
-    check_supported("decode_attention", head_dim, q, k_pool, v_pool, k_ring, v_ring)
-    config = config or default_config(head_dim, k_ring.dtype.itemsize)
+    batch, kv_heads, slots, head_dim = ring.k.shape
+    check_supported("decode_attention", head_dim, q, pool.k, pool.v, ring.k, ring.v)
+    config = config or default_config(head_dim, ring.k.dtype.itemsize)
     group, regions = q.shape[1] // kv_heads, batch * kv_heads
-    most_tiles = regions * (pl.cdiv(capacity, config.keys) + pl.cdiv(ring, config.keys))
+    most_tiles = regions * (cdiv(capacity, config.keys) + cdiv(slots, config.keys))
     layout = _Layout(
         regions=regions,
         kv_heads=kv_heads,
         group=group,
-        ring=ring,
+        ring=slots,
         block_size=block_size,
         window=window,
         has_pool=capacity > 0,
@@ -92,17 +90,17 @@ def decode_attention(
         programs=min(max(config.programs, 2 * regions), regions + most_tiles),
         keys=config.keys,
     )
-    lists = (pool_lengths.reshape(-1), positions)
+    lists = (pool.lengths.reshape(-1), positions)
     rows = batch * q.shape[1]
     parts = triton_call(
         partial(_attend_chunk, layout),
         (
             q.reshape(rows, head_dim),
-            k_pool,
-            v_pool,
-            offsets.reshape(-1),
-            k_ring.reshape(regions * ring, head_dim),
-            v_ring.reshape(regions * ring, head_dim),
+            pool.k,
+            pool.v,
+            pool.offsets.reshape(-1),
+            ring.k.reshape(regions * slots, head_dim),
+            ring.v.reshape(regions * slots, head_dim),
             *lists,
         ),
         [

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
+from tca_jax.pallas_kernels.kv import Pool, Ring
 from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, weighted_sum
-from tca_jax.pallas_kernels.online_softmax import KeyValues, OnlineSoftmax, Span, stream
+from tca_jax.pallas_kernels.online_softmax import KeyValues, OnlineSoftmax, Span, attend_span
 from tca_jax.pallas_kernels.tiles import tile_map
 
 #: Keys of a tile of a region.
@@ -20,12 +21,8 @@ DECODE_KEYS = 1024
 @jax.named_scope("decode_attention")
 def decode_attention(
     q: Float[Array, "B Hq d"],
-    k_pool: Float[Array, "P d"],
-    v_pool: Float[Array, "P d"],
-    offsets: Int[Array, "B Hkv"],
-    pool_lengths: Int[Array, "B Hkv"],
-    k_ring: Float[Array, "B Hkv R d"],
-    v_ring: Float[Array, "B Hkv R d"],
+    pool: Pool,
+    ring: Ring,
     positions: Int[Array, " B"],
     *,
     block_size: int,
@@ -33,47 +30,40 @@ def decode_attention(
     capacity: int,
 ) -> tuple[Float[Array, "B Hq d"], Float32[Array, "B Hq"]]:
     """One softmax over ring and region; see `decode_attention.decode_attention`."""
-    batch, kv_heads, ring, head_dim = k_ring.shape
+    batch, kv_heads, slots, head_dim = ring.k.shape
     grouped = q.reshape(batch, kv_heads, -1, head_dim)
     edge = jnp.maximum(0, positions // block_size * block_size - window)
-    local = ring_positions(positions, ring) >= edge[:, None]  # [B, R]
-    state = _attend_ring(grouped, k_ring, v_ring, local)
+    local = ring_positions(positions, slots) >= edge[:, None]  # [B, R]
+    state = _attend_ring(grouped, ring, local)
     if capacity:
-        regions = _attend_pool(grouped, KeyValues(k_pool, v_pool), offsets, pool_lengths)
-        state = state.merge(regions)
+        state = state.merge(_attend_pool(grouped, pool))
     return state.attention().astype(q.dtype).reshape(q.shape), state.log_sum_exp().reshape(q.shape[:2])
 
 
-def ring_positions(positions: Int[Array, " B"], ring: int) -> Int32[Array, "B R"]:
+def ring_positions(positions: Int[Array, " B"], slots: int) -> Int32[Array, "B R"]:
     """Position that each slot holds: the latest p <= pos with p mod R = slot; negative if never written."""
-    slots = jnp.arange(ring, dtype=jnp.int32)
-    return positions[:, None] - (positions[:, None] - slots) % ring
+    slot = jnp.arange(slots, dtype=jnp.int32)
+    return positions[:, None] - (positions[:, None] - slot) % slots
 
 
-def _attend_ring(
-    q: Float[Array, "B Hkv G d"],
-    k: Float[Array, "B Hkv R d"],
-    v: Float[Array, "B Hkv R d"],
-    seen: Bool[Array, "B R"],
-) -> OnlineSoftmax:
+def _attend_ring(q: Float[Array, "B Hkv G d"], ring: Ring, seen: Bool[Array, "B R"]) -> OnlineSoftmax:
     seen = seen[:, None, None]
-    scores = jnp.where(seen, scaled_scores("bhgd,bhkd->bhgk", q, k), MASKED)
+    scores = jnp.where(seen, scaled_scores("bhgd,bhkd->bhgk", q, ring.k), MASKED)
     peak = scores.max(axis=-1)
     weights = jnp.where(seen, jnp.exp(scores - peak[..., None]), 0)
-    return OnlineSoftmax(peak, weights.sum(axis=-1), weighted_sum("bhgk,bhkd->bhgd", weights, v))
+    return OnlineSoftmax(peak, weights.sum(axis=-1), weighted_sum("bhgk,bhkd->bhgd", weights, ring.v))
 
 
-def _attend_pool(
-    q: Float[Array, "B Hkv G d"], pool: KeyValues, offsets: Int[Array, "B Hkv"], lengths: Int[Array, "B Hkv"]
-) -> OnlineSoftmax:
+def _attend_pool(q: Float[Array, "B Hkv G d"], pool: Pool) -> OnlineSoftmax:
     """Streams every region by its own length, so that unequal heads cost what they hold."""
     batch, kv_heads, group, head_dim = q.shape
+    pooled = KeyValues(pool.k, pool.v)
 
     def one_region(index: Array) -> OnlineSoftmax:
         row, head = jnp.divmod(index, kv_heads)
-        length = jnp.broadcast_to(lengths[row, head], group)
-        span = Span(offsets[row, head], jnp.int32(0), lengths[row, head], jnp.zeros_like(length), length)
-        return stream(q[row, head], pool, span, OnlineSoftmax.empty(group, head_dim), DECODE_KEYS)
+        length = jnp.broadcast_to(pool.lengths[row, head], group)
+        span = Span(pool.offsets[row, head], jnp.int32(0), pool.lengths[row, head], jnp.zeros_like(length), length)
+        return attend_span(q[row, head], pooled, span, OnlineSoftmax.empty(group, head_dim), DECODE_KEYS)
 
     parallel = 1 if jax.default_backend() == "cpu" else batch * kv_heads
     state = tile_map(one_region, batch * kv_heads, parallel)

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any
-
 from jaxtyping import Array, Float, Int
 
-from tca_jax.pallas_kernels.backends import dispatch
+from tca_jax.pallas_kernels.backends import Backend, dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes, check_whole_blocks
-from tca_jax.pallas_kernels.kv import Pool
-from tca_jax.pallas_kernels.prefill_attention import mosaic as prefill_attention_mosaic
-from tca_jax.pallas_kernels.prefill_attention import triton as prefill_attention_triton
-from tca_jax.pallas_kernels.prefill_attention import xla as prefill_attention_xla
-
-_IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {
-        "mosaic": prefill_attention_mosaic.prefill_attention,
-        "triton": prefill_attention_triton.prefill_attention,
-        "xla": prefill_attention_xla.prefill_attention,
-    }
-)
+from tca_jax.pallas_kernels.kv import Pool, pool_shapes
 
 
 def prefill_attention(
@@ -34,7 +19,7 @@ def prefill_attention(
     *,
     block_size: int,
     window: int,
-    backend: str | tuple[str, ...] = "auto",
+    backend: Backend = "auto",
 ) -> Float[Array, "B L Hq d"]:
     """Attention of a whole prompt over local and selected tokens (Eq. 3).
 
@@ -46,14 +31,12 @@ def prefill_attention(
         q: Queries [B, L, Hq, d]; query head h belongs to KV head h // (Hq // Hkv).
         k: Keys [B, L, Hkv, d]; what lies past a row's length does not matter.
         v: Values [B, L, Hkv, d].
-        k_pool: Selected keys [P, d], as `select_tokens` lays them out.
-        v_pool: Selected values [P, d].
-        offsets: First pool row of every region [B, Hkv].
+        pool: Selected tokens, as `select_tokens` lays them out.
         budgets: Selected tokens of every block [B, Hkv, L // b]; 0 for blocks that are not ranked.
         lengths: Prompt lengths [B]; may be traced.
         block_size: Tokens in a block, b.
         window: Least number of local tokens, w; a multiple of b.
-        backend: See `backends.BACKENDS`.
+        backend: See `backends.Backend`.
 
     Returns:
         [B, L, Hq, d] in the type of `q`; rows past a length are zero.
@@ -67,10 +50,11 @@ def prefill_attention(
             "q": (q, "B L Hq d"),
             "k": (k, "B L Hkv d"),
             "v": (v, "B L Hkv d"),
+            **pool_shapes(pool),
             "budgets": (budgets, "B Hkv nb"),
             "lengths": (lengths, "B"),
         }
     )
     check_whole_blocks("budgets", sizes, block_size)
-    implementation = dispatch("prefill_attention", backend, _IMPLEMENTATIONS)
-    return implementation(q, k, v, pool.k, pool.v, pool.offsets, budgets, lengths, block_size=block_size, window=window)
+    implementation = dispatch("prefill_attention", backend)
+    return implementation(q, k, v, pool, budgets, lengths, block_size=block_size, window=window)

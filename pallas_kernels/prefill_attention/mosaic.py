@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from tca_jax.pallas_kernels.kernel_math import LOG2E, prefix_schedule
+from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.mosaic_tiles import aligned, iotas, swizzled, transposed
 from tca_jax.pallas_kernels.numerics import varying_like
 
@@ -49,9 +50,7 @@ def prefill_attention(
     q: Float[Array, "B L Hq d"],
     k: Float[Array, "B L Hkv d"],
     v: Float[Array, "B L Hkv d"],
-    k_pool: Float[Array, "P d"],
-    v_pool: Float[Array, "P d"],
-    offsets: Int[Array, "B Hkv"],
+    pool: Pool,
     budgets: Int[Array, "B Hkv nb"],
     lengths: Int[Array, " B"],
     *,
@@ -82,8 +81,8 @@ def prefill_attention(
         thread_name="wg",
         kernel_name="prefill_attention_kernel",  # what profiles show
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(q, k, v, k_pool, v_pool, offsets, prefixes, lengths, order)
-    return varying_like(out[:, :length], q, k, v, k_pool, v_pool, offsets, budgets, lengths)
+    )(q, k, v, pool.k, pool.v, pool.offsets, prefixes, lengths, order)
+    return varying_like(out[:, :length], q, k, v, pool, budgets, lengths)
 
 
 def _entry(*refs: Any, block_size: int, window: int, config: MosaicPrefillConfig) -> None:

@@ -20,16 +20,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
+from tca_jax.pallas_kernels.integers import cdiv
 from tca_jax.pallas_kernels.kernel_math import (
     LOG2E,
+    divide_up,
     full_precision_tile,
     prefix_schedule,
-    scaled_exp2,
+    quotient_and_remainder,
     shared_memory,
-    split,
 )
+from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.numerics import MASKED
-from tca_jax.pallas_kernels.triton_call import check_supported, divide_up, dot, triton_call
+from tca_jax.pallas_kernels.triton_call import check_supported, dot, scaled_exp2, triton_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +72,7 @@ def prefill_attention(
     q: Float[Array, "B L Hq d"],
     k: Float[Array, "B L Hkv d"],
     v: Float[Array, "B L Hkv d"],
-    k_pool: Float[Array, "P d"],
-    v_pool: Float[Array, "P d"],
-    offsets: Int[Array, "B Hkv"],
+    pool: Pool,
     budgets: Int[Array, "B Hkv nb"],
     lengths: Int[Array, " B"],
     *,
@@ -87,20 +87,20 @@ def prefill_attention(
         NotImplementedError: the head dimension, the types, or a block size that is no multiple of 16.
     """
     batch, length, heads, head_dim = q.shape
-    check_supported("prefill_attention", head_dim, q, k, v, k_pool, v_pool)
+    check_supported("prefill_attention", head_dim, q, k, v, pool.k, pool.v)
     if block_size % 16:
         raise NotImplementedError(
             f"prefill_attention on Triton: block_size = {block_size}: must be a multiple of 16, the least tile"
         )
     config = config or default_config(block_size, head_dim, q.dtype)
-    num_blocks = pl.cdiv(length, block_size)
+    num_blocks = cdiv(length, block_size)
     prefixes, order = prefix_schedule(budgets, num_blocks, window // block_size)
     kernel = partial(_attend, block_size=block_size, window=window, config=config, interpret=interpret)
     (out,) = triton_call(
         kernel,
-        (q, k, v, k_pool, v_pool, offsets, prefixes, lengths, order),
+        (q, k, v, pool.k, pool.v, pool.offsets, prefixes, lengths, order),
         [(q.shape, q.dtype)],
-        grid=(batch * heads * pl.cdiv(length, config.queries),),
+        grid=(batch * heads * cdiv(length, config.queries),),
         name="prefill_attention",
         warps=config.warps,
         stages=config.stages,
@@ -129,15 +129,15 @@ def _attend(
     """Attention of one query tile of one head."""
     _, tokens, heads, head_dim = q_ref.shape
     kv_heads = k_ref.shape[2]
-    group, tiles = heads // kv_heads, pl.cdiv(tokens, config.queries)
+    group, tiles = heads // kv_heads, cdiv(tokens, config.queries)
     # Heads of a group run side by side and regions one after another, since they share K and V in the L2 cache; the
     # largest regions and their longest tiles come first, so that no long program is left over at the end.
-    turn, member = split(pl.program_id(0), group)
-    turn, tile = split(turn, tiles)
-    row, kv_head = split(order_ref[turn], kv_heads)
+    turn, member = quotient_and_remainder(pl.program_id(0), group)
+    turn, tile = quotient_and_remainder(turn, tiles)
+    row, kv_head = quotient_and_remainder(order_ref[turn], kv_heads)
     head, first = kv_head * group + member, (tiles - 1 - tile) * config.queries
     length, offset = lengths_ref[row], offsets_ref[row, kv_head]
-    block, _ = split(first, block_size)
+    block, _ = quotient_and_remainder(first, block_size)
     alive = first < length  # the loops of a tile past the length have no trips
     prefix = jnp.where(alive, prefixes_ref[row, kv_head, block], 0)
     edge = jnp.maximum(block * block_size - window, 0)
@@ -146,8 +146,10 @@ def _attend(
     q = pltriton.load(q_ref.at[row, pl.ds(first, config.queries), head, :], mask=(rows < length)[:, None], other=0.0)
     step = partial(_online_softmax_step, q, interpret=interpret)
 
-    def stream(begin: Any, end: Any, load: Callable[..., tuple[Array, Array]], state: Any, visible: Any = None) -> Any:
-        """Streams whole tiles of the tokens from `begin` to `end`; `visible` says what of a masked tile counts."""
+    def attend_span(
+        begin: Any, end: Any, load: Callable[..., tuple[Array, Array]], state: Any, visible: Any = None
+    ) -> Any:
+        """Takes whole tiles of the tokens from `begin` to `end`; `visible` says what of a masked tile counts."""
 
         def body(i: Array, state: Any) -> Any:
             start = begin + i * config.keys
@@ -180,10 +182,10 @@ def _attend(
         jnp.zeros((config.queries,), jnp.float32),
     )
     whole = prefix - lax.rem(prefix, config.keys)
-    state = stream(first, jnp.minimum(first + config.queries, length), local, state, causal)
-    state = stream(whole, prefix, pooled, state, selected)
-    state = stream(0, whole, pooled, state)
-    out, _, weight = stream(edge, jnp.where(alive, first, edge), local, state)
+    state = attend_span(first, jnp.minimum(first + config.queries, length), local, state, causal)
+    state = attend_span(whole, prefix, pooled, state, selected)
+    state = attend_span(0, whole, pooled, state)
+    out, _, weight = attend_span(edge, jnp.where(alive, first, edge), local, state)
     out = jnp.where((rows < length)[:, None], out / weight[:, None], 0)
     pltriton.store(
         out_ref.at[row, pl.ds(first, config.queries), head, :],

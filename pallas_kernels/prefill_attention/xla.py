@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
-from tca_jax.pallas_kernels.online_softmax import KeyValues, OnlineSoftmax, Span, stream
-from tca_jax.pallas_kernels.tiles import Tiles, default_tiles, heads_first, round_up, tile_map
+from tca_jax.pallas_kernels.integers import round_up
+from tca_jax.pallas_kernels.kv import Pool
+from tca_jax.pallas_kernels.online_softmax import KeyValues, OnlineSoftmax, Span, attend_span
+from tca_jax.pallas_kernels.tiles import Tiles, default_tiles, heads_first, tile_map
 
 
 @partial(jax.jit, static_argnames=("block_size", "window", "tiles"))
@@ -18,9 +20,7 @@ def prefill_attention(
     q: Float[Array, "B L Hq d"],
     k: Float[Array, "B L Hkv d"],
     v: Float[Array, "B L Hkv d"],
-    k_pool: Float[Array, "P d"],
-    v_pool: Float[Array, "P d"],
-    offsets: Int[Array, "B Hkv"],
+    pool: Pool,
     budgets: Int[Array, "B Hkv nb"],
     lengths: Int[Array, " B"],
     *,
@@ -39,7 +39,7 @@ def prefill_attention(
     # A weight of zero does not silence a NaN among the padding's values; zeros do.
     v = jnp.where((jnp.arange(length) < lengths[:, None])[..., None, None], v, 0)
     local = KeyValues(heads_first(k, kv_heads, length), heads_first(v, kv_heads, length))
-    pool = KeyValues(k_pool, v_pool)
+    pooled = KeyValues(pool.k, pool.v)
     prefixes = _prefix_lengths(budgets, padded // block_size)
 
     def one_tile(index: Array) -> Float[Array, "R d"]:
@@ -52,15 +52,15 @@ def prefill_attention(
         prefix = prefixes[row, head, edge]
         zero = jnp.int32(0)
         pool_span = Span(
-            offsets[row, head], zero, jnp.where(first < end, prefix[-1], 0), jnp.zeros_like(prefix), prefix
+            pool.offsets[row, head], zero, jnp.where(first < end, prefix[-1], 0), jnp.zeros_like(prefix), prefix
         )
         edge = edge * block_size
         window_span = Span(region * length, edge[0], end, edge, position + 1)
 
         rows = jax.lax.dynamic_slice_in_dim(queries, (region * padded + first) * group, size)
         state = OnlineSoftmax.empty(*rows.shape)
-        state = stream(rows, pool, pool_span, state, tiles.keys)
-        state = stream(rows, local, window_span, state, tiles.keys)
+        state = attend_span(rows, pooled, pool_span, state, tiles.keys)
+        state = attend_span(rows, local, window_span, state, tiles.keys)
         return jnp.where((position < lengths[row])[:, None], state.attention(), 0).astype(q.dtype)
 
     outputs = tile_map(one_tile, batch * num_tiles * kv_heads, tiles.parallel)

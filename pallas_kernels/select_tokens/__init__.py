@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any
-
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.pallas_kernels.backends import dispatch
+from tca_jax.pallas_kernels.backends import Backend, dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes, check_whole_blocks
 from tca_jax.pallas_kernels.kv import Pool
-from tca_jax.pallas_kernels.select_tokens import triton as select_tokens_triton
-from tca_jax.pallas_kernels.select_tokens import xla as select_tokens_xla
-
-_IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {"triton": select_tokens_triton.select_tokens, "xla": select_tokens_xla.select_tokens}
-)
 
 
 def select_tokens(
@@ -28,7 +18,7 @@ def select_tokens(
     *,
     block_size: int,
     pool_tokens: int,
-    backend: str | tuple[str, ...] = "auto",
+    backend: Backend = "auto",
 ) -> Pool:
     """Writes the `budgets[j]` best tokens of every block j into a fresh pool, sorted by position.
 
@@ -40,10 +30,10 @@ def select_tokens(
         offsets: First pool row of every region [B, Hkv].
         block_size: Tokens in a block, b.
         pool_tokens: Rows of the pool, P. Tokens that would land past it are dropped.
-        backend: See `backends.BACKENDS`.
+        backend: See `backends.Backend`.
 
     Returns:
-        Key pool and value pool [P, d], zero where no token lies, and the tokens kept, int32 [B, Hkv].
+        The pool: keys and values [P, d], zero where no token lies, `offsets`, and the tokens kept, int32 [B, Hkv].
 
     Raises:
         ValueError: a shape, `block_size` or `backend` is not allowed.
@@ -59,8 +49,5 @@ def select_tokens(
         }
     )
     check_whole_blocks("budgets", sizes, block_size)
-    implementation = dispatch("select_tokens", backend, _IMPLEMENTATIONS)
-    k_pool, v_pool, kept = implementation(
-        scores, budgets, k, v, offsets, block_size=block_size, pool_tokens=pool_tokens
-    )
-    return Pool(k_pool, v_pool, offsets, kept)
+    implementation = dispatch("select_tokens", backend)
+    return implementation(scores, budgets, k, v, offsets, block_size=block_size, pool_tokens=pool_tokens)

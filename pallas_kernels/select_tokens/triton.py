@@ -15,9 +15,12 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.pallas_kernels.triton_call import check_supported, divide_up, triton_call
+from tca_jax.pallas_kernels.integers import cdiv
+from tca_jax.pallas_kernels.kernel_math import divide_up
+from tca_jax.pallas_kernels.kv import Pool
+from tca_jax.pallas_kernels.triton_call import check_supported, triton_call
 
 #: Largest block whose pairs of tokens one program compares.
 MAX_BLOCK = 256
@@ -53,7 +56,7 @@ def select_tokens(
     pool_tokens: int,
     config: SelectConfig | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "P d"], Float[Array, "P d"], Int32[Array, "B Hkv"]]:
+) -> Pool:
     """Ranks and copies; see `select_tokens.select_tokens`.
 
     Raises:
@@ -70,7 +73,8 @@ def select_tokens(
     regions, blocks = batch * kv_heads, length // block_size
     if blocks == 0 or pool_tokens == 0:
         kept = jnp.clip(budgets, 0, block_size).sum(axis=-1, dtype=jnp.int32)
-        return jnp.zeros((pool_tokens, head_dim), k.dtype), jnp.zeros((pool_tokens, head_dim), v.dtype), kept
+        shape = (pool_tokens, head_dim)
+        return Pool(jnp.zeros(shape, k.dtype), jnp.zeros(shape, v.dtype), offsets, kept)
     budgets = budgets.reshape(regions, blocks)
     before, kept = triton_call(
         partial(_count, block_size),
@@ -83,7 +87,7 @@ def select_tokens(
         interpret=interpret,
     )
     # A region's share of the clearing programs, were all gaps of one size.
-    clearers = pl.cdiv(pool_tokens, regions * config.cleared)
+    clearers = cdiv(pool_tokens, regions * config.cleared)
     k_pool, v_pool = triton_call(
         partial(_select_or_clear, length, kv_heads, block_size, blocks, clearers, config.rows),
         (
@@ -102,7 +106,7 @@ def select_tokens(
         stages=1,
         interpret=interpret,
     )
-    return k_pool, v_pool, kept.reshape(batch, kv_heads)
+    return Pool(k_pool, v_pool, offsets, kept.reshape(batch, kv_heads))
 
 
 def _count(block_size: int, budgets_ref: Any, before_ref: Any, kept_ref: Any) -> None:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
+from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.ranking import selection_mask
 
 
@@ -22,7 +23,7 @@ def select_tokens(
     *,
     block_size: int,
     pool_tokens: int,
-) -> tuple[Float[Array, "P d"], Float[Array, "P d"], Int32[Array, "B Hkv"]]:
+) -> Pool:
     """Ranks, then gathers; see `select_tokens.select_tokens`."""
     mask = selection_mask(scores, budgets, block_size=block_size)
     rows = source_rows(mask, offsets, pool_tokens)
@@ -31,7 +32,7 @@ def select_tokens(
     def gather(tokens: Array) -> Array:
         return jnp.take(tokens.reshape(-1, head_dim), rows, axis=0, mode="fill", fill_value=0)
 
-    return gather(k), gather(v), mask.sum(axis=-1, dtype=jnp.int32)
+    return Pool(gather(k), gather(v), offsets, mask.sum(axis=-1, dtype=jnp.int32))
 
 
 def source_rows(mask: Bool[Array, "B Hkv L"], offsets: Int[Array, "B Hkv"], pool_tokens: int) -> Int32[Array, " P"]:

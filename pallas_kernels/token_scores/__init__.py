@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.pallas_kernels.backends import dispatch
+from tca_jax.pallas_kernels.backends import Backend, dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes
-from tca_jax.pallas_kernels.token_scores import triton as token_scores_triton
-from tca_jax.pallas_kernels.token_scores import xla as token_scores_xla
-
-_IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {"triton": token_scores_triton.token_scores, "xla": token_scores_xla.token_scores}
-)
 
 
 class TokenScores(NamedTuple):
@@ -38,7 +30,7 @@ def token_scores(
     lengths: Int[Array, " B"],
     *,
     block_size: int,
-    backend: str | tuple[str, ...] = "auto",
+    backend: Backend = "auto",
 ) -> TokenScores:
     """Scores every prompt token by the attention of the last prompt query (Eq. 5').
 
@@ -47,7 +39,7 @@ def token_scores(
         k: Prompt keys [B, L, Hkv, d]; what lies past a row's length does not matter.
         lengths: Prompt lengths [B], at least 1; may be traced.
         block_size: Tokens in a block, b.
-        backend: See `backends.BACKENDS`.
+        backend: See `backends.Backend`.
 
     Returns:
         Scores and block statistics.
@@ -57,5 +49,5 @@ def token_scores(
     """
     check_shapes({"q_last": (q_last, "B Hq d"), "k": (k, "B L Hkv d"), "lengths": (lengths, "B")})
     check_blocks(block_size)
-    implementation = dispatch("token_scores", backend, _IMPLEMENTATIONS)
+    implementation = dispatch("token_scores", backend)
     return TokenScores(*implementation(q_last, k, lengths, block_size=block_size))

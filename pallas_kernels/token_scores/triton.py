@@ -18,10 +18,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.pallas_kernels.kernel_math import LOG2E, streamed_tile
+from tca_jax.pallas_kernels.integers import cdiv, round_up
+from tca_jax.pallas_kernels.kernel_math import LOG2E, divide_up, streamed_tile
 from tca_jax.pallas_kernels.numerics import MASKED
-from tca_jax.pallas_kernels.tiles import round_up
-from tca_jax.pallas_kernels.triton_call import check_supported, divide_up, dot, triton_call
+from tca_jax.pallas_kernels.triton_call import check_supported, dot, triton_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TokenScoresConfig:
 def default_config(length: int, head_dim: int, itemsize: int) -> TokenScoresConfig:
     """Tiles of 16 KiB; at most 512 chunks, since every program of the second pass reads what all of them found."""
     keys = streamed_tile(head_dim, itemsize)
-    return TokenScoresConfig(keys=keys, chunk=max(1024, keys, pl.next_power_of_2(pl.cdiv(length, 512))))
+    return TokenScoresConfig(keys=keys, chunk=max(1024, keys, pl.next_power_of_2(cdiv(length, 512))))
 
 
 @partial(jax.jit, static_argnames=("block_size", "config", "interpret"))
@@ -73,8 +73,8 @@ def token_scores(
         raise NotImplementedError(f"token_scores on Triton: block_size = {block_size}: must be a power of two")
     config = config or default_config(length, head_dim, k.dtype.itemsize)
     rows, regions = batch * q_last.shape[1], batch * kv_heads
-    group, chunks = rows // regions, pl.cdiv(length, config.chunk)
-    blocks, tile = pl.cdiv(length, block_size), max(config.scores, block_size)
+    group, chunks = rows // regions, cdiv(length, config.chunk)
+    blocks, tile = cdiv(length, block_size), max(config.scores, block_size)
     logits, peaks, weights = triton_call(
         partial(_score_chunk, length, group, config),
         (q_last.reshape(rows, head_dim), k.reshape(batch * length * kv_heads, head_dim), lengths),
@@ -90,7 +90,7 @@ def token_scores(
         partial(_normalise, length, kv_heads, group, block_size, tile // block_size),
         (logits, peaks, weights, lengths),
         [((regions, length), jnp.float32), ((regions, blocks), jnp.float32), ((regions, blocks), jnp.float32)],
-        grid=(pl.cdiv(length, tile), regions),
+        grid=(cdiv(length, tile), regions),
         name="token_scores_normalise",
         warps=4,
         stages=1,

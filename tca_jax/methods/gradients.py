@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tca_jax.methods.regions import Regions, Selection
 from tca_jax.pallas_kernels.backends import Backend
+from tca_jax.pallas_kernels.integers import cdiv
 from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, weighted_sum
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
 from tca_jax.pallas_kernels.ranking import selection_mask
@@ -81,7 +82,7 @@ def _masked(
     # A weight of zero does not silence a NaN among the padding; zeros do.
     q, k, v = (jnp.where(valid[..., None, None], x, 0) for x in (q, k, v))
     size = max(1, min(length, _TILE_ELEMENTS // (batch * heads * length)))
-    tiles = -(-length // size)
+    tiles = cdiv(length, size)
     padded = jnp.pad(q, ((0, 0), (0, tiles * size - length), (0, 0), (0, 0)))
     by_tile = padded.reshape(batch, tiles, size, kv_heads, heads // kv_heads, head_dim).swapaxes(0, 1)
 

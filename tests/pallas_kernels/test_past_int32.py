@@ -15,6 +15,7 @@ from tca_jax.pallas_kernels.backends import can_run
 from tca_jax.pallas_kernels.column_mass import column_mass
 from tca_jax.pallas_kernels.decode_attention import triton as decode_attention_triton
 from tca_jax.pallas_kernels.decode_attention import xla as decode_attention_xla
+from tca_jax.pallas_kernels.kv import Pool, Ring
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
 from tca_jax.pallas_kernels.select_tokens import select_tokens
 from tca_jax.pallas_kernels.select_tokens import xla as select_tokens_xla
@@ -72,14 +73,14 @@ def test_prefill_of_a_million_tokens(backend):
     scored = token_scores(q[:, -1], k, lengths, block_size=b)
     budgets = head_budgets(scored, jnp.asarray(layout.candidates, jnp.int32), lengths, config)
     selected = (scored.scores, budgets, k, v, offsets)
-    k_pool, v_pool, kept = select_tokens(*selected, block_size=b, pool_tokens=layout.pool_tokens)
+    pool = select_tokens(*selected, block_size=b, pool_tokens=layout.pool_tokens)
     wanted = select_tokens_xla.select_tokens(*selected, block_size=b, pool_tokens=layout.pool_tokens)
-    np.testing.assert_array_equal(kept, wanted[2])
-    for head, (offset, count) in enumerate(zip(layout.offsets[0], np.asarray(kept)[0], strict=True)):
-        for pool, expected in zip((k_pool, v_pool), wanted, strict=False):
-            assert bool(jnp.array_equal(pool[offset : offset + count], expected[offset : offset + count])), head
+    np.testing.assert_array_equal(pool.lengths, wanted.lengths)
+    for head, (offset, count) in enumerate(zip(layout.offsets[0], np.asarray(pool.lengths)[0], strict=True)):
+        for actual, expected in ((pool.k, wanted.k), (pool.v, wanted.v)):
+            assert bool(jnp.array_equal(actual[offset : offset + count], expected[offset : offset + count])), head
     del wanted
-    out = prefill_attention(q, k, v, k_pool, v_pool, offsets, budgets, lengths, block_size=b, window=w, backend=backend)
+    out = prefill_attention(q, k, v, pool, budgets, lengths, block_size=b, window=w, backend=backend)
     prefixes = np.asarray(budgets).cumsum(axis=-1)
     for block in (w // b + 1, 5000, length // b - 1):  # an element of the second lies past 2^31
         queries = slice(block * b, (block + 1) * b)
@@ -90,8 +91,8 @@ def test_prefill_of_a_million_tokens(backend):
                 q[0, queries, group],
                 k[0, :, head],
                 v[0, :, head],
-                k_pool,
-                v_pool,
+                pool.k,
+                pool.v,
                 offsets[0, head],
                 prefix,
                 block,
@@ -109,14 +110,16 @@ def test_decoding_over_pools_and_rings_of_that_size():
     offsets = (ring * jnp.arange(batch * kv_heads, dtype=jnp.int32)).reshape(batch, kv_heads)
     lengths = ring - 1000 * jnp.arange(batch * kv_heads, dtype=jnp.int32).reshape(batch, kv_heads)
     positions = jnp.array([2 * ring + 77, ring - 1, 3 * ring], jnp.int32)
-    operands = (_normal(0, batch, heads, d), k_pool, v_pool, offsets, lengths, k_ring, v_ring, positions)
+    q = _normal(0, batch, heads, d)
     sizes = {"block_size": 128, "window": ring - 128, "capacity": ring}
-    out, lse = decode_attention_triton.decode_attention(*operands, **sizes)
+    out, lse = decode_attention_triton.decode_attention(
+        q, Pool(k_pool, v_pool, offsets, lengths), Ring(k_ring, v_ring), positions, **sizes
+    )
     for row in range(batch):  # the oracle a row at a time, whose arrays are within 2^31
         rows = slice(row, row + 1)
-        pool = slice(row * kv_heads * ring, (row + 1) * kv_heads * ring)
-        one = (operands[0][rows], k_pool[pool], v_pool[pool], offsets[:1], lengths[rows], k_ring[rows], v_ring[rows])
-        expected, expected_lse = decode_attention_xla.decode_attention(*one, positions[rows], **sizes)
+        own = slice(row * kv_heads * ring, (row + 1) * kv_heads * ring)
+        pool, local = Pool(k_pool[own], v_pool[own], offsets[:1], lengths[rows]), Ring(k_ring[rows], v_ring[rows])
+        expected, expected_lse = decode_attention_xla.decode_attention(q[rows], pool, local, positions[rows], **sizes)
         assert float(_relative_error(out[rows], expected)) < 1e-2, row
         np.testing.assert_allclose(lse[rows], expected_lse, atol=1e-3)
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable
 
 import jax
@@ -10,22 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_lowering import abstract_mesh, kernels
+from implementations import INTERPRET, implementation, runs
 from jax.sharding import PartitionSpec
 
-from tca_jax.pallas_kernels import causal_attention
-from tca_jax.pallas_kernels.backends import can_run
-from tca_jax.pallas_kernels.prefill_attention import triton as prefill_attention_triton
+from tca_jax.pallas_kernels.backends import OPERATIONS as BACKENDS
+from tca_jax.pallas_kernels.kv import Pool, Ring
 from tca_jax.pallas_kernels.triton_call import DEPRECATION
 
 # The filter that `triton_call` sets is lost between tests, and what an earlier test traced is not traced again.
 pytestmark = pytest.mark.filterwarnings(f"ignore:{DEPRECATION}:DeprecationWarning")
 
-INTERPRET = jax.default_backend() != "gpu"
-RUNS = {name: can_run(name) or (INTERPRET and name == "triton") for name in ("xla", "triton", "cudnn", "mosaic")}
-
 # Dimensions of the operands and of the results, then the static options. P is the pool, R the ring.
 TOKENS = {"q": "B L Hq d", "k": "B L Hkv d", "v": "B L Hkv d"}
-POOLS = {"k_pool": "P d", "v_pool": "P d", "offsets": "B Hkv"}
+POOL = {"pool.k": "P d", "pool.v": "P d", "pool.offsets": "B Hkv", "pool.lengths": "B Hkv"}
+RING = {"ring.k": "B Hkv R d", "ring.v": "B Hkv R d"}
 OPERATIONS = {
     "token_scores": (
         {"q_last": "B Hq d", "k": "B L Hkv d", "lengths": "B"},
@@ -34,23 +31,16 @@ OPERATIONS = {
     ),
     "select_tokens": (
         {"scores": "B Hkv L", "budgets": "B Hkv nb", "k": "B L Hkv d", "v": "B L Hkv d", "offsets": "B Hkv"},
-        ("P d", "P d", "B Hkv"),
+        tuple(POOL.values()),
         ("block_size", "pool_tokens"),
     ),
     "prefill_attention": (
-        {**TOKENS, **POOLS, "budgets": "B Hkv nb", "lengths": "B"},
+        {**TOKENS, **POOL, "budgets": "B Hkv nb", "lengths": "B"},
         ("B L Hq d",),
         ("block_size", "window"),
     ),
     "decode_attention": (
-        {
-            "q": "B Hq d",
-            **POOLS,
-            "pool_lengths": "B Hkv",
-            "k_ring": "B Hkv R d",
-            "v_ring": "B Hkv R d",
-            "positions": "B",
-        },
+        {"q": "B Hq d", **POOL, **RING, "positions": "B"},
         ("B Hq d", "B Hq"),
         ("block_size", "window", "capacity"),
     ),
@@ -63,8 +53,12 @@ OPERATIONS = {
 }
 
 
-def _table(operation):
-    return importlib.import_module(f"tca_jax.pallas_kernels.{operation}")._IMPLEMENTATIONS
+def _packed(names, operands):
+    """What an operation takes for operands of those names: those of a pool and of a ring as one."""
+    groups = {}
+    for name, operand in zip(names, operands, strict=True):
+        groups.setdefault(name.split(".")[0], []).append(operand)
+    return [{"pool": Pool, "ring": Ring}.get(name, lambda x: x)(*group) for name, group in groups.items()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,18 +91,12 @@ class Case:
         return OPERATIONS[self.operation][1]
 
     def function(self, *, interpret: bool) -> Callable[..., tuple[jax.Array, ...]]:
-        implementation = _table(self.operation)[self.backend]
-        if interpret and self.backend == "triton":
-            if self.operation == "causal_attention":
-                prefill = prefill_attention_triton.prefill_attention
-                implementation = causal_attention._all_local(functools.partial(prefill, interpret=True))
-            else:
-                implementation = functools.partial(implementation, interpret=True)
+        function = implementation(self.operation, self.backend, interpret=interpret)
         options = {name: self.sizes[name] for name in OPERATIONS[self.operation][2]}
 
         def call(*operands):
-            results = implementation(*operands, **options)
-            return results if isinstance(results, tuple) else (results,)
+            results = function(*_packed(self.operands, operands), **options)
+            return tuple(results) if isinstance(results, tuple) else (results,)
 
         return call
 
@@ -116,11 +104,13 @@ class Case:
         """Random operands; every region of the pool has room for whole blocks."""
         rng, sizes = np.random.default_rng(seed), self.sizes
         table, regions = (sizes["B"], sizes["Hkv"]), sizes["B"] * sizes["Hkv"]
+        offsets = rng.permutation(regions).reshape(table) * sizes["capacity"]
         integers = {
             "lengths": rng.integers(1, sizes["L"] + 1, sizes["B"]),
             "budgets": rng.integers(0, sizes["block_size"] + 1, (*table, sizes["nb"])),
-            "offsets": rng.permutation(regions).reshape(table) * sizes["capacity"],
-            "pool_lengths": rng.integers(0, sizes["capacity"] + 1, table),
+            "offsets": offsets,
+            "pool.offsets": offsets,
+            "pool.lengths": rng.integers(0, sizes["capacity"] + 1, table),
             "positions": rng.integers(0, 3 * sizes["R"], sizes["B"]),
         }
         return [
@@ -139,10 +129,10 @@ class Case:
         np.testing.assert_allclose(*pair, atol=tolerance, rtol=tolerance)
 
 
-CASES = [Case(operation, backend) for operation in OPERATIONS for backend in _table(operation)]
+CASES = [Case(operation, backend) for operation in OPERATIONS for backend in BACKENDS[operation]]
 run = pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=pytest.mark.skipif(not RUNS[c.backend], reason="needs another GPU")) for c in CASES],
+    [pytest.param(c, marks=pytest.mark.skipif(not runs(c.backend), reason="needs another GPU")) for c in CASES],
     ids=str,
 )
 lower = pytest.mark.parametrize("case", [case for case in CASES if case.backend != "xla"], ids=str)

@@ -10,6 +10,7 @@ from cases import poison, unchecked
 from cuda_lowering import abstract_mesh, kernels
 from jax.sharding import PartitionSpec
 
+from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.prefill_attention import triton as prefill_attention_triton
 from tca_jax.pallas_kernels.prefill_attention import xla as prefill_attention_xla
 from tca_jax.pallas_kernels.prefill_attention.triton import PrefillConfig, default_config
@@ -46,13 +47,14 @@ def _operands(lengths, length, heads, kv_heads, head_dim, block, window, *, budg
         offsets[region] = begin
         pools[:, begin : begin + totals[region]] = rng.standard_normal((2, totals[region], head_dim))
         begin += -(-totals[region] // 128) * 128
-    floats = (jnp.asarray(x, dtype) for x in (q, k, v, *pools))
-    ints = (jnp.asarray(x, jnp.int32) for x in (offsets.reshape(batch, kv_heads), budgets, lengths))
-    return (*floats, *ints), {"block_size": block, "window": window}
+    q, k, v, *pools = (jnp.asarray(x, dtype) for x in (q, k, v, *pools))
+    table = (jnp.asarray(x.reshape(batch, kv_heads), jnp.int32) for x in (offsets, totals))
+    operands = (q, k, v, Pool(*pools, *table), jnp.asarray(budgets), jnp.asarray(lengths, jnp.int32))
+    return operands, {"block_size": block, "window": window}
 
 
 def _expected(operands, options):
-    clean = (jnp.nan_to_num(x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in operands)
+    clean = jax.tree.map(lambda x: jnp.nan_to_num(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, operands)
     return prefill_attention_xla.prefill_attention(*clean, **options)
 
 
@@ -101,11 +103,14 @@ def test_scores_past_the_range_of_exp_do_not_overflow():
 def test_vmap_equals_a_loop():
     cases = [_operands((60,), 64, 2, 1, 16, 16, 16, seed=seed) for seed in range(2)]
     sizes = cases[0][1]
-    width = max(operands[3].shape[0] for operands, _ in cases)
-    stacked = [
-        jnp.stack([jnp.pad(x, ((0, width - x.shape[0]), (0, 0))) if i in (3, 4) else x for x in operands])
-        for i, operands in enumerate(zip(*(operands for operands, _ in cases), strict=True))
-    ]
+    width = max(operands[3].k.shape[0] for operands, _ in cases)
+
+    def widened(operands):
+        *tokens, pool, budgets, lengths = operands
+        k, v = (jnp.pad(x, ((0, width - x.shape[0]), (0, 0))) for x in (pool.k, pool.v))
+        return *tokens, pool._replace(k=k, v=v), budgets, lengths
+
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *(widened(operands) for operands, _ in cases))
     actual = jax.vmap(lambda *operands: prefill(*operands, **sizes))(*stacked)
     for out, (operands, _) in zip(actual, cases, strict=True):
         _check(out, operands, sizes)
@@ -125,8 +130,10 @@ def test_equals_the_oracle_at_real_sizes(heads, kv_heads, block, window, head_di
 def _avals(length, heads, kv_heads, head_dim, block, *, batch=1, dtype=jnp.bfloat16, pool=4096):
     of = jax.ShapeDtypeStruct
     tokens = (of((batch, length, n, head_dim), dtype) for n in (heads, kv_heads, kv_heads))
-    ints = (of(shape, jnp.int32) for shape in ((batch, kv_heads), (batch, kv_heads, length // block), (batch,)))
-    return (*tokens, of((pool, head_dim), dtype), of((pool, head_dim), dtype), *ints)
+    shapes = ((batch, kv_heads), (batch, kv_heads, length // block), (batch,))
+    table, budgets, lengths = (of(shape, jnp.int32) for shape in shapes)
+    pooled = of((pool, head_dim), dtype)
+    return (*tokens, Pool(pooled, pooled, table, table), budgets, lengths)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +154,7 @@ def test_lowers_for_cuda_under_shard_map_with_heads_over_a_mesh():
     mesh = abstract_mesh(model=2)
     heads, flat = PartitionSpec(None, None, "model"), PartitionSpec("model")
     regions = PartitionSpec(None, "model")
-    specs = (heads, heads, heads, flat, flat, regions, regions, PartitionSpec())
+    specs = (heads, heads, heads, Pool(flat, flat, regions, regions), regions, PartitionSpec())
     kernel = partial(prefill_attention_triton.prefill_attention, block_size=128, window=512)
     sharded = jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=heads)
     assert kernels("triton", sharded, *_avals(2048, 8, 2, 128, 128)) == 1

@@ -11,6 +11,7 @@ from cases import unchecked
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.selection import head_budgets
 from tca_jax.pallas_kernels.backends import can_run
+from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.prefill_attention import mosaic as prefill_attention_mosaic
 from tca_jax.pallas_kernels.prefill_attention import xla as prefill_attention_xla
 from tca_jax.pallas_kernels.select_tokens import select_tokens
@@ -30,13 +31,11 @@ def _operands(seed, batch, length, heads, kv_heads, d, candidates, lengths, conf
     capacity = -(-int(budgets.sum(-1).max()) // 128) * 128
     offsets = (capacity * jnp.arange(batch * kv_heads, dtype=jnp.int32)).reshape(batch, kv_heads)
     tokens = max(128, capacity * batch * kv_heads)
-    k_pool, v_pool, kept = select_tokens(
-        scored.scores, budgets, k, v, offsets, block_size=config.block_size, pool_tokens=tokens
-    )
+    pool = select_tokens(scored.scores, budgets, k, v, offsets, block_size=config.block_size, pool_tokens=tokens)
     row = jnp.arange(tokens)
-    used = jnp.any((row >= offsets.ravel()[:, None]) & (row < (offsets + kept).ravel()[:, None]), axis=0)
-    k_pool, v_pool = (jnp.where(used[:, None], x, 1e4).astype(dtype) for x in (k_pool, v_pool))
-    return q, k, v, k_pool, v_pool, offsets, budgets, lengths
+    used = jnp.any((row >= offsets.ravel()[:, None]) & (row < (offsets + pool.lengths).ravel()[:, None]), axis=0)
+    poisoned = (jnp.where(used[:, None], x, 1e4).astype(dtype) for x in (pool.k, pool.v))
+    return q, k, v, Pool(*poisoned, offsets, pool.lengths), budgets, lengths
 
 
 @needs_hopper
@@ -65,13 +64,12 @@ def test_equals_the_oracle(batch, length, heads, kv_heads, d, candidates, length
 
 def _shapes(length, heads, kv_heads, d, dtype=jnp.bfloat16, pool=4096, block_size=128):
     of = jax.ShapeDtypeStruct
+    pooled, table = of((pool, d), dtype), of((2, kv_heads), jnp.int32)
     return (
         of((2, length, heads, d), dtype),
         of((2, length, kv_heads, d), dtype),
         of((2, length, kv_heads, d), dtype),
-        of((pool, d), dtype),
-        of((pool, d), dtype),
-        of((2, kv_heads), jnp.int32),
+        Pool(pooled, pooled, table, table),
         of((2, kv_heads, length // block_size), jnp.int32),
         of((2,), jnp.int32),
     )

@@ -6,9 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from implementations import implementation, on_every_backend
 
 from tca_jax.pallas_kernels.decode_attention import decode_attention
 from tca_jax.pallas_kernels.decode_attention.xla import ring_positions
+from tca_jax.pallas_kernels.kv import Pool, Ring
 
 BLOCK, WINDOW, RING, DIM = 8, 16, 24, 16
 
@@ -33,19 +35,20 @@ def _expected(q, k, v):
     return oracle.softmax(logits) @ v, np.logaddexp.reduce(logits)
 
 
+@on_every_backend("decode_attention")
 @pytest.mark.parametrize("positions", [(0, 5), (23, 24), (31, 32), (33, 71)])
 @pytest.mark.parametrize("capacity", [0, 128])
-def test_attends_to_the_local_tokens_and_the_region(positions, capacity):
+def test_attends_to_the_local_tokens_and_the_region(positions, capacity, backend):
     k, v = _history(0, 2, 2, 72)
     rng = np.random.default_rng(1)
     q = rng.standard_normal((2, 6, DIM)).astype(np.float32)
     k_pool, v_pool = (rng.standard_normal((512, DIM)).astype(np.float32) for _ in range(2))
     offsets, held = np.array([[128, 384], [0, 256]], np.int32), np.array([[3, 128], [0, 40]], np.int32)
     held = held * (capacity > 0)
-    out, lse = decode_attention(
-        *map(jnp.asarray, (q, k_pool, v_pool, offsets, held)),
-        _ring(k, positions, RING),
-        _ring(v, positions, RING),
+    out, lse = implementation("decode_attention", backend)(
+        jnp.asarray(q),
+        Pool(*map(jnp.asarray, (k_pool, v_pool, offsets, held))),
+        Ring(_ring(k, positions, RING), _ring(v, positions, RING)),
         jnp.array(positions),
         block_size=BLOCK,
         window=WINDOW,
@@ -68,12 +71,8 @@ def test_ring_larger_than_the_history_holds_everything():
     pool, zero = jnp.zeros((128, DIM)), jnp.zeros((1, 1), jnp.int32)
     out, _ = decode_attention(
         jnp.asarray(q),
-        pool,
-        pool,
-        zero,
-        zero,
-        _ring(k, [39], 48),
-        _ring(v, [39], 48),
+        Pool(pool, pool, zero, zero),
+        Ring(_ring(k, [39], 48), _ring(v, [39], 48)),
         jnp.array([39]),
         block_size=BLOCK,
         window=4096,
@@ -88,11 +87,9 @@ def test_long_regions_are_streamed_in_tiles():
     q = rng.standard_normal((1, 2, DIM)).astype(np.float32)
     k, v = _history(0, 1, 1, 1)
     out, _ = decode_attention(
-        *map(jnp.asarray, (q, k_pool, v_pool)),
-        jnp.array([[256]]),
-        jnp.array([[2750]]),
-        _ring(k, [0], RING),
-        _ring(v, [0], RING),
+        jnp.asarray(q),
+        Pool(jnp.asarray(k_pool), jnp.asarray(v_pool), jnp.array([[256]]), jnp.array([[2750]])),
+        Ring(_ring(k, [0], RING), _ring(v, [0], RING)),
         jnp.array([0]),
         block_size=BLOCK,
         window=WINDOW,
@@ -112,12 +109,8 @@ def test_capacity_past_the_pool_is_refused():
     with pytest.raises(ValueError, match=r"capacity = 256: must lie in \[0, 128\]"):
         decode_attention(
             jnp.zeros((1, 1, 4)),
-            pool,
-            pool,
-            zero,
-            zero,
-            ring,
-            ring,
+            Pool(pool, pool, zero, zero),
+            Ring(ring, ring),
             jnp.array([0]),
             block_size=8,
             window=16,

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import qkv, unchecked
+from implementations import implementation, on_every_backend
 
 from tca_jax.pallas_kernels.ranking import selection_mask
 from tca_jax.pallas_kernels.select_tokens import select_tokens
@@ -11,28 +12,31 @@ from tca_jax.pallas_kernels.select_tokens.xla import source_rows
 from tca_jax.pallas_kernels.tiles import heads_first
 
 
-def test_regions_hold_the_chosen_tokens_by_position_and_zeros_after():
-    _, k, v = qkv(0, 2, 45, 2, 2, 4)
+@on_every_backend("select_tokens")
+def test_regions_hold_the_chosen_tokens_by_position_and_zeros_after(backend):
+    _, k, v = qkv(0, 2, 45, 2, 2, 16)
     rng = np.random.default_rng(1)
     scores = jnp.asarray(rng.random((2, 2, 45)), jnp.float32)
     budgets = jnp.asarray(rng.integers(0, 9, (2, 2, 5)), jnp.int32)
     offsets = np.array([[128, 0], [384, 256]], np.int32)  # any order
-    k_pool, v_pool, kept = select_tokens(
+    pool = implementation("select_tokens", backend)(
         scores, budgets, jnp.asarray(k), jnp.asarray(v), jnp.asarray(offsets), block_size=8, pool_tokens=512
     )
     mask = np.asarray(selection_mask(scores, budgets, block_size=8))
-    np.testing.assert_array_equal(kept, mask.sum(axis=-1))
-    np.testing.assert_array_equal(kept, budgets.sum(axis=-1))
+    np.testing.assert_array_equal(pool.offsets, offsets)
+    np.testing.assert_array_equal(pool.lengths, mask.sum(axis=-1))
+    np.testing.assert_array_equal(pool.lengths, budgets.sum(axis=-1))
     for row, head in np.ndindex(2, 2):
-        start, count = offsets[row, head], int(kept[row, head])
-        np.testing.assert_array_equal(k_pool[start : start + count], k[row, mask[row, head], head])
-        np.testing.assert_array_equal(v_pool[start : start + count], v[row, mask[row, head], head])
-        assert not np.any(k_pool[start + count : start + 128])
+        start, count = offsets[row, head], int(pool.lengths[row, head])
+        np.testing.assert_array_equal(pool.k[start : start + count], k[row, mask[row, head], head])
+        np.testing.assert_array_equal(pool.v[start : start + count], v[row, mask[row, head], head])
+        assert not np.any(pool.k[start + count : start + 128])
 
 
-def test_tokens_past_the_pool_are_dropped():
-    _, k, v = qkv(0, 1, 16, 1, 1, 4)
-    k_pool, _, kept = select_tokens(
+@on_every_backend("select_tokens")
+def test_tokens_past_the_pool_are_dropped(backend):
+    _, k, v = qkv(0, 1, 16, 1, 1, 16)
+    pool = implementation("select_tokens", backend)(
         jnp.ones((1, 1, 16)),
         jnp.full((1, 1, 2), 8),
         jnp.asarray(k),
@@ -41,8 +45,8 @@ def test_tokens_past_the_pool_are_dropped():
         block_size=8,
         pool_tokens=12,
     )
-    np.testing.assert_array_equal(k_pool, np.concatenate([np.zeros((4, 4)), k[0, :8, 0]]))
-    assert int(kept[0, 0]) == 16
+    np.testing.assert_array_equal(pool.k, np.concatenate([np.zeros((4, 16)), k[0, :8, 0]]))
+    assert int(pool.lengths[0, 0]) == 16
 
 
 def test_rows_of_a_million_tokens_fit_where_their_elements_do_not():

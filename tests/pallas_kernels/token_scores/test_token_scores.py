@@ -5,17 +5,20 @@ import numpy as np
 import oracle
 import pytest
 from cases import poison, qkv, regions, unchecked
+from implementations import implementation, on_every_backend
 
-from tca_jax.pallas_kernels.token_scores import token_scores
+from tca_jax.pallas_kernels.token_scores import TokenScores, token_scores
 
 LENGTHS = np.array([75, 1, 40], np.int32)
 
 
+@on_every_backend("token_scores")
 @pytest.mark.parametrize(("heads", "dtype"), [(7, jnp.float32), (14, jnp.bfloat16)])
-def test_scores_mass_and_hhi_equal_the_oracle(heads, dtype):
+def test_scores_mass_and_hhi_equal_the_oracle(heads, dtype, backend):
     q, k, v = (np.asarray(jnp.asarray(x, dtype), np.float32) for x in qkv(0, 3, 75, heads, 7, 16))
     q_last = jnp.asarray(q[np.arange(3), LENGTHS - 1], dtype)
-    scored = token_scores(q_last, jnp.asarray(poison(k, LENGTHS), dtype), jnp.asarray(LENGTHS), block_size=8)
+    score = implementation("token_scores", backend)
+    scored = TokenScores(*score(q_last, jnp.asarray(poison(k, LENGTHS), dtype), jnp.asarray(LENGTHS), block_size=8))
     for row, head, qs, ks, _ in regions(q, k, v, LENGTHS):
         expected = np.zeros(75)
         expected[: len(ks)] = oracle.token_scores(qs[-1], ks)

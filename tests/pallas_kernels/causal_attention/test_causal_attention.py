@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tca_jax.pallas_kernels import causal_attention as module
 from tca_jax.pallas_kernels.causal_attention import causal_attention
+from tca_jax.pallas_kernels.causal_attention import mosaic as causal_attention_mosaic
 
 ON_GPU = jax.default_backend() == "gpu"
 
@@ -36,7 +36,7 @@ def test_equals_jax_nn_on_ragged_prompts(backend, length, heads, kv_heads, d):
 def test_mosaic_lowers_for_cuda_without_a_gpu(length, heads, kv_heads, d):
     shapes = [jax.ShapeDtypeStruct((2, length, h, d), jnp.bfloat16) for h in (heads, kv_heads, kv_heads)]
     lowered = (
-        jax.jit(module._IMPLEMENTATIONS["mosaic"])
+        jax.jit(causal_attention_mosaic.causal_attention)
         .trace(*shapes, jax.ShapeDtypeStruct((2,), jnp.int32))
         .lower(lowering_platforms=("cuda",))
     )

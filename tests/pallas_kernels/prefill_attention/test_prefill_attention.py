@@ -28,9 +28,9 @@ def _case(dtype=jnp.float32, heads=8):
         budgets[row, :, CONFIG.num_ranked_blocks(length) :] = 0
     offsets = jnp.array([[384, 0], [128, 256]])  # the first region ends the pool
     padded = [jnp.asarray(poison(x, LENGTHS), dtype) for x in (q, k, v)]
-    k_pool, v_pool, _ = select_tokens(scores, jnp.asarray(budgets), *padded[1:], offsets, block_size=8, pool_tokens=512)
+    pool = select_tokens(scores, jnp.asarray(budgets), *padded[1:], offsets, block_size=8, pool_tokens=512)
     kept = np.asarray(selection_mask(scores, jnp.asarray(budgets), block_size=8))
-    args = (*padded, k_pool, v_pool, offsets, jnp.asarray(budgets), jnp.asarray(LENGTHS))
+    args = (*padded, pool, jnp.asarray(budgets), jnp.asarray(LENGTHS))
     return (q, k, v), kept, args
 
 
@@ -87,5 +87,7 @@ def test_misfits_are_refused():
         prefill_attention(*args, block_size=8, window=20)
     with pytest.raises(ValueError, match=r"budgets has 9 blocks: must be L // block_size = 75 // 16 = 4"):
         prefill_attention(*args, block_size=16, window=32)
-    with pytest.raises(ValueError, match="v_pool has shape"):
-        unchecked(prefill_attention)(*args[:4], args[4][:128], *args[5:], block_size=8, window=16)
+    *tokens, pool, budgets, lengths = args
+    short = pool._replace(v=pool.v[:128])
+    with pytest.raises(ValueError, match=r"pool\.v has shape \(128, 16\): must be \[P = 512, d = 16\]"):
+        unchecked(prefill_attention)(*tokens, short, budgets, lengths, block_size=8, window=16)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from tca_jax.pallas_kernels.decode_attention import triton as decode_attention_triton
 from tca_jax.pallas_kernels.decode_attention import xla as decode_attention_xla
 from tca_jax.pallas_kernels.decode_attention.triton import DecodeConfig
+from tca_jax.pallas_kernels.kv import Pool, Ring
 from tca_jax.pallas_kernels.triton_call import DEPRECATION
 
 # The filter that `triton_call` sets is lost between tests, and what an earlier test traced is not traced again.
@@ -43,14 +44,18 @@ def _inputs(positions, lengths, *, group=2, head_dim=16, ring=48, dtype=jnp.floa
         rings[row][:, :, held < max(0, position // BLOCK * BLOCK - WINDOW)] = np.nan
     q = rng.standard_normal((batch, kv_heads * group, head_dim))
     k_ring, v_ring = np.stack(rings, axis=1)
-    floats = [jnp.asarray(x, dtype) for x in (q, pools[0], pools[1], k_ring, v_ring)]
-    arguments = (*floats[:3], jnp.asarray(offsets), jnp.asarray(lengths), *floats[3:], jnp.array(positions, jnp.int32))
+    q, k_pool, v_pool, k_ring, v_ring = (jnp.asarray(x, dtype) for x in (q, *pools, k_ring, v_ring))
+    pool = Pool(k_pool, v_pool, jnp.asarray(offsets), jnp.asarray(lengths))
+    arguments = (q, pool, Ring(k_ring, v_ring), jnp.array(positions, jnp.int32))
     return arguments, {"block_size": BLOCK, "window": WINDOW, "capacity": int(lengths.max())}
 
 
+def _without_nan(arguments):
+    return jax.tree.map(lambda x: jnp.nan_to_num(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, arguments)
+
+
 def _expected(arguments, options):
-    clean = [jnp.nan_to_num(x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in arguments]
-    return decode_attention_xla.decode_attention(*clean, **options)
+    return decode_attention_xla.decode_attention(*_without_nan(arguments), **options)
 
 
 def _check(actual, arguments, options):
@@ -98,7 +103,7 @@ def test_remainders_of_many_heads_leave_no_chunk_without_a_program():
 def test_ring_that_holds_everything_has_no_need_of_a_pool():
     arguments, options = _inputs((70,), [[0, 0]], ring=112)
     options |= {"window": 4096, "capacity": 0}
-    arguments = [jnp.nan_to_num(x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in arguments]
+    arguments = _without_nan(arguments)
     _check(decode(*arguments, **options, config=SMALL), arguments, options)
 
 
@@ -110,21 +115,31 @@ def test_head_without_tokens_gives_zeros():
     assert np.all(np.isfinite(out))
 
 
+#: Axes of the arguments that are mapped over rows: all rows' regions lie in one pool.
+_ROWS = (0, Pool(None, None, 0, 0), 0, 0)
+
+
+def _batched(row):
+    """One row's arguments as a batch of one."""
+    q, pool, ring, position = row
+    pool = pool._replace(offsets=pool.offsets[None], lengths=pool.lengths[None])
+    return q[None], pool, Ring(*(x[None] for x in ring)), position[None]
+
+
 def test_vmap_over_rows_equals_the_batch():
     arguments, options = _inputs((47, 90), [[5, 0], [16, 33]])
-    q, k_pool, v_pool, *rest = arguments
 
-    def one_row(q, *rest):
-        return decode(q[None], k_pool, v_pool, *(x[None] for x in rest), **options, config=SMALL)
+    def one_row(*row):
+        return decode(*_batched(row), **options, config=SMALL)
 
-    out, lse = jax.vmap(one_row)(q, *rest)
+    out, lse = jax.vmap(one_row, _ROWS)(*arguments)
     _check((out[:, 0], lse[:, 0]), arguments, options)
 
 
 def test_runs_under_shard_map():
     arguments, options = _inputs((47,), [[5, 16]])
     heads, whole = PartitionSpec(None, "x"), PartitionSpec()
-    specs = (heads, whole, whole, heads, heads, heads, heads, whole)
+    specs = (heads, Pool(whole, whole, heads, heads), heads, whole)
     sharded = jax.shard_map(
         partial(decode, **options, config=SMALL),
         mesh=jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)),
@@ -136,11 +151,10 @@ def test_runs_under_shard_map():
 
 
 def _avals(batch, kv_heads, group, head_dim, pool, ring, dtype):
-    shapes = [(batch, kv_heads * group, head_dim), (pool, head_dim), (pool, head_dim)]
-    rings = [(batch, kv_heads, ring, head_dim)] * 2
-    table = jax.ShapeDtypeStruct((batch, kv_heads), jnp.int32)
-    floats = [jax.ShapeDtypeStruct(shape, dtype) for shape in (*shapes, *rings)]
-    return (*floats[:3], table, table, *floats[3:], jax.ShapeDtypeStruct((batch,), jnp.int32))
+    shapes = ((batch, kv_heads * group, head_dim), (pool, head_dim), (batch, kv_heads, ring, head_dim))
+    q, pooled, local = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    table, positions = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, kv_heads), (batch,)))
+    return q, Pool(pooled, pooled, table, table), Ring(local, local), positions
 
 
 @pytest.mark.parametrize(
@@ -161,17 +175,15 @@ def test_lowers_for_cuda_as_two_kernels(avals, options):
 def test_lowers_for_cuda_under_shard_map_and_vmap():
     avals = _avals(2, 8, 4, 128, 4096, 640, jnp.bfloat16)
     function = partial(decode_attention_triton.decode_attention, block_size=128, window=512, capacity=512)
-    heads = PartitionSpec(None, "model")
+    heads, whole = PartitionSpec(None, "model"), PartitionSpec()
     sharded = jax.shard_map(
         function,
         mesh=abstract_mesh(model=2),
-        in_specs=(heads, PartitionSpec(), PartitionSpec(), heads, heads, heads, heads, PartitionSpec()),
+        in_specs=(heads, Pool(whole, whole, heads, heads), heads, whole),
         out_specs=(heads, heads),
     )
     assert kernels("triton", sharded, *avals) == 2
-    rows = jax.vmap(
-        lambda q, *rest: function(q[None], *rest[:2], *(x[None] for x in rest[2:])), (0, None, None, *[0] * 5)
-    )
+    rows = jax.vmap(lambda *row: function(*_batched(row)), _ROWS)
     assert kernels("triton", rows, *avals) == 2
 
 
