@@ -169,8 +169,9 @@ def test_one_product_holds_queries_key_and_value_of_each_kv_head_side_by_side(co
     attention = make(config).layers[1].attention
     rng = np.random.default_rng(0)
     x, bias = rng.normal(size=(3, 32)).astype(np.float32), rng.normal(size=(2, 3 + 2, 8)).astype(np.float32)
-    attention.qkv.bias[...] = jnp.asarray(bias.ravel())
-    kernel = np.asarray(attention.qkv.kernel[...], np.float64).reshape(32, 2, 3 + 2, 8)
+    attention.qkv.bias[...] = jnp.asarray(bias)
+    kernel = np.asarray(attention.qkv.kernel[...], np.float64)
+    assert kernel.shape == (32, 2, 3 + 2, 8)
     products = np.einsum("tD,Dhgd->thgd", x, kernel) + bias
     unrotated = jnp.ones((3, 4)), jnp.zeros((3, 4))
     q, k, v = attention.project(jnp.asarray(x), *unrotated)

@@ -18,7 +18,8 @@ from safetensors.numpy import load_file, save_file
 
 from tca_jax.models.config import ModelConfig, read_config
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.params import load_decoder, parameters, save_decoder, split
+from tca_jax.models.names import parameters
+from tca_jax.models.params import load_decoder, save_decoder
 
 INDEX = "model.safetensors.index.json"
 Q, K = (f"model.layers.1.self_attn.{part}_proj.weight" for part in "qk")
@@ -163,17 +164,14 @@ def test_a_checkpoint_holds_apart_what_one_product_computes(config: ModelConfig,
     save_decoder(tmp_path, decoder, jnp.float32)
     tensors = load_file(tmp_path / "model.safetensors")
     gate_up = decoder.layers[1].mlp.gate_up.kernel[...]
-    for part, chosen in (
-        ("gate", gate_up[:, : config.intermediate_size]),
-        ("up", gate_up[:, config.intermediate_size :]),
-    ):
+    for part, chosen in (("gate", gate_up[:, 0]), ("up", gate_up[:, 1])):
         np.testing.assert_array_equal(tensors[f"model.layers.1.mlp.{part}_proj.weight"], chosen.T)
     qkv = decoder.layers[1].attention.qkv
-    for kind, value in (("weight", qkv.kernel[...].T), ("bias", qkv.bias[...])):
-        heads = value.reshape(2, 2 + 2, 8, *value.shape[1:])  # KV heads; each one's queries, key and value
+    for kind, heads in (("weight", jnp.moveaxis(qkv.kernel[...], 0, -1)), ("bias", qkv.bias[...])):
+        assert heads.shape[:3] == (2, 2 + 2, 8)  # KV heads; each one's queries, key and value
         for part, chosen in (("q", heads[:, :2]), ("k", heads[:, 2]), ("v", heads[:, 3])):
             stored = tensors[f"model.layers.1.self_attn.{part}_proj.{kind}"]
-            np.testing.assert_array_equal(stored, chosen.reshape(-1, *value.shape[1:]))
+            np.testing.assert_array_equal(stored, chosen.reshape(-1, *heads.shape[3:]))
 
 
 def test_tensors_of_a_decoder_are_those_of_its_checkpoint(config: ModelConfig, tmp_path: Path) -> None:
@@ -183,7 +181,7 @@ def test_tensors_of_a_decoder_are_those_of_its_checkpoint(config: ModelConfig, t
     names = [name for parameter in parameters(decoder) for name in parameter.names]
     assert sorted(names) == sorted(stored)
     for parameter in parameters(decoder):
-        tensors = split(parameter.variable[...], parameter.groups, parameter.widths)
+        tensors = parameter.layout.split(parameter.variable[...])
         for name, tensor in zip(parameter.names, tensors, strict=True):
             np.testing.assert_array_equal(tensor.T if parameter.transposed else tensor, stored[name])
 
