@@ -27,7 +27,8 @@ _CHUNK_ELEMENTS = 2**27  # of the MLP's inner width times the tokens of a chunk:
 class RMSNorm(nnx.Module):
     """x / rms(x) * scale over the last axis, in float32; the result has the dtype of x.
 
-    Not `nnx.RMSNorm`: of a model that computes in bfloat16, it rounds float32 scales (training) to bfloat16 first.
+    Not `nnx.RMSNorm`: where the model computes in bfloat16, it rounds float32 scales (in training) to bfloat16 before
+    they are used, and a quarter of the results are then not the nearest bfloat16.
     """
 
     def __init__(self, features: int, *, eps: float, param_dtype: DTypeLike) -> None:
