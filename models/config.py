@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ _ARCHITECTURES = {
 FAMILIES = tuple(_ARCHITECTURES)
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_MOST = 2**31 - 1  # token ids, positions and places in an axis are int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,15 +70,19 @@ class ModelConfig:
         if self.family not in FAMILIES:
             raise ValueError(f"family = {self.family!r} is not supported: must be one of {list(FAMILIES)}")
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type == "int" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"ModelConfig.{field.name} = {value!r}: must be a positive integer")
+            if field.type == "int":
+                _check_size(f"ModelConfig.{field.name}", getattr(self, field.name))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads = {self.num_heads} must be a multiple of num_kv_heads = {self.num_kv_heads}")
         if self.head_dim % 2 or (self.rope.type == "dynamic" and self.head_dim < 4):
             raise ValueError(f"head_dim = {self.head_dim}: must be even (at least 4 for dynamic RoPE)")
         if self.dtype_name not in _DTYPES:
             raise ValueError(f"dtype_name = {self.dtype_name!r}: must be one of {list(_DTYPES)}")
+        if not 0 < self.rms_norm_eps < math.inf:
+            raise ValueError(f"rms_norm_eps = {self.rms_norm_eps!r}: must be a positive number")
+        if self.rope.factor * self.rope.original_max_positions > _MOST:
+            stretched = f"{self.rope.factor:g} * {self.rope.original_max_positions}"
+            raise ValueError(f"RoPE factor * original positions = {stretched}: must be at most {_MOST}")
 
     @property
     def max_context(self) -> int:
@@ -165,7 +172,7 @@ def read_config(folder: Path) -> ModelConfig:
         raise FileNotFoundError(f"{path} does not exist: a checkpoint folder must hold config.json")
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # JSON or UTF-8
+    except (ValueError, RecursionError) as error:  # JSON, UTF-8, or lists in lists without end
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(entries, dict):
         raise ValueError(f"{path} holds a {type(entries).__name__}: must be a JSON object")
@@ -184,36 +191,46 @@ def _to_dict(hf_config: Any) -> Mapping[str, Any]:
 def _family(entries: Mapping[str, Any]) -> str:
     """The model_type, if it is one of ours and the checkpoint is a causal language model."""
     family = entries.get("model_type")
-    if family not in _ARCHITECTURES:
+    if not isinstance(family, str) or family not in _ARCHITECTURES:
         raise ValueError(f"model_type {family!r} is not supported: must be one of {list(FAMILIES)}")
-    names = entries.get("architectures") or [_ARCHITECTURES[family]]
-    if _ARCHITECTURES[family] not in names:
-        raise ValueError(f"architecture {names} is not supported: must be {_ARCHITECTURES[family]!r}")
+    names = entries.get("architectures")
+    if names is None or names == []:
+        return family
+    if not isinstance(names, list | tuple) or _ARCHITECTURES[family] not in names:
+        raise ValueError(f"architectures = {names!r} is not supported: must be [{_ARCHITECTURES[family]!r}]")
     return family
 
 
 def _refuse_unsupported(entries: Mapping[str, Any], family: str) -> None:
     """Options that would change the result and that the decoder does not have."""
-    if entries.get("quantization_config"):
-        method = entries["quantization_config"].get("quant_method", "unknown")
+    quantization = entries.get("quantization_config")
+    if quantization is not None and quantization != {}:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         raise ValueError(f"quantization_config ({method!r}) is not supported: weights must be one of {list(_DTYPES)}")
     if entries.get("dual_chunk_attention_config"):
         raise ValueError("dual_chunk_attention_config is not supported: remove it to run the model without it")
     activation = entries.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ValueError(f"hidden_act = {activation!r} is not supported: must be 'silu'")
-    if family == "llama":
-        return
+    if family != "llama":
+        _refuse_sliding_window(entries)
+
+
+def _refuse_sliding_window(entries: Mapping[str, Any]) -> None:
+    """Qwen: layers may be listed by type, or slide from `max_window_layers` on."""
     num_layers = _integer(entries, "num_hidden_layers")
-    first_sliding = num_layers
-    if entries.get("use_sliding_window") and entries.get("sliding_window", 4096) is not None:
-        first_sliding = entries.get("max_window_layers", 28)
-    layer_types = entries.get("layer_types") or [
-        "full_attention" if layer < first_sliding else "sliding_attention" for layer in range(num_layers)
-    ]
-    for layer, kind in enumerate(layer_types):
-        if kind != "full_attention":
-            raise ValueError(f"layer {layer} has {kind!r} (sliding window): only 'full_attention' is supported")
+    first_sliding = _integer(entries, "max_window_layers", 28, least=0)
+    layer_types = entries.get("layer_types")
+    if layer_types is None:
+        slides = _flag(entries, "use_sliding_window") and entries.get("sliding_window", 4096) is not None
+        other = [(first_sliding, "sliding_attention")] if slides and first_sliding < num_layers else []
+    elif isinstance(layer_types, list | tuple) and len(layer_types) == num_layers:
+        other = [(layer, kind) for layer, kind in enumerate(layer_types) if kind != "full_attention"]
+    else:
+        raise ValueError(f"config['layer_types'] = {layer_types!r}: must be a list of {num_layers}, one for each layer")
+    if other:
+        layer, kind = other[0]
+        raise ValueError(f"layer {layer} has {kind!r}: only 'full_attention' is supported, no sliding window")
 
 
 def _num_kv_heads(entries: Mapping[str, Any], family: str, num_heads: int) -> int:
@@ -225,11 +242,12 @@ def _num_kv_heads(entries: Mapping[str, Any], family: str, num_heads: int) -> in
 
 def _rope_parameters(entries: Mapping[str, Any]) -> dict[str, Any]:
     """One spelling of RoPE out of two, with what transformers 4.x keeps beside it put in."""
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(entries.get(key), Mapping | None):
+            raise ValueError(f"{key} = {entries[key]!r}: must be an object")
     parameters = entries.get("rope_scaling") or entries.get("rope_parameters") or {}
-    if not isinstance(parameters, Mapping):
-        raise ValueError(f"rope_scaling = {parameters!r}: must be an object")
     beside = {key: entries.get(key) for key in ("rope_theta", "partial_rotary_factor")}
-    over = {key: entries[key] for key in ("original_max_position_embeddings",) if entries.get(key)}
+    over = {key: entries[key] for key in ("original_max_position_embeddings",) if entries.get(key) is not None}
     return beside | {key: value for key, value in parameters.items() if value is not None} | over
 
 
@@ -239,20 +257,26 @@ def _dtype_name(entries: Mapping[str, Any]) -> str:
     return str(name).removeprefix("torch.")
 
 
-def _integer(entries: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A positive integer of the config; null counts as absent."""
+def _integer(entries: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:
+    """A size of the config; null counts as absent."""
     value = entries.get(key)
     value = default if value is None else value
     if value is None:
         raise ValueError(f"config has no {key!r}")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"config[{key!r}] = {value!r}: must be a positive integer")
+    return _check_size(f"config[{key!r}]", value, least)
+
+
+def _check_size(name: str, value: Any, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} = {value!r}: must be {'a positive integer' if least else 'an integer from 0'}")
+    if value > _MOST:
+        raise ValueError(f"{name} = {value}: must be at most {_MOST}")
     return value
 
 
 def _eps(entries: Mapping[str, Any]) -> float:
     value = entries.get("rms_norm_eps", 1e-6)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise ValueError(f"config['rms_norm_eps'] = {value!r}: must be a positive number")
     return float(value)
 

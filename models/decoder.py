@@ -24,39 +24,12 @@ _INIT_STD = 0.02
 _CHUNK_ELEMENTS = 2**27  # of the MLP's inner width times the tokens of a chunk: 256 MiB in bfloat16
 
 
-def _matmul(x: Float[Array, "*batch In"], kernel: Float[Array, "In Out"]) -> Float[Array, "*batch Out"]:
-    """x W, computed in the dtype of x."""
-    return jnp.matmul(x, kernel.astype(x.dtype), precision=_precision(x.dtype))
-
-
-def _precision(dtype: DTypeLike) -> jax.lax.Precision | None:
-    """float32 means float32, not the TF32 that GPUs default to."""
-    return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
-
-
-class Linear(nnx.Module):
-    """y = x W + b with W stored `[in, out]`, so that XLA gets a plain GEMM. Computes in the dtype of x."""
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = False,
-        std: float = _INIT_STD,
-        param_dtype: DTypeLike,
-        rngs: nnx.Rngs,
-    ) -> None:
-        self.kernel = nnx.Param(_normal(rngs, (in_features, out_features), std, param_dtype))
-        self.bias = nnx.Param(jnp.zeros(out_features, param_dtype)) if bias else None
-
-    def __call__(self, x: Float[Array, "*batch In"]) -> Float[Array, "*batch Out"]:
-        y = _matmul(x, self.kernel[...])
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
-
-
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the last axis, in float32; the result has the dtype of x."""
+    """x / rms(x) * scale over the last axis, in float32; the result has the dtype of x.
+
+    Not `nnx.RMSNorm`: where the model computes in bfloat16, it rounds float32 scales (in training) to bfloat16 before
+    they are used, and a quarter of the results are then not the nearest bfloat16.
+    """
 
     def __init__(self, features: int, *, eps: float, param_dtype: DTypeLike) -> None:
         self.scale = nnx.Param(jnp.ones(features, param_dtype))
@@ -71,20 +44,20 @@ class RMSNorm(nnx.Module):
 class SelfAttention(nnx.Module):
     """Projections, QK norm (Qwen3) and RoPE around the attention that is handed in.
 
-    One product gives queries, keys and values, as three cost more time when they are of a single token. Its output
-    is ordered by KV head, each one's G query heads, its key head and its value head: `[H_kv, G + 2, d]`, flattened.
+    One product gives queries, keys and values, as three cost more time when they are of a single token. Its kernel is
+    `[D, H_kv, G + 2, d]`: each KV head's G query heads, its key head and its value head.
     """
 
-    def __init__(self, config: ModelConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-        c = config
-        self.num_heads, self.num_kv_heads, self.head_dim = c.num_heads, c.num_kv_heads, c.head_dim
-        q_dim, qkv_dim = c.num_heads * c.head_dim, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
-        self.qkv = Linear(c.hidden_size, qkv_dim, bias=c.qkv_bias, param_dtype=param_dtype, rngs=rngs)
-        std = _residual_std(c)
-        self.o = Linear(q_dim, c.hidden_size, bias=c.o_bias, std=std, param_dtype=param_dtype, rngs=rngs)
-        eps = c.rms_norm_eps
-        self.q_norm = RMSNorm(c.head_dim, eps=eps, param_dtype=param_dtype) if c.qk_norm else None
-        self.k_norm = RMSNorm(c.head_dim, eps=eps, param_dtype=param_dtype) if c.qk_norm else None
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        c, linear = config, functools.partial(_linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.num_heads, self.head_dim = c.num_heads, c.head_dim
+        by_kv_head = (c.num_kv_heads, c.num_heads // c.num_kv_heads + 2, c.head_dim)
+        self.qkv = linear(c.hidden_size, by_kv_head, bias=c.qkv_bias)
+        # Rows in the order of the query heads, so those of a KV head are neighbours: axis 0 can be cut by KV head.
+        self.o = linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.o_bias, std=_residual_std(c))
+        norm = functools.partial(RMSNorm, c.head_dim, eps=c.rms_norm_eps, param_dtype=param_dtype)
+        self.q_norm = norm() if c.qk_norm else None
+        self.k_norm = norm() if c.qk_norm else None
 
     def project(
         self,
@@ -93,16 +66,30 @@ class SelfAttention(nnx.Module):
         sin: Float[Array, "*tokens half"],
     ) -> _Projections:
         """Queries, keys and values of the tokens, with QK norm and RoPE applied."""
-        tokens = x.shape[:-1]
         with jax.named_scope("qkv"):
-            by_head = self.qkv(x).reshape(*tokens, self.num_kv_heads, -1, self.head_dim)
-            q = by_head[..., :-2, :].reshape(*tokens, self.num_heads, self.head_dim)
-            k, v = by_head[..., -2, :], by_head[..., -1, :]
-        if self.q_norm is not None and self.k_norm is not None:
-            with jax.named_scope("qk_norm"):
-                q, k = self.q_norm(q), self.k_norm(k)
-        with jax.named_scope("rope"):
-            return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+            by_kv_head = self.qkv(x)
+            q = by_kv_head[..., :-2, :].reshape(*x.shape[:-1], self.num_heads, self.head_dim)
+            k, v = by_kv_head[..., -2, :], by_kv_head[..., -1, :]
+        return _norm_and_rotate(q, self.q_norm, cos, sin), _norm_and_rotate(k, self.k_norm, cos, sin), v
+
+    def keys_and_values(
+        self,
+        weights: tuple[Float[Array, "D Hkv 2 d"], Float[Array, "Hkv 2 d"] | None],
+        x: Float[Array, "*tokens D"],
+        cos: Float[Array, "*tokens half"],
+        sin: Float[Array, "*tokens half"],
+    ) -> tuple[Float[Array, "*tokens Hkv d"], Float[Array, "*tokens Hkv d"]]:
+        """`project` without queries; `weights` as `key_value_weights` gives them."""
+        kernel, bias = weights
+        with jax.named_scope("kv"):
+            y = jnp.einsum("...D,Dhpd->...hpd", x, kernel, precision=_precision(x.dtype))
+            y = y if bias is None else y + bias
+        return _norm_and_rotate(y[..., 0, :], self.k_norm, cos, sin), y[..., 1, :]
+
+    def key_value_weights(self, dtype: DTypeLike) -> tuple[Array, Array | None]:
+        """The keys' and values' share of the kernel and of the bias: a copy."""
+        kernel = self.qkv.kernel[...][..., -2:, :].astype(dtype)
+        return kernel, None if self.qkv.bias is None else self.qkv.bias[...][..., -2:, :].astype(dtype)
 
     def output(self, out: Float[Array, "*tokens Hq d"]) -> Float[Array, "*tokens D"]:
         """Back to the residual stream."""
@@ -113,29 +100,29 @@ class SelfAttention(nnx.Module):
 class GatedMLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)).
 
-    One product gives gate and up, `[gate, up]` along its output: of a single token, it is faster than two.
+    One product gives gate and up: of a single token, it is faster than two. Its kernel is `[D, 2, I]`.
     """
 
-    def __init__(self, config: ModelConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_up = Linear(width, 2 * inner, bias=bias, param_dtype=param_dtype, rngs=rngs)
-        std = _residual_std(config)
-        self.down = Linear(inner, width, bias=bias, std=std, param_dtype=param_dtype, rngs=rngs)
+        linear = functools.partial(_linear, bias=bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.gate_up = linear(width, (2, inner))
+        self.down = linear(inner, width, std=_residual_std(config))
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+        gate_up = self.gate_up(x)
+        return self.down(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :])
 
 
 class DecoderLayer(nnx.Module):
     """Pre-norm transformer layer. All but attention runs in chunks of tokens when there are many."""
 
-    def __init__(self, config: ModelConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.attention_norm = RMSNorm(width, eps=eps, param_dtype=param_dtype)
-        self.attention = SelfAttention(config, param_dtype=param_dtype, rngs=rngs)
-        self.mlp_norm = RMSNorm(width, eps=eps, param_dtype=param_dtype)
-        self.mlp = GatedMLP(config, param_dtype=param_dtype, rngs=rngs)
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        norm = functools.partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, param_dtype=param_dtype)
+        self.attention_norm = norm()
+        self.attention = SelfAttention(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.mlp_norm = norm()
+        self.mlp = GatedMLP(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         # A power of two, as lengths are multiples of one: the last chunk is then rarely a ragged one.
         self.chunk = 2 ** int(math.log2(max(1, _CHUNK_ELEMENTS // config.intermediate_size)))
 
@@ -147,19 +134,45 @@ class DecoderLayer(nnx.Module):
         attend: Callable[[Array, Array, Array, Any], tuple[Array, Any]],
         state: Any,
         buffers: _Projections | None = None,
-    ) -> tuple[Float[Array, "B L D"], Any, _Projections]:
-        """Runs the layer; `buffers` are the queries, keys and values of the layer before, to be overwritten.
+        places: Int[Array, "B m"] | None = None,
+    ) -> tuple[Float[Array, "B _ D"], Any, _Projections]:
+        """Runs the layer.
+
+        Args:
+            x: The residual stream.
+            cos: Cosine of each token's rotation.
+            sin: Its sine.
+            attend: `(q, k, v, state) -> (out, new state)`.
+            state: What `attend` gets.
+            buffers: Queries, keys and values of the layer before, to be overwritten.
+            places: The tokens of each row whose results are wanted; None for all. Others get keys and values only.
 
         Returns:
-            The new residual stream, the new state, and the layer's queries, keys and values for the next to overwrite.
+            The new residual stream, `[B, L, D]` or `[B, m, D]`, the new state, and the layer's queries, keys and
+            values for the next to overwrite.
         """
-        q, k, v = _by_chunks(self._before_attention, self.chunk, buffers, x, cos, sin)
+        if places is None:
+            q, k, v = _by_chunks(self._before_attention, self.chunk, buffers, x, cos, sin)
+        else:
+            k, v = self._keys_and_values(buffers, x, cos, sin)
+            x, cos, sin = (jnp.take_along_axis(each, places[..., None], axis=1) for each in (x, cos, sin))
+            q, _, _ = _by_chunks(self._before_attention, self.chunk, None, x, cos, sin)
         with jax.named_scope("attention"):
             out, state = attend(q, k, v, state)
         return _by_chunks(self._after_attention, self.chunk, x, out.astype(x.dtype)), state, (q, k, v)
 
     def _before_attention(self, _: Any, x: Array, cos: Array, sin: Array) -> _Projections:
         return self.attention.project(self.attention_norm(x), cos, sin)
+
+    def _keys_and_values(self, buffers: _Projections | None, x: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
+        """Keys and values of all tokens, written over those of the layer before."""
+        weights = self.attention.key_value_weights(x.dtype)  # outside of the loop over chunks
+
+        def function(_: Any, x: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
+            return self.attention.keys_and_values(weights, self.attention_norm(x), cos, sin)
+
+        k, v = _by_chunks(function, self.chunk, None if buffers is None else buffers[1:], x, cos, sin)
+        return k, v
 
     def _after_attention(self, x: Array, out: Array) -> Array:
         x = x + self.attention.output(out)
@@ -227,15 +240,13 @@ class Decoder(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.config = config
-        self.dtype = jnp.dtype(dtype)
+        self.dtype, param_dtype = jnp.dtype(dtype), jnp.dtype(param_dtype)
         vocab, width = config.vocab_size, config.hidden_size
-        self.embedding = nnx.Param(_normal(rngs, (vocab, width), _INIT_STD, param_dtype))
-        self.layers = nnx.List(
-            [DecoderLayer(config, param_dtype=param_dtype, rngs=rngs) for _ in range(config.num_layers)]
-        )
+        made = {"dtype": self.dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.embedding = nnx.Param(_normal(rngs.params(), (vocab, width), param_dtype))
+        self.layers = nnx.List([DecoderLayer(config, **made) for _ in range(config.num_layers)])
         self.norm = RMSNorm(width, eps=config.rms_norm_eps, param_dtype=param_dtype)
-        tied = config.tie_embeddings
-        self.head = None if tied else Linear(width, vocab, param_dtype=param_dtype, rngs=rngs)
+        self.head = None if config.tie_embeddings else _linear(width, vocab, preferred=jnp.float32, **made)
 
     def __call__(
         self,
@@ -244,10 +255,10 @@ class Decoder(nnx.Module):
         attention: Attention,
         states: Sequence[Any],
         *,
-        remat: bool = False,
-        lengths: Any = None,
+        lengths: Int[Array, " B"] | None = None,
         tail: int | None = None,
-    ) -> tuple[Float[Array, "B M D"], tuple[Any, ...]]:
+        remat: bool = False,
+    ) -> tuple[Float[Array, "B _ D"], tuple[Any, ...]]:
         """Run all layers, unrolled.
 
         Args:
@@ -258,18 +269,25 @@ class Decoder(nnx.Module):
                 v [B, L, Hkv, d], state)`, with RoPE applied and queries unscaled (1 / sqrt(d) is attention's
                 part); returns `(out [B, L, Hq, d], new state)`.
             states: What each layer's attention gets as `state`, one entry a layer: a pytree, or None.
+            lengths: `[B]` tokens of each row that are no padding; needed with `tail`, without effect else.
+            tail: Hidden states of the last `tail` tokens of each row are all that is wanted, m for short; static. The
+                last layer then leaves the others out of all but keys and values: its attention gets q `[B, m, Hq, d]`
+                beside k and v of all tokens, and returns `[B, m, Hq, d]`. In a row of fewer than m tokens the first
+                results are those of its first token again.
             remat: Recompute each layer in the backward pass instead of keeping its activations (training).
 
         Returns:
-            `[B, L, D]` hidden states after the final norm, and the layers' new states.
+            `[B, L, D]` hidden states after the final norm, or `[B, m, D]` with `tail`: those of the tokens
+            lengths - m to lengths - 1. And the layers' new states.
 
         Raises:
-            ValueError: `states` has not one entry a layer.
+            ValueError: `states` has not one entry a layer, `tail` is below 1 or comes without `lengths`.
         """
         if len(states) != self.config.num_layers:
             raise ValueError(
                 f"states has {len(states)} entries: must be one for each of {self.config.num_layers} layers"
             )
+        places = None if tail is None else _last_places(lengths, tail)
         with jax.named_scope("embed"):
             x = self.embedding[...].at[tokens].get(mode="clip").astype(self.dtype)
         with jax.named_scope("rope_angles"):
@@ -277,16 +295,14 @@ class Decoder(nnx.Module):
         new_states, buffers = [], None
         for index, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
             run = _bind(layer, index, attention)
+            wanted = places if index == self.config.num_layers - 1 else None
             with jax.named_scope(f"layer_{index}"):
                 if remat:  # what a layer is given is kept for the backward pass: nothing but its inputs
-                    x, state, _ = jax.checkpoint(run)(x, cos, sin, state, None)
+                    x, state, _ = jax.checkpoint(run)(x, cos, sin, state, None, wanted)
                 else:
-                    x, state, buffers = run(x, cos, sin, state, buffers)
+                    x, state, buffers = run(x, cos, sin, state, buffers, wanted)
             new_states.append(state)
         with jax.named_scope("final_norm"):
-            if tail is not None:
-                index = jnp.clip(lengths[:, None] + jnp.arange(-tail, 0), 0, x.shape[1] - 1)
-                x = jnp.take_along_axis(x, index[..., None], axis=1)
             return self.norm(x), tuple(new_states)
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
@@ -298,16 +314,15 @@ class Decoder(nnx.Module):
         Returns:
             `[..., V]` float32.
         """
-        # The tied head contracts the embedding's second axis: no transposed copy of it.
-        if self.head is None:
-            weights, axis = self.embedding[...], 1
-        else:
-            weights, axis = self.head.kernel[...], 0
         with jax.named_scope("logits"):
+            if self.head is not None:
+                return self.head(hidden)
+            # The embedding's second axis is contracted: no transposed copy of it (`nnx.Embed.attend` makes one, and
+            # gives logits in the decoder's dtype).
             return jax.lax.dot_general(
                 hidden,
-                weights.astype(hidden.dtype),
-                (((hidden.ndim - 1,), (axis,)), ((), ())),
+                self.embedding[...].astype(hidden.dtype),
+                (((hidden.ndim - 1,), (1,)), ((), ())),
                 precision=_precision(hidden.dtype),
                 preferred_element_type=jnp.float32,
             )
@@ -317,11 +332,64 @@ def _bind(layer: DecoderLayer, index: int, attention: Attention) -> Callable[...
     """The layer as a function of arrays only, which is what `jax.checkpoint` takes."""
 
     def run(
-        x: Array, cos: Array, sin: Array, state: Any, buffers: _Projections | None
+        x: Array, cos: Array, sin: Array, state: Any, buffers: _Projections | None, places: Array | None
     ) -> tuple[Array, Any, _Projections]:
-        return layer(x, cos, sin, lambda q, k, v, s: attention(index, q, k, v, s), state, buffers)
+        return layer(x, cos, sin, lambda q, k, v, s: attention(index, q, k, v, s), state, buffers, places)
 
     return run
+
+
+def _last_places(lengths: Int[Array, " B"] | None, tail: int) -> Int[Array, "B m"]:
+    """Indices of the last `tail` tokens of each row; 0 for those that a shorter row does not have."""
+    if tail < 1:
+        raise ValueError(f"tail = {tail}: must be at least 1, or None for the hidden states of all tokens")
+    if lengths is None:
+        raise ValueError(f"tail = {tail} needs lengths: the tokens of each row")
+    return jnp.maximum(lengths[:, None] - tail + jnp.arange(tail), 0)
+
+
+def _norm_and_rotate(
+    heads: Float[Array, "*tokens H d"],
+    norm: RMSNorm | None,
+    cos: Float[Array, "*tokens half"],
+    sin: Float[Array, "*tokens half"],
+) -> Float[Array, "*tokens H d"]:
+    """Queries or keys as attention takes them."""
+    if norm is not None:
+        with jax.named_scope("qk_norm"):
+            heads = norm(heads)
+    with jax.named_scope("rope"):
+        return apply_rope(heads, cos, sin)
+
+
+def _linear(
+    in_features: int,
+    out_features: int | tuple[int, ...],
+    *,
+    bias: bool = False,
+    std: float = _INIT_STD,
+    preferred: DTypeLike | None = None,
+    dtype: DTypeLike,
+    param_dtype: DTypeLike,
+    rngs: nnx.Rngs,
+) -> nnx.LinearGeneral:
+    """y = x W + b, computed in `dtype`; W is `[in, *out]`, which XLA takes for a matrix without a copy."""
+    return nnx.LinearGeneral(
+        in_features,
+        out_features,
+        use_bias=bias,
+        dtype=dtype,
+        param_dtype=param_dtype,
+        kernel_init=functools.partial(_normal, std=std),
+        precision=_precision(dtype),
+        preferred_element_type=preferred,
+        rngs=rngs,
+    )
+
+
+def _precision(dtype: DTypeLike) -> jax.lax.Precision | None:
+    """float32 means float32, not the TF32 that GPUs default to."""
+    return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
 
 
 def _residual_std(config: ModelConfig) -> float:
@@ -329,5 +397,6 @@ def _residual_std(config: ModelConfig) -> float:
     return _INIT_STD / math.sqrt(2 * config.num_layers)
 
 
-def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, dtype: DTypeLike) -> Array:
-    return (std * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
+def _normal(key: Array, shape: tuple[int, ...], dtype: DTypeLike, std: float = _INIT_STD) -> Array:
+    """normal(std), drawn in float32: an initialiser in Flax's form."""
+    return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)

@@ -1,4 +1,4 @@
-"""Fingerprint of a model: one for a bfloat16 checkpoint in whatever dtype it is loaded, another for other weights."""
+"""Fingerprint of a model: one for a checkpoint in whatever dtype it is loaded, another for other weights."""
 
 from __future__ import annotations
 
@@ -7,48 +7,107 @@ import functools
 import hashlib
 import json
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt32
 
+from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.params import parameters, split
+from tca_jax.models.names import Layout, parameters
+
+# What is hashed of the architecture, frozen: profiles hold the result for years. The checkpoint's dtype is no part of
+# it. A field that is not here was added later, and enters only with a value that is not its default.
+_CONFIG_FIELDS = (
+    "family",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "max_positions",
+    "tie_embeddings",
+    "qkv_bias",
+    "o_bias",
+    "mlp_bias",
+    "qk_norm",
+)
+_ROPE_FIELDS = (
+    "type",
+    "theta",
+    "original_max_positions",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "truncate",
+    "attention_factor",
+)
+_NOT_HASHED = ("rope", "dtype_name")  # of the config: RoPE is hashed by its own fields
 
 
 def fingerprint(decoder: Decoder) -> str:
-    """Hash of the config and of every tensor of a checkpoint, rounded to what all loading dtypes can hold.
+    """Hash of the architecture and of every tensor of a checkpoint, rounded to what all loading dtypes can hold.
 
-    Which tensors the decoder joins into one weight is no part of it, so profiles outlast a change of that. What all
-    dtypes can hold is bfloat16 without the values below float16's normal range. A checkpoint that is stored in float32
-    and loaded in float16 is rounded twice and counts as other weights.
+    Which tensors the decoder joins into one weight is no part of it, so profiles outlast a change of that, and so they
+    do new options of `ModelConfig`. What all dtypes can hold is bfloat16 without the values below float16's normal
+    range. A checkpoint that is stored in float32 and loaded in float16 is rounded twice: of such a decoder this is
+    another value, and `load_checkpoint` tells the checkpoint's.
 
     Reads each weight where it lies: milliseconds on a GPU.
 
     Returns:
         64 hexadecimal digits (SHA-256).
     """
-    config = dataclasses.asdict(decoder.config)
-    del config["dtype_name"]
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    tensors: list[tuple[str, tuple[int, ...], Array]] = []
+    checksums: dict[str, Array] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for parameter in parameters(decoder):
-        checksums = _checksums(parameter.variable[...], groups=parameter.groups, widths=parameter.widths)
-        tensors += [(*tensor, checksum) for tensor, checksum in zip(parameter.shapes.items(), checksums, strict=True)]
-    for name, shape, checksum in sorted(tensors, key=lambda tensor: tensor[0]):
-        digest.update(f"{name} {shape}".encode())
-        digest.update(np.asarray(checksum, "<u4").tobytes())
+        shapes |= parameter.shapes
+        values = _checksums(parameter.variable[...], layout=parameter.layout)
+        checksums |= dict(zip(parameter.names, values, strict=True))
+    return combine(decoder.config, shapes, checksums)
+
+
+def combine(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], checksums: Mapping[str, Array]) -> str:
+    """The fingerprint, of the checksum of each tensor of the checkpoint and of its shape, not transposed."""
+    digest = hashlib.sha256(json.dumps(_architecture(config), sort_keys=True).encode())
+    for name in sorted(checksums):
+        digest.update(f"{name} {shapes[name]}".encode())
+        digest.update(np.asarray(checksums[name], "<u4").tobytes())
     return digest.hexdigest()
 
 
-@functools.partial(jax.jit, static_argnames=("groups", "widths"))
-def _checksums(x: Float[Array, ...], *, groups: int, widths: tuple[int, ...]) -> list[UInt32[Array, 2]]:
+@functools.partial(jax.jit, static_argnames="transposed")
+def stored_checksum(tensor: Any, *, transposed: bool) -> UInt32[Array, " 2"]:
+    """Checksum of a tensor as a checkpoint stores it."""
+    return _checksum(tensor.T if transposed else tensor)
+
+
+def _architecture(config: ModelConfig) -> dict[str, Any]:
+    """The canonical form of a config that is hashed."""
+    return _canonical(config, _CONFIG_FIELDS) | {"rope": _canonical(config.rope, _ROPE_FIELDS)}
+
+
+def _canonical(options: Any, frozen: tuple[str, ...]) -> dict[str, Any]:
+    later = [field for field in dataclasses.fields(options) if field.name not in (*frozen, *_NOT_HASHED)]
+    changed = [field.name for field in later if getattr(options, field.name) != field.default]
+    return {name: getattr(options, name) for name in (*frozen, *changed)}
+
+
+@functools.partial(jax.jit, static_argnames="layout")
+def _checksums(x: Float[Array, ...], *, layout: Layout) -> list[UInt32[Array, " 2"]]:
     """Of the tensors that a weight is made of; in one program, so that none is copied out of it."""
-    return [_checksum(tensor) for tensor in split(x, groups, widths)]
+    return [_checksum(tensor) for tensor in layout.split(x)]
 
 
-def _checksum(x: Float[Array, ...]) -> UInt32[Array, 2]:
+def _checksum(x: Float[Array, ...]) -> UInt32[Array, " 2"]:
     """Two sums of hashed (place, value) pairs, modulo 2^32: exact, and free of the order of summation."""
     x = x.astype(jnp.bfloat16)
     x = jnp.where(jnp.abs(x) < jnp.finfo(jnp.float16).tiny, jnp.zeros_like(x), x)

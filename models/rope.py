@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,6 +43,18 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float = 1.0
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.type == "float" and not 0 < getattr(self, field.name) < math.inf:
+                raise ValueError(f"RopeConfig.{field.name} = {getattr(self, field.name)!r}: must be a positive number")
+        if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"RoPE low_freq_factor = {self.low_freq_factor:g}: must be below "
+                f"high_freq_factor = {self.high_freq_factor:g}"
+            )
+        if self.type == "yarn" and self.theta <= 1:
+            raise ValueError(f"rope_theta = {self.theta:g}: must be above 1 for YaRN, whose ramp is in its logarithm")
+
     @classmethod
     def from_hf(cls, parameters: Mapping[str, Any], *, max_positions: int) -> RopeConfig:
         """Read `rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` put into it (4.x).
@@ -60,14 +73,15 @@ class RopeConfig:
         rope_type = parameters.get("rope_type", parameters.get("type", "default"))
         if rope_type not in ROPE_TYPES:
             raise ValueError(f"RoPE type {rope_type!r} is not supported: must be one of {list(ROPE_TYPES)}")
-        if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
-            partial = parameters["partial_rotary_factor"]
+        if (partial := parameters.get("partial_rotary_factor")) not in (None, 1):
             raise ValueError(f"partial_rotary_factor = {partial!r} is not supported: must be 1.0")
         fields: dict[str, Any] = {"theta": _number(parameters, "rope_theta", 10_000.0)}
         if rope_type != "default":
             fields["original_max_positions"] = max_positions
         if rope_type in ("llama3", "yarn"):
             original = _number(parameters, "original_max_position_embeddings", float(max_positions))
+            if original != int(original):
+                raise ValueError(f"original_max_position_embeddings = {original:g}: must be a positive integer")
             fields["original_max_positions"] = int(original)
         if rope_type == "yarn":
             fields |= _yarn_fields(parameters, max_positions / fields["original_max_positions"])
@@ -184,8 +198,10 @@ def _yarn_fields(parameters: Mapping[str, Any], implied_factor: float) -> dict[s
         "factor": _number(parameters, "factor", implied_factor),
         "beta_fast": _number(parameters, "beta_fast", 32.0),
         "beta_slow": _number(parameters, "beta_slow", 1.0),
-        "truncate": bool(parameters.get("truncate", True)),
     }
+    fields["truncate"] = True if parameters.get("truncate") is None else parameters["truncate"]
+    if not isinstance(fields["truncate"], bool):
+        raise ValueError(f"rope_parameters['truncate'] = {fields['truncate']!r}: must be true or false")
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(fields["factor"]) + 1.0 if fields["factor"] > 1 else 1.0
@@ -203,6 +219,6 @@ def _number(parameters: Mapping[str, Any], key: str, default: float | None = Non
     value = default if value is None else value
     if value is None:
         raise ValueError(f"rope_parameters has no {key!r}, which its rope_type needs")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise ValueError(f"rope_parameters[{key!r}] = {value!r}: must be a positive number")
     return float(value)

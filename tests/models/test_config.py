@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tca_jax.models.config import FAMILIES, ModelConfig, read_config
-from tca_jax.models.rope import ROPE_TYPES, RopeConfig
+from tca_jax.models.rope import ROPE_TYPES, RopeConfig, inverse_frequencies
 
 
 def newer_spelling(entries: dict[str, Any]) -> dict[str, Any]:
@@ -125,6 +128,39 @@ def test_the_outer_original_length_wins_as_in_transformers(config_entries: Any) 
             {"rms_norm_eps": "small"},
             r"config\['rms_norm_eps'\] = 'small': must be a positive number",
         ),
+        ("llama", {"rms_norm_eps": math.nan}, r"config\['rms_norm_eps'\] = nan: must be a positive number"),
+        ("llama", {"rms_norm_eps": math.inf}, r"config\['rms_norm_eps'\] = inf: must be a positive number"),
+        ("llama", {"rms_norm_eps": 10**400}, r"config\['rms_norm_eps'\] = 1000+: must be a positive number"),
+        ("llama", {"rms_norm_eps": True}, r"config\['rms_norm_eps'\] = True: must be a positive number"),
+        ("llama", {"model_type": ["llama"]}, r"model_type \['llama'\] is not supported"),
+        (
+            "llama",
+            {"architectures": "LlamaForCausalLM"},
+            r"architectures = 'LlamaForCausalLM' .*\['LlamaForCausalLM'\]",
+        ),
+        ("llama", {"architectures": 3}, r"architectures = 3 is not supported: must be \['LlamaForCausalLM'\]"),
+        ("llama", {"quantization_config": "gptq"}, r"quantization_config \('gptq'\) is not supported"),
+        ("qwen2", {"layer_types": 2}, r"config\['layer_types'\] = 2: must be a list of 2, one for each layer"),
+        ("qwen2", {"layer_types": ["full_attention"]}, r"config\['layer_types'\] = .*: must be a list of 2"),
+        ("qwen3", {"layer_types": ["full_attention", 7]}, r"layer 1 has 7: only 'full_attention' is supported"),
+        ("qwen2", {"max_window_layers": "1"}, r"config\['max_window_layers'\] = '1': must be an integer from 0"),
+        ("qwen2", {"use_sliding_window": 1}, r"config\['use_sliding_window'\] = 1: must be true or false"),
+        ("llama", {"num_hidden_layers": True}, r"config\['num_hidden_layers'\] = True: must be a positive integer"),
+        (
+            "llama",
+            {"max_position_embeddings": 2**31},
+            r"\['max_position_embeddings'\] = 2147483648: .*2147483647",
+        ),
+        ("llama", {"vocab_size": 10**12}, r"config\['vocab_size'\] = 1000000000000: must be at most 2147483647"),
+        ("llama", {"rope_scaling": "yarn"}, r"rope_scaling = 'yarn': must be an object"),
+        ("llama", {"rope_parameters": 0}, r"rope_parameters = 0: must be an object"),
+        ("llama", {"rope_theta": math.nan}, r"rope_parameters\['rope_theta'\] = nan: must be a positive number"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 1e12}}, r"RoPE factor .* = 1e\+12 \* 32: .*2147483647"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": [2]}},
+            r"rope_parameters\['factor'\] = \[2\]: must be a positive number",
+        ),
     ],
 )
 def test_unsupported_options_are_errors_that_name_them(
@@ -132,6 +168,81 @@ def test_unsupported_options_are_errors_that_name_them(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_hf(config_entries(family) | changes)
+
+
+WRONG = (None, True, "x", [], [1], {}, -1, 0, 1.5, math.nan, 10**12, "1")
+OTHER_ENTRIES = (
+    "architectures",
+    "attention_bias",
+    "dtype",
+    "dual_chunk_attention_config",
+    "head_dim",
+    "layer_types",
+    "max_window_layers",
+    "mlp_bias",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "quantization_config",
+    "rope_parameters",
+    "sliding_window",
+    "tie_word_embeddings",
+    "use_sliding_window",
+)
+SCALING_ENTRIES = (
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "high_freq_factor",
+    "low_freq_factor",
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_theta",
+    "rope_type",
+    "truncate",
+    "type",
+)
+
+
+def wrong_configs(entries: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The config with each entry, also those of its RoPE, replaced by what it should not be."""
+    for key in sorted({*entries, *OTHER_ENTRIES}):
+        yield from (entries | {key: wrong} for wrong in WRONG)
+    scaling = entries["rope_scaling"] or {}
+    for key in SCALING_ENTRIES:
+        yield from (entries | {"rope_scaling": scaling | {key: wrong}} for wrong in WRONG)
+
+
+@pytest.mark.parametrize("rope_type", ROPE_TYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whatever_an_entry_holds_is_a_config_or_a_value_error(family: str, rope_type: str, config_entries: Any) -> None:
+    refused = 0
+    for entries in wrong_configs(config_entries(family, rope_type)):
+        try:
+            config = ModelConfig.from_hf(entries)
+        except ValueError:
+            refused += 1
+        else:
+            assert hash(config) == hash(ModelConfig.from_hf(config.to_hf()))
+            assert config.max_context < 2**31
+            assert 0 < config.rms_norm_eps < math.inf
+            assert np.isfinite(inverse_frequencies(64, config.rope)).all()
+    assert refused > 150
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rms_norm_eps": math.nan}, r"rms_norm_eps = nan: must be a positive number"),
+        ({"max_positions": 2**31}, r"ModelConfig\.max_positions = 2147483648: must be at most 2147483647"),
+        ({"num_layers": 0}, r"ModelConfig\.num_layers = 0: must be a positive integer"),
+    ],
+)
+def test_a_config_made_by_hand_is_checked_too(changes: dict[str, Any], message: str, config_entries: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(ModelConfig.from_hf(config_entries()), **changes)
 
 
 @pytest.mark.parametrize("changes", [{"use_sliding_window": True}, {"max_window_layers": 1}])
@@ -150,7 +261,9 @@ def test_read_config_names_the_file(tmp_path: Path, config_entries: Any) -> None
     for text, message in (
         ("{", "is not valid JSON"),
         ("[1]", "holds a list: must be a JSON object"),
+        ("[" * 100_000, "is not valid JSON"),
         (json.dumps(config_entries(hidden_act="relu")), "hidden_act = 'relu'"),
+        (json.dumps(config_entries(rms_norm_eps=math.nan)), r"config\['rms_norm_eps'\] = nan"),
     ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=rf"config\.json.*{message}"):

@@ -14,7 +14,7 @@ from flax import nnx
 
 from tca_jax.models import decoder as decoder_module
 from tca_jax.models.config import ModelConfig
-from tca_jax.models.decoder import Decoder
+from tca_jax.models.decoder import Decoder, RMSNorm
 
 NO_STATES = (None, None)
 
@@ -120,6 +120,139 @@ def test_chunks_run_under_shard_map(config: ModelConfig, monkeypatch: pytest.Mon
     np.testing.assert_allclose(jax.jit(sharded)(weights, *inputs(config)), whole, atol=1e-5)
 
 
+TAIL_LENGTHS = (11, 2, 7)
+
+
+def dense(lengths: jax.Array, tail: int | None, last_layer: int) -> Any:
+    """Exact causal attention of a padded batch, of the last layer's tail where one is asked for."""
+
+    def attention(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        places = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
+        if tail is not None and layer == last_layer:
+            places = jnp.maximum(lengths[:, None] - tail + jnp.arange(tail), 0)
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        scores = jnp.einsum("bmhd,blhd->bhml", q, k, precision="highest") / math.sqrt(q.shape[-1])
+        visible = jnp.arange(k.shape[1]) <= places[:, None, :, None]
+        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf))
+        return jnp.einsum("bhml,blhd->bmhd", weights, v, precision="highest"), q.shape
+
+    return attention
+
+
+def of_tail(decoder: Decoder, tail: int | None, remat: bool = False) -> tuple[jax.Array, Any]:
+    """Hidden states and the shapes of the queries that each layer's attention got."""
+    lengths = jnp.asarray(TAIL_LENGTHS)
+    tokens, places = inputs(decoder.config, rows=3)
+    positions = jnp.minimum(places, lengths[:, None] - 1)
+    attention = dense(lengths, tail, decoder.config.num_layers - 1)
+    return decoder(tokens, positions, attention, NO_STATES, lengths=lengths, tail=tail, remat=remat)
+
+
+def random_weights(config: ModelConfig) -> Decoder:
+    """Biases and norms drawn too."""
+    keys = iter(jax.random.split(jax.random.key(1), 100))
+    return jax.tree.map(lambda x: 0.3 * jax.random.normal(next(keys), x.shape), make(config))
+
+
+# 33 tokens, at once or in four chunks and the rest; 16 are more than a row has.
+@pytest.mark.parametrize(("tail", "chunk"), [(1, None), (3, 8), (16, 8)])
+@pytest.mark.parametrize(
+    ("family", "rope_type", "options"),
+    [
+        ("llama", "llama3", {}),
+        ("llama", "default", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen2", "dynamic", {}),
+        ("qwen3", "yarn", {}),
+        ("qwen3", "default", {"attention_bias": True, "num_hidden_layers": 1}),
+    ],
+)
+def test_the_tail_is_the_end_of_all_hidden_states(
+    family: str,
+    rope_type: str,
+    options: dict[str, Any],
+    tail: int,
+    chunk: int | None,
+    config_entries: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = ModelConfig.from_hf(config_entries(family, rope_type, **options))
+    monkeypatch.setattr(f"{__name__}.NO_STATES", (None,) * config.num_layers)
+    whole, _ = of_tail(random_weights(config), None)
+    if chunk is not None:
+        monkeypatch.setattr(decoder_module, "_CHUNK_ELEMENTS", chunk * config.intermediate_size)
+    hidden, query_shapes = of_tail(random_weights(config), tail)
+    heads = (config.num_heads, config.head_dim)
+    assert query_shapes == (*((3, 11, *heads),) * (config.num_layers - 1), (3, tail, *heads))
+    assert hidden.shape == (3, tail, config.hidden_size)
+    assert bool(jnp.isfinite(hidden).all())
+    for row, length in enumerate(TAIL_LENGTHS):
+        kept = min(tail, length)
+        np.testing.assert_allclose(hidden[row, -kept:], whole[row, length - kept : length], rtol=1e-5, atol=1e-5)
+
+
+def test_the_tail_may_be_recomputed_in_the_backward_pass(config: ModelConfig) -> None:
+    decoder = random_weights(config)
+    hidden, _ = of_tail(decoder, 3, remat=True)
+    np.testing.assert_array_equal(hidden, of_tail(decoder, 3)[0])
+
+
+def test_the_last_layer_multiplies_its_tail_alone(config: ModelConfig) -> None:
+    def products(tail: int | None) -> list[int]:
+        """Tokens in each product of the program."""
+        program = jax.make_jaxpr(lambda decoder: of_tail(decoder, tail)[0])(make(config))
+        found = [equation for equation in program.eqns if equation.primitive.name == "dot_general"]
+        weights = [dot for dot in found if dot.invars[1].aval.shape[0] != 3]  # not those of attention: no batch
+        return [math.prod(dot.invars[0].aval.shape[:-1]) for dot in weights]
+
+    assert products(None) == [33] * 8
+    assert products(2) == [33] * 4 + [33] + [6] * 4  # keys and values of all; then queries, o, gate and up, down
+
+
+@pytest.mark.parametrize("tail", [None, 1])
+def test_keys_and_values_are_written_over_those_of_the_layer_before(
+    tail: int | None, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's compiler makes fresh buffers of all layers at the start."""
+    monkeypatch.setattr(decoder_module, "_CHUNK_ELEMENTS", 8 * config.intermediate_size)
+    program = jax.make_jaxpr(lambda decoder: of_tail(decoder, tail)[0])(make(config))
+    made = [e.outvars[0].aval.shape for e in program.eqns if e.primitive.name == "broadcast_in_dim"]
+    fresh = [shape for shape in made if shape in {(3, 11, config.num_heads, 12), (3, 11, config.num_kv_heads, 12)}]
+    assert len(fresh) == 3  # queries, keys and values of the first layer
+
+
+def test_a_tail_needs_lengths_and_a_token(config: ModelConfig) -> None:
+    decoder, (tokens, positions) = make(config), inputs(config)
+    with pytest.raises(ValueError, match=r"tail = 0: must be at least 1, or None"):
+        decoder(tokens, positions, causal, NO_STATES, lengths=jnp.asarray([11, 11]), tail=0)
+    with pytest.raises(ValueError, match=r"tail = 4 needs lengths"):
+        decoder(tokens, positions, causal, NO_STATES, tail=4)
+
+
+def test_norms_round_once(config: ModelConfig) -> None:
+    """From float32 weights and statistics to bfloat16, as training needs it."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(64, 128)), jnp.bfloat16)
+    norm = RMSNorm(128, eps=1e-5, param_dtype=jnp.float32)
+    norm.scale[...] = jnp.asarray(1 + rng.normal(size=128) / 100, jnp.float32)
+    wide = np.asarray(x, np.float64)
+    exact = wide / np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + 1e-5) * np.asarray(norm.scale[...], np.float64)
+    ours = norm(x)
+    assert ours.dtype == jnp.bfloat16
+    assert np.mean(np.asarray(ours) == np.asarray(jnp.asarray(exact, jnp.bfloat16))) > 0.999
+
+
+def test_fused_kernels_have_an_axis_of_kv_heads_and_one_of_gate_and_up(config_entries: Any) -> None:
+    config = ModelConfig.from_hf(
+        config_entries("llama", num_attention_heads=6, head_dim=8, attention_bias=True, mlp_bias=True)
+    )
+    layer = make(config).layers[0]
+    assert layer.attention.qkv.kernel.shape == (32, 2, 3 + 2, 8)
+    assert layer.attention.qkv.bias.shape == (2, 3 + 2, 8)
+    assert layer.mlp.gate_up.kernel.shape == (32, 2, 48)
+    assert layer.mlp.gate_up.bias.shape == (2, 48)
+    assert layer.attention.o.kernel.shape == (6 * 8, 32)
+
+
 def test_each_layer_gets_its_own_state_and_index(config: ModelConfig) -> None:
     seen = []
 
@@ -169,8 +302,9 @@ def test_one_product_holds_queries_key_and_value_of_each_kv_head_side_by_side(co
     attention = make(config).layers[1].attention
     rng = np.random.default_rng(0)
     x, bias = rng.normal(size=(3, 32)).astype(np.float32), rng.normal(size=(2, 3 + 2, 8)).astype(np.float32)
-    attention.qkv.bias[...] = jnp.asarray(bias.ravel())
-    kernel = np.asarray(attention.qkv.kernel[...], np.float64).reshape(32, 2, 3 + 2, 8)
+    attention.qkv.bias[...] = jnp.asarray(bias)
+    kernel = np.asarray(attention.qkv.kernel[...], np.float64)
+    assert kernel.shape == (32, 2, 3 + 2, 8)
     products = np.einsum("tD,Dhgd->thgd", x, kernel) + bias
     unrotated = jnp.ones((3, 4)), jnp.zeros((3, 4))
     q, k, v = attention.project(jnp.asarray(x), *unrotated)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from safetensors.numpy import load_file, save_file
 
 from tca_jax.models.config import ModelConfig, read_config
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.params import load_decoder, parameters, save_decoder, split
+from tca_jax.models.names import parameters
+from tca_jax.models.params import load_checkpoint, load_decoder, save_decoder
 
 INDEX = "model.safetensors.index.json"
 Q, K = (f"model.layers.1.self_attn.{part}_proj.weight" for part in "qk")
@@ -163,17 +165,14 @@ def test_a_checkpoint_holds_apart_what_one_product_computes(config: ModelConfig,
     save_decoder(tmp_path, decoder, jnp.float32)
     tensors = load_file(tmp_path / "model.safetensors")
     gate_up = decoder.layers[1].mlp.gate_up.kernel[...]
-    for part, chosen in (
-        ("gate", gate_up[:, : config.intermediate_size]),
-        ("up", gate_up[:, config.intermediate_size :]),
-    ):
+    for part, chosen in (("gate", gate_up[:, 0]), ("up", gate_up[:, 1])):
         np.testing.assert_array_equal(tensors[f"model.layers.1.mlp.{part}_proj.weight"], chosen.T)
     qkv = decoder.layers[1].attention.qkv
-    for kind, value in (("weight", qkv.kernel[...].T), ("bias", qkv.bias[...])):
-        heads = value.reshape(2, 2 + 2, 8, *value.shape[1:])  # KV heads; each one's queries, key and value
+    for kind, heads in (("weight", jnp.moveaxis(qkv.kernel[...], 0, -1)), ("bias", qkv.bias[...])):
+        assert heads.shape[:3] == (2, 2 + 2, 8)  # KV heads; each one's queries, key and value
         for part, chosen in (("q", heads[:, :2]), ("k", heads[:, 2]), ("v", heads[:, 3])):
             stored = tensors[f"model.layers.1.self_attn.{part}_proj.{kind}"]
-            np.testing.assert_array_equal(stored, chosen.reshape(-1, *value.shape[1:]))
+            np.testing.assert_array_equal(stored, chosen.reshape(-1, *heads.shape[3:]))
 
 
 def test_tensors_of_a_decoder_are_those_of_its_checkpoint(config: ModelConfig, tmp_path: Path) -> None:
@@ -183,7 +182,7 @@ def test_tensors_of_a_decoder_are_those_of_its_checkpoint(config: ModelConfig, t
     names = [name for parameter in parameters(decoder) for name in parameter.names]
     assert sorted(names) == sorted(stored)
     for parameter in parameters(decoder):
-        tensors = split(parameter.variable[...], parameter.groups, parameter.widths)
+        tensors = parameter.layout.split(parameter.variable[...])
         for name, tensor in zip(parameter.names, tensors, strict=True):
             np.testing.assert_array_equal(tensor.T if parameter.transposed else tensor, stored[name])
 
@@ -215,6 +214,35 @@ def test_wrong_tensors_are_errors_that_name_them(
     rewrite(tmp_path, change)
     with pytest.raises(ValueError, match=message):
         load_decoder(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_layers": 1000}, r"num_hidden_layers = 1000, but there are tensors of 2 layers"),
+        ({"num_layers": 10**9}, r"num_hidden_layers = 1000000000, but there are tensors of 2 layers"),
+        ({"vocab_size": 10**9}, r"'model\.embed_tokens\.weight' has shape \[67, 32\], .* \[1000000000, 32\]"),
+        ({"hidden_size": 10**9}, r"'model\.embed_tokens\.weight' has shape \[67, 32\], .* \[67, 1000000000\]"),
+        ({"intermediate_size": 10**9}, r"1\.mlp\.gate_proj\.weight' has shape \[48, 32\], .* \[1000000000, 32\]"),
+        ({"num_heads": 10**9}, r"1\.self_attn\.q_proj\.weight' has shape \[32, 32\], .* \[8000000000, 32\]"),
+        ({"num_heads": 10**9, "num_kv_heads": 10**9}, r"q_proj\.weight' has shape \[32, 32\], .* \[8000000000, 32\]"),
+        ({"num_kv_heads": 4}, r"1\.self_attn\.k_proj\.weight' has shape \[16, 32\], .* \[32, 32\]"),
+        ({"head_dim": 10**9}, r"1\.self_attn\.q_proj\.weight' has shape \[32, 32\], .* \[4000000000, 32\]"),
+    ],
+)
+def test_sizes_that_the_files_do_not_have_are_refused_before_a_decoder_is_built(
+    sizes: dict[str, int], message: str, config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_decoder(tmp_path, make(config), jnp.float32)
+
+    def build(*args: Any, **options: Any) -> None:
+        raise AssertionError("a decoder was built")
+
+    monkeypatch.setattr("tca_jax.models.params.Decoder", build)
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(tmp_path, dataclasses.replace(config, **sizes))
+    with pytest.raises(AssertionError, match="a decoder was built"):
+        load_checkpoint(tmp_path, config)  # or this test watches the wrong place
 
 
 def test_a_missing_shard_is_an_error_that_names_it(config: ModelConfig, tmp_path: Path) -> None:

@@ -194,10 +194,11 @@ def test_rms_norm_equals_transformers() -> None:
 def test_mlp_equals_transformers(config_entries: Any) -> None:
     entries = config_entries("llama", mlp_bias=True)
     reference = reference_model(entries).model.layers[1].mlp
-    mlp = GatedMLP(ModelConfig.from_hf(entries), param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    mlp = GatedMLP(ModelConfig.from_hf(entries), dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
     for ours, names in ((mlp.gate_up, ("gate_proj", "up_proj")), (mlp.down, ("down_proj",))):
         projections = [getattr(reference, name) for name in names]
-        ours.kernel[...] = jnp.concatenate([p.weight.detach().numpy().T for p in projections], axis=1)
-        ours.bias[...] = jnp.concatenate([p.bias.detach().numpy() for p in projections])
+        kernels = [p.weight.detach().numpy().T for p in projections]
+        ours.kernel[...] = jnp.stack(kernels, axis=1).reshape(ours.kernel.shape)
+        ours.bias[...] = jnp.stack([p.bias.detach().numpy() for p in projections]).reshape(ours.bias.shape)
     x = np.random.default_rng(0).normal(size=(2, 5, 32)).astype(np.float32)
     np.testing.assert_allclose(mlp(jnp.asarray(x)), reference(torch.tensor(x)).detach(), atol=1e-5)

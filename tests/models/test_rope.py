@@ -137,6 +137,16 @@ def test_hugging_face_entries_survive_a_round_trip(name: str) -> None:
         ),
         ({"rope_type": "llama3", "factor": 8.0}, r"no 'low_freq_factor'"),
         ({"rope_type": "yarn", "factor": -1.0}, r"\['factor'\] = -1\.0: must be a positive number"),
+        (
+            LLAMA3 | {"low_freq_factor": 4.0},
+            r"low_freq_factor = 4: must be below high_freq_factor = 4",
+        ),
+        (YARN | {"rope_theta": 1}, r"rope_theta = 1: must be above 1 for YaRN"),
+        (YARN | {"truncate": "no"}, r"rope_parameters\['truncate'\] = 'no': must be true or false"),
+        (
+            YARN | {"original_max_position_embeddings": 0.5},
+            r"original_max_position_embeddings = 0\.5: must be a positive integer",
+        ),
         ({"full_attention": {"rope_type": "default"}}, r"by layer type \(\['full_attention'\]\)"),
     ],
 )

@@ -1,0 +1,185 @@
+"""Which tensors of a Hugging Face checkpoint each parameter of the decoder is made of: one table, both ways."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from tca_jax.models.config import ModelConfig
+from tca_jax.models.decoder import Decoder
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+LAYER = re.compile(r"model\.layers\.(\d+)\..*")  # a name of a layer's tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """Where checkpoints keep a kind of parameter.
+
+    Attributes:
+        path: Its path in the decoder, a regular expression.
+        names: Its tensors, as templates of the match.
+        transposed: The checkpoint holds transposes ([out, in]).
+        widths: Where there are several tensors, what each one fills of the parameter's axis -2.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    transposed: bool = False
+    widths: Callable[[ModelConfig], tuple[int, ...]] | None = None
+
+
+def _queries_key_value(config: ModelConfig) -> tuple[int, ...]:
+    """Axis -2 of `SelfAttention.qkv`: a KV head's queries, its key, its value."""
+    return config.num_heads // config.num_kv_heads, 1, 1
+
+
+def _gate_and_up(config: ModelConfig) -> tuple[int, ...]:
+    """Axis -2 of `GatedMLP.gate_up`."""
+    return 1, 1
+
+
+_LAYER, _HF_LAYER = r"layers\.(\d+)", r"model.layers.\1"
+_QKV_WEIGHTS, _QKV_BIASES = (
+    tuple(rf"{_HF_LAYER}.self_attn.{part}_proj.{kind}" for part in "qkv") for kind in ("weight", "bias")
+)
+_GATE_UP_WEIGHTS, _GATE_UP_BIASES = (
+    tuple(rf"{_HF_LAYER}.mlp.{part}_proj.{kind}" for part in ("gate", "up")) for kind in ("weight", "bias")
+)
+_TABLE = (
+    _Row(r"embedding", (EMBEDDING,)),
+    _Row(r"norm\.scale", ("model.norm.weight",)),
+    _Row(r"head\.kernel", (HEAD,), transposed=True),
+    _Row(rf"{_LAYER}\.attention_norm\.scale", (rf"{_HF_LAYER}.input_layernorm.weight",)),
+    _Row(rf"{_LAYER}\.mlp_norm\.scale", (rf"{_HF_LAYER}.post_attention_layernorm.weight",)),
+    _Row(rf"{_LAYER}\.attention\.qkv\.kernel", _QKV_WEIGHTS, transposed=True, widths=_queries_key_value),
+    _Row(rf"{_LAYER}\.attention\.qkv\.bias", _QKV_BIASES, widths=_queries_key_value),
+    _Row(rf"{_LAYER}\.attention\.([qk])_norm\.scale", (rf"{_HF_LAYER}.self_attn.\2_norm.weight",)),
+    _Row(rf"{_LAYER}\.attention\.o\.kernel", (rf"{_HF_LAYER}.self_attn.o_proj.weight",), transposed=True),
+    _Row(rf"{_LAYER}\.attention\.o\.bias", (rf"{_HF_LAYER}.self_attn.o_proj.bias",)),
+    _Row(rf"{_LAYER}\.mlp\.gate_up\.kernel", _GATE_UP_WEIGHTS, transposed=True, widths=_gate_and_up),
+    _Row(rf"{_LAYER}\.mlp\.gate_up\.bias", _GATE_UP_BIASES, widths=_gate_and_up),
+    _Row(rf"{_LAYER}\.mlp\.down\.kernel", (rf"{_HF_LAYER}.mlp.down_proj.weight",), transposed=True),
+    _Row(rf"{_LAYER}\.mlp\.down\.bias", (rf"{_HF_LAYER}.mlp.down_proj.bias",)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a parameter holds its tensors side by side. Hashable: a static value under jit.
+
+    Attributes:
+        shape: Of the parameter.
+        lead: Axes of the parameter that its tensors have too; they flatten the others into one.
+        widths: What each tensor fills of axis -2; empty where the parameter is its one tensor.
+    """
+
+    shape: tuple[int, ...]
+    lead: int
+    widths: tuple[int, ...]
+
+    @property
+    def tensor_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the tensors, not transposed."""
+        if not self.widths:
+            return [self.shape]
+        each = math.prod(self.shape[self.lead : -2]) * self.shape[-1]
+        return [(*self.shape[: self.lead], each * width) for width in self.widths]
+
+    def split(self, value: Any) -> list[Any]:
+        """Tensors of a parameter's value, NumPy or JAX, not transposed."""
+        if not self.widths:
+            return [value]
+        return [
+            value[..., end - width : end, :].reshape(shape)
+            for shape, width, end in zip(
+                self.tensor_shapes, self.widths, itertools.accumulate(self.widths), strict=True
+            )
+        ]
+
+    def join(self, tensors: Sequence[Array]) -> Array:
+        """The parameter of its tensors, not transposed."""
+        return _join(tuple(tensors), layout=self) if self.widths else tensors[0]
+
+
+@functools.partial(jax.jit, static_argnames="layout")
+def _join(tensors: tuple[Array, ...], *, layout: Layout) -> Array:
+    parts = [
+        tensor.reshape(*layout.shape[:-2], width, layout.shape[-1])
+        for tensor, width in zip(tensors, layout.widths, strict=True)
+    ]
+    return jnp.concatenate(parts, axis=-2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """A parameter of the decoder and the tensors of the checkpoint that it is made of.
+
+    Attributes:
+        path: Its path in the decoder.
+        variable: Its `nnx.Param`, with or without a value.
+        names: Its tensors.
+        transposed: The checkpoint holds transposes ([out, in]).
+        layout: How it holds them.
+    """
+
+    path: tuple[Any, ...]
+    variable: Any
+    names: tuple[str, ...]
+    transposed: bool
+    layout: Layout
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors, not transposed."""
+        return dict(zip(self.names, self.layout.tensor_shapes, strict=True))
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor in the checkpoint."""
+        shape = self.shapes[name]
+        return shape[::-1] if self.transposed else shape
+
+
+def parameters(decoder: Decoder) -> list[Parameter]:
+    """Every parameter of the decoder, with its tensors."""
+    found = []
+    for path, variable in nnx.to_flat_state(nnx.state(decoder, nnx.Param)):
+        row, match = _row(path)
+        widths = row.widths(decoder.config) if row.widths else ()
+        layout = Layout(tuple(variable.shape), 1 if row.transposed else 0, widths)  # kernels have an axis of inputs
+        names = tuple(match.expand(name) for name in row.names)
+        found.append(Parameter(path, variable, names, row.transposed, layout))
+    return found
+
+
+def outer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Tensors of the embedding and of the last layer, as stored, which every size of the config shows in.
+
+    Of the config alone, while `parameters` needs a decoder, which cannot be built of sizes that nothing backs.
+    """
+    c, last = config, f"model.layers.{config.num_layers - 1}"
+    return {
+        EMBEDDING: (c.vocab_size, c.hidden_size),
+        f"{last}.self_attn.q_proj.weight": (c.num_heads * c.head_dim, c.hidden_size),
+        f"{last}.self_attn.k_proj.weight": (c.num_kv_heads * c.head_dim, c.hidden_size),
+        f"{last}.mlp.gate_proj.weight": (c.intermediate_size, c.hidden_size),
+    }
+
+
+def _row(path: tuple[Any, ...]) -> tuple[_Row, re.Match[str]]:
+    """The table's row of a parameter, and the match that fills in its names."""
+    joined = ".".join(str(part) for part in path)
+    for row in _TABLE:
+        if match := re.fullmatch(row.path, joined):
+            return row, match
+    raise AssertionError(f"parameter {joined} has no name in checkpoints")  # the table lacks a row
