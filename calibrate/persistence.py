@@ -29,6 +29,7 @@ RestoreArrays = Callable[[Iterable[str]], dict[str, np.ndarray]]
 _STEP = re.compile(r"profile_(0|[1-9][0-9]*)")
 _TEMPORARY = re.compile(r"\.tmp-(?P<host>.+)-(?P<pid>[0-9]+)-[0-9a-f]{32}")
 _ABANDONED_SECONDS = 24 * 3600  # the age at which a temporary folder of another machine counts as nobody's
+_STEP_BYTES = 128 * 1024  # more than the files of a step take beside the bytes of its arrays
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # what a rename onto a name in use ends with
 
 
@@ -46,6 +47,7 @@ def save_step(directory: Path, arrays: Mapping[str, np.ndarray], metadata: Mappi
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with _temporary_folder(directory) as temporary:
+            _require_room(temporary / "room", sum(array.nbytes for array in arrays.values()))
             _write(temporary / "step", arrays, metadata)
             _sync_tree(temporary / "step")
             _publish(temporary / "step", directory)
@@ -90,6 +92,14 @@ def _write(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str
         checkpointer.save(folder, args=ocp.args.Composite(**items))
     for note in folder.rglob("commit_success.txt"):  # nobody reads it, and it tells a path of this machine
         note.unlink()
+
+
+def _require_room(file: Path, num_bytes: int) -> None:
+    """Raises the system's own error where a step does not fit: over a full disk, Orbax prints tracebacks of threads."""
+    with open(file, "wb") as opened:
+        opened.write(bytes(2 * num_bytes + _STEP_BYTES))
+        os.fsync(opened.fileno())
+    file.unlink()
 
 
 def _restore_metadata(folder: Path) -> Any:
@@ -227,15 +237,17 @@ def _save_error(directory: Path, error: Exception) -> OSError:
     """An error of one line that names the directory, with the system's number where there is one."""
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, f"cannot save a profile: {error.strerror}", str(directory))
+    if number := re.search(r"os_error_code='(\d+)'", str(error)):  # of TensorStore, which writes for Orbax
+        return OSError(int(number[1]), f"cannot save a profile: {os.strerror(int(number[1]))}", str(directory))
     return OSError(f"cannot save a profile to {directory}: {' '.join(str(error).split())}")
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Mutes Orbax's log below errors: it tells its life at INFO, and what matters arrives as an exception."""
+    """Mutes Orbax's log: it tells its life at INFO and of its threads at ERROR, and all that matters is raised."""
     logger = logging.getLogger("absl")
     level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:

@@ -133,22 +133,26 @@ def test_a_save_that_raises_is_never_what_loads_and_names_the_directory(tmp_path
 # A limit on the size of files fails in the midst of a write, as a full disk does.
 _SAVE_WITHOUT_ROOM = """
 import resource, sys
-import orbax.checkpoint
+from tca_jax.calibration import persistence
 from tca_jax.calibration.profile import Profile
 from tca_jax.methods.config import TCAConfig
+import orbax.checkpoint
+if sys.argv[2] == "fills up later":
+    persistence._require_room = lambda file, num_bytes: None
 resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
 try:
     Profile.uniform(TCAConfig(), 3, 2, 1).save(sys.argv[1])
 except OSError as error:
-    print(error)
+    print(error.errno, error)
 """
 
 
-def test_no_room_on_the_disk_is_one_line_that_names_the_directory(tmp_path):
+@pytest.mark.parametrize("disk", ["full", "fills up later"])
+def test_no_room_on_the_disk_is_one_line_that_names_the_directory(tmp_path, disk):
     OLD.save(tmp_path / "p")
-    message = run(_SAVE_WITHOUT_ROOM, tmp_path / "p").rstrip("\n")
-    assert str(tmp_path / "p") in message
-    assert "\n" not in message
+    message = run(_SAVE_WITHOUT_ROOM, tmp_path / "p", disk)
+    expected = f"[Errno {errno.EFBIG}] cannot save a profile: {os.strerror(errno.EFBIG)}: '{tmp_path / 'p'}'"
+    assert message == f"{errno.EFBIG} {expected}\n"
     assert Profile.load(tmp_path / "p") == OLD
     assert names(tmp_path / "p") == ["profile_0"]
 
