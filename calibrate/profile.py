@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.metadata
-import logging
 import numbers
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
 from jaxtyping import Float32, Float64, Int32
 
+from tca_jax.calibration.persistence import RestoreArrays, load_step, save_step
+from tca_jax.calibration.profile_format import FORMAT_VERSION, read_fields, sign
 from tca_jax.methods.candidates import budget_counts, budget_sizes
 from tca_jax.methods.config import TCAConfig
 from tca_jax.models.config import ModelConfig
 
-FORMAT_VERSION = 1
-
-# Steps are folders `profile_0`, `profile_1`, ... The prefix matters: without one, Orbax takes a folder with a
-# number for its name as an old step, and deletes it.
-_STEP_PREFIX = "profile"
-# Fields of the metadata and what they may be; TCAConfig checks the config's own fields.
-_METADATA_TYPES: Mapping[str, tuple[type | UnionType, str]] = {
-    "format_version": (int, "an integer"),
-    "config": (dict, "an object"),
-    "fingerprint": (str | None, "a string or null"),
-    "model_name": (str, "a string"),
-    "sources": (list, "a list"),
-    "library_version": (str, "a string"),
-}
 _SCORE_SLACK = 0.01  # float32 sums over long texts leave [0, 1] by rounding
 
 
@@ -165,39 +149,34 @@ class Profile:
                 f"(fingerprint {self.fingerprint!r}, the model's is {fingerprint!r}): calibrate this model"
             )
 
+    def method(self) -> Any:
+        """The attention method that runs under these budgets, a `tca_jax.methods` object."""
+        return self.config.method(self.candidates)
+
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes the profile to a directory, in place of the one that it holds.
 
         The new profile is written beside the old one and takes its place with a rename: whenever the save is
-        interrupted, `load` finds one of the two, whole.
+        interrupted, and however many processes save and load at once, `load` finds one of them, whole.
 
         Args:
             directory: Created if missing. Other files in it are left alone.
 
         Raises:
             ValueError: `directory` is a file.
+            OSError: it cannot be written to; the message names it, and what it held still loads.
         """
         path = _absolute(directory)
         if path.exists() and not path.is_dir():
             raise ValueError(f"cannot save a profile to {path}: it is a file, not a directory")
-        with _manager(
-            path,
-            max_to_keep=1,
-            enable_async_checkpointing=False,
-            cleanup_tmp_directories=True,  # what an interrupted save left
-        ) as manager:
-            latest = manager.latest_step()
-            manager.save(
-                0 if latest is None else latest + 1,
-                args=ocp.args.Composite(
-                    arrays=ocp.args.StandardSave({"candidates": self.candidates, "scores": self.scores}),
-                    metadata=ocp.args.JsonSave(self._metadata()),
-                ),
-            )
+        arrays = {"candidates": self.candidates, "scores": self.scores}
+        save_step(path, arrays, sign(self._metadata(), arrays))
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Profile:
         """Reads the profile that `save` wrote to a directory, on any kind and number of devices.
+
+        Profiles of every earlier version load: what they lack is what the library that wrote them did.
 
         Args:
             directory: As given to `save`. Nothing in it is changed.
@@ -208,27 +187,21 @@ class Profile:
         Raises:
             FileNotFoundError: `directory` does not exist.
             ValueError: it holds no profile, or one that is damaged, inconsistent or of a newer format; the
-                message names the file and the field.
+                message names the folder and the field.
         """
         path = _absolute(directory)
         if not path.exists():
             raise FileNotFoundError(f"profile directory {path} does not exist")
         if not path.is_dir():
             raise ValueError(f"{path} is a file, not a profile directory")
-        with _manager(path, read_only=True) as manager:
-            step = manager.latest_step()
-            if step is None:
-                raise ValueError(f"{path} holds no profile: there is no {_STEP_PREFIX}_<number> folder in it")
-            folder = path / f"{_STEP_PREFIX}_{step}"
-            metadata_file = folder / "metadata" / "metadata"
-            metadata = _restore(manager, step, "metadata", ocp.args.JsonRestore(), metadata_file)
-            fields = _profile_fields(metadata, metadata_file)
-            arrays = _restore(manager, step, "arrays", ocp.args.StandardRestore(), folder / "arrays")
-        if not isinstance(arrays, dict) or set(arrays) != {"candidates", "scores"}:
-            found = sorted(arrays) if isinstance(arrays, dict) else type(arrays).__name__
-            raise ValueError(f"{folder / 'arrays'}: must hold candidates and scores, found {found}")
+        return load_step(path, cls._parse)
+
+    @classmethod
+    def _parse(cls, folder: Path, metadata: Any, restore: RestoreArrays) -> Profile:
+        """The profile that a folder holds."""
+        fields = read_fields(folder, metadata, restore)
         try:
-            return cls(**arrays, **fields)
+            return cls(**{**fields, "sources": _checked_sources(fields["sources"])})
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from error
 
@@ -296,67 +269,6 @@ def _frozen(array: np.ndarray, dtype: Any) -> np.ndarray:
     return copy
 
 
-def _profile_fields(metadata: Any, file: Path) -> dict[str, Any]:
-    """Arguments of `Profile` from the metadata in `file`, every field checked for its type."""
-    if not isinstance(metadata, dict) or "format_version" not in metadata:
-        raise ValueError(f"{file}: has no field 'format_version', so it is not a tca_jax profile")
-    version = metadata["format_version"]
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        raise ValueError(
-            f"{file}: format_version = {version} is newer than {FORMAT_VERSION}, the newest that tca_jax "
-            f"{importlib.metadata.version('tca-jax')} reads: upgrade tca_jax"
-        )
-    _require_fields(metadata, _METADATA_TYPES, str(file))
-    for name, (kind, description) in _METADATA_TYPES.items():
-        if not isinstance(metadata[name], kind):
-            raise ValueError(f"{file}: {name} = {metadata[name]!r}: must be {description}")
-    _require_fields(metadata["config"], [f.name for f in dataclasses.fields(TCAConfig)], f"{file}: config")
-    try:
-        config, sources = TCAConfig(**metadata["config"]), _checked_sources(metadata["sources"])
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
-    names = ("fingerprint", "model_name", "library_version")
-    return {
-        "config": config,
-        "sources": sources,
-        **{name: metadata[name] for name in names},
-    }
-
-
-def _require_fields(found: dict[str, Any], wanted: Collection[str], where: str) -> None:
-    """Raises unless `found` has exactly the fields `wanted`."""
-    if unknown := sorted(set(found) - set(wanted)):
-        raise ValueError(f"{where}: unknown field {unknown[0]!r}; known are {sorted(wanted)}")
-    if missing := sorted(set(wanted) - set(found)):
-        raise ValueError(f"{where}: field {missing[0]!r} is missing")
-
-
-def _restore(manager: ocp.CheckpointManager, step: int, item: str, args: Any, path: Path) -> Any:
-    """One item of a step; whatever Orbax raises over a damaged one becomes a ValueError that names `path`."""
-    try:
-        return manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
-    except Exception as error:
-        raise ValueError(f"{path}: missing or damaged, cannot be read ({error})") from error
-
-
-@contextlib.contextmanager
-def _manager(path: Path, **options: Any) -> Iterator[ocp.CheckpointManager]:
-    """A checkpoint manager on `path`, with Orbax's log muted below errors.
-
-    It tells its life at INFO and warns of the read-only mode that it is given; what matters arrives as an
-    exception.
-    """
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        managed = ocp.CheckpointManagerOptions(step_prefix=_STEP_PREFIX, **options)
-        with ocp.CheckpointManager(path, options=managed) as manager:
-            yield manager
-    finally:
-        logger.setLevel(level)
-
-
 def _absolute(directory: str | os.PathLike[str]) -> Path:
-    """Orbax takes absolute paths only."""
+    """The directory as an absolute path, the only kind that Orbax takes."""
     return Path(directory).expanduser().absolute()

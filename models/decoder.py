@@ -288,10 +288,8 @@ class Decoder(nnx.Module):
                 f"states has {len(states)} entries: must be one for each of {self.config.num_layers} layers"
             )
         places = None if tail is None else _last_places(lengths, tail)
-        with jax.named_scope("embed"):
-            x = self.embedding[...].at[tokens].get(mode="clip").astype(self.dtype)
-        with jax.named_scope("rope_angles"):
-            cos, sin = rope_cos_sin(positions, self.config.head_dim, self.config.rope)
+        x = self.embed(tokens)
+        cos, sin = self.angles(positions)
         new_states, buffers = [], None
         for index, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
             run = _bind(layer, index, attention)
@@ -304,6 +302,16 @@ class Decoder(nnx.Module):
             new_states.append(state)
         with jax.named_scope("final_norm"):
             return self.norm(x), tuple(new_states)
+
+    def embed(self, tokens: Int[Array, "B L"]) -> Float[Array, "B L D"]:
+        """The residual stream that the first layer gets; ids outside the vocabulary are clipped into it."""
+        with jax.named_scope("embed"):
+            return self.embedding[...].at[tokens].get(mode="clip").astype(self.dtype)
+
+    def angles(self, positions: Int[Array, "B L"]) -> tuple[Float[Array, "B L half"], Float[Array, "B L half"]]:
+        """Cosines and sines of RoPE, which every layer gets."""
+        with jax.named_scope("rope_angles"):
+            return rope_cos_sin(positions, self.config.head_dim, self.config.rope)
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
         """Scores of the next token.

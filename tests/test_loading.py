@@ -211,7 +211,7 @@ def test_text_that_is_not_utf8_is_named(lm):
 
 
 def test_an_empty_text_is_named(lm):
-    with pytest.raises(ValueError, match=r"prompts\[1\] is empty: a prompt needs at least one token"):
+    with pytest.raises(ValueError, match=r"prompts\[1\] is empty: at least one token is needed"):
         tca_jax.generate(lm, ["fine", ""])
 
 

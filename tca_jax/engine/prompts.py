@@ -1,4 +1,4 @@
-"""From what users pass as prompts (strings, chats, token ids; one or a batch) to token ids, and back to text."""
+"""From what users pass as prompts (strings, chats, token ids; one or a batch) to padded token ids, and back to text."""
 
 from __future__ import annotations
 
@@ -6,46 +6,52 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int32
 
+from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.lm import LM
 
 Chat = Sequence[Mapping[str, Any]]
-Prompt = str | bytes | Chat | Sequence[int] | np.ndarray
+Prompt = str | bytes | Chat | Sequence[int | np.integer] | np.ndarray
+
+_ALLOWED = "text, a chat (a list of messages), token ids, or a list of those"
 
 
-def encode_prompts(lm: LM, prompts: Prompt | Sequence[Prompt], argument: str = "prompts") -> list[list[int]]:
+def encode_prompts(lm: LM, prompts: Any, argument: str = "prompts") -> list[list[int]]:
     """Token ids of one prompt or of a batch.
 
     Args:
         lm: The model whose tokenizer and vocabulary apply.
-        prompts: A string, a chat (messages with "role" and "content", rendered by the tokenizer's chat template),
-            token ids, or a sequence of those.
+        prompts: `Prompt` or a sequence of those, which this function checks: a string, a chat (messages with "role"
+            and "content", rendered by the tokenizer's chat template), or token ids.
+        argument: Its name in messages.
 
     Returns:
         One non-empty list of ids a prompt.
 
     Raises:
-        ValueError: an empty prompt, text without a tokenizer, text that is not UTF-8, a chat without a template, an id
-            outside the vocabulary.
+        ValueError: an empty prompt, text without a tokenizer, text that is not UTF-8, a chat without a template or one
+            that the template refuses, an id outside the vocabulary.
         TypeError: something that is no prompt.
     """
-    batch = [prompts] if is_single(prompts) else list(prompts)
+    batch = [prompts] if is_single(prompts, argument) else list(prompts)
     if not batch:
-        raise ValueError("prompts is empty: at least one prompt is needed")
+        raise ValueError(f"{argument} is empty: at least one is needed")
     return [encode_prompt(lm, prompt, f"{argument}[{i}]") for i, prompt in enumerate(batch)]
 
 
 def encode_prompt(lm: LM, prompt: Any, argument: str = "prompt") -> list[int]:
     """Token ids of one prompt; `argument` is its name in messages."""
     if isinstance(prompt, str | bytes):
-        ids = _tokenizer(lm, argument)(_utf8(prompt, argument))["input_ids"] if len(prompt) else []
+        ids = _tokenize(lm, _utf8(prompt, argument), argument) if len(prompt) else []
     elif _is_chat(prompt):
-        ids = _encode_chat(lm, prompt, argument)
+        # The template has written the special tokens.
+        ids = _tokenize(lm, _render(lm, prompt, argument), argument, add_special_tokens=False)
     else:
         ids = _check_ids(lm, prompt, argument)
-    if not len(ids):
-        raise ValueError(f"{argument} is empty: a prompt needs at least one token")
-    return [int(i) for i in ids]
+    if not ids:
+        raise ValueError(f"{argument} is empty: at least one token is needed")
+    return ids
 
 
 def decode_tokens(lm: LM, tokens: Sequence[int]) -> str:
@@ -53,20 +59,45 @@ def decode_tokens(lm: LM, tokens: Sequence[int]) -> str:
     return _tokenizer(lm, "text").decode(list(tokens), skip_special_tokens=True)
 
 
-def is_single(prompts: Any) -> bool:
+def pad_tokens(
+    sequences: Sequence[Sequence[int]], pad_token_id: int = 0
+) -> tuple[Int32[np.ndarray, "B L"], Int32[np.ndarray, " B"]]:
+    """A batch of sequences in the shape that programs are compiled for.
+
+    Args:
+        sequences: Token ids of each row, as `encode_prompts` gives them.
+        pad_token_id: What fills a row behind its sequence.
+
+    Returns:
+        Tokens `[B, L]`, padded on the right to the bucket of the longest row, and lengths `[B]`.
+    """
+    lengths = np.array([len(ids) for ids in sequences], np.int32)
+    tokens = np.full((len(sequences), bucket_length(int(lengths.max()))), pad_token_id, np.int32)
+    for row, ids in zip(tokens, sequences, strict=True):
+        row[: len(ids)] = ids
+    return tokens, lengths
+
+
+def is_single(prompts: Any, argument: str = "prompts") -> bool:
+    """Whether it is one prompt and not a batch of them."""
     if isinstance(prompts, str | bytes) or _is_chat(prompts):
         return True
-    if isinstance(prompts, np.ndarray) or hasattr(prompts, "__jax_array__") or hasattr(prompts, "ndim"):
+    if getattr(prompts, "ndim", 0):  # an array of any library
         return prompts.ndim == 1
     if not isinstance(prompts, Sequence):
-        raise TypeError(
-            f"prompts is a {type(prompts).__name__}: must be text, a chat, token ids, or a sequence of those"
-        )
+        raise TypeError(f"{argument} is {_kind(prompts)}: must be {_ALLOWED}")
     return len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
 
 
 def _is_chat(prompt: Any) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and all(isinstance(m, Mapping) for m in prompt)
+
+
+def _kind(value: Any) -> str:
+    """What it is, for messages."""
+    if getattr(value, "ndim", 0):
+        return f"an array {list(value.shape)} of {value.dtype}"
+    return "None" if value is None else f"of type {type(value).__name__}"
 
 
 def _tokenizer(lm: LM, argument: str) -> Any:
@@ -77,6 +108,11 @@ def _tokenizer(lm: LM, argument: str) -> Any:
     return lm.tokenizer
 
 
+def _tokenize(lm: LM, text: str, argument: str, **options: Any) -> list[int]:
+    # verbose: it would warn of texts longer than its own limit, which is not the model's. Lengths are checked later.
+    return _tokenizer(lm, argument)(text, verbose=False, **options)["input_ids"]
+
+
 def _utf8(text: str | bytes, argument: str) -> str:
     try:
         return text.decode("utf-8") if isinstance(text, bytes) else text.encode("utf-8").decode("utf-8")
@@ -84,36 +120,50 @@ def _utf8(text: str | bytes, argument: str) -> str:
         raise ValueError(f"{argument} is not valid UTF-8 text: {error}") from None
 
 
-def _encode_chat(lm: LM, chat: Chat, argument: str) -> list[int]:
+def _render(lm: LM, chat: Chat, argument: str) -> str:
+    """The text that the model's template makes of a chat, up to where the answer begins."""
     tokenizer = _tokenizer(lm, argument)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"{argument} is a chat, but {lm.name} has no chat template; pass text or token ids")
     for i, message in enumerate(chat):
-        missing = {"role", "content"} - set(message)
-        if missing:
-            raise ValueError(f"{argument}[{i}] has no {sorted(missing)}: a message is a mapping with role and content")
-    rendered = tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, tokenize=False)
-    return tokenizer(_utf8(rendered, argument), add_special_tokens=False)["input_ids"]  # the template has written them
+        _check_message(message, f"{argument}[{i}]")
+    try:
+        rendered = tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # templates are programs: anything can come out of them
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{argument}: the chat template of {lm.name} does not take this chat: {reason}") from error
+    return _utf8(rendered, argument)
+
+
+def _check_message(message: Mapping[str, Any], argument: str) -> None:
+    """Raises unless it has a role, and a content that templates know: text, or a list of parts."""
+    if missing := {"role", "content"} - set(message):
+        raise ValueError(f"{argument} has no {sorted(missing)}: a message is a mapping with role and content")
+    role, content = message["role"], message["content"]
+    if not isinstance(role, str):
+        raise TypeError(f"{argument}['role'] = {role!r}: must be a string")
+    parts = isinstance(content, Sequence) and all(isinstance(part, Mapping) for part in content)
+    no_text = content is None and bool(message.get("tool_calls"))
+    if isinstance(content, bytes) or not (isinstance(content, str) or parts or no_text):
+        raise TypeError(f"{argument}['content'] is {_kind(content)}: must be a string, or a list of parts")
 
 
 def _check_ids(lm: LM, prompt: Any, argument: str) -> list[int]:
-    try:
-        ids = np.asarray(prompt)
-    except ValueError:
-        ids = np.asarray(None)
-    if ids.size and (ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer)):
-        raise TypeError(f"{argument} is {type(prompt).__name__}: must be text, a chat, or a flat sequence of token ids")
+    wrong = f"{argument} is {_kind(prompt)}: must be text, a chat, or a flat sequence of integer token ids"
+    if getattr(prompt, "ndim", None) is not None:
+        if prompt.ndim != 1 or (len(prompt) and not np.issubdtype(prompt.dtype, np.integer)):
+            raise TypeError(wrong)
+        ids = np.asarray(prompt).tolist()
+    elif isinstance(prompt, Sequence) and not isinstance(prompt, bytearray | memoryview):
+        ids = list(prompt)
+    else:
+        raise TypeError(wrong)
+    for kind in set(map(type, ids)):
+        if kind is bool or not issubclass(kind, int | np.integer):
+            raise TypeError(f"{wrong}, and it holds {kind.__name__}")
+    ids = list(map(int, ids))
     vocabulary = lm.config.vocab_size
-    outside = ids[(ids < 0) | (ids >= vocabulary)] if ids.size else ids
-    if outside.size:
-        raise ValueError(f"{argument} holds token id {int(outside[0])}: ids of {lm.name} lie in [0, {vocabulary})")
-    return ids.tolist()
-
-
-def pad_tokens(sequences, pad_token_id=0):
-    from tca_jax.engine.buckets import bucket_length
-
-    tokens = np.full((len(sequences), bucket_length(max(map(len, sequences)))), pad_token_id, np.int32)
-    for row, ids in zip(tokens, sequences, strict=True):
-        row[: len(ids)] = ids
-    return tokens, np.asarray([len(ids) for ids in sequences], np.int32)
+    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+        outside = next(i for i in ids if not 0 <= i < vocabulary)
+        raise ValueError(f"{argument} holds token id {outside}: ids of {lm.name} lie in [0, {vocabulary})")
+    return ids

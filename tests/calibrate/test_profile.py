@@ -1,4 +1,4 @@
-"""Profiles: validation, kept share, and what survives a save, a damaged folder and an interrupted save."""
+"""Profiles: validation, kept share, what survives a save, and which saved fields are refused."""
 
 import dataclasses
 import json
@@ -10,27 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from profiles import CONFIG, make_profile
 
+from tca_jax.calibration import profile_format
 from tca_jax.calibration.profile import FORMAT_VERSION, Profile
 from tca_jax.methods.candidates import candidate_budgets
 from tca_jax.methods.config import TCAConfig
 from tca_jax.models.config import ModelConfig
-
-CONFIG = TCAConfig(block_size=8, window=16, sigma=0.7, tau=0.1 + 0.2, seed=3)
-
-
-def make_profile(seed: int = 0, **overrides) -> Profile:
-    """A profile of 3 layers x 2 KV heads with awkward numbers."""
-    rng = np.random.default_rng(seed)
-    fields = {
-        "candidates": rng.integers(0, 15, (3, 2)),
-        "scores": rng.random((3, 2, 15)).astype(np.float32),
-        "config": CONFIG,
-        "fingerprint": "ab" * 32,
-        "model_name": "tiny",
-        "sources": ({"tokens": 100, "sha256": "cd" * 32}, {"tokens": 7, "sha256": "ef" * 32}),
-    }
-    return Profile(**{**fields, **overrides})
 
 
 def model_config(num_layers: int = 3, num_kv_heads: int = 2) -> ModelConfig:
@@ -51,10 +37,15 @@ def model_config(num_layers: int = 3, num_kv_heads: int = 2) -> ModelConfig:
 
 
 def edit_metadata(directory: Path, **fields) -> Path:
-    """Overwrites fields of a saved profile's metadata (a value of ... removes one) and returns the file."""
+    """Overwrites fields of a saved profile's metadata (a value of ... removes one), signs it and returns the file."""
     (file,) = directory.glob("profile_*/metadata/metadata")
     metadata = {**json.loads(file.read_text()), **fields}
-    file.write_text(json.dumps({k: v for k, v in metadata.items() if v is not ...}))
+    metadata = {k: v for k, v in metadata.items() if v is not ...}
+    if "sha256" in metadata and "sha256" not in fields:
+        arrays = {"candidates": make_profile().candidates, "scores": make_profile().scores}
+        del metadata["sha256"]
+        metadata["sha256"] = profile_format._checksum(metadata, arrays)
+    file.write_text(json.dumps(metadata))
     return file
 
 
@@ -293,11 +284,21 @@ def test_a_directory_without_a_profile_is_an_error_that_names_it(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"format_version": FORMAT_VERSION + 1}, r"format_version = 2 is newer than 1, .*upgrade tca_jax"),
+        ({"format_version": FORMAT_VERSION + 1}, r"format_version = 3 is newer than 2, .*upgrade tca_jax"),
         ({"format_version": "1"}, r"format_version = '1': must be an integer"),
+        ({"format_version": 0}, r"format_version = 0: must be an integer of at least 1"),
+        ({"format_version": True}, r"format_version = True: must be an integer"),
+        ({"format_version": 1}, r"unknown field 'arrays'"),
+        ({"sha256": ...}, r"field 'sha256' is missing"),
+        ({"arrays": ["candidates", "colour", "scores"]}, r"arrays: unknown field 'colour'.*upgrade"),
+        ({"arrays": ["candidates"]}, r"arrays: field 'scores' is missing"),
+        ({"arrays": "candidates"}, r"arrays = 'candidates': must be a list of names"),
+        ({"arrays": ...}, r"field 'arrays' is missing"),
+        ({"sha256": 7}, r"does not match its checksum"),
         ({"format_version": ...}, r"has no field 'format_version', so it is not a tca_jax profile"),
         ({"colour": "red"}, r"unknown field 'colour'"),
-        ({"sources": ...}, r"field 'sources' is missing"),
+        ({"model_name": ...}, r"field 'model_name' is missing"),
+        ({"fingerprint": ...}, r"field 'fingerprint' is missing"),
         ({"config": None}, r"config = None: must be an object"),
         ({"config": {**dataclasses.asdict(CONFIG), "stride": 4}}, r"config: unknown field 'stride'"),
         ({"config": {"block_size": 8}}, r"config: field 'alpha' is missing"),
@@ -329,87 +330,40 @@ def test_metadata_that_is_no_json_is_an_error_that_names_the_file(tmp_path):
         Profile.load(tmp_path)
 
 
-@pytest.mark.parametrize("what", ["truncated", "missing"])
-def test_damaged_arrays_are_an_error_that_names_the_folder(tmp_path, what):
+def test_a_field_that_the_checksum_does_not_cover_any_more_is_an_error_that_names_the_folder(tmp_path):
     make_profile().save(tmp_path)
-    for file in (tmp_path / "profile_0" / "arrays").rglob("*"):
-        if file.is_file():
-            _ = file.unlink() if what == "missing" else file.write_bytes(file.read_bytes()[:5])
-    with pytest.raises(ValueError, match=r"profile_0/arrays: missing or damaged"):
+    edit_metadata(tmp_path, fingerprint="00" * 32, sha256=sha256_of(tmp_path))
+    with pytest.raises(ValueError, match=rf"{tmp_path.name}/profile_0: damaged: .* does not match its checksum"):
         Profile.load(tmp_path)
 
 
-# --- interrupted saves ----------------------------------------------------------------------------
+def sha256_of(directory: Path) -> str:
+    (file,) = directory.glob("profile_*/metadata/metadata")
+    return json.loads(file.read_text())["sha256"]
 
 
-def test_an_error_inside_a_save_leaves_the_old_profile_and_the_next_save_works(tmp_path, monkeypatch):
-    make_profile(0).save(tmp_path)
-
-    def interrupt(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("os.rename", interrupt)
-        patch.setattr("os.replace", interrupt)
-        patch.setattr("pathlib.Path.rename", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            make_profile(1).save(tmp_path)
-    assert Profile.load(tmp_path) == make_profile(0)
-    make_profile(2).save(tmp_path)
-    assert Profile.load(tmp_path) == make_profile(2)
-    assert [p.name for p in tmp_path.iterdir()] == ["profile_1"]
+def test_fields_that_only_tell_where_a_profile_is_from_may_be_absent(tmp_path):
+    make_profile().save(tmp_path)
+    edit_metadata(tmp_path, sources=..., library_version=...)
+    assert Profile.load(tmp_path) == make_profile(sources=(), library_version="unknown")
 
 
-# Saves over copies of the profile in argv[1], and kills the process at the 1st, 2nd, ... change that the save
-# makes to the file system, until one save goes through. Python's audit events tell of the changes.
-_KILLED_SAVES = """
-import os, shutil, signal, sys
-from tca_jax.calibration.profile import Profile
-from tca_jax.methods.config import TCAConfig
-
-base = sys.argv[1]
-
-def changes(event, args):
-    if event == "open":
-        return isinstance(args[1], str) and args[1][0] in "wax" or args[2] & (os.O_WRONLY | os.O_RDWR) > 0
-    return event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate")
-
-for last in range(1, 500):
-    target = f"{base}_{last}"
-    shutil.copytree(base, target)
-    child = os.fork()
-    if child == 0:
-        new = Profile.uniform(TCAConfig(), 3, 2, 1)
-        seen = 0
-        def hook(event, args):
-            global seen
-            if changes(event, args) and any(target in str(a) for a in args):
-                seen += 1
-                if seen == last:
-                    os.kill(os.getpid(), signal.SIGKILL)
-        sys.addaudithook(hook)
-        new.save(target)
-        os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    if not os.WIFSIGNALED(status):
-        print(last, os.WEXITSTATUS(status))
-        break
-"""
+def test_an_absent_field_of_the_config_takes_the_value_of_its_table_and_no_other(tmp_path, monkeypatch):
+    make_profile().save(tmp_path)
+    old = {name: value for name, value in dataclasses.asdict(CONFIG).items() if name != "seed"}
+    edit_metadata(tmp_path, config=old)
+    with pytest.raises(ValueError, match="config: field 'seed' is missing"):
+        Profile.load(tmp_path)
+    monkeypatch.setattr(profile_format, "_ABSENT_CONFIG_FIELDS", {"seed": 11, "tau": 0.5})
+    assert Profile.load(tmp_path).config == dataclasses.replace(CONFIG, seed=11)
 
 
-def test_a_save_killed_at_any_moment_leaves_the_old_profile_or_the_new_one(tmp_path):
-    old, new = make_profile(), Profile.uniform(TCAConfig(), 3, 2, 1)
-    old.save(tmp_path / "p")
-    code = [sys.executable, "-c", _KILLED_SAVES, str(tmp_path / "p")]
-    environment = {"PATH": "", "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run(code, capture_output=True, text=True, env=environment, check=True)
-    last, status = map(int, result.stdout.split())
-    assert status == 0, result.stderr
-    loaded = [Profile.load(tmp_path / f"p_{n}") for n in range(1, last + 1)]
-    switch = loaded.index(new)  # old up to the rename, new from there on
-    assert 5 <= switch < last
-    assert all(profile == old for profile in loaded[:switch])
-    assert all(profile == new for profile in loaded[switch:])
-    make_profile(1).save(tmp_path / f"p_{switch}")  # over what a killed save left behind
-    assert Profile.load(tmp_path / f"p_{switch}") == make_profile(1)
-    assert len(list((tmp_path / f"p_{switch}").iterdir())) == 1
+def test_method_is_that_of_the_config_under_the_profiles_candidates(monkeypatch):
+    monkeypatch.setattr(TCAConfig, "method", lambda config, candidates: (config, candidates), raising=False)
+    profile = make_profile()
+    assert profile.method() == (CONFIG, profile.candidates)
+
+
+def test_importing_the_library_does_not_import_orbax():
+    code = "import sys, tca_jax; assert not [name for name in sys.modules if name.startswith('orbax')]"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PATH": "", "JAX_PLATFORMS": "cpu"})

@@ -1,28 +1,32 @@
 """calibrate: scores of one full-attention pass, averaged over texts, in linear memory."""
 
 import hashlib
+import inspect
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import unchecked
 from flax import nnx
 
-from tca_jax.calibration.run import calibrate, score_tokens
+import tca_jax
+from tca_jax.calibration.run import _score_layer, calibrate
 from tca_jax.calibration.scores import calibration_scores
 from tca_jax.engine.lm import LM
 from tca_jax.methods.config import TCAConfig
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
+from tca_jax.pallas_kernels.causal_attention import causal_attention
 
 CONFIG = TCAConfig(block_size=8, window=16, tau=0.7)
 VOCABULARY = 64
 CONTEXT = 512
 
 
-def make_lm(dtype=jnp.float32, tokenizer=None) -> LM:
-    """A random model of 2 layers with attention sharp enough for scores to differ."""
+def make_lm(dtype=jnp.float32, tokenizer=None, layers: int = 2) -> LM:
+    """A random model with attention sharp enough for scores to differ."""
     config = ModelConfig.from_hf(
         {
             "architectures": ["LlamaForCausalLM"],
@@ -30,7 +34,7 @@ def make_lm(dtype=jnp.float32, tokenizer=None) -> LM:
             "vocab_size": VOCABULARY,
             "hidden_size": 32,
             "intermediate_size": 48,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": layers,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 8,
@@ -52,7 +56,7 @@ def random_ids(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCABULARY, length)
 
 
-def ids_tokenizer(text: str) -> dict[str, list[int]]:
+def ids_tokenizer(text: str, verbose: bool = True) -> dict[str, list[int]]:
     return {"input_ids": [ord(char) % VOCABULARY for char in text]}
 
 
@@ -98,22 +102,48 @@ def test_scores_of_several_texts_are_averaged(lm):
     assert not np.allclose(alone[0], alone[1], atol=1e-3)
 
 
-def test_texts_of_one_bucket_share_one_program(lm):
-    compiled = []
+def test_scores_are_those_of_a_forward_pass_of_the_whole_decoder(lm):
+    ids = random_ids(150)
+    tokens, lengths = jnp.asarray(np.pad(ids, (0, 10)))[None], jnp.array([150])
+
+    def attention(layer, q, k, v, state):
+        return causal_attention(q, k, v, lengths), calibration_scores(q, k, lengths, CONFIG)[0]
+
+    @jax.jit
+    def whole(decoder_state):
+        decoder = nnx.merge(graphdef, decoder_state)
+        positions = jnp.minimum(jnp.arange(160), 149)[None]
+        return decoder(tokens, positions, attention, (None,) * lm.config.num_layers)[1]
+
+    graphdef, state = nnx.split(lm.decoder)
+    np.testing.assert_allclose(calibrate(lm, ids, CONFIG).scores, np.stack(whole(state)), atol=1e-6)
+
+
+@pytest.fixture
+def compiled():
+    """Names of the programs that are compiled from now on."""
+    names = []
 
     def listen(event: str, duration: float, **kwargs) -> None:
         if event.endswith("backend_compile_duration"):
-            compiled.append(event)
+            names.append(str(kwargs.get("fun_name")))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        calibrate(lm, random_ids(241), CONFIG)
-        assert compiled  # the listener hears compilations
-        compiled.clear()
-        calibrate(lm, [random_ids(length) for length in (242, 249, 256)], CONFIG)
-        assert compiled == []
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_texts_of_one_bucket_share_one_program(lm, compiled):
+    calibrate(lm, random_ids(241), CONFIG)
+    assert compiled  # the listener hears compilations
+    compiled.clear()
+    calibrate(lm, [random_ids(length) for length in (242, 249, 256)], CONFIG)
+    assert compiled == []
+
+
+def test_all_layers_of_a_deep_model_share_one_program(compiled):
+    calibrate(make_lm(layers=5), random_ids(310), CONFIG)
+    assert sum("_score_layer" in name for name in compiled) == 1
 
 
 def array_sizes(jaxpr) -> set[int]:
@@ -129,16 +159,16 @@ def array_sizes(jaxpr) -> set[int]:
 
 def test_no_array_grows_with_the_square_of_the_length(lm):
     def largest(length: int) -> int:
-        graphdef, params = nnx.split(lm.decoder)
+        graphdef, weights = nnx.split(lm.decoder.layers[0])
+        x, angles = jnp.zeros((1, length, 32)), jnp.zeros((1, length, 4))
 
-        def scores(params, tokens, lengths):
-            return score_tokens(nnx.merge(graphdef, params), tokens, lengths, CONFIG)
+        def score(weights, lengths):
+            return _score_layer(graphdef, weights, x, angles, angles, lengths, CONFIG)
 
-        program = jax.make_jaxpr(scores)(params, jnp.zeros((1, length), jnp.int32), jnp.array([length]))
-        return max(array_sizes(program.jaxpr))
+        return max(array_sizes(jax.make_jaxpr(score)(weights, jnp.array([length])).jaxpr))
 
     assert largest(1024) > 1024  # the walk sees inside
-    assert largest(65536) <= 2 * largest(32768)
+    assert largest(32768) <= 2 * largest(16384)
 
 
 def test_strings_are_tokenized_and_the_profile_tells_its_sources():
@@ -175,17 +205,25 @@ def test_a_bfloat16_model_is_scored_in_float32(lm):
     np.testing.assert_allclose(rounded, calibrate(lm, ids, CONFIG).scores, atol=0.03)
 
 
-def test_progress_is_reported_before_and_after_every_text(lm):
+def test_progress_is_reported_before_and_after_every_layer_of_every_text(lm):
     calls = []
     calibrate(lm, [random_ids(150)] * 3, CONFIG, progress=lambda done, total: calls.append((done, total)))
-    assert calls == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert calls == [(done, 6) for done in range(7)]
 
 
-def test_a_text_of_fewer_than_two_windows_is_a_warning(lm):
+def test_a_text_of_fewer_than_two_windows_is_a_warning_at_the_line_of_the_call(lm):
     reach = CONFIG.window + CONFIG.block_size
     calibrate(lm, random_ids(2 * reach), CONFIG)
-    with pytest.warns(UserWarning, match=r"texts\[1\] has 47 tokens, fewer than 2 \(window \+ block_size\) = 48"):
-        calibrate(lm, [random_ids(150), random_ids(47)], CONFIG)
+    message = r"texts\[1\] has 47 tokens, fewer than 2 \(window \+ block_size\) = 48"
+    with pytest.warns(UserWarning, match=message) as caught:
+        unchecked(calibrate)(lm, [random_ids(150), random_ids(47)], CONFIG)
+    line = inspect.currentframe().f_lineno - 1
+    assert (caught[0].filename, caught[0].lineno) == (__file__, line)
+
+
+def test_the_signature_tells_what_can_be_passed():
+    assert list(inspect.signature(tca_jax.calibrate).parameters) == ["lm", "texts", "config", "progress"]
+    assert inspect.signature(tca_jax.calibrate).parameters["progress"].kind is inspect.Parameter.KEYWORD_ONLY
 
 
 @pytest.mark.parametrize(
@@ -196,8 +234,8 @@ def test_a_text_of_fewer_than_two_windows_is_a_warning(lm):
         ([[1] * 150, []], r"texts\[1\] is empty"),
         ([1] * 23, r"texts\[0\] has 23 tokens: .* at least window \+ block_size = 16 \+ 8 = 24"),
         ([[1] * 150, [1] * 513], r"texts\[1\] has 513 tokens, model 'tiny' has 512 positions"),
-        ([1] * 149 + [VOCABULARY], r"texts\[0\] has token id 64: must lie in \[0, 64\)"),
-        ([-1] * 150, r"texts\[0\] has token id -1"),
+        ([1] * 149 + [VOCABULARY], r"texts\[0\] holds token id 64: ids of tiny lie in \[0, 64\)"),
+        ([-1] * 150, r"texts\[0\] holds token id -1"),
         ("\ud800" * 150, r"texts\[0\] is not valid UTF-8"),
         (["x" * 150, b"\xff" * 150], r"texts\[1\] is not valid UTF-8"),
     ],
@@ -210,18 +248,33 @@ def test_texts_that_cannot_be_used_are_refused_before_any_work(texts, message):
 
 
 def test_text_for_a_model_without_a_tokenizer_is_refused(lm):
-    with pytest.raises(ValueError, match=r"texts\[0\] is text, but model 'tiny' has no tokenizer: pass token ids"):
+    with pytest.raises(ValueError, match=r"texts\[0\]: tiny was loaded without a tokenizer.* pass token ids"):
         calibrate(lm, "x" * 150, CONFIG)
 
 
-@pytest.mark.parametrize("texts", [np.ones(150), [[[1] * 150]], 7])
-def test_what_is_neither_text_nor_token_ids_is_a_type_error(lm, texts):
-    with pytest.raises(TypeError):
-        calibrate(lm, texts, CONFIG)
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (None, r"texts is None: must be text, .*token ids, or a list of those"),
+        ({"a": "text"}, "texts is of type dict: must be text"),
+        (7, "texts is of type int: must be text"),
+        ((text for text in ["a"]), "texts is of type generator: must be text"),
+        (np.ones(150), r"texts\[0\] is an array \[150\] of float64: must be text"),
+        ([[[1] * 150]], r"texts\[0\] is of type list: .* holds list"),
+        ([None], r"texts\[0\] is None"),
+    ],
+)
+def test_what_is_neither_text_nor_token_ids_is_a_type_error_that_names_it(lm, texts, message):
+    with pytest.raises(TypeError, match=message):
+        unchecked(calibrate)(lm, texts, CONFIG)
 
 
-def test_a_model_that_computes_nan_gives_no_profile(lm):
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_model_that_computes_nan_gives_no_profile_and_the_layer_is_named(lm, layer):
     graphdef, params = nnx.split(lm.decoder)
-    broken = LM.from_decoder(nnx.merge(graphdef, jax.tree.map(lambda w: w * np.nan, params)), name="broken")
-    with pytest.raises(ValueError, match="model 'broken' computes NaN or infinity in the attention of layer 0"):
+    decoder = nnx.merge(graphdef, jax.tree.map(jnp.copy, params))
+    norm = decoder.layers[layer].attention_norm
+    norm.scale[...] = norm.scale[...] * np.nan
+    broken = LM.from_decoder(decoder, name="broken")
+    with pytest.raises(ValueError, match=f"model 'broken' computes NaN or infinity in the attention of layer {layer}"):
         calibrate(broken, random_ids(150), CONFIG)

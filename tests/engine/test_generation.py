@@ -11,7 +11,6 @@ from tiny import CONFIG, TCA, greedy_reference, random_prompt, tiny_lm, with_can
 
 import tca_jax
 from tca_jax.engine.buckets import bucket_length
-from tca_jax.engine.prompts import encode_prompts
 
 DENSE = TCA.num_candidates
 UNEQUAL = [[0, 6], [DENSE, 3]]
@@ -210,14 +209,6 @@ def test_another_name_or_tokenizer_compiles_nothing(lm):
     tca_jax.generate(lm, prompt, max_new_tokens=4)
     other = dataclasses.replace(lm, name="other")
     assert tca_jax.generate(other, prompt, max_new_tokens=4).stats.compile_seconds == 0.0
-
-
-def test_something_that_is_no_prompt_is_a_type_error(lm):
-    encode = inspect.unwrap(encode_prompts)  # without the run-time type checks of the tests, as users have it
-    with pytest.raises(TypeError, match="prompts is a float: must be text, a chat, token ids"):
-        encode(lm, 3.0)
-    with pytest.raises(TypeError, match=r"prompts\[0\] is list: must be text, a chat"):
-        encode(lm, [[1.5, 2.5]])
 
 
 def test_text_of_a_model_without_a_tokenizer_is_an_error_that_says_so(lm):

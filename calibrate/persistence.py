@@ -1,0 +1,254 @@
+"""Folders of saved arrays and JSON that are replaced whole: numbered steps, written by Orbax, published by one rename.
+
+A save writes to a temporary folder of its own and renames it to `profile_<N>`, N above every number there is; then
+older steps go. A load reads the highest step. So writers need no lock, and a reader finds what was there before a save
+or what the save wrote, whichever moment it comes at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import logging
+import os
+import re
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+RestoreArrays = Callable[[Iterable[str]], dict[str, np.ndarray]]
+
+_STEP = re.compile(r"profile_(0|[1-9][0-9]*)")
+_TEMPORARY = re.compile(r"\.tmp-(?P<host>.+)-(?P<pid>[0-9]+)-[0-9a-f]{32}")
+_ABANDONED_SECONDS = 24 * 3600  # the age at which a temporary folder of another machine counts as nobody's
+_STEP_BYTES = 128 * 1024  # more than the files of a step take beside the bytes of its arrays
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # what a rename onto a name in use ends with
+
+
+def save_step(directory: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> None:
+    """Writes a new step, which `load_step` finds from then on, and removes the older ones.
+
+    Args:
+        directory: Absolute; created if missing. Files in it that are no steps are left alone.
+        arrays: By name.
+        metadata: JSON values.
+
+    Raises:
+        OSError: the step cannot be written, and `load_step` finds what it found before; the message names `directory`.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with _temporary_folder(directory) as temporary:
+            _require_room(temporary / "room", sum(array.nbytes for array in arrays.values()))
+            _write(temporary / "step", arrays, metadata)
+            _sync_tree(temporary / "step")
+            _publish(temporary / "step", directory)
+    except Exception as error:
+        raise _save_error(directory, error) from error
+    _sync(directory)
+    _clean_up(directory)
+
+
+def load_step(directory: Path, parse: Callable[[Path, Any, RestoreArrays], T]) -> T:
+    """Reads the newest step. Nothing in the directory is changed.
+
+    Args:
+        directory: Absolute.
+        parse: Called as `parse(folder, metadata, restore)`, where `restore(names)` reads arrays by their names;
+            ValueError where they are damaged.
+
+    Returns:
+        What `parse` made of the step.
+
+    Raises:
+        ValueError: there is no step, or the newest is damaged; the message names the folder.
+    """
+    failure = ValueError(f"{directory} holds no profile: there is no profile_<number> folder in it")
+    tried, newest = -1, _newest_step(directory)
+    while newest > tried:  # where one cannot be read because a save has just replaced it, there is a newer one
+        folder = directory / f"profile_{newest}"
+        try:
+            metadata = _restore_metadata(folder)
+            return parse(folder, metadata, functools.partial(_restore_arrays, folder))
+        except ValueError as error:
+            failure, tried = error, newest
+        newest = _newest_step(directory)
+    raise failure
+
+
+def _write(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> None:
+    import orbax.checkpoint as ocp  # takes a third of a second
+
+    with _quiet(), ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        items = {"arrays": ocp.args.StandardSave(dict(arrays)), "metadata": ocp.args.JsonSave(dict(metadata))}
+        checkpointer.save(folder, args=ocp.args.Composite(**items))
+    for note in folder.rglob("commit_success.txt"):  # nobody reads it, and it tells a path of this machine
+        note.unlink()
+
+
+def _require_room(file: Path, num_bytes: int) -> None:
+    """Raises the system's own error where a step does not fit: over a full disk, Orbax prints tracebacks of threads."""
+    with open(file, "wb") as opened:
+        opened.write(bytes(2 * num_bytes + _STEP_BYTES))
+        os.fsync(opened.fileno())
+    file.unlink()
+
+
+def _restore_metadata(folder: Path) -> Any:
+    import orbax.checkpoint as ocp
+
+    with _reading(folder / "metadata" / "metadata"), ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
+        return checkpointer.restore(folder / "metadata")
+
+
+def _restore_arrays(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Arrays by name, one after the other: where reading several at once fails, Orbax closes its event loop under
+    those that are still on their way, and each writes a traceback to the terminal."""
+    import orbax.checkpoint as ocp
+
+    def restore(name: str) -> np.ndarray:
+        restored = ocp.RestoreArgs(restore_type=np.ndarray)
+        args = ocp.args.PyTreeRestore({name: np.zeros(0)}, restore_args={name: restored}, partial_restore=True)
+        return np.asarray(checkpointer.restore(folder / "arrays", args=args)[name])
+
+    with _reading(folder / "arrays"), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        return {name: restore(name) for name in names}
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Whatever Orbax raises over something missing or damaged becomes a ValueError of one line that names `path`."""
+    try:
+        with _quiet():
+            yield
+    except Exception as error:
+        # Orbax's own words help nobody, those of the system ("Permission denied") do.
+        reason = f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
+        raise ValueError(f"{path}: missing or damaged, cannot be read{reason}") from error
+
+
+def _publish(folder: Path, directory: Path) -> None:
+    """Renames a finished folder to the first free step above all there are."""
+    while True:
+        step = max(_steps(directory), default=-1) + 1
+        try:
+            os.rename(folder, directory / f"profile_{step}")
+            return
+        except OSError as error:
+            if error.errno not in _TAKEN:  # by another save, since we looked
+                raise
+
+
+def _clean_up(directory: Path) -> None:
+    """Removes the steps below the newest, and what killed saves have left. Not to manage it is no error."""
+    with contextlib.suppress(OSError):
+        steps = _steps(directory)
+        for step in sorted(steps)[:-1]:
+            with contextlib.suppress(OSError), _temporary_folder(directory) as temporary:
+                # Renamed first, so that it is gone at once.
+                os.rename(directory / f"profile_{step}", temporary / "step")
+        for entry in os.scandir(directory):
+            with contextlib.suppress(OSError):
+                if _is_abandoned(entry):
+                    _remove(Path(entry.path))
+
+
+def _steps(directory: Path) -> list[int]:
+    """Numbers in use, by folders and by files."""
+    return [int(match[1]) for name in os.listdir(directory) if (match := _STEP.fullmatch(name))]
+
+
+def _newest_step(directory: Path) -> int:
+    """Number of the newest folder, -1 where there is none."""
+    for _ in range(2):  # a listing may miss the step that goes and the one that comes; two in a row do not
+        steps = [step for step in _steps(directory) if (directory / f"profile_{step}").is_dir()]
+        if steps:
+            return max(steps)
+    return -1
+
+
+@contextlib.contextmanager
+def _temporary_folder(directory: Path) -> Iterator[Path]:
+    """A folder in `directory` under a name that no other save uses and that tells whose it is; removed in the end."""
+    folder = directory / f".tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
+    try:
+        folder.mkdir()
+        yield folder
+    finally:
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder; what cannot be removed now, a later save removes."""
+    with contextlib.suppress(OSError):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_abandoned(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a temporary folder whose writer is dead for certain, or older than any save lasts."""
+    owner = _TEMPORARY.fullmatch(entry.name)
+    if owner is None:
+        return False
+    if owner["host"] == socket.gethostname() and not _is_alive(int(owner["pid"])):
+        return True
+    return time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_SECONDS
+
+
+def _is_alive(pid: int) -> bool:
+    if os.name != "posix":  # signal 0 would end the process there
+        return True
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _sync_tree(folder: Path) -> None:
+    """Forces a folder to disk: after a power cut, a step that was renamed into place must not be empty."""
+    for root, _, files in os.walk(folder, topdown=False):
+        for file in files:
+            with open(os.path.join(root, file), "rb+") as opened:
+                os.fsync(opened.fileno())
+        _sync(Path(root))
+
+
+def _sync(folder: Path) -> None:
+    """Forces the entries of one folder to disk, where the file system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _save_error(directory: Path, error: Exception) -> OSError:
+    """An error of one line that names the directory, with the system's number where there is one."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return OSError(error.errno, f"cannot save a profile: {error.strerror}", str(directory))
+    if number := re.search(r"os_error_code='(\d+)'", str(error)):  # of TensorStore, which writes for Orbax
+        return OSError(int(number[1]), f"cannot save a profile: {os.strerror(int(number[1]))}", str(directory))
+    return OSError(f"cannot save a profile to {directory}: {' '.join(str(error).split())}")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Mutes Orbax's log: it tells its life at INFO and of its threads at ERROR, and all that matters is raised."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,141 @@
+"""What a saved profile holds: fields of metadata and arrays, how past versions are read, and a checksum over all."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType, UnionType
+from typing import Any
+
+import numpy as np
+
+from tca_jax.calibration.persistence import RestoreArrays
+from tca_jax.methods.config import TCAConfig
+
+# Version 1 has no checksum. What a version lacks is read as what the library that wrote it did.
+FORMAT_VERSION = 2
+
+_ARRAYS = ("candidates", "scores")
+_CHECKSUM = "sha256"
+_FIELD_TYPES: Mapping[str, tuple[type | UnionType, str]] = MappingProxyType(
+    {
+        "format_version": (int, "an integer"),
+        "config": (dict, "an object"),
+        "fingerprint": (str | None, "a string or null"),
+        "model_name": (str, "a string"),
+        "sources": (list, "a list"),
+        "library_version": (str, "a string"),
+    }
+)
+_ABSENT_FIELDS: Mapping[str, Any] = MappingProxyType({"sources": [], "library_version": "unknown"})
+# Fields of TCAConfig that came later than format version 1, each with the value that does what was done without it.
+_ABSENT_CONFIG_FIELDS: Mapping[str, Any] = MappingProxyType({})
+
+
+def sign(metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """The metadata with the arrays' names and a checksum over itself and the arrays."""
+    metadata = {**metadata, "arrays": sorted(arrays)}
+    return {**metadata, _CHECKSUM: _checksum(metadata, arrays)}
+
+
+def read_fields(folder: Path, metadata: Any, restore: RestoreArrays) -> dict[str, Any]:
+    """Arguments of `Profile` from what a folder holds.
+
+    Args:
+        folder: For messages.
+        metadata: JSON values, as they were read.
+        restore: Reads arrays by their names.
+
+    Returns:
+        Values of the profile's fields, those that an older version lacks among them.
+
+    Raises:
+        ValueError: something does not match the checksum, is missing, unknown, of a wrong type, or of a newer version;
+            the message names the folder and the field.
+    """
+    file = folder / "metadata" / "metadata"
+    version = _format_version(metadata, file)
+    if version == 1:
+        arrays = restore(_ARRAYS)
+    else:
+        metadata, arrays = _verified(folder, metadata, restore)
+    fields = _complete(metadata, _FIELD_TYPES, _ABSENT_FIELDS, str(file))
+    for name, (kind, description) in _FIELD_TYPES.items():
+        if not isinstance(fields[name], kind):
+            raise ValueError(f"{file}: {name} = {fields[name]!r}: must be {description}")
+    names = [field.name for field in dataclasses.fields(TCAConfig)]
+    config = _complete(fields["config"], names, _ABSENT_CONFIG_FIELDS, f"{file}: config")
+    del fields["format_version"]
+    try:
+        return {**fields, **arrays, "config": TCAConfig(**config)}
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _verified(folder: Path, metadata: dict[str, Any], restore: RestoreArrays) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Metadata without what `sign` added, and the arrays, when both match the checksum."""
+    where = folder / "metadata" / "metadata"
+    signed = {name: value for name, value in metadata.items() if name != _CHECKSUM}
+    for name in ("arrays", _CHECKSUM):
+        if name not in metadata:
+            raise ValueError(f"{where}: field {name!r} is missing")
+    names = signed["arrays"]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{where}: arrays = {names!r}: must be a list of names")
+    _require_fields(names, _ARRAYS, _ARRAYS, f"{where}: arrays")
+    arrays = restore(names)
+    if metadata[_CHECKSUM] != _checksum(signed, arrays):
+        raise ValueError(f"{folder}: damaged: the profile in it does not match its checksum")
+    del signed["arrays"]
+    return signed, arrays
+
+
+def _format_version(metadata: Any, file: Path) -> int:
+    if not isinstance(metadata, dict) or "format_version" not in metadata:
+        raise ValueError(f"{file}: has no field 'format_version', so it is not a tca_jax profile")
+    version = metadata["format_version"]
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+        raise ValueError(f"{file}: format_version = {version!r}: must be an integer of at least 1")
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"{file}: format_version = {version} is newer than {FORMAT_VERSION}, the newest that tca_jax "
+            f"{importlib.metadata.version('tca-jax')} reads: upgrade tca_jax"
+        )
+    return version
+
+
+def _complete(found: Mapping[str, Any], known: Iterable[str], absent: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`found` with the values of absent fields; ValueError where it lacks another, or has one that is not known."""
+    known = list(known)
+    _require_fields(found, [name for name in known if name not in absent], known, where)
+    return {name: found[name] if name in found else absent[name] for name in known}
+
+
+def _require_fields(found: Collection[str], wanted: Collection[str], known: Collection[str], where: str) -> None:
+    """Raises unless `found` has all fields of `wanted`, and none that is not of `known`."""
+    if unknown := sorted(set(found) - set(known)):
+        raise ValueError(
+            f"{where}: unknown field {unknown[0]!r}; known are {sorted(known)}. Where a newer tca_jax wrote the "
+            "profile, upgrade tca_jax"
+        )
+    if missing := sorted(set(wanted) - set(found)):
+        raise ValueError(f"{where}: field {missing[0]!r} is missing")
+
+
+def _checksum(metadata: Mapping[str, Any], arrays: Mapping[str, Any]) -> str:
+    """SHA-256 over the canonical JSON of the metadata and over each array's name, dtype, shape and bytes."""
+    digest = hashlib.sha256(_canonical_json(metadata))
+    for name, values in sorted(arrays.items()):
+        array = np.asarray(values)
+        array = array.astype(array.dtype.newbyteorder("<"))
+        digest.update(_canonical_json([name, array.dtype.str, array.shape]))
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def _canonical_json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"
