@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from tca_jax.engine.lm import LM
+from tca_jax.models.config import ModelConfig
 
 Chat = Sequence[Mapping[str, Any]]
 Prompt = str | bytes | Chat | Sequence[int] | np.ndarray
 
 
-def encode_prompts(lm: LM, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+@runtime_checkable
+class Encoder(Protocol):
+    """What encoding needs: a loaded `LM`, or a `Checkpoint` whose weights are yet to be read."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+
+def encode_prompts(lm: Encoder, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
     """Token ids of one prompt or of a batch.
 
     Args:
@@ -35,7 +49,7 @@ def encode_prompts(lm: LM, prompts: Prompt | Sequence[Prompt]) -> list[list[int]
     return [encode_prompt(lm, prompt, f"prompts[{i}]") for i, prompt in enumerate(batch)]
 
 
-def encode_prompt(lm: LM, prompt: Any, argument: str = "prompt") -> list[int]:
+def encode_prompt(lm: Encoder, prompt: Any, argument: str = "prompt") -> list[int]:
     """Token ids of one prompt; `argument` is its name in messages."""
     if isinstance(prompt, str | bytes):
         ids = _tokenizer(lm, argument)(_utf8(prompt, argument))["input_ids"] if len(prompt) else []
@@ -48,7 +62,7 @@ def encode_prompt(lm: LM, prompt: Any, argument: str = "prompt") -> list[int]:
     return [int(i) for i in ids]
 
 
-def decode_tokens(lm: LM, tokens: Sequence[int]) -> str:
+def decode_tokens(lm: Encoder, tokens: Sequence[int]) -> str:
     """Text of token ids, without special tokens."""
     return _tokenizer(lm, "text").decode(list(tokens), skip_special_tokens=True)
 
@@ -69,7 +83,7 @@ def _is_chat(prompt: Any) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and all(isinstance(m, Mapping) for m in prompt)
 
 
-def _tokenizer(lm: LM, argument: str) -> Any:
+def _tokenizer(lm: Encoder, argument: str) -> Any:
     if lm.tokenizer is None:
         raise ValueError(
             f"{argument}: {lm.name} was loaded without a tokenizer, so text cannot be used; pass token ids"
@@ -84,7 +98,7 @@ def _utf8(text: str | bytes, argument: str) -> str:
         raise ValueError(f"{argument} is not valid UTF-8 text: {error}") from None
 
 
-def _encode_chat(lm: LM, chat: Chat, argument: str) -> list[int]:
+def _encode_chat(lm: Encoder, chat: Chat, argument: str) -> list[int]:
     tokenizer = _tokenizer(lm, argument)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"{argument} is a chat, but {lm.name} has no chat template; pass text or token ids")
@@ -96,7 +110,7 @@ def _encode_chat(lm: LM, chat: Chat, argument: str) -> list[int]:
     return tokenizer(_utf8(rendered, argument), add_special_tokens=False)["input_ids"]  # the template has written them
 
 
-def _check_ids(lm: LM, prompt: Any, argument: str) -> list[int]:
+def _check_ids(lm: Encoder, prompt: Any, argument: str) -> list[int]:
     try:
         ids = np.asarray(prompt)
     except ValueError:
