@@ -21,9 +21,14 @@ def test_a_file_is_replaced_when_it_is_whole(tmp_path):
 def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(tmp_path):
     file = tmp_path / "table.json"
     file.write_text("old")
-    with pytest.raises(KeyError), replacing(file) as unfinished:
-        unfinished.write_text("ne")
-        raise KeyError
+
+    def write_half() -> None:
+        with replacing(file) as unfinished:
+            unfinished.write_text("ne")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        write_half()
     assert file.read_text() == "old"
     assert list(tmp_path.iterdir()) == [file]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -127,7 +127,7 @@ def generate(
     return request.output(state)
 
 
-def stream(lm: LM, prompt: Prompt, **options: Any) -> Iterator[str]:
+def stream(lm: LM, prompt: Prompt, **options: Any) -> Generator[str, None, Output]:
     """Yields the answer to one prompt piece by piece, as soon as a piece is certain.
 
     Args:
@@ -138,6 +138,9 @@ def stream(lm: LM, prompt: Prompt, **options: Any) -> Iterator[str]:
     Yields:
         Pieces of text. Joined they are `generate(...).text[0]`. A piece never splits a character, and text that may
         still turn out to be part of a stop string is held back.
+
+    Returns:
+        At its end the generator returns what `generate` does: `out = yield from stream(...)`.
 
     Raises:
         ValueError: as for `generate`; also a model without a tokenizer. Raised by the call, not by the first piece.
@@ -156,7 +159,7 @@ def stream(lm: LM, prompt: Prompt, **options: Any) -> Iterator[str]:
     return _pieces(_Request.create(lm, [ids], sampling=sampling, **request_options))
 
 
-def _pieces(request: _Request) -> Iterator[str]:
+def _pieces(request: _Request) -> Generator[str, None, Output]:
     state, sent = request.start(), 0
     held_back = max((len(s) for s in request.stop), default=1) - 1
     while True:
@@ -167,7 +170,7 @@ def _pieces(request: _Request) -> Iterator[str]:
             yield text[sent:certain]
             sent = certain
         if finished:
-            return
+            return request.output(state)
         state = request.advance(state, 1)
 
 

@@ -15,7 +15,7 @@ from tca_jax.benchmarks import attention, caches, decode, decode_models, tune
 from tca_jax.benchmarks.common import LAYERS, agreement, random_normal, unequal_candidates
 from tca_jax.benchmarks.decode_models import random_state
 from tca_jax.benchmarks.models import CONFIGS, random_model, under_share
-from tca_jax.cli import app
+from tca_jax.cli.app import app
 from tca_jax.engine.cache import attend_cache
 from tca_jax.engine.decoding import prefill
 from tca_jax.engine.sampling import Sampling
