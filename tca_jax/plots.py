@@ -19,6 +19,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
 from tca_jax.calibration.profile import Profile
+from tca_jax.files import replacing
 from tca_jax.methods.config import TCAConfig
 
 _KEPT_COLORS = "YlGnBu"  # light: little is kept, dark: all is
@@ -275,7 +276,6 @@ def _map_height(share: np.ndarray) -> float:
 
 def _write(figure: Figure, path: str | os.PathLike[str]) -> Path:
     """Writes the figure as a PNG; no display and no pyplot state is involved."""
-    file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, format="png")
-    return file
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
+    return Path(path)

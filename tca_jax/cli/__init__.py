@@ -25,8 +25,8 @@ def leave_on_ctrl_c() -> None:
     told, tell = os.pipe()
     os.set_blocking(tell, False)
     signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
-    threading.Thread(target=_leave_when_told, args=(told,), name="ctrl-c", daemon=True).start()
     signal.signal(signal.SIGINT, lambda number, frame: None)  # the main thread has nothing to do
+    threading.Thread(target=_leave_when_told, args=(told,), name="ctrl-c", daemon=True).start()
 
 
 def _leave_when_told(told: int) -> None:
