@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 import types
-import warnings
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from typer.testing import CliRunner
 
 import tca_jax
 from tca_jax.calibration.profile import Profile
-from tca_jax.cli.app import app, show_own_warnings
+from tca_jax.cli.app import app
 from tca_jax.cli.generate import describe
 from tca_jax.engine.generation import Output
 from tca_jax.loading import SHIPPED, shipped_profile
@@ -355,14 +354,17 @@ def test_progress_is_on_the_standard_error_of_a_terminal_only(tmp_path):
     assert run(*args).stderr == ""
 
 
-def test_warnings_of_the_package_are_one_line_and_those_of_libraries_none(monkeypatch, capsys):
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # put back after the test
-    monkeypatch.setattr(sys, "warnoptions", [])
-    with warnings.catch_warnings():
-        show_own_warnings()
-        for module in ("tca_jax.calibration.run", "transformers.tokenization", "tca_jax_of_others"):
-            warnings.warn_explicit(f"from {module}", UserWarning, "file.py", 1, module=module)
-    assert capsys.readouterr().err == "warning: from tca_jax.calibration.run\n"
+def test_warnings_of_the_package_are_one_line_and_those_of_libraries_none():
+    program = """
+import warnings
+from tca_jax.cli.app import show_own_warnings
+show_own_warnings()
+for module in ("tca_jax.calibration.run", "transformers.tokenization", "tca_jax_of_others"):
+    warnings.warn_explicit(f"from {module}", UserWarning, "file.py", 1, module=module)
+"""
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=clean)
+    assert (done.returncode, done.stderr) == (0, "warning: from tca_jax.calibration.run\n")
 
 
 def script(*args, **environment):

@@ -37,7 +37,7 @@ def calibrate(
     options: dict[str, Any] = {"window": window, "block_size": block_size, "tau": tau}
     config = TCAConfig.paper(**options) if paper else TCAConfig(**options)
     require_writable(out, "--out")
-    texts = {f"--text {path}": read_text(path, "--text") for path in text}
+    texts = [(f"--text {path}", read_text(path, "--text")) for path in text]
 
     from tca_jax.calibration.run import calibrate as run_calibration
     from tca_jax.engine.prompts import encode_prompt
@@ -47,31 +47,29 @@ def calibrate(
     with progress() as report:
         report(f"loading {model}", None, None)
         checkpoint = open_checkpoint(model)
-        sequences = {name: encode_prompt(checkpoint, text, name)[:max_tokens] for name, text in texts.items()}
-        _check_lengths(sequences, checkpoint, config)
+        sequences = [encode_prompt(checkpoint, text, name)[:max_tokens] for name, text in texts]
+        for (name, _), ids in zip(texts, sequences, strict=True):
+            _check_length(name, len(ids), checkpoint, config)
         lm = checkpoint.load(dtype=dtype, progress=lambda done, total: report(f"loading {model}", done, total))
         step = f"calibrating on {len(sequences)} text{'s'[: len(sequences) > 1]}"
-        encoded = list(sequences.values())
-        profile = run_calibration(lm, encoded, config, progress=lambda done, total: report(step, done, total))
+        profile = run_calibration(lm, sequences, config, progress=lambda done, total: report(step, done, total))
     with naming(out):
         profile.save(out)
     print_profile(profile, out, None, None, as_json)
 
 
-def _check_lengths(sequences: dict[str, list[int]], checkpoint: Checkpoint, config: TCAConfig) -> None:
+def _check_length(name: str, tokens: int, checkpoint: Checkpoint, config: TCAConfig) -> None:
     """Raises ValueError, with the option's name, for a text too short for the window or too long for the model.
 
     `tca_jax.calibrate` checks the same, but has a model only once its weights are read.
     """
     fewest, most = config.window + config.block_size, checkpoint.config.max_context
-    for name, ids in sequences.items():
-        if len(ids) < fewest:
-            raise ValueError(
-                f"{name} has {len(ids)} tokens: calibration needs at least window + block_size = {config.window} + "
-                f"{config.block_size} = {fewest}; pass a longer text or a smaller --window"
-            )
-        if len(ids) > most:
-            raise ValueError(
-                f"{name} has {len(ids)} tokens, and {checkpoint.name} has {most} positions: split it, or pass "
-                "--max-tokens"
-            )
+    if tokens < fewest:
+        raise ValueError(
+            f"{name} has {tokens} tokens: calibration needs at least window + block_size = {config.window} + "
+            f"{config.block_size} = {fewest}; pass a longer text or a smaller --window"
+        )
+    if tokens > most:
+        raise ValueError(
+            f"{name} has {tokens} tokens, and {checkpoint.name} has {most} positions: split it, or pass --max-tokens"
+        )

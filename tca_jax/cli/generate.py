@@ -71,39 +71,34 @@ def generate(
     options = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": tuple(stop or ()), **sampling}
     options |= {name: value for name, value in given.items() if value is not None}
     _check_numbers(sampling, options)
-    lm, prompts = _load(model, profile, dtype, _requests(texts, system, chat), options)
+    requests = [(name, _request(text, system, chat)) for name, text in texts]
+    lm, prompts = _load(model, profile, dtype, requests, options)
     if len(prompts) > 1 or (num_samples or 1) > 1 or as_json:
         out = _answer(lm, prompts, options)
         if as_json:
             print_json(_record(model, profile, out, len(prompts)))
             return
-        _print_answers([_heading(name, text) for name, text in texts.items()], out)
+        _print_answers([_heading(*text) for text in texts], out)
     else:
         out = _print_stream(lm, prompts[0], options)
     print(describe(out.stats), file=sys.stderr)
 
 
-def _read_prompts(prompts: Sequence[str], files: Sequence[Path]) -> dict[str, str]:
-    """Text of every prompt by where it came from."""
-    texts = {_numbered("--prompt", i, len(prompts)): text for i, text in enumerate(prompts)}
-    read = [read_text(path, "--prompt-file") for path in files]
-    names = [f"--prompt-file {path}" for path in files]
-    texts |= {name if names.count(name) == 1 else f"{name} ({i + 1})": read[i] for i, name in enumerate(names)}
+def _read_prompts(prompts: Sequence[str], files: Sequence[Path]) -> list[tuple[str, str]]:
+    """Where each prompt comes from, for messages, and its text."""
+    texts = [("--prompt" if len(prompts) == 1 else f"--prompt ({i})", text) for i, text in enumerate(prompts, start=1)]
+    texts += [(f"--prompt-file {path}", read_text(path, "--prompt-file")) for path in files]
     if not texts:
         raise ValueError("give the prompt as --prompt or as --prompt-file; both may be repeated")
     return texts
 
 
-def _numbered(option: str, index: int, count: int) -> str:
-    return option if count == 1 else f"{option} ({index + 1})"
-
-
-def _requests(texts: Mapping[str, str], system: str | None, chat: bool) -> dict[str, Any]:
-    """The prompts, or the chats that they are."""
+def _request(text: str, system: str | None, chat: bool) -> Any:
+    """The prompt, or the chat that it is."""
     if not chat and system is None:
-        return dict(texts)
+        return text
     before = [] if system is None else [{"role": "system", "content": system}]
-    return {name: [*before, {"role": "user", "content": text}] for name, text in texts.items()}
+    return [*before, {"role": "user", "content": text}]
 
 
 def _check_numbers(sampling: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -121,7 +116,11 @@ def _check_numbers(sampling: Mapping[str, Any], options: Mapping[str, Any]) -> N
 
 
 def _load(
-    model: str, profile: str | None, dtype: str | None, requests: Mapping[str, Any], options: Mapping[str, Any]
+    model: str,
+    profile: str | None,
+    dtype: str | None,
+    requests: Sequence[tuple[str, Any]],
+    options: Mapping[str, Any],
 ) -> tuple[LM, list[list[int]]]:
     """The model, and the prompts' token ids, which are known to fit before its weights are read."""
     from tca_jax.engine.prompts import encode_prompt
@@ -131,24 +130,24 @@ def _load(
     with progress() as report:
         report(f"loading {model}", None, None)
         checkpoint = open_checkpoint(model)
-        prompts = {name: encode_prompt(checkpoint, request, name) for name, request in requests.items()}
-        _check_positions(prompts, checkpoint, options["max_new_tokens"])
+        prompts = [encode_prompt(checkpoint, request, name) for name, request in requests]
+        for (name, _), ids in zip(requests, prompts, strict=True):
+            _check_positions(name, len(ids), checkpoint, options["max_new_tokens"])
         lm = checkpoint.load(profile, dtype=dtype, progress=lambda done, total: report(f"loading {model}", done, total))
-    return lm, list(prompts.values())
+    return lm, prompts
 
 
-def _check_positions(prompts: Mapping[str, list[int]], checkpoint: Checkpoint, max_new_tokens: int) -> None:
+def _check_positions(name: str, tokens: int, checkpoint: Checkpoint, max_new_tokens: int) -> None:
     """Raises ValueError, with the option's name, for a prompt that leaves no positions for its answer.
 
     `tca_jax.generate` checks the same, but has a model only once its weights are read.
     """
-    most = checkpoint.config.max_context
-    for name, ids in prompts.items():
-        if len(ids) + max_new_tokens > most:
-            raise ValueError(
-                f"{name} has {len(ids)} tokens; with --max-new-tokens {max_new_tokens} that is "
-                f"{len(ids) + max_new_tokens}, and {checkpoint.name} has {most} positions"
-            )
+    needed, most = tokens + max_new_tokens, checkpoint.config.max_context
+    if needed > most:
+        raise ValueError(
+            f"{name} has {tokens} tokens; with --max-new-tokens {max_new_tokens} that is {needed}, and "
+            f"{checkpoint.name} has {most} positions"
+        )
 
 
 def _answer(lm: LM, prompts: list[list[int]], options: Mapping[str, Any]) -> Output:
