@@ -29,7 +29,7 @@ dev: $(VENV)/.installed-dev  ## install with test and lint tools
 
 test-gpu: $(VENV)/.installed-dev  ## the tests that run kernels, on a machine with an NVIDIA GPU
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile \
-		tests/pallas_kernels tests/test_functional.py tests/test_cache.py tests/test_hlo.py
+		tests/pallas_kernels tests/test_functional.py tests/engine
 
 test: $(VENV)/.installed-dev  ## all tests
 	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile

@@ -47,24 +47,27 @@ _MODULES: dict[str, str | None] = {
     "stream": "tca_jax.engine.generation",
 }
 
+__version__: str  # read from the package's metadata when it is asked for
 __all__ = list(_MODULES)
 
 
-def __getattr__(name: str) -> Any:
-    """A public name or submodule at its first use (PEP 562); from then on it is an ordinary attribute."""
-    value: Any
-    if module := _MODULES.get(name):
-        value = getattr(_import_module(module), name)
-    elif name == "__version__":
-        from importlib.metadata import version
+if not TYPE_CHECKING:  # to which a module that answers to every name has no misspelled ones
 
-        value = version("tca-jax")
-    elif not name.startswith("_") and _find_spec(f"{__name__}.{name}"):
-        value = _import_module(f"{__name__}.{name}")
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        """A public name or submodule at its first use (PEP 562); from then on it is an ordinary attribute."""
+        value: Any
+        if module := _MODULES.get(name):
+            value = getattr(_import_module(module), name)
+        elif name == "__version__":
+            from importlib.metadata import version
+
+            value = version("tca-jax")
+        elif not name.startswith("_") and _find_spec(f"{__name__}.{name}"):
+            value = _import_module(f"{__name__}.{name}")
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

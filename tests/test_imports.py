@@ -52,6 +52,6 @@ def test_an_unknown_name_is_an_attribute_error_that_names_it():
 
 def test_type_checkers_see_the_names_that_users_do():
     tree = ast.parse(Path(tca_jax.__file__).read_text())
-    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name))
     seen = {alias.asname: f"{line.module}.{alias.name}" for line in block.body for alias in line.names}
     assert seen == {name: f"{module or 'tca_jax'}.{name}" for name, module in tca_jax._MODULES.items()}
