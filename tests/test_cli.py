@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 import tca_jax
 from tca_jax.calibration.profile import Profile
+from tca_jax.cli import writes_compilation_cache
 from tca_jax.cli.app import app
 from tca_jax.cli.generate import describe
 from tca_jax.engine.generation import Output
@@ -398,6 +399,37 @@ def test_ctrl_c_ends_the_script_with_130_and_one_line_whatever_it_does(seconds, 
             time.sleep(0.001)
         time.sleep(seconds)
         interrupt(process)
+
+
+def test_ctrl_c_lets_a_compiled_program_be_written(tmp_path):
+    """JAX's compilation cache is the one file that is not renamed into place; half an entry would never be mended."""
+    from jax._src.lru_cache import LRUCache
+
+    put = LRUCache.put.__code__
+    assert writes_compilation_cache(put)
+    slow_put = f"""
+def {put.co_name}(file):
+    file.write("first half, ")
+    print("writing", flush=True)
+    time.sleep(1)
+    file.write("second half")
+    file.flush()
+"""
+    program = f"""
+import time
+from tca_jax.cli import leave_on_ctrl_c
+leave_on_ctrl_c()
+functions = {{"time": time}}
+exec(compile({slow_put!r}, {put.co_filename!r}, "exec"), functions)
+with open("entry", "w") as file:
+    functions[{put.co_name!r}](file)
+    time.sleep(60)
+"""
+    arguments = [sys.executable, "-c", program]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path) as process:
+        assert process.stdout.readline() == b"writing\n"
+        interrupt(process)
+    assert (tmp_path / "entry").read_text() == "first half, second half"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
