@@ -2,7 +2,12 @@
 
 import os
 import signal
+import sys
 import threading
+import time
+from types import CodeType, FrameType
+
+_LONGEST_WRITE = 10.0  # seconds; a disk that takes longer has gone
 
 
 def main() -> None:
@@ -34,4 +39,23 @@ def _leave_when_told(told: int) -> None:
         pass
     shown_again = "\x1b[?25h\n" if os.isatty(2) else ""  # the cursor, which a progress bar hides
     os.write(2, f"{shown_again}interrupted\n".encode())
+    give_up = time.monotonic() + _LONGEST_WRITE
+    while _compilation_cache_is_written() and time.monotonic() < give_up:
+        time.sleep(0.001)
     os._exit(130)
+
+
+def _compilation_cache_is_written() -> bool:
+    """Whether a thread is writing a compiled program: JAX does so in place, and half of one would stay for ever."""
+    for frame in sys._current_frames().values():
+        caller: FrameType | None = frame
+        while caller is not None:
+            if writes_compilation_cache(caller.f_code):
+                return True
+            caller = caller.f_back
+    return False
+
+
+def writes_compilation_cache(code: CodeType) -> bool:
+    """Whether this is the function of JAX that writes the file of a compiled program."""
+    return code.co_name == "put" and os.path.basename(code.co_filename) == "lru_cache.py"
