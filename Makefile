@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dev test test-gpu lint types clean
+.PHONY: help demo dev test test-gpu package lint types clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,19 +29,22 @@ dev: $(VENV)/.installed-dev  ## install with test and lint tools
 
 test-gpu: $(VENV)/.installed-dev  ## the tests that run kernels, on a machine with an NVIDIA GPU
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile \
-		tests/pallas_kernels tests/test_functional.py tests/test_cache.py tests/test_hlo.py
+		tests/pallas_kernels tests/test_functional.py tests/engine
 
 test: $(VENV)/.installed-dev  ## all tests
 	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 
-lint: $(VENV)/.installed-dev  ## ruff
+package: $(VENV)/.installed-dev  # the package as it installs, for tools that follow its imports
+	rm -rf build && mkdir -p build/package
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/package .
+
+lint: package  ## ruff, and who may import whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	cd build/package && ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-cache
 
-types: $(VENV)/.installed-dev  ## mypy on the package as it installs
-	rm -rf build && mkdir -p build/types
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/types .
-	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p tca_jax
+types: package  ## mypy on the package as it installs
+	cd build/package && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p tca_jax
 
 clean:  ## remove the virtual environment and build products
 	rm -rf $(VENV) build dist *.egg-info

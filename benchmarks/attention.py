@@ -40,6 +40,7 @@ from tca_jax.benchmarks.common import (
     group_rows,
     plot_line,
     print_row,
+    save_figure,
     time_alternating,
     token_axis,
     unequal_candidates,
@@ -185,7 +186,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axes.legend(fontsize=8)
     figure.axes[0].set_ylabel("times as fast as full attention")
     figure.suptitle("One attention layer's prefill, selection included")
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def main(

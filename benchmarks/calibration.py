@@ -38,6 +38,7 @@ from tca_jax.benchmarks.common import (
     find_layers,
     full_attention,
     print_row,
+    save_figure,
     time_alternating,
     token_axis,
     write_results,
@@ -123,7 +124,7 @@ def plot(kernels: list[dict[str, Any]], wholes: list[dict[str, Any]], path: Path
     bars.set_xticks(places, [f"{row['model']}\n{row['tokens']:,} tokens" for row in wholes])
     bars.set_ylabel("seconds to calibrate on one sequence")
     bars.legend(fontsize=8)
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def main(

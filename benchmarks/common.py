@@ -24,14 +24,18 @@ import typer
 from jaxtyping import Array
 
 import tca_jax
+from tca_jax.files import replacing
 from tca_jax.methods.candidates import budget_sizes, candidate_distributions
 from tca_jax.pallas_kernels.backends import can_run, check_backend
 
-RESULTS = Path("benchmarks") / "results"
+#: Not benchmarks/results, whose tables are those of one card and are written with `--out` alone.
+RESULTS = Path("out") / "bench"
 COMPILED_AT_ONCE = 4  # programs, in threads
 CHECKED_TOKENS = 8192  # outputs are compared with the oracle at most at this length, where the oracle takes a moment
 #: The command line that runs now, without the folder of the results; `command.py` sets it.
 COMMAND: contextvars.ContextVar[str] = contextvars.ContextVar("COMMAND", default="(called from Python)")
+#: Takes the record of a benchmark that is asked to print it; None where tables are printed.
+RECORDS: contextvars.ContextVar[list[dict[str, Any]] | None] = contextvars.ContextVar("RECORDS", default=None)
 
 FULL = 1.0  # the kept share that stands for full attention and its cache
 COPIED_BYTES = 2**31  # of the array whose copy is the measure of memory's speed
@@ -277,16 +281,27 @@ def write_results(
     more: Mapping[str, Sequence[Mapping[str, Any]]] = MappingProxyType({}),
 ) -> None:
     """Writes `name`.json and `name`.md, and prints the table; `more` holds further tables by their headings."""
-    out.mkdir(parents=True, exist_ok=True)
     where = environment()
     tables = {heading: [dict(row) for row in table] for heading, table in more.items()}
     record = {"title": title, "note": note, "environment": where, "rows": [dict(row) for row in rows], **tables}
-    (out / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+    with replacing(out / f"{name}.json") as file:
+        file.write_text(json.dumps(record, indent=2) + "\n")
     parts = [markdown_table(rows), *(f"## {heading}\n\n{markdown_table(table)}" for heading, table in more.items())]
     text = "\n\n".join(parts)
     lines = "\n".join(f"- {key}: {value}" for key, value in where.items())
-    (out / f"{name}.md").write_text(f"# {title}\n\n{note}\n\n{text}\n\n{lines}\n")
-    print(text, flush=True)
+    with replacing(out / f"{name}.md") as file:
+        file.write_text(f"# {title}\n\n{note}\n\n{text}\n\n{lines}\n")
+    records = RECORDS.get()
+    if records is None:
+        print(text, flush=True)
+    else:
+        records.append(record)
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Writes a Matplotlib figure as a PNG."""
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
 
 
 def print_row(row: Mapping[str, Any]) -> None:

@@ -47,6 +47,7 @@ from tca_jax.benchmarks.common import (
     plot_line,
     print_row,
     random_normal,
+    save_figure,
     time_alternating,
     token_axis,
     write_results,
@@ -180,7 +181,7 @@ def plot(rows: list[dict[str, Any]], wholes: list[dict[str, Any]], path: Path) -
     lines = {line.get_label(): line for axes in grid.flat for line in axes.get_lines()}
     figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=2, fontsize=8)
     figure.suptitle("Decoding: one layer's attention" + (", and whole models" if wholes else ""))
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def describe(window: int, copied: float, repeats_of_models: int | None) -> str:

@@ -46,6 +46,7 @@ from tca_jax.benchmarks.common import (
     group_rows,
     matrix_rate,
     print_row,
+    save_figure,
     write_results,
 )
 from tca_jax.benchmarks.decode_models import decoding_arguments, time_steps
@@ -258,7 +259,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axes.set_title(label)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(attentions), fontsize=8)
     figure.suptitle("Whole models, batch 1")
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def main(

@@ -33,6 +33,7 @@ from tca_jax.benchmarks.common import (
     check_sizes,
     find_layers,
     print_row,
+    save_figure,
     time_alternating,
     unequal_candidates,
     write_results,
@@ -305,7 +306,7 @@ def plot(best: list[dict[str, Any]], path: Path) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.1)
     axes.set_xlabel("time of the default over that of the best configuration")
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def main(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.programs import enable_compilation_cache
-from tca_jax.models.config import read_config
+from tca_jax.models.config import ModelConfig, read_config
 from tca_jax.models.params import load_decoder
 from tca_jax.models.registry import ALIASES
 
@@ -24,6 +25,67 @@ if TYPE_CHECKING:
 SHIPPED = ("recall-tiny",)
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint before its weights are read: enough to encode prompts and to refuse what cannot run.
+
+    Attributes:
+        folder: Where it lies on this machine.
+        name: What messages and profiles call it.
+        config: Architecture.
+        tokenizer: A transformers tokenizer, or None where the folder has none.
+        eos_token_ids: Tokens that end an answer.
+    """
+
+    folder: Path
+    name: str
+    config: ModelConfig
+    tokenizer: Any
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def pad_token_id(self) -> int:
+        """Fills answers behind their end."""
+        pad = getattr(self.tokenizer, "pad_token_id", None)
+        return pad if pad is not None else next(iter(self.eos_token_ids), 0)
+
+    def read_profile(self, profile: str | os.PathLike[str] | Profile | None) -> Profile | None:
+        """The profile that `load` is to use, checked for the model's shape.
+
+        Args:
+            profile: As for `tca_jax.load`.
+
+        Raises:
+            FileNotFoundError: no such folder, or "shipped" where no profile lies beside the model.
+            ValueError: a damaged profile, or one of another shape.
+        """
+        found = _resolve_profile(self.folder, profile)
+        if found is not None:
+            found.validate_for(self.config, None, self.name)
+        return found
+
+    def load(
+        self,
+        profile: str | os.PathLike[str] | Profile | None = None,
+        *,
+        dtype: Any = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> LM:
+        """Reads the weights; arguments, result and errors are those of `tca_jax.load`."""
+        dtype = check_dtype(dtype)
+        found = self.read_profile(profile)  # before gigabytes are read
+        enable_compilation_cache()
+        decoder = load_decoder(self.folder, self.config, dtype, progress)  # weights are read here and nowhere else
+        lm = LM.from_decoder(
+            decoder,
+            name=self.name,
+            tokenizer=self.tokenizer,
+            eos_token_ids=self.eos_token_ids,
+            pad_token_id=self.pad_token_id,
+        )
+        return lm.with_profile(found)
 
 
 def load(
@@ -52,35 +114,42 @@ def load(
         ValueError: unknown alias (with the list), unsupported architecture or option, a profile of another model.
         FileNotFoundError: a file of the checkpoint is missing (with its name).
     """
-    if dtype is None:
-        dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    if not _is_supported(dtype):
-        raise ValueError(f"dtype = {dtype}: must be float32, bfloat16 or float16")
-    enable_compilation_cache()
+    dtype = check_dtype(dtype)  # before anything is downloaded
+    return open_checkpoint(name_or_path, revision).load(profile, dtype=dtype, progress=progress)
+
+
+def open_checkpoint(name_or_path: str | os.PathLike[str], revision: str | None = None) -> Checkpoint:
+    """All of a checkpoint but its weights: the first half of `load`, whose `name_or_path` and `revision` it takes.
+
+    Raises:
+        ValueError: unknown alias (with the list), unsupported architecture, a damaged config or tokenizer.
+        FileNotFoundError: the folder or a file of it is missing (with its name).
+    """
     folder = checkpoint_folder(name_or_path, revision)
     config = read_config(folder)
     tokenizer = _load_tokenizer(folder)
-    profile = _resolve_profile(folder, profile)
-    if profile is not None:
-        profile.validate_for(config, None, _display_name(name_or_path))  # shape first: cheap, before gigabytes are read
-    decoder = load_decoder(folder, config, dtype, progress)
-    eos = _eos_token_ids(folder, tokenizer)
-    pad = getattr(tokenizer, "pad_token_id", None)
-    lm = LM.from_decoder(
-        decoder,
-        name=_display_name(name_or_path),
-        tokenizer=tokenizer,
-        eos_token_ids=eos,
-        pad_token_id=pad if pad is not None else (eos[0] if eos else 0),
-    )
-    return lm.with_profile(profile)
+    eos = _eos_token_ids(folder, tokenizer, config.vocab_size)
+    return Checkpoint(folder, _display_name(name_or_path), config, tokenizer, eos)
+
+
+def check_dtype(dtype: Any) -> Any:
+    """The dtype of weights and activations; None is bfloat16 on an accelerator and float32 on the CPU.
+
+    Raises:
+        ValueError: not one that models run in.
+    """
+    if dtype is None:
+        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    if not _is_supported(dtype):
+        raise ValueError(f"dtype = {dtype}: must be float32, bfloat16 or float16")
+    return dtype
 
 
 def checkpoint_folder(name_or_path: str | os.PathLike[str], revision: str | None = None) -> Path:
     """The local folder of a checkpoint, downloaded from the Hub where it is not on this machine.
 
     Raises:
-        ValueError: neither an alias, nor a folder, nor a Hub id; lists the aliases.
+        ValueError: neither an alias, nor a folder, nor a Hub id (lists the aliases), or a file.
         FileNotFoundError: the folder has no config.json, or the Hub has no such repository.
     """
     name = os.fspath(name_or_path)
@@ -89,8 +158,10 @@ def checkpoint_folder(name_or_path: str | os.PathLike[str], revision: str | None
         if not (path / "config.json").is_file():
             raise FileNotFoundError(f"{path} holds no config.json: not a Hugging Face checkpoint folder")
         return path
+    if path.exists() or path.suffix == ".safetensors":
+        raise ValueError(f"name_or_path = {name!r} is a file: pass its folder, with config.json and *.safetensors")
     if name.lower() in SHIPPED:
-        return Path(str(resources.files("tca_jax"))) / "checkpoints" / name.lower()
+        return _shipped_folder(name)
     hub_id = ALIASES.get(name.lower(), name)
     if hub_id.count("/") != 1 or name.startswith((".", "/", "~")):
         known = ", ".join([*SHIPPED, *ALIASES])
@@ -141,29 +212,58 @@ def _load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # whatever the tokenizer libraries raise, the user needs to know which folder
         raise ValueError(f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
+    # Prompts are checked against the model's own positions; a warning about the tokenizer's would say less, or wrongly.
+    getattr(tokenizer, "deprecation_warnings", {})["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
 
 
-def _eos_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+def _eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
     """Stop tokens from generation_config.json, else config.json, else the tokenizer."""
-    for file in ("generation_config.json", "config.json"):
-        if (folder / file).is_file():
-            eos = json.loads((folder / file).read_text(encoding="utf-8")).get("eos_token_id")
-            if eos is not None:
-                return tuple(eos) if isinstance(eos, list) else (eos,)
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        if path.is_file() and (eos := _read_json_object(path).get("eos_token_id")) is not None:
+            return _checked_token_ids(eos, vocab_size, path)
     eos = getattr(tokenizer, "eos_token_id", None)
     return () if eos is None else (eos,)
 
 
+def _read_json_object(path: Path) -> dict[str, Any]:
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # JSON or UTF-8
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(entries, dict):
+        raise ValueError(f"{path} holds a {type(entries).__name__}: must be a JSON object")
+    return entries
+
+
+def _checked_token_ids(eos: Any, vocab_size: int, path: Path) -> tuple[int, ...]:
+    ids = eos if isinstance(eos, list) else [eos]
+    if not all(type(token) is int and 0 <= token < vocab_size for token in ids):  # type: a bool is no token
+        raise ValueError(f"{path}: eos_token_id = {eos!r}: must be a token id in [0, {vocab_size}), or a list of them")
+    return tuple(ids)
+
+
 def _resolve_profile(folder: Path, profile: Any) -> Profile | None:
+    if profile is None:
+        return None
     from tca_jax.calibration.profile import Profile
 
-    if profile is None or isinstance(profile, Profile):
+    if isinstance(profile, Profile):
         return profile
     if profile != "shipped":
         return Profile.load(profile)
     if not (folder / "profile").is_dir():
         raise FileNotFoundError(f"profile = 'shipped': {folder} holds no profile folder; calibrate the model")
     return Profile.load(folder / "profile")
+
+
+def shipped_profile(name: str = SHIPPED[0]) -> Path:
+    """Folder of the profile that ships with a model of the package."""
+    return _shipped_folder(name) / "profile"
+
+
+def _shipped_folder(name: str) -> Path:
+    return Path(str(resources.files("tca_jax"))) / "checkpoints" / name.lower()

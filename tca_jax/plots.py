@@ -18,6 +18,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
+from tca_jax.files import replacing
+
 _KEPT_COLORS = "YlGnBu"  # light: little is kept, dark: all is
 _NEEDLE_COLOR = "#D55E00"  # vermillion stands out from the scale above, also for the color-blind
 _DPI = 150
@@ -273,7 +275,6 @@ def _map_height(share: np.ndarray) -> float:
 
 def _write(figure: Figure, path: str | os.PathLike[str]) -> Path:
     """Writes the figure as a PNG; no display and no pyplot state is involved."""
-    file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, format="png")
-    return file
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
+    return Path(path)

@@ -1,23 +1,26 @@
-"""The command line: help, results, JSON, one-line errors, progress, and a few runs of the real console script."""
+"""The command line in this process: help, results, JSON, one-line errors, progress."""
 
+import dataclasses
 import importlib.metadata
 import json
 import re
 import shlex
-import signal
-import subprocess
 import sys
-import warnings
+import types
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from tiny import TCA, write_checkpoint
 from typer.testing import CliRunner
 
 import tca_jax
 from tca_jax.calibration.profile import Profile
-from tca_jax.cli import app, main
+from tca_jax.cli.app import app
+from tca_jax.cli.generate import describe
+from tca_jax.engine.generation import Output
+from tca_jax.loading import SHIPPED, shipped_profile
 
 SCRIPT = Path(sys.executable).with_name("tca-jax")
 SMALL = ["--window=16", "--block-size=8"]
@@ -74,12 +77,67 @@ def test_version():
     assert run("--version").stdout == f"tca-jax {importlib.metadata.version('tca-jax')}\n"
 
 
-def test_generate_prints_the_answer_and_nothing_else():
+def test_generate_prints_the_answer_and_on_standard_error_what_it_cost():
     options = {"max_new_tokens": 12, "temperature": 0.8, "top_p": 0.9, "seed": 3}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     expected = tca_jax.generate(tca_jax.load("model"), "hello", **options).text[0]
     result = run("generate", "model", "--prompt", "hello", *flags)
-    assert (result.exit_code, result.stdout, result.stderr) == (0, expected + "\n", "")
+    assert (result.exit_code, result.stdout) == (0, expected + "\n")
+    first, second = result.stderr.splitlines()
+    assert re.fullmatch(r"5 tokens read, 12 new; first token after [\d.]+ s, then [\d.]+ ms a token.*", first)
+    assert re.fullmatch(r"KV cache [\d.]+ MB, [\d.]+ MB under full attention; it holds 100.0% of the tokens", second)
+
+
+def test_the_cost_of_a_batch_counts_every_row():
+    stats = tca_jax.Stats([1000, 5], [1, 1], 0.0, 0.5, 0.0, 2_000_000, 4_000_000, 0.25)
+    assert describe(stats).splitlines() == [
+        "1,000 + 5 tokens read, 1 + 1 new; first token after 0.50 s",
+        "KV cache 2.00 MB, 4.00 MB under full attention; it holds 25.0% of the tokens",
+    ]
+
+
+def test_several_prompts_are_one_batch_with_a_heading_each(work):
+    text = Path("text.txt").read_text()
+    prompts = ["--prompt=hello", "--prompt-file=text.txt", "--prompt", text]
+    result = run("generate", "model", *prompts, "--max-new-tokens=4")
+    assert result.exit_code == 0, result.output
+    lm = tca_jax.load("model")
+    hello, long = tca_jax.generate(lm, ["hello", text], max_new_tokens=4).text
+    headings = ["[1] hello", f"[2] {text[:59]}…", "[3] text.txt"]
+    expected = [line for pair in zip(headings, [hello, long, long], strict=True) for line in pair]
+    assert result.stdout == "".join(f"{line}\n" for line in expected)
+
+
+def test_a_system_message_comes_before_the_users_and_implies_a_chat():
+    answers = []
+    for args in (["--prompt=be brief, hello", "--chat"], ["--prompt=hello", "--system=be brief, "]):
+        answers.append(json.loads(run("generate", "model", *args, "--max-new-tokens=1", "--json").stdout))
+    assert answers[0]["stats"]["prompt_tokens"] == answers[1]["stats"]["prompt_tokens"] == [15]
+    assert answers[0]["answers"] == answers[1]["answers"]
+
+
+def test_options_reach_generate_only_when_they_are_given(monkeypatch):
+    passed = []
+
+    def generate(lm, prompts, **options):
+        passed.append((prompts, options))
+        stats = tca_jax.Stats([2], [1, 1], 0.0, 0.5, 0.0, 1, 1, 1.0)
+        out = Output([[7], [8]], ["length", "stop"], stats, ["a", "b"])
+        object.__setattr__(out, "logprobs", [[-0.5], [-0.25]])
+        return out
+
+    monkeypatch.setattr(tca_jax, "generate", generate)
+    run("generate", "model", "--prompt=hi", "--json")
+    given = ["--min-new-tokens=1", "--num-samples=2", "--logprobs"]
+    record = json.loads(run("generate", "model", "--prompt=hi", "--json", *given).stdout)
+    plain, more = (options for _, options in passed)
+    assert more == {**plain, "min_new_tokens": 1, "num_samples": 2, "logprobs": True}
+    assert record["answers"] == [
+        {"prompt": 0, "sample": 0, "text": "a", "tokens": [7], "finish_reason": "length", "logprobs": [-0.5]},
+        {"prompt": 0, "sample": 1, "text": "b", "tokens": [8], "finish_reason": "stop", "logprobs": [-0.25]},
+    ]
+    headings = run("generate", "model", "--prompt=hi", "--num-samples=2").stdout.splitlines()[::2]
+    assert headings == ["[1, answer 1 of 2] hi", "[1, answer 2 of 2] hi"]
 
 
 def test_generate_reads_a_file_or_stdin_and_applies_the_chat_template():
@@ -89,7 +147,7 @@ def test_generate_reads_a_file_or_stdin_and_applies_the_chat_template():
         result = run("generate", "model", *prompt, "--max-new-tokens=1", "--json", stdin=Path("text.txt").read_text())
         answers.append(json.loads(result.stdout))
     assert [answer["stats"]["prompt_tokens"] for answer in answers] == [[270]] * 3
-    assert answers[0]["tokens"] == answers[1]["tokens"] == answers[2]["tokens"]
+    assert answers[0]["answers"] == answers[1]["answers"] == answers[2]["answers"]
 
 
 def test_generate_json_is_one_object_with_the_statistics():
@@ -98,8 +156,8 @@ def test_generate_json_is_one_object_with_the_statistics():
     assert result.stderr == ""
     out = tca_jax.generate(tca_jax.load("model", profile="profile"), Path("text.txt").read_text(), max_new_tokens=5)
     assert (record["model"], record["profile"]) == ("model", "profile")
-    assert (record["text"], record["tokens"]) == (out.text[0], out.tokens[0])
-    assert record["finish_reason"] == "length"
+    answer = {"text": out.text[0], "tokens": out.tokens[0], "finish_reason": "length"}
+    assert record["answers"] == [{"prompt": 0, "sample": 0, **answer}]
     stats = record["stats"]
     assert stats["prompt_tokens"] == [270]
     assert stats["new_tokens"] == [5]
@@ -131,31 +189,51 @@ def test_paper_calibrates_with_the_papers_settings(tmp_path):
     assert Profile.load(tmp_path).config == tca_jax.TCAConfig.paper(block_size=8, window=16)
 
 
-def test_profile_show_prints_a_table_and_writes_the_heat_map(tmp_path):
+def test_profile_show_prints_a_table_and_writes_the_heat_map_where_told(tmp_path):
     png = tmp_path / "new" / "map.png"
     result = run("profile", "show", "profile", "--tokens=1000", "--png", png)
     assert result.exit_code == 0, result.output
     share = Profile.load("profile").kept_share(1000)[0, 0]
-    assert result.stdout.count(f"{share:.0%}/4") == 4  # candidate 3, counted from 1
+    assert result.stdout.count(f"{share:.0%}/3") == 4
+    assert "Candidates: 0 is the sparsest, 14 is dense and keeps every token" in result.stdout
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
-def test_profile_show_json_is_one_object():
+def test_profile_show_json_is_one_object_and_writes_no_file():
+    before = sorted(Path().iterdir())
     result = run("profile", "show", "profile", "--tokens=1000", "--json")
     record = json.loads(result.stdout)
     profile = Profile.load("profile")
     assert record["candidates"] == profile.candidates.tolist()
+    assert record["dense_candidate"] == 14
     assert record["kept_share"] == profile.kept_share(1000).tolist()
-    assert record["png"] == "kept_share.png"
-    assert Path("kept_share.png").is_file()
+    assert record["png"] is None
+    assert sorted(Path().iterdir()) == before
+
+
+def test_the_table_numbers_candidates_as_json_does(tmp_path):
+    profile = Profile.load(shipped_profile())
+    candidates = [[0, 14], [13, 1]]
+    dataclasses.replace(profile, candidates=np.array(candidates), scores=profile.scores[:2]).save(tmp_path)
+    assert json.loads(run("profile", "show", tmp_path, "--json").stdout)["candidates"] == candidates
+    rows = [line.split() for line in run("profile", "show", tmp_path).stdout.splitlines()]
+    shown = [[int(cell.partition("/")[2]) for cell in row[1:3]] for row in rows if row and row[0] in ("0", "1")]
+    assert shown == candidates
+
+
+@pytest.mark.parametrize("name", ["shipped", *SHIPPED])
+def test_profile_show_knows_the_shipped_profile_unless_a_folder_has_its_name(name, work, tmp_path, monkeypatch):
+    shipped = Profile.load(shipped_profile())
+    assert json.loads(run("profile", "show", name, "--json").stdout)["candidates"] == shipped.candidates.tolist()
+    monkeypatch.chdir(tmp_path)
+    Profile.load(work / "profile").save(name)
+    assert json.loads(run("profile", "show", name, "--json").stdout)["candidates"] == [[3, 3], [3, 3]]
 
 
 def test_a_profile_of_many_heads_fits_80_columns_uncut(tmp_path):
     Profile.uniform(TCA, 32, 10, TCA.num_candidates - 1).save(tmp_path)
     for tokens in (16, 1000):  # everything is kept: the widest cells
-        lines = run(
-            "profile", "show", tmp_path, f"--tokens={tokens}", "--png", tmp_path / "map.png"
-        ).stdout.splitlines()
+        lines = run("profile", "show", tmp_path, f"--tokens={tokens}").stdout.splitlines()
         tables = [line for line in lines if line.lstrip().startswith(("layer", "0 ", "31 "))]
         assert max(map(len, tables)) <= 80
         assert "head 7" in tables[0]
@@ -168,9 +246,15 @@ def test_a_profile_of_many_heads_fits_80_columns_uncut(tmp_path):
     [
         ("generate nosuch --prompt x", r"name_or_path = 'nosuch': no such folder.*alias. Aliases: recall-tiny, .*qwen"),
         ("generate . --prompt x", r"holds no config.json"),
-        ("generate model", r"give the prompt either as --prompt or as --prompt-file"),
-        ("generate model --prompt x --prompt-file text.txt", r"give the prompt either as"),
-        ("generate model --prompt ''", r"prompt is empty"),
+        ("generate model/model.safetensors --prompt x", r"'model/model.safetensors' is a file: pass its folder"),
+        ("generate model", r"give the prompt as --prompt or as --prompt-file; both may be repeated"),
+        ("generate model --prompt ''", r"--prompt is empty"),
+        ("generate model --prompt a --prompt ''", r"--prompt \(2\) is empty"),
+        ("generate model --prompt x --logprobs", r"--logprobs needs --json"),
+        (
+            "generate model --prompt x --min-new-tokens 300",
+            r"--min-new-tokens 300: must be at most --max-new-tokens 256",
+        ),
         ("generate model --prompt-file nosuch.txt", r"nosuch.txt: No such file or directory"),
         ("generate model --prompt-file model", r"model: Is a directory"),
         ("generate model --prompt-file latin1.txt", r"--prompt-file latin1.txt is not UTF-8 text"),
@@ -178,9 +262,9 @@ def test_a_profile_of_many_heads_fits_80_columns_uncut(tmp_path):
         ("generate model --prompt x --top-p nan", r"top_p = nan: must be in \(0, 1\]"),
         ("generate model --prompt x --max-new-tokens 0", r"Invalid value for '--max-new-tokens'"),
         ("generate model --prompt x --max-new-tokens ten", r"Invalid value for '--max-new-tokens'"),
-        ("generate model --prompt x --max-new-tokens 9999", r"max_new_tokens = 9999 .* model has 4096 positions"),
+        ("generate model --prompt x --max-new-tokens 9999", r"--prompt has 1 tokens; .* model has 4096 positions"),
         ("generate model --prompt x --seed -1", r"Invalid value for '--seed'"),
-        ("generate model --prompt x --temperature 1 --top-k 9999999999", r"too large"),
+        ("generate model --prompt x --temperature 1 --top-k 9999999999", r"Invalid value for '--top-k'"),
         ("generate model --prompt x --stop ''", r"stop = \[''\]: must be non-empty"),
         ("generate model --prompt x --dtype int8", r"dtype = int8: must be float32, bfloat16 or float16"),
         ("generate model --prompt x --dtype nosuch", r"dtype = nosuch: must be float32, bfloat16 or float16"),
@@ -195,9 +279,10 @@ def test_a_profile_of_many_heads_fits_80_columns_uncut(tmp_path):
         ("profile show model", r"model holds no profile"),
         ("profile show profile --tokens 0", r"Invalid value for '--tokens'"),
         ("profile show profile --png text.txt/map.png", r"text.txt: (File exists|Not a directory)"),
+        ("profile show profile --png /dev/full", r"/dev/full: No space left on device"),
         ("calibrate model --text nosuch.txt --out new", r"nosuch.txt: No such file or directory"),
         ("calibrate model --text latin1.txt --out new", r"--text latin1.txt is not UTF-8 text"),
-        ("calibrate model --text text.txt --out new", r"texts\[0\] has 270 tokens: calibration needs at least .* 4224"),
+        ("calibrate model --text text.txt --out new", r"--text text.txt has 270 tokens: calibration needs .* 4224"),
         ("calibrate model --text text.txt --out new --window 100", r"window = 100: must be a positive multiple"),
         ("calibrate model --text text.txt --out new --tau 2", r"tau = 2.0: must lie in \(0, 1\]"),
         ("calibrate model --text text.txt --out new --max-tokens -5", r"Invalid value for '--max-tokens'"),
@@ -207,21 +292,41 @@ def test_a_profile_of_many_heads_fits_80_columns_uncut(tmp_path):
         ("demo --out text.txt", r"--out text.txt cannot be written: .*: Not a directory"),
     ],
 )
-def test_a_users_error_is_one_line_and_exit_code_2(args, message):
+def test_a_users_error_is_one_line_and_exit_code_2_before_weights_are_read(args, message, monkeypatch):
+    monkeypatch.setattr("tca_jax.loading.load_decoder", lambda *args: pytest.fail("the weights were read"))
     assert re.search(message, error(*shlex.split(args)))
     assert not Path("new").exists()
 
 
 def test_calibrate_says_before_the_run_that_its_result_cannot_be_written(monkeypatch):
-    monkeypatch.setattr(tca_jax, "load", lambda *args, **kwargs: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("tca_jax.loading.open_checkpoint", lambda *args: pytest.fail("the model was looked for"))
     message = error("calibrate", "model", "--text=text.txt", "--out=text.txt/new")
     assert re.fullmatch(r"--out text.txt/new cannot be written: \S+text.txt: Not a directory", message)
 
 
-def test_a_text_without_a_tokenizer_to_read_it_is_an_error(tmp_path):
+def test_a_text_without_a_tokenizer_to_read_it_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("tca_jax.loading.load_decoder", lambda *args: pytest.fail("the weights were read"))
     write_checkpoint(tmp_path, tokenizer=False)
     assert "without a tokenizer" in error("generate", tmp_path, "--prompt=x")
     assert "without a tokenizer" in error("calibrate", tmp_path, "--text=text.txt", "--out=new")
+
+
+def test_a_chat_without_a_template_is_an_error_before_weights_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("tca_jax.loading.load_decoder", lambda *args: pytest.fail("the weights were read"))
+    write_checkpoint(tmp_path, chat_template=None)
+    assert "has no chat template" in error("generate", tmp_path, "--prompt=x", "--system=y")
+
+
+def refuse(*args, **options):
+    raise TypeError("prompts is an int: must be text")
+
+
+@pytest.mark.parametrize("bug", [lambda *args, **options: {}["a bug"], lambda *args, **options: int("bug")])
+def test_what_the_library_refuses_is_a_line_and_what_python_refuses_is_a_bug(bug, monkeypatch):
+    monkeypatch.setattr(tca_jax, "generate", types.FunctionType(refuse.__code__, {"__name__": "tca_jax.engine"}))
+    assert error("generate", "model", "--prompt=x", "--json") == "prompts is an int: must be text"
+    monkeypatch.setattr(tca_jax, "generate", types.FunctionType(bug.__code__, {"__name__": "tca_jax.engine"}))
+    assert isinstance(run("generate", "model", "--prompt=x", "--json").exception, KeyError | ValueError)
 
 
 def test_running_out_of_memory_is_a_users_error_and_a_bug_is_not(monkeypatch):
@@ -243,40 +348,3 @@ def test_progress_is_on_the_standard_error_of_a_terminal_only(tmp_path):
     assert "calibrating on 1 text" in terminal.stderr
     json.loads(terminal.stdout)
     assert run(*args).stderr == ""
-
-
-def test_warnings_are_one_line(monkeypatch):
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # put back after the test
-    monkeypatch.setattr(sys, "argv", ["tca-jax", "--version"])
-    with pytest.raises(SystemExit, match="0"):
-        main()
-    assert warnings.formatwarning("a short text", UserWarning, "file.py", 1) == "warning: a short text\n"
-
-
-def script(*args):
-    return subprocess.Popen([SCRIPT, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
-
-
-def test_ctrl_c_ends_the_script_quietly_with_130():
-    with script("generate", "model", "--prompt=hi", "--max-new-tokens=4000") as process:
-        assert process.stdout.read(10)  # it streams: the answer is far from complete
-        process.send_signal(signal.SIGINT)
-        rest, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert errors == b""
-    assert len(rest) < 3900
-
-
-def test_a_reader_that_goes_away_ends_the_script_quietly():
-    with script("profile", "show", "profile", "--json") as process:
-        process.stdout.close()
-        errors = process.stderr.read()
-    assert errors == b""
-    assert process.returncode == 1
-
-
-def test_an_error_of_the_script_is_one_line_and_exit_code_2():
-    with script("generate", "model", "--prompt-file=latin1.txt") as process:
-        out, errors = process.communicate(timeout=60)
-    assert (process.returncode, out, errors.count(b"\n")) == (2, b"", 1)
-    assert errors.startswith(b"error: --prompt-file latin1.txt is not UTF-8 text")

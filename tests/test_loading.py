@@ -1,6 +1,7 @@
 """Loading: names, files, dtypes, tokenizers, profiles, and every error a user can make."""
 
 import json
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ from tiny import TCA, random_prompt, tiny_lm, write_checkpoint
 
 import tca_jax
 from tca_jax.calibration.profile import Profile
+from tca_jax.engine.prompts import encode_prompts
+from tca_jax.loading import open_checkpoint
 from tca_jax.models.fingerprint import fingerprint
 
 
@@ -146,6 +149,59 @@ def test_an_unknown_alias_lists_the_aliases():
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"holds no config.json"):
         tca_jax.load(tmp_path)
+
+
+def test_a_path_to_a_file_is_not_taken_for_a_hub_id(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    for file in (folder / "model.safetensors", folder / "config.json", "weights/nosuch.safetensors"):
+        with pytest.raises(ValueError, match=rf"name_or_path = '{file}' is a file: pass its folder"):
+            tca_jax.load(file)
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("eos", [1.0, "</s>", [[1]], [1, "2"], True, -1, [0, 97]])
+def test_stop_tokens_of_a_wrong_kind_name_their_file(file, eos, folder, tmp_path):
+    for name in ("config.json", file):
+        entries = json.loads((folder / "config.json").read_text())
+        (tmp_path / name).write_text(json.dumps(entries | ({"eos_token_id": eos} if name == file else {})))
+    with pytest.raises(ValueError, match=rf"{file}: eos_token_id = .*: must be a token id in \[0, 97\), or a list"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("[1, 2]", "holds a list: must be a JSON object"), ("{", "not valid JSON"), ("\udcff", "not valid JSON")],
+)
+def test_a_damaged_generation_config_is_named(text, message, tmp_path):
+    file = write_checkpoint(tmp_path) / "generation_config.json"
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match=rf"generation_config.json.*{message}"):
+        tca_jax.load(tmp_path)
+
+
+def test_all_but_the_weights_is_checked_before_they_are_read(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("tca_jax.loading.load_decoder", lambda *args: pytest.fail("the weights were read"))
+    checkpoint = open_checkpoint(folder)
+    assert (checkpoint.name, checkpoint.config.vocab_size) == (folder.name, 97)
+    assert encode_prompts(checkpoint, "hello") == [[72, 69, 76, 76, 79]]
+    with pytest.raises(ValueError, match="3 layers"):
+        checkpoint.load(Profile.uniform(TCA, 3, 2, 0))
+    with pytest.raises(FileNotFoundError, match=r"profile directory .*nosuch does not exist"):
+        checkpoint.load(tmp_path / "nosuch")
+    with pytest.raises(ValueError, match="dtype = int8"):
+        checkpoint.load(dtype="int8")
+
+
+def test_a_long_text_makes_the_tokenizer_warn_of_nothing(folder, caplog):
+    checkpoint = open_checkpoint(folder)
+    checkpoint.tokenizer.model_max_length = 10
+    logger = logging.getLogger("transformers")  # its records go no further than to its own handlers
+    logger.addHandler(caplog.handler)
+    try:
+        assert len(encode_prompts(checkpoint, "x" * 100)[0]) == 100
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not caplog.records
 
 
 def test_an_unreachable_hub_names_the_model(monkeypatch, tmp_path):

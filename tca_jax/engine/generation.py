@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -150,7 +150,7 @@ def stream(
     stop: str | Sequence[str] = (),
     stop_token_ids: Sequence[int] | None = None,
     backend: str = "auto",
-) -> Iterator[Any]:
+) -> Generator[Any, None, Output]:
     """Yields the answer to a prompt, or the answers to a batch, piece by piece, as soon as a piece is certain.
 
     A piece holds what was said in about 30 ms, or one token where that takes longer.
@@ -164,6 +164,9 @@ def stream(
         Of one prompt, pieces of text; of a batch, lists with a piece for each prompt, "" where there is nothing new.
         Joined they are `generate(...).text`. A piece never splits a character, and text that may still turn out to be
         part of a stop string is held back.
+
+    Returns:
+        At its end the generator returns what `generate` does: `out = yield from stream(...)`.
 
     Raises:
         ValueError: as for `generate`; also a model without a tokenizer. Raised by the call, not by the first piece.
@@ -182,12 +185,11 @@ def stream(
         stop_token_ids=stop_token_ids,
         backend=backend,
     )
-    pieces = _pieces(request)
-    return (piece for (piece,) in pieces) if is_single(prompts) else pieces
+    return _pieces(request, single=is_single(prompts))
 
 
-def _pieces(request: Request) -> Iterator[list[str]]:
-    """New text of every row, whenever there is some."""
+def _pieces(request: Request, *, single: bool) -> Generator[Any, None, Output]:
+    """New text, whenever there is some: a string of the only row, or a list with one of each."""
     state, sent, stride = request.start(), [0] * request.rows, 1
     held_back = max((len(s) for s in request.stop), default=1) - 1
     while True:
@@ -199,9 +201,9 @@ def _pieces(request: Request) -> Iterator[list[str]]:
             pieces.append(text[sent[row] : certain])
             sent[row] = max(sent[row], certain)
         if any(pieces):
-            yield pieces
+            yield pieces[0] if single else pieces
         if finished:
-            return
+            return _output(request, state)
         before, step = request.decode_seconds, int(state.step)
         state = request.advance(state, stride)
         seconds = (request.decode_seconds - before) / (int(state.step) - step)

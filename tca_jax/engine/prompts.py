@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
 
 from tca_jax.engine.buckets import bucket_length
-from tca_jax.engine.lm import LM
+from tca_jax.models.config import ModelConfig
 
 Chat = Sequence[Mapping[str, Any]]
 Prompt = str | bytes | Chat | Sequence[int | np.integer] | np.ndarray
@@ -17,7 +17,21 @@ Prompt = str | bytes | Chat | Sequence[int | np.integer] | np.ndarray
 _ALLOWED = "text, a chat (a list of messages), token ids, or a list of those"
 
 
-def encode_prompts(lm: LM, prompts: Any, argument: str = "prompts") -> list[list[int]]:
+@runtime_checkable
+class Encoder(Protocol):
+    """What encoding needs: a loaded `LM`, or a `Checkpoint` whose weights are yet to be read."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+
+def encode_prompts(lm: Encoder, prompts: Any, argument: str = "prompts") -> list[list[int]]:
     """Token ids of one prompt or of a batch.
 
     Args:
@@ -40,7 +54,7 @@ def encode_prompts(lm: LM, prompts: Any, argument: str = "prompts") -> list[list
     return [encode_prompt(lm, prompt, f"{argument}[{i}]") for i, prompt in enumerate(batch)]
 
 
-def encode_prompt(lm: LM, prompt: Any, argument: str = "prompt") -> list[int]:
+def encode_prompt(lm: Encoder, prompt: Any, argument: str = "prompt") -> list[int]:
     """Token ids of one prompt; `argument` is its name in messages."""
     if isinstance(prompt, str | bytes):
         ids = _tokenize(lm, _utf8(prompt, argument), argument) if len(prompt) else []
@@ -54,7 +68,7 @@ def encode_prompt(lm: LM, prompt: Any, argument: str = "prompt") -> list[int]:
     return ids
 
 
-def decode_tokens(lm: LM, tokens: Sequence[int]) -> str:
+def decode_tokens(lm: Encoder, tokens: Sequence[int]) -> str:
     """Text of token ids, without special tokens."""
     return _tokenizer(lm, "text").decode(list(tokens), skip_special_tokens=True)
 
@@ -100,7 +114,7 @@ def _kind(value: Any) -> str:
     return "None" if value is None else f"of type {type(value).__name__}"
 
 
-def _tokenizer(lm: LM, argument: str) -> Any:
+def _tokenizer(lm: Encoder, argument: str) -> Any:
     if lm.tokenizer is None:
         raise ValueError(
             f"{argument}: {lm.name} was loaded without a tokenizer, so text cannot be used; pass token ids"
@@ -108,7 +122,7 @@ def _tokenizer(lm: LM, argument: str) -> Any:
     return lm.tokenizer
 
 
-def _tokenize(lm: LM, text: str, argument: str, **options: Any) -> list[int]:
+def _tokenize(lm: Encoder, text: str, argument: str, **options: Any) -> list[int]:
     # verbose: it would warn of texts longer than its own limit, which is not the model's. Lengths are checked later.
     return _tokenizer(lm, argument)(text, verbose=False, **options)["input_ids"]
 
@@ -120,7 +134,7 @@ def _utf8(text: str | bytes, argument: str) -> str:
         raise ValueError(f"{argument} is not valid UTF-8 text: {error}") from None
 
 
-def _render(lm: LM, chat: Chat, argument: str) -> str:
+def _render(lm: Encoder, chat: Chat, argument: str) -> str:
     """The text that the model's template makes of a chat, up to where the answer begins."""
     tokenizer = _tokenizer(lm, argument)
     if not getattr(tokenizer, "chat_template", None):
@@ -148,7 +162,7 @@ def _check_message(message: Mapping[str, Any], argument: str) -> None:
         raise TypeError(f"{argument}['content'] is {_kind(content)}: must be a string, or a list of parts")
 
 
-def _check_ids(lm: LM, prompt: Any, argument: str) -> list[int]:
+def _check_ids(lm: Encoder, prompt: Any, argument: str) -> list[int]:
     wrong = f"{argument} is {_kind(prompt)}: must be text, a chat, or a flat sequence of integer token ids"
     if getattr(prompt, "ndim", None) is not None:
         if prompt.ndim != 1 or (len(prompt) and not np.issubdtype(prompt.dtype, np.integer)):

@@ -15,7 +15,7 @@ from tca_jax.benchmarks import attention, caches, decode, decode_models, tune
 from tca_jax.benchmarks.common import LAYERS, agreement, random_normal, unequal_candidates
 from tca_jax.benchmarks.decode_models import random_state
 from tca_jax.benchmarks.models import CONFIGS, random_model, under_share
-from tca_jax.cli import app
+from tca_jax.cli.app import app
 from tca_jax.engine.cache import attend_cache
 from tca_jax.engine.decoding import prefill
 from tca_jax.engine.sampling import Sampling
@@ -57,6 +57,25 @@ def test_a_benchmark_writes_its_table_its_json_and_its_plot(name, tmp_path):
     table = (out / f"{name}.md").read_text()
     assert str(tmp_path) not in table + json.dumps(record)
     assert table.split("\n\n")[2] in result.stdout
+
+
+def test_json_is_one_object_alone_on_standard_output(tmp_path):
+    result = run("calibration", *OPTIONS["calibration"], "--json", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record == json.loads((tmp_path / "calibration.json").read_text())
+    assert record["rows"]
+    assert "'model': 'tiny'" in result.stderr  # a row as soon as it is known
+    assert record["environment"]["command"] == " ".join(["tca-jax", "bench", "calibration", *OPTIONS["calibration"]])
+
+
+def test_the_default_folder_is_not_that_of_the_committed_tables(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run("calibration", *OPTIONS["calibration"]).exit_code == 0
+    assert sorted(path.name for path in (tmp_path / "out" / "bench").iterdir()) == [
+        f"calibration.{suffix}" for suffix in ("json", "md", "png")
+    ]
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
 def test_compilation_is_timed_only_where_it_is_asked_for(tmp_path):

@@ -1,0 +1,45 @@
+"""What commands read from files and write to them and to the terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tca_jax.files import naming
+
+
+def read_text(path: Path, option: str) -> str:
+    """Text of a UTF-8 file, "-" for standard input.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not UTF-8; names the option.
+    """
+    data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} {path} is not UTF-8 text: {error}") from None
+
+
+def require_writable(folder: Path, option: str) -> None:
+    """Fails before a long run rather than after it, and leaves nothing behind.
+
+    Raises:
+        ValueError: `folder`, or the nearest folder above it that exists, cannot be written to.
+    """
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise ValueError(f"{option} {folder} cannot be written: {existing}: {error.strerror}") from None
+
+
+def print_json(record: dict[str, Any]) -> None:
+    """One object on standard output."""
+    with naming("standard output"):
+        print(json.dumps(record, indent=2, allow_nan=False))

@@ -1,0 +1,223 @@
+"""`tca-jax generate`: prompts from options, files or standard input; answers as text or as one JSON object."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tca_jax.cli.files import print_json, read_text
+from tca_jax.cli.options import DtypeOption, JsonOption, ModelArgument, ProfileOption, SeedOption
+from tca_jax.cli.progress import progress
+
+if TYPE_CHECKING:
+    from tca_jax.engine.generation import Output, Stats
+    from tca_jax.engine.lm import LM
+    from tca_jax.loading import Checkpoint
+
+_HEADING_CHARACTERS = 60  # of a prompt, over its answer
+_LARGEST = 2**31 - 1
+
+
+def generate(
+    model: ModelArgument,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.", show_default=False)] = None,
+    prompt_file: Annotated[
+        list[Path] | None,
+        typer.Option(help='File with a prompt (UTF-8); "-" reads stdin; may be repeated.', show_default=False),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send it as a user message through the chat template.")] = False,
+    system: Annotated[str | None, typer.Option(help="System message before it; implies --chat.")] = None,
+    profile: ProfileOption = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1, max=_LARGEST)] = 256,
+    min_new_tokens: Annotated[int | None, typer.Option(help="Fewest tokens of an answer.", min=0)] = None,
+    num_samples: Annotated[int | None, typer.Option(help="Answers to each prompt.", min=1)] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k best tokens.", min=1, max=_LARGEST)] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the smallest set of this probability.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Keep tokens this close to the best.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1 discourages repetition.")] = None,
+    seed: SeedOption = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="String that ends an answer; may be repeated.", show_default=False)
+    ] = None,
+    logprobs: Annotated[
+        bool, typer.Option("--logprobs", help="Log-probability of every new token; needs --json.")
+    ] = False,
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer prompts; a single answer is printed as it is made.
+
+    Several prompts are read as one batch, those of --prompt before those of --prompt-file. Answers go to standard
+    output, each under a heading where there are several; what they cost goes to standard error.
+
+    With --json: {"model", "profile", "answers": [{"prompt", "sample", "text", "tokens", "finish_reason"}], "stats"};
+    "prompt" and "sample" count from 0, and --logprobs adds "logprobs".
+
+    Example: [bold]tca-jax generate recall-tiny --profile shipped --prompt-file doc.txt[/]
+    """
+    if logprobs and not as_json:
+        raise ValueError("--logprobs needs --json")
+    texts = _read_prompts(prompt or (), prompt_file or ())
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    sampling |= {"repetition_penalty": repetition_penalty}
+    given = {"min_new_tokens": min_new_tokens, "num_samples": num_samples, "logprobs": logprobs or None}
+    options = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": tuple(stop or ()), **sampling}
+    options |= {name: value for name, value in given.items() if value is not None}
+    _check_numbers(sampling, options)
+    requests = [(name, _request(text, system, chat)) for name, text in texts]
+    lm, prompts = _load(model, profile, dtype, requests, options)
+    if len(prompts) > 1 or (num_samples or 1) > 1 or as_json:
+        out = _answer(lm, prompts, options)
+        if as_json:
+            print_json(_record(model, profile, out, len(prompts)))
+            return
+        _print_answers([_heading(*text) for text in texts], out)
+    else:
+        out = _print_stream(lm, prompts[0], options)
+    print(describe(out.stats), file=sys.stderr)
+
+
+def _read_prompts(prompts: Sequence[str], files: Sequence[Path]) -> list[tuple[str, str]]:
+    """Where each prompt comes from, for messages, and its text."""
+    texts = [("--prompt" if len(prompts) == 1 else f"--prompt ({i})", text) for i, text in enumerate(prompts, start=1)]
+    texts += [(f"--prompt-file {path}", read_text(path, "--prompt-file")) for path in files]
+    if not texts:
+        raise ValueError("give the prompt as --prompt or as --prompt-file; both may be repeated")
+    return texts
+
+
+def _request(text: str, system: str | None, chat: bool) -> Any:
+    """The prompt, or the chat that it is."""
+    if not chat and system is None:
+        return text
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [*before, {"role": "user", "content": text}]
+
+
+def _check_numbers(sampling: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raises ValueError for a wrong number before anything is looked up or read."""
+    from tca_jax.engine.sampling import Sampling
+
+    Sampling.create(**sampling)
+    if options.get("min_new_tokens", 0) > options["max_new_tokens"]:
+        raise ValueError(
+            f"--min-new-tokens {options['min_new_tokens']}: must be at most --max-new-tokens "
+            f"{options['max_new_tokens']}"
+        )
+    if not all(options["stop"]):
+        raise ValueError(f"stop = {list(options['stop'])!r}: must be non-empty strings")
+
+
+def _load(
+    model: str,
+    profile: str | None,
+    dtype: str | None,
+    requests: Sequence[tuple[str, Any]],
+    options: Mapping[str, Any],
+) -> tuple[LM, list[list[int]]]:
+    """The model, and the prompts' token ids, which are known to fit before its weights are read."""
+    from tca_jax.engine.prompts import encode_prompt
+    from tca_jax.loading import check_dtype, open_checkpoint
+
+    check_dtype(dtype)
+    with progress() as report:
+        report(f"loading {model}", None, None)
+        checkpoint = open_checkpoint(model)
+        prompts = [encode_prompt(checkpoint, request, name) for name, request in requests]
+        for (name, _), ids in zip(requests, prompts, strict=True):
+            _check_positions(name, len(ids), checkpoint, options["max_new_tokens"])
+        lm = checkpoint.load(profile, dtype=dtype, progress=lambda done, total: report(f"loading {model}", done, total))
+    return lm, prompts
+
+
+def _check_positions(name: str, tokens: int, checkpoint: Checkpoint, max_new_tokens: int) -> None:
+    """Raises ValueError, with the option's name, for a prompt that leaves no positions for its answer.
+
+    `tca_jax.generate` checks the same, but has a model only once its weights are read.
+    """
+    needed, most = tokens + max_new_tokens, checkpoint.config.max_context
+    if needed > most:
+        raise ValueError(
+            f"{name} has {tokens} tokens; with --max-new-tokens {max_new_tokens} that is {needed}, and "
+            f"{checkpoint.name} has {most} positions"
+        )
+
+
+def _answer(lm: LM, prompts: list[list[int]], options: Mapping[str, Any]) -> Output:
+    import tca_jax
+
+    with progress() as report:
+        report("compiling, and answering", None, None)
+        return tca_jax.generate(lm, prompts, **options)
+
+
+def _print_stream(lm: LM, prompt: list[int], options: Mapping[str, Any]) -> Output:
+    """Prints the answer to one prompt piece by piece."""
+    import tca_jax
+
+    ended: list[Output] = []
+
+    def pieces() -> Iterator[str]:
+        ended.append((yield from tca_jax.stream(lm, prompt, **options)))
+
+    stream = pieces()
+    with progress() as report:
+        report("compiling, and reading the prompt", None, None)
+        first = next(stream, "")
+    for piece in itertools.chain([first], stream):
+        print(piece, end="", flush=True)
+    print()
+    return ended[0]
+
+
+def _heading(name: str, text: str) -> str:
+    """What the answer to a prompt goes under: the name of its file, or its first words."""
+    if name.startswith("--prompt-file "):
+        return name.removeprefix("--prompt-file ")
+    words = " ".join(text.split())
+    return words if len(words) <= _HEADING_CHARACTERS else words[: _HEADING_CHARACTERS - 1] + "…"
+
+
+def _print_answers(headings: Sequence[str], out: Output) -> None:
+    """Every answer under a line that says to what."""
+    samples = len(out.tokens) // len(headings)
+    for i, text in enumerate(out.text):
+        sample = f", answer {i % samples + 1} of {samples}" if samples > 1 else ""
+        print(f"[{i // samples + 1}{sample}] {headings[i // samples]}")
+        print(text)
+
+
+def _record(model: str, profile: str | None, out: Output, num_prompts: int) -> dict[str, Any]:
+    """What `--json` prints; the help of `generate` describes it."""
+    samples = len(out.tokens) // num_prompts
+    logprobs = getattr(out, "logprobs", None)
+    answers = []
+    for i, (text, tokens, reason) in enumerate(zip(out.text, out.tokens, out.finish_reasons, strict=True)):
+        answer = {"prompt": i // samples, "sample": i % samples, "text": text, "tokens": tokens}
+        answer["finish_reason"] = reason
+        if logprobs is not None:
+            answer["logprobs"] = logprobs[i]
+        answers.append(answer)
+    return {"model": model, "profile": profile, "answers": answers, "stats": dataclasses.asdict(out.stats)}
+
+
+def describe(stats: Stats) -> str:
+    """What a call cost, in two lines."""
+    read, made = (" + ".join(f"{n:,}" for n in tokens) for tokens in (stats.prompt_tokens, stats.new_tokens))
+    times = [f"first token after {stats.prefill_seconds:.2f} s"]
+    if stats.seconds_per_token:
+        times.append(f"then {1000 * stats.seconds_per_token:.1f} ms a token")
+    if stats.compile_seconds:
+        times.append(f"compiling took {stats.compile_seconds:.1f} s more")
+    held, full = (f"{count / 1e6:,.2f}" for count in (stats.kv_cache_bytes, stats.full_kv_cache_bytes))
+    return (
+        f"{read} tokens read, {made} new; {', '.join(times)}\n"
+        f"KV cache {held} MB, {full} MB under full attention; it holds {stats.kept_share:.1%} of the tokens"
+    )

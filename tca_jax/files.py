@@ -1,0 +1,49 @@
+"""Files that are written whole or not at all, and errors of the system that name the file they are about."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yields a file to write in place of `path`, which it becomes with a rename when the block ends without an error.
+
+    Missing folders are created. Something that is no regular file, such as a pipe, is written directly.
+
+    Args:
+        path: The file that is to be written.
+
+    Yields:
+        A new name beside it, with the same suffix.
+
+    Raises:
+        OSError: the file cannot be written; its `filename` is `path` where the system names none or the new name.
+    """
+    target = Path(path)
+    if target.exists() and not target.is_file():
+        with naming(target):
+            yield target
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
+    try:
+        with naming(target, instead_of=unfinished):
+            yield unfinished
+            os.replace(unfinished, target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str], instead_of: Path | None = None) -> Iterator[None]:
+    """Gives errors of the system `path` as their file where they have none, as on a full disk, or `instead_of`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename in (None, str(instead_of)):
+            error.filename, error.filename2 = os.fspath(path), None
+        raise

@@ -1,0 +1,53 @@
+"""Files that are written whole or not at all."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from tca_jax.files import naming, replacing
+
+
+def test_a_file_is_replaced_when_it_is_whole(tmp_path):
+    file = tmp_path / "new" / "table.json"
+    for text in ("first", "second"):
+        with replacing(file) as unfinished:
+            unfinished.write_text(text)
+            assert not file.exists() or file.read_text() == "first"
+        assert file.read_text() == text
+    assert [path.name for path in file.parent.iterdir()] == ["table.json"]
+
+
+def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    file = tmp_path / "table.json"
+    file.write_text("old")
+
+    def write_half() -> None:
+        with replacing(file) as unfinished:
+            unfinished.write_text("ne")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        write_half()
+    assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_a_full_disk_names_the_file():
+    with pytest.raises(OSError, match="No space left on device") as raised, replacing("/dev/full") as file:
+        file.write_text("something")
+    assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, "/dev/full")
+
+
+def test_an_error_about_the_new_name_names_the_file_that_was_asked_for(tmp_path):
+    (tmp_path / "sub").mkdir()
+    with pytest.raises(OSError, match="sub/long") as raised, replacing(tmp_path / "sub" / ("long" * 70)) as file:
+        file.write_text("something")
+    assert raised.value.filename == str(tmp_path / "sub" / ("long" * 70))
+
+
+def test_another_files_error_keeps_its_name(tmp_path):
+    with pytest.raises(FileNotFoundError) as raised, naming(tmp_path / "mine"):
+        (tmp_path / "other").read_text()
+    assert raised.value.filename == str(tmp_path / "other")
