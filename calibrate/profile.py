@@ -15,6 +15,7 @@ from jaxtyping import Float32, Float64, Int32
 
 from tca_jax.calibration.persistence import RestoreArrays, load_step, save_step
 from tca_jax.calibration.profile_format import FORMAT_VERSION, read_fields, sign
+from tca_jax.methods.base import Method
 from tca_jax.methods.candidates import budget_counts, budget_sizes
 from tca_jax.methods.config import TCAConfig
 from tca_jax.models.config import ModelConfig
@@ -122,10 +123,6 @@ class Profile:
         local = num_tokens - num_ranked * self.config.block_size
         return (selected[self.candidates] + local) / np.float64(num_tokens)
 
-    def method(self) -> Any:
-        """The attention method that the profile describes."""
-        return self.config.method(self.candidates)
-
     def validate_for(self, model_config: ModelConfig, fingerprint: str | None, name: str) -> None:
         """Checks that the profile belongs to a model.
 
@@ -149,7 +146,7 @@ class Profile:
                 f"(fingerprint {self.fingerprint!r}, the model's is {fingerprint!r}): calibrate this model"
             )
 
-    def method(self) -> Any:
+    def method(self) -> Method:
         """The attention method that runs under these budgets, a `tca_jax.methods` object."""
         return self.config.method(self.candidates)
 

@@ -20,7 +20,6 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import Prompt, encode_prompts, pad_tokens
 from tca_jax.methods.config import TCAConfig
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.fingerprint import fingerprint
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 
 _DEFAULT_CONFIG = TCAConfig()
@@ -63,7 +62,7 @@ def calibrate(
         candidates=np.asarray(choose_candidates(jnp.asarray(scores), config.tau)),
         scores=scores,
         config=config,
-        fingerprint=fingerprint(lm.decoder),
+        fingerprint=lm.fingerprint,
         model_name=lm.name,
         sources=tuple(
             {"tokens": len(ids), "sha256": hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()}

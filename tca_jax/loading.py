@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from tca_jax.engine.lm import LM
 from tca_jax.engine.programs import enable_compilation_cache
 from tca_jax.models.config import ModelConfig, read_config
-from tca_jax.models.params import load_decoder
+from tca_jax.models.params import load_checkpoint
 from tca_jax.models.registry import ALIASES
 
 if TYPE_CHECKING:
@@ -77,9 +77,10 @@ class Checkpoint:
         dtype = check_dtype(dtype)
         found = self.read_profile(profile)  # before gigabytes are read
         enable_compilation_cache()
-        decoder = load_decoder(self.folder, self.config, dtype, progress)  # weights are read here and nowhere else
+        loaded = load_checkpoint(self.folder, self.config, dtype, progress)  # weights are read here and nowhere else
         lm = LM.from_decoder(
-            decoder,
+            loaded.decoder,
+            checkpoint_fingerprint=loaded.fingerprint,
             name=self.name,
             tokenizer=self.tokenizer,
             eos_token_ids=self.eos_token_ids,

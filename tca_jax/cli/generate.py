@@ -105,7 +105,7 @@ def _check_numbers(sampling: Mapping[str, Any], options: Mapping[str, Any]) -> N
     """Raises ValueError for a wrong number before anything is looked up or read."""
     from tca_jax.engine.sampling import Sampling
 
-    Sampling.create(**sampling)
+    Sampling(**sampling)
     if options.get("min_new_tokens", 0) > options["max_new_tokens"]:
         raise ValueError(
             f"--min-new-tokens {options['min_new_tokens']}: must be at most --max-new-tokens "

@@ -65,7 +65,7 @@ def print_profile(profile: Profile, folder: Path, tokens: int | None, png: Path 
     if png is not None:
         from tca_jax.plots import plot_kept_share
 
-        plot_kept_share(profile, tokens, png)
+        plot_kept_share(profile.kept_share(tokens), tokens, profile.model_name, png)
     if as_json:
         print_json(_record(profile, folder, tokens, png))
         return

@@ -143,38 +143,40 @@ def prefill_layer(
     lengths: Int[Array, " B"],
     layout: CacheLayout,
     backend: Backend = "auto",
+    *,
+    tail: bool = False,
 ) -> tuple[Float[Array, "B M Hq d"], LayerCache]:
     """Attention of a prompt, and the cache that decoding continues from.
 
     Args:
         method: Attention method.
         layer: The layer.
-        q: Rotated queries of the whole prompt (M = L), or of the last M positions, which `tail_queries` allows: then
-            the last one is answered, and the others are there for the selection to look at.
+        q: Rotated queries of the whole prompt (M = L), or with `tail` of the last M positions.
         k: Rotated keys, `[B, L, H_kv, d]`; `v` the values.
         lengths: True prompt lengths, `[B]`, at least 1.
         layout: From `CacheLayout.plan` with `prompt_tokens = L`.
         backend: Kernel backend.
+        tail: Whether only the last query is answered, from the cache, where `tail_queries` allows it; those before are
+            there for the selection to look at, and get zeros.
 
     Returns:
         Attention output `[B, M, H_q, d]` (zero past a length) and the cache.
     """
-    whole = q.shape[1] == k.shape[1]
     policy, selected = method.cache, None
     if layout.ranks:
-        queries = last_queries(q, lengths, policy.num_queries) if whole else q
+        queries = last_queries(q, lengths, policy.num_queries) if not tail else q
         selection = policy.select(layer, queries, k, v, lengths, backend)
         with jax.named_scope("select"):
             selected = layout.regions.fill(selection, k, v, block_size=layout.block_size, backend=backend)
     pool = layout.regions.empty(k.shape[-1], k.dtype) if selected is None else selected.pool
     ring = Ring(*(_fill_ring(x, lengths, layout.ring_tokens) for x in (k, v)))
-    if whole:
-        readable = selected if method.prefill_reads_cache else None
-        out = method.prefill.attend(layer, q, k, v, lengths, readable, backend)
-    else:
+    if tail:
         with jax.named_scope("prefill_attention"):
             last = _attend_last(q[:, -1], pool, ring, selected, lengths, layout, backend)
         out = jnp.zeros_like(q).at[:, -1].set(last)
+    else:
+        readable = selected if method.prefill_reads_cache else None
+        out = method.prefill.attend(layer, q, k, v, lengths, readable, backend)
     # The rings are filled before the model goes on. Left to itself the compiler puts that off to the end, and keeps all
     # layers' k and v until then: 17 GB at 131,072 tokens of LLaMA-3.1-8B.
     out, ring = jax.lax.optimization_barrier((out, ring))

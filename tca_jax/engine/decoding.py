@@ -102,15 +102,17 @@ def prefill(
         backend: Kernel backend; static.
     """
     batch, padded = tokens.shape
-    samples = keys.shape[0] // batch
+    samples, tail = keys.shape[0] // batch, tail_queries(lm.method)
     layouts = lm.cache_layouts(batch, padded, new_tokens)
 
     def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, LayerCache]:
-        return prefill_layer(lm.method, layer, q, k, v, lengths, layouts[layer], backend)
+        last = layer == len(layouts) - 1
+        return prefill_layer(
+            lm.method, layer, q, k, v, lengths, layouts[layer], backend, tail=last and tail is not None
+        )
 
     decoder, columns = lm.decoder, jnp.arange(padded)
     positions = jnp.minimum(columns, lengths[:, None] - 1)
-    tail = tail_queries(lm.method)
     hidden, caches = decoder(tokens, positions, attention, (None,) * len(layouts), lengths=lengths, tail=tail)
     last = hidden[:, -1] if tail is not None else hidden[jnp.arange(batch), lengths - 1]
     logits = decoder.logits(last)
