@@ -17,6 +17,7 @@ from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.cache import LayerCache, decode_layer, prefill_layer, rows_with_leaving_block, tail_queries
 from tca_jax.engine.lm import LM
 from tca_jax.engine.sampling import Sampling, sample
+from tca_jax.methods.checks import check_integer
 from tca_jax.pallas_kernels.backends import Backend, whole
 from tca_jax.pallas_kernels.checks import as_int32, check_range, check_shapes
 
@@ -106,10 +107,8 @@ def prefill(
     layouts = lm.cache_layouts(batch, padded, new_tokens)
 
     def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, LayerCache]:
-        last = layer == len(layouts) - 1
-        return prefill_layer(
-            lm.method, layer, q, k, v, lengths, layouts[layer], backend, tail=last and tail is not None
-        )
+        cut = tail is not None and layer == len(layouts) - 1
+        return prefill_layer(lm.method, layer, q, k, v, lengths, layouts[layer], backend, tail=cut)
 
     decoder, columns = lm.decoder, jnp.arange(padded)
     positions = jnp.minimum(columns, lengths[:, None] - 1)
@@ -247,10 +246,11 @@ def generate_tokens(
     if sizes["L"] < 1:
         raise ValueError(f"tokens has shape {tokens.shape}: an empty prompt; at least one token is needed")
     positions = lm.config.max_context
-    if not 1 <= max_new_tokens < positions:
+    check_integer("max_new_tokens", max_new_tokens, at_least=1)
+    max_new_tokens = int(max_new_tokens)
+    if max_new_tokens >= positions:
         raise ValueError(
-            f"max_new_tokens = {max_new_tokens}: must be at least 1 and leave room for a prompt in the {positions} "
-            f"positions of {lm.name}"
+            f"max_new_tokens = {max_new_tokens}: must leave room for a prompt in the {positions} positions of {lm.name}"
         )
     check_range("lengths", lengths, 1, min(sizes["L"], positions - max_new_tokens))
     _check_vocabulary(lm, tokens, lengths)

@@ -23,6 +23,7 @@ from tca_jax.engine.programs import Program
 from tca_jax.engine.prompts import decode_tokens, pad_tokens
 from tca_jax.engine.sampling import Sampling
 from tca_jax.methods import BASELINE
+from tca_jax.methods.checks import check_integer
 from tca_jax.pallas_kernels.backends import Backend, whole
 
 _prefill = Program(prefill)
@@ -64,23 +65,24 @@ class Request:
         lm: LM,
         prompt_ids: list[list[int]],
         *,
-        max_new_tokens: int,
-        min_new_tokens: int = 0,
-        num_samples: int = 1,
+        max_new_tokens: Any,
+        min_new_tokens: Any = 0,
+        num_samples: Any = 1,
         sampling: Sampling,
-        seed: int,
-        stop: str | Sequence[str],
-        stop_token_ids: Sequence[int] | None,
+        seed: Any,
+        stop: Any,
+        stop_token_ids: Any,
         logprobs: bool = False,
         backend: str,
     ) -> Request:
-        """Checks everything that can be checked before a program is compiled; see `generation.generate`."""
+        """Checks all that can be checked before a program is compiled, types included; see `generation.generate`."""
         kernels = whole(backend)
-        max_new_tokens = _integer("max_new_tokens", max_new_tokens, at_least=1)
-        min_new_tokens = _integer("min_new_tokens", min_new_tokens, at_least=0)
+        check_integer("max_new_tokens", max_new_tokens, at_least=1)
+        check_integer("min_new_tokens", min_new_tokens, at_least=0)
+        check_integer("num_samples", num_samples, at_least=1)
+        check_integer("seed", seed, at_least=0)
         if min_new_tokens > max_new_tokens:
             raise ValueError(f"min_new_tokens = {min_new_tokens}: must be at most max_new_tokens = {max_new_tokens}")
-        seed = _integer("seed", seed, at_least=0)
         if seed >= 2**32:
             raise ValueError(f"seed = {seed}: must lie in [0, 2^32)")
         allowed = lm.config.max_context
@@ -93,13 +95,13 @@ class Request:
         request = cls(
             lm=lm,
             prompt_ids=prompt_ids,
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=min_new_tokens,
-            num_samples=_integer("num_samples", num_samples, at_least=1),
+            max_new_tokens=int(max_new_tokens),
+            min_new_tokens=int(min_new_tokens),
+            num_samples=int(num_samples),
             sampling=sampling,
             stop=_stop_strings(lm, stop),
             stop_tokens=lm.eos_token_ids if stop_token_ids is None else _stop_tokens(lm, stop_token_ids),
-            seed=seed,
+            seed=int(seed),
             logprobs=bool(logprobs),
             backend=kernels,
         )
@@ -203,12 +205,6 @@ class Request:
         """Whether the text of the tokens holds a whole stop string at that place."""
         text = decode_tokens(self.lm, tokens)
         return any(text.startswith(s, place) for s in self.stop)
-
-
-def _integer(name: str, value: Any, *, at_least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < at_least:
-        raise ValueError(f"{name} = {value!r}: must be an integer of at least {at_least}")
-    return int(value)
 
 
 def _stop_strings(lm: LM, stop: Any) -> tuple[str, ...]:

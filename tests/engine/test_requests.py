@@ -1,0 +1,272 @@
+"""What a call of generation can be asked for beyond tokens, and what it refuses before anything is compiled."""
+
+import dataclasses
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny import CONFIG, TCA, random_prompt, tiny_lm, with_candidates, write_checkpoint
+
+import tca_jax
+from tca_jax.engine import request as request_module
+from tca_jax.engine.buckets import bucket_length
+from tca_jax.models.decoder import Decoder
+
+generate = inspect.unwrap(tca_jax.generate)  # as users have it, without the tests' run-time types
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return with_candidates(tiny_lm(), [[0, 6], [TCA.num_candidates, 3]])
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A model with a tokenizer."""
+    return tca_jax.load(write_checkpoint(tmp_path_factory.mktemp("requests") / "tiny"))
+
+
+def test_samples_of_a_prompt_are_what_rows_of_that_prompt_give(lm):
+    prompts = [random_prompt(0, 70), random_prompt(1, 45)]
+    options = {"max_new_tokens": 30, "temperature": 1.3, "seed": 5, "stop_token_ids": ()}
+    samples = tca_jax.generate(lm, prompts, num_samples=3, **options)
+    rows = tca_jax.generate(lm, [prompt for prompt in prompts for _ in range(3)], **options)
+    assert samples.tokens == rows.tokens
+    assert len({tuple(tokens) for tokens in samples.tokens[:3]}) == 3
+    assert samples.stats.prompt_tokens == [70, 45]
+    assert samples.stats.kv_cache_bytes == rows.stats.kv_cache_bytes
+    assert samples.stats.kept_share == pytest.approx(rows.stats.kept_share)
+
+
+def test_samples_read_their_prompt_once(lm, monkeypatch):
+    seen = []
+    prepare = request_module._prefill.prepare
+    monkeypatch.setattr(
+        request_module._prefill, "prepare", lambda *args, **kw: seen.append(args[1].shape) or prepare(*args, **kw)
+    )
+    tca_jax.generate(lm, random_prompt(2, 64), num_samples=4, max_new_tokens=2)
+    assert seen == [(1, 64)]
+
+
+def test_log_probabilities_are_those_of_the_models_own_distribution(lm):
+    full = lm.with_profile(None)
+    prompt = random_prompt(3, 40)
+    out = tca_jax.generate(full, prompt, max_new_tokens=12, temperature=0.7, top_k=5, logprobs=True, stop_token_ids=())
+    (text,) = tca_jax.score(full, prompt + out.tokens[0]).logprobs
+    np.testing.assert_allclose(out.logprobs[0], text[39:], atol=1e-4)
+    assert tca_jax.generate(full, prompt, max_new_tokens=2).logprobs is None
+
+
+def test_log_probabilities_end_where_the_answer_does(lm):
+    prompts = [random_prompt(4, 40), random_prompt(5, 30)]
+    free = tca_jax.generate(lm, prompts, max_new_tokens=9, stop_token_ids=())
+    stop = free.tokens[0][3]
+    out = tca_jax.generate(lm, prompts, max_new_tokens=9, stop_token_ids=[stop], logprobs=True)
+    assert [len(row) for row in out.logprobs] == [len(tokens) for tokens in out.tokens]
+    assert len(out.logprobs[0]) == free.tokens[0].index(stop) + 1
+
+
+@pytest.mark.parametrize("method", ["full", "tca"])
+def test_score_is_the_log_softmax_of_every_position(lm, method, monkeypatch):
+    model = lm if method == "tca" else lm.with_method("full")
+    prompts = [random_prompt(6, 90), random_prompt(7, 33), [1, 2]]
+    scores = tca_jax.score(model, prompts)
+    monkeypatch.setattr("tca_jax.engine.scoring._LOGIT_ELEMENTS", 7 * CONFIG.vocab_size)  # chunks that do not divide
+    jax.clear_caches()
+    for prompt, logprobs in zip(prompts, scores.logprobs, strict=True):
+        (alone,) = tca_jax.score(model, prompt).logprobs
+        np.testing.assert_allclose(logprobs, alone, atol=2e-5)
+        assert logprobs.shape == (len(prompt) - 1,)
+    assert scores.tokens == prompts
+    (first,) = tca_jax.score(lm.with_method("full"), prompts[1]).logprobs
+
+    def attention(layer, q, k, v, state):
+        lengths = jnp.array([33])
+        dense = jnp.full(2, 14)
+        return tca_jax.attend(q, k, v, dense, lengths, tca_jax.TCAConfig(window=128)), None
+
+    hidden, _ = lm.decoder(jnp.array([prompts[1]]), jnp.arange(33)[None], attention, (None, None))
+    expected = jax.nn.log_softmax(lm.decoder.logits(hidden[0]))[jnp.arange(32), jnp.array(prompts[1][1:])]
+    np.testing.assert_allclose(first, expected, atol=2e-5)
+
+
+def test_no_stop_token_comes_before_the_least_number_of_tokens(lm):
+    prompts = [random_prompt(i, 40) for i in range(3)]
+    options = {"max_new_tokens": 24, "temperature": 2.0}
+    stops = list(range(60))  # likely soon
+    early = tca_jax.generate(lm, prompts, stop_token_ids=stops, **options)
+    assert min(early.stats.new_tokens) < 10
+    late = tca_jax.generate(lm, prompts, stop_token_ids=stops, min_new_tokens=10, **options)
+    assert min(late.stats.new_tokens) >= 11
+    assert not {token for tokens in late.tokens for token in tokens[:10]} & set(stops)
+    assert {tokens[-1] for tokens in late.tokens} <= set(stops) or max(late.stats.new_tokens) == 24
+
+
+def test_no_stop_string_ends_an_answer_before_the_least_number_of_tokens(written):
+    prompt = "x = 1\n" * 10
+    free = tca_jax.generate(written, prompt, max_new_tokens=20, stop_token_ids=()).text[0]
+    stop = free[2]
+    out = tca_jax.generate(written, prompt, max_new_tokens=20, stop=stop, min_new_tokens=8, stop_token_ids=())
+    expected = free.find(stop, 8)
+    assert out.text[0] == (free if expected < 0 else free[:expected])
+    assert tca_jax.generate(written, prompt, max_new_tokens=20, stop=stop, stop_token_ids=()).text[0] == free[:2]
+
+
+@pytest.mark.parametrize("stop", [(), ("e",), ("qq", "z")])
+def test_the_pieces_of_a_batch_join_to_its_answers(written, stop):
+    prompts = ["hello ", "for i in range(3):\n    print(i)\n" * 3, "z"]
+    options = {"max_new_tokens": 40, "temperature": 1.0, "seed": 3, "stop": stop}
+    pieces = list(tca_jax.stream(written, prompts, **options))
+    assert all(len(piece) == 3 for piece in pieces)
+    whole = tca_jax.generate(written, prompts, **options)
+    assert ["".join(row) for row in zip(*pieces, strict=True)] == whole.text
+
+
+def test_a_stream_returns_the_output_at_its_end(written):
+    def collect():
+        return (yield from tca_jax.stream(written, "abc", max_new_tokens=9, stop_token_ids=()))
+
+    pieces = collect()
+    texts = []
+    try:
+        while True:
+            texts.append(next(pieces))
+    except StopIteration as end:
+        out = end.value
+    assert "".join(texts) == out.text[0]
+    assert out.stats.new_tokens == [9]
+    assert out.stats.seconds_per_token > 0
+
+
+def test_a_stream_asks_for_several_tokens_at_once_where_they_are_fast(written, monkeypatch):
+    steps = []
+    advance = request_module.Request.advance
+    monkeypatch.setattr(
+        request_module.Request, "advance", lambda self, state, n: steps.append(n) or advance(self, state, n)
+    )
+    monkeypatch.setattr("tca_jax.engine.generation._STREAM_SECONDS", 1e9)
+    list(tca_jax.stream(written, "abc", max_new_tokens=64, stop_token_ids=()))
+    assert steps == [1, 2, 4, 8, 16, 32]
+    steps.clear()
+    monkeypatch.setattr("tca_jax.engine.generation._STREAM_SECONDS", 0.0)
+    list(tca_jax.stream(written, "abc", max_new_tokens=5, stop_token_ids=()))
+    assert steps == [1, 1, 1, 1]
+
+
+def test_another_number_of_new_tokens_of_one_bucket_compiles_nothing(lm):
+    prompt = random_prompt(8, 64)
+    numbers = [n for n in range(200, 260) if bucket_length(n) == bucket_length(250)]
+    assert len(numbers) > 10
+    first = tca_jax.generate(lm, prompt, max_new_tokens=numbers[-1], stop_token_ids=())
+    for number in (numbers[0], numbers[5]):
+        out = tca_jax.generate(lm, prompt, max_new_tokens=number, stop_token_ids=())
+        assert out.stats.compile_seconds == 0.0
+        assert out.tokens[0] == first.tokens[0][:number]
+
+
+def poisoned(**changes):
+    """The tiny model with a weight set to NaN or infinity."""
+    lm = tiny_lm()
+    flat = dict(nnx.to_flat_state(lm.params))
+    for name, value in changes.items():
+        path = next(path for path in flat if ".".join(map(str, path)) == name.replace("__", "."))
+        array = flat[path][...]
+        flat[path] = flat[path].replace(array.at[(0,) * array.ndim].set(value))
+    return dataclasses.replace(lm, params=nnx.from_flat_state(flat))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("layers__1__attention__qkv__kernel", jnp.nan),
+        ("layers__0__mlp__down__kernel", jnp.inf),
+        ("norm__scale", jnp.nan),
+    ],
+)
+def test_weights_that_are_not_finite_are_named(name, value):
+    model = poisoned(**{name: value})
+    prompts = [random_prompt(0, 20), random_prompt(1, 30)]
+    message = rf"tiny computes NaN or infinity for prompts\[0\]: the weight {name.replace('__', '.')} is not finite"
+    with pytest.raises(ValueError, match=message):
+        tca_jax.generate(model, prompts, max_new_tokens=3)
+    with pytest.raises(ValueError, match=message.replace("prompts", "texts")):
+        tca_jax.score(model, prompts)
+
+
+def test_a_layer_that_overflows_is_named_though_its_weights_are_finite():
+    config = dataclasses.replace(CONFIG, num_layers=3)
+    decoder = Decoder(config, dtype=jnp.float16, param_dtype=jnp.float16, rngs=nnx.Rngs(0))
+    kernel = decoder.layers[1].mlp.down.kernel
+    kernel.value = jnp.full(kernel.shape, 6e4, jnp.float16)
+    model = tca_jax.LM.from_decoder(decoder, name="tiny")
+    with pytest.raises(
+        ValueError, match=r"weights are finite, the values in layer 2 are not, in dtype float16; try another"
+    ):
+        tca_jax.generate(model, random_prompt(0, 20), max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"seed": 2**32}, ValueError, r"seed = 4294967296: must lie in \[0, 2\^32\)"),
+        ({"seed": 2**64}, ValueError, r"seed = 18446744073709551616: must lie in"),
+        ({"seed": -1}, ValueError, r"seed = -1: must be an integer of at least 0"),
+        ({"seed": 1.0}, ValueError, r"seed = 1.0: must be an integer"),
+        ({"stop": 5}, TypeError, r"stop = 5: must be a string or a sequence of strings"),
+        ({"stop": [5]}, ValueError, r"stop = \[5\]: must be non-empty strings"),
+        ({"stop_token_ids": [1.5]}, ValueError, r"stop_token_ids holds 1.5: must be token ids of model, in \[0, 97\)"),
+        ({"stop_token_ids": [True]}, ValueError, r"stop_token_ids holds True"),
+        ({"stop_token_ids": [97]}, ValueError, r"stop_token_ids holds 97"),
+        ({"stop_token_ids": 5}, TypeError, r"stop_token_ids = 5: must be a sequence of token ids, or None"),
+        ({"max_new_tokens": 2.5}, ValueError, r"max_new_tokens = 2.5: must be an integer of at least 1"),
+        ({"max_new_tokens": True}, ValueError, r"max_new_tokens = True"),
+        ({"min_new_tokens": -1}, ValueError, r"min_new_tokens = -1: must be an integer of at least 0"),
+        (
+            {"min_new_tokens": 9, "max_new_tokens": 8},
+            ValueError,
+            r"min_new_tokens = 9: must be at most max_new_tokens = 8",
+        ),
+        ({"num_samples": 0}, ValueError, r"num_samples = 0: must be an integer of at least 1"),
+        ({"temperature": True}, ValueError, r"temperature = True"),
+        ({"top_k": "3"}, ValueError, r"top_k = '3': must be an integer of at least 1"),
+    ],
+)
+def test_wrong_arguments_are_named(written, options, error, message):
+    model = dataclasses.replace(written, name="model")
+    with pytest.raises(error, match=message):
+        generate(model, "abc", **options)
+    if "num_samples" not in options:
+        with pytest.raises(error, match=message):
+            inspect.unwrap(tca_jax.stream)(model, "abc", **options)
+
+
+def test_numbers_of_numpy_are_taken(lm):
+    prompt = random_prompt(9, 20)
+    plain = tca_jax.generate(lm, prompt, max_new_tokens=5, temperature=0.5, top_k=3, seed=7)
+    numpy = generate(
+        lm, prompt, max_new_tokens=np.int64(5), temperature=np.float32(0.5), top_k=np.int32(3), seed=np.uint32(7)
+    )
+    assert numpy.tokens == plain.tokens
+
+
+def test_a_cache_that_no_memory_holds_is_refused_at_once(lm):
+    config = dataclasses.replace(lm.config, max_positions=2**31 - 1)
+    huge = dataclasses.replace(lm.with_profile(None), config=config)
+    with pytest.raises(
+        ValueError, match=r"1 answers of up to 2000000000 tokens need [\d,.]+ GB of KV cache: the device has"
+    ):
+        tca_jax.generate(huge, [1, 2], max_new_tokens=2_000_000_000)
+
+
+def test_ids_outside_the_vocabulary_are_refused_where_they_are_known(lm):
+    run = inspect.unwrap(tca_jax.generate_tokens)
+    tokens = np.array([[1, 2, 97, 300]])
+    with pytest.raises(ValueError, match=r"tokens\[0, 2\] = 97: ids of tiny lie in \[0, 97\)"):
+        run(lm, tokens, np.array([3]), jax.random.key(0), max_new_tokens=2)
+    assert run(lm, tokens, np.array([2]), jax.random.key(0), max_new_tokens=2).shape == (
+        1,
+        2,
+    )  # padding may be anything
