@@ -27,6 +27,7 @@ import tca_jax
 from tca_jax.files import replacing
 from tca_jax.methods.candidates import budget_sizes, candidate_distributions
 from tca_jax.pallas_kernels.backends import can_run, check_backend
+from tca_jax.pallas_kernels.integers import cdiv
 
 #: Not benchmarks/results, whose tables are those of one card and are written with `--out` alone.
 RESULTS = Path("out") / "bench"
@@ -137,7 +138,7 @@ def random_normal(key: Array, shape: tuple[int, ...], dtype: Any, std: float | A
     row = shape[-1] if len(shape) > 1 else 1
     rows = math.prod(shape) // row
     drawn = min(rows, max(1, _DRAWN // row))
-    parts = -(-rows // drawn)
+    parts = cdiv(rows, drawn)
     keys = jax.random.split(key, parts)
 
     def draw(i: Array, out: Array) -> Array:

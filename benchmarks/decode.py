@@ -54,6 +54,7 @@ from tca_jax.benchmarks.common import (
 )
 from tca_jax.benchmarks.decode_models import STEPS_OF_MODELS, Timing, measure_model
 from tca_jax.engine.cache import LayerCache, attend_cache
+from tca_jax.pallas_kernels.integers import cdiv
 
 STEPS = 32  # of one program: a CUDA graph, so that the host's time to launch kernels stays out
 _PAST_L2_BYTES = 2**28  # five times an H200's L2 cache
@@ -62,7 +63,7 @@ _PAST_L2_BYTES = 2**28  # five times an H200's L2 cache
 def copies_past_l2(cache: LayerCache) -> tuple[LayerCache, ...]:
     """The cache and copies of it for the steps in turn: in a model, other layers push a small cache out of L2."""
     num_bytes = cache.layout.num_bytes(cache.ring.k.shape[-1], cache.ring.k.dtype)
-    count = max(1, min(STEPS, -(-_PAST_L2_BYTES // num_bytes)))
+    count = max(1, min(STEPS, cdiv(_PAST_L2_BYTES, num_bytes)))
     return (cache, *(jax.tree.map(jnp.copy, cache) for _ in range(count - 1)))
 
 
@@ -235,7 +236,7 @@ def main(
     check_sizes(lengths, config, [backend], out)
     copied = device_copy(copy_bytes, repeats)
     print(f"device copy: {copied / 1e9:,.0f} GB/s", flush=True)
-    timing = Timing(config, backend, copied, -(-repeats // 2))
+    timing = Timing(config, backend, copied, cdiv(repeats, 2))
     rows, wholes, left_out = [], [], []
     for layer, (batch, tokens) in itertools.product(shapes, settings):
         needed = needed_bytes(layer, batch, tokens, shares, config)

@@ -15,6 +15,7 @@ from tca_jax.methods.queries import last_queries
 from tca_jax.pallas_kernels.checks import AnyArray, as_int32, check_shapes
 from tca_jax.pallas_kernels.column_mass.xla import row_log_sum_exp
 from tca_jax.pallas_kernels.integers import round_up
+from tca_jax.pallas_kernels.kernel_math import divide_up
 from tca_jax.pallas_kernels.numerics import scaled_scores
 from tca_jax.pallas_kernels.tiles import default_tiles, heads_first, tile_map
 
@@ -124,7 +125,7 @@ def _dropped_mass(
             counted &= jax.lax.dynamic_slice_in_dim(dropped, start, tiles.keys)
             return gamma + jnp.where(counted, jnp.exp(scores - norm), 0).sum(axis=-1)
 
-        trips = jnp.where(valid[0], -(-edge[-1] // tiles.keys), 0)
+        trips = jnp.where(valid[0], divide_up(edge[-1], tiles.keys), 0)
         gamma = jax.lax.fori_loop(0, trips, step, jnp.zeros(size, jnp.float32))
         return jnp.where(valid, jnp.minimum(gamma, 1), 0)
 

@@ -19,7 +19,6 @@ import tca_jax
 from tca_jax.calibration.profile import Profile
 from tca_jax.cli.app import app
 from tca_jax.cli.generate import describe
-from tca_jax.engine.generation import Output
 from tca_jax.loading import SHIPPED, shipped_profile
 
 SCRIPT = Path(sys.executable).with_name("tca-jax")
@@ -116,28 +115,20 @@ def test_a_system_message_comes_before_the_users_and_implies_a_chat():
     assert answers[0]["answers"] == answers[1]["answers"]
 
 
-def test_options_reach_generate_only_when_they_are_given(monkeypatch):
-    passed = []
-
-    def generate(lm, prompts, **options):
-        passed.append((prompts, options))
-        stats = tca_jax.Stats([2], [1, 1], 0.0, 0.5, 0.0, 1, 1, 1.0)
-        out = Output([[7], [8]], ["length", "stop"], stats, ["a", "b"])
-        object.__setattr__(out, "logprobs", [[-0.5], [-0.25]])
-        return out
-
-    monkeypatch.setattr(tca_jax, "generate", generate)
-    run("generate", "model", "--prompt=hi", "--json")
-    given = ["--min-new-tokens=1", "--num-samples=2", "--logprobs"]
-    record = json.loads(run("generate", "model", "--prompt=hi", "--json", *given).stdout)
-    plain, more = (options for _, options in passed)
-    assert more == {**plain, "min_new_tokens": 1, "num_samples": 2, "logprobs": True}
-    assert record["answers"] == [
-        {"prompt": 0, "sample": 0, "text": "a", "tokens": [7], "finish_reason": "length", "logprobs": [-0.5]},
-        {"prompt": 0, "sample": 1, "text": "b", "tokens": [8], "finish_reason": "stop", "logprobs": [-0.25]},
-    ]
-    headings = run("generate", "model", "--prompt=hi", "--num-samples=2").stdout.splitlines()[::2]
-    assert headings == ["[1, answer 1 of 2] hi", "[1, answer 2 of 2] hi"]
+def test_samples_least_tokens_and_log_probabilities_reach_the_answers():
+    options = ["--prompt=hi", "--max-new-tokens=6", "--min-new-tokens=6", "--num-samples=2", "--temperature=1"]
+    record = json.loads(run("generate", "model", *options, "--logprobs", "--json").stdout)
+    out = tca_jax.generate(
+        tca_jax.load("model"), ["hi"], max_new_tokens=6, min_new_tokens=6, num_samples=2, temperature=1, logprobs=True
+    )
+    assert [(answer["prompt"], answer["sample"]) for answer in record["answers"]] == [(0, 0), (0, 1)]
+    assert [answer["tokens"] for answer in record["answers"]] == out.tokens
+    assert [answer["logprobs"] for answer in record["answers"]] == pytest.approx(out.logprobs)
+    plain = json.loads(run("generate", "model", "--prompt=hi", "--max-new-tokens=2", "--json").stdout)
+    assert "logprobs" not in plain["answers"][0]
+    headings = run("generate", "model", *options).stdout.splitlines()
+    assert headings[0] == "[1, answer 1 of 2] hi"
+    assert "[1, answer 2 of 2] hi" in headings
 
 
 def test_generate_reads_a_file_or_stdin_and_applies_the_chat_template():
@@ -293,7 +284,7 @@ def test_a_profile_of_many_heads_fits_80_columns_uncut(tmp_path):
     ],
 )
 def test_a_users_error_is_one_line_and_exit_code_2_before_weights_are_read(args, message, monkeypatch):
-    monkeypatch.setattr("tca_jax.loading.load_decoder", lambda *args: pytest.fail("the weights were read"))
+    monkeypatch.setattr("tca_jax.loading.load_checkpoint", lambda *args: pytest.fail("the weights were read"))
     assert re.search(message, error(*shlex.split(args)))
     assert not Path("new").exists()
 
@@ -305,14 +296,14 @@ def test_calibrate_says_before_the_run_that_its_result_cannot_be_written(monkeyp
 
 
 def test_a_text_without_a_tokenizer_to_read_it_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("tca_jax.loading.load_decoder", lambda *args: pytest.fail("the weights were read"))
+    monkeypatch.setattr("tca_jax.loading.load_checkpoint", lambda *args: pytest.fail("the weights were read"))
     write_checkpoint(tmp_path, tokenizer=False)
     assert "without a tokenizer" in error("generate", tmp_path, "--prompt=x")
     assert "without a tokenizer" in error("calibrate", tmp_path, "--text=text.txt", "--out=new")
 
 
 def test_a_chat_without_a_template_is_an_error_before_weights_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("tca_jax.loading.load_decoder", lambda *args: pytest.fail("the weights were read"))
+    monkeypatch.setattr("tca_jax.loading.load_checkpoint", lambda *args: pytest.fail("the weights were read"))
     write_checkpoint(tmp_path, chat_template=None)
     assert "has no chat template" in error("generate", tmp_path, "--prompt=x", "--system=y")
 

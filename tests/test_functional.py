@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from tca_jax.diagnostics import dropped_mass
 from tca_jax.functional import attend, calibration_scores, candidate_budgets, select
 from tca_jax.methods.config import TCAConfig
-from tca_jax.methods.selection import block_density, ranked_blocks
+from tca_jax.methods.selection import block_density
 from tca_jax.pallas_kernels.token_scores import token_scores
 
 SMALL = TCAConfig(block_size=8, window=16, num_candidates=4)
@@ -38,7 +38,7 @@ NOISE = 1e-5  # relative gap under which float32 may break a tie differently fro
 def everything(q, k, v, candidates, lengths, config):
     """All of the core in one compiled function, candidates and lengths traced."""
     last = jnp.take_along_axis(q, (lengths - 1)[:, None, None, None], axis=1)[:, 0]
-    ranked = ranked_blocks(lengths, config)
+    ranked = config.num_ranked_blocks(lengths)
     density = block_density(token_scores(last, k, lengths, block_size=config.block_size), ranked, config)
     return (
         select(last, k, candidates, lengths, config),

@@ -92,9 +92,8 @@ def test_a_profile_is_applied_and_can_be_taken_off(folder, lm, tmp_path):
     profile = tca_jax.calibrate(lm, [random_prompt(1, 200)], TCA)
     profile.save(tmp_path / "profile")
     with_tca = tca_jax.load(folder, profile=tmp_path / "profile")
-    assert with_tca.tca == TCA
-    assert np.array_equal(with_tca.candidates, profile.candidates)
-    assert tca_jax.load(folder, profile=profile).candidates == with_tca.candidates
+    assert with_tca.method == TCA.method(profile.candidates)
+    assert tca_jax.load(folder, profile=profile).method == with_tca.method
     prompt = random_prompt(2, 150)
     full = tca_jax.generate(lm, prompt, max_new_tokens=5)
     assert tca_jax.generate(with_tca.with_profile(None), prompt, max_new_tokens=5).tokens == full.tokens
@@ -106,7 +105,7 @@ def test_a_profile_of_other_weights_or_shape_is_refused(folder, lm, tmp_path):
         tca_jax.load(folder, profile=profile)
     with pytest.raises(ValueError, match=r"3 layers"):
         tca_jax.load(folder, profile=Profile.uniform(TCA, 3, 2, 0))
-    assert tca_jax.load(folder, profile=Profile.uniform(TCA, 2, 2, 0)).candidates == ((0, 0), (0, 0))
+    assert tca_jax.load(folder, profile=Profile.uniform(TCA, 2, 2, 0)).method == TCA.method([[0, 0], [0, 0]])
 
 
 def test_the_fingerprint_does_not_depend_on_the_dtype_that_weights_are_loaded_in(folder, lm):
@@ -115,7 +114,16 @@ def test_the_fingerprint_does_not_depend_on_the_dtype_that_weights_are_loaded_in
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_the_shipped_profile_fits_its_model_in_every_dtype(dtype):
-    assert tca_jax.load("recall-tiny", profile="shipped", dtype=dtype).tca == tca_jax.TCAConfig(window=512)
+    lm = tca_jax.load("recall-tiny", profile="shipped", dtype=dtype)
+    assert lm.method.name == "tca"
+    assert lm.method.cache.window == 512
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_a_profile_of_a_float32_checkpoint_fits_it_in_every_dtype(folder, lm, dtype):
+    profile = tca_jax.calibrate(lm, [random_prompt(1, 200)], TCA)
+    loaded = tca_jax.load(folder, profile=profile, dtype=dtype)
+    assert tca_jax.calibrate(loaded, [random_prompt(1, 200)], TCA).fingerprint == profile.fingerprint
 
 
 def test_a_folder_of_the_users_own_is_not_hidden_by_a_shipped_name(tmp_path, monkeypatch):
@@ -180,7 +188,7 @@ def test_a_damaged_generation_config_is_named(text, message, tmp_path):
 
 
 def test_all_but_the_weights_is_checked_before_they_are_read(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("tca_jax.loading.load_decoder", lambda *args: pytest.fail("the weights were read"))
+    monkeypatch.setattr("tca_jax.loading.load_checkpoint", lambda *args: pytest.fail("the weights were read"))
     checkpoint = open_checkpoint(folder)
     assert (checkpoint.name, checkpoint.config.vocab_size) == (folder.name, 97)
     assert encode_prompts(checkpoint, "hello") == [[72, 69, 76, 76, 79]]

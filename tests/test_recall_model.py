@@ -50,7 +50,7 @@ def test_its_card_tells_the_command_the_log_and_the_accuracy():
 
 def test_it_answers_fresh_questions_at_8192_tokens_with_full_attention_and_with_less_cache_under_tca(lm):
     # Two of the evaluation's kind: on a CPU each costs seconds.
-    assert lm.tca == tca_jax.TCAConfig(window=512)
+    assert lm.method.cache.config == tca_jax.TCAConfig(window=512)
     for seed in (101, 102):
         document = build_document(np.random.default_rng(seed), 8191, 8, "held-out")
         question = document.questions[0]
@@ -90,14 +90,15 @@ def test_theorem_1_bounds_the_error_of_every_layer_on_real_text(lm):
     """|Att - Att~| <= 2 gamma max|V| with the model's own queries, keys and values."""
     ids = lm.tokenizer(build_document(np.random.default_rng(4), 1500, 2).text)["input_ids"]
     lengths = jnp.array([len(ids)], jnp.int32)
-    dense = jnp.full(lm.config.num_kv_heads, lm.tca.num_candidates, jnp.int32)
+    config, candidates = lm.method.cache.config, lm.method.cache.candidates
+    dense = jnp.full(lm.config.num_kv_heads, config.num_candidates, jnp.int32)
     slack = []
 
     def attention(layer, q, k, v, state):
-        rows = jnp.array(lm.candidates[layer], jnp.int32)
-        full = tca_jax.attend(q, k, v, dense, lengths, lm.tca)
-        sparse = tca_jax.attend(q, k, v, rows, lengths, lm.tca)
-        gamma = tca_jax.diagnostics.dropped_mass(q, k, rows, lengths, lm.tca)
+        rows = jnp.array(candidates[layer], jnp.int32)
+        full = tca_jax.attend(q, k, v, dense, lengths, config)
+        sparse = tca_jax.attend(q, k, v, rows, lengths, config)
+        gamma = tca_jax.diagnostics.dropped_mass(q, k, rows, lengths, config)
         bounds = tca_jax.diagnostics.error_bounds(gamma, v, lengths)
         error = jnp.abs(full - sparse).transpose(0, 2, 1, 3)  # [B, H_q, L, d]
         slack.append(float((bounds.max_norm - error.max(axis=-1)).min()))

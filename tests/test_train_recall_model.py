@@ -165,7 +165,7 @@ def test_card_has_command_log_and_accuracy(folder):
 
 def test_profile_beside_the_model_loads_for_it(folder):
     lm = tca_jax.load(folder, profile="shipped")
-    assert lm.tca.window == 128
+    assert lm.method.cache.window == 128
 
 
 def test_evaluation_counts_right_answers(script, folder, monkeypatch):
@@ -178,7 +178,7 @@ def test_evaluation_counts_right_answers(script, folder, monkeypatch):
         asked.extend(prompts)
         keys = [prompt.rsplit(" for ", 1)[1].removesuffix(" is ") for prompt in prompts]
         codes = [re.search(f"{key} is ([0-9]+)", text)[1] for key, text in zip(keys, prompts, strict=True)]
-        texts = [f"{code}." if lm.tca is None else f"{code}0." for code in codes]
+        texts = [f"{code}." if lm.method == tca_jax.methods.BASELINE else f"{code}0." for code in codes]
         stats = type("Stats", (), {"kept_share": 0.25, "kv_cache_bytes": 3, "full_kv_cache_bytes": 10})
         return type("Output", (), {"text": texts, "stats": stats})
 

@@ -35,8 +35,8 @@ def generate(
     system: Annotated[str | None, typer.Option(help="System message before it; implies --chat.")] = None,
     profile: ProfileOption = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1, max=_LARGEST)] = 256,
-    min_new_tokens: Annotated[int | None, typer.Option(help="Fewest tokens of an answer.", min=0)] = None,
-    num_samples: Annotated[int | None, typer.Option(help="Answers to each prompt.", min=1)] = None,
+    min_new_tokens: Annotated[int, typer.Option(help="No stop token comes before so many tokens.", min=0)] = 0,
+    num_samples: Annotated[int, typer.Option(help="Answers to each prompt, which is read once.", min=1)] = 1,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="Keep the k best tokens.", min=1, max=_LARGEST)] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the smallest set of this probability.")] = None,
@@ -67,14 +67,13 @@ def generate(
     texts = _read_prompts(prompt or (), prompt_file or ())
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     sampling |= {"repetition_penalty": repetition_penalty}
-    given = {"min_new_tokens": min_new_tokens, "num_samples": num_samples, "logprobs": logprobs or None}
-    options = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": tuple(stop or ()), **sampling}
-    options |= {name: value for name, value in given.items() if value is not None}
+    options = {"max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "seed": seed}
+    options |= {"stop": tuple(stop or ()), **sampling}
     _check_numbers(sampling, options)
     requests = [(name, _request(text, system, chat)) for name, text in texts]
     lm, prompts = _load(model, profile, dtype, requests, options)
-    if len(prompts) > 1 or (num_samples or 1) > 1 or as_json:
-        out = _answer(lm, prompts, options)
+    if len(prompts) > 1 or num_samples > 1 or as_json:
+        out = _answer(lm, prompts, {"num_samples": num_samples, "logprobs": logprobs, **options})
         if as_json:
             print_json(_record(model, profile, out, len(prompts)))
             return
@@ -106,7 +105,7 @@ def _check_numbers(sampling: Mapping[str, Any], options: Mapping[str, Any]) -> N
     from tca_jax.engine.sampling import Sampling
 
     Sampling(**sampling)
-    if options.get("min_new_tokens", 0) > options["max_new_tokens"]:
+    if options["min_new_tokens"] > options["max_new_tokens"]:
         raise ValueError(
             f"--min-new-tokens {options['min_new_tokens']}: must be at most --max-new-tokens "
             f"{options['max_new_tokens']}"
@@ -197,13 +196,12 @@ def _print_answers(headings: Sequence[str], out: Output) -> None:
 def _record(model: str, profile: str | None, out: Output, num_prompts: int) -> dict[str, Any]:
     """What `--json` prints; the help of `generate` describes it."""
     samples = len(out.tokens) // num_prompts
-    logprobs = getattr(out, "logprobs", None)
     answers = []
     for i, (text, tokens, reason) in enumerate(zip(out.text, out.tokens, out.finish_reasons, strict=True)):
         answer = {"prompt": i // samples, "sample": i % samples, "text": text, "tokens": tokens}
         answer["finish_reason"] = reason
-        if logprobs is not None:
-            answer["logprobs"] = logprobs[i]
+        if out.logprobs is not None:
+            answer["logprobs"] = out.logprobs[i]
         answers.append(answer)
     return {"model": model, "profile": profile, "answers": answers, "stats": dataclasses.asdict(out.stats)}
 

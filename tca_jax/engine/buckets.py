@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tca_jax.pallas_kernels.integers import round_up
+
 _SMALLEST = 16
 
 
@@ -20,4 +22,4 @@ def bucket_length(length: int) -> int:
     if length < 1:
         raise ValueError(f"length = {length}: must be at least 1")
     step = max(_SMALLEST, 1 << max(0, length.bit_length() - 4))
-    return -(-length // step) * step
+    return round_up(length, step)

@@ -292,6 +292,7 @@ def _generate_tokens(
     return decode(lm, state, limit, sampling, backend=backend).tokens
 
 
+@functools.partial(jax.jit, static_argnames=("rows",))
 def row_keys(key: Key[Array, ""], rows: int) -> Key[Array, " R"]:
     """One key for each of `rows` answers; a row's key does not depend on how many there are."""
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(rows))

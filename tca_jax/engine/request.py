@@ -112,6 +112,10 @@ class Request:
     def _program_lm(self) -> LM:
         return self.lm.for_programs()
 
+    @functools.cached_property
+    def _cache_dtype(self) -> Any:
+        return self.lm.decoder.dtype  # once: merging a deep model takes milliseconds
+
     @property
     def rows(self) -> int:
         """Answers: prompts times samples."""
@@ -128,8 +132,7 @@ class Request:
 
     def kv_cache_bytes(self, lm: LM) -> int:
         """Bytes of all caches of the call under `lm`'s method."""
-        head_dim, dtype = lm.config.head_dim, lm.decoder.dtype
-        return sum(layout.num_bytes(head_dim, dtype) for layout in self.layouts(lm))
+        return sum(layout.num_bytes(lm.config.head_dim, self._cache_dtype) for layout in self.layouts(lm))
 
     @property
     def full_kv_cache_bytes(self) -> int:

@@ -204,17 +204,17 @@ def test_budgets_of_heads_have_the_share_that_was_asked_for(share, heads):
 
 def test_a_cache_holds_what_its_layout_says_and_a_step_reads_it():
     layer, config = dataclasses.replace(LAYERS["qwen2.5-7b"], head_dim=16), tca_jax.TCAConfig(window=256)
-    layouts = [caches.plan(config, layer, share, 2, 1024) for share in (1.0, 0.2)]
-    filled = caches.random_caches(layouts, layer.head_dim, seed=0)
+    plans = [caches.plan(config, layer, share, 2, 1024) for share in (1.0, 0.2)]
+    filled = caches.random_caches(plans, layer.head_dim, seed=0)
     q = random_normal(jax.random.key(3), (2, layer.heads, layer.head_dim), jnp.bfloat16)
-    for layout, cache in zip(layouts, filled, strict=True):
+    for plan, cache in zip(plans, filled, strict=True):
         expected, _ = attend_cache(q, cache, jnp.full(2, 1024, jnp.int32), "xla")
         np.testing.assert_array_equal(decode.attend(q, cache, "xla"), expected)
-        assert sum(x.nbytes for x in (cache.k_pool, cache.k_ring)) * 2 == layout.num_bytes(16, jnp.bfloat16)
-        assert (np.asarray(cache.kept) <= np.asarray(layout.capacities)).all()
-    assert caches.attended_tokens(layouts[0]) == 2 * layer.kv_heads * 1025
+        assert sum(x.nbytes for x in (cache.pool.k, cache.ring.k)) * 2 == plan.layout.num_bytes(16, jnp.bfloat16)
+        assert (np.asarray(cache.pool.lengths) <= np.asarray(plan.layout.regions.capacities)).all()
+    assert plans[0].attended_tokens == 2 * layer.kv_heads * 1025
     local = 2 * layer.kv_heads * 257
-    assert caches.attended_tokens(layouts[1]) == local + int(np.asarray(filled[1].kept).sum())
+    assert plans[1].attended_tokens == local + int(np.asarray(filled[1].pool.lengths).sum())
 
 
 @pytest.mark.parametrize("share", [1.0, 0.3])
@@ -222,9 +222,9 @@ def test_a_random_state_is_one_that_prefill_could_have_left(share):
     lm = random_model("tiny", jax.random.key(0))
     lm = lm if share == 1 else under_share(lm, share, tca_jax.TCAConfig(window=128))
     state = random_state(lm, 2, 512)
-    arguments = (lm, jnp.zeros((2, 512), jnp.int32), jnp.array([512, 512]), state.keys, Sampling.create())
+    arguments = (lm, jnp.zeros((2, 512), jnp.int32), jnp.array([512, 512]), state.keys, Sampling())
     new_tokens = state.tokens.shape[1]
-    left = jax.eval_shape(lambda *args: prefill(*args, state.stop_tokens, max_new_tokens=new_tokens), *arguments)
+    left = jax.eval_shape(lambda *args: prefill(*args, state.stop_tokens, new_tokens=new_tokens), *arguments)
     assert jax.tree.structure(left) == jax.tree.structure(state)
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(left)] == [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
 

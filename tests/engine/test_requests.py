@@ -200,7 +200,7 @@ def test_a_layer_that_overflows_is_named_though_its_weights_are_finite():
     config = dataclasses.replace(CONFIG, num_layers=3)
     decoder = Decoder(config, dtype=jnp.float16, param_dtype=jnp.float16, rngs=nnx.Rngs(0))
     kernel = decoder.layers[1].mlp.down.kernel
-    kernel.value = jnp.full(kernel.shape, 6e4, jnp.float16)
+    kernel[...] = jnp.full(kernel.shape, 6e4, jnp.float16)
     model = tca_jax.LM.from_decoder(decoder, name="tiny")
     with pytest.raises(
         ValueError, match=r"weights are finite, the values in layer 2 are not, in dtype float16; try another"

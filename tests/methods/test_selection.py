@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tca_jax.methods.config import TCAConfig
-from tca_jax.methods.selection import block_budgets, block_density, ranked_blocks
+from tca_jax.methods.selection import block_budgets, block_density
 from tca_jax.pallas_kernels.ranking import selection_mask
 from tca_jax.pallas_kernels.token_scores import TokenScores
 
@@ -27,8 +27,10 @@ def _scored(scores, block_size=8):
 
 def test_ranked_blocks_are_those_that_can_leave_the_window():
     lengths = jnp.array([1, 23, 24, 31, 32, 100])
-    np.testing.assert_array_equal(ranked_blocks(lengths, CONFIG), [0, 0, 1, 1, 2, 10])
-    np.testing.assert_array_equal(ranked_blocks(lengths, CONFIG), [CONFIG.num_ranked_blocks(int(x)) for x in lengths])
+    np.testing.assert_array_equal(CONFIG.num_ranked_blocks(lengths), [0, 0, 1, 1, 2, 10])
+    np.testing.assert_array_equal(
+        CONFIG.num_ranked_blocks(lengths), [CONFIG.num_ranked_blocks(int(x)) for x in lengths]
+    )
 
 
 @pytest.mark.parametrize("density", ["concentration", "paper"])

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tca_jax.benchmarks.common import free_bytes, random_normal, unequal_candidates
-from tca_jax.engine.cache import CacheLayout
+from tca_jax.methods.candidates import region_capacity
 from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.regions import Regions
 from tca_jax.methods.selection import head_budgets
 from tca_jax.pallas_kernels.backends import can_run
 from tca_jax.pallas_kernels.column_mass import column_mass
@@ -68,15 +69,17 @@ def test_prefill_of_a_million_tokens(backend):
     b, w = config.block_size, config.window
     q, k, v = _normal(0, 1, length, heads, d), *(_normal(i, 1, length, kv_heads, d) for i in (1, 2))
     assert q.size > PAST
-    layout = CacheLayout.plan(config, unequal_candidates(config, kv_heads, 0.06), 1, length, 1)
-    lengths, offsets = jnp.array([length], jnp.int32), jnp.asarray(layout.offsets, jnp.int32)
+    candidates = unequal_candidates(config, kv_heads, 0.06)
+    ranked = config.num_ranked_blocks(length)
+    regions = Regions.plan(1, tuple(region_capacity(config, row, ranked) for row in candidates))
+    lengths, offsets = jnp.array([length], jnp.int32), jnp.asarray(regions.offsets, jnp.int32)
     scored = token_scores(q[:, -1], k, lengths, block_size=b)
-    budgets = head_budgets(scored, jnp.asarray(layout.candidates, jnp.int32), lengths, config)
+    budgets = head_budgets(scored, jnp.asarray(candidates, jnp.int32), lengths, config)
     selected = (scored.scores, budgets, k, v, offsets)
-    pool = select_tokens(*selected, block_size=b, pool_tokens=layout.pool_tokens)
-    wanted = select_tokens_xla.select_tokens(*selected, block_size=b, pool_tokens=layout.pool_tokens)
+    pool = select_tokens(*selected, block_size=b, pool_tokens=regions.pool_tokens)
+    wanted = select_tokens_xla.select_tokens(*selected, block_size=b, pool_tokens=regions.pool_tokens)
     np.testing.assert_array_equal(pool.lengths, wanted.lengths)
-    for head, (offset, count) in enumerate(zip(layout.offsets[0], np.asarray(pool.lengths)[0], strict=True)):
+    for head, (offset, count) in enumerate(zip(regions.offsets[0], np.asarray(pool.lengths)[0], strict=True)):
         for actual, expected in ((pool.k, wanted.k), (pool.v, wanted.v)):
             assert bool(jnp.array_equal(actual[offset : offset + count], expected[offset : offset + count])), head
     del wanted
