@@ -72,10 +72,11 @@ def run(page: Path) -> str:
 
 @pytest.mark.usefixtures("shared")
 def test_the_example_of_the_readme_runs_and_prints_what_it_says():
-    generated, streamed = run(README).splitlines()[:2]
+    generated, streamed, of_another_method, logprob = run(README).splitlines()
     assert generated.startswith("482913. Stats(")
-    assert streamed.startswith("482913.")  # and the other method's answer behind it
-    assert not streamed.endswith("482913.")
+    assert streamed == "482913."
+    assert not of_another_method.startswith("482913")
+    assert float(logprob) < 0
 
 
 @pytest.mark.usefixtures("shared")
