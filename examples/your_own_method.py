@@ -1,0 +1,150 @@
+"""An attention method of one's own in one file: written, registered, and compared with others on questions and text.
+
+python examples/your_own_method.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import tca_jax
+from tca_jax import methods, needles, plots
+from tca_jax.inspection import local_start
+
+TOKENS, NEEDLES, QUESTIONS = 2048, 6, 4
+WINDOW = 512  # of all methods: that of the shipped profile
+ANSWER_TOKENS = needles.CODE_DIGITS + 1  # the code and its full stop, a byte each
+
+
+@dataclasses.dataclass(frozen=True)
+class ObservedCache(methods.CachePolicy):
+    """Each KV head keeps the tokens that the prompt's last queries look at more than at an average one.
+
+    A head that looks at few tokens keeps few: the budgets are data. Only the most that a head may keep is known in
+    advance, and sizes its part of the cache.
+
+    Attributes:
+        threshold: Attention that a kept token gets at least, where 1 is an even share, one over the prompt's length.
+        most: Largest share of a block's tokens that is kept.
+        decay: Weight of a query against that of the next one; what is looked at late counts most.
+        spread: Tokens that share the attention of the first of them: those that follow it will be copied next.
+        num_queries: Last prompt queries that are observed.
+        window: Least number of local tokens, a multiple of `block_size`.
+        block_size: Tokens in a block, a power of two.
+    """
+
+    threshold: float = 1.0
+    most: float = 0.5
+    decay: float = 0.8
+    spread: int = 8
+    num_queries: int = 16
+    window: int = 4096
+    block_size: int = 128
+
+    def capacities(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
+        ranked = self.num_ranked_blocks(prompt_tokens)
+        leaving = self.num_leaving_blocks(prompt_tokens, new_tokens)
+        return (ranked + leaving) * int(self.most * self.block_size)
+
+    def select(
+        self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: str | tuple[str, ...]
+    ) -> methods.Selection:
+        scores = self._observed_attention(q, k, lengths)
+        budgets = self._budgets(scores, lengths)
+        ranked = jnp.arange(budgets.shape[-1]) < self.num_ranked_blocks(lengths)[:, None, None]
+        return methods.Selection(scores, jnp.where(ranked, budgets, 0))
+
+    def evict(self, layer: int, attention: Array, blocks: Array) -> methods.Selection:
+        scores = attention.mean(axis=2)  # over the query heads of a KV head
+        tokens = (blocks + 1) * self.block_size + self.window  # in the sequence when this block leaves the window
+        return methods.Selection(scores, self._budgets(scores, tokens))
+
+    def _observed_attention(self, q: Array, k: Array, lengths: Array) -> Array:
+        """Attention of the last queries to every token, weighted mean over them and their group, [B, H_kv, L]."""
+        batch, observed, heads, head_dim = q.shape
+        tokens, kv_heads = k.shape[1:3]
+        position = lengths[:, None] - observed + jnp.arange(observed)  # negative where a prompt is shorter
+        queries = q.reshape(batch, observed, kv_heads, heads // kv_heads, head_dim)
+        logits = jnp.einsum("bohgd,blhd->bhgol", queries, k, preferred_element_type=jnp.float32) / head_dim**0.5
+        seen = jnp.arange(tokens) <= position[..., None]  # causal, so that the padding is not seen either
+        attention = jax.nn.softmax(jnp.where(seen[:, None, None], logits, -1e30), axis=-1)
+        weights = jnp.where(position >= 0, self.decay ** jnp.arange(observed)[::-1], 0)
+        weights /= weights.sum(axis=-1, keepdims=True)
+        scores = jnp.einsum("bhgol,bo->bhl", attention, weights) / (heads // kv_heads)
+        window, before = (1, 1, self.spread), ((0, 0), (0, 0), (self.spread - 1, 0))
+        return jax.lax.reduce_window(scores, -jnp.inf, jax.lax.max, window, (1, 1, 1), before)
+
+    def _budgets(self, scores: Array, lengths: Array) -> Array:
+        """Tokens of each block whose score reaches the threshold, int32 [B, H_kv, L // b]."""
+        *heads, tokens = scores.shape
+        blocks = tokens // self.block_size
+        by_block = scores[..., : blocks * self.block_size].reshape(*heads, blocks, self.block_size)
+        reached = by_block >= self.threshold / lengths[:, None, None, None]
+        return jnp.minimum(reached.sum(axis=-1, dtype=jnp.int32), int(self.most * self.block_size))
+
+
+def observed(threshold: float = 1.0, window: int = 4096) -> methods.Method:
+    """The method: prompt queries attend to what stays in the cache."""
+    cache = ObservedCache(threshold=threshold, window=window)
+    return methods.Method("observed", methods.SparsePrefill(cache), cache)
+
+
+methods.register("observed", observed)
+
+
+def compare(lm: tca_jax.LM, document: needles.Document, text: str) -> str:
+    """A line of the table: right answers, what the cache held, and how likely the model finds a text."""
+    questions = document.questions[:QUESTIONS]
+    prompts = [document.prompt(question) for question in questions]
+    out = tca_jax.generate(lm, prompts, max_new_tokens=ANSWER_TOKENS)
+    right = sum(map(needles.is_correct, questions, out.text))
+    logprob = tca_jax.score(lm, text).logprobs[0].mean()
+    share, megabytes = out.stats.kept_share, out.stats.kv_cache_bytes / 1e6
+    return f"{lm.method.name:<14}{right:>2} of {len(questions)}{share:>12.1%}{megabytes:>10.2f}{logprob:>16.3f}"
+
+
+def draw(lm: tca_jax.LM, document: needles.Document, folder: Path) -> Path:
+    """The picture of what each head keeps of a prompt, and of the line that holds its answer."""
+    question = document.questions[0]
+    prompt, needle = document.prompt(question), question.needle
+    start = needle.position + 1  # 1: the token that begins every prompt
+    return plots.plot_kept_tokens(
+        tca_jax.kept_tokens(lm, prompt),
+        "\0" + prompt,
+        (start, start + len(needle.line)),
+        needle.key,
+        f"{lm.name}, {lm.method.name}",
+        folder / "your_own_method.png",
+        window_start=local_start(lm, TOKENS),
+    )
+
+
+def main(folder: Path) -> None:
+    document = needles.build_document(np.random.default_rng(0), TOKENS - 1, NEEDLES)
+    text = needles.build_document(np.random.default_rng(1), TOKENS - 1, NEEDLES).text
+    tca = tca_jax.load("recall-tiny", profile="shipped")
+    full = tca.with_profile(None)  # the same weights
+    mine = full.with_method("observed", window=WINDOW)
+    others = [
+        full,
+        full.with_method("streaming", window=WINDOW),
+        full.with_method("random", window=WINDOW, share=0.25),
+        tca,
+    ]
+    print(f"{'method':<14}{'right':>7}{'kept':>12}{'KV MB':>10}{'log p a token':>16}")
+    for lm in [*others, mine]:
+        print(compare(lm, document, text), flush=True)
+    print(f"Picture: {draw(mine, document, folder)}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the picture (default: %(default)s)")
+    main(parser.parse_args().out)
