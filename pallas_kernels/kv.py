@@ -1,4 +1,4 @@
-"""Keys and values as the kernels hold them: a pool of selected tokens, and a ring of local ones (DESIGN section 5)."""
+"""Keys and values as the kernels hold them: a pool of selected tokens, and a ring of local ones."""
 
 from __future__ import annotations
 

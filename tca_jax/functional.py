@@ -30,7 +30,7 @@ def select(
     config: TCAConfig,
     backend: str = "auto",
 ) -> Bool[Array, "B Hkv L"]:
-    """Marks each KV head's global tokens: those it keeps when they leave the window (DESIGN "Selection").
+    """Marks each KV head's global tokens: those it keeps when they leave the window (docs/method.md, "Selection").
 
     Args:
         q_last: Query of each row's last prompt token, after RoPE [B, Hq, d].

@@ -1,4 +1,4 @@
-"""The method once more, naively, in float64 NumPy, from DESIGN section 2 alone: the tests' reference."""
+"""The method once more, naively, in float64 NumPy, from docs/method.md alone: the tests' reference."""
 
 from __future__ import annotations
 

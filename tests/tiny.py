@@ -59,7 +59,7 @@ def random_prompt(seed: int, length: int) -> list[int]:
 
 
 class DenseReference:
-    """Decoding from DESIGN section 2, one row, without a cache: all keys and values of every layer are kept, and a
+    """Decoding from docs/method.md, one row, without a cache: all keys and values of every layer are kept, and a
     mask of each KV head says which of them a query may see."""
 
     def __init__(self, lm: tca_jax.LM, prompt: list[int]) -> None:
@@ -131,7 +131,7 @@ class DenseReference:
 
 
 def _eviction_budget(config: tca_jax.TCAConfig, candidate: int) -> int:
-    """floor(sum_k k p_k), at least 1; b for dense (DESIGN section 2, Decode)."""
+    """floor(sum_k k p_k), at least 1; b for dense (docs/method.md, "Decoding")."""
     if candidate == config.num_candidates:
         return config.block_size
     sizes = 2.0 ** np.arange(int(np.log2(config.block_size)) + 1)

@@ -1,4 +1,4 @@
-"""Prompt buckets: the padded lengths that compiled programs exist for (DESIGN section 5)."""
+"""Buckets: the padded lengths of prompts and answers that compiled programs exist for."""
 
 from __future__ import annotations
 

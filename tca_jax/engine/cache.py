@@ -1,4 +1,4 @@
-"""The KV cache of one layer: a flat pool of kept tokens and a ring of local ones (DESIGN section 5).
+"""The KV cache of one layer: a flat pool of kept tokens and a ring of local ones.
 
 Heads with different budgets cost what they keep: each (row, KV head) owns a region of the pool whose capacity its cache
 policy names in advance, so shapes are static while lengths are data.
@@ -203,7 +203,7 @@ def decode_layer(
     leaving: Bool[Array, " B"] | None = None,
     backend: Backend = "auto",
 ) -> tuple[Float[Array, "B 1 Hq d"], LayerCache]:
-    """One decoding step: evicts the block that leaves the window, adds the new token, attends (DESIGN section 2).
+    """One decoding step: evicts the block that leaves the window, adds the new token, attends.
 
     The pool and the ring are updated in place where the caller gives them away, as a loop or a donation does.
 

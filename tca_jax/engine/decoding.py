@@ -257,6 +257,7 @@ def generate_tokens(
     stops = tuple(int(t) for t in (lm.eos_token_ids if stop_tokens is None else stop_tokens))
     room = bucket_length(max_new_tokens)
     limit = jnp.int32(max_new_tokens)
+    lm = lm.for_programs()
     return _generate_tokens(lm, tokens, lengths, key, sampling, limit, room, stops, kernels)[:, :max_new_tokens]
 
 

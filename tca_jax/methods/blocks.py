@@ -1,4 +1,4 @@
-"""Blocks of a prompt: how many are ranked, and how many leave the window of a growing sequence (DESIGN section 2)."""
+"""Blocks of a prompt: how many are ranked, and how many leave the window of a growing sequence (docs/method.md)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _FACTORIES: dict[str, Factory] = {}
 
 
 def register(name: str, factory: Factory, *, replace: bool = False) -> None:
-    """Makes a method available by a name: to `get`, to `lm.with_method`, and to the command line.
+    """Makes a method available by a name, to `get` and to `lm.with_method`.
 
     Args:
         name: Without "+", which joins two methods.

@@ -70,7 +70,7 @@ def select_by_candidates(
     config: TCAConfig,
     backend: Backend = "auto",
 ) -> Selection:
-    """Scores every token by the last prompt query and deals each head's budgets out to its blocks (DESIGN "Selection").
+    """Scores every token by the last prompt query and deals each head's budgets out to its blocks.
 
     Args:
         q_last: Query of each row's last prompt token, after RoPE [B, Hq, d].
