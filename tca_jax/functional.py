@@ -116,8 +116,9 @@ def _attend(
     b = config.block_size
     # The candidates may be traced, so a region must hold what dense keeps: all ranked tokens.
     regions = Regions.plan(batch, (config.num_ranked_blocks(length) * b,) * kv_heads)
-    q_last = last_queries(q, lengths, 1)[:, 0]
-    selection = jax.lax.stop_gradient(select_by_candidates(q_last, k, candidates, lengths, config, backend))
+    # Which tokens are selected is no smooth function of q and k, and kernels have no derivatives.
+    q_last, keys = jax.lax.stop_gradient((last_queries(q, lengths, 1)[:, 0], k))
+    selection = select_by_candidates(q_last, keys, candidates, lengths, config, backend)
 
     return attend_selection(q, k, v, selection, lengths, regions, b, config.window, backend)
 

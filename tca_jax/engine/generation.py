@@ -15,6 +15,7 @@ from tca_jax.engine.request import Request
 from tca_jax.engine.sampling import Sampling
 
 _STOP_STRING_STRIDE = 16  # tokens between looks at the text for stop strings
+_STREAM_GROWTH = 4  # a piece is at most so many times as long as the one before: the first ones may mislead
 _STREAM_SECONDS = 0.03  # a piece of a stream comes about this often, or with every token where those take longer
 
 
@@ -207,7 +208,7 @@ def _pieces(request: Request, *, single: bool) -> Generator[Any, None, Output]:
         before, step = request.decode_seconds, int(state.step)
         state = request.advance(state, stride)
         seconds = (request.decode_seconds - before) / (int(state.step) - step)
-        stride = max(1, min(2 * stride, int(_STREAM_SECONDS / seconds)))
+        stride = max(1, min(_STREAM_GROWTH * stride, int(_STREAM_SECONDS / seconds)))
 
 
 def _output(request: Request, state: DecodingState) -> Output:
