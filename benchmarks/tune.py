@@ -20,7 +20,7 @@ import typer
 from matplotlib.figure import Figure
 
 import tca_jax
-from tca_jax.benchmarks.caches import random_caches
+from tca_jax.benchmarks.caches import plan, random_caches
 from tca_jax.benchmarks.common import (
     RESULTS,
     Layer,
@@ -38,7 +38,6 @@ from tca_jax.benchmarks.common import (
     unequal_candidates,
     write_results,
 )
-from tca_jax.engine.cache import CacheLayout
 from tca_jax.methods.selection import head_budgets
 from tca_jax.pallas_kernels.backends import check_backend
 from tca_jax.pallas_kernels.column_mass import mosaic as column_mass_mosaic
@@ -46,7 +45,6 @@ from tca_jax.pallas_kernels.column_mass import triton as column_mass_triton
 from tca_jax.pallas_kernels.column_mass.mosaic import MosaicColumnMassConfig, MosaicPassConfig
 from tca_jax.pallas_kernels.column_mass.triton import ColumnMassConfig, PassConfig
 from tca_jax.pallas_kernels.decode_attention import triton as decode_attention_triton
-from tca_jax.pallas_kernels.kv import Pool, Ring
 from tca_jax.pallas_kernels.prefill_attention import mosaic as prefill_attention_mosaic
 from tca_jax.pallas_kernels.prefill_attention import triton as prefill_attention_triton
 from tca_jax.pallas_kernels.prefill_attention.mosaic import MosaicPrefillConfig
@@ -172,12 +170,13 @@ def operations(layer: Layer, length: int, config: tca_jax.TCAConfig) -> Iterator
     block: dict[str, Any] = {"block_size": config.block_size}
     blocks: dict[str, Any] = {**block, "window": config.window}
     q, k, v, n = attention_inputs(layer, length, seed=length)
-    layout = CacheLayout.plan(config, unequal_candidates(config, layer.kv_heads, _SHARE), 1, length, 1)
-    offsets = jnp.asarray(layout.offsets, jnp.int32)
+    cache_plan = plan(config, layer, _SHARE, 1, length)
+    regions = cache_plan.layout.regions
+    candidates = unequal_candidates(config, layer.kv_heads, _SHARE)
     scored = token_scores(q[:, -1], k, n, **block)
-    budgets = head_budgets(scored, jnp.asarray(layout.candidates, jnp.int32), n, config)
-    selected = (scored.scores, budgets, k, v, offsets)
-    select = functools.partial(select_tokens_triton.select_tokens, **block, pool_tokens=layout.pool_tokens)
+    budgets = head_budgets(scored, jnp.asarray(candidates, jnp.int32), n, config)
+    selected = (scored.scores, budgets, k, v, jnp.asarray(regions.offsets, jnp.int32))
+    select = functools.partial(select_tokens_triton.select_tokens, **block, pool_tokens=regions.pool_tokens)
     attended = (q, k, v, select(*selected), budgets, n)
     yield Operation(
         "token_scores",
@@ -221,16 +220,15 @@ def operations(layer: Layer, length: int, config: tca_jax.TCAConfig) -> Iterator
         functools.partial(column_mass_triton.column_mass, **blocks),
         (q, k, n),
     )
-    (cache,) = random_caches([layout], layer.head_dim, seed=2)
-    decode = decode_attention_triton.default_config(layer.head_dim, cache.k_ring.dtype.itemsize)
-    pool = Pool(cache.k_pool, cache.v_pool, cache.offsets, cache.kept)
+    (cache,) = random_caches([cache_plan], layer.head_dim, seed=2)
+    decode = decode_attention_triton.default_config(layer.head_dim, cache.ring.k.dtype.itemsize)
     yield Operation(
         "decode_attention",
         "triton",
         decode,
         decode_configs(decode),
-        functools.partial(decode_attention_triton.decode_attention, **blocks, capacity=max(layout.capacities)),
-        (q[:, -1], pool, Ring(cache.k_ring, cache.v_ring), n),
+        functools.partial(decode_attention_triton.decode_attention, **blocks, capacity=max(regions.capacities)),
+        (q[:, -1], cache.pool, cache.ring, n),
         _STEPS,
     )
 

@@ -65,9 +65,9 @@ def generate(
     if logprobs and not as_json:
         raise ValueError("--logprobs needs --json")
     texts = _read_prompts(prompt or (), prompt_file or ())
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     sampling |= {"repetition_penalty": repetition_penalty}
-    options = {"max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "seed": seed}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "seed": seed}
     options |= {"stop": tuple(stop or ()), **sampling}
     _check_numbers(sampling, options)
     requests = [(name, _request(text, system, chat)) for name, text in texts]

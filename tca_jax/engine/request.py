@@ -228,6 +228,6 @@ def _stop_tokens(lm: LM, ids: Any) -> tuple[int, ...]:
         raise TypeError(f"stop_token_ids = {ids!r}: must be a sequence of token ids, or None") from None
     vocabulary = lm.config.vocab_size
     for token in ids:
-        if isinstance(token, bool) or not isinstance(token, numbers.Integral) or not 0 <= token < vocabulary:
+        if isinstance(token, bool) or not isinstance(token, numbers.Integral) or not 0 <= int(token) < vocabulary:
             raise ValueError(f"stop_token_ids holds {token!r}: must be token ids of {lm.name}, in [0, {vocabulary})")
     return tuple(int(token) for token in ids)

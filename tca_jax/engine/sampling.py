@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import numbers
 import typing
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
+
+from tca_jax.methods.checks import is_finite_number
+
+_LARGEST_INT = 2**31 - 1  # of a program; more than any vocabulary
 
 Scalar = float | Shaped[Array, ""] | None
 
@@ -51,14 +55,14 @@ class Sampling:
         """Traced numbers, and whatever else a transformation puts here, are not looked at."""
         off = {"temperature": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
         for name, (holds, words) in _ALLOWED.items():
-            value = getattr(self, name)
-            if isinstance(value, str | bytes | bool | np.bool_) or (
-                isinstance(value, numbers.Real) and not (math.isfinite(value) and holds(value))
-            ):
+            value: Any = getattr(self, name)
+            if not isinstance(value, numbers.Real | str | bytes | np.bool_):
+                continue
+            if not is_finite_number(value) or not holds(float(value)):
                 raise ValueError(f"{name} = {value!r}: must be {words}")
-            if isinstance(value, numbers.Real):
-                number = int(value) if name == "top_k" else float(value)
-                object.__setattr__(self, name, None if number == off.get(name) else number)
+            number = float(value)
+            held = int(min(number, _LARGEST_INT)) if name == "top_k" else number
+            object.__setattr__(self, name, None if number == off.get(name) else held)
         if self.temperature is None:  # greedy: no filter changes which logit is the highest
             for name in ("top_k", "top_p", "min_p"):
                 object.__setattr__(self, name, None)
@@ -67,7 +71,7 @@ class Sampling:
 _ALLOWED: Mapping[str, tuple[Callable[[float], bool], str]] = MappingProxyType(
     {
         "temperature": (lambda x: x >= 0, "a number of at least 0 (0 is greedy)"),
-        "top_k": (lambda x: x >= 1 and int(x) == x, "an integer of at least 1"),
+        "top_k": (lambda x: x >= 1 and x == int(x), "an integer of at least 1"),
         "top_p": (lambda x: 0 < x <= 1, "in (0, 1]"),
         "min_p": (lambda x: 0 <= x <= 1, "in [0, 1]"),
         "repetition_penalty": (lambda x: x > 0, "a positive number"),

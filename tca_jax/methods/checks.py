@@ -7,6 +7,16 @@ import numbers
 from typing import Any
 
 
+def is_finite_number(value: Any) -> bool:
+    """Whether it is a number, of Python or NumPy, that a float holds."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:
+        return False
+
+
 def check_integer(name: str, value: Any, *, at_least: int) -> None:
     """Raises ValueError unless `value` is an integer, of Python or NumPy, of at least `at_least`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < at_least:
@@ -15,9 +25,9 @@ def check_integer(name: str, value: Any, *, at_least: int) -> None:
 
 def check_number(name: str, value: Any, *, above: float, at_most: float) -> None:
     """Raises ValueError unless `value` is a number in (above, at_most]."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+    if not is_finite_number(value):
         raise ValueError(f"{name} = {value!r}: must be a finite number")
-    if not above < value <= at_most:
+    if not above < float(value) <= at_most:
         raise ValueError(f"{name} = {value!r}: must lie in ({above}, {at_most}]")
 
 

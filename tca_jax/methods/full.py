@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from tca_jax.methods.base import CachePolicy, Method, PrefillPolicy
 from tca_jax.methods.blocks import Tokens
@@ -32,15 +32,7 @@ class FullCache(CachePolicy):
     def capacities(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
         return 0
 
-    def select(
-        self,
-        layer: int,
-        q: Float[Array, "B O Hq d"],
-        k: Float[Array, "B L Hkv d"],
-        v: Float[Array, "B L Hkv d"],
-        lengths: Int[Array, " B"],
-        backend: Backend,
-    ) -> Selection:
+    def select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selection:
         raise AssertionError("nothing is left of a window that holds everything")
 
 
@@ -49,14 +41,7 @@ class FullPrefill(PrefillPolicy):
     """Exact causal attention."""
 
     def attend(
-        self,
-        layer: int,
-        q: Float[Array, "B L Hq d"],
-        k: Float[Array, "B L Hkv d"],
-        v: Float[Array, "B L Hkv d"],
-        lengths: Int[Array, " B"],
-        selected: Selected | None,
-        backend: Backend,
+        self, layer: int, q: Array, k: Array, v: Array, lengths: Array, selected: Selected | None, backend: Backend
     ) -> Float[Array, "B L Hq d"]:
         return causal_attention(q, k, v, lengths, backend=backend)
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float32, Int
 
 from tca_jax.methods.base import CachePolicy, Method
 from tca_jax.methods.checks import check_geometry, check_integer, check_number
@@ -45,15 +45,7 @@ class RandomCache(CachePolicy):
         leaving = self.num_leaving_blocks(prompt_tokens, new_tokens)
         return self.budget * (self.num_ranked_blocks(prompt_tokens) + leaving)
 
-    def select(
-        self,
-        layer: int,
-        q: Float[Array, "B O Hq d"],
-        k: Float[Array, "B L Hkv d"],
-        v: Float[Array, "B L Hkv d"],
-        lengths: Int[Array, " B"],
-        backend: Backend,
-    ) -> Selection:
+    def select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selection:
         batch, tokens, kv_heads, _ = k.shape
         blocks = jnp.arange(tokens // self.block_size)
         scores = self._draw(layer, kv_heads, blocks).reshape(kv_heads, -1)

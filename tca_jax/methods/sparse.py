@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from tca_jax.methods.base import CachePolicy, PrefillPolicy, per_head
 from tca_jax.methods.queries import last_queries
@@ -28,14 +28,7 @@ class SparsePrefill(PrefillPolicy):
         self.selector.validate_for(num_layers, num_kv_heads)
 
     def attend(
-        self,
-        layer: int,
-        q: Float[Array, "B L Hq d"],
-        k: Float[Array, "B L Hkv d"],
-        v: Float[Array, "B L Hkv d"],
-        lengths: Int[Array, " B"],
-        selected: Selected | None,
-        backend: Backend,
+        self, layer: int, q: Array, k: Array, v: Array, lengths: Array, selected: Selected | None, backend: Backend
     ) -> Float[Array, "B L Hq d"]:
         policy, tokens = self.selector, k.shape[1]
         # Every prompt of this shape fits its window: exact attention. From there on a selection pays: on an H200 a

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float32, Int
 
 from tca_jax.methods.base import CachePolicy, Method
 from tca_jax.methods.checks import check_geometry, check_integer
@@ -38,15 +38,7 @@ class StreamingCache(CachePolicy):
     def capacities(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
         return self.sinks
 
-    def select(
-        self,
-        layer: int,
-        q: Float[Array, "B O Hq d"],
-        k: Float[Array, "B L Hkv d"],
-        v: Float[Array, "B L Hkv d"],
-        lengths: Int[Array, " B"],
-        backend: Backend,
-    ) -> Selection:
+    def select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selection:
         batch, tokens, kv_heads, _ = k.shape
         blocks = jnp.arange(tokens // self.block_size)
         budgets = jnp.where(blocks < self.num_ranked_blocks(lengths)[:, None], self._budgets(blocks), 0)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Float32, Int, Int32
 
 from tca_jax.methods.base import CachePolicy, Method, PerHead
 from tca_jax.methods.candidates import eviction_budgets, region_capacity
@@ -53,15 +53,7 @@ class TCACache(CachePolicy):
             return capacity(self.candidates)
         return tuple(capacity(row) for row in self.candidates[layer])
 
-    def select(
-        self,
-        layer: int,
-        q: Float[Array, "B O Hq d"],
-        k: Float[Array, "B L Hkv d"],
-        v: Float[Array, "B L Hkv d"],
-        lengths: Int[Array, " B"],
-        backend: Backend,
-    ) -> Selection:
+    def select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selection:
         rows = jnp.asarray(self.rows(layer, k.shape[2]))
         return select_by_candidates(q[:, -1], k, rows, lengths, self.config, backend)
 

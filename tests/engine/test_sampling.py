@@ -107,6 +107,7 @@ def test_repetition_penalty_also_bends_greedy_choice():
     [
         ({"temperature": -0.1}, r"temperature = -0.1: must be a number of at least 0"),
         ({"temperature": float("nan")}, r"temperature = nan"),
+        ({"temperature": 10**400}, r"temperature = 10+: must be a number"),
         ({"top_k": 0}, r"top_k = 0: must be an integer of at least 1"),
         ({"top_p": 0.0}, r"top_p = 0.0: must be in \(0, 1\]"),
         ({"min_p": 1.5}, r"min_p = 1.5: must be in \[0, 1\]"),
