@@ -38,7 +38,9 @@ class CachePlan:
 
 def plan(config: tca_jax.TCAConfig, layer: Layer, share: float, batch: int, tokens: int) -> CachePlan:
     """The cache behind a prompt of `tokens` whose ranked blocks keep a share, unequally; 1 is full attention's."""
-    method = methods.BASELINE if share == FULL else config.method([unequal_candidates(config, layer.kv_heads, share)])
+    method = methods.BASELINE
+    if share != FULL:
+        method = methods.configured(config, [unequal_candidates(config, layer.kv_heads, share)])
     return plan_layer(method.cache, 0, layer.kv_heads, batch, tokens, 1)
 
 

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array
 
 import tca_jax
+from tca_jax import methods
 from tca_jax.benchmarks.common import random_normal, unequal_candidates
 from tca_jax.engine.lm import LM
 from tca_jax.models.config import ModelConfig
@@ -125,7 +126,7 @@ def abstract_model(name: str, num_layers: int | None = None, *, max_positions: i
 def under_share(lm: LM, share: float, config: tca_jax.TCAConfig) -> LM:
     """The model under budgets that keep a share of the ranked blocks, unequal between heads and alike in all layers."""
     row = unequal_candidates(config, lm.config.num_kv_heads, share)
-    return lm.with_method(config.method((row,) * lm.config.num_layers))
+    return lm.with_method(methods.configured(config, (row,) * lm.config.num_layers))
 
 
 def weight_bytes(lm: LM) -> int:

@@ -15,7 +15,7 @@ from jaxtyping import Float32, Float64, Int32
 
 from tca_jax.calibration.persistence import RestoreArrays, load_step, save_step
 from tca_jax.calibration.profile_format import FORMAT_VERSION, read_fields, sign
-from tca_jax.methods.base import Method
+from tca_jax.methods import Method, configured
 from tca_jax.methods.candidates import budget_counts, budget_sizes
 from tca_jax.methods.config import TCAConfig
 from tca_jax.models.config import ModelConfig
@@ -148,7 +148,7 @@ class Profile:
 
     def method(self) -> Method:
         """The attention method that runs under these budgets, a `tca_jax.methods` object."""
-        return self.config.method(self.candidates)
+        return configured(self.config, self.candidates)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes the profile to a directory, in place of the one that it holds.

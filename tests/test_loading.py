@@ -10,6 +10,7 @@ import pytest
 from tiny import TCA, random_prompt, tiny_lm, write_checkpoint
 
 import tca_jax
+from tca_jax import methods
 from tca_jax.calibration.profile import Profile
 from tca_jax.engine.prompts import encode_prompts
 from tca_jax.loading import open_checkpoint
@@ -92,7 +93,7 @@ def test_a_profile_is_applied_and_can_be_taken_off(folder, lm, tmp_path):
     profile = tca_jax.calibrate(lm, [random_prompt(1, 200)], TCA)
     profile.save(tmp_path / "profile")
     with_tca = tca_jax.load(folder, profile=tmp_path / "profile")
-    assert with_tca.method == TCA.method(profile.candidates)
+    assert with_tca.method == methods.configured(TCA, profile.candidates)
     assert tca_jax.load(folder, profile=profile).method == with_tca.method
     prompt = random_prompt(2, 150)
     full = tca_jax.generate(lm, prompt, max_new_tokens=5)
@@ -105,7 +106,9 @@ def test_a_profile_of_other_weights_or_shape_is_refused(folder, lm, tmp_path):
         tca_jax.load(folder, profile=profile)
     with pytest.raises(ValueError, match=r"3 layers"):
         tca_jax.load(folder, profile=Profile.uniform(TCA, 3, 2, 0))
-    assert tca_jax.load(folder, profile=Profile.uniform(TCA, 2, 2, 0)).method == TCA.method([[0, 0], [0, 0]])
+    assert tca_jax.load(folder, profile=Profile.uniform(TCA, 2, 2, 0)).method == methods.configured(
+        TCA, [[0, 0], [0, 0]]
+    )
 
 
 def test_the_fingerprint_does_not_depend_on_the_dtype_that_weights_are_loaded_in(folder, lm):

@@ -51,7 +51,7 @@ def tiny_lm(seed: int = 0, sharpness: float = 6.0, **fields) -> tca_jax.LM:
 
 def with_candidates(lm: tca_jax.LM, candidates, config: tca_jax.TCAConfig = TCA) -> tca_jax.LM:
     """The model under given budget rows, `[layers][H_kv]`, without a profile on disk."""
-    return lm.with_method(config.method(candidates))
+    return lm.with_method(tca_jax.methods.configured(config, candidates))
 
 
 def random_prompt(seed: int, length: int) -> list[int]:

@@ -4,7 +4,7 @@ from tca_jax.methods.base import CachePolicy, Method, PrefillPolicy
 from tca_jax.methods.full import FullCache, FullPrefill, full
 from tca_jax.methods.random import random
 from tca_jax.methods.regions import Selected, Selection
-from tca_jax.methods.registry import get, names, register
+from tca_jax.methods.registry import configured, get, names, register
 from tca_jax.methods.sparse import SparsePrefill
 from tca_jax.methods.streaming import streaming
 from tca_jax.methods.tca import tca
@@ -26,6 +26,7 @@ __all__ = [
     "Selected",
     "Selection",
     "SparsePrefill",
+    "configured",
     "get",
     "names",
     "register",

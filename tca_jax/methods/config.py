@@ -5,12 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from tca_jax.methods.blocks import Tokens, num_ranked_blocks
-
-if TYPE_CHECKING:
-    from tca_jax.methods.base import Method
 
 Density = Literal["concentration", "paper", "random"]
 Index = Literal["hhi", "entropy"]
@@ -36,6 +33,9 @@ class TCAConfig:
     Raises:
         ValueError: a value is out of range; the message names the field, what was given and what is allowed.
     """
+
+    #: Registered name of the method that these hyperparameters are of; `methods.configured` makes it.
+    method_name: ClassVar[str] = "tca"
 
     block_size: int = 128
     window: int = 4096
@@ -87,13 +87,3 @@ class TCAConfig:
     def num_ranked_blocks(self, tokens: Tokens) -> Tokens:
         """n = max(0, L // b - w // b): blocks of a prompt of L tokens that are ranked and budgeted."""
         return num_ranked_blocks(tokens, self.block_size, self.window)
-
-    def method(self, candidates: Any) -> Method:
-        """The method with these hyperparameters under given budgets.
-
-        Args:
-            candidates: Row of `candidate_budgets` for each KV head, integers `[layers, H_kv]`.
-        """
-        from tca_jax.methods.tca import tca  # it imports this module
-
-        return tca(candidates, self)

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from tca_jax.methods.base import Method
 
 Factory = Callable[..., Method]
+
+
+@runtime_checkable
+class Configuration(Protocol):
+    """Hyperparameters that know the registered name of their method."""
+
+    @property
+    def method_name(self) -> str: ...
+
 
 _FACTORIES: dict[str, Factory] = {}
 
@@ -60,6 +69,19 @@ def get(name: str, **options: Any) -> Method:
             raise ValueError(f"{part} = {given!r}: options of a part of {name!r} must be a mapping")
     prefill, cache = (_make(part, options.get(part, {})) for part in parts)
     return Method(name, prefill.prefill, cache.cache)
+
+
+def configured(config: Configuration, candidates: Any) -> Method:
+    """The method of a configuration under calibrated budgets, as a profile holds both.
+
+    Args:
+        config: Hyperparameters, which name their method.
+        candidates: What calibration chose for each KV head, integers `[layers, H_kv]`.
+
+    Raises:
+        ValueError: a candidate is not allowed.
+    """
+    return get(config.method_name, candidates=candidates, config=config)
 
 
 def _make(name: str, options: Mapping[str, Any]) -> Method:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from profiles import CONFIG, make_profile
 
+from tca_jax import methods
 from tca_jax.calibration import profile_format
 from tca_jax.calibration.profile import FORMAT_VERSION, Profile
 from tca_jax.methods.candidates import candidate_budgets
@@ -360,7 +361,7 @@ def test_an_absent_field_of_the_config_takes_the_value_of_its_table_and_no_other
 
 def test_method_is_that_of_the_config_under_the_profiles_candidates():
     profile = make_profile()
-    assert profile.method() == CONFIG.method(profile.candidates.tolist())
+    assert profile.method() == methods.configured(CONFIG, profile.candidates.tolist())
 
 
 def test_importing_the_library_does_not_import_orbax():

@@ -12,6 +12,7 @@ from cases import unchecked
 from flax import nnx
 
 import tca_jax
+from tca_jax import methods
 from tca_jax.calibration.run import _score_layer, calibrate
 from tca_jax.calibration.scores import calibration_scores
 from tca_jax.engine.lm import LM
@@ -192,7 +193,7 @@ def test_a_single_text_needs_no_list():
 
 def test_the_profile_fits_its_model_and_no_other(lm):
     profile = calibrate(lm, random_ids(150), CONFIG)
-    assert lm.with_profile(profile).method == CONFIG.method(profile.candidates)
+    assert lm.with_profile(profile).method == methods.configured(CONFIG, profile.candidates)
     other = LM.from_decoder(Decoder(lm.config, dtype=jnp.float32, rngs=nnx.Rngs(1)), name="other")
     with pytest.raises(ValueError, match="other weights than those of model 'other'"):
         other.with_profile(profile)

@@ -15,7 +15,7 @@ DENSE = CONFIG.num_candidates
 
 
 def method_of(candidates, config=CONFIG):
-    return config.method([candidates])
+    return methods.configured(config, [candidates])
 
 
 def plan(candidates, batch, prompt_tokens, new_tokens, config=CONFIG):
