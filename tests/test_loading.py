@@ -51,10 +51,11 @@ def test_text_chats_and_ids_are_the_same_prompt(lm):
     assert batch.tokens[0] == batch.tokens[2] == by_text.tokens[0]
 
 
-def test_streamed_pieces_join_to_the_text_of_generate(lm):
+def test_streamed_pieces_join_to_the_text_of_generate(lm, monkeypatch):
+    monkeypatch.setattr("tca_jax.engine.generation._STREAM_SECONDS", 0.0)  # a piece a token
     options = {"max_new_tokens": 20, "stop_token_ids": ()}
     pieces = list(tca_jax.stream(lm, "hello", **options))
-    assert len(pieces) > 5
+    assert len(pieces) > 15
     assert "".join(pieces) == tca_jax.generate(lm, "hello", **options).text[0]
 
 
