@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from tca_jax.engine.cache import prefill_layer
 from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import Prompt, encode_prompt, pad_tokens
 from tca_jax.methods.queries import last_queries
@@ -25,11 +24,16 @@ def kept_tokens(lm: LM, prompt: Prompt | Sequence[int]) -> Bool[np.ndarray, "lay
 
     Returns:
         bool `[layers, H_kv, L]`.
+
+    Raises:
+        ValueError: the prompt is longer than the model's context, or not allowed.
     """
     ids = encode_prompt(lm, prompt)
+    if len(ids) > lm.config.max_context:
+        raise ValueError(f"prompt has {len(ids)} tokens: {lm.name} has {lm.config.max_context} positions")
     tokens, lengths = pad_tokens([ids])
-    selected = np.asarray(_selected(lm, jnp.asarray(tokens), jnp.asarray(lengths)))[:, :, : len(ids)]
-    return selected | (np.arange(len(ids)) >= local_start(lm, len(ids)))
+    selected = _selected(lm.for_programs(), jnp.asarray(tokens), jnp.asarray(lengths))
+    return np.asarray(selected)[:, :, : len(ids)] | (np.arange(len(ids)) >= local_start(lm, len(ids)))
 
 
 def local_start(lm: LM, prompt_tokens: int) -> int:
@@ -43,11 +47,13 @@ def _selected(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> B
     layouts, policy = lm.cache_layouts(1, tokens.shape[1], 1), lm.method.cache
 
     def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Array]:
-        out, _ = prefill_layer(lm.method, layer, q, k, v, lengths, layouts[layer])
-        if not layouts[layer].ranks:
-            return out, jnp.zeros((k.shape[2], k.shape[1]), bool)
+        attend, layout = lm.method.prefill.attend, layouts[layer]
+        if not layout.ranks:
+            return attend(layer, q, k, v, lengths, None, "auto"), jnp.zeros((k.shape[2], k.shape[1]), bool)
         selection = policy.select(layer, last_queries(q, lengths, policy.num_queries), k, v, lengths, "auto")
-        return out, selection_mask(*selection, block_size=policy.block_size)[0]
+        selected = layout.regions.fill(selection, k, v, block_size=policy.block_size)
+        out = attend(layer, q, k, v, lengths, selected if lm.method.prefill_reads_cache else None, "auto")
+        return out, selection_mask(selection.scores, selected.budgets, block_size=policy.block_size)[0]
 
     positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
     _, masks = lm.decoder(tokens, positions, attention, (None,) * len(layouts))

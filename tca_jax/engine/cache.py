@@ -53,10 +53,16 @@ class CacheLayout:
         """Sizes a layer's cache for prompts of up to `prompt_tokens` and answers of up to `new_tokens`.
 
         Raises:
-            ValueError: the policy names no capacity for each KV head, or the pool is too large to be addressed.
+            ValueError: the policy names no capacity for each KV head, ranks other blocks than those left of its
+                window, or the pool is too large to be addressed.
         """
         b, total = policy.block_size, prompt_tokens + new_tokens
         window = policy.local_window(total)
+        if num_ranked_blocks(prompt_tokens, b, window) != policy.num_ranked_blocks(prompt_tokens):
+            raise ValueError(
+                f"{type(policy).__name__}.local_window({total}) = {window}, but its num_ranked_blocks({prompt_tokens}) "
+                f"is {policy.num_ranked_blocks(prompt_tokens)}: blocks must be ranked exactly left of the window"
+            )
         capacities = policy.capacities(layer, prompt_tokens, new_tokens)
         name = f"{type(policy).__name__}.capacities({layer}, {prompt_tokens}, {new_tokens})"
         return cls(

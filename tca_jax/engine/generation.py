@@ -199,16 +199,17 @@ def _pieces(request: Request, *, single: bool) -> Generator[Any, None, Output]:
         for row, answer in enumerate(request.answers(state)):
             text = answer.text or ""
             certain = len(text) if finished or answer.stopped else len(text.rstrip("\ufffd")) - held_back
+            certain = max(sent[row], certain)
             pieces.append(text[sent[row] : certain])
-            sent[row] = max(sent[row], certain)
+            sent[row] = certain
         if any(pieces):
             yield pieces[0] if single else pieces
         if finished:
             return _output(request, state)
         before, step = request.decode_seconds, int(state.step)
         state = request.advance(state, stride)
-        seconds = (request.decode_seconds - before) / (int(state.step) - step)
-        stride = max(1, min(_STREAM_GROWTH * stride, int(_STREAM_SECONDS / seconds)))
+        steps_a_second = (int(state.step) - step) / max(request.decode_seconds - before, 1e-9)
+        stride = max(1, min(_STREAM_GROWTH * stride, int(_STREAM_SECONDS * steps_a_second)))
 
 
 def _output(request: Request, state: DecodingState) -> Output:

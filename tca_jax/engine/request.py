@@ -58,6 +58,8 @@ class Request:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     _step: Callable[..., DecodingState] | None = None
+    _ended: dict[int, Answer] = dataclasses.field(default_factory=dict)
+    _looked: dict[int, int] = dataclasses.field(default_factory=dict)  # tokens of a row that hold no stop string
 
     @classmethod
     def create(
@@ -98,7 +100,7 @@ class Request:
             max_new_tokens=int(max_new_tokens),
             min_new_tokens=int(min_new_tokens),
             num_samples=int(num_samples),
-            sampling=sampling,
+            sampling=sampling.checked(),
             stop=_stop_strings(lm, stop),
             stop_tokens=lm.eos_token_ids if stop_token_ids is None else _stop_tokens(lm, stop_token_ids),
             seed=int(seed),
@@ -188,26 +190,44 @@ class Request:
 
     def answers(self, state: DecodingState) -> list[Answer]:
         """What each row has said so far, cut at its stop token or stop string."""
-        return [self._cut(row.tolist()) for row in np.asarray(state.tokens)[:, : int(state.step)]]
+        rows = np.asarray(state.tokens)[:, : int(state.step)].tolist()
+        return [self._ended.get(row) or self._answer(row, tokens) for row, tokens in enumerate(rows)]
 
-    def _cut(self, tokens: list[int]) -> Answer:
-        ends = [i for i, token in enumerate(tokens) if token in self.stop_tokens and i >= self.min_new_tokens]
-        tokens = tokens[: ends[0] + 1] if ends else tokens
+    def _answer(self, row: int, tokens: list[int]) -> Answer:
+        """A row's answer, which is kept once it has ended."""
+        end = next(
+            (i for i, token in enumerate(tokens) if token in self.stop_tokens and i >= self.min_new_tokens), None
+        )
+        answer = self._cut_at_stop_string(row, tokens if end is None else tokens[: end + 1])
+        if end is not None or answer.stopped:
+            answer = self._ended[row] = dataclasses.replace(answer, stopped=True)
+        return answer
+
+    def _cut_at_stop_string(self, row: int, tokens: list[int]) -> Answer:
+        """The tokens up to the one that completes a stop string first, and the text in front of that string.
+
+        Which one is first does not depend on how often somebody looks.
+        """
         if self.lm.tokenizer is None:
-            return Answer(tokens, None, bool(ends))
+            return Answer(tokens, None, False)
         text = decode_tokens(self.lm, tokens)
-        # A stop string that is complete before `min_new_tokens` tokens are there ends nothing.
-        early = len(decode_tokens(self.lm, tokens[: self.min_new_tokens])) if self.min_new_tokens else 0
-        found = [place for s in self.stop if (place := text.find(s, max(0, early - len(s) + 1))) >= 0]
-        if not found:
-            return Answer(tokens, text, bool(ends))
-        shortest = next(n for n in range(1, len(tokens) + 1) if self._says(tokens[:n], min(found)))
-        return Answer(tokens[:shortest], text[: min(found)], True)
+        # A stop string that is complete before `min_new_tokens` tokens are there ends nothing. A character of several
+        # tokens may not be complete then; it is not counted.
+        early = len(decode_tokens(self.lm, tokens[: self.min_new_tokens]).rstrip("\ufffd")) if self.stop else 0
+        if self._stop_place(text, early) is None:
+            self._looked[row] = len(tokens)
+            return Answer(tokens, text, False)
+        for count in range(self._looked.get(row, 0) + 1, len(tokens) + 1):
+            said = decode_tokens(self.lm, tokens[:count])
+            place = self._stop_place(said, early)
+            if place is not None:
+                return Answer(tokens[:count], said[:place], True)
+        raise AssertionError("the whole text holds a stop string, so some part of it does")
 
-    def _says(self, tokens: list[int], place: int) -> bool:
-        """Whether the text of the tokens holds a whole stop string at that place."""
-        text = decode_tokens(self.lm, tokens)
-        return any(text.startswith(s, place) for s in self.stop)
+    def _stop_place(self, text: str, early: int) -> int | None:
+        """Where the earliest stop string begins that ends behind the first `early` characters; None without any."""
+        places = (text.find(s, max(0, early - len(s) + 1)) for s in self.stop)
+        return min((place for place in places if place >= 0), default=None)
 
 
 def _stop_strings(lm: LM, stop: Any) -> tuple[str, ...]:

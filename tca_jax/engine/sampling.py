@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from tca_jax.methods.checks import is_finite_number
 
+_SMALLEST = float(np.finfo(np.float32).tiny)  # positive float32 that is not flushed to zero
 _LARGEST_INT = 2**31 - 1  # of a program; more than any vocabulary
 
 Scalar = float | Shaped[Array, ""] | None
@@ -63,9 +64,28 @@ class Sampling:
             number = float(value)
             held = int(min(number, _LARGEST_INT)) if name == "top_k" else number
             object.__setattr__(self, name, None if number == off.get(name) else held)
+        if self.temperature is not None and isinstance(self.temperature, float) and self.temperature < _SMALLEST:
+            object.__setattr__(self, "temperature", None)  # float32 would make it 0, and logits infinite
         if self.temperature is None:  # greedy: no filter changes which logit is the highest
             for name in ("top_k", "top_p", "min_p"):
                 object.__setattr__(self, name, None)
+
+    def checked(self) -> Sampling:
+        """The same, of numbers that are known: arrays of one number, of NumPy or JAX, are taken as that number.
+
+        Raises:
+            ValueError: a number is not allowed; names it.
+            TypeError: something is no number.
+        """
+        numbers_of = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if getattr(value, "ndim", None) == 0:
+                value = value.item()
+            elif value is not None and not isinstance(value, numbers.Real):
+                raise TypeError(f"{field.name} = {value!r}: must be a number, or None")
+            numbers_of[field.name] = value
+        return Sampling(**numbers_of)
 
 
 _ALLOWED: Mapping[str, tuple[Callable[[float], bool], str]] = MappingProxyType(

@@ -13,6 +13,8 @@ from tca_jax.methods.uniform import uniform
 #: What a model runs under until it is given a method, and what the others are compared with.
 BASELINE = full()
 
+# From here on `tca_jax.methods.tca` is the factory; `from tca_jax.methods.tca import TCACache` finds the module all the
+# same.
 for _factory in (full, random, streaming, tca, uniform):
     register(_factory.__name__, _factory)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import numbers
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
@@ -81,7 +83,7 @@ class CachePolicy(abc.ABC):
         return Selection(jnp.zeros((batch, kv_heads, tokens), jnp.float32), jnp.zeros((batch, kv_heads, 1), jnp.int32))
 
     def local_window(self, total_tokens: int) -> int:
-        """The window for sequences of at most `total_tokens`."""
+        """The window for sequences of at most `total_tokens`; `num_ranked_blocks` must follow where it is changed."""
         return self.window
 
     def num_ranked_blocks(self, tokens: Tokens) -> Tokens:
@@ -160,13 +162,13 @@ class Method:
         return self.prefill.reads(self.cache)
 
 
-def per_head(value: PerHead, num_kv_heads: int, source: str) -> tuple[int, ...]:
+def per_head(value: Any, num_kv_heads: int, source: str) -> tuple[int, ...]:
     """A number for each KV head.
 
     Raises:
         ValueError: there are not `num_kv_heads` of them; `source` names whose they are.
     """
-    values = (value,) * num_kv_heads if isinstance(value, int) else tuple(value)
+    values = (int(value),) * num_kv_heads if isinstance(value, numbers.Integral) else tuple(map(int, value))
     if len(values) != num_kv_heads or any(v < 0 for v in values):
         raise ValueError(f"{source} = {value}: must be one number, or {num_kv_heads}, of at least 0")
     return values

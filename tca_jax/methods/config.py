@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 from typing import Any, ClassVar, Literal, get_args
 
 from tca_jax.methods.blocks import Tokens, num_ranked_blocks
+from tca_jax.methods.checks import is_finite_number
 
 Density = Literal["concentration", "paper", "random"]
 Index = Literal["hhi", "entropy"]
@@ -56,7 +56,7 @@ class TCAConfig:
             object.__setattr__(self, name, int(value))  # a NumPy integer would not survive JSON
         for name in ("sigma", "alpha", "tau"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+            if not is_finite_number(value):
                 raise ValueError(f"TCAConfig.{name} = {value!r}: must be a finite number")
             object.__setattr__(self, name, float(value))
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
@@ -73,6 +73,8 @@ class TCAConfig:
             raise ValueError(f"TCAConfig.alpha = {self.alpha}: must lie in [0, 1]")
         if not 0 < self.tau <= 1:
             raise ValueError(f"TCAConfig.tau = {self.tau}: must lie in (0, 1]")
+        if self.density == "random" and not 0 <= self.seed < 2**32:
+            raise ValueError(f"TCAConfig.seed = {self.seed}: must lie in [0, 2^32)")
         for name, allowed in (("density", Density), ("index", Index), ("criterion", Criterion)):
             value = getattr(self, name)
             if value not in get_args(allowed):

@@ -35,6 +35,8 @@ class RandomCache(CachePolicy):
         check_geometry(self.block_size, self.window)
         check_number("share", self.share, above=0, at_most=1)
         check_integer("seed", self.seed, at_least=0)
+        if self.seed >= 2**32:
+            raise ValueError(f"seed = {self.seed}: must lie in [0, 2^32)")
 
     @property
     def budget(self) -> int:
@@ -79,7 +81,7 @@ def random(share: float = 0.25, window: int = 4096, block_size: int = 128, seed:
         share: Kept share of the tokens left of the window, in (0, 1].
         window: Least number of local tokens, a multiple of `block_size`.
         block_size: Tokens in a block, a power of two.
-        seed: Other seeds, other tokens.
+        seed: In [0, 2^32). Other seeds, other tokens.
 
     Raises:
         ValueError: a number is not allowed.

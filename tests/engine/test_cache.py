@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax import methods
@@ -163,3 +164,28 @@ def test_a_policy_that_keeps_more_than_its_capacity_spoils_no_other_region():
         for head in range(2):
             rows = slice(256 * head, 256 * (head + 1))
             np.testing.assert_array_equal(state.pool.k[rows], k[0, :256, head])
+
+
+def test_what_is_reported_as_kept_is_what_the_cache_holds():
+    lm = tiny_lm().with_method(methods.Method("greedy", methods.SparsePrefill(Greedy()), Greedy()))
+    kept = tca_jax.kept_tokens(lm, random_prompt(0, 400))
+    assert (kept[..., : 400 - 16].sum(axis=-1) == 256).all()
+    with pytest.raises(ValueError, match=r"prompt has 5000 tokens: tiny has 4096 positions"):
+        tca_jax.kept_tokens(lm, random_prompt(0, 5000))
+
+
+def test_a_window_that_blocks_are_not_ranked_by_is_refused():
+    class Wider(Greedy):
+        def local_window(self, total_tokens):
+            return 32
+
+    with pytest.raises(ValueError, match=r"Wider.local_window\(420\) = 32, but its num_ranked_blocks\(400\) is 48"):
+        CacheLayout.plan(Wider(), 0, 2, 1, 400, 20)
+
+
+def test_numbers_of_numpy_are_capacities():
+    class Counted(Greedy):
+        def capacities(self, layer, prompt_tokens, new_tokens):
+            return np.int64(4)
+
+    assert CacheLayout.plan(Counted(), 0, 2, 1, 400, 20).regions.capacities == (128, 128)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from flax import nnx
 from tiny import CONFIG, TCA, random_prompt, tiny_lm, with_candidates, write_checkpoint
 
 import tca_jax
+from tca_jax.engine import generation
 from tca_jax.engine import request as request_module
 from tca_jax.engine.buckets import bucket_length
 from tca_jax.models.decoder import Decoder
@@ -125,6 +127,83 @@ def test_the_pieces_of_a_batch_join_to_its_answers(written, stop):
     assert ["".join(row) for row in zip(*pieces, strict=True)] == whole.text
 
 
+class Letters:
+    """A tokenizer whose token i is the i-th of some byte strings, which may make up characters together, or none."""
+
+    def __init__(self, *parts: bytes) -> None:
+        self.parts = parts
+
+    def decode(self, tokens, skip_special_tokens=True):
+        return b"".join(self.parts[token] for token in tokens).decode(errors="replace")
+
+
+def request_of(lm, parts, stop, min_new_tokens=0):
+    model = dataclasses.replace(lm, tokenizer=Letters(*parts))
+    return request_module.Request.create(
+        model,
+        [[1, 2]],
+        max_new_tokens=len(parts),
+        min_new_tokens=min_new_tokens,
+        sampling=tca_jax.Sampling(),
+        seed=0,
+        stop=stop,
+        stop_token_ids=(),
+        backend="auto",
+    )
+
+
+def state_after(step, parts):
+    """As much of a state as text is made of: token i is the i-th new one."""
+    return types.SimpleNamespace(step=step, tokens=np.arange(len(parts))[None])
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "least", "tokens", "left"),
+    [
+        ("-list of the sta", ("list of", "st"), 0, 5, "-li"),  # "st" is complete before "list of"
+        ("abcdzz", ("ab", "abcd"), 3, 4, ""),
+        ("abcdzz", ("ab", "abcd"), 0, 2, ""),
+        ("abab", ("ab",), 2, 4, "ab"),
+        ("aaaa", ("aa",), 2, 3, "a"),
+        ("abcabc", ("zz",), 0, 6, "abcabc"),
+    ],
+)
+def test_the_stop_string_that_is_complete_first_ends_an_answer_however_often_one_looks(
+    lm, text, stop, least, tokens, left
+):
+    parts = [letter.encode() for letter in text]
+    for steps in ([len(text)], [1, 3, len(text)], range(1, len(text) + 1)):
+        request = inspect.unwrap(request_of)(lm, parts, stop, least)
+        answers = [inspect.unwrap(type(request).answers)(request, state_after(step, parts)) for step in steps]
+        (answer,) = answers[-1]
+        assert (len(answer.tokens), answer.text) == (tokens, left)
+
+
+@pytest.mark.parametrize(
+    ("parts", "stop"),
+    [
+        ([b"\x80"] * 3 + [b" ok"], ("\n\n",)),
+        ([b"a", b"\x80", b"\x80", b"\x80", b" ok"], ("END!",)),
+        (["é".encode()[:1], "é".encode()[1:], b"x", b"y"], ("zz",)),
+    ],
+)
+def test_pieces_never_repeat_whatever_bytes_they_are_made_of(lm, parts, stop, monkeypatch):
+    request = request_of(lm, parts, stop)
+    states = iter([state_after(step, parts) for step in range(1, len(parts) + 1)])
+    answers = inspect.unwrap(type(request).answers)
+    for name, stand_in in {
+        "start": lambda self: next(states),
+        "advance": lambda self, state, steps: next(states),
+        "is_finished": lambda self, state: state.step == len(parts),
+        "answers": answers,
+    }.items():
+        monkeypatch.setattr(request_module.Request, name, stand_in)
+    monkeypatch.setattr(generation, "_output", lambda request, state: None)
+    monkeypatch.setattr(generation, "_STREAM_SECONDS", 0.0)
+    pieces = inspect.unwrap(generation._pieces)(request, single=True)
+    assert "".join(pieces) == b"".join(parts).decode(errors="replace")
+
+
 def test_a_stream_returns_the_output_at_its_end(written):
     def collect():
         return (yield from tca_jax.stream(written, "abc", max_new_tokens=9, stop_token_ids=()))
@@ -231,6 +310,8 @@ def test_a_layer_that_overflows_is_named_though_its_weights_are_finite():
         ),
         ({"num_samples": 0}, ValueError, r"num_samples = 0: must be an integer of at least 1"),
         ({"temperature": True}, ValueError, r"temperature = True"),
+        ({"temperature": jnp.float32(-1)}, ValueError, r"temperature = -1.0: must be a number of at least 0"),
+        ({"temperature": 1.0, "top_p": [0.5]}, TypeError, r"top_p = \[0.5\]: must be a number, or None"),
         ({"top_k": "3"}, ValueError, r"top_k = '3': must be an integer of at least 1"),
     ],
 )
@@ -250,6 +331,11 @@ def test_numbers_of_numpy_are_taken(lm):
         lm, prompt, max_new_tokens=np.int64(5), temperature=np.float32(0.5), top_k=np.int32(3), seed=np.uint32(7)
     )
     assert numpy.tokens == plain.tokens
+    arrays = generate(lm, prompt, max_new_tokens=5, temperature=jnp.float32(0.5), top_k=np.array(3), seed=7)
+    assert arrays.tokens == plain.tokens
+    greedy = tca_jax.generate(lm, prompt, max_new_tokens=5)
+    assert generate(lm, prompt, max_new_tokens=5, temperature=jnp.float32(0)).tokens == greedy.tokens
+    assert generate(lm, prompt, max_new_tokens=5, temperature=1e-40).tokens == greedy.tokens
 
 
 def test_a_cache_that_no_memory_holds_is_refused_at_once(lm):

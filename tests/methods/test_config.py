@@ -38,6 +38,8 @@ def test_ranked_blocks_are_the_whole_blocks_beyond_the_window(length, blocks):
         ({"num_candidates": 1}, r"TCAConfig.num_candidates = 1: must be at least 2"),
         ({"sigma": 0.0}, r"TCAConfig.sigma = 0.0: must be positive"),
         ({"alpha": 1.5}, r"TCAConfig.alpha = 1.5: must lie in \[0, 1\]"),
+        ({"sigma": 10**400}, r"TCAConfig.sigma = 10+: must be a finite number"),
+        ({"density": "random", "seed": 2**32}, r"TCAConfig.seed = 4294967296: must lie in \[0, 2\^32\)"),
         ({"alpha": float("nan")}, r"TCAConfig.alpha = nan: must be a finite number"),
         ({"tau": 0.0}, r"TCAConfig.tau = 0.0: must lie in \(0, 1\]"),
     ],

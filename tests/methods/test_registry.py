@@ -59,6 +59,7 @@ def test_a_registered_method_is_found_by_name(registry):
         (lambda: methods.get("streaming", block_size=96), r"block_size = 96: must be a power of two"),
         (lambda: methods.get("random", share=0), r"share = 0: must lie in \(0, 1\]"),
         (lambda: methods.get("random", share=True), r"share = True: must be a finite number"),
+        (lambda: methods.get("random", seed=2**32), r"seed = 4294967296: must lie in \[0, 2\^32\)"),
         (lambda: methods.get("uniform", candidate=15), r"candidates = 15: must lie in \[0, 14\]"),
         (lambda: methods.get("tca", candidates=[[0, 15]]), r"candidates\[0\]\[1\] = 15: must lie in \[0, 14\]"),
         (lambda: methods.register("full", methods.get), r"name = 'full' is registered already; pass replace=True"),
