@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from tca_jax.calibration.profile import Profile
 from tca_jax.calibration.scores import calibration_scores, choose_candidates
 from tca_jax.engine.lm import LM
-from tca_jax.engine.prompts import Prompt, encode_prompts, pad_tokens
+from tca_jax.engine.prompts import Encoder, Prompt, encode_prompts, pad_tokens
 from tca_jax.methods.config import TCAConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.causal_attention import causal_attention
@@ -54,7 +54,8 @@ def calibrate(
         UserWarning: a text has fewer than 2 (window + block_size) tokens, so few queries measured anything.
     """
     sequences = encode_prompts(lm, texts, "texts")
-    _validate_lengths([len(ids) for ids in sequences], lm, config)
+    for index, ids in enumerate(sequences):
+        require_length(f"texts[{index}]", len(ids), lm, config)
     if short := _short_text([len(ids) for ids in sequences], config):
         warnings.warn(short, stacklevel=2)
     scores = _mean_scores(lm, sequences, config, progress or (lambda done, total: None))
@@ -132,20 +133,16 @@ def _score_layer(
     return x, scores
 
 
-def _validate_lengths(lengths: list[int], lm: LM, config: TCAConfig) -> None:
-    """Errors for texts too short or too long for any result."""
-    reach = config.window + config.block_size
-    limit = lm.config.max_context
-    for index, length in enumerate(lengths):
-        if length < reach:
-            raise ValueError(
-                f"texts[{index}] has {length} tokens: calibration needs at least window + block_size = "
-                f"{config.window} + {config.block_size} = {reach}; pass a longer text or a smaller window"
-            )
-        if length > limit:
-            raise ValueError(
-                f"texts[{index}] has {length} tokens, model {lm.name!r} has {limit} positions: split the text"
-            )
+def require_length(name: str, tokens: int, lm: Encoder, config: TCAConfig) -> None:
+    """Raises ValueError if a text is too short or too long for any result; `name` is the text's in the message."""
+    fewest, most = config.window + config.block_size, lm.config.max_context
+    if tokens < fewest:
+        raise ValueError(
+            f"{name} has {tokens} tokens: calibration needs at least window + block_size = "
+            f"{config.window} + {config.block_size} = {fewest}; pass a longer text or a smaller window"
+        )
+    if tokens > most:
+        raise ValueError(f"{name} has {tokens} tokens, model {lm.name!r} has {most} positions: split the text")
 
 
 def _short_text(lengths: list[int], config: TCAConfig) -> str | None:

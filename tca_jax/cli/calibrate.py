@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -13,9 +13,6 @@ from tca_jax.cli.profiles import print_profile
 from tca_jax.cli.progress import progress
 from tca_jax.files import naming
 from tca_jax.methods.config import TCAConfig
-
-if TYPE_CHECKING:
-    from tca_jax.loading import Checkpoint
 
 
 def calibrate(
@@ -40,6 +37,7 @@ def calibrate(
     texts = [(f"--text {path}", read_text(path, "--text")) for path in text]
 
     from tca_jax.calibration.run import calibrate as run_calibration
+    from tca_jax.calibration.run import require_length
     from tca_jax.engine.prompts import encode_prompt
     from tca_jax.loading import check_dtype, open_checkpoint
 
@@ -49,27 +47,10 @@ def calibrate(
         checkpoint = open_checkpoint(model)
         sequences = [encode_prompt(checkpoint, text, name)[:max_tokens] for name, text in texts]
         for (name, _), ids in zip(texts, sequences, strict=True):
-            _check_length(name, len(ids), checkpoint, config)
+            require_length(name, len(ids), checkpoint, config)
         lm = checkpoint.load(dtype=dtype, progress=lambda done, total: report(f"loading {model}", done, total))
         step = f"calibrating on {len(sequences)} text{'s'[: len(sequences) > 1]}"
         profile = run_calibration(lm, sequences, config, progress=lambda done, total: report(step, done, total))
     with naming(out):
         profile.save(out)
     print_profile(profile, out, None, None, as_json)
-
-
-def _check_length(name: str, tokens: int, checkpoint: Checkpoint, config: TCAConfig) -> None:
-    """Raises ValueError, with the option's name, for a text too short for the window or too long for the model.
-
-    `tca_jax.calibrate` checks the same, but has a model only once its weights are read.
-    """
-    fewest, most = config.window + config.block_size, checkpoint.config.max_context
-    if tokens < fewest:
-        raise ValueError(
-            f"{name} has {tokens} tokens: calibration needs at least window + block_size = {config.window} + "
-            f"{config.block_size} = {fewest}; pass a longer text or a smaller --window"
-        )
-    if tokens > most:
-        raise ValueError(
-            f"{name} has {tokens} tokens, and {checkpoint.name} has {most} positions: split it, or pass --max-tokens"
-        )

@@ -18,7 +18,6 @@ from tca_jax.cli.progress import progress
 if TYPE_CHECKING:
     from tca_jax.engine.generation import Output, Stats
     from tca_jax.engine.lm import LM
-    from tca_jax.loading import Checkpoint
 
 _HEADING_CHARACTERS = 60  # of a prompt, over its answer
 _LARGEST = 2**31 - 1
@@ -122,7 +121,7 @@ def _load(
     options: Mapping[str, Any],
 ) -> tuple[LM, list[list[int]]]:
     """The model, and the prompts' token ids, which are known to fit before its weights are read."""
-    from tca_jax.engine.prompts import encode_prompt
+    from tca_jax.engine.prompts import encode_prompt, require_positions
     from tca_jax.loading import check_dtype, open_checkpoint
 
     check_dtype(dtype)
@@ -131,22 +130,9 @@ def _load(
         checkpoint = open_checkpoint(model)
         prompts = [encode_prompt(checkpoint, request, name) for name, request in requests]
         for (name, _), ids in zip(requests, prompts, strict=True):
-            _check_positions(name, len(ids), checkpoint, options["max_new_tokens"])
+            require_positions(name, len(ids), options["max_new_tokens"], checkpoint)
         lm = checkpoint.load(profile, dtype=dtype, progress=lambda done, total: report(f"loading {model}", done, total))
     return lm, prompts
-
-
-def _check_positions(name: str, tokens: int, checkpoint: Checkpoint, max_new_tokens: int) -> None:
-    """Raises ValueError, with the option's name, for a prompt that leaves no positions for its answer.
-
-    `tca_jax.generate` checks the same, but has a model only once its weights are read.
-    """
-    needed, most = tokens + max_new_tokens, checkpoint.config.max_context
-    if needed > most:
-        raise ValueError(
-            f"{name} has {tokens} tokens; with --max-new-tokens {max_new_tokens} that is {needed}, and "
-            f"{checkpoint.name} has {most} positions"
-        )
 
 
 def _answer(lm: LM, prompts: list[list[int]], options: Mapping[str, Any]) -> Output:

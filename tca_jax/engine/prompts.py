@@ -68,6 +68,16 @@ def encode_prompt(lm: Encoder, prompt: Any, argument: str = "prompt") -> list[in
     return ids
 
 
+def require_positions(name: str, prompt_tokens: int, max_new_tokens: int, lm: Encoder) -> None:
+    """Raises ValueError if a prompt leaves no positions for its answer; `name` is the prompt's in the message."""
+    needed, most = prompt_tokens + max_new_tokens, lm.config.max_context
+    if needed > most:
+        raise ValueError(
+            f"{name} has {prompt_tokens} tokens; with max_new_tokens = {max_new_tokens} that is {needed}, and "
+            f"{lm.name} has {most} positions"
+        )
+
+
 def decode_tokens(lm: Encoder, tokens: Sequence[int]) -> str:
     """Text of token ids, without special tokens."""
     return _tokenizer(lm, "text").decode(list(tokens), skip_special_tokens=True)

@@ -20,10 +20,10 @@ from tca_jax.engine.health import require_finite
 from tca_jax.engine.lm import LM
 from tca_jax.engine.memory import require_room
 from tca_jax.engine.programs import Program
-from tca_jax.engine.prompts import decode_tokens, pad_tokens
+from tca_jax.engine.prompts import decode_tokens, pad_tokens, require_positions
 from tca_jax.engine.sampling import Sampling
 from tca_jax.methods import BASELINE
-from tca_jax.methods.checks import check_integer
+from tca_jax.methods.checks import check_integer, check_seed
 from tca_jax.pallas_kernels.backends import Backend, whole
 
 _prefill = Program(prefill)
@@ -82,18 +82,11 @@ class Request:
         check_integer("max_new_tokens", max_new_tokens, at_least=1)
         check_integer("min_new_tokens", min_new_tokens, at_least=0)
         check_integer("num_samples", num_samples, at_least=1)
-        check_integer("seed", seed, at_least=0)
+        check_seed("seed", seed)
         if min_new_tokens > max_new_tokens:
             raise ValueError(f"min_new_tokens = {min_new_tokens}: must be at most max_new_tokens = {max_new_tokens}")
-        if seed >= 2**32:
-            raise ValueError(f"seed = {seed}: must lie in [0, 2^32)")
-        allowed = lm.config.max_context
         for i, ids in enumerate(prompt_ids):
-            if len(ids) + max_new_tokens > allowed:
-                raise ValueError(
-                    f"prompts[{i}] has {len(ids)} tokens; with max_new_tokens = {max_new_tokens} that is "
-                    f"{len(ids) + max_new_tokens}, and {lm.name} has {allowed} positions"
-                )
+            require_positions(f"prompts[{i}]", len(ids), int(max_new_tokens), lm)
         request = cls(
             lm=lm,
             prompt_ids=prompt_ids,

@@ -93,6 +93,7 @@ def eviction_budgets(config: TCAConfig) -> Int32[np.ndarray, " M1"]:
     return np.maximum(1, np.floor(means)).astype(np.int32)
 
 
+@functools.lru_cache(maxsize=4096)
 def region_capacity(config: TCAConfig, candidate: int, max_blocks: int) -> int:
     """Most tokens that `candidate` selects from a prompt of at most `max_blocks` ranked blocks.
 

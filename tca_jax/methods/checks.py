@@ -23,6 +23,13 @@ def check_integer(name: str, value: Any, *, at_least: int) -> None:
         raise ValueError(f"{name} = {value!r}: must be an integer of at least {at_least}")
 
 
+def check_seed(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is an integer in [0, 2^32): JAX's keys would take others for one of these."""
+    check_integer(name, value, at_least=0)
+    if value >= 2**32:
+        raise ValueError(f"{name} = {value}: must lie in [0, 2^32)")
+
+
 def check_number(name: str, value: Any, *, above: float, at_most: float) -> None:
     """Raises ValueError unless `value` is a number in (above, at_most]."""
     if not is_finite_number(value):

@@ -7,7 +7,7 @@ import numbers
 from typing import Any, ClassVar, Literal, get_args
 
 from tca_jax.methods.blocks import Tokens, num_ranked_blocks
-from tca_jax.methods.checks import is_finite_number
+from tca_jax.methods.checks import check_seed, is_finite_number
 
 Density = Literal["concentration", "paper", "random"]
 Index = Literal["hhi", "entropy"]
@@ -73,8 +73,8 @@ class TCAConfig:
             raise ValueError(f"TCAConfig.alpha = {self.alpha}: must lie in [0, 1]")
         if not 0 < self.tau <= 1:
             raise ValueError(f"TCAConfig.tau = {self.tau}: must lie in (0, 1]")
-        if self.density == "random" and not 0 <= self.seed < 2**32:
-            raise ValueError(f"TCAConfig.seed = {self.seed}: must lie in [0, 2^32)")
+        if self.density == "random":
+            check_seed("TCAConfig.seed", self.seed)
         for name, allowed in (("density", Density), ("index", Index), ("criterion", Criterion)):
             value = getattr(self, name)
             if value not in get_args(allowed):

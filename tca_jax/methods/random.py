@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
 
 from tca_jax.methods.base import CachePolicy, Method
-from tca_jax.methods.checks import check_geometry, check_integer, check_number
+from tca_jax.methods.checks import check_geometry, check_number, check_seed
 from tca_jax.methods.regions import Selection
 from tca_jax.methods.sparse import SparsePrefill
 from tca_jax.pallas_kernels.backends import Backend
@@ -34,9 +34,7 @@ class RandomCache(CachePolicy):
     def __post_init__(self) -> None:
         check_geometry(self.block_size, self.window)
         check_number("share", self.share, above=0, at_most=1)
-        check_integer("seed", self.seed, at_least=0)
-        if self.seed >= 2**32:
-            raise ValueError(f"seed = {self.seed}: must lie in [0, 2^32)")
+        check_seed("seed", self.seed)
 
     @property
     def budget(self) -> int:
