@@ -2,6 +2,7 @@
 
 tca-jax bench attention                                     # the committed table, a few minutes on one GPU
 tca-jax bench attention --lengths 32768 --models llama3.1-8b --shares 0.2 --repeats 3
+tca-jax bench attention --lengths 131072 --models llama3.1-8b --shares 0.05:0.25   # prefill's share and the cache's
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from tca_jax.benchmarks.common import (
     WindowOption,
     agreement,
     attention_inputs,
-    check_shares,
     check_sizes,
     find_layers,
     full_attention,
@@ -43,51 +43,120 @@ from tca_jax.benchmarks.common import (
     save_figure,
     time_alternating,
     token_axis,
-    unequal_candidates,
     write_results,
 )
-from tca_jax.methods.candidates import region_capacity
+from tca_jax.benchmarks.shares import Share, SharesOption, check_shares, describe_config
+from tca_jax.methods.base import Method, per_head
+from tca_jax.methods.queries import last_queries
 from tca_jax.methods.regions import Regions, Selected, Selection
-from tca_jax.methods.selection import head_budgets
+from tca_jax.methods.selection import PromptScores, row_budgets
+from tca_jax.methods.sparse import SparsePrefill, readable_selection
+from tca_jax.methods.tca import TCACache
 from tca_jax.pallas_kernels.backends import can_run, whole
-from tca_jax.pallas_kernels.prefill_attention import prefill_attention
-from tca_jax.pallas_kernels.token_scores import TokenScores, token_scores
+from tca_jax.pallas_kernels.observation_scores import observation_scores
+from tca_jax.pallas_kernels.reserve_tokens import reserve_tokens
+from tca_jax.pallas_kernels.token_scores import token_scores
+
+#: Stages of a prefill in their order, and all of the selection as one program.
+STAGES = (
+    "selection in all",
+    "token scores",
+    "observation scores",
+    "reserve",
+    "budgets",
+    "select",
+    "select for prefill",
+    "attention",
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Stages:
-    """The stages of a layer's prefill, in their order, each a jitted function of what the ones before return.
+class Prefill:
+    """A layer's prefill as a model runs it under TCA, whole and in stages.
 
     Attributes:
-        scores: (q, k, n) -> token scores.
-        budgets: (token scores, n) -> selection.
-        select: (selection, k, v) -> the selection in a pool.
-        attention: (q, k, v, selected, n) -> output.
+        policy: What the cache keeps and the prompt's queries attend to.
+        backend: Of attention; selection runs on it too where it has the kernels.
     """
 
-    scores: Callable[..., TokenScores]
-    budgets: Callable[..., Selection]
-    select: Callable[..., Selected]
-    attention: Callable[..., Array]
+    policy: TCACache
+    backend: str
 
     @classmethod
-    def create(cls, candidates: tuple[int, ...], length: int, backend: str, config: tca_jax.TCAConfig) -> Stages:
-        """Stages of one layer under given budgets; selection runs on the backend too where it has the kernels."""
-        b, kernels = config.block_size, whole(backend)
-        rows = jnp.asarray(candidates, jnp.int32)
-        ranked = config.num_ranked_blocks(length)
-        regions = Regions.plan(1, tuple(region_capacity(config, row, ranked) for row in candidates))
-        attend = functools.partial(prefill_attention, block_size=b, window=config.window, backend=kernels)
-        return cls(
-            scores=jax.jit(lambda q, k, n: token_scores(q[:, -1], k, n, block_size=b, backend=kernels)),
-            budgets=jax.jit(lambda scored, n: Selection(scored.scores, head_budgets(scored, rows, n, config))),
-            select=jax.jit(lambda selection, k, v: regions.fill(selection, k, v, block_size=b, backend=kernels)),
-            attention=jax.jit(lambda q, k, v, selected, n: attend(q, k, v, selected.pool, selected.budgets, n)),
-        )
+    def create(cls, layer: Layer, share: Share, backend: str, config: tca_jax.TCAConfig) -> Prefill:
+        """The prefill of a layer whose ranked blocks keep a share."""
+        rows, prefill = share.rows(config, layer.kv_heads)
+        return cls(TCACache((rows,), config, None if prefill is None else (prefill,)), backend)
 
-    def pipeline(self, q: Array, k: Array, v: Array, n: Array) -> Array:
-        """All stages, one after the other."""
-        return self.attention(q, k, v, self.select(self.budgets(self.scores(q, k, n), n), k, v), n)
+    @property
+    def method(self) -> Method:
+        """The method of the policy."""
+        return Method("tca", SparsePrefill(self.policy), self.policy)
+
+    def run(self, q: Array, k: Array, v: Array, n: Array) -> tuple[Array, Selected]:
+        """The whole layer: its output, and what the cache keeps."""
+        selected = self.select(q, k, v, n)
+        return self.attend(q, k, v, n, selected[-1]), selected[0]
+
+    def select(self, q: Array, k: Array, v: Array, n: Array) -> tuple[Selected, ...]:
+        """All of the selection, up to filled pools: the cache's, and that of the prompt's queries if it is another."""
+        queries = last_queries(q, n, self.policy.num_queries)
+        selection = self.policy.select(0, queries, k, v, n, whole(self.backend))
+        cached = self.fill(selection, k, v)
+        readable = self.fill_for_prefill(selection, cached, k, v)
+        return (cached,) if readable is cached else (cached, readable)
+
+    def attend(self, q: Array, k: Array, v: Array, n: Array, selected: Selected) -> Array:
+        """The attention alone."""
+        return self.method.prefill.attend(0, q, k, v, n, selected, whole(self.backend))
+
+    def fill(self, selection: Selection, k: Array, v: Array) -> Selected:
+        """The cache's selection in its pool."""
+        capacities = per_head(self.policy.capacities(0, k.shape[1]), k.shape[2], "capacities")
+        regions = Regions.plan(1, capacities)
+        return regions.fill(selection, k, v, block_size=self.policy.block_size, backend=whole(self.backend))
+
+    def fill_for_prefill(self, selection: Selection, cached: Selected, k: Array, v: Array) -> Selected:
+        """The selection of the prompt's queries in a pool of its own, or `cached` where it is the same."""
+        readable = readable_selection(self.method, 0, selection, cached, k, v, whole(self.backend))
+        assert readable is not None
+        return readable
+
+    def stages(self, q: Array, k: Array, v: Array, n: Array) -> dict[str, Callable[[], Any]]:
+        """Calls of the stages, each a jitted program, by what they do; without those that have nothing to do here."""
+        config, kernels = self.policy.config, whole(self.backend)
+        calls: dict[str, Callable[[], Any]] = {}
+
+        def add(name: str, function: Callable[..., Any], *args: Any) -> Any:
+            calls[name] = functools.partial(jax.jit(function), *args)
+            return calls[name]()
+
+        queries = last_queries(q, n, self.policy.num_queries)
+        score = functools.partial(token_scores, block_size=config.block_size, backend=kernels)
+        scores = PromptScores(add("token scores", score, queries[:, -1], k, n), None)
+        if config.reserve_tokens:
+            observe = functools.partial(observation_scores, spread=config.spread, backend=kernels)
+            observed = add("observation scores", observe, queries, k, n)
+            choose = functools.partial(reserve_tokens, reserve=config.reserve_tokens, backend=kernels)
+            ranked_tokens = config.num_ranked_blocks(n) * config.block_size
+            scores = scores._replace(reserved=add("reserve", choose, observed, ranked_tokens))
+        selection = add("budgets", self._budget, scores, n)
+        selected = add("select", self.fill, selection, k, v)
+        if selection.prefill_budgets is not None:
+            selected = add("select for prefill", self.fill_for_prefill, selection, selected, k, v)
+        add("selection in all", self.select, q, k, v, n)
+        add("attention", self.attend, q, k, v, n, selected)
+        return calls
+
+    def _budget(self, scores: PromptScores, n: Array) -> Selection:
+        """Budgets of both rows, as `select_by_candidates` makes them of the scores."""
+        kv_heads = scores.scored.scores.shape[1]
+        rows, prefill_rows = self.policy.rows(0, kv_heads), self.policy.prefill_rows(0, kv_heads)
+        budgets = row_budgets(scores, jnp.asarray(rows), n, self.policy.config)
+        if prefill_rows is None:
+            return Selection(scores.ranking, budgets)
+        prefill = row_budgets(scores, jnp.asarray(prefill_rows), n, self.policy.config)
+        return Selection(scores.ranking, jnp.maximum(budgets, prefill), prefill)
 
 
 def computed_pairs(budgets: np.ndarray, length: int, config: tca_jax.TCAConfig) -> float:
@@ -102,63 +171,58 @@ def computed_pairs(budgets: np.ndarray, length: int, config: tca_jax.TCAConfig) 
 def measure(
     layer: Layer,
     length: int,
-    settings: Sequence[tuple[str, float]],
+    settings: Sequence[tuple[str, Share]],
     config: tca_jax.TCAConfig,
     repeats: int,
 ) -> list[dict[str, Any]]:
     """A row for each setting, a backend and a kept share; all take turns with full attention on the same inputs."""
-    q, k, v, n = attention_inputs(layer, length, seed=length)
+    inputs = attention_inputs(layer, length, seed=length)
     full = jax.jit(full_attention)
-    calls: dict[Any, Callable[[], Any]] = {"full": lambda: full(q, k, v)}
-    rows: list[dict[str, Any]] = []
+    calls: dict[Any, Callable[[], Any]] = {"full": lambda: full(*inputs[:3])}
+    rows: dict[tuple[str, Share], dict[str, Any]] = {}
     for backend, share in settings:
-        candidates = unequal_candidates(config, layer.kv_heads, share)
-        error = _check(layer, candidates, backend, config, min(length, CHECKED_TOKENS))
-        stages = Stages.create(candidates, length, backend, config)
-        scored = stages.scores(q, k, n)
-        selection = stages.budgets(scored, n)
-        selected = stages.select(selection, k, v)
-        stage_calls: dict[str, Callable[[], Any]] = {
-            "TCA": functools.partial(jax.jit(stages.pipeline), q, k, v, n),
-            "scores": functools.partial(stages.scores, q, k, n),
-            "budgets": functools.partial(stages.budgets, scored, n),
-            "select": functools.partial(stages.select, selection, k, v),
-            "attention": functools.partial(stages.attention, q, k, v, selected, n),
+        error = _check(layer, share, backend, config, min(length, CHECKED_TOKENS))
+        prefill = Prefill.create(layer, share, backend, config)
+        calls[backend, share, "TCA"] = functools.partial(jax.jit(prefill.run), *inputs)
+        stages = prefill.stages(*inputs)
+        calls |= {(backend, share, name): call for name, call in stages.items()}
+        selected = stages["selection in all"]()
+        rows[backend, share] = {
+            "model": layer.name,
+            "tokens": length,
+            "backend": backend,
+            "share": share.cell,
+            "kept": _kept(selected[0], length, config),
+            "kept in prefill": _kept(selected[-1], length, config),
+            "area": computed_pairs(np.asarray(selected[-1].budgets), length, config) / (length**2 / 2),
+            "error": error,
         }
-        calls |= {(backend, share, name): call for name, call in stage_calls.items()}
-        rows.append(
-            {
-                "model": layer.name,
-                "tokens": length,
-                "backend": backend,
-                "share": share,
-                "kept": float(np.asarray(selected.pool.lengths).mean() + config.window) / length,
-                "area": computed_pairs(np.asarray(selected.budgets), length, config) / (length**2 / 2),
-                "error": error,
-            }
-        )
     seconds = time_alternating(calls, repeats)
     flops = 4 * layer.head_dim * layer.heads * length**2 / 2
-    for row in rows:
-        times = {name: seconds[row["backend"], row["share"], name] for name in stage_calls}
+    for setting, row in rows.items():
+        times = {name: seconds[*setting, name] for name in ("TCA", *STAGES) if (*setting, name) in seconds}
         row |= {"full ms": 1e3 * seconds["full"], "speed-up": seconds["full"] / times["TCA"]}
-        row |= {f"{name} ms": 1e3 * time for name, time in times.items()}
+        row |= {f"{name} ms": 1e3 * times[name] if name in times else "" for name in ("TCA", *STAGES)}
         row["TFLOP/s on area"] = flops * row["area"] / times["attention"] / 1e12
         row["full TFLOP/s"] = flops / seconds["full"] / 1e12
         row["error"] = row.pop("error")
-    return rows
+    return list(rows.values())
+
+
+def _kept(selected: Selected, length: int, config: tca_jax.TCAConfig) -> float:
+    """Share of the prompt's tokens that lie in a pool or the window, mean over heads."""
+    return float(np.asarray(selected.pool.lengths).mean() + config.window) / length
 
 
 @functools.cache
-def _check(layer: Layer, candidates: tuple[int, ...], backend: str, config: tca_jax.TCAConfig, length: int) -> float:
+def _check(layer: Layer, share: Share, backend: str, config: tca_jax.TCAConfig, length: int) -> float:
     """Relative error against the XLA oracle on fresh inputs."""
-    out = Stages.create(candidates, length, backend, config).pipeline(*attention_inputs(layer, length, seed=1))
-    return agreement(backend, out, _oracle(layer, candidates, config, length))
+    return agreement(backend, *(_output(layer, share, name, config, length) for name in (backend, "xla")))
 
 
 @functools.cache
-def _oracle(layer: Layer, candidates: tuple[int, ...], config: tca_jax.TCAConfig, length: int) -> Array:
-    return Stages.create(candidates, length, "xla", config).pipeline(*attention_inputs(layer, length, seed=1))
+def _output(layer: Layer, share: Share, backend: str, config: tca_jax.TCAConfig, length: int) -> Array:
+    return Prefill.create(layer, share, backend, config).run(*attention_inputs(layer, length, seed=1))[0]
 
 
 def _declines(layer: Layer, backend: str, config: tca_jax.TCAConfig) -> str | None:
@@ -166,7 +230,7 @@ def _declines(layer: Layer, backend: str, config: tca_jax.TCAConfig) -> str | No
     length = config.window + config.block_size
     inputs = jax.eval_shape(lambda: attention_inputs(layer, length, seed=0))
     try:
-        jax.eval_shape(Stages.create((0,) * layer.kv_heads, length, backend, config).pipeline, *inputs)
+        jax.eval_shape(Prefill.create(layer, Share(0.1), backend, config).run, *inputs)
     except NotImplementedError as error:
         return str(error)
     return None
@@ -179,7 +243,14 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     for axes, model in zip(np.atleast_1d(figure.subplots(1, len(models), sharey=True)), models, strict=True):
         lines = group_rows((row for row in rows if row["model"] == model), "share", "backend")
         for (share, backend), line in lines.items():
-            plot_line(axes, line, "speed-up", f"{100 * share:g}% of ranked blocks, {backend}", (share, backend), lines)
+            plot_line(
+                axes,
+                line,
+                "speed-up",
+                f"{Share.parse(share).percent} of ranked blocks, {backend}",
+                (share, backend),
+                lines,
+            )
         axes.axhline(1, color="black", linewidth=1)
         token_axis(axes, [row["tokens"] for row in rows], "prompt tokens")
         axes.set_title(model)
@@ -189,12 +260,33 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     save_figure(figure, path)
 
 
+def describe(config: tca_jax.TCAConfig, repeats: int) -> str:
+    """What the columns mean."""
+    observed = (
+        f" and which the last {config.observation} queries choose, spread over {config.spread} tokens"
+        if config.reserve_tokens
+        else ""
+    )
+    return (
+        f"Times are medians over {repeats} rounds that alternate with the baseline in one process: full causal "
+        "attention on the same inputs, by cuDNN on an NVIDIA GPU. TCA has budgets of a given `share` "
+        f"{describe_config(config)}{observed}. `kept` is the share of the prompt's tokens that cache and window hold, "
+        "`kept in prefill` those that its queries can attend to; `area` the query-key pairs that are computed over "
+        "those of full attention. `TCA ms` is the whole pipeline in one program, `selection in all ms` all of it up to "
+        "filled pools in one program; the other columns are its stages, each a program of its own. `error` is relative "
+        "to the XLA oracle."
+    )
+
+
 def main(
     lengths: LengthsOption = None,
     models: ModelsOption = None,
-    shares: Annotated[list[float] | None, typer.Option(help="Kept shares of ranked blocks.")] = None,
+    shares: SharesOption = None,
     backend: Annotated[list[str] | None, typer.Option(help="Prefill backends.", show_default="all kernels")] = None,
     window: WindowOption = tca_jax.TCAConfig.window,
+    reserve: Annotated[
+        int | None, typer.Option(help="Tokens of the reserve.", show_default="an eighth of the window", min=0)
+    ] = None,
     repeats: RepeatsOption = 5,
     out: OutOption = RESULTS,
     name: NameOption = "attention",
@@ -204,8 +296,8 @@ def main(
     Example: [bold]tca-jax bench attention --lengths 32768 --shares 0.2[/]
     """
     lengths = lengths or [8192, 32768, 131072]
-    shares, backends = shares or [0.1, 0.155, 0.4], backend or prefill_kernels()
-    layers, config = find_layers(models), tca_jax.TCAConfig(window=window)
+    shares, backends = shares or [Share(0.1), Share(0.155), Share(0.4)], backend or prefill_kernels()
+    layers, config = find_layers(models), tca_jax.TCAConfig(window=window, reserve=reserve)
     check_shares(shares)
     check_sizes(lengths, config, backends, out)
     settings = {}
@@ -219,15 +311,7 @@ def main(
         for row in measure(layer, length, settings[layer], config, repeats):
             rows.append(row)
             print_row(row)
-    note = (
-        f"Times are medians over {repeats} rounds that alternate with the baseline in one process: full causal "
-        "attention on the same inputs, by cuDNN on an NVIDIA GPU. `share` is the mean budget of a ranked block, "
-        "unequal between heads; `kept` the selected tokens and the window over the prompt; `area` the query-key pairs "
-        f"that are computed over those of full attention; the window is {window}. `TCA ms` is the whole pipeline in "
-        "one program, the columns behind it its stages, "
-        "each a program of its own. `error` is relative to the XLA oracle."
-    )
-    write_results(name, "Prefill attention of one layer against full attention", rows, out, note)
+    write_results(name, "Prefill attention of one layer against full attention", rows, out, describe(config, repeats))
     plot(rows, out / f"{name}.png")
 
 

@@ -10,9 +10,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 import tca_jax
-from tca_jax import methods
-from tca_jax.benchmarks.common import FULL, Layer, random_normal, unequal_candidates
-from tca_jax.engine.cache import CacheLayout, LayerCache
+from tca_jax.benchmarks.common import Layer, random_normal
+from tca_jax.benchmarks.shares import Share
+from tca_jax.engine.cache import LayerCache
+from tca_jax.engine.layouts import CacheLayout
 from tca_jax.methods.base import CachePolicy, per_head
 from tca_jax.pallas_kernels.kv import Pool, Ring
 
@@ -36,18 +37,15 @@ class CachePlan:
         return self.layout.batch * (sum(self.selected) + local * len(self.selected))
 
 
-def plan(config: tca_jax.TCAConfig, layer: Layer, share: float, batch: int, tokens: int) -> CachePlan:
-    """The cache behind a prompt of `tokens` whose ranked blocks keep a share, unequally; 1 is full attention's."""
-    method = methods.BASELINE
-    if share != FULL:
-        method = methods.configured(config, [unequal_candidates(config, layer.kv_heads, share)])
-    return plan_layer(method.cache, 0, layer.kv_heads, batch, tokens, 1)
+def plan(config: tca_jax.TCAConfig, layer: Layer, share: Share, batch: int, tokens: int) -> CachePlan:
+    """The cache behind a prompt of `tokens` whose ranked blocks keep a share, unequally."""
+    return plan_layer(share.method(config, layer.kv_heads).cache, 0, layer.kv_heads, batch, tokens, 1)
 
 
 def plan_layer(policy: CachePolicy, layer: int, kv_heads: int, batch: int, tokens: int, new_tokens: int) -> CachePlan:
     """The cache of a layer behind a prompt of `tokens`, with room for `new_tokens`."""
     layout = CacheLayout.plan(policy, layer, kv_heads, batch, tokens, new_tokens)
-    selected = per_head(policy.capacities(layer, tokens, 1), kv_heads, "capacities")
+    selected = per_head(policy.capacities(layer, tokens), kv_heads, "capacities")
     return CachePlan(layout, selected)
 
 
@@ -68,5 +66,6 @@ def random_caches(
         k_ring, v_ring = (x[most - batch * heads * layout.ring_tokens :].reshape(ring) for x in drawn)
         kept = jnp.asarray(np.tile(plan.selected, (batch, 1)), jnp.int32)
         offsets = jnp.asarray(layout.regions.offsets, jnp.int32)
-        caches.append(LayerCache(Pool(k_pool, v_pool, offsets, kept), Ring(k_ring, v_ring), layout))
+        cache = LayerCache(Pool(k_pool, v_pool, offsets, kept), None, Ring(k_ring, v_ring), layout)
+        caches.append(cache.with_growth(layout.growth))
     return caches

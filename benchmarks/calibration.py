@@ -1,7 +1,7 @@
 """What calibration costs: the column-mass kernel against full attention, and a whole model on one long sequence.
 
 tca-jax bench calibration                                            # the committed tables, minutes on one GPU
-tca-jax bench calibration --lengths 32768 --models llama3.1-8b
+tca-jax bench calibration --lengths 32768 --models llama3.1-8b --probes copy
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import functools
 import itertools
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import jax
@@ -43,9 +45,14 @@ from tca_jax.benchmarks.common import (
     token_axis,
     write_results,
 )
-from tca_jax.benchmarks.models import random_model
+from tca_jax.benchmarks.models import random_model, with_varied_outputs
+from tca_jax.calibration.probes import Probes
 from tca_jax.calibration.run import calibrate
+from tca_jax.engine.lm import LM
 from tca_jax.pallas_kernels.column_mass import column_mass
+
+#: What `calibrate` takes, by the names on the command line; pairs would need a tokenizer's text.
+PROBES: Mapping[str, Probes] = MappingProxyType({"none": None, "copy": "copy", "text": "text"})
 
 
 def measure_kernel(layer: Layer, length: int, backend: str, config: tca_jax.TCAConfig, repeats: int) -> dict[str, Any]:
@@ -71,22 +78,33 @@ def measure_kernel(layer: Layer, length: int, backend: str, config: tca_jax.TCAC
 
 
 def measure_model(
-    layer: Layer, length: int, config: tca_jax.TCAConfig, layers: int | None, repeats: int
-) -> dict[str, Any]:
-    """Seconds to calibrate a model of random weights on one sequence of random tokens: first call and later ones."""
-    lm = random_model(layer.name, jax.random.key(0), layers, max_positions=max(length, 131072))
+    layer: Layer, length: int, config: tca_jax.TCAConfig, layers: int | None, probes: Sequence[str], repeats: int
+) -> list[dict[str, Any]]:
+    """Seconds to calibrate a model of random weights on one sequence of random tokens: first call and later ones.
+
+    A row for each kind of probes.
+    """
+    lm = random_model(layer.name, jax.random.key(0), layers, max_positions=2 * max(length, 65536))
+    lm = with_varied_outputs(lm)
     jax.block_until_ready(lm.params)
+    return [_measure_model(lm, length, config, kind, repeats) for kind in probes]
+
+
+def _measure_model(lm: LM, length: int, config: tca_jax.TCAConfig, kind: str, repeats: int) -> dict[str, Any]:
     draw = np.random.default_rng(0)
     seconds = []
     for _ in range(1 + repeats):
         tokens = draw.integers(0, lm.config.vocab_size, length)
         start = time.perf_counter()
-        calibrate(lm, tokens, config)
+        profile = calibrate(lm, tokens, config, probes=PROBES[kind])
         seconds.append(time.perf_counter() - start)
+    if profile.probes is not None and profile.probes["fallback"]:
+        raise RuntimeError("the probes do not matter to the random model: what takes their place was timed instead")
     return {
-        "model": layer.name,
+        "model": lm.name,
         "layers": lm.config.num_layers,
         "tokens": length,
+        "probes": kind,
         "cold s": seconds[0],
         "warm s": statistics.median(seconds[1:]),
         "warm tokens/s": length / statistics.median(seconds[1:]),
@@ -121,7 +139,7 @@ def plot(kernels: list[dict[str, Any]], wholes: list[dict[str, Any]], path: Path
     for shift, kind in ((-0.2, "cold s"), (0.2, "warm s")):
         drawn = bars.bar(places + shift, [row[kind] for row in wholes], width=0.4, label=kind.removesuffix(" s"))
         bars.bar_label(drawn, fmt="%.2g")
-    bars.set_xticks(places, [f"{row['model']}\n{row['tokens']:,} tokens" for row in wholes])
+    bars.set_xticks(places, [f"{row['model']}\n{row['tokens']:,} tokens\nprobes: {row['probes']}" for row in wholes])
     bars.set_ylabel("seconds to calibrate on one sequence")
     bars.legend(fontsize=8)
     save_figure(figure, path)
@@ -131,6 +149,9 @@ def main(
     lengths: LengthsOption = None,
     models: ModelsOption = None,
     model_tokens: Annotated[int, typer.Option(help="Tokens of the sequence for whole models.")] = 32768,
+    probes: Annotated[
+        list[str] | None, typer.Option(help="Of whole models: none, copy, text.", show_default="none and copy")
+    ] = None,
     layers: Annotated[
         int | None, typer.Option(help="Layers of whole models.", show_default="the model's own", min=1)
     ] = None,
@@ -146,6 +167,10 @@ def main(
     """
     lengths = lengths or [8192, 32768, 131072]
     shapes, config = find_layers(models), tca_jax.TCAConfig(window=window)
+    probes = probes or ["none", "copy"]
+    for kind in probes:
+        if kind not in PROBES:
+            raise ValueError(f"--probes {kind}: must be one of {list(PROBES)}")
     check_whole_models(shapes)
     check_sizes([*lengths, model_tokens], config, [backend], out)
     kernels = []
@@ -154,13 +179,16 @@ def main(
         print_row(kernels[-1])
     wholes = []
     for layer in shapes:
-        wholes.append(measure_model(layer, model_tokens, config, layers, repeats))
-        print_row(wholes[-1])
+        for row in measure_model(layer, model_tokens, config, layers, probes, repeats):
+            wholes.append(row)
+            print_row(row)
     note = (
         "One layer's column mass next to full causal attention on the same inputs (cuDNN on an NVIDIA GPU), medians "
         "over runs in turns. Both do two products over the causal triangle: 2 x 2 d H_q L (L + 1) / 2 FLOP. `error` is "
         "relative to the XLA oracle. Whole models have random weights in their own dtype and one sequence of random "
-        "tokens; `cold` holds compilation, without a persistent cache unless the environment names one."
+        "tokens, with copies of passages behind it (`copy`) or its last quarter (`text`) as probes, or without any; "
+        "their logits are large, so that the probes count. `cold` holds compilation, without a persistent cache unless "
+        "the environment names one."
     )
     more = {"Whole models": wholes}
     write_results(name, "Calibration: column mass, and whole models", kernels, out, note, more)

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 from jaxtyping import Array
+from matplotlib.figure import Figure
 
 import tca_jax
 from tca_jax.files import replacing
-from tca_jax.methods.candidates import budget_sizes, candidate_distributions
 from tca_jax.pallas_kernels.backends import can_run, check_backend
 from tca_jax.pallas_kernels.integers import cdiv
 
@@ -38,7 +38,6 @@ COMMAND: contextvars.ContextVar[str] = contextvars.ContextVar("COMMAND", default
 #: Takes the record of a benchmark that is asked to print it; None where tables are printed.
 RECORDS: contextvars.ContextVar[list[dict[str, Any]] | None] = contextvars.ContextVar("RECORDS", default=None)
 
-FULL = 1.0  # the kept share that stands for full attention and its cache
 COPIED_BYTES = 2**31  # of the array whose copy is the measure of memory's speed
 
 _SAMPLE_SECONDS = 0.02
@@ -125,13 +124,6 @@ def check_whole_models(layers: Sequence[Layer], otherwise: str = "") -> None:
         )
 
 
-def check_shares(shares: Sequence[float], option: str = "--shares") -> None:
-    """Raises ValueError unless every share of kept tokens lies between 0 and 1."""
-    for share in shares:
-        if not 0 < share < 1:
-            raise ValueError(f"{option} {share}: must lie between 0 and 1")
-
-
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def random_normal(key: Array, shape: tuple[int, ...], dtype: Any, std: float | Array = 1.0) -> Array:
     """Normal numbers times `std`, cast to `dtype`; drawn in parts, so that compiling a large shape takes no longer."""
@@ -156,20 +148,6 @@ def attention_inputs(layer: Layer, length: int, seed: int) -> tuple[Array, Array
         for key, heads in zip(keys, (layer.heads, layer.kv_heads, layer.kv_heads), strict=True)
     )
     return q, k, v, jnp.array([length], jnp.int32)
-
-
-def unequal_candidates(config: tca_jax.TCAConfig, kv_heads: int, share: float) -> tuple[int, ...]:
-    """Budget rows of a mean share near `share` (within 0.02 for 4 heads and more), unequal as after calibration."""
-    shares = candidate_distributions(config) @ budget_sizes(config) / config.block_size
-    wanted = share + min(share, 1 - share) * np.linspace(-0.75, 0.75, kv_heads)
-    rows = np.abs(shares - wanted[:, None]).argmin(axis=1)
-    while True:
-        error = shares[rows].mean() - share
-        steps = np.clip(rows + (-1 if error > 0 else 1), 0, config.num_candidates)
-        errors = np.abs(error + (shares[steps] - shares[rows]) / kv_heads)
-        if errors.min() >= abs(error):
-            return tuple(int(row) for row in np.random.default_rng(0).permutation(rows))
-        rows[errors.argmin()] = steps[errors.argmin()]
 
 
 def time_alternating(calls: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[Any, float]:
@@ -330,6 +308,27 @@ def plot_line(
     colours, strokes = (sorted({each[i] for each in keys}, key=str) for i in (0, 1))
     style = {"color": f"C{colours.index(key[0])}", "linestyle": ("-", "--", ":", "-.")[strokes.index(key[1]) % 4]}
     axes.plot([row["tokens"] for row in line], [row[column] for row in line], marker="o", label=label, **style)
+
+
+def plot_bars(rows: Sequence[Mapping[str, Any]], panels: Mapping[str, str], title: str, path: Path) -> None:
+    """Columns of whole models, a panel each under its label: a group of bars a model and length, a bar an attention."""
+    groups = list(group_rows(rows, "model", "tokens"))
+    attentions = list(dict.fromkeys(row["attention"] for row in rows))
+    width = 0.8 / len(attentions)
+    figure = Figure(figsize=(4.5 * len(panels), 4.5), dpi=150, layout="constrained")
+    for axes, (column, label) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        for shift, attention in enumerate(attentions):
+            values = {(row["model"], row["tokens"]): row[column] for row in rows if row["attention"] == attention}
+            places = [groups.index(group) + shift * width for group in values]
+            axes.bar_label(axes.bar(places, list(values.values()), width, label=attention), fmt="%.3g", fontsize=8)
+        middles = np.arange(len(groups)) + (len(attentions) - 1) * width / 2
+        axes.set_xlim(middles[0] - 0.75, middles[-1] + 0.75)  # a bar alone is not as wide as its panel
+        axes.margins(y=0.12)
+        axes.set_xticks(middles, [f"{model}\n{tokens:,} tokens" for model, tokens in groups])
+        axes.set_title(label)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(attentions), fontsize=8)
+    figure.suptitle(title)
+    save_figure(figure, path)
 
 
 def token_axis(axes: Any, tokens: Sequence[int], label: str) -> None:

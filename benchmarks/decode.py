@@ -2,6 +2,7 @@
 
 tca-jax bench decode                                            # the committed tables, minutes on one GPU
 tca-jax bench decode --lengths 131072 --batches 1 --shares 0.2 --no-whole
+tca-jax bench decode --lengths 131072 --shares 0.02:0.25 --no-whole       # a quarter of the heads dense
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from tca_jax.benchmarks.caches import CachePlan, plan, random_caches
 from tca_jax.benchmarks.common import (
     CHECKED_TOKENS,
     COPIED_BYTES,
-    FULL,
     RESULTS,
     BackendOption,
     CopyBytesOption,
@@ -37,7 +37,6 @@ from tca_jax.benchmarks.common import (
     RepeatsOption,
     WindowOption,
     agreement,
-    check_shares,
     check_sizes,
     check_whole_models,
     device_copy,
@@ -53,6 +52,7 @@ from tca_jax.benchmarks.common import (
     write_results,
 )
 from tca_jax.benchmarks.decode_models import STEPS_OF_MODELS, Timing, measure_model
+from tca_jax.benchmarks.shares import FULL, Share, SharesOption, check_shares, describe_config
 from tca_jax.engine.cache import LayerCache, attend_cache
 from tca_jax.pallas_kernels.integers import cdiv
 
@@ -90,7 +90,7 @@ def measure(
     layer: Layer,
     batch: int,
     tokens: int,
-    shares: list[float],
+    shares: list[Share],
     backend: str,
     config: tca_jax.TCAConfig,
     copied: float,
@@ -110,7 +110,7 @@ def measure(
             "model": layer.name,
             "batch": batch,
             "tokens": tokens,
-            "share": share,
+            "share": share.cell,
             "attended": cache_plan.attended_tokens / (batch * layer.kv_heads * (tokens + 1)),
             "KV MB": cache_plan.layout.num_bytes(layer.head_dim, jnp.bfloat16) / 1e6,
             "step ms": 1e3 * seconds[str(share)] / STEPS,
@@ -137,14 +137,14 @@ def _queries(layer: Layer, batch: int) -> tuple[Array, Array]:
 
 
 @functools.cache
-def _check(layer: Layer, batch: int, share: float, backend: str, config: tca_jax.TCAConfig, tokens: int) -> float:
+def _check(layer: Layer, batch: int, share: Share, backend: str, config: tca_jax.TCAConfig, tokens: int) -> float:
     """Relative error of one step against the XLA oracle."""
     (cache,) = random_caches([plan(config, layer, share, batch, tokens)], layer.head_dim, seed=1)
     q, _ = _queries(layer, batch)
     return agreement(backend, attend(q, cache, backend), attend(q, cache, "xla"))
 
 
-def needed_bytes(layer: Layer, batch: int, tokens: int, shares: list[float], config: tca_jax.TCAConfig) -> int:
+def needed_bytes(layer: Layer, batch: int, tokens: int, shares: list[Share], config: tca_jax.TCAConfig) -> int:
     """Device memory of the caches that are timed in turns, and of what they are drawn from: a full cache more."""
     layouts = [plan(config, layer, share, batch, tokens).layout for share in [FULL, FULL, *shares]]
     return sum(layout.num_bytes(layer.head_dim, jnp.bfloat16) for layout in layouts)
@@ -166,7 +166,7 @@ def plot(rows: list[dict[str, Any]], wholes: list[dict[str, Any]], path: Path) -
         for axes, model in zip(line_of_axes, models, strict=True):
             for key, line in group_rows((row for row in table if row["model"] == model), "share", "batch").items():
                 share, batch = key
-                name = "full cache" if share == FULL else f"{100 * share:g}% of ranked blocks"
+                name = "full cache" if share == FULL.cell else f"{Share.parse(share).percent} of ranked blocks"
                 plot_line(axes, line, column, f"{name}, batch {batch}", key, keys)
             token_axis(axes, [row["tokens"] for row in (*rows, *wholes)], "")
             if column != "speed-up":
@@ -185,16 +185,15 @@ def plot(rows: list[dict[str, Any]], wholes: list[dict[str, Any]], path: Path) -
     save_figure(figure, path)
 
 
-def describe(window: int, copied: float, repeats_of_models: int | None) -> str:
+def describe(config: tca_jax.TCAConfig, copied: float, repeats_of_models: int | None) -> str:
     """What the columns mean; `copied` is what `device_copy` says, `repeats_of_models` None where none are timed."""
     text = (
         "`share` 1 is the full cache: the same kernel over a ring that holds every token. The others are TCA caches "
-        f"whose ranked blocks keep that share, unequally between heads, beside a window of {window}; `attended` is "
-        f"what a step reads over all tokens, `KV MB` the layer's cache. A program of {STEPS} steps, each depending on "
-        "the one before, over copies of a cache that together do not fit L2, is timed in turns with the others; `step "
-        "ms` is its time over the steps, `attention ms` the "
-        "same less the time of the program without attention. `GB/s` are the attended keys and values over "
-        f"`attention ms`, `of copy` their share of a device copy's read and written bytes, {copied / 1e9:,.0f} GB/s. "
+        f"{describe_config(config)}; `attended` is what a step reads over all tokens, `KV MB` the layer's cache. A "
+        f"program of {STEPS} steps, each depending on the one before, over copies of a cache that together do not fit "
+        "L2, is timed in turns with the others; `step ms` is its time over the steps, `attention ms` the same less the "
+        "time of the program without attention. `GB/s` are the attended keys and values over `attention ms`, `of copy` "
+        f"their share of a device copy's read and written bytes, {copied / 1e9:,.0f} GB/s. "
         "`speed-up` is that of `attention ms` over the full cache. `error` is relative to the XLA oracle."
     )
     return text + (
@@ -210,7 +209,7 @@ def main(
     lengths: LengthsOption = None,
     models: ModelsOption = None,
     batches: Annotated[list[int] | None, typer.Option(help="Rows.", min=1)] = None,
-    shares: Annotated[list[float] | None, typer.Option(help="Kept shares of ranked blocks.")] = None,
+    shares: SharesOption = None,
     whole: Annotated[bool, typer.Option(help="Time whole models too.")] = True,
     layers: Annotated[
         int | None, typer.Option(help="Layers of whole models.", show_default="the model's own", min=1)
@@ -227,7 +226,7 @@ def main(
     Example: [bold]tca-jax bench decode --lengths 131072 --shares 0.2[/]
     """
     lengths = lengths or [2**13, 2**17, 2**20]
-    shares = shares or [0.1, 0.155, 0.4]
+    shares = shares or [Share(0.1), Share(0.155), Share(0.4)]
     shapes, config = find_layers(models), tca_jax.TCAConfig(window=window)
     settings = list(itertools.product(batches or [1, 8], lengths))
     whole_models = [layer for layer in shapes if layer.whole] if whole else []
@@ -253,7 +252,7 @@ def main(
         timed, lacking = measure_model(layer.name, layers, settings, shares, timing)
         wholes += timed
         left_out += lacking
-    note = describe(window, copied, timing.repeats if wholes else None)
+    note = describe(config, copied, timing.repeats if wholes else None)
     note += (
         f" Left out, for the caches to be compared do not fit into memory: {'; '.join(left_out)}." if left_out else ""
     )

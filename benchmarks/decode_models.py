@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 import tca_jax
 from tca_jax.benchmarks.caches import CachePlan, plan_layer, random_caches
-from tca_jax.benchmarks.common import COMPILED_AT_ONCE, FULL, free_bytes, print_row
+from tca_jax.benchmarks.common import COMPILED_AT_ONCE, free_bytes, print_row
 from tca_jax.benchmarks.models import random_model, under_share, weight_bytes
+from tca_jax.benchmarks.shares import FULL, Share
 from tca_jax.engine.decoding import DecodingState, decode, row_keys
 from tca_jax.engine.lm import LM
 from tca_jax.engine.programs import Program
@@ -43,7 +44,7 @@ class Timing:
 
 
 def measure_model(
-    name: str, layers: int | None, settings: Sequence[tuple[int, int]], shares: Sequence[float], timing: Timing
+    name: str, layers: int | None, settings: Sequence[tuple[int, int]], shares: Sequence[Share], timing: Timing
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Times a model's decoding steps at every (batch, tokens of context) and kept share, full attention first.
 
@@ -55,13 +56,15 @@ def measure_model(
     lm = random_model(name, jax.random.key(0), layers, max_positions=2 * max(tokens for _, tokens in settings))
     rows, left_out = [], []
     for batch, tokens in settings:
-        lms = {FULL: lm} | {share: under_share(lm, share, timing.config) for share in shares}
+        lms = {share: under_share(lm, share, timing.config) for share in (FULL, *shares)}
         needed = {share: _cache_bytes(lms[share], batch, tokens) for share in lms}
         while lms and sum(needed[share] for share in lms) > 0.95 * free_bytes():  # the rest is for a step's own
             share = max(lms, key=lambda share: needed[share])
             del lms[share]
             size = f"{needed[share] / 1e9:,.0f} GB"
-            left_out.append(f"the whole {name} at batch {batch}, {tokens:,} tokens, share {share:g} ({size} of cache)")
+            left_out.append(
+                f"the whole {name} at batch {batch}, {tokens:,} tokens, share {share.cell} ({size} of cache)"
+            )
             print(f"left out, for it does not fit into memory: {left_out[-1]}", flush=True)
         for row in _measure(lms, batch, tokens, timing):
             rows.append({"model": name, "layers": lm.config.num_layers, **row})
@@ -79,6 +82,7 @@ def random_state(lm: LM, batch: int, tokens: int) -> DecodingState:
         last=jnp.zeros(batch, jnp.int32),
         done=jnp.zeros(batch, bool),
         lengths=jnp.full(batch, tokens, jnp.int32),
+        prompt_lengths=jnp.full(batch, tokens, jnp.int32),
         keys=row_keys(jax.random.key(0), batch),
         seen=None,
         stop_tokens=jnp.zeros(0, jnp.int32),
@@ -109,17 +113,17 @@ def time_steps(
     return state, (time.perf_counter() - start) / (new_tokens - _WARM)
 
 
-def _measure(lms: dict[float, LM], batch: int, tokens: int, timing: Timing) -> list[dict[str, Any]]:
+def _measure(lms: dict[Share, LM], batch: int, tokens: int, timing: Timing) -> list[dict[str, Any]]:
     """A row for each share; they take turns."""
     program = Program(decode, donate=(1,))
     states = {share: random_state(lm, batch, tokens) for share, lm in lms.items()}
 
-    def compiled(share: float) -> Callable[..., DecodingState]:
+    def compiled(share: Share) -> Callable[..., DecodingState]:
         return program.prepare(*decoding_arguments(lms[share], states[share], 1), backend=timing.backend)[0]
 
     with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
         programs = dict(zip(lms, pool.map(compiled, lms), strict=True))
-    seconds: dict[float, list[float]] = {share: [] for share in lms}
+    seconds: dict[Share, list[float]] = {share: [] for share in lms}
     for _ in range(timing.repeats):
         for share, run in programs.items():
             state, step = time_steps(run, lms[share], states[share], _WARM + STEPS_OF_MODELS)
@@ -134,7 +138,7 @@ def _measure(lms: dict[float, LM], batch: int, tokens: int, timing: Timing) -> l
             {
                 "batch": batch,
                 "tokens": tokens,
-                "share": share,
+                "share": share.cell,
                 "attended": attended / (batch * config.num_layers * config.num_kv_heads * (tokens + 1)),
                 "KV GB": _cache_bytes(lm, batch, tokens) / 1e9,
                 "ms/step": 1e3 * step,

@@ -2,12 +2,12 @@
 
 tca-jax bench end-to-end                                        # the committed table, minutes on one GPU
 tca-jax bench end-to-end --lengths 1048576 --models qwen2.5-7b --kept 0.185 --new-tokens 64 --repeats 1
+tca-jax bench end-to-end --models llama3.1-8b --shares 0.05:0.25 --new-tokens 8 --no-compilation
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 import statistics
@@ -15,20 +15,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from matplotlib.figure import Figure
 
 import tca_jax
 from tca_jax.benchmarks.common import (
+    COMPILED_AT_ONCE,
     COPIED_BYTES,
-    FULL,
     RESULTS,
     BackendOption,
     CopyBytesOption,
@@ -38,24 +37,24 @@ from tca_jax.benchmarks.common import (
     OutOption,
     RepeatsOption,
     WindowOption,
-    check_shares,
     check_sizes,
     check_whole_models,
     device_copy,
     find_layers,
-    group_rows,
     matrix_rate,
+    plot_bars,
     print_row,
-    save_figure,
     write_results,
 )
 from tca_jax.benchmarks.decode_models import decoding_arguments, time_steps
 from tca_jax.benchmarks.models import abstract_model, random_model, under_share, weight_bytes
-from tca_jax.engine.decoding import DecodingState, decode, prefill, row_keys
+from tca_jax.benchmarks.shares import FULL, Share, SharesOption, check_shares, describe_config
+from tca_jax.engine.decoding import DecodingState, decode, row_keys
 from tca_jax.engine.generation import kept_share
 from tca_jax.engine.lm import LM
 from tca_jax.engine.programs import Program
 from tca_jax.engine.sampling import Sampling
+from tca_jax.engine.starting import prefill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,30 +85,38 @@ class Run:
         return first, rest, seconds + more
 
 
-def keep(lm: LM, config: tca_jax.TCAConfig, share: float, tokens: int) -> LM:
-    """The model under a synthetic profile whose caches keep about `share` of a prompt, window included.
-
-    Budgets are unequal between heads, and the same in all layers.
+def share_of_ranked(kept: float, config: tca_jax.TCAConfig, tokens: int) -> Share:
+    """The share of ranked blocks that keeps about `kept` of a prompt, window and reserve included; 1 is full attention.
 
     Raises:
-        ValueError: the window alone is more than `share`.
+        ValueError: these alone are more than `kept`.
     """
+    if kept == FULL.cache:
+        return FULL
     window = config.window + config.block_size / 2  # the mean: the window's left edge lies on a block
     ranked = config.num_ranked_blocks(tokens) * config.block_size
-    selected = (share * tokens - window) / max(ranked, 1)
+    selected = (kept * tokens - window - config.reserve_tokens) / max(ranked, 1)
     if selected <= 0:
-        raise ValueError(f"a window of {config.window} is more than {share:.1%} of {tokens:,} tokens")
-    return under_share(lm, selected, config)
+        raise ValueError(
+            f"a window of {config.window} and a reserve of {config.reserve_tokens} are more than {kept:.1%} of "
+            f"{tokens:,} tokens"
+        )
+    return Share(selected)
 
 
-def attention_name(share: float) -> str:
-    """What the tables call the attention that keeps a share of all tokens."""
-    return "full" if share == FULL else f"TCA {100 * share:g}%"
+def attentions(
+    kept: Sequence[float], shares: Sequence[Share], config: tca_jax.TCAConfig, tokens: int
+) -> dict[str, Share]:
+    """What is compared, by the names in the tables: shares of all tokens, then of ranked blocks.
 
-
-def under_attention(lm: LM, share: float, config: tca_jax.TCAConfig, tokens: int) -> LM:
-    """The model under the attention that keeps a share of all tokens, window included; 1 is exact attention."""
-    return lm if share == FULL else keep(lm, config, share, tokens)
+    Raises:
+        ValueError: window and reserve alone are more than is to be kept.
+    """
+    of_tokens = {
+        "full" if share == FULL.cache else f"TCA {100 * share:g}%": share_of_ranked(share, config, tokens)
+        for share in kept
+    }
+    return of_tokens | {share.name: share for share in shares}
 
 
 def prefill_flops(lm: LM, tokens: int, area: float) -> float:
@@ -122,11 +129,15 @@ def prefill_flops(lm: LM, tokens: int, area: float) -> float:
 
 def computed_area(lm: LM, tokens: int) -> float:
     """Query-key pairs over those of causal attention; blocks are taken to keep their head's mean budget."""
-    layouts = lm.cache_layouts(1, tokens, 1)
-    w = min(layouts[0].window, tokens)
-    selected = float(np.mean([layout.regions.capacities for layout in layouts]))
+    policy = lm.method.cache
+    w = min(policy.local_window(tokens), tokens)
+    per_layer = [policy.prefill_capacities(layer, tokens) for layer in range(lm.config.num_layers)]
+    selected = [
+        policy.capacities(layer, tokens) if capacities is None else capacities
+        for layer, capacities in enumerate(per_layer)
+    ]
     beyond = tokens - w
-    return (selected * beyond / 2 + w * beyond + w * w / 2) / (tokens**2 / 2)
+    return (float(np.mean(selected)) * beyond / 2 + w * beyond + w * w / 2) / (tokens**2 / 2)
 
 
 def memory_bytes(executable: Any) -> int:
@@ -135,13 +146,13 @@ def memory_bytes(executable: Any) -> int:
     return used.argument_size_in_bytes + used.output_size_in_bytes + used.temp_size_in_bytes - used.alias_size_in_bytes
 
 
-def compile_seconds(name: str, layers: int | None, tokens: int, share: float, options: dict[str, Any]) -> list[float]:
+def compile_seconds(name: str, layers: int | None, tokens: int, share: Share, options: dict[str, Any]) -> list[float]:
     """Seconds that two new processes take, one after the other, to trace and compile both programs of a run.
 
     The first finds an empty compilation cache, the second what the first has left there. Processes of their own,
     for JAX numbers some kernels as it lowers them, so a process that compiled before asks for other ones.
     """
-    arguments = json.dumps({"name": name, "layers": layers, "tokens": tokens, "share": share, **options})
+    arguments = json.dumps({"name": name, "layers": layers, "tokens": tokens, "share": str(share), **options})
     seconds = []
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {
@@ -157,11 +168,11 @@ def compile_seconds(name: str, layers: int | None, tokens: int, share: float, op
 
 
 def _compile_once(
-    name: str, layers: int | None, tokens: int, share: float, new_tokens: int, window: int, backend: str
+    name: str, layers: int | None, tokens: int, share: str, new_tokens: int, window: int, backend: str
 ) -> float:
     """What `compile_seconds` runs in each process."""
     lm = abstract_model(name, layers, max_positions=2 * tokens)
-    lm = under_attention(lm, share, tca_jax.TCAConfig(window=window), tokens)
+    lm = under_share(lm, Share.parse(share), tca_jax.TCAConfig(window=window))
     prompt = jnp.zeros((1, tokens), jnp.int32)
     return Run(lm, prompt, jnp.array([tokens], jnp.int32), new_tokens, backend).compile()[2]
 
@@ -175,7 +186,8 @@ def measure(
         name: Run(lm, prompt.astype(jnp.int32), jnp.array([tokens], jnp.int32), new_tokens, backend)
         for name, lm in lms.items()
     }
-    programs = {name: run.compile()[:2] for name, run in runs.items()}
+    with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
+        programs = dict(zip(runs, pool.map(lambda run: run.compile()[:2], runs.values()), strict=True))
     first: dict[str, list[float]] = {name: [] for name in runs}
     following: dict[str, list[float]] = {name: [] for name in runs}
     kept: dict[str, tuple[float, int]] = {}
@@ -218,15 +230,16 @@ def measure(
 
 
 def describe(
-    new_tokens: int, window: int, repeats: int, copied: float, multiplied: float, with_compilation: bool
+    new_tokens: int, config: tca_jax.TCAConfig, repeats: int, copied: float, multiplied: float, with_compilation: bool
 ) -> str:
     """What the columns mean; `copied` is what `device_copy` says, `multiplied` what `matrix_rate` does."""
     text = (
-        f"Random weights of true size, batch 1, {new_tokens} new tokens. TCA runs a synthetic profile: the same "
-        f"unequal budgets in every layer, which with the window of {window} keep about that share of the prompt's "
-        "tokens; `kept` is the measured share. Behind a prompt of whole blocks the first block leaves the window at "
-        "new token 129. `TTFT` is the time from token ids to the first new token, `ms/token` the mean of the tokens "
-        f"behind it, both medians over {repeats} rounds, the attentions in turns. `over arithmetic floor` is TTFT over "
+        f"Random weights of true size, batch 1, {new_tokens} new tokens. TCA runs a synthetic profile, the same in "
+        f"every layer: budgets {describe_config(config)}. One number in its name is the share of all tokens that it "
+        "keeps, window and reserve included; `kept` is the measured share. Behind a prompt of whole blocks the first "
+        "block leaves the window at new token 129. `TTFT` is the time from token ids to the first new token, "
+        f"`ms/token` the mean of the tokens behind it, both medians over {repeats} rounds, the attentions in turns. "
+        "`over arithmetic floor` is TTFT over "
         "the time of its matrix products and of the attention that is computed at the rate of a large matrix product, "
         f"{multiplied / 1e12:.0f} TFLOP/s; `over byte floor` the time per token over that of reading the weights and "
         f"the kept keys and values at the rate of a device copy, {copied / 1e9:,.0f} GB/s read and written. `KV GB` is "
@@ -240,34 +253,13 @@ def describe(
     )
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Time to first token, time per token and bytes of the cache: a group of bars a model and length."""
-    panels = {"TTFT s": "time to first token, s", "ms/token": "time per further token, ms", "KV GB": "KV cache, GB"}
-    groups = list(group_rows(rows, "model", "tokens"))
-    attentions = list(dict.fromkeys(row["attention"] for row in rows))
-    width = 0.8 / len(attentions)
-    figure = Figure(figsize=(4.5 * len(panels), 4.5), dpi=150, layout="constrained")
-    for axes, (column, label) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
-        for shift, attention in enumerate(attentions):
-            values = {(row["model"], row["tokens"]): row[column] for row in rows if row["attention"] == attention}
-            places = [groups.index(group) + shift * width for group in values]
-            axes.bar_label(axes.bar(places, list(values.values()), width, label=attention), fmt="%.3g", fontsize=8)
-        middles = np.arange(len(groups)) + (len(attentions) - 1) * width / 2
-        axes.set_xlim(middles[0] - 0.75, middles[-1] + 0.75)  # a bar alone is not as wide as its panel
-        axes.margins(y=0.12)
-        axes.set_xticks(middles, [f"{model}\n{tokens:,} tokens" for model, tokens in groups])
-        axes.set_title(label)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(attentions), fontsize=8)
-    figure.suptitle("Whole models, batch 1")
-    save_figure(figure, path)
-
-
 def main(
     lengths: LengthsOption = None,
     models: ModelsOption = None,
     kept: Annotated[
         list[float] | None, typer.Option(help="Kept shares of all tokens, window included; 1 is full attention.")
     ] = None,
+    shares: SharesOption = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=4)] = 192,
     layers: Annotated[int | None, typer.Option(help="Layers; all by default.", min=1)] = None,
     backend: BackendOption = "auto",
@@ -284,37 +276,39 @@ def main(
     """
     lengths = lengths or [2**17]
     whole_models, config = find_layers(models), tca_jax.TCAConfig(window=window)
-    shares = kept or [FULL, 0.185, 0.39]
-    check_shares([share for share in shares if share != FULL], "--kept")
+    kept, shares = kept or [FULL.cache, *(() if shares else (0.185, 0.39))], shares or []
+    check_shares([Share(share) for share in kept if share != FULL.cache], "--kept")
+    check_shares(shares)
     names = [layer.name for layer in whole_models]
     check_whole_models(whole_models)
-    for model, tokens, share in itertools.product(names, lengths, shares):
-        under_attention(abstract_model(model, layers), share, config, tokens)  # raises what it would later
+    by_length = {tokens: attentions(kept, shares, config, tokens) for tokens in lengths}
     check_sizes(lengths, config, [backend], out)
     copied = device_copy(copy_bytes, repeats)
     multiplied = matrix_rate(repeats)
     print(f"device copy: {copied / 1e9:,.0f} GB/s, matrix product: {multiplied / 1e12:,.0f} TFLOP/s", flush=True)
     # Profiles differ in numbers, not in programs: one of each kind is compiled for the table.
-    kinds = list({share == FULL: share for share in reversed(shares)}.values()) if compilation else []
+    longest = by_length[max(lengths)]
+    kinds = {(share == FULL, share.prefill is None): name for name, share in reversed(longest.items())}
     rows, compiled = [], []
     options = {"new_tokens": new_tokens, "window": window, "backend": backend}
     for model in names:
-        for share in kinds:
-            cold, cached = compile_seconds(model, layers, max(lengths), share, options)
-            shape = {"model": model, "tokens": max(lengths), "attention": attention_name(share)}
+        for attention in kinds.values() if compilation else ():
+            cold, cached = compile_seconds(model, layers, max(lengths), longest[attention], options)
+            shape = {"model": model, "tokens": max(lengths), "attention": attention}
             compiled.append({**shape, "cold s": cold, "cached s": cached})
             print_row(compiled[-1])
         lm = random_model(model, jax.random.key(0), layers, max_positions=2 * max(lengths))
         for tokens in lengths:
-            lms = {attention_name(share): under_attention(lm, share, config, tokens) for share in shares}
+            lms = {attention: under_share(lm, share, config) for attention, share in by_length[tokens].items()}
             for row in measure(lms, tokens, new_tokens, backend, repeats, copied, multiplied):
                 rows.append({"model": model, **row})
                 print_row(rows[-1])
         del lm, lms
-    note = describe(new_tokens, window, repeats, copied, multiplied, compilation)
+    note = describe(new_tokens, config, repeats, copied, multiplied, compilation)
     more = {"Compilation": compiled} if compilation else {}
     write_results(name, "Whole models, from prompt to answer", rows, out, note, more)
-    plot(rows, out / f"{name}.png")
+    panels = {"TTFT s": "time to first token, s", "ms/token": "time per further token, ms", "KV GB": "KV cache, GB"}
+    plot_bars(rows, panels, "Whole models, batch 1", out / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -14,14 +14,15 @@ from flax import nnx
 from jaxtyping import Array
 
 import tca_jax
-from tca_jax import methods
-from tca_jax.benchmarks.common import random_normal, unequal_candidates
+from tca_jax.benchmarks.common import random_normal
+from tca_jax.benchmarks.shares import Share
 from tca_jax.engine.lm import LM
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.rope import RopeConfig
 
 _STD = 0.02
+_VARIED = 32  # times the logits of random weights, whose standard deviation is about 1
 
 _LLAMA = ModelConfig(
     family="llama",
@@ -123,10 +124,26 @@ def abstract_model(name: str, num_layers: int | None = None, *, max_positions: i
     )
 
 
-def under_share(lm: LM, share: float, config: tca_jax.TCAConfig) -> LM:
+def under_share(lm: LM, share: Share, config: tca_jax.TCAConfig) -> LM:
     """The model under budgets that keep a share of the ranked blocks, unequal between heads and alike in all layers."""
-    row = unequal_candidates(config, lm.config.num_kv_heads, share)
-    return lm.with_method(methods.configured(config, (row,) * lm.config.num_layers))
+    return lm.with_method(share.method(config, lm.config.num_kv_heads, lm.config.num_layers))
+
+
+def with_varied_outputs(lm: LM) -> LM:
+    """The model with logits so large that whatever changes its attention changes its losses, by nats.
+
+    Those of random weights are nearly flat: calibration would find that probes do not matter to such a model.
+
+    Raises:
+        ValueError: its head is its embedding.
+    """
+    if lm.config.tie_embeddings:
+        raise ValueError(f"{lm.name} has no head of its own")
+    weights = {
+        path: variable.replace(_VARIED * variable[...]) if path[0] == "head" else variable
+        for path, variable in nnx.to_flat_state(lm.params)
+    }
+    return dataclasses.replace(lm, params=nnx.from_flat_state(weights))
 
 
 def weight_bytes(lm: LM) -> int:

@@ -35,9 +35,9 @@ from tca_jax.benchmarks.common import (
     print_row,
     save_figure,
     time_alternating,
-    unequal_candidates,
     write_results,
 )
+from tca_jax.benchmarks.shares import Share
 from tca_jax.methods.selection import head_budgets
 from tca_jax.pallas_kernels.backends import check_backend
 from tca_jax.pallas_kernels.column_mass import mosaic as column_mass_mosaic
@@ -56,7 +56,7 @@ from tca_jax.pallas_kernels.token_scores import triton as token_scores_triton
 from tca_jax.pallas_kernels.token_scores.triton import TokenScoresConfig
 
 OPERATIONS = ("token_scores", "select_tokens", "prefill_attention", "column_mass", "decode_attention")
-_SHARE = 0.2  # of the ranked blocks' tokens that is kept
+_SHARE = Share(0.2)  # of the ranked blocks' tokens that is kept
 _STEPS = 16  # of a program of short kernels
 _TOLERANCE = 1e-2  # relative; other tiles sum in another order, in bfloat16
 
@@ -172,7 +172,7 @@ def operations(layer: Layer, length: int, config: tca_jax.TCAConfig) -> Iterator
     q, k, v, n = attention_inputs(layer, length, seed=length)
     cache_plan = plan(config, layer, _SHARE, 1, length)
     regions = cache_plan.layout.regions
-    candidates = unequal_candidates(config, layer.kv_heads, _SHARE)
+    candidates, _ = _SHARE.rows(config, layer.kv_heads)
     scored = token_scores(q[:, -1], k, n, **block)
     budgets = head_budgets(scored, jnp.asarray(candidates, jnp.int32), n, config)
     selected = (scored.scores, budgets, k, v, jnp.asarray(regions.offsets, jnp.int32))

@@ -1,10 +1,9 @@
-"""Profile: the candidate that calibration chose for every KV head, saved and loaded through Orbax."""
+"""Profile: the rows of budgets that calibration chose for every KV head, saved and loaded through Orbax."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import numbers
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,10 +12,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Float64, Int32
 
-from tca_jax.calibration.persistence import RestoreArrays, load_step, save_step
-from tca_jax.calibration.profile_format import FORMAT_VERSION, read_fields, sign
+from tca_jax.calibration.profile_format import ARRAYS, FORMAT_VERSION, read_fields, sign
+from tca_jax.calibration.rows import kept_share
+from tca_jax.engine.persistence import RestoreArrays, load_step, save_step
 from tca_jax.methods import Method, configured
-from tca_jax.methods.candidates import budget_counts, budget_sizes
+from tca_jax.methods.checks import check_integer
 from tca_jax.methods.config import TCAConfig
 from tca_jax.models.config import ModelConfig
 
@@ -25,15 +25,24 @@ _SCORE_SLACK = 0.01  # float32 sums over long texts leave [0, 1] by rounding
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Profile:
-    """What calibration found: one candidate budget distribution for each KV head of each layer.
+    """What calibration found: for each KV head of each layer, which candidate budgets its cache and its prefill get.
 
     Attributes:
-        candidates: Rows of `candidate_distributions(config)`, int32 `[layers, H_kv]`; row M is "dense".
+        candidates: Cache rows, what tokens behind the prompt attend to: rows of `candidate_distributions(config)`,
+            int32 `[layers, H_kv]`; row M is "dense".
         scores: Calibration score of every candidate, float32 `[layers, H_kv, M + 1]`; NaN where not measured.
         config: The hyperparameters that the profile was made with and is used with.
         fingerprint: Of the model's weights (`models.fingerprint`); None fits any model of this shape.
         model_name: Name of the model, for messages and titles.
         sources: One entry for each calibration sequence: its number of "tokens" and the "sha256" of its ids.
+        prefill_candidates: Prefill rows, what the prompt's own queries attend to; at most the cache rows, and those
+            where they are left out.
+        probe_scores: Probe score of every candidate, as `scores`; NaN where left out.
+        probes: How the probe scores were measured: the "kind" of the probes, their "tokens", how much the far context
+            matters to them ("need", in nats), how often that was measured ("rounds"), whether it was too little and the
+            text's worst queries took their place
+            ("fallback"), and the share that the cache had to be "kept" within, or None where tau_probe chose the rows.
+            None where there were no probes.
         library_version: Version of tca_jax that made the profile.
 
     Raises:
@@ -46,25 +55,35 @@ class Profile:
     fingerprint: str | None
     model_name: str
     sources: tuple[Mapping[str, Any], ...] = ()
+    prefill_candidates: np.ndarray = None  # type: ignore[assignment]  # an array once it is made
+    probe_scores: np.ndarray = None  # type: ignore[assignment]
+    probes: Mapping[str, Any] | None = None
     library_version: str = dataclasses.field(default_factory=lambda: importlib.metadata.version("tca-jax"))
 
     def __post_init__(self) -> None:
         rows = self.config.num_candidates + 1
-        object.__setattr__(self, "candidates", _checked_candidates(self.candidates, rows))
-        object.__setattr__(self, "scores", _checked_scores(self.scores, (*self.candidates.shape, rows)))
+        object.__setattr__(self, "candidates", _checked_candidates("candidates", self.candidates, rows))
+        prefill = self.candidates if self.prefill_candidates is None else self.prefill_candidates
+        object.__setattr__(self, "prefill_candidates", _checked_candidates("prefill_candidates", prefill, rows))
+        _require_subset(self.prefill_candidates, self.candidates)
+        shape = (*self.candidates.shape, rows)
+        probed = np.full(shape, np.nan, np.float32) if self.probe_scores is None else self.probe_scores
+        object.__setattr__(self, "scores", _checked_scores("scores", self.scores, shape))
+        object.__setattr__(self, "probe_scores", _checked_scores("probe_scores", probed, shape))
         object.__setattr__(self, "sources", _checked_sources(self.sources))
+        object.__setattr__(self, "probes", _checked_probes(self.probes))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Profile):
             return NotImplemented
         return (
-            np.array_equal(self.candidates, other.candidates)
-            and np.array_equal(self.scores, other.scores, equal_nan=True)
+            all(np.array_equal(mine, other._arrays()[name], equal_nan=True) for name, mine in self._arrays().items())
             and self._metadata() == other._metadata()
         )
 
     def __hash__(self) -> int:
-        return hash((self.candidates.tobytes(), self.config, self.fingerprint, self.model_name))
+        rows = self.candidates.tobytes(), self.prefill_candidates.tobytes()
+        return hash((rows, self.config, self.fingerprint, self.model_name))
 
     @classmethod
     def uniform(cls, config: TCAConfig, num_layers: int, num_kv_heads: int, candidate: int) -> Profile:
@@ -102,9 +121,10 @@ class Profile:
         return self.candidates.shape[1]
 
     def kept_share(self, num_tokens: int) -> Float64[np.ndarray, "layers Hkv"]:
-        """Share of a full cache's tokens that a prompt leaves in the cache of each head.
+        """Share of a full cache's tokens that a prompt leaves in the cache of each head, at most.
 
-        Kept are the selected tokens of the n ranked blocks (Eq. 7) and every token right of them, the local
+        Kept are the selected tokens of the n ranked blocks (Eq. 7), the larger budget of both rows at each rank, the
+        reserve (a bound: budgets may hold some of its tokens anyway), and every token right of those blocks, the local
         tokens of the first new one; a prompt with n = 0 keeps everything.
 
         Args:
@@ -116,12 +136,16 @@ class Profile:
         Raises:
             ValueError: `num_tokens` is not a positive integer.
         """
-        if isinstance(num_tokens, bool) or not isinstance(num_tokens, numbers.Integral) or num_tokens < 1:
-            raise ValueError(f"num_tokens = {num_tokens!r}: must be an integer of at least 1")
-        num_ranked = self.config.num_ranked_blocks(int(num_tokens))
-        selected = budget_counts(self.config, num_ranked).astype(np.int64) @ budget_sizes(self.config)
-        local = num_tokens - num_ranked * self.config.block_size
-        return (selected[self.candidates] + local) / np.float64(num_tokens)
+        check_integer("num_tokens", num_tokens, at_least=1)
+        return kept_share(self.config, int(num_tokens), self.candidates, self.prefill_candidates)
+
+    def prefill_kept_share(self, num_tokens: int) -> Float64[np.ndarray, "layers Hkv"]:
+        """Share of a prompt's tokens that the first token behind it would attend to under the prefill rows, at most.
+
+        As `kept_share`, which is the share of the memory; this one tells the work of reading the prompt.
+        """
+        check_integer("num_tokens", num_tokens, at_least=1)
+        return kept_share(self.config, int(num_tokens), self.prefill_candidates, self.prefill_candidates)
 
     def validate_for(self, model_config: ModelConfig, fingerprint: str | None, name: str) -> None:
         """Checks that the profile belongs to a model.
@@ -148,7 +172,9 @@ class Profile:
 
     def method(self) -> Method:
         """The attention method that runs under these budgets, a `tca_jax.methods` object."""
-        return configured(self.config, self.candidates)
+        if np.array_equal(self.prefill_candidates, self.candidates):
+            return configured(self.config, self.candidates)
+        return configured(self.config, self.candidates, self.prefill_candidates)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes the profile to a directory, in place of the one that it holds.
@@ -166,8 +192,7 @@ class Profile:
         path = _absolute(directory)
         if path.exists() and not path.is_dir():
             raise ValueError(f"cannot save a profile to {path}: it is a file, not a directory")
-        arrays = {"candidates": self.candidates, "scores": self.scores}
-        save_step(path, arrays, sign(self._metadata(), arrays))
+        save_step("profile", path, self._arrays(), sign(self._metadata(), self._arrays()))
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Profile:
@@ -191,7 +216,7 @@ class Profile:
             raise FileNotFoundError(f"profile directory {path} does not exist")
         if not path.is_dir():
             raise ValueError(f"{path} is a file, not a profile directory")
-        return load_step(path, cls._parse)
+        return load_step("profile", path, cls._parse)
 
     @classmethod
     def _parse(cls, folder: Path, metadata: Any, restore: RestoreArrays) -> Profile:
@@ -202,6 +227,9 @@ class Profile:
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from error
 
+    def _arrays(self) -> dict[str, np.ndarray]:
+        return {name: getattr(self, name) for name in ARRAYS}
+
     def _metadata(self) -> dict[str, Any]:
         """All but the arrays, as JSON values."""
         return {
@@ -210,37 +238,54 @@ class Profile:
             "fingerprint": self.fingerprint,
             "model_name": self.model_name,
             "sources": [dict(source) for source in self.sources],
+            "probes": None if self.probes is None else dict(self.probes),
             "library_version": self.library_version,
         }
 
 
-def _checked_candidates(value: Any, rows: int) -> Int32[np.ndarray, "layers Hkv"]:
+def _checked_candidates(name: str, value: Any, rows: int) -> Int32[np.ndarray, "layers Hkv"]:
     """`value` as a read-only int32 array of rows in [0, rows)."""
     array = np.asarray(value)
     if array.ndim != 2 or not array.size or not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"Profile.candidates: must be integers [layers, H_kv], got {array.dtype} {list(array.shape)}")
+        raise ValueError(f"Profile.{name}: must be integers [layers, H_kv], got {array.dtype} {list(array.shape)}")
     wrong = np.argwhere((array < 0) | (array >= rows))
     if len(wrong):
         layer, head = wrong[0]
         raise ValueError(
-            f"Profile.candidates[{layer}, {head}] = {array[layer, head]}: must lie in [0, {rows - 1}], "
+            f"Profile.{name}[{layer}, {head}] = {array[layer, head]}: must lie in [0, {rows - 1}], "
             f"where {rows - 1} is dense"
         )
     return _frozen(array, np.int32)
 
 
-def _checked_scores(value: Any, shape: tuple[int, ...]) -> Float32[np.ndarray, "layers Hkv rows"]:
+def _require_subset(prefill: Int32[np.ndarray, "layers Hkv"], cache: Int32[np.ndarray, " ..."]) -> None:
+    """Raises unless every head has a prefill row, and at most its cache row."""
+    if prefill.shape != cache.shape:
+        raise ValueError(
+            f"Profile.prefill_candidates: must be integers {list(cache.shape)}, as candidates are, got "
+            f"{list(prefill.shape)}"
+        )
+    wrong = np.argwhere(prefill > cache)
+    if len(wrong):
+        layer, head = wrong[0]
+        raise ValueError(
+            f"Profile.prefill_candidates[{layer}, {head}] = {prefill[layer, head]}: must be at most the cache row, "
+            f"candidates[{layer}, {head}] = {cache[layer, head]}"
+        )
+
+
+def _checked_scores(name: str, value: Any, shape: tuple[int, ...]) -> Float32[np.ndarray, "layers Hkv rows"]:
     """`value` as a read-only float32 array of that shape with scores in [0, 1] or NaN."""
     array = np.asarray(value)
     if array.shape != shape or not np.issubdtype(array.dtype, np.floating):
         raise ValueError(
-            f"Profile.scores: must be floats [layers, H_kv, M + 1] = {list(shape)}, "
+            f"Profile.{name}: must be floats [layers, H_kv, M + 1] = {list(shape)}, "
             f"got {array.dtype} {list(array.shape)}"
         )
     wrong = np.argwhere((array < -_SCORE_SLACK) | (array > 1 + _SCORE_SLACK))
     if len(wrong):
         at = tuple(wrong[0].tolist())
-        raise ValueError(f"Profile.scores{list(at)} = {array[at]}: must lie in [0, 1]")
+        raise ValueError(f"Profile.{name}{list(at)} = {array[at]}: must lie in [0, 1]")
     return _frozen(array, np.float32)
 
 
@@ -257,6 +302,28 @@ def _checked_sources(value: Sequence[Any]) -> tuple[dict[str, Any], ...]:
                 f"Profile.sources[{index}] = {source!r}: must hold an integer 'tokens' and a string 'sha256'"
             )
     return tuple(dict(source) for source in value)
+
+
+def _checked_probes(value: Any) -> dict[str, Any] | None:
+    """`value` with the entries that tell how probe scores were measured, copied."""
+    if value is None:
+        return None
+    known = (
+        isinstance(value, Mapping)
+        and set(value) == {"kind", "tokens", "need", "rounds", "fallback", "kept"}
+        and value["kind"] in ("copy", "text", "pairs")
+        and isinstance(value["tokens"], int)
+        and isinstance(value["need"], int | float)
+        and isinstance(value["rounds"], int)
+        and isinstance(value["fallback"], bool)
+        and isinstance(value["kept"], int | float | None)
+    )
+    if not known:
+        raise ValueError(
+            f"Profile.probes = {value!r}: must be None, or hold a 'kind' of 'copy', 'text' or 'pairs', integers "
+            "'tokens' and 'rounds', numbers 'need' and 'kept' (or None) and a boolean 'fallback'"
+        )
+    return dict(value)
 
 
 def _frozen(array: np.ndarray, dtype: Any) -> np.ndarray:

@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from tca_jax.calibration.persistence import RestoreArrays
+from tca_jax.engine.persistence import RestoreArrays
 from tca_jax.methods.config import TCAConfig
 
 # Version 1 has no checksum. What a version lacks is read as what the library that wrote it did.
 FORMAT_VERSION = 2
 
-_ARRAYS = ("candidates", "scores")
+#: Arrays of a profile; the first two are those that every profile has, of whatever time.
+ARRAYS = ("candidates", "scores", "prefill_candidates", "probe_scores")
+_ALWAYS = ARRAYS[:2]
 _CHECKSUM = "sha256"
 _FIELD_TYPES: Mapping[str, tuple[type | UnionType, str]] = MappingProxyType(
     {
@@ -28,12 +30,15 @@ _FIELD_TYPES: Mapping[str, tuple[type | UnionType, str]] = MappingProxyType(
         "fingerprint": (str | None, "a string or null"),
         "model_name": (str, "a string"),
         "sources": (list, "a list"),
+        "probes": (dict | None, "an object or null"),
         "library_version": (str, "a string"),
     }
 )
-_ABSENT_FIELDS: Mapping[str, Any] = MappingProxyType({"sources": [], "library_version": "unknown"})
+_ABSENT_FIELDS: Mapping[str, Any] = MappingProxyType({"sources": [], "probes": None, "library_version": "unknown"})
 # Fields of TCAConfig that came later than format version 1, each with the value that does what was done without it.
-_ABSENT_CONFIG_FIELDS: Mapping[str, Any] = MappingProxyType({})
+_ABSENT_CONFIG_FIELDS: Mapping[str, Any] = MappingProxyType(
+    {"reserve": 0, "observation": 64, "spread": 16, "tau_probe": 0.0}
+)
 
 
 def sign(metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -60,7 +65,7 @@ def read_fields(folder: Path, metadata: Any, restore: RestoreArrays) -> dict[str
     file = folder / "metadata" / "metadata"
     version = _format_version(metadata, file)
     if version == 1:
-        arrays = restore(_ARRAYS)
+        arrays = restore(_ALWAYS)
     else:
         metadata, arrays = _verified(folder, metadata, restore)
     fields = _complete(metadata, _FIELD_TYPES, _ABSENT_FIELDS, str(file))
@@ -86,7 +91,7 @@ def _verified(folder: Path, metadata: dict[str, Any], restore: RestoreArrays) ->
     names = signed["arrays"]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{where}: arrays = {names!r}: must be a list of names")
-    _require_fields(names, _ARRAYS, _ARRAYS, f"{where}: arrays")
+    _require_fields(names, _ALWAYS, ARRAYS, f"{where}: arrays")
     arrays = restore(names)
     if metadata[_CHECKSUM] != _checksum(signed, arrays):
         raise ValueError(f"{folder}: damaged: the profile in it does not match its checksum")

@@ -1,28 +1,37 @@
-"""calibrate: score every candidate on full attention over the texts, and choose one for each KV head."""
+"""calibrate: what every KV head needs of its candidates, measured on full attention over texts and their probes."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float32, Float64, Int32
 
+from tca_jax.calibration.passes import ForwardPass, score_layer, sparse_layer, worst_layer
+from tca_jax.calibration.probes import ProbedText, Probes, probe_kind, probed_texts
 from tca_jax.calibration.profile import Profile
-from tca_jax.calibration.scores import calibration_scores, choose_candidates
+from tca_jax.calibration.rows import choose_cache_rows, choose_candidates, densest_within, require_fit
+from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.lm import LM
-from tca_jax.engine.prompts import Encoder, Prompt, encode_prompts, pad_tokens
+from tca_jax.engine.prompts import Encoder, Prompt, encode_prompts
+from tca_jax.methods.checks import is_finite_number
 from tca_jax.methods.config import TCAConfig
-from tca_jax.models.decoder import Decoder
-from tca_jax.pallas_kernels.causal_attention import causal_attention
 
 _DEFAULT_CONFIG = TCAConfig()
+_MOST_NEED = 5.0  # nats: one token that the model is certain of must not outweigh all others
+# Nats a probe token below which a probe tells nothing. The small changes that a sparse reading makes to plain text come
+# to 0.03 on a model of a few million weights; one answer token of a hundred adds up to 0.05; copies give more than 0.1.
+_LEAST_NEED = 0.05
+# A head that matters to few of a probe's queries hides behind one that matters to all. So the needs are measured again
+# over the rows that were found; queries that still lose more than this many nats find the next.
+_LOST = 0.5
+_MOST_ROUNDS = 4
 
 
 def calibrate(
@@ -30,107 +39,267 @@ def calibrate(
     texts: Prompt | Sequence[Prompt],
     config: TCAConfig = _DEFAULT_CONFIG,
     *,
+    probes: Probes = "copy",
+    kept: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
-    """Finds the token budget of every KV head (Algorithm 1): the sparsest candidate whose score reaches tau.
+    """Finds two rows of budgets for every KV head (Algorithm 1 and probes).
+
+    The prefill row is the sparsest candidate whose calibration score reaches `config.tau`. The cache row is the
+    sparsest at or above it whose probe score reaches `config.tau_probe`: a probe is a passage behind the text that the
+    model answers from far back, and each of its queries counts by the rise of its loss, in nats, when all heads hold
+    the sparsest row's tokens alone.
 
     Args:
         lm: The model, from `tca_jax.load`. Its own profile, if it has one, plays no part.
         texts: One or several texts or sequences of token ids, each longer than the window. Best are a few as
-            long as the prompts to come, and of their kind. Scores are averaged over the texts.
+            long as the prompts to come, and of their kind. Scores are averaged over the texts, needs are added.
         config: Hyperparameters, of calibration and of inference with the profile.
-        progress: Called with (layers done, layers in all), summed over the texts, first with 0 done.
+        probes: "copy": passages of the text again (any text will do); "text": the text's own last quarter; for each
+            text a list of (question, answer) pairs, as text or as token ids; or None: the cache row is the prefill row.
+            With `config.tau_probe` 0 nothing asks for copies, and none are read.
+        kept: Instead of `config.tau_probe`: the largest mean share of the cache's tokens, in (0, 1], at the length of
+            the longest text. As many heads are dense as fit, those of the worst probe scores first.
+        progress: Called with (layers done, layers in all), summed over all passes, first with 0 done; the second number
+            grows with further rounds, and where probes prove to tell nothing.
 
     Returns:
-        The profile: candidates, all scores and what they were measured on.
+        The profile: both rows, all scores and what they were measured on.
 
     Raises:
         ValueError: a text is empty, not UTF-8, too short for the window or longer than the model's context,
-            holds ids outside the vocabulary, or is text where the model has no tokenizer; or the model computes
-            NaN or infinity.
-        TypeError: `texts` holds something else than text and token ids.
+            holds ids outside the vocabulary, or is text where the model has no tokenizer; the probes are not allowed or
+            pass the model's positions; `kept` is not in (0, 1], comes without probes, or is less than window, reserve
+            and prefill rows take, which are known once full attention has read the texts; or the model computes NaN or
+            infinity.
+        TypeError: `texts` or `probes` hold something else than text and token ids.
 
     Warns:
-        UserWarning: a text has fewer than 2 (window + block_size) tokens, so few queries measured anything.
+        UserWarning: a text has fewer than 2 (window + block_size) tokens, so few queries measured anything; or the
+            probes do not matter to the model (it does not copy, does not know, or nothing far is asked for): the worst
+            1% of the texts' queries take their place, which is safer and keeps more.
     """
+    require_kept(kept, probes)
+    if probe_kind(probes) == "copy" and config.tau_probe == 0 and kept is None:
+        probes = None
     sequences = encode_prompts(lm, texts, "texts")
     for index, ids in enumerate(sequences):
         require_length(f"texts[{index}]", len(ids), lm, config)
-    if short := _short_text([len(ids) for ids in sequences], config):
+    probed = probed_texts(lm, sequences, probes, config)
+    tokens = max(text.text_tokens for text in probed)
+    if kept is not None:
+        require_fit(kept, tokens, config)
+    if short := _short_text([text.text_tokens for text in probed], config):
         warnings.warn(short, stacklevel=2)
-    scores = _mean_scores(lm, sequences, config, progress or (lambda done, total: None))
+    steps = _Steps(sum(2 if text.num_probe else 1 for text in probed) * lm.config.num_layers, progress)
+    found = _measure(lm, probed, config, steps, kept=kept)
+    fallback = probes is not None and _too_little(found.need, probed)
+    if fallback:
+        warnings.warn(_useless_probes(lm, found), stacklevel=2)
+        found = dataclasses.replace(found, dropped=_worst_queries(lm, probed, config, steps))
+    rows = _choose_rows(found, config, kept, tokens, probed=probes is not None)
     return Profile(
-        candidates=np.asarray(choose_candidates(jnp.asarray(scores), config.tau)),
-        scores=scores,
+        **rows,
+        scores=found.scores.astype(np.float32),
+        probes=None
+        if probes is None
+        else {
+            "kind": probe_kind(probes),
+            "tokens": found.probe_tokens,
+            "need": found.need,
+            "rounds": found.rounds,
+            "fallback": fallback,
+            "kept": None if kept is None else float(kept),
+        },
         config=config,
         fingerprint=lm.fingerprint,
         model_name=lm.name,
-        sources=tuple(
-            {"tokens": len(ids), "sha256": hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()}
-            for ids in sequences
-        ),
+        sources=tuple(_source(text.ids[: text.text_tokens]) for text in probed),
     )
 
 
-def _mean_scores(
-    lm: LM, sequences: list[list[int]], config: TCAConfig, progress: Callable[[int, int], None]
-) -> Float32[np.ndarray, "layers Hkv rows"]:
-    """Scores averaged over the sequences, in float64."""
-    num_layers, steps = lm.config.num_layers, lm.config.num_layers * len(sequences)
-    mean = np.zeros((num_layers, lm.config.num_kv_heads, config.num_candidates + 1), np.float64)
-    progress(0, steps)
-    for text, ids in enumerate(sequences):
-        for layer, scores in enumerate(_layer_scores(lm.decoder, ids, config)):
-            if not np.isfinite(scores).all():
-                raise ValueError(f"model {lm.name!r} computes NaN or infinity in the attention of layer {layer}")
-            mean[layer] += scores
-            progress(text * num_layers + layer + 1, steps)
-    return (mean / len(sequences)).astype(np.float32)
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """What the passes over all texts measured.
 
-
-def _layer_scores(decoder: Decoder, ids: list[int], config: TCAConfig) -> Iterator[Float32[np.ndarray, "Hkv rows"]]:
-    """Scores of one layer after the other from a forward pass with exact full attention, in O(L) memory.
-
-    One program serves all layers, so that a deep model compiles as fast as a shallow one.
+    Attributes:
+        scores: Calibration scores, the mean over the texts.
+        dropped: Mass that every row drops, the mean over all probes' queries weighted by need; the rounds' largest.
+        need: Sum of the needs of the first round, in nats.
+        probe_tokens: Tokens of all probes.
+        rounds: Readings of the probes that found a need.
     """
-    padded, true_lengths = pad_tokens([ids])
-    tokens, lengths = jnp.asarray(padded), jnp.asarray(true_lengths)
-    graphdef, weights = nnx.split(decoder)
-    x, cos, sin = _embed(graphdef, weights, tokens, lengths)
-    for layer in decoder.layers:
-        x, scores = _score_layer(*nnx.split(layer), x, cos, sin, lengths, config)
-        yield np.asarray(scores)
+
+    scores: Float64[np.ndarray, "layers Hkv M1"]
+    dropped: Float64[np.ndarray, "layers Hkv M1"]
+    need: float
+    probe_tokens: int
+    rounds: int
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef",))
-def _embed(
-    graphdef: Any, weights: Any, tokens: Int32[Array, "1 L"], lengths: Int32[Array, " 1"]
-) -> tuple[Float[Array, "1 L D"], Float[Array, "1 L half"], Float[Array, "1 L half"]]:
-    """What the first layer gets: the residual stream, and the angles of RoPE."""
-    decoder = nnx.merge(graphdef, weights)
-    positions = jnp.minimum(jnp.arange(tokens.shape[1], dtype=jnp.int32), lengths[:, None] - 1)
-    return decoder.embed(tokens), *decoder.angles(positions)
+@dataclasses.dataclass(frozen=True)
+class _ReadProbe:
+    """A text with its probe as full attention reads it.
+
+    Attributes:
+        text: The text.
+        losses: Of the probe's next tokens, in nats.
+        masses: What each row would drop of each query's attention, by layer.
+    """
+
+    text: ProbedText
+    losses: Float32[np.ndarray, " P"]
+    masses: Sequence[Float32[np.ndarray, "Hkv P M1"]]
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "config"), donate_argnames=("x",))
-def _score_layer(
-    graphdef: Any,
-    weights: Any,
-    x: Float[Array, "1 L D"],
-    cos: Float[Array, "1 L half"],
-    sin: Float[Array, "1 L half"],
-    lengths: Int32[Array, " 1"],
+class _Steps:
+    """Tells how many layers have run, of how many."""
+
+    def __init__(self, total: int, progress: Callable[[int, int], None] | None) -> None:
+        self.done, self.total, self._progress = 0, total, progress or (lambda done, total: None)
+        self._progress(0, total)
+
+    def step(self) -> None:
+        self.done += 1
+        self.total = max(self.total, self.done)
+        self._progress(self.done, self.total)
+
+
+def _measure(lm: LM, texts: Sequence[ProbedText], config: TCAConfig, steps: _Steps, *, kept: float | None) -> _Found:
+    """A pass of full attention over each text, then rounds of reading the probes over what the rows so far keep."""
+    shape = lm.config.num_layers, lm.config.num_kv_heads, config.num_candidates + 1
+    scores, dropped, need, rounds = np.zeros(shape), np.zeros(shape), 0.0, 0
+    probes = []
+    longest = max(text.num_probe for text in texts)
+    most = bucket_length(longest) if longest else 0  # one bucket for all: each is a program
+    for text in texts:
+        tokens, starts = jnp.array([text.text_tokens], jnp.int32), jnp.array([text.probe_start], jnp.int32)
+        full = ForwardPass(lm.decoder, text.ids)
+        masses = []
+        for layer, (of_layer, mass) in enumerate(full.layers(score_layer, tokens, starts, config, most)):
+            if not np.isfinite(of_layer).all():
+                raise ValueError(f"model {lm.name!r} computes NaN or infinity in the attention of layer {layer}")
+            scores[layer] += np.asarray(of_layer)  # a JAX array would pull the sum into float32
+            masses.append(np.asarray(mass))  # all texts' and layers' would crowd the device
+            steps.step()
+        if text.num_probe:
+            probes.append(_ReadProbe(text, full.losses(text.probe_start, most), masses))
+    scores /= len(texts)
+    prefill = np.asarray(choose_candidates(jnp.asarray(scores, jnp.float32), config.tau))
+    if kept is not None:  # said before the probes are read
+        require_fit(kept, max(text.text_tokens for text in texts), config, prefill.ravel())
+    rows = np.zeros(shape[:2], np.int32)  # row 1 of every head
+    while probes and rounds < _MOST_ROUNDS:
+        found, needed = _read_probes(lm, probes, rows, config, steps, least=_LOST if rounds else 0.0)
+        if not needed:
+            break
+        rounds += 1
+        need = need or needed
+        dropped = np.maximum(dropped, found)
+        if _too_little(need, texts):
+            break
+        denser = choose_cache_rows(1 - dropped, prefill, config.tau_probe)
+        if (denser == rows).all():
+            break
+        rows = denser
+    return _Found(scores, dropped, need, sum(text.num_probe for text in texts), rounds)
+
+
+def _read_probes(
+    lm: LM,
+    probes: Sequence[_ReadProbe],
+    rows: Int32[np.ndarray, "layers Hkv"],
     config: TCAConfig,
-) -> tuple[Float[Array, "1 L D"], Float32[Array, "Hkv rows"]]:
-    """The residual stream behind a layer, and the layer's scores: NaN where a query or key is not finite."""
+    steps: _Steps,
+    *,
+    least: float,
+) -> tuple[Float64[np.ndarray, "layers Hkv M1"], float]:
+    """Mass that every row drops when the probes are read over some cache rows, weighted by need, and the sum of these.
 
-    def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, Array]:
-        scores = calibration_scores(q, k, lengths, config)[0]
-        finite = jnp.isfinite(q).all() & jnp.isfinite(k).all()  # a selection among NaNs may score well
-        return causal_attention(q, k, v, lengths), jnp.where(finite, scores, jnp.nan)
+    Numerators and denominators of all probes add up. Needs under `least` nats do not count.
+    """
+    dropped: Any = 0.0
+    need = 0.0
+    for probe in probes:
+        text, most = probe.text, len(probe.losses)
+        sparse = ForwardPass(lm.decoder, text.ids)
+        starts = jnp.array([text.probe_start], jnp.int32)
+        for _ in sparse.layers(sparse_layer, starts, config, most, rows=list(jnp.asarray(rows))):
+            steps.step()
+        needs = _needs(lm, probe.losses, sparse.losses(text.probe_start, most), text.num_probe - 1)  # nothing follows
+        needs = np.where(needs >= least, needs, 0).astype(np.float32)
+        dropped += np.stack(
+            [np.asarray(_weighted(mass, jnp.asarray(needs))) for mass in probe.masses], dtype=np.float64
+        )
+        need += float(needs.sum(dtype=np.float64))
+    return dropped / (need or 1.0), need
 
-    x, scores, _ = nnx.merge(graphdef, weights)(x, cos, sin, attend, None)
-    return x, scores
+
+def _too_little(need: float, texts: Sequence[ProbedText]) -> bool:
+    """Whether probes matter so little to the model that they tell nothing."""
+    return need < _LEAST_NEED * max(1, sum(text.num_probe for text in texts))
+
+
+def _needs(
+    lm: LM, full: Float32[np.ndarray, " P"], sparse: Float32[np.ndarray, " P"], count: int
+) -> Float32[np.ndarray, " P"]:
+    """How much worse each of a probe's first `count` queries foretells its next token without the far context, nats."""
+    rise = (sparse - full)[:count]
+    if not np.isfinite(rise).all():
+        raise ValueError(f"model {lm.name!r} computes NaN or infinity in the logits of a probe")
+    return np.pad(np.clip(rise, 0, _MOST_NEED), (0, len(full) - count))
+
+
+@jax.jit
+def _weighted(mass: Float32[Array, "Hkv P M1"], needs: Float32[Array, " P"]) -> Float32[Array, "Hkv M1"]:
+    return (mass * needs[:, None]).sum(axis=1)
+
+
+def _worst_queries(
+    lm: LM, texts: Sequence[ProbedText], config: TCAConfig, steps: _Steps
+) -> Float64[np.ndarray, "layers Hkv M1"]:
+    """Mean dropped mass of the worst 1% of each text's queries behind a selection in its middle."""
+    shape = lm.config.num_layers, lm.config.num_kv_heads, config.num_candidates + 1
+    dropped, weight = np.zeros(shape), 0
+    steps.total += lm.config.num_layers * len(texts)
+    for text in texts:
+        # A selection needs a ranked block to choose from.
+        start = min(max(text.text_tokens // 2, config.window + config.block_size), text.text_tokens - 1)
+        queries = text.text_tokens - start
+        starts = jnp.array([start], jnp.int32)
+        run = ForwardPass(lm.decoder, text.ids[: text.text_tokens])
+        for layer, worst in enumerate(run.layers(worst_layer, starts, config, bucket_length(queries))):
+            dropped[layer] += np.asarray(worst) * np.float64(queries)
+            steps.step()
+        weight += queries
+    return dropped / weight
+
+
+def _choose_rows(found: _Found, config: TCAConfig, kept: float | None, tokens: int, *, probed: bool) -> dict[str, Any]:
+    """The fields of a profile that say what each head keeps, and by which probe scores."""
+    prefill = np.asarray(choose_candidates(jnp.asarray(found.scores, jnp.float32), config.tau))
+    if not probed:
+        return {"candidates": prefill}
+    scores = (1 - found.dropped).astype(np.float32)
+    if kept is None:
+        cache = choose_cache_rows(scores, prefill, config.tau_probe)
+    else:
+        cache = densest_within(kept, tokens, scores, prefill, config)
+    return {"candidates": cache, "prefill_candidates": prefill, "probe_scores": scores}
+
+
+def _source(ids: list[int]) -> dict[str, Any]:
+    return {"tokens": len(ids), "sha256": hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()}
+
+
+def _useless_probes(lm: LM, found: _Found) -> str:
+    """What to say of probes whose answers do not need the far context."""
+    return (
+        f"the probes do not matter to {lm.name!r}: without the far context the loss of their {found.probe_tokens} "
+        f"tokens rises by {found.need / max(1, found.probe_tokens):.4f} nats each, less than {_LEAST_NEED}, so they "
+        "cannot tell which heads look far. The worst 1% of the texts' queries take their place, and more is kept; "
+        "(question, answer) pairs that the model answers from the text are better probes"
+    )
 
 
 def require_length(name: str, tokens: int, lm: Encoder, config: TCAConfig) -> None:
@@ -143,6 +312,16 @@ def require_length(name: str, tokens: int, lm: Encoder, config: TCAConfig) -> No
         )
     if tokens > most:
         raise ValueError(f"{name} has {tokens} tokens, model {lm.name!r} has {most} positions: split the text")
+
+
+def require_kept(kept: float | None, probes: Any) -> None:
+    """Raises ValueError if `kept` is neither None nor a share, or there are no probes to rank heads by."""
+    if kept is None:
+        return
+    if not is_finite_number(kept) or not 0 < kept <= 1:
+        raise ValueError(f"kept = {kept!r}: must lie in (0, 1]")
+    if probes is None:
+        raise ValueError(f"kept = {kept}: needs probes, which say what heads are dense first; probes is None")
 
 
 def _short_text(lengths: list[int], config: TCAConfig) -> str | None:

@@ -1,4 +1,4 @@
-"""Calibration scores: how much attention each candidate keeps, and the choice among them (Algorithm 1)."""
+"""Calibration scores: how much of a text's attention each candidate keeps (Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from tca_jax.methods.candidates import budget_count_table
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.queries import last_queries
-from tca_jax.methods.selection import block_budgets, block_density
+from tca_jax.methods.selection import row_budgets, score_prompt
 from tca_jax.pallas_kernels.checks import AnyArray, as_int32, check_range, check_shapes
 from tca_jax.pallas_kernels.column_mass import column_mass
 from tca_jax.pallas_kernels.ranking import selection_mask
-from tca_jax.pallas_kernels.token_scores import token_scores
 
 
 def calibration_scores(
@@ -53,33 +51,31 @@ def calibration_scores(
 def _scores(
     q: Float[Array, "B L Hq d"], k: Float[Array, "B L Hkv d"], lengths: Int[Array, " B"], config: TCAConfig
 ) -> Float32[Array, "B Hkv M1"]:
-    masks = _candidate_masks(last_queries(q, lengths, 1)[:, 0], k, lengths, config)  # [M + 1, B, Hkv, L]
+    masks = selected_by_row(q, k, lengths, config)
     near, far = column_mass(q, k, lengths, block_size=config.block_size, window=config.window)
     score = _retained_mass if config.criterion == "retained_mass" else _column_mean
     scores = jax.vmap(lambda mask: score(mask, near, far, lengths, config))(masks)
     return jnp.moveaxis(scores, 0, -1)
 
 
-def choose_candidates(scores: Float[Array, "*heads M1"], tau: float) -> Int32[Array, "*heads"]:
-    """The sparsest candidate whose score reaches `tau`; the last one, dense, where none does."""
-    reached = (scores >= tau).at[..., -1].set(True)
-    return jnp.argmax(reached, axis=-1).astype(jnp.int32)
-
-
-def _candidate_masks(
-    q_last: Float[Array, "B Hq d"], k: Float[Array, "B L Hkv d"], lengths: Int[Array, " B"], config: TCAConfig
+def selected_by_row(
+    q: Float[Array, "B L Hq d"], k: Float[Array, "B L Hkv d"], lengths: Int[Array, " B"], config: TCAConfig
 ) -> Bool[Array, "M1 B Hkv L"]:
-    """Tokens that every candidate would select."""
-    scored = token_scores(q_last, k, lengths, block_size=config.block_size)
-    ranked = config.num_ranked_blocks(lengths)
-    density = block_density(scored, ranked, config)
-    counts = jnp.asarray(budget_count_table(config, config.num_ranked_blocks(k.shape[1])))[ranked]  # [B, M + 1, K]
+    """The tokens that every row of `candidate_budgets` selects from a text, the reserve among them.
 
-    def mask(counts: Int[Array, "B K"]) -> Bool[Array, "B Hkv L"]:
-        of_heads = jnp.broadcast_to(counts[:, None], (*density.shape[:2], counts.shape[-1]))
-        return selection_mask(scored.scores, block_budgets(density, ranked, of_heads), block_size=config.block_size)
+    Args:
+        q: Queries after RoPE; what lies past a length does not matter.
+        k: Keys after RoPE.
+        lengths: Tokens of each text, traced; the selection is made at its end.
+        config: The method's hyperparameters.
+    """
+    scores = score_prompt(last_queries(q, lengths, config.num_queries), k, lengths, config)
 
-    return jax.vmap(mask, in_axes=1)(counts)
+    def of_row(row: Int32[Array, ""]) -> Bool[Array, "B Hkv L"]:
+        budgets = row_budgets(scores, jnp.broadcast_to(row, k.shape[2]), lengths, config)
+        return selection_mask(scores.ranking, budgets, block_size=config.block_size)
+
+    return jax.vmap(of_row)(jnp.arange(config.num_candidates + 1, dtype=jnp.int32))
 
 
 def _retained_mass(

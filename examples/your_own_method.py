@@ -15,12 +15,14 @@ import numpy as np
 from jax import Array
 
 import tca_jax
-from tca_jax import methods, needles, plots
+from tca_jax import methods, plots, recall
 from tca_jax.inspection import local_start
+from tca_jax.recall.protocols import completion
 
-TOKENS, NEEDLES, QUESTIONS = 2048, 6, 4
+BYTES = 1920  # of a document; with a question about 2000 tokens, for the model reads bytes
+TASKS = ("digits", "words", "keys", "digits")
 WINDOW = 512  # of all methods: that of the shipped profile
-ANSWER_TOKENS = needles.CODE_DIGITS + 1  # the code and its full stop, a byte each
+ANSWER_TOKENS = 16  # none of these answers is longer than 13 bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +50,11 @@ class ObservedCache(methods.CachePolicy):
     window: int = 4096
     block_size: int = 128
 
-    def capacities(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
-        ranked = self.num_ranked_blocks(prompt_tokens)
-        leaving = self.num_leaving_blocks(prompt_tokens, new_tokens)
-        return (ranked + leaving) * int(self.most * self.block_size)
+    def capacities(self, layer: int, prompt_tokens: int) -> int:
+        return self.num_ranked_blocks(prompt_tokens) * int(self.most * self.block_size)
+
+    def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
+        return self.num_leaving_blocks(prompt_tokens, new_tokens) * int(self.most * self.block_size)
 
     def select(
         self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: str | tuple[str, ...]
@@ -99,36 +102,36 @@ def observed(threshold: float = 1.0, window: int = 4096) -> methods.Method:
 methods.register("observed", observed)
 
 
-def compare(lm: tca_jax.LM, document: needles.Document, text: str) -> str:
+def compare(lm: tca_jax.LM, document: recall.Document, text: str) -> str:
     """A line of the table: right answers, what the cache held, and how likely the model finds a text."""
-    questions = document.questions[:QUESTIONS]
-    prompts = [document.prompt(question) for question in questions]
+    questions = document.questions
+    prompts = [completion(document.text, question) for question in questions]
     out = tca_jax.generate(lm, prompts, max_new_tokens=ANSWER_TOKENS)
-    right = sum(map(needles.is_correct, questions, out.text))
+    right = sum(recall.is_correct(question, text, "prefix") for question, text in zip(questions, out.text, strict=True))
     logprob = tca_jax.score(lm, text).logprobs[0].mean()
     share, megabytes = out.stats.kept_share, out.stats.kv_cache_bytes / 1e6
     return f"{lm.method.name:<14}{right:>2} of {len(questions)}{share:>12.1%}{megabytes:>10.2f}{logprob:>16.3f}"
 
 
-def draw(lm: tca_jax.LM, document: needles.Document, folder: Path) -> Path:
+def draw(lm: tca_jax.LM, document: recall.Document, folder: Path) -> Path:
     """The picture of what each head keeps of a prompt, and of the line that holds its answer."""
     question = document.questions[0]
-    prompt, needle = document.prompt(question), question.needle
-    start = needle.position + 1  # 1: the token that begins every prompt
+    prompt, fact = completion(document.text, question), question.facts[0]
+    start = document.place(fact) + 1  # 1: the token that begins every prompt
     return plots.plot_kept_tokens(
         tca_jax.kept_tokens(lm, prompt),
         "\0" + prompt,
-        (start, start + len(needle.line)),
-        needle.key,
+        (start, start + len(fact.line)),
+        fact.key,
         f"{lm.name}, {lm.method.name}",
         folder / "your_own_method.png",
-        window_start=local_start(lm, TOKENS),
+        window_start=local_start(lm, 1 + len(prompt)),
     )
 
 
 def main(folder: Path) -> None:
-    document = needles.build_document(np.random.default_rng(0), TOKENS - 1, NEEDLES)
-    text = needles.build_document(np.random.default_rng(1), TOKENS - 1, NEEDLES).text
+    document = recall.build_document(np.random.default_rng(7), BYTES, TASKS)  # all that is asked stands far back
+    text = recall.build_document(np.random.default_rng(1), BYTES, TASKS).text
     tca = tca_jax.load("recall-tiny", profile="shipped")
     full = tca.with_profile(None)  # the same weights
     mine = full.with_method("observed", window=WINDOW)

@@ -20,7 +20,10 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "causal_attention": ("cudnn", "mosaic", "triton", "xla"),
         "column_mass": ("mosaic", "triton", "xla"),
         "decode_attention": ("triton", "xla"),
+        "extend_attention": ("triton", "xla"),
+        "observation_scores": ("triton", "xla"),
         "prefill_attention": ("mosaic", "triton", "xla"),
+        "reserve_tokens": ("triton", "xla"),
         "select_tokens": ("triton", "xla"),
         "token_scores": ("triton", "xla"),
     }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float32
 
-from tca_jax.pallas_kernels.numerics import precision, varying_axes
+from tca_jax.pallas_kernels.kernel_math import LOG2E
+from tca_jax.pallas_kernels.numerics import MASKED, precision, varying_axes
 
 #: How the one warning begins that this module suppresses.
 DEPRECATION = "The Pallas Triton backend is deprecated"
@@ -40,7 +43,7 @@ def triton_call(
 
     Args:
         kernel: Called with one ref an operand, then one an output.
-        operands: Input arrays.
+        operands: Input arrays, or pytrees of such: the kernel gets trees of refs.
         outputs: Shape and type of every output; what the kernel leaves unwritten is undefined.
         grid: Programs; the first axis runs fastest.
         name: The kernel's name in profiles.
@@ -122,6 +125,33 @@ def scaled_exp2(
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
     )
     return power
+
+
+def online_softmax_step(
+    q: Array, state: tuple[Array, Array, Array], k: Array, v: Array, visible: Array | None = None, *, interpret: bool
+) -> tuple[Array, Array, Array]:
+    """Takes one tile into (sum of weighted values, largest score, sum of weights) of every row.
+
+    A row must have a finite largest score when this returns: see a token of the tile, or have seen one before, or
+    begin at one whose product with the scale is exact, a power of two, above MASKED.
+    """
+    out, peak, weight = state
+    scale = LOG2E / math.sqrt(q.shape[1])
+    power = partial(scaled_exp2, scale=scale, interpret=interpret)
+    scores = dot(q, k, transposed=True)
+    if visible is not None:
+        scores = jnp.where(visible, scores, MASKED)
+    new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
+    bias = -scale * new_peak
+    decay = power(peak, bias=bias)
+    weights = power(scores, bias=jnp.broadcast_to(bias[:, None], scores.shape))
+    out = out * decay[:, None] + dot(weights.astype(v.dtype), v)
+    return out, new_peak, weight * decay + jnp.sum(weights, axis=1)
+
+
+def load_rows(ref: Any, inside: Array | None) -> Array:
+    """A tile; rows that are not `inside` are not read and give zeros, so that what they hold cannot spread."""
+    return ref[...] if inside is None else pltriton.load(ref, mask=inside, other=0.0)
 
 
 def _ignore_deprecation() -> None:

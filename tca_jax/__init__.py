@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the same names for type checkers, which do not follow `__getattr__`
     from tca_jax import diagnostics as diagnostics
     from tca_jax import methods as methods
+    from tca_jax.calibration.probing import probe_scores as probe_scores
     from tca_jax.calibration.profile import Profile as Profile
     from tca_jax.calibration.run import calibrate as calibrate
     from tca_jax.calibration.scores import calibration_scores as calibration_scores
-    from tca_jax.engine.decoding import generate_tokens as generate_tokens
+    from tca_jax.engine.contexts import Context as Context
+    from tca_jax.engine.contexts import prefill as prefill
     from tca_jax.engine.generation import Output as Output
     from tca_jax.engine.generation import Stats as Stats
     from tca_jax.engine.generation import generate as generate
@@ -22,6 +24,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not follow `__ge
     from tca_jax.engine.sampling import Sampling as Sampling
     from tca_jax.engine.scoring import Scores as Scores
     from tca_jax.engine.scoring import score as score
+    from tca_jax.engine.token_generation import generate_tokens as generate_tokens
     from tca_jax.functional import attend as attend
     from tca_jax.functional import select as select
     from tca_jax.inspection import kept_tokens as kept_tokens
@@ -31,6 +34,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not follow `__ge
 
 #: Public name -> the module that defines it; None where the name is a submodule itself.
 _MODULES: dict[str, str | None] = {
+    "Context": "tca_jax.engine.contexts",
     "LM": "tca_jax.engine.lm",
     "Output": "tca_jax.engine.generation",
     "Profile": "tca_jax.calibration.profile",
@@ -44,10 +48,12 @@ _MODULES: dict[str, str | None] = {
     "candidate_budgets": "tca_jax.methods.candidates",
     "diagnostics": None,
     "generate": "tca_jax.engine.generation",
-    "generate_tokens": "tca_jax.engine.decoding",
+    "generate_tokens": "tca_jax.engine.token_generation",
     "kept_tokens": "tca_jax.inspection",
     "load": "tca_jax.loading",
     "methods": None,
+    "prefill": "tca_jax.engine.contexts",
+    "probe_scores": "tca_jax.calibration.probing",
     "score": "tca_jax.engine.scoring",
     "select": "tca_jax.functional",
     "stream": "tca_jax.engine.generation",

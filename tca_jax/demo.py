@@ -1,8 +1,9 @@
-"""The demo: questions about a long document, answered with full attention and with the shipped profile."""
+"""The demo: questions about a long document under three protocols, with full attention, with TCA and as published."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,81 +14,98 @@ from rich.table import Table
 from rich.text import Text
 
 from tca_jax.calibration.profile import Profile
-from tca_jax.engine.generation import Stats, generate
+from tca_jax.engine.contexts import prefill
+from tca_jax.engine.generation import generate
 from tca_jax.engine.lm import LM
 from tca_jax.inspection import kept_tokens, local_start
 from tca_jax.loading import checkpoint_folder, load
 from tca_jax.models.config import read_config
-from tca_jax.needles import (
-    CODE_DIGITS,
-    MAX_NEEDLES,
-    NEEDLE_BYTES,
-    QUESTION_BYTES,
-    Document,
-    Question,
-    build_document,
-    is_correct,
-)
+from tca_jax.recall import PROTOCOLS, Document, Question, build_document, is_correct
+from tca_jax.recall.protocols import chat_document, chat_question, completion
 
 MODEL = "recall-tiny"
-_NEEDLES = 8
-_ANSWER_TOKENS = CODE_DIGITS + 1  # the code and its full stop, a byte each
+#: The methods side by side: name in the table, and folder of the profile beside the model; None is full attention.
+METHODS = {"full": None, "tca": "profile", "paper()": "profile-paper"}
+#: What is asked, in this order; short answers, for the demo runs on any machine.
+_TASKS = ("digits", "words", "keys", "tracking", "hex", "queries", "values")
+_ANSWER_TOKENS = 320
+_SPARE_TOKENS = 512  # positions for a question and its answer
+_WHOLE_PROMPTS = 2  # questions that are asked with the document in the prompt, under each of the two protocols
+_FACT_BYTES = 3000  # all facts of `_TASKS`, and a little text between them
 
 Report = Callable[[str, int | None, int | None], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """One answer of one method to one question: the access code for `key`."""
+    """One answer of one method to one question under one protocol.
 
-    key: str
-    expected: str
+    Attributes:
+        seconds: From the question to the end of the answer, compilation aside; for questions of one prompt in a batch
+            the batch's.
+    """
+
+    protocol: str
     method: str
+    question: str
+    expected: str
     text: str
     correct: bool
-    stats: Stats
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What a method did with the document.
+
+    Attributes:
+        seconds: Of reading it once, compilation aside.
+        kv_cache_bytes: Of the context that remains.
+        full_kv_cache_bytes: The same under full attention.
+    """
+
+    method: str
+    seconds: float
+    kv_cache_bytes: int
+    full_kv_cache_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
 class DemoResult:
-    """Everything that the demo shows; answers come in pairs, the baseline's first."""
+    """Everything that the demo shows."""
 
     tokens: int
     answers: list[Answer]
+    readings: list[Reading]
     picture: Path
 
-    @property
-    def methods(self) -> tuple[str, str]:
-        """The baseline's name and that of the method beside it."""
-        return self.answers[0].method, self.answers[1].method
-
-    def of(self, method: str) -> list[Answer]:
-        return [answer for answer in self.answers if answer.method == method]
+    def of(self, protocol: str, method: str) -> list[Answer]:
+        return [a for a in self.answers if (a.protocol, a.method) == (protocol, method)]
 
     def summary(self) -> str:
-        """The figures that matter in a sentence that also holds where the second method is the slower or larger one."""
-        baseline, other = (self.of(method) for method in self.methods)
-        name = self.methods[1]
-        speeds = [f"{name}'s prefill is {_compared_speed(baseline, other, 'prefill_seconds')}"]
-        if all(answer.stats.seconds_per_token > 0 for answer in self.answers):
-            speeds.append(f"its decoding {_compared_speed(baseline, other, 'seconds_per_token')}")
+        """The figures that matter, in sentences that also hold where TCA is not the better one."""
+        late = {name: self.of("late", name) for name in METHODS}
+        right = {name: sum(answer.correct for answer in answers) for name, answers in late.items()}
+        reading = next(r for r in self.readings if r.method == "tca")
+        share = reading.kv_cache_bytes / reading.full_kv_cache_bytes
+        asked = len(late["tca"])
         return (
-            f"Over {self.tokens:,} tokens {self.methods[0]} attention answers {sum(a.correct for a in baseline)} of "
-            f"{len(baseline)} right, {name} {sum(a.correct for a in other)} of {len(other)} with "
-            f"{_compared_bytes(baseline, other)}; on this machine {' and '.join(speeds)}."
+            f"The question comes after {self.tokens:,} tokens were read without it: full attention answers "
+            f"{right['full']} of {asked} right, tca {right['tca']} with {share:.0%} of the KV cache, the method as "
+            f"published {right['paper()']}. Reading took tca {reading.seconds:.1f} s, each further question "
+            f"{np.mean([answer.seconds for answer in late['tca']]):.1f} s."
         )
 
     def to_json(self) -> dict[str, Any]:
-        answers = [dataclasses.asdict(answer) for answer in self.answers]
-        return {"model": MODEL, "tokens": self.tokens, "answers": answers, "picture": str(self.picture)}
+        return {"model": MODEL, **dataclasses.asdict(self), "picture": str(self.picture)}
 
 
 def run_demo(tokens: int, questions: int, seed: int, out: Path, report: Report | None = None) -> DemoResult:
-    """Builds the document, asks the questions under both methods and draws what the second kept.
+    """Builds the document, asks the questions under all protocols and methods, and draws what TCA kept.
 
     Args:
-        tokens: Tokens of the document with a question.
-        questions: Questions asked.
+        tokens: Tokens of the document.
+        questions: Questions asked of the context; the first two also with the document in the prompt.
         seed: Draws the document.
         out: Folder of the picture.
         report: Called as `report(step, done, total)` when a step begins; None where a step cannot be counted.
@@ -100,115 +118,126 @@ def run_demo(tokens: int, questions: int, seed: int, out: Path, report: Report |
         FileNotFoundError: this Python has no standard library source to make the document from.
     """
     report = report or (lambda step, done, total: None)
-    if not 1 <= questions <= MAX_NEEDLES:
-        raise ValueError(f"questions = {questions}: must lie in [1, {MAX_NEEDLES}]")
-    needles = max(_NEEDLES, questions)
-    _check_tokens(tokens, needles)
-    document = build_document(np.random.default_rng(seed), tokens - 1, needles)  # 1: the bos token
+    if not 1 <= questions <= len(_TASKS):
+        raise ValueError(f"questions = {questions}: must lie in [1, {len(_TASKS)}]")
+    most = read_config(checkpoint_folder(MODEL)).max_context - _SPARE_TOKENS
+    if not _FACT_BYTES <= tokens <= most:
+        raise ValueError(f"tokens = {tokens}: must lie in [{_FACT_BYTES}, {most}]")
+    document = build_document(np.random.default_rng(seed), tokens - 2, _TASKS)  # 2: the tokens bos and user
     full = load(MODEL, progress=lambda done, total: report(f"loading {MODEL}", done, total))
-    models = (full, full.with_profile(Profile.load(checkpoint_folder(MODEL) / "profile")))
+    models = {name: _with_profile(full, folder) for name, folder in METHODS.items()}
     asked = document.questions[:questions]
     answers: list[Answer] = []
-    for number, question in enumerate(asked, start=1):
-        for lm in models:
-            action = "compiling and answering" if number == 1 else "answering"
-            step = f"{lm.method.name} attention: {action} question {number} of {len(asked)}"
-            report(step, len(answers), len(models) * len(asked))
-            answers.append(_ask(lm, document, question))
-    report(f"drawing what {models[-1].method.name} kept", None, None)
-    picture = _draw(models[-1], document, asked[0], out)
-    return DemoResult(answers[0].stats.prompt_tokens[0], answers, picture)
+    readings: list[Reading] = []
+    steps = 2 * len(models)
+    for number, (name, lm) in enumerate(models.items()):
+        report(f"{name}: answering whole prompts, compilation first", 2 * number, steps)
+        answers += _ask_whole_prompts(name, lm, document, asked[:_WHOLE_PROMPTS])
+        report(f"{name}: reading the document, then answering", 2 * number + 1, steps)
+        late, reading = _ask_late(name, lm, document, asked)
+        answers += late
+        readings.append(reading)
+    report("drawing what tca kept", None, None)
+    return DemoResult(tokens, answers, readings, _draw(models["tca"], document, asked[0], out))
 
 
-def _check_tokens(tokens: int, needles: int) -> None:
-    """Raises unless a document of that length holds the needles, and the model has positions for its answer."""
-    fewest = 1 + QUESTION_BYTES + needles * NEEDLE_BYTES
-    most = read_config(checkpoint_folder(MODEL)).max_context - _ANSWER_TOKENS
-    if not fewest <= tokens <= most:
-        raise ValueError(f"tokens = {tokens}: with {needles} needles it must lie in [{fewest}, {most}]")
+def _with_profile(lm: LM, folder: str | None) -> LM:
+    return lm if folder is None else lm.with_profile(Profile.load(checkpoint_folder(MODEL) / folder))
 
 
-def _ask(lm: LM, document: Document, question: Question) -> Answer:
-    out = generate(lm, document.prompt(question), max_new_tokens=_ANSWER_TOKENS)
-    return Answer(
-        key=question.needle.key,
-        expected=question.answer,
-        method=lm.method.name,
-        text=out.text[0],
-        correct=is_correct(question, out.text[0]),
-        stats=out.stats,
-    )
+def _ask_whole_prompts(name: str, lm: LM, document: Document, asked: tuple[Question, ...]) -> list[Answer]:
+    """The protocols whose prompts hold document and question: all in one batch."""
+    prompts = [completion(document.text, question) for question in asked]
+    prompts += [chat_document(document.text) + chat_question(question) for question in asked]
+    out = generate(lm, prompts, max_new_tokens=_ANSWER_TOKENS)
+    seconds = out.stats.prefill_seconds + out.stats.seconds_per_token * max(out.stats.new_tokens)
+    pairs = [(protocol, question) for protocol in ("prefix", "preamble") for question in asked]
+    return [_answer(name, *pair, text, seconds) for pair, text in zip(pairs, out.text, strict=True)]
+
+
+def _ask_late(name: str, lm: LM, document: Document, asked: tuple[Question, ...]) -> tuple[list[Answer], Reading]:
+    """Reads the document once, then asks one question after the other."""
+    context = prefill(lm, chat_document(document.text))
+    answers = []
+    for question in asked:
+        start = time.perf_counter()
+        out = generate(lm, chat_question(question), context=context, max_new_tokens=_ANSWER_TOKENS)
+        seconds = time.perf_counter() - start - out.stats.compile_seconds
+        answers.append(_answer(name, "late", question, out.text[0], seconds))
+    stats = context.stats
+    return answers, Reading(name, stats.prefill_seconds, stats.kv_cache_bytes, stats.full_kv_cache_bytes)
+
+
+def _answer(method: str, protocol: str, question: Question, text: str, seconds: float) -> Answer:
+    right = is_correct(question, text, protocol)
+    return Answer(protocol, method, question.text, question.sentence, text, right, seconds)
 
 
 def _draw(lm: LM, document: Document, question: Question, out: Path) -> Path:
-    """The heat map of kept shares, and what the heads that look at the needle kept around it."""
+    """The heat map of kept shares, and what the heads that look at the answer kept around it."""
     from tca_jax.plots import plot_kept_tokens
 
-    prompt = document.prompt(question)
+    prompt = completion(document.text, question)
     kept = kept_tokens(lm, prompt)
-    start = question.needle.position + 1  # 1: the bos token
-    span = (start, start + len(question.needle.line))
+    fact = question.facts[0]
+    start = document.place(fact) + 1  # 1: the bos token
     out.mkdir(parents=True, exist_ok=True)
-    picture = out / "demo.png"
     return plot_kept_tokens(
         kept,
         "\0" + prompt,
-        span,
-        question.needle.key,
+        (start, start + len(fact.line)),
+        fact.key,
         f"{lm.name}, {lm.method.name}",
-        picture,
+        out / "demo.png",
         block_size=lm.method.cache.block_size,
         window_start=local_start(lm, kept.shape[-1]),
     )
 
 
-def demo_table(result: DemoResult) -> Table:
-    """The answers side by side, narrow enough for a terminal of 80 columns."""
-    baseline = result.methods[0]
-    asked = len(result.of(baseline))
-    title = f"{MODEL}: {asked} question{'s'[: asked > 1]} about {result.tokens:,} tokens of real text"
-    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for column in ("access code for", "method", "answer", ""):
+def protocol_table(result: DemoResult) -> Table:
+    """Right answers of each method by protocol, narrow enough for a terminal of 80 columns."""
+    table = Table(title=f"{MODEL}: right answers about {result.tokens:,} tokens of text", box=box.SIMPLE)
+    for column in ("protocol", "the question comes"):
         table.add_column(column)
-    for column in ("prefill s", "ms/token", "KV MB", "kept"):
-        table.add_column(column, justify="right")
-    for answer in result.answers:
-        stats = answer.stats
-        first = answer.method == baseline
-        table.add_row(
-            answer.key if first else f"expected {answer.expected}",
-            answer.method,
-            Text(_printable(answer.text)),  # no markup: a model may say anything
-            "[green]right[/]" if answer.correct else "[red]wrong[/]",
-            f"{stats.prefill_seconds:.2f}",
-            f"{1000 * stats.seconds_per_token:.1f}",
-            f"{stats.kv_cache_bytes / 1e6:.2f}",
-            f"{stats.kept_share:.0%}",
-            end_section=not first,
-        )
+    for name in METHODS:
+        table.add_column(name, justify="right")
+    when = {
+        "prefix": "with the answer's first words",
+        "preamble": "in a chat, at its end",
+        "late": "after the reading, later on",
+    }
+    for protocol in PROTOCOLS:
+        cells = []
+        for name in METHODS:
+            answers = result.of(protocol, name)
+            right = sum(answer.correct for answer in answers)
+            color = "green" if right == len(answers) else "red"
+            cells.append(f"[{color}]{right} of {len(answers)}[/]")
+        table.add_row(protocol, when[protocol], *cells)
+    table.add_section()
+    for row, values in (
+        ("KV cache MB", [f"{reading.kv_cache_bytes / 1e6:.1f}" for reading in result.readings]),
+        ("s to read", [f"{reading.seconds:.1f}" for reading in result.readings]),
+    ):
+        table.add_row(row, "the document, once", *values)
+    return table
+
+
+def context_table(result: DemoResult) -> Table:
+    """The questions that were asked of one context of TCA, with the time of each."""
+    table = Table(title="One context of tca, several questions", box=box.SIMPLE)
+    table.add_column("question", ratio=1)
+    table.add_column("answer", ratio=1)
+    table.add_column("")
+    table.add_column("s", justify="right")
+    for answer in result.of("late", "tca"):
+        mark = "[green]right[/]" if answer.correct else "[red]wrong[/]"
+        # No markup in what a model says: it may say anything.
+        cells = (Text(_printable(answer.question)), Text(_printable(answer.text)))
+        table.add_row(*cells, mark, f"{answer.seconds:.1f}")
     return table
 
 
 def _printable(text: str) -> str:
     """The text on one line, with a dot for what would move the cursor."""
     return "".join(char if char.isprintable() else "·" for char in text)
-
-
-def _compared_speed(baseline: list[Answer], other: list[Answer], field: str) -> str:
-    """How fast the second method is against the first, within 5% equal."""
-    ratio = _mean(baseline, field) / _mean(other, field)
-    if 1 / 1.05 < ratio < 1.05:
-        return "as fast"
-    return f"{ratio:.1f}x faster" if ratio > 1 else f"{1 / ratio:.1f}x slower"
-
-
-def _compared_bytes(baseline: list[Answer], other: list[Answer]) -> str:
-    """How much KV cache the second method takes against the first."""
-    change = round(100 * (_mean(other, "kv_cache_bytes") / _mean(baseline, "kv_cache_bytes") - 1))
-    if change == 0:
-        return "the same KV cache"
-    return f"{abs(change)}% {'less' if change < 0 else 'more'} KV cache"
-
-
-def _mean(answers: list[Answer], field: str) -> float:
-    return float(np.mean([getattr(answer.stats, field) for answer in answers]))

@@ -57,7 +57,8 @@ def dropped_mass(
     """
     check_shapes({"q": (q, "B L Hq d"), "k": (k, "B L Hkv d"), "lengths": (lengths, "B")})
     q, k = jnp.asarray(q), jnp.asarray(k)
-    selected = select(last_queries(q, as_int32("lengths", lengths), 1)[:, 0], k, candidates, lengths, config)
+    queries = last_queries(q, as_int32("lengths", lengths), config.num_queries)
+    selected = select(queries, k, candidates, lengths, config)
     return _dropped_mass(q, k, selected, as_int32("lengths", lengths), config)
 
 

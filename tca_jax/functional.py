@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from tca_jax.calibration.probing import probe_scores
 from tca_jax.calibration.scores import calibration_scores
 from tca_jax.methods.candidates import candidate_budgets
 from tca_jax.methods.config import TCAConfig
@@ -19,11 +20,11 @@ from tca_jax.pallas_kernels.backends import Backend, whole
 from tca_jax.pallas_kernels.checks import AnyArray, as_int32, check_range, check_shapes
 from tca_jax.pallas_kernels.ranking import selection_mask
 
-__all__ = ["attend", "calibration_scores", "candidate_budgets", "select"]
+__all__ = ["attend", "calibration_scores", "candidate_budgets", "probe_scores", "select"]
 
 
 def select(
-    q_last: Float[AnyArray, "B Hq d"],
+    q_last: Float[AnyArray, "B *observed Hq d"],
     k: Float[AnyArray, "B L Hkv d"],
     candidates: Int[AnyArray, " Hkv"],
     lengths: Int[AnyArray, " B"],
@@ -33,7 +34,9 @@ def select(
     """Marks each KV head's global tokens: those it keeps when they leave the window (docs/method.md, "Selection").
 
     Args:
-        q_last: Query of each row's last prompt token, after RoPE [B, Hq, d].
+        q_last: Last prompt queries after RoPE [B, o, Hq, d]: `q_last[:, -a]` is the one at position length - a, and is
+            ignored where that is negative. The last one scores the blocks; the last `config.observation` choose the
+            reserve. Or the last one alone, [B, Hq, d], which then chooses the reserve too.
         k: Prompt keys after RoPE [B, L, Hkv, d], right-padded.
         candidates: Row of `candidate_budgets` for every KV head [Hkv]; may be traced.
         lengths: Prompt lengths [B], at least 1; may be traced.
@@ -46,9 +49,14 @@ def select(
     Raises:
         ValueError: a shape or the backend is not allowed; a known candidate or length is out of range.
     """
-    check_shapes({"q_last": (q_last, "B Hq d"), "k": (k, "B L Hkv d"), **_ragged(candidates, lengths)})
+    axes = "B o Hq d" if q_last.ndim == 4 else "B Hq d"
+    sizes = check_shapes({"q_last": (q_last, axes), "k": (k, "B L Hkv d"), **_ragged(candidates, lengths)})
+    if sizes.get("o") == 0:
+        raise ValueError(f"q_last has shape {tuple(q_last.shape)}: must hold at least one query of each row")
     _check_values(candidates, lengths, k.shape[1], config)
-    return _select(jnp.asarray(q_last), jnp.asarray(k), *_integers(candidates, lengths), config, whole(backend))
+    queries = jnp.asarray(q_last)
+    queries = queries if queries.ndim == 4 else queries[:, None]
+    return _select(queries, jnp.asarray(k), *_integers(candidates, lengths), config, whole(backend))
 
 
 def attend(
@@ -70,7 +78,7 @@ def attend(
         q: Queries after RoPE [B, L, Hq, d]; query head h belongs to KV head h // (Hq // Hkv).
         k: Keys after RoPE [B, L, Hkv, d], right-padded; padding may hold anything.
         v: Values [B, L, Hkv, d].
-        candidates: Row of `candidate_budgets` for every KV head [Hkv]; may be traced.
+        candidates: Row of `candidate_budgets` for every KV head [Hkv], its prefill row where it has two; may be traced.
         lengths: Prompt lengths [B], at least 1; may be traced.
         config: The method's hyperparameters; static under `jax.jit`.
         backend: Used by every operation that it has a kernel for; the others run as under "auto".
@@ -90,7 +98,7 @@ def attend(
 @partial(jax.jit, static_argnames=("config", "backend"))
 @jax.named_scope("select")
 def _select(
-    q_last: Float[Array, "B Hq d"],
+    q_last: Float[Array, "B O Hq d"],
     k: Float[Array, "B L Hkv d"],
     candidates: Int[Array, " Hkv"],
     lengths: Int[Array, " B"],
@@ -117,7 +125,7 @@ def _attend(
     # The candidates may be traced, so a region must hold what dense keeps: all ranked tokens.
     regions = Regions.plan(batch, (config.num_ranked_blocks(length) * b,) * kv_heads)
     # Which tokens are selected is no smooth function of q and k, and kernels have no derivatives.
-    q_last, keys = jax.lax.stop_gradient((last_queries(q, lengths, 1)[:, 0], k))
+    q_last, keys = jax.lax.stop_gradient((last_queries(q, lengths, config.num_queries), k))
     selection = select_by_candidates(q_last, keys, candidates, lengths, config, backend)
 
     return attend_selection(q, k, v, selection, lengths, regions, b, config.window, backend)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Int
 from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import Prompt, encode_prompt, pad_tokens
 from tca_jax.methods.queries import last_queries
+from tca_jax.methods.sparse import readable_selection
 from tca_jax.pallas_kernels.ranking import selection_mask
 
 
@@ -52,7 +53,8 @@ def _selected(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> B
             return attend(layer, q, k, v, lengths, None, "auto"), jnp.zeros((k.shape[2], k.shape[1]), bool)
         selection = policy.select(layer, last_queries(q, lengths, policy.num_queries), k, v, lengths, "auto")
         selected = layout.regions.fill(selection, k, v, block_size=policy.block_size)
-        out = attend(layer, q, k, v, lengths, selected if lm.method.prefill_reads_cache else None, "auto")
+        readable = readable_selection(lm.method, layer, selection, selected, k, v, "auto")
+        out = attend(layer, q, k, v, lengths, readable, "auto")
         return out, selection_mask(selection.scores, selected.budgets, block_size=policy.block_size)[0]
 
     positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)

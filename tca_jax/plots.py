@@ -31,9 +31,14 @@ _VISIBLE = {"\n": "↵", "\r": "↵", "\t": "→", " ": "·"}
 
 
 def plot_kept_share(
-    share: Float[np.ndarray, "layers Hkv"], num_tokens: int, name: str, path: str | os.PathLike[str]
+    share: Float[np.ndarray, "layers Hkv"],
+    num_tokens: int,
+    name: str,
+    path: str | os.PathLike[str],
+    *,
+    prefill_share: Float[np.ndarray, "layers Hkv"] | None = None,
 ) -> Path:
-    """Draws a heat map of the kept share of the KV cache by layer and KV head.
+    """Draws a heat map of the kept share of the KV cache by layer and KV head, and one of what a prompt attends to.
 
     Args:
         share: Share of a prompt's tokens that each head keeps: `profile.kept_share(num_tokens)`, or of any method
@@ -41,12 +46,20 @@ def plot_kept_share(
         num_tokens: Length of the prompt that fills the cache.
         name: What the title calls it.
         path: PNG file to write; missing folders are created.
+        prefill_share: `profile.prefill_kept_share(num_tokens)`, drawn beneath it; None for the cache alone.
 
     Returns:
         `path`.
     """
-    figure = Figure(figsize=(_map_width(share), _map_height(share)), dpi=_DPI, layout="constrained")
-    _draw_kept_share(figure.add_subplot(), share, _kept_share_title(name, num_tokens, share))
+    shares = [share] if prefill_share is None else [share, prefill_share]
+    figure = Figure(figsize=(_map_width(share), _map_height(share) * len(shares)), dpi=_DPI, layout="constrained")
+    maps = figure.subplots(len(shares), squeeze=False)[:, 0]
+    titles = [
+        _kept_share_title(name, num_tokens, share),
+        f"Attended to while such a prompt is read: {shares[-1].mean():.1%} on average",
+    ]
+    for axes, each, title, label in zip(maps, shares, titles, ("tokens kept", "tokens attended to"), strict=False):
+        _draw_kept_share(axes, each, title, label)
     return _write(figure, path)
 
 
@@ -114,7 +127,9 @@ def _telling_heads(kept: Bool[np.ndarray, "layers Hkv L"], needle_span: tuple[in
     return list(zip(layers.tolist(), heads.tolist(), strict=True))
 
 
-def _draw_kept_share(axes: Axes, share: Float[np.ndarray, "layers Hkv"], title: str) -> None:
+def _draw_kept_share(
+    axes: Axes, share: Float[np.ndarray, "layers Hkv"], title: str, label: str = "tokens kept"
+) -> None:
     """Heat map with layers along x and KV heads along y, a number in each cell where it fits."""
     layers, heads = share.shape
     image = axes.imshow(share.T, cmap=_KEPT_COLORS, vmin=0, vmax=1, aspect="auto")
@@ -129,7 +144,7 @@ def _draw_kept_share(axes: Axes, share: Float[np.ndarray, "layers Hkv"], title: 
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     bar = axes.figure.colorbar(image, ax=axes, format=PercentFormatter(1.0), pad=0.01, aspect=max(12, heads))
-    bar.set_label("tokens kept")
+    bar.set_label(label)
     bar.outline.set_visible(False)
     if layers <= _MAX_LABELLED_LAYERS:
         for layer, head in np.ndindex(layers, heads):

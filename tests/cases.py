@@ -29,6 +29,14 @@ def last_queries(q, lengths):
     return np.stack([q[row, length - 1] for row, length in enumerate(lengths)])
 
 
+def observed_queries(q, lengths, count):
+    """The last `count` queries of each row [B, count, Hq, d]; loud noise where a row has fewer."""
+    out = 1e3 * np.random.default_rng(0).standard_normal((len(q), count, *q.shape[2:]))
+    for row, length in enumerate(lengths):
+        out[row, max(0, count - length) :] = q[row, max(0, length - count) : length]
+    return out.astype(q.dtype)
+
+
 def regions(q, k, v, lengths):
     """Yields (row, KV head, q [n, G, d], k [n, d], v [n, d]) in float64, n being the row's length."""
     group = q.shape[2] // k.shape[2]

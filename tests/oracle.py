@@ -54,6 +54,24 @@ def token_scores(q_last, k):
     return softmax(q_last @ k.T / math.sqrt(k.shape[-1])).mean(axis=0)
 
 
+def observation_scores(q_last, k, spread, decay=0.98):
+    """s_f of one KV head: q_last [o, G, d], the queries of the last o positions (negative ones ignored), k [L, d]."""
+    observed = np.zeros(len(k))
+    for position, q in enumerate(q_last, len(k) - len(q_last)):
+        if position >= 0:
+            keys = k[: position + 1]
+            most = softmax(q @ keys.T / math.sqrt(k.shape[-1])).max(axis=0)
+            observed[: position + 1] = np.maximum(observed[: position + 1], most)
+    return np.array([max(decay**a * observed[j - a] for a in range(min(spread, j + 1))) for j in range(len(k))])
+
+
+def reserve_tokens(scores, ranked, reserve):
+    """Bool [L]: the `reserve` highest of the first `ranked` scores [L], ties to the lower position."""
+    marked = np.zeros(len(scores), bool)
+    marked[np.argsort(-scores[:ranked], kind="stable")[:reserve]] = True
+    return marked
+
+
 def density(scores, config):
     """Densities of the n ranked blocks of one KV head."""
     b = config.block_size
@@ -72,30 +90,52 @@ def density(scores, config):
     return np.array(out)
 
 
-def select(q_last, k, candidate, config, densities=None):
+def select(q_last, k, candidate, config, densities=None, prefill_candidate=None):
     """Global tokens of one KV head of one prompt, and how far the choice is from a tie.
 
-    Args: q_last [G, d], k [L, d]; densities replace the config's own (the library draws a random order).
+    Args: q_last [G, d] or [o, G, d], k [L, d]; densities replace the config's own (the library draws a random order);
+        with a prefill candidate a block keeps the larger of the two budgets.
     Returns: (bool [L], margin), the margin being the smallest relative gap that decided anything.
     """
-    b = config.block_size
-    scores = token_scores(q_last, k)
+    b, queries = config.block_size, q_last if q_last.ndim == 3 else q_last[None]
+    scores = token_scores(queries[-1], k)
     if densities is None:
         densities = density(scores, config)
-    order = np.argsort(densities, kind="stable")
+    order, margin = np.argsort(densities, kind="stable"), np.inf
     budgets = psi(config, candidate, len(order))
-    kept, margin = np.zeros(len(k), bool), np.inf
+    if prefill_candidate is not None:
+        budgets = list(map(max, budgets, psi(config, prefill_candidate, len(order))))
+    reserved = np.zeros(len(k), bool)
+    if config.reserve_tokens and len(order):
+        observed = observation_scores(queries[-config.observation :], k, config.spread)
+        reserved = reserve_tokens(observed, len(order) * b, config.reserve_tokens)
+        left = observed[: len(order) * b][~reserved[: len(order) * b]]
+        margin = 1 - left.max(initial=0) / observed[reserved].min()
+    kept = np.zeros(len(k), bool)
     for rank, j in enumerate(order):
-        block = scores[j * b : (j + 1) * b]
-        best = np.argsort(-block, kind="stable")
-        t = budgets[rank]
+        block, first = scores[j * b : (j + 1) * b], reserved[j * b : (j + 1) * b]
+        best = np.lexsort((np.arange(b), -block, ~first))  # the reserve, then the highest scores
+        t = max(budgets[rank], first.sum())
         kept[j * b + best[:t]] = True
-        if t < b:
+        if t < b and t > first.sum():
             margin = min(margin, 1 - block[best[t]] / block[best[t - 1]])
-        if rank and budgets[rank - 1] != t:
+        if rank and budgets[rank - 1] != budgets[rank]:
             below = densities[order[rank - 1]]
             margin = min(margin, (densities[j] - below) / max(abs(below), 1e-30))
     return kept, margin
+
+
+def probe_dropped(q, k, start, kept, config):
+    """Mass of one KV head's probe queries on far tokens that a row dropped: q [L, G, d], k [L, d], kept [start]."""
+    far = np.arange(len(k)) < config.num_ranked_blocks(start) * config.block_size
+    dropped = far & ~np.pad(kept, (0, len(k) - start))
+    return np.max([probabilities(q[:, g], k)[start:, dropped].sum(axis=-1) for g in range(q.shape[1])], axis=0)
+
+
+def probe_score(q, k, start, weights, kept, config):
+    """Probe score of one row of one KV head; weights [L]."""
+    total = weights[start:].sum()
+    return 1 - (weights[start:] * probe_dropped(q, k, start, kept, config)).sum() / total if total else 1.0
 
 
 def attend(q, k, v, kept, config):

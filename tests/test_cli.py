@@ -23,7 +23,21 @@ from tca_jax.loading import SHIPPED, shipped_profile
 
 SCRIPT = Path(sys.executable).with_name("tca-jax")
 SMALL = ["--window=16", "--block-size=8"]
-COMMANDS = ["", "bench", "demo", "generate", "calibrate", "profile show"]
+COMMANDS = ["", "bench", "chat", "demo", "generate", "calibrate", "profile show"]
+
+
+PAIR = '{"question": "q", "answer": "a", "text": 0}\n'
+BAD_PAIRS = [
+    (PAIR + "{", r"--probes bad0.jsonl, line 2 is no JSON: "),
+    ("[1]", r"--probes bad1.jsonl, line 1: must be an object with \"question\", \"answer\""),
+    (PAIR + '\n{"question": "q"}', r"--probes bad2.jsonl, line 3: must be an object with"),
+    (PAIR.replace("text", "file"), r"--probes bad3.jsonl, line 1: must be an object with"),
+    (PAIR.replace('"a"', '""'), r"--probes bad4.jsonl, line 1: answer = '': must be a string that is not empty"),
+    (PAIR.replace('"q"', "7"), r"--probes bad5.jsonl, line 1: question = 7: must be a string that is not empty"),
+    (PAIR.replace("0", "2"), r"--probes bad6.jsonl, line 1: text = 2: must be an integer in \[0, 1\]"),
+    ('{"question": "q", "answer": "a"}', r"--probes bad7.jsonl, line 1: text = None: must be an integer in \[0, 1\]"),
+    (PAIR, r"--probes bad8.jsonl holds no pair for text 1: every text needs one"),
+]
 
 
 def run(*args, stdin=None, **environment):
@@ -49,6 +63,8 @@ def work(tmp_path_factory):
     write_checkpoint(folder / "model")
     (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 6)
     (folder / "latin1.txt").write_bytes("déjà vu".encode("latin-1"))
+    for i, (lines, _) in enumerate(BAD_PAIRS):
+        (folder / f"bad{i}.jsonl").write_text(lines)
     Profile.uniform(TCA, 2, 2, 3).save(folder / "profile")
     Profile.uniform(TCA, 3, 2, 3).save(folder / "other")
     return folder
@@ -168,6 +184,17 @@ def test_calibrate_saves_the_profile_of_the_python_call_and_prints_it(tmp_path):
     assert "at 270 tokens" in result.stdout
     assert f"{expected.kept_share(270).mean():.1%}" in result.stdout
 
+    Path("pairs.jsonl").write_text(
+        '{"question": "What?", "answer": "The dog.", "text": 1}\n\n'
+        '{"question": "Who?", "answer": "A fox.", "text": 0}\n'
+    )
+    options = ["--probes=pairs.jsonl", "--kept=0.9", *config]
+    result = run("calibrate", "model", "--text=text.txt", "--text=text.txt", "--out", tmp_path / "pairs", *options)
+    assert result.exit_code == 0, result.output
+    pairs = [[("Who?", "A fox.")], [("What?", "The dog.")]]
+    probed = tca_jax.calibrate(tca_jax.load("model"), [text, text], settings, probes=pairs, kept=0.9)
+    assert Profile.load(tmp_path / "pairs") == probed
+
     cut = run("calibrate", "model", "--text=text.txt", "--max-tokens=200", "--out", tmp_path / "cut", *config, "--json")
     record = json.loads(cut.stdout)
     assert record["tokens"] == record["sources"][0]["tokens"] == 200
@@ -203,13 +230,47 @@ def test_profile_show_json_is_one_object_and_writes_no_file():
 
 
 def test_the_table_numbers_candidates_as_json_does(tmp_path):
-    profile = Profile.load(shipped_profile())
-    candidates = [[0, 14], [13, 1]]
-    dataclasses.replace(profile, candidates=np.array(candidates), scores=profile.scores[:2]).save(tmp_path)
-    assert json.loads(run("profile", "show", tmp_path, "--json").stdout)["candidates"] == candidates
+    cache, prefill = [[2, 14], [13, 1]], [[0, 14], [7, 1]]
+    profile = two_rows(candidates=np.array(cache), prefill_candidates=np.array(prefill))
+    profile.save(tmp_path)
+    record = json.loads(run("profile", "show", tmp_path, "--json").stdout)
+    assert (record["candidates"], record["prefill_candidates"]) == (cache, prefill)
     rows = [line.split() for line in run("profile", "show", tmp_path).stdout.splitlines()]
     shown = [[int(cell.partition("/")[2]) for cell in row[1:3]] for row in rows if row and row[0] in ("0", "1")]
-    assert shown == candidates
+    assert shown == [*cache, *prefill]
+
+
+def two_rows(**fields) -> Profile:
+    return dataclasses.replace(Profile.uniform(TCA, 2, 2, 0), model_name="two", **fields)
+
+
+PROBES = {"kind": "pairs", "tokens": 200, "need": 25.0, "rounds": 2, "fallback": False, "kept": None}
+
+
+@pytest.mark.parametrize(
+    ("probes", "line"),
+    [
+        (None, "Probes: none"),
+        (PROBES, "Probes: questions and answers, 200 tokens that need 0.125 nats a token of the far context"),
+        (
+            {**PROBES, "kind": "copy", "fallback": True, "kept": 0.3},
+            "Probes: copies of the texts, 200 tokens that hardly need the far context (0.125 nats a token), so the "
+            "worst 1% of the texts' queries took their place; dense heads up to a kept share of 30.0%",
+        ),
+    ],
+)
+def test_profile_show_tells_both_shares_and_the_probes(tmp_path, probes, line):
+    profile = two_rows(candidates=np.full((2, 2), 14), prefill_candidates=np.zeros((2, 2), int), probes=probes)
+    profile.save(tmp_path)
+    shown = run("profile", "show", tmp_path, "--tokens=1000").stdout.splitlines()
+    read = profile.prefill_kept_share(1000).mean()
+    assert read < 0.3
+    assert f"Mean kept share: 100.0% in the cache, {read:.1%} while a prompt is read" in shown
+    assert line in shown
+    record = json.loads(run("profile", "show", tmp_path, "--tokens=1000", "--json").stdout)
+    assert (record["mean_kept_share"], record["mean_prefill_kept_share"]) == (1.0, read)
+    assert record["prefill_kept_share"] == profile.prefill_kept_share(1000).tolist()
+    assert record["probes"] == probes
 
 
 @pytest.mark.parametrize("name", ["shipped", *SHIPPED])
@@ -277,8 +338,17 @@ def test_a_profile_of_many_heads_fits_80_columns_uncut(tmp_path):
         ("calibrate model --text text.txt --out new --window 100", r"window = 100: must be a positive multiple"),
         ("calibrate model --text text.txt --out new --tau 2", r"tau = 2.0: must lie in \(0, 1\]"),
         ("calibrate model --text text.txt --out new --max-tokens -5", r"Invalid value for '--max-tokens'"),
-        ("demo --tokens 100", r"tokens = 100: with 8 needles it must lie in \[452, "),
-        ("demo --tokens 100000", r"tokens = 100000: with 8 needles it must lie in \[452, "),
+        ("calibrate model --text text.txt --out new --tau-probe 2", r"tau_probe = 2.0: must lie in \[0, 1\]"),
+        ("calibrate model --text text.txt --out new --kept 2", r"kept = 2.0: must lie in \(0, 1\]"),
+        ("calibrate model --text text.txt --out new --kept 0.5 --probes none", r"kept = 0.5: needs probes"),
+        ("calibrate model --text text.txt --out new --probes copies", r"--probes copies: must be copy, text, none, or"),
+        ("calibrate model --text text.txt --out new --probes no.jsonl", r"no.jsonl: No such file or directory"),
+        *(
+            (f"calibrate model --text text.txt --text text.txt --out new --probes bad{i}.jsonl", message)
+            for i, (_, message) in enumerate(BAD_PAIRS)
+        ),
+        ("demo --tokens 100", r"tokens = 100: must lie in \[3000, "),
+        ("demo --tokens 100000", r"tokens = 100000: must lie in \[3000, "),
         ("demo --questions 0", r"questions = 0: must lie in \[1, "),
         ("demo --out text.txt", r"--out text.txt cannot be written: .*: Not a directory"),
     ],

@@ -1,4 +1,4 @@
-"""The demo: one short run with the shipped model, and that its table and sentence say what was measured."""
+"""The demo: one short run with the shipped model, and that its tables and sentence say what was measured."""
 
 import dataclasses
 import io
@@ -7,29 +7,29 @@ import json
 import pytest
 from rich.console import Console
 
-from tca_jax.demo import Answer, DemoResult, demo_table, run_demo
-from tca_jax.engine.generation import Stats
+from tca_jax.demo import METHODS, Answer, DemoResult, Reading, context_table, protocol_table, run_demo
+from tca_jax.recall import PROTOCOLS
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """Result and reported steps of a demo over 1,200 tokens."""
+    """Result and reported steps of a demo over 3,000 tokens."""
     steps = []
-    result = run_demo(1200, 1, 0, tmp_path_factory.mktemp("demo") / "new", lambda *step: steps.append(step))
+    result = run_demo(3000, 1, 0, tmp_path_factory.mktemp("demo") / "new", lambda *step: steps.append(step))
     return result, steps
 
 
-def test_both_methods_answer_and_tca_keeps_less(demo):
+def test_every_method_answers_under_every_protocol_and_tca_holds_less(demo):
     result, _ = demo
-    full, tca = result.answers
-    assert (full.method, tca.method) == ("full", "tca")
-    assert full.correct
-    assert tca.correct
-    assert full.text == f"{full.expected}."
-    assert full.stats.prompt_tokens == tca.stats.prompt_tokens == [1200] == [result.tokens]
-    assert full.stats.kept_share == 1
-    assert tca.stats.kept_share < 0.8
-    assert tca.stats.kv_cache_bytes < full.stats.kv_cache_bytes
+    assert len(result.answers) == len(METHODS) * len(PROTOCOLS)
+    for name in ("full", "tca"):
+        for protocol in PROTOCOLS:
+            (answer,) = result.of(protocol, name)
+            assert answer.correct, answer
+            assert answer.text.endswith(answer.expected) or answer.expected.endswith(answer.text)
+            assert answer.seconds > 0
+    full, tca, _ = result.readings
+    assert full.kv_cache_bytes >= full.full_kv_cache_bytes > 2 * tca.kv_cache_bytes
     assert result.picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -37,8 +37,11 @@ def test_progress_tells_every_step(demo):
     steps = list(dict.fromkeys(step for step, _, _ in demo[1]))
     assert steps == [
         "loading recall-tiny",
-        "full attention: compiling and answering question 1 of 1",
-        "tca attention: compiling and answering question 1 of 1",
+        *(
+            f"{name}: {what}"
+            for name in METHODS
+            for what in ("answering whole prompts, compilation first", "reading the document, then answering")
+        ),
         "drawing what tca kept",
     ]
     assert all(total is None or 0 <= done <= total for _, done, total in demo[1])
@@ -47,60 +50,63 @@ def test_progress_tells_every_step(demo):
 def test_the_result_survives_json(demo):
     result, _ = demo
     record = json.loads(json.dumps(result.to_json()))
-    assert record["tokens"] == 1200
+    assert record["tokens"] == 3000
     assert record["answers"] == [dataclasses.asdict(answer) for answer in result.answers]
+    assert record["readings"] == [dataclasses.asdict(reading) for reading in result.readings]
 
 
-def answer(method, *, text="123456.", correct=True, prefill=100.25, per_token=0.5, kv_bytes=100_000_000, kept=1.0):
-    stats = Stats([16384], [7], 1.0, prefill, per_token, kv_bytes, 100_000_000, kept)
-    return Answer("quick garnet", "123456", method, text, correct, stats)
+def answer(protocol, method, *, correct=True, text="The code for amber falcon is 123456."):
+    return Answer(protocol, method, "What is the code?", "The code for amber falcon is 123456.", text, correct, 0.25)
 
 
-def printed(result, width):
-    console = Console(file=io.StringIO(), width=width)
-    console.print(demo_table(result))
-    return console.file.getvalue()
+def result_of(tmp_path, *, right=("full", "tca"), **kwargs):
+    answers = [answer(p, m, correct=m in right, **kwargs) for p in PROTOCOLS for m in METHODS]
+    readings = [
+        Reading("full", 2.0, 100_000_000, 100_000_000),
+        Reading("tca", 1.5, 31_000_000, 100_000_000),
+        Reading("paper()", 1.0, 93_000_000, 100_000_000),
+    ]
+    return DemoResult(16384, answers, readings, tmp_path)
 
 
-def test_the_table_fits_80_columns_uncut(tmp_path):
-    result = DemoResult(16384, [answer("full"), answer("tca")], tmp_path)
-    narrow = printed(result, 80)
-    assert max(len(line.rstrip()) for line in narrow.splitlines()) <= 80
-    rows = {" ".join(line.split()) for line in narrow.splitlines()}
-    assert rows >= {
-        "access code for method answer prefill s ms/token KV MB kept",
-        "quick garnet full 123456. right 100.25 500.0 100.00 100%",
-        "expected 123456 tca 123456. right 100.25 500.0 100.00 100%",
-    }
+def printed(table):
+    console = Console(file=io.StringIO(), width=80)
+    console.print(table)
+    return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+
+
+def test_the_tables_fit_80_columns_and_tell_what_is_right(tmp_path):
+    result = result_of(tmp_path)
+    lines = printed(protocol_table(result))
+    assert "prefix with the answer's first words 1 of 1 1 of 1 0 of 1" in lines
+    assert "late after the reading, later on 1 of 1 1 of 1 0 of 1" in lines
+    assert "KV cache MB the document, once 100.0 31.0 93.0" in lines
+    assert "s to read the document, once 2.0 1.5 1.0" in lines
+    assert any("right 0.2" in line for line in printed(context_table(result)))
+    assert any("wrong 0.2" in line for line in printed(context_table(result_of(tmp_path, right=("full",)))))
 
 
 def test_the_table_prints_whatever_a_model_says_as_it_is(tmp_path):
-    result = DemoResult(16384, [answer("full", text="[red]\n\x1b", correct=False), answer("tca")], tmp_path)
-    assert "[red]··  wrong" in printed(result, 80)
+    lines = printed(context_table(result_of(tmp_path, text="[red]\n\x1b")))
+    assert any("[red]··" in line for line in lines)
+
+
+def test_the_sentence_says_what_was_measured(tmp_path):
+    assert result_of(tmp_path).summary() == (
+        "The question comes after 16,384 tokens were read without it: full attention answers 1 of 1 right, tca 1 with "
+        "31% of the KV cache, the method as published 0. Reading took tca 1.5 s, each further question 0.2 s."
+    )
 
 
 @pytest.mark.parametrize(
-    ("tca", "quality", "speed"),
+    ("tokens", "questions", "message"),
     [
-        (
-            answer("tca", prefill=50.0, per_token=0.2, kv_bytes=37_000_000),
-            "tca 1 of 1 with 63% less KV cache",
-            "2.0x faster and its decoding 2.5x faster.",
-        ),
-        (
-            answer("tca", prefill=200.5, per_token=1.0, kv_bytes=102_000_000, correct=False),
-            "tca 0 of 1 with 2% more KV cache",
-            "2.0x slower and its decoding 2.0x slower.",
-        ),
-        (
-            answer("tca", prefill=100.0, per_token=0.0),
-            "tca 1 of 1 with the same KV cache",
-            "as fast.",
-        ),
+        (100, 1, r"tokens = 100: must lie in \[3000, 15872\]"),
+        (100_000, 1, r"tokens = 100000: must lie in \[3000, 15872\]"),
+        (4096, 0, r"questions = 0: must lie in \[1, 7\]"),
+        (4096, 8, r"questions = 8: must lie in \[1, 7\]"),
     ],
 )
-def test_the_sentence_is_true_also_where_tca_is_slower_or_larger(tca, quality, speed, tmp_path):
-    sentence = DemoResult(16384, [answer("full"), tca], tmp_path).summary()
-    assert sentence == (
-        f"Over 16,384 tokens full attention answers 1 of 1 right, {quality}; on this machine tca's prefill is {speed}"
-    )
+def test_arguments_out_of_range_are_named(tokens, questions, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run_demo(tokens, questions, 0, tmp_path)

@@ -46,7 +46,7 @@ def test_bounds_are_reached_when_dropped_tokens_oppose_kept_ones():
     q[0, 31] = -1.0  # the last query avoids it, so selection drops it
     v = np.full((1, 32, 1, 1), -1.0, np.float32)
     v[0, 0] = 1.0
-    sparse_config = TCAConfig(block_size=8, window=8, num_candidates=4, sigma=0.05)
+    sparse_config = TCAConfig(block_size=8, window=8, num_candidates=4, sigma=0.05, reserve=0)
     lengths, candidates = np.array([32], np.int32), np.zeros(1, np.int32)
     v = v.repeat(4, axis=-1)
     gamma = np.asarray(dropped_mass(q, k, candidates, lengths, sparse_config))[0, 0, 30]

@@ -20,14 +20,22 @@ from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.selection import block_density
 from tca_jax.pallas_kernels.token_scores import token_scores
 
-SMALL = TCAConfig(block_size=8, window=16, num_candidates=4)
+SMALL = TCAConfig(block_size=8, window=16, num_candidates=4, reserve=0)
 DENSE = SMALL.num_candidates
 
 # Static under jit, hence compiled for: (config, batch, tokens, query heads, KV heads, head dim, type).
 CASES = [
     (TCAConfig(block_size=8, window=16), 2, 131, 8, 2, 16, jnp.float32),
     (TCAConfig.paper(block_size=16, window=32, num_candidates=5), 1, 200, 7, 1, 8, jnp.float32),
-    (TCAConfig(block_size=16, window=16, index="entropy", sigma=0.5), 3, 77, 2, 2, 64, jnp.float32),
+    (
+        TCAConfig(block_size=16, window=16, index="entropy", sigma=0.5, reserve=24, observation=9, spread=3),
+        3,
+        77,
+        2,
+        2,
+        64,
+        jnp.float32,
+    ),
     (TCAConfig.paper(block_size=8, window=24, index="entropy", alpha=0.3), 1, 99, 4, 4, 8, jnp.bfloat16),
     (TCAConfig(block_size=8, window=8, density="random", seed=7), 2, 64, 4, 1, 128, jnp.float16),
 ]
@@ -37,9 +45,10 @@ NOISE = 1e-5  # relative gap under which float32 may break a tie differently fro
 @functools.partial(jax.jit, static_argnames="config")
 def everything(q, k, v, candidates, lengths, config):
     """All of the core in one compiled function, candidates and lengths traced."""
-    last = jnp.take_along_axis(q, (lengths - 1)[:, None, None, None], axis=1)[:, 0]
+    places = jnp.maximum(0, lengths[:, None] + jnp.arange(-config.observation, 0))
+    last = jnp.take_along_axis(q, places[:, :, None, None], axis=1)
     ranked = config.num_ranked_blocks(lengths)
-    density = block_density(token_scores(last, k, lengths, block_size=config.block_size), ranked, config)
+    density = block_density(token_scores(last[:, -1], k, lengths, block_size=config.block_size), ranked, config)
     return (
         select(last, k, candidates, lengths, config),
         attend(q, k, v, candidates, lengths, config),
@@ -69,6 +78,9 @@ def any_case(draw):
         density=draw(st.sampled_from(["concentration", "paper"])),
         index=draw(st.sampled_from(["hhi", "entropy"])),
         criterion=draw(st.sampled_from(["retained_mass", "column_mean"])),
+        reserve=draw(st.sampled_from([None, 0, 1, 13, 500])),
+        observation=draw(st.sampled_from([1, 5, 64, 200])),
+        spread=draw(st.sampled_from([1, 4, 16])),
     )
     kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 3, 4, 7]))
     batch, tokens = draw(st.integers(1, 3)), draw(st.integers(1, 150))
@@ -99,7 +111,7 @@ def _check_core(case, seed, spread, data):
     for row, head, q, k, v in regions(*(np.asarray(x, np.float32) for x in arrays), lengths):
         n, ranked = len(k), config.num_ranked_blocks(len(k))
         drawn = density[row, head, :ranked] if config.density == "random" else None
-        choose = functools.partial(oracle.select, q[-1], k, config=config, densities=drawn)
+        choose = functools.partial(oracle.select, q[-config.observation :], k, config=config, densities=drawn)
         kept, margin = choose(candidate=candidates[head])
         assume(margin > NOISE)
         np.testing.assert_array_equal(selected[row, head, :n].astype(bool), kept)
@@ -159,7 +171,9 @@ def test_dense_heads_get_exact_attention():
 
 def test_sparsest_candidate_keeps_one_token_of_most_blocks():
     q, k, _ = _inputs()
-    sparse = TCAConfig(block_size=8, window=16, num_candidates=4, sigma=0.05)  # candidate 0: all blocks on 1 token
+    sparse = TCAConfig(
+        block_size=8, window=16, num_candidates=4, sigma=0.05, reserve=0
+    )  # candidate 0: all blocks on 1 token
     lengths = np.array([70, 41], np.int32)
     chosen = np.asarray(select(last_queries(q, lengths), k, np.zeros(2, np.int32), lengths, sparse))
     np.testing.assert_array_equal(chosen[0, :, :48].reshape(2, 6, 8).sum(axis=-1), np.ones((2, 6)))

@@ -57,6 +57,18 @@ def test_the_heat_map_shows_the_kept_share_of_every_head(figures):
     assert axes.get_title() == f"KV cache kept after 4,096 tokens: {share.mean():.1%} on average (tiny)"
 
 
+def test_the_heat_map_of_what_a_prompt_attends_to_stands_beneath_that_of_the_cache(figures, tmp_path):
+    share = make_share()
+    plots.plot_kept_share(share, 4096, "tiny", "unused.png", prefill_share=share / 2)
+    cache, prefill, *bars = figures[0].axes
+    assert len(bars) == 2
+    np.testing.assert_array_equal(cache.images[0].get_array(), share.T)
+    np.testing.assert_array_equal(prefill.images[0].get_array(), share.T / 2)
+    assert cache.get_title() == f"KV cache kept after 4,096 tokens: {share.mean():.1%} on average (tiny)"
+    assert prefill.get_title() == f"Attended to while such a prompt is read: {share.mean() / 2:.1%} on average"
+    assert cache.get_position().y0 > prefill.get_position().y0
+
+
 def test_numbers_are_left_out_where_they_would_not_fit(figures):
     plots.plot_kept_share(make_share(80, 8), 4096, "tiny", "unused.png")
     assert texts(figures[0].axes[0]) == []

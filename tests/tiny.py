@@ -82,7 +82,7 @@ class DenseReference:
                 rows = jnp.full(CONFIG.num_kv_heads, dense.num_candidates, jnp.int32)
                 return tca_jax.attend(q, k, v, rows, lengths, dense), None
             rows = jnp.array(self.candidates[layer], jnp.int32)
-            mask = np.asarray(tca_jax.select(q[:, -1], k, rows, lengths, self.config))[0]
+            mask = np.asarray(tca_jax.select(q[:, -self.config.observation :], k, rows, lengths, self.config))[0]
             for head in range(CONFIG.num_kv_heads):
                 self.kept[layer * CONFIG.num_kv_heads + head] = set(np.flatnonzero(mask[head]).tolist())
             return tca_jax.attend(q, k, v, rows, lengths, self.config), None

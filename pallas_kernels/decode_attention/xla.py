@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from tca_jax.pallas_kernels.kv import Pool, Ring
+from tca_jax.pallas_kernels.kv import Pool, Ring, held_pools
 from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, weighted_sum
-from tca_jax.pallas_kernels.online_softmax import KeyValues, OnlineSoftmax, Span, attend_span
-from tca_jax.pallas_kernels.tiles import tile_map
+from tca_jax.pallas_kernels.online_softmax import OnlineSoftmax, attend_region
+from tca_jax.pallas_kernels.tiles import region_map
 
 #: Keys of a tile of a region.
 DECODE_KEYS = 1024
 
 
-@partial(jax.jit, static_argnames=("block_size", "window", "capacity"))
+@partial(jax.jit, static_argnames=("block_size", "window", "capacity", "growth_capacity"))
 @jax.named_scope("decode_attention")
 def decode_attention(
     q: Float[Array, "B Hq d"],
@@ -25,18 +25,20 @@ def decode_attention(
     ring: Ring,
     positions: Int[Array, " B"],
     *,
+    growth: Pool | None = None,
     block_size: int,
     window: int,
     capacity: int,
+    growth_capacity: int = 0,
 ) -> tuple[Float[Array, "B Hq d"], Float32[Array, "B Hq"]]:
-    """One softmax over ring and region; see `decode_attention.decode_attention`."""
+    """One softmax over ring and regions; see `decode_attention.decode_attention`."""
     batch, kv_heads, slots, head_dim = ring.k.shape
     grouped = q.reshape(batch, kv_heads, -1, head_dim)
     edge = jnp.maximum(0, positions // block_size * block_size - window)
     local = ring_positions(positions, slots) >= edge[:, None]  # [B, R]
     state = _attend_ring(grouped, ring, local)
-    if capacity:
-        state = state.merge(_attend_pool(grouped, pool))
+    for held in held_pools(pool, capacity, growth, growth_capacity):
+        state = state.merge(_attend_pool(grouped, held))
     return state.attention().astype(q.dtype).reshape(q.shape), state.log_sum_exp().reshape(q.shape[:2])
 
 
@@ -57,14 +59,8 @@ def _attend_ring(q: Float[Array, "B Hkv G d"], ring: Ring, seen: Bool[Array, "B 
 def _attend_pool(q: Float[Array, "B Hkv G d"], pool: Pool) -> OnlineSoftmax:
     """Streams every region by its own length, so that unequal heads cost what they hold."""
     batch, kv_heads, group, head_dim = q.shape
-    pooled = KeyValues(pool.k, pool.v)
 
-    def one_region(index: Array) -> OnlineSoftmax:
-        row, head = jnp.divmod(index, kv_heads)
-        length = jnp.broadcast_to(pool.lengths[row, head], group)
-        span = Span(pool.offsets[row, head], jnp.int32(0), pool.lengths[row, head], jnp.zeros_like(length), length)
-        return attend_span(q[row, head], pooled, span, OnlineSoftmax.empty(group, head_dim), DECODE_KEYS)
+    def one_region(row: Array, head: Array) -> OnlineSoftmax:
+        return attend_region(q[row, head], pool, row, head, OnlineSoftmax.empty(group, head_dim), DECODE_KEYS)
 
-    parallel = 1 if jax.default_backend() == "cpu" else batch * kv_heads
-    state = tile_map(one_region, batch * kv_heads, parallel)
-    return jax.tree.map(lambda part: part.reshape(batch, kv_heads, *part.shape[1:]), state)
+    return region_map(one_region, batch, kv_heads)

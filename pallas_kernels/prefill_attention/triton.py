@@ -22,7 +22,6 @@ from jaxtyping import Array, Float, Int
 
 from tca_jax.pallas_kernels.integers import cdiv
 from tca_jax.pallas_kernels.kernel_math import (
-    LOG2E,
     divide_up,
     full_precision_tile,
     prefix_schedule,
@@ -31,7 +30,7 @@ from tca_jax.pallas_kernels.kernel_math import (
 )
 from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.numerics import MASKED
-from tca_jax.pallas_kernels.triton_call import check_supported, dot, scaled_exp2, triton_call
+from tca_jax.pallas_kernels.triton_call import check_supported, load_rows, online_softmax_step, triton_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +143,7 @@ def _attend(
 
     rows, columns = first + jnp.arange(config.queries), jnp.arange(config.keys)
     q = pltriton.load(q_ref.at[row, pl.ds(first, config.queries), head, :], mask=(rows < length)[:, None], other=0.0)
-    step = partial(_online_softmax_step, q, interpret=interpret)
+    step = partial(online_softmax_step, q, interpret=interpret)
 
     def attend_span(
         begin: Any, end: Any, load: Callable[..., tuple[Array, Array]], state: Any, visible: Any = None
@@ -162,11 +161,11 @@ def _attend(
 
     def local(start: Array, inside: Array | None = None) -> tuple[Array, Array]:
         where = (row, pl.ds(start, config.keys), kv_head, slice(None))
-        return _load(k_ref.at[where], inside), _load(v_ref.at[where], inside)
+        return load_rows(k_ref.at[where], inside), load_rows(v_ref.at[where], inside)
 
     def pooled(start: Array, inside: Array | None = None) -> tuple[Array, Array]:
         where = (pl.ds(offset + start, config.keys), slice(None))
-        return _load(k_pool_ref.at[where], inside), _load(v_pool_ref.at[where], inside)
+        return load_rows(k_pool_ref.at[where], inside), load_rows(v_pool_ref.at[where], inside)
 
     def causal(start: Array) -> tuple[Array, Array]:
         token = start + columns
@@ -192,26 +191,3 @@ def _attend(
         out.astype(out_ref.dtype),
         mask=(rows < tokens)[:, None],
     )
-
-
-def _online_softmax_step(
-    q: Array, state: tuple[Array, Array, Array], k: Array, v: Array, visible: Array | None = None, *, interpret: bool
-) -> tuple[Array, Array, Array]:
-    """Takes one tile into (sum of weighted values, largest score, sum of weights) of every row."""
-    out, peak, weight = state
-    scale = LOG2E / math.sqrt(q.shape[1])
-    power = partial(scaled_exp2, scale=scale, interpret=interpret)
-    scores = dot(q, k, transposed=True)
-    if visible is not None:
-        scores = jnp.where(visible, scores, MASKED)
-    new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
-    bias = -scale * new_peak
-    decay = power(peak, bias=bias)
-    weights = power(scores, bias=jnp.broadcast_to(bias[:, None], scores.shape))
-    out = out * decay[:, None] + dot(weights.astype(v.dtype), v)
-    return out, new_peak, weight * decay + jnp.sum(weights, axis=1)
-
-
-def _load(ref: Any, inside: Array | None) -> Array:
-    """A tile; rows that are not `inside` are not read and give zeros, so that what they hold cannot spread."""
-    return ref[...] if inside is None else pltriton.load(ref, mask=inside, other=0.0)

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from tca_jax.benchmarks.command import app as bench_app
 from tca_jax.cli.calibrate import calibrate
+from tca_jax.cli.chat import chat
 from tca_jax.cli.demo import demo
 from tca_jax.cli.errors import users_message
 from tca_jax.cli.generate import generate
@@ -74,6 +75,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(generate)
+app.command()(chat)
 app.command()(calibrate)
 app.add_typer(profile_app, name="profile")
 app.add_typer(bench_app, name="bench")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,34 +24,103 @@ def calibrate(
     window: Annotated[int, typer.Option(help="Local tokens that every query keeps.")] = TCAConfig.window,
     block_size: Annotated[int, typer.Option(help="Tokens in a block.")] = TCAConfig.block_size,
     tau: Annotated[float, typer.Option(help="Threshold that the sparsest candidate must reach.")] = TCAConfig.tau,
-    paper: Annotated[bool, typer.Option("--paper", help="The paper's own density and criterion.")] = False,
+    probes: Annotated[
+        str,
+        typer.Option(
+            metavar="copy|text|none|FILE.jsonl",
+            help="What finds the heads that look far: passages of the texts again, their last quarters, or a file of "
+            '{"question": ..., "answer": ..., "text": 0} lines, where text counts the texts from 0.',
+        ),
+    ] = "copy",
+    tau_probe: Annotated[
+        float | None, typer.Option(help="Threshold that a probe must reach.", show_default=str(TCAConfig.tau_probe))
+    ] = None,
+    kept: Annotated[
+        float | None, typer.Option(help="Largest share of the cache instead, such as 0.3.", show_default="none")
+    ] = None,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="The paper's own density and criterion; no reserve, no probes.")
+    ] = False,
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Give every KV head a token budget, from one forward pass over a few long texts.
+    """Give every KV head its token budgets, from a few long texts and probes behind them.
 
     Example: [bold]tca-jax calibrate qwen2.5-7b --text book.txt --out my-profile[/]
     """
     options: dict[str, Any] = {"window": window, "block_size": block_size, "tau": tau}
+    if tau_probe is not None:
+        options["tau_probe"] = tau_probe
     config = TCAConfig.paper(**options) if paper else TCAConfig(**options)
     require_writable(out, "--out")
     texts = [(f"--text {path}", read_text(path, "--text")) for path in text]
+    chosen = _probes(probes, len(texts))
 
+    from tca_jax.calibration.probes import probed_texts
     from tca_jax.calibration.run import calibrate as run_calibration
-    from tca_jax.calibration.run import require_length
+    from tca_jax.calibration.run import require_kept, require_length
     from tca_jax.engine.prompts import encode_prompt
     from tca_jax.loading import check_dtype, open_checkpoint
 
     check_dtype(dtype)
+    require_kept(kept, chosen)
     with progress() as report:
         report(f"loading {model}", None, None)
         checkpoint = open_checkpoint(model)
         sequences = [encode_prompt(checkpoint, text, name)[:max_tokens] for name, text in texts]
         for (name, _), ids in zip(texts, sequences, strict=True):
             require_length(name, len(ids), checkpoint, config)
+        probed_texts(checkpoint, sequences, chosen, config, [name for name, _ in texts])  # before the weights are read
         lm = checkpoint.load(dtype=dtype, progress=lambda done, total: report(f"loading {model}", done, total))
         step = f"calibrating on {len(sequences)} text{'s'[: len(sequences) > 1]}"
-        profile = run_calibration(lm, sequences, config, progress=lambda done, total: report(step, done, total))
+        profile = run_calibration(
+            lm,
+            sequences,
+            config,
+            probes=chosen,
+            kept=kept,
+            progress=lambda done, total: report(step, done, total),
+        )
     with naming(out):
         profile.save(out)
     print_profile(profile, out, None, None, as_json)
+
+
+def _probes(option: str, num_texts: int) -> Any:
+    """What `calibrate` takes for `--probes`: a kind, None, or the pairs of a file for each text."""
+    if option in ("copy", "text"):
+        return option
+    if option == "none":
+        return None
+    if not option.endswith(".jsonl"):
+        raise ValueError(f"--probes {option}: must be copy, text, none, or a file that ends with .jsonl")
+    pairs: list[list[tuple[str, str]]] = [[] for _ in range(num_texts)]
+    for number, line in enumerate(read_text(Path(option), "--probes").split("\n"), start=1):
+        if line.strip():
+            text, pair = _pair(line, f"--probes {option}, line {number}", num_texts)
+            pairs[text].append(pair)
+    for index, of_text in enumerate(pairs):
+        if not of_text:
+            raise ValueError(f"--probes {option} holds no pair for text {index}: every text needs one")
+    return pairs
+
+
+def _pair(line: str, where: str, num_texts: int) -> tuple[int, tuple[str, str]]:
+    """The text that a line belongs to, and its question and answer."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is no JSON: {error}") from None
+    if not isinstance(record, dict) or not {"question", "answer"} <= set(record) <= {"question", "answer", "text"}:
+        raise ValueError(
+            f'{where}: must be an object with "question", "answer" and, if there are several texts, "text"'
+        )
+    for name in ("question", "answer"):
+        if not isinstance(record[name], str) or not record[name]:
+            raise ValueError(f"{where}: {name} = {record[name]!r}: must be a string that is not empty")
+    text = record.get("text", 0 if num_texts == 1 else None)
+    if isinstance(text, bool) or not isinstance(text, int) or not 0 <= text < num_texts:
+        raise ValueError(
+            f"{where}: text = {text!r}: must be an integer in [0, {num_texts - 1}], which text it is about"
+        )
+    return text, (record["question"], record["answer"])

@@ -14,19 +14,22 @@ from tca_jax.cli.progress import progress
 
 
 def demo(
-    tokens: Annotated[int, typer.Option(help="Length of the document with its question.")] = 8192,
-    questions: Annotated[int, typer.Option(help="Questions asked about the document.")] = 4,
+    tokens: Annotated[int, typer.Option(help="Length of the document.")] = 4096,
+    questions: Annotated[int, typer.Option(help="Questions asked about the document.")] = 3,
     seed: SeedOption = 0,
     out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("out"),
     as_json: JsonOption = False,
 ) -> None:
-    """Answer questions over a long document with full attention and with TCA, side by side.
+    """Answer questions over a long document with full attention, with TCA and with the method as published.
 
-    Uses the model and the profile that ship with the package.
+    Under three protocols: the prompt ends with the answer's first words, or with the question, or the question comes
+    to a document that was read without it. Then one reading answers several questions.
+
+    Uses the model and the profiles that ship with the package.
 
     Example: [bold]tca-jax demo --tokens 4096 --seed 7[/]
     """
-    from tca_jax.demo import demo_table, run_demo
+    from tca_jax.demo import context_table, protocol_table, run_demo
 
     require_writable(out, "--out")
     with progress() as report:
@@ -35,6 +38,7 @@ def demo(
         print_json(result.to_json())
         return
     console = Console()
-    console.print(demo_table(result))
+    console.print(protocol_table(result))
+    console.print(context_table(result))
     console.print(result.summary(), highlight=False)
     console.print(f"Picture: {result.picture}", markup=False, highlight=False, soft_wrap=True)

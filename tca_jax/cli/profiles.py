@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 from rich import box
 from rich.console import Console
@@ -65,19 +66,24 @@ def print_profile(profile: Profile, folder: Path, tokens: int | None, png: Path 
     if png is not None:
         from tca_jax.plots import plot_kept_share
 
-        plot_kept_share(profile.kept_share(tokens), tokens, profile.model_name, png)
+        prefill = profile.prefill_kept_share(tokens)
+        plot_kept_share(profile.kept_share(tokens), tokens, profile.model_name, png, prefill_share=prefill)
     if as_json:
         print_json(_record(profile, folder, tokens, png))
         return
-    shares, dense = profile.kept_share(tokens), profile.config.num_candidates
-    console = Console()
-    print(f"{profile.model_name}: kept share / candidate of each KV head at {tokens:,} tokens")
+    dense = profile.config.num_candidates
+    print(f"{profile.model_name}: share of tokens / candidate of each KV head at {tokens:,} tokens")
     print(f"Candidates: 0 is the sparsest, {dense} is dense and keeps every token")
-    for first in range(0, profile.num_kv_heads, _HEADS_IN_A_ROW):
-        console.print(_table(profile, shares, first))
+    kept, prefill = profile.kept_share(tokens), profile.prefill_kept_share(tokens)
+    print("Kept in the cache, for the tokens behind a prompt:")
+    _print_tables(profile.candidates, kept)
+    if not np.array_equal(profile.candidates, profile.prefill_candidates):
+        print("Attended to while a prompt is read:")
+        _print_tables(profile.prefill_candidates, prefill)
     lengths = ", ".join(f"{source['tokens']:,}" for source in profile.sources)
-    print(f"Mean kept share: {shares.mean():.1%}")
+    print(f"Mean kept share: {kept.mean():.1%} in the cache, {prefill.mean():.1%} while a prompt is read")
     print(f"Calibrated on texts of {lengths} tokens" if lengths else "Not calibrated on any text")
+    print(_probes(profile))
     print(f"Settings: {', '.join(f'{k}={v}' for k, v in dataclasses.asdict(profile.config).items())}")
     print(f"Profile: {folder}")
     if png is not None:
@@ -86,7 +92,7 @@ def print_profile(profile: Profile, folder: Path, tokens: int | None, png: Path 
 
 def _record(profile: Profile, folder: Path, tokens: int, png: Path | None) -> dict[str, Any]:
     """What the table shows, as JSON values."""
-    shares = profile.kept_share(tokens)
+    shares, prefill = profile.kept_share(tokens), profile.prefill_kept_share(tokens)
     return {
         "directory": str(folder),
         "model": profile.model_name,
@@ -97,20 +103,44 @@ def _record(profile: Profile, folder: Path, tokens: int, png: Path | None) -> di
         "dense_candidate": profile.config.num_candidates,
         "kept_share": shares.tolist(),
         "mean_kept_share": float(shares.mean()),
+        "prefill_candidates": profile.prefill_candidates.tolist(),
+        "prefill_kept_share": prefill.tolist(),
+        "mean_prefill_kept_share": float(prefill.mean()),
+        "probes": profile.probes,
         "sources": [dict(source) for source in profile.sources],
         "png": None if png is None else str(png),
     }
 
 
-def _table(profile: Profile, shares: Any, first: int) -> Table:
+def _probes(profile: Profile) -> str:
+    """One line on how the cache rows were found."""
+    if (probes := profile.probes) is None:
+        return "Probes: none"
+    kinds = {"copy": "copies of the texts", "text": "the texts' last quarters", "pairs": "questions and answers"}
+    text = f"Probes: {kinds[probes['kind']]}, {probes['tokens']:,} tokens"
+    each = f"{probes['need'] / max(1, probes['tokens']):.3f} nats a token"
+    if probes["fallback"]:
+        text += f" that hardly need the far context ({each}), so the worst 1% of the texts' queries took their place"
+    else:
+        text += f" that need {each} of the far context"
+    return text if probes["kept"] is None else f"{text}; dense heads up to a kept share of {probes['kept']:.1%}"
+
+
+def _print_tables(candidates: Any, shares: Any) -> None:
+    console = Console()
+    for first in range(0, shares.shape[1], _HEADS_IN_A_ROW):
+        console.print(_table(candidates, shares, first))
+
+
+def _table(candidates: Any, shares: Any, first: int) -> Table:
     """Layers down, up to 8 KV heads across, and the mean over all heads of a layer."""
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     table.add_column("layer", justify="right")
-    heads = range(first, min(first + _HEADS_IN_A_ROW, profile.num_kv_heads))
+    heads = range(first, min(first + _HEADS_IN_A_ROW, shares.shape[1]))
     for head in heads:
         table.add_column(f"head {head}", justify="right")
     table.add_column("mean", justify="right", style="bold")
     for layer, row in enumerate(shares):
-        cells = [f"{row[head]:.0%}/{profile.candidates[layer, head]}" for head in heads]
+        cells = [f"{row[head]:.0%}/{candidates[layer, head]}" for head in heads]
         table.add_row(str(layer), *cells, f"{row.mean():.0%}")
     return table

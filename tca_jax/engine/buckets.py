@@ -7,7 +7,7 @@ from tca_jax.pallas_kernels.integers import round_up
 _SMALLEST = 16
 
 
-def bucket_length(length: int) -> int:
+def bucket_length(length: int, smallest: int = _SMALLEST) -> int:
     """Smallest bucket that holds `length` tokens.
 
     Eight buckets an octave, so from 128 tokens on at most 12.5% of a bucket is padding, and a service that sees every
@@ -15,11 +15,12 @@ def bucket_length(length: int) -> int:
 
     Args:
         length: Prompt tokens, at least 1.
+        smallest: Least step between buckets, a power of two.
 
     Returns:
-        The padded length, a multiple of 16.
+        The padded length, a multiple of `smallest`.
     """
     if length < 1:
         raise ValueError(f"length = {length}: must be at least 1")
-    step = max(_SMALLEST, 1 << max(0, length.bit_length() - 4))
+    step = max(smallest, 1 << max(0, length.bit_length() - 4))
     return round_up(length, step)

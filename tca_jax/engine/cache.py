@@ -1,7 +1,7 @@
-"""The KV cache of one layer: a flat pool of kept tokens and a ring of local ones.
+"""The KV cache of one layer: pools of kept tokens and a ring of local ones.
 
-Heads with different budgets cost what they keep: each (row, KV head) owns a region of the pool whose capacity its cache
-policy names in advance, so shapes are static while lengths are data.
+Heads with different budgets cost what they keep: each (row, KV head) owns regions of the pools whose capacities its
+cache policy names in advance, so shapes are static while lengths are data.
 """
 
 from __future__ import annotations
@@ -9,135 +9,65 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tca_jax.methods.base import CachePolicy, Method, per_head
-from tca_jax.methods.blocks import num_ranked_blocks
+from tca_jax.engine.layouts import CacheLayout
+from tca_jax.methods.base import CachePolicy, Method
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.regions import Regions, Selected
+from tca_jax.methods.sparse import readable_selection
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.decode_attention import decode_attention
-from tca_jax.pallas_kernels.integers import round_up
 from tca_jax.pallas_kernels.kv import Pool, Ring
 from tca_jax.pallas_kernels.numerics import scaled_scores
 from tca_jax.pallas_kernels.ranking import selection_mask
 
 
-@dataclasses.dataclass(frozen=True)
-class CacheLayout:
-    """Static shape of one layer's cache: everything that follows from the method and sizes, before any data.
-
-    Attributes:
-        block_size: Tokens in a block, b.
-        window: Least number of local tokens, w, a multiple of b.
-        prompt_tokens: Padded prompt length, L.
-        ring_tokens: Slots of the ring, R: w + b, or less when prompt and answer are shorter.
-        regions: Regions of the pool.
-    """
-
-    block_size: int
-    window: int
-    prompt_tokens: int
-    ring_tokens: int
-    regions: Regions
-
-    @classmethod
-    def plan(
-        cls, policy: CachePolicy, layer: int, num_kv_heads: int, batch: int, prompt_tokens: int, new_tokens: int
-    ) -> CacheLayout:
-        """Sizes a layer's cache for prompts of up to `prompt_tokens` and answers of up to `new_tokens`.
-
-        Raises:
-            ValueError: the policy names no capacity for each KV head, ranks other blocks than those left of its
-                window, or the pool is too large to be addressed.
-        """
-        b, total = policy.block_size, prompt_tokens + new_tokens
-        window = policy.local_window(total)
-        if num_ranked_blocks(prompt_tokens, b, window) != policy.num_ranked_blocks(prompt_tokens):
-            raise ValueError(
-                f"{type(policy).__name__}.local_window({total}) = {window}, but its num_ranked_blocks({prompt_tokens}) "
-                f"is {policy.num_ranked_blocks(prompt_tokens)}: blocks must be ranked exactly left of the window"
-            )
-        capacities = policy.capacities(layer, prompt_tokens, new_tokens)
-        name = f"{type(policy).__name__}.capacities({layer}, {prompt_tokens}, {new_tokens})"
-        return cls(
-            block_size=b,
-            window=window,
-            prompt_tokens=prompt_tokens,
-            ring_tokens=min(window + b, round_up(total, b)),
-            regions=Regions.plan(batch, per_head(capacities, num_kv_heads, name)),
-        )
-
-    @property
-    def batch(self) -> int:
-        """Rows, B."""
-        return self.regions.batch
-
-    @property
-    def num_kv_heads(self) -> int:
-        """KV heads, H_kv."""
-        return len(self.regions.capacities)
-
-    @property
-    def ranks(self) -> bool:
-        """Whether a prompt of this shape can have ranked blocks; otherwise it fits its window."""
-        return num_ranked_blocks(self.prompt_tokens, self.block_size, self.window) > 0
-
-    @property
-    def evicts(self) -> bool:
-        """Whether a block can leave the window while decoding; otherwise everything fits the ring."""
-        return self.ring_tokens == self.window + self.block_size
-
-    def num_bytes(self, head_dim: int, dtype: Any) -> int:
-        """Bytes of K and V together, pool and ring."""
-        ring = self.batch * self.num_kv_heads * self.ring_tokens
-        return 2 * (self.regions.pool_tokens + ring) * head_dim * jnp.dtype(dtype).itemsize
-
-    def local_tokens(self, fed: Int[np.ndarray, " B"], *, decoded: bool) -> Int[np.ndarray, " B"]:
-        """Tokens in the window after `fed` of them; behind a bare prompt it is already the next token's window."""
-        last = fed - 1 if decoded else fed
-        return fed - np.maximum(0, last // self.block_size * self.block_size - self.window)
-
-
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["pool", "ring"], meta_fields=["layout"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["pool", "growth", "ring"], meta_fields=["layout"])
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
     """One layer's keys and values.
 
     Attributes:
-        pool: What is kept left of the window.
+        pool: What the selection from the prompt keeps left of the window. Never written after prefill, so rows may
+            share regions of it.
+        growth: What is kept of the blocks that have left the window since, each row's own; None where nothing is.
         ring: The local tokens.
         layout: The static shape.
     """
 
     pool: Pool
+    growth: Pool | None
     ring: Ring
     layout: CacheLayout
 
     def repeat_rows(self, times: int) -> LayerCache:
-        """Every row `times` times, side by side: several answers to one prompt."""
-        regions = dataclasses.replace(self.layout.regions, batch=self.layout.batch * times)
-
-        def repeat_pool(x: Float[Array, "P d"]) -> Float[Array, "P d"]:
-            if not regions.row_tokens:
-                return x
-            rows = x.reshape(self.layout.batch, regions.row_tokens, x.shape[-1])
-            return jnp.repeat(rows, times, axis=0).reshape(-1, x.shape[-1])
-
-        pool = Pool(
-            repeat_pool(self.pool.k),
-            repeat_pool(self.pool.v),
-            jnp.asarray(regions.offsets, jnp.int32),
-            jnp.repeat(self.pool.lengths, times, axis=0),
+        """Every row `times` times, side by side: several answers to one prompt, which share its pool."""
+        if times == 1:
+            return self
+        layout, growth = self.layout.repeat_rows(times), self.growth
+        if growth is not None and layout.growth is not None:
+            k, v = (self._repeat_growth(x, times) for x in (growth.k, growth.v))
+            offsets = jnp.asarray(layout.growth.offsets, jnp.int32)
+            growth = Pool(k, v, offsets, jnp.repeat(growth.lengths, times, axis=0))
+        pool = self.pool._replace(
+            offsets=jnp.repeat(self.pool.offsets, times, axis=0), lengths=jnp.repeat(self.pool.lengths, times, axis=0)
         )
         ring = Ring(*(jnp.repeat(x, times, axis=0) for x in self.ring))
-        return LayerCache(pool, ring, dataclasses.replace(self.layout, regions=regions))
+        return LayerCache(pool, growth, ring, layout)
+
+    def _repeat_growth(self, x: Float[Array, "P d"], times: int) -> Float[Array, "P d"]:
+        rows = x.reshape(self.layout.batch, -1, x.shape[-1])
+        return jnp.repeat(rows, times, axis=0).reshape(-1, x.shape[-1])
+
+    def with_growth(self, growth: Regions | None) -> LayerCache:
+        """The same with other room for what leaves the window, in which nothing is yet."""
+        empty = None if growth is None else growth.empty(self.ring.k.shape[-1], self.ring.k.dtype)
+        return dataclasses.replace(self, growth=empty, layout=dataclasses.replace(self.layout, growth=growth))
 
 
 def prefill_layer(
@@ -168,25 +98,25 @@ def prefill_layer(
     Returns:
         Attention output `[B, M, H_q, d]` (zero past a length) and the cache.
     """
-    policy, selected = method.cache, None
+    policy, selected, readable = method.cache, None, None
     if layout.ranks:
         queries = last_queries(q, lengths, policy.num_queries) if not tail else q
         selection = policy.select(layer, queries, k, v, lengths, backend)
         with jax.named_scope("select"):
             selected = layout.regions.fill(selection, k, v, block_size=layout.block_size, backend=backend)
+        readable = readable_selection(method, layer, selection, selected, k, v, backend)
     pool = layout.regions.empty(k.shape[-1], k.dtype) if selected is None else selected.pool
     ring = Ring(*(_fill_ring(x, lengths, layout.ring_tokens) for x in (k, v)))
     if tail:
         with jax.named_scope("prefill_attention"):
-            last = _attend_last(q[:, -1], pool, ring, selected, lengths, layout, backend)
+            last = _attend_last(q[:, -1], ring, readable, lengths, layout, backend)
         out = jnp.zeros_like(q).at[:, -1].set(last)
     else:
-        readable = selected if method.prefill_reads_cache else None
         out = method.prefill.attend(layer, q, k, v, lengths, readable, backend)
     # The rings are filled before the model goes on. Left to itself the compiler puts that off to the end, and keeps all
     # layers' k and v until then: 17 GB at 131,072 tokens of LLaMA-3.1-8B.
     out, ring = jax.lax.optimization_barrier((out, ring))
-    return out, LayerCache(pool, ring, layout)
+    return out, LayerCache(pool, None, ring, layout).with_growth(layout.growth)
 
 
 def tail_queries(method: Method) -> int | None:
@@ -211,7 +141,7 @@ def decode_layer(
 ) -> tuple[Float[Array, "B 1 Hq d"], LayerCache]:
     """One decoding step: evicts the block that leaves the window, adds the new token, attends.
 
-    The pool and the ring are updated in place where the caller gives them away, as a loop or a donation does.
+    Growth and ring are updated in place where the caller gives them away, as a loop or a donation does.
 
     Args:
         method: Attention method.
@@ -229,7 +159,8 @@ def decode_layer(
     layout = cache.layout
     if leaving is not None and layout.evicts:
         with jax.named_scope("evict_block"):
-            cache = _evict_block(method.cache, layer, q[:, 0], k[:, 0], cache, positions, leaving, backend)
+            _, lse = attend_cache(q[:, 0], cache, positions - 1, backend)
+            cache = evict_block(method.cache, layer, q[:, 0], k[:, 0], cache, positions, leaving, lse)
     rows, slots = jnp.arange(layout.batch), positions % layout.ring_tokens
     ring = Ring(*(x.at[rows, :, slots].set(new[:, 0]) for x, new in zip(cache.ring, (k, v), strict=True)))
     cache = dataclasses.replace(cache, ring=ring)
@@ -251,38 +182,57 @@ def rows_with_leaving_block(
 def attend_cache(
     q: Float[Array, "B Hq d"], cache: LayerCache, positions: Int[Array, " B"], backend: Backend
 ) -> tuple[Float[Array, "B Hq d"], Float32[Array, "B Hq"]]:
-    """Attention of a token over pool and ring, with the log-sum-exp."""
+    """Attention of a token over pool, growth and ring, with the log-sum-exp."""
     layout = cache.layout
     return decode_attention(
         q,
         cache.pool,
         cache.ring,
         positions,
+        growth=cache.growth,
         block_size=layout.block_size,
         window=layout.window,
-        capacity=max(layout.regions.capacities),
+        **region_capacities(layout),
         backend=backend,
     )
 
 
+def region_capacities(layout: CacheLayout) -> dict[str, int]:
+    """The largest capacities of a region, as `decode_attention` and `extend_attention` take them."""
+    growth = 0 if layout.growth is None else max(layout.growth.capacities)
+    return {"capacity": max(layout.regions.capacities), "growth_capacity": growth}
+
+
 def _attend_last(
     q: Float[Array, "B Hq d"],
-    pool: Pool,
     ring: Ring,
-    selected: Selected | None,
+    readable: Selected | None,
     lengths: Int[Array, " B"],
     layout: CacheLayout,
     backend: Backend,
 ) -> Float[Array, "B Hq d"]:
-    """Attention of each prompt's last query, from the cache.
+    """Attention of each prompt's last query over its window and what prompt queries read left of it.
 
-    The pool may hold a block more than is left of this query's window: the one that leaves before the next token.
+    The selection may hold a block more than is left of this query's window: the one that leaves before the next token.
     """
-    if selected is not None:
+    if readable is None:  # the prompt fits its window
+        pool, capacity = Regions.plan(layout.batch, (0,) * layout.num_kv_heads).empty(q.shape[-1], q.dtype), 0
+    else:
         edge = jnp.maximum(0, (lengths - 1) // layout.block_size - layout.window // layout.block_size)
-        left = jnp.arange(selected.budgets.shape[-1]) < edge[:, None, None]
-        pool = pool._replace(lengths=jnp.sum(selected.budgets, axis=-1, where=left, dtype=jnp.int32))
-    out, _ = attend_cache(q, LayerCache(pool, ring, layout), lengths - 1, backend)
+        left = jnp.arange(readable.budgets.shape[-1]) < edge[:, None, None]
+        kept = jnp.sum(readable.budgets, axis=-1, where=left, dtype=jnp.int32)
+        pool, capacity = readable.pool._replace(lengths=kept), readable.pool.k.shape[0]
+        capacity = min(capacity, max(layout.regions.capacities))
+    out, _ = decode_attention(
+        q,
+        pool,
+        ring,
+        lengths - 1,
+        block_size=layout.block_size,
+        window=layout.window,
+        capacity=capacity,
+        backend=backend,
+    )
     return out
 
 
@@ -296,7 +246,7 @@ def _fill_ring(x: Float[Array, "B L Hkv d"], lengths: Int[Array, " B"], ring_tok
     return jnp.take_along_axis(x, positions[:, :, None, None], axis=1).transpose(0, 2, 1, 3)
 
 
-def _evict_block(
+def evict_block(
     policy: CachePolicy,
     layer: int,
     q: Float[Array, "B Hq d"],
@@ -304,19 +254,29 @@ def _evict_block(
     cache: LayerCache,
     positions: Int[Array, " B"],
     leaving: Bool[Array, " B"],
-    backend: Backend,
+    lse_before: Float32[Array, "B Hq"],
 ) -> LayerCache:
-    """Moves what the policy keeps of the leaving block from the ring to the pool, in rows where one leaves.
+    """Moves what the policy keeps of the leaving block from the ring to the growth, in rows where one leaves.
 
-    The policy sees the current query's attention probabilities over all that it can see at this step: the pool, the
+    The policy sees the current query's attention probabilities over all that it can see at this step: what is kept, the
     ring with the leaving block still in it, and itself.
+
+    Args:
+        policy: Cache policy.
+        layer: The layer.
+        q: Query of the token that starts a block.
+        k_new: Its key.
+        cache: The layer's cache, without that token.
+        positions: The token's position; a multiple of b in rows where a block leaves.
+        leaving: Those rows.
+        lse_before: Log-sum-exp of the query over what the token before it sees, the leaving block included.
     """
-    layout, pool = cache.layout, cache.pool
+    layout, growth, regions = cache.layout, cache.growth, cache.layout.growth
+    if growth is None or regions is None:
+        return cache  # nothing is ever kept
     b, ring = layout.block_size, layout.ring_tokens
     batch, heads, _, head_dim = cache.ring.k.shape
     queries = q.reshape(batch, heads, -1, head_dim)
-    # The ring as the previous token saw it still has the leaving block as its oldest.
-    _, lse_before = attend_cache(q, cache, positions - 1, backend)
     own = scaled_scores("bhgd,bhd->bhg", queries, k_new)
     lse = jnp.logaddexp(lse_before.reshape(own.shape), own)
 
@@ -328,13 +288,13 @@ def _evict_block(
     selection = policy.evict(layer, attention, positions // b - layout.window // b - 1)
     budgets = jnp.where(leaving[:, None, None], selection.budgets, 0)
     chosen = selection_mask(selection.scores, budgets, block_size=b)
-    slot = pool.lengths[..., None] + jnp.cumsum(chosen, axis=-1) - 1
-    # A region that is full takes nothing more; its policy has named too small a capacity.
-    chosen &= slot < jnp.asarray(layout.regions.capacities, jnp.int32)[:, None]
-    place = jnp.where(chosen, pool.offsets[..., None] + slot, layout.regions.pool_tokens)  # out of range: dropped
-    pool = pool._replace(
-        k=pool.k.at[place].set(k_block, mode="drop"),
-        v=pool.v.at[place].set(v_block, mode="drop"),
-        lengths=pool.lengths + jnp.sum(chosen, axis=-1, dtype=jnp.int32),
+    slot = growth.lengths[..., None] + jnp.cumsum(chosen, axis=-1) - 1
+    # A region that is full takes nothing more; its policy has named too small a growth.
+    chosen &= slot < jnp.asarray(regions.capacities, jnp.int32)[:, None]
+    place = jnp.where(chosen, growth.offsets[..., None] + slot, regions.pool_tokens)  # out of range: dropped
+    growth = growth._replace(
+        k=growth.k.at[place].set(k_block, mode="drop"),
+        v=growth.v.at[place].set(v_block, mode="drop"),
+        lengths=growth.lengths + jnp.sum(chosen, axis=-1, dtype=jnp.int32),
     )
-    return dataclasses.replace(cache, pool=pool)
+    return dataclasses.replace(cache, growth=growth)

@@ -7,10 +7,13 @@ from collections.abc import Generator, Sequence
 from typing import Any, Literal
 
 import numpy as np
+from jaxtyping import Int
 
+from tca_jax.engine.cache import LayerCache
+from tca_jax.engine.contexts import Context
 from tca_jax.engine.decoding import DecodingState
 from tca_jax.engine.lm import LM
-from tca_jax.engine.prompts import Prompt, decode_tokens, encode_prompts, is_single
+from tca_jax.engine.prompts import Prompt, decode_tokens, is_single
 from tca_jax.engine.request import Request
 from tca_jax.engine.sampling import Sampling
 
@@ -24,14 +27,15 @@ class Stats:
     """What a call cost.
 
     Attributes:
-        prompt_tokens: Tokens of each prompt.
+        prompt_tokens: Tokens of each prompt; with a context, of what was appended to it.
         new_tokens: Tokens of each answer.
         compile_seconds: Tracing and compiling, 0 when programs of these shapes were there; in no other figure.
         prefill_seconds: From the prompt's ids to the first new token.
         seconds_per_token: Mean time of each further step (one token for every row), 0 if there was none.
-        kv_cache_bytes: Bytes of all caches of this call, as allocated.
+        kv_cache_bytes: Bytes of all caches of this call, as allocated; of a context, what answers share counts once.
         full_kv_cache_bytes: Bytes that the same call allocates under full attention.
         kept_share: Share of the tokens so far that the caches hold, mean over rows, layers and KV heads.
+        context_tokens: Tokens of the context before each prompt; none without one.
     """
 
     prompt_tokens: list[int]
@@ -42,6 +46,7 @@ class Stats:
     kv_cache_bytes: int
     full_kv_cache_bytes: int
     kept_share: float
+    context_tokens: list[int] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +79,7 @@ def generate(
     lm: LM,
     prompts: Prompt | Sequence[Prompt],
     *,
+    context: Context | None = None,
     max_new_tokens: int = 256,
     min_new_tokens: int = 0,
     num_samples: int = 1,
@@ -93,6 +99,10 @@ def generate(
     Args:
         lm: From `tca_jax.load`. Without a profile it runs exact full attention.
         prompts: Strings, chats (lists of {"role", "content"}) or token ids; one or a sequence.
+        context: From `tca_jax.prefill`, what the model has read before: prompts are appended to it as they are (no
+            token is put before text; a chat must begin with all that the context holds, and what follows is
+            appended). One prompt for each of its rows, or any number where it has one row, whose cache they share. It
+            stays what it is.
         max_new_tokens: Most tokens an answer may have.
         min_new_tokens: No stop token is drawn before so many tokens, and no stop string ends an answer.
         num_samples: Answers to each prompt, which is read once. They come side by side: answer j to prompt i is entry
@@ -118,7 +128,8 @@ def generate(
     """
     request = Request.create(
         lm,
-        encode_prompts(lm, prompts),
+        prompts,
+        context,
         max_new_tokens=max_new_tokens,
         min_new_tokens=min_new_tokens,
         num_samples=num_samples,
@@ -140,6 +151,7 @@ def stream(
     lm: LM,
     prompts: Prompt | Sequence[Prompt],
     *,
+    context: Context | None = None,
     max_new_tokens: int = 256,
     min_new_tokens: int = 0,
     temperature: float = 0.0,
@@ -159,6 +171,7 @@ def stream(
     Args:
         lm: From `tca_jax.load`.
         prompts: One prompt, or a sequence of them, as for `generate`.
+        context: What comes before, as for `generate`.
         max_new_tokens: This and all other options as for `generate`.
 
     Yields:
@@ -173,11 +186,11 @@ def stream(
         ValueError: as for `generate`; also a model without a tokenizer. Raised by the call, not by the first piece.
         TypeError: as for `generate`.
     """
-    ids = encode_prompts(lm, prompts)
     decode_tokens(lm, [])  # no tokenizer: say so before anything is compiled
     request = Request.create(
         lm,
-        ids,
+        prompts,
+        context,
         max_new_tokens=max_new_tokens,
         min_new_tokens=min_new_tokens,
         sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
@@ -224,6 +237,7 @@ def _output(request: Request, state: DecodingState) -> Output:
         kv_cache_bytes=request.kv_cache_bytes(request.lm),
         full_kv_cache_bytes=request.full_kv_cache_bytes,
         kept_share=kept_share(state),
+        context_tokens=request.context_tokens,
     )
     reasons: list[Literal["stop", "length"]] = ["stop" if answer.stopped else "length" for answer in answers]
     logprobs = None
@@ -237,6 +251,11 @@ def _output(request: Request, state: DecodingState) -> Output:
 def kept_share(state: DecodingState) -> float:
     """Tokens in pools and windows over tokens fed, mean over rows, layers and KV heads."""
     fed = np.asarray(state.lengths) + int(state.step) - 1  # the newest token is not in the cache yet
-    local = state.caches[0].layout.local_tokens(fed, decoded=int(state.step) > 1)
-    kept = np.stack([np.asarray(cache.pool.lengths) for cache in state.caches])  # [layers, B, H_kv]
+    local = state.caches[0].layout.local_tokens(fed, np.asarray(state.prompt_lengths))
+    kept = np.stack([_kept(cache) for cache in state.caches])  # [layers, B, H_kv]
     return float(np.mean((kept + local[:, None]) / fed[:, None]))
+
+
+def _kept(cache: LayerCache) -> Int[np.ndarray, "B Hkv"]:
+    pool = np.asarray(cache.pool.lengths)
+    return pool if cache.growth is None else pool + np.asarray(cache.growth.lengths)

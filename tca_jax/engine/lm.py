@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from flax import nnx
 
-from tca_jax.engine.cache import CacheLayout
+from tca_jax.engine.layouts import CacheLayout
 from tca_jax.methods import BASELINE, Method, get
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
@@ -79,9 +79,9 @@ class LM:
         """The Flax NNX module over this LM's weights."""
         return nnx.merge(self.graphdef, self.params)
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of architecture and weights, which profiles carry; reads all weights where they lie."""
+        """Hash of architecture and weights, which profiles carry; reads all weights where they lie, once."""
         return self.checkpoint_fingerprint or fingerprint(self.decoder)
 
     def with_method(self, method: Method | str, **options: Any) -> LM:
@@ -119,7 +119,13 @@ class LM:
         """The model without what programs do not depend on, so that another tokenizer or name compiles nothing."""
         return dataclasses.replace(self, name="", tokenizer=None, eos_token_ids=(), checkpoint_fingerprint=None)
 
-    def cache_layouts(self, batch: int, prompt_tokens: int, new_tokens: int) -> tuple[CacheLayout, ...]:
-        """Static cache shape of every layer, for padded prompts and answers of at most so many tokens."""
+    def for_contexts(self) -> LM:
+        """The model under its method with a cache that any number of tokens can follow; see `Context`."""
+        cache = self.method.cache.for_contexts()
+        return dataclasses.replace(self, method=dataclasses.replace(self.method, cache=cache))
+
+    def cache_layouts(self, batch: int, prompt_tokens: int, new_tokens: int | None) -> tuple[CacheLayout, ...]:
+        """Static cache shape of every layer, for padded prompts and answers of at most so many tokens; None for a
+        context, which any number of tokens can follow."""
         sizes = self.config.num_kv_heads, batch, prompt_tokens, new_tokens
         return tuple(CacheLayout.plan(self.method.cache, layer, *sizes) for layer in range(self.config.num_layers))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -60,7 +61,7 @@ def encode_prompt(lm: Encoder, prompt: Any, argument: str = "prompt") -> list[in
         ids = _tokenize(lm, _utf8(prompt, argument), argument) if len(prompt) else []
     elif _is_chat(prompt):
         # The template has written the special tokens.
-        ids = _tokenize(lm, _render(lm, prompt, argument), argument, add_special_tokens=False)
+        ids = encode_verbatim(lm, render_chat(lm, prompt, argument), argument)
     else:
         ids = _check_ids(lm, prompt, argument)
     if not ids:
@@ -68,14 +69,64 @@ def encode_prompt(lm: Encoder, prompt: Any, argument: str = "prompt") -> list[in
     return ids
 
 
-def require_positions(name: str, prompt_tokens: int, max_new_tokens: int, lm: Encoder) -> None:
-    """Raises ValueError if a prompt leaves no positions for its answer; `name` is the prompt's in the message."""
-    needed, most = prompt_tokens + max_new_tokens, lm.config.max_context
-    if needed > most:
+def encode_verbatim(lm: Encoder, text: str | bytes, argument: str = "prompt") -> list[int]:
+    """Token ids of text and of nothing else: no special token is put before it."""
+    return _tokenize(lm, _utf8(text, argument), argument, add_special_tokens=False)
+
+
+def encode_appended(
+    lm: Encoder, prompts: Any, rows: int, held: Callable[[int], list[int]], argument: str = "prompts"
+) -> list[list[int]]:
+    """Token ids of what is appended to a context: text and ids as they are, of chats what the context does not hold.
+
+    Args:
+        lm: The model whose tokenizer and vocabulary apply.
+        prompts: `Prompt` or a sequence of those. No special token is put before text.
+        rows: Rows of the context: 1, or as many as there are prompts.
+        held: Gives the token ids of a row of the context.
+        argument: Its name in messages.
+
+    Returns:
+        One non-empty list of ids a prompt.
+
+    Raises:
+        ValueError: as for `encode_prompts`; another number of prompts; or a chat that the template does not render to
+            what the context holds and more.
+        TypeError: something that is no prompt.
+    """
+    batch = [prompts] if is_single(prompts, argument) else list(prompts)
+    if rows not in (1, len(batch)) or not batch:
+        raise ValueError(f"{argument} has {len(batch)} entries: must have {rows}, one for each row of the context")
+    return [_encode_appended(lm, p, functools.partial(held, i % rows), f"{argument}[{i}]") for i, p in enumerate(batch)]
+
+
+def _encode_appended(lm: Encoder, prompt: Any, held: Callable[[], list[int]], argument: str) -> list[int]:
+    if isinstance(prompt, str | bytes) and len(prompt):
+        ids = encode_verbatim(lm, prompt, argument)
+        if not ids:
+            raise ValueError(f"{argument} is empty: the tokenizer of {lm.name!r} makes no token of {prompt!r}")
+        return ids
+    ids = encode_prompt(lm, prompt, argument)
+    if not _is_chat(prompt):
+        return ids
+    before = held()
+    if ids[: len(before)] != before or len(ids) == len(before):
         raise ValueError(
-            f"{name} has {prompt_tokens} tokens; with max_new_tokens = {max_new_tokens} that is {needed}, and "
-            f"{lm.name} has {most} positions"
+            f"{argument} is a chat that does not go on from what the context holds: its first {len(before)} tokens "
+            "must be those of the context. Pass the whole conversation, or text, which is appended as it is"
         )
+    return ids[len(before) :]
+
+
+def require_positions(
+    name: str, prompt_tokens: int, max_new_tokens: int, lm: Encoder, *, context_tokens: int = 0
+) -> None:
+    """Raises ValueError if a prompt leaves no positions for its answer; `name` is the prompt's in the message."""
+    needed, most = context_tokens + prompt_tokens + max_new_tokens, lm.config.max_context
+    if needed > most:
+        behind = f" behind a context of {context_tokens}" if context_tokens else ""
+        answer = f"; with max_new_tokens = {max_new_tokens} that is {needed}" if max_new_tokens else ""
+        raise ValueError(f"{name} has {prompt_tokens} tokens{behind}{answer}, and {lm.name} has {most} positions")
 
 
 def decode_tokens(lm: Encoder, tokens: Sequence[int]) -> str:
@@ -144,8 +195,13 @@ def _utf8(text: str | bytes, argument: str) -> str:
         raise ValueError(f"{argument} is not valid UTF-8 text: {error}") from None
 
 
-def _render(lm: Encoder, chat: Chat, argument: str) -> str:
-    """The text that the model's template makes of a chat, up to where the answer begins."""
+def render_chat(lm: Encoder, chat: Chat, argument: str) -> str:
+    """The text that the model's template makes of a chat, up to where the answer begins.
+
+    Raises:
+        ValueError: the model has no tokenizer or no chat template, or the template refuses the chat; names `argument`.
+        TypeError: a message is of a wrong type.
+    """
     tokenizer = _tokenizer(lm, argument)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"{argument} is a chat, but {lm.name} has no chat template; pass text or token ids")

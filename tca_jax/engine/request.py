@@ -12,22 +12,56 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from tca_jax.engine.buckets import bucket_length
-from tca_jax.engine.cache import CacheLayout
-from tca_jax.engine.decoding import DecodingState, decode, prefill, row_keys
+from tca_jax.engine.cache import LayerCache
+from tca_jax.engine.contexts import Appendix, Context
+from tca_jax.engine.decoding import DecodingState, decode, row_keys
 from tca_jax.engine.health import require_finite
+from tca_jax.engine.layouts import CacheLayout, total_bytes
 from tca_jax.engine.lm import LM
 from tca_jax.engine.memory import require_room
 from tca_jax.engine.programs import Program
-from tca_jax.engine.prompts import decode_tokens, pad_tokens, require_positions
+from tca_jax.engine.prompts import decode_tokens, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.sampling import Sampling
+from tca_jax.engine.starting import prefill, resume
 from tca_jax.methods import BASELINE
 from tca_jax.methods.checks import check_integer, check_seed
 from tca_jax.pallas_kernels.backends import Backend, whole
 
+# The keys and values of a pool are never written: they go into programs and do not come out, so that answers share
+# those of a context, and no program copies them.
+_Pools = tuple[tuple[Array, Array], ...]
+
+
+def _resume_program(*args: Any, **static: Any) -> DecodingState:
+    return _without_pools(resume(*args, **static))
+
+
+def _decode_program(lm: LM, state: DecodingState, pools: _Pools, *args: Any, **static: Any) -> DecodingState:
+    return _without_pools(decode(lm, _with_pools(state, pools), *args, **static))
+
+
+def _pools(caches: tuple[LayerCache, ...]) -> _Pools:
+    return tuple((cache.pool.k, cache.pool.v) for cache in caches)
+
+
+def _with_pools(state: DecodingState, pools: Sequence[tuple[Any, Any]]) -> DecodingState:
+    caches = tuple(
+        dataclasses.replace(cache, pool=cache.pool._replace(k=k, v=v))
+        for cache, (k, v) in zip(state.caches, pools, strict=True)
+    )
+    return dataclasses.replace(state, caches=caches)
+
+
+def _without_pools(state: DecodingState) -> DecodingState:
+    return _with_pools(state, [(None, None)] * len(state.caches))
+
+
 _prefill = Program(prefill)
-_decode = Program(decode, donate=(1,))
+_resume = Program(_resume_program)
+_decode = Program(_decode_program, donate=(1,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +75,11 @@ class Answer:
 
 @dataclasses.dataclass
 class Request:
-    """The state of a call on the host; what is on the device is a `DecodingState`."""
+    """The state of a call on the host; what is on the device is a `DecodingState`, and the pools that it reads."""
 
     lm: LM
+    appended: Appendix | None
+    context: Context | None
     prompt_ids: list[list[int]]
     max_new_tokens: int
     min_new_tokens: int
@@ -58,6 +94,7 @@ class Request:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     _step: Callable[..., DecodingState] | None = None
+    _pools: _Pools = ()
     _ended: dict[int, Answer] = dataclasses.field(default_factory=dict)
     _looked: dict[int, int] = dataclasses.field(default_factory=dict)  # tokens of a row that hold no stop string
 
@@ -65,7 +102,8 @@ class Request:
     def create(
         cls,
         lm: LM,
-        prompt_ids: list[list[int]],
+        prompts: Any,
+        context: Any = None,
         *,
         max_new_tokens: Any,
         min_new_tokens: Any = 0,
@@ -85,10 +123,17 @@ class Request:
         check_seed("seed", seed)
         if min_new_tokens > max_new_tokens:
             raise ValueError(f"min_new_tokens = {min_new_tokens}: must be at most max_new_tokens = {max_new_tokens}")
-        for i, ids in enumerate(prompt_ids):
-            require_positions(f"prompts[{i}]", len(ids), int(max_new_tokens), lm)
+        appended = None if context is None else Appendix.create(lm, prompts, context)
+        prompt_ids = encode_prompts(lm, prompts) if appended is None else appended.ids
+        if appended is not None:
+            appended.require_positions(lm, int(max_new_tokens))
+        else:
+            for i, ids in enumerate(prompt_ids):
+                require_positions(f"prompts[{i}]", len(ids), int(max_new_tokens), lm)
         request = cls(
-            lm=lm,
+            lm=lm if context is None else lm.for_contexts(),
+            appended=appended,
+            context=context,
             prompt_ids=prompt_ids,
             max_new_tokens=int(max_new_tokens),
             min_new_tokens=int(min_new_tokens),
@@ -117,17 +162,32 @@ class Request:
         return len(self.prompt_ids) * self.num_samples
 
     @property
+    def context_tokens(self) -> list[int]:
+        """Tokens of the context before each prompt; none without one."""
+        return [] if self.appended is None else self.appended.starts
+
+    @property
     def room(self) -> int:
         """Tokens that answers have room for: a bucket, so that another `max_new_tokens` seldom compiles anything."""
         return bucket_length(self.max_new_tokens)
 
     def layouts(self, lm: LM) -> tuple[CacheLayout, ...]:
-        """Caches of the call under `lm`'s method."""
-        return lm.cache_layouts(self.rows, bucket_length(max(map(len, self.prompt_ids))), self.room)
+        """Caches of the call under `lm`'s method; the pool of a context is one of them."""
+        prompts = len(self.prompt_ids)
+        if self.context is None or self.appended is None:
+            sizes = prompts, bucket_length(max(map(len, self.prompt_ids))), self.room
+            return tuple(layout.repeat_rows(self.num_samples) for layout in lm.cache_layouts(*sizes))
+        layouts = self.context.layouts
+        if lm.method != self.lm.method:
+            layouts = lm.for_contexts().cache_layouts(self.context.batch, self.context.tokens.shape[1], None)
+        fed = self.appended.tokens.shape[1] + self.room - 1
+        times = self.rows // self.context.batch
+        policy = lm.for_contexts().method.cache
+        return tuple(layout.repeat_rows(times).with_growth(policy, layer, fed) for layer, layout in enumerate(layouts))
 
     def kv_cache_bytes(self, lm: LM) -> int:
         """Bytes of all caches of the call under `lm`'s method."""
-        return sum(layout.num_bytes(lm.config.head_dim, self._cache_dtype) for layout in self.layouts(lm))
+        return total_bytes(self.layouts(lm), lm.config.head_dim, self._cache_dtype)
 
     @property
     def full_kv_cache_bytes(self) -> int:
@@ -140,29 +200,56 @@ class Request:
         Raises:
             ValueError: the model computes NaN or infinity; names the layer.
         """
-        tokens, lengths = pad_tokens(self.prompt_ids, self.lm.pad_token_id)
-        args = (
-            self._program_lm,
-            jnp.asarray(tokens),
-            jnp.asarray(lengths),
+        drawing = (
             row_keys(jax.random.key(self.seed), self.rows),
             self.sampling,
             jnp.asarray(self.stop_tokens, jnp.int32),
             jnp.int32(self.min_new_tokens) if self.min_new_tokens else None,
         )
         static = {"new_tokens": self.room, "logprobs": self.logprobs, "backend": self.backend}
+        state = self._read_prompts(drawing, static) if self.context is None else self._resume(drawing, static)
+        return self._end_at_stop_strings(state)
+
+    def _read_prompts(self, drawing: tuple[Any, ...], static: dict[str, Any]) -> DecodingState:
+        tokens, lengths = pad_tokens(self.prompt_ids, self.lm.pad_token_id)
+        args = (self._program_lm, jnp.asarray(tokens), jnp.asarray(lengths), *drawing)
         program, seconds = _prefill.prepare(*args, **static)
         self.compile_seconds += seconds
         start = time.perf_counter()
         state = jax.block_until_ready(program(*args))
         self.prefill_seconds = time.perf_counter() - start
         require_finite(self.lm, tokens, lengths, np.asarray(state.finite)[:: self.num_samples], "prompts")
-        return self._end_at_stop_strings(state)
+        self._pools = _pools(state.caches)
+        return _without_pools(state)
+
+    def _resume(self, drawing: tuple[Any, ...], static: dict[str, Any]) -> DecodingState:
+        context, appended = self.context, self.appended
+        assert context is not None
+        assert appended is not None
+        held = context.tokens if self.sampling.repetition_penalty is not None else None
+        where = (held, appended.tokens, context.lengths, appended.lengths, context.prompt_lengths)
+        args = (self._program_lm, context.caches, *where, *drawing)
+        program, seconds = _resume.prepare(*args, **static)
+        self.compile_seconds += seconds
+        start = time.perf_counter()
+        state = jax.block_until_ready(program(*args))
+        self.prefill_seconds = time.perf_counter() - start
+        finite = np.asarray(state.finite)[:: self.num_samples]
+        if not finite.all():
+            require_finite(self.lm, *self._whole_prompts(), finite, "prompts")
+        self._pools = _pools(context.caches)
+        return state
+
+    def _whole_prompts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Context and prompt of each row, padded."""
+        assert self.context is not None
+        rows = [self.context.token_ids(i % self.context.batch) + ids for i, ids in enumerate(self.prompt_ids)]
+        return pad_tokens(rows, self.lm.pad_token_id)
 
     def advance(self, state: DecodingState, steps: int) -> DecodingState:
         """Up to `steps` more tokens a row."""
         limit = jnp.int32(min(int(state.step) + steps, self.max_new_tokens))
-        args = (self._program_lm, state, limit, self.sampling)
+        args = (self._program_lm, state, self._pools, limit, self.sampling)
         if self._step is None:
             self._step, seconds = _decode.prepare(*args, backend=self.backend)
             self.compile_seconds += seconds

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.engine.health import require_finite
 from tca_jax.engine.lm import LM
 from tca_jax.engine.programs import Program
 from tca_jax.engine.prompts import Prompt, encode_prompts, pad_tokens
+from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.backends import Backend, whole
 
 _LOGIT_ELEMENTS = 2**27  # of a chunk: half a gigabyte in float32
@@ -71,30 +72,37 @@ def score(lm: LM, texts: Prompt | Sequence[Prompt], *, backend: str = "auto") ->
 def logprobs_of(
     lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], *, backend: Backend = "auto"
 ) -> Float32[Array, "B L1"]:
-    """Log-probability of tokens 1 to L - 1 given all before each, float32 `[B, L - 1]`; arbitrary past a length.
-
-    Logits are made of a few positions at a time: those of all would outweigh the model.
-    """
+    """Log-probability of tokens 1 to L - 1 given all before each, float32 `[B, L - 1]`; arbitrary past a length."""
     method, decoder = lm.method, lm.decoder
 
     def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, None]:
         return method.prefill.attend(layer, q, k, v, lengths, None, backend), None
 
-    batch, length = tokens.shape
-    positions = jnp.minimum(jnp.arange(length), lengths[:, None] - 1)
+    positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
     hidden, _ = decoder(tokens, positions, attention, (None,) * lm.config.num_layers)
-    chunk = max(1, min(length - 1, _LOGIT_ELEMENTS // (batch * lm.config.vocab_size)))
+    return logprobs_of_hidden(decoder, hidden[:, :-1], tokens[:, 1:])
+
+
+def logprobs_of_hidden(
+    decoder: Decoder, hidden: Float[Array, "B L D"], tokens: Int[Array, "B L"]
+) -> Float32[Array, "B L"]:
+    """Log-probability of tokens, each given by the hidden state beside it.
+
+    Logits are made of a few positions at a time: those of all would outweigh the model.
+    """
+    batch, length = tokens.shape
+    chunk = max(1, min(length, _LOGIT_ELEMENTS // (batch * decoder.config.vocab_size)))
 
     def of_chunk(start: Array) -> Float32[Array, "B C"]:
         part = jax.lax.dynamic_slice_in_dim(hidden, start, chunk, axis=1)
-        target = jax.lax.dynamic_slice_in_dim(tokens, start + 1, chunk, axis=1)
+        target = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
         logprobs = jax.nn.log_softmax(decoder.logits(part))
         return jnp.take_along_axis(logprobs, target[..., None], axis=-1)[..., 0]
 
     # The last chunk reaches back over the one before instead of past the end.
-    starts = np.minimum(np.arange(0, length - 1, chunk), length - 1 - chunk)
+    starts = np.minimum(np.arange(0, length, chunk), length - chunk)
     parts = jax.lax.map(of_chunk, jnp.asarray(starts, jnp.int32))
-    out = jnp.zeros((batch, length - 1), jnp.float32)
+    out = jnp.zeros((batch, length), jnp.float32)
     for start, part in zip(starts.tolist(), parts, strict=True):
         out = jax.lax.dynamic_update_slice_in_dim(out, part, start, axis=1)
     return out

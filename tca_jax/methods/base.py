@@ -39,14 +39,30 @@ class CachePolicy(abc.ABC):
     num_queries: int | None = 1
 
     @abc.abstractmethod
-    def capacities(self, layer: int, prompt_tokens: int, new_tokens: int) -> PerHead:
-        """Most tokens beside the window that a KV head may ever hold; static.
+    def capacities(self, layer: int, prompt_tokens: int) -> PerHead:
+        """Most tokens that a KV head keeps of the ranked blocks of a prompt; static.
+
+        Args:
+            layer: The layer.
+            prompt_tokens: Longest prompt, L; shorter ones may not keep more.
+        """
+
+    def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> PerHead:
+        """Most tokens that a KV head keeps of the blocks that leave the window behind a prompt; static. By default 0.
 
         Args:
             layer: The layer.
             prompt_tokens: Longest prompt, L.
-            new_tokens: Most tokens that follow it.
+            new_tokens: Most tokens that are fed behind it; `num_leaving_blocks` says how many blocks these push out.
         """
+        return 0
+
+    def prefill_capacities(self, layer: int, prompt_tokens: int) -> PerHead | None:
+        """Most tokens of the ranked blocks that the prompt's own queries attend to; static.
+
+        None, the default: they attend to all that is kept, and `select` names no `prefill_budgets`.
+        """
+        return None
 
     @abc.abstractmethod
     def select(
@@ -86,12 +102,16 @@ class CachePolicy(abc.ABC):
         """The window for sequences of at most `total_tokens`; `num_ranked_blocks` must follow where it is changed."""
         return self.window
 
+    def for_contexts(self) -> CachePolicy:
+        """The policy of a context, which any number of tokens may follow; its `local_window` must be its window."""
+        return self
+
     def num_ranked_blocks(self, tokens: Tokens) -> Tokens:
         """n = max(0, L // b - w // b): blocks of a prompt that are ranked."""
         return num_ranked_blocks(tokens, self.block_size, self.window)
 
     def num_leaving_blocks(self, prompt_tokens: int, new_tokens: int) -> int:
-        """Most blocks that leave the window while `new_tokens` follow a prompt of at most `prompt_tokens`."""
+        """Most blocks that leave the window while `new_tokens` are fed behind a prompt of at most `prompt_tokens`."""
         return num_leaving_blocks(prompt_tokens, new_tokens, self.block_size, self.window)
 
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:  # noqa: B027 (most fit every model)
@@ -119,7 +139,8 @@ class PrefillPolicy(abc.ABC):
             q: Queries after RoPE; query head h belongs to KV head h // (Hq // Hkv).
             k: Keys after RoPE; `v` the values.
             lengths: Prompt lengths `[B]`, traced.
-            selected: What the cache policy keeps of the ranked blocks, if this policy `reads` it and there are any.
+            selected: What the cache policy selects for the prompt's queries, if this policy `reads` it and there are
+                ranked blocks.
             backend: Kernel backend, to be handed on.
 
         Returns:
@@ -127,7 +148,7 @@ class PrefillPolicy(abc.ABC):
         """
 
     def reads(self, cache: CachePolicy) -> bool:
-        """Whether queries attend to exactly what `cache` keeps: its window and its selection left of that.
+        """Whether queries attend to exactly what `cache` selects for them: its window and its selection left of that.
 
         Then the selection is made once, and the last layer of a prefill computes its last query alone.
         """
@@ -158,7 +179,7 @@ class Method:
 
     @property
     def prefill_reads_cache(self) -> bool:
-        """Whether a prompt's queries attend to exactly what the cache keeps."""
+        """Whether a prompt's queries attend to exactly what the cache policy selects for them."""
         return self.prefill.reads(self.cache)
 
 

@@ -17,9 +17,5 @@ def num_ranked_blocks(tokens: Tokens, block_size: int, window: int) -> Tokens:
 
 
 def num_leaving_blocks(prompt_tokens: int, new_tokens: int, block_size: int, window: int) -> int:
-    """Most blocks that leave the window while `new_tokens` follow a prompt of at most `prompt_tokens`.
-
-    The last new token is never fed back, so it pushes nothing out.
-    """
-    fed = new_tokens - 1
-    return min(cdiv(fed, block_size), num_ranked_blocks(prompt_tokens + fed, block_size, window))
+    """Most blocks that leave the window while `new_tokens` are fed behind a prompt of at most `prompt_tokens`."""
+    return min(cdiv(new_tokens, block_size), num_ranked_blocks(prompt_tokens + new_tokens, block_size, window))

@@ -94,17 +94,28 @@ def eviction_budgets(config: TCAConfig) -> Int32[np.ndarray, " M1"]:
 
 
 @functools.lru_cache(maxsize=4096)
-def region_capacity(config: TCAConfig, candidate: int, max_blocks: int) -> int:
-    """Most tokens that `candidate` selects from a prompt of at most `max_blocks` ranked blocks.
+def region_capacity(config: TCAConfig, candidate: int, max_blocks: int, prefill_candidate: int | None = None) -> int:
+    """Most tokens that a head selects from a prompt of at most `max_blocks` ranked blocks, its reserve included.
 
     The maximum over all n, not the value at `max_blocks`: largest remainder is not monotone in n.
 
+    Args:
+        config: The method's hyperparameters.
+        candidate: The head's row of `candidate_budgets`.
+        max_blocks: Most ranked blocks.
+        prefill_candidate: A second row of the head; of every block it keeps the larger of the two budgets.
+
     Raises:
-        ValueError: `candidate` is not a row of `candidate_budgets`, or `max_blocks` is negative.
+        ValueError: a candidate is not a row of `candidate_budgets`, or `max_blocks` is negative.
     """
-    if not 0 <= candidate <= config.num_candidates:
-        raise ValueError(f"candidate = {candidate}: must lie in [0, {config.num_candidates}]")
-    return int((budget_count_table(config, max_blocks)[:, candidate] @ budget_sizes(config)).max())
+    rows = [candidate] if prefill_candidate is None else [candidate, prefill_candidate]
+    for row in rows:
+        if not 0 <= row <= config.num_candidates:
+            raise ValueError(f"candidate = {row}: must lie in [0, {config.num_candidates}]")
+    # Budgets ascend with rank, so the blocks of at most k tokens under the larger of two are the fewer of either.
+    at_most = np.cumsum(budget_count_table(config, max_blocks)[:, rows], axis=-1).min(axis=1)  # [N, K]
+    kept = np.diff(at_most, axis=-1, prepend=0) @ budget_sizes(config) + config.reserve_tokens
+    return int(np.minimum(kept, np.arange(max_blocks + 1) * config.block_size).max())
 
 
 def _validate_blocks(num_blocks: int) -> None:

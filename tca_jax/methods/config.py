@@ -28,6 +28,11 @@ class TCAConfig:
         index: The concentration index: "hhi" (Herfindahl-Hirschman) or "entropy" (one minus the normalised entropy).
         criterion: Score that calibration compares with `tau`: "retained_mass" (Theorem 1) or "column_mean" (Eq. 5).
         tau: Calibration threshold in (0, 1]; the sparsest candidate that reaches it is taken.
+        reserve: Tokens that each KV head keeps beside its budgets, R, chosen from all ranked blocks at once; None for
+            window // 8, 0 for none.
+        observation: Last prompt queries that choose the reserve; fewer in shorter prompts.
+        spread: Tokens over which an observed token's score spreads, itself and those that follow it.
+        tau_probe: Threshold in [0, 1] of the probe score; the sparsest row that reaches it is kept in the cache.
         seed: Seed of the "random" density.
 
     Raises:
@@ -46,15 +51,21 @@ class TCAConfig:
     index: Index = "hhi"
     criterion: Criterion = "retained_mass"
     tau: float = 0.9
+    reserve: int | None = None
+    observation: int = 64
+    spread: int = 16
+    tau_probe: float = 0.5
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "window", "num_candidates", "seed"):
+        for name in ("block_size", "window", "num_candidates", "reserve", "observation", "spread", "seed"):
             value = getattr(self, name)
+            if name == "reserve" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, numbers.Integral):
                 raise ValueError(f"TCAConfig.{name} = {value!r}: must be an integer")
             object.__setattr__(self, name, int(value))  # a NumPy integer would not survive JSON
-        for name in ("sigma", "alpha", "tau"):
+        for name in ("sigma", "alpha", "tau", "tau_probe"):
             value = getattr(self, name)
             if not is_finite_number(value):
                 raise ValueError(f"TCAConfig.{name} = {value!r}: must be a finite number")
@@ -73,6 +84,13 @@ class TCAConfig:
             raise ValueError(f"TCAConfig.alpha = {self.alpha}: must lie in [0, 1]")
         if not 0 < self.tau <= 1:
             raise ValueError(f"TCAConfig.tau = {self.tau}: must lie in (0, 1]")
+        if self.reserve is not None and self.reserve < 0:
+            raise ValueError(f"TCAConfig.reserve = {self.reserve}: must be at least 0, or None for window // 8")
+        for name in ("observation", "spread"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"TCAConfig.{name} = {getattr(self, name)}: must be at least 1")
+        if not 0 <= self.tau_probe <= 1:
+            raise ValueError(f"TCAConfig.tau_probe = {self.tau_probe}: must lie in [0, 1]")
         if self.density == "random":
             check_seed("TCAConfig.seed", self.seed)
         for name, allowed in (("density", Density), ("index", Index), ("criterion", Criterion)):
@@ -82,9 +100,19 @@ class TCAConfig:
 
     @classmethod
     def paper(cls, **overrides: Any) -> TCAConfig:
-        """The paper's own setting: Eq. 6 with alpha 0.5 and the column-mean criterion of Eq. 5."""
-        paper = cls(alpha=0.5, density="paper", criterion="column_mean", tau=0.9)
+        """The paper's own setting: Eq. 6 with alpha 0.5, the column-mean criterion of Eq. 5, no reserve, no probes."""
+        paper = cls(alpha=0.5, density="paper", criterion="column_mean", tau=0.9, reserve=0, tau_probe=0.0)
         return dataclasses.replace(paper, **overrides)
+
+    @property
+    def reserve_tokens(self) -> int:
+        """Tokens of the reserve, R."""
+        return self.window // 8 if self.reserve is None else self.reserve
+
+    @property
+    def num_queries(self) -> int:
+        """Last prompt queries that a selection looks at: the last one scores the blocks, all choose the reserve."""
+        return self.observation if self.reserve_tokens else 1
 
     def num_ranked_blocks(self, tokens: Tokens) -> Tokens:
         """n = max(0, L // b - w // b): blocks of a prompt of L tokens that are ranked and budgeted."""

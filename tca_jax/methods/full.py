@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.methods.base import CachePolicy, Method, PrefillPolicy
 from tca_jax.methods.blocks import Tokens
@@ -29,11 +30,40 @@ class FullCache(CachePolicy):
     def num_ranked_blocks(self, tokens: Tokens) -> Tokens:
         return 0 * tokens
 
-    def capacities(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
+    def capacities(self, layer: int, prompt_tokens: int) -> int:
         return 0
 
     def select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selection:
         raise AssertionError("nothing is left of a window that holds everything")
+
+    def for_contexts(self) -> CachePolicy:
+        return DenseCache()
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseCache(CachePolicy):
+    """Every token stays, those left of a small window in the pool: there, any number of questions can share them."""
+
+    block_size = _BLOCK
+    window = _BLOCK
+
+    def capacities(self, layer: int, prompt_tokens: int) -> int:
+        return self.num_ranked_blocks(prompt_tokens) * _BLOCK
+
+    def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
+        return self.num_leaving_blocks(prompt_tokens, new_tokens) * _BLOCK
+
+    def select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selection:
+        batch, tokens, kv_heads, _ = k.shape
+        blocks = jnp.arange(tokens // _BLOCK)
+        budgets = jnp.where(blocks < self.num_ranked_blocks(lengths)[:, None, None], _BLOCK, 0).astype(jnp.int32)
+        shape = (batch, kv_heads, blocks.size)
+        return Selection(jnp.zeros((batch, kv_heads, tokens), jnp.float32), jnp.broadcast_to(budgets, shape))
+
+    def evict(self, layer: int, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]) -> Selection:
+        batch, kv_heads, _, tokens = attention.shape
+        budgets = jnp.full((batch, kv_heads, 1), _BLOCK, jnp.int32)
+        return Selection(jnp.zeros((batch, kv_heads, tokens), jnp.float32), budgets)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +76,7 @@ class FullPrefill(PrefillPolicy):
         return causal_attention(q, k, v, lengths, backend=backend)
 
     def reads(self, cache: CachePolicy) -> bool:
-        return isinstance(cache, FullCache)
+        return isinstance(cache, FullCache | DenseCache)
 
 
 def full() -> Method:

@@ -58,7 +58,7 @@ def _backward(
     regions: Regions, block_size: int, window: int, backend: Backend, saved: Any, cotangent: Array
 ) -> tuple[Any, ...]:
     q, k, v, selection, lengths = saved
-    kept = selection_mask(*selection, block_size=block_size)
+    kept = selection_mask(selection.scores, selection.budgets, block_size=block_size)
     _, pullback = jax.vjp(lambda q, k, v: _masked(q, k, v, kept, lengths, block_size, window), q, k, v)
     return (*pullback(cotangent), None, None)
 

@@ -41,9 +41,11 @@ class RandomCache(CachePolicy):
         """Tokens kept of a block."""
         return max(1, round(self.share * self.block_size))
 
-    def capacities(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
-        leaving = self.num_leaving_blocks(prompt_tokens, new_tokens)
-        return self.budget * (self.num_ranked_blocks(prompt_tokens) + leaving)
+    def capacities(self, layer: int, prompt_tokens: int) -> int:
+        return self.budget * self.num_ranked_blocks(prompt_tokens)
+
+    def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
+        return self.budget * self.num_leaving_blocks(prompt_tokens, new_tokens)
 
     def select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selection:
         batch, tokens, kv_heads, _ = k.shape

@@ -71,17 +71,19 @@ def get(name: str, **options: Any) -> Method:
     return Method(name, prefill.prefill, cache.cache)
 
 
-def configured(config: Configuration, candidates: Any) -> Method:
+def configured(config: Configuration, candidates: Any, prefill_candidates: Any = None) -> Method:
     """The method of a configuration under calibrated budgets, as a profile holds both.
 
     Args:
         config: Hyperparameters, which name their method.
-        candidates: What calibration chose for each KV head, integers `[layers, H_kv]`.
+        candidates: What calibration chose for each KV head's cache, integers `[layers, H_kv]`.
+        prefill_candidates: The same for the prompt's own queries; None: what is kept in the cache.
 
     Raises:
         ValueError: a candidate is not allowed.
     """
-    return get(config.method_name, candidates=candidates, config=config)
+    prefill = {} if prefill_candidates is None else {"prefill_candidates": prefill_candidates}
+    return get(config.method_name, candidates=candidates, config=config, **prefill)
 
 
 def _make(name: str, options: Mapping[str, Any]) -> Method:

@@ -1,18 +1,96 @@
-"""The method's selection arithmetic: block density, budgets by rank (Eq. 6, 7), best tokens of a block."""
+"""The method's selection arithmetic: block density, budgets by rank (Eq. 6, 7), and the reserve beside them."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from tca_jax.methods.candidates import budget_count_table
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.regions import Selection
 from tca_jax.pallas_kernels.backends import Backend
+from tca_jax.pallas_kernels.observation_scores import observation_scores
+from tca_jax.pallas_kernels.reserve_tokens import reserve_tokens
 from tca_jax.pallas_kernels.token_scores import TokenScores, token_scores
+
+#: Added to the score of a reserved token, which puts it in front of all others: no score passes 1.
+_AHEAD = 2.0
+
+
+class PromptScores(NamedTuple):
+    """All that a selection needs to know of a prompt, whatever the budgets.
+
+    Attributes:
+        scored: Token scores and block statistics.
+        reserved: Tokens that every row of budgets keeps [B, Hkv, L], all in ranked blocks; None where the config has no
+            reserve or no prompt of this shape has ranked blocks.
+    """
+
+    scored: TokenScores
+    reserved: Bool[Array, "B Hkv L"] | None
+
+    @property
+    def ranking(self) -> Float32[Array, "B Hkv L"]:
+        """Scores by which a block's tokens are ranked: reserved ones in front of all others."""
+        scores = self.scored.scores
+        return scores if self.reserved is None else jnp.where(self.reserved, scores + _AHEAD, scores)
+
+
+def score_prompt(
+    q_last: Float[Array, "B O Hq d"],
+    k: Float[Array, "B L Hkv d"],
+    lengths: Int[Array, " B"],
+    config: TCAConfig,
+    backend: Backend = "auto",
+) -> PromptScores:
+    """Scores every token of a prompt and chooses the reserve.
+
+    Args:
+        q_last: Last prompt queries after RoPE [B, O, Hq, d]; `q_last[:, -a]` is the one at position length - a and does
+            not count where that is negative. The last one scores the blocks, the last `config.observation` choose the
+            reserve.
+        k: Prompt keys after RoPE [B, L, Hkv, d], right-padded.
+        lengths: Prompt lengths [B]; may be traced.
+        config: The method's hyperparameters.
+        backend: Kernel backend.
+    """
+    b = config.block_size
+    with jax.named_scope("token_scores"):
+        scored = token_scores(q_last[:, -1], k, lengths, block_size=b, backend=backend)
+    if not (config.reserve_tokens and config.num_ranked_blocks(k.shape[1])):
+        return PromptScores(scored, None)
+    with jax.named_scope("reserve"):
+        observed = observation_scores(
+            q_last[:, -config.observation :], k, lengths, spread=config.spread, backend=backend
+        )
+        ranked_tokens = config.num_ranked_blocks(lengths) * b
+        reserved = reserve_tokens(observed, ranked_tokens, reserve=config.reserve_tokens, backend=backend)
+    return PromptScores(scored, reserved)
+
+
+def row_budgets(
+    prompt_scores: PromptScores, rows: Int[Array, " Hkv"], lengths: Int[Array, " B"], config: TCAConfig
+) -> Int32[Array, "B Hkv nb"]:
+    """Tokens that every block keeps: Psi at its rank, or its reserved tokens where these are more.
+
+    Args:
+        prompt_scores: From `score_prompt`.
+        rows: Row of `candidate_budgets` for every KV head [Hkv]; may be traced.
+        lengths: Prompt lengths [B]; may be traced.
+        config: The method's hyperparameters.
+
+    Returns:
+        int32 [B, Hkv, L // b]; 0 for blocks that are not ranked.
+    """
+    budgets = head_budgets(prompt_scores.scored, rows, lengths, config)
+    if prompt_scores.reserved is None:
+        return budgets
+    whole = prompt_scores.reserved[..., : budgets.shape[-1] * config.block_size]
+    return jnp.maximum(budgets, whole.reshape(*budgets.shape, -1).sum(axis=-1, dtype=jnp.int32))
 
 
 def block_density(
@@ -63,27 +141,34 @@ def block_budgets(
 
 
 def select_by_candidates(
-    q_last: Float[Array, "B Hq d"],
+    q_last: Float[Array, "B O Hq d"],
     k: Float[Array, "B L Hkv d"],
     candidates: Int[Array, " Hkv"],
     lengths: Int[Array, " B"],
     config: TCAConfig,
     backend: Backend = "auto",
+    *,
+    prefill_candidates: Int[Array, " Hkv"] | None = None,
 ) -> Selection:
-    """Scores every token by the last prompt query and deals each head's budgets out to its blocks.
+    """Scores a prompt's tokens once and deals each head's budgets out to its blocks.
 
     Args:
-        q_last: Query of each row's last prompt token, after RoPE [B, Hq, d].
+        q_last: Last prompt queries, as `score_prompt` takes them [B, O, Hq, d].
         k: Prompt keys after RoPE [B, L, Hkv, d], right-padded.
         candidates: Row of `candidate_budgets` for every KV head [Hkv]; may be traced.
         lengths: Prompt lengths [B]; may be traced.
         config: The method's hyperparameters.
         backend: Kernel backend.
+        prefill_candidates: Rows of what the prompt's own queries attend to [Hkv]. A block then keeps the larger of its
+            two budgets, so that these tokens are always among those that are kept. None: the same tokens.
     """
-    with jax.named_scope("token_scores"):
-        scored = token_scores(q_last, k, lengths, block_size=config.block_size, backend=backend)
+    scores = score_prompt(q_last, k, lengths, config, backend)
     with jax.named_scope("select"):
-        return Selection(scored.scores, head_budgets(scored, candidates, lengths, config))
+        budgets = row_budgets(scores, candidates, lengths, config)
+        if prefill_candidates is None:
+            return Selection(scores.ranking, budgets)
+        prefill_budgets = row_budgets(scores, prefill_candidates, lengths, config)
+        return Selection(scores.ranking, jnp.maximum(budgets, prefill_budgets), prefill_budgets)
 
 
 def head_budgets(
@@ -92,7 +177,7 @@ def head_budgets(
     lengths: Int[Array, " B"],
     config: TCAConfig,
 ) -> Int32[Array, "B Hkv nb"]:
-    """Tokens that every block may keep, by its head's candidate and its rank (Eq. 7).
+    """Psi at the rank of every block, by its head's candidate (Eq. 7): what it keeps where there is no reserve.
 
     Args:
         scored: Token scores and block statistics of the prompt.

@@ -7,9 +7,9 @@ import dataclasses
 import jax
 from jaxtyping import Array, Float
 
-from tca_jax.methods.base import CachePolicy, PrefillPolicy, per_head
+from tca_jax.methods.base import CachePolicy, Method, PrefillPolicy, per_head
 from tca_jax.methods.queries import last_queries
-from tca_jax.methods.regions import Regions, Selected
+from tca_jax.methods.regions import Regions, Selected, Selection
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
@@ -51,9 +51,49 @@ class SparsePrefill(PrefillPolicy):
             )
 
     def _select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selected:
-        """The selection in a pool of its own, which lives for this layer."""
-        policy, (batch, tokens, kv_heads, _) = self.selector, k.shape
-        capacities = per_head(policy.capacities(layer, tokens, 1), kv_heads, "capacities")
+        policy = self.selector
         with jax.named_scope("select"):
             selection = policy.select(layer, last_queries(q, lengths, policy.num_queries), k, v, lengths, backend)
-            return Regions.plan(batch, capacities).fill(selection, k, v, block_size=policy.block_size, backend=backend)
+        return _compact(policy, layer, selection, k, v, backend)
+
+
+def readable_selection(
+    method: Method,
+    layer: int,
+    selection: Selection,
+    kept: Selected,
+    k: Float[Array, "B L Hkv d"],
+    v: Float[Array, "B L Hkv d"],
+    backend: Backend,
+) -> Selected | None:
+    """What a method's prefill policy is given to attend to.
+
+    Args:
+        method: The method.
+        layer: The layer.
+        selection: What its cache policy selects.
+        kept: The same as it lies in the cache.
+        k: Prompt keys `[B, L, Hkv, d]`; `v` the values.
+        backend: Kernel backend.
+
+    Returns:
+        `kept` where prompt queries attend to all of it; a compact buffer for this layer where they attend to less;
+        None where the prefill policy does not read what the cache policy selects.
+    """
+    if not method.prefill_reads_cache:
+        return None
+    if selection.prefill_budgets is None:
+        return kept
+    return _compact(method.cache, layer, selection, k, v, backend)
+
+
+def _compact(policy: CachePolicy, layer: int, selection: Selection, k: Array, v: Array, backend: Backend) -> Selected:
+    """What a prompt's queries attend to left of their windows, in a pool of its own that lives for this layer."""
+    batch, tokens, kv_heads, _ = k.shape
+    name, capacities = "prefill_capacities", policy.prefill_capacities(layer, tokens)
+    if capacities is None:
+        name, capacities = "capacities", policy.capacities(layer, tokens)
+    source = f"{type(policy).__name__}.{name}({layer}, {tokens})"
+    regions = Regions.plan(batch, per_head(capacities, kv_heads, source))
+    with jax.named_scope("select"):
+        return regions.fill(selection.for_prefill, k, v, block_size=policy.block_size, backend=backend)

@@ -35,8 +35,12 @@ class StreamingCache(CachePolicy):
         check_geometry(self.block_size, self.window)
         check_integer("sinks", self.sinks, at_least=0)
 
-    def capacities(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
-        return self.sinks
+    def capacities(self, layer: int, prompt_tokens: int) -> int:
+        return min(self.sinks, self.num_ranked_blocks(prompt_tokens) * self.block_size)
+
+    def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
+        # Shorter prompts have all their sinks in the window still.
+        return min(self.sinks, self.num_leaving_blocks(prompt_tokens, new_tokens) * self.block_size)
 
     def select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selection:
         batch, tokens, kv_heads, _ = k.shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,18 +18,23 @@ from tca_jax.methods.selection import select_by_candidates
 from tca_jax.methods.sparse import SparsePrefill
 from tca_jax.pallas_kernels.backends import Backend
 
+#: A row of `candidate_budgets` for each KV head, `[layers][H_kv]`, or one for all of them.
+Rows = tuple[tuple[int, ...], ...] | int
+
 
 @dataclasses.dataclass(frozen=True)
 class TCACache(CachePolicy):
-    """Every KV head keeps what its row of `candidate_budgets` allows.
+    """Every KV head keeps what its row of `candidate_budgets` allows, and its reserve.
 
     Attributes:
-        candidates: Row of each KV head, `[layers][H_kv]`, or one row for all heads.
+        candidates: Row of each KV head, `[layers][H_kv]`, or one row for all heads: what the cache keeps.
         config: Hyperparameters.
+        prefill_candidates: The same for what the prompt's own queries attend to; None: all that the cache keeps.
     """
 
-    candidates: tuple[tuple[int, ...], ...] | int
+    candidates: Rows
     config: TCAConfig
+    prefill_candidates: Rows | None = None
 
     @property
     def block_size(self) -> int:  # type: ignore[override]
@@ -38,24 +44,36 @@ class TCACache(CachePolicy):
     def window(self) -> int:  # type: ignore[override]
         return self.config.window
 
+    @property
+    def num_queries(self) -> int:  # type: ignore[override]
+        return self.config.num_queries
+
     def rows(self, layer: int, num_kv_heads: int) -> Int32[np.ndarray, " Hkv"]:
-        """Row of each KV head of a layer."""
-        rows = self.candidates if isinstance(self.candidates, int) else self.candidates[layer]
-        return np.broadcast_to(np.asarray(rows, np.int32), (num_kv_heads,))
+        """Row of each KV head of a layer, of what the cache keeps."""
+        return np.broadcast_to(_of_layer(self.candidates, layer), (num_kv_heads,))
 
-    def capacities(self, layer: int, prompt_tokens: int, new_tokens: int) -> PerHead:
-        ranked, leaving = self.num_ranked_blocks(prompt_tokens), self.num_leaving_blocks(prompt_tokens, new_tokens)
+    def prefill_rows(self, layer: int, num_kv_heads: int) -> Int32[np.ndarray, " Hkv"] | None:
+        """Row of each KV head of a layer, of what the prompt's queries attend to; None where no head's row differs."""
+        rows = self._prefill_of_layer(layer)
+        return None if rows is None else np.broadcast_to(rows, (num_kv_heads,))
 
-        def capacity(row: int) -> int:
-            return region_capacity(self.config, row, ranked) + leaving * int(eviction_budgets(self.config)[row])
+    def capacities(self, layer: int, prompt_tokens: int) -> PerHead:
+        prefill = self._prefill_of_layer(layer)
+        both = () if prefill is None else (prefill,)
+        return self._region_capacities(prompt_tokens, _of_layer(self.candidates, layer), *both)
 
-        if isinstance(self.candidates, int):
-            return capacity(self.candidates)
-        return tuple(capacity(row) for row in self.candidates[layer])
+    def prefill_capacities(self, layer: int, prompt_tokens: int) -> PerHead | None:
+        prefill = self._prefill_of_layer(layer)
+        return None if prefill is None else self._region_capacities(prompt_tokens, prefill)
+
+    def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> PerHead:
+        kept_of_block = eviction_budgets(self.config)[_of_layer(self.candidates, layer)]
+        return _numbers(np.asarray(kept_of_block * self.num_leaving_blocks(prompt_tokens, new_tokens)))
 
     def select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selection:
-        rows = jnp.asarray(self.rows(layer, k.shape[2]))
-        return select_by_candidates(q[:, -1], k, rows, lengths, self.config, backend)
+        rows, prefill_rows = self.rows(layer, k.shape[2]), self.prefill_rows(layer, k.shape[2])
+        prefill = None if prefill_rows is None else jnp.asarray(prefill_rows)
+        return select_by_candidates(q, k, jnp.asarray(rows), lengths, self.config, backend, prefill_candidates=prefill)
 
     def evict(self, layer: int, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]) -> Selection:
         batch, kv_heads = attention.shape[:2]
@@ -63,32 +81,76 @@ class TCACache(CachePolicy):
         return Selection(attention.mean(axis=2), jnp.broadcast_to(budgets[:, None], (batch, kv_heads, 1)))
 
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:
-        if isinstance(self.candidates, int):
-            return
-        if len(self.candidates) != num_layers or any(len(rows) != num_kv_heads for rows in self.candidates):
-            heads = sorted({len(rows) for rows in self.candidates})
-            raise ValueError(
-                f"candidates has {len(self.candidates)} layers of {'/'.join(map(str, heads))} KV heads: must be "
-                f"{num_layers} of {num_kv_heads}"
-            )
+        for name in ("candidates", "prefill_candidates"):
+            rows = getattr(self, name)
+            if rows is None or isinstance(rows, int):
+                continue
+            if len(rows) != num_layers or any(len(layer) != num_kv_heads for layer in rows):
+                heads = sorted({len(layer) for layer in rows})
+                raise ValueError(
+                    f"{name} has {len(rows)} layers of {'/'.join(map(str, heads))} KV heads: must be "
+                    f"{num_layers} of {num_kv_heads}"
+                )
+
+    def _prefill_of_layer(self, layer: int) -> Int32[np.ndarray, "*heads"] | None:
+        """Prefill rows of a layer, as `_of_layer` has them; None where no head's differs from what the cache keeps."""
+        if self.prefill_candidates is None:
+            return None
+        rows = _of_layer(self.prefill_candidates, layer)
+        return rows if np.any(rows != _of_layer(self.candidates, layer)) else None
+
+    def _region_capacities(self, prompt_tokens: int, *rows: np.ndarray) -> PerHead:
+        """Most tokens of a prompt that heads keep under one row of budgets, or under the larger of two."""
+        ranked = self.num_ranked_blocks(prompt_tokens)
+
+        def capacity(candidate: int, *prefill: int) -> int:
+            return region_capacity(self.config, int(candidate), ranked, *map(int, prefill))
+
+        return _numbers(np.vectorize(capacity, otypes=[np.int64])(*rows))
 
 
-def tca(candidates: Sequence[Sequence[int]] | np.ndarray | int, config: TCAConfig | None = None) -> Method:
+def tca(
+    candidates: Sequence[Sequence[int]] | np.ndarray | int,
+    config: TCAConfig | None = None,
+    prefill_candidates: Sequence[Sequence[int]] | np.ndarray | int | None = None,
+) -> Method:
     """TCA under given budgets; `tca_jax.calibrate` finds them, `lm.with_profile` takes them from a profile.
 
     Args:
-        candidates: Row of `candidate_budgets` for each KV head, `[layers, H_kv]`, or one for all of them.
+        candidates: Row of `candidate_budgets` for each KV head, `[layers, H_kv]`, or one for all of them: what the
+            cache keeps.
         config: Hyperparameters; None for the defaults.
+        prefill_candidates: The same for what the prompt's own queries attend to; None: all that the cache keeps. Of
+            every block the cache keeps the larger of the two budgets.
 
     Raises:
         ValueError: a candidate is not a row.
     """
     config = config or TCAConfig()
-    rows = np.asarray(candidates)
+    rows = _checked_rows("candidates", candidates, config)
+    prefill_rows = (
+        None if prefill_candidates is None else _checked_rows("prefill_candidates", prefill_candidates, config)
+    )
+    cache = TCACache(rows, config, None if prefill_rows == rows else prefill_rows)
+    return Method("tca", SparsePrefill(cache), cache)
+
+
+def _checked_rows(name: str, value: Any, config: TCAConfig) -> Rows:
+    """`value` as hashable rows of `candidate_budgets`; ValueError unless it is such."""
+    rows = np.asarray(value)
     if rows.ndim not in (0, 2) or not np.issubdtype(rows.dtype, np.integer):
-        raise ValueError(f"candidates has shape {rows.shape}, dtype {rows.dtype}: must be integers [layers, H_kv]")
+        raise ValueError(f"{name} has shape {rows.shape}, dtype {rows.dtype}: must be integers [layers, H_kv]")
     for place in np.argwhere((rows < 0) | (rows > config.num_candidates)):
         where = "".join(f"[{i}]" for i in place)
-        raise ValueError(f"candidates{where} = {rows[tuple(place)]}: must lie in [0, {config.num_candidates}]")
-    cache = TCACache(int(rows) if rows.ndim == 0 else tuple(map(tuple, rows.tolist())), config)
-    return Method("tca", SparsePrefill(cache), cache)
+        raise ValueError(f"{name}{where} = {rows[tuple(place)]}: must lie in [0, {config.num_candidates}]")
+    return int(rows) if rows.ndim == 0 else tuple(map(tuple, rows.tolist()))
+
+
+def _of_layer(rows: Rows, layer: int) -> Int32[np.ndarray, "*heads"]:
+    """Rows of a layer's KV heads `[H_kv]`, or the one of all heads as a scalar."""
+    return np.asarray(rows if isinstance(rows, int) else rows[layer], np.int32)
+
+
+def _numbers(values: Int[np.ndarray, "*heads"]) -> PerHead:
+    """A number for each KV head, or the one of all heads, as Python's."""
+    return tuple(values.tolist()) if values.ndim else int(values)

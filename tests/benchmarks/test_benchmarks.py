@@ -11,21 +11,24 @@ import pytest
 from typer.testing import CliRunner
 
 import tca_jax
-from tca_jax.benchmarks import attention, caches, decode, decode_models, tune
-from tca_jax.benchmarks.common import LAYERS, agreement, random_normal, unequal_candidates
+from tca_jax.benchmarks import caches, calibration, decode, decode_models, tune
+from tca_jax.benchmarks.attention import STAGES, Prefill
+from tca_jax.benchmarks.common import LAYERS, agreement, attention_inputs, find_layers, random_normal
 from tca_jax.benchmarks.decode_models import random_state
 from tca_jax.benchmarks.models import CONFIGS, random_model, under_share
+from tca_jax.benchmarks.shares import FULL, Share, unequal_candidates
 from tca_jax.cli.app import app
 from tca_jax.engine.cache import attend_cache
-from tca_jax.engine.decoding import prefill
 from tca_jax.engine.sampling import Sampling
+from tca_jax.engine.starting import prefill
 
 TINY = ["--models=tiny", "--window=128", "--backend=xla", "--repeats=1"]
 OPTIONS = {
-    "attention": [*TINY, "--lengths=512", "--shares=0.2"],
-    "decode": [*TINY, "--lengths=512", "--shares=0.2", "--batches=2", "--copy-bytes=1048576"],
+    "attention": [*TINY, "--lengths=512", "--shares=0.2", "--shares=0.05:0.5"],
+    "decode": [*TINY, "--lengths=512", "--shares=0.2", "--shares=0.05:0.5", "--batches=2", "--copy-bytes=1048576"],
     "end-to-end": [*TINY, "--lengths=2048", "--new-tokens=8", "--copy-bytes=1048576"],
-    "calibration": [*TINY, "--lengths=512", "--model-tokens=512", "--layers=1"],
+    "calibration": [*TINY, "--lengths=512", "--model-tokens=512", "--layers=1", "--probes=copy"],
+    "context": [*TINY, "--lengths=512", "--layers=1", "--no-full", "--questions=2", "--append-tokens=130"],
 }
 
 
@@ -111,11 +114,18 @@ def test_the_recorded_command_leaves_out_the_folder_however_it_is_spelled(tmp_pa
         (["decode", *TINY, "--lengths=500"], "500 tokens: must be a multiple of 128 beyond the window of 128"),
         (["decode", *TINY, "--lengths=128"], "128 tokens: must be a multiple of 128 beyond the window of 128"),
         (["decode", *TINY, "--lengths=512", "--shares=1"], "--shares 1.0: must lie between 0 and 1"),
+        (["decode", *TINY, "--lengths=512", "--shares=0.2:0.1"], "--shares 0.2:0.1: the cache must keep more than pre"),
+        (["attention", *TINY, "--shares=much"], "much: must be a share, or PREFILL:CACHE such as 0.05:0.25"),
+        (["calibration", *TINY, "--probes=pairs"], "--probes pairs: must be one of ['none', 'copy', 'text']"),
+        (["context"], "a whole llama3.1-8b needs a GPU, this process runs on 'cpu': pass --models tiny"),
         (["decode", "--no-whole", "--backend=cuda"], "backend = 'cuda': must be one of"),
         (["attention", "--backend=mosaic", "--lengths=8192"], "backend = 'mosaic' needs an NVIDIA GPU"),
         (["decode", "--repeats=0"], "Invalid value for '--repeats'"),
         (["end-to-end"], "a whole llama3.1-8b needs a GPU, this process runs on 'cpu': pass --models tiny"),
-        (["end-to-end", *TINY, "--lengths=512"], "a window of 128 is more than 18.5% of 512 tokens"),
+        (
+            ["end-to-end", *TINY, "--lengths=512"],
+            "a window of 128 and a reserve of 16 are more than 18.5% of 512 tokens",
+        ),
         (
             ["end-to-end", *TINY, "--kept=1.5"],
             "--kept 1.5: must lie between 0 and 1",
@@ -135,7 +145,7 @@ def test_an_unwritable_folder_fails_before_the_run(tmp_path):
     assert "file" in error("decode", *OPTIONS["decode"], "--out", tmp_path / "file")
 
 
-@pytest.mark.parametrize("name", ["attention", "calibration", "decode", "end-to-end", "tune"])
+@pytest.mark.parametrize("name", ["attention", "calibration", "context", "decode", "end-to-end", "tune"])
 def test_the_help_of_a_benchmark_fits_80_columns(name):
     result = run(name, "--help")
     assert result.exit_code == 0
@@ -202,9 +212,73 @@ def test_budgets_of_heads_have_the_share_that_was_asked_for(share, heads):
     assert len(set(candidates)) > 2
 
 
+@pytest.mark.parametrize(("share", "dense"), [(Share(0.25, prefill=0.05), 2), (Share(0.25, prefill=0.02), 2)], ids=str)
+def test_two_shares_make_heads_dense_in_the_cache_and_leave_the_others_as_they_are(share, dense):
+    config = tca_jax.TCAConfig()
+    cache, prefill = map(np.asarray, share.rows(config, 8))
+    is_dense = cache == config.num_candidates
+    assert is_dense.sum() == dense
+    assert (cache[~is_dense] == prefill[~is_dense]).all()
+    shares = np.asarray(tca_jax.candidate_budgets(config, 1000)).mean(axis=1) / config.block_size
+    assert shares[prefill].mean() == pytest.approx(share.prefill, abs=0.01)
+    assert shares[cache].mean() == pytest.approx(share.cache, abs=0.03)
+
+
+@pytest.mark.parametrize("text", ["0.2", "0.05:0.25", "1.0"])
+def test_a_share_is_written_as_it_is_read(text):
+    assert str(Share.parse(text)) == text
+    assert Share.parse(Share.parse(text).cell) == Share.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("share", "reserve", "absent"),
+    [
+        (Share(0.2), 0, {"observation scores", "reserve", "select for prefill"}),
+        (Share(0.2), None, {"select for prefill"}),
+        (Share(0.5, prefill=0.05), None, set()),
+    ],
+    ids=["no reserve", "one row", "two rows"],
+)
+def test_the_stages_of_a_prefill_make_what_the_whole_makes(share, reserve, absent):
+    (layer,), config = find_layers(["tiny"]), tca_jax.TCAConfig(window=128, reserve=reserve)
+    inputs = attention_inputs(layer, 512, seed=0)
+    prefill = Prefill.create(layer, share, "xla", config)
+    stages = prefill.stages(*inputs)
+    assert set(STAGES) - set(stages) == absent
+    out, cached = jax.jit(prefill.run)(*inputs)
+    np.testing.assert_array_equal(stages["attention"](), out)
+    for one, other in zip(stages["select"](), cached, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+    attended = prefill.select(*inputs)[-1]
+    assert (np.asarray(attended.pool.lengths) <= np.asarray(cached.pool.lengths)).all()
+    assert (attended.budgets.sum() < cached.budgets.sum()) == (share.prefill is not None)
+
+
+def test_a_random_model_that_does_not_need_its_probes_is_not_timed(monkeypatch):
+    monkeypatch.setattr("tca_jax.benchmarks.models._VARIED", 1e-3)
+    (layer,), config = find_layers(["tiny"]), tca_jax.TCAConfig(window=128)
+    with (
+        pytest.warns(UserWarning, match="the probes do not matter to 'tiny'"),
+        pytest.raises(RuntimeError, match="the probes do not matter to the random model"),
+    ):
+        calibration.measure_model(layer, 512, config, 1, ["copy"], 1)
+
+
+def test_questions_are_timed_against_reading_and_full_attention_where_it_is_asked_for(tmp_path):
+    args = [*TINY, "--lengths=512", "--layers=1", "--questions=1", "--append-tokens=0", "--shares=0.2"]
+    assert run("context", *args, "--out", tmp_path).exit_code == 0
+    record = json.loads((tmp_path / "context.json").read_text())
+    assert [row["attention"] for row in record["rows"]] == ["TCA 20% of blocks", "full"]
+    assert "append s" not in record["rows"][0]
+    assert record["rows"][0]["kept"] < record["rows"][1]["kept"] == 1
+    for document, question in zip(record["rows"], record["Questions"], strict=True):
+        assert question["% of reading"] == pytest.approx(question["first token ms"] / document["read s"] / 10)
+        assert question["in the program ms"] <= question["first token ms"]
+
+
 def test_a_cache_holds_what_its_layout_says_and_a_step_reads_it():
     layer, config = dataclasses.replace(LAYERS["qwen2.5-7b"], head_dim=16), tca_jax.TCAConfig(window=256)
-    plans = [caches.plan(config, layer, share, 2, 1024) for share in (1.0, 0.2)]
+    plans = [caches.plan(config, layer, share, 2, 1024) for share in (FULL, Share(0.2))]
     filled = caches.random_caches(plans, layer.head_dim, seed=0)
     q = random_normal(jax.random.key(3), (2, layer.heads, layer.head_dim), jnp.bfloat16)
     for plan, cache in zip(plans, filled, strict=True):
@@ -217,10 +291,10 @@ def test_a_cache_holds_what_its_layout_says_and_a_step_reads_it():
     assert plans[1].attended_tokens == local + int(np.asarray(filled[1].pool.lengths).sum())
 
 
-@pytest.mark.parametrize("share", [1.0, 0.3])
+@pytest.mark.parametrize("share", [FULL, Share(0.3), Share(0.5, prefill=0.05)], ids=str)
 def test_a_random_state_is_one_that_prefill_could_have_left(share):
     lm = random_model("tiny", jax.random.key(0))
-    lm = lm if share == 1 else under_share(lm, share, tca_jax.TCAConfig(window=128))
+    lm = under_share(lm, share, tca_jax.TCAConfig(window=128))
     state = random_state(lm, 2, 512)
     arguments = (lm, jnp.zeros((2, 512), jnp.int32), jnp.array([512, 512]), state.keys, Sampling())
     new_tokens = state.tokens.shape[1]
@@ -251,7 +325,7 @@ def test_a_kernel_that_does_not_take_a_layer_is_named_before_anything_is_timed(t
     def declining(*_, **__):
         raise NotImplementedError("not of such a layer")
 
-    monkeypatch.setattr(attention, "prefill_attention", declining)
+    monkeypatch.setattr("tca_jax.methods.sparse.prefill_attention", declining)
     assert error("attention", *OPTIONS["attention"], "--out", tmp_path) == "--backend xla: not of such a layer"
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from profiles import make_profile
 
-from tca_jax.calibration import persistence
 from tca_jax.calibration.profile import Profile
+from tca_jax.engine import persistence
 from tca_jax.methods.config import TCAConfig
 
 ENVIRONMENT = {"PATH": "", "JAX_PLATFORMS": "cpu"}
@@ -133,7 +133,7 @@ def test_a_save_that_raises_is_never_what_loads_and_names_the_directory(tmp_path
 # A limit on the size of files fails in the midst of a write, as a full disk does.
 _SAVE_WITHOUT_ROOM = """
 import resource, sys
-from tca_jax.calibration import persistence
+from tca_jax.engine import persistence
 from tca_jax.calibration.profile import Profile
 from tca_jax.methods.config import TCAConfig
 import orbax.checkpoint
@@ -206,7 +206,7 @@ def test_a_number_that_another_save_takes_first_is_left_to_it(tmp_path, monkeypa
     OLD.save(tmp_path)
     steps = persistence._steps
     stale = iter([[], []])
-    monkeypatch.setattr(persistence, "_steps", lambda directory: next(stale, None) or steps(directory))
+    monkeypatch.setattr(persistence, "_steps", lambda directory, kind: next(stale, None) or steps(directory, kind))
     NEW.save(tmp_path)
     assert Profile.load(tmp_path) == NEW
     assert names(tmp_path) == ["profile_1"]

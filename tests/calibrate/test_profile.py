@@ -43,7 +43,7 @@ def edit_metadata(directory: Path, **fields) -> Path:
     metadata = {**json.loads(file.read_text()), **fields}
     metadata = {k: v for k, v in metadata.items() if v is not ...}
     if "sha256" in metadata and "sha256" not in fields:
-        arrays = {"candidates": make_profile().candidates, "scores": make_profile().scores}
+        arrays = make_profile()._arrays()
         del metadata["sha256"]
         metadata["sha256"] = profile_format._checksum(metadata, arrays)
     file.write_text(json.dumps(metadata))
@@ -76,6 +76,21 @@ def edit_metadata(directory: Path, **fields) -> Path:
         ),
         ("scores", np.zeros((3, 2, 15), np.int32), r"Profile\.scores: must be floats .* got int32"),
         ("scores", np.full((3, 2, 15), 1.5), r"Profile\.scores\[0, 0, 0\] = 1\.5: must lie in \[0, 1\]"),
+        ("prefill_candidates", np.zeros((3, 2)), r"Profile\.prefill_candidates: must be integers .* float64 \[3, 2\]"),
+        ("prefill_candidates", np.zeros((2, 2), int), r"Profile\.prefill_candidates: .* \[3, 2\], .*, got \[2, 2\]"),
+        (
+            "prefill_candidates",
+            np.full((3, 2), 14),
+            r"Profile\.prefill_candidates\[\d, \d\] = 14: must be at most the cache row, candidates\[\d, \d\] = ",
+        ),
+        ("probe_scores", np.zeros((3, 2, 14)), r"Profile\.probe_scores: .* \[3, 2, 15\], got float64 \[3, 2, 14\]"),
+        ("probe_scores", np.full((3, 2, 15), -0.5), r"Profile\.probe_scores\[0, 0, 0\] = -0\.5: must lie in \[0, 1\]"),
+        ("probes", {"kind": "copy"}, r"Profile\.probes = {'kind': 'copy'}: must be None, or hold a 'kind'"),
+        (
+            "probes",
+            {"kind": "guess", "tokens": 1, "need": 1.0, "rounds": 2, "fallback": False, "kept": None},
+            r"Profile\.probes = .*: must be None, or hold a 'kind' of 'copy', 'text' or 'pairs'",
+        ),
         ("sources", ({"tokens": 3},), r"Profile\.sources\[0\] = .*'tokens' and a string 'sha256'"),
         (
             "sources",
@@ -109,6 +124,9 @@ def test_profiles_are_equal_when_every_field_is():
         make_profile(model_name="x"),
         make_profile(sources=()),
         make_profile(scores=np.zeros((3, 2, 15), np.float32)),
+        make_profile(probe_scores=np.zeros((3, 2, 15), np.float32)),
+        make_profile(prefill_candidates=make_profile().candidates),
+        make_profile(probes=None),
     ):
         assert make_profile() != other
 
@@ -130,10 +148,22 @@ def test_kept_share_counts_the_budgets_and_the_tokens_right_of_the_ranked_blocks
     profile = make_profile()
     ranked = max(0, num_tokens // 8 - 16 // 8)
     budgets = np.asarray(candidate_budgets(CONFIG, ranked))
-    share = profile.kept_share(num_tokens)
-    for layer, head in np.ndindex(3, 2):
-        kept = budgets[profile.candidates[layer, head]].sum() + len(range(ranked * 8, num_tokens))
-        assert share[layer, head] == pytest.approx(kept / num_tokens, rel=1e-15)
+    local = len(range(ranked * 8, num_tokens))
+    share, prefill_share = profile.kept_share(num_tokens), profile.prefill_kept_share(num_tokens)
+    for at in np.ndindex(3, 2):
+        cache, prefill = budgets[profile.candidates[at]], budgets[profile.prefill_candidates[at]]
+        kept = min(np.maximum(cache, prefill).sum() + CONFIG.reserve, ranked * 8) + local
+        assert share[at] == pytest.approx(kept / num_tokens, rel=1e-15)
+        read = min(prefill.sum() + CONFIG.reserve, ranked * 8) + local
+        assert prefill_share[at] == pytest.approx(read / num_tokens, rel=1e-15)
+    assert (profile.prefill_candidates < profile.candidates).any()
+
+
+def test_a_profile_of_one_row_reads_prompts_as_it_caches_them():
+    profile = Profile.uniform(CONFIG, 3, 2, 4)
+    np.testing.assert_array_equal(profile.prefill_candidates, profile.candidates)
+    np.testing.assert_array_equal(profile.prefill_kept_share(400), profile.kept_share(400))
+    assert profile.method() == methods.configured(CONFIG, profile.candidates)
 
 
 def test_kept_share_is_one_for_dense_heads_and_below_one_block_past_the_window():
@@ -152,9 +182,10 @@ def test_kept_share_of_a_million_tokens_does_not_overflow():
 
 
 @pytest.mark.parametrize("num_tokens", [0, -1, True])
-def test_kept_share_refuses_a_length_that_is_not_positive(num_tokens):
+@pytest.mark.parametrize("share", ["kept_share", "prefill_kept_share"])
+def test_kept_share_refuses_a_length_that_is_not_positive(num_tokens, share):
     with pytest.raises(ValueError, match=r"num_tokens = .*: must be an integer of at least 1"):
-        make_profile().kept_share(num_tokens)
+        getattr(make_profile(), share)(num_tokens)
 
 
 # --- which model ----------------------------------------------------------------------------------
@@ -187,6 +218,9 @@ def test_every_number_survives_a_round_trip(tmp_path):
     assert loaded == profile
     assert (loaded.candidates.dtype, loaded.scores.dtype) == (np.int32, np.float32)
     assert isinstance(loaded.candidates, np.ndarray)
+    np.testing.assert_array_equal(loaded.prefill_candidates, profile.prefill_candidates)
+    np.testing.assert_array_equal(loaded.probe_scores, profile.probe_scores)
+    assert loaded.probes == profile.probes
     assert loaded.config == CONFIG
     assert loaded.config.tau == 0.1 + 0.2
     assert loaded.sources == profile.sources
@@ -310,6 +344,8 @@ def test_a_directory_without_a_profile_is_an_error_that_names_it(tmp_path):
         ({"model_name": 4}, r"model_name = 4: must be a string"),
         ({"fingerprint": 4}, r"fingerprint = 4: must be a string or null"),
         ({"sources": {}}, r"sources = {}: must be a list"),
+        ({"probes": []}, r"probes = \[\]: must be an object or null"),
+        ({"probes": {"kind": "copy"}}, r"Profile\.probes = {'kind': 'copy'}: must be None, or hold"),
         ({"sources": [3]}, r"Profile\.sources\[0\] = 3: must hold an integer 'tokens'"),
         (
             {"config": {**dataclasses.asdict(CONFIG), "num_candidates": 5}},
@@ -345,8 +381,8 @@ def sha256_of(directory: Path) -> str:
 
 def test_fields_that_only_tell_where_a_profile_is_from_may_be_absent(tmp_path):
     make_profile().save(tmp_path)
-    edit_metadata(tmp_path, sources=..., library_version=...)
-    assert Profile.load(tmp_path) == make_profile(sources=(), library_version="unknown")
+    edit_metadata(tmp_path, sources=..., probes=..., library_version=...)
+    assert Profile.load(tmp_path) == make_profile(sources=(), probes=None, library_version="unknown")
 
 
 def test_an_absent_field_of_the_config_takes_the_value_of_its_table_and_no_other(tmp_path, monkeypatch):
@@ -361,7 +397,9 @@ def test_an_absent_field_of_the_config_takes_the_value_of_its_table_and_no_other
 
 def test_method_is_that_of_the_config_under_the_profiles_candidates():
     profile = make_profile()
-    assert profile.method() == methods.configured(CONFIG, profile.candidates.tolist())
+    assert profile.method() == methods.configured(
+        CONFIG, profile.candidates.tolist(), profile.prefill_candidates.tolist()
+    )
 
 
 def test_importing_the_library_does_not_import_orbax():

@@ -10,51 +10,25 @@ import numpy as np
 import pytest
 from cases import unchecked
 from flax import nnx
+from sharp_lm import VOCABULARY, make_lm, random_ids
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.calibration.run import _score_layer, calibrate
+from tca_jax.calibration.passes import score_layer
+from tca_jax.calibration.run import calibrate
 from tca_jax.calibration.scores import calibration_scores
 from tca_jax.engine.lm import LM
 from tca_jax.methods.config import TCAConfig
-from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 
-CONFIG = TCAConfig(block_size=8, window=16, tau=0.7)
-VOCABULARY = 64
-CONTEXT = 512
-
-
-def make_lm(dtype=jnp.float32, tokenizer=None, layers: int = 2) -> LM:
-    """A random model with attention sharp enough for scores to differ."""
-    config = ModelConfig.from_hf(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "vocab_size": VOCABULARY,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "max_position_embeddings": CONTEXT,
-        }
-    )
-    decoder = Decoder(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
-    graphdef, params = nnx.split(decoder)
-    params = jax.tree.map(lambda w: w * (8 if w.shape == (32, 32) else 1), params)
-    return LM.from_decoder(nnx.merge(graphdef, params), name="tiny", tokenizer=tokenizer)
+CONFIG = TCAConfig(block_size=8, window=16, tau=0.7, tau_probe=0.0)  # one row a head; test_two_rows.py has probes
+BY_NAME = ("probes", "kept", "progress")
 
 
 @pytest.fixture(scope="module")
 def lm() -> LM:
     return make_lm()
-
-
-def random_ids(length: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, VOCABULARY, length)
 
 
 def ids_tokenizer(text: str, verbose: bool = True) -> dict[str, list[int]]:
@@ -120,31 +94,17 @@ def test_scores_are_those_of_a_forward_pass_of_the_whole_decoder(lm):
     np.testing.assert_allclose(calibrate(lm, ids, CONFIG).scores, np.stack(whole(state)), atol=1e-6)
 
 
-@pytest.fixture
-def compiled():
-    """Names of the programs that are compiled from now on."""
-    names = []
-
-    def listen(event: str, duration: float, **kwargs) -> None:
-        if event.endswith("backend_compile_duration"):
-            names.append(str(kwargs.get("fun_name")))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def test_texts_of_one_bucket_share_one_program(lm, compiled):
-    calibrate(lm, random_ids(241), CONFIG)
+    calibrate(lm, random_ids(241), CONFIG, probes="text")
     assert compiled  # the listener hears compilations
     compiled.clear()
-    calibrate(lm, [random_ids(length) for length in (242, 249, 256)], CONFIG)
+    calibrate(lm, [random_ids(length) for length in (242, 249, 256)], CONFIG, probes="text")
     assert compiled == []
 
 
 def test_all_layers_of_a_deep_model_share_one_program(compiled):
-    calibrate(make_lm(layers=5), random_ids(310), CONFIG)
-    assert sum("_score_layer" in name for name in compiled) == 1
+    calibrate(make_lm(layers=5), random_ids(310), CONFIG, probes="text")
+    assert [sum(name in one for one in compiled) for name in ("score_layer", "sparse_layer")] == [1, 1]
 
 
 def array_sizes(jaxpr) -> set[int]:
@@ -164,7 +124,8 @@ def test_no_array_grows_with_the_square_of_the_length(lm):
         x, angles = jnp.zeros((1, length, 32)), jnp.zeros((1, length, 4))
 
         def score(weights, lengths):
-            return _score_layer(graphdef, weights, x, angles, angles, lengths, CONFIG)
+            text, starts = lengths, lengths - 64
+            return score_layer(graphdef, weights, x, angles, angles, lengths, text, starts, CONFIG, 64)
 
         return max(array_sizes(jax.make_jaxpr(score)(weights, jnp.array([length])).jaxpr))
 
@@ -223,8 +184,9 @@ def test_a_text_of_fewer_than_two_windows_is_a_warning_at_the_line_of_the_call(l
 
 
 def test_the_signature_tells_what_can_be_passed():
-    assert list(inspect.signature(tca_jax.calibrate).parameters) == ["lm", "texts", "config", "progress"]
-    assert inspect.signature(tca_jax.calibrate).parameters["progress"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert list(inspect.signature(tca_jax.calibrate).parameters) == ["lm", "texts", "config", *BY_NAME]
+    parameters = inspect.signature(tca_jax.calibrate).parameters
+    assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in BY_NAME)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
-"""Calibration scores and the choice among candidates. The functional fuzz compares them with the oracle."""
+"""Calibration scores. The functional fuzz compares them with the oracle."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import poison, qkv
 
-from tca_jax.calibration.scores import calibration_scores, choose_candidates
+from tca_jax.calibration.scores import calibration_scores
 from tca_jax.methods.candidates import candidate_budgets
 from tca_jax.methods.config import TCAConfig
 
@@ -37,17 +36,8 @@ def test_retained_mass_counts_only_queries_with_tokens_left_of_their_window():
     q, k = np.ones((1, 32, 1, 4), np.float32), np.zeros((1, 32, 1, 4), np.float32)
     scores = np.asarray(calibration_scores(q, k, np.array([25], np.int32), RETAINED))[0, 0]
     budgets = np.asarray(candidate_budgets(RETAINED, 1))[:, 0]  # of the one ranked block
-    assert budgets[0] == 1
-    np.testing.assert_allclose(scores, 1 - (8 - budgets) / 25, rtol=1e-6)
-
-
-def test_choice_is_the_sparsest_that_reaches_the_threshold():
-    scores = jnp.array([[0.5, 0.92, 0.91, 0.95, 1.0], [0.1, 0.2, 0.3, 0.89, 1.0], [0.9, 0.0, 0.0, 0.0, 1.0]])
-    np.testing.assert_array_equal(choose_candidates(scores, 0.9), [1, 4, 0])
-
-
-def test_choice_falls_back_to_dense_even_where_rounding_keeps_dense_below():
-    np.testing.assert_array_equal(choose_candidates(jnp.array([[[0.5, 0.6, 0.99]]]), 1.0), [[2]])
+    assert (budgets[0], RETAINED.reserve_tokens) == (1, 2)
+    np.testing.assert_allclose(scores, 1 - (8 - np.maximum(budgets, 2)) / 25, rtol=1e-6)
 
 
 def test_lengths_out_of_range_are_refused():

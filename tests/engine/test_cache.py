@@ -8,7 +8,8 @@ from tiny import random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.engine.cache import CacheLayout, LayerCache, decode_layer, prefill_layer, rows_with_leaving_block
+from tca_jax.engine.cache import LayerCache, decode_layer, prefill_layer, rows_with_leaving_block
+from tca_jax.engine.layouts import CacheLayout
 from tca_jax.methods.candidates import eviction_budgets
 
 CONFIG = tca_jax.TCAConfig(block_size=8, window=16)
@@ -81,7 +82,7 @@ def test_ring_and_pool_hold_the_local_and_the_selected_tokens(length):
         slot = position % layout.ring_tokens
         np.testing.assert_array_equal(cache.ring.k[0, :, slot], k[0, position])
         np.testing.assert_array_equal(cache.ring.v[0, :, slot], v[0, position])
-    mask = np.asarray(tca_jax.select(q[:, length - 1], k, jnp.array(candidates), lengths, CONFIG))[0]
+    mask = np.asarray(tca_jax.select(q[:, max(0, length - 64) : length], k, jnp.array(candidates), lengths, CONFIG))[0]
     for head in range(2):
         start, kept = int(cache.pool.offsets[0, head]), int(cache.pool.lengths[0, head])
         chosen = np.flatnonzero(mask[head])
@@ -101,35 +102,71 @@ def _decode(method, cache: LayerCache, keys, values, queries, first, prompt_leng
     return cache
 
 
-def test_each_block_that_leaves_the_window_leaves_its_budget_in_the_pool_and_rows_do_so_on_their_own():
+def test_each_block_that_leaves_the_window_leaves_its_budget_and_rows_do_so_on_their_own():
     lengths = jnp.array([64, 59], jnp.int32)
     q, k, v = _qkv(1, 2, 64)
     new_q, new_k, new_v = _qkv(2, 2, 30)
     candidates = (4, DENSE)
     layout = plan(candidates, 2, 64, 31)
     _, cache = prefill_layer(method_of(candidates), 0, q, k, v, lengths, layout)
-    before = np.asarray(cache.pool.lengths)
+    assert not np.asarray(cache.growth.lengths).any()
     budgets = np.asarray(eviction_budgets(CONFIG))[list(candidates)]
     for steps in (1, 5, 6, 8, 9, 13, 14, 30):
-        after = np.asarray(
-            _decode(method_of(candidates), cache, new_k, new_v, new_q, lengths, lengths, steps).pool.lengths
-        )
+        after = _decode(method_of(candidates), cache, new_k, new_v, new_q, lengths, lengths, steps)
         last = np.asarray(lengths) + steps - 1  # the newest fed position
         blocks_left = last // 8 - np.asarray(lengths) // 8
-        np.testing.assert_array_equal(after - before, blocks_left[:, None] * budgets)
+        np.testing.assert_array_equal(after.growth.lengths, blocks_left[:, None] * budgets)
+        for now, then in zip(after.pool, cache.pool, strict=True):
+            np.testing.assert_array_equal(now, then)
 
 
 def test_evicted_tokens_are_copied_in_order_of_position():
     lengths = jnp.array([64], jnp.int32)
     q, k, v = _qkv(3, 1, 64)
-    new = _qkv(4, 1, 9)
+    new = _qkv(4, 1, 17)
     candidates = (DENSE, DENSE)
-    layout = plan(candidates, 1, 64, 10)
+    layout = plan(candidates, 1, 64, 18)
     _, cache = prefill_layer(method_of(candidates), 0, q, k, v, lengths, layout)
-    after = _decode(method_of(candidates), cache, new[1], new[2], new[0], lengths, lengths, 9)
+    after = _decode(method_of(candidates), cache, new[1], new[2], new[0], lengths, lengths, 17)
     for head in range(2):
-        start, kept = int(after.pool.offsets[0, head]), int(after.pool.lengths[0, head])
-        np.testing.assert_array_equal(after.pool.k[start : start + kept], k[0, :kept, head])
+        for pool, tokens in ((after.pool, k[0, :48, head]), (after.growth, k[0, 48:64, head])):
+            start, kept = int(pool.offsets[0, head]), int(pool.lengths[0, head])
+            assert kept == len(tokens)
+            np.testing.assert_array_equal(pool.k[start : start + kept], tokens)
+
+
+def test_nothing_is_allocated_for_blocks_of_which_nothing_is_kept():
+    class Forgetful(Greedy):
+        def growth(self, layer, prompt_tokens, new_tokens):
+            return 0
+
+    assert CacheLayout.plan(Forgetful(), 0, 2, 1, 64, 40).growth is None
+    assert plan((4, DENSE), 1, 64, 1).growth is None  # the only new token is never fed
+    assert plan((4, DENSE), 1, 64, 10).growth.capacities == (128, 128)
+
+
+def test_rows_that_answer_the_same_prompt_share_its_pool_and_grow_on_their_own():
+    lengths = jnp.array([64, 59], jnp.int32)
+    candidates = (4, DENSE)
+    layout = plan(candidates, 2, 64, 31)
+    _, cache = prefill_layer(method_of(candidates), 0, *_qkv(1, 2, 64), lengths, layout)
+    new = _qkv(2, 2, 12)
+    fed = _decode(method_of(candidates), cache, new[1], new[2], new[0], lengths, lengths, 12)
+    rows = fed.repeat_rows(3)
+    assert rows.pool.k is fed.pool.k
+    np.testing.assert_array_equal(rows.pool.offsets, np.repeat(fed.pool.offsets, 3, axis=0))
+    assert rows.layout.num_bytes(16, jnp.float32) == sum(
+        2 * x.nbytes for x in (rows.pool.k, rows.growth.k, rows.ring.k)
+    )
+    for row in range(6):
+        for head in range(2):
+            mine, theirs = (
+                pool.k[pool.offsets[r, head] :][: pool.lengths[r, head]]
+                for pool, r in ((rows.growth, row), (fed.growth, row // 3))
+            )
+            assert len(mine) > 0
+            np.testing.assert_array_equal(mine, theirs)
+    assert len(np.unique(rows.growth.offsets)) == 12
 
 
 class Greedy(methods.CachePolicy):
@@ -137,8 +174,11 @@ class Greedy(methods.CachePolicy):
 
     block_size, window = 8, 16
 
-    def capacities(self, layer, prompt_tokens, new_tokens):
+    def capacities(self, layer, prompt_tokens):
         return 130
+
+    def growth(self, layer, prompt_tokens, new_tokens):
+        return 9
 
     def select(self, layer, q, k, v, lengths, backend):
         batch, tokens, kv_heads, _ = k.shape
@@ -152,18 +192,19 @@ class Greedy(methods.CachePolicy):
 
 def test_a_policy_that_keeps_more_than_its_capacity_spoils_no_other_region():
     method = methods.Method("greedy", methods.SparsePrefill(Greedy()), Greedy())
-    layout = CacheLayout.plan(Greedy(), 0, 2, 1, 400, 20)
-    assert layout.regions.capacities == (256, 256)
+    layout = CacheLayout.plan(Greedy(), 0, 2, 1, 400, 140)
+    assert (layout.regions.capacities, layout.growth.capacities) == ((256, 256), (128, 128))
     lengths = jnp.array([400], jnp.int32)
     q, k, v = _qkv(5, 1, 400)
     _, cache = prefill_layer(method, 0, q, k, v, lengths, layout)
-    new = _qkv(6, 1, 20)
-    after = _decode(method, cache, new[1], new[2], new[0], lengths, lengths, 20)
-    for state in (cache, after):
-        assert state.pool.lengths.tolist() == [[256, 256]]
-        for head in range(2):
-            rows = slice(256 * head, 256 * (head + 1))
-            np.testing.assert_array_equal(state.pool.k[rows], k[0, :256, head])
+    new = _qkv(6, 1, 139)
+    after = _decode(method, cache, new[1], new[2], new[0], lengths, lengths, 139)  # 17 blocks leave
+    assert after.pool.lengths.tolist() == [[256, 256]]
+    assert after.growth.lengths.tolist() == [[128, 128]]
+    for head in range(2):
+        np.testing.assert_array_equal(after.pool.k[256 * head : 256 * (head + 1)], k[0, :256, head])
+        left = jnp.concatenate([k[0, 384:400, head], new[1][0, :112, head]])
+        np.testing.assert_array_equal(after.growth.k[128 * head : 128 * (head + 1)], left)
 
 
 def test_what_is_reported_as_kept_is_what_the_cache_holds():
@@ -185,7 +226,7 @@ def test_a_window_that_blocks_are_not_ranked_by_is_refused():
 
 def test_numbers_of_numpy_are_capacities():
     class Counted(Greedy):
-        def capacities(self, layer, prompt_tokens, new_tokens):
+        def capacities(self, layer, prompt_tokens):
             return np.int64(4)
 
     assert CacheLayout.plan(Counted(), 0, 2, 1, 400, 20).regions.capacities == (128, 128)

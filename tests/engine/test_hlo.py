@@ -1,6 +1,7 @@
 """What compiled programs do with memory on a GPU: decoding copies no cache, prefill keeps no layer's keys beside it."""
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -8,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from tiny import CONFIG, tiny_lm, with_candidates
+from tiny import CONFIG, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
-from tca_jax.engine.decoding import decode, prefill, row_keys
+from tca_jax.engine import request
+from tca_jax.engine.decoding import decode, row_keys
 from tca_jax.engine.sampling import Sampling
+from tca_jax.engine.starting import prefill
 from tca_jax.models.decoder import Decoder
 
 
@@ -45,10 +48,31 @@ def test_decoding_copies_neither_pool_nor_ring(candidates):
         lm = with_candidates(lm, candidates)
     state = jax.eval_shape(lambda *args: prefill(*args, new_tokens=40), *arguments(lm, 200))
     program = jax.jit(decode, donate_argnums=1).lower(lm, state, jnp.int32(40), Sampling()).compile().as_text()
-    shapes = {x.shape for cache in state.caches for x in (cache.pool.k, cache.ring.k)}
+    parts = [part for cache in state.caches for part in (cache.pool, cache.growth, cache.ring)]
+    shapes = {part.k.shape for part in parts if part is not None}
     found = operations(program, shapes)
     assert "dynamic-update-slice" in found  # the new token's key, or this test looks at the wrong shapes
     assert not {name for name in found if name.startswith("copy")}
+
+
+@pytest.mark.parametrize("candidates", [None, [[3, 14], [5, 9]]])
+def test_no_program_over_a_context_copies_what_its_answers_share(candidates):
+    lm = tiny_lm() if candidates is None else with_candidates(tiny_lm(), candidates)
+    context = tca_jax.prefill(lm, random_prompt(0, 1300))
+    reader, keys = lm.for_contexts().for_programs(), row_keys(jax.random.key(0), 2)
+    tokens = jnp.zeros((2, reader.method.cache.block_size), jnp.int32)
+    where = (None, tokens, context.lengths, jnp.array([2, 3]), context.prompt_lengths)
+    arguments = (reader, context.caches, *where, keys, Sampling(), jnp.zeros(0, jnp.int32))
+    resume = functools.partial(request._resume_program, new_tokens=40)
+    state, pools = jax.eval_shape(resume, *arguments), request._pools(context.caches)
+    step = jax.jit(request._decode_program, donate_argnums=1)
+    programs = jax.jit(resume).lower(*arguments), step.lower(reader, state, pools, jnp.int32(40), Sampling())
+    shapes = {k.shape for k, _ in pools}
+    assert not shapes & {cache.growth.k.shape for cache in state.caches}
+    for program in programs:
+        found = operations(program.compile().as_text(), shapes)
+        assert "parameter" in found
+        assert found <= {"parameter", "get-tuple-element", "bitcast"}
 
 
 @gpu

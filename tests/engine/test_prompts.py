@@ -1,5 +1,6 @@
 """Prompts: what users may pass, what is refused and how it is named, and padding to buckets."""
 
+import dataclasses
 import logging
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from tiny import tiny_lm, write_checkpoint
 from transformers import AutoTokenizer
 
 from tca_jax.engine.buckets import bucket_length
-from tca_jax.engine.prompts import encode_prompt, encode_prompts, pad_tokens
+from tca_jax.engine.prompts import encode_appended, encode_prompt, encode_prompts, pad_tokens
 
 USER = {"role": "user", "content": "hello"}
 
@@ -171,3 +172,9 @@ def test_sequences_are_padded_on_the_right_to_the_bucket_of_the_longest():
     assert lengths.tolist() == [3, 130]
     assert tokens[0].tolist() == [1, 2, 3] + [9] * (tokens.shape[1] - 3)
     assert tokens[1].tolist() == [4] * 130 + [9] * (tokens.shape[1] - 130)
+
+
+def test_appended_text_of_which_the_tokenizer_makes_nothing_is_refused(lm):
+    silent = dataclasses.replace(lm, tokenizer=lambda text, **_: {"input_ids": []})
+    with pytest.raises(ValueError, match=r"prompts\[0\] is empty: the tokenizer of 'tiny' makes no token of ' '"):
+        encode_appended(silent, " ", 1, lambda row: [], "prompts")

@@ -1,5 +1,7 @@
 """Candidate budgets: Eq. 4 and the largest-remainder form of Eq. 7."""
 
+import itertools
+
 import numpy as np
 import oracle
 import pytest
@@ -86,7 +88,7 @@ def test_evicted_blocks_keep_the_floor_of_the_mean_budget():
 
 
 def test_capacity_covers_every_shorter_prompt():
-    config = TCAConfig(block_size=8, window=8, num_candidates=6)
+    config = TCAConfig(block_size=8, window=8, num_candidates=6, reserve=0)
     not_monotone = 0
     for candidate in range(7):
         totals = [sum(oracle.psi(config, candidate, n)) for n in range(41)]
@@ -94,6 +96,21 @@ def test_capacity_covers_every_shorter_prompt():
         assert region_capacity(config, candidate, 40) == max(totals)
     assert not_monotone  # else the maximum would be idle
     assert region_capacity(config, 0, 0) == 0
+
+
+@pytest.mark.parametrize("reserve", [0, 1, 1000])
+def test_capacity_of_two_rows_is_of_the_larger_budgets_and_the_reserve_and_never_more_than_all_tokens(reserve):
+    config = TCAConfig(block_size=8, window=8, num_candidates=30, reserve=reserve)
+    psi = [[oracle.psi(config, row, n) for n in range(25)] for row in range(31)]
+    crossed = 0
+    for cache, prefill in itertools.combinations_with_replacement(range(31), 2):
+        most = alone = 0
+        for n in range(25):
+            most = max(most, min(8 * n, sum(map(max, psi[cache][n], psi[prefill][n])) + reserve))
+            alone = max(alone, min(8 * n, max(sum(psi[cache][n]), sum(psi[prefill][n])) + reserve))
+            assert region_capacity(config, cache, n, prefill) == region_capacity(config, prefill, n, cache) == most
+            crossed += most > alone
+    assert bool(crossed) == (reserve < 1000)  # each row is the larger one somewhere
 
 
 def test_sizes_are_the_powers_of_two_up_to_the_block():
@@ -106,3 +123,5 @@ def test_out_of_range_arguments_are_refused():
     for candidate in (-1, 15):
         with pytest.raises(ValueError, match=rf"candidate = {candidate}: must lie in \[0, 14\]"):
             region_capacity(CONFIG, candidate, 3)
+        with pytest.raises(ValueError, match=rf"candidate = {candidate}: must lie in \[0, 14\]"):
+            region_capacity(CONFIG, 3, 3, candidate)

@@ -12,7 +12,15 @@ def test_the_paper_preset_is_the_papers():
     paper = TCAConfig.paper()
     assert (paper.block_size, paper.window, paper.alpha, paper.tau) == (128, 4096, 0.5, 0.9)
     assert (paper.density, paper.criterion) == ("paper", "column_mean")
+    assert (paper.reserve_tokens, paper.num_queries, paper.tau_probe) == (0, 1, 0)
     assert TCAConfig.paper(window=512).window == 512
+
+
+def test_the_reserve_follows_the_window_unless_it_is_given():
+    assert (TCAConfig().reserve_tokens, TCAConfig(window=512).reserve_tokens) == (512, 64)
+    assert TCAConfig(window=512, reserve=7).reserve_tokens == 7
+    assert TCAConfig(observation=9).num_queries == 9
+    assert TCAConfig(observation=9, reserve=0).num_queries == 1  # nobody looks at the others
 
 
 def test_it_is_hashable_and_takes_numpy_numbers():
@@ -41,6 +49,12 @@ def test_ranked_blocks_are_the_whole_blocks_beyond_the_window(length, blocks):
         ({"sigma": 10**400}, r"TCAConfig.sigma = 10+: must be a finite number"),
         ({"density": "random", "seed": 2**32}, r"TCAConfig.seed = 4294967296: must lie in \[0, 2\^32\)"),
         ({"alpha": float("nan")}, r"TCAConfig.alpha = nan: must be a finite number"),
+        ({"reserve": -1}, r"TCAConfig.reserve = -1: must be at least 0, or None for window // 8"),
+        ({"reserve": True}, r"TCAConfig.reserve = True: must be an integer"),
+        ({"observation": 0}, r"TCAConfig.observation = 0: must be at least 1"),
+        ({"spread": 0}, r"TCAConfig.spread = 0: must be at least 1"),
+        ({"tau_probe": 1.5}, r"TCAConfig.tau_probe = 1.5: must lie in \[0, 1\]"),
+        ({"tau_probe": -0.1}, r"TCAConfig.tau_probe = -0.1: must lie in \[0, 1\]"),
         ({"tau": 0.0}, r"TCAConfig.tau = 0.0: must lie in \(0, 1\]"),
     ],
 )

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import last_queries, poison, qkv
+from cases import observed_queries, poison, qkv
 
 import tca_jax
 from tca_jax.methods import gradients
@@ -29,7 +29,7 @@ def masked(q, k, v, kept, lengths):
 def inputs(heads, lengths):
     q, k, v = qkv(0, len(lengths), max(lengths) + 3, heads, 2, 16)
     lengths = np.array(lengths)
-    kept = tca_jax.select(last_queries(q, lengths), k, CANDIDATES, lengths, CONFIG)
+    kept = tca_jax.select(observed_queries(q, lengths, CONFIG.num_queries), k, CANDIDATES, lengths, CONFIG)
     weight = np.random.default_rng(1).standard_normal(q.shape).astype(np.float32)
     return (q, k, v), kept, lengths, weight
 

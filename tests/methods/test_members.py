@@ -114,5 +114,5 @@ def test_capacities_hold_what_is_kept_whatever_the_length(lm):
         q, k, v = (jnp.asarray(rng.normal(size=(1, 104, 2, 16)), jnp.float32) for _ in range(3))
         if policy.num_ranked_blocks(104):
             selection = policy.select(0, q[:, length - 1 : length], k, v, jnp.array([length]), "xla")
-            assert selection.budgets[0, 0].sum() <= policy.capacities(0, 104, 1)
+            assert selection.budgets[0, 0].sum() <= policy.capacities(0, 104)
             assert not selection.budgets[..., policy.num_ranked_blocks(length) :].any()

@@ -19,8 +19,8 @@ class LoudKeys(methods.CachePolicy):
     block_size: int = 8
     window: int = 16
 
-    def capacities(self, layer, prompt_tokens, new_tokens):
-        blocks = self.num_ranked_blocks(prompt_tokens) + self.num_leaving_blocks(prompt_tokens, new_tokens)
+    def capacities(self, layer, prompt_tokens):
+        blocks = self.num_ranked_blocks(prompt_tokens)
         return (blocks * self.most(layer), blocks)  # KV heads may differ
 
     def most(self, layer):
@@ -108,7 +108,7 @@ def test_capacities_of_another_number_of_heads_are_refused():
     lm = tiny_lm()
 
     class Three(LoudKeys):
-        def capacities(self, layer, prompt_tokens, new_tokens):
+        def capacities(self, layer, prompt_tokens):
             return (1, 1, 1)
 
     model = lm.with_method(methods.Method("three", methods.SparsePrefill(Three()), Three()))

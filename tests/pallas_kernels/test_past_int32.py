@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tca_jax.benchmarks.common import free_bytes, random_normal, unequal_candidates
+from tca_jax.benchmarks.common import free_bytes, random_normal
+from tca_jax.benchmarks.shares import unequal_candidates
 from tca_jax.methods.candidates import region_capacity
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.regions import Regions
@@ -16,8 +17,12 @@ from tca_jax.pallas_kernels.backends import can_run
 from tca_jax.pallas_kernels.column_mass import column_mass
 from tca_jax.pallas_kernels.decode_attention import triton as decode_attention_triton
 from tca_jax.pallas_kernels.decode_attention import xla as decode_attention_xla
+from tca_jax.pallas_kernels.extend_attention import triton as extend_attention_triton
+from tca_jax.pallas_kernels.extend_attention import xla as extend_attention_xla
 from tca_jax.pallas_kernels.kv import Pool, Ring
+from tca_jax.pallas_kernels.observation_scores import observation_scores
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
+from tca_jax.pallas_kernels.reserve_tokens import reserve_tokens
 from tca_jax.pallas_kernels.select_tokens import select_tokens
 from tca_jax.pallas_kernels.select_tokens import xla as select_tokens_xla
 from tca_jax.pallas_kernels.token_scores import token_scores
@@ -105,24 +110,45 @@ def test_prefill_of_a_million_tokens(backend):
             assert float(_relative_error(out[0, queries, group], expected)) < 5e-3, (block, head)
 
 
-def test_decoding_over_pools_and_rings_of_that_size():
+def test_observation_and_reserve_of_the_last_row_of_a_large_batch():
+    batch, length, observed, heads, kv_heads, d = 5, 2**19, 64, 32, 8, 128
+    q, k = _normal(0, batch, observed, heads, d), _normal(1, batch, length, kv_heads, d)
+    assert (batch - 1) * length * kv_heads * d >= PAST  # where the last row begins
+    lengths = jnp.array([1, 300, 70, length, length - 77], jnp.int32)
+    scores = observation_scores(q, k, lengths, spread=16, backend="triton")
+    for row in range(batch):  # the oracle a row at a time, whose arrays are within 2^31
+        rows = slice(row, row + 1)
+        expected = observation_scores(q[rows], k[rows], lengths[rows], spread=16, backend="xla")
+        np.testing.assert_allclose(scores[rows], expected, rtol=2e-3, atol=1e-3 * float(expected.mean()))
+    marked = reserve_tokens(scores, lengths - 1, reserve=512, backend="triton")
+    assert bool(jnp.array_equal(marked, reserve_tokens(scores, lengths - 1, reserve=512, backend="xla")))
+
+
+@pytest.mark.parametrize("queries", [None, 6], ids=["decode", "extend"])
+def test_decoding_and_extending_over_pools_and_rings_of_that_size(queries):
     batch, heads, kv_heads, d, ring = 3, 32, 8, 128, 2**20
     k_ring, v_ring = (_normal(seed, batch, kv_heads, ring, d) for seed in (1, 2))
     k_pool, v_pool = (x.reshape(-1, d) for x in (v_ring, k_ring))
     assert k_ring.size > PAST
     offsets = (ring * jnp.arange(batch * kv_heads, dtype=jnp.int32)).reshape(batch, kv_heads)
     lengths = ring - 1000 * jnp.arange(batch * kv_heads, dtype=jnp.int32).reshape(batch, kv_heads)
-    positions = jnp.array([2 * ring + 77, ring - 1, 3 * ring], jnp.int32)
-    q = _normal(0, batch, heads, d)
-    sizes = {"block_size": 128, "window": ring - 128, "capacity": ring}
-    out, lse = decode_attention_triton.decode_attention(
-        q, Pool(k_pool, v_pool, offsets, lengths), Ring(k_ring, v_ring), positions, **sizes
-    )
+    growth = Pool(v_pool, k_pool, offsets + 256, jnp.full_like(lengths, 640))
+    first = jnp.array([2 * ring + 77, ring - 6, 3 * ring], jnp.int32)
+    sizes = {"block_size": 128, "window": ring - 128, "capacity": ring, "growth_capacity": 640}
+    if queries is None:
+        q, at = _normal(0, batch, heads, d), (first,)
+        attend, oracle = decode_attention_triton.decode_attention, decode_attention_xla.decode_attention
+    else:
+        q, at = _normal(0, batch, queries, heads, d), (first, first + queries - 1)
+        attend, oracle = extend_attention_triton.extend_attention, extend_attention_xla.extend_attention
+    pool = Pool(k_pool, v_pool, offsets, lengths)
+    out, lse = attend(q, pool, Ring(k_ring, v_ring), *at, growth=growth, **sizes)
     for row in range(batch):  # the oracle a row at a time, whose arrays are within 2^31
         rows = slice(row, row + 1)
         own = slice(row * kv_heads * ring, (row + 1) * kv_heads * ring)
-        pool, local = Pool(k_pool[own], v_pool[own], offsets[:1], lengths[rows]), Ring(k_ring[rows], v_ring[rows])
-        expected, expected_lse = decode_attention_xla.decode_attention(q[rows], pool, local, positions[rows], **sizes)
+        held, grown = (Pool(k[own], v[own], starts[:1], counts[rows]) for k, v, starts, counts in (pool, growth))
+        local = Ring(k_ring[rows], v_ring[rows])
+        expected, expected_lse = oracle(q[rows], held, local, *(x[rows] for x in at), growth=grown, **sizes)
         assert float(_relative_error(out[rows], expected)) < 1e-2, row
         np.testing.assert_allclose(lse[rows], expected_lse, atol=1e-3)
 

@@ -19,9 +19,10 @@ from tca_jax.pallas_kernels.triton_call import DEPRECATION
 # The filter that `triton_call` sets is lost between tests, and what an earlier test traced is not traced again.
 pytestmark = pytest.mark.filterwarnings(f"ignore:{DEPRECATION}:DeprecationWarning")
 
-# Dimensions of the operands and of the results, then the static options. P is the pool, R the ring.
+# Dimensions of the operands and of the results, then the static options. P is a pool, R the ring.
 TOKENS = {"q": "B L Hq d", "k": "B L Hkv d", "v": "B L Hkv d"}
 POOL = {"pool.k": "P d", "pool.v": "P d", "pool.offsets": "B Hkv", "pool.lengths": "B Hkv"}
+GROWTH = {name.replace("pool", "growth"): dims for name, dims in POOL.items()}
 RING = {"ring.k": "B Hkv R d", "ring.v": "B Hkv R d"}
 OPERATIONS = {
     "token_scores": (
@@ -29,6 +30,8 @@ OPERATIONS = {
         ("B Hkv L", "B Hkv nb", "B Hkv nb"),
         ("block_size",),
     ),
+    "observation_scores": ({"q_last": "B o Hq d", "k": "B L Hkv d", "lengths": "B"}, ("B Hkv L",), ("spread",)),
+    "reserve_tokens": ({"scores": "B Hkv L", "ranked_tokens": "B"}, ("B Hkv L",), ("reserve",)),
     "select_tokens": (
         {"scores": "B Hkv L", "budgets": "B Hkv nb", "k": "B L Hkv d", "v": "B L Hkv d", "offsets": "B Hkv"},
         tuple(POOL.values()),
@@ -40,9 +43,14 @@ OPERATIONS = {
         ("block_size", "window"),
     ),
     "decode_attention": (
-        {"q": "B Hq d", **POOL, **RING, "positions": "B"},
+        {"q": "B Hq d", **POOL, **RING, "positions": "B", **GROWTH},
         ("B Hq d", "B Hq"),
-        ("block_size", "window", "capacity"),
+        ("block_size", "window", "capacity", "growth_capacity"),
+    ),
+    "extend_attention": (
+        {"q": "B m Hq d", **POOL, **RING, "first": "B", "newest": "B", **GROWTH},
+        ("B m Hq d", "B m Hq"),
+        ("block_size", "window", "capacity", "growth_capacity"),
     ),
     "column_mass": (
         {"q": "B L Hq d", "k": "B L Hkv d", "lengths": "B"},
@@ -58,7 +66,8 @@ def _packed(names, operands):
     groups = {}
     for name, operand in zip(names, operands, strict=True):
         groups.setdefault(name.split(".")[0], []).append(operand)
-    return [{"pool": Pool, "ring": Ring}.get(name, lambda x: x)(*group) for name, group in groups.items()]
+    whole = {"pool": Pool, "growth": Pool, "ring": Ring}
+    return {name: whole.get(name, lambda x: x)(*group) for name, group in groups.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +89,9 @@ class Case:
         block, d = (128, 64) if self.backend in ("cudnn", "mosaic") else (16, 16)
         capacity = 3 * block
         options = {"block_size": block, "window": block, "capacity": capacity, "pool_tokens": 4 * capacity}
-        return options | {"B": 2, "L": 3 * block, "Hq": 4, "Hkv": 2, "d": d, "nb": 3, "R": 2 * block, "P": 4 * capacity}
+        options |= {"spread": 3, "reserve": 5, "growth_capacity": capacity, "m": 5}
+        dims = {"B": 2, "L": 3 * block, "Hq": 4, "Hkv": 2, "d": d, "nb": 3, "R": 2 * block, "P": 4 * capacity, "o": 20}
+        return options | dims
 
     @property
     def operands(self):
@@ -95,7 +106,7 @@ class Case:
         options = {name: self.sizes[name] for name in OPERATIONS[self.operation][2]}
 
         def call(*operands):
-            results = function(*_packed(self.operands, operands), **options)
+            results = function(**_packed(self.operands, operands), **options)
             return tuple(results) if isinstance(results, tuple) else (results,)
 
         return call
@@ -105,23 +116,30 @@ class Case:
         rng, sizes = np.random.default_rng(seed), self.sizes
         table, regions = (sizes["B"], sizes["Hkv"]), sizes["B"] * sizes["Hkv"]
         offsets = rng.permutation(regions).reshape(table) * sizes["capacity"]
+        first = rng.integers(0, 6, sizes["B"]) * sizes["block_size"] + rng.integers(
+            0, sizes["block_size"] - 4, sizes["B"]
+        )
         integers = {
             "lengths": rng.integers(1, sizes["L"] + 1, sizes["B"]),
+            "ranked_tokens": rng.integers(0, sizes["L"] + 1, sizes["B"]),
             "budgets": rng.integers(0, sizes["block_size"] + 1, (*table, sizes["nb"])),
             "offsets": offsets,
             "pool.offsets": offsets,
             "pool.lengths": rng.integers(0, sizes["capacity"] + 1, table),
             "positions": rng.integers(0, 3 * sizes["R"], sizes["B"]),
+            "growth.offsets": offsets[::-1],
+            "growth.lengths": rng.integers(0, sizes["capacity"] + 1, table),
+            "first": first,
+            "newest": first + rng.integers(0, 5, sizes["B"]),
         }
-        return [
-            jnp.asarray(integers[name], jnp.int32)
-            if name in integers
-            else jnp.asarray(
-                rng.standard_normal([sizes[dim] for dim in dims.split()]),
-                jnp.float32 if name == "scores" else self.dtype,
-            )
-            for name, dims in self.operands.items()
-        ]
+
+        def one(name: str, shape: list[int]) -> jax.Array:
+            if name in integers:
+                return jnp.asarray(integers[name], jnp.int32)
+            drawn = rng.standard_normal(shape)
+            return jnp.asarray(np.abs(drawn), jnp.float32) if name == "scores" else jnp.asarray(drawn, self.dtype)
+
+        return [one(name, [sizes[dim] for dim in dims.split()]) for name, dims in self.operands.items()]
 
     def check(self, actual: jax.Array, expected: jax.Array):
         tolerance = 1e-4 if self.dtype == jnp.float32 else 1e-2

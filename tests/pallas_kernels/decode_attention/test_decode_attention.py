@@ -65,6 +65,43 @@ def test_attends_to_the_local_tokens_and_the_region(positions, capacity, backend
         np.testing.assert_allclose(lse[row, head], expected_lse, rtol=1e-5, atol=1e-5)
 
 
+@on_every_backend("decode_attention")
+def test_attends_to_shared_regions_of_the_pool_and_to_a_rows_own_of_growth(backend):
+    positions, lengths = (31, 45, 0), np.array([[0, 9], [30, 0], [1, 17]], np.int32)
+    k, v = _history(0, 3, 2, 46)
+    rng = np.random.default_rng(1)
+    q = rng.standard_normal((3, 4, DIM)).astype(np.float32)
+    pool = Pool(*_tokens(rng, 256), np.array([[128, 0]] * 3, np.int32), np.array([[21, 100]] * 3, np.int32))
+    growth = Pool(*_tokens(rng, 192), np.arange(6, dtype=np.int32)[::-1].reshape(3, 2) * 32, lengths)
+    out, lse = implementation("decode_attention", backend)(
+        jnp.asarray(q),
+        Pool(*map(jnp.asarray, pool)),
+        Ring(_ring(k, positions, RING), _ring(v, positions, RING)),
+        jnp.array(positions),
+        growth=Pool(*map(jnp.asarray, growth)),
+        block_size=BLOCK,
+        window=WINDOW,
+        capacity=128,
+        growth_capacity=32,
+    )
+    for row, head in np.ndindex(3, 4):
+        kv = head // 2
+        local = slice(max(0, positions[row] // BLOCK * BLOCK - WINDOW), positions[row] + 1)
+        keys, values = [k[row, kv, local]], [v[row, kv, local]]
+        for held in (pool, growth):
+            start = held.offsets[row, kv]
+            keys.append(held.k[start : start + held.lengths[row, kv]])
+            values.append(held.v[start : start + held.lengths[row, kv]])
+        expected, expected_lse = _expected(q[row, head], np.concatenate(keys), np.concatenate(values))
+        np.testing.assert_allclose(out[row, head], expected, atol=1e-5)
+        np.testing.assert_allclose(lse[row, head], expected_lse, rtol=1e-5, atol=1e-5)
+
+
+def _tokens(rng, count):
+    """Random keys and values."""
+    return rng.standard_normal((2, count, DIM)).astype(np.float32)
+
+
 def test_ring_larger_than_the_history_holds_everything():
     k, v = _history(0, 1, 1, 40)
     q = np.random.default_rng(1).standard_normal((1, 1, DIM)).astype(np.float32)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from caches import on_device, random_pool, random_ring
 from cuda_lowering import abstract_mesh, kernels
 from jax.sharding import PartitionSpec
 
@@ -25,37 +26,26 @@ SMALL = DecodeConfig(keys=16, programs=12, warps=4, stages=3, merged=4)
 decode = partial(decode_attention_triton.decode_attention, interpret=INTERPRET)
 
 
-def _inputs(positions, lengths, *, group=2, head_dim=16, ring=48, dtype=jnp.float32, seed=0):
+def _inputs(positions, lengths, *, grown=None, group=2, head_dim=16, ring=48, dtype=jnp.float32, seed=0):
     """Random arguments; pool rows outside the regions and slots that are not local hold NaN."""
     rng = np.random.default_rng(seed)
-    lengths = np.array(lengths, np.int32)
-    batch, kv_heads = lengths.shape
-    capacity = -(-max(1, lengths.max()) // 16) * 16
-    offsets = (rng.permutation(lengths.size) * capacity).reshape(lengths.shape).astype(np.int32)
-    pools, rings = rng.standard_normal((2, lengths.size * capacity + 8, head_dim)), []
-    pool_seen = np.zeros(pools.shape[1], bool)
-    for start, length in zip(offsets.ravel(), lengths.ravel(), strict=True):
-        pool_seen[start : start + length] = True
-    pools[:, ~pool_seen] = np.nan
-    slots = np.arange(ring)
-    for row, position in enumerate(positions):
-        held = position - (position - slots) % ring
-        rings.append(rng.standard_normal((2, kv_heads, ring, head_dim)))
-        rings[row][:, :, held < max(0, position // BLOCK * BLOCK - WINDOW)] = np.nan
-    q = rng.standard_normal((batch, kv_heads * group, head_dim))
-    k_ring, v_ring = np.stack(rings, axis=1)
-    q, k_pool, v_pool, k_ring, v_ring = (jnp.asarray(x, dtype) for x in (q, *pools, k_ring, v_ring))
-    pool = Pool(k_pool, v_pool, jnp.asarray(offsets), jnp.asarray(lengths))
-    arguments = (q, pool, Ring(k_ring, v_ring), jnp.array(positions, jnp.int32))
-    return arguments, {"block_size": BLOCK, "window": WINDOW, "capacity": int(lengths.max())}
+    batch, kv_heads = np.shape(lengths)
+    pool = random_pool(rng, lengths, head_dim)
+    local = random_ring(rng, positions, kv_heads, head_dim, ring, block_size=BLOCK, window=WINDOW)
+    q = jnp.asarray(rng.standard_normal((batch, kv_heads * group, head_dim)), dtype)
+    options = {"block_size": BLOCK, "window": WINDOW, "capacity": int(pool.lengths.max())}
+    if grown is not None:
+        growth = random_pool(rng, grown, head_dim)
+        options |= {"growth": on_device(growth, dtype), "growth_capacity": int(growth.lengths.max())}
+    return (q, on_device(pool, dtype), on_device(local, dtype), jnp.array(positions, jnp.int32)), options
 
 
 def _without_nan(arguments):
-    return jax.tree.map(lambda x: jnp.nan_to_num(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, arguments)
+    return jax.tree.map(lambda x: jnp.nan_to_num(x) if isinstance(x, jax.Array) else x, arguments)
 
 
 def _expected(arguments, options):
-    return decode_attention_xla.decode_attention(*_without_nan(arguments), **options)
+    return decode_attention_xla.decode_attention(*_without_nan(arguments), **_without_nan(options))
 
 
 def _check(actual, arguments, options):
@@ -89,8 +79,9 @@ def test_equals_the_oracle_and_never_reads_what_is_not_attended_to(group, head_d
         pytest.param(DecodeConfig(keys=16, programs=1000, warps=4, stages=2, merged=2), id="a chunk a tile"),
     ],
 )
-def test_any_split_gives_the_same(config):
-    arguments, options = _inputs((90,), [[130, 9]], seed=1)
+@pytest.mark.parametrize("grown", [None, [[0, 50]]])
+def test_any_split_gives_the_same(config, grown):
+    arguments, options = _inputs((90,), [[130, 9]], grown=grown, seed=1)
     _check(decode(*arguments, **options, config=config), arguments, options)
 
 
@@ -104,6 +95,18 @@ def test_ring_that_holds_everything_has_no_need_of_a_pool():
     arguments, options = _inputs((70,), [[0, 0]], ring=112)
     options |= {"window": 4096, "capacity": 0}
     arguments = _without_nan(arguments)
+    _check(decode(*arguments, **options, config=SMALL), arguments, options)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "grown"),
+    [
+        pytest.param([[5, 0], [16, 33]], [[0, 40], [17, 16]], id="unequal and empty regions"),
+        pytest.param([[0, 0], [0, 0]], [[3, 1], [0, 31]], id="an empty pool"),
+    ],
+)
+def test_second_pool_equals_the_oracle_and_never_reads_what_is_not_attended_to(lengths, grown):
+    arguments, options = _inputs((47, 48), lengths, grown=grown, dtype=jnp.bfloat16)
     _check(decode(*arguments, **options, config=SMALL), arguments, options)
 
 
@@ -169,7 +172,10 @@ def _avals(batch, kv_heads, group, head_dim, pool, ring, dtype):
 )
 def test_lowers_for_cuda_as_two_kernels(avals, options):
     function = partial(decode_attention_triton.decode_attention, block_size=128, **options)
-    assert kernels("triton", function, *_avals(*avals)) == 2
+    arguments = _avals(*avals)
+    assert kernels("triton", function, *arguments) == 2
+    grown = partial(function, growth_capacity=128)
+    assert kernels("triton", lambda *args: grown(*args, growth=args[1]), *arguments) == 2
 
 
 def test_lowers_for_cuda_under_shard_map_and_vmap():

@@ -1,8 +1,8 @@
 """Folders of saved arrays and JSON that are replaced whole: numbered steps, written by Orbax, published by one rename.
 
-A save writes to a temporary folder of its own and renames it to `profile_<N>`, N above every number there is; then
-older steps go. A load reads the highest step. So writers need no lock, and a reader finds what was there before a save
-or what the save wrote, whichever moment it comes at.
+A save writes to a temporary folder of its own and renames it to `<kind>_<N>`, such as `profile_3`, N above every number
+there is; then older steps go. A load reads the highest step. So writers need no lock, and a reader finds what was there
+before a save or what the save wrote, whichever moment it comes at.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ import numpy as np
 T = TypeVar("T")
 RestoreArrays = Callable[[Iterable[str]], dict[str, np.ndarray]]
 
-_STEP = re.compile(r"profile_(0|[1-9][0-9]*)")
 _TEMPORARY = re.compile(r"\.tmp-(?P<host>.+)-(?P<pid>[0-9]+)-[0-9a-f]{32}")
 _ABANDONED_SECONDS = 24 * 3600  # the age at which a temporary folder of another machine counts as nobody's
 _STEP_BYTES = 128 * 1024  # more than the files of a step take beside the bytes of its arrays
+_SMALL_BYTES = 2**26  # from here on what Orbax needs beside the arrays' own bytes is a small part of them
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # what a rename onto a name in use ends with
 
 
-def save_step(directory: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> None:
+def save_step(kind: str, directory: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> None:
     """Writes a new step, which `load_step` finds from then on, and removes the older ones.
 
     Args:
+        kind: What is saved, in one word.
         directory: Absolute; created if missing. Files in it that are no steps are left alone.
         arrays: By name.
         metadata: JSON values.
@@ -50,17 +51,18 @@ def save_step(directory: Path, arrays: Mapping[str, np.ndarray], metadata: Mappi
             _require_room(temporary / "room", sum(array.nbytes for array in arrays.values()))
             _write(temporary / "step", arrays, metadata)
             _sync_tree(temporary / "step")
-            _publish(temporary / "step", directory)
+            _publish(temporary / "step", directory, kind)
     except Exception as error:
-        raise _save_error(directory, error) from error
+        raise _save_error(kind, directory, error) from error
     _sync(directory)
-    _clean_up(directory)
+    _clean_up(directory, kind)
 
 
-def load_step(directory: Path, parse: Callable[[Path, Any, RestoreArrays], T]) -> T:
+def load_step(kind: str, directory: Path, parse: Callable[[Path, Any, RestoreArrays], T]) -> T:
     """Reads the newest step. Nothing in the directory is changed.
 
     Args:
+        kind: What was saved.
         directory: Absolute.
         parse: Called as `parse(folder, metadata, restore)`, where `restore(names)` reads arrays by their names;
             ValueError where they are damaged.
@@ -71,16 +73,16 @@ def load_step(directory: Path, parse: Callable[[Path, Any, RestoreArrays], T]) -
     Raises:
         ValueError: there is no step, or the newest is damaged; the message names the folder.
     """
-    failure = ValueError(f"{directory} holds no profile: there is no profile_<number> folder in it")
-    tried, newest = -1, _newest_step(directory)
+    failure = ValueError(f"{directory} holds no {kind}: there is no {kind}_<number> folder in it")
+    tried, newest = -1, _newest_step(directory, kind)
     while newest > tried:  # where one cannot be read because a save has just replaced it, there is a newer one
-        folder = directory / f"profile_{newest}"
+        folder = directory / f"{kind}_{newest}"
         try:
             metadata = _restore_metadata(folder)
             return parse(folder, metadata, functools.partial(_restore_arrays, folder))
         except ValueError as error:
             failure, tried = error, newest
-        newest = _newest_step(directory)
+        newest = _newest_step(directory, kind)
     raise failure
 
 
@@ -96,8 +98,12 @@ def _write(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str
 
 def _require_room(file: Path, num_bytes: int) -> None:
     """Raises the system's own error where a step does not fit: over a full disk, Orbax prints tracebacks of threads."""
+    needed = 2 * num_bytes + _STEP_BYTES if num_bytes < _SMALL_BYTES else num_bytes + _SMALL_BYTES
     with open(file, "wb") as opened:
-        opened.write(bytes(2 * num_bytes + _STEP_BYTES))
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(opened.fileno(), 0, needed)  # takes the room without writing it
+        else:
+            opened.write(bytes(min(needed, 2 * _SMALL_BYTES)))
         os.fsync(opened.fileno())
     file.unlink()
 
@@ -135,41 +141,42 @@ def _reading(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: missing or damaged, cannot be read{reason}") from error
 
 
-def _publish(folder: Path, directory: Path) -> None:
+def _publish(folder: Path, directory: Path, kind: str) -> None:
     """Renames a finished folder to the first free step above all there are."""
     while True:
-        step = max(_steps(directory), default=-1) + 1
+        step = max(_steps(directory, kind), default=-1) + 1
         try:
-            os.rename(folder, directory / f"profile_{step}")
+            os.rename(folder, directory / f"{kind}_{step}")
             return
         except OSError as error:
             if error.errno not in _TAKEN:  # by another save, since we looked
                 raise
 
 
-def _clean_up(directory: Path) -> None:
+def _clean_up(directory: Path, kind: str) -> None:
     """Removes the steps below the newest, and what killed saves have left. Not to manage it is no error."""
     with contextlib.suppress(OSError):
-        steps = _steps(directory)
+        steps = _steps(directory, kind)
         for step in sorted(steps)[:-1]:
             with contextlib.suppress(OSError), _temporary_folder(directory) as temporary:
                 # Renamed first, so that it is gone at once.
-                os.rename(directory / f"profile_{step}", temporary / "step")
+                os.rename(directory / f"{kind}_{step}", temporary / "step")
         for entry in os.scandir(directory):
             with contextlib.suppress(OSError):
                 if _is_abandoned(entry):
                     _remove(Path(entry.path))
 
 
-def _steps(directory: Path) -> list[int]:
+def _steps(directory: Path, kind: str) -> list[int]:
     """Numbers in use, by folders and by files."""
-    return [int(match[1]) for name in os.listdir(directory) if (match := _STEP.fullmatch(name))]
+    step = re.compile(kind + r"_(0|[1-9][0-9]*)")
+    return [int(match[1]) for name in os.listdir(directory) if (match := step.fullmatch(name))]
 
 
-def _newest_step(directory: Path) -> int:
+def _newest_step(directory: Path, kind: str) -> int:
     """Number of the newest folder, -1 where there is none."""
     for _ in range(2):  # a listing may miss the step that goes and the one that comes; two in a row do not
-        steps = [step for step in _steps(directory) if (directory / f"profile_{step}").is_dir()]
+        steps = [step for step in _steps(directory, kind) if (directory / f"{kind}_{step}").is_dir()]
         if steps:
             return max(steps)
     return -1
@@ -233,13 +240,13 @@ def _sync(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _save_error(directory: Path, error: Exception) -> OSError:
+def _save_error(kind: str, directory: Path, error: Exception) -> OSError:
     """An error of one line that names the directory, with the system's number where there is one."""
     if isinstance(error, OSError) and error.errno is not None:
-        return OSError(error.errno, f"cannot save a profile: {error.strerror}", str(directory))
+        return OSError(error.errno, f"cannot save a {kind}: {error.strerror}", str(directory))
     if number := re.search(r"os_error_code='(\d+)'", str(error)):  # of TensorStore, which writes for Orbax
-        return OSError(int(number[1]), f"cannot save a profile: {os.strerror(int(number[1]))}", str(directory))
-    return OSError(f"cannot save a profile to {directory}: {' '.join(str(error).split())}")
+        return OSError(int(number[1]), f"cannot save a {kind}: {os.strerror(int(number[1]))}", str(directory))
+    return OSError(f"cannot save a {kind} to {directory}: {' '.join(str(error).split())}")
 
 
 @contextlib.contextmanager

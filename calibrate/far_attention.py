@@ -1,0 +1,137 @@
+"""What probe queries do behind a text: attention mass that each row would drop, and attention over one row alone.
+
+Both go a tile of probe queries at a time against all keys, so memory is O(L) times the tile, never L x L.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from tca_jax.calibration.scores import selected_by_row
+from tca_jax.methods.config import TCAConfig
+from tca_jax.pallas_kernels.integers import cdiv
+from tca_jax.pallas_kernels.kernel_math import divide_up
+from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, weighted_sum
+
+_TILE_ELEMENTS = 2**26  # scores of a tile: 256 MiB
+_LARGEST_TILE = 256  # queries
+
+
+def far_tokens(starts: Int[Array, " B"], length: int, config: TCAConfig) -> Bool[Array, "B L"]:
+    """Those of the ranked blocks of a text of `starts` tokens: what its selection chooses from."""
+    return jnp.arange(length) < (config.num_ranked_blocks(starts) * config.block_size)[:, None]
+
+
+def dropped_by_row(
+    q: Float[Array, "B L Hq d"],
+    k: Float[Array, "B L Hkv d"],
+    starts: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+    config: TCAConfig,
+    most: int,
+) -> Float32[Array, "B Hkv P M1"]:
+    """Attention mass of the probe's queries on far tokens that every row dropped at the text's end.
+
+    The mass is that of the exact causal softmax over all tokens, the maximum over the group.
+
+    Args:
+        q: Queries after RoPE, of text and probe.
+        k: Keys after RoPE.
+        starts: First position of each row's probe, T; the selection is made from the text before it.
+        lengths: Tokens of text and probe.
+        config: The method's hyperparameters.
+        most: Queries of the longest probe, P; static.
+
+    Returns:
+        In [0, 1]: column c is the query at position starts + c, 0 where the probe has ended. 0 for the dense row.
+    """
+    selected = jnp.moveaxis(selected_by_row(q, k, starts, config), 0, -1)  # [B, Hkv, L, M + 1]
+    dropped = far_tokens(starts, k.shape[1], config)[:, None, :, None] & ~selected
+
+    def of_text(text: tuple[Array, ...]) -> Float32[Array, "Hkv P M1"]:
+        q, k, dropped, start, length = text
+        # A column of ones beside the rows: their sums and the softmax's normaliser come from one product.
+        weights = jnp.pad(dropped.astype(jnp.float32), ((0, 0), (0, 0), (0, 1)), constant_values=1)
+
+        def mass(scores: Float32[Array, "Hkv G t L"]) -> Float32[Array, "Hkv t M1"]:
+            unscaled = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+            sums = jnp.einsum("hgtl,hlm->hgtm", unscaled, weights, precision=jax.lax.Precision.HIGHEST)
+            return jnp.minimum(sums[..., :-1] / sums[..., -1:], 1).max(axis=1)
+
+        return _over_probe(mass, dropped.shape[-1], q, k, None, start, length, most)
+
+    return jax.lax.map(of_text, (q, k, dropped, starts, lengths))
+
+
+def attend_probe(
+    q: Float[Array, "B L Hq d"],
+    k: Float[Array, "B L Hkv d"],
+    v: Float[Array, "B L Hkv d"],
+    selected: Bool[Array, "B Hkv L"],
+    starts: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+    config: TCAConfig,
+    most: int,
+) -> Float[Array, "B P Hq d"]:
+    """Attention of a probe's queries over the selected far tokens and over all that is right of the far ones.
+
+    Nothing is evicted while the probe is read, so that all it misses is what the selection at the text's end dropped.
+
+    Args:
+        q: Queries after RoPE, of text and probe; `k` and `v` keys and values.
+        selected: What the text's selection keeps of its ranked blocks.
+        starts: First position of each row's probe.
+        lengths: Tokens of text and probe.
+        config: The method's hyperparameters.
+        most: Queries of the longest probe, P; static.
+
+    Returns:
+        Column c is the query at position starts + c, 0 where the probe has ended.
+    """
+    seen = selected | ~far_tokens(starts, k.shape[1], config)[:, None]
+
+    def of_text(text: tuple[Array, ...]) -> Float[Array, "P Hq d"]:
+        q, k, v, seen, start, length = text
+        kv_heads, heads, dim = k.shape[1], q.shape[1], q.shape[2]
+        v = jnp.where((jnp.arange(len(v)) < length)[:, None, None], v, 0)  # a weight of zero does not silence a NaN
+
+        def attend(scores: Float32[Array, "Hkv G t L"]) -> Float32[Array, "Hkv t Gd"]:
+            out = weighted_sum("hgtl,lhd->htgd", jax.nn.softmax(scores, axis=-1), v)
+            return out.reshape(*out.shape[:2], -1)
+
+        out = _over_probe(attend, heads // kv_heads * dim, q, k, seen, start, length, most)
+        return out.swapaxes(0, 1).reshape(most, heads, dim).astype(q.dtype)
+
+    return jax.lax.map(of_text, (q, k, v, seen, starts, lengths))
+
+
+def _over_probe(
+    of_tile: Callable[[Array], Array],
+    width: int,
+    q: Float[Array, "L Hq d"],
+    k: Float[Array, "L Hkv d"],
+    seen: Bool[Array, "Hkv L"] | None,
+    start: Int[Array, ""],
+    length: Int[Array, ""],
+    most: int,
+) -> Float32[Array, "Hkv P width"]:
+    """Maps the scores of a tile of probe queries against all keys, seen ones, to `width` numbers each."""
+    tokens, kv_heads, dim = k.shape
+    group, columns = q.shape[1] // kv_heads, jnp.arange(tokens)
+    size = max(1, min(most, _LARGEST_TILE, _TILE_ELEMENTS // (q.shape[1] * tokens)))
+    allowed = jnp.ones((1, tokens), bool) if seen is None else seen
+
+    def one_tile(tile: Array, out: Float32[Array, "Hkv N width"]) -> Float32[Array, "Hkv N width"]:
+        position = start + tile * size + jnp.arange(size)
+        queries = q.at[position].get(mode="clip").reshape(size, kv_heads, group, dim)
+        visible = allowed[:, None, None] & (columns <= position[:, None])
+        scores = jnp.where(visible, scaled_scores("thgd,lhd->hgtl", queries, k), MASKED)
+        part = jnp.where((position < length)[:, None], of_tile(scores), 0)
+        return jax.lax.dynamic_update_slice_in_dim(out, part, tile * size, axis=1)
+
+    empty = jnp.zeros((kv_heads, cdiv(most, size) * size, width), jnp.float32)
+    return jax.lax.fori_loop(0, divide_up(length - start, size), one_tile, empty)[:, :most]

@@ -1,0 +1,184 @@
+"""Probes: passages behind a calibration text that a model answers from far back in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from tca_jax.engine.prompts import Encoder, Prompt, encode_prompt
+from tca_jax.methods.config import TCAConfig
+
+#: (question, answer) of one text, as text or as token ids.
+Pairs = Sequence[tuple[Prompt, Prompt]]
+#: What `calibrate` takes: a kind, pairs for each text, or None for no probes.
+Probes = Literal["copy", "text"] | Sequence[Pairs] | None
+
+# Copies: enough passages that no single one decides, each long enough to be recognised and then foretold.
+_COPIES = 8
+_COPY_TOKENS = 128
+
+_ALLOWED = "'copy', 'text', a list of (question, answer) pairs for each text, or None"
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbedText:
+    """A calibration text and its probe, as one sequence.
+
+    Attributes:
+        ids: Token ids of both.
+        text_tokens: Tokens whose calibration scores are measured; the text's end.
+        probe_start: First token of the probe, where the selection is made; `len(ids)` where there is no probe.
+    """
+
+    ids: list[int]
+    text_tokens: int
+    probe_start: int
+
+    @property
+    def num_probe(self) -> int:
+        """Tokens of the probe."""
+        return len(self.ids) - self.probe_start
+
+
+def probe_kind(probes: Any) -> str | None:
+    """ "copy", "text", "pairs" or None.
+
+    Raises:
+        ValueError: it is another string.
+        TypeError: it is neither a string, nor a sequence, nor None.
+    """
+    if probes is None or (isinstance(probes, str) and probes in ("copy", "text")):
+        return probes
+    if isinstance(probes, str):
+        raise ValueError(f"probes = {probes!r}: must be {_ALLOWED}")
+    if not isinstance(probes, Sequence):
+        raise TypeError(f"probes is of type {type(probes).__name__}: must be {_ALLOWED}")
+    return "pairs"
+
+
+def probed_texts(
+    lm: Encoder, sequences: Sequence[list[int]], probes: Any, config: TCAConfig, names: Sequence[str] | None = None
+) -> list[ProbedText]:
+    """Puts a probe behind each text.
+
+    Args:
+        lm: The model whose tokenizer, chat template and positions apply.
+        sequences: Token ids of each text, at least window + block_size of them.
+        probes: As `calibrate` takes them; checked here.
+        config: The method's hyperparameters; `seed` places the copies.
+        names: Of the texts in messages; "texts[0]" and so on by default.
+
+    Raises:
+        ValueError: pairs are not one non-empty list for each text, hold what is not allowed as text, or pass the
+            model's positions.
+        TypeError: a pair is no pair, or holds neither text nor token ids.
+    """
+    kind = probe_kind(probes)
+    names = names or [f"texts[{i}]" for i in range(len(sequences))]
+    if kind is None:
+        return [ProbedText(ids, len(ids), len(ids)) for ids in sequences]
+    if kind == "copy":
+        return [_copied(ids, lm.config.max_context, config, i) for i, ids in enumerate(sequences)]
+    if kind == "text":
+        return [_last_quarter(ids, config) for ids in sequences]
+    if len(probes) != len(sequences):
+        raise ValueError(f"probes has {len(probes)} lists of pairs: must have one for each of {len(sequences)} texts")
+    pairs = [_encode_pairs(lm, of_text, f"probes[{i}]") for i, of_text in enumerate(probes)]
+    for name, ids, probe in zip(names, sequences, pairs, strict=True):
+        if len(ids) + len(probe) > lm.config.max_context:
+            raise ValueError(
+                f"{name} has {len(ids)} tokens, its pairs {len(probe)}: model {lm.name!r} has "
+                f"{lm.config.max_context} positions; cut the text"
+            )
+    return [ProbedText(ids + probe, len(ids), len(ids)) for ids, probe in zip(sequences, pairs, strict=True)]
+
+
+def _copied(ids: list[int], max_context: int, config: TCAConfig, index: int) -> ProbedText:
+    """Passages of the text's ranked region again, spread over it, in an order that the text does not have.
+
+    A text that fills the model's positions loses as many of its last tokens as the probe needs.
+    """
+    shortest = config.window + config.block_size  # with one ranked block
+    size, count = _copies(config.num_ranked_blocks(len(ids)) * config.block_size, max_context - shortest)
+    text = ids[: max(shortest, min(len(ids), max_context - size * count))]
+    ranked = config.num_ranked_blocks(len(text)) * config.block_size
+    size, count = _copies(ranked, max_context - len(text))
+    # The seed may be any integer, NumPy takes none below 0; texts must not share the places of their passages.
+    rng = np.random.default_rng([config.seed % 2**32, index])
+    stratum = ranked // max(count, 1)
+    starts = [i * stratum + int(rng.integers(stratum - size + 1)) for i in rng.permutation(count)]
+    probe = [token for start in starts for token in text[start : start + size]]
+    return ProbedText(text + probe, len(text), len(text))
+
+
+def _copies(ranked_tokens: int, room: int) -> tuple[int, int]:
+    """Tokens of a passage and how many passages there are, so that all fit into the room."""
+    size = min(_COPY_TOKENS, ranked_tokens, room)
+    return size, min(_COPIES, ranked_tokens // size, room // size) if size else 0
+
+
+def _last_quarter(ids: list[int], config: TCAConfig) -> ProbedText:
+    """The text's own last quarter, or what there is of it behind one ranked block."""
+    start = max(len(ids) - len(ids) // 4, min(len(ids), config.window + config.block_size))
+    return ProbedText(ids, len(ids), start)
+
+
+def _encode_pairs(lm: Encoder, pairs: Any, name: str) -> list[int]:
+    """Token ids of one text's pairs, one after the other."""
+    if isinstance(pairs, str | bytes) or not isinstance(pairs, Sequence):
+        raise TypeError(f"{name} is of type {type(pairs).__name__}: must be a list of (question, answer) pairs")
+    if not pairs:
+        raise ValueError(f"{name} is empty: at least one (question, answer) pair is needed for each text")
+    for i, pair in enumerate(pairs):
+        if isinstance(pair, str | bytes | Mapping) or not isinstance(pair, Sequence) or len(pair) != 2:
+            raise TypeError(f"{name}[{i}] = {pair!r}: must be a pair (question, answer)")
+    texts = [isinstance(part, str | bytes) for pair in pairs for part in pair]
+    if not any(texts):
+        return [
+            token
+            for i, pair in enumerate(pairs)
+            for part, what in zip(pair, ("question", "answer"), strict=True)
+            for token in encode_prompt(lm, part, f"{name}[{i}] ({what})")
+        ]
+    if not all(texts):
+        raise TypeError(f"{name} holds text and token ids: must be one or the other throughout")
+    turns = [tuple(_text(part, f"{name}[{i}]") for part in pair) for i, pair in enumerate(pairs)]
+    return _tokenize(lm, _render(lm, turns, name), name)
+
+
+def _text(part: str | bytes, name: str) -> str:
+    try:
+        text = part.decode("utf-8") if isinstance(part, bytes) else part.encode("utf-8").decode("utf-8")
+    except UnicodeError as error:
+        raise ValueError(f"{name} is not valid UTF-8 text: {error}") from None
+    if not text:
+        raise ValueError(f"{name} holds an empty question or answer")
+    return text
+
+
+def _render(lm: Encoder, turns: Sequence[tuple[str, ...]], name: str) -> str:
+    """The pairs as turns of the model's chat template, or as lines where it has none."""
+    if not getattr(lm.tokenizer, "chat_template", None):
+        return "".join(f"\n{question} {answer}\n" for question, answer in turns)
+    messages = [
+        {"role": role, "content": content}
+        for turn in turns
+        for role, content in zip(("user", "assistant"), turn, strict=True)
+    ]
+    try:
+        rendered = lm.tokenizer.apply_chat_template(messages, add_generation_prompt=False, tokenize=False)
+    except Exception as error:  # templates are programs: anything can come out of them
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{name}: the chat template of {lm.name} does not take these pairs: {reason}") from error
+    return rendered.removeprefix(getattr(lm.tokenizer, "bos_token", None) or "")  # the text has begun already
+
+
+def _tokenize(lm: Encoder, text: str, name: str) -> list[int]:
+    if lm.tokenizer is None:
+        raise ValueError(
+            f"{name}: {lm.name} was loaded without a tokenizer, so text cannot be used; pass pairs of token ids"
+        )
+    return lm.tokenizer(text, verbose=False, add_special_tokens=False)["input_ids"]

@@ -1,0 +1,281 @@
+"""Evaluates recall-tiny: calibrates it, asks the same questions under several methods and writes the model card.
+
+python examples/evaluate_recall_model.py recall-tiny                   # one GPU; --jobs 8: methods side by side
+python examples/evaluate_recall_model.py recall-tiny --part probes     # which probes find what, over seeds of texts
+python examples/evaluate_recall_model.py recall-tiny --part prefill    # what a sparser prefill costs
+python examples/evaluate_recall_model.py smoke --smoke                 # any machine: runs every step
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from recall_card import write_card
+
+import tca_jax
+from tca_jax import TCAConfig, methods
+from tca_jax.calibration.profile import Profile
+from tca_jax.calibration.rows import choose_cache_rows, densest_within
+from tca_jax.recall import PROTOCOLS, TASKS, Document
+from tca_jax.recall.evaluation import ask, draw_documents
+from tca_jax.recall.protocols import asked, chat_answer, chat_document, chat_question
+
+PROBE_KINDS = ("pairs", "copy", "text")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+        tokens: Tokens of a prompt, and of a calibration text.
+        window: TCA's window at that length.
+        questions: Questions of each task under each protocol.
+        texts: Calibration texts.
+        tau: Attention that a prefill row must retain: a sparser prefill than the default's leaves more for the cache.
+        kept: Share of the cache that the profile may keep at that length.
+        seed: Draws the questions; calibration draws its own texts, from the training split.
+    """
+
+    tokens: int = 8192
+    window: int = 512
+    questions: int = 100
+    texts: int = 24
+    tau: float = 0.85
+    kept: float = 0.3
+    seed: int = 0
+
+
+SMOKE = Plan(tokens=2560, window=128, questions=1, texts=1, kept=0.5)
+
+
+# --- calibration ---
+
+
+def calibration_documents(plan: Plan, seed: int) -> list[Document]:
+    """Documents of the training split, every task's question the first of some."""
+    tasks = list(TASKS) * plan.texts
+    return [
+        draw_documents((plan.seed, 100 + seed, i), 1, plan.tokens, task, "train")[0]
+        for i, task in zip(range(plan.texts), tasks, strict=False)
+    ]
+
+
+def calibrate(
+    folder: Path, plan: Plan, config: TCAConfig, *, kind: str = "pairs", seed: int = 0, kept: float | None = None
+) -> Profile:
+    """A profile of the model: from its own texts, with probes of a kind; "pairs" are a question about each document."""
+    lm = tca_jax.load(folder)
+    texts, pairs = zip(
+        *(_text_and_pair(lm, *each) for each in enumerate(calibration_documents(plan, seed))), strict=True
+    )
+    probes: Any = kind if config.tau_probe else None
+    return tca_jax.calibrate(lm, texts, config, probes=pairs if probes == "pairs" else probes, kept=kept)
+
+
+def _text_and_pair(lm: tca_jax.LM, number: int, document: Document) -> tuple[list[int], list[tuple[list[int], ...]]]:
+    """A document and its first question as they are asked: two of three in a chat, the others without one."""
+    question = document.questions[0]
+    if number % 3 == 2:
+        parts = (document.text, asked(question) + question.lead, f"{question.answer}.<|eos|>")
+    else:
+        parts = (chat_document(document.text), chat_question(question), f"{chat_answer(question, number)}<|eos|>")
+    text, *pair = (lm.tokenizer(part, add_special_tokens=i == 0)["input_ids"] for i, part in enumerate(parts))
+    return text, [tuple(pair)]
+
+
+def ranked_share(profile: Profile, tokens: int) -> float:
+    """Share of the ranked tokens that a prompt's own queries attend to."""
+    ranked = profile.config.num_ranked_blocks(tokens) * profile.config.block_size
+    kept = profile.prefill_kept_share(tokens).mean() * tokens - (tokens - ranked)
+    return float(kept / ranked)
+
+
+# --- methods ---
+
+
+def method_table(folder: Path, plan: Plan) -> dict[str, Callable[[], methods.Method]]:
+    """Every method of the ablation by its name in the table."""
+    profile = Profile.load(folder / "profile")
+    config, cache, narrow = profile.config, profile.candidates, profile.prefill_candidates
+    bare = dataclasses.replace(config, reserve=0)
+    share = profile.kept_share(plan.tokens).mean()
+    shares = [Profile.uniform(config, *cache.shape, row).kept_share(plan.tokens).mean() for row in range(15)]
+    uniform = int(np.argmin(np.abs(np.asarray(shares) - share)))
+
+    def cached(rows: np.ndarray) -> methods.Method:
+        return methods.tca(rows, config, prefill_candidates=narrow)
+
+    return {
+        "full": lambda: methods.BASELINE,
+        "TCA": profile.method,
+        "TCA, 25% kept": lambda: cached(densest_within(0.25, plan.tokens, profile.probe_scores, narrow, config)),
+        "TCA, tau_probe 0.5": lambda: cached(choose_cache_rows(profile.probe_scores, narrow, config.tau_probe)),
+        "no reserve": lambda: methods.tca(cache, bare, prefill_candidates=narrow),
+        "one row, the cache's": lambda: methods.tca(cache, config),
+        "no probes": lambda: methods.tca(narrow, config),
+        "uniform budgets": lambda: methods.tca(uniform, config),
+        "paper()": lambda: Profile.load(folder / "profile-paper").method(),
+    }
+
+
+# --- parts, each a list of jobs that run anywhere and give JSON ---
+
+
+def measure_method(folder: Path, plan: Plan, name: str, protocols: tuple[str, ...] = PROTOCOLS) -> dict[str, Any]:
+    """Share of right answers of one method, by protocol and task."""
+    start = time.monotonic()
+    lm = tca_jax.load(folder).with_method(method_table(folder, plan)[name]())
+    result: dict[str, Any] = {"method": name, "questions": plan.questions, "right": {}}
+    for protocol in protocols:
+        result["right"][protocol] = {}
+        for task in TASKS:
+            documents = draw_documents((plan.seed, 2), plan.questions, plan.tokens, task)
+            answers = ask(lm, documents, protocol)
+            result["right"][protocol][task] = float(np.mean(answers.right))
+            result["kv_cache_share"] = answers.kv_cache_share
+        share = f"{result['kv_cache_share']:.1%}"
+        print(f"{name:>20} {share:>6} {protocol:>8}: {_shares(result['right'][protocol])}", flush=True)
+    return {**result, "seconds": round(time.monotonic() - start)}
+
+
+def _asked_of(plan: Plan, name: str) -> Plan:
+    """Half as many questions for what is only there to be compared with."""
+    half = max(1, plan.questions // 2)
+    return plan if name in ("full", "TCA") else dataclasses.replace(plan, questions=half)
+
+
+def measure_probes(folder: Path, plan: Plan, kind: str, seed: int) -> dict[str, Any]:
+    """Which heads a kind of probe finds from one draw of texts, and what the profile keeps and answers."""
+    profile = calibrate(folder, plan, TCAConfig(window=plan.window, tau=plan.tau), kind=kind, seed=seed)
+    scores = np.take_along_axis(profile.probe_scores, profile.prefill_candidates[..., None], -1)[..., 0]
+    order = np.argsort(scores.ravel(), kind="stable")
+    result = {
+        "probes": kind,
+        "seed": seed,
+        "how": dict(profile.probes),
+        "kept_share": float(profile.kept_share(plan.tokens).mean()),
+        "prefill_kept_share": float(profile.prefill_kept_share(plan.tokens).mean()),
+        "worst_heads": [
+            {"layer": int(i // scores.shape[1]), "head": int(i % scores.shape[1]), "score": float(scores.ravel()[i])}
+            for i in order[:6]
+        ],
+    }
+    if seed == 0:
+        lm = tca_jax.load(folder, profile=profile)
+        result["right"] = {}
+        for task in TASKS:
+            answers = ask(lm, draw_documents((plan.seed, 2), plan.questions, plan.tokens, task), "late")
+            result["right"][task] = float(np.mean(answers.right))
+    print(f"{kind:>8} seed {seed}: kept {result['kept_share']:.3f} {result.get('right', '')}", flush=True)
+    return result
+
+
+def measure_prefill(folder: Path, plan: Plan, row: int) -> dict[str, Any]:
+    """What a sparser prefill costs while the cache keeps everything: tracking, and the loss inside the prompt."""
+    lm = tca_jax.load(folder)
+    config = TCAConfig(window=plan.window, tau=plan.tau)
+    dense = np.full((lm.config.num_layers, lm.config.num_kv_heads), config.num_candidates, np.int32)
+    method = methods.tca(dense, config, prefill_candidates=np.full_like(dense, row))
+    documents = draw_documents((plan.seed, 3), plan.questions, plan.tokens, "tracking")
+    far = [doc for doc in documents if _least_hop(doc) > plan.window + config.block_size]
+    answers = ask(lm.with_method(method), far, "late") if far else None
+    texts = [document.text for document in documents[:8]]
+    scores = tca_jax.score(lm.with_method(method), texts)
+    result = {
+        "row": row,
+        "prefill_kept_share": float(Profile.uniform(config, *dense.shape, row).kept_share(plan.tokens).mean()),
+        "questions": len(far),
+        "tracking": None if answers is None else float(np.mean(answers.right)),
+        "prompt_loss": float(-np.mean(np.concatenate([np.asarray(row) for row in scores.logprobs]))),
+    }
+    print(result, flush=True)
+    return result
+
+
+def _least_hop(document: Document) -> int:
+    """Bytes between the two facts of a chain that stand closest, of those that follow each other in it."""
+    chain = [fact for fact in document.questions[0].facts if fact.key in document.questions[0].sentence]
+    places = [document.place(fact) for fact in chain]
+    return min(abs(a - b) for a, b in itertools.pairwise(places))
+
+
+def _shares(right: dict[str, float]) -> str:
+    return "  ".join(f"{task} {share:.0%}" for task, share in right.items())
+
+
+def _prepare_worker(counter: Any, gpus: int) -> None:
+    """One of the GPUs for each worker; JAX has been imported here but not started."""
+    import os
+
+    with counter.get_lock():
+        number, counter.value = counter.value, counter.value + 1
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    if gpus > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
+
+
+def run_jobs(jobs: list[tuple[Any, ...]], workers: int, gpus: int) -> list[Any]:
+    """Results of `job[0](*job[1:])` for each job, in processes of their own where `workers` > 1."""
+    if workers == 1:
+        return [job[0](*job[1:]) for job in jobs]
+    context = multiprocessing.get_context("spawn")
+    counter = context.Value("i", 0)
+    with ProcessPoolExecutor(workers, context, _prepare_worker, (counter, gpus)) as pool:
+        return [future.result() for future in [pool.submit(*job) for job in jobs]]
+
+
+app = typer.Typer(pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    folder: Annotated[Path, typer.Argument(help="The trained model; its profile and card are written into it.")],
+    part: Annotated[str, typer.Option(help="table, short (full and TCA alone), probes or prefill.")] = "table",
+    jobs: Annotated[int, typer.Option(min=1, help="Processes side by side.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs that they share.")] = 1,
+    calibration: Annotated[bool, typer.Option(help="Calibrate; without, the folder's profile is used.")] = True,
+    questions: Annotated[int, typer.Option(min=1, help="Questions of each task under each protocol.")] = 100,
+    smoke: Annotated[bool, typer.Option("--smoke", help="One question each on short text: runs all.")] = False,
+) -> None:
+    """Calibrate recall-tiny, compare attention methods on its tasks and write the model card."""
+    plan = SMOKE if smoke else Plan(questions=questions)
+    if part in ("table", "short"):
+        if calibration:
+            calibrate(folder, plan, TCAConfig(window=plan.window, tau=plan.tau), kept=plan.kept).save(
+                folder / "profile"
+            )
+            calibrate(folder, plan, TCAConfig.paper(window=plan.window)).save(folder / "profile-paper")
+        names = list(method_table(folder, plan)) if part == "table" else ["full", "TCA"]
+        profile = Profile.load(folder / "profile")
+        results: Any = {
+            "plan": dataclasses.asdict(plan),
+            "kept_share": float(profile.kept_share(plan.tokens).mean()),
+            "prefill_share": ranked_share(profile, plan.tokens),
+            "dense_heads": int((profile.candidates == profile.config.num_candidates).sum()),
+            "heads": int(profile.candidates.size),
+            "methods": run_jobs([(measure_method, folder, _asked_of(plan, name), name) for name in names], jobs, gpus),
+        }
+    elif part == "probes":
+        results = run_jobs([(measure_probes, folder, plan, k, s) for k in PROBE_KINDS for s in range(5)], jobs, gpus)
+    elif part == "prefill":
+        results = run_jobs([(measure_prefill, folder, plan, row) for row in (0, 2, 4, 7, 10, 14)], jobs, gpus)
+    else:
+        raise typer.BadParameter(f"part = {part!r}: must be table, short, probes or prefill")
+    name = "evaluation" if part in ("table", "short") else part
+    (folder / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    write_card(folder)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,129 @@
+"""Training data of recall-tiny: documents with questions in turns, as token ids; NumPy alone, for worker processes."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+from recall_tokens import ASSISTANT, BOS, EOS, USER
+
+from tca_jax.recall import TASKS, Question, draw_question
+from tca_jax.recall.corpus import corpus
+from tca_jax.recall.documents import hide
+from tca_jax.recall.facts import draw_keys
+from tca_jax.recall.protocols import PREAMBLES, asked
+
+Row = tuple[np.ndarray, np.ndarray, list[str]]  # tokens, answers and tasks, as in `Batch`
+_PIECE = tuple[np.ndarray, bool]  # token ids, and whether they are an answer's
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A part of the curriculum: `steps` of `rows` sequences of `length` tokens."""
+
+    length: int
+    rows: int
+    steps: int
+
+
+class Batch(NamedTuple):
+    """Sequences of a stage.
+
+    Attributes:
+        tokens: int16 `[rows, length + 1]`.
+        answers: Number of the question, from 1, whose answer a token is part of; 0 for all others. Of the same shape.
+        tasks: Task of each question of each row.
+    """
+
+    tokens: np.ndarray
+    answers: np.ndarray
+    tasks: list[list[str]]
+
+
+def make_batch(seed: tuple[int, ...], stage: Stage, split: str, recall_share: float) -> Batch:
+    """A batch that the arguments alone decide; the rows past `recall_share` of them are plain text."""
+    rng = np.random.default_rng(seed)
+    recall = round(recall_share * stage.rows)
+    rows = [(recall_row if i < recall else text_row)(rng, stage.length, split) for i in range(stage.rows)]
+    tokens, answers, tasks = zip(*rows, strict=True)
+    return Batch(np.stack(tokens), np.stack(answers), list(tasks))
+
+
+def training_batches(seed: int, stage: Stage, recall_share: float, first: int) -> Iterator[Batch]:
+    """Endless batches of a stage, built ahead of their use by other processes."""
+    workers = max(1, min(12, (os.cpu_count() or 1) - 2))
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        ahead: collections.deque[Any] = collections.deque()
+        step = first
+        try:
+            while True:
+                while len(ahead) < 3 * workers:
+                    ahead.append(pool.submit(make_batch, (seed, step), stage, "train", recall_share))
+                    step += 1
+                yield ahead.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def recall_row(rng: np.random.Generator, length: int, split: str) -> Row:
+    """A document and questions about it, all of them answered, in a chat or without one."""
+    chat = bool(rng.integers(2))
+    questions, turns = _questions(rng, length, chat)
+    text_bytes = length - sum(len(piece) for turn in turns for piece, _ in turn) - chat
+    document = hide(rng, text_bytes, questions, split)
+    start = np.array([BOS, USER] if chat else [BOS], np.int16)
+    pieces: list[tuple[np.ndarray, int]] = [(start, 0), (_ids(document.text), 0)]
+    for number, turn in enumerate(turns, start=1):
+        pieces += [(piece, number * is_answer) for piece, is_answer in turn]
+    tokens = np.concatenate([piece for piece, _ in pieces])
+    answers = np.concatenate([np.full(len(piece), number, np.int16) for piece, number in pieces])
+    return tokens, answers, [question.task for question in questions]
+
+
+def text_row(rng: np.random.Generator, length: int, split: str) -> Row:
+    """A passage of plain text."""
+    text = corpus(split)
+    start = int(rng.integers(len(text) - length + 1))
+    passage = np.frombuffer(text, np.uint8, length, start)
+    return np.concatenate([[BOS], passage]).astype(np.int16), np.zeros(length + 1, np.int16), []
+
+
+def _questions(rng: np.random.Generator, length: int, chat: bool) -> tuple[list[Question], list[list[_PIECE]]]:
+    """Questions until their facts and turns take a share of the row that is drawn, at least one of them."""
+    keys, tasks = draw_keys(rng), list(TASKS)
+    wanted, most, taken = length * rng.uniform(0.2, 0.8), 0.9 * length, 0
+    questions: list[Question] = []
+    turns: list[list[_PIECE]] = []
+    for _ in range(64):
+        question = draw_question(rng, tasks[int(rng.integers(len(tasks)))], keys)
+        turn = _turn(rng, question, chat, first=not turns)
+        size = sum(len(fact.line) for fact in question.facts) + sum(len(piece) for piece, _ in turn)
+        if taken + size > most:
+            continue
+        questions.append(question)
+        turns.append(turn)
+        taken += size
+        if taken > wanted:
+            break
+    return questions, turns
+
+
+def _turn(rng: np.random.Generator, question: Question, chat: bool, *, first: bool) -> list[_PIECE]:
+    """A question and its answer, closed with eos."""
+    answer = (np.append(_ids(f"{question.answer}."), np.int16(EOS)), True)
+    if not chat:
+        return [(_ids(f"{asked(question)}{question.lead}"), False), answer]
+    preamble = PREAMBLES[int(rng.integers(len(PREAMBLES)))]
+    turn = _ids(f"\n\n{question.text}") if first else np.concatenate([[USER], _ids(question.text)])
+    lead = _ids(f"{preamble} {question.lead}")
+    return [(np.concatenate([turn, [EOS, ASSISTANT], lead]).astype(np.int16), False), answer]
+
+
+def _ids(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("ascii"), np.uint8).astype(np.int16)

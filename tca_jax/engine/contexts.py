@@ -1,0 +1,338 @@
+"""`prefill` and `Context`: a document that is read once, and continued from any number of times."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import time
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from tca_jax.engine.cache import LayerCache
+from tca_jax.engine.extending import extend, num_columns
+from tca_jax.engine.folding import fold, regions_after
+from tca_jax.engine.health import require_finite
+from tca_jax.engine.identity import describe_method
+from tca_jax.engine.layouts import CacheLayout, total_bytes
+from tca_jax.engine.lm import LM
+from tca_jax.engine.memory import require_room
+from tca_jax.engine.programs import Program
+from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompts, pad_tokens, require_positions
+from tca_jax.engine.starting import open_caches, read_prompts
+from tca_jax.methods import BASELINE
+from tca_jax.methods.regions import Regions
+from tca_jax.models.config import ModelConfig
+from tca_jax.pallas_kernels.backends import Backend, whole
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextStats:
+    """What a context cost, and costs.
+
+    Attributes:
+        tokens: Tokens of each row.
+        kv_cache_bytes: Bytes of its caches, as allocated.
+        full_kv_cache_bytes: Bytes of a context of as many tokens under full attention.
+        kept_share: Share of the tokens that the caches hold, mean over rows, layers and KV heads.
+        compile_seconds: Tracing and compiling, in the `prefill` that made it; 0 when the programs were there.
+        prefill_seconds: Reading, in that `prefill`.
+    """
+
+    tokens: list[int]
+    kv_cache_bytes: int
+    full_kv_cache_bytes: int
+    kept_share: float
+    compile_seconds: float
+    prefill_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextIdentity:
+    """Whose a context is.
+
+    Attributes:
+        model: The model's name.
+        config: Its architecture.
+        fingerprint: Of its weights (`models.fingerprint`).
+        method: Name of the attention method.
+        method_description: All of its parts and options, from `describe_method`.
+    """
+
+    model: str
+    config: ModelConfig
+    fingerprint: str
+    method: str
+    method_description: str
+
+    @classmethod
+    def of(cls, lm: LM) -> ContextIdentity:
+        """The identity of contexts that a model makes under its method."""
+        return cls(lm.name, lm.config, lm.fingerprint, lm.method.name, describe_method(lm.method))
+
+
+@typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["caches", "tokens", "lengths", "prompt_lengths", "compile_seconds", "prefill_seconds"],
+    meta_fields=["identity"],
+)
+@dataclasses.dataclass(frozen=True, repr=False)
+class Context:
+    """What a model has read, one row or several: a pytree that `generate`, `stream` and `prefill` continue from.
+
+    It is never consumed: any number of calls may continue from it, and they share what it holds. `prefill` makes it.
+
+    Attributes:
+        caches: One a layer.
+        tokens: Ids of the tokens so far, right-padded, int32 `[B, L]`.
+        lengths: How many these are, `[B]`.
+        prompt_lengths: Those of them that the first `prefill` read, `[B]`.
+        compile_seconds: See `ContextStats`.
+        prefill_seconds: See `ContextStats`.
+        identity: Whose it is.
+    """
+
+    caches: tuple[LayerCache, ...]
+    tokens: Int[Array, "B L"]
+    lengths: Int[Array, " B"]
+    prompt_lengths: Int[Array, " B"]
+    compile_seconds: float
+    prefill_seconds: float
+    identity: ContextIdentity
+
+    def __repr__(self) -> str:
+        tokens = " + ".join(f"{n:,}" for n in np.asarray(self.lengths).tolist())
+        return f"Context({tokens} tokens, {self.identity.model!r} under {self.identity.method!r})"
+
+    @property
+    def batch(self) -> int:
+        """Rows, B."""
+        return self.lengths.shape[0]
+
+    def token_ids(self, row: int = 0) -> list[int]:
+        """Ids of the tokens of a row."""
+        return np.asarray(self.tokens)[row, : int(self.lengths[row])].tolist()
+
+    @property
+    def layouts(self) -> tuple[CacheLayout, ...]:
+        """Static cache shape of every layer."""
+        return tuple(cache.layout for cache in self.caches)
+
+    @property
+    def stats(self) -> ContextStats:
+        """What it cost, and costs."""
+        head_dim, dtype = self.caches[0].ring.k.shape[-1], self.caches[0].ring.k.dtype
+        fed = np.asarray(self.lengths)
+        local = self.layouts[0].local_tokens(fed, np.asarray(self.prompt_lengths))
+        kept = np.stack([np.asarray(cache.pool.lengths) for cache in self.caches])  # [layers, B, H_kv]
+        return ContextStats(
+            tokens=fed.tolist(),
+            kv_cache_bytes=total_bytes(self.layouts, head_dim, dtype),
+            full_kv_cache_bytes=total_bytes(full_layouts(self), head_dim, dtype),
+            kept_share=float(np.mean((kept + local[:, None]) / fed[:, None])),
+            compile_seconds=self.compile_seconds,
+            prefill_seconds=self.prefill_seconds,
+        )
+
+    def require_made_by(self, lm: LM) -> None:
+        """Raises ValueError, which names both sides, unless a model can continue the context under its method."""
+        made, own = self.identity, ContextIdentity.of(lm)
+        if made.config != own.config or made.fingerprint != own.fingerprint:
+            raise ValueError(
+                f"context was made by model {made.model!r}, whose weights or shape are not those of {own.model!r}: "
+                "read the document with this model"
+            )
+        if made.method_description != own.method_description:
+            options = " with other options or budgets" if made.method == own.method else ""
+            raise ValueError(
+                f"context was made under method {made.method!r}{options}, and {own.model!r} runs under "
+                f"{own.method!r}: read the document under this method"
+            )
+        held, computed = self.caches[0].ring.k.dtype, lm.decoder.dtype
+        if held != computed:
+            raise ValueError(f"context holds {held} and {own.model!r} computes in {computed}: load it in dtype {held}")
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Writes the context to a directory, in place of the one that it holds, whole or not at all.
+
+        Args:
+            directory: Created if missing. Other files in it are left alone.
+
+        Raises:
+            OSError: it cannot be written; what was there before is intact.
+        """
+        from tca_jax.engine.context_files import save_context
+
+        save_context(self, directory)
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> Context:
+        """Reads a saved context. Whether it belongs to a model and method is checked where it is used.
+
+        Raises:
+            ValueError: there is none, or it is damaged or of a newer version; the message names the folder.
+        """
+        from tca_jax.engine.context_files import load_context
+
+        return load_context(directory)
+
+
+def prefill(
+    lm: LM, prompts: Prompt | Sequence[Prompt], context: Context | None = None, *, backend: str = "auto"
+) -> Context:
+    """Reads a document, or a batch of documents, for any number of questions.
+
+    Args:
+        lm: From `tca_jax.load`; the context belongs to it under its attention method.
+        prompts: Strings, chats or token ids; one or a sequence of any lengths.
+        context: What came before; the prompts are appended to it as they are (no token is put before text, and a chat
+            must begin with all that the context holds). As many prompts as it has rows, or any number where it has
+            one. It stays what it is.
+        backend: Kernel backend: "auto", "xla", "triton" or "mosaic".
+
+    Returns:
+        A context of one row a prompt, with room for whatever follows: only memory and the model's positions limit it.
+
+    Raises:
+        ValueError: a prompt is not allowed or too long, or `context` belongs to another model or method; raised before
+            anything is compiled. Or the model computes NaN or infinity, with the layer.
+        TypeError: an argument is of a wrong type.
+    """
+    kernels = whole(backend)
+    if context is not None:
+        return _append(lm, prompts, context, kernels)
+    ids = encode_prompts(lm, prompts)
+    for i, row in enumerate(ids):
+        require_positions(f"prompts[{i}]", len(row), 0, lm)
+    tokens, lengths = pad_tokens(ids, lm.pad_token_id)
+    reader = lm.for_contexts()
+    layouts = reader.cache_layouts(tokens.shape[0], tokens.shape[1], None)
+    require_room(total_bytes(layouts, lm.config.head_dim, lm.decoder.dtype), f"contexts of {len(ids)} prompts")
+    args = (reader.for_programs(), jnp.asarray(tokens), jnp.asarray(lengths))
+    program, compiling = _read.prepare(*args, backend=kernels)
+    start = time.perf_counter()
+    caches, finite = jax.block_until_ready(program(*args))
+    seconds = time.perf_counter() - start
+    require_finite(lm, tokens, lengths, np.asarray(finite), "prompts")
+    return Context(caches, args[1], args[2], args[2], compiling, seconds, ContextIdentity.of(lm))
+
+
+def _read_program(
+    lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], *, backend: Backend
+) -> tuple[tuple[LayerCache, ...], Bool[Array, " B"]]:
+    layouts = lm.cache_layouts(tokens.shape[0], tokens.shape[1], None)
+    logits, caches = read_prompts(lm, tokens, lengths, layouts, backend=backend)
+    return caches, jnp.isfinite(logits).all(axis=-1)
+
+
+_read = Program(_read_program)
+
+
+def _append(lm: LM, prompts: Any, context: Any, backend: Backend) -> Context:
+    """The context with more tokens: its pool holds all that is left of the window again."""
+    appended = Appendix.create(lm, prompts, context)
+    appended.require_positions(lm, 0)
+    reader = lm.for_contexts()
+    rows, columns = appended.tokens.shape
+    regions = tuple(
+        regions_after(reader.method.cache, layer, cache, rows, columns) for layer, cache in enumerate(context.caches)
+    )
+    layouts = [
+        dataclasses.replace(c.layout, batch=rows, regions=r) for c, r in zip(context.caches, regions, strict=True)
+    ]
+    require_room(total_bytes(layouts, lm.config.head_dim, lm.decoder.dtype), f"contexts of {rows} prompts")
+    starts, prompt_lengths = (jnp.broadcast_to(x, rows) for x in (context.lengths, context.prompt_lengths))
+    args = (reader.for_programs(), context.caches, appended.tokens, starts, appended.lengths, prompt_lengths)
+    program, compiling = _append_to.prepare(*args, regions=regions, backend=backend)
+    begin = time.perf_counter()
+    caches, finite = jax.block_until_ready(program(*args))
+    seconds = time.perf_counter() - begin
+    whole_rows = [context.token_ids(i % context.batch) + more for i, more in enumerate(appended.ids)]
+    tokens, lengths = pad_tokens(whole_rows, lm.pad_token_id)
+    require_finite(lm, tokens, lengths, np.asarray(finite), "prompts")
+    # The number that a layout knows of tokens read, in a bucket, so that a growing context seldom compiles anew.
+    caches = tuple(
+        dataclasses.replace(cache, layout=dataclasses.replace(cache.layout, prompt_tokens=tokens.shape[1]))
+        for cache in caches
+    )
+    return Context(
+        caches, jnp.asarray(tokens), jnp.asarray(lengths), prompt_lengths, compiling, seconds, context.identity
+    )
+
+
+def _append_program(
+    lm: LM,
+    caches: tuple[LayerCache, ...],
+    tokens: Int[Array, "B S"],
+    starts: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+    prompt_lengths: Int[Array, " B"],
+    *,
+    regions: tuple[Regions, ...],
+    backend: Backend,
+) -> tuple[tuple[LayerCache, ...], Bool[Array, " B"]]:
+    caches = open_caches(lm, caches, *tokens.shape)
+    caches, logits, _ = extend(lm, caches, tokens, starts, lengths, prompt_lengths, backend=backend)
+    folded = tuple(fold(cache, new) for cache, new in zip(caches, regions, strict=True))
+    return folded, jnp.isfinite(logits).all(axis=-1)
+
+
+_append_to = Program(_append_program)
+
+
+@dataclasses.dataclass(frozen=True)
+class Appendix:
+    """Prompts that follow a context, checked and aligned to its blocks.
+
+    Attributes:
+        ids: Token ids of each prompt.
+        tokens: The same as `extend` takes them, `[N, S]`.
+        lengths: How many, `[N]`.
+        starts: Tokens of the context before each of them.
+    """
+
+    ids: list[list[int]]
+    tokens: Int[Array, "N S"]
+    lengths: Int[Array, " N"]
+    starts: list[int]
+
+    def require_positions(self, lm: LM, max_new_tokens: int) -> None:
+        """Raises ValueError if a prompt leaves no positions for its answer."""
+        for i, (start, ids) in enumerate(zip(self.starts, self.ids, strict=True)):
+            require_positions(f"prompts[{i}]", len(ids), max_new_tokens, lm, context_tokens=start)
+
+    @classmethod
+    def create(cls, lm: LM, prompts: Any, context: Any) -> Appendix:
+        """Checks that the context is the model's, encodes the prompts and aligns them.
+
+        Raises:
+            ValueError: the context belongs to another model or method, or has another number of rows; or a prompt is
+                not allowed.
+            TypeError: `context` is none, or a prompt is of a wrong type.
+        """
+        if not isinstance(context, Context):
+            raise TypeError(f"context is of type {type(context).__name__}: must be a Context, from tca_jax.prefill")
+        context.require_made_by(lm)
+        ids = encode_appended(lm, prompts, context.batch, context.token_ids)
+        held, b = np.asarray(context.lengths), context.layouts[0].block_size
+        starts = np.broadcast_to(held, len(ids))
+        lengths = np.array([len(tokens) for tokens in ids], np.int32)
+        columns = num_columns(int(np.max(starts % b + lengths)), b)
+        tokens = np.full((len(ids), columns), lm.pad_token_id, np.int32)
+        for row, start, new in zip(tokens, starts % b, ids, strict=True):
+            row[start : start + len(new)] = new
+        return cls(ids, jnp.asarray(tokens), jnp.asarray(lengths), starts.tolist())
+
+
+def full_layouts(context: Context) -> tuple[CacheLayout, ...]:
+    """What a context of as many tokens would allocate under full attention."""
+    sizes = len(context.caches[0].layout.regions.capacities), context.batch, context.tokens.shape[1], None
+    policy = BASELINE.cache.for_contexts()
+    return tuple(CacheLayout.plan(policy, layer, *sizes) for layer in range(len(context.caches)))

@@ -1,0 +1,290 @@
+"""Tokens appended to a cache, a block at a time: each as decoding would have fed it.
+
+Rows are aligned to blocks: the token of row i at position p lies in column p - (start_i // b) b, so the edges of blocks
+coincide in all rows, and a layer is one scan over blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from tca_jax.engine.buckets import bucket_length
+from tca_jax.engine.cache import (
+    LayerCache,
+    attend_cache,
+    evict_block,
+    region_capacities,
+    rows_with_leaving_block,
+)
+from tca_jax.engine.lm import LM
+from tca_jax.engine.scoring import logprobs_of_hidden
+from tca_jax.methods.base import Method
+from tca_jax.pallas_kernels.backends import Backend
+from tca_jax.pallas_kernels.extend_attention import extend_attention
+from tca_jax.pallas_kernels.integers import cdiv, round_up
+from tca_jax.pallas_kernels.kv import Ring
+
+_PIECE_TOKENS = 2048  # of a row in one call of the decoder: enough for matrix products at full speed
+
+
+class Appended(NamedTuple):
+    """Where the appended tokens of each row are.
+
+    Attributes:
+        first: Position of column 0, a multiple of b, `[B]`.
+        starts: Position of the first new token, `[B]`: tokens that were there before.
+        ends: One past the last, `[B]`.
+        prompt_lengths: Tokens that the first prefill dealt with, `[B]`.
+    """
+
+    first: Int[Array, " B"]
+    starts: Int[Array, " B"]
+    ends: Int[Array, " B"]
+    prompt_lengths: Int[Array, " B"]
+
+
+class Extension(NamedTuple):
+    """What `extend` gives.
+
+    Attributes:
+        caches: One a layer, with the tokens in them.
+        logits: Of the token after each row's last, float32 `[B, V]`.
+        logprobs: Log-probability of the token in column c + 1, given all up to column c, float32 `[B, C b]`; 0 where
+            one of the two is no new token. None unless asked for.
+    """
+
+    caches: tuple[LayerCache, ...]
+    logits: Float32[Array, "B V"]
+    logprobs: Float32[Array, "B S"] | None
+
+
+def num_columns(most_columns: int, block_size: int) -> int:
+    """Columns that programs are compiled for: whole blocks in buckets, and whole pieces where there are several."""
+    blocks = bucket_length(cdiv(most_columns, block_size), smallest=1)
+    piece = _piece_blocks(block_size)
+    return block_size * (blocks if blocks <= piece else round_up(blocks, piece))
+
+
+def align(tokens: Int[Array, "B L"], starts: Int[Array, " B"], *, block_size: int, columns: int) -> Int[Array, "B S"]:
+    """Right-padded rows moved to the columns that `extend` wants them in.
+
+    Args:
+        tokens: Appended tokens, right-padded, `[B, L]`.
+        starts: Position of each row's first, `[B]`.
+        block_size: Tokens in a block, b.
+        columns: S, at least (start mod b) + tokens of every row; from `num_columns`.
+
+    Returns:
+        int32 `[B, S]`; what lies beside a row's tokens is arbitrary.
+    """
+    places = jnp.arange(columns) - (starts % block_size)[:, None]
+    return jnp.take_along_axis(tokens, jnp.clip(places, 0, tokens.shape[1] - 1), axis=1)
+
+
+def extend(
+    lm: LM,
+    caches: tuple[LayerCache, ...],
+    tokens: Int[Array, "B S"],
+    starts: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+    prompt_lengths: Int[Array, " B"],
+    *,
+    logits: Literal["last", "all"] = "last",
+    backend: Backend = "auto",
+) -> Extension:
+    """Feeds tokens behind what caches hold. Each behaves as if decoding had fed it, however they are cut into calls.
+
+    Growth and rings are updated in place where the caller gives them away; pools are not written.
+
+    Args:
+        lm: The model, under the method of the caches.
+        caches: One a layer, with room for what leaves the window (`CacheLayout.with_growth`).
+        tokens: Appended tokens as `align` lays them out; S is a multiple of b, of `num_columns`.
+        starts: Tokens in the caches, `[B]`, at least 1.
+        lengths: Tokens to append, `[B]`; a row of none is left as it is, and its logits mean nothing.
+        prompt_lengths: Tokens that the first prefill dealt with, `[B]`.
+        logits: "all" gives the log-probability of every appended token but a row's first, too.
+        backend: Kernel backend.
+    """
+    decoder, b = lm.decoder, caches[0].layout.block_size
+    batch, columns = tokens.shape
+    where = Appended(starts // b * b, starts, starts + lengths, prompt_lengths)
+    piece = min(columns, b * _piece_blocks(b))
+    wanted = logits == "all"
+    state = _Progress(
+        caches=caches,
+        last=jnp.zeros((batch, lm.config.hidden_size), decoder.dtype),
+        before=jnp.zeros((batch, 1, lm.config.hidden_size), decoder.dtype),
+        logprobs=jnp.zeros((batch, columns + 1), jnp.float32) if wanted else None,
+    )
+
+    def one_piece(index: Array, state: _Progress) -> _Progress:
+        part = jax.lax.dynamic_slice_in_dim(tokens, index * piece, piece, axis=1)
+        here = where._replace(first=where.first + index * piece)
+        hidden, caches = _read_piece(lm, state.caches, part, here, backend)
+        last = where.ends - 1 - here.first
+        picked = jnp.take_along_axis(hidden, jnp.clip(last, 0, piece - 1)[:, None, None], axis=1)[:, 0]
+        inside = (last >= 0) & (last < piece)
+        logprobs = state.logprobs
+        if (
+            logprobs is not None
+        ):  # of this piece's tokens, each by the column before it; the first one by the piece before
+            by = jnp.concatenate([state.before, hidden[:, :-1]], axis=1)
+            values = logprobs_of_hidden(decoder, by, part)
+            logprobs = jax.lax.dynamic_update_slice_in_dim(logprobs, values, index * piece, axis=1)
+        return _Progress(caches, jnp.where(inside[:, None], picked, state.last), hidden[:, -1:], logprobs)
+
+    pieces = columns // piece
+    if pieces == 1:
+        state = one_piece(jnp.int32(0), state)
+    else:  # as many as the longest row needs
+        needed = jnp.minimum(pieces, jnp.max(-(-(where.ends - where.first) // piece)))
+        state = jax.lax.fori_loop(0, needed, one_piece, state)
+    logprobs = None
+    if state.logprobs is not None:
+        position = where.first[:, None] + jnp.arange(columns)
+        both = (position >= starts[:, None]) & (position + 1 < where.ends[:, None])
+        logprobs = jnp.where(both, state.logprobs[:, 1:], 0.0)
+    return Extension(state.caches, decoder.logits(state.last), logprobs)
+
+
+class _Progress(NamedTuple):
+    """Between two pieces: the caches, the hidden state of each row's last token, that of the column before the next
+    piece, and log-probabilities, that of column c in place c."""
+
+    caches: tuple[LayerCache, ...]
+    last: Float[Array, "B D"]
+    before: Float[Array, "B 1 D"]
+    logprobs: Float32[Array, "B S1"] | None
+
+
+def _piece_blocks(block_size: int) -> int:
+    return max(1, _PIECE_TOKENS // block_size)
+
+
+def _read_piece(
+    lm: LM, caches: tuple[LayerCache, ...], tokens: Int[Array, "B S"], where: Appended, backend: Backend
+) -> tuple[Float[Array, "B S D"], tuple[LayerCache, ...]]:
+    """The decoder over some columns."""
+
+    def attention(layer: int, q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
+        return extend_layer(lm.method, layer, q, k, v, cache, where, backend)
+
+    positions = where.first[:, None] + jnp.arange(tokens.shape[1])
+    positions = jnp.clip(positions, 0, where.ends[:, None] - 1)
+    return lm.decoder(tokens, positions, attention, caches, alone=True)
+
+
+def extend_layer(
+    method: Method,
+    layer: int,
+    q: Float[Array, "B S Hq d"],
+    k: Float[Array, "B S Hkv d"],
+    v: Float[Array, "B S Hkv d"],
+    cache: LayerCache,
+    where: Appended,
+    backend: Backend = "auto",
+) -> tuple[Float[Array, "B S Hq d"], LayerCache]:
+    """A layer's attention of appended tokens, block by block: what leaves the window, what joins it, attention.
+
+    Args:
+        method: Attention method.
+        layer: The layer.
+        q: Rotated queries, `[B, S, H_q, d]`, S whole blocks; `k` and `v` likewise with H_kv heads.
+        cache: The layer's cache, its pool shared or not.
+        where: Which columns are new tokens.
+        backend: Kernel backend.
+
+    Returns:
+        Attention output `[B, S, H_q, d]`, arbitrary but finite where a column is no new token, and the cache.
+    """
+    b = cache.layout.block_size
+    one_block = functools.partial(_extend_block, method, layer, where=where, backend=backend)
+    if q.shape[1] == b:
+        return one_block(cache, q, k, v, where.first)
+    blocks = [jnp.swapaxes(x.reshape(x.shape[0], -1, b, *x.shape[2:]), 0, 1) for x in (q, k, v)]
+    starts = where.first + b * jnp.arange(q.shape[1] // b)[:, None]
+
+    # The pool stays outside of the loop, which nothing but growth and ring go through.
+    def step(state: tuple, block: tuple) -> tuple[tuple, Array]:
+        growth, ring = state
+        out, after = one_block(dataclasses.replace(cache, growth=growth, ring=ring), *block)
+        return (after.growth, after.ring), out
+
+    (growth, ring), out = jax.lax.scan(step, (cache.growth, cache.ring), (*blocks, starts))
+    out = jnp.swapaxes(out, 0, 1).reshape(q.shape)
+    return out, dataclasses.replace(cache, growth=growth, ring=ring)
+
+
+def _extend_block(
+    method: Method,
+    layer: int,
+    cache: LayerCache,
+    q: Float[Array, "B b Hq d"],
+    k: Float[Array, "B b Hkv d"],
+    v: Float[Array, "B b Hkv d"],
+    block_starts: Int[Array, " B"],
+    *,
+    where: Appended,
+    backend: Backend,
+) -> tuple[Float[Array, "B b Hq d"], LayerCache]:
+    """One block of every row, of which some columns may be no new tokens."""
+    layout = cache.layout
+    if layout.evicts:
+        with jax.named_scope("evict_block"):
+            cache = _evict(method, layer, q[:, 0], k[:, 0], cache, block_starts, where, backend)
+    positions = block_starts[:, None] + jnp.arange(layout.block_size)
+    new = (positions >= where.starts[:, None]) & (positions < where.ends[:, None])
+    ring = Ring(*(_write_block(x, y, positions, new) for x, y in zip(cache.ring, (k, v), strict=True)))
+    cache = dataclasses.replace(cache, ring=ring)
+    with jax.named_scope("extend_attention"):
+        out, _ = extend_attention(
+            q,
+            cache.pool,
+            cache.ring,
+            block_starts,
+            jnp.minimum(where.ends, block_starts + layout.block_size) - 1,
+            growth=cache.growth,
+            block_size=layout.block_size,
+            window=layout.window,
+            **region_capacities(layout),
+            backend=backend,
+        )
+    return out, cache
+
+
+def _evict(
+    method: Method,
+    layer: int,
+    q: Float[Array, "B Hq d"],
+    k: Float[Array, "B Hkv d"],
+    cache: LayerCache,
+    block_starts: Int[Array, " B"],
+    where: Appended,
+    backend: Backend,
+) -> LayerCache:
+    """Decides on the leaving block of each row by the block's first query, as decoding does."""
+    leaving = rows_with_leaving_block(cache.layout, block_starts, where.prompt_lengths)
+    leaving &= (block_starts >= where.starts) & (block_starts < where.ends)
+
+    def log_sum_exp() -> Float32[Array, "B Hq"]:
+        return attend_cache(q, cache, jnp.maximum(block_starts - 1, 0), backend)[1]
+
+    # A pass over all that is kept, of which only the normaliser is wanted, and only where a block leaves.
+    lse = jax.lax.cond(jnp.any(leaving), log_sum_exp, lambda: jnp.zeros(q.shape[:2], jnp.float32))
+    return evict_block(method.cache, layer, q, k, cache, block_starts, leaving, lse)
+
+
+def _write_block(
+    ring: Float[Array, "B Hkv R d"], block: Float[Array, "B b Hkv d"], positions: Array, new: Array
+) -> Float[Array, "B Hkv R d"]:
+    """Puts the new tokens of a block into their slots."""
+    slots = jnp.where(new, positions % ring.shape[2], ring.shape[2])  # out of range: dropped
+    rows = jnp.arange(ring.shape[0])[:, None]
+    return ring.at[rows, :, slots].set(block, mode="drop")

@@ -1,0 +1,85 @@
+"""Text for recall documents: the source of Python's standard library, which every machine has."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+SPLITS = ("train", "held-out")
+
+# Modules that training never sees, about a megabyte in every Python since 3.11.
+HELD_OUT_MODULES: tuple[str, ...] = (
+    "argparse.py",
+    "difflib.py",
+    "doctest.py",
+    "imaplib.py",
+    "inspect.py",
+    "ipaddress.py",
+    "mailbox.py",
+    "optparse.py",
+    "pickletools.py",
+    "statistics.py",
+    "subprocess.py",
+    "tarfile.py",
+    "typing.py",
+)
+
+# Tests and tables are hardly prose or code; the rest is not the standard library's own.
+_SKIPPED_FOLDERS = frozenset(
+    {"__pycache__", "_bundled", "dist-packages", "encodings", "idlelib", "lib2to3"}
+    | {"pydoc_data", "site-packages", "test", "tests"}
+)
+
+
+def source_files(split: str) -> tuple[Path, ...]:
+    """The standard library files of a split, sorted: "train" or "held-out" (`HELD_OUT_MODULES`).
+
+    Raises:
+        ValueError: `split` is neither of the two.
+        FileNotFoundError: this Python has no standard library source on disk (zipped or stripped).
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split = {split!r}: must be one of {list(SPLITS)}")
+    root = Path(sysconfig.get_path("stdlib"))
+    if split == "held-out":
+        files = [root / name for name in HELD_OUT_MODULES if (root / name).is_file()]
+    else:
+        files = sorted(_training_files(root))
+    if not files:
+        raise FileNotFoundError(
+            f"no standard library source for the {split!r} split in {root}: recall documents are made from "
+            "the .py files of the running Python; use an installation that has them"
+        )
+    return tuple(files)
+
+
+def _training_files(root: Path) -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
+        for path in (Path(folder, name) for name in names if name.endswith(".py")):
+            held_out = path.relative_to(root).as_posix() in HELD_OUT_MODULES
+            if not held_out and not path.name.startswith("_sysconfigdata"):  # build settings of one machine
+                yield path
+
+
+@functools.lru_cache(maxsize=2)
+def corpus(split: str) -> bytes:
+    """All text of a split, one file after another; characters outside ASCII are left out.
+
+    Raises:
+        As `source_files`.
+    """
+    texts = (path.read_text(encoding="utf-8", errors="ignore") for path in source_files(split))
+    return b"\n".join(text.encode("ascii", errors="ignore") for text in texts)
+
+
+@functools.lru_cache(maxsize=2)
+def line_starts(split: str) -> np.ndarray:
+    """Byte offsets at which a line of the corpus begins."""
+    line_breaks = np.flatnonzero(np.frombuffer(corpus(split), np.uint8) == ord("\n"))
+    return np.concatenate([[0], line_breaks[:-1] + 1])

@@ -1,0 +1,105 @@
+"""Contexts on disk: they come back bit for bit, and what is damaged or foreign is refused by name."""
+
+import inspect
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny import CONFIG, TCA, random_prompt, with_candidates
+
+import tca_jax
+from tca_jax.models.decoder import Decoder
+
+
+@pytest.fixture(scope="module")
+def lm():
+    """In bfloat16, which NumPy does not know."""
+    decoder = Decoder(CONFIG, dtype=jnp.bfloat16, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    return with_candidates(tca_jax.LM.from_decoder(decoder, name="tiny"), [[0, 6], [TCA.num_candidates, 3]])
+
+
+@pytest.fixture(scope="module")
+def context(lm):
+    return tca_jax.prefill(lm, [random_prompt(0, 100), random_prompt(1, 61)])
+
+
+@pytest.fixture
+def saved(context, tmp_path):
+    context.save(tmp_path / "c")
+    return tmp_path / "c"
+
+
+def test_a_context_comes_back_bit_for_bit_and_answers_alike(lm, context, saved):
+    loaded = tca_jax.Context.load(saved)
+    assert loaded.identity == context.identity
+    assert loaded.layouts == context.layouts
+    for mine, theirs in zip(jax.tree.leaves(loaded.caches), jax.tree.leaves(context.caches), strict=True):
+        assert mine.dtype == theirs.dtype
+        np.testing.assert_array_equal(mine, theirs)
+    assert [loaded.token_ids(row) for row in (0, 1)] == [random_prompt(0, 100), random_prompt(1, 61)]
+    assert loaded.stats.kv_cache_bytes == context.stats.kv_cache_bytes
+    options = {"max_new_tokens": 12, "stop_token_ids": ()}
+    out, expected = (tca_jax.generate(lm, [[1, 2], [3]], context=c, **options) for c in (loaded, context))
+    assert out.tokens == expected.tokens
+    assert out.stats.compile_seconds == 0.0 or expected.stats.compile_seconds == 0.0
+
+
+def test_a_save_replaces_the_context_before_it(lm, saved):
+    other = tca_jax.prefill(lm, [random_prompt(2, 100), random_prompt(3, 61)])
+    other.save(saved)
+    assert tca_jax.Context.load(saved).token_ids() == random_prompt(2, 100)
+    assert [path.name for path in saved.iterdir()] == ["context_1"]
+
+
+def test_a_loaded_context_of_another_model_or_method_is_refused_by_name(lm, saved):
+    loaded = tca_jax.Context.load(saved)
+    generate = inspect.unwrap(tca_jax.generate)
+    decoder = Decoder(CONFIG, dtype=jnp.bfloat16, param_dtype=jnp.float32, rngs=nnx.Rngs(1))
+    other = tca_jax.LM.from_decoder(decoder, name="other").with_method(lm.method)
+    with pytest.raises(ValueError, match=r"made by model 'tiny', whose weights or shape are not those of 'other'"):
+        generate(other, [[1], [2]], context=loaded)
+    with pytest.raises(ValueError, match=r"made under method 'tca', and 'tiny' runs under 'streaming'"):
+        generate(lm.with_method("streaming", window=16, block_size=8), [[1], [2]], context=loaded)
+    wide = Decoder(CONFIG, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    wide = tca_jax.LM.from_decoder(wide, name="wide").with_method(lm.method)
+    with pytest.raises(ValueError, match=r"context holds bfloat16 and 'wide' computes in float32: load it in dtype"):
+        generate(wide, [[1], [2]], context=loaded)
+
+
+def test_folders_without_a_context_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no context: there is no context_<number> folder in it"):
+        tca_jax.Context.load(tmp_path)
+
+
+def damage(folder, change):
+    file = folder / "context_0" / "metadata" / "metadata"
+    metadata = json.loads(file.read_text())
+    change(metadata)
+    file.write_text(json.dumps(metadata))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update(format_version=2), r"format_version = 2: tca_jax .* reads 1; save the context again"),
+        (lambda m: m.pop("format_version"), r"has no field 'format_version', so it is not a tca_jax context"),
+        (lambda m: m.pop("layouts"), r"field 'layouts' is missing"),
+        (lambda m: m["identity"].update(method="full"), r"damaged: the context in it does not match its checksum"),
+        (lambda m: m["layouts"][0].update(window=24), r"damaged: the context in it does not match its checksum"),
+    ],
+)
+def test_damaged_and_newer_contexts_are_refused(saved, change, message):
+    damage(saved, change)
+    with pytest.raises(ValueError, match=message):
+        tca_jax.Context.load(saved)
+
+
+def test_missing_arrays_are_refused(saved):
+    for file in sorted((saved / "context_0" / "arrays").rglob("*")):
+        if file.is_file() and file.stat().st_size > 1000:
+            file.write_bytes(b"")
+    with pytest.raises(ValueError, match=str(saved)):
+        tca_jax.Context.load(saved)
