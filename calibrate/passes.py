@@ -19,6 +19,7 @@ from tca_jax.calibration.far_attention import attend_probe, dropped_by_row
 from tca_jax.calibration.probing import worst_dropped
 from tca_jax.calibration.scores import calibration_scores
 from tca_jax.engine.prompts import pad_tokens
+from tca_jax.engine.scoring import logprobs_of_hidden
 from tca_jax.methods import tca
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.queries import last_queries
@@ -26,8 +27,6 @@ from tca_jax.methods.selection import select_by_candidates
 from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.ranking import selection_mask
-
-_LOGIT_ELEMENTS = 2**27  # of a chunk: half a gigabyte in float32
 
 
 class ForwardPass:
@@ -166,14 +165,9 @@ def _losses(
     starts: Int32[Array, " 1"],
     most: int,
 ) -> Float32[Array, " P"]:
-    """Loss of the token after each query; logits are made of a few at a time, those of all would outweigh the model."""
+    """Loss of the token after each query."""
     decoder = nnx.merge(graphdef, weights)
     columns = starts[0] + jnp.arange(most)
     hidden = decoder.norm(x[0].at[columns].get(mode="clip"))
     targets = tokens[0].at[columns + 1].get(mode="clip")
-
-    def loss(query: tuple[Float[Array, " D"], Int32[Array, ""]]) -> Float32[Array, ""]:
-        return -jax.nn.log_softmax(decoder.logits(query[0]))[query[1]]
-
-    chunk = max(1, min(most, _LOGIT_ELEMENTS // decoder.config.vocab_size))
-    return jax.lax.map(loss, (hidden, targets), batch_size=chunk)
+    return -logprobs_of_hidden(decoder, hidden[None], targets[None])[0]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tca_jax.engine.prompts import Encoder, Prompt, encode_prompt
+from tca_jax.engine.prompts import Encoder, Prompt, decode_utf8, encode_prompt, encode_verbatim, render_chat
 from tca_jax.methods.config import TCAConfig
 
 #: (question, answer) of one text, as text or as token ids.
@@ -146,14 +146,15 @@ def _encode_pairs(lm: Encoder, pairs: Any, name: str) -> list[int]:
     if not all(texts):
         raise TypeError(f"{name} holds text and token ids: must be one or the other throughout")
     turns = [tuple(_text(part, f"{name}[{i}]") for part in pair) for i, pair in enumerate(pairs)]
-    return _tokenize(lm, _render(lm, turns, name), name)
+    if lm.tokenizer is None:
+        raise ValueError(
+            f"{name}: {lm.name} was loaded without a tokenizer, so text cannot be used; pass pairs of token ids"
+        )
+    return encode_verbatim(lm, _render(lm, turns, name), name)
 
 
 def _text(part: str | bytes, name: str) -> str:
-    try:
-        text = part.decode("utf-8") if isinstance(part, bytes) else part.encode("utf-8").decode("utf-8")
-    except UnicodeError as error:
-        raise ValueError(f"{name} is not valid UTF-8 text: {error}") from None
+    text = decode_utf8(part, name)
     if not text:
         raise ValueError(f"{name} holds an empty question or answer")
     return text
@@ -168,17 +169,5 @@ def _render(lm: Encoder, turns: Sequence[tuple[str, ...]], name: str) -> str:
         for turn in turns
         for role, content in zip(("user", "assistant"), turn, strict=True)
     ]
-    try:
-        rendered = lm.tokenizer.apply_chat_template(messages, add_generation_prompt=False, tokenize=False)
-    except Exception as error:  # templates are programs: anything can come out of them
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{name}: the chat template of {lm.name} does not take these pairs: {reason}") from error
+    rendered = render_chat(lm, messages, name, answered=True)
     return rendered.removeprefix(getattr(lm.tokenizer, "bos_token", None) or "")  # the text has begun already
-
-
-def _tokenize(lm: Encoder, text: str, name: str) -> list[int]:
-    if lm.tokenizer is None:
-        raise ValueError(
-            f"{name}: {lm.name} was loaded without a tokenizer, so text cannot be used; pass pairs of token ids"
-        )
-    return lm.tokenizer(text, verbose=False, add_special_tokens=False)["input_ids"]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.metadata
-import json
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType, UnionType
@@ -13,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tca_jax.engine.persistence import RestoreArrays
+from tca_jax.engine.persistence import RestoreArrays, checksum
 from tca_jax.methods.config import TCAConfig
 
 # Version 1 has no checksum. What a version lacks is read as what the library that wrote it did.
@@ -44,7 +42,7 @@ _ABSENT_CONFIG_FIELDS: Mapping[str, Any] = MappingProxyType(
 def sign(metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """The metadata with the arrays' names and a checksum over itself and the arrays."""
     metadata = {**metadata, "arrays": sorted(arrays)}
-    return {**metadata, _CHECKSUM: _checksum(metadata, arrays)}
+    return {**metadata, _CHECKSUM: checksum(metadata, arrays)}
 
 
 def read_fields(folder: Path, metadata: Any, restore: RestoreArrays) -> dict[str, Any]:
@@ -93,7 +91,7 @@ def _verified(folder: Path, metadata: dict[str, Any], restore: RestoreArrays) ->
         raise ValueError(f"{where}: arrays = {names!r}: must be a list of names")
     _require_fields(names, _ALWAYS, ARRAYS, f"{where}: arrays")
     arrays = restore(names)
-    if metadata[_CHECKSUM] != _checksum(signed, arrays):
+    if metadata[_CHECKSUM] != checksum(signed, arrays):
         raise ValueError(f"{folder}: damaged: the profile in it does not match its checksum")
     del signed["arrays"]
     return signed, arrays
@@ -129,18 +127,3 @@ def _require_fields(found: Collection[str], wanted: Collection[str], known: Coll
         )
     if missing := sorted(set(wanted) - set(found)):
         raise ValueError(f"{where}: field {missing[0]!r} is missing")
-
-
-def _checksum(metadata: Mapping[str, Any], arrays: Mapping[str, Any]) -> str:
-    """SHA-256 over the canonical JSON of the metadata and over each array's name, dtype, shape and bytes."""
-    digest = hashlib.sha256(_canonical_json(metadata))
-    for name, values in sorted(arrays.items()):
-        array = np.asarray(values)
-        array = array.astype(array.dtype.newbyteorder("<"))
-        digest.update(_canonical_json([name, array.dtype.str, array.shape]))
-        digest.update(array.tobytes())
-    return digest.hexdigest()
-
-
-def _canonical_json(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"

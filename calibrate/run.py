@@ -124,6 +124,7 @@ class _Found:
 
     Attributes:
         scores: Calibration scores, the mean over the texts.
+        prefill_rows: What these choose.
         dropped: Mass that every row drops, the mean over all probes' queries weighted by need; the rounds' largest.
         need: Sum of the needs of the first round, in nats.
         probe_tokens: Tokens of all probes.
@@ -131,6 +132,7 @@ class _Found:
     """
 
     scores: Float64[np.ndarray, "layers Hkv M1"]
+    prefill_rows: Int32[np.ndarray, "layers Hkv"]
     dropped: Float64[np.ndarray, "layers Hkv M1"]
     need: float
     probe_tokens: int
@@ -202,7 +204,7 @@ def _measure(lm: LM, texts: Sequence[ProbedText], config: TCAConfig, steps: _Ste
         if (denser == rows).all():
             break
         rows = denser
-    return _Found(scores, dropped, need, sum(text.num_probe for text in texts), rounds)
+    return _Found(scores, prefill, dropped, need, sum(text.num_probe for text in texts), rounds)
 
 
 def _read_probes(
@@ -277,7 +279,7 @@ def _worst_queries(
 
 def _choose_rows(found: _Found, config: TCAConfig, kept: float | None, tokens: int, *, probed: bool) -> dict[str, Any]:
     """The fields of a profile that say what each head keeps, and by which probe scores."""
-    prefill = np.asarray(choose_candidates(jnp.asarray(found.scores, jnp.float32), config.tau))
+    prefill = found.prefill_rows
     if not probed:
         return {"candidates": prefill}
     scores = (1 - found.dropped).astype(np.float32)

@@ -55,6 +55,11 @@ class Plan:
     kept: float = 0.3
     seed: int = 0
 
+    @property
+    def config(self) -> TCAConfig:
+        """TCA's hyperparameters."""
+        return TCAConfig(window=self.window, tau=self.tau)
+
 
 SMOKE = Plan(tokens=2560, window=128, questions=1, texts=1, kept=0.5)
 
@@ -137,11 +142,11 @@ def measure_method(folder: Path, plan: Plan, name: str, protocols: tuple[str, ..
     start = time.monotonic()
     lm = tca_jax.load(folder).with_method(method_table(folder, plan)[name]())
     result: dict[str, Any] = {"method": name, "questions": plan.questions, "right": {}}
+    documents = {task: draw_documents((plan.seed, 2), plan.questions, plan.tokens, task) for task in TASKS}
     for protocol in protocols:
         result["right"][protocol] = {}
         for task in TASKS:
-            documents = draw_documents((plan.seed, 2), plan.questions, plan.tokens, task)
-            answers = ask(lm, documents, protocol)
+            answers = ask(lm, documents[task], protocol)
             result["right"][protocol][task] = float(np.mean(answers.right))
             result["kv_cache_share"] = answers.kv_cache_share
         share = f"{result['kv_cache_share']:.1%}"
@@ -157,7 +162,7 @@ def _asked_of(plan: Plan, name: str) -> Plan:
 
 def measure_probes(folder: Path, plan: Plan, kind: str, seed: int) -> dict[str, Any]:
     """Which heads a kind of probe finds from one draw of texts, and what the profile keeps and answers."""
-    profile = calibrate(folder, plan, TCAConfig(window=plan.window, tau=plan.tau), kind=kind, seed=seed)
+    profile = calibrate(folder, plan, plan.config, kind=kind, seed=seed)
     scores = np.take_along_axis(profile.probe_scores, profile.prefill_candidates[..., None], -1)[..., 0]
     order = np.argsort(scores.ravel(), kind="stable")
     result = {
@@ -184,7 +189,7 @@ def measure_probes(folder: Path, plan: Plan, kind: str, seed: int) -> dict[str, 
 def measure_prefill(folder: Path, plan: Plan, row: int) -> dict[str, Any]:
     """What a sparser prefill costs while the cache keeps everything: tracking, and the loss inside the prompt."""
     lm = tca_jax.load(folder)
-    config = TCAConfig(window=plan.window, tau=plan.tau)
+    config = plan.config
     dense = np.full((lm.config.num_layers, lm.config.num_kv_heads), config.num_candidates, np.int32)
     method = methods.tca(dense, config, prefill_candidates=np.full_like(dense, row))
     documents = draw_documents((plan.seed, 3), plan.questions, plan.tokens, "tracking")
@@ -252,9 +257,7 @@ def main(
     plan = SMOKE if smoke else Plan(questions=questions)
     if part in ("table", "short"):
         if calibration:
-            calibrate(folder, plan, TCAConfig(window=plan.window, tau=plan.tau), kept=plan.kept).save(
-                folder / "profile"
-            )
+            calibrate(folder, plan, plan.config, kept=plan.kept).save(folder / "profile")
             calibrate(folder, plan, TCAConfig.paper(window=plan.window)).save(folder / "profile-paper")
         names = list(method_table(folder, plan)) if part == "table" else ["full", "TCA"]
         profile = Profile.load(folder / "profile")

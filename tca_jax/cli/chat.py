@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tca_jax.cli.errors import users_message
 from tca_jax.cli.files import read_text, require_writable
 from tca_jax.cli.options import DtypeOption, ModelArgument, ProfileOption
 from tca_jax.cli.progress import progress
@@ -62,7 +63,9 @@ def chat(
         try:
             conversation.ask(question)
         except ValueError as error:  # too long, say: what was read is worth more than one question
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            if (message := users_message(error)) is None:
+                raise
+            print(f"error: {message}", file=sys.stderr, flush=True)
 
 
 def _load(

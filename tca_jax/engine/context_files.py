@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -18,7 +17,7 @@ import numpy as np
 from tca_jax.engine.cache import LayerCache
 from tca_jax.engine.contexts import Context, ContextIdentity
 from tca_jax.engine.layouts import CacheLayout
-from tca_jax.engine.persistence import RestoreArrays, load_step, save_step
+from tca_jax.engine.persistence import RestoreArrays, checksum, load_step, save_step
 from tca_jax.methods.regions import Regions
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.rope import RopeConfig
@@ -45,7 +44,7 @@ def save_context(context: Context, directory: str | os.PathLike[str]) -> None:
     arrays = {name: x.view(np.uint8) if x.dtype.name == metadata["dtype"] else x for name, x in arrays.items()}
     metadata = json.loads(json.dumps(metadata))  # tuples are lists from here on, as they will be when it is read
     save_step(
-        _KIND, Path(directory).expanduser().absolute(), arrays, {**metadata, _CHECKSUM: _checksum(metadata, arrays)}
+        _KIND, Path(directory).expanduser().absolute(), arrays, {**metadata, _CHECKSUM: checksum(metadata, arrays)}
     )
 
 
@@ -69,7 +68,7 @@ def _parse(folder: Path, metadata: Any, restore: RestoreArrays) -> Context:
     _check_fields(metadata, file)
     signed = {name: value for name, value in metadata.items() if name != _CHECKSUM}
     arrays = restore(metadata["arrays"])
-    if metadata[_CHECKSUM] != _checksum(signed, arrays):
+    if metadata[_CHECKSUM] != checksum(signed, arrays):
         raise ValueError(f"{folder}: damaged: the context in it does not match its checksum")
     dtype = jnp.dtype(metadata["dtype"])
     layouts = [_layout(fields) for fields in metadata["layouts"]]
@@ -111,13 +110,3 @@ def _layout(fields: Mapping[str, Any]) -> CacheLayout:
 def _identity(fields: Mapping[str, Any]) -> ContextIdentity:
     config = dict(fields["config"])
     return ContextIdentity(**{**fields, "config": ModelConfig(**{**config, "rope": RopeConfig(**config["rope"])})})
-
-
-def _checksum(metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
-    """SHA-256 over canonical metadata and over each array's name, dtype, shape and bytes."""
-    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True, separators=(",", ":")).encode())
-    for name, values in sorted(arrays.items()):
-        array = np.ascontiguousarray(values)
-        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
-        digest.update(array.view(np.uint8).reshape(-1).data)
-    return digest.hexdigest()

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from tca_jax.engine.cache import LayerCache
-from tca_jax.engine.extending import extend, num_columns
+from tca_jax.engine.extending import align, extend, num_columns
 from tca_jax.engine.folding import fold, regions_after
 from tca_jax.engine.health import require_finite
 from tca_jax.engine.identity import describe_method
@@ -323,11 +323,9 @@ class Appendix:
         ids = encode_appended(lm, prompts, context.batch, context.token_ids)
         held, b = np.asarray(context.lengths), context.layouts[0].block_size
         starts = np.broadcast_to(held, len(ids))
-        lengths = np.array([len(tokens) for tokens in ids], np.int32)
+        lengths = np.array([len(of_prompt) for of_prompt in ids], np.int32)
         columns = num_columns(int(np.max(starts % b + lengths)), b)
-        tokens = np.full((len(ids), columns), lm.pad_token_id, np.int32)
-        for row, start, new in zip(tokens, starts % b, ids, strict=True):
-            row[start : start + len(new)] = new
+        tokens = align(pad_tokens(ids)[0], starts, block_size=b, columns=columns)
         return cls(ids, jnp.asarray(tokens), jnp.asarray(lengths), starts.tolist())
 
 

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.engine.buckets import bucket_length
@@ -71,7 +72,9 @@ def num_columns(most_columns: int, block_size: int) -> int:
     return block_size * (blocks if blocks <= piece else round_up(blocks, piece))
 
 
-def align(tokens: Int[Array, "B L"], starts: Int[Array, " B"], *, block_size: int, columns: int) -> Int[Array, "B S"]:
+def align(
+    tokens: Int[np.ndarray, "B L"], starts: Int[np.ndarray, " B"], *, block_size: int, columns: int
+) -> Int[np.ndarray, "B S"]:
     """Right-padded rows moved to the columns that `extend` wants them in.
 
     Args:
@@ -83,8 +86,8 @@ def align(tokens: Int[Array, "B L"], starts: Int[Array, " B"], *, block_size: in
     Returns:
         int32 `[B, S]`; what lies beside a row's tokens is arbitrary.
     """
-    places = jnp.arange(columns) - (starts % block_size)[:, None]
-    return jnp.take_along_axis(tokens, jnp.clip(places, 0, tokens.shape[1] - 1), axis=1)
+    places = np.arange(columns) - (starts % block_size)[:, None]
+    return np.take_along_axis(tokens, np.clip(places, 0, tokens.shape[1] - 1), axis=1)
 
 
 def extend(

@@ -102,7 +102,10 @@ class LM:
         elif options:
             raise TypeError(f"options {sorted(options)} go with a method's name; {method.name!r} is made already")
         method.validate_for(self.config.num_layers, self.config.num_kv_heads)
-        return dataclasses.replace(self, method=method)
+        other = dataclasses.replace(self, method=method)
+        if "fingerprint" in vars(self):  # it takes a read of all weights, which are the same
+            vars(other)["fingerprint"] = self.fingerprint
+        return other
 
     def with_profile(self, profile: ProfileLike | None) -> LM:
         """The same weights under a profile's method; None is exact full attention.

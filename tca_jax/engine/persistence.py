@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import hashlib
+import json
 import logging
 import os
 import re
@@ -56,6 +58,21 @@ def save_step(kind: str, directory: Path, arrays: Mapping[str, np.ndarray], meta
         raise _save_error(kind, directory, error) from error
     _sync(directory)
     _clean_up(directory, kind)
+
+
+def checksum(metadata: Mapping[str, Any], arrays: Mapping[str, Any]) -> str:
+    """SHA-256 over the canonical JSON of the metadata and over each array's name, dtype, shape and bytes."""
+    digest = hashlib.sha256(_canonical_json(metadata))
+    for name, values in sorted(arrays.items()):
+        array = np.asarray(values)
+        array = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
+        digest.update(_canonical_json([name, array.dtype.str, array.shape]))
+        digest.update(array.reshape(-1).view(np.uint8).data)  # in place: a context has gigabytes
+    return digest.hexdigest()
+
+
+def _canonical_json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
 
 def load_step(kind: str, directory: Path, parse: Callable[[Path, Any, RestoreArrays], T]) -> T:

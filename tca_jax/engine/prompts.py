@@ -58,7 +58,7 @@ def encode_prompts(lm: Encoder, prompts: Any, argument: str = "prompts") -> list
 def encode_prompt(lm: Encoder, prompt: Any, argument: str = "prompt") -> list[int]:
     """Token ids of one prompt; `argument` is its name in messages."""
     if isinstance(prompt, str | bytes):
-        ids = _tokenize(lm, _utf8(prompt, argument), argument) if len(prompt) else []
+        ids = _tokenize(lm, decode_utf8(prompt, argument), argument) if len(prompt) else []
     elif _is_chat(prompt):
         # The template has written the special tokens.
         ids = encode_verbatim(lm, render_chat(lm, prompt, argument), argument)
@@ -71,7 +71,7 @@ def encode_prompt(lm: Encoder, prompt: Any, argument: str = "prompt") -> list[in
 
 def encode_verbatim(lm: Encoder, text: str | bytes, argument: str = "prompt") -> list[int]:
     """Token ids of text and of nothing else: no special token is put before it."""
-    return _tokenize(lm, _utf8(text, argument), argument, add_special_tokens=False)
+    return _tokenize(lm, decode_utf8(text, argument), argument, add_special_tokens=False)
 
 
 def encode_appended(
@@ -188,15 +188,16 @@ def _tokenize(lm: Encoder, text: str, argument: str, **options: Any) -> list[int
     return _tokenizer(lm, argument)(text, verbose=False, **options)["input_ids"]
 
 
-def _utf8(text: str | bytes, argument: str) -> str:
+def decode_utf8(text: str | bytes, argument: str) -> str:
+    """Text, from bytes or not; ValueError, which names `argument`, where it is not UTF-8."""
     try:
         return text.decode("utf-8") if isinstance(text, bytes) else text.encode("utf-8").decode("utf-8")
     except UnicodeError as error:
         raise ValueError(f"{argument} is not valid UTF-8 text: {error}") from None
 
 
-def render_chat(lm: Encoder, chat: Chat, argument: str) -> str:
-    """The text that the model's template makes of a chat, up to where the answer begins.
+def render_chat(lm: Encoder, chat: Chat, argument: str, *, answered: bool = False) -> str:
+    """The text that the model's template makes of a chat: up to where an answer begins, or of one that is `answered`.
 
     Raises:
         ValueError: the model has no tokenizer or no chat template, or the template refuses the chat; names `argument`.
@@ -208,11 +209,11 @@ def render_chat(lm: Encoder, chat: Chat, argument: str) -> str:
     for i, message in enumerate(chat):
         _check_message(message, f"{argument}[{i}]")
     try:
-        rendered = tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, tokenize=False)
+        rendered = tokenizer.apply_chat_template(list(chat), add_generation_prompt=not answered, tokenize=False)
     except Exception as error:  # templates are programs: anything can come out of them
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{argument}: the chat template of {lm.name} does not take this chat: {reason}") from error
-    return _utf8(rendered, argument)
+    return decode_utf8(rendered, argument)
 
 
 def _check_message(message: Mapping[str, Any], argument: str) -> None:

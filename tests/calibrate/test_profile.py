@@ -15,6 +15,7 @@ from profiles import CONFIG, make_profile
 from tca_jax import methods
 from tca_jax.calibration import profile_format
 from tca_jax.calibration.profile import FORMAT_VERSION, Profile
+from tca_jax.engine.persistence import checksum
 from tca_jax.methods.candidates import candidate_budgets
 from tca_jax.methods.config import TCAConfig
 from tca_jax.models.config import ModelConfig
@@ -45,7 +46,7 @@ def edit_metadata(directory: Path, **fields) -> Path:
     if "sha256" in metadata and "sha256" not in fields:
         arrays = make_profile()._arrays()
         del metadata["sha256"]
-        metadata["sha256"] = profile_format._checksum(metadata, arrays)
+        metadata["sha256"] = checksum(metadata, arrays)
     file.write_text(json.dumps(metadata))
     return file
 

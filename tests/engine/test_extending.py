@@ -156,7 +156,7 @@ def test_with_dense_heads_appended_tokens_have_the_log_probabilities_of_one_long
     padded = np.zeros((2, 43), np.int32)
     for row, ids in zip(padded, more, strict=True):
         row[: len(ids)] = ids
-    tokens = align(jnp.asarray(padded), starts, block_size=B, columns=num_columns(43 + 5, B))
+    tokens = jnp.asarray(align(padded, np.asarray(starts), block_size=B, columns=num_columns(43 + 5, B)))
     lengths = jnp.array([43, 20], jnp.int32)
     run = jax.jit(lambda *args: extend(*args, logits="all"))
     result = run(model, caches, tokens, starts, lengths, starts)
