@@ -1,4 +1,4 @@
-"""What probe queries do behind a text: attention mass that each row would drop, and attention over one row alone.
+"""What probe queries do behind a text: attention mass that each row would drop, and attention over what rows keep.
 
 Both go a tile of probe queries at a time against all keys, so memory is O(L) times the tile, never L x L.
 """
@@ -62,51 +62,53 @@ def dropped_by_row(
             sums = jnp.einsum("hgtl,hlm->hgtm", unscaled, weights, precision=jax.lax.Precision.HIGHEST)
             return jnp.minimum(sums[..., :-1] / sums[..., -1:], 1).max(axis=1)
 
-        return _over_probe(mass, dropped.shape[-1], q, k, None, start, length, most)
+        return _over_probe(mass, dropped.shape[-1], q, k, start, length, most)
 
     return jax.lax.map(of_text, (q, k, dropped, starts, lengths))
 
 
 def attend_probe(
-    q: Float[Array, "B L Hq d"],
-    k: Float[Array, "B L Hkv d"],
-    v: Float[Array, "B L Hkv d"],
-    selected: Bool[Array, "B Hkv L"],
-    starts: Int[Array, " B"],
-    lengths: Int[Array, " B"],
-    config: TCAConfig,
-    most: int,
-) -> Float[Array, "B P Hq d"]:
-    """Attention of a probe's queries over the selected far tokens and over all that is right of the far ones.
+    q: Float[Array, "P Hq d"],
+    k: Float[Array, "P Hkv d"],
+    v: Float[Array, "P Hkv d"],
+    text_k: Float[Array, "L Hkv d"],
+    text_v: Float[Array, "L Hkv d"],
+    seen: Bool[Array, "Hkv L"],
+    start: Int[Array, ""],
+    gates: Float32[Array, " Hkv"],
+) -> Float[Array, "P Hq d"]:
+    """Attention of a probe's queries over what is seen of the text before it, and causally over each other.
 
     Nothing is evicted while the probe is read, so that all it misses is what the selection at the text's end dropped.
+    Differentiable, a tile of queries at a time: the derivative by `gates` is what seeing all of the text would change.
 
     Args:
-        q: Queries after RoPE, of text and probe; `k` and `v` keys and values.
-        selected: What the text's selection keeps of its ranked blocks.
-        starts: First position of each row's probe.
-        lengths: Tokens of text and probe.
-        config: The method's hyperparameters.
-        most: Queries of the longest probe, P; static.
-
-    Returns:
-        Column c is the query at position starts + c, 0 where the probe has ended.
+        q: Queries of the probe after RoPE; `k` and `v` its keys and values.
+        text_k: Keys of the text; `text_v` its values, which must be finite past `start` too.
+        seen: Tokens of the text that each KV head still has.
+        start: Tokens of the text.
+        gates: Of each KV head: 0 attends to what is seen, 1 to the whole text; between, to so much of the difference.
     """
-    seen = selected | ~far_tokens(starts, k.shape[1], config)[:, None]
+    count, heads, dim = q.shape
+    tokens, kv_heads = text_k.shape[0], k.shape[1]
+    keys, values = jnp.concatenate([text_k, k]), jnp.concatenate([text_v, v])
+    seen = jnp.concatenate([seen, jnp.ones((kv_heads, count), bool)], axis=1)[:, None, None]
+    columns = jnp.arange(tokens + count)
+    places = jnp.where(columns < tokens, columns, columns - tokens + start)
+    size = max(1, min(count, _LARGEST_TILE, _TILE_ELEMENTS // (heads * (tokens + count))))
 
-    def of_text(text: tuple[Array, ...]) -> Float[Array, "P Hq d"]:
-        q, k, v, seen, start, length = text
-        kv_heads, heads, dim = k.shape[1], q.shape[1], q.shape[2]
-        v = jnp.where((jnp.arange(len(v)) < length)[:, None, None], v, 0)  # a weight of zero does not silence a NaN
+    @jax.checkpoint  # the scores of all tiles would be P x L
+    def of_tile(tile: tuple[Array, Array]) -> Float32[Array, "t Hkv G d"]:
+        queries, positions = tile
+        causal = ((columns < start) | (columns >= tokens)) & (places <= positions[:, None])
+        scores = jnp.where(causal, scaled_scores("thgd,lhd->hgtl", queries, keys), MASKED)
+        whole, sparse = jax.nn.softmax(scores), jax.nn.softmax(jnp.where(seen, scores, MASKED))
+        return weighted_sum("hgtl,lhd->thgd", sparse + gates[:, None, None, None] * (whole - sparse), values)
 
-        def attend(scores: Float32[Array, "Hkv G t L"]) -> Float32[Array, "Hkv t Gd"]:
-            out = weighted_sum("hgtl,lhd->htgd", jax.nn.softmax(scores, axis=-1), v)
-            return out.reshape(*out.shape[:2], -1)
-
-        out = _over_probe(attend, heads // kv_heads * dim, q, k, seen, start, length, most)
-        return out.swapaxes(0, 1).reshape(most, heads, dim).astype(q.dtype)
-
-    return jax.lax.map(of_text, (q, k, v, seen, starts, lengths))
+    queries = jnp.pad(q, ((0, -count % size), (0, 0), (0, 0))).reshape(-1, size, kv_heads, heads // kv_heads, dim)
+    positions = start + jnp.arange(queries.shape[0] * size).reshape(-1, size)
+    out = jax.lax.map(of_tile, (queries, positions))
+    return out.reshape(-1, heads, dim)[:count].astype(q.dtype)
 
 
 def _over_probe(
@@ -114,22 +116,19 @@ def _over_probe(
     width: int,
     q: Float[Array, "L Hq d"],
     k: Float[Array, "L Hkv d"],
-    seen: Bool[Array, "Hkv L"] | None,
     start: Int[Array, ""],
     length: Int[Array, ""],
     most: int,
 ) -> Float32[Array, "Hkv P width"]:
-    """Maps the scores of a tile of probe queries against all keys, seen ones, to `width` numbers each."""
+    """Maps the scores of a tile of probe queries against all keys to `width` numbers each."""
     tokens, kv_heads, dim = k.shape
     group, columns = q.shape[1] // kv_heads, jnp.arange(tokens)
     size = max(1, min(most, _LARGEST_TILE, _TILE_ELEMENTS // (q.shape[1] * tokens)))
-    allowed = jnp.ones((1, tokens), bool) if seen is None else seen
 
     def one_tile(tile: Array, out: Float32[Array, "Hkv N width"]) -> Float32[Array, "Hkv N width"]:
         position = start + tile * size + jnp.arange(size)
         queries = q.at[position].get(mode="clip").reshape(size, kv_heads, group, dim)
-        visible = allowed[:, None, None] & (columns <= position[:, None])
-        scores = jnp.where(visible, scaled_scores("thgd,lhd->hgtl", queries, k), MASKED)
+        scores = jnp.where(columns <= position[:, None], scaled_scores("thgd,lhd->hgtl", queries, k), MASKED)
         part = jnp.where((position < length)[:, None], of_tile(scores), 0)
         return jax.lax.dynamic_update_slice_in_dim(out, part, tile * size, axis=1)
 

@@ -15,18 +15,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from tca_jax.calibration.far_attention import attend_probe, dropped_by_row
+from tca_jax.calibration.far_attention import dropped_by_row
 from tca_jax.calibration.probing import worst_dropped
 from tca_jax.calibration.scores import calibration_scores
 from tca_jax.engine.prompts import pad_tokens
 from tca_jax.engine.scoring import logprobs_of_hidden
-from tca_jax.methods import tca
 from tca_jax.methods.config import TCAConfig
-from tca_jax.methods.queries import last_queries
-from tca_jax.methods.selection import select_by_candidates
 from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.causal_attention import causal_attention
-from tca_jax.pallas_kernels.ranking import selection_mask
 
 
 class ForwardPass:
@@ -42,25 +38,21 @@ class ForwardPass:
         self._decoder, self._tokens, self._lengths = decoder, jnp.asarray(padded), jnp.asarray(lengths)
         self._x, *self._angles = _embed(*nnx.split(decoder), self._tokens, self._lengths)
 
-    def layers(
-        self, program: Callable[..., tuple[Array, Any]], *arguments: Any, rows: Sequence[Any] | None = None
-    ) -> Iterator[Any]:
-        """Runs every layer by one of the programs below; yields what each measures.
-
-        Args:
-            program: What runs.
-            *arguments: Its arguments, the same for all layers.
-            rows: An argument in front of these that each layer has its own of.
-        """
-        for number, layer in enumerate(self._decoder.layers):
-            graphdef, weights = nnx.split(layer)
-            own = () if rows is None else (rows[number],)
-            self._x, measured = program(graphdef, weights, self._x, *self._angles, self._lengths, *own, *arguments)
+    def layers(self, program: Callable[..., tuple[Array, Any]], *arguments: Any) -> Iterator[Any]:
+        """Runs every layer by one of the programs below, with the same arguments; yields what each measures."""
+        for layer in self._decoder.layers:
+            self._x, measured = program(*nnx.split(layer), self._x, *self._angles, self._lengths, *arguments)
             yield measured
+
+    def columns(self, start: int, count: int) -> tuple[Array, Array, Array, Array]:
+        """Residual stream, RoPE's two angles and the next token of `count` positions from `start` on, the last repeated
+        past the end."""
+        return _columns(self._x, *self._angles, self._tokens, start, count)
 
     def losses(self, start: int, most: int) -> Float32[np.ndarray, " P"]:
         """Loss in nats of the token after each of `most` queries from `start` on, once all layers have run."""
-        return np.asarray(_losses(*nnx.split(self._decoder), self._x, self._tokens, jnp.array([start]), most))
+        x, _, _, targets = self.columns(start, most)
+        return np.asarray(losses_of(*nnx.split(self._decoder), x, targets))
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "config", "most"), donate_argnames=("x",))
@@ -87,37 +79,6 @@ def score_layer(
 
     x, measured, _ = nnx.merge(graphdef, weights)(x, cos, sin, attend, None)
     return x, measured
-
-
-@functools.partial(jax.jit, static_argnames=("graphdef", "config", "most"), donate_argnames=("x",))
-def sparse_layer(
-    graphdef: Any,
-    weights: Any,
-    x: Float[Array, "1 L D"],
-    cos: Float[Array, "1 L half"],
-    sin: Float[Array, "1 L half"],
-    lengths: Int32[Array, " 1"],
-    rows: Int32[Array, " Hkv"],
-    starts: Int32[Array, " 1"],
-    config: TCAConfig,
-    most: int,
-) -> tuple[Float[Array, "1 L D"], None]:
-    """The stream behind the layer where the text is prefilled under row 1 of every head and the probe reads what cache
-    rows of the layer's heads have left of it."""
-    method = tca(0, config)
-
-    def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, None]:
-        text = method.prefill.attend(0, q, k, v, starts, None, "auto")
-        queries = last_queries(q, starts, config.num_queries)
-        selection = select_by_candidates(queries, k, rows, starts, config, "auto")
-        selected = selection_mask(selection.scores, selection.budgets, block_size=config.block_size)
-        probe = attend_probe(q, k, v, selected, starts, lengths, config, most)
-        columns = starts[:, None] + jnp.arange(most)
-        places = jnp.where(columns < lengths[:, None], columns, q.shape[1])  # out of range: dropped
-        return text.at[jnp.arange(len(q))[:, None], places].set(probe, mode="drop"), None
-
-    x, _, _ = nnx.merge(graphdef, weights)(x, cos, sin, attend, None)
-    return x, None
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "config", "most"), donate_argnames=("x",))
@@ -156,18 +117,24 @@ def _embed(
     return decoder.embed(tokens), *decoder.angles(positions)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "most"))
-def _losses(
-    graphdef: Any,
-    weights: Any,
+@functools.partial(jax.jit, static_argnames=("count",))
+def _columns(
     x: Float[Array, "1 L D"],
+    cos: Float[Array, "1 L half"],
+    sin: Float[Array, "1 L half"],
     tokens: Int32[Array, "1 L"],
-    starts: Int32[Array, " 1"],
-    most: int,
+    start: int | Int32[Array, ""],
+    count: int,
+) -> tuple[Float[Array, "1 P D"], Float[Array, "1 P half"], Float[Array, "1 P half"], Int32[Array, "1 P"]]:
+    places = start + jnp.arange(count)
+    x, cos, sin = (each.at[:, places].get(mode="clip") for each in (x, cos, sin))
+    return x, cos, sin, tokens.at[:, places + 1].get(mode="clip")
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef",))
+def losses_of(
+    graphdef: Any, weights: Any, x: Float[Array, "1 P D"], targets: Int32[Array, "1 P"]
 ) -> Float32[Array, " P"]:
-    """Loss of the token after each query."""
+    """Loss in nats of a token after each position, from the stream behind the last layer."""
     decoder = nnx.merge(graphdef, weights)
-    columns = starts[0] + jnp.arange(most)
-    hidden = decoder.norm(x[0].at[columns].get(mode="clip"))
-    targets = tokens[0].at[columns + 1].get(mode="clip")
-    return -logprobs_of_hidden(decoder, hidden[None], targets[None])[0]
+    return -logprobs_of_hidden(decoder, decoder.norm(x), targets)[0]

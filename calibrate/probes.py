@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
+from jaxtyping import Bool
 
 from tca_jax.engine.prompts import Encoder, Prompt, decode_utf8, encode_prompt, encode_verbatim, render_chat
 from tca_jax.methods.config import TCAConfig
@@ -31,16 +32,24 @@ class ProbedText:
         ids: Token ids of both.
         text_tokens: Tokens whose calibration scores are measured; the text's end.
         probe_start: First token of the probe, where the selection is made; `len(ids)` where there is no probe.
+        answers: Which of the probe's tokens count, those of answers: nobody asks a model to foretell a question. None
+            where all do.
     """
 
     ids: list[int]
     text_tokens: int
     probe_start: int
+    answers: tuple[bool, ...] | None = None
 
     @property
     def num_probe(self) -> int:
         """Tokens of the probe."""
         return len(self.ids) - self.probe_start
+
+    @property
+    def counted(self) -> Bool[np.ndarray, " queries"]:
+        """Of each of the probe's queries but the last, which foretells nothing: whether its next token counts."""
+        return np.ones(self.num_probe, bool)[1:] if self.answers is None else np.array(self.answers, bool)[1:]
 
 
 def probe_kind(probes: Any) -> str | None:
@@ -87,13 +96,16 @@ def probed_texts(
     if len(probes) != len(sequences):
         raise ValueError(f"probes has {len(probes)} lists of pairs: must have one for each of {len(sequences)} texts")
     pairs = [_encode_pairs(lm, of_text, f"probes[{i}]") for i, of_text in enumerate(probes)]
-    for name, ids, probe in zip(names, sequences, pairs, strict=True):
+    for name, ids, (probe, _) in zip(names, sequences, pairs, strict=True):
         if len(ids) + len(probe) > lm.config.max_context:
             raise ValueError(
                 f"{name} has {len(ids)} tokens, its pairs {len(probe)}: model {lm.name!r} has "
                 f"{lm.config.max_context} positions; cut the text"
             )
-    return [ProbedText(ids + probe, len(ids), len(ids)) for ids, probe in zip(sequences, pairs, strict=True)]
+    return [
+        ProbedText(ids + probe, len(ids), len(ids), answers)
+        for ids, (probe, answers) in zip(sequences, pairs, strict=True)
+    ]
 
 
 def _copied(ids: list[int], max_context: int, config: TCAConfig, index: int) -> ProbedText:
@@ -126,8 +138,8 @@ def _last_quarter(ids: list[int], config: TCAConfig) -> ProbedText:
     return ProbedText(ids, len(ids), start)
 
 
-def _encode_pairs(lm: Encoder, pairs: Any, name: str) -> list[int]:
-    """Token ids of one text's pairs, one after the other."""
+def _encode_pairs(lm: Encoder, pairs: Any, name: str) -> tuple[list[int], tuple[bool, ...]]:
+    """Token ids of one text's pairs, one after the other, and which of them are answers."""
     if isinstance(pairs, str | bytes) or not isinstance(pairs, Sequence):
         raise TypeError(f"{name} is of type {type(pairs).__name__}: must be a list of (question, answer) pairs")
     if not pairs:
@@ -137,12 +149,13 @@ def _encode_pairs(lm: Encoder, pairs: Any, name: str) -> list[int]:
             raise TypeError(f"{name}[{i}] = {pair!r}: must be a pair (question, answer)")
     texts = [isinstance(part, str | bytes) for pair in pairs for part in pair]
     if not any(texts):
-        return [
-            token
+        parts = [
+            (encode_prompt(lm, part, f"{name}[{i}] ({what})"), what == "answer")
             for i, pair in enumerate(pairs)
             for part, what in zip(pair, ("question", "answer"), strict=True)
-            for token in encode_prompt(lm, part, f"{name}[{i}] ({what})")
         ]
+        ids = [token for part, _ in parts for token in part]
+        return ids, tuple(answer for part, answer in parts for _ in part)
     if not all(texts):
         raise TypeError(f"{name} holds text and token ids: must be one or the other throughout")
     turns = [tuple(_text(part, f"{name}[{i}]") for part in pair) for i, pair in enumerate(pairs)]
@@ -150,7 +163,9 @@ def _encode_pairs(lm: Encoder, pairs: Any, name: str) -> list[int]:
         raise ValueError(
             f"{name}: {lm.name} was loaded without a tokenizer, so text cannot be used; pass pairs of token ids"
         )
-    return encode_verbatim(lm, _render(lm, turns, name), name)
+    rendered, spans = _render(lm, turns, name)
+    ids = encode_verbatim(lm, rendered, name)
+    return ids, _inside(lm, rendered, spans, len(ids))
 
 
 def _text(part: str | bytes, name: str) -> str:
@@ -160,14 +175,36 @@ def _text(part: str | bytes, name: str) -> str:
     return text
 
 
-def _render(lm: Encoder, turns: Sequence[tuple[str, ...]], name: str) -> str:
-    """The pairs as turns of the model's chat template, or as lines where it has none."""
+def _render(lm: Encoder, turns: Sequence[tuple[str, ...]], name: str) -> tuple[str, list[tuple[int, int]]]:
+    """The pairs as turns of the model's chat template, or as lines where it has none, and where their answers lie."""
     if not getattr(lm.tokenizer, "chat_template", None):
-        return "".join(f"\n{question} {answer}\n" for question, answer in turns)
+        text, spans = "", []
+        for question, answer in turns:
+            text += f"\n{question} "
+            spans.append((len(text), len(text) + len(answer) + 1))
+            text += f"{answer}\n"
+        return text, spans
     messages = [
         {"role": role, "content": content}
         for turn in turns
         for role, content in zip(("user", "assistant"), turn, strict=True)
     ]
     rendered = render_chat(lm, messages, name, answered=True)
-    return rendered.removeprefix(getattr(lm.tokenizer, "bos_token", None) or "")  # the text has begun already
+    spans = []
+    for end in range(2, len(messages) + 1, 2):
+        question = render_chat(lm, messages[: end - 1], name)
+        answer = render_chat(lm, messages[:end], name, answered=True)
+        if not (rendered.startswith(question) and rendered.startswith(answer)):
+            spans = [(0, len(rendered))]  # a template that rewrites what came before: all counts
+            break
+        spans.append((len(question), len(answer)))
+    begun = len(rendered) - len(rendered.removeprefix(getattr(lm.tokenizer, "bos_token", None) or ""))
+    return rendered[begun:], [(start - begun, end - begun) for start, end in spans]  # the text has begun already
+
+
+def _inside(lm: Encoder, text: str, spans: Sequence[tuple[int, int]], tokens: int) -> tuple[bool, ...]:
+    """Which tokens of a text reach into one of the spans of characters; all where the tokenizer does not say."""
+    if not getattr(lm.tokenizer, "is_fast", False):
+        return (True,) * tokens
+    encoded = lm.tokenizer(text, verbose=False, add_special_tokens=False, return_offsets_mapping=True)
+    return tuple(any(a < end and b > start for start, end in spans) for a, b in encoded["offset_mapping"])

@@ -33,6 +33,7 @@ def densest_within(
     probe_scores: Float[np.ndarray, "layers Hkv M1"],
     prefill_rows: Int32[np.ndarray, "layers Hkv"],
     config: TCAConfig,
+    needed_rows: Int32[np.ndarray, "layers Hkv"] | None = None,
 ) -> Int32[np.ndarray, "layers Hkv"]:
     """Cache rows of which as many are dense as fit into a kept share; the heads of the worst probe scores come first.
 
@@ -42,6 +43,8 @@ def densest_within(
         probe_scores: Probe score of every row; that of a head's prefill row ranks it, ties to the lower head.
         prefill_rows: What the heads keep that are not made dense.
         config: The method's hyperparameters.
+        needed_rows: What they keep instead where that fits: rows between the sparsest and the dense one serve several
+            heads for what one dense head takes.
 
     Raises:
         ValueError: the rows do not fit even with no dense head; the message tells the share that they take.
@@ -50,6 +53,8 @@ def densest_within(
     prefill = prefill_rows.ravel()
     rows = prefill.copy()
     require_fit(kept, tokens, config, prefill)
+    if needed_rows is not None and kept_share(config, tokens, needed_rows.ravel(), prefill).mean() <= kept:
+        rows = needed_rows.ravel().copy()
     for head in np.argsort(scores, kind="stable"):
         denser = rows.copy()
         denser[head] = config.num_candidates

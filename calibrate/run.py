@@ -8,12 +8,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Float64, Int32
+from jaxtyping import Float64, Int32
 
-from tca_jax.calibration.passes import ForwardPass, score_layer, sparse_layer, worst_layer
+from tca_jax.calibration.needs import Found, ReadProbe, find_needed
+from tca_jax.calibration.passes import ForwardPass, score_layer, worst_layer
 from tca_jax.calibration.probes import ProbedText, Probes, probe_kind, probed_texts
 from tca_jax.calibration.profile import Profile
 from tca_jax.calibration.rows import choose_cache_rows, choose_candidates, densest_within, require_fit
@@ -24,14 +24,9 @@ from tca_jax.methods.checks import is_finite_number
 from tca_jax.methods.config import TCAConfig
 
 _DEFAULT_CONFIG = TCAConfig()
-_MOST_NEED = 5.0  # nats: one token that the model is certain of must not outweigh all others
 # Nats a probe token below which a probe tells nothing. The small changes that a sparse reading makes to plain text come
 # to 0.03 on a model of a few million weights; one answer token of a hundred adds up to 0.05; copies give more than 0.1.
 _LEAST_NEED = 0.05
-# A head that matters to few of a probe's queries hides behind one that matters to all. So the needs are measured again
-# over the rows that were found; queries that still lose more than this many nats find the next.
-_LOST = 0.5
-_MOST_ROUNDS = 4
 
 
 def calibrate(
@@ -47,21 +42,22 @@ def calibrate(
 
     The prefill row is the sparsest candidate whose calibration score reaches `config.tau`. The cache row is the
     sparsest at or above it whose probe score reaches `config.tau_probe`: a probe is a passage behind the text that the
-    model answers from far back, and each of its queries counts by the rise of its loss, in nats, when all heads hold
-    the sparsest row's tokens alone.
+    model answers from far back. What it loses when all heads hold the sparsest row's tokens alone tells which of its
+    tokens need more, and the derivative of these losses which heads would give that back (docs/method.md, "Probes").
 
     Args:
         lm: The model, from `tca_jax.load`. Its own profile, if it has one, plays no part.
-        texts: One or several texts or sequences of token ids, each longer than the window. Best are a few as
-            long as the prompts to come, and of their kind. Scores are averaged over the texts, needs are added.
+        texts: One or several texts or sequences of token ids, each longer than the window. Best are some as
+            long as the prompts to come, and of their kind, several for each kind of question. All are averaged.
         config: Hyperparameters, of calibration and of inference with the profile.
         probes: "copy": passages of the text again (any text will do); "text": the text's own last quarter; for each
             text a list of (question, answer) pairs, as text or as token ids; or None: the cache row is the prefill row.
             With `config.tau_probe` 0 nothing asks for copies, and none are read.
-        kept: Instead of `config.tau_probe`: the largest mean share of the cache's tokens, in (0, 1], at the length of
-            the longest text. As many heads are dense as fit, those of the worst probe scores first.
+        kept: The largest mean share of the cache's tokens, in (0, 1], at the length of the longest text. As many heads
+            are dense as fit, those of the worst probe scores first, beside the rows that reach `config.tau_probe`; if
+            these alone do not fit, the others keep their prefill rows.
         progress: Called with (layers done, layers in all), summed over all passes, first with 0 done; the second number
-            grows with further rounds, and where probes prove to tell nothing.
+            grows where texts must be read again, and where probes prove to tell nothing.
 
     Returns:
         The profile: both rows, all scores and what they were measured on.
@@ -92,20 +88,23 @@ def calibrate(
     if short := _short_text([text.text_tokens for text in probed], config):
         warnings.warn(short, stacklevel=2)
     steps = _Steps(sum(2 if text.num_probe else 1 for text in probed) * lm.config.num_layers, progress)
-    found = _measure(lm, probed, config, steps, kept=kept)
-    fallback = probes is not None and _too_little(found.need, probed)
-    if fallback:
-        warnings.warn(_useless_probes(lm, found), stacklevel=2)
-        found = dataclasses.replace(found, dropped=_worst_queries(lm, probed, config, steps))
-    rows = _choose_rows(found, config, kept, tokens, probed=probes is not None)
+    measured = _measure(lm, probed, config, steps, kept=kept)
+    counted = int(sum(text.counted.sum() for text in probed))
+    found = measured.found
+    fallback = found is not None and found.need < _LEAST_NEED * max(1, counted)
+    if found is not None and fallback:
+        warnings.warn(_useless_probes(lm, found.need, counted), stacklevel=2)
+        worst = 1 - _worst_queries(lm, probed, config, steps)
+        measured = dataclasses.replace(measured, probe_scores=worst)
+    rows = _choose_rows(measured, config, kept, tokens)
     return Profile(
         **rows,
-        scores=found.scores.astype(np.float32),
+        scores=measured.scores.astype(np.float32),
         probes=None
-        if probes is None
+        if found is None
         else {
             "kind": probe_kind(probes),
-            "tokens": found.probe_tokens,
+            "tokens": sum(text.num_probe for text in probed),
             "need": found.need,
             "rounds": found.rounds,
             "fallback": fallback,
@@ -119,39 +118,20 @@ def calibrate(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Found:
+class _Measured:
     """What the passes over all texts measured.
 
     Attributes:
         scores: Calibration scores, the mean over the texts.
         prefill_rows: What these choose.
-        dropped: Mass that every row drops, the mean over all probes' queries weighted by need; the rounds' largest.
-        need: Sum of the needs of the first round, in nats.
-        probe_tokens: Tokens of all probes.
-        rounds: Readings of the probes that found a need.
+        probe_scores: Of every row; all 1 without probes.
+        found: What the probes found; None without any.
     """
 
     scores: Float64[np.ndarray, "layers Hkv M1"]
     prefill_rows: Int32[np.ndarray, "layers Hkv"]
-    dropped: Float64[np.ndarray, "layers Hkv M1"]
-    need: float
-    probe_tokens: int
-    rounds: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _ReadProbe:
-    """A text with its probe as full attention reads it.
-
-    Attributes:
-        text: The text.
-        losses: Of the probe's next tokens, in nats.
-        masses: What each row would drop of each query's attention, by layer.
-    """
-
-    text: ProbedText
-    losses: Float32[np.ndarray, " P"]
-    masses: Sequence[Float32[np.ndarray, "Hkv P M1"]]
+    probe_scores: Float64[np.ndarray, "layers Hkv M1"]
+    found: Found | None
 
 
 class _Steps:
@@ -167,11 +147,10 @@ class _Steps:
         self._progress(self.done, self.total)
 
 
-def _measure(lm: LM, texts: Sequence[ProbedText], config: TCAConfig, steps: _Steps, *, kept: float | None) -> _Found:
+def _measure(lm: LM, texts: Sequence[ProbedText], config: TCAConfig, steps: _Steps, *, kept: float | None) -> _Measured:
     """A pass of full attention over each text, then rounds of reading the probes over what the rows so far keep."""
     shape = lm.config.num_layers, lm.config.num_kv_heads, config.num_candidates + 1
-    scores, dropped, need, rounds = np.zeros(shape), np.zeros(shape), 0.0, 0
-    probes = []
+    scores, probes = np.zeros(shape), []
     longest = max(text.num_probe for text in texts)
     most = bucket_length(longest) if longest else 0  # one bucket for all: each is a program
     for text in texts:
@@ -185,76 +164,15 @@ def _measure(lm: LM, texts: Sequence[ProbedText], config: TCAConfig, steps: _Ste
             masses.append(np.asarray(mass))  # all texts' and layers' would crowd the device
             steps.step()
         if text.num_probe:
-            probes.append(_ReadProbe(text, full.losses(text.probe_start, most), masses))
+            probes.append(ReadProbe(text, full.losses(text.probe_start, most), masses))
     scores /= len(texts)
     prefill = np.asarray(choose_candidates(jnp.asarray(scores, jnp.float32), config.tau))
     if kept is not None:  # said before the probes are read
         require_fit(kept, max(text.text_tokens for text in texts), config, prefill.ravel())
-    rows = np.zeros(shape[:2], np.int32)  # row 1 of every head
-    while probes and rounds < _MOST_ROUNDS:
-        found, needed = _read_probes(lm, probes, rows, config, steps, least=_LOST if rounds else 0.0)
-        if not needed:
-            break
-        rounds += 1
-        need = need or needed
-        dropped = np.maximum(dropped, found)
-        if _too_little(need, texts):
-            break
-        denser = choose_cache_rows(1 - dropped, prefill, config.tau_probe)
-        if (denser == rows).all():
-            break
-        rows = denser
-    return _Found(scores, prefill, dropped, need, sum(text.num_probe for text in texts), rounds)
-
-
-def _read_probes(
-    lm: LM,
-    probes: Sequence[_ReadProbe],
-    rows: Int32[np.ndarray, "layers Hkv"],
-    config: TCAConfig,
-    steps: _Steps,
-    *,
-    least: float,
-) -> tuple[Float64[np.ndarray, "layers Hkv M1"], float]:
-    """Mass that every row drops when the probes are read over some cache rows, weighted by need, and the sum of these.
-
-    Numerators and denominators of all probes add up. Needs under `least` nats do not count.
-    """
-    dropped: Any = 0.0
-    need = 0.0
-    for probe in probes:
-        text, most = probe.text, len(probe.losses)
-        sparse = ForwardPass(lm.decoder, text.ids)
-        starts = jnp.array([text.probe_start], jnp.int32)
-        for _ in sparse.layers(sparse_layer, starts, config, most, rows=list(jnp.asarray(rows))):
-            steps.step()
-        needs = _needs(lm, probe.losses, sparse.losses(text.probe_start, most), text.num_probe - 1)  # nothing follows
-        needs = np.where(needs >= least, needs, 0).astype(np.float32)
-        dropped += np.stack(
-            [np.asarray(_weighted(mass, jnp.asarray(needs))) for mass in probe.masses], dtype=np.float64
-        )
-        need += float(needs.sum(dtype=np.float64))
-    return dropped / (need or 1.0), need
-
-
-def _too_little(need: float, texts: Sequence[ProbedText]) -> bool:
-    """Whether probes matter so little to the model that they tell nothing."""
-    return need < _LEAST_NEED * max(1, sum(text.num_probe for text in texts))
-
-
-def _needs(
-    lm: LM, full: Float32[np.ndarray, " P"], sparse: Float32[np.ndarray, " P"], count: int
-) -> Float32[np.ndarray, " P"]:
-    """How much worse each of a probe's first `count` queries foretells its next token without the far context, nats."""
-    rise = (sparse - full)[:count]
-    if not np.isfinite(rise).all():
-        raise ValueError(f"model {lm.name!r} computes NaN or infinity in the logits of a probe")
-    return np.pad(np.clip(rise, 0, _MOST_NEED), (0, len(full) - count))
-
-
-@jax.jit
-def _weighted(mass: Float32[Array, "Hkv P M1"], needs: Float32[Array, " P"]) -> Float32[Array, "Hkv M1"]:
-    return (mass * needs[:, None]).sum(axis=1)
+    if not probes:
+        return _Measured(scores, prefill, np.ones(shape), None)
+    found = find_needed(lm, probes, prefill, config, least=_LEAST_NEED, step=steps.step)
+    return _Measured(scores, prefill, 1 - found.blame, found)
 
 
 def _worst_queries(
@@ -277,16 +195,15 @@ def _worst_queries(
     return dropped / weight
 
 
-def _choose_rows(found: _Found, config: TCAConfig, kept: float | None, tokens: int, *, probed: bool) -> dict[str, Any]:
+def _choose_rows(measured: _Measured, config: TCAConfig, kept: float | None, tokens: int) -> dict[str, Any]:
     """The fields of a profile that say what each head keeps, and by which probe scores."""
-    prefill = found.prefill_rows
-    if not probed:
+    prefill = measured.prefill_rows
+    if measured.found is None:
         return {"candidates": prefill}
-    scores = (1 - found.dropped).astype(np.float32)
-    if kept is None:
-        cache = choose_cache_rows(scores, prefill, config.tau_probe)
-    else:
-        cache = densest_within(kept, tokens, scores, prefill, config)
+    scores = measured.probe_scores.astype(np.float32)
+    cache = choose_cache_rows(scores, prefill, config.tau_probe)
+    if kept is not None:
+        cache = densest_within(kept, tokens, scores, prefill, config, cache)
     return {"candidates": cache, "prefill_candidates": prefill, "probe_scores": scores}
 
 
@@ -294,11 +211,11 @@ def _source(ids: list[int]) -> dict[str, Any]:
     return {"tokens": len(ids), "sha256": hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()}
 
 
-def _useless_probes(lm: LM, found: _Found) -> str:
+def _useless_probes(lm: LM, need: float, tokens: int) -> str:
     """What to say of probes whose answers do not need the far context."""
     return (
-        f"the probes do not matter to {lm.name!r}: without the far context the loss of their {found.probe_tokens} "
-        f"tokens rises by {found.need / max(1, found.probe_tokens):.4f} nats each, less than {_LEAST_NEED}, so they "
+        f"the probes do not matter to {lm.name!r}: without the far context the loss of their {tokens} "
+        f"tokens rises by {need / max(1, tokens):.4f} nats each, less than {_LEAST_NEED}, so they "
         "cannot tell which heads look far. The worst 1% of the texts' queries take their place, and more is kept; "
         "(question, answer) pairs that the model answers from the text are better probes"
     )

@@ -25,7 +25,7 @@ from recall_card import write_card
 import tca_jax
 from tca_jax import TCAConfig, methods
 from tca_jax.calibration.profile import Profile
-from tca_jax.calibration.rows import choose_cache_rows, densest_within
+from tca_jax.calibration.rows import densest_within, kept_share
 from tca_jax.recall import PROTOCOLS, TASKS, Document
 from tca_jax.recall.evaluation import ask, draw_documents
 from tca_jax.recall.protocols import asked, chat_answer, chat_document, chat_question
@@ -43,16 +43,14 @@ class Plan:
         questions: Questions of each task under each protocol.
         texts: Calibration texts.
         tau: Attention that a prefill row must retain: a sparser prefill than the default's leaves more for the cache.
-        kept: Share of the cache that the profile may keep at that length.
         seed: Draws the questions; calibration draws its own texts, from the training split.
     """
 
     tokens: int = 8192
     window: int = 512
     questions: int = 100
-    texts: int = 24
+    texts: int = 48
     tau: float = 0.85
-    kept: float = 0.3
     seed: int = 0
 
     @property
@@ -61,7 +59,7 @@ class Plan:
         return TCAConfig(window=self.window, tau=self.tau)
 
 
-SMOKE = Plan(tokens=2560, window=128, questions=1, texts=1, kept=0.5)
+SMOKE = Plan(tokens=2560, window=128, questions=1, texts=1)
 
 
 # --- calibration ---
@@ -76,16 +74,14 @@ def calibration_documents(plan: Plan, seed: int) -> list[Document]:
     ]
 
 
-def calibrate(
-    folder: Path, plan: Plan, config: TCAConfig, *, kind: str = "pairs", seed: int = 0, kept: float | None = None
-) -> Profile:
+def calibrate(folder: Path, plan: Plan, config: TCAConfig, *, kind: str = "pairs", seed: int = 0) -> Profile:
     """A profile of the model: from its own texts, with probes of a kind; "pairs" are a question about each document."""
     lm = tca_jax.load(folder)
     texts, pairs = zip(
         *(_text_and_pair(lm, *each) for each in enumerate(calibration_documents(plan, seed))), strict=True
     )
     probes: Any = kind if config.tau_probe else None
-    return tca_jax.calibrate(lm, texts, config, probes=pairs if probes == "pairs" else probes, kept=kept)
+    return tca_jax.calibrate(lm, texts, config, probes=pairs if probes == "pairs" else probes)
 
 
 def _text_and_pair(lm: tca_jax.LM, number: int, document: Document) -> tuple[list[int], list[tuple[list[int], ...]]]:
@@ -112,22 +108,23 @@ def ranked_share(profile: Profile, tokens: int) -> float:
 def method_table(folder: Path, plan: Plan) -> dict[str, Callable[[], methods.Method]]:
     """Every method of the ablation by its name in the table."""
     profile = Profile.load(folder / "profile")
-    config, cache, narrow = profile.config, profile.candidates, profile.prefill_candidates
+    config, narrow = profile.config, profile.prefill_candidates
     bare = dataclasses.replace(config, reserve=0)
-    share = profile.kept_share(plan.tokens).mean()
-    shares = [Profile.uniform(config, *cache.shape, row).kept_share(plan.tokens).mean() for row in range(15)]
+
+    def within(kept: float) -> np.ndarray:
+        return densest_within(kept, plan.tokens, profile.probe_scores, narrow, config)
+
+    quarter = within(0.25)
+    share = kept_share(config, plan.tokens, quarter, narrow).mean()
+    shares = [Profile.uniform(config, *quarter.shape, row).kept_share(plan.tokens).mean() for row in range(15)]
     uniform = int(np.argmin(np.abs(np.asarray(shares) - share)))
-
-    def cached(rows: np.ndarray) -> methods.Method:
-        return methods.tca(rows, config, prefill_candidates=narrow)
-
     return {
         "full": lambda: methods.BASELINE,
         "TCA": profile.method,
-        "TCA, 25% kept": lambda: cached(densest_within(0.25, plan.tokens, profile.probe_scores, narrow, config)),
-        "TCA, tau_probe 0.5": lambda: cached(choose_cache_rows(profile.probe_scores, narrow, config.tau_probe)),
-        "no reserve": lambda: methods.tca(cache, bare, prefill_candidates=narrow),
-        "one row, the cache's": lambda: methods.tca(cache, config),
+        "whole heads, 25% kept": lambda: methods.tca(quarter, config, prefill_candidates=narrow),
+        "whole heads, 20% kept": lambda: methods.tca(within(0.2), config, prefill_candidates=narrow),
+        "whole heads, 25% kept, no reserve": lambda: methods.tca(quarter, bare, prefill_candidates=narrow),
+        "whole heads, 25% kept, one row": lambda: methods.tca(quarter, config),
         "no probes": lambda: methods.tca(narrow, config),
         "uniform budgets": lambda: methods.tca(uniform, config),
         "paper()": lambda: Profile.load(folder / "profile-paper").method(),
@@ -257,7 +254,7 @@ def main(
     plan = SMOKE if smoke else Plan(questions=questions)
     if part in ("table", "short"):
         if calibration:
-            calibrate(folder, plan, plan.config, kept=plan.kept).save(folder / "profile")
+            calibrate(folder, plan, plan.config).save(folder / "profile")
             calibrate(folder, plan, TCAConfig.paper(window=plan.window)).save(folder / "profile-paper")
         names = list(method_table(folder, plan)) if part == "table" else ["full", "TCA"]
         profile = Profile.load(folder / "profile")

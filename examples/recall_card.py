@@ -101,13 +101,25 @@ def _accuracy(result: dict[str, Any] | None) -> str:
     )
     return _ACCURACY.format(
         plan=result["plan"],
+        questions=_questions(result["methods"]),
         methods=methods,
         tasks=tasks,
         heads=_dense_heads(result),
         prefill=_percent(result["prefill_share"]),
         texts=f"{result['plan']['texts']} texts" if result["plan"]["texts"] > 1 else "one text",
-        kept=f"{result['plan']['kept']:.0%}",
     )
+
+
+def _questions(entries: Sequence[dict[str, Any]]) -> str:
+    """How many questions each method was asked, those first that were asked most."""
+    asked_of: dict[int, list[str]] = {}
+    for entry in entries:
+        asked_of.setdefault(entry["questions"], []).append(entry["method"])
+    most, *fewer = sorted(asked_of, reverse=True)
+    if not fewer:
+        return f"{most}"
+    named = ", ".join(f'"{name}"' for name in asked_of[most])
+    return f"{most} ({named}) or {' or '.join(map(str, fewer))} (the others)"
 
 
 def _by_protocol(entry: dict[str, Any]) -> Iterable[str]:
@@ -276,18 +288,20 @@ question. `tca_jax.prefill` reads it, `tca_jax.generate(..., context=)` asks; th
 
 _ACCURACY = """## Accuracy
 
-{plan[questions]} questions of each task under each protocol, each about a document of its own ({plan[tokens]:,} bytes
-with the question, held-out text, facts for all tasks in it), greedy decoding; right is an answer that is exact to its
+{questions} questions of each task
+under each protocol, each about a document of its own ({plan[tokens]:,} bytes with the question, held-out text, facts
+for all tasks in it), greedy decoding; right is an answer that is exact to its
 full stop. TCA has window {plan[window]:,} and the profile in `profile/`, calibrated on {texts} with tau {plan[tau]:g}
-and with questions and answers as probes, so that at most {kept} of the cache is kept: {heads} KV heads are dense in it.
-A prompt's own queries attend to {prefill} of the tokens that are ranked, and to their window.
+and with questions and answers as probes: {heads} KV heads are dense in the cache. A prompt's own queries attend to
+{prefill} of the tokens that are ranked, and to their window.
 
 {methods}
 
-"25% kept" and "tau_probe 0.5" choose other cache rows by the same probe scores; "no reserve" keeps block budgets alone;
-"one row, the cache's" reads the prompt with the cache's budgets; "no probes" holds in the cache what the prompt's own
-queries attend to; "uniform budgets" gives all heads the same row, that of the nearest kept share; "paper()" is the
-paper's configuration, calibrated on the same texts (`profile-paper/`).
+"Whole heads" makes the heads of the worst probe scores dense up to a kept share, and all others keep what the prompt's
+own queries attend to; "no reserve" keeps block budgets alone; "one row" reads the prompt with the cache's budgets; "no
+probes" holds in the cache what the prompt's own queries attend to; "uniform budgets" gives all heads the same row, that
+of the kept share nearest to 25%; "paper()" is the paper's configuration, calibrated on the same texts
+(`profile-paper/`).
 
 By task:
 
@@ -328,8 +342,8 @@ _TRAINING = """## Training
     python examples/evaluate_recall_model.py recall-tiny --part probes
     python examples/evaluate_recall_model.py recall-tiny --part prefill
 
-With `--times 2` and `--times 4` the first makes the models of more steps, whose `--part short` results are
-`evaluation-2x.json` and `evaluation-4x.json` here.
+With `--times 2` and `--times 4` the first makes models of more steps, whose heads are sharper; their `--part short`
+results are tabulated here where they lie beside the others as `evaluation-2x.json` and `evaluation-4x.json`.
 
 {steps:,} steps, {minutes:.1f} minutes, compilation included, on {run[device]}; the schedule is fixed. Sequences grow:
 {lengths} tokens. {run[recipe][recall_share]:.0%} of a batch's rows are documents with questions, in a chat or

@@ -1,7 +1,7 @@
 """Trains recall-tiny, the model that ships: a byte-level LLaMA that finds facts in long text and answers in chats.
 
     pip install optax
-    python examples/train_recall_model.py --out recall-tiny          # one GPU, two minutes
+    python examples/train_recall_model.py --out recall-tiny          # one GPU, three minutes
     python examples/train_recall_model.py --out smoke --smoke        # any machine, a minute: runs every step
 
 The schedule is fixed: training does not stop when the tasks are learned, so that heads get as sharp as they will.
@@ -57,7 +57,7 @@ class Recipe:
     num_kv_heads: int = 4
     head_dim: int = 64
     max_positions: int = 16384
-    stages: tuple[Stage, ...] = (Stage(1024, 64, 1500), Stage(4096, 16, 600), Stage(16384, 4, 600))
+    stages: tuple[Stage, ...] = (Stage(1024, 64, 2250), Stage(4096, 16, 900), Stage(16384, 4, 900))
     peak_lr: float = 2e-3
     least_lr: float = 0.02
     warmup_steps: int = 200

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import tca_jax
 from tca_jax import TCAConfig, methods
 from tca_jax.calibration.profile import Profile
+from tca_jax.calibration.rows import densest_within, kept_share
 from tca_jax.engine.scoring import Scores
 from tca_jax.loading import checkpoint_folder
 from tca_jax.methods.candidates import candidate_budgets
@@ -99,8 +100,7 @@ def test_calibration_asks_one_question_behind_each_text_in_the_form_it_will_be_a
     seen = {}
     monkeypatch.setattr(tca_jax, "calibrate", lambda lm, texts, config, **options: seen.update(texts=texts, **options))
     plan = script.Plan(tokens=4096, texts=3)
-    script.calibrate(folder, plan, TCAConfig(window=512), kept=0.3)
-    assert seen["kept"] == 0.3
+    script.calibrate(folder, plan, TCAConfig(window=512))
     assert len(seen["texts"]) == len(seen["probes"]) == 3
     decode = tca_jax.load(folder).tokenizer.decode
     for number, (text, pairs) in enumerate(zip(seen["texts"], seen["probes"], strict=True)):
@@ -146,17 +146,18 @@ def test_each_method_of_the_ablation_differs_from_tca_in_what_its_name_says(scri
     table = {name: make() for name, make in script.method_table(folder, script.SMOKE).items()}
     assert table["full"] == methods.BASELINE
     assert table["TCA"] == profile.method()
-    cache, narrow = (tuple(map(tuple, rows.tolist())) for rows in (profile.candidates, profile.prefill_candidates))
-    assert table["no reserve"].cache.config.reserve_tokens == 0
-    assert table["one row, the cache's"] == methods.tca(profile.candidates, CONFIG)
+    quarter = densest_within(0.25, 2560, profile.probe_scores, profile.prefill_candidates, CONFIG)
+    assert table["whole heads, 25% kept"] == methods.tca(quarter, CONFIG, prefill_candidates=profile.prefill_candidates)
+    assert table["whole heads, 25% kept, one row"] == methods.tca(quarter, CONFIG)
+    bare = table["whole heads, 25% kept, no reserve"]
+    assert bare.cache.config.reserve_tokens == 0
+    assert bare.cache.candidates == table["whole heads, 25% kept"].cache.candidates
     assert table["no probes"] == methods.tca(profile.prefill_candidates, CONFIG)
     uniform = np.unique(np.asarray(table["uniform budgets"].cache.candidates))
     assert uniform.size == 1
     shares = [Profile.uniform(CONFIG, 2, 2, row).kept_share(2560).mean() for row in range(ROWS + 1)]
-    wanted = profile.kept_share(2560).mean()
+    wanted = kept_share(CONFIG, 2560, quarter, profile.prefill_candidates).mean()
     assert abs(shares[int(uniform[0])] - wanted) == min(abs(share - wanted) for share in shares)
-    assert cache != narrow
-    assert table["TCA, tau_probe 0.5"].cache.config == CONFIG
     assert table["paper()"] == Profile.load(folder / "profile-paper").method()
 
 

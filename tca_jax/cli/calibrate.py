@@ -36,7 +36,8 @@ def calibrate(
         float | None, typer.Option(help="Threshold that a probe must reach.", show_default=str(TCAConfig.tau_probe))
     ] = None,
     kept: Annotated[
-        float | None, typer.Option(help="Largest share of the cache instead, such as 0.3.", show_default="none")
+        float | None,
+        typer.Option(help="Largest share of the cache, such as 0.3, which dense heads fill.", show_default="none"),
     ] = None,
     paper: Annotated[
         bool, typer.Option("--paper", help="The paper's own density and criterion; no reserve, no probes.")

@@ -131,7 +131,7 @@ class Context:
         head_dim, dtype = self.caches[0].ring.k.shape[-1], self.caches[0].ring.k.dtype
         fed = np.asarray(self.lengths)
         local = self.layouts[0].local_tokens(fed, np.asarray(self.prompt_lengths))
-        kept = np.stack([np.asarray(cache.pool.lengths) for cache in self.caches])  # [layers, B, H_kv]
+        kept = np.stack(jax.device_get([cache.pool.lengths for cache in self.caches]))  # [layers, B, H_kv]
         return ContextStats(
             tokens=fed.tolist(),
             kv_cache_bytes=total_bytes(self.layouts, head_dim, dtype),
@@ -155,7 +155,7 @@ class Context:
                 f"context was made under method {made.method!r}{options}, and {own.model!r} runs under "
                 f"{own.method!r}: read the document under this method"
             )
-        held, computed = self.caches[0].ring.k.dtype, lm.decoder.dtype
+        held, computed = self.caches[0].ring.k.dtype, lm.dtype
         if held != computed:
             raise ValueError(f"context holds {held} and {own.model!r} computes in {computed}: load it in dtype {held}")
 
@@ -214,7 +214,7 @@ def prefill(
     tokens, lengths = pad_tokens(ids, lm.pad_token_id)
     reader = lm.for_contexts()
     layouts = reader.cache_layouts(tokens.shape[0], tokens.shape[1], None)
-    require_room(total_bytes(layouts, lm.config.head_dim, lm.decoder.dtype), f"contexts of {len(ids)} prompts")
+    require_room(total_bytes(layouts, lm.config.head_dim, lm.dtype), f"contexts of {len(ids)} prompts")
     args = (reader.for_programs(), jnp.asarray(tokens), jnp.asarray(lengths))
     program, compiling = _read.prepare(*args, backend=kernels)
     start = time.perf_counter()
@@ -247,7 +247,7 @@ def _append(lm: LM, prompts: Any, context: Any, backend: Backend) -> Context:
     layouts = [
         dataclasses.replace(c.layout, batch=rows, regions=r) for c, r in zip(context.caches, regions, strict=True)
     ]
-    require_room(total_bytes(layouts, lm.config.head_dim, lm.decoder.dtype), f"contexts of {rows} prompts")
+    require_room(total_bytes(layouts, lm.config.head_dim, lm.dtype), f"contexts of {rows} prompts")
     starts, prompt_lengths = (jnp.broadcast_to(x, rows) for x in (context.lengths, context.prompt_lengths))
     args = (reader.for_programs(), context.caches, appended.tokens, starts, appended.lengths, prompt_lengths)
     program, compiling = _append_to.prepare(*args, regions=regions, backend=backend)

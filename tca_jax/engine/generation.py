@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Generator, Sequence
 from typing import Any, Literal
 
+import jax
 import numpy as np
 from jaxtyping import Int
 
@@ -252,10 +253,10 @@ def kept_share(state: DecodingState) -> float:
     """Tokens in pools and windows over tokens fed, mean over rows, layers and KV heads."""
     fed = np.asarray(state.lengths) + int(state.step) - 1  # the newest token is not in the cache yet
     local = state.caches[0].layout.local_tokens(fed, np.asarray(state.prompt_lengths))
-    kept = np.stack([_kept(cache) for cache in state.caches])  # [layers, B, H_kv]
+    kept = np.stack(_kept(state.caches))  # [layers, B, H_kv]
     return float(np.mean((kept + local[:, None]) / fed[:, None]))
 
 
-def _kept(cache: LayerCache) -> Int[np.ndarray, "B Hkv"]:
-    pool = np.asarray(cache.pool.lengths)
-    return pool if cache.growth is None else pool + np.asarray(cache.growth.lengths)
+def _kept(caches: Sequence[LayerCache]) -> list[Int[np.ndarray, "B Hkv"]]:
+    lengths = [[pool.lengths for pool in (cache.pool, cache.growth) if pool is not None] for cache in caches]
+    return [sum(of_layer[1:], of_layer[0]) for of_layer in jax.device_get(lengths)]  # at once: each alone would wait

@@ -34,12 +34,9 @@ def _cause(lm: LM, prompt: Int[np.ndarray, " L"]) -> str:
             return f"the weight {'.'.join(map(str, path))} is not finite"
     layers = np.asarray(_finite_layers(lm, jnp.asarray(prompt)[None]))
     if layers.all():
-        return f"the values behind layer {len(layers) - 1} are not finite, in dtype {lm.decoder.dtype.name}"
+        return f"the values behind layer {len(layers) - 1} are not finite, in dtype {lm.dtype.name}"
     first = int(np.argmin(layers))
-    return (
-        f"its weights are finite, the values in layer {first} are not, in dtype {lm.decoder.dtype.name}; try another "
-        "dtype"
-    )
+    return f"its weights are finite, the values in layer {first} are not, in dtype {lm.dtype.name}; try another dtype"
 
 
 @jax.jit

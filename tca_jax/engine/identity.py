@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from tca_jax.methods.base import CachePolicy, Method, PrefillPolicy
 
 
+@functools.lru_cache(maxsize=64)
 def describe_method(method: Method) -> str:
     """Canonical JSON of a method: its policies' types and all of their options."""
     return json.dumps(_described(method), sort_keys=True, separators=(",", ":"))

@@ -7,6 +7,7 @@ import functools
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from tca_jax.engine.layouts import CacheLayout
@@ -84,6 +85,11 @@ class LM:
         """Hash of architecture and weights, which profiles carry; reads all weights where they lie, once."""
         return self.checkpoint_fingerprint or fingerprint(self.decoder)
 
+    @functools.cached_property
+    def dtype(self) -> jnp.dtype:
+        """What the model computes in, and its cache holds."""
+        return self.decoder.dtype
+
     def with_method(self, method: Method | str, **options: Any) -> LM:
         """The same weights under another attention method.
 
@@ -102,10 +108,7 @@ class LM:
         elif options:
             raise TypeError(f"options {sorted(options)} go with a method's name; {method.name!r} is made already")
         method.validate_for(self.config.num_layers, self.config.num_kv_heads)
-        other = dataclasses.replace(self, method=method)
-        if "fingerprint" in vars(self):  # it takes a read of all weights, which are the same
-            vars(other)["fingerprint"] = self.fingerprint
-        return other
+        return self._beside(method=method)
 
     def with_profile(self, profile: ProfileLike | None) -> LM:
         """The same weights under a profile's method; None is exact full attention.
@@ -120,12 +123,21 @@ class LM:
 
     def for_programs(self) -> LM:
         """The model without what programs do not depend on, so that another tokenizer or name compiles nothing."""
-        return dataclasses.replace(self, name="", tokenizer=None, eos_token_ids=(), checkpoint_fingerprint=None)
+        return self._beside(name="", tokenizer=None, eos_token_ids=(), checkpoint_fingerprint=None)
 
     def for_contexts(self) -> LM:
         """The model under its method with a cache that any number of tokens can follow; see `Context`."""
         cache = self.method.cache.for_contexts()
-        return dataclasses.replace(self, method=dataclasses.replace(self.method, cache=cache))
+        return self._beside(method=dataclasses.replace(self.method, cache=cache))
+
+    def _beside(self, **changes: Any) -> LM:
+        """Another one over the same weights, which knows of them what this one has found out.
+
+        A fingerprint takes a read of all weights; to merge a deep model takes milliseconds.
+        """
+        other = dataclasses.replace(self, **changes)
+        vars(other).update({name: vars(self)[name] for name in ("fingerprint", "dtype") if name in vars(self)})
+        return other
 
     def cache_layouts(self, batch: int, prompt_tokens: int, new_tokens: int | None) -> tuple[CacheLayout, ...]:
         """Static cache shape of every layer, for padded prompts and answers of at most so many tokens; None for a

@@ -152,10 +152,6 @@ class Request:
     def _program_lm(self) -> LM:
         return self.lm.for_programs()
 
-    @functools.cached_property
-    def _cache_dtype(self) -> Any:
-        return self.lm.decoder.dtype  # once: merging a deep model takes milliseconds
-
     @property
     def rows(self) -> int:
         """Answers: prompts times samples."""
@@ -187,7 +183,7 @@ class Request:
 
     def kv_cache_bytes(self, lm: LM) -> int:
         """Bytes of all caches of the call under `lm`'s method."""
-        return total_bytes(self.layouts(lm), lm.config.head_dim, self._cache_dtype)
+        return total_bytes(self.layouts(lm), lm.config.head_dim, self.lm.dtype)
 
     @property
     def full_kv_cache_bytes(self) -> int:

@@ -1,12 +1,15 @@
 """Probes behind texts: copies, the last quarter, questions and answers; and what is refused."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
 from cases import unchecked
+from transformers import AutoTokenizer
 
 from tca_jax.calibration.probes import probe_kind, probed_texts
+from tca_jax.loading import checkpoint_folder
 from tca_jax.methods.config import TCAConfig
 from tca_jax.models.config import ModelConfig
 
@@ -29,10 +32,11 @@ class ChatTokenizer(Tokenizer):
     chat_template = "there is one"
 
     def apply_chat_template(self, messages, add_generation_prompt, tokenize):
-        assert (add_generation_prompt, tokenize) == (False, False)
+        assert not tokenize
         if any("refused" in message["content"] for message in messages):
             raise RuntimeError("not\nthis")
-        return "^" + "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        turns = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        return f"^{turns}<assistant>" if add_generation_prompt else f"^{turns}"
 
 
 @dataclasses.dataclass
@@ -139,6 +143,44 @@ def test_pairs_of_text_are_turns_of_the_chat_template_where_there_is_one():
 def test_pairs_of_token_ids_need_no_tokenizer():
     texts = probed_texts(Encoder(), [distinct(100), distinct(50)], [[([5, 6], [7])], [((1,), np.array([2]))]], CONFIG)
     assert [text.ids[text.probe_start :] for text in texts] == [[5, 6, 7], [1, 2]]
+
+
+def shipped_tokenizer(**changes):
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder("recall-tiny"))
+    for name, value in changes.items():
+        setattr(tokenizer, name, value)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("changes", "answers"),
+    [
+        ({}, ["She.<|eos|>", "Now.<|eos|>"]),
+        ({"chat_template": None}, ["She.\n", "Now.\n"]),
+        # A template that says nothing of earlier answers: which tokens are answers cannot be told.
+        ({"chat_template": "{{ messages[-1].content }}{% if add_generation_prompt %}?{% endif %}"}, ["Now."]),
+    ],
+)
+def test_the_tokens_of_answers_count_and_those_of_questions_do_not(changes, answers):
+    tokenizer = shipped_tokenizer(**changes)
+    text_ids = list(range(65, 165))
+    (text,) = probed_texts(Encoder(tokenizer=tokenizer), [text_ids], [[("Who?", "She."), ("When?", "Now.")]], CONFIG)
+    ids, counts = text.ids[text.probe_start :], text.answers
+    runs = [
+        [token for token, _ in run]
+        for count, run in itertools.groupby(zip(ids, counts, strict=True), lambda one: one[1])
+        if count
+    ]
+    assert [tokenizer.decode(run) for run in runs] == answers
+    np.testing.assert_array_equal(text.counted, counts[1:])
+
+
+def test_of_token_ids_answers_count_and_of_other_probes_all_tokens():
+    (text,) = probed_texts(Encoder(), [distinct(100)], [[([5, 6], [7]), ([8], [9, 10])]], CONFIG)
+    assert text.answers == (False, False, True, False, True, True)
+    for kind in ("copy", "text"):
+        (text,) = probed_texts(Encoder(), [distinct(100)], kind, CONFIG)
+        assert text.counted.sum() == text.num_probe - 1
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import oracle
 import pytest
 from cases import poison, qkv, regions, unchecked
 
+from tca_jax.calibration import far_attention
 from tca_jax.calibration.far_attention import attend_probe, dropped_by_row
 from tca_jax.calibration.probing import probe_scores, worst_dropped
 from tca_jax.methods.config import TCAConfig
@@ -99,23 +100,56 @@ def sizes(jaxpr) -> set[int]:
     return found
 
 
-def test_a_probe_read_over_a_selection_attends_to_it_and_to_all_that_is_right_of_the_ranked_blocks():
+def probe_arguments(text: int):
+    """What `attend_probe` takes for one of the texts: padded text and probe, and what is seen of the text."""
     q, k, v, _ = inputs()
-    starts, most = jnp.asarray(LENGTHS - PROBES), 24
-    selected = np.random.default_rng(3).random((3, 2, 96)) < 0.3
-    ranked = CONFIG.num_ranked_blocks(np.asarray(starts)) * 8
-    selected &= np.arange(96) < ranked[:, None, None]
-    padded = [jnp.asarray(poison(x, LENGTHS)) for x in (q, k, v)]
-    out = attend_probe(*padded, jnp.asarray(selected), starts, jnp.asarray(LENGTHS), CONFIG, most)
-    expected = np.zeros((3, most, 4, 16))
-    for text, head, q64, k64, v64 in regions(q, k, v, LENGTHS):
-        start = int(starts[text])
-        right = np.arange(LENGTHS[text]) >= ranked[text]
-        seen = (selected[text, head, : LENGTHS[text]] | right) & np.tri(LENGTHS[text], dtype=bool)
+    start, most = int(LENGTHS[text] - PROBES[text]), 24
+    seen = np.random.default_rng(3).random((2, 96)) < 0.5
+    behind = [np.zeros((most, *x.shape[2:]), np.float32) for x in (q, k, v)]
+    for part, x in zip(behind, (q, k, v), strict=True):
+        part[: PROBES[text]] = x[text, start : LENGTHS[text]]
+    before = [np.where((np.arange(96) < start)[:, None, None], x[text], 0) for x in (k, v)]
+    return [jnp.asarray(x) for x in (*behind, *before, seen)], start
+
+
+def probe_attention(text: int, gate: float) -> np.ndarray:
+    """The same in float64, an entry a query of the probe."""
+    q, k, v, _ = inputs()
+    arguments, start = probe_arguments(text)
+    seen, length = np.asarray(arguments[-1]), int(LENGTHS[text])
+    expected = np.zeros((int(PROBES[text]), 4, 16))
+    for one, head, q64, k64, v64 in regions(q, k, v, LENGTHS):
+        if one != text:
+            continue
+        causal = np.tri(length, dtype=bool)
+        kept = causal & (seen[head, :length] | (np.arange(length) >= start))
         for g in range(2):
-            logits = np.where(seen, q64[:, g] @ k64.T / 4, -np.inf)
-            expected[text, : PROBES[text], 2 * head + g] = oracle.softmax(logits[start:]) @ v64
-    np.testing.assert_allclose(out, expected, atol=2e-5)
+            logits = q64[:, g] @ k64.T / 4
+            whole, sparse = (oracle.softmax(np.where(mask, logits, -np.inf)[start:]) @ v64 for mask in (causal, kept))
+            expected[:, 2 * head + g] = sparse + gate * (whole - sparse)
+    return expected
+
+
+@pytest.mark.parametrize("gate", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("text", [0, 1, 2])
+def test_a_probe_attends_to_what_is_seen_of_the_text_and_gates_let_in_the_rest(text, gate):
+    arguments, start = probe_arguments(text)
+    out = attend_probe(*arguments, jnp.int32(start), jnp.full(2, gate, jnp.float32))
+    np.testing.assert_allclose(out[: PROBES[text]], probe_attention(text, gate), atol=2e-5)
+
+
+def test_many_tiles_of_a_probe_are_as_one(monkeypatch):
+    arguments, start = probe_arguments(0)
+
+    def summed(gates):
+        return (attend_probe(*arguments, jnp.int32(start), gates) ** 2).sum()
+
+    gates = jnp.array([0.3, 0.6], jnp.float32)
+    whole, slopes = jax.value_and_grad(summed)(gates)
+    monkeypatch.setattr(far_attention, "_LARGEST_TILE", 7)
+    tiled, tiled_slopes = jax.value_and_grad(summed)(gates)
+    np.testing.assert_allclose(tiled, whole, rtol=1e-5)
+    np.testing.assert_allclose(tiled_slopes, slopes, rtol=1e-4)
 
 
 def test_the_worst_queries_are_one_in_a_hundred_of_each_text_and_at_least_one():

@@ -45,6 +45,19 @@ def test_as_many_heads_are_dense_as_fit_the_worst_probe_scores_first():
     np.testing.assert_array_equal(densest_within(1.0, 400, scores, prefill, CONFIG), 4)
 
 
+def test_rows_that_are_needed_stay_where_they_fit_and_dense_heads_fill_the_rest():
+    prefill, needed = np.array([[0, 1], [0, 2]], np.int32), np.array([[0, 3], [4, 2]], np.int32)
+    scores = np.ones((2, 2, 5), np.float32)
+    scores[0, 0, 0], scores[0, 1, 1], scores[1, 0, 0] = 0.9, 0.1, 0.3
+    share = kept_share(CONFIG, 400, needed, prefill).mean()
+    np.testing.assert_array_equal(densest_within(share, 400, scores, prefill, CONFIG, needed), needed)
+    more = np.array([[0, 4], [4, 2]], np.int32)
+    share_of_more = kept_share(CONFIG, 400, more, prefill).mean()
+    np.testing.assert_array_equal(densest_within(share_of_more, 400, scores, prefill, CONFIG, needed), more)
+    just_less = densest_within(share - 1e-6, 400, scores, prefill, CONFIG, needed)
+    np.testing.assert_array_equal(just_less, densest_within(share - 1e-6, 400, scores, prefill, CONFIG))
+
+
 def test_a_share_that_the_prefill_rows_alone_pass_is_refused_with_what_they_take():
     prefill = np.zeros((2, 2), np.int32)
     least = kept_share(CONFIG, 400, prefill, prefill).mean()

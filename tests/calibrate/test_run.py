@@ -104,7 +104,7 @@ def test_texts_of_one_bucket_share_one_program(lm, compiled):
 
 def test_all_layers_of_a_deep_model_share_one_program(compiled):
     calibrate(make_lm(layers=5), random_ids(310), CONFIG, probes="text")
-    assert [sum(name in one for one in compiled) for name in ("score_layer", "sparse_layer")] == [1, 1]
+    assert [sum(name in one for one in compiled) for name in ("score_layer", "_read_layer")] == [1, 1]
 
 
 def array_sizes(jaxpr) -> set[int]:

@@ -11,10 +11,9 @@ from cases import unchecked
 from sharp_lm import make_lm, random_ids
 
 import tca_jax
-from tca_jax.calibration import run
-from tca_jax.calibration.passes import ForwardPass, sparse_layer
+from tca_jax.calibration import needs, run
 from tca_jax.calibration.probes import probed_texts
-from tca_jax.calibration.probing import probe_scores
+from tca_jax.calibration.readings import Reading
 from tca_jax.calibration.rows import choose_cache_rows, choose_candidates, densest_within
 from tca_jax.calibration.run import calibrate
 from tca_jax.engine.lm import LM
@@ -31,8 +30,9 @@ def lm() -> LM:
 
 @pytest.fixture(autouse=True)
 def any_need_is_enough(monkeypatch):
-    """A random model needs nothing; the tests of the fallback raise the threshold again."""
+    """A random model needs little; the tests of the fallback raise the threshold again."""
     monkeypatch.setattr(run, "_LEAST_NEED", 0.0)
+    monkeypatch.setattr(needs, "_LOST", 0.05)
 
 
 def layer_inputs(lm: LM, ids: list[int], attend) -> tuple[list, np.ndarray]:
@@ -52,12 +52,19 @@ def full_attention(q, k, v):
     return np_attention(q, k, v, lambda head, q, k: np.ones((len(k), len(k)), bool))
 
 
-def rows_behind(start: int, rows: np.ndarray):
-    """Attention where the text is prefilled under row 1 and the probe reads what cache rows [layers, H_kv] selected."""
-    layers = iter(rows)
+def rows_behind(start: int, rows: np.ndarray, gates: np.ndarray | None = None):
+    """Attention where the text is prefilled under row 1 and the probe reads what cache rows [layers, H_kv] selected, or
+    beyond it by gates of the same shape."""
+    layers = iter(zip(rows, np.zeros(rows.shape) if gates is None else gates, strict=True))
 
     def attend(q, k, v):
-        of_heads = next(layers)
+        of_heads, of_gates = next(layers)
+        group = q.shape[2] // k.shape[2]
+        gate = np.repeat(of_gates, group)[:, None] * (np.arange(q.shape[1]) >= start)[:, None, None]
+        sparse = np_attention(q, k, v, seen_by(of_heads))
+        return sparse if gates is None else sparse + jnp.asarray(gate[None]) * (full_attention(q, k, v) - sparse)
+
+    def seen_by(of_heads):
 
         def seen(head, q, k):
             row_1, kept = (
@@ -70,7 +77,7 @@ def rows_behind(start: int, rows: np.ndarray):
             probe = np.broadcast_to(kept | right, (len(k), len(k)))
             return np.where(np.arange(len(k))[:, None] < start, text, probe)
 
-        return np_attention(q, k, v, seen)
+        return seen
 
     return attend
 
@@ -93,21 +100,12 @@ def next_losses(logits: np.ndarray, ids: list[int]) -> np.ndarray:
     return -logprobs[np.arange(len(ids) - 1), ids[1:]]
 
 
-def read(lm: LM, texts, rows: np.ndarray, least: float = 0.0) -> tuple[np.ndarray, float]:
-    """Probe scores and need of several probed texts read over some cache rows, by whole passes of the decoder."""
-    dropped, need = 0.0, 0.0
-    for text in texts:
-        ids, start = list(text.ids), text.probe_start
-        found, logits = layer_inputs(lm, ids, full_attention)
-        _, sparse = layer_inputs(lm, ids, rows_behind(start, rows))
-        weights = np.zeros((1, len(ids)), np.float32)
-        weights[0, start:-1] = np.clip(next_losses(sparse, ids) - next_losses(logits, ids), 0, 5)[start:]
-        weights = np.where(weights >= least, weights, 0)
-        sizes = np.array([len(ids)], np.int32), np.array([text.num_probe], np.int32)
-        scores = np.stack([probe_scores(q, k, *sizes, weights, CONFIG)[0] for q, k in found])
-        total = weights.sum(dtype=np.float64)
-        dropped, need = dropped + total * (1 - scores.astype(np.float64)), need + total
-    return 1 - dropped / need, need
+def needs_of(lm: LM, text, rows: np.ndarray) -> np.ndarray:
+    """What each query of a probe that counts loses over some cache rows, by whole passes of the decoder."""
+    ids = list(text.ids)
+    full = next_losses(layer_inputs(lm, ids, full_attention)[1], ids)
+    sparse = next_losses(layer_inputs(lm, ids, rows_behind(text.probe_start, rows))[1], ids)
+    return np.clip(sparse - full, 0, 5)[text.probe_start :] * text.counted
 
 
 def row_1(lm: LM) -> np.ndarray:
@@ -115,36 +113,16 @@ def row_1(lm: LM) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["copy", "text", "pairs"])
-def test_probe_scores_are_weighted_by_need_over_all_texts(lm, kind, monkeypatch):
+def test_the_need_is_what_all_probes_lose_over_the_sparsest_rows(lm, kind):
     sequences = [random_ids(150, seed=1).tolist(), random_ids(97, seed=2).tolist()]
     probes = [PAIRS, PAIRS[:1]] if kind == "pairs" else kind
-    expected, need = read(lm, probed_texts(lm, sequences, probes, CONFIG), row_1(lm))
-    monkeypatch.setattr(run, "_MOST_ROUNDS", 1)
+    texts = probed_texts(lm, sequences, probes, CONFIG)
     profile = calibrate(lm, sequences, CONFIG, probes=probes)
-    np.testing.assert_allclose(profile.probe_scores, expected, atol=2e-3)
-    assert np.ptp(profile.probe_scores[..., 0]) > 0.02
-    assert profile.probes["need"] == pytest.approx(need, rel=0.02)
+    assert profile.probes["need"] == pytest.approx(sum(needs_of(lm, text, row_1(lm)).sum() for text in texts), rel=0.02)
     assert (profile.probes["kind"], profile.probes["fallback"], profile.probes["kept"]) == (kind, False, None)
-    tokens = sum(text.num_probe for text in probed_texts(lm, sequences, probes, CONFIG))
-    assert profile.probes["tokens"] == tokens
+    assert profile.probes["tokens"] == sum(text.num_probe for text in texts)
     assert [source["tokens"] for source in profile.sources] == [150, 97]
-
-
-def test_what_is_still_needed_over_the_rows_that_were_found_finds_the_next_ones(lm, monkeypatch):
-    sequences = [random_ids(150, seed=1).tolist(), random_ids(97, seed=2).tolist()]
-    texts = probed_texts(lm, sequences, "copy", CONFIG)
-    monkeypatch.setattr(run, "_LOST", 0.05)  # nats; a random model loses little
-    scores, _ = read(lm, texts, row_1(lm))
-    monkeypatch.setattr(run, "_MOST_ROUNDS", 1)
-    once = calibrate(lm, sequences, CONFIG, probes="copy")
-    again, need = read(lm, texts, once.candidates, least=0.05)
-    monkeypatch.setattr(run, "_MOST_ROUNDS", 2)
-    twice = calibrate(lm, sequences, CONFIG, probes="copy")
-    assert need > 0
-    np.testing.assert_allclose(twice.probe_scores, np.minimum(scores, again), atol=5e-3)
-    assert (once.probes["rounds"], twice.probes["rounds"]) == (1, 2)
-    assert (twice.candidates >= once.candidates).all()
-    assert (twice.probe_scores < once.probe_scores - 1e-3).any()  # else the second round has found nothing
+    assert np.ptp(profile.probe_scores[..., 0]) > 0.02
 
 
 @pytest.mark.parametrize("kind", ["copy", "text", "pairs", None])
@@ -177,7 +155,7 @@ def test_rows_follow_from_the_scores_by_both_thresholds_and_by_a_kept_share(lm):
     assert (prefill < rows).any()
     half = (1 + profile.prefill_kept_share(150).mean()) / 2
     within = calibrate(lm, random_ids(150), CONFIG, kept=half)
-    rows = densest_within(half, 150, profile.probe_scores, prefill, CONFIG)
+    rows = densest_within(half, 150, profile.probe_scores, prefill, CONFIG, profile.candidates)
     np.testing.assert_array_equal(within.candidates, rows)
     dense = within.candidates == CONFIG.num_candidates
     assert 0 < dense.sum() < dense.size
@@ -227,23 +205,55 @@ def test_a_configuration_without_a_threshold_reads_no_copies_unless_a_share_is_a
 
 def test_all_programs_of_a_bucket_are_compiled_once(lm, compiled):
     calibrate(lm, random_ids(241), CONFIG, probes="text")
-    assert [sum(name in one for one in compiled) for name in ("score_layer", "sparse_layer")] == [1, 1]
+    assert [
+        sum(name in one for one in compiled) for name in ("score_layer", "_read_layer", "_run_probe", "_probe_pullback")
+    ] == [1, 1, 1, 1]
     compiled.clear()
     calibrate(lm, [random_ids(length) for length in (242, 249, 256)], CONFIG, probes="text")
     assert compiled == []
 
 
-def test_a_probe_of_the_sparse_pass_is_read_behind_a_text_that_was_prefilled_under_row_1(lm):
-    ids, start, most = random_ids(120).tolist(), 90, 32
-    sparse = ForwardPass(lm.decoder, ids)
-    for _ in sparse.layers(
-        sparse_layer, jnp.array([start], jnp.int32), CONFIG, most, rows=list(jnp.asarray(row_1(lm)))
-    ):
-        pass
-    expected = next_losses(layer_inputs(lm, ids, rows_behind(start, row_1(lm)))[1], ids)
+def reading(lm: LM, ids: list[int], start: int) -> Reading:
+    return Reading(lm.decoder, ids, start, 32, CONFIG, lambda: None)
+
+
+@pytest.mark.parametrize("rows", [[[0, 0], [0, 0]], [[0, 14], [3, 0]]])
+def test_a_probe_is_read_over_cache_rows_behind_a_text_that_was_prefilled_under_row_1(lm, rows):
+    ids, start = random_ids(120).tolist(), 90
+    losses = reading(lm, ids, start).losses(np.array(rows, np.int32))
+    expected = next_losses(layer_inputs(lm, ids, rows_behind(start, np.array(rows)))[1], ids)
     full = next_losses(layer_inputs(lm, ids, full_attention)[1], ids)
-    np.testing.assert_allclose(sparse.losses(start, most)[: 120 - start - 1], expected[start:], atol=2e-3)
+    np.testing.assert_allclose(losses[: 120 - start - 1], expected[start:], atol=2e-3)
     assert not np.allclose(expected[start:], full[start:], atol=2e-2)
+
+
+def test_what_a_head_would_give_back_is_the_slope_of_the_losses_by_its_gate(lm):
+    ids, start, step = random_ids(120).tolist(), 90, 0.02
+    read, rows = reading(lm, ids, start), np.array([[0, 14], [2, 0]], np.int32)
+    read.losses(rows)
+    counted = np.zeros(32, np.float32)
+    counted[[3, 10, 28]] = 1
+    relief = read.relief(counted)
+
+    def total(gates):
+        logits = layer_inputs(lm, ids, rows_behind(start, rows, gates))[1]
+        return next_losses(logits, ids)[start + np.array([3, 10, 28])].sum()
+
+    for head in np.ndindex(2, 2):
+        gates = np.zeros((2, 2))
+        gates[head] = step
+        slope = (total(-gates) - total(gates)) / (2 * step)
+        assert relief[head] == pytest.approx(slope, rel=0.05, abs=2e-3)
+    assert relief[0, 1] == pytest.approx(0, abs=1e-6)  # it sees all already
+    assert np.abs(relief).max() > 0.05
+
+
+def test_a_text_that_is_not_kept_is_read_again_with_the_same_result(lm, monkeypatch):
+    kept, calls = calibrate(lm, random_ids(150), CONFIG), []
+    monkeypatch.setattr(needs, "memory_bytes", lambda: 1)
+    again = calibrate(lm, random_ids(150), CONFIG, progress=lambda *call: calls.append(call))
+    assert again == kept
+    assert calls[-1] == (2 + 2 * kept.probes["rounds"],) * 2 or calls[-1] == (2 + 2 * (kept.probes["rounds"] + 1),) * 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,197 @@
+"""A probe read behind a text of which heads keep little: what it loses, and which heads would give that back.
+
+The text is read once; the probe behind it any number of times, over the rows that are being tried. How much a head
+would give back is a derivative: of the losses, by a gate that lets the head see the whole text again. One backward pass
+through the probe's own columns gives it for all heads at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Float64, Int, Int32
+
+from tca_jax.calibration.far_attention import attend_probe, far_tokens
+from tca_jax.calibration.passes import ForwardPass, losses_of
+from tca_jax.methods import tca
+from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.queries import last_queries
+from tca_jax.methods.selection import PromptScores, row_budgets, score_prompt
+from tca_jax.models.decoder import Decoder
+from tca_jax.pallas_kernels.ranking import selection_mask
+
+
+class LayerText(NamedTuple):
+    """What a layer has of a text: keys and values, zero behind it, and what its tokens are chosen by."""
+
+    k: Float[Array, "1 L Hkv d"]
+    v: Float[Array, "1 L Hkv d"]
+    scores: PromptScores
+
+
+class Reading:
+    """A text read under row 1 of every head, and the probe behind it.
+
+    Args:
+        decoder: The model.
+        ids: Text and probe.
+        start: Tokens of the text.
+        most: Columns that the probe is padded to, P.
+        config: The method's hyperparameters.
+        step: Called once a layer.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        ids: Sequence[int],
+        start: int,
+        most: int,
+        config: TCAConfig,
+        step: Callable[[], None],
+    ) -> None:
+        self._decoder, self._config = decoder, config
+        self._start = jnp.array([start], jnp.int32)
+        text = ForwardPass(decoder, ids)
+        self._x, *self._angles, self._targets = text.columns(start, most)
+        self._texts: list[LayerText] = []
+        for of_layer in text.layers(_read_layer, self._start, config):
+            self._texts.append(of_layer)
+            step()
+        self._inputs: list[Array] = []
+        self._rows: list[Array] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is kept on the device."""
+        return sum(x.nbytes for x in jax.tree.leaves(self._texts))
+
+    def losses(self, rows: Int32[np.ndarray, "layers Hkv"]) -> Float32[np.ndarray, " P"]:
+        """Loss in nats of the token after each of the probe's, read over what these cache rows keep of the text."""
+        x, self._inputs, self._rows = self._x, [], list(jnp.asarray(rows))
+        for number in range(len(self._texts)):
+            self._inputs.append(x)
+            x = _probe_layer(*self._layer(number), x, *self._fixed(number), self._gates(number), config=self._config)
+        self._inputs.append(x)
+        return np.asarray(losses_of(*nnx.split(self._decoder), x, self._targets))
+
+    def relief(self, queries: Float32[np.ndarray, " P"]) -> Float64[np.ndarray, "layers Hkv"]:
+        """Nats that each head would give back to the last reading if it saw the whole text, to first order.
+
+        Args:
+            queries: How much the loss after each of the probe's tokens counts.
+        """
+        *inputs, last = self._inputs
+        cotangent = _loss_pullback(*nnx.split(self._decoder), last, self._targets, jnp.asarray(queries))
+        found = np.zeros((len(inputs), len(self._rows[0])))
+        for number in reversed(range(len(inputs))):
+            cotangent, of_gates = _probe_pullback(
+                *self._layer(number),
+                inputs[number],
+                *self._fixed(number),
+                self._gates(number),
+                cotangent,
+                config=self._config,
+            )
+            found[number] = -np.asarray(of_gates, np.float64)
+        return found
+
+    def _layer(self, number: int) -> tuple[Any, Any]:
+        return nnx.split(self._decoder.layers[number])
+
+    def _fixed(self, number: int) -> tuple[Any, ...]:
+        return *self._angles, self._texts[number], self._rows[number], self._start
+
+    def _gates(self, number: int) -> Float32[Array, " Hkv"]:
+        return jnp.zeros(self._rows[number].shape, jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "config"), donate_argnames=("x",))
+def _read_layer(
+    graphdef: Any,
+    weights: Any,
+    x: Float[Array, "1 L D"],
+    cos: Float[Array, "1 L half"],
+    sin: Float[Array, "1 L half"],
+    lengths: Int32[Array, " 1"],
+    starts: Int32[Array, " 1"],
+    config: TCAConfig,
+) -> tuple[Float[Array, "1 L D"], LayerText]:
+    """The stream behind the layer where the text is prefilled under row 1 of every head, and what it leaves."""
+    method = tca(0, config)
+
+    def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, LayerText]:
+        out = method.prefill.attend(0, q, k, v, starts, None, "auto")
+        scores = score_prompt(last_queries(q, starts, config.num_queries), k, starts, config, "auto")
+        text = (jnp.arange(k.shape[1]) < starts[:, None])[..., None, None]
+        return out, LayerText(jnp.where(text, k, 0), jnp.where(text, v, 0), scores)
+
+    x, text, _ = nnx.merge(graphdef, weights)(x, cos, sin, attend, None)
+    return x, text
+
+
+def _run_probe(
+    graphdef: Any,
+    weights: Any,
+    x: Float[Array, "1 P D"],
+    cos: Float[Array, "1 P half"],
+    sin: Float[Array, "1 P half"],
+    text: LayerText,
+    rows: Int[Array, " Hkv"],
+    starts: Int32[Array, " 1"],
+    gates: Float32[Array, " Hkv"],
+    config: TCAConfig,
+) -> Float[Array, "1 P D"]:
+    """The probe's stream behind the layer, read over what cache rows of its heads have left of the text."""
+    budgets = row_budgets(text.scores, rows, starts, config)
+    selected = selection_mask(text.scores.ranking, budgets, block_size=config.block_size)
+    seen = selected | ~far_tokens(starts, text.k.shape[1], config)[:, None]
+
+    def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, None]:
+        return attend_probe(q[0], k[0], v[0], text.k[0], text.v[0], seen[0], starts[0], gates)[None], None
+
+    x, _, _ = nnx.merge(graphdef, weights)(x, cos, sin, attend, None)
+    return x
+
+
+_probe_layer = functools.partial(jax.jit, static_argnames=("graphdef", "config"))(_run_probe)
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "config"))
+def _probe_pullback(
+    graphdef: Any,
+    weights: Any,
+    x: Float[Array, "1 P D"],
+    cos: Float[Array, "1 P half"],
+    sin: Float[Array, "1 P half"],
+    text: LayerText,
+    rows: Int[Array, " Hkv"],
+    starts: Int32[Array, " 1"],
+    gates: Float32[Array, " Hkv"],
+    cotangent: Float[Array, "1 P D"],
+    config: TCAConfig,
+) -> tuple[Float[Array, "1 P D"], Float32[Array, " Hkv"]]:
+    """Derivatives by the stream in front of the layer and by its gates."""
+
+    def run(x: Array, gates: Array) -> Array:
+        return _run_probe(graphdef, weights, x, cos, sin, text, rows, starts, gates, config)
+
+    return jax.vjp(run, x, gates)[1](cotangent)
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef",))
+def _loss_pullback(
+    graphdef: Any,
+    weights: Any,
+    x: Float[Array, "1 P D"],
+    targets: Int32[Array, "1 P"],
+    queries: Float32[Array, " P"],
+) -> Float[Array, "1 P D"]:
+    """Derivative of the summed losses by the stream behind the last layer."""
+    return jax.grad(lambda x: (losses_of(graphdef, weights, x, targets) * queries).sum())(x)
