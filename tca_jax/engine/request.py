@@ -224,13 +224,14 @@ class Request:
         )
         static = {"new_tokens": self.room, "logprobs": self.logprobs, "backend": self.backend}
         context, appended = self.context, self.appended
+        where: tuple[Any, ...]
         if context is None or appended is None:
-            tokens, lengths = pad_tokens(self.prompt_ids, self.lm.pad_token_id)
-            first, args = _prefill, (self._program_lm, jnp.asarray(tokens), jnp.asarray(lengths), *drawing)
+            first, where = _prefill, tuple(map(jnp.asarray, pad_tokens(self.prompt_ids, self.lm.pad_token_id)))
         else:
             held = context.tokens if self.sampling.repetition_penalty is not None else None
-            where = (held, appended.tokens, context.lengths, appended.lengths, context.prompt_lengths)
-            first, args = _resume, (self._program_lm, context.caches, *where, *drawing)
+            lengths = (context.lengths, appended.lengths, context.prompt_lengths)
+            first, where = _resume, (context.caches, held, appended.tokens, *lengths)
+        args = (self._program_lm, *where, *drawing)
         program, seconds = first.prepare(*args, **static)
         self.compile_seconds += seconds
         return program, args
