@@ -23,7 +23,7 @@ from tca_jax.engine.identity import describe_method
 from tca_jax.engine.layouts import CacheLayout, total_bytes
 from tca_jax.engine.lm import LM
 from tca_jax.engine.memory import require_room
-from tca_jax.engine.programs import Program
+from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.starting import open_caches, read_prompts
 from tca_jax.methods import BASELINE
@@ -208,6 +208,34 @@ def prefill(
     kernels = whole(backend)
     if context is not None:
         return _append(lm, prompts, context, kernels)
+    args = _reading(lm, prompts)
+    program, compiling = _read.prepare(*args, backend=kernels)
+    start = time.perf_counter()
+    caches, finite = jax.block_until_ready(program(*args))
+    seconds = time.perf_counter() - start
+    tokens, lengths = args[1:]
+    require_finite(lm, np.asarray(tokens), np.asarray(lengths), np.asarray(finite), "prompts")
+    return Context(caches, tokens, lengths, lengths, compiling, seconds, ContextIdentity.of(lm))
+
+
+def compile_prefill(lm: LM, prompts: Prompt | Sequence[Prompt], *, backend: str = "auto") -> Context:
+    """Compiles what `prefill(lm, prompts)` would, and reads nothing. Several threads may compile at once.
+
+    Returns:
+        A context whose caches are shapes without values: `generation.compile_generate` takes it, nothing else does.
+
+    Raises:
+        As `prefill`.
+    """
+    kernels = whole(backend)
+    args = _reading(lm, prompts)
+    program, seconds = _read.prepare(*args, backend=kernels)
+    caches, _ = results_of(program)
+    return Context(caches, args[1], args[2], args[2], seconds, 0.0, ContextIdentity.of(lm))
+
+
+def _reading(lm: LM, prompts: Prompt | Sequence[Prompt]) -> tuple[LM, Int[Array, "B L"], Int[Array, " B"]]:
+    """Arguments of the program that reads prompts, checked."""
     ids = encode_prompts(lm, prompts)
     for i, row in enumerate(ids):
         require_positions(f"prompts[{i}]", len(row), 0, lm)
@@ -215,13 +243,7 @@ def prefill(
     reader = lm.for_contexts()
     layouts = reader.cache_layouts(tokens.shape[0], tokens.shape[1], None)
     require_room(total_bytes(layouts, lm.config.head_dim, lm.decoder.dtype), f"contexts of {len(ids)} prompts")
-    args = (reader.for_programs(), jnp.asarray(tokens), jnp.asarray(lengths))
-    program, compiling = _read.prepare(*args, backend=kernels)
-    start = time.perf_counter()
-    caches, finite = jax.block_until_ready(program(*args))
-    seconds = time.perf_counter() - start
-    require_finite(lm, tokens, lengths, np.asarray(finite), "prompts")
-    return Context(caches, args[1], args[2], args[2], compiling, seconds, ContextIdentity.of(lm))
+    return reader.for_programs(), jnp.asarray(tokens), jnp.asarray(lengths)
 
 
 def _read_program(
