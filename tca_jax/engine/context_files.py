@@ -132,8 +132,8 @@ def _check_fields(metadata: Any, file: Path) -> None:
 
 def _layout(fields: Any, where: str) -> CacheLayout:
     regions = _made(Regions, _entry(fields, "regions", where), f"{where}.regions")
-    if not all(type(each) is int and each >= 0 for each in regions.capacities):
-        raise ValueError(f"{where}.regions.capacities = {regions.capacities!r}: must be integers from 0")
+    if not all(type(each) is int and 0 <= each < 2**31 for each in regions.capacities):
+        raise ValueError(f"{where}.regions.capacities = {regions.capacities!r}: must be integers in [0, 2^31)")
     layout: CacheLayout = _made(CacheLayout, fields, where, regions=regions)
     if layout.growth is not None:
         raise ValueError(f"{where}.growth: must be null, a context has none")
@@ -164,5 +164,7 @@ def _made(kind: Any, fields: Any, where: str, **parts: Any) -> Any:
         value = fields[name]
         if wanted in _JSON_TYPES and type(value) not in _JSON_TYPES[wanted]:  # type: a bool is no number
             raise ValueError(f"{where}.{name} = {value!r}: must be of type {wanted}")
+        if wanted == "int" and not 0 <= value < 2**31:
+            raise ValueError(f"{where}.{name} = {value}: must lie in [0, 2^31)")
     lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
     return kind(**{**fields, **lists, **parts})

@@ -186,7 +186,7 @@ def _tokenizer(lm: Encoder, argument: str) -> Any:
 def _tokenize(lm: Encoder, text: str, argument: str, **options: Any) -> list[int]:
     tokenizer = _tokenizer(lm, argument)
     try:
-        # verbose: it would warn of texts longer than its own limit, which is not the model's. Lengths are checked later.
+        # verbose: it would warn of texts longer than its own limit, not the model's. Lengths are checked later.
         ids = tokenizer(text, verbose=False, **options)["input_ids"]
     except BaseException as error:
         if not is_librarys(error):

@@ -1,4 +1,4 @@
-"""Damaged input meets the library as users run it: without the type checks of the other tests, which would come first."""
+"""Damaged input meets the library as users run it, without the type checks of other tests, which would come first."""
 
 import pytest
 from jaxtyping import config
