@@ -225,8 +225,9 @@ class Soak:
 def draw_shapes(labels: Sequence[str], lengths: Sequence[int], count: int, rng: random.Random) -> list[Shape]:
     """So many shapes at most, every method among them as far as they go, every other one over a context."""
     shapes: dict[Shape, None] = {}
-    for i, label in zip(range(count), itertools.cycle(labels), strict=False):
-        context = (i // len(labels) + i) % 2 == 1
+    for i in range(count):
+        round_of_all, place = divmod(i, len(labels))
+        label, context = labels[place], (round_of_all + place) % 2 == 1
         shape = Shape(
             method=label,
             tokens=bucket_length(rng.choice(list(lengths))),
@@ -411,9 +412,9 @@ def describe(lm: LM, shapes: int, seconds: float, failures: Sequence[str]) -> st
     came = "; ".join(failures) or "nothing failed"
     return (
         f"{lm.name}, {shapes} shapes of requests (method, lengths, batch, samples, settings, half of them over "
-        f"contexts), random lengths and numbers within each, {seconds:,.0f} s in all: {came}. `distinct programs` counts "
-        "the combinations that may compile; `compiled again` the requests for which something was compiled though their "
-        "combination had run before; `other answers` the repeats whose tokens were not those of the first time, "
-        "sampled ones too, which have a seed. Memory must not grow between the last two measurements, but for "
+        f"contexts), random lengths and numbers within each, {seconds:,.0f} s in all: {came}. `distinct programs` "
+        "counts the combinations that may compile; `compiled again` the requests for which something was compiled "
+        "though their combination had run before; `other answers` the repeats whose tokens were not those of the first "
+        "time, sampled ones too, which have a seed. Memory must not grow between the last two measurements, but for "
         "programs that are new."
     )

@@ -51,7 +51,7 @@ def test_a_command_killed_at_any_moment_leaves_the_old_result_or_the_new_one(nam
     assert whole.status == 0, whole.log
     new = read(whole.folder)
     assert new != old
-    assert sum(run.status == -1 for run in killed) >= 2 * RANDOM_KILLS, runs
+    assert sum(run.status == -1 for run in killed) >= RANDOM_KILLS, runs
     for run in killed:
         assert read(run.folder) in ([new] if run.status == 0 else [old, new]), run
     assert any(read(run.folder) == old for run in killed), "no kill came before the end"
