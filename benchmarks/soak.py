@@ -122,7 +122,7 @@ class Compilations:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._note)
 
-    def _note(self, event: str, duration: float, **_: Any) -> None:
+    def _note(self, event: str, duration_secs: float, **_: Any) -> None:
         self.count += event == _COMPILED
 
     def close(self) -> None:

@@ -60,6 +60,8 @@ def fuzz(
     """
     outcomes: collections.Counter[str] = collections.Counter()
     failures = []
+    restore(intact, folder)
+    use(folder)  # what is whole loads; and libraries are imported, which is nobody's hang
     for case in cases(default):
         restore(intact, folder)
         done = spoil(folder, random.Random(f"{kind} {case}"))
@@ -67,6 +69,7 @@ def fuzz(
         outcomes[outcome] += 1
         if problem:
             failures.append(f"{kind} {case}: {done}\n    {problem}")
+            print(failures[-1], flush=True)
     print(f"{kind}: {dict(outcomes)}")
     assert not failures, f"{len(failures)} of {len(cases(default))}\n" + "\n".join(failures)
     return outcomes
