@@ -18,7 +18,7 @@ from reliability.damage import damage, restore
 from tca_jax.cli.errors import users_message
 
 #: Cases of each kind; TCA_FUZZ=1000 runs the full number, TCA_FUZZ=500:1000 a part of it.
-DEFAULT_CASES = 25
+DEFAULT_CASES = 15
 _CASE_SECONDS = 30
 _NAMES = ("the tokenizer of ", "chat template")  # of what is used later, when no file is at hand
 _LONGEST = 15_000  # characters of a message: values are shown whole, and some of the absurd ones are long
