@@ -19,7 +19,7 @@ from tca_jax.engine.cache import LayerCache
 from tca_jax.engine.extending import align, extend, num_columns
 from tca_jax.engine.folding import fold, regions_after
 from tca_jax.engine.health import require_finite
-from tca_jax.engine.identity import describe_method
+from tca_jax.engine.identity import describe_method, unknown_types
 from tca_jax.engine.layouts import CacheLayout, total_bytes
 from tca_jax.engine.lm import LM
 from tca_jax.engine.memory import require_room
@@ -150,6 +150,11 @@ class Context:
                 "read the document with this model"
             )
         if made.method_description != own.method_description:
+            if unknown := unknown_types(made.method_description):
+                raise ValueError(
+                    f"context was made under method {made.method!r}, whose {unknown[0]} is not known here: the context "
+                    "may be of another version of tca_jax, or of code that is not imported; read the document again"
+                )
             options = " with other options or budgets" if made.method == own.method else ""
             raise ValueError(
                 f"context was made under method {made.method!r}{options}, and {own.model!r} runs under "
@@ -177,7 +182,8 @@ class Context:
         """Reads a saved context. Whether it belongs to a model and method is checked where it is used.
 
         Raises:
-            ValueError: there is none, or it is damaged or of a newer version; the message names the folder.
+            FileNotFoundError: `directory` does not exist.
+            ValueError: there is none in it, or it is damaged or of another version; the message names the folder.
         """
         from tca_jax.engine.context_files import load_context
 
