@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
@@ -82,9 +81,7 @@ def head_gates(profile: Profile) -> Float32[np.ndarray, "layers Hkv"]:
     return 1 - scores
 
 
-@functools.partial(
-    jax.jit, static_argnames=("graphdef", "observation", "tau1", "tau2"), donate_argnames=("x",)
-)
+@functools.partial(jax.jit, static_argnames=("graphdef", "observation", "tau1", "tau2"), donate_argnames=("x",))
 def _preference_layer(
     graphdef: Any,
     weights: Any,

@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.methods.base import Method
-from tca_jax.methods.checks import check_number
+from tca_jax.methods.checks import check_not_negative
 from tca_jax.methods.compression import PromptCompression
 from tca_jax.methods.full import FullPrefill
 from tca_jax.methods.observation import check_observation, observed_attention, pool
@@ -57,7 +57,7 @@ class CAKECache(PromptCompression):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("gamma", self.gamma, above=-1, at_most=1e9)
+        check_not_negative("gamma", self.gamma)
         check_observation(self.observation, self.kernel, self.window, at_least=_FEWEST)
 
     @property
@@ -105,8 +105,8 @@ def cake(
     Raises:
         ValueError: an option is not allowed.
     """
-    budget = (None, share) if share is not None else (capacity, None)
-    cache = CAKECache(*budget, window, block_size, _checked_preferences(preferences), gamma, observation, kernel)
+    weights = _checked_preferences(preferences)
+    cache = CAKECache(capacity, share, window, block_size, weights, gamma, observation, kernel)
     return Method("cake", FullPrefill(), cache)
 
 

@@ -28,9 +28,9 @@ class PromptCompression(CachePolicy):
 
     Attributes:
         capacity: Tokens of a prompt that a head holds, the window counted as `window` tokens (its left edge is on a
-            block boundary, so that up to `block_size` - 1 more are held); shorter prompts are held whole. None: `share`
-            is the budget.
-        share: Kept share of the tokens left of the window, in (0, 1]; None: `capacity` is the budget.
+            block boundary, so that up to `block_size` - 1 more are held); shorter prompts are held whole. None where
+            `share` is given.
+        share: Instead: kept share of the tokens left of the window, in (0, 1]; or None.
         window: Least number of local tokens, w, a multiple of `block_size`.
         block_size: Tokens in a block, b, a power of two.
     """
@@ -44,12 +44,13 @@ class PromptCompression(CachePolicy):
         check_geometry(self.block_size, self.window)
         if self.share is not None:
             check_number("share", self.share, above=0, at_most=1)
-        else:
-            check_integer("capacity", self.capacity, at_least=1)
-            if self.capacity <= self.window:  # type: ignore[operator]
-                raise ValueError(
-                    f"capacity = {self.capacity}: must be more than window = {self.window}, which it counts in"
-                )
+            object.__setattr__(self, "capacity", None)  # a budget that plays no part makes no other policy
+            return
+        check_integer("capacity", self.capacity, at_least=1)
+        if self.capacity is not None and self.capacity <= self.window:
+            raise ValueError(
+                f"capacity = {self.capacity}: must be more than window = {self.window}, which it counts in"
+            )
 
     @abc.abstractmethod
     def scores(

@@ -1,8 +1,8 @@
 """DuoAttention (arXiv 2410.10819): retrieval heads keep every token, streaming heads the sinks and the latest ones.
 
-A KV head is a retrieval head if its gate is among the highest. Gates are what the paper finds by optimisation, published
-as full_attention_heads.tsv; without them, 1 minus the probe score of the sparsest row does
-(`tca_jax.calibration.head_gates`): how much a head's answers need of what a small cache drops.
+A KV head is a retrieval head if its gate is among the highest. Gates are what the paper finds by optimisation,
+published as full_attention_heads.tsv; without them, 1 minus the probe score of the sparsest row does
+(`tca_jax.calibration.head_gates`): how much of what a small cache drops a head needs where it matters.
 
 Prompt queries of streaming heads see sinks and recent tokens too, as in the paper. What differs from its code: the left
 edge of the recent tokens is on a block boundary; gates that tie go by layer and head, not by random noise.

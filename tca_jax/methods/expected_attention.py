@@ -1,13 +1,15 @@
-"""Expected attention (arXiv 2510.00636): a head keeps what queries to come will attend to, as far as the prompt's tell.
+"""Expected attention (arXiv 2510.00636): a head keeps what queries to come will look at, as far as the prompt's tell.
 
-Queries before RoPE are taken for draws of a Gaussian, whose mean and covariance the prompt's queries give. Turned by the
-mean rotation of the next positions, they foretell a key's attention: exp(mu k / sqrt(d) + k^T cov k / (2 d)), normalised
-over the prompt, averaged over the group, times |v|. No single query decides, so the last ones weigh no more than others:
-ask of a context (`tca_jax.prefill`), and what is kept does not depend on the question at all. At the end of a prompt, a
-question's few queries count among those of the whole prompt.
+Queries before RoPE are taken for draws of a Gaussian, whose mean and covariance the prompt's queries give. Turned by
+the mean rotation of the next positions, they foretell a key's attention: exp(mu k / sqrt(d) + k^T cov k / (2 d)),
+normalised over the prompt, averaged over the group, times |v|. No single query decides, so the last ones weigh no more
+than others: ask of a context (`tca_jax.prefill`), and what is kept does not depend on the question at all. At the end
+of a prompt, a question's few queries count among those of the whole prompt.
 
-Follows the published code (NVIDIA/kvpress, `ExpectedAttentionPress`), whose defaults these are. What differs: the cache
-has a window here, so the last tokens stay whatever their scores, and the budget is of the tokens left of it.
+Follows the published code (NVIDIA/kvpress, `ExpectedAttentionPress`), whose defaults these are. The paper weighs by
+|W_o v| and deals a layer's budget out among its heads; that code takes |v| and the same budget for all. What differs
+from it: the cache has a window here, so the last tokens stay whatever their scores; the budget is of the tokens left of
+it; and what follows the prompt is never compressed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.methods.base import Frequencies, Method
-from tca_jax.methods.checks import check_integer, is_finite_number
+from tca_jax.methods.checks import check_integer, check_not_negative
 from tca_jax.methods.compression import PromptCompression
 from tca_jax.methods.full import FullPrefill
 from tca_jax.methods.tiles import concatenate_tiles, sum_tiles
@@ -43,7 +45,7 @@ class ExpectedAttentionCache(PromptCompression):
     future: int = 512
     sinks: int = 4
     epsilon: float = 0.0
-    frequencies: Frequencies | None = None
+    frequencies: Frequencies | None = dataclasses.field(default=None, repr=False)
 
     num_queries = None
 
@@ -51,8 +53,7 @@ class ExpectedAttentionCache(PromptCompression):
         super().__post_init__()
         check_integer("future", self.future, at_least=1)
         check_integer("sinks", self.sinks, at_least=0)
-        if not is_finite_number(self.epsilon) or self.epsilon < 0:
-            raise ValueError(f"epsilon = {self.epsilon!r}: must be a finite number of at least 0")
+        check_not_negative("epsilon", self.epsilon)
 
     def for_rope(self, frequencies: Frequencies | None) -> ExpectedAttentionCache:
         if frequencies is None:

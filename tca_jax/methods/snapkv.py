@@ -75,5 +75,5 @@ def snapkv(
     Raises:
         ValueError: an option is not allowed.
     """
-    cache = SnapKVCache(None if share is not None else capacity, share, window, block_size, observation, kernel, pooling)
+    cache = SnapKVCache(capacity, share, window, block_size, observation, kernel, pooling)
     return Method("snapkv", FullPrefill(), cache)
