@@ -194,7 +194,8 @@ class Method:
     def for_rope(self, frequencies: Frequencies | None) -> Method:
         """The method for a model whose RoPE turns by such frequencies; see `CachePolicy.for_rope`."""
         prefill, cache = self.prefill.for_rope(frequencies), self.cache.for_rope(frequencies)
-        return dataclasses.replace(self, prefill=prefill, cache=cache)
+        other = dataclasses.replace(self, prefill=prefill, cache=cache)
+        return self if other == self else other
 
     @property
     def prefill_reads_cache(self) -> bool:

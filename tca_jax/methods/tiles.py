@@ -12,8 +12,8 @@ from jaxtyping import Array, Int
 from tca_jax.pallas_kernels.integers import cdiv
 from tca_jax.pallas_kernels.numerics import varying_like
 
-# Prompts of 8,192 tokens and more are padded to multiples of it.
-_TILE = 1024
+# Most tokens of a tile: what 32 query heads make of one, d float32 numbers each, takes 128 MiB then.
+_TILE = 8192
 
 #: Takes the positions of a tile `[t]` and the tile of every array, `[B, t, ...]`.
 OfTile = Callable[..., Any]
@@ -51,7 +51,9 @@ def sum_tiles(of_tile: OfTile, *arrays: Array) -> Any:
 
 
 def _tile(length: int) -> int:
-    return max(1, min(_TILE, length))
+    """Tokens of a tile: equal ones, a power of two of them, as padded lengths divide by it."""
+    tiles = 1 << (cdiv(length, _TILE) - 1).bit_length()
+    return cdiv(length, tiles)
 
 
 def _at(of_tile: OfTile, arrays: tuple[Array, ...], start: Int[Array, ""], tile: int) -> Any:
