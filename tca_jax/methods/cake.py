@@ -9,8 +9,10 @@ What differs:
   it reads the later ones. Here a layer's cache has a size that is known before any data, so preferences are measured
   before, on texts of the user's (`tca_jax.calibration.layer_preferences`), and are the same for all prompts. It costs
   the adaption of layers to single prompts; the tokens within a layer are chosen from the prompt as in the paper.
-- What passes a layer's tokens. The code deals it out among the other layers once and cuts off what is then too much;
-  here, until it all is placed.
+- What passes a layer's tokens. The code deals it out among the other layers once and cuts off what is then too much.
+  Here a `share` is dealt out until all is placed. Of a `capacity` it is left over: the tokens that a layer keeps of a
+  short prompt must not depend on the longer ones beside it in a batch, nor may a long prompt's cache have room for what
+  a layer would take of a short one.
 - While decoding. The code goes on evicting, so that budgets stay what they are after the prompt; here tokens behind the
   prompt stay.
 - The window. There, the last `observation` tokens stay; here at least `window`, with the left edge on a block boundary.
@@ -41,7 +43,8 @@ _FEWEST = 2
 class CAKECache(PromptCompression):
     """The window and the tokens of the highest mean + gamma variance, in some layers more than in others.
 
-    `capacity` and `share` are means over the layers.
+    `capacity` and `share` are means over the layers. Under a capacity, a layer holds prompts whole that are shorter
+    than its own.
 
     Attributes:
         preferences: Of every layer, not negative.
@@ -65,7 +68,12 @@ class CAKECache(PromptCompression):
         return self.observation
 
     def num_kept(self, layer: int, max_blocks: int) -> Int[np.ndarray, " N"]:
-        return _budget_table(self.preferences, tuple(self.mean_kept(max_blocks).tolist()), self.block_size)[:, layer]
+        if self.capacity is None:
+            mean = tuple(self.mean_kept(max_blocks).tolist())
+            return _budget_table(self.preferences, mean, self.block_size)[:, layer]
+        total = (self.capacity - self.window) * len(self.preferences)
+        budget = layer_budgets(np.asarray(self.preferences), total, most=total)[layer]
+        return np.minimum(budget, np.arange(max_blocks + 1) * self.block_size)
 
     def scores(self, layer: int, q: Array, k: Array, v: Array, lengths: Array) -> Float32[Array, "B Hkv L"]:
         def indicator(attention: Float32[Array, "B Hkv G O t"]) -> Float32[Array, "B Hkv G t"]:

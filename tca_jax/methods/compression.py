@@ -48,9 +48,7 @@ class PromptCompression(CachePolicy):
             return
         check_integer("capacity", self.capacity, at_least=1)
         if self.capacity is not None and self.capacity <= self.window:
-            raise ValueError(
-                f"capacity = {self.capacity}: must be more than window = {self.window}, which it counts in"
-            )
+            raise ValueError(f"capacity = {self.capacity}: must be more than window = {self.window}, which counts in")
 
     @abc.abstractmethod
     def scores(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ from tca_jax.methods.checks import check_integer
 from tca_jax.methods.tiles import concatenate_tiles
 from tca_jax.pallas_kernels.numerics import scaled_scores
 
-#: Mean or maximum over a token and its neighbours.
-Pooling = Literal["avg", "max"]
+#: What scores may be pooled by: the mean or the maximum over a token and its neighbours.
+POOLINGS = ("avg", "max")
 
 
 def check_observation(observation: Any, kernel: Any, window: int, *, at_least: int = 1) -> None:
@@ -28,9 +28,9 @@ def check_observation(observation: Any, kernel: Any, window: int, *, at_least: i
 
 
 def check_pooling(pooling: Any) -> None:
-    """Raises ValueError unless it is a `Pooling`."""
-    if pooling not in get_args(Pooling):
-        raise ValueError(f"pooling = {pooling!r}: must be one of {list(get_args(Pooling))}")
+    """Raises ValueError unless it is one of `POOLINGS`."""
+    if pooling not in POOLINGS:
+        raise ValueError(f"pooling = {pooling!r}: must be one of {list(POOLINGS)}")
 
 
 def observed_attention(
@@ -74,13 +74,13 @@ def observed_attention(
     return concatenate_tiles(reduced, k)
 
 
-def pool(x: Float32[Array, "*lead L"], kernel: int, pooling: Pooling = "avg") -> Float32[Array, "*lead L"]:
+def pool(x: Float32[Array, "*lead L"], kernel: int, pooling: str = "avg") -> Float32[Array, "*lead L"]:
     """Mean or maximum over `kernel` centred neighbours; what lies past either end counts as 0.
 
     Args:
         x: Not negative.
         kernel: Neighbours, odd.
-        pooling: "avg" divides by `kernel` everywhere, as torch's default does.
+        pooling: One of `POOLINGS`; "avg" divides by `kernel` everywhere, as torch's default does.
     """
     sizes = (1,) * (x.ndim - 1) + (kernel,)
     steps = (1,) * x.ndim

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float32
 from tca_jax.methods.base import Method
 from tca_jax.methods.compression import PromptCompression
 from tca_jax.methods.full import FullPrefill
-from tca_jax.methods.observation import Pooling, check_observation, check_pooling, observed_attention, pool
+from tca_jax.methods.observation import check_observation, check_pooling, observed_attention, pool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SnapKVCache(PromptCompression):
 
     observation: int = 32
     kernel: int = 5
-    pooling: Pooling = "avg"
+    pooling: str = "avg"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,7 +56,7 @@ def snapkv(
     share: float | None = None,
     observation: int = 32,
     kernel: int = 5,
-    pooling: Pooling = "avg",
+    pooling: str = "avg",
     window: int = 128,
     block_size: int = 128,
 ) -> Method:

@@ -1,6 +1,6 @@
 """What is measured of a model for CAKE and DuoAttention, before any prompt."""
 
-import compression
+import compressing
 import numpy as np
 import pytest
 from tiny import random_prompt, tiny_lm
@@ -18,8 +18,8 @@ def test_preferences_are_the_mean_share_of_each_layer_over_texts(lm):
     texts = [random_prompt(0, 40), random_prompt(1, 64)]
     shares = []
     for ids in texts:
-        inputs = compression.full_attention_inputs(lm, ids)
-        layers = np.array([compression.cake_preference(q, k, 8, 1.5, 0.6) for q, k, _ in inputs])
+        inputs = compressing.full_attention_inputs(lm, ids)
+        layers = np.array([compressing.cake_preference(q, k, 8, 1.5, 0.6) for q, k, _ in inputs])
         shares.append(layers / layers.sum())
     found = layer_preferences(lm, texts, observation=8, tau1=1.5, tau2=0.6)
     np.testing.assert_allclose(found, np.mean(shares, axis=0), rtol=2e-3)

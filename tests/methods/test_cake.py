@@ -1,6 +1,6 @@
 """CAKE's layer budgets and preferences; tests/methods/test_compression.py has its selection."""
 
-import compression
+import compressing
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,8 +19,13 @@ def test_budgets_of_layers_spend_the_total_within_what_layers_hold(preferences, 
     assert budgets.sum() == total
     assert (budgets >= 0).all()
     assert (budgets <= most).all()
-    by_preference = budgets[np.argsort(preferences, kind="stable")]
-    assert (np.diff(by_preference) >= -1).all()  # -1: what the division leaves goes to the first layers
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40).filter(any), st.integers(0, 500), st.floats(0, 1))
+def test_a_layer_of_higher_preference_never_gets_less(preferences, most, share):
+    preferences = np.array(sorted(preferences, reverse=True))
+    budgets = layer_budgets(preferences, int(share * most * len(preferences)), most)
+    assert (np.diff(budgets) <= 0).all()
 
 
 def test_budgets_are_in_proportion_until_a_layer_is_full():
@@ -38,28 +43,36 @@ def test_preferences_equal_the_oracle(heads, kv_heads, tau1, tau2):
     queries = observed_queries(q, lengths, 8)
     found = layer_preference(*map(jnp.asarray, (queries, k, np.array(lengths))), tau1, tau2)
     wanted = [
-        compression.cake_preference(*(x[row, :length].astype(np.float64) for x in (q, k)), 8, tau1, tau2)
+        compressing.cake_preference(*(x[row, :length].astype(np.float64) for x in (q, k)), 8, tau1, tau2)
         for row, length in enumerate(lengths)
     ]
     np.testing.assert_allclose(found, wanted, rtol=1e-3)
 
 
-def test_layers_of_higher_preference_hold_more_and_the_mean_is_the_capacity():
+def test_layers_hold_their_part_of_the_capacity_and_shorter_prompts_whole():
     policy = methods.get("cake", preferences=[1, 2, 3, 0], capacity=1128).cache
-    for tokens in (128, 700, 5000, 32768):
-        held = [policy.capacities(layer, tokens) for layer in range(4)]
+    for tokens in (128, 700, 1500, 5000, 32768):
         ranked = max(0, tokens // 128 - 1) * 128
-        assert np.mean(held) == min(1000, ranked)
-        assert held[3] <= held[0] <= held[1] <= held[2] <= ranked
+        held = [policy.capacities(layer, tokens) for layer in range(4)]
+        assert held == [min(part, ranked) for part in (667, 1333, 2000, 0)]
+
+
+def test_layers_hold_their_part_of_a_share_at_every_length():
+    policy = methods.get("cake", preferences=[1, 2, 3, 0], share=0.5).cache
+    for blocks in (1, 7, 250):
+        held = [policy.num_kept(layer, blocks)[-1] for layer in range(4)]
+        assert sum(held) == 4 * 64 * blocks  # what passes the third layer's tokens goes to the others
+        assert held[2] == 128 * blocks
+        assert held[3] < held[0] < held[1]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"preferences": [[1.0]]}, r"preferences has shape \(1, 1\)"),
+        ({"preferences": np.ones((1, 1))}, r"preferences has shape \(1, 1\)"),
         ({"preferences": [0, 0]}, r"preferences = \[0, 0\]: must be finite, not negative, and not all 0"),
         ({"preferences": [1, -1]}, r"must be finite, not negative"),
-        ({"preferences": ["a"]}, r"preferences has shape \(1,\), dtype <U1: must be numbers"),
+        ({"preferences": np.array(["a"])}, r"preferences has shape \(1,\), dtype <U1: must be numbers"),
         ({"preferences": [1], "observation": 1}, r"observation = 1: must be an integer of at least 2"),
         ({"preferences": [1], "gamma": -2.0}, r"gamma = -2.0: must be a finite number of at least 0"),
     ],

@@ -1,6 +1,6 @@
 """Policies that compress a prompt once, against naive float64 oracles, from scores to answers."""
 
-import compression
+import compressing
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,17 +26,17 @@ EXPECTED = {"future": 20, "sinks": 3, **GEOMETRY}
 
 
 def snapkv_oracle(q, k, v, kernel=5, pooling="avg"):
-    return compression.snapkv_scores(q, k, 8, kernel, pooling)
+    return compressing.snapkv_scores(q, k, 8, kernel, pooling)
 
 
 def cake_oracle(q, k, v, gamma=200.0, kernel=5):
-    return compression.cake_scores(q, k, 8, kernel, gamma)
+    return compressing.cake_scores(q, k, 8, kernel, gamma)
 
 
 def expected_oracle(q, k, v, **options):
-    before_rope = np.stack([x @ compression.rotation(i, FREQUENCIES) for i, x in enumerate(q)])  # R^-1 = R^T
+    before_rope = np.stack([x @ compressing.rotation(i, FREQUENCIES) for i, x in enumerate(q)])  # R^-1 = R^T
     options = {"future": 20, "sinks": 3, "epsilon": 0.0, **options}
-    return compression.expected_attention_scores(before_rope, k, v, FREQUENCIES, **options)
+    return compressing.expected_attention_scores(before_rope, k, v, FREQUENCIES, **options)
 
 
 MEMBERS = [
@@ -82,7 +82,7 @@ def test_selections_equal_the_oracle_in_ragged_batches_of_any_group(name, base, 
         finite = np.isfinite(wanted)
         np.testing.assert_allclose(scores[row][:, :ranked][finite], wanted[finite], rtol=2e-4, atol=1e-9)
         for head in range(kv_heads):
-            best = compression.highest(wanted[head], budgets[ranked // B], ranked)
+            best = compressing.highest(wanted[head], budgets[ranked // B], ranked)
             assert set(np.flatnonzero(marks[row, head]).tolist()) == best
 
 
@@ -101,11 +101,11 @@ def test_a_factor_in_the_rotation_changes_nothing_but_the_queries_length():
     rng = np.random.default_rng(0)
     before, k, v = (rng.standard_normal((64, heads, 16)) for heads in (4, 2, 2))
     factor = 1.3  # YaRN's
-    q = np.stack([x @ compression.rotation(i, FREQUENCIES, factor).T for i, x in enumerate(before)])
+    q = np.stack([x @ compressing.rotation(i, FREQUENCIES, factor).T for i, x in enumerate(before)])
     policy = cache_of("expected-attention", {**EXPECTED, "share": 0.5})
     operands = [x[None].astype(np.float32) for x in (q, k, v)]
     scores, _ = kept_by(policy, *operands, (64,))
-    wanted = compression.expected_attention_scores(
+    wanted = compressing.expected_attention_scores(
         before, k, v, FREQUENCIES, future=20, sinks=3, epsilon=0.0, factor=factor
     )
     np.testing.assert_allclose(scores[0, :, 3:48], wanted[:, 3:48], rtol=2e-4)
@@ -140,7 +140,7 @@ def test_top_tokens_are_exact_with_ties_to_the_lower_position(seed):
     ranked, counts = np.array([50, 33, 0, 20]), np.array([17, 40, 3, 0])
     marks = np.asarray(top_tokens(*map(jnp.asarray, (scores, ranked, counts))))
     for row, head in np.ndindex(4, 3):
-        best = compression.highest(scores[row, head], min(counts[row], ranked[row]), ranked[row])
+        best = compressing.highest(scores[row, head], min(counts[row], ranked[row]), ranked[row])
         assert set(np.flatnonzero(marks[row, head]).tolist()) == best
 
 
@@ -154,10 +154,10 @@ def rules(model, oracle, prompt):
     policy, length = model.method.cache, len(prompt)
     ranked = max(0, length // B - W // B)
     kept = {}
-    for layer, inputs in enumerate(compression.full_attention_inputs(model, prompt)):
+    for layer, inputs in enumerate(compressing.full_attention_inputs(model, prompt)):
         scores = oracle(*inputs) if ranked else np.zeros((CONFIG.num_kv_heads, 0))
         for head, of_head in enumerate(scores):
-            kept[layer, head] = compression.highest(of_head, policy.num_kept(layer, ranked)[ranked], ranked * B)
+            kept[layer, head] = compressing.highest(of_head, policy.num_kept(layer, ranked)[ranked], ranked * B)
     return lambda layer, head, position: kept[layer, head] | set(range(ranked * B, position + 1))
 
 
@@ -192,7 +192,6 @@ PAIRS = {
     "tca+expected-attention": {"tca": TCA, "expected-attention": {**EXPECTED, "share": 0.2}},
     "streaming+duoattention": {"streaming": {"sinks": 3, **GEOMETRY}, "duoattention": DUO},
     "duoattention+snapkv": {"duoattention": DUO, "snapkv": {**SNAPKV, "share": 0.2}},
-    "snapkv+tca": {"snapkv": SNAPKV, "tca": TCA},
 }
 
 

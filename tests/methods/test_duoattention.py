@@ -80,7 +80,7 @@ def test_what_is_not_allowed_is_named(tmp_path):
     with pytest.raises(FileNotFoundError):
         methods.get("duoattention", gates=tmp_path / "none.tsv")
     with pytest.raises(ValueError, match=r"gates has shape \(2,\): must be \[layers, H_kv\]"):
-        methods.get("duoattention", gates=[1.0, 0.0])
+        methods.get("duoattention", gates=np.array([1.0, 0.0]))
     with pytest.raises(ValueError, match=r"gates: must be numbers \[layers, H_kv\]"):
         methods.get("duoattention", gates=[[1.0], [0.0, 1.0]])
     with pytest.raises(ValueError, match=r"share = 0: must lie in \(0, 1\]"):

@@ -67,9 +67,9 @@ def test_a_registered_method_is_found_by_name(registry):
         (lambda: methods.get("cake"), r"options of method 'cake': missing a required argument: 'preferences'"),
         (
             lambda: methods.get("snapkv", capacity=128),
-            r"capacity = 128: must be more than window = 128, which count",
+            r"capacity = 128: must be more than window = 128, which counts in",
         ),
-        (lambda: methods.get("snapkv", capacity=2.5), r"capacity = 2.5: must be an integer of at least 1"),
+        (lambda: methods.get("snapkv", capacity=0), r"capacity = 0: must be an integer of at least 1"),
         (lambda: methods.get("snapkv", share=1.5), r"share = 1.5: must lie in \(0, 1\]"),
         (lambda: methods.get("snapkv", observation=129), r"observation = 129: must be at most window = 128, whose"),
         (lambda: methods.get("snapkv", kernel=4), r"kernel = 4: must be odd"),
