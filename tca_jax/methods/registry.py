@@ -71,6 +71,27 @@ def get(name: str, **options: Any) -> Method:
     return Method(name, prefill.prefill, cache.cache)
 
 
+def parameters(name: str) -> dict[str, bool]:
+    """Options of a registered method, and whether each is required.
+
+    Raises:
+        ValueError: the name is unknown (with the known ones).
+    """
+    if name not in _FACTORIES:
+        raise ValueError(f"method {name!r} is not registered: must be one of {list(names())}")
+    given = inspect.signature(_FACTORIES[name]).parameters.values()
+    return {each.name: each.default is each.empty for each in given if each.kind is not each.VAR_KEYWORD}
+
+
+def option_names(name: str) -> tuple[str, ...]:
+    """Names of the options of a registered method.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    return tuple(parameters(name))
+
+
 def configured(config: Configuration, candidates: Any, prefill_candidates: Any = None) -> Method:
     """The method of a configuration under calibrated budgets, as a profile holds both.
 
