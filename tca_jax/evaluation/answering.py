@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from tca_jax.engine.buckets import bucket_length
-from tca_jax.engine.contexts import prefill
-from tca_jax.engine.generation import generate
+from tca_jax.engine.contexts import Context, prefill
+from tca_jax.engine.generation import Output, output_of
 from tca_jax.engine.layouts import total_bytes
 from tca_jax.engine.lm import LM
 from tca_jax.engine.memory import memory_bytes
+from tca_jax.engine.request import Request
+from tca_jax.engine.sampling import Sampling
 from tca_jax.evaluation.samples import Sample, Task
 from tca_jax.methods import BASELINE
 
 #: Without its first words given, an answer has room for as many tokens as these take, and for this many more.
 PREAMBLE_TOKENS = 64
+# Room in the caches for answers, at least: answers of all tasks run the programs of a few sizes, and end earlier.
+_LEAST_ROOM = 128
+_LEAST_ROOM_BEHIND_A_QUESTION = 256
+_STRIDE = 16  # tokens between looks for stop strings
 _CACHE_SHARE = 0.25  # of the memory, for the caches of a batch: weights, activations and the prefill's copies need more
 
 
@@ -92,14 +98,16 @@ def answer(
         for sample in samples
     ]
     tokens = [len(document) + len(question) for document, question in prompts]
-    room = answer_room(lm, task, samples, protocol, max(tokens))
+    limit = most_new_tokens(lm, task, samples, protocol)
+    limit = max(1, min(limit, lm.config.max_context - max(tokens)))
+    room = answer_room(protocol, limit, lm.config.max_context - max(tokens))
     rows = safe_batch(lm, max(tokens), room, min(batch, len(samples)))
     order = sorted(range(len(samples)), key=tokens.__getitem__)  # so that those of one bucket come together
     texts, new_tokens, calls = [""] * len(samples), [0] * len(samples), []
     for first in range(0, len(order), rows):
         chosen = order[first : first + rows]
         filled = chosen + [chosen[-1]] * (rows - len(chosen))  # a batch of the same shape: nothing is compiled for it
-        call = _ask(lm, task, [prompts[i] for i in filled], room)
+        call = _ask(lm, task, [prompts[i] for i in filled], limit, room)
         for place, text, count in zip(chosen, call.texts, call.new_tokens, strict=False):
             texts[place], new_tokens[place] = text, count
         calls.append(call)
@@ -118,14 +126,18 @@ def answer(
     )
 
 
-def answer_room(lm: LM, task: Task, samples: Sequence[Sample], protocol: str, prompt_tokens: int) -> int:
-    """Most new tokens of an answer: the task's own, and without its first words given room for these and more."""
-    room = task.new_tokens
-    if protocol != "prefix":
-        given = (sample.prompts["prefix"] for sample in samples)
-        leads = {prompt.lead for prompt in given if prompt.lead}
-        room += PREAMBLE_TOKENS + max((len(lm.tokenizer(lead)["input_ids"]) for lead in leads), default=0)
-    return max(1, min(room, lm.config.max_context - prompt_tokens))
+def most_new_tokens(lm: LM, task: Task, samples: Sequence[Sample], protocol: str) -> int:
+    """Most new tokens of an answer: the task's own, and without its first words given as many as these and more."""
+    if protocol == "prefix":
+        return task.new_tokens
+    leads = {lead for sample in samples if (lead := sample.prompts["prefix"].lead)}
+    return task.new_tokens + PREAMBLE_TOKENS + max((len(lm.tokenizer(lead)["input_ids"]) for lead in leads), default=0)
+
+
+def answer_room(protocol: str, limit: int, positions: int) -> int:
+    """Tokens that caches have room for behind a prompt: a power of two for answers of `limit`, within the positions."""
+    least = _LEAST_ROOM if protocol == "prefix" else _LEAST_ROOM_BEHIND_A_QUESTION
+    return max(1, min(max(least, 1 << (limit - 1).bit_length()), positions))
 
 
 def safe_batch(lm: LM, prompt_tokens: int, new_tokens: int, most: int) -> int:
@@ -138,15 +150,14 @@ def safe_batch(lm: LM, prompt_tokens: int, new_tokens: int, most: int) -> int:
     return max(1, min(most, int(_CACHE_SHARE * memory / each)))
 
 
-def _ask(lm: LM, task: Task, prompts: Sequence[tuple[list[int], list[int]]], room: int) -> _Call:
+def _ask(lm: LM, task: Task, prompts: Sequence[tuple[list[int], list[int]]], limit: int, room: int) -> _Call:
     documents, questions = map(list, zip(*prompts, strict=True))
-    stopping = {"stop": task.stop, "min_new_tokens": 1} if task.stop else {}
     if not any(questions):
-        out, read_seconds, compiling = generate(lm, documents, max_new_tokens=room, **stopping), 0.0, 0.0
+        out, read_seconds, compiling = _generate(lm, task, documents, None, limit, room), 0.0, 0.0
     else:
         context = prefill(lm, documents)
         read_seconds, compiling = context.prefill_seconds, context.compile_seconds
-        out = generate(lm, questions, context=context, max_new_tokens=room, **stopping)
+        out = _generate(lm, task, questions, context, limit, room)
     return _Call(
         texts=out.text,
         new_tokens=out.stats.new_tokens,
@@ -159,5 +170,26 @@ def _ask(lm: LM, task: Task, prompts: Sequence[tuple[list[int], list[int]]], roo
     )
 
 
-def _mean(values) -> float:  # type: ignore[no-untyped-def]
+def _generate(lm: LM, task: Task, prompts: list[list[int]], context: Context | None, limit: int, room: int) -> Output:
+    """`generate`, with room for more tokens than are made."""
+    request = Request.create(
+        lm,
+        prompts,
+        context,
+        max_new_tokens=room,
+        min_new_tokens=1 if task.stop else 0,
+        sampling=Sampling(),
+        seed=0,
+        stop=task.stop,
+        stop_token_ids=None,
+        backend="auto",
+    )
+    state = request.start()
+    while not request.is_finished(state) and int(state.step) < limit:
+        left = limit - int(state.step)
+        state = request.advance(state, min(_STRIDE, left) if task.stop else left)
+    return output_of(request, state)
+
+
+def _mean(values: Iterable[float]) -> float:
     return float(np.mean(list(values)))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tca_jax.engine.frames import Frame
 from tca_jax.engine.prompts import Encoder, encode_verbatim
-
-if TYPE_CHECKING:
-    from tca_jax.evaluation.sources import Sources
+from tca_jax.evaluation.sources import Sources
 
 #: "prefix": the prompt ends with the answer's first words. "preamble": with the question. "late": the question is asked
 #: of a context that was read without it.

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,11 @@ class Sources:
             ValueError: the file is not what `essays` takes.
         """
         return corpus("held-out").decode("ascii") if self.essays is None else _read_text(self.essays, "--essays")
+
+    @functools.cached_property
+    def essay_words(self) -> list[str]:
+        """Its words; line breaks and spaces count alike."""
+        return re.sub(r"\s+", " ", self.essay_text).split(" ")
 
     @functools.cached_property
     def user_text(self) -> str:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Protocol
 
 from tca_jax.evaluation.samples import DoesNotFit, Drawing, Sample
 
-
-class Maker(Protocol):
-    """Makes a sample, its number `index`, with a haystack of `size` pieces (sentences, words, documents)."""
-
-    def __call__(self, rng: random.Random, size: int, index: int) -> Sample: ...
+#: make(rng, size, index): sample number `index` with a haystack of `size` pieces (sentences, words, documents).
+Maker = Callable[[random.Random, int, int], Sample]
 
 
 def draw_fitted(drawing: Drawing, name: str, make: Maker, *, new_tokens: int, least: int) -> list[Sample]:

@@ -54,7 +54,7 @@ class Needles:
 
     def draw(self, drawing: Drawing, new_tokens: int) -> list[Sample]:
         """Samples; see `draw_fitted`."""
-        essay = re.sub(r"\s+", " ", drawing.sources.essay_text).split(" ") if self.haystack == "essay" else []
+        essay = drawing.sources.essay_words if self.haystack == "essay" else []
 
         def make(rng: random.Random, size: int, index: int) -> Sample:
             return self._make(rng, size, drawing, essay)
