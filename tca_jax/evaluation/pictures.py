@@ -34,7 +34,7 @@ def draw_pictures(records: Sequence[Record], folder: Path) -> list[Path]:
     Returns:
         The files.
     """
-    asked = [record for record in records if record["protocol"] in PROTOCOLS]
+    asked = _comparable([record for record in records if record["protocol"] in PROTOCOLS])
     pictures = {
         "bytes.png": _against_cost(asked, held_share, "KV cache held, of full attention's bytes", percent=True),
         "first-token.png": _against_cost(asked, _prefill_seconds, "seconds to the first token, a prompt"),
@@ -100,7 +100,7 @@ def _against_depth(records: Sequence[Record]) -> Figure | None:
     protocols = _protocols(placed)
     if not protocols:
         return None
-    figure, panels = _panels(protocols)
+    figure, panels = _panels(protocols, "facts found")
     middles = (np.arange(_DEPTHS) + 0.5) / _DEPTHS
     for protocol, axes in zip(protocols, panels, strict=True):
         for method, style in _styles(placed).items():
@@ -149,7 +149,16 @@ def _curve(records: Sequence[Record]) -> np.ndarray | None:
     return np.mean(curves, axis=0) if curves else None
 
 
-def _panels(protocols: Sequence[str]) -> tuple[Figure, list[Axes]]:
+def _comparable(records: Sequence[Record]) -> list[Record]:
+    """Those of tasks that every method has at every length, so that means are of the same tasks; all where none is."""
+    tasks: dict[tuple[str, int, str], set[str]] = {}
+    for record in records:
+        tasks.setdefault((record["method"], record["length"], record["protocol"]), set()).add(record["task"])
+    common = set.intersection(*tasks.values()) if tasks else set()
+    return [record for record in records if record["task"] in common or not common]
+
+
+def _panels(protocols: Sequence[str], label: str = "score, mean of tasks") -> tuple[Figure, list[Axes]]:
     """One panel a protocol, side by side."""
     figure = Figure(figsize=(_WIDTH * len(protocols) + 1.6, _HEIGHT), dpi=_DPI, layout="constrained")
     panels = list(np.atleast_1d(figure.subplots(1, len(protocols), sharey=True)))
@@ -158,7 +167,7 @@ def _panels(protocols: Sequence[str]) -> tuple[Figure, list[Axes]]:
         axes.grid(alpha=0.3)
         axes.set_ylim(-3, 103)
         axes.yaxis.set_major_formatter(PercentFormatter(100))
-    panels[0].set_ylabel("score, mean of tasks")
+    panels[0].set_ylabel(label)
     return figure, panels
 
 

@@ -49,9 +49,7 @@ class Results:
         """
         path = self.folder / CONFIG
         if not path.exists() and self.folder.is_dir() and any(self.folder.iterdir()):
-            raise ValueError(
-                f"--out {self.folder} is not empty and holds no {CONFIG}: it must be new or of an evaluation"
-            )
+            raise ValueError(f"--out {self.folder} holds files but no {CONFIG}: must be new, or of an evaluation")
         held = read_json(path) if path.exists() else {}
         if held:
             self._require_same(held, config)

@@ -75,15 +75,16 @@ def _question_tables(records: Sequence[Record], title: str, explained: str) -> l
         mean = [found[method, task]["score"] for task in everywhere]
         name = method + (_OWN_BUDGET if any(r["own_budget"] for r in own) else "")
         rows.append([name, f"{np.mean(mean):.1f}" if mean else _NONE, *_costs(own)])
-    heads = [compared, "KV bytes", "prefill (s)", "ms a token", "batch"]
+    heads = [compared, "KV bytes", "prefill (s)", "from the question (s)", "ms a token", "batch"]
     return [*lines, *_markdown(["method", *heads], rows)]
 
 
 def _costs(records: Sequence[Record]) -> list[str]:
-    """Bytes held, seconds to the first token of a prompt, and of a further step."""
-    prefill, step = (np.mean([r[name] for r in records]) for name in ("prefill_seconds", "seconds_per_token"))
-    batch = max(r["batch"] for r in records)
-    return [f"{held_share(records):.1%}", f"{prefill:.3g}", f"{1000 * step:.3g}", str(batch)]
+    """Bytes held, seconds to the first token of a prompt, from the question alone, and of a further step; the batch."""
+    names = ("prefill_seconds", "question_seconds", "seconds_per_token")
+    prefill, question, step = (np.mean([record[name] for record in records]) for name in names)
+    batch = max(record["batch"] for record in records)
+    return [f"{held_share(records):.1%}", f"{prefill:.3g}", f"{question:.3g}", f"{1000 * step:.3g}", str(batch)]
 
 
 def held_share(records: Iterable[Record]) -> float:
@@ -116,7 +117,8 @@ def _text_tables(records: Sequence[Record], length: int) -> list[str]:
 def _notes(records: Sequence[Record], skipped: Sequence[str]) -> list[str]:
     """What marks mean, and what is not there."""
     substitutes = sorted({f"{name}: {label}" for r in records for name, label in r["substitutes"].items()})
-    own = sorted({f"{r['method']}, {r['length']:,} tokens: {r['budget']}" for r in records if r["own_budget"]})
+    own_budgets = sorted({(r["method"], r["length"], r["budget"]) for r in records if r["own_budget"]})
+    own = [f"{method}, {length:,} tokens: {budget}" for method, length, budget in own_budgets]
     lines = []
     if substitutes:
         lines += [
