@@ -97,9 +97,8 @@ def test_a_run_that_is_killed_loses_no_finished_task_and_goes_on():
 
 
 def test_a_substitute_is_said_to_be_one():
-    result = run(
-        "model", "--methods=tca", "--profile=profile", "--tasks=loss", "--lengths=128", "--samples=1", "--out=sub"
-    )
+    small = ["--tasks=loss", "--lengths=128", "--samples=1", "--out=sub"]
+    result = run("model", "--methods=tca", "--profile=profile", *small)
     assert result.exit_code == 0, result.output
     assert "## loss †, 128 tokens" in result.stdout
     assert re.search(r"^- text: the source of Python [\d.]+'s standard library$", result.stdout, re.MULTILINE)
@@ -128,7 +127,7 @@ def test_a_substitute_is_said_to_be_one():
 )
 def test_what_cannot_be_run_is_refused_in_one_line(args, message):
     assert message in error("model", "--methods=full", "--out=refused", *args)
-    assert not list(Path("refused").glob("results"))
+    assert not Path("refused").exists()
 
 
 def test_of_a_suite_what_cannot_be_run_is_left_out_and_said():

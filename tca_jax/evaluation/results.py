@@ -47,17 +47,21 @@ class Results:
         Raises:
             ValueError: the folder belongs to another configuration, with the difference; or its file is damaged.
         """
-        path = self.folder / CONFIG
-        if not path.exists() and self.folder.is_dir() and any(self.folder.iterdir()):
-            raise ValueError(f"--out {self.folder} holds files but no {CONFIG}: must be new, or of an evaluation")
-        held = read_json(path) if path.exists() else {}
-        if held:
-            self._require_same(held, config)
+        held = self.require_same(config)
         merged = {**config, **{name: {**held.get(name, {}), **config[name]} for name in _GROWING}}
         if merged != held:
-            write_json(path, merged)
+            write_json(self.folder / CONFIG, merged)
 
-    def _require_same(self, held: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    def require_same(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The configuration of the folder, empty where it is new; raises as `open` does, and writes nothing."""
+        path = self.folder / CONFIG
+        if not path.exists():
+            # What a run that was killed has left under a name that begins with a dot is in nobody's way.
+            if self.folder.is_dir() and any(not each.name.startswith(".") for each in self.folder.iterdir()):
+                raise ValueError(f"--out {self.folder} holds files but no {CONFIG}: must be new, or of an evaluation")
+            return {}
+        held = read_json(path)
+
         def refuse(what: str, there: Any, here: Any) -> None:
             raise ValueError(
                 f"--out {self.folder} was made with {what} = {_shown(there)}, this run has {_shown(here)}: "
@@ -72,6 +76,7 @@ class Results:
                 there = held.get(group, {}).get(name, value)
                 if there != value:
                     refuse(f"{group}[{name}]", there, value)
+        return held
 
     @property
     def config(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def run_plan(
     Raises:
         ValueError: the folder is of another configuration, or a method cannot be made; nothing was compiled then.
     """
-    results.open(_config(plan, builder.lm, {}))  # before a method looks at text, which compiles
+    results.require_same(_config(plan, builder.lm, {}))  # before a method looks at text, which compiles
     built = {spec.label: builder.build(spec) for spec in plan.methods}
     results.open(_config(plan, builder.lm, built))
     tasks = {task.name: task for task, _ in plan.tasks}

@@ -51,6 +51,15 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
         Results(tmp_path).open(CONFIG)
 
 
+def test_what_a_killed_run_has_left_unfinished_is_in_nobodys_way(tmp_path, results):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / ".config.123.json").write_text("{")
+    assert Results(tmp_path / "new").require_same(CONFIG) == {}
+    results.write(JOB, {})
+    results.path(JOB).with_name(".vt-512-late.123.json").write_text("{")
+    assert len(results.read_all()) == 1
+
+
 def test_finished_jobs_are_found_again_and_their_files_are_named_for_any_system(results):
     assert not results.has(JOB)
     results.write(JOB, {"score": 1.0})
