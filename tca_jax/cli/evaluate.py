@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tca_jax.loading import Checkpoint
 
 _LINE_SECONDS = 60.0  # between lines of progress in a log
-_CALIBRATION_TOKENS = 4096  # of a text that a method looks at beforehand
+_CALIBRATION_TOKENS = 8192  # of a text that a method looks at beforehand
 
 
 def evaluate(
@@ -144,8 +144,7 @@ def _calibration_text(plan: Plan, lm: Any) -> list[int]:
     """What methods look at that must see some text before they run: the user's text, or what stands in for it."""
     from tca_jax.engine.prompts import encode_prompt
 
-    longest = max(length for _, lengths in plan.tasks for length in lengths)
-    tokens = min(max(longest, _CALIBRATION_TOKENS), lm.config.max_context)
+    tokens = min(_CALIBRATION_TOKENS, lm.config.max_context)
     return encode_prompt(lm, plan.sources.user_text[: 16 * tokens], "--text")[:tokens]
 
 

@@ -99,8 +99,8 @@ def make_plan(
             raise ValueError(f"{name} {value}: must be at least 1")
     if share is not None and not 0 < share <= 1:
         raise ValueError(f"--bytes {share}: must lie in (0, 1], a share of full attention's bytes")
-    if not lengths:
-        raise ValueError("--lengths is empty: at least one is needed")
+    if not lengths or len(set(lengths)) < len(lengths):
+        raise ValueError(f"--lengths {list(lengths)}: must be one or more, each once")
     for length in lengths:
         if not 1 <= length <= lm.config.max_context:
             raise ValueError(f"--lengths {length}: must lie in [1, {lm.config.max_context}], positions of {lm.name}")
@@ -110,7 +110,7 @@ def make_plan(
     skipped: list[str] = []
     for name in tasks:
         wanted: Sequence[AnyTask] = SUITES[name] if name in SUITES else (TASKS[name],)
-        found = [_that_fit(lm, task, lengths, sources, seed, named=name in TASKS) for task in wanted]
+        found = [_that_fit(lm, task, lengths, sources, samples, seed, named=name in TASKS) for task in wanted]
         if not any(fitting for _, fitting, _ in found):
             raise ValueError(f"--tasks {name}: no task of it can be run: {found[0][2][0]}")
         for task, fitting, reasons in found:
@@ -134,7 +134,7 @@ def _require_known(option: str, given: Sequence[str], known: Sequence[str]) -> N
 
 
 def _that_fit(
-    lm: Encoder, task: AnyTask, lengths: Sequence[int], sources: Sources, seed: int, *, named: bool
+    lm: Encoder, task: AnyTask, lengths: Sequence[int], sources: Sources, samples: int, seed: int, *, named: bool
 ) -> tuple[AnyTask, tuple[int, ...], list[str]]:
     """A task, the lengths at which it can be run, and why not at the others; an error instead where it was named."""
     reasons: list[str] = []
@@ -144,7 +144,7 @@ def _that_fit(
         try:
             if missing:
                 raise DoesNotFit(missing)
-            task.draw(Drawing(lm, sources, length, 0, seed))
+            task.draw(Drawing(lm, sources, length, samples, seed, only_check=True))
             fitting.append(length)
         except DoesNotFit as error:
             if named:

@@ -37,7 +37,7 @@ def _draw(drawing: Drawing, task: str) -> list[Sample]:
         num_bytes = largest(fits, _LEAST_BYTES)
     if num_bytes is None:
         raise DoesNotFit(f"length {drawing.length}: recall tasks need {_LEAST_BYTES} bytes of text")
-    return [_sample(document) for document in documents(num_bytes, drawing.count)]
+    return [_sample(document) for document in documents(num_bytes, 0 if drawing.only_check else drawing.count)]
 
 
 def _sample(document: Document) -> Sample:

@@ -93,8 +93,9 @@ class Drawing:
         lm: The model's tokenizer, chat template and positions.
         sources: Texts and words.
         length: Tokens of a prompt and its answer.
-        count: How many samples; with 0, `draw` only checks whether there are any.
+        count: How many samples.
         seed: Other seeds, other samples. A sample depends on seed, task, length and its number alone.
+        only_check: Whether `draw` is only asked if there are such samples; it draws none.
     """
 
     lm: Encoder
@@ -102,6 +103,7 @@ class Drawing:
     length: int
     count: int
     seed: int
+    only_check: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,4 +46,4 @@ def test_an_answer_is_right_if_it_is_exact(encoder):
 @pytest.mark.parametrize(("length", "message"), [(1024, "recall tasks need 3500 bytes"), (16000, "448 tokens more")])
 def test_lengths_that_do_not_hold_the_facts_or_the_answer_are_refused(encoder, length, message):
     with pytest.raises(DoesNotFit, match=message):
-        DIGITS.draw(Drawing(encoder, Sources(), length, 0, 0))
+        DIGITS.draw(Drawing(encoder, Sources(), length, 1, 0, only_check=True))

@@ -46,8 +46,8 @@ def files(tmp_path_factory):
 def draw(files):
     encoder = open_checkpoint("recall-tiny")
 
-    def draw(name, length=None, count=2, seed=0, sources=files):
-        drawing = Drawing(encoder, sources, length or LENGTHS.get(name, 1200), count, seed)
+    def draw(name, length=None, count=2, seed=0, sources=files, only_check=False):
+        drawing = Drawing(encoder, sources, length or LENGTHS.get(name, 1200), count, seed, only_check)
         return BY_NAME[name].draw(drawing)
 
     draw.encoder = encoder
@@ -77,7 +77,8 @@ def test_prompt_and_answer_fit_the_length_and_fill_it(draw, name):
         # A paragraph, a line of noise or a word that is repeated is the least by which they can grow.
         assert length - 300 < tokens <= length
     with pytest.raises(DoesNotFit, match=rf"length 200: {name} needs at least \d+ tokens of recall-tiny"):
-        draw(name, length=200, count=0)
+        draw(name, length=200, only_check=True)
+    assert draw(name, only_check=True) == []
 
 
 @pytest.mark.parametrize("name", BY_NAME)

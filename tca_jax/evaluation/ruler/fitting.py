@@ -15,7 +15,7 @@ def draw_fitted(drawing: Drawing, name: str, make: Maker, *, new_tokens: int, le
     """Samples whose prompts under "prefix", with `new_tokens` of an answer, fit the length.
 
     Args:
-        drawing: What they are drawn for; a count of 0 only asks whether one fits.
+        drawing: What they are drawn for.
         name: The task's name, for messages and for its random numbers.
         make: Makes one.
         new_tokens: Tokens of an answer.
@@ -31,7 +31,7 @@ def draw_fitted(drawing: Drawing, name: str, make: Maker, *, new_tokens: int, le
     def tokens(sample: Sample) -> int:
         return len(sample.prompts["prefix"].encode(drawing.lm)) + new_tokens
 
-    if not drawing.count:  # asked only whether any fits
+    if drawing.only_check:
         if (needed := tokens(draw(least, 0, "sample"))) > drawing.length:
             raise DoesNotFit(f"length {drawing.length}: {name} needs at least {needed} tokens of {drawing.lm.name}")
         return []

@@ -53,7 +53,7 @@ def draw_questions(drawing: Drawing, name: str, source: str, new_tokens: int) ->
     collection = read_collection(drawing.sources, source)
     if drawing.count > len(collection.questions):
         raise ValueError(f"--samples {drawing.count}: --{source} has {len(collection.questions)} questions for {name}")
-    least = max(len(question.documents) for question in collection.questions[: max(1, drawing.count)])
+    least = max(len(question.documents) for question in collection.questions[: drawing.count])
 
     def make(rng: random.Random, size: int, index: int) -> Sample:
         question = collection.questions[index]
