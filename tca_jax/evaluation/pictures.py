@@ -178,7 +178,7 @@ def _finish(figure: Figure, panels: Sequence[Axes], title: str) -> Figure:
 
 
 def _legend(figure: Figure, panels: Sequence[Axes]) -> None:
-    entries = {}
+    entries: dict[str, Any] = {}
     for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
@@ -189,7 +189,8 @@ def _styles(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
     """How each method is drawn: the same in every panel, full attention in grey."""
     methods = sorted({record["method"] for record in records}, key=lambda name: (name != "full", name))
     palette = colormaps["tab10" if len(methods) <= 11 else "tab20"]
-    styles, number = {}, 0
+    styles: dict[str, dict[str, Any]] = {}
+    number = 0
     for method in methods:
         marker = _MARKERS[len(styles) % len(_MARKERS)]
         if method == "full":

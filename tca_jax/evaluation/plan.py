@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,8 +17,12 @@ from tca_jax.evaluation.text_tasks import TextTask
 
 AnyTask = Task | TextTask
 
-SUITES = MappingProxyType({"ruler": ruler.TASKS, "recall": recall_tasks.TASKS, "longbench": longbench.TASKS})
-TASKS = MappingProxyType({task.name: task for suite in (*SUITES.values(), text_tasks.TASKS) for task in suite})
+SUITES: Mapping[str, tuple[AnyTask, ...]] = MappingProxyType(
+    {"ruler": ruler.TASKS, "recall": recall_tasks.TASKS, "longbench": longbench.TASKS}
+)
+TASKS: Mapping[str, AnyTask] = MappingProxyType(
+    {task.name: task for suite in (*SUITES.values(), text_tasks.TASKS) for task in suite}
+)
 assert len(TASKS) == sum(map(len, SUITES.values())) + len(text_tasks.TASKS)
 
 _KEPT_CHARACTERS = 2**28  # of samples, between methods
@@ -109,7 +113,7 @@ def make_plan(
     chosen: dict[str, tuple[AnyTask, tuple[int, ...]]] = {}
     skipped: list[str] = []
     for name in tasks:
-        wanted: Sequence[AnyTask] = SUITES[name] if name in SUITES else (TASKS[name],)
+        wanted = SUITES.get(name) or (TASKS[name],)
         found = [_that_fit(lm, task, lengths, sources, samples, seed, named=name in TASKS) for task in wanted]
         if not any(fitting for _, fitting, _ in found):
             raise ValueError(f"--tasks {name}: no task of it can be run: {found[0][2][0]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -220,13 +221,13 @@ class Builder:
 
     def _measured(self, option: str, label: str) -> Any:
         """The value of an option that has no default."""
-        from tca_jax import calibration
+        calibration: Any = importlib.import_module("tca_jax.calibration")
 
         if option == "candidates" or (option == "gates" and self.profile is None):
             raise ValueError(f"--methods {label}: needs --profile DIR, from tca-jax calibrate")
         measures: dict[str, Callable[[], Any]] = {
-            "gates": lambda: calibration.head_gates(self.profile),  # type: ignore[attr-defined]
-            "preferences": lambda: calibration.layer_preferences(self.lm, self.texts()),  # type: ignore[attr-defined]
+            "gates": lambda: calibration.head_gates(self.profile),
+            "preferences": lambda: calibration.layer_preferences(self.lm, self.texts()),
         }
         if option not in measures:
             raise ValueError(f"--methods {label}: its option {option!r} has no default: give it")

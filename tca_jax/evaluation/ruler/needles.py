@@ -93,10 +93,9 @@ class Needles:
 
     def _ask(self, context: str, keys: list[str], answers: list[str]) -> Sample:
         query = f"{', '.join(keys[:-1])}, and {keys[-1]}" if len(keys) > 1 else keys[0]
-        parts, kind = (_DOCUMENT, _QUESTION, _LEAD), self.values
+        parts, kind = [_DOCUMENT, _QUESTION, _LEAD], self.values
         if len(answers) == 1:
-            parts = tuple(map(_singular, parts))
-            kind = kind[:-1]
+            parts, kind = list(map(_singular, parts)), kind[:-1]
         document, question, lead = (part.format(kind=kind, query=query, context=context) for part in parts)
         depths = tuple(document.find(answer) / len(document) for answer in answers)
         return Sample(asked_with_lead(document, question, lead), tuple(answers), depths)
