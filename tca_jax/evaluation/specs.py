@@ -17,7 +17,7 @@ from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.layouts import total_bytes
 from tca_jax.engine.lm import LM
 from tca_jax.methods import BASELINE, names
-from tca_jax.methods.registry import parameters
+from tca_jax.methods.registry import option_names, required_options
 
 #: The profile's method with the hyperparameters of the paper, which a model may ship with.
 PAPER = "paper"
@@ -71,7 +71,7 @@ def _part(text: str, spec: str) -> tuple[str, Mapping[str, Any]]:
         if not equals:
             raise ValueError(f"--methods {spec}: {option!r} must be written as option=value")
         options[key] = _value(value)
-    taken = () if name == PAPER else parameters(name)
+    taken = () if name == PAPER else option_names(name)
     for key in options:
         if key not in taken:
             raise ValueError(f"--methods {spec}: {name} has no option {key!r}: must be one of {sorted(taken)}")
@@ -206,7 +206,7 @@ class Builder:
                 )
             profile = self.paper
             name = profile.config.method_name
-        taken, given = parameters(name), dict(options)
+        taken, given = option_names(name), dict(options)
         if profile is not None:
             known = {
                 "config": profile.config,
@@ -214,8 +214,8 @@ class Builder:
                 "prefill_candidates": profile.prefill_candidates,
             }
             given = {key: value for key, value in known.items() if key in taken} | given
-        for key, required in taken.items():
-            if required and key not in given:
+        for key in required_options(name):
+            if key not in given:
                 given[key] = self._measured(key, label)
         return name, given
 

@@ -54,6 +54,16 @@ def option_names(name: str) -> tuple[str, ...]:
     return tuple(inspect.signature(_factory(name)).parameters)
 
 
+def required_options(name: str) -> tuple[str, ...]:
+    """Names of those of a method's options that have no default.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    given = inspect.signature(_factory(name)).parameters.values()
+    return tuple(each.name for each in given if each.default is each.empty and each.kind is not each.VAR_KEYWORD)
+
+
 def get(name: str, **options: Any) -> Method:
     """A method by its name.
 
@@ -78,27 +88,6 @@ def get(name: str, **options: Any) -> Method:
             raise ValueError(f"{part} = {given!r}: options of a part of {name!r} must be a mapping")
     prefill, cache = (_make(part, options.get(part, {})) for part in parts)
     return Method(name, prefill.prefill, cache.cache)
-
-
-def parameters(name: str) -> dict[str, bool]:
-    """Options of a registered method, and whether each is required.
-
-    Raises:
-        ValueError: the name is unknown (with the known ones).
-    """
-    if name not in _FACTORIES:
-        raise ValueError(f"method {name!r} is not registered: must be one of {list(names())}")
-    given = inspect.signature(_FACTORIES[name]).parameters.values()
-    return {each.name: each.default is each.empty for each in given if each.kind is not each.VAR_KEYWORD}
-
-
-def option_names(name: str) -> tuple[str, ...]:
-    """Names of the options of a registered method.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
-    return tuple(parameters(name))
 
 
 def configured(config: Configuration, candidates: Any, prefill_candidates: Any = None) -> Method:

@@ -75,6 +75,13 @@ def test_budgets_come_from_the_profiles(lm):
     assert build(lm, "uniform:candidate=3", found=own).cache.config == CONFIG
 
 
+def test_every_registered_method_can_be_had_from_a_profile_and_a_text(lm):
+    found = profile()
+    made = Builder(lm, found, None, lambda: [tiny.random_prompt(0, 400)])
+    for spec in parse_methods(",".join(methods.names())):
+        assert made.build(spec).lm.method.name == spec.label
+
+
 def test_a_method_without_the_profile_that_it_needs_is_refused(lm):
     with pytest.raises(ValueError, match="--methods tca: needs --profile DIR"):
         build(lm, "tca")
