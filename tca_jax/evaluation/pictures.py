@@ -70,7 +70,7 @@ def _against_cost(records: Sequence[Record], cost: Any, label: str, *, percent: 
             axes.xaxis.set_major_formatter(PercentFormatter(1.0))
             axes.set_xlim(0, 1.05)
         else:
-            axes.set_xlim(left=0)
+            axes.set_xlim(0, 1.08 * axes.get_xlim()[1])
     return _finish(figure, panels, f"Accuracy against {'bytes' if percent else 'time'}, {_tokens(lengths)}")
 
 
@@ -194,7 +194,9 @@ def _styles(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
     for method in methods:
         marker = _MARKERS[len(styles) % len(_MARKERS)]
         if method == "full":
-            styles[method] = {"color": "#606060", "linestyle": "--", "marker": marker}
+            # Seen where another method's points cover it.
+            seen = {"markersize": 10, "markerfacecolor": "none", "markeredgewidth": 1.5}
+            styles[method] = {"color": "#606060", "linestyle": "--", "marker": marker, **seen}
         else:
             styles[method] = {"color": palette(number % palette.N), "marker": marker}
             number += 1

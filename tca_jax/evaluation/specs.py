@@ -14,6 +14,7 @@ import numpy as np
 from tca_jax.calibration.profile import Profile
 from tca_jax.calibration.rows import densest_within
 from tca_jax.engine.buckets import bucket_length
+from tca_jax.engine.budgets import with_bytes
 from tca_jax.engine.layouts import total_bytes
 from tca_jax.engine.lm import LM
 from tca_jax.methods import BASELINE, names
@@ -144,8 +145,6 @@ class Builder:
             if profile is not None and own.get("candidates") is profile.candidates:
                 model = self._within_profile(name, options, own, profile, share, prompt_tokens, new_tokens)
             else:
-                from tca_jax.engine.budgets import with_bytes
-
                 model = with_bytes(self.lm, name, share, prompt_tokens, new_tokens, **options)
         except ValueError as error:
             return Built(self.lm.with_method(name, **options), str(error), own_budget=True)
