@@ -80,14 +80,14 @@ def test_the_example_of_the_readme_runs_and_prints_what_it_says():
 
 
 @pytest.mark.usefixtures("shared")
-@pytest.mark.parametrize("name", ["methods", "profiles", "usage"])
+@pytest.mark.parametrize("name", ["evaluation", "methods", "profiles", "usage"])
 def test_the_blocks_of_a_page_run(name):
     assert run(ROOT / "docs" / f"{name}.md")
 
 
 def test_no_page_with_blocks_is_left_out():
     with_blocks = [page.stem for page in DOCS if any(map(runs, blocks(page, "python")))]
-    assert with_blocks == ["README", "methods", "profiles", "usage"]
+    assert with_blocks == ["README", "evaluation", "methods", "profiles", "usage"]
 
 
 @pages

@@ -144,7 +144,7 @@ def generate(
     stride = _STOP_STRING_STRIDE if request.stop else request.max_new_tokens
     while not request.is_finished(state):
         state = request.advance(state, stride)
-    return _output(request, state)
+    return output_of(request, state)
 
 
 def compile_generate(
@@ -256,14 +256,15 @@ def _pieces(request: Request, *, single: bool) -> Generator[Any, None, Output]:
         if any(pieces):
             yield pieces[0] if single else pieces
         if finished:
-            return _output(request, state)
+            return output_of(request, state)
         before, step = request.decode_seconds, int(state.step)
         state = request.advance(state, stride)
         steps_a_second = (int(state.step) - step) / max(request.decode_seconds - before, 1e-9)
         stride = max(1, min(_STREAM_GROWTH * stride, int(_STREAM_SECONDS * steps_a_second)))
 
 
-def _output(request: Request, state: DecodingState) -> Output:
+def output_of(request: Request, state: DecodingState) -> Output:
+    """What a request has said and cost so far."""
     answers = request.answers(state)
     steps = int(state.step)
     stats = Stats(

@@ -54,6 +54,16 @@ def option_names(name: str) -> tuple[str, ...]:
     return tuple(inspect.signature(_factory(name)).parameters)
 
 
+def required_options(name: str) -> tuple[str, ...]:
+    """Names of those of a method's options that have no default.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    given = inspect.signature(_factory(name)).parameters.values()
+    return tuple(each.name for each in given if each.default is each.empty and each.kind is not each.VAR_KEYWORD)
+
+
 def get(name: str, **options: Any) -> Method:
     """A method by its name.
 
