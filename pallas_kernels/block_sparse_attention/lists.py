@@ -15,7 +15,8 @@ class BlockLists(NamedTuple):
     tiles, which share one, T = 1, where a list a tile (T = N) would take as much memory as the area that it covers.
 
     Attributes:
-        distances: From a block's first token to the first token past the tile `[B, Hq, T, C]`; the capacity C is static.
+        distances: From a block's first token to the first token past the tile `[B, Hq, T, C]`; C, the capacity, is
+            static.
         counts: Blocks of every tile `[B, Hq, N]`, at most C: the first so many of its list.
     """
 

@@ -123,9 +123,7 @@ def block_sparse_attention(
     return out
 
 
-def _column_lists(
-    blocks: BlockLists, columns: Columns, tiles: int, block_size: int, tile_size: int
-) -> _ColumnLists:
+def _column_lists(blocks: BlockLists, columns: Columns, tiles: int, block_size: int, tile_size: int) -> _ColumnLists:
     """Columns with what the kernel needs to know of them tile by tile."""
     ends = (jnp.arange(tiles, dtype=jnp.int32) + 1) * tile_size
     valid = jnp.arange(columns.tokens.shape[-1]) < columns.counts[..., None]

@@ -75,5 +75,5 @@ def _listed(
 
 
 def _mark(marked: Bool[Array, " L"], tokens: Int[Array, " n"]) -> Bool[Array, " L"]:
-    """Marks tokens; those that are not of the sequence are left out, where an index below 0 would count from its end."""
+    """Marks tokens; those that are not of the sequence are left out: an index below 0 would count from its end."""
     return marked.at[jnp.where(tokens < 0, marked.size, tokens)].set(True, mode="drop")

@@ -48,6 +48,7 @@ class BlockSparsePrefill(PrefillPolicy):
         self,
         layer: int,
         head: Int[Array, ""],
+        heads: int,
         q: Float[Array, "B L G d"],
         k: Float[Array, "B L d"],
         lengths: Int[Array, " B"],
@@ -57,6 +58,7 @@ class BlockSparsePrefill(PrefillPolicy):
         Args:
             layer: The layer.
             head: The KV head; traced.
+            heads: Query heads of the layer.
             q: Queries of its group after RoPE, right-padded.
             k: Its keys.
             lengths: Prompt lengths, traced.
@@ -103,7 +105,7 @@ class BlockSparsePrefill(PrefillPolicy):
         return sum(others, start=first)
 
     def _of_head(self, layer: int, head: Array, q: Array, k: Array, lengths: Array) -> tuple[Listed, ...]:
-        estimated = self.estimate(layer, head, _group(q, head, k.shape[2]), k[:, :, head], lengths)
+        estimated = self.estimate(layer, head, q.shape[2], _group(q, head, k.shape[2]), k[:, :, head], lengths)
         short = lengths <= self.dense_tokens
         return tuple(
             _with_dense_rows(one, short, self.block_size, everything=number == 0)
@@ -127,6 +129,15 @@ def computed_area(listed: tuple[Listed, ...], lengths: Int[Array, " B"], block_s
         pairs += jnp.where(alive, tokens * block_size, 0).sum(axis=-1).mean(axis=1)
     triangles = lengths.astype(jnp.float32) ** 2 / 2
     return jnp.mean(pairs / triangles)
+
+
+def block_sums(x: Float[Array, "B L H d"], lengths: Int[Array, " B"], block_size: int) -> Float32[Array, "B N H d"]:
+    """Sums over the tokens of each block that the prompt has."""
+    batch, length, heads, dim = x.shape
+    blocks = cdiv(length, block_size)
+    real = jnp.arange(length) < lengths[:, None]
+    x = jnp.pad(jnp.where(real[..., None, None], x, 0), ((0, 0), (0, blocks * block_size - length), (0, 0), (0, 0)))
+    return x.reshape(batch, blocks, block_size, heads, dim).sum(axis=2, dtype=jnp.float32)
 
 
 def _group(q: Float[Array, "B L Hq d"], head: Array, kv_heads: int) -> Float[Array, "B L G d"]:

@@ -1,6 +1,8 @@
-"""The highest of many values by a search for the least one taken: no sort, and nothing of the result's size is known."""
+"""The highest of many values, as many as the data ask for, by a search for the least of them: nothing is sorted."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -67,8 +69,10 @@ def _least(keys: UInt32[Array, "*lead n"], weights: Array, target: Array) -> UIn
     return jax.lax.fori_loop(0, 32, step, jnp.zeros_like(keys[..., :1]))
 
 
-def _first(keys: UInt32[Array, "*lead n"], least: UInt32[Array, "*lead 1"], room: object) -> Bool[Array, "*lead n"]:
+def _first(
+    keys: UInt32[Array, "*lead n"], least: UInt32[Array, "*lead 1"], room: Callable[..., Array]
+) -> Bool[Array, "*lead n"]:
     """All keys above the least, and of those equal to it the first `room(tied, above)`."""
     above, tied = keys > least, (keys == least) & (keys > 0)
     places = jnp.cumsum(tied, axis=-1, dtype=jnp.int32)
-    return above | (tied & (places <= room(tied, above)[..., None]))  # type: ignore[operator]
+    return above | (tied & (places <= room(tied, above)[..., None]))

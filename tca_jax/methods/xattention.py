@@ -54,7 +54,7 @@ class XAttentionPrefill(BlockSparsePrefill):
             raise ValueError(f"stride = {self.stride}: must divide block_size = {self.block_size}")
         check_integer("dense_tokens", self.dense_tokens, at_least=0)
 
-    def estimate(self, layer: int, head: Array, q: Array, k: Array, lengths: Array) -> tuple[Listed, ...]:
+    def estimate(self, layer: int, head: Array, heads: int, q: Array, k: Array, lengths: Array) -> tuple[Listed, ...]:
         sums = antidiagonal_mass(q, k, lengths, stride=self.stride, block_size=self.block_size)
         blocks = jnp.arange(sums.shape[-1])
         forced = (blocks == 0) | (blocks == blocks[:, None])
@@ -129,9 +129,7 @@ def _mass_of_rows(
     return shares.reshape(batch, group, rows // in_block, in_block, -1).sum(axis=-2)
 
 
-def xattention(
-    threshold: float = 0.9, stride: int = 16, block_size: int = 128, dense_tokens: int = 1024
-) -> Method:
+def xattention(threshold: float = 0.9, stride: int = 16, block_size: int = 128, dense_tokens: int = 1024) -> Method:
     """XAttention for the prompt's queries; the cache keeps every token.
 
     Args:

@@ -1,14 +1,13 @@
 """Block-sparse attention on every backend against float64, and on CUDA's lowering: lists, columns, ragged rows."""
 
 import dataclasses
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from block_lists import attended, attention, random_blocks, random_columns
 from cases import poison, qkv, unchecked
 from cuda_lowering import kernels
 from implementations import INTERPRET, implementation, on_every_backend
@@ -18,9 +17,6 @@ from tca_jax.pallas_kernels.block_sparse_attention import triton as block_sparse
 from tca_jax.pallas_kernels.block_sparse_attention.lists import columns_of_mask, lists_of_mask
 from tca_jax.pallas_kernels.block_sparse_attention.triton import BlockSparseConfig, default_config
 from tca_jax.pallas_kernels.triton_call import DEPRECATION
-
-sys.path.insert(0, str(Path(__file__).parent))
-from listed import attended, attention, random_blocks, random_columns
 
 # The filter that `triton_call` sets is lost between tests, and what an earlier test traced is not traced again.
 pytestmark = pytest.mark.filterwarnings(f"ignore:{DEPRECATION}:DeprecationWarning")
@@ -102,7 +98,8 @@ def test_tile_sizes_do_not_matter(config):
 def test_scores_past_the_range_of_exp_do_not_overflow(backend):
     case = Case((96,), 96, 2, 1, 16, 16, 16, 20, shared=True)
     (q, *rest), _ = case.draw(2)
-    expected = attention(100 * q, *(np.asarray(x) for x in rest[:2]), *rest[2:4], case.lengths, block=16, tile=16)
+    arrays = (np.asarray(x) for x in (100 * q, *rest[:2]))
+    expected = attention(*arrays, *rest[2:4], case.lengths, block=16, tile=16)
     out = implementation("block_sparse_attention", backend)(100 * q, *rest, **case.options)
     np.testing.assert_allclose(out, expected, atol=2e-3)
 
@@ -208,8 +205,14 @@ def _with(avals, **shapes):
     [
         (_call(_avals(512, 4, 2, 64, 128, 128), 0), "block_size = 0: must be at least 1"),
         (_call(_avals(512, 4, 2, 64, 128, 128), 128, 192), "tile_size = 192: must be a positive multiple of block_s"),
-        (_call(_avals(512, 4, 2, 64, 128, 128), 128, 256), r"blocks.counts has 4 tiles: must be ceil\(L / tile_size\) = 2"),
-        (_call(_with(_avals(512, 4, 2, 64, 128, 128), distances=(1, 4, 3, 4))), "distances has 3 tiles: must be 4, or 1"),
+        (
+            _call(_avals(512, 4, 2, 64, 128, 128), 128, 256),
+            r"blocks.counts has 4 tiles: must be ceil\(L / tile_size\) = 2",
+        ),
+        (
+            _call(_with(_avals(512, 4, 2, 64, 128, 128), distances=(1, 4, 3, 4))),
+            "distances has 3 tiles: must be 4, or 1",
+        ),
         (_call(_with(_avals(512, 4, 2, 64, 128, 128), distances=(1, 4, 4, 0))), "must have room for one block"),
         (_call(_with(_avals(512, 4, 2, 64, 128, 128), counts=(1, 2, 4))), r"must be \[B = 1, Hq = 4, N\]"),
         (_call(_avals(512, 4, 3, 64, 128, 128)), "4 query heads and 3 KV heads"),

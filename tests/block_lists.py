@@ -58,7 +58,9 @@ def attended(blocks, columns, row, head, length, *, block, tile):
             begin = (t + 1) * tile - int(distance)
             mask[i, max(0, begin) : max(0, begin + block)] = True
         if columns is not None:
-            mask[i, [c for c in np.asarray(columns.tokens)[row, head][: int(columns.counts[row, head])] if c < length]] = True
+            mask[
+                i, [c for c in np.asarray(columns.tokens)[row, head][: int(columns.counts[row, head])] if c < length]
+            ] = True
     return mask & np.tri(length, dtype=bool)
 
 
