@@ -5,15 +5,15 @@ A-shape head the first columns and the nearest diagonals, a block-sparse head th
 largest product with the tile's mean query.
 
 Where text and code differ this is the code (microsoft/MInference). The first 30 columns and the nearest 100 diagonals
-are taken first; a vertical-slash head has at least 30 and 50 of them; block-sparse heads take 100 blocks; heads of which
-nothing is known are vertical-slash with 1000 columns and 6096 diagonals. A diagonal is computed as its kernel does it:
-in blocks of as many keys as a tile has queries, which begin at any token and take in further diagonals as far as they
-reach. Here blocks are cut from the nearest diagonal on, there from the farthest: of the keys beside the diagonals the
-two compute some others.
+are taken first; a vertical-slash head has at least 30 and 50 of them; block-sparse heads take 100 blocks; heads of
+which nothing is known are vertical-slash with 1000 columns and 6096 diagonals. A diagonal is computed as its kernel
+does it: in blocks of as many keys as a tile has queries, which begin at any token and take in further diagonals as far
+as they reach. Here blocks are cut from the nearest diagonal on, there from the farthest: of the keys beside the
+diagonals the two compute some others.
 
-The offline search (`pattern_search` beside this file, `tca_jax.calibration.search_patterns` over a model) has the code's
-candidates and criterion. The code then turns A-shape heads into vertical-slash ones of the same size and block-sparse
-heads into the default; this search keeps the kind that it found, as the paper does.
+The offline search (`pattern_search` beside this file, `tca_jax.calibration.search_patterns` over a model) has the
+code's candidates and criterion. The code then turns A-shape heads into vertical-slash ones of the same size and
+block-sparse heads into the default; this search keeps the kind that it found, as the paper does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FIRST_COLUMNS, _NEAREST_DIAGONALS = 30, 100  # always taken
 _LEAST_COLUMNS, _LEAST_DIAGONALS = 30, 50
 
 
-class _Numbers(NamedTuple):
+class PatternArrays(NamedTuple):
     """Patterns of some query heads as arrays of one shape."""
 
     columns: Any
@@ -51,7 +51,7 @@ class _Numbers(NamedTuple):
     by_blocks: Any  # whether it is a block-sparse head
 
     @classmethod
-    def of(cls, patterns: tuple[HeadPattern, ...]) -> _Numbers:
+    def of(cls, patterns: tuple[HeadPattern, ...]) -> PatternArrays:
         kinds = np.array([p.kind for p in patterns])
         columns, diagonals = (np.array(x, np.int32) for x in zip(*(p[1:] for p in patterns), strict=True))
         return cls(columns, diagonals, kinds == "a_shape", kinds == "block_sparse")
@@ -104,7 +104,7 @@ class MInferencePrefill(BlockSparsePrefill):
 
     def estimate(self, layer: int, head: Array, heads: int, q: Array, k: Array, lengths: Array) -> tuple[Listed, ...]:
         patterns, group, tokens = self.of_layer(layer, heads), q.shape[2], q.shape[1]
-        own = _Numbers(*(jnp.asarray(x.reshape(-1, group))[head] for x in _Numbers.of(patterns)))
+        own = PatternArrays(*(jnp.asarray(x.reshape(-1, group))[head] for x in PatternArrays.of(patterns)))
         of_lines = [max(_LEAST_COLUMNS, p.columns) for p in patterns if p.kind != "block_sparse"]
         columns, diagonals = lines(q, k, lengths, own)
         launches = (
@@ -121,7 +121,7 @@ class MInferencePrefill(BlockSparsePrefill):
 
 
 def lines(
-    q: Float[Array, "B L G d"], k: Float[Array, "B L d"], lengths: Int[Array, " B"], numbers: _Numbers
+    q: Float[Array, "B L G d"], k: Float[Array, "B L d"], lengths: Int[Array, " B"], numbers: PatternArrays
 ) -> tuple[Bool[Array, "B G L"], Bool[Array, "B G L"]]:
     """Columns by their positions, and diagonals by how far left of the query they are; of block-sparse heads none."""
     attention = last_attention(last_queries(q, lengths, OBSERVED), k, lengths)

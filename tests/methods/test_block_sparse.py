@@ -15,13 +15,13 @@ from tca_jax import methods
 from tca_jax.methods.block_sparse import computed_area
 from tca_jax.methods.ranks import covering, highest
 
-LENGTHS = (311, 128, 40, 200)
+LENGTHS = (290, 40, 128)
 HEADS, KV_HEADS, BLOCK = 4, 2, 16
 SMALL = {"block_size": BLOCK, "dense_tokens": 48}
 KINDS = [["vertical_slash", 20, 60], ["a_shape", 5, 40], ["block_sparse", 8, 1], ["vertical_slash", 37, 130]]
 
 
-def random_inputs(seed, lengths=LENGTHS, dim=16, scale=1.5):
+def random_inputs(seed, lengths=LENGTHS, dim=32, scale=1.0):
     return qkv(seed, len(lengths), max(lengths), HEADS, KV_HEADS, dim, scale)
 
 
@@ -31,23 +31,23 @@ def structured_inputs(seed, lengths=LENGTHS):
     q, k, v = random_inputs(seed, lengths, 32, 0.5)
     places = np.arange(n)
     waves = np.stack([f(places * w) for w in (0.05, 0.3, 1.1) for f in (np.cos, np.sin)], axis=1)
-    shifted = np.roll(waves, 70, axis=0)
+    shifted = np.roll(waves, 55, axis=0)
     topics = rng.standard_normal((n // BLOCK + 1, 6))[rng.integers(0, 4, n // BLOCK + 1)][places // BLOCK]
     q[..., :6] += 3 * waves[:, None]
     k[..., :6] += np.where(np.arange(KV_HEADS)[:, None] == 0, 1.5 * waves[:, None], 1.5 * shifted[:, None])
     q[:, :, :2, 6:12] += 2 * topics[:, None]
     k[..., 6:12] += 2 * topics[:, None]
     q[..., 12] += 4
-    k[:, [0, 1, 77, 150], :, 12] += 4
+    k[:, [0, 1, 77, 110], :, 12] += 4
     return q.astype(np.float32), k.astype(np.float32), v
 
 
 CASES = [
-    pytest.param("xattention", {"threshold": 0.9, "stride": 4, **SMALL}, id="xattention"),
+    pytest.param("xattention", {"threshold": 0.7, "stride": 4, **SMALL}, id="xattention"),
     pytest.param("xattention", {"threshold": 0.5, "stride": 16, **SMALL}, id="xattention, a group a block"),
-    pytest.param("flexprefill", {"gamma": 0.6, "tau": 0.0, "min_budget": 32, "block_size": BLOCK}, id="flexprefill"),
+    pytest.param("flexprefill", {"gamma": 0.5, "tau": 0.0, "min_budget": 32, "block_size": BLOCK}, id="flexprefill"),
     pytest.param(
-        "flexprefill", {"gamma": 0.8, "tau": 9.0, "min_budget": 16, "block_size": BLOCK}, id="all query-aware"
+        "flexprefill", {"gamma": 0.7, "tau": 9.0, "min_budget": 16, "block_size": BLOCK}, id="all query-aware"
     ),
     pytest.param(
         "flexprefill", {"gamma": 0.8, "tau": 0.45, "min_budget": 16, "block_size": BLOCK}, id="some query-aware"
@@ -73,15 +73,16 @@ def expected_mask(name, options, q, k, head):
     return ORACLES[name](q.astype(np.float64), k.astype(np.float64), block=block, **options)
 
 
-@pytest.mark.parametrize("draw", [random_inputs, structured_inputs])
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_a_method_attends_to_what_its_oracle_says(name, options, draw):
-    q, k, v = draw(3)
-    lengths = jnp.asarray(LENGTHS, jnp.int32)
-    policy = methods.get(name, **options).prefill
-    padded = [jnp.asarray(poison(x, LENGTHS, 1e3)) for x in (q, k, v)]
-    listed = jax.jit(lambda *args: policy.listed(0, *args))(*padded[:2], lengths)
-    out = jax.jit(lambda *args: policy.attend(0, *args, None, "auto"))(*padded, lengths)
+def test_a_method_attends_to_what_its_oracle_says(name, options):
+    policy, lengths = methods.get(name, **options).prefill, jnp.asarray(LENGTHS, jnp.int32)
+    run = jax.jit(lambda q, k, v, n: (policy.listed(0, q, k, n), policy.attend(0, q, k, v, n, None, "auto")))
+    for q, k, v in (random_inputs(3), structured_inputs(3)):
+        padded = [jnp.asarray(poison(x, LENGTHS, 1e3)) for x in (q, k, v)]
+        check(name, options, policy, q, k, v, *run(*padded, lengths))
+
+
+def check(name, options, policy, q, k, v, listed, out):
     shares = []
     for row, n in enumerate(LENGTHS):
         for head in range(HEADS):
@@ -97,8 +98,9 @@ def test_a_method_attends_to_what_its_oracle_says(name, options, draw):
             attention[some] = oracle.softmax(np.where(wanted, logits, -np.inf)[some]) @ values
             np.testing.assert_allclose(out[row, :n, head], attention, atol=3e-5)
         assert not np.any(out[row, n:])
-    assert min(shares) < 0.7  # something is left out
-    assert shares[2 * HEADS : 3 * HEADS] == [1.0] * HEADS  # the row within `dense_tokens`
+    assert min(shares) < 0.8  # something is left out
+    if policy.dense_tokens >= LENGTHS[1]:
+        assert shares[HEADS : 2 * HEADS] == [1.0] * HEADS
 
 
 @pytest.mark.parametrize("name", ["xattention", "flexprefill", "minference"])
@@ -115,7 +117,7 @@ def test_chunks_of_scores_do_not_matter(monkeypatch):
     q, k, _ = map(jnp.asarray, random_inputs(5))
     policy, lengths = methods.get("xattention", stride=4, **SMALL).prefill, jnp.asarray(LENGTHS, jnp.int32)
     whole = policy.listed(0, q, k, lengths)
-    for most in (1, 4000, 20000):
+    for most in (1, 4000):
         monkeypatch.setattr("tca_jax.methods.xattention._MOST_SCORES", most)
         jax.tree.map(np.testing.assert_array_equal, policy.listed(0, q, k, lengths), whole)
 
