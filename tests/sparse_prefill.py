@@ -1,14 +1,16 @@
-"""What the sparse prefill methods attend to, naively in float64 NumPy, one query head of one prompt at a time.
+"""What the sparse prefill methods attend to, naively in float64 NumPy, and what a tiny model then answers.
 
-Each function takes q and k [n, d] and gives bool [n, n]: which token each query attends to.
+Each method's function takes q and k [n, d] of one query head and gives bool [n, n]: which token each query attends to.
 """
 
 from __future__ import annotations
 
 import math
 
+import jax.numpy as jnp
 import numpy as np
 from oracle import probabilities, softmax
+from tiny import CONFIG
 
 
 def of_blocks(pairs, n, block):
@@ -121,3 +123,40 @@ def minference(q, k, *, kind, columns, diagonals, block, blocks=100):
 
 
 ORACLES = {"xattention": xattention, "flexprefill": flexprefill, "minference": minference}
+
+
+def greedy(lm, prompt, following, new_tokens, mask_of, visible=None):
+    """Greedy answer where a prompt's queries attend by masks, and what follows it to everything or by a rule.
+
+    Args:
+        lm: A model of `tiny.CONFIG`.
+        prompt: Token ids that are read under the masks.
+        following: Token ids that are appended to it.
+        mask_of: (layer, query head, q [n, d], k [n, d]) -> bool [n, n].
+        visible: Position -> positions that a later query sees; None: all up to its own.
+    """
+    n, total = len(prompt), len(prompt) + len(following) + new_tokens
+    group, masks = CONFIG.num_heads // CONFIG.num_kv_heads, {}
+
+    def attention(layer, q, k, v, state):
+        q, k, v = (np.asarray(x[0], np.float64) for x in (q, k, v))
+        out = np.zeros(q.shape)
+        for head in range(CONFIG.num_heads):
+            keys, values = k[:, head // group], v[:, head // group]
+            if (layer, head) not in masks:
+                mask = np.tri(total, dtype=bool)
+                mask[:n, :n] = mask_of(layer, head, q[:n, head], keys[:n])
+                for i in range(n, total) if visible else ():
+                    mask[i] = False
+                    mask[i, sorted(visible(i))] = True
+                masks[layer, head] = mask
+            logits = np.where(masks[layer, head], q[:, head] @ keys.T / math.sqrt(q.shape[-1]), -np.inf)
+            out[:, head] = softmax(logits) @ values
+        return jnp.asarray(out, jnp.float32)[None], None
+
+    tokens = np.zeros((1, total), np.int32)
+    tokens[0, : n + len(following)] = [*prompt, *following]
+    for i in range(n + len(following), total):
+        hidden, _ = lm.decoder(jnp.asarray(tokens), jnp.arange(total)[None], attention, (None,) * CONFIG.num_layers)
+        tokens[0, i] = int(jnp.argmax(lm.decoder.logits(hidden[0, i - 1])))
+    return tokens[0, -new_tokens:].tolist()

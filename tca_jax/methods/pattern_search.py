@@ -13,7 +13,7 @@ from tca_jax.methods.minference import PatternArrays, best_blocks, lines
 from tca_jax.pallas_kernels.integers import cdiv
 from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores
 
-#: What the published search compares. Sizes of a block-sparse head play no part: it keeps an eighth of the blocks of 32.
+#: What the published search compares. Sizes of a block-sparse head play no part: it keeps an eighth of blocks of 32.
 CANDIDATES = (
     HeadPattern("a_shape", 100, 800),
     HeadPattern("vertical_slash", 30, 800),
