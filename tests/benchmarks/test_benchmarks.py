@@ -72,6 +72,19 @@ def test_json_is_one_object_alone_on_standard_output(tmp_path):
     assert record["environment"]["command"] == " ".join(["tca-jax", "bench", "calibration", *OPTIONS["calibration"]])
 
 
+def test_other_methods_are_timed_where_they_are_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("tca_jax.benchmarks.prefill_methods._STEPS", 2)
+    args = [*TINY, "--lengths=512", "--shares=0.2", "--methods=xattention=0.5", "--methods=xattention", "--area=0.8"]
+    result = run("attention", *args, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    given, found = json.loads((tmp_path / "attention.json").read_text())["Other methods"]
+    assert given["knob"] == "threshold 0.5"
+    assert given["area"] < found["area"] + 1e-6
+    for row in (given, found):
+        assert row["error"] == 0
+        assert min(row["method ms"], row["estimate ms"], row["attention ms"], row["TFLOP/s on area"]) > 0
+
+
 def test_the_default_folder_is_not_that_of_the_committed_tables(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run("calibration", *OPTIONS["calibration"]).exit_code == 0
@@ -116,6 +129,10 @@ def test_the_recorded_command_leaves_out_the_folder_however_it_is_spelled(tmp_pa
         (["decode", *TINY, "--lengths=512", "--shares=1"], "--shares 1.0: must lie between 0 and 1"),
         (["decode", *TINY, "--lengths=512", "--shares=0.2:0.1"], "--shares 0.2:0.1: the cache must keep more than pre"),
         (["attention", *TINY, "--shares=much"], "much: must be a share, or PREFILL:CACHE such as 0.05:0.25"),
+        (["attention", *TINY, "--methods=tca"], "--methods tca: must be one of ['minference', 'flexprefill', 'xattent"),
+        (["attention", *TINY, "--methods=xattention=much"], "--methods xattention=much: 'much' is no number"),
+        (["attention", *TINY, "--methods=xattention=2"], "threshold = 2.0: must lie in (0, 1]"),
+        (["attention", *TINY, "--area=0"], "--area 0.0: must lie in (0, 1]"),
         (["calibration", *TINY, "--probes=pairs"], "--probes pairs: must be one of ['none', 'copy', 'text']"),
         (["context"], "a whole llama3.1-8b needs a GPU, this process runs on 'cpu': pass --models tiny"),
         (["decode", "--no-whole", "--backend=cuda"], "backend = 'cuda': must be one of"),
