@@ -19,6 +19,9 @@ from tca_jax.pallas_kernels.integers import cdiv
 #: Lists of all heads lie in memory together up to so many bytes; past that KV heads are taken one after another.
 _MOST_BYTES = 2**30
 
+#: Attention of a block of queries that lies in memory at once: of as many KV heads at a time are estimates made.
+_MOST_SAMPLED = 2**28
+
 
 class Listed(NamedTuple):
     """What query tiles attend to, in one launch of the kernel.
@@ -72,8 +75,11 @@ class BlockSparsePrefill(PrefillPolicy):
         self, layer: int, q: Float[Array, "B L Hq d"], k: Float[Array, "B L Hkv d"], lengths: Int[Array, " B"]
     ) -> tuple[Listed, ...]:
         """What all query heads attend to, `dense_tokens` heeded."""
-        kv_heads = k.shape[2]
-        of_heads = jax.lax.map(lambda head: self._of_head(layer, head, q, k, lengths), jnp.arange(kv_heads))
+        (batch, tokens, kv_heads, _), group = k.shape, q.shape[2] // k.shape[2]
+        at_once = max(1, _MOST_SAMPLED // (batch * group * tokens * self.block_size))
+        at_once = max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= at_once)
+        heads = jnp.arange(kv_heads)
+        of_heads = jax.lax.map(lambda head: self._of_head(layer, head, q, k, lengths), heads, batch_size=at_once)
         return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:]), of_heads)
 
     def attend(

@@ -109,6 +109,8 @@ def test_one_head_after_another_is_the_same(name, monkeypatch):
     options = dict(next(case.values[1] for case in CASES if case.values[0] == name))
     policy, lengths = methods.get(name, **options).prefill, jnp.asarray(LENGTHS, jnp.int32)
     together = policy.attend(0, q, k, v, lengths, None, "auto")
+    monkeypatch.setattr("tca_jax.methods.block_sparse._MOST_SAMPLED", 0)
+    np.testing.assert_allclose(policy.attend(0, q, k, v, lengths, None, "auto"), together, atol=1e-6)
     monkeypatch.setattr("tca_jax.methods.block_sparse._MOST_BYTES", 0)
     np.testing.assert_allclose(policy.attend(0, q, k, v, lengths, None, "auto"), together, atol=1e-6)
 

@@ -44,7 +44,7 @@ def test_a_registered_method_is_found_by_name(registry):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: methods.get("nope"), r"method 'nope' is not registered: must be one of \['full', 'random'"),
+        (lambda: methods.get("nope"), r"method 'nope' is not registered: must be one of \[.*'full', "),
         (lambda: methods.get("full+nope"), r"method 'nope' is not registered"),
         (lambda: methods.get("full+full+full"), r"at most two methods can be joined"),
         (lambda: methods.get("streaming", sink=3), r"options of method 'streaming': .*'sink'; it takes \(sinks: "),
