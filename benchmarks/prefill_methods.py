@@ -28,7 +28,6 @@ from tca_jax.benchmarks.common import (
     time_alternating,
 )
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, computed_area
-from tca_jax.pallas_kernels.block_sparse_attention import block_sparse_attention
 
 _STEPS, _CLOSE = 12, 0.003  # of the search for a knob's value
 
@@ -113,7 +112,7 @@ def measure_methods(
         listed = jax.jit(partial(_estimate, policy))(*inputs)
         calls[each, "whole"] = partial(jax.jit(partial(_whole, policy)), *inputs)
         calls[each, "estimate"] = partial(jax.jit(partial(_estimate, policy)), *inputs)
-        calls[each, "attention"] = partial(jax.jit(partial(_attend, policy.block_size, "auto")), *inputs, listed)
+        calls[each, "attention"] = partial(jax.jit(partial(_attend, policy, "auto")), *inputs, listed)
         rows[each] = {
             "model": layer.name,
             "tokens": length,
@@ -150,10 +149,10 @@ def _estimate(policy: BlockSparsePrefill, q: Array, k: Array, v: Array, n: Array
     return policy.listed(0, q, k, n)
 
 
-def _attend(block_size: int, backend: str, q: Array, k: Array, v: Array, n: Array, listed: tuple[Listed, ...]) -> Array:
-    sizes = {"block_size": block_size, "tile_size": block_size}
-    first, *others = (block_sparse_attention(q, k, v, *one, n, **sizes, backend=backend) for one in listed)
-    return sum(others, start=first)
+def _attend(
+    policy: BlockSparsePrefill, backend: str, q: Array, k: Array, v: Array, n: Array, listed: tuple[Listed, ...]
+) -> Array:
+    return policy.attend_listed(q, k, v, listed, n, backend)
 
 
 def _find_value(wanted: Wanted, area: float, inputs: tuple[Array, ...]) -> float:
@@ -178,5 +177,5 @@ def _check(layer: Layer, policy: BlockSparsePrefill, length: int) -> float:
     """Relative error against the XLA oracle on fresh inputs, over the same lists."""
     inputs = attention_inputs(layer, length, seed=1)
     listed = jax.jit(partial(_estimate, policy))(*inputs)
-    outputs = [jax.jit(partial(_attend, policy.block_size, backend))(*inputs, listed) for backend in ("auto", "xla")]
+    outputs = [jax.jit(partial(_attend, policy, backend))(*inputs, listed) for backend in ("auto", "xla")]
     return agreement("block_sparse_attention", *outputs)

@@ -15,11 +15,12 @@ def block_sparse_attention(
     k: Float[Array, "B L Hkv d"],
     v: Float[Array, "B L Hkv d"],
     blocks: BlockLists,
-    columns: Columns | None,
     lengths: Int[Array, " B"],
     *,
+    columns: Columns | None = None,
     block_size: int,
     tile_size: int,
+    aligned: bool = False,
     backend: Backend = "auto",
 ) -> Float[Array, "B L Hq d"]:
     """Causal attention of whole prompts over what is listed for each query tile and query head.
@@ -40,11 +41,12 @@ def block_sparse_attention(
         blocks: Listed blocks. Those that count are in ascending order of distance, all at least 1, so the nearest block
             is first; they do not overlap; and they reach right of the prompt's beginning: the last may begin left of
             it. They may begin at any token.
+        lengths: Prompt lengths [B]; may be traced.
         columns: Listed columns, ascending without repetition where they count; None for none. They go with lists of
             blocks that all tiles share.
-        lengths: Prompt lengths [B]; may be traced.
         block_size: Tokens in a key block, b.
         tile_size: Queries in a tile, m: b or a multiple of it.
+        aligned: Whether all blocks that count begin on multiples of b in the prompt, which some kernels need.
         backend: See `backends.Backend`.
 
     Returns:
@@ -67,21 +69,22 @@ def block_sparse_attention(
     }
     if columns is not None:
         arrays |= {"columns.tokens": (columns.tokens, "B Hq V"), "columns.counts": (columns.counts, "B Hq")}
-    sizes = check_shapes(arrays)
-    tiles = cdiv(sizes["L"], tile_size)
-    if sizes["N"] != tiles:
-        raise ValueError(f"blocks.counts has {sizes['N']} tiles: must be ceil(L / tile_size) = {tiles}")
-    if sizes["T"] not in (1, tiles):
-        raise ValueError(f"blocks.distances has {sizes['T']} tiles: must be {tiles}, or 1 for lists that all share")
-    if sizes["C"] < 1:
+    dims = check_shapes(arrays)
+    tiles = cdiv(dims["L"], tile_size)
+    if dims["N"] != tiles:
+        raise ValueError(f"blocks.counts has {dims['N']} tiles: must be ceil(L / tile_size) = {tiles}")
+    if dims["T"] not in (1, tiles):
+        raise ValueError(f"blocks.distances has {dims['T']} tiles: must be {tiles}, or 1 for lists that all share")
+    if dims["C"] < 1:
         raise ValueError("blocks.distances has shape [..., 0]: must have room for one block at least")
-    if columns is not None and (sizes["T"] != 1 or sizes["V"] < 1):
+    if columns is not None and (dims["T"] != 1 or dims["V"] < 1):
         raise ValueError(
-            f"columns beside blocks.distances of {sizes['T']} tiles, with room for {sizes['V']}: columns need lists of "
+            f"columns beside blocks.distances of {dims['T']} tiles, with room for {dims['V']}: columns need lists of "
             "blocks that all tiles share, and room for one column at least"
         )
     implementation = dispatch("block_sparse_attention", backend)
-    return implementation(q, k, v, blocks, columns, lengths, block_size=block_size, tile_size=tile_size)
+    sizes = {"block_size": block_size, "tile_size": tile_size, "aligned": aligned}
+    return implementation(q, k, v, blocks, lengths, columns=columns, **sizes)
 
 
 __all__ = ["BlockLists", "Columns", "block_sparse_attention"]

@@ -77,18 +77,19 @@ def default_config(block_size: int, tile_size: int, head_dim: int, dtype: Any) -
     return BlockSparseConfig(queries, min(most_keys, keys), warps, stages=3 if queries < 128 and programs == 2 else 2)
 
 
-@partial(jax.jit, static_argnames=("block_size", "tile_size", "config", "interpret"))
+@partial(jax.jit, static_argnames=("block_size", "tile_size", "aligned", "config", "interpret"))
 @jax.named_scope("block_sparse_attention")
 def block_sparse_attention(
     q: Float[Array, "B L Hq d"],
     k: Float[Array, "B L Hkv d"],
     v: Float[Array, "B L Hkv d"],
     blocks: BlockLists,
-    columns: Columns | None,
     lengths: Int[Array, " B"],
     *,
+    columns: Columns | None = None,
     block_size: int,
     tile_size: int,
+    aligned: bool = False,
     config: BlockSparseConfig | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B L Hq d"]:

@@ -13,18 +13,19 @@ from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, weighted_sum
 from tca_jax.pallas_kernels.tiles import tile_map
 
 
-@partial(jax.jit, static_argnames=("block_size", "tile_size"))
+@partial(jax.jit, static_argnames=("block_size", "tile_size", "aligned"))
 @jax.named_scope("block_sparse_attention")
 def block_sparse_attention(
     q: Float[Array, "B L Hq d"],
     k: Float[Array, "B L Hkv d"],
     v: Float[Array, "B L Hkv d"],
     blocks: BlockLists,
-    columns: Columns | None,
     lengths: Int[Array, " B"],
     *,
+    columns: Columns | None = None,
     block_size: int,
     tile_size: int,
+    aligned: bool = False,
 ) -> Float[Array, "B L Hq d"]:
     """Softmax under a mask, a tile at a time: the cost is that of full attention, the memory linear in L."""
     batch, length, heads, head_dim = q.shape

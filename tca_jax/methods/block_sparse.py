@@ -34,6 +34,21 @@ class Listed(NamedTuple):
     blocks: BlockLists
     columns: Columns | None = None
 
+    def attend(
+        self,
+        q: Float[Array, "B L Hq d"],
+        k: Float[Array, "B L Hkv d"],
+        v: Float[Array, "B L Hkv d"],
+        lengths: Int[Array, " B"],
+        *,
+        block_size: int,
+        aligned: bool,
+        backend: Backend,
+    ) -> Float[Array, "B L Hq d"]:
+        """Attention over it; see `block_sparse_attention`. Tiles are as large as blocks."""
+        sizes = {"block_size": block_size, "tile_size": block_size, "aligned": aligned}
+        return block_sparse_attention(q, k, v, self.blocks, lengths, columns=self.columns, **sizes, backend=backend)
+
 
 class BlockSparsePrefill(PrefillPolicy):
     """Attention over the blocks and columns that an estimate lists for each query tile of each query head.
@@ -41,10 +56,12 @@ class BlockSparsePrefill(PrefillPolicy):
     Attributes:
         block_size: Tokens in a key block and queries in a tile, a multiple of 16 for the Triton kernel.
         dense_tokens: Prompts of at most so many tokens get exact causal attention.
+        aligned: Whether all blocks that it lists begin on multiples of the block size.
     """
 
     block_size: int
     dense_tokens: int
+    aligned = True
 
     @abc.abstractmethod
     def estimate(
@@ -92,22 +109,25 @@ class BlockSparsePrefill(PrefillPolicy):
         if 4 * entries <= _MOST_BYTES:
             with jax.named_scope("estimate"):
                 listed = self.listed(layer, q, k, lengths)
-            return self._attend(q, k, v, listed, lengths, backend)
+            return self.attend_listed(q, k, v, listed, lengths, backend)
 
         def one_head(head: Array) -> Float[Array, "B L G d"]:
             with jax.named_scope("estimate"):
                 listed = self._of_head(layer, head, q, k, lengths)
             keys, values = (x[:, :, head][:, :, None] for x in (k, v))
-            return self._attend(_group(q, head, kv_heads), keys, values, listed, lengths, backend)
+            return self.attend_listed(_group(q, head, kv_heads), keys, values, listed, lengths, backend)
 
         outputs = jax.lax.map(one_head, jnp.arange(kv_heads))  # [Hkv, B, L, G, d]
         return jnp.moveaxis(outputs, 0, 2).reshape(q.shape)
 
-    def _attend(
+    def attend_listed(
         self, q: Array, k: Array, v: Array, listed: tuple[Listed, ...], lengths: Array, backend: Backend
     ) -> Float[Array, "B L Hq d"]:
-        sizes = {"block_size": self.block_size, "tile_size": self.block_size}
-        first, *others = (block_sparse_attention(q, k, v, *one, lengths, **sizes, backend=backend) for one in listed)
+        """Attention over what `listed` gave."""
+        first, *others = (
+            one.attend(q, k, v, lengths, block_size=self.block_size, aligned=self.aligned, backend=backend)
+            for one in listed
+        )
         return sum(others, start=first)
 
     def _of_head(self, layer: int, head: Array, q: Array, k: Array, lengths: Array) -> tuple[Listed, ...]:

@@ -75,6 +75,8 @@ class MInferencePrefill(BlockSparsePrefill):
     block_size: int = 64
     dense_tokens: int = 1024
 
+    aligned = False
+
     def __post_init__(self) -> None:
         check_number("scale", self.scale, above=0, at_most=1e6)
         check_integer("blocks", self.blocks, at_least=1)

@@ -125,7 +125,7 @@ def test_block_sparse_attention_of_a_million_tokens():
         jnp.broadcast_to(jnp.asarray(tokens, jnp.int32), (1, heads, 3)), jnp.full((1, heads), 3, jnp.int32)
     )
     lengths = jnp.array([length], jnp.int32)
-    out = block_sparse_attention(q, k, v, blocks, columns, lengths, block_size=b, tile_size=b, backend="triton")
+    out = block_sparse_attention(q, k, v, blocks, lengths, columns=columns, block_size=b, tile_size=b, backend="triton")
     for tile in (5, 5000, length // b - 1):  # an element of the second lies past 2^31
         rows = slice(tile * b, (tile + 1) * b)
         begins = ends[tile] - distances[: counts[tile]]

@@ -69,7 +69,7 @@ OPERATIONS = {
             "lengths": "B",
         },
         ("B L Hq d",),
-        ("block_size", "tile_size"),
+        ("block_size", "tile_size", "aligned"),
     ),
 }
 
@@ -103,13 +103,16 @@ class Case:
         capacity = 3 * block
         options = {"block_size": block, "window": block, "capacity": capacity, "pool_tokens": 4 * capacity}
         options |= {"spread": 3, "reserve": 5, "growth_capacity": capacity, "m": 5, "tile_size": block}
-        options |= {"one": 1, "C": 3, "V": 20}
+        options |= {"one": 1, "C": 3, "V": 20, "aligned": self.backend == "mosaic"}
         dims = {"B": 2, "L": 3 * block, "Hq": 4, "Hkv": 2, "d": d, "nb": 3, "R": 2 * block, "P": 4 * capacity, "o": 20}
         return options | dims
 
     @property
     def operands(self):
-        return OPERATIONS[self.operation][0]
+        operands = OPERATIONS[self.operation][0]
+        if self.backend == "mosaic":  # takes no columns
+            return {name: dims for name, dims in operands.items() if not name.startswith("columns.")}
+        return operands
 
     @property
     def results(self):
@@ -134,7 +137,10 @@ class Case:
             0, sizes["block_size"] - 4, sizes["B"]
         )
         heads = (sizes["B"], sizes["Hq"])
-        begins = np.cumsum(rng.integers(1, 2 * sizes["block_size"], (*heads, 1, 3)).clip(sizes["block_size"]), axis=-1)
+        begins = rng.integers(1, 2 * sizes["block_size"], (*heads, 1, 3)).clip(sizes["block_size"])
+        if sizes["aligned"]:
+            begins = begins // sizes["block_size"] * sizes["block_size"]
+        begins = np.cumsum(begins, axis=-1)
         tiles = (np.arange(3) + 2) * sizes["block_size"]
         integers = {
             "blocks.distances": begins,

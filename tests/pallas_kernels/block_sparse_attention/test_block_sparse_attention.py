@@ -50,11 +50,16 @@ class Case:
             columns = random_columns(rng, len(self.lengths), self.length, self.heads, self.columns)
         expected = attention(*arrays, blocks, columns, self.lengths, **sizes)
         q, k, v = (jnp.asarray(poison(x, self.lengths), self.dtype) for x in arrays)
-        return (q, k, v, blocks, columns, jnp.asarray(self.lengths, jnp.int32)), expected
+        return (q, k, v, blocks, jnp.asarray(self.lengths, jnp.int32), columns), expected
 
     @property
     def options(self):
         return {"block_size": self.block, "tile_size": self.tile}
+
+
+def apply(function, **options):
+    """The function of operands of which the columns are the last."""
+    return lambda *operands: function(*operands[:-1], columns=operands[-1], **options)
 
 
 def check(actual, expected, dtype, lengths):
@@ -80,7 +85,7 @@ def check(actual, expected, dtype, lengths):
 )
 def test_equals_what_the_lists_say_and_never_reads_anything_else(case, backend):
     operands, expected = case.draw()
-    out = implementation("block_sparse_attention", backend)(*operands, **case.options)
+    out = apply(implementation("block_sparse_attention", backend), **case.options)(*operands)
     check(out, expected, case.dtype, case.lengths)
 
 
@@ -91,16 +96,16 @@ def test_tile_sizes_do_not_matter(config):
     case = Case((200, 129), 200, 2, 1, 16, 32, 64, 50, shared=True)
     operands, expected = case.draw(1)
     kernel = implementation("block_sparse_attention", "triton")
-    check(kernel(*operands, **case.options, config=config), expected, jnp.float32, case.lengths)
+    check(apply(kernel, **case.options, config=config)(*operands), expected, jnp.float32, case.lengths)
 
 
 @on_every_backend("block_sparse_attention")
 def test_scores_past_the_range_of_exp_do_not_overflow(backend):
     case = Case((96,), 96, 2, 1, 16, 16, 16, 20, shared=True)
-    (q, *rest), _ = case.draw(2)
-    arrays = (np.asarray(x) for x in (100 * q, *rest[:2]))
-    expected = attention(*arrays, *rest[2:4], case.lengths, block=16, tile=16)
-    out = implementation("block_sparse_attention", backend)(100 * q, *rest, **case.options)
+    (q, k, v, blocks, lengths, columns), _ = case.draw(2)
+    expected = attention(*map(np.asarray, (100 * q, k, v)), blocks, columns, case.lengths, block=16, tile=16)
+    kernel = apply(implementation("block_sparse_attention", backend), **case.options)
+    out = kernel(100 * q, k, v, blocks, lengths, columns)
     np.testing.assert_allclose(out, expected, atol=2e-3)
 
 
@@ -125,12 +130,12 @@ def test_lists_and_columns_of_masks_say_what_the_masks_say():
 def test_the_work_follows_what_is_listed_and_not_the_capacity():
     """Entries that do not count may name anything: nothing of them is read."""
     case = Case((64,), 64, 2, 1, 16, 16, 16)
-    (q, k, v, blocks, columns, lengths), expected = case.draw(3)
+    (q, k, v, blocks, lengths, _), expected = case.draw(3)
     wild = jnp.where(
         jnp.arange(blocks.distances.shape[-1]) < blocks.counts[..., None], blocks.distances, jnp.int32(2**31 - 1)
     )
     kernel = implementation("block_sparse_attention", "triton")
-    out = kernel(q, k, v, blocks._replace(distances=wild), columns, lengths, **case.options)
+    out = kernel(q, k, v, blocks._replace(distances=wild), lengths, **case.options)
     check(out, expected, jnp.float32, case.lengths)
 
 
@@ -144,7 +149,7 @@ def test_the_work_follows_what_is_listed_and_not_the_capacity():
 def test_equals_the_oracle_at_real_sizes(heads, kv_heads, block, tile, columns, head_dim, dtype):
     case = Case((1500, 801), 1501, heads, kv_heads, head_dim, block, tile, columns, columns is not None, dtype)
     operands, expected = case.draw()
-    out = implementation("block_sparse_attention", "triton")(*operands, **case.options)
+    out = apply(implementation("block_sparse_attention", "triton"), **case.options)(*operands)
     check(out, expected, dtype, case.lengths)
 
 
@@ -157,7 +162,7 @@ def _avals(length, heads, kv_heads, head_dim, block, tile, *, shared=False, colu
     listed = None
     if columns is not None:
         listed = Columns(of((1, heads, columns), jnp.int32), of((1, heads), jnp.int32))
-    return (*tokens, blocks, listed, of((1,), jnp.int32))
+    return (*tokens, blocks, of((1,), jnp.int32), listed)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +176,7 @@ def _avals(length, heads, kv_heads, head_dim, block, tile, *, shared=False, colu
     ],
 )
 def test_lowers_for_cuda_without_a_gpu(length, heads, kv_heads, head_dim, block, tile, options):
-    kernel = partial(block_sparse_attention_triton.block_sparse_attention, block_size=block, tile_size=tile)
+    kernel = apply(block_sparse_attention_triton.block_sparse_attention, block_size=block, tile_size=tile)
     assert kernels("triton", kernel, *_avals(length, heads, kv_heads, head_dim, block, tile, **options)) == 1
 
 
@@ -186,18 +191,18 @@ def test_lowers_for_cuda_without_a_gpu(length, heads, kv_heads, head_dim, block,
 def test_what_it_cannot_do_moves_auto_on(avals, block, message):
     kernel = unchecked(block_sparse_attention_triton.block_sparse_attention)
     with pytest.raises(NotImplementedError, match=message):
-        jax.eval_shape(partial(kernel, block_size=block, tile_size=block), *avals)
+        jax.eval_shape(apply(kernel, block_size=block, tile_size=block), *avals)
 
 
 def _call(avals, block=128, tile=128):
-    function = partial(unchecked(block_sparse_attention), block_size=block, tile_size=tile)
+    function = apply(unchecked(block_sparse_attention), block_size=block, tile_size=tile)
     return lambda: jax.eval_shape(function, *avals)
 
 
 def _with(avals, **shapes):
-    q, k, v, blocks, columns, lengths = avals
+    q, k, v, blocks, lengths, columns = avals
     replaced = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
-    return (q, k, v, blocks._replace(**replaced), columns, lengths)
+    return (q, k, v, blocks._replace(**replaced), lengths, columns)
 
 
 @pytest.mark.parametrize(
