@@ -193,7 +193,7 @@ def _attend(
         where = (row, pl.ds(start + lax.rem(i, jnp.int32(steps)) * config.keys, config.keys), kv_head, slice(None))
         return step(state, pltriton.load(k_ref.at[where]), pltriton.load(v_ref.at[where])), following
 
-    def column(i: Array, state: State) -> State:
+    def column(columns: _ColumnLists, i: Array, state: State) -> State:
         index = i * config.keys + lanes
         valid = index < columns.counts[row, head, tile]
         token = pltriton.load(columns.tokens.at[row, head, pl.ds(i * config.keys, config.keys)], mask=valid, other=0)
@@ -211,7 +211,7 @@ def _attend(
     state, _ = lax.fori_loop(near * steps, (count - far) * steps, plain, (state, start))
     if columns is not None:
         trips = divide_up(jnp.where(alive, columns.counts[row, head, tile], 0), config.keys)
-        state = lax.fori_loop(0, trips, column, state)
+        state = lax.fori_loop(0, trips, partial(column, columns), state)
     out, _, weight = state
     seen = (rows < length) & (weight > 0)
     out = jnp.where(seen[:, None], out / jnp.where(seen, weight, 1.0)[:, None], 0)

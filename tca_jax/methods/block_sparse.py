@@ -46,8 +46,18 @@ class Listed(NamedTuple):
         backend: Backend,
     ) -> Float[Array, "B L Hq d"]:
         """Attention over it; see `block_sparse_attention`. Tiles are as large as blocks."""
-        sizes = {"block_size": block_size, "tile_size": block_size, "aligned": aligned}
-        return block_sparse_attention(q, k, v, self.blocks, lengths, columns=self.columns, **sizes, backend=backend)
+        return block_sparse_attention(
+            q,
+            k,
+            v,
+            self.blocks,
+            lengths,
+            columns=self.columns,
+            block_size=block_size,
+            tile_size=block_size,
+            aligned=aligned,
+            backend=backend,
+        )
 
 
 class BlockSparsePrefill(PrefillPolicy):

@@ -109,7 +109,7 @@ class MInferencePrefill(BlockSparsePrefill):
         own = PatternArrays(*(jnp.asarray(x.reshape(-1, group))[head] for x in PatternArrays.of(patterns)))
         of_lines = [max(_LEAST_COLUMNS, p.columns) for p in patterns if p.kind != "block_sparse"]
         columns, diagonals = lines(q, k, lengths, own)
-        launches = (
+        launches: tuple[Listed, ...] = (
             Listed(
                 blocks_of_diagonals(diagonals, self.block_size),
                 columns_of_mask(columns, min(tokens, max(of_lines, default=1))),
