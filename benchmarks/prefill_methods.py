@@ -107,7 +107,9 @@ def measure_methods(
     calls: dict[Any, Callable[[], Any]] = {"full": lambda: full(*inputs[:3])}
     rows: dict[Wanted, dict[str, Any]] = {}
     for each in wanted:
-        value = _find_value(each, area, inputs) if each.value is None else each.value
+        value, knob = each.value, KNOBS[each.name]
+        if value is None:
+            value = find_value(partial(_area_of, each, inputs), area, knob.low, knob.high)
         policy = each.policy(value)
         listed = jax.jit(partial(_estimate, policy))(*inputs)
         calls[each, "whole"] = partial(jax.jit(partial(_whole, policy)), *inputs)
@@ -117,7 +119,7 @@ def measure_methods(
             "model": layer.name,
             "tokens": length,
             "method": each.name,
-            "knob": f"{KNOBS[each.name].option} {value:.3g}",
+            "knob": f"{knob.option} {value:.3g}",
             "area": float(computed_area(listed, inputs[3], policy.block_size)),
             "error": _check(layer, policy, min(length, CHECKED_TOKENS)),
         }
@@ -155,22 +157,25 @@ def _attend(
     return policy.attend_listed(q, k, v, listed, n, backend)
 
 
-def _find_value(wanted: Wanted, area: float, inputs: tuple[Array, ...]) -> float:
-    """The value of a knob whose area is nearest to the wanted one, by bisection of its logarithm."""
-    low, high = (math.log(x) for x in (KNOBS[wanted.name].low, KNOBS[wanted.name].high))
-    best = (math.inf, math.exp(high))
+def find_value(area_of: Callable[[float], float], area: float, low: float, high: float) -> float:
+    """The value between two others whose area, which grows with it, is nearest to the wanted one: by bisection."""
+    best = (math.inf, high)
     for _ in range(_STEPS):
-        value = math.exp((low + high) / 2)
-        policy = wanted.policy(value)
-        found = jax.jit(
-            lambda q, k, v, n, policy=policy: computed_area(_estimate(policy, q, k, v, n), n, policy.block_size)
-        )
-        got = float(found(*inputs))
-        best = min(best, (abs(got - area), value))
+        value = math.sqrt(low * high)
+        got = area_of(value)
+        if abs(got - area) <= best[0]:
+            best = (abs(got - area), value)
         if best[0] < _CLOSE:
             break
-        low, high = (math.log(value), high) if got < area else (low, math.log(value))
+        low, high = (value, high) if got < area else (low, value)
     return best[1]
+
+
+def _area_of(wanted: Wanted, inputs: tuple[Array, ...], value: float) -> float:
+    """What a method computes at a value of its knob."""
+    policy = wanted.policy(value)
+    found = jax.jit(lambda q, k, v, n: computed_area(_estimate(policy, q, k, v, n), n, policy.block_size))
+    return float(found(*inputs))
 
 
 def _check(layer: Layer, policy: BlockSparsePrefill, length: int) -> float:
