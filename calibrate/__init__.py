@@ -1,5 +1,6 @@
 """Calibration: scores of the candidates, probes, the choice of rows, and the profile that a model keeps."""
 
+from tca_jax.calibration.patterns import search_patterns
 from tca_jax.calibration.preferences import head_gates, layer_preferences
 from tca_jax.calibration.probing import probe_scores
 from tca_jax.calibration.profile import Profile
@@ -15,4 +16,5 @@ __all__ = [
     "head_gates",
     "layer_preferences",
     "probe_scores",
+    "search_patterns",
 ]
