@@ -6,7 +6,6 @@ python examples/flax_nnx_model.py
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -16,6 +16,7 @@ datasets = pytest.importorskip("datasets")
 
 import lm_eval  # noqa: E402
 from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
 
 from tca_jax.cli import harness as command  # noqa: E402
 from tca_jax.harness.model import HarnessLM  # noqa: E402
@@ -80,6 +81,7 @@ def test_the_shipped_model_answers_a_task_and_chooses_right():
         "tca_jax",
         model_args={"pretrained": "recall-tiny", "profile": "shipped", "batch_size": 2},
         tasks=[answers, choices],
+        task_manager=TaskManager(include_defaults=False),
         bootstrap_iters=0,
     )
     assert results["results"]["answers"]["exact_match,none"] == 1
@@ -90,25 +92,21 @@ def test_the_shipped_model_answers_a_task_and_chooses_right():
     json.dumps(results["config"])
 
 
-def test_the_command_line_knows_the_model_and_gives_tasks_its_tokenizer(folder, tmp_path, monkeypatch, capsys):
-    rows = [{"text": text(i, 30), "max_length": 4096} for i in range(2)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "local.yaml").write_text(
-        "task: local\ndataset_path: json\n"
-        f"dataset_kwargs: {{data_files: {{test: {tmp_path}/rows.jsonl}}, cache_dir: {tmp_path}/cache}}\n"
-        "test_split: test\noutput_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
-        "metric_list: [{metric: byte_perplexity}]\n"
-    )
-    seen = {}
-    evaluate = lm_eval.simple_evaluate
-    monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **kwargs: seen.update(kwargs) or evaluate(**kwargs))
+@pytest.mark.parametrize(
+    ("given", "tokenizer"), [([], None), (["--metadata", "tokenizer=gpt2"], "gpt2"), (["--model", "hf"], None)]
+)
+def test_the_command_line_names_the_model_and_the_tokenizer_of_tasks(folder, given, tokenizer, monkeypatch):
+    parsed = {}
+    monkeypatch.setattr("lm_eval.__main__.HarnessCLI.execute", lambda _, arguments: parsed.update(vars(arguments)))
+    monkeypatch.setattr("lm_eval.__main__.setup_logging", lambda: None)
     monkeypatch.setattr("sys.argv", [])
-    command.run(
-        ["--model_args", f"pretrained={folder},method=streaming,window=256", "--tasks", str(tmp_path / "local.yaml")]
-    )
-    assert "|local|" in capsys.readouterr().out
-    assert seen["model"] == "tca_jax"
-    assert seen["task_manager"]._metadata["tokenizer"] == folder
+    command.run(["--model_args", f"pretrained={folder},method=streaming", "--tasks", "ruler", *given])
+    assert parsed["tasks"] == ["ruler"]
+    assert parsed["model_args"] == {"pretrained": folder, "method": "streaming"}
+    if given == ["--model", "hf"]:
+        assert (parsed["model"], parsed["metadata"]) == ("hf", None)
+    else:
+        assert (parsed["model"], parsed["metadata"]) == ("tca_jax", {"tokenizer": tokenizer or folder})
 
 
 def test_a_shared_beginning_is_read_once_and_changes_no_answer_of_full_attention(tiny, monkeypatch):
