@@ -6,6 +6,7 @@ python examples/flax_nnx_model.py
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -106,13 +107,21 @@ def tca_attention(candidates: Array, config: tca_jax.TCAConfig) -> Callable[...,
 
 
 def calibrate(model: Lookup, inputs: tuple[Array, Array], config: tca_jax.TCAConfig) -> list[Array]:
-    """For every layer the sparsest budget row of each head that keeps enough of full attention's mass."""
+    """For every layer the sparsest budget row of each head that keeps enough of what its last query looks at.
+
+    `tca_jax.calibration_scores` takes the mean over all queries, as a language model's all matter. In this model only
+    the last one asks for anything; the others look everywhere, and nobody reads what they find.
+    """
     layers, rows = list(attention_layers(model)), []
 
     def watched(query: Array, key: Array, value: Array, **given: Any) -> Array:
         lengths = jnp.full(query.shape[0], query.shape[1])
-        scores = tca_jax.calibration_scores(query, key, lengths, config).mean(axis=0)
-        rows.append(choose_candidates(scores, config.tau))
+        scores = []
+        for row in range(config.num_candidates + 1):
+            candidates = jnp.full(key.shape[2], row)
+            dropped = tca_jax.diagnostics.dropped_mass(query, key, candidates, lengths, config)
+            scores.append(1 - dropped[:, :, -1].mean(axis=0))
+        rows.append(choose_candidates(jnp.stack(scores, axis=-1), config.tau))
         return nnx.dot_product_attention(query, key, value, mask=given["mask"])
 
     for layer in layers:
@@ -130,7 +139,7 @@ def accuracy(model: Lookup, length: int) -> float:
 
 def main(steps: int, length: int) -> None:
     if steps < 1 or length < 64:
-        raise SystemExit(f"--steps {steps} --length {length}: must be at least 1 and 64: less fits into the window")
+        raise SystemExit(f"--steps {steps}, --length {length}: must be at least 1 and 64 (less fits into the window)")
     config = tca_jax.TCAConfig(block_size=16, window=32, reserve=8)
     model = Lookup(nnx.Rngs(0))
     print(f"trained on {length} pairs with full attention: loss {train(model, steps, length):.3f}")
@@ -138,7 +147,7 @@ def main(steps: int, length: int) -> None:
     methods = {
         "full": None,
         "tca, calibrated": (rows, config),
-        "tca, sparsest": ([jnp.zeros_like(row) for row in rows], config),
+        "tca, sparsest": ([jnp.zeros_like(row) for row in rows], dataclasses.replace(config, reserve=0)),
     }
     budgets = tca_jax.candidate_budgets(config, config.num_ranked_blocks(length)).sum(axis=1)
     print(f"{'attention':<18}{'right':>8}{'far tokens':>13}{'reserve':>10}   budget rows by layer")

@@ -88,7 +88,7 @@ def test_the_shipped_model_answers_a_task_and_chooses_right():
     assert results["results"]["choices"]["acc,none"] == 1
     assert results["config"]["attention_method"] == "tca"
     assert results["config"]["attention_method_options"]["cache"]["config"]["window"] == 512
-    assert 0 < results["config"]["kv_cache_share"] <= 1
+    assert results["config"]["kv_cache_share"] > 0
     json.dumps(results["config"])
 
 
