@@ -141,8 +141,8 @@ if __name__ == "__main__":
         "--methods", default="full,tca,streaming,full+streaming", help="by comma (default: %(default)s)"
     )
     parser.add_argument("--profile", type=Path, help="a profile that is there already; none calibrates")
-    parser.add_argument("--kept", type=float, default=0.35, help="most of the cache that stays (default: %(default)s)")
-    parser.add_argument("--bytes", type=int, default=2000, help="of a document (default: %(default)s)")
+    parser.add_argument("--kept", type=float, default=0.5, help="most of the cache that stays (default: %(default)s)")
+    parser.add_argument("--bytes", type=int, default=2500, help="of a document (default: %(default)s)")
     parser.add_argument("--documents", type=int, default=2, help="that are asked about (default: %(default)s)")
     parser.add_argument("--window", type=int, default=512, help="of all methods (default: %(default)s)")
     parser.add_argument("--block-size", type=int, default=128, help="of all methods (default: %(default)s)")

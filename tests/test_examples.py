@@ -48,7 +48,20 @@ def checkpoint(tmp_path_factory):
 
 
 def test_methods_are_compared_on_a_checkpoint_of_ones_own(checkpoint, tmp_path):
-    sizes = ("--bytes", "500", "--documents", "1", "--window", "128", "--block-size", "16", "--room", "4")
+    sizes = (
+        "--bytes",
+        "500",
+        "--documents",
+        "1",
+        "--window",
+        "128",
+        "--block-size",
+        "16",
+        "--room",
+        "4",
+        "--kept",
+        "0.8",
+    )
     given = ("--methods", "full,tca,full+streaming", *sizes, "--out", str(tmp_path))
     loaded, heading, *lines, written = run("compare_methods.py", checkpoint, *given).splitlines()
     assert loaded.startswith("tiny")

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
@@ -72,8 +73,10 @@ def score_answers(
             f"answers has {counts} entries: must have as many for each of the {len(prompts)} prompts, at least 1"
         )
     rows = [ids for of_prompt in answer_ids for ids in of_prompt]
-    scored = _behind_prompts if context is None else _behind_context
-    logprobs, greedy = scored(lm, prompts, rows, context, kernels)
+    if context is None:
+        logprobs, greedy = _behind_prompts(lm, prompts, rows, kernels)
+    else:
+        logprobs, greedy = _behind_context(lm, prompts, rows, context, kernels)
     return AnswerScores(
         [logprobs[i : i + times] for i in range(0, len(rows), times)],
         [greedy[i : i + times] for i in range(0, len(rows), times)],
@@ -99,7 +102,7 @@ def _encode_answer(lm: LM, answer: Any, argument: str) -> list[int]:
 
 
 def _behind_prompts(
-    lm: LM, prompts: Any, answers: list[list[int]], context: None, backend: Backend
+    lm: LM, prompts: Any, answers: list[list[int]], backend: Backend
 ) -> tuple[list[np.ndarray], list[bool]]:
     """Scores of each answer; those to one prompt side by side."""
     ids = encode_prompts(lm, prompts)
@@ -115,7 +118,7 @@ def _behind_prompts(
     if given_lengths.max() > 1:  # of a single token, what the prompt's last logits say is all
         columns = num_columns(int(np.max(places + given_lengths)), block_size)
         fed = jnp.asarray(align(given, held, block_size=block_size, columns=columns))
-    layouts = reader.cache_layouts(*tokens.shape, None)
+    layouts = reader.cache_layouts(tokens.shape[0], tokens.shape[1], None)
     held_bytes = total_bytes(layouts, lm.config.head_dim, lm.decoder.dtype)
     require_room(held_bytes, f"{len(answers)} answers to {len(ids)} prompts")
     arrays = (jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(given[:, 0]), fed, jnp.asarray(given_lengths))
@@ -123,16 +126,21 @@ def _behind_prompts(
     program, _ = _read_and_feed.prepare(*args, backend=backend)
     finite, first, rest = program(*args)
     require_finite(lm, tokens, lengths, np.asarray(finite), "prompts")
-    logprobs, greedy = [], np.asarray(first.greedy)
-    for row, answer in enumerate(answers):
-        parts = [np.asarray(first.logprobs)[row : row + 1]]
-        if rest is not None:
-            start = int(places[row])
-            parts.append(np.asarray(rest.logprobs)[row, start : start + len(answer) - 1])
-        logprobs.append(np.concatenate(parts))
-    if rest is not None:
-        greedy = greedy & np.asarray(rest.greedy).all(axis=1)
-    return logprobs, greedy.tolist()
+    first, rest = jax.device_get((first, rest))
+    return _joined(first, rest, places, answers)
+
+
+def _joined(
+    first: TokenScores, rest: TokenScores | None, places: Int[np.ndarray, " R"], answers: list[list[int]]
+) -> tuple[list[np.ndarray], list[bool]]:
+    """Scores of whole answers, from those of their first tokens and those of the others, which begin at `places`."""
+    if rest is None:
+        return [np.asarray(logprob)[None] for logprob in first.logprobs], first.greedy.tolist()
+    logprobs = []
+    for row, (place, answer) in enumerate(zip(places.tolist(), answers, strict=True)):
+        others = rest.logprobs[row, place : place + len(answer) - 1]
+        logprobs.append(np.concatenate([first.logprobs[row : row + 1], others]))
+    return logprobs, (first.greedy & rest.greedy.all(axis=1)).tolist()
 
 
 def _read_and_feed_program(
@@ -147,7 +155,7 @@ def _read_and_feed_program(
 ) -> tuple[Bool[Array, " B"], TokenScores, TokenScores | None]:
     """Which prompts led to finite logits, the scores of each answer's first token `[R]`, and those of the others."""
     rows, times = first.shape[0], first.shape[0] // tokens.shape[0]
-    layouts = lm.cache_layouts(*tokens.shape, None)
+    layouts = lm.cache_layouts(tokens.shape[0], tokens.shape[1], None)
     logits, caches = read_prompts(lm, tokens, lengths, layouts, backend=backend)
     firsts = scores_of_logits(jnp.repeat(logits, times, axis=0), first)
     finite = jnp.isfinite(logits).all(axis=-1)
@@ -180,13 +188,13 @@ def _behind_context(
     finite, scores = program(*args)
     tokens, lengths = pad_tokens([context.token_ids() + ids for ids in appended.ids], lm.pad_token_id)
     require_finite(lm, tokens, lengths, np.asarray(finite), "prompts")
-    place = int(context.lengths[0]) % context.layouts[0].block_size
+    place, scores = int(context.lengths[0]) % context.layouts[0].block_size, jax.device_get(scores)
     logprobs, greedy = [], []
     for row, (question, answer) in enumerate(zip(asked, answers, strict=True)):
         first = place + len(question) - 1  # in the column before a token stands what is thought of it
         part = slice(first, first + len(answer))
-        logprobs.append(np.asarray(scores.logprobs)[row, part])
-        greedy.append(bool(np.asarray(scores.greedy)[row, part].all()))
+        logprobs.append(scores.logprobs[row, part])
+        greedy.append(bool(scores.greedy[row, part].all()))
     return logprobs, greedy
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from tca_jax.engine.answers import score_answers
 from tca_jax.engine.contexts import Context, prefill
@@ -91,14 +92,20 @@ class Runner:
 
     def answer(self, prompts: Sequence[Tokens], options: GenerationOptions) -> Iterator[tuple[int, str]]:
         """The answer to each prompt, up to a stop string."""
-        given = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature, "backend": self.backend}
-        stops = {"stop": options.until, "stop_token_ids": stop_token_ids(self.lm, options.until)}
+        given: dict[str, Any] = {
+            "max_new_tokens": options.max_new_tokens,
+            "temperature": options.temperature,
+            "stop": options.until,
+            "stop_token_ids": stop_token_ids(self.lm, options.until),
+            "backend": self.backend,
+            **dict(options.sampling),
+        }
         for context, questions in self._questions(prompts, [(i,) for i in range(len(prompts))]):
             for batch, rows in self._batches(questions):
                 seed = (self.seed + self._sampled) % 2**32
                 self._sampled += options.temperature > 0
                 asked = [question.tokens for question in rows]
-                out = generate(self.lm, asked, context=context, seed=seed, **given, **stops, **dict(options.sampling))
+                out = generate(self.lm, asked, context=context, seed=seed, **given)
                 self.kv_cache_bytes += out.stats.kv_cache_bytes
                 self.full_kv_cache_bytes += out.stats.full_kv_cache_bytes
                 yield from ((question.places[0], text) for question, text in zip(batch, out.text, strict=False))
