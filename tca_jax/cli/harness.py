@@ -16,7 +16,7 @@ def lm_eval(context: typer.Context) -> None:
     """Run lm-evaluation-harness on a model of this library (extra "eval").
 
     All arguments are those of lm_eval's own command line, where --model is tca_jax unless it is given; the model's go
-    into --model_args. `tca-jax lm-eval run --help` lists the first, docs/lm-evaluation-harness.md the second.
+    into --model_args. `lm_eval run --help` lists the first, docs/lm-evaluation-harness.md the second.
 
     Example: [bold]tca-jax lm-eval --model_args pretrained=recall-tiny,profile=shipped --tasks gsm8k[/]
     """

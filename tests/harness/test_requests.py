@@ -4,6 +4,7 @@ import pytest
 from tiny import tiny_lm, with_candidates
 
 from tca_jax import methods
+from tca_jax.cli.app import app
 from tca_jax.harness.loading import load_model
 from tca_jax.harness.options import GenerationOptions
 from tca_jax.harness.sharing import Shared, batches, filled, shared_prefixes
@@ -107,3 +108,20 @@ def test_a_loaded_model_is_taken_as_it_is(loaded):
     assert load_model(loaded, None, None, {}) is loaded
     with pytest.raises(ValueError, match="pretrained is a loaded model"):
         load_model(loaded, "folder", None, {})
+
+
+def test_the_command_hands_every_argument_on(monkeypatch):
+    given = []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("tca_jax.cli.harness.run", given.extend)
+    arguments = ["--model_args", "pretrained=recall-tiny,window=64", "--tasks", "mmlu", "gsm8k", "-b", "8", "-L", "2"]
+    with pytest.raises(SystemExit, match="0"):
+        app(["lm-eval", *arguments])
+    assert given == arguments
+
+
+def test_without_lm_eval_the_command_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="2"):
+        app(["lm-eval", "--tasks", "mmlu"])
+    assert "pip install 'tca-jax[eval]'" in capsys.readouterr().err
