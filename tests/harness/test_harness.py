@@ -5,7 +5,7 @@ import string
 
 import numpy as np
 import pytest
-from tiny import write_checkpoint
+from tiny import with_candidates, write_checkpoint
 
 import tca_jax
 from tca_jax import recall
@@ -49,7 +49,7 @@ def tiny(folder):
 
 @pytest.fixture(scope="module")
 def sparse(tiny):
-    return tiny.with_method("streaming", window=16, block_size=8)
+    return with_candidates(tiny, [[0, 0], [0, 0]])
 
 
 def test_the_shipped_model_answers_a_task_and_chooses_right():
