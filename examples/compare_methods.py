@@ -137,9 +137,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "model", nargs="?", default="recall-tiny", help="alias, Hub id or folder (default: %(default)s)"
     )
-    parser.add_argument(
-        "--methods", default="full,tca,streaming", help="by comma (default: %(default)s)"
-    )
+    parser.add_argument("--methods", default="full,tca,streaming", help="by comma (default: %(default)s)")
     parser.add_argument("--profile", type=Path, help="a profile that is there already; none calibrates")
     parser.add_argument("--kept", type=float, default=0.5, help="most of the cache that stays (default: %(default)s)")
     parser.add_argument("--bytes", type=int, default=2000, help="of a document (default: %(default)s)")
