@@ -18,6 +18,7 @@ from tca_jax.cli.chat import chat
 from tca_jax.cli.demo import demo
 from tca_jax.cli.errors import users_message
 from tca_jax.cli.generate import generate
+from tca_jax.cli.plots import app as plot_app
 from tca_jax.cli.profiles import app as profile_app
 from tca_jax.files import naming
 
@@ -78,6 +79,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(calibrate)
 app.add_typer(profile_app, name="profile")
+app.add_typer(plot_app, name="plot")
 app.add_typer(bench_app, name="bench")
 
 
