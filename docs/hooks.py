@@ -5,21 +5,21 @@ A page's link to `../benchmarks/results/README.md` is one to `benchmarks/results
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File, InclusionLevel
-
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
 #: Files beside docs/ that are part of the site, by patterns.
 BESIDE = ("benchmarks/results/*", "examples/*.py", "tca_jax/checkpoints/recall-tiny/*.md", "CHANGELOG.md")
-_OUTWARD = re.compile(r"\]\((?:\.\./)+(?=benchmarks/|examples/|tca_jax/|CHANGELOG)")
-_INWARD = re.compile(r"\]\((?:\.\./)*docs/")
 
 
 def on_files(files: Any, config: Any) -> Any:
     """Adds the files beside docs/."""
+    from mkdocs.structure.files import File, InclusionLevel
+
     for pattern in BESIDE:
         for path in sorted(ROOT.glob(pattern)):
             name = path.relative_to(ROOT).as_posix()
@@ -29,8 +29,16 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links across the border of docs/ as they are in the site, where there is none."""
-    up = "../" * page.file.src_uri.count("/")
-    if up and not page.file.src_uri.startswith("api/"):  # a file from beside docs/
-        return _INWARD.sub(f"]({up}", markdown)
-    return _OUTWARD.sub(f"]({up}", markdown)
+    """Links between docs/ and what lies beside it as they are in the site, where both have one root."""
+    place = Path(page.file.src_uri)
+    folder = (DOCS / place if (DOCS / place).exists() else ROOT / place).parent
+
+    def in_site(link: re.Match[str]) -> str:
+        path, *anchor = link[1].partition("#")
+        target = (folder / path).resolve()
+        if not path or not target.exists():
+            return link[0]
+        moved = os.path.relpath(target.relative_to(DOCS if target.is_relative_to(DOCS) else ROOT), place.parent)
+        return f"]({moved}{''.join(anchor)})"
+
+    return re.sub(r"\]\(([^)\s]+)\)", in_site, markdown)

@@ -185,4 +185,4 @@ def _finish_rows(axes: Axes, names: list[str]) -> None:
     axes.hlines(range(1, len(names)), *axes.get_xlim(), color="white", linewidth=2)
     axes.tick_params(axis="y", length=0)
     axes.margins(x=0)
-    axes.spines[:].setvisible(False)
+    axes.spines[:].set_visible(False)

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tca_jax.plots.accuracy import Point
 
 #: Stages of a whole call; a benchmark of one layer has the first two.
@@ -84,24 +86,57 @@ def call_stages(stats: Mapping[str, Any]) -> dict[str, float]:
 
 
 def accuracy_panels(path: str | os.PathLike[str]) -> dict[str, list[Point]]:
-    """Accuracy against bytes by protocol, the mean over tasks, as `plot_accuracy` takes it.
+    """Accuracy against bytes by protocol and prompt length, the mean over tasks, as `plot_accuracy` takes it.
 
     Args:
-        path: A JSON file with "methods", each with its "method", its "kv_cache_share" and what was "right" by protocol
-            and task, as beside the model that ships.
+        path: A folder of `tca-jax eval`, or a JSON file with "methods" such as `evaluation.json` beside the model that
+            ships.
+
+    Returns:
+        Points by heading. Of a folder only tasks count that all its methods have at a length.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it holds something else; names the file.
     """
-    panels: dict[str, list[Point]] = {}
-    for row in read_record(path).get("methods", ()):
-        for protocol, tasks in row["right"].items():
-            mean = sum(tasks.values()) / len(tasks)
-            panels.setdefault(protocol, []).append((row["method"], row["kv_cache_share"], mean))
+    panels = _of_folder(Path(path)) if Path(path).is_dir() else _of_file(path)
     if not panels:
         raise ValueError(f"{path}: holds no accuracy of methods")
     return panels
+
+
+def _of_file(path: str | os.PathLike[str]) -> dict[str, list[Point]]:
+    """Of "methods", each with its "method", its "kv_cache_share" and what was "right" by protocol and task."""
+    panels: dict[str, list[Point]] = {}
+    for row in read_record(path).get("methods", ()):
+        for protocol, tasks in row["right"].items():
+            point = (row["method"], row["kv_cache_share"], _mean(tasks.values()))
+            panels.setdefault(protocol, []).append(point)
+    return panels
+
+
+def _of_folder(folder: Path) -> dict[str, list[Point]]:
+    """A file a method, task, length and protocol, with its "score" in percent and its bytes."""
+    records = [read_record(path) for path in sorted(folder.glob("results/*/*.json"))]
+    records = [record for record in records if "score" in record]
+    lengths = {record["length"] for record in records}
+    found: dict[str, dict[str, dict[str, Mapping[str, Any]]]] = {}
+    for record in sorted(records, key=lambda record: record["length"]):
+        heading = record["protocol"] + (f", {record['length']:,} tokens" if len(lengths) > 1 else "")
+        found.setdefault(heading, {}).setdefault(record["method"], {})[record["task"]] = record
+    panels: dict[str, list[Point]] = {}
+    for heading, methods in found.items():
+        common = set.intersection(*map(set, methods.values()))
+        for method, tasks in methods.items() if common else ():
+            same = [tasks[task] for task in common]
+            share = _mean(record["kv_cache_bytes"] / record["full_kv_cache_bytes"] for record in same)
+            point = (method, share, _mean(record["score"] for record in same) / 100)
+            panels.setdefault(heading, []).append(point)
+    return panels
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))
 
 
 def _model_stages(row: Mapping[str, Any], layers: Sequence[Mapping[str, Any]], new_tokens: int) -> dict[str, float]:
