@@ -61,7 +61,9 @@ def plot_accuracy(panels: Mapping[str, Sequence[Point]], title: str, path: str |
     for axes in grid[:, 0]:
         axes.set_ylabel("right answers")
     figure.suptitle(title, parse_math=False)
-    figure.legend(legend.values(), legend, loc="outside lower center", ncols=min(5, len(legend)), fontsize=9)
+    figure.legend(
+        legend.values(), legend, loc="outside lower center", ncols=min(2 * columns, 5, len(legend)), fontsize=9
+    )
     return figures.write(figure, path)
 
 

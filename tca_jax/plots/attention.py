@@ -46,9 +46,7 @@ def plot_attention(
         raise ValueError(f"window = {window}: must lie in [0, {num_tokens - 1}]")
     map_height = float(np.clip(0.09 * layers * heads, 2.2, 5))
     figure = Figure(figsize=(11, map_height + 4.8), dpi=figures.DPI, layout="constrained")
-    figure.suptitle(
-        f"Full attention of a prompt of {num_tokens:,} tokens ({figures.shortened(name)})", parse_math=False
-    )
+    figure.suptitle(figures.titled(f"Full attention of a prompt of {num_tokens:,} tokens", name), parse_math=False)
     heat_map, curves = figure.subplots(2, height_ratios=[map_height, 3.4])
     _draw_positions(heat_map, mean_attention(received)[..., : num_tokens - window], num_tokens)
     _draw_shares(curves, cumulative_shares(received))

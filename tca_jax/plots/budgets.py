@@ -82,9 +82,7 @@ def draw_kept_share(axes: Axes, share: Float[np.ndarray, "layers Hkv"], title: s
 
 
 def kept_share_title(name: str, num_tokens: int, share: np.ndarray) -> str:
-    name = figures.shortened(name)
-    text = f"KV cache kept after {num_tokens:,} tokens: {share.mean():.1%} on average"
-    return text + ("\n" if len(name) > 25 else " ") + f"({name})"
+    return figures.titled(f"KV cache kept after {num_tokens:,} tokens: {share.mean():.1%} on average", name)
 
 
 def _map_width(share: np.ndarray) -> float:

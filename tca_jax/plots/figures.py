@@ -38,6 +38,7 @@ def write(figure: Figure, path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def shortened(name: str) -> str:
-    """A name no longer than a title has room for, cut at its beginning."""
-    return name if len(name) <= 70 else "…" + name[-69:]
+def titled(text: str, name: str) -> str:
+    """A title with the name that it is about, on a line of its own and cut at its beginning where it is long."""
+    shown = name if len(name) <= 70 else "…" + name[-69:]
+    return text + ("\n" if len(shown) > 25 else " ") + f"({shown})"

@@ -71,26 +71,29 @@ def plot_selected_tokens(
     for option, value, most in (("start", start, num_tokens), ("layer", layer, layers), ("head", head, heads)):
         if value is not None and not 0 <= value < most:
             raise ValueError(f"{option} = {value}: must lie in [0, {most - 1}]")
-    heads_of_page = _sparse(kept[slice(None) if layer is None else [layer], slice(None) if head is None else [head]])
+    heads_of_page = _sparse(kept[_one(layer)][:, _one(head)])
     share = heads_of_page.mean(axis=0)[start:]
     pieces, shown = lay_out(tokens[start:])
     lines = 1 + pieces[-1].line
-    overview_height = float(np.clip(0.4 + 0.07 * layers * heads, 1.2, 4))
+    overview_height = float(np.clip(0.4 + 0.07 * layers * heads, 1.6, 4))
     figure, overview, page, bar = _panels(overview_height, lines * _LINE_HEIGHT)
-    figure.suptitle(f"What is kept of a prompt of {num_tokens:,} tokens ({figures.shortened(name)})", parse_math=False)
+    figure.suptitle(figures.titled(f"What is kept of a prompt of {num_tokens:,} tokens", name), parse_math=False)
     _draw_overview(overview, kept, max(block_size, -(-num_tokens // _MOST_BLOCKS)), window_start)
     overview.axvspan(start, start + shown, ymax=0.02, color="#404040")
     shades = _draw_page(page, pieces, share, lines)
     whose = "".join(f"{part} {n}, " for part, n in (("layer", layer), ("KV head", head)) if n is not None)
     who = f"{whose}{len(heads_of_page)} of {layers * heads} heads"
-    title = (
-        f"Tokens {start:,} to {start + shown - 1:,}, shaded by the heads that keep them ({who}; dense ones left out)"
-    )
+    title = f"Tokens {start:,} to {start + shown - 1:,}, shaded by the heads that keep them ({who})"
     page.set_title(title, fontsize=10)
     scale = figure.colorbar(shades, cax=bar, format=PercentFormatter(1.0))
     scale.set_label("heads that keep the token")
     scale.outline.set_visible(False)
     return figures.write(figure, path)
+
+
+def _one(number: int | None) -> slice:
+    """The index of one layer or head, or of all."""
+    return slice(None) if number is None else slice(number, number + 1)
 
 
 def _sparse(kept: Bool[np.ndarray, "layers Hkv L"]) -> Bool[np.ndarray, "heads L"]:
@@ -146,7 +149,7 @@ def _lines(token: str) -> list[str]:
 def _panels(overview: float, page: float) -> tuple[Figure, Axes, Axes, Axes]:
     """A figure with an overview over a page of given heights, and a color bar beside this; sizes are in inches."""
     text = _COLUMNS * _ADVANCE
-    width, height = _MARGIN + text + _RIGHT, overview + page + 1.9
+    width, height = _MARGIN + text + _RIGHT, overview + page + 2.1
     figure = Figure(figsize=(width, height), dpi=figures.DPI)
 
     def add(left: float, bottom: float, wide: float, high: float) -> Axes:
