@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -47,7 +48,7 @@ def plot_accuracy(panels: Mapping[str, Sequence[Point]], title: str, path: str |
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(1 + 4.2 * columns, 1.2 + 3.6 * rows), dpi=figures.DPI, layout="constrained")
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    legend = {}
+    legend: dict[str, Any] = {}
     for axes, (heading, panel) in zip(grid.flat, panels.items(), strict=False):
         _draw_panel(axes, panel, methods)
         axes.set_title(heading, fontsize=10, parse_math=False)

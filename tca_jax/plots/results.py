@@ -55,7 +55,7 @@ def latency_bars(
     models: list[Mapping[str, Any]] = []
     bars: dict[str, dict[str, float]] = {}
     for name, record in records.items():
-        rows = record.get("rows")
+        rows: Any = record.get("rows")
         if "stats" in record:
             bars[name] = call_stages(record["stats"])
         elif _has(rows, "TCA ms", "full ms"):
