@@ -20,6 +20,7 @@ from tca_jax.cli.errors import users_message
 from tca_jax.cli.evaluate import evaluate
 from tca_jax.cli.generate import generate
 from tca_jax.cli.harness import lm_eval
+from tca_jax.cli.plots import app as plot_app
 from tca_jax.cli.profiles import app as profile_app
 from tca_jax.files import naming
 
@@ -82,6 +83,7 @@ app.command()(calibrate)
 app.command("eval")(evaluate)
 app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(lm_eval)
 app.add_typer(profile_app, name="profile")
+app.add_typer(plot_app, name="plot")
 app.add_typer(bench_app, name="bench")
 
 
