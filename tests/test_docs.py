@@ -175,7 +175,18 @@ def test_the_example_of_the_readme_runs_and_prints_what_it_says():
     assert float(logprob) < 0
 
 
-RUN = ["benchmarks", "choosing", "contexts", "evaluation", "kernels", "methods", "pictures", "profiles", "quickstart", "usage"]
+RUN = [
+    "benchmarks",
+    "choosing",
+    "contexts",
+    "evaluation",
+    "kernels",
+    "methods",
+    "pictures",
+    "profiles",
+    "quickstart",
+    "usage",
+]
 
 
 @pytest.mark.usefixtures("shared")
