@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dev test test-gpu package lint types clean
+.PHONY: help demo dev docs test test-gpu package lint types clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,6 +21,10 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@echo "installing tca_jax and its test tools into $(VENV) (a few minutes the first time)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	@touch $(VENV)/.installed $@
+
+$(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	@touch $@
 
 demo: $(VENV)/.installed  ## answer questions over a long document with TCA and with full attention
 	$(BIN)/tca-jax demo
@@ -45,6 +49,9 @@ lint: package  ## ruff, and who may import whom
 
 types: package  ## mypy on the package as it installs
 	cd build/package && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p tca_jax
+
+docs: $(VENV)/.installed-docs package  ## the site of docs/, into build/site
+	$(BIN)/mkdocs build --strict
 
 clean:  ## remove the virtual environment and build products
 	rm -rf $(VENV) build dist *.egg-info

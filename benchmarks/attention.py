@@ -3,6 +3,7 @@
 tca-jax bench attention                                     # the committed table, a few minutes on one GPU
 tca-jax bench attention --lengths 32768 --models llama3.1-8b --shares 0.2 --repeats 3
 tca-jax bench attention --lengths 131072 --models llama3.1-8b --shares 0.05:0.25   # prefill's share and the cache's
+tca-jax bench attention --lengths 131072 --methods xattention --methods minference --area 0.18   # and other methods
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from tca_jax.benchmarks.common import (
     token_axis,
     write_results,
 )
+from tca_jax.benchmarks.prefill_methods import Wanted, check_area, describe_methods, measure_methods
 from tca_jax.benchmarks.shares import Share, SharesOption, check_shares, describe_config
 from tca_jax.methods.base import Method, per_head
 from tca_jax.methods.queries import last_queries
@@ -287,6 +289,10 @@ def main(
     reserve: Annotated[
         int | None, typer.Option(help="Tokens of the reserve.", show_default="an eighth of the window", min=0)
     ] = None,
+    methods: Annotated[
+        list[str] | None, typer.Option(help="Methods beside TCA: minference, flexprefill, xattention.")
+    ] = None,
+    area: Annotated[float, typer.Option(help="Share of all pairs that they compute.")] = 0.18,
     repeats: RepeatsOption = 5,
     out: OutOption = RESULTS,
     name: NameOption = "attention",
@@ -299,6 +305,8 @@ def main(
     shares, backends = shares or [Share(0.1), Share(0.155), Share(0.4)], backend or prefill_kernels()
     layers, config = find_layers(models), tca_jax.TCAConfig(window=window, reserve=reserve)
     check_shares(shares)
+    check_area(area)
+    wanted = [Wanted.parse(text) for text in methods or ()]
     check_sizes(lengths, config, backends, out)
     settings = {}
     for layer in layers:
@@ -311,7 +319,10 @@ def main(
         for row in measure(layer, length, settings[layer], config, repeats):
             rows.append(row)
             print_row(row)
-    write_results(name, "Prefill attention of one layer against full attention", rows, out, describe(config, repeats))
+    others = [measure_methods(*place, wanted, area, repeats) for place in itertools.product(layers, lengths) if wanted]
+    more = {"Other methods": list(itertools.chain(*others))} if wanted else {}
+    note = describe(config, repeats) + (f" {describe_methods(area)}" if wanted else "")
+    write_results(name, "Prefill attention of one layer against full attention", rows, out, note, more)
     plot(rows, out / f"{name}.png")
 
 

@@ -15,7 +15,15 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-_NAMES = ("attention", "decode", "end-to-end", "calibration", "context", "tune")  # of modules too, with underscores
+_NAMES = (
+    "attention",
+    "decode",
+    "end-to-end",
+    "calibration",
+    "context",
+    "tune",
+    "soak",
+)  # of modules too, with underscores
 _JSON = "--json"
 
 #: What JAX takes of a GPU's memory, and its old name. A million tokens need more than the default of 75%; some must be

@@ -20,6 +20,7 @@ from tca_jax.methods.checks import check_integer
 from tca_jax.methods.config import TCAConfig
 from tca_jax.models.config import ModelConfig
 
+_PROBES = ("kind", "tokens", "need", "rounds", "fallback", "kept")
 _SCORE_SLACK = 0.01  # float32 sums over long texts leave [0, 1] by rounding
 
 
@@ -308,9 +309,14 @@ def _checked_probes(value: Any) -> dict[str, Any] | None:
     """`value` with the entries that tell how probe scores were measured, copied."""
     if value is None:
         return None
+    if isinstance(value, Mapping) and (unknown := sorted(set(map(str, value)) - set(_PROBES))):
+        raise ValueError(
+            f"Profile.probes: unknown entry {unknown[0]!r}; known are {list(_PROBES)}. Where a newer tca_jax wrote the "
+            "profile, upgrade tca_jax"
+        )
     known = (
         isinstance(value, Mapping)
-        and set(value) == {"kind", "tokens", "need", "rounds", "fallback", "kept"}
+        and set(value) == set(_PROBES)
         and value["kind"] in ("copy", "text", "pairs")
         and isinstance(value["tokens"], int)
         and isinstance(value["need"], int | float)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tca_jax.models.json_object import read_json_object, refuse_misspelt
 from tca_jax.models.rope import RopeConfig
 
 # model_type -> the causal language model class that its config.json names
@@ -20,6 +20,27 @@ _ARCHITECTURES = {
 }
 FAMILIES = tuple(_ARCHITECTURES)
 
+# Entries of a config.json that count, and that have defaults where they are absent.
+_ENTRIES = (
+    "architectures",
+    "max_position_embeddings",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "hidden_act",
+    "quantization_config",
+    "dual_chunk_attention_config",
+    "use_sliding_window",
+    "layer_types",
+)
 _DTYPES = ("float32", "bfloat16", "float16")
 _MOST = 2**31 - 1  # token ids, positions and places in an axis are int32
 
@@ -170,13 +191,9 @@ def read_config(folder: Path) -> ModelConfig:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: a checkpoint folder must hold config.json")
+    entries = read_json_object(path)
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # JSON, UTF-8, or lists in lists without end
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(entries, dict):
-        raise ValueError(f"{path} holds a {type(entries).__name__}: must be a JSON object")
-    try:
+        refuse_misspelt(entries, _ENTRIES)
         return ModelConfig.from_hf(entries)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

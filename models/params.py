@@ -26,9 +26,11 @@ from safetensors.numpy import save_file
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import combine, stored_checksum
+from tca_jax.models.json_object import read_json_object
 from tca_jax.models.names import HEAD, LAYER, Parameter, outer_shapes, parameters
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHARD = re.compile(r"[\w.-]{1,200}\.safetensors")  # in the checkpoint's own folder
 _STORED_BYTES = {"F32": 4, "BF16": 2, "F16": 2}  # dtypes that are read, and bytes of an element
 _IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")  # a buffer that old LLaMA checkpoints hold
 
@@ -202,12 +204,14 @@ def _files(folder: Path) -> dict[Path, list[str]]:
             return {single: list(shard.keys())}
     if not index.is_file():
         raise FileNotFoundError(f"{folder} holds neither {_SINGLE} nor {_INDEX}: weights must be safetensors")
+    places = read_json_object(index).get("weight_map")
+    if not isinstance(places, dict):
+        raise ValueError(f"{index} is corrupt: weight_map is a {type(places).__name__}, must be an object")
     files: dict[Path, list[str]] = {}
-    try:
-        for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
-            files.setdefault(folder / file, []).append(name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is corrupt: must be JSON with a 'weight_map' ({error!r})") from error
+    for name, file in places.items():
+        if not isinstance(file, str) or not _SHARD.fullmatch(file):
+            raise ValueError(f"{index} is corrupt: weight_map[{name!r}] = {file!r}: must be the name of a shard")
+        files.setdefault(folder / file, []).append(name)
     missing = [file for file in files if not file.is_file()]
     if missing:
         raise FileNotFoundError(f"{missing[0]} is missing: {_INDEX} lists it ({len(missing)} are missing)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -153,6 +154,12 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig) -> np.ndarray:
         "yarn": _yarn_frequencies,
     }[rope.type]
     return scale(wavelengths, rope).astype(np.float32)
+
+
+@functools.lru_cache
+def fixed_frequencies(head_dim: int, rope: RopeConfig) -> tuple[float, ...] | None:
+    """`inverse_frequencies` as numbers; None for dynamic RoPE, whose frequencies change with a row's length."""
+    return None if rope.type == "dynamic" else tuple(inverse_frequencies(head_dim, rope).tolist())
 
 
 def _dynamic_growth(positions: Int[Array, "B L"], head_dim: int, rope: RopeConfig) -> Float[Array, "B 1 half"]:

@@ -1,4 +1,4 @@
-"""Which tokens each head of a model keeps of a given prompt: for pictures and for research."""
+"""What each head of a model keeps of a given prompt, and what it attends to: for pictures and for research."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float32, Int
 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import Prompt, encode_prompt, pad_tokens
+from tca_jax.methods.full import FullPrefill
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.sparse import readable_selection
+from tca_jax.pallas_kernels.column_mass import column_mass
 from tca_jax.pallas_kernels.ranking import selection_mask
+
+_MASS_BLOCK = 128  # tokens; `column_mass` works in blocks, and the sum of its two parts depends on none of them
 
 
 def kept_tokens(lm: LM, prompt: Prompt | Sequence[int]) -> Bool[np.ndarray, "layers Hkv L"]:
@@ -29,18 +33,59 @@ def kept_tokens(lm: LM, prompt: Prompt | Sequence[int]) -> Bool[np.ndarray, "lay
     Raises:
         ValueError: the prompt is longer than the model's context, or not allowed.
     """
-    ids = encode_prompt(lm, prompt)
-    if len(ids) > lm.config.max_context:
-        raise ValueError(f"prompt has {len(ids)} tokens: {lm.name} has {lm.config.max_context} positions")
+    ids = _encode(lm, prompt)
     tokens, lengths = pad_tokens([ids])
     selected = _selected(lm.for_programs(), jnp.asarray(tokens), jnp.asarray(lengths))
     return np.asarray(selected)[:, :, : len(ids)] | (np.arange(len(ids)) >= local_start(lm, len(ids)))
+
+
+def attention_received(lm: LM, prompt: Prompt | Sequence[int]) -> Float32[np.ndarray, "layers Hkv L"]:
+    """The attention mass that every token of a prompt gets from the prompt's queries, under full attention.
+
+    Args:
+        lm: A model; its method does not matter.
+        prompt: A string, a chat or token ids, L tokens.
+
+    Returns:
+        float32 `[layers, H_kv, L]`: sums of attention probabilities over all queries, mean over the query heads of a
+        KV head. All of a head add up to L; token j is seen by L - j queries.
+
+    Raises:
+        ValueError: the prompt is longer than the model's context, or not allowed.
+    """
+    ids = _encode(lm, prompt)
+    tokens, lengths = pad_tokens([ids])
+    received = _received(lm.with_profile(None).for_programs(), jnp.asarray(tokens), jnp.asarray(lengths))
+    return np.asarray(received)[:, :, : len(ids)]
+
+
+def token_texts(lm: LM, prompt: Prompt | Sequence[int]) -> list[str]:
+    """The text of each token of a prompt alone, special tokens by their names.
+
+    Args:
+        lm: A model with a tokenizer.
+        prompt: A string, a chat or token ids, L tokens.
+
+    Raises:
+        ValueError: the model has no tokenizer, or the prompt is not allowed.
+    """
+    if lm.tokenizer is None:
+        raise ValueError(f"{lm.name} has no tokenizer: its tokens have no text")
+    return [lm.tokenizer.decode([token]) for token in _encode(lm, prompt)]
 
 
 def local_start(lm: LM, prompt_tokens: int) -> int:
     """First token of a prompt that is in the window of the next one."""
     policy = lm.method.cache
     return policy.num_ranked_blocks(prompt_tokens) * policy.block_size
+
+
+def _encode(lm: LM, prompt: Prompt | Sequence[int]) -> list[int]:
+    """The prompt's token ids, which are known to fit."""
+    ids = encode_prompt(lm, prompt)
+    if len(ids) > lm.config.max_context:
+        raise ValueError(f"prompt has {len(ids)} tokens: {lm.name} has {lm.config.max_context} positions")
+    return ids
 
 
 @jax.jit
@@ -60,3 +105,15 @@ def _selected(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> B
     positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
     _, masks = lm.decoder(tokens, positions, attention, (None,) * len(layouts))
     return jnp.stack(masks)
+
+
+@jax.jit
+def _received(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> Float32[Array, "layers Hkv L"]:
+    def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Array]:
+        out = FullPrefill().attend(layer, q, k, v, lengths, None, "auto")
+        near, far = column_mass(q, k, lengths, block_size=_MASS_BLOCK, window=_MASS_BLOCK)
+        return out, (near + far)[0]
+
+    positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
+    _, received = lm.decoder(tokens, positions, attention, (None,) * lm.config.num_layers)
+    return jnp.stack(received)

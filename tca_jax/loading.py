@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable
 from importlib import resources
@@ -15,7 +14,9 @@ import jax.numpy as jnp
 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.programs import enable_compilation_cache
+from tca_jax.engine.prompts import is_librarys
 from tca_jax.models.config import ModelConfig, read_config
+from tca_jax.models.json_object import read_json_object, refuse_misspelt
 from tca_jax.models.params import load_checkpoint
 from tca_jax.models.registry import ALIASES
 
@@ -156,6 +157,7 @@ def checkpoint_folder(name_or_path: str | os.PathLike[str], revision: str | None
     name = os.fspath(name_or_path)
     path = Path(name).expanduser()
     if path.is_dir():  # first: a folder of the user's own is never hidden by a name of ours
+        _refuse_dangling(path)
         if not (path / "config.json").is_file():
             raise FileNotFoundError(f"{path} holds no config.json: not a Hugging Face checkpoint folder")
         return path
@@ -168,6 +170,14 @@ def checkpoint_folder(name_or_path: str | os.PathLike[str], revision: str | None
         known = ", ".join([*SHIPPED, *ALIASES])
         raise ValueError(f"name_or_path = {name!r}: no such folder, Hub id (owner/name) or alias. Aliases: {known}")
     return _download(hub_id, revision)
+
+
+def _refuse_dangling(folder: Path) -> None:
+    """Files of the Hub's cache are links, whose targets may be gone; such a file would count as left out on purpose."""
+    for pattern in _HUB_FILES:
+        for path in folder.glob(pattern):
+            if path.is_symlink() and not path.exists():
+                raise FileNotFoundError(f"{path} is a link, and the file it leads to is missing")
 
 
 def _download(hub_id: str, revision: str | None) -> Path:
@@ -214,8 +224,12 @@ def _load_tokenizer(folder: Path) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # whatever the tokenizer libraries raise, the user needs to know which folder
-        raise ValueError(f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {error}") from error
+        tokenizer.decode(tokenizer("a")["input_ids"])  # some damage shows in use only
+    except BaseException as error:  # whatever the tokenizer libraries raise, the user needs to know which folder
+        if not is_librarys(error):
+            raise
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {reason}") from error
     # Prompts are checked against the model's own positions; a warning about the tokenizer's would say less, or wrongly.
     getattr(tokenizer, "deprecation_warnings", {})["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
@@ -224,20 +238,17 @@ def _load_tokenizer(folder: Path) -> Any:
 def _eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
     """Stop tokens from generation_config.json, else config.json, else the tokenizer."""
     for path in (folder / "generation_config.json", folder / "config.json"):
-        if path.is_file() and (eos := _read_json_object(path).get("eos_token_id")) is not None:
+        if not path.exists():
+            continue
+        entries = read_json_object(path)
+        try:
+            refuse_misspelt(entries, ["eos_token_id"])
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        if (eos := entries.get("eos_token_id")) is not None:
             return _checked_token_ids(eos, vocab_size, path)
     eos = getattr(tokenizer, "eos_token_id", None)
     return () if eos is None else (eos,)
-
-
-def _read_json_object(path: Path) -> dict[str, Any]:
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # JSON or UTF-8
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(entries, dict):
-        raise ValueError(f"{path} holds a {type(entries).__name__}: must be a JSON object")
-    return entries
 
 
 def _checked_token_ids(eos: Any, vocab_size: int, path: Path) -> tuple[int, ...]:

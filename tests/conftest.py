@@ -1,10 +1,29 @@
-"""Shared test setup: run-time shape checks on every signature of the package, and small caches."""
+"""Shared test setup: run-time shape checks on every signature of the package, fast compilation, and small caches."""
 
+import atexit
 import gc
+import os
+import shutil
 import sys
+import tempfile
 
 import pytest
 from jaxtyping import install_import_hook
+
+# Nearly all of the tests' time on a CPU is XLA compiling programs that run once, so it optimizes little there, and the
+# processes of one run share what they have compiled. What the environment says stands: `XLA_FLAGS= pytest` tests what
+# XLA's own defaults compile. Before JAX starts, for it reads these once; subprocesses of tests inherit them.
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault(
+        "XLA_FLAGS",
+        "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+        " --xla_cpu_parallel_codegen_split_count=1",
+    )
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # in xdist's workers it is: that of the process that started them
+    _cache = tempfile.mkdtemp(prefix="tca_jax-tests-")
+    atexit.register(shutil.rmtree, _cache, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 # Must run before anything imports the package: every jaxtyping annotation is then checked by beartype.
 _hook = install_import_hook("tca_jax", "typecheck.check")

@@ -23,7 +23,7 @@ from tca_jax.loading import SHIPPED, shipped_profile
 
 SCRIPT = Path(sys.executable).with_name("tca-jax")
 SMALL = ["--window=16", "--block-size=8"]
-COMMANDS = ["", "bench", "chat", "demo", "generate", "calibrate", "profile show"]
+COMMANDS = ["", "bench", "chat", "demo", "eval", "generate", "calibrate", "profile show"]
 
 
 PAIR = '{"question": "q", "answer": "a", "text": 0}\n'

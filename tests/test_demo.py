@@ -37,10 +37,11 @@ def test_progress_tells_every_step(demo):
     steps = list(dict.fromkeys(step for step, _, _ in demo[1]))
     assert steps == [
         "loading recall-tiny",
+        "compiling",
         *(
             f"{name}: {what}"
             for name in METHODS
-            for what in ("answering whole prompts, compilation first", "reading the document, then answering")
+            for what in ("answering whole prompts", "reading the document, then answering")
         ),
         "drawing what tca kept",
     ]

@@ -1,59 +1,136 @@
-"""The README and `docs/` say what is true: their code runs, their commands parse, their links lead somewhere."""
+"""The README and `docs/` say what is true: code and commands run, links lead somewhere, the site has every page."""
 
 import contextlib
 import functools
+import importlib
+import importlib.util
 import inspect
 import io
 import re
 import shlex
+import shutil
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pytest
+import yaml
 from tiny import random_prompt, tiny_lm
+from typer.testing import CliRunner
 
 import tca_jax
-from tca_jax import loading, methods
+from tca_jax import loading, methods, plots, recall
 from tca_jax.cli.app import app
 from tca_jax.methods import registry
 from tca_jax.models.registry import ALIASES
+from tca_jax.pallas_kernels.backends import OPERATIONS
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-DOCS = (README, *sorted((ROOT / "docs").glob("*.md")))
+SITE = tuple(sorted((ROOT / "docs").rglob("*.md")))
+DOCS = (README, *SITE)
 PAGES = (*DOCS, ROOT / "CHANGELOG.md", ROOT / "benchmarks/results/README.md")
 CODE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+#: What a page's blocks are run with in place of what they say: shorter texts.
+SHORTER = {"default_rng(0), 6000,": "default_rng(0), 1500,"}
+#: Comments behind commands of which only the options are checked, as are those that name a model from the Hub.
+NOT_HERE = re.compile(r"GPU|minute")
+QUESTION = "I need the phone number of fixed ribbon."
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return [text for found, text in CODE.findall(page.read_text()) if found == language]
+class Command(NamedTuple):
+    """A line of a shell block: a call of `tca-jax`, what is piped into it, and the file that its output goes to."""
+
+    line: str
+    args: list[str]
+    piped: list[str]
+    target: str | None
+
+    @property
+    def runs(self) -> bool:
+        """Whether a machine without a GPU and without the Hub runs it in seconds."""
+        return not named_models(self.line) and not NOT_HERE.search(self.line.partition("  #")[2])
 
 
-def runs(block: str) -> bool:
-    """Every block runs, but for those that name a model from the Hub."""
-    return not any(alias in block for alias in ALIASES)
+def blocks(page: Path, *languages: str) -> list[tuple[str, str]]:
+    return [(language, text) for language, text in CODE.findall(page.read_text()) if language in languages]
 
 
-def commands(page: Path, program: str) -> list[str]:
-    """Calls of a program in shell blocks and in the text."""
-    lines = [part.strip() for block in blocks(page, "sh") for line in block.splitlines() for part in line.split("|")]
-    inline = re.findall(rf"`({program} [^`]+)`", CODE.sub("", page.read_text()))
-    return [line for line in (*lines, *inline) if line.startswith(f"{program} ")]
+def named_models(text: str) -> bool:
+    """Whether it names a model from the Hub."""
+    return any(alias in text for alias in ALIASES)
+
+
+def read_command(line: str) -> Command | None:
+    """A line of a shell block; None where it calls another program."""
+    words = shlex.shlex(line, posix=True, punctuation_chars="|>")
+    words.whitespace_split = True
+    parts, target = [[]], None
+    for word in words:
+        if word == "|":
+            parts.append([])
+        elif word == ">":
+            target = next(words)
+        elif parts[-1] or not re.fullmatch(r"\w+=.*", word):  # not a variable that is set for the program
+            parts[-1].append(word)
+    if not parts[-1] or parts[-1][0] != "tca-jax":
+        return None
+    return Command(line, parts[-1][1:], parts[0] if len(parts) > 1 else [], target)
+
+
+def lines(block: str) -> list[str]:
+    return [line for line in block.splitlines() if line.strip() and not line.startswith("#")]
+
+
+def commands(page: Path) -> list[Command]:
+    """Calls of `tca-jax` in shell blocks and in the text."""
+    found = [line for _, block in blocks(page, "sh") for line in lines(block)]
+    found += re.findall(r"`(tca-jax [^`]+)`", CODE.sub("", page.read_text()))
+    return [command for line in found if (command := read_command(line.strip()))]
+
+
+def steps(page: Path) -> list[str | Command]:
+    """What a reader of a page runs, in its order: Python blocks and commands."""
+    found: list[str | Command] = []
+    for language, block in blocks(page, "python", "sh"):
+        if language == "python":
+            found += [] if named_models(block) else [block]
+        else:
+            found += [command for line in lines(block) if (command := read_command(line)) and command.runs]
+    return found
 
 
 def anchors(page: Path) -> set[str]:
     """What GitHub makes of the headings."""
-    headings = re.findall(r"^#+ (.+)$", CODE.sub("", page.read_text()), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings(page)}
+
+
+def headings(page: Path) -> list[str]:
+    found = re.findall(r"^#+ (.+)$", CODE.sub("", page.read_text()), re.MULTILINE)
+    return [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in found]
+
+
+def links(page: Path) -> list[str]:
+    """Targets of links and pictures, but for those of the web."""
+    found = re.findall(r"\]\(([^)\s]+)\)", CODE.sub("", page.read_text()))
+    return [target for target in found if not target.startswith("https://")]
 
 
 @pytest.fixture
 def shared(monkeypatch, tmp_path):
-    """A place to write to, one loaded model for all blocks, and a registry to add to."""
+    """A folder with what the pages name, one loaded model for all blocks, and a registry to add to."""
     monkeypatch.setattr(tca_jax, "load", load_once)
     monkeypatch.setattr(registry, "_FACTORIES", dict(registry._FACTORIES))
     monkeypatch.chdir(tmp_path)
+    Path("report.txt").write_text(
+        recall.build_document(np.random.default_rng(0), 1500, ("digits", "words", "hex")).text
+    )
+    Path("questions.txt").write_text(f"{QUESTION}\n")
+    shutil.copytree(loading.shipped_profile(), "my-profile")
+    for name in ("benchmarks", "tca_jax"):
+        Path(name).symlink_to(ROOT / name)
 
 
 @functools.cache
@@ -62,12 +139,31 @@ def load_once(name, profile=None):
 
 
 def run(page: Path) -> str:
-    """What the blocks of a page print, one after the other, as a reader would type them."""
+    """What a page's blocks and commands print, one after the other, as a reader would type them."""
     printed, names = io.StringIO(), {"__name__": "__main__"}
-    with contextlib.redirect_stdout(printed):
-        for block in filter(runs, blocks(page, "python")):
-            exec(compile(block, page.name, "exec"), names)
+    for step in steps(page):
+        if isinstance(step, Command):
+            printed.write(call(step))
+            continue
+        for there, here in SHORTER.items():
+            step = step.replace(there, here)
+        with contextlib.redirect_stdout(printed):
+            exec(compile(step, page.name, "exec"), names)
     return printed.getvalue()
+
+
+def call(command: Command) -> str:
+    """What a command prints; it must succeed, and write the file that it names."""
+    program, *operands = command.piped or ["echo", QUESTION]
+    given = "\n".join(operands) if program == "echo" else Path(operands[0]).read_text()
+    result = CliRunner().invoke(app, command.args, input=f"{given}\n")
+    assert result.exit_code == 0, f"{command.line}\n{result.output}"
+    assert result.stdout, command.line
+    if command.target:
+        Path(command.target).write_text(result.stdout)
+    if "--out" in command.args:
+        assert Path(command.args[command.args.index("--out") + 1]).exists(), command.line
+    return result.stdout
 
 
 @pytest.mark.usefixtures("shared")
@@ -79,25 +175,63 @@ def test_the_example_of_the_readme_runs_and_prints_what_it_says():
     assert float(logprob) < 0
 
 
+RUN = [
+    "benchmarks",
+    "choosing",
+    "contexts",
+    "evaluation",
+    "kernels",
+    "methods",
+    "pictures",
+    "profiles",
+    "quickstart",
+    "usage",
+]
+
+
 @pytest.mark.usefixtures("shared")
-@pytest.mark.parametrize("name", ["methods", "profiles", "usage"])
-def test_the_blocks_of_a_page_run(name):
-    assert run(ROOT / "docs" / f"{name}.md")
+@pytest.mark.parametrize("name", RUN)
+def test_the_blocks_and_commands_of_a_page_run(name):
+    printed = run(ROOT / "docs" / f"{name}.md")
+    assert printed
+    if name == "quickstart":
+        assert printed.count("554090") == 2  # the text's list of questions, and the model's answer
 
 
-def test_no_page_with_blocks_is_left_out():
-    with_blocks = [page.stem for page in DOCS if any(map(runs, blocks(page, "python")))]
-    assert with_blocks == ["README", "methods", "profiles", "usage"]
+def test_no_page_with_something_to_run_is_left_out():
+    assert sorted(page.stem for page in SITE if steps(page)) == RUN
+
+
+def test_every_line_of_a_shell_block_calls_a_program_that_a_test_knows():
+    for page in DOCS:
+        for _, block in blocks(page, "sh"):
+            for line in lines(block):
+                known = read_command(line) or shlex.split(line, comments=True)[0] in (
+                    "make",
+                    "pip",
+                    "python",
+                    "python3",
+                )
+                assert known, f"{page.name}: {line}"
+
+
+def test_pipes_targets_and_comments_of_a_command_are_read():
+    command = read_command('echo "a b" | tca-jax chat x --file y > z  # minutes')
+    assert command[1:] == (["chat", "x", "--file", "y"], ["echo", "a b"], "z")
+    assert not command.runs
+    assert read_command("tca-jax plot budgets shipped  # of 8K tokens").runs
+    assert not read_command("tca-jax chat qwen2.5-7b --file y").runs
+    assert read_command("make demo") is None
 
 
 @pages
 def test_every_command_has_its_options(page, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    for command in commands(page, "tca-jax"):
-        _, *args = shlex.split(command, comments=True)
+    for command in commands(page):
+        args = [arg for arg in command.args if arg != "..."]
         with contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as end:
             app([*args, "--help"])  # reads the options, and stops before it uses them
-        assert end.value.code == 0, command
+        assert end.value.code == 0, command.line
 
 
 def test_a_command_with_an_unknown_option_is_noticed(capsys):
@@ -110,20 +244,25 @@ def test_a_command_with_an_unknown_option_is_noticed(capsys):
 @pages
 def test_every_make_target_exists(page):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {word for command in commands(page, "make") for word in shlex.split(command, comments=True)[1:]}
-    assert named <= targets
+    found = [line for _, block in blocks(page, "sh") for line in lines(block) if line.startswith("make ")]
+    found += re.findall(r"`(make [^`]+)`", CODE.sub("", page.read_text()))
+    assert {word for line in found for word in shlex.split(line, comments=True)[1:]} <= targets
 
 
 @pages
 def test_every_link_leads_to_a_file_and_a_heading(page):
-    text = CODE.sub("", page.read_text())
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if target.startswith("https://"):
-            continue
+    for target in links(page):
         path, _, anchor = target.partition("#")
         linked = page.parent / path if path else page
         assert linked.exists(), target
         assert not anchor or anchor in anchors(linked), target
+
+
+@pages
+def test_headings_have_the_same_anchors_in_the_site_as_on_github(page):
+    for heading in headings(page):
+        of_site = re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+        assert of_site in anchors(page), heading
 
 
 @pages
@@ -132,8 +271,103 @@ def test_every_file_that_is_named_exists(page):
         assert (ROOT / name).exists(), name
 
 
+def site() -> dict:
+    return yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+
+
+def nav(entries: list) -> list[str]:
+    """Pages of the site's menu."""
+    found = []
+    for entry in entries:
+        (target,) = entry.values()
+        found += [target] if isinstance(target, str) else nav(target)
+    return found
+
+
+def hooks():
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs/hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_page_is_in_the_menu_of_the_site_once():
+    menu = nav(site()["nav"])
+    assert len(menu) == len(set(menu))
+    beside = {name for name in menu if not (ROOT / "docs" / name).exists()}
+    assert {page.relative_to(ROOT / "docs").as_posix() for page in SITE} == set(menu) - beside
+    assert all((ROOT / name).exists() for name in beside)
+
+
+@pytest.mark.parametrize("page", SITE, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_outside_docs_that_a_page_links_to_are_part_of_the_site(page):
+    beside = {path for pattern in hooks().BESIDE for path in ROOT.glob(pattern)}
+    for target in links(page):
+        linked = (page.parent / target.partition("#")[0]).resolve()
+        assert linked.is_relative_to(ROOT / "docs") or linked in beside, target
+
+
+class Page(NamedTuple):
+    """A page as the site's builder gives it to the hook."""
+
+    file: "Page | None" = None
+    src_uri: str = ""
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "expected"),
+    [
+        ("usage.md", "../benchmarks/results/README.md", "benchmarks/results/README.md"),
+        ("usage.md", "../CHANGELOG.md", "CHANGELOG.md"),
+        ("usage.md", "contexts.md#what-it-costs", "contexts.md#what-it-costs"),
+        ("api/functional.md", "../../examples/attend_in_your_model.py", "../examples/attend_in_your_model.py"),
+        ("api/functional.md", "../usage.md", "../usage.md"),
+        ("benchmarks/results/README.md", "attention.md", "attention.md"),
+        ("CHANGELOG.md", "docs/method.md#reserve", "method.md#reserve"),
+        ("tca_jax/checkpoints/recall-tiny/README.md", "../../../docs/method.md", "../../../method.md"),
+    ],
+)
+def test_links_across_the_border_of_docs_are_those_of_the_site(page, link, expected):
+    rewritten = hooks().on_page_markdown(f"see [it]({link}).", Page(Page(src_uri=page)))
+    assert rewritten == f"see [it]({expected})."
+
+
+def documented() -> list:
+    """Objects that the API pages describe."""
+    names = re.findall(r"^::: ([\w.]+)$", "\n".join(page.read_text() for page in SITE), re.MULTILINE)
+    assert len(names) == len(set(names))
+    return [resolve(name) for name in names]
+
+
+def resolve(name: str):
+    with contextlib.suppress(ModuleNotFoundError):
+        return importlib.import_module(name)
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def test_every_public_name_has_a_place_in_the_api_pages():
+    objects = documented()
+    there = {id(found) for found in objects}
+    modules = {found.__name__ for found in objects if inspect.ismodule(found)}
+    public = [(tca_jax, name) for name in tca_jax.__all__ if name not in ("methods", "BASELINE")]
+    public += [(methods, name) for name in methods.__all__ if name != "BASELINE"]
+    public += [(plots, name) for name in vars(plots) if name.startswith("plot_")]
+    public += [(recall, name) for name in recall.__all__ if name.lower() == name or name in ("Document", "Question")]
+    for module, name in public:
+        value = getattr(module, name)
+        assert id(value) in there or getattr(value, "__module__", None) in modules, f"{module.__name__}.{name}"
+
+
+def test_every_operation_has_its_backends_and_its_place_in_the_api_pages():
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (.+) \|$", (ROOT / "docs/kernels.md").read_text(), re.MULTILINE)
+    assert {name: tuple(backends.split(", ")) for name, backends in rows} == dict(OPERATIONS)
+    names = {getattr(found, "__name__", "") for found in documented()}
+    assert set(OPERATIONS) <= names
+
+
 def test_the_table_of_methods_is_the_registry():
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", (ROOT / "docs/methods.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `([\w-]+)` \| (.*?) \|", (ROOT / "docs/methods.md").read_text(), re.MULTILINE)
     rows = [(name, options) for name, options in rows if name not in ("block_size", "window", "num_queries")]
     assert sorted(name for name, _ in rows) == list(methods.names())
     for name, options in rows:

@@ -1,8 +1,12 @@
 """The examples run as their first lines say."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+from tiny import write_checkpoint
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -19,6 +23,82 @@ def test_attention_in_a_model_of_ones_own_runs_and_stays_within_its_bound():
     printed = run("attend_in_your_model.py")
     error, bound = (float(printed.split(word)[1].split()[0].rstrip(",")) for word in ("error ", "allows "))
     assert 0 < error <= bound
+
+
+def test_a_transformer_of_plain_jax_answers_with_tca_as_with_full_attention():
+    *_, question, full, tca = run("plain_jax_transformer.py", "--bytes", "700", "--window", "256").splitlines()
+    assert question.startswith("question: ")
+    assert [line.split()[0] for line in (full, tca)] == ["full", "tca"]
+    assert full.endswith("right")
+    assert full.split()[1:] == tca.split()[1:]
+
+
+def test_a_flax_nnx_model_takes_another_attention_function_and_gives_it_back():
+    trained, heading, full, calibrated, sparsest = run(
+        "flax_nnx_model.py", "--steps", "2", "--length", "64"
+    ).splitlines()
+    assert trained.startswith("trained on 64 pairs with full attention: loss ")
+    assert heading.split()[:2] == ["attention", "right"]
+    assert [len(line.split("%")) for line in (full, calibrated, sparsest)] == [2, 3, 3]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return str(write_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+def test_methods_are_compared_on_a_checkpoint_of_ones_own(checkpoint, tmp_path):
+    sizes = (
+        "--bytes",
+        "500",
+        "--documents",
+        "1",
+        "--window",
+        "128",
+        "--block-size",
+        "16",
+        "--room",
+        "4",
+        "--kept",
+        "0.8",
+    )
+    given = ("--methods", "full,tca,full+streaming", *sizes, "--out", str(tmp_path))
+    loaded, heading, *lines, written = run("compare_methods.py", checkpoint, *given).splitlines()
+    assert loaded.startswith("tiny")
+    assert (tmp_path / "profile").is_dir()
+    assert heading.split()[0] == "method"
+    assert [line.split()[0] for line in lines] == ["full", "tca", "full+streaming"]
+    record = json.loads((tmp_path / "compare_methods.json").read_text())
+    shares = [result["kv_share"] for result in record["results"]]
+    assert shares[0] == 1
+    assert shares[2] < shares[0]
+    assert written.startswith(str(tmp_path / "compare_methods.json"))
+
+
+def test_a_chat_about_a_file_goes_on_and_back(checkpoint, tmp_path):
+    (tmp_path / "book.txt").write_text("the code is 4711 " * 4)
+    asked = [option for question in ("Which?", "/undo", "/undo", "/cost") for option in ("--ask", question)]
+    given = ("--model", checkpoint, "--max-new-tokens", "4", "--keep", str(tmp_path / "kept"))
+    printed = run("chat_over_a_file.py", str(tmp_path / "book.txt"), *given, *asked).splitlines()
+    assert printed[0].endswith("MB under full attention")
+    assert printed[-1] == printed[0].partition(": ")[2]  # what was said is forgotten
+    assert [line for line in printed if "forg" in line] == ["forgotten", "there is no question to forget"]
+    assert (tmp_path / "kept").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("chat_over_a_file.py", ["missing.txt"], "missing.txt: "),
+        ("compare_methods.py", ["no-such-model"], "error: name_or_path = 'no-such-model'"),
+        ("flax_nnx_model.py", ["--length", "32"], "--length 32: must be at least 1 and 64"),
+    ],
+)
+def test_an_example_says_in_one_line_what_is_wrong(name, options, message):
+    done = subprocess.run([sys.executable, str(EXAMPLES / name), *options], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_method_of_ones_own_answers_with_less_and_is_drawn(tmp_path):

@@ -1,5 +1,6 @@
 """Plots: what they show, and that nothing of it is cut off."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from tca_jax import plots
+from tca_jax.loading import checkpoint_folder
+from tca_jax.plots import results
+from tca_jax.plots.attention import cumulative_shares, mean_attention
+from tca_jax.plots.selected import lay_out
 
 NEEDLE_RGB = np.array([0xD5, 0x5E, 0x00]) / 255
 
@@ -22,7 +27,7 @@ def make_share(layers: int = 6, heads: int = 2) -> np.ndarray:
 def figures(monkeypatch) -> list[Figure]:
     """Figures in place of the files they would be written to."""
     drawn: list[Figure] = []
-    monkeypatch.setattr(plots, "_write", lambda figure, path: drawn.append(figure) or Path(path))
+    monkeypatch.setattr(plots.figures, "write", lambda figure, path: drawn.append(figure) or Path(path))
     return drawn
 
 
@@ -153,6 +158,235 @@ def test_a_plot_of_kept_tokens_of_wrong_arguments_is_refused(tmp_path, changes, 
     with pytest.raises(ValueError, match=message):
         plots.plot_kept_tokens(kept, path=tmp_path / "demo.png", **arguments)
     assert not (tmp_path / "demo.png").exists()
+
+
+def spread_tokens(count: int = 3000) -> list[str]:
+    return ["ab ", "c\n", "日", "$x$", "\t"] * (count // 5)
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (6, 4), (40, 8)])
+def test_a_plot_of_selected_tokens_is_a_png_with_nothing_cut_off(tmp_path, layers, heads):
+    tokens = spread_tokens()
+    kept = make_kept(layers, heads, len(tokens), at=range(0))
+    path = plots.plot_selected_tokens(kept, tokens, "a-model-" * 20, tmp_path / "new" / "s.png", window_start=2900)
+    assert path.read_bytes().startswith(b"\x89PNG\r\n")
+    assert_nothing_touches_the_border(path)
+
+
+def test_selected_tokens_are_shaded_by_the_heads_that_drop_something(figures):
+    kept = make_kept(2, 2, 500, (1, 0), at=range(100, 120))
+    kept[0, 0] = True  # dense: tells no token from another
+    plots.plot_selected_tokens(kept, "x" * 500, "tiny", "unused.png", block_size=16, window_start=432)
+    overview, page = figures[0].axes[:2]
+    blocks = np.array([[row[i : i + 16].mean() for i in range(0, 500, 16)] for row in kept.reshape(4, 500)])
+    np.testing.assert_allclose(overview.collections[0].get_array(), blocks)
+    shades = page.collections[0].get_array().compressed()
+    np.testing.assert_allclose(shades, kept.reshape(4, 500)[1:].mean(axis=0))
+    assert "3 of 4 heads" in page.get_title()
+
+
+def test_a_page_of_selected_tokens_begins_where_it_is_asked_to_and_shows_one_head(figures):
+    kept = make_kept(2, 2, 500, (1, 0), at=range(100, 120))
+    plots.plot_selected_tokens(kept, "x" * 500, "tiny", "unused.png", start=90, layer=1, head=0)
+    page = figures[0].axes[1]
+    np.testing.assert_allclose(page.collections[0].get_array().compressed(), kept[1, 0, 90:])
+    assert "Tokens 90 to 499" in page.get_title()
+    assert "layer 1, KV head 0" in page.get_title()
+
+
+def test_a_page_breaks_lines_where_the_text_does_and_at_its_width():
+    pieces, shown = lay_out(["ab\n", "c", "d" * 110, "e"])
+    assert [(piece.line, piece.column, piece.text) for piece in pieces] == [
+        (0, 0, "ab↵"),
+        (1, 0, "c"),
+        (2, 0, "d" * 110),
+        (3, 0, "e"),
+    ]
+    assert shown == 4
+
+
+def test_a_page_ends_with_a_whole_token():
+    pieces, shown = lay_out(["x\n"] * 35 + ["y\nz\n", "w"])
+    assert shown == 35
+    assert {piece.token for piece in pieces} == set(range(35))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": "x" * 499}, r"tokens has 499 entries: must have one for each of the 500 in kept"),
+        ({"start": 500}, r"start = 500: must lie in \[0, 499\]"),
+        ({"layer": 6}, r"layer = 6: must lie in \[0, 5\]"),
+        ({"head": -1}, r"head = -1: must lie in \[0, 1\]"),
+    ],
+)
+def test_a_plot_of_selected_tokens_of_wrong_arguments_is_refused(tmp_path, changes, message):
+    arguments = {"tokens": "x" * 500, "name": "tiny", **changes}
+    with pytest.raises(ValueError, match=message):
+        plots.plot_selected_tokens(np.zeros((6, 2, 500), bool), path=tmp_path / "s.png", **arguments)
+    assert not (tmp_path / "s.png").exists()
+
+
+def make_received(layers: int = 6, heads: int = 2, num_tokens: int = 2000) -> np.ndarray:
+    received = np.random.default_rng(1).exponential(size=(layers, heads, num_tokens)).astype(np.float32)
+    return received / received.sum(axis=-1, keepdims=True) * num_tokens
+
+
+@pytest.mark.parametrize(("layers", "heads", "num_tokens"), [(1, 1, 16), (6, 2, 2000), (40, 8, 600)])
+def test_a_plot_of_attention_is_a_png_with_nothing_cut_off(tmp_path, layers, heads, num_tokens):
+    path = plots.plot_attention(make_received(layers, heads, num_tokens), "a-model-" * 20, tmp_path / "a.png")
+    assert_nothing_touches_the_border(path)
+
+
+def test_attention_is_the_mean_of_the_queries_that_see_a_key_without_the_window(figures):
+    received = make_received(2, 2, 400)
+    plots.plot_attention(received, "tiny", "unused.png", window=100)
+    heat_map, curves = figures[0].axes[:2]
+    mean = received / np.arange(400, 0, -1)
+    np.testing.assert_allclose(heat_map.collections[0].get_array(), mean.reshape(4, 400)[:, :300])
+    assert len(curves.lines) == 4 + 2  # a line a head, and two shares of the mass
+    np.testing.assert_allclose(mean_attention(received), mean)
+
+
+def test_cumulative_shares_count_the_tokens_of_the_most_mass_first():
+    shares = cumulative_shares(np.array([[[1.0, 6.0, 0.0, 3.0]]]))
+    np.testing.assert_allclose(shares[0, 0], [0.6, 0.9, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "window", "message"),
+    [(8, None, "received has 8 tokens: must have at least 16"), (32, 32, r"window = 32: must lie in \[0, 31\]")],
+)
+def test_a_plot_of_attention_of_wrong_arguments_is_refused(tmp_path, tokens, window, message):
+    with pytest.raises(ValueError, match=message):
+        plots.plot_attention(make_received(1, 1, tokens), "tiny", tmp_path / "a.png", window=window)
+
+
+LAYER = {"model": "llama3.1-8b", "tokens": 4096, "backend": "mosaic", "kept": 0.181, "full ms": 10.0, "TCA ms": 3.0}
+LAYER |= {"scores ms": 0.1, "budgets ms": 0.2, "select ms": 0.3, "attention ms": 2.5}
+MODEL = {"model": "llama3.1-8b", "tokens": 4096, "attention": "TCA 18%", "kept": 0.182, "TTFT s": 0.5, "ms/token": 5.0}
+FULL = {**MODEL, "attention": "full", "kept": 1.0, "TTFT s": 0.9}
+
+
+def test_bars_of_a_layer_are_its_selection_and_the_rest_of_one_program():
+    bars = results.latency_bars({"a.json": {"rows": [LAYER, {**LAYER, "tokens": 1024}]}})
+    full, tca = bars.values()
+    assert full == {"attention": 0.01}
+    assert tca == pytest.approx({"selection": 0.0006, "attention": 0.0024})
+    (_, timed) = results.latency_bars({"a": {"rows": [{**LAYER, "selection in all ms": 0.5}]}}).values()
+    assert timed == pytest.approx({"selection": 0.0005, "attention": 0.0025})
+
+
+def test_bars_of_models_are_in_parts_where_their_layer_was_timed():
+    records = {"a": {"rows": [LAYER]}, "b": {"rows": [FULL, MODEL, {**MODEL, "attention": "TCA 39%", "kept": 0.39}]}}
+    full, tca, other = results.latency_bars(records, new_tokens=100).values()
+    assert full == pytest.approx({"attention": 0.32, results.REST: 0.58, "decoding 100 tokens": 0.5})
+    expected = {"selection": 32 * 0.0006, "attention": 32 * 0.0024, results.REST: 0.5 - 32 * 0.003}
+    assert tca == pytest.approx({**expected, "decoding 100 tokens": 0.5})
+    assert other == pytest.approx({"reading the prompt": 0.5, "decoding 100 tokens": 0.5})
+
+
+def test_bars_of_a_call_are_reading_and_decoding():
+    stats = {"new_tokens": [3, 10], "prefill_seconds": 2.0, "seconds_per_token": 0.1}
+    assert results.latency_bars({"x.json": {"stats": stats}}) == {
+        "x.json": {"reading the prompt": 2.0, "decoding": pytest.approx(1.0)}
+    }
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ({"x.json": {"rows": [{"tokens": 1}]}}, "x.json: must be a result of `tca-jax bench attention`"),
+        ({"x.json": {"rows": [LAYER]}}, "tokens = 7: none of these results is of that prompt length"),
+    ],
+)
+def test_other_results_are_no_bars(records, message):
+    with pytest.raises(ValueError, match=message):
+        results.latency_bars(records, tokens=7)
+
+
+def test_a_plot_of_latency_has_a_bar_a_stage_and_says_all_figures(figures):
+    bars = {"full": {"attention": 2.0, "rest": 1.0}, "tca": {"selection": 0.01, "attention": 0.5, "rest": 1.0}}
+    plots.plot_latency(bars, "title", "unused.png")
+    axes = figures[0].axes[0]
+    widths = {drawn.get_label(): [bar.get_width() for bar in drawn] for drawn in axes.containers}
+    assert widths == {"selection": [0, 0.01], "attention": [2, 0.5], "rest": [1, 1]}
+    assert list(widths) == ["selection", "attention", "rest"]
+    assert texts(axes)[-2:] == [" 3 s", " 1.51 s (selection 0.01)"]
+    assert axes.get_xlabel() == "s"
+
+
+def test_a_plot_of_latency_takes_the_unit_of_its_longest_bar(figures, tmp_path):
+    plots.plot_latency({"a": {"x": 0.004}, "b": {"x": 0.0005}}, "title", "unused.png")
+    assert figures[0].axes[0].get_xlabel() == "ms"
+    assert texts(figures[0].axes[0])[-2:] == [" 4 ms", " 0.5 ms"]
+
+
+@pytest.mark.parametrize("bars", [{}, {"a": {}}, {"a": {"x": -1.0}}, {"a": {"x": float("nan")}}])
+def test_bars_without_times_are_refused(tmp_path, bars):
+    with pytest.raises(ValueError, match="bars"):
+        plots.plot_latency(bars, "title", tmp_path / "l.png")
+
+
+PANELS = {"prefix": [("full", 1.0, 0.9), ("tca", 0.3, 0.8), ("tca", 0.1, 0.5)], "late": [("tca", 0.3, 0.7)]}
+
+
+def test_a_plot_of_accuracy_joins_the_points_of_a_method_by_their_bytes(figures):
+    plots.plot_accuracy(PANELS, "title", "unused.png")
+    prefix, late = figures[0].axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in prefix.lines}
+    assert lines["tca"] == [[0.1, 0.5], [0.3, 0.8]]
+    assert lines["full"] == [[1.0, 0.9]]
+    assert [line.get_xydata().tolist() for line in late.lines] == [[[0.3, 0.7]]]
+    assert (prefix.get_title(), late.get_title()) == ("prefix", "late")
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == ["full", "tca"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_plots_of_accuracy_and_latency_are_pngs_with_nothing_cut_off(tmp_path, count):
+    panels = {f"panel {i}": [(f"method {j}", j / 20, j / 20) for j in range(1, 15)] for i in range(count)}
+    assert_nothing_touches_the_border(plots.plot_accuracy(panels, "title", tmp_path / "a.png"))
+    bars = {f"a-model-of-a-long-name-{i}, 131,072 tokens": {"attention": 1.0, "$rest$": i / 50} for i in range(count)}
+    assert_nothing_touches_the_border(plots.plot_latency(bars, "title", tmp_path / "l.png"))
+
+
+@pytest.mark.parametrize("panels", [{}, {"a": []}, {"a": [("tca", -0.1, 0.5)]}, {"a": [("tca", 0.1, 50.0)]}])
+def test_points_that_are_no_shares_are_refused(tmp_path, panels):
+    with pytest.raises(ValueError, match="panels"):
+        plots.plot_accuracy(panels, "title", tmp_path / "a.png")
+
+
+def test_accuracy_is_read_from_the_results_of_the_model_that_ships():
+    panels = results.accuracy_panels(checkpoint_folder("recall-tiny") / "evaluation.json")
+    assert list(panels) == ["prefix", "preamble", "late"]
+    assert panels["late"][0][:2] == ("full", 1.0)
+    assert all(0 <= right <= 1 for panel in panels.values() for *_, right in panel)
+
+
+def test_accuracy_is_read_from_a_folder_of_results_over_the_tasks_that_all_methods_have(tmp_path):
+    for method, task, length, score in [
+        ("full", "a", 64, 90.0),
+        ("full", "b", 64, 70.0),
+        ("tca", "a", 64, 80.0),
+        ("tca", "a", 128, 60.0),
+    ]:
+        path = tmp_path / "results" / method / f"{task}-{length}-late.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        record = {"method": method, "task": task, "length": length, "protocol": "late", "score": score}
+        path.write_text(json.dumps({**record, "kv_cache_bytes": 10 * length, "full_kv_cache_bytes": 40 * length}))
+    (tmp_path / "results" / "tca" / "loss-64-text.json").write_text('{"method": "tca", "values": {}}')
+    assert results.accuracy_panels(tmp_path) == {
+        "late, 64 tokens": [("full", 0.25, 0.9), ("tca", 0.25, 0.8)],
+        "late, 128 tokens": [("tca", 0.25, 0.6)],
+    }
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "is no JSON"), ("[]", "holds a list"), ("{}", "no accuracy")])
+def test_files_that_hold_no_results_are_named(tmp_path, text, message):
+    path = tmp_path / "r.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"{path}.*{message}"):
+        results.accuracy_panels(path)
 
 
 def test_plots_need_no_display_and_leave_pyplot_alone():

@@ -17,7 +17,10 @@ from tca_jax.cli.calibrate import calibrate
 from tca_jax.cli.chat import chat
 from tca_jax.cli.demo import demo
 from tca_jax.cli.errors import users_message
+from tca_jax.cli.evaluate import evaluate
 from tca_jax.cli.generate import generate
+from tca_jax.cli.harness import lm_eval
+from tca_jax.cli.plots import app as plot_app
 from tca_jax.cli.profiles import app as profile_app
 from tca_jax.files import naming
 
@@ -77,7 +80,10 @@ app.command()(demo)
 app.command()(generate)
 app.command()(chat)
 app.command()(calibrate)
+app.command("eval")(evaluate)
+app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(lm_eval)
 app.add_typer(profile_app, name="profile")
+app.add_typer(plot_app, name="plot")
 app.add_typer(bench_app, name="bench")
 
 

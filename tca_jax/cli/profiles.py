@@ -46,11 +46,11 @@ def show(
     """
     from tca_jax.calibration.profile import Profile
 
-    folder = _folder(directory)
+    folder = profile_folder(directory)
     print_profile(Profile.load(folder), folder, tokens, png, as_json)
 
 
-def _folder(directory: str) -> Path:
+def profile_folder(directory: str) -> Path:
     """The folder of that name, which nothing of ours hides, or the profile beside a shipped model."""
     from tca_jax.loading import SHIPPED, shipped_profile
 

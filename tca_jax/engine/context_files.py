@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -26,6 +27,10 @@ from tca_jax.pallas_kernels.kv import Pool, Ring
 FORMAT_VERSION = 1
 _KIND = "context"
 _CHECKSUM = "sha256"
+_DTYPES = ("float32", "bfloat16", "float16")
+_JSON_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+)
 _FIELDS = ("format_version", "identity", "layouts", "dtype", "arrays", "library_version", _CHECKSUM)
 
 
@@ -50,7 +55,12 @@ def save_context(context: Context, directory: str | os.PathLike[str]) -> None:
 
 def load_context(directory: str | os.PathLike[str]) -> Context:
     """See `Context.load`."""
-    return load_step(_KIND, Path(directory).expanduser().absolute(), _parse)
+    path = Path(directory).expanduser().absolute()
+    if not path.exists():
+        raise FileNotFoundError(f"context directory {path} does not exist")
+    if not path.is_dir():
+        raise ValueError(f"{path} is a file, not a context directory")
+    return load_step(_KIND, path, _parse)
 
 
 def _arrays(context: Context) -> dict[str, jax.Array]:
@@ -70,8 +80,19 @@ def _parse(folder: Path, metadata: Any, restore: RestoreArrays) -> Context:
     arrays = restore(metadata["arrays"])
     if metadata[_CHECKSUM] != checksum(signed, arrays):
         raise ValueError(f"{folder}: damaged: the context in it does not match its checksum")
+    try:
+        return _context(metadata, arrays)
+    except (ValueError, TypeError, KeyError) as error:  # under a checksum that fits: written so, by another version
+        raise ValueError(
+            f"{file}: tca_jax {metadata['library_version']!r} wrote it, and {importlib.metadata.version('tca-jax')} "
+            f"does not read it: {error}; save the context again"
+        ) from error
+
+
+def _context(metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Context:
+    """What metadata and arrays say; ValueError, TypeError or KeyError where they say something else."""
     dtype = jnp.dtype(metadata["dtype"])
-    layouts = [_layout(fields) for fields in metadata["layouts"]]
+    layouts = [_layout(fields, f"layouts[{layer}]") for layer, fields in enumerate(metadata["layouts"])]
 
     def values(layer: int, part: str, name: str) -> jax.Array:
         x = arrays[f"{layer}.{part}.{name}"]
@@ -100,13 +121,50 @@ def _check_fields(metadata: Any, file: Path) -> None:
         )
     if missing := [name for name in _FIELDS if name not in metadata]:
         raise ValueError(f"{file}: field {missing[0]!r} is missing")
+    names = metadata["arrays"]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{file}: arrays = {names!r}: must be a list of names")
+    if metadata["dtype"] not in _DTYPES:
+        raise ValueError(f"{file}: dtype = {metadata['dtype']!r}: must be one of {list(_DTYPES)}")
+    if not isinstance(metadata["layouts"], list) or not metadata["layouts"]:
+        raise ValueError(f"{file}: layouts = {metadata['layouts']!r}: must be a list with one for each layer")
 
 
-def _layout(fields: Mapping[str, Any]) -> CacheLayout:
-    regions = Regions(fields["regions"]["batch"], tuple(fields["regions"]["capacities"]))
-    return CacheLayout(**{**fields, "regions": regions})
+def _layout(fields: Any, where: str) -> CacheLayout:
+    regions = _made(Regions, _entry(fields, "regions", where), f"{where}.regions")
+    if not all(type(each) is int and 0 <= each < 2**31 for each in regions.capacities):
+        raise ValueError(f"{where}.regions.capacities = {regions.capacities!r}: must be integers in [0, 2^31)")
+    layout: CacheLayout = _made(CacheLayout, fields, where, regions=regions)
+    if layout.growth is not None:
+        raise ValueError(f"{where}.growth: must be null, a context has none")
+    return layout
 
 
-def _identity(fields: Mapping[str, Any]) -> ContextIdentity:
-    config = dict(fields["config"])
-    return ContextIdentity(**{**fields, "config": ModelConfig(**{**config, "rope": RopeConfig(**config["rope"])})})
+def _identity(fields: Any) -> ContextIdentity:
+    config = _entry(fields, "config", "identity")
+    rope = _made(RopeConfig, _entry(config, "rope", "identity.config"), "identity.config.rope")
+    made: ContextIdentity = _made(
+        ContextIdentity, fields, "identity", config=_made(ModelConfig, config, "identity.config", rope=rope)
+    )
+    return made
+
+
+def _entry(fields: Any, name: str, where: str) -> Any:
+    if not isinstance(fields, Mapping) or name not in fields:
+        raise ValueError(f"{where} has no {name!r}")
+    return fields[name]
+
+
+def _made(kind: Any, fields: Any, where: str, **parts: Any) -> Any:
+    """A dataclass of JSON values, and of parts that are made already; each is of the type that the class says."""
+    names = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    if not isinstance(fields, Mapping) or set(fields) != set(names):
+        raise ValueError(f"{where} = {fields!r}: must be an object of {list(names)}")
+    for name, wanted in names.items():
+        value = fields[name]
+        if wanted in _JSON_TYPES and type(value) not in _JSON_TYPES[wanted]:  # type: a bool is no number
+            raise ValueError(f"{where}.{name} = {value!r}: must be of type {wanted}")
+        if wanted == "int" and not 0 <= value < 2**31:
+            raise ValueError(f"{where}.{name} = {value}: must lie in [0, 2^31)")
+    lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    return kind(**{**fields, **lists, **parts})

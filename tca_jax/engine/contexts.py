@@ -19,11 +19,11 @@ from tca_jax.engine.cache import LayerCache
 from tca_jax.engine.extending import align, extend, num_columns
 from tca_jax.engine.folding import fold, regions_after
 from tca_jax.engine.health import require_finite
-from tca_jax.engine.identity import describe_method
+from tca_jax.engine.identity import describe_method, unknown_types
 from tca_jax.engine.layouts import CacheLayout, total_bytes
 from tca_jax.engine.lm import LM
 from tca_jax.engine.memory import require_room
-from tca_jax.engine.programs import Program
+from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.starting import open_caches, read_prompts
 from tca_jax.methods import BASELINE
@@ -150,6 +150,11 @@ class Context:
                 "read the document with this model"
             )
         if made.method_description != own.method_description:
+            if unknown := unknown_types(made.method_description):
+                raise ValueError(
+                    f"context was made under method {made.method!r}, whose {unknown[0]} is not known here: the context "
+                    "may be of another version of tca_jax, or of code that is not imported; read the document again"
+                )
             options = " with other options or budgets" if made.method == own.method else ""
             raise ValueError(
                 f"context was made under method {made.method!r}{options}, and {own.model!r} runs under "
@@ -177,7 +182,8 @@ class Context:
         """Reads a saved context. Whether it belongs to a model and method is checked where it is used.
 
         Raises:
-            ValueError: there is none, or it is damaged or of a newer version; the message names the folder.
+            FileNotFoundError: `directory` does not exist.
+            ValueError: there is none in it, or it is damaged or of another version; the message names the folder.
         """
         from tca_jax.engine.context_files import load_context
 
@@ -208,6 +214,34 @@ def prefill(
     kernels = whole(backend)
     if context is not None:
         return _append(lm, prompts, context, kernels)
+    args = _reading(lm, prompts)
+    program, compiling = _read.prepare(*args, backend=kernels)
+    start = time.perf_counter()
+    caches, finite = jax.block_until_ready(program(*args))
+    seconds = time.perf_counter() - start
+    tokens, lengths = args[1:]
+    require_finite(lm, np.asarray(tokens), np.asarray(lengths), np.asarray(finite), "prompts")
+    return Context(caches, tokens, lengths, lengths, compiling, seconds, ContextIdentity.of(lm))
+
+
+def compile_prefill(lm: LM, prompts: Prompt | Sequence[Prompt], *, backend: str = "auto") -> Context:
+    """Compiles what `prefill(lm, prompts)` would, and reads nothing. Several threads may compile at once.
+
+    Returns:
+        A context whose caches are shapes without values: `generation.compile_generate` takes it, nothing else does.
+
+    Raises:
+        As `prefill`.
+    """
+    kernels = whole(backend)
+    args = _reading(lm, prompts)
+    program, seconds = _read.prepare(*args, backend=kernels)
+    caches, _ = results_of(program)
+    return Context(caches, args[1], args[2], args[2], seconds, 0.0, ContextIdentity.of(lm))
+
+
+def _reading(lm: LM, prompts: Prompt | Sequence[Prompt]) -> tuple[LM, Int[Array, "B L"], Int[Array, " B"]]:
+    """Arguments of the program that reads prompts, checked."""
     ids = encode_prompts(lm, prompts)
     for i, row in enumerate(ids):
         require_positions(f"prompts[{i}]", len(row), 0, lm)
@@ -215,13 +249,7 @@ def prefill(
     reader = lm.for_contexts()
     layouts = reader.cache_layouts(tokens.shape[0], tokens.shape[1], None)
     require_room(total_bytes(layouts, lm.config.head_dim, lm.dtype), f"contexts of {len(ids)} prompts")
-    args = (reader.for_programs(), jnp.asarray(tokens), jnp.asarray(lengths))
-    program, compiling = _read.prepare(*args, backend=kernels)
-    start = time.perf_counter()
-    caches, finite = jax.block_until_ready(program(*args))
-    seconds = time.perf_counter() - start
-    require_finite(lm, tokens, lengths, np.asarray(finite), "prompts")
-    return Context(caches, args[1], args[2], args[2], compiling, seconds, ContextIdentity.of(lm))
+    return reader.for_programs(), jnp.asarray(tokens), jnp.asarray(lengths)
 
 
 def _read_program(

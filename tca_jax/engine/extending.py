@@ -24,7 +24,7 @@ from tca_jax.engine.cache import (
     rows_with_leaving_block,
 )
 from tca_jax.engine.lm import LM
-from tca_jax.engine.scoring import logprobs_of_hidden
+from tca_jax.engine.scoring import TokenScores, scores_of_hidden
 from tca_jax.methods.base import Method
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.extend_attention import extend_attention
@@ -56,13 +56,13 @@ class Extension(NamedTuple):
     Attributes:
         caches: One a layer, with the tokens in them.
         logits: Of the token after each row's last, float32 `[B, V]`.
-        logprobs: Log-probability of the token in column c + 1, given all up to column c, float32 `[B, C b]`; 0 where
+        scores: Of the token in column c + 1, given all up to column c, `[B, C b]`; log-probability 0, and greedy, where
             one of the two is no new token. None unless asked for.
     """
 
     caches: tuple[LayerCache, ...]
     logits: Float32[Array, "B V"]
-    logprobs: Float32[Array, "B S"] | None
+    scores: TokenScores | None
 
 
 def num_columns(most_columns: int, block_size: int) -> int:
@@ -112,7 +112,8 @@ def extend(
         starts: Tokens in the caches, `[B]`, at least 1.
         lengths: Tokens to append, `[B]`; a row of none is left as it is, and its logits mean nothing.
         prompt_lengths: Tokens that the first prefill dealt with, `[B]`.
-        logits: "all" gives the log-probability of every appended token but a row's first, too.
+        logits: "all" gives the log-probability of every appended token but a row's first, too, and whether greedy
+            decoding says it.
         backend: Kernel backend.
     """
     decoder, b = lm.decoder, caches[0].layout.block_size
@@ -124,7 +125,7 @@ def extend(
         caches=caches,
         last=jnp.zeros((batch, lm.config.hidden_size), decoder.dtype),
         before=jnp.zeros((batch, 1, lm.config.hidden_size), decoder.dtype),
-        logprobs=jnp.zeros((batch, columns + 1), jnp.float32) if wanted else None,
+        scores=_no_scores(batch, columns + 1) if wanted else None,
     )
 
     def one_piece(index: Array, state: _Progress) -> _Progress:
@@ -134,14 +135,12 @@ def extend(
         last = where.ends - 1 - here.first
         picked = jnp.take_along_axis(hidden, jnp.clip(last, 0, piece - 1)[:, None, None], axis=1)[:, 0]
         inside = (last >= 0) & (last < piece)
-        logprobs = state.logprobs
-        if (
-            logprobs is not None
-        ):  # of this piece's tokens, each by the column before it; the first one by the piece before
+        scores = state.scores
+        if scores is not None:  # of this piece's tokens, each by the column before it; the first by the piece before
             by = jnp.concatenate([state.before, hidden[:, :-1]], axis=1)
-            values = logprobs_of_hidden(decoder, by, part)
-            logprobs = jax.lax.dynamic_update_slice_in_dim(logprobs, values, index * piece, axis=1)
-        return _Progress(caches, jnp.where(inside[:, None], picked, state.last), hidden[:, -1:], logprobs)
+            update = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=index * piece, axis=1)
+            scores = jax.tree.map(update, scores, scores_of_hidden(decoder, by, part))
+        return _Progress(caches, jnp.where(inside[:, None], picked, state.last), hidden[:, -1:], scores)
 
     pieces = columns // piece
     if pieces == 1:
@@ -149,22 +148,27 @@ def extend(
     else:  # as many as the longest row needs
         needed = jnp.minimum(pieces, jnp.max(-(-(where.ends - where.first) // piece)))
         state = jax.lax.fori_loop(0, needed, one_piece, state)
-    logprobs = None
-    if state.logprobs is not None:
+    scores = None
+    if state.scores is not None:
         position = where.first[:, None] + jnp.arange(columns)
         both = (position >= starts[:, None]) & (position + 1 < where.ends[:, None])
-        logprobs = jnp.where(both, state.logprobs[:, 1:], 0.0)
-    return Extension(state.caches, decoder.logits(state.last), logprobs)
+        of_next = jax.tree.map(lambda x: x[:, 1:], state.scores)
+        scores = TokenScores(jnp.where(both, of_next.logprobs, 0.0), of_next.greedy | ~both)
+    return Extension(state.caches, decoder.logits(state.last), scores)
 
 
 class _Progress(NamedTuple):
     """Between two pieces: the caches, the hidden state of each row's last token, that of the column before the next
-    piece, and log-probabilities, that of column c in place c."""
+    piece, and scores of tokens, those of column c in place c."""
 
     caches: tuple[LayerCache, ...]
     last: Float[Array, "B D"]
     before: Float[Array, "B 1 D"]
-    logprobs: Float32[Array, "B S1"] | None
+    scores: TokenScores | None
+
+
+def _no_scores(batch: int, columns: int) -> TokenScores:
+    return TokenScores(jnp.zeros((batch, columns), jnp.float32), jnp.zeros((batch, columns), bool))
 
 
 def _piece_blocks(block_size: int) -> int:

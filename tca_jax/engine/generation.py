@@ -145,7 +145,45 @@ def generate(
     stride = _STOP_STRING_STRIDE if request.stop else request.max_new_tokens
     while not request.is_finished(state):
         state = request.advance(state, stride)
-    return _output(request, state)
+    return output_of(request, state)
+
+
+def compile_generate(
+    lm: LM,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    context: Context | None = None,
+    max_new_tokens: int = 256,
+    backend: str = "auto",
+) -> float:
+    """Compiles what a greedy `generate` would, and runs nothing. Several threads may compile at once.
+
+    Args:
+        lm: From `tca_jax.load`.
+        prompts: As for `generate`; only their number and the buckets of their lengths matter.
+        context: As for `generate`, or what `contexts.compile_prefill` returns.
+        max_new_tokens: As for `generate`; only its bucket matters.
+        backend: Kernel backend.
+
+    Returns:
+        Seconds of compiling, 0.0 where all programs were there.
+
+    Raises:
+        As `generate`.
+    """
+    request = Request.create(
+        lm,
+        prompts,
+        context,
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(),
+        seed=0,
+        stop=(),
+        stop_token_ids=None,
+        backend=backend,
+    )
+    request.compile()
+    return request.compile_seconds
 
 
 def stream(
@@ -219,14 +257,15 @@ def _pieces(request: Request, *, single: bool) -> Generator[Any, None, Output]:
         if any(pieces):
             yield pieces[0] if single else pieces
         if finished:
-            return _output(request, state)
+            return output_of(request, state)
         before, step = request.decode_seconds, int(state.step)
         state = request.advance(state, stride)
         steps_a_second = (int(state.step) - step) / max(request.decode_seconds - before, 1e-9)
         stride = max(1, min(_STREAM_GROWTH * stride, int(_STREAM_SECONDS * steps_a_second)))
 
 
-def _output(request: Request, state: DecodingState) -> Output:
+def output_of(request: Request, state: DecodingState) -> Output:
+    """What a request has said and cost so far."""
     answers = request.answers(state)
     steps = int(state.step)
     stats = Stats(

@@ -15,6 +15,7 @@ from tca_jax.methods import BASELINE, Method, get
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import fingerprint
+from tca_jax.models.rope import fixed_frequencies
 
 
 @runtime_checkable
@@ -108,6 +109,7 @@ class LM:
         elif options:
             raise TypeError(f"options {sorted(options)} go with a method's name; {method.name!r} is made already")
         method.validate_for(self.config.num_layers, self.config.num_kv_heads)
+        method = method.for_rope(fixed_frequencies(self.config.head_dim, self.config.rope))
         return self._beside(method=method)
 
     def with_profile(self, profile: ProfileLike | None) -> LM:

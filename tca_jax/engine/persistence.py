@@ -99,6 +99,8 @@ def load_step(kind: str, directory: Path, parse: Callable[[Path, Any, RestoreArr
             return parse(folder, metadata, functools.partial(_restore_arrays, folder))
         except ValueError as error:
             failure, tried = error, newest
+        except RecursionError:  # in the checksum, or in the words of another error
+            failure, tried = ValueError(f"{folder}: damaged: its metadata are nested too deeply"), newest
         newest = _newest_step(directory, kind)
     raise failure
 

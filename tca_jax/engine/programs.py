@@ -29,6 +29,8 @@ class Program:
     def prepare(self, *args: Any, **static: Any) -> tuple[Callable[..., Any], float]:
         """Compiles for these arguments unless that was done before.
 
+        Arrays may be given as their shapes (`results_of`): nothing runs here.
+
         Returns:
             The executable, to be called with the same positional arguments, and the seconds that compiling took
             (0.0 when nothing was compiled).
@@ -46,6 +48,15 @@ class Program:
         if len(self._executables) > _MOST_PROGRAMS:
             del self._executables[next(iter(self._executables))]  # the one that was not used for longest
         return executable, time.perf_counter() - start
+
+
+def results_of(executable: Any) -> Any:
+    """What an executable will return, as shapes: arguments for which the program that follows it can be prepared."""
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:  # without the layout in memory, which is the compiler's affair
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
+
+    return jax.tree.map(shape, executable.out_info)
 
 
 def enable_compilation_cache() -> None:

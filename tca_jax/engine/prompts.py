@@ -184,8 +184,27 @@ def _tokenizer(lm: Encoder, argument: str) -> Any:
 
 
 def _tokenize(lm: Encoder, text: str, argument: str, **options: Any) -> list[int]:
-    # verbose: it would warn of texts longer than its own limit, which is not the model's. Lengths are checked later.
-    return _tokenizer(lm, argument)(text, verbose=False, **options)["input_ids"]
+    tokenizer = _tokenizer(lm, argument)
+    try:
+        # verbose: it would warn of texts longer than its own limit, not the model's. Lengths are checked later.
+        ids = tokenizer(text, verbose=False, **options)["input_ids"]
+    except BaseException as error:
+        if not is_librarys(error):
+            raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{argument}: the tokenizer of {lm.name} does not take this text: {reason}") from error
+    if ids and not 0 <= min(ids) <= max(ids) < lm.config.vocab_size:
+        outside = next(i for i in ids if not 0 <= i < lm.config.vocab_size)
+        raise ValueError(
+            f"{argument}: the tokenizer of {lm.name} makes token {outside} of this text, and the model has "
+            f"{lm.config.vocab_size}: they do not belong together"
+        )
+    return ids
+
+
+def is_librarys(error: BaseException) -> bool:
+    """Whether it is an error of a library, a panic of its Rust code among them, and no request to end the process."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def decode_utf8(text: str | bytes, argument: str) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.cache import LayerCache
@@ -22,7 +21,7 @@ from tca_jax.engine.health import require_finite
 from tca_jax.engine.layouts import CacheLayout, total_bytes
 from tca_jax.engine.lm import LM
 from tca_jax.engine.memory import require_room
-from tca_jax.engine.programs import Program
+from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.prompts import decode_tokens, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.sampling import Sampling
 from tca_jax.engine.starting import prefill, resume
@@ -32,7 +31,7 @@ from tca_jax.pallas_kernels.backends import Backend, whole
 
 # The keys and values of a pool are never written: they go into programs and do not come out, so that answers share
 # those of a context, and no program copies them.
-_Pools = tuple[tuple[Array, Array], ...]
+_Pools = tuple[tuple[Any, Any], ...]  # arrays; their shapes where a program is compiled and not run
 
 
 def _resume_program(*args: Any, **static: Any) -> DecodingState:
@@ -196,6 +195,23 @@ class Request:
         Raises:
             ValueError: the model computes NaN or infinity; names the layer.
         """
+        program, args = self._prepare_start()
+        start = time.perf_counter()
+        state = jax.block_until_ready(program(*args))
+        self.prefill_seconds = time.perf_counter() - start
+        finite = np.asarray(state.finite)[:: self.num_samples]
+        if not finite.all():
+            require_finite(self.lm, *self._whole_prompts(), finite, "prompts")
+        return self._end_at_stop_strings(self._split(state))
+
+    def compile(self) -> None:
+        """Compiles what `start` and `advance` would run, and runs nothing; a context's caches may be shapes."""
+        state = self._split(results_of(self._prepare_start()[0]))
+        if self.max_new_tokens > 1:
+            self._prepare_step(state, jnp.int32(self.max_new_tokens))
+
+    def _prepare_start(self) -> tuple[Callable[..., DecodingState], tuple[Any, ...]]:
+        """The program that reads the prompts and draws the first token, and its arguments."""
         drawing = (
             row_keys(jax.random.key(self.seed), self.rows),
             self.sampling,
@@ -203,56 +219,46 @@ class Request:
             jnp.int32(self.min_new_tokens) if self.min_new_tokens else None,
         )
         static = {"new_tokens": self.room, "logprobs": self.logprobs, "backend": self.backend}
-        state = self._read_prompts(drawing, static) if self.context is None else self._resume(drawing, static)
-        return self._end_at_stop_strings(state)
-
-    def _read_prompts(self, drawing: tuple[Any, ...], static: dict[str, Any]) -> DecodingState:
-        tokens, lengths = pad_tokens(self.prompt_ids, self.lm.pad_token_id)
-        args = (self._program_lm, jnp.asarray(tokens), jnp.asarray(lengths), *drawing)
-        program, seconds = _prefill.prepare(*args, **static)
+        context, appended = self.context, self.appended
+        where: tuple[Any, ...]
+        if context is None or appended is None:
+            first, where = _prefill, tuple(map(jnp.asarray, pad_tokens(self.prompt_ids, self.lm.pad_token_id)))
+        else:
+            held = context.tokens if self.sampling.repetition_penalty is not None else None
+            lengths = (context.lengths, appended.lengths, context.prompt_lengths)
+            first, where = _resume, (context.caches, held, appended.tokens, *lengths)
+        args = (self._program_lm, *where, *drawing)
+        program, seconds = first.prepare(*args, **static)
         self.compile_seconds += seconds
-        start = time.perf_counter()
-        state = jax.block_until_ready(program(*args))
-        self.prefill_seconds = time.perf_counter() - start
-        require_finite(self.lm, tokens, lengths, np.asarray(state.finite)[:: self.num_samples], "prompts")
-        self._pools = _pools(state.caches)
+        return program, args
+
+    def _split(self, state: DecodingState) -> DecodingState:
+        """Notes the pools that decoding reads; returns the state without them."""
+        self._pools = _pools(state.caches if self.context is None else self.context.caches)
         return _without_pools(state)
 
-    def _resume(self, drawing: tuple[Any, ...], static: dict[str, Any]) -> DecodingState:
-        context, appended = self.context, self.appended
-        assert context is not None
-        assert appended is not None
-        held = context.tokens if self.sampling.repetition_penalty is not None else None
-        where = (held, appended.tokens, context.lengths, appended.lengths, context.prompt_lengths)
-        args = (self._program_lm, context.caches, *where, *drawing)
-        program, seconds = _resume.prepare(*args, **static)
-        self.compile_seconds += seconds
-        start = time.perf_counter()
-        state = jax.block_until_ready(program(*args))
-        self.prefill_seconds = time.perf_counter() - start
-        finite = np.asarray(state.finite)[:: self.num_samples]
-        if not finite.all():
-            require_finite(self.lm, *self._whole_prompts(), finite, "prompts")
-        self._pools = _pools(context.caches)
-        return state
-
     def _whole_prompts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Context and prompt of each row, padded."""
-        assert self.context is not None
+        """What each row reads, a context included, padded."""
+        if self.context is None:
+            return pad_tokens(self.prompt_ids, self.lm.pad_token_id)
         rows = [self.context.token_ids(i % self.context.batch) + ids for i, ids in enumerate(self.prompt_ids)]
         return pad_tokens(rows, self.lm.pad_token_id)
 
     def advance(self, state: DecodingState, steps: int) -> DecodingState:
         """Up to `steps` more tokens a row."""
         limit = jnp.int32(min(int(state.step) + steps, self.max_new_tokens))
-        args = (self._program_lm, state, self._pools, limit, self.sampling)
         if self._step is None:
-            self._step, seconds = _decode.prepare(*args, backend=self.backend)
-            self.compile_seconds += seconds
+            self._step = self._prepare_step(state, limit)
         start = time.perf_counter()
-        state = jax.block_until_ready(self._step(*args))
+        state = jax.block_until_ready(self._step(self._program_lm, state, self._pools, limit, self.sampling))
         self.decode_seconds += time.perf_counter() - start
         return self._end_at_stop_strings(state)
+
+    def _prepare_step(self, state: DecodingState, limit: Any) -> Callable[..., DecodingState]:
+        args = (self._program_lm, state, self._pools, limit, self.sampling)
+        program, seconds = _decode.prepare(*args, backend=self.backend)
+        self.compile_seconds += seconds
+        return program
 
     def _end_at_stop_strings(self, state: DecodingState) -> DecodingState:
         if not self.stop or int(state.step) < self.min_new_tokens:

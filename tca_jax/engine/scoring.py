@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.engine.health import require_finite
 from tca_jax.engine.lm import LM
@@ -83,29 +84,55 @@ def logprobs_of(
     return logprobs_of_hidden(decoder, hidden[:, :-1], tokens[:, 1:])
 
 
+class TokenScores(NamedTuple):
+    """What a model thinks of tokens.
+
+    Attributes:
+        logprobs: Natural log-probability of each, float32.
+        greedy: Whether no other token is likelier.
+    """
+
+    logprobs: Float32[Array, "*tokens"]
+    greedy: Bool[Array, "*tokens"]
+
+
 def logprobs_of_hidden(
     decoder: Decoder, hidden: Float[Array, "B L D"], tokens: Int[Array, "B L"]
 ) -> Float32[Array, "B L"]:
-    """Log-probability of tokens, each given by the hidden state beside it.
+    """`scores_of_hidden` without the second half."""
+    return scores_of_hidden(decoder, hidden, tokens).logprobs
+
+
+def scores_of_hidden(decoder: Decoder, hidden: Float[Array, "B L D"], tokens: Int[Array, "B L"]) -> TokenScores:
+    """Log-probability of tokens, each given by the hidden state beside it, and whether greedy decoding says them.
 
     Logits are made of a few positions at a time: those of all would outweigh the model.
     """
     batch, length = tokens.shape
     chunk = max(1, min(length, _LOGIT_ELEMENTS // (batch * decoder.config.vocab_size)))
 
-    def of_chunk(start: Array) -> Float32[Array, "B C"]:
+    def of_chunk(start: Array) -> TokenScores:
         part = jax.lax.dynamic_slice_in_dim(hidden, start, chunk, axis=1)
         target = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
-        logprobs = jax.nn.log_softmax(decoder.logits(part))
-        return jnp.take_along_axis(logprobs, target[..., None], axis=-1)[..., 0]
+        return scores_of_logits(decoder.logits(part), target)
 
     # The last chunk reaches back over the one before instead of past the end.
     starts = np.minimum(np.arange(0, length, chunk), length - chunk)
     parts = jax.lax.map(of_chunk, jnp.asarray(starts, jnp.int32))
-    out = jnp.zeros((batch, length), jnp.float32)
-    for start, part in zip(starts.tolist(), parts, strict=True):
-        out = jax.lax.dynamic_update_slice_in_dim(out, part, start, axis=1)
+    out = TokenScores(jnp.zeros((batch, length), jnp.float32), jnp.zeros((batch, length), bool))
+    for i, start in enumerate(starts.tolist()):
+        out = jax.tree.map(
+            lambda whole, part, i=i, start=start: jax.lax.dynamic_update_slice_in_dim(whole, part[i], start, axis=1),
+            out,
+            parts,
+        )
     return out
+
+
+def scores_of_logits(logits: Float[Array, "*tokens V"], tokens: Int[Array, "*tokens"]) -> TokenScores:
+    """Scores of tokens, each given by the logits beside it."""
+    logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], axis=-1)[..., 0]
+    return TokenScores(logprobs, jnp.argmax(logits, axis=-1) == tokens)
 
 
 _score = Program(logprobs_of)

@@ -20,6 +20,8 @@ from tca_jax.pallas_kernels.backends import Backend
 
 #: One number for every KV head, or one for all of them.
 PerHead = int | tuple[int, ...]
+#: Radians a position by which RoPE turns each pair (i, i + d / 2) of a head's dimensions, `[d / 2]`.
+Frequencies = tuple[float, ...]
 
 
 class CachePolicy(abc.ABC):
@@ -106,6 +108,14 @@ class CachePolicy(abc.ABC):
         """The policy of a context, which any number of tokens may follow; its `local_window` must be its window."""
         return self
 
+    def for_rope(self, frequencies: Frequencies | None) -> CachePolicy:
+        """The policy for a model whose RoPE turns by such `frequencies`; None where they change with the length.
+
+        Raises:
+            ValueError: it does not work with such a RoPE.
+        """
+        return self
+
     def num_ranked_blocks(self, tokens: Tokens) -> Tokens:
         """n = max(0, L // b - w // b): blocks of a prompt that are ranked."""
         return num_ranked_blocks(tokens, self.block_size, self.window)
@@ -154,6 +164,10 @@ class PrefillPolicy(abc.ABC):
         """
         return False
 
+    def for_rope(self, frequencies: Frequencies | None) -> PrefillPolicy:
+        """As `CachePolicy.for_rope`."""
+        return self
+
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:  # noqa: B027
         """Raises ValueError if the policy does not fit a model of that shape."""
 
@@ -176,6 +190,12 @@ class Method:
         """Raises ValueError if the method does not fit a model of that shape."""
         self.prefill.validate_for(num_layers, num_kv_heads)
         self.cache.validate_for(num_layers, num_kv_heads)
+
+    def for_rope(self, frequencies: Frequencies | None) -> Method:
+        """The method for a model whose RoPE turns by such frequencies; see `CachePolicy.for_rope`."""
+        prefill, cache = self.prefill.for_rope(frequencies), self.cache.for_rope(frequencies)
+        other = dataclasses.replace(self, prefill=prefill, cache=cache)
+        return self if other == self else other
 
     @property
     def prefill_reads_cache(self) -> bool:

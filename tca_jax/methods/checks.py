@@ -38,6 +38,12 @@ def check_number(name: str, value: Any, *, above: float, at_most: float) -> None
         raise ValueError(f"{name} = {value!r}: must lie in ({above}, {at_most}]")
 
 
+def check_not_negative(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is a finite number of at least 0."""
+    if not is_finite_number(value) or value < 0:
+        raise ValueError(f"{name} = {value!r}: must be a finite number of at least 0")
+
+
 def check_geometry(block_size: Any, window: Any) -> None:
     """Raises ValueError unless blocks are a power of two long and the window holds whole blocks, at least one."""
     check_integer("block_size", block_size, at_least=1)

@@ -45,6 +45,25 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(_FACTORIES))
 
 
+def option_names(name: str) -> tuple[str, ...]:
+    """Names of a method's options.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    return tuple(inspect.signature(_factory(name)).parameters)
+
+
+def required_options(name: str) -> tuple[str, ...]:
+    """Names of those of a method's options that have no default.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    given = inspect.signature(_factory(name)).parameters.values()
+    return tuple(each.name for each in given if each.default is each.empty and each.kind is not each.VAR_KEYWORD)
+
+
 def get(name: str, **options: Any) -> Method:
     """A method by its name.
 
@@ -86,10 +105,14 @@ def configured(config: Configuration, candidates: Any, prefill_candidates: Any =
     return get(config.method_name, candidates=candidates, config=config, **prefill)
 
 
-def _make(name: str, options: Mapping[str, Any]) -> Method:
+def _factory(name: str) -> Factory:
     if name not in _FACTORIES:
         raise ValueError(f"method {name!r} is not registered: must be one of {list(names())}, or two joined by '+'")
-    factory = _FACTORIES[name]
+    return _FACTORIES[name]
+
+
+def _make(name: str, options: Mapping[str, Any]) -> Method:
+    factory = _factory(name)
     signature = inspect.signature(factory)
     try:
         signature.bind(**options)

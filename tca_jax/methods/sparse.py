@@ -7,7 +7,7 @@ import dataclasses
 import jax
 from jaxtyping import Array, Float
 
-from tca_jax.methods.base import CachePolicy, Method, PrefillPolicy, per_head
+from tca_jax.methods.base import CachePolicy, Frequencies, Method, PrefillPolicy, per_head
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.regions import Regions, Selected, Selection
 from tca_jax.pallas_kernels.backends import Backend
@@ -23,6 +23,9 @@ class SparsePrefill(PrefillPolicy):
 
     def reads(self, cache: CachePolicy) -> bool:
         return self.selector == cache
+
+    def for_rope(self, frequencies: Frequencies | None) -> SparsePrefill:
+        return dataclasses.replace(self, selector=self.selector.for_rope(frequencies))
 
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:
         self.selector.validate_for(num_layers, num_kv_heads)

@@ -16,6 +16,7 @@ from tca_jax.benchmarks.attention import STAGES, Prefill
 from tca_jax.benchmarks.common import LAYERS, agreement, attention_inputs, find_layers, random_normal
 from tca_jax.benchmarks.decode_models import random_state
 from tca_jax.benchmarks.models import CONFIGS, random_model, under_share
+from tca_jax.benchmarks.prefill_methods import Wanted, find_value
 from tca_jax.benchmarks.shares import FULL, Share, unequal_candidates
 from tca_jax.cli.app import app
 from tca_jax.engine.cache import attend_cache
@@ -72,6 +73,24 @@ def test_json_is_one_object_alone_on_standard_output(tmp_path):
     assert record["environment"]["command"] == " ".join(["tca-jax", "bench", "calibration", *OPTIONS["calibration"]])
 
 
+def test_other_methods_are_timed_where_they_are_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("tca_jax.benchmarks.prefill_methods._STEPS", 1)
+    args = [*TINY, "--lengths=512", "--shares=0.2", "--methods=xattention", "--area=0.8"]
+    result = run("attention", *args, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads((tmp_path / "attention.json").read_text())["Other methods"]
+    assert row["knob"] == "threshold 0.1"  # the middle of the first step's range
+    assert row["error"] == 0
+    assert min(row[f"{stage} ms"] for stage in ("method", "estimate", "attention")) > 0
+    assert 0 < row["area"] < 1.5
+
+
+def test_the_value_of_a_knob_is_found_by_its_area():
+    assert Wanted.parse("minference=0.5") == ("minference", 0.5)
+    assert find_value(lambda value: value**2, 0.25, 0.01, 1.0) == pytest.approx(0.5, abs=0.01)
+    assert find_value(lambda value: 0.1, 0.25, 0.01, 1.0) > 0.9  # out of reach: as near as it comes
+
+
 def test_the_default_folder_is_not_that_of_the_committed_tables(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run("calibration", *OPTIONS["calibration"]).exit_code == 0
@@ -116,6 +135,10 @@ def test_the_recorded_command_leaves_out_the_folder_however_it_is_spelled(tmp_pa
         (["decode", *TINY, "--lengths=512", "--shares=1"], "--shares 1.0: must lie between 0 and 1"),
         (["decode", *TINY, "--lengths=512", "--shares=0.2:0.1"], "--shares 0.2:0.1: the cache must keep more than pre"),
         (["attention", *TINY, "--shares=much"], "much: must be a share, or PREFILL:CACHE such as 0.05:0.25"),
+        (["attention", *TINY, "--methods=tca"], "--methods tca: must be one of ['minference', 'flexprefill', 'xattent"),
+        (["attention", *TINY, "--methods=xattention=much"], "--methods xattention=much: 'much' is no number"),
+        (["attention", *TINY, "--methods=xattention=2"], "threshold = 2.0: must lie in (0, 1]"),
+        (["attention", *TINY, "--area=0"], "--area 0.0: must lie in (0, 1]"),
         (["calibration", *TINY, "--probes=pairs"], "--probes pairs: must be one of ['none', 'copy', 'text']"),
         (["context"], "a whole llama3.1-8b needs a GPU, this process runs on 'cpu': pass --models tiny"),
         (["decode", "--no-whole", "--backend=cuda"], "backend = 'cuda': must be one of"),

@@ -163,7 +163,7 @@ def test_with_dense_heads_appended_tokens_have_the_log_probabilities_of_one_long
     for row, (prompt, ids) in enumerate(zip(prompts, more, strict=True)):
         (expected,) = tca_jax.score(lm, prompt + ids).logprobs
         first = len(prompt) % B
-        got = np.asarray(result.logprobs[row])
+        got = np.asarray(result.scores.logprobs[row])
         np.testing.assert_allclose(got[first : first + len(ids) - 1], expected[len(prompt) :], atol=2e-4)
         assert (np.delete(got, np.arange(first, first + len(ids) - 1)) == 0).all()
         follow = jax.nn.log_softmax(result.logits[row])

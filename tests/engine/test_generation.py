@@ -21,7 +21,7 @@ def lm():
     return tiny_lm()
 
 
-@pytest.mark.parametrize("candidates", [None, UNEQUAL, [[DENSE] * 2] * 2, [[0] * 2] * 2])
+@pytest.mark.parametrize("candidates", [None, UNEQUAL, [[0] * 2] * 2])
 @pytest.mark.parametrize("length", [1, 15, 63, 64, 101])
 def test_greedy_tokens_equal_those_of_a_dense_reference_without_a_cache(lm, candidates, length):
     model = lm if candidates is None else with_candidates(lm, candidates)
@@ -72,7 +72,7 @@ def test_sparse_heads_change_the_answer_so_the_tests_above_can_fail(lm):
 
 def test_twenty_lengths_of_one_bucket_compile_once(lm):
     model = with_candidates(lm, UNEQUAL)
-    lengths = [n for n in range(1025, 1045) if bucket_length(n) == 1152]
+    lengths = [n for n in range(257, 277) if bucket_length(n) == 288]
     assert len(lengths) == 20
     compiled = []
 
@@ -82,7 +82,7 @@ def test_twenty_lengths_of_one_bucket_compile_once(lm):
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     run = tca_jax.generate_tokens
-    tokens = np.ones((1, 1152), np.int32)
+    tokens = np.ones((1, 288), np.int32)
     for n in lengths:
         out = run(model, tokens, np.array([n], np.int32), jax.random.key(0), max_new_tokens=3)
         out.block_until_ready()

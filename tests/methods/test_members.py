@@ -90,7 +90,7 @@ def test_uniform_is_tca_with_one_candidate_for_all_heads(lm):
 
 
 def test_ragged_batches_give_what_each_prompt_gives_alone_under_every_member(lm):
-    prompts = [random_prompt(i, length) for i, length in enumerate((5, 90, 64))]
+    prompts = [random_prompt(i, length) for i, length in enumerate((5, 60, 64))]  # two share a bucket
     members = [
         lm.with_method("streaming", sinks=3, **GEOMETRY),
         lm.with_method("random", **GEOMETRY),

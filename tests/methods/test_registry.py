@@ -2,11 +2,14 @@
 
 import dataclasses
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from tiny import tiny_lm
 
 from tca_jax import methods
 from tca_jax.methods.registry import _FACTORIES
+from tca_jax.models.rope import RopeConfig
 
 
 @pytest.fixture
@@ -16,8 +19,9 @@ def registry(monkeypatch):
 
 
 def test_every_member_is_made_by_its_name_and_is_hashable():
+    needed = {"tca": {"candidates": 3}, "cake": {"preferences": [1, 2]}, "duoattention": {"gates": [[1, 0], [0, 1]]}}
     for name in methods.names():
-        method = methods.get(name, **({"candidates": 3} if name == "tca" else {}))
+        method = methods.get(name, **needed.get(name, {}))
         assert method.name == name
         assert hash(method) == hash(dataclasses.replace(method))
 
@@ -44,7 +48,7 @@ def test_a_registered_method_is_found_by_name(registry):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: methods.get("nope"), r"method 'nope' is not registered: must be one of \['full', 'random'"),
+        (lambda: methods.get("nope"), r"method 'nope' is not registered: must be one of \['cake', 'duoattention', "),
         (lambda: methods.get("full+nope"), r"method 'nope' is not registered"),
         (lambda: methods.get("full+full+full"), r"at most two methods can be joined"),
         (lambda: methods.get("streaming", sink=3), r"options of method 'streaming': .*'sink'; it takes \(sinks: "),
@@ -60,6 +64,19 @@ def test_a_registered_method_is_found_by_name(registry):
         (lambda: methods.get("random", share=0), r"share = 0: must lie in \(0, 1\]"),
         (lambda: methods.get("random", share=True), r"share = True: must be a finite number"),
         (lambda: methods.get("random", seed=2**32), r"seed = 4294967296: must lie in \[0, 2\^32\)"),
+        (lambda: methods.get("cake"), r"options of method 'cake': missing a required argument: 'preferences'"),
+        (
+            lambda: methods.get("snapkv", capacity=128),
+            r"capacity = 128: must be more than window = 128, which counts in",
+        ),
+        (lambda: methods.get("snapkv", capacity=0), r"capacity = 0: must be an integer of at least 1"),
+        (lambda: methods.get("snapkv", share=1.5), r"share = 1.5: must lie in \(0, 1\]"),
+        (lambda: methods.get("snapkv", observation=129), r"observation = 129: must be at most window = 128, whose"),
+        (lambda: methods.get("snapkv", kernel=4), r"kernel = 4: must be odd"),
+        (lambda: methods.get("snapkv", pooling="sum"), r"pooling = 'sum': must be one of \['avg', 'max'\]"),
+        (lambda: methods.get("expected-attention", future=0), r"future = 0: must be an integer of at least 1"),
+        (lambda: methods.get("expected-attention", sinks=-1), r"sinks = -1: must be an integer of at least 0"),
+        (lambda: methods.get("expected-attention", epsilon=-1), r"epsilon = -1: must be a finite number of at least 0"),
         (lambda: methods.get("uniform", candidate=15), r"candidates = 15: must lie in \[0, 14\]"),
         (lambda: methods.get("tca", candidates=[[0, 15]]), r"candidates\[0\]\[1\] = 15: must lie in \[0, 14\]"),
         (lambda: methods.register("full", methods.get), r"name = 'full' is registered already; pass replace=True"),
@@ -89,3 +106,18 @@ def test_with_method_takes_a_method_or_a_name_and_nothing_else():
     assert streaming.method == methods.get("streaming", sinks=3)
     assert streaming.with_profile(None).method == methods.BASELINE
     assert "streaming" in repr(streaming)
+
+
+def test_a_model_gives_its_rotation_to_the_methods_that_need_it():
+    lm = tiny_lm()
+    bare = methods.get("expected-attention")
+    with pytest.raises(ValueError, match=r"frequencies = None: must be the model's; lm.with_method puts them in"):
+        bare.cache.select(0, *[jnp.zeros((1, 256, 2, 16))] * 3, jnp.array([256]), "xla")
+    given = lm.with_method(bare).method.cache.frequencies
+    np.testing.assert_allclose(given, 10_000.0 ** -(np.arange(8) / 8), rtol=1e-6)
+    sparse = methods.Method("sparse", methods.SparsePrefill(bare.cache), methods.get("full").cache)
+    assert lm.with_method(sparse).method.prefill.selector.frequencies == given
+    rope = RopeConfig(type="dynamic", factor=2.0, original_max_positions=4096)
+    dynamic = dataclasses.replace(lm, config=dataclasses.replace(lm.config, rope=rope))
+    with pytest.raises(ValueError, match=r"this model's RoPE changes with the length \(dynamic\)"):
+        dynamic.with_method(bare)

@@ -271,7 +271,7 @@ def test_a_wrong_index_is_an_error_that_names_it(config: ModelConfig, tmp_path: 
     weight_map = shard(tmp_path)
     for text in ("{", "[]", "{}", '{"weight_map": {"model.norm.weight": 3}}'):
         (tmp_path / INDEX).write_text(text)
-        with pytest.raises(ValueError, match=r"index\.json is corrupt"):
+        with pytest.raises(ValueError, match=r"index\.json (is corrupt|is not valid JSON|holds a list)"):
             load_decoder(tmp_path, config)
     weight_map[Q] = weight_map["lm_head.weight"]
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))

@@ -14,6 +14,7 @@ from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.regions import Regions
 from tca_jax.methods.selection import head_budgets
 from tca_jax.pallas_kernels.backends import can_run
+from tca_jax.pallas_kernels.block_sparse_attention import BlockLists, Columns, block_sparse_attention
 from tca_jax.pallas_kernels.column_mass import column_mass
 from tca_jax.pallas_kernels.decode_attention import triton as decode_attention_triton
 from tca_jax.pallas_kernels.decode_attention import xla as decode_attention_xla
@@ -108,6 +109,34 @@ def test_prefill_of_a_million_tokens(backend):
                 window=w,
             )
             assert float(_relative_error(out[0, queries, group], expected)) < 5e-3, (block, head)
+
+
+def test_block_sparse_attention_of_a_million_tokens():
+    length, heads, kv_heads, d, b = 2**20 + 256, 28, 4, 128, 128
+    q, k, v = _normal(0, 1, length, heads, d), *(_normal(i, 1, length, kv_heads, d) for i in (1, 2))
+    assert q.size > PAST
+    distances, tokens = np.array([128, 256, 700, 500_001, 1_048_000]), np.array([3, 640_000, 1_048_700])
+    ends = (np.arange(length // b) + 1) * b
+    counts = (distances < ends[:, None] + b).sum(axis=-1)
+    blocks = BlockLists(
+        *(jnp.broadcast_to(jnp.asarray(x, jnp.int32), (1, heads, *x.shape)) for x in (distances[None], counts))
+    )
+    columns = Columns(
+        jnp.broadcast_to(jnp.asarray(tokens, jnp.int32), (1, heads, 3)), jnp.full((1, heads), 3, jnp.int32)
+    )
+    lengths = jnp.array([length], jnp.int32)
+    out = block_sparse_attention(q, k, v, blocks, lengths, columns=columns, block_size=b, tile_size=b, backend="triton")
+    for tile in (5, 5000, length // b - 1):  # an element of the second lies past 2^31
+        rows = slice(tile * b, (tile + 1) * b)
+        begins = ends[tile] - distances[: counts[tile]]
+        listed = np.unique(np.concatenate([*(begin + np.arange(b) for begin in begins), tokens]))
+        listed = listed[(listed >= 0) & (listed < ends[tile])]
+        seen = listed <= np.arange(tile * b, (tile + 1) * b)[:, None]
+        for head in range(heads):
+            keys, values = (x[0, listed, head // (heads // kv_heads)].astype(jnp.float32) for x in (k, v))
+            scores = jnp.where(seen, q[0, rows, head].astype(jnp.float32) @ keys.T / d**0.5, -jnp.inf)
+            expected = jax.nn.softmax(scores) @ values
+            assert float(_relative_error(out[0, rows, head], expected)) < 1e-2, (tile, head)
 
 
 def test_observation_and_reserve_of_the_last_row_of_a_large_batch():

@@ -13,6 +13,7 @@ from implementations import INTERPRET, implementation, runs
 from jax.sharding import PartitionSpec
 
 from tca_jax.pallas_kernels.backends import OPERATIONS as BACKENDS
+from tca_jax.pallas_kernels.block_sparse_attention import BlockLists, Columns
 from tca_jax.pallas_kernels.kv import Pool, Ring
 from tca_jax.pallas_kernels.triton_call import DEPRECATION
 
@@ -58,6 +59,18 @@ OPERATIONS = {
         ("block_size", "window"),
     ),
     "causal_attention": ({**TOKENS, "lengths": "B"}, ("B L Hq d",), ()),
+    "block_sparse_attention": (
+        {
+            **TOKENS,
+            "blocks.distances": "B Hq one C",
+            "blocks.counts": "B Hq nb",
+            "columns.tokens": "B Hq V",
+            "columns.counts": "B Hq",
+            "lengths": "B",
+        },
+        ("B L Hq d",),
+        ("block_size", "tile_size", "aligned"),
+    ),
 }
 
 
@@ -66,7 +79,7 @@ def _packed(names, operands):
     groups = {}
     for name, operand in zip(names, operands, strict=True):
         groups.setdefault(name.split(".")[0], []).append(operand)
-    whole = {"pool": Pool, "growth": Pool, "ring": Ring}
+    whole = {"pool": Pool, "growth": Pool, "ring": Ring, "blocks": BlockLists, "columns": Columns}
     return {name: whole.get(name, lambda x: x)(*group) for name, group in groups.items()}
 
 
@@ -89,13 +102,17 @@ class Case:
         block, d = (128, 64) if self.backend in ("cudnn", "mosaic") else (16, 16)
         capacity = 3 * block
         options = {"block_size": block, "window": block, "capacity": capacity, "pool_tokens": 4 * capacity}
-        options |= {"spread": 3, "reserve": 5, "growth_capacity": capacity, "m": 5}
+        options |= {"spread": 3, "reserve": 5, "growth_capacity": capacity, "m": 5, "tile_size": block}
+        options |= {"one": 1, "C": 3, "V": 20, "aligned": self.backend == "mosaic"}
         dims = {"B": 2, "L": 3 * block, "Hq": 4, "Hkv": 2, "d": d, "nb": 3, "R": 2 * block, "P": 4 * capacity, "o": 20}
         return options | dims
 
     @property
     def operands(self):
-        return OPERATIONS[self.operation][0]
+        operands = OPERATIONS[self.operation][0]
+        if self.backend == "mosaic":  # takes no columns
+            return {name: dims for name, dims in operands.items() if not name.startswith("columns.")}
+        return operands
 
     @property
     def results(self):
@@ -119,7 +136,17 @@ class Case:
         first = rng.integers(0, 6, sizes["B"]) * sizes["block_size"] + rng.integers(
             0, sizes["block_size"] - 4, sizes["B"]
         )
+        heads = (sizes["B"], sizes["Hq"])
+        begins = rng.integers(1, 2 * sizes["block_size"], (*heads, 1, 3)).clip(sizes["block_size"])
+        if sizes["aligned"]:
+            begins = begins // sizes["block_size"] * sizes["block_size"]
+        begins = np.cumsum(begins, axis=-1)
+        tiles = (np.arange(3) + 2) * sizes["block_size"]
         integers = {
+            "blocks.distances": begins,
+            "blocks.counts": (begins < tiles[:, None]).sum(axis=-1),
+            "columns.tokens": np.sort(rng.permuted(np.tile(np.arange(sizes["L"]), (*heads, 1)), axis=-1)[..., :20]),
+            "columns.counts": rng.integers(0, 21, heads),
             "lengths": rng.integers(1, sizes["L"] + 1, sizes["B"]),
             "ranked_tokens": rng.integers(0, sizes["L"] + 1, sizes["B"]),
             "budgets": rng.integers(0, sizes["block_size"] + 1, (*table, sizes["nb"])),

@@ -1,66 +1,28 @@
-"""Plots as PNG files: how much of the KV cache each head keeps, and which tokens heads kept at a needle."""
+"""What heads keep of a prompt that holds a needle: overall, and token by token around the needle."""
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Bool, Float
-from matplotlib import colormaps, font_manager
+from jaxtyping import Bool
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.ft2font import FT2Font
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from tca_jax.files import replacing
+from tca_jax.plots import figures
+from tca_jax.plots.budgets import draw_kept_share, kept_share_title, map_height
+from tca_jax.plots.figures import KEPT_COLORS, MAX_TOKEN_TEXT, visible
 
-_KEPT_COLORS = "YlGnBu"  # light: little is kept, dark: all is
-_NEEDLE_COLOR = "#D55E00"  # vermillion stands out from the scale above, also for the color-blind
-_DPI = 150
-_MAX_LABELLED_LAYERS = 40  # with more layers a number does not fit into its cell
+_NEEDLE_COLOR = "#D55E00"  # vermillion stands out from the scale of kept shares, also for the color-blind
 _SHOWN_HEADS = 5
 _ZOOM_TOKENS = 110  # as many characters fit side by side
-_MAX_TOKEN_TEXT = 12
-_VISIBLE = {"\n": "↵", "\r": "↵", "\t": "→", " ": "·"}
-
-
-def plot_kept_share(
-    share: Float[np.ndarray, "layers Hkv"],
-    num_tokens: int,
-    name: str,
-    path: str | os.PathLike[str],
-    *,
-    prefill_share: Float[np.ndarray, "layers Hkv"] | None = None,
-) -> Path:
-    """Draws a heat map of the kept share of the KV cache by layer and KV head, and one of what a prompt attends to.
-
-    Args:
-        share: Share of a prompt's tokens that each head keeps: `profile.kept_share(num_tokens)`, or of any method
-            `kept_tokens(lm, prompt).mean(axis=-1)`; `[layers, H_kv]`.
-        num_tokens: Length of the prompt that fills the cache.
-        name: What the title calls it.
-        path: PNG file to write; missing folders are created.
-        prefill_share: `profile.prefill_kept_share(num_tokens)`, drawn beneath it; None for the cache alone.
-
-    Returns:
-        `path`.
-    """
-    shares = [share] if prefill_share is None else [share, prefill_share]
-    figure = Figure(figsize=(_map_width(share), _map_height(share) * len(shares)), dpi=_DPI, layout="constrained")
-    maps = figure.subplots(len(shares), squeeze=False)[:, 0]
-    titles = [
-        _kept_share_title(name, num_tokens, share),
-        f"Attended to while such a prompt is read: {shares[-1].mean():.1%} on average",
-    ]
-    for axes, each, title, label in zip(maps, shares, titles, ("tokens kept", "tokens attended to"), strict=False):
-        _draw_kept_share(axes, each, title, label)
-    return _write(figure, path)
 
 
 def plot_kept_tokens(
@@ -105,17 +67,17 @@ def plot_kept_tokens(
     names = [f"layer {layer}, head {head}" for layer, head in heads]
     shown = np.stack([kept[head] for head in heads])
     rows = 0.35 * len(heads)
-    text_height = 0.08 * min(_MAX_TOKEN_TEXT, max(map(len, tokens)))
-    heights = [_map_height(share), 1.2 + rows, 1.0 + rows + text_height]
+    text_height = 0.08 * min(MAX_TOKEN_TEXT, max(map(len, tokens)))
+    heights = [map_height(share), 1.2 + rows, 1.0 + rows + text_height]
     layout = ConstrainedLayoutEngine(h_pad=0.1)
-    figure = Figure(figsize=(13, sum(heights) + 0.5), dpi=_DPI, layout=layout)
+    figure = Figure(figsize=(13, sum(heights) + 0.5), dpi=figures.DPI, layout=layout)
     title = f"What is kept of a prompt with the needle {needle_name!r}"
     figure.suptitle(title, fontsize=14, fontweight="bold", parse_math=False)
     heat_map, strip, zoom = figure.subplots(3, height_ratios=heights)
-    _draw_kept_share(heat_map, share, _kept_share_title(name, num_tokens, share))
+    draw_kept_share(heat_map, share, kept_share_title(name, num_tokens, share))
     _draw_prompt(strip, shown, names, block_size, window_start, needle_span)
     _draw_zoom(zoom, shown, names, tokens, needle_span)
-    return _write(figure, path)
+    return figures.write(figure, path)
 
 
 def _telling_heads(kept: Bool[np.ndarray, "layers Hkv L"], needle_span: tuple[int, int]) -> list[tuple[int, int]]:
@@ -125,39 +87,6 @@ def _telling_heads(kept: Bool[np.ndarray, "layers Hkv L"], needle_span: tuple[in
     chosen = order if len(order) <= _SHOWN_HEADS else [*order[: _SHOWN_HEADS - 1], order[-1]]
     layers, heads = np.unravel_index(chosen, excess.shape)
     return list(zip(layers.tolist(), heads.tolist(), strict=True))
-
-
-def _draw_kept_share(
-    axes: Axes, share: Float[np.ndarray, "layers Hkv"], title: str, label: str = "tokens kept"
-) -> None:
-    """Heat map with layers along x and KV heads along y, a number in each cell where it fits."""
-    layers, heads = share.shape
-    image = axes.imshow(share.T, cmap=_KEPT_COLORS, vmin=0, vmax=1, aspect="auto")
-    axes.set_title(title, parse_math=False)
-    axes.set_xlabel("layer")
-    axes.set_ylabel("KV head")
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=32, integer=True, min_n_ticks=1))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=16, integer=True, min_n_ticks=1))
-    for edges, line in ((range(1, layers), axes.axvline), (range(1, heads), axes.axhline)):
-        for edge in edges:
-            line(edge - 0.5, color="white", linewidth=1)
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    bar = axes.figure.colorbar(image, ax=axes, format=PercentFormatter(1.0), pad=0.01, aspect=max(12, heads))
-    bar.set_label(label)
-    bar.outline.set_visible(False)
-    if layers <= _MAX_LABELLED_LAYERS:
-        for layer, head in np.ndindex(layers, heads):
-            value = share[layer, head]
-            axes.text(
-                layer,
-                head,
-                f"{100 * value:.0f}" + ("%" if layers <= 16 else ""),
-                ha="center",
-                va="center",
-                fontsize=9 if layers <= 16 else 7,
-                color="white" if value > 0.55 else "#202020",
-            )
 
 
 def _draw_prompt(
@@ -172,7 +101,7 @@ def _draw_prompt(
     num_tokens = kept.shape[1]
     edges = np.append(np.arange(0, num_tokens, block_size), num_tokens)
     share = np.add.reduceat(kept, edges[:-1], axis=1, dtype=np.float64) / np.diff(edges)
-    axes.pcolormesh(edges, np.arange(len(names) + 1), share, cmap=_KEPT_COLORS, vmin=0, vmax=1)
+    axes.pcolormesh(edges, np.arange(len(names) + 1), share, cmap=KEPT_COLORS, vmin=0, vmax=1)
     rows = "by the heads that favor the needle most, last the one that does least"
     axes.set_title(f"Tokens kept in each block of {block_size}, {rows}", fontsize=11, pad=26)
     axes.set_xlabel("token position")
@@ -214,7 +143,7 @@ def _draw_zoom(
     start, stop = needle_span
     margin = max(10, (_ZOOM_TOKENS - (stop - start)) // 2)
     left, right = max(0, start - margin), min(kept.shape[1], stop + margin)
-    scale = colormaps[_KEPT_COLORS]
+    scale = colormaps[KEPT_COLORS]
     colors = ListedColormap([scale(0.08), scale(0.8)])
     grid = kept[:, left:right]
     x, y = np.arange(left, right + 1) - 0.5, np.arange(len(names) + 1)
@@ -240,7 +169,7 @@ def _draw_zoom(
         axes.set_xlabel("token position")
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         return
-    texts = [_visible(token) for token in tokens[left:right]]
+    texts = [visible(token) for token in tokens[left:right]]
     axes.set_xticks(range(left, right), texts, fontfamily="monospace", fontsize=7, parse_math=False)
     axes.tick_params(axis="x", length=0, rotation=90 if max(map(len, texts)) > 1 else 0, pad=2)
     for position, label in zip(range(left, right), axes.get_xticklabels(), strict=True):
@@ -257,39 +186,3 @@ def _finish_rows(axes: Axes, names: list[str]) -> None:
     axes.tick_params(axis="y", length=0)
     axes.margins(x=0)
     axes.spines[:].set_visible(False)
-
-
-def _visible(token: str) -> str:
-    """`token` cut to a legible length, with visible white space, and a box for what the font cannot draw."""
-    cut = token if len(token) <= _MAX_TOKEN_TEXT else token[: _MAX_TOKEN_TEXT - 1] + "…"
-    shown = (_VISIBLE.get(char, char) for char in cut)
-    return "".join(char if ord(char) in _drawable() else "□" for char in shown)
-
-
-@functools.cache
-def _drawable() -> frozenset[int]:
-    """Code points that the monospace font has."""
-    return frozenset(FT2Font(font_manager.findfont("monospace")).get_charmap())
-
-
-def _kept_share_title(name: str, num_tokens: int, share: np.ndarray) -> str:
-    name = name if len(name) <= 70 else "…" + name[-69:]
-    text = f"KV cache kept after {num_tokens:,} tokens: {share.mean():.1%} on average"
-    return text + ("\n" if len(name) > 25 else " ") + f"({name})"
-
-
-def _map_width(share: np.ndarray) -> float:
-    """Inches: wide enough for the title, no wider than a screen."""
-    return float(np.clip(1.5 + 0.4 * share.shape[0], 8, 16))
-
-
-def _map_height(share: np.ndarray) -> float:
-    """Inches."""
-    return float(np.clip(1.2 + 0.35 * share.shape[1], 2.2, 10))
-
-
-def _write(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Writes the figure as a PNG; no display and no pyplot state is involved."""
-    with replacing(path) as file:
-        figure.savefig(file, format="png")
-    return Path(path)

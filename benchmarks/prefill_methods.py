@@ -1,0 +1,186 @@
+"""One layer's prefill under the block-sparse methods, their estimates included, at a share of the area.
+
+A part of `tca-jax bench attention`, where it is asked for:
+
+tca-jax bench attention --methods minference --methods flexprefill --methods xattention --area 0.18
+tca-jax bench attention --methods xattention=0.9    # at a value of the method's knob
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array
+
+from tca_jax import methods
+from tca_jax.benchmarks.common import (
+    CHECKED_TOKENS,
+    Layer,
+    agreement,
+    attention_inputs,
+    full_attention,
+    time_alternating,
+)
+from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, computed_area
+
+_STEPS, _CLOSE = 12, 0.003  # of the search for a knob's value
+
+
+@dataclasses.dataclass(frozen=True)
+class Knob:
+    """The option that moves a method's area.
+
+    Attributes:
+        option: Its name.
+        low: Least value to try; the area grows with it.
+        high: Largest value to try.
+        others: Options that keep short prompts from being attended to exactly.
+    """
+
+    option: str
+    low: float
+    high: float
+    others: Mapping[str, Any]
+
+
+KNOBS: Mapping[str, Knob] = MappingProxyType(
+    {
+        "minference": Knob("scale", 1e-3, 30.0, MappingProxyType({"dense_tokens": 0})),
+        "flexprefill": Knob("gamma", 0.01, 1.0, MappingProxyType({"min_budget": 128})),
+        "xattention": Knob("threshold", 0.01, 1.0, MappingProxyType({"dense_tokens": 0})),
+    }
+)
+
+
+class Wanted(NamedTuple):
+    """A method, and the value of its knob; None: the one that gives the wanted area."""
+
+    name: str
+    value: float | None
+
+    @classmethod
+    def parse(cls, text: str) -> Wanted:
+        """From "name" or "name=value".
+
+        Raises:
+            ValueError: it is neither, or the method has no such knob.
+        """
+        name, _, value = text.partition("=")
+        if name not in KNOBS:
+            raise ValueError(
+                f"--methods {text}: must be one of {list(KNOBS)}, or one with a value such as xattention=0.9"
+            )
+        try:
+            wanted = cls(name, float(value) if value else None)
+        except ValueError:
+            raise ValueError(f"--methods {text}: {value!r} is no number") from None
+        if wanted.value is not None:
+            wanted.policy(wanted.value)  # says what is wrong with a value
+        return wanted
+
+    def policy(self, value: float) -> BlockSparsePrefill:
+        """The method's prefill policy at a value of its knob."""
+        knob = KNOBS[self.name]
+        policy = methods.get(self.name, **{knob.option: value}, **knob.others).prefill
+        assert isinstance(policy, BlockSparsePrefill)
+        return policy
+
+
+def check_area(area: float) -> None:
+    """Raises ValueError unless it is a share of the area."""
+    if not 0 < area <= 1:
+        raise ValueError(f"--area {area}: must lie in (0, 1]")
+
+
+def measure_methods(
+    layer: Layer, length: int, wanted: Sequence[Wanted], area: float, repeats: int
+) -> list[dict[str, Any]]:
+    """A row for each method; all take turns with full attention on the same inputs."""
+    inputs = attention_inputs(layer, length, seed=length)
+    full = jax.jit(full_attention)
+    calls: dict[Any, Callable[[], Any]] = {"full": lambda: full(*inputs[:3])}
+    rows: dict[Wanted, dict[str, Any]] = {}
+    for each in wanted:
+        value, knob = each.value, KNOBS[each.name]
+        if value is None:
+            value = find_value(partial(_area_of, each, inputs), area, knob.low, knob.high)
+        policy = each.policy(value)
+        listed = jax.jit(partial(_estimate, policy))(*inputs)
+        calls[each, "whole"] = partial(jax.jit(partial(_whole, policy)), *inputs)
+        calls[each, "estimate"] = partial(jax.jit(partial(_estimate, policy)), *inputs)
+        calls[each, "attention"] = partial(jax.jit(partial(_attend, policy, "auto")), *inputs, listed)
+        rows[each] = {
+            "model": layer.name,
+            "tokens": length,
+            "method": each.name,
+            "knob": f"{knob.option} {value:.3g}",
+            "area": float(computed_area(listed, inputs[3], policy.block_size)),
+            "error": _check(layer, policy, min(length, CHECKED_TOKENS)),
+        }
+    seconds = time_alternating(calls, repeats)
+    flops = 4 * layer.head_dim * layer.heads * length**2 / 2
+    for each, row in rows.items():
+        whole, error = seconds[each, "whole"], row.pop("error")
+        row |= {"full ms": 1e3 * seconds["full"], "speed-up": seconds["full"] / whole, "method ms": 1e3 * whole}
+        row |= {f"{stage} ms": 1e3 * seconds[each, stage] for stage in ("estimate", "attention")}
+        row["TFLOP/s on area"] = flops * row["area"] / seconds[each, "attention"] / 1e12
+        row["error"] = error
+    return list(rows.values())
+
+
+def describe_methods(area: float) -> str:
+    """What the columns of their table mean."""
+    return (
+        "The second table has other methods' prefill on the same inputs, the knob of each set so that the computed "
+        f"area is {100 * area:g}%, unless its value is given: `method ms` is the whole of it in one program, "
+        "`estimate ms` what decides on blocks and columns, and `attention ms` the attention over them."
+    )
+
+
+def _whole(policy: BlockSparsePrefill, q: Array, k: Array, v: Array, n: Array) -> Array:
+    return policy.attend(0, q, k, v, n, None, "auto")
+
+
+def _estimate(policy: BlockSparsePrefill, q: Array, k: Array, v: Array, n: Array) -> tuple[Listed, ...]:
+    return policy.listed(0, q, k, n)
+
+
+def _attend(
+    policy: BlockSparsePrefill, backend: str, q: Array, k: Array, v: Array, n: Array, listed: tuple[Listed, ...]
+) -> Array:
+    return policy.attend_listed(q, k, v, listed, n, backend)
+
+
+def find_value(area_of: Callable[[float], float], area: float, low: float, high: float) -> float:
+    """The value between two others whose area, which grows with it, is nearest to the wanted one: by bisection."""
+    best = (math.inf, high)
+    for _ in range(_STEPS):
+        value = math.sqrt(low * high)
+        got = area_of(value)
+        if abs(got - area) <= best[0]:
+            best = (abs(got - area), value)
+        if best[0] < _CLOSE:
+            break
+        low, high = (value, high) if got < area else (low, value)
+    return best[1]
+
+
+def _area_of(wanted: Wanted, inputs: tuple[Array, ...], value: float) -> float:
+    """What a method computes at a value of its knob."""
+    policy = wanted.policy(value)
+    found = jax.jit(lambda q, k, v, n: computed_area(_estimate(policy, q, k, v, n), n, policy.block_size))
+    return float(found(*inputs))
+
+
+def _check(layer: Layer, policy: BlockSparsePrefill, length: int) -> float:
+    """Relative error against the XLA oracle on fresh inputs, over the same lists."""
+    inputs = attention_inputs(layer, length, seed=1)
+    listed = jax.jit(partial(_estimate, policy))(*inputs)
+    outputs = [jax.jit(partial(_attend, policy, backend))(*inputs, listed) for backend in ("auto", "xla")]
+    return agreement("block_sparse_attention", *outputs)

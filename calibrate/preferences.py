@@ -1,0 +1,103 @@
+"""What CAKE and DuoAttention need to know of a model: how much cache layers want, and how far back heads look."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int32
+
+from tca_jax.calibration.passes import ForwardPass
+from tca_jax.calibration.profile import Profile
+from tca_jax.engine.lm import LM
+from tca_jax.engine.prompts import Prompt, encode_prompts
+from tca_jax.methods.cake import layer_preference
+from tca_jax.methods.checks import check_integer, check_number
+from tca_jax.methods.queries import last_queries
+from tca_jax.pallas_kernels.causal_attention import causal_attention
+
+
+def layer_preferences(
+    lm: LM, texts: Prompt | Sequence[Prompt], *, observation: int = 32, tau1: float = 1.0, tau2: float = 1.0
+) -> Float32[np.ndarray, " layers"]:
+    """CAKE's layer preferences, measured on texts of the user's, for `methods.cake`.
+
+    One forward pass with full attention over each text. The paper tunes the temperatures for each model and budget
+    (0.4 to 1.9); its code takes 1 where nothing is tuned.
+
+    Args:
+        lm: The model; its method plays no part.
+        texts: One or several texts or sequences of token ids; best as long as the prompts to come, and of their kind.
+        observation: Last queries of each text that are looked at, at least 2.
+        tau1: Temperature of the entropy over tokens, in (0, 100].
+        tau2: Temperature of the variance over queries, in (0, 100].
+
+    Returns:
+        Each layer's share of all preferences, the mean over texts; sums to 1.
+
+    Raises:
+        ValueError: a number is not allowed, a text is not longer than `observation` tokens or longer than the model's
+            context, or the model computes NaN or infinity.
+        TypeError: `texts` holds something else than text and token ids.
+    """
+    check_integer("observation", observation, at_least=2)
+    for name, tau in (("tau1", tau1), ("tau2", tau2)):
+        check_number(name, tau, above=0, at_most=100)
+    sequences = encode_prompts(lm, texts, "texts")
+    for i, ids in enumerate(sequences):
+        if not observation < len(ids) <= lm.config.max_context:
+            raise ValueError(
+                f"texts[{i}] has {len(ids)} tokens: must have more than observation = {observation} and at most the "
+                f"{lm.config.max_context} positions of model {lm.name!r}"
+            )
+    shares = []
+    for ids in sequences:
+        layers = ForwardPass(lm.decoder, ids).layers(_preference_layer, observation, float(tau1), float(tau2))
+        preferences = np.array([float(each[0]) for each in layers], np.float64)
+        if not np.isfinite(preferences).all():
+            layer = int(np.argmin(np.isfinite(preferences)))
+            raise ValueError(f"model {lm.name!r} computes NaN or infinity in the attention of layer {layer}")
+        shares.append(preferences / preferences.sum())
+    return np.mean(shares, axis=0).astype(np.float32)
+
+
+def head_gates(profile: Profile) -> Float32[np.ndarray, "layers Hkv"]:
+    """Gates for `methods.duoattention` from a profile: 1 minus the probe score of the sparsest row.
+
+    That is the share of its attention on far tokens that a head loses where it matters, if it keeps the least.
+
+    Raises:
+        ValueError: the profile was made without probes.
+    """
+    scores = profile.probe_scores[..., 0]
+    if np.isnan(scores).any():
+        raise ValueError(
+            f"profile of {profile.model_name!r} has no probe scores: calibrate with probes, or pass published gates"
+        )
+    return 1 - scores
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "observation", "tau1", "tau2"), donate_argnames=("x",))
+def _preference_layer(
+    graphdef: Any,
+    weights: Any,
+    x: Float[Array, "1 L D"],
+    cos: Float[Array, "1 L half"],
+    sin: Float[Array, "1 L half"],
+    lengths: Int32[Array, " 1"],
+    observation: int,
+    tau1: float,
+    tau2: float,
+) -> tuple[Float[Array, "1 L D"], Float32[Array, " 1"]]:
+    """Full attention: the stream behind the layer, and the layer's preference."""
+
+    def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, Array]:
+        preference = layer_preference(last_queries(q, lengths, observation), k, lengths, tau1, tau2)
+        return causal_attention(q, k, v, lengths), preference
+
+    x, preference, _ = nnx.merge(graphdef, weights)(x, cos, sin, attend, None)
+    return x, preference

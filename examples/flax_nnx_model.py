@@ -1,0 +1,169 @@
+"""TCA in somebody else's Flax NNX model: its `MultiHeadAttention` layers are given another attention function.
+
+python examples/flax_nnx_model.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import Array
+
+import tca_jax
+from tca_jax.calibration import choose_candidates
+
+KEYS, VALUES = 32, 8
+FEATURES, HEADS, BATCH = 64, 2, 32
+
+
+# Somebody's model: nothing of this library in it. It reads pairs of a key and a value, then answers for the last key.
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norms = nnx.List([nnx.LayerNorm(FEATURES, rngs=rngs) for _ in range(2)])
+        self.attention = nnx.MultiHeadAttention(HEADS, FEATURES, decode=False, rngs=rngs)
+        self.up, self.down = (
+            nnx.Linear(FEATURES, 2 * FEATURES, rngs=rngs),
+            nnx.Linear(2 * FEATURES, FEATURES, rngs=rngs),
+        )
+
+    def __call__(self, x: Array) -> Array:
+        x += self.attention(self.norms[0](x), mask=nnx.make_causal_mask(x[..., 0]))
+        return x + self.down(jax.nn.gelu(self.up(self.norms[1](x))))
+
+
+class Lookup(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.keys, self.values = (nnx.Embed(n, FEATURES, rngs=rngs) for n in (KEYS, VALUES + 1))
+        self.blocks = nnx.List([Block(rngs)])
+        self.head = nnx.Linear(FEATURES, VALUES, rngs=rngs)
+
+    def __call__(self, keys: Array, values: Array) -> Array:
+        """Logits of the value that belongs to the last key; its own place holds no value."""
+        x = self.keys(keys) + self.values(values)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x[:, -1])
+
+
+def draw(key: Array, batch: int, length: int) -> tuple[Array, Array, Array]:
+    """Keys, values, and what is asked for: the value that stands beside the last key, wherever it stands."""
+    of_keys, of_table, of_place = jax.random.split(key, 3)
+    keys = jax.random.randint(of_keys, (batch, length), 0, KEYS)
+    values = jnp.take_along_axis(jax.random.randint(of_table, (batch, KEYS), 0, VALUES), keys, axis=1)
+    asked = jax.random.randint(of_place, (batch, 1), 0, length // 2)  # far back
+    key, answer = (jnp.take_along_axis(x, asked, axis=1)[:, 0] for x in (keys, values))
+    # What is asked for stands in one place alone.
+    keys = jnp.where((keys == key[:, None]) & (jnp.arange(length) != asked), (key[:, None] + 1) % KEYS, keys)
+    return keys.at[:, -1].set(key), values.at[:, -1].set(VALUES), answer
+
+
+def train(model: Lookup, steps: int, length: int) -> float:
+    """Trains with full attention; the last loss."""
+    graphdef, params = nnx.split(model)
+    optimizer = optax.adam(1e-2)
+
+    def loss(params: nnx.State, key: Array) -> Array:
+        keys, values, answer = draw(key, BATCH, length)
+        logits = nnx.merge(graphdef, params)(keys, values)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, answer).mean()
+
+    def step(state: tuple, key: Array) -> tuple[tuple, Array]:
+        params, momenta = state
+        value, gradients = jax.value_and_grad(loss)(params, key)
+        updates, momenta = optimizer.update(gradients, momenta, params)
+        return (optax.apply_updates(params, updates), momenta), value
+
+    keys = jax.random.split(jax.random.key(0), steps)
+    (params, _), losses = jax.jit(lambda params: jax.lax.scan(step, (params, optimizer.init(params)), keys))(params)
+    nnx.update(model, params)
+    return float(losses[-1])
+
+
+# What TCA adds: the layers' attention function is a field, so it is set, and set back.
+
+
+def attention_layers(model: nnx.Module) -> Iterator[nnx.MultiHeadAttention]:
+    """Every attention layer of a model, however deep."""
+    return (node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.MultiHeadAttention))
+
+
+def tca_attention(candidates: Array, config: tca_jax.TCAConfig) -> Callable[..., Array]:
+    """An attention function as `MultiHeadAttention` calls it; it is causal, so it needs no mask."""
+
+    def attend(query: Array, key: Array, value: Array, **_: Any) -> Array:
+        lengths = jnp.full(query.shape[0], query.shape[1])
+        return tca_jax.attend(query, key, value, candidates, lengths, config)
+
+    return attend
+
+
+def calibrate(model: Lookup, inputs: tuple[Array, Array], config: tca_jax.TCAConfig) -> list[Array]:
+    """For every layer the sparsest budget row of each head that keeps enough of what its last query looks at.
+
+    `tca_jax.calibration_scores` takes the mean over all queries, as a language model's all matter. In this model only
+    the last one asks for anything; the others look everywhere, and nobody reads what they find.
+    """
+    layers, rows = list(attention_layers(model)), []
+
+    def watched(query: Array, key: Array, value: Array, **given: Any) -> Array:
+        lengths = jnp.full(query.shape[0], query.shape[1])
+        scores = []
+        for row in range(config.num_candidates + 1):
+            candidates = jnp.full(key.shape[2], row)
+            dropped = tca_jax.diagnostics.dropped_mass(query, key, candidates, lengths, config)
+            scores.append(1 - dropped[:, :, -1].mean(axis=0))
+        rows.append(choose_candidates(jnp.stack(scores, axis=-1), config.tau))
+        return nnx.dot_product_attention(query, key, value, mask=given["mask"])
+
+    for layer in layers:
+        layer.attention_fn = watched
+    model(*inputs)  # not jitted, so that every layer can be looked at
+    for layer in layers:
+        layer.attention_fn = nnx.dot_product_attention
+    return rows
+
+
+def accuracy(model: Lookup, length: int) -> float:
+    keys, values, answer = draw(jax.random.key(10**6), 64, length)
+    return float((nnx.jit(lambda model: model(keys, values))(model).argmax(axis=-1) == answer).mean())
+
+
+def main(steps: int, length: int) -> None:
+    if steps < 1 or length < 64:
+        raise SystemExit(f"--steps {steps}, --length {length}: must be at least 1 and 64 (less fits into the window)")
+    config = tca_jax.TCAConfig(block_size=16, window=32, reserve=8)
+    model = Lookup(nnx.Rngs(0))
+    print(f"trained on {length} pairs with full attention: loss {train(model, steps, length):.3f}")
+    rows = calibrate(model, draw(jax.random.key(2), 4, length)[:2], config)
+    methods = {
+        "full": None,
+        "tca, calibrated": (rows, config),
+        "tca, sparsest": ([jnp.zeros_like(row) for row in rows], dataclasses.replace(config, reserve=0)),
+    }
+    budgets = tca_jax.candidate_budgets(config, config.num_ranked_blocks(length)).sum(axis=1)
+    print(f"{'attention':<18}{'right':>8}{'far tokens':>13}{'reserve':>10}   budget rows by layer")
+    for name, chosen in methods.items():
+        for number, layer in enumerate(attention_layers(model)):
+            layer.attention_fn = tca_attention(chosen[0][number], chosen[1]) if chosen else nnx.dot_product_attention
+        line = f"{name:<18}{accuracy(model, length):>8.0%}"
+        if chosen:
+            kept = float(jnp.mean(budgets[jnp.stack(chosen[0])]) / budgets[-1])
+            line += f"{kept:>13.1%}{chosen[1].reserve_tokens:>10}   {'  '.join(str(r.tolist()) for r in chosen[0])}"
+        print(line)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=300, help="training steps (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=128, help="pairs in a sequence (default: %(default)s)")
+    options = parser.parse_args()
+    main(options.steps, options.length)

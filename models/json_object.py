@@ -1,0 +1,57 @@
+"""JSON files of a checkpoint: whatever is wrong with one is a ValueError that names it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+_DEEPEST = 32  # levels; no config has ten, and what is printed of a value shall not overflow a stack
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object that a file holds.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no UTF-8, no JSON, no object, or nested deeper than anything that is meant; names the file.
+    """
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} is not valid JSON: its values are nested too deeply") from None
+    except ValueError as error:  # JSON or UTF-8
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(entries, dict):
+        raise ValueError(f"{path} holds a {type(entries).__name__}: must be a JSON object")
+    if _is_deep(entries):
+        raise ValueError(f"{path} is not valid JSON: its values are nested more than {_DEEPEST} levels deep")
+    return entries
+
+
+def refuse_misspelt(entries: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raises where an entry is absent and one is there whose name differs in a single character.
+
+    Absent entries have defaults, so a name that a disk or a person has changed would change answers without a word.
+
+    Raises:
+        ValueError: names both.
+    """
+    for wanted in known:
+        if wanted in entries:
+            continue
+        for name in entries:
+            if len(name) == len(wanted) and sum(a != b for a, b in zip(name, wanted, strict=True)) == 1:
+                raise ValueError(f"there is no {wanted!r}, but {name!r}: is that a misspelt {wanted!r}?")
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether a value has more levels than `_DEEPEST`."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        inner = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+        if not level:
+            return False
+    return True

@@ -1,0 +1,204 @@
+"""`tca-jax plot`: what a profile gives each head, what a prompt keeps and attends to, and results, as PNG files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tca_jax.cli.files import read_text, require_writable
+from tca_jax.cli.options import DtypeOption, ModelArgument, ProfileOption
+from tca_jax.cli.profiles import profile_folder
+from tca_jax.cli.progress import progress
+
+if TYPE_CHECKING:
+    from tca_jax.engine.lm import LM
+
+_LARGEST = 2**31 - 1
+_BEFORE = 400  # characters of the page that stand before the text that is looked for
+
+FileOption = Annotated[Path, typer.Option(help='The text (UTF-8); "-" is stdin.', show_default=False)]
+MaxTokensOption = Annotated[int | None, typer.Option(help="Cut the text to this many tokens.", min=1, max=_LARGEST)]
+TokensOption = Annotated[
+    int | None, typer.Option(help="Prompt length.", show_default="the longest", min=1, max=_LARGEST)
+]
+
+app = typer.Typer(help="Draw budgets, kept tokens, attention and results.")
+
+
+@app.command()
+def budgets(
+    profile: Annotated[
+        str,
+        typer.Argument(
+            help='Folder that a profile was saved to; "shipped", or a shipped model\'s name.', show_default=False
+        ),
+    ],
+    tokens: Annotated[
+        int | None,
+        typer.Option(help="Prompt length of the shares.", show_default="that of calibration", min=1, max=_LARGEST),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("out/budgets.png"),
+) -> None:
+    """Draw what each layer and KV head keeps of a prompt, and what a prompt's own queries attend to.
+
+    Example: [bold]tca-jax plot budgets shipped --tokens 8192[/]
+    """
+    from tca_jax.calibration.profile import Profile
+    from tca_jax.plots import plot_kept_share
+
+    loaded = Profile.load(profile_folder(profile))
+    tokens = tokens or max((source["tokens"] for source in loaded.sources), default=131072)
+    shares, prefill = loaded.kept_share(tokens), loaded.prefill_kept_share(tokens)
+    _written(plot_kept_share(shares, tokens, loaded.model_name, out, prefill_share=prefill))
+
+
+@app.command()
+def selected(
+    model: ModelArgument,
+    file: FileOption,
+    question: Annotated[str | None, typer.Option(help="Put behind the text, on a line of its own.")] = None,
+    profile: ProfileOption = None,
+    max_tokens: MaxTokensOption = None,
+    around: Annotated[str | None, typer.Option(help="Begin the page a little before these words.")] = None,
+    start: Annotated[int, typer.Option(help="First token of the page.", min=0, max=_LARGEST)] = 0,
+    layer: Annotated[int | None, typer.Option(help="Heads of this layer alone.", show_default="all")] = None,
+    head: Annotated[int | None, typer.Option(help="This KV head alone.", show_default="all")] = None,
+    dtype: DtypeOption = None,
+    out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("out/selected.png"),
+) -> None:
+    """Draw which tokens the heads keep of a text: of all of it, and over a page of it.
+
+    What is kept depends on how the prompt ends: --question asks something.
+
+    Example: [bold]tca-jax plot selected recall-tiny --profile shipped --file report.txt[/]
+    """
+    from tca_jax.inspection import kept_tokens, local_start, token_texts
+    from tca_jax.plots import plot_selected_tokens
+
+    require_writable(out.parent, "--out")
+    lm, ids = _load(model, profile, dtype, file, max_tokens, question)
+    texts = token_texts(lm, ids)
+    first = start if around is None else _page_of(around, texts)
+    with progress() as report:
+        report(f"compiling, and reading {len(ids):,} tokens", None, None)
+        kept = kept_tokens(lm, ids)
+    _written(
+        plot_selected_tokens(
+            kept,
+            texts,
+            f"{lm.name}, {lm.method.name}",
+            out,
+            start=first,
+            layer=layer,
+            head=head,
+            block_size=lm.method.cache.block_size,
+            window_start=local_start(lm, len(ids)),
+        )
+    )
+
+
+@app.command()
+def attention(
+    model: ModelArgument,
+    file: FileOption,
+    max_tokens: MaxTokensOption = None,
+    dtype: DtypeOption = None,
+    out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("out/attention.png"),
+) -> None:
+    """Draw how much attention each position of a text gets, and how few tokens get nearly all of it.
+
+    The attention is full attention's, whatever a profile would keep.
+
+    Example: [bold]tca-jax plot attention recall-tiny --file report.txt[/]
+    """
+    from tca_jax.inspection import attention_received
+    from tca_jax.plots import plot_attention
+
+    require_writable(out.parent, "--out")
+    lm, ids = _load(model, None, dtype, file, max_tokens)
+    with progress() as report:
+        report(f"compiling, and reading {len(ids):,} tokens", None, None)
+        received = attention_received(lm, ids)
+    _written(plot_attention(received, lm.name, out))
+
+
+@app.command()
+def latency(
+    results: Annotated[list[Path], typer.Argument(help="JSON files of results.", show_default=False)],
+    tokens: TokensOption = None,
+    new_tokens: Annotated[
+        int, typer.Option(help="Tokens decoded behind a benchmark's prompt.", min=1, max=_LARGEST)
+    ] = 256,
+    out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("out/latency.png"),
+) -> None:
+    """Draw where the time goes, from what bench or generate wrote.
+
+    Takes results of [bold]bench attention[/] (one layer), of [bold]bench end-to-end[/] (whole models), of both (whole
+    models in parts), and what [bold]generate --json[/] printed.
+
+    Example: [bold]tca-jax plot latency attention.json end-to-end.json[/]
+    """
+    from tca_jax.plots import plot_latency
+    from tca_jax.plots.results import latency_bars, read_record
+
+    records = {str(path): read_record(path) for path in results}
+    bars = latency_bars(records, tokens=tokens, new_tokens=new_tokens)
+    devices = {record["environment"]["device"] for record in records.values() if "environment" in record}
+    _written(plot_latency(bars, ", ".join(["Where the time goes", *sorted(devices)]), out))
+
+
+@app.command()
+def accuracy(
+    results: Annotated[Path, typer.Argument(help="JSON file or folder of results.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("out/accuracy.png"),
+) -> None:
+    """Draw right answers against the bytes of the KV cache, a panel a protocol.
+
+    Example: [bold]tca-jax plot accuracy evaluation.json[/]
+    """
+    from tca_jax.plots import plot_accuracy
+    from tca_jax.plots.results import accuracy_panels
+
+    _written(plot_accuracy(accuracy_panels(results), "Right answers by the KV cache that is held", out))
+
+
+def _load(
+    model: str, profile: str | None, dtype: str | None, file: Path, max_tokens: int | None, question: str | None = None
+) -> tuple[LM, list[int]]:
+    """The model, and the text's token ids, which are known to fit before its weights are read."""
+    from tca_jax.engine.prompts import encode_prompt, encode_verbatim, require_positions
+    from tca_jax.loading import check_dtype, open_checkpoint
+
+    check_dtype(dtype)
+    text = read_text(file, "--file")
+    with progress() as report:
+        report(f"loading {model}", None, None)
+        checkpoint = open_checkpoint(model)
+        ids = encode_prompt(checkpoint, text, "--file")[:max_tokens]
+        if question is not None:
+            ids = ids + encode_verbatim(checkpoint, f"\n\n{question}", "--question")
+        require_positions("--file", len(ids), 0, checkpoint)
+        lm = checkpoint.load(profile, dtype=dtype, progress=lambda done, total: report(f"loading {model}", done, total))
+    return lm, ids
+
+
+def _page_of(words: str, texts: list[str]) -> int:
+    """The token that stands a little before words of the text, at the beginning of a line where there is one."""
+    text = "".join(texts)
+    found = text.find(words)
+    if found < 0:
+        raise ValueError(f"--around {words!r}: these words are not in the text")
+    wanted = max(0, found - _BEFORE)
+    wanted = text.rfind("\n", 0, wanted) + 1 if wanted else 0
+    place = 0
+    for token, part in enumerate(texts):
+        if place >= wanted:
+            return token
+        place += len(part)
+    return 0
+
+
+def _written(path: Path) -> None:
+    print(f"Picture: {path}")

@@ -1,0 +1,216 @@
+"""`score_answers`: log-probabilities of given answers to prompts, as generation would come upon them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from tca_jax.engine.cache import LayerCache
+from tca_jax.engine.contexts import Appendix, Context
+from tca_jax.engine.extending import align, extend, num_columns
+from tca_jax.engine.health import require_finite
+from tca_jax.engine.layouts import total_bytes
+from tca_jax.engine.lm import LM
+from tca_jax.engine.memory import require_room
+from tca_jax.engine.programs import Program
+from tca_jax.engine.prompts import Prompt, encode_prompt, encode_prompts, encode_verbatim, pad_tokens, require_positions
+from tca_jax.engine.scoring import TokenScores, scores_of_logits
+from tca_jax.engine.starting import open_caches, read_prompts
+from tca_jax.pallas_kernels.backends import Backend, whole
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerScores:
+    """Result of `score_answers`; entry `[i][j]` is about answer j to prompt i.
+
+    Attributes:
+        logprobs: Natural log-probability of each token of the answer, given the prompt and the tokens before it.
+        greedy: Whether greedy decoding would say the answer, token for token.
+    """
+
+    logprobs: list[list[np.ndarray]]
+    greedy: list[list[bool]]
+
+
+def score_answers(
+    lm: LM,
+    prompts: Sequence[Prompt],
+    answers: Sequence[Sequence[Prompt]],
+    *,
+    context: Context | None = None,
+    backend: str = "auto",
+) -> AnswerScores:
+    """Log-probability of given answers, each prompt read once for all of its answers.
+
+    A prompt is read, and its cache made, as `generate` does; an answer's tokens are fed as if they had been drawn. So
+    both parts of a method take part, and nothing that the method chooses has seen the answer: unlike `score`, which
+    reads a text and its end as one prompt.
+
+    Args:
+        lm: From `tca_jax.load`; under any method.
+        prompts: Strings, chats or token ids; at least 1 token each.
+        answers: As many answers to each prompt, at least 1: strings or token ids; no special token is put before text.
+        context: From `tca_jax.prefill`, of one row: prompts are appended to it.
+        backend: Kernel backend: "auto", "xla", "triton" or "mosaic".
+
+    Raises:
+        ValueError: prompts and answers do not match, one is not allowed or too long, or the context belongs to another
+            model or method; raised before anything is compiled. Or the model computes NaN or infinity, with the layer.
+        TypeError: an argument is of a wrong type.
+    """
+    kernels = whole(backend)
+    answer_ids = _encode_answers(lm, answers)
+    times = len(answer_ids[0])
+    if len(prompts) != len(answer_ids) or any(len(of_prompt) != times for of_prompt in answer_ids):
+        counts = [len(of_prompt) for of_prompt in answer_ids]
+        raise ValueError(
+            f"answers has {counts} entries: must have as many for each of the {len(prompts)} prompts, at least 1"
+        )
+    rows = [ids for of_prompt in answer_ids for ids in of_prompt]
+    if context is None:
+        logprobs, greedy = _behind_prompts(lm, prompts, rows, kernels)
+    else:
+        logprobs, greedy = _behind_context(lm, prompts, rows, context, kernels)
+    return AnswerScores(
+        [logprobs[i : i + times] for i in range(0, len(rows), times)],
+        [greedy[i : i + times] for i in range(0, len(rows), times)],
+    )
+
+
+def _encode_answers(lm: LM, answers: Any) -> list[list[list[int]]]:
+    encoded = [
+        [_encode_answer(lm, answer, f"answers[{i}][{j}]") for j, answer in enumerate(of_prompt)]
+        for i, of_prompt in enumerate(answers)
+    ]
+    if not encoded or not encoded[0]:
+        raise ValueError("answers is empty: at least one for each prompt is needed")
+    return encoded
+
+
+def _encode_answer(lm: LM, answer: Any, argument: str) -> list[int]:
+    text = isinstance(answer, str | bytes) and len(answer)
+    ids = encode_verbatim(lm, answer, argument) if text else encode_prompt(lm, answer, argument)
+    if not ids:
+        raise ValueError(f"{argument} is empty: at least one token is needed")
+    return ids
+
+
+def _behind_prompts(
+    lm: LM, prompts: Any, answers: list[list[int]], backend: Backend
+) -> tuple[list[np.ndarray], list[bool]]:
+    """Scores of each answer; those to one prompt side by side."""
+    ids = encode_prompts(lm, prompts)
+    times = len(answers) // len(ids)
+    for i, prompt in enumerate(ids):
+        longest = max(map(len, answers[i * times : (i + 1) * times]))
+        require_positions(f"prompts[{i}]", len(prompt), longest, lm)
+    reader, (tokens, lengths) = lm.for_contexts(), pad_tokens(ids, lm.pad_token_id)
+    block_size, held = reader.method.cache.block_size, np.repeat(lengths, times)
+    places = held % block_size
+    given, given_lengths = pad_tokens(answers, lm.pad_token_id)
+    fed = None
+    if given_lengths.max() > 1:  # of a single token, what the prompt's last logits say is all
+        columns = num_columns(int(np.max(places + given_lengths)), block_size)
+        fed = jnp.asarray(align(given, held, block_size=block_size, columns=columns))
+    layouts = reader.cache_layouts(tokens.shape[0], tokens.shape[1], None)
+    held_bytes = total_bytes(layouts, lm.config.head_dim, lm.decoder.dtype)
+    require_room(held_bytes, f"{len(answers)} answers to {len(ids)} prompts")
+    arrays = (jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(given[:, 0]), fed, jnp.asarray(given_lengths))
+    args = (reader.for_programs(), *arrays)
+    program, _ = _read_and_feed.prepare(*args, backend=backend)
+    finite, first, rest = program(*args)
+    require_finite(lm, tokens, lengths, np.asarray(finite), "prompts")
+    first, rest = jax.device_get((first, rest))
+    return _joined(first, rest, places, answers)
+
+
+def _joined(
+    first: TokenScores, rest: TokenScores | None, places: Int[np.ndarray, " R"], answers: list[list[int]]
+) -> tuple[list[np.ndarray], list[bool]]:
+    """Scores of whole answers, from those of their first tokens and those of the others, which begin at `places`."""
+    if rest is None:
+        return [np.asarray(logprob)[None] for logprob in first.logprobs], first.greedy.tolist()
+    logprobs = []
+    for row, (place, answer) in enumerate(zip(places.tolist(), answers, strict=True)):
+        others = rest.logprobs[row, place : place + len(answer) - 1]
+        logprobs.append(np.concatenate([first.logprobs[row : row + 1], others]))
+    return logprobs, (first.greedy & rest.greedy.all(axis=1)).tolist()
+
+
+def _read_and_feed_program(
+    lm: LM,
+    tokens: Int[Array, "B L"],
+    lengths: Int[Array, " B"],
+    first: Int[Array, " R"],
+    fed: Int[Array, "R S"] | None,
+    fed_lengths: Int[Array, " R"],
+    *,
+    backend: Backend,
+) -> tuple[Bool[Array, " B"], TokenScores, TokenScores | None]:
+    """Which prompts led to finite logits, the scores of each answer's first token `[R]`, and those of the others."""
+    rows, times = first.shape[0], first.shape[0] // tokens.shape[0]
+    layouts = lm.cache_layouts(tokens.shape[0], tokens.shape[1], None)
+    logits, caches = read_prompts(lm, tokens, lengths, layouts, backend=backend)
+    firsts = scores_of_logits(jnp.repeat(logits, times, axis=0), first)
+    finite = jnp.isfinite(logits).all(axis=-1)
+    if fed is None:
+        return finite, firsts, None
+    starts = jnp.repeat(lengths, times)
+    caches = open_caches(lm, caches, rows, fed.shape[1])
+    extension = extend(lm, caches, fed, starts, fed_lengths, starts, logits="all", backend=backend)
+    return finite, firsts, extension.scores
+
+
+_read_and_feed = Program(_read_and_feed_program)
+
+
+def _behind_context(
+    lm: LM, prompts: Any, answers: list[list[int]], context: Any, backend: Backend
+) -> tuple[list[np.ndarray], list[bool]]:
+    """The same of prompts that follow a context, each of them together with its answer."""
+    checked = Appendix.create(lm, prompts, context)
+    if context.batch != 1:
+        raise ValueError(f"context has {context.batch} rows: must have one, which all prompts share")
+    times = len(answers) // len(checked.ids)
+    asked = [ids for ids in checked.ids for _ in range(times)]
+    appended = Appendix.create(lm, [a + b for a, b in zip(asked, answers, strict=True)], context)
+    appended.require_positions(lm, 0)
+    reader, rows = lm.for_contexts(), len(answers)
+    starts, prompt_lengths = (jnp.broadcast_to(x, rows) for x in (context.lengths, context.prompt_lengths))
+    args = (reader.for_programs(), context.caches, appended.tokens, starts, appended.lengths, prompt_lengths)
+    program, _ = _feed.prepare(*args, backend=backend)
+    finite, scores = program(*args)
+    tokens, lengths = pad_tokens([context.token_ids() + ids for ids in appended.ids], lm.pad_token_id)
+    require_finite(lm, tokens, lengths, np.asarray(finite), "prompts")
+    place, scores = int(context.lengths[0]) % context.layouts[0].block_size, jax.device_get(scores)
+    logprobs, greedy = [], []
+    for row, (question, answer) in enumerate(zip(asked, answers, strict=True)):
+        first = place + len(question) - 1  # in the column before a token stands what is thought of it
+        part = slice(first, first + len(answer))
+        logprobs.append(scores.logprobs[row, part])
+        greedy.append(bool(scores.greedy[row, part].all()))
+    return logprobs, greedy
+
+
+def _feed_program(
+    lm: LM,
+    caches: tuple[LayerCache, ...],
+    tokens: Int[Array, "R S"],
+    starts: Int[Array, " R"],
+    lengths: Int[Array, " R"],
+    prompt_lengths: Int[Array, " R"],
+    *,
+    backend: Backend,
+) -> tuple[Bool[Array, " R"], TokenScores | None]:
+    caches = open_caches(lm, caches, *tokens.shape)
+    extension = extend(lm, caches, tokens, starts, lengths, prompt_lengths, logits="all", backend=backend)
+    return jnp.isfinite(extension.logits).all(axis=-1), extension.scores
+
+
+_feed = Program(_feed_program)

@@ -1,0 +1,134 @@
+"""A folder of results: what it was made with, and a file for each finished task."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tca_jax.files import replacing
+
+FORMAT = 1
+CONFIG = "config.json"
+TASKS = "results"
+#: Of the configuration, what a second run may add to; all else must be the same.
+_GROWING = ("methods", "sources")
+
+
+class Job(NamedTuple):
+    """One entry of a results folder."""
+
+    method: str
+    task: str
+    length: int
+    protocol: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """A results folder.
+
+    Attributes:
+        folder: Where it lies.
+    """
+
+    folder: Path
+
+    def open(self, config: Mapping[str, Any]) -> None:
+        """Makes the folder, or goes on in one of the same configuration.
+
+        Args:
+            config: What the results depend on; entries under "methods" and "sources" may be new.
+
+        Raises:
+            ValueError: the folder belongs to another configuration, with the difference; or its file is damaged.
+        """
+        held = self.require_same(config)
+        merged = {**config, **{name: {**held.get(name, {}), **config[name]} for name in _GROWING}}
+        if merged != held:
+            write_json(self.folder / CONFIG, merged)
+
+    def require_same(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The configuration of the folder, empty where it is new; raises as `open` does, and writes nothing."""
+        path = self.folder / CONFIG
+        if not path.exists():
+            # What a run that was killed has left under a name that begins with a dot is in nobody's way.
+            if self.folder.is_dir() and any(not each.name.startswith(".") for each in self.folder.iterdir()):
+                raise ValueError(f"--out {self.folder} holds files but no {CONFIG}: must be new, or of an evaluation")
+            return {}
+        held = read_json(path)
+
+        def refuse(what: str, there: Any, here: Any) -> None:
+            raise ValueError(
+                f"--out {self.folder} was made with {what} = {_shown(there)}, this run has {_shown(here)}: "
+                "use another folder, or the same settings"
+            )
+
+        for name in config:
+            if name not in _GROWING and held.get(name) != config[name]:
+                refuse(name, held.get(name), config[name])
+        for group in _GROWING:
+            for name, value in config[group].items():
+                there = held.get(group, {}).get(name, value)
+                if there != value:
+                    refuse(f"{group}[{name}]", there, value)
+        return held
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the folder was made with."""
+        return read_json(self.folder / CONFIG)
+
+    def path(self, job: Job) -> Path:
+        """The file of a job."""
+        name = re.sub(r"[^\w+.=,-]", "_", job.method)
+        return self.folder / TASKS / name / f"{job.task}-{job.length}-{job.protocol}.json"
+
+    def has(self, job: Job) -> bool:
+        """Whether a job is finished.
+
+        Raises:
+            ValueError: its file is damaged.
+        """
+        return self.path(job).exists() and read_json(self.path(job))["method"] == job.method
+
+    def write(self, job: Job, record: Mapping[str, Any]) -> None:
+        """Writes a finished job's file, whole or not at all."""
+        write_json(self.path(job), {**job._asdict(), **record})
+
+    def read_all(self) -> list[dict[str, Any]]:
+        """All finished jobs of this and earlier runs, without their samples' texts.
+
+        Raises:
+            ValueError: a file is damaged.
+        """
+        files = sorted((self.folder / TASKS).glob("*/*.json"))
+        return [read_json(path) for path in files if not path.name.startswith(".")]
+
+
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
+    """Writes a file with a rename, on the disk before it has its name."""
+    with replacing(path) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
+        json.dump(record, file, indent=1, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads an object; ValueError, which names the file, where it is damaged."""
+    try:
+        record = json.loads(path.read_bytes().decode("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}; delete it, and its task is run again") from None
+    if not isinstance(record, dict) or not record:
+        raise ValueError(f"{path} is damaged: it holds no object; delete it, and its task is run again")
+    return record
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value) if not isinstance(value, Mapping) else str(value.get("label", value))

@@ -1,0 +1,243 @@
+"""Methods by their names on a command line: options, pairs, profiles, and equal bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tca_jax.calibration.profile import Profile
+from tca_jax.calibration.rows import densest_within
+from tca_jax.engine.buckets import bucket_length
+from tca_jax.engine.budgets import with_bytes
+from tca_jax.engine.layouts import total_bytes
+from tca_jax.engine.lm import LM
+from tca_jax.methods import BASELINE, names
+from tca_jax.methods.registry import option_names, required_options
+
+#: The profile's method with the hyperparameters of the paper, which a model may ship with.
+PAPER = "paper"
+_OPTION = re.compile(r"[A-Za-z_]\w*=")
+_BISECTIONS = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class MethodSpec:
+    """A method as it is asked for.
+
+    Attributes:
+        label: As it was written: the method's name in tables.
+        parts: Name and options of the method, or of a pair's prefill and cache.
+    """
+
+    label: str
+    parts: tuple[tuple[str, Mapping[str, Any]], ...]
+
+
+def parse_methods(text: str) -> tuple[MethodSpec, ...]:
+    """Methods of a list such as "full,tca,streaming:window=512,sinks=8,full+random:share=0.25".
+
+    Commas stand between methods, and between options behind a colon; a plus joins a prefill and a cache, each with its
+    own options. Values are numbers, true, false, null or text.
+
+    Raises:
+        ValueError: it is none, a name is not registered, an option unknown, or a method is named twice.
+    """
+    specs: list[str] = []
+    for piece in (piece.strip() for piece in text.split(",")):
+        if specs and _OPTION.match(piece):  # of the method before it
+            specs[-1] += f",{piece}"
+        elif piece:
+            specs.append(piece)
+    if not specs:
+        raise ValueError("--methods is empty: at least one is needed")
+    if doubled := {spec for spec in specs if specs.count(spec) > 1}:
+        raise ValueError(f"--methods names {min(doubled)!r} twice")
+    return tuple(MethodSpec(spec, tuple(_part(part, spec) for part in spec.split("+"))) for spec in specs)
+
+
+def _part(text: str, spec: str) -> tuple[str, Mapping[str, Any]]:
+    name, _, listed = text.partition(":")
+    known = (*names(), PAPER)
+    if name not in known:
+        raise ValueError(f"--methods {spec}: {name!r} is not registered: must be one of {sorted(known)}")
+    options = {}
+    for option in listed.split(",") if listed else ():
+        key, equals, value = option.partition("=")
+        if not equals:
+            raise ValueError(f"--methods {spec}: {option!r} must be written as option=value")
+        options[key] = _value(value)
+    taken = () if name == PAPER else option_names(name)
+    for key in options:
+        if key not in taken:
+            raise ValueError(f"--methods {spec}: {name} has no option {key!r}: must be one of {sorted(taken)}")
+    return name, options
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """A model under a method.
+
+    Attributes:
+        lm: The model.
+        budget: What was done to its budget; empty where nothing was asked.
+        own_budget: Whether the bytes that were asked for cannot be had; `budget` says why.
+    """
+
+    lm: LM
+    budget: str = ""
+    own_budget: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Builder:
+    """Makes methods for a model.
+
+    Attributes:
+        lm: The model.
+        profile: What calibration found; None without one.
+        paper: The profile of the paper's hyperparameters; None without one.
+        texts: Gives texts as token ids, for methods that look at some beforehand.
+    """
+
+    lm: LM
+    profile: Profile | None
+    paper: Profile | None
+    texts: Callable[[], Sequence[Sequence[int]]]
+
+    def build(self, spec: MethodSpec) -> Built:
+        """The model under a method as it is.
+
+        Raises:
+            ValueError: the method needs a profile and there is none, or an option is not allowed.
+        """
+        name, options = self._resolve(spec)
+        return Built(self.lm.with_method(name, **options))
+
+    def build_within(self, spec: MethodSpec, share: float, prompt_tokens: int, new_tokens: int) -> Built:
+        """The model under a method whose caches hold at most this share of full attention's bytes, as much as they can.
+
+        A method that has nothing to set, or holds more at its least, runs as it is, and the note says so.
+
+        Args:
+            spec: The method.
+            share: Of the bytes of full attention, in (0, 1].
+            prompt_tokens: Longest prompt.
+            new_tokens: Longest answer.
+        """
+        name, options = self._resolve(spec)
+        last, _ = spec.parts[-1]
+        profile = self.paper if last == PAPER else self.profile
+        own = options.get(name.split("+")[-1], {}) if "+" in name else options
+        try:
+            if profile is not None and own.get("candidates") is profile.candidates:
+                model = self._within_profile(name, options, own, profile, share, prompt_tokens, new_tokens)
+            else:
+                model = with_bytes(self.lm, name, share, prompt_tokens, new_tokens, **options)
+        except ValueError as error:
+            return Built(self.lm.with_method(name, **options), str(error), own_budget=True)
+        return Built(model, f"{share:.0%} of the bytes")
+
+    def _within_profile(
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        own: dict[str, Any],
+        profile: Profile,
+        share: float,
+        prompt_tokens: int,
+        new_tokens: int,
+    ) -> LM:
+        """As many heads dense as fit, those with the worst probe scores first."""
+        if not np.isfinite(profile.probe_scores).all():
+            raise ValueError("its profile has no probe scores, which say what heads are dense first")
+        low, high, found = 0.0, 1.0, None
+        for _ in range(_BISECTIONS):
+            kept = (low + high) / 2
+            try:
+                rows = densest_within(
+                    kept, prompt_tokens, profile.probe_scores, profile.prefill_candidates, profile.config
+                )
+            except ValueError:  # fewer than with no head dense
+                low = kept
+                continue
+            changed = {**own, "candidates": rows}
+            whole = changed if "+" not in name else {**options, name.split("+")[-1]: changed}
+            model = self.lm.with_method(name, **whole)
+            if held_share(model, prompt_tokens, new_tokens) <= share:
+                low, found = kept, model
+            else:
+                high = kept
+        if found is None:
+            raise ValueError(f"window, reserve and prefill rows take more than {share:.0%} at {prompt_tokens} tokens")
+        return found
+
+    def _resolve(self, spec: MethodSpec) -> tuple[str, dict[str, Any]]:
+        """A registered name, or two, and all options as `lm.with_method` takes them."""
+        parts = [self._with_profile(name, options, spec.label) for name, options in spec.parts]
+        joined = "+".join(name for name, _ in parts)
+        if len(parts) == 1:
+            return joined, parts[0][1]
+        if len(parts) == 2 and parts[0][0] == parts[1][0] and parts[0][1] != parts[1][1]:
+            raise ValueError(f"--methods {spec.label}: joins a method with itself under other options")
+        return joined, {name: options for name, options in parts if options}
+
+    def _with_profile(self, name: str, options: Mapping[str, Any], label: str) -> tuple[str, dict[str, Any]]:
+        """A method's registered name and options, those that a profile knows or that a look at texts gives included."""
+        profile = self.profile
+        if name == PAPER:
+            if self.paper is None:
+                raise ValueError(
+                    f"--methods {label}: {self.lm.name} has no profile of the paper's hyperparameters; make one with "
+                    "tca-jax calibrate --paper, in a folder named as --profile with -paper behind it"
+                )
+            profile = self.paper
+            name = profile.config.method_name
+        taken, given = option_names(name), dict(options)
+        if profile is not None:
+            known = {
+                "config": profile.config,
+                "candidates": profile.candidates,
+                "prefill_candidates": profile.prefill_candidates,
+            }
+            given = {key: value for key, value in known.items() if key in taken} | given
+        for key in required_options(name):
+            if key not in given:
+                given[key] = self._measured(key, label)
+        return name, given
+
+    def _measured(self, option: str, label: str) -> Any:
+        """The value of an option that has no default."""
+        calibration: Any = importlib.import_module("tca_jax.calibration")
+
+        if option == "candidates" or (option == "gates" and self.profile is None):
+            raise ValueError(f"--methods {label}: needs --profile DIR, from tca-jax calibrate")
+        measures: dict[str, Callable[[], Any]] = {
+            "gates": lambda: calibration.head_gates(self.profile),
+            "preferences": lambda: calibration.layer_preferences(self.lm, self.texts()),
+        }
+        if option not in measures:
+            raise ValueError(f"--methods {label}: its option {option!r} has no default: give it")
+        return measures[option]()
+
+
+def held_share(lm: LM, prompt_tokens: int, new_tokens: int) -> float:
+    """Bytes of the caches of a prompt and its answer, over those of full attention."""
+    sizes = 1, bucket_length(prompt_tokens), bucket_length(new_tokens)
+    held, full = (
+        total_bytes(each.cache_layouts(*sizes), lm.config.head_dim, lm.decoder.dtype)
+        for each in (lm, lm.with_method(BASELINE))
+    )
+    return held / full

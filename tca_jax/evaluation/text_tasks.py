@@ -1,0 +1,186 @@
+"""Loss of a text by position, and agreement with full attention on what follows a text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Int
+
+from tca_jax.engine.cache import LayerCache
+from tca_jax.engine.contexts import Context, prefill
+from tca_jax.engine.extending import Appended, align, extend_layer, num_columns
+from tca_jax.engine.lm import LM
+from tca_jax.engine.programs import Program
+from tca_jax.engine.prompts import Encoder, encode_prompt
+from tca_jax.engine.scoring import score
+from tca_jax.engine.starting import open_caches
+from tca_jax.evaluation.samples import DoesNotFit, Drawing
+from tca_jax.methods import BASELINE
+from tca_jax.pallas_kernels.backends import Backend, whole
+
+#: Parts of a passage whose losses are told apart.
+POSITIONS = 16
+_CONTINUED_TOKENS = 128  # behind a passage; their logits are held for the whole vocabulary
+_CONTINUED_SHARE = 8  # of a short passage at most this part
+_LEAST_TOKENS = 2 * POSITIONS
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What was measured on passages of a text.
+
+    Attributes:
+        samples: Figures of each passage.
+        values: Their means.
+        kv_cache_bytes: Of the context behind a passage, mean.
+        full_kv_cache_bytes: The same under full attention.
+        prefill_seconds: Of reading a passage, mean.
+    """
+
+    samples: list[dict[str, Any]]
+    values: dict[str, float]
+    kv_cache_bytes: float
+    full_kv_cache_bytes: float
+    prefill_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TextTask:
+    """A task that measures on passages of a text.
+
+    Attributes:
+        name: Its name.
+        metric: The value that tables show, and its unit.
+        measure: Measures one passage under a model's method: its figures, and the context behind it.
+        needs: Names of its sources.
+    """
+
+    name: str
+    metric: str
+    measure: Callable[[LM, list[int]], tuple[dict[str, Any], Context]]
+    needs: tuple[str, ...] = ("text",)
+    suite: str = "text"
+
+    def draw(self, drawing: Drawing) -> list[list[int]]:
+        """Passages of the text, spread over it evenly; they overlap where it is short.
+
+        Raises:
+            DoesNotFit: the text is shorter than one, or the length too short to be told apart by position.
+        """
+        ids = _encode_text(drawing.lm, drawing.sources.user_text)
+        if not _LEAST_TOKENS <= drawing.length <= len(ids):
+            raise DoesNotFit(
+                f"length {drawing.length}: {self.name} needs from {_LEAST_TOKENS} to {len(ids)} tokens, those of --text"
+            )
+        starts = np.linspace(0, len(ids) - drawing.length, drawing.count).astype(int)
+        return [ids[start : start + drawing.length] for start in starts.tolist()]
+
+    def read(self, lm: LM, passages: Sequence[list[int]], report: Callable[[int], None]) -> Reading:
+        """Measures all passages."""
+        samples, stats = [], []
+        for passage in passages:
+            figures, context = self.measure(lm, passage)
+            samples.append(figures)
+            stats.append(context.stats)
+            report(1)
+        names = [name for name, value in samples[0].items() if isinstance(value, float)]
+        return Reading(
+            samples=samples,
+            values={name: float(np.mean([sample[name] for sample in samples])) for name in names},
+            kv_cache_bytes=float(np.mean([each.kv_cache_bytes for each in stats])),
+            full_kv_cache_bytes=float(np.mean([each.full_kv_cache_bytes for each in stats])),
+            prefill_seconds=float(np.mean([each.prefill_seconds for each in stats])),
+        )
+
+
+_encoded: dict[tuple[str, int], list[int]] = {}
+
+
+def _encode_text(lm: Encoder, text: str) -> list[int]:
+    """Token ids of the text, kept for the next length."""
+    key = (lm.name, hash(text))
+    if key not in _encoded:
+        _encoded.clear()
+        _encoded[key] = encode_prompt(lm, text, "--text")
+    return _encoded[key]
+
+
+def _measure_loss(lm: LM, passage: list[int]) -> tuple[dict[str, Any], Context]:
+    """Nats a token: inside the passage, by position, and of its last tokens where the ones before were read first."""
+    inside = -score(lm, [passage]).logprobs[0]
+    logits, continuation, context = _continue(lm, passage)
+    targets = jnp.asarray(continuation)
+    after = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=-1)
+    by_position = [float(part.mean()) for part in np.array_split(inside, POSITIONS)]
+    figures = {"loss": float(after.mean()), "loss_inside": float(inside.mean()), "by_position": by_position}
+    return figures, context
+
+
+def _measure_agreement(lm: LM, passage: list[int]) -> tuple[dict[str, Any], Context]:
+    """How the next-token distributions behind a passage differ from full attention's, the same tokens being fed."""
+    logits, _, context = _continue(lm, passage)
+    exact, _, _ = _continue(lm.with_method(BASELINE), passage)
+    divergence, same = _compare(exact, logits)
+    return {"top_1": float(same), "kl": float(divergence)}, context
+
+
+@jax.jit
+def _compare(
+    exact: Float32[Array, "n V"], logits: Float32[Array, "n V"]
+) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
+    """Mean KL(exact || other) in nats, and how often the most probable token is the same."""
+    p, q = jax.nn.log_softmax(exact), jax.nn.log_softmax(logits)
+    same = jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)
+    return jnp.mean(jnp.sum(jnp.exp(p) * (p - q), axis=-1)), jnp.mean(same, dtype=jnp.float32)
+
+
+def _continue(lm: LM, passage: list[int]) -> tuple[Float32[Array, "n V"], list[int], Context]:
+    """Logits of a passage's last tokens, these tokens, and the context that was read before them."""
+    count = min(_CONTINUED_TOKENS, max(1, len(passage) // _CONTINUED_SHARE))
+    # The last token before them is fed with them: what follows it is the first that is measured.
+    document, fed = passage[: -count - 1], passage[-count - 1 : -1]
+    context = prefill(lm, [document])
+    b, starts = context.layouts[0].block_size, np.array([len(document)], np.int32)
+    columns = num_columns(int(starts[0]) % b + len(fed), b)
+    tokens = align(np.array([fed], np.int32), starts, block_size=b, columns=columns)
+    reader = lm.for_contexts().for_programs()
+    lengths = jnp.array([len(fed)], jnp.int32)
+    args = (reader, context.caches, jnp.asarray(tokens), jnp.asarray(starts), lengths, context.prompt_lengths)
+    program, _ = _logits.prepare(*args, count=count, backend=whole("auto"))
+    return program(*args), passage[-count:], context
+
+
+def _logits_program(
+    lm: LM,
+    caches: tuple[LayerCache, ...],
+    tokens: Int[Array, "1 S"],
+    starts: Int[Array, " 1"],
+    lengths: Int[Array, " 1"],
+    prompt_lengths: Int[Array, " 1"],
+    *,
+    count: int,
+    backend: Backend,
+) -> Float32[Array, "n V"]:
+    """Logits behind each of the appended tokens; see `extend`, which gives those behind the last."""
+    b = caches[0].layout.block_size
+    where = Appended(starts // b * b, starts, starts + lengths, prompt_lengths)
+    positions = jnp.clip(where.first[:, None] + jnp.arange(tokens.shape[1]), 0, where.ends[:, None] - 1)
+
+    def attention(layer: int, q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
+        return extend_layer(lm.method, layer, q, k, v, cache, where, backend)
+
+    hidden, _ = lm.decoder(tokens, positions, attention, open_caches(lm, caches, *tokens.shape), alone=True)
+    return lm.decoder.logits(jax.lax.dynamic_slice_in_dim(hidden[0], (starts % b)[0], count))
+
+
+_logits = Program(_logits_program)
+
+TASKS = (
+    TextTask("loss", "loss", _measure_loss),
+    TextTask("agreement", "top_1", _measure_agreement),
+)

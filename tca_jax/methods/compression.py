@@ -1,0 +1,127 @@
+"""What policies share that compress a prompt once, by scores over all of it, and keep every token that follows."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+
+from tca_jax.methods.base import CachePolicy
+from tca_jax.methods.checks import check_geometry, check_integer, check_number
+from tca_jax.methods.regions import Selection
+from tca_jax.pallas_kernels.backends import Backend
+from tca_jax.pallas_kernels.numerics import varying_like
+
+_SCORE_BITS = 31  # of a float32 that is not negative
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptCompression(CachePolicy):
+    """Every KV head keeps its highest scores among all tokens left of the prompt's window, whatever their blocks.
+
+    Blocks that leave the window later are kept whole: published methods of this kind compress the prompt and then let
+    the cache grow.
+
+    Attributes:
+        capacity: Tokens of a prompt that a head holds, the window counted as `window` tokens (its left edge is on a
+            block boundary, so that up to `block_size` - 1 more are held); shorter prompts are held whole. None where
+            `share` is given.
+        share: Instead: kept share of the tokens left of the window, in (0, 1]; or None.
+        window: Least number of local tokens, w, a multiple of `block_size`.
+        block_size: Tokens in a block, b, a power of two.
+    """
+
+    capacity: int | None
+    share: float | None
+    window: int
+    block_size: int
+
+    def __post_init__(self) -> None:
+        check_geometry(self.block_size, self.window)
+        if self.share is not None:
+            check_number("share", self.share, above=0, at_most=1)
+            object.__setattr__(self, "capacity", None)  # a budget that plays no part makes no other policy
+            return
+        check_integer("capacity", self.capacity, at_least=1)
+        if self.capacity is not None and self.capacity <= self.window:
+            raise ValueError(f"capacity = {self.capacity}: must be more than window = {self.window}, which counts in")
+
+    @abc.abstractmethod
+    def scores(
+        self,
+        layer: int,
+        q: Float[Array, "B O Hq d"],
+        k: Float[Array, "B L Hkv d"],
+        v: Float[Array, "B L Hkv d"],
+        lengths: Int[Array, " B"],
+    ) -> Float32[Array, "B Hkv L"]:
+        """Scores of a prompt's tokens, not negative; those right of the ranked blocks do not matter."""
+
+    def num_kept(self, layer: int, max_blocks: int) -> Int[np.ndarray, " N"]:
+        """Tokens that a head of the layer keeps of 0, 1, ..., `max_blocks` ranked blocks, `[max_blocks + 1]`."""
+        return self.mean_kept(max_blocks)
+
+    def mean_kept(self, max_blocks: int) -> Int[np.ndarray, " N"]:
+        """The same, the mean over all layers."""
+        ranked = np.arange(max_blocks + 1) * self.block_size
+        if self.share is not None:
+            return np.rint(self.share * ranked).astype(np.int32)
+        assert self.capacity is not None  # checked above
+        return np.minimum(self.capacity - self.window, ranked).astype(np.int32)
+
+    def capacities(self, layer: int, prompt_tokens: int) -> int:
+        return int(self.num_kept(layer, self.num_ranked_blocks(prompt_tokens)).max())
+
+    def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
+        return self.num_leaving_blocks(prompt_tokens, new_tokens) * self.block_size
+
+    def select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selection:
+        with jax.named_scope("token_scores"):
+            scores = self.scores(layer, q, k, v, lengths)
+        # Devices differ in whether such numbers are 0 when they are compared.
+        scores = jnp.where(scores < jnp.finfo(jnp.float32).tiny, 0, scores)
+        blocks, b = k.shape[1] // self.block_size, self.block_size
+        ranked = self.num_ranked_blocks(lengths)
+        counts = jnp.asarray(self.num_kept(layer, self.num_ranked_blocks(k.shape[1])), jnp.int32)[ranked]
+        with jax.named_scope("top_tokens"):
+            kept = top_tokens(scores, ranked * b, counts)[..., : blocks * b]
+        budgets = kept.reshape(*kept.shape[:2], blocks, b).sum(axis=-1, dtype=jnp.int32)
+        return Selection(scores, budgets)
+
+    def evict(self, layer: int, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]) -> Selection:
+        batch, kv_heads, _, tokens = attention.shape
+        budgets = jnp.full((batch, kv_heads, 1), tokens, jnp.int32)
+        return Selection(jnp.zeros((batch, kv_heads, tokens), jnp.float32), budgets)
+
+
+def top_tokens(
+    scores: Float32[Array, "B Hkv L"], ranked_tokens: Int[Array, " B"], counts: Int[Array, " B"]
+) -> Bool[Array, "B Hkv L"]:
+    """Marks the `counts` highest scores of each head among a row's first tokens, ties to the lower position. Exact.
+
+    The operation `reserve_tokens` for numbers that differ from row to row: nothing is sorted, the least marked score
+    is found bit by bit, since the bits of a float that is not negative order as the float does.
+
+    Args:
+        scores: Finite and not negative `[B, Hkv, L]`.
+        ranked_tokens: Tokens to choose from, the first of each row `[B]`.
+        counts: Tokens to mark in every head of a row `[B]`; all ranked ones where they are fewer.
+    """
+    ranked = jnp.arange(scores.shape[-1]) < ranked_tokens[:, None, None]
+    bits = jnp.where(ranked, jax.lax.bitcast_convert_type(scores, jnp.int32), -1)
+    wanted = counts[:, None, None]
+
+    def decide(i: Array, least: Int32[Array, "B Hkv 1"]) -> Int32[Array, "B Hkv 1"]:
+        higher = least | (jnp.int32(1) << (_SCORE_BITS - 1 - i))
+        enough = (bits >= higher).sum(axis=-1, keepdims=True, dtype=jnp.int32) >= wanted
+        return jnp.where(enough, higher, least)
+
+    least = varying_like(jnp.zeros((*scores.shape[:2], 1), jnp.int32), scores, ranked_tokens, counts)
+    least = jax.lax.fori_loop(0, _SCORE_BITS, decide, least)
+    above, tied = bits > least, bits == least
+    room = wanted - above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
+    return above | (tied & (jnp.cumsum(tied, axis=-1, dtype=jnp.int32) <= room))

@@ -1,0 +1,146 @@
+"""DuoAttention (arXiv 2410.10819): retrieval heads keep every token, streaming heads the sinks and the latest ones.
+
+A KV head is a retrieval head if its gate is among the highest. Gates are what the paper finds by optimisation,
+published as full_attention_heads.tsv; without them, 1 minus the probe score of the sparsest row does
+(`tca_jax.calibration.head_gates`): how much of what a small cache drops a head needs where it matters.
+
+Prompt queries of streaming heads see sinks and recent tokens too, as in the paper. What differs from its code: the left
+edge of the recent tokens is on a block boundary; gates that tie go by layer and head, not by random noise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Float64, Int
+
+from tca_jax.methods.base import CachePolicy, Method, PerHead
+from tca_jax.methods.checks import check_number
+from tca_jax.methods.regions import Selection
+from tca_jax.methods.sparse import SparsePrefill
+from tca_jax.methods.streaming import StreamingCache
+from tca_jax.pallas_kernels.backends import Backend
+
+
+@dataclasses.dataclass(frozen=True)
+class DuoAttentionCache(CachePolicy):
+    """Everything in retrieval heads, sinks and a window in the others.
+
+    Attributes:
+        retrieval: Whether a KV head is a retrieval head, `[layers][H_kv]`.
+        streaming: What the other heads keep.
+    """
+
+    retrieval: tuple[tuple[bool, ...], ...]
+    streaming: StreamingCache
+
+    @property
+    def block_size(self) -> int:  # type: ignore[override]
+        return self.streaming.block_size
+
+    @property
+    def window(self) -> int:  # type: ignore[override]
+        return self.streaming.window
+
+    def capacities(self, layer: int, prompt_tokens: int) -> PerHead:
+        everything = self.num_ranked_blocks(prompt_tokens) * self.block_size
+        return self._by_head(layer, everything, self.streaming.capacities(layer, prompt_tokens))
+
+    def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> PerHead:
+        everything = self.num_leaving_blocks(prompt_tokens, new_tokens) * self.block_size
+        return self._by_head(layer, everything, self.streaming.growth(layer, prompt_tokens, new_tokens))
+
+    def select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selection:
+        scores, budgets, _ = self.streaming.select(layer, q, k, v, lengths, backend)
+        ranked = jnp.arange(budgets.shape[-1]) < self.num_ranked_blocks(lengths)[:, None, None]
+        everything = jnp.where(ranked, jnp.int32(self.block_size), 0)
+        return Selection(scores, jnp.where(self._heads(layer), everything, budgets))
+
+    def evict(self, layer: int, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]) -> Selection:
+        scores, budgets, _ = self.streaming.evict(layer, attention, blocks)
+        return Selection(scores, jnp.where(self._heads(layer), jnp.int32(self.block_size), budgets))
+
+    def validate_for(self, num_layers: int, num_kv_heads: int) -> None:
+        shape = len(self.retrieval), len(self.retrieval[0])
+        if shape != (num_layers, num_kv_heads):
+            raise ValueError(
+                f"gates has {shape[0]} layers of {shape[1]} KV heads: must be {num_layers} of {num_kv_heads}"
+            )
+
+    def _by_head(self, layer: int, everything: int, little: int) -> PerHead:
+        return tuple(everything if retrieval else little for retrieval in self.retrieval[layer])
+
+    def _heads(self, layer: int) -> Bool[Array, "Hkv 1"]:
+        return jnp.asarray(self.retrieval[layer])[:, None]
+
+
+def duoattention(
+    gates: Sequence[Sequence[float]] | np.ndarray | str | os.PathLike[str],
+    share: float = 0.5,
+    sinks: int = 128,
+    window: int = 256,
+    block_size: int = 128,
+) -> Method:
+    """Retrieval and streaming heads, for the prompt's queries and for the cache.
+
+    Args:
+        gates: Of every KV head, `[layers, H_kv]`, finite, clipped to [0, 1]; or the path of a published
+            full_attention_heads.tsv.
+        share: Share of retrieval heads, those of the highest gates, in (0, 1], rounded to whole heads. The paper takes
+            0.5 for models with grouped queries and 0.25 for others; its sparsity is 1 - `share`.
+        sinks: Tokens that a streaming head keeps from the start of the sequence; the published patterns' `sink_size`.
+        window: Least number of local tokens, a multiple of `block_size`; the published patterns' `recent_size`.
+        block_size: Tokens in a block, a power of two.
+
+    Raises:
+        ValueError: an option is not allowed, or the file holds no table of numbers.
+        FileNotFoundError: there is no such file.
+    """
+    if isinstance(gates, str | os.PathLike):
+        gates = load_gates(gates)
+    check_number("share", share, above=0, at_most=1)
+    table = _checked_gates(gates)
+    highest = np.argsort(-table, axis=None, kind="stable")[: round(share * table.size)]
+    retrieval = np.zeros(table.size, bool)
+    retrieval[highest] = True
+    by_layer = tuple(map(tuple, retrieval.reshape(table.shape).tolist()))
+    cache = DuoAttentionCache(by_layer, StreamingCache(sinks, window, block_size))
+    return Method("duoattention", SparsePrefill(cache), cache)
+
+
+def load_gates(path: str | os.PathLike[str]) -> Float64[np.ndarray, "layers Hkv"]:
+    """Gates as they are published: a row for each layer, a column for each KV head, tabs between.
+
+    Args:
+        path: Of a full_attention_heads.tsv.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it holds no table of numbers; the message names it.
+    """
+    with open(path, encoding="utf-8") as file:
+        try:
+            rows = [[float(cell) for cell in line.split("\t")] for line in file if line.strip()]
+        except (ValueError, UnicodeDecodeError) as error:
+            raise ValueError(f"{os.fspath(path)}: must hold numbers with tabs between: {error}") from None
+    if len({len(row) for row in rows}) != 1:
+        widths = sorted({len(row) for row in rows})
+        raise ValueError(f"{os.fspath(path)}: must hold rows of one length, has rows of {widths or 'nothing'}")
+    return np.array(rows, np.float64)
+
+
+def _checked_gates(value: Any) -> Float64[np.ndarray, "layers Hkv"]:
+    try:
+        gates = np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError("gates: must be numbers [layers, H_kv], with as many in every layer") from None
+    if gates.ndim != 2 or not gates.size:
+        raise ValueError(f"gates has shape {gates.shape}: must be [layers, H_kv]")
+    for layer, head in np.argwhere(~np.isfinite(gates)):
+        raise ValueError(f"gates[{layer}, {head}] = {gates[layer, head]}: must be finite")
+    return np.clip(gates, 0, 1)

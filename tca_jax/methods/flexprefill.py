@@ -1,0 +1,166 @@
+"""FlexPrefill (arXiv 2502.20766): every head lists the blocks that cover a share of the attention of a sample.
+
+The attention of the prompt's last `block_size` queries says how many vertical and how many slash blocks a head needs to
+cover `gamma` of it, and which. Where the attention of the queries' mean over the blocks' mean keys is close to what
+they really do (square root of the Jensen-Shannon divergence below `tau`), a head is "query-aware": besides a minimum of
+such lines it takes the block pairs that cover `gamma` of the attention of mean queries over mean keys.
+
+Where text and code differ this is the code (bytedance/FlexPrefill). Lines are counted in tokens, as many as cover
+`gamma`, and one block more than these would fill is taken, those of the highest sums; the first column and the diagonal
+are always among them; both kinds of heads have the minimum. The pairs that cover `gamma` leave out the one that
+passes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from tca_jax.methods.base import Method
+from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, block_sums
+from tca_jax.methods.checks import check_integer, check_number, is_finite_number
+from tca_jax.methods.full import FullCache
+from tca_jax.methods.last_attention import by_position, diagonal_sums, last_attention
+from tca_jax.methods.queries import last_queries
+from tca_jax.methods.ranks import covering, highest
+from tca_jax.pallas_kernels.block_sparse_attention.lists import lists_of_mask
+from tca_jax.pallas_kernels.integers import cdiv
+from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores
+
+
+@dataclasses.dataclass(frozen=True)
+class FlexPrefill(BlockSparsePrefill):
+    """Vertical and slash blocks, and block pairs of query-aware heads, that cover a share of a head's attention.
+
+    Attributes:
+        gamma: That share, in (0, 1].
+        tau: Largest divergence of a query-aware head, at least 0; 0 makes no head one.
+        min_budget: Least tokens of vertical and of slash blocks each.
+        block_size: Tokens in a block and queries in a tile, and the queries of the sample.
+    """
+
+    gamma: float = 0.9
+    tau: float = 0.1
+    min_budget: int = 1024
+    block_size: int = 128
+
+    def __post_init__(self) -> None:
+        check_number("gamma", self.gamma, above=0, at_most=1)
+        if not is_finite_number(self.tau) or self.tau < 0:
+            raise ValueError(f"tau = {self.tau!r}: must be a finite number of at least 0")
+        check_integer("min_budget", self.min_budget, at_least=0)
+        check_integer("block_size", self.block_size, at_least=1)
+
+    @property
+    def dense_tokens(self) -> int:  # type: ignore[override]
+        """Prompts that the least budget covers, or of two blocks, get exact causal attention."""
+        return max(2, self.min_blocks) * self.block_size
+
+    @property
+    def min_blocks(self) -> int:
+        """Least blocks of each kind of line."""
+        return max(1, cdiv(self.min_budget, self.block_size))
+
+    def estimate(self, layer: int, head: Array, heads: int, q: Array, k: Array, lengths: Array) -> tuple[Listed, ...]:
+        size, batch, tiles = self.block_size, q.shape[0], cdiv(q.shape[1], self.block_size)
+        queries = last_queries(q, lengths, size)
+        attention = last_attention(queries, k, lengths)
+        vertical = by_position(attention.mean(axis=2), lengths)
+        slash = diagonal_sums(attention) / size
+        blocks = -(-lengths // size)
+        among = jnp.arange(tiles) < blocks[:, None, None]
+        columns, diagonals = _pool(vertical, size), _pool_diagonals(slash, lengths, size)
+
+        keys = _block_means(k[:, :, None], lengths, size)[:, :, 0]
+        aware = self._is_query_aware(queries, keys, columns, among)
+        lines = []
+        for tokens, sums in ((vertical, columns), (slash, diagonals)):
+            needed = covering(tokens, jnp.full(tokens.shape[:-1], self.gamma), jnp.ones_like(tokens, bool))
+            number = needed.sum(axis=-1, dtype=jnp.int32) // size + 1
+            number = jnp.where(aware, self.min_blocks, jnp.maximum(number, self.min_blocks))
+            forced = sums.at[..., 0].set(jnp.inf)  # the first column, and the diagonal itself
+            lines.append(highest(forced, number, among))
+        back = jnp.arange(tiles)[:, None] - jnp.arange(tiles)
+        mask = lines[0][..., None, :] | (lines[1][..., jnp.maximum(back, 0)] & (back >= 0))
+        pairs = self._covering_pairs(q, keys, lengths, blocks) & aware[..., None, None]
+        return (Listed(lists_of_mask(mask | pairs.reshape(batch, -1, tiles, tiles), size)),)
+
+    def _is_query_aware(
+        self,
+        queries: Float[Array, "B b G d"],
+        keys: Float32[Array, "B N d"],
+        columns: Float32[Array, "B G N"],
+        among: Bool[Array, "B 1 N"],
+    ) -> Bool[Array, "B G"]:
+        """Whether the mean query's attention on the mean keys is close to what the queries have on the blocks."""
+        mean = queries.astype(jnp.float32).mean(axis=1)
+        scores = scaled_scores("bgd,bnd->bgn", mean, keys)
+        estimated = jnp.where(among, jax.nn.softmax(jnp.where(among, scores, MASKED), axis=-1), 0)
+        return _distance(estimated, columns) < self.tau
+
+    def _covering_pairs(
+        self, q: Float[Array, "B L G d"], keys: Float32[Array, "B N d"], lengths: Array, blocks: Int[Array, " B"]
+    ) -> Bool[Array, "B G N N"]:
+        """Pairs of a tile and a block that cover gamma of the attention of mean queries over mean keys."""
+        means = _block_means(q, lengths, self.block_size)
+        scores = scaled_scores("bigd,bjd->bgij", means, keys)
+        tiles = scores.shape[-1]
+        real = jnp.arange(tiles) < blocks[:, None]
+        seen = (jnp.tri(tiles, dtype=bool) & real[:, :, None] & real[:, None, :])[:, None]
+        shares = jnp.where(seen, jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1), 0)
+        flat, among = (x.reshape(*x.shape[:2], tiles**2) for x in (shares, seen))
+        mass = jnp.broadcast_to((self.gamma * blocks)[:, None].astype(jnp.float32), flat.shape[:2])
+        return covering(flat, mass, among, reach=False).reshape(shares.shape)
+
+
+def _pool(values: Float32[Array, "B G L"], size: int) -> Float32[Array, "B G N"]:
+    """Sums over blocks."""
+    blocks = cdiv(values.shape[-1], size)
+    values = jnp.pad(values, ((0, 0), (0, 0), (0, blocks * size - values.shape[-1])))
+    return values.reshape(*values.shape[:2], blocks, size).sum(axis=-1)
+
+
+def _pool_diagonals(slash: Float32[Array, "B G L"], lengths: Int[Array, " B"], size: int) -> Float32[Array, "B G N"]:
+    """Sums over the diagonals that meet the last query's row r blocks left of its own block, r from 0."""
+    blocks, inside = cdiv(slash.shape[-1], size), (lengths - 1) % size
+    # Diagonal o of the query at place p of its block meets block ceil((o - p) / b) left of it.
+    padded = jnp.pad(slash, ((0, 0), (0, 0), (size - 1, blocks * size - slash.shape[-1] + size)))
+    cut = jax.vmap(lambda row, first: jax.lax.dynamic_slice_in_dim(row, first, blocks * size, axis=-1))
+    return _pool(cut(padded, inside), size)
+
+
+def _block_means(x: Float[Array, "B L H d"], lengths: Int[Array, " B"], size: int) -> Float32[Array, "B N H d"]:
+    """Means over the tokens of each block that the prompt has."""
+    sums = block_sums(x, lengths, size)
+    counts = jnp.clip(lengths[:, None] - jnp.arange(sums.shape[1]) * size, 1, size)
+    return sums / counts[..., None, None]
+
+
+def _distance(p: Float32[Array, "B G N"], q: Float32[Array, "B G N"]) -> Float32[Array, "B G"]:
+    """Square root of the Jensen-Shannon divergence, in nats."""
+    middle = (p + q) / 2
+
+    def divergence(x: Array) -> Array:
+        ratio = jnp.where(x > 0, x, 1) / jnp.where(x > 0, middle, 1)
+        return jnp.where(x > 0, x * jnp.log(ratio), 0).sum(axis=-1)
+
+    return jnp.sqrt(jnp.maximum((divergence(p) + divergence(q)) / 2, 0))
+
+
+def flexprefill(gamma: float = 0.9, tau: float = 0.1, min_budget: int = 1024, block_size: int = 128) -> Method:
+    """FlexPrefill for the prompt's queries; the cache keeps every token.
+
+    Args:
+        gamma: Share of its attention that every head covers, in (0, 1]: the knob of the budget. The paper has 0.9 and,
+            for LLaMA-3.1-8B, 0.95.
+        tau: Largest divergence of a head that is query-aware, at least 0.
+        min_budget: Least tokens of vertical and of slash blocks; prompts of at most so many are attended to exactly.
+        block_size: Tokens in a block; 16 or a multiple of it for the Triton kernel.
+
+    Raises:
+        ValueError: a number is not allowed.
+    """
+    return Method("flexprefill", FlexPrefill(gamma, tau, min_budget, block_size), FullCache())

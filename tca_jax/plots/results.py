@@ -1,0 +1,182 @@
+"""What the plots of latency and accuracy show, read from files of results."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tca_jax.plots.accuracy import Point
+
+#: Stages of a whole call; a benchmark of one layer has the first two.
+SELECTION, ATTENTION, REST = "selection", "attention", "matrix products and the rest"
+READING = "reading the prompt"
+_WHOLE = ("full ms", "TCA ms", "attention ms", "selection in all ms")  # not stages of the selection
+_SAME_SHARE = 0.01  # kept shares of two benchmarks that differ by less are one setting
+
+
+def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """One JSON object from a file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it holds something else; names the file.
+    """
+    try:
+        record = json.loads(Path(path).read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{path}: must hold one JSON object, holds a {type(record).__name__}")
+    return record
+
+
+def latency_bars(
+    records: Mapping[str, Mapping[str, Any]], *, tokens: int | None = None, new_tokens: int = 256
+) -> dict[str, dict[str, float]]:
+    """Stages in seconds, as `plot_latency` takes them.
+
+    Args:
+        records: By file, what `tca-jax bench attention`, `tca-jax bench end-to-end` or `tca-jax generate --json` wrote.
+            The first gives one layer's selection and attention; the second reading and decoding of whole models; both
+            together the parts of reading: layers times selection and attention, and what is left; the third the
+            call's own reading and decoding.
+        tokens: Prompt length of the benchmarks that is shown; None for the longest of each.
+        new_tokens: Tokens that are decoded after a benchmark's prompt.
+
+    Raises:
+        ValueError: a record is of none of these, or none has that prompt length.
+    """
+    layers: list[Mapping[str, Any]] = []
+    models: list[Mapping[str, Any]] = []
+    bars: dict[str, dict[str, float]] = {}
+    for name, record in records.items():
+        rows: Any = record.get("rows")
+        if "stats" in record:
+            bars[name] = call_stages(record["stats"])
+        elif _has(rows, "TCA ms", "full ms"):
+            layers += _of_length(rows, tokens)
+        elif _has(rows, "TTFT s", "ms/token"):
+            models += _of_length(rows, tokens)
+        else:
+            raise ValueError(
+                f"{name}: must be a result of `tca-jax bench attention`, `tca-jax bench end-to-end` or "
+                f"`tca-jax generate --json`"
+            )
+    for row in models:
+        name = f"{row['model']}, {row['tokens']:,} tokens, {row['attention']}"
+        bars[name] = _model_stages(row, layers, new_tokens)
+    for row in [] if models else layers:
+        where = f"{row['model']}, {row['tokens']:,} tokens"
+        bars[f"{where}, full"] = {ATTENTION: row["full ms"] / 1e3}
+        bars[f"{where}, {_share(row)}, {row['backend']}"] = _layer_stages(row)
+    if not bars:
+        raise ValueError(f"tokens = {tokens}: none of these results is of that prompt length")
+    return bars
+
+
+def call_stages(stats: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of one call: `dataclasses.asdict(out.stats)`, or "stats" of `tca-jax generate --json`."""
+    new = max(stats["new_tokens"])
+    return {READING: stats["prefill_seconds"], "decoding": stats["seconds_per_token"] * new}
+
+
+def accuracy_panels(path: str | os.PathLike[str]) -> dict[str, list[Point]]:
+    """Accuracy against bytes by protocol and prompt length, the mean over tasks, as `plot_accuracy` takes it.
+
+    Args:
+        path: A folder of `tca-jax eval`, or a JSON file with "methods" such as `evaluation.json` beside the model that
+            ships.
+
+    Returns:
+        Points by heading. Of a folder only tasks count that all its methods have at a length.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it holds something else; names the file.
+    """
+    panels = _of_folder(Path(path)) if Path(path).is_dir() else _of_file(path)
+    if not panels:
+        raise ValueError(f"{path}: holds no accuracy of methods")
+    return panels
+
+
+def _of_file(path: str | os.PathLike[str]) -> dict[str, list[Point]]:
+    """Of "methods", each with its "method", its "kv_cache_share" and what was "right" by protocol and task."""
+    panels: dict[str, list[Point]] = {}
+    for row in read_record(path).get("methods", ()):
+        for protocol, tasks in row["right"].items():
+            point = (row["method"], row["kv_cache_share"], _mean(tasks.values()))
+            panels.setdefault(protocol, []).append(point)
+    return panels
+
+
+def _of_folder(folder: Path) -> dict[str, list[Point]]:
+    """A file a method, task, length and protocol, with its "score" in percent and its bytes."""
+    records = [read_record(path) for path in sorted(folder.glob("results/*/*.json"))]
+    records = [record for record in records if "score" in record]
+    lengths = {record["length"] for record in records}
+    found: dict[str, dict[str, dict[str, Mapping[str, Any]]]] = {}
+    for record in sorted(records, key=lambda record: record["length"]):
+        heading = record["protocol"] + (f", {record['length']:,} tokens" if len(lengths) > 1 else "")
+        found.setdefault(heading, {}).setdefault(record["method"], {})[record["task"]] = record
+    panels: dict[str, list[Point]] = {}
+    for heading, methods in found.items():
+        common = set.intersection(*map(set, methods.values()))
+        for method, tasks in methods.items() if common else ():
+            same = [tasks[task] for task in common]
+            share = _mean(record["kv_cache_bytes"] / record["full_kv_cache_bytes"] for record in same)
+            point = (method, share, _mean(record["score"] for record in same) / 100)
+            panels.setdefault(heading, []).append(point)
+    return panels
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))
+
+
+def _model_stages(row: Mapping[str, Any], layers: Sequence[Mapping[str, Any]], new_tokens: int) -> dict[str, float]:
+    """Reading, in parts if a layer of the same shape was timed too, and decoding."""
+    reading = row["TTFT s"]
+    decoding = {f"decoding {new_tokens:,} tokens": row["ms/token"] * new_tokens / 1e3}
+    same = [layer for layer in layers if (layer["model"], layer["tokens"]) == (row["model"], row["tokens"])]
+    if row["attention"] == "full":
+        parts = [{ATTENTION: layer["full ms"] / 1e3} for layer in same]
+    else:
+        parts = [_layer_stages(layer) for layer in same if abs(layer["kept"] - row["kept"]) < _SAME_SHARE]
+    if not parts:
+        return {READING: reading, **decoding}
+    from tca_jax.benchmarks.models import CONFIGS
+
+    count = CONFIGS[row["model"]].num_layers
+    timed = {stage: count * seconds for stage, seconds in min(parts, key=lambda each: sum(each.values())).items()}
+    return {**timed, REST: max(0.0, reading - sum(timed.values())), **decoding}
+
+
+def _layer_stages(row: Mapping[str, Any]) -> dict[str, float]:
+    """Selection and attention of one layer under TCA: together what both take in one program."""
+    selection = row.get("selection in all ms")
+    if selection is None:
+        selection = sum(row[column] for column in row if column.endswith(" ms") and column not in _WHOLE)
+    return {SELECTION: selection / 1e3, ATTENTION: (row["TCA ms"] - selection) / 1e3}
+
+
+def _share(row: Mapping[str, Any]) -> str:
+    """What the cache holds of a prompt, and prefill reads of it where that differs."""
+    read = row.get("kept in prefill", row["kept"])
+    kept = f"{row['kept']:.0%} kept"
+    return kept if abs(read - row["kept"]) < _SAME_SHARE else f"{kept}, {read:.0%} read"
+
+
+def _has(rows: Any, *columns: str) -> bool:
+    return isinstance(rows, list) and bool(rows) and all(column in rows[0] for column in columns)
+
+
+def _of_length(rows: Iterable[Mapping[str, Any]], tokens: int | None) -> list[Mapping[str, Any]]:
+    rows = list(rows)
+    wanted = max(row["tokens"] for row in rows) if tokens is None else tokens
+    return [row for row in rows if row["tokens"] == wanted]

@@ -1,0 +1,92 @@
+"""Prompt compression once more, naively, in float64 NumPy, from the papers' code: what tests compare with.
+
+Scores are those of one prompt without padding: q [L, Hq, d], k and v [L, Hkv, d] -> [Hkv, L].
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import oracle
+from tiny import CONFIG
+
+
+def observed(q, k, count):
+    """Attention of the last queries on the tokens before them, [Hkv, G, count, L - count]."""
+    length, heads, _ = q.shape
+    group = heads // k.shape[1]
+    rows = [oracle.probabilities(q[:, h], k[:, h // group])[-count:, : length - count] for h in range(heads)]
+    return np.array(rows).reshape(k.shape[1], group, count, -1)
+
+
+def pooled(scores, kernel, pooling):
+    """Of one head's scores: over each one's neighbours, with zeros past the ends."""
+    half = kernel // 2
+    padded = [0.0] * half + list(scores) + [0.0] * half
+    reduce = max if pooling == "max" else lambda x: sum(x) / kernel
+    return [reduce(padded[i : i + kernel]) for i in range(len(scores))]
+
+
+def _by_kv_head(scores, kernel, pooling):
+    """[Hkv, G, n] pooled, then the mean over groups."""
+    return np.array([[pooled(head, kernel, pooling) for head in group] for group in scores]).mean(axis=1)
+
+
+def snapkv_scores(q, k, observation, kernel, pooling):
+    return _by_kv_head(observed(q, k, observation).sum(axis=2), kernel, pooling)
+
+
+def cake_scores(q, k, observation, kernel, gamma):
+    attention = observed(q, k, observation)
+    return _by_kv_head(attention.mean(axis=2) + gamma * attention.var(axis=2, ddof=1), kernel, "avg")
+
+
+def cake_preference(q, k, observation, tau1, tau2):
+    attention = observed(q, k, observation)
+    entropy = -(attention * np.log(attention + 1e-10)).sum()
+    return entropy ** (1 / tau1) * attention.var(axis=2, ddof=1).sum() ** (1 / tau2)
+
+
+def rotation(position, frequencies, factor=1.0):
+    """RoPE of one position as a matrix [d, d]."""
+    cos, sin = (np.diag(f(position * np.asarray(frequencies, np.float64))) for f in (np.cos, np.sin))
+    return factor * np.block([[cos, -sin], [sin, cos]])
+
+
+def expected_attention_scores(q_before_rope, k, v, frequencies, *, future, sinks, epsilon, factor=1.0):
+    """`k` after RoPE, the queries before it."""
+    length, heads, head_dim = q_before_rope.shape
+    group = heads // k.shape[1]
+    turn = np.mean([rotation(length + m, frequencies, factor) for m in range(future)], axis=0)
+    scores = np.zeros((heads, length))
+    for h in range(heads):
+        queries, keys = q_before_rope[sinks:, h], k[sinks:, h // group]
+        mean, covariance = queries.mean(axis=0), np.cov(queries.T, bias=True)
+        mean, covariance = turn @ mean, turn @ covariance @ turn.T
+        logits = keys @ mean / np.sqrt(head_dim) + ((keys @ covariance) * keys).sum(axis=1) / (2 * head_dim)
+        scores[h, sinks:] = oracle.softmax(logits)
+    by_kv_head = scores.reshape(k.shape[1], group, length).mean(axis=1) + epsilon
+    by_kv_head *= np.linalg.norm(v, axis=-1).T
+    by_kv_head[:, :sinks] = np.inf
+    return by_kv_head
+
+
+def highest(scores, count, ranked_tokens):
+    """Positions of the highest scores of one head among its first tokens."""
+    return set(np.argsort(-scores[:ranked_tokens], kind="stable")[:count].tolist())
+
+
+def full_attention_inputs(lm, ids):
+    """q, k and v of every layer under full attention, float64, without an axis of rows."""
+    inputs = []
+
+    def attention(layer, q, k, v, state):
+        arrays = [np.asarray(x[0], np.float64) for x in (q, k, v)]
+        inputs.append(arrays)
+        group = CONFIG.num_heads // CONFIG.num_kv_heads
+        heads = [oracle.probabilities(arrays[0][:, h], arrays[1][:, h // group]) for h in range(CONFIG.num_heads)]
+        out = [head @ arrays[2][:, h // group] for h, head in enumerate(heads)]
+        return jnp.asarray(np.stack(out, axis=1), jnp.float32)[None], None
+
+    lm.decoder(jnp.array([ids]), jnp.arange(len(ids))[None], attention, (None,) * CONFIG.num_layers)
+    return inputs

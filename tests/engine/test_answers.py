@@ -1,0 +1,79 @@
+"""Given answers have the log-probabilities that generation would give them."""
+
+import numpy as np
+import pytest
+from tiny import TCA, random_prompt, tiny_lm, with_candidates
+
+import tca_jax
+from tca_jax.engine.answers import score_answers
+
+PROMPTS = [random_prompt(0, 61), random_prompt(1, 40)]
+OPTIONS = {"max_new_tokens": 11, "stop_token_ids": (), "logprobs": True}
+
+
+@pytest.fixture(scope="module")
+def full():
+    return tiny_lm()
+
+
+@pytest.fixture(scope="module")
+def sparse(full):
+    return with_candidates(full, [[0, 6], [TCA.num_candidates, 3]])
+
+
+@pytest.mark.parametrize("name", ["full", "sparse"])
+def test_what_greedy_decoding_says_has_its_log_probabilities_and_is_greedy(name, request):
+    lm = request.getfixturevalue(name)
+    out = tca_jax.generate(lm, PROMPTS, **OPTIONS)
+    other = [(token + 1) % 97 for token in out.tokens[0]]
+    scores = score_answers(lm, PROMPTS, [[out.tokens[0], other], [other[:4], out.tokens[1]]])
+    np.testing.assert_allclose(scores.logprobs[0][0], out.logprobs[0], atol=2e-4)
+    np.testing.assert_allclose(scores.logprobs[1][1], out.logprobs[1], atol=2e-4)
+    assert scores.greedy == [[True, False], [False, True]]
+    assert [[len(of_answer) for of_answer in row] for row in scores.logprobs] == [[11, 11], [4, 11]]
+
+
+def test_answers_of_one_token_are_scored_by_the_prompt_alone(sparse):
+    out = tca_jax.generate(sparse, PROMPTS, **OPTIONS)
+    scores = score_answers(sparse, PROMPTS, [[out.tokens[0][:1]], [out.tokens[1][:1]]])
+    np.testing.assert_allclose([row[0][0] for row in scores.logprobs], [row[0] for row in out.logprobs], atol=2e-4)
+    assert scores.greedy == [[True], [True]]
+
+
+def test_an_answer_that_begins_well_and_goes_on_otherwise_is_not_greedy(full):
+    (said,) = tca_jax.generate(full, PROMPTS[0], **OPTIONS).tokens
+    scores = score_answers(full, PROMPTS[:1], [[said, [*said[:-1], (said[-1] + 1) % 97], said[:5]]])
+    assert scores.greedy == [[True, False, True]]
+
+
+def test_under_full_attention_an_answer_is_as_likely_as_the_end_of_one_text(full):
+    answers = [[random_prompt(2, 9)], [random_prompt(3, 20)]]
+    scores = score_answers(full, PROMPTS, answers)
+    texts = tca_jax.score(full, [prompt + answer for prompt, (answer,) in zip(PROMPTS, answers, strict=True)])
+    for got, text, prompt in zip(scores.logprobs, texts.logprobs, PROMPTS, strict=True):
+        np.testing.assert_allclose(got[0], text[len(prompt) - 1 :], atol=2e-4)
+
+
+def test_answers_behind_a_context_have_the_log_probabilities_of_answers_from_it(sparse):
+    context = tca_jax.prefill(sparse, random_prompt(4, 101))
+    questions = [random_prompt(5, 3), random_prompt(6, 12)]
+    out = tca_jax.generate(sparse, questions, context=context, **OPTIONS)
+    other = [(token + 1) % 97 for token in out.tokens[0]]
+    scores = score_answers(sparse, questions, [[out.tokens[0], other], [out.tokens[1], other]], context=context)
+    np.testing.assert_allclose(scores.logprobs[0][0], out.logprobs[0], atol=2e-4)
+    np.testing.assert_allclose(scores.logprobs[1][0], out.logprobs[1], atol=2e-4)
+    assert scores.greedy == [[True, False], [True, False]]
+
+
+def test_what_cannot_be_scored_is_refused_by_name(full, sparse):
+    with pytest.raises(ValueError, match=r"answers\[1\]\[0\] is empty"):
+        score_answers(full, PROMPTS, [[[1]], [[]]])
+    with pytest.raises(ValueError, match="answers has \\[1, 2\\] entries: must have as many for each of the 2 prompts"):
+        score_answers(full, PROMPTS, [[[1]], [[1], [2]]])
+    with pytest.raises(ValueError, match="answers is empty"):
+        score_answers(full, [], [])
+    with pytest.raises(ValueError, match=r"prompts\[0\] has 61 tokens; .* and tiny has 4096 positions"):
+        score_answers(full, PROMPTS[:1], [[[1] * 4090]])
+    two = tca_jax.prefill(full, PROMPTS)
+    with pytest.raises(ValueError, match="context has 2 rows: must have one"):
+        score_answers(full, PROMPTS, [[[1]], [[2]]], context=two)

@@ -1,0 +1,72 @@
+"""Methods at equal held bytes."""
+
+import dataclasses
+
+import pytest
+from tiny import random_prompt, tiny_lm
+
+import tca_jax
+from tca_jax import methods
+from tca_jax.engine.budgets import with_bytes
+
+GATES = [[0, 1], [0.2, 0.3]]
+SMALL = {"window": 128, "block_size": 128}
+MEMBERS = {
+    "snapkv": {},
+    "cake": {"preferences": [1, 2]},
+    "duoattention": {"gates": GATES, "sinks": 4},
+    "expected-attention": {},
+    "random": SMALL,
+    "streaming": {},
+    "uniform": {"config": tca_jax.TCAConfig(window=128)},
+    "full+random": {"random": SMALL},
+    "snapkv+cake": {"cake": {"preferences": [1, 2]}},
+}
+
+
+def share_of(lm, tokens, new_tokens):
+    room = tca_jax.engine.buckets.bucket_length(new_tokens) if new_tokens else None
+    models = (lm, lm.with_method("full")) if new_tokens else (lm.for_contexts(), lm.with_method("full").for_contexts())
+    mine, full = (sum(layout.num_bytes(16, "float32") for layout in m.cache_layouts(1, tokens, room)) for m in models)
+    return mine / full
+
+
+@pytest.mark.parametrize("new_tokens", [64, None])
+@pytest.mark.parametrize("name", MEMBERS)
+def test_a_cache_takes_the_asked_share_at_most_and_nearly(name, new_tokens):
+    lm = tiny_lm()
+    model = with_bytes(lm, name, 0.55, 16384, new_tokens, **MEMBERS[name])
+    taken = share_of(model, 16384, new_tokens)
+    assert taken <= 0.55
+    knob_steps = {"duoattention": 0.25, "uniform": 0.2}  # whole heads; whole candidates
+    assert taken > 0.55 - knob_steps.get(name, 0.02)
+    assert model.method.name == name
+
+
+def test_the_statistics_of_an_answer_agree():
+    lm = tiny_lm()
+    model = with_bytes(lm, "snapkv", 0.6, 1000, 8)
+    stats = tca_jax.generate(model, random_prompt(0, 1000), max_new_tokens=8, stop_token_ids=()).stats
+    assert 0.3 < stats.kv_cache_bytes / stats.full_kv_cache_bytes <= 0.6
+
+
+def test_a_method_of_the_users_own_with_a_share_is_asked_the_same_way(monkeypatch):
+    monkeypatch.setattr("tca_jax.methods.registry._FACTORIES", dict(methods.registry._FACTORIES))
+    mine = lambda share=0.5: dataclasses.replace(methods.get("random", share=share, **SMALL), name="mine")  # noqa: E731
+    methods.register("mine", mine)
+    assert with_bytes(tiny_lm(), "mine", 0.4, 16384).method.cache.share == pytest.approx(0.4, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "options", "message"),
+    [
+        ("full", 0.5, {}, r"method 'full' has no option that moves its budget"),
+        ("snapkv+tca", 0.5, {"tca": {"candidates": 3}}, r"method 'snapkv\+tca' has no option .* \('tca' takes"),
+        ("random", 0.25, {}, r"share = 0.25: 'random' takes at least 0.5\d* of full .* at 8192 tokens"),
+        ("random", 0, {}, r"share = 0: must lie in \(0, 1\]"),
+        ("nope", 0.5, {}, r"method 'nope' is not registered"),
+    ],
+)
+def test_what_cannot_be_is_named(name, share, options, message):
+    with pytest.raises(ValueError, match=message):
+        with_bytes(tiny_lm(), name, share, 8192, 16, **options)

@@ -1,0 +1,111 @@
+"""Methods by name: options, pairs, profiles, and equal bytes."""
+
+import numpy as np
+import pytest
+import tiny
+
+from tca_jax import TCAConfig, methods
+from tca_jax.calibration.profile import Profile
+from tca_jax.evaluation.specs import Builder, held_share, parse_methods
+
+CONFIG = TCAConfig(block_size=8, window=16, reserve=0)
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return tiny.tiny_lm()
+
+
+def profile(candidate=2, *, probed=True):
+    uniform = Profile.uniform(CONFIG, 2, 2, candidate)
+    scores = np.linspace(0, 1, 15, dtype=np.float32) * np.array([[[1], [0.5]], [[0.8], [0.3]]], np.float32)
+    probes = {"probe_scores": scores} if probed else {}
+    return Profile(uniform.candidates, uniform.scores, CONFIG, None, "p", **probes)
+
+
+def builder(lm, found=None, paper=None):
+    return Builder(lm, found, paper, list)
+
+
+def build(lm, text, **profiles):
+    (spec,) = parse_methods(text)
+    return builder(lm, **profiles).build(spec).lm.method
+
+
+def test_options_stand_behind_a_colon_and_pairs_take_their_own():
+    specs = parse_methods("full, random:share=0.5,window=16,block_size=8,streaming:window=16+random:share=1")
+    assert [spec.label for spec in specs] == [
+        "full",
+        "random:share=0.5,window=16,block_size=8",
+        "streaming:window=16+random:share=1",
+    ]
+    assert specs[1].parts == (("random", {"share": 0.5, "window": 16, "block_size": 8}),)
+    assert specs[2].parts == (("streaming", {"window": 16}), ("random", {"share": 1}))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "--methods is empty"),
+        ("full,full", "names 'full' twice"),
+        ("fool", r"--methods fool: 'fool' is not registered: must be one of \[.*'full'"),
+        ("random:shares=1", r"random has no option 'shares': must be one of \['block_size', 'seed', 'share'"),
+        ("random:share", "'share' must be written as option=value"),
+        ("full+random:seeds=1", "random has no option 'seeds'"),
+    ],
+)
+def test_what_cannot_be_a_method_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_methods(text)
+
+
+def test_methods_are_those_of_the_registry(lm):
+    assert build(lm, "random:share=0.5,window=16,block_size=8") == methods.get(
+        "random", share=0.5, window=16, block_size=8
+    )
+    pair = build(lm, "full+random:share=0.5")
+    assert (pair.prefill, pair.cache) == (methods.BASELINE.prefill, methods.get("random", share=0.5).cache)
+
+
+def test_budgets_come_from_the_profiles(lm):
+    own, paper = profile(2), profile(5)
+    assert build(lm, "tca", found=own, paper=paper) == own.method()
+    assert build(lm, "paper", found=own, paper=paper) == paper.method()
+    assert build(lm, "full+tca", found=own).cache == own.method().cache
+    assert build(lm, "uniform:candidate=3", found=own).cache.config == CONFIG
+
+
+def test_every_registered_method_can_be_had_from_a_profile_and_a_text(lm):
+    found = profile()
+    made = Builder(lm, found, None, lambda: [tiny.random_prompt(0, 400)])
+    for spec in parse_methods(",".join(methods.names())):
+        assert made.build(spec).lm.method.name == spec.label
+
+
+def test_a_method_without_the_profile_that_it_needs_is_refused(lm):
+    with pytest.raises(ValueError, match="--methods tca: needs --profile DIR"):
+        build(lm, "tca")
+    with pytest.raises(ValueError, match="no profile of the paper's hyperparameters"):
+        build(lm, "paper", found=profile())
+
+
+@pytest.mark.parametrize("text", ["tca", "full+tca", "random:window=16,block_size=8"])
+def test_equal_bytes_are_held_as_far_as_a_method_can(lm, text):
+    (spec,) = parse_methods(text)
+    made = [builder(lm, profile(0)).build_within(spec, share, 2048, 128) for share in (0.5, 0.85)]
+    shares = [held_share(each.lm, 2048, 128) for each in made]
+    assert [each.budget for each in made] == ["50% of the bytes", "85% of the bytes"]
+    assert not any(each.own_budget for each in made)
+    assert 0.25 < shares[0] <= 0.5 < shares[1] <= 0.85
+
+
+def test_a_method_without_a_knob_runs_as_it_is_and_says_so(lm):
+    for text, found, reason in (
+        ("full", None, "no option that moves its budget"),
+        ("tca", profile(probed=False), "no probe scores"),
+    ):
+        (spec,) = parse_methods(text)
+        made = builder(lm, found).build_within(spec, 0.25, 2048, 128)
+        assert made.own_budget
+        assert reason in made.budget
+        assert made.lm.method == builder(lm, found).build(spec).lm.method

@@ -1,0 +1,249 @@
+"""Damaged checkpoints, tokenizers, profiles and contexts: a clear error, or the very thing that was saved."""
+
+import json
+import random
+import struct
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from profiles import make_profile
+from reliability.damage import change_value, dump
+from reliability.fuzzing import fuzz
+from safetensors.numpy import load_file, save_file
+from tiny import TCA, random_prompt, tiny_lm, with_candidates, write_checkpoint
+from tokenizers import Tokenizer
+
+import tca_jax
+from tca_jax.calibration.profile import Profile
+from tca_jax.engine.persistence import checksum
+from tca_jax.engine.prompts import encode_prompt, encode_prompts, render_chat
+from tca_jax.loading import open_checkpoint
+from tca_jax.models.names import parameters
+
+TEXTS = ("hello", "The answer (42) is ~ not here!", "two\nlines", "übrigens 日本")
+CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "?"}]
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A checkpoint in one file, without a tokenizer, whose files are fuzzed apart."""
+    return write_checkpoint(tmp_path_factory.mktemp("whole"), tokenizer=False, eos_token_id=[95, 96])
+
+
+@pytest.fixture(scope="module")
+def shards(whole, tmp_path_factory):
+    """The same in two shards."""
+    folder = tmp_path_factory.mktemp("shards")
+    tensors = load_file(whole / WEIGHTS)
+    names = sorted(tensors)
+    places = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)}
+    for file in set(places.values()):
+        save_file({name: tensors[name] for name in names if places[name] == file}, folder / file)
+    index = {"metadata": {"total_size": sum(x.nbytes for x in tensors.values())}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name in ("config.json", "generation_config.json"):
+        (folder / name).write_bytes((whole / name).read_bytes())
+    return folder
+
+
+def stored_tensors(folder: Path) -> dict[str, np.ndarray]:
+    """What the safetensors files hold, read without the library that wrote them. They have no checksum: what a damaged
+    number says cannot be told from what it ought to say, so the model that loads must be the one that the file says."""
+    found = {}
+    single = folder / WEIGHTS
+    for file in [single] if single.is_file() else sorted(folder.glob("*.safetensors")):
+        content = file.read_bytes()
+        (length,) = struct.unpack("<Q", content[:8])
+        header = json.loads(content[8 : 8 + length])
+        for name, entry in header.items():
+            if name != "__metadata__":
+                begin, end = (8 + length + place for place in entry["data_offsets"])
+                found[name] = np.frombuffer(content[begin:end], np.float32).reshape(entry["shape"])
+    return found
+
+
+def loaded_tensors(lm: tca_jax.LM) -> dict[str, np.ndarray]:
+    found = {}
+    for parameter in parameters(lm.decoder):
+        for name, x in zip(parameter.names, parameter.layout.split(np.asarray(parameter.variable[...])), strict=True):
+            found[name] = x.T if parameter.transposed else x
+    return found
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x).view(np.uint32)  # NaN is no NaN's equal
+
+
+def use_checkpoint(folder: Path, intact: tca_jax.LM) -> str:
+    """Loads and answers. A config has no checksum either: every entry must count for what it says."""
+    lm = tca_jax.load(folder)
+    entries = json.loads((folder / "config.json").read_text())
+    entries["architectures"] = entries.get("architectures") or None  # an empty list says nothing
+    counted = lm.config.to_hf()
+    for key, value in intact.config.to_hf().items():
+        said = entries.get(key)
+        if said not in (None, {}, value) and key != "torch_dtype":
+            said = float(said) if isinstance(value, float) else said
+            assert said == counted[key], f"{key} is {said!r} in the file and {counted[key]!r} in the model"
+    stored = stored_tensors(folder)
+    for name, x in loaded_tensors(lm).items():
+        np.testing.assert_array_equal(bits(x), bits(stored[name]), err_msg=name)
+    if lm.config != intact.config:
+        return "another config"
+    same = jax.tree.all(jax.tree.map(lambda x, y: np.array_equal(bits(x), bits(y)), lm.params, intact.params))
+    if not same:
+        return other_weights(lm)
+    assert answer(lm) == answer(intact)
+    return "the same"
+
+
+def answer(lm: tca_jax.LM) -> list[list[int]]:
+    return tca_jax.generate(lm, random_prompt(0, 20), max_new_tokens=4, stop_token_ids=()).tokens
+
+
+def other_weights(lm: tca_jax.LM) -> str:
+    """Any weights answer something, but for those that are not finite."""
+    try:
+        answer(lm)
+    except ValueError as error:
+        if "NaN or infinity" not in str(error):
+            raise
+        return "not finite"
+    return "other weights"
+
+
+@pytest.mark.parametrize("layout", ["whole", "shards"])
+def test_a_damaged_checkpoint_is_a_clear_error_or_loads_as_its_files_say(layout, request, tmp_path):
+    intact = request.getfixturevalue(layout)
+    lm = tca_jax.load(intact)
+    outcomes = fuzz(layout, intact, tmp_path / "c", lambda folder: use_checkpoint(folder, lm))
+    assert outcomes["error"] > 0.3 * outcomes.total()
+
+
+@pytest.fixture(scope="module")
+def with_tokenizer(tmp_path_factory):
+    """A checkpoint whose weights are not damaged: its tokenizer alone, with a chat template."""
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    return write_checkpoint(tmp_path_factory.mktemp("tokenizer"), chat_template=template)
+
+
+def use_tokenizer(folder: Path, intact: Path) -> str:
+    """Encodes, decodes and renders a chat. What merges and names mean has no checksum: what loads must work."""
+    for name in ("config.json", WEIGHTS):
+        (folder / name).write_bytes((intact / name).read_bytes())
+    checkpoint = open_checkpoint(folder)
+    if checkpoint.tokenizer is None:
+        assert not any(path.name.startswith("tokenizer") for path in folder.iterdir()), "the tokenizer was overlooked"
+        return "no tokenizer"
+    plain = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for text in TEXTS:
+        assert encode_prompt(checkpoint, text) == plain.encode(text).ids
+        for ids in (encode_prompt(checkpoint, text), *encode_prompts(checkpoint, [text, text])):
+            assert all(type(i) is int and 0 <= i < 97 for i in ids)
+            assert isinstance(checkpoint.tokenizer.decode(ids, skip_special_tokens=True), str)
+    assert isinstance(render_chat(checkpoint, CHAT, "prompts[0]"), str)
+    return "usable"
+
+
+def test_a_damaged_tokenizer_is_a_clear_error_or_can_be_used(with_tokenizer, tmp_path):
+    files = tmp_path / "files"
+    files.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (files / name).write_bytes((with_tokenizer / name).read_bytes())
+    outcomes = fuzz("tokenizer", files, tmp_path / "c", lambda folder: use_tokenizer(folder, with_tokenizer))
+    assert outcomes["error"] > 0.2 * outcomes.total()
+
+
+def test_a_damaged_profile_is_a_clear_error_or_the_profile_that_was_saved(tmp_path):
+    saved = make_profile()
+    saved.save(tmp_path / "saved")
+
+    def use(folder: Path) -> str:
+        assert Profile.load(folder) == saved
+        return "the same"
+
+    outcomes = fuzz("profile", tmp_path / "saved", tmp_path / "p", use)
+    assert outcomes["error"] > 0.2 * outcomes.total()
+
+
+@pytest.fixture(scope="module")
+def context():
+    lm = with_candidates(tiny_lm(), [[0, 6], [TCA.num_candidates, 3]])
+    return tca_jax.prefill(lm, [random_prompt(0, 100), random_prompt(1, 61)])
+
+
+@pytest.fixture
+def saved_context(context, tmp_path):
+    context.save(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def use_context(folder: Path, context: tca_jax.Context) -> str:
+    loaded = tca_jax.Context.load(folder)
+    assert loaded.identity == context.identity
+    assert loaded.layouts == context.layouts
+    for mine, theirs in zip(_arrays(loaded), _arrays(context), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    return "the same"
+
+
+def _arrays(context: tca_jax.Context) -> list[np.ndarray]:
+    return [np.asarray(x) for x in jax.tree.leaves((context.caches, context.tokens, context.lengths))]
+
+
+def test_a_damaged_context_is_a_clear_error_or_the_context_that_was_saved(context, saved_context, tmp_path):
+    outcomes = fuzz("context", saved_context, tmp_path / "c", lambda folder: use_context(folder, context))
+    assert outcomes["error"] > 0.2 * outcomes.total()
+
+
+def forge(kind: str, restored):
+    """Absurd values in the metadata, under a checksum that fits them: what another version, or a person, writes."""
+
+    def spoil(folder: Path, rng: random.Random) -> str:
+        file = folder / f"{kind}_0" / "metadata" / "metadata"
+        done, root = change_value(json.loads(file.read_text()), rng)
+        try:
+            metadata = json.loads(dump(root))
+            metadata["sha256"] = checksum({k: v for k, v in metadata.items() if k != "sha256"}, restored)
+        except (ValueError, TypeError, RecursionError):
+            file.write_text(dump(root), encoding="utf-8", errors="surrogatepass")
+        else:
+            file.write_text(json.dumps(metadata))
+        return done
+
+    return spoil
+
+
+def test_a_context_of_absurd_fields_under_a_fitting_checksum_is_a_clear_error(context, saved_context, tmp_path):
+    from tca_jax.engine.context_files import _arrays as arrays_by_name
+
+    restored = {
+        name: np.asarray(x).view(np.uint8) if name.endswith((".k", ".v")) else np.asarray(x)
+        for name, x in arrays_by_name(context).items()
+    }
+
+    def use(folder: Path) -> str:
+        loaded = tca_jax.Context.load(folder)
+        assert isinstance(loaded.stats.kept_share, float)
+        assert repr(loaded)
+        return "loads"
+
+    outcomes = fuzz("forged context", saved_context, tmp_path / "c", use, forge("context", restored))
+    assert outcomes["error"] > 0.2 * outcomes.total()
+
+
+def test_a_profile_of_absurd_fields_under_a_fitting_checksum_is_a_clear_error(tmp_path):
+    saved = make_profile()
+    saved.save(tmp_path / "saved")
+
+    def use(folder: Path) -> str:
+        loaded = Profile.load(folder)
+        assert loaded.method().name == "tca"
+        assert 0 < loaded.kept_share(100).mean() <= 1
+        return "loads"
+
+    outcomes = fuzz("forged profile", tmp_path / "saved", tmp_path / "p", use, forge("profile", saved._arrays()))
+    assert outcomes["error"] > 0.2 * outcomes.total()

@@ -1,0 +1,203 @@
+"""kill -9 at any moment of calibrating and saving: what was there still loads, or the new one does, whole."""
+
+import errno
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from reliability.killing import RANDOM_KILLS, command_line, run_killed, some_changes
+from tiny import TCA, random_prompt, tiny_lm, with_candidates, write_checkpoint
+
+import tca_jax
+from tca_jax.calibration.profile import Profile
+from tca_jax.engine import persistence
+
+
+def visible(folder):
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+# --- the command line -----------------------------------------------------------------------------
+# A row for each command that saves: its arguments, what lies in the folder before, and what reads it. What it reads is
+# either that, or what a whole run writes.
+
+OLD_PROFILE = Profile.uniform(TCA, 2, 2, 5)
+
+
+def calibrate_command(work):
+    write_checkpoint(work / "model")
+    (work / "book.txt").write_text("It was a dark night, and 42 dogs ran. " * 8)
+    OLD_PROFILE.save(work / "base")
+    return [
+        *("calibrate", str(work / "model"), "--text", str(work / "book.txt"), "--window", "16", "--block-size", "8"),
+        *("--max-tokens", "100", "--probes", "none", "--out", "{target}"),
+    ]
+
+
+COMMANDS = {"calibrate": (calibrate_command, Profile.load)}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_killed_at_any_moment_leaves_the_old_result_or_the_new_one(name, tmp_path):
+    prepare, read = COMMANDS[name]
+    arguments = prepare(tmp_path)
+    old = read(tmp_path / "base")
+    code, cache = command_line(*arguments), tmp_path / "cache"
+    runs = run_killed(tmp_path / "base", code, times=RANDOM_KILLS, changes=some_changes(25), cache=cache)
+    whole, *killed = runs
+    assert whole.status == 0, whole.log
+    new = read(whole.folder)
+    assert new != old
+    assert sum(run.status == -1 for run in killed) >= RANDOM_KILLS, runs
+    for run in killed:
+        assert read(run.folder) in ([new] if run.status == 0 else [old, new]), run
+    assert any(read(run.folder) == old for run in killed), "no kill came before the end"
+
+
+# --- contexts -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return with_candidates(tiny_lm(), [[0, 6], [TCA.num_candidates, 3]])
+
+
+@pytest.fixture(scope="module")
+def contexts(lm):
+    """Of the same programs, with other tokens."""
+    old, new, other = (tca_jax.prefill(lm, random_prompt(seed, 100)) for seed in range(3))
+    return old, new, other
+
+
+def same(one, other) -> bool:
+    return one.token_ids() == other.token_ids() and all(
+        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one.caches), jax.tree.leaves(other.caches), strict=True)
+    )
+
+
+# A context is loaded and saved again as another: making one takes seconds of compiling.
+_SAVE_CONTEXT = """
+from pathlib import Path
+import tca_jax
+tca_jax.Context.load(Path(target).parent / "new").save(target)
+"""
+
+
+def test_a_context_save_killed_at_any_moment_leaves_the_old_context_or_the_new_one(contexts, tmp_path):
+    old, new, other = contexts
+    old.save(tmp_path / "base")
+    new.save(tmp_path / "new")
+    changes = list(range(1, 40, 1 if RANDOM_KILLS > 1 else 5))
+    runs = run_killed(tmp_path / "base", _SAVE_CONTEXT, times=RANDOM_KILLS, changes=changes, cache=tmp_path / "cache")
+    assert runs[0].status == 0, runs[0].log
+    seen = {True: 0, False: 0}
+    for run in runs:
+        loaded = tca_jax.Context.load(run.folder)
+        is_new = same(loaded, new)
+        assert is_new or same(loaded, old), run
+        assert is_new or run.status == -1, run
+        seen[is_new] += 1
+    assert min(seen.values()) > 1
+    for run in (runs[-1], runs[1]):  # over what a killed save has left
+        other.save(run.folder)
+        assert same(tca_jax.Context.load(run.folder), other)
+        assert [path.name for path in run.folder.iterdir()] == visible(run.folder)
+        assert len(visible(run.folder)) == 1
+
+
+SAVES = 5
+_SAVER = f"""
+import sys
+import tca_jax
+own = tca_jax.Context.load(sys.argv[2])
+for _ in range({SAVES}):
+    own.save(sys.argv[1])
+"""
+
+
+def test_a_reader_beside_two_processes_that_save_contexts_always_gets_one_of_theirs(contexts, tmp_path):
+    old, *new = contexts
+    folder = tmp_path / "c"
+    old.save(folder)
+    for i, each in enumerate(new):
+        each.save(tmp_path / f"new{i}")
+    environment = {"PATH": "", "JAX_PLATFORMS": "cpu"}
+    savers = [
+        subprocess.Popen([sys.executable, "-c", _SAVER, folder, tmp_path / f"new{i}"], env=environment)
+        for i in range(2)
+    ]
+    seen = set()
+    while any(saver.poll() is None for saver in savers):
+        loaded = tca_jax.Context.load(folder)
+        (which,) = [i for i, each in enumerate(contexts) if same(loaded, each)]
+        seen.add(which)
+    assert [saver.returncode for saver in savers] == [0, 0]
+    assert len(seen) > 1
+    assert any(same(tca_jax.Context.load(folder), each) for each in new)
+
+
+# --- disks that are full, and folders that nobody may write ---------------------------------------
+
+
+def fails(number):
+    def fail(*args, **kwargs):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("where", "number"),
+    [
+        ("os.posix_fallocate", errno.ENOSPC),  # seen beforehand
+        ("os.fsync", errno.ENOSPC),  # when what was written has to be there
+        ("os.rename", errno.ENOSPC),
+        ("orbax.checkpoint.Checkpointer.save", errno.ENOSPC),
+        ("orbax.checkpoint.Checkpointer.save", errno.EIO),
+        ("pathlib.Path.mkdir", errno.EROFS),
+        ("pathlib.Path.mkdir", errno.EACCES),
+    ],
+)
+@pytest.mark.parametrize("kind", ["profile", "context"])
+def test_a_disk_that_refuses_is_an_error_that_names_the_folder_and_changes_nothing(
+    where, number, kind, contexts, tmp_path, monkeypatch
+):
+    old, new, _ = contexts if kind == "context" else (OLD_PROFILE, Profile.uniform(TCA, 2, 2, 1), None)
+    old.save(tmp_path / "f")
+    with monkeypatch.context() as patch:
+        patch.setattr(where, fails(number))
+        with pytest.raises(OSError, match=rf"cannot save a {kind}: {os.strerror(number)}: '{tmp_path}/f'") as raised:
+            new.save(tmp_path / "f")
+    assert raised.value.errno == number
+    assert visible(tmp_path / "f") == [f"{kind}_0"]
+    loaded = type(old).load(tmp_path / "f")
+    assert same(loaded, old) if kind == "context" else loaded == old
+    assert not list((tmp_path / "f").glob(".tmp-*"))
+    new.save(tmp_path / "f")
+    assert visible(tmp_path / "f") == [f"{kind}_1"]
+
+
+def test_a_file_in_the_place_of_the_folder_is_not_overwritten(contexts, tmp_path):
+    (tmp_path / "c").write_text("mine")
+    with pytest.raises(OSError, match=rf"cannot save a context: .*'{tmp_path}/c'"):
+        contexts[0].save(tmp_path / "c")
+    assert (tmp_path / "c").read_text() == "mine"
+
+
+def test_a_step_that_another_process_finishes_first_is_left_to_it(contexts, tmp_path, monkeypatch):
+    old, new, _ = contexts
+    old.save(tmp_path)
+    steps, stale = persistence._steps, iter([[], []])
+    monkeypatch.setattr(persistence, "_steps", lambda directory, kind: next(stale, None) or steps(directory, kind))
+    new.save(tmp_path)
+    assert same(tca_jax.Context.load(tmp_path), new)
+
+
+def test_a_saved_context_names_no_path_of_the_machine(contexts, tmp_path):
+    contexts[0].save(tmp_path)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 5
+    assert not [path for path in files if tmp_path.name.encode() in path.read_bytes()]

@@ -1,0 +1,227 @@
+"""What fuzzing and reviews found, one by one: damage that once came out as a raw error, or as another answer."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+from profiles import make_profile
+from tiny import CONFIG, TCA, random_prompt, tiny_lm, with_candidates, write_checkpoint
+from tokenizers import Tokenizer
+
+import tca_jax
+from tca_jax.calibration.profile import Profile
+from tca_jax.engine import persistence
+from tca_jax.engine.identity import describe_method, unknown_types
+from tca_jax.engine.prompts import encode_prompt
+from tca_jax.loading import open_checkpoint
+from tca_jax.methods import CachePolicy, FullCache, FullPrefill, Method
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("intact"), eos_token_id=[95])
+
+
+@pytest.fixture
+def folder(intact, tmp_path):
+    for file in intact.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def edit(file, change):
+    entries = json.loads(file.read_text())
+    change(entries)
+    file.write_text(json.dumps(entries))
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", INDEX])
+@pytest.mark.parametrize("depth", [40, 900, 100_000])
+def test_json_that_is_nested_too_deeply_names_its_file(file, depth, folder):
+    if file == INDEX:
+        (folder / "model.safetensors").unlink()
+    (folder / file).write_text('{"a":' + "[" * depth + "]" * depth + "}")
+    with pytest.raises(ValueError, match=rf"{re.escape(file)} is not valid JSON: its values are nested"):
+        tca_jax.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [("rope_theta", "rope_thetb"), ("rms_norm_eps", "rms_norm_fps"), ("tie_word_embeddings", "tie_word_embedding3")],
+)
+def test_an_entry_with_one_wrong_character_is_not_taken_for_absent(wanted, found, folder):
+    """Its default would be another model."""
+    edit(folder / "config.json", lambda entries: entries.update({found: entries.pop(wanted)}))
+    with pytest.raises(ValueError, match=rf"config.json: there is no '{wanted}', but '{found}': is that a misspelt"):
+        tca_jax.load(folder)
+
+
+def test_misspelt_stop_tokens_are_not_taken_for_absent(folder):
+    edit(folder / "generation_config.json", lambda entries: entries.update(eos_token_ie=entries.pop("eos_token_id")))
+    with pytest.raises(ValueError, match=r"generation_config.json: there is no 'eos_token_id', but 'eos_token_ie'"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/hostname", "sub/model.safetensors", "model.bin", "", 3])
+def test_an_index_that_leads_out_of_the_folder_is_corrupt(name, folder):
+    (folder / "model.safetensors").rename(folder / "moved.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(
+        ValueError, match=rf"{INDEX} is corrupt: weight_map\['model.norm.weight'\] = .*the name of a shard"
+    ):
+        tca_jax.load(folder)
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "chat_template.jinja", "model.safetensors", "config.json"])
+def test_a_link_whose_file_is_gone_is_not_taken_for_absent(file, folder):
+    """Files of the Hub's cache are links."""
+    (folder / file).unlink()
+    (folder / file).symlink_to("../../blobs/0123")
+    with pytest.raises(FileNotFoundError, match=rf"{file} is a link, and the file it leads to is missing"):
+        tca_jax.load(folder)
+
+
+def test_a_folder_in_the_place_of_the_generation_config_is_named(folder):
+    (folder / "generation_config.json").unlink()
+    (folder / "generation_config.json").mkdir()
+    with pytest.raises(OSError, match=r"generation_config.json"):
+        open_checkpoint(folder)
+
+
+# --- tokenizers -----------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_has_is_named(folder):
+    """JAX clamps indices: the model would have read another token."""
+
+    def add_one(entries):
+        entries["model"]["vocab"]["é"] = CONFIG.vocab_size
+
+    edit(folder / "tokenizer.json", add_one)
+    assert Tokenizer.from_file(str(folder / "tokenizer.json")).encode("é").ids == [97]
+    checkpoint = open_checkpoint(folder)
+    assert encode_prompt(checkpoint, "hello")
+    with pytest.raises(ValueError, match=r"prompt: the tokenizer of .* makes token 97 of this text, and the model has"):
+        encode_prompt(checkpoint, "café")
+
+
+@pytest.mark.parametrize("value", ["4096", [1], {}])
+def test_a_tokenizer_that_cannot_be_used_is_named_when_it_is_loaded(value, folder):
+    edit(folder / "tokenizer_config.json", lambda entries: entries.update(model_max_length=value))
+    with pytest.raises(ValueError, match=r"the tokenizer in .* cannot be loaded: TypeError: [^\n]*$"):
+        open_checkpoint(folder)
+
+
+def test_a_missing_tokenizer_json_is_one_line(folder):
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"^the tokenizer in [^\n]* cannot be loaded: ValueError: [^\n]*$"):
+        open_checkpoint(folder)
+
+
+def test_a_text_that_the_tokenizer_fails_on_names_the_argument(folder):
+    class PanicException(BaseException):  # what Rust's panics are in Python: no Exception
+        pass
+
+    def panic(*args, **options):
+        raise PanicException("index out of bounds")
+
+    checkpoint = dataclasses.replace(open_checkpoint(folder), tokenizer=panic)
+    with pytest.raises(ValueError, match=r"prompts\[0\]: the tokenizer of .* does not take this text: index out of"):
+        encode_prompt(checkpoint, "hello", "prompts[0]")
+
+
+# --- profiles and contexts ------------------------------------------------------------------------
+
+
+def test_an_unknown_entry_of_probes_is_named():
+    probes = make_profile().probes
+    with pytest.raises(ValueError, match=r"Profile.probes: unknown entry 'layers'; known are \['kind'.*upgrade tca"):
+        make_profile(probes=probes | {"layers": 3})
+
+
+@pytest.mark.parametrize("kind", [Profile, tca_jax.Context])
+def test_a_folder_that_does_not_exist_and_a_file_are_told_apart(kind, tmp_path):
+    name = kind.__name__.lower()
+    with pytest.raises(FileNotFoundError, match=rf"{name} directory {tmp_path}/nosuch does not exist"):
+        kind.load(tmp_path / "nosuch")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=rf"{tmp_path}/file is a file, not a {name} directory"):
+        kind.load(tmp_path / "file")
+    with pytest.raises(ValueError, match=rf"{tmp_path} holds no {name}"):
+        kind.load(tmp_path)
+
+
+def test_metadata_that_are_nested_too_deeply_are_damaged(tmp_path):
+    def parse(*_):
+        raise RecursionError
+
+    make_profile().save(tmp_path)
+    with pytest.raises(ValueError, match=r"profile_0: damaged: its metadata are nested too deeply"):
+        persistence.load_step("profile", tmp_path, parse)
+
+
+class OfAnotherVersion(FullCache):
+    """Registered nowhere; a test takes it away."""
+
+
+def test_a_context_of_a_class_that_is_not_there_may_be_of_another_version(monkeypatch):
+    lm = tiny_lm()
+    theirs = lm.with_method(Method("full", FullPrefill(), OfAnotherVersion()))
+    assert unknown_types(describe_method(theirs.method)) == []
+    context = tca_jax.prefill(lm, random_prompt(0, 20))
+    described = describe_method(theirs.method).replace("OfAnotherVersion", "OfTheNextVersion")
+    identity = dataclasses.replace(context.identity, method_description=described)
+    with pytest.raises(
+        ValueError,
+        match=r"under method 'full', whose .*OfTheNextVersion is not known here: .* another version of tca_jax",
+    ):
+        dataclasses.replace(context, identity=identity).require_made_by(lm)
+
+
+def test_types_that_nothing_can_lead_to_do_not_count_as_unknown():
+    class Local(CachePolicy):
+        block_size, window = 8, 16
+
+        def capacities(self, layer, prompt_tokens):
+            return 0
+
+        def select(self, *args):
+            raise NotImplementedError
+
+    assert unknown_types(describe_method(Method("local", FullPrefill(), Local()))) == []
+    assert unknown_types("no description") == []
+    assert unknown_types('{"type": "tca_jax.nosuch.Cache", "inner": [{"type": "nosuch.Cache"}]}') == [
+        "nosuch.Cache",
+        "tca_jax.nosuch.Cache",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m["layouts"][0].update(surprise=1), r"layouts\[0\] = .*must be an object of \['block_size'"),
+        (lambda m: m["layouts"][0].update(window=-8), r"layouts\[0\].window = -8: must lie in \[0, 2\^31\)"),
+        (lambda m: m["layouts"][0].update(window="16"), r"layouts\[0\].window = '16': must be of type int"),
+        (lambda m: m["layouts"][0]["regions"].update(capacities=[None]), r"regions.capacities = .*integers in"),
+        (lambda m: m["identity"].pop("fingerprint"), r"identity = .*must be an object of \['model'"),
+        (lambda m: m["identity"]["config"].update(num_heads=3), r"num_heads = 3 must be a multiple of num_kv_heads"),
+        (lambda m: m["layouts"].append(m["layouts"][0]), r"does not read it: '2.pool.k'"),
+        (lambda m: m.update(layouts=[]), r"layouts = \[\]: must be a list with one for each layer"),
+        (lambda m: m.update(dtype="int8"), r"dtype = 'int8': must be one of \['float32'"),
+        (lambda m: m["arrays"].append(3), r"arrays = .*: must be a list of names"),
+    ],
+)
+def test_a_context_that_another_version_has_signed_names_file_and_field(change, message, tmp_path, monkeypatch):
+    lm = with_candidates(tiny_lm(), [[0, 6], [TCA.num_candidates, 3]])
+    tca_jax.prefill(lm, random_prompt(0, 60)).save(tmp_path)
+    file = tmp_path / "context_0" / "metadata" / "metadata"
+    edit(file, change)
+    monkeypatch.setattr("tca_jax.engine.context_files.checksum", lambda *_: json.loads(file.read_text())["sha256"])
+    with pytest.raises(ValueError, match=rf"{re.escape(str(file))}: .*{message}"):
+        tca_jax.Context.load(tmp_path)

@@ -1,0 +1,162 @@
+"""What the sparse prefill methods attend to, naively in float64 NumPy, and what a tiny model then answers.
+
+Each method's function takes q and k [n, d] of one query head and gives bool [n, n]: which token each query attends to.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from oracle import probabilities, softmax
+from tiny import CONFIG
+
+
+def of_blocks(pairs, n, block):
+    """Queries and keys of pairs (tile, key block)."""
+    mask = np.zeros((n, n), bool)
+    for tile, other in pairs:
+        mask[tile * block : (tile + 1) * block, other * block : (other + 1) * block] = True
+    return mask & np.tri(n, dtype=bool)
+
+
+def xattention(q, k, *, threshold, stride, block):
+    n, d = q.shape
+    groups, size = math.ceil(n / stride), block // stride
+    scores = np.full((groups, groups), -np.inf)
+    for r in range(groups):
+        for c in range(r + 1):
+            meets = [(r * stride + stride - 1 - i, c * stride + i) for i in range(stride)]
+            scores[r, c] = sum(q[a] @ k[b] for a, b in meets if a < n and b < n) / (math.sqrt(d) * stride)
+    shares, pairs = softmax(scores), []
+    for tile in range(math.ceil(n / block)):
+        rows = shares[tile * size : (tile + 1) * size]
+        sums = [rows[:, j * size : (j + 1) * size].sum() for j in range(tile + 1)]
+        taken = {0, tile}
+        for j in sorted(set(range(tile + 1)) - taken, key=lambda j: (-sums[j], j)):
+            if sum(sums[i] for i in taken) >= threshold * sum(sums):
+                break
+            taken.add(j)
+        pairs += [(tile, j) for j in taken]
+    return of_blocks(pairs, n, block)
+
+
+def last_rows(q, k, count):
+    """Attention of the last queries [count, n]."""
+    return probabilities(q, k)[-count:]
+
+
+def diagonal(attention, offset):
+    """Attention of the last queries on the token `offset` before their own, summed."""
+    count, n = attention.shape
+    places = [(a, n - count + a - offset) for a in range(count)]
+    return sum(attention[a, j] for a, j in places if j >= 0)
+
+
+def best(values, count):
+    """Indices of the highest values, ties to the lower one."""
+    return set(np.argsort(-np.asarray(values), kind="stable")[:count].tolist())
+
+
+def flexprefill(q, k, *, gamma, tau, min_budget, block):
+    n, d = q.shape
+    blocks, least = math.ceil(n / block), max(1, math.ceil(min_budget / block))
+    if n <= max(2, least) * block:
+        return np.tri(n, dtype=bool)
+    attention = last_rows(q, k, block)
+    vertical = attention.mean(axis=0)
+    slash = np.array([diagonal(attention, o) for o in range(n)]) / block
+    inside = (n - 1) % block
+    columns = np.array([vertical[j * block : (j + 1) * block].sum() for j in range(blocks)])
+    diagonals = np.zeros(blocks)
+    for o in range(n):
+        diagonals[math.ceil(max(0, o - inside) / block)] += slash[o]
+    keys = np.array([k[j * block : (j + 1) * block].mean(axis=0) for j in range(blocks)])
+    estimated = softmax(q[-block:].mean(axis=0) @ keys.T / math.sqrt(d))
+    middle = (estimated + columns) / 2
+    terms = [np.where(p > 0, p * np.log(np.where(p > 0, p, 1) / middle), 0).sum() for p in (estimated, columns)]
+    aware, pairs, lines = math.sqrt(sum(terms) / 2) < tau, [], []
+    for tokens, sums in ((vertical, columns), (slash, diagonals)):
+        needed = 1 + int((np.cumsum(np.sort(tokens)[::-1]) < gamma).sum())
+        number = least if aware else max(least, needed // block + 1)
+        lines.append(best(np.concatenate([[np.inf], sums[1:]]), number))
+    pairs += [(t, j) for t in range(blocks) for j in lines[0] if j <= t]
+    pairs += [(t, t - r) for t in range(blocks) for r in lines[1] if r <= t]
+    if aware:
+        queries = np.array([q[j * block : (j + 1) * block].mean(axis=0) for j in range(blocks)])
+        shares = softmax(np.where(np.tri(blocks, dtype=bool), queries @ keys.T / math.sqrt(d), -np.inf)).ravel()
+        order = np.argsort(-shares, kind="stable")
+        taken = order[np.cumsum(shares[order]) <= gamma * blocks]
+        pairs += [divmod(int(i), blocks) for i in taken]
+    return of_blocks(pairs, n, block)
+
+
+def minference(q, k, *, kind, columns, diagonals, block, blocks=100):
+    n, count = len(q), math.ceil(len(q) / block)
+    if kind == "block_sparse":
+        sums = [np.array([x[j * block : (j + 1) * block].sum(axis=0) for j in range(count)]) for x in (q, k)]
+        scores = sums[0] @ sums[1].T
+        return of_blocks([(t, j) for t in range(count) for j in best(scores[t, : t + 1], blocks)], n, block)
+    if kind == "a_shape":
+        taken, lines = set(range(min(columns, n))), set(range(min(diagonals, n)))
+    else:
+        attention = last_rows(q, k, 64)
+        vertical, slash = attention.sum(axis=0), np.array([diagonal(attention, o) for o in range(n)])
+        vertical[:30], slash[:100] = np.inf, np.inf
+        taken, lines = best(vertical, max(columns, 30)), best(slash, max(diagonals, 50))
+    met = {o + r for o in lines for r in range(block)}
+    mask = np.zeros((n, n), bool)
+    for tile in range(count):
+        end, place = (tile + 1) * block, 0
+        rows = slice(tile * block, end)
+        mask[rows, sorted(taken)] = True
+        while place < end:
+            if place in met:
+                mask[rows, max(0, end - place - block) : max(0, end - place)] = True
+                place += block
+            else:
+                place += 1
+    mask &= np.tri(n, dtype=bool)
+    assert all(mask[i, i - o] for o in lines for i in range(o, n))
+    return mask
+
+
+ORACLES = {"xattention": xattention, "flexprefill": flexprefill, "minference": minference}
+
+
+def greedy(lm, prompt, following, new_tokens, mask_of, visible=None):
+    """Greedy answer where a prompt's queries attend by masks, and what follows it to everything or by a rule.
+
+    Args:
+        lm: A model of `tiny.CONFIG`.
+        prompt: Token ids that are read under the masks.
+        following: Token ids that are appended to it.
+        mask_of: (layer, query head, q [n, d], k [n, d]) -> bool [n, n].
+        visible: Position -> positions that a later query sees; None: all up to its own.
+    """
+    n, total = len(prompt), len(prompt) + len(following) + new_tokens
+    group, masks = CONFIG.num_heads // CONFIG.num_kv_heads, {}
+
+    def attention(layer, q, k, v, state):
+        q, k, v = (np.asarray(x[0], np.float64) for x in (q, k, v))
+        out = np.zeros(q.shape)
+        for head in range(CONFIG.num_heads):
+            keys, values = k[:, head // group], v[:, head // group]
+            if (layer, head) not in masks:
+                mask = np.tri(total, dtype=bool)
+                mask[:n, :n] = mask_of(layer, head, q[:n, head], keys[:n])
+                for i in range(n, total) if visible else ():
+                    mask[i] = False
+                    mask[i, sorted(visible(i))] = True
+                masks[layer, head] = mask
+            logits = np.where(masks[layer, head], q[:, head] @ keys.T / math.sqrt(q.shape[-1]), -np.inf)
+            out[:, head] = softmax(logits) @ values
+        return jnp.asarray(out, jnp.float32)[None], None
+
+    tokens = np.zeros((1, total), np.int32)
+    tokens[0, : n + len(following)] = [*prompt, *following]
+    for i in range(n + len(following), total):
+        hidden, _ = lm.decoder(jnp.asarray(tokens), jnp.arange(total)[None], attention, (None,) * CONFIG.num_layers)
+        tokens[0, i] = int(jnp.argmax(lm.decoder.logits(hidden[0, i - 1])))
+    return tokens[0, -new_tokens:].tolist()
