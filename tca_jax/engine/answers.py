@@ -119,7 +119,7 @@ def _behind_prompts(
         columns = num_columns(int(np.max(places + given_lengths)), block_size)
         fed = jnp.asarray(align(given, held, block_size=block_size, columns=columns))
     layouts = reader.cache_layouts(tokens.shape[0], tokens.shape[1], None)
-    held_bytes = total_bytes(layouts, lm.config.head_dim, lm.decoder.dtype)
+    held_bytes = total_bytes(layouts, lm.config.head_dim, lm.dtype)
     require_room(held_bytes, f"{len(answers)} answers to {len(ids)} prompts")
     arrays = (jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(given[:, 0]), fed, jnp.asarray(given_lengths))
     args = (reader.for_programs(), *arrays)

@@ -146,7 +146,7 @@ def safe_batch(lm: LM, prompt_tokens: int, new_tokens: int, most: int) -> int:
     if memory is None:
         return most
     layouts = lm.with_method(BASELINE).cache_layouts(1, bucket_length(prompt_tokens), bucket_length(new_tokens))
-    each = total_bytes(layouts, lm.config.head_dim, lm.decoder.dtype)
+    each = total_bytes(layouts, lm.config.head_dim, lm.dtype)
     return max(1, min(most, int(_CACHE_SHARE * memory / each)))
 
 

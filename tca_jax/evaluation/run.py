@@ -81,7 +81,7 @@ def _config(plan: Plan, lm: LM, built: Mapping[str, Built]) -> dict[str, Any]:
         "format": FORMAT,
         "model": lm.name,
         "fingerprint": lm.fingerprint,
-        "dtype": lm.decoder.dtype.name,
+        "dtype": lm.dtype.name,
         "seed": plan.seed,
         "samples": plan.samples,
         "bytes": plan.share,

@@ -257,7 +257,7 @@ class HarnessLM(TemplateLM):
         held, full = self._runner.kv_cache_bytes, self._runner.full_kv_cache_bytes
         return {
             "model_num_parameters": sum(leaf.size for leaf in jax.tree.leaves(self.lm.params)),
-            "model_dtype": str(self.lm.decoder.dtype),
+            "model_dtype": str(self.lm.dtype),
             "model_fingerprint": self.lm.fingerprint,
             "attention_method": self.lm.method.name,
             "attention_method_options": json.loads(describe_method(self.lm.method)),
