@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 _MODEL_TYPES = ("tca_jax", "tca-jax")
 
 
-def lm_eval(context: typer.Context) -> None:
+def lm_eval(
+    arguments: Annotated[list[str] | None, typer.Argument(help="lm_eval's own, as they are.")] = None,
+) -> None:
     """Run lm-evaluation-harness on a model of this library (extra "eval").
 
     All arguments are those of lm_eval's own command line, where --model is tca_jax unless it is given; the model's go
@@ -22,7 +24,7 @@ def lm_eval(context: typer.Context) -> None:
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError("lm-evaluation-harness is not installed: pip install 'tca-jax[eval]'")
-    run(context.args)
+    run(arguments or [])
 
 
 def run(arguments: list[str]) -> None:
