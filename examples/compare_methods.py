@@ -47,7 +47,9 @@ def documents(seed: int, num_bytes: int, count: int, split: str) -> list[recall.
     return [recall.build_document(np.random.default_rng((seed, i)), num_bytes, TASKS, split) for i in range(count)]
 
 
-def calibrate(lm: tca_jax.LM, num_bytes: int, window: int, block_size: int, kept: float, seed: int) -> tca_jax.Profile:
+def calibrate(
+    lm: tca_jax.LM, num_bytes: int, window: int, block_size: int, kept: float | None, seed: int
+) -> tca_jax.Profile:
     """A profile from a text of the same kind as those that are asked about, and other questions."""
     config = tca_jax.TCAConfig(window=window, block_size=block_size)
     texts = documents(seed, num_bytes, 1, "train")
@@ -139,7 +141,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("--methods", default="full,tca,streaming", help="by comma (default: %(default)s)")
     parser.add_argument("--profile", type=Path, help="a profile that is there already; none calibrates")
-    parser.add_argument("--kept", type=float, default=0.5, help="most of the cache that stays (default: %(default)s)")
+    parser.add_argument("--kept", type=float, help="most of the cache that stays; by default what the probes need")
     parser.add_argument("--bytes", type=int, default=2000, help="of a document (default: %(default)s)")
     parser.add_argument("--documents", type=int, default=1, help="that are asked about (default: %(default)s)")
     parser.add_argument("--window", type=int, default=512, help="of all methods (default: %(default)s)")

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+_MOST = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +47,10 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if field.type == "float" and not 0 < getattr(self, field.name) < math.inf:
-                raise ValueError(f"RopeConfig.{field.name} = {getattr(self, field.name)!r}: must be a positive number")
+            if field.type == "float" and not 0 < getattr(self, field.name) <= _MOST:
+                raise ValueError(
+                    f"RopeConfig.{field.name} = {getattr(self, field.name)!r}: must be a positive number of float32"
+                )
         if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
                 f"RoPE low_freq_factor = {self.low_freq_factor:g}: must be below "

@@ -59,8 +59,6 @@ def test_methods_are_compared_on_a_checkpoint_of_ones_own(checkpoint, tmp_path):
         "16",
         "--room",
         "4",
-        "--kept",
-        "0.8",
     )
     given = ("--methods", "full,tca,full+streaming", *sizes, "--out", str(tmp_path))
     loaded, heading, *lines, written = run("compare_methods.py", checkpoint, *given).splitlines()

@@ -237,7 +237,6 @@ def held_share(lm: LM, prompt_tokens: int, new_tokens: int) -> float:
     """Bytes of the caches of a prompt and its answer, over those of full attention."""
     sizes = 1, bucket_length(prompt_tokens), bucket_length(new_tokens)
     held, full = (
-        total_bytes(each.cache_layouts(*sizes), lm.config.head_dim, lm.dtype)
-        for each in (lm, lm.with_method(BASELINE))
+        total_bytes(each.cache_layouts(*sizes), lm.config.head_dim, lm.dtype) for each in (lm, lm.with_method(BASELINE))
     )
     return held / full

@@ -199,7 +199,7 @@ def test_pieces_never_repeat_whatever_bytes_they_are_made_of(lm, parts, stop, mo
         "answers": answers,
     }.items():
         monkeypatch.setattr(request_module.Request, name, stand_in)
-    monkeypatch.setattr(generation, "_output", lambda request, state: None)
+    monkeypatch.setattr(generation, "output_of", lambda request, state: None)
     monkeypatch.setattr(generation, "_STREAM_SECONDS", 0.0)
     pieces = inspect.unwrap(generation._pieces)(request, single=True)
     assert "".join(pieces) == b"".join(parts).decode(errors="replace")

@@ -142,6 +142,7 @@ def test_hugging_face_entries_survive_a_round_trip(name: str) -> None:
             r"low_freq_factor = 4: must be below high_freq_factor = 4",
         ),
         (YARN | {"rope_theta": 1}, r"rope_theta = 1: must be above 1 for YaRN"),
+        (YARN | {"rope_theta": 1e308}, r"theta = 1e\+308: must be a positive number of float32"),
         (YARN | {"truncate": "no"}, r"rope_parameters\['truncate'\] = 'no': must be true or false"),
         (
             YARN | {"original_max_position_embeddings": 0.5},
