@@ -48,11 +48,13 @@ class Found:
     Attributes:
         blame: Of every row in [0, 1]: at least 1/2 where a head needs more than it keeps; 0 for dense rows.
         need: Rise of the losses over the sparsest rows, in nats.
+        enough: Whether that is at least what was asked for; no head is to blame where it is not.
         rounds: Readings that found a need.
     """
 
     blame: Float64[np.ndarray, "layers Hkv M1"]
     need: float
+    enough: bool
     rounds: int
 
 
@@ -63,6 +65,11 @@ class _Lost:
     probe: ReadProbe
     needs: Float32[np.ndarray, " P"]
     shares: Float64[np.ndarray, "layers Hkv"]
+
+    @property
+    def total(self) -> float:
+        """Of all queries."""
+        return float(self.needs.sum(dtype=np.float64))
 
 
 def find_needed(
@@ -95,6 +102,7 @@ def find_needed(
     shape = *prefill_rows.shape, config.num_candidates + 1
     readings = _Readings(lm, probes, config, step)
     blame, need, first, rounds = np.zeros(shape), 0.0, np.zeros(len(probes)), 0
+    wanted = least * max(1, sum(int(probe.text.counted.sum()) for probe in probes))
     rows, losing = np.zeros(shape[:2], np.int32), list(range(len(probes)))
     while rounds < _MOST_ROUNDS:
         lost = {}
@@ -106,15 +114,14 @@ def find_needed(
             if (total := needs.sum(dtype=np.float64)) > 0:
                 shares = np.clip(reading.relief((needs > 0).astype(np.float32)) / total, 0, 1)
                 lost[number] = _Lost(probe, needs, shares)
-        if not rounds and need < least * sum(probe.text.counted.sum() for probe in probes):
-            return Found(blame, need, min(1, len(lost)))
-        totals = {number: one.needs.sum(dtype=np.float64) for number, one in lost.items()}
-        for number, total in totals.items():
-            first[number] = first[number] or total
+        if need < wanted:
+            return Found(blame, need, False, min(1, len(lost)))
         if not lost:
             break
+        for number, one in lost.items():
+            first[number] = first[number] or one.total
         rounds += 1
-        left = sum(total / first[number] for number, total in totals.items()) / np.count_nonzero(first)
+        left = sum(one.total / first[number] for number, one in lost.items()) / np.count_nonzero(first)
         found = _blame(list(lost.values()), left, rows)
         if found is None:
             break
@@ -123,7 +130,7 @@ def find_needed(
         if (denser == rows).all():
             break
         rows, losing = denser, sorted(lost)
-    return Found(blame, need, rounds)
+    return Found(blame, need, True, rounds)
 
 
 def _blame(

@@ -91,7 +91,7 @@ def calibrate(
     measured = _measure(lm, probed, config, steps, kept=kept)
     counted = int(sum(text.counted.sum() for text in probed))
     found = measured.found
-    fallback = found is not None and found.need < _LEAST_NEED * max(1, counted)
+    fallback = found is not None and not found.enough
     if found is not None and fallback:
         warnings.warn(_useless_probes(lm, found.need, counted), stacklevel=2)
         worst = 1 - _worst_queries(lm, probed, config, steps)

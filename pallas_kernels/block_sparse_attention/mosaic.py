@@ -20,13 +20,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from tca_jax.pallas_kernels.block_sparse_attention.lists import BlockLists, Columns
-from tca_jax.pallas_kernels.kernel_math import LOG2E
+from tca_jax.pallas_kernels.mosaic_softmax import ROWS, TILE, attend_tile, wait_turn
 from tca_jax.pallas_kernels.mosaic_tiles import aligned as aligned_slice
-from tca_jax.pallas_kernels.mosaic_tiles import iotas, swizzled, transposed
+from tca_jax.pallas_kernels.mosaic_tiles import iotas, swizzled
 from tca_jax.pallas_kernels.numerics import varying_like
 
-_ROWS = 64  # query rows of a warpgroup: one wgmma tile
-_TILE = 128  # query rows of a program, and tokens of a K or V tile
 _WARPGROUPS = 2  # that compute; one more moves memory
 _COMPUTE_REGISTERS, _MEMORY_REGISTERS = 232, 40
 _LOWEST = -(2.0**96)  # where the largest score begins: finite, so that a row that sees nothing yet gives zeros, not NaN
@@ -70,9 +68,9 @@ def block_sparse_attention(
         raise NotImplementedError("block_sparse_attention on mosaic takes aligned blocks, and no columns")
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"block_sparse_attention on mosaic takes bfloat16 and float16, not {q.dtype}")
-    if block_size % _TILE or head_dim not in (64, 128):
+    if block_size % TILE or head_dim not in (64, 128):
         raise NotImplementedError(
-            f"block_sparse_attention on mosaic takes d 64 or 128 and block_size a multiple of {_TILE}, "
+            f"block_sparse_attention on mosaic takes d 64 or 128 and block_size a multiple of {TILE}, "
             f"not d = {head_dim} and block_size = {block_size}"
         )
     padding = -length % tile_size
@@ -83,7 +81,7 @@ def block_sparse_attention(
     out = plgpu.kernel(
         functools.partial(_entry, block_size=block_size, tile_size=tile_size, config=config),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid=(batch * heads * (q.shape[1] // _TILE),),
+        grid=(batch * heads * (q.shape[1] // TILE),),
         grid_names=("work",),
         num_threads=_WARPGROUPS + 1,
         thread_name="wg",
@@ -100,9 +98,9 @@ def _entry(*refs: Any, block_size: int, tile_size: int, config: MosaicBlockSpars
     pl.run_scoped(
         lambda *scoped: _program(refs, scoped, block_size=block_size, tile_size=tile_size, stages=config.stages),
         (
-            tile((_WARPGROUPS, _ROWS, head_dim)),
-            tile((config.stages, _TILE, head_dim)),
-            tile((config.stages, _TILE, head_dim)),
+            tile((_WARPGROUPS, ROWS, head_dim)),
+            tile((config.stages, TILE, head_dim)),
+            tile((config.stages, TILE, head_dim)),
         ),
         (
             plgpu.Barrier(num_barriers=_WARPGROUPS),
@@ -136,18 +134,18 @@ class _Work:
 def _find_work(refs: Any, *, block_size: int, tile_size: int) -> _Work:
     q_ref, k_ref, _, _, counts_ref, lengths_ref, order_ref, _ = refs
     num_kv_heads = k_ref.shape[2]
-    group, programs = q_ref.shape[2] // num_kv_heads, q_ref.shape[1] // _TILE
+    group, programs = q_ref.shape[2] // num_kv_heads, q_ref.shape[1] // TILE
     # Heads of a group run side by side and regions one after another, since they share K and V in L2; within a region
     # the last tiles, which can see most, come first.
     work = lax.axis_index("work")
     turn = lax.div(work, group)
-    first_row = (programs - 1 - lax.rem(turn, programs)) * _TILE
+    first_row = (programs - 1 - lax.rem(turn, programs)) * TILE
     region = order_ref[lax.div(turn, programs)]
     row, kv_head = lax.div(region, num_kv_heads), lax.rem(region, num_kv_heads)
     head, tile = kv_head * group + lax.rem(work, group), lax.div(first_row, tile_size)
     length = lengths_ref[row]
     count = jnp.where(first_row < length, counts_ref[row, head, tile], 0)
-    parts = block_size // _TILE
+    parts = block_size // TILE
     return _Work(
         row=row,
         head=head,
@@ -164,10 +162,10 @@ def _find_work(refs: Any, *, block_size: int, tile_size: int) -> _Work:
 
 def _begin(refs: Any, work: _Work, step: Any, block_size: int) -> Any:
     """First token of a step's tile of K and V."""
-    distances_ref, parts = refs[3], block_size // _TILE
+    distances_ref, parts = refs[3], block_size // TILE
     listed = work.tile if distances_ref.shape[2] > 1 else 0
     distance = distances_ref[work.row, work.head, listed, lax.div(step, jnp.int32(parts))]
-    return work.end - distance + lax.rem(step, jnp.int32(parts)) * _TILE
+    return work.end - distance + lax.rem(step, jnp.int32(parts)) * TILE
 
 
 def _program(refs: Any, scoped: Any, *, block_size: int, tile_size: int, stages: int) -> None:
@@ -189,7 +187,7 @@ def _move(refs: Any, scoped: Any, work: _Work, begin: Callable[..., Any], stages
         following = begin(jnp.minimum(step + 1, work.steps - 1))
         slot = lax.rem(step, jnp.int32(stages))
         reused = step >= stages
-        place = (work.row, aligned_slice(first, _TILE), work.kv_head)
+        place = (work.row, aligned_slice(first, TILE), work.kv_head)
         pl.when(reused)(lambda: plgpu.barrier_wait(k_read.at[slot]))
         plgpu.copy_gmem_to_smem(k_ref.at[place], k_smem.at[slot], k_ready.at[slot])
         pl.when(reused)(lambda: plgpu.barrier_wait(v_read.at[slot]))
@@ -207,29 +205,29 @@ def _compute(refs: Any, scoped: Any, work: _Work, begin: Callable[..., Any], war
     (qo_smem, _, _), (q_ready, k_ready, _), _, turns = scoped
     plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
     head_dim = q_ref.shape[3]
-    first_row = pl.multiple_of(work.first_row + warpgroup * _ROWS, _ROWS)
-    place = (work.row, pl.ds(first_row, _ROWS), work.head)
+    first_row = pl.multiple_of(work.first_row + warpgroup * ROWS, ROWS)
+    place = (work.row, pl.ds(first_row, ROWS), work.head)
     qo = qo_smem.at[warpgroup]
     plgpu.copy_gmem_to_smem(q_ref.at[place], qo, q_ready.at[warpgroup])
     plgpu.barrier_wait(q_ready.at[warpgroup])
 
     by_row = plgpu.Layout.WGMMA.reduce(1)
     carry = (
-        plgpu.layout_cast(jnp.zeros((_ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
-        plgpu.layout_cast(jnp.full((_ROWS,), _LOWEST, jnp.float32), by_row),
-        plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), by_row),
+        plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
+        plgpu.layout_cast(jnp.full((ROWS,), _LOWEST, jnp.float32), by_row),
+        plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), by_row),
     )
     pl.when(work.steps > 0)(lambda: plgpu.barrier_wait(k_ready.at[0]))
-    pl.when(warpgroup == 1)(lambda: _wait_turn(turns))
+    pl.when(warpgroup == 1)(lambda: wait_turn(turns))
 
     def mask(step: Any, scores: Any) -> Any:
         rows, columns = iotas(scores.shape)
         return jnp.where(columns <= rows + (first_row - begin(step)), scores, -jnp.inf)
 
-    step = functools.partial(_attend_tile, qo, scoped, work, stages)
+    step = functools.partial(attend_tile, qo, scoped, work.steps, stages)
     carry = lax.fori_loop(0, work.masked_steps, functools.partial(step, mask=mask), carry)
     out, _, weight = lax.fori_loop(work.masked_steps, work.steps, functools.partial(step, mask=None), carry)
-    pl.when(warpgroup == 0)(lambda: _wait_turn(turns))
+    pl.when(warpgroup == 0)(lambda: wait_turn(turns))
 
     rows = plgpu.broadcasted_iota(jnp.int32, out.shape, 0, layout=plgpu.Layout.WGMMA)
     out /= lax.broadcast_in_dim(jnp.where(weight > 0, weight, 1.0), out.shape, [0])
@@ -238,54 +236,3 @@ def _compute(refs: Any, scoped: Any, work: _Work, begin: Callable[..., Any], war
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(qo, out_ref.at[place])
     plgpu.wait_smem_to_gmem(0)
-
-
-def _wait_turn(turns: Any) -> None:
-    plgpu.barrier_arrive(turns)
-    plgpu.barrier_wait(turns)
-
-
-def _attend_tile(
-    q_smem: Any,
-    scoped: Any,
-    work: _Work,
-    stages: int,
-    step: Any,
-    carry: tuple[Any, Any, Any],
-    *,
-    mask: Callable[[Any, Any], Any] | None,
-) -> tuple[Any, Any, Any]:
-    """Takes one tile of K and V through the online softmax."""
-    (_, k_smem, v_smem), (_, k_ready, v_ready), (k_read, v_read), turns = scoped
-    out, peak, weight = carry
-    slot, next_slot = lax.rem(step, jnp.int32(stages)), lax.rem(step + 1, jnp.int32(stages))
-
-    def multiply_qk(accumulator: Any) -> Any:
-        plgpu.wgmma(accumulator, q_smem, transposed(k_smem.at[slot]))
-        _wait_turn(turns)
-        return accumulator[...]
-
-    scores = pl.run_scoped(multiply_qk, plgpu.ACC((_ROWS, _TILE), jnp.float32))
-    plgpu.barrier_arrive(k_read.at[slot])
-    if mask is not None:
-        scores = mask(step, scores)
-    scale = LOG2E * q_smem.shape[-1] ** -0.5  # powers of two, so that scaling is part of a multiply-add
-    new_peak = jnp.maximum(peak, scores.max(axis=1) * scale)
-    decay = jnp.exp2(peak - new_peak)
-    probabilities = jnp.exp2(scores * scale - lax.broadcast_in_dim(new_peak, scores.shape, [0]))
-    out *= lax.broadcast_in_dim(decay, out.shape, [0])
-    weight = weight * decay + probabilities.sum(axis=1)
-    operand = probabilities.astype(q_smem.dtype)
-    # Nothing of the softmax may sink below the barriers: the other warpgroup has the tensor cores meanwhile.
-    out, weight, new_peak, operand = lax.optimization_barrier((out, weight, new_peak, operand))
-    plgpu.barrier_arrive(turns)
-    plgpu.barrier_wait(v_ready.at[slot])
-    plgpu.barrier_wait(turns)
-
-    def multiply_pv(accumulator: Any) -> None:
-        plgpu.wgmma(accumulator, operand, v_smem.at[slot])
-        pl.when(step + 1 < work.steps)(lambda: plgpu.barrier_wait(k_ready.at[next_slot]))
-
-    out = pl.run_state(multiply_pv)(plgpu.ACC.init(out))
-    plgpu.barrier_arrive(v_read.at[slot])
-    return out, new_peak, weight

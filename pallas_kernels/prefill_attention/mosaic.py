@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,13 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from tca_jax.pallas_kernels.kernel_math import LOG2E, prefix_schedule
+from tca_jax.pallas_kernels.kernel_math import prefix_schedule
 from tca_jax.pallas_kernels.kv import Pool
-from tca_jax.pallas_kernels.mosaic_tiles import aligned, iotas, swizzled, transposed
+from tca_jax.pallas_kernels.mosaic_softmax import ROWS, TILE, attend_tile, wait_turn
+from tca_jax.pallas_kernels.mosaic_tiles import aligned, iotas, swizzled
 from tca_jax.pallas_kernels.numerics import varying_like
 
-_ROWS = 64  # query rows of a warpgroup: one wgmma tile
-_TILE = 128  # query rows of a program, and tokens of a K or V tile
 _WARPGROUPS = 2  # that compute; one more moves memory
 _COMPUTE_REGISTERS, _MEMORY_REGISTERS = 232, 40
 
@@ -63,9 +61,9 @@ def prefill_attention(
     config = config or MosaicPrefillConfig()
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"prefill_attention on mosaic takes bfloat16 and float16, not {q.dtype}")
-    if block_size % _TILE or head_dim not in (64, 128):
+    if block_size % TILE or head_dim not in (64, 128):
         raise NotImplementedError(
-            f"prefill_attention on mosaic takes d 64 or 128 and block_size a multiple of {_TILE}, "
+            f"prefill_attention on mosaic takes d 64 or 128 and block_size a multiple of {TILE}, "
             f"not d = {head_dim} and block_size = {block_size}"
         )
     padding = -length % block_size
@@ -75,7 +73,7 @@ def prefill_attention(
     out = plgpu.kernel(
         functools.partial(_entry, block_size=block_size, window=window, config=config),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid=(q.shape[0] * q.shape[2] * (q.shape[1] // _TILE),),
+        grid=(q.shape[0] * q.shape[2] * (q.shape[1] // TILE),),
         grid_names=("work",),
         num_threads=_WARPGROUPS + 1,
         thread_name="wg",
@@ -92,9 +90,9 @@ def _entry(*refs: Any, block_size: int, window: int, config: MosaicPrefillConfig
     pl.run_scoped(
         lambda *scoped: _program(refs, scoped, block_size=block_size, window=window, stages=config.stages),
         (
-            tile((_WARPGROUPS, _ROWS, head_dim)),
-            tile((config.stages, _TILE, head_dim)),
-            tile((config.stages, _TILE, head_dim)),
+            tile((_WARPGROUPS, ROWS, head_dim)),
+            tile((config.stages, TILE, head_dim)),
+            tile((config.stages, TILE, head_dim)),
         ),
         (
             plgpu.Barrier(num_barriers=_WARPGROUPS),
@@ -131,7 +129,7 @@ class _Work:
 def _find_work(refs: Any, *, block_size: int, window: int) -> _Work:
     q_ref, k_ref, _, _, _, offsets_ref, prefixes_ref, lengths_ref, order_ref, _ = refs
     num_kv_heads = k_ref.shape[2]
-    group, tiles = q_ref.shape[2] // num_kv_heads, q_ref.shape[1] // _TILE
+    group, tiles = q_ref.shape[2] // num_kv_heads, q_ref.shape[1] // TILE
     # Heads of a group run side by side and regions one after another, since they share K and V in L2; within a region
     # the longest tiles come first, and the largest regions first, so that the last programs to run are short ones.
     work = lax.axis_index("work")
@@ -139,12 +137,12 @@ def _find_work(refs: Any, *, block_size: int, window: int) -> _Work:
     tile = tiles - 1 - lax.rem(turn, tiles)
     region = order_ref[lax.div(turn, tiles)]
     row, kv_head = lax.div(region, num_kv_heads), lax.rem(region, num_kv_heads)
-    block = lax.div(tile * _TILE, block_size)
+    block = lax.div(tile * TILE, block_size)
     prefix = prefixes_ref[row, kv_head, block]
-    edge_tile = lax.div(jnp.maximum(block * block_size - window, 0), _TILE)
-    full_tiles, tail = lax.div(prefix, _TILE), lax.rem(prefix, _TILE)
+    edge_tile = lax.div(jnp.maximum(block * block_size - window, 0), TILE)
+    full_tiles, tail = lax.div(prefix, TILE), lax.rem(prefix, TILE)
     length = lengths_ref[row]
-    alive = tile * _TILE < length
+    alive = tile * TILE < length
     masked_steps = jnp.where(alive, jnp.where(tail > 0, 2, 1), 0)
     return _Work(
         row=row,
@@ -183,11 +181,11 @@ def _move(refs: Any, scoped: Any, work: _Work, stages: int) -> None:
         plgpu.copy_gmem_to_smem(v_tile, v_smem.at[slot], v_ready.at[slot])
 
     def fetch_pool(step: Any, tile: Any) -> None:
-        index = aligned(work.offset + tile * _TILE, _TILE)  # regions start on multiples of 128
+        index = aligned(work.offset + tile * TILE, TILE)  # regions start on multiples of 128
         fetch(step, k_pool_ref.at[index], v_pool_ref.at[index])
 
     def fetch_prompt(step: Any, tile: Any) -> None:
-        index = (work.row, aligned(tile * _TILE, _TILE), work.kv_head)
+        index = (work.row, aligned(tile * TILE, TILE), work.kv_head)
         fetch(step, k_ref.at[index], v_ref.at[index])
 
     @pl.when(work.steps > 0)
@@ -206,25 +204,25 @@ def _compute(refs: Any, scoped: Any, work: _Work, warpgroup: Any, stages: int) -
     (qo_smem, _, _), (q_ready, k_ready, _), _, turns = scoped
     plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
     head_dim = q_ref.shape[3]
-    first_row = pl.multiple_of(work.tile * _TILE + warpgroup * _ROWS, _ROWS)
-    place = (work.row, pl.ds(first_row, _ROWS), work.head)
+    first_row = pl.multiple_of(work.tile * TILE + warpgroup * ROWS, ROWS)
+    place = (work.row, pl.ds(first_row, ROWS), work.head)
     qo = qo_smem.at[warpgroup]
     plgpu.copy_gmem_to_smem(q_ref.at[place], qo, q_ready.at[warpgroup])
     plgpu.barrier_wait(q_ready.at[warpgroup])
 
     by_row = plgpu.Layout.WGMMA.reduce(1)
     carry = (
-        plgpu.layout_cast(jnp.zeros((_ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
-        plgpu.layout_cast(jnp.full((_ROWS,), -jnp.inf, jnp.float32), by_row),
-        plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), by_row),
+        plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
+        plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), by_row),
+        plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), by_row),
     )
     pl.when(work.steps > 0)(lambda: plgpu.barrier_wait(k_ready.at[0]))
-    pl.when(warpgroup == 1)(lambda: _wait_turn(turns))
-    step = functools.partial(_attend_tile, qo, scoped, work, stages)
+    pl.when(warpgroup == 1)(lambda: wait_turn(turns))
+    step = functools.partial(attend_tile, qo, scoped, work.steps, stages)
     mask = functools.partial(_mask, work, warpgroup)
     carry = lax.fori_loop(0, work.masked_steps, functools.partial(step, mask=mask), carry)
     out, _, weight = lax.fori_loop(work.masked_steps, work.steps, functools.partial(step, mask=None), carry)
-    pl.when(warpgroup == 0)(lambda: _wait_turn(turns))
+    pl.when(warpgroup == 0)(lambda: wait_turn(turns))
 
     rows = plgpu.broadcasted_iota(jnp.int32, out.shape, 0, layout=plgpu.Layout.WGMMA)
     out = jnp.where(rows + first_row < work.length, out / lax.broadcast_in_dim(weight, out.shape, [0]), 0.0)
@@ -234,60 +232,9 @@ def _compute(refs: Any, scoped: Any, work: _Work, warpgroup: Any, stages: int) -
     plgpu.wait_smem_to_gmem(0)
 
 
-def _wait_turn(turns: Any) -> None:
-    plgpu.barrier_arrive(turns)
-    plgpu.barrier_wait(turns)
-
-
 def _mask(work: _Work, warpgroup: Any, step: Any, scores: Any) -> Any:
     """Step 0 is the diagonal tile (column <= row), step 1 the region's last tile (column < tail)."""
     rows, columns = iotas(scores.shape)
     diagonal = (step == 0).astype(jnp.int32)
-    bound = jnp.where(step == 0, warpgroup * _ROWS + 1, work.tail)
+    bound = jnp.where(step == 0, warpgroup * ROWS + 1, work.tail)
     return jnp.where(columns < rows * diagonal + bound, scores, -jnp.inf)
-
-
-def _attend_tile(
-    q_smem: Any,
-    scoped: Any,
-    work: _Work,
-    stages: int,
-    step: Any,
-    carry: tuple[Any, Any, Any],
-    *,
-    mask: Callable[[Any, Any], Any] | None,
-) -> tuple[Any, Any, Any]:
-    """Takes one tile of K and V through the online softmax."""
-    (_, k_smem, v_smem), (_, k_ready, v_ready), (k_read, v_read), turns = scoped
-    out, peak, weight = carry
-    slot, next_slot = lax.rem(step, jnp.int32(stages)), lax.rem(step + 1, jnp.int32(stages))
-
-    def multiply_qk(accumulator: Any) -> Any:
-        plgpu.wgmma(accumulator, q_smem, transposed(k_smem.at[slot]))
-        _wait_turn(turns)
-        return accumulator[...]
-
-    scores = pl.run_scoped(multiply_qk, plgpu.ACC((_ROWS, _TILE), jnp.float32))
-    plgpu.barrier_arrive(k_read.at[slot])
-    if mask is not None:
-        scores = mask(step, scores)
-    scale = LOG2E * q_smem.shape[-1] ** -0.5  # powers of two, so that scaling is part of a multiply-add
-    new_peak = jnp.maximum(peak, scores.max(axis=1) * scale)
-    decay = jnp.exp2(peak - new_peak)
-    probabilities = jnp.exp2(scores * scale - lax.broadcast_in_dim(new_peak, scores.shape, [0]))
-    out *= lax.broadcast_in_dim(decay, out.shape, [0])
-    weight = weight * decay + probabilities.sum(axis=1)
-    operand = probabilities.astype(q_smem.dtype)
-    # Nothing of the softmax may sink below the barriers: the other warpgroup has the tensor cores meanwhile.
-    out, weight, new_peak, operand = lax.optimization_barrier((out, weight, new_peak, operand))
-    plgpu.barrier_arrive(turns)
-    plgpu.barrier_wait(v_ready.at[slot])
-    plgpu.barrier_wait(turns)
-
-    def multiply_pv(accumulator: Any) -> None:
-        plgpu.wgmma(accumulator, operand, v_smem.at[slot])
-        pl.when(step + 1 < work.steps)(lambda: plgpu.barrier_wait(k_ready.at[next_slot]))
-
-    out = pl.run_state(multiply_pv)(plgpu.ACC.init(out))
-    plgpu.barrier_arrive(v_read.at[slot])
-    return out, new_peak, weight
