@@ -105,6 +105,7 @@ def _measure_model(lm: LM, length: int, config: tca_jax.TCAConfig, kind: str, re
         "layers": lm.config.num_layers,
         "tokens": length,
         "probes": kind,
+        "rounds": profile.probes["rounds"] if profile.probes is not None else 0,
         "cold s": seconds[0],
         "warm s": statistics.median(seconds[1:]),
         "warm tokens/s": length / statistics.median(seconds[1:]),
@@ -187,7 +188,8 @@ def main(
         "over runs in turns. Both do two products over the causal triangle: 2 x 2 d H_q L (L + 1) / 2 FLOP. `error` is "
         "relative to the XLA oracle. Whole models have random weights in their own dtype and one sequence of random "
         "tokens, with copies of passages behind it (`copy`) or its last quarter (`text`) as probes, or without any; "
-        "their logits are large, so that the probes count. `cold` holds compilation, without a persistent cache unless "
+        "`rounds` is how often these were read, and the logits are large, so that they count. `cold` holds "
+        "compilation, without a persistent cache unless "
         "the environment names one."
     )
     more = {"Whole models": wholes}

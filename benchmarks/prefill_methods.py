@@ -158,17 +158,24 @@ def _attend(
 
 
 def find_value(area_of: Callable[[float], float], area: float, low: float, high: float) -> float:
-    """The value between two others whose area, which grows with it, is nearest to the wanted one: by bisection."""
-    best = (math.inf, high)
+    """The value between two others whose area, which grows with it, is nearest to the wanted one.
+
+    Each value costs a compilation: what follows is where a power law through the last two has the wanted area, or the
+    middle where that leaves the bracket.
+    """
+    tried: list[tuple[float, float]] = []
     for _ in range(_STEPS):
         value = math.sqrt(low * high)
+        if len(tried) > 1 and 0 < tried[-1][1] != tried[-2][1] > 0:
+            (x, of_x), (y, of_y) = [(math.log(value), math.log(got)) for value, got in tried[-2:]]
+            guess = math.exp(y + (math.log(area) - of_y) * (y - x) / (of_y - of_x))
+            value = guess if low < guess < high else value
         got = area_of(value)
-        if abs(got - area) <= best[0]:
-            best = (abs(got - area), value)
-        if best[0] < _CLOSE:
+        tried.append((value, got))
+        if abs(got - area) < _CLOSE:
             break
         low, high = (value, high) if got < area else (low, value)
-    return best[1]
+    return min(reversed(tried), key=lambda one: abs(one[1] - area))[0]
 
 
 def _area_of(wanted: Wanted, inputs: tuple[Array, ...], value: float) -> float:

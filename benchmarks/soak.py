@@ -34,9 +34,11 @@ from tca_jax.benchmarks.common import (
     write_results,
 )
 from tca_jax.engine.buckets import bucket_length
-from tca_jax.engine.contexts import Context
+from tca_jax.engine.contexts import Context, compile_prefill
 from tca_jax.engine.extending import num_columns
 from tca_jax.engine.lm import LM
+from tca_jax.engine.request import Request
+from tca_jax.engine.sampling import Sampling
 
 _LENGTHS = (96, 640, 1408, 3072)
 _REPEATED = 0.4  # share of requests that an earlier one is asked again
@@ -129,6 +131,42 @@ class Compilations:
         jax.monitoring.unregister_event_duration_listener(self._note)
 
 
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A request as `generate` takes it.
+
+    Attributes:
+        lm: The model under the request's method.
+        prompts: Token ids.
+        context: What the model has read before.
+        samples: Answers to a prompt.
+        options: All else.
+        key: What its programs depend on.
+    """
+
+    lm: LM
+    prompts: list[list[int]]
+    context: Context | None
+    samples: int
+    options: dict[str, Any]
+    key: Hashable
+
+    def compile(self) -> None:
+        """Compiles its programs, and runs nothing."""
+        options = {"stop": (), "stop_token_ids": None} | self.options
+        sampling = {each.name: options.pop(each.name) for each in dataclasses.fields(Sampling) if each.name in options}
+        Request.create(
+            self.lm, self.prompts, self.context, num_samples=self.samples, sampling=Sampling(**sampling), **options
+        ).compile()
+
+    def answer(self, streamed: bool) -> list[list[int]]:
+        """Its answers, as a stream where that is asked for and streams know the options."""
+        if streamed and self.lm.tokenizer is not None and self.samples == 1 and "logprobs" not in self.options:
+            return drain(tca_jax.stream(self.lm, self.prompts, context=self.context, **self.options)).tokens
+        out = tca_jax.generate(self.lm, self.prompts, context=self.context, num_samples=self.samples, **self.options)
+        return out.tokens
+
+
 class Soak:
     """The models, the contexts, and the first answers to all requests so far."""
 
@@ -143,15 +181,17 @@ class Soak:
         self.compilations = Compilations()
 
     def warm_up(self) -> None:
-        """Reads the documents and runs a request of every shape, several at once, for most of it is compiling."""
+        """Reads the documents and runs a request of every shape, one by one once all are compiled: a GPU's libraries
+        may not be loaded by one program while another one's launches are recorded."""
         documents = sorted({(shape.method, shape.tokens) for shape in self.shapes if shape.context})
+        read = [(self.models[method], self._document(method, tokens)) for method, tokens in documents]
+        requests = [Asked(shape, self.rng.getrandbits(31)) for shape in self.shapes]
         with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
-            read = pool.map(lambda at: tca_jax.prefill(self.models[at[0]], self._document(*at)), documents)
-            self.contexts = dict(zip(documents, read, strict=True))
-            requests = [Asked(shape, self.rng.getrandbits(31)) for shape in self.shapes]
-            outcomes = list(pool.map(self._caught, requests))
-        for request, (key, answers) in zip(requests, outcomes, strict=True):
-            self._note(request, key, answers, compiled=True)
+            list(pool.map(lambda of: compile_prefill(*of), read))
+            self.contexts = {at: tca_jax.prefill(*of) for at, of in zip(documents, read, strict=True)}
+            list(pool.map(Question.compile, [self._question(request) for request in requests]))
+        for request in requests:
+            self._note(request, *self._caught(request), compiled=True)
 
     def step(self) -> bool:
         """One request, new or an earlier one again; whether anything was compiled for it."""
@@ -192,6 +232,11 @@ class Soak:
 
     def _answer(self, request: Asked, streamed: bool) -> tuple[Hashable, list[list[int]]]:
         """What the programs of a request depend on, and its answers, as a stream where there is one of the kind."""
+        question = self._question(request)
+        return question.key, question.answer(streamed)
+
+    def _question(self, request: Asked) -> Question:
+        """The prompts and options of a request; what is appended to its context is read here."""
         shape, rng = request.shape, np.random.default_rng(request.seed)
         lm = self.models[shape.method]
         options = draw_options(shape, lm, rng) | {"backend": self.backend}
@@ -209,9 +254,7 @@ class Soak:
             longest = int(rng.integers(_least(shape.tokens), shape.tokens + 1))
             lengths = [longest, *rng.integers(1, longest + 1, shape.prompts - 1).tolist()]
             prompts = [rng.integers(0, lm.config.vocab_size, n).tolist() for n in lengths]
-        if streamed and lm.tokenizer is not None and shape.samples == 1 and "logprobs" not in options:
-            return key, drain(tca_jax.stream(lm, prompts, context=context, **options)).tokens
-        return key, tca_jax.generate(lm, prompts, context=context, num_samples=shape.samples, **options).tokens
+        return Question(lm, prompts, context, shape.samples, options, key)
 
     def _document(self, label: str, tokens: int) -> list[list[int]]:
         rng = np.random.default_rng(tokens)

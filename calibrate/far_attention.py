@@ -73,42 +73,40 @@ def attend_probe(
     v: Float[Array, "P Hkv d"],
     text_k: Float[Array, "L Hkv d"],
     text_v: Float[Array, "L Hkv d"],
-    seen: Bool[Array, "Hkv L"],
+    seen: Bool[Array, "Hkv L"] | None,
     start: Int[Array, ""],
-    gates: Float32[Array, " Hkv"],
-) -> Float[Array, "P Hq d"]:
+) -> Float32[Array, "P Hq d"]:
     """Attention of a probe's queries over what is seen of the text before it, and causally over each other.
 
     Nothing is evicted while the probe is read, so that all it misses is what the selection at the text's end dropped.
-    Differentiable, a tile of queries at a time: the derivative by `gates` is what seeing all of the text would change.
+    Differentiable, a tile of queries at a time.
 
     Args:
         q: Queries of the probe after RoPE; `k` and `v` its keys and values.
         text_k: Keys of the text; `text_v` its values, which must be finite past `start` too.
-        seen: Tokens of the text that each KV head still has.
+        seen: Tokens of the text that each KV head still has; None for all.
         start: Tokens of the text.
-        gates: Of each KV head: 0 attends to what is seen, 1 to the whole text; between, to so much of the difference.
     """
     count, heads, dim = q.shape
     tokens, kv_heads = text_k.shape[0], k.shape[1]
     keys, values = jnp.concatenate([text_k, k]), jnp.concatenate([text_v, v])
-    seen = jnp.concatenate([seen, jnp.ones((kv_heads, count), bool)], axis=1)[:, None, None]
     columns = jnp.arange(tokens + count)
     places = jnp.where(columns < tokens, columns, columns - tokens + start)
+    there = ((columns < start) | (columns >= tokens))[None]
+    if seen is not None:
+        there = there & jnp.concatenate([seen, jnp.ones((kv_heads, count), bool)], axis=1)
     size = max(1, min(count, _LARGEST_TILE, _TILE_ELEMENTS // (heads * (tokens + count))))
 
     @jax.checkpoint  # the scores of all tiles would be P x L
     def of_tile(tile: tuple[Array, Array]) -> Float32[Array, "t Hkv G d"]:
         queries, positions = tile
-        causal = ((columns < start) | (columns >= tokens)) & (places <= positions[:, None])
-        scores = jnp.where(causal, scaled_scores("thgd,lhd->hgtl", queries, keys), MASKED)
-        whole, sparse = jax.nn.softmax(scores), jax.nn.softmax(jnp.where(seen, scores, MASKED))
-        return weighted_sum("hgtl,lhd->thgd", sparse + gates[:, None, None, None] * (whole - sparse), values)
+        visible = there[:, None, None] & (places <= positions[:, None])
+        scores = jnp.where(visible, scaled_scores("thgd,lhd->hgtl", queries, keys), MASKED)
+        return weighted_sum("hgtl,lhd->thgd", jax.nn.softmax(scores), values)
 
     queries = jnp.pad(q, ((0, -count % size), (0, 0), (0, 0))).reshape(-1, size, kv_heads, heads // kv_heads, dim)
     positions = start + jnp.arange(queries.shape[0] * size).reshape(-1, size)
-    out = jax.lax.map(of_tile, (queries, positions))
-    return out.reshape(-1, heads, dim)[:count].astype(q.dtype)
+    return jax.lax.map(of_tile, (queries, positions)).reshape(-1, heads, dim)[:count]
 
 
 def _over_probe(

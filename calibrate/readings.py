@@ -1,8 +1,9 @@
 """A probe read behind a text of which heads keep little: what it loses, and which heads would give that back.
 
 The text is read once; the probe behind it any number of times, over the rows that are being tried. How much a head
-would give back is a derivative: of the losses, by a gate that lets the head see the whole text again. One backward pass
-through the probe's own columns gives it for all heads at once.
+would give back is a derivative: of the losses, by a gate that lets the head see the whole text again. That is their
+derivative by the head's output, times how the output would change, and one backward pass through the probe's own
+columns gives it for all heads.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class Reading:
         self._start = jnp.array([start], jnp.int32)
         text = ForwardPass(decoder, ids)
         self._x, *self._angles, self._targets = text.columns(start, most)
+        self._layers = [nnx.split(layer) for layer in decoder.layers]
         self._texts: list[LayerText] = []
         for of_layer in text.layers(_read_layer, self._start, config):
             self._texts.append(of_layer)
@@ -75,9 +77,9 @@ class Reading:
     def losses(self, rows: Int32[np.ndarray, "layers Hkv"]) -> Float32[np.ndarray, " P"]:
         """Loss in nats of the token after each of the probe's, read over what these cache rows keep of the text."""
         x, self._inputs, self._rows = self._x, [], list(jnp.asarray(rows))
-        for number in range(len(self._texts)):
+        for number, layer in enumerate(self._layers):
             self._inputs.append(x)
-            x = _probe_layer(*self._layer(number), x, *self._fixed(number), self._gates(number), config=self._config)
+            x = _probe_layer(*layer, x, *self._fixed(number), config=self._config)
         self._inputs.append(x)
         return np.asarray(losses_of(*nnx.split(self._decoder), x, self._targets))
 
@@ -89,27 +91,17 @@ class Reading:
         """
         *inputs, last = self._inputs
         cotangent = _loss_pullback(*nnx.split(self._decoder), last, self._targets, jnp.asarray(queries))
-        found = np.zeros((len(inputs), len(self._rows[0])))
+        found = []
         for number in reversed(range(len(inputs))):
-            cotangent, of_gates = _probe_pullback(
-                *self._layer(number),
-                inputs[number],
-                *self._fixed(number),
-                self._gates(number),
-                cotangent,
-                config=self._config,
+            fixed = self._fixed(number)
+            cotangent, gain = _probe_pullback(
+                *self._layers[number], inputs[number], *fixed, cotangent, config=self._config
             )
-            found[number] = -np.asarray(of_gates, np.float64)
-        return found
-
-    def _layer(self, number: int) -> tuple[Any, Any]:
-        return nnx.split(self._decoder.layers[number])
+            found.append(gain)
+        return -np.asarray(jnp.stack(found[::-1]), np.float64)
 
     def _fixed(self, number: int) -> tuple[Any, ...]:
         return *self._angles, self._texts[number], self._rows[number], self._start
-
-    def _gates(self, number: int) -> Float32[Array, " Hkv"]:
-        return jnp.zeros(self._rows[number].shape, jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "config"), donate_argnames=("x",))
@@ -136,6 +128,15 @@ def _read_layer(
     return x, text
 
 
+class _Attended(NamedTuple):
+    """Operands and result of a probe's attention in a layer."""
+
+    q: Float[Array, "P Hq d"]
+    k: Float[Array, "P Hkv d"]
+    v: Float[Array, "P Hkv d"]
+    out: Float32[Array, "P Hq d"]
+
+
 def _run_probe(
     graphdef: Any,
     weights: Any,
@@ -145,22 +146,30 @@ def _run_probe(
     text: LayerText,
     rows: Int[Array, " Hkv"],
     starts: Int32[Array, " 1"],
-    gates: Float32[Array, " Hkv"],
     config: TCAConfig,
-) -> Float[Array, "1 P D"]:
-    """The probe's stream behind the layer, read over what cache rows of its heads have left of the text."""
+    shift: Float32[Array, "P Hq d"] | None = None,
+) -> tuple[Float[Array, "1 P D"], _Attended]:
+    """The probe's stream behind the layer, read over what cache rows of its heads have left of the text.
+
+    `shift` is added to what attention gives.
+    """
     budgets = row_budgets(text.scores, rows, starts, config)
     selected = selection_mask(text.scores.ranking, budgets, block_size=config.block_size)
     seen = selected | ~far_tokens(starts, text.k.shape[1], config)[:, None]
 
-    def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, None]:
-        return attend_probe(q[0], k[0], v[0], text.k[0], text.v[0], seen[0], starts[0], gates)[None], None
+    def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, _Attended]:
+        out = attend_probe(q[0], k[0], v[0], text.k[0], text.v[0], seen[0], starts[0])
+        shifted = out if shift is None else out + shift
+        return shifted.astype(q.dtype)[None], _Attended(q[0], k[0], v[0], out)
 
-    x, _, _ = nnx.merge(graphdef, weights)(x, cos, sin, attend, None)
-    return x
+    x, attended, _ = nnx.merge(graphdef, weights)(x, cos, sin, attend, None)
+    return x, attended
 
 
-_probe_layer = functools.partial(jax.jit, static_argnames=("graphdef", "config"))(_run_probe)
+@functools.partial(jax.jit, static_argnames=("graphdef", "config"))
+def _probe_layer(graphdef: Any, weights: Any, *operands: Any, config: TCAConfig) -> Float[Array, "1 P D"]:
+    """The stream that `_run_probe` gives."""
+    return _run_probe(graphdef, weights, *operands, config)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "config"))
@@ -173,16 +182,21 @@ def _probe_pullback(
     text: LayerText,
     rows: Int[Array, " Hkv"],
     starts: Int32[Array, " 1"],
-    gates: Float32[Array, " Hkv"],
     cotangent: Float[Array, "1 P D"],
     config: TCAConfig,
 ) -> tuple[Float[Array, "1 P D"], Float32[Array, " Hkv"]]:
-    """Derivatives by the stream in front of the layer and by its gates."""
+    """Derivatives by the stream in front of the layer, and by gates that let each of its heads see the whole text."""
 
-    def run(x: Array, gates: Array) -> Array:
-        return _run_probe(graphdef, weights, x, cos, sin, text, rows, starts, gates, config)
+    def run(x: Array, shift: Array) -> tuple[Array, _Attended]:
+        return _run_probe(graphdef, weights, x, cos, sin, text, rows, starts, config, shift)
 
-    return jax.vjp(run, x, gates)[1](cotangent)
+    layer = nnx.merge(graphdef, weights)
+    shape = x.shape[1], layer.attention.num_heads, layer.attention.head_dim
+    _, pullback, sparse = jax.vjp(run, x, jnp.zeros(shape, jnp.float32), has_aux=True)
+    of_x, of_out = pullback(cotangent)
+    whole = attend_probe(sparse.q, sparse.k, sparse.v, text.k[0], text.v[0], None, starts[0])
+    of_heads = (of_out * (whole - sparse.out)).reshape(shape[0], rows.shape[0], -1)
+    return of_x, of_heads.sum(axis=(0, 2))
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef",))

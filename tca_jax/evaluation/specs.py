@@ -160,16 +160,16 @@ class Builder:
         prompt_tokens: int,
         new_tokens: int,
     ) -> LM:
-        """As many heads dense as fit, those with the worst probe scores first."""
+        """The profile's own rows where they fit, and as many heads dense as fit beside them, the worst probe scores
+        first."""
         if not np.isfinite(profile.probe_scores).all():
             raise ValueError("its profile has no probe scores, which say what heads are dense first")
         low, high, found = 0.0, 1.0, None
         for _ in range(_BISECTIONS):
             kept = (low + high) / 2
             try:
-                rows = densest_within(
-                    kept, prompt_tokens, profile.probe_scores, profile.prefill_candidates, profile.config
-                )
+                scores, prefill, needed = profile.probe_scores, profile.prefill_candidates, profile.candidates
+                rows = densest_within(kept, prompt_tokens, scores, prefill, profile.config, needed)
             except ValueError:  # fewer than with no head dense
                 low = kept
                 continue

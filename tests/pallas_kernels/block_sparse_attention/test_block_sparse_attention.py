@@ -20,6 +20,7 @@ from tca_jax.pallas_kernels.triton_call import DEPRECATION
 
 # The filter that `triton_call` sets is lost between tests, and what an earlier test traced is not traced again.
 pytestmark = pytest.mark.filterwarnings(f"ignore:{DEPRECATION}:DeprecationWarning")
+_ALIGNED_ONLY = ("mosaic",)  # in a file of its own
 gpu = pytest.mark.skipif(INTERPRET, reason="needs an NVIDIA GPU; interpret mode takes too long at this size")
 
 
@@ -71,7 +72,7 @@ def check(actual, expected, dtype, lengths):
         assert not np.any(actual[row, length:])
 
 
-@on_every_backend("block_sparse_attention")
+@on_every_backend("block_sparse_attention", but=_ALIGNED_ONLY)
 @pytest.mark.parametrize(
     "case",
     [
@@ -99,7 +100,7 @@ def test_tile_sizes_do_not_matter(config):
     check(apply(kernel, **case.options, config=config)(*operands), expected, jnp.float32, case.lengths)
 
 
-@on_every_backend("block_sparse_attention")
+@on_every_backend("block_sparse_attention", but=_ALIGNED_ONLY)
 def test_scores_past_the_range_of_exp_do_not_overflow(backend):
     case = Case((96,), 96, 2, 1, 16, 16, 16, 20, shared=True)
     (q, k, v, blocks, lengths, columns), _ = case.draw(2)
