@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint: whatever is wrong with one is a ValueError that names it."""
+"""JSON files: whatever is wrong with one is a ValueError that names it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,27 @@ def read_json_object(path: Path) -> dict[str, Any]:
         OSError: the file cannot be read.
         ValueError: it is no UTF-8, no JSON, no object, or nested deeper than anything that is meant; names the file.
     """
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ValueError(f"{path} is not valid JSON: its values are nested too deeply") from None
-    except ValueError as error:  # JSON or UTF-8
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    entries = read_json(path)
     if not isinstance(entries, dict):
         raise ValueError(f"{path} holds a {type(entries).__name__}: must be a JSON object")
     if _is_deep(entries):
         raise ValueError(f"{path} is not valid JSON: its values are nested more than {_DEEPEST} levels deep")
     return entries
+
+
+def read_json(path: Path) -> Any:
+    """What a file holds.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no UTF-8, no JSON, or nested too deeply to be read; names the file.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} is not valid JSON: its values are nested too deeply") from None
+    except ValueError as error:  # JSON or UTF-8
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
 
 
 def refuse_misspelt(entries: Mapping[str, Any], known: Iterable[str]) -> None:

@@ -127,7 +127,7 @@ def test_a_page_begins_with_the_line_a_little_before_the_words_that_are_looked_f
         (("selected", "model", "--file=text.txt", "--around=cat"), r"--around 'cat': these words are not in the text"),
         (("selected", "model", "--file=text.txt", "--layer=9"), r"layer = 9: must lie in \[0, 1\]"),
         (("attention", "model", "--file=missing.txt"), r"missing.txt: No such file"),
-        (("latency", "text.txt"), r"text.txt is no JSON"),
+        (("latency", "text.txt"), r"text.txt is not valid JSON"),
         (("accuracy", "call.json"), r"call.json: holds no accuracy of methods"),
     ],
     ids=str,

@@ -374,14 +374,18 @@ def test_accuracy_is_read_from_a_folder_of_results_over_the_tasks_that_all_metho
         path.parent.mkdir(parents=True, exist_ok=True)
         record = {"method": method, "task": task, "length": length, "protocol": "late", "score": score}
         path.write_text(json.dumps({**record, "kv_cache_bytes": 10 * length, "full_kv_cache_bytes": 40 * length}))
-    (tmp_path / "results" / "tca" / "loss-64-text.json").write_text('{"method": "tca", "values": {}}')
+    loss = {"method": "tca", "task": "loss", "length": 64, "protocol": "text", "score": 1.5}
+    (tmp_path / "results" / "tca" / "loss-64-text.json").write_text(json.dumps(loss))
+    (tmp_path / "results" / "tca" / ".b-64-late.1.json").write_text('{"method": ')  # of a run that was killed
     assert results.accuracy_panels(tmp_path) == {
         "late, 64 tokens": [("full", 0.25, 0.9), ("tca", 0.25, 0.8)],
         "late, 128 tokens": [("tca", 0.25, 0.6)],
     }
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "is no JSON"), ("[]", "holds a list"), ("{}", "no accuracy")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "is not valid JSON"), ("[]", "holds a list"), ("{}", "no accuracy")]
+)
 def test_files_that_hold_no_results_are_named(tmp_path, text, message):
     path = tmp_path / "r.json"
     path.write_text(text)

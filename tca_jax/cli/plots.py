@@ -140,10 +140,11 @@ def latency(
 
     Example: [bold]tca-jax plot latency attention.json end-to-end.json[/]
     """
+    from tca_jax.models.json_object import read_json_object
     from tca_jax.plots import plot_latency
-    from tca_jax.plots.results import latency_bars, read_record
+    from tca_jax.plots.results import latency_bars
 
-    records = {str(path): read_record(path) for path in results}
+    records = {str(path): read_json_object(path) for path in results}
     bars = latency_bars(records, tokens=tokens, new_tokens=new_tokens)
     devices = {record["environment"]["device"] for record in records.values() if "environment" in record}
     _written(plot_latency(bars, ", ".join(["Where the time goes", *sorted(devices)]), out))

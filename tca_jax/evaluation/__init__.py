@@ -5,9 +5,9 @@ from __future__ import annotations
 from tca_jax.evaluation.plan import SUITES, TASKS, Plan, make_plan
 from tca_jax.evaluation.results import Results
 from tca_jax.evaluation.run import run_plan
-from tca_jax.evaluation.samples import PROTOCOLS
 from tca_jax.evaluation.sources import Sources
 from tca_jax.evaluation.specs import Builder, MethodSpec, parse_methods
+from tca_jax.recall.protocols import PROTOCOLS
 
 __all__ = [
     "PROTOCOLS",

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
-from tca_jax.evaluation.samples import PROTOCOLS
-from tca_jax.evaluation.tables import held_share
-from tca_jax.files import replacing
+from tca_jax.plots import figures, plot_accuracy
+from tca_jax.plots.curves import BASELINE, Curves, draw_curves
+from tca_jax.plots.results import panels_of_records
+from tca_jax.recall.protocols import PROTOCOLS
 
 Record = Mapping[str, Any]
 
-_DPI = 150
 _DEPTHS = 10  # parts of a document
-_MARKERS = "osD^vP*Xhp<>"
-_WIDTH, _HEIGHT = 4.4, 3.9  # inches, of one protocol
 
 
 def draw_pictures(records: Sequence[Record], folder: Path) -> list[Path]:
@@ -34,87 +31,97 @@ def draw_pictures(records: Sequence[Record], folder: Path) -> list[Path]:
     Returns:
         The files.
     """
+    paths = []
+    if panels := panels_of_records(records):
+        paths.append(plot_accuracy(panels, "Right answers by the KV cache that is held", folder / "bytes.png"))
     asked = _comparable([record for record in records if record["protocol"] in PROTOCOLS])
     pictures = {
-        "bytes.png": _against_cost(asked, held_share, "KV cache held, of full attention's bytes", percent=True),
-        "first-token.png": _against_cost(asked, _prefill_seconds, "seconds to the first token, a prompt"),
+        "first-token.png": _against_time(asked),
         "length.png": _against_length(asked),
         "depth.png": _against_depth(asked),
         "loss.png": _loss_by_position([record for record in records if record["task"] == "loss"]),
     }
-    paths = []
-    for name, figure in pictures.items():
-        if figure is not None:
-            with replacing(folder / name) as unfinished:
-                figure.savefig(unfinished, format="png")
-            paths.append(folder / name)
-    return paths
+    return paths + [figures.write(figure, folder / name) for name, figure in pictures.items() if figure is not None]
 
 
-def _against_cost(records: Sequence[Record], cost: Any, label: str, *, percent: bool = False) -> Figure | None:
-    """Mean score against a cost, a point for each method and length; lengths of a method are joined."""
-    protocols = _protocols(records)
-    if not protocols:
+def _against_time(records: Sequence[Record]) -> Figure | None:
+    """Mean score against seconds to the first token, a point a length."""
+    if not records:
         return None
-    figure, panels = _panels(protocols)
-    styles = _styles(records)
     lengths = _lengths(records)
-    for protocol, axes in zip(protocols, panels, strict=True):
-        for method, style in styles.items():
-            of_lengths = [_of(records, method=method, protocol=protocol, length=length) for length in lengths]
-            points = [(cost(some), _mean_score(some)) for some in of_lengths if some]
-            if points:
-                axes.plot(*zip(*points, strict=True), label=method, **style)
-        axes.set_xlabel(label)
-        if percent:
-            axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-            axes.set_xlim(0, 1.05)
-        else:
-            axes.set_xlim(0, 1.08 * axes.get_xlim()[1])
-    return _finish(figure, panels, f"Accuracy against {'bytes' if percent else 'time'}, {_tokens(lengths)}")
+
+    def points(of_method: Sequence[Record]) -> list[tuple[float, float]]:
+        of_lengths = [_of(of_method, length=length) for length in lengths]
+        return [(_mean(some, "prefill_seconds"), _mean(some, "score")) for some in of_lengths if some]
+
+    title = f"Accuracy against time, {_tokens(lengths)}"
+    figure, panels = _draw_scores(records, points, title, "seconds to the first token, a prompt")
+    panels[0].set_xlim(left=0)
+    return figure
 
 
 def _against_length(records: Sequence[Record]) -> Figure | None:
     lengths = _lengths(records)
     if len(lengths) < 2:
         return None
-    protocols = _protocols(records)
-    figure, panels = _panels(protocols)
-    for protocol, axes in zip(protocols, panels, strict=True):
-        for method, style in _styles(records).items():
-            found = {length: _of(records, method=method, protocol=protocol, length=length) for length in lengths}
-            points = [(length, _mean_score(some)) for length, some in found.items() if some]
-            if points:
-                axes.plot(*zip(*points, strict=True), label=method, **style)
+
+    def points(of_method: Sequence[Record]) -> list[tuple[float, float]]:
+        found = {length: _of(of_method, length=length) for length in lengths}
+        return [(length, _mean(some, "score")) for length, some in found.items() if some]
+
+    figure, panels = _draw_scores(records, points, "Accuracy against length", "tokens")
+    for axes in panels:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_locator(FixedLocator(lengths))
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xticklabels([f"{length:,}" for length in lengths])
-        axes.set_xlabel("tokens")
-    return _finish(figure, panels, "Accuracy against length")
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+    return figure
 
 
 def _against_depth(records: Sequence[Record]) -> Figure | None:
     """Share of references that answers state, by where these stand in the document."""
     placed = [record for record in records if any(sample["depths"] for sample in record["samples"])]
-    protocols = _protocols(placed)
-    if not protocols:
+    if not placed:
         return None
-    figure, panels = _panels(protocols, "facts found")
-    middles = (np.arange(_DEPTHS) + 0.5) / _DEPTHS
-    for protocol, axes in zip(protocols, panels, strict=True):
-        for method, style in _styles(placed).items():
-            samples = [sample for r in _of(placed, method=method, protocol=protocol) for sample in r["samples"]]
-            depths = np.array([depth for sample in samples for depth in sample["depths"]])
-            hits = np.array([hit for sample in samples for hit in sample["hits"]], float)
-            part = np.minimum((depths * _DEPTHS).astype(int), _DEPTHS - 1)
-            points = [(middles[i], 100 * hits[part == i].mean()) for i in range(_DEPTHS) if (part == i).any()]
-            if points:
-                axes.plot(*zip(*points, strict=True), label=method, **style)
-        axes.set_xlabel("depth in the document")
+
+    def points(of_method: Sequence[Record]) -> list[tuple[float, float]]:
+        samples = [sample for record in of_method for sample in record["samples"]]
+        depths = np.array([depth for sample in samples for depth in sample["depths"]])
+        hits = np.array([hit for sample in samples for hit in sample["hits"]], float)
+        part = np.minimum((depths * _DEPTHS).astype(int), _DEPTHS - 1)
+        return [((i + 0.5) / _DEPTHS, 100 * hits[part == i].mean()) for i in range(_DEPTHS) if (part == i).any()]
+
+    title = f"Facts found against depth, {_tokens(_lengths(placed))}"
+    figure, panels = _draw_scores(placed, points, title, "depth in the document", "facts found")
+    panels[0].set_xlim(0, 1)
+    for axes in panels:
         axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-        axes.set_xlim(0, 1)
-    return _finish(figure, panels, f"Facts found against depth, {_tokens(_lengths(placed))}")
+    return figure
+
+
+def _draw_scores(
+    records: Sequence[Record],
+    points: Callable[[Sequence[Record]], list[tuple[float, float]]],
+    title: str,
+    xlabel: str,
+    ylabel: str = "score, mean of tasks",
+) -> tuple[Figure, list[Axes]]:
+    """A panel a protocol, in which `points` of its records are a method's line; scores are in percent."""
+    protocols = [name for name in PROTOCOLS if _of(records, protocol=name)]
+    curves = {name: _curves(_of(records, protocol=name), points) for name in protocols}
+    figure, panels = draw_curves(curves, title, xlabel, ylabel)
+    panels[0].set_ylim(-3, 103)
+    for axes in panels:
+        axes.yaxis.set_major_formatter(PercentFormatter(100))
+    return figure, panels
+
+
+def _curves(
+    records: Sequence[Record], points: Callable[[Sequence[Record]], Sequence[tuple[float, float]]]
+) -> dict[str, Sequence[tuple[float, float]]]:
+    """The points of each method that has any."""
+    methods = dict.fromkeys(record["method"] for record in records)
+    return {name: found for name in methods if (found := points(_of(records, method=name)))}
 
 
 def _loss_by_position(records: Sequence[Record]) -> Figure | None:
@@ -122,31 +129,29 @@ def _loss_by_position(records: Sequence[Record]) -> Figure | None:
     if not records:
         return None
     lengths = _lengths(records)
-    figure = Figure(figsize=(_WIDTH * len(lengths) + 1.6, _HEIGHT), dpi=_DPI, layout="constrained")
-    panels = list(np.atleast_1d(figure.subplots(1, len(lengths))))
-    exact = {length: _curve(_of(records, method="full", length=length)) for length in lengths}
-    compared = all(curve is not None for curve in exact.values()) and len(_styles(records)) > 1
-    for length, axes in zip(lengths, panels, strict=True):
-        for method, style in _styles(records).items():
-            curve = _curve(_of(records, method=method, length=length))
-            if curve is None or (compared and method == "full"):
-                continue
-            positions = (np.arange(len(curve)) + 0.5) / len(curve) * length
-            axes.plot(positions, curve - exact[length] if compared else curve, label=method, **style)
-        axes.set_title(f"{length:,} tokens", fontsize=11)
-        axes.set_xlabel("position")
-        axes.grid(alpha=0.3)
-        if compared:
-            axes.axhline(0, color="#404040", linewidth=1)
-    panels[0].set_ylabel("nats a token" + (" above full attention" if compared else ""))
-    _legend(figure, panels)
-    figure.suptitle("Loss by position", fontsize=13, fontweight="bold")
+    exact = {length: _of(records, method=BASELINE, length=length) for length in lengths}
+    compared = all(exact.values()) and any(record["method"] != BASELINE for record in records)
+    panels: dict[str, Curves] = {}
+    for length in lengths:
+        less = _losses(exact[length]) if compared else 0.0
+
+        def points(of_method: Sequence[Record], length: int = length, less: Any = less) -> list[tuple[float, float]]:
+            losses = _losses(of_method) - less
+            middles = (np.arange(len(losses)) + 0.5) / len(losses) * length
+            return list(zip(middles.tolist(), losses.tolist(), strict=True))
+
+        drawn = [record for record in _of(records, length=length) if not compared or record["method"] != BASELINE]
+        panels[f"{length:,} tokens"] = _curves(drawn, points)
+    ylabel = "nats a token" + (" above full attention" if compared else "")
+    figure, drawn_panels = draw_curves(panels, "Loss by position", "position", ylabel, same_x=False)
+    for axes in drawn_panels if compared else ():
+        axes.axhline(0, color="#404040", linewidth=1)
     return figure
 
 
-def _curve(records: Sequence[Record]) -> np.ndarray | None:
-    curves = [sample["by_position"] for record in records for sample in record["samples"]]
-    return np.mean(curves, axis=0) if curves else None
+def _losses(records: Sequence[Record]) -> np.ndarray:
+    """Mean losses by position."""
+    return np.mean([sample["by_position"] for record in records for sample in record["samples"]], axis=0)
 
 
 def _comparable(records: Sequence[Record]) -> list[Record]:
@@ -158,65 +163,12 @@ def _comparable(records: Sequence[Record]) -> list[Record]:
     return [record for record in records if record["task"] in common or not common]
 
 
-def _panels(protocols: Sequence[str], label: str = "score, mean of tasks") -> tuple[Figure, list[Axes]]:
-    """One panel a protocol, side by side."""
-    figure = Figure(figsize=(_WIDTH * len(protocols) + 1.6, _HEIGHT), dpi=_DPI, layout="constrained")
-    panels = list(np.atleast_1d(figure.subplots(1, len(protocols), sharey=True)))
-    for axes, protocol in zip(panels, protocols, strict=True):
-        axes.set_title(protocol, fontsize=11)
-        axes.grid(alpha=0.3)
-        axes.set_ylim(-3, 103)
-        axes.yaxis.set_major_formatter(PercentFormatter(100))
-    panels[0].set_ylabel(label)
-    return figure, panels
-
-
-def _finish(figure: Figure, panels: Sequence[Axes], title: str) -> Figure:
-    _legend(figure, panels)
-    figure.suptitle(title, fontsize=13, fontweight="bold")
-    return figure
-
-
-def _legend(figure: Figure, panels: Sequence[Axes]) -> None:
-    entries: dict[str, Any] = {}
-    for axes in panels:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            entries.setdefault(label, handle)
-    figure.legend(entries.values(), entries.keys(), loc="outside right center", frameon=False)
-
-
-def _styles(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """How each method is drawn: the same in every panel, full attention in grey."""
-    methods = sorted({record["method"] for record in records}, key=lambda name: (name != "full", name))
-    palette = colormaps["tab10" if len(methods) <= 11 else "tab20"]
-    styles: dict[str, dict[str, Any]] = {}
-    number = 0
-    for method in methods:
-        marker = _MARKERS[len(styles) % len(_MARKERS)]
-        if method == "full":
-            # Seen where another method's points cover it.
-            seen = {"markersize": 10, "markerfacecolor": "none", "markeredgewidth": 1.5}
-            styles[method] = {"color": "#606060", "linestyle": "--", "marker": marker, **seen}
-        else:
-            styles[method] = {"color": palette(number % palette.N), "marker": marker}
-            number += 1
-    return styles
-
-
 def _of(records: Sequence[Record], **wanted: Any) -> list[Record]:
     return [record for record in records if all(record[name] == value for name, value in wanted.items())]
 
 
-def _mean_score(records: Sequence[Record]) -> float:
-    return float(np.mean([record["score"] for record in records]))
-
-
-def _prefill_seconds(records: Sequence[Record]) -> float:
-    return float(np.mean([record["prefill_seconds"] for record in records]))
-
-
-def _protocols(records: Sequence[Record]) -> list[str]:
-    return [name for name in PROTOCOLS if any(record["protocol"] == name for record in records)]
+def _mean(records: Sequence[Record], name: str) -> float:
+    return float(np.mean([record[name] for record in records]))
 
 
 def _lengths(records: Sequence[Record]) -> list[int]:

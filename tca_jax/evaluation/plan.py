@@ -10,10 +10,11 @@ from typing import Any
 from tca_jax.engine.prompts import Encoder
 from tca_jax.evaluation import longbench, recall_tasks, ruler, text_tasks
 from tca_jax.evaluation.results import Job
-from tca_jax.evaluation.samples import PROTOCOLS, TEXT_PROTOCOL, DoesNotFit, Drawing, Task
+from tca_jax.evaluation.samples import TEXT_PROTOCOL, DoesNotFit, Drawing, Task
 from tca_jax.evaluation.sources import Origin, Sources
 from tca_jax.evaluation.specs import MethodSpec
 from tca_jax.evaluation.text_tasks import TextTask
+from tca_jax.recall.protocols import PROTOCOLS
 
 AnyTask = Task | TextTask
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tca_jax.files import replacing
+from tca_jax.models.json_object import read_json_object
 
 FORMAT = 1
 CONFIG = "config.json"
@@ -50,7 +51,7 @@ class Results:
         held = self.require_same(config)
         merged = {**config, **{name: {**held.get(name, {}), **config[name]} for name in _GROWING}}
         if merged != held:
-            write_json(self.folder / CONFIG, merged)
+            _write_json(self.folder / CONFIG, merged)
 
     def require_same(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The configuration of the folder, empty where it is new; raises as `open` does, and writes nothing."""
@@ -60,7 +61,7 @@ class Results:
             if self.folder.is_dir() and any(not each.name.startswith(".") for each in self.folder.iterdir()):
                 raise ValueError(f"--out {self.folder} holds files but no {CONFIG}: must be new, or of an evaluation")
             return {}
-        held = read_json(path)
+        held = read_json_object(path)
 
         def refuse(what: str, there: Any, here: Any) -> None:
             raise ValueError(
@@ -81,7 +82,7 @@ class Results:
     @property
     def config(self) -> dict[str, Any]:
         """What the folder was made with."""
-        return read_json(self.folder / CONFIG)
+        return read_json_object(self.folder / CONFIG)
 
     def path(self, job: Job) -> Path:
         """The file of a job."""
@@ -94,11 +95,11 @@ class Results:
         Raises:
             ValueError: its file is damaged.
         """
-        return self.path(job).exists() and read_json(self.path(job))["method"] == job.method
+        return self.path(job).exists() and _read_task(self.path(job))["method"] == job.method
 
     def write(self, job: Job, record: Mapping[str, Any]) -> None:
         """Writes a finished job's file, whole or not at all."""
-        write_json(self.path(job), {**job._asdict(), **record})
+        _write_json(self.path(job), {**job._asdict(), **record})
 
     def read_all(self) -> list[dict[str, Any]]:
         """All finished jobs of this and earlier runs, without their samples' texts.
@@ -107,10 +108,10 @@ class Results:
             ValueError: a file is damaged.
         """
         files = sorted((self.folder / TASKS).glob("*/*.json"))
-        return [read_json(path) for path in files if not path.name.startswith(".")]
+        return [_read_task(path) for path in files if not path.name.startswith(".")]
 
 
-def write_json(path: Path, record: Mapping[str, Any]) -> None:
+def _write_json(path: Path, record: Mapping[str, Any]) -> None:
     """Writes a file with a rename, on the disk before it has its name."""
     with replacing(path) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
         json.dump(record, file, indent=1, allow_nan=False)
@@ -119,15 +120,14 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads an object; ValueError, which names the file, where it is damaged."""
+def _read_task(path: Path) -> dict[str, Any]:
     try:
-        record = json.loads(path.read_bytes().decode("utf-8"))
+        record = read_json_object(path)
+        if "method" not in record:
+            raise ValueError(f"{path} names no method")
+        return record
     except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}; delete it, and its task is run again") from None
-    if not isinstance(record, dict) or not record:
-        raise ValueError(f"{path} is damaged: it holds no object; delete it, and its task is run again")
-    return record
+        raise ValueError(f"{error}; delete it, and its task is run again") from None
 
 
 def _shown(value: Any) -> str:

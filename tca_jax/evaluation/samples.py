@@ -10,9 +10,6 @@ from tca_jax.engine.frames import Frame
 from tca_jax.engine.prompts import Encoder, encode_verbatim
 from tca_jax.evaluation.sources import Sources
 
-#: "prefix": the prompt ends with the answer's first words. "preamble": with the question. "late": the question is asked
-#: of a context that was read without it.
-PROTOCOLS = ("prefix", "preamble", "late")
 #: Of tasks that ask nothing: loss and agreement on a text.
 TEXT_PROTOCOL = "text"
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import json
 import platform
 import re
 from pathlib import Path
 from typing import Any
 
 from tca_jax.evaluation.words import Words, load_words
+from tca_jax.models.json_object import read_json
 from tca_jax.recall.corpus import corpus
 
 
@@ -88,7 +88,7 @@ class Sources:
         path: Path | None = getattr(self, name)
         if path is None:
             raise ValueError(f"--{name}: no file is named")
-        return _parse_json(path, f"--{name}")
+        return _read_json(path, f"--{name}")
 
     def origin(self, name: str) -> Origin:
         """Where a source comes from: "essays", "text", "words", "squad" or "hotpotqa"; of "longbench", a task's file
@@ -112,7 +112,7 @@ def _digest(data: bytes) -> str:
 
 def _read_text(path: Path, option: str) -> str:
     if path.suffix == ".json":
-        content = _parse_json(path, option)
+        content = _read_json(path, option)
         if not isinstance(content, dict) or not isinstance(content.get("text"), str):
             raise ValueError(f'{option} {path}: must be an object with a "text", or a plain text file')
         text = content["text"]
@@ -123,11 +123,11 @@ def _read_text(path: Path, option: str) -> str:
     return text
 
 
-def _parse_json(path: Path, option: str) -> Any:
+def _read_json(path: Path, option: str) -> Any:
     try:
-        return json.loads(decode(path, option))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{option} {path} is no JSON: {error}") from None
+        return read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{option} {error}") from None
 
 
 def decode(path: Path, option: str) -> str:

@@ -18,7 +18,7 @@ from tca_jax.engine.budgets import with_bytes
 from tca_jax.engine.layouts import total_bytes
 from tca_jax.engine.lm import LM
 from tca_jax.methods import BASELINE, names
-from tca_jax.methods.registry import option_names, required_options
+from tca_jax.methods.registry import option_names, required_options, with_known
 
 #: The profile's method with the hyperparameters of the paper, which a model may ship with.
 PAPER = "paper"
@@ -205,14 +205,7 @@ class Builder:
                 )
             profile = self.paper
             name = profile.config.method_name
-        taken, given = option_names(name), dict(options)
-        if profile is not None:
-            known = {
-                "config": profile.config,
-                "candidates": profile.candidates,
-                "prefill_candidates": profile.prefill_candidates,
-            }
-            given = {key: value for key, value in known.items() if key in taken} | given
+        given = with_known(name, {} if profile is None else budgets_of(profile), options)
         for key in required_options(name):
             if key not in given:
                 given[key] = self._measured(key, label)
@@ -231,6 +224,11 @@ class Builder:
         if option not in measures:
             raise ValueError(f"--methods {label}: its option {option!r} has no default: give it")
         return measures[option]()
+
+
+def budgets_of(profile: Profile) -> dict[str, Any]:
+    """What calibration found, by the names of the options that take it."""
+    return {name: getattr(profile, name) for name in ("config", "candidates", "prefill_candidates")}
 
 
 def held_share(lm: LM, prompt_tokens: int, new_tokens: int) -> float:

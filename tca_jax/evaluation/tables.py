@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from tca_jax.evaluation.results import Results
-from tca_jax.evaluation.samples import PROTOCOLS
 from tca_jax.files import replacing
+from tca_jax.recall.protocols import PROTOCOLS
 
 Record = Mapping[str, Any]
 

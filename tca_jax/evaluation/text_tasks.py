@@ -98,16 +98,14 @@ class TextTask:
         )
 
 
-_encoded: dict[tuple[str, int], list[int]] = {}
+_encoded: list[tuple[Any, str, list[int]]] = []  # the last text: by what it was encoded, and its ids
 
 
 def _encode_text(lm: Encoder, text: str) -> list[int]:
     """Token ids of the text, kept for the next length."""
-    key = (lm.name, hash(text))
-    if key not in _encoded:
-        _encoded.clear()
-        _encoded[key] = encode_prompt(lm, text, "--text")
-    return _encoded[key]
+    if not (_encoded and _encoded[0][0] is lm.tokenizer and _encoded[0][1] == text):
+        _encoded[:] = [(lm.tokenizer, text, encode_prompt(lm, text, "--text"))]
+    return _encoded[0][2]
 
 
 def _measure_loss(lm: LM, passage: list[int]) -> tuple[dict[str, Any], Context]:

@@ -75,19 +75,29 @@ def get(name: str, **options: Any) -> Method:
     Raises:
         ValueError: the name is unknown (with the known ones), an option is, or a value is not allowed.
     """
-    parts = name.split("+")
-    if len(parts) > 2:
-        raise ValueError(f"method {name!r}: at most two methods can be joined, prefill + cache")
-    if len(parts) == 1:
-        return _make(name, options)
-    unknown = sorted(set(options) - set(parts))
-    if unknown:
-        raise ValueError(f"method {name!r} has no part {unknown[0]!r}: options of a pair go by its parts, {parts}")
-    for part, given in options.items():
-        if not isinstance(given, Mapping):
-            raise ValueError(f"{part} = {given!r}: options of a part of {name!r} must be a mapping")
-    prefill, cache = (_make(part, options.get(part, {})) for part in parts)
-    return Method(name, prefill.prefill, cache.cache)
+    made = [_make(part, given) for part, given in _parts(name, options)]
+    return made[0] if len(made) == 1 else Method(name, made[0].prefill, made[1].cache)
+
+
+def with_known(name: str, known: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a method or a pair, with values for those that are known of a model, such as its budgets.
+
+    Args:
+        name: As for `get`.
+        known: Values by the names of options; a method gets those that it takes.
+        options: As for `get`; what is given here stands.
+
+    Returns:
+        Options for `get`.
+
+    Raises:
+        ValueError: as for `get`, but for values.
+    """
+    filled = {
+        part: {**{option: known[option] for option in option_names(part) if option in known}, **given}
+        for part, given in _parts(name, options)
+    }
+    return filled if "+" in name else filled[name]
 
 
 def configured(config: Configuration, candidates: Any, prefill_candidates: Any = None) -> Method:
@@ -103,6 +113,22 @@ def configured(config: Configuration, candidates: Any, prefill_candidates: Any =
     """
     prefill = {} if prefill_candidates is None else {"prefill_candidates": prefill_candidates}
     return get(config.method_name, candidates=candidates, config=config, **prefill)
+
+
+def _parts(name: str, options: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Name and options of a method, or of each of the two that a pair joins."""
+    parts = name.split("+")
+    if len(parts) > 2:
+        raise ValueError(f"method {name!r}: at most two methods can be joined, prefill + cache")
+    if len(parts) == 1:
+        return [(name, options)]
+    unknown = sorted(set(options) - set(parts))
+    if unknown:
+        raise ValueError(f"method {name!r} has no part {unknown[0]!r}: options of a pair go by its parts, {parts}")
+    for part, given in options.items():
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{part} = {given!r}: options of a part of {name!r} must be a mapping")
+    return [(part, options.get(part, {})) for part in parts]
 
 
 def _factory(name: str) -> Factory:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,29 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from tca_jax.models.json_object import read_json_object
 from tca_jax.plots.accuracy import Point
+from tca_jax.recall import PROTOCOLS
 
 #: Stages of a whole call; a benchmark of one layer has the first two.
 SELECTION, ATTENTION, REST = "selection", "attention", "matrix products and the rest"
 READING = "reading the prompt"
 _WHOLE = ("full ms", "TCA ms", "attention ms", "selection in all ms")  # not stages of the selection
 _SAME_SHARE = 0.01  # kept shares of two benchmarks that differ by less are one setting
-
-
-def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """One JSON object from a file.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it holds something else; names the file.
-    """
-    try:
-        record = json.loads(Path(path).read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"{path}: must hold one JSON object, holds a {type(record).__name__}")
-    return record
 
 
 def latency_bars(
@@ -99,29 +84,40 @@ def accuracy_panels(path: str | os.PathLike[str]) -> dict[str, list[Point]]:
         OSError: it cannot be read.
         ValueError: it holds something else; names the file.
     """
-    panels = _of_folder(Path(path)) if Path(path).is_dir() else _of_file(path)
+    path = Path(path)
+    if path.is_dir():
+        files = sorted(path.glob("results/*/*.json"))
+        # What a run that was killed has left unfinished begins with a dot.
+        panels = panels_of_records(read_json_object(file) for file in files if not file.name.startswith("."))
+    else:
+        panels = _panels_of_methods(read_json_object(path).get("methods", ()))
     if not panels:
         raise ValueError(f"{path}: holds no accuracy of methods")
     return panels
 
 
-def _of_file(path: str | os.PathLike[str]) -> dict[str, list[Point]]:
-    """Of "methods", each with its "method", its "kv_cache_share" and what was "right" by protocol and task."""
+def _panels_of_methods(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Point]]:
+    """Of rows each with its "method", its "kv_cache_share" and what was "right" by protocol and task."""
     panels: dict[str, list[Point]] = {}
-    for row in read_record(path).get("methods", ()):
+    for row in rows:
         for protocol, tasks in row["right"].items():
             point = (row["method"], row["kv_cache_share"], _mean(tasks.values()))
             panels.setdefault(protocol, []).append(point)
     return panels
 
 
-def _of_folder(folder: Path) -> dict[str, list[Point]]:
-    """A file a method, task, length and protocol, with its "score" in percent and its bytes."""
-    records = [read_record(path) for path in sorted(folder.glob("results/*/*.json"))]
-    records = [record for record in records if "score" in record]
-    lengths = {record["length"] for record in records}
+def panels_of_records(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Point]]:
+    """What `accuracy_panels` gives of a folder, from what its files hold.
+
+    Args:
+        records: One for each method, task, length and protocol, with its "score" in percent and its bytes. Those of
+            tasks that ask nothing are left out.
+    """
+    asked = [record for record in records if record.get("protocol") in PROTOCOLS]
+    asked.sort(key=lambda record: (record["length"], PROTOCOLS.index(record["protocol"]), record["method"] != "full"))
+    lengths = {record["length"] for record in asked}
     found: dict[str, dict[str, dict[str, Mapping[str, Any]]]] = {}
-    for record in sorted(records, key=lambda record: record["length"]):
+    for record in asked:
         heading = record["protocol"] + (f", {record['length']:,} tokens" if len(lengths) > 1 else "")
         found.setdefault(heading, {}).setdefault(record["method"], {})[record["task"]] = record
     panels: dict[str, list[Point]] = {}

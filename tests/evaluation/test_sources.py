@@ -61,7 +61,7 @@ def test_files_are_told_apart_by_their_content_and_shown_by_their_name(tmp_path)
     [
         (b"d\xe9j\xe0", "e.txt", r"--essays .*e\.txt is not UTF-8 text"),
         (b" \n", "e.txt", r"--essays .*e\.txt is empty"),
-        (b"{", "e.json", r"--essays .*e\.json is no JSON"),
+        (b"{", "e.json", r"--essays .*e\.json is not valid JSON"),
         (b'["text"]', "e.json", r'--essays .*e\.json: must be an object with a "text"'),
     ],
 )

@@ -1,5 +1,7 @@
 """Loss by position and agreement: against log-probabilities of whole texts, and of a method with itself."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import tiny
@@ -45,6 +47,16 @@ def test_full_attention_agrees_with_itself_and_a_lossy_method_does_not(lm, passa
     assert other.values["kl"] > 0.01
     assert other.kv_cache_bytes < exact.kv_cache_bytes
     assert told == [1, 1]
+
+
+def test_a_text_is_encoded_anew_for_a_model_of_the_same_name_with_another_tokenizer(tmp_path):
+    (tmp_path / "text.txt").write_text("abc" * 40)
+    sources = Sources(text=tmp_path / "text.txt")
+    one = open_checkpoint("recall-tiny")
+    other = dataclasses.replace(one, tokenizer=lambda text, **_: {"input_ids": [7] * len(text)})
+    first, second, again = (LOSS.draw(Drawing(each, sources, 64, 1, 0)) for each in (one, other, one))
+    assert second == [[7] * 64]
+    assert first == again != second
 
 
 def test_passages_are_spread_over_the_users_text(tmp_path):

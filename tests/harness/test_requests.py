@@ -1,13 +1,16 @@
 """Requests are read, grouped and put together as they say; none of this needs lm_eval."""
 
 import pytest
-from tiny import tiny_lm, with_candidates
+from tiny import TCA, tiny_lm
 
 from tca_jax import methods
+from tca_jax.calibration.profile import Profile
 from tca_jax.cli.app import app
 from tca_jax.harness.loading import load_model
 from tca_jax.harness.options import GenerationOptions
 from tca_jax.harness.sharing import Shared, batches, filled, shared_prefixes
+
+PROFILE = Profile.uniform(TCA, 2, 2, 6)
 
 
 def test_options_of_a_task_are_those_of_generate():
@@ -60,51 +63,50 @@ def test_the_longest_come_first_and_short_batches_are_filled():
     assert filled([1], 3) == [1, 1, 1]
 
 
-class Calibrated:
-    """A profile as far as `with_profile` looks at it."""
+class Opened:
+    """A checkpoint as far as `load_model` looks at it: the tiny model, whose every profile is `PROFILE`."""
 
-    def __init__(self, method):
-        self._method = method
+    def read_profile(self, profile):
+        return None if profile is None else PROFILE
 
-    def validate_for(self, *_):
-        pass
-
-    def method(self):
-        return self._method
+    def load(self, profile, dtype):
+        return tiny_lm().with_profile(profile)
 
 
 @pytest.fixture
-def loaded(monkeypatch):
-    """Loading gives the tiny model under calibrated budgets."""
-    lm = with_candidates(tiny_lm(), [[0, 6], [14, 3]])
-    monkeypatch.setattr("tca_jax.harness.loading.load", lambda name, profile, **_: lm)
-    return lm
+def opened(monkeypatch):
+    monkeypatch.setattr("tca_jax.harness.loading.open_checkpoint", lambda name, revision: Opened())
 
 
-def test_with_a_profile_a_pair_takes_the_profiles_part_from_there(loaded):
+@pytest.mark.usefixtures("opened")
+def test_with_a_profile_a_pair_takes_its_budgets_from_there():
+    calibrated = PROFILE.method()
     own = load_model("name", "folder", "streaming+tca", {"streaming": {"sinks": 8}})
-    assert own.method.cache is loaded.method.cache
+    assert own.method.cache == calibrated.cache
     assert own.method.prefill == methods.streaming(sinks=8).prefill
-    assert load_model("name", "folder", "tca", {}).method.cache is loaded.method.cache
+    for method in (None, "tca"):
+        assert load_model("name", "folder", method, {}).method == calibrated
     assert load_model("name", None, "streaming", {"sinks": 8}).method == methods.streaming(sinks=8)
 
 
+@pytest.mark.usefixtures("opened")
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
         ("streaming", {}, "the profile's method, 'tca', must be one of its parts"),
-        ("tca", {"window": 64}, "option 'window' of method 'tca' with a profile"),
-        ("full+tca", {"tca": {}}, "option 'tca' of method 'full\\+tca' with a profile: must be one of \\['full'\\]"),
+        ("tca", {"window": 64}, "options of method 'tca': got an unexpected keyword argument 'window'"),
+        ("full+tca", {"streaming": {}}, "method 'full\\+tca' has no part 'streaming'"),
         ("streaming+tca", {"streaming": 8}, "streaming = 8: options of a part of 'streaming\\+tca' must be a mapping"),
         (None, {"window": 64}, "need method="),
     ],
 )
-def test_arguments_that_do_not_go_together_are_refused(loaded, method, options, message):
+def test_arguments_that_do_not_go_together_are_refused(method, options, message):
     with pytest.raises(ValueError, match=message):
         load_model("name", "folder", method, options)
 
 
-def test_a_loaded_model_is_taken_as_it_is(loaded):
+def test_a_loaded_model_is_taken_as_it_is():
+    loaded = tiny_lm()
     assert load_model(loaded, None, None, {}) is loaded
     with pytest.raises(ValueError, match="pretrained is a loaded model"):
         load_model(loaded, "folder", None, {})

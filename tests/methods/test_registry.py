@@ -8,7 +8,7 @@ import pytest
 from tiny import tiny_lm
 
 from tca_jax import methods
-from tca_jax.methods.registry import _FACTORIES
+from tca_jax.methods.registry import _FACTORIES, with_known
 from tca_jax.models.rope import RopeConfig
 
 
@@ -35,6 +35,18 @@ def test_a_pair_has_the_prefill_of_the_first_and_the_cache_of_the_second():
     assert methods.get("full").prefill_reads_cache
     assert methods.get("streaming").prefill_reads_cache
     assert not methods.get("uniform+streaming").prefill_reads_cache
+
+
+def test_what_is_known_of_a_model_goes_to_the_options_that_take_it_and_gives_way_to_what_is_given():
+    known = {"window": 32, "candidates": [[1]], "share": 0.5}
+    assert with_known("random", known, {"share": 0.25}) == {"window": 32, "share": 0.25}
+    assert with_known("full+random", known, {"random": {"seed": 1}}) == {
+        "full": {},
+        "random": {"window": 32, "share": 0.5, "seed": 1},
+    }
+    assert with_known("tca", known, {}) == {"candidates": [[1]]}
+    with pytest.raises(ValueError, match="has no part 'window'"):
+        with_known("full+random", known, {"window": 8})
 
 
 def test_a_registered_method_is_found_by_name(registry):
