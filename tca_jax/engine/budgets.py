@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from tca_jax.engine.buckets import bucket_length
+from tca_jax.engine.extending import num_columns
 from tca_jax.engine.layouts import total_bytes
 from tca_jax.engine.lm import LM
 from tca_jax.methods import BASELINE, get
@@ -17,8 +18,29 @@ from tca_jax.methods.registry import option_names
 _SHARES = 4096  # of these steps `share` is a whole number
 
 
+class CallSizes(NamedTuple):
+    """What the bytes of a call's caches depend on, beside the method.
+
+    Attributes:
+        prompt_tokens: Tokens of the longest prompt, or of the longest document of a context.
+        new_tokens: Most tokens of an answer; None for a context (`tca_jax.prefill`) by itself.
+        question_tokens: Most tokens that are appended to a context before the answer; None where there is no context.
+    """
+
+    prompt_tokens: int
+    new_tokens: int | None = None
+    question_tokens: int | None = None
+
+
 def with_bytes(
-    lm: LM, name: str, share: float, prompt_tokens: int, new_tokens: int | None = None, **options: Any
+    lm: LM,
+    name: str,
+    share: float,
+    prompt_tokens: int,
+    new_tokens: int | None = None,
+    *,
+    question_tokens: int | None = None,
+    **options: Any,
 ) -> LM:
     """The model under a method whose cache takes at most a share of the bytes that full attention's takes.
 
@@ -30,8 +52,9 @@ def with_bytes(
         lm: The model.
         name: A registered method, or a pair by "+".
         share: Share of the bytes, in (0, 1].
-        prompt_tokens: Tokens of the longest prompt.
-        new_tokens: Most tokens of an answer; None for a context (`tca_jax.prefill`).
+        prompt_tokens: As in `CallSizes`; the two others too.
+        new_tokens: Most tokens of an answer.
+        question_tokens: Most tokens of a question that is asked of a context.
         **options: Further options of the method, as `lm.with_method` takes them, without the knob.
 
     Returns:
@@ -45,14 +68,16 @@ def with_bytes(
     check_integer("prompt_tokens", prompt_tokens, at_least=1)
     if new_tokens is not None:
         check_integer("new_tokens", new_tokens, at_least=1)
+    if question_tokens is not None:
+        check_integer("question_tokens", question_tokens, at_least=1)
+    sizes = CallSizes(prompt_tokens, new_tokens, question_tokens)
     knob, values = _knob(lm, name, prompt_tokens, options)
-    whole = _num_bytes(lm.with_method(BASELINE), prompt_tokens, new_tokens)
 
     def turned(place: int) -> LM:
         return lm.with_method(name, **_with_knob(name, knob, values[place], options))
 
     def taken(place: int) -> float:
-        return _num_bytes(turned(place), prompt_tokens, new_tokens) / whole
+        return held_share(turned(place), sizes)
 
     if (least := taken(0)) > share:
         raise ValueError(
@@ -91,10 +116,27 @@ def _with_knob(name: str, knob: str, value: Any, options: dict[str, Any]) -> dic
     return {**options, cache: {**options.get(cache, {}), knob: value}}
 
 
-def _num_bytes(lm: LM, prompt_tokens: int, new_tokens: int | None) -> int:
+def held_share(lm: LM, sizes: CallSizes) -> float:
+    """Bytes of the caches of a call with one prompt, over those of full attention; at least what a call will show.
+
+    Where in its block a document ends decides how many columns a question takes: it is the worst place here, and the
+    best one for full attention.
+    """
+    full = lm.with_method(BASELINE)
+    least = sizes if sizes.question_tokens is None else sizes._replace(question_tokens=1)
+    return _num_bytes(lm, sizes, worst=True) / _num_bytes(full, least, worst=False)
+
+
+def _num_bytes(lm: LM, sizes: CallSizes, *, worst: bool) -> int:
     """Bytes of the caches behind one prompt, as `generate` and `prefill` allocate them."""
-    if new_tokens is None:
+    tokens, room = bucket_length(sizes.prompt_tokens), sizes.new_tokens and bucket_length(sizes.new_tokens)
+    if sizes.new_tokens is None or sizes.question_tokens is not None:
         lm = lm.for_contexts()
-    room = None if new_tokens is None else bucket_length(new_tokens)
-    layouts = lm.cache_layouts(1, bucket_length(prompt_tokens), room)
+        layouts = lm.cache_layouts(1, tokens, None)
+    else:
+        layouts = lm.cache_layouts(1, tokens, room)
+    if room and sizes.question_tokens is not None:
+        policy, b = lm.method.cache, layouts[0].block_size
+        fed = num_columns(sizes.question_tokens + (b - 1 if worst else 0), b) + room - 1
+        layouts = tuple(layout.with_growth(policy, layer, fed) for layer, layout in enumerate(layouts))
     return total_bytes(layouts, lm.config.head_dim, jnp.float32)  # of a share, the dtype does not matter

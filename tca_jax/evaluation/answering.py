@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from tca_jax.engine.buckets import bucket_length
+from tca_jax.engine.budgets import CallSizes
 from tca_jax.engine.contexts import Context, prefill
 from tca_jax.engine.generation import Output, output_of
 from tca_jax.engine.layouts import total_bytes
@@ -93,14 +94,9 @@ def answer(
     Raises:
         ValueError: as `generate`.
     """
-    prompts = [
-        sample.prompts[protocol].encode_apart(lm) if protocol == "late" else (sample.prompts[protocol].encode(lm), [])
-        for sample in samples
-    ]
+    prompts = _encoded(lm, samples, protocol)
     tokens = [len(document) + len(question) for document, question in prompts]
-    limit = most_new_tokens(lm, task, samples, protocol)
-    limit = max(1, min(limit, lm.config.max_context - max(tokens)))
-    room = answer_room(protocol, limit, lm.config.max_context - max(tokens))
+    limit, room = _limits(lm, task, samples, protocol, max(tokens))
     rows = safe_batch(lm, max(tokens), room, min(batch, len(samples)))
     order = sorted(range(len(samples)), key=tokens.__getitem__)  # so that those of one bucket come together
     texts, new_tokens, calls = [""] * len(samples), [0] * len(samples), []
@@ -124,6 +120,29 @@ def answer(
         batch=rows,
         compile_seconds=sum(call.compile_seconds for call in calls),
     )
+
+
+def call_sizes(lm: LM, task: Task, samples: Sequence[Sample], protocol: str) -> CallSizes:
+    """Sizes of the calls of `answer`, whatever the method: buckets, so that tasks of one length share them."""
+    prompts = [(len(document), len(question)) for document, question in _encoded(lm, samples, protocol)]
+    _, room = _limits(lm, task, samples, protocol, max(map(sum, prompts)))
+    document, question = (max(part) for part in zip(*prompts, strict=True))
+    return CallSizes(bucket_length(document), room, bucket_length(question) if question else None)
+
+
+def _encoded(lm: LM, samples: Sequence[Sample], protocol: str) -> list[tuple[list[int], list[int]]]:
+    """Document, or all, and question of each prompt."""
+    return [
+        sample.prompts[protocol].encode_apart(lm) if protocol == "late" else (sample.prompts[protocol].encode(lm), [])
+        for sample in samples
+    ]
+
+
+def _limits(lm: LM, task: Task, samples: Sequence[Sample], protocol: str, tokens: int) -> tuple[int, int]:
+    """Most new tokens of an answer, and those that the caches have room for, behind prompts of up to `tokens`."""
+    positions = lm.config.max_context - tokens
+    limit = max(1, min(most_new_tokens(lm, task, samples, protocol), positions))
+    return limit, answer_room(protocol, limit, positions)
 
 
 def most_new_tokens(lm: LM, task: Task, samples: Sequence[Sample], protocol: str) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -12,21 +12,20 @@ from typing import Any
 import jax
 import numpy as np
 
+from tca_jax.engine.budgets import CallSizes
 from tca_jax.engine.identity import describe_method
 from tca_jax.engine.lm import LM
-from tca_jax.evaluation.answering import Answers, answer
+from tca_jax.evaluation.answering import Answers, answer, call_sizes
 from tca_jax.evaluation.pictures import draw_pictures
 from tca_jax.evaluation.plan import AnyTask, Plan, SampleStore
 from tca_jax.evaluation.results import FORMAT, Job, Results
 from tca_jax.evaluation.samples import Mark, Sample, Task
-from tca_jax.evaluation.specs import Builder, Built, MethodSpec
+from tca_jax.evaluation.specs import Builder, Built
 from tca_jax.evaluation.tables import write_table
 from tca_jax.evaluation.text_tasks import Reading, TextTask
 
 #: Called as report(job, done, total): samples that are done, of all that were to be done when the run began.
 Report = Callable[[Job, int, int], None]
-
-_TUNED_NEW_TOKENS = 128  # room for an answer where bytes are made equal
 
 
 def run_plan(
@@ -54,21 +53,28 @@ def run_plan(
     jobs = [job for job in plan.jobs() if not results.has(job)]
     done, total = 0, plan.samples * len(jobs)
     specs = {spec.label: spec for spec in plan.methods}
-    for (length, label), of_method in itertools.groupby(jobs, key=lambda job: (job.length, job.method)):
-        method = built[label] if plan.share is None else _within(builder, specs[label], plan.share, length)
-        for job in of_method:
-            before = done
 
-            def advance(count: int, job: Job = job) -> None:
-                nonlocal done
-                done += count
-                report(job, done, total)
+    @functools.lru_cache
+    def within(label: str, sizes: CallSizes) -> Built:
+        assert plan.share is not None
+        return builder.build_within(specs[label], plan.share, sizes)
 
-            record = _run_job(method, tasks[job.task], job, store, plan, advance)
-            done = before + plan.samples  # a file may hold fewer
-            results.write(job, {**record, **_setting(plan, tasks[job.task], method)})
+    for job in jobs:
+        before = done
+
+        def advance(count: int, job: Job = job) -> None:
+            nonlocal done
+            done += count
             report(job, done, total)
-            write_table(results, plan.skipped)
+
+        task, method = tasks[job.task], built[job.method]
+        if plan.share is not None:
+            method = within(job.method, _call_sizes(builder.lm, task, job, store))
+        record = _run_job(method, task, job, store, plan, advance)
+        done = before + plan.samples  # a file may hold fewer
+        results.write(job, {**record, **_setting(plan, task, method)})
+        report(job, done, total)
+        write_table(results, plan.skipped)
     records = results.read_all()
     write_table(results, plan.skipped)
     draw_pictures(records, results.folder)
@@ -97,8 +103,11 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _within(builder: Builder, spec: MethodSpec, share: float, length: int) -> Built:
-    return builder.build_within(spec, share, max(1, length - _TUNED_NEW_TOKENS), _TUNED_NEW_TOKENS)
+def _call_sizes(lm: LM, task: AnyTask, job: Job, store: SampleStore) -> CallSizes:
+    """What the calls of a job allocate caches for."""
+    if isinstance(task, TextTask):
+        return task.call_sizes(job.length)
+    return call_sizes(lm, task, store.get(task, job.length), job.protocol)
 
 
 def _setting(plan: Plan, task: AnyTask, method: Built) -> dict[str, Any]:

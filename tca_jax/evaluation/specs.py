@@ -13,11 +13,9 @@ import numpy as np
 
 from tca_jax.calibration.profile import Profile
 from tca_jax.calibration.rows import densest_within
-from tca_jax.engine.buckets import bucket_length
-from tca_jax.engine.budgets import with_bytes
-from tca_jax.engine.layouts import total_bytes
+from tca_jax.engine.budgets import CallSizes, held_share, with_bytes
 from tca_jax.engine.lm import LM
-from tca_jax.methods import BASELINE, names
+from tca_jax.methods import names
 from tca_jax.methods.registry import option_names, required_options, with_known
 
 #: The profile's method with the hyperparameters of the paper, which a model may ship with.
@@ -116,6 +114,7 @@ class Builder:
     profile: Profile | None
     paper: Profile | None
     texts: Callable[[], Sequence[Sequence[int]]]
+    _found: dict[str, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     def build(self, spec: MethodSpec) -> Built:
         """The model under a method as it is.
@@ -126,7 +125,7 @@ class Builder:
         name, options = self._resolve(spec)
         return Built(self.lm.with_method(name, **options))
 
-    def build_within(self, spec: MethodSpec, share: float, prompt_tokens: int, new_tokens: int) -> Built:
+    def build_within(self, spec: MethodSpec, share: float, sizes: CallSizes) -> Built:
         """The model under a method whose caches hold at most this share of full attention's bytes, as much as they can.
 
         A method that has nothing to set, or holds more at its least, runs as it is, and the note says so.
@@ -134,8 +133,7 @@ class Builder:
         Args:
             spec: The method.
             share: Of the bytes of full attention, in (0, 1].
-            prompt_tokens: Longest prompt.
-            new_tokens: Longest answer.
+            sizes: Of the calls to come.
         """
         name, options = self._resolve(spec)
         last, _ = spec.parts[-1]
@@ -143,9 +141,9 @@ class Builder:
         own = options.get(name.split("+")[-1], {}) if "+" in name else options
         try:
             if profile is not None and own.get("candidates") is profile.candidates:
-                model = self._within_profile(name, options, own, profile, share, prompt_tokens, new_tokens)
+                model = self._within_profile(name, options, own, profile, share, sizes)
             else:
-                model = with_bytes(self.lm, name, share, prompt_tokens, new_tokens, **options)
+                model = with_bytes(self.lm, name, share, **sizes._asdict(), **options)
         except ValueError as error:
             return Built(self.lm.with_method(name, **options), str(error), own_budget=True)
         return Built(model, f"{share:.0%} of the bytes")
@@ -157,8 +155,7 @@ class Builder:
         own: dict[str, Any],
         profile: Profile,
         share: float,
-        prompt_tokens: int,
-        new_tokens: int,
+        sizes: CallSizes,
     ) -> LM:
         """The profile's own rows where they fit, and as many heads dense as fit beside them, the worst probe scores
         first."""
@@ -169,19 +166,21 @@ class Builder:
             kept = (low + high) / 2
             try:
                 scores, prefill, needed = profile.probe_scores, profile.prefill_candidates, profile.candidates
-                rows = densest_within(kept, prompt_tokens, scores, prefill, profile.config, needed)
+                rows = densest_within(kept, sizes.prompt_tokens, scores, prefill, profile.config, needed)
             except ValueError:  # fewer than with no head dense
                 low = kept
                 continue
             changed = {**own, "candidates": rows}
             whole = changed if "+" not in name else {**options, name.split("+")[-1]: changed}
             model = self.lm.with_method(name, **whole)
-            if held_share(model, prompt_tokens, new_tokens) <= share:
+            if held_share(model, sizes) <= share:
                 low, found = kept, model
             else:
                 high = kept
         if found is None:
-            raise ValueError(f"window, reserve and prefill rows take more than {share:.0%} at {prompt_tokens} tokens")
+            raise ValueError(
+                f"window, reserve and prefill rows take more than {share:.0%} at {sizes.prompt_tokens} tokens"
+            )
         return found
 
     def _resolve(self, spec: MethodSpec) -> tuple[str, dict[str, Any]]:
@@ -223,18 +222,11 @@ class Builder:
         }
         if option not in measures:
             raise ValueError(f"--methods {label}: its option {option!r} has no default: give it")
-        return measures[option]()
+        if option not in self._found:
+            self._found[option] = measures[option]()
+        return self._found[option]
 
 
 def budgets_of(profile: Profile) -> dict[str, Any]:
     """What calibration found, by the names of the options that take it."""
     return {name: getattr(profile, name) for name in ("config", "candidates", "prefill_candidates")}
-
-
-def held_share(lm: LM, prompt_tokens: int, new_tokens: int) -> float:
-    """Bytes of the caches of a prompt and its answer, over those of full attention."""
-    sizes = 1, bucket_length(prompt_tokens), bucket_length(new_tokens)
-    held, full = (
-        total_bytes(each.cache_layouts(*sizes), lm.config.head_dim, lm.dtype) for each in (lm, lm.with_method(BASELINE))
-    )
-    return held / full

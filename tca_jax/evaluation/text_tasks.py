@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int
 
+from tca_jax.engine.budgets import CallSizes
 from tca_jax.engine.cache import LayerCache
 from tca_jax.engine.contexts import Context, prefill
 from tca_jax.engine.extending import Appended, align, extend_layer, num_columns
@@ -80,6 +81,10 @@ class TextTask:
         starts = np.linspace(0, len(ids) - drawing.length, drawing.count).astype(int)
         return [ids[start : start + drawing.length] for start in starts.tolist()]
 
+    def call_sizes(self, length: int) -> CallSizes:
+        """Sizes of the context behind a passage."""
+        return CallSizes(length - _continued_tokens(length) - 1)
+
     def read(self, lm: LM, passages: Sequence[list[int]], report: Callable[[int], None]) -> Reading:
         """Measures all passages."""
         samples, stats = [], []
@@ -106,6 +111,11 @@ def _encode_text(lm: Encoder, text: str) -> list[int]:
     if not (_encoded and _encoded[0][0] is lm.tokenizer and _encoded[0][1] == text):
         _encoded[:] = [(lm.tokenizer, text, encode_prompt(lm, text, "--text"))]
     return _encoded[0][2]
+
+
+def _continued_tokens(length: int) -> int:
+    """Tokens at the end of a passage that are measured behind a context of the others."""
+    return min(_CONTINUED_TOKENS, max(1, length // _CONTINUED_SHARE))
 
 
 def _measure_loss(lm: LM, passage: list[int]) -> tuple[dict[str, Any], Context]:
@@ -139,7 +149,7 @@ def _compare(
 
 def _continue(lm: LM, passage: list[int]) -> tuple[Float32[Array, "n V"], list[int], Context]:
     """Logits of a passage's last tokens, these tokens, and the context that was read before them."""
-    count = min(_CONTINUED_TOKENS, max(1, len(passage) // _CONTINUED_SHARE))
+    count = _continued_tokens(len(passage))
     # The last token before them is fed with them: what follows it is the first that is measured.
     document, fed = passage[: -count - 1], passage[-count - 1 : -1]
     context = prefill(lm, [document])

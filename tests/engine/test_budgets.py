@@ -50,6 +50,16 @@ def test_the_statistics_of_an_answer_agree():
     assert 0.3 < stats.kv_cache_bytes / stats.full_kv_cache_bytes <= 0.6
 
 
+@pytest.mark.parametrize("document", [1000, 1023])  # a question of 30 tokens ends in one block or in two
+def test_a_question_of_a_context_holds_the_asked_share_at_most(document):
+    lm = tiny_lm()
+    model = with_bytes(lm, "random", 0.55, document, 64, question_tokens=30, **SMALL)
+    context = tca_jax.prefill(model, random_prompt(0, document))
+    question = random_prompt(1, 30)
+    stats = tca_jax.generate(model, question, context=context, max_new_tokens=64, stop_token_ids=()).stats
+    assert 0.45 < stats.kv_cache_bytes / stats.full_kv_cache_bytes <= 0.55
+
+
 def test_a_method_of_the_users_own_with_a_share_is_asked_the_same_way(monkeypatch):
     monkeypatch.setattr("tca_jax.methods.registry._FACTORIES", dict(methods.registry._FACTORIES))
     mine = lambda share=0.5: dataclasses.replace(methods.get("random", share=share, **SMALL), name="mine")  # noqa: E731

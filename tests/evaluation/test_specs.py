@@ -6,7 +6,8 @@ import tiny
 
 from tca_jax import TCAConfig, methods
 from tca_jax.calibration.profile import Profile
-from tca_jax.evaluation.specs import Builder, held_share, parse_methods
+from tca_jax.engine.budgets import CallSizes, held_share
+from tca_jax.evaluation.specs import Builder, parse_methods
 
 CONFIG = TCAConfig(block_size=8, window=16, reserve=0)
 
@@ -92,8 +93,8 @@ def test_a_method_without_the_profile_that_it_needs_is_refused(lm):
 @pytest.mark.parametrize("text", ["tca", "full+tca", "random:window=16,block_size=8"])
 def test_equal_bytes_are_held_as_far_as_a_method_can(lm, text):
     (spec,) = parse_methods(text)
-    made = [builder(lm, profile(0)).build_within(spec, share, 2048, 128) for share in (0.5, 0.85)]
-    shares = [held_share(each.lm, 2048, 128) for each in made]
+    made = [builder(lm, profile(0)).build_within(spec, share, CallSizes(2048, 128)) for share in (0.5, 0.85)]
+    shares = [held_share(each.lm, CallSizes(2048, 128)) for each in made]
     assert [each.budget for each in made] == ["50% of the bytes", "85% of the bytes"]
     assert not any(each.own_budget for each in made)
     assert 0.25 < shares[0] <= 0.5 < shares[1] <= 0.85
@@ -105,7 +106,7 @@ def test_a_method_without_a_knob_runs_as_it_is_and_says_so(lm):
         ("tca", profile(probed=False), "no probe scores"),
     ):
         (spec,) = parse_methods(text)
-        made = builder(lm, found).build_within(spec, 0.25, 2048, 128)
+        made = builder(lm, found).build_within(spec, 0.25, CallSizes(2048, 128))
         assert made.own_budget
         assert reason in made.budget
         assert made.lm.method == builder(lm, found).build(spec).lm.method
