@@ -22,6 +22,8 @@ _MOST_ROUNDS = 8
 # Heads found in a round give back at least half of what the best one does. Those that share its work would be found
 # beside it, and those that can only work once it does are found in a later round.
 _FOUND = 0.5
+# Where less of the first need is left, it is that of few queries: then only the best head is found.
+_FEW = 0.01
 _SHARE_OF_MEMORY = 4  # texts are kept while they take at most this part of the device's memory
 _LEAST_SHARE = 0.05  # of a need that some head must give back, or none is to blame
 
@@ -144,7 +146,7 @@ def _blame(
     if not np.isfinite(share).all() or share.max() < _LEAST_SHARE:
         return None
     of_best = share / share.max()
-    head = left * of_best / 2 + np.where(of_best >= _FOUND, 0.5, 0)
+    head = left * of_best / 2 + np.where(of_best >= (_FOUND if left >= _FEW else 1), 0.5, 0)
     dropped = _dropped(lost)
     now = np.take_along_axis(dropped, rows[..., None], axis=-1)
     of_now = np.clip(dropped / np.where(now > 0, now, 1), 0, 1)
