@@ -17,7 +17,7 @@ from tca_jax.pallas_kernels.integers import cdiv
 from tca_jax.pallas_kernels.kernel_math import divide_up
 from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, weighted_sum
 
-_TILE_ELEMENTS = 2**26  # scores of a tile: 256 MiB
+_TILE_ELEMENTS = 2**27  # scores of a tile: 512 MiB
 _LARGEST_TILE = 256  # queries
 
 
@@ -89,7 +89,8 @@ def attend_probe(
     """
     count, heads, dim = q.shape
     tokens, kv_heads = text_k.shape[0], k.shape[1]
-    keys, values = jnp.concatenate([text_k, k]), jnp.concatenate([text_v, v])
+    # Heads first, once: what the tiles multiply is then laid out as matrix products want it.
+    keys, values = (jnp.moveaxis(jnp.concatenate(pair), 1, 0) for pair in ((text_k, k), (text_v, v)))
     columns = jnp.arange(tokens + count)
     places = jnp.where(columns < tokens, columns, columns - tokens + start)
     there = ((columns < start) | (columns >= tokens))[None]
@@ -98,15 +99,16 @@ def attend_probe(
     size = max(1, min(count, _LARGEST_TILE, _TILE_ELEMENTS // (heads * (tokens + count))))
 
     @jax.checkpoint  # the scores of all tiles would be P x L
-    def of_tile(tile: tuple[Array, Array]) -> Float32[Array, "t Hkv G d"]:
+    def of_tile(tile: tuple[Array, Array]) -> Float32[Array, "Hkv G t d"]:
         queries, positions = tile
         visible = there[:, None, None] & (places <= positions[:, None])
-        scores = jnp.where(visible, scaled_scores("thgd,lhd->hgtl", queries, keys), MASKED)
-        return weighted_sum("hgtl,lhd->thgd", jax.nn.softmax(scores), values)
+        scores = jnp.where(visible, scaled_scores("hgtd,hld->hgtl", queries, keys), MASKED)
+        return weighted_sum("hgtl,hld->hgtd", jax.nn.softmax(scores), values)
 
     queries = jnp.pad(q, ((0, -count % size), (0, 0), (0, 0))).reshape(-1, size, kv_heads, heads // kv_heads, dim)
     positions = start + jnp.arange(queries.shape[0] * size).reshape(-1, size)
-    return jax.lax.map(of_tile, (queries, positions)).reshape(-1, heads, dim)[:count]
+    out = jax.lax.map(of_tile, (jnp.moveaxis(queries, 1, 3), positions))
+    return jnp.moveaxis(out, 3, 1).reshape(-1, heads, dim)[:count]
 
 
 def _over_probe(
@@ -121,12 +123,13 @@ def _over_probe(
     """Maps the scores of a tile of probe queries against all keys to `width` numbers each."""
     tokens, kv_heads, dim = k.shape
     group, columns = q.shape[1] // kv_heads, jnp.arange(tokens)
+    keys = jnp.moveaxis(k, 1, 0)
     size = max(1, min(most, _LARGEST_TILE, _TILE_ELEMENTS // (q.shape[1] * tokens)))
 
     def one_tile(tile: Array, out: Float32[Array, "Hkv N width"]) -> Float32[Array, "Hkv N width"]:
         position = start + tile * size + jnp.arange(size)
-        queries = q.at[position].get(mode="clip").reshape(size, kv_heads, group, dim)
-        scores = jnp.where(columns <= position[:, None], scaled_scores("thgd,lhd->hgtl", queries, k), MASKED)
+        queries = jnp.moveaxis(q.at[position].get(mode="clip").reshape(size, kv_heads, group, dim), 0, 2)
+        scores = jnp.where(columns <= position[:, None], scaled_scores("hgtd,hld->hgtl", queries, keys), MASKED)
         part = jnp.where((position < length)[:, None], of_tile(scores), 0)
         return jax.lax.dynamic_update_slice_in_dim(out, part, tile * size, axis=1)
 

@@ -22,10 +22,13 @@ _MOST_ROUNDS = 8
 # Heads found in a round give back at least half of what the best one does. Those that share its work would be found
 # beside it, and those that can only work once it does are found in a later round.
 _FOUND = 0.5
-# Where less of the first need is left, it is that of few queries: then only the best head is found.
-_FEW = 0.01
+# Where less of the first need is left it is that of few queries, and only the best head is found.
+_FEW = 0.001
 _SHARE_OF_MEMORY = 4  # texts are kept while they take at most this part of the device's memory
-_LEAST_SHARE = 0.05  # of a need that some head must give back, or none is to blame
+# Of what is lost, so much must come back by one head, or none is to blame: past the heads that fetch, all together give
+# back a little each, and no row of any is worth its tokens.
+_LEAST_SHARE = 0.15
+_NEGLIGIBLE = 2e-4  # of the first need: a token or two of one probe, which chance puts before one head or another
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +127,8 @@ def find_needed(
             first[number] = first[number] or one.total
         rounds += 1
         left = sum(one.total / first[number] for number, one in lost.items()) / np.count_nonzero(first)
+        if left < _NEGLIGIBLE:
+            break
         found = _blame(list(lost.values()), left, rows)
         if found is None:
             break
