@@ -93,14 +93,8 @@ def answer(
     Raises:
         ValueError: as `generate`.
     """
-    prompts = [
-        sample.prompts[protocol].encode_apart(lm) if protocol == "late" else (sample.prompts[protocol].encode(lm), [])
-        for sample in samples
-    ]
+    prompts, limit, room = _prepare(lm, task, samples, protocol)
     tokens = [len(document) + len(question) for document, question in prompts]
-    limit = most_new_tokens(lm, task, samples, protocol)
-    limit = max(1, min(limit, lm.config.max_context - max(tokens)))
-    room = answer_room(protocol, limit, lm.config.max_context - max(tokens))
     rows = safe_batch(lm, max(tokens), room, min(batch, len(samples)))
     order = sorted(range(len(samples)), key=tokens.__getitem__)  # so that those of one bucket come together
     texts, new_tokens, calls = [""] * len(samples), [0] * len(samples), []
@@ -124,6 +118,27 @@ def answer(
         batch=rows,
         compile_seconds=sum(call.compile_seconds for call in calls),
     )
+
+
+def cache_sizes(lm: LM, task: Task, samples: Sequence[Sample], protocol: str) -> tuple[int, int]:
+    """Tokens that `answer` has its caches made for: of what is read first, and of all that follows, an answer's room
+    and under "late" the question."""
+    prompts, _, room = _prepare(lm, task, samples, protocol)
+    documents, questions = zip(*prompts, strict=True)
+    return max(map(len, documents)), max(map(len, questions)) + room
+
+
+def _prepare(
+    lm: LM, task: Task, samples: Sequence[Sample], protocol: str
+) -> tuple[list[tuple[list[int], list[int]]], int, int]:
+    """Of each sample what is read first and what behind it; most tokens of an answer, and the room for it."""
+    prompts = [
+        sample.prompts[protocol].encode_apart(lm) if protocol == "late" else (sample.prompts[protocol].encode(lm), [])
+        for sample in samples
+    ]
+    positions = lm.config.max_context - max(len(document) + len(question) for document, question in prompts)
+    limit = max(1, min(most_new_tokens(lm, task, samples, protocol), positions))
+    return prompts, limit, answer_room(protocol, limit, positions)
 
 
 def most_new_tokens(lm: LM, task: Task, samples: Sequence[Sample], protocol: str) -> int:

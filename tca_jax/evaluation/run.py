@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -14,19 +13,19 @@ import numpy as np
 
 from tca_jax.engine.identity import describe_method
 from tca_jax.engine.lm import LM
-from tca_jax.evaluation.answering import Answers, answer
+from tca_jax.evaluation.answering import Answers, answer, cache_sizes
 from tca_jax.evaluation.pictures import draw_pictures
 from tca_jax.evaluation.plan import AnyTask, Plan, SampleStore
 from tca_jax.evaluation.results import FORMAT, Job, Results
 from tca_jax.evaluation.samples import Mark, Sample, Task
-from tca_jax.evaluation.specs import Builder, Built, MethodSpec
+from tca_jax.evaluation.specs import Builder, Built
 from tca_jax.evaluation.tables import write_table
 from tca_jax.evaluation.text_tasks import Reading, TextTask
 
 #: Called as report(job, done, total): samples that are done, of all that were to be done when the run began.
 Report = Callable[[Job, int, int], None]
 
-_TUNED_NEW_TOKENS = 128  # room for an answer where bytes are made equal
+_CONTINUED_TOKENS = 128  # of a text, where bytes are made equal: its last ones are fed behind the others
 
 
 def run_plan(
@@ -54,21 +53,24 @@ def run_plan(
     jobs = [job for job in plan.jobs() if not results.has(job)]
     done, total = 0, plan.samples * len(jobs)
     specs = {spec.label: spec for spec in plan.methods}
-    for (length, label), of_method in itertools.groupby(jobs, key=lambda job: (job.length, job.method)):
-        method = built[label] if plan.share is None else _within(builder, specs[label], plan.share, length)
-        for job in of_method:
-            before = done
+    for job in jobs:
+        before, task = done, tasks[job.task]
+        samples = store.get(task, job.length)
+        method = built[job.method]
+        if plan.share is not None:
+            sizes = _cache_sizes(builder.lm, task, samples, job)
+            method = builder.build_within(specs[job.method], plan.share, *sizes)
 
-            def advance(count: int, job: Job = job) -> None:
-                nonlocal done
-                done += count
-                report(job, done, total)
-
-            record = _run_job(method, tasks[job.task], job, store, plan, advance)
-            done = before + plan.samples  # a file may hold fewer
-            results.write(job, {**record, **_setting(plan, tasks[job.task], method)})
+        def advance(count: int, job: Job = job) -> None:
+            nonlocal done
+            done += count
             report(job, done, total)
-            write_table(results, plan.skipped)
+
+        record = _run_job(method, task, job, samples, plan, advance)
+        done = before + plan.samples  # a file may hold fewer
+        results.write(job, {**record, **_setting(plan, task, method)})
+        report(job, done, total)
+        write_table(results, plan.skipped)
     records = results.read_all()
     write_table(results, plan.skipped)
     draw_pictures(records, results.folder)
@@ -97,8 +99,11 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _within(builder: Builder, spec: MethodSpec, share: float, length: int) -> Built:
-    return builder.build_within(spec, share, max(1, length - _TUNED_NEW_TOKENS), _TUNED_NEW_TOKENS)
+def _cache_sizes(lm: LM, task: AnyTask, samples: Sequence[Any], job: Job) -> tuple[int, int]:
+    """What the caches of a job must have room for: tokens that are read, and those that follow."""
+    if isinstance(task, TextTask):
+        return max(1, job.length - _CONTINUED_TOKENS), _CONTINUED_TOKENS
+    return cache_sizes(lm, task, samples, job.protocol)
 
 
 def _setting(plan: Plan, task: AnyTask, method: Built) -> dict[str, Any]:
@@ -115,9 +120,8 @@ def _setting(plan: Plan, task: AnyTask, method: Built) -> dict[str, Any]:
 
 
 def _run_job(
-    method: Built, task: AnyTask, job: Job, store: SampleStore, plan: Plan, advance: Callable[[int], None]
+    method: Built, task: AnyTask, job: Job, samples: Sequence[Any], plan: Plan, advance: Callable[[int], None]
 ) -> dict[str, Any]:
-    samples = store.get(task, job.length)
     if isinstance(task, TextTask):
         return _text_record(task, task.read(method.lm, samples, advance))
     answers = answer(method.lm, task, samples, job.protocol, batch=plan.batch, report=advance)
