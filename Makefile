@@ -35,8 +35,8 @@ test-gpu: $(VENV)/.installed-dev  ## the tests that run kernels, on a machine wi
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile \
 		tests/pallas_kernels tests/test_functional.py tests/engine
 
-test: $(VENV)/.installed-dev  ## all tests
-	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
+test: $(VENV)/.installed-dev  ## all tests, in the order of tests/conftest.py: the longest files first
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 package: $(VENV)/.installed-dev  # the package as it installs, for tools that follow its imports
 	rm -rf build && mkdir -p build/package

@@ -29,6 +29,20 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # in xdist's workers it is: t
 _hook = install_import_hook("tca_jax", "typecheck.check")
 _hook.__enter__()
 
+#: Files that take minutes, by a few tests. They begin first: one that began last would leave the other processes idle.
+LONGEST = (
+    "test_examples.py",
+    "test_docs.py",
+    "test_recall_model.py",
+    "test_demo.py",
+    "test_kill.py",
+    "test_train_recall_model.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
 
 @pytest.fixture(autouse=True, scope="module")
 def no_programs_of_other_modules():

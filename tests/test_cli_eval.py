@@ -1,12 +1,7 @@
-"""`tca-jax eval`: a whole run, what a second one adds, a run that was killed, and what is refused."""
+"""`tca-jax eval`: a whole run, what a second one adds, and what is refused; runs that are killed: tests/reliability."""
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +13,6 @@ from tca_jax.cli.app import app
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 12
 NOISE_TASK = ["--tasks=niah_single_1", "--lengths=1024", "--samples=2", "--batch=2"]
-LOSS_TASK = ["--tasks=loss", "--lengths=128", "--samples=2", "--text=text.txt"]
 
 
 def run(*args):
@@ -74,26 +68,6 @@ def test_a_run_writes_samples_table_and_pictures_and_a_second_one_adds_to_it():
     assert "| random:share=0.25,window=128 |" in Path("out/table.md").read_text()
     message = error("model", "--methods=full", *NOISE_TASK, "--protocols=prefix", "--out=out", "--seed=1")
     assert message.startswith("--out out was made with seed = 0, this run has 1")
-
-
-def test_a_run_that_is_killed_loses_no_finished_task_and_goes_on():
-    command = [sys.executable, "-c", "from tca_jax.cli import main; main()", "eval", "model", "--methods=full"]
-    command += ["--out=killed", *LOSS_TASK, "--tasks=loss,agreement"]
-    process = subprocess.Popen(command, env={**os.environ, "TERM": "dumb"}, stderr=subprocess.PIPE)
-    first = Path("killed/results/full/loss-128-text.json")
-    while not first.exists() and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    held = first.read_bytes()
-    assert len(json.loads(held)["samples"]) == 2
-    result = run("model", "--methods=full", "--out=killed", *LOSS_TASK, "--tasks=loss,agreement")
-    assert result.exit_code == 0, result.output
-    assert first.read_bytes() == held
-    assert set(records("killed")) == {"loss-128-text.json", "agreement-128-text.json"}
-    table = Path("killed/table.md").read_text()
-    assert "| full | 100.0% |" in table
-    assert "†" not in table
 
 
 def test_a_substitute_is_said_to_be_one():

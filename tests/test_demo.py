@@ -7,28 +7,41 @@ import json
 import pytest
 from rich.console import Console
 
-from tca_jax.demo import METHODS, Answer, DemoResult, Reading, context_table, protocol_table, run_demo
+import tca_jax
+from tca_jax.demo import METHODS, MODEL, Answer, DemoResult, Reading, context_table, protocol_table, run_demo
+from tca_jax.loading import checkpoint_folder
 from tca_jax.recall import PROTOCOLS
+
+RUN = ("full", "tca")  # the third one's runs are those of any profile
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     """Result and reported steps of a demo over 3,000 tokens."""
     steps = []
-    result = run_demo(3000, 1, 0, tmp_path_factory.mktemp("demo") / "new", lambda *step: steps.append(step))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tca_jax.demo.METHODS", {name: METHODS[name] for name in RUN})
+        result = run_demo(3000, 1, 0, tmp_path_factory.mktemp("demo") / "new", lambda *step: steps.append(step))
     return result, steps
+
+
+def test_the_method_as_published_has_its_profile_beside_the_model():
+    profile = tca_jax.Profile.load(checkpoint_folder(MODEL) / METHODS["paper()"])
+    lm = tca_jax.load(MODEL, profile)
+    assert lm.method.cache.config.criterion == "column_mean"
+    assert list(METHODS) == [*RUN, "paper()"]
 
 
 def test_every_method_answers_under_every_protocol_and_tca_holds_less(demo):
     result, _ = demo
-    assert len(result.answers) == len(METHODS) * len(PROTOCOLS)
-    for name in ("full", "tca"):
+    assert len(result.answers) == len(RUN) * len(PROTOCOLS)
+    for name in RUN:
         for protocol in PROTOCOLS:
             (answer,) = result.of(protocol, name)
             assert answer.correct, answer
             assert answer.text.endswith(answer.expected) or answer.expected.endswith(answer.text)
             assert answer.seconds > 0
-    full, tca, _ = result.readings
+    full, tca = result.readings
     assert full.kv_cache_bytes >= full.full_kv_cache_bytes > 2 * tca.kv_cache_bytes
     assert result.picture.read_bytes().startswith(b"\x89PNG")
 
@@ -40,7 +53,7 @@ def test_progress_tells_every_step(demo):
         "compiling",
         *(
             f"{name}: {what}"
-            for name in METHODS
+            for name in RUN
             for what in ("answering whole prompts", "reading the document, then answering")
         ),
         "drawing what tca kept",

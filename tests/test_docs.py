@@ -15,12 +15,14 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import yaml
+from shallow_recall import write_shallow_recall
 from tiny import random_prompt, tiny_lm
 from typer.testing import CliRunner
 
 import tca_jax
 from tca_jax import loading, methods, plots, recall
 from tca_jax.cli.app import app
+from tca_jax.loading import checkpoint_folder
 from tca_jax.methods import registry
 from tca_jax.models.registry import ALIASES
 from tca_jax.pallas_kernels.backends import OPERATIONS
@@ -121,21 +123,16 @@ def links(page: Path) -> list[str]:
 @pytest.fixture
 def shared(monkeypatch, tmp_path):
     """A folder with what the pages name, one loaded model for all blocks, and a registry to add to."""
-    monkeypatch.setattr(tca_jax, "load", load_once)
+    monkeypatch.setattr(tca_jax, "load", functools.cache(loading.load))
     monkeypatch.setattr(registry, "_FACTORIES", dict(registry._FACTORIES))
     monkeypatch.chdir(tmp_path)
     Path("report.txt").write_text(
         recall.build_document(np.random.default_rng(0), 1500, ("digits", "words", "hex")).text
     )
     Path("questions.txt").write_text(f"{QUESTION}\n")
-    shutil.copytree(loading.shipped_profile(), "my-profile")
+    shutil.copytree(checkpoint_folder("recall-tiny") / "profile", "my-profile")
     for name in ("benchmarks", "tca_jax"):
         Path(name).symlink_to(ROOT / name)
-
-
-@functools.cache
-def load_once(name, profile=None):
-    return loading.load(name, profile)
 
 
 def run(page: Path) -> str:
@@ -181,21 +178,36 @@ RUN = [
     "contexts",
     "evaluation",
     "kernels",
-    "methods",
     "pictures",
-    "profiles",
-    "quickstart",
     "usage",
 ]
 
 
 @pytest.mark.usefixtures("shared")
-@pytest.mark.parametrize("name", RUN)
-def test_the_blocks_and_commands_of_a_page_run(name):
+@pytest.mark.parametrize("name", ["methods", "profiles", "quickstart"])
+def test_the_blocks_and_commands_of_a_page_run_on_the_whole_model(name):
     printed = run(ROOT / "docs" / f"{name}.md")
     assert printed
     if name == "quickstart":
         assert printed.count("554090") == 2  # the text's list of questions, and the model's answer
+
+
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory):
+    return write_shallow_recall(tmp_path_factory.mktemp("shallow") / "recall-tiny")
+
+
+@pytest.fixture
+def with_a_shallow_model(shallow, tmp_path):
+    """Where a page's commands run, "recall-tiny" is a folder: that of a model with fewer layers."""
+    (tmp_path / "recall-tiny").symlink_to(shallow)
+
+
+@pytest.mark.usefixtures("with_a_shallow_model", "shared")
+@pytest.mark.parametrize("name", RUN)
+def test_the_blocks_and_commands_of_a_page_run(name):
+    assert checkpoint_folder("recall-tiny") == Path("recall-tiny")
+    assert run(ROOT / "docs" / f"{name}.md")
 
 
 def test_no_page_with_something_to_run_is_left_out():

@@ -122,21 +122,21 @@ def held_share(lm: LM, sizes: CallSizes) -> float:
     Where in its block a document ends decides how many columns a question takes: it is the worst place here, and the
     best one for full attention.
     """
-    full = lm.with_method(BASELINE)
-    least = sizes if sizes.question_tokens is None else sizes._replace(question_tokens=1)
-    return _num_bytes(lm, sizes, worst=True) / _num_bytes(full, least, worst=False)
+    fed = least = None
+    if sizes.question_tokens is not None and sizes.new_tokens is not None:
+        b, room = lm.for_contexts().method.cache.block_size, bucket_length(sizes.new_tokens)
+        fed, least = (num_columns(tokens, b) + room - 1 for tokens in (b - 1 + sizes.question_tokens, 1))
+    return _num_bytes(lm, sizes, fed) / _num_bytes(lm.with_method(BASELINE), sizes, least)
 
 
-def _num_bytes(lm: LM, sizes: CallSizes, *, worst: bool) -> int:
-    """Bytes of the caches behind one prompt, as `generate` and `prefill` allocate them."""
+def _num_bytes(lm: LM, sizes: CallSizes, fed: int | None) -> int:
+    """Bytes of the caches behind one prompt, as `generate` and `prefill` allocate them; `fed` tokens are to follow."""
     tokens, room = bucket_length(sizes.prompt_tokens), sizes.new_tokens and bucket_length(sizes.new_tokens)
-    if sizes.new_tokens is None or sizes.question_tokens is not None:
+    if fed is None and room is not None:
+        layouts = lm.cache_layouts(1, tokens, room)
+    else:
         lm = lm.for_contexts()
         layouts = lm.cache_layouts(1, tokens, None)
-    else:
-        layouts = lm.cache_layouts(1, tokens, room)
-    if room and sizes.question_tokens is not None:
-        policy, b = lm.method.cache, layouts[0].block_size
-        fed = num_columns(sizes.question_tokens + (b - 1 if worst else 0), b) + room - 1
-        layouts = tuple(layout.with_growth(policy, layer, fed) for layer, layout in enumerate(layouts))
+    if fed is not None:
+        layouts = tuple(layout.with_growth(lm.method.cache, layer, fed) for layer, layout in enumerate(layouts))
     return total_bytes(layouts, lm.config.head_dim, jnp.float32)  # of a share, the dtype does not matter

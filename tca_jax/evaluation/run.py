@@ -60,17 +60,18 @@ def run_plan(
         return builder.build_within(specs[label], plan.share, sizes)
 
     for job in jobs:
-        before = done
+        before, task = done, tasks[job.task]
+        samples = store.get(task, job.length)
+        method = built[job.method]
+        if plan.share is not None:
+            method = within(job.method, _call_sizes(builder.lm, task, samples, job))
 
         def advance(count: int, job: Job = job) -> None:
             nonlocal done
             done += count
             report(job, done, total)
 
-        task, method = tasks[job.task], built[job.method]
-        if plan.share is not None:
-            method = within(job.method, _call_sizes(builder.lm, task, job, store))
-        record = _run_job(method, task, job, store, plan, advance)
+        record = _run_job(method, task, job, samples, plan, advance)
         done = before + plan.samples  # a file may hold fewer
         results.write(job, {**record, **_setting(plan, task, method)})
         report(job, done, total)
@@ -103,11 +104,11 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _call_sizes(lm: LM, task: AnyTask, job: Job, store: SampleStore) -> CallSizes:
+def _call_sizes(lm: LM, task: AnyTask, samples: Sequence[Any], job: Job) -> CallSizes:
     """What the calls of a job allocate caches for."""
     if isinstance(task, TextTask):
         return task.call_sizes(job.length)
-    return call_sizes(lm, task, store.get(task, job.length), job.protocol)
+    return call_sizes(lm, task, samples, job.protocol)
 
 
 def _setting(plan: Plan, task: AnyTask, method: Built) -> dict[str, Any]:
@@ -124,9 +125,8 @@ def _setting(plan: Plan, task: AnyTask, method: Built) -> dict[str, Any]:
 
 
 def _run_job(
-    method: Built, task: AnyTask, job: Job, store: SampleStore, plan: Plan, advance: Callable[[int], None]
+    method: Built, task: AnyTask, job: Job, samples: Sequence[Any], plan: Plan, advance: Callable[[int], None]
 ) -> dict[str, Any]:
-    samples = store.get(task, job.length)
     if isinstance(task, TextTask):
         return _text_record(task, task.read(method.lm, samples, advance))
     answers = answer(method.lm, task, samples, job.protocol, batch=plan.batch, report=advance)

@@ -18,17 +18,17 @@ RANDOM_KILLS = int(os.environ.get("TCA_KILLS", "1"))
 _SERVER = """
 import json, os, random, shutil, signal, sys, time
 import jax, orbax.checkpoint, transformers
-import tca_jax.calibration.run, tca_jax.cli.app, tca_jax.loading
+import tca_jax.calibration.run, tca_jax.cli.app, tca_jax.evaluation, tca_jax.loading
 
-base, code, seed, times, changes_to_kill_at = json.loads(sys.argv[1])
+base, code, seed, times, changes_to_kill_at, goes_on = json.loads(sys.argv[1])
 
 def changes(event, args):
     if event == "open":
         return isinstance(args[1], str) and args[1][0] in "wax" or args[2] & (os.O_WRONLY | os.O_RDWR) > 0
     return event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate")
 
-def start(target, change=None):
-    shutil.copytree(base, target)
+def start(target, change=None, folder=base):
+    shutil.copytree(folder, target)
     child = os.fork()
     if child:
         return child
@@ -56,8 +56,13 @@ def ended(child):
     status = os.waitpid(child, 0)[1]
     return -1 if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
+def tell(target, when, child):
+    print(json.dumps([target, when, ended(child)]), flush=True)
+    if goes_on and when != "to its end":
+        print(json.dumps([target + "_on", "gone on", ended(start(target + "_on", folder=target))]), flush=True)
+
 begin = time.perf_counter()
-print(json.dumps([f"{base}_whole", "to its end", ended(start(f"{base}_whole"))]), flush=True)
+tell(f"{base}_whole", "to its end", start(f"{base}_whole"))
 whole = time.perf_counter() - begin
 rng = random.Random(seed)
 for i in range(times):
@@ -65,10 +70,9 @@ for i in range(times):
     child = start(f"{base}_time{i}")
     time.sleep(after)
     os.kill(child, signal.SIGKILL)
-    print(json.dumps([f"{base}_time{i}", f"{after:.2f} s of {whole:.2f}", ended(child)]), flush=True)
+    tell(f"{base}_time{i}", f"{after:.2f} s of {whole:.2f}", child)
 for change in changes_to_kill_at:
-    child = start(f"{base}_at{change}", change)
-    print(json.dumps([f"{base}_at{change}", f"change {change}", ended(child)]), flush=True)
+    tell(f"{base}_at{change}", f"change {change}", start(f"{base}_at{change}", change))
 """
 
 
@@ -89,7 +93,9 @@ class Run:
     log: str
 
 
-def run_killed(base: Path, code: str, *, times: int, changes: list[int], cache: Path, seed: int = 0) -> list[Run]:
+def run_killed(
+    base: Path, code: str, *, times: int, changes: list[int], cache: Path, seed: int = 0, goes_on: bool = False
+) -> list[Run]:
     """Runs a program to its end, and then again and again on other copies, with a kill in each.
 
     Args:
@@ -99,6 +105,8 @@ def run_killed(base: Path, code: str, *, times: int, changes: list[int], cache: 
         changes: Numbers of the changes to the copy, from 1, at which it is killed.
         cache: Folder of JAX's compilation cache, which all runs share, those that are killed while they write it too.
         seed: Of the moments.
+        goes_on: Whether after each kill it runs once more, to its end, on a copy of what the kill has left; the runs
+            that are returned then alternate, behind the first.
     """
     environment = {
         "PATH": "",
@@ -109,7 +117,7 @@ def run_killed(base: Path, code: str, *, times: int, changes: list[int], cache: 
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
     }
-    task = json.dumps([str(base), code, seed, times, changes])
+    task = json.dumps([str(base), code, seed, times, changes, goes_on])
     done = subprocess.run([sys.executable, "-c", _SERVER, task], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]

@@ -1,4 +1,4 @@
-"""kill -9 at any moment of calibrating and saving: what was there still loads, or the new one does, whole."""
+"""kill -9 at any moment of calibrating, evaluating and saving: nothing finished is lost, nothing is half there."""
 
 import errno
 import os
@@ -14,6 +14,7 @@ from tiny import TCA, random_prompt, tiny_lm, with_candidates, write_checkpoint
 import tca_jax
 from tca_jax.calibration.profile import Profile
 from tca_jax.engine import persistence
+from tca_jax.evaluation import Results
 
 
 def visible(folder):
@@ -37,6 +38,9 @@ def calibrate_command(work):
     ]
 
 
+#: Number of a change to the disk of an evaluation of two tasks, when one is finished.
+BETWEEN_TWO_TASKS = 12
+
 COMMANDS = {"calibrate": (calibrate_command, Profile.load)}
 
 
@@ -55,6 +59,49 @@ def test_a_command_killed_at_any_moment_leaves_the_old_result_or_the_new_one(nam
     for run in killed:
         assert read(run.folder) in ([new] if run.status == 0 else [old, new]), run
     assert any(read(run.folder) == old for run in killed), "no kill came before the end"
+
+
+# --- evaluations ----------------------------------------------------------------------------------
+
+
+def measured(record):
+    """A result without times."""
+    return {name: value for name, value in record.items() if name != "finished" and not name.endswith("seconds")}
+
+
+def table_without_seconds(folder):
+    """Its text tables end with a column of seconds."""
+    return [line.rsplit("|", 2)[0] for line in (folder / "table.md").read_text().splitlines()]
+
+
+def test_an_evaluation_killed_at_any_moment_keeps_what_is_finished_and_goes_on_to_the_same_table(tmp_path):
+    model = write_checkpoint(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("It was a dark night, and 42 dogs ran. " * 8)
+    (tmp_path / "base").mkdir()
+    code = command_line(
+        *("eval", str(model), "--methods", "full", "--tasks", "loss,agreement", "--lengths", "128", "--samples", "1"),
+        *("--text", str(tmp_path / "text.txt"), "--out", "{target}"),
+    )
+    changes = [BETWEEN_TWO_TASKS, *some_changes(25)[1:]]
+    runs = run_killed(
+        tmp_path / "base", code, times=RANDOM_KILLS, changes=changes, cache=tmp_path / "cache", goes_on=True
+    )
+    whole, killed, gone_on = runs[0], runs[1::2], runs[2::2]
+    assert whole.status == 0, whole.log
+    wanted = {(r["task"], r["length"]): measured(r) for r in Results(whole.folder).read_all()}
+    assert len(wanted) == 2
+    assert sum(run.status == -1 for run in killed) > len(changes) // 2, killed
+    counts = set()
+    for run, on in zip(killed, gone_on, strict=True):
+        finished = Results(run.folder).read_all()
+        counts.add(len(finished))
+        assert on.status == 0, on.log
+        results = Results(on.folder).read_all()
+        assert all(record in results for record in finished), run  # with its times: it was not run again
+        assert {(r["task"], r["length"]): measured(r) for r in results} == wanted, run
+        assert table_without_seconds(on.folder) == table_without_seconds(whole.folder), run
+        assert {path.name for path in on.folder.glob("*.png")} == {path.name for path in whole.folder.glob("*.png")}
+    assert 1 in counts, "no kill came between two tasks"
 
 
 # --- contexts -------------------------------------------------------------------------------------
