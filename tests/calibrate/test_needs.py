@@ -27,8 +27,8 @@ class Token:
 class Model:
     """Losses of a probe, and their slopes: a head shows its share only once it is the last that is missing."""
 
-    def __init__(self, tokens: dict[int, Token], noise: np.ndarray, enough: int = 4) -> None:
-        self.tokens, self.noise, self.enough, self.read = tokens, noise, enough, []
+    def __init__(self, tokens: dict[int, Token], noise: np.ndarray, enough: int = 4, gain: float = 3) -> None:
+        self.tokens, self.noise, self.enough, self.gain, self.read = tokens, noise, enough, gain, []
 
     def losses(self, rows):
         self.rows = rows
@@ -43,7 +43,7 @@ class Model:
         for place, token in self.tokens.items():
             missing = [head for head in token.heads if self.rows[head] < self.enough]
             if len(missing) == 1:
-                found[missing[0]] += 3 * token.loss * queries[place]
+                found[missing[0]] += self.gain * token.loss * queries[place]
         return found
 
 
@@ -93,10 +93,31 @@ def test_texts_that_lose_nothing_any_more_are_not_read_again(monkeypatch, noise)
     assert (len(done.read), len(more.read)) == (2, 3)
 
 
-def test_what_is_lost_by_no_heads_fault_blames_none(monkeypatch):
-    found = find(monkeypatch, Model({0: Token(5.0, ((0, 0), (0, 1)))}, np.zeros((LAYERS, HEADS))))
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_what_is_lost_by_no_heads_fault_or_by_a_little_of_all_blames_none(monkeypatch, share):
+    found = find(monkeypatch, Model({0: Token(5.0, ((0, 0), (0, 1)))}, np.full((LAYERS, HEADS), share)))
     assert not found.blame.any()
     assert found.rounds == 1
+
+
+LOUD = {place: Token(5.0, ((2, 1),)) for place in range(5)}
+
+
+@pytest.mark.parametrize(("probes", "rounds"), [(1, 2), (40, 3)])
+def test_where_little_is_left_heads_are_found_one_by_one(monkeypatch, noise, probes, rounds):
+    models = [Model(LOUD, noise / 100) for _ in range(probes)]
+    quiet = {5: Token(0.5, ((2, 1), (0, 0))), 6: Token(0.4, ((2, 1), (1, 1)))}
+    models[-1] = Model({**LOUD, **quiet}, noise / 100, gain=1)
+    found = find(monkeypatch, *models)
+    assert dense(found) == [(0, 0), (1, 1), (2, 1)]
+    assert found.rounds == rounds
+
+
+@pytest.mark.parametrize(("probes", "needed"), [(1, [(0, 0), (2, 1)]), (60, [(2, 1)])])
+def test_what_is_left_to_a_token_or_two_of_many_probes_is_chance(monkeypatch, noise, probes, needed):
+    models = [Model(LOUD, noise) for _ in range(probes)]
+    models[-1] = Model({**LOUD, 6: Token(0.2, ((2, 1), (0, 0)))}, noise)
+    assert dense(find(monkeypatch, *models)) == needed
 
 
 def test_small_rises_are_a_need_but_find_no_head(monkeypatch, noise):
