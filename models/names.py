@@ -1,4 +1,4 @@
-"""Which tensors of a Hugging Face checkpoint each parameter of the decoder is made of: one table, both ways."""
+"""Which tensors of a Hugging Face checkpoint each parameter of the decoder is made of, and how devices share it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+MODEL = "model"  # the mesh axis that a model's weights are shared out over
+_WHOLE = PartitionSpec()
 LAYER = re.compile(r"model\.layers\.(\d+)\..*")  # a name of a layer's tensor
 
 
@@ -31,10 +34,14 @@ class _Row:
         names: Its tensors, as templates of the match.
         transposed: The checkpoint holds transposes ([out, in]).
         widths: Where there are several tensors, what each one fills of the parameter's axis -2.
+        spec: Which of its axes is split over a mesh; none by default.
+        by_head: The axis that is split holds the KV heads, one behind the other.
     """
 
     path: str
     names: tuple[str, ...]
+    spec: PartitionSpec = _WHOLE
+    by_head: bool = False
     transposed: bool = False
     widths: Callable[[ModelConfig], tuple[int, ...]] | None = None
 
@@ -56,20 +63,54 @@ _QKV_WEIGHTS, _QKV_BIASES = (
 _GATE_UP_WEIGHTS, _GATE_UP_BIASES = (
     tuple(rf"{_HF_LAYER}.mlp.{part}_proj.{kind}" for part in ("gate", "up")) for kind in ("weight", "bias")
 )
+# What gives heads or the MLP's inner width is split over its outputs, what takes them over its inputs: a device holds
+# whole KV heads, and one sum over devices closes attention, another one the MLP. Biases of the latter and norms are
+# wanted everywhere and are small. Embedding and head are split over the width: of a model of 70B they are 4.2 GB, which
+# no device shall hold whole, and a vocabulary is often no multiple of anything, as users add tokens to theirs.
 _TABLE = (
-    _Row(r"embedding", (EMBEDDING,)),
+    _Row(r"embedding", (EMBEDDING,), PartitionSpec(None, MODEL)),
     _Row(r"norm\.scale", ("model.norm.weight",)),
-    _Row(r"head\.kernel", (HEAD,), transposed=True),
+    _Row(r"head\.kernel", (HEAD,), PartitionSpec(MODEL), transposed=True),
     _Row(rf"{_LAYER}\.attention_norm\.scale", (rf"{_HF_LAYER}.input_layernorm.weight",)),
     _Row(rf"{_LAYER}\.mlp_norm\.scale", (rf"{_HF_LAYER}.post_attention_layernorm.weight",)),
-    _Row(rf"{_LAYER}\.attention\.qkv\.kernel", _QKV_WEIGHTS, transposed=True, widths=_queries_key_value),
-    _Row(rf"{_LAYER}\.attention\.qkv\.bias", _QKV_BIASES, widths=_queries_key_value),
+    _Row(
+        rf"{_LAYER}\.attention\.qkv\.kernel",
+        _QKV_WEIGHTS,
+        PartitionSpec(None, MODEL),
+        by_head=True,
+        transposed=True,
+        widths=_queries_key_value,
+    ),
+    _Row(
+        rf"{_LAYER}\.attention\.qkv\.bias",
+        _QKV_BIASES,
+        PartitionSpec(MODEL),
+        by_head=True,
+        widths=_queries_key_value,
+    ),
     _Row(rf"{_LAYER}\.attention\.([qk])_norm\.scale", (rf"{_HF_LAYER}.self_attn.\2_norm.weight",)),
-    _Row(rf"{_LAYER}\.attention\.o\.kernel", (rf"{_HF_LAYER}.self_attn.o_proj.weight",), transposed=True),
+    _Row(
+        rf"{_LAYER}\.attention\.o\.kernel",
+        (rf"{_HF_LAYER}.self_attn.o_proj.weight",),
+        PartitionSpec(MODEL),
+        by_head=True,
+        transposed=True,
+    ),
     _Row(rf"{_LAYER}\.attention\.o\.bias", (rf"{_HF_LAYER}.self_attn.o_proj.bias",)),
-    _Row(rf"{_LAYER}\.mlp\.gate_up\.kernel", _GATE_UP_WEIGHTS, transposed=True, widths=_gate_and_up),
-    _Row(rf"{_LAYER}\.mlp\.gate_up\.bias", _GATE_UP_BIASES, widths=_gate_and_up),
-    _Row(rf"{_LAYER}\.mlp\.down\.kernel", (rf"{_HF_LAYER}.mlp.down_proj.weight",), transposed=True),
+    _Row(
+        rf"{_LAYER}\.mlp\.gate_up\.kernel",
+        _GATE_UP_WEIGHTS,
+        PartitionSpec(None, None, MODEL),
+        transposed=True,
+        widths=_gate_and_up,
+    ),
+    _Row(rf"{_LAYER}\.mlp\.gate_up\.bias", _GATE_UP_BIASES, PartitionSpec(None, MODEL), widths=_gate_and_up),
+    _Row(
+        rf"{_LAYER}\.mlp\.down\.kernel",
+        (rf"{_HF_LAYER}.mlp.down_proj.weight",),
+        PartitionSpec(MODEL),
+        transposed=True,
+    ),
     _Row(rf"{_LAYER}\.mlp\.down\.bias", (rf"{_HF_LAYER}.mlp.down_proj.bias",)),
 )
 
@@ -131,6 +172,8 @@ class Parameter:
         names: Its tensors.
         transposed: The checkpoint holds transposes ([out, in]).
         layout: How it holds them.
+        spec: Which of its axes is split over the devices of a mesh.
+        by_head: The axis that is split holds the KV heads, one behind the other.
     """
 
     path: tuple[Any, ...]
@@ -138,6 +181,18 @@ class Parameter:
     names: tuple[str, ...]
     transposed: bool
     layout: Layout
+    spec: PartitionSpec
+    by_head: bool
+
+    @property
+    def layer(self) -> int | None:
+        """The layer that it belongs to; None for embedding, final norm and head."""
+        return self.path[1] if self.path[0] == "layers" else None
+
+    @property
+    def split_axis(self) -> int | None:
+        """The axis that is split over the devices of a mesh; None: each of them holds it whole."""
+        return next((axis for axis, name in enumerate(self.spec) if name == MODEL), None)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -158,7 +213,7 @@ def parameters(decoder: Decoder) -> list[Parameter]:
         widths = row.widths(decoder.config) if row.widths else ()
         layout = Layout(tuple(variable.shape), 1 if row.transposed else 0, widths)  # kernels have an axis of inputs
         names = tuple(match.expand(name) for name in row.names)
-        found.append(Parameter(path, variable, names, row.transposed, layout))
+        found.append(Parameter(path, variable, names, row.transposed, layout, row.spec, row.by_head))
     return found
 
 
