@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -85,7 +85,29 @@ def decoder_shardings(config: ModelConfig, mesh: Mesh) -> Any:
 
 def parameter_sharding(parameter: Parameter, mesh: Mesh) -> NamedSharding:
     """How a parameter lies on a mesh."""
-    return NamedSharding(mesh, _spec_on(mesh, parameter.spec))
+    return spec_sharding(mesh, parameter.spec)
+
+
+def spec_sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+    """How an array with such a spec lies on a mesh, of which some axes may be missing."""
+    return NamedSharding(mesh, _spec_on(mesh, spec))
+
+
+def settled(value: Array, parameter: Parameter, mesh: Mesh | None) -> Array:
+    """A parameter's value under the very sharding that `decoder_shardings` names: an equal one may be spelt otherwise,
+    and programs that are compiled for the one would be compiled again for the other."""
+    return value if mesh is None else jax.device_put(value, parameter_sharding(parameter, mesh))
+
+
+def by_part(function: Callable[..., Any], mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`function` as each device of a mesh runs it on its parts of the arrays; as it is where there is no mesh.
+
+    `in_specs` and `out_specs` are pytrees of `PartitionSpec`; names of axes that the mesh lacks count as None.
+    """
+    if mesh is None:
+        return function
+    in_specs, out_specs = jax.tree.map(functools.partial(_spec_on, mesh), (in_specs, out_specs))
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
 def mesh_of(decoder: Decoder) -> Mesh | None:
@@ -132,9 +154,7 @@ def permute_heads(decoder: Decoder, orders: HeadOrders) -> Decoder:
             continue
         old, places = parameter.variable[...], np.array(order, np.int32)
         new = _reorder(old, places, axis=parameter.split_axis, spec=parameter.spec, mesh=mesh)
-        # Under the very sharding it had: on an explicit mesh the new one is equal but spelt otherwise.
-        new = jax.block_until_ready(jax.device_put(new, old.sharding))
-        moved[parameter.path] = parameter.variable.replace(new)
+        moved[parameter.path] = parameter.variable.replace(jax.block_until_ready(settled(new, parameter, mesh)))
     graphdef, state = nnx.split(decoder)
     return nnx.merge(graphdef, nnx.from_flat_state(dict(nnx.to_flat_state(state)) | moved))
 
@@ -158,15 +178,16 @@ def _reorder(
     x: Array, order: Int[Array | np.ndarray, " Hkv"], *, axis: int, spec: PartitionSpec, mesh: Mesh | None
 ) -> Array:
     """A weight whose `axis` holds the KV heads, with these in another order; it lies where it lay."""
-    if axis_size(mesh, MODEL) == 1:
-        return _take_heads(x, order, order, axis)
+    devices = axis_size(mesh, MODEL)
 
     def on_device(x: Array, order: Array) -> Array:
-        held = order.size // axis_size(mesh, MODEL)
+        if devices == 1:
+            return _take_heads(x, order, order, axis)
+        held = order.size // devices
         mine = jax.lax.dynamic_slice_in_dim(order, jax.lax.axis_index(MODEL) * held, held)
         return _take_heads(jax.lax.all_gather(x, MODEL, axis=axis, tiled=True), mine, order, axis)
 
-    return jax.shard_map(on_device, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)(x, order)
+    return by_part(on_device, mesh, (spec, PartitionSpec()), spec)(x, order)
 
 
 def _take_heads(x: Array, wanted: Array, heads: Array, axis: int) -> Array:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.programs import enable_compilation_cache
@@ -19,6 +20,7 @@ from tca_jax.models.config import ModelConfig, read_config
 from tca_jax.models.json_object import read_json_object, refuse_misspelt
 from tca_jax.models.params import load_checkpoint
 from tca_jax.models.registry import ALIASES
+from tca_jax.models.sharding import check_mesh
 
 if TYPE_CHECKING:
     from tca_jax.calibration.profile import Profile
@@ -72,13 +74,16 @@ class Checkpoint:
         profile: str | os.PathLike[str] | Profile | None = None,
         *,
         dtype: Any = None,
+        mesh: Mesh | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> LM:
         """Reads the weights; arguments, result and errors are those of `tca_jax.load`."""
         dtype = check_dtype(dtype)
+        if mesh is not None:
+            check_mesh(mesh, self.config, self.name)
         found = self.read_profile(profile)  # before gigabytes are read
         enable_compilation_cache()
-        loaded = load_checkpoint(self.folder, self.config, dtype, progress)  # weights are read here and nowhere else
+        loaded = load_checkpoint(self.folder, self.config, dtype, progress, mesh)  # all weights are read here
         lm = LM.from_decoder(
             loaded.decoder,
             checkpoint_fingerprint=loaded.fingerprint,
@@ -95,6 +100,7 @@ def load(
     profile: str | os.PathLike[str] | Profile | None = None,
     *,
     dtype: Any = None,
+    mesh: Mesh | None = None,
     revision: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LM:
@@ -106,6 +112,9 @@ def load(
         profile: Head budgets: a folder that `Profile.save` wrote, a `Profile`, "shipped" for the one beside a shipped
             model, or None for exact full attention.
         dtype: Of weights and activations; None is bfloat16 on an accelerator and float32 on the CPU.
+        mesh: Devices that share the model, as `jax.make_mesh((1, 4), ("data", "model"))` gives them: its weights over
+            "model", the rows of a batch over "data", in any order of the axes; None for the default device. No host
+            and no device ever holds more than its own part and one tensor.
         revision: Branch, tag or commit on the Hub.
         progress: Called as `progress(bytes_read, bytes)` after each tensor.
 
@@ -113,11 +122,12 @@ def load(
         The model; `lm.with_profile(other)` shares its weights.
 
     Raises:
-        ValueError: unknown alias (with the list), unsupported architecture or option, a profile of another model.
+        ValueError: unknown alias (with the list), unsupported architecture or option, a profile of another model, a
+            mesh whose devices cannot share the model (with the numbers that can).
         FileNotFoundError: a file of the checkpoint is missing (with its name).
     """
     dtype = check_dtype(dtype)  # before anything is downloaded
-    return open_checkpoint(name_or_path, revision).load(profile, dtype=dtype, progress=progress)
+    return open_checkpoint(name_or_path, revision).load(profile, dtype=dtype, mesh=mesh, progress=progress)
 
 
 def open_checkpoint(name_or_path: str | os.PathLike[str], revision: str | None = None) -> Checkpoint:
