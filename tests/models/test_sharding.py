@@ -30,7 +30,7 @@ HEADS = {1: (4, 4), 4: (16, 4), 7: (28, 4)}  # group -> query heads, KV heads
 ORDERS = ((2, 0, 3, 1), (1, 3, 0, 2))
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
-needs_4_devices = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices; tests/distributed runs it so")
+needs_4_devices = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 
 
 def config_of(config_entries: Any, family: str = "llama", group: int = 4, **changes: Any) -> ModelConfig:
