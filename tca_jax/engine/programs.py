@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Hashable
@@ -10,6 +11,8 @@ from typing import Any
 
 import jax
 
+from tca_jax.engine.mesh import Devices
+
 _MOST_PROGRAMS = 128  # kept of each function; an octave of prompt lengths has eight
 
 
@@ -17,7 +20,8 @@ class Program:
     """A function compiled ahead of time, once for each combination of argument shapes and static arguments.
 
     Args:
-        function: What to compile; its keyword arguments are static.
+        function: What to compile; its keyword arguments are static. Its first argument is the model, over whose mesh
+            it runs if it is a `Devices`.
         donate: Positions of arguments whose buffers the program may overwrite.
     """
 
@@ -35,6 +39,13 @@ class Program:
             The executable, to be called with the same positional arguments, and the seconds that compiling took
             (0.0 when nothing was compiled).
         """
+        if isinstance(self._function, Devices) and args[0].mesh is not None:
+            place = functools.partial(self._function.place, args[0])
+            executable, seconds = self._prepare(args[0], *place(args[1:]), **static)
+            return lambda lm, *args: executable(lm, *place(args)), seconds
+        return self._prepare(*args, **static)
+
+    def _prepare(self, *args: Any, **static: Any) -> tuple[Callable[..., Any], float]:
         leaves, structure = jax.tree.flatten(args)
         shapes = tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
         key = (structure, shapes, tuple(sorted(static.items())))

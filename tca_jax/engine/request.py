@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import numbers
 import time
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,11 +17,12 @@ import numpy as np
 from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.cache import LayerCache
 from tca_jax.engine.contexts import Appendix, Context
-from tca_jax.engine.decoding import DecodingState, decode, row_keys
+from tca_jax.engine.decoding import STATE, DecodingState, decode, row_keys
 from tca_jax.engine.health import require_finite
 from tca_jax.engine.layouts import CacheLayout, total_bytes
 from tca_jax.engine.lm import LM
 from tca_jax.engine.memory import require_room
+from tca_jax.engine.mesh import CACHES, ROWS, SAME, Devices, rows_of_device
 from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.prompts import decode_tokens, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.sampling import Sampling
@@ -28,10 +30,11 @@ from tca_jax.engine.starting import prefill, resume
 from tca_jax.methods import BASELINE
 from tca_jax.methods.checks import check_integer, check_seed
 from tca_jax.pallas_kernels.backends import Backend, whole
+from tca_jax.pallas_kernels.kv import Pool
 
 # The keys and values of a pool are never written: they go into programs and do not come out, so that answers share
 # those of a context, and no program copies them.
-_Pools = tuple[tuple[Any, Any], ...]  # arrays; their shapes where a program is compiled and not run
+_Pools = tuple[Pool, ...]  # of arrays; of their shapes where a program is compiled and not run
 
 
 def _resume_program(*args: Any, **static: Any) -> DecodingState:
@@ -43,24 +46,30 @@ def _decode_program(lm: LM, state: DecodingState, pools: _Pools, *args: Any, **s
 
 
 def _pools(caches: tuple[LayerCache, ...]) -> _Pools:
-    return tuple((cache.pool.k, cache.pool.v) for cache in caches)
+    return tuple(_keys_and_values(cache.pool.k, cache.pool.v) for cache in caches)
 
 
-def _with_pools(state: DecodingState, pools: Sequence[tuple[Any, Any]]) -> DecodingState:
+@typing.no_type_check  # arrays, their shapes, or nothing
+def _keys_and_values(k: Any, v: Any) -> Pool:
+    return Pool(k, v, None, None)
+
+
+def _with_pools(state: DecodingState, pools: _Pools) -> DecodingState:
     caches = tuple(
-        dataclasses.replace(cache, pool=cache.pool._replace(k=k, v=v))
-        for cache, (k, v) in zip(state.caches, pools, strict=True)
+        dataclasses.replace(cache, pool=cache.pool._replace(k=pool.k, v=pool.v))
+        for cache, pool in zip(state.caches, pools, strict=True)
     )
     return dataclasses.replace(state, caches=caches)
 
 
 def _without_pools(state: DecodingState) -> DecodingState:
-    return _with_pools(state, [(None, None)] * len(state.caches))
+    return _with_pools(state, (_keys_and_values(None, None),) * len(state.caches))
 
 
-_prefill = Program(prefill)
-_resume = Program(_resume_program)
-_decode = Program(_decode_program, donate=(1,))
+_drawing = (ROWS, SAME, SAME, SAME)  # keys, and all that rows share
+_prefill = Program(Devices(prefill, (ROWS, ROWS, *_drawing), STATE))
+_resume = Program(Devices(_resume_program, (CACHES, ROWS, ROWS, ROWS, ROWS, ROWS, *_drawing), STATE))
+_decode = Program(Devices(_decode_program, (STATE, CACHES, SAME, SAME), STATE), donate=(1,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,26 +176,27 @@ class Request:
         return bucket_length(self.max_new_tokens)
 
     def layouts(self, lm: LM) -> tuple[CacheLayout, ...]:
-        """Caches of the call under `lm`'s method; the pool of a context is one of them."""
-        prompts = len(self.prompt_ids)
+        """Caches of the call under `lm`'s method, on each device; the pool of a context is one of them."""
+        prompts = rows_of_device(self.lm, len(self.prompt_ids), "prompts")
         if self.context is None or self.appended is None:
             sizes = prompts, bucket_length(max(map(len, self.prompt_ids))), self.room
             return tuple(layout.repeat_rows(self.num_samples) for layout in lm.cache_layouts(*sizes))
         layouts = self.context.layouts
         if lm.method != self.lm.method:
-            layouts = lm.for_contexts().cache_layouts(self.context.batch, self.context.tokens.shape[1], None)
+            rows = rows_of_device(lm, self.context.batch, "rows of the context")
+            layouts = lm.for_contexts().cache_layouts(rows, self.context.tokens.shape[1], None)
         fed = self.appended.tokens.shape[1] + self.room - 1
         times = self.rows // self.context.batch
         policy = lm.for_contexts().method.cache
         return tuple(layout.repeat_rows(times).with_growth(policy, layer, fed) for layer, layout in enumerate(layouts))
 
     def kv_cache_bytes(self, lm: LM) -> int:
-        """Bytes of all caches of the call under `lm`'s method."""
+        """Bytes of all caches of the call under `lm`'s method, on each device."""
         return total_bytes(self.layouts(lm), lm.config.head_dim, self.lm.dtype)
 
     @property
     def full_kv_cache_bytes(self) -> int:
-        """Bytes of the call's caches under full attention."""
+        """Bytes of the call's caches under full attention, on each device."""
         return self.kv_cache_bytes(self.lm.with_method(BASELINE))
 
     def start(self) -> DecodingState:
