@@ -29,7 +29,7 @@ from tca_jax.models.fingerprint import combine, tensor_checksums
 from tca_jax.models.json_object import read_json_object
 from tca_jax.models.names import EMBEDDING, HEAD, LAYER, Parameter, outer_shapes, parameters
 from tca_jax.models.placing import join_tensors, place_tensor, read_tensor
-from tca_jax.models.sharding import check_mesh, settled
+from tca_jax.models.sharding import HeadOrders, check_mesh, check_orders, reorder_heads, settled
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"[\w.-]{1,200}\.safetensors")  # in the checkpoint's own folder
@@ -55,8 +55,8 @@ class LoadedCheckpoint(NamedTuple):
 
     Attributes:
         decoder: The model.
-        fingerprint: Of the tensors as they are stored, where the loaded weights no longer tell it (stored in float32,
-            loaded in float16); else None, and `fingerprint(decoder)` tells it.
+        fingerprint: Of the tensors as they are stored, where the loaded weights no longer tell it (stored in float32
+            and loaded in float16, or with heads in another order); else None, and `fingerprint(decoder)` tells it.
     """
 
     decoder: Decoder
@@ -80,6 +80,7 @@ def load_checkpoint(
     dtype: DTypeLike = jnp.bfloat16,
     progress: Callable[[int, int], None] | None = None,
     mesh: Mesh | None = None,
+    head_orders: HeadOrders | None = None,
 ) -> LoadedCheckpoint:
     """Build the decoder from a checkpoint folder.
 
@@ -93,15 +94,18 @@ def load_checkpoint(
         progress: Called as `progress(bytes read, bytes in all)` after each tensor, of which a process of several
             may have read a part.
         mesh: Devices that share the weights, as `models.sharding` says; None for the default device.
+        head_orders: An order for each layer's KV heads, as for `permute_heads`; None for the checkpoint's own.
 
     Raises:
         FileNotFoundError: no safetensors file, or a shard is missing.
         ValueError: a corrupt file, a missing or unexpected tensor, or one of unexpected shape or dtype; the
             message names the file and the tensor. Sizes that are not the checkpoint's are refused before anything
-            is built of them. Or the mesh does not fit the model.
+            is built of them. Or the mesh or the orders do not fit the model.
     """
     if mesh is not None:
         check_mesh(mesh, config)
+    if head_orders is not None:
+        check_orders(head_orders, config)
     folder = Path(folder)
     stored = _read_headers(folder)
     _check_sizes(folder, config, stored)
@@ -110,19 +114,22 @@ def load_checkpoint(
     wanted = {name: parameter for parameter in made for name in parameter.names}
     _check_tensors(folder, wanted, stored)
     rounded_twice = jnp.dtype(dtype) == jnp.float16 and any(stored[name].dtype == "F32" for name in wanted)
+    tells_no_longer = rounded_twice or head_orders is not None
     placed_dtype = jnp.dtype(jnp.float32 if rounded_twice else dtype)
     checksums: dict[str, Array] = {}
     loaded = {}
     for parameter, value in _read(wanted, stored, placed_dtype, mesh, progress):
-        if rounded_twice:
+        if tells_no_longer:
             checksums |= tensor_checksums(parameter, value)
+        if head_orders is not None:
+            value = reorder_heads(value, parameter, head_orders, mesh)
         value = settled(value.astype(dtype), parameter, mesh)
         loaded[parameter.path] = parameter.variable.replace(jax.block_until_ready(value))
     decoder: Decoder = nnx.merge(nnx.graphdef(abstract), nnx.from_flat_state(loaded))
     if config.tie_embeddings and HEAD in stored:
         _check_tied_head(stored[HEAD].file, decoder, mesh)
     shapes = {name: shape for parameter in made for name, shape in parameter.shapes.items()}
-    return LoadedCheckpoint(decoder, combine(config, shapes, checksums) if rounded_twice else None)
+    return LoadedCheckpoint(decoder, combine(config, shapes, checksums) if tells_no_longer else None)
 
 
 def save_decoder(

@@ -147,16 +147,23 @@ def permute_heads(decoder: Decoder, orders: HeadOrders) -> Decoder:
         ValueError: not a permutation of the KV heads for each layer.
     """
     check_orders(orders, decoder.config)
-    mesh, heads = mesh_of(decoder), decoder.config.num_kv_heads
-    moved = {}
+    mesh, moved = mesh_of(decoder), {}
     for parameter in parameters(decoder):
-        if not parameter.by_head or (order := tuple(orders[parameter.layer])) == tuple(range(heads)):
-            continue
-        old, places = parameter.variable[...], np.array(order, np.int32)
-        new = _reorder(old, places, axis=parameter.split_axis, spec=parameter.spec, mesh=mesh)
-        moved[parameter.path] = parameter.variable.replace(jax.block_until_ready(settled(new, parameter, mesh)))
-    graphdef, state = nnx.split(decoder)
-    return nnx.merge(graphdef, nnx.from_flat_state(dict(nnx.to_flat_state(state)) | moved))
+        value = reorder_heads(parameter.variable[...], parameter, orders, mesh)
+        moved[parameter.path] = parameter.variable.replace(jax.block_until_ready(value))
+    return nnx.merge(nnx.graphdef(decoder), nnx.from_flat_state(moved))
+
+
+def reorder_heads(value: Array, parameter: Parameter, orders: HeadOrders, mesh: Mesh | None) -> Array:
+    """A parameter's value with the KV heads of its layer in another order; itself where there are none or none moves.
+
+    The value lies where it lay; `orders` are as for `permute_heads`.
+    """
+    if not parameter.by_head or list(orders[parameter.layer]) == sorted(orders[parameter.layer]):
+        return value
+    order = np.array(orders[parameter.layer], np.int32)
+    value = _reorder(value, order, axis=parameter.split_axis, spec=parameter.spec, mesh=mesh)
+    return settled(value, parameter, mesh)
 
 
 def inverse_orders(orders: HeadOrders) -> tuple[tuple[int, ...], ...]:

@@ -13,14 +13,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from tca_jax.engine.head_balance import Orders, balanced_orders
 from tca_jax.engine.lm import LM
 from tca_jax.engine.programs import enable_compilation_cache
 from tca_jax.engine.prompts import is_librarys
 from tca_jax.models.config import ModelConfig, read_config
 from tca_jax.models.json_object import read_json_object, refuse_misspelt
+from tca_jax.models.names import MODEL
 from tca_jax.models.params import load_checkpoint
 from tca_jax.models.registry import ALIASES
-from tca_jax.models.sharding import check_mesh
+from tca_jax.models.sharding import axis_size, check_mesh
 
 if TYPE_CHECKING:
     from tca_jax.calibration.profile import Profile
@@ -83,9 +85,13 @@ class Checkpoint:
             check_mesh(mesh, self.config, self.name)
         found = self.read_profile(profile)  # before gigabytes are read
         enable_compilation_cache()
-        loaded = load_checkpoint(self.folder, self.config, dtype, progress, mesh)  # all weights are read here
+        orders = None if mesh is None or found is None else self._head_orders(found, mesh)
+        # All weights are read here.
+        loaded = load_checkpoint(self.folder, self.config, dtype, progress, mesh, orders)
         lm = LM.from_decoder(
             loaded.decoder,
+            mesh=mesh,
+            head_orders=orders,
             checkpoint_fingerprint=loaded.fingerprint,
             name=self.name,
             tokenizer=self.tokenizer,
@@ -93,6 +99,12 @@ class Checkpoint:
             pad_token_id=self.pad_token_id,
         )
         return lm.with_profile(found)
+
+    def _head_orders(self, profile: Profile, mesh: Mesh) -> Orders:
+        """Where the profile wants each KV head: read there, none has to be moved, for which there may be no room."""
+        c = self.config
+        sizes = c.num_layers, c.num_kv_heads, axis_size(mesh, MODEL), c.max_context
+        return balanced_orders(profile.method().cache, *sizes, None)
 
 
 def load(

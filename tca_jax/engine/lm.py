@@ -93,12 +93,15 @@ class LM:
         return f"LM({self.name!r}, {self.config.family}, {self.config.num_layers} layers, {self.method.name})"
 
     @classmethod
-    def from_decoder(cls, decoder: Decoder, *, mesh: Mesh | None = None, **fields: Any) -> LM:
+    def from_decoder(
+        cls, decoder: Decoder, *, mesh: Mesh | None = None, head_orders: Orders | None = None, **fields: Any
+    ) -> LM:
         """Wraps a decoder, for example one that was just trained.
 
         Args:
             decoder: The model, on one device, or on the mesh already.
             mesh: Devices that share it, with axes "data" and "model", in any order, or one of them.
+            head_orders: Orders that the KV heads of a model for a mesh are in already; None for its own.
             **fields: Further attributes.
 
         Raises:
@@ -109,7 +112,7 @@ class LM:
             check_mesh(mesh, config, fields.get("name", "the model"))
             mesh = whole_mesh(mesh)
             decoder = shard_decoder(decoder, mesh)
-            fields["head_orders"] = (tuple(range(config.num_kv_heads)),) * config.num_layers
+            fields["head_orders"] = head_orders or (tuple(range(config.num_kv_heads)),) * config.num_layers
         graphdef, params = nnx.split(decoder)
         return cls(params=params, graphdef=graphdef, config=config, mesh=mesh, **fields)
 

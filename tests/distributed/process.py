@@ -14,6 +14,7 @@ import numpy as np
 from reads import Reads
 
 MESHES = ((1, 4), (2, 2))  # devices on "data" and "model"
+NEW_TOKENS = 12
 
 
 def shards_of(folder: Path, shape: tuple[int, int], results: Path) -> dict[str, object]:
@@ -35,6 +36,15 @@ def shards_of(folder: Path, shape: tuple[int, int], results: Path) -> dict[str, 
     return {"fingerprint": fingerprint(decoder), "read": sum(map(sum, reads.elements.values()))}
 
 
+def answers_of(folder: Path) -> dict[str, object]:
+    """What the model on a mesh of all devices says to two prompts, and its fingerprint."""
+    import tca_jax
+
+    lm = tca_jax.load(folder, profile=folder / "profile", mesh=jax.make_mesh((2, 2), ("data", "model")))
+    prompts = json.loads((folder / "prompts.json").read_text())
+    return {"tokens": tca_jax.generate(lm, prompts, max_new_tokens=NEW_TOKENS).tokens, "fingerprint": lm.fingerprint}
+
+
 def main(coordinator: str, processes: str, process: str, checkpoint: str, results: str) -> None:
     jax.distributed.initialize(coordinator, int(processes), int(process))
     assert jax.device_count() == 4
@@ -44,6 +54,7 @@ def main(coordinator: str, processes: str, process: str, checkpoint: str, result
         str(shape): shards_of(Path(checkpoint), shape, folder / f"{process}-{shape[0]}x{shape[1]}.npz")
         for shape in MESHES
     }
+    told["answers"] = answers_of(Path(checkpoint))
     (folder / f"{process}.json").write_text(json.dumps(told))
 
 

@@ -17,14 +17,17 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
-from tiny import CONFIG
+from tiny import CONFIG, TCA, random_prompt
 
+import tca_jax
+from tca_jax.calibration.profile import Profile
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import fingerprint
 from tca_jax.models.names import parameters
 from tca_jax.models.params import save_decoder
 
 PROCESSES, DEVICES = 2, 2  # devices of each process
+NEW_TOKENS = 12
 MESHES = {"(1, 4)": (1, 4), "(2, 2)": (2, 2)}
 
 
@@ -64,15 +67,28 @@ def run_processes(checkpoint: Path, results: Path) -> None:
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
+    """A random model whose attention is peaked, so that answers follow the prompt."""
     config = dataclasses.replace(CONFIG, num_heads=8, num_kv_heads=4)
-    return Decoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    drawn = nnx.split(Decoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    return nnx.merge(drawn[0], jax.tree.map(lambda x: x * 6 if x.ndim > 1 else x, drawn[1]))
 
 
 @pytest.fixture(scope="module")
-def results(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two processes told of the decoder's checkpoint."""
-    checkpoint, told = tmp_path_factory.mktemp("checkpoint"), tmp_path_factory.mktemp("told")
-    save_decoder(checkpoint, decoder, jnp.float32)
+def checkpoint(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The decoder, a profile whose heads have to move to balance two devices, and prompts of unequal length."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save_decoder(folder, decoder, jnp.float32)
+    profile = Profile.uniform(TCA, 2, 4, 0)
+    rows = np.array([[14, 14, 0, 0], [0, 3, 14, 14]])
+    dataclasses.replace(profile, candidates=rows, fingerprint=fingerprint(decoder)).save(folder / "profile")
+    (folder / "prompts.json").write_text(json.dumps([random_prompt(3, 150), random_prompt(4, 97)]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes told of the checkpoint."""
+    told = tmp_path_factory.mktemp("told")
     run_processes(checkpoint, told)
     return told
 
@@ -112,3 +128,11 @@ def test_each_process_reads_what_its_devices_need(shape: str, results: Path, dec
 def test_all_processes_know_the_fingerprint_of_the_checkpoint(shape: str, results: Path, decoder: Decoder) -> None:
     told = {told_by(results, process)[shape]["fingerprint"] for process in range(PROCESSES)}
     assert told == {fingerprint(decoder)}
+
+
+def test_two_processes_answer_what_one_does(results: Path, checkpoint: Path) -> None:
+    prompts = json.loads((checkpoint / "prompts.json").read_text())
+    lm = tca_jax.load(checkpoint, profile=checkpoint / "profile")
+    tokens = tca_jax.generate(lm, prompts, max_new_tokens=NEW_TOKENS).tokens
+    for process in range(PROCESSES):
+        assert told_by(results, process)["answers"] == {"tokens": tokens, "fingerprint": lm.fingerprint}
