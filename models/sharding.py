@@ -83,12 +83,12 @@ def decoder_shardings(config: ModelConfig, mesh: Mesh) -> Any:
     return _by_parameter(config, lambda parameter: parameter_sharding(parameter, mesh))
 
 
-def parameter_sharding(parameter: Parameter, mesh: Mesh) -> NamedSharding:
+def parameter_sharding(parameter: Parameter, mesh: Mesh | AbstractMesh) -> NamedSharding:
     """How a parameter lies on a mesh."""
     return spec_sharding(mesh, parameter.spec)
 
 
-def spec_sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+def spec_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> NamedSharding:
     """How an array with such a spec lies on a mesh, of which some axes may be missing."""
     return NamedSharding(mesh, _spec_on(mesh, spec))
 
@@ -107,7 +107,8 @@ def by_part(function: Callable[..., Any], mesh: Mesh | None, in_specs: Any, out_
     if mesh is None:
         return function
     in_specs, out_specs = jax.tree.map(functools.partial(_spec_on, mesh), (in_specs, out_specs))
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    # Unchecked, or every loop would have to begin with values that are typed as different on each device.
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def mesh_of(decoder: Decoder) -> Mesh | None:
