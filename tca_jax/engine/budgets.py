@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ def with_bytes(
 
     The method's one knob is turned: `share` where its factory has that option, `window` of `streaming`, `candidate` of
     `uniform`; of a pair, that of the cache's part. Bytes are those of `stats.kv_cache_bytes`: padding, window and room
-    for what is kept while decoding count.
+    for what is kept while decoding count. On a mesh they are those of one device that holds the whole model.
 
     Args:
         lm: The model.
@@ -46,13 +47,14 @@ def with_bytes(
     if new_tokens is not None:
         check_integer("new_tokens", new_tokens, at_least=1)
     knob, values = _knob(lm, name, prompt_tokens, options)
-    whole = _num_bytes(lm.with_method(BASELINE), prompt_tokens, new_tokens)
+    alone = dataclasses.replace(lm, mesh=None, head_orders=None)  # no weights move while the knob is turned
+    whole = _num_bytes(alone.with_method(BASELINE), prompt_tokens, new_tokens)
 
-    def turned(place: int) -> LM:
+    def turned(lm: LM, place: int) -> LM:
         return lm.with_method(name, **_with_knob(name, knob, values[place], options))
 
     def taken(place: int) -> float:
-        return _num_bytes(turned(place), prompt_tokens, new_tokens) / whole
+        return _num_bytes(turned(alone, place), prompt_tokens, new_tokens) / whole
 
     if (least := taken(0)) > share:
         raise ValueError(
@@ -63,7 +65,7 @@ def with_bytes(
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if taken(middle) <= share else (low, middle)
-    return turned(low)
+    return turned(lm, low)
 
 
 def _knob(lm: LM, name: str, prompt_tokens: int, options: dict[str, Any]) -> tuple[str, Sequence[Any]]:

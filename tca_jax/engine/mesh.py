@@ -68,9 +68,9 @@ class Devices:
         """Arguments behind the model as they lie on its mesh; those that lie so already, and shapes, are themselves."""
         if lm.mesh is None:
             return tuple(args)
-        place = functools.partial(_place, mesh=lm.mesh)
+        put = functools.partial(place, mesh=lm.mesh)
         specs = (jax.tree.broadcast(spec, arg, is_leaf=_is_spec) for spec, arg in zip(self._inputs, args, strict=False))
-        return tuple(jax.tree.map(place, spec, arg, is_leaf=_is_spec) for spec, arg in zip(specs, args, strict=True))
+        return tuple(jax.tree.map(put, spec, arg, is_leaf=_is_spec) for spec, arg in zip(specs, args, strict=True))
 
 
 def whole_mesh(mesh: Mesh) -> Mesh:
@@ -107,13 +107,15 @@ def num_devices(mesh: Mesh | None) -> int:
     return 1 if mesh is None else mesh.size
 
 
-def on_host(x: Any) -> np.ndarray:
-    """An array on the host, gathered where other processes hold parts of it."""
-    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
-        from jax.experimental.multihost_utils import process_allgather
+def on_host(arrays: Any) -> Any:
+    """Arrays of a pytree on the host, all at once, for each alone would wait; gathered where other processes hold
+    parts of them."""
+    leaves = [x for x in jax.tree.leaves(arrays) if isinstance(x, jax.Array)]
+    if all(x.is_fully_addressable or x.is_fully_replicated for x in leaves):
+        return jax.device_get(arrays)
+    from jax.experimental.multihost_utils import process_allgather
 
-        return np.asarray(process_allgather(x, tiled=True))
-    return np.asarray(x)
+    return jax.tree.map(np.asarray, process_allgather(arrays, tiled=True))
 
 
 def _boxed(results: Any) -> Any:
@@ -139,7 +141,8 @@ def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def _place(spec: PartitionSpec, x: Any, *, mesh: Mesh) -> Any:
+def place(spec: PartitionSpec, x: Any, mesh: Mesh) -> Any:
+    """An array as it is to lie on a mesh; itself where it lies so, or is a shape."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
     wanted = NamedSharding(mesh, spec)

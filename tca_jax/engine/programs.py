@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Callable, Hashable
@@ -40,9 +39,8 @@ class Program:
             (0.0 when nothing was compiled).
         """
         if isinstance(self._function, Devices) and args[0].mesh is not None:
-            place = functools.partial(self._function.place, args[0])
-            executable, seconds = self._prepare(args[0], *place(args[1:]), **static)
-            return lambda lm, *args: executable(lm, *place(args)), seconds
+            executable, seconds = self._prepare(args[0], *self._function.place(args[0], args[1:]), **static)
+            return _Placing(executable, self._function), seconds
         return self._prepare(*args, **static)
 
     def _prepare(self, *args: Any, **static: Any) -> tuple[Callable[..., Any], float]:
@@ -59,6 +57,17 @@ class Program:
         if len(self._executables) > _MOST_PROGRAMS:
             del self._executables[next(iter(self._executables))]  # the one that was not used for longest
         return executable, time.perf_counter() - start
+
+
+class _Placing:
+    """An executable over a mesh that puts its arguments where they belong."""
+
+    def __init__(self, executable: Any, devices: Devices) -> None:
+        self._executable, self._devices = executable, devices
+        self.out_info = executable.out_info
+
+    def __call__(self, lm: Any, *args: Any) -> Any:
+        return self._executable(lm, *self._devices.place(lm, args))
 
 
 def results_of(executable: Any) -> Any:

@@ -22,7 +22,7 @@ from tca_jax.engine.health import require_finite
 from tca_jax.engine.layouts import CacheLayout, total_bytes
 from tca_jax.engine.lm import LM
 from tca_jax.engine.memory import require_room
-from tca_jax.engine.mesh import CACHES, ROWS, SAME, Devices, rows_of_device
+from tca_jax.engine.mesh import CACHES, ROWS, SAME, Devices, on_host, rows_of_device
 from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.prompts import decode_tokens, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.sampling import Sampling
@@ -141,7 +141,7 @@ class Request:
         request = cls(
             lm=lm if context is None else lm.for_contexts(),
             appended=appended,
-            context=context,
+            context=None if appended is None else appended.context,
             prompt_ids=prompt_ids,
             max_new_tokens=int(max_new_tokens),
             min_new_tokens=int(min_new_tokens),
@@ -209,7 +209,7 @@ class Request:
         start = time.perf_counter()
         state = jax.block_until_ready(program(*args))
         self.prefill_seconds = time.perf_counter() - start
-        finite = np.asarray(state.finite)[:: self.num_samples]
+        finite = on_host(state.finite)[:: self.num_samples]
         if not finite.all():
             require_finite(self.lm, *self._whole_prompts(), finite, "prompts")
         return self._end_at_stop_strings(self._split(state))
@@ -278,11 +278,11 @@ class Request:
 
     def is_finished(self, state: DecodingState) -> bool:
         """Whether no row will say more."""
-        return int(state.step) >= self.max_new_tokens or bool(np.all(state.done))
+        return int(state.step) >= self.max_new_tokens or bool(on_host(state.done).all())
 
     def answers(self, state: DecodingState) -> list[Answer]:
         """What each row has said so far, cut at its stop token or stop string."""
-        rows = np.asarray(state.tokens)[:, : int(state.step)].tolist()
+        rows = on_host(state.tokens)[:, : int(state.step)].tolist()
         return [self._ended.get(row) or self._answer(row, tokens) for row, tokens in enumerate(rows)]
 
     def _answer(self, row: int, tokens: list[int]) -> Answer:
