@@ -6,7 +6,6 @@ import dataclasses
 import math
 
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from tca_jax.engine.head_balance import balanced_orders
@@ -14,9 +13,8 @@ from tca_jax.engine.layouts import CacheLayout, total_bytes
 from tca_jax.methods.base import CachePolicy
 from tca_jax.methods.heads import HeadShards
 from tca_jax.models.config import ModelConfig
-from tca_jax.models.decoder import Decoder
-from tca_jax.models.names import MODEL, parameters
-from tca_jax.models.sharding import DATA, axis_size, check_mesh, parameter_sharding
+from tca_jax.models.names import MODEL
+from tca_jax.models.sharding import DATA, abstract_parameters, axis_size, check_mesh, parameter_sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +89,7 @@ def over_even_share(
 
 def _weight_elements(config: ModelConfig, mesh: Mesh | AbstractMesh | None) -> int:
     """Numbers in the parts of all weights that a device holds."""
-    found = parameters(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    found = abstract_parameters(config)
     shapes = {each.path: tuple(each.variable.shape) for each in found}
     if mesh is not None:
         shapes = {each.path: parameter_sharding(each, mesh).shard_shape(shapes[each.path]) for each in found}

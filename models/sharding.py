@@ -205,11 +205,16 @@ def _take_heads(x: Array, wanted: Array, heads: Array, axis: int) -> Array:
     return taken.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
-def _by_parameter(config: ModelConfig, function: Any) -> Any:
+@functools.lru_cache(maxsize=8)
+def abstract_parameters(config: ModelConfig) -> tuple[Parameter, ...]:
+    """Every parameter of a decoder of that shape, without values: to build one of many layers takes seconds."""
+    return tuple(parameters(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))))
+
+
+def _by_parameter(config: ModelConfig, function: Callable[[Parameter], Any]) -> Any:
     """A value for each parameter of a decoder of that shape, in the structure of its state."""
-    abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    found = {parameter.path: parameter.variable.replace(function(parameter)) for parameter in parameters(abstract)}
-    return nnx.from_flat_state(found)
+    found = abstract_parameters(config)
+    return nnx.from_flat_state({each.path: each.variable.replace(function(each)) for each in found})
 
 
 def _spec_on(mesh: Mesh | AbstractMesh | None, spec: PartitionSpec) -> PartitionSpec:

@@ -152,7 +152,7 @@ def place(spec: PartitionSpec, x: Any, mesh: Mesh) -> Any:
     if wanted.is_fully_addressable:
         return jax.device_put(x, wanted)
     if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(_place(spec, jax.random.key_data(x), mesh=mesh), impl=jax.random.key_impl(x))
+        return jax.random.wrap_key_data(place(spec, jax.random.key_data(x), mesh), impl=jax.random.key_impl(x))
     # Every process has the whole value, and puts its own devices' parts of it there.
     value = np.asarray(x)
     return jax.make_array_from_callback(value.shape, wanted, lambda index: value[index])
