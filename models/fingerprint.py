@@ -13,13 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import MODEL, Layout, Parameter, parameters
-from tca_jax.models.sharding import axis_size, by_part, settled
+from tca_jax.models.sharding import HeadOrders, axis_size, by_part, inverse_orders, mesh_of, reorder_heads, settled
 
 # What is hashed of the architecture, frozen: profiles hold the result for years. The checkpoint's dtype is no part of
 # it. A field that is not here was added later, and enters only with a value that is not its default.
@@ -55,7 +55,7 @@ _ROPE_FIELDS = (
 _NOT_HASHED = ("rope", "dtype_name")  # of the config: RoPE is hashed by its own fields
 
 
-def fingerprint(decoder: Decoder) -> str:
+def fingerprint(decoder: Decoder, head_orders: HeadOrders | None = None) -> str:
     """Hash of the architecture and of every tensor of a checkpoint, rounded to what all loading dtypes can hold.
 
     Which tensors the decoder joins into one weight is no part of it, so profiles outlast a change of that, and so they
@@ -65,20 +65,28 @@ def fingerprint(decoder: Decoder) -> str:
 
     Reads each weight where it lies: milliseconds on a GPU.
 
+    Args:
+        decoder: The model, on one device or on a mesh.
+        head_orders: Orders that its KV heads were brought into (`permute_heads`); the fingerprint is that of the model
+            before. None for its own.
+
     Returns:
         64 hexadecimal digits (SHA-256).
     """
     checksums: dict[str, Array] = {}
     shapes: dict[str, tuple[int, ...]] = {}
+    orders = None if head_orders is None else inverse_orders(head_orders)
     for parameter in parameters(decoder):
         shapes |= parameter.shapes
-        checksums |= tensor_checksums(parameter, parameter.variable[...])
+        value = parameter.variable[...]
+        value = value if orders is None else reorder_heads(value, parameter, orders, mesh_of(value))
+        checksums |= tensor_checksums(parameter, value)
     return combine(decoder.config, shapes, checksums)
 
 
 def tensor_checksums(parameter: Parameter, value: Float[Array, ...]) -> dict[str, UInt32[Array, " 2"]]:
     """Checksums of the tensors that a parameter is made of, by name; on a mesh each device reads what it holds."""
-    mesh = value.sharding.mesh if isinstance(value.sharding, NamedSharding) else None
+    mesh = mesh_of(value)
     value = settled(value, parameter, mesh)  # a user may have shared it out otherwise
     checksums = _checksums(value, layout=parameter.layout, spec=parameter.spec, mesh=mesh)
     return dict(zip(parameter.names, checksums, strict=True))

@@ -111,10 +111,9 @@ def by_part(function: Callable[..., Any], mesh: Mesh | None, in_specs: Any, out_
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def mesh_of(decoder: Decoder) -> Mesh | None:
-    """The mesh that the weights lie on; None where they are on one device."""
-    sharding = decoder.embedding[...].sharding
-    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+def mesh_of(weight: Array) -> Mesh | None:
+    """The mesh that a weight lies on; None where it is on one device."""
+    return weight.sharding.mesh if isinstance(weight.sharding, NamedSharding) else None
 
 
 def shard_decoder(decoder: Decoder, mesh: Mesh, head_orders: HeadOrders | None = None) -> Decoder:
@@ -148,9 +147,10 @@ def permute_heads(decoder: Decoder, orders: HeadOrders) -> Decoder:
         ValueError: not a permutation of the KV heads for each layer.
     """
     check_orders(orders, decoder.config)
-    mesh, moved = mesh_of(decoder), {}
+    moved = {}
     for parameter in parameters(decoder):
-        value = reorder_heads(parameter.variable[...], parameter, orders, mesh)
+        value = parameter.variable[...]
+        value = reorder_heads(value, parameter, orders, mesh_of(value))
         moved[parameter.path] = parameter.variable.replace(jax.block_until_ready(value))
     return nnx.merge(nnx.graphdef(decoder), nnx.from_flat_state(moved))
 

@@ -26,7 +26,6 @@ from tca_jax.models.rope import fixed_frequencies
 from tca_jax.models.sharding import (
     axis_size,
     check_mesh,
-    inverse_orders,
     parameter_specs,
     permute_heads,
     shard_decoder,
@@ -124,10 +123,7 @@ class LM:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of architecture and weights, which profiles carry; reads all weights where they lie, once."""
-        if self.checkpoint_fingerprint is not None:
-            return self.checkpoint_fingerprint
-        own = self.decoder
-        return fingerprint(own if self.head_orders is None else permute_heads(own, inverse_orders(self.head_orders)))
+        return self.checkpoint_fingerprint or fingerprint(self.decoder, self.head_orders)
 
     @property
     def head_shards(self) -> HeadShards | None:

@@ -100,9 +100,11 @@ def test_another_weight_in_any_devices_part_is_another_fingerprint(config: Model
         kernel[...] = kernel[...].at[3, device, 1, 2].add(1.0)
         assert fingerprint(shard_decoder(part, mesh)) == fingerprint(part)
         seen.add(fingerprint(part))
-    moved = permute_heads(shard_decoder(decoder, mesh), ((1, 0, 2, 3), (0, 1, 2, 3)))
+    orders = ((1, 2, 0, 3), (0, 1, 2, 3))
+    moved = permute_heads(shard_decoder(decoder, mesh), orders)
     seen |= {fingerprint(decoder), fingerprint(moved)}  # places count, on whichever device
     assert len(seen) == 6
+    assert fingerprint(moved, orders) == fingerprint(decoder)
 
 
 @pytest.mark.parametrize(("name", "parts"), [("auto", 4), ("model first", 2), ("data alone", 1)])
