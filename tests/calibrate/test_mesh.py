@@ -11,6 +11,7 @@ from tiny import TCA, random_prompt
 
 import tca_jax
 from tca_jax.calibration import layer_preferences, search_patterns
+from tca_jax.calibration.readings import Reading
 
 pytestmark = needs_8_devices
 
@@ -69,3 +70,16 @@ def test_draws_by_the_number_of_a_head_are_refused():
     config = tca_jax.TCAConfig(block_size=8, window=16, density="random")
     with pytest.raises(ValueError, match="density = 'random': calibrates on one device"):
         tca_jax.calibrate(on_mesh((1, 2)), TEXT, config)
+
+
+def test_what_heads_would_give_back_is_what_it_is_on_one_device():
+    """The derivatives that find heads, which a random model's profile does not depend on."""
+    rows, queries = np.array([[0, 3, 14, 2], [1, 0, 0, 5]], np.int32), np.linspace(0, 1, 32, dtype=np.float32)
+    found = []
+    for lm in (lm_of(), on_mesh((1, 2)), on_mesh((2, 4))):
+        reading = Reading(lm, TEXT, 90, 32, TCA, lambda: None)
+        found.append((reading.losses(rows), reading.relief(queries)))
+    for losses, relief in found[1:]:
+        np.testing.assert_allclose(losses, found[0][0], atol=2e-4)
+        np.testing.assert_allclose(relief, found[0][1], atol=2e-4)
+    assert np.abs(found[0][1]).max() > 0.01
