@@ -7,7 +7,7 @@ through the probe's own columns gives it for all heads at once.
 
 from __future__ import annotations
 
-import functools
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,15 +18,26 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Float64, Int, Int32
 
 from tca_jax.calibration.far_attention import attend_probe, far_tokens
+from tca_jax.calibration.layer_programs import (
+    HEADS,
+    SECOND_HEADS,
+    THIRD_HEADS,
+    LayerProgram,
+    layer_program,
+    runnable_decoder,
+    shards_of,
+)
 from tca_jax.calibration.passes import ForwardPass, losses_of
+from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import SAME
 from tca_jax.methods import tca
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.selection import PromptScores, row_budgets, score_prompt
-from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.ranking import selection_mask
 
 
+@typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
 class LayerText(NamedTuple):
     """What a layer has of a text: keys and values, zero behind it, and what its tokens are chosen by."""
 
@@ -39,7 +50,7 @@ class Reading:
     """A text read under row 1 of every head, and the probe behind it.
 
     Args:
-        decoder: The model.
+        lm: The model.
         ids: Text and probe.
         start: Tokens of the text.
         most: Columns that the probe is padded to, P.
@@ -49,16 +60,17 @@ class Reading:
 
     def __init__(
         self,
-        decoder: Decoder,
+        lm: LM,
         ids: Sequence[int],
         start: int,
         most: int,
         config: TCAConfig,
         step: Callable[[], None],
     ) -> None:
-        self._decoder, self._config = decoder, config
+        self._lm, self._config = lm, config
+        self._decoder, self._shards = runnable_decoder(lm), shards_of(lm)
         self._start = jnp.array([start], jnp.int32)
-        text = ForwardPass(decoder, ids)
+        text = ForwardPass(lm, ids)
         self._x, *self._angles, self._targets = text.columns(start, most)
         self._texts: list[LayerText] = []
         for of_layer in text.layers(_read_layer, self._start, config):
@@ -74,12 +86,14 @@ class Reading:
 
     def losses(self, rows: Int32[np.ndarray, "layers Hkv"]) -> Float32[np.ndarray, " P"]:
         """Loss in nats of the token after each of the probe's, read over what these cache rows keep of the text."""
-        x, self._inputs, self._rows = self._x, [], list(jnp.asarray(rows))
+        dealt = [self._lm.dealt_heads(layer, of_layer) for layer, of_layer in enumerate(rows)]
+        x, self._inputs, self._rows = self._x, [], [jnp.asarray(of_layer) for of_layer in dealt]
         for number in range(len(self._texts)):
             self._inputs.append(x)
-            x = _probe_layer(*self._layer(number), x, *self._fixed(number), self._gates(number), config=self._config)
+            given = x, *self._fixed(number), self._gates(number)
+            x = _probe_layer(*self._layer(number), *given, config=self._config, shards=self._shards)
         self._inputs.append(x)
-        return np.asarray(losses_of(*nnx.split(self._decoder), x, self._targets))
+        return np.asarray(losses_of(*nnx.split(self._decoder), x, self._targets, shards=self._shards))
 
     def relief(self, queries: Float32[np.ndarray, " P"]) -> Float64[np.ndarray, "layers Hkv"]:
         """Nats that each head would give back to the last reading if it saw the whole text, to first order.
@@ -88,7 +102,8 @@ class Reading:
             queries: How much the loss after each of the probe's tokens counts.
         """
         *inputs, last = self._inputs
-        cotangent = _loss_pullback(*nnx.split(self._decoder), last, self._targets, jnp.asarray(queries))
+        of_losses = *nnx.split(self._decoder), last, self._targets, jnp.asarray(queries)
+        cotangent = _loss_pullback(*of_losses, shards=self._shards)
         found = np.zeros((len(inputs), len(self._rows[0])))
         for number in reversed(range(len(inputs))):
             cotangent, of_gates = _probe_pullback(
@@ -98,8 +113,9 @@ class Reading:
                 self._gates(number),
                 cotangent,
                 config=self._config,
+                shards=self._shards,
             )
-            found[number] = -np.asarray(of_gates, np.float64)
+            found[number] = -self._lm.own_heads(number, np.asarray(of_gates, np.float64))
         return found
 
     def _layer(self, number: int) -> tuple[Any, Any]:
@@ -112,7 +128,11 @@ class Reading:
         return jnp.zeros(self._rows[number].shape, jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "config"), donate_argnames=("x",))
+#: How what a layer has of a text lies on a mesh.
+_TEXT = LayerText(THIRD_HEADS, THIRD_HEADS, SECOND_HEADS)
+
+
+@layer_program(static=("config",), donate=("x",), outputs=(SAME, _TEXT))
 def _read_layer(
     graphdef: Any,
     weights: Any,
@@ -160,10 +180,11 @@ def _run_probe(
     return x
 
 
-_probe_layer = functools.partial(jax.jit, static_argnames=("graphdef", "config"))(_run_probe)
+_INPUTS = {"text": _TEXT, "rows": HEADS, "gates": HEADS}
+_probe_layer = LayerProgram(_run_probe, static=("config",), inputs=_INPUTS)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "config"))
+@layer_program(static=("config",), inputs=_INPUTS, outputs=(SAME, HEADS), derives=True)
 def _probe_pullback(
     graphdef: Any,
     weights: Any,
@@ -185,7 +206,7 @@ def _probe_pullback(
     return jax.vjp(run, x, gates)[1](cotangent)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef",))
+@layer_program(derives=True)
 def _loss_pullback(
     graphdef: Any,
     weights: Any,

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -136,6 +137,14 @@ class LM:
     def parameter_specs(self) -> Any:
         """How each weight lies on the mesh, in the structure of `params`."""
         return parameter_specs(self.config, self.mesh)
+
+    def own_heads(self, layer: int, values: np.ndarray) -> np.ndarray:
+        """Values for each KV head of a layer, axis 0, in the model's own order, from that in which the heads lie."""
+        return values if self.head_shards is None else values[self.head_shards.inverse[layer]]
+
+    def dealt_heads(self, layer: int, values: np.ndarray) -> np.ndarray:
+        """The inverse of `own_heads`."""
+        return values if self.head_orders is None else values[list(self.head_orders[layer])]
 
     def on_device(self, params: Any) -> LM:
         """The model as each device of its mesh runs it, under `jax.shard_map`, over its own part of the weights."""

@@ -81,6 +81,12 @@ def of_heads(layer: int, values: Shaped[np.ndarray, "H *rest"], num_kv_heads: in
     return jax.lax.dynamic_slice_in_dim(dealt, start, num_kv_heads)
 
 
+def sum_of_devices(x: Shaped[Array, "*s"]) -> Shaped[Array, "*s"]:
+    """What a program has summed over the heads that it sees, summed over all of the model's."""
+    shards = _shards.get()
+    return x if shards is None else jax.lax.psum(x, shards.axis)
+
+
 def capacities_of_heads(layer: int, value: Any, num_kv_heads: int, source: str) -> tuple[int, ...]:
     """`per_head` for the heads that a program sees: over a mesh, room for those of every device.
 
