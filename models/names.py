@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
@@ -137,6 +135,14 @@ class Layout:
         each = math.prod(self.shape[self.lead : -2]) * self.shape[-1]
         return [(*self.shape[: self.lead], each * width) for width in self.widths]
 
+    def of_part(self, shape: tuple[int, ...]) -> Layout:
+        """The layout of a part of the parameter, which has a part of each of its tensors."""
+        return dataclasses.replace(self, shape=shape)
+
+    def tensor_axis(self, axis: int) -> int:
+        """The axis of the tensors that an axis of the parameter lies in."""
+        return min(axis, self.lead) if self.widths else axis
+
     def split(self, value: Any) -> list[Any]:
         """Tensors of a parameter's value, NumPy or JAX, not transposed."""
         if not self.widths:
@@ -150,16 +156,13 @@ class Layout:
 
     def join(self, tensors: Sequence[Array]) -> Array:
         """The parameter of its tensors, not transposed."""
-        return _join(tuple(tensors), layout=self) if self.widths else tensors[0]
-
-
-@functools.partial(jax.jit, static_argnames="layout")
-def _join(tensors: tuple[Array, ...], *, layout: Layout) -> Array:
-    parts = [
-        tensor.reshape(*layout.shape[:-2], width, layout.shape[-1])
-        for tensor, width in zip(tensors, layout.widths, strict=True)
-    ]
-    return jnp.concatenate(parts, axis=-2)
+        if not self.widths:
+            return tensors[0]
+        parts = [
+            tensor.reshape(*self.shape[:-2], width, self.shape[-1])
+            for tensor, width in zip(tensors, self.widths, strict=True)
+        ]
+        return jnp.concatenate(parts, axis=-2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +201,17 @@ class Parameter:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors, not transposed."""
         return dict(zip(self.names, self.layout.tensor_shapes, strict=True))
+
+    @property
+    def tensor_spec(self) -> PartitionSpec:
+        """Which axis of its tensors, not transposed, is split over the devices of a mesh."""
+        split = None if self.split_axis is None else self.layout.tensor_axis(self.split_axis)
+        return PartitionSpec(*(MODEL if axis == split else None for axis in range(len(self.layout.tensor_shapes[0]))))
+
+    @property
+    def stored_spec(self) -> PartitionSpec:
+        """The same of its tensors in the checkpoint."""
+        return PartitionSpec(*reversed(self.tensor_spec)) if self.transposed else self.tensor_spec
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor in the checkpoint."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -83,15 +83,37 @@ def decoder_shardings(config: ModelConfig, mesh: Mesh) -> Any:
     return _by_parameter(config, lambda parameter: parameter_sharding(parameter, mesh))
 
 
-def parameter_sharding(parameter: Parameter, mesh: Mesh) -> NamedSharding:
+def parameter_sharding(parameter: Parameter, mesh: Mesh | AbstractMesh) -> NamedSharding:
     """How a parameter lies on a mesh."""
-    return NamedSharding(mesh, _spec_on(mesh, parameter.spec))
+    return spec_sharding(mesh, parameter.spec)
 
 
-def mesh_of(decoder: Decoder) -> Mesh | None:
-    """The mesh that the weights lie on; None where they are on one device."""
-    sharding = decoder.embedding[...].sharding
-    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+def spec_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> NamedSharding:
+    """How an array with such a spec lies on a mesh, of which some axes may be missing."""
+    return NamedSharding(mesh, _spec_on(mesh, spec))
+
+
+def settled(value: Array, parameter: Parameter, mesh: Mesh | None) -> Array:
+    """A parameter's value under the very sharding that `decoder_shardings` names: an equal one may be spelt otherwise,
+    and programs that are compiled for the one would be compiled again for the other."""
+    return value if mesh is None else jax.device_put(value, parameter_sharding(parameter, mesh))
+
+
+def by_part(function: Callable[..., Any], mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`function` as each device of a mesh runs it on its parts of the arrays; as it is where there is no mesh.
+
+    `in_specs` and `out_specs` are pytrees of `PartitionSpec`; names of axes that the mesh lacks count as None.
+    """
+    if mesh is None:
+        return function
+    in_specs, out_specs = jax.tree.map(functools.partial(_spec_on, mesh), (in_specs, out_specs))
+    # Unchecked, or every loop would have to begin with values that are typed as different on each device.
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def mesh_of(weight: Array) -> Mesh | None:
+    """The mesh that a weight lies on; None where it is on one device."""
+    return weight.sharding.mesh if isinstance(weight.sharding, NamedSharding) else None
 
 
 def shard_decoder(decoder: Decoder, mesh: Mesh, head_orders: HeadOrders | None = None) -> Decoder:
@@ -125,18 +147,24 @@ def permute_heads(decoder: Decoder, orders: HeadOrders) -> Decoder:
         ValueError: not a permutation of the KV heads for each layer.
     """
     check_orders(orders, decoder.config)
-    mesh, heads = mesh_of(decoder), decoder.config.num_kv_heads
     moved = {}
     for parameter in parameters(decoder):
-        if not parameter.by_head or (order := tuple(orders[parameter.layer])) == tuple(range(heads)):
-            continue
-        old, places = parameter.variable[...], np.array(order, np.int32)
-        new = _reorder(old, places, axis=parameter.split_axis, spec=parameter.spec, mesh=mesh)
-        # Under the very sharding it had: on an explicit mesh the new one is equal but spelt otherwise.
-        new = jax.block_until_ready(jax.device_put(new, old.sharding))
-        moved[parameter.path] = parameter.variable.replace(new)
-    graphdef, state = nnx.split(decoder)
-    return nnx.merge(graphdef, nnx.from_flat_state(dict(nnx.to_flat_state(state)) | moved))
+        value = parameter.variable[...]
+        value = reorder_heads(value, parameter, orders, mesh_of(value))
+        moved[parameter.path] = parameter.variable.replace(jax.block_until_ready(value))
+    return nnx.merge(nnx.graphdef(decoder), nnx.from_flat_state(moved))
+
+
+def reorder_heads(value: Array, parameter: Parameter, orders: HeadOrders, mesh: Mesh | None) -> Array:
+    """A parameter's value with the KV heads of its layer in another order; itself where there are none or none moves.
+
+    The value lies where it lay; `orders` are as for `permute_heads`.
+    """
+    if not parameter.by_head or list(orders[parameter.layer]) == sorted(orders[parameter.layer]):
+        return value
+    order = np.array(orders[parameter.layer], np.int32)
+    value = _reorder(value, order, axis=parameter.split_axis, spec=parameter.spec, mesh=mesh)
+    return settled(value, parameter, mesh)
 
 
 def inverse_orders(orders: HeadOrders) -> tuple[tuple[int, ...], ...]:
@@ -158,15 +186,16 @@ def _reorder(
     x: Array, order: Int[Array | np.ndarray, " Hkv"], *, axis: int, spec: PartitionSpec, mesh: Mesh | None
 ) -> Array:
     """A weight whose `axis` holds the KV heads, with these in another order; it lies where it lay."""
-    if axis_size(mesh, MODEL) == 1:
-        return _take_heads(x, order, order, axis)
+    devices = axis_size(mesh, MODEL)
 
     def on_device(x: Array, order: Array) -> Array:
-        held = order.size // axis_size(mesh, MODEL)
+        if devices == 1:
+            return _take_heads(x, order, order, axis)
+        held = order.size // devices
         mine = jax.lax.dynamic_slice_in_dim(order, jax.lax.axis_index(MODEL) * held, held)
         return _take_heads(jax.lax.all_gather(x, MODEL, axis=axis, tiled=True), mine, order, axis)
 
-    return jax.shard_map(on_device, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)(x, order)
+    return by_part(on_device, mesh, (spec, PartitionSpec()), spec)(x, order)
 
 
 def _take_heads(x: Array, wanted: Array, heads: Array, axis: int) -> Array:
@@ -176,11 +205,16 @@ def _take_heads(x: Array, wanted: Array, heads: Array, axis: int) -> Array:
     return taken.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
-def _by_parameter(config: ModelConfig, function: Any) -> Any:
+@functools.lru_cache(maxsize=8)
+def abstract_parameters(config: ModelConfig) -> tuple[Parameter, ...]:
+    """Every parameter of a decoder of that shape, without values: to build one of many layers takes seconds."""
+    return tuple(parameters(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))))
+
+
+def _by_parameter(config: ModelConfig, function: Callable[[Parameter], Any]) -> Any:
     """A value for each parameter of a decoder of that shape, in the structure of its state."""
-    abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    found = {parameter.path: parameter.variable.replace(function(parameter)) for parameter in parameters(abstract)}
-    return nnx.from_flat_state(found)
+    found = abstract_parameters(config)
+    return nnx.from_flat_state({each.path: each.variable.replace(function(each)) for each in found})
 
 
 def _spec_on(mesh: Mesh | AbstractMesh | None, spec: PartitionSpec) -> PartitionSpec:

@@ -27,7 +27,6 @@ from tca_jax.models.rope import fixed_frequencies
 from tca_jax.models.sharding import (
     axis_size,
     check_mesh,
-    inverse_orders,
     parameter_specs,
     permute_heads,
     shard_decoder,
@@ -94,12 +93,15 @@ class LM:
         return f"LM({self.name!r}, {self.config.family}, {self.config.num_layers} layers, {self.method.name})"
 
     @classmethod
-    def from_decoder(cls, decoder: Decoder, *, mesh: Mesh | None = None, **fields: Any) -> LM:
+    def from_decoder(
+        cls, decoder: Decoder, *, mesh: Mesh | None = None, head_orders: Orders | None = None, **fields: Any
+    ) -> LM:
         """Wraps a decoder, for example one that was just trained.
 
         Args:
             decoder: The model, on one device, or on the mesh already.
             mesh: Devices that share it, with axes "data" and "model", in any order, or one of them.
+            head_orders: Orders that the KV heads of a model for a mesh are in already; None for its own.
             **fields: Further attributes.
 
         Raises:
@@ -110,7 +112,7 @@ class LM:
             check_mesh(mesh, config, fields.get("name", "the model"))
             mesh = whole_mesh(mesh)
             decoder = shard_decoder(decoder, mesh)
-            fields["head_orders"] = (tuple(range(config.num_kv_heads)),) * config.num_layers
+            fields["head_orders"] = head_orders or (tuple(range(config.num_kv_heads)),) * config.num_layers
         graphdef, params = nnx.split(decoder)
         return cls(params=params, graphdef=graphdef, config=config, mesh=mesh, **fields)
 
@@ -122,10 +124,7 @@ class LM:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of architecture and weights, which profiles carry; reads all weights where they lie, once."""
-        if self.checkpoint_fingerprint is not None:
-            return self.checkpoint_fingerprint
-        own = self.decoder
-        return fingerprint(own if self.head_orders is None else permute_heads(own, inverse_orders(self.head_orders)))
+        return self.checkpoint_fingerprint or fingerprint(self.decoder, self.head_orders)
 
     @property
     def head_shards(self) -> HeadShards | None:

@@ -147,4 +147,12 @@ def place(spec: PartitionSpec, x: Any, mesh: Mesh) -> Any:
         return x
     wanted = NamedSharding(mesh, spec)
     lies = getattr(x, "sharding", None)
-    return x if lies is not None and lies.is_equivalent_to(wanted, np.ndim(x)) else jax.device_put(x, wanted)
+    if lies is not None and lies.is_equivalent_to(wanted, np.ndim(x)):
+        return x
+    if wanted.is_fully_addressable:
+        return jax.device_put(x, wanted)
+    if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(place(spec, jax.random.key_data(x), mesh), impl=jax.random.key_impl(x))
+    # Every process has the whole value, and puts its own devices' parts of it there.
+    value = np.asarray(x)
+    return jax.make_array_from_callback(value.shape, wanted, lambda index: value[index])
