@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -56,9 +54,9 @@ def test_kernels_append_to_a_context_over_a_mesh(triton_on_this_machine):
 def test_a_prefill_over_a_mesh_lowers_for_gpus(kernel, monkeypatch):
     monkeypatch.setattr(backends, "_lacks", lambda backend: None if backend in (kernel[:6], "xla") else "nothing")
     jax.clear_caches()  # a trace knows the backends that were there
-    lm = lm_of(mesh_of((2, 4)), head_dim=128).with_method("tca", candidates=ROWS, config=tca_jax.TCAConfig(window=128))
-    weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), lm.params)
-    args = dataclasses.replace(lm, params=weights), jnp.ones((2, 1024), jnp.int32), jnp.array([1024, 700])
+    lm = lm_of(mesh_of((2, 4)), head_dim=128, dtype=jnp.bfloat16)
+    lm = lm.with_method("tca", candidates=ROWS, config=tca_jax.TCAConfig(window=128))
+    args = lm, jnp.ones((2, 1024), jnp.int32), jnp.array([1024, 700])
     program = jax.jit(contexts._read._function, static_argnames=("backend",))
     with jax.sharding.use_abstract_mesh(abstract_mesh()):
         text = program.trace(*args, backend=(kernel[:6], "auto")).lower(lowering_platforms=("cuda",)).as_text()
