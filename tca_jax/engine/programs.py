@@ -66,6 +66,10 @@ class _Placing:
         self._executable, self._devices = executable, devices
         self.out_info = executable.out_info
 
+    def memory_analysis(self) -> Any:
+        """What the executable says of the memory that it needs on a device."""
+        return self._executable.memory_analysis()
+
     def __call__(self, lm: Any, *args: Any) -> Any:
         return self._executable(lm, *self._devices.place(lm, args))
 
