@@ -215,7 +215,9 @@ def measure(
         share, cache_bytes = kept[name]
         seconds, step = statistics.median(first[name]), statistics.median(following[name])
         config = run.lm.config
-        kept_bytes = 2 * share * batch * tokens * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype_name).itemsize
+        kept_bytes = (
+            2 * share * batch * tokens * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype_name).itemsize
+        )
         read = batch * weight_bytes(run.lm) + config.num_layers * kept_bytes
         floor = batch * prefill_flops(run.lm, tokens, computed_area(run.lm, tokens)) / (devices * multiplied)
         rows.append(

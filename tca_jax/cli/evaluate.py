@@ -94,7 +94,9 @@ def evaluate(
             share=share,
             batch=batch,
         )
-        lm = checkpoint.load(dtype=dtype, mesh=devices, progress=lambda done, total: report(f"loading {model}", done, total))
+        lm = checkpoint.load(
+            dtype=dtype, mesh=devices, progress=lambda done, total: report(f"loading {model}", done, total)
+        )
     for each in (found, paper):
         if each is not None:
             each.validate_for(lm.config, lm.fingerprint, lm.name)

@@ -17,7 +17,6 @@ from tca_jax.engine.mesh import CACHES, ROWS, SAME
 from tca_jax.engine.sampling import Sampling
 from tca_jax.pallas_kernels.backends import Backend
 
-
 #: How the arguments of `prefill` lie on a mesh, and how those that say how answers are drawn.
 _DRAWING = (ROWS, SAME, SAME, SAME)
 PROMPTS = (ROWS, ROWS, *_DRAWING)

@@ -70,5 +70,7 @@ def test_kept_tokens_are_told_in_the_models_own_order():
 
 
 def test_a_budget_is_found_for_a_model_on_a_mesh():
-    found = [with_bytes(lm, "snapkv", 0.5, 3000, 64, observation=4, **GEOMETRY) for lm in (lm_of(), lm_of(mesh_of((1, 2))))]
+    found = [
+        with_bytes(lm, "snapkv", 0.5, 3000, 64, observation=4, **GEOMETRY) for lm in (lm_of(), lm_of(mesh_of((1, 2))))
+    ]
     assert found[0].method == found[1].method
