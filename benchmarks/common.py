@@ -52,6 +52,12 @@ BackendOption = Annotated[str, typer.Option(help="Kernel backend.")]
 WindowOption = Annotated[int, typer.Option(help="Local tokens that every query keeps.")]
 RepeatsOption = Annotated[int, typer.Option(help="Timed runs of each call.", min=1)]
 CopyBytesOption = Annotated[int, typer.Option(help="Bytes of the array that the device copies.", min=2**20)]
+MeshOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh", help="Devices that share a model: those on data x those on model.", show_default="one device"
+    ),
+]
 NameOption = Annotated[str, typer.Option(help="Name of the result files.")]
 OutOption = Annotated[Path, typer.Option(help="Folder of the results.")]
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32

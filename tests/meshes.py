@@ -30,16 +30,16 @@ def mesh_of(shape: tuple[int, ...], axes: tuple[str, ...] = ("data", "model"), k
 
 
 @functools.lru_cache
-def lm_of(mesh: Mesh | None = None, group: int = 2, kv_heads: int = 4, **changes) -> tca_jax.LM:
+def lm_of(mesh: Mesh | None = None, group: int = 2, kv_heads: int = 4, dtype=jnp.float32, **changes) -> tca_jax.LM:
     """A random model without zeros: biases are drawn too."""
     sizes = {"num_kv_heads": kv_heads, "num_heads": kv_heads * group, "hidden_size": 64, "intermediate_size": 96}
     config = dataclasses.replace(CONFIG, **{**sizes, **changes})
-    graphdef, weights = nnx.split(Decoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    graphdef, weights = nnx.split(Decoder(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
     keys = iter(jax.random.split(jax.random.key(1), 100))
 
     def drawn(x: jax.Array) -> jax.Array:
         scale = 1 / np.sqrt(x.shape[0]) if x.ndim >= 2 else 0.1
-        noise = scale * jax.random.normal(next(keys), x.shape)
+        noise = scale * jax.random.normal(next(keys), x.shape, x.dtype)
         return noise if x.ndim >= 2 else x + noise
 
     decoder = nnx.merge(graphdef, jax.tree.map(drawn, weights))

@@ -8,6 +8,7 @@ rows. What the devices of "model" tell each other is two sums a layer, and one m
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,26 @@ def whole_mesh(mesh: Mesh) -> Mesh:
     """
     missing = tuple(axis for axis in (DATA, MODEL) if axis not in mesh.axis_names)
     return Mesh(mesh.devices.reshape(*mesh.devices.shape, *(1 for _ in missing)), (*mesh.axis_names, *missing))
+
+
+def parse_mesh(text: str, argument: str) -> Mesh:
+    """The mesh of the first devices that a text such as "1x4" asks for: those on "data", then those on "model".
+
+    Raises:
+        ValueError: it is no such text, or asks for more devices than there are; names `argument`.
+    """
+    sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if sizes is None:
+        raise ValueError(f"{argument} {text}: must be devices on 'data' x devices on 'model', such as 1x4")
+    shape = int(sizes[1]), int(sizes[2])
+    if (wanted := shape[0] * shape[1]) > (there := jax.device_count()):
+        raise ValueError(f"{argument} {text}: needs {wanted} devices, there {'is' if there == 1 else 'are'} {there}")
+    return whole_mesh(jax.make_mesh(shape, (DATA, MODEL), devices=jax.devices()[:wanted]))
+
+
+def mesh_name(mesh: Mesh | None) -> str:
+    """Devices on "data" x devices on "model", as `parse_mesh` takes them."""
+    return f"{axis_size(mesh, DATA)}x{axis_size(mesh, MODEL)}"
 
 
 def any_row(flags: Bool[Array, " B"], mesh: Mesh | None) -> Bool[Array, ""]:

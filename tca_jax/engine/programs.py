@@ -39,7 +39,8 @@ class Program:
             (0.0 when nothing was compiled).
         """
         if isinstance(self._function, Devices) and args[0].mesh is not None:
-            executable, seconds = self._prepare(args[0], *self._function.place(args[0], args[1:]), **static)
+            with jax.set_mesh(args[0].mesh):  # the caller's may be another one, or have axes of another type
+                executable, seconds = self._prepare(args[0], *self._function.place(args[0], args[1:]), **static)
             return _Placing(executable, self._function), seconds
         return self._prepare(*args, **static)
 
@@ -66,8 +67,13 @@ class _Placing:
         self._executable, self._devices = executable, devices
         self.out_info = executable.out_info
 
+    def memory_analysis(self) -> Any:
+        """What the executable says of the memory that it needs on a device."""
+        return self._executable.memory_analysis()
+
     def __call__(self, lm: Any, *args: Any) -> Any:
-        return self._executable(lm, *self._devices.place(lm, args))
+        with jax.set_mesh(lm.mesh):
+            return self._executable(lm, *self._devices.place(lm, args))
 
 
 def results_of(executable: Any) -> Any:

@@ -22,11 +22,11 @@ from tca_jax.engine.health import require_finite
 from tca_jax.engine.layouts import CacheLayout, total_bytes
 from tca_jax.engine.lm import LM
 from tca_jax.engine.memory import require_room
-from tca_jax.engine.mesh import CACHES, ROWS, SAME, Devices, on_host, rows_of_device
+from tca_jax.engine.mesh import CACHES, SAME, Devices, on_host, rows_of_device
 from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.prompts import decode_tokens, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.sampling import Sampling
-from tca_jax.engine.starting import prefill, resume
+from tca_jax.engine.starting import APPENDED, PROMPTS, prefill, resume
 from tca_jax.methods import BASELINE
 from tca_jax.methods.checks import check_integer, check_seed
 from tca_jax.pallas_kernels.backends import Backend, whole
@@ -66,9 +66,8 @@ def _without_pools(state: DecodingState) -> DecodingState:
     return _with_pools(state, (_keys_and_values(None, None),) * len(state.caches))
 
 
-_drawing = (ROWS, SAME, SAME, SAME)  # keys, and all that rows share
-_prefill = Program(Devices(prefill, (ROWS, ROWS, *_drawing), STATE))
-_resume = Program(Devices(_resume_program, (CACHES, ROWS, ROWS, ROWS, ROWS, ROWS, *_drawing), STATE))
+_prefill = Program(Devices(prefill, PROMPTS, STATE))
+_resume = Program(Devices(_resume_program, APPENDED, STATE))
 _decode = Program(Devices(_decode_program, (STATE, CACHES, SAME, SAME), STATE), donate=(1,))
 
 

@@ -71,7 +71,7 @@ def head_numbers(layer: int, num_kv_heads: int) -> Int[Array, " Hkv"]:
     return of_heads(layer, np.arange(heads_of_model(num_kv_heads), dtype=np.int32), num_kv_heads)
 
 
-def of_heads(layer: int, values: Shaped[np.ndarray, "H *rest"], num_kv_heads: int) -> Shaped[Array, "Hkv *rest"]:
+def of_heads(layer: int, values: Shaped[np.ndarray, "H ..."], num_kv_heads: int) -> Shaped[Array, "Hkv ..."]:
     """Of something for each of the model's KV heads, that of the `num_kv_heads` which a program sees in a layer."""
     shards = _shards.get()
     if shards is None:

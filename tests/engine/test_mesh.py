@@ -83,6 +83,13 @@ def test_axes_may_come_in_any_order_of_any_type_or_alone(shape, axes, kind):
     check_same(with_tca(lm_of()), with_tca(lm_of(mesh_of(shape, axes, kind))))
 
 
+def test_the_callers_own_mesh_does_not_matter():
+    lm = with_tca(lm_of(mesh_of((2, 2))))
+    with jax.set_mesh(mesh_of((4,), ("x",), AxisType.Explicit)):
+        out = tca_jax.generate(lm, PROMPTS, max_new_tokens=4)
+    assert out.tokens == [tokens[:4] for tokens in _answer(with_tca(lm_of()), PROMPTS).tokens]
+
+
 def test_drawn_tokens_are_those_of_one_device():
     options = {"temperature": 0.9, "top_p": 0.95, "num_samples": 2, "seed": 3, "repetition_penalty": 1.1}
     check_same(with_tca(lm_of()), with_tca(lm_of(mesh_of((2, 2)))), PROMPTS[:2], **options)
@@ -120,7 +127,9 @@ def test_a_stream_is_the_answer_of_one_device(tmp_path):
 
 
 def test_statistics_tell_bytes_of_all_devices_and_of_each():
-    one, many = (tca_jax.generate(with_tca(lm), PROMPTS, max_new_tokens=8).stats for lm in (lm_of(), lm_of(mesh_of((2, 2)))))
+    one, many = (
+        tca_jax.generate(with_tca(lm), PROMPTS, max_new_tokens=8).stats for lm in (lm_of(), lm_of(mesh_of((2, 2))))
+    )
     assert (one.devices, many.devices) == (1, 4)
     assert many.kv_cache_bytes_per_device * 4 == many.kv_cache_bytes
     assert one.kv_cache_bytes_per_device == one.kv_cache_bytes <= many.kv_cache_bytes  # regions of the largest device
@@ -227,7 +236,9 @@ def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_placed():
 def test_a_batch_that_does_not_divide_is_refused_before_anything_is_compiled():
     lm = lm_of(mesh_of((2, 2)))
     for prompts in (PROMPTS[:1], PROMPTS[:3]):
-        with pytest.raises(ValueError, match=f"prompts are {len(prompts)}: must be a multiple of 2, the devices on 'da"):
+        with pytest.raises(
+            ValueError, match=f"prompts are {len(prompts)}: must be a multiple of 2, the devices on 'da"
+        ):
             tca_jax.generate(lm, prompts, max_new_tokens=4)
         with pytest.raises(ValueError, match="prompts are"):
             tca_jax.prefill(lm, prompts)
@@ -235,4 +246,3 @@ def test_a_batch_that_does_not_divide_is_refused_before_anything_is_compiled():
             tca_jax.score(lm, prompts)
     with pytest.raises(ValueError, match="rows of tokens are 1"):
         tca_jax.generate_tokens(lm, np.ones((1, 4), int), np.array([4]), jax.random.key(0), max_new_tokens=4)
-
