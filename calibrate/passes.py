@@ -20,7 +20,7 @@ from tca_jax.calibration.layer_programs import HEADS, LayerProgram, layer_progra
 from tca_jax.calibration.probing import worst_dropped
 from tca_jax.calibration.scores import calibration_scores
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import SAME
+from tca_jax.engine.mesh import SAME, on_host
 from tca_jax.engine.prompts import pad_tokens
 from tca_jax.engine.scoring import logprobs_of_hidden
 from tca_jax.methods.config import TCAConfig
@@ -57,7 +57,7 @@ class ForwardPass:
     def losses(self, start: int, most: int) -> Float32[np.ndarray, " P"]:
         """Loss in nats of the token after each of `most` queries from `start` on, once all layers have run."""
         x, _, _, targets = self.columns(start, most)
-        return np.asarray(losses_of(*nnx.split(self._decoder), x, targets, shards=self._shards))
+        return on_host(losses_of(*nnx.split(self._decoder), x, targets, shards=self._shards))
 
 
 @layer_program(static=("config", "most"), donate=("x",), outputs=(SAME, (HEADS, HEADS)))

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from tca_jax.calibration.layer_programs import HEADS, layer_program
 from tca_jax.calibration.passes import ForwardPass
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import SAME
+from tca_jax.engine.mesh import SAME, on_host
 from tca_jax.engine.prompts import Prompt, encode_prompts
 from tca_jax.methods.checks import check_integer
 from tca_jax.methods.head_patterns import HeadPattern
@@ -56,7 +56,7 @@ def search_patterns(
     tell, table = progress or (lambda done, total: None), []
     tell(0, layers)
     for kept in ForwardPass(lm, sequences[0]).layers(_search_layer, tuple(candidates), first_query):
-        by_kv_head = np.asarray(kept).reshape(lm.config.num_kv_heads, -1, len(candidates))
+        by_kv_head = on_host(kept).reshape(lm.config.num_kv_heads, -1, len(candidates))
         own = lm.own_heads(len(table), by_kv_head).reshape(-1, len(candidates))
         table.append([_best(scores, candidates) for scores in own])
         tell(len(table), layers)

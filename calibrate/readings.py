@@ -29,7 +29,7 @@ from tca_jax.calibration.layer_programs import (
 )
 from tca_jax.calibration.passes import ForwardPass, losses_of
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import SAME
+from tca_jax.engine.mesh import SAME, on_host
 from tca_jax.methods import tca
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.queries import last_queries
@@ -93,7 +93,7 @@ class Reading:
             given = x, *self._fixed(number), self._gates(number)
             x = _probe_layer(*self._layer(number), *given, config=self._config, shards=self._shards)
         self._inputs.append(x)
-        return np.asarray(losses_of(*nnx.split(self._decoder), x, self._targets, shards=self._shards))
+        return on_host(losses_of(*nnx.split(self._decoder), x, self._targets, shards=self._shards))
 
     def relief(self, queries: Float32[np.ndarray, " P"]) -> Float64[np.ndarray, "layers Hkv"]:
         """Nats that each head would give back to the last reading if it saw the whole text, to first order.
@@ -115,7 +115,7 @@ class Reading:
                 config=self._config,
                 shards=self._shards,
             )
-            found[number] = -self._lm.own_heads(number, np.asarray(of_gates, np.float64))
+            found[number] = -self._lm.own_heads(number, on_host(of_gates).astype(np.float64))
         return found
 
     def _layer(self, number: int) -> tuple[Any, Any]:

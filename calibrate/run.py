@@ -19,6 +19,7 @@ from tca_jax.calibration.profile import Profile
 from tca_jax.calibration.rows import choose_cache_rows, choose_candidates, densest_within, require_fit
 from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import on_host
 from tca_jax.engine.prompts import Encoder, Prompt, encode_prompts
 from tca_jax.methods.checks import is_finite_number
 from tca_jax.methods.config import TCAConfig
@@ -159,10 +160,11 @@ def _measure(lm: LM, texts: Sequence[ProbedText], config: TCAConfig, steps: _Ste
         full = ForwardPass(lm, text.ids)
         masses = []
         for layer, (of_layer, mass) in enumerate(full.layers(score_layer, tokens, starts, config, most)):
+            of_layer, mass = on_host((of_layer, mass))  # all texts' and layers' would crowd the device
             if not np.isfinite(of_layer).all():
                 raise ValueError(f"model {lm.name!r} computes NaN or infinity in the attention of layer {layer}")
-            scores[layer] += lm.own_heads(layer, np.asarray(of_layer))  # a JAX array would pull the sum into float32
-            masses.append(lm.own_heads(layer, np.asarray(mass)))  # all texts' and layers' would crowd the device
+            scores[layer] += lm.own_heads(layer, of_layer)
+            masses.append(lm.own_heads(layer, mass))
             steps.step()
         if text.num_probe:
             probes.append(ReadProbe(text, full.losses(text.probe_start, most), masses))
@@ -190,7 +192,7 @@ def _worst_queries(
         starts = jnp.array([start], jnp.int32)
         run = ForwardPass(lm, text.ids[: text.text_tokens])
         for layer, worst in enumerate(run.layers(worst_layer, starts, config, bucket_length(queries))):
-            dropped[layer] += lm.own_heads(layer, np.asarray(worst)) * np.float64(queries)
+            dropped[layer] += lm.own_heads(layer, on_host(worst)) * np.float64(queries)
             steps.step()
         weight += queries
     return dropped / weight

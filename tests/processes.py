@@ -41,19 +41,30 @@ def shards_of(folder: Path, shape: tuple[int, int], results: Path) -> dict[str, 
 
 
 def answers_of(folder: Path, mesh: jax.sharding.Mesh | None) -> dict[str, object]:
-    """What the model says to two prompts and to questions about two contexts, and what calibration finds."""
-    lm = tca_jax.load(folder, profile=folder / "profile", mesh=mesh)
-    prompts = json.loads((folder / "prompts.json").read_text())
-    context = tca_jax.prefill(lm, prompts)
-    questions = [prompt[:5] for prompt in prompts]
-    profile = tca_jax.calibrate(lm, prompts[:1], lm.method.cache.config, probes=None)
+    """What the model says to two prompts, at once and as a stream."""
+    lm, prompts = tca_jax.load(folder, profile=folder / "profile", mesh=mesh), prompts_of(folder)
     return {
         "tokens": tca_jax.generate(lm, prompts, max_new_tokens=NEW_TOKENS).tokens,
-        "asked": tca_jax.generate(lm, questions, context=context, max_new_tokens=NEW_TOKENS).tokens,
         "streamed": list(map("".join, zip(*tca_jax.stream(lm, prompts, max_new_tokens=NEW_TOKENS), strict=True))),
+    }
+
+
+def findings_of(folder: Path, mesh: jax.sharding.Mesh | None, results: Path) -> dict[str, object]:
+    """What the model says to questions about two contexts, and the profile that it is calibrated to."""
+    lm, prompts = tca_jax.load(folder, profile=folder / "profile", mesh=mesh), prompts_of(folder)
+    context, questions = tca_jax.prefill(lm, prompts), [prompt[:5] for prompt in prompts]
+    profile = tca_jax.calibrate(lm, prompts[:1], lm.method.cache.config)
+    profile.save(results / "profile")
+    return {
+        "asked": tca_jax.generate(lm, questions, context=context, max_new_tokens=NEW_TOKENS).tokens,
         "candidates": profile.candidates.tolist(),
         "fingerprint": profile.fingerprint,
     }
+
+
+def prompts_of(folder: Path) -> list[list[int]]:
+    """Two prompts of unequal length."""
+    return json.loads((folder / "prompts.json").read_text())
 
 
 def main(coordinator: str, processes: str, process: str, checkpoint: str, results: str) -> None:
@@ -68,7 +79,9 @@ def main(coordinator: str, processes: str, process: str, checkpoint: str, result
     }
     # Processes see other times, by which streams choose how many tokens they wait for.
     generation._STREAM_SECONDS *= 100 ** int(process)
-    told["answers"] = answers_of(Path(checkpoint), jax.make_mesh((2, 2), ("data", "model")))
+    meshes = [jax.make_mesh(shape, ("data", "model")) for shape in MESHES]
+    told["findings"] = findings_of(Path(checkpoint), meshes[0], folder)
+    told["answers"] = answers_of(Path(checkpoint), meshes[1])
     (folder / f"{process}.json").write_text(json.dumps(told))
 
 

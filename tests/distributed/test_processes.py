@@ -127,6 +127,15 @@ def test_all_processes_know_the_fingerprint_of_the_checkpoint(shape: str, result
     assert told == {fingerprint(decoder)}
 
 
-def test_two_processes_answer_and_calibrate_as_one_does(results: Path, checkpoint: Path) -> None:
+def test_two_processes_answer_what_one_does(results: Path, checkpoint: Path) -> None:
     alone = processes.answers_of(checkpoint, None)
     assert [told_by(results, process)["answers"] for process in range(PROCESSES)] == [alone] * PROCESSES
+
+
+def test_two_processes_find_what_one_does_and_the_first_saves_it(
+    results: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    alone = processes.findings_of(checkpoint, None, tmp_path)
+    assert [told_by(results, process)["findings"] for process in range(PROCESSES)] == [alone] * PROCESSES
+    assert [path.name for path in (results / "profile").iterdir()] == ["profile_0"]
+    np.testing.assert_array_equal(Profile.load(results / "profile").candidates, alone["candidates"])
