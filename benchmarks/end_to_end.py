@@ -263,8 +263,9 @@ def describe(
     )
     if mesh is not None:
         text += (
-            f" The model is shared by {mesh.size} devices, `mesh` those on data x those on model, with a prompt for each "
-            "on data. Both rates are of one device, both floors of all together; `KV GB` is of all, `peak GB` of one."
+            f" The model is shared by {mesh.size} devices, `mesh` those on data x those on model, with a prompt for "
+            "each on data. Both rates are of one device, both floors of all together; `KV GB` is of all, `peak GB` of "
+            "one."
         )
     return text + (
         " The second table has the seconds that new processes take to trace and compile both programs of a shape, the "

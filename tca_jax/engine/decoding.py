@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,22 +74,10 @@ class DecodingState:
     caches: tuple[LayerCache, ...]
 
 
+_BY_ROW: dict[str, Any] = {field.name: ROWS for field in dataclasses.fields(DecodingState)}
+_SHARED: dict[str, Any] = dict.fromkeys(("step", "stop_tokens", "min_new_tokens"), SAME)
 #: How a state lies on a mesh.
-STATE = DecodingState(
-    tokens=ROWS,
-    step=SAME,
-    last=ROWS,
-    done=ROWS,
-    lengths=ROWS,
-    prompt_lengths=ROWS,
-    keys=ROWS,
-    seen=ROWS,
-    stop_tokens=SAME,
-    min_new_tokens=SAME,
-    logprobs=ROWS,
-    finite=ROWS,
-    caches=CACHES,
-)
+STATE = DecodingState(**{**_BY_ROW, **_SHARED, "caches": CACHES})
 
 
 def decode(

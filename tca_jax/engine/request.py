@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import numbers
 import time
-import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,9 +48,9 @@ def _pools(caches: tuple[LayerCache, ...]) -> _Pools:
     return tuple(_keys_and_values(cache.pool.k, cache.pool.v) for cache in caches)
 
 
-@typing.no_type_check  # arrays, their shapes, or nothing
 def _keys_and_values(k: Any, v: Any) -> Pool:
-    return Pool(k, v, None, None)
+    nothing: Any = None
+    return Pool(k, v, nothing, nothing)
 
 
 def _with_pools(state: DecodingState, pools: _Pools) -> DecodingState:
