@@ -13,7 +13,7 @@ from tca_jax.engine.cache import LayerCache
 from tca_jax.engine.contexts import Context
 from tca_jax.engine.decoding import DecodingState
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import num_devices, on_host
+from tca_jax.engine.mesh import agreed, num_devices, on_host
 from tca_jax.engine.prompts import Prompt, decode_tokens, is_single
 from tca_jax.engine.request import Request
 from tca_jax.engine.sampling import Sampling
@@ -270,6 +270,7 @@ def _pieces(request: Request, *, single: bool) -> Generator[Any, None, Output]:
         state = request.advance(state, stride)
         steps_a_second = (int(state.step) - step) / max(request.decode_seconds - before, 1e-9)
         stride = max(1, min(_STREAM_GROWTH * stride, int(_STREAM_SECONDS * steps_a_second)))
+        stride = agreed(stride, request.lm.mesh)
 
 
 def output_of(request: Request, state: DecodingState) -> Output:

@@ -128,6 +128,16 @@ def num_devices(mesh: Mesh | None) -> int:
     return 1 if mesh is None else mesh.size
 
 
+def agreed(number: int, mesh: Mesh | None) -> int:
+    """A number that processes may see differently, such as one of their clocks; the first one's where several share a
+    mesh, for they have to run the same programs."""
+    if mesh is None or not mesh.is_multi_process:
+        return number
+    from jax.experimental.multihost_utils import broadcast_one_to_all
+
+    return int(broadcast_one_to_all(np.int32(number)))
+
+
 def on_host(arrays: Any) -> Any:
     """Arrays of a pytree on the host, all at once, for each alone would wait; gathered where other processes hold
     parts of them."""

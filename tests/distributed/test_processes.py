@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,12 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import processes
 import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
-from tiny import CONFIG, TCA, random_prompt
+from tiny import CONFIG, TCA, random_prompt, write_checkpoint
 
-import tca_jax
 from tca_jax.calibration.profile import Profile
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import fingerprint
@@ -27,7 +28,6 @@ from tca_jax.models.names import parameters
 from tca_jax.models.params import save_decoder
 
 PROCESSES, DEVICES = 2, 2  # devices of each process
-NEW_TOKENS = 12
 MESHES = {"(1, 4)": (1, 4), "(2, 2)": (2, 2)}
 
 
@@ -38,31 +38,27 @@ def free_port() -> int:
 
 
 def run_processes(checkpoint: Path, results: Path) -> None:
-    """Runs `process.py` in as many processes; what goes wrong in one of them is the error of the test."""
-    here = Path(__file__).parent
+    """Runs `processes.py` in as many processes; what goes wrong in one of them is the error of the test."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={DEVICES}",
-        "PYTHONPATH": str(here.parent),
+        "PYTHONPATH": str(Path(processes.__file__).parent),
     }
-    given = f"127.0.0.1:{free_port()}", str(PROCESSES)
-    started = [
-        subprocess.Popen(
-            [sys.executable, here / "process.py", *given, str(process), checkpoint, results],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for process in range(PROCESSES)
-    ]
-    try:
-        said = [process.communicate(timeout=300)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert not any(process.returncode for process in started), "\n".join(said)
+    command = sys.executable, processes.__file__, f"127.0.0.1:{free_port()}", str(PROCESSES)
+    said = [results / f"{process}.txt" for process in range(PROCESSES)]
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(open(path, "w")) for path in said]
+        started = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [*command, str(process), checkpoint, results], env=environment, stdout=file, stderr=file
+                )
+            )
+            for process, file in enumerate(files)
+        ]
+    told = "\n".join(path.read_text() for path in said)
+    assert not any(process.returncode for process in started), told
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +73,7 @@ def decoder() -> Decoder:
 def checkpoint(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The decoder, a profile whose heads have to move to balance two devices, and prompts of unequal length."""
     folder = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(folder)  # for its tokenizer
     save_decoder(folder, decoder, jnp.float32)
     profile = Profile.uniform(TCA, 2, 4, 0)
     rows = np.array([[14, 14, 0, 0], [0, 3, 14, 14]])
@@ -130,9 +127,6 @@ def test_all_processes_know_the_fingerprint_of_the_checkpoint(shape: str, result
     assert told == {fingerprint(decoder)}
 
 
-def test_two_processes_answer_what_one_does(results: Path, checkpoint: Path) -> None:
-    prompts = json.loads((checkpoint / "prompts.json").read_text())
-    lm = tca_jax.load(checkpoint, profile=checkpoint / "profile")
-    tokens = tca_jax.generate(lm, prompts, max_new_tokens=NEW_TOKENS).tokens
-    for process in range(PROCESSES):
-        assert told_by(results, process)["answers"] == {"tokens": tokens, "fingerprint": lm.fingerprint}
+def test_two_processes_answer_and_calibrate_as_one_does(results: Path, checkpoint: Path) -> None:
+    alone = processes.answers_of(checkpoint, None)
+    assert [told_by(results, process)["answers"] for process in range(PROCESSES)] == [alone] * PROCESSES
