@@ -37,7 +37,7 @@ CACHES = PartitionSpec(DATA, MODEL)
 SECOND_HEADS = PartitionSpec(None, MODEL)
 
 
-class Devices:
+class OverMesh:
     """A function of a model that runs on one device, or as one program of all devices of the model's mesh.
 
     Args:
