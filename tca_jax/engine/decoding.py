@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from tca_jax.engine.cache import LayerCache, decode_layer, rows_with_leaving_block
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import CACHES, ROWS, SAME, any_row
+from tca_jax.engine.mesh import CACHES, ROWS, SAME, any_row, every_row
 from tca_jax.engine.sampling import Sampling, sample
 from tca_jax.pallas_kernels.backends import Backend
 
@@ -88,7 +88,7 @@ def decode(
     layout, evicts = state.caches[0].layout, any(cache.layout.evicts for cache in state.caches)
 
     def unfinished(state: DecodingState) -> Bool[Array, ""]:
-        return (state.step < limit) & any_row(~state.done, lm.mesh)
+        return (state.step < limit) & ~every_row(state.done, lm.mesh)
 
     def leaving(state: DecodingState) -> Bool[Array, " B"]:
         return rows_with_leaving_block(layout, state.lengths + state.step - 1, state.prompt_lengths)
