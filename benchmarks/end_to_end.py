@@ -55,7 +55,7 @@ from tca_jax.benchmarks.shares import FULL, Share, SharesOption, check_shares, d
 from tca_jax.engine.decoding import STATE, DecodingState, decode, row_keys
 from tca_jax.engine.generation import kept_share
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import SAME, Devices, mesh_name, num_devices, parse_mesh
+from tca_jax.engine.mesh import SAME, OverMesh, mesh_name, num_devices, parse_mesh
 from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.sampling import Sampling
 from tca_jax.engine.starting import PROMPTS, prefill
@@ -71,9 +71,9 @@ class Run:
     lengths: jax.Array
     new_tokens: int
     backend: str
-    prefill: Program = dataclasses.field(default_factory=lambda: Program(Devices(prefill, PROMPTS, STATE)))
+    prefill: Program = dataclasses.field(default_factory=lambda: Program(OverMesh(prefill, PROMPTS, STATE)))
     decode: Program = dataclasses.field(
-        default_factory=lambda: Program(Devices(decode, (STATE, SAME, SAME), STATE), donate=(1,))
+        default_factory=lambda: Program(OverMesh(decode, (STATE, SAME, SAME), STATE), donate=(1,))
     )
 
     @property
@@ -263,8 +263,9 @@ def describe(
     )
     if mesh is not None:
         text += (
-            f" The model is shared by {mesh.size} devices, `mesh` those on data x those on model, with a prompt for each "
-            "on data. Both rates are of one device, both floors of all together; `KV GB` is of all, `peak GB` of one."
+            f" The model is shared by {mesh.size} devices, `mesh` those on data x those on model, with a prompt for "
+            "each on data. Both rates are of one device, both floors of all together; `KV GB` is of all, `peak GB` of "
+            "one."
         )
     return text + (
         " The second table has the seconds that new processes take to trace and compile both programs of a shape, the "

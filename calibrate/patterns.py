@@ -53,7 +53,7 @@ def search_patterns(
     tokens, layers = len(sequences[0]), lm.config.num_layers
     if tokens <= first_query:
         raise ValueError(f"text has {tokens} tokens: must have more than first_query = {first_query}")
-    tell, table = progress or (lambda done, total: None), []
+    tell, table = progress or (lambda done, total: None), list[list[Any]]()
     tell(0, layers)
     for kept in ForwardPass(lm, sequences[0]).layers(_search_layer, tuple(candidates), first_query):
         by_kv_head = on_host(kept).reshape(lm.config.num_kv_heads, -1, len(candidates))

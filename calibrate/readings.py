@@ -7,7 +7,6 @@ through the probe's own columns gives it for all heads at once.
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -37,7 +36,6 @@ from tca_jax.methods.selection import PromptScores, row_budgets, score_prompt
 from tca_jax.pallas_kernels.ranking import selection_mask
 
 
-@typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
 class LayerText(NamedTuple):
     """What a layer has of a text: keys and values, zero behind it, and what its tokens are chosen by."""
 
@@ -129,7 +127,8 @@ class Reading:
 
 
 #: How what a layer has of a text lies on a mesh.
-_TEXT = LayerText(THIRD_HEADS, THIRD_HEADS, SECOND_HEADS)
+_SPECS: Any = THIRD_HEADS, THIRD_HEADS, SECOND_HEADS
+_TEXT = LayerText(*_SPECS)
 
 
 @layer_program(static=("config",), donate=("x",), outputs=(SAME, _TEXT))

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Shaped
 
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import SAME, SECOND_HEADS, Devices, on_host
+from tca_jax.engine.mesh import SAME, SECOND_HEADS, OverMesh, on_host
 from tca_jax.engine.prompts import Prompt, encode_prompt, pad_tokens
 from tca_jax.methods.full import FullPrefill
 from tca_jax.methods.queries import last_queries
@@ -112,7 +112,7 @@ def _selected_tokens(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"
     return jnp.stack(masks)
 
 
-_selected = jax.jit(Devices(_selected_tokens, (SAME, SAME), SECOND_HEADS))
+_selected = jax.jit(OverMesh(_selected_tokens, (SAME, SAME), SECOND_HEADS))
 
 
 def _received_mass(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> Float32[Array, "layers Hkv L"]:
@@ -126,4 +126,4 @@ def _received_mass(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"])
     return jnp.stack(received)
 
 
-_received = jax.jit(Devices(_received_mass, (SAME, SAME), SECOND_HEADS))
+_received = jax.jit(OverMesh(_received_mass, (SAME, SAME), SECOND_HEADS))

@@ -17,7 +17,7 @@ from tca_jax.engine.health import require_finite
 from tca_jax.engine.layouts import total_bytes
 from tca_jax.engine.lm import LM
 from tca_jax.engine.memory import require_room
-from tca_jax.engine.mesh import CACHES, ROWS, Devices, on_host, rows_of_device
+from tca_jax.engine.mesh import CACHES, ROWS, OverMesh, on_host, rows_of_device
 from tca_jax.engine.programs import Program
 from tca_jax.engine.prompts import Prompt, encode_prompt, encode_prompts, encode_verbatim, pad_tokens, require_positions
 from tca_jax.engine.scoring import TokenScores, scores_of_logits
@@ -167,7 +167,7 @@ def _read_and_feed_program(
     return finite, firsts, extension.scores
 
 
-_read_and_feed = Program(Devices(_read_and_feed_program, (ROWS,) * 5, (ROWS, ROWS, ROWS)))
+_read_and_feed = Program(OverMesh(_read_and_feed_program, (ROWS,) * 5, (ROWS, ROWS, ROWS)))
 
 
 def _behind_context(
@@ -213,4 +213,4 @@ def _feed_program(
     return jnp.isfinite(extension.logits).all(axis=-1), extension.scores
 
 
-_feed = Program(Devices(_feed_program, (CACHES, ROWS, ROWS, ROWS, ROWS), (ROWS, ROWS)))
+_feed = Program(OverMesh(_feed_program, (CACHES, ROWS, ROWS, ROWS, ROWS), (ROWS, ROWS)))

@@ -77,11 +77,12 @@ def _gathered(layer: int, cache: LayerCache, batch: int) -> LayerCache:
 def _dealt(layer: int, cache: LayerCache, lm: LM) -> LayerCache:
     """A layer's cache on a model's mesh, from that of one device."""
     layout, shards, mesh = cache.layout, lm.head_shards, lm.mesh
-    assert shards is not None and mesh is not None
+    assert shards is not None
+    assert mesh is not None
     order, (rows, devices) = np.asarray(shards.order[layer]), (axis_size(mesh, DATA), axis_size(mesh, MODEL))
     batch, held = layout.batch // rows, layout.num_kv_heads // devices
     regions = Regions(batch, shards.widest(layer, layout.regions.capacities))
-    offsets, places = on_host(cache.pool.offsets), np.argsort(order)
+    places = np.argsort(order)
 
     def deal(name: str) -> np.ndarray:
         x = on_host(getattr(cache.pool, name))

@@ -24,7 +24,7 @@ from tca_jax.engine.identity import describe_method, unknown_types
 from tca_jax.engine.layouts import CacheLayout, total_bytes
 from tca_jax.engine.lm import LM
 from tca_jax.engine.memory import require_room
-from tca_jax.engine.mesh import CACHES, ROWS, Devices, on_host, rows_of_device
+from tca_jax.engine.mesh import CACHES, ROWS, OverMesh, on_host, rows_of_device
 from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.starting import open_caches, read_prompts
@@ -288,7 +288,7 @@ def _read_program(
     return caches, jnp.isfinite(logits).all(axis=-1)
 
 
-_read = Program(Devices(_read_program, (ROWS, ROWS), (CACHES, ROWS)))
+_read = Program(OverMesh(_read_program, (ROWS, ROWS), (CACHES, ROWS)))
 
 
 def _append(lm: LM, prompts: Any, context: Any, backend: Backend) -> Context:
@@ -341,7 +341,7 @@ def _append_program(
     return folded, jnp.isfinite(logits).all(axis=-1)
 
 
-_append_to = Program(Devices(_append_program, (CACHES, ROWS, ROWS, ROWS, ROWS), (CACHES, ROWS)))
+_append_to = Program(OverMesh(_append_program, (CACHES, ROWS, ROWS, ROWS, ROWS), (CACHES, ROWS)))
 
 
 @dataclasses.dataclass(frozen=True)

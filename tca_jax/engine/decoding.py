@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from tca_jax.engine.cache import LayerCache, decode_layer, rows_with_leaving_block
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import CACHES, ROWS, SAME, any_row
+from tca_jax.engine.mesh import CACHES, ROWS, SAME, any_row, every_row
 from tca_jax.engine.sampling import Sampling, sample
 from tca_jax.pallas_kernels.backends import Backend
 
@@ -73,22 +74,10 @@ class DecodingState:
     caches: tuple[LayerCache, ...]
 
 
+_BY_ROW: dict[str, Any] = {field.name: ROWS for field in dataclasses.fields(DecodingState)}
+_SHARED: dict[str, Any] = dict.fromkeys(("step", "stop_tokens", "min_new_tokens"), SAME)
 #: How a state lies on a mesh.
-STATE = DecodingState(
-    tokens=ROWS,
-    step=SAME,
-    last=ROWS,
-    done=ROWS,
-    lengths=ROWS,
-    prompt_lengths=ROWS,
-    keys=ROWS,
-    seen=ROWS,
-    stop_tokens=SAME,
-    min_new_tokens=SAME,
-    logprobs=ROWS,
-    finite=ROWS,
-    caches=CACHES,
-)
+STATE = DecodingState(**{**_BY_ROW, **_SHARED, "caches": CACHES})
 
 
 def decode(
@@ -99,7 +88,7 @@ def decode(
     layout, evicts = state.caches[0].layout, any(cache.layout.evicts for cache in state.caches)
 
     def unfinished(state: DecodingState) -> Bool[Array, ""]:
-        return (state.step < limit) & any_row(~state.done, lm.mesh)
+        return (state.step < limit) & ~every_row(state.done, lm.mesh)
 
     def leaving(state: DecodingState) -> Bool[Array, " B"]:
         return rows_with_leaving_block(layout, state.lengths + state.step - 1, state.prompt_lengths)

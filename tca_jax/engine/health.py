@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Int
 
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import SAME, SECOND_HEADS, Devices, on_host
+from tca_jax.engine.mesh import SAME, SECOND_HEADS, OverMesh, on_host
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 
 
@@ -53,4 +53,4 @@ def _finite_heads(lm: LM, tokens: Int[Array, "1 L"]) -> Bool[Array, "layers 1"]:
     return jnp.stack(finite)[:, None]
 
 
-_finite_layers = jax.jit(Devices(_finite_heads, (SAME,), SECOND_HEADS))
+_finite_layers = jax.jit(OverMesh(_finite_heads, (SAME,), SECOND_HEADS))

@@ -37,7 +37,7 @@ CACHES = PartitionSpec(DATA, MODEL)
 SECOND_HEADS = PartitionSpec(None, MODEL)
 
 
-class Devices:
+class OverMesh:
     """A function of a model that runs on one device, or as one program of all devices of the model's mesh.
 
     Args:
@@ -109,6 +109,11 @@ def any_row(flags: Bool[Array, " B"], mesh: Mesh | None) -> Bool[Array, ""]:
     if axis_size(mesh, DATA) == 1:
         return found
     return jax.lax.pmax(found.astype(jnp.int32), DATA) > 0
+
+
+def every_row(flags: Bool[Array, " B"], mesh: Mesh | None) -> Bool[Array, ""]:
+    """Whether it is so for all rows of a batch, on all devices."""
+    return jnp.all(flags) if axis_size(mesh, DATA) == 1 else ~any_row(~flags, mesh)
 
 
 def rows_of_device(lm: LM, rows: int, what: str) -> int:

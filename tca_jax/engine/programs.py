@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from tca_jax.engine.mesh import Devices
+from tca_jax.engine.mesh import OverMesh
 
 _MOST_PROGRAMS = 128  # kept of each function; an octave of prompt lengths has eight
 
@@ -20,7 +20,7 @@ class Program:
 
     Args:
         function: What to compile; its keyword arguments are static. Its first argument is the model, over whose mesh
-            it runs if it is a `Devices`.
+            it runs if it is an `OverMesh`.
         donate: Positions of arguments whose buffers the program may overwrite.
     """
 
@@ -38,7 +38,7 @@ class Program:
             The executable, to be called with the same positional arguments, and the seconds that compiling took
             (0.0 when nothing was compiled).
         """
-        if isinstance(self._function, Devices) and args[0].mesh is not None:
+        if isinstance(self._function, OverMesh) and args[0].mesh is not None:
             with jax.set_mesh(args[0].mesh):  # the caller's may be another one, or have axes of another type
                 executable, seconds = self._prepare(args[0], *self._function.place(args[0], args[1:]), **static)
             return _Placing(executable, self._function), seconds
@@ -63,8 +63,8 @@ class Program:
 class _Placing:
     """An executable over a mesh that puts its arguments where they belong."""
 
-    def __init__(self, executable: Any, devices: Devices) -> None:
-        self._executable, self._devices = executable, devices
+    def __init__(self, executable: Any, function: OverMesh) -> None:
+        self._executable, self._function = executable, function
         self.out_info = executable.out_info
 
     def memory_analysis(self) -> Any:
@@ -73,7 +73,7 @@ class _Placing:
 
     def __call__(self, lm: Any, *args: Any) -> Any:
         with jax.set_mesh(lm.mesh):
-            return self._executable(lm, *self._devices.place(lm, args))
+            return self._executable(lm, *self._function.place(lm, args))
 
 
 def results_of(executable: Any) -> Any:

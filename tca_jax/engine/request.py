@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import numbers
 import time
-import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from tca_jax.engine.health import require_finite
 from tca_jax.engine.layouts import CacheLayout, total_bytes
 from tca_jax.engine.lm import LM
 from tca_jax.engine.memory import require_room
-from tca_jax.engine.mesh import CACHES, SAME, Devices, on_host, rows_of_device
+from tca_jax.engine.mesh import CACHES, SAME, OverMesh, on_host, rows_of_device
 from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.prompts import decode_tokens, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.sampling import Sampling
@@ -49,9 +48,9 @@ def _pools(caches: tuple[LayerCache, ...]) -> _Pools:
     return tuple(_keys_and_values(cache.pool.k, cache.pool.v) for cache in caches)
 
 
-@typing.no_type_check  # arrays, their shapes, or nothing
 def _keys_and_values(k: Any, v: Any) -> Pool:
-    return Pool(k, v, None, None)
+    nothing: Any = None
+    return Pool(k, v, nothing, nothing)
 
 
 def _with_pools(state: DecodingState, pools: _Pools) -> DecodingState:
@@ -66,9 +65,9 @@ def _without_pools(state: DecodingState) -> DecodingState:
     return _with_pools(state, (_keys_and_values(None, None),) * len(state.caches))
 
 
-_prefill = Program(Devices(prefill, PROMPTS, STATE))
-_resume = Program(Devices(_resume_program, APPENDED, STATE))
-_decode = Program(Devices(_decode_program, (STATE, CACHES, SAME, SAME), STATE), donate=(1,))
+_prefill = Program(OverMesh(prefill, PROMPTS, STATE))
+_resume = Program(OverMesh(_resume_program, APPENDED, STATE))
+_decode = Program(OverMesh(_decode_program, (STATE, CACHES, SAME, SAME), STATE), donate=(1,))
 
 
 @dataclasses.dataclass(frozen=True)

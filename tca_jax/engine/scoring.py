@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.engine.health import require_finite
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import ROWS, Devices, on_host, rows_of_device
+from tca_jax.engine.mesh import ROWS, OverMesh, on_host, rows_of_device
 from tca_jax.engine.programs import Program
 from tca_jax.engine.prompts import Prompt, encode_prompts, pad_tokens
 from tca_jax.models.decoder import Decoder
@@ -137,4 +137,4 @@ def scores_of_logits(logits: Float[Array, "*tokens V"], tokens: Int[Array, "*tok
     return TokenScores(logprobs, jnp.argmax(logits, axis=-1) == tokens)
 
 
-_score = Program(Devices(logprobs_of, (ROWS, ROWS), ROWS))
+_score = Program(OverMesh(logprobs_of, (ROWS, ROWS), ROWS))

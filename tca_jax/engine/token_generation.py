@@ -14,7 +14,7 @@ from jaxtyping import Array, Int, Key
 from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.decoding import decode, row_keys
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import ROWS, SAME, Devices, rows_of_device
+from tca_jax.engine.mesh import ROWS, SAME, OverMesh, rows_of_device
 from tca_jax.engine.sampling import Sampling
 from tca_jax.engine.starting import prefill
 from tca_jax.methods.checks import check_integer
@@ -121,4 +121,4 @@ def _answer_program(
     return decode(lm, state, limit, sampling, backend=backend).tokens
 
 
-_answer = Devices(_answer_program, (ROWS, ROWS, ROWS, SAME, SAME, SAME), ROWS)
+_answer = OverMesh(_answer_program, (ROWS, ROWS, ROWS, SAME, SAME, SAME), ROWS)

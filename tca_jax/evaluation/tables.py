@@ -43,7 +43,8 @@ def table(config: Mapping[str, Any], records: Sequence[Record], skipped: Sequenc
     lines = [
         f"# {config['model']}",
         "",
-        f"{config['samples']} samples a task, seed {config['seed']}, {config['dtype']}{_devices(config)}. Bytes: {held}.",
+        f"{config['samples']} samples a task, seed {config['seed']}, {config['dtype']}{_devices(config)}. "
+        f"Bytes: {held}.",
         "",
     ]
     for length in sorted({record["length"] for record in records}):

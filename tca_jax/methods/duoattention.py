@@ -77,7 +77,7 @@ class DuoAttentionCache(CachePolicy):
         return tuple(everything if retrieval else little for retrieval in self.retrieval[layer])
 
     def _heads(self, layer: int, num_kv_heads: int) -> Bool[Array, "Hkv 1"]:
-        return of_heads(layer, np.asarray(self.retrieval[layer]), num_kv_heads)[:, None]
+        return jnp.asarray(of_heads(layer, np.asarray(self.retrieval[layer]), num_kv_heads))[:, None]
 
 
 def duoattention(

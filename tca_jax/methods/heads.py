@@ -68,14 +68,18 @@ def heads_of_model(num_kv_heads: int) -> int:
 
 def head_numbers(layer: int, num_kv_heads: int) -> Int[Array, " Hkv"]:
     """Which of the model's KV heads a program sees in a layer, `num_kv_heads` of them."""
-    return of_heads(layer, np.arange(heads_of_model(num_kv_heads), dtype=np.int32), num_kv_heads)
+    if _shards.get() is None:
+        return jnp.arange(num_kv_heads)
+    return jnp.asarray(of_heads(layer, np.arange(heads_of_model(num_kv_heads), dtype=np.int32), num_kv_heads))
 
 
-def of_heads(layer: int, values: Shaped[np.ndarray, "H ..."], num_kv_heads: int) -> Shaped[Array, "Hkv ..."]:
+def of_heads(
+    layer: int, values: Shaped[np.ndarray, "H ..."], num_kv_heads: int
+) -> Shaped[Array | np.ndarray, "Hkv ..."]:
     """Of something for each of the model's KV heads, that of the `num_kv_heads` which a program sees in a layer."""
     shards = _shards.get()
     if shards is None:
-        return jnp.asarray(values)
+        return values
     dealt = jnp.asarray(values[np.asarray(shards.order[layer])])
     start = jax.lax.axis_index(shards.axis) * num_kv_heads
     return jax.lax.dynamic_slice_in_dim(dealt, start, num_kv_heads)

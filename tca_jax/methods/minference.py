@@ -110,7 +110,7 @@ class MInferencePrefill(BlockSparsePrefill):
         seen, heads = heads // group, heads_of_model(heads)
         patterns = self.of_layer(layer, heads)
         arrays = (of_heads(layer, x.reshape(-1, group), seen) for x in PatternArrays.of(patterns))
-        own = PatternArrays(*(x[head] for x in arrays))
+        own = PatternArrays(*(jnp.asarray(x)[head] for x in arrays))
         of_lines = [max(_LEAST_COLUMNS, p.columns) for p in patterns if p.kind != "block_sparse"]
         columns, diagonals = lines(q, k, lengths, own)
         launches: tuple[Listed, ...] = (

@@ -73,15 +73,15 @@ class TCACache(CachePolicy):
 
     def select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selection:
         seen, heads = k.shape[2], heads_of_model(k.shape[2])
-        rows, prefill_rows = of_heads(layer, self.rows(layer, heads), seen), self.prefill_rows(layer, heads)
+        rows, prefill_rows = self.rows(layer, heads), self.prefill_rows(layer, heads)
         return select_by_candidates(
             q,
             k,
-            rows,
+            jnp.asarray(of_heads(layer, rows, seen)),
             lengths,
             self.config,
             backend,
-            prefill_candidates=None if prefill_rows is None else of_heads(layer, prefill_rows, seen),
+            prefill_candidates=None if prefill_rows is None else jnp.asarray(of_heads(layer, prefill_rows, seen)),
             heads=head_numbers(layer, seen),
         )
 

@@ -50,14 +50,19 @@ def test_kernels_append_to_a_context_over_a_mesh(triton_on_this_machine):
 
 
 @pytest.mark.skipif(not INTERPRET, reason="lowers on a host without a GPU")
-@pytest.mark.parametrize("kernel", ["triton", "mosaic_gpu"])
-def test_a_prefill_over_a_mesh_lowers_for_gpus(kernel, monkeypatch):
-    monkeypatch.setattr(backends, "_lacks", lambda backend: None if backend in (kernel[:6], "xla") else "nothing")
+@pytest.mark.parametrize(
+    ("backend", "method", "call"),
+    [("triton", "tca", "__gpu$xla.gpu.triton"), ("mosaic", "tca", "mosaic_gpu"), ("cudnn", "full", "__cudnn")],
+)
+def test_a_prefill_over_a_mesh_lowers_for_gpus(backend, method, call, monkeypatch):
+    monkeypatch.setattr(backends, "_lacks", lambda name: None if name in (backend, "xla") else "nothing")
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
     jax.clear_caches()  # a trace knows the backends that were there
     lm = lm_of(mesh_of((2, 4)), head_dim=128, dtype=jnp.bfloat16)
-    lm = lm.with_method("tca", candidates=ROWS, config=tca_jax.TCAConfig(window=128))
-    args = lm, jnp.ones((2, 1024), jnp.int32), jnp.array([1024, 700])
+    if method == "tca":
+        lm = lm.with_method("tca", candidates=ROWS, config=tca_jax.TCAConfig(window=128))
+    args = lm.for_contexts(), jnp.ones((2, 1024), jnp.int32), jnp.array([1024, 700])
     program = jax.jit(contexts._read._function, static_argnames=("backend",))
     with jax.sharding.use_abstract_mesh(abstract_mesh()):
-        text = program.trace(*args, backend=(kernel[:6], "auto")).lower(lowering_platforms=("cuda",)).as_text()
-    assert f"custom_call @{'__gpu$xla.gpu.' if kernel == 'triton' else ''}{kernel}" in text
+        text = program.trace(*args, backend=(backend, "auto")).lower(lowering_platforms=("cuda",)).as_text()
+    assert f"custom_call @{call}" in text
