@@ -290,6 +290,8 @@ def _check_tied_head(file: Path, decoder: Decoder, mesh: Mesh | None) -> None:
     value = embedding.variable[...]
     with _opened(file) as shard:
         same = tuple(shard.get_slice(HEAD).get_shape()) == value.shape
-        head = read_tensor(shard, HEAD, embedding, mesh) if same else None
-    if not same or not jnp.array_equal(place_tensor(head, embedding, value.dtype, mesh), value):
+        if same:
+            head = place_tensor(read_tensor(shard, HEAD, embedding, mesh), embedding, value.dtype, mesh)
+            same = bool(jnp.array_equal(head, value))
+    if not same:
         raise ValueError(f"{file}: {HEAD!r} differs from the embedding, but config.json has tie_word_embeddings = true")

@@ -29,7 +29,7 @@ def read_tensor(file: Any, name: str, parameter: Parameter, mesh: Mesh | None) -
         return file.get_tensor(name)
     view, parts = file.get_slice(name), {}
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
+    def read(index: Any) -> np.ndarray:
         place = str(index)  # devices that hold the same part share what was read
         if place not in parts:
             parts[place] = view[index]

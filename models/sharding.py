@@ -113,7 +113,8 @@ def by_part(function: Callable[..., Any], mesh: Mesh | None, in_specs: Any, out_
 
 def mesh_of(weight: Array) -> Mesh | None:
     """The mesh that a weight lies on; None where it is on one device."""
-    return weight.sharding.mesh if isinstance(weight.sharding, NamedSharding) else None
+    mesh = getattr(weight.sharding, "mesh", None)
+    return mesh if isinstance(mesh, Mesh) else None
 
 
 def shard_decoder(decoder: Decoder, mesh: Mesh, head_orders: HeadOrders | None = None) -> Decoder:
@@ -160,9 +161,11 @@ def reorder_heads(value: Array, parameter: Parameter, orders: HeadOrders, mesh: 
 
     The value lies where it lay; `orders` are as for `permute_heads`.
     """
-    if not parameter.by_head or list(orders[parameter.layer]) == sorted(orders[parameter.layer]):
+    if parameter.layer is None or not parameter.by_head:
         return value
     order = np.array(orders[parameter.layer], np.int32)
+    if (order == np.arange(len(order))).all():
+        return value
     value = _reorder(value, order, axis=parameter.split_axis, spec=parameter.spec, mesh=mesh)
     return settled(value, parameter, mesh)
 

@@ -113,12 +113,14 @@ def load_step(kind: str, directory: Path, parse: Callable[[Path, Any, RestoreArr
 def _write(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> None:
     import orbax.checkpoint as ocp  # takes a third of a second
 
-    composite = ocp.CompositeCheckpointHandler(
-        arrays=ocp.StandardCheckpointHandler(**_alone()),
-        metadata=ocp.JsonCheckpointHandler(**_alone()),
-        composite_options=ocp.CompositeOptions(**_alone()),
-    )
-    with _quiet(), ocp.Checkpointer(composite, **_alone()) as checkpointer:
+    def composite() -> ocp.CompositeCheckpointHandler:
+        handlers = {
+            "arrays": ocp.StandardCheckpointHandler(**_alone()),
+            "metadata": ocp.JsonCheckpointHandler(**_alone()),
+        }
+        return ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(**_alone()), **handlers)
+
+    with _quiet(), ocp.Checkpointer(composite(), **_alone()) as checkpointer:
         items = {"arrays": ocp.args.StandardSave(dict(arrays)), "metadata": ocp.args.JsonSave(dict(metadata))}
         checkpointer.save(folder, args=ocp.args.Composite(**items))
     for note in folder.rglob("commit_success.txt"):  # nobody reads it, and it tells a path of this machine
@@ -140,9 +142,10 @@ def _require_room(file: Path, num_bytes: int) -> None:
 def _restore_metadata(folder: Path) -> Any:
     import orbax.checkpoint as ocp
 
-    handler = ocp.JsonCheckpointHandler(**_alone())
-    with _reading(folder / "metadata" / "metadata"), ocp.Checkpointer(handler, **_alone()) as checkpointer:
-        return checkpointer.restore(folder / "metadata")
+    with _reading(folder / "metadata" / "metadata"):
+        handler = ocp.JsonCheckpointHandler(**_alone())
+        with ocp.Checkpointer(handler, **_alone()) as checkpointer:
+            return checkpointer.restore(folder / "metadata")
 
 
 def _restore_arrays(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
@@ -155,9 +158,10 @@ def _restore_arrays(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray]
         args = ocp.args.PyTreeRestore({name: np.zeros(0)}, restore_args={name: restored}, partial_restore=True)
         return np.asarray(checkpointer.restore(folder / "arrays", args=args)[name])
 
-    handler = ocp.PyTreeCheckpointHandler(**_alone())
-    with _reading(folder / "arrays"), ocp.Checkpointer(handler, **_alone()) as checkpointer:
-        return {name: restore(name) for name in names}
+    with _reading(folder / "arrays"):
+        handler = ocp.PyTreeCheckpointHandler(**_alone())
+        with ocp.Checkpointer(handler, **_alone()) as checkpointer:
+            return {name: restore(name) for name in names}
 
 
 def _alone() -> dict[str, Any]:
