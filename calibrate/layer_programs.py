@@ -19,8 +19,8 @@ from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import MODEL
 from tca_jax.models.sharding import parameter_specs
 
-#: Axis 0, 1 or 2 of a result or an argument is KV heads, or query heads.
-HEADS, SECOND_HEADS, THIRD_HEADS = (PartitionSpec(*(None,) * axis, MODEL) for axis in range(3))
+#: Axis 0 of a result or an argument is KV heads, or query heads; or axis 2 is.
+HEADS, THIRD_HEADS = PartitionSpec(MODEL), PartitionSpec(None, None, MODEL)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,6 @@ from jaxtyping import Array, Float, Float32, Float64, Int, Int32
 from tca_jax.calibration.far_attention import attend_probe, far_tokens
 from tca_jax.calibration.layer_programs import (
     HEADS,
-    SECOND_HEADS,
     THIRD_HEADS,
     LayerProgram,
     layer_program,
@@ -28,7 +27,7 @@ from tca_jax.calibration.layer_programs import (
 )
 from tca_jax.calibration.passes import ForwardPass, losses_of
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import SAME, on_host
+from tca_jax.engine.mesh import SAME, SECOND_HEADS, on_host
 from tca_jax.methods import tca
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.queries import last_queries

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from tca_jax.engine.head_balance import Orders, balanced_orders
 from tca_jax.engine.layouts import CacheLayout
-from tca_jax.engine.mesh import whole_mesh
+from tca_jax.engine.mesh import mesh_name, whole_mesh
 from tca_jax.methods import BASELINE, Method, get
 from tca_jax.methods.base import CachePolicy
 from tca_jax.methods.heads import HeadShards
@@ -90,7 +90,8 @@ class LM:
     head_orders: Orders | None = None
 
     def __repr__(self) -> str:
-        return f"LM({self.name!r}, {self.config.family}, {self.config.num_layers} layers, {self.method.name})"
+        mesh = "" if self.mesh is None else f", mesh {mesh_name(self.mesh)}"
+        return f"LM({self.name!r}, {self.config.family}, {self.config.num_layers} layers, {self.method.name}{mesh})"
 
     @classmethod
     def from_decoder(

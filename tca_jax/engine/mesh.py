@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool
 
 from tca_jax.methods.heads import dealt_out
@@ -80,7 +80,9 @@ def whole_mesh(mesh: Mesh) -> Mesh:
     So programs are the same for Auto and Explicit axes.
     """
     missing = tuple(axis for axis in (DATA, MODEL) if axis not in mesh.axis_names)
-    return Mesh(mesh.devices.reshape(*mesh.devices.shape, *(1 for _ in missing)), (*mesh.axis_names, *missing))
+    names = (*mesh.axis_names, *missing)
+    devices = mesh.devices.reshape(*mesh.devices.shape, *(1 for _ in missing))
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def parse_mesh(text: str, argument: str) -> Mesh:

@@ -1,7 +1,8 @@
 """Which KV heads a program sees: all of a model's, or over a mesh those of its device.
 
 A policy that tells heads apart (by budgets of their own, by draws of their own) asks here which ones it is given. On
-one device these are the model's heads in their order, and nothing below becomes part of a program.
+one device these are the model's heads in their order, and nothing below becomes part of a program. It asks outside of
+functions that it jits itself: their traces would be kept for other orders of the heads.
 """
 
 from __future__ import annotations
