@@ -45,11 +45,19 @@ _DRAWN = 2**22  # random numbers that are drawn at once: the compiler takes minu
 _CPU_TOKENS = 4096  # longest context that is worth waiting for without a GPU
 
 LengthsOption = Annotated[list[int] | None, typer.Option(help="Tokens of context.")]
-ModelsOption = Annotated[list[str] | None, typer.Option(help="llama3.1-8b, qwen2.5-7b, llama-d256 (a layer) or tiny.")]
+ModelsOption = Annotated[
+    list[str] | None, typer.Option(help="llama3.1-8b, qwen2.5-7b, llama3.1-70b, llama-d256 (a layer) or tiny.")
+]
 BackendOption = Annotated[str, typer.Option(help="Kernel backend.")]
 WindowOption = Annotated[int, typer.Option(help="Local tokens that every query keeps.")]
 RepeatsOption = Annotated[int, typer.Option(help="Timed runs of each call.", min=1)]
 CopyBytesOption = Annotated[int, typer.Option(help="Bytes of the array that the device copies.", min=2**20)]
+MeshOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh", help="Devices that share a model: those on data x those on model.", show_default="one device"
+    ),
+]
 NameOption = Annotated[str, typer.Option(help="Name of the result files.")]
 OutOption = Annotated[Path, typer.Option(help="Folder of the results.")]
 
@@ -69,7 +77,9 @@ LAYERS = {
     "llama3.1-8b": Layer("llama3.1-8b", 32, 8, 128),
     "qwen2.5-7b": Layer("qwen2.5-7b", 28, 4, 128),
 }
-# Not among the defaults: LLaMA's layer with half of its heads, each twice as wide, and one for machines without a GPU.
+# Not among the defaults: a model for several GPUs, LLaMA's layer with half of its heads, each twice as wide, and one
+# for machines without a GPU.
+_LARGE = Layer("llama3.1-70b", 64, 8, 128)
 _WIDE = Layer("llama-d256", 16, 4, 256, whole=False)
 _TINY = Layer("tiny", 4, 2, 16)
 
@@ -80,7 +90,7 @@ def find_layers(models: Sequence[str] | None) -> list[Layer]:
     Raises:
         ValueError: a name is unknown.
     """
-    known = {**LAYERS, _WIDE.name: _WIDE, _TINY.name: _TINY}
+    known = {**LAYERS, **{layer.name: layer for layer in (_LARGE, _WIDE, _TINY)}}
     for model in models or ():
         if model not in known:
             raise ValueError(f"--models {model}: must be one of {list(known)}")
@@ -115,7 +125,9 @@ def check_whole_models(layers: Sequence[Layer], otherwise: str = "") -> None:
     """Raises ValueError unless all are whole models, and there is a GPU to hold and run the real ones."""
     for layer in layers:
         if not layer.whole:
-            raise ValueError(f"--models {layer.name}: a layer only; must be one of {[*LAYERS, _TINY.name]}")
+            raise ValueError(
+                f"--models {layer.name}: a layer only; must be one of {[*LAYERS, _LARGE.name, _TINY.name]}"
+            )
     real = [layer.name for layer in layers if layer != _TINY]
     if real and jax.default_backend() != "gpu":
         raise ValueError(

@@ -3,6 +3,7 @@
 tca-jax bench end-to-end                                        # the committed table, minutes on one GPU
 tca-jax bench end-to-end --lengths 1048576 --models qwen2.5-7b --kept 0.185 --new-tokens 64 --repeats 1
 tca-jax bench end-to-end --models llama3.1-8b --shares 0.05:0.25 --new-tokens 8 --no-compilation
+tca-jax bench end-to-end --models llama3.1-8b --mesh 1x4        # the model on four devices
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
+from jax.sharding import Mesh
 
 import tca_jax
 from tca_jax.benchmarks.common import (
@@ -32,6 +34,7 @@ from tca_jax.benchmarks.common import (
     BackendOption,
     CopyBytesOption,
     LengthsOption,
+    MeshOption,
     ModelsOption,
     NameOption,
     OutOption,
@@ -47,14 +50,16 @@ from tca_jax.benchmarks.common import (
     write_results,
 )
 from tca_jax.benchmarks.decode_models import decoding_arguments, time_steps
-from tca_jax.benchmarks.models import abstract_model, random_model, under_share, weight_bytes
+from tca_jax.benchmarks.models import CONFIGS, abstract_model, random_model, under_share, weight_bytes
 from tca_jax.benchmarks.shares import FULL, Share, SharesOption, check_shares, describe_config
-from tca_jax.engine.decoding import DecodingState, decode, row_keys
+from tca_jax.engine.decoding import STATE, DecodingState, decode, row_keys
 from tca_jax.engine.generation import kept_share
 from tca_jax.engine.lm import LM
-from tca_jax.engine.programs import Program
+from tca_jax.engine.mesh import SAME, OverMesh, mesh_name, num_devices, parse_mesh
+from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.sampling import Sampling
-from tca_jax.engine.starting import prefill
+from tca_jax.engine.starting import PROMPTS, prefill
+from tca_jax.models.sharding import DATA, axis_size, check_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +71,10 @@ class Run:
     lengths: jax.Array
     new_tokens: int
     backend: str
-    prefill: Program = dataclasses.field(default_factory=lambda: Program(prefill))
-    decode: Program = dataclasses.field(default_factory=lambda: Program(decode, donate=(1,)))
+    prefill: Program = dataclasses.field(default_factory=lambda: Program(OverMesh(prefill, PROMPTS, STATE)))
+    decode: Program = dataclasses.field(
+        default_factory=lambda: Program(OverMesh(decode, (STATE, SAME, SAME), STATE), donate=(1,))
+    )
 
     @property
     def prompt(self) -> tuple[Any, ...]:
@@ -78,9 +85,7 @@ class Run:
     def compile(self) -> tuple[Callable[..., DecodingState], Callable[..., DecodingState], float]:
         """Both programs and the seconds that they took to trace and compile."""
         first, seconds = self.prefill.prepare(*self.prompt, new_tokens=self.new_tokens, backend=self.backend)
-        state = jax.eval_shape(
-            lambda *args: prefill(*args, new_tokens=self.new_tokens, backend=self.backend), *self.prompt
-        )
+        state = results_of(first)
         rest, more = self.decode.prepare(*decoding_arguments(self.lm, state, 1), backend=self.backend)
         return first, rest, seconds + more
 
@@ -180,10 +185,12 @@ def _compile_once(
 def measure(
     lms: dict[str, LM], tokens: int, new_tokens: int, backend: str, repeats: int, copied: float, multiplied: float
 ) -> list[dict[str, Any]]:
-    """One row for each attention; their prefills and their decodings take turns."""
-    prompt = jax.random.randint(jax.random.key(1), (1, tokens), 0, next(iter(lms.values())).config.vocab_size)
+    """One row for each attention; their prefills and their decodings take turns. A prompt for each device on "data"."""
+    lm = next(iter(lms.values()))
+    devices, batch = num_devices(lm.mesh), axis_size(lm.mesh, DATA)
+    prompt = jax.random.randint(jax.random.key(1), (batch, tokens), 0, lm.config.vocab_size)
     runs = {
-        name: Run(lm, prompt.astype(jnp.int32), jnp.array([tokens], jnp.int32), new_tokens, backend)
+        name: Run(lm, prompt.astype(jnp.int32), jnp.full(batch, tokens, jnp.int32), new_tokens, backend)
         for name, lm in lms.items()
     }
     with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
@@ -208,11 +215,14 @@ def measure(
         share, cache_bytes = kept[name]
         seconds, step = statistics.median(first[name]), statistics.median(following[name])
         config = run.lm.config
-        kept_bytes = 2 * share * tokens * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype_name).itemsize
-        read = weight_bytes(run.lm) + config.num_layers * kept_bytes
-        floor = prefill_flops(run.lm, tokens, computed_area(run.lm, tokens)) / multiplied
+        kept_bytes = (
+            2 * share * batch * tokens * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype_name).itemsize
+        )
+        read = batch * weight_bytes(run.lm) + config.num_layers * kept_bytes
+        floor = batch * prefill_flops(run.lm, tokens, computed_area(run.lm, tokens)) / (devices * multiplied)
         rows.append(
             {
+                **({} if lm.mesh is None else {"mesh": mesh_name(lm.mesh)}),
                 "tokens": tokens,
                 "attention": name,
                 "kept": share,
@@ -221,8 +231,8 @@ def measure(
                 "over arithmetic floor": seconds / floor,
                 "ms/token": 1e3 * step,
                 "ms/token speed-up": statistics.median(following["full"]) / step if "full" in first else "",
-                "over byte floor": step / (read / copied),
-                "KV GB": cache_bytes / 1e9,
+                "over byte floor": step / (read / (devices * copied)),
+                "KV GB": devices * cache_bytes / 1e9,
                 "peak GB": max(memory_bytes(program) for program in programs[name]) / 1e9,
             }
         )
@@ -230,7 +240,13 @@ def measure(
 
 
 def describe(
-    new_tokens: int, config: tca_jax.TCAConfig, repeats: int, copied: float, multiplied: float, with_compilation: bool
+    new_tokens: int,
+    config: tca_jax.TCAConfig,
+    repeats: int,
+    copied: float,
+    multiplied: float,
+    with_compilation: bool,
+    mesh: Mesh | None = None,
 ) -> str:
     """What the columns mean; `copied` is what `device_copy` says, `multiplied` what `matrix_rate` does."""
     text = (
@@ -245,6 +261,12 @@ def describe(
         f"the kept keys and values at the rate of a device copy, {copied / 1e9:,.0f} GB/s read and written. `KV GB` is "
         "the cache as allocated, `peak GB` the most that a program holds by the compiler's account, weights included."
     )
+    if mesh is not None:
+        text += (
+            f" The model is shared by {mesh.size} devices, `mesh` those on data x those on model, with a prompt for "
+            "each on data. Both rates are of one device, both floors of all together; `KV GB` is of all, `peak GB` of "
+            "one."
+        )
     return text + (
         " The second table has the seconds that new processes take to trace and compile both programs of a shape, the "
         "first with an empty compilation cache, the second with what it leaves there."
@@ -264,7 +286,8 @@ def main(
     layers: Annotated[int | None, typer.Option(help="Layers; all by default.", min=1)] = None,
     backend: BackendOption = "auto",
     window: WindowOption = tca_jax.TCAConfig.window,
-    compilation: Annotated[bool, typer.Option(help="Time compilation too, in new processes.")] = True,
+    compilation: Annotated[bool, typer.Option(help="Time compilation too, in new processes, on one device.")] = True,
+    mesh: MeshOption = None,
     copy_bytes: CopyBytesOption = COPIED_BYTES,
     repeats: RepeatsOption = 3,
     out: OutOption = RESULTS,
@@ -282,6 +305,11 @@ def main(
     names = [layer.name for layer in whole_models]
     check_whole_models(whole_models)
     by_length = {tokens: attentions(kept, shares, config, tokens) for tokens in lengths}
+    devices = None if mesh is None else parse_mesh(mesh, "--mesh")
+    compilation &= devices is None
+    if devices is not None:
+        for model in names:
+            check_mesh(devices, CONFIGS[model], model)
     check_sizes(lengths, config, [backend], out)
     copied = device_copy(copy_bytes, repeats)
     multiplied = matrix_rate(repeats)
@@ -297,14 +325,14 @@ def main(
             shape = {"model": model, "tokens": max(lengths), "attention": attention}
             compiled.append({**shape, "cold s": cold, "cached s": cached})
             print_row(compiled[-1])
-        lm = random_model(model, jax.random.key(0), layers, max_positions=2 * max(lengths))
+        lm = random_model(model, jax.random.key(0), layers, max_positions=2 * max(lengths), mesh=devices)
         for tokens in lengths:
             lms = {attention: under_share(lm, share, config) for attention, share in by_length[tokens].items()}
             for row in measure(lms, tokens, new_tokens, backend, repeats, copied, multiplied):
                 rows.append({"model": model, **row})
                 print_row(rows[-1])
         del lm, lms
-    note = describe(new_tokens, config, repeats, copied, multiplied, compilation)
+    note = describe(new_tokens, config, repeats, copied, multiplied, compilation, devices)
     more = {"Compilation": compiled} if compilation else {}
     write_results(name, "Whole models, from prompt to answer", rows, out, note, more)
     panels = {"TTFT s": "time to first token, s", "ms/token": "time per further token, ms", "KV GB": "KV cache, GB"}

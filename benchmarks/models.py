@@ -1,8 +1,9 @@
-"""Models of real size with random weights, made on the device: what a benchmark needs of a checkpoint."""
+"""Models of real size with random weights, made where they lie: what a benchmark needs of a checkpoint."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
 import tca_jax
@@ -19,7 +21,9 @@ from tca_jax.benchmarks.shares import Share
 from tca_jax.engine.lm import LM
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
+from tca_jax.models.names import MODEL, Parameter, parameters
 from tca_jax.models.rope import RopeConfig
+from tca_jax.models.sharding import by_part, check_mesh, parameter_sharding, settled, spec_sharding
 
 _STD = 0.02
 _VARIED = 32  # times the logits of random weights, whose standard deviation is about 1
@@ -68,6 +72,13 @@ CONFIGS: Mapping[str, ModelConfig] = MappingProxyType(
             qkv_bias=True,
             rope=RopeConfig(type="default", theta=1_000_000.0),
         ),
+        "llama3.1-70b": dataclasses.replace(
+            _LLAMA,
+            hidden_size=8192,
+            intermediate_size=28672,
+            num_layers=80,
+            num_heads=64,
+        ),
         "tiny": dataclasses.replace(
             _LLAMA,
             vocab_size=256,
@@ -84,7 +95,14 @@ CONFIGS: Mapping[str, ModelConfig] = MappingProxyType(
 )
 
 
-def random_model(name: str, key: Array, num_layers: int | None = None, *, max_positions: int | None = None) -> LM:
+def random_model(
+    name: str,
+    key: Array,
+    num_layers: int | None = None,
+    *,
+    max_positions: int | None = None,
+    mesh: Mesh | None = None,
+) -> LM:
     """A model of true size with random weights, drawn on the default device in the model's own dtype.
 
     Nothing but the weights is ever as large as a weight. Weights are normal(0.02), projections into the residual stream
@@ -95,32 +113,42 @@ def random_model(name: str, key: Array, num_layers: int | None = None, *, max_po
         key: Random key.
         num_layers: Layers; None for the model's own.
         max_positions: Longest context; None for the model's own.
+        mesh: Devices that share the model; each draws its own part of the weights, so their numbers depend on how many
+            devices share them.
 
     Raises:
-        ValueError: the name is unknown.
+        ValueError: the name is unknown, or the mesh does not fit the model.
     """
-    lm = abstract_model(name, num_layers, max_positions=max_positions)
-    parameters = nnx.to_flat_state(lm.params)
+    abstract = abstract_model(name, num_layers, max_positions=max_positions).decoder
+    if mesh is not None:
+        check_mesh(mesh, abstract.config, name)
+    found = parameters(abstract)
     weights = {
-        path: variable.replace(_weight(path, variable.shape, variable.dtype, one_key, lm.config.num_layers))
-        for (path, variable), one_key in zip(parameters, jax.random.split(key, len(parameters)), strict=True)
+        parameter.path: parameter.variable.replace(_weight(parameter, one_key, abstract.config.num_layers, mesh))
+        for parameter, one_key in zip(found, jax.random.split(key, len(found)), strict=True)
     }
-    return dataclasses.replace(lm, params=nnx.from_flat_state(weights))
+    decoder: Decoder = nnx.merge(nnx.graphdef(abstract), nnx.from_flat_state(weights))
+    return LM.from_decoder(decoder, mesh=mesh, name=name)
 
 
 def abstract_model(name: str, num_layers: int | None = None, *, max_positions: int | None = None) -> LM:
     """A model of true size with shapes for weights, which is all that compilation needs; else as `random_model`."""
-    if name not in CONFIGS:
-        raise ValueError(f"model = {name!r}: must be one of {list(CONFIGS)}")
-    config = CONFIGS[name]
-    config = dataclasses.replace(
-        config,
-        num_layers=num_layers or config.num_layers,
-        max_positions=max_positions or config.max_positions,
-    )
+    config = config_of(name, num_layers, max_positions=max_positions)
     dtype = jnp.dtype(config.dtype_name)
     return LM.from_decoder(
         nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))), name=name
+    )
+
+
+def config_of(name: str, num_layers: int | None = None, *, max_positions: int | None = None) -> ModelConfig:
+    """The architecture of a model; arguments and errors are those of `random_model`."""
+    if name not in CONFIGS:
+        raise ValueError(f"model = {name!r}: must be one of {list(CONFIGS)}")
+    config = CONFIGS[name]
+    return dataclasses.replace(
+        config,
+        num_layers=num_layers or config.num_layers,
+        max_positions=max_positions or config.max_positions,
     )
 
 
@@ -152,9 +180,32 @@ def weight_bytes(lm: LM) -> int:
     return bytes_ if lm.config.tie_embeddings else bytes_ - lm.decoder.embedding.nbytes
 
 
-def _weight(path: tuple[Any, ...], shape: tuple[int, ...], dtype: Any, key: Array, num_layers: int) -> Array:
+def _weight(parameter: Parameter, key: Array, num_layers: int, mesh: Mesh | None) -> Array:
     """One parameter by its place in the decoder."""
+    path, shape, dtype = parameter.path, tuple(parameter.variable.shape), parameter.variable.dtype
     if path[-1] == "scale":
-        return jnp.ones(shape, dtype)
+        return jnp.ones(shape, dtype, device=None if mesh is None else parameter_sharding(parameter, mesh))
     to_residual = path[-2] in ("o", "down") if len(path) > 1 else False
-    return random_normal(key, shape, dtype, _STD / math.sqrt(2 * num_layers) if to_residual else _STD)
+    std = _STD / math.sqrt(2 * num_layers) if to_residual else _STD
+    return settled(_drawn(key, std, shape=shape, dtype=dtype, spec=parameter.spec, mesh=mesh), parameter, mesh)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype", "spec", "mesh"))
+def _drawn(
+    key: Array,
+    std: float | Array,
+    *,
+    shape: tuple[int, ...],
+    dtype: Any,
+    spec: PartitionSpec,
+    mesh: Mesh | None,
+) -> Array:
+    """Normal numbers; each device draws its part."""
+    part = shape if mesh is None else spec_sharding(mesh, spec).shard_shape(shape)
+
+    def on_device(key: Array, std: Array) -> Array:
+        if part != shape:
+            key = jax.random.fold_in(key, jax.lax.axis_index(MODEL))
+        return random_normal(key, part, dtype, std)
+
+    return by_part(on_device, mesh, (PartitionSpec(), PartitionSpec()), spec)(key, std)

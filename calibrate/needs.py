@@ -191,7 +191,7 @@ class _Readings:
             return self._kept[number]
         probe = self._probes[number]
         ids, start, most = probe.text.ids, probe.text.probe_start, len(probe.losses)
-        reading = Reading(self._lm.decoder, ids, start, most, self._config, self._step)
+        reading = Reading(self._lm, ids, start, most, self._config, self._step)
         limit = memory_bytes()
         if limit is not None and reading.nbytes * len(self._probes) <= limit / _SHARE_OF_MEMORY:
             self._kept[number] = reading

@@ -6,7 +6,7 @@ Memory is O(L): beside the residual stream a pass keeps what its caller takes of
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,12 +16,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from tca_jax.calibration.far_attention import dropped_by_row
+from tca_jax.calibration.layer_programs import HEADS, LayerProgram, layer_program, runnable_decoder, shards_of
 from tca_jax.calibration.probing import worst_dropped
 from tca_jax.calibration.scores import calibration_scores
+from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import SAME, on_host
 from tca_jax.engine.prompts import pad_tokens
 from tca_jax.engine.scoring import logprobs_of_hidden
 from tca_jax.methods.config import TCAConfig
-from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 
 
@@ -29,19 +31,22 @@ class ForwardPass:
     """One sequence on its way through a model's layers.
 
     Args:
-        decoder: The model.
+        lm: The model. On a mesh, heads of what layers measure are in the order of `lm.head_orders`.
         ids: The sequence, at least 1 token.
     """
 
-    def __init__(self, decoder: Decoder, ids: Sequence[int]) -> None:
+    def __init__(self, lm: LM, ids: Sequence[int]) -> None:
         padded, lengths = pad_tokens([list(ids)])
-        self._decoder, self._tokens, self._lengths = decoder, jnp.asarray(padded), jnp.asarray(lengths)
-        self._x, *self._angles = _embed(*nnx.split(decoder), self._tokens, self._lengths)
+        self._decoder, self._shards = runnable_decoder(lm), shards_of(lm)
+        self._tokens, self._lengths = jnp.asarray(padded), jnp.asarray(lengths)
+        parts = nnx.split(self._decoder)
+        self._x, *self._angles = _embed(*parts, self._tokens, self._lengths, shards=self._shards)
 
-    def layers(self, program: Callable[..., tuple[Array, Any]], *arguments: Any) -> Iterator[Any]:
+    def layers(self, program: LayerProgram, *arguments: Any) -> Iterator[Any]:
         """Runs every layer by one of the programs below, with the same arguments; yields what each measures."""
         for layer in self._decoder.layers:
-            self._x, measured = program(*nnx.split(layer), self._x, *self._angles, self._lengths, *arguments)
+            given = self._x, *self._angles, self._lengths, *arguments
+            self._x, measured = program(*nnx.split(layer), *given, shards=self._shards)
             yield measured
 
     def columns(self, start: int, count: int) -> tuple[Array, Array, Array, Array]:
@@ -52,10 +57,10 @@ class ForwardPass:
     def losses(self, start: int, most: int) -> Float32[np.ndarray, " P"]:
         """Loss in nats of the token after each of `most` queries from `start` on, once all layers have run."""
         x, _, _, targets = self.columns(start, most)
-        return np.asarray(losses_of(*nnx.split(self._decoder), x, targets))
+        return on_host(losses_of(*nnx.split(self._decoder), x, targets, shards=self._shards))
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "config", "most"), donate_argnames=("x",))
+@layer_program(static=("config", "most"), donate=("x",), outputs=(SAME, (HEADS, HEADS)))
 def score_layer(
     graphdef: Any,
     weights: Any,
@@ -81,7 +86,7 @@ def score_layer(
     return x, measured
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "config", "most"), donate_argnames=("x",))
+@layer_program(static=("config", "most"), donate=("x",), outputs=(SAME, HEADS))
 def worst_layer(
     graphdef: Any,
     weights: Any,
@@ -107,7 +112,7 @@ def _no_probe(scores: Float32[Array, "Hkv M1"]) -> Float32[Array, "Hkv 0 M1"]:
     return jnp.zeros((scores.shape[0], 0, scores.shape[1]), jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef",))
+@layer_program()
 def _embed(
     graphdef: Any, weights: Any, tokens: Int32[Array, "1 L"], lengths: Int32[Array, " 1"]
 ) -> tuple[Float[Array, "1 L D"], Float[Array, "1 L half"], Float[Array, "1 L half"]]:
@@ -131,10 +136,12 @@ def _columns(
     return x, cos, sin, tokens.at[:, places + 1].get(mode="clip")
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef",))
-def losses_of(
+def _losses(
     graphdef: Any, weights: Any, x: Float[Array, "1 P D"], targets: Int32[Array, "1 P"]
 ) -> Float32[Array, " P"]:
     """Loss in nats of a token after each position, from the stream behind the last layer."""
     decoder = nnx.merge(graphdef, weights)
     return -logprobs_of_hidden(decoder, decoder.norm(x), targets)[0]
+
+
+losses_of = LayerProgram(_losses)

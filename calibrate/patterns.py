@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
+from tca_jax.calibration.layer_programs import HEADS, layer_program
 from tca_jax.calibration.passes import ForwardPass
 from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import SAME, on_host
 from tca_jax.engine.prompts import Prompt, encode_prompts
 from tca_jax.methods.checks import check_integer
 from tca_jax.methods.head_patterns import HeadPattern
@@ -53,10 +53,12 @@ def search_patterns(
     tokens, layers = len(sequences[0]), lm.config.num_layers
     if tokens <= first_query:
         raise ValueError(f"text has {tokens} tokens: must have more than first_query = {first_query}")
-    tell, table = progress or (lambda done, total: None), []
+    tell, table = progress or (lambda done, total: None), list[list[Any]]()
     tell(0, layers)
-    for kept in ForwardPass(lm.decoder, sequences[0]).layers(_search_layer, tuple(candidates), first_query):
-        table.append([_best(scores, candidates) for scores in np.asarray(kept)])
+    for kept in ForwardPass(lm, sequences[0]).layers(_search_layer, tuple(candidates), first_query):
+        by_kv_head = on_host(kept).reshape(lm.config.num_kv_heads, -1, len(candidates))
+        own = lm.own_heads(len(table), by_kv_head).reshape(-1, len(candidates))
+        table.append([_best(scores, candidates) for scores in own])
         tell(len(table), layers)
     return table
 
@@ -66,7 +68,7 @@ def _best(scores: Float32[np.ndarray, " P"], candidates: tuple[HeadPattern, ...]
     return [*candidates[number], round(float(scores[number]), 6)]
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "candidates", "first_query"), donate_argnames=("x",))
+@layer_program(static=("candidates", "first_query"), donate=("x",), outputs=(SAME, HEADS))
 def _search_layer(
     graphdef: Any,
     weights: Any,

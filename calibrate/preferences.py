@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
+from tca_jax.calibration.layer_programs import layer_program
 from tca_jax.calibration.passes import ForwardPass
 from tca_jax.calibration.profile import Profile
 from tca_jax.engine.lm import LM
@@ -56,7 +55,7 @@ def layer_preferences(
             )
     shares = []
     for ids in sequences:
-        layers = ForwardPass(lm.decoder, ids).layers(_preference_layer, observation, float(tau1), float(tau2))
+        layers = ForwardPass(lm, ids).layers(_preference_layer, observation, float(tau1), float(tau2))
         preferences = np.array([float(each[0]) for each in layers], np.float64)
         if not np.isfinite(preferences).all():
             layer = int(np.argmin(np.isfinite(preferences)))
@@ -81,7 +80,7 @@ def head_gates(profile: Profile) -> Float32[np.ndarray, "layers Hkv"]:
     return 1 - scores
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "observation", "tau1", "tau2"), donate_argnames=("x",))
+@layer_program(static=("observation", "tau1", "tau2"), donate=("x",))
 def _preference_layer(
     graphdef: Any,
     weights: Any,

@@ -8,7 +8,6 @@ columns gives it for all heads.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,12 +18,21 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Float64, Int, Int32
 
 from tca_jax.calibration.far_attention import attend_probe, far_tokens
+from tca_jax.calibration.layer_programs import (
+    HEADS,
+    THIRD_HEADS,
+    layer_program,
+    runnable_decoder,
+    shards_of,
+)
 from tca_jax.calibration.passes import ForwardPass, losses_of
+from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import SAME, SECOND_HEADS, on_host
 from tca_jax.methods import tca
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.selection import PromptScores, row_budgets, score_prompt
-from tca_jax.models.decoder import Decoder
+from tca_jax.pallas_kernels.numerics import varying_like
 from tca_jax.pallas_kernels.ranking import selection_mask
 
 
@@ -40,7 +48,7 @@ class Reading:
     """A text read under row 1 of every head, and the probe behind it.
 
     Args:
-        decoder: The model.
+        lm: The model.
         ids: Text and probe.
         start: Tokens of the text.
         most: Columns that the probe is padded to, P.
@@ -50,18 +58,19 @@ class Reading:
 
     def __init__(
         self,
-        decoder: Decoder,
+        lm: LM,
         ids: Sequence[int],
         start: int,
         most: int,
         config: TCAConfig,
         step: Callable[[], None],
     ) -> None:
-        self._decoder, self._config = decoder, config
+        self._lm, self._config = lm, config
+        self._decoder, self._shards = runnable_decoder(lm), shards_of(lm)
         self._start = jnp.array([start], jnp.int32)
-        text = ForwardPass(decoder, ids)
+        text = ForwardPass(lm, ids)
         self._x, *self._angles, self._targets = text.columns(start, most)
-        self._layers = [nnx.split(layer) for layer in decoder.layers]
+        self._layers = [nnx.split(layer) for layer in self._decoder.layers]
         self._texts: list[LayerText] = []
         for of_layer in text.layers(_read_layer, self._start, config):
             self._texts.append(of_layer)
@@ -76,12 +85,13 @@ class Reading:
 
     def losses(self, rows: Int32[np.ndarray, "layers Hkv"]) -> Float32[np.ndarray, " P"]:
         """Loss in nats of the token after each of the probe's, read over what these cache rows keep of the text."""
-        x, self._inputs, self._rows = self._x, [], list(jnp.asarray(rows))
+        dealt = [self._lm.dealt_heads(layer, of_layer) for layer, of_layer in enumerate(rows)]
+        x, self._inputs, self._rows = self._x, [], [jnp.asarray(of_layer) for of_layer in dealt]
         for number, layer in enumerate(self._layers):
             self._inputs.append(x)
-            x = _probe_layer(*layer, x, *self._fixed(number), config=self._config)
+            x = _probe_layer(*layer, x, *self._fixed(number), config=self._config, shards=self._shards)
         self._inputs.append(x)
-        return np.asarray(losses_of(*nnx.split(self._decoder), x, self._targets))
+        return on_host(losses_of(*nnx.split(self._decoder), x, self._targets, shards=self._shards))
 
     def relief(self, queries: Float32[np.ndarray, " P"]) -> Float64[np.ndarray, "layers Hkv"]:
         """Nats that each head would give back to the last reading if it saw the whole text, to first order.
@@ -90,21 +100,26 @@ class Reading:
             queries: How much the loss after each of the probe's tokens counts.
         """
         *inputs, last = self._inputs
-        cotangent = _loss_pullback(*nnx.split(self._decoder), last, self._targets, jnp.asarray(queries))
+        of_losses = *nnx.split(self._decoder), last, self._targets, jnp.asarray(queries)
+        cotangent = _loss_pullback(*of_losses, shards=self._shards)
         found = []
         for number in reversed(range(len(inputs))):
-            fixed = self._fixed(number)
-            cotangent, gain = _probe_pullback(
-                *self._layers[number], inputs[number], *fixed, cotangent, config=self._config
-            )
+            given = inputs[number], *self._fixed(number), cotangent
+            cotangent, gain = _probe_pullback(*self._layers[number], *given, config=self._config, shards=self._shards)
             found.append(gain)
-        return -np.asarray(jnp.stack(found[::-1]), np.float64)
+        gains = [on_host(gain).astype(np.float64) for gain in reversed(found)]
+        return -np.stack([self._lm.own_heads(number, gain) for number, gain in enumerate(gains)])
 
     def _fixed(self, number: int) -> tuple[Any, ...]:
         return *self._angles, self._texts[number], self._rows[number], self._start
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "config"), donate_argnames=("x",))
+#: How what a layer has of a text lies on a mesh.
+_SPECS: Any = THIRD_HEADS, THIRD_HEADS, SECOND_HEADS
+_TEXT = LayerText(*_SPECS)
+
+
+@layer_program(static=("config",), donate=("x",), outputs=(SAME, _TEXT))
 def _read_layer(
     graphdef: Any,
     weights: Any,
@@ -166,13 +181,26 @@ def _run_probe(
     return x, attended
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "config"))
-def _probe_layer(graphdef: Any, weights: Any, *operands: Any, config: TCAConfig) -> Float[Array, "1 P D"]:
+_INPUTS = {"text": _TEXT, "rows": HEADS}
+
+
+@layer_program(static=("config",), inputs=_INPUTS)
+def _probe_layer(
+    graphdef: Any,
+    weights: Any,
+    x: Float[Array, "1 P D"],
+    cos: Float[Array, "1 P half"],
+    sin: Float[Array, "1 P half"],
+    text: LayerText,
+    rows: Int[Array, " Hkv"],
+    starts: Int32[Array, " 1"],
+    config: TCAConfig,
+) -> Float[Array, "1 P D"]:
     """The stream that `_run_probe` gives."""
-    return _run_probe(graphdef, weights, *operands, config)[0]
+    return _run_probe(graphdef, weights, x, cos, sin, text, rows, starts, config)[0]
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "config"))
+@layer_program(static=("config",), inputs=_INPUTS, outputs=(SAME, HEADS), derives=True)
 def _probe_pullback(
     graphdef: Any,
     weights: Any,
@@ -187,19 +215,19 @@ def _probe_pullback(
 ) -> tuple[Float[Array, "1 P D"], Float32[Array, " Hkv"]]:
     """Derivatives by the stream in front of the layer, and by gates that let each of its heads see the whole text."""
 
-    def run(x: Array, shift: Array) -> tuple[Array, _Attended]:
+    def run(x: Array, shift: Array | None = None) -> tuple[Array, _Attended]:
         return _run_probe(graphdef, weights, x, cos, sin, text, rows, starts, config, shift)
 
-    layer = nnx.merge(graphdef, weights)
-    shape = x.shape[1], layer.attention.num_heads, layer.attention.head_dim
-    _, pullback, sparse = jax.vjp(run, x, jnp.zeros(shape, jnp.float32), has_aux=True)
+    out = jax.eval_shape(run, x)[1].out
+    shift = varying_like(jnp.zeros(out.shape, out.dtype), text.k)  # over a mesh each device has heads of its own
+    _, pullback, sparse = jax.vjp(run, x, shift, has_aux=True)
     of_x, of_out = pullback(cotangent)
     whole = attend_probe(sparse.q, sparse.k, sparse.v, text.k[0], text.v[0], None, starts[0])
-    of_heads = (of_out * (whole - sparse.out)).reshape(shape[0], rows.shape[0], -1)
+    of_heads = (of_out * (whole - sparse.out)).reshape(out.shape[0], rows.shape[0], -1)
     return of_x, of_heads.sum(axis=(0, 2))
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef",))
+@layer_program(derives=True)
 def _loss_pullback(
     graphdef: Any,
     weights: Any,

@@ -19,6 +19,7 @@ from tca_jax.calibration.profile import Profile
 from tca_jax.calibration.rows import choose_cache_rows, choose_candidates, densest_within, require_fit
 from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import on_host
 from tca_jax.engine.prompts import Encoder, Prompt, encode_prompts
 from tca_jax.methods.checks import is_finite_number
 from tca_jax.methods.config import TCAConfig
@@ -76,6 +77,7 @@ def calibrate(
             1% of the texts' queries take their place, which is safer and keeps more.
     """
     require_kept(kept, probes)
+    _require_heads_alike(lm, config)
     if probe_kind(probes) == "copy" and config.tau_probe == 0 and kept is None:
         probes = None
     sequences = encode_prompts(lm, texts, "texts")
@@ -155,13 +157,14 @@ def _measure(lm: LM, texts: Sequence[ProbedText], config: TCAConfig, steps: _Ste
     most = bucket_length(longest) if longest else 0  # one bucket for all: each is a program
     for text in texts:
         tokens, starts = jnp.array([text.text_tokens], jnp.int32), jnp.array([text.probe_start], jnp.int32)
-        full = ForwardPass(lm.decoder, text.ids)
+        full = ForwardPass(lm, text.ids)
         masses = []
         for layer, (of_layer, mass) in enumerate(full.layers(score_layer, tokens, starts, config, most)):
+            of_layer, mass = on_host((of_layer, mass))  # all texts' and layers' would crowd the device
             if not np.isfinite(of_layer).all():
                 raise ValueError(f"model {lm.name!r} computes NaN or infinity in the attention of layer {layer}")
-            scores[layer] += np.asarray(of_layer)  # a JAX array would pull the sum into float32
-            masses.append(np.asarray(mass))  # all texts' and layers' would crowd the device
+            scores[layer] += lm.own_heads(layer, of_layer)
+            masses.append(lm.own_heads(layer, mass))
             steps.step()
         if text.num_probe:
             probes.append(ReadProbe(text, full.losses(text.probe_start, most), masses))
@@ -187,9 +190,9 @@ def _worst_queries(
         start = min(max(text.text_tokens // 2, config.window + config.block_size), text.text_tokens - 1)
         queries = text.text_tokens - start
         starts = jnp.array([start], jnp.int32)
-        run = ForwardPass(lm.decoder, text.ids[: text.text_tokens])
+        run = ForwardPass(lm, text.ids[: text.text_tokens])
         for layer, worst in enumerate(run.layers(worst_layer, starts, config, bucket_length(queries))):
-            dropped[layer] += np.asarray(worst) * np.float64(queries)
+            dropped[layer] += lm.own_heads(layer, on_host(worst)) * np.float64(queries)
             steps.step()
         weight += queries
     return dropped / weight
@@ -241,6 +244,12 @@ def require_kept(kept: float | None, probes: Any) -> None:
         raise ValueError(f"kept = {kept!r}: must lie in (0, 1]")
     if probes is None:
         raise ValueError(f"kept = {kept}: needs probes, which say what heads are dense first; probes is None")
+
+
+def _require_heads_alike(lm: LM, config: TCAConfig) -> None:
+    """Raises ValueError if draws depend on a head's number, which layers on a mesh are not told."""
+    if lm.mesh is not None and config.density == "random":
+        raise ValueError("config.density = 'random': calibrates on one device, not on a mesh; its profiles run on both")
 
 
 def _short_text(lengths: list[int], config: TCAConfig) -> str | None:

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tca_jax.models.config import ModelConfig
+from tca_jax.models.parallel import SummedProduct, join_width, part_of_width
 from tca_jax.models.rope import apply_rope, rope_cos_sin
 
 # (layer, q [B, L, Hq, d], k [B, L, Hkv, d], v [B, L, Hkv, d], state) -> (out [B, L, Hq, d], new state)
@@ -50,7 +51,7 @@ class SelfAttention(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         c, linear = config, functools.partial(_linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.num_heads, self.head_dim = c.num_heads, c.head_dim
+        self.head_dim = c.head_dim
         by_kv_head = (c.num_kv_heads, c.num_heads // c.num_kv_heads + 2, c.head_dim)
         self.qkv = linear(c.hidden_size, by_kv_head, bias=c.qkv_bias)
         # Rows in the order of the query heads, so those of a KV head are neighbours: axis 0 can be cut by KV head.
@@ -68,7 +69,7 @@ class SelfAttention(nnx.Module):
         """Queries, keys and values of the tokens, with QK norm and RoPE applied."""
         with jax.named_scope("qkv"):
             by_kv_head = self.qkv(x)
-            q = by_kv_head[..., :-2, :].reshape(*x.shape[:-1], self.num_heads, self.head_dim)
+            q = by_kv_head[..., :-2, :].reshape(*x.shape[:-1], -1, self.head_dim)
             k, v = by_kv_head[..., -2, :], by_kv_head[..., -1, :]
         return _norm_and_rotate(q, self.q_norm, cos, sin), _norm_and_rotate(k, self.k_norm, cos, sin), v
 
@@ -94,7 +95,7 @@ class SelfAttention(nnx.Module):
     def output(self, out: Float[Array, "*tokens Hq d"]) -> Float[Array, "*tokens D"]:
         """Back to the residual stream."""
         with jax.named_scope("o_proj"):
-            return self.o(out.reshape(*out.shape[:-2], self.num_heads * self.head_dim))
+            return self.o(out.reshape(*out.shape[:-2], -1))
 
 
 class GatedMLP(nnx.Module):
@@ -247,6 +248,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.List([DecoderLayer(config, **made) for _ in range(config.num_layers)])
         self.norm = RMSNorm(width, eps=config.rms_norm_eps, param_dtype=param_dtype)
         self.head = None if config.tie_embeddings else _linear(width, vocab, preferred=jnp.float32, **made)
+        self.axis: str | None = None  # of a mesh whose devices hold parts of the weights: see `models.parallel`
 
     def __call__(
         self,
@@ -310,7 +312,8 @@ class Decoder(nnx.Module):
     def embed(self, tokens: Int[Array, "B L"]) -> Float[Array, "B L D"]:
         """The residual stream that the first layer gets; ids outside the vocabulary are clipped into it."""
         with jax.named_scope("embed"):
-            return self.embedding[...].at[tokens].get(mode="clip").astype(self.dtype)
+            x = self.embedding[...].at[tokens].get(mode="clip").astype(self.dtype)
+            return x if self.axis is None else join_width(x, self.axis)
 
     def angles(self, positions: Int[Array, "B L"]) -> tuple[Float[Array, "B L half"], Float[Array, "B L half"]]:
         """Cosines and sines of RoPE, which every layer gets."""
@@ -327,11 +330,14 @@ class Decoder(nnx.Module):
             `[..., V]` float32.
         """
         with jax.named_scope("logits"):
+            product = jax.lax.dot_general
+            if self.axis is not None:
+                hidden, product = part_of_width(hidden, self.axis), SummedProduct(self.axis)
             if self.head is not None:
                 return self.head(hidden)
             # The embedding's second axis is contracted: no transposed copy of it (`nnx.Embed.attend` makes one, and
             # gives logits in the decoder's dtype).
-            return jax.lax.dot_general(
+            return product(
                 hidden,
                 self.embedding[...].astype(hidden.dtype),
                 (((hidden.ndim - 1,), (1,)), ((), ())),

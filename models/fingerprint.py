@@ -13,11 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, UInt32
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int, UInt32
 
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.names import Layout, parameters
+from tca_jax.models.names import MODEL, Layout, Parameter, parameters
+from tca_jax.models.sharding import HeadOrders, axis_size, by_part, inverse_orders, mesh_of, reorder_heads, settled
 
 # What is hashed of the architecture, frozen: profiles hold the result for years. The checkpoint's dtype is no part of
 # it. A field that is not here was added later, and enters only with a value that is not its default.
@@ -53,7 +55,7 @@ _ROPE_FIELDS = (
 _NOT_HASHED = ("rope", "dtype_name")  # of the config: RoPE is hashed by its own fields
 
 
-def fingerprint(decoder: Decoder) -> str:
+def fingerprint(decoder: Decoder, head_orders: HeadOrders | None = None) -> str:
     """Hash of the architecture and of every tensor of a checkpoint, rounded to what all loading dtypes can hold.
 
     Which tensors the decoder joins into one weight is no part of it, so profiles outlast a change of that, and so they
@@ -63,16 +65,31 @@ def fingerprint(decoder: Decoder) -> str:
 
     Reads each weight where it lies: milliseconds on a GPU.
 
+    Args:
+        decoder: The model, on one device or on a mesh.
+        head_orders: Orders that its KV heads were brought into (`permute_heads`); the fingerprint is that of the model
+            before. None for its own.
+
     Returns:
         64 hexadecimal digits (SHA-256).
     """
     checksums: dict[str, Array] = {}
     shapes: dict[str, tuple[int, ...]] = {}
+    orders = None if head_orders is None else inverse_orders(head_orders)
     for parameter in parameters(decoder):
         shapes |= parameter.shapes
-        values = _checksums(parameter.variable[...], layout=parameter.layout)
-        checksums |= dict(zip(parameter.names, values, strict=True))
+        value = parameter.variable[...]
+        value = value if orders is None else reorder_heads(value, parameter, orders, mesh_of(value))
+        checksums |= tensor_checksums(parameter, value)
     return combine(decoder.config, shapes, checksums)
+
+
+def tensor_checksums(parameter: Parameter, value: Float[Array, ...]) -> dict[str, UInt32[Array, " 2"]]:
+    """Checksums of the tensors that a parameter is made of, by name; on a mesh each device reads what it holds."""
+    mesh = mesh_of(value)
+    value = settled(value, parameter, mesh)  # a user may have shared it out otherwise
+    checksums = _checksums(value, layout=parameter.layout, spec=parameter.spec, mesh=mesh)
+    return dict(zip(parameter.names, checksums, strict=True))
 
 
 def combine(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], checksums: Mapping[str, Array]) -> str:
@@ -82,12 +99,6 @@ def combine(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], checksum
         digest.update(f"{name} {shapes[name]}".encode())
         digest.update(np.asarray(checksums[name], "<u4").tobytes())
     return digest.hexdigest()
-
-
-@functools.partial(jax.jit, static_argnames="transposed")
-def stored_checksum(tensor: Any, *, transposed: bool) -> UInt32[Array, " 2"]:
-    """Checksum of a tensor as a checkpoint stores it."""
-    return _checksum(tensor.T if transposed else tensor)
 
 
 def _architecture(config: ModelConfig) -> dict[str, Any]:
@@ -101,21 +112,45 @@ def _canonical(options: Any, frozen: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(options, name) for name in (*frozen, *changed)}
 
 
-@functools.partial(jax.jit, static_argnames="layout")
-def _checksums(x: Float[Array, ...], *, layout: Layout) -> list[UInt32[Array, " 2"]]:
+@functools.partial(jax.jit, static_argnames=("layout", "spec", "mesh"))
+def _checksums(
+    x: Float[Array, ...], *, layout: Layout, spec: PartitionSpec, mesh: Mesh | None
+) -> list[UInt32[Array, " 2"]]:
     """Of the tensors that a weight is made of; in one program, so that none is copied out of it."""
-    return [_checksum(tensor) for tensor in layout.split(x)]
+    axes = [axis for axis, name in enumerate(spec) if name == MODEL and axis_size(mesh, MODEL) > 1]
+
+    def of_part(x: Array) -> list[Array]:
+        tensors = layout.of_part(x.shape).split(x)
+        if not axes:
+            return [_checksum(tensor) for tensor in tensors]
+        place, axis = jax.lax.axis_index(MODEL), layout.tensor_axis(*axes)
+        parts = zip(tensors, layout.tensor_shapes, strict=True)
+        sums = [_checksum(part, shape, axis, place * part.shape[axis]) for part, shape in parts]
+        return [jax.lax.psum(each, MODEL) for each in sums]
+
+    return by_part(of_part, mesh, spec, PartitionSpec())(x)
 
 
-def _checksum(x: Float[Array, ...]) -> UInt32[Array, " 2"]:
-    """Two sums of hashed (place, value) pairs, modulo 2^32: exact, and free of the order of summation."""
+def _checksum(
+    x: Float[Array, ...], shape: tuple[int, ...] | None = None, axis: int = 0, start: Int[Array, ""] | int = 0
+) -> UInt32[Array, " 2"]:
+    """Two sums of hashed (place, value) pairs, modulo 2^32: exact, and free of the order of summation.
+
+    Args:
+        x: A tensor, or a part of one: those of all parts add up to the tensor's.
+        shape: Of the tensor.
+        axis: The axis that x is a part of.
+        start: Where the part starts.
+    """
+    shape = shape or x.shape
     x = x.astype(jnp.bfloat16)
     x = jnp.where(jnp.abs(x) < jnp.finfo(jnp.float16).tiny, jnp.zeros_like(x), x)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
     place = jnp.zeros(x.shape, jnp.uint32)
-    for axis in range(x.ndim):
-        stride = math.prod(x.shape[axis + 1 :]) % 2**32
-        place += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride)
+    for each in range(x.ndim):
+        stride = jnp.uint32(math.prod(shape[each + 1 :]) % 2**32)
+        first = jnp.uint32(start) if each == axis else jnp.uint32(0)
+        place += (jax.lax.broadcasted_iota(jnp.uint32, x.shape, each) + first) * stride
     return jnp.stack([jnp.sum(_mix(bits ^ (place * jnp.uint32(odd)))) for odd in (0x9E3779B1, 0x85EBCA77)])
 
 

@@ -1,24 +1,25 @@
-"""Which tensors of a Hugging Face checkpoint each parameter of the decoder is made of: one table, both ways."""
+"""Which tensors of a Hugging Face checkpoint each parameter of the decoder is made of, and how devices share it."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+MODEL = "model"  # the mesh axis that a model's weights are shared out over
+_WHOLE = PartitionSpec()
 LAYER = re.compile(r"model\.layers\.(\d+)\..*")  # a name of a layer's tensor
 
 
@@ -31,10 +32,14 @@ class _Row:
         names: Its tensors, as templates of the match.
         transposed: The checkpoint holds transposes ([out, in]).
         widths: Where there are several tensors, what each one fills of the parameter's axis -2.
+        spec: Which of its axes is split over a mesh; none by default.
+        by_head: The axis that is split holds the KV heads, one behind the other.
     """
 
     path: str
     names: tuple[str, ...]
+    spec: PartitionSpec = _WHOLE
+    by_head: bool = False
     transposed: bool = False
     widths: Callable[[ModelConfig], tuple[int, ...]] | None = None
 
@@ -56,20 +61,54 @@ _QKV_WEIGHTS, _QKV_BIASES = (
 _GATE_UP_WEIGHTS, _GATE_UP_BIASES = (
     tuple(rf"{_HF_LAYER}.mlp.{part}_proj.{kind}" for part in ("gate", "up")) for kind in ("weight", "bias")
 )
+# What gives heads or the MLP's inner width is split over its outputs, what takes them over its inputs: a device holds
+# whole KV heads, and one sum over devices closes attention, another one the MLP. Biases of the latter and norms are
+# wanted everywhere and are small. Embedding and head are split over the width: of a model of 70B they are 4.2 GB, which
+# no device shall hold whole, and a vocabulary is often no multiple of anything, as users add tokens to theirs.
 _TABLE = (
-    _Row(r"embedding", (EMBEDDING,)),
+    _Row(r"embedding", (EMBEDDING,), PartitionSpec(None, MODEL)),
     _Row(r"norm\.scale", ("model.norm.weight",)),
-    _Row(r"head\.kernel", (HEAD,), transposed=True),
+    _Row(r"head\.kernel", (HEAD,), PartitionSpec(MODEL), transposed=True),
     _Row(rf"{_LAYER}\.attention_norm\.scale", (rf"{_HF_LAYER}.input_layernorm.weight",)),
     _Row(rf"{_LAYER}\.mlp_norm\.scale", (rf"{_HF_LAYER}.post_attention_layernorm.weight",)),
-    _Row(rf"{_LAYER}\.attention\.qkv\.kernel", _QKV_WEIGHTS, transposed=True, widths=_queries_key_value),
-    _Row(rf"{_LAYER}\.attention\.qkv\.bias", _QKV_BIASES, widths=_queries_key_value),
+    _Row(
+        rf"{_LAYER}\.attention\.qkv\.kernel",
+        _QKV_WEIGHTS,
+        PartitionSpec(None, MODEL),
+        by_head=True,
+        transposed=True,
+        widths=_queries_key_value,
+    ),
+    _Row(
+        rf"{_LAYER}\.attention\.qkv\.bias",
+        _QKV_BIASES,
+        PartitionSpec(MODEL),
+        by_head=True,
+        widths=_queries_key_value,
+    ),
     _Row(rf"{_LAYER}\.attention\.([qk])_norm\.scale", (rf"{_HF_LAYER}.self_attn.\2_norm.weight",)),
-    _Row(rf"{_LAYER}\.attention\.o\.kernel", (rf"{_HF_LAYER}.self_attn.o_proj.weight",), transposed=True),
+    _Row(
+        rf"{_LAYER}\.attention\.o\.kernel",
+        (rf"{_HF_LAYER}.self_attn.o_proj.weight",),
+        PartitionSpec(MODEL),
+        by_head=True,
+        transposed=True,
+    ),
     _Row(rf"{_LAYER}\.attention\.o\.bias", (rf"{_HF_LAYER}.self_attn.o_proj.bias",)),
-    _Row(rf"{_LAYER}\.mlp\.gate_up\.kernel", _GATE_UP_WEIGHTS, transposed=True, widths=_gate_and_up),
-    _Row(rf"{_LAYER}\.mlp\.gate_up\.bias", _GATE_UP_BIASES, widths=_gate_and_up),
-    _Row(rf"{_LAYER}\.mlp\.down\.kernel", (rf"{_HF_LAYER}.mlp.down_proj.weight",), transposed=True),
+    _Row(
+        rf"{_LAYER}\.mlp\.gate_up\.kernel",
+        _GATE_UP_WEIGHTS,
+        PartitionSpec(None, None, MODEL),
+        transposed=True,
+        widths=_gate_and_up,
+    ),
+    _Row(rf"{_LAYER}\.mlp\.gate_up\.bias", _GATE_UP_BIASES, PartitionSpec(None, MODEL), widths=_gate_and_up),
+    _Row(
+        rf"{_LAYER}\.mlp\.down\.kernel",
+        (rf"{_HF_LAYER}.mlp.down_proj.weight",),
+        PartitionSpec(MODEL),
+        transposed=True,
+    ),
     _Row(rf"{_LAYER}\.mlp\.down\.bias", (rf"{_HF_LAYER}.mlp.down_proj.bias",)),
 )
 
@@ -96,6 +135,14 @@ class Layout:
         each = math.prod(self.shape[self.lead : -2]) * self.shape[-1]
         return [(*self.shape[: self.lead], each * width) for width in self.widths]
 
+    def of_part(self, shape: tuple[int, ...]) -> Layout:
+        """The layout of a part of the parameter, which has a part of each of its tensors."""
+        return dataclasses.replace(self, shape=shape)
+
+    def tensor_axis(self, axis: int) -> int:
+        """The axis of the tensors that an axis of the parameter lies in."""
+        return min(axis, self.lead) if self.widths else axis
+
     def split(self, value: Any) -> list[Any]:
         """Tensors of a parameter's value, NumPy or JAX, not transposed."""
         if not self.widths:
@@ -109,16 +156,13 @@ class Layout:
 
     def join(self, tensors: Sequence[Array]) -> Array:
         """The parameter of its tensors, not transposed."""
-        return _join(tuple(tensors), layout=self) if self.widths else tensors[0]
-
-
-@functools.partial(jax.jit, static_argnames="layout")
-def _join(tensors: tuple[Array, ...], *, layout: Layout) -> Array:
-    parts = [
-        tensor.reshape(*layout.shape[:-2], width, layout.shape[-1])
-        for tensor, width in zip(tensors, layout.widths, strict=True)
-    ]
-    return jnp.concatenate(parts, axis=-2)
+        if not self.widths:
+            return tensors[0]
+        parts = [
+            tensor.reshape(*self.shape[:-2], width, self.shape[-1])
+            for tensor, width in zip(tensors, self.widths, strict=True)
+        ]
+        return jnp.concatenate(parts, axis=-2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +175,8 @@ class Parameter:
         names: Its tensors.
         transposed: The checkpoint holds transposes ([out, in]).
         layout: How it holds them.
+        spec: Which of its axes is split over the devices of a mesh.
+        by_head: The axis that is split holds the KV heads, one behind the other.
     """
 
     path: tuple[Any, ...]
@@ -138,11 +184,34 @@ class Parameter:
     names: tuple[str, ...]
     transposed: bool
     layout: Layout
+    spec: PartitionSpec
+    by_head: bool
+
+    @property
+    def layer(self) -> int | None:
+        """The layer that it belongs to; None for embedding, final norm and head."""
+        return self.path[1] if self.path[0] == "layers" else None
+
+    @property
+    def split_axis(self) -> int | None:
+        """The axis that is split over the devices of a mesh; None: each of them holds it whole."""
+        return next((axis for axis, name in enumerate(self.spec) if name == MODEL), None)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors, not transposed."""
         return dict(zip(self.names, self.layout.tensor_shapes, strict=True))
+
+    @property
+    def tensor_spec(self) -> PartitionSpec:
+        """Which axis of its tensors, not transposed, is split over the devices of a mesh."""
+        split = None if self.split_axis is None else self.layout.tensor_axis(self.split_axis)
+        return PartitionSpec(*(MODEL if axis == split else None for axis in range(len(self.layout.tensor_shapes[0]))))
+
+    @property
+    def stored_spec(self) -> PartitionSpec:
+        """The same of its tensors in the checkpoint."""
+        return PartitionSpec(*reversed(self.tensor_spec)) if self.transposed else self.tensor_spec
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor in the checkpoint."""
@@ -158,7 +227,7 @@ def parameters(decoder: Decoder) -> list[Parameter]:
         widths = row.widths(decoder.config) if row.widths else ()
         layout = Layout(tuple(variable.shape), 1 if row.transposed else 0, widths)  # kernels have an axis of inputs
         names = tuple(match.expand(name) for name in row.names)
-        found.append(Parameter(path, variable, names, row.transposed, layout))
+        found.append(Parameter(path, variable, names, row.transposed, layout, row.spec, row.by_head))
     return found
 
 

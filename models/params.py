@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import json
 import math
@@ -18,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
@@ -25,9 +25,11 @@ from safetensors.numpy import save_file
 
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.fingerprint import combine, stored_checksum
+from tca_jax.models.fingerprint import combine, tensor_checksums
 from tca_jax.models.json_object import read_json_object
-from tca_jax.models.names import HEAD, LAYER, Parameter, outer_shapes, parameters
+from tca_jax.models.names import EMBEDDING, HEAD, LAYER, Parameter, outer_shapes, parameters
+from tca_jax.models.placing import join_tensors, place_tensor, read_tensor
+from tca_jax.models.sharding import HeadOrders, check_mesh, check_orders, reorder_heads, settled
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"[\w.-]{1,200}\.safetensors")  # in the checkpoint's own folder
@@ -53,8 +55,8 @@ class LoadedCheckpoint(NamedTuple):
 
     Attributes:
         decoder: The model.
-        fingerprint: Of the tensors as they are stored, where the loaded weights no longer tell it (stored in float32,
-            loaded in float16); else None, and `fingerprint(decoder)` tells it.
+        fingerprint: Of the tensors as they are stored, where the loaded weights no longer tell it (stored in float32
+            and loaded in float16, or with heads in another order); else None, and `fingerprint(decoder)` tells it.
     """
 
     decoder: Decoder
@@ -66,9 +68,10 @@ def load_decoder(
     config: ModelConfig,
     dtype: DTypeLike = jnp.bfloat16,
     progress: Callable[[int, int], None] | None = None,
+    mesh: Mesh | None = None,
 ) -> Decoder:
     """The decoder of a checkpoint folder alone; as `load_checkpoint`."""
-    return load_checkpoint(folder, config, dtype, progress).decoder
+    return load_checkpoint(folder, config, dtype, progress, mesh).decoder
 
 
 def load_checkpoint(
@@ -76,23 +79,33 @@ def load_checkpoint(
     config: ModelConfig,
     dtype: DTypeLike = jnp.bfloat16,
     progress: Callable[[int, int], None] | None = None,
+    mesh: Mesh | None = None,
+    head_orders: HeadOrders | None = None,
 ) -> LoadedCheckpoint:
     """Build the decoder from a checkpoint folder.
 
-    Tensors go from the file to the default device one by one, so host memory stays near the largest of them.
+    Tensors go from the file to the default device one by one, so host memory stays near the largest of them. On a mesh
+    each process reads the parts that its own devices need, and a device gets nothing but its part.
 
     Args:
         folder: Holds `model.safetensors`, or `model.safetensors.index.json` and its shards.
         config: The model's shape, as `read_config(folder)` gives it.
         dtype: Dtype that weights are kept and computed in.
-        progress: Called as `progress(bytes read, bytes in all)` after each tensor.
+        progress: Called as `progress(bytes read, bytes in all)` after each tensor, of which a process of several
+            may have read a part.
+        mesh: Devices that share the weights, as `models.sharding` says; None for the default device.
+        head_orders: An order for each layer's KV heads, as for `permute_heads`; None for the checkpoint's own.
 
     Raises:
         FileNotFoundError: no safetensors file, or a shard is missing.
         ValueError: a corrupt file, a missing or unexpected tensor, or one of unexpected shape or dtype; the
             message names the file and the tensor. Sizes that are not the checkpoint's are refused before anything
-            is built of them.
+            is built of them. Or the mesh or the orders do not fit the model.
     """
+    if mesh is not None:
+        check_mesh(mesh, config)
+    if head_orders is not None:
+        check_orders(head_orders, config)
     folder = Path(folder)
     stored = _read_headers(folder)
     _check_sizes(folder, config, stored)
@@ -100,32 +113,23 @@ def load_checkpoint(
     made = parameters(abstract)
     wanted = {name: parameter for parameter in made for name in parameter.names}
     _check_tensors(folder, wanted, stored)
-
     rounded_twice = jnp.dtype(dtype) == jnp.float16 and any(stored[name].dtype == "F32" for name in wanted)
+    tells_no_longer = rounded_twice or head_orders is not None
+    placed_dtype = jnp.dtype(jnp.float32 if rounded_twice else dtype)
     checksums: dict[str, Array] = {}
-    placed: dict[str, Array] = {}
-    report = _progress({name: stored[name].bytes for name in wanted}, progress)
-    for file in sorted({stored[name].file for name in wanted}):
-        with _opened(file) as shard:
-            for name in (name for name in wanted if stored[name].file == file):
-                tensor, transposed = shard.get_tensor(name), wanted[name].transposed
-                if rounded_twice:
-                    checksums[name] = stored_checksum(tensor, transposed=transposed)
-                # Transfers that queue up would each hold a tensor on the host, and so would the references to
-                # finished ones, which JAX drops only when Python collects garbage (the youngest is enough).
-                placed[name] = jax.block_until_ready(_place(tensor, dtype=jnp.dtype(dtype), transposed=transposed))
-                del tensor
-                gc.collect(0)
-                report(name)
     loaded = {}
-    for parameter in made:
-        value = parameter.layout.join([placed.pop(name) for name in parameter.names])
-        loaded[parameter.path] = parameter.variable.replace(jax.block_until_ready(value))  # its tensors are freed
+    for parameter, value in _read(wanted, stored, placed_dtype, mesh, progress):
+        if tells_no_longer:
+            checksums |= tensor_checksums(parameter, value)
+        if head_orders is not None:
+            value = reorder_heads(value, parameter, head_orders, mesh)
+        value = settled(value.astype(dtype), parameter, mesh)
+        loaded[parameter.path] = parameter.variable.replace(jax.block_until_ready(value))
     decoder: Decoder = nnx.merge(nnx.graphdef(abstract), nnx.from_flat_state(loaded))
     if config.tie_embeddings and HEAD in stored:
-        _check_tied_head(stored[HEAD].file, decoder)
+        _check_tied_head(stored[HEAD].file, decoder, mesh)
     shapes = {name: shape for parameter in made for name, shape in parameter.shapes.items()}
-    return LoadedCheckpoint(decoder, combine(config, shapes, checksums) if rounded_twice else None)
+    return LoadedCheckpoint(decoder, combine(config, shapes, checksums) if tells_no_longer else None)
 
 
 def save_decoder(
@@ -162,11 +166,29 @@ def write_config(folder: Path, config: ModelConfig, entries: Mapping[str, Any] |
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "transposed"))
-def _place(tensor: Any, *, dtype: Any, transposed: bool) -> Array:
-    """Onto the device; casting and transposing happen there."""
-    tensor = tensor.astype(dtype)
-    return tensor.T if transposed else tensor
+def _read(
+    wanted: Mapping[str, Parameter],
+    stored: Mapping[str, _Stored],
+    dtype: Any,
+    mesh: Mesh | None,
+    progress: Callable[[int, int], None] | None,
+) -> Iterator[tuple[Parameter, Array]]:
+    """Each parameter and its value once its last tensor is read: file by file, a tensor at a time."""
+    report = _progress({name: stored[name].bytes for name in wanted}, progress)
+    placed: dict[str, Array] = {}
+    for file in sorted({stored[name].file for name in wanted}):
+        with _opened(file) as shard:
+            for name in (name for name in wanted if stored[name].file == file):
+                parameter = wanted[name]
+                tensor = read_tensor(shard, name, parameter, mesh)
+                # Transfers that queue up would each hold a tensor on the host, and so would the references to
+                # finished ones, which JAX drops only when Python collects garbage (the youngest is enough).
+                placed[name] = jax.block_until_ready(place_tensor(tensor, parameter, dtype, mesh))
+                del tensor
+                gc.collect(0)
+                report(name)
+                if all(name in placed for name in parameter.names):
+                    yield parameter, join_tensors(parameter, [placed.pop(name) for name in parameter.names], mesh)
 
 
 def _progress(sizes: Mapping[str, int], callback: Callable[[int, int], None] | None) -> Callable[[str], None]:
@@ -262,11 +284,14 @@ def _check_tensor(folder: Path, name: str, shape: tuple[int, ...], stored: Mappi
         raise ValueError(f"{found.file}: tensor {name!r} has dtype {found.dtype}: must be one of {list(_STORED_BYTES)}")
 
 
-def _check_tied_head(file: Path, decoder: Decoder) -> None:
+def _check_tied_head(file: Path, decoder: Decoder, mesh: Mesh | None) -> None:
     """A checkpoint may repeat the embedding as its head, but not hold another one."""
-    embedding = decoder.embedding[...]
+    embedding = next(parameter for parameter in parameters(decoder) if parameter.names == (EMBEDDING,))
+    value = embedding.variable[...]
     with _opened(file) as shard:
-        head = shard.get_tensor(HEAD)
-    same = head.shape == embedding.shape
-    if not same or not jnp.array_equal(_place(head, dtype=embedding.dtype, transposed=False), embedding):
+        same = tuple(shard.get_slice(HEAD).get_shape()) == value.shape
+        if same:
+            head = place_tensor(read_tensor(shard, HEAD, embedding, mesh), embedding, value.dtype, mesh)
+            same = bool(jnp.array_equal(head, value))
+    if not same:
         raise ValueError(f"{file}: {HEAD!r} differs from the embedding, but config.json has tie_word_embeddings = true")

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int
+from jaxtyping import Array, Bool, Float32, Int, Shaped
 
 from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import SAME, SECOND_HEADS, OverMesh, on_host
 from tca_jax.engine.prompts import Prompt, encode_prompt, pad_tokens
 from tca_jax.methods.full import FullPrefill
 from tca_jax.methods.queries import last_queries
@@ -35,8 +36,8 @@ def kept_tokens(lm: LM, prompt: Prompt | Sequence[int]) -> Bool[np.ndarray, "lay
     """
     ids = _encode(lm, prompt)
     tokens, lengths = pad_tokens([ids])
-    selected = _selected(lm.for_programs(), jnp.asarray(tokens), jnp.asarray(lengths))
-    return np.asarray(selected)[:, :, : len(ids)] | (np.arange(len(ids)) >= local_start(lm, len(ids)))
+    selected = _in_own_order(lm, _selected(lm.for_programs(), jnp.asarray(tokens), jnp.asarray(lengths)))
+    return selected[:, :, : len(ids)] | (np.arange(len(ids)) >= local_start(lm, len(ids)))
 
 
 def attention_received(lm: LM, prompt: Prompt | Sequence[int]) -> Float32[np.ndarray, "layers Hkv L"]:
@@ -56,7 +57,7 @@ def attention_received(lm: LM, prompt: Prompt | Sequence[int]) -> Float32[np.nda
     ids = _encode(lm, prompt)
     tokens, lengths = pad_tokens([ids])
     received = _received(lm.with_profile(None).for_programs(), jnp.asarray(tokens), jnp.asarray(lengths))
-    return np.asarray(received)[:, :, : len(ids)]
+    return _in_own_order(lm, received)[:, :, : len(ids)]
 
 
 def token_texts(lm: LM, prompt: Prompt | Sequence[int]) -> list[str]:
@@ -88,8 +89,12 @@ def _encode(lm: LM, prompt: Prompt | Sequence[int]) -> list[int]:
     return ids
 
 
-@jax.jit
-def _selected(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> Bool[Array, "layers Hkv L"]:
+def _in_own_order(lm: LM, of_heads: Shaped[Array, "layers Hkv L"]) -> Shaped[np.ndarray, "layers Hkv L"]:
+    """What a program has found of each head, on the host, in the model's own order of heads."""
+    return np.stack([lm.own_heads(layer, values) for layer, values in enumerate(on_host(of_heads))])
+
+
+def _selected_tokens(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> Bool[Array, "layers Hkv L"]:
     layouts, policy = lm.cache_layouts(1, tokens.shape[1], 1), lm.method.cache
 
     def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Array]:
@@ -107,8 +112,10 @@ def _selected(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> B
     return jnp.stack(masks)
 
 
-@jax.jit
-def _received(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> Float32[Array, "layers Hkv L"]:
+_selected = jax.jit(OverMesh(_selected_tokens, (SAME, SAME), SECOND_HEADS))
+
+
+def _received_mass(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> Float32[Array, "layers Hkv L"]:
     def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Array]:
         out = FullPrefill().attend(layer, q, k, v, lengths, None, "auto")
         near, far = column_mass(q, k, lengths, block_size=_MASS_BLOCK, window=_MASS_BLOCK)
@@ -117,3 +124,6 @@ def _received(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> F
     positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
     _, received = lm.decoder(tokens, positions, attention, (None,) * lm.config.num_layers)
     return jnp.stack(received)
+
+
+_received = jax.jit(OverMesh(_received_mass, (SAME, SAME), SECOND_HEADS))

@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from tca_jax.engine.head_balance import Orders, balanced_orders
 from tca_jax.engine.lm import LM
 from tca_jax.engine.programs import enable_compilation_cache
 from tca_jax.engine.prompts import is_librarys
 from tca_jax.models.config import ModelConfig, read_config
 from tca_jax.models.json_object import read_json_object, refuse_misspelt
+from tca_jax.models.names import MODEL
 from tca_jax.models.params import load_checkpoint
 from tca_jax.models.registry import ALIASES
+from tca_jax.models.sharding import axis_size, check_mesh
 
 if TYPE_CHECKING:
     from tca_jax.calibration.profile import Profile
@@ -72,15 +76,22 @@ class Checkpoint:
         profile: str | os.PathLike[str] | Profile | None = None,
         *,
         dtype: Any = None,
+        mesh: Mesh | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> LM:
         """Reads the weights; arguments, result and errors are those of `tca_jax.load`."""
         dtype = check_dtype(dtype)
+        if mesh is not None:
+            check_mesh(mesh, self.config, self.name)
         found = self.read_profile(profile)  # before gigabytes are read
         enable_compilation_cache()
-        loaded = load_checkpoint(self.folder, self.config, dtype, progress)  # weights are read here and nowhere else
+        orders = None if mesh is None or found is None else self._head_orders(found, mesh)
+        # All weights are read here.
+        loaded = load_checkpoint(self.folder, self.config, dtype, progress, mesh, orders)
         lm = LM.from_decoder(
             loaded.decoder,
+            mesh=mesh,
+            head_orders=orders,
             checkpoint_fingerprint=loaded.fingerprint,
             name=self.name,
             tokenizer=self.tokenizer,
@@ -89,12 +100,19 @@ class Checkpoint:
         )
         return lm.with_profile(found)
 
+    def _head_orders(self, profile: Profile, mesh: Mesh) -> Orders:
+        """Where the profile wants each KV head: read there, none has to be moved, for which there may be no room."""
+        c = self.config
+        sizes = c.num_layers, c.num_kv_heads, axis_size(mesh, MODEL), c.max_context
+        return balanced_orders(profile.method().cache, *sizes, None)
+
 
 def load(
     name_or_path: str | os.PathLike[str],
     profile: str | os.PathLike[str] | Profile | None = None,
     *,
     dtype: Any = None,
+    mesh: Mesh | None = None,
     revision: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LM:
@@ -106,6 +124,9 @@ def load(
         profile: Head budgets: a folder that `Profile.save` wrote, a `Profile`, "shipped" for the one beside a shipped
             model, or None for exact full attention.
         dtype: Of weights and activations; None is bfloat16 on an accelerator and float32 on the CPU.
+        mesh: Devices that share the model, as `jax.make_mesh((1, 4), ("data", "model"))` gives them: its weights over
+            "model", the rows of a batch over "data", in any order of the axes; None for the default device. No host
+            and no device ever holds more than its own part and one tensor.
         revision: Branch, tag or commit on the Hub.
         progress: Called as `progress(bytes_read, bytes)` after each tensor.
 
@@ -113,11 +134,12 @@ def load(
         The model; `lm.with_profile(other)` shares its weights.
 
     Raises:
-        ValueError: unknown alias (with the list), unsupported architecture or option, a profile of another model.
+        ValueError: unknown alias (with the list), unsupported architecture or option, a profile of another model, a
+            mesh whose devices cannot share the model (with the numbers that can).
         FileNotFoundError: a file of the checkpoint is missing (with its name).
     """
     dtype = check_dtype(dtype)  # before anything is downloaded
-    return open_checkpoint(name_or_path, revision).load(profile, dtype=dtype, progress=progress)
+    return open_checkpoint(name_or_path, revision).load(profile, dtype=dtype, mesh=mesh, progress=progress)
 
 
 def open_checkpoint(name_or_path: str | os.PathLike[str], revision: str | None = None) -> Checkpoint:

@@ -10,13 +10,15 @@ import tempfile
 import pytest
 from jaxtyping import install_import_hook
 
+# A CPU counts as eight devices, for what runs over a mesh of them; all else runs on the first.
 # Nearly all of the tests' time on a CPU is XLA compiling programs that run once, so it optimizes little there, and the
 # processes of one run share what they have compiled. What the environment says stands: `XLA_FLAGS= pytest` tests what
 # XLA's own defaults compile. Before JAX starts, for it reads these once; subprocesses of tests inherit them.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault(
         "XLA_FLAGS",
-        "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+        "--xla_force_host_platform_device_count=8"
+        " --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
         " --xla_cpu_parallel_codegen_split_count=1",
     )
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # in xdist's workers it is: that of the process that started them

@@ -14,10 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tca_jax.cli.files import print_json, require_writable
-from tca_jax.cli.options import DtypeOption, JsonOption, ModelArgument, SeedOption
+from tca_jax.cli.options import DtypeOption, JsonOption, MeshOption, ModelArgument, SeedOption
 from tca_jax.cli.progress import progress
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from tca_jax.calibration.profile import Profile
     from tca_jax.evaluation import Plan
     from tca_jax.evaluation.results import Job
@@ -53,6 +55,7 @@ def evaluate(
     ] = None,
     batch: Annotated[int, typer.Option(help="Most prompts in a call; fewer where memory is short.", min=1)] = 8,
     dtype: DtypeOption = None,
+    mesh: MeshOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare attention methods on a model: accuracy, bytes held and seconds.
@@ -73,6 +76,7 @@ def evaluate(
     sources = Sources(essays, squad, hotpotqa, longbench, text)
     require_writable(out, "--out")
     check_dtype(dtype)
+    devices = None if mesh is None else _devices(mesh)
     _require_files(sources)
     with progress() as report:
         report(f"loading {model}", None, None)
@@ -90,7 +94,9 @@ def evaluate(
             share=share,
             batch=batch,
         )
-        lm = checkpoint.load(dtype=dtype, progress=lambda done, total: report(f"loading {model}", done, total))
+        lm = checkpoint.load(
+            dtype=dtype, mesh=devices, progress=lambda done, total: report(f"loading {model}", done, total)
+        )
     for each in (found, paper):
         if each is not None:
             each.validate_for(lm.config, lm.fingerprint, lm.name)
@@ -105,6 +111,17 @@ def evaluate(
         return
     print((out / "table.md").read_text(encoding="utf-8"), end="")
     print(f"Results: {out}", file=sys.stderr)
+
+
+def _devices(text: str) -> Mesh:
+    """The mesh that is asked for; ValueError where it shares out rows, for texts are read one by one."""
+    from tca_jax.engine.mesh import parse_mesh
+    from tca_jax.models.sharding import DATA, axis_size
+
+    mesh = parse_mesh(text, "--mesh")
+    if axis_size(mesh, DATA) > 1:
+        raise ValueError(f"--mesh {text}: some tasks have one row, which devices on 'data' cannot share: must be 1xN")
+    return mesh
 
 
 def _listed(text: str) -> list[str]:

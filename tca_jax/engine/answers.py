@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
@@ -18,6 +17,7 @@ from tca_jax.engine.health import require_finite
 from tca_jax.engine.layouts import total_bytes
 from tca_jax.engine.lm import LM
 from tca_jax.engine.memory import require_room
+from tca_jax.engine.mesh import CACHES, ROWS, OverMesh, on_host, rows_of_device
 from tca_jax.engine.programs import Program
 from tca_jax.engine.prompts import Prompt, encode_prompt, encode_prompts, encode_verbatim, pad_tokens, require_positions
 from tca_jax.engine.scoring import TokenScores, scores_of_logits
@@ -118,15 +118,15 @@ def _behind_prompts(
     if given_lengths.max() > 1:  # of a single token, what the prompt's last logits say is all
         columns = num_columns(int(np.max(places + given_lengths)), block_size)
         fed = jnp.asarray(align(given, held, block_size=block_size, columns=columns))
-    layouts = reader.cache_layouts(tokens.shape[0], tokens.shape[1], None)
+    layouts = reader.cache_layouts(rows_of_device(lm, len(ids), "prompts"), tokens.shape[1], None)
     held_bytes = total_bytes(layouts, lm.config.head_dim, lm.dtype)
     require_room(held_bytes, f"{len(answers)} answers to {len(ids)} prompts")
     arrays = (jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(given[:, 0]), fed, jnp.asarray(given_lengths))
     args = (reader.for_programs(), *arrays)
     program, _ = _read_and_feed.prepare(*args, backend=backend)
     finite, first, rest = program(*args)
-    require_finite(lm, tokens, lengths, np.asarray(finite), "prompts")
-    first, rest = jax.device_get((first, rest))
+    require_finite(lm, tokens, lengths, on_host(finite), "prompts")
+    first, rest = on_host((first, rest))
     return _joined(first, rest, places, answers)
 
 
@@ -167,7 +167,7 @@ def _read_and_feed_program(
     return finite, firsts, extension.scores
 
 
-_read_and_feed = Program(_read_and_feed_program)
+_read_and_feed = Program(OverMesh(_read_and_feed_program, (ROWS,) * 5, (ROWS, ROWS, ROWS)))
 
 
 def _behind_context(
@@ -181,14 +181,14 @@ def _behind_context(
     asked = [ids for ids in checked.ids for _ in range(times)]
     appended = Appendix.create(lm, [a + b for a, b in zip(asked, answers, strict=True)], context)
     appended.require_positions(lm, 0)
-    reader, rows = lm.for_contexts(), len(answers)
+    context, reader, rows = appended.context, lm.for_contexts(), len(answers)
     starts, prompt_lengths = (jnp.broadcast_to(x, rows) for x in (context.lengths, context.prompt_lengths))
     args = (reader.for_programs(), context.caches, appended.tokens, starts, appended.lengths, prompt_lengths)
     program, _ = _feed.prepare(*args, backend=backend)
     finite, scores = program(*args)
     tokens, lengths = pad_tokens([context.token_ids() + ids for ids in appended.ids], lm.pad_token_id)
-    require_finite(lm, tokens, lengths, np.asarray(finite), "prompts")
-    place, scores = int(context.lengths[0]) % context.layouts[0].block_size, jax.device_get(scores)
+    require_finite(lm, tokens, lengths, on_host(finite), "prompts")
+    place, scores = int(context.lengths[0]) % context.layouts[0].block_size, on_host(scores)
     logprobs, greedy = [], []
     for row, (question, answer) in enumerate(zip(asked, answers, strict=True)):
         first = place + len(question) - 1  # in the column before a token stands what is thought of it
@@ -213,4 +213,4 @@ def _feed_program(
     return jnp.isfinite(extension.logits).all(axis=-1), extension.scores
 
 
-_feed = Program(_feed_program)
+_feed = Program(OverMesh(_feed_program, (CACHES, ROWS, ROWS, ROWS, ROWS), (ROWS, ROWS)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ def with_bytes(
 
     The method's one knob is turned: `share` where its factory has that option, `window` of `streaming`, `candidate` of
     `uniform`; of a pair, that of the cache's part. Bytes are those of `stats.kv_cache_bytes`: padding, window and room
-    for what is kept while decoding count.
+    for what is kept while decoding count. On a mesh they are those of one device that holds the whole model.
 
     Args:
         lm: The model.
@@ -72,12 +73,13 @@ def with_bytes(
         check_integer("question_tokens", question_tokens, at_least=1)
     sizes = CallSizes(prompt_tokens, new_tokens, question_tokens)
     knob, values = _knob(lm, name, prompt_tokens, options)
+    alone = dataclasses.replace(lm, mesh=None, head_orders=None)  # no weights move while the knob is turned
 
-    def turned(place: int) -> LM:
+    def turned(lm: LM, place: int) -> LM:
         return lm.with_method(name, **_with_knob(name, knob, values[place], options))
 
     def taken(place: int) -> float:
-        return held_share(turned(place), sizes)
+        return held_share(turned(alone, place), sizes)
 
     if (least := taken(0)) > share:
         raise ValueError(
@@ -88,7 +90,7 @@ def with_bytes(
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if taken(middle) <= share else (low, middle)
-    return turned(low)
+    return turned(lm, low)
 
 
 def _knob(lm: LM, name: str, prompt_tokens: int, options: dict[str, Any]) -> tuple[str, Sequence[Any]]:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tca_jax.engine.cache import LayerCache
+from tca_jax.engine.context_places import context_on_one_device
 from tca_jax.engine.contexts import Context, ContextIdentity
 from tca_jax.engine.layouts import CacheLayout
 from tca_jax.engine.persistence import RestoreArrays, checksum, load_step, save_step
@@ -31,16 +32,18 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _JSON_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
     {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
 )
+_OF_A_MESH = "heads"  # the field of a layout that no file has
 _FIELDS = ("format_version", "identity", "layouts", "dtype", "arrays", "library_version", _CHECKSUM)
 
 
 def save_context(context: Context, directory: str | os.PathLike[str]) -> None:
     """See `Context.save`."""
+    context = context_on_one_device(context)  # files know no mesh
     arrays = {name: np.asarray(x) for name, x in _arrays(context).items()}
     metadata = {
         "format_version": FORMAT_VERSION,
         "identity": dataclasses.asdict(context.identity),
-        "layouts": [dataclasses.asdict(layout) for layout in context.layouts],
+        "layouts": [_layout_fields(layout) for layout in context.layouts],
         "dtype": context.caches[0].ring.k.dtype.name,
         "arrays": sorted(arrays),
         "library_version": importlib.metadata.version("tca-jax"),
@@ -61,6 +64,10 @@ def load_context(directory: str | os.PathLike[str]) -> Context:
     if not path.is_dir():
         raise ValueError(f"{path} is a file, not a context directory")
     return load_step(_KIND, path, _parse)
+
+
+def _layout_fields(layout: CacheLayout) -> dict[str, Any]:
+    return {name: value for name, value in dataclasses.asdict(layout).items() if name != _OF_A_MESH}
 
 
 def _arrays(context: Context) -> dict[str, jax.Array]:
@@ -134,7 +141,7 @@ def _layout(fields: Any, where: str) -> CacheLayout:
     regions = _made(Regions, _entry(fields, "regions", where), f"{where}.regions")
     if not all(type(each) is int and 0 <= each < 2**31 for each in regions.capacities):
         raise ValueError(f"{where}.regions.capacities = {regions.capacities!r}: must be integers in [0, 2^31)")
-    layout: CacheLayout = _made(CacheLayout, fields, where, regions=regions)
+    layout: CacheLayout = _made(CacheLayout, fields, where, without=_OF_A_MESH, regions=regions)
     if layout.growth is not None:
         raise ValueError(f"{where}.growth: must be null, a context has none")
     return layout
@@ -155,9 +162,12 @@ def _entry(fields: Any, name: str, where: str) -> Any:
     return fields[name]
 
 
-def _made(kind: Any, fields: Any, where: str, **parts: Any) -> Any:
-    """A dataclass of JSON values, and of parts that are made already; each is of the type that the class says."""
-    names = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+def _made(kind: Any, fields: Any, where: str, *, without: str = "", **parts: Any) -> Any:
+    """A dataclass of JSON values, and of parts that are made already; each is of the type that the class says.
+
+    The field `without` keeps its default: files do not have it.
+    """
+    names = {field.name: str(field.type) for field in dataclasses.fields(kind) if field.name != without}
     if not isinstance(fields, Mapping) or set(fields) != set(names):
         raise ValueError(f"{where} = {fields!r}: must be an object of {list(names)}")
     for name, wanted in names.items():

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from tca_jax.engine.cache import LayerCache
+from tca_jax.engine.context_places import context_on
 from tca_jax.engine.extending import align, extend, num_columns
 from tca_jax.engine.folding import fold, regions_after
 from tca_jax.engine.health import require_finite
@@ -23,6 +24,7 @@ from tca_jax.engine.identity import describe_method, unknown_types
 from tca_jax.engine.layouts import CacheLayout, total_bytes
 from tca_jax.engine.lm import LM
 from tca_jax.engine.memory import require_room
+from tca_jax.engine.mesh import CACHES, ROWS, OverMesh, on_host, rows_of_device
 from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.starting import open_caches, read_prompts
@@ -38,11 +40,12 @@ class ContextStats:
 
     Attributes:
         tokens: Tokens of each row.
-        kv_cache_bytes: Bytes of its caches, as allocated.
+        kv_cache_bytes: Bytes of its caches, as allocated, on all devices.
         full_kv_cache_bytes: Bytes of a context of as many tokens under full attention.
         kept_share: Share of the tokens that the caches hold, mean over rows, layers and KV heads.
         compile_seconds: Tracing and compiling, in the `prefill` that made it; 0 when the programs were there.
         prefill_seconds: Reading, in that `prefill`.
+        devices: Devices that hold it. Each of them allocates as much.
     """
 
     tokens: list[int]
@@ -51,6 +54,12 @@ class ContextStats:
     kept_share: float
     compile_seconds: float
     prefill_seconds: float
+    devices: int = 1
+
+    @property
+    def kv_cache_bytes_per_device(self) -> int:
+        """Bytes of its caches on each device."""
+        return self.kv_cache_bytes // self.devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,23 +131,25 @@ class Context:
 
     @property
     def layouts(self) -> tuple[CacheLayout, ...]:
-        """Static cache shape of every layer."""
+        """Static cache shape of every layer, on each device."""
         return tuple(cache.layout for cache in self.caches)
 
     @property
     def stats(self) -> ContextStats:
         """What it cost, and costs."""
-        head_dim, dtype = self.caches[0].ring.k.shape[-1], self.caches[0].ring.k.dtype
+        ring, layout = self.caches[0].ring.k, self.layouts[0]
+        devices = ring.shape[0] * ring.shape[1] // (layout.batch * layout.num_kv_heads)
         fed = np.asarray(self.lengths)
-        local = self.layouts[0].local_tokens(fed, np.asarray(self.prompt_lengths))
-        kept = np.stack(jax.device_get([cache.pool.lengths for cache in self.caches]))  # [layers, B, H_kv]
+        local = layout.local_tokens(fed, np.asarray(self.prompt_lengths))
+        kept = np.stack(on_host([cache.pool.lengths for cache in self.caches]))  # [layers, B, H_kv]
         return ContextStats(
             tokens=fed.tolist(),
-            kv_cache_bytes=total_bytes(self.layouts, head_dim, dtype),
-            full_kv_cache_bytes=total_bytes(full_layouts(self), head_dim, dtype),
+            kv_cache_bytes=total_bytes(self.layouts, ring.shape[-1], ring.dtype) * devices,
+            full_kv_cache_bytes=total_bytes(full_layouts(self), ring.shape[-1], ring.dtype) * devices,
             kept_share=float(np.mean((kept + local[:, None]) / fed[:, None])),
             compile_seconds=self.compile_seconds,
             prefill_seconds=self.prefill_seconds,
+            devices=devices,
         )
 
     def require_made_by(self, lm: LM) -> None:
@@ -164,6 +175,21 @@ class Context:
         if held != computed:
             raise ValueError(f"context holds {held} and {own.model!r} computes in {computed}: load it in dtype {held}")
 
+    def on(self, lm: LM) -> Context:
+        """The context on the devices of a model, as the model holds its own; itself where it lies so.
+
+        Calls that continue a context do this where it is needed: once, here, is enough for several of them. It goes
+        through the host.
+
+        Args:
+            lm: A model that can continue it, on one device or on any mesh.
+
+        Raises:
+            ValueError: it belongs to another model or method, or its rows cannot be shared out over the mesh.
+        """
+        self.require_made_by(lm)
+        return context_on(self, lm)
+
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes the context to a directory, in place of the one that it holds, whole or not at all.
 
@@ -179,7 +205,9 @@ class Context:
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Context:
-        """Reads a saved context. Whether it belongs to a model and method is checked where it is used.
+        """Reads a saved context onto one device; `on` moves it to a mesh, as calls with it do.
+
+        Whether it belongs to a model and method is checked where it is used.
 
         Raises:
             FileNotFoundError: `directory` does not exist.
@@ -220,7 +248,7 @@ def prefill(
     caches, finite = jax.block_until_ready(program(*args))
     seconds = time.perf_counter() - start
     tokens, lengths = args[1:]
-    require_finite(lm, np.asarray(tokens), np.asarray(lengths), np.asarray(finite), "prompts")
+    require_finite(lm, np.asarray(tokens), np.asarray(lengths), on_host(finite), "prompts")
     return Context(caches, tokens, lengths, lengths, compiling, seconds, ContextIdentity.of(lm))
 
 
@@ -247,7 +275,7 @@ def _reading(lm: LM, prompts: Prompt | Sequence[Prompt]) -> tuple[LM, Int[Array,
         require_positions(f"prompts[{i}]", len(row), 0, lm)
     tokens, lengths = pad_tokens(ids, lm.pad_token_id)
     reader = lm.for_contexts()
-    layouts = reader.cache_layouts(tokens.shape[0], tokens.shape[1], None)
+    layouts = reader.cache_layouts(rows_of_device(lm, len(ids), "prompts"), tokens.shape[1], None)
     require_room(total_bytes(layouts, lm.config.head_dim, lm.dtype), f"contexts of {len(ids)} prompts")
     return reader.for_programs(), jnp.asarray(tokens), jnp.asarray(lengths)
 
@@ -260,20 +288,21 @@ def _read_program(
     return caches, jnp.isfinite(logits).all(axis=-1)
 
 
-_read = Program(_read_program)
+_read = Program(OverMesh(_read_program, (ROWS, ROWS), (CACHES, ROWS)))
 
 
 def _append(lm: LM, prompts: Any, context: Any, backend: Backend) -> Context:
     """The context with more tokens: its pool holds all that is left of the window again."""
     appended = Appendix.create(lm, prompts, context)
     appended.require_positions(lm, 0)
-    reader = lm.for_contexts()
+    reader, context = lm.for_contexts(), appended.context
     rows, columns = appended.tokens.shape
+    held = rows_of_device(lm, rows, "prompts")
     regions = tuple(
-        regions_after(reader.method.cache, layer, cache, rows, columns) for layer, cache in enumerate(context.caches)
+        regions_after(reader.method.cache, layer, cache, held, columns) for layer, cache in enumerate(context.caches)
     )
     layouts = [
-        dataclasses.replace(c.layout, batch=rows, regions=r) for c, r in zip(context.caches, regions, strict=True)
+        dataclasses.replace(c.layout, batch=held, regions=r) for c, r in zip(context.caches, regions, strict=True)
     ]
     require_room(total_bytes(layouts, lm.config.head_dim, lm.dtype), f"contexts of {rows} prompts")
     starts, prompt_lengths = (jnp.broadcast_to(x, rows) for x in (context.lengths, context.prompt_lengths))
@@ -284,7 +313,7 @@ def _append(lm: LM, prompts: Any, context: Any, backend: Backend) -> Context:
     seconds = time.perf_counter() - begin
     whole_rows = [context.token_ids(i % context.batch) + more for i, more in enumerate(appended.ids)]
     tokens, lengths = pad_tokens(whole_rows, lm.pad_token_id)
-    require_finite(lm, tokens, lengths, np.asarray(finite), "prompts")
+    require_finite(lm, tokens, lengths, on_host(finite), "prompts")
     # The number that a layout knows of tokens read, in a bucket, so that a growing context seldom compiles anew.
     caches = tuple(
         dataclasses.replace(cache, layout=dataclasses.replace(cache.layout, prompt_tokens=tokens.shape[1]))
@@ -312,7 +341,7 @@ def _append_program(
     return folded, jnp.isfinite(logits).all(axis=-1)
 
 
-_append_to = Program(_append_program)
+_append_to = Program(OverMesh(_append_program, (CACHES, ROWS, ROWS, ROWS, ROWS), (CACHES, ROWS)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,12 +353,14 @@ class Appendix:
         tokens: The same as `extend` takes them, `[N, S]`.
         lengths: How many, `[N]`.
         starts: Tokens of the context before each of them.
+        context: The context, where the model lies.
     """
 
     ids: list[list[int]]
     tokens: Int[Array, "N S"]
     lengths: Int[Array, " N"]
     starts: list[int]
+    context: Context
 
     def require_positions(self, lm: LM, max_new_tokens: int) -> None:
         """Raises ValueError if a prompt leaves no positions for its answer."""
@@ -347,18 +378,19 @@ class Appendix:
         """
         if not isinstance(context, Context):
             raise TypeError(f"context is of type {type(context).__name__}: must be a Context, from tca_jax.prefill")
-        context.require_made_by(lm)
+        context = context.on(lm)
         ids = encode_appended(lm, prompts, context.batch, context.token_ids)
         held, b = np.asarray(context.lengths), context.layouts[0].block_size
         starts = np.broadcast_to(held, len(ids))
         lengths = np.array([len(of_prompt) for of_prompt in ids], np.int32)
         columns = num_columns(int(np.max(starts % b + lengths)), b)
         tokens = align(pad_tokens(ids)[0], starts, block_size=b, columns=columns)
-        return cls(ids, jnp.asarray(tokens), jnp.asarray(lengths), starts.tolist())
+        return cls(ids, jnp.asarray(tokens), jnp.asarray(lengths), starts.tolist(), context)
 
 
 def full_layouts(context: Context) -> tuple[CacheLayout, ...]:
     """What a context of as many tokens would allocate under full attention."""
-    sizes = len(context.caches[0].layout.regions.capacities), context.batch, context.tokens.shape[1], None
-    policy = BASELINE.cache.for_contexts()
+    layout, policy = context.layouts[0], BASELINE.cache.for_contexts()
+    heads = layout.num_kv_heads * (1 if layout.heads is None else layout.heads.devices)
+    sizes = heads, layout.batch, context.tokens.shape[1], None, layout.heads
     return tuple(CacheLayout.plan(policy, layer, *sizes) for layer in range(len(context.caches)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from tca_jax.engine.cache import LayerCache, decode_layer, rows_with_leaving_block
 from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import CACHES, ROWS, SAME, any_row, every_row
 from tca_jax.engine.sampling import Sampling, sample
 from tca_jax.pallas_kernels.backends import Backend
 
@@ -72,6 +74,12 @@ class DecodingState:
     caches: tuple[LayerCache, ...]
 
 
+_BY_ROW: dict[str, Any] = {field.name: ROWS for field in dataclasses.fields(DecodingState)}
+_SHARED: dict[str, Any] = dict.fromkeys(("step", "stop_tokens", "min_new_tokens"), SAME)
+#: How a state lies on a mesh.
+STATE = DecodingState(**{**_BY_ROW, **_SHARED, "caches": CACHES})
+
+
 def decode(
     lm: LM, state: DecodingState, limit: Int[Array, ""], sampling: Sampling, *, backend: Backend = "auto"
 ) -> DecodingState:
@@ -80,7 +88,7 @@ def decode(
     layout, evicts = state.caches[0].layout, any(cache.layout.evicts for cache in state.caches)
 
     def unfinished(state: DecodingState) -> Bool[Array, ""]:
-        return (state.step < limit) & ~jnp.all(state.done)
+        return (state.step < limit) & ~every_row(state.done, lm.mesh)
 
     def leaving(state: DecodingState) -> Bool[Array, " B"]:
         return rows_with_leaving_block(layout, state.lengths + state.step - 1, state.prompt_lengths)
@@ -98,7 +106,7 @@ def decode(
 
     def plain_steps(state: DecodingState, until_leaving: bool) -> DecodingState:
         def more(state: DecodingState) -> Bool[Array, ""]:
-            return unfinished(state) & ~jnp.any(leaving(state)) if until_leaving else unfinished(state)
+            return unfinished(state) & ~any_row(leaving(state), lm.mesh) if until_leaving else unfinished(state)
 
         return jax.lax.while_loop(more, functools.partial(step, evict=False), state)
 
@@ -110,7 +118,7 @@ def decode(
     def run(state: DecodingState) -> DecodingState:
         state = plain_steps(state, until_leaving=True)
         return jax.lax.while_loop(
-            lambda s: unfinished(s) & jnp.any(leaving(s)), functools.partial(step, evict=True), state
+            lambda s: unfinished(s) & any_row(leaving(s), lm.mesh), functools.partial(step, evict=True), state
         )
 
     return jax.lax.while_loop(unfinished, run, state)

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from tca_jax.engine.cache import LayerCache
+from tca_jax.engine.mesh import on_host
 from tca_jax.methods.base import CachePolicy
 from tca_jax.methods.regions import Regions
 from tca_jax.pallas_kernels.kv import Pool
@@ -19,13 +20,14 @@ _HEADROOM_SHARE = 8
 
 
 def regions_after(policy: CachePolicy, layer: int, cache: LayerCache, rows: int, fed_tokens: int) -> Regions:
-    """Regions of the pool that a context has once `fed_tokens` were appended, in `rows` rows.
+    """Regions of the pool that a context has once `fed_tokens` were appended, in `rows` rows of a device.
 
     The same as now where everything is sure to fit, so that a conversation's turns mostly run one program; otherwise
     with room for some more turns.
     """
     layout = cache.layout
-    held, now = np.asarray(cache.pool.lengths).max(axis=0), np.asarray(layout.regions.capacities)
+    now = np.asarray(layout.regions.capacities)
+    held = on_host(cache.pool.lengths).reshape(-1, now.size).max(axis=0)  # of heads, those of all devices at a place
     if np.all(held + layout.most_growth(policy, layer, fed_tokens) <= now):
         return Regions.plan(rows, layout.regions.capacities)
     headroom = max(_HEADROOM_BLOCKS * layout.block_size, layout.prompt_tokens // _HEADROOM_SHARE)

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Generator, Sequence
 from typing import Any, Literal
 
-import jax
 import numpy as np
 from jaxtyping import Int
 
@@ -14,6 +13,7 @@ from tca_jax.engine.cache import LayerCache
 from tca_jax.engine.contexts import Context
 from tca_jax.engine.decoding import DecodingState
 from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import agreed, num_devices, on_host
 from tca_jax.engine.prompts import Prompt, decode_tokens, is_single
 from tca_jax.engine.request import Request
 from tca_jax.engine.sampling import Sampling
@@ -33,10 +33,12 @@ class Stats:
         compile_seconds: Tracing and compiling, 0 when programs of these shapes were there; in no other figure.
         prefill_seconds: From the prompt's ids to the first new token.
         seconds_per_token: Mean time of each further step (one token for every row), 0 if there was none.
-        kv_cache_bytes: Bytes of all caches of this call, as allocated; of a context, what answers share counts once.
+        kv_cache_bytes: Bytes of all caches of this call, as allocated, on all devices; of a context, what answers share
+            counts once.
         full_kv_cache_bytes: Bytes that the same call allocates under full attention.
         kept_share: Share of the tokens so far that the caches hold, mean over rows, layers and KV heads.
         context_tokens: Tokens of the context before each prompt; none without one.
+        devices: Devices that share the model. Each of them allocates as much.
     """
 
     prompt_tokens: list[int]
@@ -48,6 +50,12 @@ class Stats:
     full_kv_cache_bytes: int
     kept_share: float
     context_tokens: list[int] = dataclasses.field(default_factory=list)
+    devices: int = 1
+
+    @property
+    def kv_cache_bytes_per_device(self) -> int:
+        """Bytes of the call's caches on each device."""
+        return self.kv_cache_bytes // self.devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,27 +270,29 @@ def _pieces(request: Request, *, single: bool) -> Generator[Any, None, Output]:
         state = request.advance(state, stride)
         steps_a_second = (int(state.step) - step) / max(request.decode_seconds - before, 1e-9)
         stride = max(1, min(_STREAM_GROWTH * stride, int(_STREAM_SECONDS * steps_a_second)))
+        stride = agreed(stride, request.lm.mesh)
 
 
 def output_of(request: Request, state: DecodingState) -> Output:
     """What a request has said and cost so far."""
     answers = request.answers(state)
-    steps = int(state.step)
+    steps, devices = int(state.step), num_devices(request.lm.mesh)
     stats = Stats(
         prompt_tokens=[len(ids) for ids in request.prompt_ids],
         new_tokens=[len(answer.tokens) for answer in answers],
         compile_seconds=request.compile_seconds,
         prefill_seconds=request.prefill_seconds,
         seconds_per_token=request.decode_seconds / (steps - 1) if steps > 1 else 0.0,
-        kv_cache_bytes=request.kv_cache_bytes(request.lm),
-        full_kv_cache_bytes=request.full_kv_cache_bytes,
+        kv_cache_bytes=request.kv_cache_bytes(request.lm) * devices,
+        full_kv_cache_bytes=request.full_kv_cache_bytes * devices,
         kept_share=kept_share(state),
         context_tokens=request.context_tokens,
+        devices=devices,
     )
     reasons: list[Literal["stop", "length"]] = ["stop" if answer.stopped else "length" for answer in answers]
     logprobs = None
     if state.logprobs is not None:
-        rows = np.asarray(state.logprobs).tolist()
+        rows = on_host(state.logprobs).tolist()
         logprobs = [row[: len(answer.tokens)] for row, answer in zip(rows, answers, strict=True)]
     text = None if request.lm.tokenizer is None else [answer.text or "" for answer in answers]
     return Output([answer.tokens for answer in answers], reasons, stats, logprobs, text)
@@ -290,12 +300,13 @@ def output_of(request: Request, state: DecodingState) -> Output:
 
 def kept_share(state: DecodingState) -> float:
     """Tokens in pools and windows over tokens fed, mean over rows, layers and KV heads."""
-    fed = np.asarray(state.lengths) + int(state.step) - 1  # the newest token is not in the cache yet
-    local = state.caches[0].layout.local_tokens(fed, np.asarray(state.prompt_lengths))
+    lengths, prompt_lengths = on_host((state.lengths, state.prompt_lengths))
+    fed = lengths + int(state.step) - 1  # the newest token is not in the cache yet
+    local = state.caches[0].layout.local_tokens(fed, prompt_lengths)
     kept = np.stack(_kept(state.caches))  # [layers, B, H_kv]
     return float(np.mean((kept + local[:, None]) / fed[:, None]))
 
 
 def _kept(caches: Sequence[LayerCache]) -> list[Int[np.ndarray, "B Hkv"]]:
     lengths = [[pool.lengths for pool in (cache.pool, cache.growth) if pool is not None] for cache in caches]
-    return [sum(of_layer[1:], of_layer[0]) for of_layer in jax.device_get(lengths)]  # at once: each alone would wait
+    return [sum(of_layer[1:], of_layer[0]) for of_layer in on_host(lengths)]

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Int
 
 from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import SAME, SECOND_HEADS, OverMesh, on_host
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 
 
@@ -32,16 +33,15 @@ def _cause(lm: LM, prompt: Int[np.ndarray, " L"]) -> str:
     for path, parameter in nnx.to_flat_state(lm.params):
         if not bool(jnp.isfinite(parameter[...]).all()):
             return f"the weight {'.'.join(map(str, path))} is not finite"
-    layers = np.asarray(_finite_layers(lm, jnp.asarray(prompt)[None]))
+    layers = on_host(_finite_layers(lm, jnp.asarray(prompt)[None])).all(axis=1)
     if layers.all():
         return f"the values behind layer {len(layers) - 1} are not finite, in dtype {lm.dtype.name}"
     first = int(np.argmin(layers))
     return f"its weights are finite, the values in layer {first} are not, in dtype {lm.dtype.name}; try another dtype"
 
 
-@jax.jit
-def _finite_layers(lm: LM, tokens: Int[Array, "1 L"]) -> Bool[Array, " layers"]:
-    """Whether each layer's queries, keys, values and attention are finite."""
+def _finite_heads(lm: LM, tokens: Int[Array, "1 L"]) -> Bool[Array, "layers 1"]:
+    """Whether each layer's queries, keys, values and attention are finite, on a device."""
     lengths = jnp.array([tokens.shape[1]], jnp.int32)
 
     def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Array]:
@@ -50,4 +50,7 @@ def _finite_layers(lm: LM, tokens: Int[Array, "1 L"]) -> Bool[Array, " layers"]:
 
     positions = jnp.arange(tokens.shape[1])[None]
     _, finite = lm.decoder(tokens, positions, attention, (None,) * lm.config.num_layers)
-    return jnp.stack(finite)
+    return jnp.stack(finite)[:, None]
+
+
+_finite_layers = jax.jit(OverMesh(_finite_heads, (SAME,), SECOND_HEADS))

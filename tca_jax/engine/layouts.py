@@ -12,6 +12,7 @@ from jaxtyping import Int
 
 from tca_jax.methods.base import CachePolicy, per_head
 from tca_jax.methods.blocks import num_ranked_blocks
+from tca_jax.methods.heads import HeadShards
 from tca_jax.methods.regions import Regions
 from tca_jax.pallas_kernels.integers import round_up
 
@@ -27,6 +28,8 @@ class CacheLayout:
         ring_tokens: Slots of the ring, R: w + b, or less where all that is ever fed is shorter.
         batch: Rows, B. Several of them may share a row of the pool.
         regions: Regions of the pool, which is never written after prefill.
+        heads: How the model's KV heads are dealt out over a mesh, whose every device has a cache of this shape; None on
+            one device. Rows and heads are then a device's.
         growth: Regions, B rows of them, of what is kept of blocks that leave the window later; None where nothing is.
     """
 
@@ -37,21 +40,30 @@ class CacheLayout:
     batch: int
     regions: Regions
     growth: Regions | None = None
+    heads: HeadShards | None = None
 
     @classmethod
     def plan(
-        cls, policy: CachePolicy, layer: int, num_kv_heads: int, batch: int, prompt_tokens: int, new_tokens: int | None
+        cls,
+        policy: CachePolicy,
+        layer: int,
+        num_kv_heads: int,
+        batch: int,
+        prompt_tokens: int,
+        new_tokens: int | None,
+        heads: HeadShards | None = None,
     ) -> CacheLayout:
         """Sizes a layer's cache for prompts of up to `prompt_tokens`.
 
         Args:
             policy: Cache policy.
             layer: The layer.
-            num_kv_heads: H_kv.
-            batch: Prompts, B.
+            num_kv_heads: KV heads of the model.
+            batch: Prompts, B; of a device.
             prompt_tokens: Padded prompt length, L.
             new_tokens: Most tokens of an answer, for which there is room then. None for a context: its ring serves any
                 number of tokens, and room for what leaves the window is planned by whoever continues it, `with_growth`.
+            heads: How these heads are dealt out over a mesh; None on one device.
 
         Raises:
             ValueError: the policy names no capacity for each KV head, ranks other blocks than those left of its
@@ -79,7 +91,8 @@ class CacheLayout:
             prompt_tokens=prompt_tokens,
             ring_tokens=window + b if new_tokens is None else min(window + b, round_up(total, b)),
             batch=batch,
-            regions=Regions.plan(batch, capacities),
+            regions=Regions.plan(batch, capacities if heads is None else heads.widest(layer, capacities)),
+            heads=heads,
         )
         # The last new token is never fed back.
         return layout if new_tokens is None else layout.with_growth(policy, layer, new_tokens - 1)
@@ -92,7 +105,10 @@ class CacheLayout:
     def most_growth(self, policy: CachePolicy, layer: int, fed_tokens: int) -> tuple[int, ...]:
         """Most tokens that each KV head keeps of the blocks that leave while up to `fed_tokens` more are fed."""
         source = f"{type(policy).__name__}.growth({layer}, {self.prompt_tokens}, {fed_tokens})"
-        return per_head(policy.growth(layer, self.prompt_tokens, fed_tokens), self.num_kv_heads, source)
+        growth, heads = policy.growth(layer, self.prompt_tokens, fed_tokens), self.heads
+        if heads is None:
+            return per_head(growth, self.num_kv_heads, source)
+        return heads.widest(layer, per_head(growth, self.num_kv_heads * heads.devices, source))
 
     def repeat_rows(self, times: int) -> CacheLayout:
         """Every row `times` times; the pool stays what it is."""
@@ -101,7 +117,7 @@ class CacheLayout:
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads, H_kv."""
+        """KV heads of a device, H_kv."""
         return len(self.regions.capacities)
 
     @property
@@ -115,7 +131,7 @@ class CacheLayout:
         return self.growth is not None
 
     def num_bytes(self, head_dim: int, dtype: Any) -> int:
-        """Bytes of K and V together: pool, which rows may share, growth and ring."""
+        """Bytes of K and V together, on a device: pool, which rows may share, growth and ring."""
         ring = self.batch * self.num_kv_heads * self.ring_tokens
         growth = 0 if self.growth is None else self.growth.pool_tokens
         return 2 * (self.regions.pool_tokens + growth + ring) * head_dim * jnp.dtype(dtype).itemsize
@@ -127,5 +143,5 @@ class CacheLayout:
 
 
 def total_bytes(layouts: Sequence[CacheLayout], head_dim: int, dtype: Any) -> int:
-    """Bytes of the caches of all layers."""
+    """Bytes of the caches of all layers, on a device."""
     return sum(layout.num_bytes(head_dim, dtype) for layout in layouts)

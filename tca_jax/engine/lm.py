@@ -8,14 +8,29 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
+from tca_jax.engine.head_balance import Orders, balanced_orders
 from tca_jax.engine.layouts import CacheLayout
+from tca_jax.engine.mesh import mesh_name, whole_mesh
 from tca_jax.methods import BASELINE, Method, get
+from tca_jax.methods.base import CachePolicy
+from tca_jax.methods.heads import HeadShards
+from tca_jax.models import parallel
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import fingerprint
+from tca_jax.models.names import MODEL
 from tca_jax.models.rope import fixed_frequencies
+from tca_jax.models.sharding import (
+    axis_size,
+    check_mesh,
+    parameter_specs,
+    permute_heads,
+    shard_decoder,
+)
 
 
 @runtime_checkable
@@ -39,6 +54,8 @@ class ProfileLike(Protocol):
         "eos_token_ids",
         "pad_token_id",
         "checkpoint_fingerprint",
+        "mesh",
+        "head_orders",
     ],
 )
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -55,6 +72,9 @@ class LM:
         eos_token_ids: Tokens that end an answer.
         pad_token_id: Fills answers behind their end.
         checkpoint_fingerprint: Fingerprint of the weights as stored, where the loaded ones no longer tell it.
+        mesh: The devices that share the model, of axes "data" and "model"; None for one device.
+        head_orders: On a mesh, the KV heads of each layer as they lie on its devices, `[layers][H_kv]`. Weights and
+            caches are in this order; what users see is in the model's own.
     """
 
     params: Any
@@ -66,25 +86,71 @@ class LM:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int = 0
     checkpoint_fingerprint: str | None = None
+    mesh: Mesh | None = None
+    head_orders: Orders | None = None
 
     def __repr__(self) -> str:
-        return f"LM({self.name!r}, {self.config.family}, {self.config.num_layers} layers, {self.method.name})"
+        mesh = "" if self.mesh is None else f", mesh {mesh_name(self.mesh)}"
+        return f"LM({self.name!r}, {self.config.family}, {self.config.num_layers} layers, {self.method.name}{mesh})"
 
     @classmethod
-    def from_decoder(cls, decoder: Decoder, **fields: Any) -> LM:
-        """Wraps a decoder, for example one that was just trained."""
+    def from_decoder(
+        cls, decoder: Decoder, *, mesh: Mesh | None = None, head_orders: Orders | None = None, **fields: Any
+    ) -> LM:
+        """Wraps a decoder, for example one that was just trained.
+
+        Args:
+            decoder: The model, on one device, or on the mesh already.
+            mesh: Devices that share it, with axes "data" and "model", in any order, or one of them.
+            head_orders: Orders that the KV heads of a model for a mesh are in already; None for its own.
+            **fields: Further attributes.
+
+        Raises:
+            ValueError: the mesh does not fit the model.
+        """
+        config = decoder.config
+        if mesh is not None:
+            check_mesh(mesh, config, fields.get("name", "the model"))
+            mesh = whole_mesh(mesh)
+            decoder = shard_decoder(decoder, mesh)
+            fields["head_orders"] = head_orders or (tuple(range(config.num_kv_heads)),) * config.num_layers
         graphdef, params = nnx.split(decoder)
-        return cls(params=params, graphdef=graphdef, config=decoder.config, **fields)
+        return cls(params=params, graphdef=graphdef, config=config, mesh=mesh, **fields)
 
     @property
     def decoder(self) -> Decoder:
-        """The Flax NNX module over this LM's weights."""
+        """The Flax NNX module over this LM's weights, with KV heads in the order of `head_orders`."""
         return nnx.merge(self.graphdef, self.params)
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of architecture and weights, which profiles carry; reads all weights where they lie, once."""
-        return self.checkpoint_fingerprint or fingerprint(self.decoder)
+        return self.checkpoint_fingerprint or fingerprint(self.decoder, self.head_orders)
+
+    @property
+    def head_shards(self) -> HeadShards | None:
+        """How KV heads are dealt out over the mesh; None on one device."""
+        if self.mesh is None or self.head_orders is None:
+            return None
+        return HeadShards(MODEL, axis_size(self.mesh, MODEL), self.head_orders)
+
+    @property
+    def parameter_specs(self) -> Any:
+        """How each weight lies on the mesh, in the structure of `params`."""
+        return parameter_specs(self.config, self.mesh)
+
+    def own_heads(self, layer: int, values: np.ndarray) -> np.ndarray:
+        """Values for each KV head of a layer, axis 0, in the model's own order, from that in which the heads lie."""
+        return values if self.head_shards is None else values[self.head_shards.inverse[layer]]
+
+    def dealt_heads(self, layer: int, values: np.ndarray) -> np.ndarray:
+        """The inverse of `own_heads`."""
+        return values if self.head_orders is None else values[list(self.head_orders[layer])]
+
+    def on_device(self, params: Any) -> LM:
+        """The model as each device of its mesh runs it, under `jax.shard_map`, over its own part of the weights."""
+        graphdef, _ = nnx.split(parallel.on_device(self.decoder, MODEL, axis_size(self.mesh, MODEL)))
+        return dataclasses.replace(self, graphdef=graphdef, params=params)
 
     @functools.cached_property
     def dtype(self) -> jnp.dtype:
@@ -110,7 +176,23 @@ class LM:
             raise TypeError(f"options {sorted(options)} go with a method's name; {method.name!r} is made already")
         method.validate_for(self.config.num_layers, self.config.num_kv_heads)
         method = method.for_rope(fixed_frequencies(self.config.head_dim, self.config.rope))
-        return self._beside(method=method)
+        return self._deal_heads(method.cache)._beside(method=method)
+
+    def _deal_heads(self, policy: CachePolicy) -> LM:
+        """The weights with KV heads where the policy's caches balance; themselves where they already do.
+
+        The weights of attention are exchanged between devices once, for layers whose heads move.
+        """
+        if self.mesh is None or self.head_orders is None:
+            return self
+        c, devices = self.config, axis_size(self.mesh, MODEL)
+        orders = balanced_orders(policy, c.num_layers, c.num_kv_heads, devices, c.max_context, self.head_orders)
+        if orders == self.head_orders:
+            return self
+        places = HeadShards(MODEL, devices, self.head_orders).inverse
+        moves = [place[list(order)].tolist() for place, order in zip(places, orders, strict=True)]
+        _, params = nnx.split(permute_heads(self.decoder, moves))
+        return self._beside(params=params, head_orders=orders)
 
     def with_profile(self, profile: ProfileLike | None) -> LM:
         """The same weights under a profile's method; None is exact full attention.
@@ -143,6 +225,6 @@ class LM:
 
     def cache_layouts(self, batch: int, prompt_tokens: int, new_tokens: int | None) -> tuple[CacheLayout, ...]:
         """Static cache shape of every layer, for padded prompts and answers of at most so many tokens; None for a
-        context, which any number of tokens can follow."""
-        sizes = self.config.num_kv_heads, batch, prompt_tokens, new_tokens
+        context, which any number of tokens can follow. On a mesh, shape and `batch` are a device's."""
+        sizes = self.config.num_kv_heads, batch, prompt_tokens, new_tokens, self.head_shards
         return tuple(CacheLayout.plan(self.method.cache, layer, *sizes) for layer in range(self.config.num_layers))

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
 import numpy as np
 
 T = TypeVar("T")
@@ -38,6 +39,8 @@ _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # what a rename onto a 
 def save_step(kind: str, directory: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> None:
     """Writes a new step, which `load_step` finds from then on, and removes the older ones.
 
+    Of several processes of `jax.distributed` the first one writes; the others return at once.
+
     Args:
         kind: What is saved, in one word.
         directory: Absolute; created if missing. Files in it that are no steps are left alone.
@@ -47,6 +50,8 @@ def save_step(kind: str, directory: Path, arrays: Mapping[str, np.ndarray], meta
     Raises:
         OSError: the step cannot be written, and `load_step` finds what it found before; the message names `directory`.
     """
+    if jax.process_index():
+        return
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with _temporary_folder(directory) as temporary:
@@ -108,7 +113,14 @@ def load_step(kind: str, directory: Path, parse: Callable[[Path, Any, RestoreArr
 def _write(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> None:
     import orbax.checkpoint as ocp  # takes a third of a second
 
-    with _quiet(), ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+    def composite() -> ocp.CompositeCheckpointHandler:
+        handlers = {
+            "arrays": ocp.StandardCheckpointHandler(**_alone()),
+            "metadata": ocp.JsonCheckpointHandler(**_alone()),
+        }
+        return ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(**_alone()), **handlers)
+
+    with _quiet(), ocp.Checkpointer(composite(), **_alone()) as checkpointer:
         items = {"arrays": ocp.args.StandardSave(dict(arrays)), "metadata": ocp.args.JsonSave(dict(metadata))}
         checkpointer.save(folder, args=ocp.args.Composite(**items))
     for note in folder.rglob("commit_success.txt"):  # nobody reads it, and it tells a path of this machine
@@ -130,8 +142,10 @@ def _require_room(file: Path, num_bytes: int) -> None:
 def _restore_metadata(folder: Path) -> Any:
     import orbax.checkpoint as ocp
 
-    with _reading(folder / "metadata" / "metadata"), ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
-        return checkpointer.restore(folder / "metadata")
+    with _reading(folder / "metadata" / "metadata"):
+        handler = ocp.JsonCheckpointHandler(**_alone())
+        with ocp.Checkpointer(handler, **_alone()) as checkpointer:
+            return checkpointer.restore(folder / "metadata")
 
 
 def _restore_arrays(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
@@ -144,8 +158,18 @@ def _restore_arrays(folder: Path, names: Iterable[str]) -> dict[str, np.ndarray]
         args = ocp.args.PyTreeRestore({name: np.zeros(0)}, restore_args={name: restored}, partial_restore=True)
         return np.asarray(checkpointer.restore(folder / "arrays", args=args)[name])
 
-    with _reading(folder / "arrays"), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        return {name: restore(name) for name in names}
+    with _reading(folder / "arrays"):
+        handler = ocp.PyTreeCheckpointHandler(**_alone())
+        with ocp.Checkpointer(handler, **_alone()) as checkpointer:
+            return {name: restore(name) for name in names}
+
+
+def _alone() -> dict[str, Any]:
+    """Options of Orbax under which no process of `jax.distributed` waits for others: some may have nothing to do."""
+    import orbax.checkpoint as ocp
+
+    own = jax.process_index()
+    return {"multiprocessing_options": ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})}
 
 
 @contextlib.contextmanager

@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from tca_jax.engine.mesh import OverMesh
+
 _MOST_PROGRAMS = 128  # kept of each function; an octave of prompt lengths has eight
 
 
@@ -17,7 +19,8 @@ class Program:
     """A function compiled ahead of time, once for each combination of argument shapes and static arguments.
 
     Args:
-        function: What to compile; its keyword arguments are static.
+        function: What to compile; its keyword arguments are static. Its first argument is the model, over whose mesh
+            it runs if it is an `OverMesh`.
         donate: Positions of arguments whose buffers the program may overwrite.
     """
 
@@ -35,6 +38,13 @@ class Program:
             The executable, to be called with the same positional arguments, and the seconds that compiling took
             (0.0 when nothing was compiled).
         """
+        if isinstance(self._function, OverMesh) and args[0].mesh is not None:
+            with jax.set_mesh(args[0].mesh):  # the caller's may be another one, or have axes of another type
+                executable, seconds = self._prepare(args[0], *self._function.place(args[0], args[1:]), **static)
+            return _Placing(executable, self._function), seconds
+        return self._prepare(*args, **static)
+
+    def _prepare(self, *args: Any, **static: Any) -> tuple[Callable[..., Any], float]:
         leaves, structure = jax.tree.flatten(args)
         shapes = tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
         key = (structure, shapes, tuple(sorted(static.items())))
@@ -48,6 +58,22 @@ class Program:
         if len(self._executables) > _MOST_PROGRAMS:
             del self._executables[next(iter(self._executables))]  # the one that was not used for longest
         return executable, time.perf_counter() - start
+
+
+class _Placing:
+    """An executable over a mesh that puts its arguments where they belong."""
+
+    def __init__(self, executable: Any, function: OverMesh) -> None:
+        self._executable, self._function = executable, function
+        self.out_info = executable.out_info
+
+    def memory_analysis(self) -> Any:
+        """What the executable says of the memory that it needs on a device."""
+        return self._executable.memory_analysis()
+
+    def __call__(self, lm: Any, *args: Any) -> Any:
+        with jax.set_mesh(lm.mesh):
+            return self._executable(lm, *self._function.place(lm, args))
 
 
 def results_of(executable: Any) -> Any:

@@ -16,22 +16,24 @@ import numpy as np
 from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.cache import LayerCache
 from tca_jax.engine.contexts import Appendix, Context
-from tca_jax.engine.decoding import DecodingState, decode, row_keys
+from tca_jax.engine.decoding import STATE, DecodingState, decode, row_keys
 from tca_jax.engine.health import require_finite
 from tca_jax.engine.layouts import CacheLayout, total_bytes
 from tca_jax.engine.lm import LM
 from tca_jax.engine.memory import require_room
+from tca_jax.engine.mesh import CACHES, SAME, OverMesh, on_host, rows_of_device
 from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.prompts import decode_tokens, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.sampling import Sampling
-from tca_jax.engine.starting import prefill, resume
+from tca_jax.engine.starting import APPENDED, PROMPTS, prefill, resume
 from tca_jax.methods import BASELINE
 from tca_jax.methods.checks import check_integer, check_seed
 from tca_jax.pallas_kernels.backends import Backend, whole
+from tca_jax.pallas_kernels.kv import Pool
 
 # The keys and values of a pool are never written: they go into programs and do not come out, so that answers share
 # those of a context, and no program copies them.
-_Pools = tuple[tuple[Any, Any], ...]  # arrays; their shapes where a program is compiled and not run
+_Pools = tuple[Pool, ...]  # of arrays; of their shapes where a program is compiled and not run
 
 
 def _resume_program(*args: Any, **static: Any) -> DecodingState:
@@ -43,24 +45,29 @@ def _decode_program(lm: LM, state: DecodingState, pools: _Pools, *args: Any, **s
 
 
 def _pools(caches: tuple[LayerCache, ...]) -> _Pools:
-    return tuple((cache.pool.k, cache.pool.v) for cache in caches)
+    return tuple(_keys_and_values(cache.pool.k, cache.pool.v) for cache in caches)
 
 
-def _with_pools(state: DecodingState, pools: Sequence[tuple[Any, Any]]) -> DecodingState:
+def _keys_and_values(k: Any, v: Any) -> Pool:
+    nothing: Any = None
+    return Pool(k, v, nothing, nothing)
+
+
+def _with_pools(state: DecodingState, pools: _Pools) -> DecodingState:
     caches = tuple(
-        dataclasses.replace(cache, pool=cache.pool._replace(k=k, v=v))
-        for cache, (k, v) in zip(state.caches, pools, strict=True)
+        dataclasses.replace(cache, pool=cache.pool._replace(k=pool.k, v=pool.v))
+        for cache, pool in zip(state.caches, pools, strict=True)
     )
     return dataclasses.replace(state, caches=caches)
 
 
 def _without_pools(state: DecodingState) -> DecodingState:
-    return _with_pools(state, [(None, None)] * len(state.caches))
+    return _with_pools(state, (_keys_and_values(None, None),) * len(state.caches))
 
 
-_prefill = Program(prefill)
-_resume = Program(_resume_program)
-_decode = Program(_decode_program, donate=(1,))
+_prefill = Program(OverMesh(prefill, PROMPTS, STATE))
+_resume = Program(OverMesh(_resume_program, APPENDED, STATE))
+_decode = Program(OverMesh(_decode_program, (STATE, CACHES, SAME, SAME), STATE), donate=(1,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +139,7 @@ class Request:
         request = cls(
             lm=lm if context is None else lm.for_contexts(),
             appended=appended,
-            context=context,
+            context=None if appended is None else appended.context,
             prompt_ids=prompt_ids,
             max_new_tokens=int(max_new_tokens),
             min_new_tokens=int(min_new_tokens),
@@ -167,26 +174,27 @@ class Request:
         return bucket_length(self.max_new_tokens)
 
     def layouts(self, lm: LM) -> tuple[CacheLayout, ...]:
-        """Caches of the call under `lm`'s method; the pool of a context is one of them."""
-        prompts = len(self.prompt_ids)
+        """Caches of the call under `lm`'s method, on each device; the pool of a context is one of them."""
+        prompts = rows_of_device(self.lm, len(self.prompt_ids), "prompts")
         if self.context is None or self.appended is None:
             sizes = prompts, bucket_length(max(map(len, self.prompt_ids))), self.room
             return tuple(layout.repeat_rows(self.num_samples) for layout in lm.cache_layouts(*sizes))
         layouts = self.context.layouts
         if lm.method != self.lm.method:
-            layouts = lm.for_contexts().cache_layouts(self.context.batch, self.context.tokens.shape[1], None)
+            rows = rows_of_device(lm, self.context.batch, "rows of the context")
+            layouts = lm.for_contexts().cache_layouts(rows, self.context.tokens.shape[1], None)
         fed = self.appended.tokens.shape[1] + self.room - 1
         times = self.rows // self.context.batch
         policy = lm.for_contexts().method.cache
         return tuple(layout.repeat_rows(times).with_growth(policy, layer, fed) for layer, layout in enumerate(layouts))
 
     def kv_cache_bytes(self, lm: LM) -> int:
-        """Bytes of all caches of the call under `lm`'s method."""
+        """Bytes of all caches of the call under `lm`'s method, on each device."""
         return total_bytes(self.layouts(lm), lm.config.head_dim, self.lm.dtype)
 
     @property
     def full_kv_cache_bytes(self) -> int:
-        """Bytes of the call's caches under full attention."""
+        """Bytes of the call's caches under full attention, on each device."""
         return self.kv_cache_bytes(self.lm.with_method(BASELINE))
 
     def start(self) -> DecodingState:
@@ -199,7 +207,7 @@ class Request:
         start = time.perf_counter()
         state = jax.block_until_ready(program(*args))
         self.prefill_seconds = time.perf_counter() - start
-        finite = np.asarray(state.finite)[:: self.num_samples]
+        finite = on_host(state.finite)[:: self.num_samples]
         if not finite.all():
             require_finite(self.lm, *self._whole_prompts(), finite, "prompts")
         return self._end_at_stop_strings(self._split(state))
@@ -268,11 +276,11 @@ class Request:
 
     def is_finished(self, state: DecodingState) -> bool:
         """Whether no row will say more."""
-        return int(state.step) >= self.max_new_tokens or bool(np.all(state.done))
+        return int(state.step) >= self.max_new_tokens or bool(on_host(state.done).all())
 
     def answers(self, state: DecodingState) -> list[Answer]:
         """What each row has said so far, cut at its stop token or stop string."""
-        rows = np.asarray(state.tokens)[:, : int(state.step)].tolist()
+        rows = on_host(state.tokens)[:, : int(state.step)].tolist()
         return [self._ended.get(row) or self._answer(row, tokens) for row, tokens in enumerate(rows)]
 
     def _answer(self, row: int, tokens: list[int]) -> Answer:

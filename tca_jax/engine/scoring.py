@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.engine.health import require_finite
 from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import ROWS, OverMesh, on_host, rows_of_device
 from tca_jax.engine.programs import Program
 from tca_jax.engine.prompts import Prompt, encode_prompts, pad_tokens
 from tca_jax.models.decoder import Decoder
@@ -61,10 +62,11 @@ def score(lm: LM, texts: Prompt | Sequence[Prompt], *, backend: str = "auto") ->
                 f"texts[{i}] has {len(tokens)} tokens: must have from 2 to {lm.config.max_context}, the positions of "
                 f"{lm.name}"
             )
+    rows_of_device(lm, len(ids), "texts")
     padded, lengths = pad_tokens(ids, lm.pad_token_id)
     args = (lm.for_programs(), jnp.asarray(padded), jnp.asarray(lengths))
     program, _ = _score.prepare(*args, backend=kernels)
-    logprobs = np.asarray(program(*args))
+    logprobs = on_host(program(*args))
     rows = [row[: len(tokens) - 1] for row, tokens in zip(logprobs, ids, strict=True)]
     require_finite(lm, padded, lengths, np.array([np.isfinite(row).all() for row in rows]), "texts")
     return Scores(ids, rows)
@@ -135,4 +137,4 @@ def scores_of_logits(logits: Float[Array, "*tokens V"], tokens: Int[Array, "*tok
     return TokenScores(logprobs, jnp.argmax(logits, axis=-1) == tokens)
 
 
-_score = Program(logprobs_of)
+_score = Program(OverMesh(logprobs_of, (ROWS, ROWS), ROWS))

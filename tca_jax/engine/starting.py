@@ -13,8 +13,15 @@ from tca_jax.engine.decoding import DecodingState, draw
 from tca_jax.engine.extending import extend
 from tca_jax.engine.layouts import CacheLayout
 from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import CACHES, ROWS, SAME
 from tca_jax.engine.sampling import Sampling
 from tca_jax.pallas_kernels.backends import Backend
+
+#: How the arguments of `prefill` lie on a mesh, and how those that say how answers are drawn.
+_DRAWING = (ROWS, SAME, SAME, SAME)
+PROMPTS = (ROWS, ROWS, *_DRAWING)
+#: The same of `resume`.
+APPENDED = (CACHES, ROWS, ROWS, ROWS, ROWS, ROWS, *_DRAWING)
 
 
 def prefill(

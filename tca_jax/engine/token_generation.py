@@ -14,6 +14,7 @@ from jaxtyping import Array, Int, Key
 from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.decoding import decode, row_keys
 from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import ROWS, SAME, OverMesh, rows_of_device
 from tca_jax.engine.sampling import Sampling
 from tca_jax.engine.starting import prefill
 from tca_jax.methods.checks import check_integer
@@ -56,6 +57,7 @@ def generate_tokens(
     sizes = check_shapes({"tokens": (tokens, "B L"), "lengths": (lengths, "B")})
     if sizes["L"] < 1:
         raise ValueError(f"tokens has shape {tokens.shape}: an empty prompt; at least one token is needed")
+    rows_of_device(lm, sizes["B"], "rows of tokens")
     positions = lm.config.max_context
     check_integer("max_new_tokens", max_new_tokens, at_least=1)
     max_new_tokens = int(max_new_tokens)
@@ -100,5 +102,23 @@ def _generate_tokens(
 ) -> Int[Array, "B N"]:
     stops = jnp.asarray(stop_tokens, jnp.int32)
     keys = row_keys(key, tokens.shape[0])
+    return _answer(lm, tokens, lengths, keys, sampling, stops, limit, room=room, backend=backend)
+
+
+def _answer_program(
+    lm: LM,
+    tokens: Int[Array, "B L"],
+    lengths: Int[Array, " B"],
+    keys: Key[Array, " B"],
+    sampling: Sampling,
+    stops: Int[Array, " S"],
+    limit: Int[Array, ""],
+    *,
+    room: int,
+    backend: Backend,
+) -> Int[Array, "B N"]:
     state = prefill(lm, tokens, lengths, keys, sampling, stops, new_tokens=room, backend=backend)
     return decode(lm, state, limit, sampling, backend=backend).tokens
+
+
+_answer = OverMesh(_answer_program, (ROWS, ROWS, ROWS, SAME, SAME, SAME), ROWS)

@@ -161,27 +161,31 @@ class Builder:
         first."""
         if not np.isfinite(profile.probe_scores).all():
             raise ValueError("its profile has no probe scores, which say what heads are dense first")
+        alone = dataclasses.replace(self.lm, mesh=None, head_orders=None)  # no weights move while rows are tried
+
+        def options_of(kept: float) -> dict[str, Any]:
+            scores, prefill, needed = profile.probe_scores, profile.prefill_candidates, profile.candidates
+            rows = densest_within(kept, sizes.prompt_tokens, scores, prefill, profile.config, needed)
+            changed = {**own, "candidates": rows}
+            return changed if "+" not in name else {**options, name.split("+")[-1]: changed}
+
         low, high, found = 0.0, 1.0, None
         for _ in range(_BISECTIONS):
             kept = (low + high) / 2
             try:
-                scores, prefill, needed = profile.probe_scores, profile.prefill_candidates, profile.candidates
-                rows = densest_within(kept, sizes.prompt_tokens, scores, prefill, profile.config, needed)
+                tried = options_of(kept)
             except ValueError:  # fewer than with no head dense
                 low = kept
                 continue
-            changed = {**own, "candidates": rows}
-            whole = changed if "+" not in name else {**options, name.split("+")[-1]: changed}
-            model = self.lm.with_method(name, **whole)
-            if held_share(model, sizes) <= share:
-                low, found = kept, model
+            if held_share(alone.with_method(name, **tried), sizes) <= share:
+                low, found = kept, tried
             else:
                 high = kept
         if found is None:
             raise ValueError(
                 f"window, reserve and prefill rows take more than {share:.0%} at {sizes.prompt_tokens} tokens"
             )
-        return found
+        return self.lm.with_method(name, **found)
 
     def _resolve(self, spec: MethodSpec) -> tuple[str, dict[str, Any]]:
         """A registered name, or two, and all options as `lm.with_method` takes them."""

@@ -43,7 +43,8 @@ def table(config: Mapping[str, Any], records: Sequence[Record], skipped: Sequenc
     lines = [
         f"# {config['model']}",
         "",
-        f"{config['samples']} samples a task, seed {config['seed']}, {config['dtype']}. Bytes: {held}.",
+        f"{config['samples']} samples a task, seed {config['seed']}, {config['dtype']}{_devices(config)}. "
+        f"Bytes: {held}.",
         "",
     ]
     for length in sorted({record["length"] for record in records}):
@@ -54,6 +55,11 @@ def table(config: Mapping[str, Any], records: Sequence[Record], skipped: Sequenc
                 lines += _question_tables(asked, f"{suite}, {length:,} tokens, {protocol}", _EXPLAINED[protocol])
         lines += _text_tables([r for r in of_length if r["suite"] == "text"], length)
     return "\n".join([*lines, *_notes(records, skipped)]).rstrip() + "\n"
+
+
+def _devices(config: Mapping[str, Any]) -> str:
+    """What to say of the devices that shared the model."""
+    return f", on a mesh of {config['mesh']} devices (data x model)" if "mesh" in config else ""
 
 
 def _question_tables(records: Sequence[Record], title: str, explained: str) -> list[str]:

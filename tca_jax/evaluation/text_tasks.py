@@ -16,6 +16,7 @@ from tca_jax.engine.cache import LayerCache
 from tca_jax.engine.contexts import Context, prefill
 from tca_jax.engine.extending import Appended, align, extend_layer, num_columns
 from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import CACHES, ROWS, SAME, OverMesh
 from tca_jax.engine.programs import Program
 from tca_jax.engine.prompts import Encoder, encode_prompt
 from tca_jax.engine.scoring import score
@@ -186,7 +187,7 @@ def _logits_program(
     return lm.decoder.logits(jax.lax.dynamic_slice_in_dim(hidden[0], (starts % b)[0], count))
 
 
-_logits = Program(_logits_program)
+_logits = Program(OverMesh(_logits_program, (CACHES, ROWS, ROWS, ROWS, ROWS), SAME))
 
 TASKS = (
     TextTask("loss", "loss", _measure_loss),

@@ -87,8 +87,8 @@ class BlockSparsePrefill(PrefillPolicy):
 
         Args:
             layer: The layer.
-            head: The KV head; traced.
-            heads: Query heads of the layer.
+            head: The KV head, of those that the program sees (`methods.heads`); traced.
+            heads: Query heads that it sees.
             q: Queries of its group after RoPE, right-padded.
             k: Its keys.
             lengths: Prompt lengths, traced.

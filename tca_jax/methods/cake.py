@@ -33,6 +33,7 @@ from tca_jax.methods.base import Method
 from tca_jax.methods.checks import check_not_negative
 from tca_jax.methods.compression import PromptCompression
 from tca_jax.methods.full import FullPrefill
+from tca_jax.methods.heads import sum_of_devices
 from tca_jax.methods.observation import check_observation, observed_attention, pool
 
 #: Fewest queries that have a variance.
@@ -139,7 +140,7 @@ def layer_preference(
         entropy = -jnp.sum(attention * jnp.log(attention + 1e-10), axis=-2)
         return entropy, attention.var(axis=-2, ddof=1)
 
-    entropy, variance = (x.sum(axis=(1, 2, 3)) for x in observed_attention(q_last, k, lengths, of_keys))
+    entropy, variance = (sum_of_devices(x.sum(axis=(1, 2, 3))) for x in observed_attention(q_last, k, lengths, of_keys))
     return entropy ** (1 / tau1) * variance ** (1 / tau2)
 
 

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float32, Float64, Int
 
 from tca_jax.methods.base import CachePolicy, Method, PerHead
 from tca_jax.methods.checks import check_number
+from tca_jax.methods.heads import of_heads
 from tca_jax.methods.regions import Selection
 from tca_jax.methods.sparse import SparsePrefill
 from tca_jax.methods.streaming import StreamingCache
@@ -59,11 +60,11 @@ class DuoAttentionCache(CachePolicy):
         scores, budgets, _ = self.streaming.select(layer, q, k, v, lengths, backend)
         ranked = jnp.arange(budgets.shape[-1]) < self.num_ranked_blocks(lengths)[:, None, None]
         everything = jnp.where(ranked, jnp.int32(self.block_size), 0)
-        return Selection(scores, jnp.where(self._heads(layer), everything, budgets))
+        return Selection(scores, jnp.where(self._heads(layer, k.shape[2]), everything, budgets))
 
     def evict(self, layer: int, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]) -> Selection:
         scores, budgets, _ = self.streaming.evict(layer, attention, blocks)
-        return Selection(scores, jnp.where(self._heads(layer), jnp.int32(self.block_size), budgets))
+        return Selection(scores, jnp.where(self._heads(layer, attention.shape[1]), jnp.int32(self.block_size), budgets))
 
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:
         shape = len(self.retrieval), len(self.retrieval[0])
@@ -75,8 +76,8 @@ class DuoAttentionCache(CachePolicy):
     def _by_head(self, layer: int, everything: int, little: int) -> PerHead:
         return tuple(everything if retrieval else little for retrieval in self.retrieval[layer])
 
-    def _heads(self, layer: int) -> Bool[Array, "Hkv 1"]:
-        return jnp.asarray(self.retrieval[layer])[:, None]
+    def _heads(self, layer: int, num_kv_heads: int) -> Bool[Array, "Hkv 1"]:
+        return jnp.asarray(of_heads(layer, np.asarray(self.retrieval[layer]), num_kv_heads))[:, None]
 
 
 def duoattention(

@@ -31,6 +31,7 @@ from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, block_sums
 from tca_jax.methods.checks import check_integer, check_number
 from tca_jax.methods.full import FullCache
 from tca_jax.methods.head_patterns import DEFAULT, HeadPattern, Patterns, parse_patterns
+from tca_jax.methods.heads import heads_of_model, of_heads
 from tca_jax.methods.last_attention import by_position, diagonal_sums, last_attention
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.ranks import highest
@@ -105,8 +106,11 @@ class MInferencePrefill(BlockSparsePrefill):
         return tuple(HeadPattern(p.kind, *(int(self.scale * n) for n in p[1:])) for p in patterns)
 
     def estimate(self, layer: int, head: Array, heads: int, q: Array, k: Array, lengths: Array) -> tuple[Listed, ...]:
-        patterns, group, tokens = self.of_layer(layer, heads), q.shape[2], q.shape[1]
-        own = PatternArrays(*(jnp.asarray(x.reshape(-1, group))[head] for x in PatternArrays.of(patterns)))
+        group, tokens = q.shape[2], q.shape[1]
+        seen, heads = heads // group, heads_of_model(heads)
+        patterns = self.of_layer(layer, heads)
+        arrays = (of_heads(layer, x.reshape(-1, group), seen) for x in PatternArrays.of(patterns))
+        own = PatternArrays(*(jnp.asarray(x)[head] for x in arrays))
         of_lines = [max(_LEAST_COLUMNS, p.columns) for p in patterns if p.kind != "block_sparse"]
         columns, diagonals = lines(q, k, lengths, own)
         launches: tuple[Listed, ...] = (

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float32, Int
 
 from tca_jax.methods.base import CachePolicy, Method
 from tca_jax.methods.checks import check_geometry, check_number, check_seed
+from tca_jax.methods.heads import head_numbers
 from tca_jax.methods.regions import Selection
 from tca_jax.methods.sparse import SparsePrefill
 from tca_jax.pallas_kernels.backends import Backend
@@ -71,7 +72,7 @@ class RandomCache(CachePolicy):
             return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, head), block), (self.block_size,))
 
         over_blocks = jax.vmap(draw, in_axes=(None, 0))
-        return jax.vmap(over_blocks, in_axes=(0, None))(jnp.arange(kv_heads), blocks)
+        return jax.vmap(over_blocks, in_axes=(0, None))(head_numbers(layer, kv_heads), blocks)
 
 
 def random(share: float = 0.25, window: int = 4096, block_size: int = 128, seed: int = 0) -> Method:

@@ -73,7 +73,11 @@ def score_prompt(
 
 
 def row_budgets(
-    prompt_scores: PromptScores, rows: Int[Array, " Hkv"], lengths: Int[Array, " B"], config: TCAConfig
+    prompt_scores: PromptScores,
+    rows: Int[Array, " Hkv"],
+    lengths: Int[Array, " B"],
+    config: TCAConfig,
+    heads: Int[Array, " Hkv"] | None = None,
 ) -> Int32[Array, "B Hkv nb"]:
     """Tokens that every block keeps: Psi at its rank, or its reserved tokens where these are more.
 
@@ -82,11 +86,12 @@ def row_budgets(
         rows: Row of `candidate_budgets` for every KV head [Hkv]; may be traced.
         lengths: Prompt lengths [B]; may be traced.
         config: The method's hyperparameters.
+        heads: As for `block_density`.
 
     Returns:
         int32 [B, Hkv, L // b]; 0 for blocks that are not ranked.
     """
-    budgets = head_budgets(prompt_scores.scored, rows, lengths, config)
+    budgets = head_budgets(prompt_scores.scored, rows, lengths, config, heads)
     if prompt_scores.reserved is None:
         return budgets
     whole = prompt_scores.reserved[..., : budgets.shape[-1] * config.block_size]
@@ -94,7 +99,10 @@ def row_budgets(
 
 
 def block_density(
-    token_scores: TokenScores, num_ranked: Int[Array, " B"], config: TCAConfig
+    token_scores: TokenScores,
+    num_ranked: Int[Array, " B"],
+    config: TCAConfig,
+    heads: Int[Array, " Hkv"] | None = None,
 ) -> Float32[Array, "B Hkv nb"]:
     """Density by which blocks are ordered for budgeting; the lowest gets the smallest budget (Eq. 6).
 
@@ -102,6 +110,7 @@ def block_density(
         token_scores: Scores and block statistics of the prompt.
         num_ranked: Ranked blocks n of every row [B].
         config: The method's hyperparameters; `density`, `index`, `alpha` and `seed` matter here.
+        heads: Numbers of the KV heads in the model, on which "random" depends; None: they are all of them.
 
     Returns:
         [B, Hkv, L // b]; +inf from block n on.
@@ -109,7 +118,8 @@ def block_density(
     scores, mass, hhi = token_scores
     num_blocks = mass.shape[-1]
     if config.density == "random":
-        density = jnp.broadcast_to(_random_density(config.seed, *mass.shape[1:]), mass.shape)
+        heads = jnp.arange(mass.shape[1]) if heads is None else heads
+        density = jnp.broadcast_to(_random_density(config.seed, heads, num_blocks), mass.shape)
     else:
         index = hhi if config.index == "hhi" else _entropy_index(scores, mass, config.block_size)
         paper = config.density == "paper"
@@ -149,6 +159,7 @@ def select_by_candidates(
     backend: Backend = "auto",
     *,
     prefill_candidates: Int[Array, " Hkv"] | None = None,
+    heads: Int[Array, " Hkv"] | None = None,
 ) -> Selection:
     """Scores a prompt's tokens once and deals each head's budgets out to its blocks.
 
@@ -161,13 +172,14 @@ def select_by_candidates(
         backend: Kernel backend.
         prefill_candidates: Rows of what the prompt's own queries attend to [Hkv]. A block then keeps the larger of its
             two budgets, so that these tokens are always among those that are kept. None: the same tokens.
+        heads: As for `block_density`.
     """
     scores = score_prompt(q_last, k, lengths, config, backend)
     with jax.named_scope("select"):
-        budgets = row_budgets(scores, candidates, lengths, config)
+        budgets = row_budgets(scores, candidates, lengths, config, heads)
         if prefill_candidates is None:
             return Selection(scores.ranking, budgets)
-        prefill_budgets = row_budgets(scores, prefill_candidates, lengths, config)
+        prefill_budgets = row_budgets(scores, prefill_candidates, lengths, config, heads)
         return Selection(scores.ranking, jnp.maximum(budgets, prefill_budgets), prefill_budgets)
 
 
@@ -176,6 +188,7 @@ def head_budgets(
     candidates: Int[Array, " Hkv"],
     lengths: Int[Array, " B"],
     config: TCAConfig,
+    heads: Int[Array, " Hkv"] | None = None,
 ) -> Int32[Array, "B Hkv nb"]:
     """Psi at the rank of every block, by its head's candidate (Eq. 7): what it keeps where there is no reserve.
 
@@ -184,12 +197,13 @@ def head_budgets(
         candidates: Row of `candidate_budgets` for every KV head [Hkv].
         lengths: Prompt lengths [B].
         config: The method's hyperparameters.
+        heads: As for `block_density`.
 
     Returns:
         int32 [B, Hkv, L // b]; 0 for blocks that are not ranked.
     """
     ranked = config.num_ranked_blocks(lengths)
-    density = block_density(scored, ranked, config)
+    density = block_density(scored, ranked, config, heads)
     table = jnp.asarray(budget_count_table(config, config.num_ranked_blocks(scored.scores.shape[-1])))
     return block_budgets(density, ranked, table[ranked[:, None], candidates])
 
@@ -206,11 +220,11 @@ def _entropy_index(
     return jnp.where(mass > 0, 1 - entropy / math.log(block_size), 0)
 
 
-def _random_density(seed: int, kv_heads: int, num_blocks: int) -> Float32[Array, "Hkv nb"]:
+def _random_density(seed: int, heads: Int[Array, " Hkv"], num_blocks: int) -> Float32[Array, "Hkv nb"]:
     """Uniform draws that depend on (seed, head, block) alone, not on padding or a row's place in a batch."""
 
     def draw(head: Array, block: Array) -> Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), head), block))
 
     over_blocks = jax.vmap(draw, in_axes=(None, 0))
-    return jax.vmap(over_blocks, in_axes=(0, None))(jnp.arange(kv_heads), jnp.arange(num_blocks))
+    return jax.vmap(over_blocks, in_axes=(0, None))(heads, jnp.arange(num_blocks))

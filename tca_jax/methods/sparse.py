@@ -7,7 +7,8 @@ import dataclasses
 import jax
 from jaxtyping import Array, Float
 
-from tca_jax.methods.base import CachePolicy, Frequencies, Method, PrefillPolicy, per_head
+from tca_jax.methods.base import CachePolicy, Frequencies, Method, PrefillPolicy
+from tca_jax.methods.heads import capacities_of_heads
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.regions import Regions, Selected, Selection
 from tca_jax.pallas_kernels.backends import Backend
@@ -97,6 +98,6 @@ def _compact(policy: CachePolicy, layer: int, selection: Selection, k: Array, v:
     if capacities is None:
         name, capacities = "capacities", policy.capacities(layer, tokens)
     source = f"{type(policy).__name__}.{name}({layer}, {tokens})"
-    regions = Regions.plan(batch, per_head(capacities, kv_heads, source))
+    regions = Regions.plan(batch, capacities_of_heads(layer, capacities, kv_heads, source))
     with jax.named_scope("select"):
         return regions.fill(selection.for_prefill, k, v, block_size=policy.block_size, backend=backend)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float32, Int, Int32
 from tca_jax.methods.base import CachePolicy, Method, PerHead
 from tca_jax.methods.candidates import eviction_budgets, region_capacity
 from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.heads import head_numbers, heads_of_model, of_heads
 from tca_jax.methods.regions import Selection
 from tca_jax.methods.selection import select_by_candidates
 from tca_jax.methods.sparse import SparsePrefill
@@ -71,13 +72,23 @@ class TCACache(CachePolicy):
         return _numbers(np.asarray(kept_of_block * self.num_leaving_blocks(prompt_tokens, new_tokens)))
 
     def select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selection:
-        rows, prefill_rows = self.rows(layer, k.shape[2]), self.prefill_rows(layer, k.shape[2])
-        prefill = None if prefill_rows is None else jnp.asarray(prefill_rows)
-        return select_by_candidates(q, k, jnp.asarray(rows), lengths, self.config, backend, prefill_candidates=prefill)
+        seen, heads = k.shape[2], heads_of_model(k.shape[2])
+        rows, prefill_rows = self.rows(layer, heads), self.prefill_rows(layer, heads)
+        return select_by_candidates(
+            q,
+            k,
+            jnp.asarray(of_heads(layer, rows, seen)),
+            lengths,
+            self.config,
+            backend,
+            prefill_candidates=None if prefill_rows is None else jnp.asarray(of_heads(layer, prefill_rows, seen)),
+            heads=head_numbers(layer, seen),
+        )
 
     def evict(self, layer: int, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]) -> Selection:
         batch, kv_heads = attention.shape[:2]
-        budgets = eviction_budgets(self.config)[self.rows(layer, kv_heads)]
+        of_model = eviction_budgets(self.config)[self.rows(layer, heads_of_model(kv_heads))]
+        budgets = of_heads(layer, of_model, kv_heads)
         return Selection(attention.mean(axis=2), jnp.broadcast_to(budgets[:, None], (batch, kv_heads, 1)))
 
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:

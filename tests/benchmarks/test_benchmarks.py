@@ -199,7 +199,9 @@ def test_a_random_model_generates():
     assert {leaf.dtype for leaf in jax.tree.leaves(lm.params)} == {jnp.dtype(jnp.float32)}
     out = tca_jax.generate(lm, [[1, 2, 3]], max_new_tokens=2)
     assert len(out.tokens[0]) == 2
-    with pytest.raises(ValueError, match=r"model = 'gpt2': must be one of \['llama3.1-8b', 'qwen2.5-7b', 'tiny'\]"):
+    with pytest.raises(
+        ValueError, match=r"model = 'gpt2': must be one of \['llama3.1-8b', 'qwen2.5-7b', 'llama3.1-70b', 'tiny'\]"
+    ):
         random_model("gpt2", jax.random.key(0))
 
 

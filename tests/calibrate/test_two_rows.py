@@ -213,7 +213,7 @@ def test_all_programs_of_a_bucket_are_compiled_once(lm, compiled):
 
 
 def reading(lm: LM, ids: list[int], start: int) -> Reading:
-    return Reading(lm.decoder, ids, start, 32, CONFIG, lambda: None)
+    return Reading(lm, ids, start, 32, CONFIG, lambda: None)
 
 
 @pytest.mark.parametrize("rows", [[[0, 0], [0, 0]], [[0, 14], [3, 0]]])

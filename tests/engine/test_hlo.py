@@ -67,7 +67,7 @@ def test_no_program_over_a_context_copies_what_its_answers_share(candidates):
     state, pools = jax.eval_shape(resume, *arguments), request._pools(context.caches)
     step = jax.jit(request._decode_program, donate_argnums=1)
     programs = jax.jit(resume).lower(*arguments), step.lower(reader, state, pools, jnp.int32(40), Sampling())
-    shapes = {k.shape for k, _ in pools}
+    shapes = {pool.k.shape for pool in pools}
     assert not shapes & {cache.growth.k.shape for cache in state.caches}
     for program in programs:
         found = operations(program.compile().as_text(), shapes)

@@ -1,0 +1,96 @@
+"""How much of a model each device of a mesh holds, by the layouts of weights and caches alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from tca_jax.engine.head_balance import balanced_orders
+from tca_jax.engine.layouts import CacheLayout, total_bytes
+from tca_jax.methods.base import CachePolicy
+from tca_jax.methods.heads import HeadShards
+from tca_jax.models.config import ModelConfig
+from tca_jax.models.names import MODEL
+from tca_jax.models.sharding import DATA, abstract_parameters, axis_size, check_mesh, parameter_sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """Bytes of what lies in a device's memory from the first new token to the last.
+
+    Attributes:
+        weights: Of weights.
+        caches: Of the KV caches of all layers.
+    """
+
+    weights: int
+    caches: int
+
+    @property
+    def all(self) -> int:
+        """Of both."""
+        return self.weights + self.caches
+
+
+def held_by_device(
+    config: ModelConfig,
+    policy: CachePolicy,
+    mesh: Mesh | AbstractMesh | None,
+    batch: int,
+    prompt_tokens: int,
+    new_tokens: int,
+) -> Held:
+    """What every device of a mesh holds of a model in its own dtype.
+
+    Args:
+        config: The model's shape.
+        policy: What stays in its caches.
+        mesh: The devices; None for one.
+        batch: Rows, a multiple of the devices on "data".
+        prompt_tokens: Padded prompt length.
+        new_tokens: Most tokens of an answer.
+
+    Raises:
+        ValueError: the mesh does not fit the model.
+    """
+    if mesh is not None:
+        check_mesh(mesh, config)
+    c, devices, dtype = config, axis_size(mesh, MODEL), jnp.dtype(config.dtype_name)
+    heads = None
+    if devices > 1:
+        orders = balanced_orders(policy, c.num_layers, c.num_kv_heads, devices, c.max_context, None)
+        heads = HeadShards(MODEL, devices, orders)
+    sizes = c.num_kv_heads, batch // axis_size(mesh, DATA), prompt_tokens, new_tokens
+    layouts = [CacheLayout.plan(policy, layer, *sizes, heads) for layer in range(c.num_layers)]
+    return Held(_weight_elements(config, mesh) * dtype.itemsize, total_bytes(layouts, c.head_dim, dtype))
+
+
+def over_even_share(
+    config: ModelConfig,
+    policy: CachePolicy,
+    mesh: Mesh | AbstractMesh,
+    batch: int,
+    prompt_tokens: int,
+    new_tokens: int,
+) -> float:
+    """What a device holds over its even share: weights are shared by "model", caches by all devices. 1 is perfect.
+
+    More than that are norms, which every device holds, and room in caches: all devices have as much at each place as
+    the one that needs most there. Arguments and errors are those of `held_by_device`.
+    """
+    alone = held_by_device(config, policy, None, batch, prompt_tokens, new_tokens)
+    shared = held_by_device(config, policy, mesh, batch, prompt_tokens, new_tokens)
+    model, data = axis_size(mesh, MODEL), axis_size(mesh, DATA)
+    return shared.all / (alone.weights / model + alone.caches / (model * data))
+
+
+def _weight_elements(config: ModelConfig, mesh: Mesh | AbstractMesh | None) -> int:
+    """Numbers in the parts of all weights that a device holds."""
+    found = abstract_parameters(config)
+    shapes = {each.path: tuple(each.variable.shape) for each in found}
+    if mesh is not None:
+        shapes = {each.path: parameter_sharding(each, mesh).shard_shape(shapes[each.path]) for each in found}
+    return sum(map(math.prod, shapes.values()))

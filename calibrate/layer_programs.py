@@ -1,0 +1,108 @@
+"""Compiled functions of a layer or a decoder that calibration runs, on one device or over the mesh of the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import SAME
+from tca_jax.methods.heads import HeadShards, dealt_out
+from tca_jax.models.config import ModelConfig
+from tca_jax.models.decoder import Decoder
+from tca_jax.models.names import MODEL
+from tca_jax.models.sharding import parameter_specs
+
+#: Axis 0 of a result or an argument is KV heads, or query heads; or axis 2 is.
+HEADS, THIRD_HEADS = PartitionSpec(MODEL), PartitionSpec(None, None, MODEL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """What a program must know of a model that a mesh shares.
+
+    Attributes:
+        mesh: The devices.
+        config: The model's shape.
+        heads: Where its KV heads lie.
+    """
+
+    mesh: Mesh
+    config: ModelConfig
+    heads: HeadShards
+
+
+def shards_of(lm: LM) -> Shards | None:
+    """Of a model on a mesh; None on one device."""
+    return None if lm.mesh is None or lm.head_shards is None else Shards(lm.mesh, lm.config, lm.head_shards)
+
+
+def runnable_decoder(lm: LM) -> Decoder:
+    """The decoder whose parts layer programs take: on a mesh, that of a device."""
+    return lm.decoder if lm.mesh is None else lm.on_device(lm.params).decoder
+
+
+class LayerProgram:
+    """A jitted function of a module's static part, its weights, and further arguments.
+
+    Args:
+        function: What to run. Over a mesh it is traced for a single device and its own heads.
+        static: Names of its static arguments.
+        donate: Names of those whose buffers may be overwritten.
+        inputs: How arguments lie on a mesh, by name, those that are not the same on all devices.
+        outputs: The same of its results.
+        derives: Whether it takes derivatives: JAX must then know what is the same on all devices.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        static: tuple[str, ...] = (),
+        donate: tuple[str, ...] = (),
+        inputs: Mapping[str, Any] | None = None,
+        outputs: Any = SAME,
+        derives: bool = False,
+    ) -> None:
+        self._function, self._static = function, ("graphdef", *static)
+        self._inputs, self._outputs, self._derives = inputs or {}, outputs, derives
+        self._signature = inspect.signature(function)
+        self._alone = jax.jit(function, static_argnames=self._static, donate_argnames=donate)
+
+        @functools.wraps(function)
+        def over_mesh(shards: Shards, **arguments: Any) -> Any:
+            return self._over_mesh(shards, arguments)
+
+        del over_mesh.__wrapped__  # whose signature is not this one's
+        self._shared = jax.jit(over_mesh, static_argnames=("shards", *self._static), donate_argnames=donate)
+
+    def __call__(self, *args: Any, shards: Shards | None = None, **options: Any) -> Any:
+        if shards is None:
+            return self._alone(*args, **options)
+        return self._shared(shards=shards, **self._signature.bind(*args, **options).arguments)
+
+    def _over_mesh(self, shards: Shards, arguments: dict[str, Any]) -> Any:
+        fixed = {name: arguments.pop(name) for name in self._static}
+        specs = {name: self._inputs.get(name, SAME) for name in arguments}
+        of_decoder = parameter_specs(shards.config, shards.mesh)
+        specs["weights"] = of_decoder if "layers" in arguments["weights"] else of_decoder["layers"][0]
+
+        def on_device(arrays: dict[str, Any]) -> Any:
+            with dealt_out(shards.heads):
+                return self._function(**arrays, **fixed)
+
+        mapped = jax.shard_map(
+            on_device, mesh=shards.mesh, in_specs=(specs,), out_specs=self._outputs, check_vma=self._derives
+        )
+        return mapped(arguments)
+
+
+def layer_program(**options: Any) -> Callable[[Callable[..., Any]], LayerProgram]:
+    """`LayerProgram` as a decorator."""
+    return lambda function: LayerProgram(function, **options)

@@ -1,0 +1,72 @@
+"""The decoder on one device of a mesh: its part of every product, and what the devices of the axis then share.
+
+Projections are split by KV head and the MLP by its inner width, so a layer needs two sums over the devices: behind
+attention's output projection and behind the MLP. What lies where is the table's of `models.sharding`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+if TYPE_CHECKING:
+    from tca_jax.models.decoder import Decoder, DecoderLayer
+
+
+@dataclasses.dataclass(frozen=True)
+class SummedProduct:
+    """`jax.lax.dot_general` of this device's part of the contracted axis, summed over a mesh axis.
+
+    Attributes:
+        axis: Name of the mesh axis.
+    """
+
+    axis: str
+
+    def __call__(self, *args: Any, **options: Any) -> Array:
+        return jax.lax.psum(jax.lax.dot_general(*args, **options), self.axis)
+
+
+def on_device(decoder: Decoder, axis: str, devices: int) -> Decoder:
+    """The decoder as each device of a mesh axis runs it, under `jax.shard_map`, over its own part of the weights.
+
+    Args:
+        decoder: The whole one; its weights play no part, and it stays what it is.
+        axis: Name of the mesh axis.
+        devices: Devices along it; KV heads and the MLP's inner width are multiples of it.
+
+    Returns:
+        A decoder whose static part (`nnx.split`) fits the devices' parts.
+    """
+    other = nnx.merge(*nnx.split(decoder))
+    for layer in other.layers:
+        split_layer(layer, axis, devices)
+    other.axis = axis
+    if other.head is not None:
+        other.head.dot_general = SummedProduct(axis)
+    return other
+
+
+def split_layer(layer: DecoderLayer, axis: str, devices: int) -> None:
+    """Changes the static part of a layer to that of a device."""
+    for product in (layer.attention.qkv, layer.mlp.gate_up):
+        product.out_features = product.kernel.shape[1:]
+    heads, *of_head = layer.attention.qkv.out_features
+    layer.attention.qkv.out_features = (heads // devices, *of_head)
+    layer.mlp.gate_up.out_features = (2, layer.mlp.gate_up.out_features[1] // devices)
+    layer.attention.o.dot_general = layer.mlp.down.dot_general = SummedProduct(axis)
+
+
+def join_width(x: Float[Array, "*tokens part"], axis: str) -> Float[Array, "*tokens D"]:
+    """The residual stream in all of its width, of which each device of an axis has a part."""
+    return jax.lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True)
+
+
+def part_of_width(x: Float[Array, "*tokens D"], axis: str) -> Float[Array, "*tokens part"]:
+    """This device's part of a residual stream that all devices of an axis have."""
+    width = x.shape[-1] // jax.lax.axis_size(axis)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axis) * width, width, axis=-1)

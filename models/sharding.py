@@ -1,0 +1,235 @@
+"""How the weights of a decoder are shared out over a mesh of devices, and which meshes fit a model.
+
+Weights are split over the mesh axis "model", by the table in `names`, and repeated over "data". What runs on them under
+`jax.shard_map` has for every device whole KV heads with their queries, and a part of the MLP's inner width. So with x
+the residual stream, alike on all devices of "model":
+
+    qkv, gate and up   of x as they are: a device's own heads, its own part of the inner width
+    o and down         partial sums: `psum` over "model", then the bias, which every device holds whole
+    embedding          a device has its columns: take rows as ever, then `all_gather` the width, tiled
+    head               partial sums of its part of the width: `psum` of the logits; the tied one is the embedding's
+    norms              alike everywhere
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int
+
+from tca_jax.models.config import ModelConfig
+from tca_jax.models.decoder import Decoder
+from tca_jax.models.names import MODEL, Parameter, parameters
+
+DATA = "data"  # the mesh axis that the rows of a batch are shared out over
+HeadOrders = Sequence[Sequence[int]]  # [layers][H_kv]: which KV head comes at each place
+
+
+def axis_size(mesh: Mesh | AbstractMesh | None, axis: str) -> int:
+    """Devices along an axis of a mesh; 1 where there is no such axis or no mesh."""
+    return 1 if mesh is None else mesh.shape.get(axis, 1)
+
+
+def check_mesh(mesh: Any, config: ModelConfig, name: str = "the model") -> None:
+    """Refuses a mesh that a model cannot run on.
+
+    Args:
+        mesh: Axes "data" and "model", in any order, or one of them; Auto or Explicit.
+        config: The model's shape.
+        name: What the message calls the model.
+
+    Raises:
+        TypeError: no mesh.
+        ValueError: other axes, or more devices on "model" than divide the model's KV heads, its inner width and its
+            width; says how many fit.
+    """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"mesh is a {type(mesh).__name__}: must be a jax.sharding.Mesh, as jax.make_mesh gives it")
+    given = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    if not mesh.axis_names or not set(mesh.axis_names) <= {DATA, MODEL}:
+        raise ValueError(f"mesh = ({given}): its axes must be {DATA!r} and {MODEL!r}, or one of them")
+    devices = axis_size(mesh, MODEL)
+    sizes = {
+        f"{config.num_kv_heads} KV heads": config.num_kv_heads,
+        f"an inner width of {config.intermediate_size}": config.intermediate_size,
+        f"a width of {config.hidden_size}": config.hidden_size,
+    }
+    for words, size in sizes.items():
+        if size % devices:
+            fit = _listed(_divisors(math.gcd(*sizes.values())))
+            raise ValueError(f"mesh = ({given}): {MODEL}={devices} devices, but {name} has {words}: {fit}")
+
+
+def parameter_specs(config: ModelConfig, mesh: Mesh | AbstractMesh | None = None) -> Any:
+    """The `PartitionSpec` of every parameter, in the structure of the decoder's state: what `jax.shard_map` takes.
+
+    Args:
+        config: The model's shape.
+        mesh: Axes that it lacks are left out; None for one with all of them.
+    """
+    return _by_parameter(config, lambda parameter: _spec_on(mesh, parameter.spec))
+
+
+def decoder_shardings(config: ModelConfig, mesh: Mesh) -> Any:
+    """The sharding of every parameter on a mesh, in the structure of the decoder's state."""
+    return _by_parameter(config, lambda parameter: parameter_sharding(parameter, mesh))
+
+
+def parameter_sharding(parameter: Parameter, mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """How a parameter lies on a mesh."""
+    return spec_sharding(mesh, parameter.spec)
+
+
+def spec_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> NamedSharding:
+    """How an array with such a spec lies on a mesh, of which some axes may be missing."""
+    return NamedSharding(mesh, _spec_on(mesh, spec))
+
+
+def settled(value: Array, parameter: Parameter, mesh: Mesh | None) -> Array:
+    """A parameter's value under the very sharding that `decoder_shardings` names: an equal one may be spelt otherwise,
+    and programs that are compiled for the one would be compiled again for the other."""
+    return value if mesh is None else jax.device_put(value, parameter_sharding(parameter, mesh))
+
+
+def by_part(function: Callable[..., Any], mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`function` as each device of a mesh runs it on its parts of the arrays; as it is where there is no mesh.
+
+    `in_specs` and `out_specs` are pytrees of `PartitionSpec`; names of axes that the mesh lacks count as None.
+    """
+    if mesh is None:
+        return function
+    in_specs, out_specs = jax.tree.map(functools.partial(_spec_on, mesh), (in_specs, out_specs))
+    # Unchecked, or every loop would have to begin with values that are typed as different on each device.
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def mesh_of(weight: Array) -> Mesh | None:
+    """The mesh that a weight lies on; None where it is on one device."""
+    mesh = getattr(weight.sharding, "mesh", None)
+    return mesh if isinstance(mesh, Mesh) else None
+
+
+def shard_decoder(decoder: Decoder, mesh: Mesh, head_orders: HeadOrders | None = None) -> Decoder:
+    """A decoder that is in memory, put onto a mesh. (`load_checkpoint` reads one straight into its shards.)
+
+    Args:
+        decoder: The model.
+        mesh: Fits the model; see `check_mesh`.
+        head_orders: An order of each layer's KV heads, as for `permute_heads`.
+
+    Raises:
+        ValueError: the mesh does not fit the model, or an order is none.
+    """
+    check_mesh(mesh, decoder.config)
+    graphdef, state = nnx.split(decoder)
+    sharded: Decoder = nnx.merge(graphdef, jax.device_put(state, decoder_shardings(decoder.config, mesh)))
+    return sharded if head_orders is None else permute_heads(sharded, head_orders)
+
+
+def permute_heads(decoder: Decoder, orders: HeadOrders) -> Decoder:
+    """The same model with its KV heads in other places, so that other heads sit together on a device.
+
+    A head's queries go with it, in the weights and biases of q, k, v and o, so results do not change but for the order
+    in which o sums. On a mesh each of these weights is exchanged once, a weight at a time.
+
+    Args:
+        decoder: The model, on one device or on a mesh.
+        orders: `[layers][H_kv]`: at place i of layer l stands then what stood at place `orders[l][i]`.
+
+    Raises:
+        ValueError: not a permutation of the KV heads for each layer.
+    """
+    check_orders(orders, decoder.config)
+    moved = {}
+    for parameter in parameters(decoder):
+        value = parameter.variable[...]
+        value = reorder_heads(value, parameter, orders, mesh_of(value))
+        moved[parameter.path] = parameter.variable.replace(jax.block_until_ready(value))
+    return nnx.merge(nnx.graphdef(decoder), nnx.from_flat_state(moved))
+
+
+def reorder_heads(value: Array, parameter: Parameter, orders: HeadOrders, mesh: Mesh | None) -> Array:
+    """A parameter's value with the KV heads of its layer in another order; itself where there are none or none moves.
+
+    The value lies where it lay; `orders` are as for `permute_heads`.
+    """
+    if parameter.layer is None or not parameter.by_head:
+        return value
+    order = np.array(orders[parameter.layer], np.int32)
+    if (order == np.arange(len(order))).all():
+        return value
+    value = _reorder(value, order, axis=parameter.split_axis, spec=parameter.spec, mesh=mesh)
+    return settled(value, parameter, mesh)
+
+
+def inverse_orders(orders: HeadOrders) -> tuple[tuple[int, ...], ...]:
+    """The orders that `permute_heads` undoes others with."""
+    return tuple(tuple(np.argsort(order).tolist()) for order in orders)
+
+
+def check_orders(orders: HeadOrders, config: ModelConfig) -> None:
+    """Raises ValueError unless there is a permutation of the KV heads for each layer."""
+    if len(orders) != config.num_layers:
+        raise ValueError(f"orders has {len(orders)} entries: must be one for each of {config.num_layers} layers")
+    for layer, order in enumerate(orders):
+        if sorted(order) != list(range(config.num_kv_heads)):
+            raise ValueError(f"orders[{layer}] = {order!r}: must be a permutation of {config.num_kv_heads} KV heads")
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "spec", "mesh"))
+def _reorder(
+    x: Array, order: Int[Array | np.ndarray, " Hkv"], *, axis: int, spec: PartitionSpec, mesh: Mesh | None
+) -> Array:
+    """A weight whose `axis` holds the KV heads, with these in another order; it lies where it lay."""
+    devices = axis_size(mesh, MODEL)
+
+    def on_device(x: Array, order: Array) -> Array:
+        if devices == 1:
+            return _take_heads(x, order, order, axis)
+        held = order.size // devices
+        mine = jax.lax.dynamic_slice_in_dim(order, jax.lax.axis_index(MODEL) * held, held)
+        return _take_heads(jax.lax.all_gather(x, MODEL, axis=axis, tiled=True), mine, order, axis)
+
+    return by_part(on_device, mesh, (spec, PartitionSpec()), spec)(x, order)
+
+
+def _take_heads(x: Array, wanted: Array, heads: Array, axis: int) -> Array:
+    """Of a weight with all `heads` along an axis, the wanted ones."""
+    by_head = x.reshape(*x.shape[:axis], heads.size, -1, *x.shape[axis + 1 :])
+    taken = jnp.take(by_head, wanted, axis=axis, unique_indices=True)
+    return taken.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+
+
+@functools.lru_cache(maxsize=8)
+def abstract_parameters(config: ModelConfig) -> tuple[Parameter, ...]:
+    """Every parameter of a decoder of that shape, without values: to build one of many layers takes seconds."""
+    return tuple(parameters(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))))
+
+
+def _by_parameter(config: ModelConfig, function: Callable[[Parameter], Any]) -> Any:
+    """A value for each parameter of a decoder of that shape, in the structure of its state."""
+    found = abstract_parameters(config)
+    return nnx.from_flat_state({each.path: each.variable.replace(function(each)) for each in found})
+
+
+def _spec_on(mesh: Mesh | AbstractMesh | None, spec: PartitionSpec) -> PartitionSpec:
+    """The spec without axes that a mesh lacks."""
+    return spec if mesh is None or MODEL in mesh.axis_names else PartitionSpec()
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _listed(numbers: list[int]) -> str:
+    """ "1, 2 or 4 fit"."""
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last} fit" if most else f"only {last} fits"

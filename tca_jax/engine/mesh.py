@@ -1,0 +1,196 @@
+"""Programs over a mesh of devices: each has its own heads of every layer and its own rows of a batch.
+
+The functions of the engine are written for one device. Over a mesh the same function runs whole under one
+`jax.shard_map`: the weights that it sees are a device's (`models.sharding`), so are heads (`methods.heads`), caches and
+rows. What the devices of "model" tell each other is two sums a layer, and one more for the logits.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool
+
+from tca_jax.methods.heads import dealt_out
+from tca_jax.models.names import MODEL
+from tca_jax.models.sharding import DATA, axis_size
+from tca_jax.pallas_kernels.kv import Pool
+
+if TYPE_CHECKING:
+    from tca_jax.engine.lm import LM
+
+#: How the arrays of an argument or a result lie on a mesh: alike on all devices, ...
+SAME = PartitionSpec()
+#: ... axis 0 is the rows of a batch, ...
+ROWS = PartitionSpec(DATA)
+#: ... arrays of caches: axis 0 is rows and axis 1 is KV heads; pools, where heads share an axis, have two more in front
+#: of those that programs see, ...
+CACHES = PartitionSpec(DATA, MODEL)
+#: ... or axis 1 is KV heads.
+SECOND_HEADS = PartitionSpec(None, MODEL)
+
+
+class OverMesh:
+    """A function of a model that runs on one device, or as one program of all devices of the model's mesh.
+
+    Args:
+        function: Takes a model, arrays or pytrees of such, and static arguments by name. Over a mesh it is traced for a
+            single device: batches, heads and caches are a device's share.
+        inputs: How each of its arguments but the model lies on a mesh: `SAME`, `ROWS`, `CACHES` or a pytree prefix.
+        outputs: The same of its results.
+    """
+
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> None:
+        self._function, self._inputs, self._outputs = function, tuple(inputs), outputs
+        functools.update_wrapper(self, function)
+
+    def __call__(self, lm: LM, *args: Any, **static: Any) -> Any:
+        if lm.mesh is None:
+            return self._function(lm, *args, **static)
+
+        def on_device(params: Any, *args: Any) -> Any:
+            with dealt_out(lm.head_shards):
+                return _boxed(self._function(lm.on_device(params), *_unboxed(args), **static))
+
+        # Types that tell along which axes a value varies are not asked for: every loop would have to begin with such,
+        # and what the devices of an axis compute alike they compute alike.
+        specs = (lm.parameter_specs, *self._inputs[: len(args)])
+        mapped = jax.shard_map(on_device, mesh=lm.mesh, in_specs=specs, out_specs=self._outputs, check_vma=False)
+        return mapped(lm.params, *args)
+
+    def place(self, lm: LM, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Arguments behind the model as they lie on its mesh; those that lie so already, and shapes, are themselves."""
+        if lm.mesh is None:
+            return tuple(args)
+        put = functools.partial(place, mesh=lm.mesh)
+        specs = (jax.tree.broadcast(spec, arg, is_leaf=_is_spec) for spec, arg in zip(self._inputs, args, strict=False))
+        return tuple(jax.tree.map(put, spec, arg, is_leaf=_is_spec) for spec, arg in zip(specs, args, strict=True))
+
+
+def whole_mesh(mesh: Mesh) -> Mesh:
+    """The mesh as programs know it: with both axes, of which one may be a single device, for the compiler to share out.
+
+    So programs are the same for Auto and Explicit axes.
+    """
+    missing = tuple(axis for axis in (DATA, MODEL) if axis not in mesh.axis_names)
+    names = (*mesh.axis_names, *missing)
+    devices = mesh.devices.reshape(*mesh.devices.shape, *(1 for _ in missing))
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def parse_mesh(text: str, argument: str) -> Mesh:
+    """The mesh of the first devices that a text such as "1x4" asks for: those on "data", then those on "model".
+
+    Raises:
+        ValueError: it is no such text, or asks for more devices than there are; names `argument`.
+    """
+    sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if sizes is None:
+        raise ValueError(f"{argument} {text}: must be devices on 'data' x devices on 'model', such as 1x4")
+    shape = int(sizes[1]), int(sizes[2])
+    if (wanted := shape[0] * shape[1]) > (there := jax.device_count()):
+        raise ValueError(f"{argument} {text}: needs {wanted} devices, there {'is' if there == 1 else 'are'} {there}")
+    return whole_mesh(jax.make_mesh(shape, (DATA, MODEL), devices=jax.devices()[:wanted]))
+
+
+def mesh_name(mesh: Mesh | None) -> str:
+    """Devices on "data" x devices on "model", as `parse_mesh` takes them."""
+    return f"{axis_size(mesh, DATA)}x{axis_size(mesh, MODEL)}"
+
+
+def any_row(flags: Bool[Array, " B"], mesh: Mesh | None) -> Bool[Array, ""]:
+    """Whether it is so for any row of a batch, on whichever device."""
+    found = jnp.any(flags)
+    if axis_size(mesh, DATA) == 1:
+        return found
+    return jax.lax.pmax(found.astype(jnp.int32), DATA) > 0
+
+
+def every_row(flags: Bool[Array, " B"], mesh: Mesh | None) -> Bool[Array, ""]:
+    """Whether it is so for all rows of a batch, on all devices."""
+    return jnp.all(flags) if axis_size(mesh, DATA) == 1 else ~any_row(~flags, mesh)
+
+
+def rows_of_device(lm: LM, rows: int, what: str) -> int:
+    """Rows of a batch that each device has.
+
+    Raises:
+        ValueError: they cannot be shared out; `what` names them in the message.
+    """
+    devices = axis_size(lm.mesh, DATA)
+    if rows % devices:
+        raise ValueError(f"{what} are {rows}: must be a multiple of {devices}, the devices on {DATA!r} of the mesh")
+    return rows // devices
+
+
+def num_devices(mesh: Mesh | None) -> int:
+    """Devices of a mesh; 1 without one."""
+    return 1 if mesh is None else mesh.size
+
+
+def agreed(number: int, mesh: Mesh | None) -> int:
+    """A number that processes may see differently, such as one of their clocks; the first one's where several share a
+    mesh, for they have to run the same programs."""
+    if mesh is None or not mesh.is_multi_process:
+        return number
+    from jax.experimental.multihost_utils import broadcast_one_to_all
+
+    return int(broadcast_one_to_all(np.int32(number)))
+
+
+def on_host(arrays: Any) -> Any:
+    """Arrays of a pytree on the host, all at once, for each alone would wait; gathered where other processes hold
+    parts of them."""
+    leaves = [x for x in jax.tree.leaves(arrays) if isinstance(x, jax.Array)]
+    if all(x.is_fully_addressable or x.is_fully_replicated for x in leaves):
+        return jax.device_get(arrays)
+    from jax.experimental.multihost_utils import process_allgather
+
+    return jax.tree.map(np.asarray, process_allgather(arrays, tiled=True))
+
+
+def _boxed(results: Any) -> Any:
+    """A device's results with axes for the devices in front of those of pools."""
+    return jax.tree.map(lambda x: _with_arrays(x, lambda array: array[None, None]), results, is_leaf=_is_pool)
+
+
+def _unboxed(arguments: Any) -> Any:
+    return jax.tree.map(lambda x: _with_arrays(x, lambda array: array[0, 0]), arguments, is_leaf=_is_pool)
+
+
+def _with_arrays(x: Any, change: Callable[[Array], Array]) -> Any:
+    if not _is_pool(x) or x.k is None:
+        return x
+    return x._replace(k=change(x.k), v=change(x.v))
+
+
+def _is_pool(x: Any) -> bool:
+    return isinstance(x, Pool)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def place(spec: PartitionSpec, x: Any, mesh: Mesh) -> Any:
+    """An array as it is to lie on a mesh; itself where it lies so, or is a shape."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    wanted = NamedSharding(mesh, spec)
+    lies = getattr(x, "sharding", None)
+    if lies is not None and lies.is_equivalent_to(wanted, np.ndim(x)):
+        return x
+    if wanted.is_fully_addressable:
+        return jax.device_put(x, wanted)
+    if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(place(spec, jax.random.key_data(x), mesh), impl=jax.random.key_impl(x))
+    # Every process has the whole value, and puts its own devices' parts of it there.
+    value = np.asarray(x)
+    return jax.make_array_from_callback(value.shape, wanted, lambda index: value[index])

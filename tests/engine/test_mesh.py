@@ -1,0 +1,248 @@
+"""A model over a mesh of devices says what it says on one: tokens, logits, drawn tokens, streams and statistics."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from meshes import MESHES, lm_of, mesh_of, needs_8_devices, with_tca
+from tiny import random_prompt
+
+import tca_jax
+from tca_jax.engine import request
+from tca_jax.engine.head_balance import balanced_order, balanced_orders
+from tca_jax.models.rope import RopeConfig
+
+pytestmark = needs_8_devices
+
+PROMPTS = [random_prompt(seed, length) for seed, length in enumerate((70, 23, 55, 90))]
+NEW_TOKENS = 25  # with blocks of 8: each row's window is left by three of them
+FAMILIES = {
+    "llama, attention with biases": {"o_bias": True, "mlp_bias": True, "qkv_bias": True},
+    "qwen2": {"family": "qwen2", "qkv_bias": True},
+    "qwen3, tied": {"family": "qwen3", "qk_norm": True, "tie_embeddings": True},
+    "llama 3": {"rope": RopeConfig(type="llama3", theta=10000.0, factor=8.0, original_max_positions=64)},
+}
+
+
+_answers: dict[str, tca_jax.Output] = {}
+
+
+def _answer(lm: tca_jax.LM, prompts: list[list[int]], **options) -> tca_jax.Output:
+    """What a model on one device says, for all meshes that it is compared with."""
+    key = repr((lm.config, lm.method, prompts, options))
+    if key not in _answers:
+        _answers[key] = tca_jax.generate(lm, prompts, max_new_tokens=NEW_TOKENS, logprobs=True, **options)
+    return _answers[key]
+
+
+def check_same(one: tca_jax.LM, many: tca_jax.LM, prompts=PROMPTS, **options) -> None:
+    expected = _answer(one, prompts, **options)
+    out = tca_jax.generate(many, prompts, max_new_tokens=NEW_TOKENS, logprobs=True, **options)
+    assert out.tokens == expected.tokens
+    np.testing.assert_allclose(np.concatenate(out.logprobs), np.concatenate(expected.logprobs), atol=2e-4)
+    assert out.stats.kept_share == pytest.approx(expected.stats.kept_share)
+
+
+@pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("dress", [lambda lm: lm, with_tca], ids=["full", "tca"])
+def test_tokens_are_those_of_one_device(shape, dress):
+    check_same(dress(lm_of()), dress(lm_of(mesh_of(shape))))
+
+
+def test_tokens_are_those_of_one_device_on_eight():
+    many = with_tca(lm_of(mesh_of((1, 8)), kv_heads=8))
+    check_same(with_tca(lm_of(kv_heads=8)), many)
+
+
+@pytest.mark.parametrize("group", [1, 4, 7])
+def test_groups_of_queries_stay_with_their_kv_heads(group):
+    check_same(with_tca(lm_of(group=group)), with_tca(lm_of(mesh_of((1, 4)), group=group)))
+
+
+@pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
+def test_every_family_runs_over_a_mesh(changes):
+    check_same(with_tca(lm_of(**changes)), with_tca(lm_of(mesh_of((1, 2)), **changes)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "kind"),
+    [
+        ((2, 2), ("model", "data"), AxisType.Explicit),
+        ((2, 2), ("model", "data"), AxisType.Auto),
+        ((4,), ("model",), AxisType.Explicit),
+        ((2,), ("data",), AxisType.Auto),
+    ],
+    ids=str,
+)
+def test_axes_may_come_in_any_order_of_any_type_or_alone(shape, axes, kind):
+    check_same(with_tca(lm_of()), with_tca(lm_of(mesh_of(shape, axes, kind))))
+
+
+def test_the_callers_own_mesh_does_not_matter():
+    lm = with_tca(lm_of(mesh_of((2, 2))))
+    with jax.set_mesh(mesh_of((4,), ("x",), AxisType.Explicit)):
+        out = tca_jax.generate(lm, PROMPTS, max_new_tokens=4)
+    assert out.tokens == [tokens[:4] for tokens in _answer(with_tca(lm_of()), PROMPTS).tokens]
+
+
+def test_drawn_tokens_are_those_of_one_device():
+    options = {"temperature": 0.9, "top_p": 0.95, "num_samples": 2, "seed": 3, "repetition_penalty": 1.1}
+    check_same(with_tca(lm_of()), with_tca(lm_of(mesh_of((2, 2)))), PROMPTS[:2], **options)
+
+
+def test_rows_that_end_early_do_not_hold_up_others():
+    one, many = lm_of(), lm_of(mesh_of((2, 2)))
+    free = tca_jax.generate(one, PROMPTS, max_new_tokens=12)
+    stops = [free.tokens[0][2]]  # the first row's device has ended when the others have not
+    expected = tca_jax.generate(one, PROMPTS, max_new_tokens=12, stop_token_ids=stops)
+    out = tca_jax.generate(many, PROMPTS, max_new_tokens=12, stop_token_ids=stops)
+    assert out.tokens == expected.tokens
+    assert out.finish_reasons == expected.finish_reasons
+    assert "stop" in out.finish_reasons
+
+
+def test_generate_tokens_runs_over_a_mesh_in_the_callers_jit():
+    one, many = with_tca(lm_of()), with_tca(lm_of(mesh_of((2, 2))))
+    tokens, lengths = np.array([random_prompt(0, 40), random_prompt(1, 40)]), np.array([40, 31])
+
+    @jax.jit
+    def answer(lm, tokens, lengths):
+        return tca_jax.generate_tokens(lm, tokens, lengths, jax.random.key(0), max_new_tokens=20, stop_tokens=())
+
+    np.testing.assert_array_equal(answer(many, tokens, lengths), answer(one, tokens, lengths))
+
+
+def test_a_stream_is_the_answer_of_one_device(tmp_path):
+    from tiny import write_checkpoint
+
+    lm = tca_jax.load(write_checkpoint(tmp_path))
+    many = tca_jax.LM.from_decoder(lm.decoder, mesh=mesh_of((1, 2)), name=lm.name, tokenizer=lm.tokenizer)
+    expected = tca_jax.generate(lm, "once upon a time", max_new_tokens=20, stop_token_ids=()).text[0]
+    assert "".join(tca_jax.stream(many, "once upon a time", max_new_tokens=20, stop_token_ids=())) == expected
+
+
+def test_statistics_tell_bytes_of_all_devices_and_of_each():
+    one, many = (
+        tca_jax.generate(with_tca(lm), PROMPTS, max_new_tokens=8).stats for lm in (lm_of(), lm_of(mesh_of((2, 2))))
+    )
+    assert (one.devices, many.devices) == (1, 4)
+    assert many.kv_cache_bytes_per_device * 4 == many.kv_cache_bytes
+    assert one.kv_cache_bytes_per_device == one.kv_cache_bytes <= many.kv_cache_bytes  # regions of the largest device
+    assert many.kv_cache_bytes < 1.3 * one.kv_cache_bytes
+    assert one.full_kv_cache_bytes <= many.full_kv_cache_bytes < 1.3 * one.full_kv_cache_bytes  # each has an empty pool
+
+
+def test_every_device_allocates_what_statistics_say():
+    lm = with_tca(lm_of(mesh_of((2, 2))))
+    context = tca_jax.prefill(lm, PROMPTS)
+    held = dict.fromkeys(lm.mesh.devices.flat, 0)
+    for cache in context.caches:
+        for part in (cache.pool.k, cache.pool.v, *cache.ring):
+            for shard in part.addressable_shards:
+                held[shard.device] += shard.data.nbytes
+    assert set(held.values()) == {context.stats.kv_cache_bytes_per_device}
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_heads_are_dealt_so_that_budgets_balance(devices):
+    loads = np.array([100, 90, 10, 5, 40, 1, 80, 60])
+    order = balanced_order(loads, devices)
+    assert sorted(order) == list(range(8))
+    totals = loads[list(order)].reshape(devices, -1).sum(axis=1)
+    assert totals.max() <= 1.1 * loads.sum() / devices
+
+
+def test_heads_stay_where_they_are_while_no_other_place_is_better():
+    policy = with_tca(lm_of()).method.cache
+    own = ((0, 1, 2, 3),) * 2
+    dealt = balanced_orders(policy, 2, 4, 2, 4096, None)
+    assert dealt[0] != own[0]
+    assert balanced_orders(policy, 2, 4, 2, 4096, dealt) == dealt
+    uniform = tca_jax.methods.get("tca", candidates=3, config=policy.config).cache
+    assert balanced_orders(uniform, 2, 4, 2, 4096, dealt) == dealt
+    assert balanced_orders(uniform, 2, 4, 2, 4096, None) == own
+
+
+def test_a_method_moves_heads_and_the_model_stays_the_same():
+    lm = lm_of(mesh_of((1, 2)))
+    moved = with_tca(lm)
+    assert moved.head_orders != lm.head_orders
+    assert moved.fingerprint == lm.fingerprint == lm_of().fingerprint
+    back = moved.with_method(tca_jax.methods.BASELINE)
+    assert back.head_orders == moved.head_orders  # full attention fits any order
+    check_same(lm_of(), back, PROMPTS[:1])
+
+
+def program_text(lm: tca_jax.LM) -> str:
+    """The compiled decoding step, of a batch that the mesh's devices share."""
+    one = request.Request.create(
+        lm,
+        PROMPTS,
+        max_new_tokens=NEW_TOKENS,
+        sampling=tca_jax.Sampling(),
+        seed=0,
+        stop=(),
+        stop_token_ids=None,
+        backend="auto",
+    )
+    state = one._split(request.results_of(one._prepare_start()[0]))
+    place = request._decode._function.place
+    args = place(lm, (state, one._pools, jnp.int32(9), one.sampling))
+    step = jax.jit(request._decode._function, static_argnames=("backend",))
+    return step.lower(lm, *args, backend=one.backend).compile().as_text()
+
+
+def collectives(program: str, kind: str) -> list[str]:
+    """Result types of a kind of collective operation, of both its forms."""
+    return re.findall(rf"= (\S+) {kind}(?:-start)?\(", program)
+
+
+def test_a_step_sums_twice_a_layer_and_gathers_no_cache():
+    sums, gathers = [], []
+    for layers in (2, 4):
+        changed = lm_of(mesh_of((1, 4)), num_layers=layers).with_method("streaming", sinks=0, window=16, block_size=8)
+        text = program_text(changed)
+        sums.append(len(collectives(text, "all-reduce")))
+        gathers.append(collectives(text, "all-gather"))
+    assert sums[1] - sums[0] == 2 * 2  # in one loop
+    assert sums[0] == 2 * 2 + 1  # and one for the logits
+    assert len(gathers[0]) == len(gathers[1]) == 1  # the embedding of the tokens
+    width = lm_of().config.hidden_size
+    assert re.search(rf"\[4,1,{width}\]|\[4,{width}\]|\[1,4,{width}\]|\[{width},4\]", gathers[0][0])
+    for kind in ("all-to-all", "collective-permute", "reduce-scatter"):
+        assert not collectives(program_text(with_tca(lm_of(mesh_of((1, 4))))), kind)
+
+
+def test_one_device_without_a_mesh_runs_no_program_of_a_mesh():
+    lm = lm_of()
+    assert lm.head_shards is None
+    assert not re.search("all-reduce|all-gather", program_text(lm))
+
+
+def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_placed():
+    with pytest.raises(ValueError, match="model=8 devices, but tiny has 4 KV heads: 1, 2 or 4 fit"):
+        lm_of(mesh_of((1, 8)))
+    with pytest.raises(ValueError, match="inner width of 90: 1 or 2 fit"):
+        lm_of(mesh_of((1, 4)), intermediate_size=90)
+    with pytest.raises(ValueError, match="axes must be 'data' and 'model'"):
+        lm_of(mesh_of((2, 2), ("x", "model")))
+
+
+def test_a_batch_that_does_not_divide_is_refused_before_anything_is_compiled():
+    lm = lm_of(mesh_of((2, 2)))
+    for prompts in (PROMPTS[:1], PROMPTS[:3]):
+        with pytest.raises(
+            ValueError, match=f"prompts are {len(prompts)}: must be a multiple of 2, the devices on 'da"
+        ):
+            tca_jax.generate(lm, prompts, max_new_tokens=4)
+        with pytest.raises(ValueError, match="prompts are"):
+            tca_jax.prefill(lm, prompts)
+        with pytest.raises(ValueError, match="texts are"):
+            tca_jax.score(lm, prompts)
+    with pytest.raises(ValueError, match="rows of tokens are 1"):
+        tca_jax.generate_tokens(lm, np.ones((1, 4), int), np.array([4]), jax.random.key(0), max_new_tokens=4)

@@ -1,0 +1,109 @@
+"""Contexts, scores and answers over a mesh, and contexts that move between meshes and one device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from meshes import lm_of, mesh_of, needs_8_devices, with_tca
+from tiny import random_prompt
+
+import tca_jax
+from tca_jax.engine.answers import score_answers
+
+pytestmark = needs_8_devices
+
+DOCUMENTS = [random_prompt(0, 61), random_prompt(1, 44)]
+QUESTIONS = [random_prompt(2, 9), random_prompt(3, 14)]
+SHAPES = {"1x2": (1, 2), "2x2": (2, 2)}
+
+
+def dressed(shape=None) -> tca_jax.LM:
+    return with_tca(lm_of(None if shape is None else mesh_of(shape)))
+
+
+def ask(lm: tca_jax.LM, context: tca_jax.Context) -> list[list[int]]:
+    return tca_jax.generate(lm, QUESTIONS, context=context, max_new_tokens=20, stop_token_ids=()).tokens
+
+
+@pytest.fixture(scope="module")
+def read() -> tca_jax.Context:
+    return tca_jax.prefill(dressed(), DOCUMENTS)
+
+
+@pytest.fixture(scope="module")
+def expected(read) -> list[list[int]]:
+    return ask(dressed(), read)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_answers_from_a_context_are_those_of_one_device(shape, read, expected):
+    lm = dressed(shape)
+    context = tca_jax.prefill(lm, DOCUMENTS)
+    assert ask(lm, context) == expected
+    assert context.stats.devices == np.prod(shape)
+    assert context.stats.kept_share == pytest.approx(read.stats.kept_share)
+
+
+def test_answers_share_a_context_of_one_row():
+    one, many = dressed(), dressed((1, 4))
+    answers = [ask(lm, tca_jax.prefill(lm, DOCUMENTS[0])) for lm in (one, many)]
+    assert answers[0] == answers[1]
+
+
+def test_a_context_grows_as_on_one_device():
+    parts = random_prompt(4, 30), random_prompt(5, 50)
+    answers = []
+    for lm in (dressed(), dressed((1, 2))):
+        context = tca_jax.prefill(lm, DOCUMENTS[0])
+        for part in parts:
+            context = tca_jax.prefill(lm, part, context=context)
+        answers.append(ask(lm, context))
+    assert answers[0] == answers[1]
+
+
+def test_a_context_goes_from_mesh_to_disk_to_other_meshes_and_one_device(tmp_path, expected):
+    tca_jax.prefill(dressed((2, 2)), DOCUMENTS).save(tmp_path)
+    loaded = tca_jax.Context.load(tmp_path)
+    for lm in (dressed(), dressed((1, 2)), dressed((2, 2))):
+        assert ask(lm, loaded) == expected
+
+
+def test_a_context_that_was_moved_stays_where_it_is(read, expected):
+    lm = dressed((1, 2))
+    moved = read.on(lm)
+    assert moved.on(lm) is moved
+    assert moved.stats.devices == 2
+    assert ask(lm, moved) == expected
+    back = moved.on(dressed())
+    for before, after in zip(read.caches, back.caches, strict=True):
+        np.testing.assert_array_equal(before.ring.k, after.ring.k)
+        np.testing.assert_array_equal(before.pool.lengths, after.pool.lengths)
+
+
+def test_rows_of_a_context_that_a_mesh_cannot_share_are_refused(read):
+    with pytest.raises(ValueError, match="rows of the context are 2: must be a multiple of 4"):
+        ask(dressed((4, 1)), read)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_scores_are_those_of_one_device(shape):
+    one, many = (tca_jax.score(lm, DOCUMENTS).logprobs for lm in (dressed(), dressed(shape)))
+    np.testing.assert_allclose(np.concatenate(many), np.concatenate(one), atol=2e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_scores_of_answers_are_those_of_one_device(shape):
+    answers = [[random_prompt(6, 5), random_prompt(7, 12)], [random_prompt(8, 3), random_prompt(9, 1)]]
+    one, many = (score_answers(lm, DOCUMENTS, answers) for lm in (dressed(), dressed(shape)))
+    for i, j in np.ndindex(2, 2):
+        np.testing.assert_allclose(many.logprobs[i][j], one.logprobs[i][j], atol=2e-4)
+    assert many.greedy == one.greedy
+
+
+def test_scores_of_answers_behind_a_context_are_those_of_one_device():
+    answers = [[random_prompt(6, 5), random_prompt(7, 12)]]
+    found = []
+    for lm in (dressed(), dressed((1, 2))):
+        found.append(score_answers(lm, QUESTIONS[:1], answers, context=tca_jax.prefill(lm, DOCUMENTS[0])))
+    for j in range(2):
+        np.testing.assert_allclose(found[1].logprobs[0][j], found[0].logprobs[0][j], atol=2e-4)

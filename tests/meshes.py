@@ -1,0 +1,52 @@
+"""Tiny models on one device and on meshes, for tests that compare the two."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+from tiny import CONFIG, TCA
+
+import tca_jax
+from tca_jax.models.decoder import Decoder
+
+needs_8_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+
+#: Rows of budgets that lie badly: the heads of the largest caches are neighbours.
+ROWS = [[14, 14, 0, 2], [5, 1, 14, 3]]
+MESHES = {"1x2": (1, 2), "2x2": (2, 2), "1x4": (1, 4), "2x4": (2, 4), "4x1": (4, 1)}
+
+
+def mesh_of(shape: tuple[int, ...], axes: tuple[str, ...] = ("data", "model"), kind: AxisType = AxisType.Auto) -> Mesh:
+    """A mesh over the first devices."""
+    devices = jax.devices()[: int(np.prod(shape))]
+    return jax.make_mesh(shape, axes, (kind,) * len(axes), devices=devices)
+
+
+@functools.lru_cache
+def lm_of(mesh: Mesh | None = None, group: int = 2, kv_heads: int = 4, dtype=jnp.float32, **changes) -> tca_jax.LM:
+    """A random model without zeros: biases are drawn too."""
+    sizes = {"num_kv_heads": kv_heads, "num_heads": kv_heads * group, "hidden_size": 64, "intermediate_size": 96}
+    config = dataclasses.replace(CONFIG, **{**sizes, **changes})
+    graphdef, weights = nnx.split(Decoder(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
+    keys = iter(jax.random.split(jax.random.key(1), 100))
+
+    def drawn(x: jax.Array) -> jax.Array:
+        scale = 1 / np.sqrt(x.shape[0]) if x.ndim >= 2 else 0.1
+        noise = scale * jax.random.normal(next(keys), x.shape, x.dtype)
+        return noise if x.ndim >= 2 else x + noise
+
+    decoder = nnx.merge(graphdef, jax.tree.map(drawn, weights))
+    return tca_jax.LM.from_decoder(decoder, mesh=mesh, name="tiny")
+
+
+def with_tca(lm: tca_jax.LM, rows=None, **options) -> tca_jax.LM:
+    """The model under TCA, with budgets that differ from head to head."""
+    rows = [[row[i % 4] for i in range(lm.config.num_kv_heads)] for row in ROWS] if rows is None else rows
+    return lm.with_method("tca", candidates=rows, config=TCA, **options)

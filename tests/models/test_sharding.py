@@ -1,0 +1,191 @@
+"""Weights on meshes: who holds what, heads in other places, and meshes that do not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from tca_jax.models.config import ModelConfig
+from tca_jax.models.decoder import Decoder
+from tca_jax.models.names import parameters
+from tca_jax.models.sharding import (
+    check_mesh,
+    inverse_orders,
+    mesh_of,
+    parameter_sharding,
+    parameter_specs,
+    permute_heads,
+    shard_decoder,
+)
+
+HEADS = {1: (4, 4), 4: (16, 4), 7: (28, 4)}  # group -> query heads, KV heads
+ORDERS = ((2, 0, 3, 1), (1, 3, 0, 2))
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+needs_4_devices = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+
+
+def config_of(config_entries: Any, family: str = "llama", group: int = 4, **changes: Any) -> ModelConfig:
+    heads, kv_heads = HEADS[group]
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 8}
+    return ModelConfig.from_hf(config_entries(family, **sizes, **changes))
+
+
+def make(config: ModelConfig) -> Decoder:
+    """A model without zeros: biases and norms are drawn too."""
+    graphdef, weights = nnx.split(Decoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    keys = iter(jax.random.split(jax.random.key(1), 100))
+    drawn = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape) / math.sqrt(x.shape[0]), weights)
+    return nnx.merge(graphdef, drawn)
+
+
+def mesh_4(kind: str = "auto", axes: tuple[str, ...] = ("data", "model"), shape: tuple[int, ...] = (1, 4)) -> Mesh:
+    devices = jax.devices()[: math.prod(shape)]
+    return jax.make_mesh(shape, axes, (KINDS[kind],) * len(axes), devices=devices)
+
+
+def logits(decoder: Decoder, cached_attention: Any) -> np.ndarray:
+    tokens = jax.random.randint(jax.random.key(2), (2, 9), 0, decoder.config.vocab_size)
+    positions = jnp.broadcast_to(jnp.arange(9), tokens.shape)
+    sizes = (2, 9, decoder.config.num_kv_heads, decoder.config.head_dim)
+    caches = ((jnp.zeros(sizes), jnp.zeros(sizes)),) * decoder.config.num_layers
+    attention = cached_attention(positions, jnp.ones_like(positions, bool))
+    hidden, _ = decoder(tokens, positions, attention, caches)
+    return np.asarray(decoder.logits(hidden))
+
+
+def assert_equal_weights(a: Decoder, b: Decoder) -> None:
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(a), nnx.state(b))
+
+
+@pytest.mark.parametrize("group", HEADS)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_results_do_not_show_in_which_order_the_heads_are(
+    family: str, group: int, config_entries: Any, cached_attention: Any
+) -> None:
+    biased = {"attention_bias": True} if family != "qwen2" else {}
+    decoder = make(config_of(config_entries, family, group, **biased))
+    moved = permute_heads(decoder, ORDERS)
+    np.testing.assert_allclose(logits(moved, cached_attention), logits(decoder, cached_attention), atol=2e-5, rtol=1e-5)
+    head, place = ORDERS[1][3], 3
+    kernel, old = moved.layers[1].attention.qkv.kernel[...], decoder.layers[1].attention.qkv.kernel[...]
+    np.testing.assert_array_equal(kernel[:, place], old[:, head])
+    assert_equal_weights(permute_heads(moved, inverse_orders(ORDERS)), decoder)
+
+
+def test_heads_move_in_the_projections_of_attention_and_nowhere_else(config_entries: Any) -> None:
+    decoder = make(config_of(config_entries, "qwen3", attention_bias=True, mlp_bias=True))
+    moved = permute_heads(decoder, ORDERS)
+    pairs = zip(parameters(decoder), parameters(moved), strict=True)
+    changed = {name for a, b in pairs if not np.array_equal(a.variable[...], b.variable[...]) for name in a.names}
+    projections = {f"{part}_proj.weight" for part in "qkvo"} | {f"{part}_proj.bias" for part in "qkv"}
+    assert changed == {f"model.layers.{layer}.self_attn.{name}" for layer in range(2) for name in projections}
+
+
+@pytest.mark.parametrize(
+    ("orders", "message"),
+    [
+        (ORDERS[:1], r"orders has 1 entries: must be one for each of 2 layers"),
+        ((ORDERS[0], (0, 1, 2, 2)), r"orders\[1\] = \(0, 1, 2, 2\): must be a permutation of 4 KV heads"),
+        ((ORDERS[0], (0, 1, 2)), r"orders\[1\] = \(0, 1, 2\): must be a permutation of 4 KV heads"),
+    ],
+)
+def test_an_order_that_is_none_is_refused(orders: Any, message: str, config_entries: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        permute_heads(make(config_of(config_entries)), orders)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_every_large_parameter_is_split_evenly_and_specs_have_the_structure_of_the_state(
+    family: str, config_entries: Any
+) -> None:
+    config = config_of(config_entries, family)
+    decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    specs = parameter_specs(config)
+    state = nnx.state(decoder)
+    assert jax.tree.structure(specs) == jax.tree.structure(state)
+    assert {spec for _, spec in jax.tree.leaves_with_path(specs)} >= {PartitionSpec(), PartitionSpec(None, "model")}
+    mesh = AbstractMesh((2, 4), ("data", "model"))
+    for parameter in parameters(decoder):
+        shape = parameter.variable.shape
+        local = NamedSharding(mesh, parameter.spec).shard_shape(shape)
+        assert math.prod(shape) == math.prod(local) * (4 if len(shape) > 1 else 1), parameter.path
+        # The tensors of a parameter lie side by side on an axis of their own.
+        assert not parameter.layout.widths or parameter.split_axis != len(shape) - 2
+
+
+def test_a_mesh_without_an_axis_for_the_model_has_the_weights_whole(config_entries: Any) -> None:
+    specs = parameter_specs(config_of(config_entries), AbstractMesh((2,), ("data",)))
+    assert set(jax.tree.leaves(specs)) == {PartitionSpec()}
+
+
+@needs_4_devices
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("axes", "shape"),
+    [(("data", "model"), (1, 4)), (("model", "data"), (2, 2)), (("model",), (4,)), (("data",), (2,))],
+)
+def test_weights_and_the_exchange_of_heads_are_the_same_on_every_mesh(
+    axes: tuple[str, ...], shape: tuple[int, ...], kind: str, config_entries: Any
+) -> None:
+    decoder, mesh = make(config_of(config_entries, "qwen2")), mesh_4(kind, axes, shape)
+    sharded = shard_decoder(decoder, mesh)
+    assert {mesh_of(weight) for weight in jax.tree.leaves(nnx.state(sharded))} == {mesh}
+    assert_equal_weights(sharded, decoder)
+    with jax.set_mesh(mesh):
+        moved = permute_heads(sharded, ORDERS)
+    assert_equal_weights(moved, permute_heads(decoder, ORDERS))
+    assert_equal_weights(shard_decoder(decoder, mesh, ORDERS), moved)
+    for parameter in parameters(moved):
+        assert parameter.variable[...].sharding == parameter_sharding(parameter, mesh)  # nothing recompiles
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "message"),
+    [
+        ((1, 8), ("data", "model"), r"mesh = \(data=1, model=8\): model=8 devices, but tiny has 4 KV heads: 1, 2 or 4"),
+        ((3,), ("model",), r"mesh = \(model=3\): model=3 devices, but tiny has 4 KV heads: 1, 2 or 4 fit"),
+        ((1, 2), ("data", "tensor"), r"mesh = \(data=1, tensor=2\): its axes must be 'data' and 'model', or one of"),
+        ((2,), ("x",), r"mesh = \(x=2\): its axes must be"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_and_told_what_fits(
+    shape: tuple[int, ...], axes: tuple[str, ...], message: str, config_entries: Any
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_mesh(AbstractMesh(shape, axes), config_of(config_entries), "tiny")
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"), [((1, 4), ("data", "model")), ((2, 8), ("model", "data")), ((5,), ("data",))]
+)
+def test_a_mesh_of_any_axis_order_that_divides_the_model_fits(
+    shape: tuple[int, ...], axes: tuple[str, ...], config_entries: Any
+) -> None:
+    check_mesh(AbstractMesh(shape, axes), config_of(config_entries))
+
+
+@pytest.mark.parametrize(
+    ("field", "size", "message"),
+    [
+        ("intermediate_size", 50, "an inner width of 50: 1 or 2 fit"),
+        ("hidden_size", 33, "a width of 33: only 1 fits"),
+    ],
+)
+def test_a_width_that_does_not_divide_is_named(field: str, size: int, message: str, config_entries: Any) -> None:
+    config = dataclasses.replace(config_of(config_entries), **{field: size})
+    with pytest.raises(ValueError, match=f"model=4 devices, but the model has {message}"):
+        check_mesh(AbstractMesh((4,), ("model",)), config)
+
+
+def test_what_is_no_mesh_is_named(config_entries: Any) -> None:
+    with pytest.raises(TypeError, match=r"mesh is a tuple: must be a jax.sharding.Mesh"):
+        check_mesh((1, 4), config_of(config_entries))

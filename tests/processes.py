@@ -1,0 +1,89 @@
+"""One of several processes that share a model over the devices of all: what `distributed/test_processes.py` starts.
+
+python processes.py COORDINATOR PROCESSES PROCESS CHECKPOINT RESULTS
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from reads import Reads
+
+import tca_jax
+from tca_jax.engine import generation
+from tca_jax.models import params
+from tca_jax.models.config import read_config
+from tca_jax.models.fingerprint import fingerprint
+from tca_jax.models.names import parameters
+
+MESHES = ((1, 4), (2, 2))  # devices on "data" and "model"
+NEW_TOKENS = 12
+SECONDS = 300  # that a process may take
+
+
+def shards_of(folder: Path, shape: tuple[int, int], results: Path) -> dict[str, object]:
+    """Loads the checkpoint onto a mesh of all devices, and saves the parts that are this process's."""
+    reads = params.safe_open = Reads()
+    mesh = jax.make_mesh(shape, ("data", "model"))
+    decoder = params.load_decoder(folder, read_config(folder), np.float32, mesh=mesh)
+    parts = {}
+    for parameter in parameters(decoder):
+        for part in parameter.variable[...].addressable_shards:
+            start = [each.start or 0 for each in part.index]
+            parts[".".join(map(str, [*parameter.path, "at", *start]))] = np.asarray(part.data)
+    np.savez(results, **parts)
+    return {"fingerprint": fingerprint(decoder), "read": sum(map(sum, reads.elements.values()))}
+
+
+def answers_of(folder: Path, mesh: jax.sharding.Mesh | None) -> dict[str, object]:
+    """What the model says to two prompts, at once and as a stream."""
+    lm, prompts = tca_jax.load(folder, profile=folder / "profile", mesh=mesh), prompts_of(folder)
+    return {
+        "tokens": tca_jax.generate(lm, prompts, max_new_tokens=NEW_TOKENS).tokens,
+        "streamed": list(map("".join, zip(*tca_jax.stream(lm, prompts, max_new_tokens=NEW_TOKENS), strict=True))),
+    }
+
+
+def findings_of(folder: Path, mesh: jax.sharding.Mesh | None, results: Path) -> dict[str, object]:
+    """What the model says to questions about two contexts, and the profile that it is calibrated to."""
+    lm, prompts = tca_jax.load(folder, profile=folder / "profile", mesh=mesh), prompts_of(folder)
+    context, questions = tca_jax.prefill(lm, prompts), [prompt[:5] for prompt in prompts]
+    profile = tca_jax.calibrate(lm, prompts[:1], lm.method.cache.config)
+    profile.save(results / "profile")
+    return {
+        "asked": tca_jax.generate(lm, questions, context=context, max_new_tokens=NEW_TOKENS).tokens,
+        "candidates": profile.candidates.tolist(),
+        "fingerprint": profile.fingerprint,
+    }
+
+
+def prompts_of(folder: Path) -> list[list[int]]:
+    """Two prompts of unequal length."""
+    return json.loads((folder / "prompts.json").read_text())
+
+
+def main(coordinator: str, processes: str, process: str, checkpoint: str, results: str) -> None:
+    faulthandler.dump_traceback_later(SECONDS, exit=True)  # one that waits for the other says where
+    jax.distributed.initialize(coordinator, int(processes), int(process))
+    assert jax.device_count() == 4
+    assert jax.local_device_count() == 2
+    folder = Path(results)
+    told = {
+        str(shape): shards_of(Path(checkpoint), shape, folder / f"{process}-{shape[0]}x{shape[1]}.npz")
+        for shape in MESHES
+    }
+    # Processes see other times, by which streams choose how many tokens they wait for.
+    generation._STREAM_SECONDS *= 100 ** int(process)
+    meshes = [jax.make_mesh(shape, ("data", "model")) for shape in MESHES]
+    told["findings"] = findings_of(Path(checkpoint), meshes[0], folder)
+    told["answers"] = answers_of(Path(checkpoint), meshes[1])
+    (folder / f"{process}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

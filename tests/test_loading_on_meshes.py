@@ -1,0 +1,78 @@
+"""`load(..., mesh=)`: the same model over several devices, its heads where the profile's budgets balance."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from tiny import CONFIG, TCA, random_prompt
+
+import tca_jax
+from tca_jax.calibration.profile import Profile
+from tca_jax.models.decoder import Decoder
+from tca_jax.models.fingerprint import fingerprint
+from tca_jax.models.params import save_decoder
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+
+ROWS = np.array([[14, 14, 0, 0], [0, 3, 14, 14]])  # on two devices, one would have both dense heads of a layer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    config = dataclasses.replace(CONFIG, num_heads=8, num_kv_heads=4)
+    decoder = Decoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(decoder)
+    sharp = nnx.merge(graphdef, jax.tree.map(lambda x: x * 6 if x.ndim > 1 else x, params))
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save_decoder(folder, sharp, jnp.float32)
+    return folder
+
+
+def mesh_of(shape, axes=("data", "model")):
+    return jax.make_mesh(shape, axes, (AxisType.Explicit,) * len(axes), devices=jax.devices()[: int(np.prod(shape))])
+
+
+def profile_of(folder) -> Profile:
+    lm = tca_jax.load(folder)
+    return dataclasses.replace(Profile.uniform(TCA, 2, 4, 0), candidates=ROWS, fingerprint=lm.fingerprint)
+
+
+def test_a_model_on_a_mesh_answers_as_on_one_device(folder):
+    prompts, profile = [random_prompt(3, 150), random_prompt(4, 97)], profile_of(folder)
+    alone = tca_jax.load(folder, profile=profile)
+    shared = tca_jax.load(folder, profile=profile, mesh=mesh_of((2, 2), ("model", "data")))
+    answers = tca_jax.generate(shared, prompts, max_new_tokens=12)
+    assert answers.tokens == tca_jax.generate(alone, prompts, max_new_tokens=12).tokens
+    assert shared.fingerprint == alone.fingerprint
+
+
+def test_heads_are_read_where_the_profile_wants_them_and_none_is_moved_then(folder, monkeypatch):
+    profile = profile_of(folder)
+    monkeypatch.setattr("tca_jax.engine.lm.permute_heads", None)
+    lm = tca_jax.load(folder, profile=profile, mesh=mesh_of((1, 2)))
+    dense = [[ROWS[layer][head] for head in order] for layer, order in enumerate(lm.head_orders)]
+    assert [rows.index(14) // 2 for rows in dense] == [0, 0]
+    assert [(3 - rows[::-1].index(14)) // 2 for rows in dense] == [1, 1]  # one on each device
+    alone = tca_jax.load(folder).decoder
+    for layer, order in enumerate(lm.head_orders):
+        kernel = lm.decoder.layers[layer].attention.qkv.kernel[...]
+        np.testing.assert_array_equal(kernel, alone.layers[layer].attention.qkv.kernel[...][:, list(order)])
+    assert lm.fingerprint == fingerprint(alone)
+
+
+def test_a_profile_of_other_weights_is_refused_on_a_mesh_too(folder):
+    other = dataclasses.replace(profile_of(folder), fingerprint="ab" * 32)
+    with pytest.raises(ValueError, match="profile"):
+        tca_jax.load(folder, profile=other, mesh=mesh_of((1, 2)))
+
+
+def test_a_mesh_that_does_not_fit_names_the_model_and_what_fits(folder, monkeypatch):
+    monkeypatch.setattr("tca_jax.loading.load_checkpoint", None)
+    with pytest.raises(ValueError, match=rf"model=3 devices, but {folder.name} has 4 KV heads: 1, 2 or 4 fit"):
+        tca_jax.load(folder, mesh=mesh_of((1, 3)))
