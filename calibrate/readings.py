@@ -21,6 +21,7 @@ from tca_jax.calibration.far_attention import attend_probe, far_tokens
 from tca_jax.calibration.layer_programs import (
     HEADS,
     THIRD_HEADS,
+    LayerProgram,
     layer_program,
     runnable_decoder,
     shards_of,
@@ -89,7 +90,7 @@ class Reading:
         x, self._inputs, self._rows = self._x, [], [jnp.asarray(of_layer) for of_layer in dealt]
         for number, layer in enumerate(self._layers):
             self._inputs.append(x)
-            x = _probe_layer(*layer, x, *self._fixed(number), config=self._config, shards=self._shards)
+            x, _ = _probe_layer(*layer, x, *self._fixed(number), config=self._config, shards=self._shards)
         self._inputs.append(x)
         return on_host(losses_of(*nnx.split(self._decoder), x, self._targets, shards=self._shards))
 
@@ -182,22 +183,7 @@ def _run_probe(
 
 
 _INPUTS = {"text": _TEXT, "rows": HEADS}
-
-
-@layer_program(static=("config",), inputs=_INPUTS)
-def _probe_layer(
-    graphdef: Any,
-    weights: Any,
-    x: Float[Array, "1 P D"],
-    cos: Float[Array, "1 P half"],
-    sin: Float[Array, "1 P half"],
-    text: LayerText,
-    rows: Int[Array, " Hkv"],
-    starts: Int32[Array, " 1"],
-    config: TCAConfig,
-) -> Float[Array, "1 P D"]:
-    """The stream that `_run_probe` gives."""
-    return _run_probe(graphdef, weights, x, cos, sin, text, rows, starts, config)[0]
+_probe_layer = LayerProgram(_run_probe, static=("config",), inputs=_INPUTS, outputs=(SAME, SECOND_HEADS))
 
 
 @layer_program(static=("config",), inputs=_INPUTS, outputs=(SAME, HEADS), derives=True)
