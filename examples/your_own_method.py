@@ -19,7 +19,7 @@ from tca_jax import methods, plots, recall
 from tca_jax.inspection import local_start
 from tca_jax.recall.protocols import completion
 
-BYTES = 1920  # of a document; with a question about 2000 tokens, for the model reads bytes
+BYTES = 1152  # of a document; with a question about 1250 tokens, for the model reads bytes
 TASKS = ("digits", "words", "keys", "digits")
 WINDOW = 512  # of all methods: that of the shipped profile
 ANSWER_TOKENS = 16  # none of these answers is longer than 13 bytes
