@@ -189,8 +189,7 @@ def main(
         "relative to the XLA oracle. Whole models have random weights in their own dtype and one sequence of random "
         "tokens, with copies of passages behind it (`copy`) or its last quarter (`text`) as probes, or without any; "
         "`rounds` is how often these were read, and the logits are large, so that they count. `cold` holds "
-        "compilation, without a persistent cache unless "
-        "the environment names one."
+        "compilation, without a persistent cache unless the environment names one."
     )
     more = {"Whole models": wholes}
     write_results(name, "Calibration: column mass, and whole models", kernels, out, note, more)

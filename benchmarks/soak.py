@@ -153,7 +153,7 @@ class Question:
 
     def compile(self) -> None:
         """Compiles its programs, and runs nothing."""
-        options = {"stop": (), "stop_token_ids": None} | self.options
+        options = {"stop": ()} | self.options
         sampling = {each.name: options.pop(each.name) for each in dataclasses.fields(Sampling) if each.name in options}
         Request.create(
             self.lm, self.prompts, self.context, num_samples=self.samples, sampling=Sampling(**sampling), **options

@@ -96,7 +96,7 @@ def attend_probe(
     there = ((columns < start) | (columns >= tokens))[None]
     if seen is not None:
         there = there & jnp.concatenate([seen, jnp.ones((kv_heads, count), bool)], axis=1)
-    size = max(1, min(count, _LARGEST_TILE, _TILE_ELEMENTS // (heads * (tokens + count))))
+    size = _tile_size(count, heads, tokens + count)
 
     @jax.checkpoint  # the scores of all tiles would be P x L
     def of_tile(tile: tuple[Array, Array]) -> Float32[Array, "Hkv G t d"]:
@@ -109,6 +109,11 @@ def attend_probe(
     positions = start + jnp.arange(queries.shape[0] * size).reshape(-1, size)
     out = jax.lax.map(of_tile, (jnp.moveaxis(queries, 1, 3), positions))
     return jnp.moveaxis(out, 3, 1).reshape(-1, heads, dim)[:count]
+
+
+def _tile_size(queries: int, heads: int, keys: int) -> int:
+    """Queries whose scores are computed at once."""
+    return max(1, min(queries, _LARGEST_TILE, _TILE_ELEMENTS // (heads * keys)))
 
 
 def _over_probe(
@@ -124,7 +129,7 @@ def _over_probe(
     tokens, kv_heads, dim = k.shape
     group, columns = q.shape[1] // kv_heads, jnp.arange(tokens)
     keys = jnp.moveaxis(k, 1, 0)
-    size = max(1, min(most, _LARGEST_TILE, _TILE_ELEMENTS // (q.shape[1] * tokens)))
+    size = _tile_size(most, q.shape[1], tokens)
 
     def one_tile(tile: Array, out: Float32[Array, "Hkv N width"]) -> Float32[Array, "Hkv N width"]:
         position = start + tile * size + jnp.arange(size)

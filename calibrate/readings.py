@@ -67,11 +67,11 @@ class Reading:
         step: Callable[[], None],
     ) -> None:
         self._lm, self._config = lm, config
-        self._decoder, self._shards = runnable_decoder(lm), shards_of(lm)
+        decoder, self._shards = runnable_decoder(lm), shards_of(lm)
         self._start = jnp.array([start], jnp.int32)
         text = ForwardPass(lm, ids)
         self._x, *self._angles, self._targets = text.columns(start, most)
-        self._layers = [nnx.split(layer) for layer in self._decoder.layers]
+        self._whole, self._layers = nnx.split(decoder), [nnx.split(layer) for layer in decoder.layers]
         self._texts: list[LayerText] = []
         for of_layer in text.layers(_read_layer, self._start, config):
             self._texts.append(of_layer)
@@ -90,9 +90,9 @@ class Reading:
         x, self._inputs, self._rows = self._x, [], [jnp.asarray(of_layer) for of_layer in dealt]
         for number, layer in enumerate(self._layers):
             self._inputs.append(x)
-            x, _ = _probe_layer(*layer, x, *self._fixed(number), config=self._config, shards=self._shards)
+            x, _ = _probe_layer(*layer, x, self._behind(number), config=self._config, shards=self._shards)
         self._inputs.append(x)
-        return on_host(losses_of(*nnx.split(self._decoder), x, self._targets, shards=self._shards))
+        return on_host(losses_of(*self._whole, x, self._targets, shards=self._shards))
 
     def relief(self, queries: Float32[np.ndarray, " P"]) -> Float64[np.ndarray, "layers Hkv"]:
         """Nats that each head would give back to the last reading if it saw the whole text, to first order.
@@ -101,18 +101,19 @@ class Reading:
             queries: How much the loss after each of the probe's tokens counts.
         """
         *inputs, last = self._inputs
-        of_losses = *nnx.split(self._decoder), last, self._targets, jnp.asarray(queries)
+        of_losses = *self._whole, last, self._targets, jnp.asarray(queries)
         cotangent = _loss_pullback(*of_losses, shards=self._shards)
         found = []
         for number in reversed(range(len(inputs))):
-            given = inputs[number], *self._fixed(number), cotangent
+            given = inputs[number], self._behind(number), cotangent
             cotangent, gain = _probe_pullback(*self._layers[number], *given, config=self._config, shards=self._shards)
             found.append(gain)
         gains = [on_host(gain).astype(np.float64) for gain in reversed(found)]
         return -np.stack([self._lm.own_heads(number, gain) for number, gain in enumerate(gains)])
 
-    def _fixed(self, number: int) -> tuple[Any, ...]:
-        return *self._angles, self._texts[number], self._rows[number], self._start
+    def _behind(self, number: int) -> _Behind:
+        cos, sin = self._angles
+        return _Behind(cos, sin, self._texts[number], self._rows[number], self._start)
 
 
 #: How what a layer has of a text lies on a mesh.
@@ -144,6 +145,23 @@ def _read_layer(
     return x, text
 
 
+class _Behind(NamedTuple):
+    """What a probe is read behind in a layer.
+
+    Attributes:
+        cos: Of RoPE at the probe's positions; `sin` too.
+        text: What the layer has of the text.
+        rows: Cache rows of its heads.
+        starts: Tokens of the text.
+    """
+
+    cos: Float[Array, "1 P half"]
+    sin: Float[Array, "1 P half"]
+    text: LayerText
+    rows: Int[Array, " Hkv"]
+    starts: Int32[Array, " 1"]
+
+
 class _Attended(NamedTuple):
     """Operands and result of a probe's attention in a layer."""
 
@@ -157,11 +175,7 @@ def _run_probe(
     graphdef: Any,
     weights: Any,
     x: Float[Array, "1 P D"],
-    cos: Float[Array, "1 P half"],
-    sin: Float[Array, "1 P half"],
-    text: LayerText,
-    rows: Int[Array, " Hkv"],
-    starts: Int32[Array, " 1"],
+    behind: _Behind,
     config: TCAConfig,
     shift: Float32[Array, "P Hq d"] | None = None,
 ) -> tuple[Float[Array, "1 P D"], _Attended]:
@@ -169,6 +183,7 @@ def _run_probe(
 
     `shift` is added to what attention gives.
     """
+    cos, sin, text, rows, starts = behind
     budgets = row_budgets(text.scores, rows, starts, config)
     selected = selection_mask(text.scores.ranking, budgets, block_size=config.block_size)
     seen = selected | ~far_tokens(starts, text.k.shape[1], config)[:, None]
@@ -182,7 +197,8 @@ def _run_probe(
     return x, attended
 
 
-_INPUTS = {"text": _TEXT, "rows": HEADS}
+_LIES: Any = SAME, SAME, _TEXT, HEADS, SAME
+_INPUTS = {"behind": _Behind(*_LIES)}
 _probe_layer = LayerProgram(_run_probe, static=("config",), inputs=_INPUTS, outputs=(SAME, SECOND_HEADS))
 
 
@@ -191,25 +207,22 @@ def _probe_pullback(
     graphdef: Any,
     weights: Any,
     x: Float[Array, "1 P D"],
-    cos: Float[Array, "1 P half"],
-    sin: Float[Array, "1 P half"],
-    text: LayerText,
-    rows: Int[Array, " Hkv"],
-    starts: Int32[Array, " 1"],
+    behind: _Behind,
     cotangent: Float[Array, "1 P D"],
     config: TCAConfig,
 ) -> tuple[Float[Array, "1 P D"], Float32[Array, " Hkv"]]:
     """Derivatives by the stream in front of the layer, and by gates that let each of its heads see the whole text."""
 
     def run(x: Array, shift: Array | None = None) -> tuple[Array, _Attended]:
-        return _run_probe(graphdef, weights, x, cos, sin, text, rows, starts, config, shift)
+        return _run_probe(graphdef, weights, x, behind, config, shift)
 
+    text = behind.text
     out = jax.eval_shape(run, x)[1].out
     shift = varying_like(jnp.zeros(out.shape, out.dtype), text.k)  # over a mesh each device has heads of its own
     _, pullback, sparse = jax.vjp(run, x, shift, has_aux=True)
     of_x, of_out = pullback(cotangent)
-    whole = attend_probe(sparse.q, sparse.k, sparse.v, text.k[0], text.v[0], None, starts[0])
-    of_heads = (of_out * (whole - sparse.out)).reshape(out.shape[0], rows.shape[0], -1)
+    whole = attend_probe(sparse.q, sparse.k, sparse.v, text.k[0], text.v[0], None, behind.starts[0])
+    of_heads = (of_out * (whole - sparse.out)).reshape(out.shape[0], behind.rows.shape[0], -1)
     return of_x, of_heads.sum(axis=(0, 2))
 
 

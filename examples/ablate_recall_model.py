@@ -13,14 +13,23 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from evaluate_recall_model import SMOKE, Plan, calibrate, calibration_documents, ranked_share, run_jobs
+from evaluate_recall_model import (
+    SMOKE,
+    Plan,
+    ask_tasks,
+    calibrate,
+    calibration_documents,
+    draw_tasks,
+    ranked_share,
+    right_shares,
+    run_jobs,
+)
 
 import tca_jax
 from tca_jax import TCAConfig
 from tca_jax.calibration.profile import Profile
 from tca_jax.files import replacing
-from tca_jax.recall import PROTOCOLS, TASKS
-from tca_jax.recall.evaluation import ask, draw_documents
+from tca_jax.recall import PROTOCOLS
 
 PLAN = Plan(questions=20, texts=16)
 
@@ -86,15 +95,10 @@ def measure(folder: Path, plan: Plan, variant: Variant) -> dict[str, Any]:
     """Right answers, bytes and prefill share of one line, on a profile of its own."""
     profile = _profile(folder, plan, variant)
     lm = tca_jax.load(folder, profile=profile)
-    right: dict[str, dict[str, float]] = {}
-    documents = {task: draw_documents((plan.seed, 2), plan.questions, plan.tokens, task) for task in TASKS}
-    shares = []
-    for protocol in PROTOCOLS:
-        right[protocol] = {}
-        for task in TASKS:
-            answers = ask(lm, documents[task], protocol)
-            right[protocol][task] = float(np.mean(answers.right))
-            shares.append(answers.kv_cache_share)
+    documents = draw_tasks(plan)
+    answers = {protocol: ask_tasks(lm, documents, protocol) for protocol in PROTOCOLS}
+    right = {protocol: right_shares(of_tasks) for protocol, of_tasks in answers.items()}
+    shares = [asked.kv_cache_share for of_tasks in answers.values() for asked in of_tasks.values()]
     result = {
         "group": variant.group,
         "name": variant.name,

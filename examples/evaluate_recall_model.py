@@ -27,7 +27,7 @@ from tca_jax import TCAConfig, methods
 from tca_jax.calibration.profile import Profile
 from tca_jax.calibration.rows import densest_within, kept_share
 from tca_jax.recall import PROTOCOLS, TASKS, Document
-from tca_jax.recall.evaluation import ask, draw_documents
+from tca_jax.recall.evaluation import Asked, ask, draw_documents
 from tca_jax.recall.protocols import asked, chat_answer, chat_document, chat_question
 
 PROBE_KINDS = ("pairs", "copy", "text")
@@ -134,18 +134,31 @@ def method_table(folder: Path, plan: Plan) -> dict[str, Callable[[], methods.Met
 # --- parts, each a list of jobs that run anywhere and give JSON ---
 
 
+def draw_tasks(plan: Plan) -> dict[str, list[Document]]:
+    """The documents that each task's questions are about, the same for every method."""
+    return {task: draw_documents((plan.seed, 2), plan.questions, plan.tokens, task) for task in TASKS}
+
+
+def ask_tasks(lm: tca_jax.LM, documents: dict[str, list[Document]], protocol: str) -> dict[str, Asked]:
+    """Each task's questions under a protocol."""
+    return {task: ask(lm, of_task, protocol) for task, of_task in documents.items()}
+
+
+def right_shares(answers: dict[str, Asked]) -> dict[str, float]:
+    """Share of right answers of each task."""
+    return {task: float(np.mean(of_task.right)) for task, of_task in answers.items()}
+
+
 def measure_method(folder: Path, plan: Plan, name: str, protocols: tuple[str, ...] = PROTOCOLS) -> dict[str, Any]:
     """Share of right answers of one method, by protocol and task."""
     start = time.monotonic()
     lm = tca_jax.load(folder).with_method(method_table(folder, plan)[name]())
     result: dict[str, Any] = {"method": name, "questions": plan.questions, "right": {}}
-    documents = {task: draw_documents((plan.seed, 2), plan.questions, plan.tokens, task) for task in TASKS}
+    documents = draw_tasks(plan)
     for protocol in protocols:
-        result["right"][protocol] = {}
-        for task in TASKS:
-            answers = ask(lm, documents[task], protocol)
-            result["right"][protocol][task] = float(np.mean(answers.right))
-            result["kv_cache_share"] = answers.kv_cache_share
+        answers = ask_tasks(lm, documents, protocol)
+        result["right"][protocol] = right_shares(answers)
+        result["kv_cache_share"] = list(answers.values())[-1].kv_cache_share
         share = f"{result['kv_cache_share']:.1%}"
         print(f"{name:>20} {share:>6} {protocol:>8}: {_shares(result['right'][protocol])}", flush=True)
     return {**result, "seconds": round(time.monotonic() - start)}
@@ -175,10 +188,7 @@ def measure_probes(folder: Path, plan: Plan, kind: str, seed: int) -> dict[str, 
     }
     if seed == 0:
         lm = tca_jax.load(folder, profile=profile)
-        result["right"] = {}
-        for task in TASKS:
-            answers = ask(lm, draw_documents((plan.seed, 2), plan.questions, plan.tokens, task), "late")
-            result["right"][task] = float(np.mean(answers.right))
+        result["right"] = right_shares(ask_tasks(lm, draw_tasks(plan), "late"))
     print(f"{kind:>8} seed {seed}: kept {result['kept_share']:.3f} {result.get('right', '')}", flush=True)
     return result
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -73,13 +72,12 @@ def with_bytes(
         check_integer("question_tokens", question_tokens, at_least=1)
     sizes = CallSizes(prompt_tokens, new_tokens, question_tokens)
     knob, values = _knob(lm, name, prompt_tokens, options)
-    alone = dataclasses.replace(lm, mesh=None, head_orders=None)  # no weights move while the knob is turned
 
     def turned(lm: LM, place: int) -> LM:
         return lm.with_method(name, **_with_knob(name, knob, values[place], options))
 
     def taken(place: int) -> float:
-        return held_share(turned(alone, place), sizes)
+        return held_share(turned(lm.alone, place), sizes)
 
     if (least := taken(0)) > share:
         raise ValueError(

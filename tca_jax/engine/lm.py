@@ -152,6 +152,11 @@ class LM:
         graphdef, _ = nnx.split(parallel.on_device(self.decoder, MODEL, axis_size(self.mesh, MODEL)))
         return dataclasses.replace(self, graphdef=graphdef, params=params)
 
+    @property
+    def alone(self) -> LM:
+        """The model as if one device held it: what sizes are computed for, and methods tried without moving weights."""
+        return dataclasses.replace(self, mesh=None, head_orders=None)
+
     @functools.cached_property
     def dtype(self) -> jnp.dtype:
         """What the model computes in, and its cache holds."""

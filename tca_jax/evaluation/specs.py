@@ -161,7 +161,6 @@ class Builder:
         first."""
         if not np.isfinite(profile.probe_scores).all():
             raise ValueError("its profile has no probe scores, which say what heads are dense first")
-        alone = dataclasses.replace(self.lm, mesh=None, head_orders=None)  # no weights move while rows are tried
 
         def options_of(kept: float) -> dict[str, Any]:
             scores, prefill, needed = profile.probe_scores, profile.prefill_candidates, profile.candidates
@@ -177,7 +176,7 @@ class Builder:
             except ValueError:  # fewer than with no head dense
                 low = kept
                 continue
-            if held_share(alone.with_method(name, **tried), sizes) <= share:
+            if held_share(self.lm.alone.with_method(name, **tried), sizes) <= share:
                 low, found = kept, tried
             else:
                 high = kept
