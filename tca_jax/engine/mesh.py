@@ -55,23 +55,51 @@ class OverMesh:
         if lm.mesh is None:
             return self._function(lm, *args, **static)
 
-        def on_device(params: Any, *args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        specs = jax.tree.leaves(self._specs_of(args), is_leaf=_is_spec)
+        # Arrays without elements stay outside and are made anew inside: Shardy's canonicalization crashes on those that
+        # go in and are used (seen with JAX 0.11.2).
+        given = [leaf for leaf in leaves if np.size(leaf)]
+
+        def on_device(params: Any, given: list[Any]) -> Any:
+            there = iter(given)
+            parts = [
+                next(there) if np.size(leaf) else jnp.zeros(_part(lm.mesh, spec, leaf), leaf.dtype)
+                for leaf, spec in zip(leaves, specs, strict=True)
+            ]
             with dealt_out(lm.head_shards):
-                return _boxed(self._function(lm.on_device(params), *_unboxed(args), **static))
+                own = _unboxed(jax.tree.unflatten(structure, parts))
+                return _boxed(self._function(lm.on_device(params), *own, **static))
 
         # Types that tell along which axes a value varies are not asked for: every loop would have to begin with such,
         # and what the devices of an axis compute alike they compute alike.
-        specs = (lm.parameter_specs, *self._inputs[: len(args)])
-        mapped = jax.shard_map(on_device, mesh=lm.mesh, in_specs=specs, out_specs=self._outputs, check_vma=False)
-        return mapped(lm.params, *args)
+        of_given = [spec for leaf, spec in zip(leaves, specs, strict=True) if np.size(leaf)]
+        mapped = jax.shard_map(
+            on_device,
+            mesh=lm.mesh,
+            in_specs=(lm.parameter_specs, of_given),
+            out_specs=self._outputs,
+            check_vma=False,
+        )
+        return mapped(lm.params, given)
 
     def place(self, lm: LM, args: Sequence[Any]) -> tuple[Any, ...]:
         """Arguments behind the model as they lie on its mesh; those that lie so already, and shapes, are themselves."""
         if lm.mesh is None:
             return tuple(args)
         put = functools.partial(place, mesh=lm.mesh)
-        specs = (jax.tree.broadcast(spec, arg, is_leaf=_is_spec) for spec, arg in zip(self._inputs, args, strict=False))
+        specs = self._specs_of(args)
         return tuple(jax.tree.map(put, spec, arg, is_leaf=_is_spec) for spec, arg in zip(specs, args, strict=True))
+
+    def _specs_of(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """How each array of the arguments behind the model lies on a mesh."""
+        given = zip(self._inputs, args, strict=False)
+        return tuple(jax.tree.broadcast(spec, arg, is_leaf=_is_spec) for spec, arg in given)
+
+
+def _part(mesh: Mesh | None, spec: PartitionSpec, x: Any) -> tuple[int, ...]:
+    """Shape of a device's part of an array."""
+    return np.shape(x) if mesh is None else NamedSharding(mesh, spec).shard_shape(np.shape(x))
 
 
 def whole_mesh(mesh: Mesh) -> Mesh:

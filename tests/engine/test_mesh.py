@@ -15,6 +15,7 @@ from tiny import random_prompt
 import tca_jax
 from tca_jax.engine import request
 from tca_jax.engine.head_balance import balanced_order, balanced_orders
+from tca_jax.engine.mesh import ROWS, SAME, OverMesh
 from tca_jax.models.rope import RopeConfig
 
 pytestmark = needs_8_devices
@@ -220,6 +221,23 @@ def test_a_step_sums_twice_a_layer_and_gathers_no_cache():
     assert re.search(rf"\[4,1,{width}\]|\[4,{width}\]|\[1,4,{width}\]|\[{width},4\]", gathers[0][0])
     for kind in ("all-to-all", "collective-permute", "reduce-scatter"):
         assert not collectives(program_text(with_tca(lm_of(mesh_of((1, 4))))), kind)
+
+
+def test_no_empty_array_goes_into_a_program_of_a_mesh():
+    def echoed(lm: tca_jax.LM, tokens: jax.Array, stops: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return tokens + jnp.isin(tokens, stops), stops + 1
+
+    lm, tokens, stops = lm_of(mesh_of((2, 2))), jnp.arange(4), jnp.zeros(0, jnp.int32)
+    program = jax.jit(OverMesh(echoed, (ROWS, SAME), (ROWS, SAME)))
+    with jax.set_mesh(lm.mesh):
+        text = program.lower(lm, tokens, stops).as_text()
+        got, still_empty = program(lm, tokens, stops)
+    inputs = re.search(r"manual_axes=.*?\((.*)\)", text)
+    assert inputs is not None
+    assert "tensor<2xi32>" in inputs[1]
+    assert "tensor<0x" not in inputs[1]
+    assert got.tolist() == [0, 1, 2, 3]
+    assert still_empty.shape == (0,)
 
 
 def test_one_device_without_a_mesh_runs_no_program_of_a_mesh():
