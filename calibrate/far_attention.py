@@ -1,6 +1,6 @@
-"""What probe queries do behind a text: attention mass that each row would drop, and attention over what rows keep.
+"""Attention mass of a probe's queries on the far tokens of the text before it that each row would drop.
 
-Both go a tile of probe queries at a time against all keys, so memory is O(L) times the tile, never L x L.
+A tile of probe queries goes against all keys at a time, so memory is O(L) times the tile, never L x L.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tca_jax.calibration.scores import selected_by_row
 from tca_jax.methods.config import TCAConfig
 from tca_jax.pallas_kernels.integers import cdiv
 from tca_jax.pallas_kernels.kernel_math import divide_up
-from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, weighted_sum
+from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores
 
 _TILE_ELEMENTS = 2**27  # scores of a tile: 512 MiB
 _LARGEST_TILE = 256  # queries
@@ -67,51 +67,7 @@ def dropped_by_row(
     return jax.lax.map(of_text, (q, k, dropped, starts, lengths))
 
 
-def attend_probe(
-    q: Float[Array, "P Hq d"],
-    k: Float[Array, "P Hkv d"],
-    v: Float[Array, "P Hkv d"],
-    text_k: Float[Array, "L Hkv d"],
-    text_v: Float[Array, "L Hkv d"],
-    seen: Bool[Array, "Hkv L"] | None,
-    start: Int[Array, ""],
-) -> Float32[Array, "P Hq d"]:
-    """Attention of a probe's queries over what is seen of the text before it, and causally over each other.
-
-    Nothing is evicted while the probe is read, so that all it misses is what the selection at the text's end dropped.
-    Differentiable, a tile of queries at a time.
-
-    Args:
-        q: Queries of the probe after RoPE; `k` and `v` its keys and values.
-        text_k: Keys of the text; `text_v` its values, which must be finite past `start` too.
-        seen: Tokens of the text that each KV head still has; None for all.
-        start: Tokens of the text.
-    """
-    count, heads, dim = q.shape
-    tokens, kv_heads = text_k.shape[0], k.shape[1]
-    # Heads first, once: what the tiles multiply is then laid out as matrix products want it.
-    keys, values = (jnp.moveaxis(jnp.concatenate(pair), 1, 0) for pair in ((text_k, k), (text_v, v)))
-    columns = jnp.arange(tokens + count)
-    places = jnp.where(columns < tokens, columns, columns - tokens + start)
-    there = ((columns < start) | (columns >= tokens))[None]
-    if seen is not None:
-        there = there & jnp.concatenate([seen, jnp.ones((kv_heads, count), bool)], axis=1)
-    size = _tile_size(count, heads, tokens + count)
-
-    @jax.checkpoint  # the scores of all tiles would be P x L
-    def of_tile(tile: tuple[Array, Array]) -> Float32[Array, "Hkv G t d"]:
-        queries, positions = tile
-        visible = there[:, None, None] & (places <= positions[:, None])
-        scores = jnp.where(visible, scaled_scores("hgtd,hld->hgtl", queries, keys), MASKED)
-        return weighted_sum("hgtl,hld->hgtd", jax.nn.softmax(scores), values)
-
-    queries = jnp.pad(q, ((0, -count % size), (0, 0), (0, 0))).reshape(-1, size, kv_heads, heads // kv_heads, dim)
-    positions = start + jnp.arange(queries.shape[0] * size).reshape(-1, size)
-    out = jax.lax.map(of_tile, (jnp.moveaxis(queries, 1, 3), positions))
-    return jnp.moveaxis(out, 3, 1).reshape(-1, heads, dim)[:count]
-
-
-def _tile_size(queries: int, heads: int, keys: int) -> int:
+def tile_size(queries: int, heads: int, keys: int) -> int:
     """Queries whose scores are computed at once."""
     return max(1, min(queries, _LARGEST_TILE, _TILE_ELEMENTS // (heads * keys)))
 
@@ -129,7 +85,7 @@ def _over_probe(
     tokens, kv_heads, dim = k.shape
     group, columns = q.shape[1] // kv_heads, jnp.arange(tokens)
     keys = jnp.moveaxis(k, 1, 0)
-    size = _tile_size(most, q.shape[1], tokens)
+    size = tile_size(most, q.shape[1], tokens)
 
     def one_tile(tile: Array, out: Float32[Array, "Hkv N width"]) -> Float32[Array, "Hkv N width"]:
         position = start + tile * size + jnp.arange(size)

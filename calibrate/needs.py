@@ -29,6 +29,10 @@ _SHARE_OF_MEMORY = 4  # texts are kept while they take at most this part of the 
 # back a little each, and no row of any is worth its tokens.
 _LEAST_SHARE = 0.15
 _NEGLIGIBLE = 2e-4  # of the first need: a token or two of one probe, which chance puts before one head or another
+_FEWEST = 0.02  # of the probes that lost at first: what so few go on losing is their own, and no head's work
+# Fewer than this part of them are too few to choose a row between by, which another draw of texts would move: a head
+# that they find is made dense.
+_SURE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,10 +130,12 @@ def find_needed(
         for number, one in lost.items():
             first[number] = first[number] or one.total
         rounds += 1
-        left = sum(one.total / first[number] for number, one in lost.items()) / np.count_nonzero(first)
-        if left < _NEGLIGIBLE:
+        lost_first = int(np.count_nonzero(first))
+        left = sum(one.total / first[number] for number, one in lost.items()) / lost_first
+        losers = len(lost) / lost_first
+        if left < _NEGLIGIBLE or losers < _FEWEST:
             break
-        found = _blame(list(lost.values()), left, rows)
+        found = _blame(list(lost.values()), left, rows, between=losers >= _SURE)
         if found is None:
             break
         blame = np.maximum(blame, found)
@@ -141,11 +147,11 @@ def find_needed(
 
 
 def _blame(
-    lost: Sequence[_Lost], left: float, rows: Int32[np.ndarray, "layers Hkv"]
+    lost: Sequence[_Lost], left: float, rows: Int32[np.ndarray, "layers Hkv"], *, between: bool
 ) -> Float64[np.ndarray, "layers Hkv M1"] | None:
     """Blame of every row in a round: 1/2 for being found, and up to 1/2 by how much was `left` to find.
 
-    None where no head would give anything back.
+    None where no head would give anything back. `between`: whether a row that still drops something can be enough.
     """
     share = np.mean([one.shares for one in lost], axis=0)
     if not np.isfinite(share).all() or share.max() < _LEAST_SHARE:
@@ -157,7 +163,7 @@ def _blame(
     of_now = np.clip(dropped / np.where(now > 0, now, 1), 0, 1)
     # A row that drops less than half of what the head drops now is enough; the rows that were read over are not.
     tried = np.arange(dropped.shape[-1]) <= rows[..., None]
-    return head[..., None] * np.where(tried | (of_now > _FOUND), 1, of_now)
+    return head[..., None] * np.where(tried | (of_now > (_FOUND if between else 0)), 1, of_now)
 
 
 def _dropped(lost: Sequence[_Lost]) -> Float64[np.ndarray, "layers Hkv M1"]:

@@ -17,16 +17,16 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Float64, Int, Int32
 
-from tca_jax.calibration.far_attention import attend_probe, far_tokens
+from tca_jax.calibration.far_attention import far_tokens
 from tca_jax.calibration.layer_programs import (
     HEADS,
     THIRD_HEADS,
-    LayerProgram,
     layer_program,
     runnable_decoder,
     shards_of,
 )
 from tca_jax.calibration.passes import ForwardPass, losses_of
+from tca_jax.calibration.probe_attention import SeenText, attend_probe, known_attention
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, SECOND_HEADS, on_host
 from tca_jax.methods import tca
@@ -77,6 +77,7 @@ class Reading:
             self._texts.append(of_layer)
             step()
         self._inputs: list[Array] = []
+        self._attention: list[Array] = []
         self._rows: list[Array] = []
 
     @property
@@ -87,10 +88,12 @@ class Reading:
     def losses(self, rows: Int32[np.ndarray, "layers Hkv"]) -> Float32[np.ndarray, " P"]:
         """Loss in nats of the token after each of the probe's, read over what these cache rows keep of the text."""
         dealt = [self._lm.dealt_heads(layer, of_layer) for layer, of_layer in enumerate(rows)]
-        x, self._inputs, self._rows = self._x, [], [jnp.asarray(of_layer) for of_layer in dealt]
+        self._rows = [jnp.asarray(of_layer) for of_layer in dealt]
+        x, self._inputs, self._attention = self._x, [], []
         for number, layer in enumerate(self._layers):
             self._inputs.append(x)
-            x, _ = _probe_layer(*layer, x, self._behind(number), config=self._config, shards=self._shards)
+            x, out = _probe_layer(*layer, x, self._behind(number), config=self._config, shards=self._shards)
+            self._attention.append(out)
         self._inputs.append(x)
         return on_host(losses_of(*self._whole, x, self._targets, shards=self._shards))
 
@@ -105,7 +108,7 @@ class Reading:
         cotangent = _loss_pullback(*of_losses, shards=self._shards)
         found = []
         for number in reversed(range(len(inputs))):
-            given = inputs[number], self._behind(number), cotangent
+            given = inputs[number], self._behind(number), self._attention[number], cotangent
             cotangent, gain = _probe_pullback(*self._layers[number], *given, config=self._config, shards=self._shards)
             found.append(gain)
         gains = [on_host(gain).astype(np.float64) for gain in reversed(found)]
@@ -161,45 +164,32 @@ class _Behind(NamedTuple):
     rows: Int[Array, " Hkv"]
     starts: Int32[Array, " 1"]
 
-
-class _Attended(NamedTuple):
-    """Operands and result of a probe's attention in a layer."""
-
-    q: Float[Array, "P Hq d"]
-    k: Float[Array, "P Hkv d"]
-    v: Float[Array, "P Hkv d"]
-    out: Float32[Array, "P Hq d"]
-
-
-def _run_probe(
-    graphdef: Any,
-    weights: Any,
-    x: Float[Array, "1 P D"],
-    behind: _Behind,
-    config: TCAConfig,
-    shift: Float32[Array, "P Hq d"] | None = None,
-) -> tuple[Float[Array, "1 P D"], _Attended]:
-    """The probe's stream behind the layer, read over what cache rows of its heads have left of the text.
-
-    `shift` is added to what attention gives.
-    """
-    cos, sin, text, rows, starts = behind
-    budgets = row_budgets(text.scores, rows, starts, config)
-    selected = selection_mask(text.scores.ranking, budgets, block_size=config.block_size)
-    seen = selected | ~far_tokens(starts, text.k.shape[1], config)[:, None]
-
-    def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, _Attended]:
-        out = attend_probe(q[0], k[0], v[0], text.k[0], text.v[0], seen[0], starts[0])
-        shifted = out if shift is None else out + shift
-        return shifted.astype(q.dtype)[None], _Attended(q[0], k[0], v[0], out)
-
-    x, attended, _ = nnx.merge(graphdef, weights)(x, cos, sin, attend, None)
-    return x, attended
+    def seen(self, config: TCAConfig) -> SeenText:
+        """The text with what its rows have left of it."""
+        tokens = self.text.k.shape[1]
+        budgets = row_budgets(self.text.scores, self.rows, self.starts, config)
+        selected = selection_mask(self.text.scores.ranking, budgets, block_size=config.block_size)
+        seen = selected | ~far_tokens(self.starts, tokens, config)[:, None]
+        return SeenText(self.text.k[0], self.text.v[0], seen[0], self.starts[0])
 
 
 _LIES: Any = SAME, SAME, _TEXT, HEADS, SAME
-_INPUTS = {"behind": _Behind(*_LIES)}
-_probe_layer = LayerProgram(_run_probe, static=("config",), inputs=_INPUTS, outputs=(SAME, SECOND_HEADS))
+_INPUTS = {"behind": _Behind(*_LIES), "out": SECOND_HEADS}
+
+
+@layer_program(static=("config",), inputs=_INPUTS, outputs=(SAME, SECOND_HEADS))
+def _probe_layer(
+    graphdef: Any, weights: Any, x: Float[Array, "1 P D"], behind: _Behind, config: TCAConfig
+) -> tuple[Float[Array, "1 P D"], Float[Array, "P Hq d"]]:
+    """The probe's stream behind the layer, read over what cache rows of its heads have left of the text; attention."""
+    text = behind.seen(config)
+
+    def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, Array]:
+        out = attend_probe(q[0], k[0], v[0], text)
+        return out[None], out
+
+    x, out, _ = nnx.merge(graphdef, weights)(x, behind.cos, behind.sin, attend, None)
+    return x, out
 
 
 @layer_program(static=("config",), inputs=_INPUTS, outputs=(SAME, HEADS), derives=True)
@@ -208,22 +198,27 @@ def _probe_pullback(
     weights: Any,
     x: Float[Array, "1 P D"],
     behind: _Behind,
+    out: Float[Array, "P Hq d"],
     cotangent: Float[Array, "1 P D"],
     config: TCAConfig,
 ) -> tuple[Float[Array, "1 P D"], Float32[Array, " Hkv"]]:
-    """Derivatives by the stream in front of the layer, and by gates that let each of its heads see the whole text."""
+    """Derivatives by the stream in front of the layer, and by gates that let each of its heads see the whole text.
 
-    def run(x: Array, shift: Array | None = None) -> tuple[Array, _Attended]:
-        return _run_probe(graphdef, weights, x, behind, config, shift)
+    `x` and `out` are what `_probe_layer` was given and what its attention gave.
+    """
+    known = known_attention(out, behind.seen(config))
 
-    text = behind.text
-    out = jax.eval_shape(run, x)[1].out
-    shift = varying_like(jnp.zeros(out.shape, out.dtype), text.k)  # over a mesh each device has heads of its own
-    _, pullback, sparse = jax.vjp(run, x, shift, has_aux=True)
-    of_x, of_out = pullback(cotangent)
-    whole = attend_probe(sparse.q, sparse.k, sparse.v, text.k[0], text.v[0], None, behind.starts[0])
-    of_heads = (of_out * (whole - sparse.out)).reshape(out.shape[0], behind.rows.shape[0], -1)
-    return of_x, of_heads.sum(axis=(0, 2))
+    def run(x: Array, gates: Array) -> Array:
+        def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, None]:
+            return known(q[0], k[0], v[0], gates)[None], None
+
+        x, _, _ = nnx.merge(graphdef, weights)(x, behind.cos, behind.sin, attend, None)
+        return x
+
+    # Over a mesh each device has heads of its own.
+    gates = varying_like(jnp.zeros(behind.rows.shape, jnp.float32), behind.text.k)
+    _, pullback = jax.vjp(run, x, gates)
+    return pullback(cotangent)
 
 
 @layer_program(derives=True)

@@ -120,6 +120,13 @@ def test_what_is_left_to_a_token_or_two_of_many_probes_is_chance(monkeypatch, no
     assert dense(find(monkeypatch, *models)) == needed
 
 
+@pytest.mark.parametrize(("probes", "needed"), [(50, [(0, 0), (2, 1)]), (51, [(2, 1)])])
+def test_what_fewer_than_one_probe_in_fifty_goes_on_losing_finds_no_head(monkeypatch, noise, probes, needed):
+    models = [Model(LOUD, noise) for _ in range(probes)]
+    models[-1] = Model({**LOUD, 5: Token(5.0, ((2, 1), (0, 0))), 6: Token(5.0, ((2, 1), (0, 0)))}, noise)
+    assert dense(find(monkeypatch, *models)) == needed
+
+
 def test_small_rises_are_a_need_but_find_no_head(monkeypatch, noise):
     found = find(monkeypatch, Model({place: Token(0.05, ((0, 0),)) for place in range(7)}, noise))
     assert found.need == pytest.approx(0.35)
@@ -151,6 +158,15 @@ def test_where_that_row_is_not_enough_a_denser_one_follows(monkeypatch, noise):
     found = find(monkeypatch, model, drops=FALLING)
     assert [rows[2, 0] for rows in model.read] == [0, 2, 3, 4]
     np.testing.assert_array_equal(found.blame[2, 0], [1, 1, 1, 1, 0])
+
+
+@pytest.mark.parametrize(("probes", "row"), [(10, 2), (11, 4)])
+def test_a_head_that_few_probes_find_is_made_dense(monkeypatch, noise, probes, row):
+    models = [Model(LOUD, noise, enough=2) for _ in range(probes)]
+    models[-1] = Model({**LOUD, 6: Token(5.0, ((2, 1), (0, 0)))}, noise, enough=2)
+    find(monkeypatch, *models, drops=FALLING)
+    assert [rows[0, 0] for rows in models[-1].read] == [0, 0, row]
+    assert [rows[2, 1] for rows in models[-1].read] == [0, 2, 2]
 
 
 def test_a_model_that_computes_nan_is_named(monkeypatch, noise):

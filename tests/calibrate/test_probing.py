@@ -10,7 +10,8 @@ import pytest
 from cases import poison, qkv, regions, unchecked
 
 from tca_jax.calibration import far_attention
-from tca_jax.calibration.far_attention import attend_probe, dropped_by_row
+from tca_jax.calibration.far_attention import dropped_by_row
+from tca_jax.calibration.probe_attention import SeenText, attend_probe, known_attention
 from tca_jax.calibration.probing import probe_scores, worst_dropped
 from tca_jax.methods.config import TCAConfig
 
@@ -100,16 +101,16 @@ def sizes(jaxpr) -> set[int]:
     return found
 
 
-def probe_arguments(text: int):
-    """What `attend_probe` takes for one of the texts: padded text and probe, and what is seen of the text."""
+def probe_arguments(text: int, everything: bool = False):
+    """What `attend_probe` takes for one of the texts: a padded probe, and the text with what is seen of it."""
     q, k, v, _ = inputs()
     start, most = int(LENGTHS[text] - PROBES[text]), 24
-    seen = np.random.default_rng(3).random((2, 96)) < 0.5
     behind = [np.zeros((most, *x.shape[2:]), np.float32) for x in (q, k, v)]
     for part, x in zip(behind, (q, k, v), strict=True):
         part[: PROBES[text]] = x[text, start : LENGTHS[text]]
     before = [np.where((np.arange(96) < start)[:, None, None], x[text], 0) for x in (k, v)]
-    return [jnp.asarray(x) for x in (*behind, *before, seen)], start
+    seen = np.ones((2, 96), bool) if everything else np.random.default_rng(3).random((2, 96)) < 0.5
+    return [jnp.asarray(x) for x in behind], SeenText(*map(jnp.asarray, (*before, seen)), jnp.int32(start))
 
 
 def probe_attention(text: int, seen: np.ndarray | None) -> np.ndarray:
@@ -133,23 +134,32 @@ def probe_attention(text: int, seen: np.ndarray | None) -> np.ndarray:
 @pytest.mark.parametrize("everything", [False, True])
 @pytest.mark.parametrize("text", [0, 1, 2])
 def test_a_probe_attends_to_what_is_seen_of_the_text_and_to_itself(text, everything):
-    (*arguments, seen), start = probe_arguments(text)
-    out = attend_probe(*arguments, None if everything else seen, jnp.int32(start))
-    expected = probe_attention(text, None if everything else np.asarray(seen))
-    np.testing.assert_allclose(out[: PROBES[text]], expected, atol=2e-5)
+    probe, seen = probe_arguments(text, everything)
+    expected = probe_attention(text, None if everything else np.asarray(seen.seen))
+    np.testing.assert_allclose(attend_probe(*probe, seen)[: PROBES[text]], expected, atol=2e-5)
 
 
-def test_many_tiles_of_a_probe_are_as_one(monkeypatch):
-    (q, *arguments), start = probe_arguments(0)
+@pytest.mark.parametrize("tile", [7, 256])
+@pytest.mark.parametrize("text", [0, 1, 2])
+def test_slopes_of_a_probes_attention_are_those_of_its_definition(text, tile, monkeypatch):
+    probe, seen = probe_arguments(text)
+    _, everything = probe_arguments(text, everything=True)
+    cotangent = jax.random.normal(jax.random.key(1), probe[0].shape)
 
-    def summed(q):
-        return (attend_probe(q, *arguments, jnp.int32(start)) ** 2).sum()
+    def gated(q, k, v, gates):
+        sparse, whole = (attend_probe(q, k, v, of) for of in (seen, everything))
+        return sparse + jnp.repeat(gates, 2)[:, None] * (whole - sparse)
 
-    whole, slopes = jax.value_and_grad(summed)(q)
-    monkeypatch.setattr(far_attention, "_LARGEST_TILE", 7)
-    tiled, tiled_slopes = jax.value_and_grad(summed)(q)
-    np.testing.assert_allclose(tiled, whole, rtol=1e-5)
-    np.testing.assert_allclose(tiled_slopes, slopes, atol=1e-5)
+    gates = jnp.zeros(2)
+    expected_out, expected = jax.vjp(gated, *probe, gates)
+    monkeypatch.setattr(far_attention, "_LARGEST_TILE", tile)
+    np.testing.assert_allclose(attend_probe(*probe, seen), expected_out, atol=1e-5)
+    out, slopes = jax.vjp(known_attention(expected_out, seen), *probe, gates)
+    np.testing.assert_array_equal(out, expected_out)
+    for got, wanted in zip(slopes(cotangent), expected(cotangent), strict=True):
+        assert got.dtype == wanted.dtype
+        np.testing.assert_allclose(got, wanted, atol=2e-5)
+    assert np.abs(slopes(cotangent)[-1]).min() > 0.1
 
 
 def test_the_worst_queries_are_one_in_a_hundred_of_each_text_and_at_least_one():

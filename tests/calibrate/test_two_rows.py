@@ -205,7 +205,7 @@ def test_a_configuration_without_a_threshold_reads_no_copies_unless_a_share_is_a
 
 def test_all_programs_of_a_bucket_are_compiled_once(lm, compiled):
     calibrate(lm, random_ids(241), CONFIG, probes="text")
-    programs = ("score_layer", "_read_layer", "_run_probe", "_probe_pullback")
+    programs = ("score_layer", "_read_layer", "_probe_layer", "_probe_pullback")
     assert [sum(name in one for one in compiled) for name in programs] == [1, 1, 1, 1]
     compiled.clear()
     calibrate(lm, [random_ids(length) for length in (242, 249, 256)], CONFIG, probes="text")
