@@ -29,7 +29,7 @@ _SHARE_OF_MEMORY = 4  # texts are kept while they take at most this part of the 
 # back a little each, and no row of any is worth its tokens.
 _LEAST_SHARE = 0.15
 _NEGLIGIBLE = 2e-4  # of the first need: a token or two of one probe, which chance puts before one head or another
-_FEWEST = 0.02  # of the probes that lost at first: what so few go on losing is their own, and no head's work
+_FEWEST = 0.03  # of the probes that lost at first: what so few go on losing is their own, and no head's work
 # Fewer than this part of them are too few to choose a row between by, which another draw of texts would move: a head
 # that they find is made dense.
 _SURE = 0.1

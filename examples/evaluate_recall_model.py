@@ -49,7 +49,7 @@ class Plan:
     tokens: int = 8192
     window: int = 512
     questions: int = 100
-    texts: int = 48
+    texts: int = 144
     tau: float = 0.85
     seed: int = 0
 
