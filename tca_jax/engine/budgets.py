@@ -16,6 +16,7 @@ from tca_jax.methods.checks import check_integer, check_number
 from tca_jax.methods.registry import option_names
 
 _SHARES = 4096  # of these steps `share` is a whole number
+_MANY_ROWS = 4096
 
 
 class CallSizes(NamedTuple):
@@ -117,26 +118,27 @@ def _with_knob(name: str, knob: str, value: Any, options: dict[str, Any]) -> dic
 
 
 def held_share(lm: LM, sizes: CallSizes) -> float:
-    """Bytes of the caches of a call with one prompt, over those of full attention; at least what a call will show.
+    """Bytes of a prompt's caches over those of full attention; at least what a call of any number of prompts will show.
 
     Where in its block a document ends decides how many columns a question takes: it is the worst place here, and the
-    best one for full attention.
+    best one for full attention. So is the batch: a pool without tokens, which full attention has, takes a region all
+    the same, and the rows of a batch share it.
     """
     fed = least = None
     if sizes.question_tokens is not None and sizes.new_tokens is not None:
         b, room = lm.for_contexts().method.cache.block_size, bucket_length(sizes.new_tokens)
         fed, least = (num_columns(tokens, b) + room - 1 for tokens in (b - 1 + sizes.question_tokens, 1))
-    return _num_bytes(lm, sizes, fed) / _num_bytes(lm.with_method(BASELINE), sizes, least)
+    return _num_bytes(lm, sizes, fed) / (_num_bytes(lm.with_method(BASELINE), sizes, least, _MANY_ROWS) / _MANY_ROWS)
 
 
-def _num_bytes(lm: LM, sizes: CallSizes, fed: int | None) -> int:
-    """Bytes of the caches behind one prompt, as `generate` and `prefill` allocate them; `fed` tokens are to follow."""
+def _num_bytes(lm: LM, sizes: CallSizes, fed: int | None, rows: int = 1) -> int:
+    """Bytes of the caches behind prompts, as `generate` and `prefill` allocate them; `fed` tokens are to follow."""
     tokens, room = bucket_length(sizes.prompt_tokens), sizes.new_tokens and bucket_length(sizes.new_tokens)
     if fed is None and room is not None:
-        layouts = lm.cache_layouts(1, tokens, room)
+        layouts = lm.cache_layouts(rows, tokens, room)
     else:
         lm = lm.for_contexts()
-        layouts = lm.cache_layouts(1, tokens, None)
+        layouts = lm.cache_layouts(rows, tokens, None)
     if fed is not None:
         layouts = tuple(layout.with_growth(lm.method.cache, layer, fed) for layer, layout in enumerate(layouts))
     return total_bytes(layouts, lm.config.head_dim, jnp.float32)  # of a share, the dtype does not matter

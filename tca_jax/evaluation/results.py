@@ -17,7 +17,7 @@ FORMAT = 1
 CONFIG = "config.json"
 TASKS = "results"
 #: Of the configuration, what a second run may add to; all else must be the same.
-_GROWING = ("methods", "sources")
+_GROWING = ("methods", "measured", "sources")
 
 
 class Job(NamedTuple):
@@ -43,7 +43,7 @@ class Results:
         """Makes the folder, or goes on in one of the same configuration.
 
         Args:
-            config: What the results depend on; entries under "methods" and "sources" may be new.
+            config: What the results depend on; entries under "methods", "measured" and "sources" may be new.
 
         Raises:
             ValueError: the folder belongs to another configuration, with the difference; or its file is damaged.

@@ -46,9 +46,10 @@ def run_plan(
     Raises:
         ValueError: the folder is of another configuration, or a method cannot be made; nothing was compiled then.
     """
-    results.require_same(_config(plan, builder.lm, {}))  # before a method looks at text, which compiles
+    held = results.require_same(_config(plan, builder, {}))  # before a method looks at text, which compiles
+    builder.remember(held.get("measured", {}))
     built = {spec.label: builder.build(spec) for spec in plan.methods}
-    results.open(_config(plan, builder.lm, built))
+    results.open(_config(plan, builder, built))
     tasks = {task.name: task for task, _ in plan.tasks}
     store = SampleStore(lambda task, length: task.draw(plan.drawing(builder.lm, length)))
     jobs = [job for job in plan.jobs() if not results.has(job)]
@@ -83,8 +84,9 @@ def run_plan(
     return records
 
 
-def _config(plan: Plan, lm: LM, built: Mapping[str, Built]) -> dict[str, Any]:
+def _config(plan: Plan, builder: Builder, built: Mapping[str, Built]) -> dict[str, Any]:
     """What the results depend on."""
+    lm = builder.lm
     return {
         "format": FORMAT,
         "model": lm.name,
@@ -95,6 +97,7 @@ def _config(plan: Plan, lm: LM, built: Mapping[str, Built]) -> dict[str, Any]:
         "samples": plan.samples,
         "bytes": plan.share,
         "methods": {label: _digest(describe_method(each.lm.method)) for label, each in built.items()},
+        "measured": builder.measured,
         "sources": {
             name: {"sha256": origin.digest, "label": origin.label, "substitute": origin.substitute}
             for name, origin in plan.origins().items()

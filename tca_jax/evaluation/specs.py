@@ -116,6 +116,15 @@ class Builder:
     texts: Callable[[], Sequence[Sequence[int]]]
     _found: dict[str, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
+    @property
+    def measured(self) -> dict[str, list[float]]:
+        """What a look at texts has given, by option."""
+        return {option: np.asarray(value).tolist() for option, value in self._found.items()}
+
+    def remember(self, measured: Mapping[str, list[float]]) -> None:
+        """Takes what an earlier run has measured: another measurement would differ in its last digits."""
+        self._found.update({option: np.asarray(value, np.float32) for option, value in measured.items()})
+
     def build(self, spec: MethodSpec) -> Built:
         """The model under a method as it is.
 
@@ -219,14 +228,12 @@ class Builder:
 
         if option == "candidates" or (option == "gates" and self.profile is None):
             raise ValueError(f"--methods {label}: needs --profile DIR, from tca-jax calibrate")
-        measures: dict[str, Callable[[], Any]] = {
-            "gates": lambda: calibration.head_gates(self.profile),
-            "preferences": lambda: calibration.layer_preferences(self.lm, self.texts()),
-        }
-        if option not in measures:
+        if option == "gates":
+            return calibration.head_gates(self.profile)
+        if option != "preferences":
             raise ValueError(f"--methods {label}: its option {option!r} has no default: give it")
         if option not in self._found:
-            self._found[option] = measures[option]()
+            self._found[option] = calibration.layer_preferences(self.lm, self.texts())
         return self._found[option]
 
 

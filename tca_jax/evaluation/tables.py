@@ -38,7 +38,7 @@ def write_table(results: Results, skipped: Sequence[str] = ()) -> None:
 
 def table(config: Mapping[str, Any], records: Sequence[Record], skipped: Sequence[str] = ()) -> str:
     """All results: a table for each length, protocol and suite, then those of text tasks, then notes."""
-    share = config["bytes"]
+    records, share = _in_order(config, records), config["bytes"]
     held = "as each method has them" if share is None else f"at most {share:.0%} of full attention's"
     lines = [
         f"# {config['model']}",
@@ -123,8 +123,14 @@ def _text_tables(records: Sequence[Record], length: int) -> list[str]:
 def _notes(records: Sequence[Record], skipped: Sequence[str]) -> list[str]:
     """What marks mean, and what is not there."""
     substitutes = sorted({f"{name}: {label}" for r in records for name, label in r["substitutes"].items()})
-    own_budgets = sorted({(r["method"], r["length"], r["budget"]) for r in records if r["own_budget"]})
-    own = [f"{method}, {length:,} tokens: {budget}" for method, length, budget in own_budgets]
+    lengths: dict[tuple[str, str], set[int]] = {}
+    for record in records:
+        if record["own_budget"]:
+            lengths.setdefault((record["method"], record["budget"]), set()).add(record["length"])
+    own = [
+        f"{method}, {' and '.join(f'{length:,}' for length in sorted(of_method))} tokens: {budget}"
+        for (method, budget), of_method in lengths.items()
+    ]
     lines = []
     if substitutes:
         lines += [
@@ -138,10 +144,17 @@ def _notes(records: Sequence[Record], skipped: Sequence[str]) -> list[str]:
     return lines
 
 
+def _in_order(config: Mapping[str, Any], records: Sequence[Record]) -> list[Record]:
+    """Full attention's first, then the methods as they were asked for, each with its tasks as they were run."""
+    places = {label: place for place, label in enumerate(config.get("methods", ()))}
+    return sorted(
+        records, key=lambda r: (r["method"] != "full", places.get(r["method"], len(places)), r.get("finished", ""))
+    )
+
+
 def _ordered(records: Sequence[Record], name: str) -> list[str]:
-    """Different values, in the order in which the run had them; full attention first."""
-    values = list(dict.fromkeys(record[name] for record in sorted(records, key=lambda r: r.get("finished", ""))))
-    return sorted(values, key=lambda value: value != "full")
+    """Different values, in the order of the records."""
+    return list(dict.fromkeys(record[name] for record in records))
 
 
 def _marked(task: str, records: Sequence[Record]) -> str:

@@ -12,6 +12,7 @@ CONFIG = {
     "seed": 0,
     "bytes": None,
     "methods": {"full": "a"},
+    "measured": {},
     "sources": {"words": {"sha256": "1", "label": "ours"}},
 }
 JOB = Job("random:share=0.5,window=8", "vt", 512, "late")

@@ -1,5 +1,7 @@
 """Methods by name: options, pairs, profiles, and equal bytes."""
 
+import json
+
 import numpy as np
 import pytest
 import tiny
@@ -7,6 +9,7 @@ import tiny
 from tca_jax import TCAConfig, methods
 from tca_jax.calibration.profile import Profile
 from tca_jax.engine.budgets import CallSizes, held_share
+from tca_jax.engine.identity import describe_method
 from tca_jax.evaluation.specs import Builder, parse_methods
 
 CONFIG = TCAConfig(block_size=8, window=16, reserve=0)
@@ -110,3 +113,14 @@ def test_a_method_without_a_knob_runs_as_it_is_and_says_so(lm):
         assert made.own_budget
         assert reason in made.budget
         assert made.lm.method == builder(lm, found).build(spec).lm.method
+
+
+def test_what_an_earlier_run_has_measured_is_taken_as_it_was_written(lm):
+    (spec,) = parse_methods("cake:block_size=8,window=16,observation=16")
+    first, other = (Builder(lm, None, None, lambda seed=seed: [tiny.random_prompt(seed, 400)]) for seed in (0, 1))
+    made = describe_method(first.build(spec).lm.method)
+    written = json.loads(json.dumps(first.measured))
+    assert describe_method(other.build(spec).lm.method) != made
+    other.remember(written)
+    assert describe_method(other.build(spec).lm.method) == made
+    assert other.measured == written
