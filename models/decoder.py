@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ Attention = Callable[[int, Array, Array, Array, Any], tuple[Array, Any]]
 _Projections = tuple[Array, Array, Array]  # q [B, L, Hq, d], k and v [B, L, Hkv, d]
 
 _INIT_STD = 0.02
+_OVERLAPPING = (14, 18, 15, 17)  # sixteenths of a chunk: four of them between the devices of a mesh
 _CHUNK_ELEMENTS = 2**27  # of the MLP's inner width times the tokens of a chunk: 256 MiB in bfloat16
 
 
@@ -126,6 +128,7 @@ class DecoderLayer(nnx.Module):
         self.mlp = GatedMLP(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         # A power of two, as lengths are multiples of one: the last chunk is then rarely a ragged one.
         self.chunk = 2 ** int(math.log2(max(1, _CHUNK_ELEMENTS // config.intermediate_size)))
+        self.axis: str | None = None  # of a mesh, whose devices add up what they have behind attention and the MLP
 
     def __call__(
         self,
@@ -153,14 +156,17 @@ class DecoderLayer(nnx.Module):
             values for the next to overwrite.
         """
         if places is None:
-            q, k, v = _by_chunks(self._before_attention, self.chunk, buffers, x, cos, sin)
+            q, k, v = _by_chunks(self._before_attention, (self.chunk,), buffers, x, cos, sin)
         else:
             k, v = self._keys_and_values(buffers, x, cos, sin)
             x, cos, sin = (jnp.take_along_axis(each, places[..., None], axis=1) for each in (x, cos, sin))
-            q, _, _ = _by_chunks(self._before_attention, self.chunk, None, x, cos, sin)
+            q, _, _ = _by_chunks(self._before_attention, (self.chunk,), None, x, cos, sin)
         with jax.named_scope("attention"):
             out, state = attend(q, k, v, state)
-        return _by_chunks(self._after_attention, self.chunk, x, out.astype(x.dtype)), state, (q, k, v)
+        # While a chunk's sum travels another one is computed. They are of different sizes, or XLA would fuse their
+        # additions, which then wait for all sums.
+        sizes = (self.chunk,) if self.axis is None else tuple(max(1, part * self.chunk // 16) for part in _OVERLAPPING)
+        return _by_chunks(self._after_attention, sizes, x, out.astype(x.dtype)), state, (q, k, v)
 
     def _before_attention(self, _: Any, x: Array, cos: Array, sin: Array) -> _Projections:
         return self.attention.project(self.attention_norm(x), cos, sin)
@@ -172,7 +178,7 @@ class DecoderLayer(nnx.Module):
         def function(_: Any, x: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
             return self.attention.keys_and_values(weights, self.attention_norm(x), cos, sin)
 
-        k, v = _by_chunks(function, self.chunk, None if buffers is None else buffers[1:], x, cos, sin)
+        k, v = _by_chunks(function, (self.chunk,), None if buffers is None else buffers[1:], x, cos, sin)
         return k, v
 
     def _after_attention(self, x: Array, out: Array) -> Array:
@@ -181,8 +187,8 @@ class DecoderLayer(nnx.Module):
             return x + self.mlp(self.mlp_norm(x))
 
 
-def _by_chunks(function: Callable[..., Any], chunk: int, old: Any, *inputs: Array) -> Any:
-    """function(old, *inputs), which acts on each token alone, `chunk` tokens at a time.
+def _by_chunks(function: Callable[..., Any], sizes: tuple[int, ...], old: Any, *inputs: Array) -> Any:
+    """function(old, *inputs), which acts on each token alone, some tokens at a time.
 
     At 128K tokens the intermediates of the MLP would outweigh the weights. Results are written over `old`, in place
     where nothing else needs it: with fresh buffers the compiler makes those of all layers at the start, and a model of
@@ -190,22 +196,28 @@ def _by_chunks(function: Callable[..., Any], chunk: int, old: Any, *inputs: Arra
 
     Args:
         function: Takes and returns arrays with any leading token axes; its results have the shapes of `old`.
-        chunk: Tokens at once.
+        sizes: Tokens of the chunks of a step of the loop, which do not wait for each other.
         old: Pytree of `[B, L, ...]`, or None for fresh buffers (the function then gets None).
         inputs: `[B, L, ...]`.
     """
     batch, length = inputs[0].shape[:2]
-    tokens = batch * length
-    if tokens <= chunk:
+    tokens, step = batch * length, sum(sizes)
+    if tokens <= max(sizes):
         return function(old, *inputs)
     flat = functools.partial(jax.tree.map, lambda x: x.reshape(tokens, *x.shape[2:]))
 
     def cut(arrays: Any, start: Any, size: int) -> Any:
         return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size), arrays)
 
-    def write(start: Any, size: int, results: Any) -> Any:
-        part = function(cut(results, start, size) if old is not None else None, *cut(flat_inputs, start, size))
-        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 0), results, part)
+    def write(start: Any, sizes: Sequence[int], results: Any) -> Any:
+        starts = list(itertools.accumulate(sizes[:-1], initial=start))
+        chunks = list(zip(starts, sizes, strict=True))
+        before = [None if old is None else cut(results, *chunk) for chunk in chunks]
+        parts = [function(x, *cut(flat_inputs, *chunk)) for chunk, x in zip(chunks, before, strict=True)]
+        for start, part in zip(starts, parts, strict=True):
+            put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
+            results = jax.tree.map(put, results, part)
+        return results
 
     flat_inputs = flat(inputs)
     if old is None:
@@ -214,10 +226,11 @@ def _by_chunks(function: Callable[..., Any], chunk: int, old: Any, *inputs: Arra
         results = flat(jax.tree.map(lambda x: jax.lax.full_like(inputs[0], 0, x.dtype, x.shape), shapes))
     else:
         results = flat(old)
-    whole = tokens // chunk
-    results = jax.lax.fori_loop(0, whole, lambda i, results: write(i * chunk, chunk, results), results)
-    if tokens % chunk:
-        results = write(whole * chunk, tokens % chunk, results)
+    steps = tokens // step
+    results = jax.lax.fori_loop(0, steps, lambda i, results: write(i * step, sizes, results), results)
+    if rest := tokens - steps * step:
+        filled = list(itertools.takewhile(lambda end: end < rest, itertools.accumulate(sizes)))
+        results = write(steps * step, [*sizes[: len(filled)], rest - sum(sizes[: len(filled)])], results)
     return jax.tree.map(lambda x: x.reshape(batch, length, *x.shape[1:]), results)
 
 

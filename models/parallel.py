@@ -59,6 +59,7 @@ def split_layer(layer: DecoderLayer, axis: str, devices: int) -> None:
     layer.attention.qkv.out_features = (heads // devices, *of_head)
     layer.mlp.gate_up.out_features = (2, layer.mlp.gate_up.out_features[1] // devices)
     layer.attention.o.dot_general = layer.mlp.down.dot_general = SummedProduct(axis)
+    layer.axis = axis
 
 
 def join_width(x: Float[Array, "*tokens part"], axis: str) -> Float[Array, "*tokens D"]:

@@ -30,7 +30,9 @@ def mesh_of(shape: tuple[int, ...], axes: tuple[str, ...] = ("data", "model"), k
 
 
 @functools.lru_cache
-def lm_of(mesh: Mesh | None = None, group: int = 2, kv_heads: int = 4, dtype=jnp.float32, **changes) -> tca_jax.LM:
+def lm_of(
+    mesh: Mesh | None = None, group: int = 2, kv_heads: int = 4, dtype=jnp.float32, name: str = "tiny", **changes
+) -> tca_jax.LM:
     """A random model without zeros: biases are drawn too."""
     sizes = {"num_kv_heads": kv_heads, "num_heads": kv_heads * group, "hidden_size": 64, "intermediate_size": 96}
     config = dataclasses.replace(CONFIG, **{**sizes, **changes})
@@ -43,7 +45,7 @@ def lm_of(mesh: Mesh | None = None, group: int = 2, kv_heads: int = 4, dtype=jnp
         return noise if x.ndim >= 2 else x + noise
 
     decoder = nnx.merge(graphdef, jax.tree.map(drawn, weights))
-    return tca_jax.LM.from_decoder(decoder, mesh=mesh, name="tiny")
+    return tca_jax.LM.from_decoder(decoder, mesh=mesh, name=name)
 
 
 def with_tca(lm: tca_jax.LM, rows=None, **options) -> tca_jax.LM:

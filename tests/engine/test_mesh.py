@@ -59,6 +59,15 @@ def test_tokens_of_full_attention_are_those_of_one_device(shape):
     check_same(lm_of(), lm_of(mesh_of(shape)))
 
 
+def test_sums_of_one_chunk_of_tokens_that_travel_beside_another_change_nothing(monkeypatch):
+    one = with_tca(lm_of())
+    # 4 x 96 tokens: six steps of four chunks of 14 to 18.
+    monkeypatch.setattr("tca_jax.models.decoder._CHUNK_ELEMENTS", 16 * one.config.intermediate_size)
+    many = with_tca(lm_of(mesh_of((1, 2)), name="in chunks"))
+    assert many.decoder.layers[0].chunk == 16
+    check_same(one, many)
+
+
 def test_tokens_are_those_of_one_device_on_eight():
     many = with_tca(lm_of(mesh_of((1, 8)), kv_heads=8))
     check_same(with_tca(lm_of(kv_heads=8)), many)
