@@ -40,9 +40,8 @@ def balanced_orders(
         rooms = [apart(_by_device(of_layer[None], (order,), devices)) for order in orders]
         by_layer.append(orders[int(np.argmin(rooms))])
     found = own, tuple(by_layer), balanced_together(loads, devices)
-    return min(
-        found, key=lambda orders: tokens_on_device(_by_device(loads, orders, devices))
-    )  # of equal ones the first
+    # Of equal ones the first: heads stay.
+    return min(found, key=lambda orders: tokens_on_device(_by_device(loads, orders, devices)))
 
 
 def balanced_order(loads: Int[np.ndarray, " Hkv"], devices: int) -> tuple[int, ...]:
