@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from tca_jax.engine.cache import LayerCache, gather_pools, spread_pools
+from tca_jax.engine.cache import LayerCache, spread_pools
 from tca_jax.engine.layouts import CacheLayout, with_capacities
 from tca_jax.engine.mesh import CACHES, on_host, place, rows_of_device
 from tca_jax.methods.regions import Regions
@@ -93,7 +93,8 @@ def _dealt(caches: tuple[LayerCache, ...], lm: LM) -> tuple[LayerCache, ...]:
     rows, batch = axis_size(mesh, DATA), caches[0].layout.batch // axis_size(mesh, DATA)
     layouts = [dataclasses.replace(cache.layout, batch=batch, heads=shards) for cache in caches]
     capacities = [shards.by_device(i, layout.regions.capacities) for i, layout in enumerate(layouts)]
-    pools: dict[str, np.ndarray] = {}
+    put = functools.partial(jax.tree.map, functools.partial(place, CACHES, mesh=mesh))
+    pools: dict[str, Any] = {}
     dealt = []
     for layer, (cache, layout) in enumerate(zip(caches, with_capacities(layouts, capacities), strict=True)):
         if layout.shared is None or layout.shared.first:
@@ -103,10 +104,13 @@ def _dealt(caches: tuple[LayerCache, ...], lm: LM) -> tuple[LayerCache, ...]:
         offsets = _offsets(layout)
         for name, out in pools.items():
             _deal(on_host(getattr(cache.pool, name)), out, cache.layout.regions, offsets, np.argsort(order))
-        lengths = on_host(cache.pool.lengths)[:, order]
-        pool = Pool(**pools, offsets=_beside(offsets, rows), lengths=lengths)
-        dealt.append(LayerCache(pool, None, Ring(*(on_host(x)[:, order] for x in cache.ring)), layout))
-    return jax.tree.map(functools.partial(place, CACHES, mesh=mesh), gather_pools(tuple(dealt)))
+        held = pools if layout.shared is None else dict.fromkeys(pools)  # what is shared is put there when it is whole
+        pool = Pool(**held, offsets=_beside(offsets, rows), lengths=on_host(cache.pool.lengths)[:, order])
+        dealt.append(put(LayerCache(pool, None, Ring(*(on_host(x)[:, order] for x in cache.ring)), layout)))
+    first = dealt[0]
+    if first.layout.shared is not None:
+        dealt[0] = dataclasses.replace(first, pool=first.pool._replace(**put(pools)))
+    return tuple(dealt)
 
 
 def _offsets(layout: CacheLayout) -> Int[np.ndarray, "devices B Hkv"]:

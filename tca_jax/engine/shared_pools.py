@@ -83,14 +83,14 @@ def plan_shared_pools(capacities: Int[np.ndarray, "layers devices Hkv"], batch: 
         batch: Rows of a device, B.
     """
     aligned = -(-capacities.astype(np.int64) // REGION_ALIGNMENT) * REGION_ALIGNMENT
-    tokens = batch * together(aligned)
-    if not _pays(aligned) or tokens >= 2**31:  # rows of a pool are addressed in int32
+    tokens, of_layer = batch * together(aligned), batch * int(aligned.max(axis=1).sum(axis=1).max())
+    if not _pays(aligned) or tokens + of_layer >= 2**31:  # rows are addressed in int32, also those past the pool
         return None
     of_layers = batch * aligned.sum(axis=2)  # [layers, devices]
     starts = np.cumsum(of_layers, axis=0) - of_layers
     return tuple(
-        SharedPool(tokens, batch, tuple(start), tuple(map(tuple, of_layer)), first=layer == 0)
-        for layer, (start, of_layer) in enumerate(zip(starts.tolist(), aligned.tolist(), strict=True))
+        SharedPool(tokens, batch, tuple(start), tuple(map(tuple, regions)), first=layer == 0)
+        for layer, (start, regions) in enumerate(zip(starts.tolist(), aligned.tolist(), strict=True))
     )
 
 

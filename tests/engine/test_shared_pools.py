@@ -15,11 +15,12 @@ from meshes import lm_of, mesh_of, needs_8_devices, with_tca
 from tiny import random_prompt
 
 import tca_jax
+from tca_jax.benchmarks.common import free_bytes
 from tca_jax.engine import request
 from tca_jax.engine.answers import score_answers
 from tca_jax.engine.head_balance import balanced_orders, balanced_together
 from tca_jax.engine.layouts import total_bytes
-from tca_jax.engine.shared_pools import apart, plan_shared_pools, together
+from tca_jax.engine.shared_pools import SharedPool, apart, plan_shared_pools, together
 from tca_jax.evaluation import text_tasks
 from tca_jax.methods.heads import HeadShards, dealt_out
 from tca_jax.methods.regions import Regions
@@ -132,8 +133,8 @@ def test_layers_have_pools_of_their_own_where_these_balance(capacities):
 
 def test_a_pool_that_int32_cannot_address_is_none():
     capacities = np.array([[[2**20], [0]], [[0], [2**20]]])
-    assert plan_shared_pools(capacities, 2**10) is not None
-    assert plan_shared_pools(capacities, 2**11) is None
+    assert plan_shared_pools(capacities, 2**9) is not None
+    assert plan_shared_pools(capacities, 2**10) is None
 
 
 @needs_8_devices
@@ -159,6 +160,21 @@ def test_what_passes_a_region_does_not_reach_the_next():
     np.testing.assert_array_equal(k[0], [*first, *np.zeros(56), *second[:128]])
     np.testing.assert_array_equal(k[1], [*first[:128], *second, *np.zeros(56)])
     assert lengths.ravel().tolist() == [128, 200]  # of the last layer
+
+
+big = pytest.mark.skipif(
+    jax.default_backend() != "gpu" or free_bytes() < 20e9, reason="needs a GPU with 20 GB of free memory"
+)
+
+
+@pytest.mark.parametrize("tokens", [2**12, pytest.param(2**25, marks=big, id="past int32")])
+def test_tokens_go_where_they_belong_at_the_end_of_a_pool(tokens):
+    shared = SharedPool(tokens, 1, (0,), ((tokens,),), first=True)
+    own = jax.random.normal(jax.random.key(0), (1000, 128), jnp.bfloat16)
+    places = tokens - 1000 + jnp.arange(1000, dtype=jnp.int32)
+    pool = jax.jit(lambda own, places: shared._put(None, own, places))(own, places)
+    np.testing.assert_array_equal(pool[tokens - 1000 :], own)
+    assert not jnp.any(pool[: tokens - 1000])
 
 
 @needs_8_devices
