@@ -36,9 +36,13 @@ SHAPES = {"1x4": (1, 4), "2x2": (2, 2)}
 OPTIONS = {"max_new_tokens": 20, "stop_token_ids": ()}
 
 
-def dressed(shape: tuple[int, int] | None = None, **changes) -> tca_jax.LM:
-    mesh = None if shape is None else mesh_of(shape)
-    return with_tca(lm_of(mesh, num_layers=LAYERS, **changes), DENSE)
+def dressed(shape: tuple[int, int] | None = None, layers: int = LAYERS) -> tca_jax.LM:
+    return with_tca(lm_of(None if shape is None else mesh_of(shape), num_layers=layers), DENSE[:layers])
+
+
+def pair() -> tuple[tca_jax.LM, tca_jax.LM]:
+    """A shallower model on one device and on four."""
+    return dressed(None, 2), dressed((1, 4), 2)
 
 
 def ask(lm: tca_jax.LM, context: tca_jax.Context, **options) -> list[list[int]]:
@@ -207,7 +211,7 @@ def test_answers_from_a_context_are_those_of_one_device(shape, read, expected):
 @needs_8_devices
 def test_samples_share_a_context_of_one_row():
     options = {"temperature": 0.8, "num_samples": 2, "seed": 5}
-    one, many = (ask(lm, tca_jax.prefill(lm, DOCUMENTS[0]), **options) for lm in (dressed(), dressed((1, 4))))
+    one, many = (ask(lm, tca_jax.prefill(lm, DOCUMENTS[0]), **options) for lm in pair())
     assert many == one
 
 
@@ -235,7 +239,7 @@ def test_every_device_allocates_what_statistics_of_an_answer_say():
 def test_a_context_grows_as_on_one_device_in_one_pool():
     parts = random_prompt(4, 30), random_prompt(5, 150)
     answers = []
-    for lm in (dressed(), dressed((1, 4))):
+    for lm in pair():
         context = tca_jax.prefill(lm, DOCUMENTS[0])
         for part in parts:
             context = tca_jax.prefill(lm, part, context=context)
@@ -278,9 +282,9 @@ def test_another_method_leaves_the_shared_pool_and_comes_back():
 
 
 @needs_8_devices
-def test_scores_of_answers_are_those_of_one_device(read, shared):
+def test_scores_of_answers_are_those_of_one_device():
     answers, documents = [[random_prompt(6, 5), random_prompt(7, 12)]], DOCUMENTS[:1]
-    one, many = (score_answers(lm, documents, answers) for lm in (dressed(), dressed((1, 4))))
+    one, many = (score_answers(lm, documents, answers) for lm in pair())
     for mine, theirs in zip(many.logprobs[0], one.logprobs[0], strict=True):
         np.testing.assert_allclose(mine, theirs, atol=2e-4)
 
@@ -288,7 +292,7 @@ def test_scores_of_answers_are_those_of_one_device(read, shared):
 @needs_8_devices
 def test_distributions_behind_a_passage_are_those_of_one_device():
     logits = []
-    for lm in (dressed(), dressed((1, 4))):
+    for lm in pair():
         logits.append(text_tasks._continue(lm, DOCUMENTS[0])[0])
     np.testing.assert_allclose(logits[1], logits[0], atol=5e-4)
 
@@ -301,7 +305,7 @@ def test_generate_tokens_runs_in_the_callers_jit():
     def answer(lm, tokens, lengths):
         return tca_jax.generate_tokens(lm, tokens, lengths, jax.random.key(0), max_new_tokens=12, stop_tokens=())
 
-    np.testing.assert_array_equal(*(answer(lm, tokens, lengths) for lm in (dressed(), dressed((1, 4)))))
+    np.testing.assert_array_equal(*(answer(lm, tokens, lengths) for lm in pair()))
 
 
 @needs_8_devices
