@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,20 +79,20 @@ def gather_pools(caches: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
     """
     if caches[0].layout.shared is None:
         return caches
-    shared, nothing = caches[-1].pool, caches[-1].pool._replace(k=None, v=None)
-    return tuple(_with_pool_of(cache, nothing if layer else shared) for layer, cache in enumerate(caches))
+    first, *others = caches
+    return (_with_keys_and_values(first, *caches[-1].pool[:2]), *(_with_keys_and_values(x, None, None) for x in others))
 
 
 def spread_pools(caches: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
     """The inverse of `gather_pools`: each layer's cache has the keys and values that it refers to."""
     if caches[0].layout.shared is None:
         return caches
-    return tuple(_with_pool_of(cache, caches[0].pool) for cache in caches)
+    return tuple(_with_keys_and_values(cache, *caches[0].pool[:2]) for cache in caches)
 
 
-def _with_pool_of(cache: LayerCache, pool: Pool) -> LayerCache:
-    """A layer's cache with the keys and values of another layer's pool."""
-    return dataclasses.replace(cache, pool=cache.pool._replace(k=pool.k, v=pool.v))
+def _with_keys_and_values(cache: LayerCache, k: Any, v: Any) -> LayerCache:
+    """A layer's cache with other keys and values in its pool, or None instead of such."""
+    return dataclasses.replace(cache, pool=cache.pool._replace(k=k, v=v))
 
 
 def prefill_layer(

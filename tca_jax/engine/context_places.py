@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from tca_jax.engine.cache import LayerCache, spread_pools
 from tca_jax.engine.layouts import CacheLayout, with_capacities
 from tca_jax.engine.mesh import CACHES, on_host, place, rows_of_device
+from tca_jax.methods.heads import HeadShards
 from tca_jax.methods.regions import Regions
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.kv import Pool, Ring
@@ -90,27 +91,32 @@ def _dealt(caches: tuple[LayerCache, ...], lm: LM) -> tuple[LayerCache, ...]:
     shards, mesh = lm.head_shards, lm.mesh
     assert shards is not None
     assert mesh is not None
-    rows, batch = axis_size(mesh, DATA), caches[0].layout.batch // axis_size(mesh, DATA)
-    layouts = [dataclasses.replace(cache.layout, batch=batch, heads=shards) for cache in caches]
-    capacities = [shards.by_device(i, layout.regions.capacities) for i, layout in enumerate(layouts)]
+    rows = axis_size(mesh, DATA)
     put = functools.partial(jax.tree.map, functools.partial(place, CACHES, mesh=mesh))
-    pools: dict[str, Any] = {}
+    k: Any = None
+    v: Any = None
     dealt = []
-    for layer, (cache, layout) in enumerate(zip(caches, with_capacities(layouts, capacities), strict=True)):
+    for layer, (cache, layout) in enumerate(zip(caches, _dealt_layouts(caches, shards, rows), strict=True)):
+        order, offsets = np.asarray(shards.order[layer]), _offsets(layout)
         if layout.shared is None or layout.shared.first:
             shape = rows, shards.devices, layout.pool_tokens, cache.ring.k.shape[-1]
-            pools = {name: np.zeros(shape, cache.ring.k.dtype) for name in ("k", "v")}
-        order = np.asarray(shards.order[layer])
-        offsets = _offsets(layout)
-        for name, out in pools.items():
-            _deal(on_host(getattr(cache.pool, name)), out, cache.layout.regions, offsets, np.argsort(order))
-        held = pools if layout.shared is None else dict.fromkeys(pools)  # what is shared is put there when it is whole
-        pool = Pool(**held, offsets=_beside(offsets, rows), lengths=on_host(cache.pool.lengths)[:, order])
+            k, v = (np.zeros(shape, cache.ring.k.dtype) for _ in range(2))
+        for x, out in ((cache.pool.k, k), (cache.pool.v, v)):
+            _deal(on_host(x), out, cache.layout.regions, offsets, np.argsort(order))
+        held = (k, v) if layout.shared is None else (None, None)  # what is shared is put there when it is whole
+        pool = Pool(*held, _beside(offsets, rows), on_host(cache.pool.lengths)[:, order])
         dealt.append(put(LayerCache(pool, None, Ring(*(on_host(x)[:, order] for x in cache.ring)), layout)))
     first = dealt[0]
     if first.layout.shared is not None:
-        dealt[0] = dataclasses.replace(first, pool=first.pool._replace(**put(pools)))
+        dealt[0] = dataclasses.replace(first, pool=first.pool._replace(k=put(k), v=put(v)))
     return tuple(dealt)
+
+
+def _dealt_layouts(caches: tuple[LayerCache, ...], shards: HeadShards, rows: int) -> tuple[CacheLayout, ...]:
+    """The shapes of caches of one device on each device of a mesh, which has `rows` of them along the rows' axis."""
+    layouts = [dataclasses.replace(cache.layout, batch=cache.layout.batch // rows, heads=shards) for cache in caches]
+    capacities = [shards.by_device(layer, layout.regions.capacities) for layer, layout in enumerate(layouts)]
+    return with_capacities(layouts, capacities)
 
 
 def _offsets(layout: CacheLayout) -> Int[np.ndarray, "devices B Hkv"]:
@@ -121,8 +127,8 @@ def _offsets(layout: CacheLayout) -> Int[np.ndarray, "devices B Hkv"]:
     return np.broadcast_to(layout.regions.offsets, (layout.heads.devices, *layout.regions.offsets.shape))
 
 
-def _beside(offsets: Int[np.ndarray, "devices B Hkv"], rows: int) -> Int[np.ndarray, "R H"]:
-    """The offsets of all devices as they lie in one array over a mesh with `rows` devices along the rows' axis."""
+def _beside(offsets: Int[np.ndarray, "devices B Hkv"], rows: int) -> Any:
+    """The offsets of all devices in one array `[R, H]` over a mesh, which has `rows` devices along the rows' axis."""
     return np.tile(np.concatenate(list(offsets), axis=1), (rows, 1)).astype(np.int32)
 
 

@@ -64,10 +64,10 @@ class SharedPool:
     def _places(self, regions: Regions, offsets: Int[Array, "B Hkv"], lengths: Int[Array, "B Hkv"]) -> Int[Array, " P"]:
         """Where each token of a layer's own pool goes; past the shared pool, each elsewhere, where it holds none."""
         slots = [jnp.arange(capacity, dtype=jnp.int32) for capacity in regions.capacities]
-        there = [offsets[:, head, None] + slot for head, slot in enumerate(slots)]
-        held = [slot < lengths[:, head, None] for head, slot in enumerate(slots)]
-        places, held = (jnp.concatenate(x, axis=1).reshape(-1) for x in (there, held))
-        return jnp.where(held, places, self.tokens + jnp.arange(places.size, dtype=jnp.int32))
+        there = jnp.concatenate([offsets[:, head, None] + slot for head, slot in enumerate(slots)], axis=1)
+        held = jnp.concatenate([slot < lengths[:, head, None] for head, slot in enumerate(slots)], axis=1)
+        elsewhere = self.tokens + jnp.arange(there.size, dtype=jnp.int32)
+        return jnp.where(held.reshape(-1), there.reshape(-1), elsewhere)
 
     def _put(self, shared: Array | None, own: Float[Array, "p d"], places: Int[Array, " P"]) -> Float[Array, "Q d"]:
         if shared is None:
