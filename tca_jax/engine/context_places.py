@@ -103,8 +103,8 @@ def _dealt(caches: tuple[LayerCache, ...], lm: LM) -> tuple[LayerCache, ...]:
             k, v = (np.zeros(shape, cache.ring.k.dtype) for _ in range(2))
         for x, out in ((cache.pool.k, k), (cache.pool.v, v)):
             _deal(on_host(x), out, cache.layout.regions, offsets, np.argsort(order))
-        held = (k, v) if layout.shared is None else (None, None)  # what is shared is put there when it is whole
-        pool = Pool(*held, _beside(offsets, rows), on_host(cache.pool.lengths)[:, order])
+        own: tuple[Any, Any] = (k, v) if layout.shared is None else (None, None)  # a shared one is put when it is whole
+        pool = Pool(*own, _beside(offsets, rows), on_host(cache.pool.lengths)[:, order])
         dealt.append(put(LayerCache(pool, None, Ring(*(on_host(x)[:, order] for x in cache.ring)), layout)))
     first = dealt[0]
     if first.layout.shared is not None:

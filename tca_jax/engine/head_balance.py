@@ -29,8 +29,8 @@ def balanced_orders(
         num_kv_heads: KV heads of the model, a multiple of `devices`.
         devices: How many share them.
         max_context: Positions of the model.
-        current: The orders that the weights are in; None for the model's own. Heads stay where they are while no other
-            order takes less room: those of a layer that balances by itself, and those of all layers.
+        current: The orders that the weights are in; None for the model's own. A layer stays in its order where no
+            other one takes less room, by itself or together with those of the other layers.
     """
     loads = _loads(policy, num_layers, num_kv_heads, min(max_context, _TOKENS))
     own = (tuple(range(num_kv_heads)),) * num_layers if current is None else current
@@ -39,9 +39,8 @@ def balanced_orders(
         orders = stays, balanced_order(of_layer, devices)
         rooms = [apart(_by_device(of_layer[None], (order,), devices)) for order in orders]
         by_layer.append(orders[int(np.argmin(rooms))])
-    found = own, tuple(by_layer), balanced_together(loads, devices)
-    # Of equal ones the first: heads stay.
-    return min(found, key=lambda orders: tokens_on_device(_by_device(loads, orders, devices)))
+    found = tuple(by_layer), balanced_together(loads, devices)
+    return min(found, key=lambda orders: tokens_on_device(_by_device(loads, orders, devices)))  # the first of equals
 
 
 def balanced_order(loads: Int[np.ndarray, " Hkv"], devices: int) -> tuple[int, ...]:
@@ -49,21 +48,29 @@ def balanced_order(loads: Int[np.ndarray, " Hkv"], devices: int) -> tuple[int, .
 
     On a device the largest stands first, so that places of different devices hold about as much.
     """
-    return balanced_together(loads[None], devices)[0]
+    held: list[list[int]] = [[] for _ in range(devices)]
+    for head in np.argsort(-loads, kind="stable").tolist():
+        free = [of_device for of_device in held if len(of_device) < len(loads) // devices]
+        min(free, key=lambda of_device: int(loads[of_device].sum())).append(head)
+    return tuple(head for of_device in held for head in of_device)
 
 
 def balanced_together(loads: Int[np.ndarray, "layers Hkv"], devices: int) -> Orders:
-    """The same of all layers at once: in each of them a device has as many heads, and it has least of all layers."""
-    layers, heads = loads.shape
-    dealt: list[list[list[int]]] = [[[] for _ in range(devices)] for _ in range(layers)]
-    held = [0] * devices
-    for item in np.argsort(-loads, axis=None, kind="stable").tolist():
-        layer, head = divmod(item, heads)
-        free = [device for device in range(devices) if len(dealt[layer][device]) < heads // devices]
-        device = min(free, key=held.__getitem__)
-        dealt[layer][device].append(head)
-        held[device] += int(loads[layer, head])
-    return tuple(tuple(head for of_device in of_layer for head in of_device) for of_layer in dealt)
+    """Orders in which devices hold as much of all layers together.
+
+    In each layer the same heads sit together as in `balanced_order`, for devices wait for each other there. Such groups
+    are dealt out, the largest first, each to the device that has least and none of that layer.
+    """
+    groups = np.array([balanced_order(of_layer, devices) for of_layer in loads]).reshape(len(loads), devices, -1)
+    sums = _by_device(loads, groups.reshape(loads.shape), devices).sum(axis=2)
+    held, dealt = np.zeros(devices, np.int64), np.full(sums.shape, -1)  # dealt: the group of a layer on a device
+    for item in np.argsort(-sums, axis=None, kind="stable").tolist():
+        layer, group = divmod(item, devices)
+        device = min(np.flatnonzero(dealt[layer] < 0).tolist(), key=held.__getitem__)
+        dealt[layer, device] = group
+        held[device] += sums[layer, group]
+    orders = np.take_along_axis(groups, dealt[..., None], axis=1).reshape(loads.shape)
+    return tuple(map(tuple, orders.tolist()))
 
 
 def _loads(policy: CachePolicy, num_layers: int, num_kv_heads: int, tokens: int) -> Int[np.ndarray, "layers Hkv"]:
@@ -78,7 +85,7 @@ def _loads(policy: CachePolicy, num_layers: int, num_kv_heads: int, tokens: int)
 
 
 def _by_device(
-    loads: Int[np.ndarray, "layers Hkv"], orders: Orders, devices: int
+    loads: Int[np.ndarray, "layers Hkv"], orders: Orders | Int[np.ndarray, "layers Hkv"], devices: int
 ) -> Int[np.ndarray, "layers devices places"]:
     """The heads' tokens as orders deal them out."""
     return np.take_along_axis(loads, np.asarray(orders), axis=1).reshape(len(loads), devices, -1)

@@ -93,6 +93,7 @@ def test_heads_of_all_layers_are_dealt_so_that_devices_hold_as_much():
     by_device = np.take_along_axis(loads, np.asarray(orders), axis=1).reshape(6, 4, 2)
     totals = by_device.sum(axis=(0, 2))
     assert totals.max() <= 1.02 * totals.mean()
+    assert by_device.sum(axis=2).max() == 1010  # the two largest of a layer are never on one device
     assert (np.diff(by_device, axis=2) <= 0).all()  # the largest of a device first
     assert apart(by_device) > 1.5 * together(by_device)
 
