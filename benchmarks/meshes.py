@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from tca_jax.engine.head_balance import balanced_orders
-from tca_jax.engine.layouts import CacheLayout, total_bytes
+from tca_jax.engine.layouts import plan_layouts, total_bytes
 from tca_jax.methods.base import CachePolicy
 from tca_jax.methods.heads import HeadShards
 from tca_jax.models.config import ModelConfig
@@ -63,8 +63,8 @@ def held_by_device(
     if devices > 1:
         orders = balanced_orders(policy, c.num_layers, c.num_kv_heads, devices, c.max_context, None)
         heads = HeadShards(MODEL, devices, orders)
-    sizes = c.num_kv_heads, batch // axis_size(mesh, DATA), prompt_tokens, new_tokens
-    layouts = [CacheLayout.plan(policy, layer, *sizes, heads) for layer in range(c.num_layers)]
+    sizes = c.num_layers, c.num_kv_heads, batch // axis_size(mesh, DATA), prompt_tokens, new_tokens
+    layouts = plan_layouts(policy, *sizes, heads)
     return Held(_weight_elements(config, mesh) * dtype.itemsize, total_bytes(layouts, c.head_dim, dtype))
 
 
@@ -78,8 +78,8 @@ def over_even_share(
 ) -> float:
     """What a device holds over its even share: weights are shared by "model", caches by all devices. 1 is perfect.
 
-    More than that are norms, which every device holds, and room in caches: all devices have as much at each place as
-    the one that needs most there. Arguments and errors are those of `held_by_device`.
+    More than that are norms, which every device holds, and room in caches: pools and what joins them later are as large
+    on all devices as on the one that needs most. Arguments and errors are those of `held_by_device`.
     """
     alone = held_by_device(config, policy, None, batch, prompt_tokens, new_tokens)
     shared = held_by_device(config, policy, mesh, batch, prompt_tokens, new_tokens)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +71,30 @@ class LayerCache:
         return dataclasses.replace(self, growth=empty, layout=dataclasses.replace(self.layout, growth=growth))
 
 
+def gather_pools(caches: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
+    """The caches of all layers as loops and programs take and return them: what they share is there once.
+
+    The keys and values of a shared pool are those of the last layer's cache; the first one's has them alone then. An
+    array that a program returned for every layer would be copied as often.
+    """
+    if caches[0].layout.shared is None:
+        return caches
+    first, *others = caches
+    return (_with_keys_and_values(first, *caches[-1].pool[:2]), *(_with_keys_and_values(x, None, None) for x in others))
+
+
+def spread_pools(caches: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
+    """The inverse of `gather_pools`: each layer's cache has the keys and values that it refers to."""
+    if caches[0].layout.shared is None:
+        return caches
+    return tuple(_with_keys_and_values(cache, *caches[0].pool[:2]) for cache in caches)
+
+
+def _with_keys_and_values(cache: LayerCache, k: Any, v: Any) -> LayerCache:
+    """A layer's cache with other keys and values in its pool, or None instead of such."""
+    return dataclasses.replace(cache, pool=cache.pool._replace(k=k, v=v))
+
+
 def prefill_layer(
     method: Method,
     layer: int,
@@ -81,6 +106,7 @@ def prefill_layer(
     backend: Backend = "auto",
     *,
     tail: bool = False,
+    before: LayerCache | None = None,
 ) -> tuple[Float[Array, "B M Hq d"], LayerCache]:
     """Attention of a prompt, and the cache that decoding continues from.
 
@@ -90,10 +116,11 @@ def prefill_layer(
         q: Rotated queries of the whole prompt (M = L), or with `tail` of the last M positions.
         k: Rotated keys, `[B, L, H_kv, d]`; `v` the values.
         lengths: True prompt lengths, `[B]`, at least 1.
-        layout: From `CacheLayout.plan` with `prompt_tokens = L`.
+        layout: From `plan_layouts` with `prompt_tokens = L`.
         backend: Kernel backend.
         tail: Whether only the last query is answered, from the cache, where `tail_queries` allows it; those before are
             there for the selection to look at, and get zeros.
+        before: The cache of the layer before, whose pool is written on where layers share one.
 
     Returns:
         Attention output `[B, M, H_q, d]` (zero past a length) and the cache.
@@ -113,9 +140,13 @@ def prefill_layer(
         out = jnp.zeros_like(q).at[:, -1].set(last)
     else:
         out = method.prefill.attend(layer, q, k, v, lengths, readable, backend)
-    # The rings are filled before the model goes on. Left to itself the compiler puts that off to the end, and keeps all
-    # layers' k and v until then: 17 GB at 131,072 tokens of LLaMA-3.1-8B.
-    out, ring = jax.lax.optimization_barrier((out, ring))
+    # The rings are filled before the model goes on, and so is a shared pool. Left to itself the compiler puts that off
+    # to the end, and keeps all layers' k and v until then: 17 GB at 131,072 tokens of LLaMA-3.1-8B.
+    if layout.shared is None:
+        out, ring = jax.lax.optimization_barrier((out, ring))
+    else:
+        pool = layout.shared.write(layout.regions, pool, None if before is None else before.pool)
+        out, ring, pool = jax.lax.optimization_barrier((out, ring, pool))
     return out, LayerCache(pool, None, ring, layout).with_growth(layout.growth)
 
 

@@ -32,7 +32,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _JSON_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
     {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
 )
-_OF_A_MESH = "heads"  # the field of a layout that no file has
+_OF_A_MESH = ("heads", "shared")  # the fields of a layout that no file has
 _FIELDS = ("format_version", "identity", "layouts", "dtype", "arrays", "library_version", _CHECKSUM)
 
 
@@ -67,7 +67,7 @@ def load_context(directory: str | os.PathLike[str]) -> Context:
 
 
 def _layout_fields(layout: CacheLayout) -> dict[str, Any]:
-    return {name: value for name, value in dataclasses.asdict(layout).items() if name != _OF_A_MESH}
+    return {name: value for name, value in dataclasses.asdict(layout).items() if name not in _OF_A_MESH}
 
 
 def _arrays(context: Context) -> dict[str, jax.Array]:
@@ -162,12 +162,12 @@ def _entry(fields: Any, name: str, where: str) -> Any:
     return fields[name]
 
 
-def _made(kind: Any, fields: Any, where: str, *, without: str = "", **parts: Any) -> Any:
+def _made(kind: Any, fields: Any, where: str, *, without: tuple[str, ...] = (), **parts: Any) -> Any:
     """A dataclass of JSON values, and of parts that are made already; each is of the type that the class says.
 
-    The field `without` keeps its default: files do not have it.
+    The fields `without` keep their defaults: files do not have them.
     """
-    names = {field.name: str(field.type) for field in dataclasses.fields(kind) if field.name != without}
+    names = {field.name: str(field.type) for field in dataclasses.fields(kind) if field.name not in without}
     if not isinstance(fields, Mapping) or set(fields) != set(names):
         raise ValueError(f"{where} = {fields!r}: must be an object of {list(names)}")
     for name, wanted in names.items():

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int
 from tca_jax.engine.cache import LayerCache
 from tca_jax.engine.context_places import context_on
 from tca_jax.engine.extending import align, extend, num_columns
-from tca_jax.engine.folding import fold, regions_after
+from tca_jax.engine.folding import fold, layouts_after
 from tca_jax.engine.health import require_finite
 from tca_jax.engine.identity import describe_method, unknown_types
 from tca_jax.engine.layouts import CacheLayout, total_bytes
@@ -29,7 +29,6 @@ from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.starting import open_caches, read_prompts
 from tca_jax.methods import BASELINE
-from tca_jax.methods.regions import Regions
 from tca_jax.models.config import ModelConfig
 from tca_jax.pallas_kernels.backends import Backend, whole
 
@@ -298,16 +297,11 @@ def _append(lm: LM, prompts: Any, context: Any, backend: Backend) -> Context:
     reader, context = lm.for_contexts(), appended.context
     rows, columns = appended.tokens.shape
     held = rows_of_device(lm, rows, "prompts")
-    regions = tuple(
-        regions_after(reader.method.cache, layer, cache, held, columns) for layer, cache in enumerate(context.caches)
-    )
-    layouts = [
-        dataclasses.replace(c.layout, batch=held, regions=r) for c, r in zip(context.caches, regions, strict=True)
-    ]
+    layouts = layouts_after(reader.method.cache, context.caches, held, columns)
     require_room(total_bytes(layouts, lm.config.head_dim, lm.dtype), f"contexts of {rows} prompts")
     starts, prompt_lengths = (jnp.broadcast_to(x, rows) for x in (context.lengths, context.prompt_lengths))
     args = (reader.for_programs(), context.caches, appended.tokens, starts, appended.lengths, prompt_lengths)
-    program, compiling = _append_to.prepare(*args, regions=regions, backend=backend)
+    program, compiling = _append_to.prepare(*args, layouts=layouts, backend=backend)
     begin = time.perf_counter()
     caches, finite = jax.block_until_ready(program(*args))
     seconds = time.perf_counter() - begin
@@ -332,13 +326,12 @@ def _append_program(
     lengths: Int[Array, " B"],
     prompt_lengths: Int[Array, " B"],
     *,
-    regions: tuple[Regions, ...],
+    layouts: tuple[CacheLayout, ...],
     backend: Backend,
 ) -> tuple[tuple[LayerCache, ...], Bool[Array, " B"]]:
     caches = open_caches(lm, caches, *tokens.shape)
     caches, logits, _ = extend(lm, caches, tokens, starts, lengths, prompt_lengths, backend=backend)
-    folded = tuple(fold(cache, new) for cache, new in zip(caches, regions, strict=True))
-    return folded, jnp.isfinite(logits).all(axis=-1)
+    return fold(caches, layouts), jnp.isfinite(logits).all(axis=-1)
 
 
 _append_to = Program(OverMesh(_append_program, (CACHES, ROWS, ROWS, ROWS, ROWS), (CACHES, ROWS)))

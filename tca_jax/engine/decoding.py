@@ -11,7 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from tca_jax.engine.cache import LayerCache, decode_layer, rows_with_leaving_block
+from tca_jax.engine.cache import (
+    LayerCache,
+    decode_layer,
+    gather_pools,
+    rows_with_leaving_block,
+    spread_pools,
+)
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, ROWS, SAME, any_row, every_row
 from tca_jax.engine.sampling import Sampling, sample
@@ -101,8 +107,8 @@ def decode(
             return decode_layer(lm.method, layer, q, k, v, cache, positions, rows, backend)
 
         decoder = lm.decoder
-        hidden, caches = decoder(state.last[:, None], positions[:, None], attention, state.caches)
-        return draw(lm, dataclasses.replace(state, caches=caches), decoder.logits(hidden[:, 0]), sampling)
+        hidden, caches = decoder(state.last[:, None], positions[:, None], attention, spread_pools(state.caches))
+        return draw(lm, dataclasses.replace(state, caches=gather_pools(caches)), decoder.logits(hidden[:, 0]), sampling)
 
     def plain_steps(state: DecodingState, until_leaving: bool) -> DecodingState:
         def more(state: DecodingState) -> Bool[Array, ""]:

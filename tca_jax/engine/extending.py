@@ -20,8 +20,10 @@ from tca_jax.engine.cache import (
     LayerCache,
     attend_cache,
     evict_block,
+    gather_pools,
     region_capacities,
     rows_with_leaving_block,
+    spread_pools,
 )
 from tca_jax.engine.lm import LM
 from tca_jax.engine.scoring import TokenScores, scores_of_hidden
@@ -185,7 +187,8 @@ def _read_piece(
 
     positions = where.first[:, None] + jnp.arange(tokens.shape[1])
     positions = jnp.clip(positions, 0, where.ends[:, None] - 1)
-    return lm.decoder(tokens, positions, attention, caches, alone=True)
+    hidden, caches = lm.decoder(tokens, positions, attention, spread_pools(caches), alone=True)
+    return hidden, gather_pools(caches)
 
 
 def extend_layer(

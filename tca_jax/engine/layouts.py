@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from tca_jax.engine.shared_pools import SharedPool, plan_shared_pools
 from tca_jax.methods.base import CachePolicy, per_head
 from tca_jax.methods.blocks import num_ranked_blocks
 from tca_jax.methods.heads import HeadShards
@@ -30,6 +31,9 @@ class CacheLayout:
         regions: Regions of the pool, which is never written after prefill.
         heads: How the model's KV heads are dealt out over a mesh, whose every device has a cache of this shape; None on
             one device. Rows and heads are then a device's.
+        shared: Where the regions lie in a pool that all layers share, which devices of a mesh may have: what they hold
+            is then a device's own affair, and `regions` are the largest of any device. None where the layer has a pool
+            of its own.
         growth: Regions, B rows of them, of what is kept of blocks that leave the window later; None where nothing is.
     """
 
@@ -41,6 +45,7 @@ class CacheLayout:
     regions: Regions
     growth: Regions | None = None
     heads: HeadShards | None = None
+    shared: SharedPool | None = None
 
     @classmethod
     def plan(
@@ -53,7 +58,7 @@ class CacheLayout:
         new_tokens: int | None,
         heads: HeadShards | None = None,
     ) -> CacheLayout:
-        """Sizes a layer's cache for prompts of up to `prompt_tokens`.
+        """Sizes a layer's cache, with a pool of its own, for prompts of up to `prompt_tokens`.
 
         Args:
             policy: Cache policy.
@@ -103,12 +108,23 @@ class CacheLayout:
         return dataclasses.replace(self, growth=Regions.plan(self.batch, most) if any(most) else None)
 
     def most_growth(self, policy: CachePolicy, layer: int, fed_tokens: int) -> tuple[int, ...]:
-        """Most tokens that each KV head keeps of the blocks that leave while up to `fed_tokens` more are fed."""
+        """Most tokens that each KV head keeps of the blocks that leave while up to `fed_tokens` more are fed; of heads
+        at the same place of several devices, the most."""
+        return tuple(self.growth_by_device(policy, layer, fed_tokens).max(axis=0).tolist())
+
+    def growth_by_device(self, policy: CachePolicy, layer: int, fed_tokens: int) -> Int[np.ndarray, "devices Hkv"]:
+        """The same on each device of a mesh; without one, of a single device."""
         source = f"{type(policy).__name__}.growth({layer}, {self.prompt_tokens}, {fed_tokens})"
-        growth, heads = policy.growth(layer, self.prompt_tokens, fed_tokens), self.heads
-        if heads is None:
-            return per_head(growth, self.num_kv_heads, source)
-        return heads.widest(layer, per_head(growth, self.num_kv_heads * heads.devices, source))
+        devices = 1 if self.heads is None else self.heads.devices
+        growth = policy.growth(layer, self.prompt_tokens, fed_tokens)
+        return _by_device(self.heads, layer, per_head(growth, self.num_kv_heads * devices, source))
+
+    @property
+    def capacities_by_device(self) -> Int[np.ndarray, "devices Hkv"]:
+        """Tokens that each region holds, on each device of a mesh; without one, on a single device."""
+        if self.shared is not None:
+            return np.asarray(self.shared.capacities)
+        return np.tile(self.regions.capacities, (1 if self.heads is None else self.heads.devices, 1))
 
     def repeat_rows(self, times: int) -> CacheLayout:
         """Every row `times` times; the pool stays what it is."""
@@ -130,11 +146,21 @@ class CacheLayout:
         """Whether anything can be kept of a block that leaves the window."""
         return self.growth is not None
 
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens of the pool that the layer's cache has, on a device."""
+        if self.shared is None:
+            return self.regions.pool_tokens
+        return self.shared.tokens if self.shared.first else 0
+
     def num_bytes(self, head_dim: int, dtype: Any) -> int:
-        """Bytes of K and V together, on a device: pool, which rows may share, growth and ring."""
+        """Bytes of K and V together, on a device: pool, which rows may share, growth and ring.
+
+        A pool that all layers share counts for the first of them.
+        """
         ring = self.batch * self.num_kv_heads * self.ring_tokens
         growth = 0 if self.growth is None else self.growth.pool_tokens
-        return 2 * (self.regions.pool_tokens + growth + ring) * head_dim * jnp.dtype(dtype).itemsize
+        return 2 * (self.pool_tokens + growth + ring) * head_dim * jnp.dtype(dtype).itemsize
 
     def local_tokens(self, fed: Int[np.ndarray, " B"], prompt_lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
         """Tokens in the window after `fed` of them; behind a bare prompt it is already the next token's window."""
@@ -142,6 +168,47 @@ class CacheLayout:
         return fed - np.maximum(0, last // self.block_size * self.block_size - self.window)
 
 
+def plan_layouts(
+    policy: CachePolicy,
+    num_layers: int,
+    num_kv_heads: int,
+    batch: int,
+    prompt_tokens: int,
+    new_tokens: int | None,
+    heads: HeadShards | None = None,
+) -> tuple[CacheLayout, ...]:
+    """The caches of all layers; arguments and errors are those of `CacheLayout.plan`.
+
+    On a mesh whose devices' heads differ by layer, layers share a pool: see `SharedPool`.
+    """
+    sizes = num_kv_heads, batch, prompt_tokens, new_tokens, heads
+    layouts = tuple(CacheLayout.plan(policy, layer, *sizes) for layer in range(num_layers))
+    if heads is None:
+        return layouts
+    capacities = [
+        heads.by_device(layer, per_head(policy.capacities(layer, prompt_tokens), num_kv_heads, "capacities"))
+        for layer in range(num_layers)
+    ]
+    return with_capacities(layouts, capacities)
+
+
+def with_capacities(
+    layouts: Sequence[CacheLayout], capacities: Sequence[Int[np.ndarray, "devices Hkv"]]
+) -> tuple[CacheLayout, ...]:
+    """The caches of all layers with room for at least so many tokens of each KV head, by device and place there."""
+    batch = layouts[0].batch
+    shared = plan_shared_pools(np.stack(capacities), batch) if layouts[0].heads is not None else None
+    regions = [Regions.plan(batch, tuple(of_layer.max(axis=0).tolist())) for of_layer in capacities]
+    return tuple(
+        dataclasses.replace(layout, regions=regions[layer], shared=None if shared is None else shared[layer])
+        for layer, layout in enumerate(layouts)
+    )
+
+
 def total_bytes(layouts: Sequence[CacheLayout], head_dim: int, dtype: Any) -> int:
     """Bytes of the caches of all layers, on a device."""
     return sum(layout.num_bytes(head_dim, dtype) for layout in layouts)
+
+
+def _by_device(heads: HeadShards | None, layer: int, values: tuple[int, ...]) -> Int[np.ndarray, "devices Hkv"]:
+    return np.asarray(values)[None] if heads is None else heads.by_device(layer, values)

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tca_jax.engine.head_balance import Orders, balanced_orders
-from tca_jax.engine.layouts import CacheLayout
+from tca_jax.engine.layouts import CacheLayout, plan_layouts
 from tca_jax.engine.mesh import mesh_name, whole_mesh
 from tca_jax.methods import BASELINE, Method, get
 from tca_jax.methods.base import CachePolicy
@@ -231,5 +231,6 @@ class LM:
     def cache_layouts(self, batch: int, prompt_tokens: int, new_tokens: int | None) -> tuple[CacheLayout, ...]:
         """Static cache shape of every layer, for padded prompts and answers of at most so many tokens; None for a
         context, which any number of tokens can follow. On a mesh, shape and `batch` are a device's."""
-        sizes = self.config.num_kv_heads, batch, prompt_tokens, new_tokens, self.head_shards
-        return tuple(CacheLayout.plan(self.method.cache, layer, *sizes) for layer in range(self.config.num_layers))
+        c = self.config
+        sizes = c.num_layers, c.num_kv_heads, batch, prompt_tokens, new_tokens, self.head_shards
+        return plan_layouts(self.method.cache, *sizes)

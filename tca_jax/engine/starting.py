@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
-from tca_jax.engine.cache import LayerCache, prefill_layer, tail_queries
+from tca_jax.engine.cache import LayerCache, gather_pools, prefill_layer, tail_queries
 from tca_jax.engine.decoding import DecodingState, draw
 from tca_jax.engine.extending import extend
 from tca_jax.engine.layouts import CacheLayout
@@ -113,16 +113,19 @@ def read_prompts(
     lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], layouts: tuple[CacheLayout, ...], *, backend: Backend
 ) -> tuple[Float[Array, "B V"], tuple[LayerCache, ...]]:
     """Logits behind right-padded prompts, and what the caches keep of them."""
-    tail = tail_queries(lm.method)
+    tail, before = tail_queries(lm.method), None
 
     def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, LayerCache]:
+        nonlocal before
         cut = tail is not None and layer == len(layouts) - 1
-        return prefill_layer(lm.method, layer, q, k, v, lengths, layouts[layer], backend, tail=cut)
+        sizes = lengths, layouts[layer], backend
+        out, before = prefill_layer(lm.method, layer, q, k, v, *sizes, tail=cut, before=before)
+        return out, before
 
     positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
     hidden, caches = lm.decoder(tokens, positions, attention, (None,) * len(layouts), lengths=lengths, tail=tail)
     last = hidden[:, -1] if tail is not None else hidden[jnp.arange(tokens.shape[0]), lengths - 1]
-    return lm.decoder.logits(last), caches
+    return lm.decoder.logits(last), gather_pools(caches)
 
 
 def open_caches(lm: LM, caches: tuple[LayerCache, ...], rows: int, fed_tokens: int) -> tuple[LayerCache, ...]:

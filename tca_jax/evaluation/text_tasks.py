@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int
 
 from tca_jax.engine.budgets import CallSizes
-from tca_jax.engine.cache import LayerCache
+from tca_jax.engine.cache import LayerCache, spread_pools
 from tca_jax.engine.contexts import Context, prefill
 from tca_jax.engine.extending import Appended, align, extend_layer, num_columns
 from tca_jax.engine.lm import LM
@@ -183,7 +183,8 @@ def _logits_program(
     def attention(layer: int, q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
         return extend_layer(lm.method, layer, q, k, v, cache, where, backend)
 
-    hidden, _ = lm.decoder(tokens, positions, attention, open_caches(lm, caches, *tokens.shape), alone=True)
+    caches = spread_pools(open_caches(lm, caches, *tokens.shape))
+    hidden, _ = lm.decoder(tokens, positions, attention, caches, alone=True)
     return lm.decoder.logits(jax.lax.dynamic_slice_in_dim(hidden[0], (starts % b)[0], count))
 
 

@@ -39,8 +39,11 @@ class HeadShards:
     def widest(self, layer: int, values: tuple[int, ...]) -> tuple[int, ...]:
         """Of a number for each KV head, the largest that any device has at each of its places: shapes of all devices
         are the same."""
-        by_device = np.asarray(values)[np.asarray(self.order[layer])].reshape(self.devices, -1)
-        return tuple(by_device.max(axis=0).tolist())
+        return tuple(self.by_device(layer, values).max(axis=0).tolist())
+
+    def by_device(self, layer: int, values: tuple[int, ...]) -> Int[np.ndarray, "devices Hkv"]:
+        """A number for each KV head, by the device that has the head and its place there."""
+        return np.asarray(values)[np.asarray(self.order[layer])].reshape(self.devices, -1)
 
     @property
     def inverse(self) -> Int[np.ndarray, "layers Hkv"]:
@@ -84,6 +87,18 @@ def of_heads(
     dealt = jnp.asarray(values[np.asarray(shards.order[layer])])
     start = jax.lax.axis_index(shards.axis) * num_kv_heads
     return jax.lax.dynamic_slice_in_dim(dealt, start, num_kv_heads)
+
+
+def of_device(values: Shaped[np.ndarray, "devices ..."]) -> Shaped[Array, ...]:
+    """Of something for each device of the mesh axis, that of the device which runs a program.
+
+    Raises:
+        RuntimeError: what is traced is no program of a mesh.
+    """
+    shards = _shards.get()
+    if shards is None:
+        raise RuntimeError("values of devices are known to programs of a mesh alone: trace inside of `dealt_out`")
+    return jax.lax.dynamic_index_in_dim(jnp.asarray(values), jax.lax.axis_index(shards.axis), keepdims=False)
 
 
 def sum_of_devices(x: Shaped[Array, "*s"]) -> Shaped[Array, "*s"]:

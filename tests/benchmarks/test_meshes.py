@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
+from meshes import lm_of, mesh_of
+from tiny import TCA
 
 import tca_jax
 from tca_jax.benchmarks.meshes import held_by_device, over_even_share
 from tca_jax.benchmarks.models import config_of, random_model
 from tca_jax.benchmarks.shares import FULL, Share
+from tca_jax.engine.layouts import total_bytes
 from tca_jax.models.names import parameters
 from tca_jax.models.sharding import parameter_sharding
 
@@ -48,10 +51,24 @@ def test_a_large_model_has_the_bytes_of_its_name():
     assert held.caches == pytest.approx(2 * 2 * 80 * 8 * 128 * 2**17, rel=2e-3)
 
 
-@pytest.mark.parametrize(("share", "most"), [(FULL, 1.001), (DEFAULT_KIND, 1.1)], ids=str)
-def test_a_large_model_is_shared_out_about_evenly(share, most):
-    config = config_of("llama3.1-70b")
-    assert 1 <= over_even_share(config, policy_of(config, share), FOUR, 1, 2**17, 128) <= most
+@pytest.mark.parametrize("tokens", [2**17, 2**20])
+@pytest.mark.parametrize("name", ["qwen2.5-7b", "llama3.1-8b", "llama3.1-70b"])
+@pytest.mark.parametrize(("share", "most"), [(FULL, 1.001), (DEFAULT_KIND, 1.01)], ids=str)
+def test_models_are_shared_out_about_evenly(share, most, name, tokens):
+    config = config_of(name)
+    assert 1 <= over_even_share(config, policy_of(config, share), FOUR, 1, tokens, 128) <= most
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+def test_every_device_holds_what_the_layouts_say():
+    lm = lm_of(mesh_of((1, 4)), num_layers=4).with_method("tca", candidates=[[0, 14, 2, 1]] * 4, config=TCA)
+    held = held_by_device(lm.config, lm.method.cache, lm.mesh, 2, 384, 32)
+    layouts = lm.cache_layouts(2, 384, 32)
+    assert all(layout.shared is not None for layout in layouts)
+    assert held.caches == total_bytes(layouts, lm.config.head_dim, jnp.float32)
+    for device in lm.mesh.devices.flat:
+        parts = [part for x in jax.tree.leaves(lm.params) for part in x.addressable_shards if part.device == device]
+        assert held.weights == sum(part.data.nbytes for part in parts)
 
 
 def test_heads_of_unequal_caches_are_dealt_out_before_bytes_are_counted():

@@ -71,14 +71,15 @@ def decoder() -> Decoder:
 
 @pytest.fixture(scope="module")
 def checkpoint(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The decoder, a profile whose heads have to move to balance two devices, and prompts of unequal length."""
+    """The decoder, a profile whose heads have to move to balance two devices, whose layers share a pool on four, and
+    prompts of unequal length."""
     folder = tmp_path_factory.mktemp("checkpoint")
     write_checkpoint(folder)  # for its tokenizer
     save_decoder(folder, decoder, jnp.float32)
     profile = Profile.uniform(TCA, 2, 4, 0)
     rows = np.array([[14, 14, 0, 0], [0, 3, 14, 14]])
     dataclasses.replace(profile, candidates=rows, fingerprint=fingerprint(decoder)).save(folder / "profile")
-    (folder / "prompts.json").write_text(json.dumps([random_prompt(3, 150), random_prompt(4, 97)]))
+    (folder / "prompts.json").write_text(json.dumps([random_prompt(3, 300), random_prompt(4, 97)]))
     return folder
 
 

@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from hlo import operations
 from tiny import CONFIG, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
@@ -17,12 +17,6 @@ from tca_jax.engine.decoding import decode, row_keys
 from tca_jax.engine.sampling import Sampling
 from tca_jax.engine.starting import prefill
 from tca_jax.models.decoder import Decoder
-
-
-def operations(program: str, shapes: set[tuple[int, ...]]) -> set[str]:
-    """Names of the operations whose result has one of the shapes."""
-    found = re.finditer(r"= \w+\[([\d,]+)\]\S* ([\w-]+)\(", program)
-    return {match[2] for match in found if tuple(map(int, match[1].split(","))) in shapes}
 
 
 def test_the_operations_of_a_program_are_found_by_shape():

@@ -156,7 +156,7 @@ def test_every_device_allocates_what_statistics_say():
     context = tca_jax.prefill(lm, PROMPTS)
     held = dict.fromkeys(lm.mesh.devices.flat, 0)
     for cache in context.caches:
-        for part in (cache.pool.k, cache.pool.v, *cache.ring):
+        for part in jax.tree.leaves((cache.pool.k, cache.pool.v, *cache.ring)):
             for shard in part.addressable_shards:
                 held[shard.device] += shard.data.nbytes
     assert set(held.values()) == {context.stats.kv_cache_bytes_per_device}
