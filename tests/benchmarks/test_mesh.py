@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from tca_jax.benchmarks.attention import Prefill
 from tca_jax.benchmarks.common import find_layers
 from tca_jax.benchmarks.decode_models import random_state
 from tca_jax.benchmarks.layer_mesh import inputs_over
+from tca_jax.benchmarks.mesh_columns import SPEED_UPS, Peaks, with_speed_ups
 from tca_jax.benchmarks.models import random_model, under_share
 from tca_jax.benchmarks.shares import Share
 from tca_jax.cli.app import app
@@ -54,8 +56,47 @@ def test_end_to_end_runs_over_a_mesh_and_says_so(tmp_path):
     record = json.loads((tmp_path / "end-to-end.json").read_text())
     (row,) = record["rows"]
     assert row["mesh"] == "2x2"
+    assert row["measured peak GB"] == ""  # a CPU does not say
+    assert not any("first mesh" in column for column in row)
     assert "--mesh=2x2" in record["environment"]["command"]
-    assert "shared by 4 devices" in (tmp_path / "end-to-end.md").read_text()
+    assert "with 2 prompts on each mesh" in (tmp_path / "end-to-end.md").read_text()
+
+
+def test_meshes_of_one_run_are_compared_with_the_first(tmp_path):
+    result = run(*BENCH, *QUICK, "--layers=1", "--mesh=1x1", "--mesh=2x2", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "end-to-end.json").read_text())
+    one, many = record["rows"]
+    assert (one["mesh"], many["mesh"]) == ("1x1", "2x2")
+    assert one["over even share"] == 1 < many["over even share"]
+    assert many["held GB"] < one["held GB"] < 3 * many["held GB"]  # weights are shared by two of the four
+    for column, name in SPEED_UPS.items():
+        assert (one[name], many[name]) == (1, pytest.approx(one[column] / many[column]))
+    assert "as fast the same attention is as on the first mesh" in record["note"]
+    assert (tmp_path / "end-to-end.png").stat().st_size > 0
+
+
+def test_a_row_is_compared_with_the_same_model_length_and_attention():
+    place = {"model": "tiny", "tokens": 512, "attention": "full", "mesh": "1x1"}
+    rows = [
+        {**place, "TTFT s": 8.0, "ms/token": 6.0},
+        {**place, "attention": "TCA", "TTFT s": 4.0, "ms/token": 3.0},
+        {**place, "mesh": "1x2", "TTFT s": 2.0, "ms/token": 4.0},
+        {**place, "mesh": "1x2", "attention": "TCA", "TTFT s": 2.0, "ms/token": 2.0},
+    ]
+    found = [tuple(row[name] for name in SPEED_UPS.values()) for row in with_speed_ups(rows)]
+    assert found == [(1, 1), (1, 1), (4, 1.5), (2, 1.5)]
+
+
+def test_a_peak_is_told_only_where_it_was_reached_just_now(monkeypatch):
+    device = SimpleNamespace(peak=10**9)
+    device.memory_stats = lambda: {"peak_bytes_in_use": device.peak}
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    peaks = Peaks(None)
+    assert peaks.grown() == ""
+    device.peak = 3 * 10**9
+    assert peaks.grown() == 3
+    assert peaks.grown() == ""
 
 
 def test_attention_of_a_layer_is_timed_over_a_mesh(tmp_path, monkeypatch):
