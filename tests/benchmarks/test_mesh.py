@@ -35,7 +35,7 @@ QUICK = ["--new-tokens=8", "--copy-bytes=1048576", "--kept=0.6"]
 ATTENTION = ["bench", "attention", *TINY, "--shares=0.05:0.5"]
 DECODE = ["bench", "decode", *TINY, "--shares=0.2", "--layers=1", "--copy-bytes=1048576"]
 DENSE_HEADS = Share(0.5, prefill=0.05)
-EVAL = ["eval", "model", "--methods=full", "--tasks=loss,agreement", "--lengths=128", "--samples=2", "--text=text.txt"]
+EVAL = ["eval", "model", "--methods=full", "--tasks=loss,agreement", "--lengths=128", "--samples=3", "--text=text.txt"]
 
 
 def run(*args):
@@ -159,14 +159,17 @@ def test_a_random_state_on_a_mesh_is_one_that_prefill_could_have_left():
 
 def test_an_evaluation_over_a_mesh_finds_what_one_device_does_and_says_so(work):
     found = []
-    for folder, mesh in (("one", []), ("many", ["--mesh=1x2"])):
+    for folder, mesh in (("one", []), ("many", ["--mesh=2x2"])):
         result = run(*EVAL, *mesh, f"--out={folder}")
         assert result.exit_code == 0, result.output
         found.append([json.loads(path.read_text()) for path in sorted(Path(folder).glob("results/*/*.json"))])
     for one, many in zip(*found, strict=True):
         assert many["score"] == pytest.approx(one["score"], abs=1e-3)
-    assert json.loads(Path("many/config.json").read_text())["mesh"] == "1x2"
-    assert "on a mesh of 1x2 devices" in Path("many/table.md").read_text()
+        for sample, other in zip(one["samples"], many["samples"], strict=True):  # three, of devices for two
+            assert other == {name: pytest.approx(value, abs=1e-3) for name, value in sample.items()}
+        assert one["kv_cache_bytes"] <= many["kv_cache_bytes"] < 1.3 * one["kv_cache_bytes"]
+    assert json.loads(Path("many/config.json").read_text())["mesh"] == "2x2"
+    assert "on a mesh of 2x2 devices" in Path("many/table.md").read_text()
     assert "mesh" not in json.loads(Path("one/config.json").read_text())
 
 
@@ -179,7 +182,6 @@ def test_an_evaluation_over_a_mesh_finds_what_one_device_does_and_says_so(work):
         ([*ATTENTION, "--mesh=1x4"], "--mesh 1x4: 4 devices on 'model', but a layer of tiny has 2 KV heads"),
         ([*DECODE, "--mesh=1x4"], "--mesh 1x4: 4 devices on 'model', but a layer of tiny has 2 KV heads"),
         ([*DECODE, "--batches=2", "--batches=3", "--mesh=2x1"], "--batches 3: must be a multiple of 2, the devices"),
-        ([*EVAL, "--mesh=2x1"], "--mesh 2x1: some tasks have one row"),
         ([*EVAL, "--mesh=1x4"], "has 2 KV heads"),
     ],
 )
