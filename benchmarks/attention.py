@@ -4,6 +4,7 @@ tca-jax bench attention                                     # the committed tabl
 tca-jax bench attention --lengths 32768 --models llama3.1-8b --shares 0.2 --repeats 3
 tca-jax bench attention --lengths 131072 --models llama3.1-8b --shares 0.05:0.25   # prefill's share and the cache's
 tca-jax bench attention --lengths 131072 --methods xattention --methods minference --area 0.18   # and other methods
+tca-jax bench attention --lengths 131072 --mesh 1x4         # the layer's heads on four devices
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
+from jax.sharding import Mesh
 from jaxtyping import Array
 from matplotlib.figure import Figure
 
@@ -28,6 +30,7 @@ from tca_jax.benchmarks.common import (
     RESULTS,
     Layer,
     LengthsOption,
+    MeshOption,
     ModelsOption,
     NameOption,
     OutOption,
@@ -46,14 +49,26 @@ from tca_jax.benchmarks.common import (
     token_axis,
     write_results,
 )
+from tca_jax.benchmarks.layer_mesh import (
+    INPUTS,
+    SEQUENCES,
+    check_layer,
+    describe_layer_mesh,
+    heads_over,
+    inputs_over,
+    program_over,
+)
 from tca_jax.benchmarks.prefill_methods import Wanted, check_area, describe_methods, measure_methods
 from tca_jax.benchmarks.shares import Share, SharesOption, check_shares, describe_config
-from tca_jax.methods.base import Method, per_head
+from tca_jax.engine.mesh import CACHES, ROWS, mesh_name, parse_mesh
+from tca_jax.methods.base import Method
+from tca_jax.methods.heads import HeadShards, capacities_of_heads, heads_of_model, of_heads
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.regions import Regions, Selected, Selection
 from tca_jax.methods.selection import PromptScores, row_budgets
 from tca_jax.methods.sparse import SparsePrefill, readable_selection
 from tca_jax.methods.tca import TCACache
+from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import can_run, whole
 from tca_jax.pallas_kernels.observation_scores import observation_scores
 from tca_jax.pallas_kernels.reserve_tokens import reserve_tokens
@@ -79,21 +94,37 @@ class Prefill:
     Attributes:
         policy: What the cache keeps and the prompt's queries attend to.
         backend: Of attention; selection runs on it too where it has the kernels.
+        mesh: Devices that share the layer; None for one. Functions below are then traced for each of them.
+        heads: How its KV heads are dealt out to them.
     """
 
     policy: TCACache
     backend: str
+    mesh: Mesh | None = None
+    heads: HeadShards | None = None
 
     @classmethod
-    def create(cls, layer: Layer, share: Share, backend: str, config: tca_jax.TCAConfig) -> Prefill:
+    def create(
+        cls, layer: Layer, share: Share, backend: str, config: tca_jax.TCAConfig, mesh: Mesh | None = None
+    ) -> Prefill:
         """The prefill of a layer whose ranked blocks keep a share."""
         rows, prefill = share.rows(config, layer.kv_heads)
-        return cls(TCACache((rows,), config, None if prefill is None else (prefill,)), backend)
+        policy = TCACache((rows,), config, None if prefill is None else (prefill,))
+        return cls(policy, backend, mesh, heads_over(mesh, policy, layer.kv_heads))
 
     @property
     def method(self) -> Method:
         """The method of the policy."""
         return Method("tca", SparsePrefill(self.policy), self.policy)
+
+    def program(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any = CACHES) -> Callable[..., Any]:
+        """One of the functions below, or a stage of theirs, as a program; `inputs` say how its arguments lie."""
+        return program_over(self.mesh, self.heads, function, inputs, outputs)
+
+    @property
+    def whole(self) -> Callable[..., Any]:
+        """The program of `run`."""
+        return self.program(self.run, INPUTS, (SEQUENCES, CACHES))
 
     def run(self, q: Array, k: Array, v: Array, n: Array) -> tuple[Array, Selected]:
         """The whole layer: its output, and what the cache keeps."""
@@ -114,8 +145,9 @@ class Prefill:
 
     def fill(self, selection: Selection, k: Array, v: Array) -> Selected:
         """The cache's selection in its pool."""
-        capacities = per_head(self.policy.capacities(0, k.shape[1]), k.shape[2], "capacities")
-        regions = Regions.plan(1, capacities)
+        batch, tokens, kv_heads, _ = k.shape
+        capacities = capacities_of_heads(0, self.policy.capacities(0, tokens), kv_heads, "capacities")
+        regions = Regions.plan(batch, capacities)
         return regions.fill(selection, k, v, block_size=self.policy.block_size, backend=whole(self.backend))
 
     def fill_for_prefill(self, selection: Selection, cached: Selected, k: Array, v: Array) -> Selected:
@@ -129,35 +161,39 @@ class Prefill:
         config, kernels = self.policy.config, whole(self.backend)
         calls: dict[str, Callable[[], Any]] = {}
 
-        def add(name: str, function: Callable[..., Any], *args: Any) -> Any:
-            calls[name] = functools.partial(jax.jit(function), *args)
+        def add(name: str, function: Callable[..., Any], *args: Any, lie: Sequence[Any], result: Any = CACHES) -> Any:
+            calls[name] = functools.partial(self.program(function, lie, result), *args)
             return calls[name]()
 
-        queries = last_queries(q, n, self.policy.num_queries)
+        last = functools.partial(last_queries, count=self.policy.num_queries)
+        queries = self.program(last, (SEQUENCES, ROWS), SEQUENCES)(q, n)
         score = functools.partial(token_scores, block_size=config.block_size, backend=kernels)
-        scores = PromptScores(add("token scores", score, queries[:, -1], k, n), None)
+        newest = self.program(lambda queries: queries[:, -1], (SEQUENCES,))(queries)
+        scores = PromptScores(add("token scores", score, newest, k, n, lie=(CACHES, SEQUENCES, ROWS)), None)
         if config.reserve_tokens:
             observe = functools.partial(observation_scores, spread=config.spread, backend=kernels)
-            observed = add("observation scores", observe, queries, k, n)
+            observed = add("observation scores", observe, queries, k, n, lie=(SEQUENCES, SEQUENCES, ROWS))
             choose = functools.partial(reserve_tokens, reserve=config.reserve_tokens, backend=kernels)
             ranked_tokens = config.num_ranked_blocks(n) * config.block_size
-            scores = scores._replace(reserved=add("reserve", choose, observed, ranked_tokens))
-        selection = add("budgets", self._budget, scores, n)
-        selected = add("select", self.fill, selection, k, v)
+            scores = scores._replace(reserved=add("reserve", choose, observed, ranked_tokens, lie=(CACHES, ROWS)))
+        selection = add("budgets", self._budget, scores, n, lie=(CACHES, ROWS))
+        filling = CACHES, CACHES, SEQUENCES, SEQUENCES
+        selected = add("select", self.fill, selection, k, v, lie=filling[1:])
         if selection.prefill_budgets is not None:
-            selected = add("select for prefill", self.fill_for_prefill, selection, selected, k, v)
-        add("selection in all", self.select, q, k, v, n)
-        add("attention", self.attend, q, k, v, n, selected)
+            selected = add("select for prefill", self.fill_for_prefill, selection, selected, k, v, lie=filling)
+        add("selection in all", self.select, q, k, v, n, lie=INPUTS)
+        add("attention", self.attend, q, k, v, n, selected, lie=(*INPUTS, CACHES), result=SEQUENCES)
         return calls
 
     def _budget(self, scores: PromptScores, n: Array) -> Selection:
         """Budgets of both rows, as `select_by_candidates` makes them of the scores."""
-        kv_heads = scores.scored.scores.shape[1]
-        rows, prefill_rows = self.policy.rows(0, kv_heads), self.policy.prefill_rows(0, kv_heads)
-        budgets = row_budgets(scores, jnp.asarray(rows), n, self.policy.config)
+        seen = scores.scored.scores.shape[1]
+        heads = heads_of_model(seen)
+        rows, prefill_rows = self.policy.rows(0, heads), self.policy.prefill_rows(0, heads)
+        budgets = row_budgets(scores, jnp.asarray(of_heads(0, rows, seen)), n, self.policy.config)
         if prefill_rows is None:
             return Selection(scores.ranking, budgets)
-        prefill = row_budgets(scores, jnp.asarray(prefill_rows), n, self.policy.config)
+        prefill = row_budgets(scores, jnp.asarray(of_heads(0, prefill_rows, seen)), n, self.policy.config)
         return Selection(scores.ranking, jnp.maximum(budgets, prefill), prefill)
 
 
@@ -176,21 +212,23 @@ def measure(
     settings: Sequence[tuple[str, Share]],
     config: tca_jax.TCAConfig,
     repeats: int,
+    mesh: Mesh | None = None,
 ) -> list[dict[str, Any]]:
     """A row for each setting, a backend and a kept share; all take turns with full attention on the same inputs."""
-    inputs = attention_inputs(layer, length, seed=length)
-    full = jax.jit(full_attention)
+    inputs = inputs_over(mesh, layer, length, seed=length)
+    full = program_over(mesh, None, full_attention, INPUTS[:3], SEQUENCES)
     calls: dict[Any, Callable[[], Any]] = {"full": lambda: full(*inputs[:3])}
     rows: dict[tuple[str, Share], dict[str, Any]] = {}
     for backend, share in settings:
-        error = _check(layer, share, backend, config, min(length, CHECKED_TOKENS))
-        prefill = Prefill.create(layer, share, backend, config)
-        calls[backend, share, "TCA"] = functools.partial(jax.jit(prefill.run), *inputs)
+        error = _check(layer, share, backend, config, min(length, CHECKED_TOKENS), mesh)
+        prefill = Prefill.create(layer, share, backend, config, mesh)
+        calls[backend, share, "TCA"] = functools.partial(prefill.whole, *inputs)
         stages = prefill.stages(*inputs)
         calls |= {(backend, share, name): call for name, call in stages.items()}
         selected = stages["selection in all"]()
         rows[backend, share] = {
             "model": layer.name,
+            **({} if mesh is None else {"mesh": mesh_name(mesh)}),
             "tokens": length,
             "backend": backend,
             "share": share.cell,
@@ -200,7 +238,7 @@ def measure(
             "error": error,
         }
     seconds = time_alternating(calls, repeats)
-    flops = 4 * layer.head_dim * layer.heads * length**2 / 2
+    flops = 4 * layer.head_dim * layer.heads * inputs[0].shape[0] * length**2 / 2
     for setting, row in rows.items():
         times = {name: seconds[*setting, name] for name in ("TCA", *STAGES) if (*setting, name) in seconds}
         row |= {"full ms": 1e3 * seconds["full"], "speed-up": seconds["full"] / times["TCA"]}
@@ -217,22 +255,27 @@ def _kept(selected: Selected, length: int, config: tca_jax.TCAConfig) -> float:
 
 
 @functools.cache
-def _check(layer: Layer, share: Share, backend: str, config: tca_jax.TCAConfig, length: int) -> float:
+def _check(
+    layer: Layer, share: Share, backend: str, config: tca_jax.TCAConfig, length: int, mesh: Mesh | None
+) -> float:
     """Relative error against the XLA oracle on fresh inputs."""
-    return agreement(backend, *(_output(layer, share, name, config, length) for name in (backend, "xla")))
+    return agreement(backend, *(_output(layer, share, name, config, length, mesh) for name in (backend, "xla")))
 
 
 @functools.cache
-def _output(layer: Layer, share: Share, backend: str, config: tca_jax.TCAConfig, length: int) -> Array:
-    return Prefill.create(layer, share, backend, config).run(*attention_inputs(layer, length, seed=1))[0]
+def _output(
+    layer: Layer, share: Share, backend: str, config: tca_jax.TCAConfig, length: int, mesh: Mesh | None
+) -> Array:
+    prefill, inputs = Prefill.create(layer, share, backend, config, mesh), inputs_over(mesh, layer, length, seed=1)
+    return prefill.whole(*inputs)[0]
 
 
-def _declines(layer: Layer, backend: str, config: tca_jax.TCAConfig) -> str | None:
+def _declines(layer: Layer, backend: str, config: tca_jax.TCAConfig, mesh: Mesh | None) -> str | None:
     """Why the kernel of a backend does not take a layer, or None."""
     length = config.window + config.block_size
-    inputs = jax.eval_shape(lambda: attention_inputs(layer, length, seed=0))
+    inputs = jax.eval_shape(lambda: attention_inputs(layer, length, 0, axis_size(mesh, DATA)))
     try:
-        jax.eval_shape(Prefill.create(layer, Share(0.1), backend, config).run, *inputs)
+        jax.eval_shape(Prefill.create(layer, Share(0.1), backend, config, mesh).whole, *inputs)
     except NotImplementedError as error:
         return str(error)
     return None
@@ -262,7 +305,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     save_figure(figure, path)
 
 
-def describe(config: tca_jax.TCAConfig, repeats: int) -> str:
+def describe(config: tca_jax.TCAConfig, repeats: int, mesh: Mesh | None = None) -> str:
     """What the columns mean."""
     observed = (
         f" and which the last {config.observation} queries choose, spread over {config.spread} tokens"
@@ -277,7 +320,7 @@ def describe(config: tca_jax.TCAConfig, repeats: int) -> str:
         "those of full attention. `TCA ms` is the whole pipeline in one program, `selection in all ms` all of it up to "
         "filled pools in one program; the other columns are its stages, each a program of its own. `error` is relative "
         "to the XLA oracle."
-    )
+    ) + describe_layer_mesh(mesh, "a prompt for each on data; `TFLOP/s` are of all together")
 
 
 def main(
@@ -293,6 +336,7 @@ def main(
         list[str] | None, typer.Option(help="Methods beside TCA: minference, flexprefill, xattention.")
     ] = None,
     area: Annotated[float, typer.Option(help="Share of all pairs that they compute.")] = 0.18,
+    mesh: MeshOption = None,
     repeats: RepeatsOption = 5,
     out: OutOption = RESULTS,
     name: NameOption = "attention",
@@ -307,21 +351,25 @@ def main(
     check_shares(shares)
     check_area(area)
     wanted = [Wanted.parse(text) for text in methods or ()]
+    devices = None if mesh is None else parse_mesh(mesh, "--mesh")
+    for layer in layers:
+        check_layer(devices, layer)
     check_sizes(lengths, config, backends, out)
     settings = {}
     for layer in layers:
-        declined = {name: reason for name in backends if (reason := _declines(layer, name, config))}
+        declined = {name: reason for name in backends if (reason := _declines(layer, name, config, devices))}
         if declined and backend:
             raise ValueError("; ".join(f"--backend {name}: {reason}" for name, reason in declined.items()))
         settings[layer] = list(itertools.product([name for name in backends if name not in declined], shares))
     rows = []
     for layer, length in itertools.product(layers, lengths):
-        for row in measure(layer, length, settings[layer], config, repeats):
+        for row in measure(layer, length, settings[layer], config, repeats, devices):
             rows.append(row)
             print_row(row)
-    others = [measure_methods(*place, wanted, area, repeats) for place in itertools.product(layers, lengths) if wanted]
+    places = itertools.product(layers, lengths) if wanted else ()
+    others = [measure_methods(*place, wanted, area, repeats, devices) for place in places]
     more = {"Other methods": list(itertools.chain(*others))} if wanted else {}
-    note = describe(config, repeats) + (f" {describe_methods(area)}" if wanted else "")
+    note = describe(config, repeats, devices) + (f" {describe_methods(area)}" if wanted else "")
     write_results(name, "Prefill attention of one layer against full attention", rows, out, note, more)
     plot(rows, out / f"{name}.png")
 

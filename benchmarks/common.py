@@ -152,14 +152,14 @@ def random_normal(key: Array, shape: tuple[int, ...], dtype: Any, std: float | A
     return jax.lax.fori_loop(0, parts, draw, jnp.zeros((rows, row), dtype)).reshape(shape)
 
 
-def attention_inputs(layer: Layer, length: int, seed: int) -> tuple[Array, Array, Array, Array]:
-    """Random bfloat16 q `[1, L, H_q, d]`, k and v `[1, L, H_kv, d]`, and the length `[1]`."""
+def attention_inputs(layer: Layer, length: int, seed: int, rows: int = 1) -> tuple[Array, Array, Array, Array]:
+    """Random bfloat16 q `[B, L, H_q, d]`, k and v `[B, L, H_kv, d]`, and the lengths `[B]`, all of them L."""
     keys = jax.random.split(jax.random.key(seed), 3)
     q, k, v = (
-        random_normal(key, (1, length, heads, layer.head_dim), jnp.bfloat16)
+        random_normal(key, (rows, length, heads, layer.head_dim), jnp.bfloat16)
         for key, heads in zip(keys, (layer.heads, layer.kv_heads, layer.kv_heads), strict=True)
     )
-    return q, k, v, jnp.array([length], jnp.int32)
+    return q, k, v, jnp.full(rows, length, jnp.int32)
 
 
 def time_alternating(calls: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[Any, float]:

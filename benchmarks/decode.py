@@ -3,6 +3,7 @@
 tca-jax bench decode                                            # the committed tables, minutes on one GPU
 tca-jax bench decode --lengths 131072 --batches 1 --shares 0.2 --no-whole
 tca-jax bench decode --lengths 131072 --shares 0.02:0.25 --no-whole       # a quarter of the heads dense
+tca-jax bench decode --lengths 131072 --models llama3.1-8b --mesh 1x4     # the model on four devices
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
@@ -31,6 +33,7 @@ from tca_jax.benchmarks.common import (
     CopyBytesOption,
     Layer,
     LengthsOption,
+    MeshOption,
     ModelsOption,
     NameOption,
     OutOption,
@@ -52,8 +55,12 @@ from tca_jax.benchmarks.common import (
     write_results,
 )
 from tca_jax.benchmarks.decode_models import STEPS_OF_MODELS, Timing, measure_model
+from tca_jax.benchmarks.layer_mesh import check_layer, describe_layer_mesh, program_over
+from tca_jax.benchmarks.models import CONFIGS
 from tca_jax.benchmarks.shares import FULL, Share, SharesOption, check_shares, describe_config
 from tca_jax.engine.cache import LayerCache, attend_cache
+from tca_jax.engine.mesh import CACHES, SAME, mesh_name, num_devices, parse_mesh, place
+from tca_jax.models.sharding import DATA, axis_size, check_mesh
 from tca_jax.pallas_kernels.integers import cdiv
 
 STEPS = 32  # of one program: a CUDA graph, so that the host's time to launch kernels stays out
@@ -62,7 +69,7 @@ _PAST_L2_BYTES = 2**28  # five times an H200's L2 cache
 
 def copies_past_l2(cache: LayerCache) -> tuple[LayerCache, ...]:
     """The cache and copies of it for the steps in turn: in a model, other layers push a small cache out of L2."""
-    num_bytes = cache.layout.num_bytes(cache.ring.k.shape[-1], cache.ring.k.dtype)
+    num_bytes = cache.layout.num_bytes(cache.ring.k.shape[-1], cache.ring.k.dtype)  # of a device
     count = max(1, min(STEPS, cdiv(_PAST_L2_BYTES, num_bytes)))
     return (cache, *(jax.tree.map(jnp.copy, cache) for _ in range(count - 1)))
 
@@ -74,8 +81,7 @@ def attend(q: Float[Array, "B Hq d"], cache: LayerCache, backend: str) -> Float[
     return out
 
 
-@functools.partial(jax.jit, static_argnames=("backend",))
-def run_steps(q: Array, rotation: Float[Array, "d d"], caches: Sequence[LayerCache], backend: str) -> Array:
+def run_steps(backend: str, q: Array, rotation: Float[Array, "d d"], caches: Sequence[LayerCache]) -> Array:
     """`STEPS` steps, unrolled; a query is made of the one before and its output, without caches of the former alone.
 
     The matrix product keeps XLA from fusing the steps of the empty program into one kernel.
@@ -95,28 +101,32 @@ def measure(
     config: tca_jax.TCAConfig,
     copied: float,
     repeats: int,
+    mesh: Mesh | None = None,
 ) -> list[dict[str, Any]]:
     """Rows of the full cache and of one TCA cache a share, timed in turns; `copied` is what `device_copy` says."""
-    plans = {share: plan(config, layer, share, batch, tokens) for share in [FULL, *shares]}
-    errors = {share: _check(layer, batch, share, backend, config, min(tokens, CHECKED_TOKENS)) for share in plans}
+    plans = {share: plan(config, layer, share, batch, tokens, mesh) for share in [FULL, *shares]}
+    checked = min(tokens, CHECKED_TOKENS)
+    errors = {share: _check(layer, batch, share, backend, config, checked, mesh) for share in plans}
     caches = random_caches(list(plans.values()), layer.head_dim, seed=tokens)
-    q, rotation = _queries(layer, batch)
+    q, rotation = _queries(layer, batch, mesh)
     programs = dict(zip([*map(str, plans), "empty"], [*map(copies_past_l2, caches), ()], strict=True))
-    calls = {name: functools.partial(run_steps, q, rotation, turns, backend) for name, turns in programs.items()}
+    run = program_over(mesh, None, functools.partial(run_steps, backend), (CACHES, SAME, CACHES))
+    calls = {name: functools.partial(run, q, rotation, turns) for name, turns in programs.items()}
     seconds = time_alternating(calls, repeats)
     net = {share: (seconds[str(share)] - seconds["empty"]) / STEPS for share in plans}
     return [
         {
             "model": layer.name,
+            **({} if mesh is None else {"mesh": mesh_name(mesh)}),
             "batch": batch,
             "tokens": tokens,
             "share": share.cell,
             "attended": cache_plan.attended_tokens / (batch * layer.kv_heads * (tokens + 1)),
-            "KV MB": cache_plan.layout.num_bytes(layer.head_dim, jnp.bfloat16) / 1e6,
+            "KV MB": cache_plan.num_bytes(layer.head_dim, jnp.bfloat16) / 1e6,
             "step ms": 1e3 * seconds[str(share)] / STEPS,
             "attention ms": 1e3 * net[share],
             "GB/s": _read_bytes(cache_plan, layer) / net[share] / 1e9,
-            "of copy": _read_bytes(cache_plan, layer) / net[share] / copied,
+            "of copy": _read_bytes(cache_plan, layer) / net[share] / (num_devices(mesh) * copied),
             "speed-up": net[FULL] / net[share],
             "error": errors[share],
         }
@@ -129,24 +139,43 @@ def _read_bytes(cache_plan: CachePlan, layer: Layer) -> int:
     return 2 * 2 * layer.head_dim * cache_plan.attended_tokens
 
 
-def _queries(layer: Layer, batch: int) -> tuple[Array, Array]:
+def _queries(layer: Layer, batch: int, mesh: Mesh | None) -> tuple[Array, Array]:
     """Queries `[B, H_q, d]`, and a rotation `[d, d]`, which keeps their size; bfloat16."""
     rotation, _ = np.linalg.qr(np.random.default_rng(0).standard_normal((layer.head_dim, layer.head_dim)))
     q = random_normal(jax.random.key(0), (batch, layer.heads, layer.head_dim), jnp.bfloat16)
-    return q, jnp.asarray(rotation, jnp.bfloat16)
+    rotation = jnp.asarray(rotation, jnp.bfloat16)
+    return (q, rotation) if mesh is None else (place(CACHES, q, mesh), place(SAME, rotation, mesh))
 
 
 @functools.cache
-def _check(layer: Layer, batch: int, share: Share, backend: str, config: tca_jax.TCAConfig, tokens: int) -> float:
+def _check(
+    layer: Layer,
+    batch: int,
+    share: Share,
+    backend: str,
+    config: tca_jax.TCAConfig,
+    tokens: int,
+    mesh: Mesh | None,
+) -> float:
     """Relative error of one step against the XLA oracle."""
-    (cache,) = random_caches([plan(config, layer, share, batch, tokens)], layer.head_dim, seed=1)
-    q, _ = _queries(layer, batch)
-    return agreement(backend, attend(q, cache, backend), attend(q, cache, "xla"))
+    (cache,) = random_caches([plan(config, layer, share, batch, tokens, mesh)], layer.head_dim, seed=1)
+    q, _ = _queries(layer, batch, mesh)
+    programs = [
+        program_over(mesh, None, functools.partial(attend, backend=name), (CACHES, CACHES)) for name in (backend, "xla")
+    ]
+    return agreement(backend, *(program(q, cache) for program in programs))
 
 
-def needed_bytes(layer: Layer, batch: int, tokens: int, shares: list[Share], config: tca_jax.TCAConfig) -> int:
-    """Device memory of the caches that are timed in turns, and of what they are drawn from: a full cache more."""
-    layouts = [plan(config, layer, share, batch, tokens).layout for share in [FULL, FULL, *shares]]
+def needed_bytes(
+    layer: Layer,
+    batch: int,
+    tokens: int,
+    shares: list[Share],
+    config: tca_jax.TCAConfig,
+    mesh: Mesh | None = None,
+) -> int:
+    """A device's memory of the caches that are timed in turns, and of what they are drawn from: a full cache more."""
+    layouts = [plan(config, layer, share, batch, tokens, mesh).layout for share in [FULL, FULL, *shares]]
     return sum(layout.num_bytes(layer.head_dim, jnp.bfloat16) for layout in layouts)
 
 
@@ -185,7 +214,7 @@ def plot(rows: list[dict[str, Any]], wholes: list[dict[str, Any]], path: Path) -
     save_figure(figure, path)
 
 
-def describe(config: tca_jax.TCAConfig, copied: float, repeats_of_models: int | None) -> str:
+def describe(config: tca_jax.TCAConfig, copied: float, repeats_of_models: int | None, mesh: Mesh | None = None) -> str:
     """What the columns mean; `copied` is what `device_copy` says, `repeats_of_models` None where none are timed."""
     text = (
         "`share` 1 is the full cache: the same kernel over a ring that holds every token. The others are TCA caches "
@@ -195,6 +224,9 @@ def describe(config: tca_jax.TCAConfig, copied: float, repeats_of_models: int | 
         "time of the program without attention. `GB/s` are the attended keys and values over `attention ms`, `of copy` "
         f"their share of a device copy's read and written bytes, {copied / 1e9:,.0f} GB/s. "
         "`speed-up` is that of `attention ms` over the full cache. `error` is relative to the XLA oracle."
+    )
+    text += describe_layer_mesh(
+        mesh, "rows, bytes and `GB/s` are of all together, the device copy they are compared with is all devices'"
     )
     return text + (
         " Whole models have random weights and caches of random keys and values; there, `GB/s` are the weights and the "
@@ -208,7 +240,9 @@ def describe(config: tca_jax.TCAConfig, copied: float, repeats_of_models: int | 
 def main(
     lengths: LengthsOption = None,
     models: ModelsOption = None,
-    batches: Annotated[list[int] | None, typer.Option(help="Rows.", min=1)] = None,
+    batches: Annotated[
+        list[int] | None, typer.Option(help="Rows.", show_default="1 and 8 for each device on data", min=1)
+    ] = None,
     shares: SharesOption = None,
     whole: Annotated[bool, typer.Option(help="Time whole models too.")] = True,
     layers: Annotated[
@@ -216,6 +250,7 @@ def main(
     ] = None,
     backend: BackendOption = "auto",
     window: WindowOption = tca_jax.TCAConfig.window,
+    mesh: MeshOption = None,
     copy_bytes: CopyBytesOption = COPIED_BYTES,
     repeats: RepeatsOption = 7,
     out: OutOption = RESULTS,
@@ -228,22 +263,28 @@ def main(
     lengths = lengths or [2**13, 2**17, 2**20]
     shares = shares or [Share(0.1), Share(0.155), Share(0.4)]
     shapes, config = find_layers(models), tca_jax.TCAConfig(window=window)
-    settings = list(itertools.product(batches or [1, 8], lengths))
+    devices = None if mesh is None else parse_mesh(mesh, "--mesh")
+    batches = batches or [rows * axis_size(devices, DATA) for rows in (1, 8)]
+    settings = list(itertools.product(batches, lengths))
     whole_models = [layer for layer in shapes if layer.whole] if whole else []
     check_shares(shares)
     check_whole_models(whole_models, otherwise=" or --no-whole")
+    for layer in shapes:
+        check_layer(devices, layer, batches)
+        if devices is not None and layer in whole_models:
+            check_mesh(devices, CONFIGS[layer.name], layer.name)
     check_sizes(lengths, config, [backend], out)
     copied = device_copy(copy_bytes, repeats)
     print(f"device copy: {copied / 1e9:,.0f} GB/s", flush=True)
-    timing = Timing(config, backend, copied, cdiv(repeats, 2))
+    timing = Timing(config, backend, copied, cdiv(repeats, 2), devices)
     rows, wholes, left_out = [], [], []
     for layer, (batch, tokens) in itertools.product(shapes, settings):
-        needed = needed_bytes(layer, batch, tokens, shares, config)
+        needed = needed_bytes(layer, batch, tokens, shares, config, devices)
         if needed > free_bytes():
             left_out.append(f"a layer of {layer.name} at batch {batch}, {tokens:,} tokens ({needed / 1e9:,.0f} GB)")
             print(f"left out, for it does not fit into memory: {left_out[-1]}", flush=True)
             continue
-        for row in measure(layer, batch, tokens, shares, backend, config, copied, repeats):
+        for row in measure(layer, batch, tokens, shares, backend, config, copied, repeats, devices):
             rows.append(row)
             print_row(row)
     if not rows:
@@ -252,7 +293,7 @@ def main(
         timed, lacking = measure_model(layer.name, layers, settings, shares, timing)
         wholes += timed
         left_out += lacking
-    note = describe(config, copied, timing.repeats if wholes else None)
+    note = describe(config, copied, timing.repeats if wholes else None, devices)
     note += (
         f" Left out, for the caches to be compared do not fit into memory: {'; '.join(left_out)}." if left_out else ""
     )

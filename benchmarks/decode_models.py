@@ -11,16 +11,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 import tca_jax
 from tca_jax.benchmarks.caches import CachePlan, plan_layer, random_caches
 from tca_jax.benchmarks.common import COMPILED_AT_ONCE, free_bytes, print_row
 from tca_jax.benchmarks.models import random_model, under_share, weight_bytes
 from tca_jax.benchmarks.shares import FULL, Share
-from tca_jax.engine.decoding import DecodingState, decode, row_keys
+from tca_jax.engine.decoding import STATE, DecodingState, decode, row_keys
 from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import SAME, OverMesh, mesh_name, num_devices
 from tca_jax.engine.programs import Program
 from tca_jax.engine.sampling import Sampling
+from tca_jax.models.sharding import DATA, axis_size
 
 STEPS_OF_MODELS = 64  # timed; no block leaves the window within them
 _WARM = 2  # new tokens before the timed ones: the prompt's own and one step
@@ -35,12 +38,14 @@ class Timing:
         backend: Kernel backend.
         copied: What `device_copy` says.
         repeats: Timed runs of each cache.
+        mesh: Devices that share a model; None for one.
     """
 
     config: tca_jax.TCAConfig
     backend: str
     copied: float
     repeats: int
+    mesh: Mesh | None = None
 
 
 def measure_model(
@@ -53,11 +58,13 @@ def measure_model(
     Returns:
         A row for each that was timed, and what was left out.
     """
-    lm = random_model(name, jax.random.key(0), layers, max_positions=2 * max(tokens for _, tokens in settings))
+    longest = max(tokens for _, tokens in settings)
+    lm = random_model(name, jax.random.key(0), layers, max_positions=2 * longest, mesh=timing.mesh)
     rows, left_out = [], []
     for batch, tokens in settings:
         lms = {share: under_share(lm, share, timing.config) for share in (FULL, *shares)}
-        needed = {share: _cache_bytes(lms[share], batch, tokens) for share in lms}
+        devices = num_devices(lm.mesh)
+        needed = {share: _cache_bytes(lms[share], batch, tokens) // devices for share in lms}  # of each
         while lms and sum(needed[share] for share in lms) > 0.95 * free_bytes():  # the rest is for a step's own
             share = max(lms, key=lambda share: needed[share])
             del lms[share]
@@ -67,7 +74,8 @@ def measure_model(
             )
             print(f"left out, for it does not fit into memory: {left_out[-1]}", flush=True)
         for row in _measure(lms, batch, tokens, timing):
-            rows.append({"model": name, "layers": lm.config.num_layers, **row})
+            of_mesh = {} if lm.mesh is None else {"mesh": mesh_name(lm.mesh)}
+            rows.append({"model": name, **of_mesh, "layers": lm.config.num_layers, **row})
             print_row(rows[-1])
     return rows, left_out
 
@@ -115,7 +123,7 @@ def time_steps(
 
 def _measure(lms: dict[Share, LM], batch: int, tokens: int, timing: Timing) -> list[dict[str, Any]]:
     """A row for each share; they take turns."""
-    program = Program(decode, donate=(1,))
+    program = Program(OverMesh(decode, (STATE, SAME, SAME), STATE), donate=(1,))
     states = {share: random_state(lm, batch, tokens) for share, lm in lms.items()}
 
     def compiled(share: Share) -> Callable[..., DecodingState]:
@@ -133,7 +141,8 @@ def _measure(lms: dict[Share, LM], batch: int, tokens: int, timing: Timing) -> l
     for share, lm in lms.items():
         step, config = statistics.median(seconds[share]), lm.config
         attended = sum(plan.attended_tokens for plan in _plans(lm, batch, tokens))
-        read = weight_bytes(lm) + 2 * attended * config.head_dim * jnp.dtype(config.dtype_name).itemsize
+        devices, copies = num_devices(lm.mesh), axis_size(lm.mesh, DATA)
+        read = copies * weight_bytes(lm) + 2 * attended * config.head_dim * jnp.dtype(config.dtype_name).itemsize
         rows.append(
             {
                 "batch": batch,
@@ -144,7 +153,7 @@ def _measure(lms: dict[Share, LM], batch: int, tokens: int, timing: Timing) -> l
                 "ms/step": 1e3 * step,
                 "tokens/s": batch / step,
                 "GB/s": read / step / 1e9,
-                "of copy": read / step / timing.copied,
+                "of copy": read / step / (devices * timing.copied),
                 "speed-up": statistics.median(seconds[FULL]) / step if FULL in seconds else "",
             }
         )
@@ -152,10 +161,10 @@ def _measure(lms: dict[Share, LM], batch: int, tokens: int, timing: Timing) -> l
 
 
 def _plans(lm: LM, batch: int, tokens: int) -> list[CachePlan]:
-    sizes = lm.config.num_kv_heads, batch, tokens, _WARM + STEPS_OF_MODELS
+    sizes = lm.config.num_kv_heads, batch, tokens, _WARM + STEPS_OF_MODELS, lm.mesh, lm.head_shards
     return [plan_layer(lm.method.cache, layer, *sizes) for layer in range(lm.config.num_layers)]
 
 
 def _cache_bytes(lm: LM, batch: int, tokens: int) -> int:
     dtype = lm.config.dtype_name
-    return sum(plan.layout.num_bytes(lm.config.head_dim, dtype) for plan in _plans(lm, batch, tokens))
+    return sum(plan.num_bytes(lm.config.head_dim, dtype) for plan in _plans(lm, batch, tokens))

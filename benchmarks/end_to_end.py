@@ -4,12 +4,16 @@ tca-jax bench end-to-end                                        # the committed 
 tca-jax bench end-to-end --lengths 1048576 --models qwen2.5-7b --kept 0.185 --new-tokens 64 --repeats 1
 tca-jax bench end-to-end --models llama3.1-8b --shares 0.05:0.25 --new-tokens 8 --no-compilation
 tca-jax bench end-to-end --models llama3.1-8b --mesh 1x4        # the model on four devices
+tca-jax bench end-to-end --models llama3.1-8b --mesh 1x1 --mesh 1x2 --mesh 1x4     # on one, two and four
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gc
+import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -34,7 +38,6 @@ from tca_jax.benchmarks.common import (
     BackendOption,
     CopyBytesOption,
     LengthsOption,
-    MeshOption,
     ModelsOption,
     NameOption,
     OutOption,
@@ -50,6 +53,7 @@ from tca_jax.benchmarks.common import (
     write_results,
 )
 from tca_jax.benchmarks.decode_models import decoding_arguments, time_steps
+from tca_jax.benchmarks.mesh_columns import Peaks, describe_meshes, held_columns, plot_meshes, with_speed_ups
 from tca_jax.benchmarks.models import CONFIGS, abstract_model, random_model, under_share, weight_bytes
 from tca_jax.benchmarks.shares import FULL, Share, SharesOption, check_shares, describe_config
 from tca_jax.engine.decoding import STATE, DecodingState, decode, row_keys
@@ -60,6 +64,17 @@ from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.sampling import Sampling
 from tca_jax.engine.starting import PROMPTS, prefill
 from tca_jax.models.sharding import DATA, axis_size, check_mesh
+
+PANELS = {"TTFT s": "time to first token, s", "ms/token": "time per further token, ms", "KV GB": "KV cache, GB"}
+
+MeshesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--mesh",
+        help="Devices that share a model: those on data x those on model; several are compared with the first.",
+        show_default="one device",
+    ),
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +166,13 @@ def memory_bytes(executable: Any) -> int:
     return used.argument_size_in_bytes + used.output_size_in_bytes + used.temp_size_in_bytes - used.alias_size_in_bytes
 
 
+def under_shares(lm: LM, shares: dict[str, Share], config: tca_jax.TCAConfig) -> tuple[LM, dict[str, LM]]:
+    """The model under each share, with KV heads where the last one balances: others get along with these places, and a
+    mesh need not hold weights twice. Also the model that they share their weights with, in place of the given one."""
+    lm = under_share(lm, list(shares.values())[-1], config)
+    return lm, {attention: under_share(lm, share, config) for attention, share in shares.items()}
+
+
 def compile_seconds(name: str, layers: int | None, tokens: int, share: Share, options: dict[str, Any]) -> list[float]:
     """Seconds that two new processes take, one after the other, to trace and compile both programs of a run.
 
@@ -183,11 +205,18 @@ def _compile_once(
 
 
 def measure(
-    lms: dict[str, LM], tokens: int, new_tokens: int, backend: str, repeats: int, copied: float, multiplied: float
+    lms: dict[str, LM],
+    batch: int,
+    tokens: int,
+    new_tokens: int,
+    backend: str,
+    repeats: int,
+    copied: float,
+    multiplied: float,
 ) -> list[dict[str, Any]]:
-    """One row for each attention; their prefills and their decodings take turns. A prompt for each device on "data"."""
+    """One row for each attention; their prefills and their decodings take turns."""
     lm = next(iter(lms.values()))
-    devices, batch = num_devices(lm.mesh), axis_size(lm.mesh, DATA)
+    devices = num_devices(lm.mesh)
     prompt = jax.random.randint(jax.random.key(1), (batch, tokens), 0, lm.config.vocab_size)
     runs = {
         name: Run(lm, prompt.astype(jnp.int32), jnp.full(batch, tokens, jnp.int32), new_tokens, backend)
@@ -198,8 +227,11 @@ def measure(
     first: dict[str, list[float]] = {name: [] for name in runs}
     following: dict[str, list[float]] = {name: [] for name in runs}
     kept: dict[str, tuple[float, int]] = {}
+    needed = {name: max(memory_bytes(program) for program in programs[name]) for name in runs}
+    peaks, peak = Peaks(lm.mesh), dict[str, float | str].fromkeys(runs, "")
     for _ in range(repeats):
-        for name, run in runs.items():
+        for name in sorted(runs, key=needed.__getitem__):  # see `Peaks`
+            run = runs[name]
             start_program, step_program = programs[name]
             arguments = run.prompt
             start = time.perf_counter()
@@ -210,6 +242,8 @@ def measure(
             head_dim, dtype = run.lm.config.head_dim, state.caches[0].ring.k.dtype
             kept[name] = kept_share(state), sum(cache.layout.num_bytes(head_dim, dtype) for cache in state.caches)
             del state
+            grown = peaks.grown()
+            peak[name] = peak[name] or grown
     rows = []
     for name, run in runs.items():
         share, cache_bytes = kept[name]
@@ -218,7 +252,7 @@ def measure(
         kept_bytes = (
             2 * share * batch * tokens * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype_name).itemsize
         )
-        read = batch * weight_bytes(run.lm) + config.num_layers * kept_bytes
+        read = axis_size(lm.mesh, DATA) * weight_bytes(run.lm) + config.num_layers * kept_bytes
         floor = batch * prefill_flops(run.lm, tokens, computed_area(run.lm, tokens)) / (devices * multiplied)
         rows.append(
             {
@@ -233,7 +267,9 @@ def measure(
                 "ms/token speed-up": statistics.median(following["full"]) / step if "full" in first else "",
                 "over byte floor": step / (read / (devices * copied)),
                 "KV GB": devices * cache_bytes / 1e9,
-                "peak GB": max(memory_bytes(program) for program in programs[name]) / 1e9,
+                "peak GB": needed[name] / 1e9,
+                **({} if lm.mesh is None else held_columns(run.lm, batch, tokens, new_tokens)),
+                **({} if lm.mesh is None else {"measured peak GB": peak[name]}),
             }
         )
     return rows
@@ -246,12 +282,13 @@ def describe(
     copied: float,
     multiplied: float,
     with_compilation: bool,
-    mesh: Mesh | None = None,
+    meshes: Sequence[Mesh] = (),
+    batch: int = 1,
 ) -> str:
     """What the columns mean; `copied` is what `device_copy` says, `multiplied` what `matrix_rate` does."""
     text = (
-        f"Random weights of true size, batch 1, {new_tokens} new tokens. TCA runs a synthetic profile, the same in "
-        f"every layer: budgets {describe_config(config)}. One number in its name is the share of all tokens that it "
+        f"Random weights of true size, batch {batch}, {new_tokens} new tokens. TCA runs a synthetic profile, the same "
+        f"in every layer: budgets {describe_config(config)}. One number in its name is the share of all tokens that it "
         "keeps, window and reserve included; `kept` is the measured share. Behind a prompt of whole blocks the first "
         "block leaves the window at new token 129. `TTFT` is the time from token ids to the first new token, "
         f"`ms/token` the mean of the tokens behind it, both medians over {repeats} rounds, the attentions in turns. "
@@ -261,12 +298,7 @@ def describe(
         f"the kept keys and values at the rate of a device copy, {copied / 1e9:,.0f} GB/s read and written. `KV GB` is "
         "the cache as allocated, `peak GB` the most that a program holds by the compiler's account, weights included."
     )
-    if mesh is not None:
-        text += (
-            f" The model is shared by {mesh.size} devices, `mesh` those on data x those on model, with a prompt for "
-            "each on data. Both rates are of one device, both floors of all together; `KV GB` is of all, `peak GB` of "
-            "one."
-        )
+    text += describe_meshes(meshes, batch)
     return text + (
         " The second table has the seconds that new processes take to trace and compile both programs of a shape, the "
         "first with an empty compilation cache, the second with what it leaves there."
@@ -287,7 +319,7 @@ def main(
     backend: BackendOption = "auto",
     window: WindowOption = tca_jax.TCAConfig.window,
     compilation: Annotated[bool, typer.Option(help="Time compilation too, in new processes, on one device.")] = True,
-    mesh: MeshOption = None,
+    mesh: MeshesOption = None,
     copy_bytes: CopyBytesOption = COPIED_BYTES,
     repeats: RepeatsOption = 3,
     out: OutOption = RESULTS,
@@ -305,11 +337,11 @@ def main(
     names = [layer.name for layer in whole_models]
     check_whole_models(whole_models)
     by_length = {tokens: attentions(kept, shares, config, tokens) for tokens in lengths}
-    devices = None if mesh is None else parse_mesh(mesh, "--mesh")
-    compilation &= devices is None
-    if devices is not None:
-        for model in names:
-            check_mesh(devices, CONFIGS[model], model)
+    meshes = [parse_mesh(text, "--mesh") for text in mesh or ()]
+    compilation &= not meshes
+    for devices, model in itertools.product(meshes, names):
+        check_mesh(devices, CONFIGS[model], model)
+    batch = math.lcm(*(axis_size(devices, DATA) for devices in meshes))  # the same prompts on every mesh
     check_sizes(lengths, config, [backend], out)
     copied = device_copy(copy_bytes, repeats)
     multiplied = matrix_rate(repeats)
@@ -325,18 +357,25 @@ def main(
             shape = {"model": model, "tokens": max(lengths), "attention": attention}
             compiled.append({**shape, "cold s": cold, "cached s": cached})
             print_row(compiled[-1])
-        lm = random_model(model, jax.random.key(0), layers, max_positions=2 * max(lengths), mesh=devices)
-        for tokens in lengths:
-            lms = {attention: under_share(lm, share, config) for attention, share in by_length[tokens].items()}
-            for row in measure(lms, tokens, new_tokens, backend, repeats, copied, multiplied):
-                rows.append({"model": model, **row})
-                print_row(rows[-1])
-        del lm, lms
-    note = describe(new_tokens, config, repeats, copied, multiplied, compilation, devices)
+        for devices in meshes or [None]:
+            lm = random_model(model, jax.random.key(0), layers, max_positions=2 * max(lengths), mesh=devices)
+            for tokens in lengths:
+                lm, lms = under_shares(lm, by_length[tokens], config)
+                for row in measure(lms, batch, tokens, new_tokens, backend, repeats, copied, multiplied):
+                    rows.append({"model": model, **row})
+                    print_row(rows[-1])
+            del lm, lms
+            gc.collect()  # the next model is loaded where this one was
+    if len(meshes) > 1:
+        rows = with_speed_ups(rows)
+    note = describe(new_tokens, config, repeats, copied, multiplied, compilation, meshes, batch)
     more = {"Compilation": compiled} if compilation else {}
     write_results(name, "Whole models, from prompt to answer", rows, out, note, more)
-    panels = {"TTFT s": "time to first token, s", "ms/token": "time per further token, ms", "KV GB": "KV cache, GB"}
-    plot_bars(rows, panels, "Whole models, batch 1", out / f"{name}.png")
+    title = f"Whole models, batch {batch}"
+    if len(meshes) > 1:
+        plot_meshes(rows, title, out / f"{name}.png")
+    else:
+        plot_bars(rows, PANELS, title, out / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 from jaxtyping import Array
 
 from tca_jax import methods
@@ -23,10 +24,12 @@ from tca_jax.benchmarks.common import (
     CHECKED_TOKENS,
     Layer,
     agreement,
-    attention_inputs,
     full_attention,
     time_alternating,
 )
+from tca_jax.benchmarks.layer_mesh import INPUTS, SEQUENCES, heads_over, inputs_over, program_over
+from tca_jax.engine.mesh import CACHES, mesh_name
+from tca_jax.methods import BASELINE
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, computed_area
 
 _STEPS, _CLOSE = 12, 0.003  # of the search for a knob's value
@@ -99,32 +102,36 @@ def check_area(area: float) -> None:
 
 
 def measure_methods(
-    layer: Layer, length: int, wanted: Sequence[Wanted], area: float, repeats: int
+    layer: Layer, length: int, wanted: Sequence[Wanted], area: float, repeats: int, mesh: Mesh | None = None
 ) -> list[dict[str, Any]]:
     """A row for each method; all take turns with full attention on the same inputs."""
-    inputs = attention_inputs(layer, length, seed=length)
-    full = jax.jit(full_attention)
+    inputs = inputs_over(mesh, layer, length, seed=length)
+    program = partial(program_over, mesh, heads_over(mesh, BASELINE.cache, layer.kv_heads))
+    full = program(full_attention, INPUTS[:3], SEQUENCES)
     calls: dict[Any, Callable[[], Any]] = {"full": lambda: full(*inputs[:3])}
     rows: dict[Wanted, dict[str, Any]] = {}
     for each in wanted:
         value, knob = each.value, KNOBS[each.name]
         if value is None:
-            value = find_value(partial(_area_of, each, inputs), area, knob.low, knob.high)
+            value = find_value(partial(_area_of, program, each, inputs), area, knob.low, knob.high)
         policy = each.policy(value)
-        listed = jax.jit(partial(_estimate, policy))(*inputs)
-        calls[each, "whole"] = partial(jax.jit(partial(_whole, policy)), *inputs)
-        calls[each, "estimate"] = partial(jax.jit(partial(_estimate, policy)), *inputs)
-        calls[each, "attention"] = partial(jax.jit(partial(_attend, policy, "auto")), *inputs, listed)
+        estimate = program(partial(_estimate, policy), INPUTS)
+        attend = program(partial(_attend, policy, "auto"), (*INPUTS, CACHES), SEQUENCES)
+        listed = estimate(*inputs)
+        calls[each, "whole"] = partial(program(partial(_whole, policy), INPUTS, SEQUENCES), *inputs)
+        calls[each, "estimate"] = partial(estimate, *inputs)
+        calls[each, "attention"] = partial(attend, *inputs, listed)
         rows[each] = {
             "model": layer.name,
+            **({} if mesh is None else {"mesh": mesh_name(mesh)}),
             "tokens": length,
             "method": each.name,
             "knob": f"{knob.option} {value:.3g}",
             "area": float(computed_area(listed, inputs[3], policy.block_size)),
-            "error": _check(layer, policy, min(length, CHECKED_TOKENS)),
+            "error": _check(program, policy, inputs_over(mesh, layer, min(length, CHECKED_TOKENS), seed=1)),
         }
     seconds = time_alternating(calls, repeats)
-    flops = 4 * layer.head_dim * layer.heads * length**2 / 2
+    flops = 4 * layer.head_dim * layer.heads * inputs[0].shape[0] * length**2 / 2
     for each, row in rows.items():
         whole, error = seconds[each, "whole"], row.pop("error")
         row |= {"full ms": 1e3 * seconds["full"], "speed-up": seconds["full"] / whole, "method ms": 1e3 * whole}
@@ -178,16 +185,15 @@ def find_value(area_of: Callable[[float], float], area: float, low: float, high:
     return min(reversed(tried), key=lambda one: abs(one[1] - area))[0]
 
 
-def _area_of(wanted: Wanted, inputs: tuple[Array, ...], value: float) -> float:
+def _area_of(program: Callable[..., Any], wanted: Wanted, inputs: tuple[Array, ...], value: float) -> float:
     """What a method computes at a value of its knob."""
     policy = wanted.policy(value)
-    found = jax.jit(lambda q, k, v, n: computed_area(_estimate(policy, q, k, v, n), n, policy.block_size))
-    return float(found(*inputs))
+    estimate = program(partial(_estimate, policy), INPUTS)
+    return float(jax.jit(lambda *args: computed_area(estimate(*args), args[-1], policy.block_size))(*inputs))
 
 
-def _check(layer: Layer, policy: BlockSparsePrefill, length: int) -> float:
-    """Relative error against the XLA oracle on fresh inputs, over the same lists."""
-    inputs = attention_inputs(layer, length, seed=1)
-    listed = jax.jit(partial(_estimate, policy))(*inputs)
-    outputs = [jax.jit(partial(_attend, policy, backend))(*inputs, listed) for backend in ("auto", "xla")]
-    return agreement("block_sparse_attention", *outputs)
+def _check(program: Callable[..., Any], policy: BlockSparsePrefill, inputs: tuple[Array, ...]) -> float:
+    """Relative error against the XLA oracle over the same lists."""
+    listed = program(partial(_estimate, policy), INPUTS)(*inputs)
+    attends = [program(partial(_attend, policy, name), (*INPUTS, CACHES), SEQUENCES) for name in ("auto", "xla")]
+    return agreement("block_sparse_attention", *(attend(*inputs, listed) for attend in attends))

@@ -18,8 +18,6 @@ from tca_jax.cli.options import DtypeOption, JsonOption, MeshOption, ModelArgume
 from tca_jax.cli.progress import progress
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
     from tca_jax.calibration.profile import Profile
     from tca_jax.evaluation import Plan
     from tca_jax.evaluation.results import Job
@@ -69,6 +67,7 @@ def evaluate(
 
     Example: [bold]tca-jax eval recall-tiny --tasks recall --samples 5 --out out/recall[/]
     """
+    from tca_jax.engine.mesh import parse_mesh
     from tca_jax.evaluation import Builder, Results, Sources, make_plan, parse_methods, run_plan
     from tca_jax.loading import check_dtype, open_checkpoint
 
@@ -76,7 +75,7 @@ def evaluate(
     sources = Sources(essays, squad, hotpotqa, longbench, text)
     require_writable(out, "--out")
     check_dtype(dtype)
-    devices = None if mesh is None else _devices(mesh)
+    devices = None if mesh is None else parse_mesh(mesh, "--mesh")
     _require_files(sources)
     with progress() as report:
         report(f"loading {model}", None, None)
@@ -111,17 +110,6 @@ def evaluate(
         return
     print((out / "table.md").read_text(encoding="utf-8"), end="")
     print(f"Results: {out}", file=sys.stderr)
-
-
-def _devices(text: str) -> Mesh:
-    """The mesh that is asked for; ValueError where it shares out rows, for texts are read one by one."""
-    from tca_jax.engine.mesh import parse_mesh
-    from tca_jax.models.sharding import DATA, axis_size
-
-    mesh = parse_mesh(text, "--mesh")
-    if axis_size(mesh, DATA) > 1:
-        raise ValueError(f"--mesh {text}: some tasks have one row, which devices on 'data' cannot share: must be 1xN")
-    return mesh
 
 
 def _listed(text: str) -> list[str]:

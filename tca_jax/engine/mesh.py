@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool
 
-from tca_jax.methods.heads import dealt_out
+from tca_jax.methods.heads import HeadShards, dealt_out
 from tca_jax.models.names import MODEL
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.kv import Pool
@@ -55,51 +55,67 @@ class OverMesh:
         if lm.mesh is None:
             return self._function(lm, *args, **static)
 
-        leaves, structure = jax.tree.flatten(args)
-        specs = jax.tree.leaves(self._specs_of(args), is_leaf=_is_spec)
-        # Arrays without elements stay outside and are made anew inside: Shardy's canonicalization crashes on those that
-        # go in and are used (seen with JAX 0.11.2).
-        given = [leaf for leaf in leaves if np.size(leaf)]
+        def on_device(params: Any, *own: Any) -> Any:
+            return self._function(lm.on_device(params), *own, **static)
 
-        def on_device(params: Any, given: list[Any]) -> Any:
-            there = iter(given)
-            parts = [
-                next(there) if np.size(leaf) else jnp.zeros(_part(lm.mesh, spec, leaf), leaf.dtype)
-                for leaf, spec in zip(leaves, specs, strict=True)
-            ]
-            with dealt_out(lm.head_shards):
-                own = _unboxed(jax.tree.unflatten(structure, parts))
-                return _boxed(self._function(lm.on_device(params), *own, **static))
-
-        # Types that tell along which axes a value varies are not asked for: every loop would have to begin with such,
-        # and what the devices of an axis compute alike they compute alike.
-        of_given = [spec for leaf, spec in zip(leaves, specs, strict=True) if np.size(leaf)]
-        mapped = jax.shard_map(
-            on_device,
-            mesh=lm.mesh,
-            in_specs=(lm.parameter_specs, of_given),
-            out_specs=self._outputs,
-            check_vma=False,
-        )
-        return mapped(lm.params, given)
+        inputs = lm.parameter_specs, *self._inputs
+        return over_mesh(on_device, lm.mesh, lm.head_shards, inputs, self._outputs)(lm.params, *args)
 
     def place(self, lm: LM, args: Sequence[Any]) -> tuple[Any, ...]:
         """Arguments behind the model as they lie on its mesh; those that lie so already, and shapes, are themselves."""
         if lm.mesh is None:
             return tuple(args)
         put = functools.partial(place, mesh=lm.mesh)
-        specs = self._specs_of(args)
+        specs = _specs_of(self._inputs, args)
         return tuple(jax.tree.map(put, spec, arg, is_leaf=_is_spec) for spec, arg in zip(specs, args, strict=True))
 
-    def _specs_of(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """How each array of the arguments behind the model lies on a mesh."""
-        given = zip(self._inputs, args, strict=False)
-        return tuple(jax.tree.broadcast(spec, arg, is_leaf=_is_spec) for spec, arg in given)
+
+def over_mesh(
+    function: Callable[..., Any], mesh: Mesh | None, heads: HeadShards | None, inputs: Sequence[Any], outputs: Any
+) -> Callable[..., Any]:
+    """A function of arrays as one program of all devices of a mesh; itself where there is none.
+
+    Args:
+        function: Takes arrays or pytrees of such. It is traced for a single device, as those of `OverMesh` are.
+        mesh: The devices; None for one.
+        heads: How the KV heads are dealt out to them.
+        inputs: How each of its arguments lies on the mesh, and `outputs` its results.
+    """
+    if mesh is None:
+        return function
+
+    def mapped(*args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        specs = jax.tree.leaves(_specs_of(inputs, args), is_leaf=_is_spec)
+        # Arrays without elements stay outside and are made anew inside: Shardy's canonicalization crashes on those that
+        # go in and are used (seen with JAX 0.11.2).
+        given = [leaf for leaf in leaves if np.size(leaf)]
+
+        def on_device(given: list[Any]) -> Any:
+            there = iter(given)
+            parts = [
+                next(there) if np.size(leaf) else jnp.zeros(_part(mesh, spec, leaf), leaf.dtype)
+                for leaf, spec in zip(leaves, specs, strict=True)
+            ]
+            with dealt_out(heads):
+                return _boxed(function(*_unboxed(jax.tree.unflatten(structure, parts))))
+
+        # Types that tell along which axes a value varies are not asked for: every loop would have to begin with such,
+        # and what the devices of an axis compute alike they compute alike.
+        of_given = [spec for leaf, spec in zip(leaves, specs, strict=True) if np.size(leaf)]
+        return jax.shard_map(on_device, mesh=mesh, in_specs=(of_given,), out_specs=outputs, check_vma=False)(given)
+
+    return mapped
 
 
-def _part(mesh: Mesh | None, spec: PartitionSpec, x: Any) -> tuple[int, ...]:
+def _specs_of(inputs: Sequence[Any], args: Sequence[Any]) -> tuple[Any, ...]:
+    """How each array of some arguments lies on a mesh."""
+    return tuple(jax.tree.broadcast(spec, arg, is_leaf=_is_spec) for spec, arg in zip(inputs, args, strict=False))
+
+
+def _part(mesh: Mesh, spec: PartitionSpec, x: Any) -> tuple[int, ...]:
     """Shape of a device's part of an array."""
-    return np.shape(x) if mesh is None else NamedSharding(mesh, spec).shard_shape(np.shape(x))
+    return NamedSharding(mesh, spec).shard_shape(np.shape(x))
 
 
 def whole_mesh(mesh: Mesh) -> Mesh:

@@ -18,6 +18,8 @@ from tca_jax.engine.request import Request
 from tca_jax.engine.sampling import Sampling
 from tca_jax.evaluation.samples import Sample, Task
 from tca_jax.methods import BASELINE
+from tca_jax.models.sharding import DATA, axis_size
+from tca_jax.pallas_kernels.integers import cdiv
 
 #: Without its first words given, an answer has room for as many tokens as these take, and for this many more.
 PREAMBLE_TOKENS = 64
@@ -88,7 +90,7 @@ def answer(
         task: Whose samples they are.
         samples: What to ask.
         protocol: "prefix", "preamble" or "late".
-        batch: Most prompts in a call; fewer where the memory is short.
+        batch: Most prompts in a call; fewer where the memory is short. Over a mesh all devices on "data" have as many.
         report: Called with the number of prompts after each call.
 
     Raises:
@@ -160,13 +162,17 @@ def answer_room(protocol: str, limit: int, positions: int) -> int:
 
 
 def safe_batch(lm: LM, prompt_tokens: int, new_tokens: int, most: int) -> int:
-    """Prompts, at most `most`, whose full caches take no more than a part of the device's memory."""
-    memory = memory_bytes()
+    """Prompts, at most `most`, whose full caches take no more than a part of the device's memory.
+
+    Over a mesh the least multiple of the devices on "data" that is not below: of such are its batches.
+    """
+    devices, memory = axis_size(lm.mesh, DATA), memory_bytes()
+    of_device = cdiv(most, devices)
     if memory is None:
-        return most
+        return devices * of_device
     layouts = lm.with_method(BASELINE).cache_layouts(1, bucket_length(prompt_tokens), bucket_length(new_tokens))
     each = total_bytes(layouts, lm.config.head_dim, lm.dtype)
-    return max(1, min(most, int(_CACHE_SHARE * memory / each)))
+    return devices * max(1, min(of_device, int(_CACHE_SHARE * memory / each)))
 
 
 def _ask(lm: LM, task: Task, prompts: Sequence[tuple[list[int], list[int]]], limit: int, room: int) -> _Call:

@@ -16,13 +16,14 @@ from tca_jax.engine.cache import LayerCache, spread_pools
 from tca_jax.engine.contexts import Context, prefill
 from tca_jax.engine.extending import Appended, align, extend_layer, num_columns
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import CACHES, ROWS, SAME, OverMesh
+from tca_jax.engine.mesh import CACHES, ROWS, OverMesh, on_host
 from tca_jax.engine.programs import Program
 from tca_jax.engine.prompts import Encoder, encode_prompt
 from tca_jax.engine.scoring import score
 from tca_jax.engine.starting import open_caches
 from tca_jax.evaluation.samples import DoesNotFit, Drawing
 from tca_jax.methods import BASELINE
+from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import Backend, whole
 
 #: Parts of a passage whose losses are told apart.
@@ -58,13 +59,13 @@ class TextTask:
     Attributes:
         name: Its name.
         metric: The value that tables show, and its unit.
-        measure: Measures one passage under a model's method: its figures, and the context behind it.
+        measure: Measures passages of one length under a model's method: figures of each, and the context behind them.
         needs: Names of its sources.
     """
 
     name: str
     metric: str
-    measure: Callable[[LM, list[int]], tuple[dict[str, Any], Context]]
+    measure: Callable[[LM, list[list[int]]], tuple[list[dict[str, Any]], Context]]
     needs: tuple[str, ...] = ("text",)
     suite: str = "text"
 
@@ -87,20 +88,21 @@ class TextTask:
         return CallSizes(length - _continued_tokens(length) - 1)
 
     def read(self, lm: LM, passages: Sequence[list[int]], report: Callable[[int], None]) -> Reading:
-        """Measures all passages."""
-        samples, stats = [], []
-        for passage in passages:
-            figures, context = self.measure(lm, passage)
-            samples.append(figures)
+        """Measures all passages, one for each device on "data" at a time."""
+        samples, stats, rows = [], [], axis_size(lm.mesh, DATA)
+        for first in range(0, len(passages), rows):
+            chosen = list(passages[first : first + rows])
+            figures, context = self.measure(lm, chosen + [chosen[-1]] * (rows - len(chosen)))
+            samples += figures[: len(chosen)]
             stats.append(context.stats)
-            report(1)
+            report(len(chosen))
         names = [name for name, value in samples[0].items() if isinstance(value, float)]
         return Reading(
             samples=samples,
             values={name: float(np.mean([sample[name] for sample in samples])) for name in names},
-            kv_cache_bytes=float(np.mean([each.kv_cache_bytes for each in stats])),
-            full_kv_cache_bytes=float(np.mean([each.full_kv_cache_bytes for each in stats])),
-            prefill_seconds=float(np.mean([each.prefill_seconds for each in stats])),
+            kv_cache_bytes=float(np.mean([each.kv_cache_bytes for each in stats])) / rows,
+            full_kv_cache_bytes=float(np.mean([each.full_kv_cache_bytes for each in stats])) / rows,
+            prefill_seconds=float(np.mean([each.prefill_seconds for each in stats])) / rows,
         )
 
 
@@ -119,63 +121,71 @@ def _continued_tokens(length: int) -> int:
     return min(_CONTINUED_TOKENS, max(1, length // _CONTINUED_SHARE))
 
 
-def _measure_loss(lm: LM, passage: list[int]) -> tuple[dict[str, Any], Context]:
-    """Nats a token: inside the passage, by position, and of its last tokens where the ones before were read first."""
-    inside = -score(lm, [passage]).logprobs[0]
-    logits, continuation, context = _continue(lm, passage)
-    targets = jnp.asarray(continuation)
-    after = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=-1)
-    by_position = [float(part.mean()) for part in np.array_split(inside, POSITIONS)]
-    figures = {"loss": float(after.mean()), "loss_inside": float(inside.mean()), "by_position": by_position}
+def _measure_loss(lm: LM, passages: list[list[int]]) -> tuple[list[dict[str, Any]], Context]:
+    """Nats a token: inside a passage, by position, and of its last tokens where the ones before were read first."""
+    logits, continuations, context = _continue(lm, passages)
+    after = on_host(_losses(logits, jnp.asarray(continuations)))
+    figures = []
+    for one, logprobs in zip(after, score(lm, passages).logprobs, strict=True):
+        by_position = [float(part.mean()) for part in np.array_split(-logprobs, POSITIONS)]
+        figures.append({"loss": float(one), "loss_inside": float(-logprobs.mean()), "by_position": by_position})
     return figures, context
 
 
-def _measure_agreement(lm: LM, passage: list[int]) -> tuple[dict[str, Any], Context]:
-    """How the next-token distributions behind a passage differ from full attention's, the same tokens being fed."""
-    logits, _, context = _continue(lm, passage)
-    exact, _, _ = _continue(lm.with_method(BASELINE), passage)
-    divergence, same = _compare(exact, logits)
-    return {"top_1": float(same), "kl": float(divergence)}, context
+def _measure_agreement(lm: LM, passages: list[list[int]]) -> tuple[list[dict[str, Any]], Context]:
+    """How the next-token distributions behind passages differ from full attention's, the same tokens being fed."""
+    logits, _, context = _continue(lm, passages)
+    exact, _, _ = _continue(lm.with_method(BASELINE), passages)
+    found = zip(*on_host(_compare(exact, logits)), strict=True)
+    return [{"top_1": float(same), "kl": float(divergence)} for divergence, same in found], context
+
+
+@jax.jit
+def _losses(logits: Float32[Array, "B n V"], targets: Int[Array, "B n"]) -> Float32[Array, " B"]:
+    """Mean nats of the tokens that came."""
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1).mean(axis=(1, 2))
 
 
 @jax.jit
 def _compare(
-    exact: Float32[Array, "n V"], logits: Float32[Array, "n V"]
-) -> tuple[Float32[Array, ""], Float32[Array, ""]]:
+    exact: Float32[Array, "B n V"], logits: Float32[Array, "B n V"]
+) -> tuple[Float32[Array, " B"], Float32[Array, " B"]]:
     """Mean KL(exact || other) in nats, and how often the most probable token is the same."""
     p, q = jax.nn.log_softmax(exact), jax.nn.log_softmax(logits)
     same = jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)
-    return jnp.mean(jnp.sum(jnp.exp(p) * (p - q), axis=-1)), jnp.mean(same, dtype=jnp.float32)
+    return jnp.sum(jnp.exp(p) * (p - q), axis=-1).mean(axis=1), jnp.mean(same, axis=1, dtype=jnp.float32)
 
 
-def _continue(lm: LM, passage: list[int]) -> tuple[Float32[Array, "n V"], list[int], Context]:
-    """Logits of a passage's last tokens, these tokens, and the context that was read before them."""
-    count = _continued_tokens(len(passage))
+def _continue(lm: LM, passages: list[list[int]]) -> tuple[Float32[Array, "B n V"], list[list[int]], Context]:
+    """Logits of the passages' last tokens, these tokens, and the context that was read before them."""
+    rows, length = len(passages), len(passages[0])
+    count = _continued_tokens(length)
     # The last token before them is fed with them: what follows it is the first that is measured.
-    document, fed = passage[: -count - 1], passage[-count - 1 : -1]
-    context = prefill(lm, [document])
-    b, starts = context.layouts[0].block_size, np.array([len(document)], np.int32)
-    columns = num_columns(int(starts[0]) % b + len(fed), b)
-    tokens = align(np.array([fed], np.int32), starts, block_size=b, columns=columns)
+    documents, fed = ([passage[part] for passage in passages] for part in (slice(-count - 1), slice(-count - 1, -1)))
+    context = prefill(lm, documents)
+    b, starts = context.layouts[0].block_size, np.full(rows, length - count - 1, np.int32)
+    columns = num_columns(int(starts[0]) % b + count, b)
+    tokens = align(np.array(fed, np.int32), starts, block_size=b, columns=columns)
     reader = lm.for_contexts().for_programs()
-    lengths = jnp.array([len(fed)], jnp.int32)
+    lengths = jnp.full(rows, count, jnp.int32)
     args = (reader, context.caches, jnp.asarray(tokens), jnp.asarray(starts), lengths, context.prompt_lengths)
     program, _ = _logits.prepare(*args, count=count, backend=whole("auto"))
-    return program(*args), passage[-count:], context
+    return program(*args), [passage[-count:] for passage in passages], context
 
 
 def _logits_program(
     lm: LM,
     caches: tuple[LayerCache, ...],
-    tokens: Int[Array, "1 S"],
-    starts: Int[Array, " 1"],
-    lengths: Int[Array, " 1"],
-    prompt_lengths: Int[Array, " 1"],
+    tokens: Int[Array, "B S"],
+    starts: Int[Array, " B"],
+    lengths: Int[Array, " B"],
+    prompt_lengths: Int[Array, " B"],
     *,
     count: int,
     backend: Backend,
-) -> Float32[Array, "n V"]:
-    """Logits behind each of the appended tokens; see `extend`, which gives those behind the last."""
+) -> Float32[Array, "B n V"]:
+    """Logits behind each of the appended tokens, in rows that all begin at one place; see `extend`, which gives those
+    behind the last."""
     b = caches[0].layout.block_size
     where = Appended(starts // b * b, starts, starts + lengths, prompt_lengths)
     positions = jnp.clip(where.first[:, None] + jnp.arange(tokens.shape[1]), 0, where.ends[:, None] - 1)
@@ -185,10 +195,10 @@ def _logits_program(
 
     caches = spread_pools(open_caches(lm, caches, *tokens.shape))
     hidden, _ = lm.decoder(tokens, positions, attention, caches, alone=True)
-    return lm.decoder.logits(jax.lax.dynamic_slice_in_dim(hidden[0], (starts % b)[0], count))
+    return lm.decoder.logits(jax.lax.dynamic_slice_in_dim(hidden, (starts % b)[0], count, axis=1))
 
 
-_logits = Program(OverMesh(_logits_program, (CACHES, ROWS, ROWS, ROWS, ROWS), SAME))
+_logits = Program(OverMesh(_logits_program, (CACHES, ROWS, ROWS, ROWS, ROWS), ROWS))
 
 TASKS = (
     TextTask("loss", "loss", _measure_loss),

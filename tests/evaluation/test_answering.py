@@ -1,7 +1,10 @@
 """Asking: the three protocols are the calls that they stand for, whatever the batches."""
 
+import dataclasses
+
 import pytest
 import tiny
+from meshes import mesh_of, needs_8_devices
 
 import tca_jax
 from tca_jax.evaluation import answering
@@ -46,6 +49,26 @@ def test_answers_are_those_of_single_calls_in_the_samples_order(lm, protocol, mo
     assert (counted, answers.batch) == ([2, 1], 2)
     assert answers.kv_cache_bytes == answers.full_kv_cache_bytes
     assert (answers.question_seconds < answers.prefill_seconds) == (protocol == "late")
+
+
+@needs_8_devices
+def test_over_a_mesh_every_device_has_as_many_prompts_and_answers_are_the_same(lm):
+    many = dataclasses.replace(tca_jax.LM.from_decoder(lm.decoder, mesh=mesh_of((2, 1))), tokenizer=lm.tokenizer)
+    one = answer(lm, TASK, SAMPLES, "prefix", batch=1)
+    other = answer(many, TASK, SAMPLES, "prefix", batch=1)
+    assert other.texts == one.texts
+    assert (one.batch, other.batch) == (1, 2)
+    assert other.kv_cache_bytes == one.kv_cache_bytes  # a prompt
+
+
+@needs_8_devices
+def test_a_batch_over_a_mesh_is_a_multiple_of_its_devices_and_fits_each(lm, monkeypatch):
+    many = tca_jax.LM.from_decoder(lm.decoder, mesh=mesh_of((4, 2)))
+    assert safe_batch(many, 1024, 128, 6) == 8
+    monkeypatch.setattr(answering, "memory_bytes", lambda: 100 * 2**20)
+    assert safe_batch(many, 3968, 128, 100) == 4 * 23  # half of the heads: 1.1 MB each
+    monkeypatch.setattr(answering, "memory_bytes", lambda: 1)
+    assert safe_batch(many, 1024, 128, 1) == 4
 
 
 def test_room_is_of_few_sizes_so_that_tasks_share_programs():
