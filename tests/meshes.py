@@ -20,7 +20,6 @@ needs_8_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 dev
 
 #: Rows of budgets that lie badly: the heads of the largest caches are neighbours.
 ROWS = [[14, 14, 0, 2], [5, 1, 14, 3]]
-MESHES = {"1x2": (1, 2), "2x2": (2, 2), "1x4": (1, 4), "2x4": (2, 4), "4x1": (4, 1)}
 
 
 def mesh_of(shape: tuple[int, ...], axes: tuple[str, ...] = ("data", "model"), kind: AxisType = AxisType.Auto) -> Mesh:

@@ -34,7 +34,7 @@ DOCS = (README, *SITE)
 PAGES = (*DOCS, ROOT / "CHANGELOG.md", ROOT / "benchmarks/results/README.md")
 CODE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 #: What a page's blocks are run with in place of what they say: shorter texts.
-SHORTER = {"default_rng(0), 6000,": "default_rng(0), 1500,"}
+SHORTER = {"default_rng(0), 6000,": "default_rng(0), 1500,", "text[1000:4000]": "text[1000:1800]"}
 #: Comments behind commands of which only the options are checked, as are those that name a model from the Hub.
 NOT_HERE = re.compile(r"GPU|minute")
 QUESTION = "I need the phone number of fixed ribbon."

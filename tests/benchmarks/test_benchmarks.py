@@ -26,8 +26,19 @@ from tca_jax.engine.starting import prefill
 TINY = ["--models=tiny", "--window=128", "--backend=xla", "--repeats=1"]
 OPTIONS = {
     "attention": [*TINY, "--lengths=512", "--shares=0.2", "--shares=0.05:0.5"],
-    "decode": [*TINY, "--lengths=512", "--shares=0.2", "--shares=0.05:0.5", "--batches=2", "--copy-bytes=1048576"],
-    "end-to-end": [*TINY, "--lengths=2048", "--new-tokens=8", "--copy-bytes=1048576"],
+    "decode": [
+        *TINY,
+        "--lengths=512",
+        "--shares=0.2",
+        "--shares=0.05:0.5",
+        "--batches=2",
+        "--layers=1",
+        "--copy-bytes=1048576",
+    ],
+    "end-to-end": [
+        *(*TINY, "--lengths=512", "--kept=1", "--kept=0.6", "--no-compilation", "--new-tokens=8"),
+        "--copy-bytes=1048576",
+    ],
     "calibration": [*TINY, "--lengths=512", "--model-tokens=512", "--layers=1", "--probes=copy"],
     "context": [*TINY, "--lengths=512", "--layers=1", "--no-full", "--questions=2", "--append-tokens=130"],
 }
@@ -100,15 +111,18 @@ def test_the_default_folder_is_not_that_of_the_committed_tables(tmp_path, monkey
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
-def test_compilation_is_timed_only_where_it_is_asked_for(tmp_path):
-    args = [*OPTIONS["end-to-end"], "--no-compilation", "--kept=0.2", "--name=one", "--out", tmp_path]
-    assert run("end-to-end", *args).exit_code == 0
+@pytest.mark.parametrize("timed", [True, False])
+def test_compilation_is_timed_only_where_it_is_asked_for(timed, tmp_path):
+    args = [*TINY, "--lengths=512", "--layers=1", "--kept=0.6", "--new-tokens=8", "--copy-bytes=1048576", "--name=one"]
+    choice = "--compilation" if timed else "--no-compilation"
+    assert run("end-to-end", *args, choice, "--out", tmp_path).exit_code == 0
     record, table = json.loads((tmp_path / "one.json").read_text()), (tmp_path / "one.md").read_text()
     (row,) = record["rows"]
-    assert row["attention"] == "TCA 20%"
-    assert "Compilation" not in record
-    assert "## Compilation" not in table
-    assert "second table" not in table
+    assert row["attention"] == "TCA 60%"
+    compiled = record.get("Compilation", [])
+    assert len(compiled) == timed
+    assert all(times["cached s"] > 0 and times["cold s"] > 0 for times in compiled)
+    assert ("## Compilation" in table) == ("second table" in table) == timed
 
 
 def test_the_recorded_command_leaves_out_the_folder_however_it_is_spelled(tmp_path):

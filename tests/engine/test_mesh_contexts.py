@@ -91,10 +91,9 @@ def test_scores_are_those_of_one_device(shape):
     np.testing.assert_allclose(np.concatenate(many), np.concatenate(one), atol=2e-4)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_scores_of_answers_are_those_of_one_device(shape):
+def test_scores_of_answers_are_those_of_one_device():
     answers = [[random_prompt(6, 5), random_prompt(7, 12)], [random_prompt(8, 3), random_prompt(9, 1)]]
-    one, many = (score_answers(lm, DOCUMENTS, answers) for lm in (dressed(), dressed(shape)))
+    one, many = (score_answers(lm, DOCUMENTS, answers) for lm in (dressed(), dressed((2, 2))))
     for i, j in np.ndindex(2, 2):
         np.testing.assert_allclose(many.logprobs[i][j], one.logprobs[i][j], atol=2e-4)
     assert many.greedy == one.greedy
