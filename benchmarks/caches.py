@@ -87,11 +87,11 @@ def random_caches(
     layouts = tuple(plan.layout for plan in plans)
     kept = [jnp.asarray(np.tile(plan.selected, (plan.batch, 1)), jnp.int32) for plan in plans]
     keys = jax.random.split(jax.random.key(seed))
-    return _program(layouts, head_dim, dtype, plans[0].mesh)(keys, kept)
+    return _program(layouts, head_dim, jnp.dtype(dtype), plans[0].mesh)(keys, kept)
 
 
 @functools.cache
-def _program(layouts: tuple[CacheLayout, ...], head_dim: int, dtype: DTypeLike, mesh: Mesh | None) -> Any:
+def _program(layouts: tuple[CacheLayout, ...], head_dim: int, dtype: jnp.dtype, mesh: Mesh | None) -> Any:
     """What fills caches; layers of a model are often alike."""
     filled = functools.partial(_filled, layouts, head_dim, dtype)
     return filled if mesh is None else jax.jit(over_mesh(filled, mesh, None, (SAME, CACHES), CACHES))

@@ -141,9 +141,9 @@ def _read_bytes(cache_plan: CachePlan, layer: Layer) -> int:
 
 def _queries(layer: Layer, batch: int, mesh: Mesh | None) -> tuple[Array, Array]:
     """Queries `[B, H_q, d]`, and a rotation `[d, d]`, which keeps their size; bfloat16."""
-    rotation, _ = np.linalg.qr(np.random.default_rng(0).standard_normal((layer.head_dim, layer.head_dim)))
+    orthogonal, _ = np.linalg.qr(np.random.default_rng(0).standard_normal((layer.head_dim, layer.head_dim)))
     q = random_normal(jax.random.key(0), (batch, layer.heads, layer.head_dim), jnp.bfloat16)
-    rotation = jnp.asarray(rotation, jnp.bfloat16)
+    rotation = jnp.asarray(orthogonal, jnp.bfloat16)
     return (q, rotation) if mesh is None else (place(CACHES, q, mesh), place(SAME, rotation, mesh))
 
 

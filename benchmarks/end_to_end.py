@@ -228,7 +228,8 @@ def measure(
     following: dict[str, list[float]] = {name: [] for name in runs}
     kept: dict[str, tuple[float, int]] = {}
     needed = {name: max(memory_bytes(program) for program in programs[name]) for name in runs}
-    peaks, peak = Peaks(lm.mesh), dict[str, float | str].fromkeys(runs, "")
+    peaks = Peaks(lm.mesh)
+    peak: dict[str, float | str] = dict.fromkeys(runs, "")
     for _ in range(repeats):
         for name in sorted(runs, key=needed.__getitem__):  # see `Peaks`
             run = runs[name]
@@ -357,8 +358,8 @@ def main(
             shape = {"model": model, "tokens": max(lengths), "attention": attention}
             compiled.append({**shape, "cold s": cold, "cached s": cached})
             print_row(compiled[-1])
-        for devices in meshes or [None]:
-            lm = random_model(model, jax.random.key(0), layers, max_positions=2 * max(lengths), mesh=devices)
+        for shared_by in meshes or (None,):
+            lm = random_model(model, jax.random.key(0), layers, max_positions=2 * max(lengths), mesh=shared_by)
             for tokens in lengths:
                 lm, lms = under_shares(lm, by_length[tokens], config)
                 for row in measure(lms, batch, tokens, new_tokens, backend, repeats, copied, multiplied):
