@@ -318,7 +318,7 @@ answers:
 
 _PROBES = """## Probes
 
-What each kind of probe finds, calibrated with the default `tau_probe` in place of a kept share, over {draws} draws of
+What each kind of probe finds, calibrated with the default `tau_probe`, over {draws} draws of
 calibration texts. Need is the rise of the loss of the probe's tokens without the far context, in nats a token; heads
 are layer.head, those among the six worst probe scores in every draw; questions are asked late of the profile from the
 first draw.

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+from importlib.metadata import version
 
 import pytest
 from jaxtyping import install_import_hook
@@ -15,12 +16,11 @@ from jaxtyping import install_import_hook
 # processes of one run share what they have compiled. What the environment says stands: `XLA_FLAGS= pytest` tests what
 # XLA's own defaults compile. Before JAX starts, for it reads these once; subprocesses of tests inherit them.
 if shutil.which("nvidia-smi") is None:
-    os.environ.setdefault(
-        "XLA_FLAGS",
-        "--xla_force_host_platform_device_count=8"
-        " --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-        " --xla_cpu_parallel_codegen_split_count=1",
-    )
+    _flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    _flags += " --xla_cpu_parallel_codegen_split_count=1"
+    if version("jaxlib").startswith("0.10."):  # later ones do not know it, and XLA ends a process over such a flag
+        _flags += " --xla_cpu_use_fusion_emitters=false"
+    os.environ.setdefault("XLA_FLAGS", _flags)
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # in xdist's workers it is: that of the process that started them
     _cache = tempfile.mkdtemp(prefix="tca_jax-tests-")
     atexit.register(shutil.rmtree, _cache, ignore_errors=True)
