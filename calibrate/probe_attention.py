@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,10 +72,10 @@ def known_attention(out: Float[Array, "P Hq d"], text: SeenText) -> Callable[[Ar
     def attend(q: Array, k: Array, v: Array, gates: Array) -> Array:
         return out
 
-    def forward(q: Array, k: Array, v: Array, gates: Array) -> tuple[Array, tuple[Array, ...]]:
+    def forward(q: Array, k: Array, v: Array, gates: Array) -> tuple[Array, tuple[Array, Array, Array]]:
         return out, (q, k, v)
 
-    def backward(operands: tuple[Array, ...], cotangent: Array) -> tuple[Array, ...]:
+    def backward(operands: tuple[Array, Array, Array], cotangent: Array) -> tuple[Array, Array, Array, Array]:
         return _gradients(*operands, text, cotangent)
 
     attend.defvjp(forward, backward)
@@ -92,7 +92,7 @@ def _gradients(
     """By queries, keys and values of the probe, and by gates that let each KV head see the whole text."""
     tiles, scale, tokens = _Tiles(q, k, v, text), 1 / math.sqrt(q.shape[-1]), text.k.shape[0]
 
-    def of_tile(sums: tuple[Array, ...], tile: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
+    def of_tile(sums: tuple[Array, Array, Array], tile: tuple[Array, Array, Array]) -> tuple[Any, Array]:
         queries, positions, slopes = tile
         scores, seen, there = tiles.scores(queries, positions)
         products = weighted_sum("hgtd,hld->hgtl", slopes, tiles.values)
