@@ -294,7 +294,7 @@ def test_scores_of_answers_are_those_of_one_device():
 def test_distributions_behind_a_passage_are_those_of_one_device():
     logits = []
     for lm in pair():
-        logits.append(text_tasks._continue(lm, DOCUMENTS[0])[0])
+        logits.append(text_tasks._continue(lm, [DOCUMENTS[0]])[0])
     np.testing.assert_allclose(logits[1], logits[0], atol=5e-4)
 
 
