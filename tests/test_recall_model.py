@@ -74,6 +74,11 @@ def test_its_card_says_what_the_measured_files_say(tmp_path, monkeypatch):
     assert (FOLDER / "README.md").read_text() == (tmp_path / "README.md").read_text()
 
 
+@pytest.mark.parametrize("name", ["profile", "profile-paper"])
+def test_its_profiles_name_it(name):
+    assert Profile.load(FOLDER / name).model_name == "recall-tiny"
+
+
 def test_it_was_trained_to_the_end_of_its_schedule():
     run, *log = [json.loads(line) for line in (FOLDER / "train_log.jsonl").read_text().splitlines()]
     assert log[-2]["step"] == sum(stage["steps"] for stage in run["recipe"]["stages"])
