@@ -60,7 +60,7 @@ from tca_jax.benchmarks.layer_mesh import (
 )
 from tca_jax.benchmarks.prefill_methods import Wanted, check_area, describe_methods, measure_methods
 from tca_jax.benchmarks.shares import Share, SharesOption, check_shares, describe_config
-from tca_jax.engine.mesh import CACHES, ROWS, mesh_name, parse_mesh
+from tca_jax.engine.mesh import CACHES, ROWS, mesh_entry, parse_mesh
 from tca_jax.methods.base import Method
 from tca_jax.methods.heads import HeadShards, capacities_of_heads, heads_of_model, of_heads
 from tca_jax.methods.queries import last_queries
@@ -228,7 +228,7 @@ def measure(
         selected = stages["selection in all"]()
         rows[backend, share] = {
             "model": layer.name,
-            **({} if mesh is None else {"mesh": mesh_name(mesh)}),
+            **mesh_entry(mesh),
             "tokens": length,
             "backend": backend,
             "share": share.cell,

@@ -20,7 +20,7 @@ from tca_jax.benchmarks.shares import Share
 from tca_jax.engine.cache import LayerCache
 from tca_jax.engine.layouts import CacheLayout
 from tca_jax.engine.mesh import CACHES, SAME, num_devices, over_mesh
-from tca_jax.methods.base import CachePolicy, per_head
+from tca_jax.methods.base import CachePolicy, capacities_per_head
 from tca_jax.methods.heads import HeadShards
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.kv import Pool, Ring
@@ -74,7 +74,7 @@ def plan_layer(
 ) -> CachePlan:
     """The cache of a layer behind a prompt of `tokens`, with room for `new_tokens`; `heads` are dealt over `mesh`."""
     layout = CacheLayout.plan(policy, layer, kv_heads, batch // axis_size(mesh, DATA), tokens, new_tokens, heads)
-    selected = per_head(policy.capacities(layer, tokens), kv_heads, "capacities")
+    selected = capacities_per_head(policy, layer, tokens, kv_heads)
     if heads is not None:
         selected = tuple(selected[head] for head in heads.order[layer])
     return CachePlan(layout, selected, batch, mesh)

@@ -59,7 +59,7 @@ from tca_jax.benchmarks.layer_mesh import check_layer, describe_layer_mesh, prog
 from tca_jax.benchmarks.models import CONFIGS
 from tca_jax.benchmarks.shares import FULL, Share, SharesOption, check_shares, describe_config
 from tca_jax.engine.cache import LayerCache, attend_cache
-from tca_jax.engine.mesh import CACHES, SAME, mesh_name, num_devices, parse_mesh, place
+from tca_jax.engine.mesh import CACHES, SAME, mesh_entry, num_devices, parse_mesh, place
 from tca_jax.models.sharding import DATA, axis_size, check_mesh
 from tca_jax.pallas_kernels.integers import cdiv
 
@@ -117,7 +117,7 @@ def measure(
     return [
         {
             "model": layer.name,
-            **({} if mesh is None else {"mesh": mesh_name(mesh)}),
+            **mesh_entry(mesh),
             "batch": batch,
             "tokens": tokens,
             "share": share.cell,

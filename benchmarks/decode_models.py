@@ -20,7 +20,7 @@ from tca_jax.benchmarks.models import random_model, under_share, weight_bytes
 from tca_jax.benchmarks.shares import FULL, Share
 from tca_jax.engine.decoding import STATE, DecodingState, decode, row_keys
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import SAME, OverMesh, mesh_name, num_devices
+from tca_jax.engine.mesh import SAME, OverMesh, mesh_entry, num_devices
 from tca_jax.engine.programs import Program
 from tca_jax.engine.sampling import Sampling
 from tca_jax.models.sharding import DATA, axis_size
@@ -74,7 +74,7 @@ def measure_model(
             )
             print(f"left out, for it does not fit into memory: {left_out[-1]}", flush=True)
         for row in _measure(lms, batch, tokens, timing):
-            of_mesh = {} if lm.mesh is None else {"mesh": mesh_name(lm.mesh)}
+            of_mesh = mesh_entry(lm.mesh)
             rows.append({"model": name, **of_mesh, "layers": lm.config.num_layers, **row})
             print_row(rows[-1])
     return rows, left_out

@@ -59,7 +59,7 @@ from tca_jax.benchmarks.shares import FULL, Share, SharesOption, check_shares, d
 from tca_jax.engine.decoding import STATE, DecodingState, decode, row_keys
 from tca_jax.engine.generation import kept_share
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import SAME, OverMesh, mesh_name, num_devices, parse_mesh
+from tca_jax.engine.mesh import SAME, OverMesh, mesh_entry, num_devices, parse_mesh
 from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.sampling import Sampling
 from tca_jax.engine.starting import PROMPTS, prefill
@@ -257,7 +257,7 @@ def measure(
         floor = batch * prefill_flops(run.lm, tokens, computed_area(run.lm, tokens)) / (devices * multiplied)
         rows.append(
             {
-                **({} if lm.mesh is None else {"mesh": mesh_name(lm.mesh)}),
+                **mesh_entry(lm.mesh),
                 "tokens": tokens,
                 "attention": name,
                 "kept": share,

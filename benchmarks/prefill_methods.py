@@ -28,7 +28,7 @@ from tca_jax.benchmarks.common import (
     time_alternating,
 )
 from tca_jax.benchmarks.layer_mesh import INPUTS, SEQUENCES, heads_over, inputs_over, program_over
-from tca_jax.engine.mesh import CACHES, mesh_name
+from tca_jax.engine.mesh import CACHES, mesh_entry
 from tca_jax.methods import BASELINE
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, computed_area
 
@@ -123,7 +123,7 @@ def measure_methods(
         calls[each, "attention"] = partial(attend, *inputs, listed)
         rows[each] = {
             "model": layer.name,
-            **({} if mesh is None else {"mesh": mesh_name(mesh)}),
+            **mesh_entry(mesh),
             "tokens": length,
             "method": each.name,
             "knob": f"{knob.option} {value:.3g}",

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.calibration.far_attention import tile_size
+from tca_jax.pallas_kernels.integers import cdiv
 from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, varying_like, weighted_sum
 
 
@@ -141,7 +142,7 @@ class _Tiles:
         own = jnp.ones((self._kv_heads, self._count), bool)
         self._seen = self._there & jnp.concatenate([text.seen, own], axis=1)
         self._size = tile_size(self._count, heads, tokens + self._count)
-        number = -(-self._count // self._size)
+        number = cdiv(self._count, self._size)
         self.positions = text.start + jnp.arange(number * self._size).reshape(number, self._size)
 
     def split(self, rows: Float[Array, "P Hq d"]) -> Float[Array, "N Hkv G t d"]:

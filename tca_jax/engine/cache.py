@@ -65,6 +65,10 @@ class LayerCache:
         rows = x.reshape(self.layout.batch, -1, x.shape[-1])
         return jnp.repeat(rows, times, axis=0).reshape(-1, x.shape[-1])
 
+    def with_keys_and_values(self, k: Any, v: Any) -> LayerCache:
+        """The same with other keys and values in its pool: arrays, shapes of such, or None instead."""
+        return dataclasses.replace(self, pool=self.pool._replace(k=k, v=v))
+
     def with_growth(self, growth: Regions | None) -> LayerCache:
         """The same with other room for what leaves the window, in which nothing is yet."""
         empty = None if growth is None else growth.empty(self.ring.k.shape[-1], self.ring.k.dtype)
@@ -80,19 +84,14 @@ def gather_pools(caches: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
     if caches[0].layout.shared is None:
         return caches
     first, *others = caches
-    return (_with_keys_and_values(first, *caches[-1].pool[:2]), *(_with_keys_and_values(x, None, None) for x in others))
+    return (first.with_keys_and_values(*caches[-1].pool[:2]), *(x.with_keys_and_values(None, None) for x in others))
 
 
 def spread_pools(caches: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
     """The inverse of `gather_pools`: each layer's cache has the keys and values that it refers to."""
     if caches[0].layout.shared is None:
         return caches
-    return tuple(_with_keys_and_values(cache, *caches[0].pool[:2]) for cache in caches)
-
-
-def _with_keys_and_values(cache: LayerCache, k: Any, v: Any) -> LayerCache:
-    """A layer's cache with other keys and values in its pool, or None instead of such."""
-    return dataclasses.replace(cache, pool=cache.pool._replace(k=k, v=v))
+    return tuple(cache.with_keys_and_values(*caches[0].pool[:2]) for cache in caches)
 
 
 def prefill_layer(

@@ -57,7 +57,7 @@ def _pools_on_host(context: Context) -> tuple[LayerCache, ...]:
     if first.layout.shared is None:
         return context.caches
     k, v = on_host((first.pool.k, first.pool.v))
-    return spread_pools((dataclasses.replace(first, pool=first.pool._replace(k=k, v=v)), *context.caches[1:]))
+    return spread_pools((first.with_keys_and_values(k, v), *context.caches[1:]))
 
 
 def _gathered(layer: int, cache: LayerCache, batch: int) -> LayerCache:
@@ -108,7 +108,7 @@ def _dealt(caches: tuple[LayerCache, ...], lm: LM) -> tuple[LayerCache, ...]:
         dealt.append(put(LayerCache(pool, None, Ring(*(on_host(x)[:, order] for x in cache.ring)), layout)))
     first = dealt[0]
     if first.layout.shared is not None:
-        dealt[0] = dataclasses.replace(first, pool=first.pool._replace(k=put(k), v=put(v)))
+        dealt[0] = first.with_keys_and_values(put(k), put(v))
     return tuple(dealt)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from tca_jax.engine.shared_pools import apart, tokens_on_device
-from tca_jax.methods.base import CachePolicy, per_head
+from tca_jax.methods.base import CachePolicy, capacities_per_head
 
 #: Most tokens of the prompts whose caches are balanced.
 _TOKENS = 2**17
@@ -75,13 +75,7 @@ def balanced_together(loads: Int[np.ndarray, "layers Hkv"], devices: int) -> Ord
 
 def _loads(policy: CachePolicy, num_layers: int, num_kv_heads: int, tokens: int) -> Int[np.ndarray, "layers Hkv"]:
     """Tokens that a policy's caches have room for behind a prompt."""
-    name = type(policy).__name__
-    return np.array(
-        [
-            per_head(policy.capacities(layer, tokens), num_kv_heads, f"{name}.capacities({layer}, {tokens})")
-            for layer in range(num_layers)
-        ]
-    )
+    return np.array([capacities_per_head(policy, layer, tokens, num_kv_heads) for layer in range(num_layers)])
 
 
 def _by_device(

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from tca_jax.engine.shared_pools import SharedPool, plan_shared_pools
-from tca_jax.methods.base import CachePolicy, per_head
+from tca_jax.methods.base import CachePolicy, capacities_per_head, per_head
 from tca_jax.methods.blocks import num_ranked_blocks
 from tca_jax.methods.heads import HeadShards
 from tca_jax.methods.regions import Regions
@@ -88,8 +88,7 @@ class CacheLayout:
                 f"{name}.local_window({total}) = {window}, but its num_ranked_blocks({prompt_tokens}) "
                 f"is {policy.num_ranked_blocks(prompt_tokens)}: blocks must be ranked exactly left of the window"
             )
-        source = f"{name}.capacities({layer}, {prompt_tokens})"
-        capacities = per_head(policy.capacities(layer, prompt_tokens), num_kv_heads, source)
+        capacities = capacities_per_head(policy, layer, prompt_tokens, num_kv_heads)
         layout = cls(
             block_size=b,
             window=window,
@@ -186,7 +185,7 @@ def plan_layouts(
     if heads is None:
         return layouts
     capacities = [
-        heads.by_device(layer, per_head(policy.capacities(layer, prompt_tokens), num_kv_heads, "capacities"))
+        heads.by_device(layer, capacities_per_head(policy, layer, prompt_tokens, num_kv_heads))
         for layer in range(num_layers)
     ]
     return with_capacities(layouts, capacities)

@@ -149,6 +149,11 @@ def mesh_name(mesh: Mesh | None) -> str:
     return f"{axis_size(mesh, DATA)}x{axis_size(mesh, MODEL)}"
 
 
+def mesh_entry(mesh: Mesh | None) -> dict[str, str]:
+    """What a record of something measured says of its mesh: nothing without one."""
+    return {} if mesh is None else {"mesh": mesh_name(mesh)}
+
+
 def any_row(flags: Bool[Array, " B"], mesh: Mesh | None) -> Bool[Array, ""]:
     """Whether it is so for any row of a batch, on whichever device."""
     found = jnp.any(flags)

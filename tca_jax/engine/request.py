@@ -54,10 +54,7 @@ def _keys_and_values(k: Any, v: Any) -> Pool:
 
 
 def _with_pools(state: DecodingState, pools: _Pools) -> DecodingState:
-    caches = tuple(
-        dataclasses.replace(cache, pool=cache.pool._replace(k=pool.k, v=pool.v))
-        for cache, pool in zip(state.caches, pools, strict=True)
-    )
+    caches = tuple(cache.with_keys_and_values(*pool[:2]) for cache, pool in zip(state.caches, pools, strict=True))
     return dataclasses.replace(state, caches=caches)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from tca_jax.engine.budgets import CallSizes
 from tca_jax.engine.identity import describe_method
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import mesh_name
+from tca_jax.engine.mesh import mesh_entry
 from tca_jax.evaluation.answering import Answers, answer, call_sizes
 from tca_jax.evaluation.pictures import draw_pictures
 from tca_jax.evaluation.plan import AnyTask, Plan, SampleStore
@@ -92,7 +92,7 @@ def _config(plan: Plan, builder: Builder, built: Mapping[str, Built]) -> dict[st
         "model": lm.name,
         "fingerprint": lm.fingerprint,
         "dtype": lm.dtype.name,
-        **({} if lm.mesh is None else {"mesh": mesh_name(lm.mesh)}),
+        **mesh_entry(lm.mesh),
         "seed": plan.seed,
         "samples": plan.samples,
         "bytes": plan.share,

@@ -203,6 +203,12 @@ class Method:
         return self.prefill.reads(self.cache)
 
 
+def capacities_per_head(policy: CachePolicy, layer: int, tokens: int, num_kv_heads: int) -> tuple[int, ...]:
+    """`CachePolicy.capacities`, a number for each of the model's KV heads; errors are those of `per_head`."""
+    source = f"{type(policy).__name__}.capacities({layer}, {tokens})"
+    return per_head(policy.capacities(layer, tokens), num_kv_heads, source)
+
+
 def per_head(value: Any, num_kv_heads: int, source: str) -> tuple[int, ...]:
     """A number for each KV head.
 
