@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.parallel import SummedProduct, join_width, part_of_width
+from tca_jax.models.products import dot_general
 from tca_jax.models.rope import apply_rope, rope_cos_sin
 
 # (layer, q [B, L, Hq, d], k [B, L, Hkv, d], v [B, L, Hkv, d], state) -> (out [B, L, Hq, d], new state)
@@ -343,7 +344,7 @@ class Decoder(nnx.Module):
             `[..., V]` float32.
         """
         with jax.named_scope("logits"):
-            product = jax.lax.dot_general
+            product = dot_general
             if self.axis is not None:
                 hidden, product = part_of_width(hidden, self.axis), SummedProduct(self.axis)
             if self.head is not None:
@@ -414,6 +415,7 @@ def _linear(
         kernel_init=functools.partial(_normal, std=std),
         precision=_precision(dtype),
         preferred_element_type=preferred,
+        dot_general=dot_general,
         rngs=rngs,
     )
 

@@ -13,13 +13,15 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from tca_jax.models.products import dot_general
+
 if TYPE_CHECKING:
     from tca_jax.models.decoder import Decoder, DecoderLayer
 
 
 @dataclasses.dataclass(frozen=True)
 class SummedProduct:
-    """`jax.lax.dot_general` of this device's part of the contracted axis, summed over a mesh axis.
+    """`dot_general` of this device's part of the contracted axis, summed over a mesh axis.
 
     Attributes:
         axis: Name of the mesh axis.
@@ -28,7 +30,7 @@ class SummedProduct:
     axis: str
 
     def __call__(self, *args: Any, **options: Any) -> Array:
-        return jax.lax.psum(jax.lax.dot_general(*args, **options), self.axis)
+        return dot_general(*args, axis=self.axis, **options)
 
 
 def on_device(decoder: Decoder, axis: str, devices: int) -> Decoder:
