@@ -138,7 +138,6 @@ def main(folder: Path) -> None:
     others = [
         full,
         full.with_method("streaming", window=WINDOW),
-        full.with_method("random", window=WINDOW, share=0.25),
         tca,
     ]
     print(f"{'method':<14}{'right':>7}{'kept':>12}{'KV MB':>10}{'log p a token':>16}")
