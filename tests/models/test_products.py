@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hlo import operations
 
 from tca_jax.models import products
 from tca_jax.models.products import dot_general
@@ -59,3 +60,14 @@ def test_of_two_rows_one_comes_back(case, monkeypatch):
     wanted = jax.lax.dot_general(lhs, rhs, dimensions)
     assert got.shape == wanted.shape
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU; XLA does otherwise on a CPU")
+def test_no_product_of_a_row_is_written_to_memory():
+    few = 2048, 4096
+    x, weights = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 1, few[0]), few))
+
+    def projected(x, weights):
+        return jnp.tanh(dot_general(jnp.tanh(x), weights, (((2,), (0,)), ((), ()))))
+
+    assert operations(jax.jit(projected).lower(x, weights).compile().as_text(), {few}) == {"parameter"}
