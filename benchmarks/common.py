@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import typer
 from jaxtyping import Array
 from matplotlib.figure import Figure
 
@@ -29,8 +28,6 @@ from tca_jax.files import replacing
 from tca_jax.pallas_kernels.backends import can_run, check_backend
 from tca_jax.pallas_kernels.integers import cdiv
 
-#: Not benchmarks/results, whose tables are those of one card and are written with `--out` alone.
-RESULTS = Path("out") / "bench"
 COMPILED_AT_ONCE = 4  # programs, in threads
 CHECKED_TOKENS = 8192  # outputs are compared with the oracle at most at this length, where the oracle takes a moment
 #: The command line that runs now, without the folder of the results; `command.py` sets it.
@@ -43,23 +40,6 @@ COPIED_BYTES = 2**31  # of the array whose copy is the measure of memory's speed
 _SAMPLE_SECONDS = 0.02
 _DRAWN = 2**22  # random numbers that are drawn at once: the compiler takes minutes over a draw of 2^30
 _CPU_TOKENS = 4096  # longest context that is worth waiting for without a GPU
-
-LengthsOption = Annotated[list[int] | None, typer.Option(help="Tokens of context.")]
-ModelsOption = Annotated[
-    list[str] | None, typer.Option(help="llama3.1-8b, qwen2.5-7b, llama3.1-70b, llama-d256 (a layer) or tiny.")
-]
-BackendOption = Annotated[str, typer.Option(help="Kernel backend.")]
-WindowOption = Annotated[int, typer.Option(help="Local tokens that every query keeps.")]
-RepeatsOption = Annotated[int, typer.Option(help="Timed runs of each call.", min=1)]
-CopyBytesOption = Annotated[int, typer.Option(help="Bytes of the array that the device copies.", min=2**20)]
-MeshOption = Annotated[
-    str | None,
-    typer.Option(
-        "--mesh", help="Devices that share a model: those on data x those on model.", show_default="one device"
-    ),
-]
-NameOption = Annotated[str, typer.Option(help="Name of the result files.")]
-OutOption = Annotated[Path, typer.Option(help="Folder of the results.")]
 
 
 @dataclasses.dataclass(frozen=True)

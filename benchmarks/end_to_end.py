@@ -34,15 +34,6 @@ import tca_jax
 from tca_jax.benchmarks.common import (
     COMPILED_AT_ONCE,
     COPIED_BYTES,
-    RESULTS,
-    BackendOption,
-    CopyBytesOption,
-    LengthsOption,
-    ModelsOption,
-    NameOption,
-    OutOption,
-    RepeatsOption,
-    WindowOption,
     check_sizes,
     check_whole_models,
     device_copy,
@@ -55,6 +46,17 @@ from tca_jax.benchmarks.common import (
 from tca_jax.benchmarks.decode_models import decoding_arguments, time_steps
 from tca_jax.benchmarks.mesh_columns import Peaks, describe_meshes, held_columns, plot_meshes, with_speed_ups
 from tca_jax.benchmarks.models import CONFIGS, abstract_model, random_model, under_share, weight_bytes
+from tca_jax.benchmarks.options import (
+    RESULTS,
+    BackendOption,
+    CopyBytesOption,
+    LengthsOption,
+    ModelsOption,
+    NameOption,
+    OutOption,
+    RepeatsOption,
+    WindowOption,
+)
 from tca_jax.benchmarks.shares import FULL, Share, SharesOption, check_shares, describe_config
 from tca_jax.engine.decoding import STATE, DecodingState, decode, row_keys
 from tca_jax.engine.generation import kept_share

@@ -24,15 +24,8 @@ import typer
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.benchmarks.common import (
-    COMPILED_AT_ONCE,
-    RESULTS,
-    BackendOption,
-    LengthsOption,
-    NameOption,
-    OutOption,
-    write_results,
-)
+from tca_jax.benchmarks.common import COMPILED_AT_ONCE, write_results
+from tca_jax.benchmarks.options import RESULTS, BackendOption, LengthsOption, NameOption, OutOption
 from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.contexts import Context, compile_prefill
 from tca_jax.engine.extending import num_columns
