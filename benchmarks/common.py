@@ -250,8 +250,13 @@ def write_results(
     out: Path,
     note: str = "",
     more: Mapping[str, Sequence[Mapping[str, Any]]] = MappingProxyType({}),
+    *,
+    shown: bool = True,
 ) -> None:
-    """Writes `name`.json and `name`.md, and prints the table; `more` holds further tables by their headings."""
+    """Writes `name`.json and `name`.md, and prints the table; `more` holds further tables by their headings.
+
+    A run that may be killed writes what it has so far from time to time, and does not have that `shown`.
+    """
     where = environment()
     tables = {heading: [dict(row) for row in table] for heading, table in more.items()}
     record = {"title": title, "note": note, "environment": where, "rows": [dict(row) for row in rows], **tables}
@@ -262,6 +267,8 @@ def write_results(
     lines = "\n".join(f"- {key}: {value}" for key, value in where.items())
     with replacing(out / f"{name}.md") as file:
         file.write_text(f"# {title}\n\n{note}\n\n{text}\n\n{lines}\n")
+    if not shown:
+        return
     records = RECORDS.get()
     if records is None:
         print(text, flush=True)
