@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
+import gc
 import json
 import math
 import platform
 import random
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +42,9 @@ COPIED_BYTES = 2**31  # of the array whose copy is the measure of memory's speed
 _SAMPLE_SECONDS = 0.02
 _DRAWN = 2**22  # random numbers that are drawn at once: the compiler takes minutes over a draw of 2^30
 _CPU_TOKENS = 4096  # longest context that is worth waiting for without a GPU
+
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +171,23 @@ def time_alternating(calls: Mapping[Any, Callable[[], Any]], repeats: int) -> di
             jax.block_until_ready(result)
             seconds[name].append((time.perf_counter() - start) / queued[name])
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def fitted(call: Callable[[], T], what: str, unfit: list[str]) -> T | None:
+    """What `call` returns, or None where memory does not suffice: `what` is printed then and appended to `unfit`.
+
+    Other errors are raised.
+    """
+    try:
+        return call()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"does not fit: {what}: {str(error).splitlines()[0]}", flush=True)
+        unfit.append(what)
+        traceback.clear_frames(error.__traceback__)  # which hold on to what was made before
+    gc.collect()
+    return None
 
 
 def device_copy(num_bytes: int, repeats: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -34,17 +35,20 @@ def counted(what: str, line_seconds: float = _LINE_SECONDS) -> Iterator[Count]:
         TextColumn("left:"),
         TimeRemainingColumn(),
     )
-    started, told = time.monotonic(), None
+    started, first, told = time.monotonic(), 0, -math.inf
     with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as bar:
         task = bar.add_task("starting", total=None)
 
         def report(done: int, total: int, now: str) -> None:
-            nonlocal told
+            nonlocal first, told
             bar.update(task, description=now, completed=done, total=total)
             at = time.monotonic()
-            if not console.is_interactive and (told is None or at - told > line_seconds or done == total):
+            if told == -math.inf:
+                first = done  # those were done before this run
+            if not console.is_interactive and (at - told > line_seconds or done == total):
                 told = at
-                left = f", about {_duration((at - started) * (total - done) / done)} left" if 0 < done < total else ""
+                seconds = (at - started) * (total - done) / max(done - first, 1)
+                left = f", about {_duration(seconds)} left" if first < done < total else ""
                 print(f"{done} of {total} {what}{left}: {now}", file=sys.stderr, flush=True)
 
         yield report

@@ -123,9 +123,9 @@ class Soak:
         ran = []
         with self.phases.timed("running each shape"), counted("shapes run") as report:
             for request in filter(self._is_due, ready):
-                report(len(ran), len(ready), str(request.shape))
                 self._note(request, *self._caught(request), compiled=True)
                 ran.append(request.shape)
+                report(len(ran), len(ready), f"last {request.shape}")
                 write()
         self.dropped = [shape for shape in self.shapes if shape not in ran]
         self.shapes = ran
@@ -133,6 +133,7 @@ class Soak:
     def generate(self, generations: int, write: Callable[[], None]) -> None:
         """Requests until so many have run, or the time is up."""
         with self.phases.timed("generations"), counted("generations") as report:
+            report(self.requests, generations, f"{self.failed} failed")
             while self.requests < generations and not self.ending.reason:
                 before = memory()[0]
                 if self.step():

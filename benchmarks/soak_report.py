@@ -143,7 +143,7 @@ def describe_extent(
     """How many of the generations have run, of how many shapes, and `why` these are not all."""
     text = f"{requests} generations"
     if requests < generations:
-        text = f"{requests} of the {generations} generations asked for, for {why}"
+        text = f"{requests} of the {generations} generations asked for, as {why}"
     text += f"; {len(shapes)} shapes of requests"
     if dropped:
         text += f", without the {len(dropped)} whose turn had not come by then ({'; '.join(map(str, dropped))})"
