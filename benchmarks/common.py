@@ -12,7 +12,6 @@ import platform
 import random
 import statistics
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -185,8 +184,7 @@ def fitted(call: Callable[[], T], what: str, unfit: list[str]) -> T | None:
             raise
         print(f"does not fit: {what}: {str(error).splitlines()[0]}", flush=True)
         unfit.append(what)
-        traceback.clear_frames(error.__traceback__)  # which hold on to what was made before
-    gc.collect()
+    gc.collect()  # of what the error held on to
     return None
 
 

@@ -347,10 +347,10 @@ def main(
         soak.compilations.close()
     for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)
-    if ending.signal == signal.SIGINT:
-        raise KeyboardInterrupt
+    if ending.signal is not None:
+        print("interrupted", file=sys.stderr)
     if failures or ending.signal is not None:
-        raise typer.Exit(1)
+        raise typer.Exit(130 if ending.signal == signal.SIGINT else 1)
 
 
 def run(soak: Soak, generations: int, write: Callable[[Sequence[dict[str, Any]]], object]) -> list[dict[str, Any]]:

@@ -158,7 +158,7 @@ def test_a_soak_that_is_told_to_stop_writes_what_has_run(told_by, code, run_soak
     at_call(monkeypatch, 5, lambda: os.kill(os.getpid(), getattr(signal, told_by)))
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     result = run_soak()
-    assert result.exit_code == code, result.output
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (code, "interrupted"), result.output
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     record = record_of(tmp_path, "soak")
     assert sum(row["requests"] for row in record["rows"]) == 5
