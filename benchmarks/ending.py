@@ -16,23 +16,28 @@ class Ending:
     """Says whether a run is to end, and why.
 
     Args:
-        deadline: Of `time.monotonic()`; None for none.
+        seconds: That it may take, from now on; None for any time.
     """
 
-    def __init__(self, deadline: float | None = None) -> None:
-        self._deadline = deadline
+    def __init__(self, seconds: float | None = None) -> None:
+        self._begin, self._seconds = time.monotonic(), seconds
         self.signal: signal.Signals | None = None
 
     @property
-    def time_is_up(self) -> bool:
-        return self._deadline is not None and time.monotonic() > self._deadline
+    def elapsed(self) -> float:
+        """Seconds so far."""
+        return time.monotonic() - self._begin
+
+    def time_is_up(self, share: float = 1.0) -> bool:
+        """Whether this share of the time has gone."""
+        return self._seconds is not None and self.elapsed >= share * self._seconds
 
     @property
     def reason(self) -> str:
         """Why the run is to end; "" as long as it is not."""
         if self.signal is not None:
             return f"it was interrupted by {self.signal.name}"
-        return "its time was up" if self.time_is_up else ""
+        return "its time was up" if self.time_is_up() else ""
 
     @contextlib.contextmanager
     def told_by_signals(self) -> Iterator[None]:

@@ -47,6 +47,7 @@ _LENGTHS = (96, 640, 1408, 3072)
 _REPEATED = 0.4  # share of requests that an earlier one is asked again
 _STREAMED = 0.3  # share of the repeats that are streamed, where streams know the options
 _QUESTION_TOKENS = 48  # most of a question
+_COMPILING = 0.6  # share of the time; the shapes that are not compiled by then are dropped
 _RUN_ANYWAY = 2  # shapes, however late it is: the first of prompts and the first over a context
 _WRITTEN_EVERY = 30.0  # seconds; what a killed process leaves is no older
 #: Threads that compile: XLA, where nine tenths of the time go, holds no lock of Python's, and these programs are small.
@@ -109,14 +110,18 @@ class Soak:
         asked = [Asked(shape, self.rng.getrandbits(31)) for shape in self.shapes]
         with self.phases.timed("compiling"):
             ready = self._each("shapes compiled", asked, self._compile, _THREADS)
-        appended = [request for request in ready if request.shape.appended]
-        if appended:
+        longer = [request for request in ready if request.shape.appended]
+        late: set[Asked] = set()
+        if longer:
             questions: dict[Asked, Question] = {}
             with self.phases.timed("appending to contexts"):
-                self._each("contexts appended to", appended, lambda of: questions.update({of: self._question(of)}), 1)
+                due = self._each("contexts appended to", longer, lambda of: questions.update({of: self._question(of)}))
+                late |= {*longer} - {*due}
             with self.phases.timed("compiling for appended contexts"):
-                self._each("appended shapes compiled", list(questions), lambda of: questions[of].compile(), _THREADS)
-        return ready
+                longer = list(questions)
+                due = self._each("appended shapes compiled", longer, lambda of: questions[of].compile(), _THREADS)
+                late |= {*longer} - {*due}
+        return [request for request in ready if request not in late]
 
     def run_each(self, ready: Sequence[Asked], write: Callable[[], None]) -> None:
         """Runs these requests, one of a shape; shapes that are not among them or come too late are dropped."""
@@ -141,22 +146,22 @@ class Soak:
                 report(self.requests, generations, f"{self.failed} failed")
                 write()
 
-    def _is_due(self, request: Asked) -> bool:
-        """Whether a shape still takes its turn; the first few do so however late it is."""
+    def _is_due(self, request: Asked, share: float = 1.0) -> bool:
+        """Whether a shape's turn comes before this share of the time has gone; that of the first few always does."""
         if self.ending.signal is not None:
             return False
-        return not self.ending.time_is_up or request.shape in self.shapes[:_RUN_ANYWAY]
+        return not self.ending.time_is_up(share) or request.shape in self.shapes[:_RUN_ANYWAY]
 
     def _each(
-        self, what: str, requests: Sequence[Asked], compile: Callable[[Asked], None], threads: int
+        self, what: str, requests: Sequence[Asked], call: Callable[[Asked], None], threads: int = 1
     ) -> list[Asked]:
-        """Calls `compile` with each request that is due when its turn comes, and returns these."""
+        """Calls with each request whose turn comes while there is time for compiling, and returns these."""
 
         def turn(request: Asked) -> bool:
-            due = self._is_due(request)
+            due = self._is_due(request, _COMPILING)
             if due:
                 with contextlib.suppress(Exception):
-                    compile(request)
+                    call(request)
             return due
 
         with counted(what) as report, ThreadPoolExecutor(threads) as pool:
@@ -286,7 +291,8 @@ def draw_options(shape: Shape, lm: LM, rng: np.random.Generator) -> dict[str, An
         "min_p": lambda: float(rng.uniform(0.01, 0.2)),
     }
     options = {name: drawn[name]() for name in sorted(shape.settings)}
-    most = int(rng.integers(_least(shape.room), shape.room + 1))
+    least = max(_least(shape.room), options.get("min_new_tokens", 1))
+    most = int(rng.integers(least, shape.room + 1))
     seed = int(rng.integers(2**32))
     return {"stop_token_ids": ()} | options | {"max_new_tokens": most, "seed": seed}
 
@@ -308,7 +314,9 @@ def main(
         str | None, typer.Option(help='Profile folder; "shipped" for a shipped model.', show_default="shipped, if any")
     ] = None,
     generations: Annotated[int, typer.Option(help="Calls of generate.", min=1)] = 500,
-    minutes: Annotated[float | None, typer.Option(help="Stop after so long.", show_default="none")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop after so long, compilation included.", show_default="none")
+    ] = None,
     shapes: Annotated[int, typer.Option(help="Shapes of requests; each compiles its programs.", min=1)] = 24,
     lengths: LengthsOption = None,
     window: Annotated[int, typer.Option(help="Window of the methods that have one.")] = 512,
@@ -323,8 +331,7 @@ def main(
 
     Example: [bold]tca-jax bench soak --generations 100[/]
     """
-    begin = time.monotonic()
-    ending = Ending(None if minutes is None else begin + 60 * minutes)
+    ending = Ending(None if minutes is None else 60 * minutes)
     out.mkdir(parents=True, exist_ok=True)
     lm = tca_jax.load(model, profile=profile or ("shipped" if model == "recall-tiny" else None))
     models = models_under(lm, window, random.Random(seed))
@@ -337,7 +344,7 @@ def main(
         failures += leaks(measured)
         why = ending.reason if finished else "it was still running when this was written"
         extent = describe_extent(soak.requests, generations, why, soak.shapes, soak.dropped)
-        note = describe(lm, extent, time.monotonic() - begin, failures)
+        note = describe(lm, extent, ending.elapsed, failures)
         write_results(name, "Soak", rows, out, note, {"Memory": measured, "Time": soak.phases.rows}, shown=finished)
         return failures
 

@@ -146,7 +146,7 @@ def describe_extent(
         text = f"{requests} of the {generations} generations asked for, as {why}"
     text += f"; {len(shapes)} shapes of requests"
     if dropped:
-        text += f", without the {len(dropped)} whose turn had not come by then ({'; '.join(map(str, dropped))})"
+        text += f", without the {len(dropped)} whose turn had not come in time ({'; '.join(map(str, dropped))})"
     return text
 
 

@@ -1,5 +1,6 @@
 """What benchmarks leave behind where memory or time does not suffice, and what they say while they run."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -7,12 +8,14 @@ import signal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from meshes import needs_8_devices
 from tiny import write_checkpoint
 from typer.testing import CliRunner
 
 import tca_jax
+from tca_jax.benchmarks import ending as ending_module
 from tca_jax.benchmarks import progress, soak, whole_models
 from tca_jax.benchmarks.common import fitted
 from tca_jax.benchmarks.ending import Ending
@@ -192,9 +195,56 @@ def test_shapes_that_time_does_not_suffice_for_are_dropped_and_named(run_soak, t
     assert (
         "2 of the 12 generations asked for, as its time was up; 2 shapes of requests, without the 2" in record["note"]
     )
-    assert "whose turn had not come by then (" in record["note"]
+    assert "whose turn had not come in time (" in record["note"]
     [compiling] = [row for row in record["Time"] if row["phase"] == "compiling"]
     assert compiling["s"] > 0
+
+
+def test_compiling_leaves_time_for_generations(run_soak, tmp_path, monkeypatch):
+    monkeypatch.setattr(soak, "_COMPILING", 0.0)
+    result = run_soak("--minutes=60", "--shapes=4")
+    assert result.exit_code == 0, result.output
+    record = record_of(tmp_path, "soak")
+    assert sum(row["requests"] for row in record["rows"]) == 12
+    assert "12 generations; 2 shapes of requests, without the 2 whose turn had not come in time" in record["note"]
+
+
+def test_a_context_that_there_is_no_time_to_append_to_is_dropped_with_its_shape(model, monkeypatch):
+    lm = tca_jax.load(model)
+    requested = soak.Soak({"full": lm}, [64], 8, 3, "auto", Ending(3600.0))
+    requested.shapes = [dataclasses.replace(shape, context=True, appended=True) for shape in requested.shapes]
+    monkeypatch.setattr(soak, "_RUN_ANYWAY", 0)
+    monkeypatch.setattr(requested, "_compile", lambda request: monkeypatch.setattr(soak, "_COMPILING", 0.0))
+    assert requested.compile() == []
+    requested.compilations.close()
+
+
+def test_a_shape_that_cannot_be_compiled_fails_when_it_runs_and_costs_no_other(run_soak, tmp_path, monkeypatch):
+    def failing(self):
+        raise RuntimeError("this backend is out of order")
+
+    monkeypatch.setattr(soak.Question, "compile", failing)
+    assert run_soak().exit_code == 0  # nothing is wrong but what is made in advance
+    assert sum(row["requests"] for row in record_of(tmp_path, "soak")["rows"]) == 12
+
+
+def test_an_answer_has_room_for_the_tokens_that_it_must_have(model):
+    lm = tca_jax.load(model)
+    shape = soak.Shape("full", 64, 1, 1, 16, frozenset({"min_new_tokens"}))
+    drawn = [soak.draw_options(shape, lm, np.random.default_rng(seed)) for seed in range(200)]
+    assert all(1 <= options["min_new_tokens"] <= options["max_new_tokens"] <= 16 for options in drawn)
+    assert len({options["max_new_tokens"] for options in drawn}) > 10
+
+
+def test_a_share_of_the_time_is_up_before_all_of_it(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(ending_module.time, "monotonic", lambda: now)
+    ending = Ending(60.0)
+    now = 130.0
+    assert (ending.time_is_up(0.5), ending.time_is_up(), ending.reason) == (True, False, "")
+    now = 160.0
+    assert (ending.time_is_up(), ending.reason) == (True, "its time was up")
+    assert Ending().reason == ""
 
 
 def test_a_soak_says_what_it_is_doing_from_the_start(run_soak):
