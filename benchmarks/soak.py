@@ -89,6 +89,7 @@ class Soak:
         self.compilations = Compilations()
         self.phases = Phases(self.compilations)
         self.program_bytes = 0  # of what `step` has compiled
+        self._blocks: dict[Shape, tuple[int, ...]] = {}  # see `_following`
         self._document_locks = {shape.document: threading.Lock() for shape in self.shapes}
 
     @property
@@ -109,7 +110,7 @@ class Soak:
         """
         asked = [Asked(shape, self.rng.getrandbits(31)) for shape in self.shapes]
         with self.phases.timed("compiling"):
-            ready = self._each("shapes compiled", asked, self._compile, _THREADS)
+            ready = self._each("shapes of requests compiled", asked, self._compile, _THREADS)
         longer = [request for request in ready if request.shape.appended]
         late: set[Asked] = set()
         if longer:
@@ -168,7 +169,8 @@ class Soak:
             report(0, len(requests), f"{threads} at once")
             turns = {pool.submit(turn, request): request for request in requests}
             for done, future in enumerate(as_completed(turns), start=1):
-                report(done, len(requests), f"{self.compilations.count} programs so far, last {turns[future].shape}")
+                last = f"last {turns[future].shape}" if future.result() else "no time is left for the rest"
+                report(done, len(requests), f"{self.compilations.count} programs so far, {last}")
         return [request for future, request in turns.items() if future.result()]
 
     def _compile(self, request: Asked) -> None:
@@ -231,16 +233,15 @@ class Soak:
         key: Hashable = shape
         if shape.context:
             context, key = context or self._context(shape), (key, "context")
+            more, asked = self._following(shape, context, rng)
             if shape.appended:
-                more = [self._draw(lm, rng, _QUESTION_TOKENS)]
-                key = key, _columns(context, more)
-                context = tca_jax.prefill(lm, more, context=context, backend=self.backend)
-            prompts = [self._draw(lm, rng, _QUESTION_TOKENS) for _ in range(shape.prompts)]
+                context = tca_jax.prefill(lm, _draw(lm, rng, [more]), context=context, backend=self.backend)
+            prompts = _draw(lm, rng, asked)
             key = key, context.layouts, context.tokens.shape, _columns(context, prompts)
         else:
             longest = int(rng.integers(_least(shape.tokens), shape.tokens + 1))
             lengths = [longest, *rng.integers(1, longest + 1, shape.prompts - 1).tolist()]
-            prompts = [rng.integers(0, lm.config.vocab_size, n).tolist() for n in lengths]
+            prompts = _draw(lm, rng, lengths)
         return Question(lm, prompts, context, shape.samples, options, key)
 
     def _context(self, shape: Shape) -> Context:
@@ -251,11 +252,21 @@ class Soak:
 
     def _document(self, shape: Shape) -> tuple[LM, list[list[int]]]:
         lm, rng = self.models[shape.method], np.random.default_rng(shape.tokens)
-        return lm, [rng.integers(0, lm.config.vocab_size, shape.tokens - 5).tolist()]
+        return lm, _draw(lm, rng, [shape.tokens - 5])
 
-    @staticmethod
-    def _draw(lm: LM, rng: np.random.Generator, most: int) -> list[int]:
-        return rng.integers(0, lm.config.vocab_size, int(rng.integers(1, most + 1))).tolist()
+    def _following(self, shape: Shape, context: Context, rng: np.random.Generator) -> tuple[int, list[int]]:
+        """Tokens that are appended to a context, if any are, and those of the questions behind them.
+
+        Programs are compiled for the blocks that these go into: all requests of a shape go into as many as its first.
+        """
+        held, b = int(np.asarray(context.lengths)[0]), context.layouts[0].block_size
+        while True:
+            more = int(rng.integers(1, _QUESTION_TOKENS + 1)) if shape.appended else 0
+            asked = rng.integers(1, _QUESTION_TOKENS + 1, shape.prompts).tolist()
+            columns = num_columns(held % b + more, b), num_columns((held + more) % b + max(asked), b)
+            blocks = *columns, bucket_length(held + more)
+            if self._blocks.setdefault(shape, blocks) == blocks:
+                return more, asked
 
 
 def draw_shapes(labels: Sequence[str], lengths: Sequence[int], count: int, rng: random.Random) -> list[Shape]:
@@ -291,10 +302,15 @@ def draw_options(shape: Shape, lm: LM, rng: np.random.Generator) -> dict[str, An
         "min_p": lambda: float(rng.uniform(0.01, 0.2)),
     }
     options = {name: drawn[name]() for name in sorted(shape.settings)}
-    least = max(_least(shape.room), options.get("min_new_tokens", 1))
+    least = max(_least(shape.room), options.get("min_new_tokens", 1), 2)  # one token alone needs no decoding program
     most = int(rng.integers(least, shape.room + 1))
     seed = int(rng.integers(2**32))
     return {"stop_token_ids": ()} | options | {"max_new_tokens": most, "seed": seed}
+
+
+def _draw(lm: LM, rng: np.random.Generator, lengths: Sequence[int]) -> list[list[int]]:
+    """Prompts of these lengths."""
+    return [rng.integers(0, lm.config.vocab_size, n).tolist() for n in lengths]
 
 
 def _least(bucket: int) -> int:

@@ -228,11 +228,29 @@ def test_a_shape_that_cannot_be_compiled_fails_when_it_runs_and_costs_no_other(r
     assert sum(row["requests"] for row in record_of(tmp_path, "soak")["rows"]) == 12
 
 
+@pytest.mark.parametrize("appended", [False, True])
+def test_requests_of_a_shape_over_a_context_share_their_programs(appended, model):
+    requested = soak.Soak({"full": tca_jax.load(model)}, [128], 1, 0, "auto", Ending())
+    requested.compilations.close()
+    [shape] = requested.shapes
+    shape = dataclasses.replace(shape, prompts=2, context=True, appended=appended)
+    held, block = shape.tokens - 5, requested._context(shape).layouts[0].block_size
+    found, layouts = set(), set()
+    for seed in range(100):
+        more, asked = requested._following(shape, requested._context(shape), np.random.default_rng(seed))
+        assert (more > 0) == appended
+        found.add((more, *asked))
+        ends = held + more, (held + more) // block * block + (held + more) % block + max(asked)
+        layouts.add((held // block, *(-(-end // block) for end in ends)))
+    assert len(found) > 50
+    assert len(layouts) == 1
+
+
 def test_an_answer_has_room_for_the_tokens_that_it_must_have(model):
     lm = tca_jax.load(model)
     shape = soak.Shape("full", 64, 1, 1, 16, frozenset({"min_new_tokens"}))
     drawn = [soak.draw_options(shape, lm, np.random.default_rng(seed)) for seed in range(200)]
-    assert all(1 <= options["min_new_tokens"] <= options["max_new_tokens"] <= 16 for options in drawn)
+    assert all(options["min_new_tokens"] <= options["max_new_tokens"] in range(2, 17) for options in drawn)
     assert len({options["max_new_tokens"] for options in drawn}) > 10
 
 
@@ -249,7 +267,7 @@ def test_a_share_of_the_time_is_up_before_all_of_it(monkeypatch):
 
 def test_a_soak_says_what_it_is_doing_from_the_start(run_soak):
     errors = run_soak().stderr
-    for line in ("0 of 2 shapes compiled: ", "2 of 2 shapes run: ", "12 of 12 generations: 0 failed"):
+    for line in ("0 of 2 shapes of requests compiled: ", "2 of 2 shapes run: ", "12 of 12 generations: 0 failed"):
         assert line in errors
 
 
