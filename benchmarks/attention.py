@@ -27,15 +27,7 @@ from matplotlib.figure import Figure
 import tca_jax
 from tca_jax.benchmarks.common import (
     CHECKED_TOKENS,
-    RESULTS,
     Layer,
-    LengthsOption,
-    MeshOption,
-    ModelsOption,
-    NameOption,
-    OutOption,
-    RepeatsOption,
-    WindowOption,
     agreement,
     attention_inputs,
     check_sizes,
@@ -57,6 +49,16 @@ from tca_jax.benchmarks.layer_mesh import (
     heads_over,
     inputs_over,
     program_over,
+)
+from tca_jax.benchmarks.options import (
+    RESULTS,
+    LengthsOption,
+    MeshOption,
+    ModelsOption,
+    NameOption,
+    OutOption,
+    RepeatsOption,
+    WindowOption,
 )
 from tca_jax.benchmarks.prefill_methods import Wanted, check_area, describe_methods, measure_methods
 from tca_jax.benchmarks.shares import Share, SharesOption, check_shares, describe_config

@@ -24,15 +24,7 @@ from matplotlib.figure import Figure
 import tca_jax
 from tca_jax.benchmarks.common import (
     CHECKED_TOKENS,
-    RESULTS,
-    BackendOption,
     Layer,
-    LengthsOption,
-    ModelsOption,
-    NameOption,
-    OutOption,
-    RepeatsOption,
-    WindowOption,
     agreement,
     attention_inputs,
     check_sizes,
@@ -46,6 +38,16 @@ from tca_jax.benchmarks.common import (
     write_results,
 )
 from tca_jax.benchmarks.models import random_model, with_varied_outputs
+from tca_jax.benchmarks.options import (
+    RESULTS,
+    BackendOption,
+    LengthsOption,
+    ModelsOption,
+    NameOption,
+    OutOption,
+    RepeatsOption,
+    WindowOption,
+)
 from tca_jax.calibration.probes import Probes
 from tca_jax.calibration.run import calibrate
 from tca_jax.engine.lm import LM

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
+import gc
 import json
 import math
 import platform
@@ -15,12 +16,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import typer
 from jaxtyping import Array
 from matplotlib.figure import Figure
 
@@ -29,8 +29,6 @@ from tca_jax.files import replacing
 from tca_jax.pallas_kernels.backends import can_run, check_backend
 from tca_jax.pallas_kernels.integers import cdiv
 
-#: Not benchmarks/results, whose tables are those of one card and are written with `--out` alone.
-RESULTS = Path("out") / "bench"
 COMPILED_AT_ONCE = 4  # programs, in threads
 CHECKED_TOKENS = 8192  # outputs are compared with the oracle at most at this length, where the oracle takes a moment
 #: The command line that runs now, without the folder of the results; `command.py` sets it.
@@ -44,22 +42,8 @@ _SAMPLE_SECONDS = 0.02
 _DRAWN = 2**22  # random numbers that are drawn at once: the compiler takes minutes over a draw of 2^30
 _CPU_TOKENS = 4096  # longest context that is worth waiting for without a GPU
 
-LengthsOption = Annotated[list[int] | None, typer.Option(help="Tokens of context.")]
-ModelsOption = Annotated[
-    list[str] | None, typer.Option(help="llama3.1-8b, qwen2.5-7b, llama3.1-70b, llama-d256 (a layer) or tiny.")
-]
-BackendOption = Annotated[str, typer.Option(help="Kernel backend.")]
-WindowOption = Annotated[int, typer.Option(help="Local tokens that every query keeps.")]
-RepeatsOption = Annotated[int, typer.Option(help="Timed runs of each call.", min=1)]
-CopyBytesOption = Annotated[int, typer.Option(help="Bytes of the array that the device copies.", min=2**20)]
-MeshOption = Annotated[
-    str | None,
-    typer.Option(
-        "--mesh", help="Devices that share a model: those on data x those on model.", show_default="one device"
-    ),
-]
-NameOption = Annotated[str, typer.Option(help="Name of the result files.")]
-OutOption = Annotated[Path, typer.Option(help="Folder of the results.")]
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +172,22 @@ def time_alternating(calls: Mapping[Any, Callable[[], Any]], repeats: int) -> di
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+def fitted(call: Callable[[], T], what: str, unfit: list[str]) -> T | None:
+    """What `call` returns, or None where memory does not suffice: `what` is printed then and appended to `unfit`.
+
+    Other errors are raised.
+    """
+    try:
+        return call()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"does not fit: {what}: {str(error).splitlines()[0]}", flush=True)
+        unfit.append(what)
+    gc.collect()  # of what the error held on to
+    return None
+
+
 def device_copy(num_bytes: int, repeats: int) -> float:
     """Bytes read and written a second by the fastest way to write a copy, changed or not, of a large array."""
     num_bytes = num_bytes // 1024 * 1024
@@ -270,8 +270,13 @@ def write_results(
     out: Path,
     note: str = "",
     more: Mapping[str, Sequence[Mapping[str, Any]]] = MappingProxyType({}),
+    *,
+    shown: bool = True,
 ) -> None:
-    """Writes `name`.json and `name`.md, and prints the table; `more` holds further tables by their headings."""
+    """Writes `name`.json and `name`.md, and prints the table; `more` holds further tables by their headings.
+
+    A run that may be killed writes what it has so far from time to time, and does not have that `shown`.
+    """
     where = environment()
     tables = {heading: [dict(row) for row in table] for heading, table in more.items()}
     record = {"title": title, "note": note, "environment": where, "rows": [dict(row) for row in rows], **tables}
@@ -282,6 +287,8 @@ def write_results(
     lines = "\n".join(f"- {key}: {value}" for key, value in where.items())
     with replacing(out / f"{name}.md") as file:
         file.write_text(f"# {title}\n\n{note}\n\n{text}\n\n{lines}\n")
+    if not shown:
+        return
     records = RECORDS.get()
     if records is None:
         print(text, flush=True)

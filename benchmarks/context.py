@@ -18,7 +18,9 @@ import numpy as np
 import typer
 
 import tca_jax
-from tca_jax.benchmarks.common import (
+from tca_jax.benchmarks.common import check_sizes, check_whole_models, find_layers, plot_bars, print_row, write_results
+from tca_jax.benchmarks.models import random_model, under_share
+from tca_jax.benchmarks.options import (
     RESULTS,
     BackendOption,
     LengthsOption,
@@ -27,14 +29,7 @@ from tca_jax.benchmarks.common import (
     OutOption,
     RepeatsOption,
     WindowOption,
-    check_sizes,
-    check_whole_models,
-    find_layers,
-    plot_bars,
-    print_row,
-    write_results,
 )
-from tca_jax.benchmarks.models import random_model, under_share
 from tca_jax.benchmarks.shares import FULL, Share, SharesOption, check_shares, describe_config
 from tca_jax.engine.lm import LM
 

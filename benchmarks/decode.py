@@ -28,17 +28,7 @@ from tca_jax.benchmarks.caches import CachePlan, plan, random_caches
 from tca_jax.benchmarks.common import (
     CHECKED_TOKENS,
     COPIED_BYTES,
-    RESULTS,
-    BackendOption,
-    CopyBytesOption,
     Layer,
-    LengthsOption,
-    MeshOption,
-    ModelsOption,
-    NameOption,
-    OutOption,
-    RepeatsOption,
-    WindowOption,
     agreement,
     check_sizes,
     check_whole_models,
@@ -57,6 +47,18 @@ from tca_jax.benchmarks.common import (
 from tca_jax.benchmarks.decode_models import STEPS_OF_MODELS, Timing, measure_model
 from tca_jax.benchmarks.layer_mesh import check_layer, describe_layer_mesh, program_over
 from tca_jax.benchmarks.models import CONFIGS
+from tca_jax.benchmarks.options import (
+    RESULTS,
+    BackendOption,
+    CopyBytesOption,
+    LengthsOption,
+    MeshOption,
+    ModelsOption,
+    NameOption,
+    OutOption,
+    RepeatsOption,
+    WindowOption,
+)
 from tca_jax.benchmarks.shares import FULL, Share, SharesOption, check_shares, describe_config
 from tca_jax.engine.cache import LayerCache, attend_cache
 from tca_jax.engine.mesh import CACHES, SAME, mesh_entry, num_devices, parse_mesh, place

@@ -9,40 +9,24 @@ tca-jax bench end-to-end --models llama3.1-8b --mesh 1x1 --mesh 1x2 --mesh 1x4  
 
 from __future__ import annotations
 
-import dataclasses
-import gc
+import functools
 import itertools
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Annotated, Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import typer
 from jax.sharding import Mesh
 
 import tca_jax
 from tca_jax.benchmarks.common import (
-    COMPILED_AT_ONCE,
     COPIED_BYTES,
-    RESULTS,
-    BackendOption,
-    CopyBytesOption,
-    LengthsOption,
-    ModelsOption,
-    NameOption,
-    OutOption,
-    RepeatsOption,
-    WindowOption,
     check_sizes,
     check_whole_models,
     device_copy,
@@ -52,17 +36,22 @@ from tca_jax.benchmarks.common import (
     print_row,
     write_results,
 )
-from tca_jax.benchmarks.decode_models import decoding_arguments, time_steps
-from tca_jax.benchmarks.mesh_columns import Peaks, describe_meshes, held_columns, plot_meshes, with_speed_ups
-from tca_jax.benchmarks.models import CONFIGS, abstract_model, random_model, under_share, weight_bytes
+from tca_jax.benchmarks.mesh_columns import describe_meshes, plot_meshes, with_speed_ups
+from tca_jax.benchmarks.models import CONFIGS, abstract_model, under_share
+from tca_jax.benchmarks.options import (
+    RESULTS,
+    BackendOption,
+    CopyBytesOption,
+    LengthsOption,
+    ModelsOption,
+    NameOption,
+    OutOption,
+    RepeatsOption,
+    WindowOption,
+)
 from tca_jax.benchmarks.shares import FULL, Share, SharesOption, check_shares, describe_config
-from tca_jax.engine.decoding import STATE, DecodingState, decode, row_keys
-from tca_jax.engine.generation import kept_share
-from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import SAME, OverMesh, mesh_entry, num_devices, parse_mesh
-from tca_jax.engine.programs import Program, results_of
-from tca_jax.engine.sampling import Sampling
-from tca_jax.engine.starting import PROMPTS, prefill
+from tca_jax.benchmarks.whole_models import Conditions, Run, make_weights, measure_model
+from tca_jax.engine.mesh import mesh_name, parse_mesh
 from tca_jax.models.sharding import DATA, axis_size, check_mesh
 
 PANELS = {"TTFT s": "time to first token, s", "ms/token": "time per further token, ms", "KV GB": "KV cache, GB"}
@@ -75,34 +64,6 @@ MeshesOption = Annotated[
         show_default="one device",
     ),
 ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """Programs of one model under one attention at one prompt length."""
-
-    lm: LM
-    tokens: jax.Array
-    lengths: jax.Array
-    new_tokens: int
-    backend: str
-    prefill: Program = dataclasses.field(default_factory=lambda: Program(OverMesh(prefill, PROMPTS, STATE)))
-    decode: Program = dataclasses.field(
-        default_factory=lambda: Program(OverMesh(decode, (STATE, SAME, SAME), STATE), donate=(1,))
-    )
-
-    @property
-    def prompt(self) -> tuple[Any, ...]:
-        """Arguments of prefill."""
-        keys = row_keys(jax.random.key(0), self.tokens.shape[0])
-        return self.lm, self.tokens, self.lengths, keys, Sampling(), jnp.zeros(0, jnp.int32)
-
-    def compile(self) -> tuple[Callable[..., DecodingState], Callable[..., DecodingState], float]:
-        """Both programs and the seconds that they took to trace and compile."""
-        first, seconds = self.prefill.prepare(*self.prompt, new_tokens=self.new_tokens, backend=self.backend)
-        state = results_of(first)
-        rest, more = self.decode.prepare(*decoding_arguments(self.lm, state, 1), backend=self.backend)
-        return first, rest, seconds + more
 
 
 def share_of_ranked(kept: float, config: tca_jax.TCAConfig, tokens: int) -> Share:
@@ -139,40 +100,6 @@ def attentions(
     return of_tokens | {share.name: share for share in shares}
 
 
-def prefill_flops(lm: LM, tokens: int, area: float) -> float:
-    """Operations of a prompt's matrix products and of `area` of its causal attention."""
-    c = lm.config
-    width = c.num_heads * c.head_dim
-    weights = c.hidden_size * (2 * width + 2 * c.num_kv_heads * c.head_dim + 3 * c.intermediate_size)
-    return c.num_layers * (2 * weights * tokens + 4 * width * area * tokens**2 / 2)
-
-
-def computed_area(lm: LM, tokens: int) -> float:
-    """Query-key pairs over those of causal attention; blocks are taken to keep their head's mean budget."""
-    policy = lm.method.cache
-    w = min(policy.local_window(tokens), tokens)
-    per_layer = [policy.prefill_capacities(layer, tokens) for layer in range(lm.config.num_layers)]
-    selected = [
-        policy.capacities(layer, tokens) if capacities is None else capacities
-        for layer, capacities in enumerate(per_layer)
-    ]
-    beyond = tokens - w
-    return (float(np.mean(selected)) * beyond / 2 + w * beyond + w * w / 2) / (tokens**2 / 2)
-
-
-def memory_bytes(executable: Any) -> int:
-    """Device memory that a program needs while it runs, its arguments included."""
-    used = executable.memory_analysis()
-    return used.argument_size_in_bytes + used.output_size_in_bytes + used.temp_size_in_bytes - used.alias_size_in_bytes
-
-
-def under_shares(lm: LM, shares: dict[str, Share], config: tca_jax.TCAConfig) -> tuple[LM, dict[str, LM]]:
-    """The model under each share, with KV heads where the last one balances: others get along with these places, and a
-    mesh need not hold weights twice. Also the model that they share their weights with, in place of the given one."""
-    lm = under_share(lm, list(shares.values())[-1], config)
-    return lm, {attention: under_share(lm, share, config) for attention, share in shares.items()}
-
-
 def compile_seconds(name: str, layers: int | None, tokens: int, share: Share, options: dict[str, Any]) -> list[float]:
     """Seconds that two new processes take, one after the other, to trace and compile both programs of a run.
 
@@ -204,102 +131,30 @@ def _compile_once(
     return Run(lm, prompt, jnp.array([tokens], jnp.int32), new_tokens, backend).compile()[2]
 
 
-def measure(
-    lms: dict[str, LM],
-    batch: int,
-    tokens: int,
-    new_tokens: int,
-    backend: str,
-    repeats: int,
-    copied: float,
-    multiplied: float,
-) -> list[dict[str, Any]]:
-    """One row for each attention; their prefills and their decodings take turns."""
-    lm = next(iter(lms.values()))
-    devices = num_devices(lm.mesh)
-    prompt = jax.random.randint(jax.random.key(1), (batch, tokens), 0, lm.config.vocab_size)
-    runs = {
-        name: Run(lm, prompt.astype(jnp.int32), jnp.full(batch, tokens, jnp.int32), new_tokens, backend)
-        for name, lm in lms.items()
-    }
-    with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
-        programs = dict(zip(runs, pool.map(lambda run: run.compile()[:2], runs.values()), strict=True))
-    first: dict[str, list[float]] = {name: [] for name in runs}
-    following: dict[str, list[float]] = {name: [] for name in runs}
-    kept: dict[str, tuple[float, int]] = {}
-    needed = {name: max(memory_bytes(program) for program in programs[name]) for name in runs}
-    peaks = Peaks(lm.mesh)
-    peak: dict[str, float | str] = dict.fromkeys(runs, "")
-    for _ in range(repeats):
-        for name in sorted(runs, key=needed.__getitem__):  # see `Peaks`
-            run = runs[name]
-            start_program, step_program = programs[name]
-            arguments = run.prompt
-            start = time.perf_counter()
-            state = jax.block_until_ready(start_program(*arguments))
-            first[name].append(time.perf_counter() - start)
-            state, step = time_steps(step_program, run.lm, state, new_tokens)
-            following[name].append(step)
-            head_dim, dtype = run.lm.config.head_dim, state.caches[0].ring.k.dtype
-            kept[name] = kept_share(state), sum(cache.layout.num_bytes(head_dim, dtype) for cache in state.caches)
-            del state
-            grown = peaks.grown()
-            peak[name] = peak[name] or grown
-    rows = []
-    for name, run in runs.items():
-        share, cache_bytes = kept[name]
-        seconds, step = statistics.median(first[name]), statistics.median(following[name])
-        config = run.lm.config
-        kept_bytes = (
-            2 * share * batch * tokens * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype_name).itemsize
-        )
-        read = axis_size(lm.mesh, DATA) * weight_bytes(run.lm) + config.num_layers * kept_bytes
-        floor = batch * prefill_flops(run.lm, tokens, computed_area(run.lm, tokens)) / (devices * multiplied)
-        rows.append(
-            {
-                **mesh_entry(lm.mesh),
-                "tokens": tokens,
-                "attention": name,
-                "kept": share,
-                "TTFT s": seconds,
-                "TTFT speed-up": statistics.median(first["full"]) / seconds if "full" in first else "",
-                "over arithmetic floor": seconds / floor,
-                "ms/token": 1e3 * step,
-                "ms/token speed-up": statistics.median(following["full"]) / step if "full" in first else "",
-                "over byte floor": step / (read / (devices * copied)),
-                "KV GB": devices * cache_bytes / 1e9,
-                "peak GB": needed[name] / 1e9,
-                **({} if lm.mesh is None else held_columns(run.lm, batch, tokens, new_tokens)),
-                **({} if lm.mesh is None else {"measured peak GB": peak[name]}),
-            }
-        )
-    return rows
-
-
 def describe(
-    new_tokens: int,
+    conditions: Conditions,
     config: tca_jax.TCAConfig,
-    repeats: int,
-    copied: float,
-    multiplied: float,
     with_compilation: bool,
-    meshes: Sequence[Mesh] = (),
-    batch: int = 1,
+    meshes: Sequence[Mesh],
+    unfit: Sequence[str],
 ) -> str:
-    """What the columns mean; `copied` is what `device_copy` says, `multiplied` what `matrix_rate` does."""
+    """What the columns mean, and what memory did not suffice for."""
+    given = conditions
     text = (
-        f"Random weights of true size, batch {batch}, {new_tokens} new tokens. TCA runs a synthetic profile, the same "
-        f"in every layer: budgets {describe_config(config)}. One number in its name is the share of all tokens that it "
-        "keeps, window and reserve included; `kept` is the measured share. Behind a prompt of whole blocks the first "
-        "block leaves the window at new token 129. `TTFT` is the time from token ids to the first new token, "
-        f"`ms/token` the mean of the tokens behind it, both medians over {repeats} rounds, the attentions in turns. "
-        "`over arithmetic floor` is TTFT over "
-        "the time of its matrix products and of the attention that is computed at the rate of a large matrix product, "
-        f"{multiplied / 1e12:.0f} TFLOP/s; `over byte floor` the time per token over that of reading the weights and "
-        f"the kept keys and values at the rate of a device copy, {copied / 1e9:,.0f} GB/s read and written. `KV GB` is "
-        "the cache as allocated, `peak GB` the most that a program holds by the compiler's account, weights included."
+        f"Random weights of true size, batch {given.batch}, {given.new_tokens} new tokens. TCA runs a synthetic "
+        f"profile, the same in every layer: budgets {describe_config(config)}. One number in its name is the share of "
+        "all tokens that it keeps, window and reserve included; `kept` is the measured share. Behind a prompt of whole "
+        "blocks the first block leaves the window at new token 129. `TTFT` is the time from token ids to the first new "
+        f"token, `ms/token` the mean of the tokens behind it, both medians over {given.repeats} rounds, the attentions "
+        "in turns. `over arithmetic floor` is TTFT over the time of its matrix products and of the attention that is "
+        f"computed at the rate of a large matrix product, {given.multiplied / 1e12:.0f} TFLOP/s; `over byte floor` the "
+        "time per token over that of reading the weights and the kept keys and values at the rate of a device copy, "
+        f"{given.copied / 1e9:,.0f} GB/s read and written. `KV GB` is the cache as allocated, `peak GB` the most that "
+        "a program holds by the compiler's account, weights included."
     )
-    text += describe_meshes(meshes, batch)
+    text += describe_meshes(meshes, given.batch)
+    if unfit:
+        text += f" Memory did not suffice for {'; '.join(unfit)}."
     return text + (
         " The second table has the seconds that new processes take to trace and compile both programs of a shape, the "
         "first with an empty compilation cache, the second with what it leaves there."
@@ -350,31 +205,38 @@ def main(
     # Profiles differ in numbers, not in programs: one of each kind is compiled for the table.
     longest = by_length[max(lengths)]
     kinds = {(share == FULL, share.prefill is None): name for name, share in reversed(longest.items())}
-    rows, compiled = [], []
+    rows, compiled, unfit = list[dict[str, Any]](), list[dict[str, Any]](), list[str]()
+    conditions = Conditions(batch, new_tokens, backend, repeats, copied, multiplied)
     options = {"new_tokens": new_tokens, "window": window, "backend": backend}
+
+    def write(finished: bool) -> None:
+        note = describe(conditions, config, compilation, meshes, unfit)
+        note += "" if finished else " The run was going on when this was written."
+        more = {"Compilation": compiled} if compilation else {}
+        shown = with_speed_ups(rows) if len(meshes) > 1 else rows
+        write_results(name, "Whole models, from prompt to answer", shown, out, note, more, shown=finished)
+
     for model in names:
         for attention in kinds.values() if compilation else ():
             cold, cached = compile_seconds(model, layers, max(lengths), longest[attention], options)
             shape = {"model": model, "tokens": max(lengths), "attention": attention}
             compiled.append({**shape, "cold s": cold, "cached s": cached})
             print_row(compiled[-1])
+            write(finished=False)
         for shared_by in meshes or (None,):
-            lm = random_model(model, jax.random.key(0), layers, max_positions=2 * max(lengths), mesh=shared_by)
-            for tokens in lengths:
-                lm, lms = under_shares(lm, by_length[tokens], config)
-                for row in measure(lms, batch, tokens, new_tokens, backend, repeats, copied, multiplied):
+            place = model if shared_by is None else f"{model} on {mesh_name(shared_by)}"
+            make = functools.partial(make_weights, model, place, layers, 2 * max(lengths), shared_by)
+            for found in measure_model(make, place, by_length, config, conditions, unfit):
+                for row in found:
                     rows.append({"model": model, **row})
                     print_row(rows[-1])
-            del lm, lms
-            gc.collect()  # the next model is loaded where this one was
-    if len(meshes) > 1:
-        rows = with_speed_ups(rows)
-    note = describe(new_tokens, config, repeats, copied, multiplied, compilation, meshes, batch)
-    more = {"Compilation": compiled} if compilation else {}
-    write_results(name, "Whole models, from prompt to answer", rows, out, note, more)
+                write(finished=False)
+    write(finished=True)
+    if not rows:
+        raise typer.Exit(1)
     title = f"Whole models, batch {batch}"
     if len(meshes) > 1:
-        plot_meshes(rows, title, out / f"{name}.png")
+        plot_meshes(with_speed_ups(rows), title, out / f"{name}.png")
     else:
         plot_bars(rows, PANELS, title, out / f"{name}.png")
 

@@ -1,52 +1,57 @@
 """Hundreds of generations in one process: memory stays flat, no program is compiled twice, answers repeat.
 
 tca-jax bench soak                                   # 500 generations of the shipped model, minutes
+tca-jax bench soak --minutes 8                       # as many of them as there is time for
 tca-jax bench soak --generations 20 --lengths 96     # a look
 """
 
 from __future__ import annotations
 
-import dataclasses
-import gc
-import itertools
+import contextlib
+import os
 import random
+import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Annotated, Any
 
-import jax
 import numpy as np
 import typer
 
 import tca_jax
-from tca_jax import methods
-from tca_jax.benchmarks.common import (
-    COMPILED_AT_ONCE,
-    RESULTS,
-    BackendOption,
-    LengthsOption,
-    NameOption,
-    OutOption,
-    write_results,
+from tca_jax.benchmarks.common import COMPILED_AT_ONCE, write_results
+from tca_jax.benchmarks.ending import Ending
+from tca_jax.benchmarks.options import RESULTS, BackendOption, LengthsOption, NameOption, OutOption
+from tca_jax.benchmarks.progress import counted
+from tca_jax.benchmarks.soak_report import (
+    Compilations,
+    Phases,
+    Tally,
+    describe,
+    describe_extent,
+    leaks,
+    measurement,
+    memory,
 )
+from tca_jax.benchmarks.soak_requests import Asked, Question, Shape, models_under
 from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.contexts import Context, compile_prefill
 from tca_jax.engine.extending import num_columns
 from tca_jax.engine.lm import LM
-from tca_jax.engine.request import Request
-from tca_jax.engine.sampling import Sampling
 
 _LENGTHS = (96, 640, 1408, 3072)
 _REPEATED = 0.4  # share of requests that an earlier one is asked again
 _STREAMED = 0.3  # share of the repeats that are streamed, where streams know the options
-_PAIRS = 2  # of methods, joined by "+"
 _QUESTION_TOKENS = 48  # most of a question
-_DEVICE_SLACK, _HOST_SLACK = 2**24, 2**27  # bytes that may come on top: an allocator's rounding, the host's heap
-_COMPILED = "/jax/core/compile/backend_compile_duration"
+_COMPILING = 0.6  # share of the time; the shapes that are not compiled by then are dropped
+_RUN_ANYWAY = 2  # shapes, however late it is: the first of prompts and the first over a context
+_WRITTEN_EVERY = 30.0  # seconds; what a killed process leaves is no older
+#: Threads that compile: XLA, where nine tenths of the time go, holds no lock of Python's, and these programs are small.
+_THREADS = max(COMPILED_AT_ONCE, min(16, os.cpu_count() or 1))
 
 #: What is switched on of the options of `generate`; programs depend on that, and not on the numbers.
 _SETTINGS: tuple[frozenset[str], ...] = tuple(
@@ -67,131 +72,115 @@ _SETTINGS: tuple[frozenset[str], ...] = tuple(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """All of a request that programs are compiled for.
-
-    Attributes:
-        method: Label of the attention method.
-        tokens: Bucket of the prompts, or of the document that a context holds.
-        prompts: Prompts at once.
-        samples: Answers to each.
-        room: Bucket of the answers.
-        settings: Options of `generate` that are on.
-        context: Whether a document is read first, and questions are asked of it.
-        appended: Whether more is appended to the document before.
-    """
-
-    method: str
-    tokens: int
-    prompts: int
-    samples: int
-    room: int
-    settings: frozenset[str]
-    context: bool = False
-    appended: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """A request: its shape, and the seed that all else is drawn from."""
-
-    shape: Shape
-    seed: int
-
-
-@dataclasses.dataclass
-class Tally:
-    """What happened under one method."""
-
-    requests: int = 0
-    repeats: int = 0
-    new_tokens: int = 0
-    programs: set[Hashable] = dataclasses.field(default_factory=set)
-    compiled_again: int = 0
-    mismatches: int = 0
-    errors: int = 0
-
-    @property
-    def failed(self) -> int:
-        return self.compiled_again + self.mismatches + self.errors
-
-
-class Compilations:
-    """Counts what XLA compiles in this process, whoever asks for it."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._note)
-
-    def _note(self, event: str, duration_secs: float, **_: Any) -> None:
-        self.count += event == _COMPILED
-
-    def close(self) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._note)
-
-
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """A request as `generate` takes it.
-
-    Attributes:
-        lm: The model under the request's method.
-        prompts: Token ids.
-        context: What the model has read before.
-        samples: Answers to a prompt.
-        options: All else.
-        key: What its programs depend on.
-    """
-
-    lm: LM
-    prompts: list[list[int]]
-    context: Context | None
-    samples: int
-    options: dict[str, Any]
-    key: Hashable
-
-    def compile(self) -> None:
-        """Compiles its programs, and runs nothing."""
-        options = {"stop": ()} | self.options
-        sampling = {each.name: options.pop(each.name) for each in dataclasses.fields(Sampling) if each.name in options}
-        Request.create(
-            self.lm, self.prompts, self.context, num_samples=self.samples, sampling=Sampling(**sampling), **options
-        ).compile()
-
-    def answer(self, streamed: bool) -> list[list[int]]:
-        """Its answers, as a stream where that is asked for and streams know the options."""
-        if streamed and self.lm.tokenizer is not None and self.samples == 1 and "logprobs" not in self.options:
-            return drain(tca_jax.stream(self.lm, self.prompts, context=self.context, **self.options)).tokens
-        out = tca_jax.generate(self.lm, self.prompts, context=self.context, num_samples=self.samples, **self.options)
-        return out.tokens
-
-
 class Soak:
     """The models, the contexts, and the first answers to all requests so far."""
 
-    def __init__(self, models: dict[str, LM], lengths: Sequence[int], shapes: int, seed: int, backend: str) -> None:
-        self.models, self.backend = models, backend
+    def __init__(
+        self, models: dict[str, LM], lengths: Sequence[int], shapes: int, seed: int, backend: str, ending: Ending
+    ) -> None:
+        self.models, self.backend, self.ending = models, backend, ending
         self.rng = random.Random(seed)
         self.shapes = draw_shapes(list(models), lengths, shapes, self.rng)
+        self.dropped: list[Shape] = []
         self.contexts: dict[tuple[str, int], Context] = {}
         self.first: dict[Asked, list[list[int]]] = {}
         self.seen: set[Hashable] = set()
         self.tallies = {label: Tally() for label in models}
         self.compilations = Compilations()
+        self.phases = Phases(self.compilations)
+        self.program_bytes = 0  # of what `step` has compiled
+        self._blocks: dict[Shape, tuple[int, ...]] = {}  # see `_following`
+        self._document_locks = {shape.document: threading.Lock() for shape in self.shapes}
 
-    def warm_up(self) -> None:
-        """Reads the documents and runs a request of every shape, one by one once all are compiled: a GPU's libraries
-        may not be loaded by one program while another one's launches are recorded."""
-        documents = sorted({(shape.method, shape.tokens) for shape in self.shapes if shape.context})
-        read = [(self.models[method], self._document(method, tokens)) for method, tokens in documents]
-        requests = [Asked(shape, self.rng.getrandbits(31)) for shape in self.shapes]
-        with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
-            list(pool.map(lambda of: compile_prefill(*of), read))
-            self.contexts = {at: tca_jax.prefill(*of) for at, of in zip(documents, read, strict=True)}
-            list(pool.map(Question.compile, [self._question(request) for request in requests]))
-        for request in requests:
-            self._note(request, *self._caught(request), compiled=True)
+    @property
+    def requests(self) -> int:
+        """How many have run."""
+        return sum(tally.requests for tally in self.tallies.values())
+
+    @property
+    def failed(self) -> int:
+        """How often something was wrong."""
+        return sum(tally.failed for tally in self.tallies.values())
+
+    def compile(self) -> list[Asked]:
+        """Compiles the programs of a request of each shape, side by side, and returns those whose turn came in time.
+
+        Nothing else runs meanwhile: a GPU's libraries may not be loaded by one program while another one's launches
+        are recorded. What cannot be compiled fails when it runs, and is counted there.
+        """
+        asked = [Asked(shape, self.rng.getrandbits(31)) for shape in self.shapes]
+        with self.phases.timed("compiling"):
+            ready = self._each("shapes of requests compiled", asked, self._compile, _THREADS)
+        longer = [request for request in ready if request.shape.appended]
+        late: set[Asked] = set()
+        if longer:
+            questions: dict[Asked, Question] = {}
+            with self.phases.timed("appending to contexts"):
+                due = self._each("contexts appended to", longer, lambda of: questions.update({of: self._question(of)}))
+                late |= {*longer} - {*due}
+            with self.phases.timed("compiling for appended contexts"):
+                longer = list(questions)
+                due = self._each("appended shapes compiled", longer, lambda of: questions[of].compile(), _THREADS)
+                late |= {*longer} - {*due}
+        return [request for request in ready if request not in late]
+
+    def run_each(self, ready: Sequence[Asked], write: Callable[[], None]) -> None:
+        """Runs these requests, one of a shape; shapes that are not among them or come too late are dropped."""
+        ran = []
+        with self.phases.timed("running each shape"), counted("shapes run") as report:
+            for request in filter(self._is_due, ready):
+                self._note(request, *self._caught(request), compiled=True)
+                ran.append(request.shape)
+                report(len(ran), len(ready), f"last {request.shape}")
+                write()
+        self.dropped = [shape for shape in self.shapes if shape not in ran]
+        self.shapes = ran
+
+    def generate(self, generations: int, write: Callable[[], None]) -> None:
+        """Requests until so many have run, or the time is up."""
+        with self.phases.timed("generations"), counted("generations") as report:
+            report(self.requests, generations, f"{self.failed} failed")
+            while self.requests < generations and not self.ending.reason:
+                before = memory()[0]
+                if self.step():
+                    self.program_bytes += memory()[0] - before
+                report(self.requests, generations, f"{self.failed} failed")
+                write()
+
+    def _is_due(self, request: Asked, share: float = 1.0) -> bool:
+        """Whether a shape's turn comes before this share of the time has gone; that of the first few always does."""
+        if self.ending.signal is not None:
+            return False
+        return not self.ending.time_is_up(share) or request.shape in self.shapes[:_RUN_ANYWAY]
+
+    def _each(
+        self, what: str, requests: Sequence[Asked], call: Callable[[Asked], None], threads: int = 1
+    ) -> list[Asked]:
+        """Calls with each request whose turn comes while there is time for compiling, and returns these."""
+
+        def turn(request: Asked) -> bool:
+            due = self._is_due(request, _COMPILING)
+            if due:
+                with contextlib.suppress(Exception):
+                    call(request)
+            return due
+
+        with counted(what) as report, ThreadPoolExecutor(threads) as pool:
+            report(0, len(requests), f"{threads} at once")
+            turns = {pool.submit(turn, request): request for request in requests}
+            for done, future in enumerate(as_completed(turns), start=1):
+                last = f"last {turns[future].shape}" if future.result() else "no time is left for the rest"
+                report(done, len(requests), f"{self.compilations.count} programs so far, {last}")
+        return [request for future, request in turns.items() if future.result()]
+
+    def _compile(self, request: Asked) -> None:
+        """Compiles what a request needs, as far as that can be done before anything has run."""
+        shape, context = request.shape, None
+        if shape.context:
+            with self._document_locks[shape.document]:  # several shapes may be over one document
+                context = compile_prefill(*self._document(shape), backend=self.backend)
+        if not shape.appended:
+            self._question(request, context).compile()
 
     def step(self) -> bool:
         """One request, new or an earlier one again; whether anything was compiled for it."""
@@ -235,34 +224,49 @@ class Soak:
         question = self._question(request)
         return question.key, question.answer(streamed)
 
-    def _question(self, request: Asked) -> Question:
-        """The prompts and options of a request; what is appended to its context is read here."""
+    def _question(self, request: Asked, context: Context | None = None) -> Question:
+        """The prompts and options of a request, over `context` in place of the one that its shape is about, if given;
+        what is appended to that is read here."""
         shape, rng = request.shape, np.random.default_rng(request.seed)
         lm = self.models[shape.method]
         options = draw_options(shape, lm, rng) | {"backend": self.backend}
         key: Hashable = shape
-        context = None
         if shape.context:
-            context, key = self.contexts[shape.method, shape.tokens], (key, "context")
+            context, key = context or self._context(shape), (key, "context")
+            more, asked = self._following(shape, context, rng)
             if shape.appended:
-                more = [self._draw(lm, rng, _QUESTION_TOKENS)]
-                key = key, _columns(context, more)
-                context = tca_jax.prefill(lm, more, context=context, backend=self.backend)
-            prompts = [self._draw(lm, rng, _QUESTION_TOKENS) for _ in range(shape.prompts)]
+                context = tca_jax.prefill(lm, _draw(lm, rng, [more]), context=context, backend=self.backend)
+            prompts = _draw(lm, rng, asked)
             key = key, context.layouts, context.tokens.shape, _columns(context, prompts)
         else:
             longest = int(rng.integers(_least(shape.tokens), shape.tokens + 1))
             lengths = [longest, *rng.integers(1, longest + 1, shape.prompts - 1).tolist()]
-            prompts = [rng.integers(0, lm.config.vocab_size, n).tolist() for n in lengths]
+            prompts = _draw(lm, rng, lengths)
         return Question(lm, prompts, context, shape.samples, options, key)
 
-    def _document(self, label: str, tokens: int) -> list[list[int]]:
-        rng = np.random.default_rng(tokens)
-        return [rng.integers(0, self.models[label].config.vocab_size, tokens - 5).tolist()]
+    def _context(self, shape: Shape) -> Context:
+        """The document of a shape, read once."""
+        if shape.document not in self.contexts:
+            self.contexts[shape.document] = tca_jax.prefill(*self._document(shape), backend=self.backend)
+        return self.contexts[shape.document]
 
-    @staticmethod
-    def _draw(lm: LM, rng: np.random.Generator, most: int) -> list[int]:
-        return rng.integers(0, lm.config.vocab_size, int(rng.integers(1, most + 1))).tolist()
+    def _document(self, shape: Shape) -> tuple[LM, list[list[int]]]:
+        lm, rng = self.models[shape.method], np.random.default_rng(shape.tokens)
+        return lm, _draw(lm, rng, [shape.tokens - 5])
+
+    def _following(self, shape: Shape, context: Context, rng: np.random.Generator) -> tuple[int, list[int]]:
+        """Tokens that are appended to a context, if any are, and those of the questions behind them.
+
+        Programs are compiled for the blocks that these go into: all requests of a shape go into as many as its first.
+        """
+        held, b = int(np.asarray(context.lengths)[0]), context.layouts[0].block_size
+        while True:
+            more = int(rng.integers(1, _QUESTION_TOKENS + 1)) if shape.appended else 0
+            asked = rng.integers(1, _QUESTION_TOKENS + 1, shape.prompts).tolist()
+            columns = num_columns(held % b + more, b), num_columns((held + more) % b + max(asked), b)
+            blocks = *columns, bucket_length(held + more)
+            if self._blocks.setdefault(shape, blocks) == blocks:
+                return more, asked
 
 
 def draw_shapes(labels: Sequence[str], lengths: Sequence[int], count: int, rng: random.Random) -> list[Shape]:
@@ -298,19 +302,15 @@ def draw_options(shape: Shape, lm: LM, rng: np.random.Generator) -> dict[str, An
         "min_p": lambda: float(rng.uniform(0.01, 0.2)),
     }
     options = {name: drawn[name]() for name in sorted(shape.settings)}
-    most = int(rng.integers(_least(shape.room), shape.room + 1))
+    least = max(_least(shape.room), options.get("min_new_tokens", 1), 2)  # one token alone needs no decoding program
+    most = int(rng.integers(least, shape.room + 1))
     seed = int(rng.integers(2**32))
     return {"stop_token_ids": ()} | options | {"max_new_tokens": most, "seed": seed}
 
 
-def drain(pieces: Generator[Any, None, tca_jax.Output]) -> tca_jax.Output:
-    """What a stream returns at its end."""
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as end:
-            out: tca_jax.Output = end.value
-            return out
+def _draw(lm: LM, rng: np.random.Generator, lengths: Sequence[int]) -> list[list[int]]:
+    """Prompts of these lengths."""
+    return [rng.integers(0, lm.config.vocab_size, n).tolist() for n in lengths]
 
 
 def _least(bucket: int) -> int:
@@ -324,47 +324,15 @@ def _columns(context: Context, prompts: Sequence[Sequence[int]]) -> int:
     return num_columns(int(np.max(held % b + np.array([len(ids) for ids in prompts]))), b)
 
 
-def models_under(lm: LM, window: int, rng: random.Random) -> dict[str, LM]:
-    """The model under every registered method that needs no calibration, under its profile, and under some pairs."""
-    found, options = {}, {}
-    for name in methods.names():
-        # The window is an option, or one of a configuration, or there is none; a method that asks for more is left out.
-        for given in ({"window": window}, {"config": tca_jax.TCAConfig(window=window)}, {}):
-            try:
-                found[name], options[name] = lm.with_method(name, **given), given
-                break
-            except ValueError:
-                continue
-    pairs = list(itertools.permutations(found, 2))
-    for prefill, cache in rng.sample(pairs, min(_PAIRS, len(pairs))):
-        name = f"{prefill}+{cache}"
-        found[name] = lm.with_method(name, **{part: options[part] for part in (prefill, cache)})
-    if lm.method.name not in ("full", *found):
-        found["profile"] = lm
-    return found
-
-
-def memory() -> tuple[int, bool]:
-    """Bytes in use of the device, or of the process where the device does not say; whether it is the device's."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_in_use" in stats:
-        return int(stats["bytes_in_use"]), True
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096, False
-
-
-def live_bytes() -> int:
-    """Bytes of all arrays that something refers to."""
-    return sum(array.nbytes for array in jax.live_arrays())
-
-
 def main(
     model: Annotated[str, typer.Option(help="Alias, Hub id or folder.")] = "recall-tiny",
     profile: Annotated[
         str | None, typer.Option(help='Profile folder; "shipped" for a shipped model.', show_default="shipped, if any")
     ] = None,
     generations: Annotated[int, typer.Option(help="Calls of generate.", min=1)] = 500,
-    minutes: Annotated[float | None, typer.Option(help="Stop after so long.", show_default="none")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop after so long, compilation included.", show_default="none")
+    ] = None,
     shapes: Annotated[int, typer.Option(help="Shapes of requests; each compiles its programs.", min=1)] = 24,
     lengths: LengthsOption = None,
     window: Annotated[int, typer.Option(help="Window of the methods that have one.")] = 512,
@@ -379,85 +347,51 @@ def main(
 
     Example: [bold]tca-jax bench soak --generations 100[/]
     """
-    begin = time.monotonic()
+    ending = Ending(None if minutes is None else 60 * minutes)
     out.mkdir(parents=True, exist_ok=True)
     lm = tca_jax.load(model, profile=profile or ("shipped" if model == "recall-tiny" else None))
     models = models_under(lm, window, random.Random(seed))
-    soak = Soak(models, lengths or _LENGTHS, min(shapes, generations), seed, backend)
+    soak = Soak(models, lengths or _LENGTHS, min(shapes, generations), seed, backend, ending)
+
+    def write(measured: Sequence[dict[str, Any]], *, finished: bool = False) -> list[str]:
+        """Writes what there is so far; returns what has failed."""
+        rows = [tally.row(label) for label, tally in soak.tallies.items()]
+        failures = [f"{row['method']}: {n} {what}" for row in rows for what, n in list(row.items())[-3:] if n]
+        failures += leaks(measured)
+        why = ending.reason if finished else "it was still running when this was written"
+        extent = describe_extent(soak.requests, generations, why, soak.shapes, soak.dropped)
+        note = describe(lm, extent, ending.elapsed, failures)
+        write_results(name, "Soak", rows, out, note, {"Memory": measured, "Time": soak.phases.rows}, shown=finished)
+        return failures
+
     try:
-        measured = run(soak, generations, None if minutes is None else begin + 60 * minutes)
+        failures = write(run(soak, generations, write), finished=True)
     finally:
         soak.compilations.close()
-    rows = [
-        {
-            "method": label,
-            "requests": tally.requests,
-            "of them repeats": tally.repeats,
-            "new tokens": tally.new_tokens,
-            "distinct programs": len(tally.programs),
-            "compiled again": tally.compiled_again,
-            "other answers": tally.mismatches,
-            "errors": tally.errors,
-        }
-        for label, tally in soak.tallies.items()
-    ]
-    failures = [f"{row['method']}: {n} {what}" for row in rows for what, n in list(row.items())[-3:] if n]
-    failures += leaks(measured)
-    note = describe(lm, len(soak.shapes), time.monotonic() - begin, failures)
-    write_results(name, "Soak", rows, out, note, {"Memory": measured})
-    if failures:
-        for failure in failures:
-            print(f"failed: {failure}", file=sys.stderr)
-        raise typer.Exit(1)
+    for failure in failures:
+        print(f"failed: {failure}", file=sys.stderr)
+    if ending.signal is not None:
+        print("interrupted", file=sys.stderr)
+    if failures or ending.signal is not None:
+        raise typer.Exit(130 if ending.signal == signal.SIGINT else 1)
 
 
-def run(soak: Soak, generations: int, deadline: float | None) -> list[dict[str, Any]]:
-    """The requests, and the memory before, after each shape has run, and in the end."""
-    measured = [_measurement("start", 0)]
-    soak.warm_up()
-    measured.append(_measurement("each shape has run", 0))
-    of_programs = 0
-    while sum(tally.requests for tally in soak.tallies.values()) < generations:
-        if deadline is not None and time.monotonic() > deadline:
-            break
-        before = memory()[0]
-        if soak.step():
-            of_programs += memory()[0] - before
-    return [*measured, _measurement("end", of_programs)]
+def run(soak: Soak, generations: int, write: Callable[[Sequence[dict[str, Any]]], object]) -> list[dict[str, Any]]:
+    """The requests, and the memory before, after each shape has run, and in the end.
 
+    What is measured so far is handed to `write` now and then, for a process that is killed to leave it.
+    """
+    measured, written = [measurement("start", 0)], time.monotonic()
 
-def _measurement(at: str, of_programs: int) -> dict[str, Any]:
-    gc.collect()
-    held, on_device = memory()
-    return {
-        "at": at,
-        f"MB of the {'device' if on_device else 'process'}": held / 1e6,
-        "of them for programs compiled later": of_programs / 1e6,
-        "MB of live arrays": live_bytes() / 1e6,
-    }
+    def write_now_and_then() -> None:
+        nonlocal written
+        if time.monotonic() - written > _WRITTEN_EVERY:
+            write([*measured, measurement("so far", soak.program_bytes)])
+            written = time.monotonic()
 
-
-def leaks(measured: list[dict[str, Any]]) -> list[str]:
-    """What has grown between the last two measurements beyond the slack."""
-    (_, warm, end), found = measured, []
-    _, held, later, live = warm
-    slack = (_DEVICE_SLACK if "device" in held else _HOST_SLACK) / 1e6
-    grown = end[held] - end[later] - warm[held]
-    if grown > slack:
-        found.append(f"{held} grew by {grown:,.1f}")
-    if end[live] > warm[live] * 1.001 + 0.1:
-        found.append(f"{live} grew from {warm[live]:,.2f} to {end[live]:,.2f}")
-    return found
-
-
-def describe(lm: LM, shapes: int, seconds: float, failures: Sequence[str]) -> str:
-    """What ran, what the columns mean, and what came of it."""
-    came = "; ".join(failures) or "nothing failed"
-    return (
-        f"{lm.name}, {shapes} shapes of requests (method, lengths, batch, samples, settings, half of them over "
-        f"contexts), random lengths and numbers within each, {seconds:,.0f} s in all: {came}. `distinct programs` "
-        "counts the combinations that may compile; `compiled again` the requests for which something was compiled "
-        "though their combination had run before; `other answers` the repeats whose tokens were not those of the first "
-        "time, sampled ones too, which have a seed. Memory must not grow between the last two measurements, but for "
-        "programs that are new."
-    )
+    ready = soak.compile()
+    with soak.ending.told_by_signals():
+        soak.run_each(ready, write_now_and_then)
+        measured.append(measurement("each shape has run", 0))
+        soak.generate(generations, write_now_and_then)
+        return [*measured, measurement("end", soak.program_bytes)]

@@ -22,13 +22,7 @@ from matplotlib.figure import Figure
 import tca_jax
 from tca_jax.benchmarks.caches import plan, random_caches
 from tca_jax.benchmarks.common import (
-    RESULTS,
     Layer,
-    ModelsOption,
-    NameOption,
-    OutOption,
-    RepeatsOption,
-    WindowOption,
     attention_inputs,
     check_sizes,
     find_layers,
@@ -37,6 +31,7 @@ from tca_jax.benchmarks.common import (
     time_alternating,
     write_results,
 )
+from tca_jax.benchmarks.options import RESULTS, ModelsOption, NameOption, OutOption, RepeatsOption, WindowOption
 from tca_jax.benchmarks.shares import Share
 from tca_jax.methods.selection import head_budgets
 from tca_jax.pallas_kernels.backends import check_backend

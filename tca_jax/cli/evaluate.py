@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from tca_jax.benchmarks.progress import counted
 from tca_jax.cli.files import print_json, require_writable
 from tca_jax.cli.options import DtypeOption, JsonOption, MeshOption, ModelArgument, SeedOption
 from tca_jax.cli.progress import progress
@@ -103,8 +99,8 @@ def evaluate(
         print(f"left out: {reason}", file=sys.stderr)
     builder = Builder(lm, found, paper, lambda: [_calibration_text(plan, lm)])
     results = Results(out)
-    with _counted() as count:
-        records = run_plan(plan, builder, results, count)
+    with counted("samples", _LINE_SECONDS) as count:
+        records = run_plan(plan, builder, results, lambda job, done, total: count(done, total, _shown(job)))
     if as_json:
         print_json({"folder": str(out), "results": [_without_samples(record) for record in records]})
         return
@@ -151,34 +147,6 @@ def _calibration_text(plan: Plan, lm: Any) -> list[int]:
 
     tokens = min(_CALIBRATION_TOKENS, lm.config.max_context)
     return encode_prompt(lm, plan.sources.user_text[: 16 * tokens], "--text")[:tokens]
-
-
-@contextmanager
-def _counted() -> Iterator[Callable[[Job, int, int], None]]:
-    """Yields what `run_plan` reports to: a bar with the time that is left, or in a log a line now and then."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=16),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(),
-    )
-    started = told = time.monotonic()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as bar:
-        task = bar.add_task("compiling", total=None)
-
-        def report(job: Job, done: int, total: int) -> None:
-            nonlocal told
-            bar.update(task, description=_shown(job), completed=done, total=total)
-            now = time.monotonic()
-            if not console.is_interactive and (now - told > _LINE_SECONDS or done == total):
-                told = now
-                left = (now - started) * (total - done) / max(done, 1)
-                print(f"{done} of {total} samples, about {left / 60:.0f} min left: {_shown(job)}", file=sys.stderr)
-
-        yield report
 
 
 def _shown(job: Job) -> str:

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from tca_jax.benchmarks.options import MeshOption as MeshOption
+
 ModelArgument = Annotated[str, typer.Argument(help="Alias, Hugging Face Hub id or local folder.", show_default=False)]
 ProfileOption = Annotated[
     str | None,
@@ -14,12 +16,6 @@ ProfileOption = Annotated[
 DtypeOption = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16 or float16.", show_default="float32 on a CPU, else bfloat16"),
-]
-MeshOption = Annotated[
-    str | None,
-    typer.Option(
-        "--mesh", help="Devices that share the model: those on data x those on model.", show_default="one device"
-    ),
 ]
 SeedOption = Annotated[int, typer.Option(help="Other seeds, other draws.", min=0, max=2**32 - 1)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
