@@ -22,7 +22,7 @@ if shutil.which("nvidia-smi") is None:
     if version("jaxlib").startswith("0.10."):  # later ones do not know it, and XLA ends a process over such a flag
         _flags += " --xla_cpu_use_fusion_emitters=false"
     os.environ.setdefault("XLA_FLAGS", _flags)
-    # Programs do not say which lines of Python made each of their operations: that is a tenth of their compilation.
+    # Programs do not say which lines of Python made each of their operations: that takes a few percent of the tests' time.
     os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # in xdist's workers it is: that of the process that started them
     _cache = tempfile.mkdtemp(prefix="tca_jax-tests-")
@@ -50,14 +50,6 @@ _MOST_MAPS = 25_000  # of 65,530; the largest module's programs come on top
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
-
-
-def pytest_collection_finish():
-    """What modules made when they were imported stays to the end, and tracing makes millions of objects: collecting
-    garbage as often as Python does would be a tenth of the tests' time."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000, 50, 100)
 
 
 @pytest.fixture(autouse=True, scope="module")
