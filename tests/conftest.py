@@ -22,7 +22,7 @@ if shutil.which("nvidia-smi") is None:
     if version("jaxlib").startswith("0.10."):  # later ones do not know it, and XLA ends a process over such a flag
         _flags += " --xla_cpu_use_fusion_emitters=false"
     os.environ.setdefault("XLA_FLAGS", _flags)
-    # Programs do not say which lines of Python made each of their operations: that takes a few percent of the tests' time.
+    # Programs do not say which lines of Python made their operations: that takes a few percent of the tests' time.
     os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # in xdist's workers it is: that of the process that started them
     _cache = tempfile.mkdtemp(prefix="tca_jax-tests-")
