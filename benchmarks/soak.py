@@ -237,7 +237,7 @@ class Soak:
             if shape.appended:
                 context = tca_jax.prefill(lm, _draw(lm, rng, [more]), context=context, backend=self.backend)
             prompts = _draw(lm, rng, asked)
-            key = key, context.layouts, context.tokens.shape, _columns(context, prompts)
+            key = key, context.layouts, context.tokens.shape, self._blocks[shape]
         else:
             longest = int(rng.integers(_least(shape.tokens), shape.tokens + 1))
             lengths = [longest, *rng.integers(1, longest + 1, shape.prompts - 1).tolist()]
@@ -316,12 +316,6 @@ def _draw(lm: LM, rng: np.random.Generator, lengths: Sequence[int]) -> list[list
 def _least(bucket: int) -> int:
     """Smallest length of a bucket."""
     return next((n + 1 for n in range(bucket, 0, -1) if bucket_length(n) < bucket), 1)
-
-
-def _columns(context: Context, prompts: Sequence[Sequence[int]]) -> int:
-    """Columns that appended prompts are laid out in."""
-    b, held = context.layouts[0].block_size, np.asarray(context.lengths)
-    return num_columns(int(np.max(held % b + np.array([len(ids) for ids in prompts]))), b)
 
 
 def main(

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tca_jax.models.config import ModelConfig
-from tca_jax.models.parallel import SummedProduct, join_width, part_of_width
+from tca_jax.models.parallel import join_width, part_of_width
 from tca_jax.models.products import dot_general
 from tca_jax.models.rope import apply_rope, rope_cos_sin
 
@@ -344,17 +344,17 @@ class Decoder(nnx.Module):
             `[..., V]` float32.
         """
         with jax.named_scope("logits"):
-            product = dot_general
             if self.axis is not None:
-                hidden, product = part_of_width(hidden, self.axis), SummedProduct(self.axis)
+                hidden = part_of_width(hidden, self.axis)
             if self.head is not None:
                 return self.head(hidden)
             # The embedding's second axis is contracted: no transposed copy of it (`nnx.Embed.attend` makes one, and
             # gives logits in the decoder's dtype).
-            return product(
+            return dot_general(
                 hidden,
                 self.embedding[...].astype(hidden.dtype),
                 (((hidden.ndim - 1,), (1,)), ((), ())),
+                axis=self.axis,
                 precision=_precision(hidden.dtype),
                 preferred_element_type=jnp.float32,
             )

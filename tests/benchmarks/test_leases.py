@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from meshes import needs_8_devices
+from soaks import soak_arguments
 from tiny import write_checkpoint
 from typer.testing import CliRunner
 
@@ -137,8 +138,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def run_soak(model, tmp_path):
     def run_soak(*more):
-        options = {"model": model, "generations": 12, "shapes": 2, "lengths": 64, "window": 128, "out": tmp_path}
-        return run("bench", "soak", *(f"--{name}={value}" for name, value in options.items()), *more)
+        return run(*soak_arguments(model, 12, tmp_path), *more)
 
     return run_soak
 

@@ -5,6 +5,7 @@ import json
 
 import jax.numpy as jnp
 import pytest
+from soaks import soak_arguments
 from tiny import write_checkpoint
 from typer.testing import CliRunner
 
@@ -20,12 +21,8 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def run(model, tmp_path):
-    """Always the same few shapes: the programs of one run serve the next."""
-
     def run(*more):
-        options = {"model": model, "generations": 20, "shapes": 2, "lengths": 64, "window": 128, "out": tmp_path}
-        arguments = [f"--{name}={value}" for name, value in options.items()]
-        return CliRunner().invoke(app, ["bench", "soak", *arguments, *more])
+        return CliRunner().invoke(app, [*soak_arguments(model, 20, tmp_path), *more])
 
     return run
 
