@@ -33,6 +33,7 @@ def dropped_by_row(
     lengths: Int[Array, " B"],
     config: TCAConfig,
     most: int,
+    heads: Int[Array, " Hkv"] | None = None,
 ) -> Float32[Array, "B Hkv P M1"]:
     """Attention mass of the probe's queries on far tokens that every row dropped at the text's end.
 
@@ -45,11 +46,12 @@ def dropped_by_row(
         lengths: Tokens of text and probe.
         config: The method's hyperparameters.
         most: Queries of the longest probe, P; static.
+        heads: As for `calibration_scores`.
 
     Returns:
         In [0, 1]: column c is the query at position starts + c, 0 where the probe has ended. 0 for the dense row.
     """
-    selected = jnp.moveaxis(selected_by_row(q, k, starts, config), 0, -1)  # [B, Hkv, L, M + 1]
+    selected = jnp.moveaxis(selected_by_row(q, k, starts, config, heads), 0, -1)  # [B, Hkv, L, M + 1]
     dropped = far_tokens(starts, k.shape[1], config)[:, None, :, None] & ~selected
 
     def of_text(text: tuple[Array, ...]) -> Float32[Array, "Hkv P M1"]:

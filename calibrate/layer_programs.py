@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Int32
 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME
@@ -76,31 +78,33 @@ class LayerProgram:
         self._alone = jax.jit(function, static_argnames=self._static, donate_argnames=donate)
 
         @functools.wraps(function)
-        def over_mesh(shards: Shards, **arguments: Any) -> Any:
-            return self._over_mesh(shards, arguments)
+        def over_mesh(shards: Shards, numbers: Int32[Array, " Hkv"], **arguments: Any) -> Any:
+            return self._over_mesh(shards, numbers, arguments)
 
         del over_mesh.__wrapped__  # whose signature is not this one's
         self._shared = jax.jit(over_mesh, static_argnames=("shards", *self._static), donate_argnames=donate)
 
-    def __call__(self, *args: Any, shards: Shards | None = None, **options: Any) -> Any:
+    def __call__(self, *args: Any, shards: Shards | None = None, layer: int = 0, **options: Any) -> Any:
+        """Runs it; over the mesh of `shards` it is told which heads `layer` has where."""
         if shards is None:
             return self._alone(*args, **options)
-        return self._shared(shards=shards, **self._signature.bind(*args, **options).arguments)
+        numbers = jnp.asarray(shards.heads.order[layer], jnp.int32)
+        return self._shared(shards=shards, numbers=numbers, **self._signature.bind(*args, **options).arguments)
 
-    def _over_mesh(self, shards: Shards, arguments: dict[str, Any]) -> Any:
+    def _over_mesh(self, shards: Shards, numbers: Int32[Array, " Hkv"], arguments: dict[str, Any]) -> Any:
         fixed = {name: arguments.pop(name) for name in self._static}
         specs = {name: self._inputs.get(name, SAME) for name in arguments}
         of_decoder = parameter_specs(shards.config, shards.mesh)
         specs["weights"] = of_decoder if "layers" in arguments["weights"] else of_decoder["layers"][0]
 
-        def on_device(arrays: dict[str, Any]) -> Any:
-            with dealt_out(shards.heads):
+        def on_device(numbers: Int32[Array, " Hkv"], arrays: dict[str, Any]) -> Any:
+            with dealt_out(shards.heads, numbers):
                 return self._function(**arrays, **fixed)
 
         mapped = jax.shard_map(
-            on_device, mesh=shards.mesh, in_specs=(specs,), out_specs=self._outputs, check_vma=self._derives
+            on_device, mesh=shards.mesh, in_specs=(HEADS, specs), out_specs=self._outputs, check_vma=self._derives
         )
-        return mapped(arguments)
+        return mapped(numbers, arguments)
 
 
 def layer_program(**options: Any) -> Callable[[Callable[..., Any]], LayerProgram]:

@@ -24,6 +24,7 @@ from tca_jax.engine.mesh import SAME, on_host
 from tca_jax.engine.prompts import pad_tokens
 from tca_jax.engine.scoring import logprobs_of_hidden
 from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.heads import head_numbers
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 
 
@@ -44,9 +45,9 @@ class ForwardPass:
 
     def layers(self, program: LayerProgram, *arguments: Any) -> Iterator[Any]:
         """Runs every layer by one of the programs below, with the same arguments; yields what each measures."""
-        for layer in self._decoder.layers:
+        for number, layer in enumerate(self._decoder.layers):
             given = self._x, *self._angles, self._lengths, *arguments
-            self._x, measured = program(*nnx.split(layer), *given, shards=self._shards)
+            self._x, measured = program(*nnx.split(layer), *given, shards=self._shards, layer=number)
             yield measured
 
     def columns(self, start: int, count: int) -> tuple[Array, Array, Array, Array]:
@@ -77,8 +78,9 @@ def score_layer(
     dropped masses; NaN where a query or key is not finite."""
 
     def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, tuple[Array, Array]]:
-        scores = calibration_scores(q, k, text, config)[0]
-        dropped = dropped_by_row(q, k, starts, lengths, config, most)[0] if most else _no_probe(scores)
+        heads = head_numbers(0, k.shape[2])
+        scores = calibration_scores(q, k, text, config, heads=heads)[0]
+        dropped = dropped_by_row(q, k, starts, lengths, config, most, heads)[0] if most else _no_probe(scores)
         finite = jnp.isfinite(q).all() & jnp.isfinite(k).all()  # a selection among NaNs may score well
         return causal_attention(q, k, v, lengths), (jnp.where(finite, scores, jnp.nan), dropped)
 
@@ -101,7 +103,7 @@ def worst_layer(
     """Full attention: the stream behind the layer, and `worst_dropped` of the queries from `starts` on."""
 
     def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, Array]:
-        dropped = dropped_by_row(q, k, starts, lengths, config, most)
+        dropped = dropped_by_row(q, k, starts, lengths, config, most, head_numbers(0, k.shape[2]))
         return causal_attention(q, k, v, lengths), worst_dropped(dropped, lengths - starts)[0]
 
     x, worst, _ = nnx.merge(graphdef, weights)(x, cos, sin, attend, None)

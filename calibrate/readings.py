@@ -31,6 +31,7 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, SECOND_HEADS, on_host
 from tca_jax.methods import tca
 from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.heads import head_numbers
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.selection import PromptScores, row_budgets, score_prompt
 from tca_jax.pallas_kernels.numerics import varying_like
@@ -92,7 +93,8 @@ class Reading:
         x, self._inputs, self._attention = self._x, [], []
         for number, layer in enumerate(self._layers):
             self._inputs.append(x)
-            x, out = _probe_layer(*layer, x, self._behind(number), config=self._config, shards=self._shards)
+            given = *layer, x, self._behind(number)
+            x, out = _probe_layer(*given, config=self._config, shards=self._shards, layer=number)
             self._attention.append(out)
         self._inputs.append(x)
         return on_host(losses_of(*self._whole, x, self._targets, shards=self._shards))
@@ -108,8 +110,9 @@ class Reading:
         cotangent = _loss_pullback(*of_losses, shards=self._shards)
         found = []
         for number in reversed(range(len(inputs))):
-            given = inputs[number], self._behind(number), self._attention[number], cotangent
-            cotangent, gain = _probe_pullback(*self._layers[number], *given, config=self._config, shards=self._shards)
+            behind = self._behind(number), self._attention[number]
+            given = *self._layers[number], inputs[number], *behind, cotangent
+            cotangent, gain = _probe_pullback(*given, config=self._config, shards=self._shards, layer=number)
             found.append(gain)
         gains = [on_host(gain).astype(np.float64) for gain in reversed(found)]
         return -np.stack([self._lm.own_heads(number, gain) for number, gain in enumerate(gains)])
@@ -166,8 +169,8 @@ class _Behind(NamedTuple):
 
     def seen(self, config: TCAConfig) -> SeenText:
         """The text with what its rows have left of it."""
-        tokens = self.text.k.shape[1]
-        budgets = row_budgets(self.text.scores, self.rows, self.starts, config)
+        tokens, heads = self.text.k.shape[1:3]
+        budgets = row_budgets(self.text.scores, self.rows, self.starts, config, head_numbers(0, heads))
         selected = selection_mask(self.text.scores.ranking, budgets, block_size=config.block_size)
         seen = selected | ~far_tokens(self.starts, tokens, config)[:, None]
         return SeenText(self.text.k[0], self.text.v[0], seen[0], self.starts[0])

@@ -77,7 +77,6 @@ def calibrate(
             1% of the texts' queries take their place, which is safer and keeps more.
     """
     require_kept(kept, probes)
-    _require_heads_alike(lm, config)
     if probe_kind(probes) == "copy" and config.tau_probe == 0 and kept is None:
         probes = None
     sequences = encode_prompts(lm, texts, "texts")
@@ -244,12 +243,6 @@ def require_kept(kept: float | None, probes: Any) -> None:
         raise ValueError(f"kept = {kept!r}: must lie in (0, 1]")
     if probes is None:
         raise ValueError(f"kept = {kept}: needs probes, which say what heads are dense first; probes is None")
-
-
-def _require_heads_alike(lm: LM, config: TCAConfig) -> None:
-    """Raises ValueError if draws depend on a head's number, which layers on a mesh are not told."""
-    if lm.mesh is not None and config.density == "random":
-        raise ValueError("config.density = 'random': calibrates on one device, not on a mesh; its profiles run on both")
 
 
 def _short_text(lengths: list[int], config: TCAConfig) -> str | None:

@@ -21,6 +21,8 @@ def calibration_scores(
     k: Float[AnyArray, "B L Hkv d"],
     lengths: Int[AnyArray, " B"],
     config: TCAConfig,
+    *,
+    heads: Int[Array, " Hkv"] | None = None,
 ) -> Float32[Array, "B Hkv M1"]:
     """Scores every candidate of every KV head on one layer's queries and keys (Algorithm 1).
 
@@ -34,6 +36,7 @@ def calibration_scores(
         k: Keys after RoPE [B, L, Hkv, d].
         lengths: Lengths [B], at least 1; may be traced.
         config: The method's hyperparameters.
+        heads: Numbers of the KV heads in the model, on which density "random" depends; None: they are all of them.
 
     Returns:
         float32 [B, Hkv, M + 1], in the order of `candidate_budgets`; the last, dense, is 1.
@@ -43,15 +46,19 @@ def calibration_scores(
     """
     check_shapes({"q": (q, "B L Hq d"), "k": (k, "B L Hkv d"), "lengths": (lengths, "B")})
     check_range("lengths", lengths, 1, k.shape[1])
-    return _scores(jnp.asarray(q), jnp.asarray(k), as_int32("lengths", lengths), config)
+    return _scores(jnp.asarray(q), jnp.asarray(k), as_int32("lengths", lengths), config, heads)
 
 
 @partial(jax.jit, static_argnames=("config",))
 @jax.named_scope("calibration_scores")
 def _scores(
-    q: Float[Array, "B L Hq d"], k: Float[Array, "B L Hkv d"], lengths: Int[Array, " B"], config: TCAConfig
+    q: Float[Array, "B L Hq d"],
+    k: Float[Array, "B L Hkv d"],
+    lengths: Int[Array, " B"],
+    config: TCAConfig,
+    heads: Int[Array, " Hkv"] | None,
 ) -> Float32[Array, "B Hkv M1"]:
-    masks = selected_by_row(q, k, lengths, config)
+    masks = selected_by_row(q, k, lengths, config, heads)
     near, far = column_mass(q, k, lengths, block_size=config.block_size, window=config.window)
     score = _retained_mass if config.criterion == "retained_mass" else _column_mean
     scores = jax.vmap(lambda mask: score(mask, near, far, lengths, config))(masks)
@@ -59,7 +66,11 @@ def _scores(
 
 
 def selected_by_row(
-    q: Float[Array, "B L Hq d"], k: Float[Array, "B L Hkv d"], lengths: Int[Array, " B"], config: TCAConfig
+    q: Float[Array, "B L Hq d"],
+    k: Float[Array, "B L Hkv d"],
+    lengths: Int[Array, " B"],
+    config: TCAConfig,
+    heads: Int[Array, " Hkv"] | None = None,
 ) -> Bool[Array, "M1 B Hkv L"]:
     """The tokens that every row of `candidate_budgets` selects from a text, the reserve among them.
 
@@ -68,11 +79,12 @@ def selected_by_row(
         k: Keys after RoPE.
         lengths: Tokens of each text, traced; the selection is made at its end.
         config: The method's hyperparameters.
+        heads: As for `calibration_scores`.
     """
     scores = score_prompt(last_queries(q, lengths, config.num_queries), k, lengths, config)
 
     def of_row(row: Int32[Array, ""]) -> Bool[Array, "B Hkv L"]:
-        budgets = row_budgets(scores, jnp.broadcast_to(row, k.shape[2]), lengths, config)
+        budgets = row_budgets(scores, jnp.broadcast_to(row, k.shape[2]), lengths, config, heads)
         return selection_mask(scores.ranking, budgets, block_size=config.block_size)
 
     return jax.vmap(of_row)(jnp.arange(config.num_candidates + 1, dtype=jnp.int32))

@@ -52,16 +52,23 @@ class HeadShards:
 
 
 _shards: contextvars.ContextVar[HeadShards | None] = contextvars.ContextVar("head_shards", default=None)
+_numbers: contextvars.ContextVar[Array | None] = contextvars.ContextVar("head_numbers", default=None)
 
 
 @contextlib.contextmanager
-def dealt_out(shards: HeadShards | None) -> Iterator[None]:
-    """What is traced inside is the program of each device, under `jax.shard_map` over `shards.axis`."""
-    token = _shards.set(shards)
+def dealt_out(shards: HeadShards | None, numbers: Int[Array, " Hkv"] | None = None) -> Iterator[None]:
+    """What is traced inside is the program of each device, under `jax.shard_map` over `shards.axis`.
+
+    Args:
+        shards: How heads are dealt out; None on one device.
+        numbers: Of a program that serves all layers: which heads it sees, whatever layer it is traced for.
+    """
+    tokens = _shards.set(shards), _numbers.set(numbers)
     try:
         yield
     finally:
-        _shards.reset(token)
+        _shards.reset(tokens[0])
+        _numbers.reset(tokens[1])
 
 
 def heads_of_model(num_kv_heads: int) -> int:
@@ -72,6 +79,8 @@ def heads_of_model(num_kv_heads: int) -> int:
 
 def head_numbers(layer: int, num_kv_heads: int) -> Int[Array, " Hkv"]:
     """Which of the model's KV heads a program sees in a layer, `num_kv_heads` of them."""
+    if (numbers := _numbers.get()) is not None:
+        return numbers
     if _shards.get() is None:
         return jnp.arange(num_kv_heads)
     return jnp.asarray(of_heads(layer, np.arange(heads_of_model(num_kv_heads), dtype=np.int32), num_kv_heads))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import numpy as np
@@ -27,10 +28,10 @@ def on_mesh(shape) -> tca_jax.LM:
     return lm
 
 
-def calibrated(lm: tca_jax.LM, **options) -> tca_jax.Profile:
+def calibrated(lm: tca_jax.LM, config=TCA, **options) -> tca_jax.Profile:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a random model answers nothing: what is measured is the same all the same
-        return tca_jax.calibrate(lm, [TEXT, TEXT[:90]], TCA, **options)
+        return tca_jax.calibrate(lm, [TEXT, TEXT[:90]], config, **options)
 
 
 @pytest.mark.parametrize("probes", [None, "text"])
@@ -66,10 +67,14 @@ def test_patterns_are_those_of_one_device():
         np.testing.assert_allclose([each[3] for each in of_many], [each[3] for each in of_one], atol=1e-5)
 
 
-def test_draws_by_the_number_of_a_head_are_refused():
-    config = tca_jax.TCAConfig(block_size=8, window=16, density="random")
-    with pytest.raises(ValueError, match="density = 'random': calibrates on one device"):
-        tca_jax.calibrate(on_mesh((1, 2)), TEXT, config)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_draws_go_by_the_number_that_a_head_has_in_the_model(shape):
+    config = dataclasses.replace(TCA, density="random")
+    one, many = (calibrated(lm, config, probes="text") for lm in (lm_of(), on_mesh(shape)))
+    np.testing.assert_allclose(many.scores, one.scores, atol=1e-5)
+    np.testing.assert_allclose(many.probe_scores, one.probe_scores, atol=2e-3)
+    other = calibrated(lm_of(), dataclasses.replace(config, seed=1), probes=None)
+    assert np.abs(other.scores - one.scores).max() > 1e-3  # so they matter
 
 
 def test_what_heads_would_give_back_is_what_it_is_on_one_device():
