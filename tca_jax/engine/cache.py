@@ -191,8 +191,8 @@ def decode_layer(
         with jax.named_scope("evict_block"):
             _, lse = attend_cache(q[:, 0], cache, positions - 1, backend)
             cache = evict_block(method.cache, layer, q[:, 0], k[:, 0], cache, positions, leaving, lse)
-    rows, slots = jnp.arange(layout.batch), positions % layout.ring_tokens
-    ring = Ring(*(x.at[rows, :, slots].set(new[:, 0]) for x, new in zip(cache.ring, (k, v), strict=True)))
+    slots = positions % layout.ring_tokens
+    ring = Ring(*(_put(x, slots, new[:, 0]) for x, new in zip(cache.ring, (k, v), strict=True)))
     cache = dataclasses.replace(cache, ring=ring)
     with jax.named_scope("decode_attention"):
         out, _ = attend_cache(q[:, 0], cache, positions, backend)
@@ -264,6 +264,15 @@ def _attend_last(
         backend=backend,
     )
     return out
+
+
+def _put(
+    x: Float[Array, "B Hkv R d"], slots: Int[Array, " B"], new: Float[Array, "B Hkv d"]
+) -> Float[Array, "B Hkv R d"]:
+    """A ring with a new entry in one slot of each row."""
+    if x.shape[0] == 1:  # a scatter would read what is there to keep it if the slot were out of bounds: a kernel more
+        return jax.lax.dynamic_update_slice_in_dim(x, new[:, :, None], slots[0], axis=2)
+    return x.at[jnp.arange(x.shape[0]), :, slots].set(new)
 
 
 def _fill_ring(x: Float[Array, "B L Hkv d"], lengths: Int[Array, " B"], ring_tokens: int) -> Float[Array, "B Hkv R d"]:

@@ -36,6 +36,8 @@ CACHES = PartitionSpec(DATA, MODEL)
 #: ... or axis 1 is KV heads.
 SECOND_HEADS = PartitionSpec(None, MODEL)
 
+_SUMS_AT_ONCE = 4  # chunks of tokens whose sums a layer may have under way: `models.decoder` has as many in a step
+
 
 class OverMesh:
     """A function of a model that runs on one device, or as one program of all devices of the model's mesh.
@@ -106,6 +108,17 @@ def over_mesh(
         return jax.shard_map(on_device, mesh=mesh, in_specs=(of_given,), out_specs=outputs, check_vma=False)(given)
 
     return mapped
+
+
+def compiler_options(mesh: Mesh) -> dict[str, Any]:
+    """XLA's options for programs over a mesh.
+
+    Of NVIDIA GPUs: several sums over devices may be under way. By default XLA waits for one before it begins the next,
+    and has the matrix products that it could compute meanwhile wait too.
+    """
+    if mesh.size == 1 or "NVIDIA" not in mesh.devices.flat[0].device_kind:
+        return {}
+    return {"xla_gpu_experimental_parallel_collective_overlap_limit": _SUMS_AT_ONCE}
 
 
 def _specs_of(inputs: Sequence[Any], args: Sequence[Any]) -> tuple[Any, ...]:
