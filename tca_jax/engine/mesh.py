@@ -36,7 +36,10 @@ CACHES = PartitionSpec(DATA, MODEL)
 #: ... or axis 1 is KV heads.
 SECOND_HEADS = PartitionSpec(None, MODEL)
 
-_SUMS_AT_ONCE = 4  # chunks of tokens whose sums a layer may have under way: `models.decoder` has as many in a step
+#: XLA's options for programs over several NVIDIA GPUs: four sums over them may be under way, as many as there are chunks
+#: in a step of `models.decoder`. By default XLA waits for one before it begins the next, and has the matrix products
+#: that it could compute meanwhile wait too.
+OVER_GPUS: dict[str, Any] = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
 
 
 class OverMesh:
@@ -111,14 +114,9 @@ def over_mesh(
 
 
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
-    """XLA's options for programs over a mesh.
-
-    Of NVIDIA GPUs: several sums over devices may be under way. By default XLA waits for one before it begins the next,
-    and has the matrix products that it could compute meanwhile wait too.
-    """
-    if mesh.size == 1 or "NVIDIA" not in mesh.devices.flat[0].device_kind:
-        return {}
-    return {"xla_gpu_experimental_parallel_collective_overlap_limit": _SUMS_AT_ONCE}
+    """XLA's options for programs over a mesh."""
+    several_gpus = mesh.size > 1 and "NVIDIA" in mesh.devices.flat[0].device_kind
+    return OVER_GPUS if several_gpus else {}
 
 
 def _specs_of(inputs: Sequence[Any], args: Sequence[Any]) -> tuple[Any, ...]:
