@@ -36,9 +36,9 @@ CACHES = PartitionSpec(DATA, MODEL)
 #: ... or axis 1 is KV heads.
 SECOND_HEADS = PartitionSpec(None, MODEL)
 
-#: XLA's options for programs over several NVIDIA GPUs: four sums over them may be under way, as many as there are chunks
-#: in a step of `models.decoder`. By default XLA waits for one before it begins the next, and has the matrix products
-#: that it could compute meanwhile wait too.
+#: XLA's options for programs over several NVIDIA GPUs: four sums over them may be under way, as many as the chunks in a
+#: step of `models.decoder`. By default XLA waits for one before it begins the next, and has the matrix products that it
+#: could compute meanwhile wait too.
 OVER_GPUS: dict[str, Any] = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
 
 
