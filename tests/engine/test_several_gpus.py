@@ -1,0 +1,48 @@
+"""The shipped model over several GPUs of this machine, with the real kernels: tokens and logits are those of one."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import tca_jax
+from tca_jax.recall.evaluation import draw_documents
+
+several = jax.default_backend() == "gpu" and jax.device_count() > 1
+pytestmark = pytest.mark.skipif(not several, reason="needs two GPUs; meshes of CPUs run in test_mesh.py")
+
+SHAPES = {"1x2": (1, 2), "2x1": (2, 1), "1x4": (1, 4), "2x2": (2, 2)}
+NEW_TOKENS = 64
+
+
+@functools.cache
+def prompts() -> list[str]:
+    """Ragged ones, far longer than the window."""
+    documents = draw_documents((0, 2), 4, 2048, "digits")
+    texts = [document.text + "\n\n" + document.questions[0].text for document in documents]
+    return [text[cut:] for text, cut in zip(texts, (0, 1000, 0, 300), strict=True)]
+
+
+def answers(method: str, **mesh: Any):
+    lm = tca_jax.load("recall-tiny", profile="shipped", dtype="float32", **mesh)
+    lm = lm if method == "profile" else lm.with_method(method)
+    return tca_jax.generate(lm, prompts(), max_new_tokens=NEW_TOKENS, logprobs=True, stop_token_ids=())
+
+
+of_one = functools.cache(answers)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("method", ["profile", "full", "xattention", "snapkv"])
+def test_tokens_and_logits_are_those_of_one_gpu(shape, method):
+    count = int(np.prod(shape))
+    if jax.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
+    out = answers(method, mesh=jax.make_mesh(shape, ("data", "model"), devices=jax.devices()[:count]))
+    assert out.tokens == of_one(method).tokens
+    for here, there in zip(out.logprobs, of_one(method).logprobs, strict=True):
+        np.testing.assert_allclose(here, there, atol=2e-4)
