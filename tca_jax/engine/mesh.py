@@ -36,11 +36,6 @@ CACHES = PartitionSpec(DATA, MODEL)
 #: ... or axis 1 is KV heads.
 SECOND_HEADS = PartitionSpec(None, MODEL)
 
-#: XLA's options for programs over several NVIDIA GPUs: four sums over them may be under way, as many as the chunks in a
-#: step of `models.decoder`. By default XLA waits for one before it begins the next, and has the matrix products that it
-#: could compute meanwhile wait too.
-OVER_GPUS: dict[str, Any] = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
-
 
 class OverMesh:
     """A function of a model that runs on one device, or as one program of all devices of the model's mesh.
@@ -111,12 +106,6 @@ def over_mesh(
         return jax.shard_map(on_device, mesh=mesh, in_specs=(of_given,), out_specs=outputs, check_vma=False)(given)
 
     return mapped
-
-
-def compiler_options(mesh: Mesh) -> dict[str, Any]:
-    """XLA's options for programs over a mesh."""
-    several_gpus = mesh.size > 1 and "NVIDIA" in mesh.devices.flat[0].device_kind
-    return OVER_GPUS if several_gpus else {}
 
 
 def _specs_of(inputs: Sequence[Any], args: Sequence[Any]) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from tca_jax.engine.mesh import OverMesh, compiler_options
+from tca_jax.engine.mesh import OverMesh
 
 _MOST_PROGRAMS = 128  # kept of each function; an octave of prompt lengths has eight
 
@@ -39,14 +39,12 @@ class Program:
             (0.0 when nothing was compiled).
         """
         if isinstance(self._function, OverMesh) and args[0].mesh is not None:
-            mesh = args[0].mesh
-            with jax.set_mesh(mesh):  # the caller's may be another one, or have axes of another type
-                placed = self._function.place(args[0], args[1:])
-                executable, seconds = self._prepare(compiler_options(mesh), args[0], *placed, **static)
+            with jax.set_mesh(args[0].mesh):  # the caller's may be another one, or have axes of another type
+                executable, seconds = self._prepare(args[0], *self._function.place(args[0], args[1:]), **static)
             return _Placing(executable, self._function), seconds
-        return self._prepare({}, *args, **static)
+        return self._prepare(*args, **static)
 
-    def _prepare(self, options: dict[str, Any], *args: Any, **static: Any) -> tuple[Callable[..., Any], float]:
+    def _prepare(self, *args: Any, **static: Any) -> tuple[Callable[..., Any], float]:
         leaves, structure = jax.tree.flatten(args)
         shapes = tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
         key = (structure, shapes, tuple(sorted(static.items())))
@@ -55,7 +53,7 @@ class Program:
             return self._executables[key], 0.0
         start = time.perf_counter()
         jitted = jax.jit(self._function, static_argnames=tuple(static), donate_argnums=self._donate)
-        executable = jitted.lower(*args, **static).compile(compiler_options=options)
+        executable = jitted.lower(*args, **static).compile()
         self._executables[key] = executable
         if len(self._executables) > _MOST_PROGRAMS:
             del self._executables[next(iter(self._executables))]  # the one that was not used for longest

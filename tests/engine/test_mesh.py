@@ -15,7 +15,7 @@ from tiny import random_prompt
 import tca_jax
 from tca_jax.engine import request
 from tca_jax.engine.head_balance import balanced_order, balanced_orders
-from tca_jax.engine.mesh import OVER_GPUS, ROWS, SAME, OverMesh, compiler_options
+from tca_jax.engine.mesh import ROWS, SAME, OverMesh
 from tca_jax.models.rope import RopeConfig
 
 pytestmark = needs_8_devices
@@ -252,15 +252,6 @@ def test_one_device_without_a_mesh_runs_no_program_of_a_mesh():
     lm = lm_of()
     assert lm.head_shards is None
     assert not re.search("all-reduce|all-gather", program_text(lm))
-
-
-def test_xla_knows_the_options_of_programs_over_gpus():
-    """They are experimental, and XLA on a CPU knows them too: a version that has dropped one shows here first."""
-    program = jax.jit(jnp.sin).lower(1.0)
-    assert program.compile(compiler_options=OVER_GPUS)(1.0) == jnp.sin(1.0)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
-        program.compile(compiler_options={"xla_gpu_no_such_option": 1})
-    assert compiler_options(mesh_of((1, 2))) == {}
 
 
 def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_placed():
