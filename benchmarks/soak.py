@@ -237,7 +237,7 @@ class Soak:
             if shape.appended:
                 context = tca_jax.prefill(lm, _draw(lm, rng, [more]), context=context, backend=self.backend)
             prompts = _draw(lm, rng, asked)
-            key = key, context.layouts, context.tokens.shape, self._blocks[shape]
+            key = key, context.layouts, context.tokens.shape
         else:
             longest = int(rng.integers(_least(shape.tokens), shape.tokens + 1))
             lengths = [longest, *rng.integers(1, longest + 1, shape.prompts - 1).tolist()]

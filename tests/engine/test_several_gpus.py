@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+from meshes import mesh_of
 
 import tca_jax
 from tca_jax.recall.evaluation import draw_documents
@@ -27,8 +28,8 @@ def prompts() -> list[str]:
     return [text[cut:] for text, cut in zip(texts, (0, 1000, 0, 300), strict=True)]
 
 
-def answers(method: str, **mesh: Any):
-    lm = tca_jax.load("recall-tiny", profile="shipped", dtype="float32", **mesh)
+def answers(method: str, mesh: Mesh | None = None):
+    lm = tca_jax.load("recall-tiny", profile="shipped", dtype="float32", mesh=mesh)
     lm = lm if method == "profile" else lm.with_method(method)
     return tca_jax.generate(lm, prompts(), max_new_tokens=NEW_TOKENS, logprobs=True, stop_token_ids=())
 
@@ -42,7 +43,7 @@ def test_tokens_and_logits_are_those_of_one_gpu(shape, method):
     count = int(np.prod(shape))
     if jax.device_count() < count:
         pytest.skip(f"needs {count} GPUs")
-    out = answers(method, mesh=jax.make_mesh(shape, ("data", "model"), devices=jax.devices()[:count]))
+    out = answers(method, mesh_of(shape))
     assert out.tokens == of_one(method).tokens
     for here, there in zip(out.logprobs, of_one(method).logprobs, strict=True):
         np.testing.assert_allclose(here, there, atol=2e-4)
