@@ -15,9 +15,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tca_jax.models.config import ModelConfig
-from tca_jax.models.parallel import join_width, part_of_width
+from tca_jax.models.parallel import exchange_width, join_width, part_of_width, scattering
 from tca_jax.models.products import dot_general
 from tca_jax.models.rope import apply_rope, rope_cos_sin
+from tca_jax.models.sequence_parallel import TokenParts
 
 # (layer, q [B, L, Hq, d], k [B, L, Hkv, d], v [B, L, Hkv, d], state) -> (out [B, L, Hq, d], new state)
 Attention = Callable[[int, Array, Array, Array, Any], tuple[Array, Any]]
@@ -95,8 +96,8 @@ class SelfAttention(nnx.Module):
         kernel = self.qkv.kernel[...][..., -2:, :].astype(dtype)
         return kernel, None if self.qkv.bias is None else self.qkv.bias[...][..., -2:, :].astype(dtype)
 
-    def output(self, out: Float[Array, "*tokens Hq d"]) -> Float[Array, "*tokens D"]:
-        """Back to the residual stream."""
+    def output(self, out: Float[Array, "*tokens Hq d"]) -> Float[Array, "*summed D"]:
+        """Back to the residual stream: of the tokens, or of this device's part of them (`parallel.scattering`)."""
         with jax.named_scope("o_proj"):
             return self.o(out.reshape(*out.shape[:-2], -1))
 
@@ -113,7 +114,7 @@ class GatedMLP(nnx.Module):
         self.gate_up = linear(width, (2, inner))
         self.down = linear(inner, width, std=_residual_std(config))
 
-    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+    def __call__(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*summed D"]:
         gate_up = self.gate_up(x)
         return self.down(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :])
 
@@ -131,61 +132,101 @@ class DecoderLayer(nnx.Module):
         self.chunk = 2 ** int(math.log2(max(1, _CHUNK_ELEMENTS // config.intermediate_size)))
         self.axis: str | None = None  # of a mesh, whose devices add up what they have behind attention and the MLP
 
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Tokens of the chunks that do not wait for each other.
+
+        On a mesh there are some: while a chunk's sum travels another one is computed. They are of different sizes, or
+        XLA would fuse their additions, which then wait for all sums.
+        """
+        return (self.chunk,) if self.axis is None else tuple(max(1, part * self.chunk // 16) for part in _OVERLAPPING)
+
     def __call__(
         self,
-        x: Float[Array, "B L D"],
+        x: Float[Array, "_ _ D"],
         cos: Float[Array, "B L half"],
         sin: Float[Array, "B L half"],
         attend: Callable[[Array, Array, Array, Any], tuple[Array, Any]],
         state: Any,
         buffers: _Projections | None = None,
         places: Int[Array, "B m"] | None = None,
-    ) -> tuple[Float[Array, "B _ D"], Any, _Projections]:
+        parts: TokenParts | None = None,
+    ) -> tuple[Float[Array, "_ _ D"], Any, _Projections]:
         """Runs the layer.
 
         Args:
-            x: The residual stream.
+            x: The residual stream, `[B, L, D]`; with `parts` this device's part of it, `[1, part, D]`.
             cos: Cosine of each token's rotation.
             sin: Its sine.
             attend: `(q, k, v, state) -> (out, new state)`.
             state: What `attend` gets.
             buffers: Queries, keys and values of the layer before, to be overwritten.
             places: The tokens of each row whose results are wanted; None for all. Others get keys and values only.
+            parts: How the devices of a mesh share the tokens; None where each has all of them.
 
         Returns:
-            The new residual stream, `[B, L, D]` or `[B, m, D]`, the new state, and the layer's queries, keys and
+            The new residual stream, as `x` lies or `[B, m, D]`, the new state, and the layer's queries, keys and
             values for the next to overwrite.
         """
         if places is None:
-            q, k, v = _by_chunks(self._before_attention, (self.chunk,), buffers, x, cos, sin)
+            q, k, v = self._project(parts, buffers, x, cos, sin)
         else:
-            k, v = self._keys_and_values(buffers, x, cos, sin)
-            x, cos, sin = (jnp.take_along_axis(each, places[..., None], axis=1) for each in (x, cos, sin))
-            q, _, _ = _by_chunks(self._before_attention, (self.chunk,), None, x, cos, sin)
+            k, v = self._keys_and_values(parts, buffers, x, cos, sin)
+            x = _some_tokens(x, places) if parts is None else parts.take(x[0], _among_all(places, cos.shape[1]))
+            parts = None
+            q, _, _ = self._project(parts, None, x, _some_tokens(cos, places), _some_tokens(sin, places))
         with jax.named_scope("attention"):
             out, state = attend(q, k, v, state)
-        # While a chunk's sum travels another one is computed. They are of different sizes, or XLA would fuse their
-        # additions, which then wait for all sums.
-        sizes = (self.chunk,) if self.axis is None else tuple(max(1, part * self.chunk // 16) for part in _OVERLAPPING)
-        return _by_chunks(self._after_attention, sizes, x, out.astype(x.dtype)), state, (q, k, v)
+        return self._after_attention(parts, x, out.astype(x.dtype)), state, (q, k, v)
 
-    def _before_attention(self, _: Any, x: Array, cos: Array, sin: Array) -> _Projections:
-        return self.attention.project(self.attention_norm(x), cos, sin)
+    def _project(
+        self, parts: TokenParts | None, buffers: _Projections | None, x: Array, cos: Array, sin: Array
+    ) -> _Projections:
+        """Queries, keys and values of all tokens, written over those of the layer before."""
 
-    def _keys_and_values(self, buffers: _Projections | None, x: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
-        """Keys and values of all tokens, written over those of the layer before."""
+        def function(_: Any, x: Array, cos: Array, sin: Array) -> _Projections:
+            return self.attention.project(_joined(self.attention_norm(x), parts), cos, sin)
+
+        return _by_chunks(function, self._sizes(parts), buffers, x, cos, sin)
+
+    def _keys_and_values(
+        self, parts: TokenParts | None, buffers: _Projections | None, x: Array, cos: Array, sin: Array
+    ) -> tuple[Array, Array]:
+        """`_project` without queries."""
         weights = self.attention.key_value_weights(x.dtype)  # outside of the loop over chunks
 
         def function(_: Any, x: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
-            return self.attention.keys_and_values(weights, self.attention_norm(x), cos, sin)
+            return self.attention.keys_and_values(weights, _joined(self.attention_norm(x), parts), cos, sin)
 
-        k, v = _by_chunks(function, (self.chunk,), None if buffers is None else buffers[1:], x, cos, sin)
-        return k, v
+        return _by_chunks(function, self._sizes(parts), None if buffers is None else buffers[1:], x, cos, sin)
 
-    def _after_attention(self, x: Array, out: Array) -> Array:
-        x = x + self.attention.output(out)
-        with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x))
+    def _after_attention(self, parts: TokenParts | None, x: Array, out: Array) -> Array:
+        layer = self if parts is None else scattering(self, parts.axis)
+
+        def function(x: Array, out: Array) -> Array:
+            x = x + layer.attention.output(out)
+            with jax.named_scope("mlp"):
+                return x + layer.mlp(_joined(layer.mlp_norm(x), parts))
+
+        return _by_chunks(function, self.chunks, x, out)
+
+    def _sizes(self, parts: TokenParts | None) -> tuple[int, ...]:
+        """Tokens of the chunks that nothing is summed of."""
+        return (self.chunk,) if parts is None else parts.sizes
+
+
+def _joined(x: Array, parts: TokenParts | None) -> Array:
+    """What products take: all tokens of a chunk."""
+    return x if parts is None else parts.join(x)
+
+
+def _some_tokens(x: Float[Array, "B L _"], places: Int[Array, "B m"]) -> Float[Array, "B m _"]:
+    return jnp.take_along_axis(x, places[..., None], axis=1)
+
+
+def _among_all(places: Int[Array, "B m"], length: int) -> Int[Array, "B m"]:
+    """Places in rows as places among the tokens of all rows."""
+    return places + length * jnp.arange(len(places))[:, None]
 
 
 def _by_chunks(function: Callable[..., Any], sizes: tuple[int, ...], old: Any, *inputs: Array) -> Any:
@@ -199,16 +240,24 @@ def _by_chunks(function: Callable[..., Any], sizes: tuple[int, ...], old: Any, *
         function: Takes and returns arrays with any leading token axes; its results have the shapes of `old`.
         sizes: Tokens of the chunks of a step of the loop, which do not wait for each other.
         old: Pytree of `[B, L, ...]`, or None for fresh buffers (the function then gets None).
-        inputs: `[B, L, ...]`.
+        inputs: `[B, L, ...]`, the last of them. Others, and `old`, may have a device's part of the tokens
+            (`models.sequence_parallel`), `[1, part, ...]`: of each chunk, the function gets that of their rows.
     """
-    batch, length = inputs[0].shape[:2]
+    batch, length = inputs[-1].shape[:2]
     tokens, step = batch * length, sum(sizes)
     if tokens <= max(sizes):
         return function(old, *inputs)
-    flat = functools.partial(jax.tree.map, lambda x: x.reshape(tokens, *x.shape[2:]))
+    flat = functools.partial(jax.tree.map, lambda x: x.reshape(-1, *x.shape[2:]))
 
     def cut(arrays: Any, start: Any, size: int) -> Any:
-        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size), arrays)
+        def of_tokens(x: Array) -> Array:
+            devices = tokens // len(x)
+            return jax.lax.dynamic_slice_in_dim(x, start // devices, size // devices)
+
+        return jax.tree.map(of_tokens, arrays)
+
+    def put(x: Array, part: Array, start: Any) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(x, part, start // (tokens // len(x)), axis=0)
 
     def write(start: Any, sizes: Sequence[int], results: Any) -> Any:
         starts = list(itertools.accumulate(sizes[:-1], initial=start))
@@ -216,15 +265,14 @@ def _by_chunks(function: Callable[..., Any], sizes: tuple[int, ...], old: Any, *
         before = [None if old is None else cut(results, *chunk) for chunk in chunks]
         parts = [function(x, *cut(flat_inputs, *chunk)) for chunk, x in zip(chunks, before, strict=True)]
         for start, part in zip(starts, parts, strict=True):
-            put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
-            results = jax.tree.map(put, results, part)
+            results = jax.tree.map(functools.partial(put, start=start), results, part)
         return results
 
     flat_inputs = flat(inputs)
     if old is None:
-        shapes = jax.eval_shape(lambda: function(None, *inputs))
+        shapes = jax.eval_shape(lambda: function(None, *flat_inputs))
         # Zeros like an input vary over the mesh axes that it varies over, as a loop under `shard_map` asks.
-        results = flat(jax.tree.map(lambda x: jax.lax.full_like(inputs[0], 0, x.dtype, x.shape), shapes))
+        results = jax.tree.map(lambda x: jax.lax.full_like(inputs[0], 0, x.dtype, x.shape), shapes)
     else:
         results = flat(old)
     steps = tokens // step
@@ -232,7 +280,9 @@ def _by_chunks(function: Callable[..., Any], sizes: tuple[int, ...], old: Any, *
     if rest := tokens - steps * step:
         filled = list(itertools.takewhile(lambda end: end < rest, itertools.accumulate(sizes)))
         results = write(steps * step, [*sizes[: len(filled)], rest - sum(sizes[: len(filled)])], results)
-    return jax.tree.map(lambda x: x.reshape(batch, length, *x.shape[1:]), results)
+    if old is None:
+        return jax.tree.map(lambda x: x.reshape(batch, length, *x.shape[1:]), results)
+    return jax.tree.map(lambda x, like: x.reshape(like.shape), results, old)
 
 
 class Decoder(nnx.Module):
@@ -307,12 +357,13 @@ class Decoder(nnx.Module):
                 f"states has {len(states)} entries: must be one for each of {self.config.num_layers} layers"
             )
         places = None if tail is None else _last_places(lengths, tail)
-        x = self.embed(tokens)
+        parts = self._parts(tokens.size)
+        x = self.embed(tokens) if parts is None else self._embed_part(tokens, parts)
         cos, sin = self.angles(positions.reshape(-1, 1) if alone else positions)
         cos, sin = (x.reshape(*positions.shape, -1) for x in (cos, sin))
         new_states, buffers = [], None
         for index, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
-            run = _bind(layer, index, attention)
+            run = _bind(layer, index, attention, parts)
             wanted = places if index == self.config.num_layers - 1 else None
             with jax.named_scope(f"layer_{index}"):
                 if remat:  # what a layer is given is kept for the backward pass: nothing but its inputs
@@ -321,13 +372,31 @@ class Decoder(nnx.Module):
                     x, state, buffers = run(x, cos, sin, state, buffers, wanted)
             new_states.append(state)
         with jax.named_scope("final_norm"):
-            return self.norm(x), tuple(new_states)
+            hidden = self.norm(x)
+            if parts is not None and places is None:
+                hidden = parts.take(hidden[0], jnp.arange(tokens.size).reshape(tokens.shape))
+            return hidden, tuple(new_states)
+
+    def _parts(self, tokens: int) -> TokenParts | None:
+        """How the devices of a mesh share this many tokens; None where each has all of them."""
+        if self.axis is None or tokens <= max(self.layers[0].chunks):
+            return None
+        parts = TokenParts(self.axis, jax.lax.axis_size(self.axis), tokens, self.layers[0].chunks)
+        return parts if parts.devices > 1 and parts.even else None
+
+    def _embed_part(self, tokens: Int[Array, "B L"], parts: TokenParts) -> Float[Array, "1 part D"]:
+        """`embed` of this device's part of the tokens."""
+        by_device = tokens.reshape(-1)[parts.of(jnp.arange(parts.devices))]
+        with jax.named_scope("embed"):
+            return exchange_width(self._rows(by_device.reshape(-1)), parts.axis)[None]
 
     def embed(self, tokens: Int[Array, "B L"]) -> Float[Array, "B L D"]:
         """The residual stream that the first layer gets; ids outside the vocabulary are clipped into it."""
         with jax.named_scope("embed"):
-            x = self.embedding[...].at[tokens].get(mode="clip").astype(self.dtype)
-            return x if self.axis is None else join_width(x, self.axis)
+            return self._rows(tokens) if self.axis is None else join_width(self._rows(tokens), self.axis)
+
+    def _rows(self, tokens: Int[Array, "*some"]) -> Float[Array, "*some width"]:
+        return self.embedding[...].at[tokens].get(mode="clip").astype(self.dtype)
 
     def angles(self, positions: Int[Array, "B L"]) -> tuple[Float[Array, "B L half"], Float[Array, "B L half"]]:
         """Cosines and sines of RoPE, which every layer gets."""
@@ -360,13 +429,15 @@ class Decoder(nnx.Module):
             )
 
 
-def _bind(layer: DecoderLayer, index: int, attention: Attention) -> Callable[..., tuple[Array, Any, _Projections]]:
+def _bind(
+    layer: DecoderLayer, index: int, attention: Attention, parts: TokenParts | None
+) -> Callable[..., tuple[Array, Any, _Projections]]:
     """The layer as a function of arrays only, which is what `jax.checkpoint` takes."""
 
     def run(
         x: Array, cos: Array, sin: Array, state: Any, buffers: _Projections | None, places: Array | None
     ) -> tuple[Array, Any, _Projections]:
-        return layer(x, cos, sin, lambda q, k, v, s: attention(index, q, k, v, s), state, buffers, places)
+        return layer(x, cos, sin, lambda q, k, v, s: attention(index, q, k, v, s), state, buffers, places, parts)
 
     return run
 

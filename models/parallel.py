@@ -1,7 +1,8 @@
 """The decoder on one device of a mesh: its part of every product, and what the devices of the axis then share.
 
 Projections are split by KV head and the MLP by its inner width, so a layer needs two sums over the devices: behind
-attention's output projection and behind the MLP. What lies where is the table's of `models.sharding`.
+attention's output projection and behind the MLP. What lies where is the table's of `models.sharding`. Of long prompts
+the devices share the tokens, too: `models.sequence_parallel`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,14 @@ class SummedProduct:
 
     def __call__(self, *args: Any, **options: Any) -> Array:
         return dot_general(*args, axis=self.axis, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScatteredProduct(SummedProduct):
+    """The same of rows `[L, K]`, of whose sums each device of the axis gets its part: L / n rows."""
+
+    def __call__(self, *args: Any, **options: Any) -> Array:
+        return jax.lax.psum_scatter(dot_general(*args, **options), self.axis, tiled=True)
 
 
 def on_device(decoder: Decoder, axis: str, devices: int) -> Decoder:
@@ -64,9 +73,26 @@ def split_layer(layer: DecoderLayer, axis: str, devices: int) -> None:
     layer.axis = axis
 
 
+def scattering(layer: DecoderLayer, axis: str) -> DecoderLayer:
+    """A device's layer whose sums over a mesh axis each give it a part of the rows."""
+    other = nnx.merge(*nnx.split(layer))
+    other.attention.o.dot_general = other.mlp.down.dot_general = ScatteredProduct(axis)
+    return other
+
+
 def join_width(x: Float[Array, "*tokens part"], axis: str) -> Float[Array, "*tokens D"]:
     """The residual stream in all of its width, of which each device of an axis has a part."""
     return jax.lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True)
+
+
+def exchange_width(x: Float[Array, "all_rows part"], axis: str) -> Float[Array, "rows D"]:
+    """This device's rows in all of their width, of which each device of an axis has a part.
+
+    Args:
+        x: Rows of all devices, in their order.
+        axis: Name of the mesh axis.
+    """
+    return jax.lax.all_to_all(x, axis, split_axis=0, concat_axis=1, tiled=True)
 
 
 def part_of_width(x: Float[Array, "*tokens D"], axis: str) -> Float[Array, "*tokens part"]:

@@ -72,6 +72,23 @@ def test_sums_of_one_chunk_of_tokens_that_travel_beside_another_change_nothing(m
     check_same(one, many)
 
 
+@pytest.mark.parametrize(
+    ("shape", "changes"),
+    [((1, 4), FAMILIES["llama, attention with biases"] | {"group": 7}), ((2, 2), FAMILIES["qwen3, tied"])],
+    ids=["(1, 4)", "(2, 2)"],
+)
+def test_devices_that_share_the_tokens_of_long_prompts_say_what_one_says(shape, changes, monkeypatch):
+    one = with_tca(lm_of(**changes))
+    # 4 x 96 tokens, or 2 x 96 of a device on "data", in chunks of 56, 72, 60 and 68.
+    monkeypatch.setattr("tca_jax.models.decoder._CHUNK_ELEMENTS", 64 * one.config.intermediate_size)
+    many = with_tca(lm_of(mesh_of(shape), name="in parts", **changes))
+    start, _ = request_of(many)._prepare_start()
+    assert collectives(start._executable.as_text(), "reduce-scatter")
+    check_same(one, many)
+    expected, scores = tca_jax.score(one, PROMPTS), tca_jax.score(many, PROMPTS)
+    np.testing.assert_allclose(np.concatenate(scores.logprobs), np.concatenate(expected.logprobs), atol=2e-4)
+
+
 def test_tokens_are_those_of_one_device_on_eight():
     many = with_tca(lm_of(mesh_of((1, 8)), kv_heads=8))
     check_same(with_tca(lm_of(kv_heads=8)), many)
@@ -191,9 +208,9 @@ def test_a_method_moves_heads_and_the_model_stays_the_same():
     check_same(lm_of(), back, PROMPTS[:1])
 
 
-def program_text(lm: tca_jax.LM) -> str:
-    """The compiled decoding step, of a batch that the mesh's devices share."""
-    one = request.Request.create(
+def request_of(lm: tca_jax.LM) -> request.Request:
+    """A batch that the mesh's devices share."""
+    return request.Request.create(
         lm,
         PROMPTS,
         max_new_tokens=NEW_TOKENS,
@@ -203,6 +220,11 @@ def program_text(lm: tca_jax.LM) -> str:
         stop_token_ids=None,
         backend="auto",
     )
+
+
+def program_text(lm: tca_jax.LM) -> str:
+    """Its compiled decoding step."""
+    one = request_of(lm)
     state = one._split(request.results_of(one._prepare_start()[0]))
     place = request._decode._function.place
     args = place(lm, (state, one._pools, jnp.int32(9), one.sampling))

@@ -218,7 +218,7 @@ def test_keys_and_values_are_written_over_those_of_the_layer_before(
     monkeypatch.setattr(decoder_module, "_CHUNK_ELEMENTS", 8 * config.intermediate_size)
     program = jax.make_jaxpr(lambda decoder: of_tail(decoder, tail)[0])(make(config))
     made = [e.outvars[0].aval.shape for e in program.eqns if e.primitive.name == "broadcast_in_dim"]
-    fresh = [shape for shape in made if shape in {(3, 11, config.num_heads, 12), (3, 11, config.num_kv_heads, 12)}]
+    fresh = [shape for shape in made if shape in {(33, config.num_heads, 12), (33, config.num_kv_heads, 12)}]
     assert len(fresh) == 3  # queries, keys and values of the first layer
 
 
