@@ -8,6 +8,7 @@ the devices share the tokens, too: `models.sequence_parallel`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,6 +19,10 @@ from tca_jax.models.products import dot_general
 
 if TYPE_CHECKING:
     from tca_jax.models.decoder import Decoder, DecoderLayer
+
+# Of the least part that a device has of a chunk's sums: 16 MiB in bfloat16. Of smaller ones XLA makes one sum, and of
+# their products one product, for which both then wait.
+_PART_ELEMENTS = 2**23
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +76,8 @@ def split_layer(layer: DecoderLayer, axis: str, devices: int) -> None:
     layer.mlp.gate_up.out_features = (2, layer.mlp.gate_up.out_features[1] // devices)
     layer.attention.o.dot_general = layer.mlp.down.dot_general = SummedProduct(axis)
     layer.axis = axis
+    least = max(1, devices * _PART_ELEMENTS / layer.mlp.down.kernel.shape[1])
+    layer.chunk = max(layer.chunk, 2 ** math.ceil(math.log2(least)))
 
 
 def scattering(layer: DecoderLayer, axis: str) -> DecoderLayer:

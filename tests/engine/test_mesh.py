@@ -63,12 +63,17 @@ def test_tokens_of_full_attention_are_those_of_one_device(shape):
     check_same(lm_of(), lm_of(mesh_of(shape)))
 
 
+def chunks_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of `lm_of` take so many tokens at a time."""
+    monkeypatch.setattr("tca_jax.models.decoder._CHUNK_ELEMENTS", tokens * lm_of().config.intermediate_size)
+    monkeypatch.setattr("tca_jax.models.parallel._PART_ELEMENTS", 0)
+
+
 def test_sums_of_one_chunk_of_tokens_that_travel_beside_another_change_nothing(monkeypatch):
     one = with_tca(lm_of())
-    # 4 x 96 tokens: six steps of four chunks of 14 to 18.
-    monkeypatch.setattr("tca_jax.models.decoder._CHUNK_ELEMENTS", 16 * one.config.intermediate_size)
+    chunks_of(16, monkeypatch)  # 4 x 96 tokens: six steps of four chunks of 14 to 18
     many = with_tca(lm_of(mesh_of((1, 2)), name="in chunks"))
-    assert many.decoder.layers[0].chunk == 16
+    assert many.on_device(many.params).decoder.layers[0].chunk == 16
     check_same(one, many)
 
 
@@ -79,8 +84,7 @@ def test_sums_of_one_chunk_of_tokens_that_travel_beside_another_change_nothing(m
 )
 def test_devices_that_share_the_tokens_of_long_prompts_say_what_one_says(shape, changes, monkeypatch):
     one = with_tca(lm_of(**changes))
-    # 4 x 96 tokens, or 2 x 96 of a device on "data", in chunks of 56, 72, 60 and 68.
-    monkeypatch.setattr("tca_jax.models.decoder._CHUNK_ELEMENTS", 64 * one.config.intermediate_size)
+    chunks_of(64, monkeypatch)  # 4 x 96 tokens, or 2 x 96 of a device on "data", in chunks of 56, 72, 60 and 68
     many = with_tca(lm_of(mesh_of(shape), name="in parts", **changes))
     start, _ = request_of(many)._prepare_start()
     assert collectives(start._executable.as_text(), "reduce-scatter")

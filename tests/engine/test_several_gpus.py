@@ -37,9 +37,7 @@ def answers(method: str, mesh: Mesh | None = None):
 of_one = functools.cache(answers)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("method", ["profile", "full", "xattention", "snapkv"])
-def test_tokens_and_logits_are_those_of_one_gpu(shape, method):
+def check_same(shape: tuple[int, int], method: str) -> None:
     count = int(np.prod(shape))
     if jax.device_count() < count:
         pytest.skip(f"needs {count} GPUs")
@@ -47,3 +45,18 @@ def test_tokens_and_logits_are_those_of_one_gpu(shape, method):
     assert out.tokens == of_one(method).tokens
     for here, there in zip(out.logprobs, of_one(method).logprobs, strict=True):
         np.testing.assert_allclose(here, there, atol=2e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("method", ["profile", "full", "xattention", "snapkv"])
+def test_tokens_and_logits_are_those_of_one_gpu(shape, method):
+    check_same(shape, method)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_gpus_that_share_the_tokens_of_long_prompts_say_what_one_says(shape, monkeypatch):
+    of_one("profile")  # before chunks are so small that these prompts are long ones
+    width = tca_jax.load("recall-tiny").config.intermediate_size
+    monkeypatch.setattr("tca_jax.models.decoder._CHUNK_ELEMENTS", 1024 * width)
+    monkeypatch.setattr("tca_jax.models.parallel._PART_ELEMENTS", 0)
+    check_same(shape, "profile")
