@@ -48,6 +48,7 @@ from tca_jax.benchmarks.options import (
     OutOption,
     RepeatsOption,
     WindowOption,
+    launched_in_order,
 )
 from tca_jax.benchmarks.shares import FULL, Share, SharesOption, check_shares, describe_config
 from tca_jax.benchmarks.whole_models import Conditions, Run, make_weights, measure_model
@@ -62,6 +63,7 @@ MeshesOption = Annotated[
         "--mesh",
         help="Devices that share a model: those on data x those on model; several are compared with the first.",
         show_default="one device",
+        callback=launched_in_order,
     ),
 ]
 

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
+_T = TypeVar("_T")
+
 #: Not benchmarks/results, whose tables are those of one card and are written with `--out` alone.
 RESULTS = Path("out") / "bench"
+
+
+def launched_in_order(mesh: _T) -> _T:
+    """Of an option that names a mesh: GPUs start kernels in the order of their launch, unless the environment differs.
+
+    A sum over devices then starts before the product that is to run beside it, which would take all of a GPU first:
+    docs/multiple-gpus.md has what that gains. CUDA reads it when JAX first looks for a device: later than this.
+    """
+    if mesh:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    return mesh
+
 
 LengthsOption = Annotated[list[int] | None, typer.Option(help="Tokens of context.")]
 ModelsOption = Annotated[
@@ -21,7 +36,10 @@ CopyBytesOption = Annotated[int, typer.Option(help="Bytes of the array that the 
 MeshOption = Annotated[
     str | None,
     typer.Option(
-        "--mesh", help="Devices that share the model: those on data x those on model.", show_default="one device"
+        "--mesh",
+        help="Devices that share the model: those on data x those on model.",
+        show_default="one device",
+        callback=launched_in_order,
     ),
 ]
 NameOption = Annotated[str, typer.Option(help="Name of the result files.")]

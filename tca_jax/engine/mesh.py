@@ -8,7 +8,6 @@ rows. What the devices of "model" tell each other is two sums a layer, and one m
 from __future__ import annotations
 
 import functools
-import os
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -133,10 +132,6 @@ def whole_mesh(mesh: Mesh) -> Mesh:
 def parse_mesh(text: str, argument: str) -> Mesh:
     """The mesh of the first devices that a text such as "1x4" asks for: those on "data", then those on "model".
 
-    For commands, whose process is theirs: GPUs that JAX has not yet looked for take kernels in the order in which they
-    are launched (`CUDA_DEVICE_MAX_CONNECTIONS`, where it is not set). A sum over devices then starts before the product
-    that is to run beside it, which else takes all of a GPU first: docs/multiple-gpus.md has what that gains.
-
     Raises:
         ValueError: it is no such text, or asks for more devices than there are; names `argument`.
     """
@@ -144,7 +139,6 @@ def parse_mesh(text: str, argument: str) -> Mesh:
     if sizes is None:
         raise ValueError(f"{argument} {text}: must be devices on 'data' x devices on 'model', such as 1x4")
     shape = int(sizes[1]), int(sizes[2])
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if (wanted := shape[0] * shape[1]) > (there := jax.device_count()):
         raise ValueError(f"{argument} {text}: needs {wanted} devices, there {'is' if there == 1 else 'are'} {there}")
     return whole_mesh(jax.make_mesh(shape, (DATA, MODEL), devices=jax.devices()[:wanted]))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,6 +49,17 @@ def work(tmp_path, monkeypatch) -> Path:
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 12)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.mark.parametrize("command", [BENCH, ATTENTION, DECODE, EVAL], ids=lambda command: command[1])
+@pytest.mark.parametrize(("before", "expected"), [(None, "1"), ("8", "8")], ids=["by default", "not as was asked"])
+def test_kernels_of_a_command_over_a_mesh_start_in_the_order_of_their_launch(command, before, expected, monkeypatch):
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv(name, "8")  # what the command sets is gone behind the test
+    if before is None:
+        monkeypatch.delenv(name)
+    assert run(*command, "--mesh=9x9").exit_code == 2  # there are no 81 devices
+    assert os.environ[name] == expected
 
 
 def test_end_to_end_runs_over_a_mesh_and_says_so(tmp_path):
