@@ -8,6 +8,7 @@ import functools
 import gc
 import json
 import math
+import os
 import platform
 import random
 import statistics
@@ -25,6 +26,7 @@ from jaxtyping import Array
 from matplotlib.figure import Figure
 
 import tca_jax
+from tca_jax.benchmarks.options import LAUNCH_ORDER
 from tca_jax.files import replacing
 from tca_jax.pallas_kernels.backends import can_run, check_backend
 from tca_jax.pallas_kernels.integers import cdiv
@@ -251,6 +253,7 @@ def agreement(backend: str, out: Any, expected: Any) -> float:
 def environment() -> dict[str, str]:
     """Card, versions and the command, for the result files."""
     device = jax.devices()[0]
+    order = os.environ.get(LAUNCH_ORDER)
     return {
         "device": device.device_kind,
         "platform": getattr(device.client, "platform_version", device.platform).splitlines()[0],
@@ -258,6 +261,7 @@ def environment() -> dict[str, str]:
         "python": platform.python_version(),
         "tca_jax": tca_jax.__version__,
         "memory": memory_limit(),
+        **({} if order is None else {LAUNCH_ORDER: order}),
         "command": COMMAND.get(),
         "date": time.strftime("%Y-%m-%d"),
     }

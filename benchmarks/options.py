@@ -9,6 +9,7 @@ from typing import Annotated, TypeVar
 import typer
 
 _T = TypeVar("_T")
+LAUNCH_ORDER = "CUDA_DEVICE_MAX_CONNECTIONS"  # "1": GPUs start kernels in the order of their launch
 
 #: Not benchmarks/results, whose tables are those of one card and are written with `--out` alone.
 RESULTS = Path("out") / "bench"
@@ -21,7 +22,7 @@ def launched_in_order(mesh: _T) -> _T:
     docs/multiple-gpus.md has what that gains. CUDA reads it when JAX first looks for a device: later than this.
     """
     if mesh:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        os.environ.setdefault(LAUNCH_ORDER, "1")
     return mesh
 
 

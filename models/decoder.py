@@ -211,8 +211,8 @@ class DecoderLayer(nnx.Module):
         return _by_chunks(function, self.chunks, x, out)
 
     def _sizes(self, parts: TokenParts | None) -> tuple[int, ...]:
-        """Tokens of the chunks that nothing is summed of."""
-        return (self.chunk,) if parts is None else parts.sizes
+        """Tokens of the chunks of what nothing is summed of."""
+        return (self.chunk,) if parts is None else self.chunks
 
 
 def _joined(x: Array, parts: TokenParts | None) -> Array:
@@ -240,8 +240,8 @@ def _by_chunks(function: Callable[..., Any], sizes: tuple[int, ...], old: Any, *
         function: Takes and returns arrays with any leading token axes; its results have the shapes of `old`.
         sizes: Tokens of the chunks of a step of the loop, which do not wait for each other.
         old: Pytree of `[B, L, ...]`, or None for fresh buffers (the function then gets None).
-        inputs: `[B, L, ...]`, the last of them. Others, and `old`, may have a device's part of the tokens
-            (`models.sequence_parallel`), `[1, part, ...]`: of each chunk, the function gets that of their rows.
+        inputs: The last is `[B, L, ...]`. Others and `old` are, too, or have an n-th of every chunk: a device's part,
+            `[1, B L / n, ...]` (`models.sequence_parallel`).
     """
     batch, length = inputs[-1].shape[:2]
     tokens, step = batch * length, sum(sizes)
@@ -249,15 +249,19 @@ def _by_chunks(function: Callable[..., Any], sizes: tuple[int, ...], old: Any, *
         return function(old, *inputs)
     flat = functools.partial(jax.tree.map, lambda x: x.reshape(-1, *x.shape[2:]))
 
-    def cut(arrays: Any, start: Any, size: int) -> Any:
-        def of_tokens(x: Array) -> Array:
-            devices = tokens // len(x)
-            return jax.lax.dynamic_slice_in_dim(x, start // devices, size // devices)
+    def devices(x: Array) -> int:
+        """Over which its tokens are shared."""
+        assert tokens % len(x) == 0
+        return tokens // len(x)
 
-        return jax.tree.map(of_tokens, arrays)
+    def cut(arrays: Any, start: Any, size: int) -> Any:
+        def of_chunk(x: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(x, start // devices(x), size // devices(x))
+
+        return jax.tree.map(of_chunk, arrays)
 
     def put(x: Array, part: Array, start: Any) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(x, part, start // (tokens // len(x)), axis=0)
+        return jax.lax.dynamic_update_slice_in_dim(x, part, start // devices(x), axis=0)
 
     def write(start: Any, sizes: Sequence[int], results: Any) -> Any:
         starts = list(itertools.accumulate(sizes[:-1], initial=start))
@@ -372,10 +376,10 @@ class Decoder(nnx.Module):
                     x, state, buffers = run(x, cos, sin, state, buffers, wanted)
             new_states.append(state)
         with jax.named_scope("final_norm"):
-            hidden = self.norm(x)
             if parts is not None and places is None:
-                hidden = parts.take(hidden[0], jnp.arange(tokens.size).reshape(tokens.shape))
-            return hidden, tuple(new_states)
+                joined = _by_chunks(lambda _, x, __: parts.join(self.norm(x)), parts.sizes, None, x, cos)
+                return joined, tuple(new_states)
+            return self.norm(x), tuple(new_states)
 
     def _parts(self, tokens: int) -> TokenParts | None:
         """How the devices of a mesh share this many tokens; None where each has all of them."""

@@ -8,7 +8,6 @@ the devices share the tokens, too: `models.sequence_parallel`.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,8 +19,9 @@ from tca_jax.models.products import dot_general
 if TYPE_CHECKING:
     from tca_jax.models.decoder import Decoder, DecoderLayer
 
-# Of the least part that a device has of a chunk's sums: 16 MiB in bfloat16. Of smaller ones XLA makes one sum, and of
-# their products one product, for which both then wait.
+# Of the part that a device has of a chunk's sums: 16 MiB in bfloat16, give or take the sixteenths by which chunks
+# differ (`decoder._OVERLAPPING`). Of neighbours that have no more than 30 MiB together XLA makes one sum, and of their
+# products one product, for which both then wait.
 _PART_ELEMENTS = 2**23
 
 
@@ -76,8 +76,8 @@ def split_layer(layer: DecoderLayer, axis: str, devices: int) -> None:
     layer.mlp.gate_up.out_features = (2, layer.mlp.gate_up.out_features[1] // devices)
     layer.attention.o.dot_general = layer.mlp.down.dot_general = SummedProduct(axis)
     layer.axis = axis
-    least = max(1, devices * _PART_ELEMENTS / layer.mlp.down.kernel.shape[1])
-    layer.chunk = max(layer.chunk, 2 ** math.ceil(math.log2(least)))
+    least = -(-devices * _PART_ELEMENTS // layer.mlp.down.kernel.shape[1])
+    layer.chunk = max(layer.chunk, 1 << max(0, least - 1).bit_length())
 
 
 def scattering(layer: DecoderLayer, axis: str) -> DecoderLayer:

@@ -3,6 +3,9 @@
 import dataclasses
 import json
 import os
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +24,7 @@ from tca_jax.benchmarks.decode_models import random_state
 from tca_jax.benchmarks.layer_mesh import inputs_over
 from tca_jax.benchmarks.mesh_columns import SPEED_UPS, Peaks, with_speed_ups
 from tca_jax.benchmarks.models import random_model, under_share
+from tca_jax.benchmarks.options import LAUNCH_ORDER
 from tca_jax.benchmarks.shares import Share
 from tca_jax.cli.app import app
 from tca_jax.engine.decoding import STATE
@@ -43,6 +47,13 @@ def run(*args):
     return CliRunner().invoke(app, list(map(str, args)), env={"COLUMNS": "80", "TERM": "xterm"})
 
 
+@pytest.fixture(autouse=True)
+def _nothing_set_is_left(monkeypatch) -> None:
+    """Behind a test the environment is without what its commands have set."""
+    monkeypatch.setenv(LAUNCH_ORDER, "")
+    monkeypatch.delenv(LAUNCH_ORDER)
+
+
 @pytest.fixture
 def work(tmp_path, monkeypatch) -> Path:
     write_checkpoint(tmp_path / "model")
@@ -52,14 +63,37 @@ def work(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("command", [BENCH, ATTENTION, DECODE, EVAL], ids=lambda command: command[1])
-@pytest.mark.parametrize(("before", "expected"), [(None, "1"), ("8", "8")], ids=["by default", "not as was asked"])
+@pytest.mark.parametrize(
+    ("before", "expected"), [(None, "1"), ("8", "8")], ids=["by default", "the environment differs"]
+)
 def test_kernels_of_a_command_over_a_mesh_start_in_the_order_of_their_launch(command, before, expected, monkeypatch):
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    monkeypatch.setenv(name, "8")  # what the command sets is gone behind the test
-    if before is None:
-        monkeypatch.delenv(name)
+    if before is not None:
+        monkeypatch.setenv(LAUNCH_ORDER, before)
     assert run(*command, "--mesh=9x9").exit_code == 2  # there are no 81 devices
-    assert os.environ[name] == expected
+    assert os.environ[LAUNCH_ORDER] == expected
+
+
+@pytest.mark.parametrize("command", [BENCH, EVAL], ids=lambda command: command[1])
+def test_the_order_is_set_before_jax_looks_for_a_device(command):
+    script = f"""
+        import os, sys
+        from jax._src import xla_bridge
+        from tca_jax.cli.app import app
+
+        class Watched(type(os.environ)):
+            def setdefault(self, key, value):
+                if key == {LAUNCH_ORDER!r}:
+                    print("too late" if xla_bridge.backends_are_initialized() else "in time")
+                return super().setdefault(key, value)
+
+        os.environ.__class__ = Watched
+        app({[*command, "--mesh=9x9"]!r})
+    """
+    environment = {name: value for name, value in os.environ.items() if name != LAUNCH_ORDER}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "in time\n", done.stderr
 
 
 def test_end_to_end_runs_over_a_mesh_and_says_so(tmp_path):

@@ -16,6 +16,7 @@ import tca_jax
 from tca_jax.engine import request
 from tca_jax.engine.head_balance import balanced_order, balanced_orders
 from tca_jax.engine.mesh import ROWS, SAME, OverMesh
+from tca_jax.models.decoder import Decoder
 from tca_jax.models.rope import RopeConfig
 
 pytestmark = needs_8_devices
@@ -78,18 +79,24 @@ def test_sums_of_one_chunk_of_tokens_that_travel_beside_another_change_nothing(m
 
 
 @pytest.mark.parametrize(
-    ("shape", "changes"),
-    [((1, 4), FAMILIES["llama, attention with biases"] | {"group": 7}), ((2, 2), FAMILIES["qwen3, tied"])],
-    ids=["(1, 4)", "(2, 2)"],
+    ("shape", "changes", "under"),
+    [
+        ((1, 4), FAMILIES["llama, attention with biases"] | {"group": 7}, with_tca),
+        ((2, 2), FAMILIES["qwen3, tied"], lambda full: full),  # which wants hidden states of all tokens
+    ],
+    ids=["(1, 4), TCA", "(2, 2), full"],
 )
-def test_devices_that_share_the_tokens_of_long_prompts_say_what_one_says(shape, changes, monkeypatch):
-    one = with_tca(lm_of(**changes))
+def test_devices_that_share_the_tokens_of_long_prompts_say_what_one_says(shape, changes, under, monkeypatch):
+    one = under(lm_of(**changes))
     chunks_of(64, monkeypatch)  # 4 x 96 tokens, or 2 x 96 of a device on "data", in chunks of 56, 72, 60 and 68
-    many = with_tca(lm_of(mesh_of(shape), name="in parts", **changes))
+    many = under(lm_of(mesh_of(shape), name="in parts", **changes))
     start, _ = request_of(many)._prepare_start()
     assert collectives(start._executable.as_text(), "reduce-scatter")
     check_same(one, many)
+    shared, real = [], Decoder._parts
+    monkeypatch.setattr(Decoder, "_parts", lambda *args: shared.append(real(*args)) or shared[-1])
     expected, scores = tca_jax.score(one, PROMPTS), tca_jax.score(many, PROMPTS)
+    assert any(shared)
     np.testing.assert_allclose(np.concatenate(scores.logprobs), np.concatenate(expected.logprobs), atol=2e-4)
 
 

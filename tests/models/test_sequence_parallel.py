@@ -11,9 +11,9 @@ from tca_jax.models.sequence_parallel import TokenParts
 
 CASES = {
     "the chunks end with the tokens": (2, 64, (12, 20)),
-    "the last chunk is a short one": (4, 100, (12, 20, 16)),
-    "and ends behind the first of a step": (8, 136, (64, 48, 56)),
-    "one step, not whole": (2, 30, (16, 18)),
+    "whole steps and a short chunk": (4, 100, (12, 20, 16)),
+    "whole steps, a whole chunk, a short one": (2, 84, (12, 20)),
+    "one step, whose last chunk is short": (8, 136, (64, 48, 56)),
 }
 
 
