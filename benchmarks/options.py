@@ -11,7 +11,7 @@ import typer
 _T = TypeVar("_T")
 LAUNCH_ORDER = "CUDA_DEVICE_MAX_CONNECTIONS"  # "1": GPUs start kernels in the order of their launch
 
-#: Not benchmarks/results, whose tables are those of one card and are written with `--out` alone.
+#: Not benchmarks/results, whose tables are written with `--out` alone.
 RESULTS = Path("out") / "bench"
 
 

@@ -397,7 +397,8 @@ class Decoder(nnx.Module):
     def embed(self, tokens: Int[Array, "B L"]) -> Float[Array, "B L D"]:
         """The residual stream that the first layer gets; ids outside the vocabulary are clipped into it."""
         with jax.named_scope("embed"):
-            return self._rows(tokens) if self.axis is None else join_width(self._rows(tokens), self.axis)
+            rows = self._rows(tokens)
+            return rows if self.axis is None else join_width(rows, self.axis)
 
     def _rows(self, tokens: Int[Array, "*some"]) -> Float[Array, "*some width"]:
         return self.embedding[...].at[tokens].get(mode="clip").astype(self.dtype)

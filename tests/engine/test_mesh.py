@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from meshes import lm_of, mesh_of, needs_8_devices, with_tca
+from meshes import chunks_of, lm_of, mesh_of, needs_8_devices, watch_parts, with_tca
 from tiny import random_prompt
 
 import tca_jax
 from tca_jax.engine import request
 from tca_jax.engine.head_balance import balanced_order, balanced_orders
 from tca_jax.engine.mesh import ROWS, SAME, OverMesh
-from tca_jax.models.decoder import Decoder
 from tca_jax.models.rope import RopeConfig
 
 pytestmark = needs_8_devices
@@ -64,15 +63,9 @@ def test_tokens_of_full_attention_are_those_of_one_device(shape):
     check_same(lm_of(), lm_of(mesh_of(shape)))
 
 
-def chunks_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of `lm_of` take so many tokens at a time."""
-    monkeypatch.setattr("tca_jax.models.decoder._CHUNK_ELEMENTS", tokens * lm_of().config.intermediate_size)
-    monkeypatch.setattr("tca_jax.models.parallel._PART_ELEMENTS", 0)
-
-
 def test_sums_of_one_chunk_of_tokens_that_travel_beside_another_change_nothing(monkeypatch):
     one = with_tca(lm_of())
-    chunks_of(16, monkeypatch)  # 4 x 96 tokens: six steps of four chunks of 14 to 18
+    chunks_of(16, one, monkeypatch)  # 4 x 96 tokens: six steps of four chunks of 14 to 18
     many = with_tca(lm_of(mesh_of((1, 2)), name="in chunks"))
     assert many.on_device(many.params).decoder.layers[0].chunk == 16
     check_same(one, many)
@@ -88,13 +81,12 @@ def test_sums_of_one_chunk_of_tokens_that_travel_beside_another_change_nothing(m
 )
 def test_devices_that_share_the_tokens_of_long_prompts_say_what_one_says(shape, changes, under, monkeypatch):
     one = under(lm_of(**changes))
-    chunks_of(64, monkeypatch)  # 4 x 96 tokens, or 2 x 96 of a device on "data", in chunks of 56, 72, 60 and 68
+    chunks_of(64, one, monkeypatch)  # 4 x 96 tokens, or 2 x 96 of a device on "data", in chunks of 56, 72, 60 and 68
     many = under(lm_of(mesh_of(shape), name="in parts", **changes))
     start, _ = request_of(many)._prepare_start()
     assert collectives(start._executable.as_text(), "reduce-scatter")
     check_same(one, many)
-    shared, real = [], Decoder._parts
-    monkeypatch.setattr(Decoder, "_parts", lambda *args: shared.append(real(*args)) or shared[-1])
+    shared = watch_parts(monkeypatch)
     expected, scores = tca_jax.score(one, PROMPTS), tca_jax.score(many, PROMPTS)
     assert any(shared)
     np.testing.assert_allclose(np.concatenate(scores.logprobs), np.concatenate(expected.logprobs), atol=2e-4)

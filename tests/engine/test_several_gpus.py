@@ -8,10 +8,9 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from meshes import mesh_of
+from meshes import chunks_of, mesh_of, watch_parts
 
 import tca_jax
-from tca_jax.models.decoder import Decoder
 from tca_jax.recall.evaluation import draw_documents
 
 several = jax.default_backend() == "gpu" and jax.device_count() > 1
@@ -57,10 +56,7 @@ def test_tokens_and_logits_are_those_of_one_gpu(shape, method):
 @pytest.mark.parametrize("shape", [(1, 2), (1, 4), (2, 2)], ids=str)
 def test_gpus_that_share_the_tokens_of_long_prompts_say_what_one_says(shape, monkeypatch):
     of_one("profile")  # before chunks are so small that these prompts are long ones
-    width = tca_jax.load("recall-tiny").config.intermediate_size
-    monkeypatch.setattr("tca_jax.models.decoder._CHUNK_ELEMENTS", 1024 * width)
-    monkeypatch.setattr("tca_jax.models.parallel._PART_ELEMENTS", 0)
-    shared, real = [], Decoder._parts
-    monkeypatch.setattr(Decoder, "_parts", lambda *args: shared.append(real(*args)) or shared[-1])
+    chunks_of(1024, tca_jax.load("recall-tiny"), monkeypatch)
+    shared = watch_parts(monkeypatch)
     check_same(shape, "profile")
     assert any(shared)
