@@ -11,6 +11,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 # differ (`decoder._OVERLAPPING`). Of neighbours that have no more than 30 MiB together XLA makes one sum, and of their
 # products one product, for which both then wait.
 _PART_ELEMENTS = 2**23
+_SMALL_SUM = 2**18  # bytes up to which a sum over devices is one kernel of XLA's, in which each reads all of the others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +90,16 @@ def scattering(layer: DecoderLayer, axis: str) -> DecoderLayer:
 
 
 def join_width(x: Float[Array, "*tokens part"], axis: str) -> Float[Array, "*tokens D"]:
-    """The residual stream in all of its width, of which each device of an axis has a part."""
-    return jax.lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True)
+    """The residual stream in all of its width, of which each device of an axis has a part.
+
+    Of few tokens it is summed, with zeros in the others' parts: for small sums XLA has a kernel of its own, gathers are
+    NCCL's, whose launch takes the host longer than the rest of a step's beginning.
+    """
+    devices, part = jax.lax.axis_size(axis), x.shape[-1]
+    if devices * x.size * x.dtype.itemsize > _SMALL_SUM:
+        return jax.lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True)
+    mine = jnp.arange(devices * part) // part == jax.lax.axis_index(axis)
+    return jax.lax.psum(jnp.where(mine, jnp.concatenate([x] * devices, axis=-1), 0), axis)
 
 
 def exchange_width(x: Float[Array, "all_rows part"], axis: str) -> Float[Array, "rows D"]:

@@ -6,7 +6,7 @@ the residual stream, alike on all devices of "model":
 
     qkv, gate and up   of x as they are: a device's own heads, its own part of the inner width
     o and down         partial sums: `psum` over "model", then the bias, which every device holds whole
-    embedding          a device has its columns: take rows as ever, then `all_gather` the width, tiled
+    embedding          a device has its columns: take rows as ever, then join the width (`parallel.join_width`)
     head               partial sums of its part of the width: `psum` of the logits; the tied one is the embedding's
     norms              alike everywhere
 """

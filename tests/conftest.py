@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from importlib.metadata import version
@@ -29,6 +30,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # in xdist's workers it is: t
     atexit.register(shutil.rmtree, _cache, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+# A job in the background of a shell is deaf to Ctrl-C, and so is all that it starts: tests that press it would wait.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Must run before anything imports the package: every jaxtyping annotation is then checked by beartype.
 _hook = install_import_hook("tca_jax", "typecheck.check")

@@ -246,12 +246,10 @@ def test_a_step_sums_twice_a_layer_and_gathers_no_cache():
         changed = lm_of(mesh_of((1, 4)), num_layers=layers).with_method("streaming", sinks=0, window=16, block_size=8)
         text = program_text(changed)
         sums.append(len(collectives(text, "all-reduce")))
-        gathers.append(collectives(text, "all-gather"))
+        gathers.append(len(collectives(text, "all-gather")))
     assert sums[1] - sums[0] == 2 * 2  # in one loop
-    assert sums[0] == 2 * 2 + 1  # and one for the logits
-    assert len(gathers[0]) == len(gathers[1]) == 1  # the embedding of the tokens
-    width = lm_of().config.hidden_size
-    assert re.search(rf"\[4,1,{width}\]|\[4,{width}\]|\[1,4,{width}\]|\[{width},4\]", gathers[0][0])
+    assert sums[0] == 2 * 2 + 2  # and one each for the tokens' embeddings and for the logits
+    assert gathers == [0, 0]
     for kind in ("all-to-all", "collective-permute", "reduce-scatter"):
         assert not collectives(program_text(with_tca(lm_of(mesh_of((1, 4))))), kind)
 
