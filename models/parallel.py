@@ -95,11 +95,12 @@ def join_width(x: Float[Array, "*tokens part"], axis: str) -> Float[Array, "*tok
     Of few tokens it is summed, with zeros in the others' parts: for small sums XLA has a kernel of its own, gathers are
     NCCL's, whose launch takes the host longer than the rest of a step's beginning.
     """
-    devices, part = jax.lax.axis_size(axis), x.shape[-1]
+    devices = jax.lax.axis_size(axis)
     if devices * x.size * x.dtype.itemsize > _SMALL_SUM:
         return jax.lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True)
-    mine = jnp.arange(devices * part) // part == jax.lax.axis_index(axis)
-    return jax.lax.psum(jnp.where(mine, jnp.concatenate([x] * devices, axis=-1), 0), axis)
+    mine = jnp.arange(devices)[:, None] == jax.lax.axis_index(axis)
+    parts = jnp.where(mine, x[..., None, :], 0)
+    return jax.lax.psum(parts.reshape(*x.shape[:-1], -1), axis)
 
 
 def exchange_width(x: Float[Array, "all_rows part"], axis: str) -> Float[Array, "rows D"]:
