@@ -17,6 +17,7 @@ import jax
 #: The backends of every operation, best first: the order in which "auto" tries those that the device can run.
 OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
+        "block_mass": ("triton", "xla"),
         "block_sparse_attention": ("mosaic", "triton", "xla"),
         "causal_attention": ("cudnn", "mosaic", "triton", "xla"),
         "column_mass": ("mosaic", "triton", "xla"),

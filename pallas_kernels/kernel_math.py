@@ -33,6 +33,11 @@ def prefix_schedule(
     return ends[..., edges], jnp.argsort(-ends[..., -1].ravel()).astype(jnp.int32)
 
 
+def lengths_by_head(lengths: Int[Array, " B"] | Int[Array, "B Hkv"], kv_heads: int) -> Int[Array, "B Hkv"]:
+    """A length for every KV head of a row, from one that all of them share or as they are."""
+    return lengths if lengths.ndim == 2 else jnp.broadcast_to(lengths[:, None], (lengths.shape[0], kv_heads))
+
+
 def streamed_tile(head_dim: int, itemsize: int) -> int:
     """Tokens of a tile of 16 KiB, for kernels that do little but read."""
     return min(128, max(16, 16384 // (head_dim * itemsize)))

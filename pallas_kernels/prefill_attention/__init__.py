@@ -15,7 +15,7 @@ def prefill_attention(
     v: Float[Array, "B L Hkv d"],
     pool: Pool,
     budgets: Int[Array, "B Hkv nb"],
-    lengths: Int[Array, " B"],
+    lengths: Int[Array, " B"] | Int[Array, "B Hkv"],
     *,
     block_size: int,
     window: int,
@@ -33,7 +33,8 @@ def prefill_attention(
         v: Values [B, L, Hkv, d].
         pool: Selected tokens, as `select_tokens` lays them out.
         budgets: Selected tokens of every block [B, Hkv, L // b]; 0 for blocks that are not ranked.
-        lengths: Prompt lengths [B]; may be traced.
+        lengths: Prompt lengths [B], or one for each KV head [B, Hkv]; may be traced. A head of length 0 costs nothing
+            and gives zeros.
         block_size: Tokens in a block, b.
         window: Least number of local tokens, w; a multiple of b.
         backend: See `backends.Backend`.
@@ -52,7 +53,7 @@ def prefill_attention(
             "v": (v, "B L Hkv d"),
             **pool_shapes(pool),
             "budgets": (budgets, "B Hkv nb"),
-            "lengths": (lengths, "B"),
+            "lengths": (lengths, "B" if lengths.ndim == 1 else "B Hkv"),
         }
     )
     check_whole_blocks("budgets", sizes, block_size)

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from tca_jax.pallas_kernels.kernel_math import prefix_schedule
+from tca_jax.pallas_kernels.kernel_math import lengths_by_head, prefix_schedule
 from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.mosaic_softmax import ROWS, TILE, attend_tile, wait_turn
 from tca_jax.pallas_kernels.mosaic_tiles import aligned, iotas, swizzled
@@ -50,7 +50,7 @@ def prefill_attention(
     v: Float[Array, "B L Hkv d"],
     pool: Pool,
     budgets: Int[Array, "B Hkv nb"],
-    lengths: Int[Array, " B"],
+    lengths: Int[Array, " B"] | Int[Array, "B Hkv"],
     *,
     block_size: int,
     window: int,
@@ -79,7 +79,7 @@ def prefill_attention(
         thread_name="wg",
         kernel_name="prefill_attention_kernel",  # what profiles show
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(q, k, v, pool.k, pool.v, pool.offsets, prefixes, lengths, order)
+    )(q, k, v, pool.k, pool.v, pool.offsets, prefixes, lengths_by_head(lengths, k.shape[2]), order)
     return varying_like(out[:, :length], q, k, v, pool, budgets, lengths)
 
 
@@ -141,7 +141,7 @@ def _find_work(refs: Any, *, block_size: int, window: int) -> _Work:
     prefix = prefixes_ref[row, kv_head, block]
     edge_tile = lax.div(jnp.maximum(block * block_size - window, 0), TILE)
     full_tiles, tail = lax.div(prefix, TILE), lax.rem(prefix, TILE)
-    length = lengths_ref[row]
+    length = lengths_ref[row, kv_head]
     alive = tile * TILE < length
     masked_steps = jnp.where(alive, jnp.where(tail > 0, 2, 1), 0)
     return _Work(

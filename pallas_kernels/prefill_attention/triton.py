@@ -24,6 +24,7 @@ from tca_jax.pallas_kernels.integers import cdiv
 from tca_jax.pallas_kernels.kernel_math import (
     divide_up,
     full_precision_tile,
+    lengths_by_head,
     prefix_schedule,
     quotient_and_remainder,
     shared_memory,
@@ -73,7 +74,7 @@ def prefill_attention(
     v: Float[Array, "B L Hkv d"],
     pool: Pool,
     budgets: Int[Array, "B Hkv nb"],
-    lengths: Int[Array, " B"],
+    lengths: Int[Array, " B"] | Int[Array, "B Hkv"],
     *,
     block_size: int,
     window: int,
@@ -97,7 +98,7 @@ def prefill_attention(
     kernel = partial(_attend, block_size=block_size, window=window, config=config, interpret=interpret)
     (out,) = triton_call(
         kernel,
-        (q, k, v, pool.k, pool.v, pool.offsets, prefixes, lengths, order),
+        (q, k, v, pool.k, pool.v, pool.offsets, prefixes, lengths_by_head(lengths, k.shape[2]), order),
         [(q.shape, q.dtype)],
         grid=(batch * heads * cdiv(length, config.queries),),
         name="prefill_attention",
@@ -135,7 +136,7 @@ def _attend(
     turn, tile = quotient_and_remainder(turn, tiles)
     row, kv_head = quotient_and_remainder(order_ref[turn], kv_heads)
     head, first = kv_head * group + member, (tiles - 1 - tile) * config.queries
-    length, offset = lengths_ref[row], offsets_ref[row, kv_head]
+    length, offset = lengths_ref[row, kv_head], offsets_ref[row, kv_head]
     block, _ = quotient_and_remainder(first, block_size)
     alive = first < length  # the loops of a tile past the length have no trips
     prefix = jnp.where(alive, prefixes_ref[row, kv_head, block], 0)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
 from tca_jax.pallas_kernels.integers import round_up
+from tca_jax.pallas_kernels.kernel_math import lengths_by_head
 from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.online_softmax import KeyValues, OnlineSoftmax, Span, attend_span
 from tca_jax.pallas_kernels.tiles import Tiles, default_tiles, heads_first, tile_map
@@ -22,7 +23,7 @@ def prefill_attention(
     v: Float[Array, "B L Hkv d"],
     pool: Pool,
     budgets: Int[Array, "B Hkv nb"],
-    lengths: Int[Array, " B"],
+    lengths: Int[Array, " B"] | Int[Array, "B Hkv"],
     *,
     block_size: int,
     window: int,
@@ -31,13 +32,14 @@ def prefill_attention(
     """One online softmax a query tile, over its prefix of the pool, then its window."""
     batch, length, q_heads, head_dim = q.shape
     kv_heads = k.shape[2]
+    lengths = lengths_by_head(lengths, kv_heads)
     group = q_heads // kv_heads
     tiles = tiles or default_tiles(block_size, length)
     padded = round_up(length, tiles.queries)
     num_tiles, size = padded // tiles.queries, tiles.queries * group
     queries = heads_first(q, kv_heads, padded)
     # A weight of zero does not silence a NaN among the padding's values; zeros do.
-    v = jnp.where((jnp.arange(length) < lengths[:, None])[..., None, None], v, 0)
+    v = jnp.where((jnp.arange(length)[:, None] < lengths[:, None])[..., None], v, 0)
     local = KeyValues(heads_first(k, kv_heads, length), heads_first(v, kv_heads, length))
     pooled = KeyValues(pool.k, pool.v)
     prefixes = _prefix_lengths(budgets, padded // block_size)
@@ -46,7 +48,7 @@ def prefill_attention(
         row, head, number = _place(index, num_tiles, kv_heads)
         region = row * kv_heads + head
         first = number * tiles.queries
-        end = jnp.minimum(first + tiles.queries, lengths[row])
+        end = jnp.minimum(first + tiles.queries, lengths[row, head])
         position = jnp.repeat(first + jnp.arange(tiles.queries), group)  # of every row of the tile
         edge = jnp.maximum(0, position // block_size - window // block_size)  # in blocks
         prefix = prefixes[row, head, edge]
@@ -61,7 +63,7 @@ def prefill_attention(
         state = OnlineSoftmax.empty(*rows.shape)
         state = attend_span(rows, pooled, pool_span, state, tiles.keys)
         state = attend_span(rows, local, window_span, state, tiles.keys)
-        return jnp.where((position < lengths[row])[:, None], state.attention(), 0).astype(q.dtype)
+        return jnp.where((position < lengths[row, head])[:, None], state.attention(), 0).astype(q.dtype)
 
     outputs = tile_map(one_tile, batch * num_tiles * kv_heads, tiles.parallel)
     outputs = outputs.reshape(batch, num_tiles, kv_heads, tiles.queries, group, head_dim).swapaxes(2, 3)

@@ -58,6 +58,11 @@ OPERATIONS = {
         ("B Hkv L", "B Hkv L"),
         ("block_size", "window"),
     ),
+    "block_mass": (
+        {"q": "B L Hq d", "k": "B L Hkv d", "lengths": "B"},
+        ("B Hkv nb nb",),
+        ("block_size", "stride"),
+    ),
     "causal_attention": ({**TOKENS, "lengths": "B"}, ("B L Hq d",), ()),
     "block_sparse_attention": (
         {
@@ -102,7 +107,7 @@ class Case:
         block, d = (128, 64) if self.backend in ("cudnn", "mosaic") else (16, 16)
         capacity = 3 * block
         options = {"block_size": block, "window": block, "capacity": capacity, "pool_tokens": 4 * capacity}
-        options |= {"spread": 3, "reserve": 5, "growth_capacity": capacity, "m": 5, "tile_size": block}
+        options |= {"spread": 3, "reserve": 5, "growth_capacity": capacity, "m": 5, "tile_size": block, "stride": 4}
         options |= {"one": 1, "C": 3, "V": 20, "aligned": self.backend == "mosaic"}
         dims = {"B": 2, "L": 3 * block, "Hq": 4, "Hkv": 2, "d": d, "nb": 3, "R": 2 * block, "P": 4 * capacity, "o": 20}
         return options | dims

@@ -1,0 +1,47 @@
+"""Block mass: how much attention the queries of each tile put on each block of keys, estimated from some of them."""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float, Float32, Int
+
+from tca_jax.pallas_kernels.backends import Backend, dispatch
+from tca_jax.pallas_kernels.checks import check_blocks, check_shapes
+
+
+def block_mass(
+    q: Float[Array, "B L Hq d"],
+    k: Float[Array, "B L Hkv d"],
+    lengths: Int[Array, " B"],
+    *,
+    block_size: int,
+    stride: int,
+    backend: Backend = "auto",
+) -> Float32[Array, "B Hkv N N"]:
+    """Attention mass of sampled queries on every block of keys.
+
+    Tile t holds the queries [t b, (t + 1) b), block j the keys [j b, (j + 1) b). Of each run of `stride` queries of a
+    tile the last one is sampled; where that lies past the prompt, the prompt's last query is. Entry [t, j] is the sum,
+    over the samples of tile t and over the group, of their causal softmax probabilities on block j.
+
+    Args:
+        q: Queries after RoPE [B, L, Hq, d]; query head h belongs to KV head h // (Hq // Hkv).
+        k: Keys after RoPE [B, L, Hkv, d]; what lies past a row's length does not matter.
+        lengths: Prompt lengths [B]; may be traced.
+        block_size: Tokens in a block and queries in a tile, b.
+        stride: Divides b.
+        backend: See `backends.Backend`.
+
+    Returns:
+        [B, Hkv, N, N], N = ceil(L / b); 0 where j > t or the tile is past the length.
+
+    Raises:
+        ValueError: a shape, `block_size`, `stride` or `backend` is not allowed.
+    """
+    check_blocks(block_size)
+    if stride < 1 or block_size % stride:
+        raise ValueError(f"stride = {stride}: must divide block_size = {block_size}")
+    check_shapes({"q": (q, "B L Hq d"), "k": (k, "B L Hkv d"), "lengths": (lengths, "B")})
+    return dispatch("block_mass", backend)(q, k, lengths, block_size=block_size, stride=stride)
+
+
+__all__ = ["block_mass"]

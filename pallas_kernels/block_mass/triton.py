@@ -1,0 +1,217 @@
+"""Block mass through Pallas-Triton: one pass over the keys, which keeps a log-sum-exp of every sampled query and block.
+
+A program has the sampled queries of some neighbouring tiles of a KV head, all heads of the group, and goes over the
+blocks up to its last tile. What it writes is a number a query and block, a `block_size`-th of the scores; the softmax
+over the blocks and the sums over a tile's queries are XLA's. Tiles are taken in parts, so that memory is bounded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float, Float32, Int
+
+from tca_jax.pallas_kernels.block_mass.sampling import sampled_positions
+from tca_jax.pallas_kernels.integers import cdiv
+from tca_jax.pallas_kernels.kernel_math import LOG2E, full_precision_tile, quotient_and_remainder, shared_memory
+from tca_jax.pallas_kernels.numerics import MASKED
+from tca_jax.pallas_kernels.triton_call import check_supported, dot, scaled_exp2, triton_call
+
+_MOST_ROWS = 256  # of a program
+_MOST_BYTES = 2**29  # of the log-sum-exps of a part of the tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockMassConfig:
+    """Tiling of block mass.
+
+    Attributes:
+        tiles: Query tiles of a program.
+        keys: Tokens of a tile of K, a power of two from 16 that divides the block size.
+        warps: Warps of a program.
+        stages: Tiles of K in flight in a program.
+    """
+
+    tiles: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def default_config(rows: int, block_size: int, head_dim: int, dtype: Any) -> BlockMassConfig:
+    """Some 64 rows of queries and whole blocks of keys, where registers hold their scores.
+
+    Args:
+        rows: Sampled queries of a tile times heads of a group.
+        block_size: Tokens in a block.
+        head_dim: Head dimension.
+        dtype: Type of queries and keys.
+    """
+    most, itemsize = math.gcd(block_size, 128), jnp.dtype(dtype).itemsize
+    if itemsize == 4:
+        side, warps = full_precision_tile(head_dim)
+        return BlockMassConfig(1, min(most, side), warps, stages=1)
+    tiles = max(1, 64 // rows)
+    held = max(16, pl.next_power_of_2(tiles * rows))
+    for keys, stages in ((128, 3), (64, 3), (64, 2), (32, 2), (16, 2)):
+        if (held + stages * min(most, keys)) * head_dim * itemsize <= shared_memory():
+            break
+    return BlockMassConfig(tiles, min(most, keys), 8 if held > 64 else 4, stages)
+
+
+@partial(jax.jit, static_argnames=("block_size", "stride", "config", "interpret"))
+@jax.named_scope("block_mass")
+def block_mass(
+    q: Float[Array, "B L Hq d"],
+    k: Float[Array, "B L Hkv d"],
+    lengths: Int[Array, " B"],
+    *,
+    block_size: int,
+    stride: int,
+    config: BlockMassConfig | None = None,
+    interpret: bool = False,
+) -> Float32[Array, "B Hkv N N"]:
+    """See `block_mass.block_mass`. Keys past a row's length are never read.
+
+    Raises:
+        NotImplementedError: the head dimension, the types, a block size that is no multiple of 16, or so many sampled
+            queries of a tile that registers do not hold their scores.
+    """
+    batch, length, kv_heads, head_dim = k.shape
+    check_supported("block_mass", head_dim, q, k)
+    if block_size % 16:
+        raise NotImplementedError(
+            f"block_mass on Triton: block_size = {block_size}: must be a multiple of 16, the least tile"
+        )
+    if length == 0:
+        return jnp.zeros((batch, kv_heads, 0, 0), jnp.float32)
+    group, blocks = q.shape[2] // kv_heads, cdiv(length, block_size)
+    rows = block_size // stride * group
+    if rows > _MOST_ROWS:
+        raise NotImplementedError(
+            f"block_mass on Triton: {block_size // stride} queries of a tile times {group} heads: at most {_MOST_ROWS}"
+        )
+    config = config or default_config(rows, block_size, head_dim, k.dtype)
+    held = max(16, pl.next_power_of_2(config.tiles * rows))
+    # As many programs in a part as may write at once.
+    programs = cdiv(blocks, config.tiles)
+    part = max(1, min(programs, _MOST_BYTES // (4 * batch * kv_heads * blocks * held)))
+    parts = cdiv(programs, part)
+    tiles = parts * part * config.tiles
+    positions = jnp.minimum(sampled_positions(lengths, tiles, block_size, stride), length - 1)  # [B, N', S]
+    places = positions.reshape(batch, -1)
+    queries = jnp.take_along_axis(q, places[..., None, None], axis=1)
+    # Rows of a tile side by side: [B, Hkv, programs, tiles x S x G, d].
+    queries = queries.reshape(batch, parts * part, config.tiles * (block_size // stride), kv_heads, group, head_dim)
+    queries = jnp.moveaxis(queries, 3, 1).reshape(batch, kv_heads, parts * part, -1, head_dim)
+    places = jnp.repeat(positions.reshape(batch, parts * part, -1), group, axis=-1)
+    kernel = partial(_log_sums, block_size=block_size, held=held, config=config, interpret=interpret)
+
+    def of_part(number: Array) -> Float32[Array, "B Hkv t N"]:
+        first = number * part
+        own = lax.dynamic_slice_in_dim(queries, first, part, axis=2)
+        where = lax.dynamic_slice_in_dim(places, first, part, axis=1)
+        (sums,) = triton_call(
+            kernel,
+            (own, where, k, lengths, first[None].astype(jnp.int32)),
+            [((batch, kv_heads, part, blocks, held), jnp.float32)],
+            grid=(kv_heads * part, batch),
+            name="block_mass",
+            warps=config.warps,
+            stages=config.stages,
+            interpret=interpret,
+        )
+        return _mass(sums, first, where, lengths, config.tiles, rows, block_size)
+
+    masses = lax.map(of_part, jnp.arange(parts, dtype=jnp.int32))  # [parts, B, Hkv, t, N]
+    return jnp.moveaxis(masses, 0, 2).reshape(batch, kv_heads, tiles, blocks)[:, :, :blocks]
+
+
+def _mass(
+    sums: Float32[Array, "B Hkv p N held"],
+    first: Int[Array, ""],
+    places: Int[Array, "B p rows"],
+    lengths: Int[Array, " B"],
+    tiles: int,
+    rows: int,
+    block_size: int,
+) -> Float32[Array, "B Hkv t N"]:
+    """The softmax of each row over its blocks, added up over the rows of a tile."""
+    batch, kv_heads, part, blocks, _ = sums.shape
+    logs = sums[..., : tiles * rows]
+    seen = (jnp.arange(blocks)[:, None] <= places[:, :, None] // block_size)[:, None]  # [B, 1, p, N, rows]
+    logs = jnp.where(seen, logs, MASKED)
+    weights = jnp.exp2(logs - logs.max(axis=3, keepdims=True))
+    shares = jnp.where(seen, weights / weights.sum(axis=3, keepdims=True), 0)
+    mass = shares.reshape(batch, kv_heads, part, blocks, tiles, rows).sum(axis=-1)
+    mass = jnp.moveaxis(mass, 4, 3).reshape(batch, kv_heads, part * tiles, blocks)
+    begins = (first * tiles + jnp.arange(part * tiles)) * block_size
+    return jnp.where((begins < lengths[:, None])[:, None, :, None], mass, 0)
+
+
+def _log_sums(
+    q_ref: Any,
+    places_ref: Any,
+    k_ref: Any,
+    lengths_ref: Any,
+    first_ref: Any,
+    out_ref: Any,
+    *,
+    block_size: int,
+    held: int,
+    config: BlockMassConfig,
+    interpret: bool,
+) -> None:
+    """Log-sum-exps, to base 2, of a program's rows over each block up to its last tile's."""
+    _, _, part, count, head_dim = q_ref.shape
+    head, turn = quotient_and_remainder(pl.program_id(0), part)
+    program, row = part - 1 - turn, pl.program_id(1)  # the last tiles, which see most, come first
+    length = lengths_ref[row]
+    first_tile = (first_ref[0] + program) * config.tiles
+    lanes, columns = jnp.arange(held), jnp.arange(config.keys)
+    own = lanes < count
+    at, dims = jnp.where(own, lanes, 0), jnp.arange(head_dim)
+    q = pltriton.load(q_ref.at[row, head, program, at[:, None], dims[None, :]], mask=own[:, None], other=0.0)
+    place = pltriton.load(places_ref.at[row, program, at], mask=own, other=0)
+    scale, steps = LOG2E / math.sqrt(head_dim), block_size // config.keys
+    alive = first_tile * block_size < length
+    end = jnp.minimum(first_tile + config.tiles, (length + block_size - 1) // block_size)
+
+    def one_block(block: Array, *, masked: bool) -> None:
+        peak, total = jnp.full((held,), MASKED, jnp.float32), jnp.zeros((held,), jnp.float32)
+        for step in range(steps):
+            start = block * block_size + step * config.keys
+            where = k_ref.at[row, pl.ds(start, config.keys), head, :]
+            token = start + columns
+            inside = (token < length)[:, None]
+            k = pltriton.load(where, mask=inside, other=0.0) if masked else where[...]
+            scores = dot(q, k, transposed=True)
+            if masked:
+                scores = jnp.where(token[None, :] <= place[:, None], scores, MASKED)
+            new = jnp.maximum(peak, jnp.max(scores, axis=1))
+            bias = -scale * new
+            powers = scaled_exp2(scores, scale, jnp.broadcast_to(bias[:, None], scores.shape), interpret=interpret)
+            total = total * jnp.exp2(scale * peak + bias) + jnp.sum(powers, axis=1)
+            peak = new
+        out = scale * peak + jnp.log2(total)
+        pltriton.store(out_ref.at[row, head, program, block, :], out)
+
+    def plain(block: Array, carry: Array) -> Array:
+        one_block(block, masked=False)
+        return carry
+
+    def masked(block: Array, carry: Array) -> Array:
+        one_block(block, masked=True)
+        return carry
+
+    whole = jnp.where(alive, first_tile, 0)
+    lax.fori_loop(0, whole, plain, jnp.int32(0))
+    lax.fori_loop(whole, jnp.where(alive, end, whole), masked, jnp.int32(0))

@@ -1,0 +1,45 @@
+"""Block mass in plain JAX: the oracle of the operation and its path on any device."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from tca_jax.pallas_kernels.block_mass.sampling import sampled_positions
+from tca_jax.pallas_kernels.integers import cdiv
+from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores
+
+
+@partial(jax.jit, static_argnames=("block_size", "stride"))
+@jax.named_scope("block_mass")
+def block_mass(
+    q: Float[Array, "B L Hq d"],
+    k: Float[Array, "B L Hkv d"],
+    lengths: Int[Array, " B"],
+    *,
+    block_size: int,
+    stride: int,
+) -> Float32[Array, "B Hkv N N"]:
+    """The softmax of the sampled queries of a tile at a time, added up by blocks."""
+    (batch, length, kv_heads, head_dim), group = k.shape, q.shape[2] // k.shape[2]
+    if length == 0:
+        return jnp.zeros((batch, kv_heads, 0, 0), jnp.float32)
+    tiles = cdiv(length, block_size)
+    positions = sampled_positions(lengths, tiles, block_size, stride)  # [B, N, S]
+    keys = jnp.moveaxis(k, 1, 2)  # [B, Hkv, L, d]
+
+    def one_tile(tile: Array) -> Float32[Array, "B Hkv N"]:
+        places = positions[:, tile]
+        rows = jax.vmap(lambda x, at: x.at[at].get(mode="clip"))(q, places)
+        rows = rows.reshape(batch, -1, kv_heads, group, head_dim)
+        seen = (jnp.arange(length) <= places[..., None])[:, None, :, None]  # [B, 1, S, 1, L]
+        scores = jnp.where(seen, scaled_scores("bshgd,bhld->bhsgl", rows, keys), MASKED)
+        weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), 0).sum(axis=(2, 3))  # [B, Hkv, L]
+        padded = jnp.pad(weights, ((0, 0), (0, 0), (0, tiles * block_size - length)))
+        mass = padded.reshape(batch, kv_heads, tiles, block_size).sum(axis=-1)
+        return jnp.where((tile * block_size < lengths)[:, None, None], mass, 0)
+
+    return jnp.moveaxis(jax.lax.map(one_tile, jnp.arange(tiles)), 0, 2)
