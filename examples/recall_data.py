@@ -1,4 +1,4 @@
-"""Training data of recall-tiny: documents with questions in turns, as token ids; NumPy alone, for worker processes."""
+"""Training data of recall-tiny and of the zoo: documents with questions in turns; NumPy alone, for workers."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import collections
 import dataclasses
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 from recall_tokens import ASSISTANT, BOS, EOS, USER
+from zoo_tasks import draw_question, hide
 
-from tca_jax.recall import TASKS, Question, draw_question
+from tca_jax.recall import TASKS, Question
 from tca_jax.recall.corpus import corpus
-from tca_jax.recall.documents import hide
 from tca_jax.recall.facts import draw_keys
 from tca_jax.recall.protocols import PREAMBLES, asked
 
 Row = tuple[np.ndarray, np.ndarray, list[str]]  # tokens, answers and tasks, as in `Batch`
+DEFAULT_TASKS = tuple(TASKS)
 _PIECE = tuple[np.ndarray, bool]  # token ids, and whether they are an answer's
 
 
@@ -46,35 +47,57 @@ class Batch(NamedTuple):
     tasks: list[list[str]]
 
 
-def make_batch(seed: tuple[int, ...], stage: Stage, split: str, recall_share: float) -> Batch:
-    """A batch that the arguments alone decide; the rows past `recall_share` of them are plain text."""
+def make_batch(
+    seed: tuple[int, ...], stage: Stage, split: str, recall_share: float, tasks_asked: Sequence[str] = DEFAULT_TASKS
+) -> Batch:
+    """A batch that the arguments alone decide; the rows past `recall_share` of them are plain text.
+
+    `tasks_asked` are names that `zoo_tasks.draw_question` knows; one that stands there twice is asked twice as often.
+    """
     rng = np.random.default_rng(seed)
     recall = round(recall_share * stage.rows)
-    rows = [(recall_row if i < recall else text_row)(rng, stage.length, split) for i in range(stage.rows)]
+    rows = [recall_row(rng, stage.length, split, tasks_asked) for _ in range(recall)]
+    rows += [text_row(rng, stage.length, split) for _ in range(stage.rows - recall)]
     tokens, answers, tasks = zip(*rows, strict=True)
     return Batch(np.stack(tokens), np.stack(answers), list(tasks))
 
 
-def training_batches(seed: int, stage: Stage, recall_share: float, first: int) -> Iterator[Batch]:
-    """Endless batches of a stage, built ahead of their use by other processes."""
-    workers = max(1, min(12, (os.cpu_count() or 1) - 2))
+def training_batches(
+    seed: int,
+    stage: Stage,
+    recall_share: float,
+    first: int,
+    tasks_asked: Sequence[str] = DEFAULT_TASKS,
+    workers: int | None = None,
+) -> Iterator[Batch]:
+    """Endless batches of a stage, built ahead of their use by other processes.
+
+    Args:
+        seed: Draws all batches.
+        stage: Their rows and length.
+        recall_share: See `make_batch`.
+        first: Step of the first batch.
+        tasks_asked: See `make_batch`.
+        workers: Processes; None means as many as the machine has cores, less two, and 12 at most.
+    """
+    workers = workers or max(1, min(12, (os.cpu_count() or 1) - 2))
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         ahead: collections.deque[Any] = collections.deque()
         step = first
         try:
             while True:
                 while len(ahead) < 3 * workers:
-                    ahead.append(pool.submit(make_batch, (seed, step), stage, "train", recall_share))
+                    ahead.append(pool.submit(make_batch, (seed, step), stage, "train", recall_share, tasks_asked))
                     step += 1
                 yield ahead.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def recall_row(rng: np.random.Generator, length: int, split: str) -> Row:
+def recall_row(rng: np.random.Generator, length: int, split: str, tasks_asked: Sequence[str] = DEFAULT_TASKS) -> Row:
     """A document and questions about it, all of them answered, in a chat or without one."""
     chat = bool(rng.integers(2))
-    questions, turns = _questions(rng, length, chat)
+    questions, turns = _questions(rng, length, chat, tasks_asked)
     text_bytes = length - sum(len(piece) for turn in turns for piece, _ in turn) - chat
     document = hide(rng, text_bytes, questions, split)
     start = np.array([BOS, USER] if chat else [BOS], np.int16)
@@ -94,9 +117,11 @@ def text_row(rng: np.random.Generator, length: int, split: str) -> Row:
     return np.concatenate([[BOS], passage]).astype(np.int16), np.zeros(length + 1, np.int16), []
 
 
-def _questions(rng: np.random.Generator, length: int, chat: bool) -> tuple[list[Question], list[list[_PIECE]]]:
+def _questions(
+    rng: np.random.Generator, length: int, chat: bool, tasks: Sequence[str]
+) -> tuple[list[Question], list[list[_PIECE]]]:
     """Questions until their facts and turns take a share of the row that is drawn, at least one of them."""
-    keys, tasks = draw_keys(rng), list(TASKS)
+    keys = draw_keys(rng)
     wanted, most, taken = length * rng.uniform(0.2, 0.8), 0.9 * length, 0
     questions: list[Question] = []
     turns: list[list[_PIECE]] = []

@@ -5,7 +5,7 @@
     python examples/train_recall_model.py --out smoke --smoke        # any machine, a minute: runs every step
 
 The schedule is fixed: training does not stop when the tasks are learned, so that heads get as sharp as they will.
-`evaluate_recall_model.py` then calibrates the model, compares attention methods and writes the model card.
+`evaluate_zoo.py` then calibrates the model and asks it questions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import optax
 import typer
 from flax import nnx
 from recall_artifacts import save_checkpoint
-from recall_data import Stage, make_batch, training_batches
+from recall_data import DEFAULT_TASKS, Stage, make_batch, training_batches
 from recall_tokens import VOCAB_SIZE
 
 from tca_jax.models.config import ModelConfig
@@ -40,6 +40,8 @@ class Recipe:
     """Everything that decides what is trained and how it is evaluated.
 
     Attributes:
+        model_type: Family of the model: "llama", "qwen2" (biases on queries, keys and values) or "qwen3" (QK norm).
+        tasks: What is asked, names that `zoo_tasks` knows; one that stands there twice is asked twice as often.
         stages: The curriculum, shortest sequences first.
         peak_lr: Learning rate behind the warm-up and for the first half of all steps; then it falls along a cosine.
         least_lr: Share of `peak_lr` at the end.
@@ -50,6 +52,8 @@ class Recipe:
         held_out_rows: Documents of the longest stage's length that are answered at the end.
     """
 
+    model_type: str = "llama"
+    tasks: tuple[str, ...] = DEFAULT_TASKS
     hidden_size: int = 256
     intermediate_size: int = 768
     num_layers: int = 6
@@ -80,8 +84,7 @@ class Recipe:
     def model_config(self) -> ModelConfig:
         return ModelConfig.from_hf(
             {
-                "model_type": "llama",
-                "architectures": ["LlamaForCausalLM"],
+                "model_type": self.model_type,
                 "vocab_size": VOCAB_SIZE,
                 "hidden_size": self.hidden_size,
                 "intermediate_size": self.intermediate_size,
@@ -121,9 +124,10 @@ def causal_attention(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, state
 class Trainer:
     """Weights, optimizer and the compiled steps of each stage."""
 
-    def __init__(self, recipe: Recipe, seed: int) -> None:
+    def __init__(self, recipe: Recipe, seed: int, workers: int | None = None) -> None:
         self.recipe = recipe
         self.seed = seed
+        self.workers = workers
         dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
         decoder = Decoder(recipe.model_config(), dtype=dtype, param_dtype=jnp.float32, rngs=nnx.Rngs(seed))
         self.graphdef, self.params = nnx.split(decoder)
@@ -195,7 +199,8 @@ class Trainer:
         recipe, stage = self.recipe, self.recipe.stages[index]
         train_step = self.compiled[index].result()
         counted, since, end = first, time.monotonic(), first + stage.steps
-        with contextlib.closing(training_batches(self.seed, stage, recipe.recall_share, first)) as batches:
+        drawn = training_batches(self.seed, stage, recipe.recall_share, first, recipe.tasks, self.workers)
+        with contextlib.closing(drawn) as batches:
             for step in range(first, end):
                 batch, lr = next(batches), recipe.learning_rate(step)
                 self.params, self.opt_state, metrics = train_step(
@@ -210,7 +215,7 @@ class Trainer:
 
     def answered(self, stage: Stage) -> dict[str, Any]:
         """Share of held-out questions of each task whose whole answer is right, at a stage's length, and the loss."""
-        batch = make_batch((self.seed, 0, 1), stage, "held-out", 1.0)
+        batch = make_batch((self.seed, 0, 1), stage, "held-out", 1.0, self.recipe.tasks)
         outcome = jax.jit(self._outcome)
         parts = [jax.device_get(outcome(self.params, batch.tokens[i : i + 1])) for i in range(stage.rows)]
         losses, right = (np.concatenate(part) for part in zip(*parts, strict=True))
@@ -259,11 +264,18 @@ class Log:
             file.write(json.dumps(entry) + "\n")
 
 
-def train(recipe: Recipe, out: Path, *, seed: int) -> None:
-    """Trains all stages, answers held-out questions and saves the model."""
+def train(recipe: Recipe, out: Path, *, seed: int, workers: int | None = None) -> None:
+    """Trains all stages, answers held-out questions and saves the model.
+
+    Args:
+        recipe: What is trained.
+        out: Folder for the model and its log; made if it does not exist.
+        seed: Draws weights and data.
+        workers: Processes that make batches; see `training_batches`.
+    """
     start = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(recipe, seed)
+    trainer = Trainer(recipe, seed, workers)
     run = {
         "device": jax.devices()[0].device_kind,
         "parameters": sum(p.size for p in jax.tree.leaves(trainer.params)),
