@@ -3,6 +3,7 @@
 tca-jax bench attention                                     # the committed table, a few minutes on one GPU
 tca-jax bench attention --lengths 32768 --models llama3.1-8b --shares 0.2 --repeats 3
 tca-jax bench attention --lengths 131072 --models llama3.1-8b --shares 0.05:0.25   # prefill's share and the cache's
+tca-jax bench attention --lengths 131072 --models llama3.1-8b --shares 0.05:0.25 --fetching 0 --fetching 1  # of 8 heads
 tca-jax bench attention --lengths 131072 --methods xattention --methods minference --area 0.18   # and other methods
 tca-jax bench attention --lengths 131072 --mesh 1x4         # the layer's heads on four devices
 """
@@ -14,6 +15,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import EllipsisType
 from typing import Annotated, Any
 
 import jax
@@ -41,6 +43,7 @@ from tca_jax.benchmarks.common import (
     token_axis,
     write_results,
 )
+from tca_jax.benchmarks.fetching import FETCH_STAGES, OneHead
 from tca_jax.benchmarks.layer_mesh import (
     INPUTS,
     SEQUENCES,
@@ -61,15 +64,26 @@ from tca_jax.benchmarks.options import (
     WindowOption,
 )
 from tca_jax.benchmarks.prefill_methods import Wanted, check_area, describe_methods, measure_methods
-from tca_jax.benchmarks.shares import Share, SharesOption, check_shares, describe_config
+from tca_jax.benchmarks.shares import (
+    FetchingOption,
+    Share,
+    SharesOption,
+    check_fetching,
+    check_shares,
+    describe_config,
+    describe_fetching,
+    with_fetching,
+)
 from tca_jax.engine.mesh import CACHES, ROWS, mesh_entry, parse_mesh
 from tca_jax.methods.base import Method
 from tca_jax.methods.heads import HeadShards, capacities_of_heads, heads_of_model, of_heads
+from tca_jax.methods.pairs import attended_share
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.regions import Regions, Selected, Selection
 from tca_jax.methods.selection import PromptScores, row_budgets
-from tca_jax.methods.sparse import SparsePrefill, readable_selection
+from tca_jax.methods.sparse import readable_selection
 from tca_jax.methods.tca import TCACache
+from tca_jax.methods.tca_prefill import TCAPrefill
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import can_run, whole
 from tca_jax.pallas_kernels.observation_scores import observation_scores
@@ -110,14 +124,21 @@ class Prefill:
         cls, layer: Layer, share: Share, backend: str, config: tca_jax.TCAConfig, mesh: Mesh | None = None
     ) -> Prefill:
         """The prefill of a layer whose ranked blocks keep a share."""
-        rows, prefill = share.rows(config, layer.kv_heads)
-        policy = TCACache((rows,), config, None if prefill is None else (prefill,))
+        policy = share.method(config, layer.kv_heads).cache
+        assert isinstance(policy, TCACache)
         return cls(policy, backend, mesh, heads_over(mesh, policy, layer.kv_heads))
 
     @property
     def method(self) -> Method:
         """The method of the policy."""
-        return Method("tca", SparsePrefill(self.policy), self.policy)
+        return Method("tca", TCAPrefill(self.policy), self.policy)
+
+    @property
+    def selecting(self) -> np.ndarray:
+        """Which KV heads attend to what they select, in the order in which they lie."""
+        kv_heads = self.policy.num_heads(0)
+        selects = self.policy.reads(0, kv_heads, "sparse")
+        return selects if self.heads is None else selects[list(self.heads.order[0])]
 
     def program(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any = CACHES) -> Callable[..., Any]:
         """One of the functions below, or a stage of theirs, as a program; `inputs` say how its arguments lie."""
@@ -143,7 +164,12 @@ class Prefill:
 
     def attend(self, q: Array, k: Array, v: Array, n: Array, selected: Selected) -> Array:
         """The attention alone."""
-        return self.method.prefill.attend(0, q, k, v, n, selected, whole(self.backend))
+        return self.method.prefill.attend(0, q, k, v, n, selected, whole(self.backend)).out
+
+    def area(self, q: Array, k: Array, v: Array, n: Array, selected: Selected) -> Array:
+        """Share of each prompt's pairs that the attention takes, mean over the layer's heads."""
+        attended = self.method.prefill.attend(0, q, k, v, n, selected, whole(self.backend))
+        return attended_share((attended.pairs,), n)
 
     def fill(self, selection: Selection, k: Array, v: Array) -> Selected:
         """The cache's selection in its pool."""
@@ -199,15 +225,6 @@ class Prefill:
         return Selection(scores.ranking, jnp.maximum(budgets, prefill), prefill)
 
 
-def computed_pairs(budgets: np.ndarray, length: int, config: tca_jax.TCAConfig) -> float:
-    """Query-key pairs that one query head's TCA computes, mean over heads; full attention has length^2 / 2."""
-    b, w = config.block_size, config.window
-    ends = np.concatenate([np.zeros((*budgets.shape[:2], 1)), np.cumsum(budgets, axis=-1)], axis=-1)
-    blocks = np.arange(length // b)
-    prefix = ends[..., np.clip(blocks - w // b, 0, None)]
-    return float((b * prefix + b * b * np.minimum(blocks, w // b) + b * b / 2).sum(axis=-1).mean())
-
-
 def measure(
     layer: Layer,
     length: int,
@@ -221,22 +238,28 @@ def measure(
     full = program_over(mesh, None, full_attention, INPUTS[:3], SEQUENCES)
     calls: dict[Any, Callable[[], Any]] = {"full": lambda: full(*inputs[:3])}
     rows: dict[tuple[str, Share], dict[str, Any]] = {}
+    fetched = any(share.fetching for _, share in settings)
     for backend, share in settings:
         error = _check(layer, share, backend, config, min(length, CHECKED_TOKENS), mesh)
         prefill = Prefill.create(layer, share, backend, config, mesh)
         calls[backend, share, "TCA"] = functools.partial(prefill.whole, *inputs)
         stages = prefill.stages(*inputs)
         calls |= {(backend, share, name): call for name, call in stages.items()}
+        if share.fetching and (backend, FETCH_STAGES[0]) not in calls:
+            parts = OneHead(layer, backend, config, mesh).stages(*inputs)
+            calls |= {(backend, name): call for name, call in parts.items()}
         selected = stages["selection in all"]()
+        area = prefill.program(prefill.area, (*INPUTS, CACHES), ROWS)(*inputs, selected[-1])
         rows[backend, share] = {
             "model": layer.name,
             **mesh_entry(mesh),
             "tokens": length,
             "backend": backend,
             "share": share.cell,
+            **({"fetching": share.fetching} if fetched else {}),
             "kept": _kept(selected[0], length, config),
-            "kept in prefill": _kept(selected[-1], length, config),
-            "area": computed_pairs(np.asarray(selected[-1].budgets), length, config) / (length**2 / 2),
+            "kept in prefill": _kept(selected[-1], length, config, prefill.selecting) or "",
+            "area": float(np.asarray(area).mean()),
             "error": error,
         }
     seconds = time_alternating(calls, repeats)
@@ -245,22 +268,39 @@ def measure(
         times = {name: seconds[*setting, name] for name in ("TCA", *STAGES) if (*setting, name) in seconds}
         row |= {"full ms": 1e3 * seconds["full"], "speed-up": seconds["full"] / times["TCA"]}
         row |= {f"{name} ms": 1e3 * times[name] if name in times else "" for name in ("TCA", *STAGES)}
+        if fetched:
+            row |= _fetching_columns(setting, seconds)
         row["TFLOP/s on area"] = flops * row["area"] / times["attention"] / 1e12
         row["full TFLOP/s"] = flops / seconds["full"] / 1e12
         row["error"] = row.pop("error")
     return list(rows.values())
 
 
-def _kept(selected: Selected, length: int, config: tca_jax.TCAConfig) -> float:
-    """Share of the prompt's tokens that lie in a pool or the window, mean over heads."""
-    return float(np.asarray(selected.pool.lengths).mean() + config.window) / length
+def _fetching_columns(setting: tuple[str, Share], seconds: dict[Any, float]) -> dict[str, Any]:
+    """How much longer a layer takes than where no head fetches, and the parts of a head that does."""
+    backend, share = setting
+    alone = seconds.get((backend, dataclasses.replace(share, fetching=0), "TCA"))
+    parts = {name: 1e3 * seconds[backend, name] if share.fetching else "" for name in FETCH_STAGES}
+    return {
+        "over fetching 0": "" if alone is None else seconds[backend, share, "TCA"] / alone,
+        **{f"{name} ms": value for name, value in parts.items()},
+    }
+
+
+def _kept(selected: Selected, length: int, config: tca_jax.TCAConfig, heads: np.ndarray | EllipsisType = ...) -> float:
+    """Share of the prompt's tokens that lie in a pool or the window, mean over some heads; 0 for none."""
+    lengths = np.asarray(selected.pool.lengths)[:, heads]
+    return float(lengths.mean() + config.window) / length if lengths.size else 0.0
 
 
 @functools.cache
 def _check(
     layer: Layer, share: Share, backend: str, config: tca_jax.TCAConfig, length: int, mesh: Mesh | None
 ) -> float:
-    """Relative error against the XLA oracle on fresh inputs."""
+    """Relative error against the XLA oracle on fresh inputs; heads that fetch are compared by their parts."""
+    if share.fetching:
+        error = OneHead(layer, backend, config, mesh).error(length)
+        return max(error, _check(layer, dataclasses.replace(share, fetching=0), backend, config, length, mesh))
     return agreement(backend, *(_output(layer, share, name, config, length, mesh) for name in (backend, "xla")))
 
 
@@ -272,12 +312,12 @@ def _output(
     return prefill.whole(*inputs)[0]
 
 
-def _declines(layer: Layer, backend: str, config: tca_jax.TCAConfig, mesh: Mesh | None) -> str | None:
-    """Why the kernel of a backend does not take a layer, or None."""
+def _declines(layer: Layer, backend: str, fetching: int, config: tca_jax.TCAConfig, mesh: Mesh | None) -> str | None:
+    """Why the kernels of a backend do not take a layer, of whose heads some fetch, or None."""
     length = config.window + config.block_size
     inputs = jax.eval_shape(lambda: attention_inputs(layer, length, 0, axis_size(mesh, DATA)))
     try:
-        jax.eval_shape(Prefill.create(layer, Share(0.1), backend, config, mesh).whole, *inputs)
+        jax.eval_shape(Prefill.create(layer, Share(0.1, fetching=fetching), backend, config, mesh).whole, *inputs)
     except NotImplementedError as error:
         return str(error)
     return None
@@ -288,16 +328,10 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure = Figure(figsize=(5.5 * len(models), 4.5), dpi=150, layout="constrained")
     for axes, model in zip(np.atleast_1d(figure.subplots(1, len(models), sharey=True)), models, strict=True):
-        lines = group_rows((row for row in rows if row["model"] == model), "share", "backend")
-        for (share, backend), line in lines.items():
-            plot_line(
-                axes,
-                line,
-                "speed-up",
-                f"{Share.parse(share).percent} of ranked blocks, {backend}",
-                (share, backend),
-                lines,
-            )
+        named = ({**row, "drawn": _drawn(row)} for row in rows if row["model"] == model)
+        lines = group_rows(named, "drawn", "backend")
+        for (drawn, backend), line in lines.items():
+            plot_line(axes, line, "speed-up", f"{drawn}, {backend}", (drawn, backend), lines)
         axes.axhline(1, color="black", linewidth=1)
         token_axis(axes, [row["tokens"] for row in rows], "prompt tokens")
         axes.set_title(model)
@@ -307,28 +341,44 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     save_figure(figure, path)
 
 
-def describe(config: tca_jax.TCAConfig, repeats: int, mesh: Mesh | None = None) -> str:
+def _drawn(row: dict[str, Any]) -> str:
+    """What a line of the plot has, in words."""
+    share = dataclasses.replace(Share.parse(row["share"]), fetching=row.get("fetching", 0))
+    return f"{share.percent} of ranked blocks{share.fetching_suffix}"
+
+
+def describe(
+    config: tca_jax.TCAConfig, repeats: int, mesh: Mesh | None = None, fetching: Sequence[int] | None = None
+) -> str:
     """What the columns mean."""
     observed = (
         f" and which the last {config.observation} queries choose, spread over {config.spread} tokens"
         if config.reserve_tokens
         else ""
     )
-    return (
+    text = (
         f"Times are medians over {repeats} rounds that alternate with the baseline in one process: full causal "
         "attention on the same inputs, by cuDNN on an NVIDIA GPU. TCA has budgets of a given `share` "
         f"{describe_config(config)}{observed}. `kept` is the share of the prompt's tokens that cache and window hold, "
-        "`kept in prefill` those that its queries can attend to; `area` the query-key pairs that are computed over "
-        "those of full attention. `TCA ms` is the whole pipeline in one program, `selection in all ms` all of it up to "
-        "filled pools in one program; the other columns are its stages, each a program of its own. `error` is relative "
-        "to the XLA oracle."
-    ) + describe_layer_mesh(mesh, "a prompt for each on data; `TFLOP/s` are of all together")
+        "`kept in prefill` those that queries of heads which select can attend to; `area` the query-key pairs that are "
+        "attended to over those of full attention. `TCA ms` is the whole pipeline in one program, `selection in all "
+        "ms` all of it up to filled pools in one program; the other columns are its stages, each a program of its own. "
+        "`error` is relative to the XLA oracle."
+    )
+    if fetched := describe_fetching(config, fetching):
+        text += (
+            f"{fetched} `over fetching 0` is `TCA ms` over that without them; one head's `estimate` is that of its "
+            "blocks' attention, its `lists` the same and what is made of it, its `fetch attention` what follows, each "
+            "for one KV head alone."
+        )
+    return text + describe_layer_mesh(mesh, "a prompt for each on data; `TFLOP/s` are of all together")
 
 
 def main(
     lengths: LengthsOption = None,
     models: ModelsOption = None,
     shares: SharesOption = None,
+    fetching: FetchingOption = None,
     backend: Annotated[list[str] | None, typer.Option(help="Prefill backends.", show_default="all kernels")] = None,
     window: WindowOption = tca_jax.TCAConfig.window,
     reserve: Annotated[
@@ -351,18 +401,20 @@ def main(
     shares, backends = shares or [Share(0.1), Share(0.155), Share(0.4)], backend or prefill_kernels()
     layers, config = find_layers(models), tca_jax.TCAConfig(window=window, reserve=reserve)
     check_shares(shares)
+    tested = with_fetching(shares, fetching)
     check_area(area)
     wanted = [Wanted.parse(text) for text in methods or ()]
     devices = None if mesh is None else parse_mesh(mesh, "--mesh")
     for layer in layers:
         check_layer(devices, layer)
+        check_fetching(fetching, layer.kv_heads, f"a layer of {layer.name}")
     check_sizes(lengths, config, backends, out)
-    settings = {}
+    settings, most = {}, max(fetching or [0])
     for layer in layers:
-        declined = {name: reason for name in backends if (reason := _declines(layer, name, config, devices))}
+        declined = {name: reason for name in backends if (reason := _declines(layer, name, most, config, devices))}
         if declined and backend:
             raise ValueError("; ".join(f"--backend {name}: {reason}" for name, reason in declined.items()))
-        settings[layer] = list(itertools.product([name for name in backends if name not in declined], shares))
+        settings[layer] = list(itertools.product([name for name in backends if name not in declined], tested))
     rows = []
     for layer, length in itertools.product(layers, lengths):
         for row in measure(layer, length, settings[layer], config, repeats, devices):
@@ -371,7 +423,7 @@ def main(
     places = itertools.product(layers, lengths) if wanted else ()
     others = [measure_methods(*place, wanted, area, repeats, devices) for place in places]
     more = {"Other methods": list(itertools.chain(*others))} if wanted else {}
-    note = describe(config, repeats, devices) + (f" {describe_methods(area)}" if wanted else "")
+    note = describe(config, repeats, devices, fetching) + (f" {describe_methods(area)}" if wanted else "")
     write_results(name, "Prefill attention of one layer against full attention", rows, out, note, more)
     plot(rows, out / f"{name}.png")
 

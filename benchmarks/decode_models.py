@@ -98,6 +98,7 @@ def random_state(lm: LM, batch: int, tokens: int) -> DecodingState:
         logprobs=None,
         finite=jnp.ones(batch, bool),
         caches=tuple(caches),
+        attended_share=jnp.ones(batch, jnp.float32),
     )
 
 

@@ -3,6 +3,7 @@
 tca-jax bench end-to-end                                        # the committed table, minutes on one GPU
 tca-jax bench end-to-end --lengths 1048576 --models qwen2.5-7b --kept 0.185 --new-tokens 64 --repeats 1
 tca-jax bench end-to-end --models llama3.1-8b --shares 0.05:0.25 --new-tokens 8 --no-compilation
+tca-jax bench end-to-end --models llama3.1-8b --shares 0.05:0.25 --fetching 0 --fetching 16 --new-tokens 1  # reading
 tca-jax bench end-to-end --models llama3.1-8b --mesh 1x4        # the model on four devices
 tca-jax bench end-to-end --models llama3.1-8b --mesh 1x1 --mesh 1x2 --mesh 1x4     # on one, two and four
 """
@@ -50,12 +51,24 @@ from tca_jax.benchmarks.options import (
     WindowOption,
     launched_in_order,
 )
-from tca_jax.benchmarks.shares import FULL, Share, SharesOption, check_shares, describe_config
+from tca_jax.benchmarks.shares import (
+    FULL,
+    FetchingOption,
+    Share,
+    SharesOption,
+    check_fetching,
+    check_shares,
+    describe_config,
+    describe_fetching,
+    with_fetching,
+)
 from tca_jax.benchmarks.whole_models import Conditions, Run, make_weights, measure_model
 from tca_jax.engine.mesh import mesh_name, parse_mesh
 from tca_jax.models.sharding import DATA, axis_size, check_mesh
 
 PANELS = {"TTFT s": "time to first token, s", "ms/token": "time per further token, ms", "KV GB": "KV cache, GB"}
+
+_LEAST_STEPS = 4  # new tokens that a step can be timed by
 
 MeshesOption = Annotated[
     list[str] | None,
@@ -88,18 +101,24 @@ def share_of_ranked(kept: float, config: tca_jax.TCAConfig, tokens: int) -> Shar
 
 
 def attentions(
-    kept: Sequence[float], shares: Sequence[Share], config: tca_jax.TCAConfig, tokens: int
+    kept: Sequence[float],
+    shares: Sequence[Share],
+    config: tca_jax.TCAConfig,
+    tokens: int,
+    fetching: Sequence[int] | None = None,
 ) -> dict[str, Share]:
-    """What is compared, by the names in the tables: shares of all tokens, then of ranked blocks.
+    """What is compared, by the names in the tables: shares of all tokens, then of ranked blocks, by heads that fetch.
 
     Raises:
         ValueError: window and reserve alone are more than is to be kept.
     """
     of_tokens = {
-        "full" if share == FULL.cache else f"TCA {100 * share:g}%": share_of_ranked(share, config, tokens)
-        for share in kept
+        share: "full" if number == FULL.cache else f"TCA {100 * number:g}%{share.fetching_suffix}"
+        for number in kept
+        for share in with_fetching([share_of_ranked(number, config, tokens)], fetching)
     }
-    return of_tokens | {share.name: share for share in shares}
+    named = of_tokens | {share: share.name for share in with_fetching(shares, fetching)}
+    return {name: share for share, name in named.items()}
 
 
 def compile_seconds(name: str, layers: int | None, tokens: int, share: Share, options: dict[str, Any]) -> list[float]:
@@ -139,14 +158,16 @@ def describe(
     with_compilation: bool,
     meshes: Sequence[Mesh],
     unfit: Sequence[str],
+    fetching: Sequence[int] | None = None,
 ) -> str:
     """What the columns mean, and what memory did not suffice for."""
     given = conditions
     text = (
         f"Random weights of true size, batch {given.batch}, {given.new_tokens} new tokens. TCA runs a synthetic "
         f"profile, the same in every layer: budgets {describe_config(config)}. One number in its name is the share of "
-        "all tokens that it keeps, window and reserve included; `kept` is the measured share. Behind a prompt of whole "
-        "blocks the first block leaves the window at new token 129. `TTFT` is the time from token ids to the first new "
+        "all tokens that it keeps, window and reserve included; `kept` is the measured share, `area` that of the "
+        "prompt's pairs of a query and a key which were attended to. Behind a prompt of whole blocks the first block "
+        "leaves the window at new token 129. `TTFT` is the time from token ids to the first new "
         f"token, `ms/token` the mean of the tokens behind it, both medians over {given.repeats} rounds, the attentions "
         "in turns. `over arithmetic floor` is TTFT over the time of its matrix products and of the attention that is "
         f"computed at the rate of a large matrix product, {given.multiplied / 1e12:.0f} TFLOP/s; `over byte floor` the "
@@ -154,6 +175,7 @@ def describe(
         f"{given.copied / 1e9:,.0f} GB/s read and written. `KV GB` is the cache as allocated, `peak GB` the most that "
         "a program holds by the compiler's account, weights included."
     )
+    text += describe_fetching(config, fetching)
     text += describe_meshes(meshes, given.batch)
     if unfit:
         text += f" Memory did not suffice for {'; '.join(unfit)}."
@@ -172,7 +194,10 @@ def main(
         list[float] | None, typer.Option(help="Kept shares of all tokens, window included; 1 is full attention.")
     ] = None,
     shares: SharesOption = None,
-    new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=4)] = 192,
+    fetching: FetchingOption = None,
+    new_tokens: Annotated[
+        int, typer.Option(help="Tokens of an answer, at least 4; or 1: prompts are only read.", min=1)
+    ] = 192,
     layers: Annotated[int | None, typer.Option(help="Layers; all by default.", min=1)] = None,
     backend: BackendOption = "auto",
     window: WindowOption = tca_jax.TCAConfig.window,
@@ -192,9 +217,13 @@ def main(
     kept, shares = kept or [FULL.cache, *(() if shares else (0.185, 0.39))], shares or []
     check_shares([Share(share) for share in kept if share != FULL.cache], "--kept")
     check_shares(shares)
+    if 1 < new_tokens < _LEAST_STEPS:
+        raise ValueError(f"--new-tokens {new_tokens}: must be 1, or at least {_LEAST_STEPS}")
     names = [layer.name for layer in whole_models]
     check_whole_models(whole_models)
-    by_length = {tokens: attentions(kept, shares, config, tokens) for tokens in lengths}
+    for model in names:
+        check_fetching(fetching, CONFIGS[model].num_kv_heads * (layers or CONFIGS[model].num_layers), model)
+    by_length = {tokens: attentions(kept, shares, config, tokens, fetching) for tokens in lengths}
     meshes = [parse_mesh(text, "--mesh") for text in mesh or ()]
     compilation &= not meshes
     for devices, model in itertools.product(meshes, names):
@@ -206,13 +235,15 @@ def main(
     print(f"device copy: {copied / 1e9:,.0f} GB/s, matrix product: {multiplied / 1e12:,.0f} TFLOP/s", flush=True)
     # Profiles differ in numbers, not in programs: one of each kind is compiled for the table.
     longest = by_length[max(lengths)]
-    kinds = {(share == FULL, share.prefill is None): name for name, share in reversed(longest.items())}
+    kinds = {
+        (share == FULL, share.prefill is None, bool(share.fetching)): name for name, share in reversed(longest.items())
+    }
     rows, compiled, unfit = list[dict[str, Any]](), list[dict[str, Any]](), list[str]()
     conditions = Conditions(batch, new_tokens, backend, repeats, copied, multiplied)
     options = {"new_tokens": new_tokens, "window": window, "backend": backend}
 
     def write(finished: bool) -> None:
-        note = describe(conditions, config, compilation, meshes, unfit)
+        note = describe(conditions, config, compilation, meshes, unfit, fetching)
         note += "" if finished else " The run was going on when this was written."
         more = {"Compilation": compiled} if compilation else {}
         shown = with_speed_ups(rows) if len(meshes) > 1 else rows
@@ -240,7 +271,8 @@ def main(
     if len(meshes) > 1:
         plot_meshes(with_speed_ups(rows), title, out / f"{name}.png")
     else:
-        plot_bars(rows, PANELS, title, out / f"{name}.png")
+        panels = {column: label for column, label in PANELS.items() if column in rows[0]}
+        plot_bars(rows, panels, title, out / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,8 @@ def with_speed_ups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for row in rows:
         one = first.setdefault((row["model"], row["tokens"], row["attention"]), row)
-        found.append({**row, **{name: one[column] / row[column] for column, name in SPEED_UPS.items()}})
+        speed_ups = {name: one[column] / row[column] for column, name in SPEED_UPS.items() if column in row}
+        found.append({**row, **speed_ups})
     return found
 
 
@@ -69,8 +70,9 @@ def plot_meshes(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> No
     devices = [int(np.prod([int(size) for size in mesh.split("x")])) for mesh in meshes]
     attentions = list(dict.fromkeys(row["attention"] for row in rows))
     places = list(group_rows(rows, "model", "tokens"))
-    figure = Figure(figsize=(4.5 * len(_PANELS), 4.5), dpi=150, layout="constrained")
-    for axes, (column, label) in zip(figure.subplots(1, len(_PANELS)), _PANELS.items(), strict=True):
+    panels = {column: label for column, label in _PANELS.items() if column in rows[0]}
+    figure = Figure(figsize=(4.5 * len(panels), 4.5), dpi=150, layout="constrained")
+    for axes, (column, label) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         for (model, tokens, attention), line in group_rows(rows, "model", "tokens", "attention").items():
             axes.plot(
                 [meshes.index(row["mesh"]) for row in line],

@@ -26,7 +26,6 @@ from tca_jax.models.rope import RopeConfig
 from tca_jax.models.sharding import by_part, check_mesh, parameter_sharding, settled, spec_sharding
 
 _STD = 0.02
-_VARIED = 32  # times the logits of random weights, whose standard deviation is about 1
 
 _LLAMA = ModelConfig(
     family="llama",
@@ -153,25 +152,8 @@ def config_of(name: str, num_layers: int | None = None, *, max_positions: int | 
 
 
 def under_share(lm: LM, share: Share, config: tca_jax.TCAConfig) -> LM:
-    """The model under budgets that keep a share of the ranked blocks, unequal between heads and alike in all layers."""
+    """The model under budgets and readings that are made up for a share, alike in all layers but for what fetches."""
     return lm.with_method(share.method(config, lm.config.num_kv_heads, lm.config.num_layers))
-
-
-def with_varied_outputs(lm: LM) -> LM:
-    """The model with logits so large that whatever changes its attention changes its losses, by nats.
-
-    Those of random weights are nearly flat: calibration would find that probes do not matter to such a model.
-
-    Raises:
-        ValueError: its head is its embedding.
-    """
-    if lm.config.tie_embeddings:
-        raise ValueError(f"{lm.name} has no head of its own")
-    weights = {
-        path: variable.replace(_VARIED * variable[...]) if path[0] == "head" else variable
-        for path, variable in nnx.to_flat_state(lm.params)
-    }
-    return dataclasses.replace(lm, params=nnx.from_flat_state(weights))
 
 
 def weight_bytes(lm: LM) -> int:

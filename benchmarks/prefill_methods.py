@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
 
@@ -30,7 +31,8 @@ from tca_jax.benchmarks.common import (
 from tca_jax.benchmarks.layer_mesh import INPUTS, SEQUENCES, heads_over, inputs_over, program_over
 from tca_jax.engine.mesh import CACHES, mesh_entry
 from tca_jax.methods import BASELINE
-from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, computed_area
+from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, listed_pairs
+from tca_jax.methods.pairs import causal_pairs
 
 _STEPS, _CLOSE = 12, 0.003  # of the search for a knob's value
 
@@ -127,7 +129,7 @@ def measure_methods(
             "tokens": length,
             "method": each.name,
             "knob": f"{knob.option} {value:.3g}",
-            "area": float(computed_area(listed, inputs[3], policy.block_size)),
+            "area": float(_area(policy, listed, inputs[3])),
             "error": _check(program, policy, inputs_over(mesh, layer, min(length, CHECKED_TOKENS), seed=1)),
         }
     seconds = time_alternating(calls, repeats)
@@ -151,7 +153,7 @@ def describe_methods(area: float) -> str:
 
 
 def _whole(policy: BlockSparsePrefill, q: Array, k: Array, v: Array, n: Array) -> Array:
-    return policy.attend(0, q, k, v, n, None, "auto")
+    return policy.attend(0, q, k, v, n, None, "auto").out
 
 
 def _estimate(policy: BlockSparsePrefill, q: Array, k: Array, v: Array, n: Array) -> tuple[Listed, ...]:
@@ -189,7 +191,12 @@ def _area_of(program: Callable[..., Any], wanted: Wanted, inputs: tuple[Array, .
     """What a method computes at a value of its knob."""
     policy = wanted.policy(value)
     estimate = program(partial(_estimate, policy), INPUTS)
-    return float(jax.jit(lambda *args: computed_area(estimate(*args), args[-1], policy.block_size))(*inputs))
+    return float(jax.jit(lambda *args: _area(policy, estimate(*args), args[-1]))(*inputs))
+
+
+def _area(policy: BlockSparsePrefill, listed: tuple[Listed, ...], n: Array) -> Array:
+    """Share of the causal triangle that is attended to, mean over rows and heads."""
+    return jnp.mean(listed_pairs(listed, n, policy.block_size) / causal_pairs(n)[:, None])
 
 
 def _check(program: Callable[..., Any], policy: BlockSparsePrefill, inputs: tuple[Array, ...]) -> float:

@@ -2,6 +2,7 @@
 
 tca-jax bench tune                                               # minutes on one GPU
 tca-jax bench tune --operation decode_attention --models llama3.1-8b
+tca-jax bench tune --operation block_mass --models llama3.1-8b --length 131072 --length 1048576
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +24,7 @@ from matplotlib.figure import Figure
 import tca_jax
 from tca_jax.benchmarks.caches import plan, random_caches
 from tca_jax.benchmarks.common import (
+    COMPILED_AT_ONCE,
     Layer,
     attention_inputs,
     check_sizes,
@@ -35,6 +38,8 @@ from tca_jax.benchmarks.options import RESULTS, ModelsOption, NameOption, OutOpt
 from tca_jax.benchmarks.shares import Share
 from tca_jax.methods.selection import head_budgets
 from tca_jax.pallas_kernels.backends import check_backend
+from tca_jax.pallas_kernels.block_mass import triton as block_mass_triton
+from tca_jax.pallas_kernels.block_mass.triton import BlockMassConfig
 from tca_jax.pallas_kernels.column_mass import mosaic as column_mass_mosaic
 from tca_jax.pallas_kernels.column_mass import triton as column_mass_triton
 from tca_jax.pallas_kernels.column_mass.mosaic import MosaicColumnMassConfig, MosaicPassConfig
@@ -50,7 +55,15 @@ from tca_jax.pallas_kernels.token_scores import token_scores
 from tca_jax.pallas_kernels.token_scores import triton as token_scores_triton
 from tca_jax.pallas_kernels.token_scores.triton import TokenScoresConfig
 
-OPERATIONS = ("token_scores", "select_tokens", "prefill_attention", "column_mass", "decode_attention")
+OPERATIONS = (
+    "token_scores",
+    "select_tokens",
+    "prefill_attention",
+    "column_mass",
+    "decode_attention",
+    "block_mass",
+)
+_STRIDES = (8, 16, 32)  # of block mass
 _SHARE = Share(0.2)  # of the ranked blocks' tokens that is kept
 _STEPS = 16  # of a program of short kernels
 _TOLERANCE = 1e-2  # relative; other tiles sum in another order, in bfloat16
@@ -68,6 +81,7 @@ class Operation:
         kernel: Called as `kernel(*inputs, config=config)`.
         inputs: Its arrays; the first is of floats.
         steps: Calls in one program, so that kernels of microseconds are not timed by how fast the host launches them.
+        variant: What tells it from others of the same name.
     """
 
     name: str
@@ -77,6 +91,12 @@ class Operation:
     kernel: Callable[..., Any]
     inputs: tuple[Any, ...]
     steps: int = 1
+    variant: str = ""
+
+    @property
+    def label(self) -> str:
+        """What tables call it."""
+        return f"{self.name}, {self.variant}" if self.variant else self.name
 
     def program(self, config: Any) -> Callable[[], Any]:
         """The calls under a configuration, one after the other, as a jitted function without arguments."""
@@ -100,24 +120,28 @@ def compare(operation: Operation, repeats: int) -> tuple[list[dict[str, Any]], l
     """
     default = operation.default
     calls = {default: operation.program(default)}
-    kernel = {"operation": operation.name, "backend": operation.backend}
+    kernel = {"operation": operation.label, "backend": operation.backend}
     try:
         expected = jax.block_until_ready(calls[default]())
     except NotImplementedError as error:  # the kernel does not take such a layer
         return [], [{**kernel, "config": describe(default), "reason": _reason(error)}]
-    left_out = []
-    for config in operation.others:
-        if config == default:
-            continue
-        call = operation.program(config)
+    others = {config: operation.program(config) for config in operation.others if config != default}
+
+    def refusal(call: Callable[[], Any]) -> str | None:
+        """Why a configuration is not timed, or None."""
         try:
-            reason = None if _agrees(call(), expected) else "differs from the default's result"
+            return None if _agrees(call(), expected) else "differs from the default's result"
         except Exception as error:  # compilers raise whatever they like when a kernel does not fit
-            reason = _reason(error)
-        if reason is None:
-            calls[config] = call
-        else:
-            left_out.append({**kernel, "config": describe(config), "reason": reason})
+            return _reason(error)
+
+    with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
+        reasons = dict(zip(others, pool.map(refusal, others.values()), strict=True))
+    calls |= {config: call for config, call in others.items() if reasons[config] is None}
+    left_out = [
+        {**kernel, "config": describe(config), "reason": reason}
+        for config, reason in reasons.items()
+        if reason is not None
+    ]
     seconds = time_alternating({describe(config): call for config, call in calls.items()}, repeats)
     rows = [
         {
@@ -161,7 +185,7 @@ def _near(out: Any, expected: Any) -> Any:
 
 
 def operations(layer: Layer, length: int, config: tca_jax.TCAConfig) -> Iterator[Operation]:
-    """Every kernel on one layer's inputs."""
+    """Every kernel on one layer's inputs, but block mass."""
     block: dict[str, Any] = {"block_size": config.block_size}
     blocks: dict[str, Any] = {**block, "window": config.window}
     q, k, v, n = attention_inputs(layer, length, seed=length)
@@ -228,6 +252,28 @@ def operations(layer: Layer, length: int, config: tca_jax.TCAConfig) -> Iterator
     )
 
 
+def block_mass_operations(layer: Layer, length: int, config: tca_jax.TCAConfig) -> Iterator[Operation]:
+    """Block mass of one KV head, by how many of its queries are sampled."""
+    group = layer.heads // layer.kv_heads
+    q, k, _, n = attention_inputs(dataclasses.replace(layer, heads=group, kv_heads=1), length, seed=length)
+    for stride in _STRIDES:
+        rows = config.block_size // stride * group
+        yield Operation(
+            "block_mass",
+            "triton",
+            block_mass_triton.default_config(rows, config.block_size, layer.head_dim, q.dtype),
+            block_mass_configs(),
+            functools.partial(block_mass_triton.block_mass, block_size=config.block_size, stride=stride),
+            (q, k, n),
+            variant=f"stride {stride}",
+        )
+
+
+def block_mass_configs() -> tuple[BlockMassConfig, ...]:
+    """Query tiles of a program, tokens of a tile of K, warps and stages."""
+    return tuple(itertools.starmap(BlockMassConfig, itertools.product((1, 2, 4), (64, 128), (4, 8), (2, 3, 4))))
+
+
 def token_score_configs() -> tuple[TokenScoresConfig, ...]:
     """Tiles of K, tokens of a program, and depth of the pipeline."""
     sizes = ((32, 1024, 4), (64, 512, 4), (64, 1024, 3), (64, 2048, 4), (128, 1024, 3), (128, 2048, 4))
@@ -276,12 +322,12 @@ def decode_configs(default: decode_attention_triton.DecodeConfig) -> tuple[decod
 
 
 def winners(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The fastest configuration of every kernel and model next to the default: what this device should use."""
-    best = []
-    for _, group in itertools.groupby(rows, key=lambda row: (row["model"], row["operation"], row["backend"])):
+    """The fastest configuration of every kernel, model and length beside the default: what this device should use."""
+    best, columns = [], ("model", "tokens", "operation", "backend")
+    for _, group in itertools.groupby(rows, key=lambda row: tuple(row[column] for column in columns)):
         timed = list(group)
         fastest, default = timed[0], next(row for row in timed if row["default"])
-        kernel = {key: fastest[key] for key in ("model", "operation", "backend")}
+        kernel = {column: fastest[column] for column in columns}
         best.append({**kernel, "best": fastest["config"], "default": default["config"]})
         best[-1]["default over best"] = default["ms"] / fastest["ms"]
     return best
@@ -291,7 +337,7 @@ def plot(best: list[dict[str, Any]], path: Path) -> None:
     """How much faster the best configuration is than the default."""
     figure = Figure(figsize=(8, 1 + 0.35 * len(best)), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    names = [f"{row['model']}, {row['operation']} ({row['backend']})" for row in best]
+    names = [f"{row['model']}, {row['tokens']:,} tokens, {row['operation']} ({row['backend']})" for row in best]
     axes.axvline(1, color="black", linewidth=1)
     bars = axes.barh(np.arange(len(best)), [row["default over best"] for row in best])
     axes.bar_label(bars, fmt="%.3f", padding=4)
@@ -303,7 +349,9 @@ def plot(best: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(
-    length: Annotated[int, typer.Option(help="Tokens of context.")] = 32768,
+    length: Annotated[
+        list[int] | None, typer.Option(help="Tokens of context; may be repeated.", show_default="32768")
+    ] = None,
     models: ModelsOption = None,
     operation: Annotated[
         list[str] | None, typer.Option(help="Operation to tune; may be repeated.", show_default="all")
@@ -317,24 +365,33 @@ def main(
 
     Example: [bold]tca-jax bench tune --operation decode_attention[/]
     """
-    layers, config = find_layers(models), tca_jax.TCAConfig(window=window)
+    layers, config, lengths = find_layers(models), tca_jax.TCAConfig(window=window), length or [32768]
     unknown = set(operation or ()) - set(OPERATIONS)
     if unknown:
         raise ValueError(f"--operation {min(unknown)}: must be one of {list(OPERATIONS)}")
     if jax.default_backend() != "gpu":
         raise ValueError(f"tune times GPU kernels, this process runs on {jax.default_backend()!r}")
-    check_sizes([length], config, ["triton"], out)
+    check_sizes(lengths, config, ["triton"], out)
     rows, left_out = [], []
-    for layer in layers:
-        for kernel in operations(layer, length, config):
-            if (operation and kernel.name not in operation) or not _runs_here(kernel):
-                continue
+    for layer, tokens in itertools.product(layers, lengths):
+        where = {"model": layer.name, "tokens": tokens}
+        for kernel in wanted_operations(layer, tokens, config, operation or OPERATIONS):
             timed, skipped = compare(kernel, repeats)
-            rows += [{"model": layer.name, **row} for row in timed]
-            left_out += [{"model": layer.name, **row} for row in skipped]
+            rows += [{**where, **row} for row in timed]
+            left_out += [{**where, **row} for row in skipped]
             for row in [*timed, *skipped]:
                 print_row(row)
-    write_tuning(rows, left_out, length, out, name)
+    write_tuning(rows, left_out, out, name)
+
+
+def wanted_operations(
+    layer: Layer, length: int, config: tca_jax.TCAConfig, names: Sequence[str]
+) -> Iterator[Operation]:
+    """Those of some names that run here; inputs of a whole layer are made only where one of them takes these."""
+    if {*names} != {"block_mass"}:
+        yield from (each for each in operations(layer, length, config) if each.name in names and _runs_here(each))
+    if "block_mass" in names:
+        yield from filter(_runs_here, block_mass_operations(layer, length, config))
 
 
 def _runs_here(kernel: Operation) -> bool:
@@ -347,12 +404,12 @@ def _runs_here(kernel: Operation) -> bool:
     return True
 
 
-def write_tuning(rows: list[dict[str, Any]], left_out: list[dict[str, Any]], length: int, out: Path, name: str) -> None:
+def write_tuning(rows: list[dict[str, Any]], left_out: list[dict[str, Any]], out: Path, name: str) -> None:
     """Writes the tables and the plot, and prints what to use."""
     best = winners(rows)
     note = (
-        f"Kernels on one layer's inputs at {length:,} tokens, bfloat16, fastest configuration first; each gave the "
-        "default's result. Times are medians over runs in turns; what is within 2% of the default is noise."
+        "Kernels on one layer's inputs, block mass on one KV head's, bfloat16, fastest configuration first; each gave "
+        "the default's result. Times are medians over runs in turns; what is within 2% of the default is noise."
     )
     more = {"What this device should use": best, "Left out": left_out}
     write_results(name, "Tile configurations", rows, out, note, more)

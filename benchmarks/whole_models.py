@@ -52,9 +52,11 @@ class Run:
         keys = row_keys(jax.random.key(0), self.tokens.shape[0])
         return self.lm, self.tokens, self.lengths, keys, Sampling(), jnp.zeros(0, jnp.int32)
 
-    def compile(self) -> tuple[Callable[..., DecodingState], Callable[..., DecodingState], float]:
-        """Both programs and the seconds that they took to trace and compile."""
+    def compile(self) -> tuple[Callable[..., DecodingState], Callable[..., DecodingState] | None, float]:
+        """Both programs and the seconds that they took to trace and compile; no decoding for a single new token."""
         first, seconds = self.prefill.prepare(*self.prompt, new_tokens=self.new_tokens, backend=self.backend)
+        if self.new_tokens == 1:
+            return first, None, seconds
         state = results_of(first)
         rest, more = self.decode.prepare(*decoding_arguments(self.lm, state, 1), backend=self.backend)
         return first, rest, seconds + more
@@ -66,26 +68,28 @@ class Times:
 
     Attributes:
         run: What runs.
-        programs: Its prefill and its decoding.
+        programs: Its prefill and its decoding, None where only prompts are read.
         first: Seconds to the first token, a value a round.
         following: Seconds of a further token, a value a round.
         kept: Share of the tokens that the cache keeps.
+        area: Share of the prompt's pairs of a query and a key that were attended to.
         cache_bytes: Bytes of the cache.
         peak: See `Peaks`.
     """
 
     run: Run
-    programs: tuple[Callable[..., DecodingState], Callable[..., DecodingState]]
+    programs: tuple[Callable[..., DecodingState], Callable[..., DecodingState] | None]
     first: list[float] = dataclasses.field(default_factory=list)
     following: list[float] = dataclasses.field(default_factory=list)
     kept: float = 0.0
+    area: float = 1.0
     cache_bytes: int = 0
     peak: float | str = ""
 
     @property
     def needed(self) -> int:
         """Device memory of its larger program."""
-        return max(memory_bytes(program) for program in self.programs)
+        return max(memory_bytes(program) for program in self.programs if program is not None)
 
     def time(self, peaks: Peaks) -> Times:
         """One round; returns itself."""
@@ -94,10 +98,12 @@ class Times:
         start = time.perf_counter()
         state = jax.block_until_ready(start_program(*arguments))
         self.first.append(time.perf_counter() - start)
-        state, step = time_steps(step_program, self.run.lm, state, self.run.new_tokens)
-        self.following.append(step)
+        if step_program is not None:
+            state, step = time_steps(step_program, self.run.lm, state, self.run.new_tokens)
+            self.following.append(step)
         head_dim, dtype = self.run.lm.config.head_dim, state.caches[0].ring.k.dtype
         self.kept = kept_share(state)
+        self.area = float(np.mean(np.asarray(state.attended_share)))
         self.cache_bytes = sum(cache.layout.num_bytes(head_dim, dtype) for cache in state.caches)
         del state
         grown = peaks.grown()
@@ -109,23 +115,32 @@ class Times:
         lm, new_tokens = self.run.lm, self.run.new_tokens
         config, devices = lm.config, num_devices(lm.mesh)
         batch, tokens = self.run.tokens.shape
-        seconds, step = statistics.median(self.first), statistics.median(self.following)
+        seconds = statistics.median(self.first)
         itemsize = jnp.dtype(config.dtype_name).itemsize
         kept_bytes = 2 * self.kept * batch * tokens * config.num_kv_heads * config.head_dim * itemsize
         read = axis_size(lm.mesh, DATA) * weight_bytes(lm) + config.num_layers * kept_bytes
-        floor = batch * prefill_flops(lm, tokens, computed_area(lm, tokens)) / (devices * conditions.multiplied)
+        floor = batch * prefill_flops(lm, tokens, self.area) / (devices * conditions.multiplied)
+        answers = {} if not self.following else self._answer_columns(full, read / (devices * conditions.copied))
         return {
             "kept": self.kept,
+            "area": self.area,
             "TTFT s": seconds,
             "TTFT speed-up": "" if full is None else statistics.median(full.first) / seconds,
             "over arithmetic floor": seconds / floor,
-            "ms/token": 1e3 * step,
-            "ms/token speed-up": "" if full is None else statistics.median(full.following) / step,
-            "over byte floor": step / (read / (devices * conditions.copied)),
+            **answers,
             "KV GB": devices * self.cache_bytes / 1e9,
             "peak GB": self.needed / 1e9,
             **({} if lm.mesh is None else held_columns(lm, batch, tokens, new_tokens)),
             **({} if lm.mesh is None else {"measured peak GB": self.peak}),
+        }
+
+    def _answer_columns(self, full: Times | None, floor: float) -> dict[str, Any]:
+        """What its row says of the tokens behind the first; `floor` are a step's least seconds."""
+        step = statistics.median(self.following)
+        return {
+            "ms/token": 1e3 * step,
+            "ms/token speed-up": "" if full is None else statistics.median(full.following) / step,
+            "over byte floor": step / floor,
         }
 
 
@@ -135,19 +150,6 @@ def prefill_flops(lm: LM, tokens: int, area: float) -> float:
     width = c.num_heads * c.head_dim
     weights = c.hidden_size * (2 * width + 2 * c.num_kv_heads * c.head_dim + 3 * c.intermediate_size)
     return c.num_layers * (2 * weights * tokens + 4 * width * area * tokens**2 / 2)
-
-
-def computed_area(lm: LM, tokens: int) -> float:
-    """Query-key pairs over those of causal attention; blocks are taken to keep their head's mean budget."""
-    policy = lm.method.cache
-    w = min(policy.local_window(tokens), tokens)
-    per_layer = [policy.prefill_capacities(layer, tokens) for layer in range(lm.config.num_layers)]
-    selected = [
-        policy.capacities(layer, tokens) if capacities is None else capacities
-        for layer, capacities in enumerate(per_layer)
-    ]
-    beyond = tokens - w
-    return (float(np.mean(selected)) * beyond / 2 + w * beyond + w * w / 2) / (tokens**2 / 2)
 
 
 def memory_bytes(executable: Any) -> int:
@@ -169,7 +171,7 @@ class Conditions:
 
     Attributes:
         batch: Prompts.
-        new_tokens: Tokens of an answer.
+        new_tokens: Tokens of an answer; 1 to read prompts alone.
         backend: Kernel backend.
         repeats: Rounds.
         copied: Bytes a second, see `common.device_copy`.

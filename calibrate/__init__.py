@@ -1,8 +1,7 @@
-"""Calibration: scores of the candidates, probes, the choice of rows, and the profile that a model keeps."""
+"""Calibration: what heads are worth, probes, the paper's scores, and the profile that a model keeps."""
 
 from tca_jax.calibration.patterns import search_patterns
 from tca_jax.calibration.preferences import head_gates, layer_preferences
-from tca_jax.calibration.probing import probe_scores
 from tca_jax.calibration.profile import Profile
 from tca_jax.calibration.rows import choose_candidates
 from tca_jax.calibration.run import calibrate
@@ -15,6 +14,5 @@ __all__ = [
     "choose_candidates",
     "head_gates",
     "layer_preferences",
-    "probe_scores",
     "search_patterns",
 ]

@@ -65,19 +65,18 @@ def layer_preferences(
 
 
 def head_gates(profile: Profile) -> Float32[np.ndarray, "layers Hkv"]:
-    """Gates for `methods.duoattention` from a profile: 1 minus the probe score of the sparsest row.
-
-    That is the share of its attention on far tokens that a head loses where it matters, if it keeps the least.
+    """Gates for `methods.duoattention` from a profile: what each head is worth to answers, over the largest worth.
 
     Raises:
-        ValueError: the profile was made without probes.
+        ValueError: the profile does not know what heads are worth.
     """
-    scores = profile.probe_scores[..., 0]
-    if np.isnan(scores).any():
+    worth = profile.keeping_worth
+    if np.isnan(worth).any():
         raise ValueError(
-            f"profile of {profile.model_name!r} has no probe scores: calibrate with probes, or pass published gates"
+            f"profile of {profile.model_name!r} does not know what heads are worth: calibrate with criterion 'worth', "
+            "or pass published gates"
         )
-    return 1 - scores
+    return np.clip(worth / max(float(worth.max()), np.finfo(np.float32).tiny), 0, 1)
 
 
 @layer_program(static=("observation", "tau1", "tau2"), donate=("x",))

@@ -1,8 +1,9 @@
-"""Attention of a probe over what rows have left of the text before it, and its derivative, a tile of queries at a time.
+"""Attention of probes over what rows have left of the text before them, and its derivative, a tile at a time.
 
-All gradients of a tile come from its scores and from the products of cotangents and values, which are computed once:
-with p the attention over what is seen, P that over the whole text and s = dO V^T, the gradient of the scores is
-p (s - sum p s), and a gate that lets a head see the whole text has the derivative sum (P - p) s.
+Probes are packed into one sequence of columns; each is read behind the text alone and sees no other. All gradients of a
+tile come from its scores and from the products of cotangents and values, which are computed once: with p the attention
+over what is seen, P that over the whole text and s = dO V^T, the gradient of the scores is p (s - sum p s), and a gate
+that lets a head see the whole text has the derivative sum (P - p) s.
 """
 
 from __future__ import annotations
@@ -15,54 +16,57 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tca_jax.calibration.far_attention import tile_size
 from tca_jax.pallas_kernels.integers import cdiv
 from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, varying_like, weighted_sum
 
+_TILE_ELEMENTS = 2**27  # scores of a tile: 512 MiB
+_LARGEST_TILE = 256  # queries
+
 
 class SeenText(NamedTuple):
-    """A text, and what is seen of it by a probe behind it.
+    """A text, and what is seen of it by probes behind it.
 
     Attributes:
-        k: Keys, zero behind the text.
-        v: Values, the same.
+        k: Keys, zero behind the text; `v` the values.
         seen: Tokens that each KV head still has.
-        start: Tokens of the text.
+        length: Tokens of the text.
+        probe: Number of the probe that each column belongs to; columns of a probe stand side by side, in order.
     """
 
     k: Float[Array, "L Hkv d"]
     v: Float[Array, "L Hkv d"]
     seen: Bool[Array, "Hkv L"]
-    start: Int[Array, ""]
+    length: Int[Array, ""]
+    probe: Int[Array, " P"]
 
 
 def attend_probe(
     q: Float[Array, "P Hq d"], k: Float[Array, "P Hkv d"], v: Float[Array, "P Hkv d"], text: SeenText
 ) -> Float[Array, "P Hq d"]:
-    """Attention of a probe's queries over what is seen of the text before it, and causally over each other.
+    """Attention of probes' queries over what is seen of the text before them, and causally over their own probe.
 
-    Nothing is evicted while the probe is read, so that all it misses is what the selection at the text's end dropped.
+    Nothing is evicted while a probe is read, so that all it misses is what the selection at the text's end dropped.
 
     Args:
-        q: Queries of the probe after RoPE; `k` and `v` its keys and values.
-        text: What it is read behind.
+        q: Queries of the probes after RoPE; `k` and `v` their keys and values.
+        text: What they are read behind.
     """
     tiles = _Tiles(q, k, v, text)
 
     def of_tile(tile: tuple[Array, Array]) -> Float32[Array, "Hkv G t d"]:
-        queries, positions = tile
-        scores, seen, _ = tiles.scores(queries, positions)
+        queries, columns = tile
+        scores, seen, _ = tiles.scores(queries, columns)
         return weighted_sum("hgtl,hld->hgtd", jax.nn.softmax(jnp.where(seen, scores, MASKED)), tiles.values)
 
-    return tiles.whole(jax.lax.map(of_tile, (tiles.split(q), tiles.positions))).astype(q.dtype)
+    return tiles.whole(jax.lax.map(of_tile, (tiles.split(q), tiles.columns))).astype(q.dtype)
 
 
 def known_attention(out: Float[Array, "P Hq d"], text: SeenText) -> Callable[[Array, Array, Array, Array], Array]:
-    """`attend_probe` where its result is known, differentiable by the probe's operands and by gates of the heads.
+    """`attend_probe` where its result is known, differentiable by the probes' operands and by gates of the heads.
 
     Args:
         out: What `attend_probe` gave for the operands that the function will be called with.
-        text: What the probe is read behind.
+        text: What the probes are read behind.
 
     Returns:
         A function of q, k, v and gates `[H_kv]`: at 0 heads see what they have, at 1 the whole text. It returns `out`,
@@ -90,12 +94,12 @@ def _gradients(
     text: SeenText,
     cotangent: Float[Array, "P Hq d"],
 ) -> tuple[Float[Array, "P Hq d"], Float[Array, "P Hkv d"], Float[Array, "P Hkv d"], Float32[Array, " Hkv"]]:
-    """By queries, keys and values of the probe, and by gates that let each KV head see the whole text."""
+    """By queries, keys and values of the probes, and by gates that let each KV head see the whole text."""
     tiles, scale, tokens = _Tiles(q, k, v, text), 1 / math.sqrt(q.shape[-1]), text.k.shape[0]
 
     def of_tile(sums: tuple[Array, Array, Array], tile: tuple[Array, Array, Array]) -> tuple[Any, Array]:
-        queries, positions, slopes = tile
-        scores, seen, there = tiles.scores(queries, positions)
+        queries, columns, slopes = tile
+        scores, seen, there = tiles.scores(queries, columns)
         products = weighted_sum("hgtd,hld->hgtl", slopes, tiles.values)
         weights, norm, mean = _softmax_mean(scores, seen, products)
         *_, mean_of_whole = _softmax_mean(scores, there, products)
@@ -111,7 +115,7 @@ def _gradients(
 
     shapes = (k.shape[1], k.shape[0], k.shape[2])
     nothing = jnp.zeros(shapes, jnp.float32), jnp.zeros(shapes, jnp.float32), jnp.zeros(k.shape[1], jnp.float32)
-    each = tiles.split(q), tiles.positions, tiles.split(cotangent)
+    each = tiles.split(q), tiles.columns, tiles.split(cotangent)
     (of_k, of_v, of_gates), of_q = jax.lax.scan(of_tile, varying_like(nothing, q, k, v, text, cotangent), each)
     of_k, of_v = (jnp.moveaxis(x, 0, 1) for x in (of_k, of_v))
     return tiles.whole(of_q).astype(q.dtype), of_k.astype(k.dtype), of_v.astype(v.dtype), of_gates
@@ -128,22 +132,18 @@ def _softmax_mean(
 
 
 class _Tiles:
-    """A probe's queries in tiles, each against all keys of text and probe."""
+    """Queries of probes in tiles, each against all keys of text and probes."""
 
     def __init__(
         self, q: Float[Array, "P Hq d"], k: Float[Array, "P Hkv d"], v: Float[Array, "P Hkv d"], text: SeenText
     ) -> None:
-        (self._count, heads, _), (tokens, self._kv_heads, _) = q.shape, text.k.shape
+        (self._count, heads, _), (self._tokens, self._kv_heads, _) = q.shape, text.k.shape
         # Heads first, once: what the tiles multiply is then laid out as matrix products want it.
         self.keys, self.values = (jnp.moveaxis(jnp.concatenate(pair), 1, 0) for pair in ((text.k, k), (text.v, v)))
-        columns = jnp.arange(tokens + self._count)
-        self._places = jnp.where(columns < tokens, columns, columns - tokens + text.start)
-        self._there = ((columns < text.start) | (columns >= tokens))[None]
-        own = jnp.ones((self._kv_heads, self._count), bool)
-        self._seen = self._there & jnp.concatenate([text.seen, own], axis=1)
-        self._size = tile_size(self._count, heads, tokens + self._count)
+        self._text, self._there = text, jnp.arange(self._tokens) < text.length
+        self._size = max(1, min(self._count, _LARGEST_TILE, _TILE_ELEMENTS // (heads * (self._tokens + self._count))))
         number = cdiv(self._count, self._size)
-        self.positions = text.start + jnp.arange(number * self._size).reshape(number, self._size)
+        self.columns = jnp.arange(number * self._size).reshape(number, self._size)
 
     def split(self, rows: Float[Array, "P Hq d"]) -> Float[Array, "N Hkv G t d"]:
         """Rows of queries in tiles, the last one padded with zeros."""
@@ -158,9 +158,16 @@ class _Tiles:
         return rows.reshape(-1, rows.shape[2] * rows.shape[3], rows.shape[4])[: self._count]
 
     def scores(
-        self, queries: Float[Array, "Hkv G t d"], positions: Int[Array, " t"]
+        self, queries: Float[Array, "Hkv G t d"], columns: Int[Array, " t"]
     ) -> tuple[Float32[Array, "Hkv G t L"], Bool[Array, "Hkv 1 t L"], Bool[Array, "1 1 t L"]]:
         """Scores of a tile against all keys, those that it sees, and those that it would of the whole text."""
-        causal = self._places <= positions[:, None]
-        seen, there = (mask[:, None, None] & causal for mask in (self._seen, self._there))
+        probe, own = self._text.probe, jnp.arange(self._count)
+        mine = probe[jnp.minimum(columns, self._count - 1)]
+        own = (own <= columns[:, None]) & (probe == mine[:, None])  # [t, P]
+
+        def beside(text: Bool[Array, "H T"]) -> Bool[Array, "H 1 t L"]:
+            rows = jnp.broadcast_to(text[:, None], (text.shape[0], own.shape[0], self._tokens))
+            return jnp.concatenate([rows, jnp.broadcast_to(own, (text.shape[0], *own.shape))], axis=-1)[:, None]
+
+        seen, there = beside(self._text.seen & self._there), beside(self._there[None])
         return scaled_scores("hgtd,hld->hgtl", queries, self.keys), seen, there

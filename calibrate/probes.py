@@ -1,145 +1,226 @@
-"""Probes: passages behind a calibration text that a model answers from far back in it."""
+"""Probes: what a model answers behind a calibration text from far back in it, each read over the text alone."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
-from jaxtyping import Bool
 
+from tca_jax.calibration import facts
 from tca_jax.engine.prompts import Encoder, Prompt, decode_utf8, encode_prompt, encode_verbatim, render_chat
 from tca_jax.methods.config import TCAConfig
 
+Kind = Literal["facts", "copy"]
 #: (question, answer) of one text, as text or as token ids.
 Pairs = Sequence[tuple[Prompt, Prompt]]
-#: What `calibrate` takes: a kind, pairs for each text, or None for no probes.
-Probes = Literal["copy", "text"] | Sequence[Pairs] | None
+#: What `calibrate` takes: a kind, several, pairs for each text, or None for facts and copies.
+Probes = Kind | Sequence[Kind] | Sequence[Pairs] | None
+
+#: Last tokens of a text that become a probe: any continuation needs what these need, whatever is asked.
+FOLLOWING = 256
+#: Kind of that probe.
+FOLLOW = "follow"
 
 # Copies: enough passages that no single one decides, each long enough to be recognised and then foretold.
-_COPIES = 8
+_COPIES = 4
 _COPY_TOKENS = 128
+_RECOGNISED = 16  # a passage's first tokens do not say yet which passage it is
 
-_ALLOWED = "'copy', 'text', a list of (question, answer) pairs for each text, or None"
+_MOST_OF_TEXT = 10  # facts take at most this part of a text, a tenth, so that it stays what it was
+_LINE_SEARCH = 200  # tokens in which a line's end is looked for, so that a fact's line cuts none
+
+_PARTS = ("question", "answer")
+_ALLOWED = "'facts', 'copy', a list of these, a list of (question, answer) pairs for each text, or None"
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """One probe, read behind a text as if nothing else stood there.
+
+    Attributes:
+        ids: Its token ids.
+        answers: Of each token, whether it counts: those of answers do, nobody asks a model to foretell a question.
+        kind: "facts", "copy", "pairs" or "follow".
+    """
+
+    ids: tuple[int, ...]
+    answers: tuple[bool, ...]
+    kind: str
 
 
 @dataclasses.dataclass(frozen=True)
 class ProbedText:
-    """A calibration text and its probe, as one sequence.
+    """A calibration text and its probes.
 
     Attributes:
-        ids: Token ids of both.
-        text_tokens: Tokens whose calibration scores are measured; the text's end.
-        probe_start: First token of the probe, where the selection is made; `len(ids)` where there is no probe.
-        answers: Which of the probe's tokens count, those of answers: nobody asks a model to foretell a question. None
-            where all do.
+        ids: Token ids of the text, with facts hidden in it; the selection is made at its end.
+        segments: The probes.
     """
 
-    ids: list[int]
-    text_tokens: int
-    probe_start: int
-    answers: tuple[bool, ...] | None = None
-
-    @property
-    def num_probe(self) -> int:
-        """Tokens of the probe."""
-        return len(self.ids) - self.probe_start
-
-    @property
-    def counted(self) -> Bool[np.ndarray, " queries"]:
-        """Of each of the probe's queries but the last, which foretells nothing: whether its next token counts."""
-        return np.ones(self.num_probe, bool)[1:] if self.answers is None else np.array(self.answers, bool)[1:]
+    ids: tuple[int, ...]
+    segments: tuple[Segment, ...]
 
 
-def probe_kind(probes: Any) -> str | None:
-    """ "copy", "text", "pairs" or None.
+def probe_kinds(probes: Any) -> tuple[str, ...]:
+    """Which probes are made beside the text's own end: some of "facts" and "copy", or "pairs" alone.
 
     Raises:
-        ValueError: it is another string.
+        ValueError: it is, or holds, another string, or kinds and something else.
         TypeError: it is neither a string, nor a sequence, nor None.
     """
-    if probes is None or (isinstance(probes, str) and probes in ("copy", "text")):
-        return probes
-    if isinstance(probes, str):
-        raise ValueError(f"probes = {probes!r}: must be {_ALLOWED}")
-    if not isinstance(probes, Sequence):
+    if probes is None:
+        return get_args(Kind)
+    if isinstance(probes, bytes) or not isinstance(probes, Sequence):
         raise TypeError(f"probes is of type {type(probes).__name__}: must be {_ALLOWED}")
-    return "pairs"
+    named = [probes] if isinstance(probes, str) else probes
+    if not any(isinstance(each, str) for each in named):
+        return ("pairs",)
+    if not all(isinstance(each, str) and each in get_args(Kind) for each in named):
+        raise ValueError(f"probes = {probes!r}: must be {_ALLOWED}")
+    return tuple(dict.fromkeys(named))
 
 
 def probed_texts(
     lm: Encoder, sequences: Sequence[list[int]], probes: Any, config: TCAConfig, names: Sequence[str] | None = None
 ) -> list[ProbedText]:
-    """Puts a probe behind each text.
+    """Makes the probes of each text.
 
     Args:
         lm: The model whose tokenizer, chat template and positions apply.
-        sequences: Token ids of each text, at least window + block_size of them.
-        probes: As `calibrate` takes them; checked here.
-        config: The method's hyperparameters; `seed` places the copies.
+        sequences: Token ids of each text: at least window + block_size, at most the model's positions.
+        probes: As `calibrate` takes them; checked here. By default a model without a tokenizer gets no facts.
+        config: The method's hyperparameters; `seed` draws facts and copies.
         names: Of the texts in messages; "texts[0]" and so on by default.
 
     Raises:
-        ValueError: pairs are not one non-empty list for each text, hold what is not allowed as text, or pass the
-            model's positions.
+        ValueError: facts are asked for and there is no tokenizer; pairs are not one non-empty list for each text, hold
+            what is not allowed as text, or pass the model's positions.
         TypeError: a pair is no pair, or holds neither text nor token ids.
     """
-    kind = probe_kind(probes)
-    names = names or [f"texts[{i}]" for i in range(len(sequences))]
-    if kind is None:
-        return [ProbedText(ids, len(ids), len(ids)) for ids in sequences]
-    if kind == "copy":
-        return [_copied(ids, lm.config.max_context, config, i) for i, ids in enumerate(sequences)]
-    if kind == "text":
-        return [_last_quarter(ids, config) for ids in sequences]
+    kinds = probe_kinds(probes)
+    if kinds == ("pairs",):
+        return _with_pairs(lm, sequences, probes, config, names or [f"texts[{i}]" for i in range(len(sequences))])
+    if "facts" in kinds and lm.tokenizer is None and probes is not None:
+        raise ValueError(f"probes = {probes!r}: facts are text, and {lm.name} was loaded without a tokenizer")
+    return [_with_own(lm, ids, kinds, config, i) for i, ids in enumerate(sequences)]
+
+
+def _with_own(lm: Encoder, ids: list[int], kinds: tuple[str, ...], config: TCAConfig, index: int) -> ProbedText:
+    """A text with facts in it, which its probes ask for, and passages of it as probes."""
+    text, segments = _split_end(ids, config)
+    shortest, most = config.window + config.block_size, lm.config.max_context
+    # The seed may be any integer, NumPy takes none below 0; no two texts share draws, nor do copies and facts.
+    seed = [config.seed % 2**32, index]
+    rng = np.random.default_rng([*seed, 1])
+    lines = _encode_facts(lm, rng, most - shortest) if "facts" in kinds and lm.tokenizer is not None else []
+    longest = max([len(segment.ids) for segment in (*segments, *(asked for _, asked in lines))], default=0)
+    longest = max(longest, _COPY_TOKENS if "copy" in kinds else 0)
+    text = _without_beginning(text, max(0, len(text) - max(shortest, most - longest)))
+    ranked = config.num_ranked_blocks(len(text)) * config.block_size
+    if lines:
+        text, asked = _hide(lm, text, lines, ranked, rng)
+        segments += asked
+    if "copy" in kinds:
+        segments += _copies(text[:ranked], most - len(text), np.random.default_rng(seed))
+    return ProbedText(tuple(text), tuple(segments))
+
+
+def _split_end(ids: list[int], config: TCAConfig) -> tuple[list[int], list[Segment]]:
+    """A text without its end, and the end as a probe; one ranked block stays."""
+    size = max(0, min(FOLLOWING, len(ids) - config.window - config.block_size))
+    text, end = ids[: len(ids) - size], tuple(ids[len(ids) - size :])
+    return text, [Segment(end, (True,) * size, FOLLOW)] if size else []
+
+
+def _without_beginning(ids: list[int], tokens: int) -> list[int]:
+    """A text without some of its first tokens, but with the very first, which may be the one that begins every text."""
+    return [*ids[:1], *ids[1 + tokens :]]
+
+
+def _encode_facts(lm: Encoder, rng: np.random.Generator, room: int) -> list[tuple[list[int], Segment]]:
+    """Of each fact whose probe fits into the room: its line's tokens, with a line break, and the probe."""
+    chat = getattr(lm.tokenizer, "chat_template", None)
+    encoded = []
+    for fact in facts.draw_facts(rng):
+        question = fact.question if chat else f"Question: {fact.question}\nAnswer:"
+        asked = _encode_asked(lm, question, fact.answer, "facts", "probes", counted=fact.value)
+        if len(asked.ids) <= room:
+            encoded.append((encode_verbatim(lm, f"{fact.line}\n", "probes"), asked))
+    return encoded
+
+
+def _hide(
+    lm: Encoder, text: list[int], lines: list[tuple[list[int], Segment]], ranked: int, rng: np.random.Generator
+) -> tuple[list[int], list[Segment]]:
+    """Hides as many facts as fit in the text's ranked region, and cuts as many tokens off its beginning.
+
+    Returns:
+        The text, as long as it was, and the probes of the facts in it.
+    """
+    line_break = encode_verbatim(lm, "\n", "probes")
+    hidden, taken = [], 0
+    for line, asked in lines:
+        if (needed := taken + len(line_break) + len(line)) <= min(len(text) // _MOST_OF_TEXT, ranked - 1):
+            hidden.append((line, asked))
+            taken = needed
+    # What the lines take is cut off in front of them: a line put at place p comes to stand in front of p.
+    places = [
+        _line_start(lm, text, 1 + taken + start, ranked) for start in _spread(rng, len(hidden), 1, ranked - taken)
+    ]
+    out = list(text)
+    for place, (line, _) in sorted(zip(places, hidden, strict=True), key=lambda each: each[0], reverse=True):
+        out[place:place] = line if _ends_line(lm, text[place - 1]) else [*line_break, *line]
+    return _without_beginning(out, len(out) - len(text)), [asked for _, asked in hidden]
+
+
+def _line_start(lm: Encoder, text: list[int], start: int, end: int) -> int:
+    """The first place in [start, end] where a line begins, unless that is far: then `start`."""
+    near = range(start, min(start + _LINE_SEARCH, end + 1))
+    return next((place for place in near if _ends_line(lm, text[place - 1])), start)
+
+
+def _ends_line(lm: Encoder, token: int) -> bool:
+    return lm.tokenizer.decode([token]).endswith("\n")
+
+
+def _copies(ranked: list[int], room: int, rng: np.random.Generator) -> list[Segment]:
+    """Passages of a text's ranked region, spread over it; none where a passage would end before it is recognised."""
+    size = min(_COPY_TOKENS, len(ranked), room)
+    if size <= _RECOGNISED:
+        return []
+    counts = tuple(i >= _RECOGNISED for i in range(size))
+    starts = _spread(rng, min(_COPIES, len(ranked) // size), size, len(ranked))
+    return [Segment(tuple(ranked[start : start + size]), counts, "copy") for start in starts]
+
+
+def _spread(rng: np.random.Generator, count: int, size: int, end: int) -> list[int]:
+    """Starts of `count` passages in [0, end), one in each of as many equal parts, in an order of their own."""
+    part = end // max(count, 1)
+    return [i * part + int(rng.integers(max(1, part - size + 1))) for i in rng.permutation(count).tolist()]
+
+
+def _with_pairs(
+    lm: Encoder, sequences: Sequence[list[int]], probes: Any, config: TCAConfig, names: Sequence[str]
+) -> list[ProbedText]:
+    """Texts with the user's pairs as probes."""
     if len(probes) != len(sequences):
         raise ValueError(f"probes has {len(probes)} lists of pairs: must have one for each of {len(sequences)} texts")
     pairs = [_encode_pairs(lm, of_text, f"probes[{i}]") for i, of_text in enumerate(probes)]
-    for name, ids, (probe, _) in zip(names, sequences, pairs, strict=True):
-        if len(ids) + len(probe) > lm.config.max_context:
+    texts = [_split_end(ids, config) for ids in sequences]
+    for name, (text, _), asked in zip(names, texts, pairs, strict=True):
+        longest, most = max(len(segment.ids) for segment in asked), lm.config.max_context
+        if len(text) + longest > most:
             raise ValueError(
-                f"{name} has {len(ids)} tokens, its pairs {len(probe)}: model {lm.name!r} has "
-                f"{lm.config.max_context} positions; cut the text"
+                f"{name} has {len(text)} tokens without its end, its longest pair {longest}: model {lm.name!r} has "
+                f"{most} positions; cut the text"
             )
-    return [
-        ProbedText(ids + probe, len(ids), len(ids), answers)
-        for ids, (probe, answers) in zip(sequences, pairs, strict=True)
-    ]
+    return [ProbedText(tuple(text), (*end, *asked)) for (text, end), asked in zip(texts, pairs, strict=True)]
 
 
-def _copied(ids: list[int], max_context: int, config: TCAConfig, index: int) -> ProbedText:
-    """Passages of the text's ranked region again, spread over it, in an order that the text does not have.
-
-    A text that fills the model's positions loses as many of its last tokens as the probe needs.
-    """
-    shortest = config.window + config.block_size  # with one ranked block
-    size, count = _copies(config.num_ranked_blocks(len(ids)) * config.block_size, max_context - shortest)
-    text = ids[: max(shortest, min(len(ids), max_context - size * count))]
-    ranked = config.num_ranked_blocks(len(text)) * config.block_size
-    size, count = _copies(ranked, max_context - len(text))
-    # The seed may be any integer, NumPy takes none below 0; texts must not share the places of their passages.
-    rng = np.random.default_rng([config.seed % 2**32, index])
-    stratum = ranked // max(count, 1)
-    starts = [i * stratum + int(rng.integers(stratum - size + 1)) for i in rng.permutation(count)]
-    probe = [token for start in starts for token in text[start : start + size]]
-    return ProbedText(text + probe, len(text), len(text))
-
-
-def _copies(ranked_tokens: int, room: int) -> tuple[int, int]:
-    """Tokens of a passage and how many passages there are, so that all fit into the room."""
-    size = min(_COPY_TOKENS, ranked_tokens, room)
-    return size, min(_COPIES, ranked_tokens // size, room // size) if size else 0
-
-
-def _last_quarter(ids: list[int], config: TCAConfig) -> ProbedText:
-    """The text's own last quarter, or what there is of it behind one ranked block."""
-    start = max(len(ids) - len(ids) // 4, min(len(ids), config.window + config.block_size))
-    return ProbedText(ids, len(ids), start)
-
-
-def _encode_pairs(lm: Encoder, pairs: Any, name: str) -> tuple[list[int], tuple[bool, ...]]:
-    """Token ids of one text's pairs, one after the other, and which of them are answers."""
+def _encode_pairs(lm: Encoder, pairs: Any, name: str) -> list[Segment]:
+    """One text's pairs, each a probe of its own."""
     if isinstance(pairs, str | bytes) or not isinstance(pairs, Sequence):
         raise TypeError(f"{name} is of type {type(pairs).__name__}: must be a list of (question, answer) pairs")
     if not pairs:
@@ -150,61 +231,41 @@ def _encode_pairs(lm: Encoder, pairs: Any, name: str) -> tuple[list[int], tuple[
     texts = [isinstance(part, str | bytes) for pair in pairs for part in pair]
     if not any(texts):
         parts = [
-            (encode_prompt(lm, part, f"{name}[{i}] ({what})"), what == "answer")
+            [encode_prompt(lm, part, f"{name}[{i}] ({what})") for part, what in zip(pair, _PARTS, strict=True)]
             for i, pair in enumerate(pairs)
-            for part, what in zip(pair, ("question", "answer"), strict=True)
         ]
-        ids = [token for part, _ in parts for token in part]
-        return ids, tuple(answer for part, answer in parts for _ in part)
+        return [Segment((*q, *a), (False,) * len(q) + (True,) * len(a), "pairs") for q, a in parts]
     if not all(texts):
         raise TypeError(f"{name} holds text and token ids: must be one or the other throughout")
-    turns = [tuple(_text(part, f"{name}[{i}]") for part in pair) for i, pair in enumerate(pairs)]
+    turns = [[decode_utf8(part, f"{name}[{i}]") for part in pair] for i, pair in enumerate(pairs)]
+    for i, turn in enumerate(turns):
+        if not all(turn):
+            raise ValueError(f"{name}[{i}] holds an empty question or answer")
     if lm.tokenizer is None:
         raise ValueError(
             f"{name}: {lm.name} was loaded without a tokenizer, so text cannot be used; pass pairs of token ids"
         )
-    rendered, spans = _render(lm, turns, name)
-    ids = encode_verbatim(lm, rendered, name)
-    return ids, _inside(lm, rendered, spans, len(ids))
+    return [_encode_asked(lm, question, answer, "pairs", name) for question, answer in turns]
 
 
-def _text(part: str | bytes, name: str) -> str:
-    text = decode_utf8(part, name)
-    if not text:
-        raise ValueError(f"{name} holds an empty question or answer")
-    return text
+def _encode_asked(lm: Encoder, question: str, answer: str, kind: str, name: str, counted: str | None = None) -> Segment:
+    """A question and its answer as turns of the model's chat template, or as lines where it has none.
 
-
-def _render(lm: Encoder, turns: Sequence[tuple[str, ...]], name: str) -> tuple[str, list[tuple[int, int]]]:
-    """The pairs as turns of the model's chat template, or as lines where it has none, and where their answers lie."""
-    if not getattr(lm.tokenizer, "chat_template", None):
-        text, spans = "", []
-        for question, answer in turns:
-            text += f"\n{question} "
-            spans.append((len(text), len(text) + len(answer) + 1))
-            text += f"{answer}\n"
-        return text, spans
-    messages = [
-        {"role": role, "content": content}
-        for turn in turns
-        for role, content in zip(("user", "assistant"), turn, strict=True)
-    ]
-    rendered = render_chat(lm, messages, name, answered=True)
-    spans = []
-    for end in range(2, len(messages) + 1, 2):
-        question = render_chat(lm, messages[: end - 1], name)
-        answer = render_chat(lm, messages[:end], name, answered=True)
-        if not (rendered.startswith(question) and rendered.startswith(answer)):
-            spans = [(0, len(rendered))]  # a template that rewrites what came before: all counts
-            break
-        spans.append((len(question), len(answer)))
-    begun = len(rendered) - len(rendered.removeprefix(getattr(lm.tokenizer, "bos_token", None) or ""))
-    return rendered[begun:], [(start - begun, end - begun) for start, end in spans]  # the text has begun already
-
-
-def _inside(lm: Encoder, text: str, spans: Sequence[tuple[int, int]], tokens: int) -> tuple[bool, ...]:
-    """Which tokens of a text reach into one of the spans of characters; all where the tokenizer does not say."""
-    if not getattr(lm.tokenizer, "is_fast", False):
-        return (True,) * tokens
-    encoded = lm.tokenizer(text, verbose=False, add_special_tokens=False, return_offsets_mapping=True)
-    return tuple(any(a < end and b > start for start, end in spans) for a, b in encoded["offset_mapping"])
+    Tokens count that reach into the answer, or into the part of it that is `counted`; all do where the template
+    rewrites it or the tokenizer tells no characters.
+    """
+    text, before = f"\n{question} {answer}", f"\n{question} "
+    if getattr(lm.tokenizer, "chat_template", None):
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        text, before = render_chat(lm, turns, name, answered=True), render_chat(lm, turns[:1], name)
+    told = answer.strip() or answer  # templates may strip what they render
+    start = text.find(told, len(before)) if text.startswith(before) else text.rfind(told)
+    if counted is not None and start >= 0:
+        start, told = start + told.rindex(counted), counted
+    begun = len(text) - len(text.removeprefix(getattr(lm.tokenizer, "bos_token", None) or ""))  # by the text in front
+    ids = encode_verbatim(lm, text[begun:], name)
+    counts = [True] * len(ids)
+    if start >= 0 and getattr(lm.tokenizer, "is_fast", False):
+        encoded = lm.tokenizer(text[begun:], verbose=False, add_special_tokens=False, return_offsets_mapping=True)
+        counts = [a + begun < start + len(told) and b + begun > start for a, b in encoded["offset_mapping"]]
+    return Segment(tuple(ids), tuple(counts), kind)

@@ -1,4 +1,4 @@
-"""Profile: the rows of budgets that calibration chose for every KV head, saved and loaded through Orbax."""
+"""Profile: the reading and the row of budgets that calibration chose for every KV head, through Orbax."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ import numpy as np
 from jaxtyping import Float32, Float64, Int32
 
 from tca_jax.calibration.profile_format import ARRAYS, FORMAT_VERSION, read_fields, sign
-from tca_jax.calibration.rows import kept_share
+from tca_jax.calibration.rows import NO_ROW, kept_share
 from tca_jax.engine.persistence import RestoreArrays, load_step, save_step
 from tca_jax.methods import Method, configured
 from tca_jax.methods.checks import check_integer
 from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.tca_prefill import READINGS
 from tca_jax.models.config import ModelConfig
 
-_PROBES = ("kind", "tokens", "need", "rounds", "fallback", "kept")
+_LOSSES, _ENDS = ("inside", "answers", "following"), ("full", "row0", "chosen")
+_PROBES = ("counted", "kept", "attended")
 _SCORE_SLACK = 0.01  # float32 sums over long texts leave [0, 1] by rounding
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Profile:
-    """What calibration found: for each KV head of each layer, which candidate budgets its cache and its prefill get.
+    """What calibration found: for each KV head of each layer, how it reads a prompt and what its cache keeps.
 
     Attributes:
         candidates: Cache rows, what tokens behind the prompt attend to: rows of `candidate_distributions(config)`,
@@ -36,14 +38,17 @@ class Profile:
         fingerprint: Of the model's weights (`models.fingerprint`); None fits any model of this shape.
         model_name: Name of the model, for messages and titles.
         sources: One entry for each calibration sequence: its number of "tokens" and the "sha256" of its ids.
-        prefill_candidates: Prefill rows, what the prompt's own queries attend to; at most the cache rows, and those
-            where they are left out.
-        probe_scores: Probe score of every candidate, as `scores`; NaN where left out.
-        probes: How the probe scores were measured: the "kind" of the probes, their "tokens", how much the far context
-            matters to them ("need", in nats), how often that was measured ("rounds"), whether it was too little and the
-            text's worst queries took their place
-            ("fallback"), and the share that the cache had to be "kept" within, or None where tau_probe chose the rows.
-            None where there were no probes.
+        readings: How the prompt's own queries attend: "sparse", "blocks" or "dense", strings `[layers, H_kv]`; "sparse"
+            throughout where they are left out.
+        prefill_candidates: Prefill rows of heads that read "sparse", at most the cache rows, and those where they are
+            left out; of other heads the cache rows.
+        reading_worth: Nats that each head gives back inside a text by reading blocks, to first order, float32
+            `[layers, H_kv]`; NaN where not measured.
+        keeping_worth: The same of answers, or of what follows a text, by keeping everything.
+        losses: Mean losses in nats a token, "full" attention's, with "row0" in every head and as "chosen": "inside" the
+            texts, of the probes' "answers" and of the tokens "following" a selection; those that were measured.
+        probes: Tokens of answers that counted by kind of probe ("counted", 0 for a kind that says nothing of the
+            model), and the bounds "kept" and "attended", or None. None where there were no probes.
         library_version: Version of tca_jax that made the profile.
 
     Raises:
@@ -56,23 +61,41 @@ class Profile:
     fingerprint: str | None
     model_name: str
     sources: tuple[Mapping[str, Any], ...] = ()
-    prefill_candidates: np.ndarray = None  # type: ignore[assignment]  # an array once it is made
-    probe_scores: np.ndarray = None  # type: ignore[assignment]
+    readings: np.ndarray = None  # type: ignore[assignment]  # an array once it is made
+    prefill_candidates: np.ndarray = None  # type: ignore[assignment]
+    reading_worth: np.ndarray = None  # type: ignore[assignment]
+    keeping_worth: np.ndarray = None  # type: ignore[assignment]
+    losses: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     probes: Mapping[str, Any] | None = None
     library_version: str = dataclasses.field(default_factory=lambda: importlib.metadata.version("tca-jax"))
 
     def __post_init__(self) -> None:
         rows = self.config.num_candidates + 1
-        object.__setattr__(self, "candidates", _checked_candidates("candidates", self.candidates, rows))
+
+        def set_to(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        set_to("candidates", _checked_candidates("candidates", self.candidates, rows))
+        shape = self.candidates.shape
+        set_to("readings", _checked_readings(self.readings, shape))
         prefill = self.candidates if self.prefill_candidates is None else self.prefill_candidates
-        object.__setattr__(self, "prefill_candidates", _checked_candidates("prefill_candidates", prefill, rows))
+        prefill = _checked_candidates("prefill_candidates", prefill, rows)
+        _require_shape("prefill_candidates", prefill, shape)
+        set_to("prefill_candidates", _frozen(np.where(self._reads_sparse, prefill, self.candidates), np.int32))
         _require_subset(self.prefill_candidates, self.candidates)
-        shape = (*self.candidates.shape, rows)
-        probed = np.full(shape, np.nan, np.float32) if self.probe_scores is None else self.probe_scores
-        object.__setattr__(self, "scores", _checked_scores("scores", self.scores, shape))
-        object.__setattr__(self, "probe_scores", _checked_scores("probe_scores", probed, shape))
-        object.__setattr__(self, "sources", _checked_sources(self.sources))
-        object.__setattr__(self, "probes", _checked_probes(self.probes))
+        set_to("scores", _checked_scores(self.scores, (*shape, rows)))
+        for name in ("reading_worth", "keeping_worth"):
+            worth = getattr(self, name)
+            worth = np.asarray(np.full(shape, np.nan) if worth is None else worth)
+            _require_shape(name, worth, shape)
+            set_to(name, _frozen(worth, np.float32))
+        set_to("sources", _checked_sources(self.sources))
+        set_to("losses", _checked_losses(self.losses))
+        set_to("probes", _checked_probes(self.probes))
+
+    @property
+    def _reads_sparse(self) -> np.ndarray:
+        return self.readings == "sparse"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Profile):
@@ -138,15 +161,20 @@ class Profile:
             ValueError: `num_tokens` is not a positive integer.
         """
         check_integer("num_tokens", num_tokens, at_least=1)
-        return kept_share(self.config, int(num_tokens), self.candidates, self.prefill_candidates)
+        prefill = np.where(self._reads_sparse, self.prefill_candidates, NO_ROW)
+        return kept_share(self.config, int(num_tokens), self.candidates, prefill)
 
     def prefill_kept_share(self, num_tokens: int) -> Float64[np.ndarray, "layers Hkv"]:
-        """Share of a prompt's tokens that the first token behind it would attend to under the prefill rows, at most.
+        """Share of a prompt's tokens that a query behind its last token would attend to by its head's reading, at most.
 
         As `kept_share`, which is the share of the memory; this one tells the work of reading the prompt.
         """
         check_integer("num_tokens", num_tokens, at_least=1)
-        return kept_share(self.config, int(num_tokens), self.prefill_candidates, self.prefill_candidates)
+        config, tokens = self.config, int(num_tokens)
+        sparse = kept_share(config, tokens, self.prefill_candidates, self.prefill_candidates)
+        left = config.num_ranked_blocks(tokens)
+        blocks = (tokens - max(0, left - config.fetch) * config.block_size) / tokens
+        return np.select([self._reads_sparse, self.readings == "blocks"], [sparse, blocks], 1.0)
 
     def validate_for(self, model_config: ModelConfig, fingerprint: str | None, name: str) -> None:
         """Checks that the profile belongs to a model.
@@ -173,9 +201,12 @@ class Profile:
 
     def method(self) -> Method:
         """The attention method that runs under these budgets, a `tca_jax.methods` object."""
-        if np.array_equal(self.prefill_candidates, self.candidates):
-            return configured(self.config, self.candidates)
-        return configured(self.config, self.candidates, self.prefill_candidates)
+        options: dict[str, Any] = {}
+        if not np.array_equal(self.prefill_candidates, self.candidates):
+            options["prefill_candidates"] = self.prefill_candidates
+        if not self._reads_sparse.all():
+            options["readings"] = self.readings
+        return configured(self.config, self.candidates, **options)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes the profile to a directory, in place of the one that it holds.
@@ -199,7 +230,7 @@ class Profile:
     def load(cls, directory: str | os.PathLike[str]) -> Profile:
         """Reads the profile that `save` wrote to a directory, on any kind and number of devices.
 
-        Profiles of every earlier version load: what they lack is what the library that wrote them did.
+        Formats of before the first release are refused with the command that makes a new profile.
 
         Args:
             directory: As given to `save`. Nothing in it is changed.
@@ -224,12 +255,16 @@ class Profile:
         """The profile that a folder holds."""
         fields = read_fields(folder, metadata, restore)
         try:
-            return cls(**{**fields, "sources": _checked_sources(fields["sources"])})
+            codes = np.clip(fields.pop("readings"), 0, len(READINGS) - 1)
+            return cls(
+                **{**fields, "readings": np.array(READINGS)[codes], "sources": _checked_sources(fields["sources"])}
+            )
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from error
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        return {name: getattr(self, name) for name in ARRAYS}
+        codes = np.argmax(self.readings[..., None] == np.array(READINGS), axis=-1).astype(np.int32)
+        return {name: codes if name == "readings" else getattr(self, name) for name in ARRAYS}
 
     def _metadata(self) -> dict[str, Any]:
         """All but the arrays, as JSON values."""
@@ -239,6 +274,7 @@ class Profile:
             "fingerprint": self.fingerprint,
             "model_name": self.model_name,
             "sources": [dict(source) for source in self.sources],
+            "losses": {name: dict(of_name) for name, of_name in self.losses.items()},
             "probes": None if self.probes is None else dict(self.probes),
             "library_version": self.library_version,
         }
@@ -259,13 +295,22 @@ def _checked_candidates(name: str, value: Any, rows: int) -> Int32[np.ndarray, "
     return _frozen(array, np.int32)
 
 
-def _require_subset(prefill: Int32[np.ndarray, "layers Hkv"], cache: Int32[np.ndarray, " ..."]) -> None:
-    """Raises unless every head has a prefill row, and at most its cache row."""
-    if prefill.shape != cache.shape:
-        raise ValueError(
-            f"Profile.prefill_candidates: must be integers {list(cache.shape)}, as candidates are, got "
-            f"{list(prefill.shape)}"
-        )
+def _checked_readings(value: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """`value` as a read-only array of names of readings, "sparse" throughout for None."""
+    array = np.asarray(np.full(shape, READINGS[0]) if value is None else value)
+    if array.dtype.kind != "U" or not np.isin(array, READINGS).all():
+        raise ValueError(f"Profile.readings = {array.tolist()}: must be names out of {list(READINGS)}")
+    _require_shape("readings", array, shape)
+    return _frozen(array, array.dtype)
+
+
+def _require_shape(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
+    if array.shape != shape:
+        raise ValueError(f"Profile.{name}: must be {list(shape)}, as candidates are, got {list(array.shape)}")
+
+
+def _require_subset(prefill: Int32[np.ndarray, "layers Hkv"], cache: Int32[np.ndarray, "layers Hkv"]) -> None:
+    """Raises unless every head's prefill row is at most its cache row."""
     wrong = np.argwhere(prefill > cache)
     if len(wrong):
         layer, head = wrong[0]
@@ -275,18 +320,18 @@ def _require_subset(prefill: Int32[np.ndarray, "layers Hkv"], cache: Int32[np.nd
         )
 
 
-def _checked_scores(name: str, value: Any, shape: tuple[int, ...]) -> Float32[np.ndarray, "layers Hkv rows"]:
+def _checked_scores(value: Any, shape: tuple[int, ...]) -> Float32[np.ndarray, "layers Hkv rows"]:
     """`value` as a read-only float32 array of that shape with scores in [0, 1] or NaN."""
     array = np.asarray(value)
     if array.shape != shape or not np.issubdtype(array.dtype, np.floating):
         raise ValueError(
-            f"Profile.{name}: must be floats [layers, H_kv, M + 1] = {list(shape)}, "
+            f"Profile.scores: must be floats [layers, H_kv, M + 1] = {list(shape)}, "
             f"got {array.dtype} {list(array.shape)}"
         )
     wrong = np.argwhere((array < -_SCORE_SLACK) | (array > 1 + _SCORE_SLACK))
     if len(wrong):
         at = tuple(wrong[0].tolist())
-        raise ValueError(f"Profile.{name}{list(at)} = {array[at]}: must lie in [0, 1]")
+        raise ValueError(f"Profile.scores{list(at)} = {array[at]}: must lie in [0, 1]")
     return _frozen(array, np.float32)
 
 
@@ -305,31 +350,27 @@ def _checked_sources(value: Sequence[Any]) -> tuple[dict[str, Any], ...]:
     return tuple(dict(source) for source in value)
 
 
+def _checked_losses(value: Any) -> dict[str, dict[str, float]]:
+    """`value` with three losses each, copied."""
+    for name, losses in value.items() if isinstance(value, Mapping) else [("", None)]:
+        if name not in _LOSSES or not isinstance(losses, Mapping) or set(losses) != set(_ENDS):
+            raise ValueError(
+                f"Profile.losses = {value!r}: must hold {list(_ENDS)} under some of {list(_LOSSES)}; where a newer "
+                "tca_jax wrote the profile, upgrade tca_jax"
+            )
+    return {name: {end: float(losses[end]) for end in _ENDS} for name, losses in value.items()}
+
+
 def _checked_probes(value: Any) -> dict[str, Any] | None:
-    """`value` with the entries that tell how probe scores were measured, copied."""
+    """`value` with the entries that tell how the second search was made, copied."""
     if value is None:
         return None
-    if isinstance(value, Mapping) and (unknown := sorted(set(map(str, value)) - set(_PROBES))):
+    if not isinstance(value, Mapping) or set(value) != set(_PROBES) or not isinstance(value["counted"], Mapping):
         raise ValueError(
-            f"Profile.probes: unknown entry {unknown[0]!r}; known are {list(_PROBES)}. Where a newer tca_jax wrote the "
+            f"Profile.probes = {value!r}: must be None, or hold {list(_PROBES)}; where a newer tca_jax wrote the "
             "profile, upgrade tca_jax"
         )
-    known = (
-        isinstance(value, Mapping)
-        and set(value) == set(_PROBES)
-        and value["kind"] in ("copy", "text", "pairs")
-        and isinstance(value["tokens"], int)
-        and isinstance(value["need"], int | float)
-        and isinstance(value["rounds"], int)
-        and isinstance(value["fallback"], bool)
-        and isinstance(value["kept"], int | float | None)
-    )
-    if not known:
-        raise ValueError(
-            f"Profile.probes = {value!r}: must be None, or hold a 'kind' of 'copy', 'text' or 'pairs', integers "
-            "'tokens' and 'rounds', numbers 'need' and 'kept' (or None) and a boolean 'fallback'"
-        )
-    return dict(value)
+    return {**value, "counted": {str(kind): int(count) for kind, count in value["counted"].items()}}
 
 
 def _frozen(array: np.ndarray, dtype: Any) -> np.ndarray:

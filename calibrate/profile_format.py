@@ -1,10 +1,10 @@
-"""What a saved profile holds: fields of metadata and arrays, how past versions are read, and a checksum over all."""
+"""What a saved profile holds: fields of metadata and arrays, and a checksum over all."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Any
@@ -14,12 +14,12 @@ import numpy as np
 from tca_jax.engine.persistence import RestoreArrays, checksum
 from tca_jax.methods.config import TCAConfig
 
-# Version 1 has no checksum. What a version lacks is read as what the library that wrote it did.
-FORMAT_VERSION = 2
+# Formats 1 and 2 were of before the first release: their rows were found by other rules, and what they lack would have
+# to be guessed.
+FORMAT_VERSION = 3
+_OLDEST = 3
 
-#: Arrays of a profile; the first two are those that every profile has, of whatever time.
-ARRAYS = ("candidates", "scores", "prefill_candidates", "probe_scores")
-_ALWAYS = ARRAYS[:2]
+ARRAYS = ("candidates", "scores", "readings", "prefill_candidates", "reading_worth", "keeping_worth")
 _CHECKSUM = "sha256"
 _FIELD_TYPES: Mapping[str, tuple[type | UnionType, str]] = MappingProxyType(
     {
@@ -28,14 +28,10 @@ _FIELD_TYPES: Mapping[str, tuple[type | UnionType, str]] = MappingProxyType(
         "fingerprint": (str | None, "a string or null"),
         "model_name": (str, "a string"),
         "sources": (list, "a list"),
+        "losses": (dict, "an object"),
         "probes": (dict | None, "an object or null"),
         "library_version": (str, "a string"),
     }
-)
-_ABSENT_FIELDS: Mapping[str, Any] = MappingProxyType({"sources": [], "probes": None, "library_version": "unknown"})
-# Fields of TCAConfig that came later than format version 1, each with the value that does what was done without it.
-_ABSENT_CONFIG_FIELDS: Mapping[str, Any] = MappingProxyType(
-    {"reserve": 0, "observation": 64, "spread": 16, "tau_probe": 0.0}
 )
 
 
@@ -54,27 +50,24 @@ def read_fields(folder: Path, metadata: Any, restore: RestoreArrays) -> dict[str
         restore: Reads arrays by their names.
 
     Returns:
-        Values of the profile's fields, those that an older version lacks among them.
+        Values of the profile's fields.
 
     Raises:
         ValueError: something does not match the checksum, is missing, unknown, of a wrong type, or of a newer version;
             the message names the folder and the field.
     """
     file = folder / "metadata" / "metadata"
-    version = _format_version(metadata, file)
-    if version == 1:
-        arrays = restore(_ALWAYS)
-    else:
-        metadata, arrays = _verified(folder, metadata, restore)
-    fields = _complete(metadata, _FIELD_TYPES, _ABSENT_FIELDS, str(file))
+    _require_version(metadata, file)
+    fields, arrays = _verified(folder, metadata, restore)
+    _require_fields(fields, _FIELD_TYPES, _FIELD_TYPES, str(file))
     for name, (kind, description) in _FIELD_TYPES.items():
         if not isinstance(fields[name], kind):
             raise ValueError(f"{file}: {name} = {fields[name]!r}: must be {description}")
     names = [field.name for field in dataclasses.fields(TCAConfig)]
-    config = _complete(fields["config"], names, _ABSENT_CONFIG_FIELDS, f"{file}: config")
+    _require_fields(fields["config"], names, names, f"{file}: config")
     del fields["format_version"]
     try:
-        return {**fields, **arrays, "config": TCAConfig(**config)}
+        return {**fields, **arrays, "config": TCAConfig(**fields["config"])}
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 
@@ -89,7 +82,7 @@ def _verified(folder: Path, metadata: dict[str, Any], restore: RestoreArrays) ->
     names = signed["arrays"]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{where}: arrays = {names!r}: must be a list of names")
-    _require_fields(names, _ALWAYS, ARRAYS, f"{where}: arrays")
+    _require_fields(names, ARRAYS, ARRAYS, f"{where}: arrays")
     arrays = restore(names)
     if metadata[_CHECKSUM] != checksum(signed, arrays):
         raise ValueError(f"{folder}: damaged: the profile in it does not match its checksum")
@@ -97,25 +90,24 @@ def _verified(folder: Path, metadata: dict[str, Any], restore: RestoreArrays) ->
     return signed, arrays
 
 
-def _format_version(metadata: Any, file: Path) -> int:
+def _require_version(metadata: Any, file: Path) -> None:
+    """Raises ValueError unless the metadata is of a format that can be read."""
     if not isinstance(metadata, dict) or "format_version" not in metadata:
         raise ValueError(f"{file}: has no field 'format_version', so it is not a tca_jax profile")
     version = metadata["format_version"]
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
         raise ValueError(f"{file}: format_version = {version!r}: must be an integer of at least 1")
+    if version < _OLDEST:
+        raise ValueError(
+            f"{file}: format_version = {version} is of before the first release, whose budgets were found by other "
+            "rules; make a new profile: tca-jax calibrate "
+            f"{metadata.get('model_name', 'MODEL')} --text FILE --out FOLDER"
+        )
     if version > FORMAT_VERSION:
         raise ValueError(
             f"{file}: format_version = {version} is newer than {FORMAT_VERSION}, the newest that tca_jax "
             f"{importlib.metadata.version('tca-jax')} reads: upgrade tca_jax"
         )
-    return version
-
-
-def _complete(found: Mapping[str, Any], known: Iterable[str], absent: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`found` with the values of absent fields; ValueError where it lacks another, or has one that is not known."""
-    known = list(known)
-    _require_fields(found, [name for name in known if name not in absent], known, where)
-    return {name: found[name] if name in found else absent[name] for name in known}
 
 
 def _require_fields(found: Collection[str], wanted: Collection[str], known: Collection[str], where: str) -> None:

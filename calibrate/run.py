@@ -1,33 +1,38 @@
-"""calibrate: what every KV head needs of its candidates, measured on full attention over texts and their probes."""
+"""calibrate: how every KV head reads a prompt and what its cache keeps, by the loss that a head's missing costs."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float64, Int32
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int32
 
-from tca_jax.calibration.needs import Found, ReadProbe, find_needed
-from tca_jax.calibration.passes import ForwardPass, score_layer, worst_layer
-from tca_jax.calibration.probes import ProbedText, Probes, probe_kind, probed_texts
+from tca_jax.calibration.journal import Journal
+from tca_jax.calibration.layer_programs import HEADS, layer_program
+from tca_jax.calibration.passes import ForwardPass
+from tca_jax.calibration.probes import ProbedText, Probes, probe_kinds, probed_texts
 from tca_jax.calibration.profile import Profile
-from tca_jax.calibration.rows import choose_cache_rows, choose_candidates, densest_within, require_fit
-from tca_jax.engine.buckets import bucket_length
+from tca_jax.calibration.rows import choose_candidates, require_fit
+from tca_jax.calibration.scores import calibration_scores
+from tca_jax.calibration.worth import Keeping, Losses, Reading, choose_keeping, choose_reading
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import on_host
+from tca_jax.engine.mesh import SAME, on_host
 from tca_jax.engine.prompts import Encoder, Prompt, encode_prompts
 from tca_jax.methods.checks import is_finite_number
-from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.config import Criterion, TCAConfig
+from tca_jax.methods.heads import head_numbers
+from tca_jax.pallas_kernels.causal_attention import causal_attention
 
 _DEFAULT_CONFIG = TCAConfig()
-# Nats a probe token below which a probe tells nothing. The small changes that a sparse reading makes to plain text come
-# to 0.03 on a model of a few million weights; one answer token of a hundred adds up to 0.05; copies give more than 0.1.
-_LEAST_NEED = 0.05
+Progress = Callable[[int, int], None]
 
 
 def calibrate(
@@ -35,110 +40,105 @@ def calibrate(
     texts: Prompt | Sequence[Prompt],
     config: TCAConfig = _DEFAULT_CONFIG,
     *,
-    probes: Probes = "copy",
+    probes: Probes = None,
     kept: float | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    attended: float | None = None,
+    criterion: Criterion | None = None,
+    journal: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
 ) -> Profile:
-    """Finds two rows of budgets for every KV head (Algorithm 1 and probes).
+    """Finds a reading and a cache row for every KV head: a head is worth the loss that its missing costs.
 
-    The prefill row is the sparsest candidate whose calibration score reaches `config.tau`. The cache row is the
-    sparsest at or above it whose probe score reaches `config.tau_probe`: a probe is a passage behind the text that the
-    model answers from far back. What it loses when all heads hold the sparsest row's tokens alone tells which of its
-    tokens need more, and the derivative of these losses which heads would give that back (docs/method.md, "Probes").
+    Two searches of one form (docs/method.md, "What a head is worth"). First the heads that must read blocks for the
+    loss inside the texts to stay within `config.read_tolerance`; then those that must keep more than row 0 for answers
+    behind the texts to stay within `config.keep_tolerance`. With another criterion: Algorithm 1, one row a head.
 
     Args:
         lm: The model, from `tca_jax.load`. Its own profile, if it has one, plays no part.
         texts: One or several texts or sequences of token ids, each longer than the window. Best are some as
-            long as the prompts to come, and of their kind, several for each kind of question. All are averaged.
+            long as the prompts to come, and of their kind. All are averaged.
         config: Hyperparameters, of calibration and of inference with the profile.
-        probes: "copy": passages of the text again (any text will do); "text": the text's own last quarter; for each
-            text a list of (question, answer) pairs, as text or as token ids; or None: the cache row is the prefill row.
-            With `config.tau_probe` 0 nothing asks for copies, and none are read.
-        kept: The largest mean share of the cache's tokens, in (0, 1], at the length of the longest text. As many heads
-            are dense as fit, those of the worst probe scores first, beside the rows that reach `config.tau_probe`; if
-            these alone do not fit, the others keep their prefill rows.
+        probes: "facts": facts of the library's own making, hidden in the texts and asked for; "copy": passages of the
+            texts again; both, a list, which is the default; or for each text a list of (question, answer) pairs, as
+            text or as token ids. Tokens of answers count that full attention knows and row 0 loses.
+        kept: The largest mean share of the cache's tokens, in (0, 1], behind the longest text without its last tokens,
+            which are a probe: heads become denser in the order of their worth as long as they fit.
+        attended: The same for the share of the texts' pairs (query, key) that heads attend to while they are read.
+        criterion: "worth", "retained_mass" or "column_mean"; None for `config.criterion`.
+        journal: A file that keeps what was measured: a calibration that was interrupted goes on from there. It is
+            deleted at the end.
         progress: Called with (layers done, layers in all), summed over all passes, first with 0 done; the second number
-            grows where texts must be read again, and where probes prove to tell nothing.
+            is an estimate that grows where searches take longer.
 
     Returns:
-        The profile: both rows, all scores and what they were measured on.
+        The profile: readings, rows, what heads are worth, the losses, and what they were measured on.
 
     Raises:
         ValueError: a text is empty, not UTF-8, too short for the window or longer than the model's context,
             holds ids outside the vocabulary, or is text where the model has no tokenizer; the probes are not allowed or
-            pass the model's positions; `kept` is not in (0, 1], comes without probes, or is less than window, reserve
-            and prefill rows take, which are known once full attention has read the texts; or the model computes NaN or
-            infinity.
+            pass the model's positions; a bound is not in (0, 1], is less than row 0 in every head takes, or comes
+            with a criterion that has no searches; or the model computes NaN or infinity.
         TypeError: `texts` or `probes` hold something else than text and token ids.
 
     Warns:
-        UserWarning: a text has fewer than 2 (window + block_size) tokens, so few queries measured anything; or the
-            probes do not matter to the model (it does not copy, does not know, or nothing far is asked for): the worst
-            1% of the texts' queries take their place, which is safer and keeps more.
+        UserWarning: a text has fewer than 2 (window + block_size) tokens, so few queries measured anything; no kind of
+            probe says anything of the model, so heads that read blocks keep everything; or a search has ended above
+            its tolerance.
     """
-    require_kept(kept, probes)
-    if probe_kind(probes) == "copy" and config.tau_probe == 0 and kept is None:
-        probes = None
+    config = config if criterion is None else dataclasses.replace(config, criterion=criterion)
+    require_bounds(config, probes=probes, kept=kept, attended=attended)
     sequences = encode_prompts(lm, texts, "texts")
     for index, ids in enumerate(sequences):
         require_length(f"texts[{index}]", len(ids), lm, config)
-    probed = probed_texts(lm, sequences, probes, config)
-    tokens = max(text.text_tokens for text in probed)
-    if kept is not None:
-        require_fit(kept, tokens, config)
-    if short := _short_text([text.text_tokens for text in probed], config):
+    if short := _short_text([len(ids) for ids in sequences], config):
         warnings.warn(short, stacklevel=2)
-    steps = _Steps(sum(2 if text.num_probe else 1 for text in probed) * lm.config.num_layers, progress)
-    measured = _measure(lm, probed, config, steps, kept=kept)
-    counted = int(sum(text.counted.sum() for text in probed))
-    found = measured.found
-    fallback = found is not None and not found.enough
-    if found is not None and fallback:
-        warnings.warn(_useless_probes(lm, found.need, counted), stacklevel=2)
-        worst = 1 - _worst_queries(lm, probed, config, steps)
-        measured = dataclasses.replace(measured, probe_scores=worst)
-    rows = _choose_rows(measured, config, kept, tokens)
-    return Profile(
-        **rows,
-        scores=measured.scores.astype(np.float32),
-        probes=None
-        if found is None
-        else {
-            "kind": probe_kind(probes),
-            "tokens": sum(text.num_probe for text in probed),
-            "need": found.need,
-            "rounds": found.rounds,
-            "fallback": fallback,
-            "kept": None if kept is None else float(kept),
-        },
-        config=config,
-        fingerprint=lm.fingerprint,
-        model_name=lm.name,
-        sources=tuple(_source(text.ids[: text.text_tokens]) for text in probed),
+    found: dict[str, Any] = {
+        "config": config,
+        "fingerprint": lm.fingerprint,
+        "model_name": lm.name,
+        "sources": tuple(_source(ids) for ids in sequences),
+    }
+    if config.criterion != "worth":
+        return _by_scores(lm, sequences, config, _Steps(len(sequences) * lm.config.num_layers, progress), found)
+    probed = probed_texts(lm, sequences, probes, config)
+    if kept is not None:
+        require_fit(kept, max(len(text.ids) for text in probed), config)
+    identity = [found["fingerprint"], dataclasses.asdict(config), found["sources"], [_probed(text) for text in probed]]
+    trials = Journal(None if journal is None else Path(journal), [*identity, kept, attended])
+    steps = _Steps(_LIKELY_PASSES * len(sequences) * lm.config.num_layers, progress)
+    reading = choose_reading(lm, sequences, config, attended=attended, journal=trials, step=steps.step)
+    blocks = reading.found.more
+    kinds = probe_kinds(probes)
+    keeping = choose_keeping(lm, probed, blocks, config, kinds=kinds, kept=kept, journal=trials, step=steps.step)
+    steps.finish()
+    for text in _unexplained(
+        lm, reading, keeping, probe_kinds(probes), bounded=kept is not None or attended is not None
+    ):
+        warnings.warn(text, stacklevel=2)
+    more = "blocks" if config.num_ranked_blocks(max(map(len, sequences))) > config.fetch else "dense"
+    losses = {"inside": reading.losses, "answers": keeping.answers, "following": keeping.following}
+    profile = Profile(
+        candidates=keeping.rows,
+        scores=np.full((*blocks.shape, config.num_candidates + 1), np.nan, np.float32),
+        readings=np.where(blocks, more, "sparse"),
+        prefill_candidates=np.where(blocks, keeping.rows, 0),
+        reading_worth=reading.found.worth,
+        keeping_worth=keeping.found.worth,
+        losses={name: dataclasses.asdict(of_name) for name, of_name in losses.items() if of_name is not None},
+        probes={"counted": keeping.counted, "kept": kept, "attended": attended},
+        **found,
     )
+    trials.remove()
+    return profile
 
 
-@dataclasses.dataclass(frozen=True)
-class _Measured:
-    """What the passes over all texts measured.
-
-    Attributes:
-        scores: Calibration scores, the mean over the texts.
-        prefill_rows: What these choose.
-        probe_scores: Of every row; all 1 without probes.
-        found: What the probes found; None without any.
-    """
-
-    scores: Float64[np.ndarray, "layers Hkv M1"]
-    prefill_rows: Int32[np.ndarray, "layers Hkv"]
-    probe_scores: Float64[np.ndarray, "layers Hkv M1"]
-    found: Found | None
+_LIKELY_PASSES = 10  # over each text, in both searches
 
 
 class _Steps:
     """Tells how many layers have run, of how many."""
 
-    def __init__(self, total: int, progress: Callable[[int, int], None] | None) -> None:
+    def __init__(self, total: int, progress: Progress | None) -> None:
         self.done, self.total, self._progress = 0, total, progress or (lambda done, total: None)
         self._progress(0, total)
 
@@ -147,80 +147,80 @@ class _Steps:
         self.total = max(self.total, self.done)
         self._progress(self.done, self.total)
 
+    def finish(self) -> None:
+        """All has run, if fewer layers than was thought."""
+        self._progress(self.done, self.done)
 
-def _measure(lm: LM, texts: Sequence[ProbedText], config: TCAConfig, steps: _Steps, *, kept: float | None) -> _Measured:
-    """A pass of full attention over each text, then rounds of reading the probes over what the rows so far keep."""
-    shape = lm.config.num_layers, lm.config.num_kv_heads, config.num_candidates + 1
-    scores, probes = np.zeros(shape), []
-    longest = max(text.num_probe for text in texts)
-    most = bucket_length(longest) if longest else 0  # one bucket for all: each is a program
-    for text in texts:
-        tokens, starts = jnp.array([text.text_tokens], jnp.int32), jnp.array([text.probe_start], jnp.int32)
-        full = ForwardPass(lm, text.ids)
-        masses = []
-        for layer, (of_layer, mass) in enumerate(full.layers(score_layer, tokens, starts, config, most)):
-            of_layer, mass = on_host((of_layer, mass))  # all texts' and layers' would crowd the device
+
+def _by_scores(
+    lm: LM, sequences: Sequence[list[int]], config: TCAConfig, steps: _Steps, found: dict[str, Any]
+) -> Profile:
+    """Algorithm 1: the sparsest candidate of every head whose score reaches tau."""
+    scores = np.zeros((lm.config.num_layers, lm.config.num_kv_heads, config.num_candidates + 1))
+    for ids in sequences:
+        for layer, of_layer in enumerate(ForwardPass(lm, ids).layers(_score_layer, config)):
+            of_layer = on_host(of_layer)  # all texts' and layers' would crowd the device
             if not np.isfinite(of_layer).all():
                 raise ValueError(f"model {lm.name!r} computes NaN or infinity in the attention of layer {layer}")
             scores[layer] += lm.own_heads(layer, of_layer)
-            masses.append(lm.own_heads(layer, mass))
             steps.step()
-        if text.num_probe:
-            probes.append(ReadProbe(text, full.losses(text.probe_start, most), masses))
-    scores /= len(texts)
-    prefill = np.asarray(choose_candidates(jnp.asarray(scores, jnp.float32), config.tau))
-    if kept is not None:  # said before the probes are read
-        require_fit(kept, max(text.text_tokens for text in texts), config, prefill.ravel())
-    if not probes:
-        return _Measured(scores, prefill, np.ones(shape), None)
-    found = find_needed(lm, probes, prefill, config, least=_LEAST_NEED, step=steps.step)
-    return _Measured(scores, prefill, 1 - found.blame, found)
+    scores = (scores / len(sequences)).astype(np.float32)
+    rows = np.asarray(choose_candidates(jnp.asarray(scores), config.tau))
+    return Profile(candidates=rows, scores=scores, **found)
 
 
-def _worst_queries(
-    lm: LM, texts: Sequence[ProbedText], config: TCAConfig, steps: _Steps
-) -> Float64[np.ndarray, "layers Hkv M1"]:
-    """Mean dropped mass of the worst 1% of each text's queries behind a selection in its middle."""
-    shape = lm.config.num_layers, lm.config.num_kv_heads, config.num_candidates + 1
-    dropped, weight = np.zeros(shape), 0
-    steps.total += lm.config.num_layers * len(texts)
-    for text in texts:
-        # A selection needs a ranked block to choose from.
-        start = min(max(text.text_tokens // 2, config.window + config.block_size), text.text_tokens - 1)
-        queries = text.text_tokens - start
-        starts = jnp.array([start], jnp.int32)
-        run = ForwardPass(lm, text.ids[: text.text_tokens])
-        for layer, worst in enumerate(run.layers(worst_layer, starts, config, bucket_length(queries))):
-            dropped[layer] += lm.own_heads(layer, on_host(worst)) * np.float64(queries)
-            steps.step()
-        weight += queries
-    return dropped / weight
+@layer_program(static=("config",), donate=("x",), outputs=(SAME, HEADS))
+def _score_layer(
+    graphdef: Any,
+    weights: Any,
+    x: Float[Array, "1 L D"],
+    cos: Float[Array, "1 L half"],
+    sin: Float[Array, "1 L half"],
+    lengths: Int32[Array, " 1"],
+    config: TCAConfig,
+) -> tuple[Float[Array, "1 L D"], Float32[Array, "Hkv M1"]]:
+    """Full attention: the stream behind the layer, and calibration scores; NaN where a query or key is not finite."""
+
+    def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, Array]:
+        scores = calibration_scores(q, k, lengths, config, heads=head_numbers(0, k.shape[2]))[0]
+        finite = jnp.isfinite(q).all() & jnp.isfinite(k).all()  # a selection among NaNs may score well
+        return causal_attention(q, k, v, lengths), jnp.where(finite, scores, jnp.nan)
+
+    x, scores, _ = nnx.merge(graphdef, weights)(x, cos, sin, attend, None)
+    return x, scores
 
 
-def _choose_rows(measured: _Measured, config: TCAConfig, kept: float | None, tokens: int) -> dict[str, Any]:
-    """The fields of a profile that say what each head keeps, and by which probe scores."""
-    prefill = measured.prefill_rows
-    if measured.found is None:
-        return {"candidates": prefill}
-    scores = measured.probe_scores.astype(np.float32)
-    cache = choose_cache_rows(scores, prefill, config.tau_probe)
-    if kept is not None:
-        cache = densest_within(kept, tokens, scores, prefill, config, cache)
-    return {"candidates": cache, "prefill_candidates": prefill, "probe_scores": scores}
-
-
-def _source(ids: list[int]) -> dict[str, Any]:
+def _source(ids: Sequence[int]) -> dict[str, Any]:
     return {"tokens": len(ids), "sha256": hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()}
 
 
-def _useless_probes(lm: LM, need: float, tokens: int) -> str:
-    """What to say of probes whose answers do not need the far context."""
-    return (
-        f"the probes do not matter to {lm.name!r}: without the far context the loss of their {tokens} "
-        f"tokens rises by {need / max(1, tokens):.4f} nats each, less than {_LEAST_NEED}, so they "
-        "cannot tell which heads look far. The worst 1% of the texts' queries take their place, and more is kept; "
-        "(question, answer) pairs that the model answers from the text are better probes"
-    )
+def _probed(text: ProbedText) -> list[Any]:
+    return [_source(text.ids), *(_source(probe.ids) for probe in text.segments)]
+
+
+def _unexplained(lm: LM, reading: Reading, keeping: Keeping, kinds: tuple[str, ...], *, bounded: bool) -> list[str]:
+    """What to say of searches that have not found all."""
+    said = []
+    if not any(keeping.counted.values()):
+        said.append(
+            f"no probe says anything of {lm.name!r}: no answer to {' or '.join(kinds)} is known under full attention "
+            "and lost at row 0, so the heads that read blocks keep everything; (question, answer) pairs that the model "
+            "answers from the text are better probes"
+        )
+    ends = [
+        ("inside the texts", reading.found.excess, reading.losses),
+        ("of answers and of what follows a text", keeping.found.excess, keeping.answers or keeping.following),
+    ]
+    for where, excess, losses in ends:
+        if excess > 1 and losses is not None and not bounded:
+            said.append(
+                f"the loss {where} stays above its tolerance: {_three(losses)}; no single head gives more of it back"
+            )
+    return said
+
+
+def _three(losses: Losses) -> str:
+    return f"{losses.full:.4f} under full attention, {losses.row0:.4f} at row 0, {losses.chosen:.4f} as chosen"
 
 
 def require_length(name: str, tokens: int, lm: Encoder, config: TCAConfig) -> None:
@@ -235,14 +235,14 @@ def require_length(name: str, tokens: int, lm: Encoder, config: TCAConfig) -> No
         raise ValueError(f"{name} has {tokens} tokens, model {lm.name!r} has {most} positions: split the text")
 
 
-def require_kept(kept: float | None, probes: Any) -> None:
-    """Raises ValueError if `kept` is neither None nor a share, or there are no probes to rank heads by."""
-    if kept is None:
-        return
-    if not is_finite_number(kept) or not 0 < kept <= 1:
-        raise ValueError(f"kept = {kept!r}: must lie in (0, 1]")
-    if probes is None:
-        raise ValueError(f"kept = {kept}: needs probes, which say what heads are dense first; probes is None")
+def require_bounds(config: TCAConfig, *, probes: Any, kept: float | None, attended: float | None) -> None:
+    """Raises ValueError if a bound is neither None nor a share, or the criterion takes neither bounds nor probes."""
+    for name, bound in (("kept", kept), ("attended", attended)):
+        if bound is not None and (not is_finite_number(bound) or not 0 < bound <= 1):
+            raise ValueError(f"{name} = {bound!r}: must lie in (0, 1]")
+    for name, given in (("probes", probes), ("kept", kept), ("attended", attended)):
+        if given is not None and config.criterion != "worth":
+            raise ValueError(f"{name} goes with criterion 'worth', not with {config.criterion!r}, which has no search")
 
 
 def _short_text(lengths: list[int], config: TCAConfig) -> str | None:
@@ -252,5 +252,5 @@ def _short_text(lengths: list[int], config: TCAConfig) -> str | None:
         return None
     return (
         f"texts[{lengths.index(shortest)}] has {shortest} tokens, fewer than 2 (window + block_size) = {2 * reach}: "
-        "few of its queries look past the window, so the budgets are uncertain"
+        "few of its queries look past the window, so what is found is uncertain"
     )

@@ -26,8 +26,9 @@ def calibration_scores(
 ) -> Float32[Array, "B Hkv M1"]:
     """Scores every candidate of every KV head on one layer's queries and keys (Algorithm 1).
 
-    `config.criterion` says which score. "retained_mass" is the attention mass on local and selected tokens,
-    averaged over the queries that have tokens left of their window (1 where none has) and over the group.
+    `config.criterion` says which score. "retained_mass" is the attention mass on local and selected tokens, averaged
+    over the queries that have tokens left of their window (1 where none has) and over the group; "worth", which no
+    layer's attention tells, gets the same.
     "column_mean" is Eq. 5, normalised: column averages summed over the selected tokens and those right of the
     ranked blocks, divided by their sum over all columns.
 
@@ -60,7 +61,7 @@ def _scores(
 ) -> Float32[Array, "B Hkv M1"]:
     masks = selected_by_row(q, k, lengths, config, heads)
     near, far = column_mass(q, k, lengths, block_size=config.block_size, window=config.window)
-    score = _retained_mass if config.criterion == "retained_mass" else _column_mean
+    score = _column_mean if config.criterion == "column_mean" else _retained_mass
     scores = jax.vmap(lambda mask: score(mask, near, far, lengths, config))(masks)
     return jnp.moveaxis(scores, 0, -1)
 

@@ -103,14 +103,16 @@ methods.register("observed", observed)
 
 
 def compare(lm: tca_jax.LM, document: recall.Document, text: str) -> str:
-    """A line of the table: right answers, what the cache held, and how likely the model finds a text."""
+    """A line of the table: right answers, what the cache held, what the reading attended to, and how likely the model
+    finds a text."""
     questions = document.questions
     prompts = [completion(document.text, question) for question in questions]
     out = tca_jax.generate(lm, prompts, max_new_tokens=ANSWER_TOKENS)
     right = sum(recall.is_correct(question, text, "prefix") for question, text in zip(questions, out.text, strict=True))
     logprob = tca_jax.score(lm, text).logprobs[0].mean()
     share, megabytes = out.stats.kept_share, out.stats.kv_cache_bytes / 1e6
-    return f"{lm.method.name:<14}{right:>2} of {len(questions)}{share:>12.1%}{megabytes:>10.2f}{logprob:>16.3f}"
+    costs = f"{share:>12.1%}{megabytes:>10.2f}{out.stats.attended_share:>12.1%}"
+    return f"{lm.method.name:<14}{right:>2} of {len(questions)}{costs}{logprob:>16.3f}"
 
 
 def draw(lm: tca_jax.LM, document: recall.Document, folder: Path) -> Path:
@@ -140,7 +142,7 @@ def main(folder: Path) -> None:
         full.with_method("streaming", window=WINDOW),
         tca,
     ]
-    print(f"{'method':<14}{'right':>7}{'kept':>12}{'KV MB':>10}{'log p a token':>16}")
+    print(f"{'method':<14}{'right':>7}{'kept':>12}{'KV MB':>10}{'attended':>12}{'log p a token':>16}")
     for lm in [*others, mine]:
         print(compare(lm, document, text), flush=True)
     print(f"Picture: {draw(mine, document, folder)}")

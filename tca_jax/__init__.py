@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the same names for type checkers, which do not follow `__getattr__`
     from tca_jax import diagnostics as diagnostics
     from tca_jax import methods as methods
-    from tca_jax.calibration.probing import probe_scores as probe_scores
     from tca_jax.calibration.profile import Profile as Profile
     from tca_jax.calibration.run import calibrate as calibrate
     from tca_jax.calibration.scores import calibration_scores as calibration_scores
@@ -53,7 +52,6 @@ _MODULES: dict[str, str | None] = {
     "load": "tca_jax.loading",
     "methods": None,
     "prefill": "tca_jax.engine.contexts",
-    "probe_scores": "tca_jax.calibration.probing",
     "score": "tca_jax.engine.scoring",
     "select": "tca_jax.functional",
     "stream": "tca_jax.engine.generation",

@@ -65,12 +65,14 @@ class Reading:
         seconds: Of reading it once, compilation aside.
         kv_cache_bytes: Of the context that remains.
         full_kv_cache_bytes: The same under full attention.
+        attended_share: Share of the document's causal pairs (query, key) that its queries attended to.
     """
 
     method: str
     seconds: float
     kv_cache_bytes: int
     full_kv_cache_bytes: int
+    attended_share: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +202,8 @@ def _ask_late(name: str, lm: LM, document: Document, asked: tuple[Question, ...]
         seconds = time.perf_counter() - start - out.stats.compile_seconds
         answers.append(_answer(name, "late", question, out.text[0], seconds))
     stats = context.stats
-    return answers, Reading(name, stats.prefill_seconds, stats.kv_cache_bytes, stats.full_kv_cache_bytes)
+    held = stats.kv_cache_bytes, stats.full_kv_cache_bytes
+    return answers, Reading(name, stats.prefill_seconds, *held, stats.attended_share)
 
 
 def _answer(method: str, protocol: str, question: Question, text: str, seconds: float) -> Answer:
@@ -250,6 +253,7 @@ def protocol_table(result: DemoResult) -> Table:
     table.add_section()
     for row, values in (
         ("KV cache MB", [f"{reading.kv_cache_bytes / 1e6:.1f}" for reading in result.readings]),
+        ("pairs attended", [f"{reading.attended_share:.0%}" for reading in result.readings]),
         ("s to read", [f"{reading.seconds:.1f}" for reading in result.readings]),
     ):
         table.add_row(row, "the document, once", *values)

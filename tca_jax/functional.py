@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tca_jax.calibration.probing import probe_scores
 from tca_jax.calibration.scores import calibration_scores
 from tca_jax.methods.candidates import candidate_budgets
 from tca_jax.methods.config import TCAConfig
@@ -20,7 +19,7 @@ from tca_jax.pallas_kernels.backends import Backend, whole
 from tca_jax.pallas_kernels.checks import AnyArray, as_int32, check_range, check_shapes
 from tca_jax.pallas_kernels.ranking import selection_mask
 
-__all__ = ["attend", "calibration_scores", "candidate_budgets", "probe_scores", "select"]
+__all__ = ["attend", "calibration_scores", "candidate_budgets", "select"]
 
 
 def select(

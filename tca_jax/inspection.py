@@ -100,11 +100,11 @@ def _selected_tokens(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"
     def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Array]:
         attend, layout = lm.method.prefill.attend, layouts[layer]
         if not layout.ranks:
-            return attend(layer, q, k, v, lengths, None, "auto"), jnp.zeros((k.shape[2], k.shape[1]), bool)
+            return attend(layer, q, k, v, lengths, None, "auto").out, jnp.zeros((k.shape[2], k.shape[1]), bool)
         selection = policy.select(layer, last_queries(q, lengths, policy.num_queries), k, v, lengths, "auto")
         selected = layout.regions.fill(selection, k, v, block_size=policy.block_size)
         readable = readable_selection(lm.method, layer, selection, selected, k, v, "auto")
-        out = attend(layer, q, k, v, lengths, readable, "auto")
+        out = attend(layer, q, k, v, lengths, readable, "auto").out
         return out, selection_mask(selection.scores, selected.budgets, block_size=policy.block_size)[0]
 
     positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
@@ -117,7 +117,7 @@ _selected = jax.jit(OverMesh(_selected_tokens, (SAME, SAME), SECOND_HEADS))
 
 def _received_mass(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> Float32[Array, "layers Hkv L"]:
     def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Array]:
-        out = FullPrefill().attend(layer, q, k, v, lengths, None, "auto")
+        out = FullPrefill().attend(layer, q, k, v, lengths, None, "auto").out
         near, far = column_mass(q, k, lengths, block_size=_MASS_BLOCK, window=_MASS_BLOCK)
         return out, (near + far)[0]
 

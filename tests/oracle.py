@@ -125,19 +125,6 @@ def select(q_last, k, candidate, config, densities=None, prefill_candidate=None)
     return kept, margin
 
 
-def probe_dropped(q, k, start, kept, config):
-    """Mass of one KV head's probe queries on far tokens that a row dropped: q [L, G, d], k [L, d], kept [start]."""
-    far = np.arange(len(k)) < config.num_ranked_blocks(start) * config.block_size
-    dropped = far & ~np.pad(kept, (0, len(k) - start))
-    return np.max([probabilities(q[:, g], k)[start:, dropped].sum(axis=-1) for g in range(q.shape[1])], axis=0)
-
-
-def probe_score(q, k, start, weights, kept, config):
-    """Probe score of one row of one KV head; weights [L]."""
-    total = weights[start:].sum()
-    return 1 - (weights[start:] * probe_dropped(q, k, start, kept, config)).sum() / total if total else 1.0
-
-
 def attend(q, k, v, kept, config):
     """Eq. 3 for one query head: q [L, d], kept [L] -> [L, d]."""
     logits = q @ k.T / math.sqrt(q.shape[-1])
@@ -166,7 +153,7 @@ def column_mass(q, k, config):
 def calibration_score(q, k, kept, config):
     """Score of one candidate of one KV head: q [L, G, d], k [L, d], kept [L]."""
     length, b = len(k), config.block_size
-    if config.criterion == "retained_mass":
+    if config.criterion != "column_mean":  # "worth" is told by no layer's attention
         outside = [i for i in range(length) if (i // b) * b > config.window]
         gammas = [dropped_mass(q[:, g], k, kept, config)[outside] for g in range(q.shape[1])]
         return 1 - np.mean(gammas) if outside else 1.0

@@ -12,6 +12,7 @@ from pathlib import Path
 from safetensors.numpy import load_file, save_file
 
 from tca_jax.calibration.profile import Profile
+from tca_jax.calibration.profile_format import ARRAYS
 from tca_jax.loading import checkpoint_folder
 
 _FILES = ("chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -30,8 +31,7 @@ def write_shallow_recall(folder: Path, layers: int = 2) -> Path:
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     for name in ("profile", "profile-paper"):
         profile = Profile.load(shipped / name)
-        arrays = ("candidates", "prefill_candidates", "scores", "probe_scores")
-        cut = {array: getattr(profile, array)[:layers] for array in arrays}
+        cut = {array: getattr(profile, array)[:layers] for array in ARRAYS}
         dataclasses.replace(profile, **cut, fingerprint=None).save(folder / name)
     return folder
 

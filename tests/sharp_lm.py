@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import tca_jax
 from tca_jax.engine.lm import LM
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
@@ -40,3 +43,25 @@ def make_lm(dtype=jnp.float32, tokenizer=None, layers: int = 2) -> LM:
 
 def random_ids(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCABULARY, length)
+
+
+def make_sure_lm(layers: int = 2) -> LM:
+    """The same model with a sharper head: it is sure of what it says, as long as it sees what it has read."""
+    lm = make_lm(layers=layers)
+    head = lambda w: 4 * w if w.shape == (32, VOCABULARY) else w  # noqa: E731
+    return dataclasses.replace(lm, params=jax.tree.map(head, lm.params))
+
+
+def text_of(lm: LM, length: int = 400, seed: int = 1) -> list[int]:
+    """A text that the model has said, so that it loses by whatever it does not see."""
+    start = random_ids(8, seed).tolist()
+    out = tca_jax.generate(lm, start, max_new_tokens=length - 8, temperature=1.0, seed=seed, stop_token_ids=())
+    return start + out.tokens[0]
+
+
+def pairs_of(lm: LM, text: list[int], count: int = 6) -> list[tuple[list[int], list[int]]]:
+    """Questions behind a text, and what the model answers to them."""
+    questions = [random_ids(5, 100 + i).tolist() for i in range(count)]
+    asked = [[*text, *question] for question in questions]
+    out = tca_jax.generate(lm, asked, max_new_tokens=8, stop_token_ids=())
+    return list(zip(questions, out.tokens, strict=True))

@@ -55,6 +55,7 @@ def test_a_run_writes_samples_table_and_pictures_and_a_second_one_adds_to_it():
     assert [len(sample["references"]) for sample in samples] == [1, 1]
     assert all(sample["prompt_tokens"] + 128 <= 1024 for sample in samples)
     assert record["kv_cache_bytes"] == record["full_kv_cache_bytes"] > 0
+    assert record["attended_share"] == 1
     finished = Path("out/results/full/niah_single_1-1024-prefix.json").stat().st_mtime_ns
 
     more = ["--methods=full,random:share=0.25,window=128", *NOISE_TASK, "--protocols=prefix", "--out=out", "--json"]
@@ -63,6 +64,7 @@ def test_a_run_writes_samples_table_and_pictures_and_a_second_one_adds_to_it():
     listed = json.loads(result.stdout)["results"]
     assert [record["method"] for record in listed] == ["full", "random:share=0.25,window=128"]
     assert listed[1]["kv_cache_bytes"] < 0.7 * listed[1]["full_kv_cache_bytes"]
+    assert 0.2 < listed[1]["attended_share"] < 0.7
     assert Path("out/results/full/niah_single_1-1024-prefix.json").stat().st_mtime_ns == finished
     assert {path.name for path in Path("out").glob("*.png")} == {"bytes.png", "first-token.png", "depth.png"}
     assert "| random:share=0.25,window=128 |" in Path("out/table.md").read_text()

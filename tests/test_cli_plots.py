@@ -17,7 +17,7 @@ from tca_jax.cli.app import app
 from tca_jax.cli.plots import _page_of
 from tca_jax.inspection import attention_received
 
-COMMANDS = ["", "budgets", "selected", "attention", "latency", "accuracy"]
+COMMANDS = ["", "budgets", "selected", "attention", "latency", "accuracy", "reading", "keeping"]
 TEXT = "The quick brown fox jumps over the lazy dog. " * 6
 
 
@@ -37,6 +37,10 @@ def work(tmp_path_factory):
     write_checkpoint(folder / "model")
     (folder / "text.txt").write_text(TEXT)
     Profile.uniform(TCA, 2, 2, 3).save(folder / "profile")
+    full = {"method": "full", "attended_share": 1.0, "inside": 0.5, "inside_full": 0.5, "kv_share": 1.0, "late": 1.0}
+    tca = {"method": "tca", "attended_share": 0.2, "inside": 0.51, "inside_full": 0.5, "kv_share": 0.3, "late": 0.9}
+    models = {name: {"tokens": 8192, "points": [full, tca, {**tca, "late": None}]} for name in ("one", "two")}
+    (folder / "curves.json").write_text(json.dumps({"models": models}))
     (folder / "call.json").write_text(
         json.dumps({"stats": {"new_tokens": [4], "prefill_seconds": 1.0, "seconds_per_token": 0.1}})
     )
@@ -82,6 +86,8 @@ def test_help_fits_80_columns_and_its_example_parses(command):
         ("selected", "model", "--file=text.txt", "--profile=profile", "--question=why?"),
         ("attention", "model", "--file=text.txt", "--max-tokens=64"),
         ("latency", "call.json"),
+        ("reading", "curves.json"),
+        ("keeping", "curves.json"),
     ],
     ids=lambda args: args[0],
 )
@@ -112,6 +118,20 @@ def test_the_picture_of_attention_is_that_of_full_attention(drawn):
     assert name == "model"
 
 
+def test_the_picture_of_a_profile_has_its_shares_and_what_heads_are_worth(drawn):
+    assert run("budgets", "profile", "--tokens=64").exit_code == 0
+    (share, tokens, name, out), options = drawn["plot_kept_share"]
+    found = Profile.load("profile")
+    np.testing.assert_array_equal(share, found.kept_share(64))
+    np.testing.assert_array_equal(options["prefill_share"], found.prefill_kept_share(64))
+    assert (tokens, name, out) == (64, found.model_name, Path("out/budgets.png"))
+    reading, keeping = options["worth"]
+    np.testing.assert_array_equal(reading.nats, found.reading_worth)
+    np.testing.assert_array_equal(keeping.nats, found.keeping_worth)
+    assert not reading.chosen.any()
+    assert keeping.chosen.all()
+
+
 def test_a_page_begins_with_the_line_a_little_before_the_words_that_are_looked_for():
     lines = [f"line {i} of many, all of them alike\n" for i in range(60)]
     found = _page_of("line 40 ", lines)
@@ -129,6 +149,8 @@ def test_a_page_begins_with_the_line_a_little_before_the_words_that_are_looked_f
         (("attention", "model", "--file=missing.txt"), r"missing.txt: No such file"),
         (("latency", "text.txt"), r"text.txt is not valid JSON"),
         (("accuracy", "call.json"), r"call.json: holds no accuracy of methods"),
+        (("reading", "call.json"), r"call.json: holds no models"),
+        (("keeping", "text.txt"), r"text.txt is not valid JSON"),
     ],
     ids=str,
 )

@@ -43,6 +43,7 @@ def test_every_method_answers_under_every_protocol_and_tca_holds_less(demo):
             assert answer.seconds > 0
     full, tca = result.readings
     assert full.kv_cache_bytes >= full.full_kv_cache_bytes > 2 * tca.kv_cache_bytes
+    assert full.attended_share == 1 > tca.attended_share > 0
     assert result.picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -76,9 +77,9 @@ def answer(protocol, method, *, correct=True, text="The code for amber falcon is
 def result_of(tmp_path, *, right=("full", "tca"), **kwargs):
     answers = [answer(p, m, correct=m in right, **kwargs) for p in PROTOCOLS for m in METHODS]
     readings = [
-        Reading("full", 2.0, 100_000_000, 100_000_000),
-        Reading("tca", 1.5, 31_000_000, 100_000_000),
-        Reading("paper()", 1.0, 93_000_000, 100_000_000),
+        Reading("full", 2.0, 100_000_000, 100_000_000, 1.0),
+        Reading("tca", 1.5, 31_000_000, 100_000_000, 0.24),
+        Reading("paper()", 1.0, 93_000_000, 100_000_000, 0.9),
     ]
     return DemoResult(16384, answers, readings, tmp_path)
 
@@ -95,6 +96,7 @@ def test_the_tables_fit_80_columns_and_tell_what_is_right(tmp_path):
     assert "prefix with the answer's first words 1 of 1 1 of 1 0 of 1" in lines
     assert "late after the reading, later on 1 of 1 1 of 1 0 of 1" in lines
     assert "KV cache MB the document, once 100.0 31.0 93.0" in lines
+    assert "pairs attended the document, once 100% 24% 90%" in lines
     assert "s to read the document, once 2.0 1.5 1.0" in lines
     assert any("right 0.2" in line for line in printed(context_table(result)))
     assert any("wrong 0.2" in line for line in printed(context_table(result_of(tmp_path, right=("full",)))))

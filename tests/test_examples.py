@@ -102,9 +102,11 @@ def test_an_example_says_in_one_line_what_is_wrong(name, options, message):
 def test_a_method_of_ones_own_answers_with_less_and_is_drawn(tmp_path):
     heading, *lines, picture = run("your_own_method.py", "--out", str(tmp_path)).splitlines()
     assert heading.split()[:3] == ["method", "right", "kept"]
-    table = {name: (int(right), float(kept.rstrip("%"))) for name, right, _, _, kept, *_ in map(str.split, lines)}
+    cells = {name: (right, kept, attended) for name, right, _, _, kept, _, attended, _ in map(str.split, lines)}
+    table = {name: (int(right), *(float(x.rstrip("%")) for x in shares)) for name, (right, *shares) in cells.items()}
     assert list(table) == ["full", "streaming", "tca", "observed"]
-    assert table["full"] == (4, 100)
+    assert table["full"] == (4, 100, 100)
+    assert table["streaming"][2] < table["observed"][2] < 100
     assert table["streaming"][0] < table["observed"][0]  # the text, and so the count, is another in every Python
     assert table["observed"][1] < table["tca"][1]
     path = tmp_path / "your_own_method.png"

@@ -74,6 +74,40 @@ def test_the_heat_map_of_what_a_prompt_attends_to_stands_beneath_that_of_the_cac
     assert cache.get_position().y0 > prefill.get_position().y0
 
 
+def test_the_heat_map_of_worth_is_logarithmic_and_outlines_the_chosen_heads(figures):
+    share, nats, chosen = (
+        make_share(3, 2),
+        np.array([[2.0, 0.0], [0.02, np.nan], [0.0005, 1e-6]]),
+        np.zeros((3, 2), bool),
+    )
+    chosen[0, 0] = chosen[1, 1] = True
+    worth = [plots.WorthMap("worth", nats, chosen), plots.WorthMap("unmeasured", nats * np.nan, chosen)]
+    plots.plot_kept_share(share, 4096, "tiny", "unused.png", worth=worth)
+    cache, worths, *bars = figures[0].axes
+    assert (len(bars), worths.get_title(), bars[1].get_ylabel()) == (2, "worth", "nats a token")
+    (image,) = worths.images
+    scale = image.norm
+    assert (scale.vmin, scale.vmax) == (2e-4, 2.0)
+    np.testing.assert_allclose(np.diff(scale([0.02, 0.2, 2.0])), 1 / 4)
+    shown = image.get_array()
+    assert shown.mask.T.tolist() == [[False, False], [False, True], [False, False]]
+    np.testing.assert_allclose(shown.compressed(), [2, 0.02, 0.0005, 2e-4, 2e-4])
+    assert [patch.get_xy() for patch in worths.patches] == [pytest.approx(at) for at in ((-0.44, -0.42), (0.56, 0.58))]
+    labels = {text.get_position(): text.get_text() for text in worths.texts}
+    assert labels == {(0, 0): "2", (1, 0): "0.02", (2, 0): "5e-4"}
+    assert not cache.patches
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (32, 8)])
+@pytest.mark.parametrize("scale", [0.0, 1e-12, 1.0])
+def test_heat_maps_of_worth_are_a_png_with_nothing_cut_off(tmp_path, layers, heads, scale):
+    share = make_share(layers, heads)
+    nats = (share * scale).astype(np.float32)
+    worth = [plots.WorthMap("Worth of reading blocks", nats, share > 0.5)] * 2
+    path = plots.plot_kept_share(share, 4096, "tiny", tmp_path / "m.png", prefill_share=share, worth=worth)
+    assert_nothing_touches_the_border(path)
+
+
 def test_numbers_are_left_out_where_they_would_not_fit(figures):
     plots.plot_kept_share(make_share(80, 8), 4096, "tiny", "unused.png")
     assert texts(figures[0].axes[0]) == []
@@ -354,6 +388,90 @@ def test_plots_of_accuracy_and_latency_are_pngs_with_nothing_cut_off(tmp_path, c
 def test_points_that_are_no_shares_are_refused(tmp_path, panels):
     with pytest.raises(ValueError, match="panels"):
         plots.plot_accuracy(panels, "title", tmp_path / "a.png")
+
+
+def point(method, share=0.2, inside=0.55, late=0.5):
+    measured = {"attended_share": share, "inside": inside, "inside_full": 0.5, "kv_share": share, "late": late}
+    return {"method": method, "knob": "k=1", **measured}
+
+
+MODELS = {
+    "one": {"tokens": 8192, "points": [point("full", 1.0, 0.5, 1.0), point("tca", 0.4, 0.51), point("tca", late=None)]},
+    "two": {"points": [point("tca"), point("streaming", inside=None), point("streaming", 0.1, 1.0, 0.0)]},
+}
+
+
+def test_a_plot_of_reading_joins_the_points_of_a_method_by_the_attended_share(figures):
+    plots.plot_reading(MODELS, "unused.png")
+    one, two = figures[0].axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in one.lines}
+    assert lines["tca"] == [[0.2, pytest.approx(0.1)], [0.4, pytest.approx(0.02)]]
+    assert lines["full"] == [[1.0, 0.0]]
+    assert two.lines[1].get_xydata().tolist() == [[0.1, 1.0]]
+    assert (one.get_title(), two.get_title()) == ("one, 8,192 tokens", "two")
+    assert (one.get_xscale(), one.get_yscale()) == ("log", "symlog")
+    assert one.get_ylim()[0] < 0 < 1 < one.get_ylim()[1]
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == ["full", "tca", "streaming"]
+    figures[0].draw_without_rendering()
+    assert "+10%" in [label.get_text() for label in one.get_yticklabels()]
+    assert [label.get_text() for label in two.get_xticklabels()] == ["10%", "20%", "50%", "100%"]
+
+
+def test_a_plot_of_keeping_joins_the_points_of_a_method_by_their_bytes(figures):
+    plots.plot_keeping(MODELS, "unused.png")
+    one, two = figures[0].axes
+    assert {line.get_label(): line.get_xydata().tolist() for line in one.lines} == {
+        "full": [[1.0, 1.0]],
+        "tca": [[0.4, 0.5]],
+    }
+    assert {line.get_label(): line.get_xydata().tolist() for line in two.lines} == {
+        "tca": [[0.2, 0.5]],
+        "streaming": [[0.1, 0.0], [0.2, 0.5]],
+    }
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_plots_of_reading_and_keeping_are_pngs_with_nothing_cut_off(tmp_path, count):
+    points = [point(f"method {i}", share, 0.5 + 0.1 * i, i / 14) for i in range(14) for share in (0.1, 0.3)]
+    models = {f"model {i}": {"tokens": 8192, "points": points} for i in range(count)}
+    for plot in (plots.plot_reading, plots.plot_keeping):
+        assert_nothing_touches_the_border(plot(models, tmp_path / "t.png"))
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ({}, "models is empty"),
+        ({"m": {"points": [point("tca", share=None)]}}, r"models\['m'\] has no point with (attended|kv)_share and"),
+        ({"m": {"points": [point("tca", share=0.0)]}}, r"models\['m'\]: \w+_share = 0.0: must be a positive number"),
+        ({"m": {"points": [point("tca", share="a")]}}, r"_share = 'a': must be a positive number"),
+        ({"m": {"points": [point("tca", inside=float("nan"), late=50)]}}, r"inside = nan: must|late = 50: must lie in"),
+    ],
+)
+@pytest.mark.parametrize("plot", [plots.plot_reading, plots.plot_keeping])
+def test_points_that_cannot_be_drawn_are_refused(tmp_path, plot, models, message):
+    with pytest.raises(ValueError, match=message):
+        plot(models, tmp_path / "t.png")
+    assert not (tmp_path / "t.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not valid JSON"),
+        ("{}", "holds no models"),
+        ('{"models": {}}', "holds no models"),
+        ('{"models": {"m": []}}', r"models\['m'\] must hold 'points'"),
+        ('{"models": {"m": {"points": [{"knob": "x"}]}}}', r"models\['m'\] must hold 'points'"),
+    ],
+)
+def test_models_are_read_from_a_file_that_has_them(tmp_path, text, message):
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({"models": MODELS}))
+    assert results.model_points(path) == MODELS
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"{path}.*{message}"):
+        results.model_points(path)
 
 
 def test_accuracy_is_read_from_the_results_of_the_model_that_ships():

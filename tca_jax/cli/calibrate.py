@@ -13,7 +13,7 @@ from tca_jax.cli.options import DtypeOption, JsonOption, ModelArgument
 from tca_jax.cli.profiles import print_profile
 from tca_jax.cli.progress import progress
 from tca_jax.files import naming
-from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.config import Criterion, TCAConfig
 
 
 def calibrate(
@@ -23,55 +23,79 @@ def calibrate(
     max_tokens: Annotated[int | None, typer.Option(help="Cut every text to this many tokens.", min=1)] = None,
     window: Annotated[int, typer.Option(help="Local tokens that every query keeps.")] = TCAConfig.window,
     block_size: Annotated[int, typer.Option(help="Tokens in a block.")] = TCAConfig.block_size,
-    tau: Annotated[float, typer.Option(help="Threshold that the sparsest candidate must reach.")] = TCAConfig.tau,
     probes: Annotated[
         str,
         typer.Option(
-            metavar="copy|text|none|FILE.jsonl",
-            help="What finds the heads that look far: passages of the texts again, their last quarters, or a file of "
+            metavar="both|facts|copy|FILE.jsonl",
+            help="What finds the heads whose cache must keep everything: facts hidden in the texts and asked for, "
+            "passages of the texts repeated, both, or a file of "
             '{"question": ..., "answer": ..., "text": 0} lines, where text counts the texts from 0.',
         ),
-    ] = "copy",
-    tau_probe: Annotated[
-        float | None, typer.Option(help="Threshold that a probe must reach.", show_default=str(TCAConfig.tau_probe))
-    ] = None,
+    ] = "both",
     kept: Annotated[
         float | None,
-        typer.Option(help="Largest share of the cache, such as 0.3, which dense heads fill.", show_default="none"),
+        typer.Option(
+            help="Largest share of the cache, such as 0.3; the heads of highest worth come first.", show_default="none"
+        ),
     ] = None,
-    paper: Annotated[
-        bool, typer.Option("--paper", help="The paper's own density and criterion; no reserve, no probes.")
-    ] = False,
+    attended: Annotated[
+        float | None,
+        typer.Option(
+            help="Largest attended share of a prompt's pairs; the heads of highest worth come first.",
+            show_default="none",
+        ),
+    ] = None,
+    read_tolerance: Annotated[
+        float, typer.Option(help="Allowed loss inside the texts, as a share of what row 0 in every head costs.")
+    ] = TCAConfig.read_tolerance,
+    keep_tolerance: Annotated[
+        float, typer.Option(help="Allowed loss of the probes' answers, in nats a token.")
+    ] = TCAConfig.keep_tolerance,
+    criterion: Annotated[
+        Criterion | None,
+        typer.Option(
+            help="worth: measured losses. The others: scores of Algorithm 1, compared with --tau, one row a head.",
+            show_default=f"{TCAConfig.criterion}; column_mean with --paper",
+        ),
+    ] = None,
+    tau: Annotated[float, typer.Option(help="Threshold of the scores of Algorithm 1.")] = TCAConfig.tau,
+    paper: Annotated[bool, typer.Option("--paper", help="The paper's own density and criterion; no reserve.")] = False,
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Give every KV head its token budgets, from a few long texts and probes behind them.
+    """Find each KV head's reading and token budgets, from a few long texts and from probes about them.
+
+    Measurements are saved in OUT.journal: after Ctrl-C, the same command continues from there.
 
     Example: [bold]tca-jax calibrate qwen2.5-7b --text book.txt --out my-profile[/]
     """
     options: dict[str, Any] = {"window": window, "block_size": block_size, "tau": tau}
-    if tau_probe is not None:
-        options["tau_probe"] = tau_probe
+    options |= {"read_tolerance": read_tolerance, "keep_tolerance": keep_tolerance}
+    options |= {} if criterion is None else {"criterion": criterion}
     config = TCAConfig.paper(**options) if paper else TCAConfig(**options)
+    journal = Path(f"{out}.journal")
     require_writable(out, "--out")
+    require_writable(journal.parent, "--out")
     texts = [(f"--text {path}", read_text(path, "--text")) for path in text]
     chosen = _probes(probes, len(texts))
 
     from tca_jax.calibration.probes import probed_texts
     from tca_jax.calibration.run import calibrate as run_calibration
-    from tca_jax.calibration.run import require_kept, require_length
+    from tca_jax.calibration.run import require_bounds, require_length
     from tca_jax.engine.prompts import encode_prompt
     from tca_jax.loading import check_dtype, open_checkpoint
 
     check_dtype(dtype)
-    require_kept(kept, chosen)
+    require_bounds(config, probes=chosen, kept=kept, attended=attended)
     with progress() as report:
         report(f"loading {model}", None, None)
         checkpoint = open_checkpoint(model)
         sequences = [encode_prompt(checkpoint, text, name)[:max_tokens] for name, text in texts]
         for (name, _), ids in zip(texts, sequences, strict=True):
             require_length(name, len(ids), checkpoint, config)
-        probed_texts(checkpoint, sequences, chosen, config, [name for name, _ in texts])  # before the weights are read
+        if config.criterion == "worth":
+            names = [name for name, _ in texts]
+            probed_texts(checkpoint, sequences, chosen, config, names)  # before the weights are read
         lm = checkpoint.load(dtype=dtype, progress=lambda done, total: report(f"loading {model}", done, total))
         step = f"calibrating on {len(sequences)} text{'s'[: len(sequences) > 1]}"
         profile = run_calibration(
@@ -80,6 +104,8 @@ def calibrate(
             config,
             probes=chosen,
             kept=kept,
+            attended=attended,
+            journal=journal,
             progress=lambda done, total: report(step, done, total),
         )
     with naming(out):
@@ -88,13 +114,13 @@ def calibrate(
 
 
 def _probes(option: str, num_texts: int) -> Any:
-    """What `calibrate` takes for `--probes`: a kind, None, or the pairs of a file for each text."""
-    if option in ("copy", "text"):
+    """What `calibrate` takes for `--probes`: a kind, None for both, or the pairs of a file for each text."""
+    if option in ("facts", "copy"):
         return option
-    if option == "none":
+    if option == "both":
         return None
     if not option.endswith(".jsonl"):
-        raise ValueError(f"--probes {option}: must be copy, text, none, or a file that ends with .jsonl")
+        raise ValueError(f"--probes {option}: must be both, facts, copy, or a file that ends with .jsonl")
     pairs: list[list[tuple[str, str]]] = [[] for _ in range(num_texts)]
     for number, line in enumerate(read_text(Path(option), "--probes").split("\n"), start=1):
         if line.strip():

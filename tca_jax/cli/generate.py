@@ -193,7 +193,7 @@ def _record(model: str, profile: str | None, out: Output, num_prompts: int) -> d
 
 
 def describe(stats: Stats) -> str:
-    """What a call cost, in two lines."""
+    """What a call cost, in three lines."""
     read, made = (" + ".join(f"{n:,}" for n in tokens) for tokens in (stats.prompt_tokens, stats.new_tokens))
     times = [f"first token after {stats.prefill_seconds:.2f} s"]
     if stats.seconds_per_token:
@@ -203,5 +203,6 @@ def describe(stats: Stats) -> str:
     held, full = (f"{count / 1e6:,.2f}" for count in (stats.kv_cache_bytes, stats.full_kv_cache_bytes))
     return (
         f"{read} tokens read, {made} new; {', '.join(times)}\n"
-        f"KV cache {held} MB, {full} MB under full attention; it holds {stats.kept_share:.1%} of the tokens"
+        f"KV cache {held} MB, {full} MB under full attention; it holds {stats.kept_share:.1%} of the tokens\n"
+        f"while reading, {stats.attended_share:.1%} of all pairs of a token and one before it were attended to"
     )

@@ -9,7 +9,7 @@ import typer
 
 from tca_jax.cli.files import read_text, require_writable
 from tca_jax.cli.options import DtypeOption, ModelArgument, ProfileOption
-from tca_jax.cli.profiles import profile_folder
+from tca_jax.cli.profiles import draw_profile, profile_folder
 from tca_jax.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -41,17 +41,15 @@ def budgets(
     ] = None,
     out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("out/budgets.png"),
 ) -> None:
-    """Draw what each layer and KV head keeps of a prompt, and what a prompt's own queries attend to.
+    """Draw what each KV head keeps of a prompt, what a prompt's own queries attend to, and what heads are worth.
 
     Example: [bold]tca-jax plot budgets shipped --tokens 8192[/]
     """
     from tca_jax.calibration.profile import Profile
-    from tca_jax.plots import plot_kept_share
 
     loaded = Profile.load(profile_folder(profile))
     tokens = tokens or max((source["tokens"] for source in loaded.sources), default=131072)
-    shares, prefill = loaded.kept_share(tokens), loaded.prefill_kept_share(tokens)
-    _written(plot_kept_share(shares, tokens, loaded.model_name, out, prefill_share=prefill))
+    _written(draw_profile(loaded, tokens, out))
 
 
 @app.command()
@@ -163,6 +161,36 @@ def accuracy(
     from tca_jax.plots.results import accuracy_panels
 
     _written(plot_accuracy(accuracy_panels(results), "Right answers by the KV cache that is held", out))
+
+
+@app.command()
+def reading(
+    results: Annotated[Path, typer.Argument(help="JSON of examples/evaluate_zoo.py.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("out/reading.png"),
+) -> None:
+    """Draw loss inside the text against the attended share: a panel a model, a curve a method.
+
+    Example: [bold]tca-jax plot reading curves.json[/]
+    """
+    from tca_jax.plots import plot_reading
+    from tca_jax.plots.results import model_points
+
+    _written(plot_reading(model_points(results), out))
+
+
+@app.command()
+def keeping(
+    results: Annotated[Path, typer.Argument(help="JSON of examples/evaluate_zoo.py.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("out/keeping.png"),
+) -> None:
+    """Draw right late answers against the bytes of the KV cache: a panel a model, a curve a method.
+
+    Example: [bold]tca-jax plot keeping curves.json[/]
+    """
+    from tca_jax.plots import plot_keeping
+    from tca_jax.plots.results import model_points
+
+    _written(plot_keeping(model_points(results), out))
 
 
 def _load(

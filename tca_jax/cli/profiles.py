@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from tca_jax.calibration.profile import Profile
 
 _HEADS_IN_A_ROW = 8  # as many fit into 80 columns
+_NAMED_HEADS = 5  # of the highest worth
+_LOSSES = {"inside": "inside the texts", "answers": "of the probes' answers", "following": "of what follows a text"}
 
 app = typer.Typer(help="Look at calibrated profiles.")
 
@@ -35,10 +38,10 @@ def show(
         int | None,
         typer.Option(help="Prompt length of the shares.", show_default="that of calibration", min=1, max=2**31 - 1),
     ] = None,
-    png: Annotated[Path | None, typer.Option(help="Heat map to write.", show_default="none")] = None,
+    png: Annotated[Path | None, typer.Option(help="Heat maps to write, one PNG.", show_default="none")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print what each layer and KV head keeps, and draw it as a heat map if asked to.
+    """Print what each KV head keeps, how it reads, what it is worth, and the losses; draw heat maps on request.
 
     Candidates count from 0, the sparsest, in the table as in JSON; the last one is dense and keeps every token.
 
@@ -64,10 +67,7 @@ def print_profile(profile: Profile, folder: Path, tokens: int | None, png: Path 
     """Table or JSON of a profile; shares are for the longest calibration text where `tokens` is None."""
     tokens = tokens or max((source["tokens"] for source in profile.sources), default=131072)
     if png is not None:
-        from tca_jax.plots import plot_kept_share
-
-        prefill = profile.prefill_kept_share(tokens)
-        plot_kept_share(profile.kept_share(tokens), tokens, profile.model_name, png, prefill_share=prefill)
+        draw_profile(profile, tokens, png)
     if as_json:
         print_json(_record(profile, folder, tokens, png))
         return
@@ -76,18 +76,41 @@ def print_profile(profile: Profile, folder: Path, tokens: int | None, png: Path 
     print(f"Candidates: 0 is the sparsest, {dense} is dense and keeps every token")
     kept, prefill = profile.kept_share(tokens), profile.prefill_kept_share(tokens)
     print("Kept in the cache, for the tokens behind a prompt:")
-    _print_tables(profile.candidates, kept)
-    if not np.array_equal(profile.candidates, profile.prefill_candidates):
-        print("Attended to while a prompt is read:")
-        _print_tables(profile.prefill_candidates, prefill)
+    _print_tables(profile.candidates.astype(str), kept)
+    if not np.array_equal(kept, prefill):
+        # Heads that select no tokens for the prompt's queries have a reading in place of a candidate.
+        print("Attended to while a prompt is read (b: reads blocks, d: reads dense):")
+        candidates, initials = profile.prefill_candidates.astype(str), profile.readings.astype("U1")
+        _print_tables(np.where(profile.readings == "sparse", candidates, initials), prefill)
     lengths = ", ".join(f"{source['tokens']:,}" for source in profile.sources)
     print(f"Mean kept share: {kept.mean():.1%} in the cache, {prefill.mean():.1%} while a prompt is read")
     print(f"Calibrated on texts of {lengths} tokens" if lengths else "Not calibrated on any text")
-    print(_probes(profile))
+    for line in (*_readings(profile), *_losses(profile), *_worths(profile), *_probes(profile)):
+        print(line)
     print(f"Settings: {', '.join(f'{k}={v}' for k, v in dataclasses.asdict(profile.config).items())}")
     print(f"Profile: {folder}")
     if png is not None:
-        print(f"Heat map: {png}")
+        print(f"Heat maps: {png}")
+
+
+def draw_profile(profile: Profile, tokens: int, path: Path) -> Path:
+    """Writes the heat maps of a profile: shares at a prompt length, and what heads are worth."""
+    from tca_jax.plots import WorthMap, plot_kept_share
+
+    worth = [
+        WorthMap(
+            "Worth of reading blocks (outlined: heads that do)", profile.reading_worth, profile.readings != "sparse"
+        ),
+        WorthMap(
+            "Worth of keeping everything (outlined: heads that keep more than row 0)",
+            profile.keeping_worth,
+            profile.candidates > 0,
+        ),
+    ]
+    prefill = profile.prefill_kept_share(tokens)
+    return plot_kept_share(
+        profile.kept_share(tokens), tokens, profile.model_name, path, prefill_share=prefill, worth=worth
+    )
 
 
 def _record(profile: Profile, folder: Path, tokens: int, png: Path | None) -> dict[str, Any]:
@@ -106,33 +129,87 @@ def _record(profile: Profile, folder: Path, tokens: int, png: Path | None) -> di
         "prefill_candidates": profile.prefill_candidates.tolist(),
         "prefill_kept_share": prefill.tolist(),
         "mean_prefill_kept_share": float(prefill.mean()),
+        "readings": profile.readings.tolist(),
+        "reading_worth": _numbers(profile.reading_worth),
+        "keeping_worth": _numbers(profile.keeping_worth),
+        "losses": {name: {**losses, "won_back": _won_back(losses)} for name, losses in profile.losses.items()},
         "probes": profile.probes,
         "sources": [dict(source) for source in profile.sources],
         "png": None if png is None else str(png),
     }
 
 
-def _probes(profile: Profile) -> str:
-    """One line on how the cache rows were found."""
+def _numbers(worth: np.ndarray) -> list[list[float | None]]:
+    """Nats, or None where not measured: JSON has no NaN."""
+    return [[None if np.isnan(each) else float(each) for each in of_layer] for of_layer in worth]
+
+
+def _readings(profile: Profile) -> list[str]:
+    """Which heads read otherwise than sparse, a line for each reading."""
+    lines = []
+    for reading, words in (("blocks", "read blocks"), ("dense", "read dense")):
+        heads = list(map(tuple, np.argwhere(profile.readings == reading).tolist()))
+        if heads:
+            lines.append(f"Heads that {words}: {len(heads)} of {profile.readings.size} ({_named(heads)})")
+    return lines
+
+
+def _named(heads: Sequence[tuple[int, ...]]) -> str:
+    return ", ".join(f"layer {layer} head {head}" for layer, head in heads)
+
+
+def _losses(profile: Profile) -> list[str]:
+    """Losses of both searches, a line for each."""
+    lines = []
+    for name, words in _LOSSES.items():
+        if (losses := profile.losses.get(name)) is not None:
+            full, row0, chosen = (f"{losses[end]:.4f}" for end in ("full", "row0", "chosen"))
+            back = "" if (share := _won_back(losses)) is None else f", {share:.0%} of the gap won back"
+            lines.append(f"Loss {words}: {full} full attention, {row0} row 0, {chosen} chosen{back}")
+    return lines
+
+
+def _won_back(losses: Mapping[str, float]) -> float | None:
+    """Share of row 0's loss over full attention's that the choice does not have; None where row 0 costs nothing."""
+    gap = losses["row0"] - losses["full"]
+    return (losses["row0"] - losses["chosen"]) / gap if gap > 0 else None
+
+
+def _worths(profile: Profile) -> list[str]:
+    """The heads of the highest worth in each search."""
+    lines = []
+    for worth, words in ((profile.reading_worth, "reading blocks"), (profile.keeping_worth, "keeping everything")):
+        best = np.argsort(-worth, axis=None, kind="stable")[:_NAMED_HEADS]
+        heads = np.transpose(np.unravel_index(best, worth.shape)).tolist()
+        named = ", ".join(f"{worth[at]:.2g} ({_named([at])})" for at in map(tuple, heads) if worth[at] > 0)
+        if named:
+            lines.append(f"Highest worth of {words}, in nats a token: {named}")
+    return lines
+
+
+def _probes(profile: Profile) -> list[str]:
+    """Answer tokens of the probes, and the kinds of probes that say nothing of the model."""
     if (probes := profile.probes) is None:
-        return "Probes: none"
-    kinds = {"copy": "copies of the texts", "text": "the texts' last quarters", "pairs": "questions and answers"}
-    text = f"Probes: {kinds[probes['kind']]}, {probes['tokens']:,} tokens"
-    each = f"{probes['need'] / max(1, probes['tokens']):.3f} nats a token"
-    if probes["fallback"]:
-        text += f" that hardly need the far context ({each}), so the worst 1% of the texts' queries took their place"
-    else:
-        text += f" that need {each} of the far context"
-    return text if probes["kept"] is None else f"{text}; dense heads up to a kept share of {probes['kept']:.1%}"
+        return ["Probes: none"]
+    lines = [f"Probes, {kind}: {_said(count)}" for kind, count in probes["counted"].items()] or ["Probes: none"]
+    bounds = [f"{name} at most {probes[name]:.1%}" for name in ("kept", "attended") if probes[name] is not None]
+    return lines + ([f"Bounds: {', '.join(bounds)}"] if bounds else [])
 
 
-def _print_tables(candidates: Any, shares: Any) -> None:
+def _said(count: int) -> str:
+    if not count:
+        return "say nothing of this model: it knows no answer under full attention that row 0 loses"
+    return f"{count:,} answer token{'s'[: count > 1]} that full attention knows and row 0 loses"
+
+
+def _print_tables(candidates: np.ndarray, shares: np.ndarray) -> None:
+    """Shares, and candidates or readings, of all heads, a few heads side by side."""
     console = Console()
     for first in range(0, shares.shape[1], _HEADS_IN_A_ROW):
         console.print(_table(candidates, shares, first))
 
 
-def _table(candidates: Any, shares: Any, first: int) -> Table:
+def _table(candidates: np.ndarray, shares: np.ndarray, first: int) -> Table:
     """Layers down, up to 8 KV heads across, and the mean over all heads of a layer."""
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     table.add_column("layer", justify="right")

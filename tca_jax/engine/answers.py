@@ -156,7 +156,7 @@ def _read_and_feed_program(
     """Which prompts led to finite logits, the scores of each answer's first token `[R]`, and those of the others."""
     rows, times = first.shape[0], first.shape[0] // tokens.shape[0]
     layouts = lm.cache_layouts(tokens.shape[0], tokens.shape[1], None)
-    logits, caches = read_prompts(lm, tokens, lengths, layouts, backend=backend)
+    logits, caches, _ = read_prompts(lm, tokens, lengths, layouts, backend=backend)
     firsts = scores_of_logits(jnp.repeat(logits, times, axis=0), first)
     finite = jnp.isfinite(logits).all(axis=-1)
     if fed is None:

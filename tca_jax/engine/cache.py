@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.engine.layouts import CacheLayout
-from tca_jax.methods.base import CachePolicy, Method
+from tca_jax.methods.base import Attended, CachePolicy, Method
+from tca_jax.methods.pairs import causal_pairs
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.regions import Regions, Selected
-from tca_jax.methods.sparse import readable_selection
+from tca_jax.methods.sparse import readable_selection, selected_pairs
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.decode_attention import decode_attention
 from tca_jax.pallas_kernels.kv import Pool, Ring
@@ -106,7 +107,7 @@ def prefill_layer(
     *,
     tail: bool = False,
     before: LayerCache | None = None,
-) -> tuple[Float[Array, "B M Hq d"], LayerCache]:
+) -> tuple[Attended, LayerCache]:
     """Attention of a prompt, and the cache that decoding continues from.
 
     Args:
@@ -122,7 +123,8 @@ def prefill_layer(
         before: The cache of the layer before, whose pool is written on where layers share one.
 
     Returns:
-        Attention output `[B, M, H_q, d]` (zero past a length) and the cache.
+        Attention, its output `[B, M, H_q, d]` (zero past a length), and the cache. With `tail` the pairs are those that
+        all queries of the prompt would have attended to, by what is selected for them.
     """
     policy, selected, readable = method.cache, None, None
     if layout.ranks:
@@ -136,11 +138,12 @@ def prefill_layer(
     if tail:
         with jax.named_scope("prefill_attention"):
             last = _attend_last(q[:, -1], ring, readable, lengths, layout, backend)
-        out = jnp.zeros_like(q).at[:, -1].set(last)
+        out = Attended(jnp.zeros_like(q).at[:, -1].set(last), _selected_pairs(readable, lengths, layout))
     else:
         out = method.prefill.attend(layer, q, k, v, lengths, readable, backend)
     # The rings are filled before the model goes on, and so is a shared pool. Left to itself the compiler puts that off
-    # to the end, and keeps all layers' k and v until then: 17 GB at 131,072 tokens of LLaMA-3.1-8B.
+    # to the end, and keeps all layers' k and v until then: 17 GB at 131,072 tokens of LLaMA-3.1-8B. Nor do lists of
+    # blocks stay for the sake of the pairs that they have.
     if layout.shared is None:
         out, ring = jax.lax.optimization_barrier((out, ring))
     else:
@@ -149,13 +152,14 @@ def prefill_layer(
     return out, LayerCache(pool, None, ring, layout).with_growth(layout.growth)
 
 
-def tail_queries(method: Method) -> int | None:
-    """Last queries that a prefill's last layer needs, or None where it needs all of them.
+def tail_queries(method: Method, layer: int) -> int | None:
+    """Last queries that a prefill needs of its last layer, or None where it needs all of them.
 
     Where prompt queries attend to what the cache keeps, the last of them can be answered from the cache, and nobody
     reads what the others would give.
     """
-    return method.cache.num_queries if method.prefill_reads_cache else None
+    from_cache = method.prefill_reads_cache and method.prefill.answers_from_cache(layer)
+    return method.cache.num_queries if from_cache else None
 
 
 def decode_layer(
@@ -264,6 +268,14 @@ def _attend_last(
         backend=backend,
     )
     return out
+
+
+def _selected_pairs(readable: Selected | None, lengths: Int[Array, " B"], layout: CacheLayout) -> Float32[Array, " B"]:
+    """Causal pairs of prompts whose queries attend to their windows and to what they read left of these."""
+    if readable is None:  # the prompt fits its window
+        return causal_pairs(lengths)
+    sizes = {"block_size": layout.block_size, "window": layout.window}
+    return selected_pairs(readable.budgets, lengths, **sizes).mean(axis=1)
 
 
 def _put(

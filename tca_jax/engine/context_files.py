@@ -33,6 +33,7 @@ _JSON_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
     {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
 )
 _OF_A_MESH = ("heads", "shared")  # the fields of a layout that no file has
+_OF_ROWS, _SHARE = ("tokens", "lengths", "prompt_lengths"), "attended_share"  # arrays beside those of the caches
 _FIELDS = ("format_version", "identity", "layouts", "dtype", "arrays", "library_version", _CHECKSUM)
 
 
@@ -72,7 +73,7 @@ def _layout_fields(layout: CacheLayout) -> dict[str, Any]:
 
 def _arrays(context: Context) -> dict[str, jax.Array]:
     """All arrays of a context by name."""
-    arrays = {"tokens": context.tokens, "lengths": context.lengths, "prompt_lengths": context.prompt_lengths}
+    arrays = {name: getattr(context, name) for name in (*_OF_ROWS, _SHARE)}
     for layer, cache in enumerate(context.caches):
         parts = {"pool": cache.pool._asdict(), "ring": cache.ring._asdict()}
         arrays |= {f"{layer}.{part}.{name}": x for part, fields in parts.items() for name, x in fields.items()}
@@ -114,8 +115,12 @@ def _context(metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> C
         )
         for layer, layout in enumerate(layouts)
     )
-    tokens, lengths, prompt_lengths = (jnp.asarray(arrays[name]) for name in ("tokens", "lengths", "prompt_lengths"))
-    return Context(caches, tokens, lengths, prompt_lengths, 0.0, 0.0, _identity(metadata["identity"]))
+    tokens, lengths, prompt_lengths = (jnp.asarray(arrays[name]) for name in _OF_ROWS)
+    if _SHARE in arrays:
+        share = jnp.asarray(arrays[_SHARE].view(np.float32))
+    else:  # a file of a library that did not know it yet
+        share = jnp.full(lengths.shape, jnp.nan, jnp.float32)
+    return Context(caches, tokens, lengths, prompt_lengths, share, 0.0, 0.0, _identity(metadata["identity"]))
 
 
 def _check_fields(metadata: Any, file: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float32, Int
 
 from tca_jax.engine.cache import LayerCache
 from tca_jax.engine.context_places import context_on
@@ -42,6 +42,9 @@ class ContextStats:
         kv_cache_bytes: Bytes of its caches, as allocated, on all devices.
         full_kv_cache_bytes: Bytes of a context of as many tokens under full attention.
         kept_share: Share of the tokens that the caches hold, mean over rows, layers and KV heads.
+        attended_share: Share of the prompt's causal pairs (query, key) that its queries attended to, mean over rows,
+            layers and query heads: of the tokens that the first `prefill` read, whatever was appended since. NaN for a
+            context that was saved before this was known.
         compile_seconds: Tracing and compiling, in the `prefill` that made it; 0 when the programs were there.
         prefill_seconds: Reading, in that `prefill`.
         devices: Devices that hold it. Each of them allocates as much.
@@ -51,6 +54,7 @@ class ContextStats:
     kv_cache_bytes: int
     full_kv_cache_bytes: int
     kept_share: float
+    attended_share: float
     compile_seconds: float
     prefill_seconds: float
     devices: int = 1
@@ -88,7 +92,15 @@ class ContextIdentity:
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["caches", "tokens", "lengths", "prompt_lengths", "compile_seconds", "prefill_seconds"],
+    data_fields=[
+        "caches",
+        "tokens",
+        "lengths",
+        "prompt_lengths",
+        "attended_share",
+        "compile_seconds",
+        "prefill_seconds",
+    ],
     meta_fields=["identity"],
 )
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -102,6 +114,7 @@ class Context:
         tokens: Ids of the tokens so far, right-padded, int32 `[B, L]`.
         lengths: How many these are, `[B]`.
         prompt_lengths: Those of them that the first `prefill` read, `[B]`.
+        attended_share: Of each row, float32 `[B]`; see `ContextStats`.
         compile_seconds: See `ContextStats`.
         prefill_seconds: See `ContextStats`.
         identity: Whose it is.
@@ -111,6 +124,7 @@ class Context:
     tokens: Int[Array, "B L"]
     lengths: Int[Array, " B"]
     prompt_lengths: Int[Array, " B"]
+    attended_share: Float32[Array, " B"]
     compile_seconds: float
     prefill_seconds: float
     identity: ContextIdentity
@@ -146,6 +160,7 @@ class Context:
             kv_cache_bytes=total_bytes(self.layouts, ring.shape[-1], ring.dtype) * devices,
             full_kv_cache_bytes=total_bytes(full_layouts(self), ring.shape[-1], ring.dtype) * devices,
             kept_share=float(np.mean((kept + local[:, None]) / fed[:, None])),
+            attended_share=float(np.mean(np.asarray(self.attended_share))),
             compile_seconds=self.compile_seconds,
             prefill_seconds=self.prefill_seconds,
             devices=devices,
@@ -244,11 +259,13 @@ def prefill(
     args = _reading(lm, prompts)
     program, compiling = _read.prepare(*args, backend=kernels)
     start = time.perf_counter()
-    caches, finite = jax.block_until_ready(program(*args))
+    caches, finite, shares = jax.block_until_ready(program(*args))
     seconds = time.perf_counter() - start
     tokens, lengths = args[1:]
-    require_finite(lm, np.asarray(tokens), np.asarray(lengths), on_host(finite), "prompts")
-    return Context(caches, tokens, lengths, lengths, compiling, seconds, ContextIdentity.of(lm))
+    finite, shares = on_host((finite, shares))
+    require_finite(lm, np.asarray(tokens), np.asarray(lengths), finite, "prompts")
+    identity = ContextIdentity.of(lm)
+    return Context(caches, tokens, lengths, lengths, jnp.asarray(shares), compiling, seconds, identity)
 
 
 def compile_prefill(lm: LM, prompts: Prompt | Sequence[Prompt], *, backend: str = "auto") -> Context:
@@ -263,8 +280,8 @@ def compile_prefill(lm: LM, prompts: Prompt | Sequence[Prompt], *, backend: str 
     kernels = whole(backend)
     args = _reading(lm, prompts)
     program, seconds = _read.prepare(*args, backend=kernels)
-    caches, _ = results_of(program)
-    return Context(caches, args[1], args[2], args[2], seconds, 0.0, ContextIdentity.of(lm))
+    caches, _, shares = results_of(program)
+    return Context(caches, args[1], args[2], args[2], shares, seconds, 0.0, ContextIdentity.of(lm))
 
 
 def _reading(lm: LM, prompts: Prompt | Sequence[Prompt]) -> tuple[LM, Int[Array, "B L"], Int[Array, " B"]]:
@@ -281,13 +298,13 @@ def _reading(lm: LM, prompts: Prompt | Sequence[Prompt]) -> tuple[LM, Int[Array,
 
 def _read_program(
     lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], *, backend: Backend
-) -> tuple[tuple[LayerCache, ...], Bool[Array, " B"]]:
+) -> tuple[tuple[LayerCache, ...], Bool[Array, " B"], Float32[Array, " B"]]:
     layouts = lm.cache_layouts(tokens.shape[0], tokens.shape[1], None)
-    logits, caches = read_prompts(lm, tokens, lengths, layouts, backend=backend)
-    return caches, jnp.isfinite(logits).all(axis=-1)
+    logits, caches, shares = read_prompts(lm, tokens, lengths, layouts, backend=backend)
+    return caches, jnp.isfinite(logits).all(axis=-1), shares
 
 
-_read = Program(OverMesh(_read_program, (ROWS, ROWS), (CACHES, ROWS)))
+_read = Program(OverMesh(_read_program, (ROWS, ROWS), (CACHES, ROWS, ROWS)))
 
 
 def _append(lm: LM, prompts: Any, context: Any, backend: Backend) -> Context:
@@ -299,7 +316,8 @@ def _append(lm: LM, prompts: Any, context: Any, backend: Backend) -> Context:
     held = rows_of_device(lm, rows, "prompts")
     layouts = layouts_after(reader.method.cache, context.caches, held, columns)
     require_room(total_bytes(layouts, lm.config.head_dim, lm.dtype), f"contexts of {rows} prompts")
-    starts, prompt_lengths = (jnp.broadcast_to(x, rows) for x in (context.lengths, context.prompt_lengths))
+    before = context.lengths, context.prompt_lengths, context.attended_share
+    starts, prompt_lengths, shares = (jnp.broadcast_to(x, rows) for x in before)
     args = (reader.for_programs(), context.caches, appended.tokens, starts, appended.lengths, prompt_lengths)
     program, compiling = _append_to.prepare(*args, layouts=layouts, backend=backend)
     begin = time.perf_counter()
@@ -314,7 +332,7 @@ def _append(lm: LM, prompts: Any, context: Any, backend: Backend) -> Context:
         for cache in caches
     )
     return Context(
-        caches, jnp.asarray(tokens), jnp.asarray(lengths), prompt_lengths, compiling, seconds, context.identity
+        caches, jnp.asarray(tokens), jnp.asarray(lengths), prompt_lengths, shares, compiling, seconds, context.identity
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Float32, Int, Key
 
 from tca_jax.engine.cache import (
     LayerCache,
@@ -41,6 +41,7 @@ from tca_jax.pallas_kernels.backends import Backend
         "logprobs",
         "finite",
         "caches",
+        "attended_share",
     ],
     meta_fields=[],
 )
@@ -63,6 +64,7 @@ class DecodingState:
             `[B, N]`; None where nobody asked.
         finite: Rows whose prompt led to finite logits, `[B]`.
         caches: One cache a layer.
+        attended_share: See `generation.Stats`, float32 `[B]`; None behind a context, which knows it.
     """
 
     tokens: Int[Array, "B N"]
@@ -78,6 +80,7 @@ class DecodingState:
     logprobs: Float[Array, "B N"] | None
     finite: Bool[Array, " B"]
     caches: tuple[LayerCache, ...]
+    attended_share: Float32[Array, " B"] | None = None
 
 
 _BY_ROW: dict[str, Any] = {field.name: ROWS for field in dataclasses.fields(DecodingState)}

@@ -37,6 +37,9 @@ class Stats:
             counts once.
         full_kv_cache_bytes: Bytes that the same call allocates under full attention.
         kept_share: Share of the tokens so far that the caches hold, mean over rows, layers and KV heads.
+        attended_share: Share of the prompt's causal pairs (query, key) that its queries attended to, mean over rows,
+            layers and query heads: 1 under full attention. With a context that of the context's own first reading, for
+            what is appended attends to what the cache keeps.
         context_tokens: Tokens of the context before each prompt; none without one.
         devices: Devices that share the model. Each of them allocates as much.
     """
@@ -49,6 +52,7 @@ class Stats:
     kv_cache_bytes: int
     full_kv_cache_bytes: int
     kept_share: float
+    attended_share: float
     context_tokens: list[int] = dataclasses.field(default_factory=list)
     devices: int = 1
 
@@ -286,6 +290,7 @@ def output_of(request: Request, state: DecodingState) -> Output:
         kv_cache_bytes=request.kv_cache_bytes(request.lm) * devices,
         full_kv_cache_bytes=request.full_kv_cache_bytes * devices,
         kept_share=kept_share(state),
+        attended_share=attended_share(request, state),
         context_tokens=request.context_tokens,
         devices=devices,
     )
@@ -305,6 +310,12 @@ def kept_share(state: DecodingState) -> float:
     local = state.caches[0].layout.local_tokens(fed, prompt_lengths)
     kept = np.stack(_kept(state.caches))  # [layers, B, H_kv]
     return float(np.mean((kept + local[:, None]) / fed[:, None]))
+
+
+def attended_share(request: Request, state: DecodingState) -> float:
+    """Pairs that the prompts' queries attended to over all causal ones, mean over rows; with a context that of its."""
+    shares = state.attended_share if request.context is None else request.context.attended_share
+    return float(np.mean(on_host(shares)))
 
 
 def _kept(caches: Sequence[LayerCache]) -> list[Int[np.ndarray, "B Hkv"]]:

@@ -16,6 +16,7 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import ROWS, OverMesh, on_host, rows_of_device
 from tca_jax.engine.programs import Program
 from tca_jax.engine.prompts import Prompt, encode_prompts, pad_tokens
+from tca_jax.methods.pairs import attended_share
 from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.backends import Backend, whole
 
@@ -29,10 +30,13 @@ class Scores:
     Attributes:
         tokens: Token ids, n of each text.
         logprobs: Natural log-probability of each token but the first, given all before it; float32 `[n - 1]`.
+        attended_share: Share of the text's causal pairs (query, key) that its queries attended to, mean over layers
+            and query heads.
     """
 
     tokens: list[list[int]]
     logprobs: list[np.ndarray]
+    attended_share: list[float]
 
 
 def score(lm: LM, texts: Prompt | Sequence[Prompt], *, backend: str = "auto") -> Scores:
@@ -66,24 +70,26 @@ def score(lm: LM, texts: Prompt | Sequence[Prompt], *, backend: str = "auto") ->
     padded, lengths = pad_tokens(ids, lm.pad_token_id)
     args = (lm.for_programs(), jnp.asarray(padded), jnp.asarray(lengths))
     program, _ = _score.prepare(*args, backend=kernels)
-    logprobs = on_host(program(*args))
+    logprobs, shares = on_host(program(*args))
     rows = [row[: len(tokens) - 1] for row, tokens in zip(logprobs, ids, strict=True)]
     require_finite(lm, padded, lengths, np.array([np.isfinite(row).all() for row in rows]), "texts")
-    return Scores(ids, rows)
+    return Scores(ids, rows, shares.tolist())
 
 
 def logprobs_of(
     lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], *, backend: Backend = "auto"
-) -> Float32[Array, "B L1"]:
-    """Log-probability of tokens 1 to L - 1 given all before each, float32 `[B, L - 1]`; arbitrary past a length."""
+) -> tuple[Float32[Array, "B L1"], Float32[Array, " B"]]:
+    """Log-probability of tokens 1 to L - 1 given all before each, float32 `[B, L - 1]`, arbitrary past a length; and
+    the share of each text's pairs that its queries attended to."""
     method, decoder = lm.method, lm.decoder
 
-    def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, None]:
-        return method.prefill.attend(layer, q, k, v, lengths, None, backend), None
+    def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Float32[Array, " B"]]:
+        # Counted before the model goes on: lists of blocks would stay until then.
+        return tuple(jax.lax.optimization_barrier(method.prefill.attend(layer, q, k, v, lengths, None, backend)))
 
     positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
-    hidden, _ = decoder(tokens, positions, attention, (None,) * lm.config.num_layers)
-    return logprobs_of_hidden(decoder, hidden[:, :-1], tokens[:, 1:])
+    hidden, pairs = decoder(tokens, positions, attention, (None,) * lm.config.num_layers)
+    return logprobs_of_hidden(decoder, hidden[:, :-1], tokens[:, 1:]), attended_share(pairs, lengths)
 
 
 class TokenScores(NamedTuple):
@@ -137,4 +143,4 @@ def scores_of_logits(logits: Float[Array, "*tokens V"], tokens: Int[Array, "*tok
     return TokenScores(logprobs, jnp.argmax(logits, axis=-1) == tokens)
 
 
-_score = Program(OverMesh(logprobs_of, (ROWS, ROWS), ROWS))
+_score = Program(OverMesh(logprobs_of, (ROWS, ROWS), (ROWS, ROWS)))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int, Key, Shaped
 
 from tca_jax.engine.cache import LayerCache, gather_pools, prefill_layer, tail_queries
 from tca_jax.engine.decoding import DecodingState, draw
@@ -15,6 +15,7 @@ from tca_jax.engine.layouts import CacheLayout
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, ROWS, SAME
 from tca_jax.engine.sampling import Sampling
+from tca_jax.methods.pairs import attended_share
 from tca_jax.pallas_kernels.backends import Backend
 
 #: How the arguments of `prefill` lie on a mesh, and how those that say how answers are drawn.
@@ -52,12 +53,12 @@ def prefill(
         backend: Kernel backend; static.
     """
     layouts = lm.cache_layouts(tokens.shape[0], tokens.shape[1], new_tokens)
-    logits, caches = read_prompts(lm, tokens, lengths, layouts, backend=backend)
+    logits, caches, share = read_prompts(lm, tokens, lengths, layouts, backend=backend)
     seen = None
     if sampling.repetition_penalty is not None:
         seen = _seen(tokens, jnp.arange(tokens.shape[1]) < lengths[:, None], logits.shape[-1])
     drawing = _Drawing(keys, sampling, stop_tokens, min_new_tokens, new_tokens, logprobs)
-    return _start(lm, caches, logits, lengths, lengths, seen, drawing)
+    return _start(lm, caches, logits, lengths, lengths, seen, drawing, share)
 
 
 def resume(
@@ -111,21 +112,25 @@ def resume(
 
 def read_prompts(
     lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], layouts: tuple[CacheLayout, ...], *, backend: Backend
-) -> tuple[Float[Array, "B V"], tuple[LayerCache, ...]]:
-    """Logits behind right-padded prompts, and what the caches keep of them."""
-    tail, before = tail_queries(lm.method), None
+) -> tuple[Float[Array, "B V"], tuple[LayerCache, ...], Float32[Array, " B"]]:
+    """Logits behind right-padded prompts, what the caches keep of them, and the share of their pairs attended to."""
+    last_layer = len(layouts) - 1
+    tail, before = tail_queries(lm.method, last_layer), None
 
-    def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, LayerCache]:
+    def attention(
+        layer: int, q: Array, k: Array, v: Array, state: None
+    ) -> tuple[Array, tuple[LayerCache, Float32[Array, " B"]]]:
         nonlocal before
-        cut = tail is not None and layer == len(layouts) - 1
+        cut = tail is not None and layer == last_layer
         sizes = lengths, layouts[layer], backend
-        out, before = prefill_layer(lm.method, layer, q, k, v, *sizes, tail=cut, before=before)
-        return out, before
+        (out, pairs), before = prefill_layer(lm.method, layer, q, k, v, *sizes, tail=cut, before=before)
+        return out, (before, pairs)
 
     positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
-    hidden, caches = lm.decoder(tokens, positions, attention, (None,) * len(layouts), lengths=lengths, tail=tail)
+    hidden, read = lm.decoder(tokens, positions, attention, (None,) * len(layouts), lengths=lengths, tail=tail)
+    caches, pairs = zip(*read, strict=True)
     last = hidden[:, -1] if tail is not None else hidden[jnp.arange(tokens.shape[0]), lengths - 1]
-    return lm.decoder.logits(last), gather_pools(caches)
+    return lm.decoder.logits(last), gather_pools(caches), attended_share(pairs, lengths)
 
 
 def open_caches(lm: LM, caches: tuple[LayerCache, ...], rows: int, fed_tokens: int) -> tuple[LayerCache, ...]:
@@ -169,14 +174,16 @@ def _start(
     prompt_lengths: Int[Array, " B"],
     seen: Bool[Array, "B V"] | None,
     drawing: _Drawing,
+    attended_share: Float32[Array, " B"] | None = None,
 ) -> DecodingState:
     """The state behind the first new token of every answer."""
     rows = drawing.keys.shape[0]
     samples = rows // lengths.shape[0]
     if samples > 1:
         caches = tuple(cache.repeat_rows(samples) for cache in caches)
-        per_row = (logits, lengths, prompt_lengths, seen)
-        logits, lengths, prompt_lengths, seen = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), per_row)
+        per_row = (logits, lengths, prompt_lengths, seen, attended_share)
+        repeated = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), per_row)
+        logits, lengths, prompt_lengths, seen, attended_share = repeated
     state = DecodingState(
         tokens=jnp.full((rows, drawing.new_tokens), lm.pad_token_id, jnp.int32),
         step=jnp.int32(0),
@@ -191,5 +198,6 @@ def _start(
         logprobs=jnp.zeros((rows, drawing.new_tokens), jnp.float32) if drawing.logprobs else None,
         finite=jnp.isfinite(logits).all(axis=-1),
         caches=caches,
+        attended_share=attended_share,
     )
     return draw(lm, state, logits, drawing.sampling)

@@ -40,6 +40,8 @@ class Answers:
         new_tokens: Tokens of each answer.
         kv_cache_bytes: Bytes of the caches, mean a prompt.
         full_kv_cache_bytes: The same under full attention.
+        attended_share: Share of a prompt's causal pairs (query, key) that its queries attended to, mean; of the
+            document's where that was read before.
         prefill_seconds: From the document to the first new token, mean a prompt; prompts of a batch share its time.
         question_seconds: From the question to the first new token, mean a prompt: less than that where the document
             was read before.
@@ -53,6 +55,7 @@ class Answers:
     new_tokens: list[int]
     kv_cache_bytes: float
     full_kv_cache_bytes: float
+    attended_share: float
     prefill_seconds: float
     question_seconds: float
     seconds_per_token: float
@@ -68,6 +71,7 @@ class _Call:
     new_tokens: list[int]
     kv_cache_bytes: int
     full_kv_cache_bytes: int
+    attended_share: float
     read_seconds: float
     question_seconds: float
     seconds_per_token: float
@@ -116,6 +120,7 @@ def answer(
         new_tokens=new_tokens,
         kv_cache_bytes=_mean(call.kv_cache_bytes / rows for call in calls),
         full_kv_cache_bytes=_mean(call.full_kv_cache_bytes / rows for call in calls),
+        attended_share=_mean(call.attended_share for call in calls),
         prefill_seconds=_mean((call.read_seconds + call.question_seconds) / rows for call in calls),
         question_seconds=_mean(call.question_seconds / rows for call in calls),
         seconds_per_token=_mean(call.seconds_per_token for call in calls),
@@ -188,6 +193,7 @@ def _ask(lm: LM, task: Task, prompts: Sequence[tuple[list[int], list[int]]], lim
         new_tokens=out.stats.new_tokens,
         kv_cache_bytes=out.stats.kv_cache_bytes,
         full_kv_cache_bytes=out.stats.full_kv_cache_bytes,
+        attended_share=out.stats.attended_share,
         read_seconds=read_seconds,
         question_seconds=out.stats.prefill_seconds,
         seconds_per_token=out.stats.seconds_per_token,

@@ -174,6 +174,7 @@ def _text_record(task: TextTask, reading: Reading) -> dict[str, Any]:
         "values": reading.values,
         "kv_cache_bytes": reading.kv_cache_bytes,
         "full_kv_cache_bytes": reading.full_kv_cache_bytes,
+        "attended_share": reading.attended_share,
         "prefill_seconds": reading.prefill_seconds,
         "samples": reading.samples,
     }

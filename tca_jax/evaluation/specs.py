@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import importlib
 import json
@@ -12,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from tca_jax.calibration.profile import Profile
-from tca_jax.calibration.rows import densest_within
 from tca_jax.engine.budgets import CallSizes, held_share, with_bytes
 from tca_jax.engine.lm import LM
 from tca_jax.methods import names
@@ -21,7 +21,6 @@ from tca_jax.methods.registry import option_names, required_options, with_known
 #: The profile's method with the hyperparameters of the paper, which a model may ship with.
 PAPER = "paper"
 _OPTION = re.compile(r"[A-Za-z_]\w*=")
-_BISECTIONS = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,34 +165,25 @@ class Builder:
         share: float,
         sizes: CallSizes,
     ) -> LM:
-        """The profile's own rows where they fit, and as many heads dense as fit beside them, the worst probe scores
-        first."""
-        if not np.isfinite(profile.probe_scores).all():
-            raise ValueError("its profile has no probe scores, which say what heads are dense first")
+        """The profile's rows with more heads dense, or with fewer heads above row 0, by what they are worth."""
+        if not np.isfinite(profile.keeping_worth).all():
+            raise ValueError("its profile does not know what heads are worth, which orders its heads")
+        steps = _ladder(profile)
 
-        def options_of(kept: float) -> dict[str, Any]:
-            scores, prefill, needed = profile.probe_scores, profile.prefill_candidates, profile.candidates
-            rows = densest_within(kept, sizes.prompt_tokens, scores, prefill, profile.config, needed)
+        def with_steps(lm: LM, count: int) -> LM:
+            rows = np.zeros_like(profile.candidates)
+            for head, row in steps[:count]:
+                rows.flat[head] = row
             changed = {**own, "candidates": rows}
-            return changed if "+" not in name else {**options, name.split("+")[-1]: changed}
+            return lm.with_method(name, **({**options, name.split("+")[-1]: changed} if "+" in name else changed))
 
-        low, high, found = 0.0, 1.0, None
-        for _ in range(_BISECTIONS):
-            kept = (low + high) / 2
-            try:
-                tried = options_of(kept)
-            except ValueError:  # fewer than with no head dense
-                low = kept
-                continue
-            if held_share(self.lm.alone.with_method(name, **tried), sizes) <= share:
-                low, found = kept, tried
-            else:
-                high = kept
-        if found is None:
-            raise ValueError(
-                f"window, reserve and prefill rows take more than {share:.0%} at {sizes.prompt_tokens} tokens"
-            )
-        return self.lm.with_method(name, **found)
+        def fits(count: int) -> bool:
+            return held_share(with_steps(self.lm.alone, count), sizes) <= share
+
+        if not fits(0):
+            raise ValueError(f"window, reserve and row 0 take more than {share:.0%} at {sizes.prompt_tokens} tokens")
+        most = bisect.bisect_left(range(1, len(steps) + 1), True, key=lambda count: not fits(count))
+        return with_steps(self.lm, most)
 
     def _resolve(self, spec: MethodSpec) -> tuple[str, dict[str, Any]]:
         """A registered name, or two, and all options as `lm.with_method` takes them."""
@@ -237,6 +227,18 @@ class Builder:
         return self._found[option]
 
 
+def _ladder(profile: Profile) -> list[tuple[int, int]]:
+    """Steps from row 0 in every head to dense everywhere, as pairs (head, row).
+
+    First the profile's own denser heads take their rows, the highest worth first; then all others become dense, by
+    worth. So a step takes no tokens away, and the profile's own rows are one of the stages.
+    """
+    own, dense = profile.candidates.ravel(), profile.config.num_candidates
+    by_worth = np.argsort(-profile.keeping_worth, axis=None, kind="stable").tolist()
+    first = [(head, int(own[head])) for head in by_worth if own[head]]
+    return first + [(head, dense) for head in by_worth if own[head] < dense]
+
+
 def budgets_of(profile: Profile) -> dict[str, Any]:
     """What calibration found, by the names of the options that take it."""
-    return {name: getattr(profile, name) for name in ("config", "candidates", "prefill_candidates")}
+    return {name: getattr(profile, name) for name in ("config", "candidates", "prefill_candidates", "readings")}

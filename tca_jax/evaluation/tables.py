@@ -81,16 +81,24 @@ def _question_tables(records: Sequence[Record], title: str, explained: str) -> l
         mean = [found[method, task]["score"] for task in everywhere]
         name = method + (_OWN_BUDGET if any(r["own_budget"] for r in own) else "")
         rows.append([name, f"{np.mean(mean):.1f}" if mean else _NONE, *_costs(own)])
-    heads = [compared, "KV bytes", "prefill (s)", "from the question (s)", "ms a token", "batch"]
+    heads = [compared, "KV bytes", "attended", "prefill (s)", "from the question (s)", "ms a token", "batch"]
     return [*lines, *_markdown(["method", *heads], rows)]
 
 
 def _costs(records: Sequence[Record]) -> list[str]:
-    """Bytes held, seconds to the first token of a prompt, from the question alone, and of a further step; the batch."""
+    """Bytes held, pairs attended to, seconds to the first token of a prompt, from the question alone, and of a further
+    step; the batch."""
     names = ("prefill_seconds", "question_seconds", "seconds_per_token")
     prefill, question, step = (np.mean([record[name] for record in records]) for name in names)
     batch = max(record["batch"] for record in records)
-    return [f"{held_share(records):.1%}", f"{prefill:.3g}", f"{question:.3g}", f"{1000 * step:.3g}", str(batch)]
+    shares = [f"{held_share(records):.1%}", _attended(records)]
+    return [*shares, f"{prefill:.3g}", f"{question:.3g}", f"{1000 * step:.3g}", str(batch)]
+
+
+def _attended(records: Sequence[Record]) -> str:
+    """Share of a prompt's pairs that its queries attended to, mean of some results; of older ones it is not known."""
+    shares = [record["attended_share"] for record in records if "attended_share" in record]
+    return f"{np.mean(shares):.1%}" if len(shares) == len(records) else _NONE
 
 
 def held_share(records: Iterable[Record]) -> float:
@@ -111,12 +119,14 @@ def _text_tables(records: Sequence[Record], length: int) -> list[str]:
                         f"{record['values'][name]:.1%}" if name == "top_1" else f"{record['values'][name]:.4f}"
                         for name, _ in columns
                     ),
+                    _attended([record]),
                     f"{held_share([record]):.1%}",
                     f"{record['prefill_seconds']:.3g}",
                 ]
                 for record in of_task
             ]
-            lines += _markdown(["method", *(text for _, text in columns), "KV bytes", "prefill (s)"], rows)
+            heads = ["method", *(text for _, text in columns), "attended", "KV bytes", "prefill (s)"]
+            lines += _markdown(heads, rows)
     return lines
 
 

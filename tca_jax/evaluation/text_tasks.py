@@ -42,6 +42,8 @@ class Reading:
         values: Their means.
         kv_cache_bytes: Of the context behind a passage, mean.
         full_kv_cache_bytes: The same under full attention.
+        attended_share: Share of a passage's causal pairs (query, key) that its queries attended to, mean: of all of it
+            where its loss inside is measured, otherwise of what the context behind it was read from.
         prefill_seconds: Of reading a passage, mean.
     """
 
@@ -49,6 +51,7 @@ class Reading:
     values: dict[str, float]
     kv_cache_bytes: float
     full_kv_cache_bytes: float
+    attended_share: float
     prefill_seconds: float
 
 
@@ -59,7 +62,8 @@ class TextTask:
     Attributes:
         name: Its name.
         metric: The value that tables show, and its unit.
-        measure: Measures passages of one length under a model's method: figures of each, and the context behind them.
+        measure: Measures passages of one length under a model's method: figures of each, an "attended_share" among
+            them, and the context behind them.
         needs: Names of its sources.
     """
 
@@ -97,9 +101,11 @@ class TextTask:
             stats.append(context.stats)
             report(len(chosen))
         names = [name for name, value in samples[0].items() if isinstance(value, float)]
+        values = {name: float(np.mean([sample[name] for sample in samples])) for name in names}
         return Reading(
             samples=samples,
-            values={name: float(np.mean([sample[name] for sample in samples])) for name in names},
+            attended_share=values.pop("attended_share"),
+            values=values,
             kv_cache_bytes=float(np.mean([each.kv_cache_bytes for each in stats])) / rows,
             full_kv_cache_bytes=float(np.mean([each.full_kv_cache_bytes for each in stats])) / rows,
             prefill_seconds=float(np.mean([each.prefill_seconds for each in stats])) / rows,
@@ -126,9 +132,11 @@ def _measure_loss(lm: LM, passages: list[list[int]]) -> tuple[list[dict[str, Any
     logits, continuations, context = _continue(lm, passages)
     after = on_host(_losses(logits, jnp.asarray(continuations)))
     figures = []
-    for one, logprobs in zip(after, score(lm, passages).logprobs, strict=True):
+    scores = score(lm, passages)
+    for one, logprobs, share in zip(after, scores.logprobs, scores.attended_share, strict=True):
         by_position = [float(part.mean()) for part in np.array_split(-logprobs, POSITIONS)]
-        figures.append({"loss": float(one), "loss_inside": float(-logprobs.mean()), "by_position": by_position})
+        losses = {"loss": float(one), "loss_inside": float(-logprobs.mean()), "by_position": by_position}
+        figures.append({**losses, "attended_share": share})
     return figures, context
 
 
@@ -136,8 +144,12 @@ def _measure_agreement(lm: LM, passages: list[list[int]]) -> tuple[list[dict[str
     """How the next-token distributions behind passages differ from full attention's, the same tokens being fed."""
     logits, _, context = _continue(lm, passages)
     exact, _, _ = _continue(lm.with_method(BASELINE), passages)
-    found = zip(*on_host(_compare(exact, logits)), strict=True)
-    return [{"top_1": float(same), "kl": float(divergence)} for divergence, same in found], context
+    found = zip(*on_host(_compare(exact, logits)), np.asarray(context.attended_share), strict=True)
+    figures = [
+        {"top_1": float(same), "kl": float(divergence), "attended_share": float(share)}
+        for divergence, same, share in found
+    ]
+    return figures, context
 
 
 @jax.jit

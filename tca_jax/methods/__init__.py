@@ -1,6 +1,6 @@
 """Attention methods: what a prompt's queries attend to and what stays in the cache. A file each, one registry."""
 
-from tca_jax.methods.base import CachePolicy, Method, PrefillPolicy
+from tca_jax.methods.base import Attended, CachePolicy, Method, PrefillPolicy
 from tca_jax.methods.block_sparse import BlockSparsePrefill
 from tca_jax.methods.cake import cake
 from tca_jax.methods.duoattention import duoattention
@@ -41,6 +41,7 @@ for _factory in (
 
 __all__ = [
     "BASELINE",
+    "Attended",
     "BlockSparsePrefill",
     "CachePolicy",
     "FullCache",

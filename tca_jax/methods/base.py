@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import numbers
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
@@ -128,6 +128,19 @@ class CachePolicy(abc.ABC):
         """Raises ValueError if the policy does not fit a model of that shape."""
 
 
+class Attended(NamedTuple):
+    """What the attention of whole prompts gives.
+
+    Attributes:
+        out: `[B, L, Hq, d]`; rows past a length are zero.
+        pairs: Causal pairs (query, key) of each row's prompt that were attended to, as the kernels are told, mean over
+            the query heads that the program sees; float32 `[B]`. `causal_pairs` counts all that there are.
+    """
+
+    out: Float[Array, "B L Hq d"]
+    pairs: Float32[Array, " B"]
+
+
 class PrefillPolicy(abc.ABC):
     """How the queries of a prompt attend."""
 
@@ -141,7 +154,7 @@ class PrefillPolicy(abc.ABC):
         lengths: Int[Array, " B"],
         selected: Selected | None,
         backend: Backend,
-    ) -> Float[Array, "B L Hq d"]:
+    ) -> Attended:
         """Causal attention of whole prompts, right-padded.
 
         Args:
@@ -154,15 +167,23 @@ class PrefillPolicy(abc.ABC):
             backend: Kernel backend, to be handed on.
 
         Returns:
-            `[B, L, Hq, d]`; rows past a length are zero.
+            The attention, and how many pairs of a query and a key it took.
         """
 
     def reads(self, cache: CachePolicy) -> bool:
         """Whether queries attend to exactly what `cache` selects for them: its window and its selection left of that.
 
-        Then the selection is made once, and the last layer of a prefill computes its last query alone.
+        Then the selection is made once, and the last layer of a prefill computes its last query alone, where
+        `answers_from_cache`.
         """
         return False
+
+    def answers_from_cache(self, layer: int) -> bool:
+        """Whether in a layer the last query of a prompt finds in the cache all that it attends to.
+
+        Asked of a policy that `reads` the cache: false where some heads of the layer attend to more than is selected.
+        """
+        return True
 
     def for_rope(self, frequencies: Frequencies | None) -> PrefillPolicy:
         """As `CachePolicy.for_rope`."""

@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from tca_jax.methods.base import PrefillPolicy
+from tca_jax.methods.base import Attended, PrefillPolicy
+from tca_jax.methods.pairs import causal_pairs, sum_of_counts
 from tca_jax.methods.regions import Selected
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.block_sparse_attention import BlockLists, Columns, block_sparse_attention
+from tca_jax.pallas_kernels.block_sparse_attention.lists import entries_by_distance
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.integers import cdiv
 
@@ -21,6 +23,9 @@ _MOST_BYTES = 2**30
 
 #: Attention of a block of queries that lies in memory at once: of as many KV heads at a time are estimates made.
 _MOST_SAMPLED = 2**28
+
+#: Pairs (tile, column) of all heads that are looked at together where attended ones are counted.
+_MOST_COUNTED = 2**24
 
 
 class Listed(NamedTuple):
@@ -111,24 +116,26 @@ class BlockSparsePrefill(PrefillPolicy):
 
     def attend(
         self, layer: int, q: Array, k: Array, v: Array, lengths: Array, selected: Selected | None, backend: Backend
-    ) -> Float[Array, "B L Hq d"]:
+    ) -> Attended:
         batch, tokens, kv_heads, _ = k.shape
         if tokens <= self.dense_tokens:
-            return causal_attention(q, k, v, lengths, backend=backend)
+            return Attended(causal_attention(q, k, v, lengths, backend=backend), causal_pairs(lengths))
         entries = batch * q.shape[2] * cdiv(tokens, self.block_size) ** 2
         if 4 * entries <= _MOST_BYTES:
             with jax.named_scope("estimate"):
                 listed = self.listed(layer, q, k, lengths)
-            return self.attend_listed(q, k, v, listed, lengths, backend)
+            out = self.attend_listed(q, k, v, listed, lengths, backend)
+            return Attended(out, listed_pairs(listed, lengths, self.block_size).mean(axis=1))
 
-        def one_head(head: Array) -> Float[Array, "B L G d"]:
+        def one_head(head: Array) -> Attended:
             with jax.named_scope("estimate"):
                 listed = self._of_head(layer, head, q, k, lengths)
             keys, values = (x[:, :, head][:, :, None] for x in (k, v))
-            return self.attend_listed(_group(q, head, kv_heads), keys, values, listed, lengths, backend)
+            out = self.attend_listed(_group(q, head, kv_heads), keys, values, listed, lengths, backend)
+            return Attended(out, listed_pairs(listed, lengths, self.block_size).mean(axis=1))
 
-        outputs = jax.lax.map(one_head, jnp.arange(kv_heads))  # [Hkv, B, L, G, d]
-        return jnp.moveaxis(outputs, 0, 2).reshape(q.shape)
+        outputs, pairs = jax.lax.map(one_head, jnp.arange(kv_heads))  # [Hkv, B, L, G, d], [Hkv, B]
+        return Attended(jnp.moveaxis(outputs, 0, 2).reshape(q.shape), pairs.mean(axis=0))
 
     def attend_listed(
         self, q: Array, k: Array, v: Array, listed: tuple[Listed, ...], lengths: Array, backend: Backend
@@ -149,22 +156,75 @@ class BlockSparsePrefill(PrefillPolicy):
         )
 
 
-def computed_area(listed: tuple[Listed, ...], lengths: Int[Array, " B"], block_size: int) -> Float32[Array, ""]:
-    """Share of the causal triangle that is computed, mean over rows and heads; a tile computes its own block whole.
+def listed_pairs(
+    listed: tuple[Listed, ...] | Listed, lengths: Int[Array, " B"], block_size: int
+) -> Float32[Array, "B Hq"]:
+    """Causal pairs (query, key) that query heads attend to, of all launches; see `block_sparse_attention`.
 
-    Columns count in full, also where a block has them: they are gathered all the same.
+    Args:
+        listed: What query tiles attend to; a query head lists something in one launch at most.
+        lengths: Prompt lengths `[B]`.
+        block_size: Tokens in a block, and queries in a tile.
     """
-    pairs = jnp.float32(0)
-    for blocks, columns in listed:
-        ends = (jnp.arange(blocks.counts.shape[-1]) + 1) * block_size
-        alive = ends - block_size < lengths[:, None, None]
-        tokens = (blocks.counts * block_size).astype(jnp.float32)
-        if columns is not None:
-            valid = jnp.arange(columns.tokens.shape[-1]) < columns.counts[..., None]
-            tokens += (valid[..., None, :] & (columns.tokens[..., None, :] < ends[:, None])).sum(axis=-1)
-        pairs += jnp.where(alive, tokens * block_size, 0).sum(axis=-1).mean(axis=1)
-    triangles = lengths.astype(jnp.float32) ** 2 / 2
-    return jnp.mean(pairs / triangles)
+    launches = (listed,) if isinstance(listed, Listed) else listed
+    with jax.named_scope("count_pairs"):
+        first, *others = (
+            sum_of_counts(
+                _pairs_of_blocks(blocks, lengths, block_size)
+                + (0 if columns is None else _pairs_of_columns(blocks, columns, lengths, block_size))
+            )
+            for blocks, columns in launches
+        )
+    return sum(others, start=first)
+
+
+def _pairs_of_blocks(blocks: BlockLists, lengths: Int[Array, " B"], size: int) -> Int32[Array, "B Hq N"]:
+    """Pairs of each tile with the keys of its blocks.
+
+    All queries of a tile see the whole of a block that ends left of the tile. The others are among the two nearest, for
+    blocks do not overlap, and only the last one can begin left of the prompt.
+    """
+    distances, counts = blocks
+    ends = (jnp.arange(counts.shape[-1], dtype=jnp.int32) + 1) * size
+    queries = jnp.clip(lengths[:, None] - ends + size, 0, size)[:, None]  # [B, 1, N]
+    near = distances[..., :2].astype(jnp.int32)
+    # Query r of a tile, from 0, sees r + 1 + D - size keys of a block at distance D, at most all and at least none.
+    seen = _sum_to(queries[..., None] + near - size, size) - _sum_to(near - size, size)
+    seen = jnp.sum(seen, axis=-1, where=jnp.arange(near.shape[-1]) < counts[..., None], dtype=jnp.int32)
+    places = jnp.maximum(counts - 1, 0)
+    if distances.shape[2] == 1:
+        last = jnp.take_along_axis(distances[:, :, 0], places, axis=-1)
+    else:
+        last = jnp.take_along_axis(distances, places[..., None], axis=-1)[..., 0]
+    outside = jnp.where(counts > 0, jnp.maximum(0, last - ends), 0)  # of the prompt, keys of the last block
+    return (seen + queries * (jnp.maximum(0, counts - 2) * size - outside)).astype(jnp.int32)
+
+
+def _sum_to(number: Int[Array, "*s"], most: int) -> Int[Array, "*s"]:
+    """The sum of min(i, most) over i from 1 to a number; 0 for those below 1."""
+    number = jnp.maximum(number, 0)
+    small = jnp.minimum(number, most)
+    return small * (small + 1) // 2 + (number - small) * most
+
+
+def _pairs_of_columns(
+    blocks: BlockLists, columns: Columns, lengths: Int[Array, " B"], size: int
+) -> Int32[Array, "B Hq N"]:
+    """Pairs of each tile with the columns that none of its blocks has; the lists of blocks are those of all tiles."""
+    (batch, heads, tiles), tokens = blocks.counts.shape, columns.tokens
+    entries = entries_by_distance(blocks, tiles * size + 1, size)
+    real = jnp.arange(tokens.shape[-1]) < columns.counts[..., None]
+
+    def of_tile(tile: Array) -> Int32[Array, "B Hq"]:
+        end = (tile + 1) * size
+        queries = jnp.clip(lengths - end + size, 0, size)[:, None, None]
+        later = jnp.maximum(0, queries - jnp.maximum(0, tokens - end + size))  # queries from the column on
+        entry = jnp.take_along_axis(entries, jnp.clip(end - tokens, 0, tiles * size), axis=-1)
+        alone = real & (entry >= blocks.counts[:, :, tile, None])
+        return jnp.sum(later, axis=-1, where=alone, dtype=jnp.int32)
+
+    at_once = max(1, min(tiles, _MOST_COUNTED // (batch * heads * tokens.shape[-1])))
+    return jnp.moveaxis(jax.lax.map(of_tile, jnp.arange(tiles), batch_size=at_once), 0, -1)
 
 
 def block_sums(x: Float[Array, "B L H d"], lengths: Int[Array, " B"], block_size: int) -> Float32[Array, "B N H d"]:

@@ -11,7 +11,12 @@ from tca_jax.methods.checks import check_seed, is_finite_number
 
 Density = Literal["concentration", "paper", "random"]
 Index = Literal["hhi", "entropy"]
-Criterion = Literal["retained_mass", "column_mean"]
+Criterion = Literal["worth", "retained_mass", "column_mean"]
+
+_INTEGERS = (
+    *("block_size", "window", "num_candidates", "reserve", "observation", "spread"),
+    *("fetch", "fetch_stride", "seed"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +31,18 @@ class TCAConfig:
         alpha: Weight of the concentration index against the attention mass in the block density (Eq. 6).
         density: How blocks are ordered for budgeting: "concentration" (default), "paper" (Eq. 6) or "random".
         index: The concentration index: "hhi" (Herfindahl-Hirschman) or "entropy" (one minus the normalised entropy).
-        criterion: Score that calibration compares with `tau`: "retained_mass" (Theorem 1) or "column_mean" (Eq. 5).
-        tau: Calibration threshold in (0, 1]; the sparsest candidate that reaches it is taken.
+        criterion: What calibration goes by: "worth", the loss that a head's missing tokens cost; or Algorithm 1 with a
+            score that is compared with `tau`, "retained_mass" (Theorem 1) or "column_mean" (Eq. 5).
+        tau: Threshold of Algorithm 1 in (0, 1]; the sparsest candidate that reaches it is taken.
         reserve: Tokens that each KV head keeps beside its budgets, R, chosen from all ranked blocks at once; None for
             window // 8, 0 for none.
         observation: Last prompt queries that choose the reserve; fewer in shorter prompts.
         spread: Tokens over which an observed token's score spreads, itself and those that follow it.
-        tau_probe: Threshold in [0, 1] of the probe score; the sparsest row that reaches it is kept in the cache.
+        fetch: Key blocks left of the window that a query tile of a head with the reading "blocks" attends to.
+        fetch_stride: Every so many queries of a tile, one estimates which blocks these are. A power of two.
+        read_tolerance: Loss inside a prompt that calibration allows over full attention's, as a share of what row 0 in
+            every head costs.
+        keep_tolerance: Nats a token by which calibration lets answers pass 1 nat, up to which a token is known.
         seed: Seed of the "random" density.
 
     Raises:
@@ -49,23 +59,26 @@ class TCAConfig:
     alpha: float = 0.1
     density: Density = "concentration"
     index: Index = "hhi"
-    criterion: Criterion = "retained_mass"
+    criterion: Criterion = "worth"
     tau: float = 0.9
     reserve: int | None = None
     observation: int = 64
     spread: int = 16
-    tau_probe: float = 0.5
+    fetch: int = 16
+    fetch_stride: int = 16
+    read_tolerance: float = 0.1
+    keep_tolerance: float = 0.02
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "window", "num_candidates", "reserve", "observation", "spread", "seed"):
+        for name in _INTEGERS:
             value = getattr(self, name)
             if name == "reserve" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, numbers.Integral):
                 raise ValueError(f"TCAConfig.{name} = {value!r}: must be an integer")
             object.__setattr__(self, name, int(value))  # a NumPy integer would not survive JSON
-        for name in ("sigma", "alpha", "tau", "tau_probe"):
+        for name in ("sigma", "alpha", "tau", "read_tolerance", "keep_tolerance"):
             value = getattr(self, name)
             if not is_finite_number(value):
                 raise ValueError(f"TCAConfig.{name} = {value!r}: must be a finite number")
@@ -86,11 +99,15 @@ class TCAConfig:
             raise ValueError(f"TCAConfig.tau = {self.tau}: must lie in (0, 1]")
         if self.reserve is not None and self.reserve < 0:
             raise ValueError(f"TCAConfig.reserve = {self.reserve}: must be at least 0, or None for window // 8")
-        for name in ("observation", "spread"):
+        for name in ("observation", "spread", "fetch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TCAConfig.{name} = {getattr(self, name)}: must be at least 1")
-        if not 0 <= self.tau_probe <= 1:
-            raise ValueError(f"TCAConfig.tau_probe = {self.tau_probe}: must lie in [0, 1]")
+        if self.fetch_stride < 1 or self.fetch_stride & (self.fetch_stride - 1):
+            raise ValueError(f"TCAConfig.fetch_stride = {self.fetch_stride}: must be a power of two, at least 1")
+        if not 0 <= self.read_tolerance < 1:
+            raise ValueError(f"TCAConfig.read_tolerance = {self.read_tolerance}: must lie in [0, 1)")
+        if self.keep_tolerance < 0:
+            raise ValueError(f"TCAConfig.keep_tolerance = {self.keep_tolerance}: must be at least 0")
         if self.density == "random":
             check_seed("TCAConfig.seed", self.seed)
         for name, allowed in (("density", Density), ("index", Index), ("criterion", Criterion)):
@@ -100,8 +117,8 @@ class TCAConfig:
 
     @classmethod
     def paper(cls, **overrides: Any) -> TCAConfig:
-        """The paper's own setting: Eq. 6 with alpha 0.5, the column-mean criterion of Eq. 5, no reserve, no probes."""
-        paper = cls(alpha=0.5, density="paper", criterion="column_mean", tau=0.9, reserve=0, tau_probe=0.0)
+        """The paper's own setting: Eq. 6 with alpha 0.5, the column-mean criterion of Eq. 5, no reserve."""
+        paper = cls(alpha=0.5, density="paper", criterion="column_mean", tau=0.9, reserve=0)
         return dataclasses.replace(paper, **overrides)
 
     @property

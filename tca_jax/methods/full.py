@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float32, Int
 
-from tca_jax.methods.base import CachePolicy, Method, PrefillPolicy
+from tca_jax.methods.base import Attended, CachePolicy, Method, PrefillPolicy
 from tca_jax.methods.blocks import Tokens
+from tca_jax.methods.pairs import causal_pairs
 from tca_jax.methods.regions import Selected, Selection
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.causal_attention import causal_attention
@@ -72,8 +73,8 @@ class FullPrefill(PrefillPolicy):
 
     def attend(
         self, layer: int, q: Array, k: Array, v: Array, lengths: Array, selected: Selected | None, backend: Backend
-    ) -> Float[Array, "B L Hq d"]:
-        return causal_attention(q, k, v, lengths, backend=backend)
+    ) -> Attended:
+        return Attended(causal_attention(q, k, v, lengths, backend=backend), causal_pairs(lengths))
 
     def reads(self, cache: CachePolicy) -> bool:
         return isinstance(cache, FullCache | DenseCache)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from tca_jax.methods.base import per_head
 
@@ -96,6 +96,22 @@ def of_heads(
     dealt = jnp.asarray(values[np.asarray(shards.order[layer])])
     start = jax.lax.axis_index(shards.axis) * num_kv_heads
     return jax.lax.dynamic_slice_in_dim(dealt, start, num_kv_heads)
+
+
+def places_where(layer: int, mask: Bool[np.ndarray, " H"], num_kv_heads: int) -> Int[Array | np.ndarray, " n"]:
+    """Places, among the KV heads that a program sees in a layer, of those for which a mask of the model's heads holds.
+
+    Over a mesh there are as many as on the device that has most: a device that has fewer gets `num_kv_heads`, which is
+    no head's place, for the rest.
+    """
+    shards = _shards.get()
+    if shards is None:
+        return np.flatnonzero(mask)
+    by_device = mask[np.asarray(shards.order[layer])].reshape(shards.devices, -1)
+    places = np.full((shards.devices, int(by_device.sum(axis=1).max())), num_kv_heads, np.int32)
+    for device, own in enumerate(by_device):
+        places[device, : own.sum()] = np.flatnonzero(own)
+    return of_device(places)
 
 
 def of_device(values: Shaped[np.ndarray, "devices ..."]) -> Shaped[Array, ...]:

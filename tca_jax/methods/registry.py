@@ -100,19 +100,18 @@ def with_known(name: str, known: Mapping[str, Any], options: Mapping[str, Any]) 
     return filled if "+" in name else filled[name]
 
 
-def configured(config: Configuration, candidates: Any, prefill_candidates: Any = None) -> Method:
+def configured(config: Configuration, candidates: Any, **options: Any) -> Method:
     """The method of a configuration under calibrated budgets, as a profile holds both.
 
     Args:
         config: Hyperparameters, which name their method.
         candidates: What calibration chose for each KV head's cache, integers `[layers, H_kv]`.
-        prefill_candidates: The same for the prompt's own queries; None: what is kept in the cache.
+        **options: What else it chose: `prefill_candidates`, rows of the prompt's own queries, and `readings`.
 
     Raises:
-        ValueError: a candidate is not allowed.
+        ValueError: a candidate is not allowed, or the method takes no such option.
     """
-    prefill = {} if prefill_candidates is None else {"prefill_candidates": prefill_candidates}
-    return get(config.method_name, candidates=candidates, config=config, **prefill)
+    return get(config.method_name, candidates=candidates, config=config, **options)
 
 
 def _parts(name: str, options: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:

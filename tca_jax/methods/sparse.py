@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.methods.base import CachePolicy, Frequencies, Method, PrefillPolicy
+from tca_jax.methods.base import Attended, CachePolicy, Frequencies, Method, PrefillPolicy
 from tca_jax.methods.heads import capacities_of_heads
+from tca_jax.methods.pairs import causal_pairs, sum_of_counts
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.regions import Regions, Selected, Selection
 from tca_jax.pallas_kernels.backends import Backend
@@ -33,32 +36,50 @@ class SparsePrefill(PrefillPolicy):
 
     def attend(
         self, layer: int, q: Array, k: Array, v: Array, lengths: Array, selected: Selected | None, backend: Backend
-    ) -> Float[Array, "B L Hq d"]:
+    ) -> Attended:
         policy, tokens = self.selector, k.shape[1]
         # Every prompt of this shape fits its window: exact attention. From there on a selection pays: on an H200 a
         # model's time to first token is full attention's at 4,608 tokens (benchmarks/results/crossover.md).
         if not policy.num_ranked_blocks(tokens):
-            return causal_attention(q, k, v, lengths, backend=backend)
+            return Attended(causal_attention(q, k, v, lengths, backend=backend), causal_pairs(lengths))
         if selected is None:
             selected = self._select(layer, q, k, v, lengths, backend)
+        pool, budgets = selected.pool, selected.budgets
+        sizes = {"block_size": policy.block_size, "window": policy.window}
         with jax.named_scope("prefill_attention"):
-            return prefill_attention(
-                q,
-                k,
-                v,
-                selected.pool,
-                selected.budgets,
-                lengths,
-                block_size=policy.block_size,
-                window=policy.window,
-                backend=backend,
-            )
+            out = prefill_attention(q, k, v, pool, budgets, lengths, **sizes, backend=backend)
+        return Attended(out, selected_pairs(budgets, lengths, **sizes).mean(axis=1))
 
     def _select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selected:
         policy = self.selector
         with jax.named_scope("select"):
             selection = policy.select(layer, last_queries(q, lengths, policy.num_queries), k, v, lengths, backend)
         return _compact(policy, layer, selection, k, v, backend)
+
+
+def selected_pairs(
+    budgets: Int[Array, "B Hkv nb"], lengths: Int[Array, " B"], *, block_size: int, window: int
+) -> Float32[Array, "B Hkv"]:
+    """Causal pairs (query, key) that a KV head's queries attend to over their windows and a selection left of these.
+
+    A query in block t has the tokens from max(0, t b - w) up to its own, and what is selected of the blocks before.
+
+    Args:
+        budgets: Selected tokens of every block `[B, Hkv, L // b]`.
+        lengths: Prompt lengths `[B]`, at most L.
+        block_size: Tokens in a block, b.
+        window: Least number of local tokens, w, a multiple of b.
+
+    Returns:
+        The pairs of one query head, `[B, Hkv]`: those of a group all have as many.
+    """
+    with jax.named_scope("count_pairs"):
+        blocks = np.arange(budgets.shape[-1] + 1)  # of queries; a last one that is cut off has no budget
+        edges = np.maximum(0, blocks - window // block_size)
+        queries = jnp.clip(lengths[:, None] - blocks * block_size, 0, block_size)
+        local = queries * ((blocks - edges) * block_size) + queries * (queries + 1) // 2
+        prefixes = jnp.pad(jnp.cumsum(budgets, axis=-1, dtype=jnp.int32), ((0, 0), (0, 0), (1, 0)))
+        return sum_of_counts(local[:, None] + queries[:, None] * prefixes[..., edges])
 
 
 def readable_selection(

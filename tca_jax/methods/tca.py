@@ -1,4 +1,7 @@
-"""TCA-Attention: every KV head keeps the tokens that its candidate's budgets allow, chosen from the prompt itself."""
+"""TCA-Attention: every KV head keeps the tokens that its candidate's budgets allow, chosen from the prompt itself.
+
+A head has a *reading*, how the prompt's own queries attend, and a *cache row*, what later queries attend to.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float32, Int, Int32
 
 from tca_jax.methods.base import CachePolicy, Method, PerHead
 from tca_jax.methods.candidates import eviction_budgets, region_capacity
@@ -16,11 +19,13 @@ from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.heads import head_numbers, heads_of_model, of_heads
 from tca_jax.methods.regions import Selection
 from tca_jax.methods.selection import select_by_candidates
-from tca_jax.methods.sparse import SparsePrefill
+from tca_jax.methods.tca_prefill import READINGS, TCAPrefill
 from tca_jax.pallas_kernels.backends import Backend
 
 #: A row of `candidate_budgets` for each KV head, `[layers][H_kv]`, or one for all of them.
 Rows = tuple[tuple[int, ...], ...] | int
+#: A reading for each KV head, `[layers][H_kv]`, or one for all of them.
+Readings = tuple[tuple[str, ...], ...] | str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +35,16 @@ class TCACache(CachePolicy):
     Attributes:
         candidates: Row of each KV head, `[layers][H_kv]`, or one row for all heads: what the cache keeps.
         config: Hyperparameters.
-        prefill_candidates: The same for what the prompt's own queries attend to; None: all that the cache keeps.
+        prefill_candidates: The same for what the prompt's own queries attend to in heads whose reading is "sparse";
+            None: all that the cache keeps.
+        readings: Reading of each KV head, one of `READINGS`, or one reading for all heads. Of a head that reads
+            "blocks" or "dense" the cache keeps what its row of `candidates` allows.
     """
 
     candidates: Rows
     config: TCAConfig
     prefill_candidates: Rows | None = None
+    readings: Readings = "sparse"
 
     @property
     def block_size(self) -> int:  # type: ignore[override]
@@ -53,23 +62,39 @@ class TCACache(CachePolicy):
         """Row of each KV head of a layer, of what the cache keeps."""
         return np.broadcast_to(_of_layer(self.candidates, layer), (num_kv_heads,))
 
+    def reads(self, layer: int, num_kv_heads: int, reading: str) -> Bool[np.ndarray, " Hkv"]:
+        """Which KV heads of a layer have a reading."""
+        readings = self.readings if isinstance(self.readings, str) else self.readings[layer]
+        return np.broadcast_to(np.asarray(readings) == reading, (num_kv_heads,))
+
     def prefill_rows(self, layer: int, num_kv_heads: int) -> Int32[np.ndarray, " Hkv"] | None:
-        """Row of each KV head of a layer, of what the prompt's queries attend to; None where no head's row differs."""
-        rows = self._prefill_of_layer(layer)
-        return None if rows is None else np.broadcast_to(rows, (num_kv_heads,))
+        """Row of each KV head of a layer, of what the prompt's queries attend to; None where no head's row differs.
+
+        For heads that do not read "sparse" it is the cache row, which then decides alone what is kept.
+        """
+        if self.prefill_candidates is None:
+            return None
+        kept = self.rows(layer, num_kv_heads)
+        rows = np.where(self.reads(layer, num_kv_heads, "sparse"), _of_layer(self.prefill_candidates, layer), kept)
+        return rows if np.any(rows != kept) else None
 
     def capacities(self, layer: int, prompt_tokens: int) -> PerHead:
-        prefill = self._prefill_of_layer(layer)
+        heads = self.num_heads(layer)
+        prefill = self.prefill_rows(layer, heads)
         both = () if prefill is None else (prefill,)
-        return self._region_capacities(prompt_tokens, _of_layer(self.candidates, layer), *both)
+        return self._per_head(self._region_capacities(prompt_tokens, self.rows(layer, heads), *both))
 
     def prefill_capacities(self, layer: int, prompt_tokens: int) -> PerHead | None:
-        prefill = self._prefill_of_layer(layer)
-        return None if prefill is None else self._region_capacities(prompt_tokens, prefill)
+        heads = self.num_heads(layer)
+        prefill = self.prefill_rows(layer, heads)
+        if prefill is None:
+            return None
+        sparse, capacities = self.reads(layer, heads, "sparse"), self._region_capacities(prompt_tokens, prefill)
+        return self._per_head(np.where(sparse, capacities, 0))
 
     def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> PerHead:
-        kept_of_block = eviction_budgets(self.config)[_of_layer(self.candidates, layer)]
-        return _numbers(np.asarray(kept_of_block * self.num_leaving_blocks(prompt_tokens, new_tokens)))
+        kept_of_block = eviction_budgets(self.config)[self.rows(layer, self.num_heads(layer))]
+        return self._per_head(kept_of_block * self.num_leaving_blocks(prompt_tokens, new_tokens))
 
     def select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selection:
         seen, heads = k.shape[2], heads_of_model(k.shape[2])
@@ -92,9 +117,9 @@ class TCACache(CachePolicy):
         return Selection(attention.mean(axis=2), jnp.broadcast_to(budgets[:, None], (batch, kv_heads, 1)))
 
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:
-        for name in ("candidates", "prefill_candidates"):
+        for name in ("candidates", "prefill_candidates", "readings"):
             rows = getattr(self, name)
-            if rows is None or isinstance(rows, int):
+            if rows is None or isinstance(rows, int | str):
                 continue
             if len(rows) != num_layers or any(len(layer) != num_kv_heads for layer in rows):
                 heads = sorted({len(layer) for layer in rows})
@@ -103,27 +128,34 @@ class TCACache(CachePolicy):
                     f"{num_layers} of {num_kv_heads}"
                 )
 
-    def _prefill_of_layer(self, layer: int) -> Int32[np.ndarray, "*heads"] | None:
-        """Prefill rows of a layer, as `_of_layer` has them; None where no head's differs from what the cache keeps."""
-        if self.prefill_candidates is None:
-            return None
-        rows = _of_layer(self.prefill_candidates, layer)
-        return rows if np.any(rows != _of_layer(self.candidates, layer)) else None
+    @property
+    def _by_head(self) -> tuple[tuple[Any, ...], ...] | None:
+        """What is given for every head, `[layers][H_kv]`; None where all heads are alike."""
+        given = (self.candidates, self.prefill_candidates, self.readings)
+        return next((each for each in given if isinstance(each, tuple)), None)
 
-    def _region_capacities(self, prompt_tokens: int, *rows: np.ndarray) -> PerHead:
+    def num_heads(self, layer: int) -> int:
+        """KV heads of a layer, or 1 where all heads are alike."""
+        return 1 if self._by_head is None else len(self._by_head[layer])
+
+    def _per_head(self, values: Int[np.ndarray, " heads"]) -> PerHead:
+        return int(values[0]) if self._by_head is None else tuple(values.tolist())
+
+    def _region_capacities(self, prompt_tokens: int, *rows: Int32[np.ndarray, " heads"]) -> Int[np.ndarray, " heads"]:
         """Most tokens of a prompt that heads keep under one row of budgets, or under the larger of two."""
         ranked = self.num_ranked_blocks(prompt_tokens)
 
         def capacity(candidate: int, *prefill: int) -> int:
             return region_capacity(self.config, int(candidate), ranked, *map(int, prefill))
 
-        return _numbers(np.vectorize(capacity, otypes=[np.int64])(*rows))
+        return np.vectorize(capacity, otypes=[np.int64])(*rows)
 
 
 def tca(
     candidates: Sequence[Sequence[int]] | np.ndarray | int,
     config: TCAConfig | None = None,
     prefill_candidates: Sequence[Sequence[int]] | np.ndarray | int | None = None,
+    readings: Sequence[Sequence[str]] | np.ndarray | str = "sparse",
 ) -> Method:
     """TCA under given budgets; `tca_jax.calibrate` finds them, `lm.with_profile` takes them from a profile.
 
@@ -131,19 +163,34 @@ def tca(
         candidates: Row of `candidate_budgets` for each KV head, `[layers, H_kv]`, or one for all of them: what the
             cache keeps.
         config: Hyperparameters; None for the defaults.
-        prefill_candidates: The same for what the prompt's own queries attend to; None: all that the cache keeps. Of
-            every block the cache keeps the larger of the two budgets.
+        prefill_candidates: The same for what the prompt's own queries attend to in heads that read "sparse"; None: all
+            that the cache keeps. Of every block the cache keeps the larger of the two budgets.
+        readings: How the prompt's own queries attend, for each KV head, `[layers, H_kv]`, or for all of them:
+            "sparse" (the window and what the head's row selects), "blocks" (the window and, for every block of queries,
+            the `config.fetch` key blocks of the highest estimated attention) or "dense" (all tokens).
 
     Raises:
-        ValueError: a candidate is not a row.
+        ValueError: a candidate is not a row, or there is no such reading.
     """
     config = config or TCAConfig()
     rows = _checked_rows("candidates", candidates, config)
     prefill_rows = (
         None if prefill_candidates is None else _checked_rows("prefill_candidates", prefill_candidates, config)
     )
-    cache = TCACache(rows, config, None if prefill_rows == rows else prefill_rows)
-    return Method("tca", SparsePrefill(cache), cache)
+    cache = TCACache(rows, config, None if prefill_rows == rows else prefill_rows, _checked_readings(readings))
+    return Method("tca", TCAPrefill(cache), cache)
+
+
+def _checked_readings(value: Any) -> Readings:
+    """`value` as hashable readings, one for all heads where all are the same; ValueError unless it is such."""
+    readings = np.asarray(value)
+    if readings.ndim not in (0, 2) or readings.dtype.kind != "U":
+        raise ValueError(f"readings has shape {readings.shape}, dtype {readings.dtype}: must be names [layers, H_kv]")
+    for place in np.argwhere(~np.isin(readings, READINGS)):
+        where = "".join(f"[{i}]" for i in place)
+        raise ValueError(f"readings{where} = {str(readings[tuple(place)])!r}: must be one of {list(READINGS)}")
+    alike = readings.size and (readings == readings.flat[0]).all()
+    return str(readings.flat[0]) if alike else tuple(map(tuple, readings.tolist()))
 
 
 def _checked_rows(name: str, value: Any, config: TCAConfig) -> Rows:
@@ -160,8 +207,3 @@ def _checked_rows(name: str, value: Any, config: TCAConfig) -> Rows:
 def _of_layer(rows: Rows, layer: int) -> Int32[np.ndarray, "*heads"]:
     """Rows of a layer's KV heads `[H_kv]`, or the one of all heads as a scalar."""
     return np.asarray(rows if isinstance(rows, int) else rows[layer], np.int32)
-
-
-def _numbers(values: Int[np.ndarray, "*heads"]) -> PerHead:
-    """A number for each KV head, or the one of all heads, as Python's."""
-    return tuple(values.tolist()) if values.ndim else int(values)

@@ -1,4 +1,4 @@
-"""What the plots of latency and accuracy show, read from files of results."""
+"""What plots of results show, read from files of results."""
 
 from __future__ import annotations
 
@@ -129,6 +129,25 @@ def panels_of_records(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Po
             point = (method, share, _mean(record["score"] for record in same) / 100)
             panels.setdefault(heading, []).append(point)
     return panels
+
+
+def model_points(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
+    """Models and their points, as `plot_reading` and `plot_keeping` take them, from a JSON file with "models".
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds no models, or one without points of methods; names the file.
+    """
+    models = read_json_object(Path(path)).get("models")
+    if not isinstance(models, dict) or not models:
+        raise ValueError(f"{os.fspath(path)}: holds no models, by name under 'models'")
+    for name, model in models.items():
+        points = model.get("points") if isinstance(model, dict) else None
+        if not isinstance(points, list) or not all(
+            isinstance(p, dict) and isinstance(p.get("method"), str) for p in points
+        ):
+            raise ValueError(f"{os.fspath(path)}: models[{name!r}] must hold 'points', objects with a 'method' each")
+    return models
 
 
 def _mean(values: Iterable[float]) -> float:

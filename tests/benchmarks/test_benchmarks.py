@@ -1,6 +1,7 @@
 """The benchmarks at sizes that a CPU runs in a moment: their files, what they record, and their errors."""
 
 import dataclasses
+import functools
 import json
 import os
 
@@ -15,17 +16,21 @@ from tca_jax.benchmarks import caches, calibration, decode, decode_models, tune
 from tca_jax.benchmarks.attention import STAGES, Prefill
 from tca_jax.benchmarks.common import LAYERS, agreement, attention_inputs, find_layers, random_normal
 from tca_jax.benchmarks.decode_models import random_state
+from tca_jax.benchmarks.fetching import FETCH_STAGES, OneHead
 from tca_jax.benchmarks.models import CONFIGS, random_model, under_share
 from tca_jax.benchmarks.prefill_methods import Wanted, find_value
-from tca_jax.benchmarks.shares import FULL, Share, unequal_candidates
+from tca_jax.benchmarks.shares import FULL, Share, fetching_by_layer, unequal_candidates
 from tca_jax.cli.app import app
 from tca_jax.engine.cache import attend_cache
 from tca_jax.engine.sampling import Sampling
 from tca_jax.engine.starting import prefill
+from tca_jax.methods.block_sparse import Listed, listed_pairs
+from tca_jax.methods.pairs import causal_pairs
+from tca_jax.pallas_kernels.block_mass.triton import BlockMassConfig
 
 TINY = ["--models=tiny", "--window=128", "--backend=xla", "--repeats=1"]
 OPTIONS = {
-    "attention": [*TINY, "--lengths=512", "--shares=0.2", "--shares=0.05:0.5"],
+    "attention": [*TINY, "--lengths=512", "--shares=0.05:0.5", "--fetching=0", "--fetching=1"],
     "decode": [
         *TINY,
         "--lengths=512",
@@ -37,9 +42,9 @@ OPTIONS = {
     ],
     "end-to-end": [
         *(*TINY, "--lengths=512", "--kept=1", "--kept=0.6", "--no-compilation", "--new-tokens=8"),
-        "--copy-bytes=1048576",
+        *("--fetching=0", "--fetching=3", "--copy-bytes=1048576"),
     ],
-    "calibration": [*TINY, "--lengths=512", "--model-tokens=512", "--layers=1", "--probes=copy"],
+    "calibration": [*TINY, "--lengths=512", "--model-tokens=512", "--layers=1", "--texts=1"],
     "context": [*TINY, "--lengths=512", "--layers=1", "--no-full", "--questions=2", "--append-tokens=130"],
 }
 
@@ -68,6 +73,7 @@ def test_a_benchmark_writes_its_table_its_json_and_its_plot(name, tmp_path):
     for row in (row for table in tables for row in table):
         figures = {key: value for key, value in row.items() if isinstance(value, int | float)}
         assert figures.pop("error", 0) == 0  # the oracle against itself
+        assert min(figures.pop(column, 0) for column in ("fetching", "compile s")) >= 0
         assert all(value > 0 for value in figures.values()), row
     table = (out / f"{name}.md").read_text()
     assert str(tmp_path) not in table + json.dumps(record)
@@ -153,7 +159,11 @@ def test_the_recorded_command_leaves_out_the_folder_however_it_is_spelled(tmp_pa
         (["attention", *TINY, "--methods=xattention=much"], "--methods xattention=much: 'much' is no number"),
         (["attention", *TINY, "--methods=xattention=2"], "threshold = 2.0: must lie in (0, 1]"),
         (["attention", *TINY, "--area=0"], "--area 0.0: must lie in (0, 1]"),
-        (["calibration", *TINY, "--probes=pairs"], "--probes pairs: must be one of ['none', 'copy', 'text']"),
+        (["calibration", *TINY, "--probes=text"], "--probes text: must be one of ['copy', 'pairs']"),
+        (["attention", *TINY, "--fetching=3"], "--fetching 3: a layer of tiny has 2 KV heads"),
+        (["end-to-end", *TINY, "--fetching=5"], "--fetching 5: tiny has 4 KV heads"),
+        (["end-to-end", *TINY, "--new-tokens=2"], "--new-tokens 2: must be 1, or at least 4"),
+        (["attention", *TINY, "--fetching=-1"], "Invalid value for '--fetching'"),
         (["context"], "a whole llama3.1-8b needs a GPU, this process runs on 'cpu': pass --models tiny"),
         (["decode", "--no-whole", "--backend=cuda"], "backend = 'cuda': must be one of"),
         (["attention", "--backend=mosaic", "--lengths=8192"], "backend = 'mosaic' needs an NVIDIA GPU"),
@@ -259,17 +269,54 @@ def test_two_shares_make_heads_dense_in_the_cache_and_leave_the_others_as_they_a
     assert is_dense.sum() == dense
     assert (cache[~is_dense] == prefill[~is_dense]).all()
     shares = np.asarray(tca_jax.candidate_budgets(config, 1000)).mean(axis=1) / config.block_size
-    assert shares[prefill].mean() == pytest.approx(share.prefill, abs=0.01)
+    assert (prefill == np.abs(shares - share.prefill).argmin()).all()
     assert shares[cache].mean() == pytest.approx(share.cache, abs=0.03)
 
 
-@pytest.mark.parametrize("text", ["0.2", "0.05:0.25", "1.0"])
-def test_a_share_is_written_as_it_is_read(text):
-    assert str(Share.parse(text)) == text
-    assert Share.parse(Share.parse(text).cell) == Share.parse(text)
+def test_a_twentieth_of_the_ranked_blocks_is_read_at_row_0():
+    _, prefill = Share(0.25, prefill=0.05).rows(tca_jax.TCAConfig(), 8)
+    assert set(prefill) == {0}
 
 
 @pytest.mark.parametrize(
+    ("fetching", "layers"),
+    [
+        (0, [0] * 8),
+        (1, [0, 0, 0, 1, 0, 0, 0, 0]),
+        (4, [1, 0] * 4),
+        (8, [1] * 8),
+        (10, [1, 2, 1, 1, 1, 2, 1, 1]),
+        (16, [2] * 8),
+    ],
+)
+def test_heads_that_fetch_are_spread_over_the_layers_and_the_densest_of_the_cache(fetching, layers):
+    assert fetching_by_layer(fetching, 2, 8) == layers
+    config, share = tca_jax.TCAConfig(), Share(0.5, prefill=0.05, fetching=fetching)
+    method = share.method(config, 2, 8)
+    policy = method.cache
+    for layer, count in enumerate(layers):
+        fetches = policy.reads(layer, 2, "blocks")
+        assert fetches.sum() == count
+        rows = policy.rows(layer, 2)
+        assert rows[fetches].min(initial=99) >= rows[~fetches].max(initial=0)
+        assert method.prefill.answers_from_cache(layer) == (count == 0)
+    without = dataclasses.replace(share, fetching=0).method(config, 2, 8).cache
+    assert [policy.capacities(i, 8192) for i in range(8)] == [without.capacities(i, 8192) for i in range(8)]
+
+
+def test_more_heads_than_there_are_cannot_fetch():
+    with pytest.raises(ValueError, match="17 heads cannot fetch: the model has 8 layers of 2 KV heads"):
+        fetching_by_layer(17, 2, 8)
+
+
+@pytest.mark.parametrize("text", ["0.2", "0.05:0.25", "1.0", "0.05:0.25+16"])
+def test_a_share_is_written_as_it_is_read(text):
+    share = Share.parse(text)
+    assert str(share) == text
+    assert Share.parse(share.cell) == dataclasses.replace(share, fetching=0)
+
+
+KINDS_OF_SHARES = pytest.mark.parametrize(
     ("share", "reserve", "absent"),
     [
         (Share(0.2), 0, {"observation scores", "reserve", "select for prefill"}),
@@ -278,6 +325,50 @@ def test_a_share_is_written_as_it_is_read(text):
     ],
     ids=["no reserve", "one row", "two rows"],
 )
+
+
+def test_heads_that_fetch_are_timed_beside_the_same_without_them(tmp_path):
+    args = [*TINY, "--lengths=3072", "--shares=0.05:0.5", "--fetching=0", "--fetching=1"]
+    assert run("attention", *args, "--out", tmp_path).exit_code == 0
+    record = json.loads((tmp_path / "attention.json").read_text())
+    without, one = record["rows"]
+    assert (without["fetching"], one["fetching"]) == (0, 1)
+    assert (without["share"], without["kept"]) == (one["share"], one["kept"])
+    assert one["over fetching 0"] == pytest.approx(one["TCA ms"] / without["TCA ms"])
+    assert without["over fetching 0"] == 1
+    assert min(one[f"{name} ms"] for name in FETCH_STAGES) > 0
+    assert {without[f"{name} ms"] for name in FETCH_STAGES} == {""}
+    assert without["area"] < one["area"] < 1
+    assert "Where it says fetching" in record["note"]
+
+
+def test_the_area_of_a_layer_with_heads_that_fetch_is_counted_head_by_head():
+    (layer,), config = find_layers(["tiny"]), tca_jax.TCAConfig(window=128)
+    inputs = attention_inputs(layer, 4096, seed=0)
+
+    def area(fetching):
+        prefill = Prefill.create(layer, Share(0.5, prefill=0.05, fetching=fetching), "xla", config)
+        return float(prefill.area(*inputs, prefill.select(*inputs)[-1])[0])
+
+    lists = OneHead(layer, "xla", config).lists(inputs[0][:, :, :2], inputs[1][:, :, :1], inputs[3])
+    alone = float((listed_pairs(Listed(lists), inputs[3], config.block_size) / causal_pairs(inputs[3])).mean())
+    none, one, both = (area(fetching) for fetching in range(3))
+    assert both == pytest.approx(alone, rel=0.01)  # the other head's lists are as long
+    assert one == pytest.approx((none + both) / 2, rel=0.01)
+
+
+def test_prompts_alone_are_read_where_one_new_token_is_asked_for(tmp_path):
+    args = [*TINY, "--lengths=512", "--layers=1", "--kept=1", "--shares=0.05:0.5", "--no-compilation"]
+    result = run("end-to-end", *args, "--new-tokens=1", "--copy-bytes=1048576", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "end-to-end.json").read_text())["rows"]
+    assert [row["attention"] for row in rows] == ["full", "TCA 5%:50% of blocks"]
+    assert all("ms/token" not in row and row["TTFT s"] > 0 for row in rows)
+    assert rows[0]["area"] == 1 > rows[1]["area"] > 0
+    assert (tmp_path / "end-to-end.png").stat().st_size > 0
+
+
+@KINDS_OF_SHARES
 def test_the_stages_of_a_prefill_make_what_the_whole_makes(share, reserve, absent):
     (layer,), config = find_layers(["tiny"]), tca_jax.TCAConfig(window=128, reserve=reserve)
     inputs = attention_inputs(layer, 512, seed=0)
@@ -293,14 +384,17 @@ def test_the_stages_of_a_prefill_make_what_the_whole_makes(share, reserve, absen
     assert (attended.budgets.sum() < cached.budgets.sum()) == (share.prefill is not None)
 
 
-def test_a_random_model_that_does_not_need_its_probes_is_not_timed(monkeypatch):
-    monkeypatch.setattr("tca_jax.benchmarks.models._VARIED", 1e-3)
+@pytest.mark.parametrize("kind", calibration.PROBES)
+def test_the_parts_of_a_calibration_are_timed_and_add_up(kind):
     (layer,), config = find_layers(["tiny"]), tca_jax.TCAConfig(window=128)
-    with (
-        pytest.warns(UserWarning, match="the probes do not matter to 'tiny'"),
-        pytest.raises(RuntimeError, match="the probes do not matter to the random model"),
-    ):
-        calibration.measure_model(layer, 512, config, 1, ["copy"], 1)
+    rows, call = calibration.measure_model(layer, calibration.Texts(2, 512, kind), config, 1)
+    assert [row["part"] for row in rows] == list(calibration.PARTS) == list(calibration.TYPICAL)
+    assert all(row["s"] > 0 <= row["compile s"] for row in rows)
+    assert call["probes"] == kind
+    assert call["s"] > 0
+    reading, keeping, both = calibration.typical([{**row, "s": 1.0} for row in rows])
+    assert (reading["computed s"], keeping["computed s"], both["computed s"]) == (22, 23, 45)
+    assert reading["computed as"] == "1 x losses, full attention + 19 x losses + 2 x derivatives"
 
 
 def test_questions_are_timed_against_reading_and_full_attention_where_it_is_asked_for(tmp_path):
@@ -365,7 +459,11 @@ def test_a_kernel_that_does_not_take_a_layer_is_named_before_anything_is_timed(t
         raise NotImplementedError("not of such a layer")
 
     monkeypatch.setattr("tca_jax.methods.sparse.prefill_attention", declining)
-    assert error("attention", *OPTIONS["attention"], "--out", tmp_path) == "--backend xla: not of such a layer"
+    args = [*TINY, "--lengths=512", "--shares=0.2", "--out", tmp_path]
+    assert error("attention", *args) == "--backend xla: not of such a layer"
+    monkeypatch.undo()
+    monkeypatch.setattr("tca_jax.methods.block_sparse.block_sparse_attention", declining)
+    assert error("attention", *args, "--fetching=0", "--fetching=1") == "--backend xla: not of such a layer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -394,14 +492,31 @@ def test_tuning_times_what_agrees_and_says_what_was_left_out(tmp_path):
         "NotImplementedError: 3 is no power of two",
         "differs from the default's result",
     ]
-    rows, left_out = ([{"model": "tiny", **row} for row in table] for table in (rows, left_out))
-    tune.write_tuning(rows, left_out, 1024, tmp_path, "tune")
+    rows, left_out = ([{"model": "tiny", "tokens": 1024, **row} for row in table] for table in (rows, left_out))
+    tune.write_tuning(rows, left_out, tmp_path, "tune")
     record = json.loads((tmp_path / "tune.json").read_text())
     (best,) = record["What this device should use"]
     assert (best["best"], best["default"]) == (rows[0]["config"], "size=1 inner=None")
     assert best["default over best"] >= 1
     assert record["Left out"] == left_out
     assert (tmp_path / "tune.png").stat().st_size > 0
+
+
+def test_block_mass_is_tuned_by_its_stride():
+    (layer,), config = find_layers(["tiny"]), tca_jax.TCAConfig(block_size=32, window=64)
+    found = list(tune.block_mass_operations(layer, 160, config))
+    assert [each.label for each in found] == [f"block_mass, stride {stride}" for stride in (8, 16, 32)]
+    assert found[0].inputs[0].shape == (1, 160, 2, 16)  # the group of one KV head
+    operation = dataclasses.replace(
+        found[1],
+        default=BlockMassConfig(1, 32, 4, 2),
+        others=(BlockMassConfig(4, 16, 4, 2),),
+        kernel=functools.partial(found[1].kernel, interpret=True),
+    )
+    rows, left_out = tune.compare(operation, repeats=1)
+    assert (len(rows), left_out) == (2, [])
+    assert {row["operation"] for row in rows} == {"block_mass, stride 16"}
+    assert len(set(tune.block_mass_configs())) == 3 * 2 * 2 * 3
 
 
 def test_a_tuned_configuration_is_described_without_its_class():

@@ -21,6 +21,7 @@ import tca_jax
 from tca_jax.benchmarks.attention import Prefill
 from tca_jax.benchmarks.common import find_layers
 from tca_jax.benchmarks.decode_models import random_state
+from tca_jax.benchmarks.fetching import FETCH_STAGES
 from tca_jax.benchmarks.layer_mesh import inputs_over
 from tca_jax.benchmarks.mesh_columns import SPEED_UPS, Peaks, with_speed_ups
 from tca_jax.benchmarks.models import random_model, under_share
@@ -155,6 +156,18 @@ def test_attention_of_a_layer_is_timed_over_a_mesh(tmp_path, monkeypatch):
     assert row["kept in prefill"] < row["kept"]
     assert row["error"] == other["error"] == 0
     assert "shared by 4 devices" in record["note"]
+
+
+def test_heads_that_fetch_are_timed_over_a_mesh(tmp_path):
+    args = [*ATTENTION, "--lengths=3072", "--fetching=0", "--fetching=1", "--mesh=1x2"]
+    result = run(*args, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    short, short_one, none, one = json.loads((tmp_path / "attention.json").read_text())["rows"]
+    assert [row["tokens"] for row in (short, short_one, none, one)] == [512, 512, 3072, 3072]
+    assert none["area"] < one["area"] < 1
+    assert one["kept in prefill"] == pytest.approx(none["kept in prefill"], rel=0.1)
+    assert min(one[f"{name} ms"] for name in FETCH_STAGES) > 0
+    assert one["error"] == 0
 
 
 def test_decoding_is_timed_over_a_mesh(tmp_path):

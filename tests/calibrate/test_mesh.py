@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 
+import jax
 import numpy as np
 import pytest
 from meshes import lm_of, mesh_of, needs_8_devices, with_tca
-from tiny import TCA, random_prompt
+from sharp_lm import pairs_of
+from tiny import CONFIG, TCA, random_prompt
 
 import tca_jax
 from tca_jax.calibration import layer_preferences, search_patterns
-from tca_jax.calibration.readings import Reading
+from tca_jax.calibration.probe_losses import ReadText
+from tca_jax.calibration.probes import FOLLOWING, ProbedText, Segment
+from tca_jax.calibration.text_losses import TextLosses
 
 pytestmark = needs_8_devices
 
 TEXT = random_prompt(0, 120)
 SHAPES = {"1x2": (1, 2), "2x4": (2, 4)}
+SMALL = dataclasses.replace(TCA, reserve=3, observation=6, fetch=2, fetch_stride=4)
+#: All that there is is fetched, so that heads can give back what they lose.
+WORTH = dataclasses.replace(SMALL, fetch=100, read_tolerance=0.4, keep_tolerance=0.3)
+MIXED = np.array([[True, False, True, True], [False, False, True, False]])
 
 
 def on_mesh(shape) -> tca_jax.LM:
@@ -34,22 +43,51 @@ def calibrated(lm: tca_jax.LM, config=TCA, **options) -> tca_jax.Profile:
         return tca_jax.calibrate(lm, [TEXT, TEXT[:90]], config, **options)
 
 
-@pytest.mark.parametrize("probes", [None, "text"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_profile_is_that_of_one_device(shape, probes):
-    one, many = (calibrated(lm, probes=probes) for lm in (lm_of(), on_mesh(shape)))
-    np.testing.assert_allclose(many.scores, one.scores, atol=1e-5)
-    np.testing.assert_array_equal(many.candidates, one.candidates)
+@functools.cache
+def sharp(shape: tuple[int, int] | None = None) -> tca_jax.LM:
+    """A model that looks at few tokens and is sure of what it says."""
+    lm = lm_of() if shape is None else on_mesh(shape)
+    larger = {(64, 4, 4, 16): 2.5, (64, CONFIG.vocab_size): 4.0}
+    return dataclasses.replace(lm, params=jax.tree.map(lambda w: w * larger.get(w.shape, 1), lm.params))
+
+
+def check_same(many: tca_jax.Profile, one: tca_jax.Profile) -> None:
+    for name in ("candidates", "prefill_candidates", "readings"):
+        np.testing.assert_array_equal(getattr(many, name), getattr(one, name))
+    for name in ("scores", "reading_worth", "keeping_worth"):
+        np.testing.assert_allclose(getattr(many, name), getattr(one, name), atol=2e-4)
     assert many.fingerprint == one.fingerprint
-    if probes:
-        assert many.probes["fallback"] == one.probes["fallback"]
-        assert many.probes["need"] == pytest.approx(one.probes["need"], abs=1e-3)
-        np.testing.assert_allclose(many.probe_scores, one.probe_scores, atol=2e-3)
-        np.testing.assert_array_equal(many.prefill_candidates, one.prefill_candidates)
+    assert many.probes == one.probes
+    assert many.losses.keys() == one.losses.keys()
+    for name, losses in one.losses.items():
+        assert many.losses[name] == pytest.approx(losses, abs=1e-4)
+
+
+@pytest.mark.parametrize("criterion", ["retained_mass", "column_mean"])
+def test_a_profile_of_scores_is_that_of_one_device(criterion):
+    one, many = (calibrated(lm, criterion=criterion) for lm in (lm_of(), on_mesh((1, 2))))
+    check_same(many, one)
+
+
+@functools.cache
+def asked() -> tuple[list[int], list]:
+    """What the model says, and what it answers behind that."""
+    out = tca_jax.generate(sharp(), TEXT[:8], max_new_tokens=392, temperature=1.0, stop_token_ids=())
+    text = TEXT[:8] + out.tokens[0]
+    return text, pairs_of(sharp(), text[: len(text) - FOLLOWING])
+
+
+def test_a_profile_of_what_heads_are_worth_is_that_of_one_device():
+    text, pairs = asked()
+    one, many = (tca_jax.calibrate(lm, text, WORTH, probes=[pairs]) for lm in (sharp(), sharp((1, 2))))
+    check_same(many, one)
+    assert 0 < (one.readings != "sparse").sum() < 8
+    assert one.candidates.any()
+    assert one.probes["counted"]["pairs"] > 0
 
 
 def test_a_profile_of_one_device_runs_on_a_mesh():
-    profile = calibrated(lm_of(), probes=None)
+    profile = calibrated(lm_of(), criterion="retained_mass")
     one, many = lm_of().with_profile(profile), lm_of(mesh_of((1, 2))).with_profile(profile)
     answers = [tca_jax.generate(lm, TEXT, max_new_tokens=10, stop_token_ids=()).tokens for lm in (one, many)]
     assert answers[0] == answers[1]
@@ -67,24 +105,35 @@ def test_patterns_are_those_of_one_device():
         np.testing.assert_allclose([each[3] for each in of_many], [each[3] for each in of_one], atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_draws_go_by_the_number_that_a_head_has_in_the_model(shape):
+def test_draws_go_by_the_number_that_a_head_has_in_the_model():
     config = dataclasses.replace(TCA, density="random")
-    one, many = (calibrated(lm, config, probes="text") for lm in (lm_of(), on_mesh(shape)))
+    one, many = (calibrated(lm, config, criterion="retained_mass") for lm in (lm_of(), on_mesh((1, 2))))
     np.testing.assert_allclose(many.scores, one.scores, atol=1e-5)
-    np.testing.assert_allclose(many.probe_scores, one.probe_scores, atol=2e-3)
-    other = calibrated(lm_of(), dataclasses.replace(config, seed=1), probes=None)
+    other = calibrated(lm_of(), dataclasses.replace(config, seed=1), criterion="retained_mass")
     assert np.abs(other.scores - one.scores).max() > 1e-3  # so they matter
+    losses = [TextLosses(lm, [TEXT], config, lambda: None).of(MIXED)[0] for lm in (lm_of(), on_mesh((1, 2)))]
+    np.testing.assert_allclose(losses[1], losses[0], atol=2e-4)
 
 
-def test_what_heads_would_give_back_is_what_it_is_on_one_device():
-    """The derivatives that find heads, which a random model's profile does not depend on."""
-    rows, queries = np.array([[0, 3, 14, 2], [1, 0, 0, 5]], np.int32), np.linspace(0, 1, 32, dtype=np.float32)
+def test_losses_and_derivatives_are_those_of_one_device():
+    rows = np.array([[[0, 3, 14, 2], [1, 0, 0, 5]], [[14] * 4] * 2], np.int32)
+    text = ProbedText(tuple(TEXT[:90]), (Segment(tuple(TEXT[90:110]), (True,) * 20, "pairs"),) * 2)
     found = []
     for lm in (lm_of(), on_mesh((1, 2)), on_mesh((2, 4))):
-        reading = Reading(lm, TEXT, 90, 32, TCA, lambda: None)
-        found.append((reading.losses(rows), reading.relief(queries)))
-    for losses, relief in found[1:]:
-        np.testing.assert_allclose(losses, found[0][0], atol=2e-4)
-        np.testing.assert_allclose(relief, found[0][1], atol=2e-4)
-    assert np.abs(found[0][1]).max() > 0.01
+        inside = TextLosses(lm, [TEXT, TEXT[:90]], SMALL, lambda: None)
+        behind = ReadText(lm, text, MIXED, SMALL, lambda: None)
+        weights = np.linspace(0, 1, behind.probes.probe.size, dtype=np.float32)
+        found.append(
+            [
+                *inside.full(),
+                *inside.of(MIXED),
+                inside.shares,
+                inside.slopes(MIXED),
+                behind.losses(rows)[:, :19],
+                behind.slopes(rows[0], weights),
+            ]
+        )
+    for one, two, eight in zip(*found, strict=True):
+        np.testing.assert_allclose(two, one, atol=2e-4)
+        np.testing.assert_allclose(eight, one, atol=2e-4)
+    assert all(np.abs(slopes).max() > 1e-4 for slopes in (found[0][5], found[0][7]))

@@ -1,5 +1,7 @@
 """What is measured of a model for CAKE and DuoAttention, before any prompt."""
 
+import dataclasses
+
 import compressing
 import numpy as np
 import pytest
@@ -27,19 +29,16 @@ def test_preferences_are_the_mean_share_of_each_layer_over_texts(lm):
     lm.with_method("cake", preferences=found)  # fits the model
 
 
-def test_gates_are_what_the_sparsest_row_drops():
-    config = tca_jax.TCAConfig()
-    scores = np.random.default_rng(0).uniform(0, 1, (2, 2, 15)).astype(np.float32)
-    profile = Profile(
-        candidates=np.zeros((2, 2), np.int32),
-        scores=scores,
-        config=config,
-        fingerprint=None,
-        model_name="m",
-        probe_scores=scores,
-    )
-    np.testing.assert_array_equal(head_gates(profile), 1 - scores[..., 0])
-    with pytest.raises(ValueError, match=r"'uniform candidate 3' has no probe scores: calibrate with probes"):
+def test_gates_are_what_heads_are_worth_to_answers_over_the_largest():
+    config, worth = tca_jax.TCAConfig(), np.array([[0.5, -0.1], [2.0, 0.0]], np.float32)
+    profile = dataclasses.replace(Profile.uniform(config, 2, 2, 0), keeping_worth=worth)
+    gates = head_gates(profile)
+    np.testing.assert_array_equal(gates, np.array([[0.25, 0], [1, 0]], np.float32))
+    assert gates.dtype == np.float32
+    tca_jax.methods.get("duoattention", gates=gates)
+    nothing = dataclasses.replace(profile, keeping_worth=np.zeros((2, 2), np.float32))
+    np.testing.assert_array_equal(head_gates(nothing), np.zeros((2, 2)))
+    with pytest.raises(ValueError, match=r"'uniform candidate 3' does not know what heads are worth: calibrate with"):
         head_gates(Profile.uniform(config, 2, 2, 3))
 
 

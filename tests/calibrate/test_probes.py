@@ -1,4 +1,4 @@
-"""Probes behind texts: copies, the last quarter, questions and answers; and what is refused."""
+"""Probes behind texts: the text's own end, hidden facts, copies, questions and answers; and what is refused."""
 
 import dataclasses
 import itertools
@@ -6,15 +6,18 @@ import itertools
 import numpy as np
 import pytest
 from cases import unchecked
+from tiny import write_checkpoint
 from transformers import AutoTokenizer
 
-from tca_jax.calibration.probes import probe_kind, probed_texts
+from tca_jax.calibration.facts import draw_facts
+from tca_jax.calibration.probes import FOLLOWING, probe_kinds, probed_texts
 from tca_jax.loading import checkpoint_folder
 from tca_jax.methods.config import TCAConfig
 from tca_jax.models.config import ModelConfig
 
 CONFIG = TCAConfig(block_size=8, window=16)
 REACH = CONFIG.window + CONFIG.block_size
+PAIRS = [("Who?", "She."), (b"When?", "Now.")]
 
 
 class Tokenizer:
@@ -26,6 +29,9 @@ class Tokenizer:
     def __call__(self, text, verbose=True, add_special_tokens=True):
         assert not verbose
         return {"input_ids": [1] * add_special_tokens + [ord(char) for char in text]}
+
+    def decode(self, ids):
+        return text_of(ids)
 
 
 class ChatTokenizer(Tokenizer):
@@ -67,82 +73,15 @@ def distinct(length: int) -> list[int]:
     return [position % 997 for position in range(length)]
 
 
-def text_of(ids: list[int]) -> str:
+def lines(length: int, seed: int = 0) -> list[int]:
+    """Characters in lines of different lengths, behind a token that begins the text."""
+    rng = np.random.default_rng(seed)
+    text = "".join(f"{'x' * rng.integers(70)}\n" for _ in range(length // 20))
+    return [256, *map(ord, text)][:length]
+
+
+def text_of(ids) -> str:
     return "".join(map(chr, ids))
-
-
-def test_copies_are_eight_passages_spread_over_the_ranked_region_in_another_order():
-    ids = list(range(900)) + [0] * 80 + [999] * 20
-    (text,) = probed_texts(Encoder(), [ids[:900]], "copy", TCAConfig(block_size=8, window=16, seed=5))
-    assert (text.ids[:900], text.text_tokens, text.probe_start) == (ids[:900], 900, 900)
-    ranked = CONFIG.num_ranked_blocks(900) * 8
-    count = ranked // 128
-    assert text.num_probe == 128 * count == 768
-    starts = []
-    for passage in np.split(np.array(text.ids[900:]), count):
-        np.testing.assert_array_equal(passage, passage[0] + np.arange(128))
-        assert passage[-1] < ranked
-        starts.append(int(passage[0]))
-    assert sorted(start // (ranked // count) for start in starts) == list(range(count))  # one in each stratum
-    assert starts != sorted(starts)
-    (long,) = probed_texts(Encoder(), [distinct(3000)], "copy", CONFIG)
-    assert long.num_probe == 1024
-
-
-def test_copies_depend_on_the_seed_and_on_nothing_that_changes_from_call_to_call():
-    texts = [distinct(2000), distinct(2000)]
-    first = probed_texts(Encoder(), texts, "copy", CONFIG)
-    assert first == probed_texts(Encoder(), texts, "copy", CONFIG)
-    assert first[0].ids != first[1].ids  # two texts do not repeat the same places
-    for seed in (-1, 1):
-        assert probed_texts(Encoder(), texts, "copy", dataclasses.replace(CONFIG, seed=seed)) != first
-
-
-@pytest.mark.parametrize("length", [REACH, REACH + 1, 40, 100, 500, 512])
-@pytest.mark.parametrize("max_context", [512, 530, 4096])
-def test_copies_of_short_texts_are_fewer_and_no_probe_passes_the_models_positions(length, max_context):
-    (text,) = probed_texts(Encoder(max_context), [distinct(length)], "copy", CONFIG)
-    assert REACH <= text.text_tokens <= length
-    assert len(text.ids) <= max_context
-    assert text.num_probe >= 8
-    assert text.ids[: text.text_tokens] == distinct(text.text_tokens)
-    if length + text.num_probe < max_context:
-        assert text.text_tokens == length
-
-
-def test_a_model_whose_positions_end_with_the_shortest_text_gets_no_copies():
-    (text,) = probed_texts(Encoder(REACH), [distinct(REACH)], "copy", CONFIG)
-    assert (text.num_probe, text.text_tokens) == (0, REACH)
-
-
-def test_the_last_quarter_of_a_text_is_its_own_probe_behind_at_least_one_ranked_block():
-    texts = probed_texts(Encoder(), [distinct(100), distinct(REACH + 2), distinct(REACH)], "text", CONFIG)
-    assert [text.probe_start for text in texts] == [75, REACH, REACH]
-    assert [text.text_tokens for text in texts] == [100, REACH + 2, REACH]
-    assert texts[0].ids == distinct(100)
-
-
-def test_no_probes_leave_the_texts_alone():
-    (text,) = probed_texts(Encoder(), [distinct(100)], None, CONFIG)
-    assert (text.ids, text.text_tokens, text.probe_start, text.num_probe) == (distinct(100), 100, 100, 0)
-
-
-def test_pairs_of_text_are_lines_behind_the_text_and_begin_no_second_text():
-    lm = Encoder(tokenizer=Tokenizer())
-    (text,) = probed_texts(lm, [distinct(100)], [[("Who?", "She."), (b"When?", "Now.")]], CONFIG)
-    assert text_of(text.ids[100:]) == "\nWho? She.\n\nWhen? Now.\n"
-    assert (text.text_tokens, text.probe_start) == (100, 100)
-
-
-def test_pairs_of_text_are_turns_of_the_chat_template_where_there_is_one():
-    lm = Encoder(tokenizer=ChatTokenizer())
-    (text,) = probed_texts(lm, [distinct(100)], [[("Who?", "She."), ("When?", "Now.")]], CONFIG)
-    assert text_of(text.ids[100:]) == "<user>Who?<assistant>She.<user>When?<assistant>Now."
-
-
-def test_pairs_of_token_ids_need_no_tokenizer():
-    texts = probed_texts(Encoder(), [distinct(100), distinct(50)], [[([5, 6], [7])], [((1,), np.array([2]))]], CONFIG)
-    assert [text.ids[text.probe_start :] for text in texts] == [[5, 6, 7], [1, 2]]
 
 
 def shipped_tokenizer(**changes):
@@ -152,57 +91,251 @@ def shipped_tokenizer(**changes):
     return tokenizer
 
 
+def of_kind(text, kind):
+    return [segment for segment in text.segments if segment.kind == kind]
+
+
+def counted(segment):
+    """The runs of tokens that count."""
+    return [
+        [token for token, _ in run]
+        for counts, run in itertools.groupby(zip(segment.ids, segment.answers, strict=True), lambda one: one[1])
+        if counts
+    ]
+
+
+@pytest.mark.parametrize("probes", ["copy", None, [[([5], [6])]]])
+@pytest.mark.parametrize("length", [REACH, REACH + 1, 100, REACH + FOLLOWING, 1000])
+def test_a_texts_last_tokens_are_its_first_probe_behind_at_least_one_ranked_block(length, probes):
+    (text,) = probed_texts(Encoder(), [distinct(length)], probes, CONFIG)
+    assert len(text.ids) == max(REACH, length - FOLLOWING)
+    ends = of_kind(text, "follow")
+    assert len(ends) == (length > REACH)
+    assert (*text.ids, *itertools.chain.from_iterable(end.ids for end in ends)) == tuple(distinct(length))
+    assert all(all(end.answers) for end in ends)
+    assert list(text.segments[: len(ends)]) == ends
+
+
+def test_copies_are_four_passages_spread_over_the_ranked_region_each_a_probe_of_its_own():
+    (text,) = probed_texts(Encoder(), [list(range(900))], "copy", dataclasses.replace(CONFIG, seed=5))
+    ranked = CONFIG.num_ranked_blocks(len(text.ids)) * 8
+    copies = of_kind(text, "copy")
+    assert len(copies) == 4
+    starts = []
+    for copy in copies:
+        np.testing.assert_array_equal(copy.ids, copy.ids[0] + np.arange(128))
+        assert copy.ids[-1] < ranked
+        assert copy.answers == (False,) * 16 + (True,) * 112
+        starts.append(copy.ids[0])
+    assert sorted(start // (ranked // 4) for start in starts) == list(range(4))  # one in each quarter
+
+
+def test_copies_depend_on_the_seed_and_on_nothing_that_changes_from_call_to_call():
+    texts = [distinct(2000), distinct(2000)]
+    first = probed_texts(Encoder(), texts, "copy", CONFIG)
+    assert first == probed_texts(Encoder(), texts, "copy", CONFIG)
+    assert first[0].segments != first[1].segments  # two texts do not repeat the same places
+    for seed in (-1, 1):
+        assert probed_texts(Encoder(), texts, "copy", dataclasses.replace(CONFIG, seed=seed)) != first
+
+
+@pytest.mark.parametrize(("ranked", "sizes"), [(8, []), (16, []), (24, [24]), (128, [128]), (256, [128, 128])])
+def test_copies_of_small_ranked_regions_are_fewer(ranked, sizes):
+    (text,) = probed_texts(Encoder(), [distinct(CONFIG.window + ranked + FOLLOWING)], "copy", CONFIG)
+    assert [len(copy.ids) for copy in of_kind(text, "copy")] == sizes
+
+
+@pytest.mark.parametrize("probes", ["copy", "facts", None])
+@pytest.mark.parametrize("room", [0, 10, 60, 100, 200, 3000])
+@pytest.mark.parametrize("length", [0, 1, 40, 300, 3000])
+def test_texts_lose_first_tokens_until_no_probe_passes_the_models_positions(length, room, probes):
+    ids, most = lines(REACH + min(length, room)), REACH + room
+    (text,) = probed_texts(Encoder(most, shipped_tokenizer()), [ids], probes, CONFIG)
+    assert REACH <= len(text.ids) <= len(ids)
+    assert text.ids[0] == ids[0]
+    assert all(len(text.ids) + len(segment.ids) <= most for segment in text.segments)
+    assert text.ids[-CONFIG.window :] == tuple(ids[: REACH + max(0, len(ids) - REACH - FOLLOWING)][-CONFIG.window :])
+    assert all(any(segment.answers) for segment in text.segments)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_fact_stands_once_in_the_text_as_a_line_and_its_value_is_what_counts(chat):
+    tokenizer = shipped_tokenizer(**({} if chat else {"chat_template": None}))
+    ids = lines(20_000)
+    (text,) = probed_texts(Encoder(32_768, tokenizer), [ids], "facts", CONFIG)
+    assert len(text.ids) == len(ids) - FOLLOWING
+    decoded = tokenizer.decode(text.ids)
+    ranked = decoded[: CONFIG.num_ranked_blocks(len(text.ids)) * 8]
+    asked = of_kind(text, "facts")
+    facts = draw_facts(np.random.default_rng([0, 0, 1]))
+    assert len(asked) == len(facts) == 12
+    for fact, segment in zip(facts, asked, strict=True):
+        assert decoded.count(fact.value) == 1
+        assert f"\n{fact.line}\n" in ranked
+        (answer,) = counted(segment)
+        assert tokenizer.decode(answer).strip() == fact.value  # a token may begin in front of it
+        before, after = tokenizer.decode(segment.ids).split(fact.answer)
+        if chat:
+            assert (before, after) == (f"<|user|>{fact.question}<|eos|><|assistant|>", "<|eos|>")
+        else:
+            assert (before, after) == (f"\nQuestion: {fact.question}\nAnswer: ", "")
+    rest = decoded
+    for fact in facts:
+        rest = rest.replace(f"{fact.line}\n", "")
+    original = tokenizer.decode(ids[1:-FOLLOWING])
+    assert original.endswith(rest.removeprefix(tokenizer.bos_token))  # what lacks was cut off the beginning
+
+
+def test_facts_lie_all_over_the_ranked_region():
+    tokenizer, places = shipped_tokenizer(), []
+    for seed in range(20):
+        config = dataclasses.replace(CONFIG, seed=seed)
+        (text,) = probed_texts(Encoder(32_768, tokenizer), [lines(20_000)], "facts", config)
+        decoded = tokenizer.decode(text.ids)
+        places += [decoded.index(fact.value) / len(decoded) for fact in draw_facts(np.random.default_rng([seed, 0, 1]))]
+    deciles, _ = np.histogram(places, bins=10, range=(0, 1))
+    assert deciles.min() >= 15  # of 24
+
+
+def test_a_fact_stands_on_a_line_of_its_own_where_no_line_ends():
+    tokenizer = shipped_tokenizer()
+    (text,) = probed_texts(Encoder(32_768, tokenizer), [[256] + [ord("x")] * 20_000], "facts", CONFIG)
+    decoded = tokenizer.decode(text.ids)
+    facts = draw_facts(np.random.default_rng([0, 0, 1]))
+    assert len(text.ids) == 20_001 - FOLLOWING
+    assert all(f"x\n{fact.line}\nx" in decoded for fact in facts)
+
+
+@pytest.mark.parametrize("length", [300, 1000, 3000, 8000])
+def test_facts_take_a_tenth_of_a_short_text_at_most(length):
+    tokenizer = shipped_tokenizer()
+    (text,) = probed_texts(Encoder(32_768, tokenizer), [lines(length)], "facts", CONFIG)
+    decoded = tokenizer.decode(text.ids)
+    hidden = [f.line for f in draw_facts(np.random.default_rng([0, 0, 1])) if f.value in decoded]
+    assert len(hidden) == len(of_kind(text, "facts")) <= 12
+    assert sum(len(line) + 1 for line in hidden) <= len(text.ids) / 10
+    assert bool(hidden) == (length >= 1000)
+
+
+def test_facts_are_the_seeds_and_the_texts_own():
+    lm, texts = Encoder(32_768, shipped_tokenizer()), [lines(20_000)] * 2
+    first = probed_texts(lm, texts, ["facts"], CONFIG)
+    assert first == probed_texts(lm, texts, "facts", CONFIG)
+    asked = [{segment.ids for segment in of_kind(text, "facts")} for text in first]
+    assert not asked[0] & asked[1]
+    assert probed_texts(lm, texts, "facts", dataclasses.replace(CONFIG, seed=1)) != first
+
+
+def test_facts_and_copies_come_both_by_default_and_copies_repeat_the_text_with_its_facts():
+    lm = Encoder(32_768, shipped_tokenizer())
+    (text,) = probed_texts(lm, [lines(20_000)], None, CONFIG)
+    assert [segment.kind for segment in text.segments] == ["follow", *["facts"] * 12, *["copy"] * 4]
+    windows = np.lib.stride_tricks.sliding_window_view(np.array(text.ids), 128)
+    for copy in of_kind(text, "copy"):
+        assert (windows == copy.ids).all(1).any()
+    assert probed_texts(lm, [lines(20_000)], ["copy", "facts"], CONFIG) == [text]
+    (facts,) = probed_texts(lm, [lines(20_000)], "facts", CONFIG)
+    assert facts.segments == text.segments[:13]
+
+
+def test_a_tokenizer_without_line_breaks_hides_facts_too(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(write_checkpoint(tmp_path))
+    (text,) = probed_texts(Encoder(32_768, tokenizer), [distinct(95) * 200], "facts", CONFIG)
+    decoded = tokenizer.decode(text.ids)
+    facts = draw_facts(np.random.default_rng([0, 0, 1]))
+    assert all(decoded.count(fact.value) == 1 for fact in facts)
+    answers = [tokenizer.decode(counted(segment)[0]) for segment in of_kind(text, "facts")]
+    assert [answer.strip() for answer in answers] == [fact.value for fact in facts]
+
+
+def test_a_model_without_a_tokenizer_gets_no_facts_and_is_told_where_they_were_asked_for():
+    (text,) = probed_texts(Encoder(), [distinct(2000)], None, CONFIG)
+    assert [segment.kind for segment in text.segments] == ["follow", *["copy"] * 4]
+    for probes in ("facts", ["facts", "copy"]):
+        with pytest.raises(ValueError, match=r"probes = .*facts.*: facts are text, and tiny was loaded without a tok"):
+            probed_texts(Encoder(), [distinct(2000)], probes, CONFIG)
+
+
+def test_pairs_of_text_are_lines_where_there_is_no_chat_template_and_begin_no_second_text():
+    (text,) = probed_texts(Encoder(tokenizer=Tokenizer()), [distinct(100)], [PAIRS], CONFIG)
+    assert [segment.kind for segment in text.segments] == ["follow", "pairs", "pairs"]
+    assert [text_of(pair.ids) for pair in of_kind(text, "pairs")] == ["\nWho? She.", "\nWhen? Now."]
+
+
+def test_pairs_of_text_are_turns_of_the_chat_template_each_pair_alone():
+    (text,) = probed_texts(Encoder(tokenizer=ChatTokenizer()), [distinct(100)], [PAIRS], CONFIG)
+    rendered = [text_of(pair.ids) for pair in of_kind(text, "pairs")]
+    assert rendered == ["<user>Who?<assistant>She.", "<user>When?<assistant>Now."]
+    # This tokenizer does not say which characters a token is made of.
+    assert all(all(pair.answers) for pair in of_kind(text, "pairs"))
+
+
+def test_pairs_of_token_ids_need_no_tokenizer():
+    probes = [[([5, 6], [7]), ([8], [9, 10])], [((1,), np.array([2]))]]
+    texts = probed_texts(Encoder(), [distinct(100), distinct(50)], probes, CONFIG)
+    assert [[pair.ids for pair in of_kind(text, "pairs")] for text in texts] == [[(5, 6, 7), (8, 9, 10)], [(1, 2)]]
+    assert [pair.answers for pair in of_kind(texts[0], "pairs")] == [(False, False, True), (False, True, True)]
+
+
 @pytest.mark.parametrize(
-    ("changes", "answers"),
+    ("template", "answer", "expected"),
     [
-        ({}, ["She.<|eos|>", "Now.<|eos|>"]),
-        ({"chat_template": None}, ["She.\n", "Now.\n"]),
-        # A template that says nothing of earlier answers: which tokens are answers cannot be told.
-        ({"chat_template": "{{ messages[-1].content }}{% if add_generation_prompt %}?{% endif %}"}, ["Now."]),
+        (..., "She.", "She."),
+        (..., "e", "e"),  # the question, the roles and what ends a turn have it too
+        (None, "She.", " She."),
+        # A template that strips, one that announces what it then leaves out, one that writes more, one that rewrites.
+        (
+            "<u>{{ messages[0].content }}</u>{% if messages[1] %}{{ messages[1].content | trim }}{% endif %}",
+            " S\n",
+            "S",
+        ),
+        (
+            "{% for m in messages %}{{ m.content }};{% endfor %}{% if add_generation_prompt %}<think>{% endif %}",
+            "S",
+            "S",
+        ),
+        ("<u>{{ messages[0].content }}</u>{% if messages[1] %}<t></t>{{ messages[1].content }}{% endif %}", "S", "S"),
+        ("{% for m in messages %}{{ m.content | upper }};{% endfor %}", "She.", "WHO? HE?;SHE.;"),
     ],
 )
-def test_the_tokens_of_answers_count_and_those_of_questions_do_not(changes, answers):
-    tokenizer = shipped_tokenizer(**changes)
-    text_ids = list(range(65, 165))
-    (text,) = probed_texts(Encoder(tokenizer=tokenizer), [text_ids], [[("Who?", "She."), ("When?", "Now.")]], CONFIG)
-    ids, counts = text.ids[text.probe_start :], text.answers
-    runs = [
-        [token for token, _ in run]
-        for count, run in itertools.groupby(zip(ids, counts, strict=True), lambda one: one[1])
-        if count
-    ]
-    assert [tokenizer.decode(run) for run in runs] == answers
-    np.testing.assert_array_equal(text.counted, counts[1:])
-
-
-def test_of_token_ids_answers_count_and_of_other_probes_all_tokens():
-    (text,) = probed_texts(Encoder(), [distinct(100)], [[([5, 6], [7]), ([8], [9, 10])]], CONFIG)
-    assert text.answers == (False, False, True, False, True, True)
-    for kind in ("copy", "text"):
-        (text,) = probed_texts(Encoder(), [distinct(100)], kind, CONFIG)
-        assert text.counted.sum() == text.num_probe - 1
+def test_the_tokens_of_answers_count_and_no_others(template, answer, expected):
+    tokenizer = shipped_tokenizer(**({} if template is ... else {"chat_template": template}))
+    (text,) = probed_texts(Encoder(tokenizer=tokenizer), [list(range(65, 165))], [[("Who? He?", answer)]], CONFIG)
+    (pair,) = of_kind(text, "pairs")
+    assert "".join(tokenizer.decode(run) for run in counted(pair)).strip() == expected.strip()
 
 
 @pytest.mark.parametrize(
     ("probes", "error", "message"),
     [
-        ("copies", ValueError, r"probes = 'copies': must be 'copy', 'text', a list of \(question, answer\) pairs"),
-        (7, TypeError, r"probes is of type int: must be 'copy'"),
-        ({"a": "b"}, TypeError, r"probes is of type dict: must be 'copy'"),
+        (
+            "copies",
+            ValueError,
+            r"probes = 'copies': must be 'facts', 'copy', a list of these, a list of \(question, ans",
+        ),
+        (7, TypeError, r"probes is of type int: must be 'facts'"),
+        (b"copy", TypeError, r"probes is of type bytes: must be 'facts'"),
+        ({"a": "b"}, TypeError, r"probes is of type dict: must be 'facts'"),
+        (["copy", "text"], ValueError, r"probes = \['copy', 'text'\]: must be 'facts'"),
+        (["copy", [("q", "a")]], ValueError, r"probes = \['copy', .*\]: must be 'facts'"),
         ([], ValueError, r"probes has 0 lists of pairs: must have one for each of 1 texts"),
         ([[("q", "a")]] * 2, ValueError, r"probes has 2 lists of pairs: must have one for each of 1 texts"),
         ([[]], ValueError, r"probes\[0\] is empty: at least one \(question, answer\) pair"),
         ([("q", "a")], TypeError, r"probes\[0\]\[0\] = 'q': must be a pair"),
         ([[("q", "a", "b")]], TypeError, r"probes\[0\]\[0\] = \('q', 'a', 'b'\): must be a pair"),
         ([[("q", "a"), {"q": "a", "b": 1}]], TypeError, r"probes\[0\]\[1\] = .* must be a pair"),
-        (["qa"], TypeError, r"probes\[0\] is of type str: must be a list"),
+        ([b"qa"], TypeError, r"probes\[0\] is of type bytes: must be a list"),
         ([[("q", [1, 2])]], TypeError, r"probes\[0\] holds text and token ids"),
         ([[("q", "")]], ValueError, r"probes\[0\]\[0\] holds an empty question or answer"),
         ([[("q", b"\xff")]], ValueError, r"probes\[0\]\[0\] is not valid UTF-8"),
         ([[("q", "refused")]], ValueError, r"probes\[0\]: the chat template of tiny does not take .*: not this"),
         ([[([1], [1000])]], ValueError, r"probes\[0\]\[0\] \(answer\) holds token id 1000"),
         ([[([], [1])]], ValueError, r"probes\[0\]\[0\] \(question\) is empty"),
-        ([[("q" * 4000, "a")]], ValueError, r"texts\[0\] has 100 tokens, its pairs 40..: model 'tiny' has 4096 posit"),
+        (
+            [[("q", "a"), ("q" * 4060, "a")]],
+            ValueError,
+            r"texts\[0\] has 24 tokens without its end, its longest pair 40..: model 'tiny' has 4096 positions; cut",
+        ),
     ],
 )
 def test_probes_that_cannot_be_used_are_refused_by_name(probes, error, message):
@@ -210,10 +343,27 @@ def test_probes_that_cannot_be_used_are_refused_by_name(probes, error, message):
         unchecked(probed_texts)(Encoder(tokenizer=ChatTokenizer()), [distinct(100)], probes, CONFIG)
 
 
+def test_a_text_too_long_for_its_pairs_is_refused_by_its_own_name():
+    with pytest.raises(ValueError, match="book has 744 tokens without its end"):
+        probed_texts(Encoder(1000), [distinct(1000)], [[([1] * 256, [1])]], CONFIG, names=["book"])
+    probed_texts(Encoder(1000), [distinct(1000)], [[([1] * 255, [1])]], CONFIG, names=["book"])
+
+
 def test_pairs_of_text_for_a_model_without_a_tokenizer_are_refused():
     with pytest.raises(ValueError, match=r"probes\[0\]: tiny was loaded without a tokenizer.* pairs of token ids"):
         probed_texts(Encoder(), [distinct(100)], [[("q", "a")]], CONFIG)
 
 
-def test_the_kind_of_probes_is_told_by_their_form():
-    assert [probe_kind(probes) for probes in ("copy", "text", None, [[("q", "a")]])] == ["copy", "text", None, "pairs"]
+@pytest.mark.parametrize(
+    ("probes", "kinds"),
+    [
+        (None, ("facts", "copy")),
+        ("facts", ("facts",)),
+        ("copy", ("copy",)),
+        (["copy"], ("copy",)),
+        (["copy", "facts", "copy"], ("copy", "facts")),
+        ([[("q", "a")]], ("pairs",)),
+    ],
+)
+def test_the_kinds_of_probes_are_told_by_their_form(probes, kinds):
+    assert probe_kinds(probes) == kinds

@@ -13,12 +13,14 @@ import pytest
 from profiles import CONFIG, make_profile
 
 from tca_jax import methods
-from tca_jax.calibration import profile_format
 from tca_jax.calibration.profile import FORMAT_VERSION, Profile
 from tca_jax.engine.persistence import checksum
 from tca_jax.methods.candidates import candidate_budgets
 from tca_jax.methods.config import TCAConfig
 from tca_jax.models.config import ModelConfig
+
+THREE = {"full": 0.5, "row0": 1.0, "chosen": 0.75}
+PROBES = {"counted": {"copy": 3}, "kept": None, "attended": 0.5}
 
 
 def model_config(num_layers: int = 3, num_kv_heads: int = 2) -> ModelConfig:
@@ -82,16 +84,27 @@ def edit_metadata(directory: Path, **fields) -> Path:
         (
             "prefill_candidates",
             np.full((3, 2), 14),
-            r"Profile\.prefill_candidates\[\d, \d\] = 14: must be at most the cache row, candidates\[\d, \d\] = ",
+            r"Profile\.prefill_candidates\[0, 0\] = 14: must be at most the cache row, candidates\[\d, \d\] = ",
         ),
-        ("probe_scores", np.zeros((3, 2, 14)), r"Profile\.probe_scores: .* \[3, 2, 15\], got float64 \[3, 2, 14\]"),
-        ("probe_scores", np.full((3, 2, 15), -0.5), r"Profile\.probe_scores\[0, 0, 0\] = -0\.5: must lie in \[0, 1\]"),
-        ("probes", {"kind": "copy"}, r"Profile\.probes = {'kind': 'copy'}: must be None, or hold a 'kind'"),
         (
-            "probes",
-            {"kind": "guess", "tokens": 1, "need": 1.0, "rounds": 2, "fallback": False, "kept": None},
-            r"Profile\.probes = .*: must be None, or hold a 'kind' of 'copy', 'text' or 'pairs'",
+            "readings",
+            np.full((3, 2), "far"),
+            r"Profile\.readings = \[\['far', .*: must be names out of \['sparse', 'bl",
         ),
+        ("readings", np.zeros((3, 2), int), r"Profile\.readings = \[\[0, 0\], .*: must be names out of"),
+        (
+            "readings",
+            np.full((2, 2), "sparse"),
+            r"Profile\.readings: must be \[3, 2\], as candidates are, got \[2, 2\]",
+        ),
+        ("reading_worth", np.zeros((3, 3)), r"Profile\.reading_worth: must be \[3, 2\], .*, got \[3, 3\]"),
+        ("keeping_worth", np.zeros(6), r"Profile\.keeping_worth: must be \[3, 2\], .*, got \[6\]"),
+        ("losses", {"outside": THREE}, r"Profile\.losses = .*: must hold \['full', 'row0', 'chosen'\] under some of"),
+        ("losses", {"inside": {"full": 1.0}}, r"Profile\.losses = .*: must hold .* upgrade tca_jax"),
+        ("losses", {"inside": {**THREE, "best": 0.0}}, r"Profile\.losses = .*: must hold"),
+        ("probes", {"kind": "copy"}, r"Profile\.probes = {'kind': 'copy'}: must be None, or hold \['counted', 'kept'"),
+        ("probes", {**PROBES, "tokens": 3}, r"Profile\.probes = .*: must be None, or hold .* upgrade tca_jax"),
+        ("probes", {**PROBES, "counted": 3}, r"Profile\.probes = .*: must be None, or hold"),
         ("sources", ({"tokens": 3},), r"Profile\.sources\[0\] = .*'tokens' and a string 'sha256'"),
         (
             "sources",
@@ -125,7 +138,10 @@ def test_profiles_are_equal_when_every_field_is():
         make_profile(model_name="x"),
         make_profile(sources=()),
         make_profile(scores=np.zeros((3, 2, 15), np.float32)),
-        make_profile(probe_scores=np.zeros((3, 2, 15), np.float32)),
+        make_profile(readings=np.full((3, 2), "sparse")),
+        make_profile(reading_worth=np.zeros((3, 2), np.float32)),
+        make_profile(keeping_worth=np.zeros((3, 2), np.float32)),
+        make_profile(losses={}),
         make_profile(prefill_candidates=make_profile().candidates),
         make_profile(probes=None),
     ):
@@ -153,10 +169,16 @@ def test_kept_share_counts_the_budgets_and_the_tokens_right_of_the_ranked_blocks
     share, prefill_share = profile.kept_share(num_tokens), profile.prefill_kept_share(num_tokens)
     for at in np.ndindex(3, 2):
         cache, prefill = budgets[profile.candidates[at]], budgets[profile.prefill_candidates[at]]
-        kept = min(np.maximum(cache, prefill).sum() + CONFIG.reserve, ranked * 8) + local
+        reading = profile.readings[at]
+        both = np.maximum(cache, prefill) if reading == "sparse" else cache
+        kept = min(both.sum() + CONFIG.reserve, ranked * 8) + local
         assert share[at] == pytest.approx(kept / num_tokens, rel=1e-15)
-        read = min(prefill.sum() + CONFIG.reserve, ranked * 8) + local
-        assert prefill_share[at] == pytest.approx(read / num_tokens, rel=1e-15)
+        read = {
+            "sparse": min(prefill.sum() + CONFIG.reserve, ranked * 8) + local,
+            "blocks": min(CONFIG.fetch, ranked) * 8 + local,
+            "dense": num_tokens,
+        }
+        assert prefill_share[at] == pytest.approx(read[reading] / num_tokens, rel=1e-15)
     assert (profile.prefill_candidates < profile.candidates).any()
 
 
@@ -220,7 +242,9 @@ def test_every_number_survives_a_round_trip(tmp_path):
     assert (loaded.candidates.dtype, loaded.scores.dtype) == (np.int32, np.float32)
     assert isinstance(loaded.candidates, np.ndarray)
     np.testing.assert_array_equal(loaded.prefill_candidates, profile.prefill_candidates)
-    np.testing.assert_array_equal(loaded.probe_scores, profile.probe_scores)
+    for name in ("readings", "reading_worth", "keeping_worth"):
+        np.testing.assert_array_equal(getattr(loaded, name), getattr(profile, name))
+    assert loaded.losses == profile.losses
     assert loaded.probes == profile.probes
     assert loaded.config == CONFIG
     assert loaded.config.tau == 0.1 + 0.2
@@ -320,14 +344,16 @@ def test_a_directory_without_a_profile_is_an_error_that_names_it(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"format_version": FORMAT_VERSION + 1}, r"format_version = 3 is newer than 2, .*upgrade tca_jax"),
+        ({"format_version": FORMAT_VERSION + 1}, r"format_version = 4 is newer than 3, .*upgrade tca_jax"),
         ({"format_version": "1"}, r"format_version = '1': must be an integer"),
         ({"format_version": 0}, r"format_version = 0: must be an integer of at least 1"),
         ({"format_version": True}, r"format_version = True: must be an integer"),
-        ({"format_version": 1}, r"unknown field 'arrays'"),
+        ({"format_version": 1}, r"format_version = 1 is of before .*: tca-jax calibrate tiny --text FILE --out FOLDER"),
+        ({"format_version": 2}, r"format_version = 2 is of before .*: tca-jax calibrate tiny --text FILE --out FOLDER"),
+        ({"format_version": 2, "model_name": ...}, r"make a new profile: tca-jax calibrate MODEL --text FILE"),
         ({"sha256": ...}, r"field 'sha256' is missing"),
         ({"arrays": ["candidates", "colour", "scores"]}, r"arrays: unknown field 'colour'.*upgrade"),
-        ({"arrays": ["candidates"]}, r"arrays: field 'scores' is missing"),
+        ({"arrays": ["candidates"]}, r"arrays: field 'keeping_worth' is missing"),
         ({"arrays": "candidates"}, r"arrays = 'candidates': must be a list of names"),
         ({"arrays": ...}, r"field 'arrays' is missing"),
         ({"sha256": 7}, r"does not match its checksum"),
@@ -347,6 +373,12 @@ def test_a_directory_without_a_profile_is_an_error_that_names_it(tmp_path):
         ({"sources": {}}, r"sources = {}: must be a list"),
         ({"probes": []}, r"probes = \[\]: must be an object or null"),
         ({"probes": {"kind": "copy"}}, r"Profile\.probes = {'kind': 'copy'}: must be None, or hold"),
+        ({"losses": None}, r"losses = None: must be an object"),
+        ({"losses": {"outside": {}}}, r"Profile\.losses = {'outside': {}}: must hold"),
+        ({"sources": ...}, r"field 'sources' is missing"),
+        ({"probes": ...}, r"field 'probes' is missing"),
+        ({"library_version": ...}, r"field 'library_version' is missing"),
+        ({"config": {k: v for k, v in dataclasses.asdict(CONFIG).items() if k != "seed"}}, r"field 'seed' is missing"),
         ({"sources": [3]}, r"Profile\.sources\[0\] = 3: must hold an integer 'tokens'"),
         (
             {"config": {**dataclasses.asdict(CONFIG), "num_candidates": 5}},
@@ -380,27 +412,33 @@ def sha256_of(directory: Path) -> str:
     return json.loads(file.read_text())["sha256"]
 
 
-def test_fields_that_only_tell_where_a_profile_is_from_may_be_absent(tmp_path):
-    make_profile().save(tmp_path)
-    edit_metadata(tmp_path, sources=..., probes=..., library_version=...)
-    assert Profile.load(tmp_path) == make_profile(sources=(), probes=None, library_version="unknown")
+def test_what_is_left_out_takes_the_values_of_a_profile_of_one_row():
+    plain = Profile(
+        candidates=np.full((3, 2), 5), scores=np.zeros((3, 2, 15)), config=CONFIG, fingerprint=None, model_name="m"
+    )
+    assert (plain.readings == "sparse").all()
+    np.testing.assert_array_equal(plain.prefill_candidates, plain.candidates)
+    for worth in (plain.reading_worth, plain.keeping_worth):
+        assert worth.dtype == np.float32
+        assert np.isnan(worth).all()
+    assert (plain.losses, plain.probes, plain.sources) == ({}, None, ())
 
 
-def test_an_absent_field_of_the_config_takes_the_value_of_its_table_and_no_other(tmp_path, monkeypatch):
-    make_profile().save(tmp_path)
-    old = {name: value for name, value in dataclasses.asdict(CONFIG).items() if name != "seed"}
-    edit_metadata(tmp_path, config=old)
-    with pytest.raises(ValueError, match="config: field 'seed' is missing"):
-        Profile.load(tmp_path)
-    monkeypatch.setattr(profile_format, "_ABSENT_CONFIG_FIELDS", {"seed": 11, "tau": 0.5})
-    assert Profile.load(tmp_path).config == dataclasses.replace(CONFIG, seed=11)
+def test_prefill_rows_of_heads_that_do_not_read_sparse_are_their_cache_rows():
+    profile = make_profile(candidates=np.full((3, 2), 7), prefill_candidates=np.full((3, 2), 2))
+    np.testing.assert_array_equal(profile.prefill_candidates, np.where(profile.readings == "sparse", 2, 7))
 
 
 def test_method_is_that_of_the_config_under_the_profiles_candidates():
     profile = make_profile()
     assert profile.method() == methods.configured(
-        CONFIG, profile.candidates.tolist(), profile.prefill_candidates.tolist()
+        CONFIG,
+        profile.candidates.tolist(),
+        prefill_candidates=profile.prefill_candidates.tolist(),
+        readings=profile.readings.tolist(),
     )
+    plain = Profile.uniform(CONFIG, 3, 2, 4)
+    assert plain.method() == methods.tca(np.full((3, 2), 4), CONFIG)
 
 
 def test_importing_the_library_does_not_import_orbax():

@@ -1,10 +1,10 @@
-"""The choice of rows: by thresholds, and by a share of the cache."""
+"""Rows: the choice by a threshold, and what rows keep of a prompt."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tca_jax.calibration.rows import choose_cache_rows, choose_candidates, densest_within, kept_share, require_fit
+from tca_jax.calibration.rows import NO_ROW, choose_candidates, kept_share, require_fit
 from tca_jax.methods.candidates import candidate_budgets
 from tca_jax.methods.config import TCAConfig
 
@@ -20,52 +20,21 @@ def test_choice_falls_back_to_dense_even_where_rounding_keeps_dense_below():
     np.testing.assert_array_equal(choose_candidates(jnp.array([[[0.5, 0.6, 0.99]]]), 1.0), [[2]])
 
 
-def test_the_cache_row_is_the_sparsest_at_or_above_the_prefill_row_that_reaches_the_threshold():
-    scores = np.array([[0.9, 0.2, 0.6, 0.4, 1.0], [0.1, 0.2, 0.3, 0.4, 1.0], [0.9, 0.9, 0.9, 0.9, 1.0]], np.float32)
-    rows = choose_cache_rows(scores, np.array([1, 0, 0], np.int32), 0.5)
-    np.testing.assert_array_equal(rows, [2, 4, 0])
-    assert rows.dtype == np.int32
-    np.testing.assert_array_equal(choose_cache_rows(scores, np.array([1, 0, 3], np.int32), 0.0), [1, 0, 3])
-
-
-def test_as_many_heads_are_dense_as_fit_the_worst_probe_scores_first():
-    prefill = np.array([[0, 1], [0, 2]], np.int32)
-    scores = np.ones((2, 2, 5), np.float32)
-    scores[0, 0, 0], scores[0, 1, 1], scores[1, 0, 0], scores[1, 1, 2] = 0.8, 0.1, 0.3, 0.9
-    order = [(0, 1), (1, 0), (0, 0), (1, 1)]
-    rows, previous = prefill.copy(), 0.0
-    for head in [None, *order]:
-        if head is not None:
-            rows[head] = 4
-        share = kept_share(CONFIG, 400, rows, prefill).mean()
-        assert share > previous
-        for kept in (share, min(1.0, share + 1e-6)):
-            np.testing.assert_array_equal(densest_within(kept, 400, scores, prefill, CONFIG), rows)
-        previous = share
-    np.testing.assert_array_equal(densest_within(1.0, 400, scores, prefill, CONFIG), 4)
-
-
-def test_rows_that_are_needed_stay_where_they_fit_and_dense_heads_fill_the_rest():
-    prefill, needed = np.array([[0, 1], [0, 2]], np.int32), np.array([[0, 3], [4, 2]], np.int32)
-    scores = np.ones((2, 2, 5), np.float32)
-    scores[0, 0, 0], scores[0, 1, 1], scores[1, 0, 0] = 0.9, 0.1, 0.3
-    share = kept_share(CONFIG, 400, needed, prefill).mean()
-    np.testing.assert_array_equal(densest_within(share, 400, scores, prefill, CONFIG, needed), needed)
-    more = np.array([[0, 4], [4, 2]], np.int32)
-    share_of_more = kept_share(CONFIG, 400, more, prefill).mean()
-    np.testing.assert_array_equal(densest_within(share_of_more, 400, scores, prefill, CONFIG, needed), more)
-    just_less = densest_within(share - 1e-6, 400, scores, prefill, CONFIG, needed)
-    np.testing.assert_array_equal(just_less, densest_within(share - 1e-6, 400, scores, prefill, CONFIG))
-
-
-def test_a_share_that_the_prefill_rows_alone_pass_is_refused_with_what_they_take():
-    prefill = np.zeros((2, 2), np.int32)
-    least = kept_share(CONFIG, 400, prefill, prefill).mean()
+def test_a_share_that_row_0_alone_passes_is_refused_with_what_it_takes():
+    rows = np.zeros((2, 2), np.int32)
+    least = kept_share(CONFIG, 400, rows, rows).mean()
     with pytest.raises(ValueError, match=rf"kept = 0\.01: must be at least {least:.4f}, .* cache of 400 tokens"):
-        densest_within(0.01, 400, np.ones((2, 2, 5), np.float32), prefill, CONFIG)
-    with pytest.raises(ValueError, match=rf"kept = 0\.01: must be at least {least:.4f}"):
         require_fit(0.01, 400, CONFIG)
     require_fit(least, 400, CONFIG)
+    require_fit(1.0, 5, CONFIG)
+
+
+def test_a_head_without_a_prefill_row_keeps_what_its_cache_row_allows():
+    rows, none = np.arange(5, dtype=np.int32), np.full(5, NO_ROW, np.int32)
+    np.testing.assert_array_equal(kept_share(CONFIG, 400, rows, none), kept_share(CONFIG, 400, rows, rows))
+    mixed = kept_share(CONFIG, 400, rows, np.array([3, NO_ROW, 0, NO_ROW, NO_ROW], np.int32))
+    np.testing.assert_array_equal(mixed[1:], kept_share(CONFIG, 400, rows, rows)[1:])
+    assert mixed[0] > kept_share(CONFIG, 400, rows, rows)[0]
 
 
 @pytest.mark.parametrize("tokens", [5, 23, 24, 40, 333])

@@ -1,4 +1,5 @@
-"""calibrate: scores of one full-attention pass, averaged over texts, in linear memory."""
+"""calibrate under Algorithm 1: scores of one full-attention pass, averaged over texts, in linear memory; and what every
+calibration takes and refuses. What heads are worth is in test_worth.py."""
 
 import hashlib
 import inspect
@@ -14,16 +15,15 @@ from sharp_lm import VOCABULARY, make_lm, random_ids
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.calibration.passes import score_layer
-from tca_jax.calibration.run import calibrate
+from tca_jax.calibration.run import _score_layer, calibrate
 from tca_jax.calibration.scores import calibration_scores
 from tca_jax.engine.lm import LM
 from tca_jax.methods.config import TCAConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 
-CONFIG = TCAConfig(block_size=8, window=16, tau=0.7, tau_probe=0.0)  # one row a head; test_two_rows.py has probes
-BY_NAME = ("probes", "kept", "progress")
+CONFIG = TCAConfig(block_size=8, window=16, tau=0.7, criterion="retained_mass")
+BY_NAME = ("probes", "kept", "attended", "criterion", "journal", "progress")
 
 
 @pytest.fixture(scope="module")
@@ -95,16 +95,16 @@ def test_scores_are_those_of_a_forward_pass_of_the_whole_decoder(lm):
 
 
 def test_texts_of_one_bucket_share_one_program(lm, compiled):
-    calibrate(lm, random_ids(241), CONFIG, probes="text")
+    calibrate(lm, random_ids(241), CONFIG)
     assert compiled  # the listener hears compilations
     compiled.clear()
-    calibrate(lm, [random_ids(length) for length in (242, 249, 256)], CONFIG, probes="text")
+    calibrate(lm, [random_ids(length) for length in (242, 249, 256)], CONFIG)
     assert compiled == []
 
 
 def test_all_layers_of_a_deep_model_share_one_program(compiled):
-    calibrate(make_lm(layers=5), random_ids(310), CONFIG, probes="text")
-    assert [sum(name in one for one in compiled) for name in ("score_layer", "_read_layer")] == [1, 1]
+    calibrate(make_lm(layers=5), random_ids(310), CONFIG)
+    assert [sum(name in one for one in compiled) for name in ("_score_layer", "_read_layer")] == [1, 0]
 
 
 def array_sizes(jaxpr) -> set[int]:
@@ -124,8 +124,7 @@ def test_no_array_grows_with_the_square_of_the_length(lm):
         x, angles = jnp.zeros((1, length, 32)), jnp.zeros((1, length, 4))
 
         def score(weights, lengths):
-            text, starts = lengths, lengths - 64
-            return score_layer(graphdef, weights, x, angles, angles, lengths, text, starts, CONFIG, 64)
+            return _score_layer(graphdef, weights, x, angles, angles, lengths, CONFIG)
 
         return max(array_sizes(jax.make_jaxpr(score)(weights, jnp.array([length])).jaxpr))
 
@@ -158,6 +157,15 @@ def test_the_profile_fits_its_model_and_no_other(lm):
     other = LM.from_decoder(Decoder(lm.config, dtype=jnp.float32, rngs=nnx.Rngs(1)), name="other")
     with pytest.raises(ValueError, match="other weights than those of model 'other'"):
         other.with_profile(profile)
+
+
+def test_a_criterion_by_name_takes_the_place_of_the_configurations_own(lm):
+    ids = random_ids(150)
+    for criterion in ("retained_mass", "column_mean"):
+        config = TCAConfig(block_size=8, window=16, tau=0.7, criterion=criterion)
+        assert calibrate(lm, ids, TCAConfig(block_size=8, window=16, tau=0.7), criterion=criterion) == calibrate(
+            lm, ids, config
+        )
 
 
 def test_a_bfloat16_model_is_scored_in_float32(lm):
@@ -208,6 +216,12 @@ def test_texts_that_cannot_be_used_are_refused_before_any_work(texts, message):
     with pytest.raises(ValueError, match=message):
         calibrate(make_lm(tokenizer=ids_tokenizer), texts, CONFIG, progress=lambda *call: calls.append(call))
     assert calls == []
+
+
+def test_the_same_texts_are_refused_by_every_criterion(lm):
+    for criterion in ("worth", "retained_mass", "column_mean"):
+        with pytest.raises(ValueError, match=r"texts\[0\] has 23 tokens: .* at least window \+ block_size = 16"):
+            calibrate(lm, [1] * 23, CONFIG, criterion=criterion)
 
 
 def test_text_for_a_model_without_a_tokenizer_is_refused(lm):

@@ -143,7 +143,7 @@ def opened(model, prompts, fed):
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     layouts = model.cache_layouts(*tokens.shape, None)
-    logits, caches = read_prompts(model, jnp.asarray(tokens), jnp.asarray(lengths), layouts, backend="xla")
+    logits, caches, _ = read_prompts(model, jnp.asarray(tokens), jnp.asarray(lengths), layouts, backend="xla")
     return logits, open_caches(model, caches, len(prompts), fed), jnp.asarray(lengths)
 
 

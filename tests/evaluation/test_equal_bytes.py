@@ -22,9 +22,9 @@ def records(tmp_path_factory):
     """Records under the two protocols that fill caches in different ways."""
     folder = tmp_path_factory.mktemp("bytes")
     lm = open_checkpoint(write_checkpoint(folder / "model", chat_template=None)).load()
-    scores = np.linspace(0, 1, 15, dtype=np.float32) * np.array([[[1], [0.5]], [[0.8], [0.3]]], np.float32)
+    scores, worth = np.full((2, 2, 15), np.nan, np.float32), np.array([[1, 0.5], [0.8, 0.3]], np.float32)
     config = TCAConfig(block_size=16, window=32, reserve=0)
-    profile = Profile(np.zeros((2, 2), np.int32), scores, config, None, "tiny", probe_scores=scores)
+    profile = Profile(np.zeros((2, 2), np.int32), scores, config, None, "tiny", keeping_worth=worth)
     settings = {"samples": 1, "seed": 0, "sources": Sources(), "share": SHARE, "batch": 1}
     plan = Plan(parse_methods(",".join(METHODS)), ((TASK, (LENGTH,)),), ("prefix", "late"), **settings)
     with pytest.MonkeyPatch.context() as patch:

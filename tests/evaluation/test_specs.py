@@ -20,11 +20,15 @@ def lm():
     return tiny.tiny_lm()
 
 
-def profile(candidate=2, *, probed=True):
+SIZES = CallSizes(2048, 128)
+READINGS = np.array([["sparse", "blocks"], ["dense", "sparse"]])
+WORTH = np.array([[0.1, 2.0], [0.0, 0.5]], np.float32)
+
+
+def profile(candidate=2, **fields):
     uniform = Profile.uniform(CONFIG, 2, 2, candidate)
-    scores = np.linspace(0, 1, 15, dtype=np.float32) * np.array([[[1], [0.5]], [[0.8], [0.3]]], np.float32)
-    probes = {"probe_scores": scores} if probed else {}
-    return Profile(uniform.candidates, uniform.scores, CONFIG, None, "p", **probes)
+    fields = {"candidates": uniform.candidates, "readings": READINGS, "keeping_worth": WORTH, **fields}
+    return Profile(scores=uniform.scores, config=CONFIG, fingerprint=None, model_name="p", **fields)
 
 
 def builder(lm, found=None, paper=None):
@@ -75,7 +79,9 @@ def test_budgets_come_from_the_profiles(lm):
     own, paper = profile(2), profile(5)
     assert build(lm, "tca", found=own, paper=paper) == own.method()
     assert build(lm, "paper", found=own, paper=paper) == paper.method()
+    assert own.method().cache.readings == (("sparse", "blocks"), ("dense", "sparse"))
     assert build(lm, "full+tca", found=own).cache == own.method().cache
+    assert build(lm, "duoattention", found=own).cache.retrieval == ((False, True), (False, True))
     assert build(lm, "uniform:candidate=3", found=own).cache.config == CONFIG
 
 
@@ -96,20 +102,52 @@ def test_a_method_without_the_profile_that_it_needs_is_refused(lm):
 @pytest.mark.parametrize("text", ["tca", "full+tca", "random:window=16,block_size=8"])
 def test_equal_bytes_are_held_as_far_as_a_method_can(lm, text):
     (spec,) = parse_methods(text)
-    made = [builder(lm, profile(0)).build_within(spec, share, CallSizes(2048, 128)) for share in (0.5, 0.85)]
-    shares = [held_share(each.lm, CallSizes(2048, 128)) for each in made]
+    made = [builder(lm, profile(0)).build_within(spec, share, SIZES) for share in (0.5, 0.85)]
+    shares = [held_share(each.lm, SIZES) for each in made]
     assert [each.budget for each in made] == ["50% of the bytes", "85% of the bytes"]
     assert not any(each.own_budget for each in made)
     assert 0.25 < shares[0] <= 0.5 < shares[1] <= 0.85
 
 
+def kept_rows(lm, found, share, text="tca"):
+    (spec,) = parse_methods(text)
+    made = builder(lm, found).build_within(spec, share, SIZES)
+    assert not made.own_budget, made.budget
+    assert held_share(made.lm, SIZES) <= share
+    return [list(made.lm.method.cache.rows(layer, 2)) for layer in range(2)], made.lm.method
+
+
+def test_heads_become_dense_in_the_order_of_their_worth_and_go_back_in_reverse(lm):
+    own = [[0, 3], [14, 0]]  # the third head is dense and of no worth: it is the first of the profile's to go
+    found = profile(candidates=np.array(own), prefill_candidates=np.array([[0, 3], [14, 0]]))
+    stages = [
+        [[0, 0], [0, 0]],
+        [[0, 3], [0, 0]],
+        own,
+        [[0, 14], [14, 0]],
+        [[0, 14], [14, 14]],
+        [[14, 14], [14, 14]],
+    ]
+    shares = [held_share(lm.with_method("tca", candidates=rows, config=CONFIG), SIZES) for rows in stages]
+    assert shares == sorted(shares)
+    for rows, share in zip(stages, shares, strict=True):
+        assert kept_rows(lm, found, share + 1e-6)[0] == rows
+    _, method = kept_rows(lm, found, shares[1] + 1e-6)
+    assert method.cache.readings == found.method().cache.readings
+    assert kept_rows(lm, found, shares[3] + 1e-6, text="full+tca")[0] == stages[3]
+    (spec,) = parse_methods("tca")
+    made = builder(lm, found).build_within(spec, shares[0] / 2, SIZES)
+    assert "window, reserve and row 0 take more than" in made.budget
+    assert made.lm.method == found.method()
+
+
 def test_a_method_without_a_knob_runs_as_it_is_and_says_so(lm):
     for text, found, reason in (
         ("full", None, "no option that moves its budget"),
-        ("tca", profile(probed=False), "no probe scores"),
+        ("tca", profile(keeping_worth=np.full((2, 2), np.nan)), "does not know what heads are worth"),
     ):
         (spec,) = parse_methods(text)
-        made = builder(lm, found).build_within(spec, 0.25, CallSizes(2048, 128))
+        made = builder(lm, found).build_within(spec, 0.25, SIZES)
         assert made.own_budget
         assert reason in made.budget
         assert made.lm.method == builder(lm, found).build(spec).lm.method

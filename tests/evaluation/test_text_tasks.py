@@ -34,6 +34,7 @@ def test_loss_of_full_attention_is_that_of_the_whole_text(lm, passage):
     by_position = reading.samples[0]["by_position"]
     np.testing.assert_allclose(by_position, [part.mean() for part in np.array_split(losses, POSITIONS)], atol=1e-5)
     assert reading.kv_cache_bytes == reading.full_kv_cache_bytes
+    assert reading.attended_share == 1
 
 
 def test_full_attention_agrees_with_itself_and_a_lossy_method_does_not(lm, passage):
@@ -46,7 +47,10 @@ def test_full_attention_agrees_with_itself_and_a_lossy_method_does_not(lm, passa
     assert other.values["top_1"] < 1
     assert other.values["kl"] > 0.01
     assert other.kv_cache_bytes < exact.kv_cache_bytes
-    assert told == [1, 1]
+    assert other.attended_share < 0.5
+    inside = LOSS.read(lossy, [passage, passage], told.append)
+    assert inside.attended_share == pytest.approx(tca_jax.score(lossy, passage).attended_share[0])
+    assert told == [1] * 4
 
 
 def test_a_text_is_encoded_anew_for_a_model_of_the_same_name_with_another_tokenizer(tmp_path):

@@ -13,7 +13,8 @@ from cases import poison, qkv
 from sparse_prefill import ORACLES
 
 from tca_jax import methods
-from tca_jax.methods.block_sparse import computed_area
+from tca_jax.methods.block_sparse import listed_pairs
+from tca_jax.methods.pairs import causal_pairs
 from tca_jax.methods.ranks import covering, highest
 
 LENGTHS = (290, 40, 128)
@@ -77,7 +78,7 @@ def expected_mask(name, options, q, k, head):
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_a_method_attends_to_what_its_oracle_says(name, options):
     policy, lengths = methods.get(name, **options).prefill, jnp.asarray(LENGTHS, jnp.int32)
-    run = jax.jit(lambda q, k, v, n: (policy.listed(0, q, k, n), policy.attend(0, q, k, v, n, None, "auto")))
+    run = jax.jit(lambda q, k, v, n: (policy.listed(0, q, k, n), policy.attend(0, q, k, v, n, None, "auto").out))
     for q, k, v in (random_inputs(3), structured_inputs(3)):
         padded = [jnp.asarray(poison(x, LENGTHS, 1e3)) for x in (q, k, v)]
         check(name, options, policy, q, k, v, *run(*padded, lengths))
@@ -111,9 +112,14 @@ def test_one_head_after_another_is_the_same(name, monkeypatch):
     policy, lengths = methods.get(name, **options).prefill, jnp.asarray(LENGTHS, jnp.int32)
     together = policy.attend(0, q, k, v, lengths, None, "auto")
     monkeypatch.setattr("tca_jax.methods.block_sparse._MOST_SAMPLED", 0)
-    np.testing.assert_allclose(policy.attend(0, q, k, v, lengths, None, "auto"), together, atol=1e-6)
+    check_same(policy.attend(0, q, k, v, lengths, None, "auto"), together)
     monkeypatch.setattr("tca_jax.methods.block_sparse._MOST_BYTES", 0)
-    np.testing.assert_allclose(policy.attend(0, q, k, v, lengths, None, "auto"), together, atol=1e-6)
+    check_same(policy.attend(0, q, k, v, lengths, None, "auto"), together)
+
+
+def check_same(attended, expected):
+    np.testing.assert_allclose(attended.out, expected.out, atol=1e-6)
+    np.testing.assert_allclose(attended.pairs, expected.pairs, rtol=1e-6)
 
 
 def test_chunks_of_scores_do_not_matter(monkeypatch):
@@ -137,9 +143,10 @@ def test_a_knob_moves_the_area():
         areas = []
         for value in values:
             policy = methods.get(name, **{knob: value}, **others).prefill
-            areas.append(float(computed_area(policy.listed(0, q, k, lengths), lengths, BLOCK)))
+            pairs = listed_pairs(policy.listed(0, q, k, lengths), lengths, BLOCK)
+            areas.append(float(jnp.mean(pairs / causal_pairs(lengths)[:, None])))
         assert areas == sorted(areas), name
-        assert areas[0] < areas[-1] < 2, name
+        assert areas[0] < areas[-1] <= 1, name
 
 
 def test_the_highest_and_the_covering_values_are_those_of_a_sort():

@@ -12,7 +12,7 @@ def test_the_paper_preset_is_the_papers():
     paper = TCAConfig.paper()
     assert (paper.block_size, paper.window, paper.alpha, paper.tau) == (128, 4096, 0.5, 0.9)
     assert (paper.density, paper.criterion) == ("paper", "column_mean")
-    assert (paper.reserve_tokens, paper.num_queries, paper.tau_probe) == (0, 1, 0)
+    assert (paper.reserve_tokens, paper.num_queries) == (0, 1)
     assert TCAConfig.paper(window=512).window == 512
 
 
@@ -53,8 +53,14 @@ def test_ranked_blocks_are_the_whole_blocks_beyond_the_window(length, blocks):
         ({"reserve": True}, r"TCAConfig.reserve = True: must be an integer"),
         ({"observation": 0}, r"TCAConfig.observation = 0: must be at least 1"),
         ({"spread": 0}, r"TCAConfig.spread = 0: must be at least 1"),
-        ({"tau_probe": 1.5}, r"TCAConfig.tau_probe = 1.5: must lie in \[0, 1\]"),
-        ({"tau_probe": -0.1}, r"TCAConfig.tau_probe = -0.1: must lie in \[0, 1\]"),
+        ({"fetch": 0}, r"TCAConfig.fetch = 0: must be at least 1"),
+        ({"fetch": True}, r"TCAConfig.fetch = True: must be an integer"),
+        ({"fetch_stride": 0}, r"TCAConfig.fetch_stride = 0: must be a power of two, at least 1"),
+        ({"fetch_stride": 12}, r"TCAConfig.fetch_stride = 12: must be a power of two"),
+        ({"read_tolerance": -0.1}, r"TCAConfig.read_tolerance = -0.1: must lie in \[0, 1\)"),
+        ({"read_tolerance": 1.0}, r"TCAConfig.read_tolerance = 1.0: must lie in \[0, 1\)"),
+        ({"keep_tolerance": -0.1}, r"TCAConfig.keep_tolerance = -0.1: must be at least 0"),
+        ({"keep_tolerance": float("inf")}, r"TCAConfig.keep_tolerance = inf: must be a finite number"),
         ({"tau": 0.0}, r"TCAConfig.tau = 0.0: must lie in \(0, 1\]"),
     ],
 )

@@ -45,7 +45,7 @@ def test_selection_of_both_rows_equals_the_oracle_on_ragged_prompts(group, kv_he
     lengths = np.array([101, 4, 53], np.int32)
     q, k, v = qkv(group, 3, 101, group * kv_heads, kv_heads, 8, 1.0)
     cache, prefill = [DENSE, 3, 7][:kv_heads], [2, 3, 0][:kv_heads]
-    kept, read = masks(methods.configured(config, [cache], [prefill]), q, k, lengths, config)
+    kept, read = masks(methods.configured(config, [cache], prefill_candidates=[prefill]), q, k, lengths, config)
     drawn = None
     if density == "random":
         ranked = config.num_ranked_blocks(jnp.asarray(lengths))
@@ -78,7 +78,7 @@ def test_selection_of_both_rows_equals_the_oracle_on_ragged_prompts(group, kv_he
 )
 def test_no_prompt_keeps_more_than_its_capacity_and_prefill_reads_a_part_of_what_is_kept(seed, lengths, rows, reserve):
     config = dataclasses.replace(CONFIG, reserve=reserve)
-    method = methods.configured(config, [rows[:2]], [rows[2:]])
+    method = methods.configured(config, [rows[:2]], prefill_candidates=[rows[2:]])
     q, k, _ = qkv(seed, 2, 160, 2, 2, 8, 2.0)
     kept, read = masks(method, q, k, np.array(lengths, np.int32), config)
     assert not (read & ~kept).any()
@@ -143,7 +143,7 @@ def test_without_a_reserve_scores_and_budgets_are_bit_for_bit_those_of_the_budge
     ranked = config.num_ranked_blocks(lengths)
     counts = jnp.asarray(budget_count_table(config, 9))[ranked[:, None], rows]
     expected = block_budgets(block_density(scored, ranked, config), ranked, counts)
-    cache = methods.configured(config, [rows.tolist()], [rows.tolist()]).cache
+    cache = methods.configured(config, [rows.tolist()], prefill_candidates=[rows.tolist()]).cache
     queries = jnp.asarray(observed_queries(np.asarray(q), [90, 41], cache.num_queries))
     assert queries.shape[1] == 1
     selection = cache.select(0, queries, k, k, lengths, "xla")
@@ -164,7 +164,7 @@ def test_a_layer_scores_its_prompt_once_and_has_a_second_buffer_only_where_rows_
     reserve, prefill, passes, observed, pools
 ):
     config = dataclasses.replace(CONFIG, reserve=reserve)
-    method = methods.configured(config, [[3, 3]], [prefill])
+    method = methods.configured(config, [[3, 3]], prefill_candidates=[prefill])
     q, k, v = map(jnp.asarray, qkv(6, 1, 64, 4, 2, 8))
     layout = CacheLayout.plan(method.cache, 0, 2, 1, 64, 9)
 
@@ -180,9 +180,9 @@ def test_a_layer_scores_its_prompt_once_and_has_a_second_buffer_only_where_rows_
 def test_prompts_attend_to_the_prefill_row_and_leave_the_cache_row_behind():
     lengths = np.array([96, 70, 19], np.int32)
     q, k, v = map(jnp.asarray, qkv(7, 3, 96, 4, 2, 8))
-    method = methods.configured(CONFIG, [[DENSE, 5]], [[1, 5]])
+    method = methods.configured(CONFIG, [[DENSE, 5]], prefill_candidates=[[1, 5]])
     layout = CacheLayout.plan(method.cache, 0, 2, 3, 96, 9)
-    out, cache = prefill_layer(method, 0, q, k, v, jnp.asarray(lengths), layout)
+    (out, pairs), cache = prefill_layer(method, 0, q, k, v, jnp.asarray(lengths), layout)
     expected = tca_jax.attend(q, k, v, jnp.array([1, 5]), jnp.asarray(lengths), CONFIG)
     np.testing.assert_array_equal(out, expected)
     queries = observed_queries(np.asarray(q), lengths, CONFIG.num_queries)
@@ -192,17 +192,18 @@ def test_prompts_attend_to_the_prefill_row_and_leave_the_cache_row_behind():
         start, count = int(cache.pool.offsets[row, head]), int(cache.pool.lengths[row, head])
         np.testing.assert_array_equal(cache.pool.k[start : start + count], k[row, kept[row, head], head])
     tail, _ = prefill_layer(method, 0, jnp.asarray(queries), k, v, jnp.asarray(lengths), layout, tail=True)
+    np.testing.assert_array_equal(tail.pairs, pairs)
     last = np.asarray(expected)[np.arange(3), lengths - 1]
-    np.testing.assert_allclose(tail[:, -1], last, atol=1e-5)
+    np.testing.assert_allclose(tail.out[:, -1], last, atol=1e-5)
     dense = np.asarray(tca_jax.attend(q, k, v, jnp.array([DENSE, 5]), jnp.asarray(lengths), CONFIG))
     assert np.abs(dense[0, 95, :2] - last[0, :2]).max() > 1e-2  # the cache row would have answered otherwise
 
 
 def test_rows_that_are_equal_are_one_row():
     one = methods.configured(CONFIG, [[1, 2]])
-    assert methods.configured(CONFIG, [[1, 2]], np.array([[1, 2]])) == one
+    assert methods.configured(CONFIG, [[1, 2]], prefill_candidates=np.array([[1, 2]])) == one
     assert one.cache.prefill_capacities(0, 100) is None
-    two = methods.configured(CONFIG, [[1, 2], [3, 4]], [[1, 2], [3, 3]]).cache
+    two = methods.configured(CONFIG, [[1, 2], [3, 4]], prefill_candidates=[[1, 2], [3, 3]]).cache
     assert two.prefill_capacities(0, 100) is None
     assert two.prefill_rows(0, 2) is None
     assert two.prefill_capacities(1, 100) is not None
@@ -212,9 +213,9 @@ def test_rows_that_are_equal_are_one_row():
 
 def test_prefill_rows_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match=r"prefill_candidates\[0\]\[1\] = 15: must lie in \[0, 14\]"):
-        methods.configured(CONFIG, [[1, 2]], [[1, 15]])
+        methods.configured(CONFIG, [[1, 2]], prefill_candidates=[[1, 15]])
     with pytest.raises(ValueError, match=r"prefill_candidates has 1 layers of 3 KV heads: must be 1 of 2"):
-        methods.configured(CONFIG, [[1, 2]], [[1, 2, 3]]).validate_for(1, 2)
+        methods.configured(CONFIG, [[1, 2]], prefill_candidates=[[1, 2, 3]]).validate_for(1, 2)
 
 
 def test_prompts_that_fit_the_window_have_no_reserve():
@@ -226,7 +227,7 @@ def test_prompts_that_fit_the_window_have_no_reserve():
 
 def test_a_model_reads_by_the_prefill_rows_and_its_cache_holds_the_cache_rows():
     lm, prompt = tiny_lm(), random_prompt(11, 100)
-    two = lm.with_method(methods.configured(CONFIG, [[DENSE, 2]] * 2, [[1, 2]] * 2))
+    two = lm.with_method(methods.configured(CONFIG, [[DENSE, 2]] * 2, prefill_candidates=[[1, 2]] * 2))
     reading = lm.with_method(methods.configured(CONFIG, [[1, 2]] * 2))
     np.testing.assert_allclose(
         tca_jax.score(two, [prompt]).logprobs[0], tca_jax.score(reading, [prompt]).logprobs[0], atol=1e-5

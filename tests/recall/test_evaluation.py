@@ -20,7 +20,7 @@ def calls(monkeypatch):
     """What reaches the model; every answer to the first question of a call is right, the others are empty."""
     made = []
 
-    stats = Stats([], [], 0.0, 0.0, 0.0, kv_cache_bytes=3, full_kv_cache_bytes=10, kept_share=0.25)
+    stats = Stats([], [], 0.0, 0.0, 0.0, kv_cache_bytes=3, full_kv_cache_bytes=10, kept_share=0.25, attended_share=0.5)
 
     def generate(lm, prompts, *, max_new_tokens, context=None):
         made.append((prompts, context, max_new_tokens))

@@ -1,0 +1,270 @@
+"""Losses of probes by what all heads keep of the text before them, and their derivative by each head's.
+
+A text is read once; its keys and values stay, and a trial reads the probes behind it alone. How much a head would give
+back is a derivative: of the losses, by a gate that lets the head see the whole text. One backward pass through the
+probes' own columns gives it for all heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Float32, Float64, Int, Int32
+
+from tca_jax.calibration.gated_attention import read_both
+from tca_jax.calibration.layer_programs import HEADS, THIRD_HEADS, layer_program
+from tca_jax.calibration.passes import ForwardPass, embed, loss_slope, losses_of
+from tca_jax.calibration.probe_attention import SeenText, attend_probe, known_attention
+from tca_jax.calibration.probes import ProbedText
+from tca_jax.engine.buckets import bucket_length
+from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import SAME, SECOND_HEADS, on_host
+from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.heads import head_numbers
+from tca_jax.methods.queries import last_queries
+from tca_jax.methods.selection import PromptScores, row_budgets, score_prompt
+from tca_jax.pallas_kernels.causal_attention import causal_attention
+from tca_jax.pallas_kernels.numerics import varying_like
+from tca_jax.pallas_kernels.ranking import selection_mask
+
+_LEAST_COLUMNS = 512  # and multiples of it: texts' probes differ in length, and each length is a program
+#: Cache row of every head, `[layers, H_kv]`.
+Rows = Int[np.ndarray, "layers Hkv"]
+
+
+class LayerText(NamedTuple):
+    """What a layer has of a text: keys and values, zero behind it, and what its tokens are chosen by."""
+
+    k: Float[Array, "1 L Hkv d"]
+    v: Float[Array, "1 L Hkv d"]
+    scores: PromptScores
+
+
+class Columns(NamedTuple):
+    """Probes as one sequence of columns.
+
+    Attributes:
+        tokens: Ids.
+        positions: Of each column behind the text's beginning.
+        probe: Number of the probe that it belongs to; -1 for padding.
+        targets: The token after each column; arbitrary for the last of a probe.
+    """
+
+    tokens: Int32[Array, "1 P"]
+    positions: Int32[Array, "1 P"]
+    probe: Int32[Array, " P"]
+    targets: Int32[Array, "1 P"]
+
+    @classmethod
+    def of(cls, text: ProbedText) -> Columns:
+        """The probes of a text, side by side, padded to a bucket."""
+        lengths = [len(probe.ids) for probe in text.segments]
+        tokens = np.array([token for probe in text.segments for token in probe.ids], np.int32)
+        places = np.concatenate([len(text.ids) + np.arange(length) for length in lengths])
+        padding = bucket_length(len(tokens), _LEAST_COLUMNS) - len(tokens)
+        number = np.pad(np.repeat(np.arange(len(lengths)), lengths), (0, padding), constant_values=-1)
+        tokens, places = np.pad(tokens, (0, padding)), np.pad(places, (0, padding), mode="edge")
+        arrays = tokens[None], places[None], number, np.roll(tokens, -1)[None]
+        return cls(*(jnp.asarray(each, jnp.int32) for each in arrays))
+
+
+class ReadText:
+    """A text that was read, and the probes behind it.
+
+    Args:
+        lm: The model.
+        text: The text and its probes.
+        more: Heads that read blocks; all others read sparse at row 0. None: all read everything.
+        config: Hyperparameters.
+        step: Called once for every layer that has run.
+
+    Attributes:
+        probes: Its probes as columns.
+    """
+
+    def __init__(
+        self,
+        lm: LM,
+        text: ProbedText,
+        more: Bool[np.ndarray, "layers Hkv"] | None,
+        config: TCAConfig,
+        step: Callable[[], None],
+    ) -> None:
+        self._lm, self._config, self._step = lm, config, step
+        self._pass = ForwardPass(lm, text.ids)
+        self.probes = Columns.of(text)
+        # A row per column: with RoPE that follows the length so far, each is the last of its own.
+        columns = self.probes.tokens.T, self.probes.positions.T
+        self._x, *self._angles = (x.swapaxes(0, 1) for x in self._pass.of_decoder(embed, *columns))
+        layers = range(lm.config.num_layers)
+        self._sparse = [
+            lm.dealt_heads(i, np.zeros(lm.config.num_kv_heads, bool) if more is None else ~more[i]) for i in layers
+        ]
+        gates = [(None if more is None else jnp.asarray(1 - sparse, jnp.float32),) for sparse in self._sparse]
+        self._texts = []
+        for of_layer in self._pass.layers(_read_layer, config, each=gates):
+            self._texts.append(of_layer)
+            step()
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is kept of the text on the device."""
+        return sum(x.nbytes for x in jax.tree.leaves(self._texts) if isinstance(x, jax.Array))
+
+    def to_host(self) -> None:
+        """Moves what is kept of the text to the host: trials then bring a layer at a time to the device."""
+        self._texts = [on_host(of_layer) for of_layer in self._texts]
+
+    def losses(self, rows: Int[np.ndarray, "T layers Hkv"]) -> Float32[np.ndarray, "T P"]:
+        """Loss in nats of the token after each column, for several choices of cache rows at once."""
+        return self._losses(rows)[0]
+
+    def slopes(self, rows: Rows, weights: Float32[np.ndarray, " P"]) -> Float64[np.ndarray, "layers Hkv"]:
+        """Derivative of the weighted sum of losses by a gate of each head, from its row towards the whole text."""
+        _, layers, last = self._losses(rows[None])
+        cotangent = self._pass.of_decoder(loss_slope, last, self.probes.targets, jnp.asarray(weights)[None])
+        found = []
+        for number in reversed(range(len(layers))):
+            x, out = layers.pop()
+            given = x, self._behind(number, rows[None]), out[0], cotangent, self._config
+            cotangent, slope = self._pass.of_layer(number, _pullback, *given)
+            found.append(self._lm.own_heads(number, on_host(slope).astype(np.float64)))
+        return np.stack(found[::-1])
+
+    def _losses(self, rows: Int[np.ndarray, "T layers Hkv"]) -> tuple[np.ndarray, list[tuple[Array, Array]], Array]:
+        """Losses, and of every layer the stream in front of it and its attention; the stream behind the last."""
+        x, layers = jnp.repeat(self._x, len(rows), axis=0), []
+        for number in range(len(self._texts)):
+            after, out = self._pass.of_layer(number, _probe_layer, x, self._behind(number, rows), self._config)
+            layers.append((x, out))
+            x = after
+            self._step()
+        targets = jnp.broadcast_to(self.probes.targets, x.shape[:2])
+        return on_host(self._pass.of_decoder(losses_of, x, targets)), layers, x
+
+    def _behind(self, number: int, rows: Int[np.ndarray, "T layers Hkv"]) -> _Behind:
+        dealt = np.stack([self._lm.dealt_heads(number, of_trial[number]) for of_trial in rows]).astype(np.int32)
+        text = jax.tree.map(jnp.asarray, self._texts[number])
+        sparse = jnp.asarray(self._sparse[number])
+        cos, sin = self._angles
+        return _Behind(cos, sin, self.probes.probe, text, jnp.asarray(dealt), sparse, self._pass.lengths)
+
+
+#: How what a layer has of a text lies on a mesh.
+_SPECS: Any = THIRD_HEADS, THIRD_HEADS, SECOND_HEADS
+_TEXT = LayerText(*_SPECS)
+
+
+@layer_program(static=("config",), donate=("x",), inputs={"gates": HEADS}, outputs=(SAME, _TEXT))
+def _read_layer(
+    graphdef: Any,
+    weights: Any,
+    x: Float[Array, "1 L D"],
+    cos: Float[Array, "1 L half"],
+    sin: Float[Array, "1 L half"],
+    lengths: Int32[Array, " 1"],
+    gates: Float32[Array, " Hkv"] | None,
+    config: TCAConfig,
+) -> tuple[Float[Array, "1 L D"], LayerText]:
+    """The stream behind a layer whose heads read blocks where their gate is 1, or all without gates; what it leaves."""
+
+    def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, LayerText]:
+        if gates is None:
+            out = causal_attention(q, k, v, lengths)
+        else:
+            out = read_both(q, k, v, lengths, head_numbers(0, k.shape[2]), config).mixed(gates)
+        scores = score_prompt(last_queries(q, lengths, config.num_queries), k, lengths, config)
+        text = (jnp.arange(k.shape[1]) < lengths[:, None])[..., None, None]
+        return out, LayerText(jnp.where(text, k, 0), jnp.where(text, v, 0), scores)
+
+    x, text, _ = nnx.merge(graphdef, weights)(x, cos, sin, attend, None)
+    return x, text
+
+
+class _Behind(NamedTuple):
+    """What probes are read behind in a layer.
+
+    Attributes:
+        cos: Of RoPE at the columns' positions; `sin` too.
+        probe: As `Columns.probe`.
+        text: What the layer has of the text.
+        rows: Cache rows of its heads, of each trial.
+        sparse: Heads that have read sparse, which keep at least row 0.
+        lengths: Tokens of the text.
+    """
+
+    cos: Float[Array, "1 P half"]
+    sin: Float[Array, "1 P half"]
+    probe: Int32[Array, " P"]
+    text: LayerText
+    rows: Int32[Array, "T Hkv"]
+    sparse: Bool[Array, " Hkv"]
+    lengths: Int32[Array, " 1"]
+
+    def seen(self, rows: Int32[Array, " Hkv"], config: TCAConfig) -> SeenText:
+        """The text with what rows have left of it."""
+        tokens, heads = self.text.k.shape[1:3]
+        scores, numbers = self.text.scores, head_numbers(0, heads)
+        least = row_budgets(scores, jnp.zeros_like(rows), self.lengths, config, numbers)
+        budgets = row_budgets(scores, rows, self.lengths, config, numbers)
+        budgets = jnp.maximum(budgets, jnp.where(self.sparse[:, None], least, 0))
+        selected = selection_mask(scores.ranking, budgets, block_size=config.block_size)
+        ranked = jnp.arange(tokens) < config.num_ranked_blocks(self.lengths) * config.block_size
+        return SeenText(self.text.k[0], self.text.v[0], selected[0] | ~ranked, self.lengths[0], self.probe)
+
+
+_LIES: Any = SAME, SAME, SAME, _TEXT, SECOND_HEADS, HEADS, SAME
+_BEHIND = _Behind(*_LIES)
+
+
+@layer_program(static=("config",), inputs={"behind": _BEHIND}, outputs=(SAME, THIRD_HEADS))
+def _probe_layer(
+    graphdef: Any, weights: Any, x: Float[Array, "T P D"], behind: _Behind, config: TCAConfig
+) -> tuple[Float[Array, "T P D"], Float[Array, "T P Hq d"]]:
+    """The probes' stream behind the layer, read over what cache rows of its heads have left of the text; attention."""
+
+    def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, Array]:
+        def of_trial(trial: tuple[Array, ...]) -> Array:
+            rows, q, k, v = trial
+            return attend_probe(q, k, v, behind.seen(rows, config))
+
+        out = jax.lax.map(of_trial, (behind.rows, q, k, v))
+        return out, out
+
+    cos, sin = (jnp.broadcast_to(angle, (x.shape[0], *angle.shape[1:])) for angle in (behind.cos, behind.sin))
+    x, out, _ = nnx.merge(graphdef, weights)(x, cos, sin, attend, None)
+    return x, out
+
+
+@layer_program(static=("config",), inputs={"behind": _BEHIND, "out": SECOND_HEADS}, outputs=(SAME, HEADS), derives=True)
+def _pullback(
+    graphdef: Any,
+    weights: Any,
+    x: Float[Array, "1 P D"],
+    behind: _Behind,
+    out: Float[Array, "P Hq d"],
+    cotangent: Float[Array, "1 P D"],
+    config: TCAConfig,
+) -> tuple[Float[Array, "1 P D"], Float32[Array, " Hkv"]]:
+    """Derivatives by the stream in front of the layer, and by gates that let each of its heads see the whole text.
+
+    `x` and `out` are what `_probe_layer` was given and what its attention gave.
+    """
+    known = known_attention(out, behind.seen(behind.rows[0], config))
+
+    def run(x: Array, gates: Array) -> Array:
+        def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, None]:
+            return known(q[0], k[0], v[0], gates)[None], None
+
+        x, _, _ = nnx.merge(graphdef, weights)(x, behind.cos, behind.sin, attend, None)
+        return x
+
+    # Over a mesh each device has heads of its own.
+    gates = varying_like(jnp.zeros(behind.rows.shape[1], jnp.float32), behind.text.k)
+    _, pullback = jax.vjp(run, x, gates)
+    return pullback(cotangent)

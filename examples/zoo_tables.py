@@ -1,0 +1,172 @@
+"""Tables of the zoo: what evaluate_zoo.py measured of every model, as one JSON file and one page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_ABOUT = (
+    "Models of `examples/train_zoo.py` and the shipped one, each calibrated by the same call with the defaults "
+    "(`examples/evaluate_zoo.py`), on {devices}. Calibration sees the first half of the held-out text, all other "
+    "columns the second. Windows: 512 at 8,192 tokens, 1,024 at 16,384. A row that is missing was not measured."
+)
+_LABELS = {"default": "default probes", "pairs": "pairs as probes"}
+
+
+def write_tables(folder: Path) -> None:
+    """Writes zoo.json and zoo.md from the results of every model in a folder."""
+    records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json")) if "zoo" not in path.stem]
+    models = [record for record in records if "lengths" in record]
+    found = {
+        "models": {record["model"]: {**record, "points": _points(record)} for record in models},
+        "estimates": [record for record in records if "rows" in record],
+    }
+    (folder / "zoo.json").write_text(json.dumps(found, indent=1) + "\n")
+    tables = (_calibrated, _reading, _keeping, _answers, _draws)
+    parts = [line for table in tables for line in table(models)] + _estimates(found["estimates"])
+    devices = ", ".join(sorted({record["device"] for record in models}))
+    (folder / "zoo.md").write_text("\n".join(["# The zoo", "", _ABOUT.format(devices=devices), "", *parts]) + "\n")
+
+
+def _points(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """What `tca-jax plot reading` and `plot keeping` draw: of the first length, each method that was measured."""
+    (_, first), *_ = record["lengths"].items()
+    methods = {"full": "full", "row0": "row 0", "default": "TCA", "pairs": "TCA, pairs as probes"}
+    points = []
+    for label, method in methods.items():
+        if label in first and "full" in first and "inside" in first[label]:
+            one = first[label]
+            late = float(np.mean(list(one["right"]["late"].values()))) if "right" in one else None
+            costs = {"attended_share": one["attended_share"], "kv_share": one.get("kv_share")}
+            points.append(
+                {
+                    "method": method,
+                    **costs,
+                    "inside": one["inside"],
+                    "inside_full": first["full"]["inside"],
+                    "late": late,
+                }
+            )
+    return points
+
+
+def _lengths(models: list[dict[str, Any]], *labels: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Model, tokens and record of every length at which these were measured."""
+    for record in models:
+        for tokens, of_length in record["lengths"].items():
+            if all(label in of_length for label in labels):
+                yield record["model"], f"{int(tokens):,}", of_length
+
+
+def _table(title: str, head: list[str], rows: list[list[str]]) -> list[str]:
+    """A table; nothing where nothing was measured."""
+    if not rows:
+        return []
+    return [f"## {title}", "", _line(head), _line(["---"] * len(head)), *map(_line, rows), ""]
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _over(value: float, full: float) -> str:
+    return f"{value / full - 1:+.2%}"
+
+
+def _calibrated(models: list[dict[str, Any]]) -> list[str]:
+    head = ["model", "tokens", "inside: full", "row 0", "chosen", "won back", "fetching heads", "denser heads", "kept"]
+    rows = []
+    for name, tokens, each in _lengths(models, "default"):
+        one = each["default"]
+        full, row0, chosen = (one["losses"]["inside"][end] for end in ("full", "row0", "chosen"))
+        heads = [f"{len(one[kind])} of {one['heads']}" for kind in ("fetching", "denser")]
+        losses = [f"{full:.4f}", _over(row0, full), _over(chosen, full), f"{(row0 - chosen) / (row0 - full):.0%}"]
+        rows.append([name, tokens, *losses, *heads, f"{one['kept_share']:.1%}"])
+    return _table("What calibration found and measured on its own texts (default probes)", head, rows)
+
+
+def _reading(models: list[dict[str, Any]]) -> list[str]:
+    head = ["model", "tokens", "full", "row 0", "chosen", "won back", "fetching heads", "attended: row 0", "chosen"]
+    rows = []
+    for name, tokens, each in _lengths(models, "full", "row0", "default"):
+        full, row0, chosen = (each[label]["inside"] for label in ("full", "row0", "default"))
+        won = (row0 - chosen) / max(row0 - full, 1e-9)
+        heads = f"{len(each['default']['fetching'])} of {each['default']['heads']}"
+        shares = [f"{each[label]['attended_share']:.1%}" for label in ("row0", "default")]
+        rows.append([name, tokens, f"{full:.4f}", _over(row0, full), _over(chosen, full), f"{won:.0%}", heads, *shares])
+    return _table("Loss inside the prompt (nats a token; over full attention's)", head, rows)
+
+
+def _keeping(models: list[dict[str, Any]]) -> list[str]:
+    head = ["model", "tokens", "probes", "denser heads", "KV bytes", "following", "counted tokens", "seconds"]
+    rows = []
+    for name, tokens, each in _lengths(models, "full", "default"):
+        for label, words in _LABELS.items():
+            if label in each:
+                one = each[label]
+                counted = ", ".join(f"{kind} {count}" for kind, count in (one["counted"] or {}).items())
+                following = _over(one["following"], each["full"]["following"])
+                heads = f"{len(one['denser'])} of {one['heads']}"
+                rows.append(
+                    [name, tokens, words, heads, f"{one['kv_share']:.1%}", following, counted, f"{one['seconds']:.0f}"]
+                )
+    return _table("What the cache keeps, and the 256 tokens that follow", head, rows)
+
+
+def _answers(models: list[dict[str, Any]]) -> list[str]:
+    head = ["model", "tokens", "method", "KV bytes", "prefix", "preamble", "late", "worst task"]
+    rows = []
+    for name, tokens, each in _lengths(models):
+        full = each.get("full", {}).get("right")
+        for label, words in {"full": "full attention", **_LABELS}.items():
+            if "right" in each.get(label, {}):
+                right = each[label]["right"]
+                means = [f"{np.mean(list(right[protocol].values())):.1%}" for protocol in right]
+                rows.append([name, tokens, words, f"{each[label]['kv_share']:.1%}", *means, _worst(right, full)])
+    return _table(
+        "Right answers, mean over tasks; the worst task's difference from full attention in points", head, rows
+    )
+
+
+def _worst(right: dict[str, dict[str, float]], full: dict[str, dict[str, float]] | None) -> str:
+    """The task that loses most against full attention, in points; nothing where that is not known."""
+    if full is None or right is full:
+        return ""
+    least, where = min((right[p][task] - full[p][task], f"{p} {task}") for p in right for task in right[p])
+    return f"{100 * least:+.0f} ({where})"
+
+
+def _draws(models: list[dict[str, Any]]) -> list[str]:
+    rows = []
+    for name, tokens, each in _lengths(models, "draws"):
+        shares = np.array(each["draws"])
+        spread = np.abs(shares / shares.mean() - 1).max()
+        rows.append([name, tokens, ", ".join(f"{share:.1%}" for share in shares), f"{spread:.0%}"])
+    return _table("Kept share over draws of calibration texts", ["model", "tokens", "draws", "largest deviation"], rows)
+
+
+def _estimates(records: list[dict[str, Any]]) -> list[str]:
+    if not records:
+        return []
+    head = ["reading of the heads that fetch", *(f"{each['model']} ({each['tokens']:,})" for each in records)]
+    labels = [_label(row) for row in records[0]["rows"]]
+    rows = []
+    for number, label in enumerate(labels):
+        cells = []
+        for each in records:
+            losses = [row["loss"] for row in each["rows"]]
+            row = each["rows"][number] if number < len(losses) else None
+            cells.append("" if row is None else f"{row['loss']:.4f} ({row['attended_share']:.1%})")
+        rows.append([label, *cells])
+    return _table("How the blocks of a tile are estimated: loss inside the text (attended share)", head, rows)
+
+
+def _label(row: dict[str, Any]) -> str:
+    options = [
+        f"{name} {row[name]}" for name in ("fetch", "fetch_stride") if name in row and row["reading"] == "blocks"
+    ]
+    return ", ".join([row["reading"], *options, *([row["estimate"]] if "estimate" in row else [])])

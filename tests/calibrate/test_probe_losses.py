@@ -1,0 +1,177 @@
+"""Losses of probes over what heads keep of a text, and their derivatives, against whole passes by masks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from reading_oracle import attend_by, read
+from sharp_lm import make_lm, random_ids
+
+import tca_jax
+from tca_jax.calibration.probe_losses import Columns, ReadText
+from tca_jax.calibration.probes import ProbedText, Segment
+from tca_jax.engine.lm import LM
+from tca_jax.methods.config import TCAConfig
+
+CONFIG = TCAConfig(block_size=8, window=16, reserve=3, observation=4, spread=2, fetch=2, fetch_stride=4)
+DENSE = CONFIG.num_candidates
+LENGTHS = (17, 9, 12)
+MORE = np.array([[False, True], [True, False]])
+ROWS = np.array([[0, DENSE], [3, 2]], np.int32)
+
+
+def segment(length: int, seed: int) -> Segment:
+    return Segment(tuple(random_ids(length, seed=seed).tolist()), (True,) * length, "pairs")
+
+
+SEGMENTS = tuple(segment(length, 10 + length) for length in LENGTHS)
+TEXT = ProbedText(tuple(random_ids(107, seed=3).tolist()), SEGMENTS)
+
+
+@pytest.fixture(scope="module")
+def lm() -> LM:
+    return make_lm()
+
+
+def read_text(lm: LM, more=MORE, text=TEXT, step=lambda: None) -> ReadText:
+    return ReadText(lm, text, more, CONFIG, step)
+
+
+def split(losses: np.ndarray, text=TEXT) -> list[np.ndarray]:
+    """Losses of the tokens of each probe but its first."""
+    out, start = [], 0
+    for probe in text.segments:
+        out.append(losses[start : start + len(probe.ids) - 1])
+        start += len(probe.ids)
+    return out
+
+
+def by_masks(lm: LM, probe: Segment, more, rows, gates=None) -> np.ndarray:
+    """Losses of a probe in float64: the text is read under the readings, the probe reads what the rows have kept, and
+    beyond it by gates [layers, Hkv]."""
+    start, ids = len(TEXT.ids), [*TEXT.ids, *probe.ids]
+    right = np.arange(start) >= CONFIG.num_ranked_blocks(start) * CONFIG.block_size
+
+    def attention(layer, q, k, v, state):
+        q, k, v = (np.asarray(x[0], np.float64) for x in (q, k, v))
+        group, sparse, whole = q.shape[1] // k.shape[1], [], []
+        for head in range(k.shape[1]):
+            queries, keys = q[:start, head * group : (head + 1) * group], k[:start, head]
+            reading = "blocks" if more[layer][head] else "sparse"
+            mask = np.tri(len(k), dtype=bool)
+            mask[:start, :start], _ = read(queries, keys, reading, 0, CONFIG)
+            whole.append(mask.copy())
+            kept, _ = oracle.select(
+                queries[-CONFIG.observation :],
+                keys,
+                int(rows[layer][head]),
+                CONFIG,
+                prefill_candidate=None if reading == "blocks" else 0,
+            )
+            mask[start:, :start] = kept | right
+            sparse.append(mask)
+        out, over_all = attend_by(sparse, q, k, v), attend_by(whole, q, k, v)
+        if gates is not None:
+            out += np.repeat(gates[layer], group)[:, None] * (over_all - out)
+        return jnp.asarray(out, jnp.float32)[None], None
+
+    positions = jnp.arange(len(ids))[None]
+    hidden, _ = lm.decoder(jnp.asarray([ids]), positions, attention, (None,) * lm.config.num_layers)
+    logits = np.asarray(lm.decoder.logits(hidden[0]), np.float64)
+    return -np.log(oracle.softmax(logits))[np.arange(start, len(ids) - 1), ids[start + 1 :]]
+
+
+def test_over_everything_a_probe_loses_what_text_and_probe_are_scored_with(lm):
+    found = split(read_text(lm, None).losses(np.full((1, 2, 2), DENSE, np.int32))[0])
+    for probe, losses in zip(SEGMENTS, found, strict=True):
+        expected = -np.asarray(tca_jax.score(lm, [*TEXT.ids, *probe.ids]).logprobs[0])
+        np.testing.assert_allclose(losses, expected[len(TEXT.ids) :], atol=5e-4)
+
+
+@pytest.mark.parametrize("rows", [np.zeros((2, 2), np.int32), ROWS], ids=["row 0", "rows"])
+def test_probes_are_read_over_what_rows_have_left_of_a_text_that_was_read_as_heads_read_it(lm, rows):
+    found = split(read_text(lm).losses(rows[None])[0])
+    for probe, losses in zip(SEGMENTS, found, strict=True):
+        np.testing.assert_allclose(losses, by_masks(lm, probe, MORE, rows), atol=2e-3)
+    full = split(read_text(lm, None).losses(np.full((1, 2, 2), DENSE, np.int32))[0])
+    assert max(np.abs(a - b).max() for a, b in zip(full, found, strict=True)) > 0.05
+
+
+def test_several_choices_of_rows_at_once_give_what_each_gives_alone(lm):
+    text = read_text(lm)
+    rows = np.stack([np.zeros((2, 2), np.int32), ROWS, np.full((2, 2), DENSE, np.int32)])
+    together = text.losses(rows)
+    for trial, of_trial in enumerate(together):
+        np.testing.assert_allclose(of_trial, text.losses(rows[trial : trial + 1])[0], atol=1e-5)
+    assert np.abs(together[0] - together[2]).max() > 0.05
+
+
+def test_packed_probes_do_not_see_each_other(lm):
+    order = [2, 0, 1]
+    other = ProbedText(TEXT.ids, tuple(SEGMENTS[i] for i in order))
+    mine = split(read_text(lm).losses(ROWS[None])[0])
+    theirs = split(read_text(lm, text=other).losses(ROWS[None])[0], other)
+    alone = ProbedText(TEXT.ids, SEGMENTS[1:2])
+    for place, i in enumerate(order):
+        np.testing.assert_allclose(theirs[place], mine[i], atol=1e-5)
+    np.testing.assert_allclose(split(read_text(lm, text=alone).losses(ROWS[None])[0], alone)[0], mine[1], atol=1e-5)
+
+
+def test_slopes_are_those_of_the_losses_by_a_gate_towards_the_whole_text(lm):
+    text, step = read_text(lm), 0.02
+    text.losses(ROWS[None])
+    weights = np.zeros(text.probes.probe.size, np.float32)
+    counted = {3: 0.5, LENGTHS[0] + 2: 1.0, sum(LENGTHS) - 2: 0.25}
+    for column, weight in counted.items():
+        weights[column] = weight
+    found = text.slopes(ROWS, weights)
+
+    def total(gates):
+        losses = [by_masks(lm, probe, MORE, ROWS, gates) for probe in SEGMENTS]
+        return 0.5 * losses[0][3] + losses[1][2] + 0.25 * losses[2][-1]
+
+    for head in np.ndindex(2, 2):
+        gates = np.zeros((2, 2))
+        gates[head] = step
+        expected = (total(gates) - total(-gates)) / (2 * step)
+        assert found[head] == pytest.approx(expected, rel=0.05, abs=2e-3)
+    assert found[0, 1] == pytest.approx(0, abs=1e-6)  # it sees all already
+    assert np.abs(found).max() > 0.02
+
+
+def test_a_text_on_the_host_gives_the_same(lm):
+    here, there = read_text(lm), read_text(lm)
+    assert here.nbytes >= 2 * 2 * 107 * 2 * 8 * 4
+    there.to_host()
+    assert there.nbytes == 0
+    weights = np.ones(here.probes.probe.size, np.float32)
+    np.testing.assert_array_equal(there.losses(ROWS[None]), here.losses(ROWS[None]))
+    np.testing.assert_array_equal(there.slopes(ROWS, weights), here.slopes(ROWS, weights))
+
+
+def test_columns_stand_at_the_places_behind_the_text_and_are_padded_to_a_bucket():
+    columns = jax.tree.map(np.asarray, Columns.of(TEXT))
+    total, padded = sum(LENGTHS), columns.probe.size
+    assert padded >= total
+    assert columns.tokens[0, :total].tolist() == [token for probe in SEGMENTS for token in probe.ids]
+    assert columns.positions[0, :total].tolist() == [107 + i for length in LENGTHS for i in range(length)]
+    assert columns.probe.tolist() == [0] * 17 + [1] * 9 + [2] * 12 + [-1] * (padded - total)
+    for start, probe in zip((0, 17, 26), SEGMENTS, strict=True):
+        assert columns.targets[0, start : start + len(probe.ids) - 1].tolist() == list(probe.ids[1:])
+    assert (columns.positions[0, total:] < 512).all()
+
+
+def test_a_text_without_probes_that_count_still_reads(lm):
+    """One token foretells nothing."""
+    alone = ProbedText(TEXT.ids, (segment(1, 0),))
+    losses = read_text(lm, text=alone).losses(ROWS[None])
+    assert np.isfinite(losses).all()
+
+
+def test_every_layer_that_has_run_is_a_step(lm):
+    steps = []
+    text = read_text(lm, step=lambda: steps.append(1))
+    assert len(steps) == 2
+    text.losses(ROWS[None])
+    assert len(steps) == 4

@@ -1,0 +1,215 @@
+"""The search for heads on objectives that are written down: what it finds, what it costs, and what it leaves alone."""
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tca_jax.calibration.search import Found, search
+
+SHAPE = (2, 3)
+HEADS = list(np.ndindex(SHAPE))
+NONE = np.zeros(SHAPE, bool)
+
+
+class Written:
+    """An objective of a loss that is written down; derivatives are those of its multilinear extension, or noise."""
+
+    def __init__(self, loss: Callable[[np.ndarray], float], gains: Callable[[np.ndarray], np.ndarray] | None = None):
+        self._loss, self._gains, self.measured, self.derived = loss, gains, [], []
+
+    def excess(self, more):
+        assert more.dtype == bool
+        self.measured.append(more.copy())
+        return self._loss(more)
+
+    def gains(self, more):
+        self.derived.append(more.copy())
+        if self._gains is not None:
+            return self._gains(more)
+        out = np.zeros(SHAPE)
+        for head in HEADS:
+            without, with_it = more.copy(), more.copy()
+            without[head], with_it[head] = False, True
+            out[head] = self._loss(without) - self._loss(with_it)
+        return out
+
+
+def sets():
+    """All sets of heads, small ones first."""
+    for size in range(len(HEADS) + 1):
+        for heads in itertools.combinations(HEADS, size):
+            more = NONE.copy()
+            for head in heads:
+                more[head] = True
+            yield more
+
+
+def smallest(loss, allowed=lambda more: True) -> int | None:
+    """Fewest heads that reach the tolerance."""
+    return next((int(more.sum()) for more in sets() if allowed(more) and loss(more) <= 1), None)
+
+
+def additive(values):
+    values = np.reshape(values, SHAPE)
+    return lambda more: float(values[~more].sum())
+
+
+def needs(*groups, weight=10.0):
+    """A loss of `weight` for each group of which no set of heads is all there: group = alternatives of heads."""
+    return lambda more: sum(
+        weight * (not any(all(more[head] for head in heads) for heads in alternatives)) for alternatives in groups
+    )
+
+
+def check(found: Found, loss) -> None:
+    assert found.excess == loss(found.more)
+    assert found.worth.shape == SHAPE
+    assert (found.worth >= 0).all()
+
+
+@settings(max_examples=80, deadline=None, database=None)
+@given(st.lists(st.floats(0.01, 40), min_size=6, max_size=6))
+def test_of_heads_that_add_up_as_few_are_found_as_there_can_be(values):
+    loss = additive(values)
+    found = search(Written(loss), NONE)
+    check(found, loss)
+    assert found.excess <= 1
+    assert found.more.sum() == smallest(loss)
+    assert found.trials <= 1 + 2 * len(HEADS)
+
+
+def test_heads_that_can_stand_in_for_each_other_are_not_all_kept():
+    loss = needs([[(0, 1)], [(1, 2)], [(0, 0)]], [[(1, 0)]])
+    objective = Written(loss)
+    found = search(objective, NONE)
+    check(found, loss)
+    assert found.excess == 0
+    assert found.more.sum() == smallest(loss) == 2
+    assert found.more[1, 0]
+    assert objective.measured[1].sum() == 4  # all that seem alike are tried at once
+    assert len(objective.derived) == 1  # the tolerance was reached: nothing more is asked
+
+
+def test_a_head_that_shows_once_another_is_there_is_found_by_derivatives_of_the_second_round():
+    """The first gives a little alone, the second nothing before the first."""
+    loss = lambda more: 30.0 - more[0, 0] - 29.0 * (more[0, 0] and more[1, 1])  # noqa: E731
+    objective = Written(loss)
+    found = search(objective, NONE)
+    assert [tuple(head) for head in np.argwhere(found.more)] == [(0, 0), (1, 1)]
+    assert found.excess == 0
+    assert (found.worth[0, 0], found.worth[1, 1]) == (1, 29)  # each of the round that saw most of it
+    assert [more.sum() for more in objective.derived] == [0, 1]
+
+
+def test_a_pair_that_both_must_be_there_for_is_found_where_both_show_at_first_order():
+    pair = [(0, 2), (1, 0)]
+    loss = needs([pair])
+    slopes = np.zeros(SHAPE)
+    slopes[0, 2], slopes[1, 0] = 0.4, 0.3
+    found = search(Written(loss, lambda more: slopes), NONE)
+    assert sorted(map(tuple, np.argwhere(found.more).tolist())) == pair
+    assert found.excess == 0
+
+
+def test_a_pair_of_which_neither_head_shows_alone_stays_unexplained():
+    loss = needs([[(0, 2), (1, 0)]])
+    found = search(Written(loss), NONE)
+    check(found, loss)
+    assert not found.more.any()
+    assert found.excess == 10
+    assert found.trials == 1 + len(HEADS)  # every single head was tried
+
+
+def test_heads_that_derivatives_do_not_see_are_found_by_trying_each_and_the_most_useful_come_first():
+    values = [0.2, 3.0, 0.1, 9.0, 5.0, 0.3]
+    loss = additive(values)
+    objective = Written(loss, lambda more: np.zeros(SHAPE))
+    found = search(objective, NONE)
+    check(found, loss)
+    assert found.more.tolist() == [[False, True, False], [True, True, False]]
+    assert found.more.sum() == smallest(loss)
+    assert not found.worth.any()
+    assert [more.sum() for more in objective.measured[1:7]] == [1] * 6
+    assert found.trials <= 3 * len(HEADS)
+
+
+def test_heads_whose_derivatives_promise_what_measuring_does_not_show_are_not_taken():
+    loss = additive([0, 0, 4.0, 0, 0, 0])
+    misled = np.zeros(SHAPE)
+    misled[0, 0] = 100.0
+    found = search(Written(loss, lambda more: misled), NONE)
+    assert np.argwhere(found.more).tolist() == [[0, 2]]
+    assert found.excess == 0
+    assert found.worth[0, 0] == 100
+
+
+def test_where_row_0_costs_nothing_that_can_be_told_from_chance_nothing_is_searched():
+    rng = np.random.default_rng(0)
+    objective = Written(lambda more: 1.0, lambda more: rng.standard_normal(SHAPE))
+    found = search(objective, NONE)
+    assert not found.more.any()
+    assert (found.trials, found.excess) == (1, 1.0)
+    assert (found.worth > 0).any()
+
+
+@pytest.mark.parametrize("loss", [lambda more: 7.0, lambda more: 7.0 + more.sum()], ids=["nothing", "harm"])
+def test_what_no_head_gives_back_leaves_all_as_it_was(loss):
+    found = search(Written(loss), NONE)
+    assert not found.more.any()
+    assert found.excess == 7
+    assert found.trials <= 2 + len(HEADS)
+
+
+def test_no_set_that_is_not_allowed_is_ever_measured_and_room_goes_to_the_most_useful():
+    loss = additive([5, 9, 4, 8, 7, 6])
+    bound = lambda more: more.sum() <= 3  # noqa: E731
+    objective = Written(loss)
+    found = search(objective, NONE, bound)
+    check(found, loss)
+    assert all(bound(more) for more in objective.measured)
+    assert found.more.tolist() == [[False, True, False], [True, True, False]]
+    assert found.excess > 1
+
+
+def test_a_head_that_is_not_allowed_is_passed_over_for_others():
+    loss = additive([9, 9, 0, 9, 0, 0])
+    bound = lambda more: not more[0, 1]  # noqa: E731
+    found = search(Written(loss), NONE, bound)
+    assert found.more.tolist() == [[True, False, False], [True, False, False]]
+    assert found.excess == 9
+
+
+def test_heads_that_are_more_from_the_beginning_stay_though_nobody_needs_them():
+    start = NONE.copy()
+    start[1, 2] = start[0, 0] = True
+    loss = additive([0, 5, 0, 0, 0, 0])
+    found = search(Written(loss), start)
+    assert found.more.tolist() == [[True, True, False], [False, False, True]]
+    assert found.worth[0, 0] == found.worth[1, 2] == 0  # no head is derived that is more already
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    noisy=st.booleans(),
+    most=st.integers(0, 6),
+)
+def test_any_objective_ends_within_three_losses_a_head_with_a_set_that_no_drop_betters(seed, noisy, most):
+    rng = np.random.default_rng(seed)
+    groups = [[[HEADS[i] for i in rng.permutation(6)[: rng.integers(1, 4)]] for _ in range(2)] for _ in range(3)]
+    weights = rng.uniform(0, 8, SHAPE)
+    loss = lambda more: needs(*groups)(more) + float(weights[~more].sum())  # noqa: E731
+    objective = Written(loss, (lambda more: rng.standard_normal(SHAPE)) if noisy else None)
+    found = search(objective, NONE, lambda more: more.sum() <= most)
+    check(found, loss)
+    assert found.trials == len(objective.measured) == len({more.tobytes() for more in objective.measured})
+    assert found.trials <= 1 + 3 * len(HEADS)
+    assert found.more.sum() <= most
+    for head in np.argwhere(found.more):
+        less = found.more.copy()
+        less[tuple(head)] = False
+        assert loss(less) > max(1, found.excess)

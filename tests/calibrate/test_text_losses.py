@@ -1,0 +1,122 @@
+"""Losses inside texts by the readings of all heads: what they are of, and their derivatives."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sharp_lm import make_lm, random_ids
+
+import tca_jax
+from tca_jax.calibration import text_losses
+from tca_jax.calibration.text_losses import TextLosses
+from tca_jax.engine.lm import LM
+from tca_jax.methods.config import TCAConfig
+
+CONFIG = TCAConfig(block_size=8, window=16, reserve=3, observation=4, spread=2, fetch=2, fetch_stride=4)
+TEXTS = [random_ids(120, seed=1).tolist(), random_ids(97, seed=2).tolist()]
+MIXED = np.array([[False, True], [True, False]])
+NONE = np.zeros((2, 2), bool)
+
+
+@pytest.fixture(scope="module")
+def lm() -> LM:
+    return make_lm()
+
+
+def losses_of(lm: LM, config=CONFIG, texts=TEXTS, step=lambda: None) -> TextLosses:
+    return TextLosses(lm, texts, config, step)
+
+
+def scored(lm: LM, config=CONFIG) -> list[np.ndarray]:
+    """Losses of the tokens that count, by `score` under the model's own method."""
+    reach = config.window + config.block_size
+    return [-np.asarray(of_text[reach:]) for of_text in tca_jax.score(lm, TEXTS).logprobs]
+
+
+def under(lm: LM, more: np.ndarray) -> LM:
+    return lm.with_method("tca", candidates=0, config=CONFIG, readings=np.where(more, "blocks", "sparse"))
+
+
+def check(found, expected) -> None:
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=5e-4)
+
+
+def test_losses_of_full_attention_are_those_that_the_model_scores(lm):
+    found = losses_of(lm).full()
+    check(found, scored(lm))
+    assert [of_text.size for of_text in found] == [120 - 25, 97 - 25]
+
+
+@pytest.mark.parametrize("more", [NONE, MIXED, ~NONE], ids=["row 0", "mixed", "blocks"])
+def test_losses_of_readings_are_those_that_the_method_scores(lm, more):
+    losses = losses_of(lm)
+    check(losses.of(more), scored(under(lm, more)))
+    assert not np.allclose(losses.of(more)[0], losses.full()[0], atol=1e-2)
+
+
+def test_shares_are_what_heads_attend_to_under_either_reading(lm):
+    losses = losses_of(lm)
+    assert losses.shares is None
+    for number, more in enumerate((NONE, ~NONE)):
+        losses.of(more)
+        assert losses.shares.shape == (2, 2, 2)
+        expected = [tca_jax.prefill(under(lm, more), text).stats.attended_share for text in TEXTS]
+        assert losses.shares[..., number].mean() == pytest.approx(np.mean(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("more", [NONE, MIXED, ~NONE], ids=["row 0", "mixed", "blocks"])
+def test_slopes_are_those_of_the_measured_loss_along_each_gate(lm, monkeypatch, more):
+    losses, step = losses_of(lm, texts=TEXTS[:1]), 2e-3
+
+    def total(gates) -> float:
+        with monkeypatch.context() as patch:
+            patch.setattr(losses, "_gates", lambda more: [jnp.asarray(layer, jnp.float32) for layer in gates])
+            return float(losses.of(more)[0].mean(dtype=np.float64))
+
+    found = losses.slopes(more)
+    assert found.shape == (2, 2)
+    for head in np.ndindex(2, 2):
+        beside = []
+        for sign in (1, -1):
+            gates = more.astype(float)
+            gates[head] += sign * step
+            beside.append(total(gates))
+        assert found[head] == pytest.approx((beside[0] - beside[1]) / (2 * step), rel=0.03, abs=2e-3)
+    assert np.abs(found).max() > 0.02
+
+
+def test_slopes_of_several_texts_are_their_mean(lm):
+    alone = [losses_of(lm, texts=[text]).slopes(MIXED) for text in TEXTS]
+    np.testing.assert_allclose(losses_of(lm).slopes(MIXED), np.mean(alone, axis=0), atol=1e-6)
+
+
+def test_heads_that_fetch_all_there_is_lose_nothing(lm):
+    config = dataclasses.replace(CONFIG, fetch=100)
+    losses = losses_of(lm, config)
+    check(losses.of(~NONE), losses.full())
+
+
+def test_every_layer_that_has_run_is_a_step(lm):
+    steps = []
+    losses = losses_of(lm, step=lambda: steps.append(1))
+    for call, layers in ((losses.full, 4), (lambda: losses.of(NONE), 4), (lambda: losses.slopes(NONE), 8)):
+        steps.clear()
+        call()
+        assert len(steps) == layers
+
+
+def test_programs_are_compiled_once_for_all_layers_and_texts_of_a_bucket(compiled):
+    lm = make_lm(layers=3)
+    texts = [random_ids(length).tolist() for length in (329, 333)]
+    losses = losses_of(lm, texts=texts)
+    losses.of(np.zeros((3, 2), bool))
+    losses.slopes(np.zeros((3, 2), bool))
+    names = (text_losses._gated_layer.__name__, text_losses._pullback._function.__name__)
+    assert [sum(name in one for one in compiled) for name in names] == [2, 1]  # with and without its input kept
+    compiled.clear()
+    losses.of(np.ones((3, 2), bool))
+    losses.slopes(np.ones((3, 2), bool))
+    assert compiled == []

@@ -1,0 +1,328 @@
+"""Calibration by what heads are worth, end to end: both searches, their bounds, and what a profile says of them."""
+
+import dataclasses
+import inspect
+import itertools
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import unchecked
+from flax import nnx
+from sharp_lm import make_lm, make_sure_lm, pairs_of, random_ids, text_of
+
+import tca_jax
+from tca_jax.calibration import worth
+from tca_jax.calibration.journal import Journal
+from tca_jax.calibration.probes import FOLLOWING, probed_texts
+from tca_jax.calibration.run import calibrate
+from tca_jax.calibration.text_losses import TextLosses
+from tca_jax.engine.lm import LM
+from tca_jax.methods.config import TCAConfig
+
+#: Blocks are all that there is, so that heads can give back what they lose; two heads of four then are enough.
+CONFIG = TCAConfig(
+    block_size=8, window=16, reserve=3, observation=4, spread=2, fetch=100, read_tolerance=0.25, keep_tolerance=0.2
+)
+DENSE = CONFIG.num_candidates
+SETS = [np.array(bits, bool).reshape(2, 2) for bits in itertools.product([0, 1], repeat=4)]
+NONE = SETS[0]
+
+
+@pytest.fixture(scope="module")
+def lm() -> LM:
+    return make_sure_lm()
+
+
+@pytest.fixture(scope="module")
+def text(lm) -> list[int]:
+    return text_of(lm)
+
+
+@pytest.fixture(scope="module")
+def pairs(lm, text) -> list:
+    return pairs_of(lm, text[: len(text) - FOLLOWING])
+
+
+def quietly(*args, **options) -> tca_jax.Profile:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return calibrate(*args, **options)
+
+
+@pytest.fixture(scope="module")
+def profile(lm, text, pairs) -> tca_jax.Profile:
+    return quietly(lm, text, CONFIG, probes=[pairs])
+
+
+@pytest.fixture(scope="module")
+def silent(lm, text) -> tca_jax.Profile:
+    """Copies say nothing of a random model."""
+    return quietly(lm, text, CONFIG, probes="copy")
+
+
+def more_of(profile) -> np.ndarray:
+    return profile.readings != "sparse"
+
+
+# --- what is found --------------------------------------------------------------------------------
+
+
+def test_the_heads_that_read_more_are_the_fewest_that_bring_the_loss_within_its_tolerance(lm, text, profile):
+    losses = TextLosses(lm, [text], CONFIG, lambda: None)
+    full, of_sets = losses.full()[0].mean(), {more.tobytes(): losses.of(more)[0].mean() for more in SETS}
+    row0 = of_sets[NONE.tobytes()]
+    bound = full + CONFIG.read_tolerance * (row0 - full)
+    within = [more for more in SETS if of_sets[more.tobytes()] <= bound]
+    fewest = min(within, key=lambda more: more.sum())
+    np.testing.assert_array_equal(more_of(profile), fewest)
+    assert 0 < fewest.sum() < 4
+    singles = [(of_sets[more.tobytes()], more) for more in SETS if more.sum() == 1]
+    best = sorted(singles, key=lambda each: each[0])[: fewest.sum()]
+    np.testing.assert_array_equal(more_of(profile), np.any([more for _, more in best], axis=0))
+    inside = profile.losses["inside"]
+    expected = {"full": full, "row0": row0, "chosen": of_sets[more_of(profile).tobytes()]}
+    assert inside == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_losses_inside_the_text_are_those_that_the_profile_scores(lm, text, profile):
+    reach = CONFIG.window + CONFIG.block_size
+    for model, end in ((lm, "full"), (lm.with_profile(profile), "chosen")):
+        scored = -tca_jax.score(model, text).logprobs[0][reach:].mean()
+        assert profile.losses["inside"][end] == pytest.approx(scored, abs=1e-3)
+
+
+def test_the_heads_that_keep_more_are_the_fewest_that_bring_answers_within_their_tolerance(lm, text, pairs, profile):
+    probed = probed_texts(lm, [text], [pairs], CONFIG)
+    objective = worth._KeepingObjective(lm, probed, more_of(profile), CONFIG, ("pairs",), Journal(None, 0), lambda: None)
+    excess = {more.tobytes(): objective.excess(more) for more in SETS}
+    assert excess[NONE.tobytes()] > 1
+    fewest = min(more.sum() for more in SETS if excess[more.tobytes()] <= 1)
+    kept = profile.candidates > 0
+    assert kept.sum() <= fewest < 4
+    assert objective.excess_of(profile.candidates[None])[0] <= 1
+    answers = profile.losses["answers"]
+    assert answers["full"] <= 1 < answers["row0"]
+    assert answers["chosen"] < answers["row0"] / 2
+    assert profile.probes == {"counted": {"pairs": objective.counted["pairs"]}, "kept": None, "attended": None}
+    assert profile.probes["counted"]["pairs"] > 0
+
+
+def test_a_profile_holds_what_it_was_made_of(lm, text, profile, tmp_path):
+    assert (profile.config, profile.model_name, profile.fingerprint) == (CONFIG, "tiny", lm.fingerprint)
+    assert [source["tokens"] for source in profile.sources] == [400]
+    assert set(profile.losses) == {"inside", "answers", "following"}
+    assert np.isnan(profile.scores).all()
+    np.testing.assert_array_equal(profile.prefill_candidates, np.where(more_of(profile), profile.candidates, 0))
+    assert np.isfinite(profile.reading_worth).all()
+    assert profile.reading_worth[more_of(profile)].min() > 0
+    assert profile.keeping_worth[profile.candidates > 0].min() > 0
+    profile.save(tmp_path)
+    assert tca_jax.Profile.load(tmp_path) == profile
+    assert lm.with_profile(profile).method == profile.method()
+
+
+def test_the_same_call_gives_the_same_profile(lm, text, pairs, profile):
+    assert quietly(lm, text, CONFIG, probes=[pairs]) == profile
+
+
+def test_texts_are_averaged(lm, text, pairs):
+    other = text_of(lm, 330, seed=2)
+    alone = [quietly(lm, each, CONFIG, probes="copy").losses["inside"] for each in (text, other)]
+    both = quietly(lm, [text, other], CONFIG, probes="copy")
+    for end in ("full", "row0"):
+        assert both.losses["inside"][end] == pytest.approx(np.mean([each[end] for each in alone]), abs=1e-5)
+    assert [source["tokens"] for source in both.sources] == [400, 330]
+
+
+def test_a_text_whose_blocks_save_nothing_is_read_densely_and_a_longer_one_by_blocks(lm, text, silent):
+    assert set(silent.readings.flat) == {"sparse", "dense"}
+    few = dataclasses.replace(CONFIG, fetch=40)
+    assert few.num_ranked_blocks(len(text)) > 40
+    assert set(quietly(lm, text, few, probes="copy").readings.flat) == {"sparse", "blocks"}
+
+
+def test_no_tolerance_at_all_is_a_search_for_the_best_there_is(lm, text, pairs):
+    exact = dataclasses.replace(CONFIG, read_tolerance=0.0, keep_tolerance=0.0)
+    found = quietly(lm, text, exact, probes=[pairs])
+    assert more_of(found).all()
+    assert found.losses["inside"]["chosen"] == pytest.approx(found.losses["inside"]["full"], abs=1e-5)
+
+
+def test_what_row_0_does_not_lose_needs_nothing(lm):
+    """Random tokens are foretold as badly by what is kept as by everything."""
+    found = quietly(make_lm(), random_ids(400), CONFIG, probes="copy")
+    assert (found.readings == "sparse").all()
+    assert not found.candidates.any()
+    assert found.losses["inside"]["row0"] == found.losses["inside"]["chosen"]
+
+
+# --- bounds ---------------------------------------------------------------------------------------
+
+
+def test_a_kept_share_bounds_the_cache_and_the_most_worth_comes_first(lm, text, pairs, profile):
+    tokens = len(text) - FOLLOWING
+    least = tca_jax.Profile.uniform(CONFIG, 2, 2, 0).kept_share(tokens).mean()
+    room_for_one = least + (1 - least) / 4
+    found = quietly(lm, text, CONFIG, probes=[pairs], kept=room_for_one + 0.01)
+    assert found.kept_share(tokens).mean() <= room_for_one + 0.01
+    np.testing.assert_array_equal(found.readings, profile.readings)
+    assert (found.candidates > 0).sum() == 1
+    assert np.argmax(found.candidates) == np.argmax(profile.keeping_worth)
+    assert found.probes["kept"] == room_for_one + 0.01
+    everything = quietly(lm, text, CONFIG, probes=[pairs], kept=1.0)
+    np.testing.assert_array_equal(everything.candidates, profile.candidates)
+    np.testing.assert_array_equal(quietly(lm, text, CONFIG, probes=[pairs], kept=least).candidates, 0)
+
+
+def test_a_bound_holds_where_heads_that_read_more_keep_everything_for_want_of_probes(lm, text, silent):
+    tokens = len(text) - FOLLOWING
+    assert (silent.candidates[more_of(silent)] == DENSE).all()
+    bound = 0.6
+    assert silent.kept_share(tokens).mean() > bound
+    found = quietly(lm, text, CONFIG, probes="copy", kept=bound)
+    assert found.kept_share(tokens).mean() <= bound
+    np.testing.assert_array_equal(found.readings, silent.readings)
+
+
+def test_an_attended_share_bounds_what_is_read(lm, text, silent):
+    full = quietly(lm, text, CONFIG, probes="copy", attended=1.0)
+    np.testing.assert_array_equal(full.readings, silent.readings)
+    assert full.probes["attended"] == 1.0
+    shares = TextLosses(lm, [text], CONFIG, lambda: None)
+    shares.of(NONE)
+    row0 = shares.shares[..., 0].mean()
+    bound = row0 + (1 - row0) / 4 + 0.02  # room for one head
+    found = quietly(lm, text, CONFIG, probes="copy", attended=bound)
+    assert more_of(found).sum() == 1
+    assert np.argmax(more_of(found)) == np.argmax(silent.reading_worth)
+    share = tca_jax.prefill(lm.with_profile(found), text).stats.attended_share
+    assert share <= bound + 0.01
+    with pytest.raises(ValueError, match=rf"attended = 0\.01: must be at least {row0:.4f}, what row 0 in every head"):
+        quietly(lm, text, CONFIG, probes="copy", attended=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kept": 0}, r"kept = 0: must lie in \(0, 1\]"),
+        ({"kept": 1.5}, r"kept = 1\.5: must lie in \(0, 1\]"),
+        ({"attended": float("nan")}, r"attended = nan: must lie in \(0, 1\]"),
+        ({"kept": 0.01}, r"kept = 0\.01: must be at least 0\.\d+, .* of the cache of 144 tokens"),
+        ({"probes": "text"}, r"probes = 'text': must be 'facts', 'copy', a list"),
+        ({"probes": "facts"}, r"probes = 'facts': facts are text, and tiny was loaded without a tokenizer"),
+        ({"probes": [[("q", "a")]]}, r"probes\[0\]: tiny was loaded without a tokenizer"),
+        ({"probes": [[([1], [2])]] * 2}, r"probes has 2 lists of pairs: must have one for each of 1 texts"),
+        ({"criterion": "retained_mass", "kept": 0.5}, r"kept goes with criterion 'worth', not with 'retained_mass'"),
+        (
+            {"criterion": "column_mean", "attended": 0.5},
+            r"attended goes with criterion 'worth', not with 'column_mean'",
+        ),
+        ({"criterion": "retained_mass", "probes": "copy"}, r"probes goes with criterion 'worth'"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused_before_any_work(lm, text, options, message):
+    calls = []
+    with pytest.raises(ValueError, match=message):
+        unchecked(calibrate)(lm, text, CONFIG, **options, progress=lambda *call: calls.append(call))
+    assert calls == []
+
+
+# --- what is said ---------------------------------------------------------------------------------
+
+
+def test_where_no_probe_says_anything_heads_that_read_more_keep_everything_and_a_warning_says_so(lm, text, silent):
+    message = r"no probe says anything of 'tiny': no answer to copy is known .* \(question, answer\) pairs"
+    with pytest.warns(UserWarning, match=message) as caught:
+        found = unchecked(calibrate)(lm, text, CONFIG, probes="copy")
+    line = inspect.currentframe().f_lineno - 1
+    assert (caught[0].filename, caught[0].lineno) == (__file__, line)
+    assert found == silent
+    assert found.probes["counted"] == {"copy": 0}
+    assert "answers" not in found.losses
+    assert (found.candidates[more_of(found)] == DENSE).all()  # and what follows a text may need others
+
+
+def test_a_model_without_a_tokenizer_is_asked_for_copies_alone_by_default(lm, text, silent):
+    found = quietly(lm, text, CONFIG)
+    np.testing.assert_array_equal(found.candidates, silent.candidates)
+    assert found.probes["counted"]["copy"] == 0
+
+
+def test_a_loss_that_stays_above_its_tolerance_is_a_warning_with_three_losses(lm, text):
+    blind = dataclasses.replace(CONFIG, fetch=1)  # next to nothing is fetched, so nothing helps
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = calibrate(lm, text, blind, probes="copy")
+    (said,) = (str(each.message) for each in caught if "loss inside" in str(each.message))
+    three = r"\d\.\d{4} under full attention, \d\.\d{4} at row 0, \d\.\d{4} as chosen; no single head gives more"
+    assert re.match(f"the loss inside the texts stays above its tolerance: {three}", said)
+    inside = found.losses["inside"]
+    assert inside["chosen"] > inside["full"] + CONFIG.read_tolerance * (inside["row0"] - inside["full"])
+
+
+def test_a_search_that_finds_what_it_looks_for_says_nothing(lm, text, pairs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        calibrate(lm, text, CONFIG, probes=[pairs])
+
+
+def test_progress_ends_with_all_layers_done(lm, text, pairs):
+    calls = []
+    quietly(lm, text, CONFIG, probes=[pairs], progress=lambda *call: calls.append(call))
+    done = [of_call for of_call, _ in calls]
+    assert done[0] == 0
+    assert done == sorted(done)
+    assert all(a <= b for a, b in calls)
+    assert calls[-1][0] == calls[-1][1]
+    assert set(np.diff(done[:-1])) == {1}
+
+
+# --- a model that computes nonsense ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_model_that_computes_nan_gives_no_profile_and_the_layer_is_named(lm, text, layer):
+    graphdef, params = nnx.split(lm.decoder)
+    decoder = nnx.merge(graphdef, jax.tree.map(jnp.copy, params))
+    norm = decoder.layers[layer].attention_norm
+    norm.scale[...] = norm.scale[...] * np.nan
+    broken = LM.from_decoder(decoder, name="broken")
+    with pytest.raises(ValueError, match=f"model 'broken' computes NaN or infinity in the attention of layer {layer}"):
+        calibrate(broken, text, CONFIG)
+
+
+def test_a_head_of_nan_is_named_as_the_logits(lm, text):
+    graphdef, params = nnx.split(lm.decoder)
+    decoder = nnx.merge(graphdef, jax.tree.map(jnp.copy, params))
+    decoder.norm.scale[...] = decoder.norm.scale[...] * np.nan
+    broken = LM.from_decoder(decoder, name="broken")
+    with pytest.raises(ValueError, match="model 'broken' computes NaN or infinity in the logits"):
+        calibrate(broken, text, CONFIG)
+
+
+# --- memory and programs ---------------------------------------------------------------------------
+
+
+def test_texts_that_do_not_fit_on_the_device_lie_on_the_host_with_the_same_result(
+    lm, text, pairs, profile, monkeypatch
+):
+    moved = []
+    monkeypatch.setattr(worth, "memory_bytes", lambda: 1)
+    real = worth.ReadText.to_host
+    monkeypatch.setattr(worth.ReadText, "to_host", lambda self: moved.append(self) or real(self))
+    assert quietly(lm, text, CONFIG, probes=[pairs]) == profile
+    assert len(moved) == 1
+
+
+def test_all_programs_of_a_bucket_are_compiled_once(compiled):
+    lm = make_sure_lm(layers=3)
+    text = random_ids(451).tolist()
+    quietly(lm, text, CONFIG, probes="copy")
+    assert sum("_read_layer" in one for one in compiled) <= 2  # with all attention, and by readings
+    compiled.clear()
+    quietly(lm, random_ids(453).tolist(), CONFIG, probes="copy")
+    assert [one for one in compiled if "layer" in one or "pullback" in one] == []

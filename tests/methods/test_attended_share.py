@@ -1,0 +1,251 @@
+"""Pairs of a query and a key that methods say are attended to, against those that attention weighs; and statistics."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from block_lists import attended, random_blocks, random_columns
+from cases import poison, qkv
+from meshes import ROWS, lm_of, mesh_of, needs_8_devices
+from tiny import CONFIG, TCA, random_prompt, tiny_lm, with_candidates
+
+import tca_jax
+from tca_jax import methods
+from tca_jax.methods.block_sparse import Listed, listed_pairs
+from tca_jax.methods.pairs import causal_pairs, sum_of_counts
+from tca_jax.methods.queries import last_queries
+from tca_jax.methods.sparse import SparsePrefill, _compact, selected_pairs
+
+LENGTHS, DIM, KV_HEADS = (210, 61), 32, 2
+GEOMETRY = {"block_size": 8, "window": 16}
+DENSE = TCA.num_candidates
+KINDS = [["vertical_slash", 35, 60], ["a_shape", 5, 40], ["block_sparse", 8, 1], ["vertical_slash", 37, 70]]
+BLOCKS = {"block_size": 16, "dense_tokens": 48}
+#: Name, options by the number of query heads, and whether all pairs are attended to.
+CASES = {
+    "full": ("full", lambda heads: {}, True),
+    "streaming": ("streaming", lambda heads: {"sinks": 11, **GEOMETRY}, False),
+    "tca, unequal rows": ("tca", lambda heads: {"candidates": [[0, 9]], "config": TCA}, False),
+    "tca, a dense head": ("tca", lambda heads: {"candidates": [[DENSE, 3]], "config": TCA}, False),
+    "tca, dense": ("tca", lambda heads: {"candidates": DENSE, "config": TCA}, True),
+    "tca, two rows": (
+        "tca",
+        lambda heads: {"candidates": [[DENSE, 5]], "prefill_candidates": [[1, 4]], "config": TCA},
+        False,
+    ),
+    "tca, no reserve, wide window": (
+        "tca",
+        lambda heads: {"candidates": [[2, 7]], "config": tca_jax.TCAConfig(block_size=16, window=64, reserve=0)},
+        False,
+    ),
+    "tca, all local": (
+        "tca",
+        lambda heads: {"candidates": 0, "config": tca_jax.TCAConfig(block_size=8, window=256)},
+        True,
+    ),
+    "uniform": ("uniform", lambda heads: {"candidate": 4, "config": TCA}, False),
+    "random": ("random", lambda heads: {"share": 0.4, **GEOMETRY}, False),
+    "duoattention": ("duoattention", lambda heads: {"gates": [[0.9, 0.1]], "sinks": 3, **GEOMETRY}, False),
+    "snapkv": ("snapkv", lambda heads: {"share": 0.3, "observation": 4, **GEOMETRY}, True),
+    "cake": ("cake", lambda heads: {"preferences": [0.5], "share": 0.3, "observation": 4, **GEOMETRY}, True),
+    "expected-attention": ("expected-attention", lambda heads: {"share": 0.3, "future": 16, **GEOMETRY}, True),
+    "minference": ("minference", lambda heads: {"patterns": [(KINDS * 2)[:heads]], "blocks": 2, **BLOCKS}, False),
+    "minference, lines alone": (
+        "minference",
+        lambda heads: {"patterns": [(KINDS[:2] * 4)[:heads]], "scale": 1.5, **BLOCKS},
+        False,
+    ),
+    "flexprefill": ("flexprefill", lambda heads: {"gamma": 0.3, "tau": 0.4, "min_budget": 16, "block_size": 16}, False),
+    "xattention": ("xattention", lambda heads: {"threshold": 0.5, "stride": 4, **BLOCKS}, False),
+    "xattention, short": ("xattention", lambda heads: {"threshold": 0.5, "stride": 4}, True),
+}
+
+
+def test_every_method_is_tried():
+    assert {name for name, _, _ in CASES.values()} == set(methods.names())
+
+
+def weighed_pairs(method, q, k, v, lengths):
+    """Pairs that attention gives a weight, [B, Hq]: with values that tell one key from the others, a few at a time."""
+    policy, tokens = method.prefill, k.shape[1]
+    selection = None
+    if isinstance(policy, SparsePrefill) and policy.selector.num_ranked_blocks(tokens):
+        queries = last_queries(q, lengths, policy.selector.num_queries)
+        selection = policy.selector.select(0, queries, k, v, lengths, "xla")
+
+    @jax.jit
+    def attend(values):
+        selected = None if selection is None else _compact(policy.selector, 0, selection, k, values, "xla")
+        return policy.attend(0, q, k, values, lengths, selected, "xla")
+
+    pairs = np.zeros((len(lengths), q.shape[2]))
+    for first in range(0, tokens, DIM):
+        told = np.zeros(k.shape, np.float32)
+        told[:, np.arange(first, min(first + DIM, tokens)), :, np.arange(min(DIM, tokens - first))] = 1
+        pairs += (np.asarray(attend(jnp.asarray(told)).out) > 0).sum(axis=(1, 3))
+    return pairs
+
+
+@pytest.mark.parametrize("group", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_pairs_are_those_that_attention_weighs(case, group):
+    name, options, everything = CASES[case]
+    heads = KV_HEADS * group
+    method, lengths = methods.get(name, **options(heads)), jnp.asarray(LENGTHS, jnp.int32)
+    q, k, v = qkv(3, len(LENGTHS), max(LENGTHS), heads, KV_HEADS, DIM, 0.8)
+    q, k, v = (jnp.asarray(poison(x, LENGTHS, 1e3)) for x in (q, k, v))
+    attended = jax.jit(lambda q, k, v, n: method.prefill.attend(0, q, k, v, n, None, "xla"))(q, k, v, lengths)
+    expected = weighed_pairs(method, q, k, v, lengths).mean(axis=1)
+    assert attended.pairs.dtype == jnp.float32
+    np.testing.assert_allclose(attended.pairs, expected, rtol=1e-6)
+    causal = np.array([n * (n + 1) / 2 for n in LENGTHS])
+    assert (expected == causal).all() == everything
+    assert expected[0] > 0.05 * causal[0]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("size", [2, 4, 16])
+def test_pairs_of_lists_are_those_of_their_definition(shared, size, monkeypatch):
+    rng, lengths, heads = np.random.default_rng(size), (75, 64, 1, 18), 3
+    n = jnp.asarray(lengths, jnp.int32)
+    count = jax.jit(functools.partial(listed_pairs, block_size=size))
+    for share in (0.2, 0.6, 1.0):
+        blocks = random_blocks(rng, lengths, 75, heads, block=size, tile=size, shared=shared, share=share)
+        columns = random_columns(rng, len(lengths), 75, heads, 13) if shared else None
+        listed = Listed(blocks, columns)
+        expected = [
+            [attended(*listed, row, head, length, block=size, tile=size).sum() for head in range(heads)]
+            for row, length in enumerate(lengths)
+        ]
+        np.testing.assert_array_equal(count(listed, n), expected)
+        np.testing.assert_array_equal(count((listed, listed), n), 2 * np.array(expected))
+        if shared:
+            with monkeypatch.context() as patch:
+                patch.setattr("tca_jax.methods.block_sparse._MOST_COUNTED", 200)  # a few tiles at a time
+                np.testing.assert_array_equal(listed_pairs(listed, n, size), expected)
+
+
+def test_pairs_of_a_selection_are_those_of_its_definition():
+    rng, lengths, block, window = np.random.default_rng(0), [75, 16, 40, 1], 8, 16
+    budgets = rng.integers(0, block + 1, (4, 3, 75 // block))
+    expected = np.zeros((4, 3))
+    for row, length in enumerate(lengths):
+        for i in range(length):
+            edge = max(0, i // block * block - window)
+            expected[row] += i - edge + 1 + budgets[row, :, : edge // block].sum(axis=1)
+    pairs = selected_pairs(jnp.asarray(budgets, jnp.int32), jnp.asarray(lengths), block_size=block, window=window)
+    np.testing.assert_array_equal(pairs, expected)
+
+
+def test_pairs_of_a_million_tokens_are_exact_to_the_last_bit_of_float32():
+    lengths, everything = jnp.array([1_000_000, 999_999], jnp.int32), jnp.full((2, 1, 62_500), 16, jnp.int32)
+    triangles = [n * (n + 1) / 2 for n in lengths.tolist()]
+    np.testing.assert_allclose(causal_pairs(lengths), triangles, rtol=2e-7)
+    pairs = selected_pairs(everything, lengths, block_size=16, window=4096)
+    np.testing.assert_allclose(pairs[:, 0], triangles, rtol=2e-7)
+    counts = np.random.default_rng(0).integers(0, 2**28, (3, 1 << 16))
+    np.testing.assert_allclose(sum_of_counts(jnp.asarray(counts, jnp.int32)), counts.sum(axis=1), rtol=2e-7)
+
+
+PROMPTS = [random_prompt(0, 90), random_prompt(1, 61)]
+ALL = {name: options(CONFIG.num_heads) for name, options, _ in reversed(CASES.values())}
+ALL |= {"duoattention": {"gates": [[0.9, 0.1]] * 2, "sinks": 3, **GEOMETRY}}
+ALL |= {"cake": {"preferences": [0.3, 0.7], "share": 0.3, "observation": 4, **GEOMETRY}}
+ALL |= {"tca": {"candidates": [[0, 9], [DENSE, 2]], "config": TCA, "prefill_candidates": [[0, 3], [4, 1]]}}
+ALL |= {"minference": {"patterns": [KINDS] * 2, "blocks": 2, **BLOCKS}}
+
+
+@pytest.mark.parametrize("name", ["full", "streaming", "tca", "duoattention", "snapkv", "minference", "xattention"])
+def test_statistics_tell_the_mean_of_all_layers_whatever_of_the_last_is_computed(name):
+    lm = tiny_lm().with_method(name, **ALL[name])
+    share = tca_jax.generate(lm, PROMPTS, max_new_tokens=2, num_samples=2).stats.attended_share
+    scores = tca_jax.score(lm, PROMPTS)  # all queries of all layers
+    assert scores.attended_share == pytest.approx(by_layers(lm), rel=1e-6)
+    assert share == pytest.approx(np.mean(scores.attended_share), rel=1e-6)
+    context = tca_jax.prefill(lm, PROMPTS)
+    assert context.stats.attended_share == pytest.approx(share, rel=1e-6)
+    assert share == 1 if name in ("full", "snapkv") else 0.1 < share < 1
+
+
+def by_layers(lm):
+    """Share of each prompt by the layers' queries and keys."""
+    tokens, lengths = np.zeros((2, 90), np.int32), jnp.asarray([90, 61], jnp.int32)
+    for row, prompt in enumerate(PROMPTS):
+        tokens[row, : len(prompt)] = prompt
+    shares = []
+
+    def attention(layer, q, k, v, state):
+        out, pairs = lm.method.prefill.attend(layer, q, k, v, lengths, None, "auto")
+        shares.append(np.asarray(pairs) / [90 * 91 / 2, 61 * 62 / 2])
+        return out, None
+
+    lm.decoder(jnp.asarray(tokens), jnp.arange(90)[None].repeat(2, axis=0), attention, (None,) * CONFIG.num_layers)
+    return np.mean(shares, axis=0)
+
+
+def test_a_context_keeps_the_share_of_its_first_reading(tmp_path):
+    lm = with_candidates(tiny_lm(), [[0, 6], [DENSE, 3]])
+    context = tca_jax.prefill(lm, PROMPTS)
+    share = context.stats.attended_share
+    assert 0.1 < share < 1
+    assert share == pytest.approx(np.mean(tca_jax.score(lm, PROMPTS).attended_share), rel=1e-6)
+    more = tca_jax.prefill(lm, [random_prompt(2, 70), random_prompt(3, 9)], context=context)
+    assert more.stats.attended_share == share
+    assert tca_jax.generate(lm, [[1], [2]], context=more, max_new_tokens=3).stats.attended_share == share
+    more.save(tmp_path / "context")
+    loaded = tca_jax.Context.load(tmp_path / "context")
+    np.testing.assert_array_equal(loaded.attended_share, context.attended_share)
+    assert loaded.stats.attended_share == share
+    one = tca_jax.prefill(lm, PROMPTS[0])
+    out = tca_jax.generate(lm, [[1], [2], [3]], context=one, max_new_tokens=3)
+    assert out.stats.attended_share == one.stats.attended_share == context.attended_share[0]
+
+
+def test_a_context_that_was_saved_without_its_share_is_read(tmp_path, monkeypatch):
+    context = tca_jax.prefill(tiny_lm(), PROMPTS)
+    from tca_jax.engine import context_files
+
+    arrays = context_files._arrays
+    with monkeypatch.context() as patch:
+        without = lambda context: {name: x for name, x in arrays(context).items() if name != "attended_share"}  # noqa: E731
+        patch.setattr(context_files, "_arrays", without)
+        context.save(tmp_path / "context")
+    loaded = tca_jax.Context.load(tmp_path / "context")
+    assert np.isnan(loaded.attended_share).all()
+    assert np.isnan(loaded.stats.attended_share)
+    assert loaded.token_ids() == context.token_ids()
+
+
+@needs_8_devices
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("name", ["full", "streaming", "tca", "minference", "xattention"])
+def test_the_share_over_a_mesh_is_that_of_one_device(name, shape, tmp_path):
+    patterns = [[KINDS[(layer + head) % 4] for head in range(8)] for layer in range(2)]
+    options = {**ALL[name], **({"patterns": patterns} if name == "minference" else {})}
+    if name == "tca":
+        options |= {"candidates": ROWS, "prefill_candidates": [[0, 2, 0, 1], [3, 0, 1, 2]]}
+    one, many = (lm.with_method(name, **options) for lm in (lm_of(), lm_of(mesh_of(shape))))
+    share = tca_jax.generate(one, PROMPTS, max_new_tokens=2).stats.attended_share
+    assert tca_jax.generate(many, PROMPTS, max_new_tokens=2).stats.attended_share == pytest.approx(share, rel=1e-6)
+    expected = tca_jax.score(one, PROMPTS).attended_share
+    assert tca_jax.score(many, PROMPTS).attended_share == pytest.approx(expected, rel=1e-6)
+    context = tca_jax.prefill(many, PROMPTS)
+    np.testing.assert_allclose(context.attended_share, expected, rtol=1e-6)
+    for moved in (context.on(one), context.on(one).on(many)):
+        np.testing.assert_array_equal(moved.attended_share, context.attended_share)
+    assert share == 1 if name == "full" else share < 1
+
+
+def test_of_a_policy_that_reads_more_than_the_cache_keeps_the_last_layer_is_computed_whole():
+    class Hesitant(SparsePrefill):
+        def answers_from_cache(self, layer):
+            return layer == 0
+
+    lm = with_candidates(tiny_lm(), [[0, 6], [DENSE, 3]])
+    method = dataclasses.replace(lm.method, prefill=Hesitant(lm.method.prefill.selector))
+    out, other = (tca_jax.generate(one, PROMPTS, max_new_tokens=8) for one in (lm, lm.with_method(method)))
+    assert out.tokens == other.tokens
+    assert out.stats.attended_share == pytest.approx(other.stats.attended_share, rel=1e-6)
