@@ -4,7 +4,8 @@
     python examples/evaluate_zoo.py zoo --part estimates --jobs 7      # how the blocks of a tile are estimated
     python examples/evaluate_zoo.py zoo --part table                   # benchmarks/results/zoo.{json,md} from these
 
-Calibration sees the first half of the held-out text, all measurements the second. Nothing is tuned on any model.
+Calibration sees the first half of the held-out text; losses are measured on the second, questions are about documents
+of all of it. Nothing is tuned on any model.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def test_dtype_is_that_of_the_weights_and_of_the_cache(folder):
 
 
 def test_a_profile_is_applied_and_can_be_taken_off(folder, lm, tmp_path):
-    profile = tca_jax.calibrate(lm, [random_prompt(1, 200)], TCA, probes=None)
+    profile = tca_jax.calibrate(lm, [random_prompt(1, 200)], TCA, criterion="retained_mass")
     profile.save(tmp_path / "profile")
     with_tca = tca_jax.load(folder, profile=tmp_path / "profile")
     assert with_tca.method == methods.configured(TCA, profile.candidates)
@@ -102,7 +102,7 @@ def test_a_profile_is_applied_and_can_be_taken_off(folder, lm, tmp_path):
 
 
 def test_a_profile_of_other_weights_or_shape_is_refused(folder, lm, tmp_path):
-    profile = tca_jax.calibrate(tiny_lm(seed=5), [random_prompt(1, 200)], TCA, probes=None)
+    profile = tca_jax.calibrate(tiny_lm(seed=5), [random_prompt(1, 200)], TCA, criterion="retained_mass")
     with pytest.raises(ValueError, match="profile"):
         tca_jax.load(folder, profile=profile)
     with pytest.raises(ValueError, match=r"3 layers"):
@@ -125,9 +125,12 @@ def test_the_shipped_profile_fits_its_model_in_every_dtype(dtype):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_a_profile_of_a_float32_checkpoint_fits_it_in_every_dtype(folder, lm, dtype):
-    profile = tca_jax.calibrate(lm, [random_prompt(1, 200)], TCA, probes=None)
+    profile = tca_jax.calibrate(lm, [random_prompt(1, 200)], TCA, criterion="retained_mass")
     loaded = tca_jax.load(folder, profile=profile, dtype=dtype)
-    assert tca_jax.calibrate(loaded, [random_prompt(1, 200)], TCA, probes=None).fingerprint == profile.fingerprint
+    assert (
+        tca_jax.calibrate(loaded, [random_prompt(1, 200)], TCA, criterion="retained_mass").fingerprint
+        == profile.fingerprint
+    )
 
 
 def test_a_folder_of_the_users_own_is_not_hidden_by_a_shipped_name(tmp_path, monkeypatch):

@@ -97,7 +97,9 @@ def test_the_losses_inside_the_text_are_those_that_the_profile_scores(lm, text, 
 
 def test_the_heads_that_keep_more_are_the_fewest_that_bring_answers_within_their_tolerance(lm, text, pairs, profile):
     probed = probed_texts(lm, [text], [pairs], CONFIG)
-    objective = worth._KeepingObjective(lm, probed, more_of(profile), CONFIG, ("pairs",), Journal(None, 0), lambda: None)
+    objective = worth._KeepingObjective(
+        lm, probed, more_of(profile), CONFIG, ("pairs",), Journal(None, 0), lambda: None
+    )
     excess = {more.tobytes(): objective.excess(more) for more in SETS}
     assert excess[NONE.tobytes()] > 1
     fewest = min(more.sum() for more in SETS if excess[more.tobytes()] <= 1)

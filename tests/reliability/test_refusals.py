@@ -141,7 +141,9 @@ def test_a_text_that_the_tokenizer_fails_on_names_the_argument(folder):
 
 def test_an_unknown_entry_of_probes_is_named():
     probes = make_profile().probes
-    with pytest.raises(ValueError, match=r"Profile.probes = .*'layers': 3.*must be None, or hold \['counted'.*upgrade tca"):
+    with pytest.raises(
+        ValueError, match=r"Profile.probes = .*'layers': 3.*must be None, or hold \['counted'.*upgrade tca"
+    ):
         make_profile(probes=probes | {"layers": 3})
 
 
