@@ -94,7 +94,7 @@ def test_a_profile_is_applied_and_can_be_taken_off(folder, lm, tmp_path):
     profile = tca_jax.calibrate(lm, [random_prompt(1, 200)], TCA, criterion="retained_mass")
     profile.save(tmp_path / "profile")
     with_tca = tca_jax.load(folder, profile=tmp_path / "profile")
-    assert with_tca.method == methods.configured(TCA, profile.candidates)
+    assert with_tca.method == methods.configured(profile.config, profile.candidates)
     assert tca_jax.load(folder, profile=profile).method == with_tca.method
     prompt = random_prompt(2, 150)
     full = tca_jax.generate(lm, prompt, max_new_tokens=5)
