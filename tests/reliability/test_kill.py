@@ -34,7 +34,7 @@ def calibrate_command(work):
     OLD_PROFILE.save(work / "base")
     return [
         *("calibrate", str(work / "model"), "--text", str(work / "book.txt"), "--window", "16", "--block-size", "8"),
-        *("--max-tokens", "100", "--probes", "none", "--out", "{target}"),
+        *("--max-tokens", "100", "--criterion", "retained_mass", "--out", "{target}"),
     ]
 
 
