@@ -237,7 +237,7 @@ def _temporary_folder(directory: Path) -> Iterator[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder; what cannot be removed now, a later save removes."""
+    """Removes a folder; what cannot be removed now, or is still written to by a failed save, a later save removes."""
     with contextlib.suppress(OSError):
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -154,7 +154,10 @@ def test_no_room_on_the_disk_is_one_line_that_names_the_directory(tmp_path, disk
     expected = f"[Errno {errno.EFBIG}] cannot save a profile: {os.strerror(errno.EFBIG)}: '{tmp_path / 'p'}'"
     assert message == f"{errno.EFBIG} {expected}\n"
     assert Profile.load(tmp_path / "p") == OLD
-    assert names(tmp_path / "p") == ["profile_0"]
+    # TensorStore's threads may write on for a moment behind the error; what they leave goes with the next save.
+    assert {name for name in names(tmp_path / "p") if not name.startswith(".tmp-")} == {"profile_0"}
+    NEW.save(tmp_path / "p")
+    assert names(tmp_path / "p") == ["profile_1"]
 
 
 def test_a_directory_that_cannot_be_made_is_an_error_with_its_name_and_number(tmp_path):
