@@ -29,6 +29,7 @@ _KINDS: dict[str, tuple[str, ...]] = {
     "words": ("password", "code name", "watchword", "nickname", "project name", "call sign"),
     "sentence": ("message", "note", "instruction", "reminder", "motto"),
     "list": ("combination", "list of ticket numbers", "list of seat numbers", "shopping list", "packing list"),
+    "several": ("visitor number", "room number", "extension", "part number", "order number"),
 }
 # In the order in which they are drawn: where only some of a text's facts find room, these have many shapes still.
 _SHAPES = (*_KINDS, *_KINDS, "number", "hex")
@@ -68,22 +69,30 @@ _NATURAL = (
         "Someone asked for the {kind} of {key}. What should I answer?",
     ),
 )
+# Of what two or three lines say, far from each other: whoever answers goes on from one to the next.
+_SEVERAL = (
+    "What are the {count} {kind}s for {key}?",
+    "Please tell me all {count} {kind}s of {key}.",
+    "List the {count} {kind}s that the text gives for {key}.",
+    "Which {count} {kind}s does {key} have?",
+)
+_ORDINALS = ("first", "second", "third")
 _COMMENT_EVERY = 3  # one of so many lines looks like a comment: that is how remarks stand in source code
 
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """One fact, ASCII.
+    """What is asked for at once, ASCII.
 
     Attributes:
-        value: What is asked for.
-        line: The line that stands in a text, without its line break.
+        values: What is asked for: one value, or several.
+        lines: The line that stands in a text for each value, without its line break.
         question: What is asked.
-        answer: A sentence that restates the question and ends with the value.
+        answer: A sentence that restates the question, with the values in their order; it ends with the last.
     """
 
-    value: str
-    line: str
+    values: tuple[str, ...]
+    lines: tuple[str, ...]
     question: str
     answer: str
 
@@ -97,16 +106,29 @@ def draw_facts(rng: np.random.Generator) -> list[Fact]:
 
 
 def _draw_fact(rng: np.random.Generator, shape: str, pairs: Iterator[str], plain: bool) -> Fact:
-    words = {"kind": str(rng.choice(_KINDS[shape])), "key": next(pairs)}
-    words["value"] = _draw_value(rng, shape, words["kind"], pairs)
-    line, question = (str(rng.choice(wordings)).format(**words) for wordings in (_PLAIN if plain else _NATURAL))
-    comment = "# " if rng.integers(_COMMENT_EVERY) == 0 else ""
-    return Fact(words["value"], f"{comment}{line}", question, _PLAIN[0][0].format(**words))
+    kind, key = str(rng.choice(_KINDS[shape])), next(pairs)
+    wordings: tuple[str, ...]
+    questions: tuple[str, ...]
+    wordings, questions = _PLAIN if plain else _NATURAL
+    kinds = [kind]
+    if shape == "several":
+        count = int(rng.integers(2, len(_ORDINALS) + 1))
+        kinds, questions = [f"{ordinal} {kind}" for ordinal in _ORDINALS[:count]], _SEVERAL
+    values = tuple(_draw_value(rng, shape, kind, pairs) for _ in kinds)
+    said = [{"kind": one, "key": key, "value": value} for one, value in zip(kinds, values, strict=True)]
+    lines = tuple(f"{_comment(rng)}{rng.choice(wordings)}".format(**words) for words in said)
+    question = str(rng.choice(questions)).format(kind=kind, key=key, count=len(kinds))
+    answer = ", the ".join(_PLAIN[0][0].removeprefix("The ").removesuffix(".").format(**words) for words in said)
+    return Fact(values, lines, question, f"The {answer}.")
+
+
+def _comment(rng: np.random.Generator) -> str:
+    return "# " if rng.integers(_COMMENT_EVERY) == 0 else ""
 
 
 def _draw_value(rng: np.random.Generator, shape: str, kind: str, pairs: Iterator[str]) -> str:
     """A value that no other fact has and that stands in no text by chance."""
-    if shape == "number":
+    if shape in ("number", "several"):
         return f"{rng.integers(10**6):06d}"
     if shape == "hex":
         return rng.bytes(16).hex()

@@ -1,14 +1,12 @@
-"""Attention of a text in which a gate of each KV head lets it read more: the forward pass by kernels, its derivative.
+"""Attention of a text in which a gate of each KV head lets it read more: out = (1 - g) sparse + g blocks.
 
-out = (1 - g) sparse + g blocks, the two readings of a head. Which tokens are selected and which blocks are fetched is a
-constant of the derivative. The backward pass takes the reading that a head has, sparse at g = 0 and blocks at g = 1, so
-derivatives are exact there, which is all that a search asks for.
+By kernels, to measure a loss; and in plain JAX, to derive it. What is selected and fetched is a constant of the
+derivative.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +69,6 @@ def read_both(
     return Readings(sparse, blocks, jnp.stack([of_sparse[0], pairs[0]], axis=-1))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(6,))
 def attend_gated(
     q: Float[Array, "1 L Hq d"],
     k: Float[Array, "1 L Hkv d"],
@@ -81,88 +78,13 @@ def attend_gated(
     heads: Int[Array, " Hkv"],
     config: TCAConfig,
 ) -> Float[Array, "1 L Hq d"]:
-    """`read_both(...).mixed(gates)`, differentiable by q, k, v and gates where every gate is 0 or 1."""
-    return read_both(q, k, v, lengths, heads, config).mixed(gates)
-
-
-def _forward(q: Any, k: Any, v: Any, gates: Any, lengths: Any, heads: Any, config: TCAConfig) -> tuple[Any, Any]:
-    both = read_both(q, k, v, lengths, heads, config)
-    return both.mixed(gates), (q, k, v, gates, lengths, heads, both.blocks - both.sparse)
-
-
-def _backward(config: TCAConfig, saved: Any, cotangent: Float[Array, "1 L Hq d"]) -> tuple[Any, ...]:
-    q, k, v, gates, lengths, heads, difference = saved
-    by_head = (cotangent.astype(jnp.float32) * difference).sum(axis=(0, 1, 3))
-    selection = _select(q, k, lengths, heads, config)
-    selected = selection_mask(selection.scores, selection.budgets, block_size=config.block_size)[0]
-    far = FarTokens.create(selected, fetched_blocks_of(q, k, lengths, config)[0], gates > 0, config)
-    # A weight of zero does not silence a NaN among the padding; zeros do.
-    real = (jnp.arange(k.shape[1]) < lengths[0])[:, None, None]
-    own = (jnp.where(real, x[0], 0) for x in (q, k, v))
-    _, pullback = jax.vjp(lambda q, k, v: attend_far(q, k, v, far, config), *own)
-    of_operands = pullback(jnp.where(real, cotangent[0], 0).astype(q.dtype))
-    return (*(x[None] for x in of_operands), by_head.reshape(gates.size, -1).sum(axis=-1), None, None)
-
-
-attend_gated.defvjp(_forward, _backward)
-
-
-def _select(q: Array, k: Array, lengths: Array, heads: Array, config: TCAConfig) -> Selection:
-    """What every head selects at row 0."""
-    rows = jnp.zeros(k.shape[2], jnp.int32)
-    return select_by_candidates(last_queries(q, lengths, config.num_queries), k, rows, lengths, config, heads=heads)
-
-
-class FarTokens(NamedTuple):
-    """What each KV head attends to left of its window.
-
-    Attributes:
-        selected: Its selected tokens in ascending order; L behind them.
-        blocks: Blocks that it fetches for every tile; -1 behind them.
-        fetches: Whether it attends to the latter, or else to the former.
-    """
-
-    selected: Int32[Array, "Hkv S"]
-    blocks: Int32[Array, "Hkv N F"]
-    fetches: Bool[Array, " Hkv"]
-
-    @classmethod
-    def create(
-        cls,
-        selected: Bool[Array, "Hkv L"],
-        blocks: Int32[Array, "Hkv N F"],
-        fetches: Bool[Array, " Hkv"],
-        config: TCAConfig,
-    ) -> FarTokens:
-        """From marks of the selected tokens, at most as many as row 0 has."""
-        length = selected.shape[-1]
-        size = max(1, region_capacity(config, 0, config.num_ranked_blocks(length)))
-        places = jax.vmap(lambda mask: jnp.nonzero(mask, size=size, fill_value=length)[0])(selected)
-        return cls(places.astype(jnp.int32), blocks, fetches)
-
-    def of_tile(self, tile: Int[Array, ""], edge: Int[Array, ""], block_size: int) -> Int32[Array, "Hkv T"]:
-        """Tokens of a tile of queries whose window begins at `edge`; -1 for none."""
-        blocks = self.blocks[:, tile, :, None]
-        fetched = jnp.where(blocks < 0, -1, blocks * block_size + jnp.arange(block_size)).reshape(blocks.shape[0], -1)
-        selected = jnp.where(self.selected < edge, self.selected, -1)
-        size = max(fetched.shape[1], selected.shape[1])
-        fetched, selected = (
-            jnp.pad(x, ((0, 0), (0, size - x.shape[1])), constant_values=-1) for x in (fetched, selected)
-        )
-        return jnp.where(self.fetches[:, None], fetched, selected)
-
-
-def attend_far(
-    q: Float[Array, "L Hq d"],
-    k: Float[Array, "L Hkv d"],
-    v: Float[Array, "L Hkv d"],
-    far: FarTokens,
-    config: TCAConfig,
-) -> Float[Array, "L Hq d"]:
-    """Attention over window and far tokens in plain JAX, differentiable in O(L) memory, a tile of queries at a time."""
-    length, kv_heads, head_dim = k.shape
-    b, window = config.block_size, config.window
+    """`read_both(...).mixed(gates)` in plain JAX, differentiable in O(L) memory: a tile of queries at a time."""
+    (_, length, kv_heads, head_dim), b, window = k.shape, config.block_size, config.window
+    chosen = _chosen_tokens(jax.lax.stop_gradient(q), jax.lax.stop_gradient(k), lengths, heads, config)
     tiles, padded = cdiv(length, b), round_up(length, b)
+    # What lies past the length may be anything. A weight of zero does not silence a NaN; zeros do.
+    real = (jnp.arange(length) < lengths[0])[:, None, None]
+    q, k, v = (jnp.where(real, x[0], 0) for x in (q, k, v))
     queries = jnp.pad(q, ((0, padded - length), (0, 0), (0, 0))).reshape(tiles, b, kv_heads, -1, head_dim)
     # Keys by head, behind a window's worth of nothing: every tile's window is a slice of one size.
     keys, values = (jnp.pad(jnp.moveaxis(x, 1, 0), ((0, 0), (window, padded - length), (0, 0))) for x in (k, v))
@@ -171,26 +93,64 @@ def attend_far(
     def one_tile(part: tuple[Array, Array]) -> Array:
         tile, queries = part
         first = tile * b
-        tokens = far.of_tile(tile, first - window, b)
-        places = jnp.maximum(tokens, 0)[..., None] + window
         near = first - window + jnp.arange(window + b)
-        seen = (near >= 0) & (near <= (first + jnp.arange(b))[:, None])
-        seen = jnp.concatenate(
-            [
-                jnp.broadcast_to(seen, (kv_heads, b, window + b)),
-                jnp.broadcast_to((tokens >= 0)[:, None], (kv_heads, b, tokens.shape[1])),
-            ],
-            axis=-1,
-        )
+        local = (near >= 0) & (near <= (first + jnp.arange(b))[:, None])
+        selected, fetched = chosen.of_tile(tile, first - window, b)
+        far = jnp.concatenate([selected, fetched], axis=1)
         own_keys, own_values = (
-            jnp.concatenate(
-                [jax.lax.dynamic_slice_in_dim(x, first, window + b, axis=1), jnp.take_along_axis(x, places, axis=1)],
-                axis=1,
-            )
+            jnp.concatenate([jax.lax.dynamic_slice_in_dim(x, first, window + b, 1), _taken(x, far + window)], axis=1)
             for x in (keys, values)
         )
-        scores = jnp.where(seen[:, :, None], scaled_scores("qhgd,hkd->hqgk", queries, own_keys), MASKED)
-        return weighted_sum("hqgk,hkd->qhgd", jax.nn.softmax(scores), own_values).astype(q.dtype)
+        scores = scaled_scores("qhgd,hkd->hgqk", queries, own_keys)
 
-    out = jax.lax.map(one_tile, (jnp.arange(tiles), queries))
-    return out.reshape(padded, *q.shape[1:])[:length]
+        def weights(counts: Bool[Array, " T"]) -> Float32[Array, "Hkv G b K"]:
+            """Attention over the window and those of the tokens left of it that count."""
+            left = jnp.broadcast_to(((far >= 0) & counts)[:, None], (kv_heads, b, far.shape[1]))
+            seen = jnp.concatenate([jnp.broadcast_to(local, (kv_heads, *local.shape)), left], axis=-1)
+            return jax.nn.softmax(jnp.where(seen[:, None], scores, MASKED))
+
+        is_selected = jnp.arange(far.shape[1]) < selected.shape[1]
+        sparse, blocks = weights(is_selected), weights(~is_selected)
+        mixed = sparse + gates[:, None, None, None] * (blocks - sparse)
+        return weighted_sum("hgqk,hkd->qhgd", mixed, own_values).astype(q.dtype)
+
+    out = jax.lax.map(one_tile, (jnp.arange(tiles), queries)).reshape(padded, *q.shape[1:])[:length]
+    return jnp.where(real, out, 0)[None]
+
+
+def _taken(x: Float[Array, "Hkv L d"], places: Int[Array, "Hkv T"]) -> Float[Array, "Hkv T d"]:
+    return jnp.take_along_axis(x, places[..., None], axis=1)
+
+
+class _Chosen(NamedTuple):
+    """What each KV head attends to left of its window.
+
+    Attributes:
+        selected: Its selected tokens in ascending order; L behind them.
+        blocks: Blocks that it fetches for every tile; -1 behind them.
+    """
+
+    selected: Int32[Array, "Hkv S"]
+    blocks: Int32[Array, "Hkv N F"]
+
+    def of_tile(
+        self, tile: Int[Array, ""], edge: Int[Array, ""], block_size: int
+    ) -> tuple[Int32[Array, "Hkv S"], Int32[Array, "Hkv T"]]:
+        """Tokens, selected and fetched, of a tile of queries whose window begins at `edge`; -1 for none."""
+        blocks = self.blocks[:, tile, :, None]
+        fetched = jnp.where(blocks < 0, -1, blocks * block_size + jnp.arange(block_size))
+        return jnp.where(self.selected < edge, self.selected, -1), fetched.reshape(blocks.shape[0], -1)
+
+
+def _chosen_tokens(q: Array, k: Array, lengths: Array, heads: Array, config: TCAConfig) -> _Chosen:
+    selection, length = _select(q, k, lengths, heads, config), k.shape[1]
+    selected = selection_mask(selection.scores, selection.budgets, block_size=config.block_size)[0]
+    size = max(1, region_capacity(config, 0, config.num_ranked_blocks(length)))
+    places = jax.vmap(lambda mask: jnp.nonzero(mask, size=size, fill_value=length)[0])(selected)
+    return _Chosen(places.astype(jnp.int32), fetched_blocks_of(q, k, lengths, config)[0])
+
+
+def _select(q: Array, k: Array, lengths: Array, heads: Array, config: TCAConfig) -> Selection:
+    """What every head selects at row 0."""
+    rows = jnp.zeros(k.shape[2], jnp.int32)
+    return select_by_candidates(last_queries(q, lengths, config.num_queries), k, rows, lengths, config, heads=heads)

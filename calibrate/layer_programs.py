@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int32
 
@@ -77,11 +77,10 @@ class LayerProgram:
         self._signature = inspect.signature(function)
         self._alone = jax.jit(function, static_argnames=self._static, donate_argnames=donate)
 
-        @functools.wraps(function)
         def over_mesh(shards: Shards, numbers: Int32[Array, " Hkv"], **arguments: Any) -> Any:
             return self._over_mesh(shards, numbers, arguments)
 
-        del over_mesh.__wrapped__  # whose signature is not this one's
+        over_mesh.__name__ = function.__name__
         self._shared = jax.jit(over_mesh, static_argnames=("shards", *self._static), donate_argnames=donate)
 
     def __call__(self, *args: Any, shards: Shards | None = None, layer: int = 0, **options: Any) -> Any:
@@ -110,3 +109,63 @@ class LayerProgram:
 def layer_program(**options: Any) -> Callable[[Callable[..., Any]], LayerProgram]:
     """`LayerProgram` as a decorator."""
     return lambda function: LayerProgram(function, **options)
+
+
+_LAYER = ("graphdef", "weights", "x", "cos", "sin")
+
+
+def attention_program(**options: Any) -> Callable[[Callable[..., Any]], LayerProgram]:
+    """Makes a layer program of its attention: `attend(q, k, v, *arguments) -> (attention, what is measured)`.
+
+    The program takes a layer's parts, the stream in front of it, RoPE's angles and the arguments; it returns the stream
+    behind the layer and what is measured. Options are those of `LayerProgram`.
+    """
+
+    def program(attend: Callable[..., Any]) -> LayerProgram:
+        return LayerProgram(_layer_of(attend), **options)
+
+    return program
+
+
+def slope_program(attend: Callable[..., Any], **options: Any) -> LayerProgram:
+    """The program of a layer's derivatives by the stream in front of it and by the gates of its heads.
+
+    Args:
+        attend: As for `attention_program`, differentiable; among its arguments are `gates`, `[H_kv]`. The program takes
+            what that of the attention takes, and then the derivative by the stream behind the layer.
+        **options: Of `LayerProgram`.
+    """
+    layer = _layer_of(attend)
+    parameters = [*inspect.signature(layer).parameters.values()]
+    cotangent = inspect.Parameter("cotangent", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+    def slopes(x: Array, gates: Array, cotangent: Array, **given: Any) -> tuple[Array, Array]:
+        _, pullback = jax.vjp(lambda x, gates: layer(x=x, gates=gates, **given)[0], x, gates)
+        return pullback(cotangent)
+
+    named = _with_signature(slopes, f"{attend.__name__}_slopes", [*parameters, cotangent])
+    return LayerProgram(named, derives=True, **options)
+
+
+def _layer_of(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer whose attention is `attend`, as a function of its parts and of what the attention takes."""
+
+    def run(graphdef: Any, weights: Any, x: Array, cos: Array, sin: Array, **given: Any) -> tuple[Array, Any]:
+        layer = nnx.merge(graphdef, weights)
+        x, measured, _ = layer(x, cos, sin, lambda q, k, v, _: attend(q, k, v, **given), None)
+        return x, measured
+
+    own = list(inspect.signature(attend).parameters.values())[3:]
+    layer = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in _LAYER]
+    return _with_signature(run, attend.__name__, [*layer, *own])
+
+
+def _with_signature(function: Callable[..., Any], name: str, parameters: list[inspect.Parameter]) -> Callable[..., Any]:
+    """A function of keywords as one of these parameters, by position or by name, as `jax.jit` wants to know them."""
+    signature = inspect.Signature(parameters)
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        return function(**signature.bind(*args, **kwargs).arguments)
+
+    named.__name__, named.__signature__ = name, signature  # type: ignore[attr-defined]
+    return named

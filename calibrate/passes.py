@@ -19,8 +19,6 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.engine.prompts import pad_tokens
 from tca_jax.engine.scoring import logprobs_of_hidden
-from tca_jax.methods.config import TCAConfig
-from tca_jax.pallas_kernels.causal_attention import causal_attention
 
 _LOGIT_ELEMENTS = 2**26  # of a chunk whose losses are differentiated: 256 MiB, several times
 
@@ -92,26 +90,6 @@ class ForwardPass:
     def losses(self) -> Float32[np.ndarray, " L"]:
         """Loss in nats of the token after each one, once all layers have run."""
         return on_host(self.behind(losses_of, self.targets))[0]
-
-
-@layer_program(static=("config",), donate=("x",))
-def attend_fully(
-    graphdef: Any,
-    weights: Any,
-    x: Float[Array, "1 L D"],
-    cos: Float[Array, "1 L half"],
-    sin: Float[Array, "1 L half"],
-    lengths: Int32[Array, " 1"],
-    config: TCAConfig,
-) -> tuple[Float[Array, "1 L D"], Float32[Array, ""]]:
-    """The stream behind a layer under full attention; 0 where its queries and keys are finite, else NaN."""
-
-    def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, Array]:
-        finite = jnp.isfinite(q).all() & jnp.isfinite(k).all()
-        return causal_attention(q, k, v, lengths), jnp.where(finite, 0.0, jnp.nan)
-
-    x, finite, _ = nnx.merge(graphdef, weights)(x, cos, sin, attend, None)
-    return x, finite
 
 
 @layer_program()

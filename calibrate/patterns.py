@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from tca_jax.calibration.layer_programs import HEADS, layer_program
+from tca_jax.calibration.layer_programs import HEADS, attention_program
 from tca_jax.calibration.passes import ForwardPass
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, on_host
@@ -68,22 +67,15 @@ def _best(scores: Float32[np.ndarray, " P"], candidates: tuple[HeadPattern, ...]
     return [*candidates[number], round(float(scores[number]), 6)]
 
 
-@layer_program(static=("candidates", "first_query"), donate=("x",), outputs=(SAME, HEADS))
+@attention_program(static=("candidates", "first_query"), donate=("x",), outputs=(SAME, HEADS))
 def _search_layer(
-    graphdef: Any,
-    weights: Any,
-    x: Float[Array, "1 L D"],
-    cos: Float[Array, "1 L half"],
-    sin: Float[Array, "1 L half"],
+    q: Float[Array, "1 L Hq d"],
+    k: Float[Array, "1 L Hkv d"],
+    v: Float[Array, "1 L Hkv d"],
     lengths: Int32[Array, " 1"],
     candidates: tuple[HeadPattern, ...],
     first_query: int,
-) -> tuple[Float[Array, "1 L D"], Float32[Array, "Hq P"]]:
-    """Full attention: the stream behind the layer, and what its heads keep under each candidate."""
-
-    def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, Array]:
-        scores = pattern_scores(q, k, lengths, candidates, first_query)[0]
-        return causal_attention(q, k, v, lengths), scores
-
-    x, scores, _ = nnx.merge(graphdef, weights)(x, cos, sin, attend, None)
-    return x, scores
+) -> tuple[Float[Array, "1 L Hq d"], Float32[Array, "Hq P"]]:
+    """Full attention, and what its heads keep under each candidate."""
+    scores = pattern_scores(q, k, lengths, candidates, first_query)[0]
+    return causal_attention(q, k, v, lengths), scores

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from tca_jax.calibration.layer_programs import layer_program
+from tca_jax.calibration.layer_programs import attention_program
 from tca_jax.calibration.passes import ForwardPass
 from tca_jax.calibration.profile import Profile
 from tca_jax.engine.lm import LM
@@ -79,23 +77,16 @@ def head_gates(profile: Profile) -> Float32[np.ndarray, "layers Hkv"]:
     return np.clip(worth / max(float(worth.max()), np.finfo(np.float32).tiny), 0, 1)
 
 
-@layer_program(static=("observation", "tau1", "tau2"), donate=("x",))
+@attention_program(static=("observation", "tau1", "tau2"), donate=("x",))
 def _preference_layer(
-    graphdef: Any,
-    weights: Any,
-    x: Float[Array, "1 L D"],
-    cos: Float[Array, "1 L half"],
-    sin: Float[Array, "1 L half"],
+    q: Float[Array, "1 L Hq d"],
+    k: Float[Array, "1 L Hkv d"],
+    v: Float[Array, "1 L Hkv d"],
     lengths: Int32[Array, " 1"],
     observation: int,
     tau1: float,
     tau2: float,
-) -> tuple[Float[Array, "1 L D"], Float32[Array, " 1"]]:
-    """Full attention: the stream behind the layer, and the layer's preference."""
-
-    def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, Array]:
-        preference = layer_preference(last_queries(q, lengths, observation), k, lengths, tau1, tau2)
-        return causal_attention(q, k, v, lengths), preference
-
-    x, preference, _ = nnx.merge(graphdef, weights)(x, cos, sin, attend, None)
-    return x, preference
+) -> tuple[Float[Array, "1 L Hq d"], Float32[Array, " 1"]]:
+    """Full attention, and the layer's preference."""
+    preference = layer_preference(last_queries(q, lengths, observation), k, lengths, tau1, tau2)
+    return causal_attention(q, k, v, lengths), preference

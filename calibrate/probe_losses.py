@@ -13,36 +13,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Float64, Int, Int32
 
-from tca_jax.calibration.gated_attention import read_both
-from tca_jax.calibration.layer_programs import HEADS, THIRD_HEADS, layer_program
+from tca_jax.calibration.layer_programs import HEADS, attention_program, slope_program
 from tca_jax.calibration.passes import ForwardPass, embed, loss_slope, losses_of
-from tca_jax.calibration.probe_attention import SeenText, attend_probe, known_attention
+from tca_jax.calibration.probe_attention import SeenText, attend_probe
 from tca_jax.calibration.probes import ProbedText
+from tca_jax.calibration.text_losses import TEXT_SPECS, LayerText, read_layer
 from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, SECOND_HEADS, on_host
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.heads import head_numbers
-from tca_jax.methods.queries import last_queries
-from tca_jax.methods.selection import PromptScores, row_budgets, score_prompt
-from tca_jax.pallas_kernels.causal_attention import causal_attention
-from tca_jax.pallas_kernels.numerics import varying_like
+from tca_jax.methods.selection import row_budgets
 from tca_jax.pallas_kernels.ranking import selection_mask
 
 _LEAST_COLUMNS = 512  # and multiples of it: texts' probes differ in length, and each length is a program
 #: Cache row of every head, `[layers, H_kv]`.
 Rows = Int[np.ndarray, "layers Hkv"]
-
-
-class LayerText(NamedTuple):
-    """What a layer has of a text: keys and values, zero behind it, and what its tokens are chosen by."""
-
-    k: Float[Array, "1 L Hkv d"]
-    v: Float[Array, "1 L Hkv d"]
-    scores: PromptScores
 
 
 class Columns(NamedTuple):
@@ -107,7 +95,7 @@ class ReadText:
         ]
         gates = [(None if more is None else jnp.asarray(1 - sparse, jnp.float32),) for sparse in self._sparse]
         self._texts = []
-        for of_layer in self._pass.layers(_read_layer, config, each=gates):
+        for of_layer in self._pass.layers(read_layer, config, each=gates):
             self._texts.append(of_layer)
             step()
 
@@ -122,75 +110,42 @@ class ReadText:
 
     def losses(self, rows: Int[np.ndarray, "T layers Hkv"]) -> Float32[np.ndarray, "T P"]:
         """Loss in nats of the token after each column, for several choices of cache rows at once."""
-        return self._losses(rows)[0]
+        *_, last = self._streams(rows)
+        targets = jnp.broadcast_to(self.probes.targets, last.shape[:2])
+        return on_host(self._pass.of_decoder(losses_of, last, targets))
 
     def slopes(self, rows: Rows, weights: Float32[np.ndarray, " P"]) -> Float64[np.ndarray, "layers Hkv"]:
         """Derivative of the weighted sum of losses by a gate of each head, from its row towards the whole text."""
-        _, layers, last = self._losses(rows[None])
+        *streams, last = self._streams(rows[None])
         cotangent = self._pass.of_decoder(loss_slope, last, self.probes.targets, jnp.asarray(weights)[None])
-        found = []
-        for number in reversed(range(len(layers))):
-            x, out = layers.pop()
-            given = x, self._behind(number, rows[None]), out[0], cotangent, self._config
-            cotangent, slope = self._pass.of_layer(number, _pullback, *given)
+        found, gates = list[np.ndarray](), jnp.zeros(rows.shape[1], jnp.float32)
+        for number in reversed(range(len(streams))):
+            given = streams.pop(), *self._angles, self._behind(number, rows[None]), gates, self._config, cotangent
+            cotangent, slope = self._pass.of_layer(number, _slopes, *given)
             found.append(self._lm.own_heads(number, on_host(slope).astype(np.float64)))
         return np.stack(found[::-1])
 
-    def _losses(self, rows: Int[np.ndarray, "T layers Hkv"]) -> tuple[np.ndarray, list[tuple[Array, Array]], Array]:
-        """Losses, and of every layer the stream in front of it and its attention; the stream behind the last."""
-        x, layers = jnp.repeat(self._x, len(rows), axis=0), []
+    def _streams(self, rows: Int[np.ndarray, "T layers Hkv"]) -> list[Float[Array, "T P D"]]:
+        """The probes' stream in front of every layer, and behind the last."""
+        repeated = [jnp.repeat(x, len(rows), axis=0) for x in (self._x, *self._angles)]
+        streams, angles = repeated[:1], repeated[1:]
         for number in range(len(self._texts)):
-            after, out = self._pass.of_layer(number, _probe_layer, x, self._behind(number, rows), self._config)
-            layers.append((x, out))
-            x = after
+            given = streams[-1], *angles, self._behind(number, rows), None, self._config
+            streams.append(self._pass.of_layer(number, _read_probes, *given)[0])
             self._step()
-        targets = jnp.broadcast_to(self.probes.targets, x.shape[:2])
-        return on_host(self._pass.of_decoder(losses_of, x, targets)), layers, x
+        return streams
 
     def _behind(self, number: int, rows: Int[np.ndarray, "T layers Hkv"]) -> _Behind:
         dealt = np.stack([self._lm.dealt_heads(number, of_trial[number]) for of_trial in rows]).astype(np.int32)
         text = jax.tree.map(jnp.asarray, self._texts[number])
         sparse = jnp.asarray(self._sparse[number])
-        cos, sin = self._angles
-        return _Behind(cos, sin, self.probes.probe, text, jnp.asarray(dealt), sparse, self._pass.lengths)
-
-
-#: How what a layer has of a text lies on a mesh.
-_SPECS: Any = THIRD_HEADS, THIRD_HEADS, SECOND_HEADS
-_TEXT = LayerText(*_SPECS)
-
-
-@layer_program(static=("config",), donate=("x",), inputs={"gates": HEADS}, outputs=(SAME, _TEXT))
-def _read_layer(
-    graphdef: Any,
-    weights: Any,
-    x: Float[Array, "1 L D"],
-    cos: Float[Array, "1 L half"],
-    sin: Float[Array, "1 L half"],
-    lengths: Int32[Array, " 1"],
-    gates: Float32[Array, " Hkv"] | None,
-    config: TCAConfig,
-) -> tuple[Float[Array, "1 L D"], LayerText]:
-    """The stream behind a layer whose heads read blocks where their gate is 1, or all without gates; what it leaves."""
-
-    def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, LayerText]:
-        if gates is None:
-            out = causal_attention(q, k, v, lengths)
-        else:
-            out = read_both(q, k, v, lengths, head_numbers(0, k.shape[2]), config).mixed(gates)
-        scores = score_prompt(last_queries(q, lengths, config.num_queries), k, lengths, config)
-        text = (jnp.arange(k.shape[1]) < lengths[:, None])[..., None, None]
-        return out, LayerText(jnp.where(text, k, 0), jnp.where(text, v, 0), scores)
-
-    x, text, _ = nnx.merge(graphdef, weights)(x, cos, sin, attend, None)
-    return x, text
+        return _Behind(self.probes.probe, text, jnp.asarray(dealt), sparse, self._pass.lengths)
 
 
 class _Behind(NamedTuple):
     """What probes are read behind in a layer.
 
     Attributes:
-        cos: Of RoPE at the columns' positions; `sin` too.
         probe: As `Columns.probe`.
         text: What the layer has of the text.
         rows: Cache rows of its heads, of each trial.
@@ -198,8 +153,6 @@ class _Behind(NamedTuple):
         lengths: Tokens of the text.
     """
 
-    cos: Float[Array, "1 P half"]
-    sin: Float[Array, "1 P half"]
     probe: Int32[Array, " P"]
     text: LayerText
     rows: Int32[Array, "T Hkv"]
@@ -218,53 +171,24 @@ class _Behind(NamedTuple):
         return SeenText(self.text.k[0], self.text.v[0], selected[0] | ~ranked, self.lengths[0], self.probe)
 
 
-_LIES: Any = SAME, SAME, SAME, _TEXT, SECOND_HEADS, HEADS, SAME
-_BEHIND = _Behind(*_LIES)
-
-
-@layer_program(static=("config",), inputs={"behind": _BEHIND}, outputs=(SAME, THIRD_HEADS))
-def _probe_layer(
-    graphdef: Any, weights: Any, x: Float[Array, "T P D"], behind: _Behind, config: TCAConfig
-) -> tuple[Float[Array, "T P D"], Float[Array, "T P Hq d"]]:
-    """The probes' stream behind the layer, read over what cache rows of its heads have left of the text; attention."""
-
-    def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, Array]:
-        def of_trial(trial: tuple[Array, ...]) -> Array:
-            rows, q, k, v = trial
-            return attend_probe(q, k, v, behind.seen(rows, config))
-
-        out = jax.lax.map(of_trial, (behind.rows, q, k, v))
-        return out, out
-
-    cos, sin = (jnp.broadcast_to(angle, (x.shape[0], *angle.shape[1:])) for angle in (behind.cos, behind.sin))
-    x, out, _ = nnx.merge(graphdef, weights)(x, cos, sin, attend, None)
-    return x, out
-
-
-@layer_program(static=("config",), inputs={"behind": _BEHIND, "out": SECOND_HEADS}, outputs=(SAME, HEADS), derives=True)
-def _pullback(
-    graphdef: Any,
-    weights: Any,
-    x: Float[Array, "1 P D"],
+def _attend(
+    q: Float[Array, "T P Hq d"],
+    k: Float[Array, "T P Hkv d"],
+    v: Float[Array, "T P Hkv d"],
     behind: _Behind,
-    out: Float[Array, "P Hq d"],
-    cotangent: Float[Array, "1 P D"],
+    gates: Float32[Array, " Hkv"] | None,
     config: TCAConfig,
-) -> tuple[Float[Array, "1 P D"], Float32[Array, " Hkv"]]:
-    """Derivatives by the stream in front of the layer, and by gates that let each of its heads see the whole text.
+) -> tuple[Float[Array, "T P Hq d"], None]:
+    """Attention of the probes over what cache rows have left of the text, or at gates of 1 over all of it."""
 
-    `x` and `out` are what `_probe_layer` was given and what its attention gave.
-    """
-    known = known_attention(out, behind.seen(behind.rows[0], config))
+    def of_trial(trial: tuple[Array, ...]) -> Array:
+        rows, q, k, v = trial
+        return attend_probe(q, k, v, behind.seen(rows, config), gates)
 
-    def run(x: Array, gates: Array) -> Array:
-        def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, None]:
-            return known(q[0], k[0], v[0], gates)[None], None
+    return jax.lax.map(of_trial, (behind.rows, q, k, v)), None
 
-        x, _, _ = nnx.merge(graphdef, weights)(x, behind.cos, behind.sin, attend, None)
-        return x
 
-    # Over a mesh each device has heads of its own.
-    gates = varying_like(jnp.zeros(behind.rows.shape[1], jnp.float32), behind.text.k)
-    _, pullback = jax.vjp(run, x, gates)
-    return pullback(cotangent)
+_LIES: Any = SAME, TEXT_SPECS, SECOND_HEADS, HEADS, SAME
+_OPTIONS: dict[str, Any] = {"static": ("config",), "inputs": {"behind": _Behind(*_LIES), "gates": HEADS}}
+_read_probes = attention_program(outputs=(SAME, SAME), **_OPTIONS)(_attend)
+_slopes = slope_program(_attend, outputs=(SAME, HEADS), **_OPTIONS)

@@ -114,13 +114,13 @@ def _with_own(lm: Encoder, ids: list[int], kinds: tuple[str, ...], config: TCACo
     # The seed may be any integer, NumPy takes none below 0; no two texts share draws, nor do copies and facts.
     seed = [config.seed % 2**32, index]
     rng = np.random.default_rng([*seed, 1])
-    lines = _encode_facts(lm, rng, most - shortest) if "facts" in kinds and lm.tokenizer is not None else []
-    longest = max([len(segment.ids) for segment in (*segments, *(asked for _, asked in lines))], default=0)
+    encoded = _encode_facts(lm, rng, most - shortest) if "facts" in kinds and lm.tokenizer is not None else []
+    longest = max([len(segment.ids) for segment in (*segments, *(asked for _, asked in encoded))], default=0)
     longest = max(longest, _COPY_TOKENS if "copy" in kinds else 0)
     text = _without_beginning(text, max(0, len(text) - max(shortest, most - longest)))
     ranked = config.num_ranked_blocks(len(text)) * config.block_size
-    if lines:
-        text, asked = _hide(lm, text, lines, ranked, rng)
+    if encoded:
+        text, asked = _hide(lm, text, encoded, ranked, rng)
         segments += asked
     if "copy" in kinds:
         segments += _copies(text[:ranked], most - len(text), np.random.default_rng(seed))
@@ -139,20 +139,20 @@ def _without_beginning(ids: list[int], tokens: int) -> list[int]:
     return [*ids[:1], *ids[1 + tokens :]]
 
 
-def _encode_facts(lm: Encoder, rng: np.random.Generator, room: int) -> list[tuple[list[int], Segment]]:
-    """Of each fact whose probe fits into the room: its line's tokens, with a line break, and the probe."""
+def _encode_facts(lm: Encoder, rng: np.random.Generator, room: int) -> list[tuple[list[list[int]], Segment]]:
+    """Of each fact whose probe fits into the room: its lines' tokens, each with a line break, and the probe."""
     chat = getattr(lm.tokenizer, "chat_template", None)
     encoded = []
     for fact in facts.draw_facts(rng):
         question = fact.question if chat else f"Question: {fact.question}\nAnswer:"
-        asked = _encode_asked(lm, question, fact.answer, "facts", "probes", counted=fact.value)
+        asked = _encode_asked(lm, question, fact.answer, "facts", "probes", counted=fact.values)
         if len(asked.ids) <= room:
-            encoded.append((encode_verbatim(lm, f"{fact.line}\n", "probes"), asked))
+            encoded.append(([encode_verbatim(lm, f"{line}\n", "probes") for line in fact.lines], asked))
     return encoded
 
 
 def _hide(
-    lm: Encoder, text: list[int], lines: list[tuple[list[int], Segment]], ranked: int, rng: np.random.Generator
+    lm: Encoder, text: list[int], encoded: list[tuple[list[list[int]], Segment]], ranked: int, rng: np.random.Generator
 ) -> tuple[list[int], list[Segment]]:
     """Hides as many facts as fit in the text's ranked region, and cuts as many tokens off its beginning.
 
@@ -160,19 +160,21 @@ def _hide(
         The text, as long as it was, and the probes of the facts in it.
     """
     line_break = encode_verbatim(lm, "\n", "probes")
-    hidden, taken = [], 0
-    for line, asked in lines:
-        if (needed := taken + len(line_break) + len(line)) <= min(len(text) // _MOST_OF_TEXT, ranked - 1):
-            hidden.append((line, asked))
+    hidden, probes, taken = list[list[int]](), [], 0
+    room = min(len(text) // _MOST_OF_TEXT, ranked - 1)
+    for lines, asked in encoded:
+        if (needed := taken + sum(len(line_break) + len(line) for line in lines)) <= room:
+            hidden += lines
+            probes.append(asked)
             taken = needed
     # What the lines take is cut off in front of them: a line put at place p comes to stand in front of p.
     places = [
         _line_start(lm, text, 1 + taken + start, ranked) for start in _spread(rng, len(hidden), 1, ranked - taken)
     ]
     out = list(text)
-    for place, (line, _) in sorted(zip(places, hidden, strict=True), key=lambda each: each[0], reverse=True):
+    for place, line in sorted(zip(places, hidden, strict=True), key=lambda each: each[0], reverse=True):
         out[place:place] = line if _ends_line(lm, text[place - 1]) else [*line_break, *line]
-    return _without_beginning(out, len(out) - len(text)), [asked for _, asked in hidden]
+    return _without_beginning(out, len(out) - len(text)), probes
 
 
 def _line_start(lm: Encoder, text: list[int], start: int, end: int) -> int:
@@ -248,11 +250,13 @@ def _encode_pairs(lm: Encoder, pairs: Any, name: str) -> list[Segment]:
     return [_encode_asked(lm, question, answer, "pairs", name) for question, answer in turns]
 
 
-def _encode_asked(lm: Encoder, question: str, answer: str, kind: str, name: str, counted: str | None = None) -> Segment:
+def _encode_asked(
+    lm: Encoder, question: str, answer: str, kind: str, name: str, counted: Sequence[str] = ()
+) -> Segment:
     """A question and its answer as turns of the model's chat template, or as lines where it has none.
 
-    Tokens count that reach into the answer, or into the part of it that is `counted`; all do where the template
-    rewrites it or the tokenizer tells no characters.
+    Tokens count that reach into the answer, or into its last parts where those are `counted`; all do where the
+    template rewrites it or the tokenizer tells no characters.
     """
     text, before = f"\n{question} {answer}", f"\n{question} "
     if getattr(lm.tokenizer, "chat_template", None):
@@ -260,12 +264,16 @@ def _encode_asked(lm: Encoder, question: str, answer: str, kind: str, name: str,
         text, before = render_chat(lm, turns, name, answered=True), render_chat(lm, turns[:1], name)
     told = answer.strip() or answer  # templates may strip what they render
     start = text.find(told, len(before)) if text.startswith(before) else text.rfind(told)
-    if counted is not None and start >= 0:
-        start, told = start + told.rindex(counted), counted
+    spans, end = [], start + len(told)
+    for part in reversed(counted or [told]) if start >= 0 else ():
+        place = text.rindex(part, start, end)
+        spans.append((place, place + len(part)))
+        end = place
     begun = len(text) - len(text.removeprefix(getattr(lm.tokenizer, "bos_token", None) or ""))  # by the text in front
     ids = encode_verbatim(lm, text[begun:], name)
     counts = [True] * len(ids)
-    if start >= 0 and getattr(lm.tokenizer, "is_fast", False):
+    if spans and getattr(lm.tokenizer, "is_fast", False):
         encoded = lm.tokenizer(text[begun:], verbose=False, add_special_tokens=False, return_offsets_mapping=True)
-        counts = [a + begun < start + len(told) and b + begun > start for a, b in encoded["offset_mapping"]]
+        offsets = [(a + begun, b + begun) for a, b in encoded["offset_mapping"]]
+        counts = [any(a < last and b > first for first, last in spans) for a, b in offsets]
     return Segment(tuple(ids), tuple(counts), kind)

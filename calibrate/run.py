@@ -12,11 +12,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from tca_jax.calibration.journal import Journal
-from tca_jax.calibration.layer_programs import HEADS, layer_program
+from tca_jax.calibration.layer_programs import HEADS, attention_program
 from tca_jax.calibration.passes import ForwardPass
 from tca_jax.calibration.probes import ProbedText, Probes, probe_kinds, probed_texts
 from tca_jax.calibration.profile import Profile
@@ -169,25 +168,18 @@ def _by_scores(
     return Profile(candidates=rows, scores=scores, **found)
 
 
-@layer_program(static=("config",), donate=("x",), outputs=(SAME, HEADS))
+@attention_program(static=("config",), donate=("x",), outputs=(SAME, HEADS))
 def _score_layer(
-    graphdef: Any,
-    weights: Any,
-    x: Float[Array, "1 L D"],
-    cos: Float[Array, "1 L half"],
-    sin: Float[Array, "1 L half"],
+    q: Float[Array, "1 L Hq d"],
+    k: Float[Array, "1 L Hkv d"],
+    v: Float[Array, "1 L Hkv d"],
     lengths: Int32[Array, " 1"],
     config: TCAConfig,
-) -> tuple[Float[Array, "1 L D"], Float32[Array, "Hkv M1"]]:
-    """Full attention: the stream behind the layer, and calibration scores; NaN where a query or key is not finite."""
-
-    def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, Array]:
-        scores = calibration_scores(q, k, lengths, config, heads=head_numbers(0, k.shape[2]))[0]
-        finite = jnp.isfinite(q).all() & jnp.isfinite(k).all()  # a selection among NaNs may score well
-        return causal_attention(q, k, v, lengths), jnp.where(finite, scores, jnp.nan)
-
-    x, scores, _ = nnx.merge(graphdef, weights)(x, cos, sin, attend, None)
-    return x, scores
+) -> tuple[Float[Array, "1 L Hq d"], Float32[Array, "Hkv M1"]]:
+    """Full attention, and calibration scores; NaN where a query or key is not finite."""
+    scores = calibration_scores(q, k, lengths, config, heads=head_numbers(0, k.shape[2]))[0]
+    finite = jnp.isfinite(q).all() & jnp.isfinite(k).all()  # a selection among NaNs may score well
+    return causal_attention(q, k, v, lengths), jnp.where(finite, scores, jnp.nan)
 
 
 def _source(ids: Sequence[int]) -> dict[str, Any]:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Float64, Int32
 
 from tca_jax.calibration.gated_attention import attend_gated, read_both
-from tca_jax.calibration.layer_programs import HEADS, layer_program
-from tca_jax.calibration.passes import ForwardPass, attend_fully, loss_slope
+from tca_jax.calibration.layer_programs import HEADS, THIRD_HEADS, attention_program, slope_program
+from tca_jax.calibration.passes import ForwardPass, loss_slope
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import SAME, on_host
+from tca_jax.engine.mesh import SAME, SECOND_HEADS, on_host
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.heads import head_numbers
+from tca_jax.methods.queries import last_queries
+from tca_jax.methods.selection import PromptScores, score_prompt
+from tca_jax.pallas_kernels.causal_attention import causal_attention
 
 #: Which heads read more than row 0, `[layers, H_kv]`.
 Heads = Bool[np.ndarray, "layers Hkv"]
@@ -47,31 +48,31 @@ class TextLosses:
         Raises:
             ValueError: the model computes NaN or infinity.
         """
-        return [self._of_full(ids) for ids in self._texts]
+        found = []
+        for ids in self._texts:
+            losses, layers = self._losses(ids, [None] * self._lm.config.num_layers)
+            finite = [bool(of_heads.all()) for _, of_heads in layers]
+            if not all(finite) or not np.isfinite(losses).all():
+                layer = [*finite, False].index(False)
+                where = f"attention of layer {layer}" if layer < len(finite) else "logits"
+                raise ValueError(f"model {self._lm.name!r} computes NaN or infinity in the {where}")
+            found.append(losses)
+        return found
 
     def of(self, more: Heads) -> list[Float32[np.ndarray, " counted"]]:
         """The same where these heads read blocks and all others sparse at row 0."""
         losses, shares = [], []
         for ids in self._texts:
-            of_text, pairs = self._losses(ids, _read_layer, [(gates,) for gates in self._gates(more)])
+            of_text, layers = self._losses(ids, self._gates(more))
             losses.append(of_text)
-            own = [self._lm.own_heads(layer, each) for layer, each in enumerate(pairs)]
-            shares.append(np.stack(own).astype(np.float64) / (len(ids) * (len(ids) + 1) / 2))
+            pairs = [self._lm.own_heads(layer, of_heads) for layer, (of_heads, _) in enumerate(layers)]
+            shares.append(np.stack(pairs).astype(np.float64) / (len(ids) * (len(ids) + 1) / 2))
         self.shares = np.mean(shares, axis=0)
         return losses
 
     def slopes(self, more: Heads) -> Float64[np.ndarray, "layers Hkv"]:
         """Derivative of the loss by a gate of each head, from its reading towards blocks."""
         return np.mean([self._slopes(ids, more) for ids in self._texts], axis=0)
-
-    def _of_full(self, ids: Sequence[int]) -> Float32[np.ndarray, " counted"]:
-        losses, finite = self._losses(ids, attend_fully, None)
-        wrong = ~np.isfinite([*finite, losses.sum()])
-        if wrong.any():
-            layer = int(np.argmax(wrong))
-            where = f"attention of layer {layer}" if layer < len(finite) else "logits"
-            raise ValueError(f"model {self._lm.name!r} computes NaN or infinity in the {where}")
-        return losses
 
     def _gates(self, more: Heads) -> list[Float32[np.ndarray, " Hkv"]]:
         return [self._lm.dealt_heads(layer, of_layer.astype(np.float32)) for layer, of_layer in enumerate(more)]
@@ -81,76 +82,86 @@ class TextLosses:
         return slice(self._config.window + self._config.block_size, len(ids) - 1)
 
     def _losses(
-        self, ids: Sequence[int], program: Any, each: Sequence[tuple[Any, ...]] | None
-    ) -> tuple[Float32[np.ndarray, " counted"], list[Any]]:
-        """Losses that count, and what the program measures of every layer."""
+        self, ids: Sequence[int], gates: Sequence[Float32[np.ndarray, " Hkv"] | None]
+    ) -> tuple[Float32[np.ndarray, " counted"], list[tuple[np.ndarray, np.ndarray]]]:
+        """Losses that count, and of every layer the pairs that its heads attend to and whether they are finite."""
         run, measured = ForwardPass(self._lm, ids), []
-        for of_layer in run.layers(program, self._config, each=each):
-            measured.append(on_host(of_layer))
+        for read in run.layers(read_layer, self._config, each=[(of_layer,) for of_layer in gates]):
+            measured.append((on_host(read.pairs), on_host(read.finite)))
             self._step()
         return run.losses()[self._counted(ids)], measured
 
     def _slopes(self, ids: Sequence[int], more: Heads) -> Float64[np.ndarray, "layers Hkv"]:
         run, inputs = ForwardPass(self._lm, ids), list[Array]()
         gates = [jnp.asarray(of_layer) for of_layer in self._gates(more)]
-        for _ in run.layers(_keep_input, self._config, each=[(of_layer,) for of_layer in gates], inputs=inputs):
+        for _ in run.layers(read_layer, self._config, each=[(of_layer,) for of_layer in gates], inputs=inputs):
             self._step()
         weights = np.zeros((1, run.num_columns), np.float32)
         weights[0, self._counted(ids)] = 1 / max(1, weights[0, self._counted(ids)].size)
         cotangent = run.behind(loss_slope, run.targets, jnp.asarray(weights))
         found: list[np.ndarray] = []
         for number in reversed(range(len(inputs))):
-            cotangent, slope = run.one_layer(number, _pullback, inputs.pop(), gates[number], cotangent, self._config)
+            cotangent, slope = run.one_layer(number, _slopes, inputs.pop(), gates[number], self._config, cotangent)
             found.append(self._lm.own_heads(number, on_host(slope).astype(np.float64)))
             self._step()
         return np.stack(found[::-1])
 
 
-def _gated_layer(
-    graphdef: Any,
-    weights: Any,
-    x: Float[Array, "1 L D"],
-    cos: Float[Array, "1 L half"],
-    sin: Float[Array, "1 L half"],
+class LayerText(NamedTuple):
+    """What a layer has of a text that it has read.
+
+    Attributes:
+        k: Keys, zero behind the text; `v` the values.
+        scores: What its tokens are chosen by.
+        pairs: Causal pairs (query, key) that each KV head attends to where it reads sparse, or blocks; zeros under full
+            attention, where nobody asks.
+        finite: Whether each KV head's keys and its group's queries are.
+    """
+
+    k: Float[Array, "1 L Hkv d"]
+    v: Float[Array, "1 L Hkv d"]
+    scores: PromptScores
+    pairs: Float32[Array, "Hkv 2"]
+    finite: Bool[Array, " Hkv"]
+
+
+_SPECS: Any = THIRD_HEADS, THIRD_HEADS, SECOND_HEADS, HEADS, HEADS
+#: How a layer's text lies on a mesh.
+TEXT_SPECS = LayerText(*_SPECS)
+_OPTIONS: dict[str, Any] = {"static": ("config",), "inputs": {"gates": HEADS}}
+
+
+@attention_program(outputs=(SAME, TEXT_SPECS), **_OPTIONS)
+def read_layer(
+    q: Float[Array, "1 L Hq d"],
+    k: Float[Array, "1 L Hkv d"],
+    v: Float[Array, "1 L Hkv d"],
+    lengths: Int32[Array, " 1"],
+    gates: Float32[Array, " Hkv"] | None,
+    config: TCAConfig,
+) -> tuple[Float[Array, "1 L Hq d"], LayerText]:
+    """Attention of heads that read blocks where their gate is 1 and sparse where it is 0; full without gates."""
+    heads, text = k.shape[2], (jnp.arange(k.shape[1]) < lengths[:, None])[..., None, None]
+    finite = jnp.isfinite(k).all(axis=(0, 1, 3)) & jnp.isfinite(q).reshape(*k.shape[:3], -1).all(axis=(0, 1, 3))
+    if gates is None:
+        out, pairs = causal_attention(q, k, v, lengths), jnp.zeros((heads, 2), jnp.float32)
+    else:
+        both = read_both(q, k, v, lengths, head_numbers(0, heads), config)
+        out, pairs = both.mixed(gates), both.pairs
+    scores = score_prompt(last_queries(q, lengths, config.num_queries), k, lengths, config)
+    return out, LayerText(jnp.where(text, k, 0), jnp.where(text, v, 0), scores, pairs, finite)
+
+
+def _gated(
+    q: Float[Array, "1 L Hq d"],
+    k: Float[Array, "1 L Hkv d"],
+    v: Float[Array, "1 L Hkv d"],
     lengths: Int32[Array, " 1"],
     gates: Float32[Array, " Hkv"],
     config: TCAConfig,
-) -> tuple[Float[Array, "1 L D"], Float32[Array, "Hkv 2"]]:
-    """The stream behind a layer whose heads read blocks where their gate is 1, and the pairs of both readings."""
-
-    def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, Array]:
-        both = read_both(q, k, v, lengths, head_numbers(0, k.shape[2]), config)
-        return both.mixed(gates), both.pairs
-
-    x, pairs, _ = nnx.merge(graphdef, weights)(x, cos, sin, attend, None)
-    return x, pairs
+) -> tuple[Float[Array, "1 L Hq d"], None]:
+    """What `read_layer` attends to, to be derived."""
+    return attend_gated(q, k, v, gates, lengths, head_numbers(0, k.shape[2]), config), None
 
 
-_OPTIONS: dict[str, Any] = {"static": ("config",), "inputs": {"gates": HEADS}, "outputs": (SAME, HEADS)}
-_read_layer = layer_program(donate=("x",), **_OPTIONS)(_gated_layer)
-_keep_input = layer_program(**_OPTIONS)(_gated_layer)
-
-
-@layer_program(derives=True, **_OPTIONS)
-def _pullback(
-    graphdef: Any,
-    weights: Any,
-    x: Float[Array, "1 L D"],
-    cos: Float[Array, "1 L half"],
-    sin: Float[Array, "1 L half"],
-    lengths: Int32[Array, " 1"],
-    gates: Float32[Array, " Hkv"],
-    cotangent: Float[Array, "1 L D"],
-    config: TCAConfig,
-) -> tuple[Float[Array, "1 L D"], Float32[Array, " Hkv"]]:
-    """Derivatives by the stream in front of `_gated_layer`, and by its gates."""
-
-    def run(x: Array, gates: Array) -> Array:
-        def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, None]:
-            return attend_gated(q, k, v, gates, lengths, head_numbers(0, k.shape[2]), config), None
-
-        x, _, _ = nnx.merge(graphdef, weights)(x, cos, sin, attend, None)
-        return x
-
-    _, pullback = jax.vjp(run, x, gates)
-    return pullback(cotangent)
+_slopes = slope_program(_gated, outputs=(SAME, HEADS), **_OPTIONS)

@@ -2,6 +2,7 @@
 
     python examples/evaluate_zoo.py zoo --jobs 7                       # one GPU: zoo/<name>.json of every model
     python examples/evaluate_zoo.py zoo --part estimates --jobs 7      # how the blocks of a tile are estimated
+    python examples/evaluate_zoo.py zoo --part curves --jobs 7         # TCA at several tolerances, and other methods
     python examples/evaluate_zoo.py zoo --part table                   # benchmarks/results/zoo.{json,md} from these
 
 Calibration sees the first half of the held-out text; losses are measured on the second, questions are about documents
@@ -36,6 +37,9 @@ from tca_jax import TCAConfig
 from tca_jax.calibration.profile import Profile
 from tca_jax.calibration.text_losses import TextLosses
 from tca_jax.engine.answers import score_answers
+from tca_jax.engine.buckets import bucket_length
+from tca_jax.engine.budgets import CallSizes
+from tca_jax.evaluation.specs import Builder, parse_methods
 from tca_jax.loading import shipped_profile
 from tca_jax.methods import fetching
 from tca_jax.methods.xattention import antidiagonal_mass
@@ -117,12 +121,14 @@ def losses(lm: tca_jax.LM, texts: Sequence[list[int]], window: int) -> dict[str,
     }
 
 
-def answers(lm: tca_jax.LM, documents: dict[str, list[Document]]) -> dict[str, Any]:
+def answers(
+    lm: tca_jax.LM, documents: dict[str, list[Document]], protocols: Sequence[str] = PROTOCOLS
+) -> dict[str, Any]:
     """Share of right answers by protocol and task, and the KV bytes next to full attention's."""
     right: dict[str, dict[str, float]] = {}
     held = []
     tasks = [(task, document) for task, of_task in documents.items() for document in of_task]
-    for protocol in PROTOCOLS:
+    for protocol in protocols:
         found = ask(lm, [document for _, document in tasks], protocol)
         held.append(found.kv_cache_share)
         of_task: dict[str, list[bool]] = {}
@@ -210,6 +216,66 @@ def _described(profile: Profile, tokens: int) -> dict[str, Any]:
     }
 
 
+# --- TCA at several tolerances, and other methods ---
+
+#: Of reading, in parts of what row 0 costs, and of keeping, in nats a token of answers; 0.1 and 0.02 are the defaults.
+TOLERANCES = ((0.5, 0.5), (0.2, 0.1), (0.1, 0.02), (0.03, 0.005))
+#: Methods whose prefill attends to less than everything, at several budgets.
+READERS = (
+    *(f"streaming:window={window}" for window in (512, 1024, 2048, 4096)),
+    *(f"minference:scale={scale}" for scale in (0.03, 0.1, 0.3)),
+    *(f"flexprefill:gamma={gamma},min_budget=256" for gamma in (0.6, 0.8, 0.9, 0.95)),
+    *(f"xattention:threshold={threshold}" for threshold in (0.6, 0.8, 0.9, 0.95)),
+)
+#: Methods that keep a part of the cache, each at these shares of full attention's bytes.
+KEEPERS = ("streaming", "snapkv", "cake", "duoattention", "expected-attention")
+BYTES = (0.1, 0.15, 0.2, 0.35, 0.6)
+
+
+def curves(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> None:
+    """Loss inside prompts by the attended share, and late answers by the bytes of the cache, of every method."""
+    lm, name = tca_jax.load(folder, dtype=dtype), folder.name
+    (tokens, window), *_ = plan.lengths
+    texts, tasks = passages(0, plan.passages, tokens, 1), sorted(set(MIXTURES[name]))
+    documents = {task: draw_documents((11, tokens), plan.questions[0], tokens - 256, name, task) for task in tasks}
+    found: dict[str, Any] = {"curves": name, "tokens": tokens, "points": []}
+
+    def note(method: str, under: tca_jax.LM, *, reads: bool, keeps: bool, label: str) -> None:
+        point: dict[str, Any] = {"method": method, "label": label}
+        if reads:
+            point |= losses(under, texts, window)
+        if keeps:
+            measured = answers(under, documents, ("late",))
+            point |= {
+                "kv_share": measured["kv_share"],
+                "late": float(np.mean(list(measured["right"]["late"].values()))),
+            }
+        found["points"].append(point)
+        for each in found["points"]:
+            each["inside_full"] = found["points"][0]["inside"]
+        out.write_text(json.dumps(found, indent=1) + "\n")
+        print(name, point, flush=True)
+
+    note("full", lm.with_profile(None), reads=True, keeps=True, label="full attention")
+    shape = lm.config.num_layers, lm.config.num_kv_heads
+    profile = Profile.uniform(TCAConfig(window=window), *shape, 0)
+    note("row 0", lm.with_profile(profile), reads=True, keeps=True, label="TCA, row 0 in every head")
+    for read, keep in TOLERANCES:
+        config = TCAConfig(window=window, read_tolerance=read, keep_tolerance=keep)
+        profile, _ = _calibrated(lm, plan, config, tokens, 0)
+        label = f"TCA, tolerances {read:g} and {keep:g}"
+        note("TCA", lm.with_profile(profile), reads=True, keeps=True, label=label)
+    builder = Builder(lm, profile, None, lambda: passages(0, 1, tokens, 0))
+    for spec in parse_methods(",".join(READERS)):
+        note(spec.parts[0][0], builder.build(spec).lm, reads=True, keeps=False, label=spec.label)
+    sizes = CallSizes(bucket_length(tokens), bucket_length(256), bucket_length(128))
+    for spec in parse_methods(",".join(KEEPERS)):
+        for share in BYTES:
+            built = builder.build_within(spec, share, sizes)
+            if not built.own_budget:
+                note(spec.label, built.lm, reads=False, keeps=True, label=f"{spec.label} within {share:.0%}")
+
+
 # --- how blocks are estimated ---
 
 
@@ -284,7 +350,7 @@ app = typer.Typer(pretty_exceptions_enable=False)
 @app.command()
 def main(
     zoo: Annotated[Path, typer.Argument(help="Folder that train_zoo.py wrote.")],
-    part: Annotated[str, typer.Option(help="answers, estimates or table.")] = "answers",
+    part: Annotated[str, typer.Option(help="answers, curves, estimates or table.")] = "answers",
     only: Annotated[list[str] | None, typer.Option(help="Models; all by default.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Models at the same time, shared out over the GPUs.")] = 1,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs that they are shared out over.")] = 1,
@@ -306,7 +372,7 @@ def main(
     if part == "table":
         write_tables(out)
         return
-    function = {"answers": evaluate, "estimates": estimates}[part]
+    function = {"answers": evaluate, "curves": curves, "estimates": estimates}[part]
     suffix = "" if part == "answers" else f"-{part}"
     plan = SMOKE if smoke else Plan(questions=tuple(map(int, questions.split(","))))
     tasks = [(path, out / f"{name}{suffix}.json", plan, dtype) for name, path in folders.items()]

@@ -19,40 +19,20 @@ _LABELS = {"default": "default probes", "pairs": "pairs as probes"}
 
 
 def write_tables(folder: Path) -> None:
-    """Writes zoo.json and zoo.md from the results of every model in a folder."""
+    """Writes zoo.json, zoo-curves.json and zoo.md from the results of every model in a folder."""
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json")) if "zoo" not in path.stem]
     models = [record for record in records if "lengths" in record]
-    found = {
-        "models": {record["model"]: {**record, "points": _points(record)} for record in models},
-        "estimates": [record for record in records if "rows" in record],
-    }
+    estimates = [record for record in records if "rows" in record]
+    found = {"models": {record["model"]: record for record in models}, "estimates": estimates}
+    curves = {record["curves"]: record for record in records if "curves" in record}
     (folder / "zoo.json").write_text(json.dumps(found, indent=1) + "\n")
+    if curves:  # what `tca-jax plot reading` and `plot keeping` draw
+        (folder / "zoo-curves.json").write_text(json.dumps({"models": curves}, indent=1) + "\n")
     tables = (_calibrated, _reading, _keeping, _answers, _draws)
-    parts = [line for table in tables for line in table(models)] + _estimates(found["estimates"])
+    parts = [line for table in tables for line in table(models)] + _estimates(estimates)
+    parts += [line for record in curves.values() for line in _curve(record)]
     devices = ", ".join(sorted({record["device"] for record in models}))
     (folder / "zoo.md").write_text("\n".join(["# The zoo", "", _ABOUT.format(devices=devices), "", *parts]) + "\n")
-
-
-def _points(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """What `tca-jax plot reading` and `plot keeping` draw: of the first length, each method that was measured."""
-    (_, first), *_ = record["lengths"].items()
-    methods = {"full": "full", "row0": "row 0", "default": "TCA", "pairs": "TCA, pairs as probes"}
-    points = []
-    for label, method in methods.items():
-        if label in first and "full" in first and "inside" in first[label]:
-            one = first[label]
-            late = float(np.mean(list(one["right"]["late"].values()))) if "right" in one else None
-            costs = {"attended_share": one["attended_share"], "kv_share": one.get("kv_share")}
-            points.append(
-                {
-                    "method": method,
-                    **costs,
-                    "inside": one["inside"],
-                    "inside_full": first["full"]["inside"],
-                    "late": late,
-                }
-            )
-    return points
 
 
 def _lengths(models: list[dict[str, Any]], *labels: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -171,3 +151,16 @@ def _label(row: dict[str, Any]) -> str:
         f"{name} {row[name]}" for name in ("fetch", "fetch_stride") if name in row and row["reading"] == "blocks"
     ]
     return ", ".join([row["reading"], *options, *([row["estimate"]] if "estimate" in row else [])])
+
+
+def _curve(record: dict[str, Any]) -> list[str]:
+    """Every point of a model's two pictures."""
+    head = ["method", "attended share", "inside, over full attention's", "KV bytes", "late answers"]
+    rows = []
+    for point in record["points"]:
+        read = [""] * 2
+        if "inside" in point:
+            read = [f"{point['attended_share']:.1%}", _over(point["inside"], point["inside_full"])]
+        kept = [f"{point['kv_share']:.1%}", f"{point['late']:.1%}"] if "late" in point else [""] * 2
+        rows.append([point["label"], *read, *kept])
+    return _table(f"{record['curves']}, {record['tokens']:,} tokens: what methods cost and lose", head, rows)

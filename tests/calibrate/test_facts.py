@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from tca_jax.calibration.facts import _KINDS, _NATURAL, _PLAIN, draw_facts
+from tca_jax.calibration.facts import _KINDS, _NATURAL, _PLAIN, _SEVERAL, draw_facts
 
 SEEDS = range(60)
 
@@ -17,8 +17,16 @@ def facts_of(seed):
 
 
 def split_answer(fact):
-    """Kind and key of a fact."""
-    return re.fullmatch(r"The (.+) for (\w+ \w+) is .+\.", fact.answer).groups()
+    """Kind and key of each line, as the answer has them."""
+    said = re.findall(r"[Tt]he ((?:(?!, the ).)+?) for (\w+ \w+) is (?:(?!, the ).)+", fact.answer)
+    assert len(said) == len(fact.lines) == len(fact.values)
+    return said
+
+
+def kind_of(fact):
+    """Without its ordinal."""
+    kind, _ = split_answer(fact)[0]
+    return kind.removeprefix("first ")
 
 
 def shape_of(kind):
@@ -27,70 +35,82 @@ def shape_of(kind):
 
 def test_the_same_state_gives_the_same_facts_and_another_one_others():
     assert facts_of(3) == facts_of(3)
-    lines = [{fact.line for fact in facts_of(seed)} for seed in SEEDS]
+    lines = [{line for fact in facts_of(seed) for line in fact.lines} for seed in SEEDS]
     assert all(not a & b for a, b in itertools.pairwise(lines))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_facts_are_twelve_of_five_shapes_about_different_keys(seed):
-    facts = facts_of(seed)
-    kinds, keys = zip(*map(split_answer, facts), strict=True)
-    assert collections.Counter(map(shape_of, kinds)) == {"number": 3, "hex": 3, "words": 2, "sentence": 2, "list": 2}
-    assert len({word for key in keys for word in key.split()}) == 2 * len(keys)  # no two keys share a word
-    assert len({fact.value for fact in facts}) == len(facts)
-    for kind, fact in zip(kinds, facts, strict=True):
-        assert re.fullmatch(
-            {
-                "number": r"\d{6}",
-                "hex": "[0-9a-f]{32}",
-                "words": r"\w+ \w+",
-                "sentence": r"(\w+ ){7,}\w+",
-                "list": r"\w+, \w+, \w+",
-            }[shape_of(kind)],
-            fact.value,
-        )
+VALUES = {
+    "number": r"\d{6}",
+    "hex": "[0-9a-f]{32}",
+    "words": r"\w+ \w+",
+    "sentence": r"(\w+ ){7,}\w+",
+    "list": r"\w+, \w+, \w+",
+    "several": r"\d{6}",
+}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_line_says_the_value_of_a_key_and_the_question_asks_for_it(seed):
+def test_facts_are_fourteen_of_six_shapes_about_different_keys(seed):
     facts = facts_of(seed)
+    keys = [{key for _, key in split_answer(fact)} for fact in facts]
+    assert all(len(of_fact) == 1 for of_fact in keys)
+    shapes = [shape_of(kind_of(fact)) for fact in facts]
+    assert collections.Counter(shapes) == {name: 3 if name in ("number", "hex") else 2 for name in VALUES}
+    assert len({word for key in set.union(*keys) for word in key.split()}) == 2 * len(keys)  # no two keys share a word
+    values = [value for fact in facts for value in fact.values]
+    assert len(set(values)) == len(values)
+    for shape, fact in zip(shapes, facts, strict=True):
+        assert all(re.fullmatch(VALUES[shape], value) for value in fact.values)
+        assert len(fact.lines) in ((2, 3) if shape == "several" else (1,))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_lines_say_the_values_of_a_key_and_the_question_asks_for_them(seed):
+    facts = facts_of(seed)
+    every_line = [line for fact in facts for line in fact.lines]
     for fact in facts:
-        kind, key = split_answer(fact)
-        assert all(fact.line.count(part) == 1 for part in (kind, key, fact.value))
-        assert kind in fact.question
-        assert key in fact.question
-        assert fact.value not in fact.question
-        assert fact.answer.endswith(f" is {fact.value}.")
-        assert "\n" not in fact.line
-        assert (fact.line + fact.question + fact.answer).isascii()
-        assert sum(key in other.line for other in facts) == 1
-        assert sum(fact.value in other.line for other in facts) == 1
+        for (kind, key), line, value in zip(split_answer(fact), fact.lines, fact.values, strict=True):
+            assert all(line.count(part) == 1 for part in (kind, key, value))
+            assert key in fact.question
+            assert value not in fact.question
+            assert "\n" not in line
+            assert (line + fact.question + fact.answer).isascii()
+            assert sum(key in other for other in every_line) == len(fact.lines)
+            assert sum(value in other for other in every_line) == 1
+        assert kind_of(fact) in fact.question
+        assert fact.answer.endswith(f" is {fact.values[-1]}.")
+        places = [fact.answer.index(f" is {value}") for value in fact.values]
+        assert places == sorted(places)
 
 
-def plain(fact):
-    kind, key = split_answer(fact)
-    lines, questions = ([each.format(kind=kind, key=key, value=fact.value) for each in some] for some in _PLAIN)
-    return fact.line.removeprefix("# ") in lines, fact.question in questions
+def worded(fact, number):
+    """A line with its words taken out."""
+    kind, key = split_answer(fact)[number]
+    line = fact.lines[number].removeprefix("# ").replace(fact.values[number], "{value}")
+    return line.replace(key, "{key}").replace(kind, "{kind}")
 
 
-def test_every_other_fact_is_worded_plainly_in_line_and_question_and_a_third_are_comments():
+def asked(fact):
+    """The question with its words taken out."""
+    key = split_answer(fact)[0][1]
+    question = fact.question.replace(key, "{key}").replace(kind_of(fact), "{kind}")
+    return re.sub(r"\b[23]\b", "{count}", question)
+
+
+def test_every_other_fact_is_worded_plainly_in_line_and_question_and_a_third_of_lines_are_comments():
     for seed in SEEDS:
-        kinds_of_wording = [plain(fact) for fact in facts_of(seed)]
-        assert set(kinds_of_wording) == {(True, True), (False, False)}
-        assert all(a != b for a, b in itertools.pairwise(kinds_of_wording))
-    lines = [fact.line for seed in SEEDS for fact in facts_of(seed)]
+        facts = facts_of(seed)
+        plain = [all(worded(fact, i) in _PLAIN[0] for i in range(len(fact.lines))) for fact in facts]
+        assert all(a != b for a, b in itertools.pairwise(plain))
+        for fact, is_plain in zip(facts, plain, strict=True):
+            questions = _PLAIN[1] if is_plain else _NATURAL[1]
+            assert asked(fact) in (_SEVERAL if len(fact.lines) > 1 else questions)
+    lines = [line for seed in SEEDS for fact in facts_of(seed) for line in fact.lines]
     assert 0.25 < np.mean([line.startswith("# ") for line in lines]) < 0.42
 
 
 def test_every_wording_and_every_kind_is_drawn():
     facts = [fact for seed in SEEDS for fact in facts_of(seed)]
-    drawn_lines, drawn_questions, drawn_kinds = set(), set(), set()
-    for fact in facts:
-        kind, key = split_answer(fact)
-        drawn_kinds.add(kind)
-        line = fact.line.removeprefix("# ").replace(fact.value, "{value}")
-        drawn_lines.add(line.replace(key, "{key}").replace(kind, "{kind}"))
-        drawn_questions.add(fact.question.replace(key, "{key}").replace(kind, "{kind}"))
-    assert drawn_lines == {*_PLAIN[0], *_NATURAL[0]}
-    assert drawn_questions == {*_PLAIN[1], *_NATURAL[1]}
-    assert drawn_kinds == {kind for kinds in _KINDS.values() for kind in kinds}
+    assert {worded(fact, i) for fact in facts for i in range(len(fact.lines))} == {*_PLAIN[0], *_NATURAL[0]}
+    assert {asked(fact) for fact in facts} == {*_PLAIN[1], *_NATURAL[1], *_SEVERAL}
+    assert {kind_of(fact) for fact in facts} == {kind for kinds in _KINDS.values() for kind in kinds}

@@ -159,7 +159,7 @@ def test_texts_lose_first_tokens_until_no_probe_passes_the_models_positions(leng
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_a_fact_stands_once_in_the_text_as_a_line_and_its_value_is_what_counts(chat):
+def test_facts_stand_once_in_the_text_as_lines_and_their_values_are_what_counts(chat):
     tokenizer = shipped_tokenizer(**({} if chat else {"chat_template": None}))
     ids = lines(20_000)
     (text,) = probed_texts(Encoder(32_768, tokenizer), [ids], "facts", CONFIG)
@@ -168,20 +168,20 @@ def test_a_fact_stands_once_in_the_text_as_a_line_and_its_value_is_what_counts(c
     ranked = decoded[: CONFIG.num_ranked_blocks(len(text.ids)) * 8]
     asked = of_kind(text, "facts")
     facts = draw_facts(np.random.default_rng([0, 0, 1]))
-    assert len(asked) == len(facts) == 12
+    assert len(asked) == len(facts) == 14
     for fact, segment in zip(facts, asked, strict=True):
-        assert decoded.count(fact.value) == 1
-        assert f"\n{fact.line}\n" in ranked
-        (answer,) = counted(segment)
-        assert tokenizer.decode(answer).strip() == fact.value  # a token may begin in front of it
+        assert all(decoded.count(value) == 1 for value in fact.values)
+        assert all(f"\n{line}\n" in ranked for line in fact.lines)
+        answers = [tokenizer.decode(run).strip() for run in counted(segment)]  # a token may begin in front of it
+        assert tuple(answers) == fact.values
         before, after = tokenizer.decode(segment.ids).split(fact.answer)
         if chat:
             assert (before, after) == (f"<|user|>{fact.question}<|eos|><|assistant|>", "<|eos|>")
         else:
             assert (before, after) == (f"\nQuestion: {fact.question}\nAnswer: ", "")
     rest = decoded
-    for fact in facts:
-        rest = rest.replace(f"{fact.line}\n", "")
+    for line in (line for fact in facts for line in fact.lines):
+        rest = rest.replace(f"{line}\n", "")
     original = tokenizer.decode(ids[1:-FOLLOWING])
     assert original.endswith(rest.removeprefix(tokenizer.bos_token))  # what lacks was cut off the beginning
 
@@ -192,9 +192,10 @@ def test_facts_lie_all_over_the_ranked_region():
         config = dataclasses.replace(CONFIG, seed=seed)
         (text,) = probed_texts(Encoder(32_768, tokenizer), [lines(20_000)], "facts", config)
         decoded = tokenizer.decode(text.ids)
-        places += [decoded.index(fact.value) / len(decoded) for fact in draw_facts(np.random.default_rng([seed, 0, 1]))]
+        facts = draw_facts(np.random.default_rng([seed, 0, 1]))
+        places += [decoded.index(value) / len(decoded) for fact in facts for value in fact.values]
     deciles, _ = np.histogram(places, bins=10, range=(0, 1))
-    assert deciles.min() >= 15  # of 24
+    assert deciles.min() >= 20  # of some 34
 
 
 def test_a_fact_stands_on_a_line_of_its_own_where_no_line_ends():
@@ -203,7 +204,7 @@ def test_a_fact_stands_on_a_line_of_its_own_where_no_line_ends():
     decoded = tokenizer.decode(text.ids)
     facts = draw_facts(np.random.default_rng([0, 0, 1]))
     assert len(text.ids) == 20_001 - FOLLOWING
-    assert all(f"x\n{fact.line}\nx" in decoded for fact in facts)
+    assert all(f"x\n{line}\nx" in decoded for fact in facts for line in fact.lines)
 
 
 @pytest.mark.parametrize("length", [300, 1000, 3000, 8000])
@@ -211,9 +212,9 @@ def test_facts_take_a_tenth_of_a_short_text_at_most(length):
     tokenizer = shipped_tokenizer()
     (text,) = probed_texts(Encoder(32_768, tokenizer), [lines(length)], "facts", CONFIG)
     decoded = tokenizer.decode(text.ids)
-    hidden = [f.line for f in draw_facts(np.random.default_rng([0, 0, 1])) if f.value in decoded]
-    assert len(hidden) == len(of_kind(text, "facts")) <= 12
-    assert sum(len(line) + 1 for line in hidden) <= len(text.ids) / 10
+    hidden = [f.lines for f in draw_facts(np.random.default_rng([0, 0, 1])) if f.values[0] in decoded]
+    assert len(hidden) == len(of_kind(text, "facts")) <= 14
+    assert sum(len(line) + 1 for lines in hidden for line in lines) <= len(text.ids) / 10
     assert bool(hidden) == (length >= 1000)
 
 
@@ -229,13 +230,13 @@ def test_facts_are_the_seeds_and_the_texts_own():
 def test_facts_and_copies_come_both_by_default_and_copies_repeat_the_text_with_its_facts():
     lm = Encoder(32_768, shipped_tokenizer())
     (text,) = probed_texts(lm, [lines(20_000)], None, CONFIG)
-    assert [segment.kind for segment in text.segments] == ["follow", *["facts"] * 12, *["copy"] * 4]
+    assert [segment.kind for segment in text.segments] == ["follow", *["facts"] * 14, *["copy"] * 4]
     windows = np.lib.stride_tricks.sliding_window_view(np.array(text.ids), 128)
     for copy in of_kind(text, "copy"):
         assert (windows == copy.ids).all(1).any()
     assert probed_texts(lm, [lines(20_000)], ["copy", "facts"], CONFIG) == [text]
     (facts,) = probed_texts(lm, [lines(20_000)], "facts", CONFIG)
-    assert facts.segments == text.segments[:13]
+    assert facts.segments == text.segments[:15]
 
 
 def test_a_tokenizer_without_line_breaks_hides_facts_too(tmp_path):
@@ -243,9 +244,10 @@ def test_a_tokenizer_without_line_breaks_hides_facts_too(tmp_path):
     (text,) = probed_texts(Encoder(32_768, tokenizer), [distinct(95) * 200], "facts", CONFIG)
     decoded = tokenizer.decode(text.ids)
     facts = draw_facts(np.random.default_rng([0, 0, 1]))
-    assert all(decoded.count(fact.value) == 1 for fact in facts)
-    answers = [tokenizer.decode(counted(segment)[0]) for segment in of_kind(text, "facts")]
-    assert [answer.strip() for answer in answers] == [fact.value for fact in facts]
+    values = [value for fact in facts for value in fact.values]
+    assert all(decoded.count(value) == 1 for value in values)
+    answers = [tokenizer.decode(run) for segment in of_kind(text, "facts") for run in counted(segment)]
+    assert [answer.strip() for answer in answers] == values
 
 
 def test_a_model_without_a_tokenizer_gets_no_facts_and_is_told_where_they_were_asked_for():
