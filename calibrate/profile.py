@@ -47,7 +47,7 @@ class Profile:
         keeping_worth: The same of answers, or of what follows a text, by keeping everything.
         losses: Mean losses in nats a token, "full" attention's, with "row0" in every head and as "chosen": "inside" the
             texts, of the probes' "answers" and of the tokens "following" a selection; those that were measured.
-        probes: Tokens of answers that counted by kind of probe ("counted", 0 for a kind that says nothing of the
+        probes: Answers that counted by kind of probe ("counted", 0 for a kind that says nothing of the
             model), and the bounds "kept" and "attended", or None. None where there were no probes.
         library_version: Version of tca_jax that made the profile.
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float32, Float64, Int32
+from jaxtyping import Bool, Float32, Float64, Int, Int32
 
 from tca_jax.calibration.journal import Journal
 from tca_jax.calibration.probe_losses import ReadText
@@ -19,8 +20,8 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.memory import memory_bytes
 from tca_jax.methods.config import TCAConfig
 
-#: Nats up to which a token is known, and an answer on the mean of its tokens. What passes it is lost.
-KNOWN = 1.0
+#: A model knows a token that it gives at least half of the probability: greedy decoding then gives it.
+KNOWN = math.log(2)
 _FOLLOWING_TOLERANCE = 0.01  # of full attention's loss
 _LEAST = 1e-9  # nats: a tolerance to divide by
 _SURE = 2.0  # standard errors by which a difference of losses is told apart from chance
@@ -60,7 +61,7 @@ class Keeping:
         rows: Cache row of every head.
         answers: Losses of the probes' answers; None where no kind of probe says anything of the model.
         following: Losses of the tokens that follow a selection.
-        counted: Tokens of answers that count, by kind of probe: known under full attention and lost at row 0.
+        counted: Answers that count, by kind of probe: known under full attention and lost at row 0.
     """
 
     found: Found
@@ -204,11 +205,11 @@ def _sparsest_rows(objective: _KeepingObjective, found: Found, config: TCAConfig
 
 
 class _KeepingObjective:
-    """Loss of answers and of what follows a selection, each in units of its tolerance; the larger of the two counts.
+    """Share of answers lost and loss of what follows a selection, in units of their tolerances; the larger counts.
 
     Attributes:
         says: Whether any probe says something of the model.
-        counted: Tokens of answers that count, by kind of probe.
+        counted: Answers that count, by kind of probe.
     """
 
     def __init__(
@@ -232,12 +233,11 @@ class _KeepingObjective:
                 "keeping", reads_blocks, lambda: (self._full(), self._trials(self.rows(none)[None])[0])
             )
         )
-        self._full_losses = full
+        self._full_losses, self._row0 = full, row0
         self._following = [_columns(text, of_text.size, FOLLOW) for text, of_text in zip(texts, full, strict=True)]
-        self.counted = dict.fromkeys(kinds, 0)
-        self._answers = [self._telling(*each) for each in zip(texts, full, row0, strict=True)]
+        self._answers = _Answers(texts, full, row0)
+        self.counted = {kind: self._answers.kinds.count(kind) for kind in kinds}
         self.says = any(self.counted.values())
-        self._row0 = row0
 
     def rows(self, more: Heads) -> Int32[np.ndarray, "layers Hkv"]:
         """Dense where a head is more, row 0 elsewhere."""
@@ -254,11 +254,11 @@ class _KeepingObjective:
         def measure() -> Any:
             (losses,) = self._measured(self.rows(more)[None])
             answers, following = self._ratios(losses)
-            masks = self._following
-            if answers >= following:  # what is lost, and no more
-                masks = [mask & (of_text > KNOWN) for mask, of_text in zip(self._answers, losses, strict=True)]
-            total = max(1, sum(int(mask.sum()) for mask in (self._answers if answers >= following else masks)))
-            weights = [mask.astype(np.float32) / total for mask in masks]
+            if answers >= following:
+                weights = self._answers.weights(losses)
+            else:
+                total = max(1, sum(int(mask.sum()) for mask in self._following))
+                weights = [mask.astype(np.float32) / total for mask in self._following]
             slopes = [text.slopes(self.rows(more), w) for text, w in zip(self._reading(), weights, strict=True)]
             return np.sum(slopes, axis=0).tolist()
 
@@ -273,11 +273,11 @@ class _KeepingObjective:
                 return None
             return Losses(*(_masked_mean(losses, masks) for losses in (self._full_losses, self._row0, chosen)))
 
-        return of(self._answers), of(self._following)
+        return of([number >= 0 for number in self._answers.numbers]), of(self._following)
 
     def _ratios(self, losses: list[np.ndarray]) -> tuple[float, float]:
         """Excess of answers and of what follows."""
-        answers = _masked_mean([_lost(now) for now in losses], self._answers) / max(self._config.keep_tolerance, _LEAST)
+        answers = self._answers.lost(losses) / max(self._config.keep_tolerance, _LEAST)
         rises = [now - full for now, full in zip(losses, self._full_losses, strict=True)]
         following = np.concatenate([rise[mask] for rise, mask in zip(rises, self._following, strict=True)])
         if following.size < 2:
@@ -313,19 +313,67 @@ class _KeepingObjective:
                 self._read.append(read)
         return self._read
 
-    def _telling(
-        self, text: ProbedText, full: Float32[np.ndarray, " P"], row0: Float32[np.ndarray, " P"]
-    ) -> Bool[np.ndarray, " P"]:
-        """Columns whose next token tells something: of an answer that the model knows under full attention, and lost at
-        row 0."""
-        telling = np.zeros(full.size, bool)
-        for number, probe in enumerate(text.segments):
-            columns = _columns(text, full.size, number)
-            if probe.kind != FOLLOW and columns.any() and full[columns].mean() <= KNOWN:
-                lost = columns & (full <= KNOWN) & (row0 > KNOWN)
-                self.counted[probe.kind] += int(lost.sum())
-                telling |= lost
-        return telling
+
+class _Answers:
+    """Answers of probes that tell what heads are worth: full attention knows them, and row 0 loses them.
+
+    The model knows an answer if the mean loss of its tokens is at most `KNOWN`; its known tokens count. Let p be the
+    probability of a token, P its probability under full attention. The share of the answer that is lost is
+
+        1 - prod_t min(1, 2 p_t / P_t),
+
+    so a token is lost where its probability falls below half of full attention's. Answers count of which row 0 loses
+    more than half.
+
+    Args:
+        texts: Texts with their probes.
+        full: Losses of all columns under full attention, of each text.
+        row0: The same with every head at row 0.
+
+    Attributes:
+        numbers: Of every column of every text, the number of the answer whose token it predicts; -1 for none.
+        kinds: Of every answer, its probe's kind.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[ProbedText],
+        full: Sequence[Float32[np.ndarray, " P"]],
+        row0: Sequence[Float32[np.ndarray, " P"]],
+    ) -> None:
+        self._full = full
+        self.numbers: list[Int[np.ndarray, " P"]] = []
+        self.kinds: list[str] = []
+        for text, known, lost in zip(texts, full, row0, strict=True):
+            number = np.full(known.size, -1)
+            for index, probe in enumerate(text.segments):
+                columns = _columns(text, known.size, index)
+                if probe.kind == FOLLOW or not columns.any() or known[columns].mean() > KNOWN:
+                    continue
+                columns &= known <= KNOWN
+                if _drop(lost, known)[columns].sum() > KNOWN:
+                    number[columns] = len(self.kinds)
+                    self.kinds.append(probe.kind)
+            self.numbers.append(number)
+
+    def lost(self, losses: Sequence[Float32[np.ndarray, " P"]]) -> float:
+        """Mean share of the answers that is lost; 0 where no answer counts."""
+        drops = np.zeros(len(self.kinds))
+        for now, full, number in zip(losses, self._full, self.numbers, strict=True):
+            np.add.at(drops, number[number >= 0], _drop(now, full)[number >= 0])
+        return float(-np.expm1(-drops).mean()) if drops.size else 0.0
+
+    def weights(self, losses: Sequence[Float32[np.ndarray, " P"]]) -> list[Float32[np.ndarray, " P"]]:
+        """Weights of the columns whose loss a head may give back: the lost tokens, by the number of answers."""
+        return [
+            ((number >= 0) & (_drop(now, full) > 0)).astype(np.float32) / max(1, len(self.kinds))
+            for now, full, number in zip(losses, self._full, self.numbers, strict=True)
+        ]
+
+
+def _drop(now: Float32[np.ndarray, " P"], full: Float32[np.ndarray, " P"]) -> Float32[np.ndarray, " P"]:
+    """Nats by which a token's probability has fallen below half of that under full attention."""
+    return np.maximum(now - full - KNOWN, 0)
 
 
 def _mean(losses: Sequence[np.ndarray]) -> float:
@@ -347,11 +395,6 @@ def _columns(text: ProbedText, columns: int, which: int | str) -> Bool[np.ndarra
             counted[start : start + len(probe.ids) - 1] = probe.answers[1:]
         start += len(probe.ids)
     return counted
-
-
-def _lost(losses: Float32[np.ndarray, " P"]) -> Float32[np.ndarray, " P"]:
-    """Nats by which tokens are no longer known."""
-    return np.maximum(losses - KNOWN, 0)
 
 
 def _masked_mean(losses: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> float:

@@ -83,7 +83,7 @@ def _reading(models: list[dict[str, Any]]) -> list[str]:
 
 
 def _keeping(models: list[dict[str, Any]]) -> list[str]:
-    head = ["model", "tokens", "probes", "denser heads", "KV bytes", "following", "counted tokens", "seconds"]
+    head = ["model", "tokens", "probes", "denser heads", "KV bytes", "following", "counted answers", "seconds"]
     rows = []
     for name, tokens, each in _lengths(models, "full", "default"):
         for label, words in _LABELS.items():

@@ -59,9 +59,9 @@ def text_of(lm: LM, length: int = 400, seed: int = 1) -> list[int]:
     return start + out.tokens[0]
 
 
-def pairs_of(lm: LM, text: list[int], count: int = 6) -> list[tuple[list[int], list[int]]]:
+def pairs_of(lm: LM, text: list[int], count: int = 24) -> list[tuple[list[int], list[int]]]:
     """Questions behind a text, and what the model answers to them."""
     questions = [random_ids(5, 100 + i).tolist() for i in range(count)]
     asked = [[*text, *question] for question in questions]
-    out = tca_jax.generate(lm, asked, max_new_tokens=8, stop_token_ids=())
+    out = tca_jax.generate(lm, asked, max_new_tokens=4, stop_token_ids=())
     return list(zip(questions, out.tokens, strict=True))

@@ -288,8 +288,8 @@ PROBES = {"counted": {"facts": 200, "copy": 1}, "kept": None, "attended": None}
         (
             PROBES,
             [
-                "Probes, facts: 200 answer tokens that full attention knows and row 0 loses",
-                "Probes, copy: 1 answer token that full attention knows and row 0 loses",
+                "Probes, facts: 200 answers that full attention knows and row 0 loses",
+                "Probes, copy: 1 answer that full attention knows and row 0 loses",
             ],
         ),
         (

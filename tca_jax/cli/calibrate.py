@@ -49,7 +49,7 @@ def calibrate(
         float, typer.Option(help="Allowed loss inside the texts, as a share of what row 0 in every head costs.")
     ] = TCAConfig.read_tolerance,
     keep_tolerance: Annotated[
-        float, typer.Option(help="Allowed loss of the probes' answers, in nats a token.")
+        float, typer.Option(help="Share of the probes' known answers that the cache may lose.")
     ] = TCAConfig.keep_tolerance,
     criterion: Annotated[
         Criterion | None,

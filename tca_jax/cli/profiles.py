@@ -188,7 +188,7 @@ def _worths(profile: Profile) -> list[str]:
 
 
 def _probes(profile: Profile) -> list[str]:
-    """Answer tokens of the probes, and the kinds of probes that say nothing of the model."""
+    """Answers of the probes that count, and the kinds of probes that say nothing of the model."""
     if (probes := profile.probes) is None:
         return ["Probes: none"]
     lines = [f"Probes, {kind}: {_said(count)}" for kind, count in probes["counted"].items()] or ["Probes: none"]
@@ -199,7 +199,7 @@ def _probes(profile: Profile) -> list[str]:
 def _said(count: int) -> str:
     if not count:
         return "say nothing of this model: it knows no answer under full attention that row 0 loses"
-    return f"{count:,} answer token{'s'[: count > 1]} that full attention knows and row 0 loses"
+    return f"{count:,} answer{'s'[: count > 1]} that full attention knows and row 0 loses"
 
 
 def _print_tables(candidates: np.ndarray, shares: np.ndarray) -> None:

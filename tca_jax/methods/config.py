@@ -42,7 +42,7 @@ class TCAConfig:
         fetch_stride: Every so many queries of a tile, one estimates which blocks these are. A power of two.
         read_tolerance: Loss inside a prompt that calibration allows over full attention's, as a share of what row 0 in
             every head costs.
-        keep_tolerance: Nats a token by which calibration lets answers pass 1 nat, up to which a token is known.
+        keep_tolerance: Share of the answers that full attention knows which calibration lets the cache lose.
         seed: Seed of the "random" density.
 
     Raises:
