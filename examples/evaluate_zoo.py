@@ -85,19 +85,19 @@ def passages(seed: int, count: int, tokens: int, half: int) -> list[list[int]]:
 
 
 def documents_with_pairs(lm: tca_jax.LM, name: str, count: int, tokens: int, seed: int) -> tuple[list[Any], list[Any]]:
-    """Documents of the training text as chats, and a question about each with its answer: a user's own probes."""
+    """Documents of the training text as chats, and all questions about each with their answers: a user's own probes."""
     tasks = sorted(set(MIXTURES[name]))
+
+    def ids(part: str, *, begins: bool = False) -> list[int]:
+        return lm.tokenizer(part, add_special_tokens=begins)["input_ids"]
+
     texts, pairs = [], []
     for number in range(count):
-        task = tasks[number % len(tasks)]
-        (document,) = draw_documents((seed, 7, number), 1, tokens, name, task, "train")
-        question = document.questions[0]
-        parts = chat_document(document.text), chat_question(question), f"{chat_answer(question, number)}<|eos|>"
-        text, asked, answer = (
-            lm.tokenizer(part, add_special_tokens=i == 0)["input_ids"] for i, part in enumerate(parts)
-        )
-        texts.append(text)
-        pairs.append([(asked, answer)])
+        (document,) = draw_documents((seed, 7, number), 1, tokens, name, tasks[number % len(tasks)], "train")
+        texts.append(ids(chat_document(document.text), begins=True))
+        answers = [f"{chat_answer(question, number)}<|eos|>" for question in document.questions]
+        asked = [chat_question(question) for question in document.questions]
+        pairs.append([(ids(question), ids(answer)) for question, answer in zip(asked, answers, strict=True)])
     return texts, pairs
 
 
@@ -188,7 +188,7 @@ def _evaluate_at(
     note("default", profile, seconds)
     note("full", None)
     note("row0", Profile.uniform(config, lm.config.num_layers, lm.config.num_kv_heads, 0), asks=False)
-    own_texts, pairs = documents_with_pairs(lm, name, max(8, 2 * plan.texts), tokens - 256, 0)
+    own_texts, pairs = documents_with_pairs(lm, name, plan.texts, tokens - 256, 0)
     note("pairs", *_timed(lambda: tca_jax.calibrate(lm, own_texts, config, probes=pairs)))
 
 
