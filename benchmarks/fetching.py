@@ -16,9 +16,8 @@ from tca_jax.benchmarks.layer_mesh import INPUTS, SEQUENCES, heads_over, inputs_
 from tca_jax.engine.mesh import CACHES, ROWS
 from tca_jax.methods import BASELINE
 from tca_jax.methods.block_sparse import Listed
-from tca_jax.methods.fetching import fetch_lists
+from tca_jax.methods.fetching import estimated_mass, fetch_lists
 from tca_jax.pallas_kernels.backends import whole
-from tca_jax.pallas_kernels.block_mass import block_mass
 from tca_jax.pallas_kernels.block_sparse_attention import BlockLists
 
 #: What is timed of one head.
@@ -62,8 +61,7 @@ class OneHead:
 
     def estimate(self, q: Array, k: Array, n: Array) -> Array:
         """Mass of every block for every tile."""
-        b, stride = self.config.block_size, min(self.config.fetch_stride, self.config.block_size)
-        return block_mass(q, k, n, block_size=b, stride=stride, backend=whole(self.backend))
+        return estimated_mass(q, k, n, self.config, whole(self.backend))
 
     def lists(self, q: Array, k: Array, n: Array) -> BlockLists:
         """What each tile attends to, the estimate included."""

@@ -101,15 +101,13 @@ def embed(
     return decoder.embed(tokens), *decoder.angles(positions)
 
 
-def _losses(
+@layer_program()
+def losses_of(
     graphdef: Any, weights: Any, x: Float[Array, "B P D"], targets: Int32[Array, "B P"]
 ) -> Float32[Array, "B P"]:
     """Loss in nats of a token after each position, from the stream behind the last layer."""
     decoder = nnx.merge(graphdef, weights)
     return -logprobs_of_hidden(decoder, decoder.norm(x), targets)
-
-
-losses_of = LayerProgram(_losses)
 
 
 @layer_program(derives=True)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Float32, Float64, Int32
 from tca_jax.calibration.gated_attention import attend_gated, read_both
 from tca_jax.calibration.layer_programs import HEADS, THIRD_HEADS, attention_program, slope_program
 from tca_jax.calibration.passes import ForwardPass, loss_slope
+from tca_jax.calibration.search import Heads
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, SECOND_HEADS, on_host
 from tca_jax.methods.config import TCAConfig
@@ -19,9 +20,6 @@ from tca_jax.methods.heads import head_numbers
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.selection import PromptScores, score_prompt
 from tca_jax.pallas_kernels.causal_attention import causal_attention
-
-#: Which heads read more than row 0, `[layers, H_kv]`.
-Heads = Bool[np.ndarray, "layers Hkv"]
 
 
 class TextLosses:

@@ -226,13 +226,8 @@ class _KeepingObjective:
         self._journal, self._step = journal, step
         self._read: list[ReadText] = []
         self._dense = config.num_candidates
-        none = np.zeros(reads_blocks.shape, bool)
-        full, row0 = (
-            [np.asarray(of_text, np.float32) for of_text in losses]
-            for losses in journal.get(
-                "keeping", reads_blocks, lambda: (self._full(), self._trials(self.rows(none)[None])[0])
-            )
-        )
+        full = [np.asarray(of_text, np.float32) for of_text in journal.get("keeping full", None, self._full)]
+        (row0,) = self._measured(self.rows(np.zeros_like(reads_blocks))[None])
         self._full_losses, self._row0 = full, row0
         self._following = [_columns(text, of_text.size, FOLLOW) for text, of_text in zip(texts, full, strict=True)]
         self._answers = _Answers(texts, full, row0)

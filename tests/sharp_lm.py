@@ -41,6 +41,15 @@ def make_lm(dtype=jnp.float32, tokenizer=None, layers: int = 2) -> LM:
     return LM.from_decoder(nnx.merge(graphdef, params), name="tiny", tokenizer=tokenizer)
 
 
+def broken_lm(lm: LM, layer: int | None = None) -> LM:
+    """A copy that computes NaN: in the norm before a layer's attention, or before the logits."""
+    graphdef, params = nnx.split(lm.decoder)
+    decoder = nnx.merge(graphdef, jax.tree.map(jnp.copy, params))
+    norm = decoder.norm if layer is None else decoder.layers[layer].attention_norm
+    norm.scale[...] = norm.scale[...] * np.nan
+    return LM.from_decoder(decoder, name="broken")
+
+
 def random_ids(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCABULARY, length)
 

@@ -40,12 +40,24 @@ def fetched_blocks_of(
     backend: Backend = "auto",
 ) -> Int32[Array, "B Hkv N F"]:
     """`fetched_blocks` by the estimate; no estimate is made where all blocks are fetched."""
-    b, tiles = config.block_size, cdiv(k.shape[1], config.block_size)
-    if config.num_ranked_blocks(tiles * b) <= config.fetch:
+    tiles = cdiv(k.shape[1], config.block_size)
+    if config.num_ranked_blocks(tiles * config.block_size) <= config.fetch:
         return fetched_blocks(jnp.zeros((k.shape[0], k.shape[2], tiles, tiles), jnp.float32), config)
     with jax.named_scope("estimate"):
-        mass = block_mass(q, k, lengths, block_size=b, stride=min(config.fetch_stride, b), backend=backend)
+        mass = estimated_mass(q, k, lengths, config, backend)
     return fetched_blocks(mass, config)
+
+
+def estimated_mass(
+    q: Float[Array, "B L Hq d"],
+    k: Float[Array, "B L Hkv d"],
+    lengths: Int[Array, " B"],
+    config: TCAConfig,
+    backend: Backend = "auto",
+) -> Float32[Array, "B Hkv N N"]:
+    """`block_mass` of the queries that the config samples, of each block of keys for each tile of queries."""
+    b = config.block_size
+    return block_mass(q, k, lengths, block_size=b, stride=min(config.fetch_stride, b), backend=backend)
 
 
 def attend_blocks(

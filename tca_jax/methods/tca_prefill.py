@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Float32, Int
 from tca_jax.methods.base import Attended
 from tca_jax.methods.fetching import attend_blocks
 from tca_jax.methods.heads import heads_of_model, of_heads, places_where
+from tca_jax.methods.pairs import causal_pairs
 from tca_jax.methods.regions import Selected
 from tca_jax.methods.sparse import SparsePrefill, selected_pairs
 from tca_jax.pallas_kernels.backends import Backend
@@ -77,8 +78,7 @@ def _attend_all(
     backend: Backend,
 ) -> tuple[Float[Array, "B L Hq d"], Float32[Array, "B 1"]]:
     """Exact attention, and the pairs of each KV head."""
-    count = lengths.astype(jnp.float32)[:, None]
-    return causal_attention(q, k, v, lengths, backend=backend), count * (count + 1) / 2
+    return causal_attention(q, k, v, lengths, backend=backend), causal_pairs(lengths)[:, None]
 
 
 def _take(x: Float[Array, "B L H d"], places: Places, kv_heads: int) -> Float[Array, "B L h d"]:

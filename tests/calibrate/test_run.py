@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cases import unchecked
 from flax import nnx
-from sharp_lm import VOCABULARY, make_lm, random_ids
+from sharp_lm import VOCABULARY, broken_lm, make_lm, random_ids
 
 import tca_jax
 from tca_jax import methods
@@ -248,10 +248,5 @@ def test_what_is_neither_text_nor_token_ids_is_a_type_error_that_names_it(lm, te
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_model_that_computes_nan_gives_no_profile_and_the_layer_is_named(lm, layer):
-    graphdef, params = nnx.split(lm.decoder)
-    decoder = nnx.merge(graphdef, jax.tree.map(jnp.copy, params))
-    norm = decoder.layers[layer].attention_norm
-    norm.scale[...] = norm.scale[...] * np.nan
-    broken = LM.from_decoder(decoder, name="broken")
     with pytest.raises(ValueError, match=f"model 'broken' computes NaN or infinity in the attention of layer {layer}"):
-        calibrate(broken, random_ids(150), CONFIG)
+        calibrate(broken_lm(lm, layer), random_ids(150), CONFIG)

@@ -6,13 +6,10 @@ import itertools
 import re
 import warnings
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import unchecked
-from flax import nnx
-from sharp_lm import make_lm, make_sure_lm, pairs_of, random_ids, text_of
+from sharp_lm import broken_lm, make_lm, make_sure_lm, pairs_of, random_ids, text_of
 
 import tca_jax
 from tca_jax.calibration import worth
@@ -312,22 +309,13 @@ def test_progress_ends_with_all_layers_done(lm, text, pairs):
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_model_that_computes_nan_gives_no_profile_and_the_layer_is_named(lm, text, layer):
-    graphdef, params = nnx.split(lm.decoder)
-    decoder = nnx.merge(graphdef, jax.tree.map(jnp.copy, params))
-    norm = decoder.layers[layer].attention_norm
-    norm.scale[...] = norm.scale[...] * np.nan
-    broken = LM.from_decoder(decoder, name="broken")
     with pytest.raises(ValueError, match=f"model 'broken' computes NaN or infinity in the attention of layer {layer}"):
-        calibrate(broken, text, CONFIG)
+        calibrate(broken_lm(lm, layer), text, CONFIG)
 
 
 def test_a_head_of_nan_is_named_as_the_logits(lm, text):
-    graphdef, params = nnx.split(lm.decoder)
-    decoder = nnx.merge(graphdef, jax.tree.map(jnp.copy, params))
-    decoder.norm.scale[...] = decoder.norm.scale[...] * np.nan
-    broken = LM.from_decoder(decoder, name="broken")
     with pytest.raises(ValueError, match="model 'broken' computes NaN or infinity in the logits"):
-        calibrate(broken, text, CONFIG)
+        calibrate(broken_lm(lm), text, CONFIG)
 
 
 # --- memory and programs ---------------------------------------------------------------------------
