@@ -72,11 +72,11 @@ PARTS: Mapping[str, Search] = MappingProxyType(
         "texts read, first trial": "keeping",
         "trial": "keeping",
         "derivatives of answers": "keeping",
-        "trial of all candidates of a head": "keeping",
     }
 )
 #: How often a typical calibration does each: two rounds of derivatives and losses in either search; 16 heads that read
-#: blocks are dropped one at a time; of those that keep everything 8 are, and 8 take the sparsest row that does.
+#: blocks are dropped one at a time; of those that keep everything 8 are, and 8 take the sparsest row that does, which
+#: four trials of each find.
 TYPICAL: Mapping[str, int] = MappingProxyType(
     {
         "losses, full attention": 1,
@@ -84,9 +84,8 @@ TYPICAL: Mapping[str, int] = MappingProxyType(
         "derivatives": 2,
         "texts read in full, answers": 1,
         "texts read, first trial": 1,
-        "trial": 2 + 8 + 1,
+        "trial": 2 + 8 + 8 * 4,
         "derivatives of answers": 2,
-        "trial of all candidates of a head": 8,
     }
 )
 
@@ -190,9 +189,7 @@ def parts(
 ) -> dict[str, Callable[[], Any]]:
     """Calls of `PARTS` over all texts, to be made in this order; each waits for its result."""
     shape = lm.config.num_layers, lm.config.num_kv_heads
-    none, row0 = np.zeros(shape, bool), np.zeros((1, *shape), np.int32)
-    of_a_head = np.repeat(row0, config.num_candidates, axis=0)
-    of_a_head[:, 0, 0] = np.arange(config.num_candidates)
+    none, row0 = np.zeros(shape, bool), np.zeros(shape, np.int32)
     held: list[ReadText] = []
 
     def read(more: np.ndarray | None, rows: np.ndarray) -> Iterator[ReadText]:
@@ -209,14 +206,14 @@ def parts(
         held.clear()
         held.extend(read(none, row0))
 
-    def try_rows(rows: np.ndarray) -> None:
+    def try_row0() -> None:
         for text in held:
-            text.losses(rows)
+            text.losses(row0)
 
     def derive() -> None:
         for text in held:
             columns = text.probes.targets.shape[1]
-            text.slopes(row0[0], np.full(columns, 1 / columns, np.float32))
+            text.slopes(row0, np.full(columns, 1 / columns, np.float32))
 
     calls: tuple[Callable[[], Any], ...] = (
         inside.full,
@@ -224,9 +221,8 @@ def parts(
         functools.partial(inside.slopes, none),
         read_in_full,
         read_and_hold,
-        functools.partial(try_rows, row0),
+        try_row0,
         derive,
-        functools.partial(try_rows, of_a_head),
     )
     return dict(zip(PARTS, calls, strict=True))
 

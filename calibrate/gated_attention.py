@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from tca_jax.methods.candidates import region_capacity
 from tca_jax.methods.config import TCAConfig
@@ -102,17 +102,21 @@ def attend_gated(
             for x in (keys, values)
         )
         scores = scaled_scores("qhgd,hkd->hgqk", queries, own_keys)
-
-        def weights(counts: Bool[Array, " T"]) -> Float32[Array, "Hkv G b K"]:
-            """Attention over the window and those of the tokens left of it that count."""
-            left = jnp.broadcast_to(((far >= 0) & counts)[:, None], (kv_heads, b, far.shape[1]))
-            seen = jnp.concatenate([jnp.broadcast_to(local, (kv_heads, *local.shape)), left], axis=-1)
-            return jax.nn.softmax(jnp.where(seen[:, None], scores, MASKED))
-
-        is_selected = jnp.arange(far.shape[1]) < selected.shape[1]
-        sparse, blocks = weights(is_selected), weights(~is_selected)
-        mixed = sparse + gates[:, None, None, None] * (blocks - sparse)
-        return weighted_sum("hgqk,hkd->qhgd", mixed, own_values).astype(q.dtype)
+        left = jnp.broadcast_to((far >= 0)[:, None], (kv_heads, b, far.shape[1]))
+        seen = jnp.concatenate([jnp.broadcast_to(local, (kv_heads, *local.shape)), left], axis=-1)
+        # Window, selected and fetched keys have weights of their own; a reading weighs two of the three by their sums.
+        edges = window + b, window + b + selected.shape[1]
+        parts = jnp.split(jnp.where(seen[:, None], scores, MASKED), edges, axis=-1)
+        near, *far_sums = (jax.nn.logsumexp(part, axis=-1, keepdims=True) for part in parts)
+        sparse, blocks = (jnp.logaddexp(near, other) for other in far_sums)
+        gate = gates[:, None, None, None]
+        shares = (
+            (1 - gate) * jnp.exp(near - sparse) + gate * jnp.exp(near - blocks),
+            (1 - gate) * jnp.exp(far_sums[0] - sparse),
+            gate * jnp.exp(far_sums[1] - blocks),
+        )
+        mixed = [jax.nn.softmax(part) * share for part, share in zip(parts, shares, strict=True)]
+        return weighted_sum("hgqk,hkd->qhgd", jnp.concatenate(mixed, axis=-1), own_values).astype(q.dtype)
 
     out = jax.lax.map(one_tile, (jnp.arange(tiles), queries)).reshape(padded, *q.shape[1:])[:length]
     return jnp.where(real, out, 0)[None]

@@ -23,7 +23,7 @@ from tca_jax.calibration.search import Heads
 from tca_jax.calibration.text_losses import TEXT_SPECS, LayerText, read_layer
 from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import SAME, SECOND_HEADS, on_host
+from tca_jax.engine.mesh import SAME, on_host
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.heads import head_numbers
 from tca_jax.methods.selection import row_budgets
@@ -109,38 +109,35 @@ class ReadText:
         """Moves what is kept of the text to the host: trials then bring a layer at a time to the device."""
         self._texts = [on_host(of_layer) for of_layer in self._texts]
 
-    def losses(self, rows: Int[np.ndarray, "T layers Hkv"]) -> Float32[np.ndarray, "T P"]:
-        """Loss in nats of the token after each column, for several choices of cache rows at once."""
+    def losses(self, rows: Rows) -> Float32[np.ndarray, " P"]:
+        """Loss in nats of the token after each column, where heads keep these cache rows."""
         *_, last = self._streams(rows)
-        targets = jnp.broadcast_to(self.probes.targets, last.shape[:2])
-        return on_host(self._pass.of_decoder(losses_of, last, targets))
+        return on_host(self._pass.of_decoder(losses_of, last, self.probes.targets))[0]
 
     def slopes(self, rows: Rows, weights: Float32[np.ndarray, " P"]) -> Float64[np.ndarray, "layers Hkv"]:
         """Derivative of the weighted sum of losses by a gate of each head, from its row towards the whole text."""
-        *streams, last = self._streams(rows[None])
+        *streams, last = self._streams(rows)
         cotangent = self._pass.of_decoder(loss_slope, last, self.probes.targets, jnp.asarray(weights)[None])
         found, gates = list[np.ndarray](), jnp.zeros(rows.shape[1], jnp.float32)
         for number in reversed(range(len(streams))):
-            given = streams.pop(), *self._angles, self._behind(number, rows[None]), gates, self._config, cotangent
+            given = streams.pop(), *self._angles, self._behind(number, rows), gates, self._config, cotangent
             cotangent, slope = self._pass.of_layer(number, _slopes, *given)
             found.append(self._lm.own_heads(number, on_host(slope).astype(np.float64)))
         return np.stack(found[::-1])
 
-    def _streams(self, rows: Int[np.ndarray, "T layers Hkv"]) -> list[Float[Array, "T P D"]]:
+    def _streams(self, rows: Rows) -> list[Float[Array, "1 P D"]]:
         """The probes' stream in front of every layer, and behind the last."""
-        repeated = [jnp.repeat(x, len(rows), axis=0) for x in (self._x, *self._angles)]
-        streams, angles = repeated[:1], repeated[1:]
+        streams = [self._x]
         for number in range(len(self._texts)):
-            given = streams[-1], *angles, self._behind(number, rows), None, self._config
+            given = streams[-1], *self._angles, self._behind(number, rows), None, self._config
             streams.append(self._pass.of_layer(number, _read_probes, *given)[0])
             self._step()
         return streams
 
-    def _behind(self, number: int, rows: Int[np.ndarray, "T layers Hkv"]) -> _Behind:
-        dealt = np.stack([self._lm.dealt_heads(number, of_trial[number]) for of_trial in rows]).astype(np.int32)
+    def _behind(self, number: int, rows: Rows) -> _Behind:
+        dealt = jnp.asarray(self._lm.dealt_heads(number, rows[number]), jnp.int32)
         text = jax.tree.map(jnp.asarray, self._texts[number])
-        sparse = jnp.asarray(self._sparse[number])
-        return _Behind(self.probes.probe, text, jnp.asarray(dealt), sparse, self._pass.lengths)
+        return _Behind(self.probes.probe, text, dealt, jnp.asarray(self._sparse[number]), self._pass.lengths)
 
 
 class _Behind(NamedTuple):
@@ -149,23 +146,23 @@ class _Behind(NamedTuple):
     Attributes:
         probe: As `Columns.probe`.
         text: What the layer has of the text.
-        rows: Cache rows of its heads, of each trial.
+        rows: Cache rows of its heads.
         sparse: Heads that have read sparse, which keep at least row 0.
         lengths: Tokens of the text.
     """
 
     probe: Int32[Array, " P"]
     text: LayerText
-    rows: Int32[Array, "T Hkv"]
+    rows: Int32[Array, " Hkv"]
     sparse: Bool[Array, " Hkv"]
     lengths: Int32[Array, " 1"]
 
-    def seen(self, rows: Int32[Array, " Hkv"], config: TCAConfig) -> SeenText:
-        """The text with what rows have left of it."""
+    def seen(self, config: TCAConfig) -> SeenText:
+        """The text with what its rows have left of it."""
         tokens, heads = self.text.k.shape[1:3]
         scores, numbers = self.text.scores, head_numbers(0, heads)
-        least = row_budgets(scores, jnp.zeros_like(rows), self.lengths, config, numbers)
-        budgets = row_budgets(scores, rows, self.lengths, config, numbers)
+        least = row_budgets(scores, jnp.zeros_like(self.rows), self.lengths, config, numbers)
+        budgets = row_budgets(scores, self.rows, self.lengths, config, numbers)
         budgets = jnp.maximum(budgets, jnp.where(self.sparse[:, None], least, 0))
         selected = selection_mask(scores.ranking, budgets, block_size=config.block_size)
         ranked = jnp.arange(tokens) < config.num_ranked_blocks(self.lengths) * config.block_size
@@ -173,23 +170,18 @@ class _Behind(NamedTuple):
 
 
 def _attend(
-    q: Float[Array, "T P Hq d"],
-    k: Float[Array, "T P Hkv d"],
-    v: Float[Array, "T P Hkv d"],
+    q: Float[Array, "1 P Hq d"],
+    k: Float[Array, "1 P Hkv d"],
+    v: Float[Array, "1 P Hkv d"],
     behind: _Behind,
     gates: Float32[Array, " Hkv"] | None,
     config: TCAConfig,
-) -> tuple[Float[Array, "T P Hq d"], None]:
+) -> tuple[Float[Array, "1 P Hq d"], None]:
     """Attention of the probes over what cache rows have left of the text, or at gates of 1 over all of it."""
-
-    def of_trial(trial: tuple[Array, ...]) -> Array:
-        rows, q, k, v = trial
-        return attend_probe(q, k, v, behind.seen(rows, config), gates)
-
-    return jax.lax.map(of_trial, (behind.rows, q, k, v)), None
+    return attend_probe(q[0], k[0], v[0], behind.seen(config), gates)[None], None
 
 
-_LIES: Any = SAME, TEXT_SPECS, SECOND_HEADS, HEADS, SAME
+_LIES: Any = SAME, TEXT_SPECS, HEADS, HEADS, SAME
 _OPTIONS: dict[str, Any] = {"static": ("config",), "inputs": {"behind": _Behind(*_LIES), "gates": HEADS}}
 _read_probes = attention_program(outputs=(SAME, SAME), **_OPTIONS)(_attend)
 _slopes = slope_program(_attend, outputs=(SAME, HEADS), **_OPTIONS)

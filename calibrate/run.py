@@ -195,9 +195,9 @@ def _unexplained(lm: LM, reading: Reading, keeping: Keeping, kinds: tuple[str, .
     said = []
     if not any(keeping.counted.values()):
         said.append(
-            f"no probe says anything of {lm.name!r}: no answer to {' or '.join(kinds)} is known under full attention "
-            "and lost at row 0, so the heads that read blocks keep everything; (question, answer) pairs that the model "
-            "answers from the text are better probes"
+            f"no probe says anything of {lm.name!r}: fewer than five answers to {' or '.join(kinds)} are known under "
+            "full attention and lost at row 0, so the heads that read blocks keep everything; (question, answer) pairs "
+            "that the model answers from the text are better probes"
         )
     ends = [
         ("inside the texts", reading.found.excess, reading.losses),

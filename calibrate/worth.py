@@ -196,11 +196,11 @@ def _sparsest_rows(objective: _KeepingObjective, found: Found, config: TCAConfig
     bound = max(1.0, found.excess)
     heads = sorted(zip(*np.nonzero(found.more), strict=True), key=lambda head: found.worth[head])
     for head in heads:
-        trials = np.repeat(rows[None], config.num_candidates, axis=0)
-        trials[(slice(None), *head)] = np.arange(config.num_candidates)
-        within = np.asarray(objective.excess_of(trials)) <= bound
-        if within.any():
-            rows[head] = int(np.argmax(within))
+        least, most = 0, config.num_candidates  # what is kept grows with the row: the sparsest one is found by halves
+        while least < most:
+            rows[head] = (least + most) // 2
+            least, most = (least, rows[head]) if objective.excess_of(rows) <= bound else (rows[head] + 1, most)
+        rows[head] = most
     return rows
 
 
@@ -208,7 +208,7 @@ class _KeepingObjective:
     """Share of answers lost and loss of what follows a selection, in units of their tolerances; the larger counts.
 
     Attributes:
-        says: Whether any probe says something of the model.
+        says: Whether row 0 loses more answers than chance could; where not, the probes say nothing of the model.
         counted: Answers that count, by kind of probe.
     """
 
@@ -227,27 +227,28 @@ class _KeepingObjective:
         self._read: list[ReadText] = []
         self._dense = config.num_candidates
         full = [np.asarray(of_text, np.float32) for of_text in journal.get("keeping full", None, self._full)]
-        (row0,) = self._measured(self.rows(np.zeros_like(reads_blocks))[None])
+        row0 = self._measured(self.rows(np.zeros_like(reads_blocks)))
         self._full_losses, self._row0 = full, row0
         self._following = [_columns(text, of_text.size, FOLLOW) for text, of_text in zip(texts, full, strict=True)]
         self._answers = _Answers(texts, full, row0)
-        self.counted = {kind: self._answers.kinds.count(kind) for kind in kinds}
-        self.says = any(self.counted.values())
+        lost, error = self._answers.lost(row0)
+        self.says = lost > _SURE * error  # about five answers
+        self.counted = {kind: self._answers.kinds.count(kind) if self.says else 0 for kind in kinds}
 
     def rows(self, more: Heads) -> Int32[np.ndarray, "layers Hkv"]:
         """Dense where a head is more, row 0 elsewhere."""
         return np.where(more, self._dense, 0).astype(np.int32)
 
     def excess(self, more: Heads) -> float:
-        return self.excess_of(self.rows(more)[None])[0]
+        return self.excess_of(self.rows(more))
 
-    def excess_of(self, rows: Int32[np.ndarray, "T layers Hkv"]) -> list[float]:
-        """Of several choices of rows at once."""
-        return [max(self._ratios(losses)) for losses in self._measured(rows)]
+    def excess_of(self, rows: Int32[np.ndarray, "layers Hkv"]) -> float:
+        """Of a choice of rows."""
+        return max(self._ratios(self._measured(rows)))
 
     def gains(self, more: Heads) -> Float64[np.ndarray, "layers Hkv"]:
         def measure() -> Any:
-            (losses,) = self._measured(self.rows(more)[None])
+            losses = self._measured(self.rows(more))
             answers, following = self._ratios(losses)
             if answers >= following:
                 weights = self._answers.weights(losses)
@@ -261,7 +262,7 @@ class _KeepingObjective:
 
     def losses(self, rows: Int32[np.ndarray, "layers Hkv"]) -> tuple[Losses | None, Losses | None]:
         """Of answers and of what follows, as the rows leave them."""
-        (chosen,) = self._measured(rows[None])
+        chosen = self._measured(rows)
 
         def of(masks: list[np.ndarray]) -> Losses | None:
             if not sum(mask.sum() for mask in masks):
@@ -272,7 +273,8 @@ class _KeepingObjective:
 
     def _ratios(self, losses: list[np.ndarray]) -> tuple[float, float]:
         """Excess of answers and of what follows."""
-        answers = self._answers.lost(losses) / max(self._config.keep_tolerance, _LEAST)
+        lost, error = self._answers.lost(losses)
+        answers = lost / max(self._config.keep_tolerance, _SURE * error, _LEAST)
         rises = [now - full for now, full in zip(losses, self._full_losses, strict=True)]
         following = np.concatenate([rise[mask] for rise, mask in zip(rises, self._following, strict=True)])
         if following.size < 2:
@@ -281,21 +283,16 @@ class _KeepingObjective:
         tolerance = max(_FOLLOWING_TOLERANCE * _masked_mean(self._full_losses, self._following), _SURE * noise)
         return answers, float(following.mean() / max(tolerance, _LEAST))
 
-    def _measured(self, rows: Int32[np.ndarray, "T layers Hkv"]) -> list[list[np.ndarray]]:
-        """Losses of every column of every text, of each trial."""
-        found = self._journal.get("keeping losses", rows, lambda: self._trials(rows))
-        return [[np.asarray(of_text, np.float32) for of_text in of_trial] for of_trial in found]
-
-    def _trials(self, rows: Int32[np.ndarray, "T layers Hkv"]) -> list[list[Any]]:
-        by_text = [text.losses(rows) for text in self._reading()]
-        return [[losses[trial].tolist() for losses in by_text] for trial in range(len(rows))]
+    def _measured(self, rows: Int32[np.ndarray, "layers Hkv"]) -> list[np.ndarray]:
+        """Losses of every column of every text."""
+        measure = lambda: [text.losses(rows).tolist() for text in self._reading()]  # noqa: E731
+        found = self._journal.get("keeping losses", rows, measure)
+        return [np.asarray(of_text, np.float32) for of_text in found]
 
     def _full(self) -> list[Any]:
-        everything = np.full((1, *self._reads.shape), self._dense, np.int32)
-        return [
-            ReadText(self._lm, text, None, self._config, self._step).losses(everything)[0].tolist()
-            for text in self._texts
-        ]
+        everything = np.full(self._reads.shape, self._dense, np.int32)
+        read = (ReadText(self._lm, text, None, self._config, self._step) for text in self._texts)
+        return [text.losses(everything).tolist() for text in read]
 
     def _reading(self) -> list[ReadText]:
         """The texts, read once."""
@@ -351,12 +348,14 @@ class _Answers:
                     self.kinds.append(probe.kind)
             self.numbers.append(number)
 
-    def lost(self, losses: Sequence[Float32[np.ndarray, " P"]]) -> float:
-        """Mean share of the answers that is lost; 0 where no answer counts."""
+    def lost(self, losses: Sequence[Float32[np.ndarray, " P"]]) -> tuple[float, float]:
+        """Mean share of the answers that is lost, and its standard error if chance alone lost them; 0 without any."""
         drops = np.zeros(len(self.kinds))
         for now, full, number in zip(losses, self._full, self.numbers, strict=True):
             np.add.at(drops, number[number >= 0], _drop(now, full)[number >= 0])
-        return float(-np.expm1(-drops).mean()) if drops.size else 0.0
+        shares = -np.expm1(-drops)
+        count = max(1, drops.size)
+        return float(shares.sum() / count), float(np.sqrt((shares**2).sum()) / count)
 
     def weights(self, losses: Sequence[Float32[np.ndarray, " P"]]) -> list[Float32[np.ndarray, " P"]]:
         """Weights of the columns whose loss a head may give back: the lost tokens, by the number of answers."""

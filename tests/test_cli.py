@@ -295,7 +295,7 @@ PROBES = {"counted": {"facts": 200, "copy": 1}, "kept": None, "attended": None}
         (
             {"counted": {"pairs": 0}, "kept": 0.3, "attended": 0.25},
             [
-                "Probes, pairs: say nothing of this model: it knows no answer under full attention that row 0 loses",
+                "Probes, pairs: say nothing of this model: of too few answers row 0 loses what full attention knows",
                 "Bounds: kept at most 30.0%, attended at most 25.0%",
             ],
         ),
@@ -340,7 +340,7 @@ def test_profile_show_tells_readings_losses_and_what_heads_are_worth(tmp_path):
         "Heads that read dense: 1 of 4 (layer 1 head 1)",
         "Loss inside the texts: 0.5000 full attention, 0.7500 row 0, 0.5625 chosen, 75% of the gap won back",
         "Loss of what follows a text: 0.5000 full attention, 0.5000 row 0, 0.5000 chosen",
-        "Highest worth of reading blocks, in nats a token: 0.5 (layer 0 head 0), 0.012 (layer 1 head 0)",
+        "Highest worth of reading blocks, in nats: 0.5 (layer 0 head 0), 0.012 (layer 1 head 0)",
     } <= set(shown)
     assert not any("keeping everything" in line for line in shown)
     record = json.loads(run("profile", "show", tmp_path, "--json").stdout)

@@ -84,7 +84,7 @@ def test_the_heat_map_of_worth_is_logarithmic_and_outlines_the_chosen_heads(figu
     worth = [plots.WorthMap("worth", nats, chosen), plots.WorthMap("unmeasured", nats * np.nan, chosen)]
     plots.plot_kept_share(share, 4096, "tiny", "unused.png", worth=worth)
     cache, worths, *bars = figures[0].axes
-    assert (len(bars), worths.get_title(), bars[1].get_ylabel()) == (2, "worth", "nats a token")
+    assert (len(bars), worths.get_title(), bars[1].get_ylabel()) == (2, "worth", "nats")
     (image,) = worths.images
     scale = image.norm
     assert (scale.vmin, scale.vmax) == (2e-4, 2.0)

@@ -183,7 +183,7 @@ def _worths(profile: Profile) -> list[str]:
         heads = np.transpose(np.unravel_index(best, worth.shape)).tolist()
         named = ", ".join(f"{worth[at]:.2g} ({_named([at])})" for at in map(tuple, heads) if worth[at] > 0)
         if named:
-            lines.append(f"Highest worth of {words}, in nats a token: {named}")
+            lines.append(f"Highest worth of {words}, in nats: {named}")
     return lines
 
 
@@ -198,7 +198,7 @@ def _probes(profile: Profile) -> list[str]:
 
 def _said(count: int) -> str:
     if not count:
-        return "say nothing of this model: it knows no answer under full attention that row 0 loses"
+        return "say nothing of this model: of too few answers row 0 loses what full attention knows"
     return f"{count:,} answer{'s'[: count > 1]} that full attention knows and row 0 loses"
 
 

@@ -91,7 +91,7 @@ def _draw_worth(
     axes.set_facecolor(_UNKNOWN_COLOR)  # shows through where a number is NaN
     _frame(axes, layers, heads, title)
     bar = axes.figure.colorbar(image, ax=axes, pad=0.01, aspect=max(12, heads), extend="min")
-    bar.set_label("nats a token")
+    bar.set_label("nats")
     bar.outline.set_visible(False)
     for layer, head in np.argwhere(chosen):
         outline = (layer - 0.44, head - 0.42), 0.88, 0.84

@@ -393,7 +393,7 @@ def test_the_parts_of_a_calibration_are_timed_and_add_up(kind):
     assert call["probes"] == kind
     assert call["s"] > 0
     reading, keeping, both = calibration.typical([{**row, "s": 1.0} for row in rows])
-    assert (reading["computed s"], keeping["computed s"], both["computed s"]) == (22, 23, 45)
+    assert (reading["computed s"], keeping["computed s"], both["computed s"]) == (22, 46, 68)
     assert reading["computed as"] == "1 x losses, full attention + 19 x losses + 2 x derivatives"
 
 

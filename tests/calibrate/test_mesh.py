@@ -116,7 +116,7 @@ def test_draws_go_by_the_number_that_a_head_has_in_the_model():
 
 
 def test_losses_and_derivatives_are_those_of_one_device():
-    rows = np.array([[[0, 3, 14, 2], [1, 0, 0, 5]], [[14] * 4] * 2], np.int32)
+    rows = np.array([[0, 3, 14, 2], [1, 0, 0, 5]], np.int32)
     text = ProbedText(tuple(TEXT[:90]), (Segment(tuple(TEXT[90:110]), (True,) * 20, "pairs"),) * 2)
     found = []
     for lm in (lm_of(), on_mesh((1, 2)), on_mesh((2, 4))):
@@ -129,8 +129,9 @@ def test_losses_and_derivatives_are_those_of_one_device():
                 *inside.of(MIXED),
                 inside.shares,
                 inside.slopes(MIXED),
-                behind.losses(rows)[:, :19],
-                behind.slopes(rows[0], weights),
+                behind.losses(rows)[:19],
+                behind.losses(np.full_like(rows, 14))[:19],
+                behind.slopes(rows, weights),
             ]
         )
     for one, two, eight in zip(*found, strict=True):

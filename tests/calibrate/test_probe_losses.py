@@ -83,7 +83,7 @@ def by_masks(lm: LM, probe: Segment, more, rows, gates=None) -> np.ndarray:
 
 
 def test_over_everything_a_probe_loses_what_text_and_probe_are_scored_with(lm):
-    found = split(read_text(lm, None).losses(np.full((1, 2, 2), DENSE, np.int32))[0])
+    found = split(read_text(lm, None).losses(np.full((2, 2), DENSE, np.int32)))
     for probe, losses in zip(SEGMENTS, found, strict=True):
         expected = -np.asarray(tca_jax.score(lm, [*TEXT.ids, *probe.ids]).logprobs[0])
         np.testing.assert_allclose(losses, expected[len(TEXT.ids) :], atol=5e-4)
@@ -91,36 +91,27 @@ def test_over_everything_a_probe_loses_what_text_and_probe_are_scored_with(lm):
 
 @pytest.mark.parametrize("rows", [np.zeros((2, 2), np.int32), ROWS], ids=["row 0", "rows"])
 def test_probes_are_read_over_what_rows_have_left_of_a_text_that_was_read_as_heads_read_it(lm, rows):
-    found = split(read_text(lm).losses(rows[None])[0])
+    found = split(read_text(lm).losses(rows))
     for probe, losses in zip(SEGMENTS, found, strict=True):
         np.testing.assert_allclose(losses, by_masks(lm, probe, MORE, rows), atol=2e-3)
-    full = split(read_text(lm, None).losses(np.full((1, 2, 2), DENSE, np.int32))[0])
+    full = split(read_text(lm, None).losses(np.full((2, 2), DENSE, np.int32)))
     assert max(np.abs(a - b).max() for a, b in zip(full, found, strict=True)) > 0.05
-
-
-def test_several_choices_of_rows_at_once_give_what_each_gives_alone(lm):
-    text = read_text(lm)
-    rows = np.stack([np.zeros((2, 2), np.int32), ROWS, np.full((2, 2), DENSE, np.int32)])
-    together = text.losses(rows)
-    for trial, of_trial in enumerate(together):
-        np.testing.assert_allclose(of_trial, text.losses(rows[trial : trial + 1])[0], atol=1e-5)
-    assert np.abs(together[0] - together[2]).max() > 0.05
 
 
 def test_packed_probes_do_not_see_each_other(lm):
     order = [2, 0, 1]
     other = ProbedText(TEXT.ids, tuple(SEGMENTS[i] for i in order))
-    mine = split(read_text(lm).losses(ROWS[None])[0])
-    theirs = split(read_text(lm, text=other).losses(ROWS[None])[0], other)
+    mine = split(read_text(lm).losses(ROWS))
+    theirs = split(read_text(lm, text=other).losses(ROWS), other)
     alone = ProbedText(TEXT.ids, SEGMENTS[1:2])
     for place, i in enumerate(order):
         np.testing.assert_allclose(theirs[place], mine[i], atol=1e-5)
-    np.testing.assert_allclose(split(read_text(lm, text=alone).losses(ROWS[None])[0], alone)[0], mine[1], atol=1e-5)
+    np.testing.assert_allclose(split(read_text(lm, text=alone).losses(ROWS), alone)[0], mine[1], atol=1e-5)
 
 
 def test_slopes_are_those_of_the_losses_by_a_gate_towards_the_whole_text(lm):
     text, step = read_text(lm), 0.02
-    text.losses(ROWS[None])
+    text.losses(ROWS)
     weights = np.zeros(text.probes.probe.size, np.float32)
     counted = {3: 0.5, LENGTHS[0] + 2: 1.0, sum(LENGTHS) - 2: 0.25}
     for column, weight in counted.items():
@@ -146,7 +137,7 @@ def test_a_text_on_the_host_gives_the_same(lm):
     there.to_host()
     assert there.nbytes == 0
     weights = np.ones(here.probes.probe.size, np.float32)
-    np.testing.assert_array_equal(there.losses(ROWS[None]), here.losses(ROWS[None]))
+    np.testing.assert_array_equal(there.losses(ROWS), here.losses(ROWS))
     np.testing.assert_array_equal(there.slopes(ROWS, weights), here.slopes(ROWS, weights))
 
 
@@ -165,7 +156,7 @@ def test_columns_stand_at_the_places_behind_the_text_and_are_padded_to_a_bucket(
 def test_a_text_without_probes_that_count_still_reads(lm):
     """One token foretells nothing."""
     alone = ProbedText(TEXT.ids, (segment(1, 0),))
-    losses = read_text(lm, text=alone).losses(ROWS[None])
+    losses = read_text(lm, text=alone).losses(ROWS)
     assert np.isfinite(losses).all()
 
 
@@ -173,5 +164,5 @@ def test_every_layer_that_has_run_is_a_step(lm):
     steps = []
     text = read_text(lm, step=lambda: steps.append(1))
     assert len(steps) == 2
-    text.losses(ROWS[None])
+    text.losses(ROWS)
     assert len(steps) == 4

@@ -102,7 +102,7 @@ def test_the_heads_that_keep_more_are_the_fewest_that_bring_answers_within_their
     fewest = min(more.sum() for more in SETS if excess[more.tobytes()] <= 1)
     kept = profile.candidates > 0
     assert kept.sum() <= fewest < 4
-    assert objective.excess_of(profile.candidates[None])[0] <= 1
+    assert objective.excess_of(profile.candidates) <= 1
     answers = profile.losses["answers"]
     assert answers["full"] <= worth.KNOWN < answers["row0"]
     assert answers["chosen"] - answers["full"] < (answers["row0"] - answers["full"]) / 2
@@ -171,16 +171,27 @@ def test_an_answer_is_lost_by_the_product_of_its_tokens_probabilities_below_half
     assert answers.kinds == ["pairs", "facts"]
     np.testing.assert_array_equal(np.flatnonzero(answers.numbers[0] == 0), [0, 1, 2])
     np.testing.assert_array_equal(np.flatnonzero(answers.numbers[0] == 1), [12, 13])
-    assert answers.lost([full]) == 0
+    assert answers.lost([full]) == (0, 0)
     now = full + nats(2)  # half of the probability is no loss yet
-    assert answers.lost([now]) == pytest.approx(0, abs=1e-6)
+    assert answers.lost([now]) == pytest.approx((0, 0), abs=1e-6)
     now[[1, 2, 12, 5]] += nats([2, 3, 5, 100])
-    assert answers.lost([now]) == pytest.approx(((1 - 1 / 6) + (1 - 1 / 5)) / 2)
+    shares = np.array([1 - 1 / 6, 1 - 1 / 5])
+    assert answers.lost([now]) == pytest.approx((shares.mean(), np.sqrt((shares**2).sum()) / 2))
     (weights,) = answers.weights([now])
     np.testing.assert_array_equal(np.flatnonzero(weights), [1, 2, 12])
     assert set(weights[weights > 0]) == {0.5}
     nobody = worth._Answers([ProbedText((0,), segments)], [full], [full])
-    assert (nobody.kinds, nobody.lost([now])) == ([], 0.0)
+    assert (nobody.kinds, nobody.lost([now])) == ([], (0.0, 0.0))
+
+
+def test_as_few_answers_as_chance_may_lose_say_nothing(lm, text, pairs):
+    def asked(pair, count) -> tca_jax.Profile:
+        return quietly(lm, text, CONFIG, probes=[[pair] * count])
+
+    known = next(pair for pair in pairs if asked(pair, 5).probes["counted"] == {"pairs": 5})
+    four = asked(known, 4)
+    assert four.probes["counted"] == {"pairs": 0}
+    assert (four.candidates[more_of(four)] == CONFIG.num_candidates).all()
 
 
 # --- bounds ---------------------------------------------------------------------------------------
@@ -258,7 +269,9 @@ def test_options_that_cannot_be_used_are_refused_before_any_work(lm, text, optio
 
 
 def test_where_no_probe_says_anything_heads_that_read_more_keep_everything_and_a_warning_says_so(lm, text, silent):
-    message = r"no probe says anything of 'tiny': no answer to copy is known .* \(question, answer\) pairs"
+    message = (
+        r"no probe says anything of 'tiny': fewer than five answers to copy are known .* \(question, answer\) pairs"
+    )
     with pytest.warns(UserWarning, match=message) as caught:
         found = unchecked(calibrate)(lm, text, CONFIG, probes="copy")
     line = inspect.currentframe().f_lineno - 1
