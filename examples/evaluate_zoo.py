@@ -1,6 +1,7 @@
 """Calibrates every model of the zoo by the same call, with the defaults, and measures what that costs and loses.
 
     python examples/evaluate_zoo.py zoo --jobs 7                       # one GPU: zoo/<name>.json of every model
+    python examples/evaluate_zoo.py zoo --part draws --jobs 7          # what is kept, by draws of texts
     python examples/evaluate_zoo.py zoo --part estimates --jobs 7      # how the blocks of a tile are estimated
     python examples/evaluate_zoo.py zoo --part curves --jobs 7         # TCA at several tolerances, and other methods
     python examples/evaluate_zoo.py zoo --part table                   # benchmarks/results/zoo.{json,md} from these
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -34,8 +37,10 @@ from zoo_tasks import MIXTURES, draw_documents
 
 import tca_jax
 from tca_jax import TCAConfig
+from tca_jax.calibration.journal import Journal
 from tca_jax.calibration.profile import Profile
 from tca_jax.calibration.text_losses import TextLosses
+from tca_jax.calibration.worth import choose_reading
 from tca_jax.engine.answers import score_answers
 from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.budgets import CallSizes
@@ -57,20 +62,24 @@ class Plan:
 
     Attributes:
         lengths: Tokens of a prompt, and of a calibration text, each with TCA's window.
-        texts: Calibration texts.
+        calibrated: Tokens of all calibration texts of a length together.
         passages: Texts whose losses are measured.
-        questions: Questions of each task under each protocol, at each length.
-        draws: Draws of calibration texts, at the first length.
+        questions: Questions of each task under each protocol.
+        draws: Draws of calibration texts.
     """
 
     lengths: tuple[tuple[int, int], ...] = ((8192, 512), (16384, 1024))
-    texts: int = 4
-    passages: int = 16
-    questions: tuple[int, ...] = (100, 100)
+    calibrated: int = 2**17
+    passages: int = 32
+    questions: int = 100
     draws: int = 5
 
+    def texts(self, tokens: int) -> int:
+        """Calibration texts of a length."""
+        return max(1, self.calibrated // tokens)
 
-SMOKE = Plan(lengths=((2560, 256),), texts=1, passages=1, questions=(1,), draws=1)
+
+SMOKE = Plan(lengths=((2560, 256),), calibrated=2560, passages=1, questions=1, draws=2)
 
 
 # --- texts ---
@@ -85,7 +94,7 @@ def passages(seed: int, count: int, tokens: int, half: int) -> list[list[int]]:
 
 
 def documents_with_pairs(lm: tca_jax.LM, name: str, count: int, tokens: int, seed: int) -> tuple[list[Any], list[Any]]:
-    """Documents of the training text as chats, and all questions about each with their answers: a user's own probes."""
+    """Documents as chats, and all questions about each with their answers: a user's own probes."""
     tasks = sorted(set(MIXTURES[name]))
 
     def ids(part: str, *, begins: bool = False) -> list[int]:
@@ -93,12 +102,17 @@ def documents_with_pairs(lm: tca_jax.LM, name: str, count: int, tokens: int, see
 
     texts, pairs = [], []
     for number in range(count):
-        (document,) = draw_documents((seed, 7, number), 1, tokens, name, tasks[number % len(tasks)], "train")
+        (document,) = draw_documents((seed, 7, number), 1, tokens, name, tasks[number % len(tasks)])
         texts.append(ids(chat_document(document.text), begins=True))
         answers = [f"{chat_answer(question, number)}<|eos|>" for question in document.questions]
         asked = [chat_question(question) for question in document.questions]
         pairs.append([(ids(question), ids(answer)) for question, answer in zip(asked, answers, strict=True)])
     return texts, pairs
+
+
+def _size(lm: tca_jax.LM, tokens: int) -> int:
+    """Tokens of a document that leave room for a question and its answer."""
+    return min(tokens - 256, lm.config.max_context - 768)
 
 
 # --- measurements ---
@@ -139,61 +153,71 @@ def answers(
 
 
 def evaluate(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> None:
-    """Everything about one model, written to `out` as it comes."""
-    lm = tca_jax.load(folder, dtype=dtype)
-    found: dict[str, Any] = {"model": folder.name, "device": jax.devices()[0].device_kind, "lengths": {}}
+    """Losses and answers of one model, written to `out` as they come."""
+    lm, found = _begun(folder, dtype)
 
     def save() -> None:
         out.write_text(json.dumps(found, indent=1) + "\n")
 
-    for (tokens, window), questions in zip(plan.lengths, plan.questions, strict=True):
+    for tokens, window in plan.lengths:
         record = found["lengths"][str(tokens)] = {"window": window}
-        _evaluate_at(lm, folder.name, out, plan, tokens, window, questions, record, save)
-    tokens, window = plan.lengths[0]
-    shares = found["lengths"][str(tokens)]["draws"] = []
+        _evaluate_at(lm, folder.name, out.parent, plan, tokens, window, record, save)
+
+
+def draws(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> None:
+    """What the cache keeps, by draws of the calibration texts of the first length."""
+    lm, found = _begun(folder, dtype)
+    (tokens, window), *_ = plan.lengths
+    kept = []
     for seed in range(plan.draws):
         profile, _ = _calibrated(lm, plan, TCAConfig(window=window), tokens, seed)
-        shares.append(float(profile.kept_share(tokens).mean()))
-        save()
+        kept.append(float(profile.kept_share(tokens).mean()))
+        found["lengths"][str(tokens)] = {"draws": kept}
+        out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _begun(folder: Path, dtype: str | None) -> tuple[tca_jax.LM, dict[str, Any]]:
+    """A model, and the record of what is measured of it."""
+    lm = tca_jax.load(folder, dtype=dtype)
+    return lm, {"model": folder.name, "device": jax.devices()[0].device_kind, "lengths": {}}
 
 
 def _evaluate_at(
     lm: tca_jax.LM,
     name: str,
-    out: Path,
+    folder: Path,
     plan: Plan,
     tokens: int,
     window: int,
-    questions: int,
     record: dict[str, Any],
     save: Callable[[], None],
 ) -> None:
     """Losses and answers at one length, into `record`."""
     config, texts = TCAConfig(window=window), passages(0, plan.passages, tokens, 1)
-    tasks = sorted(set(MIXTURES[name])) if questions else []
-    documents = {task: draw_documents((11, tokens), questions, tokens - 256, name, task) for task in tasks}
+    tasks = sorted(set(MIXTURES[name])) if plan.questions else []
+    documents = {task: draw_documents((11, tokens), plan.questions, _size(lm, tokens), name, task) for task in tasks}
 
     def note(label: str, profile: Profile | None, seconds: float = 0.0, *, asks: bool = True) -> None:
         under, start = lm.with_profile(profile), time.monotonic()
         measured = record[label] = {"seconds": seconds, **losses(under, texts, window)}
         if profile is not None:
             measured |= _described(profile, tokens)
+            profile.save(folder / f"{name}-{label}-{tokens}")
         if documents and asks:
             measured |= answers(under, documents)
         save()
         print(f"{name} {tokens} {label}: {time.monotonic() - start:.0f} s {json.dumps(measured)[:400]}", flush=True)
 
-    profile, seconds = _calibrated(lm, plan, config, tokens, 0)
-    profile.save(out.with_name(f"{name}-profile-{tokens}"))
-    note("default", profile, seconds)
     note("full", None)
+    note("default", *_calibrated(lm, plan, config, tokens, 0))
     note("row0", Profile.uniform(config, lm.config.num_layers, lm.config.num_kv_heads, 0), asks=False)
-    own_texts, pairs = documents_with_pairs(lm, name, plan.texts, tokens - 256, 0)
+    own_texts, pairs = documents_with_pairs(lm, name, plan.texts(tokens), _size(lm, tokens), 0)
     note("pairs", *_timed(lambda: tca_jax.calibrate(lm, own_texts, config, probes=pairs)))
 
 
 def _calibrated(lm: tca_jax.LM, plan: Plan, config: TCAConfig, tokens: int, seed: int) -> tuple[Profile, float]:
-    return _timed(lambda: tca_jax.calibrate(lm, passages(seed, plan.texts, tokens, 0), config))
+    texts = passages(seed, plan.texts(tokens), tokens, 0)
+    return _timed(lambda: tca_jax.calibrate(lm, texts, config))
 
 
 def _timed(function: Callable[[], Profile]) -> tuple[Profile, float]:
@@ -218,7 +242,7 @@ def _described(profile: Profile, tokens: int) -> dict[str, Any]:
 
 # --- TCA at several tolerances, and other methods ---
 
-#: Of reading, in parts of what row 0 costs, and of keeping, in nats a token of answers; 0.1 and 0.02 are the defaults.
+#: Of reading, in parts of what row 0 costs, and of keeping, in shares of answers; 0.1 and 0.02 are the defaults.
 TOLERANCES = ((0.5, 0.5), (0.2, 0.1), (0.1, 0.02), (0.03, 0.005))
 #: Methods whose prefill attends to less than everything, at several budgets.
 READERS = (
@@ -245,7 +269,7 @@ def curves(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> Non
     lm, name = tca_jax.load(folder, dtype=dtype), folder.name
     (tokens, window), *_ = plan.lengths
     texts, tasks = passages(0, plan.passages, tokens, 1), sorted(set(MIXTURES[name]))
-    documents = {task: draw_documents((11, tokens), plan.questions[0], tokens - 256, name, task) for task in tasks}
+    documents = {task: draw_documents((11, tokens), plan.questions, _size(lm, tokens), name, task) for task in tasks}
     found: dict[str, Any] = {"curves": name, "tokens": tokens, "points": []}
 
     def note(method: str, under: tca_jax.LM, *, reads: bool, keeps: bool, label: str) -> None:
@@ -268,11 +292,14 @@ def curves(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> Non
     shape = lm.config.num_layers, lm.config.num_kv_heads
     profile = Profile.uniform(TCAConfig(window=window), *shape, 0)
     note("row 0", lm.with_profile(profile), reads=True, keeps=True, label="TCA, row 0 in every head")
+    profile, _ = _calibrated(lm, plan, TCAConfig(window=window), tokens, 0)
+    note("TCA, default probes", lm.with_profile(profile), reads=True, keeps=True, label="TCA, default probes")
+    own_texts, pairs = documents_with_pairs(lm, name, plan.texts(tokens), _size(lm, tokens), 0)
     for read, keep in TOLERANCES:
         config = TCAConfig(window=window, read_tolerance=read, keep_tolerance=keep)
-        profile, _ = _calibrated(lm, plan, config, tokens, 0)
-        label = f"TCA, tolerances {read:g} and {keep:g}"
-        note("TCA", lm.with_profile(profile), reads=True, keeps=True, label=label)
+        profile, _ = _timed(functools.partial(tca_jax.calibrate, lm, own_texts, config, probes=pairs))
+        label = f"TCA, pairs, tolerances {read:g} and {keep:g}"
+        note("TCA, pairs", lm.with_profile(profile), reads=True, keeps=True, label=label)
     builder = Builder(lm, profile, None, lambda: passages(0, 1, tokens, 0))
     for spec in parse_methods(",".join(READERS)):
         note(spec.parts[0][0], builder.build(spec).lm, reads=True, keeps=False, label=spec.label)
@@ -287,44 +314,53 @@ def curves(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> Non
 
 # --- how blocks are estimated ---
 
+#: How many blocks a tile fetches, and which of its queries estimate them: every so many, or sums over antidiagonals.
+ESTIMATES: tuple[dict[str, int], ...] = (
+    *({"fetch": fetch} for fetch in (4, 8, 16, 32)),
+    *({"fetch_stride": stride} for stride in (4, 8, 32)),
+    *({"antidiagonals": stride} for stride in (8, 16)),
+)
+
 
 def estimates(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> None:
-    """Loss inside texts by how many blocks are fetched and how they are estimated, of the heads that are found."""
-    lm, name = tca_jax.load(folder, dtype=dtype), folder.name
-    tokens, window = plan.lengths[-1]
-    if name == "large-32k":
-        tokens, window = 2 * tokens, window
-    config = TCAConfig(window=window)
-    texts = passages(1, plan.texts, tokens, 1)
-    profile, _ = _calibrated(lm, plan, config, tokens, 0)
-    more = profile.readings != "sparse"
-    found: dict[str, Any] = {"model": name, "tokens": tokens, "fetching": np.argwhere(more).tolist(), "rows": []}
+    """What calibration finds to read blocks, what that costs, and the loss inside held-out text, by `ESTIMATES`."""
+    lm, rows = tca_jax.load(folder, dtype=dtype), list[dict[str, Any]]()
+    for (tokens, window), options in itertools.product(plan.lengths, ESTIMATES):
+        rows.append({"tokens": tokens, **options, **_estimated(lm, plan, tokens, window, **options)})
+        out.write_text(json.dumps({"model": folder.name, "rows": rows}, indent=1) + "\n")
+        print(folder.name, rows[-1], flush=True)
 
-    def measure(label: str, of_heads: np.ndarray, **options: Any) -> None:
-        readings = TextLosses(lm, texts, dataclasses.replace(config, **options), lambda: None)
-        loss = np.mean([each.mean() for each in (readings.full() if label == "full" else readings.of(of_heads))])
-        share = (
-            1.0
-            if label == "full"
-            else float(np.where(of_heads, readings.shares[..., 1], readings.shares[..., 0]).mean())
+
+def _estimated(
+    lm: tca_jax.LM, plan: Plan, tokens: int, window: int, antidiagonals: int | None = None, **options: int
+) -> dict[str, Any]:
+    """The first search on calibration texts, and the losses inside others."""
+    config = TCAConfig(window=window, **options)
+    with _antidiagonals(antidiagonals) if antidiagonals else contextlib.nullcontext():
+        journal = Journal(None, None)
+        found = choose_reading(
+            lm, passages(0, plan.texts(tokens), tokens, 0), config, attended=None, journal=journal, step=lambda: None
         )
-        found["rows"].append({"reading": label, **options, "loss": float(loss), "attended_share": share})
-        out.write_text(json.dumps(found, indent=1) + "\n")
-        print(name, found["rows"][-1], flush=True)
+        other = TextLosses(lm, passages(0, plan.passages, tokens, 1), config, lambda: None)
+        of_heads = {"row0": np.zeros_like(found.found.more), "chosen": found.found.more}
+        losses = {name: _mean(other.of(heads)) for name, heads in of_heads.items()}
+        shares = {name: _share(other, heads) for name, heads in of_heads.items()}
+        return {
+            "heads": np.argwhere(found.found.more).tolist(),
+            "calibrated": dataclasses.asdict(found.losses),
+            "losses": {"full": _mean(other.full()), **losses},
+            "attended": shares,
+        }
 
-    none = np.zeros_like(more)
-    measure("full", none)
-    measure("row 0", none)
-    measure("dense", more, fetch=tokens // config.block_size)
-    for fetch in (4, 8, 16, 32, 64):
-        measure("blocks", more, fetch=fetch)
-    for stride in (1, 8, 32, 128):
-        measure("blocks", more, fetch_stride=stride)
-    for stride in (8, 16):
-        with _antidiagonals(stride):
-            measure("blocks", more)
-            found["rows"][-1]["estimate"] = f"antidiagonals, stride {stride}"
-    out.write_text(json.dumps(found, indent=1) + "\n")
+
+def _mean(losses: Sequence[np.ndarray]) -> float:
+    return float(np.mean([of_text.mean() for of_text in losses]))
+
+
+def _share(losses: TextLosses, heads: np.ndarray) -> float:
+    """Attended share where these heads read blocks."""
+    assert losses.shares is not None
+    return float(np.where(heads, losses.shares[..., 1], losses.shares[..., 0]).mean())
 
 
 @contextlib.contextmanager
@@ -359,15 +395,13 @@ app = typer.Typer(pretty_exceptions_enable=False)
 @app.command()
 def main(
     zoo: Annotated[Path, typer.Argument(help="Folder that train_zoo.py wrote.")],
-    part: Annotated[str, typer.Option(help="answers, curves, estimates or table.")] = "answers",
+    part: Annotated[str, typer.Option(help="answers, draws, curves, estimates or table.")] = "answers",
     only: Annotated[list[str] | None, typer.Option(help="Models; all by default.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Models at the same time, shared out over the GPUs.")] = 1,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs that they are shared out over.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Folder of the results; the zoo's by default.")] = None,
     dtype: Annotated[str | None, typer.Option(help="What models compute in.")] = None,
-    questions: Annotated[
-        str, typer.Option(help="Questions of each task under each protocol, at each length.")
-    ] = "100,100",
+    tokens: Annotated[list[int] | None, typer.Option(help="Lengths; all by default.")] = None,
     smoke: Annotated[bool, typer.Option("--smoke", help="Little of everything: checks that all runs.")] = False,
 ) -> None:
     """Measure calibration on every model of the zoo."""
@@ -381,9 +415,10 @@ def main(
     if part == "table":
         write_tables(out)
         return
-    function = {"answers": evaluate, "curves": curves, "estimates": estimates}[part]
-    suffix = "" if part == "answers" else f"-{part}"
-    plan = SMOKE if smoke else Plan(questions=tuple(map(int, questions.split(","))))
+    function = {"answers": evaluate, "draws": draws, "curves": curves, "estimates": estimates}[part]
+    plan = SMOKE if smoke else Plan()
+    plan = dataclasses.replace(plan, lengths=tuple(each for each in plan.lengths if each[0] in (tokens or [each[0]])))
+    suffix = "-".join(["", *([] if part == "answers" else [part]), *map(str, tokens or [])])
     tasks = [(path, out / f"{name}{suffix}.json", plan, dtype) for name, path in folders.items()]
     if jobs == 1:
         for task in tasks:

@@ -21,18 +21,30 @@ _LABELS = {"default": "default probes", "pairs": "pairs as probes"}
 def write_tables(folder: Path) -> None:
     """Writes zoo.json, zoo-curves.json and zoo.md from the results of every model in a folder."""
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json")) if "zoo" not in path.stem]
-    models = [record for record in records if "lengths" in record]
+    models = _merged(record for record in records if "lengths" in record)
     estimates = [record for record in records if "rows" in record]
     found = {"models": {record["model"]: record for record in models}, "estimates": estimates}
     curves = {record["curves"]: record for record in records if "curves" in record}
     (folder / "zoo.json").write_text(json.dumps(found, indent=1) + "\n")
     if curves:  # what `tca-jax plot reading` and `plot keeping` draw
         (folder / "zoo-curves.json").write_text(json.dumps({"models": curves}, indent=1) + "\n")
-    tables = (_calibrated, _reading, _keeping, _answers, _draws)
+    tables = (_reading, _keeping, _answers, _draws)
     parts = [line for table in tables for line in table(models)] + _estimates(estimates)
     parts += [line for record in curves.values() for line in _curve(record)]
     devices = ", ".join(sorted({record["device"] for record in models}))
     (folder / "zoo.md").write_text("\n".join(["# The zoo", "", _ABOUT.format(devices=devices), "", *parts]) + "\n")
+
+
+def _merged(records: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One record of each model, of what its parts and lengths were measured in."""
+    models: dict[str, dict[str, Any]] = {}
+    for record in records:
+        one = models.setdefault(record["model"], {**record, "lengths": {}})
+        for tokens, of_length in record["lengths"].items():
+            one["lengths"].setdefault(tokens, {}).update(of_length)
+    for one in models.values():
+        one["lengths"] = dict(sorted(one["lengths"].items(), key=lambda each: int(each[0])))
+    return list(models.values())
 
 
 def _lengths(models: list[dict[str, Any]], *labels: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -56,18 +68,6 @@ def _line(cells: list[str]) -> str:
 
 def _over(value: float, full: float) -> str:
     return f"{value / full - 1:+.2%}"
-
-
-def _calibrated(models: list[dict[str, Any]]) -> list[str]:
-    head = ["model", "tokens", "inside: full", "row 0", "chosen", "won back", "fetching heads", "denser heads", "kept"]
-    rows = []
-    for name, tokens, each in _lengths(models, "default"):
-        one = each["default"]
-        full, row0, chosen = (one["losses"]["inside"][end] for end in ("full", "row0", "chosen"))
-        heads = [f"{len(one[kind])} of {one['heads']}" for kind in ("fetching", "denser")]
-        losses = [f"{full:.4f}", _over(row0, full), _over(chosen, full), f"{(row0 - chosen) / (row0 - full):.0%}"]
-        rows.append([name, tokens, *losses, *heads, f"{one['kept_share']:.1%}"])
-    return _table("What calibration found and measured on its own texts (default probes)", head, rows)
 
 
 def _reading(models: list[dict[str, Any]]) -> list[str]:
@@ -131,26 +131,26 @@ def _draws(models: list[dict[str, Any]]) -> list[str]:
 
 
 def _estimates(records: list[dict[str, Any]]) -> list[str]:
-    if not records:
-        return []
-    head = ["reading of the heads that fetch", *(f"{each['model']} ({each['tokens']:,})" for each in records)]
-    labels = [_label(row) for row in records[0]["rows"]]
-    rows = []
-    for number, label in enumerate(labels):
-        cells = []
-        for each in records:
-            losses = [row["loss"] for row in each["rows"]]
-            row = each["rows"][number] if number < len(losses) else None
-            cells.append("" if row is None else f"{row['loss']:.4f} ({row['attended_share']:.1%})")
-        rows.append([label, *cells])
-    return _table("How the blocks of a tile are estimated: loss inside the text (attended share)", head, rows)
+    """What each estimate takes to stay within the tolerance on calibration texts, and what it wins back on others."""
+    head = ["estimate", *(f"{each['model']}, {tokens:,}" for each in records for tokens in _tokens(each))]
+    rows: dict[str, list[str]] = {}
+    for record in records:
+        for row in record["rows"]:
+            losses, shares = row["losses"], row["attended"]
+            won = (losses["row0"] - losses["chosen"]) / max(losses["row0"] - losses["full"], 1e-9)
+            cell = f"{len(row['heads'])}; {100 * (shares['chosen'] - shares['row0']):+.1f}; {won:.0%}"
+            rows.setdefault(_label(row), []).append(cell)
+    title = "How blocks are estimated: heads that fetch; points of attended share beyond row 0; won back on other text"
+    return _table(title, head, [[label, *cells] for label, cells in rows.items()])
+
+
+def _tokens(record: dict[str, Any]) -> list[int]:
+    return list(dict.fromkeys(row["tokens"] for row in record["rows"]))
 
 
 def _label(row: dict[str, Any]) -> str:
-    options = [
-        f"{name} {row[name]}" for name in ("fetch", "fetch_stride") if name in row and row["reading"] == "blocks"
-    ]
-    return ", ".join([row["reading"], *options, *([row["estimate"]] if "estimate" in row else [])])
+    names = ("fetch", "fetch_stride", "antidiagonals")
+    return ", ".join(f"{name} {row[name]}" for name in names if name in row)
 
 
 def _curve(record: dict[str, Any]) -> list[str]:

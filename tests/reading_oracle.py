@@ -14,11 +14,13 @@ def fetched(q, k, config):
     length, b = len(k), config.block_size
     stride, left = min(config.fetch_stride, b), config.window // b
     mask, margin = np.zeros((length, length), bool), np.inf
-    attention = np.sum([oracle.probabilities(q[:, g], k) for g in range(q.shape[1])], axis=0)
+    logits = np.where(np.tri(length, dtype=bool), q.swapaxes(0, 1) @ k.T / np.sqrt(k.shape[1]), -np.inf)  # [G, L, L]
+    highest = np.stack([logits[..., j : j + b].max(axis=-1) for j in range(0, length, b)], axis=-1)
+    shares = oracle.softmax(highest).sum(axis=0)  # of every query's blocks, each taken as its best key
     for tile in range(-(-length // b)):
         samples = [min(tile * b + run * stride + stride - 1, length - 1) for run in range(b // stride)]
-        mass = [attention[samples, j * b : (j + 1) * b].sum() for j in range(max(0, tile - left))]
-        order = np.argsort(-np.array(mass), kind="stable")
+        mass = shares[samples, : max(0, tile - left)].sum(axis=0)
+        order = np.argsort(-mass, kind="stable")
         if len(order) > config.fetch:
             margin = min(margin, 1 - mass[order[config.fetch]] / mass[order[config.fetch - 1]])
         for j in [*order[: config.fetch], *range(max(0, tile - left), tile + 1)]:

@@ -17,11 +17,12 @@ def block_mass(
     stride: int,
     backend: Backend = "auto",
 ) -> Float32[Array, "B Hkv N N"]:
-    """Attention mass of sampled queries on every block of keys.
+    """Attention mass of sampled queries on every block of keys, each block taken as its key of the highest score.
 
     Tile t holds the queries [t b, (t + 1) b), block j the keys [j b, (j + 1) b). Of each run of `stride` queries of a
     tile the last one is sampled; where that lies past the prompt, the prompt's last query is. Entry [t, j] is the sum,
-    over the samples of tile t and over the group, of their causal softmax probabilities on block j.
+    over the samples of tile t and over the group, of p(i, j): the softmax, over the blocks, of the highest causal
+    q_i . k / sqrt(d) in each block.
 
     Args:
         q: Queries after RoPE [B, L, Hq, d]; query head h belongs to KV head h // (Hq // Hkv).

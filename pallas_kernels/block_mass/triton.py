@@ -1,8 +1,8 @@
-"""Block mass through Pallas-Triton: one pass over the keys, which keeps a log-sum-exp of every sampled query and block.
+"""Block mass through Pallas-Triton: one pass over the keys keeps the highest score of every sampled query and block.
 
 A program has the sampled queries of some neighbouring tiles of a KV head, all heads of the group, and goes over the
-blocks up to its last tile. What it writes is a number a query and block, a `block_size`-th of the scores; the softmax
-over the blocks and the sums over a tile's queries are XLA's. Tiles are taken in parts, so that memory is bounded.
+blocks up to its last tile. What it writes is one number for each query and block, a `block_size`-th of the scores; the
+softmax over the blocks and the sums over a tile's queries are XLA's. Tiles are taken in parts, which bounds memory.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tca_jax.pallas_kernels.block_mass.sampling import sampled_positions
 from tca_jax.pallas_kernels.integers import cdiv
 from tca_jax.pallas_kernels.kernel_math import LOG2E, full_precision_tile, quotient_and_remainder, shared_memory
 from tca_jax.pallas_kernels.numerics import MASKED
-from tca_jax.pallas_kernels.triton_call import check_supported, dot, scaled_exp2, triton_call
+from tca_jax.pallas_kernels.triton_call import check_supported, dot, triton_call
 
 _MOST_ROWS = 256  # of a program
-_MOST_BYTES = 2**29  # of the log-sum-exps of a part of the tiles
+_MOST_BYTES = 2**29  # of the highest scores of a part of the tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,13 +113,13 @@ def block_mass(
     queries = queries.reshape(batch, parts * part, config.tiles * (block_size // stride), kv_heads, group, head_dim)
     queries = jnp.moveaxis(queries, 3, 1).reshape(batch, kv_heads, parts * part, -1, head_dim)
     places = jnp.repeat(positions.reshape(batch, parts * part, -1), group, axis=-1)
-    kernel = partial(_log_sums, block_size=block_size, held=held, config=config, interpret=interpret)
+    kernel = partial(_peaks, block_size=block_size, held=held, config=config)
 
     def of_part(number: Array) -> Float32[Array, "B Hkv t N"]:
         first = number * part
         own = lax.dynamic_slice_in_dim(queries, first, part, axis=2)
         where = lax.dynamic_slice_in_dim(places, first, part, axis=1)
-        (sums,) = triton_call(
+        (peaks,) = triton_call(
             kernel,
             (own, where, k, lengths, first[None].astype(jnp.int32)),
             [((batch, kv_heads, part, blocks, held), jnp.float32)],
@@ -129,14 +129,14 @@ def block_mass(
             stages=config.stages,
             interpret=interpret,
         )
-        return _mass(sums, first, where, lengths, config.tiles, rows, block_size)
+        return _mass(peaks, first, where, lengths, config.tiles, rows, block_size)
 
     masses = lax.map(of_part, jnp.arange(parts, dtype=jnp.int32))  # [parts, B, Hkv, t, N]
     return jnp.moveaxis(masses, 0, 2).reshape(batch, kv_heads, tiles, blocks)[:, :, :blocks]
 
 
 def _mass(
-    sums: Float32[Array, "B Hkv p N held"],
+    peaks: Float32[Array, "B Hkv p N held"],
     first: Int[Array, ""],
     places: Int[Array, "B p rows"],
     lengths: Int[Array, " B"],
@@ -145,11 +145,11 @@ def _mass(
     block_size: int,
 ) -> Float32[Array, "B Hkv t N"]:
     """The softmax of each row over its blocks, added up over the rows of a tile."""
-    batch, kv_heads, part, blocks, _ = sums.shape
-    logs = sums[..., : tiles * rows]
+    batch, kv_heads, part, blocks, _ = peaks.shape
+    peaks = peaks[..., : tiles * rows]
     seen = (jnp.arange(blocks)[:, None] <= places[:, :, None] // block_size)[:, None]  # [B, 1, p, N, rows]
-    logs = jnp.where(seen, logs, MASKED)
-    weights = jnp.exp2(logs - logs.max(axis=3, keepdims=True))
+    peaks = jnp.where(seen, peaks, MASKED)
+    weights = jnp.exp2(peaks - peaks.max(axis=3, keepdims=True))
     shares = jnp.where(seen, weights / weights.sum(axis=3, keepdims=True), 0)
     mass = shares.reshape(batch, kv_heads, part, blocks, tiles, rows).sum(axis=-1)
     mass = jnp.moveaxis(mass, 4, 3).reshape(batch, kv_heads, part * tiles, blocks)
@@ -157,7 +157,7 @@ def _mass(
     return jnp.where((begins < lengths[:, None])[:, None, :, None], mass, 0)
 
 
-def _log_sums(
+def _peaks(
     q_ref: Any,
     places_ref: Any,
     k_ref: Any,
@@ -168,9 +168,8 @@ def _log_sums(
     block_size: int,
     held: int,
     config: BlockMassConfig,
-    interpret: bool,
 ) -> None:
-    """Log-sum-exps, to base 2, of a program's rows over each block up to its last tile's."""
+    """The highest score, to base 2, of each of a program's rows in each block up to its last tile's."""
     _, _, part, count, head_dim = q_ref.shape
     head, turn = quotient_and_remainder(pl.program_id(0), part)
     program, row = part - 1 - turn, pl.program_id(1)  # the last tiles, which see most, come first
@@ -186,7 +185,7 @@ def _log_sums(
     end = jnp.minimum(first_tile + config.tiles, (length + block_size - 1) // block_size)
 
     def one_block(block: Array, *, masked: bool) -> None:
-        peak, total = jnp.full((held,), MASKED, jnp.float32), jnp.zeros((held,), jnp.float32)
+        peak = jnp.full((held,), MASKED, jnp.float32)
         for step in range(steps):
             start = block * block_size + step * config.keys
             where = k_ref.at[row, pl.ds(start, config.keys), head, :]
@@ -196,13 +195,8 @@ def _log_sums(
             scores = dot(q, k, transposed=True)
             if masked:
                 scores = jnp.where(token[None, :] <= place[:, None], scores, MASKED)
-            new = jnp.maximum(peak, jnp.max(scores, axis=1))
-            bias = -scale * new
-            powers = scaled_exp2(scores, scale, jnp.broadcast_to(bias[:, None], scores.shape), interpret=interpret)
-            total = total * jnp.exp2(scale * peak + bias) + jnp.sum(powers, axis=1)
-            peak = new
-        out = scale * peak + jnp.log2(total)
-        pltriton.store(out_ref.at[row, head, program, block, :], out)
+            peak = jnp.maximum(peak, jnp.max(scores, axis=1))
+        pltriton.store(out_ref.at[row, head, program, block, :], scale * peak)
 
     def plain(block: Array, carry: Array) -> Array:
         one_block(block, masked=False)

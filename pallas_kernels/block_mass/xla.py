@@ -23,23 +23,22 @@ def block_mass(
     block_size: int,
     stride: int,
 ) -> Float32[Array, "B Hkv N N"]:
-    """The softmax of the sampled queries of a tile at a time, added up by blocks."""
+    """The softmax over blocks of a tile's sampled queries, a tile at a time."""
     (batch, length, kv_heads, head_dim), group = k.shape, q.shape[2] // k.shape[2]
     if length == 0:
         return jnp.zeros((batch, kv_heads, 0, 0), jnp.float32)
     tiles = cdiv(length, block_size)
     positions = sampled_positions(lengths, tiles, block_size, stride)  # [B, N, S]
-    keys = jnp.moveaxis(k, 1, 2)  # [B, Hkv, L, d]
+    keys = jnp.pad(jnp.moveaxis(k, 1, 2), ((0, 0), (0, 0), (0, -length % block_size), (0, 0)))  # [B, Hkv, N b, d]
 
     def one_tile(tile: Array) -> Float32[Array, "B Hkv N"]:
         places = positions[:, tile]
         rows = jax.vmap(lambda x, at: x.at[at].get(mode="clip"))(q, places)
         rows = rows.reshape(batch, -1, kv_heads, group, head_dim)
-        seen = (jnp.arange(length) <= places[..., None])[:, None, :, None]  # [B, 1, S, 1, L]
+        seen = (jnp.arange(tiles * block_size) <= places[..., None])[:, None, :, None]  # [B, 1, S, 1, N b]
         scores = jnp.where(seen, scaled_scores("bshgd,bhld->bhsgl", rows, keys), MASKED)
-        weights = jnp.where(seen, jax.nn.softmax(scores, axis=-1), 0).sum(axis=(2, 3))  # [B, Hkv, L]
-        padded = jnp.pad(weights, ((0, 0), (0, 0), (0, tiles * block_size - length)))
-        mass = padded.reshape(batch, kv_heads, tiles, block_size).sum(axis=-1)
+        peaks = scores.reshape(*scores.shape[:-1], tiles, block_size).max(axis=-1)  # [B, Hkv, S, G, N]
+        mass = jnp.where(peaks > MASKED, jax.nn.softmax(peaks, axis=-1), 0).sum(axis=(2, 3))
         return jnp.where((tile * block_size < lengths)[:, None, None], mass, 0)
 
     return jnp.moveaxis(jax.lax.map(one_tile, jnp.arange(tiles)), 0, 2)

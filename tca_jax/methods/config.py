@@ -64,7 +64,7 @@ class TCAConfig:
     reserve: int | None = None
     observation: int = 64
     spread: int = 16
-    fetch: int = 16
+    fetch: int = 8
     fetch_stride: int = 16
     read_tolerance: float = 0.1
     keep_tolerance: float = 0.02

@@ -35,9 +35,10 @@ def _expected(q, k, lengths, block_size, stride):
             for position in _samples(tile, length, block_size, stride):
                 for head in range(q.shape[2]):
                     logits = k[row, : position + 1, head // group] @ q[row, position, head] / np.sqrt(head_dim)
-                    weights = np.exp(logits - logits.max())
-                    weights = np.pad(weights / weights.sum(), (0, blocks * block_size - position - 1))
-                    mass[row, head // group, tile] += weights.reshape(blocks, block_size).sum(axis=1)
+                    seen = np.pad(logits, (0, blocks * block_size - position - 1), constant_values=-np.inf)
+                    peaks = seen.reshape(blocks, block_size).max(axis=1)
+                    weights = np.exp(peaks - peaks.max())
+                    mass[row, head // group, tile] += weights / weights.sum()
     return mass
 
 
