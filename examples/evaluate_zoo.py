@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import multiprocessing
@@ -153,14 +152,16 @@ def answers(
 
 
 def evaluate(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> None:
-    """Losses and answers of one model, written to `out` as they come."""
+    """Losses and answers of one model, written to `out` as they come; what it holds is not measured again."""
     lm, found = _begun(folder, dtype)
+    if out.exists():
+        found = json.loads(out.read_text())
 
     def save() -> None:
         out.write_text(json.dumps(found, indent=1) + "\n")
 
     for tokens, window in plan.lengths:
-        record = found["lengths"][str(tokens)] = {"window": window}
+        record = found["lengths"].setdefault(str(tokens), {"window": window})
         _evaluate_at(lm, folder.name, out.parent, plan, tokens, window, record, save)
 
 
@@ -170,7 +171,7 @@ def draws(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> None
     (tokens, window), *_ = plan.lengths
     kept = []
     for seed in range(plan.draws):
-        profile, _ = _calibrated(lm, plan, TCAConfig(window=window), tokens, seed)
+        profile = _calibrated(lm, plan, TCAConfig(window=window), tokens, seed)
         kept.append(float(profile.kept_share(tokens).mean()))
         found["lengths"][str(tokens)] = {"draws": kept}
         out.write_text(json.dumps(found, indent=1) + "\n")
@@ -197,7 +198,10 @@ def _evaluate_at(
     tasks = sorted(set(MIXTURES[name])) if plan.questions else []
     documents = {task: draw_documents((11, tokens), plan.questions, _size(lm, tokens), name, task) for task in tasks}
 
-    def note(label: str, profile: Profile | None, seconds: float = 0.0, *, asks: bool = True) -> None:
+    def note(label: str, make: Callable[[], Profile | None], *, asks: bool = True) -> None:
+        if label in record:
+            return
+        profile, seconds = _timed(make)
         under, start = lm.with_profile(profile), time.monotonic()
         measured = record[label] = {"seconds": seconds, **losses(under, texts, window)}
         if profile is not None:
@@ -208,23 +212,23 @@ def _evaluate_at(
         save()
         print(f"{name} {tokens} {label}: {time.monotonic() - start:.0f} s {json.dumps(measured)[:400]}", flush=True)
 
-    note("full", None)
-    note("default", *_calibrated(lm, plan, config, tokens, 0))
-    note("row0", Profile.uniform(config, lm.config.num_layers, lm.config.num_kv_heads, 0), asks=False)
+    none = Profile.uniform(config, lm.config.num_layers, lm.config.num_kv_heads, 0)
     own_texts, pairs = documents_with_pairs(lm, name, plan.texts(tokens), _size(lm, tokens), 0)
-    note("pairs", *_timed(lambda: tca_jax.calibrate(lm, own_texts, config, probes=pairs)))
+    note("full", lambda: None)
+    note("row0", lambda: none, asks=False)
+    note("pairs", lambda: tca_jax.calibrate(lm, own_texts, config, probes=pairs))
+    note("default", lambda: _calibrated(lm, plan, config, tokens, 0))
 
 
-def _calibrated(lm: tca_jax.LM, plan: Plan, config: TCAConfig, tokens: int, seed: int) -> tuple[Profile, float]:
+def _calibrated(lm: tca_jax.LM, plan: Plan, config: TCAConfig, tokens: int, seed: int) -> Profile:
     texts = passages(seed, plan.texts(tokens), tokens, 0)
-    return _timed(lambda: tca_jax.calibrate(lm, texts, config))
+    with warnings.catch_warnings(action="ignore"):  # probes may say nothing of a model
+        return tca_jax.calibrate(lm, texts, config)
 
 
-def _timed(function: Callable[[], Profile]) -> tuple[Profile, float]:
+def _timed(make: Callable[[], Profile | None]) -> tuple[Profile | None, float]:
     start = time.monotonic()
-    with warnings.catch_warnings(record=True):
-        profile = function()
-    return profile, time.monotonic() - start
+    return make(), time.monotonic() - start
 
 
 def _described(profile: Profile, tokens: int) -> dict[str, Any]:
@@ -292,12 +296,12 @@ def curves(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> Non
     shape = lm.config.num_layers, lm.config.num_kv_heads
     profile = Profile.uniform(TCAConfig(window=window), *shape, 0)
     note("row 0", lm.with_profile(profile), reads=True, keeps=True, label="TCA, row 0 in every head")
-    profile, _ = _calibrated(lm, plan, TCAConfig(window=window), tokens, 0)
+    profile = _calibrated(lm, plan, TCAConfig(window=window), tokens, 0)
     note("TCA, default probes", lm.with_profile(profile), reads=True, keeps=True, label="TCA, default probes")
     own_texts, pairs = documents_with_pairs(lm, name, plan.texts(tokens), _size(lm, tokens), 0)
     for read, keep in TOLERANCES:
         config = TCAConfig(window=window, read_tolerance=read, keep_tolerance=keep)
-        profile, _ = _timed(functools.partial(tca_jax.calibrate, lm, own_texts, config, probes=pairs))
+        profile = tca_jax.calibrate(lm, own_texts, config, probes=pairs)
         label = f"TCA, pairs, tolerances {read:g} and {keep:g}"
         note("TCA, pairs", lm.with_profile(profile), reads=True, keeps=True, label=label)
     builder = Builder(lm, profile, None, lambda: passages(0, 1, tokens, 0))

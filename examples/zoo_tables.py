@@ -11,9 +11,9 @@ import numpy as np
 
 _ABOUT = (
     "Models of `examples/train_zoo.py` and the shipped one, each calibrated by the same call with the defaults "
-    "(`examples/evaluate_zoo.py`), on {devices}. Calibration sees the first half of the held-out text, losses are of "
-    "the second, documents of questions of all of it. Windows: 512 at 8,192 tokens, 1,024 at 16,384. A row that is "
-    "missing was not measured."
+    "(`examples/evaluate_zoo.py`), on {devices}. Calibration sees 131,072 tokens of the first half of the held-out "
+    "text, losses are of the second, documents of questions of all of it. Windows: 512 at 8,192 tokens, 1,024 at "
+    "16,384. A row that is missing was not measured. Seconds are of many processes on one GPU."
 )
 _LABELS = {"default": "default probes", "pairs": "pairs as probes"}
 
