@@ -19,10 +19,13 @@ from tca_jax.methods.queries import last_queries
 from tca_jax.methods.regions import Regions, Selection
 from tca_jax.methods.selection import select_by_candidates
 from tca_jax.methods.sparse import selected_pairs
-from tca_jax.pallas_kernels.integers import cdiv, round_up
+from tca_jax.pallas_kernels.integers import round_up
 from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, weighted_sum
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
 from tca_jax.pallas_kernels.ranking import selection_mask
+
+# Tiles of queries at a time. The derivative adds every step's to those of all keys: few steps, little of that.
+_TILES = 8
 
 
 class Readings(NamedTuple):
@@ -78,48 +81,50 @@ def attend_gated(
     heads: Int[Array, " Hkv"],
     config: TCAConfig,
 ) -> Float[Array, "1 L Hq d"]:
-    """`read_both(...).mixed(gates)` in plain JAX, differentiable in O(L) memory: a tile of queries at a time."""
+    """`read_both(...).mixed(gates)` in plain JAX, differentiable in O(L) memory: a few tiles of queries at a time."""
     (_, length, kv_heads, head_dim), b, window = k.shape, config.block_size, config.window
     chosen = _chosen_tokens(jax.lax.stop_gradient(q), jax.lax.stop_gradient(k), lengths, heads, config)
-    tiles, padded = cdiv(length, b), round_up(length, b)
+    padded = round_up(length, b * _TILES)
     # What lies past the length may be anything. A weight of zero does not silence a NaN; zeros do.
     real = (jnp.arange(length) < lengths[0])[:, None, None]
     q, k, v = (jnp.where(real, x[0], 0) for x in (q, k, v))
-    queries = jnp.pad(q, ((0, padded - length), (0, 0), (0, 0))).reshape(tiles, b, kv_heads, -1, head_dim)
+    queries = jnp.pad(q, ((0, padded - length), (0, 0), (0, 0))).reshape(
+        -1, b, kv_heads, q.shape[1] // kv_heads, head_dim
+    )
     # Keys by head, behind a window's worth of nothing: every tile's window is a slice of one size.
-    keys, values = (jnp.pad(jnp.moveaxis(x, 1, 0), ((0, 0), (window, padded - length), (0, 0))) for x in (k, v))
+    behind = tuple(jnp.pad(jnp.moveaxis(x, 1, 0), ((0, 0), (window, padded - length), (0, 0))) for x in (k, v))
+    selected = tuple(_taken(x, jnp.minimum(chosen.selected, length - 1) + window) for x in behind)
 
     @jax.checkpoint
     def one_tile(part: tuple[Array, Array]) -> Array:
         tile, queries = part
         first = tile * b
-        near = first - window + jnp.arange(window + b)
+        near, fetched = first - window + jnp.arange(window + b), chosen.fetched(tile, b)
         local = (near >= 0) & (near <= (first + jnp.arange(b))[:, None])
-        selected, fetched = chosen.of_tile(tile, first - window, b)
-        far = jnp.concatenate([selected, fetched], axis=1)
-        own_keys, own_values = (
-            jnp.concatenate([jax.lax.dynamic_slice_in_dim(x, first, window + b, 1), _taken(x, far + window)], axis=1)
-            for x in (keys, values)
-        )
-        scores = scaled_scores("qhgd,hkd->hgqk", queries, own_keys)
-        left = jnp.broadcast_to((far >= 0)[:, None], (kv_heads, b, far.shape[1]))
-        seen = jnp.concatenate([jnp.broadcast_to(local, (kv_heads, *local.shape)), left], axis=-1)
+        seen = local[None], (chosen.selected < first - window)[:, None], (fetched >= 0)[:, None]
+        in_window = tuple(jax.lax.dynamic_slice_in_dim(x, first, window + b, 1) for x in behind)
+        pairs = in_window, selected, tuple(_taken(x, fetched + window) for x in behind)
         # Window, selected and fetched keys have weights of their own; a reading weighs two of the three by their sums.
-        edges = window + b, window + b + selected.shape[1]
-        parts = jnp.split(jnp.where(seen[:, None], scores, MASKED), edges, axis=-1)
-        near, *far_sums = (jax.nn.logsumexp(part, axis=-1, keepdims=True) for part in parts)
-        sparse, blocks = (jnp.logaddexp(near, other) for other in far_sums)
+        scores = [
+            jnp.where(mask[:, None], scaled_scores("qhgd,hkd->hgqk", queries, keys), MASKED)
+            for mask, (keys, _) in zip(seen, pairs, strict=True)
+        ]
+        of_window, of_selected, of_fetched = (jax.nn.logsumexp(part, axis=-1, keepdims=True) for part in scores)
+        sparse, blocks = jnp.logaddexp(of_window, of_selected), jnp.logaddexp(of_window, of_fetched)
         gate = gates[:, None, None, None]
         shares = (
-            (1 - gate) * jnp.exp(near - sparse) + gate * jnp.exp(near - blocks),
-            (1 - gate) * jnp.exp(far_sums[0] - sparse),
-            gate * jnp.exp(far_sums[1] - blocks),
+            (1 - gate) * jnp.exp(of_window - sparse) + gate * jnp.exp(of_window - blocks),
+            (1 - gate) * jnp.exp(of_selected - sparse),
+            gate * jnp.exp(of_fetched - blocks),
         )
-        mixed = [jax.nn.softmax(part) * share for part, share in zip(parts, shares, strict=True)]
-        return weighted_sum("hgqk,hkd->qhgd", jnp.concatenate(mixed, axis=-1), own_values).astype(q.dtype)
+        attended = [
+            weighted_sum("hgqk,hkd->qhgd", jax.nn.softmax(part) * share, values)
+            for part, share, (_, values) in zip(scores, shares, pairs, strict=True)
+        ]
+        return sum(attended[1:], attended[0]).astype(q.dtype)
 
-    out = jax.lax.map(one_tile, (jnp.arange(tiles), queries)).reshape(padded, *q.shape[1:])[:length]
-    return jnp.where(real, out, 0)[None]
+    out = jax.lax.map(one_tile, (jnp.arange(padded // b), queries), batch_size=_TILES)
+    return jnp.where(real, out.reshape(padded, *q.shape[1:])[:length], 0)[None]
 
 
 def _taken(x: Float[Array, "Hkv L d"], places: Int[Array, "Hkv T"]) -> Float[Array, "Hkv T d"]:
@@ -137,13 +142,10 @@ class _Chosen(NamedTuple):
     selected: Int32[Array, "Hkv S"]
     blocks: Int32[Array, "Hkv N F"]
 
-    def of_tile(
-        self, tile: Int[Array, ""], edge: Int[Array, ""], block_size: int
-    ) -> tuple[Int32[Array, "Hkv S"], Int32[Array, "Hkv T"]]:
-        """Tokens, selected and fetched, of a tile of queries whose window begins at `edge`; -1 for none."""
+    def fetched(self, tile: Int[Array, ""], block_size: int) -> Int32[Array, "Hkv T"]:
+        """Tokens that a tile of queries fetches; -1 for none."""
         blocks = self.blocks[:, tile, :, None]
-        fetched = jnp.where(blocks < 0, -1, blocks * block_size + jnp.arange(block_size))
-        return jnp.where(self.selected < edge, self.selected, -1), fetched.reshape(blocks.shape[0], -1)
+        return jnp.where(blocks < 0, -1, blocks * block_size + jnp.arange(block_size)).reshape(blocks.shape[0], -1)
 
 
 def _chosen_tokens(q: Array, k: Array, lengths: Array, heads: Array, config: TCAConfig) -> _Chosen:

@@ -208,7 +208,7 @@ class _KeepingObjective:
     """Share of answers lost and loss of what follows a selection, in units of their tolerances; the larger counts.
 
     Attributes:
-        says: Whether row 0 loses more answers than chance could; where not, the probes say nothing of the model.
+        says: Whether as many answers count as are told apart from none; where not, probes say nothing of the model.
         counted: Answers that count, by kind of probe.
     """
 
@@ -231,9 +231,9 @@ class _KeepingObjective:
         self._full_losses, self._row0 = full, row0
         self._following = [_columns(text, of_text.size, FOLLOW) for text, of_text in zip(texts, full, strict=True)]
         self._answers = _Answers(texts, full, row0)
-        lost, error = self._answers.lost(row0)
-        self.says = lost > _SURE * error  # about five answers
-        self.counted = {kind: self._answers.kinds.count(kind) if self.says else 0 for kind in kinds}
+        counted = self._answers.kinds
+        self.says = len(counted) > _SURE * math.sqrt(len(counted))  # five
+        self.counted = {kind: counted.count(kind) if self.says else 0 for kind in kinds}
 
     def rows(self, more: Heads) -> Int32[np.ndarray, "layers Hkv"]:
         """Dense where a head is more, row 0 elsewhere."""
@@ -273,8 +273,7 @@ class _KeepingObjective:
 
     def _ratios(self, losses: list[np.ndarray]) -> tuple[float, float]:
         """Excess of answers and of what follows."""
-        lost, error = self._answers.lost(losses)
-        answers = lost / max(self._config.keep_tolerance, _SURE * error, _LEAST)
+        answers = self._answers.lost(losses) / max(self._config.keep_tolerance, _LEAST)
         rises = [now - full for now, full in zip(losses, self._full_losses, strict=True)]
         following = np.concatenate([rise[mask] for rise, mask in zip(rises, self._following, strict=True)])
         if following.size < 2:
@@ -348,14 +347,12 @@ class _Answers:
                     self.kinds.append(probe.kind)
             self.numbers.append(number)
 
-    def lost(self, losses: Sequence[Float32[np.ndarray, " P"]]) -> tuple[float, float]:
-        """Mean share of the answers that is lost, and its standard error if chance alone lost them; 0 without any."""
+    def lost(self, losses: Sequence[Float32[np.ndarray, " P"]]) -> float:
+        """Mean share of the answers that is lost; 0 without any."""
         drops = np.zeros(len(self.kinds))
         for now, full, number in zip(losses, self._full, self.numbers, strict=True):
             np.add.at(drops, number[number >= 0], _drop(now, full)[number >= 0])
-        shares = -np.expm1(-drops)
-        count = max(1, drops.size)
-        return float(shares.sum() / count), float(np.sqrt((shares**2).sum()) / count)
+        return float(-np.expm1(-drops).sum() / max(1, drops.size))
 
     def weights(self, losses: Sequence[Float32[np.ndarray, " P"]]) -> list[Float32[np.ndarray, " P"]]:
         """Weights of the columns whose loss a head may give back: the lost tokens, by the number of answers."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import multiprocessing
@@ -43,7 +44,7 @@ from tca_jax.calibration.worth import choose_reading
 from tca_jax.engine.answers import score_answers
 from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.budgets import CallSizes
-from tca_jax.evaluation.specs import Builder, parse_methods
+from tca_jax.evaluation.specs import Builder, MethodSpec, parse_methods
 from tca_jax.loading import shipped_profile
 from tca_jax.methods import fetching
 from tca_jax.methods.xattention import antidiagonal_mass
@@ -60,14 +61,14 @@ class Plan:
     """What is measured.
 
     Attributes:
-        lengths: Tokens of a prompt, and of a calibration text, each with TCA's window.
+        lengths: Tokens of a prompt, and of a calibration text.
         calibrated: Tokens of all calibration texts of a length together.
         passages: Texts whose losses are measured.
         questions: Questions of each task under each protocol.
         draws: Draws of calibration texts.
     """
 
-    lengths: tuple[tuple[int, int], ...] = ((8192, 512), (16384, 1024))
+    lengths: tuple[int, ...] = (8192, 16384)
     calibrated: int = 2**17
     passages: int = 32
     questions: int = 100
@@ -78,7 +79,12 @@ class Plan:
         return max(1, self.calibrated // tokens)
 
 
-SMOKE = Plan(lengths=((2560, 256),), calibrated=2560, passages=1, questions=1, draws=2)
+SMOKE = Plan(lengths=(2560,), calibrated=2560, passages=1, questions=1, draws=2)
+
+
+def window_of(tokens: int) -> int:
+    """TCA's window for prompts of a length."""
+    return max(256, tokens // 16)
 
 
 # --- texts ---
@@ -160,18 +166,18 @@ def evaluate(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> N
     def save() -> None:
         out.write_text(json.dumps(found, indent=1) + "\n")
 
-    for tokens, window in plan.lengths:
-        record = found["lengths"].setdefault(str(tokens), {"window": window})
-        _evaluate_at(lm, folder.name, out.parent, plan, tokens, window, record, save)
+    for tokens in plan.lengths:
+        record = found["lengths"].setdefault(str(tokens), {"window": window_of(tokens)})
+        _evaluate_at(lm, folder.name, out.parent, plan, tokens, record, save)
 
 
 def draws(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> None:
     """What the cache keeps, by draws of the calibration texts of the first length."""
     lm, found = _begun(folder, dtype)
-    (tokens, window), *_ = plan.lengths
+    tokens, *_ = plan.lengths
     kept = []
     for seed in range(plan.draws):
-        profile = _calibrated(lm, plan, TCAConfig(window=window), tokens, seed)
+        profile = _calibrated(lm, plan, TCAConfig(window=window_of(tokens)), tokens, seed)
         kept.append(float(profile.kept_share(tokens).mean()))
         found["lengths"][str(tokens)] = {"draws": kept}
         out.write_text(json.dumps(found, indent=1) + "\n")
@@ -189,12 +195,11 @@ def _evaluate_at(
     folder: Path,
     plan: Plan,
     tokens: int,
-    window: int,
     record: dict[str, Any],
     save: Callable[[], None],
 ) -> None:
     """Losses and answers at one length, into `record`."""
-    config, texts = TCAConfig(window=window), passages(0, plan.passages, tokens, 1)
+    config, texts = TCAConfig(window=window_of(tokens)), passages(0, plan.passages, tokens, 1)
     tasks = sorted(set(MIXTURES[name])) if plan.questions else []
     documents = {task: draw_documents((11, tokens), plan.questions, _size(lm, tokens), name, task) for task in tasks}
 
@@ -203,7 +208,7 @@ def _evaluate_at(
             return
         profile, seconds = _timed(make)
         under, start = lm.with_profile(profile), time.monotonic()
-        measured = record[label] = {"seconds": seconds, **losses(under, texts, window)}
+        measured = record[label] = {"seconds": seconds, **losses(under, texts, config.window)}
         if profile is not None:
             measured |= _described(profile, tokens)
             profile.save(folder / f"{name}-{label}-{tokens}")
@@ -250,7 +255,7 @@ def _described(profile: Profile, tokens: int) -> dict[str, Any]:
 TOLERANCES = ((0.5, 0.5), (0.2, 0.1), (0.1, 0.02), (0.03, 0.005))
 #: Methods whose prefill attends to less than everything, at several budgets.
 READERS = (
-    *(f"streaming:window={window}" for window in (512, 1024, 2048, 4096)),
+    *(f"streaming:window={window}" for window in (256, 512, 1024, 2048, 4096)),
     *(f"minference:scale={scale}" for scale in (0.03, 0.1, 0.3)),
     *(f"flexprefill:gamma={gamma},min_budget=256" for gamma in (0.6, 0.8, 0.9, 0.95)),
     *(f"xattention:threshold={threshold}" for threshold in (0.6, 0.8, 0.9, 0.95)),
@@ -271,13 +276,18 @@ BYTES = (0.1, 0.15, 0.2, 0.35, 0.6)
 def curves(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> None:
     """Loss inside prompts by the attended share, and late answers by the bytes of the cache, of every method."""
     lm, name = tca_jax.load(folder, dtype=dtype), folder.name
-    (tokens, window), *_ = plan.lengths
+    tokens, *_ = plan.lengths
+    window, shape = window_of(tokens), (lm.config.num_layers, lm.config.num_kv_heads)
     texts, tasks = passages(0, plan.passages, tokens, 1), sorted(set(MIXTURES[name]))
     documents = {task: draw_documents((11, tokens), plan.questions, _size(lm, tokens), name, task) for task in tasks}
     found: dict[str, Any] = {"curves": name, "tokens": tokens, "points": []}
+    if out.exists():
+        found = json.loads(out.read_text())
 
-    def note(method: str, under: tca_jax.LM, *, reads: bool, keeps: bool, label: str) -> None:
-        point: dict[str, Any] = {"method": method, "label": label}
+    def note(method: str, make: Callable[[], tca_jax.LM], *, reads: bool, keeps: bool, label: str) -> None:
+        if label in [point["label"] for point in found["points"]]:
+            return
+        under, point = make(), {"method": method, "label": label}
         if reads:
             point |= losses(under, texts, window)
         if keeps:
@@ -292,28 +302,36 @@ def curves(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> Non
         out.write_text(json.dumps(found, indent=1) + "\n")
         print(name, point, flush=True)
 
-    note("full", lm.with_profile(None), reads=True, keeps=True, label="full attention")
-    shape = lm.config.num_layers, lm.config.num_kv_heads
-    profile = Profile.uniform(TCAConfig(window=window), *shape, 0)
-    note("row 0", lm.with_profile(profile), reads=True, keeps=True, label="TCA, row 0 in every head")
-    profile = _calibrated(lm, plan, TCAConfig(window=window), tokens, 0)
-    note("TCA, default probes", lm.with_profile(profile), reads=True, keeps=True, label="TCA, default probes")
+    config = TCAConfig(window=window)
+    row0 = Profile.uniform(config, *shape, 0)
     own_texts, pairs = documents_with_pairs(lm, name, plan.texts(tokens), _size(lm, tokens), 0)
+
+    def with_pairs(read: float, keep: float) -> tca_jax.LM:
+        tolerances = dataclasses.replace(config, read_tolerance=read, keep_tolerance=keep)
+        return lm.with_profile(tca_jax.calibrate(lm, own_texts, tolerances, probes=pairs))
+
+    def with_own() -> tca_jax.LM:
+        return lm.with_profile(_calibrated(lm, plan, config, tokens, 0))
+
+    builder = Builder(lm, row0, None, lambda: passages(0, 1, tokens, 0))
+
+    def under_spec(spec: MethodSpec) -> tca_jax.LM:
+        return builder.build(spec).lm
+
+    note("full", lambda: lm.with_profile(None), reads=True, keeps=True, label="full attention")
+    note("row 0", lambda: lm.with_profile(row0), reads=True, keeps=True, label="TCA, row 0 in every head")
     for read, keep in TOLERANCES:
-        config = TCAConfig(window=window, read_tolerance=read, keep_tolerance=keep)
-        profile = tca_jax.calibrate(lm, own_texts, config, probes=pairs)
         label = f"TCA, pairs, tolerances {read:g} and {keep:g}"
-        note("TCA, pairs", lm.with_profile(profile), reads=True, keeps=True, label=label)
-    builder = Builder(lm, profile, None, lambda: passages(0, 1, tokens, 0))
+        note("TCA, pairs", functools.partial(with_pairs, read, keep), reads=True, keeps=True, label=label)
+    note("TCA, default probes", with_own, reads=True, keeps=True, label="TCA, default probes")
     for spec in parse_methods(",".join(READERS)):
-        note(spec.parts[0][0], builder.build(spec).lm, reads=True, keeps=False, label=spec.label)
+        note(spec.parts[0][0], functools.partial(under_spec, spec), reads=True, keeps=False, label=spec.label)
     sizes = CallSizes(bucket_length(tokens), bucket_length(256), bucket_length(128))
-    for spec in parse_methods(",".join(KEEPERS)):
-        for share in BYTES:
-            built = builder.build_within(spec, share, sizes)
-            if not built.own_budget:
-                label = f"{spec.label} within {share:.0%}"
-                note(spec.parts[0][0], built.lm, reads=False, keeps=True, label=label)
+    for spec, share in itertools.product(parse_methods(",".join(KEEPERS)), BYTES):
+        built = builder.build_within(spec, share, sizes)
+        if not built.own_budget:
+            label = f"{spec.label} within {share:.0%}"
+            note(spec.parts[0][0], functools.partial(getattr, built, "lm"), reads=False, keeps=True, label=label)
 
 
 # --- how blocks are estimated ---
@@ -329,17 +347,17 @@ ESTIMATES: tuple[dict[str, int], ...] = (
 def estimates(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> None:
     """What calibration finds to read blocks, what that costs, and the loss inside held-out text, by `ESTIMATES`."""
     lm, rows = tca_jax.load(folder, dtype=dtype), list[dict[str, Any]]()
-    for (tokens, window), options in itertools.product(plan.lengths, ESTIMATES):
-        rows.append({"tokens": tokens, **options, **_estimated(lm, plan, tokens, window, **options)})
+    for tokens, options in itertools.product(plan.lengths, ESTIMATES):
+        rows.append({"tokens": tokens, **options, **_estimated(lm, plan, tokens, **options)})
         out.write_text(json.dumps({"model": folder.name, "rows": rows}, indent=1) + "\n")
         print(folder.name, rows[-1], flush=True)
 
 
 def _estimated(
-    lm: tca_jax.LM, plan: Plan, tokens: int, window: int, antidiagonals: int | None = None, **options: int
+    lm: tca_jax.LM, plan: Plan, tokens: int, antidiagonals: int | None = None, **options: int
 ) -> dict[str, Any]:
     """The first search on calibration texts, and the losses inside others."""
-    config = TCAConfig(window=window, **options)
+    config = TCAConfig(window=window_of(tokens), **options)
     with _antidiagonals(antidiagonals) if antidiagonals else contextlib.nullcontext():
         journal = Journal(None, None)
         found = choose_reading(
@@ -405,7 +423,10 @@ def main(
     gpus: Annotated[int, typer.Option(min=1, help="GPUs that they are shared out over.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Folder of the results; the zoo's by default.")] = None,
     dtype: Annotated[str | None, typer.Option(help="What models compute in.")] = None,
-    tokens: Annotated[list[int] | None, typer.Option(help="Lengths; all by default.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="Lengths; 8,192 and 16,384 by default.")] = None,
+    calibrated: Annotated[int, typer.Option(help="Tokens of all calibration texts of a length.")] = Plan.calibrated,
+    texts: Annotated[int, typer.Option(help="Texts whose losses are measured.")] = Plan.passages,
+    questions: Annotated[int, typer.Option(help="Of each task under each protocol.")] = Plan.questions,
     smoke: Annotated[bool, typer.Option("--smoke", help="Little of everything: checks that all runs.")] = False,
 ) -> None:
     """Measure calibration on every model of the zoo."""
@@ -420,8 +441,7 @@ def main(
         write_tables(out)
         return
     function = {"answers": evaluate, "draws": draws, "curves": curves, "estimates": estimates}[part]
-    plan = SMOKE if smoke else Plan()
-    plan = dataclasses.replace(plan, lengths=tuple(each for each in plan.lengths if each[0] in (tokens or [each[0]])))
+    plan = SMOKE if smoke else Plan(tuple(tokens or Plan.lengths), calibrated, texts, questions)
     suffix = "-".join(["", *([] if part == "answers" else [part]), *map(str, tokens or [])])
     tasks = [(path, out / f"{name}{suffix}.json", plan, dtype) for name, path in folders.items()]
     if jobs == 1:

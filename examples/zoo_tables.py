@@ -87,8 +87,7 @@ def _keeping(models: list[dict[str, Any]]) -> list[str]:
     rows = []
     for name, tokens, each in _lengths(models, "full", "default"):
         for label, words in _LABELS.items():
-            if label in each:
-                one = each[label]
+            if "denser" in (one := each.get(label, {})):
                 counted = ", ".join(f"{kind} {count}" for kind, count in (one["counted"] or {}).items())
                 following = _over(one["following"], each["full"]["following"])
                 heads = f"{len(one['denser'])} of {one['heads']}"

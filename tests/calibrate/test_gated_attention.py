@@ -13,7 +13,7 @@ from tca_jax.methods.config import TCAConfig
 
 CONFIG = TCAConfig(block_size=8, window=16, reserve=3, observation=6, spread=2, fetch=2, fetch_stride=4)
 #: Heads of a group, KV heads, tokens, and what these are padded to.
-SHAPES = [(1, 3, 101, 112), (2, 2, 96, 96), (7, 1, 77, 77)]
+SHAPES = [(1, 3, 101, 112), (2, 2, 128, 128), (7, 1, 77, 77)]
 NOISE = 1e-5
 
 
