@@ -1,6 +1,6 @@
 """Takes what pages link to outside docs/ into the site: results of benchmarks, the model card, examples, the changelog.
 
-A page's link to `../benchmarks/results/README.md` is one to `benchmarks/results/README.md` there.
+A page's link to `../lab/results/README.md` is one to `lab/results/README.md` there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 #: Files beside docs/ that are part of the site, by patterns.
-BESIDE = ("benchmarks/results/*", "examples/*.py", "tca_jax/checkpoints/recall-tiny/*.md", "CHANGELOG.md")
+BESIDE = ("lab/results/*", "examples/*.py", "tca_jax/checkpoints/recall-tiny/*.md", "CHANGELOG.md")
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 import tca_jax
-from tca_jax import recall
 from tca_jax.engine.frames import Frame
+from tca_jax.lab import recall
 
 HELP = "Ask about the text. /undo forgets the last question, /cost says what is held, an empty line ends."
 

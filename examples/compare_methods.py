@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 import tca_jax
-from tca_jax import recall
-from tca_jax.recall.protocols import asked, completion
+from tca_jax.lab import recall
+from tca_jax.lab.recall.protocols import asked, completion
 
 TASKS = ("digits", "words", "digits")
 

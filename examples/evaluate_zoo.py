@@ -4,7 +4,7 @@
     python examples/evaluate_zoo.py zoo --part draws --jobs 7          # what is kept, by draws of texts
     python examples/evaluate_zoo.py zoo --part estimates --jobs 7      # how the blocks of a tile are estimated
     python examples/evaluate_zoo.py zoo --part curves --jobs 7         # TCA at several tolerances, and other methods
-    python examples/evaluate_zoo.py zoo --part table                   # benchmarks/results/zoo.{json,md} from these
+    python examples/evaluate_zoo.py zoo --part table                   # lab/results/zoo.{json,md} from these
 
 Calibration sees the first half of the held-out text; losses are measured on the second, questions are about documents
 of all of it. Nothing is tuned on any model.
@@ -44,14 +44,14 @@ from tca_jax.calibration.worth import choose_reading
 from tca_jax.engine.answers import score_answers
 from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.budgets import CallSizes
-from tca_jax.evaluation.specs import Builder, MethodSpec, parse_methods
+from tca_jax.lab.evaluation.specs import Builder, MethodSpec, parse_methods
+from tca_jax.lab.recall import PROTOCOLS, Document
+from tca_jax.lab.recall.corpus import corpus
+from tca_jax.lab.recall.evaluation import ask
+from tca_jax.lab.recall.protocols import chat_answer, chat_document, chat_question
 from tca_jax.loading import shipped_profile
 from tca_jax.methods import fetching
 from tca_jax.methods.xattention import antidiagonal_mass
-from tca_jax.recall import PROTOCOLS, Document
-from tca_jax.recall.corpus import corpus
-from tca_jax.recall.evaluation import ask
-from tca_jax.recall.protocols import chat_answer, chat_document, chat_question
 
 FOLLOWING = 256
 

@@ -20,10 +20,10 @@ from jax import Array
 from safetensors.numpy import load_file
 
 import tca_jax
-from tca_jax import recall
 from tca_jax.calibration import choose_candidates
+from tca_jax.lab import recall
+from tca_jax.lab.recall.protocols import completion
 from tca_jax.loading import checkpoint_folder
-from tca_jax.recall.protocols import completion
 
 BOS = 256  # the shipped model's tokens are bytes, and a few more
 Attention = Callable[[int, Array, Array, Array], Array]

@@ -14,10 +14,10 @@ import numpy as np
 from recall_tokens import ASSISTANT, BOS, EOS, USER
 from zoo_tasks import draw_question, hide
 
-from tca_jax.recall import TASKS, Question
-from tca_jax.recall.corpus import corpus
-from tca_jax.recall.facts import draw_keys
-from tca_jax.recall.protocols import PREAMBLES, asked
+from tca_jax.lab.recall import TASKS, Question
+from tca_jax.lab.recall.corpus import corpus
+from tca_jax.lab.recall.facts import draw_keys
+from tca_jax.lab.recall.protocols import PREAMBLES, asked
 
 Row = tuple[np.ndarray, np.ndarray, list[str]]  # tokens, answers and tasks, as in `Batch`
 DEFAULT_TASKS = tuple(TASKS)

@@ -30,9 +30,9 @@ from recall_artifacts import save_checkpoint
 from recall_data import DEFAULT_TASKS, Stage, make_batch, training_batches
 from recall_tokens import VOCAB_SIZE
 
+from tca_jax.lab.recall.corpus import corpus
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
-from tca_jax.recall.corpus import corpus
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,9 +15,10 @@ import numpy as np
 from jax import Array
 
 import tca_jax
-from tca_jax import methods, plots, recall
+from tca_jax import methods, plots
 from tca_jax.inspection import local_start
-from tca_jax.recall.protocols import completion
+from tca_jax.lab import recall
+from tca_jax.lab.recall.protocols import completion
 
 BYTES = 1152  # of a document; with a question about 1250 tokens, for the model reads bytes
 TASKS = ("digits", "words", "keys", "digits")

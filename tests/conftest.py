@@ -71,6 +71,16 @@ def no_programs_of_other_modules():
     jax.clear_caches()
 
 
+@pytest.fixture
+def figures(monkeypatch):
+    """Figures in place of the files they would be written to."""
+    from tca_jax.plots import figures as module
+
+    drawn = []
+    monkeypatch.setattr(module, "write", lambda figure, path: drawn.append(figure) or Path(path))
+    return drawn
+
+
 def _num_maps() -> int:
     """Pieces of memory that this process maps; as many as are allowed where the system does not say."""
     try:

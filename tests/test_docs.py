@@ -20,8 +20,10 @@ from tiny import random_prompt, tiny_lm
 from typer.testing import CliRunner
 
 import tca_jax
-from tca_jax import loading, methods, plots, recall
+from tca_jax import loading, methods, plots
 from tca_jax.cli.app import app
+from tca_jax.lab import plots as lab_plots
+from tca_jax.lab import recall
 from tca_jax.loading import checkpoint_folder
 from tca_jax.methods import registry
 from tca_jax.models.registry import ALIASES
@@ -31,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 SITE = tuple(sorted((ROOT / "docs").rglob("*.md")))
 DOCS = (README, *SITE)
-PAGES = (*DOCS, ROOT / "CHANGELOG.md", ROOT / "benchmarks/results/README.md")
+PAGES = (*DOCS, ROOT / "CHANGELOG.md", ROOT / "lab/results/README.md")
 CODE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 #: What a page's blocks are run with in place of what they say: shorter texts.
 SHORTER = {"default_rng(0), 6000,": "default_rng(0), 1500,", "text[1000:4000]": "text[1000:1800]"}
@@ -131,7 +133,7 @@ def shared(monkeypatch, tmp_path):
     )
     Path("questions.txt").write_text(f"{QUESTION}\n")
     shutil.copytree(checkpoint_folder("recall-tiny") / "profile", "my-profile")
-    for name in ("benchmarks", "tca_jax"):
+    for name in ("lab", "tca_jax"):
         Path(name).symlink_to(ROOT / name)
 
 
@@ -330,12 +332,12 @@ class Page(NamedTuple):
 @pytest.mark.parametrize(
     ("page", "link", "expected"),
     [
-        ("usage.md", "../benchmarks/results/README.md", "benchmarks/results/README.md"),
+        ("usage.md", "../lab/results/README.md", "lab/results/README.md"),
         ("usage.md", "../CHANGELOG.md", "CHANGELOG.md"),
         ("usage.md", "contexts.md#what-it-costs", "contexts.md#what-it-costs"),
         ("api/functional.md", "../../examples/attend_in_your_model.py", "../examples/attend_in_your_model.py"),
         ("api/functional.md", "../usage.md", "../usage.md"),
-        ("benchmarks/results/README.md", "attention.md", "attention.md"),
+        ("lab/results/README.md", "attention.md", "attention.md"),
         ("CHANGELOG.md", "docs/method.md#reserve", "method.md#reserve"),
         ("tca_jax/checkpoints/recall-tiny/README.md", "../../../docs/method.md", "../../../method.md"),
     ],
@@ -365,7 +367,7 @@ def test_every_public_name_has_a_place_in_the_api_pages():
     modules = {found.__name__ for found in objects if inspect.ismodule(found)}
     public = [(tca_jax, name) for name in tca_jax.__all__ if name not in ("methods", "BASELINE")]
     public += [(methods, name) for name in methods.__all__ if name != "BASELINE"]
-    public += [(plots, name) for name in vars(plots) if name.startswith("plot_")]
+    public += [(module, name) for module in (plots, lab_plots) for name in vars(module) if name.startswith("plot_")]
     public += [(recall, name) for name in recall.__all__ if name.lower() == name or name in ("Document", "Question")]
     for module, name in public:
         value = getattr(module, name)

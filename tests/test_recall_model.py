@@ -11,9 +11,9 @@ import pytest
 import tca_jax
 from tca_jax import methods
 from tca_jax.calibration.profile import Profile
+from tca_jax.lab.recall import PROTOCOLS, TASKS, build_document
+from tca_jax.lab.recall.evaluation import ask, draw_documents
 from tca_jax.loading import checkpoint_folder
-from tca_jax.recall import PROTOCOLS, TASKS, build_document
-from tca_jax.recall.evaluation import ask, draw_documents
 
 FOLDER = checkpoint_folder("recall-tiny")
 

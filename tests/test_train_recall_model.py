@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tca_jax
-from tca_jax.recall import TASKS
-from tca_jax.recall.corpus import corpus
+from tca_jax.lab.recall import TASKS
+from tca_jax.lab.recall.corpus import corpus
 
 pytest.importorskip("optax", reason="the training script's optimizer is no dependency of the library")
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -73,7 +73,7 @@ def chat_rows(data, count):
 def test_a_recall_row_fills_its_length_and_marks_exactly_its_answers(data, monkeypatch, length):
     drawn = []
     monkeypatch.setattr(data, "draw_question", lambda *args: drawn.append(draw(*args)) or drawn[-1])
-    draw = importlib.import_module("tca_jax.recall.tasks").draw_question
+    draw = importlib.import_module("tca_jax.lab.recall.tasks").draw_question
     for seed in range(6):
         drawn.clear()
         tokens, answers, tasks = data.recall_row(np.random.default_rng(seed), length, "train")

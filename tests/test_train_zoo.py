@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import tca_jax
-from tca_jax.recall import TASKS
-from tca_jax.recall.facts import draw_keys
+from tca_jax.lab.recall import TASKS
+from tca_jax.lab.recall.facts import draw_keys
 
 pytest.importorskip("optax", reason="the training script's optimizer is no dependency of the library")
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -6,20 +6,17 @@ import io
 import os
 import sys
 import warnings
+from importlib.metadata import entry_points
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from tca_jax.benchmarks.command import app as bench_app
 from tca_jax.cli.calibrate import calibrate
 from tca_jax.cli.chat import chat
-from tca_jax.cli.demo import demo
 from tca_jax.cli.errors import users_message
-from tca_jax.cli.evaluate import evaluate
 from tca_jax.cli.generate import generate
-from tca_jax.cli.harness import lm_eval
 from tca_jax.cli.plots import app as plot_app
 from tca_jax.cli.profiles import app as profile_app
 from tca_jax.files import naming
@@ -76,15 +73,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command()(demo)
 app.command()(generate)
 app.command()(chat)
 app.command()(calibrate)
-app.command("eval")(evaluate)
-app.command("lm-eval", context_settings={"ignore_unknown_options": True})(lm_eval)
 app.add_typer(profile_app, name="profile")
 app.add_typer(plot_app, name="plot")
-app.add_typer(bench_app, name="bench")
+for _entry in entry_points(group="tca_jax.commands"):  # the lab's, and anybody's
+    _entry.load()(app, plot_app)
 
 
 def run() -> None:

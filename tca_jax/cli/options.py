@@ -6,8 +6,6 @@ from typing import Annotated
 
 import typer
 
-from tca_jax.benchmarks.options import MeshOption as MeshOption
-
 ModelArgument = Annotated[str, typer.Argument(help="Alias, Hugging Face Hub id or local folder.", show_default=False)]
 ProfileOption = Annotated[
     str | None,

@@ -1,4 +1,4 @@
-"""`tca-jax plot`: what a profile gives each head, what a prompt keeps and attends to, and results, as PNG files."""
+"""`tca-jax plot`: what a profile gives each head, and what a prompt keeps and attends to, as PNG files."""
 
 from __future__ import annotations
 
@@ -20,9 +20,6 @@ _BEFORE = 400  # characters of the page that stand before the text that is looke
 
 FileOption = Annotated[Path, typer.Option(help='The text (UTF-8); "-" is stdin.', show_default=False)]
 MaxTokensOption = Annotated[int | None, typer.Option(help="Cut the text to this many tokens.", min=1, max=_LARGEST)]
-TokensOption = Annotated[
-    int | None, typer.Option(help="Prompt length.", show_default="the longest", min=1, max=_LARGEST)
-]
 
 app = typer.Typer(help="Draw budgets, kept tokens, attention and results.")
 
@@ -49,7 +46,7 @@ def budgets(
 
     loaded = Profile.load(profile_folder(profile))
     tokens = tokens or max((source["tokens"] for source in loaded.sources), default=131072)
-    _written(draw_profile(loaded, tokens, out))
+    written(draw_profile(loaded, tokens, out))
 
 
 @app.command()
@@ -82,7 +79,7 @@ def selected(
     with progress() as report:
         report(f"compiling, and reading {len(ids):,} tokens", None, None)
         kept = kept_tokens(lm, ids)
-    _written(
+    written(
         plot_selected_tokens(
             kept,
             texts,
@@ -119,78 +116,7 @@ def attention(
     with progress() as report:
         report(f"compiling, and reading {len(ids):,} tokens", None, None)
         received = attention_received(lm, ids)
-    _written(plot_attention(received, lm.name, out))
-
-
-@app.command()
-def latency(
-    results: Annotated[list[Path], typer.Argument(help="JSON files of results.", show_default=False)],
-    tokens: TokensOption = None,
-    new_tokens: Annotated[
-        int, typer.Option(help="Tokens decoded behind a benchmark's prompt.", min=1, max=_LARGEST)
-    ] = 256,
-    out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("out/latency.png"),
-) -> None:
-    """Draw where the time goes, from what bench or generate wrote.
-
-    Takes results of [bold]bench attention[/] (one layer), of [bold]bench end-to-end[/] (whole models), of both (whole
-    models in parts), and what [bold]generate --json[/] printed.
-
-    Example: [bold]tca-jax plot latency attention.json end-to-end.json[/]
-    """
-    from tca_jax.models.json_object import read_json_object
-    from tca_jax.plots import plot_latency
-    from tca_jax.plots.results import latency_bars
-
-    records = {str(path): read_json_object(path) for path in results}
-    bars = latency_bars(records, tokens=tokens, new_tokens=new_tokens)
-    devices = {record["environment"]["device"] for record in records.values() if "environment" in record}
-    _written(plot_latency(bars, ", ".join(["Where the time goes", *sorted(devices)]), out))
-
-
-@app.command()
-def accuracy(
-    results: Annotated[Path, typer.Argument(help="JSON file or folder of results.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("out/accuracy.png"),
-) -> None:
-    """Draw right answers against the bytes of the KV cache, a panel a protocol.
-
-    Example: [bold]tca-jax plot accuracy evaluation.json[/]
-    """
-    from tca_jax.plots import plot_accuracy
-    from tca_jax.plots.results import accuracy_panels
-
-    _written(plot_accuracy(accuracy_panels(results), "Right answers by the KV cache that is held", out))
-
-
-@app.command()
-def reading(
-    results: Annotated[Path, typer.Argument(help="JSON of examples/evaluate_zoo.py.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("out/reading.png"),
-) -> None:
-    """Draw loss inside the text against the attended share: a panel a model, a curve a method.
-
-    Example: [bold]tca-jax plot reading curves.json[/]
-    """
-    from tca_jax.plots import plot_reading
-    from tca_jax.plots.results import model_points
-
-    _written(plot_reading(model_points(results), out))
-
-
-@app.command()
-def keeping(
-    results: Annotated[Path, typer.Argument(help="JSON of examples/evaluate_zoo.py.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("out/keeping.png"),
-) -> None:
-    """Draw right late answers against the bytes of the KV cache: a panel a model, a curve a method.
-
-    Example: [bold]tca-jax plot keeping curves.json[/]
-    """
-    from tca_jax.plots import plot_keeping
-    from tca_jax.plots.results import model_points
-
-    _written(plot_keeping(model_points(results), out))
+    written(plot_attention(received, lm.name, out))
 
 
 def _load(
@@ -229,5 +155,6 @@ def _page_of(words: str, texts: list[str]) -> int:
     return 0
 
 
-def _written(path: Path) -> None:
+def written(path: Path) -> None:
+    """Says where a picture lies."""
     print(f"Picture: {path}")

@@ -39,7 +39,7 @@ class SparsePrefill(PrefillPolicy):
     ) -> Attended:
         policy, tokens = self.selector, k.shape[1]
         # Every prompt of this shape fits its window: exact attention. From there on a selection pays: on an H200 a
-        # model's time to first token is full attention's at 4,608 tokens (benchmarks/results/crossover.md).
+        # model's time to first token is full attention's at 4,608 tokens (lab/results/crossover.md).
         if not policy.num_ranked_blocks(tokens):
             return Attended(causal_attention(q, k, v, lengths, backend=backend), causal_pairs(lengths))
         if selected is None:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from meshes import chunks_of, mesh_of, watch_parts
 
 import tca_jax
-from tca_jax.recall.evaluation import draw_documents
+from tca_jax.lab.recall.evaluation import draw_documents
 
 several = jax.default_backend() == "gpu" and jax.device_count() > 1
 pytestmark = pytest.mark.skipif(not several, reason="needs two GPUs; meshes of CPUs run in test_mesh.py")

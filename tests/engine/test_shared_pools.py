@@ -15,13 +15,13 @@ from meshes import lm_of, mesh_of, needs_8_devices, with_tca
 from tiny import random_prompt
 
 import tca_jax
-from tca_jax.benchmarks.common import free_bytes
 from tca_jax.engine import request
 from tca_jax.engine.answers import score_answers
 from tca_jax.engine.head_balance import balanced_orders, balanced_together
 from tca_jax.engine.layouts import total_bytes
 from tca_jax.engine.shared_pools import SharedPool, apart, plan_shared_pools, together
-from tca_jax.evaluation import text_tasks
+from tca_jax.lab.benchmarks.common import free_bytes
+from tca_jax.lab.evaluation import text_tasks
 from tca_jax.methods.heads import HeadShards, dealt_out
 from tca_jax.methods.regions import Regions
 from tca_jax.pallas_kernels import backends

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tca_jax.benchmarks.common import free_bytes, random_normal
-from tca_jax.benchmarks.shares import unequal_candidates
+from tca_jax.lab.benchmarks.common import free_bytes, random_normal
+from tca_jax.lab.benchmarks.shares import unequal_candidates
 from tca_jax.methods.candidates import region_capacity
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.regions import Regions

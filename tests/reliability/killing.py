@@ -18,7 +18,7 @@ RANDOM_KILLS = int(os.environ.get("TCA_KILLS", "1"))
 _SERVER = """
 import json, os, random, shutil, signal, sys, time
 import jax, orbax.checkpoint, transformers
-import tca_jax.calibration.run, tca_jax.cli.app, tca_jax.evaluation, tca_jax.loading
+import tca_jax.calibration.run, tca_jax.cli.app, tca_jax.lab.evaluation, tca_jax.loading
 
 base, code, seed, times, changes_to_kill_at, goes_on = json.loads(sys.argv[1])
 

@@ -14,7 +14,7 @@ from tiny import TCA, random_prompt, tiny_lm, with_candidates, write_checkpoint
 import tca_jax
 from tca_jax.calibration.profile import Profile
 from tca_jax.engine import persistence
-from tca_jax.evaluation import Results
+from tca_jax.lab.evaluation import Results
 
 
 def visible(folder):

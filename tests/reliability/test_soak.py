@@ -10,8 +10,8 @@ from tiny import write_checkpoint
 from typer.testing import CliRunner
 
 import tca_jax
-from tca_jax.benchmarks import soak
 from tca_jax.cli.app import app
+from tca_jax.lab.benchmarks import soak
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,44 @@
+"""`tca-jax demo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tca_jax.cli.files import print_json, require_writable
+from tca_jax.cli.options import JsonOption, SeedOption
+from tca_jax.cli.progress import progress
+
+
+def demo(
+    tokens: Annotated[int, typer.Option(help="Length of the document.")] = 4096,
+    questions: Annotated[int, typer.Option(help="Questions asked about the document.")] = 3,
+    seed: SeedOption = 0,
+    out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("out"),
+    as_json: JsonOption = False,
+) -> None:
+    """Answer questions over a long document with full attention, with TCA and with the method as published.
+
+    Under three protocols: the prompt ends with the answer's first words, or with the question, or the question comes
+    to a document that was read without it. Then one reading answers several questions.
+
+    Uses the model and the profiles that ship with the package.
+
+    Example: [bold]tca-jax demo --tokens 4096 --seed 7[/]
+    """
+    from tca_jax.lab.demo import context_table, protocol_table, run_demo
+
+    require_writable(out, "--out")
+    with progress() as report:
+        result = run_demo(tokens, questions, seed, out, report)
+    if as_json:
+        print_json(result.to_json())
+        return
+    console = Console()
+    console.print(protocol_table(result))
+    console.print(context_table(result))
+    console.print(result.summary(), highlight=False)
+    console.print(f"Picture: {result.picture}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,158 @@
+"""`tca-jax eval`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tca_jax.cli.files import print_json, require_writable
+from tca_jax.cli.options import DtypeOption, JsonOption, ModelArgument, SeedOption
+from tca_jax.cli.progress import progress
+from tca_jax.lab.benchmarks.options import MeshOption
+from tca_jax.lab.benchmarks.progress import counted
+
+if TYPE_CHECKING:
+    from tca_jax.calibration.profile import Profile
+    from tca_jax.lab.evaluation import Plan
+    from tca_jax.lab.evaluation.results import Job
+    from tca_jax.loading import Checkpoint
+
+_LINE_SECONDS = 60.0  # between lines of progress in a log
+_CALIBRATION_TOKENS = 8192  # of a text that a method looks at beforehand
+
+
+def evaluate(
+    model: ModelArgument,
+    methods: Annotated[
+        str,
+        typer.Option(help='Registered names, "paper", options behind a colon, pairs by "+".'),
+    ] = "full,tca",
+    tasks: Annotated[str, typer.Option(help="ruler, recall, longbench, loss, agreement, or single tasks.")] = "ruler",
+    lengths: Annotated[str, typer.Option(help="Tokens of a prompt with its answer.")] = "4096",
+    protocols: Annotated[str, typer.Option(help="Of tasks that ask questions.")] = "prefix,preamble,late",
+    samples: Annotated[int, typer.Option(help="Samples of each task and length.", min=1)] = 20,
+    seed: SeedOption = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the results; a second run adds to it.")] = Path("out/eval"),
+    profile: Annotated[
+        str | None, typer.Option(help="Profile folder; the paper's is FOLDER-paper.", show_default="the shipped one")
+    ] = None,
+    essays: Annotated[Path | None, typer.Option(help="Text for haystacks.", show_default="a substitute")] = None,
+    squad: Annotated[Path | None, typer.Option(help="SQuAD 2.0 (JSON), for qa_1.", show_default=False)] = None,
+    hotpotqa: Annotated[Path | None, typer.Option(help="HotpotQA (JSON), for qa_2.", show_default=False)] = None,
+    longbench: Annotated[Path | None, typer.Option(help="LongBench's folder of data.", show_default=False)] = None,
+    text: Annotated[Path | None, typer.Option(help="For loss and agreement.", show_default="a substitute")] = None,
+    share: Annotated[
+        float | None,
+        typer.Option("--bytes", help="Share of full attention's bytes for all.", show_default="each its own"),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Most prompts in a call; fewer where memory is short.", min=1)] = 8,
+    dtype: DtypeOption = None,
+    mesh: MeshOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare attention methods on a model: accuracy, bytes held and seconds.
+
+    RULER's thirteen tasks, the shipped model's recall tasks, LongBench-E, loss and agreement with full attention; each
+    under three protocols: the prompt ends with the answer's first words (prefix) or with the question (preamble), or
+    the question comes to a context that was read without it (late).
+
+    Lists are written with commas. The folder gets config.json, a JSON file for each task, table.md and pictures. A run
+    that was interrupted goes on where it was.
+
+    Example: [bold]tca-jax eval recall-tiny --tasks recall --samples 5 --out out/recall[/]
+    """
+    from tca_jax.engine.mesh import parse_mesh
+    from tca_jax.lab.evaluation import Builder, Results, Sources, make_plan, parse_methods, run_plan
+    from tca_jax.loading import check_dtype, open_checkpoint
+
+    specs = parse_methods(methods)
+    sources = Sources(essays, squad, hotpotqa, longbench, text)
+    require_writable(out, "--out")
+    check_dtype(dtype)
+    devices = None if mesh is None else parse_mesh(mesh, "--mesh")
+    _require_files(sources)
+    with progress() as report:
+        report(f"loading {model}", None, None)
+        checkpoint = open_checkpoint(model)
+        found, paper = _profiles(checkpoint, profile)
+        plan = make_plan(
+            checkpoint,
+            specs,
+            _listed(tasks),
+            [_integer(item) for item in _listed(lengths)],
+            _listed(protocols),
+            samples=samples,
+            seed=seed,
+            sources=sources,
+            share=share,
+            batch=batch,
+        )
+        lm = checkpoint.load(
+            dtype=dtype, mesh=devices, progress=lambda done, total: report(f"loading {model}", done, total)
+        )
+    for each in (found, paper):
+        if each is not None:
+            each.validate_for(lm.config, lm.fingerprint, lm.name)
+    for reason in plan.skipped:
+        print(f"left out: {reason}", file=sys.stderr)
+    builder = Builder(lm, found, paper, lambda: [_calibration_text(plan, lm)])
+    results = Results(out)
+    with counted("samples", _LINE_SECONDS) as count:
+        records = run_plan(plan, builder, results, lambda job, done, total: count(done, total, _shown(job)))
+    if as_json:
+        print_json({"folder": str(out), "results": [_without_samples(record) for record in records]})
+        return
+    print((out / "table.md").read_text(encoding="utf-8"), end="")
+    print(f"Results: {out}", file=sys.stderr)
+
+
+def _listed(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"--lengths {text}: must be numbers of tokens with commas between, such as 4096,8192"
+        ) from None
+
+
+def _require_files(sources: Any) -> None:
+    """Raises OSError unless the named files are there."""
+    for name in ("essays", "squad", "hotpotqa", "text"):
+        if (path := getattr(sources, name)) is not None:
+            with open(path, "rb"):
+                pass
+    if sources.longbench is not None and not sources.longbench.is_dir():
+        raise ValueError(f"--longbench {sources.longbench}: must be a folder")
+
+
+def _profiles(checkpoint: Checkpoint, profile: str | None) -> tuple[Profile | None, Profile | None]:
+    """The profile of TCA and that of the paper's hyperparameters beside it; those of the model where none is named."""
+    folder = checkpoint.folder / "profile" if profile in (None, "shipped") else Path(str(profile))
+    if profile is None and not folder.is_dir():
+        return None, None
+    beside = folder.with_name(f"{folder.name}-paper")
+    found = checkpoint.read_profile(str(folder) if profile != "shipped" else "shipped")
+    return found, checkpoint.read_profile(str(beside)) if beside.is_dir() else None
+
+
+def _calibration_text(plan: Plan, lm: Any) -> list[int]:
+    """What methods look at that must see some text before they run: the user's text, or what stands in for it."""
+    from tca_jax.engine.prompts import encode_prompt
+
+    tokens = min(_CALIBRATION_TOKENS, lm.config.max_context)
+    return encode_prompt(lm, plan.sources.user_text[: 16 * tokens], "--text")[:tokens]
+
+
+def _shown(job: Job) -> str:
+    return f"{job.method}: {job.task}, {job.length:,}, {job.protocol}"
+
+
+def _without_samples(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name != "samples"}

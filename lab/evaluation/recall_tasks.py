@@ -1,0 +1,63 @@
+"""The recall tasks of the shipped model as a suite: exact answers about facts hidden in real text."""
+
+from __future__ import annotations
+
+import functools
+
+from tca_jax.lab.evaluation.ruler.fitting import largest
+from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Mark, Prompt, Sample, Task
+from tca_jax.lab.recall import TASKS as RECALL_TASKS
+from tca_jax.lab.recall import Document, is_correct
+from tca_jax.lab.recall.evaluation import ANSWER_TOKENS, draw_documents
+from tca_jax.lab.recall.protocols import asked, completion
+
+_LEAST_BYTES = 3500  # what the facts of all tasks may take
+_SEED = 2  # the same questions as in the shipped model's card
+
+
+def _draw(drawing: Drawing, task: str) -> list[Sample]:
+    """Documents that with their question have the length; answers come on top."""
+    seed = (drawing.seed, _SEED)
+
+    def documents(num_bytes: int, count: int) -> list[Document]:
+        return draw_documents(seed, count, num_bytes, task)
+
+    def fits(num_bytes: int) -> bool:
+        sample = _sample(documents(num_bytes, 1)[0])
+        special = len(Prompt("a", "", chat=False).encode(drawing.lm)) - 1
+        return len(sample.prompts["prefix"].encode(drawing.lm)) - special <= drawing.length
+
+    if drawing.length + ANSWER_TOKENS > drawing.lm.config.max_context:
+        raise DoesNotFit(
+            f"length {drawing.length}: recall answers take up to {ANSWER_TOKENS} tokens more, and {drawing.lm.name} "
+            f"has {drawing.lm.config.max_context} positions"
+        )
+    num_bytes: int | None = drawing.length if drawing.length >= _LEAST_BYTES else None
+    if num_bytes is None or not fits(num_bytes) or fits(num_bytes + 1):  # several bytes a token
+        num_bytes = largest(fits, _LEAST_BYTES)
+    if num_bytes is None:
+        raise DoesNotFit(f"length {drawing.length}: recall tasks need {_LEAST_BYTES} bytes of text")
+    return [_sample(document) for document in documents(num_bytes, 0 if drawing.only_check else drawing.count)]
+
+
+def _sample(document: Document) -> Sample:
+    question = document.questions[0]
+    late = Prompt(document.text, f"\n\n{question.text}")
+    prompts = {
+        "prefix": Prompt(document.text, asked(question) + question.lead, chat=False),
+        "preamble": late,
+        "late": late,
+    }
+    assert prompts["prefix"].document + prompts["prefix"].question == completion(document.text, question)
+    depth = document.place(question.facts[0]) / len(document.text)
+    return Sample(prompts, (question.answer,), (depth,), source=question)
+
+
+def _mark(sample: Sample, text: str, protocol: str) -> Mark:
+    right = is_correct(sample.source, text, protocol)
+    return Mark(float(right), (right,))
+
+
+TASKS = tuple(
+    Task(f"recall_{name}", "recall", ANSWER_TOKENS, functools.partial(_draw, task=name), _mark) for name in RECALL_TASKS
+)

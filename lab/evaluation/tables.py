@@ -1,0 +1,183 @@
+"""The table of a results folder, in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tca_jax.files import replacing
+from tca_jax.lab.evaluation.results import Results
+from tca_jax.lab.recall.protocols import PROTOCOLS
+
+Record = Mapping[str, Any]
+
+TABLE = "table.md"
+_SUBSTITUTE = "†"
+_OWN_BUDGET = "‡"
+_NONE = "-"
+_TASKS_IN_A_TABLE = 8
+_EXPLAINED = {
+    "prefix": "the prompt ends with the answer's first words",
+    "preamble": "the prompt ends with the question",
+    "late": "the question is asked of a context that was read without it",
+}
+#: Of text tasks: the value, and what its column is called.
+_TEXT_COLUMNS = {
+    "loss": (("loss", "loss behind the text (nats/token)"), ("loss_inside", "loss inside it (nats/token)")),
+    "agreement": (("top_1", "same next token"), ("kl", "KL (nats)")),
+}
+
+
+def write_table(results: Results, skipped: Sequence[str] = ()) -> None:
+    """Writes table.md of all that the folder holds."""
+    with replacing(results.folder / TABLE) as unfinished:
+        unfinished.write_text(table(results.config, results.read_all(), skipped), encoding="utf-8")
+
+
+def table(config: Mapping[str, Any], records: Sequence[Record], skipped: Sequence[str] = ()) -> str:
+    """All results: a table for each length, protocol and suite, then those of text tasks, then notes."""
+    records, share = _in_order(config, records), config["bytes"]
+    held = "as each method has them" if share is None else f"at most {share:.0%} of full attention's"
+    lines = [
+        f"# {config['model']}",
+        "",
+        f"{config['samples']} samples a task, seed {config['seed']}, {config['dtype']}{_devices(config)}. "
+        f"Bytes: {held}.",
+        "",
+    ]
+    for length in sorted({record["length"] for record in records}):
+        of_length = [record for record in records if record["length"] == length]
+        for protocol in PROTOCOLS:
+            for suite in dict.fromkeys(record["suite"] for record in of_length):
+                asked = [r for r in of_length if r["protocol"] == protocol and r["suite"] == suite]
+                lines += _question_tables(asked, f"{suite}, {length:,} tokens, {protocol}", _EXPLAINED[protocol])
+        lines += _text_tables([r for r in of_length if r["suite"] == "text"], length)
+    return "\n".join([*lines, *_notes(records, skipped)]).rstrip() + "\n"
+
+
+def _devices(config: Mapping[str, Any]) -> str:
+    """What to say of the devices that shared the model."""
+    return f", on a mesh of {config['mesh']} devices (data x model)" if "mesh" in config else ""
+
+
+def _question_tables(records: Sequence[Record], title: str, explained: str) -> list[str]:
+    if not records:
+        return []
+    methods, tasks = _ordered(records, "method"), _ordered(records, "task")
+    found = {(r["method"], r["task"]): r for r in records}
+    lines = [f"## {title}", "", f"Scores in percent; {explained}.", ""]
+    for first in range(0, len(tasks), _TASKS_IN_A_TABLE):
+        some = tasks[first : first + _TASKS_IN_A_TABLE]
+        heads = [_marked(task, records) for task in some]
+        rows = [[method, *(_score(found.get((method, task))) for task in some)] for method in methods]
+        lines += _markdown(["method", *heads], rows)
+    everywhere = [task for task in tasks if all((method, task) in found for method in methods)]
+    compared = f"mean of {len(everywhere)}"
+    rows = []
+    for method in methods:
+        own = [r for r in records if r["method"] == method]
+        mean = [found[method, task]["score"] for task in everywhere]
+        name = method + (_OWN_BUDGET if any(r["own_budget"] for r in own) else "")
+        rows.append([name, f"{np.mean(mean):.1f}" if mean else _NONE, *_costs(own)])
+    heads = [compared, "KV bytes", "attended", "prefill (s)", "from the question (s)", "ms a token", "batch"]
+    return [*lines, *_markdown(["method", *heads], rows)]
+
+
+def _costs(records: Sequence[Record]) -> list[str]:
+    """Bytes held, pairs attended to, seconds to the first token of a prompt, from the question alone, and of a further
+    step; the batch."""
+    names = ("prefill_seconds", "question_seconds", "seconds_per_token")
+    prefill, question, step = (np.mean([record[name] for record in records]) for name in names)
+    batch = max(record["batch"] for record in records)
+    shares = [f"{held_share(records):.1%}", _attended(records)]
+    return [*shares, f"{prefill:.3g}", f"{question:.3g}", f"{1000 * step:.3g}", str(batch)]
+
+
+def _attended(records: Sequence[Record]) -> str:
+    """Share of a prompt's pairs that its queries attended to, mean of some results; of older ones it is not known."""
+    shares = [record["attended_share"] for record in records if "attended_share" in record]
+    return f"{np.mean(shares):.1%}" if len(shares) == len(records) else _NONE
+
+
+def held_share(records: Iterable[Record]) -> float:
+    """Bytes of the caches over those of full attention, mean of some results."""
+    return float(np.mean([record["kv_cache_bytes"] / record["full_kv_cache_bytes"] for record in records]))
+
+
+def _text_tables(records: Sequence[Record], length: int) -> list[str]:
+    lines = []
+    for task, columns in _TEXT_COLUMNS.items():
+        of_task = [record for record in records if record["task"] == task]
+        if of_task:
+            lines += [f"## {_marked(task, of_task)}, {length:,} tokens", ""]
+            rows = [
+                [
+                    record["method"],
+                    *(
+                        f"{record['values'][name]:.1%}" if name == "top_1" else f"{record['values'][name]:.4f}"
+                        for name, _ in columns
+                    ),
+                    _attended([record]),
+                    f"{held_share([record]):.1%}",
+                    f"{record['prefill_seconds']:.3g}",
+                ]
+                for record in of_task
+            ]
+            heads = ["method", *(text for _, text in columns), "attended", "KV bytes", "prefill (s)"]
+            lines += _markdown(heads, rows)
+    return lines
+
+
+def _notes(records: Sequence[Record], skipped: Sequence[str]) -> list[str]:
+    """What marks mean, and what is not there."""
+    substitutes = sorted({f"{name}: {label}" for r in records for name, label in r["substitutes"].items()})
+    lengths: dict[tuple[str, str], set[int]] = {}
+    for record in records:
+        if record["own_budget"]:
+            lengths.setdefault((record["method"], record["budget"]), set()).add(record["length"])
+    own = [
+        f"{method}, {' and '.join(f'{length:,}' for length in sorted(of_method))} tokens: {budget}"
+        for (method, budget), of_method in lengths.items()
+    ]
+    lines = []
+    if substitutes:
+        lines += [
+            f"{_SUBSTITUTE} Not made from what the task's authors use, so not to be compared with published figures:"
+        ]
+        lines += ["", *(f"- {text}" for text in substitutes), ""]
+    if own:
+        lines += [f"{_OWN_BUDGET} Not at the bytes of the others:", "", *(f"- {text}" for text in own), ""]
+    if skipped:
+        lines += ["Left out:", "", *(f"- {text}" for text in skipped), ""]
+    return lines
+
+
+def _in_order(config: Mapping[str, Any], records: Sequence[Record]) -> list[Record]:
+    """Full attention's first, then the methods as they were asked for, each with its tasks as they were run."""
+    places = {label: place for place, label in enumerate(config.get("methods", ()))}
+    return sorted(
+        records, key=lambda r: (r["method"] != "full", places.get(r["method"], len(places)), r.get("finished", ""))
+    )
+
+
+def _ordered(records: Sequence[Record], name: str) -> list[str]:
+    """Different values, in the order of the records."""
+    return list(dict.fromkeys(record[name] for record in records))
+
+
+def _marked(task: str, records: Sequence[Record]) -> str:
+    return task + (f" {_SUBSTITUTE}" if any(r["substitutes"] for r in records if r["task"] == task) else "")
+
+
+def _score(record: Record | None) -> str:
+    if record is None:
+        return _NONE
+    groups = "/".join(f"{score:.1f}" for score in record["groups"].values())
+    return f"{record['score']:.1f}" + (f" ({groups})" if len(record["groups"]) > 1 else "")
+
+
+def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    return [f"| {' | '.join(line)} |" for line in lines] + [""]

@@ -1,0 +1,54 @@
+"""From lm_eval's model arguments to a model under its attention method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tca_jax.engine.lm import LM
+from tca_jax.lab.evaluation.specs import budgets_of
+from tca_jax.loading import check_dtype, open_checkpoint
+from tca_jax.methods.registry import with_known
+
+
+def load_model(
+    pretrained: Any,
+    profile: Any,
+    method: str | None,
+    options: dict[str, Any],
+    *,
+    dtype: Any = None,
+    revision: str | None = None,
+) -> LM:
+    """The model that `pretrained`, `profile` and `method` name.
+
+    Args:
+        pretrained: As the first argument of `tca_jax.load`, or an LM, which is taken with its method.
+        profile: As for `tca_jax.load`.
+        method: A registered name or a pair of them; None for that of the profile. With a profile, one of its parts
+            must be the profile's method: "tca", "streaming+tca". Budgets are those of the profile.
+        options: Options of the method.
+        dtype: As for `tca_jax.load`.
+        revision: As for `tca_jax.load`.
+
+    Raises:
+        ValueError: as for `tca_jax.load` and `lm.with_method`, or these do not go together.
+        TypeError: an argument is of a wrong type.
+    """
+    if method is None and options:
+        raise ValueError(f"model arguments {sorted(options)}: unknown, and options of a method need method=")
+    if isinstance(pretrained, LM):
+        if any(value is not None for value in (profile, dtype, revision)):
+            raise ValueError("pretrained is a loaded model: profile, dtype and revision are those it was loaded with")
+        return pretrained if method is None else pretrained.with_method(method, **options)
+    check_dtype(dtype)
+    checkpoint = open_checkpoint(pretrained, revision)
+    found = checkpoint.read_profile(profile)
+    if found is not None and method is not None:
+        calibrated = found.config.method_name
+        if calibrated not in method.split("+"):
+            raise ValueError(
+                f"method = {method!r} with a profile: the profile's method, {calibrated!r}, must be one of its parts"
+            )
+        options = with_known(method, budgets_of(found), options)
+    lm = checkpoint.load(found, dtype=dtype)
+    return lm if method is None else lm.with_method(method, **options)

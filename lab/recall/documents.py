@@ -1,0 +1,82 @@
+"""Documents: a passage of real text with facts hidden at the boundaries of its lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
+
+from tca_jax.lab.recall.corpus import corpus, line_starts
+from tca_jax.lab.recall.facts import Fact, draw_keys
+from tca_jax.lab.recall.tasks import Question, draw_question
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """Real text with facts in it, all ASCII: one byte a character.
+
+    Attributes:
+        text: The text with every fact's line inserted.
+        questions: What can be asked about it.
+        places: The facts in the order in which they stand, each with its byte offset.
+    """
+
+    text: str
+    questions: tuple[Question, ...]
+    places: tuple[tuple[Fact, int], ...]
+
+    def place(self, fact: Fact) -> int:
+        """Byte offset of a fact's line."""
+        return next(offset for other, offset in self.places if other is fact)
+
+
+def build_document(rng: np.random.Generator, num_bytes: int, tasks: Sequence[str], split: str = "held-out") -> Document:
+    """Draws a question of each task and hides its facts in a passage of real text.
+
+    Args:
+        rng: Source of all randomness; the same state gives the same document on the same Python.
+        num_bytes: Bytes of the text, the facts included.
+        tasks: Task of each question, keys of `recall.TASKS`.
+        split: Text that the shipped model was trained on ("train") or not ("held-out").
+
+    Raises:
+        ValueError: a task or `split` is unknown, or the facts do not fit.
+        FileNotFoundError: this Python has no standard library source.
+    """
+    keys = draw_keys(rng)
+    questions = tuple(draw_question(rng, task, keys) for task in tasks)
+    return hide(rng, num_bytes, questions, split)
+
+
+def hide(rng: np.random.Generator, num_bytes: int, questions: Sequence[Question], split: str) -> Document:
+    """Hides the facts of some questions; see `build_document`."""
+    facts = [fact for question in questions for fact in question.facts]
+    facts = [facts[i] for i in rng.permutation(len(facts)).tolist()]
+    text, fact_bytes = corpus(split), sum(len(fact.line) for fact in facts)
+    body_bytes = num_bytes - fact_bytes
+    if not 0 <= body_bytes <= len(text):
+        raise ValueError(
+            f"num_bytes = {num_bytes}: the facts take {fact_bytes} bytes and the {split!r} text has {len(text)}: "
+            f"must lie in [{fact_bytes}, {fact_bytes + len(text)}]"
+        )
+    starts = line_starts(split)
+    start = int(starts[rng.integers(bisect_left(starts, len(text) - body_bytes + 1))])
+    # Uniform bytes, each moved to the next line boundary: spread evenly, however long the lines are.
+    offsets = rng.integers(body_bytes + 1, size=len(facts)).tolist()
+    cuts = [0, *sorted(_next_line(starts, start, body_bytes, offset) for offset in offsets), body_bytes]
+    parts = [text[start + a : start + b].decode("ascii") for a, b in itertools.pairwise(cuts)]
+    before = itertools.accumulate((len(fact.line) for fact in facts), initial=0)
+    places = tuple((fact, cut + taken) for fact, cut, taken in zip(facts, cuts[1:-1], before, strict=False))
+    lines = [*(fact.line for fact in facts), ""]
+    return Document("".join(itertools.chain.from_iterable(zip(parts, lines, strict=True))), tuple(questions), places)
+
+
+def _next_line(starts: np.ndarray, start: int, body_bytes: int, offset: int) -> int:
+    """First line boundary of the passage at or after `offset`; the last one where none follows."""
+    index = bisect_left(starts, start + offset)
+    if index == len(starts) or starts[index] > start + body_bytes:
+        index -= 1
+    return int(starts[index]) - start

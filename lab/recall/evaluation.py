@@ -1,0 +1,98 @@
+"""Asking a model recall questions under a protocol, and counting what it answers right."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from tca_jax.engine.contexts import prefill
+from tca_jax.engine.generation import Output, generate
+from tca_jax.engine.lm import LM
+from tca_jax.lab.recall.documents import Document, hide
+from tca_jax.lab.recall.facts import draw_keys
+from tca_jax.lab.recall.protocols import chat_document, chat_question, completion, is_correct, require_protocol
+from tca_jax.lab.recall.tasks import TASKS, Question, draw_question
+
+#: Room for any answer of any task in a byte-level chat: the longest are those of tracking over four hops.
+ANSWER_TOKENS = 448
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a model answered.
+
+    Attributes:
+        texts: Its answers.
+        right: Whether each is right.
+        kv_cache_share: Bytes of its KV cache, over those of full attention's.
+    """
+
+    texts: list[str]
+    right: list[bool]
+    kv_cache_share: float
+
+
+def draw_documents(
+    seed: tuple[int, ...] | int, count: int, num_bytes: int, task: str, split: str = "held-out"
+) -> list[Document]:
+    """Documents about each of which a question of `task` is asked, the first of theirs; one of every task is hidden.
+
+    Args:
+        seed: Draws them.
+        count: How many.
+        num_bytes: Bytes of each document's text together with its first question as `completion` puts it.
+        task: A key of `TASKS`.
+        split: See `build_document`.
+    """
+    documents = []
+    for number in range(count):
+        rng = np.random.default_rng((*np.atleast_1d(seed).tolist(), number))
+        tasks = [task, *(other for other in TASKS if other != task)]
+        keys = draw_keys(rng)
+        questions = [draw_question(rng, name, keys) for name in tasks]
+        documents.append(hide(rng, num_bytes - len(completion("", questions[0])), questions, split))
+    return documents
+
+
+def ask(
+    lm: LM, documents: Sequence[Document], protocol: str, *, batch: int = 50, max_new_tokens: int = ANSWER_TOKENS
+) -> Asked:
+    """Asks each document's first question, greedily.
+
+    Args:
+        lm: The model, under any method.
+        documents: What it is asked about.
+        protocol: "prefix", "preamble" or "late"; see `recall.protocols`.
+        batch: Questions in one call.
+        max_new_tokens: Room for an answer.
+
+    Raises:
+        ValueError: there is no such protocol, or no document; and as `generate`.
+    """
+    require_protocol(protocol)
+    if not documents:
+        raise ValueError("documents is empty: at least one is needed")
+    texts: list[str] = []
+    right: list[bool] = []
+    held, full = 0, 0
+    for first in range(0, len(documents), batch):
+        some = documents[first : first + batch]
+        questions = [document.questions[0] for document in some]
+        out = _answers(lm, [document.text for document in some], questions, protocol, max_new_tokens)
+        texts += out.text
+        right += [is_correct(question, text, protocol) for question, text in zip(questions, out.text, strict=True)]
+        held, full = held + out.stats.kv_cache_bytes, full + out.stats.full_kv_cache_bytes
+    return Asked(texts, right, held / full)
+
+
+def _answers(lm: LM, texts: list[str], questions: list[Question], protocol: str, room: int) -> Output:
+    pairs = list(zip(texts, questions, strict=True))
+    if protocol == "prefix":
+        return generate(lm, [completion(*pair) for pair in pairs], max_new_tokens=room)
+    documents = [chat_document(text) for text in texts]
+    asked = [chat_question(question) for question in questions]
+    if protocol == "preamble":
+        return generate(lm, [d + q for d, q in zip(documents, asked, strict=True)], max_new_tokens=room)
+    return generate(lm, asked, context=prefill(lm, documents), max_new_tokens=room)

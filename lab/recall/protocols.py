@@ -1,0 +1,70 @@
+"""Protocols: how a question is put to a model, and when its answer counts as right.
+
+"prefix": the prompt ends with the question and the answer's first words (RULER's way). "preamble": a chat; the model
+answers with words of its own first. "late": the same chat, but the question comes to a context that was read without
+it.
+"""
+
+from __future__ import annotations
+
+from tca_jax.lab.recall.tasks import Question
+
+PROTOCOLS = ("prefix", "preamble", "late")
+
+#: Roles of recall-tiny's chat template, each a token.
+USER, ASSISTANT = "<|user|>", "<|assistant|>"
+
+#: With what an answer in a chat begins.
+PREAMBLES = (
+    "I have read the whole text to find this.",
+    "Let me look for that in the text above.",
+    "This is what the text says about it.",
+    "Sure, I went through the text for you.",
+    "There is a line about this in the text.",
+    "I found one place that speaks of it.",
+)
+
+
+def completion(text: str, question: Question) -> str:
+    """The prompt of "prefix": a plain text that the model continues."""
+    return f"{text}{asked(question)}{question.lead}"
+
+
+def asked(question: Question) -> str:
+    """What stands between a text and an answer without a chat."""
+    return f"\n\nQuestion: {question.text}\nAnswer: "
+
+
+def chat_document(text: str) -> str:
+    """The part of a chat's first turn that can be read before there is a question."""
+    return f"{USER}{text}"
+
+
+def chat_question(question: Question, eos: str = "<|eos|>") -> str:
+    """What follows `chat_document`: the question, and the assistant's turn begins."""
+    return f"\n\n{question.text}{eos}{ASSISTANT}"
+
+
+def is_correct(question: Question, text: str, protocol: str) -> bool:
+    """Whether a model's continuation is exactly the answer, behind whatever it says first where it may.
+
+    Raises:
+        ValueError: there is no such protocol.
+    """
+    require_protocol(protocol)
+    if protocol == "prefix":
+        return text == f"{question.answer}."
+    before = text.removesuffix(question.sentence)
+    # A first attempt that was wrong is no preamble.
+    return before != text and question.lead not in before and len(before) <= 2 * max(map(len, PREAMBLES))
+
+
+def require_protocol(protocol: str) -> None:
+    """Raises ValueError if there is no such protocol."""
+    if protocol not in PROTOCOLS:
+        raise ValueError(f"protocol = {protocol!r}: must be one of {list(PROTOCOLS)}")
+
+
+def chat_answer(question: Question, preamble: int = 0) -> str:
+    """An answer in a chat, behind one of `PREAMBLES`."""
+    return f"{PREAMBLES[preamble % len(PREAMBLES)]} {question.sentence}"

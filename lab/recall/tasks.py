@@ -1,0 +1,145 @@
+"""Tasks: which facts a document hides, what is asked about them, and the answer, in several wordings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+
+import numpy as np
+
+from tca_jax.lab.recall.facts import KINDS, Fact, draw_fact, draw_value, similar_keys
+
+_ORDINALS = ("first", "second", "third", "fourth")
+_WORDINGS = (
+    "What is the {kind} for {key}?",
+    "Please tell me the {kind} of {key}.",
+    "Look up the {kind} for {key}.",
+    "Which {kind} does {key} have?",
+    "I need the {kind} of {key}.",
+    "Find the {kind} that {key} was given.",
+)
+_WORDINGS_OF_SEVERAL = (
+    "What are {what}?",
+    "Please tell me {what}.",
+    "Look up {what}.",
+    "List {what}.",
+    "I need {what}.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """One question about a document.
+
+    Attributes:
+        task: Its task, a key of `TASKS`.
+        facts: What the document must hide for it, what only distracts among them.
+        text: The question.
+        lead: How the answer begins, up to its first value.
+        answer: The rest of the answer, without the full stop.
+    """
+
+    task: str
+    facts: tuple[Fact, ...]
+    text: str
+    lead: str
+    answer: str
+
+    @property
+    def sentence(self) -> str:
+        """The whole answer, with its full stop."""
+        return f"{self.lead}{self.answer}."
+
+
+def draw_question(rng: np.random.Generator, task: str, keys: Iterator[str]) -> Question:
+    """A question of a task with its facts.
+
+    Args:
+        rng: Source of all randomness.
+        task: A key of `TASKS`.
+        keys: Gives keys that the document has no fact about yet.
+
+    Raises:
+        ValueError: there is no such task.
+    """
+    if task not in TASKS:
+        raise ValueError(f"task = {task!r}: must be one of {list(TASKS)}")
+    return TASKS[task](rng, task, keys)
+
+
+def _single(form: str, distractors: int = 0) -> Callable[..., Question]:
+    """A fact and a question for its value, among facts of one kind about keys that share a word with it."""
+
+    def draw(rng: np.random.Generator, task: str, keys: Iterator[str]) -> Question:
+        kind, key = _draw_kind(rng, form), next(keys)
+        fact = draw_fact(rng, kind, key, draw_value(rng, form))
+        others = [draw_fact(rng, kind, k, draw_value(rng, form)) for k in similar_keys(rng, key, distractors)]
+        text = _one_of(rng, _WORDINGS).format(kind=kind, key=key)
+        return Question(task, (fact, *others), text, *_answer([fact]))
+
+    return draw
+
+
+def _several_values(rng: np.random.Generator, task: str, keys: Iterator[str]) -> Question:
+    """Several values of one key."""
+    kind, key = _draw_kind(rng, "digits"), next(keys)
+    count = int(rng.integers(2, len(_ORDINALS) + 1))
+    facts = [draw_fact(rng, f"{ordinal} {kind}", key, draw_value(rng, "digits")) for ordinal in _ORDINALS[:count]]
+    text = _one_of(rng, _WORDINGS_OF_SEVERAL).format(what=f"all {count} {kind}s for {key}")
+    return Question(task, tuple(facts), text, *_answer(facts))
+
+
+def _several_queries(rng: np.random.Generator, task: str, keys: Iterator[str]) -> Question:
+    """Several keys in one question."""
+    kind, count = _draw_kind(rng, "digits"), int(rng.integers(2, 5))
+    facts = [draw_fact(rng, kind, next(keys), draw_value(rng, "digits")) for _ in range(count)]
+    asked = [fact.key for fact in facts]
+    what = f"the {kind}s for {', '.join(asked[:-1])} and {asked[-1]}"
+    return Question(task, tuple(facts), _one_of(rng, _WORDINGS_OF_SEVERAL).format(what=what), *_answer(facts))
+
+
+def _tracking(rng: np.random.Generator, task: str, keys: Iterator[str]) -> Question:
+    """A chain of 2 to 4 hops to a value, and a shorter one of the same kind that only distracts."""
+    kind = _draw_kind(rng, "digits")
+    chain, other = _chain(rng, kind, keys, int(rng.integers(2, 5))), _chain(rng, kind, keys, 1)
+    text = _one_of(rng, _WORDINGS).format(kind=kind, key=chain[0].key)[:-1]
+    end = "?" if text.startswith(("What", "Which")) else "."
+    return Question(task, (*chain, *other), f"{text}, step by step{end}", *_answer(chain))
+
+
+def _chain(rng: np.random.Generator, kind: str, keys: Iterator[str], hops: int) -> list[Fact]:
+    """Facts each of which refers to the next; the last one has the value."""
+    names = [next(keys) for _ in range(hops + 1)]
+    values = [f"that of {name}" for name in names[1:]] + [draw_value(rng, "digits")]
+    return [draw_fact(rng, kind, name, value) for name, value in zip(names, values, strict=True)]
+
+
+#: What can be asked, by name.
+TASKS: Mapping[str, Callable[..., Question]] = MappingProxyType(
+    {
+        "digits": _single("digits"),
+        "words": _single("words"),
+        "hex": _single("hex"),
+        "keys": _single("digits", distractors=7),
+        "values": _several_values,
+        "queries": _several_queries,
+        "tracking": _tracking,
+        "copy": _single("passage"),
+    }
+)
+
+
+def _answer(facts: list[Fact]) -> tuple[str, str]:
+    """The answer that states some facts in their order: up to the first value, and from there on."""
+    parts = [(f"{'the' if i else 'The'} {fact.kind} for {fact.key} is ", fact.value) for i, fact in enumerate(facts)]
+    rest = [parts[0][1], *(f"{lead}{value}" for lead, value in parts[1:])]
+    return parts[0][0], ", ".join(rest)
+
+
+def _draw_kind(rng: np.random.Generator, form: str) -> str:
+    return _one_of(rng, KINDS[form])
+
+
+def _one_of(rng: np.random.Generator, choices: tuple[str, ...]) -> str:
+    return choices[int(rng.integers(len(choices)))]

@@ -1,9 +1,0 @@
-"""Recall tasks: real text with facts hidden in it, questions about them, and protocols under which they are asked."""
-
-from __future__ import annotations
-
-from tca_jax.recall.documents import Document, build_document
-from tca_jax.recall.protocols import PROTOCOLS, is_correct
-from tca_jax.recall.tasks import TASKS, Question, draw_question
-
-__all__ = ["PROTOCOLS", "TASKS", "Document", "Question", "build_document", "draw_question", "is_correct"]

@@ -1,0 +1,95 @@
+"""Asking: the three protocols are the calls that they stand for, whatever the batches."""
+
+import dataclasses
+
+import pytest
+import tiny
+from meshes import mesh_of, needs_8_devices
+
+import tca_jax
+from tca_jax.lab.evaluation import answering
+from tca_jax.lab.evaluation.answering import PREAMBLE_TOKENS, answer, answer_room, safe_batch
+from tca_jax.lab.evaluation.samples import Mark, Prompt, Sample, Task, asked_with_lead
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}<assistant>"
+LENGTHS = (30, 28, 29)  # of one bucket: few programs
+TASK = Task("t", "s", 6, lambda drawing: [], lambda sample, text, protocol: Mark(0.0))
+SAMPLES = [Sample(asked_with_lead("x y " * n, f" Q{n}?", " A:"), ("r",)) for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory):
+    return tca_jax.load(tiny.write_checkpoint(tmp_path_factory.mktemp("chat"), chat_template=TEMPLATE))
+
+
+def told(lm, protocol, limit):
+    """What `generate` says, one sample at a time."""
+    texts = []
+    for n in LENGTHS:
+        document, question = f"<user>{'x y ' * n}", f" Q{n}?</s><assistant>"
+        if protocol == "late":
+            context = tca_jax.prefill(lm, [lm.tokenizer(document)["input_ids"]])
+            texts += tca_jax.generate(lm, question, context=context, max_new_tokens=limit).text
+        else:
+            prompt = document + question + (" A:" if protocol == "prefix" else "")
+            texts += tca_jax.generate(lm, prompt, max_new_tokens=limit).text
+    return texts
+
+
+@pytest.mark.parametrize("protocol", ["prefix", "preamble", "late"])
+def test_answers_are_those_of_single_calls_in_the_samples_order(lm, protocol, monkeypatch):
+    monkeypatch.setattr(answering, "PREAMBLE_TOKENS", 4)  # shorter answers
+    limit = 6 if protocol == "prefix" else 6 + 4 + len(" A:")
+    counted = []
+    answers = answer(lm, TASK, SAMPLES, protocol, batch=2, report=counted.append)
+    assert answers.texts == told(lm, protocol, limit)
+    assert answers.new_tokens == [limit] * 3
+    frame = len("<user></s><assistant>") + len(" Q30?") + (len(" A:") if protocol == "prefix" else 0)
+    assert answers.prompt_tokens == [frame + 4 * n for n in LENGTHS]
+    assert (counted, answers.batch) == ([2, 1], 2)
+    assert answers.kv_cache_bytes == answers.full_kv_cache_bytes
+    assert answers.attended_share == 1
+    assert (answers.question_seconds < answers.prefill_seconds) == (protocol == "late")
+
+
+@needs_8_devices
+def test_over_a_mesh_every_device_has_as_many_prompts_and_answers_are_the_same(lm):
+    many = dataclasses.replace(tca_jax.LM.from_decoder(lm.decoder, mesh=mesh_of((2, 1))), tokenizer=lm.tokenizer)
+    one = answer(lm, TASK, SAMPLES, "prefix", batch=1)
+    other = answer(many, TASK, SAMPLES, "prefix", batch=1)
+    assert other.texts == one.texts
+    assert (one.batch, other.batch) == (1, 2)
+    assert other.kv_cache_bytes == one.kv_cache_bytes  # a prompt
+
+
+@needs_8_devices
+def test_a_batch_over_a_mesh_is_a_multiple_of_its_devices_and_fits_each(lm, monkeypatch):
+    many = tca_jax.LM.from_decoder(lm.decoder, mesh=mesh_of((4, 2)))
+    assert safe_batch(many, 1024, 128, 6) == 8
+    monkeypatch.setattr(answering, "memory_bytes", lambda: 100 * 2**20)
+    assert safe_batch(many, 3968, 128, 100) == 4 * 23  # half of the heads: 1.1 MB each
+    monkeypatch.setattr(answering, "memory_bytes", lambda: 1)
+    assert safe_batch(many, 1024, 128, 1) == 4
+
+
+def test_room_is_of_few_sizes_so_that_tasks_share_programs():
+    assert {answer_room("prefix", limit, 10**6) for limit in (30, 32, 50, 120, 128)} == {128}
+    assert {answer_room("late", limit + PREAMBLE_TOKENS + 30, 10**6) for limit in (30, 50, 120, 128)} == {256}
+    assert answer_room("prefix", 448, 10**6) == 512
+    assert answer_room("prefix", 128, 60) == 60
+
+
+def test_a_batch_is_smaller_where_the_memory_is(lm, monkeypatch):
+    monkeypatch.setattr(answering, "memory_bytes", lambda: 100 * 2**20)
+    assert safe_batch(lm, 1024, 128, 8) == 8
+    assert safe_batch(lm, 3968, 128, 100) == 11  # 2.2 MB each, a quarter of the memory
+    monkeypatch.setattr(answering, "memory_bytes", lambda: 1)
+    assert safe_batch(lm, 1024, 128, 8) == 1
+    monkeypatch.setattr(answering, "memory_bytes", lambda: None)
+    assert safe_batch(lm, 1024, 128, 8) == 8
+
+
+def test_without_a_chat_a_prompt_is_plain_text(lm):
+    prompt = Prompt("ab", "c", " d", chat=False)
+    assert lm.tokenizer.decode(prompt.encode(lm)) == "abc d"
+    assert [lm.tokenizer.decode(part) for part in prompt.encode_apart(lm)] == ["ab", "c d"]

@@ -1,0 +1,156 @@
+"""LongBench-E: prompts, scores, truncation in the middle and groups by length."""
+
+import importlib.util
+import json
+
+import pytest
+
+from tca_jax.lab.evaluation.longbench import scores
+from tca_jax.lab.evaluation.longbench.tasks import DATA_SETS, TASKS, by_length
+from tca_jax.lab.evaluation.samples import Drawing, Sample
+from tca_jax.lab.evaluation.sources import Sources
+from tca_jax.loading import open_checkpoint
+
+BY_NAME = {data_set.name: data_set for data_set in DATA_SETS}
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return open_checkpoint("recall-tiny")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("longbench")
+    for name in BY_NAME:
+        lines = [
+            {
+                "input": f"{{question}} {i}",
+                "context": f"start {i} " + "{word} " * 100 * (i + 1) + f"end {i}",
+                "answers": ["yes", "Paragraph 2"],
+                "length": [100, 5000, 9000][i],
+                "all_classes": ["yes", "no"],
+                "dataset": name,
+            }
+            for i in range(3)
+        ]
+        (folder / f"{name}_e.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+def drawn(encoder, folder, name, length=8000, count=3):
+    return BY_NAME[name].draw(Drawing(encoder, Sources(longbench=folder), length, count, 0))
+
+
+def test_the_thirteen_data_sets_have_their_lengths_of_answers():
+    assert {task.name: task.new_tokens for task in TASKS} == {
+        "qasper": 128,
+        "multifieldqa_en": 64,
+        "hotpotqa": 32,
+        "2wikimqa": 32,
+        "gov_report": 512,
+        "multi_news": 512,
+        "trec": 64,
+        "triviaqa": 32,
+        "samsum": 128,
+        "passage_count": 32,
+        "passage_retrieval_en": 32,
+        "lcc": 64,
+        "repobench-p": 64,
+    }
+
+
+def test_a_whole_prompt_is_the_originals_and_without_its_last_words_where_these_are_not_given(encoder, folder):
+    sample = drawn(encoder, folder, "qasper")[0]
+    context = "start 0 " + "{word} " * 100 + "end 0"
+    prefix, preamble = sample.prompts["prefix"], sample.prompts["preamble"]
+    rules = (
+        "as concisely as you can, using a single phrase or sentence if possible. If the question cannot be answered "
+        'based on the information in the article, write "unanswerable". If the question is a yes/no question, answer '
+        '"yes", "no", or "unanswerable". Do not provide any explanation.'
+    )
+    whole = (
+        f"You are given a scientific article and a question. Answer the question {rules}\n\nArticle: {context}\n\n "
+        f"Answer the question based on the above article {rules}\n\nQuestion: {{question}} 0\n\nAnswer:"
+    )
+    assert prefix.document + prefix.question == whole
+    assert preamble.document + preamble.question + "\n\nAnswer:" == whole
+    assert (prefix.lead, preamble.lead) == ("", "")
+
+
+def test_examples_of_answers_do_not_go_into_a_chat_template(encoder, folder):
+    chats = {name: drawn(encoder, folder, name)[0].prompts["late"].chat for name in BY_NAME}
+    assert {name for name, chat in chats.items() if not chat} == {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
+
+
+def test_a_long_document_loses_its_middle_so_that_prompt_and_answer_fit(encoder, folder):
+    sample = drawn(encoder, folder, "multifieldqa_en", length=1000)[2]
+    prompt = sample.prompts["prefix"]
+    assert 900 < len(prompt.encode(encoder)) + 64 <= 1000
+    assert "start 2 {word}" in prompt.document
+    assert prompt.document.endswith("{word} end 2")
+    assert prompt.question.endswith("Question: {question} 2\nAnswer:")
+
+
+def test_scores_are_told_apart_by_the_length_of_the_text(encoder, folder):
+    samples = drawn(encoder, folder, "qasper")
+    assert by_length(samples, [0.5, 1.0, 0.25]) == {"0-4k": 50.0, "4-8k": 100.0, "8k+": 25.0}
+    assert by_length(samples[:1], [0.5]) == {"0-4k": 50.0}
+
+
+def test_missing_and_damaged_files_are_named(encoder, folder, tmp_path):
+    with pytest.raises(ValueError, match=r"has no lcc_e.jsonl"):
+        drawn(encoder, tmp_path, "lcc")
+    (tmp_path / "lcc_e.jsonl").write_text('{"input": ""}')
+    with pytest.raises(ValueError, match=r"lcc_e.jsonl, line 1: not of LongBench's form: KeyError: 'context'"):
+        drawn(encoder, tmp_path, "lcc")
+
+
+def test_f1_is_over_words_without_case_punctuation_and_articles():
+    assert scores.qa_f1("The cat, sat!", "a CAT sat", ()) == 1
+    assert scores.qa_f1("cat dog", "cat", ()) == pytest.approx(2 / 3)
+    assert scores.qa_f1("dog", "cat", ()) == 0
+
+
+def test_counts_are_the_share_of_the_right_number():
+    assert scores.count("4, or 5 of 4", "4", ()) == pytest.approx(2 / 3)
+    assert scores.count("none", "4", ()) == 0
+    assert scores.retrieval("Paragraph 12", "Paragraph 12", ()) == 1
+    assert scores.retrieval("12 or 3", "Paragraph 12", ()) == 0.5
+
+
+def test_a_class_that_is_part_of_the_right_one_does_not_count():
+    classes = ("Food", "Food and drink", "Sport")
+    assert scores.classification("Food and drink", "Food and drink", classes) == 1
+    assert scores.classification("Food and drink, Sport", "Sport", classes) == pytest.approx(1 / 3)
+    assert scores.classification("Sport", "Food", classes) == 0
+
+
+def test_the_first_line_alone_counts_where_examples_go_on():
+    sample = Sample({}, ("yes",), source=(1, ("yes", "no")))
+    assert BY_NAME["trec"].mark(sample, "\nyes\nno", "prefix").score == 1
+    assert BY_NAME["triviaqa"].mark(sample, "no\nyes", "prefix").score == 0
+
+
+def test_the_best_reference_counts():
+    sample = Sample({}, ("red", "blue whale"), source=(1, ()))
+    assert BY_NAME["qasper"].mark(sample, "blue whale", "prefix").score == 1
+
+
+def test_rouge_is_that_of_the_longest_common_subsequence_and_0_of_nothing():
+    pytest.importorskip("rouge")
+    assert scores.rouge_l("the cat sat", "the cat sat", ()) == pytest.approx(1, abs=1e-6)
+    assert scores.rouge_l("", "the cat", ()) == 0
+
+
+def test_the_first_line_of_code_is_compared():
+    pytest.importorskip("rapidfuzz")
+    assert scores.code_similarity("\n# a comment\nx = 1\ny = 2", "x = 1", ()) == 1
+    assert scores.code_similarity("abcd", "abxx", ()) == 0.5
+    assert scores.code_similarity("```", "x", ()) == 0
+
+
+def test_what_to_install_is_said(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"need rouge and rapidfuzz: pip install 'tca-jax\[lab\]'"):
+        scores.require_libraries()

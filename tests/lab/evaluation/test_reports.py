@@ -1,0 +1,115 @@
+"""Tables and pictures: what they compare, and what they mark."""
+
+import numpy as np
+import pytest
+
+from tca_jax.lab.evaluation import pictures
+from tca_jax.lab.evaluation.pictures import draw_pictures
+from tca_jax.lab.evaluation.tables import table
+
+CONFIG = {"model": "m", "samples": 2, "seed": 0, "dtype": "float32", "bytes": 0.25}
+
+
+def record(method, task, score, *, length=4096, protocol="late", **fields):
+    depths, hits = [0.05, 0.95], [True, score > 50]
+    samples = [{"depths": depths, "hits": hits}, {"depths": depths, "hits": hits}]
+    return {
+        "method": method,
+        "task": task,
+        "suite": "ruler",
+        "length": length,
+        "protocol": protocol,
+        "score": score,
+        "groups": {},
+        "kv_cache_bytes": 250.0 if method != "full" else 1000.0,
+        "full_kv_cache_bytes": 1000.0,
+        "attended_share": 0.125 if method != "full" else 1.0,
+        "prefill_seconds": 1.5,
+        "question_seconds": 0.25,
+        "seconds_per_token": 0.012,
+        "batch": 4,
+        "budget": "",
+        "own_budget": False,
+        "substitutes": {},
+        "finished": "1",
+        "samples": samples,
+        **fields,
+    }
+
+
+def loss(method, values, *, length=4096):
+    figures = {"values": {"loss": 1.5, "loss_inside": 1.25}, "samples": [{"by_position": values}], "suite": "text"}
+    return record(method, "loss", 1.5, length=length, protocol="text", **figures)
+
+
+RECORDS = [
+    record("tca", "vt", 90.0),
+    record("tca", "fwe", 50.0),
+    record("full", "vt", 100.0, own_budget=True, budget="no knob"),
+]
+
+
+def test_means_are_of_the_tasks_that_every_method_has():
+    text = table(CONFIG, RECORDS)
+    assert "## ruler, 4,096 tokens, late\n" in text
+    assert "| method | vt | fwe |\n| --- | ---: | ---: |\n| full | 100.0 | - |\n| tca | 90.0 | 50.0 |\n" in text
+    assert "| full‡ | 100.0 | 100.0% | 100.0% | 1.5 | 0.25 | 12 | 4 |\n| tca | 90.0 | 25.0% | 12.5% | 1.5 |" in text
+    panel = pictures._against_time(pictures._comparable(RECORDS)).axes[0]
+    lines = {line.get_label(): line.get_xydata().tolist() for line in panel.lines}
+    assert lines == {"full": [[1.5, 100]], "tca": [[1.5, 90]]}
+
+
+def test_what_is_marked_is_explained_and_what_is_left_out_is_said():
+    records = [*RECORDS, record("tca", "cwe", 10.0, substitutes={"words": "our own"})]
+    text = table(CONFIG, records, ["qa_1: needs --squad FILE"])
+    assert "| cwe † |" in text
+    assert "\n† Not made from what the task's authors use" in text
+    assert "\n- words: our own\n" in text
+    assert "\n‡ Not at the bytes of the others:\n\n- full, 4,096 tokens: no knob\n" in text
+    assert text.endswith("Left out:\n\n- qa_1: needs --squad FILE\n")
+    plain = table({**CONFIG, "bytes": None}, [record("tca", "vt", 1.0)])
+    assert "†" not in plain
+    assert "‡" not in plain
+    assert "as each method has them" in plain
+
+
+def test_protocols_lengths_and_suites_have_tables_of_their_own():
+    records = [record("full", "vt", 1.0, length=n, protocol=p) for n in (8192, 4096) for p in ("prefix", "late")]
+    records += [record("full", "lcc", 25.0, suite="longbench", groups={"0-4k": 20.0, "8k+": 30.0}), loss("full", [1.0])]
+    text = table(CONFIG, records)
+    titles = [line[3:] for line in text.splitlines() if line.startswith("## ")]
+    assert titles == [
+        *("ruler, 4,096 tokens, prefix", "ruler, 4,096 tokens, late", "longbench, 4,096 tokens, late"),
+        *("loss, 4,096 tokens", "ruler, 8,192 tokens, prefix", "ruler, 8,192 tokens, late"),
+    ]
+    assert "25.0 (20.0/30.0)" in text
+    assert "| full | 1.5000 | 1.2500 | 100.0% | 100.0% | 1.5 |" in text
+
+
+def test_of_results_without_an_attended_share_the_tables_have_none():
+    records = [*RECORDS, loss("tca", [1.0])]
+    older = [{name: value for name, value in each.items() if name != "attended_share"} for each in records]
+    text = table(CONFIG, older)
+    assert "| tca | 90.0 | 25.0% | - | 1.5 |" in text
+    assert "| tca | 1.5000 | 1.2500 | - | 25.0% | 1.5 |" in text
+
+
+def test_there_is_a_picture_of_all_that_the_results_are_enough_for(tmp_path):
+    assert draw_pictures([], tmp_path) == []
+    assert {path.name for path in draw_pictures(RECORDS, tmp_path)} == {"bytes.png", "first-token.png", "depth.png"}
+    more = [*RECORDS, record("tca", "vt", 80.0, length=8192), loss("tca", [1.0, 2.0])]
+    drawn = draw_pictures(more, tmp_path)
+    assert {path.name for path in drawn} == {f"{n}.png" for n in ("bytes", "first-token", "depth", "length", "loss")}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
+def test_facts_are_counted_by_the_depth_at_which_they_stand():
+    panel = pictures._against_depth([record("tca", "vt", 10.0)]).axes[0]
+    np.testing.assert_allclose(panel.lines[0].get_xydata(), [(0.05, 100), (0.95, 0)])
+
+
+@pytest.mark.parametrize("compared", [True, False])
+def test_losses_are_less_full_attentions_where_that_is_known(compared):
+    records = [loss("tca", [3.0, 5.0])] + ([loss("full", [1.0, 4.0])] if compared else [])
+    panel = pictures._loss_by_position(records).axes[0]
+    np.testing.assert_allclose(panel.lines[0].get_ydata(), [2.0, 1.0] if compared else [3.0, 5.0])

@@ -1,0 +1,210 @@
+"""lm_eval measures models of this library: through its own evaluation, on local tasks."""
+
+import json
+import string
+
+import numpy as np
+import pytest
+from tiny import with_candidates, write_checkpoint
+
+import tca_jax
+from tca_jax.lab import recall
+from tca_jax.lab.recall.protocols import completion
+
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'tca-jax[lab]'")
+datasets = pytest.importorskip("datasets")
+
+import lm_eval  # noqa: E402
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+from tca_jax.cli import harness as command  # noqa: E402
+from tca_jax.lab.harness.model import HarnessLM  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+LETTERS = np.array(list(string.ascii_lowercase + " "))
+
+
+def text(seed, length):
+    return "".join(np.random.default_rng(seed).choice(LETTERS, length)).replace("  ", " x").strip() + "z"
+
+
+def requests(kind, *arguments):
+    return [Instance(kind, {}, args, i) for i, args in enumerate(arguments)]
+
+
+def generations(prompts, **options):
+    return requests("generate_until", *((prompt, {"max_gen_toks": 8, **options}) for prompt in prompts))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(write_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def tiny(folder):
+    return tca_jax.load(folder)
+
+
+@pytest.fixture(scope="module")
+def sparse(tiny):
+    return with_candidates(tiny, [[0, 0], [0, 0]])
+
+
+def test_the_shipped_model_answers_a_task_and_chooses_right():
+    document = recall.build_document(np.random.default_rng(3), 700, ("digits", "words"))
+    rows = [{"text": completion(document.text, q), "answer": q.answer} for q in document.questions]
+    shared = {
+        "custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(rows)},
+        "test_split": "test",
+        "doc_to_text": "{{text}}",
+    }
+    answers = {
+        **shared,
+        "task": "answers",
+        "output_type": "generate_until",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["."], "max_gen_toks": 16, "do_sample": False},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+    choices = {
+        **shared,
+        "task": "choices",
+        "output_type": "multiple_choice",
+        "doc_to_choice": lambda row: ["000000", row["answer"]],
+        "doc_to_target": 1,
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    results = lm_eval.simple_evaluate(
+        "tca_jax",
+        model_args={"pretrained": "recall-tiny", "profile": "shipped", "batch_size": 2},
+        tasks=[answers, choices],
+        task_manager=TaskManager(include_defaults=False),
+        bootstrap_iters=0,
+    )
+    assert results["results"]["answers"]["exact_match,none"] == 1
+    assert results["results"]["choices"]["acc,none"] == 1
+    assert results["config"]["attention_method"] == "tca"
+    assert results["config"]["attention_method_options"]["cache"]["config"]["window"] == 512
+    assert results["config"]["kv_cache_share"] > 0
+    json.dumps(results["config"])
+
+
+@pytest.mark.parametrize(
+    ("given", "tokenizer"), [([], None), (["--metadata", "tokenizer=gpt2"], "gpt2"), (["--model", "hf"], None)]
+)
+def test_the_command_line_names_the_model_and_the_tokenizer_of_tasks(folder, given, tokenizer, monkeypatch):
+    parsed = {}
+    monkeypatch.setattr("lm_eval.__main__.HarnessCLI.execute", lambda _, arguments: parsed.update(vars(arguments)))
+    monkeypatch.setattr("lm_eval.__main__.setup_logging", lambda: None)
+    monkeypatch.setattr("sys.argv", [])
+    command.run(["--model_args", f"pretrained={folder},method=streaming", "--tasks", "ruler", *given])
+    assert parsed["tasks"] == ["ruler"]
+    assert parsed["model_args"] == {"pretrained": folder, "method": "streaming"}
+    if given == ["--model", "hf"]:
+        assert (parsed["model"], parsed["metadata"]) == ("hf", None)
+    else:
+        assert (parsed["model"], parsed["metadata"]) == ("tca_jax", {"tokenizer": tokenizer or folder})
+
+
+def test_a_shared_beginning_is_read_once_and_changes_no_answer_of_full_attention(tiny, monkeypatch):
+    document = text(0, 40)
+    prompts = [document + text(1, 9), text(2, 30), document + text(3, 5), document + text(4, 9)]
+    pairs = [(prompt, text(5 + i, 6)) for i, prompt in enumerate(prompts)]
+    read = []
+    prefill = tca_jax.prefill
+    monkeypatch.setattr(
+        "tca_jax.lab.harness.running.prefill", lambda lm, ids, **kw: read.append(len(ids)) or prefill(lm, ids, **kw)
+    )
+    whole, shared = (HarnessLM(tiny, batch_size=4, prefix_reuse=reuse) for reuse in (0, 16))
+    assert whole.generate_until(generations(prompts)) == shared.generate_until(generations(prompts))
+    assert read == [41]  # the texts behind the document begin with letters of their own
+    expected, got = (model.loglikelihood(requests("loglikelihood", *pairs)) for model in (whole, shared))
+    np.testing.assert_allclose([logprob for logprob, _ in got], [logprob for logprob, _ in expected], atol=1e-3)
+    assert [greedy for _, greedy in got] == [greedy for _, greedy in expected]
+
+
+def test_under_a_method_that_drops_tokens_sharing_must_be_asked_for_and_is_the_late_protocol(sparse):
+    document = text(0, 40)
+    prompts = [document + text(1, 9), document + text(3, 5), document + text(4, 9)]
+    ids = [sparse.tokenizer(prompt)["input_ids"] for prompt in prompts]
+    together = tca_jax.generate(sparse, ids, max_new_tokens=8).text
+    context = tca_jax.prefill(sparse, ids[0][:41])
+    late = tca_jax.generate(sparse, [row[41:] for row in ids], context=context, max_new_tokens=8).text
+    assert late != together
+    assert HarnessLM(sparse, batch_size=3).generate_until(generations(prompts)) == together
+    assert HarnessLM(sparse, batch_size=3, prefix_reuse=16).generate_until(generations(prompts)) == late
+
+
+def test_prompts_that_are_too_long_lose_their_beginning_and_are_counted(tiny, caplog):
+    model = HarnessLM(tiny, max_length=40)
+    prompt = text(0, 60)
+    (answer,) = model.generate_until(generations([prompt]))
+    assert answer == tca_jax.generate(tiny, prompt[-32:], max_new_tokens=8).text[0]
+    assert "1 of 1 prompts lost their beginning" in caplog.text
+    with pytest.raises(ValueError, match="max_gen_toks = 40: must be less than max_length = 40"):
+        model.generate_until(generations([prompt], max_gen_toks=40))
+    with pytest.raises(ValueError, match="a continuation has 40 tokens: must have from 1 to 39"):
+        model.loglikelihood(requests("loglikelihood", (prompt, prompt[:40])))
+
+
+def test_every_token_of_a_long_text_counts_once(tiny):
+    long, model = text(0, 70), HarnessLM(tiny, max_length=33, batch_size=2)
+    ids = tiny.tokenizer(long)["input_ids"]
+    seen = [[tiny.eos_token_ids[0], *ids[:32]], ids[31:64], ids[-33:]]
+    counts = [32, 32, len(ids) - 64]
+    logprobs = [tca_jax.score(tiny, row).logprobs[0][-n:] for row, n in zip(seen, counts, strict=True)]
+    (total,) = model.loglikelihood_rolling(requests("loglikelihood_rolling", (long,)))
+    assert total == pytest.approx(sum(float(row.sum()) for row in logprobs), abs=1e-3)
+
+
+def test_repeated_questions_get_other_samples_and_every_run_the_same(tiny):
+    prompts = [text(0, 30)] * 4
+    first, again = (
+        HarnessLM(tiny, batch_size=2).generate_until(generations(prompts, do_sample=True, temperature=5.0))
+        for _ in range(2)
+    )
+    assert len(set(first)) == 4
+    assert first == again
+
+
+def test_an_answer_ends_before_a_stop_string(tiny):
+    prompt = text(0, 30)
+    model = HarnessLM(tiny)
+    (whole,) = model.generate_until(generations([prompt]))
+    (cut,) = model.generate_until(generations([prompt], until=[whole[3]]))
+    assert cut == whole[: whole.index(whole[3])]
+
+
+def test_a_chat_is_written_by_the_models_template_and_its_last_message_gone_on_with():
+    model = HarnessLM(tca_jax.load("recall-tiny"))
+    chat = [{"role": "user", "content": "Who?"}]
+    assert model.apply_chat_template(chat) == "<|bos|><|user|>Who?<|eos|><|assistant|>"
+    begun = [*chat, {"role": "assistant", "content": "It is "}]
+    assert model.apply_chat_template(begun, add_generation_prompt=False).endswith("<|assistant|>It is ")
+    assert model.tok_encode("<|bos|>a") == model.tok_encode("a")
+    assert model.tokenizer_name == "recall-tiny"
+    assert model.chat_template(True) == model.tokenizer.chat_template
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": "auto"}, "batch_size = 'auto': must be an integer of at least 1"),
+        ({"max_batch_size": 8}, "max_batch_size = 8: must be None"),
+        ({"max_length": 5000}, "max_length = 5000: must be at most 4096"),
+        ({"windw": 256}, r"model arguments \['windw'\]: unknown, and options of a method need method="),
+        ({"method": "snapv"}, "method 'snapv' is not registered"),
+    ],
+)
+def test_model_arguments_that_are_wrong_are_refused_by_name(folder, options, message):
+    with pytest.raises(ValueError, match=message):
+        HarnessLM(folder, **options)
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path):
+    folder = write_checkpoint(tmp_path, tokenizer=False)
+    with pytest.raises(ValueError, match="has no tokenizer, and lm_eval asks in text"):
+        HarnessLM(str(folder))

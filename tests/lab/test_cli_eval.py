@@ -1,0 +1,126 @@
+"""`tca-jax eval`: a whole run, what a second one adds, and what is refused; runs that are killed: tests/reliability."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tiny import TCA, write_checkpoint
+from typer.testing import CliRunner
+
+from tca_jax import Profile
+from tca_jax.cli.app import app
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 12
+NOISE_TASK = ["--tasks=niah_single_1", "--lengths=1024", "--samples=2", "--batch=2"]
+
+
+def run(*args):
+    return CliRunner().invoke(app, ["eval", *map(str, args)], env={"COLUMNS": "80", "TERM": "xterm"})
+
+
+def error(*args) -> str:
+    result = run(*args)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert result.stderr.count("\n") == 1
+    return result.stderr.removeprefix("error: ").strip()
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eval")
+    write_checkpoint(folder / "model")
+    (folder / "text.txt").write_text(TEXT)
+    Profile.uniform(TCA, 2, 2, 3).save(folder / "profile")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def in_work(work, monkeypatch):
+    monkeypatch.chdir(work)
+
+
+def records(folder):
+    return {path.name: json.loads(path.read_text()) for path in sorted(Path(folder).glob("results/*/*.json"))}
+
+
+def test_a_run_writes_samples_table_and_pictures_and_a_second_one_adds_to_it():
+    result = run("model", "--methods=full", *NOISE_TASK, "--protocols=prefix", "--out=out")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == Path("out/table.md").read_text()
+    ((name, record),) = records("out").items()
+    assert name == "niah_single_1-1024-prefix.json"
+    samples = record["samples"]
+    assert record["score"] == 100 * sum(sample["score"] for sample in samples) / 2
+    assert [len(sample["references"]) for sample in samples] == [1, 1]
+    assert all(sample["prompt_tokens"] + 128 <= 1024 for sample in samples)
+    assert record["kv_cache_bytes"] == record["full_kv_cache_bytes"] > 0
+    assert record["attended_share"] == 1
+    finished = Path("out/results/full/niah_single_1-1024-prefix.json").stat().st_mtime_ns
+
+    more = ["--methods=full,random:share=0.25,window=128", *NOISE_TASK, "--protocols=prefix", "--out=out", "--json"]
+    result = run("model", *more)
+    assert result.exit_code == 0, result.output
+    listed = json.loads(result.stdout)["results"]
+    assert [record["method"] for record in listed] == ["full", "random:share=0.25,window=128"]
+    assert listed[1]["kv_cache_bytes"] < 0.7 * listed[1]["full_kv_cache_bytes"]
+    assert 0.2 < listed[1]["attended_share"] < 0.7
+    assert Path("out/results/full/niah_single_1-1024-prefix.json").stat().st_mtime_ns == finished
+    assert {path.name for path in Path("out").glob("*.png")} == {"bytes.png", "first-token.png", "depth.png"}
+    assert "| random:share=0.25,window=128 |" in Path("out/table.md").read_text()
+    message = error("model", "--methods=full", *NOISE_TASK, "--protocols=prefix", "--out=out", "--seed=1")
+    assert message.startswith("--out out was made with seed = 0, this run has 1")
+
+
+def test_a_substitute_is_said_to_be_one():
+    small = ["--tasks=loss", "--lengths=128", "--samples=1", "--out=sub"]
+    result = run("model", "--methods=tca", "--profile=profile", *small)
+    assert result.exit_code == 0, result.output
+    assert "## loss †, 128 tokens" in result.stdout
+    assert re.search(r"^- text: the source of Python [\d.]+'s standard library$", result.stdout, re.MULTILINE)
+    assert records("sub")["loss-128-text.json"]["substitutes"]["text"].startswith("the source of Python")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--methods=fool"], "--methods fool: 'fool' is not registered: must be one of"),
+        (["--tasks=niah"], "--tasks niah: must be one of ['ruler', 'recall', 'longbench', 'niah_single_1'"),
+        (["--tasks=vt,vt"], "--tasks names vt twice"),
+        (["--protocols=suffix"], "--protocols suffix: must be one of ['prefix', 'preamble', 'late']"),
+        (["--lengths=4k"], "--lengths 4k: must be numbers of tokens"),
+        (["--lengths=8192"], "--lengths 8192: must lie in [1, 4096], positions of model"),
+        (["--tasks=fwe", "--lengths=256"], "--tasks fwe: length 256: fwe needs at least"),
+        (["--tasks=qa_1", "--lengths=4096"], "--tasks qa_1: needs --squad FILE"),
+        (["--tasks=longbench"], "--tasks longbench: no task of it can be run: qasper: needs --longbench DIR"),
+        (["--tasks=longbench", "--longbench=text.txt"], "--longbench text.txt: must be a folder"),
+        (["--squad=absent.json"], "absent.json: No such file or directory"),
+        (["--bytes=1.5"], "--bytes 1.5: must lie in (0, 1]"),
+        (["--methods=tca", "--tasks=loss", "--lengths=128"], "--methods tca: needs --profile DIR"),
+        (["--profile=absent"], "absent"),
+        (["--out=text.txt/x"], "--out text.txt/x cannot be written"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_line(args, message):
+    assert message in error("model", "--methods=full", "--out=refused", *args)
+    assert not Path("refused").exists()
+
+
+def test_of_a_suite_what_cannot_be_run_is_left_out_and_said():
+    from tca_jax.lab.evaluation import Sources, make_plan, parse_methods
+    from tca_jax.loading import open_checkpoint
+
+    settings = {"samples": 1, "seed": 0, "sources": Sources(), "share": None, "batch": 1}
+    checkpoint, methods = open_checkpoint("model"), parse_methods("full")
+    plan = make_plan(checkpoint, methods, ["ruler"], [1024, 4096], ["prefix", "late"], **settings)
+    lengths = {task.name: lengths for task, lengths in plan.tasks}
+    assert set(lengths) == {
+        *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
+        *("niah_multivalue", "niah_multiquery", "vt", "fwe"),
+    }
+    assert lengths["niah_single_1"] == (1024, 4096)
+    assert lengths["vt"] == (4096,)
+    assert "qa_1: needs --squad FILE" in plan.skipped
+    assert any(reason.startswith("cwe: length 4096: cwe needs at least") for reason in plan.skipped)
+    jobs = plan.jobs()
+    assert len(jobs) == len(set(jobs)) == 2 * sum(map(len, lengths.values()))
