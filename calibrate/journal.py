@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from tca_jax.errors import UserError
+
 
 class Journal:
     """Measurements by what was measured, in memory and, with a path, in a file of JSON lines.
@@ -30,7 +32,7 @@ class Journal:
         lines = path.read_bytes().strip().splitlines() if path.exists() else []
         records = [record for line in lines if (record := _parsed(line)) is not None]
         if lines and not (records and "calibration" in records[0]):
-            raise ValueError(f"journal = {path}: this file is no journal of a calibration; name another one")
+            raise UserError(f"journal = {path}: this file is no journal of a calibration; name another one")
         if records and records[0] == head:
             self._known = {record["key"]: record["value"] for record in records[1:] if {"key", "value"} <= set(record)}
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from tca_jax.calibration.passes import ForwardPass
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, on_host
 from tca_jax.engine.prompts import Prompt, encode_prompts
+from tca_jax.errors import UserError
 from tca_jax.methods.checks import check_integer
 from tca_jax.methods.head_patterns import HeadPattern
 from tca_jax.methods.pattern_search import CANDIDATES, FIRST_QUERY, pattern_scores
@@ -45,13 +46,13 @@ def search_patterns(
     """
     check_integer("first_query", first_query, at_least=0)
     if not candidates:
-        raise ValueError("candidates = (): must hold at least one pattern")
+        raise UserError("candidates = (): must hold at least one pattern")
     sequences = encode_prompts(lm, text, "text")
     if len(sequences) != 1:
-        raise ValueError(f"text holds {len(sequences)} texts: must be one")
+        raise UserError(f"text holds {len(sequences)} texts: must be one")
     tokens, layers = len(sequences[0]), lm.config.num_layers
     if tokens <= first_query:
-        raise ValueError(f"text has {tokens} tokens: must have more than first_query = {first_query}")
+        raise UserError(f"text has {tokens} tokens: must have more than first_query = {first_query}")
     tell, table = progress or (lambda done, total: None), list[list[Any]]()
     tell(0, layers)
     for kept in ForwardPass(lm, sequences[0]).layers(_search_layer, tuple(candidates), first_query):

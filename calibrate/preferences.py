@@ -12,6 +12,7 @@ from tca_jax.calibration.passes import ForwardPass
 from tca_jax.calibration.profile import Profile
 from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import Prompt, encode_prompts
+from tca_jax.errors import UserError
 from tca_jax.methods.cake import layer_preference
 from tca_jax.methods.checks import check_integer, check_number
 from tca_jax.methods.queries import last_queries
@@ -47,7 +48,7 @@ def layer_preferences(
     sequences = encode_prompts(lm, texts, "texts")
     for i, ids in enumerate(sequences):
         if not observation < len(ids) <= lm.config.max_context:
-            raise ValueError(
+            raise UserError(
                 f"texts[{i}] has {len(ids)} tokens: must have more than observation = {observation} and at most the "
                 f"{lm.config.max_context} positions of model {lm.name!r}"
             )
@@ -57,7 +58,7 @@ def layer_preferences(
         preferences = np.array([float(each[0]) for each in layers], np.float64)
         if not np.isfinite(preferences).all():
             layer = int(np.argmin(np.isfinite(preferences)))
-            raise ValueError(f"model {lm.name!r} computes NaN or infinity in the attention of layer {layer}")
+            raise UserError(f"model {lm.name!r} computes NaN or infinity in the attention of layer {layer}")
         shares.append(preferences / preferences.sum())
     return np.mean(shares, axis=0).astype(np.float32)
 
@@ -70,7 +71,7 @@ def head_gates(profile: Profile) -> Float32[np.ndarray, "layers Hkv"]:
     """
     worth = profile.keeping_worth
     if np.isnan(worth).any():
-        raise ValueError(
+        raise UserError(
             f"profile of {profile.model_name!r} does not know what heads are worth: calibrate with criterion 'worth', "
             "or pass published gates"
         )

@@ -10,6 +10,7 @@ import numpy as np
 
 from tca_jax.calibration import facts
 from tca_jax.engine.prompts import Encoder, Prompt, decode_utf8, encode_prompt, encode_verbatim, render_chat
+from tca_jax.errors import UserError, UserTypeError
 from tca_jax.methods.config import TCAConfig
 
 Kind = Literal["facts", "copy"]
@@ -73,12 +74,12 @@ def probe_kinds(probes: Any) -> tuple[str, ...]:
     if probes is None:
         return get_args(Kind)
     if isinstance(probes, bytes) or not isinstance(probes, Sequence):
-        raise TypeError(f"probes is of type {type(probes).__name__}: must be {_ALLOWED}")
+        raise UserTypeError(f"probes is of type {type(probes).__name__}: must be {_ALLOWED}")
     named = [probes] if isinstance(probes, str) else probes
     if not any(isinstance(each, str) for each in named):
         return ("pairs",)
     if not all(isinstance(each, str) and each in get_args(Kind) for each in named):
-        raise ValueError(f"probes = {probes!r}: must be {_ALLOWED}")
+        raise UserError(f"probes = {probes!r}: must be {_ALLOWED}")
     return tuple(dict.fromkeys(named))
 
 
@@ -103,7 +104,7 @@ def probed_texts(
     if kinds == ("pairs",):
         return _with_pairs(lm, sequences, probes, config, names or [f"texts[{i}]" for i in range(len(sequences))])
     if "facts" in kinds and lm.tokenizer is None and probes is not None:
-        raise ValueError(f"probes = {probes!r}: facts are text, and {lm.name} was loaded without a tokenizer")
+        raise UserError(f"probes = {probes!r}: facts are text, and {lm.name} was loaded without a tokenizer")
     return [_with_own(lm, ids, kinds, config, i) for i, ids in enumerate(sequences)]
 
 
@@ -208,13 +209,13 @@ def _with_pairs(
 ) -> list[ProbedText]:
     """Texts with the user's pairs as probes."""
     if len(probes) != len(sequences):
-        raise ValueError(f"probes has {len(probes)} lists of pairs: must have one for each of {len(sequences)} texts")
+        raise UserError(f"probes has {len(probes)} lists of pairs: must have one for each of {len(sequences)} texts")
     pairs = [_encode_pairs(lm, of_text, f"probes[{i}]") for i, of_text in enumerate(probes)]
     texts = [_split_end(ids, config) for ids in sequences]
     for name, (text, _), asked in zip(names, texts, pairs, strict=True):
         longest, most = max(len(segment.ids) for segment in asked), lm.config.max_context
         if len(text) + longest > most:
-            raise ValueError(
+            raise UserError(
                 f"{name} has {len(text)} tokens without its end, its longest pair {longest}: model {lm.name!r} has "
                 f"{most} positions; cut the text"
             )
@@ -224,12 +225,12 @@ def _with_pairs(
 def _encode_pairs(lm: Encoder, pairs: Any, name: str) -> list[Segment]:
     """One text's pairs, each a probe of its own."""
     if isinstance(pairs, str | bytes) or not isinstance(pairs, Sequence):
-        raise TypeError(f"{name} is of type {type(pairs).__name__}: must be a list of (question, answer) pairs")
+        raise UserTypeError(f"{name} is of type {type(pairs).__name__}: must be a list of (question, answer) pairs")
     if not pairs:
-        raise ValueError(f"{name} is empty: at least one (question, answer) pair is needed for each text")
+        raise UserError(f"{name} is empty: at least one (question, answer) pair is needed for each text")
     for i, pair in enumerate(pairs):
         if isinstance(pair, str | bytes | Mapping) or not isinstance(pair, Sequence) or len(pair) != 2:
-            raise TypeError(f"{name}[{i}] = {pair!r}: must be a pair (question, answer)")
+            raise UserTypeError(f"{name}[{i}] = {pair!r}: must be a pair (question, answer)")
     texts = [isinstance(part, str | bytes) for pair in pairs for part in pair]
     if not any(texts):
         parts = [
@@ -238,13 +239,13 @@ def _encode_pairs(lm: Encoder, pairs: Any, name: str) -> list[Segment]:
         ]
         return [Segment((*q, *a), (False,) * len(q) + (True,) * len(a), "pairs") for q, a in parts]
     if not all(texts):
-        raise TypeError(f"{name} holds text and token ids: must be one or the other throughout")
+        raise UserTypeError(f"{name} holds text and token ids: must be one or the other throughout")
     turns = [[decode_utf8(part, f"{name}[{i}]") for part in pair] for i, pair in enumerate(pairs)]
     for i, turn in enumerate(turns):
         if not all(turn):
-            raise ValueError(f"{name}[{i}] holds an empty question or answer")
+            raise UserError(f"{name}[{i}] holds an empty question or answer")
     if lm.tokenizer is None:
-        raise ValueError(
+        raise UserError(
             f"{name}: {lm.name} was loaded without a tokenizer, so text cannot be used; pass pairs of token ids"
         )
     return [_encode_asked(lm, question, answer, "pairs", name) for question, answer in turns]

@@ -15,6 +15,7 @@ from jaxtyping import Float32, Float64, Int32
 from tca_jax.calibration.profile_format import ARRAYS, FORMAT_VERSION, read_fields, sign
 from tca_jax.calibration.rows import NO_ROW, kept_share
 from tca_jax.engine.persistence import RestoreArrays, load_step, save_step
+from tca_jax.errors import UserError
 from tca_jax.methods import Method, configured
 from tca_jax.methods.checks import check_integer
 from tca_jax.methods.config import TCAConfig
@@ -189,12 +190,12 @@ class Profile:
         """
         wanted = (model_config.num_layers, model_config.num_kv_heads)
         if self.candidates.shape != wanted:
-            raise ValueError(
+            raise UserError(
                 f"profile of {self.model_name!r} has {self.num_layers} layers of {self.num_kv_heads} heads, "
                 f"but model {name!r} has {wanted[0]} of {wanted[1]}: calibrate this model"
             )
         if None not in (self.fingerprint, fingerprint) and self.fingerprint != fingerprint:
-            raise ValueError(
+            raise UserError(
                 f"profile of {self.model_name!r} was made with other weights than those of model {name!r} "
                 f"(fingerprint {self.fingerprint!r}, the model's is {fingerprint!r}): calibrate this model"
             )
@@ -223,7 +224,7 @@ class Profile:
         """
         path = _absolute(directory)
         if path.exists() and not path.is_dir():
-            raise ValueError(f"cannot save a profile to {path}: it is a file, not a directory")
+            raise UserError(f"cannot save a profile to {path}: it is a file, not a directory")
         save_step("profile", path, self._arrays(), sign(self._metadata(), self._arrays()))
 
     @classmethod
@@ -247,7 +248,7 @@ class Profile:
         if not path.exists():
             raise FileNotFoundError(f"profile directory {path} does not exist")
         if not path.is_dir():
-            raise ValueError(f"{path} is a file, not a profile directory")
+            raise UserError(f"{path} is a file, not a profile directory")
         return load_step("profile", path, cls._parse)
 
     @classmethod
@@ -260,7 +261,7 @@ class Profile:
                 **{**fields, "readings": np.array(READINGS)[codes], "sources": _checked_sources(fields["sources"])}
             )
         except ValueError as error:
-            raise ValueError(f"{folder}: {error}") from error
+            raise UserError(f"{folder}: {error}") from error
 
     def _arrays(self) -> dict[str, np.ndarray]:
         codes = np.argmax(self.readings[..., None] == np.array(READINGS), axis=-1).astype(np.int32)
@@ -284,11 +285,11 @@ def _checked_candidates(name: str, value: Any, rows: int) -> Int32[np.ndarray, "
     """`value` as a read-only int32 array of rows in [0, rows)."""
     array = np.asarray(value)
     if array.ndim != 2 or not array.size or not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"Profile.{name}: must be integers [layers, H_kv], got {array.dtype} {list(array.shape)}")
+        raise UserError(f"Profile.{name}: must be integers [layers, H_kv], got {array.dtype} {list(array.shape)}")
     wrong = np.argwhere((array < 0) | (array >= rows))
     if len(wrong):
         layer, head = wrong[0]
-        raise ValueError(
+        raise UserError(
             f"Profile.{name}[{layer}, {head}] = {array[layer, head]}: must lie in [0, {rows - 1}], "
             f"where {rows - 1} is dense"
         )
@@ -299,14 +300,14 @@ def _checked_readings(value: Any, shape: tuple[int, ...]) -> np.ndarray:
     """`value` as a read-only array of names of readings, "sparse" throughout for None."""
     array = np.asarray(np.full(shape, READINGS[0]) if value is None else value)
     if array.dtype.kind != "U" or not np.isin(array, READINGS).all():
-        raise ValueError(f"Profile.readings = {array.tolist()}: must be names out of {list(READINGS)}")
+        raise UserError(f"Profile.readings = {array.tolist()}: must be names out of {list(READINGS)}")
     _require_shape("readings", array, shape)
     return _frozen(array, array.dtype)
 
 
 def _require_shape(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
     if array.shape != shape:
-        raise ValueError(f"Profile.{name}: must be {list(shape)}, as candidates are, got {list(array.shape)}")
+        raise UserError(f"Profile.{name}: must be {list(shape)}, as candidates are, got {list(array.shape)}")
 
 
 def _require_subset(prefill: Int32[np.ndarray, "layers Hkv"], cache: Int32[np.ndarray, "layers Hkv"]) -> None:
@@ -314,7 +315,7 @@ def _require_subset(prefill: Int32[np.ndarray, "layers Hkv"], cache: Int32[np.nd
     wrong = np.argwhere(prefill > cache)
     if len(wrong):
         layer, head = wrong[0]
-        raise ValueError(
+        raise UserError(
             f"Profile.prefill_candidates[{layer}, {head}] = {prefill[layer, head]}: must be at most the cache row, "
             f"candidates[{layer}, {head}] = {cache[layer, head]}"
         )
@@ -324,14 +325,14 @@ def _checked_scores(value: Any, shape: tuple[int, ...]) -> Float32[np.ndarray, "
     """`value` as a read-only float32 array of that shape with scores in [0, 1] or NaN."""
     array = np.asarray(value)
     if array.shape != shape or not np.issubdtype(array.dtype, np.floating):
-        raise ValueError(
+        raise UserError(
             f"Profile.scores: must be floats [layers, H_kv, M + 1] = {list(shape)}, "
             f"got {array.dtype} {list(array.shape)}"
         )
     wrong = np.argwhere((array < -_SCORE_SLACK) | (array > 1 + _SCORE_SLACK))
     if len(wrong):
         at = tuple(wrong[0].tolist())
-        raise ValueError(f"Profile.scores{list(at)} = {array[at]}: must lie in [0, 1]")
+        raise UserError(f"Profile.scores{list(at)} = {array[at]}: must lie in [0, 1]")
     return _frozen(array, np.float32)
 
 
@@ -344,7 +345,7 @@ def _checked_sources(value: Sequence[Any]) -> tuple[dict[str, Any], ...]:
             or set(source) != set(kinds)
             or not all(isinstance(source[key], kind) for key, kind in kinds.items())
         ):
-            raise ValueError(
+            raise UserError(
                 f"Profile.sources[{index}] = {source!r}: must hold an integer 'tokens' and a string 'sha256'"
             )
     return tuple(dict(source) for source in value)
@@ -354,7 +355,7 @@ def _checked_losses(value: Any) -> dict[str, dict[str, float]]:
     """`value` with three losses each, copied."""
     for name, losses in value.items() if isinstance(value, Mapping) else [("", None)]:
         if name not in _LOSSES or not isinstance(losses, Mapping) or set(losses) != set(_ENDS):
-            raise ValueError(
+            raise UserError(
                 f"Profile.losses = {value!r}: must hold {list(_ENDS)} under some of {list(_LOSSES)}; where a newer "
                 "tca_jax wrote the profile, upgrade tca_jax"
             )
@@ -366,7 +367,7 @@ def _checked_probes(value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping) or set(value) != set(_PROBES) or not isinstance(value["counted"], Mapping):
-        raise ValueError(
+        raise UserError(
             f"Profile.probes = {value!r}: must be None, or hold {list(_PROBES)}; where a newer tca_jax wrote the "
             "profile, upgrade tca_jax"
         )

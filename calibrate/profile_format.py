@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tca_jax.engine.persistence import RestoreArrays, checksum
+from tca_jax.errors import UserError
 from tca_jax.methods.config import TCAConfig
 
 # Formats 1 and 2 were of before the first release: their rows were found by other rules, and what they lack would have
@@ -62,14 +63,14 @@ def read_fields(folder: Path, metadata: Any, restore: RestoreArrays) -> dict[str
     _require_fields(fields, _FIELD_TYPES, _FIELD_TYPES, str(file))
     for name, (kind, description) in _FIELD_TYPES.items():
         if not isinstance(fields[name], kind):
-            raise ValueError(f"{file}: {name} = {fields[name]!r}: must be {description}")
+            raise UserError(f"{file}: {name} = {fields[name]!r}: must be {description}")
     names = [field.name for field in dataclasses.fields(TCAConfig)]
     _require_fields(fields["config"], names, names, f"{file}: config")
     del fields["format_version"]
     try:
         return {**fields, **arrays, "config": TCAConfig(**fields["config"])}
     except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+        raise UserError(f"{file}: {error}") from error
 
 
 def _verified(folder: Path, metadata: dict[str, Any], restore: RestoreArrays) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -78,14 +79,14 @@ def _verified(folder: Path, metadata: dict[str, Any], restore: RestoreArrays) ->
     signed = {name: value for name, value in metadata.items() if name != _CHECKSUM}
     for name in ("arrays", _CHECKSUM):
         if name not in metadata:
-            raise ValueError(f"{where}: field {name!r} is missing")
+            raise UserError(f"{where}: field {name!r} is missing")
     names = signed["arrays"]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{where}: arrays = {names!r}: must be a list of names")
+        raise UserError(f"{where}: arrays = {names!r}: must be a list of names")
     _require_fields(names, ARRAYS, ARRAYS, f"{where}: arrays")
     arrays = restore(names)
     if metadata[_CHECKSUM] != checksum(signed, arrays):
-        raise ValueError(f"{folder}: damaged: the profile in it does not match its checksum")
+        raise UserError(f"{folder}: damaged: the profile in it does not match its checksum")
     del signed["arrays"]
     return signed, arrays
 
@@ -93,18 +94,18 @@ def _verified(folder: Path, metadata: dict[str, Any], restore: RestoreArrays) ->
 def _require_version(metadata: Any, file: Path) -> None:
     """Raises ValueError unless the metadata is of a format that can be read."""
     if not isinstance(metadata, dict) or "format_version" not in metadata:
-        raise ValueError(f"{file}: has no field 'format_version', so it is not a tca_jax profile")
+        raise UserError(f"{file}: has no field 'format_version', so it is not a tca_jax profile")
     version = metadata["format_version"]
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise ValueError(f"{file}: format_version = {version!r}: must be an integer of at least 1")
+        raise UserError(f"{file}: format_version = {version!r}: must be an integer of at least 1")
     if version < _OLDEST:
-        raise ValueError(
+        raise UserError(
             f"{file}: format_version = {version} is of before the first release, whose budgets were found by other "
             "rules; make a new profile: tca-jax calibrate "
             f"{metadata.get('model_name', 'MODEL')} --text FILE --out FOLDER"
         )
     if version > FORMAT_VERSION:
-        raise ValueError(
+        raise UserError(
             f"{file}: format_version = {version} is newer than {FORMAT_VERSION}, the newest that tca_jax "
             f"{importlib.metadata.version('tca-jax')} reads: upgrade tca_jax"
         )
@@ -113,9 +114,9 @@ def _require_version(metadata: Any, file: Path) -> None:
 def _require_fields(found: Collection[str], wanted: Collection[str], known: Collection[str], where: str) -> None:
     """Raises unless `found` has all fields of `wanted`, and none that is not of `known`."""
     if unknown := sorted(set(found) - set(known)):
-        raise ValueError(
+        raise UserError(
             f"{where}: unknown field {unknown[0]!r}; known are {sorted(known)}. Where a newer tca_jax wrote the "
             "profile, upgrade tca_jax"
         )
     if missing := sorted(set(wanted) - set(found)):
-        raise ValueError(f"{where}: field {missing[0]!r} is missing")
+        raise UserError(f"{where}: field {missing[0]!r} is missing")

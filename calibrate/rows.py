@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float64, Int32
 
+from tca_jax.errors import UserError
 from tca_jax.methods.candidates import budget_counts, budget_sizes
 from tca_jax.methods.config import TCAConfig
 
@@ -24,7 +25,7 @@ def require_fit(kept: float, tokens: int, config: TCAConfig) -> None:
     row0 = np.zeros(1, np.int32)
     least = kept_share(config, tokens, row0, row0).mean()
     if least > kept:
-        raise ValueError(
+        raise UserError(
             f"kept = {kept}: must be at least {least:.4f}, what window, reserve and row 0 take of the cache of "
             f"{tokens} tokens"
         )

@@ -25,6 +25,7 @@ from tca_jax.calibration.worth import Keeping, Losses, Reading, choose_keeping, 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, on_host
 from tca_jax.engine.prompts import Encoder, Prompt, encode_prompts
+from tca_jax.errors import UserError
 from tca_jax.methods.checks import is_finite_number
 from tca_jax.methods.config import Criterion, TCAConfig
 from tca_jax.methods.heads import head_numbers
@@ -160,7 +161,7 @@ def _by_scores(
         for layer, of_layer in enumerate(ForwardPass(lm, ids).layers(_score_layer, config)):
             of_layer = on_host(of_layer)  # all texts' and layers' would crowd the device
             if not np.isfinite(of_layer).all():
-                raise ValueError(f"model {lm.name!r} computes NaN or infinity in the attention of layer {layer}")
+                raise UserError(f"model {lm.name!r} computes NaN or infinity in the attention of layer {layer}")
             scores[layer] += lm.own_heads(layer, of_layer)
             steps.step()
     scores = (scores / len(sequences)).astype(np.float32)
@@ -219,22 +220,22 @@ def require_length(name: str, tokens: int, lm: Encoder, config: TCAConfig) -> No
     """Raises ValueError if a text is too short or too long for any result; `name` is the text's in the message."""
     fewest, most = config.window + config.block_size, lm.config.max_context
     if tokens < fewest:
-        raise ValueError(
+        raise UserError(
             f"{name} has {tokens} tokens: calibration needs at least window + block_size = "
             f"{config.window} + {config.block_size} = {fewest}; pass a longer text or a smaller window"
         )
     if tokens > most:
-        raise ValueError(f"{name} has {tokens} tokens, model {lm.name!r} has {most} positions: split the text")
+        raise UserError(f"{name} has {tokens} tokens, model {lm.name!r} has {most} positions: split the text")
 
 
 def require_bounds(config: TCAConfig, *, probes: Any, kept: float | None, attended: float | None) -> None:
     """Raises ValueError if a bound is neither None nor a share, or the criterion takes neither bounds nor probes."""
     for name, bound in (("kept", kept), ("attended", attended)):
         if bound is not None and (not is_finite_number(bound) or not 0 < bound <= 1):
-            raise ValueError(f"{name} = {bound!r}: must lie in (0, 1]")
+            raise UserError(f"{name} = {bound!r}: must lie in (0, 1]")
     for name, given in (("probes", probes), ("kept", kept), ("attended", attended)):
         if given is not None and config.criterion != "worth":
-            raise ValueError(f"{name} goes with criterion 'worth', not with {config.criterion!r}, which has no search")
+            raise UserError(f"{name} goes with criterion 'worth', not with {config.criterion!r}, which has no search")
 
 
 def _short_text(lengths: list[int], config: TCAConfig) -> str | None:

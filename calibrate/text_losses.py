@@ -15,6 +15,7 @@ from tca_jax.calibration.passes import ForwardPass, loss_slope
 from tca_jax.calibration.search import Heads
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, SECOND_HEADS, on_host
+from tca_jax.errors import UserError
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.heads import head_numbers
 from tca_jax.methods.queries import last_queries
@@ -53,7 +54,7 @@ class TextLosses:
             if not all(finite) or not np.isfinite(losses).all():
                 layer = [*finite, False].index(False)
                 where = f"attention of layer {layer}" if layer < len(finite) else "logits"
-                raise ValueError(f"model {self._lm.name!r} computes NaN or infinity in the {where}")
+                raise UserError(f"model {self._lm.name!r} computes NaN or infinity in the {where}")
             found.append(losses)
         return found
 

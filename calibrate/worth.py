@@ -18,6 +18,7 @@ from tca_jax.calibration.search import Found, Heads, search
 from tca_jax.calibration.text_losses import TextLosses
 from tca_jax.engine.lm import LM
 from tca_jax.engine.memory import memory_bytes
+from tca_jax.errors import UserError
 from tca_jax.methods.config import TCAConfig
 
 #: A model knows a token that it gives at least half of the probability: greedy decoding then gives it.
@@ -100,7 +101,7 @@ def choose_reading(
         return float(np.where(more, objective.shares[..., 1], objective.shares[..., 0]).mean())
 
     if attended is not None and share(none) > attended:
-        raise ValueError(
+        raise UserError(
             f"attended = {attended}: must be at least {share(none):.4f}, what row 0 in every head attends to"
         )
     found = search(objective, none, lambda more: attended is None or share(more) <= attended)

@@ -20,6 +20,7 @@ from tca_jax.calibration.profile import Profile
 from tca_jax.engine.contexts import compile_prefill, prefill
 from tca_jax.engine.generation import compile_generate, generate
 from tca_jax.engine.lm import LM
+from tca_jax.errors import UserError
 from tca_jax.inspection import kept_tokens, local_start
 from tca_jax.lab.recall import PROTOCOLS, Document, Question, build_document, is_correct
 from tca_jax.lab.recall.protocols import chat_document, chat_question, completion
@@ -124,10 +125,10 @@ def run_demo(tokens: int, questions: int, seed: int, out: Path, report: Report |
     """
     report = report or (lambda step, done, total: None)
     if not 1 <= questions <= len(_TASKS):
-        raise ValueError(f"questions = {questions}: must lie in [1, {len(_TASKS)}]")
+        raise UserError(f"questions = {questions}: must lie in [1, {len(_TASKS)}]")
     most = read_config(checkpoint_folder(MODEL)).max_context - _SPARE_TOKENS
     if not _FACT_BYTES <= tokens <= most:
-        raise ValueError(f"tokens = {tokens}: must lie in [{_FACT_BYTES}, {most}]")
+        raise UserError(f"tokens = {tokens}: must lie in [{_FACT_BYTES}, {most}]")
     document = build_document(np.random.default_rng(seed), tokens - 2, _TASKS)  # 2: the tokens bos and user
     full = load(MODEL, progress=lambda done, total: report(f"loading {MODEL}", done, total))
     models = {name: _with_profile(full, folder) for name, folder in METHODS.items()}

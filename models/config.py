@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tca_jax.errors import UserError, UserTypeError
 from tca_jax.models.json_object import read_json_object, refuse_misspelt
 from tca_jax.models.rope import RopeConfig
 
@@ -89,21 +90,21 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
-            raise ValueError(f"family = {self.family!r} is not supported: must be one of {list(FAMILIES)}")
+            raise UserError(f"family = {self.family!r} is not supported: must be one of {list(FAMILIES)}")
         for field in dataclasses.fields(self):
             if field.type == "int":
                 _check_size(f"ModelConfig.{field.name}", getattr(self, field.name))
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads = {self.num_heads} must be a multiple of num_kv_heads = {self.num_kv_heads}")
+            raise UserError(f"num_heads = {self.num_heads} must be a multiple of num_kv_heads = {self.num_kv_heads}")
         if self.head_dim % 2 or (self.rope.type == "dynamic" and self.head_dim < 4):
-            raise ValueError(f"head_dim = {self.head_dim}: must be even (at least 4 for dynamic RoPE)")
+            raise UserError(f"head_dim = {self.head_dim}: must be even (at least 4 for dynamic RoPE)")
         if self.dtype_name not in _DTYPES:
-            raise ValueError(f"dtype_name = {self.dtype_name!r}: must be one of {list(_DTYPES)}")
+            raise UserError(f"dtype_name = {self.dtype_name!r}: must be one of {list(_DTYPES)}")
         if not 0 < self.rms_norm_eps < math.inf:
-            raise ValueError(f"rms_norm_eps = {self.rms_norm_eps!r}: must be a positive number")
+            raise UserError(f"rms_norm_eps = {self.rms_norm_eps!r}: must be a positive number")
         if self.rope.factor * self.rope.original_max_positions > _MOST:
             stretched = f"{self.rope.factor:g} * {self.rope.original_max_positions}"
-            raise ValueError(f"RoPE factor * original positions = {stretched}: must be at most {_MOST}")
+            raise UserError(f"RoPE factor * original positions = {stretched}: must be at most {_MOST}")
 
     @property
     def max_context(self) -> int:
@@ -196,12 +197,12 @@ def read_config(folder: Path) -> ModelConfig:
         refuse_misspelt(entries, _ENTRIES)
         return ModelConfig.from_hf(entries)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise UserError(f"{path}: {error}") from error
 
 
 def _to_dict(hf_config: Any) -> Mapping[str, Any]:
     if not hasattr(hf_config, "to_dict"):
-        raise TypeError(f"hf_config is a {type(hf_config).__name__}: must be a transformers config or a mapping")
+        raise UserTypeError(f"hf_config is a {type(hf_config).__name__}: must be a transformers config or a mapping")
     return hf_config.to_dict()
 
 
@@ -209,12 +210,12 @@ def _family(entries: Mapping[str, Any]) -> str:
     """The model_type, if it is one of ours and the checkpoint is a causal language model."""
     family = entries.get("model_type")
     if not isinstance(family, str) or family not in _ARCHITECTURES:
-        raise ValueError(f"model_type {family!r} is not supported: must be one of {list(FAMILIES)}")
+        raise UserError(f"model_type {family!r} is not supported: must be one of {list(FAMILIES)}")
     names = entries.get("architectures")
     if names is None or names == []:
         return family
     if not isinstance(names, list | tuple) or _ARCHITECTURES[family] not in names:
-        raise ValueError(f"architectures = {names!r} is not supported: must be [{_ARCHITECTURES[family]!r}]")
+        raise UserError(f"architectures = {names!r} is not supported: must be [{_ARCHITECTURES[family]!r}]")
     return family
 
 
@@ -223,12 +224,12 @@ def _refuse_unsupported(entries: Mapping[str, Any], family: str) -> None:
     quantization = entries.get("quantization_config")
     if quantization is not None and quantization != {}:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        raise ValueError(f"quantization_config ({method!r}) is not supported: weights must be one of {list(_DTYPES)}")
+        raise UserError(f"quantization_config ({method!r}) is not supported: weights must be one of {list(_DTYPES)}")
     if entries.get("dual_chunk_attention_config"):
-        raise ValueError("dual_chunk_attention_config is not supported: remove it to run the model without it")
+        raise UserError("dual_chunk_attention_config is not supported: remove it to run the model without it")
     activation = entries.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise ValueError(f"hidden_act = {activation!r} is not supported: must be 'silu'")
+        raise UserError(f"hidden_act = {activation!r} is not supported: must be 'silu'")
     if family != "llama":
         _refuse_sliding_window(entries)
 
@@ -244,10 +245,10 @@ def _refuse_sliding_window(entries: Mapping[str, Any]) -> None:
     elif isinstance(layer_types, list | tuple) and len(layer_types) == num_layers:
         other = [(layer, kind) for layer, kind in enumerate(layer_types) if kind != "full_attention"]
     else:
-        raise ValueError(f"config['layer_types'] = {layer_types!r}: must be a list of {num_layers}, one for each layer")
+        raise UserError(f"config['layer_types'] = {layer_types!r}: must be a list of {num_layers}, one for each layer")
     if other:
         layer, kind = other[0]
-        raise ValueError(f"layer {layer} has {kind!r}: only 'full_attention' is supported, no sliding window")
+        raise UserError(f"layer {layer} has {kind!r}: only 'full_attention' is supported, no sliding window")
 
 
 def _num_kv_heads(entries: Mapping[str, Any], family: str, num_heads: int) -> int:
@@ -261,7 +262,7 @@ def _rope_parameters(entries: Mapping[str, Any]) -> dict[str, Any]:
     """One spelling of RoPE out of two, with what transformers 4.x keeps beside it put in."""
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(entries.get(key), Mapping | None):
-            raise ValueError(f"{key} = {entries[key]!r}: must be an object")
+            raise UserError(f"{key} = {entries[key]!r}: must be an object")
     parameters = entries.get("rope_scaling") or entries.get("rope_parameters") or {}
     beside = {key: entries.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     over = {key: entries[key] for key in ("original_max_position_embeddings",) if entries.get(key) is not None}
@@ -279,22 +280,22 @@ def _integer(entries: Mapping[str, Any], key: str, default: int | None = None, *
     value = entries.get(key)
     value = default if value is None else value
     if value is None:
-        raise ValueError(f"config has no {key!r}")
+        raise UserError(f"config has no {key!r}")
     return _check_size(f"config[{key!r}]", value, least)
 
 
 def _check_size(name: str, value: Any, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} = {value!r}: must be {'a positive integer' if least else 'an integer from 0'}")
+        raise UserError(f"{name} = {value!r}: must be {'a positive integer' if least else 'an integer from 0'}")
     if value > _MOST:
-        raise ValueError(f"{name} = {value}: must be at most {_MOST}")
+        raise UserError(f"{name} = {value}: must be at most {_MOST}")
     return value
 
 
 def _eps(entries: Mapping[str, Any]) -> float:
     value = entries.get("rms_norm_eps", 1e-6)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-        raise ValueError(f"config['rms_norm_eps'] = {value!r}: must be a positive number")
+        raise UserError(f"config['rms_norm_eps'] = {value!r}: must be a positive number")
     return float(value)
 
 
@@ -302,5 +303,5 @@ def _flag(entries: Mapping[str, Any], key: str) -> bool:
     """A switch of the config, off by default."""
     value = entries.get(key)
     if value is not None and not isinstance(value, bool):
-        raise ValueError(f"config[{key!r}] = {value!r}: must be true or false")
+        raise UserError(f"config[{key!r}] = {value!r}: must be true or false")
     return bool(value)

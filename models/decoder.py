@@ -14,6 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from tca_jax.errors import UserError
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.parallel import exchange_width, join_width, part_of_width, scattering
 from tca_jax.models.products import dot_general
@@ -357,7 +358,7 @@ class Decoder(nnx.Module):
             ValueError: `states` has not one entry a layer, `tail` is below 1 or comes without `lengths`.
         """
         if len(states) != self.config.num_layers:
-            raise ValueError(
+            raise UserError(
                 f"states has {len(states)} entries: must be one for each of {self.config.num_layers} layers"
             )
         places = None if tail is None else _last_places(lengths, tail)
@@ -450,9 +451,9 @@ def _bind(
 def _last_places(lengths: Int[Array, " B"] | None, tail: int) -> Int[Array, "B m"]:
     """Indices of the last `tail` tokens of each row; 0 for those that a shorter row does not have."""
     if tail < 1:
-        raise ValueError(f"tail = {tail}: must be at least 1, or None for the hidden states of all tokens")
+        raise UserError(f"tail = {tail}: must be at least 1, or None for the hidden states of all tokens")
     if lengths is None:
-        raise ValueError(f"tail = {tail} needs lengths: the tokens of each row")
+        raise UserError(f"tail = {tail} needs lengths: the tokens of each row")
     return jnp.maximum(lengths[:, None] - tail + jnp.arange(tail), 0)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tca_jax.errors import UserError
+
 _DEEPEST = 32  # levels; no config has ten, and what is printed of a value shall not overflow a stack
 
 
@@ -19,9 +21,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """
     entries = read_json(path)
     if not isinstance(entries, dict):
-        raise ValueError(f"{path} holds a {type(entries).__name__}: must be a JSON object")
+        raise UserError(f"{path} holds a {type(entries).__name__}: must be a JSON object")
     if _is_deep(entries):
-        raise ValueError(f"{path} is not valid JSON: its values are nested more than {_DEEPEST} levels deep")
+        raise UserError(f"{path} is not valid JSON: its values are nested more than {_DEEPEST} levels deep")
     return entries
 
 
@@ -35,9 +37,9 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
-        raise ValueError(f"{path} is not valid JSON: its values are nested too deeply") from None
+        raise UserError(f"{path} is not valid JSON: its values are nested too deeply") from None
     except ValueError as error:  # JSON or UTF-8
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+        raise UserError(f"{path} is not valid JSON: {error}") from error
 
 
 def refuse_misspelt(entries: Mapping[str, Any], known: Iterable[str]) -> None:
@@ -53,7 +55,7 @@ def refuse_misspelt(entries: Mapping[str, Any], known: Iterable[str]) -> None:
             continue
         for name in entries:
             if len(name) == len(wanted) and sum(a != b for a, b in zip(name, wanted, strict=True)) == 1:
-                raise ValueError(f"there is no {wanted!r}, but {name!r}: is that a misspelt {wanted!r}?")
+                raise UserError(f"there is no {wanted!r}, but {name!r}: is that a misspelt {wanted!r}?")
 
 
 def _is_deep(value: Any) -> bool:

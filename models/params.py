@@ -23,6 +23,7 @@ from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from tca_jax.errors import UserError
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import combine, tensor_checksums
@@ -211,7 +212,7 @@ def _read_headers(folder: Path) -> dict[str, _Stored]:
         with _opened(file) as shard:
             lacking = set(names) - set(shard.keys())
             if lacking:
-                raise ValueError(f"{file} lacks tensor {min(lacking)!r}, which {_INDEX} places there")
+                raise UserError(f"{file} lacks tensor {min(lacking)!r}, which {_INDEX} places there")
             for name in names:
                 view = shard.get_slice(name)
                 stored[name] = _Stored(file, tuple(view.get_shape()), view.get_dtype())
@@ -228,11 +229,11 @@ def _files(folder: Path) -> dict[Path, list[str]]:
         raise FileNotFoundError(f"{folder} holds neither {_SINGLE} nor {_INDEX}: weights must be safetensors")
     places = read_json_object(index).get("weight_map")
     if not isinstance(places, dict):
-        raise ValueError(f"{index} is corrupt: weight_map is a {type(places).__name__}, must be an object")
+        raise UserError(f"{index} is corrupt: weight_map is a {type(places).__name__}, must be an object")
     files: dict[Path, list[str]] = {}
     for name, file in places.items():
         if not isinstance(file, str) or not _SHARD.fullmatch(file):
-            raise ValueError(f"{index} is corrupt: weight_map[{name!r}] = {file!r}: must be the name of a shard")
+            raise UserError(f"{index} is corrupt: weight_map[{name!r}] = {file!r}: must be the name of a shard")
         files.setdefault(folder / file, []).append(name)
     missing = [file for file in files if not file.is_file()]
     if missing:
@@ -247,14 +248,14 @@ def _opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="numpy") as shard:
             yield shard
     except SafetensorError as error:
-        raise ValueError(f"{file} is corrupt or incomplete: {error}") from error
+        raise UserError(f"{file} is corrupt or incomplete: {error}") from error
 
 
 def _check_sizes(folder: Path, config: ModelConfig, stored: Mapping[str, _Stored]) -> None:
     """The config's sizes are those of the tensors, so that a decoder can be made of them, even an abstract one."""
     layers = {int(match[1]) for name in stored if (match := LAYER.fullmatch(name))}
     if layers and config.num_layers - 1 not in layers:
-        raise ValueError(
+        raise UserError(
             f"{folder}: config.json has num_hidden_layers = {config.num_layers}, "
             f"but there are tensors of {len(layers)} layers"
         )
@@ -269,19 +270,19 @@ def _check_tensors(folder: Path, wanted: Mapping[str, Parameter], stored: Mappin
     for name, found in stored.items():
         # A head beside a tied embedding is compared with it once that is loaded.
         if name not in wanted and name != HEAD and not _IGNORED.fullmatch(name):
-            raise ValueError(f"{found.file}: tensor {name!r} has no place in the model of its config.json")
+            raise UserError(f"{found.file}: tensor {name!r} has no place in the model of its config.json")
 
 
 def _check_tensor(folder: Path, name: str, shape: tuple[int, ...], stored: Mapping[str, _Stored]) -> None:
     if name not in stored:
-        raise ValueError(f"{folder} lacks tensor {name!r}, which its config.json asks for")
+        raise UserError(f"{folder} lacks tensor {name!r}, which its config.json asks for")
     found = stored[name]
     if found.shape != shape:
-        raise ValueError(
+        raise UserError(
             f"{found.file}: tensor {name!r} has shape {list(found.shape)}, config.json asks for {list(shape)}"
         )
     if found.dtype not in _STORED_BYTES:
-        raise ValueError(f"{found.file}: tensor {name!r} has dtype {found.dtype}: must be one of {list(_STORED_BYTES)}")
+        raise UserError(f"{found.file}: tensor {name!r} has dtype {found.dtype}: must be one of {list(_STORED_BYTES)}")
 
 
 def _check_tied_head(file: Path, decoder: Decoder, mesh: Mesh | None) -> None:
@@ -294,4 +295,4 @@ def _check_tied_head(file: Path, decoder: Decoder, mesh: Mesh | None) -> None:
             head = place_tensor(read_tensor(shard, HEAD, embedding, mesh), embedding, value.dtype, mesh)
             same = bool(jnp.array_equal(head, value))
     if not same:
-        raise ValueError(f"{file}: {HEAD!r} differs from the embedding, but config.json has tie_word_embeddings = true")
+        raise UserError(f"{file}: {HEAD!r} differs from the embedding, but config.json has tie_word_embeddings = true")

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from tca_jax.errors import UserError
+
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 _MOST = float(np.finfo(np.float32).max)
 
@@ -48,16 +50,16 @@ class RopeConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             if field.type == "float" and not 0 < getattr(self, field.name) <= _MOST:
-                raise ValueError(
+                raise UserError(
                     f"RopeConfig.{field.name} = {getattr(self, field.name)!r}: must be a positive number of float32"
                 )
         if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError(
+            raise UserError(
                 f"RoPE low_freq_factor = {self.low_freq_factor:g}: must be below "
                 f"high_freq_factor = {self.high_freq_factor:g}"
             )
         if self.type == "yarn" and self.theta <= 1:
-            raise ValueError(f"rope_theta = {self.theta:g}: must be above 1 for YaRN, whose ramp is in its logarithm")
+            raise UserError(f"rope_theta = {self.theta:g}: must be above 1 for YaRN, whose ramp is in its logarithm")
 
     @classmethod
     def from_hf(cls, parameters: Mapping[str, Any], *, max_positions: int) -> RopeConfig:
@@ -71,21 +73,21 @@ class RopeConfig:
             ValueError: an unsupported RoPE type or option, or a missing or invalid number.
         """
         if any(isinstance(value, Mapping) for value in parameters.values()):
-            raise ValueError(
+            raise UserError(
                 f"rope_parameters by layer type ({sorted(parameters)}) are not supported: must be one for all"
             )
         rope_type = parameters.get("rope_type", parameters.get("type", "default"))
         if rope_type not in ROPE_TYPES:
-            raise ValueError(f"RoPE type {rope_type!r} is not supported: must be one of {list(ROPE_TYPES)}")
+            raise UserError(f"RoPE type {rope_type!r} is not supported: must be one of {list(ROPE_TYPES)}")
         if (partial := parameters.get("partial_rotary_factor")) not in (None, 1):
-            raise ValueError(f"partial_rotary_factor = {partial!r} is not supported: must be 1.0")
+            raise UserError(f"partial_rotary_factor = {partial!r} is not supported: must be 1.0")
         fields: dict[str, Any] = {"theta": _number(parameters, "rope_theta", 10_000.0)}
         if rope_type != "default":
             fields["original_max_positions"] = max_positions
         if rope_type in ("llama3", "yarn"):
             original = _number(parameters, "original_max_position_embeddings", float(max_positions))
             if original != int(original):
-                raise ValueError(f"original_max_position_embeddings = {original:g}: must be a positive integer")
+                raise UserError(f"original_max_position_embeddings = {original:g}: must be a positive integer")
             fields["original_max_positions"] = int(original)
         if rope_type == "yarn":
             fields |= _yarn_fields(parameters, max_positions / fields["original_max_positions"])
@@ -211,7 +213,7 @@ def _yarn_fields(parameters: Mapping[str, Any], implied_factor: float) -> dict[s
     }
     fields["truncate"] = True if parameters.get("truncate") is None else parameters["truncate"]
     if not isinstance(fields["truncate"], bool):
-        raise ValueError(f"rope_parameters['truncate'] = {fields['truncate']!r}: must be true or false")
+        raise UserError(f"rope_parameters['truncate'] = {fields['truncate']!r}: must be true or false")
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(fields["factor"]) + 1.0 if fields["factor"] > 1 else 1.0
@@ -228,7 +230,7 @@ def _number(parameters: Mapping[str, Any], key: str, default: float | None = Non
     value = parameters.get(key)
     value = default if value is None else value
     if value is None:
-        raise ValueError(f"rope_parameters has no {key!r}, which its rope_type needs")
+        raise UserError(f"rope_parameters has no {key!r}, which its rope_type needs")
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-        raise ValueError(f"rope_parameters[{key!r}] = {value!r}: must be a positive number")
+        raise UserError(f"rope_parameters[{key!r}] = {value!r}: must be a positive number")
     return float(value)

@@ -25,6 +25,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
+from tca_jax.errors import UserError, UserTypeError
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import MODEL, Parameter, parameters
@@ -52,10 +53,10 @@ def check_mesh(mesh: Any, config: ModelConfig, name: str = "the model") -> None:
             width; says how many fit.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"mesh is a {type(mesh).__name__}: must be a jax.sharding.Mesh, as jax.make_mesh gives it")
+        raise UserTypeError(f"mesh is a {type(mesh).__name__}: must be a jax.sharding.Mesh, as jax.make_mesh gives it")
     given = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     if not mesh.axis_names or not set(mesh.axis_names) <= {DATA, MODEL}:
-        raise ValueError(f"mesh = ({given}): its axes must be {DATA!r} and {MODEL!r}, or one of them")
+        raise UserError(f"mesh = ({given}): its axes must be {DATA!r} and {MODEL!r}, or one of them")
     devices = axis_size(mesh, MODEL)
     sizes = {
         f"{config.num_kv_heads} KV heads": config.num_kv_heads,
@@ -65,7 +66,7 @@ def check_mesh(mesh: Any, config: ModelConfig, name: str = "the model") -> None:
     for words, size in sizes.items():
         if size % devices:
             fit = _listed(_divisors(math.gcd(*sizes.values())))
-            raise ValueError(f"mesh = ({given}): {MODEL}={devices} devices, but {name} has {words}: {fit}")
+            raise UserError(f"mesh = ({given}): {MODEL}={devices} devices, but {name} has {words}: {fit}")
 
 
 def parameter_specs(config: ModelConfig, mesh: Mesh | AbstractMesh | None = None) -> Any:
@@ -178,10 +179,10 @@ def inverse_orders(orders: HeadOrders) -> tuple[tuple[int, ...], ...]:
 def check_orders(orders: HeadOrders, config: ModelConfig) -> None:
     """Raises ValueError unless there is a permutation of the KV heads for each layer."""
     if len(orders) != config.num_layers:
-        raise ValueError(f"orders has {len(orders)} entries: must be one for each of {config.num_layers} layers")
+        raise UserError(f"orders has {len(orders)} entries: must be one for each of {config.num_layers} layers")
     for layer, order in enumerate(orders):
         if sorted(order) != list(range(config.num_kv_heads)):
-            raise ValueError(f"orders[{layer}] = {order!r}: must be a permutation of {config.num_kv_heads} KV heads")
+            raise UserError(f"orders[{layer}] = {order!r}: must be a permutation of {config.num_kv_heads} KV heads")
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "spec", "mesh"))

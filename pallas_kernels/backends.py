@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 
+from tca_jax.errors import Unsupported, UserError
+
 #: The backends of every operation, best first: the order in which "auto" tries those that the device can run.
 OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -46,7 +48,7 @@ Backend = str | tuple[str, ...]
 def validate_backend(backend: str) -> None:
     """Raises ValueError unless `backend` is one of `BACKENDS`."""
     if backend not in BACKENDS:
-        raise ValueError(f"backend = {backend!r}: must be one of {list(BACKENDS)}")
+        raise UserError(f"backend = {backend!r}: must be one of {list(BACKENDS)}")
 
 
 def check_backend(backend: str) -> None:
@@ -54,7 +56,7 @@ def check_backend(backend: str) -> None:
     validate_backend(backend)
     lack = None if backend == "auto" else _lacks(backend)
     if lack is not None:
-        raise ValueError(f"backend = {backend!r} {lack}; use 'auto' or 'xla'")
+        raise UserError(f"backend = {backend!r} {lack}; use 'auto' or 'xla'")
 
 
 def can_run(backend: str) -> bool:
@@ -97,14 +99,14 @@ def dispatch(operation: str, backend: Backend) -> Callable[..., Any]:
     if name == "auto":
         return lambda *args, **kwargs: _first_able(operation, args, kwargs)
     if name not in OPERATIONS[operation]:
-        raise ValueError(
+        raise UserError(
             f"backend = {name!r}: {operation} has no such implementation; must be 'auto' or one of "
             f"{sorted(OPERATIONS[operation])}"
         )
     try:
         return _load(operation, name)
     except NotImplementedError as error:
-        raise ValueError(f"backend = {name!r}: {error}; use 'auto' or 'xla'") from error
+        raise UserError(f"backend = {name!r}: {error}; use 'auto' or 'xla'") from error
 
 
 def _preferred(operation: str, backends: tuple[str, ...]) -> str:
@@ -115,7 +117,7 @@ def _preferred(operation: str, backends: tuple[str, ...]) -> str:
     for name in backends:
         if name in known:
             return name
-    raise ValueError(f"backend = {backends!r}: {operation} has none of these; one must be among {sorted(known)}")
+    raise UserError(f"backend = {backends!r}: {operation} has none of these; one must be among {sorted(known)}")
 
 
 def _first_able(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -125,7 +127,7 @@ def _first_able(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             return _load(operation, name)(*args, **kwargs)
         except NotImplementedError as error:
             reasons.append(str(error))
-    raise NotImplementedError(f"{operation}: no backend takes this call: {reasons}")
+    raise Unsupported(f"{operation}: no backend takes this call: {reasons}")
 
 
 def _load(operation: str, backend: str) -> Callable[..., Any]:
@@ -133,7 +135,7 @@ def _load(operation: str, backend: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(f"{__package__}.{operation}.{backend}")
     except ImportError as error:
-        raise NotImplementedError(f"{operation} on {backend} cannot be imported: {error}") from error
+        raise Unsupported(f"{operation} on {backend} cannot be imported: {error}") from error
     implementation: Callable[..., Any] = getattr(module, operation)
     return implementation
 

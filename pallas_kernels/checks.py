@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from tca_jax.errors import UserError, UserTypeError
+
 #: What public functions take for an array.
 AnyArray = jax.Array | np.ndarray
 
@@ -33,7 +35,7 @@ def check_shape(argument: str, array: Any, dims: str, sizes: Mapping[str, int]) 
     bound = {**dict(zip(names, shape, strict=False)), **sizes}
     if shape != tuple(bound.get(name) for name in names):
         expected = ", ".join(f"{name} = {sizes[name]}" if name in sizes else name for name in names)
-        raise ValueError(f"{argument} has shape {shape}: must be [{expected}]")
+        raise UserError(f"{argument} has shape {shape}: must be [{expected}]")
     return bound
 
 
@@ -53,7 +55,7 @@ def check_shapes(arrays: Mapping[str, tuple[Any, str]]) -> dict[str, int]:
     if {"Hq", "Hkv"} <= sizes.keys():
         heads, kv_heads = sizes["Hq"], sizes["Hkv"]
         if heads < 1 or kv_heads < 1 or heads % kv_heads:
-            raise ValueError(
+            raise UserError(
                 f"{heads} query heads and {kv_heads} KV heads: the former must be a positive multiple of the latter"
             )
     return sizes
@@ -62,16 +64,16 @@ def check_shapes(arrays: Mapping[str, tuple[Any, str]]) -> dict[str, int]:
 def check_blocks(block_size: int, *, window: int | None = None) -> None:
     """Raises ValueError unless `block_size` is positive and `window` a positive multiple of it."""
     if block_size < 1:
-        raise ValueError(f"block_size = {block_size}: must be at least 1")
+        raise UserError(f"block_size = {block_size}: must be at least 1")
     if window is not None and (window < block_size or window % block_size):
-        raise ValueError(f"window = {window}: must be a positive multiple of block_size = {block_size}")
+        raise UserError(f"window = {window}: must be a positive multiple of block_size = {block_size}")
 
 
 def check_whole_blocks(name: str, sizes: Mapping[str, int], block_size: int) -> None:
     """Raises ValueError unless an array's axis "nb" has one entry for each whole block of the length "L"."""
     whole = sizes["L"] // block_size
     if sizes["nb"] != whole:
-        raise ValueError(
+        raise UserError(
             f"{name} has {sizes['nb']} blocks: must be L // block_size = {sizes['L']} // {block_size} = {whole}"
         )
 
@@ -80,7 +82,7 @@ def as_int32(name: str, values: Any) -> Array:
     """`values` as int32, whatever integer type they have; TypeError for anything that is no integer."""
     values = jnp.asarray(values)
     if not jnp.issubdtype(values.dtype, jnp.integer):
-        raise TypeError(f"{name} has dtype {values.dtype}: must be integers")
+        raise UserTypeError(f"{name} has dtype {values.dtype}: must be integers")
     return values.astype(jnp.int32)
 
 
@@ -90,4 +92,4 @@ def check_range(name: str, values: Any, low: int, high: int) -> None:
         return
     values = np.asarray(values)
     if values.size and not (low <= values.min() and values.max() <= high):
-        raise ValueError(f"{name} = {values.tolist()}: must lie in [{low}, {high}]")
+        raise UserError(f"{name} = {values.tolist()}: must lie in [{low}, {high}]")

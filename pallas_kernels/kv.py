@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
+from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.checks import check_shapes
 
 #: Regions of the pool start on multiples of this, so that tiles and TMA loads are aligned.
@@ -76,11 +77,11 @@ def check_cache(
     grown = {} if growth is None else pool_shapes(growth, "growth", "Pg")
     sizes = check_shapes({**queries, **pool_shapes(pool), **grown, **ring_shapes(ring)})
     if not 0 <= capacity <= sizes["P"]:
-        raise ValueError(f"capacity = {capacity}: must lie in [0, {sizes['P']}], the rows of the pool")
+        raise UserError(f"capacity = {capacity}: must lie in [0, {sizes['P']}], the rows of the pool")
     if growth is None and growth_capacity:
-        raise ValueError(f"growth_capacity = {growth_capacity}: must be 0 where there is no growth")
+        raise UserError(f"growth_capacity = {growth_capacity}: must be 0 where there is no growth")
     if growth is not None and not 0 <= growth_capacity <= sizes["Pg"]:
-        raise ValueError(f"growth_capacity = {growth_capacity}: must lie in [0, {sizes['Pg']}], the rows of growth")
+        raise UserError(f"growth_capacity = {growth_capacity}: must lie in [0, {sizes['Pg']}], the rows of growth")
     return sizes
 
 

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float32
 
+from tca_jax.errors import Unsupported
 from tca_jax.pallas_kernels.kernel_math import LOG2E
 from tca_jax.pallas_kernels.numerics import MASKED, precision, varying_axes
 
@@ -75,12 +76,10 @@ def check_supported(operation: str, head_dim: int, *arrays: Any) -> None:
             `DTYPES`, or arrays of different types.
     """
     if head_dim not in (16, 32, 64, 128, 256):
-        raise NotImplementedError(
-            f"{operation} on Triton: head dimension {head_dim}: must be a power of two from 16 to 256"
-        )
+        raise Unsupported(f"{operation} on Triton: head dimension {head_dim}: must be a power of two from 16 to 256")
     dtypes = {jnp.dtype(array.dtype) for array in arrays}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(dtype) for dtype in DTYPES}:
-        raise NotImplementedError(
+        raise Unsupported(
             f"{operation} on Triton: types {sorted(map(str, dtypes))}: must be one of bfloat16, float16 and float32"
         )
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not follow `__ge
     from tca_jax.engine.scoring import Scores as Scores
     from tca_jax.engine.scoring import score as score
     from tca_jax.engine.token_generation import generate_tokens as generate_tokens
+    from tca_jax.errors import UserError as UserError
     from tca_jax.functional import attend as attend
     from tca_jax.functional import select as select
     from tca_jax.inspection import kept_tokens as kept_tokens
@@ -41,6 +42,7 @@ _MODULES: dict[str, str | None] = {
     "Scores": "tca_jax.engine.scoring",
     "Stats": "tca_jax.engine.generation",
     "TCAConfig": "tca_jax.methods.config",
+    "UserError": "tca_jax.errors",
     "attend": "tca_jax.functional",
     "calibrate": "tca_jax.calibration.run",
     "calibration_scores": "tca_jax.calibration.scores",

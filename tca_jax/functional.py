@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tca_jax.calibration.scores import calibration_scores
+from tca_jax.errors import UserError
 from tca_jax.methods.candidates import candidate_budgets
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.gradients import attend_selection
@@ -51,7 +52,7 @@ def select(
     axes = "B o Hq d" if q_last.ndim == 4 else "B Hq d"
     sizes = check_shapes({"q_last": (q_last, axes), "k": (k, "B L Hkv d"), **_ragged(candidates, lengths)})
     if sizes.get("o") == 0:
-        raise ValueError(f"q_last has shape {tuple(q_last.shape)}: must hold at least one query of each row")
+        raise UserError(f"q_last has shape {tuple(q_last.shape)}: must hold at least one query of each row")
     _check_values(candidates, lengths, k.shape[1], config)
     queries = jnp.asarray(q_last)
     queries = queries if queries.ndim == 4 else queries[:, None]

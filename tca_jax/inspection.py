@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float32, Int, Shaped
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, SECOND_HEADS, OverMesh, on_host
 from tca_jax.engine.prompts import Prompt, encode_prompt, pad_tokens
+from tca_jax.errors import UserError
 from tca_jax.methods.full import FullPrefill
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.sparse import readable_selection
@@ -71,7 +72,7 @@ def token_texts(lm: LM, prompt: Prompt | Sequence[int]) -> list[str]:
         ValueError: the model has no tokenizer, or the prompt is not allowed.
     """
     if lm.tokenizer is None:
-        raise ValueError(f"{lm.name} has no tokenizer: its tokens have no text")
+        raise UserError(f"{lm.name} has no tokenizer: its tokens have no text")
     return [lm.tokenizer.decode([token]) for token in _encode(lm, prompt)]
 
 
@@ -85,7 +86,7 @@ def _encode(lm: LM, prompt: Prompt | Sequence[int]) -> list[int]:
     """The prompt's token ids, which are known to fit."""
     ids = encode_prompt(lm, prompt)
     if len(ids) > lm.config.max_context:
-        raise ValueError(f"prompt has {len(ids)} tokens: {lm.name} has {lm.config.max_context} positions")
+        raise UserError(f"prompt has {len(ids)} tokens: {lm.name} has {lm.config.max_context} positions")
     return ids
 
 

@@ -17,6 +17,7 @@ from tca_jax.engine.head_balance import Orders, balanced_orders
 from tca_jax.engine.lm import LM
 from tca_jax.engine.programs import enable_compilation_cache
 from tca_jax.engine.prompts import is_librarys
+from tca_jax.errors import UserError
 from tca_jax.models.config import ModelConfig, read_config
 from tca_jax.models.json_object import read_json_object, refuse_misspelt
 from tca_jax.models.names import MODEL
@@ -165,7 +166,7 @@ def check_dtype(dtype: Any) -> Any:
     if dtype is None:
         return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     if not _is_supported(dtype):
-        raise ValueError(f"dtype = {dtype}: must be float32, bfloat16 or float16")
+        raise UserError(f"dtype = {dtype}: must be float32, bfloat16 or float16")
     return dtype
 
 
@@ -184,13 +185,13 @@ def checkpoint_folder(name_or_path: str | os.PathLike[str], revision: str | None
             raise FileNotFoundError(f"{path} holds no config.json: not a Hugging Face checkpoint folder")
         return path
     if path.exists() or path.suffix == ".safetensors":
-        raise ValueError(f"name_or_path = {name!r} is a file: pass its folder, with config.json and *.safetensors")
+        raise UserError(f"name_or_path = {name!r} is a file: pass its folder, with config.json and *.safetensors")
     if name.lower() in SHIPPED:
         return _shipped_folder(name)
     hub_id = ALIASES.get(name.lower(), name)
     if hub_id.count("/") != 1 or name.startswith((".", "/", "~")):
         known = ", ".join([*SHIPPED, *ALIASES])
-        raise ValueError(f"name_or_path = {name!r}: no such folder, Hub id (owner/name) or alias. Aliases: {known}")
+        raise UserError(f"name_or_path = {name!r}: no such folder, Hub id (owner/name) or alias. Aliases: {known}")
     return _download(hub_id, revision)
 
 
@@ -214,7 +215,7 @@ def _download(hub_id: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=_HUB_FILES))
     except HFValidationError as error:
-        raise ValueError(f"name_or_path = {hub_id!r} is not a valid Hub id: {error}") from None
+        raise UserError(f"name_or_path = {hub_id!r} is not a valid Hub id: {error}") from None
     except RepositoryNotFoundError:
         raise FileNotFoundError(
             f"{hub_id} is not on the Hugging Face Hub, or needs a login: gated models such as LLaMA need "
@@ -251,7 +252,7 @@ def _load_tokenizer(folder: Path) -> Any:
         if not is_librarys(error):
             raise
         reason = " ".join(str(error).split())
-        raise ValueError(f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {reason}") from error
+        raise UserError(f"the tokenizer in {folder} cannot be loaded: {type(error).__name__}: {reason}") from error
     # Prompts are checked against the model's own positions; a warning about the tokenizer's would say less, or wrongly.
     getattr(tokenizer, "deprecation_warnings", {})["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
@@ -266,7 +267,7 @@ def _eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[int, 
         try:
             refuse_misspelt(entries, ["eos_token_id"])
         except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+            raise UserError(f"{path}: {error}") from None
         if (eos := entries.get("eos_token_id")) is not None:
             return _checked_token_ids(eos, vocab_size, path)
     eos = getattr(tokenizer, "eos_token_id", None)
@@ -276,7 +277,7 @@ def _eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[int, 
 def _checked_token_ids(eos: Any, vocab_size: int, path: Path) -> tuple[int, ...]:
     ids = eos if isinstance(eos, list) else [eos]
     if not all(type(token) is int and 0 <= token < vocab_size for token in ids):  # type: a bool is no token
-        raise ValueError(f"{path}: eos_token_id = {eos!r}: must be a token id in [0, {vocab_size}), or a list of them")
+        raise UserError(f"{path}: eos_token_id = {eos!r}: must be a token id in [0, {vocab_size}), or a list of them")
     return tuple(ids)
 
 

@@ -1,7 +1,6 @@
 """Shared test setup: run-time shape checks on every signature of the package, fast compilation, and small caches."""
 
 import atexit
-import gc
 import os
 import shutil
 import signal
@@ -66,8 +65,7 @@ def no_programs_of_other_modules():
     import jax
 
     if (programs := sys.modules.get("tca_jax.engine.programs")) is not None:
-        for program in [each for each in gc.get_objects() if type(each) is programs.Program]:
-            program._executables.clear()
+        programs.forget_programs()
     jax.clear_caches()
 
 

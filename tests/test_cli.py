@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import sys
-import types
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ import tca_jax
 from tca_jax.calibration.profile import Profile
 from tca_jax.cli.app import app
 from tca_jax.cli.generate import describe
+from tca_jax.errors import UserTypeError
 from tca_jax.loading import SHIPPED, shipped_profile
 
 SCRIPT = Path(sys.executable).with_name("tca-jax")
@@ -465,14 +465,14 @@ def test_a_chat_without_a_template_is_an_error_before_weights_are_read(tmp_path,
 
 
 def refuse(*args, **options):
-    raise TypeError("prompts is an int: must be text")
+    raise UserTypeError("prompts is an int: must be text")
 
 
 @pytest.mark.parametrize("bug", [lambda *args, **options: {}["a bug"], lambda *args, **options: int("bug")])
 def test_what_the_library_refuses_is_a_line_and_what_python_refuses_is_a_bug(bug, monkeypatch):
-    monkeypatch.setattr(tca_jax, "generate", types.FunctionType(refuse.__code__, {"__name__": "tca_jax.engine"}))
+    monkeypatch.setattr(tca_jax, "generate", refuse)
     assert error("generate", "model", "--prompt=x", "--json") == "prompts is an int: must be text"
-    monkeypatch.setattr(tca_jax, "generate", types.FunctionType(bug.__code__, {"__name__": "tca_jax.engine"}))
+    monkeypatch.setattr(tca_jax, "generate", bug)
     assert isinstance(run("generate", "model", "--prompt=x", "--json").exception, KeyError | ValueError)
 
 

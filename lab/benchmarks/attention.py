@@ -28,6 +28,7 @@ from matplotlib.figure import Figure
 
 import tca_jax
 from tca_jax.engine.mesh import CACHES, ROWS, mesh_entry, parse_mesh
+from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks.common import (
     CHECKED_TOKENS,
     Layer,
@@ -413,7 +414,7 @@ def main(
     for layer in layers:
         declined = {name: reason for name in backends if (reason := _declines(layer, name, most, config, devices))}
         if declined and backend:
-            raise ValueError("; ".join(f"--backend {name}: {reason}" for name, reason in declined.items()))
+            raise UserError("; ".join(f"--backend {name}: {reason}" for name, reason in declined.items()))
         settings[layer] = list(itertools.product([name for name in backends if name not in declined], tested))
     rows = []
     for layer, length in itertools.product(layers, lengths):

@@ -31,6 +31,7 @@ from tca_jax.calibration.probes import ProbedText, Probes, probed_texts
 from tca_jax.calibration.run import calibrate
 from tca_jax.calibration.text_losses import TextLosses
 from tca_jax.engine.lm import LM
+from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks.common import (
     CHECKED_TOKENS,
     Layer,
@@ -301,7 +302,7 @@ def main(
     lengths = lengths or [8192, 32768, 131072]
     shapes, config = find_layers(models), tca_jax.TCAConfig(window=window)
     if probes not in PROBES:
-        raise ValueError(f"--probes {probes}: must be one of {list(PROBES)}")
+        raise UserError(f"--probes {probes}: must be one of {list(PROBES)}")
     check_whole_models(shapes)
     check_sizes([*lengths, model_tokens], config, [backend], out)
     kernels = []

@@ -26,6 +26,7 @@ from jaxtyping import Array
 from matplotlib.figure import Figure
 
 import tca_jax
+from tca_jax.errors import UserError
 from tca_jax.files import replacing
 from tca_jax.lab.benchmarks.options import LAUNCH_ORDER
 from tca_jax.pallas_kernels.backends import can_run, check_backend
@@ -79,7 +80,7 @@ def find_layers(models: Sequence[str] | None) -> list[Layer]:
     known = {**LAYERS, **{layer.name: layer for layer in (_LARGE, _WIDE, _TINY)}}
     for model in models or ():
         if model not in known:
-            raise ValueError(f"--models {model}: must be one of {list(known)}")
+            raise UserError(f"--models {model}: must be one of {list(known)}")
     return [known[model] for model in models or LAYERS]
 
 
@@ -95,12 +96,12 @@ def check_sizes(lengths: Sequence[int], config: tca_jax.TCAConfig, backends: Seq
         check_backend(backend)
     for length in lengths:
         if length <= config.window or length % config.block_size:
-            raise ValueError(
+            raise UserError(
                 f"{length} tokens: must be a multiple of {config.block_size} beyond the window of {config.window}"
             )
     platform = jax.default_backend()
     if platform != "gpu" and max(lengths) > _CPU_TOKENS:
-        raise ValueError(
+        raise UserError(
             f"{max(lengths):,} tokens need a GPU, this process runs on {platform!r}: pass --lengths of at most "
             f"{_CPU_TOKENS} and a smaller --window, such as --lengths 1024 --window 256 --models tiny"
         )
@@ -111,12 +112,10 @@ def check_whole_models(layers: Sequence[Layer], otherwise: str = "") -> None:
     """Raises ValueError unless all are whole models, and there is a GPU to hold and run the real ones."""
     for layer in layers:
         if not layer.whole:
-            raise ValueError(
-                f"--models {layer.name}: a layer only; must be one of {[*LAYERS, _LARGE.name, _TINY.name]}"
-            )
+            raise UserError(f"--models {layer.name}: a layer only; must be one of {[*LAYERS, _LARGE.name, _TINY.name]}")
     real = [layer.name for layer in layers if layer != _TINY]
     if real and jax.default_backend() != "gpu":
-        raise ValueError(
+        raise UserError(
             f"a whole {real[0]} needs a GPU, this process runs on {jax.default_backend()!r}: pass --models tiny"
             f"{otherwise}"
         )

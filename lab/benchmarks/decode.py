@@ -26,6 +26,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 import tca_jax
 from tca_jax.engine.cache import LayerCache, attend_cache
 from tca_jax.engine.mesh import CACHES, SAME, mesh_entry, num_devices, parse_mesh, place
+from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks.caches import CachePlan, plan, random_caches
 from tca_jax.lab.benchmarks.common import (
     CHECKED_TOKENS,
@@ -290,7 +291,7 @@ def main(
             rows.append(row)
             print_row(row)
     if not rows:
-        raise ValueError(f"nothing fits into the {free_bytes() / 1e9:,.1f} GB of device memory: pass smaller --lengths")
+        raise UserError(f"nothing fits into the {free_bytes() / 1e9:,.1f} GB of device memory: pass smaller --lengths")
     for layer in whole_models:
         timed, lacking = measure_model(layer.name, layers, settings, shares, timing)
         wholes += timed

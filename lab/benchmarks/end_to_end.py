@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 
 import tca_jax
 from tca_jax.engine.mesh import mesh_name, parse_mesh
+from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks.common import (
     COPIED_BYTES,
     check_sizes,
@@ -93,7 +94,7 @@ def share_of_ranked(kept: float, config: tca_jax.TCAConfig, tokens: int) -> Shar
     ranked = config.num_ranked_blocks(tokens) * config.block_size
     selected = (kept * tokens - window - config.reserve_tokens) / max(ranked, 1)
     if selected <= 0:
-        raise ValueError(
+        raise UserError(
             f"a window of {config.window} and a reserve of {config.reserve_tokens} are more than {kept:.1%} of "
             f"{tokens:,} tokens"
         )
@@ -218,7 +219,7 @@ def main(
     check_shares([Share(share) for share in kept if share != FULL.cache], "--kept")
     check_shares(shares)
     if 1 < new_tokens < _LEAST_STEPS:
-        raise ValueError(f"--new-tokens {new_tokens}: must be 1, or at least {_LEAST_STEPS}")
+        raise UserError(f"--new-tokens {new_tokens}: must be 1, or at least {_LEAST_STEPS}")
     names = [layer.name for layer in whole_models]
     check_whole_models(whole_models)
     for model in names:

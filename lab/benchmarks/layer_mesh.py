@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from tca_jax.engine.head_balance import balanced_orders
 from tca_jax.engine.mesh import CACHES, ROWS, mesh_name, over_mesh, place
+from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks.common import Layer, attention_inputs
 from tca_jax.methods.base import CachePolicy
 from tca_jax.methods.heads import HeadShards
@@ -57,13 +58,13 @@ def check_layer(mesh: Mesh | None, layer: Layer, batches: Sequence[int] = ()) ->
     """Raises ValueError unless a mesh's devices can share a layer's heads, and the rows of every batch."""
     model, data = axis_size(mesh, MODEL), axis_size(mesh, DATA)
     if layer.kv_heads % model:
-        raise ValueError(
+        raise UserError(
             f"--mesh {mesh_name(mesh)}: {model} devices on {MODEL!r}, but a layer of {layer.name} has "
             f"{layer.kv_heads} KV heads: must divide them"
         )
     for batch in batches:
         if batch % data:
-            raise ValueError(f"--batches {batch}: must be a multiple of {data}, the devices on {DATA!r} of --mesh")
+            raise UserError(f"--batches {batch}: must be a multiple of {data}, the devices on {DATA!r} of --mesh")
 
 
 def describe_layer_mesh(mesh: Mesh | None, rows: str) -> str:

@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 import tca_jax
 from tca_jax.engine.lm import LM
+from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks.common import random_normal
 from tca_jax.lab.benchmarks.shares import Share
 from tca_jax.models.config import ModelConfig
@@ -142,7 +143,7 @@ def abstract_model(name: str, num_layers: int | None = None, *, max_positions: i
 def config_of(name: str, num_layers: int | None = None, *, max_positions: int | None = None) -> ModelConfig:
     """The architecture of a model; arguments and errors are those of `random_model`."""
     if name not in CONFIGS:
-        raise ValueError(f"model = {name!r}: must be one of {list(CONFIGS)}")
+        raise UserError(f"model = {name!r}: must be one of {list(CONFIGS)}")
     config = CONFIGS[name]
     return dataclasses.replace(
         config,

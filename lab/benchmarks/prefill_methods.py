@@ -22,6 +22,7 @@ from jaxtyping import Array
 
 from tca_jax import methods
 from tca_jax.engine.mesh import CACHES, mesh_entry
+from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks.common import (
     CHECKED_TOKENS,
     Layer,
@@ -78,13 +79,13 @@ class Wanted(NamedTuple):
         """
         name, _, value = text.partition("=")
         if name not in KNOBS:
-            raise ValueError(
+            raise UserError(
                 f"--methods {text}: must be one of {list(KNOBS)}, or one with a value such as xattention=0.9"
             )
         try:
             wanted = cls(name, float(value) if value else None)
         except ValueError:
-            raise ValueError(f"--methods {text}: {value!r} is no number") from None
+            raise UserError(f"--methods {text}: {value!r} is no number") from None
         if wanted.value is not None:
             wanted.policy(wanted.value)  # says what is wrong with a value
         return wanted
@@ -100,7 +101,7 @@ class Wanted(NamedTuple):
 def check_area(area: float) -> None:
     """Raises ValueError unless it is a share of the area."""
     if not 0 < area <= 1:
-        raise ValueError(f"--area {area}: must lie in (0, 1]")
+        raise UserError(f"--area {area}: must lie in (0, 1]")
 
 
 def measure_methods(

@@ -10,6 +10,7 @@ import numpy as np
 import typer
 
 from tca_jax import methods
+from tca_jax.errors import UserError
 from tca_jax.methods.base import Method
 from tca_jax.methods.candidates import budget_sizes, candidate_distributions
 from tca_jax.methods.config import TCAConfig
@@ -41,7 +42,7 @@ class Share:
             shares, _, fetching = str(text).partition("+")
             cache, *prefill = reversed([float(share) for share in shares.split(":")])
             if len(prefill) > 1:
-                raise ValueError(text)
+                raise UserError(text)
             return cls(cache, prefill[0] if prefill else None, int(fetching or 0))
         except (TypeError, ValueError):
             raise typer.BadParameter(f"{text}: must be a share, or PREFILL:CACHE such as 0.05:0.25") from None
@@ -73,9 +74,9 @@ class Share:
     def check(self, option: str) -> None:
         """Raises ValueError unless shares lie between 0 and 1, and the cache keeps more than prefill reads."""
         if not all(0 < share < 1 for share in (self.cache, self.prefill) if share is not None):
-            raise ValueError(f"{option} {self}: must lie between 0 and 1")
+            raise UserError(f"{option} {self}: must lie between 0 and 1")
         if self.prefill is not None and self.prefill >= self.cache:
-            raise ValueError(f"{option} {self}: the cache must keep more than prefill attends to")
+            raise UserError(f"{option} {self}: the cache must keep more than prefill attends to")
 
     def rows(self, config: TCAConfig, kv_heads: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """Budget rows of the cache and of prefill, the latter None where they are the same."""
@@ -133,7 +134,7 @@ def check_fetching(fetching: Sequence[int] | None, heads: int, of: str) -> None:
     """Raises ValueError where more KV heads are to fetch than there are; `of` says where."""
     for number in fetching or ():
         if number > heads:
-            raise ValueError(f"--fetching {number}: {of} has {heads} KV heads")
+            raise UserError(f"--fetching {number}: {of} has {heads} KV heads")
 
 
 def fetching_by_layer(fetching: int, kv_heads: int, num_layers: int) -> list[int]:
@@ -143,7 +144,7 @@ def fetching_by_layer(fetching: int, kv_heads: int, num_layers: int) -> list[int
         ValueError: the model has fewer.
     """
     if fetching > kv_heads * num_layers:
-        raise ValueError(f"{fetching} heads cannot fetch: the model has {num_layers} layers of {kv_heads} KV heads")
+        raise UserError(f"{fetching} heads cannot fetch: the model has {num_layers} layers of {kv_heads} KV heads")
     each, rest = divmod(fetching, num_layers)
     more = {int((i + 0.5) * num_layers / rest - 0.5) for i in range(rest)}
     return [each + (layer in more) for layer in range(num_layers)]

@@ -22,6 +22,7 @@ import typer
 from matplotlib.figure import Figure
 
 import tca_jax
+from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks.caches import plan, random_caches
 from tca_jax.lab.benchmarks.common import (
     COMPILED_AT_ONCE,
@@ -368,9 +369,9 @@ def main(
     layers, config, lengths = find_layers(models), tca_jax.TCAConfig(window=window), length or [32768]
     unknown = set(operation or ()) - set(OPERATIONS)
     if unknown:
-        raise ValueError(f"--operation {min(unknown)}: must be one of {list(OPERATIONS)}")
+        raise UserError(f"--operation {min(unknown)}: must be one of {list(OPERATIONS)}")
     if jax.default_backend() != "gpu":
-        raise ValueError(f"tune times GPU kernels, this process runs on {jax.default_backend()!r}")
+        raise UserError(f"tune times GPU kernels, this process runs on {jax.default_backend()!r}")
     check_sizes(lengths, config, ["triton"], out)
     rows, left_out = [], []
     for layer, tokens in itertools.product(layers, lengths):

@@ -11,6 +11,7 @@ import typer
 from tca_jax.cli.files import print_json, require_writable
 from tca_jax.cli.options import DtypeOption, JsonOption, ModelArgument, SeedOption
 from tca_jax.cli.progress import progress
+from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks.options import MeshOption
 from tca_jax.lab.benchmarks.progress import counted
 
@@ -117,9 +118,7 @@ def _integer(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(
-            f"--lengths {text}: must be numbers of tokens with commas between, such as 4096,8192"
-        ) from None
+        raise UserError(f"--lengths {text}: must be numbers of tokens with commas between, such as 4096,8192") from None
 
 
 def _require_files(sources: Any) -> None:
@@ -129,7 +128,7 @@ def _require_files(sources: Any) -> None:
             with open(path, "rb"):
                 pass
     if sources.longbench is not None and not sources.longbench.is_dir():
-        raise ValueError(f"--longbench {sources.longbench}: must be a folder")
+        raise UserError(f"--longbench {sources.longbench}: must be a folder")
 
 
 def _profiles(checkpoint: Checkpoint, profile: str | None) -> tuple[Profile | None, Profile | None]:

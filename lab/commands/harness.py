@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from tca_jax.errors import UserError
+
 _MODEL_TYPES = ("tca_jax", "tca-jax")
 
 
@@ -23,7 +25,7 @@ def lm_eval(
     Example: [bold]tca-jax lm-eval --model_args pretrained=recall-tiny,profile=shipped --tasks gsm8k[/]
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError("lm-evaluation-harness is not installed: pip install 'tca-jax[lab]'")
+        raise UserError("lm-evaluation-harness is not installed: pip install 'tca-jax[lab]'")
     run(arguments or [])
 
 

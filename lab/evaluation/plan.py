@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tca_jax.engine.prompts import Encoder
+from tca_jax.errors import UserError
 from tca_jax.lab.evaluation import longbench, recall_tasks, ruler, text_tasks
 from tca_jax.lab.evaluation.results import Job
 from tca_jax.lab.evaluation.samples import TEXT_PROTOCOL, DoesNotFit, Drawing, Task
@@ -101,23 +102,23 @@ def make_plan(
     _require_known("--tasks", tasks, (*SUITES, *TASKS))
     for name, value in (("--samples", samples), ("--batch", batch)):
         if value < 1:
-            raise ValueError(f"{name} {value}: must be at least 1")
+            raise UserError(f"{name} {value}: must be at least 1")
     if share is not None and not 0 < share <= 1:
-        raise ValueError(f"--bytes {share}: must lie in (0, 1], a share of full attention's bytes")
+        raise UserError(f"--bytes {share}: must lie in (0, 1], a share of full attention's bytes")
     if not lengths or len(set(lengths)) < len(lengths):
-        raise ValueError(f"--lengths {list(lengths)}: must be one or more, each once")
+        raise UserError(f"--lengths {list(lengths)}: must be one or more, each once")
     for length in lengths:
         if not 1 <= length <= lm.config.max_context:
-            raise ValueError(f"--lengths {length}: must lie in [1, {lm.config.max_context}], positions of {lm.name}")
+            raise UserError(f"--lengths {length}: must lie in [1, {lm.config.max_context}], positions of {lm.name}")
     if lm.tokenizer is None:
-        raise ValueError(f"{lm.name} has no tokenizer: tasks are text")
+        raise UserError(f"{lm.name} has no tokenizer: tasks are text")
     chosen: dict[str, tuple[AnyTask, tuple[int, ...]]] = {}
     skipped: list[str] = []
     for name in tasks:
         wanted = SUITES.get(name) or (TASKS[name],)
         found = [_that_fit(lm, task, lengths, sources, samples, seed, named=name in TASKS) for task in wanted]
         if not any(fitting for _, fitting, _ in found):
-            raise ValueError(f"--tasks {name}: no task of it can be run: {found[0][2][0]}")
+            raise UserError(f"--tasks {name}: no task of it can be run: {found[0][2][0]}")
         for task, fitting, reasons in found:
             skipped += reasons
             if fitting:
@@ -130,12 +131,12 @@ def make_plan(
 
 def _require_known(option: str, given: Sequence[str], known: Sequence[str]) -> None:
     if not given:
-        raise ValueError(f"{option} is empty: must name one or more of {list(known)}")
+        raise UserError(f"{option} is empty: must name one or more of {list(known)}")
     for name in given:
         if name not in known:
-            raise ValueError(f"{option} {name}: must be one of {list(known)}")
+            raise UserError(f"{option} {name}: must be one of {list(known)}")
         if given.count(name) > 1:
-            raise ValueError(f"{option} names {name} twice")
+            raise UserError(f"{option} names {name} twice")
 
 
 def _that_fit(
@@ -153,7 +154,7 @@ def _that_fit(
             fitting.append(length)
         except DoesNotFit as error:
             if named:
-                raise ValueError(f"--tasks {task.name}: {error}") from None
+                raise UserError(f"--tasks {task.name}: {error}") from None
             if not missing or not reasons:
                 reasons.append(f"{task.name}: {error}")
     return task, tuple(fitting), reasons

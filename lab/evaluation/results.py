@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tca_jax.errors import UserError
 from tca_jax.files import replacing
 from tca_jax.models.json_object import read_json_object
 
@@ -59,12 +60,12 @@ class Results:
         if not path.exists():
             # What a run that was killed has left under a name that begins with a dot is in nobody's way.
             if self.folder.is_dir() and any(not each.name.startswith(".") for each in self.folder.iterdir()):
-                raise ValueError(f"--out {self.folder} holds files but no {CONFIG}: must be new, or of an evaluation")
+                raise UserError(f"--out {self.folder} holds files but no {CONFIG}: must be new, or of an evaluation")
             return {}
         held = read_json_object(path)
 
         def refuse(what: str, there: Any, here: Any) -> None:
-            raise ValueError(
+            raise UserError(
                 f"--out {self.folder} was made with {what} = {_shown(there)}, this run has {_shown(here)}: "
                 "use another folder, or the same settings"
             )
@@ -124,10 +125,10 @@ def _read_task(path: Path) -> dict[str, Any]:
     try:
         record = read_json_object(path)
         if "method" not in record:
-            raise ValueError(f"{path} names no method")
+            raise UserError(f"{path} names no method")
         return record
     except ValueError as error:
-        raise ValueError(f"{error}; delete it, and its task is run again") from None
+        raise UserError(f"{error}; delete it, and its task is run again") from None
 
 
 def _shown(value: Any) -> str:

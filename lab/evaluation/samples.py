@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from tca_jax.engine.frames import Frame
 from tca_jax.engine.prompts import Encoder, encode_verbatim
+from tca_jax.errors import UserError
 from tca_jax.lab.evaluation.sources import Sources
 
 #: Of tasks that ask nothing: loss and agreement on a text.
@@ -128,5 +129,5 @@ class Task:
     groups: Callable[[Sequence[Sample], Sequence[float]], Mapping[str, float]] | None = None
 
 
-class DoesNotFit(ValueError):
+class DoesNotFit(UserError):
     """A task has no sample of a length."""

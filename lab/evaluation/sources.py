@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tca_jax.errors import UserError
 from tca_jax.lab.evaluation.words import Words, load_words
 from tca_jax.lab.recall.corpus import corpus
 from tca_jax.models.json_object import read_json
@@ -87,7 +88,7 @@ class Sources:
         """
         path: Path | None = getattr(self, name)
         if path is None:
-            raise ValueError(f"--{name}: no file is named")
+            raise UserError(f"--{name}: no file is named")
         return _read_json(path, f"--{name}")
 
     def origin(self, name: str) -> Origin:
@@ -114,12 +115,12 @@ def _read_text(path: Path, option: str) -> str:
     if path.suffix == ".json":
         content = _read_json(path, option)
         if not isinstance(content, dict) or not isinstance(content.get("text"), str):
-            raise ValueError(f'{option} {path}: must be an object with a "text", or a plain text file')
+            raise UserError(f'{option} {path}: must be an object with a "text", or a plain text file')
         text = content["text"]
     else:
         text = decode(path, option)
     if not text.strip():
-        raise ValueError(f"{option} {path} is empty: it must hold text")
+        raise UserError(f"{option} {path} is empty: it must hold text")
     return text
 
 
@@ -127,7 +128,7 @@ def _read_json(path: Path, option: str) -> Any:
     try:
         return read_json(path)
     except ValueError as error:
-        raise ValueError(f"{option} {error}") from None
+        raise UserError(f"{option} {error}") from None
 
 
 def decode(path: Path, option: str) -> str:
@@ -135,4 +136,4 @@ def decode(path: Path, option: str) -> str:
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{option} {path} is not UTF-8 text: {error}") from None
+        raise UserError(f"{option} {path} is not UTF-8 text: {error}") from None

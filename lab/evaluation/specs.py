@@ -15,6 +15,7 @@ import numpy as np
 from tca_jax.calibration.profile import Profile
 from tca_jax.engine.budgets import CallSizes, held_share, with_bytes
 from tca_jax.engine.lm import LM
+from tca_jax.errors import UserError
 from tca_jax.methods import names
 from tca_jax.methods.registry import option_names, required_options, with_known
 
@@ -52,9 +53,9 @@ def parse_methods(text: str) -> tuple[MethodSpec, ...]:
         elif piece:
             specs.append(piece)
     if not specs:
-        raise ValueError("--methods is empty: at least one is needed")
+        raise UserError("--methods is empty: at least one is needed")
     if doubled := {spec for spec in specs if specs.count(spec) > 1}:
-        raise ValueError(f"--methods names {min(doubled)!r} twice")
+        raise UserError(f"--methods names {min(doubled)!r} twice")
     return tuple(MethodSpec(spec, tuple(_part(part, spec) for part in spec.split("+"))) for spec in specs)
 
 
@@ -62,17 +63,17 @@ def _part(text: str, spec: str) -> tuple[str, Mapping[str, Any]]:
     name, _, listed = text.partition(":")
     known = (*names(), PAPER)
     if name not in known:
-        raise ValueError(f"--methods {spec}: {name!r} is not registered: must be one of {sorted(known)}")
+        raise UserError(f"--methods {spec}: {name!r} is not registered: must be one of {sorted(known)}")
     options = {}
     for option in listed.split(",") if listed else ():
         key, equals, value = option.partition("=")
         if not equals:
-            raise ValueError(f"--methods {spec}: {option!r} must be written as option=value")
+            raise UserError(f"--methods {spec}: {option!r} must be written as option=value")
         options[key] = _value(value)
     taken = () if name == PAPER else option_names(name)
     for key in options:
         if key not in taken:
-            raise ValueError(f"--methods {spec}: {name} has no option {key!r}: must be one of {sorted(taken)}")
+            raise UserError(f"--methods {spec}: {name} has no option {key!r}: must be one of {sorted(taken)}")
     return name, options
 
 
@@ -167,7 +168,7 @@ class Builder:
     ) -> LM:
         """The profile's rows with more heads dense, or with fewer heads above row 0, by what they are worth."""
         if not np.isfinite(profile.keeping_worth).all():
-            raise ValueError("its profile does not know what heads are worth, which orders its heads")
+            raise UserError("its profile does not know what heads are worth, which orders its heads")
         steps = _ladder(profile)
 
         def with_steps(lm: LM, count: int) -> LM:
@@ -181,7 +182,7 @@ class Builder:
             return held_share(with_steps(self.lm.alone, count), sizes) <= share
 
         if not fits(0):
-            raise ValueError(f"window, reserve and row 0 take more than {share:.0%} at {sizes.prompt_tokens} tokens")
+            raise UserError(f"window, reserve and row 0 take more than {share:.0%} at {sizes.prompt_tokens} tokens")
         most = bisect.bisect_left(range(1, len(steps) + 1), True, key=lambda count: not fits(count))
         return with_steps(self.lm, most)
 
@@ -192,7 +193,7 @@ class Builder:
         if len(parts) == 1:
             return joined, parts[0][1]
         if len(parts) == 2 and parts[0][0] == parts[1][0] and parts[0][1] != parts[1][1]:
-            raise ValueError(f"--methods {spec.label}: joins a method with itself under other options")
+            raise UserError(f"--methods {spec.label}: joins a method with itself under other options")
         return joined, {name: options for name, options in parts if options}
 
     def _with_profile(self, name: str, options: Mapping[str, Any], label: str) -> tuple[str, dict[str, Any]]:
@@ -200,7 +201,7 @@ class Builder:
         profile = self.profile
         if name == PAPER:
             if self.paper is None:
-                raise ValueError(
+                raise UserError(
                     f"--methods {label}: {self.lm.name} has no profile of the paper's hyperparameters; make one with "
                     "tca-jax calibrate --paper, in a folder named as --profile with -paper behind it"
                 )
@@ -217,11 +218,11 @@ class Builder:
         calibration: Any = importlib.import_module("tca_jax.calibration")
 
         if option == "candidates" or (option == "gates" and self.profile is None):
-            raise ValueError(f"--methods {label}: needs --profile DIR, from tca-jax calibrate")
+            raise UserError(f"--methods {label}: needs --profile DIR, from tca-jax calibrate")
         if option == "gates":
             return calibration.head_gates(self.profile)
         if option != "preferences":
-            raise ValueError(f"--methods {label}: its option {option!r} has no default: give it")
+            raise UserError(f"--methods {label}: its option {option!r} has no default: give it")
         if option not in self._found:
             self._found[option] = calibration.layer_preferences(self.lm, self.texts())
         return self._found[option]

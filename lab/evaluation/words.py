@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import random
 
+from tca_jax.errors import UserError
 from tca_jax.lab.recall.facts import ADJECTIVES, NOUNS
 
 
@@ -46,7 +47,7 @@ class Words:
             return rng.sample(self.singles, count)
         pairs = len(self.adjectives) * len(self.nouns)
         if count > pairs:
-            raise ValueError(f"a list of {count} different words: {self.origin} makes {pairs}")
+            raise UserError(f"a list of {count} different words: {self.origin} makes {pairs}")
         nouns = len(self.nouns)
         return [f"{self.adjectives[i // nouns]}-{self.nouns[i % nouns]}" for i in rng.sample(range(pairs), count)]
 

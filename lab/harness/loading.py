@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tca_jax.engine.lm import LM
+from tca_jax.errors import UserError
 from tca_jax.lab.evaluation.specs import budgets_of
 from tca_jax.loading import check_dtype, open_checkpoint
 from tca_jax.methods.registry import with_known
@@ -35,10 +36,10 @@ def load_model(
         TypeError: an argument is of a wrong type.
     """
     if method is None and options:
-        raise ValueError(f"model arguments {sorted(options)}: unknown, and options of a method need method=")
+        raise UserError(f"model arguments {sorted(options)}: unknown, and options of a method need method=")
     if isinstance(pretrained, LM):
         if any(value is not None for value in (profile, dtype, revision)):
-            raise ValueError("pretrained is a loaded model: profile, dtype and revision are those it was loaded with")
+            raise UserError("pretrained is a loaded model: profile, dtype and revision are those it was loaded with")
         return pretrained if method is None else pretrained.with_method(method, **options)
     check_dtype(dtype)
     checkpoint = open_checkpoint(pretrained, revision)
@@ -46,7 +47,7 @@ def load_model(
     if found is not None and method is not None:
         calibrated = found.config.method_name
         if calibrated not in method.split("+"):
-            raise ValueError(
+            raise UserError(
                 f"method = {method!r} with a profile: the profile's method, {calibrated!r}, must be one of its parts"
             )
         options = with_known(method, budgets_of(found), options)

@@ -20,6 +20,7 @@ except ImportError as error:
 
 import tca_jax
 from tca_jax.engine.identity import describe_method
+from tca_jax.errors import UserError
 from tca_jax.lab.harness.loading import load_model
 from tca_jax.lab.harness.options import GenerationOptions
 from tca_jax.lab.harness.running import Runner
@@ -86,19 +87,17 @@ class HarnessLM(TemplateLM):
     ) -> None:
         super().__init__()
         if max_batch_size is not None:
-            raise ValueError(
-                f"max_batch_size = {max_batch_size!r}: must be None; batch_size is the size of all batches"
-            )
+            raise UserError(f"max_batch_size = {max_batch_size!r}: must be None; batch_size is the size of all batches")
         rows = _count("batch_size", batch_size, 1)
         self._max_gen_toks = _count("max_gen_toks", max_gen_toks, 1)
         reuse = None if prefix_reuse is None else _count("prefix_reuse", prefix_reuse, 0)
         self.lm = load_model(pretrained, profile, method, options, dtype=dtype, revision=revision)
         if self.lm.tokenizer is None:
-            raise ValueError(f"pretrained: {self.lm.name} has no tokenizer, and lm_eval asks in text")
+            raise UserError(f"pretrained: {self.lm.name} has no tokenizer, and lm_eval asks in text")
         positions = self.lm.config.max_context
         self._max_length = positions if max_length is None else _count("max_length", max_length, 2)
         if self._max_length > positions:
-            raise ValueError(f"max_length = {max_length}: must be at most {positions}, the positions of {self.lm.name}")
+            raise UserError(f"max_length = {max_length}: must be at most {positions}, the positions of {self.lm.name}")
         if reuse is None:
             reuse = _SHARED_TOKENS if self.lm.method == BASELINE else 0
         self._runner = Runner(self.lm, rows, reuse, backend, _count("seed", seed, 0))
@@ -152,7 +151,7 @@ class HarnessLM(TemplateLM):
             ValueError: the model has no chat template, or it does not take this chat.
         """
         if not self.tokenizer.chat_template:
-            raise ValueError(f"{self.lm.name} has no chat template: leave --apply_chat_template out")
+            raise UserError(f"{self.lm.name} has no chat template: leave --apply_chat_template out")
         try:
             return self.tokenizer.apply_chat_template(
                 chat_history,
@@ -163,7 +162,7 @@ class HarnessLM(TemplateLM):
             )
         except Exception as error:  # templates are programs: anything can come out of them
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"the chat template of {self.lm.name} does not take this chat: {reason}") from error
+            raise UserError(f"the chat template of {self.lm.name} does not take this chat: {reason}") from error
 
     # Requests.
 
@@ -175,7 +174,7 @@ class HarnessLM(TemplateLM):
         for _, context, continuation in requests:
             room = self.max_length - len(continuation)
             if not continuation or room < 1:
-                raise ValueError(
+                raise UserError(
                     f"a continuation has {len(continuation)} tokens: must have from 1 to {self.max_length - 1}"
                 )
             prompts.append(context[-room:])
@@ -220,7 +219,7 @@ class HarnessLM(TemplateLM):
         prompts = list(encoded)
         for options, places in alike.items():
             if (room := self.max_length - options.max_new_tokens) < 1:
-                raise ValueError(
+                raise UserError(
                     f"max_gen_toks = {options.max_new_tokens}: must be less than max_length = {self.max_length}"
                 )
             for i in places:
@@ -284,5 +283,5 @@ def _count(name: str, value: Any, at_least: int) -> int:
     except (TypeError, ValueError):
         whole = False
     if not whole or number < at_least:
-        raise ValueError(f"{name} = {value!r}: must be an integer of at least {at_least}")
+        raise UserError(f"{name} = {value!r}: must be an integer of at least {at_least}")
     return number

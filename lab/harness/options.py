@@ -7,6 +7,8 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
+from tca_jax.errors import UserError
+
 # Other engines' names of the same thing; the first that is given counts, as in lm_eval's own models.
 _MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty")
@@ -50,9 +52,9 @@ class GenerationOptions:
         for name, value in options.items():
             if name not in _ONLY:
                 known = sorted({*_MOST_TOKENS, "until", "do_sample", "temperature", *_SAMPLING})
-                raise ValueError(f"generation option {name} = {value!r}: must be one of {known}")
+                raise UserError(f"generation option {name} = {value!r}: must be one of {known}")
             if value != _ONLY[name]:
-                raise ValueError(f"generation option {name} = {value!r}: must be {_ONLY[name]}")
+                raise UserError(f"generation option {name} = {value!r}: must be {_ONLY[name]}")
         tokens = int(most[0]) if most else max_gen_toks
         return cls(tokens, tuple(filter(None, strings)), temperature, tuple(sorted(sampling.items())))
 
@@ -64,7 +66,7 @@ class GenerationOptions:
 
 def _temperature(do_sample: Any, temperature: Any) -> float:
     if temperature is not None and (isinstance(temperature, bool) or not isinstance(temperature, numbers.Real)):
-        raise ValueError(f"generation option temperature = {temperature!r}: must be a number")
+        raise UserError(f"generation option temperature = {temperature!r}: must be a number")
     if do_sample is None:
         return float(temperature or 0)
     return (1.0 if temperature is None else float(temperature)) if do_sample else 0.0

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from matplotlib.ticker import PercentFormatter
 
+from tca_jax.errors import UserError
 from tca_jax.lab.plots.curves import BASELINE, Curves, draw_curves
 from tca_jax.plots import figures
 
@@ -32,10 +33,10 @@ def plot_accuracy(panels: Mapping[str, Sequence[Point]], title: str, path: str |
     """
     points = [point for panel in panels.values() for point in panel]
     if not points or not all(panels.values()):
-        raise ValueError("panels is empty or holds an empty panel: each must hold a point or more")
+        raise UserError("panels is empty or holds an empty panel: each must hold a point or more")
     for point in points:
         if not all(math.isfinite(value) and value >= 0 for value in point[1:]) or point[2] > 1:
-            raise ValueError(f"panels holds {point}: must be (method, share of bytes, accuracy in [0, 1])")
+            raise UserError(f"panels holds {point}: must be (method, share of bytes, accuracy in [0, 1])")
     curves = {heading: _by_bytes(panel) for heading, panel in panels.items()}
     figure, drawn = draw_curves(curves, title, "KV cache bytes, of full attention's", "right answers")
     drawn[0].set_xlim(0, 1.05 * max(1.0, *(share for _, share, _ in points)))

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from tca_jax.errors import UserError
 from tca_jax.plots import figures
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -32,9 +33,9 @@ def plot_latency(bars: Mapping[str, Mapping[str, float]], title: str, path: str 
     """
     for name, stages in bars.items():
         if not stages or not all(np.isfinite(seconds) and seconds >= 0 for seconds in stages.values()):
-            raise ValueError(f"bars[{name!r}] = {dict(stages)}: must be stages with seconds of at least 0")
+            raise UserError(f"bars[{name!r}] = {dict(stages)}: must be stages with seconds of at least 0")
     if not bars:
-        raise ValueError("bars is empty: must hold a run or more")
+        raise UserError("bars is empty: must hold a run or more")
     totals = [sum(stages.values()) for stages in bars.values()]
     factor, unit = next((each for each in _UNITS if max(totals) >= each[0]), _UNITS[-1])
     names = _in_order(bars.values())

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tca_jax.errors import UserError
 from tca_jax.lab.plots.accuracy import Point
 from tca_jax.lab.recall import PROTOCOLS
 from tca_jax.models.json_object import read_json_object
@@ -48,7 +49,7 @@ def latency_bars(
         elif _has(rows, "TTFT s", "ms/token"):
             models += _of_length(rows, tokens)
         else:
-            raise ValueError(
+            raise UserError(
                 f"{name}: must be a result of `tca-jax bench attention`, `tca-jax bench end-to-end` or "
                 f"`tca-jax generate --json`"
             )
@@ -60,7 +61,7 @@ def latency_bars(
         bars[f"{where}, full"] = {ATTENTION: row["full ms"] / 1e3}
         bars[f"{where}, {_share(row)}, {row['backend']}"] = _layer_stages(row)
     if not bars:
-        raise ValueError(f"tokens = {tokens}: none of these results is of that prompt length")
+        raise UserError(f"tokens = {tokens}: none of these results is of that prompt length")
     return bars
 
 
@@ -92,7 +93,7 @@ def accuracy_panels(path: str | os.PathLike[str]) -> dict[str, list[Point]]:
     else:
         panels = _panels_of_methods(read_json_object(path).get("methods", ()))
     if not panels:
-        raise ValueError(f"{path}: holds no accuracy of methods")
+        raise UserError(f"{path}: holds no accuracy of methods")
     return panels
 
 
@@ -140,13 +141,13 @@ def model_points(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
     """
     models = read_json_object(Path(path)).get("models")
     if not isinstance(models, dict) or not models:
-        raise ValueError(f"{os.fspath(path)}: holds no models, by name under 'models'")
+        raise UserError(f"{os.fspath(path)}: holds no models, by name under 'models'")
     for name, model in models.items():
         points = model.get("points") if isinstance(model, dict) else None
         if not isinstance(points, list) or not all(
             isinstance(p, dict) and isinstance(p.get("method"), str) for p in points
         ):
-            raise ValueError(f"{os.fspath(path)}: models[{name!r}] must hold 'points', objects with a 'method' each")
+            raise UserError(f"{os.fspath(path)}: models[{name!r}] must hold 'points', objects with a 'method' each")
     return models
 
 

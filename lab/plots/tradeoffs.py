@@ -10,6 +10,7 @@ from typing import Any
 
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator, PercentFormatter
 
+from tca_jax.errors import UserError
 from tca_jax.lab.plots.curves import Curves, draw_curves
 from tca_jax.plots import figures
 
@@ -91,7 +92,7 @@ def _panels(
 ) -> dict[str, Curves]:
     """Curves of every model, by its name and length, from the points that have all numbers."""
     if not models:
-        raise ValueError("models is empty: at least one is needed")
+        raise UserError("models is empty: at least one is needed")
     panels: dict[str, Curves] = {}
     for name, model in models.items():
         curves: dict[str, list[tuple[float, float]]] = {}
@@ -101,10 +102,10 @@ def _panels(
             for number in needed:
                 if not _is_allowed(number, point[number]):
                     allowed = "lie in [0, 1]" if number == "late" else "be a positive number"
-                    raise ValueError(f"models[{name!r}]: {number} = {point[number]!r}: must {allowed}")
+                    raise UserError(f"models[{name!r}]: {number} = {point[number]!r}: must {allowed}")
             curves.setdefault(point["method"], []).append(place(point))
         if not curves:
-            raise ValueError(f"models[{name!r}] has no point with {' and '.join(needed)}")
+            raise UserError(f"models[{name!r}] has no point with {' and '.join(needed)}")
         heading = f"{name}, {model['tokens']:,} tokens" if "tokens" in model else name
         panels[heading] = {method: sorted(points) for method, points in curves.items()}
     return panels

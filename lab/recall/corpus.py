@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tca_jax.errors import UserError
+
 SPLITS = ("train", "held-out")
 
 # Modules that training never sees, about a megabyte in every Python since 3.11.
@@ -44,7 +46,7 @@ def source_files(split: str) -> tuple[Path, ...]:
         FileNotFoundError: this Python has no standard library source on disk (zipped or stripped).
     """
     if split not in SPLITS:
-        raise ValueError(f"split = {split!r}: must be one of {list(SPLITS)}")
+        raise UserError(f"split = {split!r}: must be one of {list(SPLITS)}")
     root = Path(sysconfig.get_path("stdlib"))
     if split == "held-out":
         files = [root / name for name in HELD_OUT_MODULES if (root / name).is_file()]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tca_jax.errors import UserError
 from tca_jax.lab.recall.corpus import corpus, line_starts
 from tca_jax.lab.recall.facts import Fact, draw_keys
 from tca_jax.lab.recall.tasks import Question, draw_question
@@ -58,7 +59,7 @@ def hide(rng: np.random.Generator, num_bytes: int, questions: Sequence[Question]
     text, fact_bytes = corpus(split), sum(len(fact.line) for fact in facts)
     body_bytes = num_bytes - fact_bytes
     if not 0 <= body_bytes <= len(text):
-        raise ValueError(
+        raise UserError(
             f"num_bytes = {num_bytes}: the facts take {fact_bytes} bytes and the {split!r} text has {len(text)}: "
             f"must lie in [{fact_bytes}, {fact_bytes + len(text)}]"
         )

@@ -10,6 +10,7 @@ import numpy as np
 from tca_jax.engine.contexts import prefill
 from tca_jax.engine.generation import Output, generate
 from tca_jax.engine.lm import LM
+from tca_jax.errors import UserError
 from tca_jax.lab.recall.documents import Document, hide
 from tca_jax.lab.recall.facts import draw_keys
 from tca_jax.lab.recall.protocols import chat_document, chat_question, completion, is_correct, require_protocol
@@ -73,7 +74,7 @@ def ask(
     """
     require_protocol(protocol)
     if not documents:
-        raise ValueError("documents is empty: at least one is needed")
+        raise UserError("documents is empty: at least one is needed")
     texts: list[str] = []
     right: list[bool] = []
     held, full = 0, 0

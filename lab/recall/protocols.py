@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+from tca_jax.errors import UserError
 from tca_jax.lab.recall.tasks import Question
 
 PROTOCOLS = ("prefix", "preamble", "late")
@@ -62,7 +63,7 @@ def is_correct(question: Question, text: str, protocol: str) -> bool:
 def require_protocol(protocol: str) -> None:
     """Raises ValueError if there is no such protocol."""
     if protocol not in PROTOCOLS:
-        raise ValueError(f"protocol = {protocol!r}: must be one of {list(PROTOCOLS)}")
+        raise UserError(f"protocol = {protocol!r}: must be one of {list(PROTOCOLS)}")
 
 
 def chat_answer(question: Question, preamble: int = 0) -> str:

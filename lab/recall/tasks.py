@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from tca_jax.errors import UserError
 from tca_jax.lab.recall.facts import KINDS, Fact, draw_fact, draw_value, similar_keys
 
 _ORDINALS = ("first", "second", "third", "fourth")
@@ -64,7 +65,7 @@ def draw_question(rng: np.random.Generator, task: str, keys: Iterator[str]) -> Q
         ValueError: there is no such task.
     """
     if task not in TASKS:
-        raise ValueError(f"task = {task!r}: must be one of {list(TASKS)}")
+        raise UserError(f"task = {task!r}: must be one of {list(TASKS)}")
     return TASKS[task](rng, task, keys)
 
 

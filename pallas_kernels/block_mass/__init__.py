@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Float32, Int
 
+from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.backends import Backend, dispatch
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes
 
@@ -40,7 +41,7 @@ def block_mass(
     """
     check_blocks(block_size)
     if stride < 1 or block_size % stride:
-        raise ValueError(f"stride = {stride}: must divide block_size = {block_size}")
+        raise UserError(f"stride = {stride}: must divide block_size = {block_size}")
     check_shapes({"q": (q, "B L Hq d"), "k": (k, "B L Hkv d"), "lengths": (lengths, "B")})
     return dispatch("block_mass", backend)(q, k, lengths, block_size=block_size, stride=stride)
 

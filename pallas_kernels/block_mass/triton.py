@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Float32, Int
 
+from tca_jax.errors import Unsupported
 from tca_jax.pallas_kernels.block_mass.sampling import sampled_positions
 from tca_jax.pallas_kernels.integers import cdiv
 from tca_jax.pallas_kernels.kernel_math import LOG2E, full_precision_tile, quotient_and_remainder, shared_memory
@@ -88,15 +89,13 @@ def block_mass(
     batch, length, kv_heads, head_dim = k.shape
     check_supported("block_mass", head_dim, q, k)
     if block_size % 16:
-        raise NotImplementedError(
-            f"block_mass on Triton: block_size = {block_size}: must be a multiple of 16, the least tile"
-        )
+        raise Unsupported(f"block_mass on Triton: block_size = {block_size}: must be a multiple of 16, the least tile")
     if length == 0:
         return jnp.zeros((batch, kv_heads, 0, 0), jnp.float32)
     group, blocks = q.shape[2] // kv_heads, cdiv(length, block_size)
     rows = block_size // stride * group
     if rows > _MOST_ROWS:
-        raise NotImplementedError(
+        raise Unsupported(
             f"block_mass on Triton: {block_size // stride} queries of a tile times {group} heads: at most {_MOST_ROWS}"
         )
     config = config or default_config(rows, block_size, head_dim, k.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
+from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.backends import Backend, dispatch
 from tca_jax.pallas_kernels.block_sparse_attention.lists import BlockLists, Columns
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes
@@ -58,7 +59,7 @@ def block_sparse_attention(
     """
     check_blocks(block_size)
     if tile_size < block_size or tile_size % block_size:
-        raise ValueError(f"tile_size = {tile_size}: must be a positive multiple of block_size = {block_size}")
+        raise UserError(f"tile_size = {tile_size}: must be a positive multiple of block_size = {block_size}")
     arrays = {
         "q": (q, "B L Hq d"),
         "k": (k, "B L Hkv d"),
@@ -72,13 +73,13 @@ def block_sparse_attention(
     dims = check_shapes(arrays)
     tiles = cdiv(dims["L"], tile_size)
     if dims["N"] != tiles:
-        raise ValueError(f"blocks.counts has {dims['N']} tiles: must be ceil(L / tile_size) = {tiles}")
+        raise UserError(f"blocks.counts has {dims['N']} tiles: must be ceil(L / tile_size) = {tiles}")
     if dims["T"] not in (1, tiles):
-        raise ValueError(f"blocks.distances has {dims['T']} tiles: must be {tiles}, or 1 for lists that all share")
+        raise UserError(f"blocks.distances has {dims['T']} tiles: must be {tiles}, or 1 for lists that all share")
     if dims["C"] < 1:
-        raise ValueError("blocks.distances has shape [..., 0]: must have room for one block at least")
+        raise UserError("blocks.distances has shape [..., 0]: must have room for one block at least")
     if columns is not None and (dims["T"] != 1 or dims["V"] < 1):
-        raise ValueError(
+        raise UserError(
             f"columns beside blocks.distances of {dims['T']} tiles, with room for {dims['V']}: columns need lists of "
             "blocks that all tiles share, and room for one column at least"
         )

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from tca_jax.errors import Unsupported
 from tca_jax.pallas_kernels.block_sparse_attention.lists import BlockLists, Columns
 from tca_jax.pallas_kernels.mosaic_softmax import ROWS, TILE, attend_tile, wait_turn
 from tca_jax.pallas_kernels.mosaic_tiles import aligned as aligned_slice
@@ -65,11 +66,11 @@ def block_sparse_attention(
     batch, length, heads, head_dim = q.shape
     config = config or MosaicBlockSparseConfig()
     if columns is not None or not aligned:
-        raise NotImplementedError("block_sparse_attention on mosaic takes aligned blocks, and no columns")
+        raise Unsupported("block_sparse_attention on mosaic takes aligned blocks, and no columns")
     if q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"block_sparse_attention on mosaic takes bfloat16 and float16, not {q.dtype}")
+        raise Unsupported(f"block_sparse_attention on mosaic takes bfloat16 and float16, not {q.dtype}")
     if block_size % TILE or head_dim not in (64, 128):
-        raise NotImplementedError(
+        raise Unsupported(
             f"block_sparse_attention on mosaic takes d 64 or 128 and block_size a multiple of {TILE}, "
             f"not d = {head_dim} and block_size = {block_size}"
         )

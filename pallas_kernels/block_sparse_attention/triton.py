@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
+from tca_jax.errors import Unsupported
 from tca_jax.pallas_kernels.block_sparse_attention.lists import BlockLists, Columns, entries_by_distance
 from tca_jax.pallas_kernels.integers import cdiv
 from tca_jax.pallas_kernels.kernel_math import divide_up, full_precision_tile, quotient_and_remainder, shared_memory
@@ -101,7 +102,7 @@ def block_sparse_attention(
     batch, length, heads, head_dim = q.shape
     check_supported("block_sparse_attention", head_dim, q, k, v)
     if block_size % 16:
-        raise NotImplementedError(
+        raise Unsupported(
             f"block_sparse_attention on Triton: block_size = {block_size}: must be a multiple of 16, the least tile"
         )
     config = config or default_config(block_size, tile_size, head_dim, q.dtype)

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from tca_jax.errors import Unsupported
+
 
 @jax.named_scope("causal_attention")
 def causal_attention(
@@ -21,7 +23,7 @@ def causal_attention(
     """
     head_dim = q.shape[-1]
     if q.dtype not in (jnp.bfloat16, jnp.float16) or head_dim % 8 or head_dim > 128:
-        raise NotImplementedError(
+        raise Unsupported(
             f"causal_attention on cudnn takes bfloat16 and float16 and d up to 128, not {q.dtype} and d = {head_dim}"
         )
     # Padding stands to the right of every token that counts: the causal mask alone keeps it out.
@@ -29,7 +31,7 @@ def causal_attention(
     try:
         out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
     except RuntimeError as error:  # "cuDNN is not detected"
-        raise NotImplementedError(f"causal_attention on cudnn: {error}") from error
+        raise Unsupported(f"causal_attention on cudnn: {error}") from error
     return jnp.where((jnp.arange(q.shape[1]) < lengths[:, None])[..., None, None], out, 0)
 
 

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
+from tca_jax.errors import Unsupported
 from tca_jax.pallas_kernels.kernel_math import LOG2E, divide_up, quotient_and_remainder
 from tca_jax.pallas_kernels.mosaic_tiles import aligned, iotas, swizzled, transposed
 from tca_jax.pallas_kernels.numerics import MASKED, varying_like
@@ -83,7 +84,7 @@ def column_mass(
     (length, kv_heads, head_dim), config = k.shape[1:], config or MosaicColumnMassConfig()
     known = q.dtype == k.dtype and q.dtype in (jnp.bfloat16, jnp.float16)
     if not known or head_dim not in (64, 128) or block_size % _TILE:
-        raise NotImplementedError(
+        raise Unsupported(
             f"column_mass on mosaic takes q and k both bfloat16 or both float16, d 64 or 128 and block_size a multiple "
             f"of {_TILE}, not {q.dtype} and {k.dtype}, d = {head_dim} and block_size = {block_size}"
         )

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Float32, Int
 
+from tca_jax.errors import Unsupported
 from tca_jax.pallas_kernels.integers import cdiv, round_up
 from tca_jax.pallas_kernels.kernel_math import (
     LOG2E,
@@ -94,9 +95,7 @@ def column_mass(
     batch, length, kv_heads, head_dim = k.shape
     check_supported("column_mass", head_dim, q, k)
     if block_size % 16:
-        raise NotImplementedError(
-            f"column_mass on Triton: block_size = {block_size}: must be a multiple of 16, the least tile"
-        )
+        raise Unsupported(f"column_mass on Triton: block_size = {block_size}: must be a multiple of 16, the least tile")
     config = config or default_config(block_size, head_dim, q.dtype)
     norms = row_norms(q, k, lengths, config=config.norms, multiple=config.columns.queries, interpret=interpret)
     tiles = cdiv(length, config.columns.keys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Float32, Int
 
+from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.backends import Backend, dispatch
 from tca_jax.pallas_kernels.checks import check_blocks
 from tca_jax.pallas_kernels.kv import Pool, Ring, check_cache
@@ -55,7 +56,7 @@ def extend_attention(
     queries = {"q": (q, "B m Hq d"), "first": (first, "B"), "newest": (newest, "B")}
     sizes = check_cache(queries, pool, growth, ring, capacity=capacity, growth_capacity=growth_capacity)
     if sizes["m"] > block_size:
-        raise ValueError(f"q has {sizes['m']} queries a row: must be at most block_size = {block_size}")
+        raise UserError(f"q has {sizes['m']} queries a row: must be at most block_size = {block_size}")
     implementation = dispatch("extend_attention", backend)
     return implementation(
         q,

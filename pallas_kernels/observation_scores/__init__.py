@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Float32, Int
 
+from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.backends import Backend, dispatch
 from tca_jax.pallas_kernels.checks import check_shapes
 
@@ -40,11 +41,11 @@ def observation_scores(
     """
     sizes = check_shapes({"q_last": (q_last, "B o Hq d"), "k": (k, "B L Hkv d"), "lengths": (lengths, "B")})
     if sizes["o"] < 1:
-        raise ValueError(f"q_last has shape {q_last.shape}: must hold at least one query")
+        raise UserError(f"q_last has shape {q_last.shape}: must hold at least one query")
     if spread < 1:
-        raise ValueError(f"spread = {spread}: must be at least 1")
+        raise UserError(f"spread = {spread}: must be at least 1")
     if not 0 < decay <= 1:
-        raise ValueError(f"decay = {decay}: must lie in (0, 1]")
+        raise UserError(f"decay = {decay}: must lie in (0, 1]")
     scores: Float32[Array, "B Hkv L"] = dispatch("observation_scores", backend)(
         q_last, k, lengths, spread=spread, decay=decay
     )

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from tca_jax.errors import Unsupported
 from tca_jax.pallas_kernels.kernel_math import lengths_by_head, prefix_schedule
 from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.mosaic_softmax import ROWS, TILE, attend_tile, wait_turn
@@ -60,9 +61,9 @@ def prefill_attention(
     length, head_dim = q.shape[1], q.shape[3]
     config = config or MosaicPrefillConfig()
     if q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"prefill_attention on mosaic takes bfloat16 and float16, not {q.dtype}")
+        raise Unsupported(f"prefill_attention on mosaic takes bfloat16 and float16, not {q.dtype}")
     if block_size % TILE or head_dim not in (64, 128):
-        raise NotImplementedError(
+        raise Unsupported(
             f"prefill_attention on mosaic takes d 64 or 128 and block_size a multiple of {TILE}, "
             f"not d = {head_dim} and block_size = {block_size}"
         )

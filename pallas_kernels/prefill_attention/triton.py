@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
+from tca_jax.errors import Unsupported
 from tca_jax.pallas_kernels.integers import cdiv
 from tca_jax.pallas_kernels.kernel_math import (
     divide_up,
@@ -89,7 +90,7 @@ def prefill_attention(
     batch, length, heads, head_dim = q.shape
     check_supported("prefill_attention", head_dim, q, k, v, pool.k, pool.v)
     if block_size % 16:
-        raise NotImplementedError(
+        raise Unsupported(
             f"prefill_attention on Triton: block_size = {block_size}: must be a multiple of 16, the least tile"
         )
     config = config or default_config(block_size, head_dim, q.dtype)

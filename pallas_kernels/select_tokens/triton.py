@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Float32, Int
 
+from tca_jax.errors import Unsupported
 from tca_jax.pallas_kernels.integers import cdiv
 from tca_jax.pallas_kernels.kernel_math import divide_up
 from tca_jax.pallas_kernels.kv import Pool
@@ -66,7 +67,7 @@ def select_tokens(
     batch, length, kv_heads, head_dim = k.shape
     check_supported("select_tokens", head_dim, k, v)
     if block_size & (block_size - 1) or block_size > MAX_BLOCK:
-        raise NotImplementedError(
+        raise Unsupported(
             f"select_tokens on Triton: block_size = {block_size}: must be a power of two, at most {MAX_BLOCK}"
         )
     config = config or SelectConfig()

@@ -12,6 +12,7 @@ from tca_jax.cli.files import read_text, require_writable
 from tca_jax.cli.options import DtypeOption, JsonOption, ModelArgument
 from tca_jax.cli.profiles import print_profile
 from tca_jax.cli.progress import progress
+from tca_jax.errors import UserError
 from tca_jax.files import naming
 from tca_jax.methods.config import Criterion, TCAConfig
 
@@ -120,7 +121,7 @@ def _probes(option: str, num_texts: int) -> Any:
     if option == "both":
         return None
     if not option.endswith(".jsonl"):
-        raise ValueError(f"--probes {option}: must be both, facts, copy, or a file that ends with .jsonl")
+        raise UserError(f"--probes {option}: must be both, facts, copy, or a file that ends with .jsonl")
     pairs: list[list[tuple[str, str]]] = [[] for _ in range(num_texts)]
     for number, line in enumerate(read_text(Path(option), "--probes").split("\n"), start=1):
         if line.strip():
@@ -128,7 +129,7 @@ def _probes(option: str, num_texts: int) -> Any:
             pairs[text].append(pair)
     for index, of_text in enumerate(pairs):
         if not of_text:
-            raise ValueError(f"--probes {option} holds no pair for text {index}: every text needs one")
+            raise UserError(f"--probes {option} holds no pair for text {index}: every text needs one")
     return pairs
 
 
@@ -137,17 +138,13 @@ def _pair(line: str, where: str, num_texts: int) -> tuple[int, tuple[str, str]]:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{where} is no JSON: {error}") from None
+        raise UserError(f"{where} is no JSON: {error}") from None
     if not isinstance(record, dict) or not {"question", "answer"} <= set(record) <= {"question", "answer", "text"}:
-        raise ValueError(
-            f'{where}: must be an object with "question", "answer" and, if there are several texts, "text"'
-        )
+        raise UserError(f'{where}: must be an object with "question", "answer" and, if there are several texts, "text"')
     for name in ("question", "answer"):
         if not isinstance(record[name], str) or not record[name]:
-            raise ValueError(f"{where}: {name} = {record[name]!r}: must be a string that is not empty")
+            raise UserError(f"{where}: {name} = {record[name]!r}: must be a string that is not empty")
     text = record.get("text", 0 if num_texts == 1 else None)
     if isinstance(text, bool) or not isinstance(text, int) or not 0 <= text < num_texts:
-        raise ValueError(
-            f"{where}: text = {text!r}: must be an integer in [0, {num_texts - 1}], which text it is about"
-        )
+        raise UserError(f"{where}: text = {text!r}: must be an integer in [0, {num_texts - 1}], which text it is about")
     return text, (record["question"], record["answer"])

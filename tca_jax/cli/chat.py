@@ -15,6 +15,7 @@ from tca_jax.cli.errors import users_message
 from tca_jax.cli.files import read_text, require_writable
 from tca_jax.cli.options import DtypeOption, ModelArgument, ProfileOption
 from tca_jax.cli.progress import progress
+from tca_jax.errors import UserError
 
 if TYPE_CHECKING:
     from tca_jax.engine.contexts import Context
@@ -48,9 +49,9 @@ def chat(
     Example: [bold]tca-jax chat recall-tiny --profile shipped --file book.txt[/]
     """
     if (file is None) == (context is None):
-        raise ValueError("give the document as --file, or as --context where it was saved before")
+        raise UserError("give the document as --file, or as --context where it was saved before")
     if file == Path("-"):
-        raise ValueError("--file -: standard input holds the questions; give the document as a file")
+        raise UserError("--file -: standard input holds the questions; give the document as a file")
     if save_context is not None:
         require_writable(save_context, "--save-context")
     text = None if file is None else read_text(file, "--file")

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tca_jax.errors import UserError
 from tca_jax.files import naming
 
 
@@ -22,7 +23,7 @@ def read_text(path: Path, option: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{option} {path} is not UTF-8 text: {error}") from None
+        raise UserError(f"{option} {path} is not UTF-8 text: {error}") from None
 
 
 def require_writable(folder: Path, option: str) -> None:
@@ -36,7 +37,7 @@ def require_writable(folder: Path, option: str) -> None:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        raise ValueError(f"{option} {folder} cannot be written: {existing}: {error.strerror}") from None
+        raise UserError(f"{option} {folder} cannot be written: {existing}: {error.strerror}") from None
 
 
 def print_json(record: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import typer
 from tca_jax.cli.files import print_json, read_text
 from tca_jax.cli.options import DtypeOption, JsonOption, ModelArgument, ProfileOption, SeedOption
 from tca_jax.cli.progress import progress
+from tca_jax.errors import UserError
 
 if TYPE_CHECKING:
     from tca_jax.engine.generation import Output, Stats
@@ -62,7 +63,7 @@ def generate(
     Example: [bold]tca-jax generate recall-tiny --profile shipped --prompt-file doc.txt[/]
     """
     if logprobs and not as_json:
-        raise ValueError("--logprobs needs --json")
+        raise UserError("--logprobs needs --json")
     texts = _read_prompts(prompt or (), prompt_file or ())
     sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     sampling |= {"repetition_penalty": repetition_penalty}
@@ -87,7 +88,7 @@ def _read_prompts(prompts: Sequence[str], files: Sequence[Path]) -> list[tuple[s
     texts = [("--prompt" if len(prompts) == 1 else f"--prompt ({i})", text) for i, text in enumerate(prompts, start=1)]
     texts += [(f"--prompt-file {path}", read_text(path, "--prompt-file")) for path in files]
     if not texts:
-        raise ValueError("give the prompt as --prompt or as --prompt-file; both may be repeated")
+        raise UserError("give the prompt as --prompt or as --prompt-file; both may be repeated")
     return texts
 
 
@@ -105,12 +106,12 @@ def _check_numbers(sampling: Mapping[str, Any], options: Mapping[str, Any]) -> N
 
     Sampling(**sampling)
     if options["min_new_tokens"] > options["max_new_tokens"]:
-        raise ValueError(
+        raise UserError(
             f"--min-new-tokens {options['min_new_tokens']}: must be at most --max-new-tokens "
             f"{options['max_new_tokens']}"
         )
     if not all(options["stop"]):
-        raise ValueError(f"stop = {list(options['stop'])!r}: must be non-empty strings")
+        raise UserError(f"stop = {list(options['stop'])!r}: must be non-empty strings")
 
 
 def _load(

@@ -11,6 +11,7 @@ from tca_jax.cli.files import read_text, require_writable
 from tca_jax.cli.options import DtypeOption, ModelArgument, ProfileOption
 from tca_jax.cli.profiles import draw_profile, profile_folder
 from tca_jax.cli.progress import progress
+from tca_jax.errors import UserError
 
 if TYPE_CHECKING:
     from tca_jax.engine.lm import LM
@@ -144,7 +145,7 @@ def _page_of(words: str, texts: list[str]) -> int:
     text = "".join(texts)
     found = text.find(words)
     if found < 0:
-        raise ValueError(f"--around {words!r}: these words are not in the text")
+        raise UserError(f"--around {words!r}: these words are not in the text")
     wanted = max(0, found - _BEFORE)
     wanted = text.rfind("\n", 0, wanted) + 1 if wanted else 0
     place = 0

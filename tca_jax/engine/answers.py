@@ -22,6 +22,7 @@ from tca_jax.engine.programs import Program
 from tca_jax.engine.prompts import Prompt, encode_prompt, encode_prompts, encode_verbatim, pad_tokens, require_positions
 from tca_jax.engine.scoring import TokenScores, scores_of_logits
 from tca_jax.engine.starting import open_caches, read_prompts
+from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.backends import Backend, whole
 
 
@@ -69,7 +70,7 @@ def score_answers(
     times = len(answer_ids[0])
     if len(prompts) != len(answer_ids) or any(len(of_prompt) != times for of_prompt in answer_ids):
         counts = [len(of_prompt) for of_prompt in answer_ids]
-        raise ValueError(
+        raise UserError(
             f"answers has {counts} entries: must have as many for each of the {len(prompts)} prompts, at least 1"
         )
     rows = [ids for of_prompt in answer_ids for ids in of_prompt]
@@ -89,7 +90,7 @@ def _encode_answers(lm: LM, answers: Any) -> list[list[list[int]]]:
         for i, of_prompt in enumerate(answers)
     ]
     if not encoded or not encoded[0]:
-        raise ValueError("answers is empty: at least one for each prompt is needed")
+        raise UserError("answers is empty: at least one for each prompt is needed")
     return encoded
 
 
@@ -97,7 +98,7 @@ def _encode_answer(lm: LM, answer: Any, argument: str) -> list[int]:
     text = isinstance(answer, str | bytes) and len(answer)
     ids = encode_verbatim(lm, answer, argument) if text else encode_prompt(lm, answer, argument)
     if not ids:
-        raise ValueError(f"{argument} is empty: at least one token is needed")
+        raise UserError(f"{argument} is empty: at least one token is needed")
     return ids
 
 
@@ -176,7 +177,7 @@ def _behind_context(
     """The same of prompts that follow a context, each of them together with its answer."""
     checked = Appendix.create(lm, prompts, context)
     if context.batch != 1:
-        raise ValueError(f"context has {context.batch} rows: must have one, which all prompts share")
+        raise UserError(f"context has {context.batch} rows: must have one, which all prompts share")
     times = len(answers) // len(checked.ids)
     asked = [ids for ids in checked.ids for _ in range(times)]
     appended = Appendix.create(lm, [a + b for a, b in zip(asked, answers, strict=True)], context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.integers import round_up
 
 _SMALLEST = 16
@@ -21,6 +22,6 @@ def bucket_length(length: int, smallest: int = _SMALLEST) -> int:
         The padded length, a multiple of `smallest`.
     """
     if length < 1:
-        raise ValueError(f"length = {length}: must be at least 1")
+        raise UserError(f"length = {length}: must be at least 1")
     step = max(smallest, 1 << max(0, length.bit_length() - 4))
     return round_up(length, step)

@@ -11,6 +11,7 @@ from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.extending import num_columns
 from tca_jax.engine.layouts import total_bytes
 from tca_jax.engine.lm import LM
+from tca_jax.errors import UserError
 from tca_jax.methods import BASELINE, get
 from tca_jax.methods.checks import check_integer, check_number
 from tca_jax.methods.registry import option_names
@@ -81,7 +82,7 @@ def with_bytes(
         return held_share(turned(lm.alone, place), sizes)
 
     if (least := taken(0)) > share:
-        raise ValueError(
+        raise UserError(
             f"share = {share}: {name!r} takes at least {least:.4f} of full attention's bytes at {prompt_tokens} tokens "
             f"({knob} = {values[0]}); a smaller window takes less"
         )
@@ -103,7 +104,7 @@ def _knob(lm: LM, name: str, prompt_tokens: int, options: dict[str, Any]) -> tup
     if cache == "streaming":
         policy = get(name, **options).cache
         return "window", range(policy.block_size, max(policy.block_size, prompt_tokens) + 1, policy.block_size)
-    raise ValueError(
+    raise UserError(
         f"method {name!r} has no option that moves its budget ({cache!r} takes {list(known)}); that of a profile is "
         "chosen by `calibrate(..., kept=)`"
     )

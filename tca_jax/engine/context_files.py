@@ -20,6 +20,7 @@ from tca_jax.engine.context_places import context_on_one_device
 from tca_jax.engine.contexts import Context, ContextIdentity
 from tca_jax.engine.layouts import CacheLayout
 from tca_jax.engine.persistence import RestoreArrays, checksum, load_step, save_step
+from tca_jax.errors import UserError
 from tca_jax.methods.regions import Regions
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.rope import RopeConfig
@@ -63,7 +64,7 @@ def load_context(directory: str | os.PathLike[str]) -> Context:
     if not path.exists():
         raise FileNotFoundError(f"context directory {path} does not exist")
     if not path.is_dir():
-        raise ValueError(f"{path} is a file, not a context directory")
+        raise UserError(f"{path} is a file, not a context directory")
     return load_step(_KIND, path, _parse)
 
 
@@ -87,11 +88,11 @@ def _parse(folder: Path, metadata: Any, restore: RestoreArrays) -> Context:
     signed = {name: value for name, value in metadata.items() if name != _CHECKSUM}
     arrays = restore(metadata["arrays"])
     if metadata[_CHECKSUM] != checksum(signed, arrays):
-        raise ValueError(f"{folder}: damaged: the context in it does not match its checksum")
+        raise UserError(f"{folder}: damaged: the context in it does not match its checksum")
     try:
         return _context(metadata, arrays)
     except (ValueError, TypeError, KeyError) as error:  # under a checksum that fits: written so, by another version
-        raise ValueError(
+        raise UserError(
             f"{file}: tca_jax {metadata['library_version']!r} wrote it, and {importlib.metadata.version('tca-jax')} "
             f"does not read it: {error}; save the context again"
         ) from error
@@ -125,30 +126,30 @@ def _context(metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> C
 
 def _check_fields(metadata: Any, file: Path) -> None:
     if not isinstance(metadata, dict) or "format_version" not in metadata:
-        raise ValueError(f"{file}: has no field 'format_version', so it is not a tca_jax context")
+        raise UserError(f"{file}: has no field 'format_version', so it is not a tca_jax context")
     if metadata["format_version"] != FORMAT_VERSION:
-        raise ValueError(
+        raise UserError(
             f"{file}: format_version = {metadata['format_version']!r}: tca_jax "
             f"{importlib.metadata.version('tca-jax')} reads {FORMAT_VERSION}; save the context again"
         )
     if missing := [name for name in _FIELDS if name not in metadata]:
-        raise ValueError(f"{file}: field {missing[0]!r} is missing")
+        raise UserError(f"{file}: field {missing[0]!r} is missing")
     names = metadata["arrays"]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{file}: arrays = {names!r}: must be a list of names")
+        raise UserError(f"{file}: arrays = {names!r}: must be a list of names")
     if metadata["dtype"] not in _DTYPES:
-        raise ValueError(f"{file}: dtype = {metadata['dtype']!r}: must be one of {list(_DTYPES)}")
+        raise UserError(f"{file}: dtype = {metadata['dtype']!r}: must be one of {list(_DTYPES)}")
     if not isinstance(metadata["layouts"], list) or not metadata["layouts"]:
-        raise ValueError(f"{file}: layouts = {metadata['layouts']!r}: must be a list with one for each layer")
+        raise UserError(f"{file}: layouts = {metadata['layouts']!r}: must be a list with one for each layer")
 
 
 def _layout(fields: Any, where: str) -> CacheLayout:
     regions = _made(Regions, _entry(fields, "regions", where), f"{where}.regions")
     if not all(type(each) is int and 0 <= each < 2**31 for each in regions.capacities):
-        raise ValueError(f"{where}.regions.capacities = {regions.capacities!r}: must be integers in [0, 2^31)")
+        raise UserError(f"{where}.regions.capacities = {regions.capacities!r}: must be integers in [0, 2^31)")
     layout: CacheLayout = _made(CacheLayout, fields, where, without=_OF_A_MESH, regions=regions)
     if layout.growth is not None:
-        raise ValueError(f"{where}.growth: must be null, a context has none")
+        raise UserError(f"{where}.growth: must be null, a context has none")
     return layout
 
 
@@ -163,7 +164,7 @@ def _identity(fields: Any) -> ContextIdentity:
 
 def _entry(fields: Any, name: str, where: str) -> Any:
     if not isinstance(fields, Mapping) or name not in fields:
-        raise ValueError(f"{where} has no {name!r}")
+        raise UserError(f"{where} has no {name!r}")
     return fields[name]
 
 
@@ -174,12 +175,12 @@ def _made(kind: Any, fields: Any, where: str, *, without: tuple[str, ...] = (), 
     """
     names = {field.name: str(field.type) for field in dataclasses.fields(kind) if field.name not in without}
     if not isinstance(fields, Mapping) or set(fields) != set(names):
-        raise ValueError(f"{where} = {fields!r}: must be an object of {list(names)}")
+        raise UserError(f"{where} = {fields!r}: must be an object of {list(names)}")
     for name, wanted in names.items():
         value = fields[name]
         if wanted in _JSON_TYPES and type(value) not in _JSON_TYPES[wanted]:  # type: a bool is no number
-            raise ValueError(f"{where}.{name} = {value!r}: must be of type {wanted}")
+            raise UserError(f"{where}.{name} = {value!r}: must be of type {wanted}")
         if wanted == "int" and not 0 <= value < 2**31:
-            raise ValueError(f"{where}.{name} = {value}: must lie in [0, 2^31)")
+            raise UserError(f"{where}.{name} = {value}: must lie in [0, 2^31)")
     lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
     return kind(**{**fields, **lists, **parts})

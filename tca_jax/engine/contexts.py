@@ -28,6 +28,7 @@ from tca_jax.engine.mesh import CACHES, ROWS, OverMesh, on_host, rows_of_device
 from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.starting import open_caches, read_prompts
+from tca_jax.errors import UserError, UserTypeError
 from tca_jax.methods import BASELINE
 from tca_jax.models.config import ModelConfig
 from tca_jax.pallas_kernels.backends import Backend, whole
@@ -170,24 +171,24 @@ class Context:
         """Raises ValueError, which names both sides, unless a model can continue the context under its method."""
         made, own = self.identity, ContextIdentity.of(lm)
         if made.config != own.config or made.fingerprint != own.fingerprint:
-            raise ValueError(
+            raise UserError(
                 f"context was made by model {made.model!r}, whose weights or shape are not those of {own.model!r}: "
                 "read the document with this model"
             )
         if made.method_description != own.method_description:
             if unknown := unknown_types(made.method_description):
-                raise ValueError(
+                raise UserError(
                     f"context was made under method {made.method!r}, whose {unknown[0]} is not known here: the context "
                     "may be of another version of tca_jax, or of code that is not imported; read the document again"
                 )
             options = " with other options or budgets" if made.method == own.method else ""
-            raise ValueError(
+            raise UserError(
                 f"context was made under method {made.method!r}{options}, and {own.model!r} runs under "
                 f"{own.method!r}: read the document under this method"
             )
         held, computed = self.caches[0].ring.k.dtype, lm.dtype
         if held != computed:
-            raise ValueError(f"context holds {held} and {own.model!r} computes in {computed}: load it in dtype {held}")
+            raise UserError(f"context holds {held} and {own.model!r} computes in {computed}: load it in dtype {held}")
 
     def on(self, lm: LM) -> Context:
         """The context on the devices of a model, as the model holds its own; itself where it lies so.
@@ -388,7 +389,7 @@ class Appendix:
             TypeError: `context` is none, or a prompt is of a wrong type.
         """
         if not isinstance(context, Context):
-            raise TypeError(f"context is of type {type(context).__name__}: must be a Context, from tca_jax.prefill")
+            raise UserTypeError(f"context is of type {type(context).__name__}: must be a Context, from tca_jax.prefill")
         context = context.on(lm)
         ids = encode_appended(lm, prompts, context.batch, context.token_ids)
         held, b = np.asarray(context.lengths), context.layouts[0].block_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from tca_jax.engine.prompts import Encoder, encode_prompt, encode_verbatim, render_chat
+from tca_jax.errors import UserError
 
 _DOCUMENT, _QUESTION, _ANSWER, _NEXT = (f"\u2063{name}\u2063" for name in ("document", "question", "answer", "next"))
 
@@ -63,7 +64,7 @@ def _split(lm: Encoder, text: str, *marks: str) -> list[str]:
     parts = []
     for mark in marks:
         if text.count(mark) != 1:
-            raise ValueError(f"the chat template of {lm.name} does not give messages as they are, once and in order")
+            raise UserError(f"the chat template of {lm.name} does not give messages as they are, once and in order")
         part, text = text.split(mark)
         parts.append(part)
     return [*parts, text]

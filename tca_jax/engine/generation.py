@@ -17,6 +17,7 @@ from tca_jax.engine.mesh import agreed, num_devices, on_host
 from tca_jax.engine.prompts import Prompt, decode_tokens, is_single
 from tca_jax.engine.request import Request
 from tca_jax.engine.sampling import Sampling
+from tca_jax.errors import UserError
 
 _STOP_STRING_STRIDE = 16  # tokens between looks at the text for stop strings
 _STREAM_GROWTH = 4  # a piece is at most so many times as long as the one before: the first ones may mislead
@@ -84,7 +85,7 @@ class Output:
     def text(self) -> list[str]:
         """New text, without special tokens and stop strings. ValueError where the model has no tokenizer."""
         if self._text is None:
-            raise ValueError("out.text: the model was loaded without a tokenizer; use out.tokens")
+            raise UserError("out.text: the model was loaded without a tokenizer; use out.tokens")
         return self._text
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Int
 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, SECOND_HEADS, OverMesh, on_host
+from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 
 
@@ -24,7 +25,7 @@ def require_finite(
     if finite.all():
         return
     row = int(np.argmin(finite))
-    raise ValueError(
+    raise UserError(
         f"{lm.name} computes NaN or infinity for {argument}[{row}]: {_cause(lm, tokens[row, : lengths[row]])}"
     )
 

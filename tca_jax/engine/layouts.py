@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from tca_jax.engine.shared_pools import SharedPool, plan_shared_pools
+from tca_jax.errors import UserError
 from tca_jax.methods.base import CachePolicy, capacities_per_head, per_head
 from tca_jax.methods.blocks import num_ranked_blocks
 from tca_jax.methods.heads import HeadShards
@@ -79,12 +80,12 @@ class CacheLayout:
         total = prompt_tokens + (new_tokens or 0)
         window = policy.local_window(total)
         if new_tokens is None and window != policy.window:
-            raise ValueError(
+            raise UserError(
                 f"{name}.local_window({total}) = {window} is not its window, {policy.window}: the window of a context "
                 "must not depend on its length; see CachePolicy.for_contexts"
             )
         if num_ranked_blocks(prompt_tokens, b, window) != policy.num_ranked_blocks(prompt_tokens):
-            raise ValueError(
+            raise UserError(
                 f"{name}.local_window({total}) = {window}, but its num_ranked_blocks({prompt_tokens}) "
                 f"is {policy.num_ranked_blocks(prompt_tokens)}: blocks must be ranked exactly left of the window"
             )

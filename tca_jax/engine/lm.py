@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from tca_jax.engine.head_balance import Orders, balanced_orders
 from tca_jax.engine.layouts import CacheLayout, plan_layouts
 from tca_jax.engine.mesh import mesh_name, whole_mesh
+from tca_jax.errors import UserTypeError
 from tca_jax.methods import BASELINE, Method, get
 from tca_jax.methods.base import CachePolicy
 from tca_jax.methods.heads import HeadShards
@@ -176,9 +177,9 @@ class LM:
         if isinstance(method, str):
             method = get(method, **options)
         elif not isinstance(method, Method):
-            raise TypeError(f"method is a {type(method).__name__}: must be a tca_jax.methods.Method or a name")
+            raise UserTypeError(f"method is a {type(method).__name__}: must be a tca_jax.methods.Method or a name")
         elif options:
-            raise TypeError(f"options {sorted(options)} go with a method's name; {method.name!r} is made already")
+            raise UserTypeError(f"options {sorted(options)} go with a method's name; {method.name!r} is made already")
         method.validate_for(self.config.num_layers, self.config.num_kv_heads)
         method = method.for_rope(fixed_frequencies(self.config.head_dim, self.config.rope))
         return self._deal_heads(method.cache)._beside(method=method)

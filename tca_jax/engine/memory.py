@@ -6,6 +6,8 @@ import os
 
 import jax
 
+from tca_jax.errors import UserError
+
 
 def memory_bytes() -> int | None:
     """Bytes that the default device may take, the host's for the CPU; None where nobody says."""
@@ -22,6 +24,4 @@ def require_room(kv_cache_bytes: int, what: str) -> None:
     """Raises ValueError if a KV cache is larger than all of the device's memory; `what` says what it is for."""
     limit = memory_bytes()
     if limit is not None and kv_cache_bytes > limit:
-        raise ValueError(
-            f"{what} need {kv_cache_bytes / 1e9:,.1f} GB of KV cache: the device has {limit / 1e9:,.1f} GB"
-        )
+        raise UserError(f"{what} need {kv_cache_bytes / 1e9:,.1f} GB of KV cache: the device has {limit / 1e9:,.1f} GB")

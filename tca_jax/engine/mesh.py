@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool
 
+from tca_jax.errors import UserError
 from tca_jax.methods.heads import HeadShards, dealt_out
 from tca_jax.models.names import MODEL
 from tca_jax.models.sharding import DATA, axis_size
@@ -137,10 +138,10 @@ def parse_mesh(text: str, argument: str) -> Mesh:
     """
     sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if sizes is None:
-        raise ValueError(f"{argument} {text}: must be devices on 'data' x devices on 'model', such as 1x4")
+        raise UserError(f"{argument} {text}: must be devices on 'data' x devices on 'model', such as 1x4")
     shape = int(sizes[1]), int(sizes[2])
     if (wanted := shape[0] * shape[1]) > (there := jax.device_count()):
-        raise ValueError(f"{argument} {text}: needs {wanted} devices, there {'is' if there == 1 else 'are'} {there}")
+        raise UserError(f"{argument} {text}: needs {wanted} devices, there {'is' if there == 1 else 'are'} {there}")
     return whole_mesh(jax.make_mesh(shape, (DATA, MODEL), devices=jax.devices()[:wanted]))
 
 
@@ -175,7 +176,7 @@ def rows_of_device(lm: LM, rows: int, what: str) -> int:
     """
     devices = axis_size(lm.mesh, DATA)
     if rows % devices:
-        raise ValueError(f"{what} are {rows}: must be a multiple of {devices}, the devices on {DATA!r} of the mesh")
+        raise UserError(f"{what} are {rows}: must be a multiple of {devices}, the devices on {DATA!r} of the mesh")
     return rows // devices
 
 

@@ -26,6 +26,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from tca_jax.errors import UserError
+
 T = TypeVar("T")
 RestoreArrays = Callable[[Iterable[str]], dict[str, np.ndarray]]
 
@@ -95,17 +97,19 @@ def load_step(kind: str, directory: Path, parse: Callable[[Path, Any, RestoreArr
     Raises:
         ValueError: there is no step, or the newest is damaged; the message names the folder.
     """
-    failure = ValueError(f"{directory} holds no {kind}: there is no {kind}_<number> folder in it")
+    failure = UserError(f"{directory} holds no {kind}: there is no {kind}_<number> folder in it")
     tried, newest = -1, _newest_step(directory, kind)
     while newest > tried:  # where one cannot be read because a save has just replaced it, there is a newer one
         folder = directory / f"{kind}_{newest}"
         try:
             metadata = _restore_metadata(folder)
             return parse(folder, metadata, functools.partial(_restore_arrays, folder))
-        except ValueError as error:
+        except UserError as error:
             failure, tried = error, newest
+        except ValueError as error:  # of the libraries that read it
+            failure, tried = UserError(f"{folder}: damaged: {error}"), newest
         except RecursionError:  # in the checksum, or in the words of another error
-            failure, tried = ValueError(f"{folder}: damaged: its metadata are nested too deeply"), newest
+            failure, tried = UserError(f"{folder}: damaged: its metadata are nested too deeply"), newest
         newest = _newest_step(directory, kind)
     raise failure
 
@@ -181,7 +185,7 @@ def _reading(path: Path) -> Iterator[None]:
     except Exception as error:
         # Orbax's own words help nobody, those of the system ("Permission denied") do.
         reason = f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
-        raise ValueError(f"{path}: missing or damaged, cannot be read{reason}") from error
+        raise UserError(f"{path}: missing or damaged, cannot be read{reason}") from error
 
 
 def _publish(folder: Path, directory: Path, kind: str) -> None:

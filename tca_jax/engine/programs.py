@@ -1,18 +1,40 @@
-"""Compiled programs, kept by the shapes they were compiled for, so that compile time is never counted as run time."""
+"""Compiled programs, kept by the shapes they were compiled for, so that compile time is never counted as run time.
+
+A process may map only so many pieces of memory (65,530 on Linux). XLA's compiler for CPUs maps hundreds for each
+program, and takes tens of megabytes. So the programs that were not used for longest are dropped in time.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from tca_jax.engine.mesh import OverMesh
 
-_MOST_PROGRAMS = 128  # kept of each function; an octave of prompt lengths has eight
+_MOST_PROGRAMS = 128  # kept of all functions; an octave of prompt lengths has eight
+_MOST_BYTES = 4 * 2**30  # of all together: their code, and what the process grew by while they were compiled
+_SHARE_OF_MAPS = 2  # all together map at most half of what the system allows
+
+_MAPS, _PAGES = Path("/proc/self/maps"), Path("/proc/self/statm")
+_ALLOWED_MAPS = Path("/proc/sys/vm/max_map_count")
+
+
+class _Kept(NamedTuple):
+    """A program, the bytes that it takes, and the pieces of memory that the process maps for it."""
+
+    executable: Any
+    nbytes: int
+    maps: int
+
+
+#: All programs of the process, those that were not used for longest first.
+_kept: dict[Hashable, _Kept] = {}
 
 
 class Program:
@@ -27,7 +49,6 @@ class Program:
     def __init__(self, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> None:
         self._function = function
         self._donate = donate
-        self._executables: dict[Hashable, Any] = {}
 
     def prepare(self, *args: Any, **static: Any) -> tuple[Callable[..., Any], float]:
         """Compiles for these arguments unless that was done before.
@@ -47,17 +68,53 @@ class Program:
     def _prepare(self, *args: Any, **static: Any) -> tuple[Callable[..., Any], float]:
         leaves, structure = jax.tree.flatten(args)
         shapes = tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
-        key = (structure, shapes, tuple(sorted(static.items())))
-        if key in self._executables:
-            self._executables[key] = self._executables.pop(key)  # now the youngest
-            return self._executables[key], 0.0
-        start = time.perf_counter()
-        jitted = jax.jit(self._function, static_argnames=tuple(static), donate_argnums=self._donate)
+        key = (self, structure, shapes, tuple(sorted(static.items())))
+        if key in _kept:
+            _kept[key] = _kept.pop(key)  # now the youngest
+            return _kept[key].executable, 0.0
+        start, nbytes, maps = time.perf_counter(), _resident_bytes(), num_maps()
+        # JAX keeps what it has compiled as long as the function lives: this one lives as long as its program.
+        function = functools.partial(self._function)
+        jitted = jax.jit(function, static_argnames=tuple(static), donate_argnums=self._donate)
         executable = jitted.lower(*args, **static).compile()
-        self._executables[key] = executable
-        if len(self._executables) > _MOST_PROGRAMS:
-            del self._executables[next(iter(self._executables))]  # the one that was not used for longest
-        return executable, time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        code = getattr(executable.memory_analysis(), "generated_code_size_in_bytes", 0)
+        _kept[key] = _Kept(executable, code + max(0, _resident_bytes() - nbytes), max(0, num_maps() - maps))
+        while len(_kept) > 1 and _are_many():
+            del _kept[next(iter(_kept))]
+        return executable, seconds
+
+
+def forget_programs() -> None:
+    """Drops all programs; each is compiled anew when it is next needed."""
+    _kept.clear()
+
+
+def num_maps() -> int:
+    """Pieces of memory that this process maps; 0 where the system does not say."""
+    try:
+        return _MAPS.read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
+def _are_many() -> bool:
+    """Whether the programs that are kept are more than a process should have."""
+    if len(_kept) > _MOST_PROGRAMS or sum(each.nbytes for each in _kept.values()) > _MOST_BYTES:
+        return True
+    try:
+        allowed = int(_ALLOWED_MAPS.read_text())
+    except (OSError, ValueError):
+        return False
+    return sum(each.maps for each in _kept.values()) > allowed / _SHARE_OF_MAPS
+
+
+def _resident_bytes() -> int:
+    """Memory of this process; 0 where the system does not say."""
+    try:
+        return int(_PAGES.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0
 
 
 class _Placing:

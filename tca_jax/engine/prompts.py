@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from tca_jax.engine.buckets import bucket_length
+from tca_jax.errors import UserError, UserTypeError
 from tca_jax.models.config import ModelConfig
 
 Chat = Sequence[Mapping[str, Any]]
@@ -51,7 +52,7 @@ def encode_prompts(lm: Encoder, prompts: Any, argument: str = "prompts") -> list
     """
     batch = [prompts] if is_single(prompts, argument) else list(prompts)
     if not batch:
-        raise ValueError(f"{argument} is empty: at least one is needed")
+        raise UserError(f"{argument} is empty: at least one is needed")
     return [encode_prompt(lm, prompt, f"{argument}[{i}]") for i, prompt in enumerate(batch)]
 
 
@@ -65,7 +66,7 @@ def encode_prompt(lm: Encoder, prompt: Any, argument: str = "prompt") -> list[in
     else:
         ids = _check_ids(lm, prompt, argument)
     if not ids:
-        raise ValueError(f"{argument} is empty: at least one token is needed")
+        raise UserError(f"{argument} is empty: at least one token is needed")
     return ids
 
 
@@ -96,7 +97,7 @@ def encode_appended(
     """
     batch = [prompts] if is_single(prompts, argument) else list(prompts)
     if rows not in (1, len(batch)) or not batch:
-        raise ValueError(f"{argument} has {len(batch)} entries: must have {rows}, one for each row of the context")
+        raise UserError(f"{argument} has {len(batch)} entries: must have {rows}, one for each row of the context")
     return [_encode_appended(lm, p, functools.partial(held, i % rows), f"{argument}[{i}]") for i, p in enumerate(batch)]
 
 
@@ -104,14 +105,14 @@ def _encode_appended(lm: Encoder, prompt: Any, held: Callable[[], list[int]], ar
     if isinstance(prompt, str | bytes) and len(prompt):
         ids = encode_verbatim(lm, prompt, argument)
         if not ids:
-            raise ValueError(f"{argument} is empty: the tokenizer of {lm.name!r} makes no token of {prompt!r}")
+            raise UserError(f"{argument} is empty: the tokenizer of {lm.name!r} makes no token of {prompt!r}")
         return ids
     ids = encode_prompt(lm, prompt, argument)
     if not _is_chat(prompt):
         return ids
     before = held()
     if ids[: len(before)] != before or len(ids) == len(before):
-        raise ValueError(
+        raise UserError(
             f"{argument} is a chat that does not go on from what the context holds: its first {len(before)} tokens "
             "must be those of the context. Pass the whole conversation, or text, which is appended as it is"
         )
@@ -126,7 +127,7 @@ def require_positions(
     if needed > most:
         behind = f" behind a context of {context_tokens}" if context_tokens else ""
         answer = f"; with max_new_tokens = {max_new_tokens} that is {needed}" if max_new_tokens else ""
-        raise ValueError(f"{name} has {prompt_tokens} tokens{behind}{answer}, and {lm.name} has {most} positions")
+        raise UserError(f"{name} has {prompt_tokens} tokens{behind}{answer}, and {lm.name} has {most} positions")
 
 
 def decode_tokens(lm: Encoder, tokens: Sequence[int]) -> str:
@@ -160,7 +161,7 @@ def is_single(prompts: Any, argument: str = "prompts") -> bool:
     if getattr(prompts, "ndim", 0):  # an array of any library
         return prompts.ndim == 1
     if not isinstance(prompts, Sequence):
-        raise TypeError(f"{argument} is {_kind(prompts)}: must be {_ALLOWED}")
+        raise UserTypeError(f"{argument} is {_kind(prompts)}: must be {_ALLOWED}")
     return len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
 
 
@@ -177,9 +178,7 @@ def _kind(value: Any) -> str:
 
 def _tokenizer(lm: Encoder, argument: str) -> Any:
     if lm.tokenizer is None:
-        raise ValueError(
-            f"{argument}: {lm.name} was loaded without a tokenizer, so text cannot be used; pass token ids"
-        )
+        raise UserError(f"{argument}: {lm.name} was loaded without a tokenizer, so text cannot be used; pass token ids")
     return lm.tokenizer
 
 
@@ -192,10 +191,10 @@ def _tokenize(lm: Encoder, text: str, argument: str, **options: Any) -> list[int
         if not is_librarys(error):
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{argument}: the tokenizer of {lm.name} does not take this text: {reason}") from error
+        raise UserError(f"{argument}: the tokenizer of {lm.name} does not take this text: {reason}") from error
     if ids and not 0 <= min(ids) <= max(ids) < lm.config.vocab_size:
         outside = next(i for i in ids if not 0 <= i < lm.config.vocab_size)
-        raise ValueError(
+        raise UserError(
             f"{argument}: the tokenizer of {lm.name} makes token {outside} of this text, and the model has "
             f"{lm.config.vocab_size}: they do not belong together"
         )
@@ -212,7 +211,7 @@ def decode_utf8(text: str | bytes, argument: str) -> str:
     try:
         return text.decode("utf-8") if isinstance(text, bytes) else text.encode("utf-8").decode("utf-8")
     except UnicodeError as error:
-        raise ValueError(f"{argument} is not valid UTF-8 text: {error}") from None
+        raise UserError(f"{argument} is not valid UTF-8 text: {error}") from None
 
 
 def render_chat(lm: Encoder, chat: Chat, argument: str, *, answered: bool = False) -> str:
@@ -224,46 +223,46 @@ def render_chat(lm: Encoder, chat: Chat, argument: str, *, answered: bool = Fals
     """
     tokenizer = _tokenizer(lm, argument)
     if not getattr(tokenizer, "chat_template", None):
-        raise ValueError(f"{argument} is a chat, but {lm.name} has no chat template; pass text or token ids")
+        raise UserError(f"{argument} is a chat, but {lm.name} has no chat template; pass text or token ids")
     for i, message in enumerate(chat):
         _check_message(message, f"{argument}[{i}]")
     try:
         rendered = tokenizer.apply_chat_template(list(chat), add_generation_prompt=not answered, tokenize=False)
     except Exception as error:  # templates are programs: anything can come out of them
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{argument}: the chat template of {lm.name} does not take this chat: {reason}") from error
+        raise UserError(f"{argument}: the chat template of {lm.name} does not take this chat: {reason}") from error
     return decode_utf8(rendered, argument)
 
 
 def _check_message(message: Mapping[str, Any], argument: str) -> None:
     """Raises unless it has a role, and a content that templates know: text, or a list of parts."""
     if missing := {"role", "content"} - set(message):
-        raise ValueError(f"{argument} has no {sorted(missing)}: a message is a mapping with role and content")
+        raise UserError(f"{argument} has no {sorted(missing)}: a message is a mapping with role and content")
     role, content = message["role"], message["content"]
     if not isinstance(role, str):
-        raise TypeError(f"{argument}['role'] = {role!r}: must be a string")
+        raise UserTypeError(f"{argument}['role'] = {role!r}: must be a string")
     parts = isinstance(content, Sequence) and all(isinstance(part, Mapping) for part in content)
     no_text = content is None and bool(message.get("tool_calls"))
     if isinstance(content, bytes) or not (isinstance(content, str) or parts or no_text):
-        raise TypeError(f"{argument}['content'] is {_kind(content)}: must be a string, or a list of parts")
+        raise UserTypeError(f"{argument}['content'] is {_kind(content)}: must be a string, or a list of parts")
 
 
 def _check_ids(lm: Encoder, prompt: Any, argument: str) -> list[int]:
     wrong = f"{argument} is {_kind(prompt)}: must be text, a chat, or a flat sequence of integer token ids"
     if getattr(prompt, "ndim", None) is not None:
         if prompt.ndim != 1 or (len(prompt) and not np.issubdtype(prompt.dtype, np.integer)):
-            raise TypeError(wrong)
+            raise UserTypeError(wrong)
         ids = np.asarray(prompt).tolist()
     elif isinstance(prompt, Sequence) and not isinstance(prompt, bytearray | memoryview):
         ids = list(prompt)
     else:
-        raise TypeError(wrong)
+        raise UserTypeError(wrong)
     for kind in set(map(type, ids)):
         if kind is bool or not issubclass(kind, int | np.integer):
-            raise TypeError(f"{wrong}, and it holds {kind.__name__}")
+            raise UserTypeError(f"{wrong}, and it holds {kind.__name__}")
     ids = list(map(int, ids))
     vocabulary = lm.config.vocab_size
     if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
         outside = next(i for i in ids if not 0 <= i < vocabulary)
-        raise ValueError(f"{argument} holds token id {outside}: ids of {lm.name} lie in [0, {vocabulary})")
+        raise UserError(f"{argument} holds token id {outside}: ids of {lm.name} lie in [0, {vocabulary})")
     return ids

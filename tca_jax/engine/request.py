@@ -26,6 +26,7 @@ from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.prompts import decode_tokens, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.sampling import Sampling
 from tca_jax.engine.starting import APPENDED, PROMPTS, prefill, resume
+from tca_jax.errors import UserError, UserTypeError
 from tca_jax.methods import BASELINE
 from tca_jax.methods.checks import check_integer, check_seed
 from tca_jax.pallas_kernels.backends import Backend, whole
@@ -125,7 +126,7 @@ class Request:
         check_integer("num_samples", num_samples, at_least=1)
         check_seed("seed", seed)
         if min_new_tokens > max_new_tokens:
-            raise ValueError(f"min_new_tokens = {min_new_tokens}: must be at most max_new_tokens = {max_new_tokens}")
+            raise UserError(f"min_new_tokens = {min_new_tokens}: must be at most max_new_tokens = {max_new_tokens}")
         appended = None if context is None else Appendix.create(lm, prompts, context)
         prompt_ids = encode_prompts(lm, prompts) if appended is None else appended.ids
         if appended is not None:
@@ -319,12 +320,12 @@ class Request:
 
 def _stop_strings(lm: LM, stop: Any) -> tuple[str, ...]:
     if not isinstance(stop, str | Sequence | set | frozenset | None):
-        raise TypeError(f"stop = {stop!r}: must be a string or a sequence of strings")
+        raise UserTypeError(f"stop = {stop!r}: must be a string or a sequence of strings")
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if any(not isinstance(s, str) or not s for s in strings):
-        raise ValueError(f"stop = {list(strings)!r}: must be non-empty strings")
+        raise UserError(f"stop = {list(strings)!r}: must be non-empty strings")
     if strings and lm.tokenizer is None:
-        raise ValueError(f"stop: {lm.name} was loaded without a tokenizer; use stop_token_ids")
+        raise UserError(f"stop: {lm.name} was loaded without a tokenizer; use stop_token_ids")
     return strings
 
 
@@ -332,9 +333,9 @@ def _stop_tokens(lm: LM, ids: Any) -> tuple[int, ...]:
     try:
         ids = tuple(ids)
     except TypeError:
-        raise TypeError(f"stop_token_ids = {ids!r}: must be a sequence of token ids, or None") from None
+        raise UserTypeError(f"stop_token_ids = {ids!r}: must be a sequence of token ids, or None") from None
     vocabulary = lm.config.vocab_size
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, numbers.Integral) or not 0 <= int(token) < vocabulary:
-            raise ValueError(f"stop_token_ids holds {token!r}: must be token ids of {lm.name}, in [0, {vocabulary})")
+            raise UserError(f"stop_token_ids holds {token!r}: must be token ids of {lm.name}, in [0, {vocabulary})")
     return tuple(int(token) for token in ids)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
+from tca_jax.errors import UserError, UserTypeError
 from tca_jax.methods.checks import is_finite_number
 
 _SMALLEST = float(np.finfo(np.float32).tiny)  # positive float32 that is not flushed to zero
@@ -60,7 +61,7 @@ class Sampling:
             if not isinstance(value, numbers.Real | str | bytes | np.bool_):
                 continue
             if not is_finite_number(value) or not holds(float(value)):
-                raise ValueError(f"{name} = {value!r}: must be {words}")
+                raise UserError(f"{name} = {value!r}: must be {words}")
             number = float(value)
             held = int(min(number, _LARGEST_INT)) if name == "top_k" else number
             object.__setattr__(self, name, None if number == off.get(name) else held)
@@ -83,7 +84,7 @@ class Sampling:
             if getattr(value, "ndim", None) == 0:
                 value = value.item()
             elif value is not None and not isinstance(value, numbers.Real):
-                raise TypeError(f"{field.name} = {value!r}: must be a number, or None")
+                raise UserTypeError(f"{field.name} = {value!r}: must be a number, or None")
             numbers_of[field.name] = value
         return Sampling(**numbers_of)
 
@@ -119,7 +120,7 @@ def sample(
     """
     if sampling.repetition_penalty is not None:
         if seen is None:
-            raise ValueError("seen = None: a repetition penalty needs the tokens that were seen")
+            raise UserError("seen = None: a repetition penalty needs the tokens that were seen")
         penalised = jnp.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
         logits = jnp.where(seen, penalised, logits)
     if sampling.temperature is None:

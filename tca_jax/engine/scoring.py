@@ -16,6 +16,7 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import ROWS, OverMesh, on_host, rows_of_device
 from tca_jax.engine.programs import Program
 from tca_jax.engine.prompts import Prompt, encode_prompts, pad_tokens
+from tca_jax.errors import UserError
 from tca_jax.methods.pairs import attended_share
 from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.backends import Backend, whole
@@ -62,7 +63,7 @@ def score(lm: LM, texts: Prompt | Sequence[Prompt], *, backend: str = "auto") ->
     ids = encode_prompts(lm, texts, argument="texts")
     for i, tokens in enumerate(ids):
         if not 2 <= len(tokens) <= lm.config.max_context:
-            raise ValueError(
+            raise UserError(
                 f"texts[{i}] has {len(tokens)} tokens: must have from 2 to {lm.config.max_context}, the positions of "
                 f"{lm.name}"
             )

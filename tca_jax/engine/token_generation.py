@@ -17,6 +17,7 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import ROWS, SAME, OverMesh, rows_of_device
 from tca_jax.engine.sampling import Sampling
 from tca_jax.engine.starting import prefill
+from tca_jax.errors import UserError
 from tca_jax.methods.checks import check_integer
 from tca_jax.pallas_kernels.backends import Backend, whole
 from tca_jax.pallas_kernels.checks import as_int32, check_range, check_shapes
@@ -56,13 +57,13 @@ def generate_tokens(
     tokens, lengths = as_int32("tokens", tokens), as_int32("lengths", lengths)
     sizes = check_shapes({"tokens": (tokens, "B L"), "lengths": (lengths, "B")})
     if sizes["L"] < 1:
-        raise ValueError(f"tokens has shape {tokens.shape}: an empty prompt; at least one token is needed")
+        raise UserError(f"tokens has shape {tokens.shape}: an empty prompt; at least one token is needed")
     rows_of_device(lm, sizes["B"], "rows of tokens")
     positions = lm.config.max_context
     check_integer("max_new_tokens", max_new_tokens, at_least=1)
     max_new_tokens = int(max_new_tokens)
     if max_new_tokens >= positions:
-        raise ValueError(
+        raise UserError(
             f"max_new_tokens = {max_new_tokens}: must leave room for a prompt in the {positions} positions of {lm.name}"
         )
     check_range("lengths", lengths, 1, min(sizes["L"], positions - max_new_tokens))
@@ -83,7 +84,7 @@ def _check_vocabulary(lm: LM, tokens: Any, lengths: Any) -> None:
     outside &= np.arange(ids.shape[1]) < np.asarray(lengths)[:, None]
     if outside.any():
         row, column = np.argwhere(outside)[0]
-        raise ValueError(
+        raise UserError(
             f"tokens[{row}, {column}] = {ids[row, column]}: ids of {lm.name} lie in [0, {lm.config.vocab_size})"
         )
 

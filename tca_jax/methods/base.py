@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from tca_jax.errors import UserError
 from tca_jax.methods.blocks import Tokens, num_leaving_blocks, num_ranked_blocks
 from tca_jax.methods.regions import Selected, Selection
 from tca_jax.pallas_kernels.backends import Backend
@@ -238,5 +239,5 @@ def per_head(value: Any, num_kv_heads: int, source: str) -> tuple[int, ...]:
     """
     values = (int(value),) * num_kv_heads if isinstance(value, numbers.Integral) else tuple(map(int, value))
     if len(values) != num_kv_heads or any(v < 0 for v in values):
-        raise ValueError(f"{source} = {value}: must be one number, or {num_kv_heads}, of at least 0")
+        raise UserError(f"{source} = {value}: must be one number, or {num_kv_heads}, of at least 0")
     return values

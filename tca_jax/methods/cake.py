@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
+from tca_jax.errors import UserError
 from tca_jax.methods.base import Method
 from tca_jax.methods.checks import check_not_negative
 from tca_jax.methods.compression import PromptCompression
@@ -84,7 +85,7 @@ class CAKECache(PromptCompression):
 
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:
         if len(self.preferences) != num_layers:
-            raise ValueError(f"preferences has {len(self.preferences)} layers: must be {num_layers}")
+            raise UserError(f"preferences has {len(self.preferences)} layers: must be {num_layers}")
 
 
 def cake(
@@ -174,7 +175,7 @@ def _budget_table(
 def _checked_preferences(value: Any) -> tuple[float, ...]:
     array = np.asarray(value)
     if array.ndim != 1 or not array.size or array.dtype.kind not in "fiu":
-        raise ValueError(f"preferences has shape {array.shape}, dtype {array.dtype}: must be numbers [layers]")
+        raise UserError(f"preferences has shape {array.shape}, dtype {array.dtype}: must be numbers [layers]")
     if not (np.isfinite(array) & (array >= 0)).all() or not array.any():
-        raise ValueError(f"preferences = {array.tolist()}: must be finite, not negative, and not all 0")
+        raise UserError(f"preferences = {array.tolist()}: must be finite, not negative, and not all 0")
     return tuple(array.astype(np.float64).tolist())

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float64, Int32
 
+from tca_jax.errors import UserError
 from tca_jax.methods.config import TCAConfig
 
 
@@ -111,7 +112,7 @@ def region_capacity(config: TCAConfig, candidate: int, max_blocks: int, prefill_
     rows = [candidate] if prefill_candidate is None else [candidate, prefill_candidate]
     for row in rows:
         if not 0 <= row <= config.num_candidates:
-            raise ValueError(f"candidate = {row}: must lie in [0, {config.num_candidates}]")
+            raise UserError(f"candidate = {row}: must lie in [0, {config.num_candidates}]")
     # Budgets ascend with rank, so the blocks of at most k tokens under the larger of two are the fewer of either.
     at_most = np.cumsum(budget_count_table(config, max_blocks)[:, rows], axis=-1).min(axis=1)  # [N, K]
     kept = np.diff(at_most, axis=-1, prepend=0) @ budget_sizes(config) + config.reserve_tokens
@@ -120,7 +121,7 @@ def region_capacity(config: TCAConfig, candidate: int, max_blocks: int, prefill_
 
 def _validate_blocks(num_blocks: int) -> None:
     if num_blocks < 0:
-        raise ValueError(f"number of blocks = {num_blocks}: must be at least 0")
+        raise UserError(f"number of blocks = {num_blocks}: must be at least 0")
 
 
 def _largest_remainder(config: TCAConfig, blocks: np.ndarray) -> np.ndarray:

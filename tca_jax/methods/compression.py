@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
+from tca_jax.errors import UserError
 from tca_jax.methods.base import CachePolicy
 from tca_jax.methods.checks import check_geometry, check_integer, check_number
 from tca_jax.methods.regions import Selection
@@ -48,7 +49,7 @@ class PromptCompression(CachePolicy):
             return
         check_integer("capacity", self.capacity, at_least=1)
         if self.capacity is not None and self.capacity <= self.window:
-            raise ValueError(f"capacity = {self.capacity}: must be more than window = {self.window}, which counts in")
+            raise UserError(f"capacity = {self.capacity}: must be more than window = {self.window}, which counts in")
 
     @abc.abstractmethod
     def scores(

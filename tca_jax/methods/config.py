@@ -6,6 +6,7 @@ import dataclasses
 import numbers
 from typing import Any, ClassVar, Literal, get_args
 
+from tca_jax.errors import UserError
 from tca_jax.methods.blocks import Tokens, num_ranked_blocks
 from tca_jax.methods.checks import check_seed, is_finite_number
 
@@ -76,44 +77,44 @@ class TCAConfig:
             if name == "reserve" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-                raise ValueError(f"TCAConfig.{name} = {value!r}: must be an integer")
+                raise UserError(f"TCAConfig.{name} = {value!r}: must be an integer")
             object.__setattr__(self, name, int(value))  # a NumPy integer would not survive JSON
         for name in ("sigma", "alpha", "tau", "read_tolerance", "keep_tolerance"):
             value = getattr(self, name)
             if not is_finite_number(value):
-                raise ValueError(f"TCAConfig.{name} = {value!r}: must be a finite number")
+                raise UserError(f"TCAConfig.{name} = {value!r}: must be a finite number")
             object.__setattr__(self, name, float(value))
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
-            raise ValueError(f"TCAConfig.block_size = {self.block_size}: must be a power of two, at least 1")
+            raise UserError(f"TCAConfig.block_size = {self.block_size}: must be a power of two, at least 1")
         if self.window < self.block_size or self.window % self.block_size:
-            raise ValueError(
+            raise UserError(
                 f"TCAConfig.window = {self.window}: must be a positive multiple of block_size = {self.block_size}"
             )
         if self.num_candidates < 2:
-            raise ValueError(f"TCAConfig.num_candidates = {self.num_candidates}: must be at least 2")
+            raise UserError(f"TCAConfig.num_candidates = {self.num_candidates}: must be at least 2")
         if self.sigma <= 0:
-            raise ValueError(f"TCAConfig.sigma = {self.sigma}: must be positive")
+            raise UserError(f"TCAConfig.sigma = {self.sigma}: must be positive")
         if not 0 <= self.alpha <= 1:
-            raise ValueError(f"TCAConfig.alpha = {self.alpha}: must lie in [0, 1]")
+            raise UserError(f"TCAConfig.alpha = {self.alpha}: must lie in [0, 1]")
         if not 0 < self.tau <= 1:
-            raise ValueError(f"TCAConfig.tau = {self.tau}: must lie in (0, 1]")
+            raise UserError(f"TCAConfig.tau = {self.tau}: must lie in (0, 1]")
         if self.reserve is not None and self.reserve < 0:
-            raise ValueError(f"TCAConfig.reserve = {self.reserve}: must be at least 0, or None for window // 8")
+            raise UserError(f"TCAConfig.reserve = {self.reserve}: must be at least 0, or None for window // 8")
         for name in ("observation", "spread", "fetch"):
             if getattr(self, name) < 1:
-                raise ValueError(f"TCAConfig.{name} = {getattr(self, name)}: must be at least 1")
+                raise UserError(f"TCAConfig.{name} = {getattr(self, name)}: must be at least 1")
         if self.fetch_stride < 1 or self.fetch_stride & (self.fetch_stride - 1):
-            raise ValueError(f"TCAConfig.fetch_stride = {self.fetch_stride}: must be a power of two, at least 1")
+            raise UserError(f"TCAConfig.fetch_stride = {self.fetch_stride}: must be a power of two, at least 1")
         if not 0 <= self.read_tolerance < 1:
-            raise ValueError(f"TCAConfig.read_tolerance = {self.read_tolerance}: must lie in [0, 1)")
+            raise UserError(f"TCAConfig.read_tolerance = {self.read_tolerance}: must lie in [0, 1)")
         if self.keep_tolerance < 0:
-            raise ValueError(f"TCAConfig.keep_tolerance = {self.keep_tolerance}: must be at least 0")
+            raise UserError(f"TCAConfig.keep_tolerance = {self.keep_tolerance}: must be at least 0")
         if self.density == "random":
             check_seed("TCAConfig.seed", self.seed)
         for name, allowed in (("density", Density), ("index", Index), ("criterion", Criterion)):
             value = getattr(self, name)
             if value not in get_args(allowed):
-                raise ValueError(f"TCAConfig.{name} = {value!r}: must be one of {list(get_args(allowed))}")
+                raise UserError(f"TCAConfig.{name} = {value!r}: must be one of {list(get_args(allowed))}")
 
     @classmethod
     def paper(cls, **overrides: Any) -> TCAConfig:

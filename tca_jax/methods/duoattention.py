@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Float64, Int
 
+from tca_jax.errors import UserError
 from tca_jax.methods.base import CachePolicy, Method, PerHead
 from tca_jax.methods.checks import check_number
 from tca_jax.methods.heads import of_heads
@@ -69,7 +70,7 @@ class DuoAttentionCache(CachePolicy):
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:
         shape = len(self.retrieval), len(self.retrieval[0])
         if shape != (num_layers, num_kv_heads):
-            raise ValueError(
+            raise UserError(
                 f"gates has {shape[0]} layers of {shape[1]} KV heads: must be {num_layers} of {num_kv_heads}"
             )
 
@@ -128,10 +129,10 @@ def load_gates(path: str | os.PathLike[str]) -> Float64[np.ndarray, "layers Hkv"
         try:
             rows = [[float(cell) for cell in line.split("\t")] for line in file if line.strip()]
         except (ValueError, UnicodeDecodeError) as error:
-            raise ValueError(f"{os.fspath(path)}: must hold numbers with tabs between: {error}") from None
+            raise UserError(f"{os.fspath(path)}: must hold numbers with tabs between: {error}") from None
     if len({len(row) for row in rows}) != 1:
         widths = sorted({len(row) for row in rows})
-        raise ValueError(f"{os.fspath(path)}: must hold rows of one length, has rows of {widths or 'nothing'}")
+        raise UserError(f"{os.fspath(path)}: must hold rows of one length, has rows of {widths or 'nothing'}")
     return np.array(rows, np.float64)
 
 
@@ -139,9 +140,9 @@ def _checked_gates(value: Any) -> Float64[np.ndarray, "layers Hkv"]:
     try:
         gates = np.asarray(value, np.float64)
     except (TypeError, ValueError):
-        raise ValueError("gates: must be numbers [layers, H_kv], with as many in every layer") from None
+        raise UserError("gates: must be numbers [layers, H_kv], with as many in every layer") from None
     if gates.ndim != 2 or not gates.size:
-        raise ValueError(f"gates has shape {gates.shape}: must be [layers, H_kv]")
+        raise UserError(f"gates has shape {gates.shape}: must be [layers, H_kv]")
     for layer, head in np.argwhere(~np.isfinite(gates)):
-        raise ValueError(f"gates[{layer}, {head}] = {gates[layer, head]}: must be finite")
+        raise UserError(f"gates[{layer}, {head}] = {gates[layer, head]}: must be finite")
     return np.clip(gates, 0, 1)

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from tca_jax.errors import UserError
 from tca_jax.methods.base import Frequencies, Method
 from tca_jax.methods.checks import check_integer, check_not_negative
 from tca_jax.methods.compression import PromptCompression
@@ -57,7 +58,7 @@ class ExpectedAttentionCache(PromptCompression):
 
     def for_rope(self, frequencies: Frequencies | None) -> ExpectedAttentionCache:
         if frequencies is None:
-            raise ValueError(
+            raise UserError(
                 "expected-attention needs rotations that depend on a token's position alone: this model's RoPE "
                 "changes with the length (dynamic)"
             )
@@ -65,7 +66,7 @@ class ExpectedAttentionCache(PromptCompression):
 
     def scores(self, layer: int, q: Array, k: Array, v: Array, lengths: Array) -> Float32[Array, "B Hkv L"]:
         if self.frequencies is None:
-            raise ValueError("frequencies = None: must be the model's; lm.with_method puts them in")
+            raise UserError("frequencies = None: must be the model's; lm.with_method puts them in")
         mean, covariance = future_queries(q, lengths, self.frequencies, sinks=self.sinks, future=self.future)
         logits = expected_logits(mean, covariance, k)
         index = jnp.arange(k.shape[1])

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from tca_jax.errors import UserError
 from tca_jax.methods.base import Method
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, block_sums
 from tca_jax.methods.checks import check_integer, check_number, is_finite_number
@@ -50,7 +51,7 @@ class FlexPrefill(BlockSparsePrefill):
     def __post_init__(self) -> None:
         check_number("gamma", self.gamma, above=0, at_most=1)
         if not is_finite_number(self.tau) or self.tau < 0:
-            raise ValueError(f"tau = {self.tau!r}: must be a finite number of at least 0")
+            raise UserError(f"tau = {self.tau!r}: must be a finite number of at least 0")
         check_integer("min_budget", self.min_budget, at_least=0)
         check_integer("block_size", self.block_size, at_least=1)
 

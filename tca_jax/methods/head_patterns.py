@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tca_jax.errors import UserError
+
 #: Kinds of a head, and what the published tables call them.
 KINDS = {
     "vertical_slash": "vertical_slash",
@@ -47,11 +49,11 @@ def parse_patterns(table: Any) -> Patterns:
         ValueError: it is no such table; the message names the place.
     """
     if not isinstance(table, Sequence) or isinstance(table, str) or not table:
-        raise ValueError(f"patterns = {table!r}: must be a list with the patterns of each layer")
+        raise UserError(f"patterns = {table!r}: must be a list with the patterns of each layer")
     layers = tuple(_parse_layer(layer, f"patterns[{number}]") for number, layer in enumerate(table))
     counts = sorted({len(layer) for layer in layers})
     if len(counts) > 1:
-        raise ValueError(f"patterns has layers of {counts} heads: must be as many in each")
+        raise UserError(f"patterns has layers of {counts} heads: must be as many in each")
     return layers
 
 
@@ -60,20 +62,20 @@ def _parse_layer(layer: Any, place: str) -> tuple[HeadPattern, ...]:
         heads = {str(number): entry for number, entry in layer.items()}
         missing = [number for number in range(len(heads)) if str(number) not in heads]
         if missing:
-            raise ValueError(f"{place} has no head {missing[0]}: must have all of its {len(heads)} heads by number")
+            raise UserError(f"{place} has no head {missing[0]}: must have all of its {len(heads)} heads by number")
         layer = [heads[str(number)] for number in range(len(heads))]
     if not isinstance(layer, Sequence) or isinstance(layer, str) or not layer:
-        raise ValueError(f"{place} = {layer!r}: must be a list with an entry for each query head")
+        raise UserError(f"{place} = {layer!r}: must be a list with an entry for each query head")
     return tuple(_parse_head(entry, f"{place}[{number}]") for number, entry in enumerate(layer))
 
 
 def _parse_head(entry: Any, place: str) -> HeadPattern:
     if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) < 3:
-        raise ValueError(f"{place} = {entry!r}: must be [kind, columns, diagonals]")
+        raise UserError(f"{place} = {entry!r}: must be [kind, columns, diagonals]")
     kind, columns, diagonals = entry[:3]
     if kind not in KINDS:
-        raise ValueError(f"{place} has kind {kind!r}: must be one of {list(KINDS)}")
+        raise UserError(f"{place} has kind {kind!r}: must be one of {list(KINDS)}")
     for number in (columns, diagonals):
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise ValueError(f"{place} has {number!r}: columns and diagonals must be integers of at least 0")
+            raise UserError(f"{place} has {number!r}: columns and diagonals must be integers of at least 0")
     return HeadPattern(KINDS[kind], columns, diagonals)

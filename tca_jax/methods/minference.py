@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from tca_jax.errors import UserError
 from tca_jax.methods.base import Method
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, block_sums
 from tca_jax.methods.checks import check_integer, check_number
@@ -89,7 +90,7 @@ class MInferencePrefill(BlockSparsePrefill):
             return
         heads = len(self.patterns[0])
         if len(self.patterns) != num_layers or heads % num_kv_heads:
-            raise ValueError(
+            raise UserError(
                 f"patterns has {len(self.patterns)} layers of {heads} query heads: must be {num_layers} of a multiple "
                 f"of {num_kv_heads}, the KV heads"
             )
@@ -102,7 +103,7 @@ class MInferencePrefill(BlockSparsePrefill):
         """
         patterns = (DEFAULT,) * heads if self.patterns is None else self.patterns[layer]
         if len(patterns) != heads:
-            raise ValueError(f"patterns has {len(patterns)} query heads: must be {heads}, as the model has")
+            raise UserError(f"patterns has {len(patterns)} query heads: must be {heads}, as the model has")
         return tuple(HeadPattern(p.kind, *(int(self.scale * n) for n in p[1:])) for p in patterns)
 
     def estimate(self, layer: int, head: Array, heads: int, q: Array, k: Array, lengths: Array) -> tuple[Listed, ...]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from tca_jax.errors import UserError
 from tca_jax.methods.checks import check_integer
 from tca_jax.methods.tiles import concatenate_tiles
 from tca_jax.pallas_kernels.numerics import scaled_scores
@@ -21,16 +22,16 @@ def check_observation(observation: Any, kernel: Any, window: int, *, at_least: i
     """Raises ValueError unless the observing queries lie in the window and the kernel has a centre."""
     check_integer("observation", observation, at_least=at_least)
     if observation > window:
-        raise ValueError(f"observation = {observation}: must be at most window = {window}, whose tokens are kept")
+        raise UserError(f"observation = {observation}: must be at most window = {window}, whose tokens are kept")
     check_integer("kernel", kernel, at_least=1)
     if kernel % 2 == 0:
-        raise ValueError(f"kernel = {kernel}: must be odd")
+        raise UserError(f"kernel = {kernel}: must be odd")
 
 
 def check_pooling(pooling: Any) -> None:
     """Raises ValueError unless it is one of `POOLINGS`."""
     if pooling not in POOLINGS:
-        raise ValueError(f"pooling = {pooling!r}: must be one of {list(POOLINGS)}")
+        raise UserError(f"pooling = {pooling!r}: must be one of {list(POOLINGS)}")
 
 
 def observed_attention(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Int32
 
+from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.integers import round_up
 from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT, Pool
@@ -69,7 +70,7 @@ class Regions:
         """
         regions = cls(batch, tuple(round_up(tokens, REGION_ALIGNMENT) for tokens in capacities))
         if regions.pool_tokens >= 2**31:
-            raise ValueError(
+            raise UserError(
                 f"a batch of {batch} needs a KV pool of {regions.pool_tokens} tokens a layer: at most {2**31 - 1} can "
                 "be addressed; use a smaller batch, or fewer tokens"
             )

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from tca_jax.errors import UserError
 from tca_jax.methods.base import Method
 
 Factory = Callable[..., Method]
@@ -34,9 +35,9 @@ def register(name: str, factory: Factory, *, replace: bool = False) -> None:
         ValueError: the name is empty, holds a "+", or is taken.
     """
     if not name or "+" in name:
-        raise ValueError(f"name = {name!r}: must be a non-empty string without '+'")
+        raise UserError(f"name = {name!r}: must be a non-empty string without '+'")
     if name in _FACTORIES and not replace:
-        raise ValueError(f"name = {name!r} is registered already; pass replace=True to put another method in its place")
+        raise UserError(f"name = {name!r} is registered already; pass replace=True to put another method in its place")
     _FACTORIES[name] = factory
 
 
@@ -118,21 +119,21 @@ def _parts(name: str, options: Mapping[str, Any]) -> list[tuple[str, Mapping[str
     """Name and options of a method, or of each of the two that a pair joins."""
     parts = name.split("+")
     if len(parts) > 2:
-        raise ValueError(f"method {name!r}: at most two methods can be joined, prefill + cache")
+        raise UserError(f"method {name!r}: at most two methods can be joined, prefill + cache")
     if len(parts) == 1:
         return [(name, options)]
     unknown = sorted(set(options) - set(parts))
     if unknown:
-        raise ValueError(f"method {name!r} has no part {unknown[0]!r}: options of a pair go by its parts, {parts}")
+        raise UserError(f"method {name!r} has no part {unknown[0]!r}: options of a pair go by its parts, {parts}")
     for part, given in options.items():
         if not isinstance(given, Mapping):
-            raise ValueError(f"{part} = {given!r}: options of a part of {name!r} must be a mapping")
+            raise UserError(f"{part} = {given!r}: options of a part of {name!r} must be a mapping")
     return [(part, options.get(part, {})) for part in parts]
 
 
 def _factory(name: str) -> Factory:
     if name not in _FACTORIES:
-        raise ValueError(f"method {name!r} is not registered: must be one of {list(names())}, or two joined by '+'")
+        raise UserError(f"method {name!r} is not registered: must be one of {list(names())}, or two joined by '+'")
     return _FACTORIES[name]
 
 
@@ -142,8 +143,8 @@ def _make(name: str, options: Mapping[str, Any]) -> Method:
     try:
         signature.bind(**options)
     except TypeError as error:
-        raise ValueError(f"options of method {name!r}: {error}; it takes {signature}") from None
+        raise UserError(f"options of method {name!r}: {error}; it takes {signature}") from None
     method = factory(**options)
     if not isinstance(method, Method):
-        raise ValueError(f"method {name!r}: its factory returned a {type(method).__name__}, must be a Method")
+        raise UserError(f"method {name!r}: its factory returned a {type(method).__name__}, must be a Method")
     return method

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
+from tca_jax.errors import UserError
 from tca_jax.methods.base import CachePolicy, Method, PerHead
 from tca_jax.methods.candidates import eviction_budgets, region_capacity
 from tca_jax.methods.config import TCAConfig
@@ -123,7 +124,7 @@ class TCACache(CachePolicy):
                 continue
             if len(rows) != num_layers or any(len(layer) != num_kv_heads for layer in rows):
                 heads = sorted({len(layer) for layer in rows})
-                raise ValueError(
+                raise UserError(
                     f"{name} has {len(rows)} layers of {'/'.join(map(str, heads))} KV heads: must be "
                     f"{num_layers} of {num_kv_heads}"
                 )
@@ -185,10 +186,10 @@ def _checked_readings(value: Any) -> Readings:
     """`value` as hashable readings, one for all heads where all are the same; ValueError unless it is such."""
     readings = np.asarray(value)
     if readings.ndim not in (0, 2) or readings.dtype.kind != "U":
-        raise ValueError(f"readings has shape {readings.shape}, dtype {readings.dtype}: must be names [layers, H_kv]")
+        raise UserError(f"readings has shape {readings.shape}, dtype {readings.dtype}: must be names [layers, H_kv]")
     for place in np.argwhere(~np.isin(readings, READINGS)):
         where = "".join(f"[{i}]" for i in place)
-        raise ValueError(f"readings{where} = {str(readings[tuple(place)])!r}: must be one of {list(READINGS)}")
+        raise UserError(f"readings{where} = {str(readings[tuple(place)])!r}: must be one of {list(READINGS)}")
     alike = readings.size and (readings == readings.flat[0]).all()
     return str(readings.flat[0]) if alike else tuple(map(tuple, readings.tolist()))
 
@@ -197,10 +198,10 @@ def _checked_rows(name: str, value: Any, config: TCAConfig) -> Rows:
     """`value` as hashable rows of `candidate_budgets`; ValueError unless it is such."""
     rows = np.asarray(value)
     if rows.ndim not in (0, 2) or not np.issubdtype(rows.dtype, np.integer):
-        raise ValueError(f"{name} has shape {rows.shape}, dtype {rows.dtype}: must be integers [layers, H_kv]")
+        raise UserError(f"{name} has shape {rows.shape}, dtype {rows.dtype}: must be integers [layers, H_kv]")
     for place in np.argwhere((rows < 0) | (rows > config.num_candidates)):
         where = "".join(f"[{i}]" for i in place)
-        raise ValueError(f"{name}{where} = {rows[tuple(place)]}: must lie in [0, {config.num_candidates}]")
+        raise UserError(f"{name}{where} = {rows[tuple(place)]}: must lie in [0, {config.num_candidates}]")
     return int(rows) if rows.ndim == 0 else tuple(map(tuple, rows.tolist()))
 
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from tca_jax.errors import UserError
 from tca_jax.methods.base import Method
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed
 from tca_jax.methods.checks import check_integer, check_number
@@ -51,7 +52,7 @@ class XAttentionPrefill(BlockSparsePrefill):
         check_integer("block_size", self.block_size, at_least=1)
         check_integer("stride", self.stride, at_least=1)
         if self.block_size % self.stride:
-            raise ValueError(f"stride = {self.stride}: must divide block_size = {self.block_size}")
+            raise UserError(f"stride = {self.stride}: must divide block_size = {self.block_size}")
         check_integer("dense_tokens", self.dense_tokens, at_least=0)
 
     def estimate(self, layer: int, head: Array, heads: int, q: Array, k: Array, lengths: Array) -> tuple[Listed, ...]:

@@ -13,6 +13,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter, StrMethodFormatter
 
+from tca_jax.errors import UserError
 from tca_jax.plots import figures
 
 _MOST_COLUMNS = 512  # of the heat map: as many as it has pixels for
@@ -40,10 +41,10 @@ def plot_attention(
     """
     layers, heads, num_tokens = received.shape
     if num_tokens < 16:
-        raise ValueError(f"received has {num_tokens} tokens: must have at least 16")
+        raise UserError(f"received has {num_tokens} tokens: must have at least 16")
     window = num_tokens // 16 if window is None else window
     if not 0 <= window < num_tokens:
-        raise ValueError(f"window = {window}: must lie in [0, {num_tokens - 1}]")
+        raise UserError(f"window = {window}: must lie in [0, {num_tokens - 1}]")
     map_height = float(np.clip(0.09 * layers * heads, 2.2, 5))
     figure = Figure(figsize=(11, map_height + 4.8), dpi=figures.DPI, layout="constrained")
     figure.suptitle(figures.titled(f"Full attention of a prompt of {num_tokens:,} tokens", name), parse_math=False)

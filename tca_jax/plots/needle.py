@@ -16,6 +16,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
+from tca_jax.errors import UserError
 from tca_jax.plots import figures
 from tca_jax.plots.budgets import draw_kept_share, kept_share_title, map_height
 from tca_jax.plots.figures import KEPT_COLORS, MAX_TOKEN_TEXT, visible
@@ -58,10 +59,10 @@ def plot_kept_tokens(
     """
     num_tokens = kept.shape[2]
     if len(tokens) != num_tokens:
-        raise ValueError(f"tokens has {len(tokens)} entries: must have one for each of the {num_tokens} in kept")
+        raise UserError(f"tokens has {len(tokens)} entries: must have one for each of the {num_tokens} in kept")
     start, stop = needle_span
     if not 0 <= start < stop <= num_tokens:
-        raise ValueError(f"needle_span = {needle_span}: must be a range inside the {num_tokens} tokens")
+        raise UserError(f"needle_span = {needle_span}: must be a range inside the {num_tokens} tokens")
     share = kept.mean(axis=-1)
     heads = _telling_heads(kept, needle_span)
     names = [f"layer {layer}, head {head}" for layer, head in heads]

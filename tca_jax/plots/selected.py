@@ -21,6 +21,7 @@ from matplotlib.textpath import TextPath
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 from matplotlib.transforms import Affine2D
 
+from tca_jax.errors import UserError
 from tca_jax.plots import figures
 from tca_jax.plots.figures import KEPT_COLORS, drawable
 
@@ -67,10 +68,10 @@ def plot_selected_tokens(
     """
     layers, heads, num_tokens = kept.shape
     if len(tokens) != num_tokens:
-        raise ValueError(f"tokens has {len(tokens)} entries: must have one for each of the {num_tokens} in kept")
+        raise UserError(f"tokens has {len(tokens)} entries: must have one for each of the {num_tokens} in kept")
     for option, value, most in (("start", start, num_tokens), ("layer", layer, layers), ("head", head, heads)):
         if value is not None and not 0 <= value < most:
-            raise ValueError(f"{option} = {value}: must lie in [0, {most - 1}]")
+            raise UserError(f"{option} = {value}: must lie in [0, {most - 1}]")
     heads_of_page = _sparse(kept[_one(layer)][:, _one(head)])
     share = heads_of_page.mean(axis=0)[start:]
     pieces, shown = lay_out(tokens[start:])

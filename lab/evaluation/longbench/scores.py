@@ -8,6 +8,8 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
+from tca_jax.errors import UserError
+
 _LIBRARIES = ("rouge", "rapidfuzz")
 
 
@@ -15,7 +17,7 @@ def require_libraries() -> None:
     """Raises ValueError unless the libraries of the scorers are installed."""
     missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(f"LongBench's scores need {' and '.join(missing)}: pip install 'tca-jax[lab]'")
+        raise UserError(f"LongBench's scores need {' and '.join(missing)}: pip install 'tca-jax[lab]'")
 
 
 def qa_f1(prediction: str, reference: str, classes: Sequence[str]) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tca_jax.engine.prompts import decode_tokens
+from tca_jax.errors import UserError
 from tca_jax.lab.evaluation.longbench import scores
 from tca_jax.lab.evaluation.samples import Drawing, Mark, Prompt, Sample, Task
 from tca_jax.lab.evaluation.sources import decode
@@ -116,7 +117,7 @@ def _cut_in_the_middle(drawing: Drawing, document: str, question: str, lead: str
     # Text that is cut may take a token more at the seam.
     keep = len(ids) - excess - 4
     if keep < 2:
-        raise ValueError(f"length {drawing.length}: a question of LongBench with its answer takes more")
+        raise UserError(f"length {drawing.length}: a question of LongBench with its answer takes more")
     half = keep // 2
     return decode_tokens(drawing.lm, ids[:half]) + decode_tokens(drawing.lm, ids[-half:]), question
 
@@ -130,7 +131,7 @@ def read_records(folder: Path | None, name: str) -> list[dict[str, Any]]:
     """
     path = Path(folder or "") / f"{name}_e.jsonl"
     if folder is None or not path.is_file():
-        raise ValueError(f"--longbench {folder}: has no {name}_e.jsonl; it must be LongBench's folder of data")
+        raise UserError(f"--longbench {folder}: has no {name}_e.jsonl; it must be LongBench's folder of data")
     records = []
     for number, line in enumerate(decode(path, "--longbench").splitlines(), start=1):
         if not line.strip():
@@ -139,11 +140,11 @@ def read_records(folder: Path | None, name: str) -> list[dict[str, Any]]:
             record = json.loads(line)
             records.append({field: record[field] for field in _FIELDS})
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(
+            raise UserError(
                 f"--longbench {path}, line {number}: not of LongBench's form: {type(error).__name__}: {error}"
             ) from None
     if not records:
-        raise ValueError(f"--longbench {path} holds no sample")
+        raise UserError(f"--longbench {path} holds no sample")
     return records
 
 

@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from tca_jax.errors import UserError
 from tca_jax.lab.evaluation.ruler.fitting import draw_fitted
 from tca_jax.lab.evaluation.samples import Drawing, Sample, asked_with_lead
 
@@ -52,7 +53,7 @@ def draw_questions(drawing: Drawing, name: str, source: str, new_tokens: int) ->
     """
     collection = read_collection(drawing.sources, source)
     if drawing.count > len(collection.questions):
-        raise ValueError(f"--samples {drawing.count}: --{source} has {len(collection.questions)} questions for {name}")
+        raise UserError(f"--samples {drawing.count}: --{source} has {len(collection.questions)} questions for {name}")
     least = max(len(question.documents) for question in collection.questions[: drawing.count])
 
     def make(rng: random.Random, size: int, index: int) -> Sample:
@@ -72,9 +73,9 @@ def read_collection(sources: Any, source: str) -> Collection:
         collection = read(sources.json_of(source))
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         form = {"squad": "SQuAD 2.0", "hotpotqa": "HotpotQA (distractor)"}[source]
-        raise ValueError(f"--{source}: not of {form}'s form: {type(error).__name__}: {error}") from None
+        raise UserError(f"--{source}: not of {form}'s form: {type(error).__name__}: {error}") from None
     if not collection.questions:
-        raise ValueError(f"--{source}: holds no question")
+        raise UserError(f"--{source}: holds no question")
     return collection
 
 
