@@ -112,8 +112,7 @@ def _with_own(lm: Encoder, ids: list[int], kinds: tuple[str, ...], config: TCACo
     """A text with facts in it, which its probes ask for, and passages of it as probes."""
     text, segments = _split_end(ids, config)
     shortest, most = config.window + config.block_size, lm.config.max_context
-    # The seed may be any integer, NumPy takes none below 0; no two texts share draws, nor do copies and facts.
-    seed = [config.seed % 2**32, index]
+    seed = [config.seed, index]  # no two texts share draws, nor do copies and facts
     rng = np.random.default_rng([*seed, 1])
     encoded = _encode_facts(lm, rng, most - shortest) if "facts" in kinds and lm.tokenizer is not None else []
     longest = max([len(segment.ids) for segment in (*segments, *(asked for _, asked in encoded))], default=0)

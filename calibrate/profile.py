@@ -14,7 +14,7 @@ from jaxtyping import Float32, Float64, Int32
 
 from tca_jax.calibration.profile_format import ARRAYS, FORMAT_VERSION, read_fields, sign
 from tca_jax.calibration.rows import NO_ROW, kept_share
-from tca_jax.engine.persistence import RestoreArrays, load_step, save_step
+from tca_jax.engine.persistence import RestoreArrays, absolute_folder, load_step, save_step
 from tca_jax.errors import UserError
 from tca_jax.methods import Method, configured
 from tca_jax.methods.checks import check_integer
@@ -222,7 +222,7 @@ class Profile:
             ValueError: `directory` is a file.
             OSError: it cannot be written to; the message names it, and what it held still loads.
         """
-        path = _absolute(directory)
+        path = absolute_folder(directory)
         if path.exists() and not path.is_dir():
             raise UserError(f"cannot save a profile to {path}: it is a file, not a directory")
         save_step("profile", path, self._arrays(), sign(self._metadata(), self._arrays()))
@@ -244,7 +244,7 @@ class Profile:
             ValueError: it holds no profile, or one that is damaged, inconsistent or of a newer format; the
                 message names the folder and the field.
         """
-        path = _absolute(directory)
+        path = absolute_folder(directory)
         if not path.exists():
             raise FileNotFoundError(f"profile directory {path} does not exist")
         if not path.is_dir():
@@ -379,8 +379,3 @@ def _frozen(array: np.ndarray, dtype: Any) -> np.ndarray:
     copy = np.array(array, dtype=dtype)
     copy.setflags(write=False)
     return copy
-
-
-def _absolute(directory: str | os.PathLike[str]) -> Path:
-    """The directory as an absolute path, the only kind that Orbax takes."""
-    return Path(directory).expanduser().absolute()

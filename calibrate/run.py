@@ -25,7 +25,7 @@ from tca_jax.calibration.worth import Keeping, Losses, Reading, choose_keeping, 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, on_host
 from tca_jax.engine.prompts import Encoder, Prompt, encode_prompts
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, require_type
 from tca_jax.methods.checks import is_finite_number
 from tca_jax.methods.config import Criterion, TCAConfig
 from tca_jax.methods.heads import head_numbers
@@ -85,6 +85,8 @@ def calibrate(
             probe says anything of the model, so heads that read blocks keep everything; or a search has ended above
             its tolerance.
     """
+    require_type("lm", lm, LM, "an LM, from tca_jax.load")
+    require_type("config", config, TCAConfig, "a TCAConfig")
     config = config if criterion is None else dataclasses.replace(config, criterion=criterion)
     require_bounds(config, probes=probes, kept=kept, attended=attended)
     sequences = encode_prompts(lm, texts, "texts")

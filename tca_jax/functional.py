@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from tca_jax.calibration.scores import calibration_scores
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, UserTypeError, require_type
 from tca_jax.methods.candidates import candidate_budgets
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.gradients import attend_selection
@@ -48,7 +50,10 @@ def select(
 
     Raises:
         ValueError: a shape or the backend is not allowed; a known candidate or length is out of range.
+        TypeError: something is no array of its type, or `config` no TCAConfig.
     """
+    require_type("config", config, TCAConfig, "a TCAConfig")
+    _check_floats({"q_last": q_last, "k": k})
     axes = "B o Hq d" if q_last.ndim == 4 else "B Hq d"
     sizes = check_shapes({"q_last": (q_last, axes), "k": (k, "B L Hkv d"), **_ragged(candidates, lengths)})
     if sizes.get("o") == 0:
@@ -88,7 +93,10 @@ def attend(
 
     Raises:
         ValueError: a shape or the backend is not allowed; a known candidate or length is out of range.
+        TypeError: something is no array of its type, the types of q, k and v differ, or `config` is no TCAConfig.
     """
+    require_type("config", config, TCAConfig, "a TCAConfig")
+    _check_floats({"q": q, "k": k, "v": v})
     tokens = "B L Hkv d"
     check_shapes({"q": (q, "B L Hq d"), "k": (k, tokens), "v": (v, tokens), **_ragged(candidates, lengths)})
     _check_values(candidates, lengths, k.shape[1], config)
@@ -129,6 +137,18 @@ def _attend(
     selection = select_by_candidates(q_last, keys, candidates, lengths, config, backend)
 
     return attend_selection(q, k, v, selection, lengths, regions, b, config.window, backend)
+
+
+def _check_floats(arrays: dict[str, Any]) -> None:
+    """Raises UserTypeError unless these are arrays of one type of floating point."""
+    for name, array in arrays.items():
+        require_type(name, array, (jax.Array, np.ndarray), "a JAX or NumPy array")
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise UserTypeError(f"{name} has dtype {array.dtype}: must be floating point")
+    types = {name: str(array.dtype) for name, array in arrays.items()}
+    if len(set(types.values())) > 1:
+        given = ", ".join(f"{name} {dtype}" for name, dtype in types.items())
+        raise UserTypeError(f"dtypes differ: {given}; must be one and the same")
 
 
 def _ragged(candidates: AnyArray, lengths: AnyArray) -> dict[str, tuple[AnyArray, str]]:

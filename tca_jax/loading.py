@@ -17,7 +17,7 @@ from tca_jax.engine.head_balance import Orders, balanced_orders
 from tca_jax.engine.lm import LM
 from tca_jax.engine.programs import enable_compilation_cache
 from tca_jax.engine.prompts import is_librarys
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, require_type
 from tca_jax.models.config import ModelConfig, read_config
 from tca_jax.models.json_object import read_json_object, refuse_misspelt
 from tca_jax.models.names import MODEL
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tca_jax.calibration.profile import Profile
 
 SHIPPED = ("recall-tiny",)
+_LONGEST_NAME = 1024  # characters: no folder and no repository has more
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -57,7 +58,7 @@ class Checkpoint:
         pad = getattr(self.tokenizer, "pad_token_id", None)
         return pad if pad is not None else next(iter(self.eos_token_ids), 0)
 
-    def read_profile(self, profile: str | os.PathLike[str] | Profile | None) -> Profile | None:
+    def read_profile(self, profile: Any) -> Profile | None:
         """The profile that `load` is to use, checked for the model's shape.
 
         Args:
@@ -74,7 +75,7 @@ class Checkpoint:
 
     def load(
         self,
-        profile: str | os.PathLike[str] | Profile | None = None,
+        profile: Any = None,
         *,
         dtype: Any = None,
         mesh: Mesh | None = None,
@@ -143,7 +144,7 @@ def load(
     return open_checkpoint(name_or_path, revision).load(profile, dtype=dtype, mesh=mesh, progress=progress)
 
 
-def open_checkpoint(name_or_path: str | os.PathLike[str], revision: str | None = None) -> Checkpoint:
+def open_checkpoint(name_or_path: Any, revision: str | None = None) -> Checkpoint:
     """All of a checkpoint but its weights: the first half of `load`, whose `name_or_path` and `revision` it takes.
 
     Raises:
@@ -170,29 +171,39 @@ def check_dtype(dtype: Any) -> Any:
     return dtype
 
 
-def checkpoint_folder(name_or_path: str | os.PathLike[str], revision: str | None = None) -> Path:
+def checkpoint_folder(name_or_path: Any, revision: str | None = None) -> Path:
     """The local folder of a checkpoint, downloaded from the Hub where it is not on this machine.
 
     Raises:
         ValueError: neither an alias, nor a folder, nor a Hub id (lists the aliases), or a file.
         FileNotFoundError: the folder has no config.json, or the Hub has no such repository.
     """
+    require_type("name_or_path", name_or_path, (str, os.PathLike), "a string or a path")
     name = os.fspath(name_or_path)
+    if len(name) > _LONGEST_NAME:
+        raise UserError(f"name_or_path has {len(name):,} characters: must have at most {_LONGEST_NAME:,}")
     path = Path(name).expanduser()
     if path.is_dir():  # first: a folder of the user's own is never hidden by a name of ours
         _refuse_dangling(path)
+        _refuse_revision(revision, name)
         if not (path / "config.json").is_file():
             raise FileNotFoundError(f"{path} holds no config.json: not a Hugging Face checkpoint folder")
         return path
     if path.exists() or path.suffix == ".safetensors":
         raise UserError(f"name_or_path = {name!r} is a file: pass its folder, with config.json and *.safetensors")
     if name.lower() in SHIPPED:
+        _refuse_revision(revision, name)
         return _shipped_folder(name)
     hub_id = ALIASES.get(name.lower(), name)
     if hub_id.count("/") != 1 or name.startswith((".", "/", "~")):
         known = ", ".join([*SHIPPED, *ALIASES])
         raise UserError(f"name_or_path = {name!r}: no such folder, Hub id (owner/name) or alias. Aliases: {known}")
     return _download(hub_id, revision)
+
+
+def _refuse_revision(revision: str | None, name: str) -> None:
+    if revision is not None:
+        raise UserError(f"revision = {revision!r} goes with a model of the Hub: {name!r} lies on this machine")
 
 
 def _refuse_dangling(folder: Path) -> None:
@@ -286,6 +297,7 @@ def _resolve_profile(folder: Path, profile: Any) -> Profile | None:
         return None
     from tca_jax.calibration.profile import Profile
 
+    require_type("profile", profile, (str, os.PathLike, Profile), "a Profile, a folder, 'shipped' or None")
     if isinstance(profile, Profile):
         return profile
     if profile != "shipped":

@@ -19,7 +19,7 @@ from tca_jax.engine.cache import LayerCache
 from tca_jax.engine.context_places import context_on_one_device
 from tca_jax.engine.contexts import Context, ContextIdentity
 from tca_jax.engine.layouts import CacheLayout
-from tca_jax.engine.persistence import RestoreArrays, checksum, load_step, save_step
+from tca_jax.engine.persistence import RestoreArrays, absolute_folder, checksum, load_step, save_step
 from tca_jax.errors import UserError
 from tca_jax.methods.regions import Regions
 from tca_jax.models.config import ModelConfig
@@ -53,14 +53,12 @@ def save_context(context: Context, directory: str | os.PathLike[str]) -> None:
     # As bytes: NumPy has no bfloat16 of its own, and what is read back must be what was written, bit for bit.
     arrays = {name: x.view(np.uint8) if x.dtype.name == metadata["dtype"] else x for name, x in arrays.items()}
     metadata = json.loads(json.dumps(metadata))  # tuples are lists from here on, as they will be when it is read
-    save_step(
-        _KIND, Path(directory).expanduser().absolute(), arrays, {**metadata, _CHECKSUM: checksum(metadata, arrays)}
-    )
+    save_step(_KIND, absolute_folder(directory), arrays, {**metadata, _CHECKSUM: checksum(metadata, arrays)})
 
 
 def load_context(directory: str | os.PathLike[str]) -> Context:
     """See `Context.load`."""
-    path = Path(directory).expanduser().absolute()
+    path = absolute_folder(directory)
     if not path.exists():
         raise FileNotFoundError(f"context directory {path} does not exist")
     if not path.is_dir():

@@ -28,7 +28,7 @@ from tca_jax.engine.mesh import CACHES, ROWS, OverMesh, on_host, rows_of_device
 from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.starting import open_caches, read_prompts
-from tca_jax.errors import UserError, UserTypeError
+from tca_jax.errors import UserError, UserTypeError, require_type
 from tca_jax.methods import BASELINE
 from tca_jax.models.config import ModelConfig
 from tca_jax.pallas_kernels.backends import Backend, whole
@@ -254,6 +254,7 @@ def prefill(
             anything is compiled. Or the model computes NaN or infinity, with the layer.
         TypeError: an argument is of a wrong type.
     """
+    require_type("lm", lm, LM, "an LM, from tca_jax.load")
     kernels = whole(backend)
     if context is not None:
         return _append(lm, prompts, context, kernels)

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, require_type
 
 T = TypeVar("T")
 RestoreArrays = Callable[[Iterable[str]], dict[str, np.ndarray]]
@@ -65,6 +65,19 @@ def save_step(kind: str, directory: Path, arrays: Mapping[str, np.ndarray], meta
         raise _save_error(kind, directory, error) from error
     _sync(directory)
     _clean_up(directory, kind)
+
+
+def absolute_folder(directory: Any) -> Path:
+    """The directory as an absolute path, the only kind that Orbax takes.
+
+    Raises:
+        ValueError: it is empty, which would name the current folder.
+        TypeError: it is neither a string nor a path.
+    """
+    require_type("directory", directory, (str, os.PathLike), "a string or a path")
+    if not os.fspath(directory):
+        raise UserError("directory = '': must name a folder")
+    return Path(directory).expanduser().absolute()
 
 
 def checksum(metadata: Mapping[str, Any], arrays: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import ROWS, SAME, OverMesh, rows_of_device
 from tca_jax.engine.sampling import Sampling
 from tca_jax.engine.starting import prefill
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, require_type
 from tca_jax.methods.checks import check_integer
 from tca_jax.pallas_kernels.backends import Backend, whole
 from tca_jax.pallas_kernels.checks import as_int32, check_range, check_shapes
@@ -51,8 +51,10 @@ def generate_tokens(
 
     Raises:
         ValueError: a shape or size is not allowed, or a length or token that is known; names the argument.
-        TypeError: tokens or lengths are no integers.
+        TypeError: tokens or lengths are no integers, `lm` is no LM, or `sampling` no Sampling.
     """
+    require_type("lm", lm, LM, "an LM, from tca_jax.load")
+    require_type("sampling", sampling, Sampling, "a Sampling")
     kernels = whole(backend)
     tokens, lengths = as_int32("tokens", tokens), as_int32("lengths", lengths)
     sizes = check_shapes({"tokens": (tokens, "B L"), "lengths": (lengths, "B")})

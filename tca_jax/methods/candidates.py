@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float64, Int32
 
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, require_type
+from tca_jax.methods.checks import check_integer
 from tca_jax.methods.config import TCAConfig
 
 
@@ -82,8 +84,11 @@ def candidate_budgets(config: TCAConfig, num_blocks: int) -> Int32[Array, "M1 n"
         int32 [M + 1, num_blocks], rows ascending; the last row, "dense", is b throughout.
 
     Raises:
-        ValueError: `num_blocks` is negative.
+        ValueError: `num_blocks` is no integer, or negative.
+        TypeError: `config` is no TCAConfig.
     """
+    require_type("config", config, TCAConfig, "a TCAConfig")
+    _validate_blocks(num_blocks)
     sizes = budget_sizes(config)
     return jnp.asarray(np.stack([np.repeat(sizes, row) for row in budget_counts(config, num_blocks)]))
 
@@ -119,9 +124,8 @@ def region_capacity(config: TCAConfig, candidate: int, max_blocks: int, prefill_
     return int(np.minimum(kept, np.arange(max_blocks + 1) * config.block_size).max())
 
 
-def _validate_blocks(num_blocks: int) -> None:
-    if num_blocks < 0:
-        raise UserError(f"number of blocks = {num_blocks}: must be at least 0")
+def _validate_blocks(num_blocks: Any) -> None:
+    check_integer("num_blocks", num_blocks, at_least=0)
 
 
 def _largest_remainder(config: TCAConfig, blocks: np.ndarray) -> np.ndarray:

@@ -18,6 +18,8 @@ _INTEGERS = (
     *("block_size", "window", "num_candidates", "reserve", "observation", "spread"),
     *("fetch", "fetch_stride", "seed"),
 )
+_LARGEST = 2**31 - 1  # positions are 32-bit integers
+_MOST_CANDIDATES = 1024  # far more shapes than a block has budgets; tables grow with them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +29,7 @@ class TCAConfig:
     Attributes:
         block_size: Tokens in a block, b. A power of two (Eq. 4 places the candidates on its powers).
         window: Local tokens every query keeps at least, w. A multiple of `block_size`.
-        num_candidates: Candidate budget distributions per head, M (Eq. 4); "dense" comes on top.
+        num_candidates: Candidate budget distributions per head, M (Eq. 4), at most 1,024; "dense" comes on top.
         sigma: Spread of each candidate's log-normal shape (Eq. 4).
         alpha: Weight of the concentration index against the attention mass in the block density (Eq. 6).
         density: How blocks are ordered for budgeting: "concentration" (default), "paper" (Eq. 6) or "random".
@@ -44,7 +46,7 @@ class TCAConfig:
         read_tolerance: Loss inside a prompt that calibration allows over full attention's, as a share of what row 0 in
             every head costs.
         keep_tolerance: Share of the answers that full attention knows which calibration lets the cache lose.
-        seed: Seed of the "random" density.
+        seed: Seed of the "random" density and of calibration's probes, in [0, 2^32).
 
     Raises:
         ValueError: a value is out of range; the message names the field, what was given and what is allowed.
@@ -78,6 +80,8 @@ class TCAConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, numbers.Integral):
                 raise UserError(f"TCAConfig.{name} = {value!r}: must be an integer")
+            if name != "seed" and int(value) > _LARGEST:
+                raise UserError(f"TCAConfig.{name} = {value}: must be at most 2^31 - 1")
             object.__setattr__(self, name, int(value))  # a NumPy integer would not survive JSON
         for name in ("sigma", "alpha", "tau", "read_tolerance", "keep_tolerance"):
             value = getattr(self, name)
@@ -90,8 +94,8 @@ class TCAConfig:
             raise UserError(
                 f"TCAConfig.window = {self.window}: must be a positive multiple of block_size = {self.block_size}"
             )
-        if self.num_candidates < 2:
-            raise UserError(f"TCAConfig.num_candidates = {self.num_candidates}: must be at least 2")
+        if not 2 <= self.num_candidates <= _MOST_CANDIDATES:
+            raise UserError(f"TCAConfig.num_candidates = {self.num_candidates}: must lie in [2, {_MOST_CANDIDATES}]")
         if self.sigma <= 0:
             raise UserError(f"TCAConfig.sigma = {self.sigma}: must be positive")
         if not 0 <= self.alpha <= 1:
@@ -109,8 +113,7 @@ class TCAConfig:
             raise UserError(f"TCAConfig.read_tolerance = {self.read_tolerance}: must lie in [0, 1)")
         if self.keep_tolerance < 0:
             raise UserError(f"TCAConfig.keep_tolerance = {self.keep_tolerance}: must be at least 0")
-        if self.density == "random":
-            check_seed("TCAConfig.seed", self.seed)
+        check_seed("TCAConfig.seed", self.seed)
         for name, allowed in (("density", Density), ("index", Index), ("criterion", Criterion)):
             value = getattr(self, name)
             if value not in get_args(allowed):

@@ -118,7 +118,7 @@ def test_sizes_are_the_powers_of_two_up_to_the_block():
 
 
 def test_out_of_range_arguments_are_refused():
-    with pytest.raises(ValueError, match="number of blocks = -1: must be at least 0"):
+    with pytest.raises(ValueError, match="num_blocks = -1: must be an integer of at least 0"):
         candidate_budgets(CONFIG, -1)
     for candidate in (-1, 15):
         with pytest.raises(ValueError, match=rf"candidate = {candidate}: must lie in \[0, 14\]"):

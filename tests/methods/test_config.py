@@ -43,7 +43,7 @@ def test_ranked_blocks_are_the_whole_blocks_beyond_the_window(length, blocks):
         ({"block_size": True}, r"TCAConfig.block_size = True: must be an integer"),
         ({"window": 4000}, r"TCAConfig.window = 4000: must be a positive multiple of block_size = 128"),
         ({"window": 0}, r"TCAConfig.window = 0"),
-        ({"num_candidates": 1}, r"TCAConfig.num_candidates = 1: must be at least 2"),
+        ({"num_candidates": 1}, r"num_candidates = 1: must lie in \[2, 1024\]"),
         ({"sigma": 0.0}, r"TCAConfig.sigma = 0.0: must be positive"),
         ({"alpha": 1.5}, r"TCAConfig.alpha = 1.5: must lie in \[0, 1\]"),
         ({"sigma": 10**400}, r"TCAConfig.sigma = 10+: must be a finite number"),
