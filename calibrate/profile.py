@@ -25,6 +25,7 @@ from tca_jax.models.config import ModelConfig
 _LOSSES, _ENDS = ("inside", "answers", "following"), ("full", "row0", "chosen")
 _PROBES = ("counted", "kept", "attended")
 _SCORE_SLACK = 0.01  # float32 sums over long texts leave [0, 1] by rounding
+_SHOWN = 12  # characters of a fingerprint in a message
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -197,7 +198,8 @@ class Profile:
         if None not in (self.fingerprint, fingerprint) and self.fingerprint != fingerprint:
             raise UserError(
                 f"profile of {self.model_name!r} was made with other weights than those of model {name!r} "
-                f"(fingerprint {self.fingerprint!r}, the model's is {fingerprint!r}): calibrate this model"
+                f"(fingerprint {str(self.fingerprint)[:_SHOWN]}, the model's is {str(fingerprint)[:_SHOWN]}): "
+                "calibrate this model"
             )
 
     def method(self) -> Method:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -196,8 +197,12 @@ def checkpoint_folder(name_or_path: Any, revision: str | None = None) -> Path:
         return _shipped_folder(name)
     hub_id = ALIASES.get(name.lower(), name)
     if hub_id.count("/") != 1 or name.startswith((".", "/", "~")):
-        known = ", ".join([*SHIPPED, *ALIASES])
-        raise UserError(f"name_or_path = {name!r}: no such folder, Hub id (owner/name) or alias. Aliases: {known}")
+        known = [*SHIPPED, *ALIASES]
+        near = get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+        meant = f"Nearest aliases: {', '.join(near)}. All" if near else "Aliases"
+        raise UserError(
+            f"name_or_path = {name!r}: no such folder, Hub id (owner/name) or alias. {meant}: {', '.join(known)}"
+        )
     return _download(hub_id, revision)
 
 

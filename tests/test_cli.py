@@ -18,6 +18,7 @@ import tca_jax
 from tca_jax.calibration.profile import Profile
 from tca_jax.cli.app import app
 from tca_jax.cli.generate import describe
+from tca_jax.cli.profiles import of_texts
 from tca_jax.errors import UserTypeError
 from tca_jax.loading import SHIPPED, shipped_profile
 
@@ -496,3 +497,15 @@ def test_progress_is_on_the_standard_error_of_a_terminal_only(tmp_path):
     assert "calibrating on 1 text" in terminal.stderr
     json.loads(terminal.stdout)
     assert run(*args).stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [
+        ([700], "1 text of 700 tokens"),
+        ([8192] * 3, "3 texts of 8,192 tokens"),
+        ([9, 8100, 50], "3 texts of 9 to 8,100 tokens"),
+    ],
+)
+def test_a_profile_says_how_many_texts_it_was_made_of_and_how_long_they_were(lengths, said):
+    assert of_texts(lengths) == said

@@ -159,6 +159,8 @@ def test_an_unknown_alias_lists_the_aliases():
         ValueError, match=r"name_or_path = 'qwen9-7b': no such folder, Hub id \(owner/name\) or alias.*qwen2.5-7b"
     ):
         tca_jax.load("qwen9-7b")
+    with pytest.raises(ValueError, match=r"Nearest aliases: llama3.1-8b, llama3.1-70b, .* All: recall-tiny"):
+        tca_jax.load("llama-3.1-8b")
 
 
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path):

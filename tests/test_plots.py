@@ -277,3 +277,9 @@ def test_a_plot_of_attention_of_wrong_arguments_is_refused(tmp_path, tokens, win
 def test_plots_need_no_display_and_leave_pyplot_alone():
     code = "import sys; from tca_jax import plots; assert 'matplotlib.pyplot' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_picture_of_another_format_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"map.jpg: pictures are PNG files; the name must end in .png"):
+        plots.plot_kept_share(make_share(), 4096, "tiny", tmp_path / "map.jpg")
+    assert not list(tmp_path.iterdir())

@@ -82,15 +82,22 @@ def print_profile(profile: Profile, folder: Path, tokens: int | None, png: Path 
         print("Attended to while a prompt is read (b: reads blocks, d: reads dense):")
         candidates, initials = profile.prefill_candidates.astype(str), profile.readings.astype("U1")
         _print_tables(np.where(profile.readings == "sparse", candidates, initials), prefill)
-    lengths = ", ".join(f"{source['tokens']:,}" for source in profile.sources)
+    lengths = [source["tokens"] for source in profile.sources]
     print(f"Mean kept share: {kept.mean():.1%} in the cache, {prefill.mean():.1%} while a prompt is read")
-    print(f"Calibrated on texts of {lengths} tokens" if lengths else "Not calibrated on any text")
+    print(f"Calibrated on {of_texts(lengths)}" if lengths else "Not calibrated on any text")
     for line in (*_readings(profile), *_losses(profile), *_worths(profile), *_probes(profile)):
         print(line)
     print(f"Settings: {', '.join(f'{k}={v}' for k, v in dataclasses.asdict(profile.config).items())}")
     print(f"Profile: {folder}")
     if png is not None:
         print(f"Heat maps: {png}")
+
+
+def of_texts(lengths: list[int]) -> str:
+    """How many texts, and how long they are."""
+    least, most = min(lengths), max(lengths)
+    tokens = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    return f"{len(lengths)} {'text' if len(lengths) == 1 else 'texts'} of {tokens} tokens"
 
 
 def draw_profile(profile: Profile, tokens: int, path: Path) -> Path:

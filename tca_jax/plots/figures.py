@@ -10,10 +10,12 @@ from matplotlib import font_manager
 from matplotlib.figure import Figure
 from matplotlib.ft2font import FT2Font
 
+from tca_jax.errors import UserError
 from tca_jax.files import replacing
 
 KEPT_COLORS = "YlGnBu"  # light: little is kept, dark: all is
 DPI = 150
+_SUFFIXES = ("", ".png")  # what is no regular file, such as a pipe, may have none
 MAX_TOKEN_TEXT = 12
 _VISIBLE = {"\n": "↵", "\r": "↵", "\t": "→", " ": "·"}
 
@@ -32,7 +34,13 @@ def drawable() -> frozenset[int]:
 
 
 def write(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Writes the figure as a PNG; no display and no pyplot state is involved."""
+    """Writes the figure as a PNG; no display and no pyplot state is involved.
+
+    Raises:
+        ValueError: the file's name ends in something else than .png.
+    """
+    if Path(path).suffix.lower() not in _SUFFIXES:
+        raise UserError(f"{os.fspath(path)}: pictures are PNG files; the name must end in .png")
     with replacing(path) as file:
         figure.savefig(file, format="png")
     return Path(path)
