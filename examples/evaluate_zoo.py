@@ -280,7 +280,8 @@ def curves(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> Non
     window, shape = window_of(tokens), (lm.config.num_layers, lm.config.num_kv_heads)
     texts, tasks = passages(0, plan.passages, tokens, 1), sorted(set(MIXTURES[name]))
     documents = {task: draw_documents((11, tokens), plan.questions, _size(lm, tokens), name, task) for task in tasks}
-    found: dict[str, Any] = {"curves": name, "tokens": tokens, "points": []}
+    found: dict[str, Any] = {"curves": name, "tokens": tokens, "device": jax.devices()[0].device_kind}
+    found |= {"texts": len(texts), "questions": plan.questions * len(tasks), "points": []}
     if out.exists():
         found = json.loads(out.read_text())
 
@@ -310,20 +311,29 @@ def curves(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> Non
         tolerances = dataclasses.replace(config, read_tolerance=read, keep_tolerance=keep)
         return lm.with_profile(tca_jax.calibrate(lm, own_texts, tolerances, probes=pairs))
 
-    def with_own() -> tca_jax.LM:
-        return lm.with_profile(_calibrated(lm, plan, config, tokens, 0))
-
-    builder = Builder(lm, row0, None, lambda: passages(0, 1, tokens, 0))
-
-    def under_spec(spec: MethodSpec) -> tca_jax.LM:
-        return builder.build(spec).lm
+    def own_profile() -> Profile:  # by which DuoAttention ranks heads, too
+        folder = out.with_suffix("")
+        if not folder.exists():
+            _calibrated(lm, plan, config, tokens, 0).save(folder)
+        return Profile.load(folder)
 
     note("full", lambda: lm.with_profile(None), reads=True, keeps=True, label="full attention")
     note("row 0", lambda: lm.with_profile(row0), reads=True, keeps=True, label="TCA, row 0 in every head")
     for read, keep in TOLERANCES:
         label = f"TCA, pairs, tolerances {read:g} and {keep:g}"
         note("TCA, pairs", functools.partial(with_pairs, read, keep), reads=True, keeps=True, label=label)
-    note("TCA, default probes", with_own, reads=True, keeps=True, label="TCA, default probes")
+    note(
+        "TCA, default probes",
+        lambda: lm.with_profile(own_profile()),
+        reads=True,
+        keeps=True,
+        label="TCA, default probes",
+    )
+    builder = Builder(lm, own_profile(), None, lambda: passages(0, 1, tokens, 0))
+
+    def under_spec(spec: MethodSpec) -> tca_jax.LM:
+        return builder.build(spec).lm
+
     for spec in parse_methods(",".join(READERS)):
         note(spec.parts[0][0], functools.partial(under_spec, spec), reads=True, keeps=False, label=spec.label)
     sizes = CallSizes(bucket_length(tokens), bucket_length(256), bucket_length(128))

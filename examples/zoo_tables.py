@@ -162,4 +162,5 @@ def _curve(record: dict[str, Any]) -> list[str]:
             read = [f"{point['attended_share']:.1%}", _over(point["inside"], point["inside_full"])]
         kept = [f"{point['kv_share']:.1%}", f"{point['late']:.1%}"] if "late" in point else [""] * 2
         rows.append([point["label"], *read, *kept])
-    return _table(f"{record['curves']}, {record['tokens']:,} tokens: what methods cost and lose", head, rows)
+    what = f"{record['tokens']:,} tokens, {record['texts']} texts, {record['questions']} questions, {record['device']}"
+    return _table(f"{record['curves']}, {what}: what methods cost and lose", head, rows)

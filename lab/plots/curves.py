@@ -45,7 +45,8 @@ def draw_curves(
     legend: dict[str, Any] = {}
     for number, (axes, (heading, curves)) in enumerate(zip(used, panels.items(), strict=True)):
         for method, points in curves.items():
-            (legend[method],) = axes.plot(*zip(*points, strict=True), label=method, **styles[method])
+            # Markers at an end of a scale are drawn whole, over the frame.
+            (legend[method],) = axes.plot(*zip(*points, strict=True), label=method, clip_on=False, **styles[method])
         axes.set_title(heading, fontsize=10, parse_math=False)
         axes.grid(alpha=0.25)
         if number + columns >= len(used):  # the lowest of its column

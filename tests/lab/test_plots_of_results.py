@@ -141,6 +141,7 @@ def test_a_plot_of_keeping_joins_the_points_of_a_method_by_their_bytes(figures):
         "tca": [[0.2, 0.5]],
         "streaming": [[0.1, 0.0], [0.2, 0.5]],
     }
+    assert not any(line.get_clip_on() for line in two.lines)  # a marker at 0% is drawn whole
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
