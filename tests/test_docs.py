@@ -166,12 +166,13 @@ def call(command: Command) -> str:
 
 
 @pytest.mark.usefixtures("shared")
-def test_the_example_of_the_readme_runs_and_prints_what_it_says():
-    generated, streamed, of_another_method, logprob = run(README).splitlines()
+def test_the_example_and_the_commands_of_the_readme_run_and_print_what_they_say():
+    generated, streamed, of_another_method, logprob, *of_commands = run(README).splitlines()
     assert generated.startswith("482913. Stats(")
     assert streamed == "482913."
     assert not of_another_method.startswith("482913")
     assert float(logprob) < 0
+    assert any(line.startswith("Calibrated on ") for line in of_commands)
 
 
 WHOLE_MODEL = ["methods", "profiles", "quickstart"]
