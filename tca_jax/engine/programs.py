@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,8 +35,10 @@ class _Kept(NamedTuple):
     maps: int
 
 
-#: All programs of the process, those that were not used for longest first.
-_kept: dict[Hashable, _Kept] = {}
+#: All programs of the process, those that were not used for longest first: by a reference to the `Program`, and what
+#: they were compiled for.
+_kept: dict[tuple[Hashable, ...], _Kept] = {}
+_lock = threading.RLock()  # several threads may compile at once; the garbage collector may call `_forget` anywhere
 
 
 class Program:
@@ -49,6 +53,7 @@ class Program:
     def __init__(self, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> None:
         self._function = function
         self._donate = donate
+        weakref.finalize(self, _forget, weakref.ref(self))
 
     def prepare(self, *args: Any, **static: Any) -> tuple[Callable[..., Any], float]:
         """Compiles for these arguments unless that was done before.
@@ -68,10 +73,11 @@ class Program:
     def _prepare(self, *args: Any, **static: Any) -> tuple[Callable[..., Any], float]:
         leaves, structure = jax.tree.flatten(args)
         shapes = tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
-        key = (self, structure, shapes, tuple(sorted(static.items())))
-        if key in _kept:
-            _kept[key] = _kept.pop(key)  # now the youngest
-            return _kept[key].executable, 0.0
+        key = (weakref.ref(self), structure, shapes, tuple(sorted(static.items())))
+        with _lock:
+            if (kept := _kept.pop(key, None)) is not None:
+                _kept[key] = kept  # now the youngest
+                return kept.executable, 0.0
         start, nbytes, maps = time.perf_counter(), _resident_bytes(), num_maps()
         # JAX keeps what it has compiled as long as the function lives: this one lives as long as its program.
         function = functools.partial(self._function)
@@ -79,15 +85,25 @@ class Program:
         executable = jitted.lower(*args, **static).compile()
         seconds = time.perf_counter() - start
         code = getattr(executable.memory_analysis(), "generated_code_size_in_bytes", 0)
-        _kept[key] = _Kept(executable, code + max(0, _resident_bytes() - nbytes), max(0, num_maps() - maps))
-        while len(_kept) > 1 and _are_many():
-            del _kept[next(iter(_kept))]
+        kept = _Kept(executable, code + max(0, _resident_bytes() - nbytes), max(0, num_maps() - maps))
+        with _lock:
+            _kept[key] = kept
+            while len(_kept) > 1 and _are_many():
+                _kept.pop(next(iter(_kept)), None)
         return executable, seconds
 
 
 def forget_programs() -> None:
     """Drops all programs; each is compiled anew when it is next needed."""
-    _kept.clear()
+    with _lock:
+        _kept.clear()
+
+
+def _forget(program: Hashable) -> None:
+    """Drops what was compiled of a `Program` that is gone, by the reference to it."""
+    with _lock:
+        for key in [key for key in list(_kept) if key[0] is program]:
+            _kept.pop(key, None)
 
 
 def num_maps() -> int:
@@ -100,13 +116,14 @@ def num_maps() -> int:
 
 def _are_many() -> bool:
     """Whether the programs that are kept are more than a process should have."""
-    if len(_kept) > _MOST_PROGRAMS or sum(each.nbytes for each in _kept.values()) > _MOST_BYTES:
+    kept = list(_kept.values())
+    if len(kept) > _MOST_PROGRAMS or sum(each.nbytes for each in kept) > _MOST_BYTES:
         return True
     try:
         allowed = int(_ALLOWED_MAPS.read_text())
     except (OSError, ValueError):
         return False
-    return sum(each.maps for each in _kept.values()) > allowed / _SHARE_OF_MAPS
+    return sum(each.maps for each in kept) > allowed / _SHARE_OF_MAPS
 
 
 def _resident_bytes() -> int:

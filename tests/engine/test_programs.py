@@ -1,5 +1,7 @@
 """Compiled programs: what is kept of them, and that a long-lived process does not drown in them."""
 
+import gc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -55,6 +57,24 @@ def test_programs_are_bounded_by_their_bytes(monkeypatch):
     assert prepare(program, 1) == 0  # the last one stays, whatever it takes
     prepare(program, 2)
     assert prepare(program, 1) > 0
+
+
+def test_programs_of_a_function_that_is_gone_are_gone():
+    one, other = Program(double), Program(double)
+    prepare(one, 1)
+    prepare(other, 1)
+    del one
+    gc.collect()
+    assert len(programs._kept) == 1
+    assert prepare(other, 1) == 0
+
+
+def test_threads_may_prepare_at_once(monkeypatch):
+    monkeypatch.setattr(programs, "_MOST_PROGRAMS", 3)
+    program = Program(double)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda size: prepare(program, 1 + size % 5), range(40)))
+    assert len(programs._kept) == 3
 
 
 @pytest.mark.skipif(not LINUX, reason="only Linux says what a process maps")
