@@ -22,7 +22,7 @@ from tca_jax.calibration.profile import Profile
 from tca_jax.calibration.rows import choose_candidates, require_fit
 from tca_jax.calibration.scores import calibration_scores
 from tca_jax.calibration.worth import Keeping, Losses, Reading, choose_keeping, choose_reading
-from tca_jax.engine.lm import LM
+from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import SAME, on_host
 from tca_jax.engine.prompts import Encoder, Prompt, encode_prompts
 from tca_jax.errors import UserError, require_type
@@ -85,7 +85,7 @@ def calibrate(
             probe says anything of the model, so heads that read blocks keep everything; or a search has ended above
             its tolerance.
     """
-    require_type("lm", lm, LM, "an LM, from tca_jax.load")
+    require_lm(lm)
     require_type("config", config, TCAConfig, "a TCAConfig")
     config = config if criterion is None else dataclasses.replace(config, criterion=criterion)
     require_bounds(config, probes=probes, kept=kept, attended=attended)

@@ -285,8 +285,9 @@ class _KeepingObjective:
 
     def _measured(self, rows: Int32[np.ndarray, "layers Hkv"]) -> list[np.ndarray]:
         """Losses of every column of every text."""
-        measure = lambda: [text.losses(rows).tolist() for text in self._reading()]  # noqa: E731
-        found = self._journal.get("keeping losses", rows, measure)
+        found = self._journal.get(
+            "keeping losses", rows, lambda: [text.losses(rows).tolist() for text in self._reading()]
+        )
         return [np.asarray(of_text, np.float32) for of_text in found]
 
     def _full(self) -> list[Any]:

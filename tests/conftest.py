@@ -60,12 +60,15 @@ def pytest_collection_modifyitems(items):
 def no_programs_of_other_modules():
     """A process may map so many pieces of memory (65,530 on Linux): the programs of thousands of tests are too many."""
     yield
-    if "jax" not in sys.modules or _num_maps() < _MOST_MAPS:
+    if "jax" not in sys.modules:
         return
     import jax
 
-    if (programs := sys.modules.get("tca_jax.engine.programs")) is not None:
-        programs.forget_programs()
+    from tca_jax.engine.programs import forget_programs, num_maps
+
+    if 0 < num_maps() < _MOST_MAPS:  # 0: the system does not say
+        return
+    forget_programs()
     jax.clear_caches()
 
 
@@ -77,11 +80,3 @@ def figures(monkeypatch):
     drawn = []
     monkeypatch.setattr(module, "write", lambda figure, path: drawn.append(figure) or Path(path))
     return drawn
-
-
-def _num_maps() -> int:
-    """Pieces of memory that this process maps; as many as are allowed where the system does not say."""
-    try:
-        return Path("/proc/self/maps").read_bytes().count(b"\n")
-    except OSError:
-        return _MOST_MAPS

@@ -22,13 +22,13 @@ from tca_jax.engine.folding import fold, layouts_after
 from tca_jax.engine.health import require_finite
 from tca_jax.engine.identity import describe_method, unknown_types
 from tca_jax.engine.layouts import CacheLayout, total_bytes
-from tca_jax.engine.lm import LM
+from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.memory import require_room
 from tca_jax.engine.mesh import CACHES, ROWS, OverMesh, on_host, rows_of_device
 from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.starting import open_caches, read_prompts
-from tca_jax.errors import UserError, UserTypeError, require_type
+from tca_jax.errors import UserError, require_type
 from tca_jax.methods import BASELINE
 from tca_jax.models.config import ModelConfig
 from tca_jax.pallas_kernels.backends import Backend, whole
@@ -254,7 +254,7 @@ def prefill(
             anything is compiled. Or the model computes NaN or infinity, with the layer.
         TypeError: an argument is of a wrong type.
     """
-    require_type("lm", lm, LM, "an LM, from tca_jax.load")
+    require_lm(lm)
     kernels = whole(backend)
     if context is not None:
         return _append(lm, prompts, context, kernels)
@@ -389,8 +389,7 @@ class Appendix:
                 not allowed.
             TypeError: `context` is none, or a prompt is of a wrong type.
         """
-        if not isinstance(context, Context):
-            raise UserTypeError(f"context is of type {type(context).__name__}: must be a Context, from tca_jax.prefill")
+        require_type("context", context, Context, "a Context, from tca_jax.prefill")
         context = context.on(lm)
         ids = encode_appended(lm, prompts, context.batch, context.token_ids)
         held, b = np.asarray(context.lengths), context.layouts[0].block_size

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from tca_jax.engine.head_balance import Orders, balanced_orders
 from tca_jax.engine.layouts import CacheLayout, plan_layouts
 from tca_jax.engine.mesh import mesh_name, whole_mesh
-from tca_jax.errors import UserTypeError
+from tca_jax.errors import UserTypeError, require_type
 from tca_jax.methods import BASELINE, Method, get
 from tca_jax.methods.base import CachePolicy
 from tca_jax.methods.heads import HeadShards
@@ -235,3 +235,8 @@ class LM:
         c = self.config
         sizes = c.num_layers, c.num_kv_heads, batch, prompt_tokens, new_tokens, self.head_shards
         return plan_layouts(self.method.cache, *sizes)
+
+
+def require_lm(lm: Any) -> None:
+    """Raises UserTypeError unless it is a model."""
+    require_type("lm", lm, LM, "an LM, from tca_jax.load")

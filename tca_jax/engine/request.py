@@ -19,14 +19,14 @@ from tca_jax.engine.contexts import Appendix, Context
 from tca_jax.engine.decoding import STATE, DecodingState, decode, row_keys
 from tca_jax.engine.health import require_finite
 from tca_jax.engine.layouts import CacheLayout, total_bytes
-from tca_jax.engine.lm import LM
+from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.memory import require_room
 from tca_jax.engine.mesh import CACHES, SAME, OverMesh, on_host, rows_of_device
 from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.prompts import decode_tokens, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.sampling import Sampling
 from tca_jax.engine.starting import APPENDED, PROMPTS, prefill, resume
-from tca_jax.errors import UserError, UserTypeError, require_type
+from tca_jax.errors import UserError, UserTypeError
 from tca_jax.methods import BASELINE
 from tca_jax.methods.checks import check_integer, check_seed
 from tca_jax.pallas_kernels.backends import Backend, whole
@@ -120,7 +120,7 @@ class Request:
         backend: str,
     ) -> Request:
         """Checks all that can be checked before a program is compiled, types included; see `generation.generate`."""
-        require_type("lm", lm, LM, "an LM, from tca_jax.load")
+        require_lm(lm)
         kernels = whole(backend)
         check_integer("max_new_tokens", max_new_tokens, at_least=1)
         check_integer("min_new_tokens", min_new_tokens, at_least=0)

@@ -12,11 +12,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.engine.health import require_finite
-from tca_jax.engine.lm import LM
+from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import ROWS, OverMesh, on_host, rows_of_device
 from tca_jax.engine.programs import Program
 from tca_jax.engine.prompts import Prompt, encode_prompts, pad_tokens
-from tca_jax.errors import UserError, require_type
+from tca_jax.errors import UserError
 from tca_jax.methods.pairs import attended_share
 from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.backends import Backend, whole
@@ -59,7 +59,7 @@ def score(lm: LM, texts: Prompt | Sequence[Prompt], *, backend: str = "auto") ->
             with the layer.
         TypeError: `texts` holds what is no text.
     """
-    require_type("lm", lm, LM, "an LM, from tca_jax.load")
+    require_lm(lm)
     kernels = whole(backend)
     ids = encode_prompts(lm, texts, argument="texts")
     for i, tokens in enumerate(ids):

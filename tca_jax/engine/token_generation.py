@@ -13,7 +13,7 @@ from jaxtyping import Array, Int, Key
 
 from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.decoding import decode, row_keys
-from tca_jax.engine.lm import LM
+from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import ROWS, SAME, OverMesh, rows_of_device
 from tca_jax.engine.sampling import Sampling
 from tca_jax.engine.starting import prefill
@@ -53,7 +53,7 @@ def generate_tokens(
         ValueError: a shape or size is not allowed, or a length or token that is known; names the argument.
         TypeError: tokens or lengths are no integers, `lm` is no LM, or `sampling` no Sampling.
     """
-    require_type("lm", lm, LM, "an LM, from tca_jax.load")
+    require_lm(lm)
     require_type("sampling", sampling, Sampling, "a Sampling")
     kernels = whole(backend)
     tokens, lengths = as_int32("tokens", tokens), as_int32("lengths", lengths)
