@@ -172,11 +172,13 @@ def evaluate(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> N
 
 
 def draws(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> None:
-    """What the cache keeps, by draws of the calibration texts of the first length."""
+    """What the cache keeps, by draws of the calibration texts of the first length; draws in `out` are not made again."""
     lm, found = _begun(folder, dtype)
     tokens, *_ = plan.lengths
-    kept = []
-    for seed in range(plan.draws):
+    if out.exists():
+        found = json.loads(out.read_text())
+    kept = found["lengths"].get(str(tokens), {}).get("draws", [])
+    for seed in range(len(kept), plan.draws):
         profile = _calibrated(lm, plan, TCAConfig(window=window_of(tokens)), tokens, seed)
         kept.append(float(profile.kept_share(tokens).mean()))
         found["lengths"][str(tokens)] = {"draws": kept}
