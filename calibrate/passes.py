@@ -5,6 +5,7 @@ Memory is O(L): beside the residual stream a pass keeps what its caller takes of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,11 +15,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from tca_jax.calibration.layer_programs import LayerProgram, layer_program, runnable_decoder, shards_of
+from tca_jax.calibration.layer_programs import LayerProgram, runnable_decoder, shards_of
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.engine.prompts import pad_tokens
 from tca_jax.engine.scoring import logprobs_of_hidden
+from tca_jax.models.decoder import Decoder
 
 _LOGIT_ELEMENTS = 2**26  # of a chunk whose losses are differentiated: 256 MiB, several times
 
@@ -29,6 +31,10 @@ class ForwardPass:
     Args:
         lm: The model. On a mesh, heads of what layers measure are in the order of `lm.head_orders`.
         ids: The sequence, at least 1 token.
+
+    Attributes:
+        lengths: Its tokens, `[1]`.
+        angles: Of RoPE, cosines and sines.
     """
 
     def __init__(self, lm: LM, ids: Sequence[int]) -> None:
@@ -37,7 +43,7 @@ class ForwardPass:
         self._layers = [nnx.split(layer) for layer in self._decoder.layers]
         self._tokens, self.lengths = jnp.asarray(padded), jnp.asarray(lengths)
         positions = jnp.minimum(jnp.arange(padded.shape[1], dtype=jnp.int32), self.lengths[:, None] - 1)
-        self._x, *self._angles = self.of_decoder(embed, self._tokens, positions)
+        self._x, *self.angles = self.of_decoder(embed, self._tokens, positions)
 
     @property
     def num_columns(self) -> int:
@@ -47,40 +53,37 @@ class ForwardPass:
     def layers(
         self,
         program: LayerProgram,
-        *arguments: Any,
         each: Sequence[tuple[Any, ...]] | None = None,
+        *,
         inputs: list[Array] | None = None,
+        **static: Any,
     ) -> Iterator[Any]:
         """Runs every layer by a program that returns the stream behind it and what it measures; yields the latter.
 
         Args:
-            program: Takes a layer's parts, the stream, RoPE's angles and the length.
-            *arguments: What it takes behind these.
-            each: Of every layer, what it takes in front of these.
+            program: Takes the stream, RoPE's angles, arrays of the layer, and the length.
+            each: These arrays, of every layer; None for none.
             inputs: Gets the stream in front of every layer, where the program does not overwrite it.
+            **static: The program's static arguments.
         """
         for number in range(len(self._layers)):
             own = () if each is None else each[number]
             if inputs is not None:
                 inputs.append(self._x)
-            self._x, measured = self.one_layer(number, program, self._x, *own, *arguments)
+            self._x, measured = self.of_layer(number, program, self._x, *self.angles, *own, self.lengths, **static)
             yield measured
 
-    def one_layer(self, number: int, program: LayerProgram, x: Array, *arguments: Any) -> Any:
-        """What a program of a layer gives for a stream in front of it."""
-        return self.of_layer(number, program, x, *self._angles, self.lengths, *arguments)
+    def of_layer(self, number: int, program: LayerProgram, *arrays: Any, **static: Any) -> Any:
+        """What a program of a layer gives."""
+        return program(self._layers[number], *arrays, shards=self._shards, **static)
 
-    def behind(self, program: LayerProgram, *arguments: Any) -> Any:
-        """What a program of the whole decoder gives for the stream behind the last layer."""
-        return self.of_decoder(program, self._x, *arguments)
+    def of_decoder(self, program: LayerProgram, *arrays: Any) -> Any:
+        """What a program of the decoder gives."""
+        return program(nnx.split(self._decoder), *arrays, shards=self._shards)
 
-    def of_layer(self, number: int, program: LayerProgram, *arguments: Any) -> Any:
-        """What a program gives of a layer's parts and arguments."""
-        return program(*self._layers[number], *arguments, shards=self._shards, layer=number)
-
-    def of_decoder(self, program: LayerProgram, *arguments: Any) -> Any:
-        """What a program gives of the decoder's parts and arguments."""
-        return program(*nnx.split(self._decoder), *arguments, shards=self._shards)
+    def behind(self, program: LayerProgram, *arrays: Any) -> Any:
+        """The same for the stream behind the last layer."""
+        return self.of_decoder(program, self._x, *arrays)
 
     @property
     def targets(self) -> Int32[Array, "1 L"]:
@@ -92,34 +95,29 @@ class ForwardPass:
         return on_host(self.behind(losses_of, self.targets))[0]
 
 
-@layer_program()
+@LayerProgram
 def embed(
-    graphdef: Any, weights: Any, tokens: Int32[Array, "B L"], positions: Int32[Array, "B L"]
+    decoder: Decoder, tokens: Int32[Array, "B L"], positions: Int32[Array, "B L"]
 ) -> tuple[Float[Array, "B L D"], Float[Array, "B L half"], Float[Array, "B L half"]]:
     """What the first layer gets: the residual stream, and the angles of RoPE."""
-    decoder = nnx.merge(graphdef, weights)
     return decoder.embed(tokens), *decoder.angles(positions)
 
 
-@layer_program()
-def losses_of(
-    graphdef: Any, weights: Any, x: Float[Array, "B P D"], targets: Int32[Array, "B P"]
-) -> Float32[Array, "B P"]:
+@LayerProgram
+def losses_of(decoder: Decoder, x: Float[Array, "B P D"], targets: Int32[Array, "B P"]) -> Float32[Array, "B P"]:
     """Loss in nats of a token after each position, from the stream behind the last layer."""
-    decoder = nnx.merge(graphdef, weights)
     return -logprobs_of_hidden(decoder, decoder.norm(x), targets)
 
 
-@layer_program(derives=True)
+@functools.partial(LayerProgram, derives=True)
 def loss_slope(
-    graphdef: Any,
-    weights: Any,
+    decoder: Decoder,
     x: Float[Array, "1 L D"],
     targets: Int32[Array, "1 L"],
     counted: Float32[Array, "1 L"],
 ) -> Float[Array, "1 L D"]:
     """Derivative of the losses of some tokens, weighted and summed, by the stream behind the last layer."""
-    length, vocabulary = x.shape[1], nnx.merge(graphdef, weights).config.vocab_size
+    (graphdef, weights), length, vocabulary = nnx.split(decoder), x.shape[1], decoder.config.vocab_size
     chunk = max(1, min(length, _LOGIT_ELEMENTS // vocabulary))
 
     def chunks(x: Array) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,8 @@ def search_patterns(
         raise UserError(f"text has {tokens} tokens: must have more than first_query = {first_query}")
     tell, table = progress or (lambda done, total: None), list[list[Any]]()
     tell(0, layers)
-    for kept in ForwardPass(lm, sequences[0]).layers(_search_layer, tuple(candidates), first_query):
+    run = ForwardPass(lm, sequences[0])
+    for kept in run.layers(_search_layer, candidates=tuple(candidates), first_query=first_query):
         by_kv_head = on_host(kept).reshape(lm.config.num_kv_heads, -1, len(candidates))
         own = lm.own_heads(len(table), by_kv_head).reshape(-1, len(candidates))
         table.append([_best(scores, candidates) for scores in own])
@@ -68,7 +70,7 @@ def _best(scores: Float32[np.ndarray, " P"], candidates: tuple[HeadPattern, ...]
     return [*candidates[number], round(float(scores[number]), 6)]
 
 
-@attention_program(static=("candidates", "first_query"), donate=("x",), outputs=(SAME, HEADS))
+@functools.partial(attention_program, static=("candidates", "first_query"), donate=True, outputs=(SAME, HEADS))
 def _search_layer(
     q: Float[Array, "1 L Hq d"],
     k: Float[Array, "1 L Hkv d"],

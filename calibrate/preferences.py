@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,9 +12,10 @@ from tca_jax.calibration.layer_programs import attention_program
 from tca_jax.calibration.passes import ForwardPass
 from tca_jax.calibration.profile import Profile
 from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import SAME, SECOND_HEADS, on_host
 from tca_jax.engine.prompts import Prompt, encode_prompts
 from tca_jax.errors import UserError
-from tca_jax.methods.cake import layer_preference
+from tca_jax.methods.cake import layer_preference, observed_spread
 from tca_jax.methods.checks import check_integer, check_number
 from tca_jax.methods.queries import last_queries
 from tca_jax.pallas_kernels.causal_attention import causal_attention
@@ -54,8 +56,8 @@ def layer_preferences(
             )
     shares = []
     for ids in sequences:
-        layers = ForwardPass(lm, ids).layers(_preference_layer, observation, float(tau1), float(tau2))
-        preferences = np.array([float(each[0]) for each in layers], np.float64)
+        layers = ForwardPass(lm, ids).layers(_spread_layer, observation=observation)
+        preferences = np.array([layer_preference(on_host(each)[0], tau1, tau2) for each in layers], np.float64)
         if not np.isfinite(preferences).all():
             layer = int(np.argmin(np.isfinite(preferences)))
             raise UserError(f"model {lm.name!r} computes NaN or infinity in the attention of layer {layer}")
@@ -78,16 +80,14 @@ def head_gates(profile: Profile) -> Float32[np.ndarray, "layers Hkv"]:
     return np.clip(worth / max(float(worth.max()), np.finfo(np.float32).tiny), 0, 1)
 
 
-@attention_program(static=("observation", "tau1", "tau2"), donate=("x",))
-def _preference_layer(
+@functools.partial(attention_program, static=("observation",), donate=True, outputs=(SAME, SECOND_HEADS))
+def _spread_layer(
     q: Float[Array, "1 L Hq d"],
     k: Float[Array, "1 L Hkv d"],
     v: Float[Array, "1 L Hkv d"],
     lengths: Int32[Array, " 1"],
     observation: int,
-    tau1: float,
-    tau2: float,
-) -> tuple[Float[Array, "1 L Hq d"], Float32[Array, " 1"]]:
-    """Full attention, and the layer's preference."""
-    preference = layer_preference(last_queries(q, lengths, observation), k, lengths, tau1, tau2)
-    return causal_attention(q, k, v, lengths), preference
+) -> tuple[Float[Array, "1 L Hq d"], Float32[Array, "1 Hkv 2"]]:
+    """Full attention, and how it is spread."""
+    spread = observed_spread(last_queries(q, lengths, observation), k, lengths)
+    return causal_attention(q, k, v, lengths), spread

@@ -20,12 +20,11 @@ from tca_jax.calibration.passes import ForwardPass, embed, loss_slope, losses_of
 from tca_jax.calibration.probe_attention import SeenText, attend_probe
 from tca_jax.calibration.probes import ProbedText
 from tca_jax.calibration.search import Heads
-from tca_jax.calibration.text_losses import TEXT_SPECS, LayerText, read_layer
+from tca_jax.calibration.text_losses import TEXT_SPECS, LayerText, gates_of, read_layer
 from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, on_host
 from tca_jax.methods.config import TCAConfig
-from tca_jax.methods.heads import head_numbers
 from tca_jax.methods.selection import row_budgets
 from tca_jax.pallas_kernels.ranking import selection_mask
 
@@ -94,9 +93,8 @@ class ReadText:
         self._sparse = [
             lm.dealt_heads(i, np.zeros(lm.config.num_kv_heads, bool) if more is None else ~more[i]) for i in layers
         ]
-        gates = [(None if more is None else jnp.asarray(1 - sparse, jnp.float32),) for sparse in self._sparse]
         self._texts = []
-        for of_layer in self._pass.layers(read_layer, config, each=gates):
+        for of_layer in self._pass.layers(read_layer, gates_of(lm, more), config=config):
             self._texts.append(of_layer)
             step()
 
@@ -120,8 +118,8 @@ class ReadText:
         cotangent = self._pass.of_decoder(loss_slope, last, self.probes.targets, jnp.asarray(weights)[None])
         found, gates = list[np.ndarray](), jnp.zeros(rows.shape[1], jnp.float32)
         for number in reversed(range(len(streams))):
-            given = streams.pop(), *self._angles, self._behind(number, rows), gates, self._config, cotangent
-            cotangent, slope = self._pass.of_layer(number, _slopes, *given)
+            given = cotangent, streams.pop(), *self._angles, gates, self._behind(number, rows)
+            cotangent, slope = self._pass.of_layer(number, _slopes, *given, config=self._config)
             found.append(self._lm.own_heads(number, on_host(slope).astype(np.float64)))
         return np.stack(found[::-1])
 
@@ -129,15 +127,16 @@ class ReadText:
         """The probes' stream in front of every layer, and behind the last."""
         streams = [self._x]
         for number in range(len(self._texts)):
-            given = streams[-1], *self._angles, self._behind(number, rows), None, self._config
-            streams.append(self._pass.of_layer(number, _read_probes, *given)[0])
+            given = streams[-1], *self._angles, None, self._behind(number, rows)
+            streams.append(self._pass.of_layer(number, _read_probes, *given, config=self._config)[0])
             self._step()
         return streams
 
     def _behind(self, number: int, rows: Rows) -> _Behind:
         dealt = jnp.asarray(self._lm.dealt_heads(number, rows[number]), jnp.int32)
         text = jax.tree.map(jnp.asarray, self._texts[number])
-        return _Behind(self.probes.probe, text, dealt, jnp.asarray(self._sparse[number]), self._pass.lengths)
+        numbers, sparse = jnp.asarray(self._lm.head_numbers(number)), jnp.asarray(self._sparse[number])
+        return _Behind(self.probes.probe, text, dealt, sparse, numbers, self._pass.lengths)
 
 
 class _Behind(NamedTuple):
@@ -148,6 +147,7 @@ class _Behind(NamedTuple):
         text: What the layer has of the text.
         rows: Cache rows of its heads.
         sparse: Heads that have read sparse, which keep at least row 0.
+        numbers: Of the heads, in the model.
         lengths: Tokens of the text.
     """
 
@@ -155,14 +155,14 @@ class _Behind(NamedTuple):
     text: LayerText
     rows: Int32[Array, " Hkv"]
     sparse: Bool[Array, " Hkv"]
+    numbers: Int32[Array, " Hkv"]
     lengths: Int32[Array, " 1"]
 
     def seen(self, config: TCAConfig) -> SeenText:
         """The text with what its rows have left of it."""
-        tokens, heads = self.text.k.shape[1:3]
-        scores, numbers = self.text.scores, head_numbers(0, heads)
-        least = row_budgets(scores, jnp.zeros_like(self.rows), self.lengths, config, numbers)
-        budgets = row_budgets(scores, self.rows, self.lengths, config, numbers)
+        tokens, scores = self.text.k.shape[1], self.text.scores
+        least = row_budgets(scores, jnp.zeros_like(self.rows), self.lengths, config, self.numbers)
+        budgets = row_budgets(scores, self.rows, self.lengths, config, self.numbers)
         budgets = jnp.maximum(budgets, jnp.where(self.sparse[:, None], least, 0))
         selected = selection_mask(scores.ranking, budgets, block_size=config.block_size)
         ranked = jnp.arange(tokens) < config.num_ranked_blocks(self.lengths) * config.block_size
@@ -173,15 +173,15 @@ def _attend(
     q: Float[Array, "1 P Hq d"],
     k: Float[Array, "1 P Hkv d"],
     v: Float[Array, "1 P Hkv d"],
-    behind: _Behind,
     gates: Float32[Array, " Hkv"] | None,
+    behind: _Behind,
     config: TCAConfig,
 ) -> tuple[Float[Array, "1 P Hq d"], None]:
     """Attention of the probes over what cache rows have left of the text, or at gates of 1 over all of it."""
     return attend_probe(q[0], k[0], v[0], behind.seen(config), gates)[None], None
 
 
-_LIES: Any = SAME, TEXT_SPECS, HEADS, HEADS, SAME
-_OPTIONS: dict[str, Any] = {"static": ("config",), "inputs": {"behind": _Behind(*_LIES), "gates": HEADS}}
-_read_probes = attention_program(outputs=(SAME, SAME), **_OPTIONS)(_attend)
+_LIES: Any = SAME, TEXT_SPECS, HEADS, HEADS, HEADS, SAME
+_OPTIONS: dict[str, Any] = {"static": ("config",), "inputs": (HEADS, _Behind(*_LIES))}
+_read_probes = attention_program(_attend, outputs=(SAME, SAME), **_OPTIONS)
 _slopes = slope_program(_attend, outputs=(SAME, HEADS), **_OPTIONS)

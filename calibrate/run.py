@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 import warnings
@@ -28,7 +29,6 @@ from tca_jax.engine.prompts import Encoder, Prompt, encode_prompts
 from tca_jax.errors import UserError, require_type
 from tca_jax.methods.checks import is_finite_number
 from tca_jax.methods.config import Criterion, TCAConfig
-from tca_jax.methods.heads import head_numbers
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 
 _DEFAULT_CONFIG = TCAConfig()
@@ -159,8 +159,9 @@ def _by_scores(
 ) -> Profile:
     """Algorithm 1: the sparsest candidate of every head whose score reaches tau."""
     scores = np.zeros((lm.config.num_layers, lm.config.num_kv_heads, config.num_candidates + 1))
+    numbers = [(jnp.asarray(lm.head_numbers(layer)),) for layer in range(lm.config.num_layers)]
     for ids in sequences:
-        for layer, of_layer in enumerate(ForwardPass(lm, ids).layers(_score_layer, config)):
+        for layer, of_layer in enumerate(ForwardPass(lm, ids).layers(_score_layer, numbers, config=config)):
             of_layer = on_host(of_layer)  # all texts' and layers' would crowd the device
             if not np.isfinite(of_layer).all():
                 raise UserError(f"model {lm.name!r} computes NaN or infinity in the attention of layer {layer}")
@@ -171,16 +172,17 @@ def _by_scores(
     return Profile(candidates=rows, scores=scores, **found)
 
 
-@attention_program(static=("config",), donate=("x",), outputs=(SAME, HEADS))
+@functools.partial(attention_program, static=("config",), donate=True, inputs=(HEADS,), outputs=(SAME, HEADS))
 def _score_layer(
     q: Float[Array, "1 L Hq d"],
     k: Float[Array, "1 L Hkv d"],
     v: Float[Array, "1 L Hkv d"],
+    numbers: Int32[Array, " Hkv"],
     lengths: Int32[Array, " 1"],
     config: TCAConfig,
 ) -> tuple[Float[Array, "1 L Hq d"], Float32[Array, "Hkv M1"]]:
     """Full attention, and calibration scores; NaN where a query or key is not finite."""
-    scores = calibration_scores(q, k, lengths, config, heads=head_numbers(0, k.shape[2]))[0]
+    scores = calibration_scores(q, k, lengths, config, heads=numbers)[0]
     finite = jnp.isfinite(q).all() & jnp.isfinite(k).all()  # a selection among NaNs may score well
     return causal_attention(q, k, v, lengths), jnp.where(finite, scores, jnp.nan)
 

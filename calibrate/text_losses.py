@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,6 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, SECOND_HEADS, on_host
 from tca_jax.errors import UserError
 from tca_jax.methods.config import TCAConfig
-from tca_jax.methods.heads import head_numbers
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.selection import PromptScores, score_prompt
 from tca_jax.pallas_kernels.causal_attention import causal_attention
@@ -49,7 +49,7 @@ class TextLosses:
         """
         found = []
         for ids in self._texts:
-            losses, layers = self._losses(ids, [None] * self._lm.config.num_layers)
+            losses, layers = self._losses(ids, None)
             finite = [bool(of_heads.all()) for _, of_heads in layers]
             if not all(finite) or not np.isfinite(losses).all():
                 layer = [*finite, False].index(False)
@@ -62,7 +62,7 @@ class TextLosses:
         """The same where these heads read blocks and all others sparse at row 0."""
         losses, shares = [], []
         for ids in self._texts:
-            of_text, layers = self._losses(ids, self._gates(more))
+            of_text, layers = self._losses(ids, more)
             losses.append(of_text)
             pairs = [self._lm.own_heads(layer, of_heads) for layer, (of_heads, _) in enumerate(layers)]
             shares.append(np.stack(pairs).astype(np.float64) / (len(ids) * (len(ids) + 1) / 2))
@@ -73,34 +73,31 @@ class TextLosses:
         """Derivative of the loss by a gate of each head, from its reading towards blocks."""
         return np.mean([self._slopes(ids, more) for ids in self._texts], axis=0)
 
-    def _gates(self, more: Heads) -> list[Float32[np.ndarray, " Hkv"]]:
-        return [self._lm.dealt_heads(layer, of_layer.astype(np.float32)) for layer, of_layer in enumerate(more)]
-
     def _counted(self, ids: Sequence[int]) -> slice:
         """Columns that count, which have a token behind them and one left of their window."""
         return slice(self._config.window + self._config.block_size, len(ids) - 1)
 
     def _losses(
-        self, ids: Sequence[int], gates: Sequence[Float32[np.ndarray, " Hkv"] | None]
+        self, ids: Sequence[int], more: Heads | None
     ) -> tuple[Float32[np.ndarray, " counted"], list[tuple[np.ndarray, np.ndarray]]]:
         """Losses that count, and of every layer the pairs that its heads attend to and whether they are finite."""
         run, measured = ForwardPass(self._lm, ids), []
-        for read in run.layers(read_layer, self._config, each=[(of_layer,) for of_layer in gates]):
+        for read in run.layers(read_layer, gates_of(self._lm, more), config=self._config):
             measured.append((on_host(read.pairs), on_host(read.finite)))
             self._step()
         return run.losses()[self._counted(ids)], measured
 
     def _slopes(self, ids: Sequence[int], more: Heads) -> Float64[np.ndarray, "layers Hkv"]:
-        run, inputs = ForwardPass(self._lm, ids), list[Array]()
-        gates = [jnp.asarray(of_layer) for of_layer in self._gates(more)]
-        for _ in run.layers(read_layer, self._config, each=[(of_layer,) for of_layer in gates], inputs=inputs):
+        run, inputs, gates = ForwardPass(self._lm, ids), list[Array](), gates_of(self._lm, more)
+        for _ in run.layers(read_layer, gates, inputs=inputs, config=self._config):
             self._step()
         weights = np.zeros((1, run.num_columns), np.float32)
         weights[0, self._counted(ids)] = 1 / max(1, weights[0, self._counted(ids)].size)
         cotangent = run.behind(loss_slope, run.targets, jnp.asarray(weights))
         found: list[np.ndarray] = []
         for number in reversed(range(len(inputs))):
-            cotangent, slope = run.one_layer(number, _slopes, inputs.pop(), gates[number], self._config, cotangent)
+            given = cotangent, inputs.pop(), *run.angles, *gates[number], run.lengths
+            cotangent, slope = run.of_layer(number, _slopes, *given, config=self._config)
             found.append(self._lm.own_heads(number, on_host(slope).astype(np.float64)))
             self._step()
         return np.stack(found[::-1])
@@ -124,19 +121,31 @@ class LayerText(NamedTuple):
     finite: Bool[Array, " Hkv"]
 
 
+def gates_of(lm: LM, more: Heads | None) -> list[tuple[Array | None, Array]]:
+    """Of every layer, as `read_layer` takes them: gates of heads that read blocks, or None; and the heads' numbers."""
+    return [
+        (
+            None if more is None else jnp.asarray(lm.dealt_heads(layer, more[layer]), jnp.float32),
+            jnp.asarray(lm.head_numbers(layer)),
+        )
+        for layer in range(lm.config.num_layers)
+    ]
+
+
 _SPECS: Any = THIRD_HEADS, THIRD_HEADS, SECOND_HEADS, HEADS, HEADS
 #: How a layer's text lies on a mesh.
 TEXT_SPECS = LayerText(*_SPECS)
-_OPTIONS: dict[str, Any] = {"static": ("config",), "inputs": {"gates": HEADS}}
+_OPTIONS: dict[str, Any] = {"static": ("config",), "inputs": (HEADS, HEADS)}
 
 
-@attention_program(outputs=(SAME, TEXT_SPECS), **_OPTIONS)
+@functools.partial(attention_program, outputs=(SAME, TEXT_SPECS), **_OPTIONS)
 def read_layer(
     q: Float[Array, "1 L Hq d"],
     k: Float[Array, "1 L Hkv d"],
     v: Float[Array, "1 L Hkv d"],
-    lengths: Int32[Array, " 1"],
     gates: Float32[Array, " Hkv"] | None,
+    numbers: Int32[Array, " Hkv"],
+    lengths: Int32[Array, " 1"],
     config: TCAConfig,
 ) -> tuple[Float[Array, "1 L Hq d"], LayerText]:
     """Attention of heads that read blocks where their gate is 1 and sparse where it is 0; full without gates."""
@@ -145,7 +154,7 @@ def read_layer(
     if gates is None:
         out, pairs = causal_attention(q, k, v, lengths), jnp.zeros((heads, 2), jnp.float32)
     else:
-        both = read_both(q, k, v, lengths, head_numbers(0, heads), config)
+        both = read_both(q, k, v, lengths, numbers, config)
         out, pairs = both.mixed(gates), both.pairs
     scores = score_prompt(last_queries(q, lengths, config.num_queries), k, lengths, config)
     return out, LayerText(jnp.where(text, k, 0), jnp.where(text, v, 0), scores, pairs, finite)
@@ -155,12 +164,13 @@ def _gated(
     q: Float[Array, "1 L Hq d"],
     k: Float[Array, "1 L Hkv d"],
     v: Float[Array, "1 L Hkv d"],
-    lengths: Int32[Array, " 1"],
     gates: Float32[Array, " Hkv"],
+    numbers: Int32[Array, " Hkv"],
+    lengths: Int32[Array, " 1"],
     config: TCAConfig,
 ) -> tuple[Float[Array, "1 L Hq d"], None]:
     """What `read_layer` attends to, to be derived."""
-    return attend_gated(q, k, v, gates, lengths, head_numbers(0, k.shape[2]), config), None
+    return attend_gated(q, k, v, gates, lengths, numbers, config), None
 
 
 _slopes = slope_program(_gated, outputs=(SAME, HEADS), **_OPTIONS)

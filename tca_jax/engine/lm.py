@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Int32
 
 from tca_jax.engine.head_balance import Orders, balanced_orders
 from tca_jax.engine.layouts import CacheLayout, plan_layouts
@@ -143,6 +144,10 @@ class LM:
     def own_heads(self, layer: int, values: np.ndarray) -> np.ndarray:
         """Values for each KV head of a layer, axis 0, in the model's own order, from that in which the heads lie."""
         return values if self.head_shards is None else values[self.head_shards.inverse[layer]]
+
+    def head_numbers(self, layer: int) -> Int32[np.ndarray, " Hkv"]:
+        """The KV heads of a layer in the order in which they lie."""
+        return self.dealt_heads(layer, np.arange(self.config.num_kv_heads, dtype=np.int32))
 
     def dealt_heads(self, layer: int, values: np.ndarray) -> np.ndarray:
         """The inverse of `own_heads`."""

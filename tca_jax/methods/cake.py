@@ -34,7 +34,6 @@ from tca_jax.methods.base import Method
 from tca_jax.methods.checks import check_not_negative
 from tca_jax.methods.compression import PromptCompression
 from tca_jax.methods.full import FullPrefill
-from tca_jax.methods.heads import sum_of_devices
 from tca_jax.methods.observation import check_observation, observed_attention, pool
 
 #: Fewest queries that have a variance.
@@ -120,28 +119,33 @@ def cake(
     return Method("cake", FullPrefill(), cache)
 
 
-def layer_preference(
-    q_last: Float[Array, "B O Hq d"],
-    k: Float[Array, "B L Hkv d"],
-    lengths: Int[Array, " B"],
-    tau1: float = 1.0,
-    tau2: float = 1.0,
-) -> Float32[Array, " B"]:
-    """How much cache a layer wants: H^(1/tau1) V^(1/tau2), summed over heads, observing queries and the tokens before.
+def observed_spread(
+    q_last: Float[Array, "B O Hq d"], k: Float[Array, "B L Hkv d"], lengths: Int[Array, " B"]
+) -> Float32[Array, "B Hkv 2"]:
+    """Of each KV head the entropy over tokens and the variance over queries, summed over its observing queries.
 
     Args:
         q_last: Last prompt queries after RoPE `[B, O, Hq, d]`, O at least 2.
         k: Prompt keys after RoPE `[B, L, Hkv, d]`, right-padded.
         lengths: Prompt lengths `[B]`.
-        tau1: Temperature of the entropy.
-        tau2: Temperature of the variance.
     """
 
     def of_keys(attention: Float32[Array, "B Hkv G O t"]) -> tuple[Array, Array]:
         entropy = -jnp.sum(attention * jnp.log(attention + 1e-10), axis=-2)
         return entropy, attention.var(axis=-2, ddof=1)
 
-    entropy, variance = (sum_of_devices(x.sum(axis=(1, 2, 3))) for x in observed_attention(q_last, k, lengths, of_keys))
+    return jnp.stack([x.sum(axis=(2, 3)) for x in observed_attention(q_last, k, lengths, of_keys)], axis=-1)
+
+
+def layer_preference(spread: Float32[np.ndarray, "Hkv 2"], tau1: float = 1.0, tau2: float = 1.0) -> float:
+    """How much cache a layer wants: H^(1/tau1) V^(1/tau2), H and V summed over heads.
+
+    Args:
+        spread: Entropy and variance of each KV head, from `observed_spread`.
+        tau1: Temperature of the entropy.
+        tau2: Temperature of the variance.
+    """
+    entropy, variance = spread.sum(axis=0, dtype=np.float64).tolist()
     return entropy ** (1 / tau1) * variance ** (1 / tau2)
 
 

@@ -124,7 +124,8 @@ def test_no_array_grows_with_the_square_of_the_length(lm):
         x, angles = jnp.zeros((1, length, 32)), jnp.zeros((1, length, 4))
 
         def score(weights, lengths):
-            return _score_layer(graphdef, weights, x, angles, angles, lengths, CONFIG)
+            numbers = jnp.arange(lm.config.num_kv_heads, dtype=jnp.int32)
+            return _score_layer((graphdef, weights), x, angles, angles, numbers, lengths, config=CONFIG)
 
         return max(array_sizes(jax.make_jaxpr(score)(weights, jnp.array([length])).jaxpr))
 

@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from sharp_lm import make_lm, random_ids
 
 import tca_jax
+from tca_jax.calibration import text_losses
 from tca_jax.calibration.text_losses import TextLosses
 from tca_jax.engine.lm import LM
 from tca_jax.methods.config import TCAConfig
@@ -71,7 +73,8 @@ def test_slopes_are_those_of_the_measured_loss_along_each_gate(lm, monkeypatch, 
 
     def total(gates) -> float:
         with monkeypatch.context() as patch:
-            patch.setattr(losses, "_gates", lambda more: [np.asarray(layer, np.float32) for layer in gates])
+            given = [(jnp.asarray(of_layer, jnp.float32), jnp.arange(2)) for of_layer in gates]
+            patch.setattr(text_losses, "gates_of", lambda lm, more: given)
             return float(losses.of(more)[0].mean(dtype=np.float64))
 
     found = losses.slopes(more)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tca_jax import methods
-from tca_jax.methods.cake import layer_budgets, layer_preference
+from tca_jax.methods.cake import layer_budgets, layer_preference, observed_spread
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40).filter(any), st.integers(0, 500), st.floats(0, 1))
@@ -41,7 +41,8 @@ def test_preferences_equal_the_oracle(heads, kv_heads, tau1, tau2):
     lengths = (40, 67)
     q, k, _ = (poison(x, lengths) for x in qkv(heads, 2, 70, heads, kv_heads, 16, scale=1.0))
     queries = observed_queries(q, lengths, 8)
-    found = layer_preference(*map(jnp.asarray, (queries, k, np.array(lengths))), tau1, tau2)
+    spread = np.asarray(observed_spread(*map(jnp.asarray, (queries, k, np.array(lengths)))))
+    found = [layer_preference(of_row, tau1, tau2) for of_row in spread]
     wanted = [
         compressing.cake_preference(*(x[row, :length].astype(np.float64) for x in (q, k)), 8, tau1, tau2)
         for row, length in enumerate(lengths)
