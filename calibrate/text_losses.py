@@ -135,10 +135,9 @@ def gates_of(lm: LM, more: Heads | None) -> list[tuple[Array | None, Array]]:
 _SPECS: Any = THIRD_HEADS, THIRD_HEADS, SECOND_HEADS, HEADS, HEADS
 #: How a layer's text lies on a mesh.
 TEXT_SPECS = LayerText(*_SPECS)
-_OPTIONS: dict[str, Any] = {"static": ("config",), "inputs": (HEADS, HEADS)}
 
 
-@functools.partial(attention_program, outputs=(SAME, TEXT_SPECS), **_OPTIONS)
+@functools.partial(attention_program, static=("config",), inputs=(HEADS, HEADS), outputs=(SAME, TEXT_SPECS))
 def read_layer(
     q: Float[Array, "1 L Hq d"],
     k: Float[Array, "1 L Hkv d"],
@@ -173,4 +172,4 @@ def _gated(
     return attend_gated(q, k, v, gates, lengths, numbers, config), None
 
 
-_slopes = slope_program(_gated, outputs=(SAME, HEADS), **_OPTIONS)
+_slopes = slope_program(_gated, static=("config",), inputs=(HEADS, HEADS), outputs=(SAME, HEADS))

@@ -172,7 +172,7 @@ def evaluate(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> N
 
 
 def draws(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> None:
-    """What the cache keeps, by draws of the calibration texts of the first length; draws in `out` are not made again."""
+    """What the cache keeps, by draws of calibration texts of the first length; those in `out` are not made again."""
     lm, found = _begun(folder, dtype)
     tokens, *_ = plan.lengths
     if out.exists():

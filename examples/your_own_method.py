@@ -58,14 +58,21 @@ class ObservedCache(methods.CachePolicy):
         return self.num_leaving_blocks(prompt_tokens, new_tokens) * int(self.most * self.block_size)
 
     def select(
-        self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: str | tuple[str, ...]
+        self,
+        layer: int,
+        heads: methods.Heads,
+        q: Array,
+        k: Array,
+        v: Array,
+        lengths: Array,
+        backend: str | tuple[str, ...],
     ) -> methods.Selection:
         scores = self._observed_attention(q, k, lengths)
         budgets = self._budgets(scores, lengths)
         ranked = jnp.arange(budgets.shape[-1]) < self.num_ranked_blocks(lengths)[:, None, None]
         return methods.Selection(scores, jnp.where(ranked, budgets, 0))
 
-    def evict(self, layer: int, attention: Array, blocks: Array) -> methods.Selection:
+    def evict(self, layer: int, heads: methods.Heads, attention: Array, blocks: Array) -> methods.Selection:
         scores = attention.mean(axis=2)  # over the query heads of a KV head
         tokens = (blocks + 1) * self.block_size + self.window  # in the sequence when this block leaves the window
         return methods.Selection(scores, self._budgets(scores, tokens))

@@ -10,12 +10,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Shaped
 
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import SAME, SECOND_HEADS, OverMesh, on_host
+from tca_jax.engine.mesh import SAME, SECOND_HEADS, OverMesh, heads_of, on_host
 from tca_jax.engine.prompts import Prompt, encode_prompt, pad_tokens
 from tca_jax.errors import UserError
-from tca_jax.methods.full import FullPrefill
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.sparse import readable_selection
+from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.column_mass import column_mass
 from tca_jax.pallas_kernels.ranking import selection_mask
 
@@ -100,12 +100,13 @@ def _selected_tokens(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"
 
     def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Array]:
         attend, layout = lm.method.prefill.attend, layouts[layer]
+        heads = heads_of(lm.head_shards, layer, k.shape[2])
         if not layout.ranks:
-            return attend(layer, q, k, v, lengths, None, "auto").out, jnp.zeros((k.shape[2], k.shape[1]), bool)
-        selection = policy.select(layer, last_queries(q, lengths, policy.num_queries), k, v, lengths, "auto")
+            return attend(layer, heads, q, k, v, lengths, None, "auto").out, jnp.zeros((k.shape[2], k.shape[1]), bool)
+        selection = policy.select(layer, heads, last_queries(q, lengths, policy.num_queries), k, v, lengths, "auto")
         selected = layout.regions.fill(selection, k, v, block_size=policy.block_size)
-        readable = readable_selection(lm.method, layer, selection, selected, k, v, "auto")
-        out = attend(layer, q, k, v, lengths, readable, "auto").out
+        readable = readable_selection(lm.method, layer, heads, selection, selected, k, v, "auto")
+        out = attend(layer, heads, q, k, v, lengths, readable, "auto").out
         return out, selection_mask(selection.scores, selected.budgets, block_size=policy.block_size)[0]
 
     positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
@@ -118,7 +119,7 @@ _selected = jax.jit(OverMesh(_selected_tokens, (SAME, SAME), SECOND_HEADS))
 
 def _received_mass(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> Float32[Array, "layers Hkv L"]:
     def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Array]:
-        out = FullPrefill().attend(layer, q, k, v, lengths, None, "auto").out
+        out = causal_attention(q, k, v, lengths)
         near, far = column_mass(q, k, lengths, block_size=_MASS_BLOCK, window=_MASS_BLOCK)
         return out, (near + far)[0]
 

@@ -27,7 +27,7 @@ from jaxtyping import Array
 from matplotlib.figure import Figure
 
 import tca_jax
-from tca_jax.engine.mesh import CACHES, ROWS, mesh_entry, parse_mesh
+from tca_jax.engine.mesh import CACHES, ROWS, HeadShards, heads_of, mean_of_devices, mesh_entry, parse_mesh
 from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks.common import (
     CHECKED_TOKENS,
@@ -76,8 +76,8 @@ from tca_jax.lab.benchmarks.shares import (
     describe_fetching,
     with_fetching,
 )
-from tca_jax.methods.base import Method
-from tca_jax.methods.heads import HeadShards, capacities_of_heads, heads_of_model, of_heads
+from tca_jax.methods.base import Method, per_head
+from tca_jax.methods.heads import Heads
 from tca_jax.methods.pairs import attended_share
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.regions import Regions, Selected, Selection
@@ -112,13 +112,13 @@ class Prefill:
         policy: What the cache keeps and the prompt's queries attend to.
         backend: Of attention; selection runs on it too where it has the kernels.
         mesh: Devices that share the layer; None for one. Functions below are then traced for each of them.
-        heads: How its KV heads are dealt out to them.
+        shards: How its KV heads are dealt out to them.
     """
 
     policy: TCACache
     backend: str
     mesh: Mesh | None = None
-    heads: HeadShards | None = None
+    shards: HeadShards | None = None
 
     @classmethod
     def create(
@@ -139,11 +139,11 @@ class Prefill:
         """Which KV heads attend to what they select, in the order in which they lie."""
         kv_heads = self.policy.num_heads(0)
         selects = self.policy.reads(0, kv_heads, "sparse")
-        return selects if self.heads is None else selects[list(self.heads.order[0])]
+        return selects if self.shards is None else selects[list(self.shards.order[0])]
 
     def program(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any = CACHES) -> Callable[..., Any]:
         """One of the functions below, or a stage of theirs, as a program; `inputs` say how its arguments lie."""
-        return program_over(self.mesh, self.heads, function, inputs, outputs)
+        return program_over(self.mesh, function, inputs, outputs)
 
     @property
     def whole(self) -> Callable[..., Any]:
@@ -158,30 +158,34 @@ class Prefill:
     def select(self, q: Array, k: Array, v: Array, n: Array) -> tuple[Selected, ...]:
         """All of the selection, up to filled pools: the cache's, and that of the prompt's queries if it is another."""
         queries = last_queries(q, n, self.policy.num_queries)
-        selection = self.policy.select(0, queries, k, v, n, whole(self.backend))
+        selection = self.policy.select(0, self.heads(k), queries, k, v, n, whole(self.backend))
         cached = self.fill(selection, k, v)
         readable = self.fill_for_prefill(selection, cached, k, v)
         return (cached,) if readable is cached else (cached, readable)
 
     def attend(self, q: Array, k: Array, v: Array, n: Array, selected: Selected) -> Array:
         """The attention alone."""
-        return self.method.prefill.attend(0, q, k, v, n, selected, whole(self.backend)).out
+        return self.method.prefill.attend(0, self.heads(k), q, k, v, n, selected, whole(self.backend)).out
 
     def area(self, q: Array, k: Array, v: Array, n: Array, selected: Selected) -> Array:
         """Share of each prompt's pairs that the attention takes, mean over the layer's heads."""
-        attended = self.method.prefill.attend(0, q, k, v, n, selected, whole(self.backend))
-        return attended_share((attended.pairs,), n)
+        attended = self.method.prefill.attend(0, self.heads(k), q, k, v, n, selected, whole(self.backend))
+        return mean_of_devices(attended_share((attended.pairs,), n), self.shards)
+
+    def heads(self, k: Array) -> Heads:
+        """The KV heads that a program sees."""
+        return heads_of(self.shards, 0, k.shape[2])
 
     def fill(self, selection: Selection, k: Array, v: Array) -> Selected:
         """The cache's selection in its pool."""
-        batch, tokens, kv_heads, _ = k.shape
-        capacities = capacities_of_heads(0, self.policy.capacities(0, tokens), kv_heads, "capacities")
-        regions = Regions.plan(batch, capacities)
+        (batch, tokens, *_), heads = k.shape, self.heads(k)
+        capacities = per_head(self.policy.capacities(0, tokens), heads.of_model, "capacities")
+        regions = Regions.plan(batch, heads.widest(capacities))
         return regions.fill(selection, k, v, block_size=self.policy.block_size, backend=whole(self.backend))
 
     def fill_for_prefill(self, selection: Selection, cached: Selected, k: Array, v: Array) -> Selected:
         """The selection of the prompt's queries in a pool of its own, or `cached` where it is the same."""
-        readable = readable_selection(self.method, 0, selection, cached, k, v, whole(self.backend))
+        readable = readable_selection(self.method, 0, self.heads(k), selection, cached, k, v, whole(self.backend))
         assert readable is not None
         return readable
 
@@ -216,13 +220,12 @@ class Prefill:
 
     def _budget(self, scores: PromptScores, n: Array) -> Selection:
         """Budgets of both rows, as `select_by_candidates` makes them of the scores."""
-        seen = scores.scored.scores.shape[1]
-        heads = heads_of_model(seen)
-        rows, prefill_rows = self.policy.rows(0, heads), self.policy.prefill_rows(0, heads)
-        budgets = row_budgets(scores, jnp.asarray(of_heads(0, rows, seen)), n, self.policy.config)
+        heads = heads_of(self.shards, 0, scores.scored.scores.shape[1])
+        rows, prefill_rows = self.policy.rows(0, heads.of_model), self.policy.prefill_rows(0, heads.of_model)
+        budgets = row_budgets(scores, jnp.asarray(heads.of(rows)), n, self.policy.config)
         if prefill_rows is None:
             return Selection(scores.ranking, budgets)
-        prefill = row_budgets(scores, jnp.asarray(of_heads(0, prefill_rows, seen)), n, self.policy.config)
+        prefill = row_budgets(scores, jnp.asarray(heads.of(prefill_rows)), n, self.policy.config)
         return Selection(scores.ranking, jnp.maximum(budgets, prefill), prefill)
 
 
@@ -236,7 +239,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """A row for each setting, a backend and a kept share; all take turns with full attention on the same inputs."""
     inputs = inputs_over(mesh, layer, length, seed=length)
-    full = program_over(mesh, None, full_attention, INPUTS[:3], SEQUENCES)
+    full = program_over(mesh, full_attention, INPUTS[:3], SEQUENCES)
     calls: dict[Any, Callable[[], Any]] = {"full": lambda: full(*inputs[:3])}
     rows: dict[tuple[str, Share], dict[str, Any]] = {}
     fetched = any(share.fetching for _, share in settings)

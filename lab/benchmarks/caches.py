@@ -16,12 +16,11 @@ from jaxtyping import Array
 import tca_jax
 from tca_jax.engine.cache import LayerCache
 from tca_jax.engine.layouts import CacheLayout
-from tca_jax.engine.mesh import CACHES, SAME, num_devices, over_mesh
+from tca_jax.engine.mesh import CACHES, SAME, HeadShards, num_devices, over_mesh
 from tca_jax.lab.benchmarks.common import Layer, random_normal
 from tca_jax.lab.benchmarks.layer_mesh import heads_over
 from tca_jax.lab.benchmarks.shares import Share
 from tca_jax.methods.base import CachePolicy, capacities_per_head
-from tca_jax.methods.heads import HeadShards
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.kv import Pool, Ring
 
@@ -94,7 +93,7 @@ def random_caches(
 def _program(layouts: tuple[CacheLayout, ...], head_dim: int, dtype: jnp.dtype, mesh: Mesh | None) -> Any:
     """What fills caches; layers of a model are often alike."""
     filled = functools.partial(_filled, layouts, head_dim, dtype)
-    return filled if mesh is None else jax.jit(over_mesh(filled, mesh, None, (SAME, CACHES), CACHES))
+    return filled if mesh is None else jax.jit(over_mesh(filled, mesh, (SAME, CACHES), CACHES))
 
 
 def _filled(

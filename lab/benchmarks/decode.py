@@ -113,7 +113,7 @@ def measure(
     caches = random_caches(list(plans.values()), layer.head_dim, seed=tokens)
     q, rotation = _queries(layer, batch, mesh)
     programs = dict(zip([*map(str, plans), "empty"], [*map(copies_past_l2, caches), ()], strict=True))
-    run = program_over(mesh, None, functools.partial(run_steps, backend), (CACHES, SAME, CACHES))
+    run = program_over(mesh, functools.partial(run_steps, backend), (CACHES, SAME, CACHES))
     calls = {name: functools.partial(run, q, rotation, turns) for name, turns in programs.items()}
     seconds = time_alternating(calls, repeats)
     net = {share: (seconds[str(share)] - seconds["empty"]) / STEPS for share in plans}
@@ -164,7 +164,7 @@ def _check(
     (cache,) = random_caches([plan(config, layer, share, batch, tokens, mesh)], layer.head_dim, seed=1)
     q, _ = _queries(layer, batch, mesh)
     programs = [
-        program_over(mesh, None, functools.partial(attend, backend=name), (CACHES, CACHES)) for name in (backend, "xla")
+        program_over(mesh, functools.partial(attend, backend=name), (CACHES, CACHES)) for name in (backend, "xla")
     ]
     return agreement(backend, *(program(q, cache) for program in programs))
 

@@ -13,8 +13,7 @@ from jaxtyping import Array
 import tca_jax
 from tca_jax.engine.mesh import CACHES, ROWS
 from tca_jax.lab.benchmarks.common import Layer, agreement
-from tca_jax.lab.benchmarks.layer_mesh import INPUTS, SEQUENCES, heads_over, inputs_over, program_over
-from tca_jax.methods import BASELINE
+from tca_jax.lab.benchmarks.layer_mesh import INPUTS, SEQUENCES, inputs_over, program_over
 from tca_jax.methods.block_sparse import Listed
 from tca_jax.methods.fetching import estimated_mass, fetch_lists
 from tca_jax.pallas_kernels.backends import whole
@@ -42,8 +41,7 @@ class OneHead:
 
     def program(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any = CACHES) -> Callable[..., Any]:
         """A function of the head's arrays as a program."""
-        heads = heads_over(self.mesh, BASELINE.cache, self.layer.kv_heads)
-        return program_over(self.mesh, heads, function, inputs, outputs)
+        return program_over(self.mesh, function, inputs, outputs)
 
     def stages(self, q: Array, k: Array, v: Array, n: Array) -> dict[str, Callable[[], Any]]:
         """Calls of the parts, given a layer's arrays: the lists hold the estimate, attention is given the lists."""

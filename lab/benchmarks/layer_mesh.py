@@ -10,11 +10,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
 from tca_jax.engine.head_balance import balanced_orders
-from tca_jax.engine.mesh import CACHES, ROWS, mesh_name, over_mesh, place
+from tca_jax.engine.mesh import CACHES, ROWS, HeadShards, mesh_name, over_mesh, place
 from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks.common import Layer, attention_inputs
 from tca_jax.methods.base import CachePolicy
-from tca_jax.methods.heads import HeadShards
 from tca_jax.models.names import MODEL
 from tca_jax.models.sharding import DATA, axis_size
 
@@ -31,18 +30,14 @@ def heads_over(mesh: Mesh | None, policy: CachePolicy, kv_heads: int) -> HeadSha
     if mesh is None:
         return None
     devices = axis_size(mesh, MODEL)
-    return HeadShards(MODEL, devices, balanced_orders(policy, 1, kv_heads, devices, _BALANCED_TOKENS, None))
+    return HeadShards(devices, balanced_orders(policy, 1, kv_heads, devices, _BALANCED_TOKENS, None))
 
 
 def program_over(
-    mesh: Mesh | None,
-    heads: HeadShards | None,
-    function: Callable[..., Any],
-    inputs: Sequence[Any],
-    outputs: Any = CACHES,
+    mesh: Mesh | None, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any = CACHES
 ) -> Callable[..., Any]:
     """A function of a layer's arrays as a program of all devices, or of one; arguments are those of `over_mesh`."""
-    return jax.jit(over_mesh(function, mesh, heads, inputs, outputs))
+    return jax.jit(over_mesh(function, mesh, inputs, outputs))
 
 
 def inputs_over(mesh: Mesh | None, layer: Layer, length: int, seed: int) -> tuple[Array, Array, Array, Array]:

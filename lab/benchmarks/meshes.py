@@ -10,8 +10,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from tca_jax.engine.head_balance import balanced_orders
 from tca_jax.engine.layouts import plan_layouts, total_bytes
+from tca_jax.engine.mesh import HeadShards
 from tca_jax.methods.base import CachePolicy
-from tca_jax.methods.heads import HeadShards
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.names import MODEL
 from tca_jax.models.sharding import DATA, abstract_parameters, axis_size, check_mesh, parameter_sharding
@@ -62,7 +62,7 @@ def held_by_device(
     heads = None
     if devices > 1:
         orders = balanced_orders(policy, c.num_layers, c.num_kv_heads, devices, c.max_context, None)
-        heads = HeadShards(MODEL, devices, orders)
+        heads = HeadShards(devices, orders)
     sizes = c.num_layers, c.num_kv_heads, batch // axis_size(mesh, DATA), prompt_tokens, new_tokens
     layouts = plan_layouts(policy, *sizes, heads)
     return Held(_weight_elements(config, mesh) * dtype.itemsize, total_bytes(layouts, c.head_dim, dtype))

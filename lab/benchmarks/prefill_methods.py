@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from tca_jax import methods
-from tca_jax.engine.mesh import CACHES, mesh_entry
+from tca_jax.engine.mesh import CACHES, HeadShards, heads_of, mesh_entry
 from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks.common import (
     CHECKED_TOKENS,
@@ -109,19 +109,19 @@ def measure_methods(
 ) -> list[dict[str, Any]]:
     """A row for each method; all take turns with full attention on the same inputs."""
     inputs = inputs_over(mesh, layer, length, seed=length)
-    program = partial(program_over, mesh, heads_over(mesh, BASELINE.cache, layer.kv_heads))
+    program, shards = partial(program_over, mesh), heads_over(mesh, BASELINE.cache, layer.kv_heads)
     full = program(full_attention, INPUTS[:3], SEQUENCES)
     calls: dict[Any, Callable[[], Any]] = {"full": lambda: full(*inputs[:3])}
     rows: dict[Wanted, dict[str, Any]] = {}
     for each in wanted:
         value, knob = each.value, KNOBS[each.name]
         if value is None:
-            value = find_value(partial(_area_of, program, each, inputs), area, knob.low, knob.high)
+            value = find_value(partial(_area_of, program, shards, each, inputs), area, knob.low, knob.high)
         policy = each.policy(value)
-        estimate = program(partial(_estimate, policy), INPUTS)
+        estimate = program(partial(_estimate, policy, shards), INPUTS)
         attend = program(partial(_attend, policy, "auto"), (*INPUTS, CACHES), SEQUENCES)
         listed = estimate(*inputs)
-        calls[each, "whole"] = partial(program(partial(_whole, policy), INPUTS, SEQUENCES), *inputs)
+        calls[each, "whole"] = partial(program(partial(_whole, policy, shards), INPUTS, SEQUENCES), *inputs)
         calls[each, "estimate"] = partial(estimate, *inputs)
         calls[each, "attention"] = partial(attend, *inputs, listed)
         rows[each] = {
@@ -131,7 +131,7 @@ def measure_methods(
             "method": each.name,
             "knob": f"{knob.option} {value:.3g}",
             "area": float(_area(policy, listed, inputs[3])),
-            "error": _check(program, policy, inputs_over(mesh, layer, min(length, CHECKED_TOKENS), seed=1)),
+            "error": _check(program, shards, policy, inputs_over(mesh, layer, min(length, CHECKED_TOKENS), seed=1)),
         }
     seconds = time_alternating(calls, repeats)
     flops = 4 * layer.head_dim * layer.heads * inputs[0].shape[0] * length**2 / 2
@@ -153,12 +153,14 @@ def describe_methods(area: float) -> str:
     )
 
 
-def _whole(policy: BlockSparsePrefill, q: Array, k: Array, v: Array, n: Array) -> Array:
-    return policy.attend(0, q, k, v, n, None, "auto").out
+def _whole(policy: BlockSparsePrefill, shards: HeadShards | None, q: Array, k: Array, v: Array, n: Array) -> Array:
+    return policy.attend(0, heads_of(shards, 0, k.shape[2]), q, k, v, n, None, "auto").out
 
 
-def _estimate(policy: BlockSparsePrefill, q: Array, k: Array, v: Array, n: Array) -> tuple[Listed, ...]:
-    return policy.listed(0, q, k, n)
+def _estimate(
+    policy: BlockSparsePrefill, shards: HeadShards | None, q: Array, k: Array, v: Array, n: Array
+) -> tuple[Listed, ...]:
+    return policy.listed(0, heads_of(shards, 0, k.shape[2]), q, k, n)
 
 
 def _attend(
@@ -188,10 +190,12 @@ def find_value(area_of: Callable[[float], float], area: float, low: float, high:
     return min(reversed(tried), key=lambda one: abs(one[1] - area))[0]
 
 
-def _area_of(program: Callable[..., Any], wanted: Wanted, inputs: tuple[Array, ...], value: float) -> float:
+def _area_of(
+    program: Callable[..., Any], shards: HeadShards | None, wanted: Wanted, inputs: tuple[Array, ...], value: float
+) -> float:
     """What a method computes at a value of its knob."""
     policy = wanted.policy(value)
-    estimate = program(partial(_estimate, policy), INPUTS)
+    estimate = program(partial(_estimate, policy, shards), INPUTS)
     return float(jax.jit(lambda *args: _area(policy, estimate(*args), args[-1]))(*inputs))
 
 
@@ -200,8 +204,10 @@ def _area(policy: BlockSparsePrefill, listed: tuple[Listed, ...], n: Array) -> A
     return jnp.mean(listed_pairs(listed, n, policy.block_size) / causal_pairs(n)[:, None])
 
 
-def _check(program: Callable[..., Any], policy: BlockSparsePrefill, inputs: tuple[Array, ...]) -> float:
+def _check(
+    program: Callable[..., Any], shards: HeadShards | None, policy: BlockSparsePrefill, inputs: tuple[Array, ...]
+) -> float:
     """Relative error against the XLA oracle over the same lists."""
-    listed = program(partial(_estimate, policy), INPUTS)(*inputs)
+    listed = program(partial(_estimate, policy, shards), INPUTS)(*inputs)
     attends = [program(partial(_attend, policy, name), (*INPUTS, CACHES), SEQUENCES) for name in ("auto", "xla")]
     return agreement("block_sparse_attention", *(attend(*inputs, listed) for attend in attends))

@@ -76,8 +76,8 @@ class TextTask:
     def draw(self, drawing: Drawing) -> list[list[int]]:
         """Passages of the text, spread over it evenly; they overlap where it is short.
 
-        Each begins with the token that the tokenizer puts in front of a text, if it does: models were trained with it, and
-        without it methods that attend to little lose more than they do in use.
+        Each begins with the token that the tokenizer puts in front of a text, if it does: models were trained with it,
+        and without it methods that attend to little lose more than they do in use.
 
         Raises:
             DoesNotFit: the text is shorter than one, or the length too short to be told apart by position.

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.engine.layouts import CacheLayout
+from tca_jax.engine.mesh import heads_of
 from tca_jax.methods.base import Attended, CachePolicy, Method
 from tca_jax.methods.pairs import causal_pairs
 from tca_jax.methods.queries import last_queries
@@ -127,12 +128,13 @@ def prefill_layer(
         all queries of the prompt would have attended to, by what is selected for them.
     """
     policy, selected, readable = method.cache, None, None
+    heads = heads_of(layout.shards, layer, k.shape[2])
     if layout.ranks:
         queries = last_queries(q, lengths, policy.num_queries) if not tail else q
-        selection = policy.select(layer, queries, k, v, lengths, backend)
+        selection = policy.select(layer, heads, queries, k, v, lengths, backend)
         with jax.named_scope("select"):
             selected = layout.regions.fill(selection, k, v, block_size=layout.block_size, backend=backend)
-        readable = readable_selection(method, layer, selection, selected, k, v, backend)
+        readable = readable_selection(method, layer, heads, selection, selected, k, v, backend)
     pool = layout.regions.empty(k.shape[-1], k.dtype) if selected is None else selected.pool
     ring = Ring(*(_fill_ring(x, lengths, layout.ring_tokens) for x in (k, v)))
     if tail:
@@ -140,7 +142,7 @@ def prefill_layer(
             last = _attend_last(q[:, -1], ring, readable, lengths, layout, backend)
         out = Attended(jnp.zeros_like(q).at[:, -1].set(last), _selected_pairs(readable, lengths, layout))
     else:
-        out = method.prefill.attend(layer, q, k, v, lengths, readable, backend)
+        out = method.prefill.attend(layer, heads, q, k, v, lengths, readable, backend)
     # The rings are filled before the model goes on, and so is a shared pool. Left to itself the compiler puts that off
     # to the end, and keeps all layers' k and v until then: 17 GB at 131,072 tokens of LLaMA-3.1-8B. Nor do lists of
     # blocks stay for the sake of the pairs that they have.
@@ -336,7 +338,8 @@ def evict_block(
     k_block, v_block = (jnp.take_along_axis(x, slots[:, None, :, None], axis=2) for x in cache.ring)
     attention = jnp.exp(scaled_scores("bhgd,bhtd->bhgt", queries, k_block) - lse[..., None])  # [B, H_kv, G, b]
 
-    selection = policy.evict(layer, attention, positions // b - layout.window // b - 1)
+    blocks = positions // b - layout.window // b - 1
+    selection = policy.evict(layer, heads_of(layout.shards, layer, heads), attention, blocks)
     budgets = jnp.where(leaving[:, None, None], selection.budgets, 0)
     chosen = selection_mask(selection.scores, budgets, block_size=b)
     slot = growth.lengths[..., None] + jnp.cumsum(chosen, axis=-1) - 1

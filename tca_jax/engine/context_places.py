@@ -14,8 +14,7 @@ from jaxtyping import Float, Int
 
 from tca_jax.engine.cache import LayerCache, spread_pools
 from tca_jax.engine.layouts import CacheLayout, with_capacities
-from tca_jax.engine.mesh import CACHES, on_host, place, rows_of_device
-from tca_jax.methods.heads import HeadShards
+from tca_jax.engine.mesh import CACHES, HeadShards, on_host, place, rows_of_device
 from tca_jax.methods.regions import Regions
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.kv import Pool, Ring
@@ -29,7 +28,7 @@ def lies_on(context: Context, lm: LM) -> bool:
     """Whether a context's caches are those that a model makes where it lies."""
     layout = context.layouts[0]
     rows = layout.batch * axis_size(lm.mesh, DATA)
-    return layout.heads == lm.head_shards and rows == context.batch
+    return layout.shards == lm.head_shards and rows == context.batch
 
 
 def context_on(context: Context, lm: LM) -> Context:
@@ -45,7 +44,7 @@ def context_on(context: Context, lm: LM) -> Context:
 
 def context_on_one_device(context: Context) -> Context:
     """The context with all heads in the model's order and all rows in one pool a layer; itself where it is so."""
-    if context.layouts[0].heads is None:
+    if context.layouts[0].shards is None:
         return context
     caches = tuple(_gathered(layer, cache, context.batch) for layer, cache in enumerate(_pools_on_host(context)))
     return dataclasses.replace(context, caches=caches)
@@ -63,8 +62,8 @@ def _pools_on_host(context: Context) -> tuple[LayerCache, ...]:
 def _gathered(layer: int, cache: LayerCache, batch: int) -> LayerCache:
     """A layer's cache on one device, from that of a mesh."""
     layout = cache.layout
-    assert layout.heads is not None
-    order, held = np.asarray(layout.heads.order[layer]), layout.num_kv_heads
+    assert layout.shards is not None
+    order, held = np.asarray(layout.shards.order[layer]), layout.num_kv_heads
     places = np.argsort(order)
     regions = Regions(batch, tuple(layout.capacities_by_device.reshape(-1)[places].tolist()))
     offsets = on_host(cache.pool.offsets)
@@ -82,7 +81,7 @@ def _gathered(layer: int, cache: LayerCache, batch: int) -> LayerCache:
     lengths = jnp.asarray(on_host(cache.pool.lengths)[:, places])
     pool = Pool(gather("k"), gather("v"), jnp.asarray(regions.offsets, jnp.int32), lengths)
     ring = Ring(*(jnp.asarray(on_host(x)[:, places]) for x in cache.ring))
-    alone = dataclasses.replace(layout, batch=batch, regions=regions, heads=None, shared=None)
+    alone = dataclasses.replace(layout, batch=batch, regions=regions, shards=None, shared=None)
     return LayerCache(pool, None, ring, alone)
 
 
@@ -114,17 +113,17 @@ def _dealt(caches: tuple[LayerCache, ...], lm: LM) -> tuple[LayerCache, ...]:
 
 def _dealt_layouts(caches: tuple[LayerCache, ...], shards: HeadShards, rows: int) -> tuple[CacheLayout, ...]:
     """The shapes of caches of one device on each device of a mesh, which has `rows` of them along the rows' axis."""
-    layouts = [dataclasses.replace(cache.layout, batch=cache.layout.batch // rows, heads=shards) for cache in caches]
+    layouts = [dataclasses.replace(cache.layout, batch=cache.layout.batch // rows, shards=shards) for cache in caches]
     capacities = [shards.by_device(layer, layout.regions.capacities) for layer, layout in enumerate(layouts)]
     return with_capacities(layouts, capacities)
 
 
 def _offsets(layout: CacheLayout) -> Int[np.ndarray, "devices B Hkv"]:
     """First pool token of each region, on each device along the heads' axis of a mesh."""
-    assert layout.heads is not None
+    assert layout.shards is not None
     if layout.shared is not None:
         return layout.shared.offsets
-    return np.broadcast_to(layout.regions.offsets, (layout.heads.devices, *layout.regions.offsets.shape))
+    return np.broadcast_to(layout.regions.offsets, (layout.shards.devices, *layout.regions.offsets.shape))
 
 
 def _beside(offsets: Int[np.ndarray, "devices B Hkv"], rows: int) -> Any:

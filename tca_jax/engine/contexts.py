@@ -403,6 +403,6 @@ class Appendix:
 def full_layouts(context: Context) -> tuple[CacheLayout, ...]:
     """What a context of as many tokens would allocate under full attention."""
     layout, policy = context.layouts[0], BASELINE.cache.for_contexts()
-    heads = layout.num_kv_heads * (1 if layout.heads is None else layout.heads.devices)
-    sizes = heads, layout.batch, context.tokens.shape[1], None, layout.heads
+    heads = layout.num_kv_heads * (1 if layout.shards is None else layout.shards.devices)
+    sizes = heads, layout.batch, context.tokens.shape[1], None, layout.shards
     return tuple(CacheLayout.plan(policy, layer, *sizes) for layer in range(len(context.caches)))

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from tca_jax.engine.mesh import HeadShards
 from tca_jax.engine.shared_pools import SharedPool, plan_shared_pools
 from tca_jax.errors import UserError
 from tca_jax.methods.base import CachePolicy, capacities_per_head, per_head
 from tca_jax.methods.blocks import num_ranked_blocks
-from tca_jax.methods.heads import HeadShards
 from tca_jax.methods.regions import Regions
 from tca_jax.pallas_kernels.integers import round_up
 
@@ -30,8 +30,8 @@ class CacheLayout:
         ring_tokens: Slots of the ring, R: w + b, or less where all that is ever fed is shorter.
         batch: Rows, B. Several of them may share a row of the pool.
         regions: Regions of the pool, which is never written after prefill.
-        heads: How the model's KV heads are dealt out over a mesh, whose every device has a cache of this shape; None on
-            one device. Rows and heads are then a device's.
+        shards: How the model's KV heads are dealt out over a mesh, whose every device has a cache of this shape; None
+            on one device. Rows and heads are then a device's.
         shared: Where the regions lie in a pool that all layers share, which devices of a mesh may have: what they hold
             is then a device's own affair, and `regions` are the largest of any device. None where the layer has a pool
             of its own.
@@ -45,7 +45,7 @@ class CacheLayout:
     batch: int
     regions: Regions
     growth: Regions | None = None
-    heads: HeadShards | None = None
+    shards: HeadShards | None = None
     shared: SharedPool | None = None
 
     @classmethod
@@ -57,7 +57,7 @@ class CacheLayout:
         batch: int,
         prompt_tokens: int,
         new_tokens: int | None,
-        heads: HeadShards | None = None,
+        shards: HeadShards | None = None,
     ) -> CacheLayout:
         """Sizes a layer's cache, with a pool of its own, for prompts of up to `prompt_tokens`.
 
@@ -69,7 +69,7 @@ class CacheLayout:
             prompt_tokens: Padded prompt length, L.
             new_tokens: Most tokens of an answer, for which there is room then. None for a context: its ring serves any
                 number of tokens, and room for what leaves the window is planned by whoever continues it, `with_growth`.
-            heads: How these heads are dealt out over a mesh; None on one device.
+            shards: How these heads are dealt out over a mesh; None on one device.
 
         Raises:
             ValueError: the policy names no capacity for each KV head, ranks other blocks than those left of its
@@ -96,8 +96,8 @@ class CacheLayout:
             prompt_tokens=prompt_tokens,
             ring_tokens=window + b if new_tokens is None else min(window + b, round_up(total, b)),
             batch=batch,
-            regions=Regions.plan(batch, capacities if heads is None else heads.widest(layer, capacities)),
-            heads=heads,
+            regions=Regions.plan(batch, tuple(_by_device(shards, layer, capacities).max(axis=0).tolist())),
+            shards=shards,
         )
         # The last new token is never fed back.
         return layout if new_tokens is None else layout.with_growth(policy, layer, new_tokens - 1)
@@ -115,16 +115,16 @@ class CacheLayout:
     def growth_by_device(self, policy: CachePolicy, layer: int, fed_tokens: int) -> Int[np.ndarray, "devices Hkv"]:
         """The same on each device of a mesh; without one, of a single device."""
         source = f"{type(policy).__name__}.growth({layer}, {self.prompt_tokens}, {fed_tokens})"
-        devices = 1 if self.heads is None else self.heads.devices
+        devices = 1 if self.shards is None else self.shards.devices
         growth = policy.growth(layer, self.prompt_tokens, fed_tokens)
-        return _by_device(self.heads, layer, per_head(growth, self.num_kv_heads * devices, source))
+        return _by_device(self.shards, layer, per_head(growth, self.num_kv_heads * devices, source))
 
     @property
     def capacities_by_device(self) -> Int[np.ndarray, "devices Hkv"]:
         """Tokens that each region holds, on each device of a mesh; without one, on a single device."""
         if self.shared is not None:
             return np.asarray(self.shared.capacities)
-        return np.tile(self.regions.capacities, (1 if self.heads is None else self.heads.devices, 1))
+        return np.tile(self.regions.capacities, (1 if self.shards is None else self.shards.devices, 1))
 
     def repeat_rows(self, times: int) -> CacheLayout:
         """Every row `times` times; the pool stays what it is."""
@@ -175,18 +175,18 @@ def plan_layouts(
     batch: int,
     prompt_tokens: int,
     new_tokens: int | None,
-    heads: HeadShards | None = None,
+    shards: HeadShards | None = None,
 ) -> tuple[CacheLayout, ...]:
     """The caches of all layers; arguments and errors are those of `CacheLayout.plan`.
 
     On a mesh whose devices' heads differ by layer, layers share a pool: see `SharedPool`.
     """
-    sizes = num_kv_heads, batch, prompt_tokens, new_tokens, heads
+    sizes = num_kv_heads, batch, prompt_tokens, new_tokens, shards
     layouts = tuple(CacheLayout.plan(policy, layer, *sizes) for layer in range(num_layers))
-    if heads is None:
+    if shards is None:
         return layouts
     capacities = [
-        heads.by_device(layer, capacities_per_head(policy, layer, prompt_tokens, num_kv_heads))
+        shards.by_device(layer, capacities_per_head(policy, layer, prompt_tokens, num_kv_heads))
         for layer in range(num_layers)
     ]
     return with_capacities(layouts, capacities)
@@ -197,7 +197,7 @@ def with_capacities(
 ) -> tuple[CacheLayout, ...]:
     """The caches of all layers with room for at least so many tokens of each KV head, by device and place there."""
     batch = layouts[0].batch
-    shared = plan_shared_pools(np.stack(capacities), batch) if layouts[0].heads is not None else None
+    shared = plan_shared_pools(np.stack(capacities), batch) if layouts[0].shards is not None else None
     regions = [Regions.plan(batch, tuple(of_layer.max(axis=0).tolist())) for of_layer in capacities]
     return tuple(
         dataclasses.replace(layout, regions=regions[layer], shared=None if shared is None else shared[layer])
@@ -210,5 +210,5 @@ def total_bytes(layouts: Sequence[CacheLayout], head_dim: int, dtype: Any) -> in
     return sum(layout.num_bytes(head_dim, dtype) for layout in layouts)
 
 
-def _by_device(heads: HeadShards | None, layer: int, values: tuple[int, ...]) -> Int[np.ndarray, "devices Hkv"]:
-    return np.asarray(values)[None] if heads is None else heads.by_device(layer, values)
+def _by_device(shards: HeadShards | None, layer: int, values: tuple[int, ...]) -> Int[np.ndarray, "devices Hkv"]:
+    return np.asarray(values)[None] if shards is None else shards.by_device(layer, values)

@@ -15,11 +15,10 @@ from jaxtyping import Int32
 
 from tca_jax.engine.head_balance import Orders, balanced_orders
 from tca_jax.engine.layouts import CacheLayout, plan_layouts
-from tca_jax.engine.mesh import mesh_name, whole_mesh
+from tca_jax.engine.mesh import HeadShards, mesh_name, whole_mesh
 from tca_jax.errors import UserTypeError, require_type
 from tca_jax.methods import BASELINE, Method, get
 from tca_jax.methods.base import CachePolicy
-from tca_jax.methods.heads import HeadShards
 from tca_jax.models import parallel
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
@@ -134,7 +133,7 @@ class LM:
         """How KV heads are dealt out over the mesh; None on one device."""
         if self.mesh is None or self.head_orders is None:
             return None
-        return HeadShards(MODEL, axis_size(self.mesh, MODEL), self.head_orders)
+        return HeadShards(axis_size(self.mesh, MODEL), self.head_orders)
 
     @property
     def parameter_specs(self) -> Any:
@@ -200,7 +199,7 @@ class LM:
         orders = balanced_orders(policy, c.num_layers, c.num_kv_heads, devices, c.max_context, self.head_orders)
         if orders == self.head_orders:
             return self
-        places = HeadShards(MODEL, devices, self.head_orders).inverse
+        places = HeadShards(devices, self.head_orders).inverse
         moves = [place[list(order)].tolist() for place, order in zip(places, orders, strict=True)]
         _, params = nnx.split(permute_heads(self.decoder, moves))
         return self._beside(params=params, head_orders=orders)

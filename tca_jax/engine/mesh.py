@@ -1,12 +1,13 @@
 """Programs over a mesh of devices: each has its own heads of every layer and its own rows of a batch.
 
 The functions of the engine are written for one device. Over a mesh the same function runs whole under one
-`jax.shard_map`: the weights that it sees are a device's (`models.sharding`), so are heads (`methods.heads`), caches and
+`jax.shard_map`: the weights that it sees are a device's (`models.sharding`), so are heads (`HeadShards`), caches and
 rows. What the devices of "model" tell each other is two sums a layer, and one more for the logits.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -16,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int, Shaped
 
 from tca_jax.errors import UserError
-from tca_jax.methods.heads import HeadShards, dealt_out
+from tca_jax.methods.heads import Heads
 from tca_jax.models.names import MODEL
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.kv import Pool
@@ -36,6 +37,49 @@ ROWS = PartitionSpec(DATA)
 CACHES = PartitionSpec(DATA, MODEL)
 #: ... or axis 1 is KV heads.
 SECOND_HEADS = PartitionSpec(None, MODEL)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadShards:
+    """How a model's KV heads are dealt out to the devices on "model", as many to each.
+
+    Attributes:
+        devices: Devices along that axis, n.
+        order: For each layer the KV heads as they lie on the devices, `[layers][H_kv]`: those of device i are at the
+            places from i H_kv / n on.
+    """
+
+    devices: int
+    order: tuple[tuple[int, ...], ...]
+
+    def heads(self, layer: int) -> Heads:
+        """The heads of the device that runs a program, inside of one."""
+        of_devices = np.asarray(self.order[layer], np.int32).reshape(self.devices, -1)
+        return Heads(part_of_device(of_devices), tuple(map(tuple, of_devices.tolist())))
+
+    def by_device(self, layer: int, values: Sequence[int]) -> Int[np.ndarray, "devices Hkv"]:
+        """A number for each KV head, by the device that has the head and its place there."""
+        return np.asarray(values)[np.asarray(self.order[layer])].reshape(self.devices, -1)
+
+    @property
+    def inverse(self) -> Int[np.ndarray, "layers Hkv"]:
+        """The place of each KV head."""
+        return np.argsort(np.asarray(self.order), axis=1)
+
+
+def heads_of(shards: HeadShards | None, layer: int, num_kv_heads: int) -> Heads:
+    """The KV heads of a layer that a program sees, `num_kv_heads` of them: all, or over a mesh those of its device."""
+    return Heads.all(num_kv_heads) if shards is None else shards.heads(layer)
+
+
+def part_of_device(values: Shaped[np.ndarray, "devices ..."]) -> Shaped[Array, ...]:
+    """Of something for each device on "model", that of the device which runs a program."""
+    return jax.lax.dynamic_index_in_dim(jnp.asarray(values), jax.lax.axis_index(MODEL), keepdims=False)
+
+
+def mean_of_devices(x: Shaped[Array, "*s"], shards: HeadShards | None) -> Shaped[Array, "*s"]:
+    """The mean over devices on "model" of what each has found of its own heads, as many on each."""
+    return x if shards is None else jax.lax.pmean(x, MODEL)
 
 
 class OverMesh:
@@ -60,7 +104,7 @@ class OverMesh:
             return self._function(lm.on_device(params), *own, **static)
 
         inputs = lm.parameter_specs, *self._inputs
-        return over_mesh(on_device, lm.mesh, lm.head_shards, inputs, self._outputs)(lm.params, *args)
+        return over_mesh(on_device, lm.mesh, inputs, self._outputs)(lm.params, *args)
 
     def place(self, lm: LM, args: Sequence[Any]) -> tuple[Any, ...]:
         """Arguments behind the model as they lie on its mesh; those that lie so already, and shapes, are themselves."""
@@ -72,14 +116,13 @@ class OverMesh:
 
 
 def over_mesh(
-    function: Callable[..., Any], mesh: Mesh | None, heads: HeadShards | None, inputs: Sequence[Any], outputs: Any
+    function: Callable[..., Any], mesh: Mesh | None, inputs: Sequence[Any], outputs: Any
 ) -> Callable[..., Any]:
     """A function of arrays as one program of all devices of a mesh; itself where there is none.
 
     Args:
         function: Takes arrays or pytrees of such. It is traced for a single device, as those of `OverMesh` are.
         mesh: The devices; None for one.
-        heads: How the KV heads are dealt out to them.
         inputs: How each of its arguments lies on the mesh, and `outputs` its results.
     """
     if mesh is None:
@@ -98,8 +141,7 @@ def over_mesh(
                 next(there) if np.size(leaf) else jnp.zeros(_part(mesh, spec, leaf), leaf.dtype)
                 for leaf, spec in zip(leaves, specs, strict=True)
             ]
-            with dealt_out(heads):
-                return _boxed(function(*_unboxed(jax.tree.unflatten(structure, parts))))
+            return _boxed(function(*_unboxed(jax.tree.unflatten(structure, parts))))
 
         # Types that tell along which axes a value varies are not asked for: every loop would have to begin with such,
         # and what the devices of an axis compute alike they compute alike.

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.engine.health import require_finite
 from tca_jax.engine.lm import LM, require_lm
-from tca_jax.engine.mesh import ROWS, OverMesh, on_host, rows_of_device
+from tca_jax.engine.mesh import ROWS, OverMesh, heads_of, mean_of_devices, on_host, rows_of_device
 from tca_jax.engine.programs import Program
 from tca_jax.engine.prompts import Prompt, encode_prompts, pad_tokens
 from tca_jax.errors import UserError
@@ -87,11 +87,13 @@ def logprobs_of(
 
     def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Float32[Array, " B"]]:
         # Counted before the model goes on: lists of blocks would stay until then.
-        return tuple(jax.lax.optimization_barrier(method.prefill.attend(layer, q, k, v, lengths, None, backend)))
+        heads = heads_of(lm.head_shards, layer, k.shape[2])
+        return tuple(jax.lax.optimization_barrier(method.prefill.attend(layer, heads, q, k, v, lengths, None, backend)))
 
     positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
     hidden, pairs = decoder(tokens, positions, attention, (None,) * lm.config.num_layers)
-    return logprobs_of_hidden(decoder, hidden[:, :-1], tokens[:, 1:]), attended_share(pairs, lengths)
+    share = mean_of_devices(attended_share(pairs, lengths), lm.head_shards)
+    return logprobs_of_hidden(decoder, hidden[:, :-1], tokens[:, 1:]), share
 
 
 class TokenScores(NamedTuple):

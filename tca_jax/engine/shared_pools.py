@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from tca_jax.methods.heads import of_device
+from tca_jax.engine.mesh import part_of_device
 from tca_jax.methods.regions import Regions
 from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT, Pool
 
@@ -54,8 +54,8 @@ class SharedPool:
             pool: What is kept of the layer. What passes the capacity of a device's region is dropped.
             before: The shared pool with the layers before this one in it; None for the first.
         """
-        own = of_device(np.asarray(self.capacities, np.int32))
-        offsets = of_device(self.offsets.astype(np.int32))
+        own = part_of_device(np.asarray(self.capacities, np.int32))
+        offsets = part_of_device(self.offsets.astype(np.int32))
         lengths = jnp.minimum(pool.lengths, own)
         k, v = (None, None) if before is None else (before.k, before.v)
         places = self._places(regions, offsets, lengths)

@@ -13,7 +13,7 @@ from tca_jax.engine.decoding import DecodingState, draw
 from tca_jax.engine.extending import extend
 from tca_jax.engine.layouts import CacheLayout
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import CACHES, ROWS, SAME
+from tca_jax.engine.mesh import CACHES, ROWS, SAME, mean_of_devices
 from tca_jax.engine.sampling import Sampling
 from tca_jax.methods.pairs import attended_share
 from tca_jax.pallas_kernels.backends import Backend
@@ -130,7 +130,8 @@ def read_prompts(
     hidden, read = lm.decoder(tokens, positions, attention, (None,) * len(layouts), lengths=lengths, tail=tail)
     caches, pairs = zip(*read, strict=True)
     last = hidden[:, -1] if tail is not None else hidden[jnp.arange(tokens.shape[0]), lengths - 1]
-    return lm.decoder.logits(last), gather_pools(caches), attended_share(pairs, lengths)
+    share = mean_of_devices(attended_share(pairs, lengths), lm.head_shards)
+    return lm.decoder.logits(last), gather_pools(caches), share
 
 
 def open_caches(lm: LM, caches: tuple[LayerCache, ...], rows: int, fed_tokens: int) -> tuple[LayerCache, ...]:

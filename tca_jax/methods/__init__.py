@@ -7,6 +7,7 @@ from tca_jax.methods.duoattention import duoattention
 from tca_jax.methods.expected_attention import expected_attention
 from tca_jax.methods.flexprefill import flexprefill
 from tca_jax.methods.full import FullCache, FullPrefill, full
+from tca_jax.methods.heads import Heads
 from tca_jax.methods.minference import minference
 from tca_jax.methods.random import random
 from tca_jax.methods.regions import Selected, Selection
@@ -46,6 +47,7 @@ __all__ = [
     "CachePolicy",
     "FullCache",
     "FullPrefill",
+    "Heads",
     "Method",
     "PrefillPolicy",
     "Selected",

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.errors import UserError
 from tca_jax.methods.blocks import Tokens, num_leaving_blocks, num_ranked_blocks
+from tca_jax.methods.heads import Heads
 from tca_jax.methods.regions import Selected, Selection
 from tca_jax.pallas_kernels.backends import Backend
 
@@ -71,6 +72,7 @@ class CachePolicy(abc.ABC):
     def select(
         self,
         layer: int,
+        heads: Heads,
         q: Float[Array, "B O Hq d"],
         k: Float[Array, "B L Hkv d"],
         v: Float[Array, "B L Hkv d"],
@@ -81,17 +83,21 @@ class CachePolicy(abc.ABC):
 
         Args:
             layer: The layer.
+            heads: Its KV heads that `k` has: over a mesh, those of a device.
             q: The last `num_queries` prompt queries after RoPE, `q[:, -1]` the last; all L of them for None.
             k: Keys after RoPE, right-padded; `v` the values.
             lengths: Prompt lengths `[B]`, traced.
             backend: Kernel backend, to be handed on.
         """
 
-    def evict(self, layer: int, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]) -> Selection:
+    def evict(
+        self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
+    ) -> Selection:
         """What stays of the block that leaves the window of each row; by default nothing.
 
         Args:
             layer: The layer.
+            heads: Its KV heads, as for `select`.
             attention: The current query's attention probabilities on the block's tokens, by head of the group.
             blocks: Number of the leaving block, `[B]`.
 
@@ -149,6 +155,7 @@ class PrefillPolicy(abc.ABC):
     def attend(
         self,
         layer: int,
+        heads: Heads,
         q: Float[Array, "B L Hq d"],
         k: Float[Array, "B L Hkv d"],
         v: Float[Array, "B L Hkv d"],
@@ -160,6 +167,7 @@ class PrefillPolicy(abc.ABC):
 
         Args:
             layer: The layer.
+            heads: Its KV heads that `k` has: over a mesh, those of a device.
             q: Queries after RoPE; query head h belongs to KV head h // (Hq // Hkv).
             k: Keys after RoPE; `v` the values.
             lengths: Prompt lengths `[B]`, traced.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from tca_jax.methods.base import Attended, PrefillPolicy
+from tca_jax.methods.heads import Heads
 from tca_jax.methods.pairs import causal_pairs, sum_of_counts
 from tca_jax.methods.regions import Selected
 from tca_jax.pallas_kernels.backends import Backend
@@ -82,8 +83,8 @@ class BlockSparsePrefill(PrefillPolicy):
     def estimate(
         self,
         layer: int,
+        heads: Heads,
         head: Int[Array, ""],
-        heads: int,
         q: Float[Array, "B L G d"],
         k: Float[Array, "B L d"],
         lengths: Int[Array, " B"],
@@ -92,8 +93,8 @@ class BlockSparsePrefill(PrefillPolicy):
 
         Args:
             layer: The layer.
-            head: The KV head, of those that the program sees (`methods.heads`); traced.
-            heads: Query heads that it sees.
+            heads: Its KV heads.
+            head: The place of one of them; traced.
             q: Queries of its group after RoPE, right-padded.
             k: Its keys.
             lengths: Prompt lengths, traced.
@@ -104,18 +105,34 @@ class BlockSparsePrefill(PrefillPolicy):
         """
 
     def listed(
-        self, layer: int, q: Float[Array, "B L Hq d"], k: Float[Array, "B L Hkv d"], lengths: Int[Array, " B"]
+        self,
+        layer: int,
+        heads: Heads,
+        q: Float[Array, "B L Hq d"],
+        k: Float[Array, "B L Hkv d"],
+        lengths: Int[Array, " B"],
     ) -> tuple[Listed, ...]:
         """What all query heads attend to, `dense_tokens` heeded."""
         (batch, tokens, kv_heads, _), group = k.shape, q.shape[2] // k.shape[2]
         at_once = max(1, _MOST_SAMPLED // (batch * group * tokens * self.block_size))
         at_once = max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= at_once)
-        heads = jnp.arange(kv_heads)
-        of_heads = jax.lax.map(lambda head: self._of_head(layer, head, q, k, lengths), heads, batch_size=at_once)
+
+        def of_head(head: Array) -> tuple[Listed, ...]:
+            return self._of_head(layer, heads, head, q, k, lengths)
+
+        of_heads = jax.lax.map(of_head, jnp.arange(kv_heads), batch_size=at_once)
         return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:]), of_heads)
 
     def attend(
-        self, layer: int, q: Array, k: Array, v: Array, lengths: Array, selected: Selected | None, backend: Backend
+        self,
+        layer: int,
+        heads: Heads,
+        q: Array,
+        k: Array,
+        v: Array,
+        lengths: Array,
+        selected: Selected | None,
+        backend: Backend,
     ) -> Attended:
         batch, tokens, kv_heads, _ = k.shape
         if tokens <= self.dense_tokens:
@@ -123,13 +140,13 @@ class BlockSparsePrefill(PrefillPolicy):
         entries = batch * q.shape[2] * cdiv(tokens, self.block_size) ** 2
         if 4 * entries <= _MOST_BYTES:
             with jax.named_scope("estimate"):
-                listed = self.listed(layer, q, k, lengths)
+                listed = self.listed(layer, heads, q, k, lengths)
             out = self.attend_listed(q, k, v, listed, lengths, backend)
             return Attended(out, listed_pairs(listed, lengths, self.block_size).mean(axis=1))
 
         def one_head(head: Array) -> Attended:
             with jax.named_scope("estimate"):
-                listed = self._of_head(layer, head, q, k, lengths)
+                listed = self._of_head(layer, heads, head, q, k, lengths)
             keys, values = (x[:, :, head][:, :, None] for x in (k, v))
             out = self.attend_listed(_group(q, head, kv_heads), keys, values, listed, lengths, backend)
             return Attended(out, listed_pairs(listed, lengths, self.block_size).mean(axis=1))
@@ -147,8 +164,8 @@ class BlockSparsePrefill(PrefillPolicy):
         )
         return sum(others, start=first)
 
-    def _of_head(self, layer: int, head: Array, q: Array, k: Array, lengths: Array) -> tuple[Listed, ...]:
-        estimated = self.estimate(layer, head, q.shape[2], _group(q, head, k.shape[2]), k[:, :, head], lengths)
+    def _of_head(self, layer: int, heads: Heads, head: Array, q: Array, k: Array, lengths: Array) -> tuple[Listed, ...]:
+        estimated = self.estimate(layer, heads, head, _group(q, head, k.shape[2]), k[:, :, head], lengths)
         short = lengths <= self.dense_tokens
         return tuple(
             _with_dense_rows(one, short, self.block_size, everything=number == 0)

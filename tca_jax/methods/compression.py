@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from tca_jax.errors import UserError
 from tca_jax.methods.base import CachePolicy
 from tca_jax.methods.checks import check_geometry, check_integer, check_number
+from tca_jax.methods.heads import Heads
 from tca_jax.methods.regions import Selection
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.numerics import varying_like
@@ -80,7 +81,9 @@ class PromptCompression(CachePolicy):
     def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
         return self.num_leaving_blocks(prompt_tokens, new_tokens) * self.block_size
 
-    def select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selection:
+    def select(
+        self, layer: int, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
+    ) -> Selection:
         with jax.named_scope("token_scores"):
             scores = self.scores(layer, q, k, v, lengths)
         # Devices differ in whether such numbers are 0 when they are compared.
@@ -93,7 +96,9 @@ class PromptCompression(CachePolicy):
         budgets = kept.reshape(*kept.shape[:2], blocks, b).sum(axis=-1, dtype=jnp.int32)
         return Selection(scores, budgets)
 
-    def evict(self, layer: int, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]) -> Selection:
+    def evict(
+        self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
+    ) -> Selection:
         batch, kv_heads, _, tokens = attention.shape
         budgets = jnp.full((batch, kv_heads, 1), tokens, jnp.int32)
         return Selection(jnp.zeros((batch, kv_heads, tokens), jnp.float32), budgets)

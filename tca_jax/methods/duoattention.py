@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float32, Float64, Int
 from tca_jax.errors import UserError
 from tca_jax.methods.base import CachePolicy, Method, PerHead
 from tca_jax.methods.checks import check_number
-from tca_jax.methods.heads import of_heads
+from tca_jax.methods.heads import Heads
 from tca_jax.methods.regions import Selection
 from tca_jax.methods.sparse import SparsePrefill
 from tca_jax.methods.streaming import StreamingCache
@@ -57,15 +57,19 @@ class DuoAttentionCache(CachePolicy):
         everything = self.num_leaving_blocks(prompt_tokens, new_tokens) * self.block_size
         return self._by_head(layer, everything, self.streaming.growth(layer, prompt_tokens, new_tokens))
 
-    def select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selection:
-        scores, budgets, _ = self.streaming.select(layer, q, k, v, lengths, backend)
+    def select(
+        self, layer: int, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
+    ) -> Selection:
+        scores, budgets, _ = self.streaming.select(layer, heads, q, k, v, lengths, backend)
         ranked = jnp.arange(budgets.shape[-1]) < self.num_ranked_blocks(lengths)[:, None, None]
         everything = jnp.where(ranked, jnp.int32(self.block_size), 0)
-        return Selection(scores, jnp.where(self._heads(layer, k.shape[2]), everything, budgets))
+        return Selection(scores, jnp.where(self._retrieves(layer, heads), everything, budgets))
 
-    def evict(self, layer: int, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]) -> Selection:
-        scores, budgets, _ = self.streaming.evict(layer, attention, blocks)
-        return Selection(scores, jnp.where(self._heads(layer, attention.shape[1]), jnp.int32(self.block_size), budgets))
+    def evict(
+        self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
+    ) -> Selection:
+        scores, budgets, _ = self.streaming.evict(layer, heads, attention, blocks)
+        return Selection(scores, jnp.where(self._retrieves(layer, heads), jnp.int32(self.block_size), budgets))
 
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:
         shape = len(self.retrieval), len(self.retrieval[0])
@@ -77,8 +81,8 @@ class DuoAttentionCache(CachePolicy):
     def _by_head(self, layer: int, everything: int, little: int) -> PerHead:
         return tuple(everything if retrieval else little for retrieval in self.retrieval[layer])
 
-    def _heads(self, layer: int, num_kv_heads: int) -> Bool[Array, "Hkv 1"]:
-        return jnp.asarray(of_heads(layer, np.asarray(self.retrieval[layer]), num_kv_heads))[:, None]
+    def _retrieves(self, layer: int, heads: Heads) -> Bool[Array, "Hkv 1"]:
+        return jnp.asarray(heads.of(np.asarray(self.retrieval[layer])))[:, None]
 
 
 def duoattention(

@@ -24,6 +24,7 @@ from tca_jax.methods.base import Method
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, block_sums
 from tca_jax.methods.checks import check_integer, check_number, is_finite_number
 from tca_jax.methods.full import FullCache
+from tca_jax.methods.heads import Heads
 from tca_jax.methods.last_attention import by_position, diagonal_sums, last_attention
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.ranks import covering, highest
@@ -65,7 +66,7 @@ class FlexPrefill(BlockSparsePrefill):
         """Least blocks of each kind of line."""
         return max(1, cdiv(self.min_budget, self.block_size))
 
-    def estimate(self, layer: int, head: Array, heads: int, q: Array, k: Array, lengths: Array) -> tuple[Listed, ...]:
+    def estimate(self, layer: int, heads: Heads, head: Array, q: Array, k: Array, lengths: Array) -> tuple[Listed, ...]:
         size, batch, tiles = self.block_size, q.shape[0], cdiv(q.shape[1], self.block_size)
         queries = last_queries(q, lengths, size)
         attention = last_attention(queries, k, lengths)

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float32, Int
 
 from tca_jax.methods.base import Attended, CachePolicy, Method, PrefillPolicy
 from tca_jax.methods.blocks import Tokens
+from tca_jax.methods.heads import Heads
 from tca_jax.methods.pairs import causal_pairs
 from tca_jax.methods.regions import Selected, Selection
 from tca_jax.pallas_kernels.backends import Backend
@@ -34,7 +35,9 @@ class FullCache(CachePolicy):
     def capacities(self, layer: int, prompt_tokens: int) -> int:
         return 0
 
-    def select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selection:
+    def select(
+        self, layer: int, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
+    ) -> Selection:
         raise AssertionError("nothing is left of a window that holds everything")
 
     def for_contexts(self) -> CachePolicy:
@@ -54,14 +57,18 @@ class DenseCache(CachePolicy):
     def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
         return self.num_leaving_blocks(prompt_tokens, new_tokens) * _BLOCK
 
-    def select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selection:
+    def select(
+        self, layer: int, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
+    ) -> Selection:
         batch, tokens, kv_heads, _ = k.shape
         blocks = jnp.arange(tokens // _BLOCK)
         budgets = jnp.where(blocks < self.num_ranked_blocks(lengths)[:, None, None], _BLOCK, 0).astype(jnp.int32)
         shape = (batch, kv_heads, blocks.size)
         return Selection(jnp.zeros((batch, kv_heads, tokens), jnp.float32), jnp.broadcast_to(budgets, shape))
 
-    def evict(self, layer: int, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]) -> Selection:
+    def evict(
+        self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
+    ) -> Selection:
         batch, kv_heads, _, tokens = attention.shape
         budgets = jnp.full((batch, kv_heads, 1), _BLOCK, jnp.int32)
         return Selection(jnp.zeros((batch, kv_heads, tokens), jnp.float32), budgets)
@@ -72,7 +79,15 @@ class FullPrefill(PrefillPolicy):
     """Exact causal attention."""
 
     def attend(
-        self, layer: int, q: Array, k: Array, v: Array, lengths: Array, selected: Selected | None, backend: Backend
+        self,
+        layer: int,
+        heads: Heads,
+        q: Array,
+        k: Array,
+        v: Array,
+        lengths: Array,
+        selected: Selected | None,
+        backend: Backend,
     ) -> Attended:
         return Attended(causal_attention(q, k, v, lengths, backend=backend), causal_pairs(lengths))
 

@@ -32,7 +32,7 @@ from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, block_sums
 from tca_jax.methods.checks import check_integer, check_number
 from tca_jax.methods.full import FullCache
 from tca_jax.methods.head_patterns import DEFAULT, HeadPattern, Patterns, parse_patterns
-from tca_jax.methods.heads import heads_of_model, of_heads
+from tca_jax.methods.heads import Heads
 from tca_jax.methods.last_attention import by_position, diagonal_sums, last_attention
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.ranks import highest
@@ -106,11 +106,10 @@ class MInferencePrefill(BlockSparsePrefill):
             raise UserError(f"patterns has {len(patterns)} query heads: must be {heads}, as the model has")
         return tuple(HeadPattern(p.kind, *(int(self.scale * n) for n in p[1:])) for p in patterns)
 
-    def estimate(self, layer: int, head: Array, heads: int, q: Array, k: Array, lengths: Array) -> tuple[Listed, ...]:
+    def estimate(self, layer: int, heads: Heads, head: Array, q: Array, k: Array, lengths: Array) -> tuple[Listed, ...]:
         group, tokens = q.shape[2], q.shape[1]
-        seen, heads = heads // group, heads_of_model(heads)
-        patterns = self.of_layer(layer, heads)
-        arrays = (of_heads(layer, x.reshape(-1, group), seen) for x in PatternArrays.of(patterns))
+        patterns = self.of_layer(layer, heads.of_model * group)
+        arrays = (heads.of(x.reshape(-1, group)) for x in PatternArrays.of(patterns))
         own = PatternArrays(*(jnp.asarray(x)[head] for x in arrays))
         of_lines = [max(_LEAST_COLUMNS, p.columns) for p in patterns if p.kind != "block_sparse"]
         columns, diagonals = lines(q, k, lengths, own)
@@ -120,7 +119,7 @@ class MInferencePrefill(BlockSparsePrefill):
                 columns_of_mask(columns, min(tokens, max(of_lines, default=1))),
             ),
         )
-        if len(of_lines) < heads:
+        if len(of_lines) < len(patterns):
             blocks = max(1, int(self.scale * self.blocks))
             mask = best_blocks(q, k, lengths, blocks, self.block_size) & own.by_blocks[:, None, None]
             launches += (Listed(lists_of_mask(mask, self.block_size)),)

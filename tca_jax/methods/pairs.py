@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
 
-from tca_jax.methods.heads import heads_of_model, sum_of_devices
-
 _LOW_BITS = 12
 
 
@@ -30,11 +28,11 @@ def sum_of_counts(counts: Int[Array, "*rows n"]) -> Float32[Array, "*rows"]:
 
 
 def attended_share(pairs: Sequence[Float32[Array, " B"]], lengths: Int[Array, " B"]) -> Float32[Array, " B"]:
-    """Share of each prompt's causal pairs that its queries attended to, mean over layers and query heads.
+    """Share of each prompt's causal pairs that its queries attended to, mean over layers and heads that a program sees.
 
     Args:
-        pairs: `Attended.pairs` of every layer, over a mesh those of the heads that a device has: each has as many.
+        pairs: `Attended.pairs` of every layer.
         lengths: Prompt lengths.
     """
     first, *others = (of_layer / causal_pairs(lengths) for of_layer in pairs)
-    return sum_of_devices(sum(others, start=first) / len(pairs)) / heads_of_model(1)
+    return sum(others, start=first) / len(pairs)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float32, Int
 
 from tca_jax.methods.base import CachePolicy, Method
 from tca_jax.methods.checks import check_geometry, check_number, check_seed
-from tca_jax.methods.heads import head_numbers
+from tca_jax.methods.heads import Heads
 from tca_jax.methods.regions import Selection
 from tca_jax.methods.sparse import SparsePrefill
 from tca_jax.pallas_kernels.backends import Backend
@@ -48,10 +48,12 @@ class RandomCache(CachePolicy):
     def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
         return self.budget * self.num_leaving_blocks(prompt_tokens, new_tokens)
 
-    def select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selection:
+    def select(
+        self, layer: int, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
+    ) -> Selection:
         batch, tokens, kv_heads, _ = k.shape
         blocks = jnp.arange(tokens // self.block_size)
-        scores = self._draw(layer, kv_heads, blocks).reshape(kv_heads, -1)
+        scores = self._draw(layer, heads, blocks).reshape(kv_heads, -1)
         scores = jnp.pad(scores, ((0, 0), (0, tokens - scores.shape[1])))
         budgets = jnp.where(blocks < self.num_ranked_blocks(lengths)[:, None, None], jnp.int32(self.budget), 0)
         return Selection(
@@ -59,12 +61,14 @@ class RandomCache(CachePolicy):
             jnp.broadcast_to(budgets, (batch, kv_heads, blocks.size)),
         )
 
-    def evict(self, layer: int, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]) -> Selection:
+    def evict(
+        self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
+    ) -> Selection:
         batch, kv_heads = attention.shape[:2]
-        scores = self._draw(layer, kv_heads, blocks).swapaxes(0, 1)
+        scores = self._draw(layer, heads, blocks).swapaxes(0, 1)
         return Selection(scores, jnp.full((batch, kv_heads, 1), self.budget, jnp.int32))
 
-    def _draw(self, layer: int, kv_heads: int, blocks: Int[Array, " n"]) -> Float32[Array, "Hkv n b"]:
+    def _draw(self, layer: int, heads: Heads, blocks: Int[Array, " n"]) -> Float32[Array, "Hkv n b"]:
         """Uniform numbers for the tokens of some blocks."""
         key = jax.random.fold_in(jax.random.key(self.seed), layer)
 
@@ -72,7 +76,7 @@ class RandomCache(CachePolicy):
             return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, head), block), (self.block_size,))
 
         over_blocks = jax.vmap(draw, in_axes=(None, 0))
-        return jax.vmap(over_blocks, in_axes=(0, None))(head_numbers(layer, kv_heads), blocks)
+        return jax.vmap(over_blocks, in_axes=(0, None))(jnp.asarray(heads.numbers), blocks)
 
 
 def random(share: float = 0.25, window: int = 4096, block_size: int = 128, seed: int = 0) -> Method:

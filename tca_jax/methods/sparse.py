@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.methods.base import Attended, CachePolicy, Frequencies, Method, PrefillPolicy
-from tca_jax.methods.heads import capacities_of_heads
+from tca_jax.methods.base import Attended, CachePolicy, Frequencies, Method, PrefillPolicy, per_head
+from tca_jax.methods.heads import Heads
 from tca_jax.methods.pairs import causal_pairs, sum_of_counts
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.regions import Regions, Selected, Selection
@@ -35,7 +35,15 @@ class SparsePrefill(PrefillPolicy):
         self.selector.validate_for(num_layers, num_kv_heads)
 
     def attend(
-        self, layer: int, q: Array, k: Array, v: Array, lengths: Array, selected: Selected | None, backend: Backend
+        self,
+        layer: int,
+        heads: Heads,
+        q: Array,
+        k: Array,
+        v: Array,
+        lengths: Array,
+        selected: Selected | None,
+        backend: Backend,
     ) -> Attended:
         policy, tokens = self.selector, k.shape[1]
         # Every prompt of this shape fits its window: exact attention. From there on a selection pays: on an H200 a
@@ -43,18 +51,21 @@ class SparsePrefill(PrefillPolicy):
         if not policy.num_ranked_blocks(tokens):
             return Attended(causal_attention(q, k, v, lengths, backend=backend), causal_pairs(lengths))
         if selected is None:
-            selected = self._select(layer, q, k, v, lengths, backend)
+            selected = self._select(layer, heads, q, k, v, lengths, backend)
         pool, budgets = selected.pool, selected.budgets
         sizes = {"block_size": policy.block_size, "window": policy.window}
         with jax.named_scope("prefill_attention"):
             out = prefill_attention(q, k, v, pool, budgets, lengths, **sizes, backend=backend)
         return Attended(out, selected_pairs(budgets, lengths, **sizes).mean(axis=1))
 
-    def _select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selected:
+    def _select(
+        self, layer: int, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
+    ) -> Selected:
         policy = self.selector
         with jax.named_scope("select"):
-            selection = policy.select(layer, last_queries(q, lengths, policy.num_queries), k, v, lengths, backend)
-        return _compact(policy, layer, selection, k, v, backend)
+            queries = last_queries(q, lengths, policy.num_queries)
+            selection = policy.select(layer, heads, queries, k, v, lengths, backend)
+        return _compact(policy, layer, heads, selection, k, v, backend)
 
 
 def selected_pairs(
@@ -85,6 +96,7 @@ def selected_pairs(
 def readable_selection(
     method: Method,
     layer: int,
+    heads: Heads,
     selection: Selection,
     kept: Selected,
     k: Float[Array, "B L Hkv d"],
@@ -96,6 +108,7 @@ def readable_selection(
     Args:
         method: The method.
         layer: The layer.
+        heads: Its KV heads.
         selection: What its cache policy selects.
         kept: The same as it lies in the cache.
         k: Prompt keys `[B, L, Hkv, d]`; `v` the values.
@@ -109,16 +122,18 @@ def readable_selection(
         return None
     if selection.prefill_budgets is None:
         return kept
-    return _compact(method.cache, layer, selection, k, v, backend)
+    return _compact(method.cache, layer, heads, selection, k, v, backend)
 
 
-def _compact(policy: CachePolicy, layer: int, selection: Selection, k: Array, v: Array, backend: Backend) -> Selected:
+def _compact(
+    policy: CachePolicy, layer: int, heads: Heads, selection: Selection, k: Array, v: Array, backend: Backend
+) -> Selected:
     """What a prompt's queries attend to left of their windows, in a pool of its own that lives for this layer."""
-    batch, tokens, kv_heads, _ = k.shape
+    batch, tokens, *_ = k.shape
     name, capacities = "prefill_capacities", policy.prefill_capacities(layer, tokens)
     if capacities is None:
         name, capacities = "capacities", policy.capacities(layer, tokens)
     source = f"{type(policy).__name__}.{name}({layer}, {tokens})"
-    regions = Regions.plan(batch, capacities_of_heads(layer, capacities, kv_heads, source))
+    regions = Regions.plan(batch, heads.widest(per_head(capacities, heads.of_model, source)))
     with jax.named_scope("select"):
         return regions.fill(selection.for_prefill, k, v, block_size=policy.block_size, backend=backend)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float32, Int
 
 from tca_jax.methods.base import CachePolicy, Method
 from tca_jax.methods.checks import check_geometry, check_integer
+from tca_jax.methods.heads import Heads
 from tca_jax.methods.regions import Selection
 from tca_jax.methods.sparse import SparsePrefill
 from tca_jax.pallas_kernels.backends import Backend
@@ -42,14 +43,18 @@ class StreamingCache(CachePolicy):
         # Shorter prompts have all their sinks in the window still.
         return min(self.sinks, self.num_leaving_blocks(prompt_tokens, new_tokens) * self.block_size)
 
-    def select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selection:
+    def select(
+        self, layer: int, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
+    ) -> Selection:
         batch, tokens, kv_heads, _ = k.shape
         blocks = jnp.arange(tokens // self.block_size)
         budgets = jnp.where(blocks < self.num_ranked_blocks(lengths)[:, None], self._budgets(blocks), 0)
         scores = jnp.broadcast_to(-jnp.arange(tokens, dtype=jnp.float32), (batch, kv_heads, tokens))
         return Selection(scores, jnp.broadcast_to(budgets[:, None], (batch, kv_heads, blocks.size)))
 
-    def evict(self, layer: int, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]) -> Selection:
+    def evict(
+        self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
+    ) -> Selection:
         batch, kv_heads, _, tokens = attention.shape
         scores = jnp.broadcast_to(-jnp.arange(tokens, dtype=jnp.float32), (batch, kv_heads, tokens))
         budgets = jnp.broadcast_to(self._budgets(blocks)[:, None, None], (batch, kv_heads, 1))

@@ -17,7 +17,7 @@ from tca_jax.errors import UserError
 from tca_jax.methods.base import CachePolicy, Method, PerHead
 from tca_jax.methods.candidates import eviction_budgets, region_capacity
 from tca_jax.methods.config import TCAConfig
-from tca_jax.methods.heads import head_numbers, heads_of_model, of_heads
+from tca_jax.methods.heads import Heads
 from tca_jax.methods.regions import Selection
 from tca_jax.methods.selection import select_by_candidates
 from tca_jax.methods.tca_prefill import READINGS, TCAPrefill
@@ -97,24 +97,26 @@ class TCACache(CachePolicy):
         kept_of_block = eviction_budgets(self.config)[self.rows(layer, self.num_heads(layer))]
         return self._per_head(kept_of_block * self.num_leaving_blocks(prompt_tokens, new_tokens))
 
-    def select(self, layer: int, q: Array, k: Array, v: Array, lengths: Array, backend: Backend) -> Selection:
-        seen, heads = k.shape[2], heads_of_model(k.shape[2])
-        rows, prefill_rows = self.rows(layer, heads), self.prefill_rows(layer, heads)
+    def select(
+        self, layer: int, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
+    ) -> Selection:
+        rows, prefill_rows = self.rows(layer, heads.of_model), self.prefill_rows(layer, heads.of_model)
         return select_by_candidates(
             q,
             k,
-            jnp.asarray(of_heads(layer, rows, seen)),
+            jnp.asarray(heads.of(rows)),
             lengths,
             self.config,
             backend,
-            prefill_candidates=None if prefill_rows is None else jnp.asarray(of_heads(layer, prefill_rows, seen)),
-            heads=head_numbers(layer, seen),
+            prefill_candidates=None if prefill_rows is None else jnp.asarray(heads.of(prefill_rows)),
+            heads=jnp.asarray(heads.numbers),
         )
 
-    def evict(self, layer: int, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]) -> Selection:
+    def evict(
+        self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
+    ) -> Selection:
         batch, kv_heads = attention.shape[:2]
-        of_model = eviction_budgets(self.config)[self.rows(layer, heads_of_model(kv_heads))]
-        budgets = of_heads(layer, of_model, kv_heads)
+        budgets = heads.of(eviction_budgets(self.config)[self.rows(layer, heads.of_model)])
         return Selection(attention.mean(axis=2), jnp.broadcast_to(budgets[:, None], (batch, kv_heads, 1)))
 
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:

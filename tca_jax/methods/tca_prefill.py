@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.methods.base import Attended
 from tca_jax.methods.fetching import attend_blocks
-from tca_jax.methods.heads import heads_of_model, of_heads, places_where
+from tca_jax.methods.heads import Heads
 from tca_jax.methods.pairs import causal_pairs
 from tca_jax.methods.regions import Selected
 from tca_jax.methods.sparse import SparsePrefill, selected_pairs
@@ -45,24 +45,31 @@ class TCAPrefill(SparsePrefill):
         return bool(self.selector.reads(layer, self.selector.num_heads(layer), "sparse").all())
 
     def attend(
-        self, layer: int, q: Array, k: Array, v: Array, lengths: Array, selected: Selected | None, backend: Backend
+        self,
+        layer: int,
+        heads: Heads,
+        q: Array,
+        k: Array,
+        v: Array,
+        lengths: Array,
+        selected: Selected | None,
+        backend: Backend,
     ) -> Attended:
         policy, (batch, tokens, kv_heads, _) = self.selector, k.shape
-        of_model = heads_of_model(kv_heads)
-        sparse = policy.reads(layer, of_model, "sparse")
+        sparse = policy.reads(layer, heads.of_model, "sparse")
         if sparse.all() or not policy.num_ranked_blocks(tokens):
-            return super().attend(layer, q, k, v, lengths, selected, backend)
+            return super().attend(layer, heads, q, k, v, lengths, selected, backend)
         out, pairs = jnp.zeros_like(q), jnp.zeros((batch, kv_heads), jnp.float32)
         if sparse.any():
-            selected = self._select(layer, q, k, v, lengths, backend) if selected is None else selected
-            own, sizes = of_heads(layer, sparse, kv_heads), {"block_size": policy.block_size, "window": policy.window}
+            selected = self._select(layer, heads, q, k, v, lengths, backend) if selected is None else selected
+            own, sizes = heads.of(sparse), {"block_size": policy.block_size, "window": policy.window}
             with jax.named_scope("prefill_attention"):
                 read = jnp.where(own, lengths[:, None], 0)  # the other heads cost nothing
                 out = prefill_attention(q, k, v, selected.pool, selected.budgets, read, **sizes, backend=backend)
             pairs = jnp.where(own, selected_pairs(selected.budgets, lengths, **sizes), 0)
         for reading, attend in (("blocks", attend_blocks), ("dense", _attend_all)):
-            if (heads := policy.reads(layer, of_model, reading)).any():
-                places = places_where(layer, heads, kv_heads)
+            if (mask := policy.reads(layer, heads.of_model, reading)).any():
+                places = heads.places(mask)
                 given = _take(q, places, kv_heads), _take(k, places, kv_heads), _take(v, places, kv_heads)
                 part, of_part = attend(*given, lengths, policy.config, backend)
                 out, pairs = _put(out, part, places, kv_heads), pairs.at[:, places].set(of_part, mode="drop")

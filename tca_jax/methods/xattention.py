@@ -22,6 +22,7 @@ from tca_jax.methods.base import Method
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed
 from tca_jax.methods.checks import check_integer, check_number
 from tca_jax.methods.full import FullCache
+from tca_jax.methods.heads import Heads
 from tca_jax.methods.ranks import covering
 from tca_jax.pallas_kernels.block_sparse_attention.lists import lists_of_mask
 from tca_jax.pallas_kernels.integers import cdiv, round_up
@@ -55,7 +56,7 @@ class XAttentionPrefill(BlockSparsePrefill):
             raise UserError(f"stride = {self.stride}: must divide block_size = {self.block_size}")
         check_integer("dense_tokens", self.dense_tokens, at_least=0)
 
-    def estimate(self, layer: int, head: Array, heads: int, q: Array, k: Array, lengths: Array) -> tuple[Listed, ...]:
+    def estimate(self, layer: int, heads: Heads, head: Array, q: Array, k: Array, lengths: Array) -> tuple[Listed, ...]:
         sums = antidiagonal_mass(q, k, lengths, stride=self.stride, block_size=self.block_size)
         blocks = jnp.arange(sums.shape[-1])
         forced = (blocks == 0) | (blocks == blocks[:, None])

@@ -10,6 +10,7 @@ from reading_oracle import read
 from tca_jax import methods
 from tca_jax.calibration.gated_attention import attend_gated, read_both
 from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.heads import Heads
 
 CONFIG = TCAConfig(block_size=8, window=16, reserve=3, observation=6, spread=2, fetch=2, fetch_stride=4)
 #: Heads of a group, KV heads, tokens, and what these are padded to.
@@ -54,7 +55,9 @@ def test_both_readings_are_those_of_the_method(shape):
     (q, k, v, lengths), heads = operands(*shape)
     both = read_both(q, k, v, lengths, heads, CONFIG)
     for number, reading in enumerate(("sparse", "blocks")):
-        expected = methods.tca(0, CONFIG, readings=reading).prefill.attend(0, q, k, v, lengths, None, "xla")
+        expected = methods.tca(0, CONFIG, readings=reading).prefill.attend(
+            0, Heads.all(k.shape[2]), q, k, v, lengths, None, "xla"
+        )
         np.testing.assert_allclose(getattr(both, reading), expected.out, atol=1e-6)
         np.testing.assert_allclose(both.pairs[:, number].mean(), expected.pairs[0], rtol=1e-6)
     assert np.abs(np.asarray(both.sparse - both.blocks)).max() > 0.05

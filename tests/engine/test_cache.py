@@ -180,13 +180,13 @@ class Greedy(methods.CachePolicy):
     def growth(self, layer, prompt_tokens, new_tokens):
         return 9
 
-    def select(self, layer, q, k, v, lengths, backend):
+    def select(self, layer, heads, q, k, v, lengths, backend):
         batch, tokens, kv_heads, _ = k.shape
         budgets = jnp.where(jnp.arange(tokens // 8) < self.num_ranked_blocks(lengths)[:, None, None], 8, 0)
         budgets = jnp.broadcast_to(budgets, (batch, kv_heads, tokens // 8)).astype(jnp.int32)
         return methods.Selection(jnp.ones((batch, kv_heads, tokens), jnp.float32), budgets)
 
-    def evict(self, layer, attention, blocks):
+    def evict(self, layer, heads, attention, blocks):
         return methods.Selection(attention.mean(axis=2), jnp.full((*attention.shape[:2], 1), 8, jnp.int32))
 
 

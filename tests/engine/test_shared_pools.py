@@ -22,7 +22,6 @@ from tca_jax.engine.layouts import total_bytes
 from tca_jax.engine.shared_pools import SharedPool, apart, plan_shared_pools, together
 from tca_jax.lab.benchmarks.common import free_bytes
 from tca_jax.lab.evaluation import text_tasks
-from tca_jax.methods.heads import HeadShards, dealt_out
 from tca_jax.methods.regions import Regions
 from tca_jax.pallas_kernels import backends
 from tca_jax.pallas_kernels.kv import Pool
@@ -149,14 +148,12 @@ def test_what_passes_a_region_does_not_reach_the_next():
     assert planned is not None
     own = Regions.plan(1, (256,))
     rows = jnp.arange(1, 257, dtype=jnp.float32)[:, None] * jnp.ones(16)
-    shards = HeadShards("model", 2, ((0, 1), (0, 1)))
 
     def write() -> tuple[jax.Array, jax.Array]:
-        with dealt_out(shards):
-            kept, pool = Pool(rows, -rows, jnp.zeros((1, 1), jnp.int32), jnp.array([[200]])), None
-            for shared in planned:
-                pool = shared.write(own, kept, pool)
-                kept = kept._replace(k=kept.k + 1000, v=kept.v - 1000)
+        kept, pool = Pool(rows, -rows, jnp.zeros((1, 1), jnp.int32), jnp.array([[200]])), None
+        for shared in planned:
+            pool = shared.write(own, kept, pool)
+            kept = kept._replace(k=kept.k + 1000, v=kept.v - 1000)
         return pool.k[None, :, 0], pool.lengths[None]
 
     specs = PartitionSpec("model"), PartitionSpec("model")

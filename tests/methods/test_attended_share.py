@@ -15,6 +15,7 @@ from tiny import CONFIG, TCA, random_prompt, tiny_lm, with_candidates
 import tca_jax
 from tca_jax import methods
 from tca_jax.methods.block_sparse import Listed, listed_pairs
+from tca_jax.methods.heads import Heads
 from tca_jax.methods.pairs import causal_pairs, sum_of_counts
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.sparse import SparsePrefill, _compact, selected_pairs
@@ -74,12 +75,12 @@ def weighed_pairs(method, q, k, v, lengths):
     selection = None
     if isinstance(policy, SparsePrefill) and policy.selector.num_ranked_blocks(tokens):
         queries = last_queries(q, lengths, policy.selector.num_queries)
-        selection = policy.selector.select(0, queries, k, v, lengths, "xla")
+        selection = policy.selector.select(0, Heads.all(k.shape[2]), queries, k, v, lengths, "xla")
 
     @jax.jit
     def attend(values):
         selected = None if selection is None else _compact(policy.selector, 0, selection, k, values, "xla")
-        return policy.attend(0, q, k, values, lengths, selected, "xla")
+        return policy.attend(0, Heads.all(k.shape[2]), q, k, values, lengths, selected, "xla")
 
     pairs = np.zeros((len(lengths), q.shape[2]))
     for first in range(0, tokens, DIM):
@@ -97,7 +98,9 @@ def test_pairs_are_those_that_attention_weighs(case, group):
     method, lengths = methods.get(name, **options(heads)), jnp.asarray(LENGTHS, jnp.int32)
     q, k, v = qkv(3, len(LENGTHS), max(LENGTHS), heads, KV_HEADS, DIM, 0.8)
     q, k, v = (jnp.asarray(poison(x, LENGTHS, 1e3)) for x in (q, k, v))
-    attended = jax.jit(lambda q, k, v, n: method.prefill.attend(0, q, k, v, n, None, "xla"))(q, k, v, lengths)
+    attended = jax.jit(lambda q, k, v, n: method.prefill.attend(0, Heads.all(k.shape[2]), q, k, v, n, None, "xla"))(
+        q, k, v, lengths
+    )
     expected = weighed_pairs(method, q, k, v, lengths).mean(axis=1)
     assert attended.pairs.dtype == jnp.float32
     np.testing.assert_allclose(attended.pairs, expected, rtol=1e-6)
@@ -178,7 +181,7 @@ def by_layers(lm):
     shares = []
 
     def attention(layer, q, k, v, state):
-        out, pairs = lm.method.prefill.attend(layer, q, k, v, lengths, None, "auto")
+        out, pairs = lm.method.prefill.attend(layer, Heads.all(k.shape[2]), q, k, v, lengths, None, "auto")
         shares.append(np.asarray(pairs) / [90 * 91 / 2, 61 * 62 / 2])
         return out, None
 

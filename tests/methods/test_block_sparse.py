@@ -14,6 +14,7 @@ from sparse_prefill import ORACLES
 
 from tca_jax import methods
 from tca_jax.methods.block_sparse import listed_pairs
+from tca_jax.methods.heads import Heads
 from tca_jax.methods.pairs import causal_pairs
 from tca_jax.methods.ranks import covering, highest
 
@@ -78,7 +79,12 @@ def expected_mask(name, options, q, k, head):
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_a_method_attends_to_what_its_oracle_says(name, options):
     policy, lengths = methods.get(name, **options).prefill, jnp.asarray(LENGTHS, jnp.int32)
-    run = jax.jit(lambda q, k, v, n: (policy.listed(0, q, k, n), policy.attend(0, q, k, v, n, None, "auto").out))
+    run = jax.jit(
+        lambda q, k, v, n: (
+            policy.listed(0, Heads.all(k.shape[2]), q, k, n),
+            policy.attend(0, Heads.all(k.shape[2]), q, k, v, n, None, "auto").out,
+        )
+    )
     for q, k, v in (random_inputs(3), structured_inputs(3)):
         padded = [jnp.asarray(poison(x, LENGTHS, 1e3)) for x in (q, k, v)]
         check(name, options, policy, q, k, v, *run(*padded, lengths))
@@ -110,11 +116,11 @@ def test_one_head_after_another_is_the_same(name, monkeypatch):
     q, k, v = map(jnp.asarray, structured_inputs(1))
     options = dict(next(case.values[1] for case in CASES if case.values[0] == name))
     policy, lengths = methods.get(name, **options).prefill, jnp.asarray(LENGTHS, jnp.int32)
-    together = policy.attend(0, q, k, v, lengths, None, "auto")
+    together = policy.attend(0, Heads.all(k.shape[2]), q, k, v, lengths, None, "auto")
     monkeypatch.setattr("tca_jax.methods.block_sparse._MOST_SAMPLED", 0)
-    check_same(policy.attend(0, q, k, v, lengths, None, "auto"), together)
+    check_same(policy.attend(0, Heads.all(k.shape[2]), q, k, v, lengths, None, "auto"), together)
     monkeypatch.setattr("tca_jax.methods.block_sparse._MOST_BYTES", 0)
-    check_same(policy.attend(0, q, k, v, lengths, None, "auto"), together)
+    check_same(policy.attend(0, Heads.all(k.shape[2]), q, k, v, lengths, None, "auto"), together)
 
 
 def check_same(attended, expected):
@@ -125,11 +131,11 @@ def check_same(attended, expected):
 def test_chunks_of_scores_do_not_matter(monkeypatch):
     q, k, _ = map(jnp.asarray, random_inputs(5))
     policy, lengths = methods.get("xattention", stride=4, **SMALL).prefill, jnp.asarray(LENGTHS, jnp.int32)
-    whole = policy.listed(0, q, k, lengths)
+    whole = policy.listed(0, Heads.all(k.shape[2]), q, k, lengths)
     module = importlib.import_module("tca_jax.methods.xattention")  # the name in the package is the factory
     for most in (1, 4000):
         monkeypatch.setattr(module, "_MOST_SCORES", most)
-        jax.tree.map(np.testing.assert_array_equal, policy.listed(0, q, k, lengths), whole)
+        jax.tree.map(np.testing.assert_array_equal, policy.listed(0, Heads.all(k.shape[2]), q, k, lengths), whole)
 
 
 def test_a_knob_moves_the_area():
@@ -143,7 +149,7 @@ def test_a_knob_moves_the_area():
         areas = []
         for value in values:
             policy = methods.get(name, **{knob: value}, **others).prefill
-            pairs = listed_pairs(policy.listed(0, q, k, lengths), lengths, BLOCK)
+            pairs = listed_pairs(policy.listed(0, Heads.all(k.shape[2]), q, k, lengths), lengths, BLOCK)
             areas.append(float(jnp.mean(pairs / causal_pairs(lengths)[:, None])))
         assert areas == sorted(areas), name
         assert areas[0] < areas[-1] <= 1, name
@@ -219,4 +225,6 @@ def test_patterns_of_another_model_are_refused():
             method.validate_for(layers, kv_heads)
     q, k = jnp.zeros((1, 2000, 8, 16)), jnp.zeros((1, 2000, 2, 16))
     with pytest.raises(ValueError, match="patterns has 4 query heads: must be 8, as the model has"):
-        jax.eval_shape(lambda: method.prefill.attend(0, q, k, k, jnp.array([2000]), None, "auto"))
+        jax.eval_shape(
+            lambda: method.prefill.attend(0, Heads.all(k.shape[2]), q, k, k, jnp.array([2000]), None, "auto")
+        )

@@ -11,6 +11,7 @@ from tiny import CONFIG, masked_greedy, random_prompt, tiny_lm
 import tca_jax
 from tca_jax import methods
 from tca_jax.methods.compression import top_tokens
+from tca_jax.methods.heads import Heads
 from tca_jax.models.rope import fixed_frequencies
 from tca_jax.pallas_kernels.ranking import selection_mask
 
@@ -60,7 +61,7 @@ def kept_by(policy, q, k, v, lengths, layer=1):
 
     @jax.jit
     def run(*operands):
-        selection = policy.select(layer, *operands, "xla")
+        selection = policy.select(layer, Heads.all(operands[1].shape[2]), *operands, "xla")
         return selection.scores, selection_mask(selection.scores, selection.budgets, block_size=policy.block_size)
 
     return tuple(map(np.asarray, run(queries, k, v, np.array(lengths))))

@@ -9,6 +9,7 @@ from tiny import masked_greedy, random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax import methods
+from tca_jax.methods.heads import Heads
 
 B, W = 8, 16
 GEOMETRY = {"block_size": B, "window": W}
@@ -113,6 +114,8 @@ def test_capacities_hold_what_is_kept_whatever_the_length(lm):
     for policy, length in itertools.product(policies, (16, 24, 31, 100)):
         q, k, v = (jnp.asarray(rng.normal(size=(1, 104, 2, 16)), jnp.float32) for _ in range(3))
         if policy.num_ranked_blocks(104):
-            selection = policy.select(0, q[:, length - 1 : length], k, v, jnp.array([length]), "xla")
+            selection = policy.select(
+                0, Heads.all(k.shape[2]), q[:, length - 1 : length], k, v, jnp.array([length]), "xla"
+            )
             assert selection.budgets[0, 0].sum() <= policy.capacities(0, 104)
             assert not selection.budgets[..., policy.num_ranked_blocks(length) :].any()

@@ -26,7 +26,7 @@ class LoudKeys(methods.CachePolicy):
     def most(self, layer):
         return 6 if layer % 2 == 0 else 2
 
-    def select(self, layer, q, k, v, lengths, backend):
+    def select(self, layer, heads, q, k, v, lengths, backend):
         norms = jnp.linalg.norm(k.astype(jnp.float32), axis=-1).swapaxes(1, 2)  # [B, Hkv, L]
         batch, heads, tokens = norms.shape
         blocks = tokens // self.block_size

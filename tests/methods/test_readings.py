@@ -15,6 +15,7 @@ from tiny import CONFIG, random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax import methods
+from tca_jax.methods.heads import Heads
 from tca_jax.pallas_kernels import backends
 
 SMALL = tca_jax.TCAConfig(block_size=8, window=16, reserve=3, observation=6, spread=2, fetch=2, fetch_stride=4)
@@ -31,7 +32,9 @@ def check(config, lengths, readings, rows, group, backend="xla", head_dim=64, sc
         poison(x, lengths, 1e4) for x in qkv(seed, len(lengths), tokens, group * kv_heads, kv_heads, head_dim, scale)
     )
     method = methods.tca([ROWS[:kv_heads]], config, [rows], [readings])
-    out, pairs = method.prefill.attend(0, *map(jnp.asarray, (q, k, v)), jnp.asarray(lengths), None, backend)
+    out, pairs = method.prefill.attend(
+        0, Heads.all(k.shape[2]), *map(jnp.asarray, (q, k, v)), jnp.asarray(lengths), None, backend
+    )
     for row, length in enumerate(lengths):
         one_q, one_k, one_v = (x[row, :length].astype(np.float64) for x in (q, k, v))
         found = [
@@ -79,10 +82,10 @@ def test_fetching_more_blocks_than_there_are_is_exact_attention():
     q, k, v = map(jnp.asarray, qkv(0, 2, 101, 4, 2, 16))
     many = dataclasses.replace(SMALL, fetch=100)
     few = dataclasses.replace(SMALL, fetch=SMALL.num_ranked_blocks(104))
-    full = methods.get("full").prefill.attend(0, q, k, v, jnp.asarray(lengths), None, "xla")
+    full = methods.get("full").prefill.attend(0, Heads.all(k.shape[2]), q, k, v, jnp.asarray(lengths), None, "xla")
     for config in (many, few):
         out, pairs = methods.tca(0, config, readings="blocks").prefill.attend(
-            0, q, k, v, jnp.asarray(lengths), None, "xla"
+            0, Heads.all(k.shape[2]), q, k, v, jnp.asarray(lengths), None, "xla"
         )
         np.testing.assert_allclose(out, full.out, atol=1e-5)
         np.testing.assert_array_equal(pairs, full.pairs)
@@ -262,8 +265,8 @@ def test_a_layer_estimates_once_and_only_where_a_head_fetches():
     method = methods.tca(0, SMALL, readings=[["sparse", "sparse"], ["sparse", "blocks"]])
     for layer, times in ((0, 0), (1, 1)):
         program = str(
-            jax.make_jaxpr(lambda *x, layer=layer: method.prefill.attend(layer, *x, None, "xla"))(
-                q, k, v, jnp.array([64])
-            )
+            jax.make_jaxpr(
+                lambda *x, layer=layer: method.prefill.attend(layer, Heads.all(x[1].shape[2]), *x, None, "xla")
+            )(q, k, v, jnp.array([64]))
         )
         assert program.count("name=block_mass") == times

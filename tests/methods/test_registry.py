@@ -8,6 +8,7 @@ import pytest
 from tiny import tiny_lm
 
 from tca_jax import methods
+from tca_jax.methods.heads import Heads
 from tca_jax.methods.registry import _FACTORIES, with_known
 from tca_jax.models.rope import RopeConfig
 
@@ -124,7 +125,7 @@ def test_a_model_gives_its_rotation_to_the_methods_that_need_it():
     lm = tiny_lm()
     bare = methods.get("expected-attention")
     with pytest.raises(ValueError, match=r"frequencies = None: must be the model's; lm.with_method puts them in"):
-        bare.cache.select(0, *[jnp.zeros((1, 256, 2, 16))] * 3, jnp.array([256]), "xla")
+        bare.cache.select(0, Heads.all(2), *[jnp.zeros((1, 256, 2, 16))] * 3, jnp.array([256]), "xla")
     given = lm.with_method(bare).method.cache.frequencies
     np.testing.assert_allclose(given, 10_000.0 ** -(np.arange(8) / 8), rtol=1e-6)
     sparse = methods.Method("sparse", methods.SparsePrefill(bare.cache), methods.get("full").cache)

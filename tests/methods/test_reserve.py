@@ -19,6 +19,7 @@ from tca_jax import methods
 from tca_jax.engine.cache import CacheLayout, prefill_layer
 from tca_jax.methods.candidates import budget_count_table
 from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.heads import Heads
 from tca_jax.methods.selection import block_budgets, block_density, row_budgets, score_prompt
 from tca_jax.pallas_kernels.ranking import selection_mask
 from tca_jax.pallas_kernels.token_scores import token_scores
@@ -31,7 +32,9 @@ NOISE = 1e-5  # relative gap under which float32 may break a tie differently fro
 def masks(method, q, k, lengths, config):
     """What the cache keeps and what prompt queries attend to, bool [B, Hkv, L] each."""
     queries = jnp.asarray(observed_queries(q, lengths, config.num_queries))
-    selection = method.cache.select(0, queries, jnp.asarray(k), jnp.asarray(k), jnp.asarray(lengths), "xla")
+    selection = method.cache.select(
+        0, Heads.all(k.shape[2]), queries, jnp.asarray(k), jnp.asarray(k), jnp.asarray(lengths), "xla"
+    )
     return [
         np.asarray(selection_mask(part.scores, part.budgets, block_size=config.block_size))
         for part in (selection, selection.for_prefill)
@@ -146,7 +149,7 @@ def test_without_a_reserve_scores_and_budgets_are_bit_for_bit_those_of_the_budge
     cache = methods.configured(config, [rows.tolist()], prefill_candidates=[rows.tolist()]).cache
     queries = jnp.asarray(observed_queries(np.asarray(q), [90, 41], cache.num_queries))
     assert queries.shape[1] == 1
-    selection = cache.select(0, queries, k, k, lengths, "xla")
+    selection = cache.select(0, Heads.all(k.shape[2]), queries, k, k, lengths, "xla")
     np.testing.assert_array_equal(selection.scores, scored.scores)
     np.testing.assert_array_equal(selection.budgets, expected)
     assert selection.prefill_budgets is None

@@ -184,7 +184,7 @@ def test_a_layer_over_a_mesh_gives_what_one_device_does():
     (layer,), config = find_layers(["tiny"]), tca_jax.TCAConfig(window=128)
     mesh = mesh_of((2, 2))
     many = Prefill.create(layer, DENSE_HEADS, "xla", config, mesh)
-    many = dataclasses.replace(many, heads=dataclasses.replace(many.heads, order=((1, 0),)))
+    many = dataclasses.replace(many, shards=dataclasses.replace(many.shards, order=((1, 0),)))
     one = Prefill.create(layer, DENSE_HEADS, "xla", config)
     q, k, v, n = inputs_over(mesh, layer, 512, seed=0)
     out, selected = many.whole(q, k, v, n)
