@@ -136,15 +136,19 @@ def test_a_system_message_comes_before_the_users_and_implies_a_chat():
 
 def test_samples_least_tokens_and_log_probabilities_reach_the_answers():
     options = ["--prompt=hi", "--max-new-tokens=6", "--min-new-tokens=6", "--num-samples=2", "--temperature=1"]
-    record = json.loads(run("generate", "model", *options, "--logprobs", "--json").stdout)
-    out = tca_jax.generate(
-        tca_jax.load("model"), ["hi"], max_new_tokens=6, min_new_tokens=6, num_samples=2, temperature=1, logprobs=True
-    )
+    record = json.loads(run("generate", "model", *options, "--top-logprobs=2", "--json").stdout)
+    lm = tca_jax.load("model")
+    out = tca_jax.generate(lm, ["hi"], max_new_tokens=6, min_new_tokens=6, num_samples=2, temperature=1, logprobs=2)
     assert [(answer["prompt"], answer["sample"]) for answer in record["answers"]] == [(0, 0), (0, 1)]
     assert [answer["tokens"] for answer in record["answers"]] == out.tokens
     np.testing.assert_allclose([answer["logprobs"] for answer in record["answers"]], out.logprobs)
-    plain = json.loads(run("generate", "model", "--prompt=hi", "--max-new-tokens=2", "--json").stdout)
-    assert "logprobs" not in plain["answers"][0]
+    likeliest = record["answers"][1]["top_logprobs"][0]
+    assert [place["id"] for place in likeliest] == [token for token, _ in out.top_logprobs[1][0]]
+    assert likeliest[0]["text"] == lm.tokenizer.decode([likeliest[0]["id"]])
+    np.testing.assert_allclose([place["logprob"] for place in likeliest], [x for _, x in out.top_logprobs[1][0]])
+    plain = json.loads(run("generate", "model", "--prompt=hi", "--max-new-tokens=2", "--logprobs", "--json").stdout)
+    assert "top_logprobs" not in plain["answers"][0]
+    assert len(plain["answers"][0]["logprobs"]) == 2
     headings = run("generate", "model", *options).stdout.splitlines()
     assert headings[0] == "[1, answer 1 of 2] hi"
     assert "[1, answer 2 of 2] hi" in headings
@@ -382,6 +386,7 @@ def test_a_profile_of_many_heads_fits_80_columns_uncut(tmp_path):
         ("generate model --prompt ''", r"--prompt is empty"),
         ("generate model --prompt a --prompt ''", r"--prompt \(2\) is empty"),
         ("generate model --prompt x --logprobs", r"--logprobs needs --json"),
+        ("generate model --prompt x --top-logprobs 2", r"--top-logprobs needs --json"),
         (
             "generate model --prompt x --min-new-tokens 300",
             r"--min-new-tokens 300: must be at most --max-new-tokens 256",

@@ -96,6 +96,7 @@ def random_state(lm: LM, batch: int, tokens: int) -> DecodingState:
         stop_tokens=jnp.zeros(0, jnp.int32),
         min_new_tokens=None,
         logprobs=None,
+        top=None,
         finite=jnp.ones(batch, bool),
         caches=tuple(caches),
         attended_share=jnp.ones(batch, jnp.float32),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,6 +49,10 @@ def generate(
     logprobs: Annotated[
         bool, typer.Option("--logprobs", help="Log-probability of every new token; needs --json.")
     ] = False,
+    top_logprobs: Annotated[
+        int | None,
+        typer.Option(help="That of so many likeliest tokens at its place, too; needs --json.", min=1),
+    ] = None,
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -58,12 +62,14 @@ def generate(
     output, each under a heading where there are several; what they cost goes to standard error.
 
     With --json: {"model", "profile", "answers": [{"prompt", "sample", "text", "tokens", "finish_reason"}], "stats"};
-    "prompt" and "sample" count from 0, and --logprobs adds "logprobs".
+    "prompt" and "sample" count from 0, --logprobs adds "logprobs", and --top-logprobs "top_logprobs", too: at each
+    place a list of {"id", "text", "logprob"}.
 
     Example: [bold]tca-jax generate recall-tiny --profile shipped --prompt-file doc.txt[/]
     """
-    if logprobs and not as_json:
-        raise UserError("--logprobs needs --json")
+    for option, given in (("--logprobs", logprobs), ("--top-logprobs", top_logprobs)):
+        if given and not as_json:
+            raise UserError(f"{option} needs --json")
     texts = _read_prompts(prompt or (), prompt_file or ())
     sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     sampling |= {"repetition_penalty": repetition_penalty}
@@ -73,9 +79,9 @@ def generate(
     requests = [(name, _request(text, system, chat)) for name, text in texts]
     lm, prompts = _load(model, profile, dtype, requests, options)
     if len(prompts) > 1 or num_samples > 1 or as_json:
-        out = _answer(lm, prompts, {"num_samples": num_samples, "logprobs": logprobs, **options})
+        out = _answer(lm, prompts, {"num_samples": num_samples, "logprobs": top_logprobs or logprobs, **options})
         if as_json:
-            print_json(_record(model, profile, out, len(prompts)))
+            print_json(_record(model, profile, out, len(prompts), lm.tokenizer.decode))
             return
         _print_answers([_heading(*text) for text in texts], out)
     else:
@@ -180,7 +186,9 @@ def _print_answers(headings: Sequence[str], out: Output) -> None:
         print(text)
 
 
-def _record(model: str, profile: str | None, out: Output, num_prompts: int) -> dict[str, Any]:
+def _record(
+    model: str, profile: str | None, out: Output, num_prompts: int, decode: Callable[[list[int]], str]
+) -> dict[str, Any]:
     """What `--json` prints; the help of `generate` describes it."""
     samples = len(out.tokens) // num_prompts
     answers = []
@@ -189,6 +197,11 @@ def _record(model: str, profile: str | None, out: Output, num_prompts: int) -> d
         answer["finish_reason"] = reason
         if out.logprobs is not None:
             answer["logprobs"] = out.logprobs[i]
+        if out.top_logprobs is not None:
+            answer["top_logprobs"] = [
+                [{"id": token, "text": decode([token]), "logprob": logprob} for token, logprob in place]
+                for place in out.top_logprobs[i]
+            ]
         answers.append(answer)
     return {"model": model, "profile": profile, "answers": answers, "stats": dataclasses.asdict(out.stats)}
 

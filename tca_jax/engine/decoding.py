@@ -39,6 +39,7 @@ from tca_jax.pallas_kernels.backends import Backend
         "stop_tokens",
         "min_new_tokens",
         "logprobs",
+        "top",
         "finite",
         "caches",
         "attended_share",
@@ -62,6 +63,7 @@ class DecodingState:
         min_new_tokens: Tokens before which no stop token is drawn, int32 scalar; None for none.
         logprobs: Log-probability of each new token under the model, before any of the sampling's steps, float32
             `[B, N]`; None where nobody asked.
+        top: The likeliest tokens at each place and their log-probabilities, `[B, N, n]`; None where nobody asked.
         finite: Rows whose prompt led to finite logits, `[B]`.
         caches: One cache a layer.
         attended_share: See `generation.Stats`, float32 `[B]`; None behind a context, which knows it.
@@ -78,6 +80,7 @@ class DecodingState:
     stop_tokens: Int[Array, " S"]
     min_new_tokens: Int[Array, ""] | None
     logprobs: Float[Array, "B N"] | None
+    top: tuple[Int[Array, "B N n"], Float[Array, "B N n"]] | None
     finite: Bool[Array, " B"]
     caches: tuple[LayerCache, ...]
     attended_share: Float32[Array, " B"] | None = None
@@ -143,12 +146,15 @@ def draw(lm: LM, state: DecodingState, logits: Float[Array, "B V"], sampling: Sa
         keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(state.keys, state.step)
         token = sample(allowed, keys, sampling, state.seen)
         token = jnp.where(state.done, lm.pad_token_id, token)
-        seen, logprobs = state.seen, state.logprobs
+        seen, logprobs, top = state.seen, state.logprobs, state.top
         if seen is not None:
             seen = seen.at[jnp.arange(token.size), token].set(True)
         if logprobs is not None:
-            drawn = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=-1)[:, 0]
-            logprobs = logprobs.at[:, state.step].set(drawn)
+            of_all = jax.nn.log_softmax(logits)
+            logprobs = logprobs.at[:, state.step].set(jnp.take_along_axis(of_all, token[:, None], axis=-1)[:, 0])
+            if top is not None:
+                values, likeliest = jax.lax.top_k(of_all, top[0].shape[-1])
+                top = top[0].at[:, state.step].set(likeliest), top[1].at[:, state.step].set(values)
         return dataclasses.replace(
             state,
             tokens=state.tokens.at[:, state.step].set(token),
@@ -157,6 +163,7 @@ def draw(lm: LM, state: DecodingState, logits: Float[Array, "B V"], sampling: Sa
             done=state.done | jnp.isin(token, state.stop_tokens),
             seen=seen,
             logprobs=logprobs,
+            top=top,
         )
 
 

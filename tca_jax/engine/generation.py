@@ -73,6 +73,8 @@ class Output:
         stats: What the call cost.
         logprobs: Natural log-probability of each new token under the model, before temperature, filters and penalties;
             None unless they were asked for.
+        top_logprobs: At the place of each new token the likeliest tokens, as pairs (token id, log-probability), most
+            likely first; None unless a number of them was asked for.
     """
 
     tokens: list[list[int]]
@@ -80,6 +82,7 @@ class Output:
     stats: Stats
     logprobs: list[list[float]] | None
     _text: list[str] | None = dataclasses.field(repr=False)
+    top_logprobs: list[list[list[tuple[int, float]]]] | None = None
 
     @property
     def text(self) -> list[str]:
@@ -105,7 +108,7 @@ def generate(
     seed: int = 0,
     stop: str | Sequence[str] = (),
     stop_token_ids: Sequence[int] | None = None,
-    logprobs: bool = False,
+    logprobs: bool | int = False,
     backend: str = "auto",
 ) -> Output:
     """Answers one prompt or a batch of prompts of any lengths.
@@ -129,11 +132,12 @@ def generate(
         seed: In [0, 2^32). Same seed, same draws. An answer's draws depend on the seed and its place alone.
         stop: Strings that end an answer; they are cut from the text.
         stop_token_ids: Tokens that end an answer; None takes the model's own, () none.
-        logprobs: Whether `Output.logprobs` is wanted.
+        logprobs: Whether `Output.logprobs` is wanted; a number asks for so many of the likeliest tokens at each place,
+            too, which are `Output.top_logprobs`.
         backend: Kernel backend: "auto", "xla", "triton" or "mosaic".
 
     Returns:
-        `Output` with `text`, `tokens`, `finish_reasons`, `logprobs` and `stats`.
+        `Output` with `text`, `tokens`, `finish_reasons`, `logprobs`, `top_logprobs` and `stats`.
 
     Raises:
         ValueError: a prompt or number is not allowed, raised before anything is compiled; or the model computes NaN or
@@ -296,12 +300,26 @@ def output_of(request: Request, state: DecodingState) -> Output:
         devices=devices,
     )
     reasons: list[Literal["stop", "length"]] = ["stop" if answer.stopped else "length" for answer in answers]
-    logprobs = None
-    if state.logprobs is not None:
-        rows = on_host(state.logprobs).tolist()
-        logprobs = [row[: len(answer.tokens)] for row, answer in zip(rows, answers, strict=True)]
+    logprobs, top = _logprobs(state, [len(answer.tokens) for answer in answers])
     text = None if request.lm.tokenizer is None else [answer.text or "" for answer in answers]
-    return Output([answer.tokens for answer in answers], reasons, stats, logprobs, text)
+    return Output([answer.tokens for answer in answers], reasons, stats, logprobs, text, top)
+
+
+def _logprobs(
+    state: DecodingState, lengths: Sequence[int]
+) -> tuple[list[list[float]] | None, list[list[list[tuple[int, float]]]] | None]:
+    """`Output.logprobs` and `Output.top_logprobs` of answers of these lengths."""
+    if state.logprobs is None:
+        return None, None
+    own, top = on_host((state.logprobs, state.top))
+    logprobs = [row[:length].tolist() for row, length in zip(own, lengths, strict=True)]
+    if top is None:
+        return logprobs, None
+    pairs = [
+        [list(zip(*place, strict=True)) for place in zip(ids[:length].tolist(), values[:length].tolist(), strict=True)]
+        for ids, values, length in zip(*top, lengths, strict=True)
+    ]
+    return logprobs, pairs
 
 
 def kept_share(state: DecodingState) -> float:

@@ -92,7 +92,7 @@ class Request:
     stop: tuple[str, ...]
     stop_tokens: tuple[int, ...]
     seed: int
-    logprobs: bool
+    logprobs: int | None
     backend: Backend
     compile_seconds: float = 0.0
     prefill_seconds: float = 0.0
@@ -116,7 +116,7 @@ class Request:
         seed: Any,
         stop: Any,
         stop_token_ids: Any,
-        logprobs: bool = False,
+        logprobs: Any = False,
         backend: str,
     ) -> Request:
         """Checks all that can be checked before a program is compiled, types included; see `generation.generate`."""
@@ -147,7 +147,7 @@ class Request:
             stop=_stop_strings(lm, stop),
             stop_tokens=lm.eos_token_ids if stop_token_ids is None else _stop_tokens(lm, stop_token_ids),
             seed=int(seed),
-            logprobs=bool(logprobs),
+            logprobs=_num_logprobs(lm, logprobs),
             backend=kernels,
         )
         require_room(request.kv_cache_bytes(request.lm), f"{request.rows} answers of up to {max_new_tokens} tokens")
@@ -317,6 +317,20 @@ class Request:
         """Where the earliest stop string begins that ends behind the first `early` characters; None without any."""
         places = (text.find(s, max(0, early - len(s) + 1)) for s in self.stop)
         return min((place for place in places if place >= 0), default=None)
+
+
+def _num_logprobs(lm: LM, logprobs: Any) -> int | None:
+    """How many of the likeliest tokens are wanted beside each new one; None where no log-probability is.
+
+    Raises:
+        ValueError: it is neither True nor False, nor a number of tokens that there are.
+    """
+    if isinstance(logprobs, bool):
+        return 0 if logprobs else None
+    most = lm.config.vocab_size
+    if not isinstance(logprobs, numbers.Integral) or not 1 <= logprobs <= most:
+        raise UserError(f"logprobs = {logprobs!r}: must be True, False, or a number of tokens from 1 to {most}")
+    return int(logprobs)
 
 
 def _stop_strings(lm: LM, stop: Any) -> tuple[str, ...]:

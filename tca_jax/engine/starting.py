@@ -35,7 +35,7 @@ def prefill(
     min_new_tokens: Int[Array, ""] | None = None,
     *,
     new_tokens: int,
-    logprobs: bool = False,
+    logprobs: int | None = None,
     backend: Backend = "auto",
 ) -> DecodingState:
     """Runs the prompts, fills the caches and draws the first new token of every answer.
@@ -49,7 +49,8 @@ def prefill(
         stop_tokens: Tokens that end a row, `[S]`.
         min_new_tokens: Tokens before which no stop token is drawn, int32 scalar; None for none.
         new_tokens: Room for new tokens, at least 1; static.
-        logprobs: Whether to note the log-probability of every new token; static.
+        logprobs: None, or how many of the likeliest tokens are noted beside the log-probability of every new token;
+            static.
         backend: Kernel backend; static.
     """
     layouts = lm.cache_layouts(tokens.shape[0], tokens.shape[1], new_tokens)
@@ -75,7 +76,7 @@ def resume(
     min_new_tokens: Int[Array, ""] | None = None,
     *,
     new_tokens: int,
-    logprobs: bool = False,
+    logprobs: int | None = None,
     backend: Backend = "auto",
 ) -> DecodingState:
     """Appends prompts to a context and draws the first new token of every answer.
@@ -93,7 +94,7 @@ def resume(
         stop_tokens: Tokens that end a row.
         min_new_tokens: Tokens before which no stop token is drawn.
         new_tokens: Room for new tokens; static.
-        logprobs: Whether to note log-probabilities; static.
+        logprobs: As for `prefill`; static.
         backend: Kernel backend; static.
     """
     batch, columns = tokens.shape
@@ -164,7 +165,7 @@ class _Drawing(NamedTuple):
     stop_tokens: Int[Array, " S"]
     min_new_tokens: Int[Array, ""] | None
     new_tokens: int
-    logprobs: bool
+    logprobs: int | None
 
 
 def _start(
@@ -196,9 +197,15 @@ def _start(
         seen=seen,
         stop_tokens=drawing.stop_tokens,
         min_new_tokens=drawing.min_new_tokens,
-        logprobs=jnp.zeros((rows, drawing.new_tokens), jnp.float32) if drawing.logprobs else None,
+        logprobs=None if drawing.logprobs is None else jnp.zeros((rows, drawing.new_tokens), jnp.float32),
+        top=_no_top(rows, drawing.new_tokens, drawing.logprobs) if drawing.logprobs else None,
         finite=jnp.isfinite(logits).all(axis=-1),
         caches=caches,
         attended_share=attended_share,
     )
     return draw(lm, state, logits, drawing.sampling)
+
+
+def _no_top(rows: int, new_tokens: int, count: int) -> tuple[Int[Array, "R N n"], Float32[Array, "R N n"]]:
+    shape = rows, new_tokens, count
+    return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)

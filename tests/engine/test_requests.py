@@ -60,15 +60,37 @@ def test_log_probabilities_are_those_of_the_models_own_distribution(lm):
     out = tca_jax.generate(full, prompt, max_new_tokens=12, temperature=0.7, top_k=5, logprobs=True, stop_token_ids=())
     (text,) = tca_jax.score(full, prompt + out.tokens[0]).logprobs
     np.testing.assert_allclose(out.logprobs[0], text[39:], atol=1e-4)
+    assert out.top_logprobs is None
     assert tca_jax.generate(full, prompt, max_new_tokens=2).logprobs is None
+
+
+def test_the_likeliest_tokens_are_those_of_the_models_own_distribution(lm):
+    full, prompt = lm.with_profile(None), random_prompt(3, 40)
+    out = tca_jax.generate(full, prompt, max_new_tokens=4, temperature=1.5, logprobs=3, stop_token_ids=())
+    for number, top in enumerate(out.top_logprobs[0]):
+        text = [*prompt, *out.tokens[0][:number]]
+        logprobs = [tca_jax.score(full, [*text, token]).logprobs[0][-1] for token, _ in top]
+        np.testing.assert_allclose([logprob for _, logprob in top], logprobs, atol=1e-4)
+        assert logprobs == sorted(logprobs, reverse=True)
+        assert out.logprobs[0][number] <= top[0][1] + 1e-6
+        assert out.tokens[0][number] in [token for token, _ in top] or out.logprobs[0][number] <= top[-1][1] + 1e-6
+    greedy = tca_jax.generate(full, prompt, max_new_tokens=4, logprobs=1, stop_token_ids=())
+    assert [place[0][0] for place in greedy.top_logprobs[0]] == greedy.tokens[0]
+
+
+@pytest.mark.parametrize("number", [0, -1, 2.0, "5", CONFIG.vocab_size + 1])
+def test_a_number_of_likeliest_tokens_that_there_is_not_is_refused(lm, number):
+    with pytest.raises(tca_jax.UserError, match=rf"logprobs = .*from 1 to {CONFIG.vocab_size}"):
+        generate(lm, random_prompt(3, 40), logprobs=number)
 
 
 def test_log_probabilities_end_where_the_answer_does(lm):
     prompts = [random_prompt(4, 40), random_prompt(5, 30)]
     free = tca_jax.generate(lm, prompts, max_new_tokens=9, stop_token_ids=())
     stop = free.tokens[0][3]
-    out = tca_jax.generate(lm, prompts, max_new_tokens=9, stop_token_ids=[stop], logprobs=True)
+    out = tca_jax.generate(lm, prompts, max_new_tokens=9, stop_token_ids=[stop], logprobs=2)
     assert [len(row) for row in out.logprobs] == [len(tokens) for tokens in out.tokens]
+    assert [len(row) for row in out.top_logprobs] == [len(tokens) for tokens in out.tokens]
     assert len(out.logprobs[0]) == free.tokens[0].index(stop) + 1
 
 
