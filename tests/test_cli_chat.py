@@ -1,5 +1,6 @@
 """`tca-jax chat`: a document that is read once, questions from a terminal and from a pipe, and what is refused."""
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -108,6 +109,26 @@ def test_a_terminal_is_asked_until_an_empty_line_or_the_end(lines, monkeypatch):
 
     chat("plain", file=Path("book.txt"))
     assert asked == ["Who?"]
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_ctrl_c_at_a_terminal_ends_an_answer_and_not_the_chat(follow, monkeypatch, capsys):
+    pressed = iter([False, True, *[False] * 100])
+
+    @contextlib.contextmanager
+    def pressed_once():
+        yield lambda: next(pressed)
+
+    monkeypatch.setattr("tca_jax.cli.chat.sys.stdin", type("Stdin", (), {"isatty": lambda self: True})())
+    monkeypatch.setattr("builtins.input", Terminal("Who?", "Where?"))
+    monkeypatch.setattr("tca_jax.cli.chat.spare_one_ctrl_c", pressed_once)
+    from tca_jax.cli.chat import chat
+
+    chat("plain", file=Path("book.txt"), max_new_tokens=6, follow=follow)
+    printed = capsys.readouterr()
+    (where,) = tca_jax.generate(tca_jax.load("plain"), f"{TEXT}\nWhere?", **OPTIONS).text  # "Who?" is forgotten
+    assert printed.out.endswith(f"{where}\n\n")
+    assert printed.err.count("[interrupted; Ctrl-C again, or an empty line, ends the chat]\n") == 1
 
 
 def test_what_is_wrong_is_said_before_weights_are_read(tmp_path):

@@ -108,6 +108,26 @@ with open("entry", "w") as file:
     assert (tmp_path / "entry").read_text() == "first half, second half"
 
 
+def test_one_ctrl_c_can_be_spared_and_the_next_one_ends_the_process():
+    program = """
+import time
+from tca_jax.cli import leave_on_ctrl_c, spare_one_ctrl_c
+leave_on_ctrl_c()
+with spare_one_ctrl_c() as interrupted:
+    print("ready", flush=True)
+    while not interrupted():
+        time.sleep(0.001)
+    print("noted", flush=True)
+    time.sleep(60)
+"""
+    arguments = [sys.executable, "-c", program]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == b"noted\n"
+        interrupt(process)
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
 def test_a_full_disk_behind_standard_output_is_one_line():
     with open("/dev/full", "w") as full:

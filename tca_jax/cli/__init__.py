@@ -1,13 +1,16 @@
 """The `tca-jax` command line: its entry point, which loads nothing before Ctrl-C is safe."""
 
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 
 _LONGEST_WRITE = 10.0  # seconds; a disk that takes longer has gone
+_spares_one = threading.Event()  # the next Ctrl-C is noted, and ends nothing
 
 
 def main() -> None:
@@ -34,9 +37,22 @@ def leave_on_ctrl_c() -> None:
     threading.Thread(target=_leave_when_told, args=(told,), name="ctrl-c", daemon=True).start()
 
 
+@contextlib.contextmanager
+def spare_one_ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Inside, the first Ctrl-C is only noted; the function says whether it came. The next one ends the process."""
+    _spares_one.set()
+    try:
+        yield lambda: not _spares_one.is_set()
+    finally:
+        _spares_one.clear()
+
+
 def _leave_when_told(told: int) -> None:
-    while signal.SIGINT not in os.read(told, 1):  # a program may handle other signals, which are told of here too
-        pass
+    while True:
+        if signal.SIGINT in os.read(told, 1):  # a program may handle other signals, which are told of here too
+            if not _spares_one.is_set():
+                break
+            _spares_one.clear()
     shown_again = "\x1b[?25h\n" if os.isatty(2) else ""  # the cursor, which a progress bar hides
     os.write(2, f"{shown_again}interrupted\n".encode())
     give_up = time.monotonic() + _LONGEST_WRITE

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tca_jax.cli import spare_one_ctrl_c
 from tca_jax.cli.errors import users_message
 from tca_jax.cli.files import read_text, require_writable
 from tca_jax.cli.options import DtypeOption, ModelArgument, ProfileOption
@@ -41,7 +43,8 @@ def chat(
     """Read a document once, then answer questions about it.
 
     Each question is asked of the document alone; with --follow, of all that was said before, too. An empty line or
-    Ctrl-D ends it. Where standard input is no terminal, each of its lines is a question.
+    Ctrl-D ends it; Ctrl-C ends an answer, and the chat where nothing is being answered. Where standard input is no
+    terminal, each of its lines is a question.
 
     A model with a chat template gets document and question as one message, another one the question as it is typed,
     to go on from.
@@ -145,14 +148,19 @@ class Conversation:
     _answered: bool = False
 
     def ask(self, question: str) -> None:
-        """Prints the answer as it is made, and on standard error what it took."""
+        """Prints the answer as it is made, and on standard error what it took; Ctrl-C at a terminal ends the answer."""
         import tca_jax
 
         text = self.frame.question(question, follows_answer=self._answered)
         options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "backend": self.backend}
         start = time.perf_counter()
-        out, first = _print_pieces(tca_jax.stream(self.lm, text, context=self.context, **options), start)
+        with spare_one_ctrl_c() if sys.stdin.isatty() else contextlib.nullcontext(lambda: False) as interrupted:
+            pieces = tca_jax.stream(self.lm, text, context=self.context, **options)
+            out, first = _print_pieces(pieces, start, interrupted)
         print(flush=True)
+        if out is None:
+            print("[interrupted; Ctrl-C again, or an empty line, ends the chat]", file=sys.stderr)
+            return
         total = time.perf_counter() - start
         print(_describe(out, first or total, total), file=sys.stderr)
         if self.follow:
@@ -170,16 +178,24 @@ class Conversation:
         self._answered = True
 
 
-def _print_pieces(stream: Generator[str, None, Output], start: float) -> tuple[Output, float | None]:
-    """Prints a stream; its output, and the seconds from `start` to its first piece, None without any."""
+def _print_pieces(
+    stream: Generator[str, None, Output], start: float, interrupted: Callable[[], bool]
+) -> tuple[Output | None, float | None]:
+    """Prints a stream up to its end, or until it is interrupted.
+
+    Returns:
+        Its output, None where it was interrupted; and the seconds from `start` to its first piece, None without any.
+    """
     first = None
-    while True:
+    while not interrupted():
         try:
             piece = next(stream)
         except StopIteration as end:
             return end.value, first
         first = first or time.perf_counter() - start
         print(piece, end="", flush=True)
+    stream.close()
+    return None, first
 
 
 def _describe(out: Output, first: float, total: float) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Bool, Int
 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, SECOND_HEADS, OverMesh, on_host
 from tca_jax.errors import UserError
+from tca_jax.models.names import parameters
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 
 
@@ -31,9 +31,11 @@ def require_finite(
 
 
 def _cause(lm: LM, prompt: Int[np.ndarray, " L"]) -> str:
-    for path, parameter in nnx.to_flat_state(lm.params):
-        if not bool(jnp.isfinite(parameter[...]).all()):
-            return f"the weight {'.'.join(map(str, path))} is not finite"
+    for parameter in parameters(lm.decoder):
+        tensors = parameter.layout.split(parameter.variable[...])
+        for name, tensor in zip(parameter.names, tensors, strict=True):
+            if not bool(jnp.isfinite(tensor).all()):
+                return f"the weight {name} is not finite"
     layers = on_host(_finite_layers(lm, jnp.asarray(prompt)[None])).all(axis=1)
     if layers.all():
         return f"the values behind layer {len(layers) - 1} are not finite, in dtype {lm.dtype.name}"

@@ -281,17 +281,17 @@ def poisoned(**changes):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "tensor"),
     [
-        ("layers__1__attention__qkv__kernel", jnp.nan),
-        ("layers__0__mlp__down__kernel", jnp.inf),
-        ("norm__scale", jnp.nan),
+        ("layers__1__attention__qkv__kernel", jnp.nan, "model.layers.1.self_attn.q_proj.weight"),
+        ("layers__0__mlp__down__kernel", jnp.inf, "model.layers.0.mlp.down_proj.weight"),
+        ("norm__scale", jnp.nan, "model.norm.weight"),
     ],
 )
-def test_weights_that_are_not_finite_are_named(name, value):
+def test_weights_that_are_not_finite_go_by_their_names_in_checkpoints(name, value, tensor):
     model = poisoned(**{name: value})
     prompts = [random_prompt(0, 20), random_prompt(1, 30)]
-    message = rf"tiny computes NaN or infinity for prompts\[0\]: the weight {name.replace('__', '.')} is not finite"
+    message = rf"tiny computes NaN or infinity for prompts\[0\]: the weight {tensor} is not finite"
     with pytest.raises(ValueError, match=message):
         tca_jax.generate(model, prompts, max_new_tokens=3)
     with pytest.raises(ValueError, match=message.replace("prompts", "texts")):
