@@ -45,12 +45,12 @@ def _with_json(main: Callable[..., None]) -> Callable[..., None]:
     """The benchmark with one more option, which it need not know of: what it prints goes to standard error then."""
 
     def command(*, as_json: bool, **options: Any) -> None:
-        from tca_jax.lab.benchmarks.common import RECORDS
+        from tca_jax.lab.benchmarks.common import RECORDS, free_name
 
         records: list[dict[str, Any]] | None = [] if as_json else None
         RECORDS.set(records)
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            main(**options)
+            main(**{**options, "name": free_name(options["out"], options["name"])})
         for record in records or ():
             print(json.dumps(record, indent=2))
 
@@ -100,7 +100,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="""Time the library against full attention, on this machine.
 
-    Each benchmark writes JSON, a Markdown table and a plot into --out.
+    Each benchmark writes JSON, a Markdown table and a plot into --out; earlier results there keep their names.
 
     Example: [bold]tca-jax bench attention --lengths 32768[/]
     """,

@@ -6,12 +6,15 @@ import contextvars
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import math
 import os
 import platform
 import random
+import shutil
 import statistics
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -287,6 +290,7 @@ def write_results(
         file.write_text(json.dumps(record, indent=2) + "\n")
     parts = [markdown_table(rows), *(f"## {heading}\n\n{markdown_table(table)}" for heading, table in more.items())]
     text = "\n\n".join(parts)
+    fitting = [terminal_table(rows), *(f"## {heading}\n\n{terminal_table(table)}" for heading, table in more.items())]
     lines = "\n".join(f"- {key}: {value}" for key, value in where.items())
     with replacing(out / f"{name}.md") as file:
         file.write_text(f"# {title}\n\n{note}\n\n{text}\n\n{lines}\n")
@@ -294,9 +298,15 @@ def write_results(
         return
     records = RECORDS.get()
     if records is None:
-        print(text, flush=True)
+        print("\n\n".join([*fitting, f"Results: {out / name}.md"]), flush=True)
     else:
         records.append(record)
+
+
+def free_name(out: Path, name: str) -> str:
+    """What results in a folder are called: `name`, with a number behind it where an earlier run has taken that."""
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(each for each in names if not (out / f"{each}.json").exists())
 
 
 def save_figure(figure: Any, path: Path) -> None:
@@ -306,8 +316,10 @@ def save_figure(figure: Any, path: Path) -> None:
 
 
 def print_row(row: Mapping[str, Any]) -> None:
-    """One row on one line, as soon as it is known."""
-    print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+    """One row, as soon as it is known: its columns with their values, in lines that fit a terminal."""
+    text = "  ".join(f"{column} {_cell(value)}".replace(" ", "\N{NO-BREAK SPACE}") for column, value in row.items())
+    lines = textwrap.wrap(text, _terminal_width(), subsequent_indent="  ", break_long_words=False)
+    print("\n".join(lines).replace("\N{NO-BREAK SPACE}", " "), flush=True)
 
 
 def group_rows(rows: Iterable[Mapping[str, Any]], *columns: str) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
@@ -369,6 +381,33 @@ def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
     columns = list(rows[0])
     body = ["| " + " | ".join(_cell(row[column]) for column in columns) + " |" for row in rows]
     return "\n".join(["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns), *body])
+
+
+def terminal_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The same in the width of a terminal: where columns are too many, they become lines, a few rows side by side."""
+    whole, width = markdown_table(rows), _terminal_width()
+    if not rows or max(map(len, whole.splitlines())) <= width:
+        return whole
+    columns = [[_cell(row[column]) for column in rows[0]] for row in rows]
+    names = max(map(len, rows[0]))
+    widths = [max(map(len, column)) for column in columns]
+    blocks, taken = [[0]], names + 2 + widths[0]
+    for number in range(1, len(columns)):
+        if (taken := taken + 2 + widths[number]) > width:
+            blocks.append([])
+            taken = names + 2 + widths[number]
+        blocks[-1].append(number)
+    return "\n\n".join(
+        "\n".join(
+            "  ".join([name.ljust(names), *(columns[number][i].rjust(widths[number]) for number in block)])
+            for i, name in enumerate(rows[0])
+        )
+        for block in blocks
+    )
+
+
+def _terminal_width() -> int:
+    return shutil.get_terminal_size().columns
 
 
 def _cell(value: Any) -> str:

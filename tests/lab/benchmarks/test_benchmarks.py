@@ -18,7 +18,15 @@ from tca_jax.engine.sampling import Sampling
 from tca_jax.engine.starting import prefill
 from tca_jax.lab.benchmarks import caches, calibration, decode, decode_models, tune
 from tca_jax.lab.benchmarks.attention import STAGES, Prefill
-from tca_jax.lab.benchmarks.common import LAYERS, agreement, attention_inputs, find_layers, random_normal
+from tca_jax.lab.benchmarks.common import (
+    LAYERS,
+    agreement,
+    attention_inputs,
+    find_layers,
+    markdown_table,
+    random_normal,
+    terminal_table,
+)
 from tca_jax.lab.benchmarks.decode_models import random_state
 from tca_jax.lab.benchmarks.fetching import FETCH_STAGES, OneHead
 from tca_jax.lab.benchmarks.models import CONFIGS, random_model, under_share
@@ -60,7 +68,8 @@ def error(*args) -> str:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_benchmark_writes_its_table_its_json_and_its_plot(name, tmp_path):
+def test_a_benchmark_writes_its_table_its_json_and_its_plot(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     out = tmp_path / "results"
     result = run(name, *OPTIONS[name], "--out", out)
     assert result.exit_code == 0, result.output
@@ -77,7 +86,9 @@ def test_a_benchmark_writes_its_table_its_json_and_its_plot(name, tmp_path):
         assert all(value > 0 for value in figures.values()), row
     table = (out / f"{name}.md").read_text()
     assert str(tmp_path) not in table + json.dumps(record)
-    assert table.split("\n\n")[2] in result.stdout
+    assert markdown_table(record["rows"]) in table
+    assert terminal_table(record["rows"]) in result.stdout
+    assert result.stdout.endswith(f"Results: {out / name}.md\n")
 
 
 def test_json_is_one_object_alone_on_standard_output(tmp_path):
@@ -86,7 +97,7 @@ def test_json_is_one_object_alone_on_standard_output(tmp_path):
     record = json.loads(result.stdout)
     assert record == json.loads((tmp_path / "calibration.json").read_text())
     assert record["rows"]
-    assert "'model': 'tiny'" in result.stderr  # a row as soon as it is known
+    assert "model tiny  tokens" in result.stderr  # a row as soon as it is known
     assert record["environment"]["command"] == " ".join(["tca-jax", "bench", "calibration", *OPTIONS["calibration"]])
 
 
