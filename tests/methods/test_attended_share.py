@@ -79,7 +79,11 @@ def weighed_pairs(method, q, k, v, lengths):
 
     @jax.jit
     def attend(values):
-        selected = None if selection is None else _compact(policy.selector, 0, selection, k, values, "xla")
+        selected = (
+            None
+            if selection is None
+            else _compact(policy.selector, 0, Heads.all(k.shape[2]), selection, k, values, "xla")
+        )
         return policy.attend(0, Heads.all(k.shape[2]), q, k, values, lengths, selected, "xla")
 
     pairs = np.zeros((len(lengths), q.shape[2]))

@@ -33,7 +33,7 @@ def drawn(policy):
 
     def visible(layer, head, position):
         left = range(max(0, position // B - W // B))
-        draws = np.asarray(policy._draw(layer, 2, jnp.arange(max(1, len(left)))))[head]
+        draws = np.asarray(policy._draw(layer, Heads.all(2), jnp.arange(max(1, len(left)))))[head]
         best = [block * B + int(i) for block in left for i in np.argsort(-draws[block])[: policy.budget]]
         return local(position) | set(best)
 
