@@ -328,7 +328,7 @@ def _num_logprobs(lm: LM, logprobs: Any) -> int | None:
     if isinstance(logprobs, bool):
         return 0 if logprobs else None
     most = lm.config.vocab_size
-    if not isinstance(logprobs, numbers.Integral) or not 1 <= logprobs <= most:
+    if not isinstance(logprobs, numbers.Integral) or not 1 <= int(logprobs) <= most:
         raise UserError(f"logprobs = {logprobs!r}: must be True, False, or a number of tokens from 1 to {most}")
     return int(logprobs)
 
