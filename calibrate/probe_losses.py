@@ -19,7 +19,7 @@ from tca_jax.calibration.layer_programs import HEADS, attention_program, slope_p
 from tca_jax.calibration.passes import ForwardPass, embed, loss_slope, losses_of
 from tca_jax.calibration.probe_attention import SeenText, attend_probe
 from tca_jax.calibration.probes import ProbedText
-from tca_jax.calibration.search import Heads
+from tca_jax.calibration.search import HeadMask
 from tca_jax.calibration.text_losses import TEXT_SPECS, LayerText, gates_of, read_layer
 from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.lm import LM
@@ -79,7 +79,7 @@ class ReadText:
         self,
         lm: LM,
         text: ProbedText,
-        more: Heads | None,
+        more: HeadMask | None,
         config: TCAConfig,
         step: Callable[[], None],
     ) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float64
 
 #: Heads that are more, `[layers, H_kv]`.
-Heads = Bool[np.ndarray, "layers Hkv"]
+HeadMask = Bool[np.ndarray, "layers Hkv"]
 # Derivatives are of first order: heads within a factor of two of the largest are told apart by measuring alone.
 _ALIKE = 0.5
 
@@ -23,10 +23,10 @@ _ALIKE = 0.5
 class Objective(Protocol):
     """What a search lowers."""
 
-    def excess(self, more: Heads) -> float:
+    def excess(self, more: HeadMask) -> float:
         """Loss over full attention's in units of the tolerance, so that at most 1 is reached; measured."""
 
-    def gains(self, more: Heads) -> Float64[np.ndarray, "layers Hkv"]:
+    def gains(self, more: HeadMask) -> Float64[np.ndarray, "layers Hkv"]:
         """Nats that each head would give back, to first order: minus the derivative of the loss by its gate."""
 
 
@@ -41,13 +41,13 @@ class Found:
         trials: Losses that were measured.
     """
 
-    more: Heads
+    more: HeadMask
     worth: Float64[np.ndarray, "layers Hkv"]
     excess: float
     trials: int
 
 
-def search(objective: Objective, start: Heads, allowed: Callable[[Heads], bool] = lambda more: True) -> Found:
+def search(objective: Objective, start: HeadMask, allowed: Callable[[HeadMask], bool] = lambda more: True) -> Found:
     """Heads that together bring the loss within its tolerance, as few as the search finds.
 
     1. The heads whose derivative is at least half of the largest are added and the loss is measured, again and again.
@@ -73,7 +73,7 @@ def search(objective: Objective, start: Heads, allowed: Callable[[Heads], bool] 
 class _State:
     """Where a search is."""
 
-    def __init__(self, objective: Objective, start: Heads, allowed: Callable[[Heads], bool]) -> None:
+    def __init__(self, objective: Objective, start: HeadMask, allowed: Callable[[HeadMask], bool]) -> None:
         self._objective, self._allowed = objective, allowed
         self.more, self.worth = start.copy(), np.zeros(start.shape)
         self._measured: dict[bytes, float] = {}
@@ -110,7 +110,7 @@ class _State:
             if tried[head] and (excess := self._measure(tried)) < self.excess:
                 self.more, self.excess = tried, excess
 
-    def drop(self, start: Heads) -> None:
+    def drop(self, start: HeadMask) -> None:
         """Takes heads back, the least worth first, where the loss stays within its tolerance, or as high as it is."""
         added = self.more & ~start
         for head in _descending(np.where(added, -self.worth, -np.inf)):
@@ -121,7 +121,7 @@ class _State:
             if (excess := self._measure(tried)) <= max(1, self.excess):
                 self.more, self.excess = tried, excess
 
-    def _with(self, heads: list[tuple[int, ...]]) -> Heads:
+    def _with(self, heads: list[tuple[int, ...]]) -> HeadMask:
         """These heads beside those that are more, as far as they are allowed."""
         more = self.more.copy()
         for head in heads:
@@ -138,7 +138,7 @@ class _State:
         """Losses that were measured."""
         return len(self._measured)
 
-    def _measure(self, more: Heads) -> float:
+    def _measure(self, more: HeadMask) -> float:
         key = more.tobytes()
         if key not in self._measured:
             self._measured[key] = self._objective.excess(more)

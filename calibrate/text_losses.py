@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Float32, Float64, Int32
 from tca_jax.calibration.gated_attention import attend_gated, read_both
 from tca_jax.calibration.layer_programs import HEADS, THIRD_HEADS, attention_program, slope_program
 from tca_jax.calibration.passes import ForwardPass, loss_slope
-from tca_jax.calibration.search import Heads
+from tca_jax.calibration.search import HeadMask
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, SECOND_HEADS, on_host
 from tca_jax.errors import UserError
@@ -58,7 +58,7 @@ class TextLosses:
             found.append(losses)
         return found
 
-    def of(self, more: Heads) -> list[Float32[np.ndarray, " counted"]]:
+    def of(self, more: HeadMask) -> list[Float32[np.ndarray, " counted"]]:
         """The same where these heads read blocks and all others sparse at row 0."""
         losses, shares = [], []
         for ids in self._texts:
@@ -69,7 +69,7 @@ class TextLosses:
         self.shares = np.mean(shares, axis=0)
         return losses
 
-    def slopes(self, more: Heads) -> Float64[np.ndarray, "layers Hkv"]:
+    def slopes(self, more: HeadMask) -> Float64[np.ndarray, "layers Hkv"]:
         """Derivative of the loss by a gate of each head, from its reading towards blocks."""
         return np.mean([self._slopes(ids, more) for ids in self._texts], axis=0)
 
@@ -78,7 +78,7 @@ class TextLosses:
         return slice(self._config.window + self._config.block_size, len(ids) - 1)
 
     def _losses(
-        self, ids: Sequence[int], more: Heads | None
+        self, ids: Sequence[int], more: HeadMask | None
     ) -> tuple[Float32[np.ndarray, " counted"], list[tuple[np.ndarray, np.ndarray]]]:
         """Losses that count, and of every layer the pairs that its heads attend to and whether they are finite."""
         run, measured = ForwardPass(self._lm, ids), []
@@ -87,7 +87,7 @@ class TextLosses:
             self._step()
         return run.losses()[self._counted(ids)], measured
 
-    def _slopes(self, ids: Sequence[int], more: Heads) -> Float64[np.ndarray, "layers Hkv"]:
+    def _slopes(self, ids: Sequence[int], more: HeadMask) -> Float64[np.ndarray, "layers Hkv"]:
         run, inputs, gates = ForwardPass(self._lm, ids), list[Array](), gates_of(self._lm, more)
         for _ in run.layers(read_layer, gates, inputs=inputs, config=self._config):
             self._step()
@@ -121,7 +121,7 @@ class LayerText(NamedTuple):
     finite: Bool[Array, " Hkv"]
 
 
-def gates_of(lm: LM, more: Heads | None) -> list[tuple[Array | None, Array]]:
+def gates_of(lm: LM, more: HeadMask | None) -> list[tuple[Array | None, Array]]:
     """Of every layer, as `read_layer` takes them: gates of heads that read blocks, or None; and the heads' numbers."""
     return [
         (

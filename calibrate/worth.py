@@ -14,7 +14,7 @@ from tca_jax.calibration.journal import Journal
 from tca_jax.calibration.probe_losses import ReadText
 from tca_jax.calibration.probes import FOLLOW, ProbedText
 from tca_jax.calibration.rows import NO_ROW, kept_share
-from tca_jax.calibration.search import Found, Heads, search
+from tca_jax.calibration.search import Found, HeadMask, search
 from tca_jax.calibration.text_losses import TextLosses
 from tca_jax.engine.lm import LM
 from tca_jax.engine.memory import memory_bytes
@@ -43,7 +43,7 @@ class Reading:
     """Result of the first search.
 
     Attributes:
-        found: Heads that read blocks, and what heads are worth.
+        found: HeadMask that read blocks, and what heads are worth.
         losses: Inside the texts.
         attended: Attended share of the texts' pairs as chosen.
     """
@@ -58,7 +58,7 @@ class Keeping:
     """Result of the second search.
 
     Attributes:
-        found: Heads that are denser than row 0, and what heads are worth.
+        found: HeadMask that are denser than row 0, and what heads are worth.
         rows: Cache row of every head.
         answers: Losses of the probes' answers; None where no kind of probe says anything of the model.
         following: Losses of the tokens that follow a selection.
@@ -97,7 +97,7 @@ def choose_reading(
     objective = _ReadingObjective(lm, texts, config, journal, step)
     none = np.zeros((lm.config.num_layers, lm.config.num_kv_heads), bool)
 
-    def share(more: Heads) -> float:
+    def share(more: HeadMask) -> float:
         return float(np.where(more, objective.shares[..., 1], objective.shares[..., 0]).mean())
 
     if attended is not None and share(none) > attended:
@@ -123,18 +123,18 @@ class _ReadingObjective:
         self._costs = self.row0 - self.full > _SURE * noise
         self.tolerance = max(config.read_tolerance * (self.row0 - self.full), _LEAST)
 
-    def excess(self, more: Heads) -> float:
+    def excess(self, more: HeadMask) -> float:
         if not self._costs:
             return 0.0
         return (self.loss(more) - self.full) / self.tolerance
 
-    def loss(self, more: Heads) -> float:
+    def loss(self, more: HeadMask) -> float:
         """Mean loss in nats a token where these heads read blocks."""
         return (
             self._journal.get("reading loss", more, lambda: _mean(self._losses.of(more))) if more.any() else self.row0
         )
 
-    def gains(self, more: Heads) -> Float64[np.ndarray, "layers Hkv"]:
+    def gains(self, more: HeadMask) -> Float64[np.ndarray, "layers Hkv"]:
         return -np.asarray(self._journal.get("reading slopes", more, lambda: self._losses.slopes(more).tolist()))
 
     def _ends(self) -> tuple[float, float, float, Any]:
@@ -147,7 +147,7 @@ class _ReadingObjective:
 def choose_keeping(
     lm: LM,
     texts: Sequence[ProbedText],
-    reads_blocks: Heads,
+    reads_blocks: HeadMask,
     config: TCAConfig,
     *,
     kinds: Sequence[str],
@@ -160,7 +160,7 @@ def choose_keeping(
     Args:
         lm: The model.
         texts: Texts with their probes.
-        reads_blocks: Heads that read blocks.
+        reads_blocks: HeadMask that read blocks.
         config: Hyperparameters.
         kinds: Of the probes that were asked for.
         kept: Largest mean share of the cache's tokens behind the longest text; None for no bound.
@@ -217,7 +217,7 @@ class _KeepingObjective:
         self,
         lm: LM,
         texts: Sequence[ProbedText],
-        reads_blocks: Heads,
+        reads_blocks: HeadMask,
         config: TCAConfig,
         kinds: Sequence[str],
         journal: Journal,
@@ -236,18 +236,18 @@ class _KeepingObjective:
         self.says = len(counted) > _SURE * math.sqrt(len(counted))  # five
         self.counted = {kind: counted.count(kind) if self.says else 0 for kind in kinds}
 
-    def rows(self, more: Heads) -> Int32[np.ndarray, "layers Hkv"]:
+    def rows(self, more: HeadMask) -> Int32[np.ndarray, "layers Hkv"]:
         """Dense where a head is more, row 0 elsewhere."""
         return np.where(more, self._dense, 0).astype(np.int32)
 
-    def excess(self, more: Heads) -> float:
+    def excess(self, more: HeadMask) -> float:
         return self.excess_of(self.rows(more))
 
     def excess_of(self, rows: Int32[np.ndarray, "layers Hkv"]) -> float:
         """Of a choice of rows."""
         return max(self._ratios(self._measured(rows)))
 
-    def gains(self, more: Heads) -> Float64[np.ndarray, "layers Hkv"]:
+    def gains(self, more: HeadMask) -> Float64[np.ndarray, "layers Hkv"]:
         def measure() -> Any:
             losses = self._measured(self.rows(more))
             answers, following = self._ratios(losses)
