@@ -66,6 +66,7 @@ class Plan:
         passages: Texts whose losses are measured.
         questions: Questions of each task under each protocol.
         draws: Draws of calibration texts.
+        keep_tolerance: Calibration's.
     """
 
     lengths: tuple[int, ...] = (8192, 16384)
@@ -73,6 +74,11 @@ class Plan:
     passages: int = 32
     questions: int = 100
     draws: int = 5
+    keep_tolerance: float = TCAConfig.keep_tolerance
+
+    def config(self, tokens: int) -> TCAConfig:
+        """Calibration's for prompts of a length."""
+        return TCAConfig(window=window_of(tokens), keep_tolerance=self.keep_tolerance)
 
     def texts(self, tokens: int) -> int:
         """Calibration texts of a length."""
@@ -179,7 +185,7 @@ def draws(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> None
         found = json.loads(out.read_text())
     kept = found["lengths"].get(str(tokens), {}).get("draws", [])
     for seed in range(len(kept), plan.draws):
-        profile = _calibrated(lm, plan, TCAConfig(window=window_of(tokens)), tokens, seed)
+        profile = _calibrated(lm, plan, plan.config(tokens), tokens, seed)
         kept.append(float(profile.kept_share(tokens).mean()))
         found["lengths"][str(tokens)] = {"draws": kept}
         out.write_text(json.dumps(found, indent=1) + "\n")
@@ -201,7 +207,7 @@ def _evaluate_at(
     save: Callable[[], None],
 ) -> None:
     """Losses and answers at one length, into `record`."""
-    config, texts = TCAConfig(window=window_of(tokens)), passages(0, plan.passages, tokens, 1)
+    config, texts = plan.config(tokens), passages(0, plan.passages, tokens, 1)
     tasks = sorted(set(MIXTURES[name])) if plan.questions else []
     documents = {task: draw_documents((11, tokens), plan.questions, _size(lm, tokens), name, task) for task in tasks}
 
@@ -254,7 +260,7 @@ def _described(profile: Profile, tokens: int) -> dict[str, Any]:
 # --- TCA at several tolerances, and other methods ---
 
 #: Of reading, in parts of what row 0 costs, and of keeping, in shares of answers; 0.1 and 0.02 are the defaults.
-TOLERANCES = ((0.5, 0.5), (0.2, 0.1), (0.1, 0.02), (0.03, 0.005))
+TOLERANCES = ((0.5, 0.5), (0.1, 0.02), (0.1, 0.002), (0.03, 0.005), (0.03, 0.0005))
 #: Methods whose prefill attends to less than everything, at several budgets.
 READERS = (
     *(f"streaming:window={window}" for window in (256, 512, 1024, 2048, 4096)),
@@ -305,7 +311,7 @@ def curves(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> Non
         out.write_text(json.dumps(found, indent=1) + "\n")
         print(name, point, flush=True)
 
-    config = TCAConfig(window=window)
+    config = plan.config(tokens)
     row0 = Profile.uniform(config, *shape, 0)
     own_texts, pairs = documents_with_pairs(lm, name, plan.texts(tokens), _size(lm, tokens), 0)
 
@@ -439,6 +445,7 @@ def main(
     calibrated: Annotated[int, typer.Option(help="Tokens of all calibration texts of a length.")] = Plan.calibrated,
     texts: Annotated[int, typer.Option(help="Texts whose losses are measured.")] = Plan.passages,
     questions: Annotated[int, typer.Option(help="Of each task under each protocol.")] = Plan.questions,
+    keep_tolerance: Annotated[float, typer.Option(help="Calibration's.")] = Plan.keep_tolerance,
     smoke: Annotated[bool, typer.Option("--smoke", help="Little of everything: checks that all runs.")] = False,
 ) -> None:
     """Measure calibration on every model of the zoo."""
@@ -453,7 +460,11 @@ def main(
         write_tables(out)
         return
     function = {"answers": evaluate, "draws": draws, "curves": curves, "estimates": estimates}[part]
-    plan = SMOKE if smoke else Plan(tuple(tokens or Plan.lengths), calibrated, texts, questions)
+    plan = (
+        SMOKE
+        if smoke
+        else Plan(tuple(tokens or Plan.lengths), calibrated, texts, questions, keep_tolerance=keep_tolerance)
+    )
     suffix = "-".join(["", *([] if part == "answers" else [part]), *map(str, tokens or [])])
     tasks = [(path, out / f"{name}{suffix}.json", plan, dtype) for name, path in folders.items()]
     if jobs == 1:
