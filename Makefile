@@ -1,10 +1,11 @@
 # Two commands need nothing but python3, make and a package registry: `make demo` and `make test`.
 PYTHON ?= python3
+JAX ?= jax
 VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dev docs test test-gpu package lint types clean
+.PHONY: help demo dev docs test test-slow test-gpu test-versions package lint types clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -14,12 +15,12 @@ $(BIN)/python:
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "installing tca_jax into $(VENV) (a few minutes the first time)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e . "$(JAX)"
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@echo "installing tca_jax and its test tools into $(VENV) (a few minutes the first time)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" "$(JAX)"
 	@touch $(VENV)/.installed $@
 
 $(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
@@ -35,8 +36,17 @@ test-gpu: $(VENV)/.installed-dev  ## the tests that run kernels, on a machine wi
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile \
 		tests/pallas_kernels tests/test_functional.py tests/engine
 
-test: $(VENV)/.installed-dev  ## all tests, in the order of tests/conftest.py: the longest files first
-	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+test: $(VENV)/.installed-dev  ## the tests of every function and kernel
+	$(PYTEST) -m "not slow"
+
+test-slow: $(VENV)/.installed-dev  ## the tests of whole commands, examples, trained models, several processes and meshes
+	$(PYTEST) -m slow
+
+test-versions:  ## all tests, with the oldest JAX on Python 3.11 and with the newest on Python 3.12; both must be there
+	$(MAKE) test test-slow VENV=.venv-oldest PYTHON=python3.11 JAX="jax==0.10.0"
+	$(MAKE) test test-slow VENV=.venv-newest PYTHON=python3.12 JAX="jax>=0.12"
 
 package: $(VENV)/.installed-dev  # the package as it installs, for tools that follow its imports
 	rm -rf build && mkdir -p build/package

@@ -19,7 +19,7 @@ from tca_jax.calibration.layer_programs import LayerProgram, runnable_decoder, s
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.engine.prompts import pad_tokens
-from tca_jax.engine.scoring import logprobs_of_hidden
+from tca_jax.engine.score import logprobs_of_hidden
 from tca_jax.models.decoder import Decoder
 
 _LOGIT_ELEMENTS = 2**26  # of a chunk whose losses are differentiated: 256 MiB, several times

@@ -59,7 +59,7 @@ def search_patterns(
     run = ForwardPass(lm, sequences[0])
     for kept in run.layers(_search_layer, candidates=tuple(candidates), first_query=first_query):
         by_kv_head = on_host(kept).reshape(lm.config.num_kv_heads, -1, len(candidates))
-        own = lm.own_heads(len(table), by_kv_head).reshape(-1, len(candidates))
+        own = lm.in_model_order(len(table), by_kv_head).reshape(-1, len(candidates))
         table.append([_best(scores, candidates) for scores in own])
         tell(len(table), layers)
     return table

@@ -21,9 +21,9 @@ from tca_jax.calibration.probe_attention import SeenText, attend_probe
 from tca_jax.calibration.probes import ProbedText
 from tca_jax.calibration.search import HeadMask
 from tca_jax.calibration.text_losses import TEXT_SPECS, LayerText, gates_of, read_layer
-from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, on_host
+from tca_jax.engine.prompts import bucket_length
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.selection import row_budgets
 from tca_jax.pallas_kernels.ranking import selection_mask
@@ -91,7 +91,7 @@ class ReadText:
         self._x, *self._angles = (x.swapaxes(0, 1) for x in self._pass.of_decoder(embed, *columns))
         layers = range(lm.config.num_layers)
         self._sparse = [
-            lm.dealt_heads(i, np.zeros(lm.config.num_kv_heads, bool) if more is None else ~more[i]) for i in layers
+            lm.in_mesh_order(i, np.zeros(lm.config.num_kv_heads, bool) if more is None else ~more[i]) for i in layers
         ]
         self._texts = []
         for of_layer in self._pass.layers(read_layer, gates_of(lm, more), config=config):
@@ -120,7 +120,7 @@ class ReadText:
         for number in reversed(range(len(streams))):
             given = cotangent, streams.pop(), *self._angles, gates, self._behind(number, rows)
             cotangent, slope = self._pass.of_layer(number, _slopes, *given, config=self._config)
-            found.append(self._lm.own_heads(number, on_host(slope).astype(np.float64)))
+            found.append(self._lm.in_model_order(number, on_host(slope).astype(np.float64)))
         return np.stack(found[::-1])
 
     def _streams(self, rows: Rows) -> list[Float[Array, "1 P D"]]:
@@ -133,7 +133,7 @@ class ReadText:
         return streams
 
     def _behind(self, number: int, rows: Rows) -> _Behind:
-        dealt = jnp.asarray(self._lm.dealt_heads(number, rows[number]), jnp.int32)
+        dealt = jnp.asarray(self._lm.in_mesh_order(number, rows[number]), jnp.int32)
         text = jax.tree.map(jnp.asarray, self._texts[number])
         numbers, sparse = jnp.asarray(self._lm.head_numbers(number)), jnp.asarray(self._sparse[number])
         return _Behind(self.probes.probe, text, dealt, sparse, numbers, self._pass.lengths)

@@ -47,8 +47,8 @@ class Profile:
         reading_worth: Nats that each head gives back inside a text by reading blocks, to first order, float32
             `[layers, H_kv]`; NaN where not measured.
         keeping_worth: The same of answers, or of what follows a text, by keeping everything.
-        losses: Mean losses in nats a token, "full" attention's, with "row0" in every head and as "chosen": "inside" the
-            texts, of the probes' "answers" and of the tokens "following" a selection; those that were measured.
+        losses: Mean losses in nats per token: "full" attention's, with "row0" in every head, and as "chosen"; "inside"
+            the texts, of the probes' "answers" and of the tokens "following" a selection; those that were measured.
         probes: Answers that counted by kind of probe ("counted", 0 for a kind that says nothing of the
             model), and the bounds "kept" and "attended", or None. None where there were no probes.
         library_version: Version of tca_jax that made the profile.
@@ -170,6 +170,15 @@ class Profile:
         """Share of a prompt's tokens that a query behind its last token would attend to by its head's reading, at most.
 
         As `kept_share`, which is the share of the memory; this one tells the work of reading the prompt.
+
+        Args:
+            num_tokens: Length of the prompt, L.
+
+        Returns:
+            Shares in (0, 1], `[layers, H_kv]`.
+
+        Raises:
+            ValueError: `num_tokens` is not a positive integer.
         """
         check_integer("num_tokens", num_tokens, at_least=1)
         config, tokens = self.config, int(num_tokens)

@@ -165,7 +165,7 @@ def _by_scores(
             of_layer = on_host(of_layer)  # all texts' and layers' would crowd the device
             if not np.isfinite(of_layer).all():
                 raise UserError(f"model {lm.name!r} computes NaN or infinity in the attention of layer {layer}")
-            scores[layer] += lm.own_heads(layer, of_layer)
+            scores[layer] += lm.in_model_order(layer, of_layer)
             steps.step()
     scores = (scores / len(sequences)).astype(np.float32)
     rows = np.asarray(choose_candidates(jnp.asarray(scores), config.tau))

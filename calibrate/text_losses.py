@@ -64,7 +64,7 @@ class TextLosses:
         for ids in self._texts:
             of_text, layers = self._losses(ids, more)
             losses.append(of_text)
-            pairs = [self._lm.own_heads(layer, of_heads) for layer, (of_heads, _) in enumerate(layers)]
+            pairs = [self._lm.in_model_order(layer, of_heads) for layer, (of_heads, _) in enumerate(layers)]
             shares.append(np.stack(pairs).astype(np.float64) / (len(ids) * (len(ids) + 1) / 2))
         self.shares = np.mean(shares, axis=0)
         return losses
@@ -98,7 +98,7 @@ class TextLosses:
         for number in reversed(range(len(inputs))):
             given = cotangent, inputs.pop(), *run.angles, *gates[number], run.lengths
             cotangent, slope = run.of_layer(number, _slopes, *given, config=self._config)
-            found.append(self._lm.own_heads(number, on_host(slope).astype(np.float64)))
+            found.append(self._lm.in_model_order(number, on_host(slope).astype(np.float64)))
             self._step()
         return np.stack(found[::-1])
 
@@ -125,7 +125,7 @@ def gates_of(lm: LM, more: HeadMask | None) -> list[tuple[Array | None, Array]]:
     """Of every layer, as `read_layer` takes them: gates of heads that read blocks, or None; and the heads' numbers."""
     return [
         (
-            None if more is None else jnp.asarray(lm.dealt_heads(layer, more[layer]), jnp.float32),
+            None if more is None else jnp.asarray(lm.in_mesh_order(layer, more[layer]), jnp.float32),
             jnp.asarray(lm.head_numbers(layer)),
         )
         for layer in range(lm.config.num_layers)

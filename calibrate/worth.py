@@ -16,8 +16,8 @@ from tca_jax.calibration.probes import FOLLOW, ProbedText
 from tca_jax.calibration.rows import NO_ROW, kept_share
 from tca_jax.calibration.search import Found, HeadMask, search
 from tca_jax.calibration.text_losses import TextLosses
+from tca_jax.engine.layouts import memory_bytes
 from tca_jax.engine.lm import LM
-from tca_jax.engine.memory import memory_bytes
 from tca_jax.errors import UserError
 from tca_jax.methods.config import TCAConfig
 
@@ -31,7 +31,7 @@ _SHARE_OF_MEMORY = 3  # keys and values of all texts stay on the device while th
 
 @dataclasses.dataclass(frozen=True)
 class Losses:
-    """Mean losses in nats a token: under full attention, with every head at row 0, and as chosen."""
+    """Mean losses in nats per token: under full attention, with every head at row 0, and as chosen."""
 
     full: float
     row0: float
@@ -129,7 +129,7 @@ class _ReadingObjective:
         return (self.loss(more) - self.full) / self.tolerance
 
     def loss(self, more: HeadMask) -> float:
-        """Mean loss in nats a token where these heads read blocks."""
+        """Mean loss in nats per token where these heads read blocks."""
         return (
             self._journal.get("reading loss", more, lambda: _mean(self._losses.of(more))) if more.any() else self.row0
         )

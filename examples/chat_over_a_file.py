@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 import tca_jax
-from tca_jax.engine.frames import Frame
+from tca_jax.engine.prompts import DocumentTemplate
 from tca_jax.lab import recall
 
 HELP = "Ask about the text. /undo forgets the last question, /cost says what is held, an empty line ends."
@@ -31,7 +31,7 @@ class Chat:
     """
 
     def __init__(self, lm: tca_jax.LM, text: str, kept: Path | None) -> None:
-        self.lm, self.frame = lm, Frame.of(lm)
+        self.lm, self.frame = lm, DocumentTemplate.of(lm)
         if kept is not None and kept.is_dir():
             context = tca_jax.Context.load(kept)
             context.require_made_by(lm)

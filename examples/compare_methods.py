@@ -31,7 +31,7 @@ class Result:
         late: The same where the question comes to a context that was read without it.
         kv_share: Bytes of those contexts, over full attention's.
         read_seconds: Of reading the documents once, compilation aside.
-        loss: Of the documents' last quarter, in nats a token: what the prompt's own queries lose.
+        loss: Of the documents' last quarter, in nats per token: what the prompt's own queries lose.
     """
 
     method: str

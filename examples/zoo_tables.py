@@ -79,7 +79,7 @@ def _reading(models: list[dict[str, Any]]) -> list[str]:
         heads = f"{len(each['default']['fetching'])} of {each['default']['heads']}"
         shares = [f"{each[label]['attended_share']:.1%}" for label in ("row0", "default")]
         rows.append([name, tokens, f"{full:.4f}", _over(row0, full), _over(chosen, full), f"{won:.0%}", heads, *shares])
-    return _table("Loss inside the prompt (nats a token; over full attention's)", head, rows)
+    return _table("Loss inside the prompt (nats per token; over full attention's)", head, rows)
 
 
 def _keeping(models: list[dict[str, Any]]) -> list[str]:

@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from tca_jax.errors import UserError
 from tca_jax.models.config import ModelConfig
+from tca_jax.models.matmul import dot_general
 from tca_jax.models.parallel import exchange_width, join_width, part_of_width, scattering
-from tca_jax.models.products import dot_general
 from tca_jax.models.rope import apply_rope, rope_cos_sin
 from tca_jax.models.sequence_parallel import TokenParts
 

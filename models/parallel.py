@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from tca_jax.models.products import dot_general
+from tca_jax.models.matmul import dot_general
 
 if TYPE_CHECKING:
     from tca_jax.models.decoder import Decoder, DecoderLayer

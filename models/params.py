@@ -29,8 +29,8 @@ from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import combine, tensor_checksums
 from tca_jax.models.json_object import read_json_object
 from tca_jax.models.names import EMBEDDING, HEAD, LAYER, Parameter, outer_shapes, parameters
-from tca_jax.models.placing import join_tensors, place_tensor, read_tensor
 from tca_jax.models.sharding import HeadOrders, check_mesh, check_orders, reorder_heads, settled
+from tca_jax.models.tensors import join_tensors, place_tensor, read_tensor
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"[\w.-]{1,200}\.safetensors")  # in the checkpoint's own folder
@@ -115,12 +115,12 @@ def load_checkpoint(
     wanted = {name: parameter for parameter in made for name in parameter.names}
     _check_tensors(folder, wanted, stored)
     rounded_twice = jnp.dtype(dtype) == jnp.float16 and any(stored[name].dtype == "F32" for name in wanted)
-    tells_no_longer = rounded_twice or head_orders is not None
+    fingerprint_is_stale = rounded_twice or head_orders is not None
     placed_dtype = jnp.dtype(jnp.float32 if rounded_twice else dtype)
     checksums: dict[str, Array] = {}
     loaded = {}
     for parameter, value in _read(wanted, stored, placed_dtype, mesh, progress):
-        if tells_no_longer:
+        if fingerprint_is_stale:
             checksums |= tensor_checksums(parameter, value)
         if head_orders is not None:
             value = reorder_heads(value, parameter, head_orders, mesh)
@@ -130,7 +130,7 @@ def load_checkpoint(
     if config.tie_embeddings and HEAD in stored:
         _check_tied_head(stored[HEAD].file, decoder, mesh)
     shapes = {name: shape for parameter in made for name, shape in parameter.shapes.items()}
-    return LoadedCheckpoint(decoder, combine(config, shapes, checksums) if tells_no_longer else None)
+    return LoadedCheckpoint(decoder, combine(config, shapes, checksums) if fingerprint_is_stale else None)
 
 
 def save_decoder(

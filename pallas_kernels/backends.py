@@ -69,7 +69,7 @@ def can_run(backend: str) -> bool:
     return backend == "auto" or _lacks(backend) is None
 
 
-def whole(backend: str) -> Backend:
+def resolve_backend(backend: str) -> Backend:
     """What one name means for a whole of several operations: itself where an operation has it, else "auto".
 
     Raises:

@@ -1,4 +1,4 @@
-"""Flash-decoding through Pallas-Triton: few queries a head, over a balanced list of chunks of all that is cached.
+"""Flash-decoding through Pallas-Triton: few queries per head, over a balanced list of chunks of all that is cached.
 
 Two launches. The first splits every region's tokens, its part of each pool followed by its local tokens in the ring,
 into chunks of nearly equal size, as many as fill the card whatever the heads hold; each program attends to one chunk.

@@ -18,7 +18,7 @@ from tca_jax.methods.gradients import attend_selection
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.regions import Regions
 from tca_jax.methods.selection import select_by_candidates
-from tca_jax.pallas_kernels.backends import Backend, whole
+from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 from tca_jax.pallas_kernels.checks import AnyArray, as_int32, check_range, check_shapes
 from tca_jax.pallas_kernels.ranking import selection_mask
 
@@ -61,7 +61,7 @@ def select(
     _check_values(candidates, lengths, k.shape[1], config)
     queries = jnp.asarray(q_last)
     queries = queries if queries.ndim == 4 else queries[:, None]
-    return _select(queries, jnp.asarray(k), *_integers(candidates, lengths), config, whole(backend))
+    return _select(queries, jnp.asarray(k), *_integers(candidates, lengths), config, resolve_backend(backend))
 
 
 def attend(
@@ -100,7 +100,7 @@ def attend(
     tokens = "B L Hkv d"
     check_shapes({"q": (q, "B L Hq d"), "k": (k, tokens), "v": (v, tokens), **_ragged(candidates, lengths)})
     _check_values(candidates, lengths, k.shape[1], config)
-    return _attend(*map(jnp.asarray, (q, k, v)), *_integers(candidates, lengths), config, whole(backend))
+    return _attend(*map(jnp.asarray, (q, k, v)), *_integers(candidates, lengths), config, resolve_backend(backend))
 
 
 @partial(jax.jit, static_argnames=("config", "backend"))

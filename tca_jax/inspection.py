@@ -14,7 +14,7 @@ from tca_jax.engine.mesh import SAME, SECOND_HEADS, OverMesh, heads_of, on_host
 from tca_jax.engine.prompts import Prompt, encode_prompt, pad_tokens
 from tca_jax.errors import UserError
 from tca_jax.methods.queries import last_queries
-from tca_jax.methods.sparse import readable_selection
+from tca_jax.methods.sparse import selection_for_prefill
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.column_mass import column_mass
 from tca_jax.pallas_kernels.ranking import selection_mask
@@ -92,7 +92,7 @@ def _encode(lm: LM, prompt: Prompt | Sequence[int]) -> list[int]:
 
 def _in_own_order(lm: LM, of_heads: Shaped[Array, "layers Hkv L"]) -> Shaped[np.ndarray, "layers Hkv L"]:
     """What a program has found of each head, on the host, in the model's own order of heads."""
-    return np.stack([lm.own_heads(layer, values) for layer, values in enumerate(on_host(of_heads))])
+    return np.stack([lm.in_model_order(layer, values) for layer, values in enumerate(on_host(of_heads))])
 
 
 def _selected_tokens(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> Bool[Array, "layers Hkv L"]:
@@ -101,11 +101,11 @@ def _selected_tokens(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"
     def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Array]:
         attend, layout = lm.method.prefill.attend, layouts[layer]
         heads = heads_of(lm.head_shards, layer, k.shape[2])
-        if not layout.ranks:
+        if not layout.has_ranked_blocks:
             return attend(layer, heads, q, k, v, lengths, None, "auto").out, jnp.zeros((k.shape[2], k.shape[1]), bool)
         selection = policy.select(layer, heads, last_queries(q, lengths, policy.num_queries), k, v, lengths, "auto")
         selected = layout.regions.fill(selection, k, v, block_size=policy.block_size)
-        readable = readable_selection(lm.method, layer, heads, selection, selected, k, v, "auto")
+        readable = selection_for_prefill(lm.method, layer, heads, selection, selected, k, v, "auto")
         out = attend(layer, heads, q, k, v, lengths, readable, "auto").out
         return out, selection_mask(selection.scores, selected.budgets, block_size=policy.block_size)[0]
 

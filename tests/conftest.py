@@ -38,22 +38,47 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 _hook = install_import_hook("tca_jax", "typecheck.check")
 _hook.__enter__()
 
-#: Files that take minutes, by a few tests. They begin first: one that began last would leave the other processes idle.
-LONGEST = (
+#: Files and folders of tests/ that run whole commands, examples, trained models, several processes or meshes, which
+#: `make test` leaves to `make test-slow`. Files that take minutes by a few tests stand first and begin first: one that
+#: began last would leave the other processes idle.
+SLOW = (
     "test_examples.py",
-    "test_docs.py",
     "test_recall_model.py",
-    "test_demo.py",
-    "test_kill.py",
-    "test_mesh.py",
-    "test_shared_pools.py",
+    "lab/test_demo.py",
+    "reliability/test_kill.py",
+    "engine/test_mesh.py",
+    "engine/test_shared_pools.py",
     "test_train_recall_model.py",
+    "test_train_zoo.py",
+    "calibrate/test_mesh.py",
+    "distributed",
+    "engine/test_mesh_contexts.py",
+    "engine/test_mesh_kernels.py",
+    "engine/test_several_gpus.py",
+    "lab/benchmarks",
+    "lab/evaluation/test_equal_bytes.py",
+    "lab/test_cli_eval.py",
+    "methods/test_mesh.py",
+    "models/test_sharded_loading.py",
+    "reliability",
+    "test_loading_on_meshes.py",
 )
+_TESTS = Path(__file__).parent
 _MOST_MAPS = 25_000  # of 65,530; the largest module's programs come on top
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+    places = {item: _place(item.path.relative_to(_TESTS)) for item in items}
+    for item, place in places.items():
+        if place < len(SLOW):
+            item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: places[item])
+
+
+def _place(path):
+    """Place of a file among the slow ones; behind all of them where it is none."""
+    names = {path.as_posix(), *(folder.as_posix() for folder in path.parents)}
+    return next((place for place, name in enumerate(SLOW) if name in names), len(SLOW))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -100,7 +100,7 @@ def test_generate_prints_the_answer_and_on_standard_error_what_it_cost():
     result = run("generate", "model", "--prompt", "hello", *flags)
     assert (result.exit_code, result.stdout) == (0, expected + "\n")
     first, second, third = result.stderr.splitlines()
-    assert re.fullmatch(r"5 tokens read, 12 new; first token after [\d.]+ s, then [\d.]+ ms a token.*", first)
+    assert re.fullmatch(r"5 tokens read, 12 new; first token after [\d.]+ s, then [\d.]+ ms per token.*", first)
     assert re.fullmatch(r"KV cache [\d.]+ MB, [\d.]+ MB under full attention; it holds 100.0% of the tokens", second)
     assert third == "while reading, 100.0% of all pairs of a token and one before it were attended to"
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import tca_jax
 from tca_jax.cli.app import app
-from tca_jax.engine.frames import Frame
+from tca_jax.engine.prompts import DocumentTemplate
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
@@ -148,9 +148,9 @@ def test_a_template_that_changes_messages_is_refused(tmp_path):
 
 
 def test_a_frame_holds_what_a_template_puts_around_the_parts():
-    frame = Frame.of(tca_jax.load("chat"))
-    assert frame == Frame("<user>", "\n\n", "</s><assistant>", "</s><user>", verbatim=True)
-    assert Frame.of(tca_jax.load("plain")) == Frame("", "\n", "", "\n", verbatim=False)
+    frame = DocumentTemplate.of(tca_jax.load("chat"))
+    assert frame == DocumentTemplate("<user>", "\n\n", "</s><assistant>", "</s><user>", verbatim=True)
+    assert DocumentTemplate.of(tca_jax.load("plain")) == DocumentTemplate("", "\n", "", "\n", verbatim=False)
 
 
 def test_a_question_that_does_not_fit_is_refused_and_the_next_one_answered():

@@ -165,6 +165,7 @@ def call(command: Command) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("shared")
 def test_the_example_and_the_commands_of_the_readme_run_and_print_what_they_say():
     generated, streamed, of_another_method, logprob, *of_commands = run(README).splitlines()
@@ -187,6 +188,7 @@ ANY_MODEL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize("name", WHOLE_MODEL)
 def test_the_blocks_and_commands_of_a_page_run_on_the_whole_model(name):
@@ -207,6 +209,7 @@ def with_a_shallow_model(shallow, tmp_path):
     (tmp_path / "recall-tiny").symlink_to(shallow)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("with_a_shallow_model", "shared")
 @pytest.mark.parametrize("name", ANY_MODEL)
 def test_the_blocks_and_commands_of_a_page_run(name):

@@ -82,11 +82,11 @@ from tca_jax.methods.pairs import attended_share
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.regions import Regions, Selected, Selection
 from tca_jax.methods.selection import PromptScores, row_budgets
-from tca_jax.methods.sparse import readable_selection
+from tca_jax.methods.sparse import selection_for_prefill
 from tca_jax.methods.tca import TCACache
 from tca_jax.methods.tca_prefill import TCAPrefill
 from tca_jax.models.sharding import DATA, axis_size
-from tca_jax.pallas_kernels.backends import can_run, whole
+from tca_jax.pallas_kernels.backends import can_run, resolve_backend
 from tca_jax.pallas_kernels.observation_scores import observation_scores
 from tca_jax.pallas_kernels.reserve_tokens import reserve_tokens
 from tca_jax.pallas_kernels.token_scores import token_scores
@@ -158,18 +158,18 @@ class Prefill:
     def select(self, q: Array, k: Array, v: Array, n: Array) -> tuple[Selected, ...]:
         """All of the selection, up to filled pools: the cache's, and that of the prompt's queries if it is another."""
         queries = last_queries(q, n, self.policy.num_queries)
-        selection = self.policy.select(0, self.heads(k), queries, k, v, n, whole(self.backend))
+        selection = self.policy.select(0, self.heads(k), queries, k, v, n, resolve_backend(self.backend))
         cached = self.fill(selection, k, v)
         readable = self.fill_for_prefill(selection, cached, k, v)
         return (cached,) if readable is cached else (cached, readable)
 
     def attend(self, q: Array, k: Array, v: Array, n: Array, selected: Selected) -> Array:
         """The attention alone."""
-        return self.method.prefill.attend(0, self.heads(k), q, k, v, n, selected, whole(self.backend)).out
+        return self.method.prefill.attend(0, self.heads(k), q, k, v, n, selected, resolve_backend(self.backend)).out
 
     def area(self, q: Array, k: Array, v: Array, n: Array, selected: Selected) -> Array:
         """Share of each prompt's pairs that the attention takes, mean over the layer's heads."""
-        attended = self.method.prefill.attend(0, self.heads(k), q, k, v, n, selected, whole(self.backend))
+        attended = self.method.prefill.attend(0, self.heads(k), q, k, v, n, selected, resolve_backend(self.backend))
         return mean_of_devices(attended_share((attended.pairs,), n), self.shards)
 
     def heads(self, k: Array) -> Heads:
@@ -181,17 +181,19 @@ class Prefill:
         (batch, tokens, *_), heads = k.shape, self.heads(k)
         capacities = per_head(self.policy.capacities(0, tokens), heads.of_model, "capacities")
         regions = Regions.plan(batch, heads.widest(capacities))
-        return regions.fill(selection, k, v, block_size=self.policy.block_size, backend=whole(self.backend))
+        return regions.fill(selection, k, v, block_size=self.policy.block_size, backend=resolve_backend(self.backend))
 
     def fill_for_prefill(self, selection: Selection, cached: Selected, k: Array, v: Array) -> Selected:
         """The selection of the prompt's queries in a pool of its own, or `cached` where it is the same."""
-        readable = readable_selection(self.method, 0, self.heads(k), selection, cached, k, v, whole(self.backend))
+        readable = selection_for_prefill(
+            self.method, 0, self.heads(k), selection, cached, k, v, resolve_backend(self.backend)
+        )
         assert readable is not None
         return readable
 
     def stages(self, q: Array, k: Array, v: Array, n: Array) -> dict[str, Callable[[], Any]]:
         """Calls of the stages, each a jitted program, by what they do; without those that have nothing to do here."""
-        config, kernels = self.policy.config, whole(self.backend)
+        config, kernels = self.policy.config, resolve_backend(self.backend)
         calls: dict[str, Callable[[], Any]] = {}
 
         def add(name: str, function: Callable[..., Any], *args: Any, lie: Sequence[Any], result: Any = CACHES) -> Any:

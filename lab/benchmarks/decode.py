@@ -189,7 +189,7 @@ def plot(rows: list[dict[str, Any]], wholes: list[dict[str, Any]], path: Path) -
         (rows, "speed-up", "times as fast as over the full cache"),
     ]
     if wholes:
-        panels.append((wholes, "ms/step", "ms a step of the whole model"))
+        panels.append((wholes, "ms/step", "ms per step of the whole model"))
     models = list(dict.fromkeys(row["model"] for row in (*rows, *wholes)))
     keys = list(group_rows((*rows, *wholes), "share", "batch"))
     figure = Figure(figsize=(5.5 * len(models), 1 + 4 * len(panels)), dpi=150, layout="constrained")

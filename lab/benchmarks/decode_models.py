@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import tca_jax
-from tca_jax.engine.decoding import STATE, DecodingState, decode, row_keys
+from tca_jax.engine.decode import STATE, DecodingState, decode, row_keys
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, OverMesh, mesh_entry, num_devices
 from tca_jax.engine.programs import Program

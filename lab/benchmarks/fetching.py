@@ -16,7 +16,7 @@ from tca_jax.lab.benchmarks.common import Layer, agreement
 from tca_jax.lab.benchmarks.layer_mesh import INPUTS, SEQUENCES, inputs_over, program_over
 from tca_jax.methods.block_sparse import Listed
 from tca_jax.methods.fetching import estimated_mass, fetch_lists
-from tca_jax.pallas_kernels.backends import whole
+from tca_jax.pallas_kernels.backends import resolve_backend
 from tca_jax.pallas_kernels.block_sparse_attention import BlockLists
 
 #: What is timed of one head.
@@ -59,16 +59,16 @@ class OneHead:
 
     def estimate(self, q: Array, k: Array, n: Array) -> Array:
         """Mass of every block for every tile."""
-        return estimated_mass(q, k, n, self.config, whole(self.backend))
+        return estimated_mass(q, k, n, self.config, resolve_backend(self.backend))
 
     def lists(self, q: Array, k: Array, n: Array) -> BlockLists:
         """What each tile attends to, the estimate included."""
-        return fetch_lists(q, k, n, self.config, whole(self.backend))
+        return fetch_lists(q, k, n, self.config, resolve_backend(self.backend))
 
     def attend(self, q: Array, k: Array, v: Array, n: Array, lists: BlockLists) -> Array:
         """Attention over the lists."""
         sizes: dict[str, Any] = {"block_size": self.config.block_size, "aligned": True}
-        return Listed(lists).attend(q, k, v, n, **sizes, backend=whole(self.backend))
+        return Listed(lists).attend(q, k, v, n, **sizes, backend=resolve_backend(self.backend))
 
     def error(self, length: int) -> float:
         """Relative error of the estimate, and of attention over the same lists, against the XLA oracle.

@@ -8,9 +8,9 @@ import math
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from tca_jax.engine.head_balance import balanced_orders
 from tca_jax.engine.layouts import plan_layouts, total_bytes
 from tca_jax.engine.mesh import HeadShards
+from tca_jax.engine.mesh_pools import balanced_orders
 from tca_jax.methods.base import CachePolicy
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.names import MODEL

@@ -156,7 +156,7 @@ def describe_config(config: TCAConfig) -> str:
     return (
         "that keep such a share of the ranked blocks, unequally between heads (of two shares the first is what the "
         "prompt's queries attend to, every head at the row nearest to it, the second what the cache keeps, with as "
-        f"many heads dense as that takes), beside a window of {config.window} and {reserve} tokens a head"
+        f"many heads dense as that takes), beside a window of {config.window} and {reserve} tokens per head"
     )
 
 

@@ -23,10 +23,10 @@ import numpy as np
 import typer
 
 import tca_jax
-from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.contexts import Context, compile_prefill
-from tca_jax.engine.extending import num_columns
+from tca_jax.engine.extend import num_columns
 from tca_jax.engine.lm import LM
+from tca_jax.engine.prompts import bucket_length
 from tca_jax.lab.benchmarks.common import COMPILED_AT_ONCE, write_results
 from tca_jax.lab.benchmarks.ending import Ending
 from tca_jax.lab.benchmarks.options import RESULTS, BackendOption, LengthsOption, NameOption, OutOption

@@ -17,13 +17,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 import tca_jax
-from tca_jax.engine.decoding import STATE, DecodingState, decode, row_keys
+from tca_jax.engine.decode import PROMPTS, STATE, DecodingState, decode, prefill, row_keys
 from tca_jax.engine.generation import kept_share
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, OverMesh, mesh_entry, num_devices
 from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.sampling import Sampling
-from tca_jax.engine.starting import PROMPTS, prefill
 from tca_jax.lab.benchmarks.common import COMPILED_AT_ONCE, fitted
 from tca_jax.lab.benchmarks.decode_models import decoding_arguments, time_steps
 from tca_jax.lab.benchmarks.mesh_columns import Peaks, held_columns

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from tca_jax.lab.evaluation.method_specs import Builder, MethodSpec, parse_methods
 from tca_jax.lab.evaluation.plan import SUITES, TASKS, Plan, make_plan
 from tca_jax.lab.evaluation.results import Results
 from tca_jax.lab.evaluation.run import run_plan
 from tca_jax.lab.evaluation.sources import Sources
-from tca_jax.lab.evaluation.specs import Builder, MethodSpec, parse_methods
 from tca_jax.lab.recall.protocols import PROTOCOLS
 
 __all__ = [

@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from tca_jax.engine.buckets import bucket_length
-from tca_jax.engine.budgets import CallSizes
 from tca_jax.engine.contexts import Context, prefill
 from tca_jax.engine.generation import Output, output_of
-from tca_jax.engine.layouts import total_bytes
+from tca_jax.engine.layouts import memory_bytes, total_bytes
 from tca_jax.engine.lm import LM
-from tca_jax.engine.memory import memory_bytes
+from tca_jax.engine.prompts import bucket_length
 from tca_jax.engine.request import Request
 from tca_jax.engine.sampling import Sampling
+from tca_jax.equal_bytes import CallSizes
 from tca_jax.lab.evaluation.samples import Sample, Task
 from tca_jax.methods import BASELINE
 from tca_jax.models.sharding import DATA, axis_size

@@ -143,7 +143,7 @@ def _loss_by_position(records: Sequence[Record]) -> Figure | None:
 
         drawn = [record for record in _of(records, length=length) if not compared or record["method"] != BASELINE]
         panels[f"{length:,} tokens"] = _curves(drawn, points)
-    ylabel = "nats a token" + (" above full attention" if compared else "")
+    ylabel = "nats per token" + (" above full attention" if compared else "")
     figure, drawn_panels = draw_curves(panels, "Loss by position", "position", ylabel, same_x=False)
     for axes in drawn_panels if compared else ():
         axes.axhline(0, color="#404040", linewidth=1)

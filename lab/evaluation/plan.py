@@ -10,10 +10,10 @@ from typing import Any
 from tca_jax.engine.prompts import Encoder
 from tca_jax.errors import UserError
 from tca_jax.lab.evaluation import longbench, recall_tasks, ruler, text_tasks
+from tca_jax.lab.evaluation.method_specs import MethodSpec
 from tca_jax.lab.evaluation.results import Job
 from tca_jax.lab.evaluation.samples import TEXT_PROTOCOL, DoesNotFit, Drawing, Task
 from tca_jax.lab.evaluation.sources import Origin, Sources
-from tca_jax.lab.evaluation.specs import MethodSpec
 from tca_jax.lab.evaluation.text_tasks import TextTask
 from tca_jax.lab.recall.protocols import PROTOCOLS
 

@@ -33,7 +33,7 @@ def _draw(drawing: Drawing, task: str) -> list[Sample]:
             f"has {drawing.lm.config.max_context} positions"
         )
     num_bytes: int | None = drawing.length if drawing.length >= _LEAST_BYTES else None
-    if num_bytes is None or not fits(num_bytes) or fits(num_bytes + 1):  # several bytes a token
+    if num_bytes is None or not fits(num_bytes) or fits(num_bytes + 1):  # several bytes per token
         num_bytes = largest(fits, _LEAST_BYTES)
     if num_bytes is None:
         raise DoesNotFit(f"length {drawing.length}: recall tasks need {_LEAST_BYTES} bytes of text")

@@ -12,18 +12,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from tca_jax.engine.budgets import CallSizes
-from tca_jax.engine.identity import describe_method
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import mesh_entry
+from tca_jax.equal_bytes import CallSizes
 from tca_jax.lab.evaluation.answering import Answers, answer, call_sizes
+from tca_jax.lab.evaluation.method_specs import Builder, Built
 from tca_jax.lab.evaluation.pictures import draw_pictures
 from tca_jax.lab.evaluation.plan import AnyTask, Plan, SampleStore
 from tca_jax.lab.evaluation.results import FORMAT, Job, Results
 from tca_jax.lab.evaluation.samples import Mark, Sample, Task
-from tca_jax.lab.evaluation.specs import Builder, Built
 from tca_jax.lab.evaluation.tables import write_table
 from tca_jax.lab.evaluation.text_tasks import Reading, TextTask
+from tca_jax.methods.descriptions import describe_method
 
 #: Called as report(job, done, total): samples that are done, of all that were to be done when the run began.
 Report = Callable[[Job, int, int], None]

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tca_jax.engine.frames import Frame
-from tca_jax.engine.prompts import Encoder, encode_verbatim
+from tca_jax.engine.prompts import DocumentTemplate, Encoder, encode_verbatim
 from tca_jax.errors import UserError
 from tca_jax.lab.evaluation.sources import Sources
 
@@ -44,8 +43,8 @@ class Prompt:
         rest = self.question + frame.after_question + self.lead
         return frame.document(lm, self.document, _ARGUMENT), encode_verbatim(lm, rest, _ARGUMENT)
 
-    def _frame(self, lm: Encoder) -> Frame:
-        return Frame.of(lm) if self.chat else Frame("", "", "", "", verbatim=False)
+    def _frame(self, lm: Encoder) -> DocumentTemplate:
+        return DocumentTemplate.of(lm) if self.chat else DocumentTemplate("", "", "", "", verbatim=False)
 
 
 def asked_with_lead(document: str, question: str, lead: str) -> Mapping[str, Prompt]:

@@ -81,7 +81,7 @@ def _question_tables(records: Sequence[Record], title: str, explained: str) -> l
         mean = [found[method, task]["score"] for task in everywhere]
         name = method + (_OWN_BUDGET if any(r["own_budget"] for r in own) else "")
         rows.append([name, f"{np.mean(mean):.1f}" if mean else _NONE, *_costs(own)])
-    heads = [compared, "KV bytes", "attended", "prefill (s)", "from the question (s)", "ms a token", "batch"]
+    heads = [compared, "KV bytes", "attended", "prefill (s)", "from the question (s)", "ms per token", "batch"]
     return [*lines, *_markdown(["method", *heads], rows)]
 
 

@@ -11,20 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int
 
-from tca_jax.engine.budgets import CallSizes
 from tca_jax.engine.cache import LayerCache, spread_pools
 from tca_jax.engine.contexts import Context, prefill
-from tca_jax.engine.extending import Appended, align, extend_layer, num_columns
+from tca_jax.engine.extend import AppendedColumns, align, extend_layer, num_columns, open_caches
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, ROWS, OverMesh, on_host
 from tca_jax.engine.programs import Program
 from tca_jax.engine.prompts import Encoder, encode_prompt
-from tca_jax.engine.scoring import score
-from tca_jax.engine.starting import open_caches
+from tca_jax.engine.score import score
+from tca_jax.equal_bytes import CallSizes
 from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing
 from tca_jax.methods import BASELINE
 from tca_jax.models.sharding import DATA, axis_size
-from tca_jax.pallas_kernels.backends import Backend, whole
+from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 
 #: Parts of a passage whose losses are told apart.
 POSITIONS = 16
@@ -185,7 +184,7 @@ def _continue(lm: LM, passages: list[list[int]]) -> tuple[Float32[Array, "B n V"
     reader = lm.for_contexts().for_programs()
     lengths = jnp.full(rows, count, jnp.int32)
     args = (reader, context.caches, jnp.asarray(tokens), jnp.asarray(starts), lengths, context.prompt_lengths)
-    program, _ = _logits.prepare(*args, count=count, backend=whole("auto"))
+    program, _ = _logits.prepare(*args, count=count, backend=resolve_backend("auto"))
     return program(*args), [passage[-count:] for passage in passages], context
 
 
@@ -203,7 +202,7 @@ def _logits_program(
     """Logits behind each of the appended tokens, in rows that all begin at one place; see `extend`, which gives those
     behind the last."""
     b = caches[0].layout.block_size
-    where = Appended(starts // b * b, starts, starts + lengths, prompt_lengths)
+    where = AppendedColumns(starts // b * b, starts, starts + lengths, prompt_lengths)
     positions = jnp.clip(where.first[:, None] + jnp.arange(tokens.shape[1]), 0, where.ends[:, None] - 1)
 
     def attention(layer: int, q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Array, LayerCache]:

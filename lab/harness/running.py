@@ -11,7 +11,7 @@ from tca_jax.engine.answers import score_answers
 from tca_jax.engine.contexts import Context, prefill
 from tca_jax.engine.generation import generate
 from tca_jax.engine.lm import LM
-from tca_jax.engine.scoring import score
+from tca_jax.engine.score import score
 from tca_jax.lab.harness.options import GenerationOptions
 from tca_jax.lab.harness.sharing import batches, filled, shared_prefixes
 

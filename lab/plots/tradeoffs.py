@@ -27,7 +27,7 @@ def plot_reading(models: Models, path: str | os.PathLike[str]) -> Path:
 
     Args:
         models: By name, "points" with a "method", an "attended_share", and the losses "inside" and "inside_full" in
-            nats a token; with "tokens", the title names the length. Points of one method are joined in the order of
+            nats per token; with "tokens", the title names the length. Points of one method are joined in the order of
             their shares. A point that lacks one of these, or has None, is left out.
         path: PNG file to write; missing folders are created.
 

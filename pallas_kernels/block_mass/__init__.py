@@ -1,4 +1,7 @@
-"""Block mass: how much attention the queries of each tile put on each block of keys, estimated from some of them."""
+"""Block mass: how much attention the queries of each tile put on each block of keys, estimated from some of them.
+
+docs/method.md, "Readings".
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Two passes, as in `column_mass_triton`. In both, compute warpgroups hold 64 tokens each, queries in the first pass and
 keys in the second, while a memory warpgroup streams tiles of 128 tokens of the other operand. Scores have a row for
-every token held, so that norms and column sums are both sums of rows; eight partial sums a row stay in registers until
+every token held, so that norms and column sums are both sums of rows; eight partial sums per row stay in registers to
 the end, since no thread then needs another's. Unlike those of prefill attention, the warpgroups take no turns: with no
 output to accumulate, registers suffice for three of them, and three keep the tensor cores busy while some take powers
 (on an H200 5 to 34% faster than two, with turns or without).

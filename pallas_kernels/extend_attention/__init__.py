@@ -24,7 +24,7 @@ def extend_attention(
     growth_capacity: int = 0,
     backend: Backend = "auto",
 ) -> tuple[Float[Array, "B m Hq d"], Float32[Array, "B m Hq"]]:
-    """Attention of up to a block of new tokens a row, whose own keys and values are in the ring already.
+    """Attention of up to a block of new tokens per row, whose own keys and values are in the ring already.
 
     Column j holds the query at position first + j. Ring slot s holds position p = newest - ((newest - s) mod R), and
     query j attends to it iff max(0, (newest // b) b - w) <= p <= min(first + j, newest), and to all of its head's
@@ -56,7 +56,7 @@ def extend_attention(
     queries = {"q": (q, "B m Hq d"), "first": (first, "B"), "newest": (newest, "B")}
     sizes = check_cache(queries, pool, growth, ring, capacity=capacity, growth_capacity=growth_capacity)
     if sizes["m"] > block_size:
-        raise UserError(f"q has {sizes['m']} queries a row: must be at most block_size = {block_size}")
+        raise UserError(f"q has {sizes['m']} queries per row: must be at most block_size = {block_size}")
     implementation = dispatch("extend_attention", backend)
     return implementation(
         q,

@@ -1,4 +1,7 @@
-"""Observation scores: the most that any of the last prompt queries attends to a token, spread to those that follow."""
+"""Observation scores: the most that any of the last prompt queries attends to a token, spread to those that follow.
+
+docs/method.md, "Reserve".
+"""
 
 from __future__ import annotations
 

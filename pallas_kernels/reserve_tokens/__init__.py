@@ -1,4 +1,7 @@
-"""Reserve tokens: the highest scores of a head over all of its ranked tokens, whatever their blocks."""
+"""Reserve tokens: the highest scores of a head over all of its ranked tokens, whatever their blocks.
+
+docs/method.md, "Reserve".
+"""
 
 from __future__ import annotations
 

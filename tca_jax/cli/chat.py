@@ -21,9 +21,9 @@ from tca_jax.errors import UserError
 
 if TYPE_CHECKING:
     from tca_jax.engine.contexts import Context
-    from tca_jax.engine.frames import Frame
     from tca_jax.engine.generation import Output
     from tca_jax.engine.lm import LM
+    from tca_jax.engine.prompts import DocumentTemplate
 
 _PROMPT = "> "
 _LARGEST = 2**31 - 1
@@ -74,10 +74,9 @@ def chat(
 
 def _load(
     model: str, profile: str | None, dtype: str | None, text: str | None, max_new_tokens: int
-) -> tuple[LM, Frame, list[int]]:
+) -> tuple[LM, DocumentTemplate, list[int]]:
     """The model, what stands around documents and questions, and the document's ids, which are known to fit."""
-    from tca_jax.engine.frames import Frame
-    from tca_jax.engine.prompts import encode_prompt, require_positions
+    from tca_jax.engine.prompts import DocumentTemplate, encode_prompt, require_positions
     from tca_jax.loading import check_dtype, open_checkpoint
 
     check_dtype(dtype)
@@ -85,7 +84,7 @@ def _load(
         report(f"loading {model}", None, None)
         checkpoint = open_checkpoint(model)
         encode_prompt(checkpoint, "text", "--file")  # no tokenizer: say so before weights are read
-        frame = Frame.of(checkpoint)
+        frame = DocumentTemplate.of(checkpoint)
         document = [] if text is None else frame.document(checkpoint, text, "--file")
         require_positions("--file", len(document), max_new_tokens, checkpoint)
         lm = checkpoint.load(profile, dtype=dtype, progress=lambda done, total: report(f"loading {model}", done, total))
@@ -140,7 +139,7 @@ class Conversation:
     """Questions about a context, each asked of the same one, or with `follow` of one that grows."""
 
     lm: LM
-    frame: Frame
+    frame: DocumentTemplate
     context: Context
     follow: bool
     max_new_tokens: int

@@ -211,7 +211,7 @@ def describe(stats: Stats) -> str:
     read, made = (" + ".join(f"{n:,}" for n in tokens) for tokens in (stats.prompt_tokens, stats.new_tokens))
     times = [f"first token after {stats.prefill_seconds:.2f} s"]
     if stats.seconds_per_token:
-        times.append(f"then {1000 * stats.seconds_per_token:.1f} ms a token")
+        times.append(f"then {1000 * stats.seconds_per_token:.1f} ms per token")
     if stats.compile_seconds:
         times.append(f"compiling took {stats.compile_seconds:.1f} s more")
     held, full = (f"{count / 1e6:,.2f}" for count in (stats.kv_cache_bytes, stats.full_kv_cache_bytes))

@@ -11,19 +11,17 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from tca_jax.engine.cache import LayerCache
-from tca_jax.engine.contexts import Appendix, Context
-from tca_jax.engine.extending import align, extend, num_columns
-from tca_jax.engine.health import require_finite
-from tca_jax.engine.layouts import total_bytes
+from tca_jax.engine.contexts import AppendedPrompts, Context
+from tca_jax.engine.extend import align, extend, num_columns, open_caches
+from tca_jax.engine.layouts import require_memory, total_bytes
 from tca_jax.engine.lm import LM
-from tca_jax.engine.memory import require_room
 from tca_jax.engine.mesh import CACHES, ROWS, OverMesh, on_host, rows_of_device
 from tca_jax.engine.programs import Program
 from tca_jax.engine.prompts import Prompt, encode_prompt, encode_prompts, encode_verbatim, pad_tokens, require_positions
-from tca_jax.engine.scoring import TokenScores, scores_of_logits
-from tca_jax.engine.starting import open_caches, read_prompts
+from tca_jax.engine.read import read_prompts, require_finite
+from tca_jax.engine.score import TokenScores, scores_of_logits
 from tca_jax.errors import UserError
-from tca_jax.pallas_kernels.backends import Backend, whole
+from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +63,7 @@ def score_answers(
             model or method; raised before anything is compiled. Or the model computes NaN or infinity, with the layer.
         TypeError: an argument is of a wrong type.
     """
-    kernels = whole(backend)
+    kernels = resolve_backend(backend)
     answer_ids = _encode_answers(lm, answers)
     times = len(answer_ids[0])
     if len(prompts) != len(answer_ids) or any(len(of_prompt) != times for of_prompt in answer_ids):
@@ -121,7 +119,7 @@ def _behind_prompts(
         fed = jnp.asarray(align(given, held, block_size=block_size, columns=columns))
     layouts = reader.cache_layouts(rows_of_device(lm, len(ids), "prompts"), tokens.shape[1], None)
     held_bytes = total_bytes(layouts, lm.config.head_dim, lm.dtype)
-    require_room(held_bytes, f"{len(answers)} answers to {len(ids)} prompts")
+    require_memory(held_bytes, f"{len(answers)} answers to {len(ids)} prompts")
     arrays = (jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(given[:, 0]), fed, jnp.asarray(given_lengths))
     args = (reader.for_programs(), *arrays)
     program, _ = _read_and_feed.prepare(*args, backend=backend)
@@ -175,12 +173,12 @@ def _behind_context(
     lm: LM, prompts: Any, answers: list[list[int]], context: Any, backend: Backend
 ) -> tuple[list[np.ndarray], list[bool]]:
     """The same of prompts that follow a context, each of them together with its answer."""
-    checked = Appendix.create(lm, prompts, context)
+    checked = AppendedPrompts.create(lm, prompts, context)
     if context.batch != 1:
         raise UserError(f"context has {context.batch} rows: must have one, which all prompts share")
     times = len(answers) // len(checked.ids)
     asked = [ids for ids in checked.ids for _ in range(times)]
-    appended = Appendix.create(lm, [a + b for a, b in zip(asked, answers, strict=True)], context)
+    appended = AppendedPrompts.create(lm, [a + b for a, b in zip(asked, answers, strict=True)], context)
     appended.require_positions(lm, 0)
     context, reader, rows = appended.context, lm.for_contexts(), len(answers)
     starts, prompt_lengths = (jnp.broadcast_to(x, rows) for x in (context.lengths, context.prompt_lengths))

@@ -21,7 +21,7 @@ from tca_jax.methods.base import Attended, CachePolicy, Method
 from tca_jax.methods.pairs import causal_pairs
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.regions import Regions, Selected
-from tca_jax.methods.sparse import readable_selection, selected_pairs
+from tca_jax.methods.sparse import selected_pairs, selection_for_prefill
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.decode_attention import decode_attention
 from tca_jax.pallas_kernels.kv import Pool, Ring
@@ -129,12 +129,12 @@ def prefill_layer(
     """
     policy, selected, readable = method.cache, None, None
     heads = heads_of(layout.shards, layer, k.shape[2])
-    if layout.ranks:
+    if layout.has_ranked_blocks:
         queries = last_queries(q, lengths, policy.num_queries) if not tail else q
         selection = policy.select(layer, heads, queries, k, v, lengths, backend)
         with jax.named_scope("select"):
             selected = layout.regions.fill(selection, k, v, block_size=layout.block_size, backend=backend)
-        readable = readable_selection(method, layer, heads, selection, selected, k, v, backend)
+        readable = selection_for_prefill(method, layer, heads, selection, selected, k, v, backend)
     pool = layout.regions.empty(k.shape[-1], k.dtype) if selected is None else selected.pool
     ring = Ring(*(_fill_ring(x, lengths, layout.ring_tokens) for x in (k, v)))
     if tail:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tca_jax.engine.lm import LM
 
 
-def lies_on(context: Context, lm: LM) -> bool:
+def is_on(context: Context, lm: LM) -> bool:
     """Whether a context's caches are those that a model makes where it lies."""
     layout = context.layouts[0]
     rows = layout.batch * axis_size(lm.mesh, DATA)
@@ -33,7 +33,7 @@ def lies_on(context: Context, lm: LM) -> bool:
 
 def context_on(context: Context, lm: LM) -> Context:
     """See `Context.on`."""
-    if lies_on(context, lm):
+    if is_on(context, lm):
         return context
     whole = context_on_one_device(context)
     if lm.mesh is None:
@@ -103,7 +103,7 @@ def _dealt(caches: tuple[LayerCache, ...], lm: LM) -> tuple[LayerCache, ...]:
         for x, out in ((cache.pool.k, k), (cache.pool.v, v)):
             _deal(on_host(x), out, cache.layout.regions, offsets, np.argsort(order))
         own: tuple[Any, Any] = (k, v) if layout.shared is None else (None, None)  # a shared one is put when it is whole
-        pool = Pool(*own, _beside(offsets, rows), on_host(cache.pool.lengths)[:, order])
+        pool = Pool(*own, _with(offsets, rows), on_host(cache.pool.lengths)[:, order])
         dealt.append(put(LayerCache(pool, None, Ring(*(on_host(x)[:, order] for x in cache.ring)), layout)))
     first = dealt[0]
     if first.layout.shared is not None:
@@ -126,7 +126,7 @@ def _offsets(layout: CacheLayout) -> Int[np.ndarray, "devices B Hkv"]:
     return np.broadcast_to(layout.regions.offsets, (layout.shards.devices, *layout.regions.offsets.shape))
 
 
-def _beside(offsets: Int[np.ndarray, "devices B Hkv"], rows: int) -> Any:
+def _with(offsets: Int[np.ndarray, "devices B Hkv"], rows: int) -> Any:
     """The offsets of all devices in one array `[R, H]` over a mesh, which has `rows` devices along the rows' axis."""
     return np.tile(np.concatenate(list(offsets), axis=1), (rows, 1)).astype(np.int32)
 

@@ -17,21 +17,18 @@ from jaxtyping import Array, Bool, Float32, Int
 
 from tca_jax.engine.cache import LayerCache
 from tca_jax.engine.context_places import context_on
-from tca_jax.engine.extending import align, extend, num_columns
-from tca_jax.engine.folding import fold, layouts_after
-from tca_jax.engine.health import require_finite
-from tca_jax.engine.identity import describe_method, unknown_types
-from tca_jax.engine.layouts import CacheLayout, total_bytes
+from tca_jax.engine.extend import align, extend, fold, layouts_after, num_columns, open_caches
+from tca_jax.engine.layouts import CacheLayout, require_memory, total_bytes
 from tca_jax.engine.lm import LM, require_lm
-from tca_jax.engine.memory import require_room
 from tca_jax.engine.mesh import CACHES, ROWS, OverMesh, on_host, rows_of_device
 from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompts, pad_tokens, require_positions
-from tca_jax.engine.starting import open_caches, read_prompts
+from tca_jax.engine.read import read_prompts, require_finite
 from tca_jax.errors import UserError, require_type
 from tca_jax.methods import BASELINE
+from tca_jax.methods.descriptions import describe_method, unknown_types
 from tca_jax.models.config import ModelConfig
-from tca_jax.pallas_kernels.backends import Backend, whole
+from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,7 +252,7 @@ def prefill(
         TypeError: an argument is of a wrong type.
     """
     require_lm(lm)
-    kernels = whole(backend)
+    kernels = resolve_backend(backend)
     if context is not None:
         return _append(lm, prompts, context, kernels)
     args = _reading(lm, prompts)
@@ -279,7 +276,7 @@ def compile_prefill(lm: LM, prompts: Prompt | Sequence[Prompt], *, backend: str 
     Raises:
         As `prefill`.
     """
-    kernels = whole(backend)
+    kernels = resolve_backend(backend)
     args = _reading(lm, prompts)
     program, seconds = _read.prepare(*args, backend=kernels)
     caches, _, shares = results_of(program)
@@ -294,7 +291,7 @@ def _reading(lm: LM, prompts: Prompt | Sequence[Prompt]) -> tuple[LM, Int[Array,
     tokens, lengths = pad_tokens(ids, lm.pad_token_id)
     reader = lm.for_contexts()
     layouts = reader.cache_layouts(rows_of_device(lm, len(ids), "prompts"), tokens.shape[1], None)
-    require_room(total_bytes(layouts, lm.config.head_dim, lm.dtype), f"contexts of {len(ids)} prompts")
+    require_memory(total_bytes(layouts, lm.config.head_dim, lm.dtype), f"contexts of {len(ids)} prompts")
     return reader.for_programs(), jnp.asarray(tokens), jnp.asarray(lengths)
 
 
@@ -311,13 +308,13 @@ _read = Program(OverMesh(_read_program, (ROWS, ROWS), (CACHES, ROWS, ROWS)))
 
 def _append(lm: LM, prompts: Any, context: Any, backend: Backend) -> Context:
     """The context with more tokens: its pool holds all that is left of the window again."""
-    appended = Appendix.create(lm, prompts, context)
+    appended = AppendedPrompts.create(lm, prompts, context)
     appended.require_positions(lm, 0)
     reader, context = lm.for_contexts(), appended.context
     rows, columns = appended.tokens.shape
     held = rows_of_device(lm, rows, "prompts")
     layouts = layouts_after(reader.method.cache, context.caches, held, columns)
-    require_room(total_bytes(layouts, lm.config.head_dim, lm.dtype), f"contexts of {rows} prompts")
+    require_memory(total_bytes(layouts, lm.config.head_dim, lm.dtype), f"contexts of {rows} prompts")
     before = context.lengths, context.prompt_lengths, context.attended_share
     starts, prompt_lengths, shares = (jnp.broadcast_to(x, rows) for x in before)
     args = (reader.for_programs(), context.caches, appended.tokens, starts, appended.lengths, prompt_lengths)
@@ -358,7 +355,7 @@ _append_to = Program(OverMesh(_append_program, (CACHES, ROWS, ROWS, ROWS, ROWS),
 
 
 @dataclasses.dataclass(frozen=True)
-class Appendix:
+class AppendedPrompts:
     """Prompts that follow a context, checked and aligned to its blocks.
 
     Attributes:
@@ -381,7 +378,7 @@ class Appendix:
             require_positions(f"prompts[{i}]", len(ids), max_new_tokens, lm, context_tokens=start)
 
     @classmethod
-    def create(cls, lm: LM, prompts: Any, context: Any) -> Appendix:
+    def create(cls, lm: LM, prompts: Any, context: Any) -> AppendedPrompts:
         """Checks that the context is the model's, encodes the prompts and aligns them.
 
         Raises:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
 from tca_jax.engine.mesh import HeadShards
-from tca_jax.engine.shared_pools import SharedPool, plan_shared_pools
+from tca_jax.engine.mesh_pools import SharedPool, plan_shared_pools
 from tca_jax.errors import UserError
 from tca_jax.methods.base import CachePolicy, capacities_per_head, per_head
 from tca_jax.methods.blocks import num_ranked_blocks
@@ -137,7 +139,7 @@ class CacheLayout:
         return len(self.regions.capacities)
 
     @property
-    def ranks(self) -> bool:
+    def has_ranked_blocks(self) -> bool:
         """Whether a prompt of this shape can have ranked blocks; otherwise it fits its window."""
         return num_ranked_blocks(self.prompt_tokens, self.block_size, self.window) > 0
 
@@ -212,3 +214,21 @@ def total_bytes(layouts: Sequence[CacheLayout], head_dim: int, dtype: Any) -> in
 
 def _by_device(shards: HeadShards | None, layer: int, values: tuple[int, ...]) -> Int[np.ndarray, "devices Hkv"]:
     return np.asarray(values)[None] if shards is None else shards.by_device(layer, values)
+
+
+def memory_bytes() -> int | None:
+    """Bytes that the default device may take, the host's for the CPU; None where nobody says."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # a system that does not know these names
+        return None
+
+
+def require_memory(kv_cache_bytes: int, what: str) -> None:
+    """Raises ValueError if a KV cache is larger than all of the device's memory; `what` says what it is for."""
+    limit = memory_bytes()
+    if limit is not None and kv_cache_bytes > limit:
+        raise UserError(f"{what} need {kv_cache_bytes / 1e9:,.1f} GB of KV cache: the device has {limit / 1e9:,.1f} GB")

@@ -13,9 +13,9 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Int32
 
-from tca_jax.engine.head_balance import Orders, balanced_orders
 from tca_jax.engine.layouts import CacheLayout, plan_layouts
 from tca_jax.engine.mesh import HeadShards, mesh_name, whole_mesh
+from tca_jax.engine.mesh_pools import Orders, balanced_orders
 from tca_jax.errors import UserTypeError, require_type
 from tca_jax.methods import BASELINE, Method, get
 from tca_jax.methods.base import CachePolicy
@@ -140,16 +140,16 @@ class LM:
         """How each weight lies on the mesh, in the structure of `params`."""
         return parameter_specs(self.config, self.mesh)
 
-    def own_heads(self, layer: int, values: np.ndarray) -> np.ndarray:
+    def in_model_order(self, layer: int, values: np.ndarray) -> np.ndarray:
         """Values for each KV head of a layer, axis 0, in the model's own order, from that in which the heads lie."""
         return values if self.head_shards is None else values[self.head_shards.inverse[layer]]
 
     def head_numbers(self, layer: int) -> Int32[np.ndarray, " Hkv"]:
         """The KV heads of a layer in the order in which they lie."""
-        return self.dealt_heads(layer, np.arange(self.config.num_kv_heads, dtype=np.int32))
+        return self.in_mesh_order(layer, np.arange(self.config.num_kv_heads, dtype=np.int32))
 
-    def dealt_heads(self, layer: int, values: np.ndarray) -> np.ndarray:
-        """The inverse of `own_heads`."""
+    def in_mesh_order(self, layer: int, values: np.ndarray) -> np.ndarray:
+        """The inverse of `in_model_order`."""
         return values if self.head_orders is None else values[list(self.head_orders[layer])]
 
     def on_device(self, params: Any) -> LM:
@@ -158,7 +158,7 @@ class LM:
         return dataclasses.replace(self, graphdef=graphdef, params=params)
 
     @property
-    def alone(self) -> LM:
+    def on_one_device(self) -> LM:
         """The model as if one device held it: what sizes are computed for, and methods tried without moving weights."""
         return dataclasses.replace(self, mesh=None, head_orders=None)
 
@@ -186,7 +186,7 @@ class LM:
             raise UserTypeError(f"options {sorted(options)} go with a method's name; {method.name!r} is made already")
         method.validate_for(self.config.num_layers, self.config.num_kv_heads)
         method = method.for_rope(fixed_frequencies(self.config.head_dim, self.config.rope))
-        return self._deal_heads(method.cache)._beside(method=method)
+        return self._deal_heads(method.cache)._with(method=method)
 
     def _deal_heads(self, policy: CachePolicy) -> LM:
         """The weights with KV heads where the policy's caches balance; themselves where they already do.
@@ -202,7 +202,7 @@ class LM:
         places = HeadShards(devices, self.head_orders).inverse
         moves = [place[list(order)].tolist() for place, order in zip(places, orders, strict=True)]
         _, params = nnx.split(permute_heads(self.decoder, moves))
-        return self._beside(params=params, head_orders=orders)
+        return self._with(params=params, head_orders=orders)
 
     def with_profile(self, profile: ProfileLike | None) -> LM:
         """The same weights under a profile's method; None is exact full attention.
@@ -217,14 +217,14 @@ class LM:
 
     def for_programs(self) -> LM:
         """The model without what programs do not depend on, so that another tokenizer or name compiles nothing."""
-        return self._beside(name="", tokenizer=None, eos_token_ids=(), checkpoint_fingerprint=None)
+        return self._with(name="", tokenizer=None, eos_token_ids=(), checkpoint_fingerprint=None)
 
     def for_contexts(self) -> LM:
         """The model under its method with a cache that any number of tokens can follow; see `Context`."""
         cache = self.method.cache.for_contexts()
-        return self._beside(method=dataclasses.replace(self.method, cache=cache))
+        return self._with(method=dataclasses.replace(self.method, cache=cache))
 
-    def _beside(self, **changes: Any) -> LM:
+    def _with(self, **changes: Any) -> LM:
         """Another one over the same weights, which knows of them what this one has found out.
 
         A fingerprint takes a read of all weights; to merge a deep model takes milliseconds.
@@ -234,8 +234,13 @@ class LM:
         return other
 
     def cache_layouts(self, batch: int, prompt_tokens: int, new_tokens: int | None) -> tuple[CacheLayout, ...]:
-        """Static cache shape of every layer, for padded prompts and answers of at most so many tokens; None for a
-        context, which any number of tokens can follow. On a mesh, shape and `batch` are a device's."""
+        """Static cache shape of every layer; on a mesh, of a device.
+
+        Args:
+            batch: Prompts, B; on a mesh, of a device.
+            prompt_tokens: Padded length of the prompts, L.
+            new_tokens: Most tokens of an answer; None for a context, which any number of tokens can follow.
+        """
         c = self.config
         sizes = c.num_layers, c.num_kv_heads, batch, prompt_tokens, new_tokens, self.head_shards
         return plan_layouts(self.method.cache, *sizes)

@@ -2,7 +2,7 @@
 
 The functions of the engine are written for one device. Over a mesh the same function runs whole under one
 `jax.shard_map`: the weights that it sees are a device's (`models.sharding`), so are heads (`HeadShards`), caches and
-rows. What the devices of "model" tell each other is two sums a layer, and one more for the logits.
+rows. What the devices of "model" tell each other is two sums per layer, and one more for the logits.
 """
 
 from __future__ import annotations

@@ -13,23 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.cache import LayerCache
-from tca_jax.engine.contexts import Appendix, Context
-from tca_jax.engine.decoding import STATE, DecodingState, decode, row_keys
-from tca_jax.engine.health import require_finite
-from tca_jax.engine.layouts import CacheLayout, total_bytes
+from tca_jax.engine.contexts import AppendedPrompts, Context
+from tca_jax.engine.decode import APPENDED, PROMPTS, STATE, DecodingState, decode, prefill, resume, row_keys
+from tca_jax.engine.layouts import CacheLayout, require_memory, total_bytes
 from tca_jax.engine.lm import LM, require_lm
-from tca_jax.engine.memory import require_room
 from tca_jax.engine.mesh import CACHES, SAME, OverMesh, on_host, rows_of_device
 from tca_jax.engine.programs import Program, results_of
-from tca_jax.engine.prompts import decode_tokens, encode_prompts, pad_tokens, require_positions
+from tca_jax.engine.prompts import bucket_length, decode_tokens, encode_prompts, pad_tokens, require_positions
+from tca_jax.engine.read import require_finite
 from tca_jax.engine.sampling import Sampling
-from tca_jax.engine.starting import APPENDED, PROMPTS, prefill, resume
 from tca_jax.errors import UserError, UserTypeError
 from tca_jax.methods import BASELINE
 from tca_jax.methods.checks import check_integer, check_seed
-from tca_jax.pallas_kernels.backends import Backend, whole
+from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 from tca_jax.pallas_kernels.kv import Pool
 
 # The keys and values of a pool are never written: they go into programs and do not come out, so that answers share
@@ -82,7 +79,7 @@ class Request:
     """The state of a call on the host; what is on the device is a `DecodingState`, and the pools that it reads."""
 
     lm: LM
-    appended: Appendix | None
+    appended: AppendedPrompts | None
     context: Context | None
     prompt_ids: list[list[int]]
     max_new_tokens: int
@@ -121,14 +118,14 @@ class Request:
     ) -> Request:
         """Checks all that can be checked before a program is compiled, types included; see `generation.generate`."""
         require_lm(lm)
-        kernels = whole(backend)
+        kernels = resolve_backend(backend)
         check_integer("max_new_tokens", max_new_tokens, at_least=1)
         check_integer("min_new_tokens", min_new_tokens, at_least=0)
         check_integer("num_samples", num_samples, at_least=1)
         check_seed("seed", seed)
         if min_new_tokens > max_new_tokens:
             raise UserError(f"min_new_tokens = {min_new_tokens}: must be at most max_new_tokens = {max_new_tokens}")
-        appended = None if context is None else Appendix.create(lm, prompts, context)
+        appended = None if context is None else AppendedPrompts.create(lm, prompts, context)
         prompt_ids = encode_prompts(lm, prompts) if appended is None else appended.ids
         if appended is not None:
             appended.require_positions(lm, int(max_new_tokens))
@@ -150,7 +147,7 @@ class Request:
             logprobs=_num_logprobs(lm, logprobs),
             backend=kernels,
         )
-        require_room(request.kv_cache_bytes(request.lm), f"{request.rows} answers of up to {max_new_tokens} tokens")
+        require_memory(request.kv_cache_bytes(request.lm), f"{request.rows} answers of up to {max_new_tokens} tokens")
         return request
 
     @functools.cached_property
@@ -252,7 +249,7 @@ class Request:
         return pad_tokens(rows, self.lm.pad_token_id)
 
     def advance(self, state: DecodingState, steps: int) -> DecodingState:
-        """Up to `steps` more tokens a row."""
+        """Up to `steps` more tokens per row."""
         limit = jnp.int32(min(int(state.step) + steps, self.max_new_tokens))
         if self._step is None:
             self._step = self._prepare_step(state, limit)

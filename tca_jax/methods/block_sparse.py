@@ -95,9 +95,9 @@ class BlockSparsePrefill(PrefillPolicy):
             layer: The layer.
             heads: Its KV heads.
             head: The place of one of them; traced.
-            q: Queries of its group after RoPE, right-padded.
-            k: Its keys.
-            lengths: Prompt lengths, traced.
+            q: Queries of its group after RoPE, right-padded, `[B, L, G, d]`.
+            k: Its keys, `[B, L, d]`.
+            lengths: Prompt lengths `[B]`, traced.
 
         Returns:
             Lists with the group's heads as theirs, one for each launch. A query head lists something in one of them at
@@ -112,7 +112,18 @@ class BlockSparsePrefill(PrefillPolicy):
         k: Float[Array, "B L Hkv d"],
         lengths: Int[Array, " B"],
     ) -> tuple[Listed, ...]:
-        """What all query heads attend to, `dense_tokens` heeded."""
+        """What all query heads attend to, `dense_tokens` heeded.
+
+        Args:
+            layer: The layer.
+            heads: Its KV heads.
+            q: Queries after RoPE, right-padded, `[B, L, Hq, d]`.
+            k: Keys, `[B, L, Hkv, d]`.
+            lengths: Prompt lengths `[B]`.
+
+        Returns:
+            As `estimate`, with all query heads.
+        """
         (batch, tokens, kv_heads, _), group = k.shape, q.shape[2] // k.shape[2]
         at_once = max(1, _MOST_SAMPLED // (batch * group * tokens * self.block_size))
         at_once = max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= at_once)
@@ -157,7 +168,16 @@ class BlockSparsePrefill(PrefillPolicy):
     def attend_listed(
         self, q: Array, k: Array, v: Array, listed: tuple[Listed, ...], lengths: Array, backend: Backend
     ) -> Float[Array, "B L Hq d"]:
-        """Attention over what `listed` gave."""
+        """Attention over what `listed` gave.
+
+        Args:
+            q: Queries after RoPE, right-padded, `[B, L, Hq, d]`.
+            k: Keys, `[B, L, Hkv, d]`.
+            v: Values, as `k`.
+            listed: What query tiles attend to.
+            lengths: Prompt lengths `[B]`.
+            backend: Kernel backend.
+        """
         first, *others = (
             one.attend(q, k, v, lengths, block_size=self.block_size, aligned=self.aligned, backend=backend)
             for one in listed

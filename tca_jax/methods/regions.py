@@ -71,8 +71,8 @@ class Regions:
         regions = cls(batch, tuple(round_up(tokens, REGION_ALIGNMENT) for tokens in capacities))
         if regions.pool_tokens >= 2**31:
             raise UserError(
-                f"a batch of {batch} needs a KV pool of {regions.pool_tokens} tokens a layer: at most {2**31 - 1} can "
-                "be addressed; use a smaller batch, or fewer tokens"
+                f"a batch of {batch} needs a KV pool of {regions.pool_tokens} tokens per layer: at most {2**31 - 1} "
+                "can be addressed; use a smaller batch, or fewer tokens"
             )
         return regions
 

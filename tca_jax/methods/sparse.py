@@ -21,7 +21,11 @@ from tca_jax.pallas_kernels.prefill_attention import prefill_attention
 
 @dataclasses.dataclass(frozen=True)
 class SparsePrefill(PrefillPolicy):
-    """Attention over the window and the selection of `selector`, the method's cache policy or another one."""
+    """Attention over the window and a cache policy's selection (Eq. 3).
+
+    Attributes:
+        selector: The cache policy that selects: the method's own, or another one.
+    """
 
     selector: CachePolicy
 
@@ -47,7 +51,7 @@ class SparsePrefill(PrefillPolicy):
     ) -> Attended:
         policy, tokens = self.selector, k.shape[1]
         # Every prompt of this shape fits its window: exact attention. From there on a selection pays: on an H200 a
-        # model's time to first token is full attention's at 4,608 tokens (lab/results/crossover.md).
+        # model's time to first token is full attention's at 4,608 tokens (lab/results/end-to-end.md).
         if not policy.num_ranked_blocks(tokens):
             return Attended(causal_attention(q, k, v, lengths, backend=backend), causal_pairs(lengths))
         if selected is None:
@@ -93,7 +97,7 @@ def selected_pairs(
         return sum_of_counts(local[:, None] + queries[:, None] * prefixes[..., edges])
 
 
-def readable_selection(
+def selection_for_prefill(
     method: Method,
     layer: int,
     heads: Heads,

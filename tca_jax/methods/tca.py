@@ -1,4 +1,4 @@
-"""TCA-Attention: every KV head keeps the tokens that its candidate's budgets allow, chosen from the prompt itself.
+"""TCA-Attention (arXiv 2512.09238): every KV head keeps what its candidate's budgets allow, chosen from the prompt.
 
 A head has a *reading*, how the prompt's own queries attend, and a *cache row*, what later queries attend to.
 """

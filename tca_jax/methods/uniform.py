@@ -1,4 +1,4 @@
-"""Uniform budgets: TCA's selection with one candidate for every KV head. Needs no calibration; the paper's ablation."""
+"""Uniform budgets: TCA's selection with one candidate (Eq. 4) for every KV head. Needs no calibration."""
 
 from __future__ import annotations
 

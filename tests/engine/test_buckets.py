@@ -2,7 +2,7 @@
 
 import pytest
 
-from tca_jax.engine.buckets import bucket_length
+from tca_jax.engine.prompts import bucket_length
 
 
 def test_every_length_fits_and_at_most_an_eighth_is_padding():

@@ -7,7 +7,7 @@ from tiny import random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.engine.budgets import with_bytes
+from tca_jax.equal_bytes import with_bytes
 
 GATES = [[0, 1], [0.2, 0.3]]
 SMALL = {"window": 128, "block_size": 128}
@@ -25,7 +25,7 @@ MEMBERS = {
 
 
 def share_of(lm, tokens, new_tokens, rows):
-    room = tca_jax.engine.buckets.bucket_length(new_tokens) if new_tokens else None
+    room = tca_jax.engine.prompts.bucket_length(new_tokens) if new_tokens else None
     models = (lm, lm.with_method("full")) if new_tokens else (lm.for_contexts(), lm.with_method("full").for_contexts())
     mine, full = (
         sum(layout.num_bytes(16, "float32") for layout in m.cache_layouts(rows, tokens, room)) for m in models

@@ -66,7 +66,7 @@ def test_offsets_of_a_million_tokens_pass_two_to_the_31_elements_but_not_rows():
 
 
 def test_a_pool_that_int32_rows_cannot_address_is_an_error():
-    with pytest.raises(ValueError, match=r"a batch of 512 needs a KV pool of \d+ tokens a layer"):
+    with pytest.raises(ValueError, match=r"a batch of 512 needs a KV pool of \d+ tokens per layer"):
         plan((14,) * 8, 512, 2**20, 1, tca_jax.TCAConfig())
 
 

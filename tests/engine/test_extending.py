@@ -11,11 +11,11 @@ from tiny import TCA, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.engine import extending
+from tca_jax.engine import extend as extending
 from tca_jax.engine.cache import decode_layer, prefill_layer, rows_with_leaving_block
-from tca_jax.engine.extending import Appended, align, extend, extend_layer, num_columns
+from tca_jax.engine.extend import AppendedColumns, align, extend, extend_layer, num_columns, open_caches
 from tca_jax.engine.layouts import CacheLayout
-from tca_jax.engine.starting import open_caches, read_prompts
+from tca_jax.engine.read import read_prompts
 
 B, W = 8, 16
 DENSE = TCA.num_candidates
@@ -67,7 +67,7 @@ def appended(name, prompts, starts, lengths, new, cache=None):
     cache = cache or read(name, prompts)
     columns = num_columns(max(s % B + n for s, n in zip(starts, lengths, strict=True)), B)
     firsts = jnp.array(starts, jnp.int32) // B * B
-    where = Appended(firsts, *(jnp.array(x, jnp.int32) for x in (starts, np.add(starts, lengths), prompts)))
+    where = AppendedColumns(firsts, *(jnp.array(x, jnp.int32) for x in (starts, np.add(starts, lengths), prompts)))
     aligned = [np.zeros((len(starts), columns, *x.shape[2:]), np.float32) for x in new]
     for to, x in zip(aligned, new, strict=True):
         for row, (start, n) in enumerate(zip(starts, lengths, strict=True)):

@@ -10,7 +10,7 @@ import pytest
 from tiny import CONFIG, TCA, greedy_reference, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
-from tca_jax.engine.buckets import bucket_length
+from tca_jax.engine.prompts import bucket_length
 
 DENSE = TCA.num_candidates
 UNEQUAL = [[0, 6], [DENSE, 3]]

@@ -13,9 +13,8 @@ from tiny import CONFIG, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
 from tca_jax.engine import request
-from tca_jax.engine.decoding import decode, row_keys
+from tca_jax.engine.decode import decode, prefill, row_keys
 from tca_jax.engine.sampling import Sampling
-from tca_jax.engine.starting import prefill
 from tca_jax.models.decoder import Decoder
 
 

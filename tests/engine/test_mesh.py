@@ -14,8 +14,8 @@ from tiny import random_prompt
 
 import tca_jax
 from tca_jax.engine import request
-from tca_jax.engine.head_balance import balanced_order, balanced_orders
 from tca_jax.engine.mesh import ROWS, SAME, OverMesh
+from tca_jax.engine.mesh_pools import balanced_order, balanced_orders
 from tca_jax.models.rope import RopeConfig
 
 pytestmark = needs_8_devices

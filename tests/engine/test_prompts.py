@@ -9,8 +9,7 @@ import pytest
 from tiny import tiny_lm, write_checkpoint
 from transformers import AutoTokenizer
 
-from tca_jax.engine.buckets import bucket_length
-from tca_jax.engine.prompts import encode_appended, encode_prompt, encode_prompts, pad_tokens
+from tca_jax.engine.prompts import bucket_length, encode_appended, encode_prompt, encode_prompts, pad_tokens
 
 USER = {"role": "user", "content": "hello"}
 

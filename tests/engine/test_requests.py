@@ -14,7 +14,7 @@ from tiny import CONFIG, TCA, random_prompt, tiny_lm, with_candidates, write_che
 import tca_jax
 from tca_jax.engine import generation
 from tca_jax.engine import request as request_module
-from tca_jax.engine.buckets import bucket_length
+from tca_jax.engine.prompts import bucket_length
 from tca_jax.models.decoder import Decoder
 
 generate = inspect.unwrap(tca_jax.generate)  # as users have it, without the tests' run-time types
@@ -99,7 +99,7 @@ def test_score_is_the_log_softmax_of_every_position(lm, method, monkeypatch):
     model = lm if method == "tca" else lm.with_method("full")
     prompts = [random_prompt(6, 90), random_prompt(7, 33), [1, 2]]
     scores = tca_jax.score(model, prompts)
-    monkeypatch.setattr("tca_jax.engine.scoring._LOGIT_ELEMENTS", 7 * CONFIG.vocab_size)  # chunks that do not divide
+    monkeypatch.setattr("tca_jax.engine.score._LOGIT_ELEMENTS", 7 * CONFIG.vocab_size)  # chunks that do not divide
     jax.clear_caches()
     for prompt, logprobs in zip(prompts, scores.logprobs, strict=True):
         (alone,) = tca_jax.score(model, prompt).logprobs

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tca_jax.engine.decoding import row_keys
+from tca_jax.engine.decode import row_keys
 from tca_jax.engine.sampling import Sampling, filter_logits, sample
 
 

@@ -17,9 +17,8 @@ from tiny import random_prompt
 import tca_jax
 from tca_jax.engine import request
 from tca_jax.engine.answers import score_answers
-from tca_jax.engine.head_balance import balanced_orders, balanced_together
 from tca_jax.engine.layouts import total_bytes
-from tca_jax.engine.shared_pools import SharedPool, apart, plan_shared_pools, together
+from tca_jax.engine.mesh_pools import SharedPool, apart, balanced_orders, balanced_together, plan_shared_pools, together
 from tca_jax.lab.benchmarks.common import free_bytes
 from tca_jax.lab.evaluation import text_tasks
 from tca_jax.methods.regions import Regions

@@ -9,7 +9,7 @@ from tiny import TCA, random_prompt
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.engine.budgets import with_bytes
+from tca_jax.equal_bytes import with_bytes
 
 pytestmark = needs_8_devices
 

@@ -11,7 +11,14 @@ import pytest
 
 import tca_jax.pallas_kernels
 from tca_jax.pallas_kernels import backends
-from tca_jax.pallas_kernels.backends import BACKENDS, OPERATIONS, check_backend, dispatch, validate_backend, whole
+from tca_jax.pallas_kernels.backends import (
+    BACKENDS,
+    OPERATIONS,
+    check_backend,
+    dispatch,
+    resolve_backend,
+    validate_backend,
+)
 
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what a CPU lacks")
 
@@ -75,7 +82,7 @@ def test_named_backend_that_the_device_cannot_run_is_refused(operation, name):
     with pytest.raises(ValueError, match=message):
         dispatch(operation(**{name: _takes, "xla": _takes}), name)
     with pytest.raises(ValueError, match=message):
-        whole(name)
+        resolve_backend(name)
 
 
 def test_named_backend_without_an_implementation_is_refused(operation):
@@ -174,7 +181,7 @@ def test_a_preferred_backend_is_as_strict_as_a_named_one(operation, gpu):
 )
 def test_a_whole_takes_the_named_backend_where_an_operation_has_it(gpu, backend, meant):
     gpu("9.0")
-    assert whole(backend) == meant
+    assert resolve_backend(backend) == meant
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 import tca_jax
 from tca_jax.calibration.profile import Profile
 from tca_jax.engine import persistence
-from tca_jax.engine.identity import describe_method, unknown_types
 from tca_jax.engine.prompts import encode_prompt
 from tca_jax.loading import open_checkpoint
 from tca_jax.methods import CachePolicy, FullCache, FullPrefill, Method
+from tca_jax.methods.descriptions import describe_method, unknown_types
 
 INDEX = "model.safetensors.index.json"
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 import tca_jax
 from tca_jax.cli.app import app
 from tca_jax.engine.cache import attend_cache
+from tca_jax.engine.decode import prefill
 from tca_jax.engine.sampling import Sampling
-from tca_jax.engine.starting import prefill
 from tca_jax.lab.benchmarks import caches, calibration, decode, decode_models, tune
 from tca_jax.lab.benchmarks.attention import STAGES, Prefill
 from tca_jax.lab.benchmarks.common import (

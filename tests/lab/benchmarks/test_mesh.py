@@ -19,10 +19,9 @@ from typer.testing import CliRunner
 
 import tca_jax
 from tca_jax.cli.app import app
-from tca_jax.engine.decoding import STATE
+from tca_jax.engine.decode import PROMPTS, STATE, prefill
 from tca_jax.engine.mesh import OverMesh
 from tca_jax.engine.sampling import Sampling
-from tca_jax.engine.starting import PROMPTS, prefill
 from tca_jax.lab.benchmarks.attention import Prefill
 from tca_jax.lab.benchmarks.common import find_layers
 from tca_jax.lab.benchmarks.decode_models import random_state

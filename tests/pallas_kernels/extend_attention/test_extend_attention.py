@@ -146,7 +146,7 @@ def _nothing(columns):
 
 
 def test_more_queries_than_a_block_are_refused():
-    with pytest.raises(ValueError, match="q has 9 queries a row: must be at most block_size = 8"):
+    with pytest.raises(ValueError, match="q has 9 queries per row: must be at most block_size = 8"):
         extend_attention(*_nothing(9), block_size=8, window=16, capacity=0)
 
 

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tca_jax.engine.health import require_finite
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import ROWS, OverMesh, heads_of, mean_of_devices, on_host, rows_of_device
 from tca_jax.engine.programs import Program
 from tca_jax.engine.prompts import Prompt, encode_prompts, pad_tokens
+from tca_jax.engine.read import require_finite
 from tca_jax.errors import UserError
 from tca_jax.methods.pairs import attended_share
 from tca_jax.models.decoder import Decoder
-from tca_jax.pallas_kernels.backends import Backend, whole
+from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 
 _LOGIT_ELEMENTS = 2**27  # of a chunk: half a gigabyte in float32
 
@@ -60,7 +60,7 @@ def score(lm: LM, texts: Prompt | Sequence[Prompt], *, backend: str = "auto") ->
         TypeError: `texts` holds what is no text.
     """
     require_lm(lm)
-    kernels = whole(backend)
+    kernels = resolve_backend(backend)
     ids = encode_prompts(lm, texts, argument="texts")
     for i, tokens in enumerate(ids):
         if not 2 <= len(tokens) <= lm.config.max_context:

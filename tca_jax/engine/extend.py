@@ -1,4 +1,4 @@
-"""Tokens appended to a cache, a block at a time: each as decoding would have fed it.
+"""Tokens appended to caches, a block at a time, each as decoding would have fed it; and contexts that grow by them.
 
 Rows are aligned to blocks: the token of row i at position p lies in column p - (start_i // b) b, so the edges of blocks
 coincide in all rows, and a layer is one scan over blocks.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -15,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.engine.buckets import bucket_length
 from tca_jax.engine.cache import (
     LayerCache,
     attend_cache,
@@ -25,18 +25,22 @@ from tca_jax.engine.cache import (
     rows_with_leaving_block,
     spread_pools,
 )
+from tca_jax.engine.layouts import CacheLayout, with_capacities
 from tca_jax.engine.lm import LM
-from tca_jax.engine.scoring import TokenScores, scores_of_hidden
-from tca_jax.methods.base import Method
+from tca_jax.engine.mesh import on_host
+from tca_jax.engine.prompts import bucket_length
+from tca_jax.engine.score import TokenScores, scores_of_hidden
+from tca_jax.methods.base import CachePolicy, Method
+from tca_jax.methods.regions import Regions
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.extend_attention import extend_attention
 from tca_jax.pallas_kernels.integers import cdiv, round_up
-from tca_jax.pallas_kernels.kv import Ring
+from tca_jax.pallas_kernels.kv import Pool, Ring
 
 _PIECE_TOKENS = 2048  # of a row in one call of the decoder: enough for matrix products at full speed
 
 
-class Appended(NamedTuple):
+class AppendedColumns(NamedTuple):
     """Where the appended tokens of each row are.
 
     Attributes:
@@ -52,7 +56,7 @@ class Appended(NamedTuple):
     prompt_lengths: Int[Array, " B"]
 
 
-class Extension(NamedTuple):
+class Extended(NamedTuple):
     """What `extend` gives.
 
     Attributes:
@@ -102,7 +106,7 @@ def extend(
     *,
     logits: Literal["last", "all"] = "last",
     backend: Backend = "auto",
-) -> Extension:
+) -> Extended:
     """Feeds tokens behind what caches hold. Each behaves as if decoding had fed it, however they are cut into calls.
 
     Growth and rings are updated in place where the caller gives them away; pools are not written.
@@ -120,7 +124,7 @@ def extend(
     """
     decoder, b = lm.decoder, caches[0].layout.block_size
     batch, columns = tokens.shape
-    where = Appended(starts // b * b, starts, starts + lengths, prompt_lengths)
+    where = AppendedColumns(starts // b * b, starts, starts + lengths, prompt_lengths)
     piece = min(columns, b * _piece_blocks(b))
     wanted = logits == "all"
     state = _Progress(
@@ -156,7 +160,7 @@ def extend(
         both = (position >= starts[:, None]) & (position + 1 < where.ends[:, None])
         of_next = jax.tree.map(lambda x: x[:, 1:], state.scores)
         scores = TokenScores(jnp.where(both, of_next.logprobs, 0.0), of_next.greedy | ~both)
-    return Extension(state.caches, decoder.logits(state.last), scores)
+    return Extended(state.caches, decoder.logits(state.last), scores)
 
 
 class _Progress(NamedTuple):
@@ -178,7 +182,7 @@ def _piece_blocks(block_size: int) -> int:
 
 
 def _read_piece(
-    lm: LM, caches: tuple[LayerCache, ...], tokens: Int[Array, "B S"], where: Appended, backend: Backend
+    lm: LM, caches: tuple[LayerCache, ...], tokens: Int[Array, "B S"], where: AppendedColumns, backend: Backend
 ) -> tuple[Float[Array, "B S D"], tuple[LayerCache, ...]]:
     """The decoder over some columns."""
 
@@ -198,7 +202,7 @@ def extend_layer(
     k: Float[Array, "B S Hkv d"],
     v: Float[Array, "B S Hkv d"],
     cache: LayerCache,
-    where: Appended,
+    where: AppendedColumns,
     backend: Backend = "auto",
 ) -> tuple[Float[Array, "B S Hq d"], LayerCache]:
     """A layer's attention of appended tokens, block by block: what leaves the window, what joins it, attention.
@@ -241,7 +245,7 @@ def _extend_block(
     v: Float[Array, "B b Hkv d"],
     block_starts: Int[Array, " B"],
     *,
-    where: Appended,
+    where: AppendedColumns,
     backend: Backend,
 ) -> tuple[Float[Array, "B b Hq d"], LayerCache]:
     """One block of every row, of which some columns may be no new tokens."""
@@ -276,7 +280,7 @@ def _evict(
     k: Float[Array, "B Hkv d"],
     cache: LayerCache,
     block_starts: Int[Array, " B"],
-    where: Appended,
+    where: AppendedColumns,
     backend: Backend,
 ) -> LayerCache:
     """Decides on the leaving block of each row by the block's first query, as decoding does."""
@@ -298,3 +302,73 @@ def _write_block(
     slots = jnp.where(new, positions % ring.shape[2], ring.shape[2])  # out of range: dropped
     rows = jnp.arange(ring.shape[0])[:, None]
     return ring.at[rows, :, slots].set(block, mode="drop")
+
+
+def open_caches(lm: LM, caches: tuple[LayerCache, ...], rows: int, fed_tokens: int) -> tuple[LayerCache, ...]:
+    """A context's caches with `rows` rows, and room for what leaves the window while `fed_tokens` are fed; static."""
+
+    def opened(layer: int, cache: LayerCache) -> LayerCache:
+        cache = cache.repeat_rows(rows // cache.layout.batch)
+        return cache.with_growth(cache.layout.with_growth(lm.method.cache, layer, fed_tokens).growth)
+
+    return tuple(opened(layer, cache) for layer, cache in enumerate(caches))
+
+
+# Where a region is too small, there is room made for more than is fed: for so many blocks, or this part of the context.
+_HEADROOM_BLOCKS = 8
+_HEADROOM_SHARE = 8
+
+
+def layouts_after(
+    policy: CachePolicy, caches: Sequence[LayerCache], rows: int, fed_tokens: int
+) -> tuple[CacheLayout, ...]:
+    """The caches that a context has once `fed_tokens` were appended, in `rows` rows of a device.
+
+    The regions are as now where everything is sure to fit, so that a conversation's turns mostly run one program;
+    otherwise there is room for some more turns.
+    """
+    layouts = [dataclasses.replace(cache.layout, batch=rows, growth=None) for cache in caches]
+    return with_capacities(layouts, [_capacities(policy, *each, fed_tokens) for each in enumerate(caches)])
+
+
+def _capacities(policy: CachePolicy, layer: int, cache: LayerCache, fed_tokens: int) -> Int[np.ndarray, "devices Hkv"]:
+    """Tokens that a layer's regions are to hold on each device."""
+    layout = cache.layout
+    now = layout.capacities_by_device
+    held = on_host(cache.pool.lengths).reshape(-1, *now.shape).max(axis=0)
+    if np.all(held + layout.growth_by_device(policy, layer, fed_tokens) <= now):
+        return now
+    headroom = max(_HEADROOM_BLOCKS * layout.block_size, layout.prompt_tokens // _HEADROOM_SHARE)
+    return np.maximum(held + layout.growth_by_device(policy, layer, fed_tokens + headroom), now)
+
+
+def fold(caches: tuple[LayerCache, ...], layouts: tuple[CacheLayout, ...]) -> tuple[LayerCache, ...]:
+    """The caches with what is kept in their pools alone, each row with regions of its own, from `layouts_after`."""
+    folded: list[LayerCache] = []
+    for cache, layout in zip(spread_pools(caches), layouts, strict=True):
+        regions, lengths = layout.regions, cache.pool.lengths
+        k, v = (_fold(cache, name, regions) for name in ("k", "v"))
+        lengths = lengths if cache.growth is None else lengths + cache.growth.lengths
+        if layout.shared is None:
+            pool = Pool(k, v, jnp.asarray(regions.offsets, jnp.int32), lengths)
+        else:
+            own = Pool(k, v, cache.pool.offsets, lengths)
+            pool = layout.shared.write(regions, own, folded[-1].pool if folded else None)
+        folded.append(LayerCache(pool, None, cache.ring, layout))
+    return gather_pools(tuple(folded))
+
+
+def _fold(cache: LayerCache, name: str, regions: Regions) -> Float[Array, "P d"]:
+    """Keys or values of all regions, those of the pool before those of the growth."""
+    if not regions.row_tokens:
+        return getattr(regions.empty(cache.ring.k.shape[-1], cache.ring.k.dtype), name)
+    pool, growth = cache.pool, cache.growth
+    parts = []
+    for head, capacity in enumerate(regions.capacities):
+        slots, held = jnp.arange(capacity), pool.lengths[:, head, None]
+        part = getattr(pool, name).at[pool.offsets[:, head, None] + slots].get(mode="clip")
+        if growth is not None:
+            later = getattr(growth, name).at[growth.offsets[:, head, None] + slots - held].get(mode="clip")
+            part = jnp.where((slots < held)[..., None], part, later)
+        parts.append(part)
+    return jnp.concatenate(parts, axis=1).reshape(-1, parts[0].shape[-1])

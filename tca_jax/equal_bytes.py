@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from tca_jax.engine.buckets import bucket_length
-from tca_jax.engine.extending import num_columns
+from tca_jax.engine.extend import num_columns
 from tca_jax.engine.layouts import total_bytes
 from tca_jax.engine.lm import LM
+from tca_jax.engine.prompts import bucket_length
 from tca_jax.errors import UserError
 from tca_jax.methods import BASELINE, get
 from tca_jax.methods.checks import check_integer, check_number
@@ -79,7 +79,7 @@ def with_bytes(
         return lm.with_method(name, **_with_knob(name, knob, values[place], options))
 
     def taken(place: int) -> float:
-        return held_share(turned(lm.alone, place), sizes)
+        return held_share(turned(lm.on_one_device, place), sizes)
 
     if (least := taken(0)) > share:
         raise UserError(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hlo import operations
 
-from tca_jax.models import products
-from tca_jax.models.products import dot_general
+from tca_jax.models import matmul
+from tca_jax.models.matmul import dot_general
 
 DIMENSIONS = {
     "a row": ((1, 1, 24), (24, 3, 16), (((2,), (0,)), ((), ()))),
@@ -55,7 +55,7 @@ def test_of_two_rows_one_comes_back(case, monkeypatch):
     of_lhs, of_rhs, dimensions = DIMENSIONS[case]
     keys = jax.random.split(jax.random.key(0))
     lhs, rhs = jax.random.normal(keys[0], of_lhs), jax.random.normal(keys[1], of_rhs)
-    monkeypatch.setattr(products.jax.lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
+    monkeypatch.setattr(matmul.jax.lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
     got = dot_general(lhs, rhs, dimensions)
     wanted = jax.lax.dot_general(lhs, rhs, dimensions)
     assert got.shape == wanted.shape

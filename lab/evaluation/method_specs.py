@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from tca_jax.calibration.profile import Profile
-from tca_jax.engine.budgets import CallSizes, held_share, with_bytes
 from tca_jax.engine.lm import LM
+from tca_jax.equal_bytes import CallSizes, held_share, with_bytes
 from tca_jax.errors import UserError
 from tca_jax.methods import names
 from tca_jax.methods.registry import option_names, required_options, with_known
@@ -179,7 +179,7 @@ class Builder:
             return lm.with_method(name, **({**options, name.split("+")[-1]: changed} if "+" in name else changed))
 
         def fits(count: int) -> bool:
-            return held_share(with_steps(self.lm.alone, count), sizes) <= share
+            return held_share(with_steps(self.lm.on_one_device, count), sizes) <= share
 
         if not fits(0):
             raise UserError(f"window, reserve and row 0 take more than {share:.0%} at {sizes.prompt_tokens} tokens")

@@ -8,9 +8,9 @@ import tiny
 
 from tca_jax import TCAConfig, methods
 from tca_jax.calibration.profile import Profile
-from tca_jax.engine.budgets import CallSizes, held_share
-from tca_jax.engine.identity import describe_method
-from tca_jax.lab.evaluation.specs import Builder, parse_methods
+from tca_jax.equal_bytes import CallSizes, held_share
+from tca_jax.lab.evaluation.method_specs import Builder, parse_methods
+from tca_jax.methods.descriptions import describe_method
 
 CONFIG = TCAConfig(block_size=8, window=16, reserve=0)
 
