@@ -59,8 +59,10 @@ SLOW = (
     "lab/evaluation/test_equal_bytes.py",
     "lab/test_cli_eval.py",
     "methods/test_mesh.py",
+    "methods/test_streams.py",
     "models/test_sharded_loading.py",
     "reliability",
+    "test_cli_script.py",
     "test_loading_on_meshes.py",
 )
 _TESTS = Path(__file__).parent
@@ -70,7 +72,7 @@ _MOST_MAPS = 25_000  # of 65,530; the largest module's programs come on top
 def pytest_collection_modifyitems(items):
     places = {item: _place(item.path.relative_to(_TESTS)) for item in items}
     for item, place in places.items():
-        if place < len(SLOW):
+        if place < len(SLOW) or any(mark.kwargs["reason"] == "needs 8 devices" for mark in item.iter_markers("skipif")):
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: places[item])
 
