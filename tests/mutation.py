@@ -1,0 +1,144 @@
+"""Changes lines of the core, one at a time, and runs the tests nearest to each: how many changes do they catch?
+
+    python tests/mutation.py --count 30            # an hour on two cores; a change that survives is printed
+
+A change turns an operator, a bound or a number of one line into its neighbour (`<` into `<=`, `+` into `-`, 1 into 2).
+Of each change the tests of its own folder run first, those that name its module before others, until one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+#: Folders of the core, and the folders of tests that are nearest to each.
+CORE = {
+    "calibrate": ("calibrate",),
+    "models": ("models", "engine"),
+    "pallas_kernels": ("pallas_kernels", "methods"),
+    "tca_jax/engine": ("engine", "methods"),
+    "tca_jax/methods": ("methods", "engine"),
+}
+#: What only a GPU or several devices run.
+LEFT_OUT = re.compile(r"mosaic|cudnn|mesh|shard|parallel|triton_call")
+SOURCES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
+OPERATORS = {
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "+"),
+    ast.FloorDiv: ("//", "*"),
+    ast.And: ("and", "or"),
+    ast.Or: ("or", "and"),
+}
+
+
+def changes(path: Path) -> Iterator[tuple[int, str]]:
+    """Numbers and new texts of lines of a file, one for each operator and small number that computes something."""
+    text = path.read_text()
+    lines = text.splitlines()
+    for function in ast.walk(ast.parse(text)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for statement in function.body:
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.FunctionDef):
+                    continue
+                line = lines[getattr(node, "lineno", 1) - 1]
+                if "raise " in line or 'f"' in line or getattr(node, "end_lineno", 0) != getattr(node, "lineno", -1):
+                    continue
+                yield from ((node.lineno, new) for new in _changed(node, line))
+
+
+def _changed(node: ast.AST, line: str) -> Iterator[str]:
+    if isinstance(node, ast.Compare | ast.BinOp | ast.BoolOp):
+        operator = node.ops[0] if isinstance(node, ast.Compare) else node.op
+        left = node.left if isinstance(node, ast.Compare | ast.BinOp) else node.values[0]
+        if type(operator) in OPERATORS and not _is_text(left):
+            old, new = OPERATORS[type(operator)]
+            place = line.find(f" {old} ", left.end_col_offset)
+            if place >= 0:
+                yield f"{line[:place]} {new} {line[place + len(old) + 2 :]}"
+    elif isinstance(node, ast.Constant) and type(node.value) is int and node.value in (0, 1, 2):
+        yield f"{line[: node.col_offset]}{node.value + 1}{line[node.end_col_offset :]}"
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def nearest_tests(path: Path) -> list[Path]:
+    """Test files: those of the same name first, then those that name the module."""
+    folder = next(folder for folder in CORE if path.is_relative_to(folder))
+    name = path.parent.name if folder == "pallas_kernels" and path.parent.name != folder else path.stem
+    found = [each for near in CORE[folder] for each in sorted((ROOT / "tests" / near).rglob("test_*.py"))]
+
+    def distance(test: Path) -> tuple[bool, bool]:
+        return name not in str(test), not re.search(rf"\b{name}\b", test.read_text())
+
+    return sorted(found, key=distance)
+
+
+def installed(folder: Path) -> None:
+    """The package as it installs, without installing it."""
+    without = shutil.ignore_patterns("__pycache__", "results")
+    for name, source in SOURCES.items():
+        shutil.copytree(ROOT / source, folder / name.replace(".", "/"), ignore=without, dirs_exist_ok=True)
+
+
+def is_caught(path: Path, number: int, new: str, folder: Path, minutes: float) -> bool:
+    """Whether a test fails with a line of the core changed."""
+    name, source = next((name, source) for name, source in SOURCES.items() if path.is_relative_to(source))
+    target = folder / name.replace(".", "/") / path.relative_to(source)
+    before = target.read_text()
+    target.write_text("\n".join([*before.split("\n")[: number - 1], new, *before.split("\n")[number:]]))
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+    command += ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), *map(str, nearest_tests(path))]
+    given = {"env": {**os.environ, "PYTHONPATH": f"{folder}:{ROOT / 'tests'}"}, "cwd": folder}
+    try:
+        result = subprocess.run(command, **given, capture_output=True, timeout=60 * minutes, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        target.write_text(before)
+    return result.returncode != 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--count", type=int, default=30, help="lines to change")
+    parser.add_argument("--seed", type=int, default=0, help="draws them")
+    parser.add_argument("--minutes", type=float, default=10, help="most that the tests of one change may take")
+    arguments = parser.parse_args()
+    files = [path.relative_to(ROOT) for folder in CORE for path in sorted((ROOT / folder).rglob("*.py"))]
+    files = [path for path in files if not LEFT_OUT.search(str(path))]
+    every = [(path, number, new) for path in files for number, new in changes(ROOT / path)]
+    caught = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        installed(Path(temporary))
+        chosen = random.Random(arguments.seed).sample(every, arguments.count)
+        for path, number, new in chosen:
+            found = is_caught(path, number, new, Path(temporary), arguments.minutes)
+            caught += found
+            print(f"{'caught ' if found else 'SURVIVED'} {path}:{number}: {new.strip()}", flush=True)
+    print(f"{caught} of {arguments.count} are caught")
+
+
+if __name__ == "__main__":
+    main()
