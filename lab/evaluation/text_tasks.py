@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int
 
-from tca_jax.engine.cache import LayerCache, spread_pools
+from tca_jax.engine.cache import LayerCache
 from tca_jax.engine.contexts import Context, prefill
-from tca_jax.engine.extend import AppendedColumns, align, extend_layer, num_columns, open_caches
+from tca_jax.engine.extend import align, extend, num_columns, open_caches
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, ROWS, OverMesh, on_host
 from tca_jax.engine.programs import Program
@@ -199,18 +199,12 @@ def _logits_program(
     count: int,
     backend: Backend,
 ) -> Float32[Array, "B n V"]:
-    """Logits behind each of the appended tokens, in rows that all begin at one place; see `extend`, which gives those
-    behind the last."""
-    b = caches[0].layout.block_size
-    where = AppendedColumns(starts // b * b, starts, starts + lengths, prompt_lengths)
-    positions = jnp.clip(where.first[:, None] + jnp.arange(tokens.shape[1]), 0, where.ends[:, None] - 1)
-
-    def attention(layer: int, q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
-        return extend_layer(lm.method, layer, q, k, v, cache, where, backend)
-
-    caches = spread_pools(open_caches(lm, caches, *tokens.shape))
-    hidden, _ = lm.decoder(tokens, positions, attention, caches, alone=True)
-    return lm.decoder.logits(jax.lax.dynamic_slice_in_dim(hidden, (starts % b)[0], count, axis=1))
+    """Logits behind each of the appended tokens, in rows that all begin at one place."""
+    first = (starts % caches[0].layout.block_size)[0]
+    caches = open_caches(lm, caches, *tokens.shape)
+    hidden = extend(lm, caches, tokens, starts, lengths, prompt_lengths, keep_hidden=True, backend=backend).hidden
+    assert hidden is not None
+    return lm.decoder.logits(jax.lax.dynamic_slice_in_dim(hidden, first, count, axis=1))
 
 
 _logits = Program(OverMesh(_logits_program, (CACHES, ROWS, ROWS, ROWS, ROWS), ROWS))

@@ -19,7 +19,7 @@ from tca_jax.engine.mesh import CACHES, ROWS, OverMesh, on_host, rows_of_device
 from tca_jax.engine.programs import Program
 from tca_jax.engine.prompts import Prompt, encode_prompt, encode_prompts, encode_verbatim, pad_tokens, require_positions
 from tca_jax.engine.read import read_prompts, require_finite
-from tca_jax.engine.score import TokenScores, scores_of_logits
+from tca_jax.engine.score import TokenScores, scores_of_hidden, scores_of_logits
 from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 
@@ -162,8 +162,29 @@ def _read_and_feed_program(
         return finite, firsts, None
     starts = jnp.repeat(lengths, times)
     caches = open_caches(lm, caches, rows, fed.shape[1])
-    extension = extend(lm, caches, fed, starts, fed_lengths, starts, logits="all", backend=backend)
-    return finite, firsts, extension.scores
+    hidden = extend(lm, caches, fed, starts, fed_lengths, starts, keep_hidden=True, backend=backend).hidden
+    return finite, firsts, scores_of_appended(lm, hidden, fed, starts, fed_lengths)
+
+
+def scores_of_appended(
+    lm: LM, hidden: Any, tokens: Int[Array, "B S"], starts: Int[Array, " B"], lengths: Int[Array, " B"]
+) -> TokenScores:
+    """Scores of appended tokens: in column c of the token in column c + 1, given all tokens up to column c.
+
+    Args:
+        lm: The model.
+        hidden: `Extended.hidden`, `[B, S, D]`.
+        tokens: Appended tokens, as `extend` takes them.
+        starts: Tokens in the caches before, `[B]`.
+        lengths: Appended tokens, `[B]`.
+
+    Returns:
+        Scores `[B, S - 1]`; 0.0 and True where one of the two columns has no new token.
+    """
+    place = jnp.arange(tokens.shape[1] - 1) - (starts % lm.method.cache.block_size)[:, None]
+    both = (place >= 0) & (place + 1 < lengths[:, None])
+    scores = scores_of_hidden(lm.decoder, hidden[:, :-1], tokens[:, 1:])
+    return TokenScores(jnp.where(both, scores.logprobs, 0.0), scores.greedy | ~both)
 
 
 _read_and_feed = Program(OverMesh(_read_and_feed_program, (ROWS,) * 5, (ROWS, ROWS, ROWS)))
@@ -206,10 +227,11 @@ def _feed_program(
     prompt_lengths: Int[Array, " R"],
     *,
     backend: Backend,
-) -> tuple[Bool[Array, " R"], TokenScores | None]:
+) -> tuple[Bool[Array, " R"], TokenScores]:
     caches = open_caches(lm, caches, *tokens.shape)
-    extension = extend(lm, caches, tokens, starts, lengths, prompt_lengths, logits="all", backend=backend)
-    return jnp.isfinite(extension.logits).all(axis=-1), extension.scores
+    extended = extend(lm, caches, tokens, starts, lengths, prompt_lengths, keep_hidden=True, backend=backend)
+    scores = scores_of_appended(lm, extended.hidden, tokens, starts, lengths)
+    return jnp.isfinite(extended.logits).all(axis=-1), scores
 
 
 _feed = Program(OverMesh(_feed_program, (CACHES, ROWS, ROWS, ROWS, ROWS), (ROWS, ROWS)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,6 @@ from tca_jax.engine.layouts import CacheLayout, with_capacities
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.engine.prompts import bucket_length
-from tca_jax.engine.score import TokenScores, scores_of_hidden
 from tca_jax.methods.base import CachePolicy, Method
 from tca_jax.methods.regions import Regions
 from tca_jax.pallas_kernels.backends import Backend
@@ -62,13 +61,13 @@ class Extended(NamedTuple):
     Attributes:
         caches: One a layer, with the tokens in them.
         logits: Of the token after each row's last, float32 `[B, V]`.
-        scores: Of the token in column c + 1, given all up to column c, `[B, C b]`; log-probability 0, and greedy, where
-            one of the two is no new token. None unless asked for.
+        hidden: The decoder's output in every column, `[B, S, D]`, arbitrary where there is no new token; None unless
+            `keep_hidden`.
     """
 
     caches: tuple[LayerCache, ...]
     logits: Float32[Array, "B V"]
-    scores: TokenScores | None
+    hidden: Float[Array, "B S D"] | None
 
 
 def num_columns(most_columns: int, block_size: int) -> int:
@@ -104,7 +103,7 @@ def extend(
     lengths: Int[Array, " B"],
     prompt_lengths: Int[Array, " B"],
     *,
-    logits: Literal["last", "all"] = "last",
+    keep_hidden: bool = False,
     backend: Backend = "auto",
 ) -> Extended:
     """Feeds tokens behind what caches hold. Each behaves as if decoding had fed it, however they are cut into calls.
@@ -118,35 +117,30 @@ def extend(
         starts: Tokens in the caches, `[B]`, at least 1.
         lengths: Tokens to append, `[B]`; a row of none is left as it is, and its logits mean nothing.
         prompt_lengths: Tokens that the first prefill dealt with, `[B]`.
-        logits: "all" gives the log-probability of every appended token but a row's first, too, and whether greedy
-            decoding says it.
+        keep_hidden: Whether `Extended.hidden` is wanted.
         backend: Kernel backend.
     """
     decoder, b = lm.decoder, caches[0].layout.block_size
     batch, columns = tokens.shape
     where = AppendedColumns(starts // b * b, starts, starts + lengths, prompt_lengths)
     piece = min(columns, b * _piece_blocks(b))
-    wanted = logits == "all"
     state = _Progress(
         caches=caches,
         last=jnp.zeros((batch, lm.config.hidden_size), decoder.dtype),
-        before=jnp.zeros((batch, 1, lm.config.hidden_size), decoder.dtype),
-        scores=_no_scores(batch, columns + 1) if wanted else None,
+        hidden=jnp.zeros((batch, columns, lm.config.hidden_size), decoder.dtype) if keep_hidden else None,
     )
 
     def one_piece(index: Array, state: _Progress) -> _Progress:
         part = jax.lax.dynamic_slice_in_dim(tokens, index * piece, piece, axis=1)
         here = where._replace(first=where.first + index * piece)
-        hidden, caches = _read_piece(lm, state.caches, part, here, backend)
+        found, caches = _read_piece(lm, state.caches, part, here, backend)
         last = where.ends - 1 - here.first
-        picked = jnp.take_along_axis(hidden, jnp.clip(last, 0, piece - 1)[:, None, None], axis=1)[:, 0]
+        picked = jnp.take_along_axis(found, jnp.clip(last, 0, piece - 1)[:, None, None], axis=1)[:, 0]
         inside = (last >= 0) & (last < piece)
-        scores = state.scores
-        if scores is not None:  # of this piece's tokens, each by the column before it; the first by the piece before
-            by = jnp.concatenate([state.before, hidden[:, :-1]], axis=1)
-            update = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=index * piece, axis=1)
-            scores = jax.tree.map(update, scores, scores_of_hidden(decoder, by, part))
-        return _Progress(caches, jnp.where(inside[:, None], picked, state.last), hidden[:, -1:], scores)
+        hidden = state.hidden
+        if hidden is not None:
+            hidden = jax.lax.dynamic_update_slice_in_dim(hidden, found, index * piece, axis=1)
+        return _Progress(caches, jnp.where(inside[:, None], picked, state.last), hidden)
 
     pieces = columns // piece
     if pieces == 1:
@@ -154,27 +148,15 @@ def extend(
     else:  # as many as the longest row needs
         needed = jnp.minimum(pieces, jnp.max(-(-(where.ends - where.first) // piece)))
         state = jax.lax.fori_loop(0, needed, one_piece, state)
-    scores = None
-    if state.scores is not None:
-        position = where.first[:, None] + jnp.arange(columns)
-        both = (position >= starts[:, None]) & (position + 1 < where.ends[:, None])
-        of_next = jax.tree.map(lambda x: x[:, 1:], state.scores)
-        scores = TokenScores(jnp.where(both, of_next.logprobs, 0.0), of_next.greedy | ~both)
-    return Extended(state.caches, decoder.logits(state.last), scores)
+    return Extended(state.caches, decoder.logits(state.last), state.hidden)
 
 
 class _Progress(NamedTuple):
-    """Between two pieces: the caches, the hidden state of each row's last token, that of the column before the next
-    piece, and scores of tokens, those of column c in place c."""
+    """Between two pieces: the caches, the hidden state of each row's last token, and that of all columns."""
 
     caches: tuple[LayerCache, ...]
     last: Float[Array, "B D"]
-    before: Float[Array, "B 1 D"]
-    scores: TokenScores | None
-
-
-def _no_scores(batch: int, columns: int) -> TokenScores:
-    return TokenScores(jnp.zeros((batch, columns), jnp.float32), jnp.zeros((batch, columns), bool))
+    hidden: Float[Array, "B S D"] | None
 
 
 def _piece_blocks(block_size: int) -> int:

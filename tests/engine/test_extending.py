@@ -12,6 +12,7 @@ from tiny import TCA, random_prompt, tiny_lm, with_candidates
 import tca_jax
 from tca_jax import methods
 from tca_jax.engine import extend as extending
+from tca_jax.engine.answers import scores_of_appended
 from tca_jax.engine.cache import decode_layer, prefill_layer, rows_with_leaving_block
 from tca_jax.engine.extend import AppendedColumns, align, extend, extend_layer, num_columns, open_caches
 from tca_jax.engine.layouts import CacheLayout
@@ -158,12 +159,17 @@ def test_with_dense_heads_appended_tokens_have_the_log_probabilities_of_one_long
         row[: len(ids)] = ids
     tokens = jnp.asarray(align(padded, np.asarray(starts), block_size=B, columns=num_columns(43 + 5, B)))
     lengths = jnp.array([43, 20], jnp.int32)
-    run = jax.jit(lambda *args: extend(*args, logits="all"))
-    result = run(model, caches, tokens, starts, lengths, starts)
+
+    @jax.jit
+    def run(lm, caches, tokens, starts, lengths):
+        result = extend(lm, caches, tokens, starts, lengths, starts, keep_hidden=True)
+        return result, scores_of_appended(lm, result.hidden, tokens, starts, lengths)
+
+    result, scores = run(model, caches, tokens, starts, lengths)
     for row, (prompt, ids) in enumerate(zip(prompts, more, strict=True)):
         (expected,) = tca_jax.score(lm, prompt + ids).logprobs
         first = len(prompt) % B
-        got = np.asarray(result.scores.logprobs[row])
+        got = np.asarray(scores.logprobs[row])
         np.testing.assert_allclose(got[first : first + len(ids) - 1], expected[len(prompt) :], atol=2e-4)
         assert (np.delete(got, np.arange(first, first + len(ids) - 1)) == 0).all()
         follow = jax.nn.log_softmax(result.logits[row])
