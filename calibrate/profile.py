@@ -292,6 +292,11 @@ class Profile:
         }
 
 
+def budgets_of(profile: Profile) -> dict[str, Any]:
+    """What calibration found, by the names of the methods' options that take it."""
+    return {name: getattr(profile, name) for name in ("config", "candidates", "prefill_candidates", "readings")}
+
+
 def _checked_candidates(name: str, value: Any, rows: int) -> Int32[np.ndarray, "layers Hkv"]:
     """`value` as a read-only int32 array of rows in [0, rows)."""
     array = np.asarray(value)

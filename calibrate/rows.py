@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Float64, Int32
 
 from tca_jax.errors import UserError
 from tca_jax.methods.candidates import budget_counts, budget_sizes
+from tca_jax.methods.checks import least_share
 from tca_jax.methods.config import TCAConfig
 
 #: In place of a row: none, as of a head whose reading selects nothing.
@@ -26,8 +27,8 @@ def require_fit(kept: float, tokens: int, config: TCAConfig) -> None:
     least = kept_share(config, tokens, row0, row0).mean()
     if least > kept:
         raise UserError(
-            f"kept = {kept}: must be at least {least:.4f}, what window, reserve and row 0 take of the cache of "
-            f"{tokens} tokens"
+            f"kept = {kept}: must be at least {least_share(least)}, what window, reserve and row 0 take of the cache "
+            f"of {tokens} tokens; a smaller window takes less"
         )
 
 

@@ -224,9 +224,11 @@ def require_length(name: str, tokens: int, lm: Encoder, config: TCAConfig) -> No
     """Raises ValueError if a text is too short or too long for any result; `name` is the text's in the message."""
     fewest, most = config.window + config.block_size, lm.config.max_context
     if tokens < fewest:
+        largest = (tokens // config.block_size - 1) * config.block_size
+        smaller = f", or a window of at most {largest}" if largest > 0 else ""
         raise UserError(
             f"{name} has {tokens} tokens: calibration needs at least window + block_size = "
-            f"{config.window} + {config.block_size} = {fewest}; pass a longer text or a smaller window"
+            f"{config.window} + {config.block_size} = {fewest}; pass a longer text{smaller}"
         )
     if tokens > most:
         raise UserError(f"{name} has {tokens} tokens, model {lm.name!r} has {most} positions: split the text")

@@ -19,6 +19,7 @@ from tca_jax.calibration.text_losses import TextLosses
 from tca_jax.engine.layouts import memory_bytes
 from tca_jax.engine.lm import LM
 from tca_jax.errors import UserError
+from tca_jax.methods.checks import least_share
 from tca_jax.methods.config import TCAConfig
 
 #: A model knows a token that it gives at least half of the probability: greedy decoding then gives it.
@@ -102,7 +103,8 @@ def choose_reading(
 
     if attended is not None and share(none) > attended:
         raise UserError(
-            f"attended = {attended}: must be at least {share(none):.4f}, what row 0 in every head attends to"
+            f"attended = {attended}: must be at least {least_share(share(none))}, what row 0 in every head attends to; "
+            "a smaller window takes less"
         )
     found = search(objective, none, lambda more: attended is None or share(more) <= attended)
     losses = Losses(objective.full, objective.row0, objective.loss(found.more))

@@ -13,7 +13,7 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import bucket_length
 from tca_jax.errors import UserError
 from tca_jax.methods import BASELINE, get
-from tca_jax.methods.checks import check_integer, check_number
+from tca_jax.methods.checks import check_integer, check_number, least_share
 from tca_jax.methods.registry import option_names
 
 _SHARES = 4096  # of these steps `share` is a whole number
@@ -37,7 +37,7 @@ class CallSizes(NamedTuple):
 def with_bytes(
     lm: LM,
     name: str,
-    share: float,
+    kv_share: float,
     prompt_tokens: int,
     new_tokens: int | None = None,
     *,
@@ -53,7 +53,7 @@ def with_bytes(
     Args:
         lm: The model.
         name: A registered method, or a pair by "+".
-        share: Share of the bytes, in (0, 1].
+        kv_share: Share of full attention's bytes, in (0, 1].
         prompt_tokens: As in `CallSizes`; the two others too.
         new_tokens: Most tokens of an answer.
         question_tokens: Most tokens of a question that is asked of a context.
@@ -66,7 +66,7 @@ def with_bytes(
         ValueError: the smallest budget is too large (the message tells its share), the method has no knob, or an
             argument or option is not allowed.
     """
-    check_number("share", share, above=0, at_most=1)
+    check_number("kv_share", kv_share, above=0, at_most=1)
     check_integer("prompt_tokens", prompt_tokens, at_least=1)
     if new_tokens is not None:
         check_integer("new_tokens", new_tokens, at_least=1)
@@ -81,15 +81,15 @@ def with_bytes(
     def taken(place: int) -> float:
         return held_share(turned(lm.on_one_device, place), sizes)
 
-    if (least := taken(0)) > share:
+    if (least := taken(0)) > kv_share:
         raise UserError(
-            f"share = {share}: {name!r} takes at least {least:.4f} of full attention's bytes at {prompt_tokens} tokens "
-            f"({knob} = {values[0]}); a smaller window takes less"
+            f"kv_share = {kv_share}: must be at least {least_share(least)}, what {name!r} takes of full attention's "
+            f"bytes at {prompt_tokens} tokens ({knob} = {values[0]}); a smaller window takes less"
         )
     low, high = 0, len(values)  # the first fits; the one past the last does not count
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if taken(middle) <= share else (low, middle)
+        low, high = (middle, high) if taken(middle) <= kv_share else (low, middle)
     return turned(lm, low)
 
 

@@ -151,8 +151,16 @@ def test_a_page_begins_with_the_line_a_little_before_the_words_that_are_looked_f
         (("accuracy", "call.json"), r"call.json: holds no accuracy of methods"),
         (("reading", "call.json"), r"call.json: holds no models"),
         (("keeping", "text.txt"), r"text.txt is not valid JSON"),
+        (("attention", "model", "--file=text.txt", "--dtype=int8"), r"^--dtype int8: must be float32"),
     ],
     ids=str,
 )
 def test_what_cannot_be_drawn_is_refused_with_its_name(args, message):
     assert re.search(message, error(*args))
+
+
+@pytest.mark.parametrize("command", COMMANDS[1:])
+def test_what_is_no_png_is_refused_before_anything_is_read(command):
+    wanted = {"selected": ["model", "--file=missing"], "attention": ["model", "--file=missing"]}
+    message = error(command, *wanted.get(command, ["missing"]), "--out=new/map.jpg")
+    assert message == "--out new/map.jpg: pictures are PNG files; the name must end in .png"

@@ -1,10 +1,10 @@
 """One attention layer's prefill under TCA (selection and attention) against cuDNN full attention, causal, same inputs.
 
 tca-jax bench attention                                     # the committed table, a few minutes on one GPU
-tca-jax bench attention --lengths 32768 --models llama3.1-8b --shares 0.2 --repeats 3
-tca-jax bench attention --lengths 131072 --models llama3.1-8b --shares 0.05:0.25   # prefill's share and the cache's
-tca-jax bench attention --lengths 131072 --models llama3.1-8b --shares 0.05:0.25 --fetching 0 --fetching 1  # of 8 heads
-tca-jax bench attention --lengths 131072 --methods xattention --methods minference --area 0.18   # and other methods
+tca-jax bench attention --lengths 32768 --models llama3.1-8b --block-shares 0.2 --repeats 3
+tca-jax bench attention --lengths 131072 --models llama3.1-8b --block-shares 0.05:0.25   # prefill's and the cache's
+tca-jax bench attention --lengths 131072 --models llama3.1-8b --block-shares 0.05:0.25 --fetching 1  # of 8 heads
+tca-jax bench attention --lengths 131072 --methods xattention --methods minference --attended 0.18   # and other methods
 tca-jax bench attention --lengths 131072 --mesh 1x4         # the layer's heads on four devices
 """
 
@@ -27,6 +27,7 @@ from jaxtyping import Array
 from matplotlib.figure import Figure
 
 import tca_jax
+from tca_jax.cli.options import MeshOption
 from tca_jax.engine.mesh import CACHES, ROWS, HeadShards, heads_of, mean_of_devices, mesh_entry, parse_mesh
 from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks.common import (
@@ -40,7 +41,7 @@ from tca_jax.lab.benchmarks.common import (
     group_rows,
     plot_line,
     print_row,
-    save_figure,
+    tca_config,
     time_alternating,
     token_axis,
     write_results,
@@ -58,18 +59,17 @@ from tca_jax.lab.benchmarks.layer_mesh import (
 from tca_jax.lab.benchmarks.options import (
     RESULTS,
     LengthsOption,
-    MeshOption,
     ModelsOption,
     NameOption,
     OutOption,
     RepeatsOption,
     WindowOption,
 )
-from tca_jax.lab.benchmarks.prefill_methods import Wanted, check_area, describe_methods, measure_methods
+from tca_jax.lab.benchmarks.prefill_methods import Wanted, check_attended, describe_methods, measure_methods
 from tca_jax.lab.benchmarks.shares import (
+    BlockSharesOption,
     FetchingOption,
     Share,
-    SharesOption,
     check_fetching,
     check_shares,
     describe_config,
@@ -90,6 +90,7 @@ from tca_jax.pallas_kernels.backends import can_run, resolve_backend
 from tca_jax.pallas_kernels.observation_scores import observation_scores
 from tca_jax.pallas_kernels.reserve_tokens import reserve_tokens
 from tca_jax.pallas_kernels.token_scores import token_scores
+from tca_jax.plots import figures
 
 #: Stages of a prefill in their order, and all of the selection as one program.
 STAGES = (
@@ -338,13 +339,14 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         lines = group_rows(named, "drawn", "backend")
         for (drawn, backend), line in lines.items():
             plot_line(axes, line, "speed-up", f"{drawn}, {backend}", (drawn, backend), lines)
-        axes.axhline(1, color="black", linewidth=1)
+        axes.axhline(1, color="black", linewidth=1, zorder=1)
         token_axis(axes, [row["tokens"] for row in rows], "prompt tokens")
         axes.set_title(model)
         axes.legend(fontsize=8)
+    figures.label_lone_points(figure.axes, "{:.3g}".format)
     figure.axes[0].set_ylabel("times as fast as full attention")
     figure.suptitle("One attention layer's prefill, selection included")
-    save_figure(figure, path)
+    figures.write(figure, path)
 
 
 def _drawn(row: dict[str, Any]) -> str:
@@ -383,7 +385,7 @@ def describe(
 def main(
     lengths: LengthsOption = None,
     models: ModelsOption = None,
-    shares: SharesOption = None,
+    shares: BlockSharesOption = None,
     fetching: FetchingOption = None,
     backend: Annotated[list[str] | None, typer.Option(help="Prefill backends.", show_default="all kernels")] = None,
     window: WindowOption = tca_jax.TCAConfig.window,
@@ -393,7 +395,7 @@ def main(
     methods: Annotated[
         list[str] | None, typer.Option(help="Methods beside TCA: minference, flexprefill, xattention.")
     ] = None,
-    area: Annotated[float, typer.Option(help="Share of all pairs that they compute.")] = 0.18,
+    attended: Annotated[float, typer.Option(help="Share of all pairs that they attend to.")] = 0.18,
     mesh: MeshOption = None,
     repeats: RepeatsOption = 5,
     out: OutOption = RESULTS,
@@ -401,14 +403,14 @@ def main(
 ) -> None:
     """Time one layer's prefill, selection included, against full attention.
 
-    Example: [bold]tca-jax bench attention --lengths 32768 --shares 0.2[/]
+    Example: [bold]tca-jax bench attention --lengths 32768 --block-shares 0.2[/]
     """
     lengths = lengths or [8192, 32768, 131072]
     shares, backends = shares or [Share(0.1), Share(0.155), Share(0.4)], backend or prefill_kernels()
-    layers, config = find_layers(models), tca_jax.TCAConfig(window=window, reserve=reserve)
+    layers, config = find_layers(models), tca_config(window, reserve)
     check_shares(shares)
     tested = with_fetching(shares, fetching)
-    check_area(area)
+    check_attended(attended)
     wanted = [Wanted.parse(text) for text in methods or ()]
     devices = None if mesh is None else parse_mesh(mesh, "--mesh")
     for layer in layers:
@@ -427,9 +429,9 @@ def main(
             rows.append(row)
             print_row(row)
     places = itertools.product(layers, lengths) if wanted else ()
-    others = [measure_methods(*place, wanted, area, repeats, devices) for place in places]
+    others = [measure_methods(*place, wanted, attended, repeats, devices) for place in places]
     more = {"Other methods": list(itertools.chain(*others))} if wanted else {}
-    note = describe(config, repeats, devices, fetching) + (f" {describe_methods(area)}" if wanted else "")
+    note = describe(config, repeats, devices, fetching) + (f" {describe_methods(attended)}" if wanted else "")
     write_results(name, "Prefill attention of one layer against full attention", rows, out, note, more)
     plot(rows, out / f"{name}.png")
 

@@ -30,6 +30,7 @@ from tca_jax.calibration.probe_losses import ReadText
 from tca_jax.calibration.probes import ProbedText, Probes, probed_texts
 from tca_jax.calibration.run import calibrate
 from tca_jax.calibration.text_losses import TextLosses
+from tca_jax.cli.options import BackendOption
 from tca_jax.engine.lm import LM
 from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks.common import (
@@ -43,7 +44,7 @@ from tca_jax.lab.benchmarks.common import (
     full_attention,
     group_rows,
     print_row,
-    save_figure,
+    tca_config,
     time_alternating,
     token_axis,
     write_results,
@@ -51,7 +52,6 @@ from tca_jax.lab.benchmarks.common import (
 from tca_jax.lab.benchmarks.models import random_model
 from tca_jax.lab.benchmarks.options import (
     RESULTS,
-    BackendOption,
     LengthsOption,
     ModelsOption,
     NameOption,
@@ -60,6 +60,7 @@ from tca_jax.lab.benchmarks.options import (
     WindowOption,
 )
 from tca_jax.pallas_kernels.column_mass import column_mass
+from tca_jax.plots import figures
 
 Search = Literal["reading", "keeping"]
 
@@ -257,15 +258,17 @@ def plot(kernels: list[dict[str, Any]], measured: list[dict[str, Any]], path: Pa
     """Rates of both kernels by length, and the seconds of the searches' parts."""
     figure = Figure(figsize=(12, 4.5), dpi=150, layout="constrained")
     rates, bars = figure.subplots(1, 2)
+    whole: dict[str, Any] = {"marker": "o", "clip_on": False}  # markers at the frame are drawn whole
     for model in dict.fromkeys(row["model"] for row in kernels):
         line = [row for row in kernels if row["model"] == model]
         tokens = [row["tokens"] for row in line]
-        rates.plot(tokens, [r["column mass TFLOP/s"] for r in line], "-", marker="o", label=f"{model}, column mass")
-        rates.plot(tokens, [r["full TFLOP/s"] for r in line], "--", marker="o", label=f"{model}, full attention")
+        rates.plot(tokens, [r["column mass TFLOP/s"] for r in line], "-", label=f"{model}, column mass", **whole)
+        rates.plot(tokens, [r["full TFLOP/s"] for r in line], "--", label=f"{model}, full attention", **whole)
     token_axis(rates, [row["tokens"] for row in kernels], "tokens")
     rates.set_ylabel("TFLOP/s on the causal triangle")
     rates.set_ylim(bottom=0)
     rates.legend(fontsize=8)
+    figures.label_lone_points([rates], "{:.3g}".format)
     by_model = group_rows(measured, "model")
     height = 0.8 / len(by_model)
     for shift, ((model,), rows) in enumerate(by_model.items()):
@@ -277,7 +280,7 @@ def plot(kernels: list[dict[str, Any]], measured: list[dict[str, Any]], path: Pa
     bars.margins(x=0.12)
     bars.set_xlabel(f"seconds, {measured[0]['texts']} texts of {measured[0]['tokens']:,} tokens")
     bars.legend(fontsize=8)
-    save_figure(figure, path)
+    figures.write(figure, path)
 
 
 def main(
@@ -300,11 +303,12 @@ def main(
     Example: [bold]tca-jax bench calibration --lengths 32768 --repeats 3[/]
     """
     lengths = lengths or [8192, 32768, 131072]
-    shapes, config = find_layers(models), tca_jax.TCAConfig(window=window)
+    shapes, config = find_layers(models), tca_config(window)
     if probes not in PROBES:
         raise UserError(f"--probes {probes}: must be one of {list(PROBES)}")
     check_whole_models(shapes)
-    check_sizes([*lengths, model_tokens], config, [backend], out)
+    check_sizes(lengths, config, [backend], out)
+    check_sizes([model_tokens], config, [backend], out, "--model-tokens")
     kernels = []
     for layer, length in itertools.product(shapes, lengths):
         kernels.append(measure_kernel(layer, length, backend, config, repeats))

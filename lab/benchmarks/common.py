@@ -29,11 +29,14 @@ from jaxtyping import Array
 from matplotlib.figure import Figure
 
 import tca_jax
+from tca_jax.cli.errors import naming_options
+from tca_jax.cli.files import require_writable
+from tca_jax.cli.options import LAUNCH_ORDER
 from tca_jax.errors import UserError
 from tca_jax.files import replacing
-from tca_jax.lab.benchmarks.options import LAUNCH_ORDER
 from tca_jax.pallas_kernels.backends import can_run, check_backend
 from tca_jax.pallas_kernels.integers import cdiv
+from tca_jax.plots import figures
 
 COMPILED_AT_ONCE = 4  # programs, in threads
 CHECKED_TOKENS = 8192  # outputs are compared with the oracle at most at this length, where the oracle takes a moment
@@ -87,28 +90,43 @@ def find_layers(models: Sequence[str] | None) -> list[Layer]:
     return [known[model] for model in models or LAYERS]
 
 
-def check_sizes(lengths: Sequence[int], config: tca_jax.TCAConfig, backends: Sequence[str], out: Path) -> None:
-    """What must hold before anything is timed; makes the folder of the results.
+def tca_config(window: int, reserve: int | None = None) -> tca_jax.TCAConfig:
+    """Hyperparameters of the options --window and --reserve; ValueError, which names the option, where one is wrong."""
+    with naming_options("window", "reserve"):
+        return tca_jax.TCAConfig(window=window, reserve=reserve)
+
+
+def check_sizes(
+    lengths: Sequence[int],
+    config: tca_jax.TCAConfig,
+    backends: Sequence[str],
+    out: Path,
+    option: str = "--lengths",
+) -> None:
+    """What must hold before anything is timed; `option` is that of the lengths.
 
     Raises:
-        ValueError: a backend cannot run here, a length is no whole number of blocks or not beyond the window, or the
-            lengths would take hours on a machine without a GPU.
-        OSError: `out` cannot be made.
+        ValueError: a backend cannot run here, a length is no whole number of blocks or not beyond the window, the
+            lengths would take hours on a machine without a GPU, or `out` cannot be written to.
     """
-    for backend in backends:
-        check_backend(backend)
+    with naming_options("backend"):
+        for backend in backends:
+            check_backend(backend)
+    least, platform = config.window + config.block_size, jax.default_backend()
     for length in lengths:
-        if length <= config.window or length % config.block_size:
+        if length < least or length % config.block_size:
+            slow = platform != "gpu" and least > _CPU_TOKENS
+            smaller = f"; without a GPU pass --window {_CPU_TOKENS - config.block_size} or less" if slow else ""
             raise UserError(
-                f"{length} tokens: must be a multiple of {config.block_size} beyond the window of {config.window}"
+                f"{option} {length}: must be a multiple of {config.block_size} and at least {least}, one block more "
+                f"than --window {config.window}{smaller}"
             )
-    platform = jax.default_backend()
     if platform != "gpu" and max(lengths) > _CPU_TOKENS:
         raise UserError(
-            f"{max(lengths):,} tokens need a GPU, this process runs on {platform!r}: pass --lengths of at most "
-            f"{_CPU_TOKENS} and a smaller --window, such as --lengths 1024 --window 256 --models tiny"
+            f"{max(lengths):,} tokens need a GPU, this process runs on {platform!r}: pass {option} of at most "
+            f"{_CPU_TOKENS} and a smaller --window, such as {option} 1024 --window 256 --models tiny"
         )
-    out.mkdir(parents=True, exist_ok=True)
+    require_writable(out, "--out")
 
 
 def check_whole_models(layers: Sequence[Layer], otherwise: str = "") -> None:
@@ -234,9 +252,9 @@ def memory_limit() -> str:
 
 
 def relative_error(out: jax.Array, expected: jax.Array) -> float:
-    """||out - expected|| / ||expected|| in float64 on the host; NaN stays NaN."""
+    """||out - expected|| / ||expected|| in float64 on the host, ||out|| where nothing is expected; NaN stays NaN."""
     a, b = np.asarray(out, np.float64), np.asarray(expected, np.float64)
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+    return float(np.linalg.norm(a - b) / (np.linalg.norm(b) or 1.0))
 
 
 def agreement(backend: str, out: Any, expected: Any) -> float:
@@ -309,12 +327,6 @@ def free_name(out: Path, name: str) -> str:
     return next(each for each in names if not (out / f"{each}.json").exists())
 
 
-def save_figure(figure: Any, path: Path) -> None:
-    """Writes a Matplotlib figure as a PNG."""
-    with replacing(path) as file:
-        figure.savefig(file, format="png")
-
-
 def print_row(row: Mapping[str, Any]) -> None:
     """One row, as soon as it is known: its columns with their values, in lines that fit a terminal."""
     text = "  ".join(f"{column} {_cell(value)}".replace(" ", "\N{NO-BREAK SPACE}") for column, value in row.items())
@@ -340,8 +352,12 @@ def plot_line(
 ) -> None:
     """A column by tokens; of all `keys`, those with the same first part share a colour, with the second a stroke."""
     colours, strokes = (sorted({each[i] for each in keys}, key=str) for i in (0, 1))
-    style = {"color": f"C{colours.index(key[0])}", "linestyle": ("-", "--", ":", "-.")[strokes.index(key[1]) % 4]}
-    axes.plot([row["tokens"] for row in line], [row[column] for row in line], marker="o", label=label, **style)
+    style = {
+        "color": figures.palette(len(colours))[colours.index(key[0])],
+        "linestyle": ("-", "--", ":", "-.")[strokes.index(key[1]) % 4],
+    }
+    tokens, values = [row["tokens"] for row in line], [row[column] for row in line]
+    axes.plot(tokens, values, marker="o", clip_on=False, label=label, **style)
 
 
 def plot_bars(rows: Sequence[Mapping[str, Any]], panels: Mapping[str, str], title: str, path: Path) -> None:
@@ -354,7 +370,7 @@ def plot_bars(rows: Sequence[Mapping[str, Any]], panels: Mapping[str, str], titl
         for shift, attention in enumerate(attentions):
             values = {(row["model"], row["tokens"]): row[column] for row in rows if row["attention"] == attention}
             places = [groups.index(group) + shift * width for group in values]
-            axes.bar_label(axes.bar(places, list(values.values()), width, label=attention), fmt="%.3g", fontsize=8)
+            axes.bar_label(axes.bar(places, list(values.values()), width, label=attention), fmt=_cell, fontsize=8)
         middles = np.arange(len(groups)) + (len(attentions) - 1) * width / 2
         axes.set_xlim(middles[0] - 0.75, middles[-1] + 0.75)  # a bar alone is not as wide as its panel
         axes.margins(y=0.12)
@@ -362,7 +378,7 @@ def plot_bars(rows: Sequence[Mapping[str, Any]], panels: Mapping[str, str], titl
         axes.set_title(label)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(attentions), fontsize=8)
     figure.suptitle(title)
-    save_figure(figure, path)
+    figures.write(figure, path)
 
 
 def token_axis(axes: Any, tokens: Sequence[int], label: str) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import typer
 
 import tca_jax
+from tca_jax.cli.options import BackendOption
 from tca_jax.engine.lm import LM
 from tca_jax.lab.benchmarks.common import (
     check_sizes,
@@ -25,12 +26,12 @@ from tca_jax.lab.benchmarks.common import (
     find_layers,
     plot_bars,
     print_row,
+    tca_config,
     write_results,
 )
 from tca_jax.lab.benchmarks.models import random_model, under_share
 from tca_jax.lab.benchmarks.options import (
     RESULTS,
-    BackendOption,
     LengthsOption,
     ModelsOption,
     NameOption,
@@ -38,7 +39,7 @@ from tca_jax.lab.benchmarks.options import (
     RepeatsOption,
     WindowOption,
 )
-from tca_jax.lab.benchmarks.shares import FULL, Share, SharesOption, check_shares, describe_config
+from tca_jax.lab.benchmarks.shares import FULL, BlockSharesOption, Share, check_shares, describe_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +154,7 @@ def describe(config: tca_jax.TCAConfig, repeats: int) -> str:
 def main(
     lengths: LengthsOption = None,
     models: ModelsOption = None,
-    shares: SharesOption = None,
+    shares: BlockSharesOption = None,
     full: Annotated[bool, typer.Option(help="Time full attention too.")] = True,
     question_tokens: Annotated[int, typer.Option(help="Tokens of a question.", min=1)] = 64,
     questions: Annotated[
@@ -172,7 +173,7 @@ def main(
     Example: [bold]tca-jax bench context --models llama3.1-8b --no-full[/]
     """
     lengths, shares = lengths or [2**17], shares or [Share(cache=0.25, prefill=0.05)]
-    whole_models, config = find_layers(models), tca_jax.TCAConfig(window=window)
+    whole_models, config = find_layers(models), tca_config(window)
     timing = Timing(question_tokens, tuple(questions or (1, 8)), append_tokens, backend, repeats)
     check_shares(shares)
     check_whole_models(whole_models)

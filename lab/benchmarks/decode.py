@@ -1,8 +1,8 @@
 """Decoding over a TCA cache against the full cache: one layer's attention, the same kernel, and whole models.
 
 tca-jax bench decode                                            # the committed tables, minutes on one GPU
-tca-jax bench decode --lengths 131072 --batches 1 --shares 0.2 --no-whole
-tca-jax bench decode --lengths 131072 --shares 0.02:0.25 --no-whole       # a quarter of the heads dense
+tca-jax bench decode --lengths 131072 --batches 1 --block-shares 0.2 --no-whole
+tca-jax bench decode --lengths 131072 --block-shares 0.02:0.25 --no-whole       # a quarter of the heads dense
 tca-jax bench decode --lengths 131072 --models llama3.1-8b --mesh 1x4     # the model on four devices
 """
 
@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 import tca_jax
+from tca_jax.cli.options import BackendOption, MeshOption
 from tca_jax.engine.cache import LayerCache, attend_cache
 from tca_jax.engine.mesh import CACHES, SAME, mesh_entry, num_devices, parse_mesh, place
 from tca_jax.errors import UserError
@@ -42,7 +43,7 @@ from tca_jax.lab.benchmarks.common import (
     plot_line,
     print_row,
     random_normal,
-    save_figure,
+    tca_config,
     time_alternating,
     token_axis,
     write_results,
@@ -52,19 +53,18 @@ from tca_jax.lab.benchmarks.layer_mesh import check_layer, describe_layer_mesh, 
 from tca_jax.lab.benchmarks.models import CONFIGS
 from tca_jax.lab.benchmarks.options import (
     RESULTS,
-    BackendOption,
     CopyBytesOption,
     LengthsOption,
-    MeshOption,
     ModelsOption,
     NameOption,
     OutOption,
     RepeatsOption,
     WindowOption,
 )
-from tca_jax.lab.benchmarks.shares import FULL, Share, SharesOption, check_shares, describe_config
+from tca_jax.lab.benchmarks.shares import FULL, BlockSharesOption, Share, check_shares, describe_config
 from tca_jax.models.sharding import DATA, axis_size, check_mesh
 from tca_jax.pallas_kernels.integers import cdiv
+from tca_jax.plots import figures
 
 STEPS = 32  # of one program: a CUDA graph, so that the host's time to launch kernels stays out
 _PAST_L2_BYTES = 2**28  # five times an H200's L2 cache
@@ -214,7 +214,8 @@ def plot(rows: list[dict[str, Any]], wholes: list[dict[str, Any]], path: Path) -
     lines = {line.get_label(): line for axes in grid.flat for line in axes.get_lines()}
     figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=2, fontsize=8)
     figure.suptitle("Decoding: one layer's attention" + (", and whole models" if wholes else ""))
-    save_figure(figure, path)
+    figures.label_lone_points(list(grid.flat), "{:.3g}".format)
+    figures.write(figure, path)
 
 
 def describe(config: tca_jax.TCAConfig, copied: float, repeats_of_models: int | None, mesh: Mesh | None = None) -> str:
@@ -246,7 +247,7 @@ def main(
     batches: Annotated[
         list[int] | None, typer.Option(help="Rows.", show_default="1 and 8 for each device on data", min=1)
     ] = None,
-    shares: SharesOption = None,
+    shares: BlockSharesOption = None,
     whole: Annotated[bool, typer.Option(help="Time whole models too.")] = True,
     layers: Annotated[
         int | None, typer.Option(help="Layers of whole models.", show_default="the model's own", min=1)
@@ -261,11 +262,11 @@ def main(
 ) -> None:
     """Time decoding over TCA caches against the full cache: one layer's attention, and whole models.
 
-    Example: [bold]tca-jax bench decode --lengths 131072 --shares 0.2[/]
+    Example: [bold]tca-jax bench decode --lengths 131072 --block-shares 0.2[/]
     """
     lengths = lengths or [2**13, 2**17, 2**20]
     shares = shares or [Share(0.1), Share(0.155), Share(0.4)]
-    shapes, config = find_layers(models), tca_jax.TCAConfig(window=window)
+    shapes, config = find_layers(models), tca_config(window)
     devices = None if mesh is None else parse_mesh(mesh, "--mesh")
     batches = batches or [rows * axis_size(devices, DATA) for rows in (1, 8)]
     settings = list(itertools.product(batches, lengths))

@@ -2,8 +2,8 @@
 
 tca-jax bench end-to-end                                        # the committed table, minutes on one GPU
 tca-jax bench end-to-end --lengths 1048576 --models qwen2.5-7b --kept 0.185 --new-tokens 64 --repeats 1
-tca-jax bench end-to-end --models llama3.1-8b --shares 0.05:0.25 --new-tokens 8 --no-compilation
-tca-jax bench end-to-end --models llama3.1-8b --shares 0.05:0.25 --fetching 0 --fetching 16 --new-tokens 1  # reading
+tca-jax bench end-to-end --models llama3.1-8b --block-shares 0.05:0.25 --new-tokens 8 --no-compilation
+tca-jax bench end-to-end --models llama3.1-8b --block-shares 0.05:0.25 --fetching 16 --new-tokens 1  # reading
 tca-jax bench end-to-end --models llama3.1-8b --mesh 1x4        # the model on four devices
 tca-jax bench end-to-end --models llama3.1-8b --mesh 1x1 --mesh 1x2 --mesh 1x4     # on one, two and four
 """
@@ -26,6 +26,7 @@ import typer
 from jax.sharding import Mesh
 
 import tca_jax
+from tca_jax.cli.options import BackendOption, launched_in_order
 from tca_jax.engine.mesh import mesh_name, parse_mesh
 from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks.common import (
@@ -37,13 +38,13 @@ from tca_jax.lab.benchmarks.common import (
     matrix_rate,
     plot_bars,
     print_row,
+    tca_config,
     write_results,
 )
 from tca_jax.lab.benchmarks.mesh_columns import describe_meshes, plot_meshes, with_speed_ups
 from tca_jax.lab.benchmarks.models import CONFIGS, abstract_model, under_share
 from tca_jax.lab.benchmarks.options import (
     RESULTS,
-    BackendOption,
     CopyBytesOption,
     LengthsOption,
     ModelsOption,
@@ -51,13 +52,12 @@ from tca_jax.lab.benchmarks.options import (
     OutOption,
     RepeatsOption,
     WindowOption,
-    launched_in_order,
 )
 from tca_jax.lab.benchmarks.shares import (
     FULL,
+    BlockSharesOption,
     FetchingOption,
     Share,
-    SharesOption,
     check_fetching,
     check_shares,
     describe_config,
@@ -65,10 +65,12 @@ from tca_jax.lab.benchmarks.shares import (
     with_fetching,
 )
 from tca_jax.lab.benchmarks.whole_models import Conditions, Run, make_weights, measure_model
+from tca_jax.methods.checks import least_share
 from tca_jax.models.sharding import DATA, axis_size, check_mesh
 
 PANELS = {"TTFT s": "time to first token, s", "ms/token": "time per further token, ms", "KV GB": "KV cache, GB"}
 
+_ROOM = 1e-4  # of a prompt, the least share of it that ranked blocks are left with
 _LEAST_STEPS = 4  # new tokens that a step can be timed by
 
 MeshesOption = Annotated[
@@ -94,9 +96,10 @@ def share_of_ranked(kept: float, config: tca_jax.TCAConfig, tokens: int) -> Shar
     ranked = config.num_ranked_blocks(tokens) * config.block_size
     selected = (kept * tokens - window - config.reserve_tokens) / max(ranked, 1)
     if selected <= 0:
+        least = (window + config.reserve_tokens) / tokens + _ROOM
         raise UserError(
-            f"a window of {config.window} and a reserve of {config.reserve_tokens} are more than {kept:.1%} of "
-            f"{tokens:,} tokens"
+            f"--kept {kept}: must be {f'at least {least_share(least)}' if least < 1 else '1'} at --lengths {tokens}: "
+            f"window {config.window} and reserve {config.reserve_tokens} take more; a smaller --window takes less"
         )
     return Share(selected)
 
@@ -194,7 +197,7 @@ def main(
     kept: Annotated[
         list[float] | None, typer.Option(help="Kept shares of all tokens, window included; 1 is full attention.")
     ] = None,
-    shares: SharesOption = None,
+    shares: BlockSharesOption = None,
     fetching: FetchingOption = None,
     new_tokens: Annotated[
         int, typer.Option(help="Tokens of an answer, at least 4; or 1: prompts are only read.", min=1)
@@ -214,7 +217,7 @@ def main(
     Example: [bold]tca-jax bench end-to-end --lengths 131072 --models llama3.1-8b[/]
     """
     lengths = lengths or [2**17]
-    whole_models, config = find_layers(models), tca_jax.TCAConfig(window=window)
+    whole_models, config = find_layers(models), tca_config(window)
     kept, shares = kept or [FULL.cache, *(() if shares else (0.185, 0.39))], shares or []
     check_shares([Share(share) for share in kept if share != FULL.cache], "--kept")
     check_shares(shares)
@@ -224,13 +227,13 @@ def main(
     check_whole_models(whole_models)
     for model in names:
         check_fetching(fetching, CONFIGS[model].num_kv_heads * (layers or CONFIGS[model].num_layers), model)
+    check_sizes(lengths, config, [backend], out)
     by_length = {tokens: attentions(kept, shares, config, tokens, fetching) for tokens in lengths}
     meshes = [parse_mesh(text, "--mesh") for text in mesh or ()]
     compilation &= not meshes
     for devices, model in itertools.product(meshes, names):
         check_mesh(devices, CONFIGS[model], model)
     batch = math.lcm(*(axis_size(devices, DATA) for devices in meshes))  # the same prompts on every mesh
-    check_sizes(lengths, config, [backend], out)
     copied = device_copy(copy_bytes, repeats)
     multiplied = matrix_rate(repeats)
     print(f"device copy: {copied / 1e9:,.0f} GB/s, matrix product: {multiplied / 1e12:,.0f} TFLOP/s", flush=True)

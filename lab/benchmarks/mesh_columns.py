@@ -12,8 +12,9 @@ from jax.sharding import Mesh
 from matplotlib.figure import Figure
 
 from tca_jax.engine.lm import LM
-from tca_jax.lab.benchmarks.common import group_rows, save_figure
+from tca_jax.lab.benchmarks.common import group_rows
 from tca_jax.lab.benchmarks.meshes import held_by_device, over_even_share
+from tca_jax.plots import figures
 
 #: Columns of times, and those of how many times as fast they are as on the first mesh.
 SPEED_UPS = {"TTFT s": "TTFT over first mesh", "ms/token": "ms/token over first mesh"}
@@ -69,7 +70,7 @@ def plot_meshes(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> No
     meshes = list(dict.fromkeys(row["mesh"] for row in rows))
     devices = [int(np.prod([int(size) for size in mesh.split("x")])) for mesh in meshes]
     attentions = list(dict.fromkeys(row["attention"] for row in rows))
-    places = list(group_rows(rows, "model", "tokens"))
+    places, colors = list(group_rows(rows, "model", "tokens")), figures.palette(len(attentions))
     panels = {column: label for column, label in _PANELS.items() if column in rows[0]}
     figure = Figure(figsize=(4.5 * len(panels), 4.5), dpi=150, layout="constrained")
     for axes, (column, label) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
@@ -78,7 +79,8 @@ def plot_meshes(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> No
                 [meshes.index(row["mesh"]) for row in line],
                 [row[column] for row in line],
                 marker="o",
-                color=f"C{attentions.index(attention)}",
+                color=colors[attentions.index(attention)],
+                clip_on=False,
                 linestyle=("-", "--", ":", "-.")[places.index((model, tokens)) % 4],
                 label=f"{model}, {tokens:,} tokens, {attention}",
             )
@@ -91,7 +93,7 @@ def plot_meshes(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> No
         axes.set_title(label)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
     figure.suptitle(title)
-    save_figure(figure, path)
+    figures.write(figure, path)
 
 
 def describe_meshes(meshes: Sequence[Mesh], batch: int) -> str:

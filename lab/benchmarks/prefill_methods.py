@@ -1,8 +1,8 @@
-"""One layer's prefill under the block-sparse methods, their estimates included, at a share of the area.
+"""One layer's prefill under the block-sparse methods, their estimates included, at a share of all pairs.
 
 A part of `tca-jax bench attention`, where it is asked for:
 
-tca-jax bench attention --methods minference --methods flexprefill --methods xattention --area 0.18
+tca-jax bench attention --methods minference --methods flexprefill --methods xattention --attended 0.18
 tca-jax bench attention --methods xattention=0.9    # at a value of the method's knob
 """
 
@@ -98,14 +98,14 @@ class Wanted(NamedTuple):
         return policy
 
 
-def check_area(area: float) -> None:
-    """Raises ValueError unless it is a share of the area."""
-    if not 0 < area <= 1:
-        raise UserError(f"--area {area}: must lie in (0, 1]")
+def check_attended(attended: float) -> None:
+    """Raises ValueError unless it is a share of all pairs."""
+    if not 0 < attended <= 1:
+        raise UserError(f"--attended {attended}: must lie in (0, 1]")
 
 
 def measure_methods(
-    layer: Layer, length: int, wanted: Sequence[Wanted], area: float, repeats: int, mesh: Mesh | None = None
+    layer: Layer, length: int, wanted: Sequence[Wanted], attended: float, repeats: int, mesh: Mesh | None = None
 ) -> list[dict[str, Any]]:
     """A row for each method; all take turns with full attention on the same inputs."""
     inputs = inputs_over(mesh, layer, length, seed=length)
@@ -116,7 +116,7 @@ def measure_methods(
     for each in wanted:
         value, knob = each.value, KNOBS[each.name]
         if value is None:
-            value = find_value(partial(_area_of, program, shards, each, inputs), area, knob.low, knob.high)
+            value = find_value(partial(_area_of, program, shards, each, inputs), attended, knob.low, knob.high)
         policy = each.policy(value)
         estimate = program(partial(_estimate, policy, shards), INPUTS)
         attend = program(partial(_attend, policy, "auto"), (*INPUTS, CACHES), SEQUENCES)
@@ -144,11 +144,11 @@ def measure_methods(
     return list(rows.values())
 
 
-def describe_methods(area: float) -> str:
+def describe_methods(attended: float) -> str:
     """What the columns of their table mean."""
     return (
         "The second table has other methods' prefill on the same inputs, the knob of each set so that the computed "
-        f"area is {100 * area:g}%, unless its value is given: `method ms` is the whole of it in one program, "
+        f"area is {100 * attended:g}%, unless its value is given: `method ms` is the whole of it in one program, "
         "`estimate ms` what decides on blocks and columns, and `attention ms` the attention over them."
     )
 

@@ -107,15 +107,17 @@ class Share:
 
 FULL = Share(1.0)  # stands for full attention and its cache
 
-_HELP = "Kept shares of ranked blocks: one number, or PREFILL:CACHE."
-SharesOption = Annotated[list[Share] | None, typer.Option(help=_HELP, parser=Share.parse, metavar="SHARE")]
+_HELP = "Kept shares of the ranked blocks, which are left of the window: one number, or PREFILL:CACHE."
+BlockSharesOption = Annotated[
+    list[Share] | None, typer.Option("--block-shares", help=_HELP, parser=Share.parse, metavar="SHARE")
+]
 FetchingOption = Annotated[
     list[int] | None,
     typer.Option(help="KV heads that read blocks; several numbers are compared.", show_default="0", min=0),
 ]
 
 
-def check_shares(shares: Sequence[Share], option: str = "--shares") -> None:
+def check_shares(shares: Sequence[Share], option: str = "--block-shares") -> None:
     """Raises ValueError unless every share can be kept."""
     for share in shares:
         share.check(option)

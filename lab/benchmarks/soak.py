@@ -23,13 +23,16 @@ import numpy as np
 import typer
 
 import tca_jax
+from tca_jax.cli.files import require_writable
+from tca_jax.cli.options import BackendOption
 from tca_jax.engine.contexts import Context, compile_prefill
 from tca_jax.engine.extend import num_columns
 from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import bucket_length
-from tca_jax.lab.benchmarks.common import COMPILED_AT_ONCE, write_results
+from tca_jax.errors import UserError
+from tca_jax.lab.benchmarks.common import COMPILED_AT_ONCE, tca_config, write_results
 from tca_jax.lab.benchmarks.ending import Ending
-from tca_jax.lab.benchmarks.options import RESULTS, BackendOption, LengthsOption, NameOption, OutOption
+from tca_jax.lab.benchmarks.options import RESULTS, LengthsOption, NameOption, OutOption
 from tca_jax.lab.benchmarks.progress import counted
 from tca_jax.lab.benchmarks.soak_report import (
     Compilations,
@@ -342,7 +345,11 @@ def main(
     Example: [bold]tca-jax bench soak --generations 100[/]
     """
     ending = Ending(None if minutes is None else 60 * minutes)
-    out.mkdir(parents=True, exist_ok=True)
+    require_writable(out, "--out")
+    tca_config(window)
+    for length in lengths or ():
+        if length < 1:
+            raise UserError(f"--lengths {length}: must be at least 1")
     lm = tca_jax.load(model, profile=profile or ("shipped" if model == "recall-tiny" else None))
     models = models_under(lm, window, random.Random(seed))
     soak = Soak(models, lengths or _LENGTHS, min(shapes, generations), seed, backend, ending)

@@ -2,7 +2,7 @@
 
 tca-jax bench tune                                               # minutes on one GPU
 tca-jax bench tune --operation decode_attention --models llama3.1-8b
-tca-jax bench tune --operation block_mass --models llama3.1-8b --length 131072 --length 1048576
+tca-jax bench tune --operation block_mass --models llama3.1-8b --lengths 131072 --lengths 1048576
 """
 
 from __future__ import annotations
@@ -31,11 +31,19 @@ from tca_jax.lab.benchmarks.common import (
     check_sizes,
     find_layers,
     print_row,
-    save_figure,
+    tca_config,
     time_alternating,
     write_results,
 )
-from tca_jax.lab.benchmarks.options import RESULTS, ModelsOption, NameOption, OutOption, RepeatsOption, WindowOption
+from tca_jax.lab.benchmarks.options import (
+    RESULTS,
+    LengthsOption,
+    ModelsOption,
+    NameOption,
+    OutOption,
+    RepeatsOption,
+    WindowOption,
+)
 from tca_jax.lab.benchmarks.shares import Share
 from tca_jax.methods.selection import head_budgets
 from tca_jax.pallas_kernels.backends import check_backend
@@ -55,6 +63,7 @@ from tca_jax.pallas_kernels.select_tokens.triton import SelectConfig
 from tca_jax.pallas_kernels.token_scores import token_scores
 from tca_jax.pallas_kernels.token_scores import triton as token_scores_triton
 from tca_jax.pallas_kernels.token_scores.triton import TokenScoresConfig
+from tca_jax.plots import figures
 
 OPERATIONS = (
     "token_scores",
@@ -346,13 +355,11 @@ def plot(best: list[dict[str, Any]], path: Path) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.1)
     axes.set_xlabel("time of the default over that of the best configuration")
-    save_figure(figure, path)
+    figures.write(figure, path)
 
 
 def main(
-    length: Annotated[
-        list[int] | None, typer.Option(help="Tokens of context; may be repeated.", show_default="32768")
-    ] = None,
+    lengths: LengthsOption = None,
     models: ModelsOption = None,
     operation: Annotated[
         list[str] | None, typer.Option(help="Operation to tune; may be repeated.", show_default="all")
@@ -366,7 +373,7 @@ def main(
 
     Example: [bold]tca-jax bench tune --operation decode_attention[/]
     """
-    layers, config, lengths = find_layers(models), tca_jax.TCAConfig(window=window), length or [32768]
+    layers, config, lengths = find_layers(models), tca_config(window), lengths or [32768]
     unknown = set(operation or ()) - set(OPERATIONS)
     if unknown:
         raise UserError(f"--operation {min(unknown)}: must be one of {list(OPERATIONS)}")

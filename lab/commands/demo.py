@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from tca_jax.cli.errors import naming_options
 from tca_jax.cli.files import print_json, require_writable
 from tca_jax.cli.options import JsonOption, SeedOption
 from tca_jax.cli.progress import progress
@@ -32,7 +33,7 @@ def demo(
     from tca_jax.lab.demo import context_table, protocol_table, run_demo
 
     require_writable(out, "--out")
-    with progress() as report:
+    with progress() as report, naming_options("tokens", "questions"):
         result = run_demo(tokens, questions, seed, out, report)
     if as_json:
         print_json(result.to_json())

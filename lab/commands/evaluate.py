@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tca_jax.cli.errors import naming_options
 from tca_jax.cli.files import print_json, require_writable
-from tca_jax.cli.options import DtypeOption, JsonOption, ModelArgument, SeedOption
+from tca_jax.cli.options import DtypeOption, JsonOption, MeshOption, ModelArgument, SeedOption
 from tca_jax.cli.progress import progress
 from tca_jax.errors import UserError
-from tca_jax.lab.benchmarks.options import MeshOption
 from tca_jax.lab.benchmarks.progress import counted
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ def evaluate(
     hotpotqa: Annotated[Path | None, typer.Option(help="HotpotQA (JSON), for qa_2.", show_default=False)] = None,
     longbench: Annotated[Path | None, typer.Option(help="LongBench's folder of data.", show_default=False)] = None,
     text: Annotated[Path | None, typer.Option(help="For loss and agreement.", show_default="a substitute")] = None,
-    share: Annotated[
+    kv_share: Annotated[
         float | None,
-        typer.Option("--bytes", help="Share of full attention's bytes for all.", show_default="each its own"),
+        typer.Option(help="Share of full attention's KV bytes that each method may hold.", show_default="its own"),
     ] = None,
     batch: Annotated[int, typer.Option(help="Most prompts in a call; fewer where memory is short.", min=1)] = 8,
     dtype: DtypeOption = None,
@@ -72,7 +72,8 @@ def evaluate(
     specs = parse_methods(methods)
     sources = Sources(essays, squad, hotpotqa, longbench, text)
     require_writable(out, "--out")
-    check_dtype(dtype)
+    with naming_options("dtype"):
+        check_dtype(dtype)
     devices = None if mesh is None else parse_mesh(mesh, "--mesh")
     _require_files(sources)
     with progress() as report:
@@ -88,7 +89,7 @@ def evaluate(
             samples=samples,
             seed=seed,
             sources=sources,
-            share=share,
+            kv_share=kv_share,
             batch=batch,
         )
         lm = checkpoint.load(

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
+from tca_jax.cli.options import LARGEST, PictureOption
 from tca_jax.cli.plots import written
 
-_LARGEST = 2**31 - 1
 TokensOption = Annotated[
-    int | None, typer.Option(help="Prompt length.", show_default="the longest", min=1, max=_LARGEST)
+    int | None, typer.Option(help="Prompt length.", show_default="the longest", min=1, max=LARGEST)
 ]
 
 
@@ -19,9 +19,9 @@ def latency(
     results: Annotated[list[Path], typer.Argument(help="JSON files of results.", show_default=False)],
     tokens: TokensOption = None,
     new_tokens: Annotated[
-        int, typer.Option(help="Tokens decoded behind a benchmark's prompt.", min=1, max=_LARGEST)
+        int, typer.Option(help="Tokens decoded behind a benchmark's prompt.", min=1, max=LARGEST)
     ] = 256,
-    out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("out/latency.png"),
+    out: PictureOption = Path("out/latency.png"),
 ) -> None:
     """Draw where the time goes, from what bench or generate wrote.
 
@@ -42,7 +42,7 @@ def latency(
 
 def accuracy(
     results: Annotated[Path, typer.Argument(help="JSON file or folder of results.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("out/accuracy.png"),
+    out: PictureOption = Path("out/accuracy.png"),
 ) -> None:
     """Draw right answers against the bytes of the KV cache, a panel a protocol.
 
@@ -56,7 +56,7 @@ def accuracy(
 
 def reading(
     results: Annotated[Path, typer.Argument(help="JSON of examples/evaluate_zoo.py.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("out/reading.png"),
+    out: PictureOption = Path("out/reading.png"),
 ) -> None:
     """Draw loss inside the text against the attended share: a panel a model, a curve a method.
 
@@ -70,7 +70,7 @@ def reading(
 
 def keeping(
     results: Annotated[Path, typer.Argument(help="JSON of examples/evaluate_zoo.py.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("out/keeping.png"),
+    out: PictureOption = Path("out/keeping.png"),
 ) -> None:
     """Draw right late answers against the bytes of the KV cache: a panel a model, a curve a method.
 

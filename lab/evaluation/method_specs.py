@@ -5,19 +5,19 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import importlib
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from tca_jax.calibration.profile import Profile
+from tca_jax.calibration.profile import Profile, budgets_of
 from tca_jax.engine.lm import LM
 from tca_jax.equal_bytes import CallSizes, held_share, with_bytes
 from tca_jax.errors import UserError
-from tca_jax.methods import names
-from tca_jax.methods.registry import option_names, required_options, with_known
+from tca_jax.methods.checks import least_share
+from tca_jax.methods.registry import required_options, with_known
+from tca_jax.methods.written import Parts, joined, parse_parts
 
 #: The profile's method with the hyperparameters of the paper, which a model may ship with.
 PAPER = "paper"
@@ -34,7 +34,7 @@ class MethodSpec:
     """
 
     label: str
-    parts: tuple[tuple[str, Mapping[str, Any]], ...]
+    parts: Parts
 
 
 def parse_methods(text: str) -> tuple[MethodSpec, ...]:
@@ -56,32 +56,7 @@ def parse_methods(text: str) -> tuple[MethodSpec, ...]:
         raise UserError("--methods is empty: at least one is needed")
     if doubled := {spec for spec in specs if specs.count(spec) > 1}:
         raise UserError(f"--methods names {min(doubled)!r} twice")
-    return tuple(MethodSpec(spec, tuple(_part(part, spec) for part in spec.split("+"))) for spec in specs)
-
-
-def _part(text: str, spec: str) -> tuple[str, Mapping[str, Any]]:
-    name, _, listed = text.partition(":")
-    known = (*names(), PAPER)
-    if name not in known:
-        raise UserError(f"--methods {spec}: {name!r} is not registered: must be one of {sorted(known)}")
-    options = {}
-    for option in listed.split(",") if listed else ():
-        key, equals, value = option.partition("=")
-        if not equals:
-            raise UserError(f"--methods {spec}: {option!r} must be written as option=value")
-        options[key] = _value(value)
-    taken = () if name == PAPER else option_names(name)
-    for key in options:
-        if key not in taken:
-            raise UserError(f"--methods {spec}: {name} has no option {key!r}: must be one of {sorted(taken)}")
-    return name, options
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    return tuple(MethodSpec(spec, parse_parts(spec, "--methods", (PAPER,))) for spec in specs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,14 +109,14 @@ class Builder:
         name, options = self._resolve(spec)
         return Built(self.lm.with_method(name, **options))
 
-    def build_within(self, spec: MethodSpec, share: float, sizes: CallSizes) -> Built:
+    def build_within(self, spec: MethodSpec, kv_share: float, sizes: CallSizes) -> Built:
         """The model under a method whose caches hold at most this share of full attention's bytes, as much as they can.
 
         A method that has nothing to set, or holds more at its least, runs as it is, and the note says so.
 
         Args:
             spec: The method.
-            share: Of the bytes of full attention, in (0, 1].
+            kv_share: Share of full attention's KV cache bytes, in (0, 1].
             sizes: Of the calls to come.
         """
         name, options = self._resolve(spec)
@@ -150,12 +125,12 @@ class Builder:
         own = options.get(name.split("+")[-1], {}) if "+" in name else options
         try:
             if profile is not None and own.get("candidates") is profile.candidates:
-                model = self._within_profile(name, options, own, profile, share, sizes)
+                model = self._within_profile(name, options, own, profile, kv_share, sizes)
             else:
-                model = with_bytes(self.lm, name, share, **sizes._asdict(), **options)
+                model = with_bytes(self.lm, name, kv_share, **sizes._asdict(), **options)
         except ValueError as error:
             return Built(self.lm.with_method(name, **options), str(error), own_budget=True)
-        return Built(model, f"{share:.0%} of the bytes")
+        return Built(model, f"{kv_share:.0%} of the bytes")
 
     def _within_profile(
         self,
@@ -163,7 +138,7 @@ class Builder:
         options: Mapping[str, Any],
         own: dict[str, Any],
         profile: Profile,
-        share: float,
+        kv_share: float,
         sizes: CallSizes,
     ) -> LM:
         """The profile's rows with more heads dense, or with fewer heads above row 0, by what they are worth."""
@@ -178,23 +153,21 @@ class Builder:
             changed = {**own, "candidates": rows}
             return lm.with_method(name, **({**options, name.split("+")[-1]: changed} if "+" in name else changed))
 
-        def fits(count: int) -> bool:
-            return held_share(with_steps(self.lm.on_one_device, count), sizes) <= share
+        def held(count: int) -> float:
+            return held_share(with_steps(self.lm.on_one_device, count), sizes)
 
-        if not fits(0):
-            raise UserError(f"window, reserve and row 0 take more than {share:.0%} at {sizes.prompt_tokens} tokens")
-        most = bisect.bisect_left(range(1, len(steps) + 1), True, key=lambda count: not fits(count))
+        if (least := held(0)) > kv_share:
+            raise UserError(
+                f"kv_share = {kv_share}: must be at least {least_share(least)}, what window, reserve and row 0 take of "
+                f"full attention's bytes at {sizes.prompt_tokens} tokens"
+            )
+        most = bisect.bisect_left(range(1, len(steps) + 1), True, key=lambda count: held(count) > kv_share)
         return with_steps(self.lm, most)
 
     def _resolve(self, spec: MethodSpec) -> tuple[str, dict[str, Any]]:
         """A registered name, or two, and all options as `lm.with_method` takes them."""
-        parts = [self._with_profile(name, options, spec.label) for name, options in spec.parts]
-        joined = "+".join(name for name, _ in parts)
-        if len(parts) == 1:
-            return joined, parts[0][1]
-        if len(parts) == 2 and parts[0][0] == parts[1][0] and parts[0][1] != parts[1][1]:
-            raise UserError(f"--methods {spec.label}: joins a method with itself under other options")
-        return joined, {name: options for name, options in parts if options}
+        parts = tuple(self._with_profile(name, options, spec.label) for name, options in spec.parts)
+        return joined(parts, f"--methods {spec.label}")
 
     def _with_profile(self, name: str, options: Mapping[str, Any], label: str) -> tuple[str, dict[str, Any]]:
         """A method's registered name and options, those that a profile knows or that a look at texts gives included."""
@@ -238,8 +211,3 @@ def _ladder(profile: Profile) -> list[tuple[int, int]]:
     by_worth = np.argsort(-profile.keeping_worth, axis=None, kind="stable").tolist()
     first = [(head, int(own[head])) for head in by_worth if own[head]]
     return first + [(head, dense) for head in by_worth if own[head] < dense]
-
-
-def budgets_of(profile: Profile) -> dict[str, Any]:
-    """What calibration found, by the names of the options that take it."""
-    return {name: getattr(profile, name) for name in ("config", "candidates", "prefill_candidates", "readings")}

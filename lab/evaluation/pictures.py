@@ -46,19 +46,26 @@ def draw_pictures(records: Sequence[Record], folder: Path) -> list[Path]:
 
 
 def _against_time(records: Sequence[Record]) -> Figure | None:
-    """Mean score against seconds to the first token, a point a length."""
+    """Mean score against seconds from a question to the first token of its answer, a point a length.
+
+    All prompts of a batch wait for the whole of it. Under "late" the document was read before.
+    """
     if not records:
         return None
     lengths = _lengths(records)
+    waited = [{**record, "waited": record["batch"] * record["question_seconds"]} for record in records]
 
     def points(of_method: Sequence[Record]) -> list[tuple[float, float]]:
         of_lengths = [_of(of_method, length=length) for length in lengths]
-        return [(_mean(some, "prefill_seconds"), _mean(some, "score")) for some in of_lengths if some]
+        return [(_mean(some, "waited"), _mean(some, "score")) for some in of_lengths if some]
 
-    title = f"Accuracy against time, {_tokens(lengths)}"
-    figure, panels = _draw_scores(records, points, title, "seconds to the first token, a prompt")
-    panels[0].set_xlim(left=0)
-    return figure
+    batches = " or ".join(str(size) for size in sorted({record["batch"] for record in records}))
+    title = f"Accuracy against time, {_tokens(lengths)}, batches of {batches}"
+    label = "seconds from the question to the first token"
+    figure, panels = _draw_scores(waited, points, title, label, same_x=False)
+    for axes in panels:
+        axes.set_xlim(0, 1.05 * axes.get_xlim()[1])
+    return _labelled(figure, panels)
 
 
 def _against_length(records: Sequence[Record]) -> Figure | None:
@@ -76,7 +83,7 @@ def _against_length(records: Sequence[Record]) -> Figure | None:
         axes.xaxis.set_major_locator(FixedLocator(lengths))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter("{x:,.0f}")
-    return figure
+    return _labelled(figure, panels)
 
 
 def _against_depth(records: Sequence[Record]) -> Figure | None:
@@ -97,7 +104,7 @@ def _against_depth(records: Sequence[Record]) -> Figure | None:
     panels[0].set_xlim(0, 1)
     for axes in panels:
         axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-    return figure
+    return _labelled(figure, panels)
 
 
 def _draw_scores(
@@ -106,15 +113,23 @@ def _draw_scores(
     title: str,
     xlabel: str,
     ylabel: str = "score, mean of tasks",
+    *,
+    same_x: bool = True,
 ) -> tuple[Figure, list[Axes]]:
     """A panel a protocol, in which `points` of its records are a method's line; scores are in percent."""
     protocols = [name for name in PROTOCOLS if _of(records, protocol=name)]
     curves = {name: _curves(_of(records, protocol=name), points) for name in protocols}
-    figure, panels = draw_curves(curves, title, xlabel, ylabel)
+    figure, panels = draw_curves(curves, title, xlabel, ylabel, same_x=same_x)
     panels[0].set_ylim(-3, 103)
     for axes in panels:
         axes.yaxis.set_major_formatter(PercentFormatter(100))
     return figure, panels
+
+
+def _labelled(figure: Figure, panels: Sequence[Axes]) -> Figure:
+    """The figure of scores with the value of each point that stands alone."""
+    figures.label_lone_points(panels, "{:.3g}%".format)
+    return figure
 
 
 def _curves(
@@ -146,7 +161,7 @@ def _loss_by_position(records: Sequence[Record]) -> Figure | None:
     ylabel = "nats per token" + (" above full attention" if compared else "")
     figure, drawn_panels = draw_curves(panels, "Loss by position", "position", ylabel, same_x=False)
     for axes in drawn_panels if compared else ():
-        axes.axhline(0, color="#404040", linewidth=1)
+        axes.axhline(0, color="#404040", linewidth=1, zorder=1)
     return figure
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -41,7 +42,7 @@ class Plan:
         samples: Samples of each task and length; LongBench and SQuAD may have fewer.
         seed: Draws them.
         sources: Files.
-        share: Share of full attention's bytes that every method is to hold; None: methods as they are.
+        kv_share: Share of full attention's KV cache bytes that every method is to hold; None: methods as they are.
         batch: Most prompts in a call.
         skipped: Why tasks of a suite are left out.
     """
@@ -52,7 +53,7 @@ class Plan:
     samples: int
     seed: int
     sources: Sources
-    share: float | None
+    kv_share: float | None
     batch: int
     skipped: tuple[str, ...] = ()
 
@@ -87,7 +88,7 @@ def make_plan(
     samples: int,
     seed: int,
     sources: Sources,
-    share: float | None,
+    kv_share: float | None,
     batch: int,
 ) -> Plan:
     """Checks what is asked for, without the model's weights.
@@ -103,8 +104,8 @@ def make_plan(
     for name, value in (("--samples", samples), ("--batch", batch)):
         if value < 1:
             raise UserError(f"{name} {value}: must be at least 1")
-    if share is not None and not 0 < share <= 1:
-        raise UserError(f"--bytes {share}: must lie in (0, 1], a share of full attention's bytes")
+    if kv_share is not None and not 0 < kv_share <= 1:
+        raise UserError(f"--kv-share {kv_share}: must lie in (0, 1], a share of full attention's KV cache bytes")
     if not lengths or len(set(lengths)) < len(lengths):
         raise UserError(f"--lengths {list(lengths)}: must be one or more, each once")
     for length in lengths:
@@ -118,12 +119,16 @@ def make_plan(
         wanted = SUITES.get(name) or (TASKS[name],)
         found = [_that_fit(lm, task, lengths, sources, samples, seed, named=name in TASKS) for task in wanted]
         if not any(fitting for _, fitting, _ in found):
-            raise UserError(f"--tasks {name}: no task of it can be run: {found[0][2][0]}")
-        for task, fitting, reasons in found:
-            skipped += reasons
+            reasons = [reason for _, _, of_task in found for reason in of_task]
+            nearest = min(reasons, key=lambda reason: reason.least or math.inf)
+            raise UserError(f"--tasks {name}: no task of it can be run: {nearest}")
+        for task, fitting, of_task in found:
+            skipped += map(str, of_task)
             if fitting:
                 chosen[task.name] = (task, fitting)
-    plan = Plan(methods, tuple(chosen.values()), tuple(protocols), samples, seed, sources, share, batch, tuple(skipped))
+    plan = Plan(
+        methods, tuple(chosen.values()), tuple(protocols), samples, seed, sources, kv_share, batch, tuple(skipped)
+    )
     if any(task.suite == "longbench" for task, _ in plan.tasks):
         longbench.require_libraries()
     return plan
@@ -141,22 +146,21 @@ def _require_known(option: str, given: Sequence[str], known: Sequence[str]) -> N
 
 def _that_fit(
     lm: Encoder, task: AnyTask, lengths: Sequence[int], sources: Sources, samples: int, seed: int, *, named: bool
-) -> tuple[AnyTask, tuple[int, ...], list[str]]:
+) -> tuple[AnyTask, tuple[int, ...], list[DoesNotFit]]:
     """A task, the lengths at which it can be run, and why not at the others; an error instead where it was named."""
-    reasons: list[str] = []
+    reasons: list[DoesNotFit] = []
     fitting: list[int] = []
     missing = next((text for name in task.needs if (text := sources.missing(name.partition("/")[0]))), None)
-    for length in lengths:
+    if missing:
+        reasons.append(DoesNotFit(f"--tasks {task.name}: {missing}" if named else f"{task.name}: {missing}"))
+    for length in () if missing else lengths:
         try:
-            if missing:
-                raise DoesNotFit(missing)
             task.draw(Drawing(lm, sources, length, samples, seed, only_check=True))
             fitting.append(length)
         except DoesNotFit as error:
-            if named:
-                raise UserError(f"--tasks {task.name}: {error}") from None
-            if not missing or not reasons:
-                reasons.append(f"{task.name}: {error}")
+            reasons.append(error)
+    if named and reasons:
+        raise reasons[0]
     return task, tuple(fitting), reasons
 
 

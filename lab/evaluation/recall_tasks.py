@@ -22,21 +22,25 @@ def _draw(drawing: Drawing, task: str) -> list[Sample]:
     def documents(num_bytes: int, count: int) -> list[Document]:
         return draw_documents(seed, count, num_bytes, task)
 
-    def fits(num_bytes: int) -> bool:
+    def tokens(num_bytes: int) -> int:
         sample = _sample(documents(num_bytes, 1)[0])
         special = len(Prompt("a", "", chat=False).encode(drawing.lm)) - 1
-        return len(sample.prompts["prefix"].encode(drawing.lm)) - special <= drawing.length
+        return len(sample.prompts["prefix"].encode(drawing.lm)) - special
+
+    def fits(num_bytes: int) -> bool:
+        return tokens(num_bytes) <= drawing.length
 
     if drawing.length + ANSWER_TOKENS > drawing.lm.config.max_context:
+        most = drawing.lm.config.max_context
         raise DoesNotFit(
-            f"length {drawing.length}: recall answers take up to {ANSWER_TOKENS} tokens more, and {drawing.lm.name} "
-            f"has {drawing.lm.config.max_context} positions"
+            f"--lengths {drawing.length}: recall_{task} needs at most {most - ANSWER_TOKENS}, for answers take up to "
+            f"{ANSWER_TOKENS} tokens more, and {drawing.lm.name} has {most} positions"
         )
     num_bytes: int | None = drawing.length if drawing.length >= _LEAST_BYTES else None
     if num_bytes is None or not fits(num_bytes) or fits(num_bytes + 1):  # several bytes per token
         num_bytes = largest(fits, _LEAST_BYTES)
     if num_bytes is None:
-        raise DoesNotFit(f"length {drawing.length}: recall tasks need {_LEAST_BYTES} bytes of text")
+        raise DoesNotFit.too_short(f"recall_{task}", drawing.length, tokens(_LEAST_BYTES), drawing.lm.name)
     return [_sample(document) for document in documents(num_bytes, 0 if drawing.only_check else drawing.count)]
 
 

@@ -14,7 +14,7 @@ from tca_jax.errors import UserError
 from tca_jax.files import replacing
 from tca_jax.models.json_object import read_json_object
 
-FORMAT = 1
+FORMAT = 2
 CONFIG = "config.json"
 TASKS = "results"
 #: Of the configuration, what a second run may add to; all else must be the same.

@@ -58,14 +58,14 @@ def run_plan(
 
     @functools.lru_cache
     def within(label: str, sizes: CallSizes) -> Built:
-        assert plan.share is not None
-        return builder.build_within(specs[label], plan.share, sizes)
+        assert plan.kv_share is not None
+        return builder.build_within(specs[label], plan.kv_share, sizes)
 
     for job in jobs:
         before, task = done, tasks[job.task]
         samples = store.get(task, job.length)
         method = built[job.method]
-        if plan.share is not None:
+        if plan.kv_share is not None:
             method = within(job.method, _call_sizes(builder.lm, task, samples, job))
 
         def advance(count: int, job: Job = job) -> None:
@@ -95,7 +95,7 @@ def _config(plan: Plan, builder: Builder, built: Mapping[str, Built]) -> dict[st
         **mesh_entry(lm.mesh),
         "seed": plan.seed,
         "samples": plan.samples,
-        "bytes": plan.share,
+        "kv_share": plan.kv_share,
         "methods": {label: _digest(describe_method(each.lm.method)) for label, each in built.items()},
         "measured": builder.measured,
         "sources": {

@@ -129,4 +129,17 @@ class Task:
 
 
 class DoesNotFit(UserError):
-    """A task has no sample of a length."""
+    """A task has no sample of a length.
+
+    Attributes:
+        least: The least length that it has samples of; None where a longer one would not help.
+    """
+
+    def __init__(self, message: str, least: int | None = None) -> None:
+        super().__init__(message)
+        self.least = least
+
+    @classmethod
+    def too_short(cls, task: str, length: int, least: int, model: str) -> DoesNotFit:
+        """Of a length below the least one."""
+        return cls(f"--lengths {length}: {task} needs at least {least} tokens of {model}", least)

@@ -38,8 +38,8 @@ def write_table(results: Results, skipped: Sequence[str] = ()) -> None:
 
 def table(config: Mapping[str, Any], records: Sequence[Record], skipped: Sequence[str] = ()) -> str:
     """All results: a table for each length, protocol and suite, then those of text tasks, then notes."""
-    records, share = _in_order(config, records), config["bytes"]
-    held = "as each method has them" if share is None else f"at most {share:.0%} of full attention's"
+    records, kv_share = _in_order(config, records), config["kv_share"]
+    held = "as each method has them" if kv_share is None else f"at most {kv_share:.0%} of full attention's"
     lines = [
         f"# {config['model']}",
         "",

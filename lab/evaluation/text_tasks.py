@@ -82,10 +82,10 @@ class TextTask:
             DoesNotFit: the text is shorter than one, or the length too short to be told apart by position.
         """
         ids = _encode_text(drawing.lm, drawing.sources.user_text)
-        if not _LEAST_TOKENS <= drawing.length <= len(ids):
-            raise DoesNotFit(
-                f"length {drawing.length}: {self.name} needs from {_LEAST_TOKENS} to {len(ids)} tokens, those of --text"
-            )
+        if drawing.length < _LEAST_TOKENS:
+            raise DoesNotFit.too_short(self.name, drawing.length, _LEAST_TOKENS, drawing.lm.name)
+        if drawing.length > len(ids):
+            raise DoesNotFit(f"--lengths {drawing.length}: {self.name} needs at most {len(ids)}, the tokens of --text")
         begin = ids[:1] if ids[0] == getattr(drawing.lm.tokenizer, "bos_token_id", None) else []
         starts = np.linspace(0, len(ids) - drawing.length, drawing.count).astype(int)
         return [begin + ids[start + len(begin) : start + drawing.length] for start in starts.tolist()]

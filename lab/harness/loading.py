@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tca_jax.calibration.profile import budgets_of
 from tca_jax.engine.lm import LM
 from tca_jax.errors import UserError
-from tca_jax.lab.evaluation.method_specs import budgets_of
 from tca_jax.loading import check_dtype, open_checkpoint
 from tca_jax.methods.registry import with_known
 

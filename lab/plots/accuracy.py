@@ -46,7 +46,8 @@ def plot_accuracy(panels: Mapping[str, Sequence[Point]], title: str, path: str |
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         if BASELINE in methods:
             best = max(right for _, right in methods[BASELINE])
-            axes.axhline(best, color="#A0A0A0", linewidth=0.8, linestyle="--")
+            axes.axhline(best, color="#A0A0A0", linewidth=0.8, linestyle="--", zorder=1)
+    figures.label_lone_points(drawn, "{:.0%}".format)
     return figures.write(figure, path)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -18,7 +17,6 @@ Curves = Mapping[str, Sequence[tuple[float, float]]]
 
 _MARKERS = "osD^vP*X<>hp"
 _COLUMNS = 3
-_FEW_COLORS = 10
 
 
 def draw_curves(
@@ -64,14 +62,16 @@ def draw_curves(
 
 
 def _styles(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """How each method is drawn, the baseline first: it is seen where points of another method cover it."""
-    names = sorted(dict.fromkeys(methods), key=lambda name: name != BASELINE)
-    palette = colormaps["tab10" if len(names) <= _FEW_COLORS else "tab20"]
+    """How each method is drawn, the baseline first: it is seen where points of another method cover it.
+
+    The others look alike whether or not it is drawn.
+    """
+    others = [name for name in dict.fromkeys(methods) if name != BASELINE]
+    names, colors = [BASELINE, *others], figures.palette(1 + len(others))
     styles: dict[str, dict[str, Any]] = {}
-    for number, name in enumerate(names):
+    for number, (name, color) in enumerate(zip(names, colors, strict=True)):
         marker = _MARKERS[number % len(_MARKERS)]
-        styles[name] = {"linewidth": 1, "markersize": 7, "color": palette(number % palette.N), "marker": marker}
-    if BASELINE in styles:
-        hollow = {"markersize": 10, "markerfacecolor": "none", "markeredgewidth": 1.5, "linestyle": "--"}
-        styles[BASELINE] |= {"color": "black", **hollow}
+        styles[name] = {"linewidth": 1, "markersize": 7, "color": color, "marker": marker}
+    hollow = {"markersize": 10, "markerfacecolor": "none", "markeredgewidth": 1.5, "linestyle": "--"}
+    styles[BASELINE] |= {"color": "black", **hollow}
     return styles

@@ -43,9 +43,9 @@ def plot_latency(bars: Mapping[str, Mapping[str, float]], title: str, path: str 
     axes = figure.subplots()
     left = np.zeros(len(bars))
     room = _LABELLED * max(totals)
-    for stage in names:
+    for stage, color in zip(names, figures.palette(len(names)), strict=True):
         seconds = np.array([stages.get(stage, 0.0) for stages in bars.values()])
-        drawn = axes.barh(range(len(bars)), seconds / factor, left=left / factor, height=0.7, label=stage)
+        drawn = axes.barh(range(len(bars)), seconds / factor, left=left / factor, height=0.7, label=stage, color=color)
         drawn_in = [f"{each / factor:.3g}" if each >= room else "" for each in seconds]
         axes.bar_label(drawn, drawn_in, label_type="center", fontsize=8)
         left += seconds

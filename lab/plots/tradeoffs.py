@@ -51,13 +51,14 @@ def plot_reading(models: Models, path: str | os.PathLike[str]) -> Path:
     drawn[0].set_yscale("symlog", linthresh=_LINEAR)
     drawn[0].set_ylim(lowest, highest)
     for axes in drawn:
-        axes.axhline(0, color="#A0A0A0", linewidth=0.8, linestyle="--")
+        axes.axhline(0, color="#A0A0A0", linewidth=0.8, linestyle="--", zorder=1)
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xticks([share for share in _SHARES if share >= 0.8 * least])
         axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_yticks([rise for rise in _RISES if lowest <= rise <= highest])
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:+g}%" if value else "0%"))
         axes.yaxis.set_minor_locator(NullLocator())
+    figures.label_lone_points(drawn, lambda rise: f"{100 * rise:+.2g}%" if rise else "0%")
     return figures.write(figure, path)
 
 
@@ -84,6 +85,7 @@ def plot_keeping(models: Models, path: str | os.PathLike[str]) -> Path:
     for axes in drawn:
         axes.xaxis.set_major_formatter(PercentFormatter(1.0))
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    figures.label_lone_points(drawn, "{:.0%}".format)
     return figures.write(figure, path)
 
 

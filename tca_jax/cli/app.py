@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from tca_jax.cli.calibrate import calibrate
 from tca_jax.cli.chat import chat
-from tca_jax.cli.errors import users_message
+from tca_jax.cli.errors import usage_message, users_message
 from tca_jax.cli.generate import generate
 from tca_jax.cli.plots import app as plot_app
 from tca_jax.cli.profiles import app as profile_app
@@ -42,7 +42,7 @@ class _Commands(TyperGroup):
             _flush_or_abandon_stdout()
             code = 1
         except _UsageError as error:
-            code = _fail(error.format_message())
+            code = _fail(usage_message(error))
         except Exception as error:
             message = users_message(error)
             if message is None or os.environ.get("TCA_JAX_TRACEBACK"):

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tca_jax.cli.errors import naming_options
 from tca_jax.cli.files import read_text, require_writable
 from tca_jax.cli.options import DtypeOption, JsonOption, ModelArgument
 from tca_jax.cli.profiles import print_profile
@@ -73,7 +74,8 @@ def calibrate(
     options: dict[str, Any] = {"window": window, "block_size": block_size, "tau": tau}
     options |= {"read_tolerance": read_tolerance, "keep_tolerance": keep_tolerance}
     options |= {} if criterion is None else {"criterion": criterion}
-    config = TCAConfig.paper(**options) if paper else TCAConfig(**options)
+    with naming_options(*options):
+        config = TCAConfig.paper(**options) if paper else TCAConfig(**options)
     journal = Path(f"{out}.journal")
     require_writable(out, "--out")
     require_writable(journal.parent, "--out")
@@ -81,22 +83,29 @@ def calibrate(
     chosen = _probes(probes, len(texts))
 
     from tca_jax.calibration.probes import probed_texts
+    from tca_jax.calibration.rows import require_fit
     from tca_jax.calibration.run import calibrate as run_calibration
     from tca_jax.calibration.run import require_bounds, require_length
     from tca_jax.engine.prompts import encode_prompt
     from tca_jax.loading import check_dtype, open_checkpoint
 
-    check_dtype(dtype)
-    require_bounds(config, probes=chosen, kept=kept, attended=attended)
-    with progress() as report:
+    with naming_options("dtype", "probes", "kept", "attended"):
+        check_dtype(dtype)
+        require_bounds(config, probes=chosen, kept=kept, attended=attended)
+    with progress() as report, naming_options("kept", "attended"):
         report(f"loading {model}", None, None)
         checkpoint = open_checkpoint(model)
-        sequences = [encode_prompt(checkpoint, text, name)[:max_tokens] for name, text in texts]
-        for (name, _), ids in zip(texts, sequences, strict=True):
-            require_length(name, len(ids), checkpoint, config)
-        if config.criterion == "worth":
+        sequences = []
+        for name, words in texts:
+            ids = encode_prompt(checkpoint, words, name)
+            cut = "" if max_tokens is None or max_tokens >= len(ids) else f", cut by --max-tokens {max_tokens},"
+            sequences.append(ids[:max_tokens])
+            require_length(f"{name}{cut}", len(sequences[-1]), checkpoint, config)
+        if config.criterion == "worth":  # what is wrong is said before the weights are read
             names = [name for name, _ in texts]
-            probed_texts(checkpoint, sequences, chosen, config, names)  # before the weights are read
+            probed = probed_texts(checkpoint, sequences, chosen, config, names)
+            if kept is not None:
+                require_fit(kept, max(len(each.ids) for each in probed), config)
         lm = checkpoint.load(dtype=dtype, progress=lambda done, total: report(f"loading {model}", done, total))
         step = f"calibrating on {len(sequences)} text{'s'[: len(sequences) > 1]}"
         profile = run_calibration(

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+from collections.abc import Iterator
+from typing import Any
 
 from tca_jax.errors import UserError
+
+#: Options that had another name before, of whichever command has the new one.
+_RENAMED = {
+    "--area": "--attended",
+    "--bytes": "--kv-share",
+    "--length": "--lengths",
+    "--shares": "--block-shares",
+}
 
 
 def users_message(error: Exception) -> str | None:
@@ -21,3 +33,23 @@ def users_message(error: Exception) -> str | None:
     if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error):
         return f"out of memory: {str(error).splitlines()[0]}"
     return None
+
+
+def usage_message(error: Any) -> str:
+    """What a user reads of an option or an argument that the command line does not take."""
+    old = getattr(error, "option_name", "")
+    new = _RENAMED.get(old)
+    known = [name for parameter in error.ctx.command.params for name in parameter.opts] if error.ctx else []
+    return f"{old} is now {new}" if new in known else str(error.format_message())
+
+
+@contextlib.contextmanager
+def naming_options(*names: str) -> Iterator[None]:
+    """Errors that begin with one of these arguments' names begin with its option: `--top-p 2.0: must be ...`."""
+    try:
+        yield
+    except UserError as error:
+        argument = re.compile(rf"(?:TCAConfig\.)?({'|'.join(names)})\b(?: =)?")
+        if not (found := argument.match(str(error))):
+            raise
+        raise UserError(f"--{found[1].replace('_', '-')}{str(error)[found.end() :]}") from error

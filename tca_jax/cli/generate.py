@@ -12,18 +12,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tca_jax.cli.files import print_json, read_text
-from tca_jax.cli.options import DtypeOption, JsonOption, ModelArgument, ProfileOption, SeedOption
+from tca_jax.cli.models import SYSTEM_BEHIND_CONTEXT, opened, read_context
+from tca_jax.cli.options import (
+    AnswerOptions,
+    ContextOption,
+    JsonOption,
+    ModelArgument,
+    ModelOptions,
+    SystemOption,
+    with_options,
+)
 from tca_jax.cli.progress import progress
 from tca_jax.errors import UserError
 
 if TYPE_CHECKING:
+    from tca_jax.engine.contexts import Context
     from tca_jax.engine.generation import Output, Stats
     from tca_jax.engine.lm import LM
+    from tca_jax.loading import Checkpoint
 
 _HEADING_CHARACTERS = 60  # of a prompt, over its answer
-_LARGEST = 2**31 - 1
 
 
+@with_options
 def generate(
     model: ModelArgument,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.", show_default=False)] = None,
@@ -31,21 +42,14 @@ def generate(
         list[Path] | None,
         typer.Option(help='File with a prompt (UTF-8); "-" reads stdin; may be repeated.', show_default=False),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Send it as a user message through the chat template.")] = False,
-    system: Annotated[str | None, typer.Option(help="System message before it; implies --chat.")] = None,
-    profile: ProfileOption = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1, max=_LARGEST)] = 256,
-    min_new_tokens: Annotated[int, typer.Option(help="No stop token comes before so many tokens.", min=0)] = 0,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send it as a user message, or with --context as a question of a chat.")
+    ] = False,
+    system: SystemOption = None,
+    context: ContextOption = None,
+    running: ModelOptions = ModelOptions(),  # noqa: B008 (frozen)
+    answering: AnswerOptions = AnswerOptions(),  # noqa: B008
     num_samples: Annotated[int, typer.Option(help="Answers to each prompt, which is read once.", min=1)] = 1,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k best tokens.", min=1, max=_LARGEST)] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the smallest set of this probability.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Keep tokens this close to the best.")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1 discourages repetition.")] = None,
-    seed: SeedOption = 0,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="String that ends an answer; may be repeated.", show_default=False)
-    ] = None,
     logprobs: Annotated[
         bool, typer.Option("--logprobs", help="Log-probability of every new token; needs --json.")
     ] = False,
@@ -53,7 +57,6 @@ def generate(
         int | None,
         typer.Option(help="That of so many likeliest tokens at its place, too; needs --json.", min=1),
     ] = None,
-    dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Answer prompts; a single answer is printed as it is made.
@@ -61,27 +64,37 @@ def generate(
     Several prompts are read as one batch, those of --prompt before those of --prompt-file. Answers go to standard
     output, each under a heading where there are several; what they cost goes to standard error.
 
-    With --json: {"model", "profile", "answers": [{"prompt", "sample", "text", "tokens", "finish_reason"}], "stats"};
-    "prompt" and "sample" count from 0, --logprobs adds "logprobs", and --top-logprobs "top_logprobs", too: at each
-    place a list of {"id", "text", "logprob"}.
+    With --context, prompts follow what was read before as they are; with --chat, too, as questions of
+    [bold]tca-jax chat[/].
+
+    With --json: {"model", "profile", "method", "answers": [{"prompt", "sample", "text", "tokens", "finish_reason"}],
+    "stats"}; "prompt" and "sample" count from 0, --logprobs adds "logprobs", and --top-logprobs "top_logprobs", too: at
+    each place a list of {"id", "text", "logprob"}.
 
     Example: [bold]tca-jax generate recall-tiny --profile shipped --prompt-file doc.txt[/]
     """
     for option, given in (("--logprobs", logprobs), ("--top-logprobs", top_logprobs)):
         if given and not as_json:
             raise UserError(f"{option} needs --json")
+    if system is not None and context is not None:
+        raise UserError(SYSTEM_BEHIND_CONTEXT)
     texts = _read_prompts(prompt or (), prompt_file or ())
-    sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    sampling |= {"repetition_penalty": repetition_penalty}
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens, "seed": seed}
-    options |= {"stop": tuple(stop or ()), **sampling}
-    _check_numbers(sampling, options)
-    requests = [(name, _request(text, system, chat)) for name, text in texts]
-    lm, prompts = _load(model, profile, dtype, requests, options)
+    options = answering.arguments()
+    from tca_jax.engine.prompts import require_positions
+
+    saved = None if context is None else read_context(context)
+    with opened(model, running, rows=len(texts) if saved is None else saved.batch) as (checkpoint, load):
+        prompts = [_encoded(checkpoint, name, text, system, chat, saved) for name, text in texts]
+        held = 0 if saved is None else max(saved.stats.tokens)
+        for (name, _), ids in zip(texts, prompts, strict=True):
+            require_positions(name, len(ids), answering.max_new_tokens, checkpoint, context_tokens=held)
+        lm = load()
+    options |= {"context": saved, "backend": running.backend}
     if len(prompts) > 1 or num_samples > 1 or as_json:
         out = _answer(lm, prompts, {"num_samples": num_samples, "logprobs": top_logprobs or logprobs, **options})
         if as_json:
-            print_json(_record(model, profile, out, len(prompts), lm.tokenizer.decode))
+            who = {"model": model, "profile": running.profile, "method": lm.method.name}
+            print_json(who | _record(out, len(prompts), lm.tokenizer.decode))
             return
         _print_answers([_heading(*text) for text in texts], out)
     else:
@@ -98,48 +111,18 @@ def _read_prompts(prompts: Sequence[str], files: Sequence[Path]) -> list[tuple[s
     return texts
 
 
-def _request(text: str, system: str | None, chat: bool) -> Any:
-    """The prompt, or the chat that it is."""
-    if not chat and system is None:
-        return text
-    before = [] if system is None else [{"role": "system", "content": system}]
-    return [*before, {"role": "user", "content": text}]
+def _encoded(
+    checkpoint: Checkpoint, name: str, text: str, system: str | None, chat: bool, context: Context | None
+) -> list[int]:
+    """Token ids of a prompt, or of the chat that it is, or of what it appends to a context."""
+    from tca_jax.engine.prompts import DocumentTemplate, encode_prompt, encode_verbatim
 
-
-def _check_numbers(sampling: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Raises ValueError for a wrong number before anything is looked up or read."""
-    from tca_jax.engine.sampling import Sampling
-
-    Sampling(**sampling)
-    if options["min_new_tokens"] > options["max_new_tokens"]:
-        raise UserError(
-            f"--min-new-tokens {options['min_new_tokens']}: must be at most --max-new-tokens "
-            f"{options['max_new_tokens']}"
-        )
-    if not all(options["stop"]):
-        raise UserError(f"stop = {list(options['stop'])!r}: must be non-empty strings")
-
-
-def _load(
-    model: str,
-    profile: str | None,
-    dtype: str | None,
-    requests: Sequence[tuple[str, Any]],
-    options: Mapping[str, Any],
-) -> tuple[LM, list[list[int]]]:
-    """The model, and the prompts' token ids, which are known to fit before its weights are read."""
-    from tca_jax.engine.prompts import encode_prompt, require_positions
-    from tca_jax.loading import check_dtype, open_checkpoint
-
-    check_dtype(dtype)
-    with progress() as report:
-        report(f"loading {model}", None, None)
-        checkpoint = open_checkpoint(model)
-        prompts = [encode_prompt(checkpoint, request, name) for name, request in requests]
-        for (name, _), ids in zip(requests, prompts, strict=True):
-            require_positions(name, len(ids), options["max_new_tokens"], checkpoint)
-        lm = checkpoint.load(profile, dtype=dtype, progress=lambda done, total: report(f"loading {model}", done, total))
-    return lm, prompts
+    if not (chat or system is not None):
+        return encode_prompt(checkpoint, text, name) if context is None else encode_verbatim(checkpoint, text, name)
+    if context is None:
+        before = [] if system is None else [{"role": "system", "content": system}]
+        return encode_prompt(checkpoint, [*before, {"role": "user", "content": text}], name)
+    return encode_verbatim(checkpoint, DocumentTemplate.of(checkpoint).question(text, follows_answer=False), name)
 
 
 def _answer(lm: LM, prompts: list[list[int]], options: Mapping[str, Any]) -> Output:
@@ -186,10 +169,8 @@ def _print_answers(headings: Sequence[str], out: Output) -> None:
         print(text)
 
 
-def _record(
-    model: str, profile: str | None, out: Output, num_prompts: int, decode: Callable[[list[int]], str]
-) -> dict[str, Any]:
-    """What `--json` prints; the help of `generate` describes it."""
+def _record(out: Output, num_prompts: int, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+    """What `--json` prints of answers and costs; the help of `generate` describes it."""
     samples = len(out.tokens) // num_prompts
     answers = []
     for i, (text, tokens, reason) in enumerate(zip(out.text, out.tokens, out.finish_reasons, strict=True)):
@@ -203,7 +184,7 @@ def _record(
                 for place in out.top_logprobs[i]
             ]
         answers.append(answer)
-    return {"model": model, "profile": profile, "answers": answers, "stats": dataclasses.asdict(out.stats)}
+    return {"answers": answers, "stats": dataclasses.asdict(out.stats)}
 
 
 def describe(stats: Stats) -> str:
@@ -215,8 +196,9 @@ def describe(stats: Stats) -> str:
     if stats.compile_seconds:
         times.append(f"compiling took {stats.compile_seconds:.1f} s more")
     held, full = (f"{count / 1e6:,.2f}" for count in (stats.kv_cache_bytes, stats.full_kv_cache_bytes))
+    behind = f" behind a context of {max(stats.context_tokens):,}" if stats.context_tokens else ""
     return (
-        f"{read} tokens read, {made} new; {', '.join(times)}\n"
+        f"{read} tokens read{behind}, {made} new; {', '.join(times)}\n"
         f"KV cache {held} MB, {full} MB under full attention; it holds {stats.kept_share:.1%} of the tokens\n"
         f"while reading, {stats.attended_share:.1%} of all pairs of a token and one before it were attended to"
     )

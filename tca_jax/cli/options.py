@@ -1,10 +1,49 @@
-"""Options that several commands share."""
+"""Options that several commands share, each declared once. Importing them loads no JAX."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import dataclasses
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
+
+from tca_jax.cli.errors import naming_options
+from tca_jax.errors import UserError
+from tca_jax.files import require_png
+
+_T = TypeVar("_T")
+LARGEST = 2**31 - 1  # tokens: positions are 32-bit integers
+LAUNCH_ORDER = "CUDA_DEVICE_MAX_CONNECTIONS"  # "1": GPUs start kernels in the order of their launch
+
+
+def launched_in_order(mesh: _T) -> _T:
+    """Of an option that names a mesh: GPUs start kernels in the order of their launch, unless the environment differs.
+
+    A sum over devices then starts before the product that is to run beside it, which would take all of a GPU first:
+    docs/multiple-gpus.md has what that gains. CUDA reads it when JAX first looks for a device: later than this.
+    """
+    if mesh:
+        os.environ.setdefault(LAUNCH_ORDER, "1")
+    return mesh
+
+
+def _png_of(option: str) -> Callable[[Path | None], Path | None]:
+    """Of an option that names a picture: refuses what is no PNG before anything is computed."""
+
+    def checked(path: Path | None) -> Path | None:
+        try:
+            require_png(path or "")
+        except UserError as error:
+            raise UserError(f"{option} {error}") from None
+        return path
+
+    return checked
+
 
 ModelArgument = Annotated[str, typer.Argument(help="Alias, Hugging Face Hub id or local folder.", show_default=False)]
 ProfileOption = Annotated[
@@ -15,5 +54,110 @@ DtypeOption = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16 or float16.", show_default="float32 on a CPU, else bfloat16"),
 ]
+MeshOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        help="Devices that share the model: those on data x those on model, such as 1x4.",
+        show_default="one device",
+        callback=launched_in_order,
+    ),
+]
+BackendOption = Annotated[str, typer.Option(help="Kernels: auto, xla, triton or mosaic.")]
 SeedOption = Annotated[int, typer.Option(help="Other seeds, other draws.", min=0, max=2**32 - 1)]
+SystemOption = Annotated[str | None, typer.Option(help="System message; the chat template puts it first.")]
+ContextOption = Annotated[
+    Path | None, typer.Option(help="Folder of what was read before (chat --save-context).", show_default=False)
+]
+PictureOption = Annotated[Path, typer.Option(help="PNG to write.", callback=_png_of("--out"))]
+MapsOption = Annotated[
+    Path | None,
+    typer.Option("--png", help="Heat maps to write, one PNG.", show_default="none", callback=_png_of("--png")),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+    """Options that say under which method a model runs, and on what."""
+
+    profile: ProfileOption = None
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help='Registered name, options behind a colon, pairs by "+", such as streaming:window=512.',
+            show_default="that of the profile",
+        ),
+    ] = None
+    dtype: DtypeOption = None
+    mesh: MeshOption = None
+    backend: BackendOption = "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerOptions:
+    """Options that say how answers are drawn and where they end, by their names in `tca_jax.generate`."""
+
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1, max=LARGEST)] = 256
+    min_new_tokens: Annotated[int, typer.Option(help="No stop token comes before so many tokens.", min=0)] = 0
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
+    top_k: Annotated[int | None, typer.Option(help="Keep the k best tokens.", min=1, max=LARGEST)] = None
+    top_p: Annotated[float | None, typer.Option(help="Keep the smallest set of this probability.")] = None
+    min_p: Annotated[float | None, typer.Option(help="Keep tokens this close to the best.")] = None
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1 discourages repetition.")] = None
+    seed: SeedOption = 0
+    stop: Annotated[
+        list[str] | None, typer.Option(help="String that ends an answer; may be repeated.", show_default=False)
+    ] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of `tca_jax.generate` and `tca_jax.stream`.
+
+        Raises:
+            ValueError: a number is not allowed; names the option.
+        """
+        from tca_jax.engine.sampling import Sampling
+
+        given = {**dataclasses.asdict(self), "stop": tuple(self.stop or ())}
+        sampling = {field.name: given[field.name] for field in dataclasses.fields(Sampling)}
+        with naming_options(*sampling):
+            Sampling(**sampling)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise UserError(
+                f"--min-new-tokens {self.min_new_tokens}: must be at most --max-new-tokens {self.max_new_tokens}"
+            )
+        if not all(given["stop"]):
+            raise UserError("--stop '': must be a string that is not empty")
+        return given
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the fields of the dataclasses that it takes, such as `AnswerOptions`, as options of its own."""
+    declared = inspect.signature(command, eval_str=True).parameters
+    groups: dict[str, Any] = {
+        name: each.annotation for name, each in declared.items() if dataclasses.is_dataclass(each.annotation)
+    }
+    parameters = [each for name, one in declared.items() for each in (_fields_of(one) if name in groups else [one])]
+    spread = inspect.Signature(parameters)
+
+    @functools.wraps(command)
+    def called(*args: Any, **options: Any) -> None:
+        bound = spread.bind(*args, **options)
+        bound.apply_defaults()
+        given = dict(bound.arguments)
+        for name, kind in groups.items():
+            given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
+        command(**given)
+
+    called.__signature__ = spread  # type: ignore[attr-defined]
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return called
+
+
+def _fields_of(parameter: inspect.Parameter) -> list[inspect.Parameter]:
+    """Parameters in place of one that is annotated with a dataclass: its fields."""
+    hints = get_type_hints(parameter.annotation, include_extras=True)
+    return [
+        parameter.replace(name=field.name, annotation=hints[field.name], default=field.default)
+        for field in dataclasses.fields(parameter.annotation)
+    ]

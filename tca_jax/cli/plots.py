@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tca_jax.cli.errors import naming_options
 from tca_jax.cli.files import read_text, require_writable
-from tca_jax.cli.options import DtypeOption, ModelArgument, ProfileOption
+from tca_jax.cli.options import LARGEST, DtypeOption, ModelArgument, PictureOption, ProfileOption
 from tca_jax.cli.profiles import draw_profile, profile_folder
 from tca_jax.cli.progress import progress
 from tca_jax.errors import UserError
@@ -16,11 +17,10 @@ from tca_jax.errors import UserError
 if TYPE_CHECKING:
     from tca_jax.engine.lm import LM
 
-_LARGEST = 2**31 - 1
 _BEFORE = 400  # characters of the page that stand before the text that is looked for
 
 FileOption = Annotated[Path, typer.Option(help='The text (UTF-8); "-" is stdin.', show_default=False)]
-MaxTokensOption = Annotated[int | None, typer.Option(help="Cut the text to this many tokens.", min=1, max=_LARGEST)]
+MaxTokensOption = Annotated[int | None, typer.Option(help="Cut the text to this many tokens.", min=1, max=LARGEST)]
 
 app = typer.Typer(help="Draw budgets, kept tokens, attention and results.")
 
@@ -35,9 +35,9 @@ def budgets(
     ],
     tokens: Annotated[
         int | None,
-        typer.Option(help="Prompt length of the shares.", show_default="that of calibration", min=1, max=_LARGEST),
+        typer.Option(help="Prompt length of the shares.", show_default="that of calibration", min=1, max=LARGEST),
     ] = None,
-    out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("out/budgets.png"),
+    out: PictureOption = Path("out/budgets.png"),
 ) -> None:
     """Draw what each KV head keeps of a prompt, what a prompt's own queries attend to, and what heads are worth.
 
@@ -58,11 +58,11 @@ def selected(
     profile: ProfileOption = None,
     max_tokens: MaxTokensOption = None,
     around: Annotated[str | None, typer.Option(help="Begin the page a little before these words.")] = None,
-    start: Annotated[int, typer.Option(help="First token of the page.", min=0, max=_LARGEST)] = 0,
+    start: Annotated[int, typer.Option(help="First token of the page.", min=0, max=LARGEST)] = 0,
     layer: Annotated[int | None, typer.Option(help="Heads of this layer alone.", show_default="all")] = None,
     head: Annotated[int | None, typer.Option(help="This KV head alone.", show_default="all")] = None,
     dtype: DtypeOption = None,
-    out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("out/selected.png"),
+    out: PictureOption = Path("out/selected.png"),
 ) -> None:
     """Draw which tokens the heads keep of a text: of all of it, and over a page of it.
 
@@ -101,7 +101,7 @@ def attention(
     file: FileOption,
     max_tokens: MaxTokensOption = None,
     dtype: DtypeOption = None,
-    out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("out/attention.png"),
+    out: PictureOption = Path("out/attention.png"),
 ) -> None:
     """Draw how much attention each position of a text gets, and how few tokens get nearly all of it.
 
@@ -127,7 +127,8 @@ def _load(
     from tca_jax.engine.prompts import encode_prompt, encode_verbatim, require_positions
     from tca_jax.loading import check_dtype, open_checkpoint
 
-    check_dtype(dtype)
+    with naming_options("dtype"):
+        check_dtype(dtype)
     text = read_text(file, "--file")
     with progress() as report:
         report(f"loading {model}", None, None)

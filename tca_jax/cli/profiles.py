@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tca_jax.cli.files import print_json
-from tca_jax.cli.options import JsonOption
+from tca_jax.cli.options import LARGEST, JsonOption, MapsOption
 
 if TYPE_CHECKING:
     from tca_jax.calibration.profile import Profile
@@ -36,9 +36,9 @@ def show(
     ],
     tokens: Annotated[
         int | None,
-        typer.Option(help="Prompt length of the shares.", show_default="that of calibration", min=1, max=2**31 - 1),
+        typer.Option(help="Prompt length of the shares.", show_default="that of calibration", min=1, max=LARGEST),
     ] = None,
-    png: Annotated[Path | None, typer.Option(help="Heat maps to write, one PNG.", show_default="none")] = None,
+    png: MapsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print what each KV head keeps, how it reads, what it is worth, and the losses; draw heat maps on request.

@@ -314,17 +314,22 @@ class DocumentTemplate:
     verbatim: bool
 
     @classmethod
-    def of(cls, lm: Encoder) -> DocumentTemplate:
+    def of(cls, lm: Encoder, system: str | None = None) -> DocumentTemplate:
         """The frame of a model's chat template; of a model without one, a line break before each question.
 
+        Args:
+            lm: The model whose tokenizer applies.
+            system: A system message, which stands before the document; None for none.
+
         Raises:
-            ValueError: the template changes or leaves out what it is given.
+            ValueError: the template changes or leaves out what it is given, or there is none for a system message.
         """
-        if not getattr(lm.tokenizer, "chat_template", None):
+        if not getattr(lm.tokenizer, "chat_template", None) and system is None:
             return cls("", "\n", "", "\n", verbatim=False)
-        first = {"role": "user", "content": f"{_DOCUMENT}\n\n{_QUESTION}"}
-        chat = [first, {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT}]
-        before, between, after = _split(lm, render_chat(lm, [first], "chat"), _DOCUMENT, _QUESTION)
+        first = [] if system is None else [{"role": "system", "content": system}]
+        first.append({"role": "user", "content": f"{_DOCUMENT}\n\n{_QUESTION}"})
+        chat = [*first, {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT}]
+        before, between, after = _split(lm, render_chat(lm, first, "chat"), _DOCUMENT, _QUESTION)
         *_, following, _ = _split(lm, render_chat(lm, chat, "chat"), _DOCUMENT, _QUESTION, _ANSWER, _NEXT)
         return cls(before, between, after, following, verbatim=True)
 

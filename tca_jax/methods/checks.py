@@ -40,6 +40,12 @@ def check_number(name: str, value: Any, *, above: float, at_most: float) -> None
         raise UserError(f"{name} = {value!r}: must lie in ({above}, {at_most}]")
 
 
+def least_share(share: float) -> str:
+    """The least share that is allowed, for messages: rounded up, so that what is shown is allowed."""
+    nearest = round(float(share), 4)
+    return f"{nearest if nearest >= share else nearest + 1e-4:.4f}"
+
+
 def check_not_negative(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is a finite number of at least 0."""
     if not is_finite_number(value) or value < 0:

@@ -6,6 +6,7 @@ import pytest
 
 from tca_jax.calibration.rows import NO_ROW, choose_candidates, kept_share, require_fit
 from tca_jax.methods.candidates import candidate_budgets
+from tca_jax.methods.checks import least_share
 from tca_jax.methods.config import TCAConfig
 
 CONFIG = TCAConfig(block_size=8, window=16, num_candidates=4, reserve=3)
@@ -23,7 +24,8 @@ def test_choice_falls_back_to_dense_even_where_rounding_keeps_dense_below():
 def test_a_share_that_row_0_alone_passes_is_refused_with_what_it_takes():
     rows = np.zeros((2, 2), np.int32)
     least = kept_share(CONFIG, 400, rows, rows).mean()
-    with pytest.raises(ValueError, match=rf"kept = 0\.01: must be at least {least:.4f}, .* cache of 400 tokens"):
+    shown = least_share(least)
+    with pytest.raises(ValueError, match=rf"kept = 0\.01: must be at least {shown}, .* cache of 400 tokens"):
         require_fit(0.01, 400, CONFIG)
     require_fit(least, 400, CONFIG)
     require_fit(1.0, 5, CONFIG)

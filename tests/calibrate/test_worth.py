@@ -18,6 +18,7 @@ from tca_jax.calibration.probes import FOLLOWING, ProbedText, Segment, probed_te
 from tca_jax.calibration.run import calibrate
 from tca_jax.calibration.text_losses import TextLosses
 from tca_jax.engine.lm import LM
+from tca_jax.methods.checks import least_share
 from tca_jax.methods.config import TCAConfig
 
 #: Blocks are all that there is, so that heads can give back what they lose; two heads of four then are enough.
@@ -234,7 +235,8 @@ def test_an_attended_share_bounds_what_is_read(lm, text, silent):
     assert np.argmax(more_of(found)) == np.argmax(silent.reading_worth)
     share = tca_jax.prefill(lm.with_profile(found), text).stats.attended_share
     assert share <= bound + 0.01
-    with pytest.raises(ValueError, match=rf"attended = 0\.01: must be at least {row0:.4f}, what row 0 in every head"):
+    least = least_share(row0)
+    with pytest.raises(ValueError, match=rf"attended = 0\.01: must be at least {least}, what row 0 in every head"):
         quietly(lm, text, CONFIG, probes="copy", attended=0.01)
 
 

@@ -74,8 +74,8 @@ def test_a_method_of_the_users_own_with_a_share_is_asked_the_same_way(monkeypatc
     [
         ("full", 0.5, {}, r"method 'full' has no option that moves its budget"),
         ("snapkv+tca", 0.5, {"tca": {"candidates": 3}}, r"method 'snapkv\+tca' has no option .* \('tca' takes"),
-        ("random", 0.25, {}, r"share = 0.25: 'random' takes at least 0.5\d* of full .* at 8192 tokens"),
-        ("random", 0, {}, r"share = 0: must lie in \(0, 1\]"),
+        ("random", 0.25, {}, r"kv_share = 0.25: must be at least 0.5\d*, what 'random' takes .* 8192 tokens"),
+        ("random", 0, {}, r"kv_share = 0: must lie in \(0, 1\]"),
         ("nope", 0.5, {}, r"method 'nope' is not registered"),
     ],
 )

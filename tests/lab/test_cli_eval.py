@@ -90,12 +90,12 @@ def test_a_substitute_is_said_to_be_one():
         (["--protocols=suffix"], "--protocols suffix: must be one of ['prefix', 'preamble', 'late']"),
         (["--lengths=4k"], "--lengths 4k: must be numbers of tokens"),
         (["--lengths=8192"], "--lengths 8192: must lie in [1, 4096], positions of model"),
-        (["--tasks=fwe", "--lengths=256"], "--tasks fwe: length 256: fwe needs at least"),
+        (["--tasks=fwe", "--lengths=256"], "--lengths 256: fwe needs at least"),
         (["--tasks=qa_1", "--lengths=4096"], "--tasks qa_1: needs --squad FILE"),
         (["--tasks=longbench"], "--tasks longbench: no task of it can be run: qasper: needs --longbench DIR"),
         (["--tasks=longbench", "--longbench=text.txt"], "--longbench text.txt: must be a folder"),
         (["--squad=absent.json"], "absent.json: No such file or directory"),
-        (["--bytes=1.5"], "--bytes 1.5: must lie in (0, 1]"),
+        (["--kv-share=1.5"], "--kv-share 1.5: must lie in (0, 1]"),
         (["--methods=tca", "--tasks=loss", "--lengths=128"], "--methods tca: needs --profile DIR"),
         (["--profile=absent"], "absent"),
         (["--out=text.txt/x"], "--out text.txt/x cannot be written"),
@@ -110,7 +110,7 @@ def test_of_a_suite_what_cannot_be_run_is_left_out_and_said():
     from tca_jax.lab.evaluation import Sources, make_plan, parse_methods
     from tca_jax.loading import open_checkpoint
 
-    settings = {"samples": 1, "seed": 0, "sources": Sources(), "share": None, "batch": 1}
+    settings = {"samples": 1, "seed": 0, "sources": Sources(), "kv_share": None, "batch": 1}
     checkpoint, methods = open_checkpoint("model"), parse_methods("full")
     plan = make_plan(checkpoint, methods, ["ruler"], [1024, 4096], ["prefix", "late"], **settings)
     lengths = {task.name: lengths for task, lengths in plan.tasks}
@@ -121,6 +121,6 @@ def test_of_a_suite_what_cannot_be_run_is_left_out_and_said():
     assert lengths["niah_single_1"] == (1024, 4096)
     assert lengths["vt"] == (4096,)
     assert "qa_1: needs --squad FILE" in plan.skipped
-    assert any(reason.startswith("cwe: length 4096: cwe needs at least") for reason in plan.skipped)
+    assert any(reason.startswith("--lengths 4096: cwe needs at least") for reason in plan.skipped)
     jobs = plan.jobs()
     assert len(jobs) == len(set(jobs)) == 2 * sum(map(len, lengths.values()))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 
 from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Sample
+
+_AMPLE = 0.5  # of a length: where one sample takes no more, all fit
 
 #: make(rng, size, index): sample number `index` with a haystack of `size` pieces (sentences, words, documents).
 Maker = Callable[[random.Random, int, int], Sample]
@@ -32,8 +35,10 @@ def draw_fitted(drawing: Drawing, name: str, make: Maker, *, new_tokens: int, le
         return len(sample.prompts["prefix"].encode(drawing.lm)) + new_tokens
 
     if drawing.only_check:
-        if (needed := tokens(draw(least, 0, "sample"))) > drawing.length:
-            raise DoesNotFit(f"length {drawing.length}: {name} needs at least {needed} tokens of {drawing.lm.name}")
+        if tokens(draw(least, 0, "sample")) > _AMPLE * drawing.length:
+            needed = _least_length(drawing, name, make, tokens, least)
+            if needed > drawing.length:
+                raise DoesNotFit.too_short(name, drawing.length, needed, drawing.lm.name)
         return []
     # Every size is tried with a draw of its own, which does not depend on how many were tried before.
     size = largest(lambda size: tokens(draw(size, 0, f"size {size}")) <= drawing.length, least)
@@ -42,10 +47,22 @@ def draw_fitted(drawing: Drawing, name: str, make: Maker, *, new_tokens: int, le
         smaller = size or least
         while (needed := tokens(sample := draw(smaller, index, "sample"))) > drawing.length:
             if smaller == least:
-                raise DoesNotFit(f"length {drawing.length}: {name} needs at least {needed} tokens of {drawing.lm.name}")
+                raise DoesNotFit.too_short(name, drawing.length, needed, drawing.lm.name)
             smaller = max(least, smaller - max(1, smaller // 100))
         samples.append(sample)
     return samples
+
+
+def _least_length(drawing: Drawing, name: str, make: Maker, tokens: Callable[[Sample], int], size: int) -> int:
+    """The length of a drawing where all its samples with a haystack of that size fit, or else the next one where they
+    do: at another length, others are drawn."""
+    length = drawing.length
+    while True:
+        there = dataclasses.replace(drawing, length=length)
+        needed = max(tokens(make(seeded(there, name, "sample", index), size, index)) for index in range(drawing.count))
+        if needed <= length:
+            return length
+        length = needed
 
 
 def largest(fits: Callable[[int], bool], least: int) -> int | None:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from tca_jax.lab.benchmarks.common import (
     terminal_table,
 )
 from tca_jax.lab.benchmarks.decode_models import random_state
+from tca_jax.lab.benchmarks.end_to_end import share_of_ranked
 from tca_jax.lab.benchmarks.fetching import FETCH_STAGES, OneHead
 from tca_jax.lab.benchmarks.models import CONFIGS, random_model, under_share
 from tca_jax.lab.benchmarks.prefill_methods import Wanted, find_value
@@ -38,12 +40,12 @@ from tca_jax.pallas_kernels.block_mass.triton import BlockMassConfig
 
 TINY = ["--models=tiny", "--window=128", "--backend=xla", "--repeats=1"]
 OPTIONS = {
-    "attention": [*TINY, "--lengths=512", "--shares=0.05:0.5", "--fetching=0", "--fetching=1"],
+    "attention": [*TINY, "--lengths=512", "--block-shares=0.05:0.5", "--fetching=0", "--fetching=1"],
     "decode": [
         *TINY,
         "--lengths=512",
-        "--shares=0.2",
-        "--shares=0.05:0.5",
+        "--block-shares=0.2",
+        "--block-shares=0.05:0.5",
         "--batches=2",
         "--layers=1",
         "--copy-bytes=1048576",
@@ -103,7 +105,7 @@ def test_json_is_one_object_alone_on_standard_output(tmp_path):
 
 def test_other_methods_are_timed_where_they_are_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr("tca_jax.lab.benchmarks.prefill_methods._STEPS", 1)
-    args = [*TINY, "--lengths=512", "--shares=0.2", "--methods=xattention", "--area=0.8"]
+    args = [*TINY, "--lengths=512", "--block-shares=0.2", "--methods=xattention", "--attended=0.8"]
     result = run("attention", *args, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     (row,) = json.loads((tmp_path / "attention.json").read_text())["Other methods"]
@@ -161,29 +163,43 @@ def test_the_recorded_command_leaves_out_the_folder_however_it_is_spelled(tmp_pa
         (["tune", "--operation=sort"], "--operation sort: must be one of ['token_scores', "),
         (["attention", "--models=gpt2"], "--models gpt2: must be one of ['llama3.1-8b', 'qwen2.5-7b', "),
         (["end-to-end", "--models=llama-d256"], "--models llama-d256: a layer only; must be one of ['llama3.1-8b', "),
-        (["decode", *TINY, "--lengths=500"], "500 tokens: must be a multiple of 128 beyond the window of 128"),
-        (["decode", *TINY, "--lengths=128"], "128 tokens: must be a multiple of 128 beyond the window of 128"),
-        (["decode", *TINY, "--lengths=512", "--shares=1"], "--shares 1.0: must lie between 0 and 1"),
-        (["decode", *TINY, "--lengths=512", "--shares=0.2:0.1"], "--shares 0.2:0.1: the cache must keep more than pre"),
-        (["attention", *TINY, "--shares=much"], "much: must be a share, or PREFILL:CACHE such as 0.05:0.25"),
+        (["decode", *TINY, "--lengths=500"], "--lengths 500: must be a multiple of 128 and at least 256, one"),
+        (["decode", *TINY, "--lengths=128"], "--lengths 128: must be a multiple of 128 and at least 256, one"),
+        (["decode", *TINY, "--lengths=512", "--block-shares=1"], "--block-shares 1.0: must lie between 0 and 1"),
+        (
+            ["decode", *TINY, "--lengths=512", "--block-shares=0.2:0.1"],
+            "--block-shares 0.2:0.1: the cache must keep more than pre",
+        ),
+        (["attention", *TINY, "--block-shares=much"], "much: must be a share, or PREFILL:CACHE such as 0.05:0.25"),
         (["attention", *TINY, "--methods=tca"], "--methods tca: must be one of ['minference', 'flexprefill', 'xattent"),
         (["attention", *TINY, "--methods=xattention=much"], "--methods xattention=much: 'much' is no number"),
         (["attention", *TINY, "--methods=xattention=2"], "threshold = 2.0: must lie in (0, 1]"),
-        (["attention", *TINY, "--area=0"], "--area 0.0: must lie in (0, 1]"),
+        (["attention", *TINY, "--attended=0"], "--attended 0.0: must lie in (0, 1]"),
         (["calibration", *TINY, "--probes=text"], "--probes text: must be one of ['copy', 'pairs']"),
         (["attention", *TINY, "--fetching=3"], "--fetching 3: a layer of tiny has 2 KV heads"),
         (["end-to-end", *TINY, "--fetching=5"], "--fetching 5: tiny has 4 KV heads"),
         (["end-to-end", *TINY, "--new-tokens=2"], "--new-tokens 2: must be 1, or at least 4"),
         (["attention", *TINY, "--fetching=-1"], "Invalid value for '--fetching'"),
         (["context"], "a whole llama3.1-8b needs a GPU, this process runs on 'cpu': pass --models tiny"),
-        (["decode", "--no-whole", "--backend=cuda"], "backend = 'cuda': must be one of"),
-        (["attention", "--backend=mosaic", "--lengths=8192"], "backend = 'mosaic' needs an NVIDIA GPU"),
+        (["decode", "--no-whole", "--backend=cuda"], "--backend 'cuda': must be one of"),
+        (["attention", "--backend=mosaic", "--lengths=8192"], "--backend 'mosaic' needs an NVIDIA GPU"),
         (["decode", "--repeats=0"], "Invalid value for '--repeats'"),
         (["end-to-end"], "a whole llama3.1-8b needs a GPU, this process runs on 'cpu': pass --models tiny"),
         (
             ["end-to-end", *TINY, "--lengths=512"],
-            "a window of 128 and a reserve of 16 are more than 18.5% of 512 tokens",
+            "--kept 0.185: must be at least 0.4064 at --lengths 512: window 128 and reserve 16 take more; a smaller",
         ),
+        (
+            ["attention", "--models=tiny", "--lengths=1024"],
+            "--lengths 1024: must be a multiple of 128 and at least 4224, one block more than --window 4096; without a "
+            "GPU pass --window 3968 or less",
+        ),
+        (
+            ["calibration", *TINY, "--lengths=512", "--model-tokens=100"],
+            "--model-tokens 100: must be a multiple of 128 and at least 256, one block more than --window 128",
+        ),
+        (["attention", "--window=100"], "--window 100: must be a positive multiple of block_size = 128"),
+        (["soak", "--lengths=0"], "--lengths 0: must be at least 1"),
         (
             ["end-to-end", *TINY, "--kept=1.5"],
             "--kept 1.5: must lie between 0 and 1",
@@ -196,6 +212,17 @@ def test_what_cannot_run_is_one_line_that_says_why(args, message, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     assert message in error(*args)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_least_kept_share_that_an_error_names_is_allowed():
+    config = tca_jax.TCAConfig(window=128)
+    for tokens in (512, 640, 4096, 131072):
+        with pytest.raises(ValueError, match=r"must be at least 0\.\d{4} at") as raised:
+            share_of_ranked(0.0001, config, tokens)
+        least = float(re.search(r"at least ([\d.]+)", str(raised.value)).group(1))
+        assert 0 < share_of_ranked(least, config, tokens).cache < 0.01
+    with pytest.raises(ValueError, match=r"^--kept 0\.5: must be 1 at --lengths 192: window 128 and"):
+        share_of_ranked(0.5, config, 192)
 
 
 def test_an_unwritable_folder_fails_before_the_run(tmp_path):
@@ -339,7 +366,7 @@ KINDS_OF_SHARES = pytest.mark.parametrize(
 
 
 def test_heads_that_fetch_are_timed_beside_the_same_without_them(tmp_path):
-    args = [*TINY, "--lengths=3072", "--shares=0.05:0.5", "--fetching=0", "--fetching=1"]
+    args = [*TINY, "--lengths=3072", "--block-shares=0.05:0.5", "--fetching=0", "--fetching=1"]
     assert run("attention", *args, "--out", tmp_path).exit_code == 0
     record = json.loads((tmp_path / "attention.json").read_text())
     without, one = record["rows"]
@@ -369,7 +396,7 @@ def test_the_area_of_a_layer_with_heads_that_fetch_is_counted_head_by_head():
 
 
 def test_prompts_alone_are_read_where_one_new_token_is_asked_for(tmp_path):
-    args = [*TINY, "--lengths=512", "--layers=1", "--kept=1", "--shares=0.05:0.5", "--no-compilation"]
+    args = [*TINY, "--lengths=512", "--layers=1", "--kept=1", "--block-shares=0.05:0.5", "--no-compilation"]
     result = run("end-to-end", *args, "--new-tokens=1", "--copy-bytes=1048576", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "end-to-end.json").read_text())["rows"]
@@ -409,7 +436,7 @@ def test_the_parts_of_a_calibration_are_timed_and_add_up(kind):
 
 
 def test_questions_are_timed_against_reading_and_full_attention_where_it_is_asked_for(tmp_path):
-    args = [*TINY, "--lengths=512", "--layers=1", "--questions=1", "--append-tokens=0", "--shares=0.2"]
+    args = [*TINY, "--lengths=512", "--layers=1", "--questions=1", "--append-tokens=0", "--block-shares=0.2"]
     assert run("context", *args, "--out", tmp_path).exit_code == 0
     record = json.loads((tmp_path / "context.json").read_text())
     assert [row["attention"] for row in record["rows"]] == ["TCA 20% of blocks", "full"]
@@ -453,7 +480,7 @@ def test_caches_that_do_not_fit_are_left_out_and_said_to_be(tmp_path, monkeypatc
     )
     for module in (decode, decode_models):  # room for a whole model's smaller cache at batch 8, for all at batch 1
         monkeypatch.setattr(module, "free_bytes", lambda: full)
-    args = ["--models=tiny", "--window=128", "--backend=xla", "--repeats=1", "--lengths=512", "--shares=0.2"]
+    args = ["--models=tiny", "--window=128", "--backend=xla", "--repeats=1", "--lengths=512", "--block-shares=0.2"]
     result = run("decode", *args, "--batches=1", "--batches=8", "--layers=1", "--copy-bytes=1048576", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     record = json.loads((tmp_path / "decode.json").read_text())
@@ -470,7 +497,7 @@ def test_a_kernel_that_does_not_take_a_layer_is_named_before_anything_is_timed(t
         raise NotImplementedError("not of such a layer")
 
     monkeypatch.setattr("tca_jax.methods.sparse.prefill_attention", declining)
-    args = [*TINY, "--lengths=512", "--shares=0.2", "--out", tmp_path]
+    args = [*TINY, "--lengths=512", "--block-shares=0.2", "--out", tmp_path]
     assert error("attention", *args) == "--backend xla: not of such a layer"
     monkeypatch.undo()
     monkeypatch.setattr("tca_jax.methods.block_sparse.block_sparse_attention", declining)

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import tca_jax
 from tca_jax.cli.app import app
+from tca_jax.cli.options import LAUNCH_ORDER
 from tca_jax.engine.decode import PROMPTS, STATE, prefill
 from tca_jax.engine.mesh import OverMesh
 from tca_jax.engine.sampling import Sampling
@@ -29,7 +30,6 @@ from tca_jax.lab.benchmarks.fetching import FETCH_STAGES
 from tca_jax.lab.benchmarks.layer_mesh import inputs_over
 from tca_jax.lab.benchmarks.mesh_columns import SPEED_UPS, Peaks, with_speed_ups
 from tca_jax.lab.benchmarks.models import random_model, under_share
-from tca_jax.lab.benchmarks.options import LAUNCH_ORDER
 from tca_jax.lab.benchmarks.shares import Share
 
 pytestmark = needs_8_devices
@@ -37,8 +37,8 @@ pytestmark = needs_8_devices
 TINY = ["--models=tiny", "--window=128", "--backend=xla", "--repeats=1", "--lengths=512"]
 BENCH = ["bench", "end-to-end", *TINY]
 QUICK = ["--new-tokens=8", "--copy-bytes=1048576", "--kept=0.6"]
-ATTENTION = ["bench", "attention", *TINY, "--shares=0.05:0.5"]
-DECODE = ["bench", "decode", *TINY, "--shares=0.2", "--layers=1", "--copy-bytes=1048576"]
+ATTENTION = ["bench", "attention", *TINY, "--block-shares=0.05:0.5"]
+DECODE = ["bench", "decode", *TINY, "--block-shares=0.2", "--layers=1", "--copy-bytes=1048576"]
 DENSE_HEADS = Share(0.5, prefill=0.05)
 EVAL = ["eval", "model", "--methods=full", "--tasks=loss,agreement", "--lengths=128", "--samples=3", "--text=text.txt"]
 

@@ -25,7 +25,7 @@ def records(tmp_path_factory):
     scores, worth = np.full((2, 2, 15), np.nan, np.float32), np.array([[1, 0.5], [0.8, 0.3]], np.float32)
     config = TCAConfig(block_size=16, window=32, reserve=0)
     profile = Profile(np.zeros((2, 2), np.int32), scores, config, None, "tiny", keeping_worth=worth)
-    settings = {"samples": 1, "seed": 0, "sources": Sources(), "share": SHARE, "batch": 1}
+    settings = {"samples": 1, "seed": 0, "sources": Sources(), "kv_share": SHARE, "batch": 1}
     plan = Plan(parse_methods(",".join(METHODS)), ((TASK, (LENGTH,)),), ("prefix", "late"), **settings)
     with pytest.MonkeyPatch.context() as patch:
         # Shorter answers; what is kept behind a document takes another step of 128 tokens than behind a prompt.

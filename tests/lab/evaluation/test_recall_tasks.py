@@ -43,7 +43,14 @@ def test_an_answer_is_right_if_it_is_exact(encoder):
     assert DIGITS.score(sample, question.answer, "prefix") == (0.0, (False,))
 
 
-@pytest.mark.parametrize(("length", "message"), [(1024, "recall tasks need 3500 bytes"), (16000, "448 tokens more")])
-def test_lengths_that_do_not_hold_the_facts_or_the_answer_are_refused(encoder, length, message):
+@pytest.mark.parametrize(
+    ("length", "message", "enough"),
+    [
+        (1024, r"^--lengths 1024: recall_digits needs at least 3500 tokens of recall-tiny$", 3500),
+        (16000, r"^--lengths 16000: recall_digits needs at most 15936, for answers take up to 448 tokens more", 15936),
+    ],
+)
+def test_lengths_that_do_not_hold_the_facts_or_the_answer_are_refused(encoder, length, message, enough):
     with pytest.raises(DoesNotFit, match=message):
         DIGITS.draw(Drawing(encoder, Sources(), length, 1, 0, only_check=True))
+    assert len(DIGITS.draw(Drawing(encoder, Sources(), enough, 1, 0))) == 1

@@ -7,7 +7,7 @@ from tca_jax.lab.evaluation import pictures
 from tca_jax.lab.evaluation.pictures import draw_pictures
 from tca_jax.lab.evaluation.tables import table
 
-CONFIG = {"model": "m", "samples": 2, "seed": 0, "dtype": "float32", "bytes": 0.25}
+CONFIG = {"model": "m", "samples": 2, "seed": 0, "dtype": "float32", "kv_share": 0.25}
 
 
 def record(method, task, score, *, length=4096, protocol="late", **fields):
@@ -56,7 +56,7 @@ def test_means_are_of_the_tasks_that_every_method_has():
     assert "| full‡ | 100.0 | 100.0% | 100.0% | 1.5 | 0.25 | 12 | 4 |\n| tca | 90.0 | 25.0% | 12.5% | 1.5 |" in text
     panel = pictures._against_time(pictures._comparable(RECORDS)).axes[0]
     lines = {line.get_label(): line.get_xydata().tolist() for line in panel.lines}
-    assert lines == {"full": [[1.5, 100]], "tca": [[1.5, 90]]}
+    assert lines == {"full": [[1.0, 100]], "tca": [[1.0, 90]]}  # 4 prompts of 0.25 s
 
 
 def test_what_is_marked_is_explained_and_what_is_left_out_is_said():
@@ -67,7 +67,7 @@ def test_what_is_marked_is_explained_and_what_is_left_out_is_said():
     assert "\n- words: our own\n" in text
     assert "\n‡ Not at the bytes of the others:\n\n- full, 4,096 tokens: no knob\n" in text
     assert text.endswith("Left out:\n\n- qa_1: needs --squad FILE\n")
-    plain = table({**CONFIG, "bytes": None}, [record("tca", "vt", 1.0)])
+    plain = table({**CONFIG, "kv_share": None}, [record("tca", "vt", 1.0)])
     assert "†" not in plain
     assert "‡" not in plain
     assert "as each method has them" in plain

@@ -10,7 +10,7 @@ CONFIG = {
     "format": 1,
     "model": "m",
     "seed": 0,
-    "bytes": None,
+    "kv_share": None,
     "methods": {"full": "a"},
     "measured": {},
     "sources": {"words": {"sha256": "1", "label": "ours"}},
@@ -35,7 +35,7 @@ def test_a_second_run_may_add_methods_and_sources(results):
     ("change", "difference"),
     [
         ({"seed": 1}, "seed = 0, this run has 1"),
-        ({"bytes": 0.25}, r"bytes = null, this run has 0\.25"),
+        ({"kv_share": 0.25}, r"kv_share = null, this run has 0\.25"),
         ({"methods": {"full": "b"}}, r'methods\[full\] = "a", this run has "b"'),
         ({"sources": {"words": {"sha256": "2", "label": "theirs"}}}, r"sources\[words\] = ours, this run has theirs"),
     ],

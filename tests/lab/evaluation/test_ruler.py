@@ -76,8 +76,10 @@ def test_prompt_and_answer_fit_the_length_and_fill_it(draw, name):
         tokens = len(sample.prompts["prefix"].encode(draw.encoder)) + BY_NAME[name].new_tokens
         # A paragraph, a line of noise or a word that is repeated is the least by which they can grow.
         assert length - 300 < tokens <= length
-    with pytest.raises(DoesNotFit, match=rf"length 200: {name} needs at least \d+ tokens of recall-tiny"):
+    with pytest.raises(DoesNotFit, match=rf"--lengths 200: {name} needs at least \d+ tokens of recall-tiny") as raised:
         draw(name, length=200, only_check=True)
+    assert f"at least {raised.value.least} tokens" in str(raised.value)
+    assert len(draw(name, length=raised.value.least)) == 2  # what the message tells to ask for is enough
     assert draw(name, only_check=True) == []
 
 

@@ -71,5 +71,7 @@ def test_passages_are_spread_over_the_users_text(tmp_path):
     whole = encoder.tokenizer((tmp_path / "text.txt").read_text())["input_ids"]
     assert passages[0] == whole[:100]
     assert passages[2] == [encoder.tokenizer.bos_token_id, *whole[-99:]]  # as any text begins
-    with pytest.raises(DoesNotFit, match="length 2000: loss needs from 32 to 1001 tokens, those of --text"):
+    with pytest.raises(DoesNotFit, match=r"^--lengths 2000: loss needs at most 1001, the tokens of --text$"):
         LOSS.draw(Drawing(encoder, sources, 2000, 3, 0))
+    with pytest.raises(DoesNotFit, match=r"^--lengths 31: loss needs at least 32 tokens of recall-tiny$"):
+        LOSS.draw(Drawing(encoder, sources, 31, 3, 0))

@@ -1,0 +1,132 @@
+"""The model that a command runs: what of its options cannot be is an error before weights are read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tca_jax.cli.errors import naming_options
+from tca_jax.cli.options import ModelOptions
+from tca_jax.cli.progress import progress
+from tca_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from tca_jax.calibration.profile import Profile
+    from tca_jax.engine.contexts import Context
+    from tca_jax.engine.lm import LM
+    from tca_jax.loading import Checkpoint
+    from tca_jax.methods.written import Parts
+
+SYSTEM_BEHIND_CONTEXT = "--system stands before the document: give it where that is read, not with --context"
+
+#: Where options come from that cannot be written on a command line.
+_SOURCES = {
+    "candidates": "--profile, from tca-jax calibrate",
+    "gates": "--profile, from tca-jax calibrate, or gates=FILE.tsv",
+    "preferences": "preferences, which are measured in Python: tca_jax.calibration.layer_preferences",
+}
+
+
+@contextlib.contextmanager
+def opened(name: str, options: ModelOptions, *, rows: int = 1) -> Iterator[tuple[Checkpoint, Callable[[], LM]]]:
+    """The checkpoint of a model, and a function that reads its weights; a terminal shows that it loads.
+
+    Args:
+        name: As the first argument of `tca_jax.load`.
+        options: Method, profile, devices and dtype.
+        rows: Prompts that are to be read at once.
+
+    Raises:
+        ValueError: an option is not allowed, or there is no such model; the function, for what needs the checkpoint.
+    """
+    from tca_jax.engine.mesh import parse_mesh
+    from tca_jax.loading import check_dtype, open_checkpoint
+    from tca_jax.methods.written import parse_parts
+    from tca_jax.pallas_kernels.backends import check_backend
+
+    with naming_options("dtype", "backend"):
+        check_dtype(options.dtype)
+        check_backend(options.backend)
+    parts = None if options.method is None else parse_parts(options.method, "--method")
+    mesh = None if options.mesh is None else parse_mesh(options.mesh, "--mesh")
+    _require_shared(mesh, rows)
+    with progress() as report:
+        report(f"loading {name}", None, None)
+        checkpoint = open_checkpoint(name)
+
+        def load() -> LM:
+            profile = checkpoint.read_profile(options.profile)
+            method = None if parts is None else _method(parts, profile, f"--method {options.method}", checkpoint)
+            lm = checkpoint.load(
+                profile,
+                dtype=options.dtype,
+                mesh=mesh,
+                progress=lambda done, total: report(f"loading {name}", done, total),
+            )
+            return lm if method is None else lm.with_method(method)
+
+        yield checkpoint, load
+
+
+def read_context(folder: Path) -> Context:
+    """A context that was saved; a terminal shows that it loads."""
+    from tca_jax.engine.contexts import Context
+
+    with progress() as report:
+        report(f"loading {folder}", None, None)
+        return Context.load(folder)
+
+
+def _require_shared(mesh: Mesh | None, rows: int) -> None:
+    """Raises ValueError unless the devices on "data" have as many prompts each."""
+    from tca_jax.engine.mesh import mesh_name
+    from tca_jax.models.sharding import DATA, axis_size
+
+    if rows % (devices := axis_size(mesh, DATA)):
+        raise UserError(f"--mesh {mesh_name(mesh)}: {devices} must divide the number of prompts, which is {rows}")
+
+
+def _method(parts: Parts, profile: Profile | None, where: str, checkpoint: Checkpoint) -> Any:
+    """The method that is named, with what a profile knows of its options.
+
+    Raises:
+        ValueError: an option is missing or not allowed, or nothing of the profile is taken; `where` names the option.
+    """
+    from tca_jax.methods import get
+    from tca_jax.methods.written import joined
+
+    known = {} if profile is None else _found(profile, parts, where)
+    name, options = joined(tuple((part, _filled(part, given, known, where)) for part, given in parts), where)
+    try:
+        method = get(name, **options)
+        method.validate_for(checkpoint.config.num_layers, checkpoint.config.num_kv_heads)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    return method
+
+
+def _found(profile: Profile, parts: Parts, where: str) -> dict[str, Any]:
+    """What a profile knows of the options of methods, by their names; ValueError where that is none of these parts'."""
+    from tca_jax.calibration.preferences import head_gates
+    from tca_jax.calibration.profile import budgets_of
+    from tca_jax.methods.registry import option_names
+
+    known, taken = budgets_of(profile), {name for part, _ in parts for name in option_names(part)}
+    if not {*known, "gates"} & taken:
+        raise UserError(f"{where} takes nothing of a profile: leave out --profile")
+    wanted = any("gates" in option_names(part) and "gates" not in given for part, given in parts)
+    return {**known, "gates": head_gates(profile)} if wanted else known
+
+
+def _filled(part: str, given: Mapping[str, Any], known: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The options of a method with what is known of them; ValueError where one without a default is missing."""
+    from tca_jax.methods.registry import option_names, required_options
+
+    options = {**{name: known[name] for name in option_names(part) if name in known}, **given}
+    if missing := [name for name in required_options(part) if name not in options]:
+        raise UserError(f"{where}: {part} needs {_SOURCES.get(missing[0], 'its option ' + missing[0])}")
+    return options

@@ -1,0 +1,69 @@
+"""Methods as they are written on a command line: options behind a colon, pairs by "+"."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tca_jax.errors import UserError
+from tca_jax.methods.registry import names, option_names
+
+#: Name and options of a method, or of each of the two that a pair joins.
+Parts = tuple[tuple[str, Mapping[str, Any]], ...]
+
+
+def parse_parts(text: str, option: str, more: Sequence[str] = ()) -> Parts:
+    """The parts of a method such as "random:share=0.25" or "full+streaming:window=512,sinks=8".
+
+    Commas stand between options, and a plus between a prefill and a cache, each with its own options. Values are
+    numbers, true, false, null or text.
+
+    Args:
+        text: The method.
+        option: What messages begin with: the option of the command line.
+        more: Names that are no registered methods and are allowed here, without options.
+
+    Raises:
+        ValueError: a name is not registered, or an option unknown.
+    """
+    return tuple(_part(part, f"{option} {text}", more) for part in text.split("+"))
+
+
+def _part(text: str, where: str, more: Sequence[str]) -> tuple[str, Mapping[str, Any]]:
+    name, _, listed = text.partition(":")
+    known = (*names(), *more)
+    if name not in known:
+        raise UserError(f"{where}: {name!r} is not registered: must be one of {sorted(known)}")
+    options = {}
+    for option in listed.split(",") if listed else ():
+        key, equals, value = option.partition("=")
+        if not equals:
+            raise UserError(f"{where}: {option!r} must be written as option=value")
+        options[key] = _value(value)
+    taken = () if name in more else option_names(name)
+    for key in options:
+        if key not in taken:
+            raise UserError(f"{where}: {name} has no option {key!r}: must be one of {sorted(taken)}")
+    return name, options
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def joined(parts: Parts, where: str) -> tuple[str, dict[str, Any]]:
+    """A registered name, or a pair of them, and its options as `get` takes them.
+
+    Raises:
+        ValueError: a method is joined with itself under other options; `where` names it.
+    """
+    name = "+".join(part for part, _ in parts)
+    if len(parts) == 1:
+        return name, dict(parts[0][1])
+    if len(parts) == 2 and parts[0][0] == parts[1][0] and parts[0][1] != parts[1][1]:
+        raise UserError(f"{where}: joins a method with itself under other options")
+    return name, {part: options for part, options in parts if options}
