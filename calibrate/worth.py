@@ -16,7 +16,7 @@ from tca_jax.calibration.probes import FOLLOW, ProbedText
 from tca_jax.calibration.rows import NO_ROW, kept_share
 from tca_jax.calibration.search import Found, HeadMask, search
 from tca_jax.calibration.text_losses import TextLosses
-from tca_jax.engine.layouts import memory_bytes
+from tca_jax.engine.cache import memory_bytes
 from tca_jax.engine.lm import LM
 from tca_jax.errors import UserError
 from tca_jax.methods.checks import least_share

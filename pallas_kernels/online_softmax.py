@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.pallas_kernels.kernel_math import divide_up
-from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, varying_like, weighted_sum
 
 
@@ -101,12 +100,3 @@ def attend_span(
 
     trips = divide_up(jnp.maximum(span.end - span.first, 0), tile)
     return jax.lax.fori_loop(0, trips, step, varying_like(state, queries, keys, span))
-
-
-def attend_region(
-    queries: Float[Array, "R d"], pool: Pool, row: Array, head: Array, state: OnlineSoftmax, tile: int
-) -> OnlineSoftmax:
-    """Takes all tokens of one region of a pool through the softmax, `tile` at a time."""
-    length = jnp.broadcast_to(pool.lengths[row, head], queries.shape[:1])
-    span = Span(pool.offsets[row, head], jnp.int32(0), pool.lengths[row, head], jnp.zeros_like(length), length)
-    return attend_span(queries, KeyValues(pool.k, pool.v), span, state, tile)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from tca_jax.engine.extend import num_columns
-from tca_jax.engine.layouts import total_bytes
 from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import bucket_length
 from tca_jax.errors import UserError
@@ -127,19 +126,18 @@ def held_share(lm: LM, sizes: CallSizes) -> float:
     """
     fed = least = None
     if sizes.question_tokens is not None and sizes.new_tokens is not None:
-        b, room = lm.for_contexts().method.cache.block_size, bucket_length(sizes.new_tokens)
+        b, room = lm.method.cache.block_size, bucket_length(sizes.new_tokens)
         fed, least = (num_columns(tokens, b) + room - 1 for tokens in (b - 1 + sizes.question_tokens, 1))
     return _num_bytes(lm, sizes, fed) / (_num_bytes(lm.with_method(BASELINE), sizes, least, _MANY_ROWS) / _MANY_ROWS)
 
 
 def _num_bytes(lm: LM, sizes: CallSizes, fed: int | None, rows: int = 1) -> int:
-    """Bytes of the caches behind prompts, as `generate` and `prefill` allocate them; `fed` tokens are to follow."""
-    tokens, room = bucket_length(sizes.prompt_tokens), sizes.new_tokens and bucket_length(sizes.new_tokens)
-    if fed is None and room is not None:
-        layouts = lm.cache_layouts(rows, tokens, room)
+    """Bytes of the caches behind prompts, as `generate` and `prefill` allocate them; `fed` tokens follow a context."""
+    tokens = bucket_length(sizes.prompt_tokens)
+    if fed is None:
+        room = 0 if sizes.new_tokens is None else bucket_length(sizes.new_tokens) - 1
+        layouts = [lm.cache_layout(rows, tokens, room)]
     else:
-        lm = lm.for_contexts()
-        layouts = lm.cache_layouts(rows, tokens, None)
-    if fed is not None:
-        layouts = tuple(layout.with_growth(lm.method.cache, layer, fed) for layer, layout in enumerate(layouts))
-    return total_bytes(layouts, lm.config.head_dim, jnp.float32)  # of a share, the dtype does not matter
+        layouts = [lm.cache_layout(rows, tokens), lm.following_layout(rows, tokens, fed)]
+    # Of a share, the dtype does not matter.
+    return sum(layout.num_bytes(lm.config.head_dim, jnp.float32) for layout in layouts)

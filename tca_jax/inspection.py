@@ -96,21 +96,21 @@ def _in_own_order(lm: LM, of_heads: Shaped[Array, "layers Hkv L"]) -> Shaped[np.
 
 
 def _selected_tokens(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> Bool[Array, "layers Hkv L"]:
-    layouts, policy = lm.cache_layouts(1, tokens.shape[1], 1), lm.method.cache
+    layout, policy = lm.cache_layout(1, tokens.shape[1]), lm.method.cache
 
     def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Array]:
-        attend, layout = lm.method.prefill.attend, layouts[layer]
+        attend = lm.method.prefill.attend
         heads = heads_of(lm.head_shards, layer, k.shape[2])
         if not layout.has_ranked_blocks:
             return attend(layer, heads, q, k, v, lengths, None, "auto").out, jnp.zeros((k.shape[2], k.shape[1]), bool)
         selection = policy.select(layer, heads, last_queries(q, lengths, policy.num_queries), k, v, lengths, "auto")
-        selected = layout.regions.fill(selection, k, v, block_size=policy.block_size)
+        selected = layout.regions(layer).fill(selection, k, v, block_size=policy.block_size)
         readable = selection_for_prefill(lm.method, layer, heads, selection, selected, k, v, "auto")
         out = attend(layer, heads, q, k, v, lengths, readable, "auto").out
         return out, selection_mask(selection.scores, selected.budgets, block_size=policy.block_size)[0]
 
     positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
-    _, masks = lm.decoder(tokens, positions, attention, (None,) * len(layouts))
+    _, masks = lm.decoder(tokens, positions, attention, (None,) * layout.num_layers)
     return jnp.stack(masks)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh_pools import Orders, balanced_orders
+from tca_jax.engine.mesh import Orders, balanced_orders
 from tca_jax.engine.programs import enable_compilation_cache
 from tca_jax.engine.prompts import is_librarys
 from tca_jax.errors import UserError, require_type

@@ -47,7 +47,7 @@ SLOW = (
     "lab/test_demo.py",
     "reliability/test_kill.py",
     "engine/test_mesh.py",
-    "engine/test_shared_pools.py",
+    "engine/test_mesh_pools.py",
     "test_train_recall_model.py",
     "test_train_zoo.py",
     "calibrate/test_mesh.py",

@@ -103,4 +103,4 @@ def test_every_field_of_a_public_class_is_described(name):
 
 
 def test_the_functions_are_found():
-    assert {"generate", "LM.with_method", "decode_attention", "snapkv", "register"} <= set(FUNCTIONS)
+    assert {"generate", "LM.with_method", "paged_attention", "snapkv", "register"} <= set(FUNCTIONS)

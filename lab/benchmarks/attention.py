@@ -181,7 +181,7 @@ class Prefill:
         """The cache's selection in its pool."""
         (batch, tokens, *_), heads = k.shape, self.heads(k)
         capacities = per_head(self.policy.capacities(0, tokens), heads.of_model, "capacities")
-        regions = Regions.plan(batch, heads.widest(capacities))
+        regions = Regions.plan(batch, heads.widest(capacities), self.policy.block_size)
         return regions.fill(selection, k, v, block_size=self.policy.block_size, backend=resolve_backend(self.backend))
 
     def fill_for_prefill(self, selection: Selection, cached: Selected, k: Array, v: Array) -> Selected:

@@ -14,38 +14,36 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 import tca_jax
-from tca_jax.engine.cache import LayerCache
-from tca_jax.engine.layouts import CacheLayout
+from tca_jax.engine.cache import CacheLayout, PagedCache, kept_of_prompt
 from tca_jax.engine.mesh import CACHES, SAME, HeadShards, num_devices, over_mesh
 from tca_jax.lab.benchmarks.common import Layer, random_normal
 from tca_jax.lab.benchmarks.layer_mesh import heads_over
 from tca_jax.lab.benchmarks.shares import Share
-from tca_jax.methods.base import CachePolicy, capacities_per_head
+from tca_jax.methods.base import CachePolicy
 from tca_jax.models.sharding import DATA, axis_size
-from tca_jax.pallas_kernels.kv import Pool, Ring
 
 
 @dataclasses.dataclass(frozen=True)
 class CachePlan:
-    """A layer's cache behind a prompt.
+    """A cache behind a prompt.
 
     Attributes:
         layout: Its static shape, on a mesh a device's.
-        selected: Tokens that each KV head keeps beside the window, in the order in which the heads lie, `[H_kv]`.
+        selected: Tokens that each KV head keeps beside the window, in the order in which heads lie, `[layers][H_kv]`.
         batch: Rows of all devices.
         mesh: The devices; None for one.
     """
 
     layout: CacheLayout
-    selected: tuple[int, ...]
+    selected: tuple[tuple[int, ...], ...]
     batch: int
     mesh: Mesh | None = None
 
     @property
     def attended_tokens(self) -> int:
-        """Tokens that a step reads, over all rows and KV heads: what is kept, the window, and the new token."""
+        """Tokens that a step reads, over all rows, layers and KV heads: what is kept, the window, and the new token."""
         local = min(self.layout.prompt_tokens, self.layout.window) + 1
-        return self.batch * (sum(self.selected) + local * len(self.selected))
+        return self.batch * (sum(map(sum, self.selected)) + local * sum(map(len, self.selected)))
 
     def num_bytes(self, head_dim: int, dtype: DTypeLike) -> int:
         """Bytes of it, on all devices together."""
@@ -55,60 +53,50 @@ class CachePlan:
 def plan(
     config: tca_jax.TCAConfig, layer: Layer, share: Share, batch: int, tokens: int, mesh: Mesh | None = None
 ) -> CachePlan:
-    """The cache behind a prompt of `tokens` whose ranked blocks keep a share, unequally."""
+    """The cache of one layer behind a prompt of `tokens` whose ranked blocks keep a share, unequally."""
     policy = share.method(config, layer.kv_heads).cache
     heads = heads_over(mesh, policy, layer.kv_heads)
-    return plan_layer(policy, 0, layer.kv_heads, batch, tokens, 1, mesh, heads)
+    return plan_layers(policy, 1, layer.kv_heads, batch, tokens, 1, mesh, heads)
 
 
-def plan_layer(
+def plan_layers(
     policy: CachePolicy,
-    layer: int,
+    num_layers: int,
     kv_heads: int,
     batch: int,
     tokens: int,
-    new_tokens: int,
+    fed_tokens: int,
     mesh: Mesh | None = None,
     heads: HeadShards | None = None,
 ) -> CachePlan:
-    """The cache of a layer behind a prompt of `tokens`, with room for `new_tokens`; `heads` are dealt over `mesh`."""
-    layout = CacheLayout.plan(policy, layer, kv_heads, batch // axis_size(mesh, DATA), tokens, new_tokens, heads)
-    selected = capacities_per_head(policy, layer, tokens, kv_heads)
+    """The cache of layers behind a prompt of `tokens`, with room for more; `heads` are dealt over `mesh`."""
+    rows = batch // axis_size(mesh, DATA)
+    layout = CacheLayout.plan(policy, num_layers, kv_heads, rows, tokens, fed_tokens, heads)
+    selected = [kept_of_prompt(policy, layer, tokens, kv_heads) for layer in range(num_layers)]
     if heads is not None:
-        selected = tuple(selected[head] for head in heads.order[layer])
-    return CachePlan(layout, selected, batch, mesh)
+        selected = [of_layer[list(heads.order[layer])] for layer, of_layer in enumerate(selected)]
+    return CachePlan(layout, tuple(tuple(of_layer.tolist()) for of_layer in selected), batch, mesh)
 
 
-def random_caches(
-    plans: list[CachePlan], head_dim: int, seed: int, dtype: DTypeLike = jnp.bfloat16
-) -> list[LayerCache]:
-    """Caches as planned, holding what they keep, out of the same random keys and values, alike on all devices."""
-    layouts = tuple(plan.layout for plan in plans)
-    kept = [jnp.asarray(np.tile(plan.selected, (plan.batch, 1)), jnp.int32) for plan in plans]
+def random_cache(plan: CachePlan, head_dim: int, seed: int, dtype: DTypeLike = jnp.bfloat16) -> PagedCache:
+    """A cache as planned, holding what it keeps, out of random keys and values, alike on all devices."""
+    kept = [jnp.asarray(np.tile(of_layer, (plan.batch, 1)), jnp.int32) for of_layer in plan.selected]
     keys = jax.random.split(jax.random.key(seed))
-    return _program(layouts, head_dim, jnp.dtype(dtype), plans[0].mesh)(keys, kept)
+    return _program(plan.layout, head_dim, jnp.dtype(dtype), plan.mesh)(keys, kept)
 
 
 @functools.cache
-def _program(layouts: tuple[CacheLayout, ...], head_dim: int, dtype: jnp.dtype, mesh: Mesh | None) -> Any:
-    """What fills caches; layers of a model are often alike."""
-    filled = functools.partial(_filled, layouts, head_dim, dtype)
+def _program(layout: CacheLayout, head_dim: int, dtype: jnp.dtype, mesh: Mesh | None) -> Any:
+    """What fills a cache."""
+    filled = functools.partial(_filled, layout, head_dim, dtype)
     return filled if mesh is None else jax.jit(over_mesh(filled, mesh, (SAME, CACHES), CACHES))
 
 
-def _filled(
-    layouts: tuple[CacheLayout, ...], head_dim: int, dtype: DTypeLike, keys: Array, kept: list[Array]
-) -> list[LayerCache]:
-    """A device's caches of random keys and values; of each layout's heads the tokens `[B, H_kv]` are kept."""
-    heads, batch = layouts[0].num_kv_heads, layouts[0].batch
-    most = max(max(layout.regions.pool_tokens, batch * heads * layout.ring_tokens) for layout in layouts)
-    drawn = [random_normal(key, (most, head_dim), dtype) for key in keys]  # one program for all shapes
-    caches = []
-    for layout, lengths in zip(layouts, kept, strict=True):
-        ring = (batch, heads, layout.ring_tokens, head_dim)
-        k_pool, v_pool = (x[: layout.regions.pool_tokens] for x in drawn)
-        k_ring, v_ring = (x[most - batch * heads * layout.ring_tokens :].reshape(ring) for x in drawn)
-        offsets = jnp.asarray(layout.regions.offsets, jnp.int32)
-        cache = LayerCache(Pool(k_pool, v_pool, offsets, lengths), None, Ring(k_ring, v_ring), layout)
-        caches.append(cache.with_growth(layout.growth))
-    return caches
+def _filled(layout: CacheLayout, head_dim: int, dtype: DTypeLike, keys: Array, kept: list[Array]) -> PagedCache:
+    """A device's cache of random keys and values, which keeps so many tokens `[B, H_kv]` of each layer."""
+    starts = jnp.full(
+        layout.batch, max(0, layout.prompt_tokens // layout.block_size * layout.block_size - layout.window)
+    )
+    empty = layout.empty(head_dim, dtype, starts.astype(jnp.int32))
+    k, v = (random_normal(key, empty.k.shape, dtype) for key in keys)
+    return dataclasses.replace(empty, k=k, v=v, kept=tuple(kept))

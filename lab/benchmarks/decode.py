@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,10 +25,10 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 import tca_jax
 from tca_jax.cli.options import BackendOption, MeshOption
-from tca_jax.engine.cache import LayerCache, attend_cache
+from tca_jax.engine.cache import CacheLayout, PagedCache
 from tca_jax.engine.mesh import CACHES, SAME, mesh_entry, num_devices, parse_mesh, place
 from tca_jax.errors import UserError
-from tca_jax.lab.benchmarks.caches import CachePlan, plan, random_caches
+from tca_jax.lab.benchmarks.caches import CachePlan, plan, random_cache
 from tca_jax.lab.benchmarks.common import (
     CHECKED_TOKENS,
     COPIED_BYTES,
@@ -64,33 +64,36 @@ from tca_jax.lab.benchmarks.options import (
 from tca_jax.lab.benchmarks.shares import FULL, BlockSharesOption, Share, check_shares, describe_config
 from tca_jax.models.sharding import DATA, axis_size, check_mesh
 from tca_jax.pallas_kernels.integers import cdiv
+from tca_jax.pallas_kernels.paged_attention import paged_attention
 from tca_jax.plots import figures
 
 STEPS = 32  # of one program: a CUDA graph, so that the host's time to launch kernels stays out
 _PAST_L2_BYTES = 2**28  # five times an H200's L2 cache
 
 
-def copies_past_l2(cache: LayerCache) -> tuple[LayerCache, ...]:
-    """The cache and copies of it for the steps in turn: in a model, other layers push a small cache out of L2."""
-    num_bytes = cache.layout.num_bytes(cache.ring.k.shape[-1], cache.ring.k.dtype)  # of a device
+def copies_past_l2(cache: PagedCache, num_bytes: int) -> tuple[PagedCache, ...]:
+    """The cache, of so many bytes on a device, and copies of it for the steps in turn: in a model, other layers push a
+    small cache out of L2."""
     count = max(1, min(STEPS, cdiv(_PAST_L2_BYTES, num_bytes)))
     return (cache, *(jax.tree.map(jnp.copy, cache) for _ in range(count - 1)))
 
 
-def attend(q: Float[Array, "B Hq d"], cache: LayerCache, backend: str) -> Float[Array, "B Hq d"]:
+def attend(q: Float[Array, "B Hq d"], cache: PagedCache, layout: CacheLayout, backend: str) -> Float[Array, "B Hq d"]:
     """Attention of the token behind the prompt."""
-    layout = cache.layout
-    out, _ = attend_cache(q, cache, jnp.full(layout.batch, layout.prompt_tokens, jnp.int32), backend)
-    return out
+    at = jnp.full(layout.batch, layout.prompt_tokens, jnp.int32)
+    out, _ = paged_attention(q[:, None], (cache.pages(0),), at, at, window=layout.window, backend=backend)
+    return out[:, 0]
 
 
-def run_steps(backend: str, q: Array, rotation: Float[Array, "d d"], caches: Sequence[LayerCache]) -> Array:
+def run_steps(
+    backend: str, layout: CacheLayout, q: Array, rotation: Float[Array, "d d"], caches: Sequence[PagedCache]
+) -> Array:
     """`STEPS` steps, unrolled; a query is made of the one before and its output, without caches of the former alone.
 
     The matrix product keeps XLA from fusing the steps of the empty program into one kernel.
     """
     for step in range(STEPS):
-        out = attend(q, caches[step % len(caches)], backend) if caches else q
+        out = attend(q, caches[step % len(caches)], layout, backend) if caches else q
         q = (q + out) @ rotation
     return q
 
@@ -110,11 +113,17 @@ def measure(
     plans = {share: plan(config, layer, share, batch, tokens, mesh) for share in [FULL, *shares]}
     checked = min(tokens, CHECKED_TOKENS)
     errors = {share: _check(layer, batch, share, backend, config, checked, mesh) for share in plans}
-    caches = random_caches(list(plans.values()), layer.head_dim, seed=tokens)
     q, rotation = _queries(layer, batch, mesh)
-    programs = dict(zip([*map(str, plans), "empty"], [*map(copies_past_l2, caches), ()], strict=True))
-    run = program_over(mesh, functools.partial(run_steps, backend), (CACHES, SAME, CACHES))
-    calls = {name: functools.partial(run, q, rotation, turns) for name, turns in programs.items()}
+
+    def call(layout: CacheLayout, turns: tuple[PagedCache, ...]) -> Callable[[], Any]:
+        run = program_over(mesh, functools.partial(run_steps, backend, layout), (CACHES, SAME, CACHES))
+        return functools.partial(run, q, rotation, turns)
+
+    calls = {"empty": call(plans[FULL].layout, ())}
+    for share, cache_plan in plans.items():
+        cache = random_cache(cache_plan, layer.head_dim, seed=tokens)
+        num_bytes = cache_plan.layout.num_bytes(layer.head_dim, jnp.bfloat16)
+        calls[str(share)] = call(cache_plan.layout, copies_past_l2(cache, num_bytes))
     seconds = time_alternating(calls, repeats)
     net = {share: (seconds[str(share)] - seconds["empty"]) / STEPS for share in plans}
     return [
@@ -161,10 +170,11 @@ def _check(
     mesh: Mesh | None,
 ) -> float:
     """Relative error of one step against the XLA oracle."""
-    (cache,) = random_caches([plan(config, layer, share, batch, tokens, mesh)], layer.head_dim, seed=1)
-    q, _ = _queries(layer, batch, mesh)
+    cache_plan = plan(config, layer, share, batch, tokens, mesh)
+    cache, (q, _) = random_cache(cache_plan, layer.head_dim, seed=1), _queries(layer, batch, mesh)
     programs = [
-        program_over(mesh, functools.partial(attend, backend=name), (CACHES, CACHES)) for name in (backend, "xla")
+        program_over(mesh, functools.partial(attend, layout=cache_plan.layout, backend=name), (CACHES, CACHES))
+        for name in (backend, "xla")
     ]
     return agreement(backend, *(program(q, cache) for program in programs))
 
@@ -177,7 +187,7 @@ def needed_bytes(
     config: tca_jax.TCAConfig,
     mesh: Mesh | None = None,
 ) -> int:
-    """A device's memory of the caches that are timed in turns, and of what they are drawn from: a full cache more."""
+    """A device's memory of the caches that are timed in turns, and of what the largest is drawn from."""
     layouts = [plan(config, layer, share, batch, tokens, mesh).layout for share in [FULL, FULL, *shares]]
     return sum(layout.num_bytes(layer.head_dim, jnp.bfloat16) for layout in layouts)
 
@@ -221,7 +231,7 @@ def plot(rows: list[dict[str, Any]], wholes: list[dict[str, Any]], path: Path) -
 def describe(config: tca_jax.TCAConfig, copied: float, repeats_of_models: int | None, mesh: Mesh | None = None) -> str:
     """What the columns mean; `copied` is what `device_copy` says, `repeats_of_models` None where none are timed."""
     text = (
-        "`share` 1 is the full cache: the same kernel over a ring that holds every token. The others are TCA caches "
+        "`share` 1 is the full cache: the same kernel over a window that holds every token. The others are TCA caches "
         f"{describe_config(config)}; `attended` is what a step reads over all tokens, `KV MB` the layer's cache. A "
         f"program of {STEPS} steps, each depending on the one before, over copies of a cache that together do not fit "
         "L2, is timed in turns with the others; `step ms` is its time over the steps, `attention ms` the same less the "

@@ -16,10 +16,10 @@ from jax.sharding import Mesh
 import tca_jax
 from tca_jax.engine.decode import STATE, DecodingState, decode, row_keys
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import SAME, OverMesh, mesh_entry, num_devices
+from tca_jax.engine.mesh import CACHES, SAME, OverMesh, mesh_entry, num_devices
 from tca_jax.engine.programs import Program
 from tca_jax.engine.sampling import Sampling
-from tca_jax.lab.benchmarks.caches import CachePlan, plan_layer, random_caches
+from tca_jax.lab.benchmarks.caches import CachePlan, plan_layers, random_cache
 from tca_jax.lab.benchmarks.common import COMPILED_AT_ONCE, free_bytes, print_row
 from tca_jax.lab.benchmarks.models import random_model, under_share, weight_bytes
 from tca_jax.lab.benchmarks.shares import FULL, Share
@@ -82,8 +82,7 @@ def measure_model(
 
 def random_state(lm: LM, batch: int, tokens: int) -> DecodingState:
     """The state behind prompts of `tokens`, with room for the steps; caches are full of random keys and values."""
-    head_dim, dtype = lm.config.head_dim, jnp.dtype(lm.config.dtype_name)
-    caches = [random_caches([plan], head_dim, seed, dtype)[0] for seed, plan in enumerate(_plans(lm, batch, tokens))]
+    cache = random_cache(_plan(lm, batch, tokens), lm.config.head_dim, 0, jnp.dtype(lm.config.dtype_name))
     return DecodingState(
         tokens=jnp.zeros((batch, _WARM + STEPS_OF_MODELS), jnp.int32),
         step=jnp.int32(1),
@@ -98,14 +97,14 @@ def random_state(lm: LM, batch: int, tokens: int) -> DecodingState:
         logprobs=None,
         top=None,
         finite=jnp.ones(batch, bool),
-        caches=tuple(caches),
+        cache=cache,
         attended_share=jnp.ones(batch, jnp.float32),
     )
 
 
 def decoding_arguments(lm: LM, state: Any, limit: int) -> tuple[Any, ...]:
     """Arguments of `decode` up to `limit` new tokens, greedily."""
-    return lm, state, jnp.int32(limit), Sampling()
+    return lm, state, None, jnp.int32(limit), Sampling()
 
 
 def time_steps(
@@ -125,7 +124,7 @@ def time_steps(
 
 def _measure(lms: dict[Share, LM], batch: int, tokens: int, timing: Timing) -> list[dict[str, Any]]:
     """A row for each share; they take turns."""
-    program = Program(OverMesh(decode, (STATE, SAME, SAME), STATE), donate=(1,))
+    program = Program(OverMesh(decode, (STATE, CACHES, SAME, SAME), STATE), donate=(1,))
     states = {share: random_state(lm, batch, tokens) for share, lm in lms.items()}
 
     def compiled(share: Share) -> Callable[..., DecodingState]:
@@ -142,7 +141,7 @@ def _measure(lms: dict[Share, LM], batch: int, tokens: int, timing: Timing) -> l
     rows = []
     for share, lm in lms.items():
         step, config = statistics.median(seconds[share]), lm.config
-        attended = sum(plan.attended_tokens for plan in _plans(lm, batch, tokens))
+        attended = _plan(lm, batch, tokens).attended_tokens
         devices, copies = num_devices(lm.mesh), axis_size(lm.mesh, DATA)
         read = copies * weight_bytes(lm) + 2 * attended * config.head_dim * jnp.dtype(config.dtype_name).itemsize
         rows.append(
@@ -162,11 +161,10 @@ def _measure(lms: dict[Share, LM], batch: int, tokens: int, timing: Timing) -> l
     return rows
 
 
-def _plans(lm: LM, batch: int, tokens: int) -> list[CachePlan]:
-    sizes = lm.config.num_kv_heads, batch, tokens, _WARM + STEPS_OF_MODELS, lm.mesh, lm.head_shards
-    return [plan_layer(lm.method.cache, layer, *sizes) for layer in range(lm.config.num_layers)]
+def _plan(lm: LM, batch: int, tokens: int) -> CachePlan:
+    sizes = lm.config.num_layers, lm.config.num_kv_heads, batch, tokens, _WARM + STEPS_OF_MODELS - 1
+    return plan_layers(lm.method.cache, *sizes, lm.mesh, lm.head_shards)
 
 
 def _cache_bytes(lm: LM, batch: int, tokens: int) -> int:
-    dtype = lm.config.dtype_name
-    return sum(plan.num_bytes(lm.config.head_dim, dtype) for plan in _plans(lm, batch, tokens))
+    return _plan(lm, batch, tokens).num_bytes(lm.config.head_dim, lm.config.dtype_name)

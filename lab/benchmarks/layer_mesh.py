@@ -9,8 +9,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
-from tca_jax.engine.mesh import CACHES, ROWS, HeadShards, mesh_name, over_mesh, place
-from tca_jax.engine.mesh_pools import balanced_orders
+from tca_jax.engine.mesh import CACHES, ROWS, HeadShards, balanced_orders, mesh_name, over_mesh, place
 from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks.common import Layer, attention_inputs
 from tca_jax.methods.base import CachePolicy

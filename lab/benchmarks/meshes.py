@@ -8,9 +8,8 @@ import math
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from tca_jax.engine.layouts import plan_layouts, total_bytes
-from tca_jax.engine.mesh import HeadShards
-from tca_jax.engine.mesh_pools import balanced_orders
+from tca_jax.engine.cache import CacheLayout
+from tca_jax.engine.mesh import HeadShards, balanced_orders
 from tca_jax.methods.base import CachePolicy
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.names import MODEL
@@ -63,9 +62,9 @@ def held_by_device(
     if devices > 1:
         orders = balanced_orders(policy, c.num_layers, c.num_kv_heads, devices, c.max_context, None)
         heads = HeadShards(devices, orders)
-    sizes = c.num_layers, c.num_kv_heads, batch // axis_size(mesh, DATA), prompt_tokens, new_tokens
-    layouts = plan_layouts(policy, *sizes, heads)
-    return Held(_weight_elements(config, mesh) * dtype.itemsize, total_bytes(layouts, c.head_dim, dtype))
+    sizes = c.num_layers, c.num_kv_heads, batch // axis_size(mesh, DATA), prompt_tokens, new_tokens - 1
+    layout = CacheLayout.plan(policy, *sizes, heads)
+    return Held(_weight_elements(config, mesh) * dtype.itemsize, layout.num_bytes(c.head_dim, dtype))
 
 
 def over_even_share(
@@ -78,8 +77,8 @@ def over_even_share(
 ) -> float:
     """What a device holds over its even share: weights are shared by "model", caches by all devices. 1 is perfect.
 
-    More than that are norms, which every device holds, and room in caches: pools and what joins them later are as large
-    on all devices as on the one that needs most. Arguments and errors are those of `held_by_device`.
+    More than that are norms, which every device holds, and room in caches, which are as large on all devices as on the
+    one that needs most. Arguments and errors are those of `held_by_device`.
     """
     alone = held_by_device(config, policy, None, batch, prompt_tokens, new_tokens)
     shared = held_by_device(config, policy, mesh, batch, prompt_tokens, new_tokens)

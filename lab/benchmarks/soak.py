@@ -240,7 +240,7 @@ class Soak:
             if shape.appended:
                 context = tca_jax.prefill(lm, _draw(lm, rng, [more]), context=context, backend=self.backend)
             prompts = _draw(lm, rng, asked)
-            key = key, context.layouts, context.tokens.shape
+            key = key, context.layout, context.tokens.shape
         else:
             longest = int(rng.integers(_least(shape.tokens), shape.tokens + 1))
             lengths = [longest, *rng.integers(1, longest + 1, shape.prompts - 1).tolist()]
@@ -262,7 +262,7 @@ class Soak:
 
         Programs are compiled for the blocks that these go into: all requests of a shape go into as many as its first.
         """
-        held, b = int(np.asarray(context.lengths)[0]), context.layouts[0].block_size
+        held, b = int(np.asarray(context.lengths)[0]), context.layout.block_size
         while True:
             more = int(rng.integers(1, _QUESTION_TOKENS + 1)) if shape.appended else 0
             asked = rng.integers(1, _QUESTION_TOKENS + 1, shape.prompts).tolist()

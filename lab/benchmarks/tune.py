@@ -1,7 +1,7 @@
 """Which tiles are fastest on this device: every kernel under a short list of configurations, next to its default.
 
 tca-jax bench tune                                               # minutes on one GPU
-tca-jax bench tune --operation decode_attention --models llama3.1-8b
+tca-jax bench tune --operation paged_attention --models llama3.1-8b
 tca-jax bench tune --operation block_mass --models llama3.1-8b --lengths 131072 --lengths 1048576
 """
 
@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 import tca_jax
 from tca_jax.errors import UserError
-from tca_jax.lab.benchmarks.caches import plan, random_caches
+from tca_jax.lab.benchmarks.caches import plan, random_cache
 from tca_jax.lab.benchmarks.common import (
     COMPILED_AT_ONCE,
     Layer,
@@ -53,7 +53,8 @@ from tca_jax.pallas_kernels.column_mass import mosaic as column_mass_mosaic
 from tca_jax.pallas_kernels.column_mass import triton as column_mass_triton
 from tca_jax.pallas_kernels.column_mass.mosaic import MosaicColumnMassConfig, MosaicPassConfig
 from tca_jax.pallas_kernels.column_mass.triton import ColumnMassConfig, PassConfig
-from tca_jax.pallas_kernels.decode_attention import triton as decode_attention_triton
+from tca_jax.pallas_kernels.paged_attention import triton as paged_attention_triton
+from tca_jax.pallas_kernels.paged_attention.chunks import PagedConfig
 from tca_jax.pallas_kernels.prefill_attention import mosaic as prefill_attention_mosaic
 from tca_jax.pallas_kernels.prefill_attention import triton as prefill_attention_triton
 from tca_jax.pallas_kernels.prefill_attention.mosaic import MosaicPrefillConfig
@@ -70,7 +71,7 @@ OPERATIONS = (
     "select_tokens",
     "prefill_attention",
     "column_mass",
-    "decode_attention",
+    "paged_attention",
     "block_mass",
 )
 _STRIDES = (8, 16, 32)  # of block mass
@@ -200,7 +201,7 @@ def operations(layer: Layer, length: int, config: tca_jax.TCAConfig) -> Iterator
     blocks: dict[str, Any] = {**block, "window": config.window}
     q, k, v, n = attention_inputs(layer, length, seed=length)
     cache_plan = plan(config, layer, _SHARE, 1, length)
-    regions = cache_plan.layout.regions
+    regions = cache_plan.layout.regions(0)
     candidates, _ = _SHARE.rows(config, layer.kv_heads)
     scored = token_scores(q[:, -1], k, n, **block)
     budgets = head_budgets(scored, jnp.asarray(candidates, jnp.int32), n, config)
@@ -249,15 +250,15 @@ def operations(layer: Layer, length: int, config: tca_jax.TCAConfig) -> Iterator
         functools.partial(column_mass_triton.column_mass, **blocks),
         (q, k, n),
     )
-    (cache,) = random_caches([cache_plan], layer.head_dim, seed=2)
-    decode = decode_attention_triton.default_config(layer.head_dim, cache.ring.k.dtype.itemsize)
+    cache, group = random_cache(cache_plan, layer.head_dim, seed=2), layer.heads // layer.kv_heads
+    decode = paged_attention_triton.default_config(group, layer.head_dim, config.block_size, q.dtype)
     yield Operation(
-        "decode_attention",
+        "paged_attention",
         "triton",
         decode,
         decode_configs(decode),
-        functools.partial(decode_attention_triton.decode_attention, **blocks, capacity=max(regions.capacities)),
-        (q[:, -1], cache.pool, cache.ring, n),
+        functools.partial(paged_attention_triton.paged_attention, window=config.window),
+        (q[:, -1:], (cache.pages(0),), n, n),
         _STEPS,
     )
 
@@ -316,7 +317,7 @@ def mosaic_column_mass_configs() -> tuple[MosaicColumnMassConfig, ...]:
     return first + tuple(MosaicColumnMassConfig(columns=columns) for columns in passes)
 
 
-def decode_configs(default: decode_attention_triton.DecodeConfig) -> tuple[decode_attention_triton.DecodeConfig, ...]:
+def decode_configs(default: PagedConfig) -> tuple[PagedConfig, ...]:
     """Tiles, chunks, and depth of the pipeline around the default."""
     changes: tuple[dict[str, int], ...] = (
         {"keys": default.keys // 2},
@@ -371,7 +372,7 @@ def main(
 ) -> None:
     """Try tile configurations of the kernels, and print which this device should use.
 
-    Example: [bold]tca-jax bench tune --operation decode_attention[/]
+    Example: [bold]tca-jax bench tune --operation paged_attention[/]
     """
     layers, config, lengths = find_layers(models), tca_config(window), lengths or [32768]
     unknown = set(operation or ()) - set(OPERATIONS)

@@ -17,10 +17,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 import tca_jax
-from tca_jax.engine.decode import PROMPTS, STATE, DecodingState, decode, prefill, row_keys
-from tca_jax.engine.generation import kept_share
+from tca_jax.engine.contexts import kept_share
+from tca_jax.engine.decode import PROMPTS, STARTED, STATE, DecodingState, decode, prefill, row_keys
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import SAME, OverMesh, mesh_entry, num_devices
+from tca_jax.engine.mesh import CACHES, SAME, OverMesh, mesh_entry, num_devices
 from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.sampling import Sampling
 from tca_jax.lab.benchmarks.common import COMPILED_AT_ONCE, fitted
@@ -40,9 +40,9 @@ class Run:
     lengths: jax.Array
     new_tokens: int
     backend: str
-    prefill: Program = dataclasses.field(default_factory=lambda: Program(OverMesh(prefill, PROMPTS, STATE)))
+    prefill: Program = dataclasses.field(default_factory=lambda: Program(OverMesh(prefill, PROMPTS, STARTED)))
     decode: Program = dataclasses.field(
-        default_factory=lambda: Program(OverMesh(decode, (STATE, SAME, SAME), STATE), donate=(1,))
+        default_factory=lambda: Program(OverMesh(decode, (STATE, CACHES, SAME, SAME), STATE), donate=(1,))
     )
 
     @property
@@ -51,12 +51,12 @@ class Run:
         keys = row_keys(jax.random.key(0), self.tokens.shape[0])
         return self.lm, self.tokens, self.lengths, keys, Sampling(), jnp.zeros(0, jnp.int32)
 
-    def compile(self) -> tuple[Callable[..., DecodingState], Callable[..., DecodingState] | None, float]:
+    def compile(self) -> tuple[Callable[..., Any], Callable[..., DecodingState] | None, float]:
         """Both programs and the seconds that they took to trace and compile; no decoding for a single new token."""
         first, seconds = self.prefill.prepare(*self.prompt, new_tokens=self.new_tokens, backend=self.backend)
         if self.new_tokens == 1:
             return first, None, seconds
-        state = results_of(first)
+        state, _ = results_of(first)
         rest, more = self.decode.prepare(*decoding_arguments(self.lm, state, 1), backend=self.backend)
         return first, rest, seconds + more
 
@@ -77,7 +77,7 @@ class Times:
     """
 
     run: Run
-    programs: tuple[Callable[..., DecodingState], Callable[..., DecodingState] | None]
+    programs: tuple[Callable[..., Any], Callable[..., DecodingState] | None]
     first: list[float] = dataclasses.field(default_factory=list)
     following: list[float] = dataclasses.field(default_factory=list)
     kept: float = 0.0
@@ -95,15 +95,15 @@ class Times:
         start_program, step_program = self.programs
         arguments = self.run.prompt
         start = time.perf_counter()
-        state = jax.block_until_ready(start_program(*arguments))
+        state, _ = jax.block_until_ready(start_program(*arguments))
         self.first.append(time.perf_counter() - start)
         if step_program is not None:
             state, step = time_steps(step_program, self.run.lm, state, self.run.new_tokens)
             self.following.append(step)
-        head_dim, dtype = self.run.lm.config.head_dim, state.caches[0].ring.k.dtype
-        self.kept = kept_share(state)
+        lm, fed = self.run.lm, state.lengths + state.step - 1
+        self.kept = kept_share(lm.method.cache.window, [state.cache], fed, state.prompt_lengths)
         self.area = float(np.mean(np.asarray(state.attended_share)))
-        self.cache_bytes = sum(cache.layout.num_bytes(head_dim, dtype) for cache in state.caches)
+        self.cache_bytes = 2 * state.cache.k.size * state.cache.k.dtype.itemsize // num_devices(lm.mesh)
         del state
         grown = peaks.grown()
         self.peak = self.peak or grown

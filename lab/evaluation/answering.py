@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from tca_jax.engine.cache import memory_bytes
 from tca_jax.engine.contexts import Context, prefill
 from tca_jax.engine.generation import Output, output_of
-from tca_jax.engine.layouts import memory_bytes, total_bytes
 from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import bucket_length
 from tca_jax.engine.request import Request
@@ -174,8 +174,8 @@ def safe_batch(lm: LM, prompt_tokens: int, new_tokens: int, most: int) -> int:
     of_device = cdiv(most, devices)
     if memory is None:
         return devices * of_device
-    layouts = lm.with_method(BASELINE).cache_layouts(1, bucket_length(prompt_tokens), bucket_length(new_tokens))
-    each = total_bytes(layouts, lm.config.head_dim, lm.dtype)
+    layout = lm.with_method(BASELINE).cache_layout(1, bucket_length(prompt_tokens), bucket_length(new_tokens))
+    each = layout.num_bytes(lm.config.head_dim, lm.dtype)
     return devices * max(1, min(of_device, int(_CACHE_SHARE * memory / each)))
 
 

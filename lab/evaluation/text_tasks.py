@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int
 
-from tca_jax.engine.cache import LayerCache
+from tca_jax.engine.cache import CacheLayout, PagedCache, shared_and_own
 from tca_jax.engine.contexts import Context, prefill
-from tca_jax.engine.extend import align, extend, num_columns, open_caches
+from tca_jax.engine.extend import align, extend, num_columns
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, ROWS, OverMesh, on_host
 from tca_jax.engine.programs import Program
@@ -178,31 +178,32 @@ def _continue(lm: LM, passages: list[list[int]]) -> tuple[Float32[Array, "B n V"
     # The last token before them is fed with them: what follows it is the first that is measured.
     documents, fed = ([passage[part] for passage in passages] for part in (slice(-count - 1), slice(-count - 1, -1)))
     context = prefill(lm, documents)
-    b, starts = context.layouts[0].block_size, np.full(rows, length - count - 1, np.int32)
+    b, starts = context.layout.block_size, np.full(rows, length - count - 1, np.int32)
     columns = num_columns(int(starts[0]) % b + count, b)
     tokens = align(np.array(fed, np.int32), starts, block_size=b, columns=columns)
-    reader = lm.for_contexts().for_programs()
     lengths = jnp.full(rows, count, jnp.int32)
-    args = (reader, context.caches, jnp.asarray(tokens), jnp.asarray(starts), lengths, context.prompt_lengths)
-    program, _ = _logits.prepare(*args, count=count, backend=resolve_backend("auto"))
+    args = (lm.for_programs(), context.cache, jnp.asarray(tokens), jnp.asarray(starts), lengths, context.prompt_lengths)
+    layout = lm.following_layout(context.layout.batch, length, columns)
+    program, _ = _logits.prepare(*args, layout=layout, count=count, backend=resolve_backend("auto"))
     return program(*args), [passage[-count:] for passage in passages], context
 
 
 def _logits_program(
     lm: LM,
-    caches: tuple[LayerCache, ...],
+    cache: PagedCache,
     tokens: Int[Array, "B S"],
     starts: Int[Array, " B"],
     lengths: Int[Array, " B"],
     prompt_lengths: Int[Array, " B"],
     *,
+    layout: CacheLayout,
     count: int,
     backend: Backend,
 ) -> Float32[Array, "B n V"]:
     """Logits behind each of the appended tokens, in rows that all begin at one place."""
-    first = (starts % caches[0].layout.block_size)[0]
-    caches = open_caches(lm, caches, *tokens.shape)
-    hidden = extend(lm, caches, tokens, starts, lengths, prompt_lengths, keep_hidden=True, backend=backend).hidden
+    first = (starts % cache.block_size)[0]
+    shared, own = shared_and_own(cache, layout, starts)
+    hidden = extend(lm, shared, own, tokens, starts, lengths, prompt_lengths, keep_hidden=True, backend=backend).hidden
     assert hidden is not None
     return lm.decoder.logits(jax.lax.dynamic_slice_in_dim(hidden, first, count, axis=1))
 

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from tca_jax.engine.cache import LayerCache
+from tca_jax.engine.cache import CacheLayout, PagedCache, require_memory, shared_and_own
 from tca_jax.engine.contexts import AppendedPrompts, Context
-from tca_jax.engine.extend import align, extend, num_columns, open_caches
-from tca_jax.engine.layouts import require_memory, total_bytes
+from tca_jax.engine.extend import align, extend, num_columns
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, ROWS, OverMesh, on_host, rows_of_device
 from tca_jax.engine.programs import Program
@@ -109,19 +108,19 @@ def _behind_prompts(
     for i, prompt in enumerate(ids):
         longest = max(map(len, answers[i * times : (i + 1) * times]))
         require_positions(f"prompts[{i}]", len(prompt), longest, lm)
-    reader, (tokens, lengths) = lm.for_contexts(), pad_tokens(ids, lm.pad_token_id)
-    block_size, held = reader.method.cache.block_size, np.repeat(lengths, times)
+    tokens, lengths = pad_tokens(ids, lm.pad_token_id)
+    block_size, held = lm.method.cache.block_size, np.repeat(lengths, times)
     places = held % block_size
     given, given_lengths = pad_tokens(answers, lm.pad_token_id)
     fed = None
     if given_lengths.max() > 1:  # of a single token, what the prompt's last logits say is all
         columns = num_columns(int(np.max(places + given_lengths)), block_size)
         fed = jnp.asarray(align(given, held, block_size=block_size, columns=columns))
-    layouts = reader.cache_layouts(rows_of_device(lm, len(ids), "prompts"), tokens.shape[1], None)
-    held_bytes = total_bytes(layouts, lm.config.head_dim, lm.dtype)
+    layout = lm.cache_layout(rows_of_device(lm, len(ids), "prompts"), tokens.shape[1])
+    held_bytes = layout.num_bytes(lm.config.head_dim, lm.dtype)
     require_memory(held_bytes, f"{len(answers)} answers to {len(ids)} prompts")
     arrays = (jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(given[:, 0]), fed, jnp.asarray(given_lengths))
-    args = (reader.for_programs(), *arrays)
+    args = (lm.for_programs(), *arrays)
     program, _ = _read_and_feed.prepare(*args, backend=backend)
     finite, first, rest = program(*args)
     require_finite(lm, tokens, lengths, on_host(finite), "prompts")
@@ -154,15 +153,14 @@ def _read_and_feed_program(
 ) -> tuple[Bool[Array, " B"], TokenScores, TokenScores | None]:
     """Which prompts led to finite logits, the scores of each answer's first token `[R]`, and those of the others."""
     rows, times = first.shape[0], first.shape[0] // tokens.shape[0]
-    layouts = lm.cache_layouts(tokens.shape[0], tokens.shape[1], None)
-    logits, caches, _ = read_prompts(lm, tokens, lengths, layouts, backend=backend)
+    logits, cache, _ = read_prompts(lm, tokens, lengths, lm.cache_layout(*tokens.shape), backend=backend)
     firsts = scores_of_logits(jnp.repeat(logits, times, axis=0), first)
     finite = jnp.isfinite(logits).all(axis=-1)
     if fed is None:
         return finite, firsts, None
     starts = jnp.repeat(lengths, times)
-    caches = open_caches(lm, caches, rows, fed.shape[1])
-    hidden = extend(lm, caches, fed, starts, fed_lengths, starts, keep_hidden=True, backend=backend).hidden
+    shared, own = shared_and_own(cache, lm.following_layout(rows, tokens.shape[1], fed.shape[1]), starts)
+    hidden = extend(lm, shared, own, fed, starts, fed_lengths, starts, keep_hidden=True, backend=backend).hidden
     return finite, firsts, scores_of_appended(lm, hidden, fed, starts, fed_lengths)
 
 
@@ -201,14 +199,15 @@ def _behind_context(
     asked = [ids for ids in checked.ids for _ in range(times)]
     appended = AppendedPrompts.create(lm, [a + b for a, b in zip(asked, answers, strict=True)], context)
     appended.require_positions(lm, 0)
-    context, reader, rows = appended.context, lm.for_contexts(), len(answers)
+    context, rows = appended.context, len(answers)
     starts, prompt_lengths = (jnp.broadcast_to(x, rows) for x in (context.lengths, context.prompt_lengths))
-    args = (reader.for_programs(), context.caches, appended.tokens, starts, appended.lengths, prompt_lengths)
-    program, _ = _feed.prepare(*args, backend=backend)
+    args = (lm.for_programs(), context.cache, appended.tokens, starts, appended.lengths, prompt_lengths)
+    layout = lm.following_layout(rows_of_device(lm, rows, "answers"), context.tokens.shape[1], appended.tokens.shape[1])
+    program, _ = _feed.prepare(*args, layout=layout, backend=backend)
     finite, scores = program(*args)
     tokens, lengths = pad_tokens([context.token_ids() + ids for ids in appended.ids], lm.pad_token_id)
     require_finite(lm, tokens, lengths, on_host(finite), "prompts")
-    place, scores = int(context.lengths[0]) % context.layouts[0].block_size, on_host(scores)
+    place, scores = int(context.lengths[0]) % context.layout.block_size, on_host(scores)
     logprobs, greedy = [], []
     for row, (question, answer) in enumerate(zip(asked, answers, strict=True)):
         first = place + len(question) - 1  # in the column before a token stands what is thought of it
@@ -220,16 +219,17 @@ def _behind_context(
 
 def _feed_program(
     lm: LM,
-    caches: tuple[LayerCache, ...],
+    cache: PagedCache,
     tokens: Int[Array, "R S"],
     starts: Int[Array, " R"],
     lengths: Int[Array, " R"],
     prompt_lengths: Int[Array, " R"],
     *,
+    layout: CacheLayout,
     backend: Backend,
 ) -> tuple[Bool[Array, " R"], TokenScores]:
-    caches = open_caches(lm, caches, *tokens.shape)
-    extended = extend(lm, caches, tokens, starts, lengths, prompt_lengths, keep_hidden=True, backend=backend)
+    shared, own = shared_and_own(cache, layout, starts)
+    extended = extend(lm, shared, own, tokens, starts, lengths, prompt_lengths, keep_hidden=True, backend=backend)
     scores = scores_of_appended(lm, extended.hidden, tokens, starts, lengths)
     return jnp.isfinite(extended.logits).all(axis=-1), scores
 

@@ -1,354 +1,484 @@
-"""The KV cache of one layer: pools of kept tokens and a ring of local ones.
+"""The KV cache in pages: a pool of pages for all layers, and for each row and KV head a table of those that it uses.
 
-Heads with different budgets cost what they keep: each (row, KV head) owns regions of the pools whose capacities its
-cache policy names in advance, so shapes are static while lengths are data.
+A page is a block of b tokens of one KV head. What a head keeps lies in pages of its own, so heads with different
+budgets cost what they keep; the window lies in pages that serve it in turn. Shapes are planned before anything is
+compiled. Rows that continue from the same tokens share their pages: what follows lies in a second cache, in which each
+row has its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import os
 import typing
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
-from tca_jax.engine.layouts import CacheLayout
-from tca_jax.engine.mesh import heads_of
-from tca_jax.methods.base import Attended, CachePolicy, Method
-from tca_jax.methods.pairs import causal_pairs
-from tca_jax.methods.queries import last_queries
-from tca_jax.methods.regions import Regions, Selected
-from tca_jax.methods.sparse import selected_pairs, selection_for_prefill
-from tca_jax.pallas_kernels.backends import Backend
-from tca_jax.pallas_kernels.decode_attention import decode_attention
-from tca_jax.pallas_kernels.kv import Pool, Ring
-from tca_jax.pallas_kernels.numerics import scaled_scores
-from tca_jax.pallas_kernels.ranking import selection_mask
+from tca_jax.engine.mesh import HeadShards, PerDevice, part_of_device
+from tca_jax.errors import UserError
+from tca_jax.methods.base import CachePolicy, per_head
+from tca_jax.methods.blocks import num_ranked_blocks
+from tca_jax.methods.regions import Regions
+from tca_jax.pallas_kernels.integers import cdiv
+from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT, Pool
+from tca_jax.pallas_kernels.pages import Pages
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheLayout:
+    """Static shape of a cache, on each device of a mesh.
+
+    In the pool the pages of windows come first, by layer, row, page of the window and KV head; then those of kept
+    tokens, by layer, row and KV head.
+
+    Attributes:
+        block_size: Tokens in a block and in a page, b.
+        window: Least number of local tokens, w, a multiple of b.
+        batch: Rows, B.
+        kept_pages: Pages of kept tokens, `[layers][devices][H_kv]`, H_kv the KV heads of a device.
+        window_columns: Most blocks from the first in a row's window to the last that is ever fed.
+        prompt_tokens: Padded length of the prompts, L.
+    """
+
+    block_size: int
+    window: int
+    batch: int
+    kept_pages: tuple[tuple[tuple[int, ...], ...], ...]
+    window_columns: int
+    prompt_tokens: int
+
+    @classmethod
+    def plan(
+        cls,
+        policy: CachePolicy,
+        num_layers: int,
+        num_kv_heads: int,
+        batch: int,
+        prompt_tokens: int,
+        fed_tokens: int,
+        shards: HeadShards | None = None,
+    ) -> CacheLayout:
+        """The cache of prompts and of what is fed behind them.
+
+        Args:
+            policy: Cache policy.
+            num_layers: Layers of the model.
+            num_kv_heads: KV heads of the model.
+            batch: Prompts, B; of a device.
+            prompt_tokens: Padded prompt length, L.
+            fed_tokens: Most tokens that are fed behind a prompt.
+            shards: How the heads are dealt out over a mesh; None on one device.
+
+        Raises:
+            ValueError: the policy names no capacity for each KV head.
+        """
+
+        def kept(layer: int) -> Int[np.ndarray, " Hkv"]:
+            return kept_of_prompt(policy, layer, prompt_tokens, num_kv_heads) + kept_behind(
+                policy, layer, prompt_tokens, fed_tokens, num_kv_heads
+            )
+
+        b, w = policy.block_size, policy.window
+        columns = min(cdiv(prompt_tokens + fed_tokens, b), w // b + cdiv(b - 1 + fed_tokens, b))
+        region = math.lcm(REGION_ALIGNMENT, b)  # a selection comes in such pieces
+        pages = tuple(_pages_by_device(kept(layer), b, region, shards, layer) for layer in range(num_layers))
+        return cls(b, w, batch, pages, columns, prompt_tokens)
+
+    @classmethod
+    def plan_following(
+        cls,
+        policy: CachePolicy,
+        num_layers: int,
+        num_kv_heads: int,
+        batch: int,
+        prompt_tokens: int,
+        fed_tokens: int,
+        shards: HeadShards | None = None,
+    ) -> CacheLayout:
+        """The cache of what is fed behind tokens that lie in another cache; arguments are those of `plan`."""
+        b = policy.block_size
+        pages = tuple(
+            _pages_by_device(kept_behind(policy, layer, prompt_tokens, fed_tokens, num_kv_heads), b, b, shards, layer)
+            for layer in range(num_layers)
+        )
+        # All but one token of the first block may have been there before.
+        return cls(b, policy.window, batch, pages, max(1, cdiv(b - 1 + fed_tokens, b)), prompt_tokens)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self.kept_pages)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of a device, H_kv."""
+        return len(self.kept_pages[0][0])
+
+    @property
+    def window_pages(self) -> int:
+        """Pages of a row's window in each layer and KV head, which serve it in turn."""
+        return min(self.window // self.block_size + 1, self.window_columns)
+
+    @property
+    def kept_columns(self) -> tuple[int, ...]:
+        """Entries of each layer's tables for pages of kept tokens: as many as any head has, on any device."""
+        return tuple(max(map(max, of_layer)) for of_layer in self.kept_pages)
+
+    @property
+    def has_ranked_blocks(self) -> bool:
+        """Whether a prompt of this shape can have ranked blocks; otherwise it fits its window."""
+        return num_ranked_blocks(self.prompt_tokens, self.block_size, self.window) > 0
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool, as many as the device needs that needs most; at least one."""
+        kept = int(np.sum(self.kept_pages, axis=(0, 2)).max())
+        return max(1, self.batch * (self.num_layers * self.num_kv_heads * self.window_pages + kept))
+
+    def num_bytes(self, head_dim: int, dtype: Any) -> int:
+        """Bytes of keys and values together, on a device."""
+        return 2 * self.num_pages * self.block_size * head_dim * jnp.dtype(dtype).itemsize
+
+    def regions(self, layer: int) -> Regions:
+        """Where a selection puts a layer's kept tokens on their way to the pages: as large on all devices."""
+        widest = np.max(self.kept_pages[layer], axis=0) * self.block_size
+        return Regions.plan(self.batch, widest.tolist(), self.block_size)
+
+    def tables(self, device: int | None = None) -> tuple[Int[Array, "B Hkv T"], ...]:
+        """Each layer's page numbers, `num_pages` for no page.
+
+        Args:
+            device: Of which device on "model"; None for the one whose program this is, or for the only one.
+        """
+        layers, batch, heads = self.num_layers, self.batch, self.num_kv_heads
+        count = np.asarray(self.kept_pages, np.int32).swapaxes(0, 1)  # [devices, layers, Hkv]
+        by_row = np.repeat(count[:, :, None], batch, axis=2)
+        ends = np.cumsum(by_row.reshape(len(count), -1), axis=1, dtype=np.int32).reshape(by_row.shape)
+        first = ends - by_row + batch * layers * heads * self.window_pages
+        alone = 0 if len(count) == 1 else device
+        first, count = (part_of_device(x) if alone is None else x[alone] for x in (first, count))
+        turn = jnp.arange(self.window_columns, dtype=jnp.int32) % self.window_pages
+        row, head = jnp.arange(batch, dtype=jnp.int32)[:, None, None], jnp.arange(heads, dtype=jnp.int32)[:, None]
+        tables = []
+        for layer, columns in enumerate(self.kept_columns):
+            column = jnp.arange(columns, dtype=jnp.int32)
+            kept = jnp.where(column < count[layer][:, None], first[layer][..., None] + column, self.num_pages)
+            window = ((layer * batch + row) * self.window_pages + turn) * heads + head
+            tables.append(jnp.concatenate([kept, window], axis=-1))
+        return tuple(tables)
+
+    def empty(self, head_dim: int, dtype: Any, starts: Int[Array, " B"]) -> PagedCache:
+        """A cache without tokens; each row's window begins with the block of the position `starts`."""
+        k, v = (jnp.zeros((self.num_pages, self.block_size, head_dim), dtype) for _ in range(2))
+        nothing = tuple(jnp.zeros((self.batch, self.num_kv_heads), jnp.int32) for _ in range(self.num_layers))
+        starts = starts // self.block_size * self.block_size
+        ends = starts + self.window_columns * self.block_size
+        return PagedCache(k, v, self.tables(), nothing, starts, ends, self.kept_columns)
+
+
+def kept_of_prompt(policy: CachePolicy, layer: int, tokens: int, num_kv_heads: int) -> Int[np.ndarray, " Hkv"]:
+    """Most tokens that each of the model's KV heads keeps of a prompt's ranked blocks."""
+    source = f"{type(policy).__name__}.capacities({layer}, {tokens})"
+    return np.asarray(per_head(policy.capacities(layer, tokens), num_kv_heads, source))
+
+
+def kept_behind(
+    policy: CachePolicy, layer: int, prompt_tokens: int, fed_tokens: int, num_kv_heads: int
+) -> Int[np.ndarray, " Hkv"]:
+    """Most tokens that each of the model's KV heads keeps of the blocks that leave while tokens are fed."""
+    source = f"{type(policy).__name__}.growth({layer}, {prompt_tokens}, {fed_tokens})"
+    return np.asarray(per_head(policy.growth(layer, prompt_tokens, fed_tokens), num_kv_heads, source))
+
+
+def _pages_by_device(
+    tokens: Int[np.ndarray, " Hkv"], block_size: int, multiple: int, shards: HeadShards | None, layer: int
+) -> tuple[tuple[int, ...], ...]:
+    """Pages for at least so many tokens of each KV head, rounded up to a multiple, `[devices][Hkv]`."""
+    pages = -(-tokens // multiple) * multiple // block_size
+    by_device = pages[None] if shards is None else shards.by_device(layer, pages)
+    return tuple(map(tuple, by_device.tolist()))
 
 
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["pool", "growth", "ring"], meta_fields=["layout"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["k", "v", "tables", "kept", "start", "end"],
+    meta_fields=["kept_columns"],
+)
 @dataclasses.dataclass(frozen=True)
-class LayerCache:
-    """One layer's keys and values.
+class PagedCache(PerDevice):
+    """Keys and values of some tokens in all layers. `pages(layer)` is what a layer's queries attend to.
 
     Attributes:
-        pool: What the selection from the prompt keeps left of the window. Never written after prefill, so rows may
-            share regions of it.
-        growth: What is kept of the blocks that have left the window since, each row's own; None where nothing is.
-        ring: The local tokens.
-        layout: The static shape.
+        k: Keys `[P, b, d]`.
+        v: Values `[P, b, d]`.
+        tables: Page numbers of each layer, int32 `[B, Hkv, T]`, as `Pages.table` has them; P for no page. The pages of
+            a block of the window lie side by side, in the order of the KV heads.
+        kept: Kept tokens of each layer, int32 `[B, Hkv]`.
+        start: Position of the window's first token, int32 `[B]`, a multiple of b.
+        end: Position past the last that the window has pages for, int32 `[B]`, or past the last that counts.
+        kept_columns: Of each layer, see `Pages`; static.
     """
 
-    pool: Pool
-    growth: Pool | None
-    ring: Ring
-    layout: CacheLayout
+    k: Float[Array, "P b d"]
+    v: Float[Array, "P b d"]
+    tables: tuple[Int[Array, "B Hkv T"], ...]
+    kept: tuple[Int[Array, "B Hkv"], ...]
+    start: Int[Array, " B"]
+    end: Int[Array, " B"]
+    kept_columns: tuple[int, ...]
 
-    def repeat_rows(self, times: int) -> LayerCache:
-        """Every row `times` times, side by side: several answers to one prompt, which share its pool."""
-        if times == 1:
+    @property
+    def batch(self) -> int:
+        """Rows, B."""
+        return self.start.shape[-1]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a page, b."""
+        return self.k.shape[-2]
+
+    def pages(self, layer: int) -> Pages:
+        """What the queries of a layer attend to."""
+        table, kept = self.tables[layer], self.kept[layer]
+        return Pages(self.k, self.v, table, kept, self.start, self.end, self.kept_columns[layer])
+
+    def window_pages(self, layer: int, blocks: Int[Array, " R"]) -> Int[Array, "R Hkv"]:
+        """Pages of the block of such a number in each row's window; R / B neighbours ask the same row."""
+        times = blocks.shape[0] // self.batch
+        column = self.kept_columns[layer] + blocks - jnp.repeat(self.start // self.block_size, times)
+        if blocks.shape[0] == 1:  # a slice is computed where it is used; a gather is a kernel of its own
+            column = jnp.clip(column[0], 0, self.tables[layer].shape[-1] - 1)
+            return jax.lax.dynamic_index_in_dim(self.tables[layer], column, axis=-1, keepdims=False)
+        rows = jnp.arange(blocks.shape[0]) // times
+        return self.tables[layer].at[rows, :, column].get(mode="clip")
+
+    def window_block(
+        self, layer: int, blocks: Int[Array, " R"]
+    ) -> tuple[Float[Array, "R Hkv b d"], Float[Array, "R Hkv b d"]]:
+        """Keys and values of a block of each row's window."""
+        pages = self.window_pages(layer, blocks)
+        return self.k[pages], self.v[pages]
+
+    def with_prompt(
+        self,
+        layout: CacheLayout,
+        layer: int,
+        kept: Pool | None,
+        k: Float[Array, "B L Hkv d"],
+        v: Float[Array, "B L Hkv d"],
+    ) -> PagedCache:
+        """The cache with what stays of prompts in a layer.
+
+        Args:
+            layout: The cache's.
+            layer: The layer.
+            kept: What is kept left of the windows, in the layout's `regions`; None for nothing.
+            k: Keys of whole prompts, of which the window takes its own; `v` the values.
+        """
+        pools = [self._with_window(layer, pool, x, layout.window_pages) for pool, x in ((self.k, k), (self.v, v))]
+        if kept is None or not self.kept_columns[layer]:
+            return dataclasses.replace(self, k=pools[0], v=pools[1])
+        pages = [x.reshape(-1, *self.k.shape[1:]) for x in (kept.k, kept.v)]
+        numbers = self._kept_pages(layer, kept, len(pages[0]))
+        k, v = (pool.at[numbers].set(x, mode="drop") for pool, x in zip(pools, pages, strict=True))
+        table = self.tables[layer][..., : self.kept_columns[layer]]
+        most = jnp.sum(table < len(self.k), axis=-1, dtype=jnp.int32) * self.block_size
+        return dataclasses.replace(self, k=k, v=v, kept=self._with_lengths(layer, jnp.minimum(kept.lengths, most)))
+
+    def _with_lengths(self, layer: int, lengths: Int[Array, "B Hkv"]) -> tuple[Int[Array, "B Hkv"], ...]:
+        return (*self.kept[:layer], lengths, *self.kept[layer + 1 :])
+
+    def _kept_pages(self, layer: int, kept: Pool, count: int) -> Int[Array, " n"]:
+        """Where each page of a selection goes: past the pool where it holds nothing, or nothing of this device's."""
+        first, b = kept.offsets.reshape(-1) // self.block_size, self.block_size
+        page = jnp.arange(count, dtype=jnp.int32)
+        region = jnp.searchsorted(first, page, side="right").astype(jnp.int32) - 1
+        column, table = page - first[region], self.tables[layer][..., : self.kept_columns[layer]]
+        number = table.reshape(-1, table.shape[-1]).at[region, column].get(mode="fill", fill_value=len(self.k))
+        return jnp.where(column * b < kept.lengths.reshape(-1)[region], number, len(self.k))
+
+    def _with_window(
+        self, layer: int, pool: Float[Array, "P b d"], x: Float[Array, "B L Hkv d"], most: int
+    ) -> Float[Array, "P b d"]:
+        """Writes the last blocks of prompts, at most so many; what lies past their ends is arbitrary but finite."""
+        b, first, (batch, length, heads, head_dim) = self.block_size, self.kept_columns[layer], x.shape
+        count = min(cdiv(length, b), most)
+        if count * b < length:
+            positions = jnp.minimum(self.start[:, None] + jnp.arange(count * b), length - 1)
+            x = jnp.take_along_axis(x, positions[..., None, None], axis=1)
+        else:  # the window begins where the prompts do
+            x = jnp.pad(x, ((0, 0), (0, count * b - length), (0, 0), (0, 0)))
+        pages = x.reshape(batch, count, b, heads, head_dim).swapaxes(2, 3)
+        for row in range(batch):  # those of a row are a run
+            run = pages[row].reshape(-1, b, head_dim)
+            pool = jax.lax.dynamic_update_slice_in_dim(pool, run, self.tables[layer][row, 0, first], axis=0)
+        return pool
+
+    def with_tokens(
+        self,
+        layer: int,
+        k: Float[Array, "B m Hkv d"],
+        v: Float[Array, "B m Hkv d"],
+        positions: Int[Array, "B m"],
+        new: Bool[Array, "B m"] | None = None,
+    ) -> PagedCache:
+        """The cache with tokens of one block of each row written to its window; columns that are not `new` are not."""
+        b = self.block_size
+        pages, slots = self.window_pages(layer, positions[:, 0] // b), positions % b
+        if positions.shape == (1, 1):  # a scatter would read what is there, in case a place were out of bounds
+
+            def put(pool: Array, x: Array) -> Array:
+                return jax.lax.dynamic_update_slice(pool, x.swapaxes(1, 2)[0], (pages[0, 0], slots[0, 0], 0))
+
+        else:
+            slots = slots if new is None else jnp.where(new, slots, b)  # out of bounds: dropped
+
+            def put(pool: Array, x: Array) -> Array:
+                return pool.at[pages[:, None], slots[..., None]].set(x, mode="drop")
+
+        return dataclasses.replace(self, k=put(self.k, k), v=put(self.v, v))
+
+    def with_kept(
+        self,
+        layer: int,
+        chosen: Bool[Array, "B Hkv b"],
+        k: Float[Array, "B Hkv b d"],
+        v: Float[Array, "B Hkv b d"],
+    ) -> PagedCache:
+        """The cache with the chosen tokens of a block behind what each head keeps; a head that is full takes none."""
+        if not self.kept_columns[layer]:
             return self
-        layout, growth = self.layout.repeat_rows(times), self.growth
-        if growth is not None and layout.growth is not None:
-            k, v = (self._repeat_growth(x, times) for x in (growth.k, growth.v))
-            offsets = jnp.asarray(layout.growth.offsets, jnp.int32)
-            growth = Pool(k, v, offsets, jnp.repeat(growth.lengths, times, axis=0))
-        pool = self.pool._replace(
-            offsets=jnp.repeat(self.pool.offsets, times, axis=0), lengths=jnp.repeat(self.pool.lengths, times, axis=0)
+        b, kept = self.block_size, self.kept[layer]
+        slot = kept[..., None] + jnp.cumsum(chosen, axis=-1, dtype=jnp.int32) - 1
+        table = self.tables[layer][..., : self.kept_columns[layer]]
+        column = jnp.where(chosen, slot // b, table.shape[-1])
+        pages = jnp.where(
+            column < table.shape[-1], jnp.take_along_axis(table, column, axis=-1, mode="clip"), len(self.k)
         )
-        ring = Ring(*(jnp.repeat(x, times, axis=0) for x in self.ring))
-        return LayerCache(pool, growth, ring, layout)
-
-    def _repeat_growth(self, x: Float[Array, "P d"], times: int) -> Float[Array, "P d"]:
-        rows = x.reshape(self.layout.batch, -1, x.shape[-1])
-        return jnp.repeat(rows, times, axis=0).reshape(-1, x.shape[-1])
-
-    def with_keys_and_values(self, k: Any, v: Any) -> LayerCache:
-        """The same with other keys and values in its pool: arrays, shapes of such, or None instead."""
-        return dataclasses.replace(self, pool=self.pool._replace(k=k, v=v))
-
-    def with_growth(self, growth: Regions | None) -> LayerCache:
-        """The same with other room for what leaves the window, in which nothing is yet."""
-        empty = None if growth is None else growth.empty(self.ring.k.shape[-1], self.ring.k.dtype)
-        return dataclasses.replace(self, growth=empty, layout=dataclasses.replace(self.layout, growth=growth))
+        kept = kept + jnp.sum(pages < len(self.k), axis=-1, dtype=jnp.int32)
+        k, v = (pool.at[pages, slot % b].set(x, mode="drop") for pool, x in ((self.k, k), (self.v, v)))
+        return dataclasses.replace(self, k=k, v=v, kept=self._with_lengths(layer, kept))
 
 
-def gather_pools(caches: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
-    """The caches of all layers as loops and programs take and return them: what they share is there once.
+def shared_and_own(cache: PagedCache, layout: CacheLayout, lengths: Int[Array, " R"]) -> tuple[PagedCache, PagedCache]:
+    """A cache for what follows another one, whose pages the rows share from here on.
 
-    The keys and values of a shared pool are those of the last layer's cache; the first one's has them alone then. An
-    array that a program returned for every layer would be copied as often.
-    """
-    if caches[0].layout.shared is None:
-        return caches
-    first, *others = caches
-    return (first.with_keys_and_values(*caches[-1].pool[:2]), *(x.with_keys_and_values(None, None) for x in others))
-
-
-def spread_pools(caches: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
-    """The inverse of `gather_pools`: each layer's cache has the keys and values that it refers to."""
-    if caches[0].layout.shared is None:
-        return caches
-    return tuple(cache.with_keys_and_values(*caches[0].pool[:2]) for cache in caches)
-
-
-def prefill_layer(
-    method: Method,
-    layer: int,
-    q: Float[Array, "B M Hq d"],
-    k: Float[Array, "B L Hkv d"],
-    v: Float[Array, "B L Hkv d"],
-    lengths: Int[Array, " B"],
-    layout: CacheLayout,
-    backend: Backend = "auto",
-    *,
-    tail: bool = False,
-    before: LayerCache | None = None,
-) -> tuple[Attended, LayerCache]:
-    """Attention of a prompt, and the cache that decoding continues from.
+    The last block of the window, which is not full, is copied: each row writes on in its own.
 
     Args:
-        method: Attention method.
-        layer: The layer.
-        q: Rotated queries of the whole prompt (M = L), or with `tail` of the last M positions.
-        k: Rotated keys, `[B, L, H_kv, d]`; `v` the values.
-        lengths: True prompt lengths, `[B]`, at least 1.
-        layout: From `plan_layouts` with `prompt_tokens = L`.
-        backend: Kernel backend.
-        tail: Whether only the last query is answered, from the cache, where `tail_queries` allows it; those before are
-            there for the selection to look at, and get zeros.
-        before: The cache of the layer before, whose pool is written on where layers share one.
+        cache: What was read, of B rows; it is not written.
+        layout: Of the other cache, of R rows, a multiple of B: neighbours share a row.
+        lengths: Tokens that each row has so far.
 
     Returns:
-        Attention, its output `[B, M, H_q, d]` (zero past a length), and the cache. With `tail` the pairs are those that
-        all queries of the prompt would have attended to, by what is selected for them.
+        `cache` without what was copied, and the other one.
     """
-    policy, selected, readable = method.cache, None, None
-    heads = heads_of(layout.shards, layer, k.shape[2])
-    if layout.has_ranked_blocks:
-        queries = last_queries(q, lengths, policy.num_queries) if not tail else q
-        selection = policy.select(layer, heads, queries, k, v, lengths, backend)
-        with jax.named_scope("select"):
-            selected = layout.regions.fill(selection, k, v, block_size=layout.block_size, backend=backend)
-        readable = selection_for_prefill(method, layer, heads, selection, selected, k, v, backend)
-    pool = layout.regions.empty(k.shape[-1], k.dtype) if selected is None else selected.pool
-    ring = Ring(*(_fill_ring(x, lengths, layout.ring_tokens) for x in (k, v)))
-    if tail:
-        with jax.named_scope("prefill_attention"):
-            last = _attend_last(q[:, -1], ring, readable, lengths, layout, backend)
-        out = Attended(jnp.zeros_like(q).at[:, -1].set(last), _selected_pairs(readable, lengths, layout))
-    else:
-        out = method.prefill.attend(layer, heads, q, k, v, lengths, readable, backend)
-    # The rings are filled before the model goes on, and so is a shared pool. Left to itself the compiler puts that off
-    # to the end, and keeps all layers' k and v until then: 17 GB at 131,072 tokens of LLaMA-3.1-8B. Nor do lists of
-    # blocks stay for the sake of the pairs that they have.
-    if layout.shared is None:
-        out, ring = jax.lax.optimization_barrier((out, ring))
-    else:
-        pool = layout.shared.write(layout.regions, pool, None if before is None else before.pool)
-        out, ring, pool = jax.lax.optimization_barrier((out, ring, pool))
-    return out, LayerCache(pool, None, ring, layout).with_growth(layout.growth)
+    own = layout.empty(cache.k.shape[-1], cache.k.dtype, lengths)
+    blocks, layers = own.start // cache.block_size, range(layout.num_layers)
+    copied, to = (jnp.stack([x.window_pages(layer, blocks) for layer in layers]) for x in (cache, own))
+    k, v = (mine.at[to].set(theirs[copied]) for mine, theirs in ((own.k, cache.k), (own.v, cache.v)))
+    return before(cache, own), dataclasses.replace(own, k=k, v=v)
 
 
-def tail_queries(method: Method, layer: int) -> int | None:
-    """Last queries that a prefill needs of its last layer, or None where it needs all of them.
-
-    Where prompt queries attend to what the cache keeps, the last of them can be answered from the cache, and nobody
-    reads what the others would give.
-    """
-    from_cache = method.prefill_reads_cache and method.prefill.answers_from_cache(layer)
-    return method.cache.num_queries if from_cache else None
+def before(shared: PagedCache, own: PagedCache) -> PagedCache:
+    """The shared cache of some rows without the tokens that lie in their own one."""
+    return dataclasses.replace(shared, end=own.start[:: own.batch // shared.batch])
 
 
-def decode_layer(
-    method: Method,
-    layer: int,
-    q: Float[Array, "B 1 Hq d"],
-    k: Float[Array, "B 1 Hkv d"],
-    v: Float[Array, "B 1 Hkv d"],
-    cache: LayerCache,
-    positions: Int[Array, " B"],
-    leaving: Bool[Array, " B"] | None = None,
-    backend: Backend = "auto",
-) -> tuple[Float[Array, "B 1 Hq d"], LayerCache]:
-    """One decoding step: evicts the block that leaves the window, adds the new token, attends.
-
-    Growth and ring are updated in place where the caller gives them away, as a loop or a donation does.
-
-    Args:
-        method: Attention method.
-        layer: The layer.
-        q: The new token's rotated query, `[B, 1, H_q, d]`; `k` and `v` likewise with H_kv heads.
-        cache: The layer's cache.
-        positions: Position of the new token, `[B]`.
-        leaving: Rows in which a block leaves the window, from `rows_with_leaving_block`; None where there are none,
-            which spares the work of looking for what to keep.
-        backend: Kernel backend.
-
-    Returns:
-        Attention output `[B, 1, H_q, d]` and the cache with the token in it.
-    """
-    layout = cache.layout
-    if leaving is not None and layout.evicts:
-        with jax.named_scope("evict_block"):
-            _, lse = attend_cache(q[:, 0], cache, positions - 1, backend)
-            cache = evict_block(method.cache, layer, q[:, 0], k[:, 0], cache, positions, leaving, lse)
-    slots = positions % layout.ring_tokens
-    ring = Ring(*(_put(x, slots, new[:, 0]) for x, new in zip(cache.ring, (k, v), strict=True)))
-    cache = dataclasses.replace(cache, ring=ring)
-    with jax.named_scope("decode_attention"):
-        out, _ = attend_cache(q[:, 0], cache, positions, backend)
-    return out[:, None], cache
+def with_rows_repeated(cache: PagedCache, layout: CacheLayout) -> PagedCache:
+    """A cache as often as a layout of the same sizes has more rows, copies side by side."""
+    times = layout.batch // cache.batch
+    out = layout.empty(cache.k.shape[-1], cache.k.dtype, jnp.repeat(cache.start, times))
+    k, v = out.k, out.v
+    for to, source in zip(out.tables, cache.tables, strict=True):
+        pages = jnp.repeat(source, times, axis=0)
+        k, v = (mine.at[to].set(theirs[pages], mode="drop") for mine, theirs in ((k, cache.k), (v, cache.v)))
+    kept = tuple(jnp.repeat(lengths, times, axis=0) for lengths in cache.kept)
+    return dataclasses.replace(out, k=k, v=v, kept=kept)
 
 
-def rows_with_leaving_block(
-    layout: CacheLayout, positions: Int[Array, " B"], prompt_lengths: Int[Array, " B"]
-) -> Bool[Array, " B"]:
-    """Rows in which the token at `positions` starts a block and so pushes the oldest block out of the window, `[B]`.
-
-    Prefill has already dealt with the block that leaves when the very first new token starts a block.
-    """
-    return (positions % layout.block_size == 0) & (positions > layout.window) & (positions > prompt_lengths)
-
-
-def attend_cache(
-    q: Float[Array, "B Hq d"], cache: LayerCache, positions: Int[Array, " B"], backend: Backend
-) -> tuple[Float[Array, "B Hq d"], Float32[Array, "B Hq"]]:
-    """Attention of a token over pool, growth and ring, with the log-sum-exp."""
-    layout = cache.layout
-    return decode_attention(
-        q,
-        cache.pool,
-        cache.ring,
-        positions,
-        growth=cache.growth,
-        block_size=layout.block_size,
-        window=layout.window,
-        **region_capacities(layout),
-        backend=backend,
-    )
-
-
-def region_capacities(layout: CacheLayout) -> dict[str, int]:
-    """The largest capacities of a region, as `decode_attention` and `extend_attention` take them."""
-    growth = 0 if layout.growth is None else max(layout.growth.capacities)
-    return {"capacity": max(layout.regions.capacities), "growth_capacity": growth}
-
-
-def _attend_last(
-    q: Float[Array, "B Hq d"],
-    ring: Ring,
-    readable: Selected | None,
-    lengths: Int[Array, " B"],
-    layout: CacheLayout,
-    backend: Backend,
-) -> Float[Array, "B Hq d"]:
-    """Attention of each prompt's last query over its window and what prompt queries read left of it.
-
-    The selection may hold a block more than is left of this query's window: the one that leaves before the next token.
-    """
-    if readable is None:  # the prompt fits its window
-        pool, capacity = Regions.plan(layout.batch, (0,) * layout.num_kv_heads).empty(q.shape[-1], q.dtype), 0
-    else:
-        edge = jnp.maximum(0, (lengths - 1) // layout.block_size - layout.window // layout.block_size)
-        left = jnp.arange(readable.budgets.shape[-1]) < edge[:, None, None]
-        kept = jnp.sum(readable.budgets, axis=-1, where=left, dtype=jnp.int32)
-        pool, capacity = readable.pool._replace(lengths=kept), readable.pool.k.shape[0]
-        capacity = min(capacity, max(layout.regions.capacities))
-    out, _ = decode_attention(
-        q,
-        pool,
-        ring,
-        lengths - 1,
-        block_size=layout.block_size,
-        window=layout.window,
-        capacity=capacity,
-        backend=backend,
-    )
+def joined(shared: PagedCache, own: PagedCache, layout: CacheLayout, starts: Int[Array, " R"]) -> PagedCache:
+    """One cache of all that two hold, as `shared_and_own` gave them; its windows begin with the blocks of `starts`."""
+    out = layout.empty(own.k.shape[-1], own.k.dtype, starts)
+    blocks = out.start[:, None] // own.block_size + jnp.arange(layout.window_pages)
+    for layer in range(layout.num_layers):
+        kept = _joined_kept(shared, own, layer, layout.kept_columns[layer] * own.block_size)
+        out = _with_joined(out, layer, kept, _joined_windows(shared, own, layer, blocks), blocks)
     return out
 
 
-def _selected_pairs(readable: Selected | None, lengths: Int[Array, " B"], layout: CacheLayout) -> Float32[Array, " B"]:
-    """Causal pairs of prompts whose queries attend to their windows and to what they read left of these."""
-    if readable is None:  # the prompt fits its window
-        return causal_pairs(lengths)
-    sizes = {"block_size": layout.block_size, "window": layout.window}
-    return selected_pairs(readable.budgets, lengths, **sizes).mean(axis=1)
+def _joined_kept(
+    shared: PagedCache, own: PagedCache, layer: int, most: int
+) -> tuple[Int[Array, "R Hkv"], Float[Array, "2 R Hkv T d"]]:
+    """Kept tokens of both caches in one row, and how many they are."""
+    times = own.batch // shared.batch
+    first, more = jnp.repeat(shared.kept[layer], times, axis=0)[..., None], own.kept[layer][..., None]
+    token = jnp.arange(most, dtype=jnp.int32)
+
+    def take(cache: PagedCache, number: Int[Array, "R Hkv T"]) -> Float[Array, "2 R Hkv T d"]:
+        table = jnp.repeat(cache.tables[layer][..., : cache.kept_columns[layer]], own.batch // cache.batch, axis=0)
+        if not table.shape[-1]:
+            return jnp.zeros((2, *number.shape, own.k.shape[-1]), own.k.dtype)
+        page = jnp.take_along_axis(table, jnp.maximum(number, 0) // own.block_size, axis=-1, mode="clip")
+        return jnp.stack([x.at[page, number % own.block_size].get(mode="clip") for x in (cache.k, cache.v)])
+
+    from_shared = jnp.broadcast_to(token, (*first.shape[:2], most)) < first
+    tokens = jnp.where(from_shared[..., None], take(shared, from_shared * token), take(own, token - first))
+    return (first + more)[..., 0], tokens
 
 
-def _put(
-    x: Float[Array, "B Hkv R d"], slots: Int[Array, " B"], new: Float[Array, "B Hkv d"]
-) -> Float[Array, "B Hkv R d"]:
-    """A ring with a new entry in one slot of each row."""
-    if x.shape[0] == 1:  # a scatter would read what is there to keep it if the slot were out of bounds: a kernel more
-        return jax.lax.dynamic_update_slice_in_dim(x, new[:, :, None], slots[0], axis=2)
-    return x.at[jnp.arange(x.shape[0]), :, slots].set(new)
+def _joined_windows(
+    shared: PagedCache, own: PagedCache, layer: int, blocks: Int[Array, "R W"]
+) -> Float[Array, "2 R W Hkv b d"]:
+    """The blocks of rows' windows from the cache that has them."""
+
+    def take(cache: PagedCache) -> Float[Array, "2 R W Hkv b d"]:
+        pages = jax.vmap(lambda of_row: cache.window_pages(layer, of_row), in_axes=1, out_axes=1)(blocks)
+        return jnp.stack([cache.k[pages], cache.v[pages]])
+
+    is_own = blocks * own.block_size >= own.start[:, None]
+    return jnp.where(is_own[..., None, None, None], take(own), take(shared))
 
 
-def _fill_ring(x: Float[Array, "B L Hkv d"], lengths: Int[Array, " B"], ring_tokens: int) -> Float[Array, "B Hkv R d"]:
-    """The last tokens of each row, token p in slot p mod R. Slots that no local token owns hold other tokens of the
-    prompt; attention knows from the position which slots count."""
-    slots = jnp.arange(ring_tokens)
-    last = lengths[:, None] - 1
-    positions = last - (last - slots) % ring_tokens  # [B, R], negative where the row is shorter than the ring
-    positions = jnp.maximum(positions, 0)
-    return jnp.take_along_axis(x, positions[:, :, None, None], axis=1).transpose(0, 2, 1, 3)
-
-
-def evict_block(
-    policy: CachePolicy,
+def _with_joined(
+    out: PagedCache,
     layer: int,
-    q: Float[Array, "B Hq d"],
-    k_new: Float[Array, "B Hkv d"],
-    cache: LayerCache,
-    positions: Int[Array, " B"],
-    leaving: Bool[Array, " B"],
-    lse_before: Float32[Array, "B Hq"],
-) -> LayerCache:
-    """Moves what the policy keeps of the leaving block from the ring to the growth, in rows where one leaves.
-
-    The policy sees the current query's attention probabilities over all that it can see at this step: what is kept, the
-    ring with the leaving block still in it, and itself.
-
-    Args:
-        policy: Cache policy.
-        layer: The layer.
-        q: Query of the token that starts a block.
-        k_new: Its key.
-        cache: The layer's cache, without that token.
-        positions: The token's position; a multiple of b in rows where a block leaves.
-        leaving: Those rows.
-        lse_before: Log-sum-exp of the query over what the token before it sees, the leaving block included.
-    """
-    layout, growth, regions = cache.layout, cache.growth, cache.layout.growth
-    if growth is None or regions is None:
-        return cache  # nothing is ever kept
-    b, ring = layout.block_size, layout.ring_tokens
-    batch, heads, _, head_dim = cache.ring.k.shape
-    queries = q.reshape(batch, heads, -1, head_dim)
-    own = scaled_scores("bhgd,bhd->bhg", queries, k_new)
-    lse = jnp.logaddexp(lse_before.reshape(own.shape), own)
-
-    # Block-aligned and one ring behind: the leaving block starts in the slot that the new token is about to take.
-    slots = (positions % ring // b * b)[:, None] + jnp.arange(b)
-    k_block, v_block = (jnp.take_along_axis(x, slots[:, None, :, None], axis=2) for x in cache.ring)
-    attention = jnp.exp(scaled_scores("bhgd,bhtd->bhgt", queries, k_block) - lse[..., None])  # [B, H_kv, G, b]
-
-    blocks = positions // b - layout.window // b - 1
-    selection = policy.evict(layer, heads_of(layout.shards, layer, heads), attention, blocks)
-    budgets = jnp.where(leaving[:, None, None], selection.budgets, 0)
-    chosen = selection_mask(selection.scores, budgets, block_size=b)
-    slot = growth.lengths[..., None] + jnp.cumsum(chosen, axis=-1) - 1
-    # A region that is full takes nothing more; its policy has named too small a growth.
-    chosen &= slot < jnp.asarray(regions.capacities, jnp.int32)[:, None]
-    place = jnp.where(chosen, growth.offsets[..., None] + slot, regions.pool_tokens)  # out of range: dropped
-    growth = growth._replace(
-        k=growth.k.at[place].set(k_block, mode="drop"),
-        v=growth.v.at[place].set(v_block, mode="drop"),
-        lengths=growth.lengths + jnp.sum(chosen, axis=-1, dtype=jnp.int32),
+    kept: tuple[Int[Array, "R Hkv"], Float[Array, "2 R Hkv T d"]],
+    window: Float[Array, "2 R W Hkv b d"],
+    blocks: Int[Array, "R W"],
+) -> PagedCache:
+    """A cache with all tokens of a layer."""
+    lengths, tokens = kept
+    numbers = out.tables[layer][..., : out.kept_columns[layer]].reshape(-1)
+    pages = tokens.reshape(2, -1, *out.k.shape[1:])
+    windows = jax.vmap(lambda of_row: out.window_pages(layer, of_row), in_axes=1, out_axes=1)(blocks)
+    k, v = (
+        pool.at[numbers].set(of_kept, mode="drop").at[windows].set(of_window)
+        for pool, of_kept, of_window in zip((out.k, out.v), pages, window, strict=True)
     )
-    return dataclasses.replace(cache, growth=growth)
+    return dataclasses.replace(out, k=k, v=v, kept=out._with_lengths(layer, lengths))
+
+
+def memory_bytes() -> int | None:
+    """Bytes that the default device may take, the host's for the CPU; None where nobody says."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # a system that does not know these names
+        return None
+
+
+def require_memory(kv_cache_bytes: int, what: str) -> None:
+    """Raises ValueError if a KV cache is larger than all of the device's memory; `what` says what it is for."""
+    limit = memory_bytes()
+    if limit is not None and kv_cache_bytes > limit:
+        raise UserError(f"{what} need {kv_cache_bytes / 1e9:,.1f} GB of KV cache: the device has {limit / 1e9:,.1f} GB")

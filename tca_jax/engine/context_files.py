@@ -15,38 +15,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tca_jax.engine.cache import LayerCache
-from tca_jax.engine.context_places import context_on_one_device
+from tca_jax.engine.cache import CacheLayout, PagedCache
+from tca_jax.engine.context_moves import on_one_device
 from tca_jax.engine.contexts import Context, ContextIdentity
-from tca_jax.engine.layouts import CacheLayout
 from tca_jax.engine.persistence import RestoreArrays, absolute_folder, checksum, load_step, save_step
 from tca_jax.errors import UserError
-from tca_jax.methods.regions import Regions
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.rope import RopeConfig
-from tca_jax.pallas_kernels.kv import Pool, Ring
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _KIND = "context"
 _CHECKSUM = "sha256"
 _DTYPES = ("float32", "bfloat16", "float16")
 _JSON_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
     {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
 )
-_OF_A_MESH = ("heads", "shared")  # the fields of a layout that no file has
-_OF_ROWS, _SHARE = ("tokens", "lengths", "prompt_lengths"), "attended_share"  # arrays beside those of the caches
-_FIELDS = ("format_version", "identity", "layouts", "dtype", "arrays", "library_version", _CHECKSUM)
+_OF_ROWS = ("tokens", "lengths", "prompt_lengths", "attended_share")  # arrays beside those of the cache
+_OF_CACHE, _OF_LAYERS = ("k", "v", "start", "end"), ("tables", "kept")
+_FIELDS = ("format_version", "identity", "layout", "kept_columns", "dtype", "arrays", "library_version", _CHECKSUM)
 
 
 def save_context(context: Context, directory: str | os.PathLike[str]) -> None:
     """See `Context.save`."""
-    context = context_on_one_device(context)  # files know no mesh
+    context = on_one_device(context)  # files know no mesh
     arrays = {name: np.asarray(x) for name, x in _arrays(context).items()}
     metadata = {
         "format_version": FORMAT_VERSION,
         "identity": dataclasses.asdict(context.identity),
-        "layouts": [_layout_fields(layout) for layout in context.layouts],
-        "dtype": context.caches[0].ring.k.dtype.name,
+        "layout": dataclasses.asdict(context.layout),
+        "kept_columns": context.cache.kept_columns,
+        "dtype": context.cache.k.dtype.name,
         "arrays": sorted(arrays),
         "library_version": importlib.metadata.version("tca-jax"),
     }
@@ -66,16 +64,12 @@ def load_context(directory: str | os.PathLike[str]) -> Context:
     return load_step(_KIND, path, _parse)
 
 
-def _layout_fields(layout: CacheLayout) -> dict[str, Any]:
-    return {name: value for name, value in dataclasses.asdict(layout).items() if name not in _OF_A_MESH}
-
-
 def _arrays(context: Context) -> dict[str, jax.Array]:
     """All arrays of a context by name."""
-    arrays = {name: getattr(context, name) for name in (*_OF_ROWS, _SHARE)}
-    for layer, cache in enumerate(context.caches):
-        parts = {"pool": cache.pool._asdict(), "ring": cache.ring._asdict()}
-        arrays |= {f"{layer}.{part}.{name}": x for part, fields in parts.items() for name, x in fields.items()}
+    arrays = {name: getattr(context, name) for name in _OF_ROWS}
+    arrays |= {name: getattr(context.cache, name) for name in _OF_CACHE}
+    for name in _OF_LAYERS:
+        arrays |= {f"{name}.{layer}": x for layer, x in enumerate(getattr(context.cache, name))}
     return arrays
 
 
@@ -98,28 +92,17 @@ def _parse(folder: Path, metadata: Any, restore: RestoreArrays) -> Context:
 
 def _context(metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Context:
     """What metadata and arrays say; ValueError, TypeError or KeyError where they say something else."""
-    dtype = jnp.dtype(metadata["dtype"])
-    layouts = [_layout(fields, f"layouts[{layer}]") for layer, fields in enumerate(metadata["layouts"])]
-
-    def values(layer: int, part: str, name: str) -> jax.Array:
-        x = arrays[f"{layer}.{part}.{name}"]
-        return jnp.asarray(x.view(dtype) if name in ("k", "v") else x)
-
-    caches = tuple(
-        LayerCache(
-            Pool(*(values(layer, "pool", name) for name in Pool._fields)),
-            None,
-            Ring(*(values(layer, "ring", name) for name in Ring._fields)),
-            layout,
-        )
-        for layer, layout in enumerate(layouts)
-    )
-    tokens, lengths, prompt_lengths = (jnp.asarray(arrays[name]) for name in _OF_ROWS)
-    if _SHARE in arrays:
-        share = jnp.asarray(arrays[_SHARE].view(np.float32))
-    else:  # a file of a library that did not know it yet
-        share = jnp.full(lengths.shape, jnp.nan, jnp.float32)
-    return Context(caches, tokens, lengths, prompt_lengths, share, 0.0, 0.0, _identity(metadata["identity"]))
+    dtype, layout = jnp.dtype(metadata["dtype"]), _layout(metadata["layout"])
+    layers, columns = range(layout.num_layers), metadata["kept_columns"]
+    if not _is_nested(columns, depth=1) or len(columns) != len(layers):
+        raise UserError(f"kept_columns = {columns!r}: must be {len(layers)} integers in [0, 2^31)")
+    k, v = (jnp.asarray(arrays[name].view(dtype)) for name in ("k", "v"))
+    tables, kept = (tuple(jnp.asarray(arrays[f"{name}.{layer}"]) for layer in layers) for name in _OF_LAYERS)
+    start, end = (jnp.asarray(arrays[name]) for name in ("start", "end"))
+    cache = PagedCache(k, v, tables, kept, start, end, tuple(columns))
+    rows = [jnp.asarray(arrays[name]) for name in _OF_ROWS[:-1]]
+    share = jnp.asarray(arrays[_OF_ROWS[-1]].view(np.float32))
+    return Context(cache, *rows, share, 0.0, 0.0, layout, None, _identity(metadata["identity"]))
 
 
 def _check_fields(metadata: Any, file: Path) -> None:
@@ -137,18 +120,22 @@ def _check_fields(metadata: Any, file: Path) -> None:
         raise UserError(f"{file}: arrays = {names!r}: must be a list of names")
     if metadata["dtype"] not in _DTYPES:
         raise UserError(f"{file}: dtype = {metadata['dtype']!r}: must be one of {list(_DTYPES)}")
-    if not isinstance(metadata["layouts"], list) or not metadata["layouts"]:
-        raise UserError(f"{file}: layouts = {metadata['layouts']!r}: must be a list with one for each layer")
 
 
-def _layout(fields: Any, where: str) -> CacheLayout:
-    regions = _made(Regions, _entry(fields, "regions", where), f"{where}.regions")
-    if not all(type(each) is int and 0 <= each < 2**31 for each in regions.capacities):
-        raise UserError(f"{where}.regions.capacities = {regions.capacities!r}: must be integers in [0, 2^31)")
-    layout: CacheLayout = _made(CacheLayout, fields, where, without=_OF_A_MESH, regions=regions)
-    if layout.growth is not None:
-        raise UserError(f"{where}.growth: must be null, a context has none")
+def _layout(fields: Any) -> CacheLayout:
+    layers = _entry(fields, "kept_pages", "layout")
+    if not _is_nested(layers, depth=3):
+        raise UserError(f"layout.kept_pages = {layers!r}: must be integers in [0, 2^31), [layers][devices][H_kv]")
+    pages = tuple(tuple(map(tuple, of_layer)) for of_layer in layers)
+    layout: CacheLayout = _made(CacheLayout, fields, "layout", kept_pages=pages)
     return layout
+
+
+def _is_nested(value: Any, depth: int) -> bool:
+    """Whether it is such integers, in lists of lists that are not empty."""
+    if not depth:
+        return type(value) is int and 0 <= value < 2**31
+    return isinstance(value, list) and bool(value) and all(_is_nested(each, depth - 1) for each in value)
 
 
 def _identity(fields: Any) -> ContextIdentity:
@@ -166,12 +153,9 @@ def _entry(fields: Any, name: str, where: str) -> Any:
     return fields[name]
 
 
-def _made(kind: Any, fields: Any, where: str, *, without: tuple[str, ...] = (), **parts: Any) -> Any:
-    """A dataclass of JSON values, and of parts that are made already; each is of the type that the class says.
-
-    The fields `without` keep their defaults: files do not have them.
-    """
-    names = {field.name: str(field.type) for field in dataclasses.fields(kind) if field.name not in without}
+def _made(kind: Any, fields: Any, where: str, **parts: Any) -> Any:
+    """A dataclass of JSON values, and of parts that are made already; each is of the type that the class says."""
+    names = {field.name: str(field.type) for field in dataclasses.fields(kind)}
     if not isinstance(fields, Mapping) or set(fields) != set(names):
         raise UserError(f"{where} = {fields!r}: must be an object of {list(names)}")
     for name, wanted in names.items():

@@ -8,19 +8,17 @@ import os
 import time
 import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int
 
-from tca_jax.engine.cache import LayerCache
-from tca_jax.engine.context_places import context_on
-from tca_jax.engine.extend import align, extend, fold, layouts_after, num_columns, open_caches
-from tca_jax.engine.layouts import CacheLayout, require_memory, total_bytes
+from tca_jax.engine.cache import CacheLayout, PagedCache, joined, kept_behind, require_memory, shared_and_own
+from tca_jax.engine.extend import align, extend, num_columns
 from tca_jax.engine.lm import LM, require_lm
-from tca_jax.engine.mesh import CACHES, ROWS, OverMesh, on_host, rows_of_device
+from tca_jax.engine.mesh import CACHES, ROWS, HeadShards, OverMesh, by_row, on_host, rows_of_device
 from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.read import read_prompts, require_finite
@@ -28,7 +26,10 @@ from tca_jax.errors import UserError, require_type
 from tca_jax.methods import BASELINE
 from tca_jax.methods.descriptions import describe_method, unknown_types
 from tca_jax.models.config import ModelConfig
+from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
+
+_Lengths = TypeVar("_Lengths", np.ndarray, jax.Array)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ class ContextIdentity:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        "caches",
+        "cache",
         "tokens",
         "lengths",
         "prompt_lengths",
@@ -99,7 +100,7 @@ class ContextIdentity:
         "compile_seconds",
         "prefill_seconds",
     ],
-    meta_fields=["identity"],
+    meta_fields=["layout", "shards", "identity"],
 )
 @dataclasses.dataclass(frozen=True, repr=False)
 class Context:
@@ -108,23 +109,27 @@ class Context:
     It is never consumed: any number of calls may continue from it, and they share what it holds. `prefill` makes it.
 
     Attributes:
-        caches: One a layer.
+        cache: What the model holds of it.
         tokens: Ids of the tokens so far, right-padded, int32 `[B, L]`.
         lengths: How many these are, `[B]`.
         prompt_lengths: Those of them that the first `prefill` read, `[B]`.
         attended_share: Of each row, float32 `[B]`; see `ContextStats`.
         compile_seconds: See `ContextStats`.
         prefill_seconds: See `ContextStats`.
+        layout: Static shape of `cache`, on each device.
+        shards: How KV heads lie on a mesh; None on one device.
         identity: Whose it is.
     """
 
-    caches: tuple[LayerCache, ...]
+    cache: PagedCache
     tokens: Int[Array, "B L"]
     lengths: Int[Array, " B"]
     prompt_lengths: Int[Array, " B"]
     attended_share: Float32[Array, " B"]
     compile_seconds: float
     prefill_seconds: float
+    layout: CacheLayout
+    shards: HeadShards | None
     identity: ContextIdentity
 
     def __repr__(self) -> str:
@@ -141,23 +146,25 @@ class Context:
         return np.asarray(self.tokens)[row, : int(self.lengths[row])].tolist()
 
     @property
-    def layouts(self) -> tuple[CacheLayout, ...]:
-        """Static cache shape of every layer, on each device."""
-        return tuple(cache.layout for cache in self.caches)
+    def num_devices(self) -> int:
+        """Devices that hold it."""
+        return self.batch // self.layout.batch * (1 if self.shards is None else self.shards.devices)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its keys and values on all devices together."""
+        return 2 * self.cache.k.size * self.cache.k.dtype.itemsize
 
     @property
     def stats(self) -> ContextStats:
         """What it cost, and costs."""
-        ring, layout = self.caches[0].ring.k, self.layouts[0]
-        devices = ring.shape[0] * ring.shape[1] // (layout.batch * layout.num_kv_heads)
-        fed = np.asarray(self.lengths)
-        local = layout.local_tokens(fed, np.asarray(self.prompt_lengths))
-        kept = np.stack(on_host([cache.pool.lengths for cache in self.caches]))  # [layers, B, H_kv]
+        head_dim, dtype = self.cache.k.shape[-1], self.cache.k.dtype
+        devices = self.num_devices
         return ContextStats(
-            tokens=fed.tolist(),
-            kv_cache_bytes=total_bytes(self.layouts, ring.shape[-1], ring.dtype) * devices,
-            full_kv_cache_bytes=total_bytes(full_layouts(self), ring.shape[-1], ring.dtype) * devices,
-            kept_share=float(np.mean((kept + local[:, None]) / fed[:, None])),
+            tokens=np.asarray(self.lengths).tolist(),
+            kv_cache_bytes=self.num_bytes,
+            full_kv_cache_bytes=full_layout(self).num_bytes(head_dim, dtype) * devices,
+            kept_share=kept_share(self.layout.window, [self.cache], self.lengths, self.prompt_lengths),
             attended_share=float(np.mean(np.asarray(self.attended_share))),
             compile_seconds=self.compile_seconds,
             prefill_seconds=self.prefill_seconds,
@@ -183,7 +190,7 @@ class Context:
                 f"context was made under method {made.method!r}{options}, and {own.model!r} runs under "
                 f"{own.method!r}: read the document under this method"
             )
-        held, computed = self.caches[0].ring.k.dtype, lm.dtype
+        held, computed = self.cache.k.dtype, lm.dtype
         if held != computed:
             raise UserError(f"context holds {held} and {own.model!r} computes in {computed}: load it in dtype {held}")
 
@@ -200,7 +207,30 @@ class Context:
             ValueError: it belongs to another model or method, or its rows cannot be shared out over the mesh.
         """
         self.require_made_by(lm)
-        return context_on(self, lm)
+        if self.shards == lm.head_shards and self.batch == self.layout.batch * axis_size(lm.mesh, DATA):
+            return self
+        from tca_jax.engine.context_moves import moved
+
+        rows_of_device(lm, self.batch, "rows of the context")
+        return moved(self, lm)
+
+    def to_host(self) -> Context:
+        """The context with its arrays in the host's memory; calls that continue it bring them back, each anew."""
+        return jax.tree.map(on_host, self)
+
+    @classmethod
+    def join(cls, contexts: Sequence[Context]) -> Context:
+        """The rows of several contexts in one, to be continued in one batch; on one device.
+
+        Args:
+            contexts: Of one model and method, of any lengths and ages; at least one.
+
+        Raises:
+            ValueError: there are none, or they belong to different models or methods.
+        """
+        from tca_jax.engine.context_moves import joined_rows
+
+        return joined_rows(list(contexts))
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes the context to a directory, in place of the one that it holds, whole or not at all.
@@ -255,16 +285,16 @@ def prefill(
     kernels = resolve_backend(backend)
     if context is not None:
         return _append(lm, prompts, context, kernels)
-    args = _reading(lm, prompts)
-    program, compiling = _read.prepare(*args, backend=kernels)
+    *args, layout = _reading(lm, prompts)
+    program, compiling = _read.prepare(*args, layout=layout, backend=kernels)
     start = time.perf_counter()
-    caches, finite, shares = jax.block_until_ready(program(*args))
+    cache, finite, shares = jax.block_until_ready(program(*args))
     seconds = time.perf_counter() - start
     tokens, lengths = args[1:]
     finite, shares = on_host((finite, shares))
     require_finite(lm, np.asarray(tokens), np.asarray(lengths), finite, "prompts")
-    identity = ContextIdentity.of(lm)
-    return Context(caches, tokens, lengths, lengths, jnp.asarray(shares), compiling, seconds, identity)
+    made = compiling, seconds, layout, lm.head_shards, ContextIdentity.of(lm)
+    return Context(cache, tokens, lengths, lengths, jnp.asarray(shares), *made)
 
 
 def compile_prefill(lm: LM, prompts: Prompt | Sequence[Prompt], *, backend: str = "auto") -> Context:
@@ -277,81 +307,131 @@ def compile_prefill(lm: LM, prompts: Prompt | Sequence[Prompt], *, backend: str 
         As `prefill`.
     """
     kernels = resolve_backend(backend)
-    args = _reading(lm, prompts)
-    program, seconds = _read.prepare(*args, backend=kernels)
-    caches, _, shares = results_of(program)
-    return Context(caches, args[1], args[2], args[2], shares, seconds, 0.0, ContextIdentity.of(lm))
+    *args, layout = _reading(lm, prompts)
+    program, seconds = _read.prepare(*args, layout=layout, backend=kernels)
+    cache, _, shares = results_of(program)
+    made = seconds, 0.0, layout, lm.head_shards, ContextIdentity.of(lm)
+    return Context(cache, args[1], args[2], args[2], shares, *made)
 
 
-def _reading(lm: LM, prompts: Prompt | Sequence[Prompt]) -> tuple[LM, Int[Array, "B L"], Int[Array, " B"]]:
-    """Arguments of the program that reads prompts, checked."""
+def _reading(lm: LM, prompts: Prompt | Sequence[Prompt]) -> tuple[LM, Int[Array, "B L"], Int[Array, " B"], CacheLayout]:
+    """Arguments of the program that reads prompts, checked, and the cache that it fills."""
     ids = encode_prompts(lm, prompts)
     for i, row in enumerate(ids):
         require_positions(f"prompts[{i}]", len(row), 0, lm)
     tokens, lengths = pad_tokens(ids, lm.pad_token_id)
-    reader = lm.for_contexts()
-    layouts = reader.cache_layouts(rows_of_device(lm, len(ids), "prompts"), tokens.shape[1], None)
-    require_memory(total_bytes(layouts, lm.config.head_dim, lm.dtype), f"contexts of {len(ids)} prompts")
-    return reader.for_programs(), jnp.asarray(tokens), jnp.asarray(lengths)
+    layout = lm.cache_layout(rows_of_device(lm, len(ids), "prompts"), tokens.shape[1])
+    require_memory(layout.num_bytes(lm.config.head_dim, lm.dtype), f"contexts of {len(ids)} prompts")
+    return lm.for_programs(), jnp.asarray(tokens), jnp.asarray(lengths), layout
 
 
 def _read_program(
-    lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], *, backend: Backend
-) -> tuple[tuple[LayerCache, ...], Bool[Array, " B"], Float32[Array, " B"]]:
-    layouts = lm.cache_layouts(tokens.shape[0], tokens.shape[1], None)
-    logits, caches, shares = read_prompts(lm, tokens, lengths, layouts, backend=backend)
-    return caches, jnp.isfinite(logits).all(axis=-1), shares
+    lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], *, layout: CacheLayout, backend: Backend
+) -> tuple[PagedCache, Bool[Array, " B"], Float32[Array, " B"]]:
+    logits, cache, shares = read_prompts(lm, tokens, lengths, layout, backend=backend)
+    return cache, jnp.isfinite(logits).all(axis=-1), shares
 
 
 _read = Program(OverMesh(_read_program, (ROWS, ROWS), (CACHES, ROWS, ROWS)))
 
 
 def _append(lm: LM, prompts: Any, context: Any, backend: Backend) -> Context:
-    """The context with more tokens: its pool holds all that is left of the window again."""
+    """The context with more tokens, all in one cache again."""
     appended = AppendedPrompts.create(lm, prompts, context)
     appended.require_positions(lm, 0)
-    reader, context = lm.for_contexts(), appended.context
+    context = appended.context
     rows, columns = appended.tokens.shape
     held = rows_of_device(lm, rows, "prompts")
-    layouts = layouts_after(reader.method.cache, context.caches, held, columns)
-    require_memory(total_bytes(layouts, lm.config.head_dim, lm.dtype), f"contexts of {rows} prompts")
-    before = context.lengths, context.prompt_lengths, context.attended_share
-    starts, prompt_lengths, shares = (jnp.broadcast_to(x, rows) for x in before)
-    args = (reader.for_programs(), context.caches, appended.tokens, starts, appended.lengths, prompt_lengths)
-    program, compiling = _append_to.prepare(*args, layouts=layouts, backend=backend)
-    begin = time.perf_counter()
-    caches, finite = jax.block_until_ready(program(*args))
-    seconds = time.perf_counter() - begin
     whole_rows = [context.token_ids(i % context.batch) + more for i, more in enumerate(appended.ids)]
     tokens, lengths = pad_tokens(whole_rows, lm.pad_token_id)
+    following = lm.following_layout(held, context.tokens.shape[1], columns)
+    layout = _layout_after(lm, context, held, tokens.shape[1], columns)
+    require_memory(layout.num_bytes(lm.config.head_dim, lm.dtype), f"contexts of {rows} prompts")
+    before = context.lengths, context.prompt_lengths, context.attended_share
+    starts, prompt_lengths, shares = (jnp.broadcast_to(jnp.asarray(x), rows) for x in before)
+    args = (lm.for_programs(), context.cache, appended.tokens, starts, appended.lengths, prompt_lengths)
+    program, compiling = _append_to.prepare(*args, layouts=(following, layout), backend=backend)
+    begin = time.perf_counter()
+    cache, finite = jax.block_until_ready(program(*args))
+    seconds = time.perf_counter() - begin
     require_finite(lm, tokens, lengths, on_host(finite), "prompts")
-    # The number that a layout knows of tokens read, in a bucket, so that a growing context seldom compiles anew.
-    caches = tuple(
-        dataclasses.replace(cache, layout=dataclasses.replace(cache.layout, prompt_tokens=tokens.shape[1]))
-        for cache in caches
-    )
-    return Context(
-        caches, jnp.asarray(tokens), jnp.asarray(lengths), prompt_lengths, shares, compiling, seconds, context.identity
-    )
+    made = compiling, seconds, layout, context.shards, context.identity
+    return Context(cache, jnp.asarray(tokens), jnp.asarray(lengths), prompt_lengths, shares, *made)
+
+
+# Where pages for kept tokens run out, there is room made for more than is fed: for so many blocks, or this part of the
+# context.
+_HEADROOM_BLOCKS = 8
+_HEADROOM_SHARE = 8
+
+
+def _layout_after(lm: LM, context: Context, rows: int, prompt_tokens: int, fed_tokens: int) -> CacheLayout:
+    """The cache of a context once `fed_tokens` were appended, in `rows` rows of a device.
+
+    There are as many pages as now where everything is sure to fit, so that a conversation's turns mostly run one
+    program; otherwise there is room for some more turns.
+    """
+    policy, now = lm.method.cache, context.layout
+    fresh = lm.cache_layout(rows, prompt_tokens)
+    headroom = fed_tokens + max(_HEADROOM_BLOCKS * now.block_size, now.prompt_tokens // _HEADROOM_SHARE)
+    pages = []
+    for layer, (kept, of_layer) in enumerate(zip(on_host(context.cache.kept), now.kept_pages, strict=True)):
+        held = by_row(kept).max(axis=0).reshape(np.shape(of_layer))
+
+        def wanted(fed: int, layer: int = layer, held: np.ndarray = held) -> np.ndarray:
+            more = kept_behind(policy, layer, now.prompt_tokens, fed, lm.config.num_kv_heads)
+            return held + (more[None] if context.shards is None else context.shards.by_device(layer, more))
+
+        if np.all(wanted(fed_tokens) <= np.asarray(of_layer) * now.block_size):
+            pages.append(of_layer)
+        else:
+            more = np.maximum(-(-wanted(headroom) // now.block_size), of_layer)
+            pages.append(tuple(map(tuple, more.tolist())))
+    return dataclasses.replace(fresh, kept_pages=tuple(pages))
 
 
 def _append_program(
     lm: LM,
-    caches: tuple[LayerCache, ...],
+    cache: PagedCache,
     tokens: Int[Array, "B S"],
     starts: Int[Array, " B"],
     lengths: Int[Array, " B"],
     prompt_lengths: Int[Array, " B"],
     *,
-    layouts: tuple[CacheLayout, ...],
+    layouts: tuple[CacheLayout, CacheLayout],
     backend: Backend,
-) -> tuple[tuple[LayerCache, ...], Bool[Array, " B"]]:
-    caches = open_caches(lm, caches, *tokens.shape)
-    caches, logits, _ = extend(lm, caches, tokens, starts, lengths, prompt_lengths, backend=backend)
-    return fold(caches, layouts), jnp.isfinite(logits).all(axis=-1)
+) -> tuple[PagedCache, Bool[Array, " B"]]:
+    following, layout = layouts
+    shared, own = shared_and_own(cache, following, starts)
+    own, logits, _ = extend(lm, shared, own, tokens, starts, lengths, prompt_lengths, backend=backend)
+    first = first_local(starts + lengths, prompt_lengths, layout.block_size, layout.window)
+    return joined(shared, own, layout, first), jnp.isfinite(logits).all(axis=-1)
 
 
 _append_to = Program(OverMesh(_append_program, (CACHES, ROWS, ROWS, ROWS, ROWS), (CACHES, ROWS)))
+
+
+def first_local(fed: _Lengths, prompt_lengths: _Lengths, block_size: int, window: int) -> _Lengths:
+    """First position of each row's window after `fed` tokens; behind a bare prompt it is the next token's already."""
+    last = fed - 1 * (fed > prompt_lengths)
+    edge = last // block_size * block_size - window
+    return edge * (edge > 0)
+
+
+def kept_share(window: int, caches: Sequence[PagedCache], fed: Any, prompt_lengths: Any) -> float:
+    """Tokens in caches over tokens fed, mean over rows, layers and KV heads.
+
+    Args:
+        window: Least number of local tokens.
+        caches: Of some rows, the last one of all rows `[B]`.
+        fed: Tokens of each row, `[B]`.
+        prompt_lengths: Those that the first prefill dealt with, `[B]`.
+    """
+    kept, fed, prompt_lengths = on_host(([cache.kept for cache in caches], fed, prompt_lengths))
+    local = fed - first_local(fed, prompt_lengths, caches[0].block_size, window)
+    of_caches = [np.stack([by_row(of_layer) for of_layer in lengths]).mean(axis=(0, 2)) for lengths in kept]
+    total = sum(np.repeat(of_rows, len(fed) // len(of_rows)) for of_rows in of_caches)
+    return float(np.mean((total + local) / fed))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -389,7 +469,7 @@ class AppendedPrompts:
         require_type("context", context, Context, "a Context, from tca_jax.prefill")
         context = context.on(lm)
         ids = encode_appended(lm, prompts, context.batch, context.token_ids)
-        held, b = np.asarray(context.lengths), context.layouts[0].block_size
+        held, b = np.asarray(context.lengths), context.layout.block_size
         starts = np.broadcast_to(held, len(ids))
         lengths = np.array([len(of_prompt) for of_prompt in ids], np.int32)
         columns = num_columns(int(np.max(starts % b + lengths)), b)
@@ -397,9 +477,9 @@ class AppendedPrompts:
         return cls(ids, jnp.asarray(tokens), jnp.asarray(lengths), starts.tolist(), context)
 
 
-def full_layouts(context: Context) -> tuple[CacheLayout, ...]:
+def full_layout(context: Context) -> CacheLayout:
     """What a context of as many tokens would allocate under full attention."""
-    layout, policy = context.layouts[0], BASELINE.cache.for_contexts()
-    heads = layout.num_kv_heads * (1 if layout.shards is None else layout.shards.devices)
-    sizes = heads, layout.batch, context.tokens.shape[1], None, layout.shards
-    return tuple(CacheLayout.plan(policy, layer, *sizes) for layer in range(len(context.caches)))
+    layout = context.layout
+    heads = layout.num_kv_heads * (1 if context.shards is None else context.shards.devices)
+    sizes = layout.num_layers, heads, layout.batch, context.tokens.shape[1], 0, context.shards
+    return CacheLayout.plan(BASELINE.cache, *sizes)

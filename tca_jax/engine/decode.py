@@ -5,25 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int, Key, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int, Key
 
-from tca_jax.engine.cache import (
-    LayerCache,
-    decode_layer,
-    gather_pools,
-    rows_with_leaving_block,
-    spread_pools,
-)
-from tca_jax.engine.extend import extend, open_caches
+from tca_jax.engine.cache import PagedCache, before, shared_and_own, with_rows_repeated
+from tca_jax.engine.extend import attend, evict_block, extend, rows_with_leaving_block
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import CACHES, ROWS, SAME, any_row, every_row
+from tca_jax.engine.mesh import CACHES, ROWS, SAME, any_row, every_row, heads_of
 from tca_jax.engine.read import read_prompts
 from tca_jax.engine.sampling import Sampling, sample
+from tca_jax.methods.base import CachePolicy
+from tca_jax.methods.heads import Heads
 from tca_jax.pallas_kernels.backends import Backend
+
+_T = TypeVar("_T")
 
 
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
@@ -43,7 +41,7 @@ from tca_jax.pallas_kernels.backends import Backend
         "logprobs",
         "top",
         "finite",
-        "caches",
+        "cache",
         "attended_share",
     ],
     meta_fields=[],
@@ -67,7 +65,7 @@ class DecodingState:
             `[B, N]`; None where nobody asked.
         top: The likeliest tokens at each place and their log-probabilities, `[B, N, n]`; None where nobody asked.
         finite: Rows whose prompt led to finite logits, `[B]`.
-        caches: One cache a layer.
+        cache: The answers' own cache: with `shared`, of what follows it.
         attended_share: See `generation.Stats`, float32 `[B]`; None behind a context, which knows it.
     """
 
@@ -84,39 +82,58 @@ class DecodingState:
     logprobs: Float[Array, "B N"] | None
     top: tuple[Int[Array, "B N n"], Float[Array, "B N n"]] | None
     finite: Bool[Array, " B"]
-    caches: tuple[LayerCache, ...]
+    cache: PagedCache
     attended_share: Float32[Array, " B"] | None = None
 
 
 _BY_ROW: dict[str, Any] = {field.name: ROWS for field in dataclasses.fields(DecodingState)}
 _SHARED: dict[str, Any] = dict.fromkeys(("step", "stop_tokens", "min_new_tokens"), SAME)
 #: How a state lies on a mesh.
-STATE = DecodingState(**{**_BY_ROW, **_SHARED, "caches": CACHES})
+STATE = DecodingState(**{**_BY_ROW, **_SHARED, "cache": CACHES})
 
 
 def decode(
-    lm: LM, state: DecodingState, limit: Int[Array, ""], sampling: Sampling, *, backend: Backend = "auto"
+    lm: LM,
+    state: DecodingState,
+    shared: PagedCache | None,
+    limit: Int[Array, ""],
+    sampling: Sampling,
+    *,
+    backend: Backend = "auto",
 ) -> DecodingState:
-    """Draws tokens until `limit` of them are there (never more than the state holds) or every row has ended."""
+    """Draws tokens until `limit` of them are there (never more than the state holds) or every row has ended.
+
+    Args:
+        lm: The model.
+        state: Where the answers are.
+        shared: What they continue from, which neighbouring rows may share; None where `state.cache` holds everything.
+        limit: Tokens of an answer, int32 scalar.
+        sampling: How tokens are drawn.
+        backend: Kernel backend; static.
+    """
     limit = jnp.minimum(limit, state.tokens.shape[1])
-    layout, evicts = state.caches[0].layout, any(cache.layout.evicts for cache in state.caches)
+    policy = lm.method.cache
+    shared = None if shared is None else before(shared, state.cache)
 
     def unfinished(state: DecodingState) -> Bool[Array, ""]:
         return (state.step < limit) & ~every_row(state.done, lm.mesh)
 
     def leaving(state: DecodingState) -> Bool[Array, " B"]:
-        return rows_with_leaving_block(layout, state.lengths + state.step - 1, state.prompt_lengths)
+        return rows_with_leaving_block(policy, state.lengths + state.step - 1, state.prompt_lengths)
 
     def step(state: DecodingState, evict: bool) -> DecodingState:
-        positions = state.lengths + state.step - 1
+        positions, cache = state.lengths + state.step - 1, state.cache
         rows = leaving(state) if evict else None
 
-        def attention(layer: int, q: Array, k: Array, v: Array, cache: LayerCache) -> tuple[Array, LayerCache]:
-            return decode_layer(lm.method, layer, q, k, v, cache, positions, rows, backend)
+        def attention(layer: int, q: Array, k: Array, v: Array, nothing: None) -> tuple[Array, None]:
+            nonlocal cache
+            heads = heads_of(lm.head_shards, layer, k.shape[2])
+            out, cache = decode_layer(policy, layer, heads, q, k, v, shared, cache, positions, rows, backend)
+            return out, None
 
-        decoder = lm.decoder
-        hidden, caches = decoder(state.last[:, None], positions[:, None], attention, spread_pools(state.caches))
-        return draw(lm, dataclasses.replace(state, caches=gather_pools(caches)), decoder.logits(hidden[:, 0]), sampling)
+        decoder, states = lm.decoder, (None,) * lm.config.num_layers
+        hidden, _ = decoder(state.last[:, None], positions[:, None], attention, states)
+        return draw(lm, dataclasses.replace(state, cache=cache), decoder.logits(hidden[:, 0]), sampling)
 
     def plain_steps(state: DecodingState, until_leaving: bool) -> DecodingState:
         def more(state: DecodingState) -> Bool[Array, ""]:
@@ -124,7 +141,7 @@ def decode(
 
         return jax.lax.while_loop(more, functools.partial(step, evict=False), state)
 
-    if not evicts:
+    if not any(state.cache.kept_columns):
         return plain_steps(state, until_leaving=False)
 
     # A block leaves once in block_size steps. Loops of their own for the steps with and without spare the others a
@@ -136,6 +153,44 @@ def decode(
         )
 
     return jax.lax.while_loop(unfinished, run, state)
+
+
+def decode_layer(
+    policy: CachePolicy,
+    layer: int,
+    heads: Heads,
+    q: Float[Array, "B 1 Hq d"],
+    k: Float[Array, "B 1 Hkv d"],
+    v: Float[Array, "B 1 Hkv d"],
+    shared: PagedCache | None,
+    cache: PagedCache,
+    positions: Int[Array, " B"],
+    leaving: Bool[Array, " B"] | None = None,
+    backend: Backend = "auto",
+) -> tuple[Float[Array, "B 1 Hq d"], PagedCache]:
+    """One step in a layer: what leaves the window, the new token joins it, attention.
+
+    Args:
+        policy: Cache policy.
+        layer: The layer.
+        heads: Its KV heads that `k` has.
+        q: The new token's rotated query, `[B, 1, H_q, d]`; `k` and `v` likewise with H_kv heads.
+        shared: What came before, or None.
+        cache: The rows' own cache.
+        positions: Position of the new token, `[B]`.
+        leaving: Rows in which a block leaves the window, from `rows_with_leaving_block`; None where there are none,
+            which spares the work of looking for what to keep.
+        backend: Kernel backend.
+
+    Returns:
+        Attention output `[B, 1, H_q, d]` and the cache with the token in it.
+    """
+    if leaving is not None and cache.kept_columns[layer]:
+        with jax.named_scope("evict_block"):
+            cache = evict_block(policy, layer, heads, q[:, 0], k[:, 0], shared, cache, positions, leaving, backend)
+    cache = cache.with_tokens(layer, k, v, positions[:, None])
+    out, _ = attend(policy, layer, q, shared, cache, positions, positions, backend)
+    return out, cache
 
 
 def draw(lm: LM, state: DecodingState, logits: Float[Array, "B V"], sampling: Sampling) -> DecodingState:
@@ -180,6 +235,8 @@ _DRAWING = (ROWS, SAME, SAME, SAME)
 PROMPTS = (ROWS, ROWS, *_DRAWING)
 #: The same of `resume`.
 APPENDED = (CACHES, ROWS, ROWS, ROWS, ROWS, ROWS, *_DRAWING)
+#: How their results do.
+STARTED = (STATE, CACHES)
 
 
 def prefill(
@@ -194,8 +251,8 @@ def prefill(
     new_tokens: int,
     logprobs: int | None = None,
     backend: Backend = "auto",
-) -> DecodingState:
-    """Runs the prompts, fills the caches and draws the first new token of every answer.
+) -> tuple[DecodingState, PagedCache | None]:
+    """Runs the prompts, fills the cache and draws the first new token of every answer.
 
     Args:
         lm: The model.
@@ -209,19 +266,29 @@ def prefill(
         logprobs: None, or how many of the likeliest tokens are noted beside the log-probability of every new token;
             static.
         backend: Kernel backend; static.
+
+    Returns:
+        The state, and the prompts' cache where several answers share it; None where each prompt has one answer, whose
+        cache holds the prompt, too.
     """
-    layouts = lm.cache_layouts(tokens.shape[0], tokens.shape[1], new_tokens)
-    logits, caches, share = read_prompts(lm, tokens, lengths, layouts, backend=backend)
+    batch, columns = tokens.shape
+    samples, fed = keys.shape[0] // batch, new_tokens - 1  # the last new token is never fed
+    layout = lm.cache_layout(batch, columns, fed if samples == 1 else 0)
+    logits, cache, share = read_prompts(lm, tokens, lengths, layout, backend=backend)
     seen = None
     if sampling.repetition_penalty is not None:
-        seen = _seen(tokens, jnp.arange(tokens.shape[1]) < lengths[:, None], logits.shape[-1])
+        seen = _seen(tokens, jnp.arange(columns) < lengths[:, None], logits.shape[-1])
+    shared = None
+    if samples > 1:
+        logits, lengths, seen, share = _rows((logits, lengths, seen, share), samples)
+        shared, cache = shared_and_own(cache, lm.following_layout(batch * samples, columns, fed), lengths)
     drawing = _Drawing(keys, sampling, stop_tokens, min_new_tokens, new_tokens, logprobs)
-    return _start(lm, caches, logits, lengths, lengths, seen, drawing, share)
+    return _start(lm, cache, logits, lengths, lengths, seen, drawing, share), shared
 
 
 def resume(
     lm: LM,
-    caches: tuple[LayerCache, ...],
+    cache: PagedCache,
     held: Int[Array, "C L"] | None,
     tokens: Int[Array, "B S"],
     starts: Int[Array, " C"],
@@ -232,6 +299,7 @@ def resume(
     stop_tokens: Int[Array, " S2"],
     min_new_tokens: Int[Array, ""] | None = None,
     *,
+    context_tokens: int,
     new_tokens: int,
     logprobs: int | None = None,
     backend: Backend = "auto",
@@ -240,9 +308,9 @@ def resume(
 
     Args:
         lm: The model, under the method of the context.
-        caches: The context's, of C rows: B, or 1 that all prompts share.
+        cache: The context's, of C rows: B, or 1 that all prompts share.
         held: Tokens of the context, right-padded, `[C, L]`; needed with a repetition penalty.
-        tokens: Prompts as `extending.align` lays them out, `[B, S]`.
+        tokens: Prompts as `extend.align` lays them out, `[B, S]`.
         starts: Tokens of the context, `[C]`.
         lengths: Tokens of the prompts, `[B]`, at least 1.
         prompt_lengths: Tokens of the context that its first prefill dealt with, `[C]`.
@@ -250,27 +318,32 @@ def resume(
         sampling: How tokens are drawn.
         stop_tokens: Tokens that end a row.
         min_new_tokens: Tokens before which no stop token is drawn.
+        context_tokens: Most tokens that a row of the context may have; static.
         new_tokens: Room for new tokens; static.
         logprobs: As for `prefill`; static.
         backend: Kernel backend; static.
     """
     batch, columns = tokens.shape
-    caches = open_caches(lm, caches, batch, columns + new_tokens - 1)
-    context_starts, starts = starts, _rows(starts, batch)
-    prompt_lengths = _rows(prompt_lengths, batch)
+    samples, times = keys.shape[0] // batch, batch // cache.batch
+    context_starts, (starts, prompt_lengths) = starts, _rows((starts, prompt_lengths), times)
+    sizes = context_tokens, columns + new_tokens - 1
+    shared, own = shared_and_own(cache, lm.following_layout(batch, *sizes), starts)
+    own, logits, _ = extend(lm, shared, own, tokens, starts, lengths, prompt_lengths, backend=backend)
     seen = None
-    caches, logits, _ = extend(lm, caches, tokens, starts, lengths, prompt_lengths, backend=backend)
     if sampling.repetition_penalty is not None and held is not None:
-        vocabulary, places = logits.shape[-1], jnp.arange(columns) - (starts % caches[0].layout.block_size)[:, None]
+        vocabulary, places = logits.shape[-1], jnp.arange(columns) - (starts % cache.block_size)[:, None]
         seen = _seen(tokens, (places >= 0) & (places < lengths[:, None]), vocabulary)
-        seen |= _rows(_seen(held, jnp.arange(held.shape[1]) < context_starts[:, None], vocabulary), batch)
+        seen |= _rows(_seen(held, jnp.arange(held.shape[1]) < context_starts[:, None], vocabulary), times)
+    if samples > 1:
+        own = with_rows_repeated(own, lm.following_layout(batch * samples, *sizes))
+        logits, starts, lengths, prompt_lengths, seen = _rows((logits, starts, lengths, prompt_lengths, seen), samples)
     drawing = _Drawing(keys, sampling, stop_tokens, min_new_tokens, new_tokens, logprobs)
-    return _start(lm, caches, logits, starts + lengths, prompt_lengths, seen, drawing)
+    return _start(lm, own, logits, starts + lengths, prompt_lengths, seen, drawing)
 
 
-def _rows(x: Shaped[Array, "C ..."], rows: int) -> Shaped[Array, "B ..."]:
-    """A context's rows as often as answers share them."""
-    return jnp.repeat(x, rows // x.shape[0], axis=0)
+def _rows(arrays: _T, times: int) -> _T:
+    """Every row of some arrays `times` times, side by side."""
+    return jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), arrays)
 
 
 def _seen(tokens: Int[Array, "B L"], real: Bool[Array, "B L"], vocabulary: int) -> Bool[Array, "B V"]:
@@ -293,22 +366,16 @@ class _Drawing(NamedTuple):
 
 def _start(
     lm: LM,
-    caches: tuple[LayerCache, ...],
-    logits: Float[Array, "B V"],
-    lengths: Int[Array, " B"],
-    prompt_lengths: Int[Array, " B"],
-    seen: Bool[Array, "B V"] | None,
+    cache: PagedCache,
+    logits: Float[Array, "R V"],
+    lengths: Int[Array, " R"],
+    prompt_lengths: Int[Array, " R"],
+    seen: Bool[Array, "R V"] | None,
     drawing: _Drawing,
-    attended_share: Float32[Array, " B"] | None = None,
+    attended_share: Float32[Array, " R"] | None = None,
 ) -> DecodingState:
     """The state behind the first new token of every answer."""
     rows = drawing.keys.shape[0]
-    samples = rows // lengths.shape[0]
-    if samples > 1:
-        caches = tuple(cache.repeat_rows(samples) for cache in caches)
-        per_row = (logits, lengths, prompt_lengths, seen, attended_share)
-        repeated = jax.tree.map(lambda x: jnp.repeat(x, samples, axis=0), per_row)
-        logits, lengths, prompt_lengths, seen, attended_share = repeated
     state = DecodingState(
         tokens=jnp.full((rows, drawing.new_tokens), lm.pad_token_id, jnp.int32),
         step=jnp.int32(0),
@@ -323,7 +390,7 @@ def _start(
         logprobs=None if drawing.logprobs is None else jnp.zeros((rows, drawing.new_tokens), jnp.float32),
         top=_no_top(rows, drawing.new_tokens, drawing.logprobs) if drawing.logprobs else None,
         finite=jnp.isfinite(logits).all(axis=-1),
-        caches=caches,
+        cache=cache,
         attended_share=attended_share,
     )
     return draw(lm, state, logits, drawing.sampling)

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
 
-from tca_jax.engine.cache import LayerCache
-from tca_jax.engine.contexts import Context
+from tca_jax.engine.contexts import Context, kept_share
 from tca_jax.engine.decode import DecodingState, decode, prefill, row_keys
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import ROWS, SAME, OverMesh, agreed, num_devices, on_host, rows_of_device
@@ -302,7 +301,7 @@ def output_of(request: Request, state: DecodingState) -> Output:
         seconds_per_token=request.decode_seconds / (steps - 1) if steps > 1 else 0.0,
         kv_cache_bytes=request.kv_cache_bytes(request.lm) * devices,
         full_kv_cache_bytes=request.full_kv_cache_bytes * devices,
-        kept_share=kept_share(state),
+        kept_share=_kept_share(request, state),
         attended_share=attended_share(request, state),
         context_tokens=request.context_tokens,
         devices=devices,
@@ -330,24 +329,17 @@ def _logprobs(
     return logprobs, pairs
 
 
-def kept_share(state: DecodingState) -> float:
-    """Tokens in pools and windows over tokens fed, mean over rows, layers and KV heads."""
-    lengths, prompt_lengths = on_host((state.lengths, state.prompt_lengths))
-    fed = lengths + int(state.step) - 1  # the newest token is not in the cache yet
-    local = state.caches[0].layout.local_tokens(fed, prompt_lengths)
-    kept = np.stack(_kept(state.caches))  # [layers, B, H_kv]
-    return float(np.mean((kept + local[:, None]) / fed[:, None]))
+def _kept_share(request: Request, state: DecodingState) -> float:
+    """Share of the tokens so far that the caches hold; the newest token is not in them yet."""
+    fed = state.lengths + state.step - 1
+    caches = [cache for cache in (request.shared, state.cache) if cache is not None]
+    return kept_share(request.lm.method.cache.window, caches, fed, state.prompt_lengths)
 
 
 def attended_share(request: Request, state: DecodingState) -> float:
     """Pairs that the prompts' queries attended to over all causal ones, mean over rows; with a context that of its."""
     shares = state.attended_share if request.context is None else request.context.attended_share
     return float(np.mean(on_host(shares)))
-
-
-def _kept(caches: Sequence[LayerCache]) -> list[Int[np.ndarray, "B Hkv"]]:
-    lengths = [[pool.lengths for pool in (cache.pool, cache.growth) if pool is not None] for cache in caches]
-    return [sum(of_layer[1:], of_layer[0]) for of_layer in on_host(lengths)]
 
 
 def generate_tokens(
@@ -447,8 +439,8 @@ def _answer_program(
     room: int,
     backend: Backend,
 ) -> Int[Array, "B N"]:
-    state = prefill(lm, tokens, lengths, keys, sampling, stops, new_tokens=room, backend=backend)
-    return decode(lm, state, limit, sampling, backend=backend).tokens
+    state, shared = prefill(lm, tokens, lengths, keys, sampling, stops, new_tokens=room, backend=backend)
+    return decode(lm, state, shared, limit, sampling, backend=backend).tokens
 
 
 _answer = OverMesh(_answer_program, (ROWS, ROWS, ROWS, SAME, SAME, SAME), ROWS)

@@ -13,9 +13,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Int32
 
-from tca_jax.engine.layouts import CacheLayout, plan_layouts
-from tca_jax.engine.mesh import HeadShards, mesh_name, whole_mesh
-from tca_jax.engine.mesh_pools import Orders, balanced_orders
+from tca_jax.engine.cache import CacheLayout
+from tca_jax.engine.mesh import HeadShards, Orders, balanced_orders, mesh_name, whole_mesh
 from tca_jax.errors import UserTypeError, require_type
 from tca_jax.methods import BASELINE, Method, get
 from tca_jax.methods.base import CachePolicy
@@ -219,11 +218,6 @@ class LM:
         """The model without what programs do not depend on, so that another tokenizer or name compiles nothing."""
         return self._with(name="", tokenizer=None, eos_token_ids=(), checkpoint_fingerprint=None)
 
-    def for_contexts(self) -> LM:
-        """The model under its method with a cache that any number of tokens can follow; see `Context`."""
-        cache = self.method.cache.for_contexts()
-        return self._with(method=dataclasses.replace(self.method, cache=cache))
-
     def _with(self, **changes: Any) -> LM:
         """Another one over the same weights, which knows of them what this one has found out.
 
@@ -233,17 +227,23 @@ class LM:
         vars(other).update({name: vars(self)[name] for name in ("fingerprint", "dtype") if name in vars(self)})
         return other
 
-    def cache_layouts(self, batch: int, prompt_tokens: int, new_tokens: int | None) -> tuple[CacheLayout, ...]:
-        """Static cache shape of every layer; on a mesh, of a device.
+    def cache_layout(self, batch: int, prompt_tokens: int, fed_tokens: int = 0) -> CacheLayout:
+        """Static shape of the cache of prompts; on a mesh, of a device.
 
         Args:
             batch: Prompts, B; on a mesh, of a device.
             prompt_tokens: Padded length of the prompts, L.
-            new_tokens: Most tokens of an answer; None for a context, which any number of tokens can follow.
+            fed_tokens: Most tokens that are fed behind a prompt into the same cache.
         """
         c = self.config
-        sizes = c.num_layers, c.num_kv_heads, batch, prompt_tokens, new_tokens, self.head_shards
-        return plan_layouts(self.method.cache, *sizes)
+        sizes = c.num_layers, c.num_kv_heads, batch, prompt_tokens, fed_tokens, self.head_shards
+        return CacheLayout.plan(self.method.cache, *sizes)
+
+    def following_layout(self, batch: int, prompt_tokens: int, fed_tokens: int) -> CacheLayout:
+        """Static shape of the cache of what is fed behind tokens that lie in another one; see `cache_layout`."""
+        c = self.config
+        sizes = c.num_layers, c.num_kv_heads, batch, prompt_tokens, fed_tokens, self.head_shards
+        return CacheLayout.plan_following(self.method.cache, *sizes)
 
 
 def require_lm(lm: Any) -> None:

@@ -20,10 +20,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int, Shaped
 
 from tca_jax.errors import UserError
+from tca_jax.methods.base import CachePolicy, per_head
 from tca_jax.methods.heads import Heads
 from tca_jax.models.names import MODEL
 from tca_jax.models.sharding import DATA, axis_size
-from tca_jax.pallas_kernels.kv import Pool
 
 if TYPE_CHECKING:
     from tca_jax.engine.lm import LM
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 SAME = PartitionSpec()
 #: ... axis 0 is the rows of a batch, ...
 ROWS = PartitionSpec(DATA)
-#: ... arrays of caches: axis 0 is rows and axis 1 is KV heads; pools, where heads share an axis, have two more in front
-#: of those that programs see, ...
+#: ... caches, whose arrays have two axes in front of those that programs see: the devices on "data" and on "model", ...
 CACHES = PartitionSpec(DATA, MODEL)
 #: ... or axis 1 is KV heads.
 SECOND_HEADS = PartitionSpec(None, MODEL)
@@ -57,7 +56,7 @@ class HeadShards:
         of_devices = np.asarray(self.order[layer], np.int32).reshape(self.devices, -1)
         return Heads(part_of_device(of_devices), tuple(map(tuple, of_devices.tolist())))
 
-    def by_device(self, layer: int, values: Sequence[int]) -> Int[np.ndarray, "devices Hkv"]:
+    def by_device(self, layer: int, values: Sequence[int] | np.ndarray) -> Int[np.ndarray, "devices Hkv"]:
         """A number for each KV head, by the device that has the head and its place there."""
         return np.asarray(values)[np.asarray(self.order[layer])].reshape(self.devices, -1)
 
@@ -65,6 +64,10 @@ class HeadShards:
     def inverse(self) -> Int[np.ndarray, "layers Hkv"]:
         """The place of each KV head."""
         return np.argsort(np.asarray(self.order), axis=1)
+
+
+class PerDevice:
+    """A pytree of each device of a mesh; outside of programs its arrays have two more axes in front."""
 
 
 def heads_of(shards: HeadShards | None, layer: int, num_kv_heads: int) -> Heads:
@@ -248,23 +251,27 @@ def on_host(arrays: Any) -> Any:
     return jax.tree.map(np.asarray, process_allgather(arrays, tiled=True))
 
 
+def by_row(x: Shaped[np.ndarray, "*some"]) -> Shaped[np.ndarray, "B Hkv"]:
+    """Something of each row and KV head, as a `PerDevice` array has it outside of programs, in one axis each."""
+    return x if x.ndim == 2 else x.transpose(0, 2, 1, 3).reshape(x.shape[0] * x.shape[2], -1)
+
+
 def _boxed(results: Any) -> Any:
-    """A device's results with axes for the devices in front of those of pools."""
-    return jax.tree.map(lambda x: _with_arrays(x, lambda array: array[None, None]), results, is_leaf=_is_pool)
+    """A device's results with axes for the devices in front of those of `PerDevice` ones."""
+    return _with_arrays(results, lambda array: array[None, None])
 
 
 def _unboxed(arguments: Any) -> Any:
-    return jax.tree.map(lambda x: _with_arrays(x, lambda array: array[0, 0]), arguments, is_leaf=_is_pool)
+    return _with_arrays(arguments, lambda array: array[0, 0])
 
 
-def _with_arrays(x: Any, change: Callable[[Array], Array]) -> Any:
-    if not _is_pool(x) or x.k is None:
-        return x
-    return x._replace(k=change(x.k), v=change(x.v))
+def _with_arrays(tree: Any, change: Callable[[Array], Array]) -> Any:
+    """A tree whose `PerDevice` parts have other arrays."""
 
+    def changed(x: Any) -> Any:
+        return jax.tree.map(change, x) if isinstance(x, PerDevice) else x
 
-def _is_pool(x: Any) -> bool:
-    return isinstance(x, Pool)
+    return jax.tree.map(changed, tree, is_leaf=lambda x: isinstance(x, PerDevice))
 
 
 def _is_spec(x: Any) -> bool:
@@ -286,3 +293,70 @@ def place(spec: PartitionSpec, x: Any, mesh: Mesh) -> Any:
     # Every process has the whole value, and puts its own devices' parts of it there.
     value = np.asarray(x)
     return jax.make_array_from_callback(value.shape, wanted, lambda index: value[index])
+
+
+#: Most tokens of the prompts whose caches are balanced.
+_BALANCED_TOKENS = 2**17
+
+#: For each layer the KV heads as they lie on the devices.
+Orders = tuple[tuple[int, ...], ...]
+
+
+def balanced_orders(
+    policy: CachePolicy, num_layers: int, num_kv_heads: int, devices: int, max_context: int, current: Orders | None
+) -> Orders:
+    """An order of each layer's KV heads in which the devices' caches, of all layers together, are about as large.
+
+    Args:
+        policy: What the caches keep of a long prompt.
+        num_layers: Layers of the model.
+        num_kv_heads: KV heads of the model, a multiple of `devices`.
+        devices: How many share them.
+        max_context: Positions of the model.
+        current: The orders that the weights are in, kept unless others take less; None for the model's own.
+    """
+    tokens = min(max_context, _BALANCED_TOKENS)
+    loads = np.array(
+        [per_head(policy.capacities(layer, tokens), num_kv_heads, type(policy).__name__) for layer in range(num_layers)]
+    )
+    own = (tuple(range(num_kv_heads)),) * num_layers if current is None else current
+    found = balanced_together(loads, devices)
+    largest = [int(_by_device(loads, orders, devices).sum(axis=(0, 2)).max()) for orders in (own, found)]
+    return own if largest[0] <= largest[1] else found
+
+
+def balanced_order(loads: Int[np.ndarray, " Hkv"], devices: int) -> tuple[int, ...]:
+    """Heads by device, as many on each: the largest first, each to the device that has least and is not full.
+
+    On a device the largest stands first, so that places of different devices hold about as much.
+    """
+    held: list[list[int]] = [[] for _ in range(devices)]
+    for head in np.argsort(-loads, kind="stable").tolist():
+        free = [of_device for of_device in held if len(of_device) < len(loads) // devices]
+        min(free, key=lambda of_device: int(loads[of_device].sum())).append(head)
+    return tuple(head for of_device in held for head in of_device)
+
+
+def balanced_together(loads: Int[np.ndarray, "layers Hkv"], devices: int) -> Orders:
+    """Orders in which devices hold as much of all layers together.
+
+    In each layer the same heads sit together as in `balanced_order`, for devices wait for each other there. Such groups
+    are dealt out, the largest first, each to the device that has least and none of that layer.
+    """
+    groups = np.array([balanced_order(of_layer, devices) for of_layer in loads]).reshape(len(loads), devices, -1)
+    sums = _by_device(loads, groups.reshape(loads.shape), devices).sum(axis=2)
+    held, dealt = np.zeros(devices, np.int64), np.full(sums.shape, -1)  # dealt: the group of a layer on a device
+    for item in np.argsort(-sums, axis=None, kind="stable").tolist():
+        layer, group = divmod(item, devices)
+        device = min(np.flatnonzero(dealt[layer] < 0).tolist(), key=held.__getitem__)
+        dealt[layer, device] = group
+        held[device] += sums[layer, group]
+    orders = np.take_along_axis(groups, dealt[..., None], axis=1).reshape(loads.shape)
+    return tuple(map(tuple, orders.tolist()))
+
+
+def _by_device(
+    loads: Int[np.ndarray, "layers Hkv"], orders: Orders | Int[np.ndarray, "layers Hkv"], devices: int
+) -> Int[np.ndarray, "layers devices places"]:
+    """The heads' tokens as orders deal them out."""
+    return np.take_along_axis(loads, np.asarray(orders), axis=1).reshape(len(loads), devices, -1)

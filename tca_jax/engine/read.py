@@ -2,44 +2,145 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tca_jax.engine.cache import LayerCache, gather_pools, prefill_layer, tail_queries
-from tca_jax.engine.layouts import CacheLayout
+from tca_jax.engine.cache import CacheLayout, PagedCache
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import SAME, SECOND_HEADS, OverMesh, mean_of_devices, on_host
+from tca_jax.engine.mesh import SAME, SECOND_HEADS, OverMesh, heads_of, mean_of_devices, on_host
 from tca_jax.errors import UserError
-from tca_jax.methods.pairs import attended_share
+from tca_jax.methods.base import Attended, Method
+from tca_jax.methods.heads import Heads
+from tca_jax.methods.pairs import attended_share, causal_pairs
+from tca_jax.methods.queries import last_queries
+from tca_jax.methods.regions import Selected
+from tca_jax.methods.sparse import selected_pairs, selection_for_prefill
 from tca_jax.models.names import parameters
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.causal_attention import causal_attention
+from tca_jax.pallas_kernels.paged_attention import paged_attention
+from tca_jax.pallas_kernels.pages import Pages
 
 
 def read_prompts(
-    lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], layouts: tuple[CacheLayout, ...], *, backend: Backend
-) -> tuple[Float[Array, "B V"], tuple[LayerCache, ...], Float32[Array, " B"]]:
-    """Logits behind right-padded prompts, what the caches keep of them, and the share of their pairs attended to."""
-    last_layer = len(layouts) - 1
-    tail, before = tail_queries(lm.method, last_layer), None
+    lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], layout: CacheLayout, *, backend: Backend
+) -> tuple[Float[Array, "B V"], PagedCache, Float32[Array, " B"]]:
+    """Logits behind right-padded prompts, what the cache keeps of them, and the share of their pairs attended to."""
+    last_layer = lm.config.num_layers - 1
+    tail = tail_queries(lm.method, last_layer)
+    starts = jnp.maximum(lengths // layout.block_size * layout.block_size - layout.window, 0)
+    cache = layout.empty(lm.config.head_dim, lm.dtype, starts)
 
-    def attention(
-        layer: int, q: Array, k: Array, v: Array, state: None
-    ) -> tuple[Array, tuple[LayerCache, Float32[Array, " B"]]]:
-        nonlocal before
-        cut = tail is not None and layer == last_layer
-        sizes = lengths, layouts[layer], backend
-        (out, pairs), before = prefill_layer(lm.method, layer, q, k, v, *sizes, tail=cut, before=before)
-        return out, (before, pairs)
+    def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Float32[Array, " B"]]:
+        nonlocal cache
+        heads, last = heads_of(lm.head_shards, layer, k.shape[2]), tail is not None and layer == last_layer
+        (out, pairs), cache = prefill_layer(
+            lm.method, layer, heads, q, k, v, lengths, layout, cache, backend, last_query=last
+        )
+        return out, pairs
 
     positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
-    hidden, read = lm.decoder(tokens, positions, attention, (None,) * len(layouts), lengths=lengths, tail=tail)
-    caches, pairs = zip(*read, strict=True)
+    hidden, pairs = lm.decoder(tokens, positions, attention, (None,) * (last_layer + 1), lengths=lengths, tail=tail)
     last = hidden[:, -1] if tail is not None else hidden[jnp.arange(tokens.shape[0]), lengths - 1]
-    share = mean_of_devices(attended_share(pairs, lengths), lm.head_shards)
-    return lm.decoder.logits(last), gather_pools(caches), share
+    return lm.decoder.logits(last), cache, mean_of_devices(attended_share(pairs, lengths), lm.head_shards)
+
+
+def prefill_layer(
+    method: Method,
+    layer: int,
+    heads: Heads,
+    q: Float[Array, "B M Hq d"],
+    k: Float[Array, "B L Hkv d"],
+    v: Float[Array, "B L Hkv d"],
+    lengths: Int[Array, " B"],
+    layout: CacheLayout,
+    cache: PagedCache,
+    backend: Backend = "auto",
+    *,
+    last_query: bool = False,
+) -> tuple[Attended, PagedCache]:
+    """Attention of prompts in a layer, and the cache with what stays of them.
+
+    Args:
+        method: Attention method.
+        layer: The layer.
+        heads: Its KV heads that `k` has.
+        q: Rotated queries of whole prompts (M = L), or with `last_query` of the last M positions.
+        k: Rotated keys, `[B, L, H_kv, d]`; `v` the values.
+        lengths: True prompt lengths, `[B]`, at least 1.
+        layout: Of the cache, for prompts of L tokens.
+        cache: With the layers before this one in it.
+        backend: Kernel backend.
+        last_query: Whether only the last query is answered, from the cache, where `tail_queries` allows it; those
+            before are there for the selection to look at, and get zeros.
+
+    Returns:
+        Attention, its output `[B, M, H_q, d]` (zero past a length), and the cache. With `last_query` the pairs are
+        those that all queries of the prompts would have attended to, by what is selected for them.
+    """
+    policy, kept, readable = method.cache, None, None
+    if layout.has_ranked_blocks:
+        queries = q if last_query else last_queries(q, lengths, policy.num_queries)
+        selection = policy.select(layer, heads, queries, k, v, lengths, backend)
+        with jax.named_scope("select"):
+            kept = layout.regions(layer).fill(selection, k, v, block_size=layout.block_size, backend=backend)
+        readable = selection_for_prefill(method, layer, heads, selection, kept, k, v, backend)
+    cache = cache.with_prompt(layout, layer, None if kept is None else kept.pool, k, v)
+    if last_query:
+        with jax.named_scope("prefill_attention"):
+            out = _attend_last(q, cache.pages(layer), readable, lengths, layout, backend)
+        attended = Attended(out, _selected_pairs(readable, lengths, layout))
+    else:
+        attended = method.prefill.attend(layer, heads, q, k, v, lengths, readable, backend)
+    # The cache is filled before the model goes on. Left to itself the compiler puts that off to the end, and keeps all
+    # layers' k and v until then: 17 GB at 131,072 tokens of LLaMA-3.1-8B. Nor do lists of blocks stay for the sake of
+    # the pairs that they have.
+    return jax.lax.optimization_barrier((attended, cache))
+
+
+def tail_queries(method: Method, layer: int) -> int | None:
+    """Last queries that a prefill needs of its last layer, or None where it needs all of them.
+
+    Where prompt queries attend to what the cache keeps, the last of them can be answered from the cache, and nobody
+    reads what the others would give.
+    """
+    from_cache = method.prefill_reads_cache and method.prefill.answers_from_cache(layer)
+    return method.cache.num_queries if from_cache else None
+
+
+def _attend_last(
+    q: Float[Array, "B M Hq d"],
+    pages: Pages,
+    readable: Selected | None,
+    lengths: Int[Array, " B"],
+    layout: CacheLayout,
+    backend: Backend,
+) -> Float[Array, "B M Hq d"]:
+    """Attention of each prompt's last query over its window and what prompt queries read left of it; zeros before it.
+
+    The selection may hold a block more than is left of this query's window: the one that leaves before the next token.
+    """
+    window = dataclasses.replace(pages, kept=jnp.zeros_like(pages.kept))
+    parts: tuple[Pages, ...] = (window,)
+    if readable is not None:
+        edge = jnp.maximum(0, (lengths - 1) // layout.block_size - layout.window // layout.block_size)
+        left = jnp.arange(readable.budgets.shape[-1]) < edge[:, None, None]
+        kept = jnp.sum(readable.budgets, axis=-1, where=left, dtype=jnp.int32)
+        parts = (window, readable.pages(layout.block_size, kept))
+    last, _ = paged_attention(q[:, -1:], parts, lengths - 1, lengths - 1, window=layout.window, backend=backend)
+    return jnp.zeros_like(q).at[:, -1:].set(last)
+
+
+def _selected_pairs(readable: Selected | None, lengths: Int[Array, " B"], layout: CacheLayout) -> Float32[Array, " B"]:
+    """Causal pairs of prompts whose queries attend to their windows and to what they read left of these."""
+    if readable is None:  # the prompt fits its window
+        return causal_pairs(lengths)
+    sizes = {"block_size": layout.block_size, "window": layout.window}
+    return selected_pairs(readable.budgets, lengths, **sizes).mean(axis=1)
 
 
 def require_finite(

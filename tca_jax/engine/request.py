@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tca_jax.engine.cache import LayerCache
+from tca_jax.engine.cache import PagedCache, require_memory
 from tca_jax.engine.contexts import AppendedPrompts, Context
-from tca_jax.engine.decode import APPENDED, PROMPTS, STATE, DecodingState, decode, prefill, resume, row_keys
-from tca_jax.engine.layouts import CacheLayout, require_memory, total_bytes
+from tca_jax.engine.decode import APPENDED, PROMPTS, STARTED, STATE, DecodingState, decode, prefill, resume, row_keys
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import CACHES, SAME, OverMesh, on_host, rows_of_device
 from tca_jax.engine.programs import Program, results_of
@@ -27,42 +26,11 @@ from tca_jax.errors import UserError, UserTypeError
 from tca_jax.methods import BASELINE
 from tca_jax.methods.checks import check_integer, check_seed
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
-from tca_jax.pallas_kernels.kv import Pool
 
-# The keys and values of a pool are never written: they go into programs and do not come out, so that answers share
-# those of a context, and no program copies them.
-_Pools = tuple[Pool, ...]  # of arrays; of their shapes where a program is compiled and not run
-
-
-def _resume_program(*args: Any, **static: Any) -> DecodingState:
-    return _without_pools(resume(*args, **static))
-
-
-def _decode_program(lm: LM, state: DecodingState, pools: _Pools, *args: Any, **static: Any) -> DecodingState:
-    return _without_pools(decode(lm, _with_pools(state, pools), *args, **static))
-
-
-def _pools(caches: tuple[LayerCache, ...]) -> _Pools:
-    return tuple(_keys_and_values(cache.pool.k, cache.pool.v) for cache in caches)
-
-
-def _keys_and_values(k: Any, v: Any) -> Pool:
-    nothing: Any = None
-    return Pool(k, v, nothing, nothing)
-
-
-def _with_pools(state: DecodingState, pools: _Pools) -> DecodingState:
-    caches = tuple(cache.with_keys_and_values(*pool[:2]) for cache, pool in zip(state.caches, pools, strict=True))
-    return dataclasses.replace(state, caches=caches)
-
-
-def _without_pools(state: DecodingState) -> DecodingState:
-    return _with_pools(state, (_keys_and_values(None, None),) * len(state.caches))
-
-
-_prefill = Program(OverMesh(prefill, PROMPTS, STATE))
-_resume = Program(OverMesh(_resume_program, APPENDED, STATE))
-_decode = Program(OverMesh(_decode_program, (STATE, CACHES, SAME, SAME), STATE), donate=(1,))
+_prefill = Program(OverMesh(prefill, PROMPTS, STARTED))
+_resume = Program(OverMesh(resume, APPENDED, STATE))
+# What answers share is read alone: it goes into programs and does not come out, so that no program copies it.
+_decode = Program(OverMesh(decode, (STATE, CACHES, SAME, SAME), STATE), donate=(1,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +44,7 @@ class Answer:
 
 @dataclasses.dataclass
 class Request:
-    """The state of a call on the host; what is on the device is a `DecodingState`, and the pools that it reads."""
+    """The state of a call on the host; what is on the device is a `DecodingState`, and the cache that answers share."""
 
     lm: LM
     appended: AppendedPrompts | None
@@ -95,7 +63,7 @@ class Request:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     _step: Callable[..., DecodingState] | None = None
-    _pools: _Pools = ()
+    shared: PagedCache | None = None
     _ended: dict[int, Answer] = dataclasses.field(default_factory=dict)
     _looked: dict[int, int] = dataclasses.field(default_factory=dict)  # tokens of a row that hold no stop string
 
@@ -133,7 +101,7 @@ class Request:
             for i, ids in enumerate(prompt_ids):
                 require_positions(f"prompts[{i}]", len(ids), int(max_new_tokens), lm)
         request = cls(
-            lm=lm if context is None else lm.for_contexts(),
+            lm=lm,
             appended=appended,
             context=None if appended is None else appended.context,
             prompt_ids=prompt_ids,
@@ -147,7 +115,7 @@ class Request:
             logprobs=_num_logprobs(lm, logprobs),
             backend=kernels,
         )
-        require_memory(request.kv_cache_bytes(request.lm), f"{request.rows} answers of up to {max_new_tokens} tokens")
+        require_memory(request.kv_cache_bytes(lm), f"{request.rows} answers of up to {max_new_tokens} tokens")
         return request
 
     @functools.cached_property
@@ -169,24 +137,22 @@ class Request:
         """Tokens that answers have room for: a bucket, so that another `max_new_tokens` seldom compiles anything."""
         return bucket_length(self.max_new_tokens)
 
-    def layouts(self, lm: LM) -> tuple[CacheLayout, ...]:
-        """Caches of the call under `lm`'s method, on each device; the pool of a context is one of them."""
-        prompts = rows_of_device(self.lm, len(self.prompt_ids), "prompts")
-        if self.context is None or self.appended is None:
-            sizes = prompts, bucket_length(max(map(len, self.prompt_ids))), self.room
-            return tuple(layout.repeat_rows(self.num_samples) for layout in lm.cache_layouts(*sizes))
-        layouts = self.context.layouts
-        if lm.method != self.lm.method:
-            rows = rows_of_device(lm, self.context.batch, "rows of the context")
-            layouts = lm.for_contexts().cache_layouts(rows, self.context.tokens.shape[1], None)
-        fed = self.appended.tokens.shape[1] + self.room - 1
-        times = self.rows // self.context.batch
-        policy = lm.for_contexts().method.cache
-        return tuple(layout.repeat_rows(times).with_growth(policy, layer, fed) for layer, layout in enumerate(layouts))
-
     def kv_cache_bytes(self, lm: LM) -> int:
-        """Bytes of all caches of the call under `lm`'s method, on each device."""
-        return total_bytes(self.layouts(lm), lm.config.head_dim, self.lm.dtype)
+        """Bytes of all caches of the call under `lm`'s method, on each device: what answers share, and their own."""
+        prompts, fed = rows_of_device(lm, len(self.prompt_ids), "prompts"), self.room - 1
+        rows, size = prompts * self.num_samples, (lm.config.head_dim, self.lm.dtype)
+        if self.context is not None and self.appended is not None:
+            columns, held = self.appended.tokens.shape[1], self.context.tokens.shape[1]
+            own = lm.following_layout(rows, held, columns + fed).num_bytes(*size)
+            if lm.method == self.lm.method:
+                return own + self.context.num_bytes // self.context.num_devices
+            return own + lm.cache_layout(rows_of_device(lm, self.context.batch, "rows"), held).num_bytes(*size)
+        columns = bucket_length(max(map(len, self.prompt_ids)))
+        if self.num_samples == 1:
+            return lm.cache_layout(prompts, columns, fed).num_bytes(*size)
+        return lm.cache_layout(prompts, columns).num_bytes(*size) + lm.following_layout(rows, columns, fed).num_bytes(
+            *size
+        )
 
     @property
     def full_kv_cache_bytes(self) -> int:
@@ -201,20 +167,28 @@ class Request:
         """
         program, args = self._prepare_start()
         start = time.perf_counter()
-        state = jax.block_until_ready(program(*args))
+        state = self._started(jax.block_until_ready(program(*args)))
         self.prefill_seconds = time.perf_counter() - start
         finite = on_host(state.finite)[:: self.num_samples]
         if not finite.all():
             require_finite(self.lm, *self._whole_prompts(), finite, "prompts")
-        return self._end_at_stop_strings(self._split(state))
+        return self._end_at_stop_strings(state)
 
     def compile(self) -> None:
         """Compiles what `start` and `advance` would run, and runs nothing; a context's caches may be shapes."""
-        state = self._split(results_of(self._prepare_start()[0]))
+        state = self._started(results_of(self._prepare_start()[0]))
         if self.max_new_tokens > 1:
             self._prepare_step(state, jnp.int32(self.max_new_tokens))
 
-    def _prepare_start(self) -> tuple[Callable[..., DecodingState], tuple[Any, ...]]:
+    def _started(self, results: Any) -> DecodingState:
+        """The state of what the first program returned; notes the cache that answers share."""
+        if self.context is not None:
+            self.shared = self.context.cache
+            return results
+        state, self.shared = results
+        return state
+
+    def _prepare_start(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The program that reads the prompts and draws the first token, and its arguments."""
         drawing = (
             row_keys(jax.random.key(self.seed), self.rows),
@@ -222,7 +196,7 @@ class Request:
             jnp.asarray(self.stop_tokens, jnp.int32),
             jnp.int32(self.min_new_tokens) if self.min_new_tokens else None,
         )
-        static = {"new_tokens": self.room, "logprobs": self.logprobs, "backend": self.backend}
+        static: dict[str, Any] = {"new_tokens": self.room, "logprobs": self.logprobs, "backend": self.backend}
         context, appended = self.context, self.appended
         where: tuple[Any, ...]
         if context is None or appended is None:
@@ -230,16 +204,12 @@ class Request:
         else:
             held = context.tokens if self.sampling.repetition_penalty is not None else None
             lengths = (context.lengths, appended.lengths, context.prompt_lengths)
-            first, where = _resume, (context.caches, held, appended.tokens, *lengths)
+            first, where = _resume, (context.cache, held, appended.tokens, *lengths)
+            static["context_tokens"] = context.tokens.shape[1]
         args = (self._program_lm, *where, *drawing)
         program, seconds = first.prepare(*args, **static)
         self.compile_seconds += seconds
         return program, args
-
-    def _split(self, state: DecodingState) -> DecodingState:
-        """Notes the pools that decoding reads; returns the state without them."""
-        self._pools = _pools(state.caches if self.context is None else self.context.caches)
-        return _without_pools(state)
 
     def _whole_prompts(self) -> tuple[np.ndarray, np.ndarray]:
         """What each row reads, a context included, padded."""
@@ -254,12 +224,12 @@ class Request:
         if self._step is None:
             self._step = self._prepare_step(state, limit)
         start = time.perf_counter()
-        state = jax.block_until_ready(self._step(self._program_lm, state, self._pools, limit, self.sampling))
+        state = jax.block_until_ready(self._step(self._program_lm, state, self.shared, limit, self.sampling))
         self.decode_seconds += time.perf_counter() - start
         return self._end_at_stop_strings(state)
 
     def _prepare_step(self, state: DecodingState, limit: Any) -> Callable[..., DecodingState]:
-        args = (self._program_lm, state, self._pools, limit, self.sampling)
+        args = (self._program_lm, state, self.shared, limit, self.sampling)
         program, seconds = _decode.prepare(*args, backend=self.backend)
         self.compile_seconds += seconds
         return program

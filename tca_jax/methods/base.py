@@ -22,6 +22,8 @@ from tca_jax.pallas_kernels.backends import Backend
 
 #: One number for every KV head, or one for all of them.
 PerHead = int | tuple[int, ...]
+#: A window that no sequence fills: nothing ever leaves it. A multiple of every block size.
+UNBOUNDED = 2**30
 #: Radians a position by which RoPE turns each pair (i, i + d / 2) of a head's dimensions, `[d / 2]`.
 Frequencies = tuple[float, ...]
 
@@ -34,7 +36,7 @@ class CachePolicy(abc.ABC):
 
     Attributes:
         block_size: Tokens in a block, b: a power of two from 1 to 256 for the Triton kernels.
-        window: Least number of local tokens, w, a positive multiple of b.
+        window: Least number of local tokens, w, a positive multiple of b; `UNBOUNDED` for all of them.
         num_queries: Prompt queries, counted from the last, that `select` looks at; None for all of them.
     """
 
@@ -106,14 +108,6 @@ class CachePolicy(abc.ABC):
         """
         batch, kv_heads, _, tokens = attention.shape
         return Selection(jnp.zeros((batch, kv_heads, tokens), jnp.float32), jnp.zeros((batch, kv_heads, 1), jnp.int32))
-
-    def local_window(self, total_tokens: int) -> int:
-        """The window for sequences of at most `total_tokens`; `num_ranked_blocks` must follow where it is changed."""
-        return self.window
-
-    def for_contexts(self) -> CachePolicy:
-        """The policy of a context, which any number of tokens may follow; its `local_window` must be its window."""
-        return self
 
     def for_rope(self, frequencies: Frequencies | None) -> CachePolicy:
         """The policy for a model whose RoPE turns by such `frequencies`; None where they change with the length.
@@ -231,12 +225,6 @@ class Method:
     def prefill_reads_cache(self) -> bool:
         """Whether a prompt's queries attend to exactly what the cache policy selects for them."""
         return self.prefill.reads(self.cache)
-
-
-def capacities_per_head(policy: CachePolicy, layer: int, tokens: int, num_kv_heads: int) -> tuple[int, ...]:
-    """`CachePolicy.capacities`, a number for each of the model's KV heads; errors are those of `per_head`."""
-    source = f"{type(policy).__name__}.capacities({layer}, {tokens})"
-    return per_head(policy.capacities(layer, tokens), num_kv_heads, source)
 
 
 def per_head(value: Any, num_kv_heads: int, source: str) -> tuple[int, ...]:

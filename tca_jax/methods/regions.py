@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.integers import round_up
 from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT, Pool
+from tca_jax.pallas_kernels.pages import Pages
 from tca_jax.pallas_kernels.select_tokens import select_tokens
 
 
@@ -48,6 +51,16 @@ class Selected(NamedTuple):
     budgets: Int32[Array, "B Hkv nb"]
     pool: Pool
 
+    def pages(self, block_size: int, kept: Int32[Array, "B Hkv"]) -> Pages:
+        """The first `kept` tokens of each region, as attention to pages of `block_size` takes them."""
+        batch = len(kept)
+        k, v = (x.reshape(-1, block_size, x.shape[-1]) for x in (self.pool.k, self.pool.v))
+        most = min(len(k), self.budgets.shape[-1])  # no region holds more than all blocks
+        column = jnp.arange(most, dtype=jnp.int32)
+        table = jnp.minimum(self.pool.offsets[..., None] // block_size + column, len(k) - 1)
+        nowhere = jnp.zeros(batch, jnp.int32)
+        return Pages(k, v, table, kept, nowhere, nowhere, most)
+
 
 @dataclasses.dataclass(frozen=True)
 class Regions:
@@ -55,20 +68,23 @@ class Regions:
 
     Attributes:
         batch: Rows, B.
-        capacities: Tokens that each KV head's region can hold, `[H_kv]`, multiples of `REGION_ALIGNMENT`.
+        capacities: Tokens that each KV head's region can hold, `[H_kv]`, multiples of `alignment`.
+        alignment: Tokens, a multiple of `REGION_ALIGNMENT`.
     """
 
     batch: int
     capacities: tuple[int, ...]
+    alignment: int = REGION_ALIGNMENT
 
     @classmethod
-    def plan(cls, batch: int, capacities: tuple[int, ...]) -> Regions:
-        """Regions for at least so many tokens of each KV head.
+    def plan(cls, batch: int, capacities: Sequence[int], block_size: int = 1) -> Regions:
+        """Regions of whole blocks for at least so many tokens of each KV head.
 
         Raises:
             ValueError: rows of the pool would pass int32.
         """
-        regions = cls(batch, tuple(round_up(tokens, REGION_ALIGNMENT) for tokens in capacities))
+        alignment = math.lcm(REGION_ALIGNMENT, block_size)
+        regions = cls(batch, tuple(round_up(int(tokens), alignment) for tokens in capacities), alignment)
         if regions.pool_tokens >= 2**31:
             raise UserError(
                 f"a batch of {batch} needs a KV pool of {regions.pool_tokens} tokens per layer: at most {2**31 - 1} "
@@ -84,19 +100,13 @@ class Regions:
     @property
     def pool_tokens(self) -> int:
         """Tokens of the flat pool, at least one aligned region so that empty pools have an address."""
-        return max(REGION_ALIGNMENT, self.batch * self.row_tokens)
+        return max(self.alignment, self.batch * self.row_tokens)
 
     @property
     def offsets(self) -> np.ndarray:
         """First pool token of each region, int64 `[B, H_kv]`."""
         starts = np.concatenate([[0], np.cumsum(np.tile(np.asarray(self.capacities, np.int64), self.batch))])
         return starts[:-1].reshape(self.batch, len(self.capacities))
-
-    def empty(self, head_dim: int, dtype: jnp.dtype) -> Pool:
-        """A pool without tokens."""
-        k, v = (jnp.zeros((self.pool_tokens, head_dim), dtype) for _ in range(2))
-        offsets = jnp.asarray(self.offsets, jnp.int32)
-        return Pool(k, v, offsets, jnp.zeros_like(offsets))
 
     def fill(
         self,

@@ -138,6 +138,6 @@ def _compact(
     if capacities is None:
         name, capacities = "capacities", policy.capacities(layer, tokens)
     source = f"{type(policy).__name__}.{name}({layer}, {tokens})"
-    regions = Regions.plan(batch, heads.widest(per_head(capacities, heads.of_model, source)))
+    regions = Regions.plan(batch, heads.widest(per_head(capacities, heads.of_model, source)), policy.block_size)
     with jax.named_scope("select"):
         return regions.fill(selection.for_prefill, k, v, block_size=policy.block_size, backend=backend)

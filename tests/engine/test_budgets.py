@@ -25,10 +25,9 @@ MEMBERS = {
 
 
 def share_of(lm, tokens, new_tokens, rows):
-    room = tca_jax.engine.prompts.bucket_length(new_tokens) if new_tokens else None
-    models = (lm, lm.with_method("full")) if new_tokens else (lm.for_contexts(), lm.with_method("full").for_contexts())
+    room = tca_jax.engine.prompts.bucket_length(new_tokens) - 1 if new_tokens else 0
     mine, full = (
-        sum(layout.num_bytes(16, "float32") for layout in m.cache_layouts(rows, tokens, room)) for m in models
+        model.cache_layout(rows, tokens, room).num_bytes(16, "float32") for model in (lm, lm.with_method("full"))
     )
     return mine / full
 

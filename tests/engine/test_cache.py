@@ -1,4 +1,7 @@
-"""The KV cache: static layout, ring and pool contents, eviction."""
+"""The KV cache in pages: static layout, what tables name, what prompts leave, eviction, shared pages."""
+
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,131 +11,158 @@ from tiny import random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.engine.cache import LayerCache, decode_layer, prefill_layer, rows_with_leaving_block
-from tca_jax.engine.layouts import CacheLayout
+from tca_jax.engine.cache import CacheLayout, joined, shared_and_own, with_rows_repeated
+from tca_jax.engine.contexts import first_local
+from tca_jax.engine.decode import decode_layer
+from tca_jax.engine.extend import rows_with_leaving_block
+from tca_jax.engine.read import prefill_layer
 from tca_jax.methods.candidates import eviction_budgets
+from tca_jax.methods.heads import Heads
 
 CONFIG = tca_jax.TCAConfig(block_size=8, window=16)
-DENSE = CONFIG.num_candidates
+DENSE, D = CONFIG.num_candidates, 16
+HEADS = Heads.all(2)
 
 
 def method_of(candidates, config=CONFIG):
     return methods.configured(config, [candidates])
 
 
-def plan(candidates, batch, prompt_tokens, new_tokens, config=CONFIG):
-    """The layout of a layer under given budget rows."""
-    cache = method_of(candidates, config).cache
-    return CacheLayout.plan(cache, 0, len(candidates), batch, prompt_tokens, new_tokens)
+def plan(candidates, batch, prompt_tokens, fed_tokens=0, config=CONFIG):
+    """The layout of one layer under given candidates."""
+    policy = method_of(candidates, config).cache
+    return CacheLayout.plan(policy, 1, len(candidates), batch, prompt_tokens, fed_tokens)
 
 
-def _qkv(seed, batch, tokens, heads=4, kv_heads=2, d=16):
+def _qkv(seed, batch, tokens, heads=4, kv_heads=2, d=D):
     rng = np.random.default_rng(seed)
     return tuple(jnp.asarray(rng.normal(size=(batch, tokens, h, d)), jnp.float32) for h in (heads, kv_heads, kv_heads))
 
 
-def test_regions_are_aligned_disjoint_and_fill_the_pool():
-    layout = plan((0, 7, DENSE), 3, 1000, 50)
-    starts = layout.regions.offsets.ravel()
-    ends = starts + np.tile(layout.regions.capacities, 3)
-    assert np.all(starts % 128 == 0)
-    np.testing.assert_array_equal(starts[1:], ends[:-1])
-    assert ends[-1] == layout.regions.pool_tokens
-    assert layout.regions.capacities[0] < layout.regions.capacities[1] < layout.regions.capacities[2]
+def read(method, layout, lengths, qkv):
+    """The cache of one layer behind prompts."""
+    starts = jnp.maximum(lengths // layout.block_size * layout.block_size - layout.window, 0)
+    cache = layout.empty(D, jnp.float32, starts)
+    return prefill_layer(method, 0, HEADS, *qkv, lengths, layout, cache)[1]
+
+
+def kept(cache, row, head):
+    """Keys and values that a head keeps `[2, n, d]`."""
+    tokens = np.arange(int(cache.kept[0][row, head]))
+    pages = np.asarray(cache.tables[0])[row, head, tokens // cache.block_size]
+    return np.stack([np.asarray(x)[pages, tokens % cache.block_size] for x in (cache.k, cache.v)])
+
+
+def local(cache, row, positions):
+    """Keys and values of positions in the window `[2, Hkv, n, d]`."""
+    b = cache.block_size
+    columns = cache.kept_columns[0] + (positions - int(cache.start[row])) // b
+    pages = np.asarray(cache.tables[0])[row][:, columns]
+    return np.stack([np.asarray(x)[pages, positions % b] for x in (cache.k, cache.v)])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 6))
+def decode(method, shared, cache, new, first, prompt_lengths, steps):
+    """The rows' own cache after some tokens were fed."""
+
+    def step(cache, inputs):
+        t, *token = inputs
+        leaving = rows_with_leaving_block(method.cache, first + t, prompt_lengths)
+        token = [x[:, None] for x in token]
+        return decode_layer(method.cache, 0, HEADS, *token, shared, cache, first + t, leaving)[1], None
+
+    fed = (jnp.arange(steps), *(jnp.swapaxes(x[:, :steps], 0, 1) for x in new))
+    return jax.lax.scan(step, cache, fed)[0]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_no_page_is_named_twice_and_all_of_the_pool_is_named(batch):
+    policy = methods.configured(CONFIG, [(0, 7, DENSE), (DENSE, 0, 0)]).cache
+    layout = CacheLayout.plan(policy, 2, 3, batch, 1000, 0)
+    named = np.concatenate([np.asarray(table).ravel() for table in layout.tables()])
+    named = named[named < layout.num_pages]
+    assert sorted(named.tolist()) == list(range(layout.num_pages))
+    assert np.all(np.diff(layout.kept_pages[0][0]) > 0)  # sparse, denser, dense
+
+
+def test_pages_of_a_windows_block_lie_side_by_side_and_serve_it_in_turn():
+    layout = plan((3, DENSE), 2, 300, 100)
+    window = np.asarray(layout.tables()[0])[..., layout.kept_columns[0] :]
+    assert (window[:, 1] == window[:, 0] + 1).all()
+    assert layout.window_pages == 3
+    np.testing.assert_array_equal(window[..., 3:], window[..., :-3])
+    assert len(np.unique(window)) == 2 * 2 * 3
 
 
 def test_a_head_costs_what_its_candidate_keeps():
-    sparse = plan((0, 0), 1, 4096, 1)
-    dense = plan((DENSE, DENSE), 1, 4096, 1)
+    sparse, dense = (plan((each, each), 1, 4096) for each in (0, DENSE))
     assert dense.num_bytes(64, jnp.bfloat16) / sparse.num_bytes(64, jnp.bfloat16) > 4
     blocks = CONFIG.num_ranked_blocks(4096)
-    kept = int(tca_jax.candidate_budgets(CONFIG, blocks)[0].sum())
-    assert sum(sparse.regions.capacities) < 2 * (kept + 128 + blocks)
+    budgets = int(tca_jax.candidate_budgets(CONFIG, blocks)[0].sum())
+    assert np.sum(sparse.kept_pages) * 8 < 2 * (budgets + 128 + blocks)
 
 
-def test_short_prompts_have_a_short_ring_and_no_regions():
+def test_short_prompts_have_a_short_window_and_keep_nothing_beside_it():
     layout = plan((3, 3), 2, 300, 20, tca_jax.TCAConfig())
-    assert layout.ring_tokens == 384
-    assert layout.regions.capacities == (0, 0)
+    assert (layout.window_pages, layout.window_columns) == (3, 3)
+    assert layout.kept_pages == (((0, 0),),)
+    assert layout.num_bytes(64, jnp.float32) == 2 * 4 * 64 * 3 * 128 * 2 * 2
 
 
-def test_offsets_of_a_million_tokens_pass_two_to_the_31_elements_but_not_rows():
-    layout = plan((14,) * 8, 4, 2**20, 4096, tca_jax.TCAConfig())
-    last = int(layout.regions.offsets.max())
-    assert last * 128 > 2**31  # element offsets need 64 bits, hence int64 on the host and 64-bit indexing in kernels
-    assert last < 2**31
-    assert np.all(np.diff(layout.regions.offsets.ravel()) > 0)
-    assert layout.num_bytes(128, jnp.bfloat16) > 2**31
+def test_full_attention_keeps_all_in_its_window():
+    policy = methods.get("full").cache
+    layout = CacheLayout.plan(policy, 1, 2, 1, 1000, 100)
+    assert (layout.window_pages, layout.window_columns) == (9, 9)
+    assert not layout.has_ranked_blocks
+    behind = CacheLayout.plan_following(policy, 1, 2, 1, 1000, 100)
+    assert behind.window_pages == 2  # the first block may begin with 127 tokens of what was before
 
 
-def test_a_pool_that_int32_rows_cannot_address_is_an_error():
-    with pytest.raises(ValueError, match=r"a batch of 512 needs a KV pool of \d+ tokens per layer"):
-        plan((14,) * 8, 512, 2**20, 1, tca_jax.TCAConfig())
+def test_elements_of_a_million_tokens_pass_int32_but_their_pages_do_not():
+    policy = tca_jax.methods.configured(tca_jax.TCAConfig(), [(14,) * 8] * 32).cache
+    layout = CacheLayout.plan(policy, 32, 8, 1, 2**20, 4096)
+    assert layout.num_pages * 128 * 128 > 2**31
+    assert layout.num_pages < 2**31
+    assert int(layout.tables()[31].max()) < layout.num_pages
 
 
 @pytest.mark.parametrize("length", [5, 40, 71, 72])
-def test_ring_and_pool_hold_the_local_and_the_selected_tokens(length):
+def test_pages_hold_the_local_and_the_selected_tokens(length):
     q, k, v = _qkv(0, 1, 72)
     candidates = (0, 9)
-    layout = plan(candidates, 1, 72, 30)
     lengths = jnp.array([length], jnp.int32)
-    _, cache = prefill_layer(method_of(candidates), 0, q, k, v, lengths, layout)
-    edge = 8 * CONFIG.num_ranked_blocks(length)
-    for position in range(edge, length):
-        slot = position % layout.ring_tokens
-        np.testing.assert_array_equal(cache.ring.k[0, :, slot], k[0, position])
-        np.testing.assert_array_equal(cache.ring.v[0, :, slot], v[0, position])
+    cache = read(method_of(candidates), plan(candidates, 1, 72, 29), lengths, (q, k, v))
+    positions = np.arange(8 * CONFIG.num_ranked_blocks(length), length)
+    expected = np.stack([np.asarray(x)[0, positions].swapaxes(0, 1) for x in (k, v)])
+    np.testing.assert_array_equal(local(cache, 0, positions), expected)
     mask = np.asarray(tca_jax.select(q[:, max(0, length - 64) : length], k, jnp.array(candidates), lengths, CONFIG))[0]
     for head in range(2):
-        start, kept = int(cache.pool.offsets[0, head]), int(cache.pool.lengths[0, head])
         chosen = np.flatnonzero(mask[head])
-        assert kept == len(chosen)
-        np.testing.assert_array_equal(cache.pool.k[start : start + kept], k[0, chosen, head])
-        np.testing.assert_array_equal(cache.pool.v[start : start + kept], v[0, chosen, head])
-
-
-def _decode(method, cache: LayerCache, keys, values, queries, first, prompt_lengths, steps):
-    step = jax.jit(decode_layer, static_argnums=(0, 1))
-    for t in range(steps):
-        position = first + t
-        leaving = rows_with_leaving_block(cache.layout, position, prompt_lengths)
-        _, cache = step(
-            method, 0, queries[:, t : t + 1], keys[:, t : t + 1], values[:, t : t + 1], cache, position, leaving
-        )
-    return cache
+        np.testing.assert_array_equal(kept(cache, 0, head), np.stack([np.asarray(x)[0, chosen, head] for x in (k, v)]))
 
 
 def test_each_block_that_leaves_the_window_leaves_its_budget_and_rows_do_so_on_their_own():
-    lengths = jnp.array([64, 59], jnp.int32)
-    q, k, v = _qkv(1, 2, 64)
-    new_q, new_k, new_v = _qkv(2, 2, 30)
-    candidates = (4, DENSE)
-    layout = plan(candidates, 2, 64, 31)
-    _, cache = prefill_layer(method_of(candidates), 0, q, k, v, lengths, layout)
-    assert not np.asarray(cache.growth.lengths).any()
+    lengths, candidates = jnp.array([64, 59], jnp.int32), (4, DENSE)
+    method, layout = method_of(candidates), plan(candidates, 2, 64, 30)
+    cache, new = read(method, layout, lengths, _qkv(1, 2, 64)), _qkv(2, 2, 30)
+    before = np.asarray(cache.kept[0])
     budgets = np.asarray(eviction_budgets(CONFIG))[list(candidates)]
-    for steps in (1, 5, 6, 8, 9, 13, 14, 30):
-        after = _decode(method_of(candidates), cache, new_k, new_v, new_q, lengths, lengths, steps)
+    for steps in (1, 6, 8, 14, 30):
+        after = decode(method, None, cache, new, lengths, lengths, steps)
         last = np.asarray(lengths) + steps - 1  # the newest fed position
         blocks_left = last // 8 - np.asarray(lengths) // 8
-        np.testing.assert_array_equal(after.growth.lengths, blocks_left[:, None] * budgets)
-        for now, then in zip(after.pool, cache.pool, strict=True):
-            np.testing.assert_array_equal(now, then)
+        np.testing.assert_array_equal(after.kept[0], before + blocks_left[:, None] * budgets)
 
 
-def test_evicted_tokens_are_copied_in_order_of_position():
-    lengths = jnp.array([64], jnp.int32)
+def test_evicted_tokens_follow_the_prompts_in_order_of_position():
+    lengths, candidates = jnp.array([64], jnp.int32), (DENSE, DENSE)
     q, k, v = _qkv(3, 1, 64)
-    new = _qkv(4, 1, 17)
-    candidates = (DENSE, DENSE)
-    layout = plan(candidates, 1, 64, 18)
-    _, cache = prefill_layer(method_of(candidates), 0, q, k, v, lengths, layout)
-    after = _decode(method_of(candidates), cache, new[1], new[2], new[0], lengths, lengths, 17)
+    method, new = method_of(candidates), _qkv(4, 1, 17)
+    cache = read(method, plan(candidates, 1, 64, 17), lengths, (q, k, v))
+    after = decode(method, None, cache, new, lengths, lengths, 17)
     for head in range(2):
-        for pool, tokens in ((after.pool, k[0, :48, head]), (after.growth, k[0, 48:64, head])):
-            start, kept = int(pool.offsets[0, head]), int(pool.lengths[0, head])
-            assert kept == len(tokens)
-            np.testing.assert_array_equal(pool.k[start : start + kept], tokens)
+        np.testing.assert_array_equal(kept(after, 0, head)[0], k[0, :64, head])
+        np.testing.assert_array_equal(kept(after, 0, head)[1], v[0, :64, head])
 
 
 def test_nothing_is_allocated_for_blocks_of_which_nothing_is_kept():
@@ -140,35 +170,75 @@ def test_nothing_is_allocated_for_blocks_of_which_nothing_is_kept():
         def growth(self, layer, prompt_tokens, new_tokens):
             return 0
 
-    assert CacheLayout.plan(Forgetful(), 0, 2, 1, 64, 40).growth is None
-    assert plan((4, DENSE), 1, 64, 1).growth is None  # the only new token is never fed
-    assert plan((4, DENSE), 1, 64, 10).growth.capacities == (128, 128)
+    assert CacheLayout.plan_following(Forgetful(), 1, 2, 1, 64, 40).kept_pages == (((0, 0),),)
+    behind = CacheLayout.plan_following(method_of((4, DENSE)).cache, 1, 2, 1, 64, 0)
+    assert behind.kept_pages == (((0, 0),),)  # the only new token is never fed
+    assert CacheLayout.plan_following(method_of((4, DENSE)).cache, 1, 2, 1, 64, 9).kept_pages == (((1, 2),),)
 
 
-def test_rows_that_answer_the_same_prompt_share_its_pool_and_grow_on_their_own():
-    lengths = jnp.array([64, 59], jnp.int32)
-    candidates = (4, DENSE)
-    layout = plan(candidates, 2, 64, 31)
-    _, cache = prefill_layer(method_of(candidates), 0, *_qkv(1, 2, 64), lengths, layout)
-    new = _qkv(2, 2, 12)
-    fed = _decode(method_of(candidates), cache, new[1], new[2], new[0], lengths, lengths, 12)
-    rows = fed.repeat_rows(3)
-    assert rows.pool.k is fed.pool.k
-    np.testing.assert_array_equal(rows.pool.offsets, np.repeat(fed.pool.offsets, 3, axis=0))
-    assert rows.layout.num_bytes(16, jnp.float32) == sum(
-        2 * x.nbytes for x in (rows.pool.k, rows.growth.k, rows.ring.k)
+@pytest.mark.parametrize("prompts", [(64, 59), (41, 40), (7, 12)])
+def test_what_follows_a_shared_cache_is_what_follows_it_in_one_cache(prompts):
+    lengths, candidates = jnp.array(prompts, jnp.int32), (4, DENSE)
+    method, sizes = method_of(candidates), (1, 2, 2, 64)
+    qkv, new = _qkv(1, 2, 64), _qkv(2, 2, 30)
+    whole = decode(method, None, read(method, plan(candidates, 2, 64, 30), lengths, qkv), new, lengths, lengths, 30)
+    shared, own = shared_and_own(
+        read(method, plan(candidates, 2, 64), lengths, qkv),
+        CacheLayout.plan_following(method.cache, *sizes, 30),
+        lengths,
     )
+    own = decode(method, shared, own, new, lengths, lengths, 30)
+    both = joined(shared, own, plan(candidates, 2, 128), first_local(lengths + 30, lengths, 8, 16))
+    for row, head in np.ndindex(2, 2):
+        np.testing.assert_array_equal(kept(both, row, head), kept(whole, row, head))
+        positions = np.arange(int(both.start[row]), prompts[row] + 30)
+        np.testing.assert_array_equal(local(both, row, positions), local(whole, row, positions))
+
+
+def test_rows_that_continue_from_the_same_tokens_share_their_pages():
+    lengths, candidates = jnp.array([64, 59], jnp.int32), (4, DENSE)
+    method = method_of(candidates)
+    cache = read(method, plan(candidates, 2, 64), lengths, _qkv(1, 2, 64))
+    rows = jnp.repeat(lengths, 3)
+    shared, own = shared_and_own(cache, CacheLayout.plan_following(method.cache, 1, 2, 6, 64, 12), rows)
+    assert shared.k is cache.k
+    new = _qkv(2, 6, 12)
+    fed = decode(method, shared, own, new, rows, rows, 12)
     for row in range(6):
+        alone = decode(
+            method,
+            *shared_and_own(
+                read(
+                    method,
+                    plan(candidates, 1, 64),
+                    rows[row : row + 1],
+                    [x[row // 3 : row // 3 + 1] for x in _qkv(1, 2, 64)],
+                ),
+                CacheLayout.plan_following(method.cache, 1, 2, 1, 64, 12),
+                rows[row : row + 1],
+            ),
+            [x[row : row + 1] for x in new],
+            rows[row : row + 1],
+            rows[row : row + 1],
+            12,
+        )
         for head in range(2):
-            mine, theirs = (
-                pool.k[pool.offsets[r, head] :][: pool.lengths[r, head]]
-                for pool, r in ((rows.growth, row), (fed.growth, row // 3))
-            )
-            assert len(mine) > 0
-            np.testing.assert_array_equal(mine, theirs)
-    assert len(np.unique(rows.growth.offsets)) == 12
+            np.testing.assert_allclose(kept(fed, row, head), kept(alone, 0, head))
 
 
+def test_repeated_rows_hold_the_same_in_pages_of_their_own():
+    lengths, candidates = jnp.array([64, 59], jnp.int32), (4, DENSE)
+    method = method_of(candidates)
+    cache = read(method, plan(candidates, 2, 64), lengths, _qkv(1, 2, 64))
+    rows = with_rows_repeated(cache, plan(candidates, 6, 64))
+    assert len(np.unique(rows.tables[0])) >= rows.k.shape[0]
+    for row, head in np.ndindex(6, 2):
+        np.testing.assert_array_equal(kept(rows, row, head), kept(cache, row // 3, head))
+        positions = np.arange(int(rows.start[row]), int(lengths[row // 3]))
+        np.testing.assert_array_equal(local(rows, row, positions), local(cache, row // 3, positions))
+
+
+@dataclasses.dataclass(frozen=True)
 class Greedy(methods.CachePolicy):
     """Keeps more than it has named."""
 
@@ -178,7 +248,7 @@ class Greedy(methods.CachePolicy):
         return 130
 
     def growth(self, layer, prompt_tokens, new_tokens):
-        return 9
+        return 9 if new_tokens else 0
 
     def select(self, layer, heads, q, k, v, lengths, backend):
         batch, tokens, kv_heads, _ = k.shape
@@ -190,38 +260,31 @@ class Greedy(methods.CachePolicy):
         return methods.Selection(attention.mean(axis=2), jnp.full((*attention.shape[:2], 1), 8, jnp.int32))
 
 
-def test_a_policy_that_keeps_more_than_its_capacity_spoils_no_other_region():
+def test_a_policy_that_keeps_more_than_its_capacity_spoils_no_other_page():
     method = methods.Method("greedy", methods.SparsePrefill(Greedy()), Greedy())
-    layout = CacheLayout.plan(Greedy(), 0, 2, 1, 400, 140)
-    assert (layout.regions.capacities, layout.growth.capacities) == ((256, 256), (128, 128))
+    layout = CacheLayout.plan(Greedy(), 1, 2, 1, 400, 0)
+    following = CacheLayout.plan_following(Greedy(), 1, 2, 1, 400, 139)
+    assert (layout.kept_pages, following.kept_pages) == ((((32, 32),),), (((2, 2),),))
     lengths = jnp.array([400], jnp.int32)
     q, k, v = _qkv(5, 1, 400)
-    _, cache = prefill_layer(method, 0, q, k, v, lengths, layout)
+    cache = read(method, layout, lengths, (q, k, v))
     new = _qkv(6, 1, 139)
-    after = _decode(method, cache, new[1], new[2], new[0], lengths, lengths, 139)  # 17 blocks leave
-    assert after.pool.lengths.tolist() == [[256, 256]]
-    assert after.growth.lengths.tolist() == [[128, 128]]
+    shared, own = shared_and_own(cache, following, lengths)
+    own = decode(method, shared, own, new, lengths, lengths, 139)  # 17 blocks leave
+    assert shared.kept[0].tolist() == [[256, 256]]
+    assert own.kept[0].tolist() == [[16, 16]]
     for head in range(2):
-        np.testing.assert_array_equal(after.pool.k[256 * head : 256 * (head + 1)], k[0, :256, head])
-        left = jnp.concatenate([k[0, 384:400, head], new[1][0, :112, head]])
-        np.testing.assert_array_equal(after.growth.k[128 * head : 128 * (head + 1)], left)
+        np.testing.assert_array_equal(kept(shared, 0, head)[0], k[0, :256, head])
+        left = k[0, 384:400, head]
+        np.testing.assert_array_equal(kept(own, 0, head)[0], left)
 
 
 def test_what_is_reported_as_kept_is_what_the_cache_holds():
     lm = tiny_lm().with_method(methods.Method("greedy", methods.SparsePrefill(Greedy()), Greedy()))
-    kept = tca_jax.kept_tokens(lm, random_prompt(0, 400))
-    assert (kept[..., : 400 - 16].sum(axis=-1) == 256).all()
+    reported = tca_jax.kept_tokens(lm, random_prompt(0, 400))
+    assert (reported[..., : 400 - 16].sum(axis=-1) == 256).all()
     with pytest.raises(ValueError, match=r"prompt has 5000 tokens: tiny has 4096 positions"):
         tca_jax.kept_tokens(lm, random_prompt(0, 5000))
-
-
-def test_a_window_that_blocks_are_not_ranked_by_is_refused():
-    class Wider(Greedy):
-        def local_window(self, total_tokens):
-            return 32
-
-    with pytest.raises(ValueError, match=r"Wider.local_window\(420\) = 32, but its num_ranked_blocks\(400\) is 48"):
-        CacheLayout.plan(Wider(), 0, 2, 1, 400, 20)
 
 
 def test_numbers_of_numpy_are_capacities():
@@ -229,4 +292,4 @@ def test_numbers_of_numpy_are_capacities():
         def capacities(self, layer, prompt_tokens):
             return np.int64(4)
 
-    assert CacheLayout.plan(Counted(), 0, 2, 1, 400, 20).regions.capacities == (128, 128)
+    assert CacheLayout.plan(Counted(), 1, 2, 1, 400, 0).kept_pages == (((16, 16),),)

@@ -35,8 +35,8 @@ def saved(context, tmp_path):
 def test_a_context_comes_back_bit_for_bit_and_answers_alike(lm, context, saved):
     loaded = tca_jax.Context.load(saved)
     assert loaded.identity == context.identity
-    assert loaded.layouts == context.layouts
-    for mine, theirs in zip(jax.tree.leaves(loaded.caches), jax.tree.leaves(context.caches), strict=True):
+    assert loaded.layout == context.layout
+    for mine, theirs in zip(jax.tree.leaves(loaded.cache), jax.tree.leaves(context.cache), strict=True):
         assert mine.dtype == theirs.dtype
         np.testing.assert_array_equal(mine, theirs)
     assert [loaded.token_ids(row) for row in (0, 1)] == [random_prompt(0, 100), random_prompt(1, 61)]
@@ -84,11 +84,11 @@ def damage(folder, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(format_version=2), r"format_version = 2: tca_jax .* reads 1; save the context again"),
+        (lambda m: m.update(format_version=3), r"format_version = 3: tca_jax .* reads 2; save the context again"),
         (lambda m: m.pop("format_version"), r"has no field 'format_version', so it is not a tca_jax context"),
-        (lambda m: m.pop("layouts"), r"field 'layouts' is missing"),
+        (lambda m: m.pop("layout"), r"field 'layout' is missing"),
         (lambda m: m["identity"].update(method="full"), r"damaged: the context in it does not match its checksum"),
-        (lambda m: m["layouts"][0].update(window=24), r"damaged: the context in it does not match its checksum"),
+        (lambda m: m["layout"].update(window=24), r"damaged: the context in it does not match its checksum"),
     ],
 )
 def test_damaged_and_newer_contexts_are_refused(saved, change, message):

@@ -68,13 +68,13 @@ def test_full_attention_over_a_context_is_that_over_one_long_prompt(full):
 
 
 def test_each_question_of_a_batch_costs_no_copy_of_the_document(full, sparse):
-    document = random_prompt(4, 300)
     for lm in (full, sparse):
-        context = tca_jax.prefill(lm, document)
+        context = tca_jax.prefill(lm, random_prompt(4, 300))
         # One new token allocates as much as the others of its bucket, and needs no decoding program.
         one, four = (tca_jax.generate(lm, QUESTIONS[:1] * n, context=context, max_new_tokens=1).stats for n in (1, 4))
-        pool = sum(2 * cache.pool.k.nbytes for cache in context.caches)
-        assert four.kv_cache_bytes - pool == 4 * (one.kv_cache_bytes - pool)
+        document = context.stats.kv_cache_bytes
+        assert document == context.cache.k.nbytes + context.cache.v.nbytes
+        assert four.kv_cache_bytes - document == 4 * (one.kv_cache_bytes - document)
         assert one.kept_share == pytest.approx(four.kept_share)
 
 
@@ -86,7 +86,7 @@ def test_no_program_gives_or_takes_away_the_documents_keys(sparse, context, monk
     )
     for _ in range(2):
         tca_jax.generate(sparse, QUESTIONS, context=context, **OPTIONS)
-    assert all(cache.pool.k is None for state in states for cache in state.caches)
+    assert not any(state.cache.k.shape == context.cache.k.shape for state in states)
     assert not any(x.is_deleted() for x in jax.tree.leaves(context) if isinstance(x, jax.Array))
 
 
@@ -171,6 +171,57 @@ def test_streaming_over_a_context_is_streaming_over_one_long_prompt(full):
     assert out.tokens == whole.tokens  # what streaming keeps does not depend on the queries
 
 
+MANY = {
+    "tca": methods.configured(TCA, UNEQUAL),
+    "full": methods.get("full"),
+    "streaming": methods.get("streaming", sinks=4, window=16, block_size=8),
+    "random": methods.get("random", share=0.4, window=16, block_size=8),
+    "snapkv": methods.get("snapkv", share=0.4, window=16, block_size=8, observation=8, kernel=3),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_rows_of_different_documents_lengths_and_ages_decode_in_one_batch(full, name):
+    lm = full.with_method(MANY[name])
+    young = tca_jax.prefill(lm, random_prompt(6, 77))
+    old = tca_jax.prefill(lm, QUESTIONS[0], context=tca_jax.prefill(lm, random_prompt(7, 19)))
+    two = tca_jax.prefill(lm, [random_prompt(8, 64), DOCUMENT])
+    joined = tca_jax.Context.join([young, old, two])
+    assert joined.stats.tokens == [77, 19 + 21, 64, 101]
+    assert joined.stats.kv_cache_bytes == sum(each.stats.kv_cache_bytes for each in (young, old, two))
+    questions = [*QUESTIONS, random_prompt(9, 40)]
+    out = tca_jax.generate(lm, questions, context=joined, **OPTIONS)
+    expected = [
+        tca_jax.generate(lm, q, context=c, **OPTIONS).tokens[0] for q, c in zip(questions, (young, old), strict=False)
+    ]
+    expected += tca_jax.generate(lm, questions[2:], context=two, **OPTIONS).tokens
+    assert out.tokens == expected
+    grown = tca_jax.prefill(lm, questions, context=joined)  # in pages of its own again
+    again = tca_jax.prefill(lm, questions[1], context=old)
+    (row,) = tca_jax.generate(lm, [5], context=again, **OPTIONS).tokens
+    assert tca_jax.generate(lm, [[5]] * 4, context=grown, **OPTIONS).tokens[1] == row
+
+
+def test_contexts_that_do_not_belong_together_are_not_joined(full, context):
+    join = inspect.unwrap(tca_jax.Context.join)
+    with pytest.raises(
+        ValueError, match=r"contexts\[1\] is of 'tiny' under 'full', contexts\[0\] of 'tiny' under 'tca'"
+    ):
+        join([context, tca_jax.prefill(full, DOCUMENT)])
+    with pytest.raises(ValueError, match="contexts is empty: at least one is needed"):
+        join([])
+    with pytest.raises(TypeError, match=r"contexts\[1\] is of type str: must be a Context"):
+        join([context, "context"])
+
+
+def test_a_context_in_host_memory_answers_as_it_did(sparse, context):
+    away = context.to_host()
+    assert all(isinstance(x, np.ndarray) for x in (away.cache.k, *away.cache.tables))
+    expected = tca_jax.generate(sparse, QUESTIONS, context=context, **OPTIONS)
+    assert tca_jax.generate(sparse, QUESTIONS, context=away, **OPTIONS).tokens == expected.tokens
+    assert away.stats == context.stats
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 generate, prefill = inspect.unwrap(tca_jax.generate), inspect.unwrap(tca_jax.prefill)
@@ -205,16 +256,6 @@ def test_positions_past_the_models_are_refused(full):
         prefill(full, [1] * 97, context=context)
     with pytest.raises(ValueError, match=r"prompts\[0\] has 4097 tokens, and tiny has 4096 positions"):
         prefill(full, [1] * 4097)
-
-
-def test_a_policy_whose_window_follows_the_length_says_so(full):
-    class Wide(methods.FullCache):
-        def for_contexts(self):
-            return self
-
-    lm = full.with_method(methods.Method("wide", methods.FullPrefill(), Wide()))
-    with pytest.raises(ValueError, match=r"Wide.local_window\(\d+\) = \d+ is not its window, 128: the window of a"):
-        prefill(lm, random_prompt(0, 300))
 
 
 # --- text and chats -------------------------------------------------------------------------------

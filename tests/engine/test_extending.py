@@ -1,6 +1,5 @@
 """Appending: equal to feeding the same tokens one by one, whatever the edges, and to one long prompt."""
 
-import dataclasses
 import functools
 
 import jax
@@ -11,12 +10,13 @@ from tiny import TCA, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.engine import extend as extending
+from tca_jax.engine import extend as extend_module
 from tca_jax.engine.answers import scores_of_appended
-from tca_jax.engine.cache import decode_layer, prefill_layer, rows_with_leaving_block
-from tca_jax.engine.extend import AppendedColumns, align, extend, extend_layer, num_columns, open_caches
-from tca_jax.engine.layouts import CacheLayout
-from tca_jax.engine.read import read_prompts
+from tca_jax.engine.cache import CacheLayout, shared_and_own
+from tca_jax.engine.decode import decode_layer
+from tca_jax.engine.extend import AppendedColumns, align, extend, extend_layer, num_columns, rows_with_leaving_block
+from tca_jax.engine.read import prefill_layer, read_prompts
+from tca_jax.methods.heads import Heads
 
 B, W = 8, 16
 DENSE = TCA.num_candidates
@@ -33,39 +33,45 @@ def qkv(seed, batch, tokens, heads=4, kv_heads=2, d=16):
     return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
 
 
+HEADS = Heads.all(2)
+
+
 @functools.cache
 def read(name: str, prompts: tuple[int, ...]):
-    """A layer's cache behind prompts of these lengths, with room for 64 more tokens."""
-    method, padded = METHODS[name], 48
-    layout = CacheLayout.plan(method.cache, 0, 2, len(prompts), padded, None)
-    cache = prefill_layer(method, 0, *qkv(1, len(prompts), padded), jnp.array(prompts, jnp.int32), layout)[1]
-    return cache.with_growth(cache.layout.with_growth(method.cache, 0, 64).growth)
-
-
-_extend_layer = jax.jit(extend_layer, static_argnums=(0, 1))
+    """A layer's cache behind prompts of these lengths, and that of up to 64 tokens that follow."""
+    method, padded, lengths = METHODS[name], 48, jnp.array(prompts, jnp.int32)
+    layout = CacheLayout.plan(method.cache, 1, 2, len(prompts), padded, 0)
+    cache = layout.empty(16, jnp.float32, jnp.maximum(lengths // B * B - W, 0))
+    cache = prefill_layer(method, 0, HEADS, *qkv(1, len(prompts), padded), lengths, layout, cache)[1]
+    return shared_and_own(cache, CacheLayout.plan_following(method.cache, 1, 2, len(prompts), padded, 64), lengths)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def one_by_one(method, cache, new, starts, prompt_lengths, lengths):
+def _extend_layer(name, q, k, v, shared, cache, where):
+    return extend_layer(METHODS[name].cache, 0, HEADS, q, k, v, shared, cache, where)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def one_by_one(name, shared, cache, new, starts, prompt_lengths, lengths):
     """Feeds rows' tokens through decoding, a row that has no more keeping its cache; outputs `[B, T, Hq, d]`."""
+    policy = METHODS[name].cache
 
     def step(cache, inputs):
         t, *token = inputs
-        positions = starts + t
-        leaving = rows_with_leaving_block(cache.layout, positions, prompt_lengths) & (t < lengths)
-        out, after = decode_layer(method, 0, *(x[:, None] for x in token), cache, positions, leaving)
-        keep = (t < lengths)[:, None, None, None]
-        ring = jax.tree.map(lambda old, new: jnp.where(keep, new, old), cache.ring, after.ring)
-        return dataclasses.replace(after, ring=ring), out[:, 0]
+        token, fed = [x[:, None] for x in token], t < lengths
+        positions = jnp.where(fed, starts + t, starts + lengths)  # past its end a row writes where nobody looks
+        leaving = rows_with_leaving_block(policy, positions, prompt_lengths) & fed
+        out, after = decode_layer(policy, 0, HEADS, *token, shared, cache, positions, leaving)
+        return after, out[:, 0]
 
     steps = (jnp.arange(new[0].shape[1]), *(jnp.swapaxes(x, 0, 1) for x in new))
     cache, outs = jax.lax.scan(step, cache, steps)
     return jnp.swapaxes(outs, 0, 1), cache
 
 
-def appended(name, prompts, starts, lengths, new, cache=None):
+def appended(name, prompts, starts, lengths, new, caches=None):
     """The same through `extend_layer`: outputs of each row's tokens, and the cache."""
-    cache = cache or read(name, prompts)
+    shared, cache = caches or read(name, prompts)
     columns = num_columns(max(s % B + n for s, n in zip(starts, lengths, strict=True)), B)
     firsts = jnp.array(starts, jnp.int32) // B * B
     where = AppendedColumns(firsts, *(jnp.array(x, jnp.int32) for x in (starts, np.add(starts, lengths), prompts)))
@@ -73,22 +79,24 @@ def appended(name, prompts, starts, lengths, new, cache=None):
     for to, x in zip(aligned, new, strict=True):
         for row, (start, n) in enumerate(zip(starts, lengths, strict=True)):
             to[row, start % B : start % B + n] = x[row, :n]
-    out, cache = _extend_layer(METHODS[name], 0, *map(jnp.asarray, aligned), cache, where)
+    out, cache = _extend_layer(name, *map(jnp.asarray, aligned), shared, cache, where)
     return [out[row, s % B : s % B + n] for row, (s, n) in enumerate(zip(starts, lengths, strict=True))], cache
 
 
 def check_same_cache(cache, expected, ends):
+    """What later queries can see is the same: the rows' own part of their windows, and what was kept."""
+    np.testing.assert_array_equal(cache.kept[0], expected.kept[0])
+    kept = cache.kept_columns[0]
     for row, end in enumerate(ends):
-        positions = np.arange(max(0, (end - 1) // B * B - W), end)
-        for x, y in zip(cache.ring, expected.ring, strict=True):
-            slots = positions % cache.layout.ring_tokens
-            np.testing.assert_array_equal(x[row][:, slots], y[row][:, slots])
-    if expected.growth is None:
-        assert cache.growth is None
-        return
-    np.testing.assert_array_equal(cache.growth.lengths, expected.growth.lengths)
-    np.testing.assert_array_equal(cache.growth.k, expected.growth.k)
-    np.testing.assert_array_equal(cache.growth.v, expected.growth.v)
+        first = int(cache.start[row])
+        positions = np.arange(max(first, (end - 1) // B * B - W), end)
+        columns = kept + (positions - first) // B
+        for x, y in ((cache.k, expected.k), (cache.v, expected.v)):
+            mine, theirs = (np.asarray(pool)[np.asarray(cache.tables[0])[row]] for pool in (x, y))  # [Hkv, T, b, d]
+            np.testing.assert_array_equal(mine[:, columns, positions % B], theirs[:, columns, positions % B])
+            for head, count in enumerate(np.asarray(cache.kept[0])[row].tolist()):
+                slots = np.arange(count)
+                np.testing.assert_array_equal(mine[head, slots // B, slots % B], theirs[head, slots // B, slots % B])
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -105,7 +113,8 @@ def check_same_cache(cache, expected, ends):
 def test_appended_tokens_attend_and_leave_as_if_they_were_fed_one_by_one(name, prompts, lengths):
     new = qkv(2, 2, 24)
     starts = jnp.array(prompts, jnp.int32)
-    expected, fed = one_by_one(METHODS[name], read(name, prompts), new, starts, starts, jnp.array(lengths))
+    most = [x[:, : max(lengths)] for x in new]
+    expected, fed = one_by_one(name, *read(name, prompts), most, starts, starts, jnp.array(lengths))
     outs, cache = appended(name, prompts, prompts, lengths, new)
     for row, out in enumerate(outs):
         np.testing.assert_allclose(out, expected[row, : lengths[row]], atol=2e-5)
@@ -113,10 +122,9 @@ def test_appended_tokens_attend_and_leave_as_if_they_were_fed_one_by_one(name, p
 
 
 def test_blocks_leave_in_what_was_compared():
-    lengths = jnp.array([24, 23])
     starts = jnp.array([33, 7], jnp.int32)
-    _, fed = one_by_one(METHODS["tca"], read("tca", (33, 7)), qkv(2, 2, 24), starts, starts, lengths)
-    assert (np.asarray(fed.growth.lengths) > 0).tolist() == [[True, True], [True, True]]
+    _, fed = one_by_one("tca", *read("tca", (33, 7)), qkv(2, 2, 24), starts, starts, jnp.array([24, 23]))
+    assert (np.asarray(fed.kept[0]) > 0).tolist() == [[True, True], [True, True]]
 
 
 @pytest.mark.parametrize("cut", [1, 7, 8, 15])
@@ -125,8 +133,8 @@ def test_where_tokens_are_cut_into_calls_does_not_matter(cut):
     new = qkv(3, 2, 24)
     whole, expected = appended("tca", prompts, prompts, (24, 24), new)
     first, cache = appended("tca", prompts, prompts, (cut, cut), new)
-    starts = tuple(np.add(prompts, cut).tolist())
-    rest, cache = appended("tca", prompts, starts, (24 - cut,) * 2, [x[:, cut:] for x in new], cache)
+    starts, caches = tuple(np.add(prompts, cut).tolist()), (read("tca", prompts)[0], cache)
+    rest, cache = appended("tca", prompts, starts, (24 - cut,) * 2, [x[:, cut:] for x in new], caches)
     for row in range(2):
         np.testing.assert_allclose(jnp.concatenate([first[row], rest[row]]), whole[row], atol=1e-5)
     check_same_cache(cache, expected, np.add(prompts, 24))
@@ -138,22 +146,22 @@ def lm():
 
 
 def opened(model, prompts, fed):
-    """Caches of a context of these prompts, with room for some more tokens."""
+    """The cache of these prompts, and that of some more tokens."""
     lengths = np.array([len(p) for p in prompts], np.int32)
     tokens = np.zeros((len(prompts), max(lengths)), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
-    layouts = model.cache_layouts(*tokens.shape, None)
-    logits, caches, _ = read_prompts(model, jnp.asarray(tokens), jnp.asarray(lengths), layouts, backend="xla")
-    return logits, open_caches(model, caches, len(prompts), fed), jnp.asarray(lengths)
+    args = jnp.asarray(tokens), jnp.asarray(lengths)
+    _, cache, _ = read_prompts(model, *args, model.cache_layout(*tokens.shape), backend="xla")
+    return shared_and_own(cache, model.following_layout(*tokens.shape, fed), args[1]), args[1]
 
 
 @pytest.mark.parametrize("piece", [8, 24, 2048])
 def test_with_dense_heads_appended_tokens_have_the_log_probabilities_of_one_long_prompt(lm, piece, monkeypatch):
-    monkeypatch.setattr(extending, "_PIECE_TOKENS", piece)
+    monkeypatch.setattr(extend_module, "_PIECE_TOKENS", piece)
     model = with_candidates(lm, [[DENSE, DENSE]] * 2)
     prompts, more = [random_prompt(0, 61), random_prompt(1, 40)], [random_prompt(2, 43), random_prompt(3, 20)]
-    _, caches, starts = opened(model, prompts, 64)
+    (shared, own), starts = opened(model, prompts, 64)
     padded = np.zeros((2, 43), np.int32)
     for row, ids in zip(padded, more, strict=True):
         row[: len(ids)] = ids
@@ -161,11 +169,11 @@ def test_with_dense_heads_appended_tokens_have_the_log_probabilities_of_one_long
     lengths = jnp.array([43, 20], jnp.int32)
 
     @jax.jit
-    def run(lm, caches, tokens, starts, lengths):
-        result = extend(lm, caches, tokens, starts, lengths, starts, keep_hidden=True)
+    def run(lm, shared, own, tokens, starts, lengths):
+        result = extend(lm, shared, own, tokens, starts, lengths, starts, keep_hidden=True)
         return result, scores_of_appended(lm, result.hidden, tokens, starts, lengths)
 
-    result, scores = run(model, caches, tokens, starts, lengths)
+    result, scores = run(model, shared, own, tokens, starts, lengths)
     for row, (prompt, ids) in enumerate(zip(prompts, more, strict=True)):
         (expected,) = tca_jax.score(lm, prompt + ids).logprobs
         first = len(prompt) % B

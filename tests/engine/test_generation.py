@@ -159,9 +159,8 @@ def test_statistics_count_tokens_bytes_and_time(lm):
     assert stats.new_tokens == [9, 9]
     assert stats.prefill_seconds > 0
     assert stats.seconds_per_token > 0
-    # ring of w + b = 24 slots, one 128-token region a head of what the prompt leaves and one of what leaves the window
-    # later, K and V, float32, 2 layers x 2 rows x 2 heads
-    assert stats.kv_cache_bytes == 2 * 4 * CONFIG.head_dim * (24 + 128 + 128) * 8
+    # a window of w + b = 24 tokens and 128 tokens kept in each head, K and V, float32, 2 layers x 2 rows x 2 heads
+    assert stats.kv_cache_bytes == 2 * 4 * CONFIG.head_dim * (24 + 128) * 8
 
 
 @pytest.mark.parametrize(

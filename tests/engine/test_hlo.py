@@ -12,8 +12,7 @@ from hlo import operations
 from tiny import CONFIG, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
-from tca_jax.engine import request
-from tca_jax.engine.decode import decode, prefill, row_keys
+from tca_jax.engine.decode import decode, prefill, resume, row_keys
 from tca_jax.engine.sampling import Sampling
 from tca_jax.models.decoder import Decoder
 
@@ -35,15 +34,13 @@ def arguments(lm: tca_jax.LM, tokens: int) -> tuple[Any, ...]:
 
 @gpu
 @pytest.mark.parametrize("candidates", [None, [[3, 14], [5, 9]]])
-def test_decoding_copies_neither_pool_nor_ring(candidates):
+def test_decoding_copies_no_pool(candidates):
     lm = dataclasses.replace(tiny_lm(), eos_token_ids=())
     if candidates is not None:
         lm = with_candidates(lm, candidates)
-    state = jax.eval_shape(lambda *args: prefill(*args, new_tokens=40), *arguments(lm, 200))
-    program = jax.jit(decode, donate_argnums=1).lower(lm, state, jnp.int32(40), Sampling()).compile().as_text()
-    parts = [part for cache in state.caches for part in (cache.pool, cache.growth, cache.ring)]
-    shapes = {part.k.shape for part in parts if part is not None}
-    found = operations(program, shapes)
+    state, shared = jax.eval_shape(lambda *args: prefill(*args, new_tokens=40), *arguments(lm, 200))
+    program = jax.jit(decode, donate_argnums=1).lower(lm, state, shared, jnp.int32(40), Sampling()).compile()
+    found = operations(program.as_text(), {state.cache.k.shape})
     assert "dynamic-update-slice" in found  # the new token's key, or this test looks at the wrong shapes
     assert not {name for name in found if name.startswith("copy")}
 
@@ -52,18 +49,18 @@ def test_decoding_copies_neither_pool_nor_ring(candidates):
 def test_no_program_over_a_context_copies_what_its_answers_share(candidates):
     lm = tiny_lm() if candidates is None else with_candidates(tiny_lm(), candidates)
     context = tca_jax.prefill(lm, random_prompt(0, 1300))
-    reader, keys = lm.for_contexts().for_programs(), row_keys(jax.random.key(0), 2)
-    tokens = jnp.zeros((2, reader.method.cache.block_size), jnp.int32)
+    reader, keys = lm.for_programs(), row_keys(jax.random.key(0), 2)
+    tokens = jnp.zeros((2, context.cache.block_size), jnp.int32)
     where = (None, tokens, context.lengths, jnp.array([2, 3]), context.prompt_lengths)
-    arguments = (reader, context.caches, *where, keys, Sampling(), jnp.zeros(0, jnp.int32))
-    resume = functools.partial(request._resume_program, new_tokens=40)
-    state, pools = jax.eval_shape(resume, *arguments), request._pools(context.caches)
-    step = jax.jit(request._decode_program, donate_argnums=1)
-    programs = jax.jit(resume).lower(*arguments), step.lower(reader, state, pools, jnp.int32(40), Sampling())
-    shapes = {pool.k.shape for pool in pools}
-    assert not shapes & {cache.growth.k.shape for cache in state.caches}
+    arguments = (reader, context.cache, *where, keys, Sampling(), jnp.zeros(0, jnp.int32))
+    start = functools.partial(resume, context_tokens=1408, new_tokens=40)
+    state = jax.eval_shape(start, *arguments)
+    step = jax.jit(decode, donate_argnums=1)
+    programs = jax.jit(start).lower(*arguments), step.lower(reader, state, context.cache, jnp.int32(40), Sampling())
+    shape = context.cache.k.shape
+    assert state.cache.k.shape != shape
     for program in programs:
-        found = operations(program.compile().as_text(), shapes)
+        found = operations(program.compile().as_text(), {shape})
         assert "parameter" in found
         assert found <= {"parameter", "get-tuple-element", "bitcast"}
 

@@ -39,8 +39,8 @@ def test_samples_of_a_prompt_are_what_rows_of_that_prompt_give(lm):
     assert samples.tokens == rows.tokens
     assert len({tuple(tokens) for tokens in samples.tokens[:3]}) == 3
     assert samples.stats.prompt_tokens == [70, 45]
-    pool = sum(layout.regions.pool_tokens for layout in lm.cache_layouts(2, 80, 32)) * 2 * CONFIG.head_dim * 4
-    assert samples.stats.kv_cache_bytes == rows.stats.kv_cache_bytes - 2 * pool  # which samples share
+    shared, own = lm.cache_layout(2, 80), lm.following_layout(6, 80, 31)
+    assert samples.stats.kv_cache_bytes == sum(layout.num_bytes(CONFIG.head_dim, "float32") for layout in (shared, own))
     assert samples.stats.kept_share == pytest.approx(rows.stats.kept_share)
 
 

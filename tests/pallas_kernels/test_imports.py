@@ -20,15 +20,17 @@ import jax
 import jax.numpy as jnp
 
 import tca_jax
-from tca_jax.pallas_kernels.decode_attention import decode_attention
-from tca_jax.pallas_kernels.kv import Pool, Ring
+from tca_jax.pallas_kernels.kv import Pool
+from tca_jax.pallas_kernels.paged_attention import paged_attention
+from tca_jax.pallas_kernels.pages import Pages
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
 
 config = tca_jax.TCAConfig(block_size=8, window=16)
 q, k = jnp.ones((1, 64, 2, 16)), jnp.ones((1, 64, 1, 16))
 candidates, lengths = jnp.array([3]), jnp.array([64])
 nothing, table = jnp.zeros((128, 16)), jnp.zeros((1, 1), jnp.int32)
-pool, ring = Pool(nothing, nothing, table, table), Ring(*[k.swapaxes(1, 2)] * 2)
+pool, zero = Pool(nothing, nothing, table, table), jnp.array([0])
+pages = Pages(*[k.reshape(8, 8, 16)] * 2, jnp.arange(8)[None, None], table, zero, lengths, 0)
 sizes = {"block_size": 8, "window": 64}
 prefill = lambda backend: prefill_attention(
     q, k, k, pool, jnp.zeros((1, 1, 8), jnp.int32), lengths, **sizes, backend=backend
@@ -40,7 +42,7 @@ def run(backend):
     out = tca_jax.attend(q, k, k, candidates, lengths, config, backend=backend)
     out += prefill(backend)
     assert jnp.allclose(out, 2)
-    out, _ = decode_attention(q[:, -1], pool, ring, lengths - 1, **sizes, capacity=0, backend=backend)
+    out, _ = paged_attention(q[:, -1:], (pages,), lengths - 1, lengths - 1, window=64, backend=backend)
     assert jnp.allclose(out, 1)
 
 

@@ -16,12 +16,10 @@ from tca_jax.methods.selection import head_budgets
 from tca_jax.pallas_kernels.backends import can_run
 from tca_jax.pallas_kernels.block_sparse_attention import BlockLists, Columns, block_sparse_attention
 from tca_jax.pallas_kernels.column_mass import column_mass
-from tca_jax.pallas_kernels.decode_attention import triton as decode_attention_triton
-from tca_jax.pallas_kernels.decode_attention import xla as decode_attention_xla
-from tca_jax.pallas_kernels.extend_attention import triton as extend_attention_triton
-from tca_jax.pallas_kernels.extend_attention import xla as extend_attention_xla
-from tca_jax.pallas_kernels.kv import Pool, Ring
 from tca_jax.pallas_kernels.observation_scores import observation_scores
+from tca_jax.pallas_kernels.paged_attention import triton as paged_attention_triton
+from tca_jax.pallas_kernels.paged_attention import xla as paged_attention_xla
+from tca_jax.pallas_kernels.pages import Pages
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
 from tca_jax.pallas_kernels.reserve_tokens import reserve_tokens
 from tca_jax.pallas_kernels.select_tokens import select_tokens
@@ -153,33 +151,29 @@ def test_observation_and_reserve_of_the_last_row_of_a_large_batch():
     assert bool(jnp.array_equal(marked, reserve_tokens(scores, lengths - 1, reserve=512, backend="xla")))
 
 
-@pytest.mark.parametrize("queries", [None, 6], ids=["decode", "extend"])
-def test_decoding_and_extending_over_pools_and_rings_of_that_size(queries):
-    batch, heads, kv_heads, d, ring = 3, 32, 8, 128, 2**20
-    k_ring, v_ring = (_normal(seed, batch, kv_heads, ring, d) for seed in (1, 2))
-    k_pool, v_pool = (x.reshape(-1, d) for x in (v_ring, k_ring))
-    assert k_ring.size > PAST
-    offsets = (ring * jnp.arange(batch * kv_heads, dtype=jnp.int32)).reshape(batch, kv_heads)
-    lengths = ring - 1000 * jnp.arange(batch * kv_heads, dtype=jnp.int32).reshape(batch, kv_heads)
-    growth = Pool(v_pool, k_pool, offsets + 256, jnp.full_like(lengths, 640))
-    first = jnp.array([2 * ring + 77, ring - 6, 3 * ring], jnp.int32)
-    sizes = {"block_size": 128, "window": ring - 128, "capacity": ring, "growth_capacity": 640}
-    if queries is None:
-        q, at = _normal(0, batch, heads, d), (first,)
-        attend, oracle = decode_attention_triton.decode_attention, decode_attention_xla.decode_attention
-    else:
-        q, at = _normal(0, batch, queries, heads, d), (first, first + queries - 1)
-        attend, oracle = extend_attention_triton.extend_attention, extend_attention_xla.extend_attention
-    pool = Pool(k_pool, v_pool, offsets, lengths)
-    out, lse = attend(q, pool, Ring(k_ring, v_ring), *at, growth=growth, **sizes)
-    for row in range(batch):  # the oracle a row at a time, whose arrays are within 2^31
+@pytest.mark.parametrize("queries", [1, 6], ids=["decode", "extend"])
+def test_attention_over_a_pool_of_pages_of_that_size(queries):
+    batch, heads, kv_heads, d, page, kept, local = 3, 32, 8, 128, 128, 8192, 64
+    pages = batch * kv_heads * (kept + local)
+    k, v = (_normal(seed, pages, page, d) for seed in (1, 2))
+    assert k.size > PAST
+    table = jax.random.permutation(jax.random.key(3), pages).reshape(batch, kv_heads, -1).astype(jnp.int32)
+    counts = kept * page - 1000 * jnp.arange(batch * kv_heads, dtype=jnp.int32).reshape(batch, kv_heads)
+    start = jnp.array([2**20, 128, 0], jnp.int32)
+    cache = Pages(k, v, table, counts, start, start + local * page, kept)
+    q, first = _normal(0, batch, queries, heads, d), start + (local - 1) * page + 7
+    at = first, first + queries - 1
+    out, lse = paged_attention_triton.paged_attention(q, (cache,), *at, window=(local - 1) * page)
+    for row in range(batch):  # the oracle a row at a time, on pages that lie together
         rows = slice(row, row + 1)
-        own = slice(row * kv_heads * ring, (row + 1) * kv_heads * ring)
-        held, grown = (Pool(k[own], v[own], starts[:1], counts[rows]) for k, v, starts, counts in (pool, growth))
-        local = Ring(k_ring[rows], v_ring[rows])
-        expected, expected_lse = oracle(q[rows], held, local, *(x[rows] for x in at), growth=grown, **sizes)
-        assert float(_relative_error(out[rows], expected)) < 1e-2, row
-        np.testing.assert_allclose(lse[rows], expected_lse, atol=1e-3)
+        own = table[row].reshape(-1)
+        alone = jnp.arange(own.size, dtype=jnp.int32).reshape(1, kv_heads, -1)
+        part = Pages(k[own], v[own], alone, counts[rows], start[rows], cache.end[rows], kept)
+        expected = paged_attention_xla.paged_attention(
+            q[rows], (part,), *(x[rows] for x in at), window=(local - 1) * page
+        )
+        assert float(_relative_error(out[rows], expected[0])) < 1e-2, row
+        np.testing.assert_allclose(lse[rows], expected[1], atol=1e-3)
 
 
 @pytest.mark.parametrize("backend", ["mosaic", "triton"])

@@ -14,17 +14,18 @@ from jax.sharding import PartitionSpec
 
 from tca_jax.pallas_kernels.backends import OPERATIONS as BACKENDS
 from tca_jax.pallas_kernels.block_sparse_attention import BlockLists, Columns
-from tca_jax.pallas_kernels.kv import Pool, Ring
+from tca_jax.pallas_kernels.kv import Pool
+from tca_jax.pallas_kernels.pages import Pages
 from tca_jax.pallas_kernels.triton_call import DEPRECATION
 
 # The filter that `triton_call` sets is lost between tests, and what an earlier test traced is not traced again.
 pytestmark = pytest.mark.filterwarnings(f"ignore:{DEPRECATION}:DeprecationWarning")
 
-# Dimensions of the operands and of the results, then the static options. P is a pool, R the ring.
+# Dimensions of the operands and of the results, then the static options. P is a pool, of tokens or of pages of b.
 TOKENS = {"q": "B L Hq d", "k": "B L Hkv d", "v": "B L Hkv d"}
 POOL = {"pool.k": "P d", "pool.v": "P d", "pool.offsets": "B Hkv", "pool.lengths": "B Hkv"}
-GROWTH = {name.replace("pool", "growth"): dims for name, dims in POOL.items()}
-RING = {"ring.k": "B Hkv R d", "ring.v": "B Hkv R d"}
+PAGES = {"caches.k": "P b d", "caches.v": "P b d", "caches.table": "B Hkv T", "caches.kept": "B Hkv"}
+PAGES |= {"caches.start": "B", "caches.end": "B"}
 OPERATIONS = {
     "token_scores": (
         {"q_last": "B Hq d", "k": "B L Hkv d", "lengths": "B"},
@@ -43,15 +44,10 @@ OPERATIONS = {
         ("B L Hq d",),
         ("block_size", "window"),
     ),
-    "decode_attention": (
-        {"q": "B Hq d", **POOL, **RING, "positions": "B", **GROWTH},
-        ("B Hq d", "B Hq"),
-        ("block_size", "window", "capacity", "growth_capacity"),
-    ),
-    "extend_attention": (
-        {"q": "B m Hq d", **POOL, **RING, "first": "B", "newest": "B", **GROWTH},
+    "paged_attention": (
+        {"q": "B m Hq d", **PAGES, "first": "B", "newest": "B"},
         ("B m Hq d", "B m Hq"),
-        ("block_size", "window", "capacity", "growth_capacity"),
+        ("window",),
     ),
     "column_mass": (
         {"q": "B L Hq d", "k": "B L Hkv d", "lengths": "B"},
@@ -80,11 +76,11 @@ OPERATIONS = {
 
 
 def _packed(names, operands):
-    """What an operation takes for operands of those names: those of a pool and of a ring as one."""
+    """What an operation takes for operands of those names: those of a pool or of a cache as one."""
     groups = {}
     for name, operand in zip(names, operands, strict=True):
         groups.setdefault(name.split(".")[0], []).append(operand)
-    whole = {"pool": Pool, "growth": Pool, "ring": Ring, "blocks": BlockLists, "columns": Columns}
+    whole = {"pool": Pool, "caches": lambda *x: (Pages(*x, kept_columns=3),), "blocks": BlockLists, "columns": Columns}
     return {name: whole.get(name, lambda x: x)(*group) for name, group in groups.items()}
 
 
@@ -107,9 +103,9 @@ class Case:
         block, d = (128, 64) if self.backend in ("cudnn", "mosaic") else (16, 16)
         capacity = 3 * block
         options = {"block_size": block, "window": block, "capacity": capacity, "pool_tokens": 4 * capacity}
-        options |= {"spread": 3, "reserve": 5, "growth_capacity": capacity, "m": 5, "tile_size": block, "stride": 4}
+        options |= {"spread": 3, "reserve": 5, "m": 5, "tile_size": block, "stride": 4, "b": block, "T": 6}
         options |= {"one": 1, "C": 3, "V": 20, "aligned": self.backend == "mosaic"}
-        dims = {"B": 2, "L": 3 * block, "Hq": 4, "Hkv": 2, "d": d, "nb": 3, "R": 2 * block, "P": 4 * capacity, "o": 20}
+        dims = {"B": 2, "L": 3 * block, "Hq": 4, "Hkv": 2, "d": d, "nb": 3, "P": 4 * capacity, "o": 20}
         return options | dims
 
     @property
@@ -158,9 +154,10 @@ class Case:
             "offsets": offsets,
             "pool.offsets": offsets,
             "pool.lengths": rng.integers(0, sizes["capacity"] + 1, table),
-            "positions": rng.integers(0, 3 * sizes["R"], sizes["B"]),
-            "growth.offsets": offsets[::-1],
-            "growth.lengths": rng.integers(0, sizes["capacity"] + 1, table),
+            "caches.table": rng.permutation(sizes["P"])[: regions * 6].reshape(*table, 6),
+            "caches.kept": rng.integers(0, sizes["capacity"] + 1, table),
+            "caches.start": np.maximum(first // sizes["block_size"] - 1, 0) * sizes["block_size"],
+            "caches.end": first + sizes["block_size"],
             "first": first,
             "newest": first + rng.integers(0, 5, sizes["B"]),
         }

@@ -184,14 +184,14 @@ def saved_context(context, tmp_path):
 def use_context(folder: Path, context: tca_jax.Context) -> str:
     loaded = tca_jax.Context.load(folder)
     assert loaded.identity == context.identity
-    assert loaded.layouts == context.layouts
+    assert loaded.layout == context.layout
     for mine, theirs in zip(_arrays(loaded), _arrays(context), strict=True):
         np.testing.assert_array_equal(mine, theirs)
     return "the same"
 
 
 def _arrays(context: tca_jax.Context) -> list[np.ndarray]:
-    return [np.asarray(x) for x in jax.tree.leaves((context.caches, context.tokens, context.lengths))]
+    return [np.asarray(x) for x in jax.tree.leaves((context.cache, context.tokens, context.lengths))]
 
 
 def test_a_damaged_context_is_a_clear_error_or_the_context_that_was_saved(context, saved_context, tmp_path):

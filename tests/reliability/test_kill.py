@@ -121,7 +121,7 @@ def contexts(lm):
 
 def same(one, other) -> bool:
     return one.token_ids() == other.token_ids() and all(
-        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one.caches), jax.tree.leaves(other.caches), strict=True)
+        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one.cache), jax.tree.leaves(other.cache), strict=True)
     )
 
 

@@ -1,0 +1,265 @@
+"""Paged attention through Pallas-Triton: a program takes a tile of a region's queries over one chunk of its tokens.
+
+Two launches: the first attends to chunks, the second merges the chunks of each query. Tiles of keys that all queries of
+a program see come first, without a mask, then those that need one: the kept tokens' last, and the window's behind the
+program's first query. A single query reads more than it computes, so all its tiles take the mask.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Array, Float, Float32, Int
+
+from tca_jax.errors import Unsupported
+from tca_jax.pallas_kernels.kernel_math import (
+    LOG2E,
+    divide_up,
+    full_precision_tile,
+    quotient_and_remainder,
+    shared_memory,
+    streamed_tile,
+)
+from tca_jax.pallas_kernels.numerics import MASKED
+from tca_jax.pallas_kernels.paged_attention.chunks import ChunkPlan, PagedConfig, PageRefs, Span, TableShape, split
+from tca_jax.pallas_kernels.pages import Pages
+from tca_jax.pallas_kernels.triton_call import (
+    check_supported,
+    load_rows,
+    multiprocessors,
+    online_softmax_step,
+    triton_call,
+)
+
+#: Weighted sum of the values, largest score and sum of the weights so far.
+State = tuple[Array, Array, Array]
+#: Largest score before any: below all real ones, above masked ones, and exact however it is scaled.
+_LOWEST = -(2.0**96)
+_SMALLEST_PAGE = 16  # what a matrix unit takes
+
+
+def default_config(rows: int, head_dim: int, page: int, dtype: Any) -> PagedConfig:
+    """Tiles for so many query rows a region; two programs share a multiprocessor. Measured on an H200.
+
+    The few rows of decoding and short questions are read for; those of whole blocks are computed for, as in prefill.
+    """
+    itemsize, programs = jnp.dtype(dtype).itemsize, 2 * multiprocessors()
+    queries, keys = min(128, max(16, pl.next_power_of_2(rows))), min(page, streamed_tile(head_dim, itemsize))
+    if queries == 16:  # a tile's page must be known before its keys are loaded: two stages more than without pages
+        return PagedConfig(queries, keys, programs, warps=2, stages=5)
+    if itemsize == 4:
+        tile, warps = full_precision_tile(head_dim)
+        return PagedConfig(min(queries, tile), min(page, tile), programs, warps=warps, stages=1)
+    while keys > 16 and (queries + 4 * keys) * head_dim * itemsize > shared_memory():
+        keys //= 2
+    deep = queries < 128 and 2 * (queries + 6 * keys) * head_dim * itemsize <= shared_memory()
+    # Of scores and output a thread of 4 warps holds a row: past d = 128 its registers run out.
+    warps = 8 if queries == 128 and head_dim > 128 else 4
+    return PagedConfig(queries, keys, programs, warps=warps, stages=3 if deep else 2)
+
+
+@partial(jax.jit, static_argnames=("window", "config", "interpret"))
+@jax.named_scope("paged_attention")
+def paged_attention(
+    q: Float[Array, "B m Hq d"],
+    caches: tuple[Pages, ...],
+    first: Int[Array, " B"],
+    newest: Int[Array, " B"],
+    *,
+    window: int,
+    config: PagedConfig | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B m Hq d"], Float32[Array, "B m Hq"]]:
+    """One softmax over all pages; see `paged_attention.paged_attention`.
+
+    Tokens that no query attends to are never read.
+    """
+    batch, queries, q_heads, head_dim = q.shape
+    check_supported("paged_attention", head_dim, q, *(x for cache in caches for x in (cache.k, cache.v)))
+    page, group = caches[0].page_size, q_heads // caches[0].table.shape[1]
+    if page < _SMALLEST_PAGE or page & (page - 1):
+        raise Unsupported(f"paged_attention on Triton: pages of {page}: must be a power of two from {_SMALLEST_PAGE}")
+    config = config or default_config(queries * group, head_dim, page, q.dtype)
+    plan = ChunkPlan.make(caches, config, batch=batch, queries=queries, group=group, window=window)
+    rows, refs = batch * queries * q_heads, tuple(PageRefs.of(cache) for cache in caches)
+    parts = triton_call(
+        partial(_attend_chunk, plan, rows=config.queries, interpret=interpret),
+        (q.reshape(rows, head_dim), refs, first, newest),
+        [
+            ((plan.chunks * plan.rows, head_dim), jnp.float32),
+            ((plan.chunks * plan.rows,), jnp.float32),
+            ((plan.chunks * plan.rows,), jnp.float32),
+        ],
+        grid=(plan.tiles_of_rows * plan.chunks,),
+        name="paged_attention_chunks",
+        warps=config.warps,
+        stages=config.stages,
+        interpret=interpret,
+    )
+    out, lse = triton_call(
+        partial(_merge_chunks, plan, config.merged),
+        (*parts, refs, first, newest),
+        [((rows, head_dim), q.dtype), ((rows,), jnp.float32)],
+        grid=(rows,),
+        name="paged_attention_merge",
+        warps=4,
+        stages=1,
+        interpret=interpret,
+    )
+    return out.reshape(q.shape), lse.reshape(q.shape[:3])
+
+
+def _attend_chunk(
+    plan: ChunkPlan,
+    q_ref: Any,
+    caches: tuple[PageRefs, ...],
+    first_ref: Any,
+    newest_ref: Any,
+    out_ref: Any,
+    peak_ref: Any,
+    weight_ref: Any,
+    *,
+    rows: int,
+    interpret: bool,
+) -> None:
+    """Attention of one tile of a region's query rows to one chunk of its tokens, not normalised."""
+    # The tiles of rows of a chunk run side by side, since they share its tokens in the L2 cache.
+    chunk, tile = quotient_and_remainder(pl.program_id(0), plan.tiles_of_rows)
+    chunks = split(plan, caches, first_ref, newest_ref)
+    region = chunks.region_of(chunk)
+
+    @pl.when(region < plan.regions)
+    def _() -> None:
+        row = lax.div(region, jnp.int32(plan.kv_heads))
+        newest, first = newest_ref[row], first_ref[row]
+        numbers = tile * rows + jnp.arange(rows, dtype=jnp.int32)
+        positions = first + lax.div(numbers, jnp.full_like(numbers, plan.group))
+        earliest, latest = (
+            first + lax.div(number, jnp.int32(plan.group)) for number in (tile * rows, (tile + 1) * rows - 1)
+        )
+        inside = numbers < plan.rows
+        real = inside & (positions <= newest)
+        columns = jnp.arange(q_ref.shape[1], dtype=jnp.int32)
+        where = (plan.whereabouts(region, numbers)[:, None], columns[None])
+        q = pltriton.load(q_ref.at[where], mask=real[:, None], other=0.0)
+        state = (
+            jnp.zeros(q.shape, jnp.float32),
+            jnp.full(numbers.shape, _LOWEST, jnp.float32),
+            jnp.zeros(numbers.shape, jnp.float32),
+        )
+        begin, end = chunks.tiles_of(chunk, region)
+        end = jnp.where(earliest <= newest, end, begin)  # a tile of nothing but padding
+        for cache, table, spans in zip(caches, plan.tables, chunks.spans, strict=True):
+            span = Span(*(chunks.of(region, values) for values in spans))
+            tiles = plan.tiles(span.kept) + plan.tiles(span.local)
+            attend = partial(_attend_span, plan, cache, table, span, region, interpret=interpret)
+            between = jnp.minimum(begin, tiles), jnp.minimum(end, tiles)
+            state = attend(q, positions, (earliest, jnp.minimum(latest, newest)), between, state)
+            begin, end = (jnp.maximum(edge, tiles) - tiles for edge in (begin, end))
+        out, peak, weight = state
+        to = chunk * plan.rows + numbers
+        pltriton.store(peak_ref.at[to], peak * (LOG2E / q.shape[1] ** 0.5), mask=inside)
+        pltriton.store(weight_ref.at[to], jnp.where(real, weight, 0), mask=inside)
+        pltriton.store(out_ref.at[to[:, None], columns[None]], jnp.where(real[:, None], out, 0), mask=inside[:, None])
+
+
+def _attend_span(
+    plan: ChunkPlan,
+    cache: PageRefs,
+    table: TableShape,
+    span: Span,
+    region: Array,
+    q: Array,
+    positions: Array,
+    asked: tuple[Array, Array],
+    between: tuple[Array, Array],
+    state: State,
+    *,
+    interpret: bool,
+) -> State:
+    """Takes some tiles of a region's tokens in one cache: the n-th of its tiles, n in `between`.
+
+    Tiles are numbered so that those without a mask come first: whole ones of kept tokens, then those of the window up
+    to the first query, `asked[0]`. Tiles that lie behind the last query, `asked[1]`, have no number.
+    """
+    keys, columns = plan.keys, jnp.arange(q.shape[1], dtype=jnp.int32)
+    row, head = quotient_and_remainder(region, plan.kv_heads)
+    first_entry = (lax.div(row, jnp.int32(table.sharing)) * plan.kv_heads + head) * table.columns
+    step = partial(online_softmax_step, q, interpret=interpret)
+    seen_by = [jnp.clip(position + 1 - span.edge, 0, span.local) for position in (*asked, positions)]
+    if plan.queries == 1:
+        whole_kept = whole_local = jnp.int32(0)
+    else:
+        whole_kept, whole_local = (lax.div(tokens, jnp.int32(keys)) for tokens in (span.kept, seen_by[0]))
+    whole, partly_kept = whole_kept + whole_local, plan.tiles(span.kept) - whole_kept
+
+    def take(number: Array, state: State, masked: bool) -> State:
+        if masked:
+            is_kept = number - whole < partly_kept
+            tile = number - whole + jnp.where(is_kept, whole_kept, whole_local - partly_kept)
+        else:
+            is_kept = number < whole_kept
+            tile = number - jnp.where(is_kept, 0, whole_kept)
+        page = cache.table[first_entry + plan.column(table, span, is_kept, tile)]
+        index = jnp.arange(keys, dtype=jnp.int32)
+        slots = lax.rem(tile, jnp.int32(plan.page // keys)) * keys + index
+        where, index = (page, slots[:, None], columns[None]), tile * keys + index
+        if not masked:
+            return step(state, *(load_rows(ref.at[where], None) for ref in (cache.k, cache.v)))
+        inside = (index < jnp.where(is_kept, span.kept, seen_by[1]))[:, None]
+        k, v = (load_rows(ref.at[where], inside) for ref in (cache.k, cache.v))
+        return step(state, k, v, index[None] < jnp.where(is_kept, span.kept, seen_by[2])[:, None])
+
+    begin, end = between
+    end = jnp.minimum(end, whole + partly_kept + plan.tiles(seen_by[1]) - whole_local)
+    if plan.queries > 1:
+        state = lax.fori_loop(begin, jnp.minimum(end, whole), partial(take, masked=False), state)
+    return lax.fori_loop(jnp.maximum(begin, whole), end, partial(take, masked=True), state)
+
+
+def _merge_chunks(
+    plan: ChunkPlan,
+    merged: int,
+    parts_ref: Any,
+    peak_ref: Any,
+    weight_ref: Any,
+    caches: tuple[PageRefs, ...],
+    first_ref: Any,
+    newest_ref: Any,
+    out_ref: Any,
+    lse_ref: Any,
+) -> None:
+    """Merges the chunks of one query head."""
+    row = pl.program_id(0)
+    region, number = plan.place(row)
+    chunks = split(plan, caches, first_ref, newest_ref)
+    first, count = chunks.first_chunk(region), chunks.of(region, chunks.counts)
+    columns = jnp.arange(parts_ref.shape[1], dtype=jnp.int32)
+
+    def step(i: Array, state: State) -> State:
+        out, peak, weight = state
+        index = i * merged + jnp.arange(merged, dtype=jnp.int32)
+        valid = index < count
+        rows = (first + index) * plan.rows + number
+        peaks = pltriton.load(peak_ref.at[rows], mask=valid, other=MASKED)
+        weights = pltriton.load(weight_ref.at[rows], mask=valid, other=0.0)
+        parts = pltriton.load(parts_ref.at[rows[:, None], columns[None]], mask=valid[:, None], other=0.0)
+        new_peak = jnp.maximum(peak, jnp.max(peaks))
+        shares, decay = jnp.exp2(peaks - new_peak), jnp.exp2(peak - new_peak)
+        return (
+            out * decay + jnp.sum(parts * shares[:, None], axis=0),
+            new_peak,
+            weight * decay + jnp.sum(weights * shares),
+        )
+
+    empty = (jnp.zeros(columns.shape, jnp.float32), jnp.float32(MASKED), jnp.float32(0))
+    out, peak, weight = lax.fori_loop(0, divide_up(count, merged), step, empty)
+    some = jnp.maximum(weight, jnp.finfo(jnp.float32).tiny)  # a head without tokens gives zeros
+    out_ref[row, :] = (out / some).astype(out_ref.dtype)
+    lse_ref[row] = jnp.where(weight > 0, peak / LOG2E + jnp.log(some), MASKED)
