@@ -1,11 +1,9 @@
-"""Calibration: what heads are worth, probes, the paper's scores, and the profile that a model keeps."""
+"""Calibration: probes, the two searches of what heads are worth, the paper's scores, and the profile of a model."""
 
-from tca_jax.calibration.patterns import search_patterns
-from tca_jax.calibration.preferences import head_gates, layer_preferences
-from tca_jax.calibration.profile import Profile
-from tca_jax.calibration.rows import choose_candidates
+from tca_jax.calibration.profile import Profile, head_gates
 from tca_jax.calibration.run import calibrate
-from tca_jax.calibration.scores import calibration_scores
+from tca_jax.calibration.scores import calibration_scores, choose_candidates
+from tca_jax.measured_options import layer_preferences, search_patterns
 
 __all__ = [
     "Profile",

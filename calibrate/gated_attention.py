@@ -50,18 +50,11 @@ def read_both(
     q: Float[Array, "1 L Hq d"],
     k: Float[Array, "1 L Hkv d"],
     v: Float[Array, "1 L Hkv d"],
-    lengths: Int[Array, " 1"],
     heads: Int[Array, " Hkv"],
+    lengths: Int[Array, " 1"],
     config: TCAConfig,
 ) -> Readings:
-    """Attention under both readings.
-
-    Args:
-        q: Queries after RoPE, of one text; `k` and `v` keys and values.
-        lengths: Tokens of the text.
-        heads: Numbers of the KV heads in the model, on which density "random" depends.
-        config: Hyperparameters.
-    """
+    """Attention of a text under both readings; `heads` are the KV heads' numbers, on which density "random" depends."""
     b = config.block_size
     selection = _select(q, k, lengths, heads, config)
     capacity = region_capacity(config, 0, config.num_ranked_blocks(k.shape[1]))
@@ -77,13 +70,13 @@ def attend_gated(
     k: Float[Array, "1 L Hkv d"],
     v: Float[Array, "1 L Hkv d"],
     gates: Float32[Array, " Hkv"],
-    lengths: Int[Array, " 1"],
     heads: Int[Array, " Hkv"],
+    lengths: Int[Array, " 1"],
     config: TCAConfig,
 ) -> Float[Array, "1 L Hq d"]:
     """`read_both(...).mixed(gates)` in plain JAX, differentiable in O(L) memory: a few tiles of queries at a time."""
     (_, length, kv_heads, head_dim), b, window = k.shape, config.block_size, config.window
-    chosen = _chosen_tokens(jax.lax.stop_gradient(q), jax.lax.stop_gradient(k), lengths, heads, config)
+    selected, fetched = _chosen(jax.lax.stop_gradient(q), jax.lax.stop_gradient(k), lengths, heads, config)
     padded = round_up(length, b * _TILES)
     # What lies past the length may be anything. A weight of zero does not silence a NaN; zeros do.
     real = (jnp.arange(length) < lengths[0])[:, None, None]
@@ -93,17 +86,25 @@ def attend_gated(
     )
     # Keys by head, behind a window's worth of nothing: every tile's window is a slice of one size.
     behind = tuple(jnp.pad(jnp.moveaxis(x, 1, 0), ((0, 0), (window, padded - length), (0, 0))) for x in (k, v))
-    selected = tuple(_taken(x, jnp.minimum(chosen.selected, length - 1) + window) for x in behind)
+
+    def pairs_at(tokens: Int[Array, "Hkv T"]) -> tuple[Array, ...]:
+        return tuple(jnp.take_along_axis(x, (tokens + window)[..., None], axis=1) for x in behind)
+
+    of_selection = pairs_at(jnp.minimum(selected, length - 1))
 
     @jax.checkpoint
     def one_tile(part: tuple[Array, Array]) -> Array:
         tile, queries = part
-        first = tile * b
-        near, fetched = first - window + jnp.arange(window + b), chosen.fetched(tile, b)
+        first, far = tile * b, fetched[:, tile, :, None]
+        near = first - window + jnp.arange(window + b)
+        far = jnp.where(far < 0, -1, far * b + jnp.arange(b)).reshape(kv_heads, -1)
         local = (near >= 0) & (near <= (first + jnp.arange(b))[:, None])
-        seen = local[None], (chosen.selected < first - window)[:, None], (fetched >= 0)[:, None]
-        in_window = tuple(jax.lax.dynamic_slice_in_dim(x, first, window + b, 1) for x in behind)
-        pairs = in_window, selected, tuple(_taken(x, fetched + window) for x in behind)
+        seen = local[None], (selected < first - window)[:, None], (far >= 0)[:, None]
+        pairs = (
+            tuple(jax.lax.dynamic_slice_in_dim(x, first, window + b, 1) for x in behind),
+            of_selection,
+            pairs_at(far),
+        )
         # Window, selected and fetched keys have weights of their own; a reading weighs two of the three by their sums.
         scores = [
             jnp.where(mask[:, None], scaled_scores("qhgd,hkd->hgqk", queries, keys), MASKED)
@@ -127,33 +128,16 @@ def attend_gated(
     return jnp.where(real, out.reshape(padded, *q.shape[1:])[:length], 0)[None]
 
 
-def _taken(x: Float[Array, "Hkv L d"], places: Int[Array, "Hkv T"]) -> Float[Array, "Hkv T d"]:
-    return jnp.take_along_axis(x, places[..., None], axis=1)
-
-
-class _Chosen(NamedTuple):
-    """What each KV head attends to left of its window.
-
-    Attributes:
-        selected: Its selected tokens in ascending order; L behind them.
-        blocks: Blocks that it fetches for every tile; -1 behind them.
-    """
-
-    selected: Int32[Array, "Hkv S"]
-    blocks: Int32[Array, "Hkv N F"]
-
-    def fetched(self, tile: Int[Array, ""], block_size: int) -> Int32[Array, "Hkv T"]:
-        """Tokens that a tile of queries fetches; -1 for none."""
-        blocks = self.blocks[:, tile, :, None]
-        return jnp.where(blocks < 0, -1, blocks * block_size + jnp.arange(block_size)).reshape(blocks.shape[0], -1)
-
-
-def _chosen_tokens(q: Array, k: Array, lengths: Array, heads: Array, config: TCAConfig) -> _Chosen:
+def _chosen(
+    q: Array, k: Array, lengths: Array, heads: Array, config: TCAConfig
+) -> tuple[Int32[Array, "Hkv S"], Int32[Array, "Hkv N F"]]:
+    """What each KV head attends to left of its window: selected tokens, ascending, L behind them; and the blocks that
+    every tile fetches, -1 behind them."""
     selection, length = _select(q, k, lengths, heads, config), k.shape[1]
     selected = selection_mask(selection.scores, selection.budgets, block_size=config.block_size)[0]
     size = max(1, region_capacity(config, 0, config.num_ranked_blocks(length)))
-    places = jax.vmap(lambda mask: jnp.nonzero(mask, size=size, fill_value=length)[0])(selected)
-    return _Chosen(places.astype(jnp.int32), fetched_blocks_of(q, k, lengths, config)[0])
+    tokens = jax.vmap(lambda mask: jnp.nonzero(mask, size=size, fill_value=length)[0])(selected)
+    return tokens.astype(jnp.int32), fetched_blocks_of(q, k, lengths, config)[0]
 
 
 def _select(q: Array, k: Array, lengths: Array, heads: Array, config: TCAConfig) -> Selection:

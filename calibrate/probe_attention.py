@@ -9,100 +9,92 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from tca_jax.pallas_kernels.integers import cdiv
+from tca_jax.calibration.text_losses import LayerText
+from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.selection import row_budgets
 from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, weighted_sum
+from tca_jax.pallas_kernels.ranking import selection_mask
 
 _TILE_ELEMENTS = 2**27  # scores of a tile: 512 MiB
 _LARGEST_TILE = 256  # queries
 
 
-class SeenText(NamedTuple):
-    """A text, and what is seen of it by probes behind it.
+class KeptText(NamedTuple):
+    """A text in a layer, and what heads keep of it.
 
     Attributes:
-        k: Keys, zero behind the text; `v` the values.
-        seen: Tokens that each KV head still has.
-        length: Tokens of the text.
-        probe: Number of the probe that each column belongs to; columns of a probe stand side by side, in order.
+        text: What the layer has of it.
+        rows: Cache rows of its heads.
+        prefill_rows: Row 0 of heads that have read sparse, which keep at least what it keeps; cache rows of others.
+        numbers: Of the heads, in the model.
     """
 
-    k: Float[Array, "L Hkv d"]
-    v: Float[Array, "L Hkv d"]
-    seen: Bool[Array, "Hkv L"]
-    length: Int[Array, ""]
-    probe: Int[Array, " P"]
+    text: LayerText
+    rows: Int32[Array, " Hkv"]
+    prefill_rows: Int32[Array, " Hkv"]
+    numbers: Int32[Array, " Hkv"]
+
+    def tokens(self, lengths: Int32[Array, " 1"], config: TCAConfig) -> Bool[Array, "Hkv L"]:
+        """Tokens that the rows have left of it."""
+        scores, rows = self.text.scores, (self.rows, self.prefill_rows)
+        budgets = jnp.maximum(*(row_budgets(scores, each, lengths, config, self.numbers) for each in rows))
+        selected = selection_mask(scores.ranking, budgets, block_size=config.block_size)[0]
+        position, ranked_tokens = jnp.arange(selected.shape[1]), config.num_ranked_blocks(lengths) * config.block_size
+        return (selected | (position >= ranked_tokens)) & (position < lengths)
 
 
-def attend_probe(
-    q: Float[Array, "P Hq d"],
-    k: Float[Array, "P Hkv d"],
-    v: Float[Array, "P Hkv d"],
-    text: SeenText,
-    gates: Float32[Array, " Hkv"] | None = None,
-) -> Float[Array, "P Hq d"]:
-    """Attention of probes' queries over what is seen of the text before them, and causally over their own probe.
+def attend_probes(
+    q: Float[Array, "1 P Hq d"],
+    k: Float[Array, "1 P Hkv d"],
+    v: Float[Array, "1 P Hkv d"],
+    gates: Float32[Array, " Hkv"] | None,
+    kept: KeptText,
+    probe: Int32[Array, " P"],
+    lengths: Int32[Array, " 1"],
+    config: TCAConfig,
+) -> Float[Array, "1 P Hq d"]:
+    """Attention of probes' queries over what is kept of the text before them, and causally over their own probe.
 
     Nothing is evicted while a probe is read, so that all it misses is what the selection at the text's end dropped.
 
     Args:
         q: Queries of the probes after RoPE; `k` and `v` their keys and values.
-        text: What they are read behind.
-        gates: Of each KV head, from what it sees at 0 to the whole text at 1; None for 0.
+        gates: Of each KV head, from what it keeps at 0 to the whole text at 1; None for 0.
+        kept: The text.
+        probe: Number of the probe that each column belongs to; columns of a probe stand side by side, in order.
+        lengths: Tokens of the text.
+        config: Hyperparameters.
     """
-    tiles = _Tiles(q, k, v, text)
+    (_, count, heads, dim), (_, tokens, kv_heads, _) = q.shape, kept.text.k.shape
+    size = max(1, min(count, _LARGEST_TILE, _TILE_ELEMENTS // (heads * (tokens + count))))
+    # Heads first, once: what the tiles multiply is then laid out as matrix products want it.
+    keys, values = (
+        jnp.moveaxis(jnp.concatenate(pair, axis=1)[0], 1, 0) for pair in ((kept.text.k, k), (kept.text.v, v))
+    )
+    whole, kept_tokens = (jnp.arange(tokens) < lengths)[None], kept.tokens(lengths, config)
+
+    def tiles(x: Array) -> Array:
+        return jnp.pad(x, ((0, -count % size), *((0, 0),) * (x.ndim - 1))).reshape(-1, size, *x.shape[1:])
 
     @jax.checkpoint
-    def of_tile(tile: tuple[Array, Array]) -> Float32[Array, "Hkv G t d"]:
-        queries, columns = tile
-        scores, seen, there = tiles.scores(queries, columns)
-        weights = jax.nn.softmax(jnp.where(seen, scores, MASKED))
+    def of_tile(tile: tuple[Array, Array, Array]) -> Float32[Array, "t Hkv G d"]:
+        queries, columns, probes = tile
+        own = (jnp.arange(count) <= columns[:, None]) & (probe == probes[:, None])  # [t, P]
+        scores = scaled_scores("hgtd,hld->hgtl", jnp.moveaxis(queries, 0, 2), keys)
+
+        def weights(of_text: Bool[Array, "H T"]) -> Float32[Array, "Hkv G t L"]:
+            """Over some tokens of the text, and the own probe's."""
+            of_text = jnp.broadcast_to(of_text[:, None], (len(of_text), size, tokens))
+            seen = jnp.concatenate([of_text, jnp.broadcast_to(own, (len(of_text), size, count))], axis=-1)
+            return jax.nn.softmax(jnp.where(seen[:, None], scores, MASKED))
+
+        attended = weights(kept_tokens)
         if gates is not None:
-            whole = jax.nn.softmax(jnp.where(there, scores, MASKED))
-            weights += gates[:, None, None, None] * (whole - weights)
-        return weighted_sum("hgtl,hld->hgtd", weights, tiles.values)
+            attended += gates[:, None, None, None] * (weights(whole) - attended)
+        return jnp.moveaxis(weighted_sum("hgtl,hld->hgtd", attended, values), 2, 0)
 
-    return tiles.whole(jax.lax.map(of_tile, (tiles.split(q), tiles.columns))).astype(q.dtype)
-
-
-class _Tiles:
-    """Queries of probes in tiles, each against all keys of text and probes."""
-
-    def __init__(
-        self, q: Float[Array, "P Hq d"], k: Float[Array, "P Hkv d"], v: Float[Array, "P Hkv d"], text: SeenText
-    ) -> None:
-        (self._count, heads, _), (self._tokens, self._kv_heads, _) = q.shape, text.k.shape
-        # Heads first, once: what the tiles multiply is then laid out as matrix products want it.
-        self.keys, self.values = (jnp.moveaxis(jnp.concatenate(pair), 1, 0) for pair in ((text.k, k), (text.v, v)))
-        self._text, self._there = text, jnp.arange(self._tokens) < text.length
-        self._size = max(1, min(self._count, _LARGEST_TILE, _TILE_ELEMENTS // (heads * (self._tokens + self._count))))
-        number = cdiv(self._count, self._size)
-        self.columns = jnp.arange(number * self._size).reshape(number, self._size)
-
-    def split(self, rows: Float[Array, "P Hq d"]) -> Float[Array, "N Hkv G t d"]:
-        """Rows of queries in tiles, the last one padded with zeros."""
-        _, heads, dim = rows.shape
-        padded = jnp.pad(rows, ((0, -self._count % self._size), (0, 0), (0, 0)))
-        tiles = padded.reshape(-1, self._size, self._kv_heads, heads // self._kv_heads, dim)
-        return jnp.moveaxis(tiles, 1, 3)
-
-    def whole(self, tiles: Float[Array, "N Hkv G t d"]) -> Float[Array, "P Hq d"]:
-        """What `split` has split."""
-        rows = jnp.moveaxis(tiles, 3, 1)
-        return rows.reshape(-1, rows.shape[2] * rows.shape[3], rows.shape[4])[: self._count]
-
-    def scores(
-        self, queries: Float[Array, "Hkv G t d"], columns: Int[Array, " t"]
-    ) -> tuple[Float32[Array, "Hkv G t L"], Bool[Array, "Hkv 1 t L"], Bool[Array, "1 1 t L"]]:
-        """Scores of a tile against all keys, those that it sees, and those that it would of the whole text."""
-        probe, own = self._text.probe, jnp.arange(self._count)
-        mine = probe[jnp.minimum(columns, self._count - 1)]
-        own = (own <= columns[:, None]) & (probe == mine[:, None])  # [t, P]
-
-        def beside(text: Bool[Array, "H T"]) -> Bool[Array, "H 1 t L"]:
-            rows = jnp.broadcast_to(text[:, None], (text.shape[0], own.shape[0], self._tokens))
-            return jnp.concatenate([rows, jnp.broadcast_to(own, (text.shape[0], *own.shape))], axis=-1)[:, None]
-
-        seen, there = beside(self._text.seen & self._there), beside(self._there[None])
-        return scaled_scores("hgtd,hld->hgtl", queries, self.keys), seen, there
+    queries = tiles(q.reshape(count, kv_heads, -1, dim))
+    out = jax.lax.map(of_tile, (queries, tiles(jnp.arange(count)), tiles(probe)))
+    return out.reshape(1, -1, heads, dim)[:, :count].astype(q.dtype)

@@ -7,58 +7,45 @@ probes' own columns gives it for all heads.
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Float64, Int, Int32
+from jaxtyping import Array, Float32, Float64, Int, Int32
 
-from tca_jax.calibration.layer_programs import HEADS, attention_program, slope_program
-from tca_jax.calibration.passes import ForwardPass, embed, loss_slope, losses_of
-from tca_jax.calibration.probe_attention import SeenText, attend_probe
+from tca_jax.calibration.probe_attention import KeptText, attend_probes
 from tca_jax.calibration.probes import ProbedText
 from tca_jax.calibration.search import HeadMask
-from tca_jax.calibration.text_losses import TEXT_SPECS, LayerText, gates_of, read_layer
+from tca_jax.calibration.text_losses import TEXT_SPECS, gates_of, read_layer
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, on_host
 from tca_jax.engine.prompts import bucket_length
+from tca_jax.layer_passes import HEADS, LayerPass, TextPass, attention_program, slope_program
 from tca_jax.methods.config import TCAConfig
-from tca_jax.methods.selection import row_budgets
-from tca_jax.pallas_kernels.ranking import selection_mask
 
 _LEAST_COLUMNS = 512  # and multiples of it: texts' probes differ in length, and each length is a program
 #: Cache row of every head, `[layers, H_kv]`.
 Rows = Int[np.ndarray, "layers Hkv"]
 
 
-class Columns(NamedTuple):
-    """Probes as one sequence of columns.
+def columns_of(
+    text: ProbedText,
+) -> tuple[Int32[np.ndarray, " P"], Int32[np.ndarray, " P"], Int32[np.ndarray, " P"]]:
+    """The probes of a text as one sequence of columns, side by side, padded to a bucket.
 
-    Attributes:
-        tokens: Ids.
-        positions: Of each column behind the text's beginning.
-        probe: Number of the probe that it belongs to; -1 for padding.
-        targets: The token after each column; arbitrary for the last of a probe.
+    Returns:
+        Of each column its token; its position behind the text's beginning; and the number of its probe, -1 for padding.
     """
-
-    tokens: Int32[Array, "1 P"]
-    positions: Int32[Array, "1 P"]
-    probe: Int32[Array, " P"]
-    targets: Int32[Array, "1 P"]
-
-    @classmethod
-    def of(cls, text: ProbedText) -> Columns:
-        """The probes of a text, side by side, padded to a bucket."""
-        lengths = [len(probe.ids) for probe in text.segments]
-        tokens = np.array([token for probe in text.segments for token in probe.ids], np.int32)
-        places = np.concatenate([len(text.ids) + np.arange(length) for length in lengths])
-        padding = bucket_length(len(tokens), _LEAST_COLUMNS) - len(tokens)
-        number = np.pad(np.repeat(np.arange(len(lengths)), lengths), (0, padding), constant_values=-1)
-        tokens, places = np.pad(tokens, (0, padding)), np.pad(places, (0, padding), mode="edge")
-        arrays = tokens[None], places[None], number, np.roll(tokens, -1)[None]
-        return cls(*(jnp.asarray(each, jnp.int32) for each in arrays))
+    lengths = [len(probe.ids) for probe in text.segments]
+    padding = (0, bucket_length(sum(lengths), _LEAST_COLUMNS) - sum(lengths))
+    tokens = np.array([token for probe in text.segments for token in probe.ids], np.int32)
+    positions = np.concatenate([len(text.ids) + np.arange(length, dtype=np.int32) for length in lengths])
+    probe = np.pad(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths), padding, constant_values=-1)
+    return np.pad(tokens, padding), np.pad(positions, padding, mode="edge"), probe
 
 
 class ReadText:
@@ -72,7 +59,7 @@ class ReadText:
         step: Called once for every layer that has run.
 
     Attributes:
-        probes: Its probes as columns.
+        num_columns: Tokens of the probes, and padding.
     """
 
     def __init__(
@@ -83,20 +70,12 @@ class ReadText:
         config: TCAConfig,
         step: Callable[[], None],
     ) -> None:
-        self._lm, self._config, self._step = lm, config, step
-        self._pass = ForwardPass(lm, text.ids)
-        self.probes = Columns.of(text)
+        self._lm, self._config, self._more = lm, config, more
+        tokens, positions, probe = columns_of(text)
+        self.num_columns, lengths = tokens.size, jnp.array([len(text.ids)], jnp.int32)
         # A row per column: with RoPE that follows the length so far, each is the last of its own.
-        columns = self.probes.tokens.T, self.probes.positions.T
-        self._x, *self._angles = (x.swapaxes(0, 1) for x in self._pass.of_decoder(embed, *columns))
-        layers = range(lm.config.num_layers)
-        self._sparse = [
-            lm.in_mesh_order(i, np.zeros(lm.config.num_kv_heads, bool) if more is None else ~more[i]) for i in layers
-        ]
-        self._texts = []
-        for of_layer in self._pass.layers(read_layer, gates_of(lm, more), config=config):
-            self._texts.append(of_layer)
-            step()
+        self._probes = LayerPass(lm, tokens[:, None], positions[:, None], step, (jnp.asarray(probe), lengths))
+        self._texts = list(TextPass(lm, text.ids, step).layers(read_layer, gates_of(lm, more), config=config))
 
     @property
     def nbytes(self) -> int:
@@ -109,79 +88,32 @@ class ReadText:
 
     def losses(self, rows: Rows) -> Float32[np.ndarray, " P"]:
         """Loss in nats of the token after each column, where heads keep these cache rows."""
-        *_, last = self._streams(rows)
-        return on_host(self._pass.of_decoder(losses_of, last, self.probes.targets))[0]
+        return self._trial(rows).losses()
 
     def slopes(self, rows: Rows, weights: Float32[np.ndarray, " P"]) -> Float64[np.ndarray, "layers Hkv"]:
         """Derivative of the weighted sum of losses by a gate of each head, from its row towards the whole text."""
-        *streams, last = self._streams(rows)
-        cotangent = self._pass.of_decoder(loss_slope, last, self.probes.targets, jnp.asarray(weights)[None])
-        found, gates = list[np.ndarray](), jnp.zeros(rows.shape[1], jnp.float32)
-        for number in reversed(range(len(streams))):
-            given = cotangent, streams.pop(), *self._angles, gates, self._behind(number, rows)
-            cotangent, slope = self._pass.of_layer(number, _slopes, *given, config=self._config)
-            found.append(self._lm.in_model_order(number, on_host(slope).astype(np.float64)))
-        return np.stack(found[::-1])
+        inputs, gates = list[Array](), jnp.zeros(rows.shape[1], jnp.float32)
+        run = self._trial(rows, inputs)
+        arrays = functools.partial(self._arrays, rows, gates)
+        return run.slopes(_slopes, arrays, inputs, weights, config=self._config)
 
-    def _streams(self, rows: Rows) -> list[Float[Array, "1 P D"]]:
-        """The probes' stream in front of every layer, and behind the last."""
-        streams = [self._x]
-        for number in range(len(self._texts)):
-            given = streams[-1], *self._angles, None, self._behind(number, rows)
-            streams.append(self._pass.of_layer(number, _read_probes, *given, config=self._config)[0])
-            self._step()
-        return streams
+    def _trial(self, rows: Rows, inputs: list[Array] | None = None) -> LayerPass:
+        """The probes' pass, once all layers have run; `inputs` gets the stream in front of every layer."""
+        run = copy.copy(self._probes)
+        arrays = functools.partial(self._arrays, rows, None)
+        list(run.layers(_read_probes, arrays, inputs=inputs, config=self._config))
+        return run
 
-    def _behind(self, number: int, rows: Rows) -> _Behind:
-        dealt = jnp.asarray(self._lm.in_mesh_order(number, rows[number]), jnp.int32)
-        text = jax.tree.map(jnp.asarray, self._texts[number])
-        numbers, sparse = jnp.asarray(self._lm.head_numbers(number)), jnp.asarray(self._sparse[number])
-        return _Behind(self.probes.probe, text, dealt, sparse, numbers, self._pass.lengths)
+    def _arrays(self, rows: Rows, gates: Array | None, layer: int) -> tuple[Array | None, KeptText]:
+        """What the programs of a layer take."""
+        text = jax.tree.map(jnp.asarray, self._texts[layer])
+        prefill_rows = rows if self._more is None else np.where(self._more, rows, 0)
+        both = (self._lm.in_mesh_order(layer, of_heads[layer]) for of_heads in (rows, prefill_rows))
+        heads = (*both, self._lm.head_numbers(layer))
+        return gates, KeptText(text, *(jnp.asarray(each, jnp.int32) for each in heads))
 
 
-class _Behind(NamedTuple):
-    """What probes are read behind in a layer.
-
-    Attributes:
-        probe: As `Columns.probe`.
-        text: What the layer has of the text.
-        rows: Cache rows of its heads.
-        sparse: Heads that have read sparse, which keep at least row 0.
-        numbers: Of the heads, in the model.
-        lengths: Tokens of the text.
-    """
-
-    probe: Int32[Array, " P"]
-    text: LayerText
-    rows: Int32[Array, " Hkv"]
-    sparse: Bool[Array, " Hkv"]
-    numbers: Int32[Array, " Hkv"]
-    lengths: Int32[Array, " 1"]
-
-    def seen(self, config: TCAConfig) -> SeenText:
-        """The text with what its rows have left of it."""
-        tokens, scores = self.text.k.shape[1], self.text.scores
-        least = row_budgets(scores, jnp.zeros_like(self.rows), self.lengths, config, self.numbers)
-        budgets = row_budgets(scores, self.rows, self.lengths, config, self.numbers)
-        budgets = jnp.maximum(budgets, jnp.where(self.sparse[:, None], least, 0))
-        selected = selection_mask(scores.ranking, budgets, block_size=config.block_size)
-        ranked = jnp.arange(tokens) < config.num_ranked_blocks(self.lengths) * config.block_size
-        return SeenText(self.text.k[0], self.text.v[0], selected[0] | ~ranked, self.lengths[0], self.probe)
-
-
-def _attend(
-    q: Float[Array, "1 P Hq d"],
-    k: Float[Array, "1 P Hkv d"],
-    v: Float[Array, "1 P Hkv d"],
-    gates: Float32[Array, " Hkv"] | None,
-    behind: _Behind,
-    config: TCAConfig,
-) -> tuple[Float[Array, "1 P Hq d"], None]:
-    """Attention of the probes over what cache rows have left of the text, or at gates of 1 over all of it."""
-    return attend_probe(q[0], k[0], v[0], behind.seen(config), gates)[None], None
-
-
-_LIES: Any = SAME, TEXT_SPECS, HEADS, HEADS, HEADS, SAME
-_OPTIONS: dict[str, Any] = {"static": ("config",), "inputs": (HEADS, _Behind(*_LIES))}
-_read_probes = attention_program(_attend, outputs=(SAME, SAME), **_OPTIONS)
-_slopes = slope_program(_attend, outputs=(SAME, HEADS), **_OPTIONS)
+_LIES: Any = TEXT_SPECS, HEADS, HEADS, HEADS
+_OPTIONS: dict[str, Any] = {"static": ("config",), "inputs": (HEADS, KeptText(*_LIES))}
+_read_probes = attention_program(attend_probes, measures=False, outputs=(SAME, SAME), **_OPTIONS)
+_slopes = slope_program(attend_probes, **_OPTIONS)

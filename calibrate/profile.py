@@ -13,10 +13,10 @@ import numpy as np
 from jaxtyping import Float32, Float64, Int32
 
 from tca_jax.calibration.profile_format import ARRAYS, FORMAT_VERSION, read_fields, sign
-from tca_jax.calibration.rows import NO_ROW, kept_share
 from tca_jax.engine.persistence import RestoreArrays, absolute_folder, load_step, save_step
 from tca_jax.errors import UserError
 from tca_jax.methods import Method, configured
+from tca_jax.methods.candidates import kept_share
 from tca_jax.methods.checks import check_integer
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.tca_prefill import READINGS
@@ -73,31 +73,25 @@ class Profile:
 
     def __post_init__(self) -> None:
         rows = self.config.num_candidates + 1
-
-        def set_to(name: str, value: Any) -> None:
+        candidates = _checked_rows("candidates", self.candidates, rows)
+        shape = candidates.shape
+        readings = _checked_readings(self.readings, shape)
+        checked: dict[str, Any] = {
+            "candidates": candidates,
+            "readings": readings,
+            "prefill_candidates": _checked_prefill(self.prefill_candidates, candidates, readings, rows),
+            "scores": _checked_scores(self.scores, (*shape, rows)),
+            "reading_worth": _checked_worth("reading_worth", self.reading_worth, shape),
+            "keeping_worth": _checked_worth("keeping_worth", self.keeping_worth, shape),
+            "sources": _checked_sources(self.sources),
+            "losses": _checked_losses(self.losses),
+            "probes": _checked_probes(self.probes),
+        }
+        for name, value in checked.items():
+            if isinstance(value, np.ndarray):
+                value = value.copy()
+                value.setflags(write=False)  # a frozen dataclass should not change through its arrays
             object.__setattr__(self, name, value)
-
-        set_to("candidates", _checked_candidates("candidates", self.candidates, rows))
-        shape = self.candidates.shape
-        set_to("readings", _checked_readings(self.readings, shape))
-        prefill = self.candidates if self.prefill_candidates is None else self.prefill_candidates
-        prefill = _checked_candidates("prefill_candidates", prefill, rows)
-        _require_shape("prefill_candidates", prefill, shape)
-        set_to("prefill_candidates", _frozen(np.where(self._reads_sparse, prefill, self.candidates), np.int32))
-        _require_subset(self.prefill_candidates, self.candidates)
-        set_to("scores", _checked_scores(self.scores, (*shape, rows)))
-        for name in ("reading_worth", "keeping_worth"):
-            worth = getattr(self, name)
-            worth = np.asarray(np.full(shape, np.nan) if worth is None else worth)
-            _require_shape(name, worth, shape)
-            set_to(name, _frozen(worth, np.float32))
-        set_to("sources", _checked_sources(self.sources))
-        set_to("losses", _checked_losses(self.losses))
-        set_to("probes", _checked_probes(self.probes))
-
-    @property
-    def _reads_sparse(self) -> np.ndarray:
-        return self.readings == "sparse"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Profile):
@@ -163,8 +157,7 @@ class Profile:
             ValueError: `num_tokens` is not a positive integer.
         """
         check_integer("num_tokens", num_tokens, at_least=1)
-        prefill = np.where(self._reads_sparse, self.prefill_candidates, NO_ROW)
-        return kept_share(self.config, int(num_tokens), self.candidates, prefill)
+        return kept_share(self.config, int(num_tokens), self.candidates, self.prefill_candidates)
 
     def prefill_kept_share(self, num_tokens: int) -> Float64[np.ndarray, "layers Hkv"]:
         """Share of a prompt's tokens that a query behind its last token would attend to by its head's reading, at most.
@@ -185,7 +178,7 @@ class Profile:
         sparse = kept_share(config, tokens, self.prefill_candidates, self.prefill_candidates)
         left = config.num_ranked_blocks(tokens)
         blocks = (tokens - max(0, left - config.fetch) * config.block_size) / tokens
-        return np.select([self._reads_sparse, self.readings == "blocks"], [sparse, blocks], 1.0)
+        return np.select([self.readings == "sparse", self.readings == "blocks"], [sparse, blocks], 1.0)
 
     def validate_for(self, model_config: ModelConfig, fingerprint: str | None, name: str) -> None:
         """Checks that the profile belongs to a model.
@@ -216,7 +209,7 @@ class Profile:
         options: dict[str, Any] = {}
         if not np.array_equal(self.prefill_candidates, self.candidates):
             options["prefill_candidates"] = self.prefill_candidates
-        if not self._reads_sparse.all():
+        if not (self.readings == "sparse").all():
             options["readings"] = self.readings
         return configured(self.config, self.candidates, **options)
 
@@ -267,10 +260,8 @@ class Profile:
         """The profile that a folder holds."""
         fields = read_fields(folder, metadata, restore)
         try:
-            codes = np.clip(fields.pop("readings"), 0, len(READINGS) - 1)
-            return cls(
-                **{**fields, "readings": np.array(READINGS)[codes], "sources": _checked_sources(fields["sources"])}
-            )
+            readings = np.array(READINGS)[np.clip(fields.pop("readings"), 0, len(READINGS) - 1)]
+            return cls(**{**fields, "readings": readings, "sources": _checked_sources(fields["sources"])})
         except ValueError as error:
             raise UserError(f"{folder}: {error}") from error
 
@@ -280,16 +271,9 @@ class Profile:
 
     def _metadata(self) -> dict[str, Any]:
         """All but the arrays, as JSON values."""
-        return {
-            "format_version": FORMAT_VERSION,
-            "config": dataclasses.asdict(self.config),
-            "fingerprint": self.fingerprint,
-            "model_name": self.model_name,
-            "sources": [dict(source) for source in self.sources],
-            "losses": {name: dict(of_name) for name, of_name in self.losses.items()},
-            "probes": None if self.probes is None else dict(self.probes),
-            "library_version": self.library_version,
-        }
+        names = (field.name for field in dataclasses.fields(self) if field.name not in ARRAYS)
+        own = {"format_version": FORMAT_VERSION, "config": dataclasses.asdict(self.config)}
+        return {**{name: getattr(self, name) for name in names}, **own, "sources": list(self.sources)}
 
 
 def budgets_of(profile: Profile) -> dict[str, Any]:
@@ -297,59 +281,82 @@ def budgets_of(profile: Profile) -> dict[str, Any]:
     return {name: getattr(profile, name) for name in ("config", "candidates", "prefill_candidates", "readings")}
 
 
-def _checked_candidates(name: str, value: Any, rows: int) -> Int32[np.ndarray, "layers Hkv"]:
-    """`value` as a read-only int32 array of rows in [0, rows)."""
+def head_gates(profile: Profile) -> Float32[np.ndarray, "layers Hkv"]:
+    """Gates for `methods.duoattention` from a profile: what each head is worth to answers, over the largest worth.
+
+    Raises:
+        ValueError: the profile does not know what heads are worth.
+    """
+    worth = profile.keeping_worth
+    if np.isnan(worth).any():
+        raise UserError(
+            f"profile of {profile.model_name!r} does not know what heads are worth: calibrate with criterion 'worth', "
+            "or pass published gates"
+        )
+    return np.clip(worth / max(float(worth.max()), np.finfo(np.float32).tiny), 0, 1)
+
+
+def _checked_rows(name: str, value: Any, rows: int) -> Int32[np.ndarray, "layers Hkv"]:
+    """`value` as an int32 array of rows in [0, rows)."""
     array = np.asarray(value)
     if array.ndim != 2 or not array.size or not np.issubdtype(array.dtype, np.integer):
         raise UserError(f"Profile.{name}: must be integers [layers, H_kv], got {array.dtype} {list(array.shape)}")
-    wrong = np.argwhere((array < 0) | (array >= rows))
-    if len(wrong):
-        layer, head = wrong[0]
+    if at := _first((array < 0) | (array >= rows)):
         raise UserError(
-            f"Profile.{name}[{layer}, {head}] = {array[layer, head]}: must lie in [0, {rows - 1}], "
-            f"where {rows - 1} is dense"
+            f"Profile.{name}{list(at)} = {array[at]}: must lie in [0, {rows - 1}], where {rows - 1} is dense"
         )
-    return _frozen(array, np.int32)
+    return array.astype(np.int32)
 
 
 def _checked_readings(value: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """`value` as a read-only array of names of readings, "sparse" throughout for None."""
+    """`value` as an array of names of readings, "sparse" throughout for None."""
     array = np.asarray(np.full(shape, READINGS[0]) if value is None else value)
     if array.dtype.kind != "U" or not np.isin(array, READINGS).all():
         raise UserError(f"Profile.readings = {array.tolist()}: must be names out of {list(READINGS)}")
-    _require_shape("readings", array, shape)
-    return _frozen(array, array.dtype)
+    return _with_shape("readings", array, shape)
 
 
-def _require_shape(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
+def _checked_prefill(
+    value: Any, candidates: Int32[np.ndarray, "layers Hkv"], readings: np.ndarray, rows: int
+) -> Int32[np.ndarray, "layers Hkv"]:
+    """`value` for heads that read "sparse", at most their cache rows; the cache rows of others, and for None."""
+    prefill = _checked_rows("prefill_candidates", candidates if value is None else value, rows)
+    prefill = np.where(readings == "sparse", _with_shape("prefill_candidates", prefill, candidates.shape), candidates)
+    if at := _first(prefill > candidates):
+        raise UserError(
+            f"Profile.prefill_candidates{list(at)} = {prefill[at]}: must be at most the cache row, "
+            f"candidates{list(at)} = {candidates[at]}"
+        )
+    return prefill
+
+
+def _checked_worth(name: str, value: Any, shape: tuple[int, ...]) -> Float32[np.ndarray, "layers Hkv"]:
+    """`value` as a float32 array, NaN throughout for None."""
+    return _with_shape(name, np.asarray(np.full(shape, np.nan) if value is None else value), shape).astype(np.float32)
+
+
+def _with_shape(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     if array.shape != shape:
         raise UserError(f"Profile.{name}: must be {list(shape)}, as candidates are, got {list(array.shape)}")
-
-
-def _require_subset(prefill: Int32[np.ndarray, "layers Hkv"], cache: Int32[np.ndarray, "layers Hkv"]) -> None:
-    """Raises unless every head's prefill row is at most its cache row."""
-    wrong = np.argwhere(prefill > cache)
-    if len(wrong):
-        layer, head = wrong[0]
-        raise UserError(
-            f"Profile.prefill_candidates[{layer}, {head}] = {prefill[layer, head]}: must be at most the cache row, "
-            f"candidates[{layer}, {head}] = {cache[layer, head]}"
-        )
+    return array
 
 
 def _checked_scores(value: Any, shape: tuple[int, ...]) -> Float32[np.ndarray, "layers Hkv rows"]:
-    """`value` as a read-only float32 array of that shape with scores in [0, 1] or NaN."""
+    """`value` as a float32 array of that shape with scores in [0, 1] or NaN."""
     array = np.asarray(value)
     if array.shape != shape or not np.issubdtype(array.dtype, np.floating):
         raise UserError(
             f"Profile.scores: must be floats [layers, H_kv, M + 1] = {list(shape)}, "
             f"got {array.dtype} {list(array.shape)}"
         )
-    wrong = np.argwhere((array < -_SCORE_SLACK) | (array > 1 + _SCORE_SLACK))
-    if len(wrong):
-        at = tuple(wrong[0].tolist())
+    if at := _first((array < -_SCORE_SLACK) | (array > 1 + _SCORE_SLACK)):
         raise UserError(f"Profile.scores{list(at)} = {array[at]}: must lie in [0, 1]")
-    return _frozen(array, np.float32)
+    return array.astype(np.float32)
+
+
+def _first(wrong: np.ndarray) -> tuple[int, ...]:
+    """The first place where an array is True; empty where it is nowhere."""
+    return tuple(np.argwhere(wrong)[:1].ravel().tolist())
 
 
 def _checked_sources(value: Sequence[Any]) -> tuple[dict[str, Any], ...]:
@@ -388,10 +395,3 @@ def _checked_probes(value: Any) -> dict[str, Any] | None:
             "profile, upgrade tca_jax"
         )
     return {**value, "counted": {str(kind): int(count) for kind, count in value["counted"].items()}}
-
-
-def _frozen(array: np.ndarray, dtype: Any) -> np.ndarray:
-    """A read-only copy: a frozen dataclass should not change through its arrays."""
-    copy = np.array(array, dtype=dtype)
-    copy.setflags(write=False)
-    return copy

@@ -59,36 +59,25 @@ def read_fields(folder: Path, metadata: Any, restore: RestoreArrays) -> dict[str
     """
     file = folder / "metadata" / "metadata"
     _require_version(metadata, file)
-    fields, arrays = _verified(folder, metadata, restore)
-    _require_fields(fields, _FIELD_TYPES, _FIELD_TYPES, str(file))
+    fields, names = dict(metadata), metadata.get("arrays")
+    _require_fields(file, {*fields} & {"arrays", _CHECKSUM}, ("arrays", _CHECKSUM))
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"{file}: arrays = {names!r}: must be a list of names")
+    _require_fields(f"{file}: arrays", names, ARRAYS)
+    arrays, signature = restore(names), fields.pop(_CHECKSUM)
+    if signature != checksum(fields, arrays):
+        raise UserError(f"{folder}: damaged: the profile in it does not match its checksum")
+    del fields["arrays"]
+    _require_fields(file, fields, _FIELD_TYPES)
     for name, (kind, description) in _FIELD_TYPES.items():
         if not isinstance(fields[name], kind):
             raise UserError(f"{file}: {name} = {fields[name]!r}: must be {description}")
-    names = [field.name for field in dataclasses.fields(TCAConfig)]
-    _require_fields(fields["config"], names, names, f"{file}: config")
     del fields["format_version"]
+    _require_fields(f"{file}: config", fields["config"], [field.name for field in dataclasses.fields(TCAConfig)])
     try:
         return {**fields, **arrays, "config": TCAConfig(**fields["config"])}
     except ValueError as error:
         raise UserError(f"{file}: {error}") from error
-
-
-def _verified(folder: Path, metadata: dict[str, Any], restore: RestoreArrays) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Metadata without what `sign` added, and the arrays, when both match the checksum."""
-    where = folder / "metadata" / "metadata"
-    signed = {name: value for name, value in metadata.items() if name != _CHECKSUM}
-    for name in ("arrays", _CHECKSUM):
-        if name not in metadata:
-            raise UserError(f"{where}: field {name!r} is missing")
-    names = signed["arrays"]
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UserError(f"{where}: arrays = {names!r}: must be a list of names")
-    _require_fields(names, ARRAYS, ARRAYS, f"{where}: arrays")
-    arrays = restore(names)
-    if metadata[_CHECKSUM] != checksum(signed, arrays):
-        raise UserError(f"{folder}: damaged: the profile in it does not match its checksum")
-    del signed["arrays"]
-    return signed, arrays
 
 
 def _require_version(metadata: Any, file: Path) -> None:
@@ -111,11 +100,11 @@ def _require_version(metadata: Any, file: Path) -> None:
         )
 
 
-def _require_fields(found: Collection[str], wanted: Collection[str], known: Collection[str], where: str) -> None:
-    """Raises unless `found` has all fields of `wanted`, and none that is not of `known`."""
-    if unknown := sorted(set(found) - set(known)):
+def _require_fields(where: Path | str, found: Collection[str], wanted: Collection[str]) -> None:
+    """Raises unless `found` has all fields that are wanted, and no other."""
+    if unknown := sorted(set(found) - set(wanted)):
         raise UserError(
-            f"{where}: unknown field {unknown[0]!r}; known are {sorted(known)}. Where a newer tca_jax wrote the "
+            f"{where}: unknown field {unknown[0]!r}; known are {sorted(wanted)}. Where a newer tca_jax wrote the "
             "profile, upgrade tca_jax"
         )
     if missing := sorted(set(wanted) - set(found)):

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,17 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from tca_jax.calibration.journal import Journal
-from tca_jax.calibration.layer_programs import HEADS, attention_program
-from tca_jax.calibration.passes import ForwardPass
 from tca_jax.calibration.probes import ProbedText, Probes, probe_kinds, probed_texts
 from tca_jax.calibration.profile import Profile
-from tca_jax.calibration.rows import choose_candidates, require_fit
-from tca_jax.calibration.scores import calibration_scores
-from tca_jax.calibration.worth import Keeping, Losses, Reading, choose_keeping, choose_reading
+from tca_jax.calibration.scores import calibration_scores, choose_candidates
+from tca_jax.calibration.worth import Keeping, Reading, choose_keeping, choose_reading
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import SAME, on_host
 from tca_jax.engine.prompts import Encoder, Prompt, encode_prompts
 from tca_jax.errors import UserError, require_type
-from tca_jax.methods.checks import is_finite_number
+from tca_jax.layer_passes import HEADS, TextPass, attention_program
+from tca_jax.methods.candidates import kept_share
+from tca_jax.methods.checks import is_finite_number, least_share
 from tca_jax.methods.config import Criterion, TCAConfig
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 
@@ -94,15 +93,11 @@ def calibrate(
         require_length(f"texts[{index}]", len(ids), lm, config)
     if short := _short_text([len(ids) for ids in sequences], config):
         warnings.warn(short, stacklevel=2)
-    found: dict[str, Any] = {
-        "config": config,
-        "fingerprint": lm.fingerprint,
-        "model_name": lm.name,
-        "sources": tuple(_source(ids) for ids in sequences),
-    }
+    found: dict[str, Any] = {"config": config, "fingerprint": lm.fingerprint, "model_name": lm.name}
+    found["sources"] = tuple(_source(ids) for ids in sequences)
     if config.criterion != "worth":
         return _by_scores(lm, sequences, config, _Steps(len(sequences) * lm.config.num_layers, progress), found)
-    probed = probed_texts(lm, sequences, probes, config)
+    probed, kinds = probed_texts(lm, sequences, probes, config), probe_kinds(probes)
     if kept is not None:
         require_fit(kept, max(len(text.ids) for text in probed), config)
     identity = [found["fingerprint"], dataclasses.asdict(config), found["sources"], [_probed(text) for text in probed]]
@@ -110,28 +105,33 @@ def calibrate(
     steps = _Steps(_LIKELY_PASSES * len(sequences) * lm.config.num_layers, progress)
     reading = choose_reading(lm, sequences, config, attended=attended, journal=trials, step=steps.step)
     blocks = reading.found.more
-    kinds = probe_kinds(probes)
     keeping = choose_keeping(lm, probed, blocks, config, kinds=kinds, kept=kept, journal=trials, step=steps.step)
     steps.finish()
-    for text in _unexplained(
-        lm, reading, keeping, probe_kinds(probes), bounded=kept is not None or attended is not None
-    ):
+    for text in _unexplained(lm, reading, keeping, kinds, bounded=kept is not None or attended is not None):
         warnings.warn(text, stacklevel=2)
-    more = "blocks" if config.num_ranked_blocks(max(map(len, sequences))) > config.fetch else "dense"
+    bounds = {"kept": kept, "attended": attended}
+    profile = _profile_of(reading, keeping, max(map(len, sequences)), bounds, found)
+    trials.remove()
+    return profile
+
+
+def _profile_of(
+    reading: Reading, keeping: Keeping, tokens: int, bounds: dict[str, float | None], found: dict[str, Any]
+) -> Profile:
+    """What both searches have found; `tokens` of the longest text."""
+    config, blocks = found["config"], reading.found.more
     losses = {"inside": reading.losses, "answers": keeping.answers, "following": keeping.following}
-    profile = Profile(
+    return Profile(
         candidates=keeping.rows,
         scores=np.full((*blocks.shape, config.num_candidates + 1), np.nan, np.float32),
-        readings=np.where(blocks, more, "sparse"),
+        readings=np.where(blocks, "blocks" if config.num_ranked_blocks(tokens) > config.fetch else "dense", "sparse"),
         prefill_candidates=np.where(blocks, keeping.rows, 0),
         reading_worth=reading.found.worth,
         keeping_worth=keeping.found.worth,
         losses={name: dataclasses.asdict(of_name) for name, of_name in losses.items() if of_name is not None},
-        probes={"counted": keeping.counted, "kept": kept, "attended": attended},
+        probes={"counted": keeping.counted, **bounds},
         **found,
     )
-    trials.remove()
-    return profile
 
 
 _LIKELY_PASSES = 10  # over each text, in both searches
@@ -159,14 +159,17 @@ def _by_scores(
 ) -> Profile:
     """Algorithm 1: the sparsest candidate of every head whose score reaches tau."""
     scores = np.zeros((lm.config.num_layers, lm.config.num_kv_heads, config.num_candidates + 1))
-    numbers = [(jnp.asarray(lm.head_numbers(layer)),) for layer in range(lm.config.num_layers)]
+
+    def numbers(layer: int) -> tuple[Array]:
+        return (jnp.asarray(lm.head_numbers(layer)),)
+
     for ids in sequences:
-        for layer, of_layer in enumerate(ForwardPass(lm, ids).layers(_score_layer, numbers, config=config)):
+        layers = TextPass(lm, ids, steps.step).layers(_score_layer, numbers, config=config)
+        for layer, of_layer in enumerate(layers):
             of_layer = on_host(of_layer)  # all texts' and layers' would crowd the device
             if not np.isfinite(of_layer).all():
                 raise UserError(f"model {lm.name!r} computes NaN or infinity in the attention of layer {layer}")
             scores[layer] += lm.in_model_order(layer, of_layer)
-            steps.step()
     scores = (scores / len(sequences)).astype(np.float32)
     rows = np.asarray(choose_candidates(jnp.asarray(scores), config.tau))
     return Profile(candidates=rows, scores=scores, **found)
@@ -195,29 +198,21 @@ def _probed(text: ProbedText) -> list[Any]:
     return [_source(text.ids), *(_source(probe.ids) for probe in text.segments)]
 
 
-def _unexplained(lm: LM, reading: Reading, keeping: Keeping, kinds: tuple[str, ...], *, bounded: bool) -> list[str]:
+def _unexplained(lm: LM, reading: Reading, keeping: Keeping, kinds: tuple[str, ...], *, bounded: bool) -> Iterator[str]:
     """What to say of searches that have not found all."""
-    said = []
     if not any(keeping.counted.values()):
-        said.append(
+        yield (
             f"no probe says anything of {lm.name!r}: fewer than five answers to {' or '.join(kinds)} are known under "
             "full attention and lost at row 0, so the heads that read blocks keep everything; (question, answer) pairs "
             "that the model answers from the text are better probes"
         )
-    ends = [
+    ends = (
         ("inside the texts", reading.found.excess, reading.losses),
         ("of answers and of what follows a text", keeping.found.excess, keeping.answers or keeping.following),
-    ]
+    )
     for where, excess, losses in ends:
         if excess > 1 and losses is not None and not bounded:
-            said.append(
-                f"the loss {where} stays above its tolerance: {_three(losses)}; no single head gives more of it back"
-            )
-    return said
-
-
-def _three(losses: Losses) -> str:
-    return f"{losses.full:.4f} under full attention, {losses.row0:.4f} at row 0, {losses.chosen:.4f} as chosen"
+            yield f"the loss {where} stays above its tolerance: {losses}; no single head gives more of it back"
 
 
 def require_length(name: str, tokens: int, lm: Encoder, config: TCAConfig) -> None:
@@ -242,6 +237,17 @@ def require_bounds(config: TCAConfig, *, probes: Any, kept: float | None, attend
     for name, given in (("probes", probes), ("kept", kept), ("attended", attended)):
         if given is not None and config.criterion != "worth":
             raise UserError(f"{name} goes with criterion 'worth', not with {config.criterion!r}, which has no search")
+
+
+def require_fit(kept: float, tokens: int, config: TCAConfig) -> None:
+    """Raises ValueError if row 0 in every head takes more than a kept share of the cache of so many tokens."""
+    row0 = np.zeros(1, np.int32)
+    least = kept_share(config, tokens, row0, row0).mean()
+    if least > kept:
+        raise UserError(
+            f"kept = {kept}: must be at least {least_share(least)}, what window, reserve and row 0 take of the cache "
+            f"of {tokens} tokens; a smaller window takes less"
+        )
 
 
 def _short_text(lengths: list[int], config: TCAConfig) -> str | None:

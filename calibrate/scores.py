@@ -1,4 +1,4 @@
-"""Calibration scores: how much of a text's attention each candidate keeps (Algorithm 1)."""
+"""Calibration as in the paper (Algorithm 1): how much of a text's attention each candidate keeps, and the choice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.queries import last_queries
@@ -14,6 +14,12 @@ from tca_jax.methods.selection import row_budgets, score_prompt
 from tca_jax.pallas_kernels.checks import AnyArray, as_int32, check_range, check_shapes
 from tca_jax.pallas_kernels.column_mass import column_mass
 from tca_jax.pallas_kernels.ranking import selection_mask
+
+
+def choose_candidates(scores: Float[Array, "*heads M1"], tau: float) -> Int32[Array, "*heads"]:
+    """The sparsest candidate whose score reaches `tau`; the last one, dense, where none does."""
+    reached = (scores >= tau).at[..., -1].set(True)
+    return jnp.argmax(reached, axis=-1).astype(jnp.int32)
 
 
 def calibration_scores(
@@ -59,60 +65,20 @@ def _scores(
     config: TCAConfig,
     heads: Int[Array, " Hkv"] | None,
 ) -> Float32[Array, "B Hkv M1"]:
-    masks = selected_by_row(q, k, lengths, config, heads)
+    position = jnp.arange(k.shape[1])
     near, far = column_mass(q, k, lengths, block_size=config.block_size, window=config.window)
-    score = _column_mean if config.criterion == "column_mean" else _retained_mass
-    scores = jax.vmap(lambda mask: score(mask, near, far, lengths, config))(masks)
-    return jnp.moveaxis(scores, 0, -1)
-
-
-def selected_by_row(
-    q: Float[Array, "B L Hq d"],
-    k: Float[Array, "B L Hkv d"],
-    lengths: Int[Array, " B"],
-    config: TCAConfig,
-    heads: Int[Array, " Hkv"] | None = None,
-) -> Bool[Array, "M1 B Hkv L"]:
-    """The tokens that every row of `candidate_budgets` selects from a text, the reserve among them.
-
-    Args:
-        q: Queries after RoPE; what lies past a length does not matter.
-        k: Keys after RoPE.
-        lengths: Tokens of each text, traced; the selection is made at its end.
-        config: The method's hyperparameters.
-        heads: As for `calibration_scores`.
-    """
+    if config.criterion == "column_mean":
+        columns = (near + far) / jnp.maximum(1, lengths[:, None] - position)[:, None]  # zero past a length
+        everything = columns.sum(axis=-1)
+    else:
+        # Query i has tokens left of its window iff B(i) b > w, that is i >= w + b; they are of ranked blocks.
+        columns, everything = far, jnp.maximum(1, lengths - config.window - config.block_size)[:, None]
     scores = score_prompt(last_queries(q, lengths, config.num_queries), k, lengths, config)
+    right = (position >= config.num_ranked_blocks(lengths)[:, None] * config.block_size)[:, None]
 
-    def of_row(row: Int32[Array, ""]) -> Bool[Array, "B Hkv L"]:
+    def of_row(row: Int32[Array, ""]) -> Float32[Array, "B Hkv"]:
         budgets = row_budgets(scores, jnp.broadcast_to(row, k.shape[2]), lengths, config, heads)
-        return selection_mask(scores.ranking, budgets, block_size=config.block_size)
+        kept = selection_mask(scores.ranking, budgets, block_size=config.block_size) | right
+        return 1 - jnp.where(kept, 0, columns).sum(axis=-1) / everything  # exactly 1 where nothing is dropped
 
-    return jax.vmap(of_row)(jnp.arange(config.num_candidates + 1, dtype=jnp.int32))
-
-
-def _retained_mass(
-    mask: Bool[Array, "B Hkv L"],
-    near: Float32[Array, "B Hkv L"],
-    far: Float32[Array, "B Hkv L"],
-    lengths: Int[Array, " B"],
-    config: TCAConfig,
-) -> Float32[Array, "B Hkv"]:
-    # Query i has tokens left of its window iff B(i) b > w, that is i >= w + b.
-    queries = jnp.maximum(0, lengths - config.window - config.block_size)[:, None]
-    return 1 - jnp.where(mask, 0, far).sum(axis=-1) / jnp.maximum(queries, 1)
-
-
-def _column_mean(
-    mask: Bool[Array, "B Hkv L"],
-    near: Float32[Array, "B Hkv L"],
-    far: Float32[Array, "B Hkv L"],
-    lengths: Int[Array, " B"],
-    config: TCAConfig,
-) -> Float32[Array, "B Hkv"]:
-    position = jnp.arange(mask.shape[-1])
-    means = (near + far) / jnp.maximum(1, lengths[:, None] - position)[:, None]  # [B, Hkv, L]; zero past a length
-    ranked = config.num_ranked_blocks(lengths)
-    kept = mask | (position >= ranked[:, None] * config.block_size)[:, None]
-    # One minus what is dropped: exactly 1 where nothing is.
-    return 1 - jnp.where(kept, 0, means).sum(axis=-1) / means.sum(axis=-1)
+    return jax.vmap(of_row, out_axes=-1)(jnp.arange(config.num_candidates + 1, dtype=jnp.int32))

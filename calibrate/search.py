@@ -38,13 +38,11 @@ class Found:
         more: Heads that are more.
         worth: Nats that each head gives back to first order, the most that any round has measured.
         excess: Of `more`, in units of the tolerance.
-        trials: Losses that were measured.
     """
 
     more: HeadMask
     worth: Float64[np.ndarray, "layers Hkv"]
     excess: float
-    trials: int
 
 
 def search(objective: Objective, start: HeadMask, allowed: Callable[[HeadMask], bool] = lambda more: True) -> Found:
@@ -58,7 +56,7 @@ def search(objective: Objective, start: HeadMask, allowed: Callable[[HeadMask], 
 
     Args:
         objective: What is measured.
-        start: Heads that are more from the beginning.
+        start: Heads that are more from the beginning, as far as they are allowed.
         allowed: Whether so many heads may be more; a head that is not allowed is left out.
     """
     state = _State(objective, start, allowed)
@@ -66,8 +64,8 @@ def search(objective: Objective, start: HeadMask, allowed: Callable[[HeadMask], 
         pass
     if state.excess > 1:
         state.add_singles()
-    state.drop(start)
-    return Found(state.more, state.worth, state.excess, state.trials)
+    state.drop()
+    return Found(state.more, state.worth, state.excess)
 
 
 class _State:
@@ -75,7 +73,8 @@ class _State:
 
     def __init__(self, objective: Objective, start: HeadMask, allowed: Callable[[HeadMask], bool]) -> None:
         self._objective, self._allowed = objective, allowed
-        self.more, self.worth = start.copy(), np.zeros(start.shape)
+        self.more, self.worth = np.zeros_like(start), np.zeros(start.shape)
+        self.more = self._start = self._with(list(map(tuple, np.argwhere(start).tolist())))
         self._measured: dict[bytes, float] = {}
         self.excess = self._measure(self.more)
         self._derive()
@@ -110,9 +109,9 @@ class _State:
             if tried[head] and (excess := self._measure(tried)) < self.excess:
                 self.more, self.excess = tried, excess
 
-    def drop(self, start: HeadMask) -> None:
+    def drop(self) -> None:
         """Takes heads back, the least worth first, where the loss stays within its tolerance, or as high as it is."""
-        added = self.more & ~start
+        added = self.more & ~self._start
         for head in _descending(np.where(added, -self.worth, -np.inf)):
             if not added[head]:
                 break
@@ -132,11 +131,6 @@ class _State:
     def _derive(self) -> None:
         self._gains = self._objective.gains(self.more)
         self.worth = np.maximum(self.worth, np.where(self.more, 0, self._gains))
-
-    @property
-    def trials(self) -> int:
-        """Losses that were measured."""
-        return len(self._measured)
 
     def _measure(self, more: HeadMask) -> float:
         key = more.tobytes()

@@ -11,12 +11,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Float64, Int32
 
 from tca_jax.calibration.gated_attention import attend_gated, read_both
-from tca_jax.calibration.layer_programs import HEADS, THIRD_HEADS, attention_program, slope_program
-from tca_jax.calibration.passes import ForwardPass, loss_slope
 from tca_jax.calibration.search import HeadMask
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, SECOND_HEADS, on_host
 from tca_jax.errors import UserError
+from tca_jax.layer_passes import HEADS, THIRD_HEADS, TextPass, attention_program, slope_program
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.queries import last_queries
 from tca_jax.methods.selection import PromptScores, score_prompt
@@ -49,25 +48,24 @@ class TextLosses:
         """
         found = []
         for ids in self._texts:
-            losses, layers = self._losses(ids, None)
-            finite = [bool(of_heads.all()) for _, of_heads in layers]
-            if not all(finite) or not np.isfinite(losses).all():
-                layer = [*finite, False].index(False)
-                where = f"attention of layer {layer}" if layer < len(finite) else "logits"
+            losses, _, finite = self._losses(ids, None)
+            if not (finite.all() and np.isfinite(losses).all()):
+                layer = int(np.argmin(finite.all(axis=1)))
+                where = "logits" if finite.all() else f"attention of layer {layer}"
                 raise UserError(f"model {self._lm.name!r} computes NaN or infinity in the {where}")
             found.append(losses)
         return found
 
     def of(self, more: HeadMask) -> list[Float32[np.ndarray, " counted"]]:
         """The same where these heads read blocks and all others sparse at row 0."""
-        losses, shares = [], []
+        found, shares = [], []
         for ids in self._texts:
-            of_text, layers = self._losses(ids, more)
-            losses.append(of_text)
-            pairs = [self._lm.in_model_order(layer, of_heads) for layer, (of_heads, _) in enumerate(layers)]
-            shares.append(np.stack(pairs).astype(np.float64) / (len(ids) * (len(ids) + 1) / 2))
+            losses, pairs, _ = self._losses(ids, more)
+            found.append(losses)
+            ordered = [self._lm.in_model_order(layer, of_heads) for layer, of_heads in enumerate(pairs)]
+            shares.append(np.stack(ordered).astype(np.float64) / (len(ids) * (len(ids) + 1) / 2))
         self.shares = np.mean(shares, axis=0)
-        return losses
+        return found
 
     def slopes(self, more: HeadMask) -> Float64[np.ndarray, "layers Hkv"]:
         """Derivative of the loss by a gate of each head, from its reading towards blocks."""
@@ -79,28 +77,21 @@ class TextLosses:
 
     def _losses(
         self, ids: Sequence[int], more: HeadMask | None
-    ) -> tuple[Float32[np.ndarray, " counted"], list[tuple[np.ndarray, np.ndarray]]]:
-        """Losses that count, and of every layer the pairs that its heads attend to and whether they are finite."""
-        run, measured = ForwardPass(self._lm, ids), []
-        for read in run.layers(read_layer, gates_of(self._lm, more), config=self._config):
-            measured.append((on_host(read.pairs), on_host(read.finite)))
-            self._step()
-        return run.losses()[self._counted(ids)], measured
+    ) -> tuple[Float32[np.ndarray, " counted"], Float32[np.ndarray, "layers Hkv 2"], Bool[np.ndarray, "layers Hkv"]]:
+        """Losses that count, the pairs that heads attend to, and whether they are finite; heads as they lie."""
+        run = TextPass(self._lm, ids, self._step)
+        layers = run.layers(read_layer, gates_of(self._lm, more), config=self._config)
+        pairs, finite = zip(*(on_host((read.pairs, read.finite)) for read in layers), strict=True)
+        return run.losses()[self._counted(ids)], np.stack(pairs), np.stack(finite)
 
     def _slopes(self, ids: Sequence[int], more: HeadMask) -> Float64[np.ndarray, "layers Hkv"]:
-        run, inputs, gates = ForwardPass(self._lm, ids), list[Array](), gates_of(self._lm, more)
-        for _ in run.layers(read_layer, gates, inputs=inputs, config=self._config):
-            self._step()
-        weights = np.zeros((1, run.num_columns), np.float32)
-        weights[0, self._counted(ids)] = 1 / max(1, weights[0, self._counted(ids)].size)
-        cotangent = run.behind(loss_slope, run.targets, jnp.asarray(weights))
-        found: list[np.ndarray] = []
-        for number in reversed(range(len(inputs))):
-            given = cotangent, inputs.pop(), *run.angles, *gates[number], run.lengths
-            cotangent, slope = run.of_layer(number, _slopes, *given, config=self._config)
-            found.append(self._lm.in_model_order(number, on_host(slope).astype(np.float64)))
-            self._step()
-        return np.stack(found[::-1])
+        run, inputs = TextPass(self._lm, ids, self._step), list[Array]()
+        arrays, counted = gates_of(self._lm, more), self._counted(ids)
+        for _ in run.layers(read_layer, arrays, inputs=inputs, config=self._config):
+            pass
+        weights = np.zeros(run.targets.shape[1], np.float32)
+        weights[counted] = 1 / max(1, weights[counted].size)
+        return run.slopes(_slopes, arrays, inputs, weights, config=self._config)
 
 
 class LayerText(NamedTuple):
@@ -121,15 +112,14 @@ class LayerText(NamedTuple):
     finite: Bool[Array, " Hkv"]
 
 
-def gates_of(lm: LM, more: HeadMask | None) -> list[tuple[Array | None, Array]]:
-    """Of every layer, as `read_layer` takes them: gates of heads that read blocks, or None; and the heads' numbers."""
-    return [
-        (
-            None if more is None else jnp.asarray(lm.in_mesh_order(layer, more[layer]), jnp.float32),
-            jnp.asarray(lm.head_numbers(layer)),
-        )
-        for layer in range(lm.config.num_layers)
-    ]
+def gates_of(lm: LM, more: HeadMask | None) -> Callable[[int], tuple[Array | None, Array]]:
+    """Of a layer, as `read_layer` takes them: gates of heads that read blocks, or None; and the heads' numbers."""
+
+    def of_layer(layer: int) -> tuple[Array | None, Array]:
+        gates = None if more is None else jnp.asarray(lm.in_mesh_order(layer, more[layer]), jnp.float32)
+        return gates, jnp.asarray(lm.head_numbers(layer))
+
+    return of_layer
 
 
 _SPECS: Any = THIRD_HEADS, THIRD_HEADS, SECOND_HEADS, HEADS, HEADS
@@ -153,23 +143,10 @@ def read_layer(
     if gates is None:
         out, pairs = causal_attention(q, k, v, lengths), jnp.zeros((heads, 2), jnp.float32)
     else:
-        both = read_both(q, k, v, lengths, numbers, config)
+        both = read_both(q, k, v, numbers, lengths, config)
         out, pairs = both.mixed(gates), both.pairs
     scores = score_prompt(last_queries(q, lengths, config.num_queries), k, lengths, config)
     return out, LayerText(jnp.where(text, k, 0), jnp.where(text, v, 0), scores, pairs, finite)
 
 
-def _gated(
-    q: Float[Array, "1 L Hq d"],
-    k: Float[Array, "1 L Hkv d"],
-    v: Float[Array, "1 L Hkv d"],
-    gates: Float32[Array, " Hkv"],
-    numbers: Int32[Array, " Hkv"],
-    lengths: Int32[Array, " 1"],
-    config: TCAConfig,
-) -> tuple[Float[Array, "1 L Hq d"], None]:
-    """What `read_layer` attends to, to be derived."""
-    return attend_gated(q, k, v, gates, lengths, numbers, config), None
-
-
-_slopes = slope_program(_gated, static=("config",), inputs=(HEADS, HEADS), outputs=(SAME, HEADS))
+_slopes = slope_program(attend_gated, static=("config",), inputs=(HEADS, HEADS))

@@ -214,7 +214,7 @@ def parts(
 
     def derive() -> None:
         for text in held:
-            columns = text.probes.targets.shape[1]
+            columns = text.num_columns
             text.slopes(row0, np.full(columns, 1 / columns, np.float32))
 
     calls: tuple[Callable[[], Any], ...] = (

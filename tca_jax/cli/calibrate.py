@@ -83,9 +83,8 @@ def calibrate(
     chosen = _probes(probes, len(texts))
 
     from tca_jax.calibration.probes import probed_texts
-    from tca_jax.calibration.rows import require_fit
     from tca_jax.calibration.run import calibrate as run_calibration
-    from tca_jax.calibration.run import require_bounds, require_length
+    from tca_jax.calibration.run import require_bounds, require_fit, require_length
     from tca_jax.engine.prompts import encode_prompt
     from tca_jax.loading import check_dtype, open_checkpoint
 

@@ -111,8 +111,7 @@ def _method(parts: Parts, profile: Profile | None, where: str, checkpoint: Check
 
 def _found(profile: Profile, parts: Parts, where: str) -> dict[str, Any]:
     """What a profile knows of the options of methods, by their names; ValueError where that is none of these parts'."""
-    from tca_jax.calibration.preferences import head_gates
-    from tca_jax.calibration.profile import budgets_of
+    from tca_jax.calibration.profile import budgets_of, head_gates
     from tca_jax.methods.registry import option_names
 
     known, taken = budgets_of(profile), {name for part, _ in parts for name in option_names(part)}

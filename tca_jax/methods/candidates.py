@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float64, Int32
+from jaxtyping import Array, Float64, Int, Int32
 
 from tca_jax.errors import UserError, require_type
 from tca_jax.methods.checks import check_integer
@@ -118,10 +118,44 @@ def region_capacity(config: TCAConfig, candidate: int, max_blocks: int, prefill_
     for row in rows:
         if not 0 <= row <= config.num_candidates:
             raise UserError(f"candidate = {row}: must lie in [0, {config.num_candidates}]")
-    # Budgets ascend with rank, so the blocks of at most k tokens under the larger of two are the fewer of either.
     at_most = np.cumsum(budget_count_table(config, max_blocks)[:, rows], axis=-1).min(axis=1)  # [N, K]
+    return int(_most_selected(config, at_most, np.arange(max_blocks + 1)).max())
+
+
+def kept_share(
+    config: TCAConfig,
+    tokens: int,
+    candidates: Int32[np.ndarray, "*heads"],
+    prefill_candidates: Int32[np.ndarray, "*heads"],
+) -> Float64[np.ndarray, "*heads"]:
+    """Share of a full cache's tokens that a prompt leaves in the cache of heads with two rows each, at most.
+
+    Kept are what a head selects, as `region_capacity` counts it for one number of blocks, and every token right of the
+    ranked blocks.
+
+    Args:
+        config: The method's hyperparameters.
+        tokens: Length of the prompt, L.
+        candidates: Rows of `candidate_budgets`, `[*heads]`.
+        prefill_candidates: Second rows of the heads; the same ones for heads that have one.
+    """
+    ranked = config.num_ranked_blocks(tokens)
+    at_most = np.cumsum(budget_counts(config, ranked).astype(np.int64), axis=-1)
+    selected = _most_selected(config, np.minimum(at_most[candidates], at_most[prefill_candidates]), ranked)
+    return (selected + tokens - ranked * config.block_size) / np.float64(tokens)
+
+
+def _most_selected(config: TCAConfig, at_most: Int[np.ndarray, "*n K"], blocks: int | np.ndarray) -> np.ndarray:
+    """Most tokens that a head selects from a number of ranked blocks; the reserve may hold tokens of the budgets.
+
+    Args:
+        config: The method's hyperparameters.
+        at_most: Blocks of at most k tokens for every k. Budgets ascend with rank, so of two rows, of which a block
+            keeps the larger budget, these are the fewer of either.
+        blocks: Ranked blocks.
+    """
     kept = np.diff(at_most, axis=-1, prepend=0) @ budget_sizes(config) + config.reserve_tokens
-    return int(np.minimum(kept, np.arange(max_blocks + 1) * config.block_size).max())
+    return np.minimum(kept, blocks * config.block_size)
 
 
 def _validate_blocks(num_blocks: Any) -> None:

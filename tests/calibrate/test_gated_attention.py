@@ -53,7 +53,7 @@ def masked(q, k, v, masks):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_both_readings_are_those_of_the_method(shape):
     (q, k, v, lengths), heads = operands(*shape)
-    both = read_both(q, k, v, lengths, heads, CONFIG)
+    both = read_both(q, k, v, heads, lengths, CONFIG)
     for number, reading in enumerate(("sparse", "blocks")):
         expected = methods.tca(0, CONFIG, readings=reading).prefill.attend(
             0, Heads.all(k.shape[2]), q, k, v, lengths, None, "xla"
@@ -66,8 +66,8 @@ def test_both_readings_are_those_of_the_method(shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gates_of_zero_and_one_take_one_reading_or_the_other(shape):
     (q, k, v, lengths), heads = operands(*shape)
-    both, gates = read_both(q, k, v, lengths, heads, CONFIG), gates_of(shape[1])
-    out = np.asarray(attend_gated(q, k, v, gates, lengths, heads, CONFIG))
+    both, gates = read_both(q, k, v, heads, lengths, CONFIG), gates_of(shape[1])
+    out = np.asarray(attend_gated(q, k, v, gates, heads, lengths, CONFIG))
     for head, gate in enumerate(np.repeat(gates, shape[0])):
         np.testing.assert_allclose(out[:, :, head], (both.blocks if gate else both.sparse)[:, :, head], atol=1e-6)
     half = both.mixed(jnp.full(shape[1], 0.5))
@@ -81,7 +81,7 @@ def test_gradients_are_those_of_attention_by_constant_masks(shape, all_gates):
     (q, k, v, lengths), heads = operands(*shape)
     gates = gates_of(shape[1]) if all_gates is None else jnp.full(shape[1], all_gates)
     cotangent = jnp.asarray(np.random.default_rng(0).standard_normal(q.shape), jnp.float32)
-    out, pullback = jax.vjp(lambda *x: attend_gated(*x, gates, lengths, heads, CONFIG), q, k, v)
+    out, pullback = jax.vjp(lambda *x: attend_gated(*x, gates, heads, lengths, CONFIG), q, k, v)
     found = pullback(cotangent)
     own = [x[0, :length] for x in (q, k, v)]
     masks = masks_of(q, k, length, gates)
@@ -95,13 +95,13 @@ def test_gradients_are_those_of_attention_by_constant_masks(shape, all_gates):
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 def test_derivatives_by_gates_are_the_slopes_of_a_loss_of_the_mixed_output(shape):
     (q, k, v, lengths), heads = operands(*shape)
-    both, gates = read_both(q, k, v, lengths, heads, CONFIG), gates_of(shape[1])
+    both, gates = read_both(q, k, v, heads, lengths, CONFIG), gates_of(shape[1])
     weights = jnp.asarray(np.random.default_rng(1).standard_normal(q.shape), jnp.float32)
 
     def loss(out):
         return (jnp.sin(3 * out) * weights).sum()
 
-    found = jax.grad(lambda gates: loss(attend_gated(q, k, v, gates, lengths, heads, CONFIG)))(gates)
+    found = jax.grad(lambda gates: loss(attend_gated(q, k, v, gates, heads, lengths, CONFIG)))(gates)
     step = 1e-2
     for head in range(shape[1]):
         beside = [loss(both.mixed(gates.at[head].add(sign * step))) for sign in (1, -1)]
@@ -115,7 +115,7 @@ def test_everything_is_within_reach_where_more_is_fetched_than_there_is():
     (q, k, v, lengths), heads = operands(2, 2, 77, 80)
     ones = jnp.ones(2, jnp.float32)
     cotangent = jnp.asarray(np.random.default_rng(2).standard_normal(q.shape), jnp.float32)
-    _, pullback = jax.vjp(lambda *x: attend_gated(*x, ones, lengths, heads, config), q, k, v)
+    _, pullback = jax.vjp(lambda *x: attend_gated(*x, ones, heads, lengths, config), q, k, v)
     _, dense = jax.vjp(lambda *x: masked(*x, jnp.tri(77, dtype=bool)[None]), *(x[0, :77] for x in (q, k, v)))
     for mine, theirs in zip(pullback(cotangent), dense(cotangent[0, :77]), strict=True):
         np.testing.assert_allclose(mine[0, :77], theirs, atol=2e-5)
@@ -129,7 +129,7 @@ def test_gradients_need_memory_that_grows_with_the_length_alone():
         gates, heads = jnp.array([0.0, 1.0]), jnp.arange(2)
 
         def slope(q):
-            return jax.grad(lambda q: attend_gated(q, x, x, gates, lengths, heads, CONFIG).sum())(q)
+            return jax.grad(lambda q: attend_gated(q, x, x, gates, heads, lengths, CONFIG).sum())(q)
 
         return max(sizes(jax.make_jaxpr(slope)(x).jaxpr))
 

@@ -122,7 +122,7 @@ def test_losses_and_derivatives_are_those_of_one_device():
     for lm in (lm_of(), on_mesh((1, 2)), on_mesh((2, 4))):
         inside = TextLosses(lm, [TEXT, TEXT[:90]], SMALL, lambda: None)
         behind = ReadText(lm, text, MIXED, SMALL, lambda: None)
-        weights = np.linspace(0, 1, behind.probes.probe.size, dtype=np.float32)
+        weights = np.linspace(0, 1, behind.num_columns, dtype=np.float32)
         found.append(
             [
                 *inside.full(),

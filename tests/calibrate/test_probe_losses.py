@@ -1,6 +1,5 @@
 """Losses of probes over what heads keep of a text, and their derivatives, against whole passes by masks."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -9,9 +8,10 @@ from reading_oracle import attend_by, read
 from sharp_lm import make_lm, random_ids
 
 import tca_jax
-from tca_jax.calibration.probe_losses import Columns, ReadText
+from tca_jax.calibration.probe_losses import ReadText, columns_of
 from tca_jax.calibration.probes import ProbedText, Segment
 from tca_jax.engine.lm import LM
+from tca_jax.layer_passes import LayerPass
 from tca_jax.methods.config import TCAConfig
 
 CONFIG = TCAConfig(block_size=8, window=16, reserve=3, observation=4, spread=2, fetch=2, fetch_stride=4)
@@ -112,7 +112,7 @@ def test_packed_probes_do_not_see_each_other(lm):
 def test_slopes_are_those_of_the_losses_by_a_gate_towards_the_whole_text(lm):
     text, step = read_text(lm), 0.02
     text.losses(ROWS)
-    weights = np.zeros(text.probes.probe.size, np.float32)
+    weights = np.zeros(text.num_columns, np.float32)
     counted = {3: 0.5, LENGTHS[0] + 2: 1.0, sum(LENGTHS) - 2: 0.25}
     for column, weight in counted.items():
         weights[column] = weight
@@ -136,21 +136,22 @@ def test_a_text_on_the_host_gives_the_same(lm):
     assert here.nbytes >= 2 * 2 * 107 * 2 * 8 * 4
     there.to_host()
     assert there.nbytes == 0
-    weights = np.ones(here.probes.probe.size, np.float32)
+    weights = np.ones(here.num_columns, np.float32)
     np.testing.assert_array_equal(there.losses(ROWS), here.losses(ROWS))
     np.testing.assert_array_equal(there.slopes(ROWS, weights), here.slopes(ROWS, weights))
 
 
 def test_columns_stand_at_the_places_behind_the_text_and_are_padded_to_a_bucket():
-    columns = jax.tree.map(np.asarray, Columns.of(TEXT))
-    total, padded = sum(LENGTHS), columns.probe.size
+    tokens, positions, probe = columns_of(TEXT)
+    total, padded = sum(LENGTHS), probe.size
     assert padded >= total
-    assert columns.tokens[0, :total].tolist() == [token for probe in SEGMENTS for token in probe.ids]
-    assert columns.positions[0, :total].tolist() == [107 + i for length in LENGTHS for i in range(length)]
-    assert columns.probe.tolist() == [0] * 17 + [1] * 9 + [2] * 12 + [-1] * (padded - total)
-    for start, probe in zip((0, 17, 26), SEGMENTS, strict=True):
-        assert columns.targets[0, start : start + len(probe.ids) - 1].tolist() == list(probe.ids[1:])
-    assert (columns.positions[0, total:] < 512).all()
+    assert tokens[:total].tolist() == [token for probe in SEGMENTS for token in probe.ids]
+    assert positions[:total].tolist() == [107 + i for length in LENGTHS for i in range(length)]
+    assert probe.tolist() == [0] * 17 + [1] * 9 + [2] * 12 + [-1] * (padded - total)
+    targets = LayerPass(make_lm(), tokens[None], positions[None]).targets
+    for start, segment in zip((0, 17, 26), SEGMENTS, strict=True):
+        assert targets[0, start : start + len(segment.ids) - 1].tolist() == list(segment.ids[1:])
+    assert (positions[total:] < 512).all()
 
 
 def test_a_text_without_probes_that_count_still_reads(lm):

@@ -13,7 +13,7 @@ import pytest
 from profiles import CONFIG, make_profile
 
 from tca_jax import methods
-from tca_jax.calibration.profile import FORMAT_VERSION, Profile
+from tca_jax.calibration.profile import FORMAT_VERSION, Profile, head_gates
 from tca_jax.engine.persistence import checksum
 from tca_jax.methods.candidates import candidate_budgets
 from tca_jax.methods.config import TCAConfig
@@ -439,6 +439,19 @@ def test_method_is_that_of_the_config_under_the_profiles_candidates():
     )
     plain = Profile.uniform(CONFIG, 3, 2, 4)
     assert plain.method() == methods.tca(np.full((3, 2), 4), CONFIG)
+
+
+def test_gates_are_what_heads_are_worth_to_answers_over_the_largest():
+    config, worth = TCAConfig(), np.array([[0.5, -0.1], [2.0, 0.0]], np.float32)
+    profile = dataclasses.replace(Profile.uniform(config, 2, 2, 0), keeping_worth=worth)
+    gates = head_gates(profile)
+    np.testing.assert_array_equal(gates, np.array([[0.25, 0], [1, 0]], np.float32))
+    assert gates.dtype == np.float32
+    methods.get("duoattention", gates=gates)
+    nothing = dataclasses.replace(profile, keeping_worth=np.zeros((2, 2), np.float32))
+    np.testing.assert_array_equal(head_gates(nothing), np.zeros((2, 2)))
+    with pytest.raises(ValueError, match=r"'uniform candidate 3' does not know what heads are worth: calibrate with"):
+        head_gates(Profile.uniform(config, 2, 2, 3))
 
 
 def test_importing_the_library_does_not_import_orbax():

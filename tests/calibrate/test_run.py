@@ -15,9 +15,11 @@ from sharp_lm import VOCABULARY, broken_lm, make_lm, random_ids
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.calibration.run import _score_layer, calibrate
+from tca_jax.calibration.run import _score_layer, calibrate, require_fit
 from tca_jax.calibration.scores import calibration_scores
 from tca_jax.engine.lm import LM
+from tca_jax.methods.candidates import kept_share
+from tca_jax.methods.checks import least_share
 from tca_jax.methods.config import TCAConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.causal_attention import causal_attention
@@ -125,7 +127,9 @@ def test_no_array_grows_with_the_square_of_the_length(lm):
 
         def score(weights, lengths):
             numbers = jnp.arange(lm.config.num_kv_heads, dtype=jnp.int32)
-            return _score_layer((graphdef, weights), x, angles, angles, numbers, lengths, config=CONFIG)
+            return _score_layer(
+                weights, x, angles, angles, numbers, lengths, graphdef=graphdef, shards=None, config=CONFIG
+            )
 
         return max(array_sizes(jax.make_jaxpr(score)(weights, jnp.array([length])).jaxpr))
 
@@ -251,3 +255,13 @@ def test_what_is_neither_text_nor_token_ids_is_a_type_error_that_names_it(lm, te
 def test_a_model_that_computes_nan_gives_no_profile_and_the_layer_is_named(lm, layer):
     with pytest.raises(ValueError, match=f"model 'broken' computes NaN or infinity in the attention of layer {layer}"):
         calibrate(broken_lm(lm, layer), random_ids(150), CONFIG)
+
+
+def test_a_share_that_row_0_alone_passes_is_refused_with_what_it_takes():
+    rows = np.zeros((2, 2), np.int32)
+    least = kept_share(CONFIG, 400, rows, rows).mean()
+    shown = least_share(least)
+    with pytest.raises(ValueError, match=rf"kept = 0\.01: must be at least {shown}, .* cache of 400 tokens"):
+        require_fit(0.01, 400, CONFIG)
+    require_fit(least, 400, CONFIG)
+    require_fit(1.0, 5, CONFIG)

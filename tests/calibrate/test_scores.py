@@ -1,10 +1,11 @@
-"""Calibration scores. The functional fuzz compares them with the oracle."""
+"""Calibration scores, which the functional fuzz compares with the oracle, and the choice by a threshold."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import poison, qkv
 
-from tca_jax.calibration.scores import calibration_scores
+from tca_jax.calibration.scores import calibration_scores, choose_candidates
 from tca_jax.methods.candidates import candidate_budgets
 from tca_jax.methods.config import TCAConfig
 
@@ -44,3 +45,12 @@ def test_lengths_out_of_range_are_refused():
     q, k, _ = qkv(0, 1, 20, 2, 1, 4)
     with pytest.raises(ValueError, match=r"lengths = \[21\]: must lie in \[1, 20\]"):
         calibration_scores(q, k, np.array([21], np.int32), RETAINED)
+
+
+def test_choice_is_the_sparsest_that_reaches_the_threshold():
+    scores = jnp.array([[0.5, 0.92, 0.91, 0.95, 1.0], [0.1, 0.2, 0.3, 0.89, 1.0], [0.9, 0.0, 0.0, 0.0, 1.0]])
+    np.testing.assert_array_equal(choose_candidates(scores, 0.9), [1, 4, 0])
+
+
+def test_choice_falls_back_to_dense_even_where_rounding_keeps_dense_below():
+    np.testing.assert_array_equal(choose_candidates(jnp.array([[[0.5, 0.6, 0.99]]]), 1.0), [[2]])

@@ -168,20 +168,21 @@ def test_an_answer_is_lost_by_the_product_of_its_tokens_probabilities_below_half
     full[4:6] = nats(5)  # the second answer is not known
     full[14] = nats(2.5)  # nor is the last token of the fourth, which is known as a whole
     row0 = full + np.repeat(nats([9, 9, 9, 9, 2.1]), 4)  # and the last one is not lost at row 0
-    answers = worth._Answers([ProbedText((0,), segments)], [full], [row0])
+    probes = list(worth._counted_columns([ProbedText((0,), segments)], np.array([full.size])))
+    answers = worth._Answers(probes, full, row0)
     assert answers.kinds == ["pairs", "facts"]
-    np.testing.assert_array_equal(np.flatnonzero(answers.numbers[0] == 0), [0, 1, 2])
-    np.testing.assert_array_equal(np.flatnonzero(answers.numbers[0] == 1), [12, 13])
-    assert answers.lost([full]) == 0
+    np.testing.assert_array_equal(np.flatnonzero(answers.number == 0), [0, 1, 2])
+    np.testing.assert_array_equal(np.flatnonzero(answers.number == 1), [12, 13])
+    assert answers.lost(full) == 0
     now = full + nats(2)  # half of the probability is no loss yet
-    assert answers.lost([now]) == pytest.approx(0, abs=1e-6)
+    assert answers.lost(now) == pytest.approx(0, abs=1e-6)
     now[[1, 2, 12, 5]] += nats([2, 3, 5, 100])
-    assert answers.lost([now]) == pytest.approx(np.mean([1 - 1 / 6, 1 - 1 / 5]))
-    (weights,) = answers.weights([now])
+    assert answers.lost(now) == pytest.approx(np.mean([1 - 1 / 6, 1 - 1 / 5]))
+    weights = answers.weights(now)
     np.testing.assert_array_equal(np.flatnonzero(weights), [1, 2, 12])
     assert set(weights[weights > 0]) == {0.5}
-    nobody = worth._Answers([ProbedText((0,), segments)], [full], [full])
-    assert (nobody.kinds, nobody.lost([now])) == ([], 0.0)
+    nobody = worth._Answers(probes, full, full)
+    assert (nobody.kinds, nobody.lost(now)) == ([], 0.0)
 
 
 def test_four_counted_answers_say_nothing_and_five_do(lm, text, pairs):

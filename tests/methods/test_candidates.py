@@ -15,6 +15,7 @@ from tca_jax.methods.candidates import (
     candidate_budgets,
     candidate_distributions,
     eviction_budgets,
+    kept_share,
     region_capacity,
 )
 from tca_jax.methods.config import TCAConfig
@@ -125,3 +126,24 @@ def test_out_of_range_arguments_are_refused():
             region_capacity(CONFIG, candidate, 3)
         with pytest.raises(ValueError, match=rf"candidate = {candidate}: must lie in \[0, 14\]"):
             region_capacity(CONFIG, 3, 3, candidate)
+
+
+@pytest.mark.parametrize("tokens", [5, 23, 24, 40, 333])
+@pytest.mark.parametrize("reserve", [0, 3, 1000])
+def test_the_kept_share_counts_the_larger_budget_at_each_rank_the_reserve_and_what_is_right_of_the_ranked(
+    tokens, reserve
+):
+    config = TCAConfig(block_size=8, window=16, num_candidates=4, sigma=0.4, reserve=reserve)
+    ranked = config.num_ranked_blocks(tokens)
+    budgets = np.asarray(candidate_budgets(config, ranked))
+    for prefill, cache in [(0, 0), (0, 2), (1, 3), (2, 4)]:
+        selected = min(np.maximum(budgets[prefill], budgets[cache]).sum() + reserve, ranked * 8)
+        share = kept_share(config, tokens, *(np.array([row], np.int32) for row in (cache, prefill)))
+        assert share[0] == (selected + tokens - ranked * 8) / tokens
+
+
+def test_a_second_row_adds_to_the_kept_share_where_it_keeps_more():
+    config, rows = TCAConfig(block_size=8, window=16, num_candidates=4, reserve=3), np.arange(5, dtype=np.int32)
+    one, mixed = (kept_share(config, 400, rows, second) for second in (rows, np.array([3, 1, 0, 3, 4], np.int32)))
+    np.testing.assert_array_equal(mixed[1:], one[1:])
+    assert mixed[0] > one[0]

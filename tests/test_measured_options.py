@@ -1,7 +1,8 @@
-"""MInference's offline search: scores of patterns against float64, and from a model to a method."""
+"""What is measured of a model for other methods: MInference's patterns against float64, CAKE's preferences."""
 
 import json
 
+import compressing
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from sparse_prefill import best, diagonal, last_rows
 from tiny import random_prompt, tiny_lm
 
 from tca_jax import methods
-from tca_jax.calibration import search_patterns
+from tca_jax.calibration import layer_preferences, search_patterns
 from tca_jax.methods.head_patterns import HeadPattern
 from tca_jax.methods.pattern_search import pattern_scores
 
@@ -85,3 +86,32 @@ def test_a_search_finds_the_best_candidate_of_every_head_and_its_table_is_one_of
 def test_what_cannot_be_searched_is_refused(text, options, message):
     with pytest.raises(ValueError, match=message):
         unchecked(search_patterns)(tiny_lm(), text, **options)
+
+
+def test_preferences_are_the_mean_share_of_each_layer_over_texts():
+    lm = tiny_lm()
+    texts = [random_prompt(0, 40), random_prompt(1, 64)]
+    shares = []
+    for ids in texts:
+        inputs = compressing.full_attention_inputs(lm, ids)
+        layers = np.array([compressing.cake_preference(q, k, 8, 1.5, 0.6) for q, k, _ in inputs])
+        shares.append(layers / layers.sum())
+    found = layer_preferences(lm, texts, observation=8, tau1=1.5, tau2=0.6)
+    np.testing.assert_allclose(found, np.mean(shares, axis=0), rtol=2e-3)
+    assert found.sum() == pytest.approx(1)
+    lm.with_method("cake", preferences=found)  # fits the model
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "message"),
+    [
+        ([[1] * 9], {"observation": 9}, r"texts\[0\] has 9 tokens: must have more than observation = 9"),
+        ([[1] * 5000], {}, r"texts\[0\] has 5000 tokens: .* at most the 4096 positions"),
+        ([[1] * 40], {"observation": 1}, r"observation = 1: must be an integer of at least 2"),
+        ([[1] * 40], {"tau1": 0}, r"tau1 = 0: must lie in \(0, 100\]"),
+        ([[]], {}, r"texts\[0\]"),
+    ],
+)
+def test_what_preferences_cannot_be_measured_on_is_named(texts, options, message):
+    with pytest.raises(ValueError, match=message):
+        layer_preferences(tiny_lm(), texts, **options)

@@ -1,0 +1,274 @@
+"""Passes of a model a layer at a time: one compiled program serves all layers, however deep the model.
+
+Memory is O(L): beside the residual stream a pass keeps what its caller takes of each layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Float32, Float64, Int32
+
+from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import SAME, on_host
+from tca_jax.engine.prompts import pad_tokens
+from tca_jax.engine.score import logprobs_of_hidden
+from tca_jax.models.decoder import Decoder
+from tca_jax.models.names import MODEL
+from tca_jax.models.sharding import parameter_specs
+
+#: Axis 0 of a result or an argument is KV heads, or query heads; or axis 2 is.
+HEADS, THIRD_HEADS = PartitionSpec(MODEL), PartitionSpec(None, None, MODEL)
+#: What `layer_program` makes.
+LayerProgram = Callable[..., Any]
+
+_LOGIT_ELEMENTS = 2**26  # of a chunk whose losses are differentiated: 256 MiB, several times
+
+
+def layer_program(
+    function: Callable[..., Any],
+    *,
+    static: Sequence[str] = (),
+    inputs: Sequence[Any] = (),
+    outputs: Any = SAME,
+    derives: bool = False,
+    donate: bool = False,
+) -> LayerProgram:
+    """A jitted function of a module, one program for all layers of a model.
+
+    Args:
+        function: `function(module, *arrays, **static)`, of a layer or a decoder. Over a mesh it is traced for a single
+            device and its own heads.
+        static: Names of its static arguments, which go by name.
+        inputs: How its arrays lie on a mesh; those behind the last that is named are the same on all devices.
+        outputs: The same of its results.
+        derives: Whether it takes derivatives: JAX must then know what is the same on all devices.
+        donate: Whether the first array may be overwritten.
+
+    Returns:
+        `program(weights, *arrays, graphdef=, shards=, **static)`: the module in its two parts, and the mesh with the
+        model's config, or None on one device.
+    """
+
+    def run(weights: Any, *arrays: Any, graphdef: Any, shards: Any, **options: Any) -> Any:
+        def on_device(weights: Any, *arrays: Any) -> Any:
+            return function(nnx.merge(graphdef, weights), *arrays, **options)
+
+        if shards is None:
+            return on_device(weights, *arrays)
+        mesh, config = shards
+        of_decoder = parameter_specs(config, mesh)
+        of_weights = of_decoder if "layers" in weights else of_decoder["layers"][0]
+        lie = (of_weights, *inputs, *(SAME,) * (len(arrays) - len(inputs)))
+        mapped = jax.shard_map(on_device, mesh=mesh, in_specs=lie, out_specs=outputs, check_vma=derives)
+        return mapped(weights, *arrays)
+
+    run.__name__ = function.__name__
+    return jax.jit(run, static_argnames=("graphdef", "shards", *static), donate_argnums=(1,) if donate else ())
+
+
+def attention_program(
+    attend: Callable[..., Any], *, inputs: Sequence[Any] = (), measures: bool = True, **options: Any
+) -> LayerProgram:
+    """The program of a layer with an attention of its own.
+
+    Args:
+        attend: `attend(q, k, v, *arrays, **static) -> (attention, what is measured)`. The program takes the stream in
+            front of the layer, RoPE's angles and the arrays; it returns the stream behind and what is measured.
+        inputs: How these arrays lie on a mesh.
+        measures: Whether it measures anything; where not, it returns the attention alone, and the program None beside
+            the stream.
+        **options: Those of `layer_program`.
+    """
+    return layer_program(_layer_of(attend, measures), inputs=(SAME, SAME, SAME, *inputs), **options)
+
+
+def slope_program(attend: Callable[..., Any], *, inputs: Sequence[Any], **options: Any) -> LayerProgram:
+    """The program of a layer's derivatives by the stream in front of it and by the gates of its heads.
+
+    Args:
+        attend: `attend(q, k, v, gates, *arrays, **static) -> attention`, differentiable, the gates `[H_kv]`. The
+            program takes the derivative by the stream behind the layer, and then what an `attention_program` takes.
+        inputs: How gates and arrays lie on a mesh.
+        **options: Those of `layer_program`.
+    """
+    layer = _layer_of(attend, measures=False)
+
+    def slopes(
+        module: Any, cotangent: Array, x: Array, cos: Array, sin: Array, gates: Array, *rest: Any, **static: Any
+    ) -> tuple[Array, Array]:
+        _, pullback = jax.vjp(lambda x, gates: layer(module, x, cos, sin, gates, *rest, **static)[0], x, gates)
+        return pullback(cotangent)
+
+    slopes.__name__ = f"{attend.__name__}_slopes"
+    specs = (SAME, SAME, SAME, SAME, *inputs)
+    return layer_program(slopes, inputs=specs, outputs=(SAME, HEADS), derives=True, **options)
+
+
+def _layer_of(attend: Callable[..., Any], measures: bool) -> Callable[..., Any]:
+    """A layer whose attention is `attend`: from the stream in front of it to the stream behind and what is measured."""
+
+    @functools.wraps(attend)
+    def run(module: Any, x: Array, cos: Array, sin: Array, *arrays: Any, **static: Any) -> tuple[Array, Any]:
+        def attention(q: Array, k: Array, v: Array, _: None) -> tuple[Array, Any]:
+            found = attend(q, k, v, *arrays, **static)
+            return found if measures else (found, None)
+
+        return module(x, cos, sin, attention, None)[:2]
+
+    return run
+
+
+class LayerPass:
+    """A sequence on its way through a model's layers; what must run several times is copied before any layer has run.
+
+    Args:
+        lm: The model. On a mesh, heads of what layers measure are in the order of `lm.head_orders`.
+        tokens: The sequence: a row, or a row for each token, where RoPE that follows the length takes the token's own.
+        positions: Of each token.
+        step: Called once for every layer that has run, forwards or backwards.
+        last: The last arrays that programs of all layers take.
+
+    Attributes:
+        targets: The token after each one; arbitrary for the last.
+    """
+
+    def __init__(
+        self,
+        lm: LM,
+        tokens: Int32[np.ndarray, "B P"],
+        positions: Int32[np.ndarray, "B P"],
+        step: Callable[[], None] = lambda: None,
+        last: tuple[Array, ...] = (),
+    ) -> None:
+        self._lm, self._step, self._last = lm, step, last
+        self._decoder = lm.decoder if lm.mesh is None else lm.on_device(lm.params).decoder
+        self._layers = [nnx.split(layer) for layer in self._decoder.layers]
+        self._shards = None if lm.mesh is None else (lm.mesh, lm.config)
+        embedded = self._of_decoder(_embed, jnp.asarray(tokens), jnp.asarray(positions))
+        self._x, *self._angles = (x.reshape(1, -1, x.shape[-1]) for x in embedded)
+        self.targets = jnp.asarray(np.roll(tokens.reshape(1, -1), -1))
+
+    def layers(
+        self,
+        program: LayerProgram,
+        arrays: Callable[[int], tuple[Any, ...]] = lambda number: (),
+        *,
+        inputs: list[Array] | None = None,
+        **static: Any,
+    ) -> Iterator[Any]:
+        """Runs every layer by an `attention_program`; yields what it measures.
+
+        Args:
+            program: The program.
+            arrays: Gives the arrays that it takes between RoPE's angles and the last ones, by the number of the layer.
+            inputs: Gets the stream in front of every layer, where the program does not overwrite it.
+            **static: The program's static arguments.
+        """
+        for number in range(len(self._layers)):
+            if inputs is not None:
+                inputs.append(self._x)
+            # No name holds what is passed: a stream and a layer's arrays go once the next ones are there.
+            self._x, measured = self._of_layer(number, program, self._x, *self._angles, *arrays(number), **static)
+            yield measured
+            self._step()
+
+    def losses(self) -> Float32[np.ndarray, " P"]:
+        """Loss in nats of the token after each one, once all layers have run."""
+        return on_host(self._of_decoder(_losses, self._x, self.targets))[0]
+
+    def slopes(
+        self,
+        program: LayerProgram,
+        arrays: Callable[[int], tuple[Any, ...]],
+        inputs: list[Array],
+        weights: Float32[np.ndarray, " P"],
+        **static: Any,
+    ) -> Float64[np.ndarray, "layers Hkv"]:
+        """Derivative of the weighted sum of losses by the gates of all heads, once all layers have run.
+
+        Args:
+            program: A `slope_program`.
+            arrays: As for `layers`; the first of them are the gates.
+            inputs: The stream in front of every layer; empty in the end.
+            weights: Of the loss of the token after each one.
+            **static: The program's static arguments.
+        """
+        cotangent = self._of_decoder(_loss_slope, self._x, self.targets, jnp.asarray(weights)[None])
+        found = list[np.ndarray]()
+        for number in reversed(range(len(self._layers))):
+            cotangent, slope = self._of_layer(
+                number, program, cotangent, inputs.pop(), *self._angles, *arrays(number), **static
+            )
+            found.append(self._lm.in_model_order(number, on_host(slope).astype(np.float64)))
+            self._step()
+        return np.stack(found[::-1])
+
+    def _of_layer(self, number: int, program: LayerProgram, *arrays: Any, **static: Any) -> Any:
+        graphdef, weights = self._layers[number]
+        return program(weights, *arrays, *self._last, graphdef=graphdef, shards=self._shards, **static)
+
+    def _of_decoder(self, program: LayerProgram, *arrays: Any) -> Any:
+        graphdef, weights = nnx.split(self._decoder)
+        return program(weights, *arrays, graphdef=graphdef, shards=self._shards)
+
+
+class TextPass(LayerPass):
+    """A text on its way through a model's layers, whose programs take last how many tokens it has, `[1]`.
+
+    Args:
+        lm: The model.
+        ids: Token ids, at least 1.
+        step: Called once for every layer that has run.
+    """
+
+    def __init__(self, lm: LM, ids: Sequence[int], step: Callable[[], None] = lambda: None) -> None:
+        tokens, lengths = pad_tokens([list(ids)])
+        positions = np.minimum(np.arange(tokens.shape[1], dtype=np.int32), lengths[:, None] - 1)
+        super().__init__(lm, tokens, positions, step, (jnp.asarray(lengths),))
+
+
+@layer_program
+def _embed(
+    decoder: Decoder, tokens: Int32[Array, "B L"], positions: Int32[Array, "B L"]
+) -> tuple[Float[Array, "B L D"], Float[Array, "B L half"], Float[Array, "B L half"]]:
+    """What the first layer gets: the residual stream, and the angles of RoPE."""
+    return decoder.embed(tokens), *decoder.angles(positions)
+
+
+@layer_program
+def _losses(decoder: Decoder, x: Float[Array, "1 P D"], targets: Int32[Array, "1 P"]) -> Float32[Array, "1 P"]:
+    """Loss in nats of a token after each position, from the stream behind the last layer."""
+    return -logprobs_of_hidden(decoder, decoder.norm(x), targets)
+
+
+@functools.partial(layer_program, derives=True)
+def _loss_slope(
+    decoder: Decoder, x: Float[Array, "1 L D"], targets: Int32[Array, "1 L"], counted: Float32[Array, "1 L"]
+) -> Float[Array, "1 L D"]:
+    """Derivative of the losses of some tokens, weighted and summed, by the stream behind the last layer."""
+    (graphdef, weights), length, vocabulary = nnx.split(decoder), x.shape[1], decoder.config.vocab_size
+    chunk = max(1, min(length, _LOGIT_ELEMENTS // vocabulary))
+
+    def chunks(x: Array) -> Array:
+        padded = jnp.pad(x, ((0, 0), (0, -length % chunk), *((0, 0),) * (x.ndim - 2)))
+        return padded.reshape(-1, 1, chunk, *x.shape[2:])
+
+    def of_chunk(part: tuple[Array, Array, Array]) -> Array:
+        x, targets, counted = part
+
+        def loss(x: Array) -> Array:
+            decoder = nnx.merge(graphdef, weights)
+            return -(logprobs_of_hidden(decoder, decoder.norm(x), targets) * counted).sum()
+
+        return jax.grad(loss)(x)
+
+    slopes = jax.lax.map(of_chunk, (chunks(x), chunks(targets), chunks(counted)))
+    return slopes.reshape(1, -1, x.shape[2])[:, :length]

@@ -1,0 +1,143 @@
+"""What methods of other papers need to know of a model before any prompt: MInference's patterns, CAKE's preferences."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
+
+from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import SAME, SECOND_HEADS, on_host
+from tca_jax.engine.prompts import Prompt, encode_prompts
+from tca_jax.errors import UserError
+from tca_jax.layer_passes import HEADS, TextPass, attention_program
+from tca_jax.methods.cake import layer_preference, observed_spread
+from tca_jax.methods.checks import check_integer, check_number
+from tca_jax.methods.head_patterns import HeadPattern
+from tca_jax.methods.pattern_search import CANDIDATES, FIRST_QUERY, pattern_scores
+from tca_jax.methods.queries import last_queries
+from tca_jax.pallas_kernels.causal_attention import causal_attention
+
+
+def search_patterns(
+    lm: LM,
+    text: Prompt,
+    *,
+    candidates: tuple[HeadPattern, ...] = CANDIDATES,
+    first_query: int = FIRST_QUERY,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[list[list[Any]]]:
+    """Finds a pattern for every query head by one pass of full attention over a text, layer after layer.
+
+    Args:
+        lm: The model.
+        text: A text, or token ids, as long as the prompts to come; the published search takes 30,000 tokens.
+        candidates: Patterns to compare; the first of equals is taken.
+        first_query: Queries before this one do not count.
+        progress: Called with the layers done and their number.
+
+    Returns:
+        For each layer a list with `[kind, columns, diagonals, kept]` a query head, `kept` the share of its attention
+        that it keeps: what `methods.get("minference", patterns=...)` takes, and what JSON holds.
+
+    Raises:
+        ValueError: the text has no query that counts, it is several, or there are no candidates.
+    """
+    check_integer("first_query", first_query, at_least=0)
+    if not candidates:
+        raise UserError("candidates = (): must hold at least one pattern")
+    sequences = encode_prompts(lm, text, "text")
+    if len(sequences) != 1:
+        raise UserError(f"text holds {len(sequences)} texts: must be one")
+    tokens, layers = len(sequences[0]), lm.config.num_layers
+    if tokens <= first_query:
+        raise UserError(f"text has {tokens} tokens: must have more than first_query = {first_query}")
+    tell, table = progress or (lambda done, total: None), list[list[Any]]()
+    tell(0, layers)
+    run = TextPass(lm, sequences[0], lambda: tell(len(table), layers))
+    for kept in run.layers(_search_layer, candidates=tuple(candidates), first_query=first_query):
+        by_kv_head = on_host(kept).reshape(lm.config.num_kv_heads, -1, len(candidates))
+        own = lm.in_model_order(len(table), by_kv_head).reshape(-1, len(candidates))
+        table.append([_best(scores, candidates) for scores in own])
+    return table
+
+
+def _best(scores: Float32[np.ndarray, " P"], candidates: tuple[HeadPattern, ...]) -> list[Any]:
+    number = int(np.argmax(scores))
+    return [*candidates[number], round(float(scores[number]), 6)]
+
+
+@functools.partial(attention_program, static=("candidates", "first_query"), donate=True, outputs=(SAME, HEADS))
+def _search_layer(
+    q: Float[Array, "1 L Hq d"],
+    k: Float[Array, "1 L Hkv d"],
+    v: Float[Array, "1 L Hkv d"],
+    lengths: Int32[Array, " 1"],
+    candidates: tuple[HeadPattern, ...],
+    first_query: int,
+) -> tuple[Float[Array, "1 L Hq d"], Float32[Array, "Hq P"]]:
+    """Full attention, and what its heads keep under each candidate."""
+    scores = pattern_scores(q, k, lengths, candidates, first_query)[0]
+    return causal_attention(q, k, v, lengths), scores
+
+
+def layer_preferences(
+    lm: LM, texts: Prompt | Sequence[Prompt], *, observation: int = 32, tau1: float = 1.0, tau2: float = 1.0
+) -> Float32[np.ndarray, " layers"]:
+    """CAKE's layer preferences, measured on texts of the user's, for `methods.cake`.
+
+    One forward pass with full attention over each text. The paper tunes the temperatures for each model and budget
+    (0.4 to 1.9); its code takes 1 where nothing is tuned.
+
+    Args:
+        lm: The model; its method plays no part.
+        texts: One or several texts or sequences of token ids; best as long as the prompts to come, and of their kind.
+        observation: Last queries of each text that are looked at, at least 2.
+        tau1: Temperature of the entropy over tokens, in (0, 100].
+        tau2: Temperature of the variance over queries, in (0, 100].
+
+    Returns:
+        Each layer's share of all preferences, the mean over texts; sums to 1.
+
+    Raises:
+        ValueError: a number is not allowed, a text is not longer than `observation` tokens or longer than the model's
+            context, or the model computes NaN or infinity.
+        TypeError: `texts` holds something else than text and token ids.
+    """
+    check_integer("observation", observation, at_least=2)
+    for name, tau in (("tau1", tau1), ("tau2", tau2)):
+        check_number(name, tau, above=0, at_most=100)
+    sequences = encode_prompts(lm, texts, "texts")
+    for i, ids in enumerate(sequences):
+        if not observation < len(ids) <= lm.config.max_context:
+            raise UserError(
+                f"texts[{i}] has {len(ids)} tokens: must have more than observation = {observation} and at most the "
+                f"{lm.config.max_context} positions of model {lm.name!r}"
+            )
+    return np.mean([_shares(lm, ids, observation, tau1, tau2) for ids in sequences], axis=0).astype(np.float32)
+
+
+def _shares(lm: LM, ids: Sequence[int], observation: int, tau1: float, tau2: float) -> np.ndarray:
+    """Of each layer in one text."""
+    layers = TextPass(lm, ids).layers(_spread_layer, observation=observation)
+    preferences = np.array([layer_preference(on_host(each)[0], tau1, tau2) for each in layers], np.float64)
+    if not np.isfinite(preferences).all():
+        layer = int(np.argmin(np.isfinite(preferences)))
+        raise UserError(f"model {lm.name!r} computes NaN or infinity in the attention of layer {layer}")
+    return preferences / preferences.sum()
+
+
+@functools.partial(attention_program, static=("observation",), donate=True, outputs=(SAME, SECOND_HEADS))
+def _spread_layer(
+    q: Float[Array, "1 L Hq d"],
+    k: Float[Array, "1 L Hkv d"],
+    v: Float[Array, "1 L Hkv d"],
+    lengths: Int32[Array, " 1"],
+    observation: int,
+) -> tuple[Float[Array, "1 L Hq d"], Float32[Array, "1 Hkv 2"]]:
+    """Full attention, and how it is spread."""
+    spread = observed_spread(last_queries(q, lengths, observation), k, lengths)
+    return causal_attention(q, k, v, lengths), spread
