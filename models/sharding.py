@@ -1,18 +1,19 @@
-"""How the weights of a decoder are shared out over a mesh of devices, and which meshes fit a model.
+"""Models on a mesh of devices: which meshes fit, how the weights lie, and what a device computes with its part of them.
 
-Weights are split over the mesh axis "model", by the table in `names`, and repeated over "data". What runs on them under
-`jax.shard_map` has for every device whole KV heads with their queries, and a part of the MLP's inner width. So with x
-the residual stream, alike on all devices of "model":
+Weights are split over the mesh axis "model", by the table in `names`, and replicated over "data". Under `jax.shard_map`
+each device has whole KV heads with their queries, and a part of the MLP's inner width. So with x the residual stream,
+the same on all devices of "model":
 
-    qkv, gate and up   of x as they are: a device's own heads, its own part of the inner width
-    o and down         partial sums: `psum` over "model", then the bias, which every device holds whole
-    embedding          a device has its columns: take rows as ever, then join the width (`parallel.join_width`)
-    head               partial sums of its part of the width: `psum` of the logits; the tied one is the embedding's
-    norms              alike everywhere
+    qkv, gate and up   products of x as on one device: for the device's own heads and its part of the inner width
+    o and down         partial sums: `psum` over "model", then the bias, which every device has
+    embedding          a device has some of its columns: look up rows, then `gather_width`
+    head               `slice_width`, then partial sums: `psum` of the logits; a tied head is the embedding
+    norms              the same everywhere
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -23,15 +24,87 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
 
 from tca_jax.errors import UserError, UserTypeError
 from tca_jax.models.config import ModelConfig
-from tca_jax.models.decoder import Decoder
+from tca_jax.models.decoder import Collectives, Decoder, chunk_size
+from tca_jax.models.matmul import dot_general
 from tca_jax.models.names import MODEL, Parameter, parameters
 
-DATA = "data"  # the mesh axis that the rows of a batch are shared out over
-HeadOrders = Sequence[Sequence[int]]  # [layers][H_kv]: which KV head comes at each place
+DATA = "data"  # the mesh axis that the rows of a batch are split over
+HeadOrders = Sequence[Sequence[int]]  # [layers][H_kv]: the KV heads in the order in which they lie
+
+_OVERLAPPING = (14, 18, 15, 17)  # sixteenths of a chunk: the four chunks of a step
+# Elements of a chunk's residual stream over the number of devices: 16 MiB in bfloat16, give or take the sixteenths.
+# XLA makes one sum of neighbours that have no more than 30 MiB together, and one product of their products, for which
+# both then wait.
+_PART_ELEMENTS = 2**23
+_SMALL_SUM = 2**18  # bytes; XLA computes sums up to this size in one kernel, in which each device reads all the others
+
+
+def device_graphdef(config: ModelConfig, dtype: DTypeLike, devices: int) -> Any:
+    """Static part (`nnx.split`) of the decoder that a device runs on its part of the weights, under `jax.shard_map`.
+
+    Args:
+        config: The whole model's shape.
+        dtype: Dtype that the model computes in.
+        devices: Devices on "model"; they fit the model (`check_mesh`).
+    """
+    return _device_graphdef(config, jnp.dtype(dtype), devices, _overlapping_chunks(config, devices))
+
+
+@functools.lru_cache(maxsize=8)
+def _device_graphdef(config: ModelConfig, dtype: Any, devices: int, chunks: tuple[int, ...]) -> Any:
+    """Cached, because it takes seconds to build a decoder of many layers."""
+    part = dataclasses.replace(
+        config,
+        num_heads=config.num_heads // devices,
+        num_kv_heads=config.num_kv_heads // devices,
+        intermediate_size=config.intermediate_size // devices,
+    )
+    collectives = Collectives(_summed_product, gather_width, slice_width)
+    options = {"dtype": dtype, "param_dtype": dtype, "chunks": chunks, "collectives": collectives}
+    return nnx.graphdef(nnx.eval_shape(lambda: Decoder(part, **options, rngs=nnx.Rngs(0))))
+
+
+def _overlapping_chunks(config: ModelConfig, devices: int) -> tuple[int, ...]:
+    """Tokens of the chunks whose products overlap with the sum of the chunk before.
+
+    They differ in size, or XLA would fuse their additions, which then wait for all sums.
+    """
+    least = -(-devices * _PART_ELEMENTS // config.hidden_size)
+    chunk = max(chunk_size(config), 1 << max(0, least - 1).bit_length())
+    return tuple(max(1, part * chunk // 16) for part in _OVERLAPPING)
+
+
+def _summed_product(*args: Any, **options: Any) -> Array:
+    """`dot_general` over a contracted axis of which each device has a part.
+
+    Both rows of `dot_general` are summed: a slice in front of the sum would be a kernel of its own.
+    """
+    return dot_general(*args, finish=lambda x: jax.lax.psum(x, MODEL), **options)
+
+
+def gather_width(x: Float[Array, "*tokens part"]) -> Float[Array, "*tokens D"]:
+    """All features of tokens of which each device on "model" has a part.
+
+    For few tokens the devices sum their parts, padded with zeros: XLA has a kernel of its own for small sums. Gathers
+    are NCCL's; the host takes longer to launch one than for the rest of the beginning of a decoding step.
+    """
+    devices = jax.lax.axis_size(MODEL)
+    if devices * x.size * x.dtype.itemsize > _SMALL_SUM:
+        return jax.lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
+    mine = jnp.arange(devices)[:, None] == jax.lax.axis_index(MODEL)
+    parts = jnp.where(mine, x[..., None, :], 0)
+    return jax.lax.psum(parts.reshape(*x.shape[:-1], -1), MODEL)
+
+
+def slice_width(x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens part"]:
+    """This device's part of features that all devices on "model" have."""
+    width = x.shape[-1] // jax.lax.axis_size(MODEL)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(MODEL) * width, width, axis=-1)
 
 
 def axis_size(mesh: Mesh | AbstractMesh | None, axis: str) -> int:
