@@ -288,7 +288,7 @@ class Decoder(nnx.Module):
         *,
         lengths: Int[Array, " B"] | None = None,
         tail: int | None = None,
-        alone: bool = False,
+        each_as_last: bool = False,
         remat: bool = False,
     ) -> tuple[Float[Array, "B _ D"], tuple[Any, ...]]:
         """Run all layers, unrolled.
@@ -306,8 +306,8 @@ class Decoder(nnx.Module):
                 last layer then leaves the others out of all but keys and values: its attention gets q `[B, m, Hq, d]`
                 beside k and v of all tokens, and returns `[B, m, Hq, d]`. In a row of fewer than m tokens the first
                 results are those of its first token again.
-            alone: Rotate each token as if it were the last of its row so far, as one that is fed alone (this counts
-                only for dynamic RoPE).
+            each_as_last: Rotate each token as if it were the last of its row so far, as decoding one token at a time
+                does. It matters for dynamic RoPE only, whose frequencies otherwise follow the last token of the call.
             remat: Recompute each layer in the backward pass instead of keeping its activations (training).
 
         Returns:
@@ -323,7 +323,7 @@ class Decoder(nnx.Module):
             )
         indices = None if tail is None else _last_indices(lengths, tail)
         x = self.embed(tokens)
-        cos, sin = self.angles(positions.reshape(-1, 1) if alone else positions)
+        cos, sin = self.angles(positions.reshape(-1, 1) if each_as_last else positions)
         cos, sin = (x.reshape(*positions.shape, -1) for x in (cos, sin))
         new_states, buffers = [], None
         for index, (layer, state) in enumerate(zip(self.layers, states, strict=True)):

@@ -173,7 +173,7 @@ def _read_piece(
 
     positions = where.first[:, None] + jnp.arange(tokens.shape[1])
     positions = jnp.clip(positions, 0, where.ends[:, None] - 1)
-    hidden, caches = lm.decoder(tokens, positions, attention, spread_pools(caches), alone=True)
+    hidden, caches = lm.decoder(tokens, positions, attention, spread_pools(caches), each_as_last=True)
     return hidden, gather_pools(caches)
 
 
