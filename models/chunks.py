@@ -48,9 +48,10 @@ def by_chunks(function: Callable[..., Any], sizes: tuple[int, ...], buffers: Any
         return results
 
     if buffers is None:
-        shapes = jax.eval_shape(lambda: function(None, *flat_inputs))
-        # `full_like` of an input, because a loop under `jax.shard_map` needs zeros of the input's type.
-        results = jax.tree.map(lambda x: jax.lax.full_like(inputs[0], 0, x.dtype, x.shape), shapes)
+        # The first token's results are dead code: `full_like` needs only their types. Under `jax.shard_map` these say
+        # over which mesh axes the results vary, and a loop must start from values of the types that it ends with.
+        first = function(None, *cut(flat_inputs, 0, 1))
+        results = jax.tree.map(lambda x: jax.lax.full_like(x, 0, shape=(tokens, *x.shape[1:])), first)
     else:
         results = flatten(buffers)
     steps = tokens // step
