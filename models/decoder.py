@@ -1,4 +1,4 @@
-"""The decoder of LLaMA, Qwen2 and Qwen3 in Flax NNX. The caller hands in the attention."""
+"""The decoder of LLaMA, Qwen2 and Qwen3 in Flax NNX. The caller passes the attention as a function."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def chunk_size(config: ModelConfig) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Collectives:
-    """What a decoder does with the others where its weights are a part of a model's (`models.sharding`).
+    """How a decoder computes with its weights if they are a shard of the model's: see `models.sharding`.
 
-    The defaults are those of all weights: a plain product, and no exchange. Part of a decoder's static state.
+    The defaults are for a decoder with all weights: a plain product, and nothing to gather or to slice.
 
     Attributes:
-        dot_general: As `jax.lax.dot_general`, contracting an axis of which the weights are a part.
-        gather_width: `[..., part]` to `[..., D]`: embeddings of tokens, of which the weights give a part.
-        slice_width: `[..., D]` to `[..., part]`: the part of a hidden state that the head's weights take.
+        dot_general: `jax.lax.dot_general` over a contracted axis of which the weights are a shard: `o`, `down`, `head`.
+        gather_width: `[..., shard of D]` to `[..., D]`: from columns of the embedding to the residual stream.
+        slice_width: `[..., D]` to `[..., shard of D]`: from hidden states to the rows of the head.
     """
 
     dot_general: Callable[..., Array] = dot_general
@@ -74,7 +74,7 @@ class RMSNorm(nnx.Module):
 
 
 class SelfAttention(nnx.Module):
-    """Projections, QK norm (Qwen3) and RoPE around the attention that is handed in.
+    """Projections, QK norm (Qwen3) and RoPE before the attention, and the output projection behind it.
 
     One product gives queries, keys and values; of a single token, three products take longer. Its kernel is
     `[D, H_kv, G + 2, d]`: each KV head's G query heads, its key head and its value head.
@@ -173,8 +173,9 @@ class DecoderLayer(nnx.Module):
 
     Args:
         config: The layer's shape and options.
-        chunks: Tokens of the chunks that are computed one after the other, again and again: see `by_chunks`.
-        **options: Of `SelfAttention` and `GatedMLP`.
+        chunks: Tokens of the chunks in one step of the loops over tokens (`by_chunks`).
+        param_dtype: Dtype that the weights are stored in.
+        **options: `dtype`, `collectives` and `rngs`, as for `Decoder`.
     """
 
     def __init__(self, config: ModelConfig, *, chunks: tuple[int, ...], param_dtype: DTypeLike, **options: Any) -> None:
@@ -252,8 +253,8 @@ class Decoder(nnx.Module):
         config: The model's shape and options.
         dtype: Dtype of the residual stream and of matrix products. Norms, RoPE and logits are float32 anyway.
         param_dtype: Dtype that the weights are stored in; they are cast to `dtype` where they are used.
-        chunks: Tokens of the chunks that layers compute one after the other; None for chunks of `chunk_size(config)`.
-        collectives: How it computes with weights that are a part of a model's; by default they are all.
+        chunks: Tokens of the chunks in one step of a layer's loops over tokens; None for `chunk_size(config)`.
+        collectives: How to compute with weights that are a shard of a model's; by default they are all weights.
         rngs: Keys of the random initialisation: normal(0.02), projections into the residual stream scaled by
             1 / sqrt(2 layers).
     """
@@ -276,8 +277,8 @@ class Decoder(nnx.Module):
         self.embedding = nnx.Param(_normal(rngs.params(), (vocab, width), param_dtype))
         self.layers = nnx.List([DecoderLayer(config, **of_layer) for _ in range(config.num_layers)])
         self.norm = RMSNorm(width, eps=config.rms_norm_eps, param_dtype=param_dtype)
-        head = functools.partial(_linear, preferred=jnp.float32, dot_general=collectives.dot_general, **options)
-        self.head = None if config.tie_embeddings else head(width, vocab)
+        of_head = {**options, "preferred": jnp.float32, "dot_general": collectives.dot_general}
+        self.head = None if config.tie_embeddings else _linear(width, vocab, **of_head)
 
     def __call__(
         self,
@@ -295,27 +296,27 @@ class Decoder(nnx.Module):
 
         Args:
             tokens: `[B, L]` token ids; ids outside the vocabulary (padding) are clipped into it.
-            positions: `[B, L]` position of each token in its row. Padding repeats the row's last position (it
-                counts only for dynamic RoPE, whose frequencies follow the row's length so far).
-            attention: Called once a layer as `attention(layer, q [B, L, Hq, d], k [B, L, Hkv, d],
-                v [B, L, Hkv, d], state)`, with RoPE applied and queries unscaled (1 / sqrt(d) is attention's
-                part); returns `(out [B, L, Hq, d], new state)`.
-            states: What each layer's attention gets as `state`, one entry a layer: a pytree, or None.
-            lengths: `[B]` tokens of each row that are no padding; needed with `tail`, without effect else.
-            tail: Hidden states of the last `tail` tokens of each row are all that is wanted, m for short; static. The
-                last layer then leaves the others out of all but keys and values: its attention gets q `[B, m, Hq, d]`
-                beside k and v of all tokens, and returns `[B, m, Hq, d]`. In a row of fewer than m tokens the first
-                results are those of its first token again.
+            positions: `[B, L]` position of each token in its row. Padding repeats the row's last position (this
+                matters for dynamic RoPE only, whose frequencies follow the row's length so far).
+            attention: Called once per layer as `attention(layer, q [B, L, Hq, d], k [B, L, Hkv, d],
+                v [B, L, Hkv, d], state)`, with RoPE applied and queries unscaled (attention multiplies by
+                1 / sqrt(d)); returns `(out [B, L, Hq, d], new state)`.
+            states: What each layer's attention gets as `state`, one entry per layer: a pytree, or None.
+            lengths: `[B]` tokens of each row without padding; needed with `tail`, otherwise unused.
+            tail: Return hidden states of the last m = `tail` tokens of each row only; static. The last layer then
+                computes keys and values only for the other tokens: its attention gets q `[B, m, Hq, d]` with k and v
+                of all tokens, and returns `[B, m, Hq, d]`. In a row of fewer than m tokens the first results repeat
+                that of its first token.
             each_as_last: Rotate each token as if it were the last of its row so far, as decoding one token at a time
                 does. It matters for dynamic RoPE only, whose frequencies otherwise follow the last token of the call.
             remat: Recompute each layer in the backward pass instead of keeping its activations (training).
 
         Returns:
-            `[B, L, D]` hidden states after the final norm, or `[B, m, D]` with `tail`: those of the tokens
-            lengths - m to lengths - 1. And the layers' new states.
+            Hidden states after the final norm, `[B, L, D]`, or with `tail` `[B, m, D]`: those of tokens lengths - m to
+            lengths - 1. And the layers' new states.
 
         Raises:
-            ValueError: `states` has not one entry a layer, `tail` is below 1 or comes without `lengths`.
+            ValueError: `states` does not have one entry per layer, or `tail` is below 1 or comes without `lengths`.
         """
         if len(states) != self.config.num_layers:
             raise UserError(

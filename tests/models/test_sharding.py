@@ -158,6 +158,7 @@ def test_chunks_on_a_mesh_differ_and_are_large_enough_that_their_sums_stay_apart
 
     llama_8b = 7168, 9216, 7680, 8704
     assert chunks(4096, 14336, 2) == chunks(4096, 14336, 4) == llama_8b
+    assert chunks(4096, 14336, 1) == (8192,)
     assert chunks(3584, 18944, 4) == tuple(2 * size for size in llama_8b)  # Qwen2.5-7B
 
 
