@@ -1,4 +1,4 @@
-"""Fingerprint of a model: one for a checkpoint in whatever dtype it is loaded, another for other weights."""
+"""Fingerprint of a model: the same for a checkpoint in every dtype it is loaded in, another one for other weights."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.names import MODEL, Layout, Parameter, parameters
-from tca_jax.models.sharding import HeadOrders, axis_size, by_part, inverse_orders, mesh_of, reorder_heads, settled
+from tca_jax.models.names import Layout, Parameter, parameters
+from tca_jax.models.sharding import HeadOrders, inverse_orders, mesh_of, reorder_heads, settled, sum_over_parts
 
-# What is hashed of the architecture, frozen: profiles hold the result for years. The checkpoint's dtype is no part of
-# it. A field that is not here was added later, and enters only with a value that is not its default.
+# The hashed fields of the architecture. They never change, because profiles hold the result for years. The checkpoint's
+# dtype is not among them. A field that is not listed was added later, and is hashed only if it is not its default.
 _CONFIG_FIELDS = (
     "family",
     "vocab_size",
@@ -58,17 +58,17 @@ _NOT_HASHED = ("rope", "dtype_name")  # of the config: RoPE is hashed by its own
 def fingerprint(decoder: Decoder, head_orders: HeadOrders | None = None) -> str:
     """Hash of the architecture and of every tensor of a checkpoint, rounded to what all loading dtypes can hold.
 
-    Which tensors the decoder joins into one weight is no part of it, so profiles outlast a change of that, and so they
-    do new options of `ModelConfig`. What all dtypes can hold is bfloat16 without the values below float16's normal
-    range. A checkpoint that is stored in float32 and loaded in float16 is rounded twice: of such a decoder this is
-    another value, and `load_checkpoint` tells the checkpoint's.
+    It does not depend on which tensors the decoder joins into one weight, nor on options that `ModelConfig` gains
+    later, so profiles stay valid. All loading dtypes can hold bfloat16 without the values below float16's normal
+    range. A checkpoint that is stored in float32 and loaded in float16 is rounded twice: this decoder has another
+    fingerprint, and `load_checkpoint` returns the checkpoint's.
 
-    Reads each weight where it lies: milliseconds on a GPU.
+    Each weight is read on its device: milliseconds on a GPU.
 
     Args:
         decoder: The model, on one device or on a mesh.
-        head_orders: Orders that its KV heads were brought into (`permute_heads`); the fingerprint is that of the model
-            before. None for its own.
+        head_orders: The orders that its KV heads were permuted into (`permute_heads`); the fingerprint is that of the
+            model before. None for its own order.
 
     Returns:
         64 hexadecimal digits (SHA-256).
@@ -85,10 +85,11 @@ def fingerprint(decoder: Decoder, head_orders: HeadOrders | None = None) -> str:
 
 
 def tensor_checksums(parameter: Parameter, value: Float[Array, ...]) -> dict[str, UInt32[Array, " 2"]]:
-    """Checksums of the tensors that a parameter is made of, by name; on a mesh each device reads what it holds."""
-    mesh = mesh_of(value)
-    value = settled(value, parameter, mesh)  # a user may have shared it out otherwise
-    checksums = _checksums(value, layout=parameter.layout, spec=parameter.spec, mesh=mesh)
+    """Checksums of the tensors that a parameter is made of, by name; on a mesh each device reads its own part."""
+    mesh, layout, split = mesh_of(value), parameter.layout, parameter.split_axis
+    value = settled(value, parameter, mesh)  # a user may have split it otherwise
+    axis = 0 if split is None else layout.tensor_axis(split)
+    checksums = _checksums(value, layout=layout, axis=axis, spec=parameter.spec, mesh=mesh)
     return dict(zip(parameter.names, checksums, strict=True))
 
 
@@ -112,46 +113,43 @@ def _canonical(options: Any, frozen: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(options, name) for name in (*frozen, *changed)}
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "spec", "mesh"))
+@functools.partial(jax.jit, static_argnames=("layout", "axis", "spec", "mesh"))
 def _checksums(
-    x: Float[Array, ...], *, layout: Layout, spec: PartitionSpec, mesh: Mesh | None
+    x: Float[Array, ...], *, layout: Layout, axis: int, spec: PartitionSpec, mesh: Mesh | None
 ) -> list[UInt32[Array, " 2"]]:
-    """Of the tensors that a weight is made of; in one program, so that none is copied out of it."""
-    axes = [axis for axis, name in enumerate(spec) if name == MODEL and axis_size(mesh, MODEL) > 1]
+    """Checksums of the tensors of a weight; in one program, so that no tensor is copied out of the weight.
 
-    def of_part(x: Array) -> list[Array]:
-        tensors = layout.of_part(x.shape).split(x)
-        if not axes:
-            return [_checksum(tensor) for tensor in tensors]
-        place, axis = jax.lax.axis_index(MODEL), layout.tensor_axis(*axes)
-        parts = zip(tensors, layout.tensor_shapes, strict=True)
-        sums = [_checksum(part, shape, axis, place * part.shape[axis]) for part, shape in parts]
-        return [jax.lax.psum(each, MODEL) for each in sums]
+    `axis` is the axis of the tensors that is split over the mesh.
+    """
 
-    return by_part(of_part, mesh, spec, PartitionSpec())(x)
+    def of_part(x: Array, index: Array | int) -> list[Array]:
+        parts = zip(layout.of_part(x.shape).split(x), layout.tensor_shapes, strict=True)
+        return [_checksum(part, shape, axis, index * part.shape[axis]) for part, shape in parts]
+
+    return sum_over_parts(of_part, mesh, spec)(x)
 
 
 def _checksum(
     x: Float[Array, ...], shape: tuple[int, ...] | None = None, axis: int = 0, start: Int[Array, ""] | int = 0
 ) -> UInt32[Array, " 2"]:
-    """Two sums of hashed (place, value) pairs, modulo 2^32: exact, and free of the order of summation.
+    """Two sums of hashed (index, value) pairs, modulo 2^32: exact, and independent of the order of summation.
 
     Args:
-        x: A tensor, or a part of one: those of all parts add up to the tensor's.
-        shape: Of the tensor.
+        x: A tensor, or a part of one: the checksums of all parts add up to the tensor's.
+        shape: The tensor's shape; None for that of x.
         axis: The axis that x is a part of.
-        start: Where the part starts.
+        start: Where the part starts on this axis.
     """
     shape = shape or x.shape
     x = x.astype(jnp.bfloat16)
     x = jnp.where(jnp.abs(x) < jnp.finfo(jnp.float16).tiny, jnp.zeros_like(x), x)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
-    place = jnp.zeros(x.shape, jnp.uint32)
+    index = jnp.zeros(x.shape, jnp.uint32)
     for each in range(x.ndim):
         stride = jnp.uint32(math.prod(shape[each + 1 :]) % 2**32)
         first = jnp.uint32(start) if each == axis else jnp.uint32(0)
-        place += (jax.lax.broadcasted_iota(jnp.uint32, x.shape, each) + first) * stride
-    return jnp.stack([jnp.sum(_mix(bits ^ (place * jnp.uint32(odd)))) for odd in (0x9E3779B1, 0x85EBCA77)])
+        index += (jax.lax.broadcasted_iota(jnp.uint32, x.shape, each) + first) * stride
+    return jnp.stack([jnp.sum(_mix(bits ^ (index * jnp.uint32(odd)))) for odd in (0x9E3779B1, 0x85EBCA77)])
 
 
 def _mix(h: UInt32[Array, ...]) -> UInt32[Array, ...]:

@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-_FEW_WEIGHTS = 10_000_000  # below that, XLA makes sums of a vector's products
+_FEW_WEIGHTS = 10_000_000  # with fewer, XLA computes a vector's product as a sum of elementwise products
 
 
-def dot_general(lhs: Array, rhs: Array, dimension_numbers: Any, *, axis: str | None = None, **options: Any) -> Array:
-    """`jax.lax.dot_general` without batch axes; a single row times few weights is, on an NVIDIA GPU, two rows.
+def dot_general(
+    lhs: Array,
+    rhs: Array,
+    dimension_numbers: Any,
+    *,
+    finish: Callable[[Array], Array] | None = None,
+    **options: Any,
+) -> Array:
+    """`jax.lax.dot_general` without batch axes; on an NVIDIA GPU, one row times few weights is computed as two rows.
 
-    XLA makes a vector times a small matrix a sum of products: it rounds each to the result's dtype and writes them all
-    to memory before it adds them. Small are the projections of models of three billion parameters and less, and those
-    that devices of a mesh have of larger ones. Two rows it leaves a matrix product, which reads the weights once and
-    adds up in float32; the second costs nothing, as a tile has sixteen.
+    XLA computes a vector times a small matrix as a sum of elementwise products: it rounds each product to the result's
+    dtype and writes all of them to memory before it adds them. This affects the projections of models of up to three
+    billion parameters, and those of larger models that are split over devices. Two rows stay a matrix product, which
+    reads the weights once and adds in float32; the second row costs nothing, because a tile has sixteen.
 
     Args:
         lhs: The rows.
         rhs: The weights.
-        dimension_numbers: As `jax.lax.dot_general` takes them; no batch axes.
-        axis: Mesh axis over whose devices the product is summed; None for no sum.
+        dimension_numbers: As for `jax.lax.dot_general`; no batch axes.
+        finish: Applied to the product while it still has both rows.
         **options: Of `jax.lax.dot_general`.
     """
     (contracted, _), _ = dimension_numbers
     free = [i for i in range(lhs.ndim) if i not in contracted]
 
     def product(lhs: Array, rhs: Array) -> Array:
-        part = jax.lax.dot_general(lhs, rhs, dimension_numbers, **options)
-        return part if axis is None else jax.lax.psum(part, axis)
+        result = jax.lax.dot_general(lhs, rhs, dimension_numbers, **options)
+        return result if finish is None else finish(result)
 
     def of_two_rows(lhs: Array, rhs: Array) -> Array:
         return product(jnp.repeat(lhs, 2, free[0]), rhs)[:1]

@@ -1,4 +1,4 @@
-"""Which tensors of a Hugging Face checkpoint each parameter of the decoder is made of, and how devices share it."""
+"""The table of the decoder's parameters: tensors of a Hugging Face checkpoint they are made of, and the split axis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-MODEL = "model"  # the mesh axis that a model's weights are shared out over
+MODEL = "model"  # the mesh axis that a model's weights are split over
 _WHOLE = PartitionSpec()
 LAYER = re.compile(r"model\.layers\.(\d+)\..*")  # a name of a layer's tensor
 
@@ -33,7 +33,7 @@ class _Row:
         transposed: The checkpoint holds transposes ([out, in]).
         widths: Where there are several tensors, what each one fills of the parameter's axis -2.
         spec: Which of its axes is split over a mesh; none by default.
-        by_head: The axis that is split holds the KV heads, one behind the other.
+        by_head: The split axis holds the KV heads, one after the other.
     """
 
     path: str
@@ -61,10 +61,11 @@ _QKV_WEIGHTS, _QKV_BIASES = (
 _GATE_UP_WEIGHTS, _GATE_UP_BIASES = (
     tuple(rf"{_HF_LAYER}.mlp.{part}_proj.{kind}" for part in ("gate", "up")) for kind in ("weight", "bias")
 )
-# What gives heads or the MLP's inner width is split over its outputs, what takes them over its inputs: a device holds
-# whole KV heads, and one sum over devices closes attention, another one the MLP. Biases of the latter and norms are
-# wanted everywhere and are small. Embedding and head are split over the width: of a model of 70B they are 4.2 GB, which
-# no device shall hold whole, and a vocabulary is often no multiple of anything, as users add tokens to theirs.
+# Projections to heads or to the MLP's inner width are split over their outputs, projections from them over their
+# inputs: a device has whole KV heads, and attention and the MLP each end with one sum over the devices. Biases behind
+# these sums, and norms, are small and needed on every device. Embedding and head are split over the width: in a model
+# of 70B they are 4.2 GB, too much for each device, and a vocabulary often has no useful divisor, because users add
+# tokens to theirs.
 _TABLE = (
     _Row(r"embedding", (EMBEDDING,), PartitionSpec(None, MODEL)),
     _Row(r"norm\.scale", ("model.norm.weight",)),
@@ -115,12 +116,12 @@ _TABLE = (
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a parameter holds its tensors side by side. Hashable: a static value under jit.
+    """How the tensors of a parameter lie side by side in it. Hashable: a static value under jit.
 
     Attributes:
         shape: Of the parameter.
-        lead: Axes of the parameter that its tensors have too; they flatten the others into one.
-        widths: What each tensor fills of axis -2; empty where the parameter is its one tensor.
+        lead: Leading axes that parameter and tensors have in common; tensors flatten the other axes into one.
+        widths: The size of each tensor on axis -2; empty if the parameter is a single tensor.
     """
 
     shape: tuple[int, ...]
@@ -140,7 +141,7 @@ class Layout:
         return dataclasses.replace(self, shape=shape)
 
     def tensor_axis(self, axis: int) -> int:
-        """The axis of the tensors that an axis of the parameter lies in."""
+        """The axis of the tensors that contains an axis of the parameter."""
         return min(axis, self.lead) if self.widths else axis
 
     def split(self, value: Any) -> list[Any]:
@@ -176,7 +177,7 @@ class Parameter:
         transposed: The checkpoint holds transposes ([out, in]).
         layout: How it holds them.
         spec: Which of its axes is split over the devices of a mesh.
-        by_head: The axis that is split holds the KV heads, one behind the other.
+        by_head: The split axis holds the KV heads, one after the other.
     """
 
     path: tuple[Any, ...]
@@ -189,12 +190,12 @@ class Parameter:
 
     @property
     def layer(self) -> int | None:
-        """The layer that it belongs to; None for embedding, final norm and head."""
+        """The parameter's layer; None for embedding, final norm and head."""
         return self.path[1] if self.path[0] == "layers" else None
 
     @property
     def split_axis(self) -> int | None:
-        """The axis that is split over the devices of a mesh; None: each of them holds it whole."""
+        """The axis that is split over the devices of a mesh; None for a replicated parameter."""
         return next((axis for axis, name in enumerate(self.spec) if name == MODEL), None)
 
     @property
@@ -204,13 +205,13 @@ class Parameter:
 
     @property
     def tensor_spec(self) -> PartitionSpec:
-        """Which axis of its tensors, not transposed, is split over the devices of a mesh."""
+        """The spec of its tensors, not transposed."""
         split = None if self.split_axis is None else self.layout.tensor_axis(self.split_axis)
         return PartitionSpec(*(MODEL if axis == split else None for axis in range(len(self.layout.tensor_shapes[0]))))
 
     @property
     def stored_spec(self) -> PartitionSpec:
-        """The same of its tensors in the checkpoint."""
+        """The spec of its tensors as the checkpoint stores them."""
         return PartitionSpec(*reversed(self.tensor_spec)) if self.transposed else self.tensor_spec
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
@@ -232,9 +233,9 @@ def parameters(decoder: Decoder) -> list[Parameter]:
 
 
 def outer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Tensors of the embedding and of the last layer, as stored, which every size of the config shows in.
+    """Stored shapes of the embedding and of some tensors of the last layer, which depend on every size of the config.
 
-    Of the config alone, while `parameters` needs a decoder, which cannot be built of sizes that nothing backs.
+    They need the config only. `parameters` needs a decoder, which may not be built before its sizes are checked.
     """
     c, last = config, f"model.layers.{config.num_layers - 1}"
     return {

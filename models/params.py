@@ -56,8 +56,8 @@ class LoadedCheckpoint(NamedTuple):
 
     Attributes:
         decoder: The model.
-        fingerprint: Of the tensors as they are stored, where the loaded weights no longer tell it (stored in float32
-            and loaded in float16, or with heads in another order); else None, and `fingerprint(decoder)` tells it.
+        fingerprint: Of the tensors as they are stored, if it cannot be computed from the loaded weights (stored in
+            float32 and loaded in float16, or with heads in another order); otherwise None: use `fingerprint(decoder)`.
     """
 
     decoder: Decoder
@@ -71,7 +71,7 @@ def load_decoder(
     progress: Callable[[int, int], None] | None = None,
     mesh: Mesh | None = None,
 ) -> Decoder:
-    """The decoder of a checkpoint folder alone; as `load_checkpoint`."""
+    """The decoder of a checkpoint folder; as `load_checkpoint`."""
     return load_checkpoint(folder, config, dtype, progress, mesh).decoder
 
 
@@ -85,23 +85,23 @@ def load_checkpoint(
 ) -> LoadedCheckpoint:
     """Build the decoder from a checkpoint folder.
 
-    Tensors go from the file to the default device one by one, so host memory stays near the largest of them. On a mesh
-    each process reads the parts that its own devices need, and a device gets nothing but its part.
+    Tensors go from the file to the default device one by one, so host memory stays near the size of the largest. On a
+    mesh each process reads the parts that its own devices need, and each device gets its own part only.
 
     Args:
         folder: Holds `model.safetensors`, or `model.safetensors.index.json` and its shards.
         config: The model's shape, as `read_config(folder)` gives it.
-        dtype: Dtype that weights are kept and computed in.
-        progress: Called as `progress(bytes read, bytes in all)` after each tensor, of which a process of several
-            may have read a part.
-        mesh: Devices that share the weights, as `models.sharding` says; None for the default device.
+        dtype: Dtype of the weights and of computations.
+        progress: Called as `progress(bytes read, total bytes)` after each tensor, of which a process of several
+            may have read only a part.
+        mesh: Devices that the weights are split over (`models.sharding`); None for the default device.
         head_orders: An order for each layer's KV heads, as for `permute_heads`; None for the checkpoint's own.
 
     Raises:
         FileNotFoundError: no safetensors file, or a shard is missing.
         ValueError: a corrupt file, a missing or unexpected tensor, or one of unexpected shape or dtype; the
-            message names the file and the tensor. Sizes that are not the checkpoint's are refused before anything
-            is built of them. Or the mesh or the orders do not fit the model.
+            message names the file and the tensor. Sizes that differ from the checkpoint's are refused before anything
+            of these sizes is built. Or the mesh or the orders do not fit the model.
     """
     if mesh is not None:
         check_mesh(mesh, config)
@@ -174,7 +174,7 @@ def _read(
     mesh: Mesh | None,
     progress: Callable[[int, int], None] | None,
 ) -> Iterator[tuple[Parameter, Array]]:
-    """Each parameter and its value once its last tensor is read: file by file, a tensor at a time."""
+    """Yields each parameter and its value when its last tensor is read: file by file, one tensor at a time."""
     report = _progress({name: stored[name].bytes for name in wanted}, progress)
     placed: dict[str, Array] = {}
     for file in sorted({stored[name].file for name in wanted}):
@@ -193,7 +193,7 @@ def _read(
 
 
 def _progress(sizes: Mapping[str, int], callback: Callable[[int, int], None] | None) -> Callable[[str], None]:
-    """What is called with the name of each tensor that was read, and tells the callback the bytes so far."""
+    """A function that takes the name of each tensor read and passes the bytes so far to the callback."""
     done, total = 0, sum(sizes.values())
 
     def report(name: str) -> None:
@@ -243,7 +243,7 @@ def _files(folder: Path) -> dict[Path, list[str]]:
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """A safetensors file; what is wrong with it is raised with its name."""
+    """A safetensors file; errors in it are raised with the file's name."""
     try:
         with safe_open(file, framework="numpy") as shard:
             yield shard
@@ -252,7 +252,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _check_sizes(folder: Path, config: ModelConfig, stored: Mapping[str, _Stored]) -> None:
-    """The config's sizes are those of the tensors, so that a decoder can be made of them, even an abstract one."""
+    """Checks that the config's sizes are those of the tensors, before a decoder of these sizes is built."""
     layers = {int(match[1]) for name in stored if (match := LAYER.fullmatch(name))}
     if layers and config.num_layers - 1 not in layers:
         raise UserError(
@@ -264,11 +264,11 @@ def _check_sizes(folder: Path, config: ModelConfig, stored: Mapping[str, _Stored
 
 
 def _check_tensors(folder: Path, wanted: Mapping[str, Parameter], stored: Mapping[str, _Stored]) -> None:
-    """Nothing is missing, misshapen or of a dtype that is not read, and nothing would be left out."""
+    """Checks that no tensor is missing, misshapen, of an unsupported dtype, or left over."""
     for name, parameter in wanted.items():
         _check_tensor(folder, name, parameter.stored_shape(name), stored)
     for name, found in stored.items():
-        # A head beside a tied embedding is compared with it once that is loaded.
+        # A head stored next to a tied embedding is compared with it when the embedding is loaded.
         if name not in wanted and name != HEAD and not _IGNORED.fullmatch(name):
             raise UserError(f"{found.file}: tensor {name!r} has no place in the model of its config.json")
 
@@ -286,7 +286,7 @@ def _check_tensor(folder: Path, name: str, shape: tuple[int, ...], stored: Mappi
 
 
 def _check_tied_head(file: Path, decoder: Decoder, mesh: Mesh | None) -> None:
-    """A checkpoint may repeat the embedding as its head, but not hold another one."""
+    """Checks that a head stored next to a tied embedding equals it."""
     embedding = next(parameter for parameter in parameters(decoder) if parameter.names == (EMBEDDING,))
     value = embedding.variable[...]
     with _opened(file) as shard:

@@ -1,18 +1,19 @@
-"""How the weights of a decoder are shared out over a mesh of devices, and which meshes fit a model.
+"""Models on a mesh of devices: which meshes fit, how the weights lie, and what a device computes with its part of them.
 
-Weights are split over the mesh axis "model", by the table in `names`, and repeated over "data". What runs on them under
-`jax.shard_map` has for every device whole KV heads with their queries, and a part of the MLP's inner width. So with x
-the residual stream, alike on all devices of "model":
+Weights are split over the mesh axis "model", by the table in `names`, and replicated over "data". Under `jax.shard_map`
+each device has whole KV heads with their queries, and a part of the MLP's inner width. So with x the residual stream,
+the same on all devices of "model":
 
-    qkv, gate and up   of x as they are: a device's own heads, its own part of the inner width
-    o and down         partial sums: `psum` over "model", then the bias, which every device holds whole
-    embedding          a device has its columns: take rows as ever, then join the width (`parallel.join_width`)
-    head               partial sums of its part of the width: `psum` of the logits; the tied one is the embedding's
-    norms              alike everywhere
+    qkv, gate and up   products of x as on one device: for the device's own heads and its part of the inner width
+    o and down         partial sums: `psum` over "model", then the bias, which every device has
+    embedding          a device has some of its columns: look up rows, then `gather_width`
+    head               `slice_width`, then partial sums: `psum` of the logits; a tied head is the embedding
+    norms              the same everywhere
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -23,15 +24,89 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
 
 from tca_jax.errors import UserError, UserTypeError
 from tca_jax.models.config import ModelConfig
-from tca_jax.models.decoder import Decoder
+from tca_jax.models.decoder import Collectives, Decoder, chunk_size
+from tca_jax.models.matmul import dot_general
 from tca_jax.models.names import MODEL, Parameter, parameters
 
-DATA = "data"  # the mesh axis that the rows of a batch are shared out over
-HeadOrders = Sequence[Sequence[int]]  # [layers][H_kv]: which KV head comes at each place
+DATA = "data"  # the mesh axis that the rows of a batch are split over
+HeadOrders = Sequence[Sequence[int]]  # [layers][H_kv]: the KV heads in the order in which they lie
+
+_OVERLAPPING = (14, 18, 15, 17)  # sixteenths of a chunk: the four chunks of a step
+# Least elements of a chunk's residual stream for each device: 16 MiB in bfloat16, give or take the sixteenths. XLA
+# combines the sums of neighbouring chunks if they have at most 30 MiB together, and their products too, and both then
+# wait. Whole sums, as now, would allow smaller chunks on many devices; these are the sizes that were measured.
+_PART_ELEMENTS = 2**23
+_SMALL_SUM = 2**18  # bytes; XLA computes sums up to this size in one kernel, in which each device reads all the others
+
+
+def device_graphdef(config: ModelConfig, dtype: DTypeLike, devices: int) -> Any:
+    """Static part (`nnx.split`) of the decoder that a device runs on its part of the weights, under `jax.shard_map`.
+
+    Args:
+        config: The whole model's shape.
+        dtype: Dtype that the model computes in.
+        devices: Devices on "model"; they fit the model (`check_mesh`).
+    """
+    return _device_graphdef(config, jnp.dtype(dtype), devices, _overlapping_chunks(config, devices))
+
+
+@functools.lru_cache(maxsize=8)
+def _device_graphdef(config: ModelConfig, dtype: Any, devices: int, chunks: tuple[int, ...]) -> Any:
+    """Cached, because it takes seconds to build a decoder of many layers."""
+    part = dataclasses.replace(
+        config,
+        num_heads=config.num_heads // devices,
+        num_kv_heads=config.num_kv_heads // devices,
+        intermediate_size=config.intermediate_size // devices,
+    )
+    collectives = Collectives(_summed_product, gather_width, slice_width)
+    options = {"dtype": dtype, "param_dtype": dtype, "chunks": chunks, "collectives": collectives}
+    return nnx.graphdef(nnx.eval_shape(lambda: Decoder(part, **options, rngs=nnx.Rngs(0))))
+
+
+def _overlapping_chunks(config: ModelConfig, devices: int) -> tuple[int, ...]:
+    """Tokens of the chunks in one step of a loop, whose products overlap with the sum of the chunk before.
+
+    They differ in size, or XLA would fuse their additions, which then wait for all sums. One device sums nothing.
+    """
+    if devices == 1:
+        return (chunk_size(config),)
+    least = -(-devices * _PART_ELEMENTS // config.hidden_size)
+    chunk = max(chunk_size(config), 1 << max(0, least - 1).bit_length())
+    return tuple(max(1, part * chunk // 16) for part in _OVERLAPPING)
+
+
+def _summed_product(*args: Any, **options: Any) -> Array:
+    """`dot_general` over a contracted axis of which each device has a part.
+
+    Both rows of `dot_general` are summed: a slice in front of the sum would be a kernel of its own.
+    """
+    return dot_general(*args, finish=lambda x: jax.lax.psum(x, MODEL), **options)
+
+
+def gather_width(x: Float[Array, "*tokens part"]) -> Float[Array, "*tokens D"]:
+    """All features of tokens of which each device on "model" has a part.
+
+    For few tokens the devices sum their parts, padded with zeros: XLA has a kernel of its own for small sums. Gathers
+    are NCCL's; the host takes longer to launch one than for the rest of the beginning of a decoding step.
+    """
+    devices = jax.lax.axis_size(MODEL)
+    if devices * x.size * x.dtype.itemsize > _SMALL_SUM:
+        return jax.lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
+    mine = jnp.arange(devices)[:, None] == jax.lax.axis_index(MODEL)
+    parts = jnp.where(mine, x[..., None, :], 0)
+    return jax.lax.psum(parts.reshape(*x.shape[:-1], -1), MODEL)
+
+
+def slice_width(x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens part"]:
+    """This device's part of features that all devices on "model" have."""
+    width = x.shape[-1] // jax.lax.axis_size(MODEL)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(MODEL) * width, width, axis=-1)
 
 
 def axis_size(mesh: Mesh | AbstractMesh | None, axis: str) -> int:
@@ -40,7 +115,7 @@ def axis_size(mesh: Mesh | AbstractMesh | None, axis: str) -> int:
 
 
 def check_mesh(mesh: Any, config: ModelConfig, name: str = "the model") -> None:
-    """Refuses a mesh that a model cannot run on.
+    """Raises unless a model can run on a mesh.
 
     Args:
         mesh: Axes "data" and "model", in any order, or one of them; Auto or Explicit.
@@ -48,9 +123,9 @@ def check_mesh(mesh: Any, config: ModelConfig, name: str = "the model") -> None:
         name: What the message calls the model.
 
     Raises:
-        TypeError: no mesh.
-        ValueError: other axes, or more devices on "model" than divide the model's KV heads, its inner width and its
-            width; says how many fit.
+        TypeError: not a mesh.
+        ValueError: other axes, or a number of devices on "model" that does not divide the model's KV heads, its inner
+            width and its width; the message says which numbers fit.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise UserTypeError(f"mesh is a {type(mesh).__name__}: must be a jax.sharding.Mesh, as jax.make_mesh gives it")
@@ -74,7 +149,7 @@ def parameter_specs(config: ModelConfig, mesh: Mesh | AbstractMesh | None = None
 
     Args:
         config: The model's shape.
-        mesh: Axes that it lacks are left out; None for one with all of them.
+        mesh: Axes that it lacks are left out; None for a mesh with all of them.
     """
     return _by_parameter(config, lambda parameter: _spec_on(mesh, parameter.spec))
 
@@ -85,41 +160,63 @@ def decoder_shardings(config: ModelConfig, mesh: Mesh) -> Any:
 
 
 def parameter_sharding(parameter: Parameter, mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """How a parameter lies on a mesh."""
+    """The sharding of a parameter on a mesh."""
     return spec_sharding(mesh, parameter.spec)
 
 
 def spec_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> NamedSharding:
-    """How an array with such a spec lies on a mesh, of which some axes may be missing."""
+    """The sharding of an array with this spec on a mesh, which may lack axes of the spec."""
     return NamedSharding(mesh, _spec_on(mesh, spec))
 
 
 def settled(value: Array, parameter: Parameter, mesh: Mesh | None) -> Array:
-    """A parameter's value under the very sharding that `decoder_shardings` names: an equal one may be spelt otherwise,
-    and programs that are compiled for the one would be compiled again for the other."""
+    """A parameter's value under the sharding object that `decoder_shardings` gives.
+
+    An equivalent sharding may be another object, for which programs would be compiled again.
+    """
     return value if mesh is None else jax.device_put(value, parameter_sharding(parameter, mesh))
 
 
 def by_part(function: Callable[..., Any], mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`function` as each device of a mesh runs it on its parts of the arrays; as it is where there is no mesh.
+    """`function` run by each device of a mesh on its parts of the arrays; without a mesh the function itself.
 
-    `in_specs` and `out_specs` are pytrees of `PartitionSpec`; names of axes that the mesh lacks count as None.
+    `in_specs` and `out_specs` are pytrees of `PartitionSpec`; axes that the mesh lacks count as None.
     """
     if mesh is None:
         return function
     in_specs, out_specs = jax.tree.map(functools.partial(_spec_on, mesh), (in_specs, out_specs))
-    # Unchecked, or every loop would have to begin with values that are typed as different on each device.
+    # Unchecked, or every loop would need initial values whose type says that they differ between devices.
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
+def sum_over_parts(
+    function: Callable[[Array, Array | int], Any], mesh: Mesh | None, spec: PartitionSpec
+) -> Callable[[Array], Any]:
+    """A function of an array: the sum of `function(part, index of the part)` over its parts, on every device.
+
+    Args:
+        function: Takes a device's part of the array.
+        mesh: The devices; None for one, which has the whole array as part 0.
+        spec: How the array lies on the mesh.
+    """
+    split = MODEL in spec and axis_size(mesh, MODEL) > 1
+
+    def on_device(part: Array) -> Any:
+        if not split:
+            return function(part, 0)
+        return jax.lax.psum(function(part, jax.lax.axis_index(MODEL)), MODEL)
+
+    return by_part(on_device, mesh, spec, PartitionSpec())
+
+
 def mesh_of(weight: Array) -> Mesh | None:
-    """The mesh that a weight lies on; None where it is on one device."""
+    """The mesh that a weight lies on; None on one device."""
     mesh = getattr(weight.sharding, "mesh", None)
     return mesh if isinstance(mesh, Mesh) else None
 
 
 def shard_decoder(decoder: Decoder, mesh: Mesh, head_orders: HeadOrders | None = None) -> Decoder:
-    """A decoder that is in memory, put onto a mesh. (`load_checkpoint` reads one straight into its shards.)
+    """Puts a decoder that is in memory onto a mesh. (`load_checkpoint` reads one directly into its shards.)
 
     Args:
         decoder: The model.
@@ -127,7 +224,7 @@ def shard_decoder(decoder: Decoder, mesh: Mesh, head_orders: HeadOrders | None =
         head_orders: An order of each layer's KV heads, as for `permute_heads`.
 
     Raises:
-        ValueError: the mesh does not fit the model, or an order is none.
+        ValueError: the mesh does not fit the model, or an order is not a permutation.
     """
     check_mesh(mesh, decoder.config)
     graphdef, state = nnx.split(decoder)
@@ -136,14 +233,14 @@ def shard_decoder(decoder: Decoder, mesh: Mesh, head_orders: HeadOrders | None =
 
 
 def permute_heads(decoder: Decoder, orders: HeadOrders) -> Decoder:
-    """The same model with its KV heads in other places, so that other heads sit together on a device.
+    """The same model with its KV heads in another order, so that other heads are together on a device.
 
-    A head's queries go with it, in the weights and biases of q, k, v and o, so results do not change but for the order
-    in which o sums. On a mesh each of these weights is exchanged once, a weight at a time.
+    A head's queries move with it, in the weights and biases of q, k, v and o, so results change only by the order in
+    which o sums. On a mesh each of these weights is exchanged between the devices once, one weight at a time.
 
     Args:
         decoder: The model, on one device or on a mesh.
-        orders: `[layers][H_kv]`: at place i of layer l stands then what stood at place `orders[l][i]`.
+        orders: `[layers][H_kv]`: head i of layer l will be what was head `orders[l][i]`.
 
     Raises:
         ValueError: not a permutation of the KV heads for each layer.
@@ -158,9 +255,9 @@ def permute_heads(decoder: Decoder, orders: HeadOrders) -> Decoder:
 
 
 def reorder_heads(value: Array, parameter: Parameter, orders: HeadOrders, mesh: Mesh | None) -> Array:
-    """A parameter's value with the KV heads of its layer in another order; itself where there are none or none moves.
+    """A parameter's value with the KV heads of its layer in another order; unchanged if it has none or none moves.
 
-    The value lies where it lay; `orders` are as for `permute_heads`.
+    Its sharding stays the same; `orders` are as for `permute_heads`.
     """
     if parameter.layer is None or not parameter.by_head:
         return value
@@ -172,7 +269,7 @@ def reorder_heads(value: Array, parameter: Parameter, orders: HeadOrders, mesh: 
 
 
 def inverse_orders(orders: HeadOrders) -> tuple[tuple[int, ...], ...]:
-    """The orders that `permute_heads` undoes others with."""
+    """The orders with which `permute_heads` undoes `orders`."""
     return tuple(tuple(np.argsort(order).tolist()) for order in orders)
 
 
@@ -189,7 +286,7 @@ def check_orders(orders: HeadOrders, config: ModelConfig) -> None:
 def _reorder(
     x: Array, order: Int[Array | np.ndarray, " Hkv"], *, axis: int, spec: PartitionSpec, mesh: Mesh | None
 ) -> Array:
-    """A weight whose `axis` holds the KV heads, with these in another order; it lies where it lay."""
+    """A weight whose `axis` holds the KV heads, with the heads in another order; its sharding stays the same."""
     devices = axis_size(mesh, MODEL)
 
     def on_device(x: Array, order: Array) -> Array:
@@ -203,7 +300,7 @@ def _reorder(
 
 
 def _take_heads(x: Array, wanted: Array, heads: Array, axis: int) -> Array:
-    """Of a weight with all `heads` along an axis, the wanted ones."""
+    """The wanted heads of a weight that has all `heads` along an axis."""
     by_head = x.reshape(*x.shape[:axis], heads.size, -1, *x.shape[axis + 1 :])
     taken = jnp.take(by_head, wanted, axis=axis, unique_indices=True)
     return taken.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
@@ -211,18 +308,18 @@ def _take_heads(x: Array, wanted: Array, heads: Array, axis: int) -> Array:
 
 @functools.lru_cache(maxsize=8)
 def abstract_parameters(config: ModelConfig) -> tuple[Parameter, ...]:
-    """Every parameter of a decoder of that shape, without values: to build one of many layers takes seconds."""
+    """Every parameter of a decoder of this shape, without values; cached, because many layers take seconds."""
     return tuple(parameters(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))))
 
 
 def _by_parameter(config: ModelConfig, function: Callable[[Parameter], Any]) -> Any:
-    """A value for each parameter of a decoder of that shape, in the structure of its state."""
+    """A value for each parameter of a decoder of this shape, in the structure of its state."""
     found = abstract_parameters(config)
     return nnx.from_flat_state({each.path: each.variable.replace(function(each)) for each in found})
 
 
 def _spec_on(mesh: Mesh | AbstractMesh | None, spec: PartitionSpec) -> PartitionSpec:
-    """The spec without axes that a mesh lacks."""
+    """The spec without the axes that a mesh lacks."""
     return spec if mesh is None or MODEL in mesh.axis_names else PartitionSpec()
 
 

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint on their way to the devices: read, cast, transposed and joined, on a mesh part by part."""
+"""From tensors of a checkpoint to parameters on the devices: read, cast, transpose, join; on a mesh, part by part."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ def read_tensor(file: Any, name: str, parameter: Parameter, mesh: Mesh | None) -
 
     Args:
         file: The open file.
-        name: The tensor's name; it need not be one of the parameter's, but is shaped and split like them.
-        parameter: What it is a part of.
-        mesh: None: the whole tensor is read and stays on the host. Otherwise the parts that this process's devices
-            need are read, and put onto them.
+        name: The tensor's name; it has the shape and the sharding of the parameter's tensors.
+        parameter: The parameter that it belongs to.
+        mesh: If None, the whole tensor is read and stays on the host. Otherwise the parts that this process's devices
+            need are read and put onto them.
     """
     if mesh is None:
         return file.get_tensor(name)
     view, parts = file.get_slice(name), {}
 
     def read(index: Any) -> np.ndarray:
-        place = str(index)  # devices that hold the same part share what was read
-        if place not in parts:
-            parts[place] = view[index]
-        return parts[place]
+        key = str(index)  # devices with the same part share one copy
+        if key not in parts:
+            parts[key] = view[index]
+        return parts[key]
 
     return jax.make_array_from_callback(tuple(view.get_shape()), spec_sharding(mesh, parameter.stored_spec), read)
 
 
 def place_tensor(tensor: Array | np.ndarray, parameter: Parameter, dtype: Any, mesh: Mesh | None) -> Array:
-    """A tensor as the parameter is made of it, on its devices."""
+    """A tensor on its devices, in the parameter's dtype and not transposed."""
     specs = parameter.stored_spec, parameter.tensor_spec
     return _place(tensor, dtype=dtype, transposed=parameter.transposed, specs=specs, mesh=mesh)
 
 
 def join_tensors(parameter: Parameter, tensors: Sequence[Array], mesh: Mesh | None) -> Array:
-    """The parameter of its tensors, which `place_tensor` gave."""
+    """The parameter, from the tensors that `place_tensor` returned."""
     specs = parameter.tensor_spec, parameter.spec
     return _join(tuple(tensors), layout=parameter.layout, specs=specs, mesh=mesh) if tensors[1:] else tensors[0]
 

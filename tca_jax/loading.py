@@ -19,11 +19,11 @@ from tca_jax.engine.mesh import Orders, balanced_orders
 from tca_jax.engine.programs import enable_compilation_cache
 from tca_jax.engine.prompts import is_librarys
 from tca_jax.errors import UserError, require_type
+from tca_jax.models.aliases import ALIASES
 from tca_jax.models.config import ModelConfig, read_config
 from tca_jax.models.json_object import read_json_object, refuse_misspelt
 from tca_jax.models.names import MODEL
 from tca_jax.models.params import load_checkpoint
-from tca_jax.models.registry import ALIASES
 from tca_jax.models.sharding import axis_size, check_mesh
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def load(
     """Loads a LLaMA 3.x, Qwen2, Qwen2.5 or Qwen3 checkpoint straight into device arrays.
 
     Args:
-        name_or_path: A local folder with config.json and *.safetensors, an alias (`models.registry.ALIASES`, or
+        name_or_path: A local folder with config.json and *.safetensors, an alias (`models.aliases.ALIASES`, or
             "recall-tiny", which ships with the package), or a Hugging Face Hub id; looked up in this order.
         profile: Head budgets: a folder that `Profile.save` wrote, a `Profile`, "shipped" for the one beside a shipped
             model, or None for exact full attention.

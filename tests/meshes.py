@@ -15,7 +15,6 @@ from tiny import CONFIG, TCA
 
 import tca_jax
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.sequence_parallel import TokenParts
 
 needs_8_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
@@ -51,14 +50,7 @@ def lm_of(
 def chunks_of(tokens: int, lm: tca_jax.LM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of models as wide as `lm`, made from now on, take so many tokens at a time, on a mesh, too."""
     monkeypatch.setattr("tca_jax.models.decoder._CHUNK_ELEMENTS", tokens * lm.config.intermediate_size)
-    monkeypatch.setattr("tca_jax.models.parallel._PART_ELEMENTS", 0)
-
-
-def watch_parts(monkeypatch: pytest.MonkeyPatch) -> list[TokenParts | None]:
-    """How devices share tokens, of each decoder that is traced from now on."""
-    found, real = [], Decoder._parts
-    monkeypatch.setattr(Decoder, "_parts", lambda *args: found.append(real(*args)) or found[-1])
-    return found
+    monkeypatch.setattr("tca_jax.models.sharding._PART_ELEMENTS", 0)
 
 
 def with_tca(lm: tca_jax.LM, rows=None, **options) -> tca_jax.LM:

@@ -26,7 +26,7 @@ from tca_jax.lab import plots as lab_plots
 from tca_jax.lab import recall
 from tca_jax.loading import checkpoint_folder
 from tca_jax.methods import registry
-from tca_jax.models.registry import ALIASES
+from tca_jax.models.aliases import ALIASES
 from tca_jax.pallas_kernels.backends import OPERATIONS
 
 ROOT = Path(__file__).parent.parent

@@ -244,7 +244,7 @@ def test_an_alias_downloads_its_repository_once_and_loads_it(alias, folder, monk
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     lm = tca_jax.load(alias, revision="abc")
     assert lm.name == alias
-    assert asked == [(tca_jax.models.registry.ALIASES[alias], "abc")]
+    assert asked == [(tca_jax.models.aliases.ALIASES[alias], "abc")]
 
 
 def test_a_wrong_dtype_is_named(folder):

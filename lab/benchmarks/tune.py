@@ -256,7 +256,7 @@ def operations(layer: Layer, length: int, config: tca_jax.TCAConfig) -> Iterator
         "paged_attention",
         "triton",
         decode,
-        decode_configs(decode),
+        decode_configs(decode, config.block_size),
         functools.partial(paged_attention_triton.paged_attention, window=config.window),
         (q[:, -1:], (cache.pages(0),), n, n),
         _STEPS,
@@ -317,8 +317,8 @@ def mosaic_column_mass_configs() -> tuple[MosaicColumnMassConfig, ...]:
     return first + tuple(MosaicColumnMassConfig(columns=columns) for columns in passes)
 
 
-def decode_configs(default: PagedConfig) -> tuple[PagedConfig, ...]:
-    """Tiles, chunks, and depth of the pipeline around the default."""
+def decode_configs(default: PagedConfig, page: int) -> tuple[PagedConfig, ...]:
+    """Tiles of at most a page, chunks, and depth of the pipeline around the default."""
     changes: tuple[dict[str, int], ...] = (
         {"keys": default.keys // 2},
         {"keys": default.keys // 2, "stages": default.stages + 1},
@@ -329,7 +329,8 @@ def decode_configs(default: PagedConfig) -> tuple[PagedConfig, ...]:
         {"warps": default.warps * 2},
         {"warps": default.warps * 2, "stages": default.stages + 1},
     )
-    return tuple(dataclasses.replace(default, **change) for change in changes)
+    others = (dataclasses.replace(default, **change) for change in changes)
+    return tuple(config for config in others if 16 <= config.keys <= page)
 
 
 def winners(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

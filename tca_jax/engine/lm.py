@@ -18,7 +18,6 @@ from tca_jax.engine.mesh import HeadShards, Orders, balanced_orders, mesh_name, 
 from tca_jax.errors import UserTypeError, require_type
 from tca_jax.methods import BASELINE, Method, get
 from tca_jax.methods.base import CachePolicy
-from tca_jax.models import parallel
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import fingerprint
@@ -27,6 +26,7 @@ from tca_jax.models.rope import fixed_frequencies
 from tca_jax.models.sharding import (
     axis_size,
     check_mesh,
+    device_graphdef,
     parameter_specs,
     permute_heads,
     shard_decoder,
@@ -153,7 +153,7 @@ class LM:
 
     def on_device(self, params: Any) -> LM:
         """The model as each device of its mesh runs it, under `jax.shard_map`, over its own part of the weights."""
-        graphdef, _ = nnx.split(parallel.on_device(self.decoder, MODEL, axis_size(self.mesh, MODEL)))
+        graphdef = device_graphdef(self.config, self.dtype, axis_size(self.mesh, MODEL))
         return dataclasses.replace(self, graphdef=graphdef, params=params)
 
     @property

@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from meshes import chunks_of, lm_of, mesh_of, needs_8_devices, watch_parts, with_tca
+from meshes import chunks_of, lm_of, mesh_of, needs_8_devices, with_tca
 from tiny import random_prompt
 
 import tca_jax
 from tca_jax.engine import request
-from tca_jax.engine.mesh import ROWS, SAME, OverMesh
-from tca_jax.engine.mesh_pools import balanced_order, balanced_orders
+from tca_jax.engine.mesh import ROWS, SAME, OverMesh, balanced_order, balanced_orders
 from tca_jax.models.rope import RopeConfig
 
 pytestmark = needs_8_devices
@@ -67,7 +66,7 @@ def test_sums_of_one_chunk_of_tokens_that_travel_beside_another_change_nothing(m
     one = with_tca(lm_of())
     chunks_of(16, one, monkeypatch)  # 4 x 96 tokens: six steps of four chunks of 14 to 18
     many = with_tca(lm_of(mesh_of((1, 2)), name="in chunks"))
-    assert many.on_device(many.params).decoder.layers[0].chunk == 16
+    assert many.on_device(many.params).decoder.layers[0].chunks == (14, 18, 15, 17)
     check_same(one, many)
 
 
@@ -79,16 +78,12 @@ def test_sums_of_one_chunk_of_tokens_that_travel_beside_another_change_nothing(m
     ],
     ids=["(1, 4), TCA", "(2, 2), full"],
 )
-def test_devices_that_share_the_tokens_of_long_prompts_say_what_one_says(shape, changes, under, monkeypatch):
+def test_large_chunks_of_long_prompts_say_what_one_device_says(shape, changes, under, monkeypatch):
     one = under(lm_of(**changes))
     chunks_of(64, one, monkeypatch)  # 4 x 96 tokens, or 2 x 96 of a device on "data", in chunks of 56, 72, 60 and 68
-    many = under(lm_of(mesh_of(shape), name="in parts", **changes))
-    start, _ = request_of(many)._prepare_start()
-    assert collectives(start._executable.as_text(), "reduce-scatter")
+    many = under(lm_of(mesh_of(shape), name="in large chunks", **changes))
     check_same(one, many)
-    shared = watch_parts(monkeypatch)
     expected, scores = tca_jax.score(one, PROMPTS), tca_jax.score(many, PROMPTS)
-    assert any(shared)
     np.testing.assert_allclose(np.concatenate(scores.logprobs), np.concatenate(expected.logprobs), atol=2e-4)
 
 
@@ -167,17 +162,16 @@ def test_statistics_tell_bytes_of_all_devices_and_of_each():
     assert many.kv_cache_bytes_per_device * 4 == many.kv_cache_bytes
     assert one.kv_cache_bytes_per_device == one.kv_cache_bytes <= many.kv_cache_bytes  # regions of the largest device
     assert many.kv_cache_bytes < 1.3 * one.kv_cache_bytes
-    assert one.full_kv_cache_bytes <= many.full_kv_cache_bytes < 1.3 * one.full_kv_cache_bytes  # each has an empty pool
+    assert one.full_kv_cache_bytes <= many.full_kv_cache_bytes < 1.3 * one.full_kv_cache_bytes
 
 
 def test_every_device_allocates_what_statistics_say():
     lm = with_tca(lm_of(mesh_of((2, 2))))
     context = tca_jax.prefill(lm, PROMPTS)
     held = dict.fromkeys(lm.mesh.devices.flat, 0)
-    for cache in context.caches:
-        for part in jax.tree.leaves((cache.pool.k, cache.pool.v, *cache.ring)):
-            for shard in part.addressable_shards:
-                held[shard.device] += shard.data.nbytes
+    for part in (context.cache.k, context.cache.v):
+        for shard in part.addressable_shards:
+            held[shard.device] += shard.data.nbytes
     assert set(held.values()) == {context.stats.kv_cache_bytes_per_device}
 
 
@@ -228,9 +222,9 @@ def request_of(lm: tca_jax.LM) -> request.Request:
 def program_text(lm: tca_jax.LM) -> str:
     """Its compiled decoding step."""
     one = request_of(lm)
-    state = one._split(request.results_of(one._prepare_start()[0]))
+    state = one._started(request.results_of(one._prepare_start()[0]))
     place = request._decode._function.place
-    args = place(lm, (state, one._pools, jnp.int32(9), one.sampling))
+    args = place(lm, (state, one.shared, jnp.int32(9), one.sampling))
     step = jax.jit(request._decode._function, static_argnames=("backend",))
     return step.lower(lm, *args, backend=one.backend).compile().as_text()
 
@@ -252,6 +246,18 @@ def test_a_step_sums_twice_a_layer_and_gathers_no_cache():
     assert gathers == [0, 0]
     for kind in ("all-to-all", "collective-permute", "reduce-scatter"):
         assert not collectives(program_text(with_tca(lm_of(mesh_of((1, 4))))), kind)
+
+
+def test_reading_sums_twice_a_layer_and_gathers_embeddings_once():
+    sums = []
+    for layers in (2, 4):
+        lm = lm_of(mesh_of((1, 4)), num_layers=layers).with_method("streaming", sinks=0, window=16, block_size=8)
+        text = request_of(lm)._prepare_start()[0]._executable.as_text()
+        sums.append(len(collectives(text, "all-reduce")))
+        assert len(collectives(text, "all-gather")) <= 1  # few embeddings are summed
+        for kind in ("all-to-all", "collective-permute", "reduce-scatter"):
+            assert not collectives(text, kind)
+    assert sums[1] - sums[0] == 2 * 2
 
 
 def test_no_empty_array_goes_into_a_program_of_a_mesh():

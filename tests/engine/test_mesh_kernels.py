@@ -61,8 +61,9 @@ def test_a_prefill_over_a_mesh_lowers_for_gpus(backend, method, call, monkeypatc
     lm = lm_of(mesh_of((2, 4)), head_dim=128, dtype=jnp.bfloat16)
     if method == "tca":
         lm = lm.with_method("tca", candidates=ROWS, config=tca_jax.TCAConfig(window=128))
-    args = lm.for_contexts(), jnp.ones((2, 1024), jnp.int32), jnp.array([1024, 700])
-    program = jax.jit(contexts._read._function, static_argnames=("backend",))
+    args = lm, jnp.ones((2, 1024), jnp.int32), jnp.array([1024, 700])
+    program = jax.jit(contexts._read._function, static_argnames=("layout", "backend"))
+    static = {"layout": lm.cache_layout(1, 1024), "backend": (backend, "auto")}
     with jax.sharding.use_abstract_mesh(abstract_mesh()):
-        text = program.trace(*args, backend=(backend, "auto")).lower(lowering_platforms=("cuda",)).as_text()
+        text = program.trace(*args, **static).lower(lowering_platforms=("cuda",)).as_text()
     assert f"custom_call @{call}" in text

@@ -343,7 +343,7 @@ def test_residual_projections_start_smaller(config_entries: Any) -> None:
         assert abs(float(kernel[...].std()) / (0.02 / math.sqrt(2 * 2)) - 1) < 0.15
 
 
-def test_tokens_that_stand_alone_are_rotated_as_if_each_were_fed_alone(config: ModelConfig) -> None:
+def test_tokens_each_as_the_last_are_rotated_as_if_fed_one_at_a_time(config: ModelConfig) -> None:
     rope = RopeConfig(type="dynamic", theta=10000.0, factor=4.0, original_max_positions=64)
     decoder = make(dataclasses.replace(config, rope=rope, num_layers=1))
     tokens = jnp.arange(1, 9)[None]
@@ -355,5 +355,5 @@ def test_tokens_that_stand_alone_are_rotated_as_if_each_were_fed_alone(config: M
         return kept[0]
 
     one_by_one = jnp.concatenate([rotated(tokens[:, i : i + 1], positions[:, i : i + 1]) for i in range(8)], axis=1)
-    np.testing.assert_allclose(rotated(tokens, positions, alone=True), one_by_one, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(rotated(tokens, positions, each_as_last=True), one_by_one, rtol=1e-6, atol=1e-6)
     assert np.abs(rotated(tokens, positions) - one_by_one).max() > 1e-4

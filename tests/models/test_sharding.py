@@ -1,4 +1,4 @@
-"""Weights on meshes: who holds what, heads in other places, and meshes that do not fit."""
+"""Models on meshes: who holds what, a device's decoder, heads in other places, and meshes that do not fit."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from tca_jax.models import sharding
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import parameters
 from tca_jax.models.sharding import (
     check_mesh,
+    device_graphdef,
     inverse_orders,
     mesh_of,
     parameter_sharding,
@@ -125,6 +127,61 @@ def test_every_large_parameter_is_split_evenly_and_specs_have_the_structure_of_t
 def test_a_mesh_without_an_axis_for_the_model_has_the_weights_whole(config_entries: Any) -> None:
     specs = parameter_specs(config_of(config_entries), AbstractMesh((2,), ("data",)))
     assert set(jax.tree.leaves(specs)) == {PartitionSpec()}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_the_decoder_of_a_device_is_made_for_its_part_of_the_weights(family: str, config_entries: Any) -> None:
+    biased = {"attention_bias": True} if family != "qwen2" else {}
+    config, mesh = config_of(config_entries, family, **biased), AbstractMesh((2, 4), ("data", "model"))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    local = jax.tree.map(
+        lambda spec, x: jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype),
+        parameter_specs(config),
+        state,
+    )
+    part = nnx.merge(device_graphdef(config, jnp.bfloat16, 4), local)
+    for module in (layer.attention for layer in part.layers):
+        assert module.qkv.out_features == (1, 4 + 2, 8) == module.qkv.kernel.shape[1:]
+        assert module.o.kernel.shape == (4 * 8, 32)
+    for module in (layer.mlp for layer in part.layers):
+        assert module.gate_up.out_features == (2, 12) == module.gate_up.kernel.shape[1:]
+        assert module.down.kernel.shape == (12, 32)
+    assert graphdef == nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))  # which knows no mesh
+    assert device_graphdef(config, jnp.bfloat16, 4) is device_graphdef(config, "bfloat16", 4)
+
+
+def test_chunks_on_a_mesh_differ_and_are_large_enough_that_their_sums_stay_apart(config_entries: Any) -> None:
+    def chunks(hidden: int, inner: int, devices: int) -> tuple[int, ...]:
+        sizes = {"hidden_size": hidden, "intermediate_size": inner}
+        config = dataclasses.replace(config_of(config_entries), num_layers=1, **sizes)
+        return sharding._overlapping_chunks(config, devices)
+
+    llama_8b = 7168, 9216, 7680, 8704
+    assert chunks(4096, 14336, 2) == chunks(4096, 14336, 4) == llama_8b
+    assert chunks(4096, 14336, 1) == (8192,)
+    assert chunks(3584, 18944, 4) == tuple(2 * size for size in llama_8b)  # Qwen2.5-7B
+
+
+@needs_4_devices
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("tokens", "operation"), [(1, "all-reduce"), (16, "all-reduce"), (17, "all-gather")])
+def test_the_width_is_gathered_exactly_by_what_is_faster(
+    tokens: int, operation: str, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = jax.random.normal(jax.random.key(tokens), (1, tokens, 24), dtype)
+    whole = whole.at[:, 0, :2].set(jnp.array([jnp.inf, -jnp.inf], dtype))  # zeros of others do not touch them
+    monkeypatch.setattr(sharding, "_SMALL_SUM", 16 * 24 * whole.dtype.itemsize)
+    split = PartitionSpec(None, None, "model")
+    # Each device returns the whole: side by side, as many copies as devices.
+    gather = jax.shard_map(
+        lambda part: sharding.gather_width(part),
+        mesh=mesh_4(axes=("model",), shape=(4,)),
+        in_specs=split,
+        out_specs=split,
+    )
+    run = jax.jit(gather)
+    np.testing.assert_array_equal(run(whole), jnp.tile(whole, 4))
+    assert operation in run.lower(whole).compile().as_text()
 
 
 @needs_4_devices

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 import tca_jax
 from tca_jax.cli.app import app
-from tca_jax.engine.cache import attend_cache
 from tca_jax.engine.decode import prefill
 from tca_jax.engine.sampling import Sampling
 from tca_jax.lab.benchmarks import caches, calibration, decode, decode_models, tune
@@ -37,6 +36,7 @@ from tca_jax.lab.benchmarks.shares import FULL, Share, fetching_by_layer, unequa
 from tca_jax.methods.block_sparse import Listed, listed_pairs
 from tca_jax.methods.pairs import causal_pairs
 from tca_jax.pallas_kernels.block_mass.triton import BlockMassConfig
+from tca_jax.pallas_kernels.paged_attention import paged_attention
 
 TINY = ["--models=tiny", "--window=128", "--backend=xla", "--repeats=1"]
 OPTIONS = {
@@ -449,17 +449,18 @@ def test_questions_are_timed_against_reading_and_full_attention_where_it_is_aske
 
 def test_a_cache_holds_what_its_layout_says_and_a_step_reads_it():
     layer, config = dataclasses.replace(LAYERS["qwen2.5-7b"], head_dim=16), tca_jax.TCAConfig(window=256)
-    plans = [caches.plan(config, layer, share, 2, 1024) for share in (FULL, Share(0.2))]
-    filled = caches.random_caches(plans, layer.head_dim, seed=0)
     q = random_normal(jax.random.key(3), (2, layer.heads, layer.head_dim), jnp.bfloat16)
-    for plan, cache in zip(plans, filled, strict=True):
-        expected, _ = attend_cache(q, cache, jnp.full(2, 1024, jnp.int32), "xla")
-        np.testing.assert_array_equal(decode.attend(q, cache, "xla"), expected)
-        assert sum(x.nbytes for x in (cache.pool.k, cache.ring.k)) * 2 == plan.layout.num_bytes(16, jnp.bfloat16)
-        assert (np.asarray(cache.pool.lengths) <= np.asarray(plan.layout.regions.capacities)).all()
-    assert plans[0].attended_tokens == 2 * layer.kv_heads * 1025
-    local = 2 * layer.kv_heads * 257
-    assert plans[1].attended_tokens == local + int(np.asarray(filled[1].pool.lengths).sum())
+    at, attended = jnp.full(2, 1024, jnp.int32), []
+    for share in (FULL, Share(0.2)):
+        plan = caches.plan(config, layer, share, 2, 1024)
+        cache = caches.random_cache(plan, layer.head_dim, seed=0)
+        expected, _ = paged_attention(q[:, None], (cache.pages(0),), at, at, window=plan.layout.window, backend="xla")
+        np.testing.assert_array_equal(decode.attend(q, cache, plan.layout, "xla"), expected[:, 0])
+        assert cache.k.nbytes + cache.v.nbytes == plan.layout.num_bytes(16, jnp.bfloat16)
+        assert (np.asarray(cache.kept[0]) <= np.array(plan.layout.kept_pages[0][0]) * 128).all()
+        attended.append((plan.attended_tokens, int(np.asarray(cache.kept[0]).sum())))
+    assert attended[0] == (2 * layer.kv_heads * 1025, 0)
+    assert attended[1][0] == 2 * layer.kv_heads * 257 + attended[1][1]
 
 
 @pytest.mark.parametrize("share", [FULL, Share(0.3), Share(0.5, prefill=0.05)], ids=str)
@@ -469,15 +470,14 @@ def test_a_random_state_is_one_that_prefill_could_have_left(share):
     state = random_state(lm, 2, 512)
     arguments = (lm, jnp.zeros((2, 512), jnp.int32), jnp.array([512, 512]), state.keys, Sampling())
     new_tokens = state.tokens.shape[1]
-    left = jax.eval_shape(lambda *args: prefill(*args, state.stop_tokens, new_tokens=new_tokens), *arguments)
+    left, shared = jax.eval_shape(lambda *args: prefill(*args, state.stop_tokens, new_tokens=new_tokens), *arguments)
+    assert shared is None
     assert jax.tree.structure(left) == jax.tree.structure(state)
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(left)] == [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
 
 
 def test_caches_that_do_not_fit_are_left_out_and_said_to_be(tmp_path, monkeypatch):
-    full = sum(
-        x.num_bytes(16, jnp.float32) for x in random_model("tiny", jax.random.key(0), 1).cache_layouts(8, 512, 66)
-    )
+    full = random_model("tiny", jax.random.key(0), 1).cache_layout(8, 512, 65).num_bytes(16, jnp.float32)
     for module in (decode, decode_models):  # room for a whole model's smaller cache at batch 8, for all at batch 1
         monkeypatch.setattr(module, "free_bytes", lambda: full)
     args = ["--models=tiny", "--window=128", "--backend=xla", "--repeats=1", "--lengths=512", "--block-shares=0.2"]
@@ -562,8 +562,8 @@ def test_a_tuned_configuration_is_described_without_its_class():
 
 
 def test_candidates_of_tuning_are_few_and_differ():
-    decode_default = tune.decode_attention_triton.default_config(128, 2)
+    decode_default = tune.paged_attention_triton.default_config(4, 128, 128, jnp.bfloat16)
     lists = [f() for f in (tune.token_score_configs, tune.select_configs, tune.prefill_configs)]
-    lists += [tune.column_mass_configs(), tune.mosaic_column_mass_configs(), tune.decode_configs(decode_default)]
+    lists += [tune.column_mass_configs(), tune.mosaic_column_mass_configs(), tune.decode_configs(decode_default, 128)]
     for configs in lists:
         assert 4 <= len(set(configs)) == len(configs) <= 9

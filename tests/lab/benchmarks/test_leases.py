@@ -234,7 +234,7 @@ def test_requests_of_a_shape_over_a_context_share_their_programs(appended, model
     requested.compilations.close()
     [shape] = requested.shapes
     shape = dataclasses.replace(shape, prompts=2, context=True, appended=appended)
-    held, block = shape.tokens - 5, requested._context(shape).layouts[0].block_size
+    held, block = shape.tokens - 5, requested._context(shape).layout.block_size
     found, layouts = set(), set()
     for seed in range(100):
         more, asked = requested._following(shape, requested._context(shape), np.random.default_rng(seed))

@@ -11,7 +11,6 @@ from meshes import lm_of, mesh_of
 from tiny import TCA
 
 import tca_jax
-from tca_jax.engine.layouts import total_bytes
 from tca_jax.lab.benchmarks.meshes import held_by_device, over_even_share
 from tca_jax.lab.benchmarks.models import config_of, random_model
 from tca_jax.lab.benchmarks.shares import FULL, Share
@@ -63,9 +62,7 @@ def test_models_are_shared_out_about_evenly(share, most, name, tokens):
 def test_every_device_holds_what_the_layouts_say():
     lm = lm_of(mesh_of((1, 4)), num_layers=4).with_method("tca", candidates=[[0, 14, 2, 1]] * 4, config=TCA)
     held = held_by_device(lm.config, lm.method.cache, lm.mesh, 2, 384, 32)
-    layouts = lm.cache_layouts(2, 384, 32)
-    assert all(layout.shared is not None for layout in layouts)
-    assert held.caches == total_bytes(layouts, lm.config.head_dim, jnp.float32)
+    assert held.caches == lm.cache_layout(2, 384, 31).num_bytes(lm.config.head_dim, jnp.float32)
     for device in lm.mesh.devices.flat:
         parts = [part for x in jax.tree.leaves(lm.params) for part in x.addressable_shards if part.device == device]
         assert held.weights == sum(part.data.nbytes for part in parts)
@@ -85,7 +82,7 @@ def test_what_the_layouts_say_is_what_a_model_and_its_caches_take():
     lm = random_model("tiny", jax.random.key(0)).with_method(method)
     held = held_by_device(config, lm.method.cache, None, 2, 512, 8)
     assert held.weights == sum(x.nbytes for x in jax.tree.leaves(lm.params))
-    assert held.caches == sum(layout.num_bytes(16, jnp.float32) for layout in lm.cache_layouts(2, 512, 8))
+    assert held.caches == lm.cache_layout(2, 512, 7).num_bytes(16, jnp.float32)
 
 
 def test_rows_of_a_batch_and_their_caches_are_shared_by_data_and_weights_are_not():

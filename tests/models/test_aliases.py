@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tca_jax.models.registry import ALIASES
+from tca_jax.models.aliases import ALIASES
 
 
 @pytest.mark.parametrize(
