@@ -51,16 +51,14 @@ def random_columns(rng, batch, length, heads, capacity):
 def attended(blocks, columns, row, head, length, *, block, tile):
     """bool [length, length]: which token each query attends to, from the operation's docstring."""
     mask = np.zeros((length, length), bool)
-    for i in range(length):
-        t = i // tile
-        lists = np.asarray(blocks.distances)[row, head]
-        for distance in lists[t if len(lists) > 1 else 0][: int(blocks.counts[row, head, t])]:
+    lists, counts = np.asarray(blocks.distances)[row, head], np.asarray(blocks.counts)[row, head]
+    for t in range(-(-length // tile)):
+        for distance in lists[t if len(lists) > 1 else 0][: counts[t]]:
             begin = (t + 1) * tile - int(distance)
-            mask[i, max(0, begin) : max(0, begin + block)] = True
-        if columns is not None:
-            mask[
-                i, [c for c in np.asarray(columns.tokens)[row, head][: int(columns.counts[row, head])] if c < length]
-            ] = True
+            mask[t * tile : (t + 1) * tile, max(0, begin) : max(0, begin + block)] = True
+    if columns is not None:
+        tokens = np.asarray(columns.tokens)[row, head][: int(columns.counts[row, head])]
+        mask[:, tokens[tokens < length]] = True
     return mask & np.tri(length, dtype=bool)
 
 

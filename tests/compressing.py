@@ -78,15 +78,16 @@ def highest(scores, count, ranked_tokens):
 
 def full_attention_inputs(lm, ids):
     """q, k and v of every layer under full attention, float64, without an axis of rows."""
-    inputs = []
+    inputs, padding = [], -len(ids) % 96  # behind the tokens, which do not see it: few shapes are compiled
 
     def attention(layer, q, k, v, state):
         arrays = [np.asarray(x[0], np.float64) for x in (q, k, v)]
-        inputs.append(arrays)
+        inputs.append([x[: len(ids)] for x in arrays])
         group = CONFIG.num_heads // CONFIG.num_kv_heads
         heads = [oracle.probabilities(arrays[0][:, h], arrays[1][:, h // group]) for h in range(CONFIG.num_heads)]
         out = [head @ arrays[2][:, h // group] for h, head in enumerate(heads)]
         return jnp.asarray(np.stack(out, axis=1), jnp.float32)[None], None
 
-    lm.decoder(jnp.array([ids]), jnp.arange(len(ids))[None], attention, (None,) * CONFIG.num_layers)
+    tokens = jnp.array([[*ids, *[0] * padding]])
+    lm.decoder(tokens, jnp.arange(tokens.shape[1])[None], attention, (None,) * CONFIG.num_layers)
     return inputs

@@ -24,6 +24,8 @@ if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("XLA_FLAGS", _flags)
     # Programs do not say which lines of Python made their operations: that takes a few percent of the tests' time.
     os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+    # Without these lines nothing need be stripped from a program before it is looked up in the cache.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY", "true")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # in xdist's workers it is: that of the process that started them
     _cache = tempfile.mkdtemp(prefix="tca_jax-tests-")
     atexit.register(shutil.rmtree, _cache, ignore_errors=True)
@@ -67,6 +69,12 @@ SLOW = (
 )
 _TESTS = Path(__file__).parent
 _MOST_MAPS = 25_000  # of 65,530; the largest module's programs come on top
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Where slow tests are left out, files of slow tests alone are not imported: that takes seconds per process."""
+    slow = _place(collection_path.relative_to(_TESTS)) < len(SLOW) if _TESTS in collection_path.parents else False
+    return True if slow and config.option.markexpr == "not slow" else None
 
 
 def pytest_collection_modifyitems(items):

@@ -122,6 +122,8 @@ def minference(q, k, *, kind, columns, diagonals, block, blocks=100):
     return mask
 
 
+#: Tokens that `greedy` computes for: what JAX compiles for one prompt serves all.
+_TOKENS = 160
 ORACLES = {"xattention": xattention, "flexprefill": flexprefill, "minference": minference}
 
 
@@ -136,6 +138,7 @@ def greedy(lm, prompt, following, new_tokens, mask_of, visible=None):
         visible: Position -> positions that a later query sees; None: all up to its own.
     """
     n, total = len(prompt), len(prompt) + len(following) + new_tokens
+    assert total <= _TOKENS
     group, masks = CONFIG.num_heads // CONFIG.num_kv_heads, {}
 
     def attention(layer, q, k, v, state):
@@ -144,9 +147,9 @@ def greedy(lm, prompt, following, new_tokens, mask_of, visible=None):
         for head in range(CONFIG.num_heads):
             keys, values = k[:, head // group], v[:, head // group]
             if (layer, head) not in masks:
-                mask = np.tri(total, dtype=bool)
+                mask = np.tri(_TOKENS, dtype=bool)
                 mask[:n, :n] = mask_of(layer, head, q[:n, head], keys[:n])
-                for i in range(n, total) if visible else ():
+                for i in range(n, _TOKENS) if visible else ():
                     mask[i] = False
                     mask[i, sorted(visible(i))] = True
                 masks[layer, head] = mask
@@ -154,9 +157,9 @@ def greedy(lm, prompt, following, new_tokens, mask_of, visible=None):
             out[:, head] = softmax(logits) @ values
         return jnp.asarray(out, jnp.float32)[None], None
 
-    tokens = np.zeros((1, total), np.int32)
+    tokens = np.zeros((1, _TOKENS), np.int32)
     tokens[0, : n + len(following)] = [*prompt, *following]
     for i in range(n + len(following), total):
-        hidden, _ = lm.decoder(jnp.asarray(tokens), jnp.arange(total)[None], attention, (None,) * CONFIG.num_layers)
-        tokens[0, i] = int(jnp.argmax(lm.decoder.logits(hidden[0, i - 1])))
-    return tokens[0, -new_tokens:].tolist()
+        hidden, _ = lm.decoder(jnp.asarray(tokens), jnp.arange(_TOKENS)[None], attention, (None,) * CONFIG.num_layers)
+        tokens[0, i] = np.argmax(lm.decoder.logits(hidden[0, i - 1]))
+    return tokens[0, total - new_tokens : total].tolist()

@@ -11,12 +11,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from commands import error, run
 from tiny import TCA, write_checkpoint
-from typer.testing import CliRunner
 
 import tca_jax
 from tca_jax.calibration.profile import Profile
-from tca_jax.cli.app import app
 from tca_jax.cli.generate import describe
 from tca_jax.cli.profiles import of_texts
 from tca_jax.errors import UserTypeError
@@ -39,22 +38,6 @@ BAD_PAIRS = [
     ('{"question": "q", "answer": "a"}', r"--probes bad7.jsonl, line 1: text = None: must be an integer in \[0, 1\]"),
     (PAIR, r"--probes bad8.jsonl holds no pair for text 1: every text needs one"),
 ]
-
-
-def run(*args, stdin=None, **environment):
-    return CliRunner().invoke(
-        app, [str(arg) for arg in args], input=stdin, env={"COLUMNS": "80", "TERM": "xterm", **environment}
-    )
-
-
-def error(*args, **environment) -> str:
-    """The message of a command that must fail as every user error does."""
-    result = run(*args, **environment)
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
-    return result.stderr.removeprefix("error: ").strip()
 
 
 @pytest.fixture(scope="module")

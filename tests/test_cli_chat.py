@@ -1,15 +1,15 @@
 """`tca-jax chat`: a document that is read once, questions from a terminal and from a pipe, and what is refused."""
 
 import contextlib
+import functools
 import re
 from pathlib import Path
 
+import commands
 import pytest
 from tiny import write_checkpoint
-from typer.testing import CliRunner
 
 import tca_jax
-from tca_jax.cli.app import app
 from tca_jax.engine.prompts import DocumentTemplate
 
 TEMPLATE = (
@@ -20,15 +20,7 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 6
 OPTIONS = {"max_new_tokens": 6}
 
 
-def run(*args, stdin=""):
-    return CliRunner().invoke(app, ["chat", *map(str, args)], input=stdin, env={"COLUMNS": "80", "TERM": "xterm"})
-
-
-def error(*args) -> str:
-    result = run(*args)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.count("\n") == 1
-    return result.stderr.removeprefix("error: ").strip()
+run, error = (functools.partial(each, "chat") for each in (commands.run, commands.error))
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,11 @@
 """Options that `generate` and `chat` share: they mean the same in both, and what is wrong names the option."""
 
 import dataclasses
+import functools
 import inspect
 import json
 
+import commands
 import numpy as np
 import pytest
 import typer
@@ -12,7 +14,6 @@ from typer.testing import CliRunner
 
 import tca_jax
 from tca_jax.calibration.profile import Profile
-from tca_jax.cli.app import app
 from tca_jax.cli.chat import chat
 from tca_jax.cli.errors import _RENAMED, naming_options
 from tca_jax.cli.generate import generate
@@ -31,8 +32,7 @@ FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in SAMPLED.items(
 both = pytest.mark.parametrize("command", ["generate", "chat"])
 
 
-def run(*args, stdin="Who?\n"):
-    return CliRunner().invoke(app, [str(arg) for arg in args], input=stdin, env={"COLUMNS": "80", "TERM": "xterm"})
+run, error = (functools.partial(each, stdin="Who?\n") for each in (commands.run, commands.error))
 
 
 def asked(*args, stdin="Who?\n") -> list[dict]:
@@ -42,13 +42,6 @@ def asked(*args, stdin="Who?\n") -> list[dict]:
     if args[0] == "generate":
         return json.loads(result.stdout)["answers"]
     return [json.loads(line) for line in result.stdout.splitlines()]
-
-
-def error(*args) -> str:
-    result = run(*args)
-    assert (result.exit_code, result.stdout) == (2, ""), result.output
-    assert result.stderr.count("\n") == 1
-    return result.stderr.removeprefix("error: ").strip()
 
 
 @pytest.fixture(scope="module")

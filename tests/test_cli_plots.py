@@ -1,19 +1,19 @@
 """`tca-jax plot`: the pictures that it writes, what it refuses, and its help."""
 
+import functools
 import json
 import re
 import shlex
 from pathlib import Path
 
+import commands
 import numpy as np
 import pytest
 from tiny import TCA, write_checkpoint
-from typer.testing import CliRunner
 
 import tca_jax
 from tca_jax import plots
 from tca_jax.calibration.profile import Profile
-from tca_jax.cli.app import app
 from tca_jax.cli.plots import _page_of
 from tca_jax.inspection import attention_received
 
@@ -21,14 +21,7 @@ COMMANDS = ["", "budgets", "selected", "attention", "latency", "accuracy", "read
 TEXT = "The quick brown fox jumps over the lazy dog. " * 6
 
 
-def run(*args):
-    return CliRunner().invoke(app, ["plot", *map(str, args)], env={"COLUMNS": "80", "TERM": "xterm"})
-
-
-def error(*args) -> str:
-    result = run(*args)
-    assert (result.exit_code, result.stdout) == (2, ""), result.output
-    return result.stderr.removeprefix("error: ").strip()
+run, error = (functools.partial(each, "plot") for each in (commands.run, commands.error))
 
 
 @pytest.fixture(scope="module")

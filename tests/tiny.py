@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -172,6 +173,26 @@ def write_checkpoint(
     return folder
 
 
+#: Tokens that `masked_greedy` computes for, so that one compiled program serves all prompts.
+_MASKED_TOKENS = 128
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits_by_masks(graphdef, params, tokens, masks):
+    """Logits of every position [L, vocabulary] where masks [layers, H_kv, L, L] say what is attended to."""
+    group, decoder = CONFIG.num_heads // CONFIG.num_kv_heads, nnx.merge(graphdef, params)
+
+    def attention(layer, q, k, v, state):
+        mask = jnp.repeat(masks[layer], group, axis=0)
+        scores = jnp.einsum("iad,jad->aij", q[0], jnp.repeat(k[0], group, axis=1)) / np.sqrt(CONFIG.head_dim)
+        weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
+        return jnp.einsum("aij,jad->iad", weights, jnp.repeat(v[0], group, axis=1))[None], None
+
+    positions = jnp.arange(tokens.shape[1])[None]
+    hidden, _ = decoder(tokens, positions, attention, (None,) * CONFIG.num_layers)
+    return decoder.logits(hidden[0])
+
+
 def masked_greedy(lm: tca_jax.LM, prompt: list[int], new_tokens: int, visible, visible_in_prompt=None) -> list[int]:
     """Greedy answer under attention by masks alone, every step a whole forward pass.
 
@@ -179,25 +200,14 @@ def masked_greedy(lm: tca_jax.LM, prompt: list[int], new_tokens: int, visible, v
         visible: (layer, KV head, query position) -> positions that the query sees.
         visible_in_prompt: The same for the prompt's queries, where that differs.
     """
-    total, group = len(prompt) + new_tokens, CONFIG.num_heads // CONFIG.num_kv_heads
-    masks = np.zeros((CONFIG.num_layers, CONFIG.num_kv_heads, total, total), bool)
-    for layer, head, i in np.ndindex(masks.shape[:3]):
+    total = len(prompt) + new_tokens
+    masks = np.zeros((CONFIG.num_layers, CONFIG.num_kv_heads, _MASKED_TOKENS, _MASKED_TOKENS), bool)
+    masks[:, :, range(total, _MASKED_TOKENS), range(total, _MASKED_TOKENS)] = True  # padding sees itself
+    for layer, head, i in np.ndindex(*masks.shape[:2], total):
         rule = visible_in_prompt if visible_in_prompt and i < len(prompt) else visible
         masks[layer, head, i, sorted(rule(layer, head, i))] = True
-    masks = np.repeat(masks, group, axis=1)
-
-    def attention(layer, q, k, v, state):
-        scores = jnp.einsum("iad,jad->aij", q[0], jnp.repeat(k[0], group, axis=1)) / np.sqrt(CONFIG.head_dim)
-        weights = jax.nn.softmax(jnp.where(masks[layer], scores, -jnp.inf), axis=-1)
-        return jnp.einsum("aij,jad->iad", weights, jnp.repeat(v[0], group, axis=1))[None], None
-
-    @jax.jit
-    def logits(tokens):
-        hidden, _ = lm.decoder(tokens, jnp.arange(total)[None], attention, (None,) * CONFIG.num_layers)
-        return lm.decoder.logits(hidden[0])
-
-    tokens = np.zeros((1, total), np.int32)
+    tokens = np.zeros((1, _MASKED_TOKENS), np.int32)
     tokens[0, : len(prompt)] = prompt
     for i in range(len(prompt), total):
-        tokens[0, i] = int(jnp.argmax(logits(tokens)[i - 1]))
-    return tokens[0, len(prompt) :].tolist()
+        tokens[0, i] = np.argmax(_logits_by_masks(lm.graphdef, lm.params, tokens, masks)[i - 1])
+    return tokens[0, len(prompt) : total].tolist()

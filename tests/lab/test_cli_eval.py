@@ -1,29 +1,21 @@
 """`tca-jax eval`: a whole run, what a second one adds, and what is refused; runs that are killed: tests/reliability."""
 
+import functools
 import json
 import re
 from pathlib import Path
 
+import commands
 import pytest
 from tiny import TCA, write_checkpoint
-from typer.testing import CliRunner
 
 from tca_jax import Profile
-from tca_jax.cli.app import app
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 12
 NOISE_TASK = ["--tasks=niah_single_1", "--lengths=1024", "--samples=2", "--batch=2"]
 
 
-def run(*args):
-    return CliRunner().invoke(app, ["eval", *map(str, args)], env={"COLUMNS": "80", "TERM": "xterm"})
-
-
-def error(*args) -> str:
-    result = run(*args)
-    assert (result.exit_code, result.stdout) == (2, ""), result.output
-    assert result.stderr.count("\n") == 1
-    return result.stderr.removeprefix("error: ").strip()
+run, error = (functools.partial(each, "eval") for each in (commands.run, commands.error))
 
 
 @pytest.fixture(scope="module")

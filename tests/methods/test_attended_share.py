@@ -17,8 +17,7 @@ from tca_jax import methods
 from tca_jax.methods.block_sparse import Listed, listed_pairs
 from tca_jax.methods.heads import Heads
 from tca_jax.methods.pairs import causal_pairs, sum_of_counts
-from tca_jax.methods.queries import last_queries
-from tca_jax.methods.sparse import SparsePrefill, _compact, selected_pairs
+from tca_jax.methods.sparse import SparsePrefill, selected_pairs
 
 LENGTHS, DIM, KV_HEADS = (210, 61), 32, 2
 GEOMETRY = {"block_size": 8, "window": 16}
@@ -69,28 +68,13 @@ def test_every_method_is_tried():
     assert {name for name, _, _ in CASES.values()} == set(methods.names())
 
 
-def weighed_pairs(method, q, k, v, lengths):
+def weighed_pairs(attend, q, k, lengths):
     """Pairs that attention gives a weight, [B, Hq]: with values that tell one key from the others, a few at a time."""
-    policy, tokens = method.prefill, k.shape[1]
-    selection = None
-    if isinstance(policy, SparsePrefill) and policy.selector.num_ranked_blocks(tokens):
-        queries = last_queries(q, lengths, policy.selector.num_queries)
-        selection = policy.selector.select(0, Heads.all(k.shape[2]), queries, k, v, lengths, "xla")
-
-    @jax.jit
-    def attend(values):
-        selected = (
-            None
-            if selection is None
-            else _compact(policy.selector, 0, Heads.all(k.shape[2]), selection, k, values, "xla")
-        )
-        return policy.attend(0, Heads.all(k.shape[2]), q, k, values, lengths, selected, "xla")
-
-    pairs = np.zeros((len(lengths), q.shape[2]))
+    tokens, pairs = k.shape[1], np.zeros((len(lengths), q.shape[2]))
     for first in range(0, tokens, DIM):
         told = np.zeros(k.shape, np.float32)
         told[:, np.arange(first, min(first + DIM, tokens)), :, np.arange(min(DIM, tokens - first))] = 1
-        pairs += (np.asarray(attend(jnp.asarray(told)).out) > 0).sum(axis=(1, 3))
+        pairs += (np.asarray(attend(q, k, told, lengths).out) > 0).sum(axis=(1, 3))
     return pairs
 
 
@@ -101,11 +85,10 @@ def test_pairs_are_those_that_attention_weighs(case, group):
     heads = KV_HEADS * group
     method, lengths = methods.get(name, **options(heads)), jnp.asarray(LENGTHS, jnp.int32)
     q, k, v = qkv(3, len(LENGTHS), max(LENGTHS), heads, KV_HEADS, DIM, 0.8)
-    q, k, v = (jnp.asarray(poison(x, LENGTHS, 1e3)) for x in (q, k, v))
-    attended = jax.jit(lambda q, k, v, n: method.prefill.attend(0, Heads.all(k.shape[2]), q, k, v, n, None, "xla"))(
-        q, k, v, lengths
-    )
-    expected = weighed_pairs(method, q, k, v, lengths).mean(axis=1)
+    q, k, v = (poison(x, LENGTHS, 1e3) for x in (q, k, v))
+    attend = jax.jit(lambda q, k, v, n: method.prefill.attend(0, Heads.all(KV_HEADS), q, k, v, n, None, "xla"))
+    attended = attend(q, k, v, lengths)
+    expected = weighed_pairs(attend, q, k, lengths).mean(axis=1)
     assert attended.pairs.dtype == jnp.float32
     np.testing.assert_allclose(attended.pairs, expected, rtol=1e-6)
     causal = np.array([n * (n + 1) / 2 for n in LENGTHS])
@@ -119,6 +102,7 @@ def test_pairs_of_lists_are_those_of_their_definition(shared, size, monkeypatch)
     rng, lengths, heads = np.random.default_rng(size), (75, 64, 1, 18), 3
     n = jnp.asarray(lengths, jnp.int32)
     count = jax.jit(functools.partial(listed_pairs, block_size=size))
+    few = jax.jit(lambda *x: listed_pairs(*x, size))  # traced under the patch: a few tiles at a time
     for share in (0.2, 0.6, 1.0):
         blocks = random_blocks(rng, lengths, 75, heads, block=size, tile=size, shared=shared, share=share)
         columns = random_columns(rng, len(lengths), 75, heads, 13) if shared else None
@@ -131,8 +115,8 @@ def test_pairs_of_lists_are_those_of_their_definition(shared, size, monkeypatch)
         np.testing.assert_array_equal(count((listed, listed), n), 2 * np.array(expected))
         if shared:
             with monkeypatch.context() as patch:
-                patch.setattr("tca_jax.methods.block_sparse._MOST_COUNTED", 200)  # a few tiles at a time
-                np.testing.assert_array_equal(listed_pairs(listed, n, size), expected)
+                patch.setattr("tca_jax.methods.block_sparse._MOST_COUNTED", 200)
+                np.testing.assert_array_equal(few(listed, n), expected)
 
 
 def test_pairs_of_a_selection_are_those_of_its_definition():
@@ -168,7 +152,7 @@ ALL |= {"minference": {"patterns": [KINDS] * 2, "blocks": 2, **BLOCKS}}
 @pytest.mark.parametrize("name", ["full", "streaming", "tca", "duoattention", "snapkv", "minference", "xattention"])
 def test_statistics_tell_the_mean_of_all_layers_whatever_of_the_last_is_computed(name):
     lm = tiny_lm().with_method(name, **ALL[name])
-    share = tca_jax.generate(lm, PROMPTS, max_new_tokens=2, num_samples=2).stats.attended_share
+    share = tca_jax.generate(lm, PROMPTS, max_new_tokens=1, num_samples=2).stats.attended_share
     scores = tca_jax.score(lm, PROMPTS)  # all queries of all layers
     assert scores.attended_share == pytest.approx(by_layers(lm), rel=1e-6)
     assert share == pytest.approx(np.mean(scores.attended_share), rel=1e-6)
@@ -182,15 +166,16 @@ def by_layers(lm):
     tokens, lengths = np.zeros((2, 90), np.int32), jnp.asarray([90, 61], jnp.int32)
     for row, prompt in enumerate(PROMPTS):
         tokens[row, : len(prompt)] = prompt
-    shares = []
 
-    def attention(layer, q, k, v, state):
-        out, pairs = lm.method.prefill.attend(layer, Heads.all(k.shape[2]), q, k, v, lengths, None, "auto")
-        shares.append(np.asarray(pairs) / [90 * 91 / 2, 61 * 62 / 2])
-        return out, None
+    @jax.jit
+    def pairs_of_layers(tokens):
+        def attention(layer, q, k, v, state):
+            return lm.method.prefill.attend(layer, Heads.all(k.shape[2]), q, k, v, lengths, None, "auto")
 
-    lm.decoder(jnp.asarray(tokens), jnp.arange(90)[None].repeat(2, axis=0), attention, (None,) * CONFIG.num_layers)
-    return np.mean(shares, axis=0)
+        positions = jnp.arange(90)[None].repeat(2, axis=0)
+        return lm.decoder(tokens, positions, attention, (None,) * CONFIG.num_layers)[1]
+
+    return np.mean(pairs_of_layers(tokens), axis=0) / [90 * 91 / 2, 61 * 62 / 2]
 
 
 def test_a_context_keeps_the_share_of_its_first_reading(tmp_path):
@@ -201,13 +186,13 @@ def test_a_context_keeps_the_share_of_its_first_reading(tmp_path):
     assert share == pytest.approx(np.mean(tca_jax.score(lm, PROMPTS).attended_share), rel=1e-6)
     more = tca_jax.prefill(lm, [random_prompt(2, 70), random_prompt(3, 9)], context=context)
     assert more.stats.attended_share == share
-    assert tca_jax.generate(lm, [[1], [2]], context=more, max_new_tokens=3).stats.attended_share == share
+    assert tca_jax.generate(lm, [[1], [2]], context=more, max_new_tokens=1).stats.attended_share == share
     more.save(tmp_path / "context")
     loaded = tca_jax.Context.load(tmp_path / "context")
     np.testing.assert_array_equal(loaded.attended_share, context.attended_share)
     assert loaded.stats.attended_share == share
     one = tca_jax.prefill(lm, PROMPTS[0])
-    out = tca_jax.generate(lm, [[1], [2], [3]], context=one, max_new_tokens=3)
+    out = tca_jax.generate(lm, [[1], [2], [3]], context=one, max_new_tokens=1)
     assert out.stats.attended_share == one.stats.attended_share == context.attended_share[0]
 
 

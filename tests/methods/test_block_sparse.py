@@ -1,5 +1,6 @@
 """The block-sparse prefill methods against their oracles: which pairs, and what attention over them gives."""
 
+import functools
 import importlib
 import json
 
@@ -116,11 +117,15 @@ def test_one_head_after_another_is_the_same(name, monkeypatch):
     q, k, v = map(jnp.asarray, structured_inputs(1))
     options = dict(next(case.values[1] for case in CASES if case.values[0] == name))
     policy, lengths = methods.get(name, **options).prefill, jnp.asarray(LENGTHS, jnp.int32)
-    together = policy.attend(0, Heads.all(k.shape[2]), q, k, v, lengths, None, "auto")
+
+    def attend():
+        return jax.jit(lambda *x: policy.attend(0, Heads.all(KV_HEADS), *x, None, "auto"))(q, k, v, lengths)
+
+    together = attend()
     monkeypatch.setattr("tca_jax.methods.block_sparse._MOST_SAMPLED", 0)
-    check_same(policy.attend(0, Heads.all(k.shape[2]), q, k, v, lengths, None, "auto"), together)
+    check_same(attend(), together)
     monkeypatch.setattr("tca_jax.methods.block_sparse._MOST_BYTES", 0)
-    check_same(policy.attend(0, Heads.all(k.shape[2]), q, k, v, lengths, None, "auto"), together)
+    check_same(attend(), together)
 
 
 def check_same(attended, expected):
@@ -138,6 +143,13 @@ def test_chunks_of_scores_do_not_matter(monkeypatch):
         jax.tree.map(np.testing.assert_array_equal, policy.listed(0, Heads.all(k.shape[2]), q, k, lengths), whole)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def area(policy, q, k, lengths):
+    """Share of all causal pairs that a policy attends to, mean over rows and heads."""
+    pairs = listed_pairs(policy.listed(0, Heads.all(KV_HEADS), q, k, lengths), lengths, BLOCK)
+    return jnp.mean(pairs / causal_pairs(lengths)[:, None])
+
+
 def test_a_knob_moves_the_area():
     q, k, _ = map(jnp.asarray, structured_inputs(2))
     lengths = jnp.asarray(LENGTHS, jnp.int32)
@@ -149,8 +161,7 @@ def test_a_knob_moves_the_area():
         areas = []
         for value in values:
             policy = methods.get(name, **{knob: value}, **others).prefill
-            pairs = listed_pairs(policy.listed(0, Heads.all(k.shape[2]), q, k, lengths), lengths, BLOCK)
-            areas.append(float(jnp.mean(pairs / causal_pairs(lengths)[:, None])))
+            areas.append(float(area(policy, q, k, lengths)))
         assert areas == sorted(areas), name
         assert areas[0] < areas[-1] <= 1, name
 

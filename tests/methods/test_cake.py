@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import observed_queries, poison, qkv
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tca_jax import methods
 from tca_jax.methods.cake import layer_budgets, layer_preference, observed_spread
 
 
+@settings(max_examples=40, deadline=None, database=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40).filter(any), st.integers(0, 500), st.floats(0, 1))
 def test_budgets_of_layers_spend_the_total_within_what_layers_hold(preferences, most, share):
     total = int(share * most * len(preferences))
@@ -21,6 +22,7 @@ def test_budgets_of_layers_spend_the_total_within_what_layers_hold(preferences, 
     assert (budgets <= most).all()
 
 
+@settings(max_examples=40, deadline=None, database=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40).filter(any), st.integers(0, 500), st.floats(0, 1))
 def test_a_layer_of_higher_preference_never_gets_less(preferences, most, share):
     preferences = np.array(sorted(preferences, reverse=True))

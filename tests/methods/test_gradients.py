@@ -46,8 +46,10 @@ def test_gradients_are_those_of_attention_by_masks(heads, lengths, monkeypatch):
     def expected(q, k, v):
         return jnp.sum(weight * masked(q, k, v, kept, lengths))
 
-    assert loss(*arrays) == pytest.approx(float(expected(*arrays)), rel=1e-4)
-    for ours, theirs in zip(jax.grad(loss, (0, 1, 2))(*arrays), jax.grad(expected, (0, 1, 2))(*arrays), strict=True):
+    value, actual = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*arrays)
+    expected_value, expected_gradients = jax.jit(jax.value_and_grad(expected, (0, 1, 2)))(*arrays)
+    assert float(value) == pytest.approx(float(expected_value), rel=1e-4)
+    for ours, theirs in zip(actual, expected_gradients, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-4)
         assert np.abs(theirs).max() > 1e-2
 
@@ -58,8 +60,9 @@ def test_padding_gets_no_gradient_and_spoils_none():
     def loss(q, k, v):
         return jnp.sum(weight * tca_jax.attend(q, k, v, CANDIDATES, lengths, CONFIG))
 
-    clean = jax.grad(loss, (0, 1, 2))(*arrays)
-    for ours, theirs in zip(jax.grad(loss, (0, 1, 2))(*(poison(x, lengths) for x in arrays)), clean, strict=True):
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
+    clean, poisoned = gradient(*arrays), gradient(*(poison(x, lengths) for x in arrays))
+    for ours, theirs in zip(poisoned, clean, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
         assert not np.asarray(ours)[1, 40:].any()
 

@@ -25,6 +25,12 @@ ROWS, PREFILL_ROWS = [4, DENSE, 7, 2], [0, 0, 7, 0]
 NOISE = 1e-5  # relative gap under which float32 may break a tie differently from float64
 
 
+def attend(method, q, k, v, lengths, backend="xla"):
+    """The first layer's attention and its pairs, as one program."""
+    heads = Heads.all(k.shape[2])
+    return jax.jit(lambda *x: method.prefill.attend(0, heads, *x, None, backend))(q, k, v, jnp.asarray(lengths))
+
+
 def check(config, lengths, readings, rows, group, backend="xla", head_dim=64, scale=0.7, atol=2e-5, seed=0):
     """Compares a layer of so many KV heads with the oracle; returns out and pairs."""
     kv_heads, tokens = len(readings), max(lengths)
@@ -32,9 +38,7 @@ def check(config, lengths, readings, rows, group, backend="xla", head_dim=64, sc
         poison(x, lengths, 1e4) for x in qkv(seed, len(lengths), tokens, group * kv_heads, kv_heads, head_dim, scale)
     )
     method = methods.tca([ROWS[:kv_heads]], config, [rows], [readings])
-    out, pairs = method.prefill.attend(
-        0, Heads.all(k.shape[2]), *map(jnp.asarray, (q, k, v)), jnp.asarray(lengths), None, backend
-    )
+    out, pairs = attend(method, q, k, v, lengths, backend)
     for row, length in enumerate(lengths):
         one_q, one_k, one_v = (x[row, :length].astype(np.float64) for x in (q, k, v))
         found = [
@@ -82,11 +86,9 @@ def test_fetching_more_blocks_than_there_are_is_exact_attention():
     q, k, v = map(jnp.asarray, qkv(0, 2, 101, 4, 2, 16))
     many = dataclasses.replace(SMALL, fetch=100)
     few = dataclasses.replace(SMALL, fetch=SMALL.num_ranked_blocks(104))
-    full = methods.get("full").prefill.attend(0, Heads.all(k.shape[2]), q, k, v, jnp.asarray(lengths), None, "xla")
+    full = attend(methods.get("full"), q, k, v, lengths)
     for config in (many, few):
-        out, pairs = methods.tca(0, config, readings="blocks").prefill.attend(
-            0, Heads.all(k.shape[2]), q, k, v, jnp.asarray(lengths), None, "xla"
-        )
+        out, pairs = attend(methods.tca(0, config, readings="blocks"), q, k, v, lengths)
         np.testing.assert_allclose(out, full.out, atol=1e-5)
         np.testing.assert_array_equal(pairs, full.pairs)
 
@@ -134,11 +136,12 @@ def greedy(lm, prompt, following, new_tokens, readings):
             masks.append(mask)
         return jnp.asarray(attend_by(masks, q, k, v), jnp.float32)[None], None
 
+    positions = jnp.arange(112)[None]  # the same for all prompts, so that little is compiled
     for _ in range(new_tokens):
-        positions = jnp.arange(len(tokens))[None]
-        hidden, _ = lm.decoder(jnp.asarray([tokens]), positions, attention, (None,) * CONFIG.num_layers)
+        padded = jnp.asarray([tokens + [0] * (112 - len(tokens))])
+        hidden, _ = lm.decoder(padded, positions, attention, (None,) * CONFIG.num_layers)
         logits = np.asarray(lm.decoder.logits(hidden[0]), np.float64)
-        tokens.append(int(np.argmax(logits[-1])))
+        tokens.append(int(np.argmax(logits[len(tokens) - 1])))
     logprobs = np.log(oracle.softmax(logits))[np.arange(len(tokens) - 1), tokens[1:]]
     start = n + len(following)
     return tokens[start:], logprobs[start - 1 :], logprobs[: n - 1]

@@ -150,6 +150,24 @@ def of_tail(decoder: Decoder, tail: int | None, remat: bool = False) -> tuple[ja
     return decoder(tokens, positions, attention, NO_STATES, lengths=lengths, tail=tail, remat=remat)
 
 
+def compiled_tail(config: ModelConfig, tail: int | None) -> tuple[jax.Array, Any]:
+    """The same of random weights, as one compiled program."""
+    shapes: Any = None
+
+    @jax.jit
+    def run(decoder: Decoder) -> jax.Array:
+        nonlocal shapes
+        hidden, shapes = of_tail(decoder, tail)
+        return hidden
+
+    return run(random_weights(config)), shapes
+
+
+@functools.cache
+def whole_hidden_states(config: ModelConfig) -> jax.Array:
+    return compiled_tail(config, None)[0]
+
+
 def random_weights(config: ModelConfig) -> Decoder:
     """Biases and norms drawn too."""
     keys = iter(jax.random.split(jax.random.key(1), 100))
@@ -179,10 +197,10 @@ def test_the_tail_is_the_end_of_all_hidden_states(
 ) -> None:
     config = ModelConfig.from_hf(config_entries(family, rope_type, **options))
     monkeypatch.setattr(f"{__name__}.NO_STATES", (None,) * config.num_layers)
-    whole, _ = of_tail(random_weights(config), None)
+    whole = whole_hidden_states(config)
     if chunk is not None:
         monkeypatch.setattr(decoder_module, "_CHUNK_ELEMENTS", chunk * config.intermediate_size)
-    hidden, query_shapes = of_tail(random_weights(config), tail)
+    hidden, query_shapes = compiled_tail(config, tail)
     heads = (config.num_heads, config.head_dim)
     assert query_shapes == (*((3, 11, *heads),) * (config.num_layers - 1), (3, tail, *heads))
     assert hidden.shape == (3, tail, config.hidden_size)

@@ -6,14 +6,13 @@ import json
 import os
 import re
 
+import commands
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import tca_jax
-from tca_jax.cli.app import app
 from tca_jax.engine.decode import prefill
 from tca_jax.engine.sampling import Sampling
 from tca_jax.lab.benchmarks import caches, calibration, decode, decode_models, tune
@@ -59,14 +58,7 @@ OPTIONS = {
 }
 
 
-def run(*args):
-    return CliRunner().invoke(app, ["bench", *map(str, args)], env={"COLUMNS": "80", "TERM": "xterm"})
-
-
-def error(*args) -> str:
-    result = run(*args)
-    assert (result.exit_code, result.stdout) == (2, ""), result.output
-    return result.stderr.removeprefix("error: ").strip()
+run, error = (functools.partial(each, "bench") for each in (commands.run, commands.error))
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import tca_jax
 from tca_jax.cli.app import app
 from tca_jax.cli.options import LAUNCH_ORDER
-from tca_jax.engine.decode import PROMPTS, STATE, prefill
+from tca_jax.engine.decode import PROMPTS, STARTED, prefill
 from tca_jax.engine.mesh import OverMesh
 from tca_jax.engine.sampling import Sampling
 from tca_jax.lab.benchmarks.attention import Prefill
@@ -202,17 +202,17 @@ def test_a_random_state_on_a_mesh_is_one_that_prefill_could_have_left():
     lm = under_share(random_model("tiny", jax.random.key(0), mesh=mesh_of((2, 2))), DENSE_HEADS, tca_jax.TCAConfig())
     state = random_state(lm, 2, 2048)
     arguments = (lm, jnp.zeros((2, 2048), jnp.int32), jnp.array([2048, 2048]), state.keys, Sampling())
-    reading = OverMesh(prefill, PROMPTS, STATE)
+    reading = OverMesh(prefill, PROMPTS, STARTED)
     new_tokens = state.tokens.shape[1]
-    left = jax.eval_shape(lambda *args: reading(*args, state.stop_tokens, new_tokens=new_tokens), *arguments)
+    left, _ = jax.eval_shape(lambda *args: reading(*args, state.stop_tokens, new_tokens=new_tokens), *arguments)
     assert jax.tree.structure(left) == jax.tree.structure(state)
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(left)] == [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
-    for cache in state.caches:
-        held = {shard.device: shard.data.nbytes for shard in cache.ring.k.addressable_shards}
-        assert len(held) == 4
-        assert sum(held.values()) == cache.ring.k.nbytes
-        room = np.tile(cache.layout.regions.capacities, (2, 2))
-        assert (np.asarray(cache.pool.lengths) <= room).all()
+    held = {shard.device: shard.data.nbytes for shard in state.cache.k.addressable_shards}
+    assert len(held) == 4
+    assert len(set(held.values())) == 1
+    for kept, table in zip(state.cache.kept, state.cache.tables, strict=True):
+        room = (np.asarray(table) < state.cache.k.shape[2]).sum(axis=-1) * 128
+        assert (np.asarray(kept) <= room).all()
 
 
 def test_an_evaluation_over_a_mesh_finds_what_one_device_does_and_says_so(work):

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import poison
-from cuda_lowering import abstract_mesh, kernels
+from cuda_lowering import kernels
 from implementations import INTERPRET, implementation
-from jax.sharding import PartitionSpec
 
 from tca_jax.pallas_kernels.block_mass import triton as block_mass_triton
 from tca_jax.pallas_kernels.block_mass import xla as block_mass_xla
@@ -61,14 +60,6 @@ def test_parts_of_the_tiles_do_not_matter(config, parts, monkeypatch):
     jax.clear_caches()
 
 
-def test_vmap_equals_a_loop():
-    cases = [_operands((45, 20), 48, 4, 2, 16, seed=seed) for seed in range(2)]
-    sizes = {"block_size": 16, "stride": 4}
-    mapped = jax.vmap(partial(mass_of, **sizes))(*(jnp.stack(operands) for operands in zip(*cases, strict=True)))
-    for actual, operands in zip(mapped, cases, strict=True):
-        np.testing.assert_allclose(actual, block_mass_xla.block_mass(*operands, **sizes), rtol=1e-4, atol=1e-5)
-
-
 @gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 1e-3), (jnp.float16, 1e-3), (jnp.float32, 1e-4)])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -106,17 +97,6 @@ def test_lowers_for_cuda_with_several_tiles_of_a_program(tiles):
     config = BlockMassConfig(tiles, 64, 4, 3)
     function = partial(block_mass_triton.block_mass, block_size=128, stride=16, config=config)
     assert kernels("triton", function, *_avals(1, 131072, 4, 1, 128, jnp.bfloat16)) == 1
-
-
-def test_lowers_for_cuda_under_shard_map_and_vmap():
-    avals = _avals(2, 1024, 8, 4, 128, jnp.bfloat16)
-    function = partial(block_mass_triton.block_mass, block_size=128, stride=16)
-    tokens, heads = PartitionSpec(None, None, "model"), PartitionSpec(None, "model")
-    specs = (tokens, tokens, PartitionSpec())
-    sharded = jax.shard_map(function, mesh=abstract_mesh(model=2), in_specs=specs, out_specs=heads)
-    assert kernels("triton", sharded, *avals) == 1
-    rows = jax.vmap(lambda *row: function(*(x[None] for x in row)))
-    assert kernels("triton", rows, *avals) == 1
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 128, 256])

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import poison, unchecked
-from cuda_lowering import abstract_mesh, kernels
-from jax.sharding import PartitionSpec
+from cuda_lowering import kernels
 
 from tca_jax.pallas_kernels.backends import can_run
 from tca_jax.pallas_kernels.column_mass import mosaic as column_mass_mosaic
@@ -88,14 +87,6 @@ def test_scores_past_the_range_of_exp_do_not_overflow():
     _check(column_mass(*operands, **sizes), operands, sizes, tolerance=1e-3)
 
 
-def test_vmap_equals_a_loop():
-    cases, sizes = [_operands((45,), 48, 2, 1, 16, seed=seed) for seed in range(2)], {"block_size": 16, "window": 16}
-    stacked = [jnp.stack(operands) for operands in zip(*cases, strict=True)]
-    near, far = jax.vmap(lambda *operands: column_mass(*operands, **sizes))(*stacked)
-    for i, operands in enumerate(cases):
-        _check((near[i], far[i]), operands, sizes)
-
-
 @needs_hopper
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
@@ -124,16 +115,6 @@ def test_mosaic_warpgroups_and_stages_do_not_matter(norms, columns):
     config = MosaicColumnMassConfig(MosaicPassConfig(*norms), MosaicPassConfig(*columns))
     actual = column_mass_mosaic.column_mass(*operands, **sizes, config=config)
     _check(actual, operands, sizes, tolerance=1e-3)
-
-
-@needs_hopper
-def test_mosaic_under_vmap_equals_a_loop():
-    cases = [_operands((300,), 384, 2, 1, 64, dtype=jnp.bfloat16, scale=1.0, seed=seed) for seed in range(2)]
-    sizes = {"block_size": 128, "window": 128}
-    stacked = [jnp.stack(operands) for operands in zip(*cases, strict=True)]
-    near, far = jax.vmap(lambda *operands: column_mass_mosaic.column_mass(*operands, **sizes))(*stacked)
-    for i, operands in enumerate(cases):
-        _check((near[i], far[i]), operands, sizes, tolerance=1e-3)
 
 
 @gpu
@@ -181,16 +162,6 @@ def test_mosaic_lowers_for_cuda_without_a_gpu(length, heads, kv_heads, head_dim,
     config = MosaicColumnMassConfig(one, one)
     kernel = partial(column_mass_mosaic.column_mass, block_size=block, window=4096, config=config)
     assert kernels("mosaic", kernel, *_avals(length, heads, kv_heads, head_dim, dtype=dtype, batch=2)) == 2
-
-
-@pytest.mark.parametrize("backend", KERNELS)
-def test_lowers_for_cuda_under_shard_map_with_heads_over_a_mesh(backend):
-    heads, regions = PartitionSpec(None, None, "model"), PartitionSpec(None, "model")
-    kernel = partial(KERNELS[backend], block_size=128, window=512)
-    sharded = jax.shard_map(
-        kernel, mesh=abstract_mesh(model=2), in_specs=(heads, heads, PartitionSpec()), out_specs=(regions, regions)
-    )
-    assert kernels(backend, sharded, *_avals(2048, 8, 2, 128)) == 2
 
 
 @pytest.mark.parametrize(

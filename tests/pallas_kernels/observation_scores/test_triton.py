@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import poison
-from cuda_lowering import abstract_mesh, kernels
+from cuda_lowering import kernels
 from implementations import INTERPRET, implementation
-from jax.sharding import PartitionSpec
 
 from tca_jax.pallas_kernels.observation_scores import triton as observation_scores_triton
 from tca_jax.pallas_kernels.observation_scores import xla as observation_scores_xla
@@ -65,15 +64,6 @@ def test_default_tiles_equal_the_oracle(heads, kv_heads, observed, dtype):
     _check(_operands((300, 64), 300, heads, kv_heads, 64, observed, dtype))
 
 
-def test_vmap_equals_a_loop():
-    cases = [_operands((45, 20), 48, 4, 2, 16, 5, seed=seed) for seed in range(2)]
-    scores = jax.vmap(partial(score, spread=3))(*(jnp.stack(operands) for operands in zip(*cases, strict=True)))
-    for actual, operands in zip(scores, cases, strict=True):
-        np.testing.assert_allclose(
-            actual, observation_scores_xla.observation_scores(*operands, spread=3), rtol=1e-4, atol=1e-8
-        )
-
-
 @gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 1e-3), (jnp.float16, 1e-3), (jnp.float32, 1e-4)])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -101,17 +91,6 @@ def _avals(batch, tokens, heads, kv_heads, head_dim, dtype):
 def test_lowers_for_cuda_as_three_kernels(sizes):
     function = partial(observation_scores_triton.observation_scores, spread=16)
     assert kernels("triton", function, *_avals(*sizes)) == 3
-
-
-def test_lowers_for_cuda_under_shard_map_and_vmap():
-    avals = _avals(2, 1024, 8, 4, 128, jnp.bfloat16)
-    function = partial(observation_scores_triton.observation_scores, spread=16)
-    tokens, heads = PartitionSpec(None, None, "model"), PartitionSpec(None, "model")
-    specs = (tokens, tokens, PartitionSpec())
-    sharded = jax.shard_map(function, mesh=abstract_mesh(model=2), in_specs=specs, out_specs=heads)
-    assert kernels("triton", sharded, *avals) == 3
-    rows = jax.vmap(lambda *row: function(*(x[None] for x in row)))
-    assert kernels("triton", rows, *avals) == 3
 
 
 @pytest.mark.parametrize("length", [1, 5000, 2**17, 2**20])

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import poison, unchecked
-from cuda_lowering import abstract_mesh, kernels
-from jax.sharding import PartitionSpec
+from cuda_lowering import kernels
 
 from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.prefill_attention import triton as prefill_attention_triton
@@ -100,22 +99,6 @@ def test_scores_past_the_range_of_exp_do_not_overflow():
     np.testing.assert_allclose(prefill(*operands, **sizes), _expected(operands, sizes), atol=2e-3)
 
 
-def test_vmap_equals_a_loop():
-    cases = [_operands((60,), 64, 2, 1, 16, 16, 16, seed=seed) for seed in range(2)]
-    sizes = cases[0][1]
-    width = max(operands[3].k.shape[0] for operands, _ in cases)
-
-    def widened(operands):
-        *tokens, pool, budgets, lengths = operands
-        k, v = (jnp.pad(x, ((0, width - x.shape[0]), (0, 0))) for x in (pool.k, pool.v))
-        return *tokens, pool._replace(k=k, v=v), budgets, lengths
-
-    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *(widened(operands) for operands, _ in cases))
-    actual = jax.vmap(lambda *operands: prefill(*operands, **sizes))(*stacked)
-    for out, (operands, _) in zip(actual, cases, strict=True):
-        _check(out, operands, sizes)
-
-
 @gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -148,16 +131,6 @@ def _avals(length, heads, kv_heads, head_dim, block, *, batch=1, dtype=jnp.bfloa
 def test_lowers_for_cuda_without_a_gpu(length, heads, kv_heads, head_dim, block, dtype):
     kernel = partial(prefill_attention_triton.prefill_attention, block_size=block, window=4096)
     assert kernels("triton", kernel, *_avals(length, heads, kv_heads, head_dim, block, dtype=dtype, pool=1 << 20)) == 1
-
-
-def test_lowers_for_cuda_under_shard_map_with_heads_over_a_mesh():
-    mesh = abstract_mesh(model=2)
-    heads, flat = PartitionSpec(None, None, "model"), PartitionSpec("model")
-    regions = PartitionSpec(None, "model")
-    specs = (heads, heads, heads, Pool(flat, flat, regions, regions), regions, PartitionSpec())
-    kernel = partial(prefill_attention_triton.prefill_attention, block_size=128, window=512)
-    sharded = jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=heads)
-    assert kernels("triton", sharded, *_avals(2048, 8, 2, 128, 128)) == 1
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda_lowering import abstract_mesh, kernels
+from cuda_lowering import kernels
 from implementations import INTERPRET, implementation
-from jax.sharding import PartitionSpec
 
 from tca_jax.pallas_kernels.reserve_tokens import triton as reserve_tokens_triton
 from tca_jax.pallas_kernels.reserve_tokens import xla as reserve_tokens_xla
@@ -68,13 +67,3 @@ def _avals(batch, kv_heads, tokens):
 def test_lowers_for_cuda_as_eight_digits_and_the_marks(sizes):
     function = partial(reserve_tokens_triton.reserve_tokens, reserve=512)
     assert kernels("triton", function, *_avals(*sizes)) == 9
-
-
-def test_lowers_for_cuda_under_shard_map_and_vmap():
-    avals, function = _avals(2, 4, 1024), partial(reserve_tokens_triton.reserve_tokens, reserve=64)
-    heads = PartitionSpec(None, "model")
-    specs = (heads, PartitionSpec())
-    sharded = jax.shard_map(function, mesh=abstract_mesh(model=2), in_specs=specs, out_specs=heads)
-    assert kernels("triton", sharded, *avals) == 9
-    rows = jax.vmap(lambda *row: function(*(x[None] for x in row)))
-    assert kernels("triton", rows, *avals) == 9

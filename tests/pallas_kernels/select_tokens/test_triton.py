@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import qkv
-from cuda_lowering import abstract_mesh, kernels
-from implementations import INTERPRET, implementation
-from jax.sharding import PartitionSpec
+from cuda_lowering import kernels
+from implementations import implementation
 
 from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.select_tokens import triton as select_tokens_triton
@@ -69,28 +68,6 @@ def test_gaps_are_cleared_around_empty_regions_that_share_an_offset(empty):
     _check_pools(select(*arguments, **options), arguments, **options)
 
 
-def test_vmap_over_rows_equals_the_batch():
-    arguments = _selection([[0, 64], [32, 128]], 40, 8)
-    options = {"block_size": 8, "pool_tokens": 192}
-    pools = jax.vmap(lambda *row: select(*(x[None] for x in row), **options))(*arguments)
-    for row in range(2):
-        _check_pools([x[row] for x in pools], [x[row : row + 1] for x in arguments], **options)
-
-
-def test_runs_under_shard_map():
-    heads, tokens, pools = PartitionSpec(None, "x"), PartitionSpec(None, None, "x"), PartitionSpec("x")
-    arguments = _selection([[0, 64]], 40, 8)
-    options = {"block_size": 8, "pool_tokens": 128}
-    sharded = jax.shard_map(
-        partial(select, **options),
-        mesh=jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)),
-        in_specs=(heads, heads, tokens, tokens, heads),
-        out_specs=Pool(pools, pools, heads, heads),
-        check_vma=not INTERPRET,  # JAX's interpreter of Pallas does not track what varies
-    )
-    _check_pools(sharded(*arguments), arguments, **options)
-
-
 def _avals(batch, tokens, kv_heads, head_dim, dtype, block_size=128):
     kv = jax.ShapeDtypeStruct((batch, tokens, kv_heads, head_dim), dtype)
     scores = jax.ShapeDtypeStruct((batch, kv_heads, tokens), jnp.float32)
@@ -111,21 +88,6 @@ def _avals(batch, tokens, kv_heads, head_dim, dtype, block_size=128):
 def test_lowers_for_cuda_as_two_kernels(sizes):
     function = partial(select_tokens_triton.select_tokens, block_size=128, pool_tokens=2**19)
     assert kernels("triton", function, *_avals(*sizes)) == 2
-
-
-def test_lowers_for_cuda_under_shard_map_and_vmap():
-    avals = _avals(2, 1024, 4, 128, jnp.bfloat16)
-    function = partial(select_tokens_triton.select_tokens, block_size=128, pool_tokens=1024)
-    heads, tokens, pools = PartitionSpec(None, "model"), PartitionSpec(None, None, "model"), PartitionSpec("model")
-    sharded = jax.shard_map(
-        function,
-        mesh=abstract_mesh(model=2),
-        in_specs=(heads, heads, tokens, tokens, heads),
-        out_specs=Pool(pools, pools, heads, heads),
-    )
-    assert kernels("triton", sharded, *avals) == 2
-    rows = jax.vmap(lambda *row: function(*(x[None] for x in row)))
-    assert kernels("triton", rows, *avals) == 2
 
 
 def test_refuses_what_it_does_not_take():

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import last_queries, poison, qkv
-from cuda_lowering import abstract_mesh, kernels
+from cuda_lowering import kernels
 from implementations import implementation
-from jax.sharding import PartitionSpec
 
 from tca_jax.pallas_kernels.token_scores import triton as token_scores_triton
 from tca_jax.pallas_kernels.token_scores import xla as token_scores_xla
@@ -73,14 +72,6 @@ def test_hhi_survives_scores_whose_squares_underflow():
     np.testing.assert_allclose(hhi[0, 0], [1 / 8, 1 / 8], rtol=1e-5)
 
 
-def test_vmap_over_rows_equals_the_batch():
-    q_last, k, _ = _scored((30, 40), 40, 4, 2, jnp.float32)
-    k = jnp.nan_to_num(k)
-    lengths = jnp.array([30, 40])
-    rows = jax.vmap(lambda q, k, n: [x[0] for x in score(q[None], k[None], n[None], block_size=8, config=SMALL)])
-    _check_scores(rows(q_last, k, lengths), token_scores_xla.token_scores(q_last, k, lengths, block_size=8))
-
-
 def _avals(batch, tokens, heads, kv_heads, head_dim, dtype):
     of = jax.ShapeDtypeStruct
     k = of((batch, tokens, kv_heads, head_dim), dtype)
@@ -99,17 +90,6 @@ def _avals(batch, tokens, heads, kv_heads, head_dim, dtype):
 )
 def test_lowers_for_cuda_as_two_kernels(sizes):
     assert kernels("triton", partial(token_scores_triton.token_scores, block_size=128), *_avals(*sizes)) == 2
-
-
-def test_lowers_for_cuda_under_shard_map_and_vmap():
-    avals = _avals(2, 1024, 8, 4, 128, jnp.bfloat16)
-    function = partial(token_scores_triton.token_scores, block_size=128)
-    heads, tokens = PartitionSpec(None, "model"), PartitionSpec(None, None, "model")
-    specs = (heads, tokens, PartitionSpec())
-    sharded = jax.shard_map(function, mesh=abstract_mesh(model=2), in_specs=specs, out_specs=heads)
-    assert kernels("triton", sharded, *avals) == 2
-    rows = jax.vmap(lambda *row: function(*(x[None] for x in row)))
-    assert kernels("triton", rows, *avals) == 2
 
 
 def test_refuses_what_it_does_not_take():
