@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from tca_jax.engine.persistence import RestoreArrays, checksum
 from tca_jax.errors import UserError
 from tca_jax.methods.config import TCAConfig
+from tca_jax.persistence import RestoreArrays, checksum
 
 # Formats 1 and 2 were of before the first release: their rows were found by other rules, and what they lack would have
 # to be guessed.

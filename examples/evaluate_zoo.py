@@ -41,8 +41,8 @@ from tca_jax.calibration.journal import Journal
 from tca_jax.calibration.profile import Profile
 from tca_jax.calibration.text_losses import TextLosses
 from tca_jax.calibration.worth import choose_reading
-from tca_jax.engine.answers import score_answers
 from tca_jax.engine.prompts import bucket_length
+from tca_jax.engine.score import score_answers
 from tca_jax.equal_bytes import CallSizes
 from tca_jax.lab.evaluation.method_specs import Builder, MethodSpec, parse_methods
 from tca_jax.lab.recall import PROTOCOLS, Document

@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import Orders, balanced_orders
-from tca_jax.engine.programs import enable_compilation_cache
 from tca_jax.engine.prompts import is_librarys
 from tca_jax.errors import UserError, require_type
 from tca_jax.models.aliases import ALIASES
@@ -25,6 +24,7 @@ from tca_jax.models.json_object import read_json_object, refuse_misspelt
 from tca_jax.models.names import MODEL
 from tca_jax.models.params import load_checkpoint
 from tca_jax.models.sharding import axis_size, check_mesh
+from tca_jax.programs import enable_compilation_cache
 
 if TYPE_CHECKING:
     from tca_jax.calibration.profile import Profile

@@ -99,7 +99,7 @@ def no_programs_of_other_modules():
         return
     import jax
 
-    from tca_jax.engine.programs import forget_programs, num_maps
+    from tca_jax.programs import forget_programs, num_maps
 
     if 0 < num_maps() < _MOST_MAPS:  # 0: the system does not say
         return

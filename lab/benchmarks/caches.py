@@ -94,9 +94,7 @@ def _program(layout: CacheLayout, head_dim: int, dtype: jnp.dtype, mesh: Mesh | 
 
 def _filled(layout: CacheLayout, head_dim: int, dtype: DTypeLike, keys: Array, kept: list[Array]) -> PagedCache:
     """A device's cache of random keys and values, which keeps so many tokens `[B, H_kv]` of each layer."""
-    starts = jnp.full(
-        layout.batch, max(0, layout.prompt_tokens // layout.block_size * layout.block_size - layout.window)
-    )
-    empty = layout.empty(head_dim, dtype, starts.astype(jnp.int32))
+    starts = layout.window_start(jnp.full(layout.batch, layout.prompt_tokens, jnp.int32))
+    empty = layout.empty(head_dim, dtype, starts)
     k, v = (random_normal(key, empty.k.shape, dtype) for key in keys)
     return dataclasses.replace(empty, k=k, v=v, kept=tuple(kept))

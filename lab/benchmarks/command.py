@@ -23,6 +23,7 @@ _NAMES = (
     "context",
     "tune",
     "soak",
+    "many-shapes",
 )  # of modules too, with underscores
 _JSON = "--json"
 

@@ -17,13 +17,13 @@ import tca_jax
 from tca_jax.engine.decode import STATE, DecodingState, decode, row_keys
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, SAME, OverMesh, mesh_entry, num_devices
-from tca_jax.engine.programs import Program
 from tca_jax.engine.sampling import Sampling
 from tca_jax.lab.benchmarks.caches import CachePlan, plan_layers, random_cache
 from tca_jax.lab.benchmarks.common import COMPILED_AT_ONCE, free_bytes, print_row
 from tca_jax.lab.benchmarks.models import random_model, under_share, weight_bytes
 from tca_jax.lab.benchmarks.shares import FULL, Share
 from tca_jax.models.sharding import DATA, axis_size
+from tca_jax.programs import Program
 
 STEPS_OF_MODELS = 64  # timed; no block leaves the window within them
 _WARM = 2  # new tokens before the timed ones: the prompt's own and one step

@@ -21,7 +21,6 @@ from tca_jax.engine.contexts import kept_share
 from tca_jax.engine.decode import PROMPTS, STARTED, STATE, DecodingState, decode, prefill, row_keys
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, SAME, OverMesh, mesh_entry, num_devices
-from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.sampling import Sampling
 from tca_jax.lab.benchmarks.common import COMPILED_AT_ONCE, fitted
 from tca_jax.lab.benchmarks.decode_models import decoding_arguments, time_steps
@@ -29,6 +28,7 @@ from tca_jax.lab.benchmarks.mesh_columns import Peaks, held_columns
 from tca_jax.lab.benchmarks.models import random_model, under_share, weight_bytes
 from tca_jax.lab.benchmarks.shares import Share
 from tca_jax.models.sharding import DATA, axis_size
+from tca_jax.programs import Program, results_of
 
 
 @dataclasses.dataclass(frozen=True)

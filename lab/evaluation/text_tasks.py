@@ -16,7 +16,6 @@ from tca_jax.engine.contexts import Context, prefill
 from tca_jax.engine.extend import align, extend, num_columns
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, ROWS, OverMesh, on_host
-from tca_jax.engine.programs import Program
 from tca_jax.engine.prompts import Encoder, encode_prompt
 from tca_jax.engine.score import score
 from tca_jax.equal_bytes import CallSizes
@@ -24,6 +23,7 @@ from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing
 from tca_jax.methods import BASELINE
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
+from tca_jax.programs import Program
 
 #: Parts of a passage whose losses are told apart.
 POSITIONS = 16

@@ -7,11 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tca_jax.engine.answers import score_answers
 from tca_jax.engine.contexts import Context, prefill
 from tca_jax.engine.generation import generate
 from tca_jax.engine.lm import LM
-from tca_jax.engine.score import score
+from tca_jax.engine.score import score, score_answers
 from tca_jax.lab.harness.options import GenerationOptions
 from tca_jax.lab.harness.sharing import batches, filled, shared_prefixes
 

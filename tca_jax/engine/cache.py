@@ -85,7 +85,7 @@ class CacheLayout:
             )
 
         b, w = policy.block_size, policy.window
-        columns = min(cdiv(prompt_tokens + fed_tokens, b), w // b + cdiv(b - 1 + fed_tokens, b))
+        columns = min(cdiv(prompt_tokens + fed_tokens, b), w // b + 1 + cdiv(fed_tokens, b))
         region = math.lcm(REGION_ALIGNMENT, b)  # a selection comes in such pieces
         pages = tuple(_pages_by_device(kept(layer), b, region, shards, layer) for layer in range(num_layers))
         return cls(b, w, batch, pages, columns, prompt_tokens)
@@ -157,12 +157,12 @@ class CacheLayout:
             device: Of which device on "model"; None for the one whose program this is, or for the only one.
         """
         layers, batch, heads = self.num_layers, self.batch, self.num_kv_heads
-        count = np.asarray(self.kept_pages, np.int32).swapaxes(0, 1)  # [devices, layers, Hkv]
-        by_row = np.repeat(count[:, :, None], batch, axis=2)
-        ends = np.cumsum(by_row.reshape(len(count), -1), axis=1, dtype=np.int32).reshape(by_row.shape)
-        first = ends - by_row + batch * layers * heads * self.window_pages
-        alone = 0 if len(count) == 1 else device
-        first, count = (part_of_device(x) if alone is None else x[alone] for x in (first, count))
+        counts = np.asarray(self.kept_pages, np.int32).swapaxes(0, 1)  # [devices, layers, Hkv]
+        by_row = np.repeat(counts[:, :, None], batch, axis=2)
+        ends = np.cumsum(by_row.reshape(len(counts), -1), axis=1, dtype=np.int32).reshape(by_row.shape)
+        starts = ends - by_row + batch * layers * heads * self.window_pages
+        alone = 0 if len(counts) == 1 else device
+        first, count = (part_of_device(x) if alone is None else x[alone] for x in (starts, counts))
         turn = jnp.arange(self.window_columns, dtype=jnp.int32) % self.window_pages
         row, head = jnp.arange(batch, dtype=jnp.int32)[:, None, None], jnp.arange(heads, dtype=jnp.int32)[:, None]
         tables = []
@@ -172,6 +172,10 @@ class CacheLayout:
             window = ((layer * batch + row) * self.window_pages + turn) * heads + head
             tables.append(jnp.concatenate([kept, window], axis=-1))
         return tuple(tables)
+
+    def window_start(self, lengths: Int[Array, " B"]) -> Int[Array, " B"]:
+        """First position that the last query of prompts of such lengths sees in its window."""
+        return jnp.maximum((lengths - 1) // self.block_size * self.block_size - self.window, 0)
 
     def empty(self, head_dim: int, dtype: Any, starts: Int[Array, " B"]) -> PagedCache:
         """A cache without tokens; each row's window begins with the block of the position `starts`."""

@@ -16,20 +16,34 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int
 
 from tca_jax.engine.cache import CacheLayout, PagedCache, joined, kept_behind, require_memory, shared_and_own
+from tca_jax.engine.context_copies import (
+    OF_ROWS,
+    ContextIdentity,
+    Held,
+    load_context,
+    moved,
+    on_one_device,
+    save_context,
+    stacked,
+)
 from tca_jax.engine.extend import align, extend, num_columns
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import CACHES, ROWS, HeadShards, OverMesh, by_row, on_host, rows_of_device
-from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.read import read_prompts, require_finite
 from tca_jax.errors import UserError, require_type
 from tca_jax.methods import BASELINE
 from tca_jax.methods.descriptions import describe_method, unknown_types
-from tca_jax.models.config import ModelConfig
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
+from tca_jax.programs import Program, results_of
 
 _Lengths = TypeVar("_Lengths", np.ndarray, jax.Array)
+
+
+def identity_of(lm: LM) -> ContextIdentity:
+    """The identity of contexts that a model makes under its method."""
+    return ContextIdentity(lm.name, lm.config, lm.fingerprint, lm.method.name, describe_method(lm.method))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +56,7 @@ class ContextStats:
         full_kv_cache_bytes: Bytes of a context of as many tokens under full attention.
         kept_share: Share of the tokens that the caches hold, mean over rows, layers and KV heads.
         attended_share: Share of the prompt's causal pairs (query, key) that its queries attended to, mean over rows,
-            layers and query heads: of the tokens that the first `prefill` read, whatever was appended since. NaN for a
-            context that was saved before this was known.
+            layers and query heads: of the tokens that the first `prefill` read, whatever was appended since.
         compile_seconds: Tracing and compiling, in the `prefill` that made it; 0 when the programs were there.
         prefill_seconds: Reading, in that `prefill`.
         devices: Devices that hold it. Each of them allocates as much.
@@ -62,30 +75,6 @@ class ContextStats:
     def kv_cache_bytes_per_device(self) -> int:
         """Bytes of its caches on each device."""
         return self.kv_cache_bytes // self.devices
-
-
-@dataclasses.dataclass(frozen=True)
-class ContextIdentity:
-    """Whose a context is.
-
-    Attributes:
-        model: The model's name.
-        config: Its architecture.
-        fingerprint: Of its weights (`models.fingerprint`).
-        method: Name of the attention method.
-        method_description: All of its parts and options, from `describe_method`.
-    """
-
-    model: str
-    config: ModelConfig
-    fingerprint: str
-    method: str
-    method_description: str
-
-    @classmethod
-    def of(cls, lm: LM) -> ContextIdentity:
-        """The identity of contexts that a model makes under its method."""
-        return cls(lm.name, lm.config, lm.fingerprint, lm.method.name, describe_method(lm.method))
 
 
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
@@ -171,9 +160,16 @@ class Context:
             devices=devices,
         )
 
+    @property
+    def _held(self) -> Held:
+        return Held(self.cache, self.layout, self.shards)
+
+    def _holding(self, held: Held) -> Context:
+        return dataclasses.replace(self, cache=held.cache, layout=held.layout, shards=held.shards)
+
     def require_made_by(self, lm: LM) -> None:
         """Raises ValueError, which names both sides, unless a model can continue the context under its method."""
-        made, own = self.identity, ContextIdentity.of(lm)
+        made, own = self.identity, identity_of(lm)
         if made.config != own.config or made.fingerprint != own.fingerprint:
             raise UserError(
                 f"context was made by model {made.model!r}, whose weights or shape are not those of {own.model!r}: "
@@ -209,10 +205,8 @@ class Context:
         self.require_made_by(lm)
         if self.shards == lm.head_shards and self.batch == self.layout.batch * axis_size(lm.mesh, DATA):
             return self
-        from tca_jax.engine.context_moves import moved
-
         rows_of_device(lm, self.batch, "rows of the context")
-        return moved(self, lm)
+        return self._holding(moved(self._held, lm))
 
     def to_host(self) -> Context:
         """The context with its arrays in the host's memory; calls that continue it bring them back, each anew."""
@@ -228,9 +222,26 @@ class Context:
         Raises:
             ValueError: there are none, or they belong to different models or methods.
         """
-        from tca_jax.engine.context_moves import joined_rows
-
-        return joined_rows(list(contexts))
+        if not contexts:
+            raise UserError("contexts is empty: at least one is needed")
+        for i, context in enumerate(contexts):
+            require_type(f"contexts[{i}]", context, Context, "a Context, from tca_jax.prefill")
+            if context.identity != contexts[0].identity:
+                raise UserError(
+                    f"contexts[{i}] is of {context.identity.model!r} under {context.identity.method!r}, contexts[0] of "
+                    f"{contexts[0].identity.model!r} under {contexts[0].identity.method!r}, or their weights or "
+                    "options differ: all must be of one model and method"
+                )
+        rows: dict[str, list[Any]] = {name: [getattr(context, name) for context in contexts] for name in OF_ROWS}
+        widest = max(tokens.shape[1] for tokens in rows["tokens"])
+        rows["tokens"] = [jnp.pad(tokens, ((0, 0), (0, widest - tokens.shape[1]))) for tokens in rows["tokens"]]
+        joint = contexts[0]._holding(stacked([on_one_device(context._held) for context in contexts]))
+        changes: dict[str, Any] = {
+            name: jnp.concatenate([jnp.asarray(x) for x in parts]) for name, parts in rows.items()
+        }
+        for name in ("compile_seconds", "prefill_seconds"):
+            changes[name] = sum(getattr(context, name) for context in contexts)
+        return dataclasses.replace(joint, **changes)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes the context to a directory, in place of the one that it holds, whole or not at all.
@@ -241,9 +252,7 @@ class Context:
         Raises:
             OSError: it cannot be written; what was there before is intact.
         """
-        from tca_jax.engine.context_files import save_context
-
-        save_context(self, directory)
+        save_context(directory, self.identity, self._held, {name: getattr(self, name) for name in OF_ROWS})
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Context:
@@ -255,9 +264,9 @@ class Context:
             FileNotFoundError: `directory` does not exist.
             ValueError: there is none in it, or it is damaged or of another version; the message names the folder.
         """
-        from tca_jax.engine.context_files import load_context
-
-        return load_context(directory)
+        identity, (cache, layout, shards), rows = load_context(directory)
+        made: dict[str, Any] = {"compile_seconds": 0.0, "prefill_seconds": 0.0, **rows}
+        return cls(cache=cache, layout=layout, shards=shards, identity=identity, **made)
 
 
 def prefill(
@@ -285,7 +294,7 @@ def prefill(
     kernels = resolve_backend(backend)
     if context is not None:
         return _append(lm, prompts, context, kernels)
-    *args, layout = _reading(lm, prompts)
+    args, layout = _reading(lm, prompts)
     program, compiling = _read.prepare(*args, layout=layout, backend=kernels)
     start = time.perf_counter()
     cache, finite, shares = jax.block_until_ready(program(*args))
@@ -293,7 +302,7 @@ def prefill(
     tokens, lengths = args[1:]
     finite, shares = on_host((finite, shares))
     require_finite(lm, np.asarray(tokens), np.asarray(lengths), finite, "prompts")
-    made = compiling, seconds, layout, lm.head_shards, ContextIdentity.of(lm)
+    made = compiling, seconds, layout, lm.head_shards, identity_of(lm)
     return Context(cache, tokens, lengths, lengths, jnp.asarray(shares), *made)
 
 
@@ -307,14 +316,14 @@ def compile_prefill(lm: LM, prompts: Prompt | Sequence[Prompt], *, backend: str 
         As `prefill`.
     """
     kernels = resolve_backend(backend)
-    *args, layout = _reading(lm, prompts)
+    args, layout = _reading(lm, prompts)
     program, seconds = _read.prepare(*args, layout=layout, backend=kernels)
     cache, _, shares = results_of(program)
-    made = seconds, 0.0, layout, lm.head_shards, ContextIdentity.of(lm)
+    made = seconds, 0.0, layout, lm.head_shards, identity_of(lm)
     return Context(cache, args[1], args[2], args[2], shares, *made)
 
 
-def _reading(lm: LM, prompts: Prompt | Sequence[Prompt]) -> tuple[LM, Int[Array, "B L"], Int[Array, " B"], CacheLayout]:
+def _reading(lm: LM, prompts: Prompt | Sequence[Prompt]) -> tuple[tuple[LM, Array, Array], CacheLayout]:
     """Arguments of the program that reads prompts, checked, and the cache that it fills."""
     ids = encode_prompts(lm, prompts)
     for i, row in enumerate(ids):
@@ -322,13 +331,14 @@ def _reading(lm: LM, prompts: Prompt | Sequence[Prompt]) -> tuple[LM, Int[Array,
     tokens, lengths = pad_tokens(ids, lm.pad_token_id)
     layout = lm.cache_layout(rows_of_device(lm, len(ids), "prompts"), tokens.shape[1])
     require_memory(layout.num_bytes(lm.config.head_dim, lm.dtype), f"contexts of {len(ids)} prompts")
-    return lm.for_programs(), jnp.asarray(tokens), jnp.asarray(lengths), layout
+    return (lm.for_programs(), jnp.asarray(tokens), jnp.asarray(lengths)), layout
 
 
 def _read_program(
     lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], *, layout: CacheLayout, backend: Backend
 ) -> tuple[PagedCache, Bool[Array, " B"], Float32[Array, " B"]]:
-    logits, cache, shares = read_prompts(lm, tokens, lengths, layout, backend=backend)
+    logits, cache, shares, _ = read_prompts(lm, tokens, lengths, layout, backend=backend)
+    assert cache is not None
     return cache, jnp.isfinite(logits).all(axis=-1), shares
 
 

@@ -274,7 +274,8 @@ def prefill(
     batch, columns = tokens.shape
     samples, fed = keys.shape[0] // batch, new_tokens - 1  # the last new token is never fed
     layout = lm.cache_layout(batch, columns, fed if samples == 1 else 0)
-    logits, cache, share = read_prompts(lm, tokens, lengths, layout, backend=backend)
+    logits, cache, share, _ = read_prompts(lm, tokens, lengths, layout, backend=backend)
+    assert cache is not None
     seen = None
     if sampling.repetition_penalty is not None:
         seen = _seen(tokens, jnp.arange(columns) < lengths[:, None], logits.shape[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,27 +27,63 @@ from tca_jax.pallas_kernels.paged_attention import paged_attention
 from tca_jax.pallas_kernels.pages import Pages
 
 
+class Read(NamedTuple):
+    """What `read_prompts` gives.
+
+    Attributes:
+        logits: Of the token behind each prompt, float32 `[B, V]`.
+        cache: What stays of the prompts; None unless a layout was given.
+        attended_share: Share of each prompt's causal pairs (query, key) that its queries attended to, float32 `[B]`.
+        hidden: The decoder's output of all tokens, `[B, L, D]`; None unless `keep_hidden`.
+    """
+
+    logits: Float[Array, "B V"]
+    cache: PagedCache | None
+    attended_share: Float32[Array, " B"]
+    hidden: Float[Array, "B L D"] | None
+
+
 def read_prompts(
-    lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], layout: CacheLayout, *, backend: Backend
-) -> tuple[Float[Array, "B V"], PagedCache, Float32[Array, " B"]]:
-    """Logits behind right-padded prompts, what the cache keeps of them, and the share of their pairs attended to."""
+    lm: LM,
+    tokens: Int[Array, "B L"],
+    lengths: Int[Array, " B"],
+    layout: CacheLayout | None,
+    *,
+    keep_hidden: bool = False,
+    backend: Backend = "auto",
+) -> Read:
+    """Runs the model over prompts.
+
+    Args:
+        lm: The model.
+        tokens: Prompts, right-padded, int32 `[B, L]`.
+        lengths: True lengths, `[B]`, at least 1.
+        layout: Of the cache that is filled; None for none.
+        keep_hidden: Whether `Read.hidden` is wanted.
+        backend: Kernel backend.
+    """
     last_layer = lm.config.num_layers - 1
-    tail = tail_queries(lm.method, last_layer)
-    starts = jnp.maximum(lengths // layout.block_size * layout.block_size - layout.window, 0)
-    cache = layout.empty(lm.config.head_dim, lm.dtype, starts)
+    tail = None if keep_hidden else tail_queries(lm.method, last_layer)
+    cache = None if layout is None else layout.empty(lm.config.head_dim, lm.dtype, layout.window_start(lengths))
 
     def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Float32[Array, " B"]]:
         nonlocal cache
-        heads, last = heads_of(lm.head_shards, layer, k.shape[2]), tail is not None and layer == last_layer
-        (out, pairs), cache = prefill_layer(
-            lm.method, layer, heads, q, k, v, lengths, layout, cache, backend, last_query=last
-        )
+        heads = heads_of(lm.head_shards, layer, k.shape[2])
+        if layout is None or cache is None:
+            # Counted before the model goes on: lists of blocks would stay until then.
+            attended = lm.method.prefill.attend(layer, heads, q, k, v, lengths, None, backend)
+            out, pairs = jax.lax.optimization_barrier(attended)
+            return out, pairs
+        last = tail is not None and layer == last_layer
+        sizes = lengths, layout, cache, backend
+        (out, pairs), cache = prefill_layer(lm.method, layer, heads, q, k, v, *sizes, last_query=last)
         return out, pairs
 
     positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
     hidden, pairs = lm.decoder(tokens, positions, attention, (None,) * (last_layer + 1), lengths=lengths, tail=tail)
     last = hidden[:, -1] if tail is not None else hidden[jnp.arange(tokens.shape[0]), lengths - 1]
-    return lm.decoder.logits(last), cache, mean_of_devices(attended_share(pairs, lengths), lm.head_shards)
+    share = mean_of_devices(attended_share(pairs, lengths), lm.head_shards)
+    return Read(lm.decoder.logits(last), cache, share, hidden if keep_hidden else None)
 
 
 def prefill_layer(

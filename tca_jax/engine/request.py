@@ -18,7 +18,6 @@ from tca_jax.engine.contexts import AppendedPrompts, Context
 from tca_jax.engine.decode import APPENDED, PROMPTS, STARTED, STATE, DecodingState, decode, prefill, resume, row_keys
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import CACHES, SAME, OverMesh, on_host, rows_of_device
-from tca_jax.engine.programs import Program, results_of
 from tca_jax.engine.prompts import bucket_length, decode_tokens, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.read import require_finite
 from tca_jax.engine.sampling import Sampling
@@ -26,6 +25,7 @@ from tca_jax.errors import UserError, UserTypeError
 from tca_jax.methods import BASELINE
 from tca_jax.methods.checks import check_integer, check_seed
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
+from tca_jax.programs import Program, results_of
 
 _prefill = Program(OverMesh(prefill, PROMPTS, STARTED))
 _resume = Program(OverMesh(resume, APPENDED, STATE))

@@ -1,25 +1,27 @@
-"""`score`: log-probabilities of given text under a model and its attention method."""
+"""Log-probabilities of given text: `score` of whole texts, `score_answers` of answers behind prompts and contexts."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from tca_jax.engine.cache import CacheLayout, PagedCache, require_memory, shared_and_own
+from tca_jax.engine.contexts import AppendedPrompts, Context
+from tca_jax.engine.extend import align, extend, num_columns
 from tca_jax.engine.lm import LM, require_lm
-from tca_jax.engine.mesh import ROWS, OverMesh, heads_of, mean_of_devices, on_host, rows_of_device
-from tca_jax.engine.programs import Program
-from tca_jax.engine.prompts import Prompt, encode_prompts, pad_tokens
-from tca_jax.engine.read import require_finite
+from tca_jax.engine.mesh import CACHES, ROWS, OverMesh, on_host, rows_of_device
+from tca_jax.engine.prompts import Prompt, encode_prompt, encode_prompts, encode_verbatim, pad_tokens, require_positions
+from tca_jax.engine.read import read_prompts, require_finite
 from tca_jax.errors import UserError
-from tca_jax.methods.pairs import attended_share
 from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
+from tca_jax.programs import Program
 
 _LOGIT_ELEMENTS = 2**27  # of a chunk: half a gigabyte in float32
 
@@ -83,17 +85,9 @@ def logprobs_of(
 ) -> tuple[Float32[Array, "B L1"], Float32[Array, " B"]]:
     """Log-probability of tokens 1 to L - 1 given all before each, float32 `[B, L - 1]`, arbitrary past a length; and
     the share of each text's pairs that its queries attended to."""
-    method, decoder = lm.method, lm.decoder
-
-    def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Float32[Array, " B"]]:
-        # Counted before the model goes on: lists of blocks would stay until then.
-        heads = heads_of(lm.head_shards, layer, k.shape[2])
-        return tuple(jax.lax.optimization_barrier(method.prefill.attend(layer, heads, q, k, v, lengths, None, backend)))
-
-    positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
-    hidden, pairs = decoder(tokens, positions, attention, (None,) * lm.config.num_layers)
-    share = mean_of_devices(attended_share(pairs, lengths), lm.head_shards)
-    return logprobs_of_hidden(decoder, hidden[:, :-1], tokens[:, 1:]), share
+    read = read_prompts(lm, tokens, lengths, None, keep_hidden=True, backend=backend)
+    assert read.hidden is not None
+    return logprobs_of_hidden(lm.decoder, read.hidden[:, :-1], tokens[:, 1:]), read.attended_share
 
 
 class TokenScores(NamedTuple):
@@ -148,3 +142,218 @@ def scores_of_logits(logits: Float[Array, "*tokens V"], tokens: Int[Array, "*tok
 
 
 _score = Program(OverMesh(logprobs_of, (ROWS, ROWS), (ROWS, ROWS)))
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerScores:
+    """Result of `score_answers`; entry `[i][j]` is about answer j to prompt i.
+
+    Attributes:
+        logprobs: Natural log-probability of each token of the answer, given the prompt and the tokens before it.
+        greedy: Whether greedy decoding would say the answer, token for token.
+    """
+
+    logprobs: list[list[np.ndarray]]
+    greedy: list[list[bool]]
+
+
+def score_answers(
+    lm: LM,
+    prompts: Sequence[Prompt],
+    answers: Sequence[Sequence[Prompt]],
+    *,
+    context: Context | None = None,
+    backend: str = "auto",
+) -> AnswerScores:
+    """Log-probability of given answers, each prompt read once for all of its answers.
+
+    A prompt is read, and its cache made, as `generate` does; an answer's tokens are fed as if they had been drawn. So
+    both parts of a method take part, and nothing that the method chooses has seen the answer: unlike `score`, which
+    reads a text and its end as one prompt.
+
+    Args:
+        lm: From `tca_jax.load`; under any method.
+        prompts: Strings, chats or token ids; at least 1 token each.
+        answers: As many answers to each prompt, at least 1: strings or token ids; no special token is put before text.
+        context: From `tca_jax.prefill`, of one row: prompts are appended to it.
+        backend: Kernel backend: "auto", "xla", "triton" or "mosaic".
+
+    Raises:
+        ValueError: prompts and answers do not match, one is not allowed or too long, or the context belongs to another
+            model or method; raised before anything is compiled. Or the model computes NaN or infinity, with the layer.
+        TypeError: an argument is of a wrong type.
+    """
+    kernels = resolve_backend(backend)
+    answer_ids = _encode_answers(lm, answers)
+    times = len(answer_ids[0])
+    if len(prompts) != len(answer_ids) or any(len(of_prompt) != times for of_prompt in answer_ids):
+        counts = [len(of_prompt) for of_prompt in answer_ids]
+        raise UserError(
+            f"answers has {counts} entries: must have as many for each of the {len(prompts)} prompts, at least 1"
+        )
+    rows = [ids for of_prompt in answer_ids for ids in of_prompt]
+    if context is None:
+        logprobs, greedy = _behind_prompts(lm, prompts, rows, kernels)
+    else:
+        logprobs, greedy = _behind_context(lm, prompts, rows, context, kernels)
+    return AnswerScores(
+        [logprobs[i : i + times] for i in range(0, len(rows), times)],
+        [greedy[i : i + times] for i in range(0, len(rows), times)],
+    )
+
+
+def _encode_answers(lm: LM, answers: Any) -> list[list[list[int]]]:
+    encoded = [
+        [_encode_answer(lm, answer, f"answers[{i}][{j}]") for j, answer in enumerate(of_prompt)]
+        for i, of_prompt in enumerate(answers)
+    ]
+    if not encoded or not encoded[0]:
+        raise UserError("answers is empty: at least one for each prompt is needed")
+    return encoded
+
+
+def _encode_answer(lm: LM, answer: Any, argument: str) -> list[int]:
+    text = isinstance(answer, str | bytes) and len(answer)
+    ids = encode_verbatim(lm, answer, argument) if text else encode_prompt(lm, answer, argument)
+    if not ids:
+        raise UserError(f"{argument} is empty: at least one token is needed")
+    return ids
+
+
+def _behind_prompts(
+    lm: LM, prompts: Any, answers: list[list[int]], backend: Backend
+) -> tuple[list[np.ndarray], list[bool]]:
+    """Scores of each answer; those to one prompt side by side."""
+    ids = encode_prompts(lm, prompts)
+    times = len(answers) // len(ids)
+    for i, prompt in enumerate(ids):
+        longest = max(map(len, answers[i * times : (i + 1) * times]))
+        require_positions(f"prompts[{i}]", len(prompt), longest, lm)
+    tokens, lengths = pad_tokens(ids, lm.pad_token_id)
+    block_size, held = lm.method.cache.block_size, np.repeat(lengths, times)
+    places = held % block_size
+    given, given_lengths = pad_tokens(answers, lm.pad_token_id)
+    fed = None
+    if given_lengths.max() > 1:  # of a single token, what the prompt's last logits say is all
+        columns = num_columns(int(np.max(places + given_lengths)), block_size)
+        fed = jnp.asarray(align(given, held, block_size=block_size, columns=columns))
+    layout = lm.cache_layout(rows_of_device(lm, len(ids), "prompts"), tokens.shape[1])
+    held_bytes = layout.num_bytes(lm.config.head_dim, lm.dtype)
+    require_memory(held_bytes, f"{len(answers)} answers to {len(ids)} prompts")
+    arrays = (jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(given[:, 0]), fed, jnp.asarray(given_lengths))
+    args = (lm.for_programs(), *arrays)
+    program, _ = _read_and_feed.prepare(*args, backend=backend)
+    finite, first, rest = program(*args)
+    require_finite(lm, tokens, lengths, on_host(finite), "prompts")
+    first, rest = on_host((first, rest))
+    return _joined(first, rest, places, answers)
+
+
+def _joined(
+    first: TokenScores, rest: TokenScores | None, places: Int[np.ndarray, " R"], answers: list[list[int]]
+) -> tuple[list[np.ndarray], list[bool]]:
+    """Scores of whole answers, from those of their first tokens and those of the others, which begin at `places`."""
+    if rest is None:
+        return [np.asarray(logprob)[None] for logprob in first.logprobs], first.greedy.tolist()
+    logprobs = []
+    for row, (place, answer) in enumerate(zip(places.tolist(), answers, strict=True)):
+        others = rest.logprobs[row, place : place + len(answer) - 1]
+        logprobs.append(np.concatenate([first.logprobs[row : row + 1], others]))
+    return logprobs, (first.greedy & rest.greedy.all(axis=1)).tolist()
+
+
+def _read_and_feed_program(
+    lm: LM,
+    tokens: Int[Array, "B L"],
+    lengths: Int[Array, " B"],
+    first: Int[Array, " R"],
+    fed: Int[Array, "R S"] | None,
+    fed_lengths: Int[Array, " R"],
+    *,
+    backend: Backend,
+) -> tuple[Bool[Array, " B"], TokenScores, TokenScores | None]:
+    """Which prompts led to finite logits, the scores of each answer's first token `[R]`, and those of the others."""
+    rows, times = first.shape[0], first.shape[0] // tokens.shape[0]
+    read = read_prompts(lm, tokens, lengths, lm.cache_layout(*tokens.shape), backend=backend)
+    assert read.cache is not None
+    firsts = scores_of_logits(jnp.repeat(read.logits, times, axis=0), first)
+    finite = jnp.isfinite(read.logits).all(axis=-1)
+    if fed is None:
+        return finite, firsts, None
+    starts = jnp.repeat(lengths, times)
+    shared, own = shared_and_own(read.cache, lm.following_layout(rows, tokens.shape[1], fed.shape[1]), starts)
+    hidden = extend(lm, shared, own, fed, starts, fed_lengths, starts, keep_hidden=True, backend=backend).hidden
+    return finite, firsts, scores_of_appended(lm, hidden, fed, starts, fed_lengths)
+
+
+def scores_of_appended(
+    lm: LM, hidden: Any, tokens: Int[Array, "B S"], starts: Int[Array, " B"], lengths: Int[Array, " B"]
+) -> TokenScores:
+    """Scores of appended tokens: in column c of the token in column c + 1, given all tokens up to column c.
+
+    Args:
+        lm: The model.
+        hidden: `Extended.hidden`, `[B, S, D]`.
+        tokens: Appended tokens, as `extend` takes them.
+        starts: Tokens in the caches before, `[B]`.
+        lengths: Appended tokens, `[B]`.
+
+    Returns:
+        Scores `[B, S - 1]`; 0.0 and True where one of the two columns has no new token.
+    """
+    place = jnp.arange(tokens.shape[1] - 1) - (starts % lm.method.cache.block_size)[:, None]
+    both = (place >= 0) & (place + 1 < lengths[:, None])
+    scores = scores_of_hidden(lm.decoder, hidden[:, :-1], tokens[:, 1:])
+    return TokenScores(jnp.where(both, scores.logprobs, 0.0), scores.greedy | ~both)
+
+
+_read_and_feed = Program(OverMesh(_read_and_feed_program, (ROWS,) * 5, (ROWS, ROWS, ROWS)))
+
+
+def _behind_context(
+    lm: LM, prompts: Any, answers: list[list[int]], context: Any, backend: Backend
+) -> tuple[list[np.ndarray], list[bool]]:
+    """The same of prompts that follow a context, each of them together with its answer."""
+    checked = AppendedPrompts.create(lm, prompts, context)
+    if context.batch != 1:
+        raise UserError(f"context has {context.batch} rows: must have one, which all prompts share")
+    times = len(answers) // len(checked.ids)
+    asked = [ids for ids in checked.ids for _ in range(times)]
+    appended = AppendedPrompts.create(lm, [a + b for a, b in zip(asked, answers, strict=True)], context)
+    appended.require_positions(lm, 0)
+    context, rows = appended.context, len(answers)
+    starts, prompt_lengths = (jnp.broadcast_to(x, rows) for x in (context.lengths, context.prompt_lengths))
+    args = (lm.for_programs(), context.cache, appended.tokens, starts, appended.lengths, prompt_lengths)
+    layout = lm.following_layout(rows_of_device(lm, rows, "answers"), context.tokens.shape[1], appended.tokens.shape[1])
+    program, _ = _feed.prepare(*args, layout=layout, backend=backend)
+    finite, scores = program(*args)
+    tokens, lengths = pad_tokens([context.token_ids() + ids for ids in appended.ids], lm.pad_token_id)
+    require_finite(lm, tokens, lengths, on_host(finite), "prompts")
+    place, scores = int(context.lengths[0]) % context.layout.block_size, on_host(scores)
+    logprobs, greedy = [], []
+    for row, (question, answer) in enumerate(zip(asked, answers, strict=True)):
+        first = place + len(question) - 1  # in the column before a token stands what is thought of it
+        part = slice(first, first + len(answer))
+        logprobs.append(scores.logprobs[row, part])
+        greedy.append(bool(scores.greedy[row, part].all()))
+    return logprobs, greedy
+
+
+def _feed_program(
+    lm: LM,
+    cache: PagedCache,
+    tokens: Int[Array, "R S"],
+    starts: Int[Array, " R"],
+    lengths: Int[Array, " R"],
+    prompt_lengths: Int[Array, " R"],
+    *,
+    layout: CacheLayout,
+    backend: Backend,
+) -> tuple[Bool[Array, " R"], TokenScores]:
+    shared, own = shared_and_own(cache, layout, starts)
+    extended = extend(lm, shared, own, tokens, starts, lengths, prompt_lengths, keep_hidden=True, backend=backend)
+    scores = scores_of_appended(lm, extended.hidden, tokens, starts, lengths)
+    return jnp.isfinite(extended.logits).all(axis=-1), scores
+
+
+_feed = Program(OverMesh(_feed_program, (CACHES, ROWS, ROWS, ROWS, ROWS), (ROWS, ROWS)))

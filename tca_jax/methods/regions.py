@@ -52,7 +52,12 @@ class Selected(NamedTuple):
     pool: Pool
 
     def pages(self, block_size: int, kept: Int32[Array, "B Hkv"]) -> Pages:
-        """The first `kept` tokens of each region, as attention to pages of `block_size` takes them."""
+        """The first tokens of each region, as attention to pages takes them.
+
+        Args:
+            block_size: Tokens of a page, b; regions are whole pages.
+            kept: Tokens of each region `[B, Hkv]`.
+        """
         batch = len(kept)
         k, v = (x.reshape(-1, block_size, x.shape[-1]) for x in (self.pool.k, self.pool.v))
         most = min(len(k), self.budgets.shape[-1])  # no region holds more than all blocks

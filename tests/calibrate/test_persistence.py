@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from profiles import make_profile
 
+from tca_jax import persistence
 from tca_jax.calibration.profile import Profile
-from tca_jax.engine import persistence
 from tca_jax.methods.config import TCAConfig
 
 ENVIRONMENT = {"PATH": "", "JAX_PLATFORMS": "cpu"}
@@ -133,7 +133,7 @@ def test_a_save_that_raises_is_never_what_loads_and_names_the_directory(tmp_path
 # A limit on the size of files fails in the midst of a write, as a full disk does.
 _SAVE_WITHOUT_ROOM = """
 import resource, sys
-from tca_jax.engine import persistence
+from tca_jax import persistence
 from tca_jax.calibration.profile import Profile
 from tca_jax.methods.config import TCAConfig
 import orbax.checkpoint

@@ -14,10 +14,10 @@ from profiles import CONFIG, make_profile
 
 from tca_jax import methods
 from tca_jax.calibration.profile import FORMAT_VERSION, Profile, head_gates
-from tca_jax.engine.persistence import checksum
 from tca_jax.methods.candidates import candidate_budgets
 from tca_jax.methods.config import TCAConfig
 from tca_jax.models.config import ModelConfig
+from tca_jax.persistence import checksum
 
 THREE = {"full": 0.5, "row0": 1.0, "chosen": 0.75}
 PROBES = {"counted": {"copy": 3}, "kept": None, "attended": 0.5}

@@ -5,7 +5,7 @@ import pytest
 from tiny import TCA, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
-from tca_jax.engine.answers import score_answers
+from tca_jax.engine.score import score_answers
 
 PROMPTS = [random_prompt(0, 61), random_prompt(1, 40)]
 OPTIONS = {"max_new_tokens": 11, "stop_token_ids": (), "logprobs": True}

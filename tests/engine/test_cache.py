@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from paged import kept_tokens, local_tokens, read_layer
 from tiny import random_prompt, tiny_lm
 
 import tca_jax
@@ -15,7 +16,6 @@ from tca_jax.engine.cache import CacheLayout, joined, shared_and_own, with_rows_
 from tca_jax.engine.contexts import first_local
 from tca_jax.engine.decode import decode_layer
 from tca_jax.engine.extend import rows_with_leaving_block
-from tca_jax.engine.read import prefill_layer
 from tca_jax.methods.candidates import eviction_budgets
 from tca_jax.methods.heads import Heads
 
@@ -41,24 +41,7 @@ def _qkv(seed, batch, tokens, heads=4, kv_heads=2, d=D):
 
 def read(method, layout, lengths, qkv):
     """The cache of one layer behind prompts."""
-    starts = jnp.maximum(lengths // layout.block_size * layout.block_size - layout.window, 0)
-    cache = layout.empty(D, jnp.float32, starts)
-    return prefill_layer(method, 0, HEADS, *qkv, lengths, layout, cache)[1]
-
-
-def kept(cache, row, head):
-    """Keys and values that a head keeps `[2, n, d]`."""
-    tokens = np.arange(int(cache.kept[0][row, head]))
-    pages = np.asarray(cache.tables[0])[row, head, tokens // cache.block_size]
-    return np.stack([np.asarray(x)[pages, tokens % cache.block_size] for x in (cache.k, cache.v)])
-
-
-def local(cache, row, positions):
-    """Keys and values of positions in the window `[2, Hkv, n, d]`."""
-    b = cache.block_size
-    columns = cache.kept_columns[0] + (positions - int(cache.start[row])) // b
-    pages = np.asarray(cache.tables[0])[row][:, columns]
-    return np.stack([np.asarray(x)[pages, positions % b] for x in (cache.k, cache.v)])
+    return read_layer(method, layout, lengths, qkv)[1]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 6))
@@ -134,11 +117,13 @@ def test_pages_hold_the_local_and_the_selected_tokens(length):
     cache = read(method_of(candidates), plan(candidates, 1, 72, 29), lengths, (q, k, v))
     positions = np.arange(8 * CONFIG.num_ranked_blocks(length), length)
     expected = np.stack([np.asarray(x)[0, positions].swapaxes(0, 1) for x in (k, v)])
-    np.testing.assert_array_equal(local(cache, 0, positions), expected)
+    np.testing.assert_array_equal(local_tokens(cache, 0, positions), expected)
     mask = np.asarray(tca_jax.select(q[:, max(0, length - 64) : length], k, jnp.array(candidates), lengths, CONFIG))[0]
     for head in range(2):
         chosen = np.flatnonzero(mask[head])
-        np.testing.assert_array_equal(kept(cache, 0, head), np.stack([np.asarray(x)[0, chosen, head] for x in (k, v)]))
+        np.testing.assert_array_equal(
+            kept_tokens(cache, 0, head), np.stack([np.asarray(x)[0, chosen, head] for x in (k, v)])
+        )
 
 
 def test_each_block_that_leaves_the_window_leaves_its_budget_and_rows_do_so_on_their_own():
@@ -161,8 +146,8 @@ def test_evicted_tokens_follow_the_prompts_in_order_of_position():
     cache = read(method, plan(candidates, 1, 64, 17), lengths, (q, k, v))
     after = decode(method, None, cache, new, lengths, lengths, 17)
     for head in range(2):
-        np.testing.assert_array_equal(kept(after, 0, head)[0], k[0, :64, head])
-        np.testing.assert_array_equal(kept(after, 0, head)[1], v[0, :64, head])
+        np.testing.assert_array_equal(kept_tokens(after, 0, head)[0], k[0, :64, head])
+        np.testing.assert_array_equal(kept_tokens(after, 0, head)[1], v[0, :64, head])
 
 
 def test_nothing_is_allocated_for_blocks_of_which_nothing_is_kept():
@@ -190,9 +175,9 @@ def test_what_follows_a_shared_cache_is_what_follows_it_in_one_cache(prompts):
     own = decode(method, shared, own, new, lengths, lengths, 30)
     both = joined(shared, own, plan(candidates, 2, 128), first_local(lengths + 30, lengths, 8, 16))
     for row, head in np.ndindex(2, 2):
-        np.testing.assert_array_equal(kept(both, row, head), kept(whole, row, head))
+        np.testing.assert_array_equal(kept_tokens(both, row, head), kept_tokens(whole, row, head))
         positions = np.arange(int(both.start[row]), prompts[row] + 30)
-        np.testing.assert_array_equal(local(both, row, positions), local(whole, row, positions))
+        np.testing.assert_array_equal(local_tokens(both, row, positions), local_tokens(whole, row, positions))
 
 
 def test_rows_that_continue_from_the_same_tokens_share_their_pages():
@@ -223,7 +208,7 @@ def test_rows_that_continue_from_the_same_tokens_share_their_pages():
             12,
         )
         for head in range(2):
-            np.testing.assert_allclose(kept(fed, row, head), kept(alone, 0, head))
+            np.testing.assert_allclose(kept_tokens(fed, row, head), kept_tokens(alone, 0, head))
 
 
 def test_repeated_rows_hold_the_same_in_pages_of_their_own():
@@ -233,9 +218,9 @@ def test_repeated_rows_hold_the_same_in_pages_of_their_own():
     rows = with_rows_repeated(cache, plan(candidates, 6, 64))
     assert len(np.unique(rows.tables[0])) >= rows.k.shape[0]
     for row, head in np.ndindex(6, 2):
-        np.testing.assert_array_equal(kept(rows, row, head), kept(cache, row // 3, head))
+        np.testing.assert_array_equal(kept_tokens(rows, row, head), kept_tokens(cache, row // 3, head))
         positions = np.arange(int(rows.start[row]), int(lengths[row // 3]))
-        np.testing.assert_array_equal(local(rows, row, positions), local(cache, row // 3, positions))
+        np.testing.assert_array_equal(local_tokens(rows, row, positions), local_tokens(cache, row // 3, positions))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,9 +259,9 @@ def test_a_policy_that_keeps_more_than_its_capacity_spoils_no_other_page():
     assert shared.kept[0].tolist() == [[256, 256]]
     assert own.kept[0].tolist() == [[16, 16]]
     for head in range(2):
-        np.testing.assert_array_equal(kept(shared, 0, head)[0], k[0, :256, head])
+        np.testing.assert_array_equal(kept_tokens(shared, 0, head)[0], k[0, :256, head])
         left = k[0, 384:400, head]
-        np.testing.assert_array_equal(kept(own, 0, head)[0], left)
+        np.testing.assert_array_equal(kept_tokens(own, 0, head)[0], left)
 
 
 def test_what_is_reported_as_kept_is_what_the_cache_holds():

@@ -6,16 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from paged import kept_tokens, local_tokens, read_layer
 from tiny import TCA, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
 from tca_jax import methods
 from tca_jax.engine import extend as extend_module
-from tca_jax.engine.answers import scores_of_appended
 from tca_jax.engine.cache import CacheLayout, shared_and_own
 from tca_jax.engine.decode import decode_layer
 from tca_jax.engine.extend import AppendedColumns, align, extend, extend_layer, num_columns, rows_with_leaving_block
-from tca_jax.engine.read import prefill_layer, read_prompts
+from tca_jax.engine.read import read_prompts
+from tca_jax.engine.score import scores_of_appended
 from tca_jax.methods.heads import Heads
 
 B, W = 8, 16
@@ -41,8 +42,7 @@ def read(name: str, prompts: tuple[int, ...]):
     """A layer's cache behind prompts of these lengths, and that of up to 64 tokens that follow."""
     method, padded, lengths = METHODS[name], 48, jnp.array(prompts, jnp.int32)
     layout = CacheLayout.plan(method.cache, 1, 2, len(prompts), padded, 0)
-    cache = layout.empty(16, jnp.float32, jnp.maximum(lengths // B * B - W, 0))
-    cache = prefill_layer(method, 0, HEADS, *qkv(1, len(prompts), padded), lengths, layout, cache)[1]
+    _, cache = read_layer(method, layout, lengths, qkv(1, len(prompts), padded))
     return shared_and_own(cache, CacheLayout.plan_following(method.cache, 1, 2, len(prompts), padded, 64), lengths)
 
 
@@ -86,17 +86,11 @@ def appended(name, prompts, starts, lengths, new, caches=None):
 def check_same_cache(cache, expected, ends):
     """What later queries can see is the same: the rows' own part of their windows, and what was kept."""
     np.testing.assert_array_equal(cache.kept[0], expected.kept[0])
-    kept = cache.kept_columns[0]
     for row, end in enumerate(ends):
-        first = int(cache.start[row])
-        positions = np.arange(max(first, (end - 1) // B * B - W), end)
-        columns = kept + (positions - first) // B
-        for x, y in ((cache.k, expected.k), (cache.v, expected.v)):
-            mine, theirs = (np.asarray(pool)[np.asarray(cache.tables[0])[row]] for pool in (x, y))  # [Hkv, T, b, d]
-            np.testing.assert_array_equal(mine[:, columns, positions % B], theirs[:, columns, positions % B])
-            for head, count in enumerate(np.asarray(cache.kept[0])[row].tolist()):
-                slots = np.arange(count)
-                np.testing.assert_array_equal(mine[head, slots // B, slots % B], theirs[head, slots // B, slots % B])
+        positions = np.arange(max(int(cache.start[row]), (end - 1) // B * B - W), end)
+        np.testing.assert_array_equal(*(local_tokens(each, row, positions) for each in (cache, expected)))
+        for head in range(2):
+            np.testing.assert_array_equal(*(kept_tokens(each, row, head) for each in (cache, expected)))
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -152,7 +146,7 @@ def opened(model, prompts, fed):
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     args = jnp.asarray(tokens), jnp.asarray(lengths)
-    _, cache, _ = read_prompts(model, *args, model.cache_layout(*tokens.shape), backend="xla")
+    _, cache, *_ = read_prompts(model, *args, model.cache_layout(*tokens.shape), backend="xla")
     return shared_and_own(cache, model.following_layout(*tokens.shape, fed), args[1]), args[1]
 
 

@@ -9,7 +9,7 @@ from meshes import lm_of, mesh_of, needs_8_devices, with_tca
 from tiny import random_prompt
 
 import tca_jax
-from tca_jax.engine.answers import score_answers
+from tca_jax.engine.score import score_answers
 
 pytestmark = needs_8_devices
 

@@ -13,9 +13,9 @@ from tiny import random_prompt
 
 import tca_jax
 from tca_jax.engine import request
-from tca_jax.engine.answers import score_answers
 from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.mesh import balanced_orders, balanced_together
+from tca_jax.engine.score import score_answers
 from tca_jax.lab.evaluation import text_tasks
 from tca_jax.pallas_kernels import backends
 

@@ -196,21 +196,6 @@ def test_a_context_keeps_the_share_of_its_first_reading(tmp_path):
     assert out.stats.attended_share == one.stats.attended_share == context.attended_share[0]
 
 
-def test_a_context_that_was_saved_without_its_share_is_read(tmp_path, monkeypatch):
-    context = tca_jax.prefill(tiny_lm(), PROMPTS)
-    from tca_jax.engine import context_files
-
-    arrays = context_files._arrays
-    with monkeypatch.context() as patch:
-        without = lambda context: {name: x for name, x in arrays(context).items() if name != "attended_share"}  # noqa: E731
-        patch.setattr(context_files, "_arrays", without)
-        context.save(tmp_path / "context")
-    loaded = tca_jax.Context.load(tmp_path / "context")
-    assert np.isnan(loaded.attended_share).all()
-    assert np.isnan(loaded.stats.attended_share)
-    assert loaded.token_ids() == context.token_ids()
-
-
 @needs_8_devices
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
 @pytest.mark.parametrize("name", ["full", "streaming", "tca", "minference", "xattention"])

@@ -45,6 +45,8 @@ def loud_keys(threshold: float = 1.0) -> methods.Method:
 @pytest.fixture(scope="module", autouse=True)
 def registered():
     methods.register("loud-keys", loud_keys, replace=True)
+    yield
+    del methods.registry._FACTORIES["loud-keys"]  # of tests in the same process
 
 
 @pytest.fixture(scope="module")

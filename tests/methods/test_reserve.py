@@ -12,11 +12,12 @@ import pytest
 from cases import last_queries, observed_queries, qkv, regions
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged import kept_tokens, read_layer
 from tiny import random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.engine.cache import CacheLayout, prefill_layer
+from tca_jax.engine.cache import CacheLayout
 from tca_jax.methods.candidates import budget_count_table
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.heads import Heads
@@ -169,10 +170,10 @@ def test_a_layer_scores_its_prompt_once_and_has_a_second_buffer_only_where_rows_
     config = dataclasses.replace(CONFIG, reserve=reserve)
     method = methods.configured(config, [[3, 3]], prefill_candidates=[prefill])
     q, k, v = map(jnp.asarray, qkv(6, 1, 64, 4, 2, 8))
-    layout = CacheLayout.plan(method.cache, 0, 2, 1, 64, 9)
+    layout = CacheLayout.plan(method.cache, 1, 2, 1, 64, 8)
 
     def run(q, k, v, lengths):
-        return prefill_layer(method, 0, q, k, v, lengths, layout, "xla")
+        return read_layer(method, layout, lengths, (q, k, v), "xla")
 
     program = str(jax.make_jaxpr(run)(q, k, v, jnp.array([64])))
     calls = collections.Counter(re.findall(r"name=(\w+)", program))
@@ -184,17 +185,16 @@ def test_prompts_attend_to_the_prefill_row_and_leave_the_cache_row_behind():
     lengths = np.array([96, 70, 19], np.int32)
     q, k, v = map(jnp.asarray, qkv(7, 3, 96, 4, 2, 8))
     method = methods.configured(CONFIG, [[DENSE, 5]], prefill_candidates=[[1, 5]])
-    layout = CacheLayout.plan(method.cache, 0, 2, 3, 96, 9)
-    (out, pairs), cache = prefill_layer(method, 0, q, k, v, jnp.asarray(lengths), layout)
+    layout = CacheLayout.plan(method.cache, 1, 2, 3, 96, 8)
+    (out, pairs), cache = read_layer(method, layout, jnp.asarray(lengths), (q, k, v))
     expected = tca_jax.attend(q, k, v, jnp.array([1, 5]), jnp.asarray(lengths), CONFIG)
     np.testing.assert_array_equal(out, expected)
     queries = observed_queries(np.asarray(q), lengths, CONFIG.num_queries)
     kept = np.asarray(tca_jax.select(queries, k, jnp.array([DENSE, 5]), jnp.asarray(lengths), CONFIG))
-    np.testing.assert_array_equal(cache.pool.lengths, kept.sum(axis=-1))
     for row, head in np.ndindex(3, 2):
-        start, count = int(cache.pool.offsets[row, head]), int(cache.pool.lengths[row, head])
-        np.testing.assert_array_equal(cache.pool.k[start : start + count], k[row, kept[row, head], head])
-    tail, _ = prefill_layer(method, 0, jnp.asarray(queries), k, v, jnp.asarray(lengths), layout, tail=True)
+        np.testing.assert_array_equal(kept_tokens(cache, row, head)[0], k[row, kept[row, head], head])
+    given = jnp.asarray(queries), k, v
+    tail, _ = read_layer(method, layout, jnp.asarray(lengths), given, last_query=True)
     np.testing.assert_array_equal(tail.pairs, pairs)
     last = np.asarray(expected)[np.arange(3), lengths - 1]
     np.testing.assert_allclose(tail.out[:, -1], last, atol=1e-5)

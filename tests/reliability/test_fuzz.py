@@ -17,10 +17,10 @@ from tokenizers import Tokenizer
 
 import tca_jax
 from tca_jax.calibration.profile import Profile
-from tca_jax.engine.persistence import checksum
 from tca_jax.engine.prompts import encode_prompt, encode_prompts, render_chat
 from tca_jax.loading import open_checkpoint
 from tca_jax.models.names import parameters
+from tca_jax.persistence import checksum
 
 TEXTS = ("hello", "The answer (42) is ~ not here!", "two\nlines", "übrigens 日本")
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "?"}]
@@ -218,7 +218,7 @@ def forge(kind: str, restored):
 
 
 def test_a_context_of_absurd_fields_under_a_fitting_checksum_is_a_clear_error(context, saved_context, tmp_path):
-    from tca_jax.engine.context_files import _arrays as arrays_by_name
+    from tca_jax.engine.context_copies import _arrays as arrays_by_name
 
     restored = {
         name: np.asarray(x).view(np.uint8) if name.endswith((".k", ".v")) else np.asarray(x)

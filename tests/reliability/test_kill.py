@@ -12,8 +12,8 @@ from reliability.killing import RANDOM_KILLS, command_line, run_killed, some_cha
 from tiny import TCA, random_prompt, tiny_lm, with_candidates, write_checkpoint
 
 import tca_jax
+from tca_jax import persistence
 from tca_jax.calibration.profile import Profile
-from tca_jax.engine import persistence
 from tca_jax.lab.evaluation import Results
 
 

@@ -10,8 +10,8 @@ from tiny import CONFIG, TCA, random_prompt, tiny_lm, with_candidates, write_che
 from tokenizers import Tokenizer
 
 import tca_jax
+from tca_jax import persistence
 from tca_jax.calibration.profile import Profile
-from tca_jax.engine import persistence
 from tca_jax.engine.prompts import encode_prompt
 from tca_jax.loading import open_checkpoint
 from tca_jax.methods import CachePolicy, FullCache, FullPrefill, Method
@@ -226,6 +226,6 @@ def test_a_context_that_another_version_has_signed_names_file_and_field(change, 
     tca_jax.prefill(lm, random_prompt(0, 60)).save(tmp_path)
     file = tmp_path / "context_0" / "metadata" / "metadata"
     edit(file, change)
-    monkeypatch.setattr("tca_jax.engine.context_files.checksum", lambda *_: json.loads(file.read_text())["sha256"])
+    monkeypatch.setattr("tca_jax.engine.context_copies.checksum", lambda *_: json.loads(file.read_text())["sha256"])
     with pytest.raises(ValueError, match=rf"{re.escape(str(file))}: .*{message}"):
         tca_jax.Context.load(tmp_path)

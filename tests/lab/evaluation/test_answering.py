@@ -67,7 +67,7 @@ def test_a_batch_over_a_mesh_is_a_multiple_of_its_devices_and_fits_each(lm, monk
     many = tca_jax.LM.from_decoder(lm.decoder, mesh=mesh_of((4, 2)))
     assert safe_batch(many, 1024, 128, 6) == 8
     monkeypatch.setattr(answering, "memory_bytes", lambda: 100 * 2**20)
-    assert safe_batch(many, 3968, 128, 100) == 4 * 23  # half of the heads: 1.1 MB each
+    assert safe_batch(many, 3968, 128, 100) == 4 * 24  # half of the heads: 1.05 MB each
     monkeypatch.setattr(answering, "memory_bytes", lambda: 1)
     assert safe_batch(many, 1024, 128, 1) == 4
 
@@ -82,7 +82,7 @@ def test_room_is_of_few_sizes_so_that_tasks_share_programs():
 def test_a_batch_is_smaller_where_the_memory_is(lm, monkeypatch):
     monkeypatch.setattr(answering, "memory_bytes", lambda: 100 * 2**20)
     assert safe_batch(lm, 1024, 128, 8) == 8
-    assert safe_batch(lm, 3968, 128, 100) == 11  # 2.2 MB each, a quarter of the memory
+    assert safe_batch(lm, 3968, 128, 100) == 12  # 2.1 MB each, a quarter of the memory
     monkeypatch.setattr(answering, "memory_bytes", lambda: 1)
     assert safe_batch(lm, 1024, 128, 8) == 1
     monkeypatch.setattr(answering, "memory_bytes", lambda: None)

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tca_jax.engine import programs
-from tca_jax.engine.programs import Program, forget_programs, num_maps
+from tca_jax import programs
+from tca_jax.programs import Program, forget_programs, num_maps
 
 LINUX = Path("/proc/self/maps").exists()
 

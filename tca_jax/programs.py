@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from tca_jax.engine.mesh import OverMesh
-
 _MOST_PROGRAMS = 128  # kept of all functions; an octave of prompt lengths has eight
 _MOST_BYTES = 4 * 2**30  # of all together: their code, and what the process grew by while they were compiled
 _SHARE_OF_MAPS = 2  # all together map at most half of what the system allows
@@ -45,8 +43,8 @@ class Program:
     """A function compiled ahead of time, once for each combination of argument shapes and static arguments.
 
     Args:
-        function: What to compile; its keyword arguments are static. Its first argument is the model, over whose mesh
-            it runs if it is an `OverMesh`.
+        function: What to compile; its keyword arguments are static. If it has a method `place`, its first argument is a
+            model, over whose mesh it runs, and `place(lm, args)` puts the others there (`engine.mesh.OverMesh`).
         donate: Positions of arguments whose buffers the program may overwrite.
     """
 
@@ -64,10 +62,11 @@ class Program:
             The executable, to be called with the same positional arguments, and the seconds that compiling took
             (0.0 when nothing was compiled).
         """
-        if isinstance(self._function, OverMesh) and args[0].mesh is not None:
+        place = getattr(self._function, "place", None)
+        if place is not None and args[0].mesh is not None:
             with jax.set_mesh(args[0].mesh):  # the caller's may be another one, or have axes of another type
-                executable, seconds = self._prepare(args[0], *self._function.place(args[0], args[1:]), **static)
-            return _Placing(executable, self._function), seconds
+                executable, seconds = self._prepare(args[0], *place(args[0], args[1:]), **static)
+            return _Placing(executable, place), seconds
         return self._prepare(*args, **static)
 
     def _prepare(self, *args: Any, **static: Any) -> tuple[Callable[..., Any], float]:
@@ -137,8 +136,8 @@ def _resident_bytes() -> int:
 class _Placing:
     """An executable over a mesh that puts its arguments where they belong."""
 
-    def __init__(self, executable: Any, function: OverMesh) -> None:
-        self._executable, self._function = executable, function
+    def __init__(self, executable: Any, place: Callable[..., tuple[Any, ...]]) -> None:
+        self._executable, self._place = executable, place
         self.out_info = executable.out_info
 
     def memory_analysis(self) -> Any:
@@ -147,7 +146,7 @@ class _Placing:
 
     def __call__(self, lm: Any, *args: Any) -> Any:
         with jax.set_mesh(lm.mesh):
-            return self._executable(lm, *self._function.place(lm, args))
+            return self._executable(lm, *self._place(lm, args))
 
 
 def results_of(executable: Any) -> Any:
