@@ -77,14 +77,14 @@ class Program:
             if (kept := _kept.pop(key, None)) is not None:
                 _kept[key] = kept  # now the youngest
                 return kept.executable, 0.0
-        start, nbytes, maps = time.perf_counter(), _resident_bytes(), num_maps()
+        start, nbytes, maps = time.perf_counter(), resident_bytes(), num_maps()
         # JAX keeps what it has compiled as long as the function lives: this one lives as long as its program.
         function = functools.partial(self._function)
         jitted = jax.jit(function, static_argnames=tuple(static), donate_argnums=self._donate)
         executable = jitted.lower(*args, **static).compile()
         seconds = time.perf_counter() - start
         code = getattr(executable.memory_analysis(), "generated_code_size_in_bytes", 0)
-        kept = _Kept(executable, code + max(0, _resident_bytes() - nbytes), max(0, num_maps() - maps))
+        kept = _Kept(executable, code + max(0, resident_bytes() - nbytes), max(0, num_maps() - maps))
         with _lock:
             _kept[key] = kept
             while len(_kept) > 1 and _are_many():
@@ -103,6 +103,11 @@ def _forget(program: Hashable) -> None:
     with _lock:
         for key in [key for key in list(_kept) if key[0] is program]:
             _kept.pop(key, None)
+
+
+def num_programs() -> int:
+    """Programs that the process keeps."""
+    return len(_kept)
 
 
 def num_maps() -> int:
@@ -125,7 +130,7 @@ def _are_many() -> bool:
     return sum(each.maps for each in kept) > allowed / _SHARE_OF_MAPS
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
     """Memory of this process; 0 where the system does not say."""
     try:
         return int(_PAGES.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -65,9 +65,9 @@ def measure(shapes: int, generations: int, seed: int) -> list[dict[str, Any]]:
                 {
                     "generations": number,
                     "that compiled": compiled,
-                    "programs kept": len(programs._kept),
+                    "programs kept": programs.num_programs(),
                     "memory maps": programs.num_maps(),
-                    "MB resident": programs._resident_bytes() / 1e6,
+                    "MB resident": programs.resident_bytes() / 1e6,
                     "s": time.perf_counter() - start,
                 }
             )

@@ -55,6 +55,7 @@ OPTIONS = {
     ],
     "calibration": [*TINY, "--lengths=512", "--model-tokens=512", "--layers=1", "--texts=1"],
     "context": [*TINY, "--lengths=512", "--layers=1", "--no-full", "--questions=2", "--append-tokens=130"],
+    "many-shapes": ["--shapes=2", "--generations=4"],
 }
 
 
@@ -222,7 +223,7 @@ def test_an_unwritable_folder_fails_before_the_run(tmp_path):
     assert "file" in error("decode", *OPTIONS["decode"], "--out", tmp_path / "file")
 
 
-@pytest.mark.parametrize("name", ["attention", "calibration", "context", "decode", "end-to-end", "tune"])
+@pytest.mark.parametrize("name", ["attention", "calibration", "context", "decode", "end-to-end", "many-shapes", "tune"])
 def test_the_help_of_a_benchmark_fits_80_columns(name):
     result = run(name, "--help")
     assert result.exit_code == 0
