@@ -16,7 +16,6 @@ from tca_jax.methods.checks import check_integer, check_number, least_share
 from tca_jax.methods.registry import option_names
 
 _SHARES = 4096  # of these steps `share` is a whole number
-_MANY_ROWS = 4096
 
 
 class CallSizes(NamedTuple):
@@ -72,7 +71,7 @@ def with_bytes(
     if question_tokens is not None:
         check_integer("question_tokens", question_tokens, at_least=1)
     sizes = CallSizes(prompt_tokens, new_tokens, question_tokens)
-    knob, values = _knob(lm, name, prompt_tokens, options)
+    knob, values = _knob(name, prompt_tokens, options)
 
     def turned(lm: LM, place: int) -> LM:
         return lm.with_method(name, **_with_knob(name, knob, values[place], options))
@@ -92,7 +91,7 @@ def with_bytes(
     return turned(lm, low)
 
 
-def _knob(lm: LM, name: str, prompt_tokens: int, options: dict[str, Any]) -> tuple[str, Sequence[Any]]:
+def _knob(name: str, prompt_tokens: int, options: dict[str, Any]) -> tuple[str, Sequence[Any]]:
     """The option that moves a method's budget, and its values from the smallest budget to the largest."""
     cache = name.split("+")[-1]
     known = option_names(cache)
@@ -121,23 +120,22 @@ def held_share(lm: LM, sizes: CallSizes) -> float:
     """Bytes of a prompt's caches over those of full attention; at least what a call of any number of prompts will show.
 
     Where in its block a document ends decides how many columns a question takes: it is the worst place here, and the
-    best one for full attention. So is the batch: a pool without tokens, which full attention has, takes a region all
-    the same, and the rows of a batch share it.
+    best one for full attention.
     """
     fed = least = None
     if sizes.question_tokens is not None and sizes.new_tokens is not None:
         b, room = lm.method.cache.block_size, bucket_length(sizes.new_tokens)
         fed, least = (num_columns(tokens, b) + room - 1 for tokens in (b - 1 + sizes.question_tokens, 1))
-    return _num_bytes(lm, sizes, fed) / (_num_bytes(lm.with_method(BASELINE), sizes, least, _MANY_ROWS) / _MANY_ROWS)
+    return _num_bytes(lm, sizes, fed) / _num_bytes(lm.with_method(BASELINE), sizes, least)
 
 
-def _num_bytes(lm: LM, sizes: CallSizes, fed: int | None, rows: int = 1) -> int:
-    """Bytes of the caches behind prompts, as `generate` and `prefill` allocate them; `fed` tokens follow a context."""
+def _num_bytes(lm: LM, sizes: CallSizes, fed: int | None) -> int:
+    """Bytes of the caches behind a prompt, as `generate` and `prefill` allocate them; `fed` tokens follow a context."""
     tokens = bucket_length(sizes.prompt_tokens)
     if fed is None:
         room = 0 if sizes.new_tokens is None else bucket_length(sizes.new_tokens) - 1
-        layouts = [lm.cache_layout(rows, tokens, room)]
+        layouts = [lm.cache_layout(1, tokens, room)]
     else:
-        layouts = [lm.cache_layout(rows, tokens), lm.following_layout(rows, tokens, fed)]
+        layouts = [lm.cache_layout(1, tokens), lm.following_layout(1, tokens, fed)]
     # Of a share, the dtype does not matter.
     return sum(layout.num_bytes(lm.config.head_dim, jnp.float32) for layout in layouts)

@@ -40,9 +40,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 _hook = install_import_hook("tca_jax", "typecheck.check")
 _hook.__enter__()
 
-#: Files and folders of tests/ that run whole commands, examples, trained models, several processes or meshes, which
-#: `make test` leaves to `make test-slow`. Files that take minutes by a few tests stand first and begin first: one that
-#: began last would leave the other processes idle.
+#: Files and folders of tests/ that run whole commands, examples, trained models, several processes or meshes, or all
+#: methods in turn. `make test` leaves them to `make test-slow`, with the tests of other files that are marked as slow:
+#: those of several features together, of many seconds. Files that take minutes by a few tests stand first and begin
+#: first: one that began last would leave the other processes idle.
 SLOW = (
     "test_examples.py",
     "test_recall_model.py",
@@ -52,18 +53,27 @@ SLOW = (
     "engine/test_mesh_pools.py",
     "test_train_recall_model.py",
     "test_train_zoo.py",
+    "calibrate/test_journal.py",
     "calibrate/test_mesh.py",
     "distributed",
+    "engine/test_budgets.py",
     "engine/test_mesh_contexts.py",
     "engine/test_mesh_kernels.py",
     "engine/test_several_gpus.py",
     "lab/benchmarks",
+    "lab/evaluation/test_answering.py",
     "lab/evaluation/test_equal_bytes.py",
     "lab/test_cli_eval.py",
+    "methods/test_block_sparse_generation.py",
+    "methods/test_members.py",
     "methods/test_mesh.py",
     "methods/test_streams.py",
     "models/test_sharded_loading.py",
     "reliability",
+    "test_cli.py",
+    "test_cli_chat.py",
+    "test_cli_options.py",
+    "test_cli_plots.py",
     "test_cli_script.py",
     "test_loading_on_meshes.py",
 )

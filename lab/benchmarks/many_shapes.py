@@ -82,7 +82,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axes.plot([row["generations"] for row in rows], [row[column] for row in rows], marker="o", clip_on=False)
         axes.set_xlabel("generations")
         axes.set_ylabel(column)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * max(row[column] for row in rows))
     figure.suptitle("One process, many shapes")
     figures.write(figure, path)
 

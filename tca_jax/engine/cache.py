@@ -121,7 +121,7 @@ class CacheLayout:
         return len(self.kept_pages[0][0])
 
     @property
-    def window_pages(self) -> int:
+    def num_window_pages(self) -> int:
         """Pages of a row's window in each layer and KV head, which serve it in turn."""
         return min(self.window // self.block_size + 1, self.window_columns)
 
@@ -137,9 +137,9 @@ class CacheLayout:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool, as many as the device needs that needs most; at least one."""
+        """Pages of the pool, as many as the device needs that needs most."""
         kept = int(np.sum(self.kept_pages, axis=(0, 2)).max())
-        return max(1, self.batch * (self.num_layers * self.num_kv_heads * self.window_pages + kept))
+        return self.batch * (self.num_layers * self.num_kv_heads * self.num_window_pages + kept)
 
     def num_bytes(self, head_dim: int, dtype: Any) -> int:
         """Bytes of keys and values together, on a device."""
@@ -160,16 +160,17 @@ class CacheLayout:
         counts = np.asarray(self.kept_pages, np.int32).swapaxes(0, 1)  # [devices, layers, Hkv]
         by_row = np.repeat(counts[:, :, None], batch, axis=2)
         ends = np.cumsum(by_row.reshape(len(counts), -1), axis=1, dtype=np.int32).reshape(by_row.shape)
-        starts = ends - by_row + batch * layers * heads * self.window_pages
-        alone = 0 if len(counts) == 1 else device
-        first, count = (part_of_device(x) if alone is None else x[alone] for x in (starts, counts))
-        turn = jnp.arange(self.window_columns, dtype=jnp.int32) % self.window_pages
+        starts = ends - by_row + batch * layers * heads * self.num_window_pages
+        if len(counts) == 1:
+            device = 0
+        first, count = (part_of_device(x) if device is None else x[device] for x in (starts, counts))
+        turn = jnp.arange(self.window_columns, dtype=jnp.int32) % self.num_window_pages
         row, head = jnp.arange(batch, dtype=jnp.int32)[:, None, None], jnp.arange(heads, dtype=jnp.int32)[:, None]
         tables = []
         for layer, columns in enumerate(self.kept_columns):
             column = jnp.arange(columns, dtype=jnp.int32)
             kept = jnp.where(column < count[layer][:, None], first[layer][..., None] + column, self.num_pages)
-            window = ((layer * batch + row) * self.window_pages + turn) * heads + head
+            window = ((layer * batch + row) * self.num_window_pages + turn) * heads + head
             tables.append(jnp.concatenate([kept, window], axis=-1))
         return tuple(tables)
 
@@ -226,7 +227,8 @@ class PagedCache(PerDevice):
             a block of the window lie side by side, in the order of the KV heads.
         kept: Kept tokens of each layer, int32 `[B, Hkv]`.
         start: Position of the window's first token, int32 `[B]`, a multiple of b.
-        end: Position past the last that the window has pages for, int32 `[B]`, or past the last that counts.
+        end: Position past the last that the window has pages for, int32 `[B]`; where what follows lies in a cache of
+            its own (`before`), past the last token that counts.
         kept_columns: Of each layer, see `Pages`; static.
     """
 
@@ -286,11 +288,11 @@ class PagedCache(PerDevice):
             kept: What is kept left of the windows, in the layout's `regions`; None for nothing.
             k: Keys of whole prompts, of which the window takes its own; `v` the values.
         """
-        pools = [self._with_window(layer, pool, x, layout.window_pages) for pool, x in ((self.k, k), (self.v, v))]
+        pools = [self._with_window(layer, pool, x, layout.num_window_pages) for pool, x in ((self.k, k), (self.v, v))]
         if kept is None or not self.kept_columns[layer]:
             return dataclasses.replace(self, k=pools[0], v=pools[1])
         pages = [x.reshape(-1, *self.k.shape[1:]) for x in (kept.k, kept.v)]
-        numbers = self._kept_pages(layer, kept, len(pages[0]))
+        numbers = self._pages_of_selection(layer, kept, len(pages[0]))
         k, v = (pool.at[numbers].set(x, mode="drop") for pool, x in zip(pools, pages, strict=True))
         table = self.tables[layer][..., : self.kept_columns[layer]]
         most = jnp.sum(table < len(self.k), axis=-1, dtype=jnp.int32) * self.block_size
@@ -299,7 +301,7 @@ class PagedCache(PerDevice):
     def _with_lengths(self, layer: int, lengths: Int[Array, "B Hkv"]) -> tuple[Int[Array, "B Hkv"], ...]:
         return (*self.kept[:layer], lengths, *self.kept[layer + 1 :])
 
-    def _kept_pages(self, layer: int, kept: Pool, count: int) -> Int[Array, " n"]:
+    def _pages_of_selection(self, layer: int, kept: Pool, count: int) -> Int[Array, " n"]:
         """Where each page of a selection goes: past the pool where it holds nothing, or nothing of this device's."""
         first, b = kept.offsets.reshape(-1) // self.block_size, self.block_size
         page = jnp.arange(count, dtype=jnp.int32)
@@ -336,8 +338,8 @@ class PagedCache(PerDevice):
         """The cache with tokens of one block of each row written to its window; columns that are not `new` are not."""
         b = self.block_size
         pages, slots = self.window_pages(layer, positions[:, 0] // b), positions % b
-        if positions.shape == (1, 1):  # a scatter would read what is there, in case a place were out of bounds
-
+        if new is None and positions.shape == (1, 1):
+            # A scatter would read what is there, in case a place were out of bounds.
             def put(pool: Array, x: Array) -> Array:
                 return jax.lax.dynamic_update_slice(pool, x.swapaxes(1, 2)[0], (pages[0, 0], slots[0, 0], 0))
 
@@ -352,11 +354,11 @@ class PagedCache(PerDevice):
     def with_kept(
         self,
         layer: int,
-        chosen: Bool[Array, "B Hkv b"],
-        k: Float[Array, "B Hkv b d"],
-        v: Float[Array, "B Hkv b d"],
+        chosen: Bool[Array, "B Hkv n"],
+        k: Float[Array, "B Hkv n d"],
+        v: Float[Array, "B Hkv n d"],
     ) -> PagedCache:
-        """The cache with the chosen tokens of a block behind what each head keeps; a head that is full takes none."""
+        """The cache with the chosen ones of some tokens behind what each head keeps, as many as it has pages for."""
         if not self.kept_columns[layer]:
             return self
         b, kept = self.block_size, self.kept[layer]
@@ -409,33 +411,26 @@ def with_rows_repeated(cache: PagedCache, layout: CacheLayout) -> PagedCache:
 
 
 def joined(shared: PagedCache, own: PagedCache, layout: CacheLayout, starts: Int[Array, " R"]) -> PagedCache:
-    """One cache of all that two hold, as `shared_and_own` gave them; its windows begin with the blocks of `starts`."""
+    """One cache of all that two hold, as `shared_and_own` gave them; its windows begin with the blocks of `starts`.
+
+    Each KV head must have at least as many pages for kept tokens as in `shared`.
+    """
     out = layout.empty(own.k.shape[-1], own.k.dtype, starts)
-    blocks = out.start[:, None] // own.block_size + jnp.arange(layout.window_pages)
-    for layer in range(layout.num_layers):
-        kept = _joined_kept(shared, own, layer, layout.kept_columns[layer] * own.block_size)
-        out = _with_joined(out, layer, kept, _joined_windows(shared, own, layer, blocks), blocks)
+    times, layers = own.batch // shared.batch, range(layout.num_layers)
+    k, v = out.k, out.v
+    for sharer in range(times):  # whole pages go where the same entries of the other tables say
+        to = jnp.full(len(shared.k), len(k), jnp.int32)
+        for layer in layers:
+            columns = shared.kept_columns[layer]
+            entries = out.tables[layer][sharer::times, :, :columns]
+            to = to.at[shared.tables[layer][..., :columns]].set(entries, mode="drop")
+        k, v = (pool.at[to].set(theirs, mode="drop") for pool, theirs in ((k, shared.k), (v, shared.v)))
+    kept = tuple(jnp.repeat(lengths, times, axis=0) for lengths in shared.kept)
+    out = dataclasses.replace(out, k=k, v=v, kept=kept)
+    blocks = out.start[:, None] // own.block_size + jnp.arange(layout.num_window_pages)
+    for layer in layers:
+        out = _with_joined(out, layer, own, _joined_windows(shared, own, layer, blocks), blocks)
     return out
-
-
-def _joined_kept(
-    shared: PagedCache, own: PagedCache, layer: int, most: int
-) -> tuple[Int[Array, "R Hkv"], Float[Array, "2 R Hkv T d"]]:
-    """Kept tokens of both caches in one row, and how many they are."""
-    times = own.batch // shared.batch
-    first, more = jnp.repeat(shared.kept[layer], times, axis=0)[..., None], own.kept[layer][..., None]
-    token = jnp.arange(most, dtype=jnp.int32)
-
-    def take(cache: PagedCache, number: Int[Array, "R Hkv T"]) -> Float[Array, "2 R Hkv T d"]:
-        table = jnp.repeat(cache.tables[layer][..., : cache.kept_columns[layer]], own.batch // cache.batch, axis=0)
-        if not table.shape[-1]:
-            return jnp.zeros((2, *number.shape, own.k.shape[-1]), own.k.dtype)
-        page = jnp.take_along_axis(table, jnp.maximum(number, 0) // own.block_size, axis=-1, mode="clip")
-        return jnp.stack([x.at[page, number % own.block_size].get(mode="clip") for x in (cache.k, cache.v)])
-
-    from_shared = jnp.broadcast_to(token, (*first.shape[:2], most)) < first
-    tokens = jnp.where(from_shared[..., None], take(shared, from_shared * token), take(own, token - first))
-    return (first + more)[..., 0], tokens
 
 
 def _joined_windows(
@@ -452,22 +447,15 @@ def _joined_windows(
 
 
 def _with_joined(
-    out: PagedCache,
-    layer: int,
-    kept: tuple[Int[Array, "R Hkv"], Float[Array, "2 R Hkv T d"]],
-    window: Float[Array, "2 R W Hkv b d"],
-    blocks: Int[Array, "R W"],
+    out: PagedCache, layer: int, own: PagedCache, window: Float[Array, "2 R W Hkv b d"], blocks: Int[Array, "R W"]
 ) -> PagedCache:
-    """A cache with all tokens of a layer."""
-    lengths, tokens = kept
-    numbers = out.tables[layer][..., : out.kept_columns[layer]].reshape(-1)
-    pages = tokens.reshape(2, -1, *out.k.shape[1:])
+    """A cache with the window of a layer, and what rows keep on their own behind what they have kept so far."""
     windows = jax.vmap(lambda of_row: out.window_pages(layer, of_row), in_axes=1, out_axes=1)(blocks)
-    k, v = (
-        pool.at[numbers].set(of_kept, mode="drop").at[windows].set(of_window)
-        for pool, of_kept, of_window in zip((out.k, out.v), pages, window, strict=True)
-    )
-    return dataclasses.replace(out, k=k, v=v, kept=out._with_lengths(layer, lengths))
+    k, v = (pool.at[windows].set(of_window) for pool, of_window in zip((out.k, out.v), window, strict=True))
+    out, table = dataclasses.replace(out, k=k, v=v), own.tables[layer][..., : own.kept_columns[layer]]
+    k, v = (pool.at[table].get(mode="clip") for pool in (own.k, own.v))
+    k, v = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (k, v))
+    return out.with_kept(layer, jnp.arange(k.shape[2]) < own.kept[layer][..., None], k, v)
 
 
 def memory_bytes() -> int | None:

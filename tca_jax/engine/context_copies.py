@@ -127,7 +127,7 @@ def _parse(folder: Path, metadata: Any, restore: RestoreArrays) -> tuple[Context
     except (ValueError, TypeError, KeyError) as error:  # under a checksum that fits: written so, by another version
         raise UserError(
             f"{file}: tca_jax {metadata['library_version']!r} wrote it, and {importlib.metadata.version('tca-jax')} "
-            f"does not read it: {error}; save the context again"
+            f"does not read it: {error}; read the document again and save that context"
         ) from error
 
 
@@ -154,7 +154,8 @@ def _check_fields(metadata: Any, file: Path) -> None:
     if metadata["format_version"] != FORMAT_VERSION:
         raise UserError(
             f"{file}: format_version = {metadata['format_version']!r}: tca_jax "
-            f"{importlib.metadata.version('tca-jax')} reads {FORMAT_VERSION}; save the context again"
+            f"{importlib.metadata.version('tca-jax')} reads {FORMAT_VERSION}; read the document again and save that "
+            "context"
         )
     if missing := [name for name in _FIELDS if name not in metadata]:
         raise UserError(f"{file}: field {missing[0]!r} is missing")
@@ -211,13 +212,20 @@ def _made(kind: Any, fields: Any, where: str, **parts: Any) -> Any:
     return kind(**{**fields, **lists, **parts})
 
 
-def moved(held: Held, lm: LM) -> Held:
-    """A cache as a model holds its own: on its devices, with KV heads where the model has them."""
+def moved(held: Held, lm: LM, lies_so: bool) -> Held:
+    """A cache as a model holds its own: on its devices, with KV heads where the model has them.
+
+    Args:
+        held: The cache, on other devices or in the host's memory.
+        lm: The model.
+        lies_so: Whether its KV heads and rows are dealt out as the model's, and only the memory is another.
+    """
     shards, rows = lm.head_shards, axis_size(lm.mesh, DATA)
     if shards is None:
-        return on_one_device(held)
-    layout = _dealt_anew(held, shards, held.rows // rows)
-    cache = _with_pages_of(held, layout, shards, rows)
+        on_host_or_device, layout, _ = on_one_device(held)
+        return Held(jax.tree.map(jnp.asarray, on_host_or_device), layout, None)
+    layout = held.layout if lies_so else _dealt_anew(held, shards, held.rows // rows)
+    cache = held.cache if lies_so else _with_pages_of(held, layout, shards, rows)
     assert lm.mesh is not None
     return Held(jax.tree.map(functools.partial(place, CACHES, mesh=lm.mesh), cache), layout, shards)
 

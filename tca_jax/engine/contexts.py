@@ -169,26 +169,29 @@ class Context:
 
     def require_made_by(self, lm: LM) -> None:
         """Raises ValueError, which names both sides, unless a model can continue the context under its method."""
-        made, own = self.identity, identity_of(lm)
+        self._require_identity("context", identity_of(lm), lm.dtype)
+
+    def _require_identity(self, name: str, own: ContextIdentity, computed: jnp.dtype) -> None:
+        """Raises ValueError unless the context, of such a name in the message, is of a model, its method and dtype."""
+        made, held = self.identity, self.cache.k.dtype
         if made.config != own.config or made.fingerprint != own.fingerprint:
             raise UserError(
-                f"context was made by model {made.model!r}, whose weights or shape are not those of {own.model!r}: "
+                f"{name} was made by model {made.model!r}, whose weights or shape are not those of {own.model!r}: "
                 "read the document with this model"
             )
         if made.method_description != own.method_description:
             if unknown := unknown_types(made.method_description):
                 raise UserError(
-                    f"context was made under method {made.method!r}, whose {unknown[0]} is not known here: the context "
+                    f"{name} was made under method {made.method!r}, whose {unknown[0]} is not known here: the context "
                     "may be of another version of tca_jax, or of code that is not imported; read the document again"
                 )
             options = " with other options or budgets" if made.method == own.method else ""
             raise UserError(
-                f"context was made under method {made.method!r}{options}, and {own.model!r} runs under "
+                f"{name} was made under method {made.method!r}{options}, and {own.model!r} runs under "
                 f"{own.method!r}: read the document under this method"
             )
-        held, computed = self.cache.k.dtype, lm.dtype
         if held != computed:
-            raise UserError(f"context holds {held} and {own.model!r} computes in {computed}: load it in dtype {held}")
+            raise UserError(f"{name} holds {held} and {own.model!r} computes in {computed}: load it in dtype {held}")
 
     def on(self, lm: LM) -> Context:
         """The context on the devices of a model, as the model holds its own; itself where it lies so.
@@ -203,13 +206,15 @@ class Context:
             ValueError: it belongs to another model or method, or its rows cannot be shared out over the mesh.
         """
         self.require_made_by(lm)
-        if self.shards == lm.head_shards and self.batch == self.layout.batch * axis_size(lm.mesh, DATA):
+        lies_so = self.shards == lm.head_shards and self.batch == self.layout.batch * axis_size(lm.mesh, DATA)
+        if lies_so and not isinstance(self.cache.k, np.ndarray):
             return self
         rows_of_device(lm, self.batch, "rows of the context")
-        return self._holding(moved(self._held, lm))
+        rows = {name: jnp.asarray(getattr(self, name)) for name in OF_ROWS}
+        return dataclasses.replace(self._holding(moved(self._held, lm, lies_so)), **rows)
 
     def to_host(self) -> Context:
-        """The context with its arrays in the host's memory; calls that continue it bring them back, each anew."""
+        """The context with its arrays in the host's memory. `on` brings them back, as every call does for itself."""
         return jax.tree.map(on_host, self)
 
     @classmethod
@@ -217,21 +222,17 @@ class Context:
         """The rows of several contexts in one, to be continued in one batch; on one device.
 
         Args:
-            contexts: Of one model and method, of any lengths and ages; at least one.
+            contexts: Of one model and method, of any lengths and ages; at least one. Those of a mesh, or in the host's
+                memory, are brought to the default device.
 
         Raises:
-            ValueError: there are none, or they belong to different models or methods.
+            ValueError: there are none, or they belong to different models or methods, or differ in dtype.
         """
         if not contexts:
             raise UserError("contexts is empty: at least one is needed")
         for i, context in enumerate(contexts):
             require_type(f"contexts[{i}]", context, Context, "a Context, from tca_jax.prefill")
-            if context.identity != contexts[0].identity:
-                raise UserError(
-                    f"contexts[{i}] is of {context.identity.model!r} under {context.identity.method!r}, contexts[0] of "
-                    f"{contexts[0].identity.model!r} under {contexts[0].identity.method!r}, or their weights or "
-                    "options differ: all must be of one model and method"
-                )
+            context._require_identity(f"contexts[{i}]", contexts[0].identity, contexts[0].cache.k.dtype)
         rows: dict[str, list[Any]] = {name: [getattr(context, name) for context in contexts] for name in OF_ROWS}
         widest = max(tokens.shape[1] for tokens in rows["tokens"])
         rows["tokens"] = [jnp.pad(tokens, ((0, 0), (0, widest - tokens.shape[1]))) for tokens in rows["tokens"]]
@@ -379,7 +380,8 @@ def _layout_after(lm: LM, context: Context, rows: int, prompt_tokens: int, fed_t
     """The cache of a context once `fed_tokens` were appended, in `rows` rows of a device.
 
     There are as many pages as now where everything is sure to fit, so that a conversation's turns mostly run one
-    program; otherwise there is room for some more turns.
+    program; otherwise there are as many more as some more turns may fill. How many does not depend on what is held, so
+    documents of one bucket run the same programs.
     """
     policy, now = lm.method.cache, context.layout
     fresh = lm.cache_layout(rows, prompt_tokens)
@@ -388,15 +390,15 @@ def _layout_after(lm: LM, context: Context, rows: int, prompt_tokens: int, fed_t
     for layer, (kept, of_layer) in enumerate(zip(on_host(context.cache.kept), now.kept_pages, strict=True)):
         held = by_row(kept).max(axis=0).reshape(np.shape(of_layer))
 
-        def wanted(fed: int, layer: int = layer, held: np.ndarray = held) -> np.ndarray:
-            more = kept_behind(policy, layer, now.prompt_tokens, fed, lm.config.num_kv_heads)
-            return held + (more[None] if context.shards is None else context.shards.by_device(layer, more))
+        def more(fed: int, layer: int = layer) -> np.ndarray:
+            tokens = kept_behind(policy, layer, now.prompt_tokens, fed, lm.config.num_kv_heads)
+            return tokens[None] if context.shards is None else context.shards.by_device(layer, tokens)
 
-        if np.all(wanted(fed_tokens) <= np.asarray(of_layer) * now.block_size):
+        if np.all(held + more(fed_tokens) <= np.asarray(of_layer) * now.block_size):
             pages.append(of_layer)
         else:
-            more = np.maximum(-(-wanted(headroom) // now.block_size), of_layer)
-            pages.append(tuple(map(tuple, more.tolist())))
+            longer = of_layer + -(-more(headroom) // now.block_size)
+            pages.append(tuple(map(tuple, longer.tolist())))
     return dataclasses.replace(fresh, kept_pages=tuple(pages))
 
 

@@ -237,8 +237,10 @@ def _behind_prompts(
     if given_lengths.max() > 1:  # of a single token, what the prompt's last logits say is all
         columns = num_columns(int(np.max(places + given_lengths)), block_size)
         fed = jnp.asarray(align(given, held, block_size=block_size, columns=columns))
-    layout = lm.cache_layout(rows_of_device(lm, len(ids), "prompts"), tokens.shape[1])
-    held_bytes = layout.num_bytes(lm.config.head_dim, lm.dtype)
+    layouts = [lm.cache_layout(rows_of_device(lm, len(ids), "prompts"), tokens.shape[1])]
+    if fed is not None:
+        layouts.append(lm.following_layout(layouts[0].batch * times, tokens.shape[1], fed.shape[1]))
+    held_bytes = sum(layout.num_bytes(lm.config.head_dim, lm.dtype) for layout in layouts)
     require_memory(held_bytes, f"{len(answers)} answers to {len(ids)} prompts")
     arrays = (jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(given[:, 0]), fed, jnp.asarray(given_lengths))
     args = (lm.for_programs(), *arrays)
@@ -319,12 +321,13 @@ def _behind_context(
         raise UserError(f"context has {context.batch} rows: must have one, which all prompts share")
     times = len(answers) // len(checked.ids)
     asked = [ids for ids in checked.ids for _ in range(times)]
-    appended = AppendedPrompts.create(lm, [a + b for a, b in zip(asked, answers, strict=True)], context)
+    appended = AppendedPrompts.create(lm, [a + b for a, b in zip(asked, answers, strict=True)], checked.context)
     appended.require_positions(lm, 0)
     context, rows = appended.context, len(answers)
     starts, prompt_lengths = (jnp.broadcast_to(x, rows) for x in (context.lengths, context.prompt_lengths))
     args = (lm.for_programs(), context.cache, appended.tokens, starts, appended.lengths, prompt_lengths)
     layout = lm.following_layout(rows_of_device(lm, rows, "answers"), context.tokens.shape[1], appended.tokens.shape[1])
+    require_memory(layout.num_bytes(lm.config.head_dim, lm.dtype), f"{rows} answers behind a context")
     program, _ = _feed.prepare(*args, layout=layout, backend=backend)
     finite, scores = program(*args)
     tokens, lengths = pad_tokens([context.token_ids() + ids for ids in appended.ids], lm.pad_token_id)
@@ -332,7 +335,7 @@ def _behind_context(
     place, scores = int(context.lengths[0]) % context.layout.block_size, on_host(scores)
     logprobs, greedy = [], []
     for row, (question, answer) in enumerate(zip(asked, answers, strict=True)):
-        first = place + len(question) - 1  # in the column before a token stands what is thought of it
+        first = place + len(question) - 1  # the score of a token is in the column before it
         part = slice(first, first + len(answer))
         logprobs.append(scores.logprobs[row, part])
         greedy.append(bool(scores.greedy[row, part].all()))

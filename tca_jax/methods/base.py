@@ -35,7 +35,7 @@ class CachePolicy(abc.ABC):
     oldest block of the window leaves it, and `evict` says what stays of that.
 
     Attributes:
-        block_size: Tokens in a block, b: a power of two from 1 to 256 for the Triton kernels.
+        block_size: Tokens in a block, b: a power of two, from 16 to 256 for the Triton kernels ("auto" takes XLA below).
         window: Least number of local tokens, w, a positive multiple of b; `UNBOUNDED` for all of them.
         num_queries: Prompt queries, counted from the last, that `select` looks at; None for all of them.
     """

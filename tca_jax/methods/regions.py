@@ -1,4 +1,4 @@
-"""Where each head's selected tokens lie in a layer's pool, and how a selection gets there."""
+"""Where each head's selected tokens lie in a layer's compact buffer, and how a selection gets there."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Regions:
         regions = cls(batch, tuple(round_up(int(tokens), alignment) for tokens in capacities), alignment)
         if regions.pool_tokens >= 2**31:
             raise UserError(
-                f"a batch of {batch} needs a KV pool of {regions.pool_tokens} tokens per layer: at most {2**31 - 1} "
+                f"a batch of {batch} selects {regions.pool_tokens} tokens per layer: at most {2**31 - 1} "
                 "can be addressed; use a smaller batch, or fewer tokens"
             )
         return regions

@@ -21,6 +21,7 @@ def sparse(full):
     return with_candidates(full, [[0, 6], [TCA.num_candidates, 3]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "sparse"])
 def test_what_greedy_decoding_says_has_its_log_probabilities_and_is_greedy(name, request):
     lm = request.getfixturevalue(name)

@@ -72,7 +72,7 @@ def test_pages_of_a_windows_block_lie_side_by_side_and_serve_it_in_turn():
     layout = plan((3, DENSE), 2, 300, 100)
     window = np.asarray(layout.tables()[0])[..., layout.kept_columns[0] :]
     assert (window[:, 1] == window[:, 0] + 1).all()
-    assert layout.window_pages == 3
+    assert layout.num_window_pages == 3
     np.testing.assert_array_equal(window[..., 3:], window[..., :-3])
     assert len(np.unique(window)) == 2 * 2 * 3
 
@@ -87,7 +87,7 @@ def test_a_head_costs_what_its_candidate_keeps():
 
 def test_short_prompts_have_a_short_window_and_keep_nothing_beside_it():
     layout = plan((3, 3), 2, 300, 20, tca_jax.TCAConfig())
-    assert (layout.window_pages, layout.window_columns) == (3, 3)
+    assert (layout.num_window_pages, layout.window_columns) == (3, 3)
     assert layout.kept_pages == (((0, 0),),)
     assert layout.num_bytes(64, jnp.float32) == 2 * 4 * 64 * 3 * 128 * 2 * 2
 
@@ -95,10 +95,10 @@ def test_short_prompts_have_a_short_window_and_keep_nothing_beside_it():
 def test_full_attention_keeps_all_in_its_window():
     policy = methods.get("full").cache
     layout = CacheLayout.plan(policy, 1, 2, 1, 1000, 100)
-    assert (layout.window_pages, layout.window_columns) == (9, 9)
+    assert (layout.num_window_pages, layout.window_columns) == (9, 9)
     assert not layout.has_ranked_blocks
     behind = CacheLayout.plan_following(policy, 1, 2, 1, 1000, 100)
-    assert behind.window_pages == 2  # the first block may begin with 127 tokens of what was before
+    assert behind.num_window_pages == 2  # the first block may begin with 127 tokens of what was before
 
 
 def test_elements_of_a_million_tokens_pass_int32_but_their_pages_do_not():

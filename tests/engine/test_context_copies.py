@@ -84,7 +84,10 @@ def damage(folder, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(format_version=3), r"format_version = 3: tca_jax .* reads 2; save the context again"),
+        (
+            lambda m: m.update(format_version=3),
+            r"format_version = 3: tca_jax .* reads 2; read the document again and save",
+        ),
         (lambda m: m.pop("format_version"), r"has no field 'format_version', so it is not a tca_jax context"),
         (lambda m: m.pop("layout"), r"field 'layout' is missing"),
         (lambda m: m["identity"].update(method="full"), r"damaged: the context in it does not match its checksum"),

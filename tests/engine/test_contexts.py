@@ -67,6 +67,7 @@ def test_full_attention_over_a_context_is_that_over_one_long_prompt(full):
     assert context.stats.kv_cache_bytes == context.stats.full_kv_cache_bytes
 
 
+@pytest.mark.slow
 def test_each_question_of_a_batch_costs_no_copy_of_the_document(full, sparse):
     for lm in (full, sparse):
         context = tca_jax.prefill(lm, random_prompt(4, 300))
@@ -90,6 +91,7 @@ def test_no_program_gives_or_takes_away_the_documents_keys(sparse, context, monk
     assert not any(x.is_deleted() for x in jax.tree.leaves(context) if isinstance(x, jax.Array))
 
 
+@pytest.mark.slow
 def test_appending_in_parts_is_appending_at_once_and_leaves_the_first_context_as_it_was(sparse, context):
     before = jax.tree.map(np.asarray, context)
     grown = context
@@ -103,6 +105,7 @@ def test_appending_in_parts_is_appending_at_once_and_leaves_the_first_context_as
     jax.tree.map(np.testing.assert_array_equal, context, before)
 
 
+@pytest.mark.slow
 def test_a_batch_of_contexts_is_each_of_them(sparse):
     documents = [random_prompt(6, 77), random_prompt(7, 9), random_prompt(8, 64)]
     context = tca_jax.prefill(sparse, documents)
@@ -124,6 +127,7 @@ def test_one_context_becomes_several_by_what_is_appended(sparse, context):
         assert tokens == reference(sparse, DOCUMENT, [*question, 5], 30)
 
 
+@pytest.mark.slow
 def test_samples_of_questions_share_the_document(sparse, context):
     options = {"temperature": 1.3, "seed": 5, **OPTIONS}
     samples = tca_jax.generate(sparse, QUESTIONS, context=context, num_samples=2, **options)
@@ -163,11 +167,12 @@ def test_a_context_is_a_pytree(context):
     assert repr(context) == "Context(101 tokens, 'tiny' under 'tca')"
 
 
-def test_streaming_over_a_context_is_streaming_over_one_long_prompt(full):
-    lm = full.with_method("streaming", sinks=4, window=16, block_size=8)
-    context = tca_jax.prefill(lm, DOCUMENT)
-    out = tca_jax.generate(lm, QUESTIONS[0], context=context, **OPTIONS)
-    whole = tca_jax.generate(lm, DOCUMENT + QUESTIONS[0], **OPTIONS)
+@pytest.mark.parametrize(("window", "block_size", "question"), [(16, 8, 21), (12, 1, 33)])
+def test_streaming_over_a_context_is_streaming_over_one_long_prompt(full, window, block_size, question):
+    lm = full.with_method("streaming", sinks=4, window=window, block_size=block_size)
+    context, question = tca_jax.prefill(lm, DOCUMENT), random_prompt(1, question)
+    out = tca_jax.generate(lm, question, context=context, **OPTIONS)
+    whole = tca_jax.generate(lm, DOCUMENT + question, **OPTIONS)
     assert out.tokens == whole.tokens  # what streaming keeps does not depend on the queries
 
 
@@ -180,7 +185,9 @@ MANY = {
 }
 
 
-@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "full" else pytest.mark.slow) for name in MANY]
+)
 def test_rows_of_different_documents_lengths_and_ages_decode_in_one_batch(full, name):
     lm = full.with_method(MANY[name])
     young = tca_jax.prefill(lm, random_prompt(6, 77))
@@ -204,10 +211,11 @@ def test_rows_of_different_documents_lengths_and_ages_decode_in_one_batch(full, 
 
 def test_contexts_that_do_not_belong_together_are_not_joined(full, context):
     join = inspect.unwrap(tca_jax.Context.join)
-    with pytest.raises(
-        ValueError, match=r"contexts\[1\] is of 'tiny' under 'full', contexts\[0\] of 'tiny' under 'tca'"
-    ):
+    with pytest.raises(ValueError, match=r"contexts\[1\] was made under method 'full', and 'tiny' runs under 'tca'"):
         join([context, tca_jax.prefill(full, DOCUMENT)])
+    halves = dataclasses.replace(context.cache, k=context.cache.k.astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"contexts\[1\] holds bfloat16 and 'tiny' computes in float32"):
+        join([context, dataclasses.replace(context, cache=halves)])
     with pytest.raises(ValueError, match="contexts is empty: at least one is needed"):
         join([])
     with pytest.raises(TypeError, match=r"contexts\[1\] is of type str: must be a Context"):
@@ -220,6 +228,16 @@ def test_a_context_in_host_memory_answers_as_it_did(sparse, context):
     expected = tca_jax.generate(sparse, QUESTIONS, context=context, **OPTIONS)
     assert tca_jax.generate(sparse, QUESTIONS, context=away, **OPTIONS).tokens == expected.tokens
     assert away.stats == context.stats
+    back = away.on(sparse)
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves((back.cache, back.tokens, back.lengths)))
+    assert jax.tree.map(jnp.shape, back.cache) == jax.tree.map(jnp.shape, context.cache)
+    assert tca_jax.generate(sparse, QUESTIONS, context=back, **OPTIONS).stats.compile_seconds == 0.0
+
+
+def test_documents_of_one_bucket_are_appended_to_by_one_program(sparse):
+    for seed, tokens in ((0, 101), (13, 99), (14, 107)):
+        appended = tca_jax.prefill(sparse, QUESTIONS[0], context=tca_jax.prefill(sparse, random_prompt(seed, tokens)))
+    assert appended.stats.compile_seconds == 0.0
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -307,6 +325,7 @@ def test_a_stream_over_a_context_joins_to_the_answer(written):
     assert [pieces] == tca_jax.generate(written, " and more", context=context, **options).text
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_named_behind_a_context_too(sparse, context):
     flat = jax.tree.map(lambda x: x, sparse.params)
     broken = dataclasses.replace(sparse, params=jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), flat))

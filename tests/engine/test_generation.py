@@ -70,6 +70,7 @@ def test_sparse_heads_change_the_answer_so_the_tests_above_can_fail(lm):
     assert full.stats.kv_cache_bytes == full.stats.full_kv_cache_bytes
 
 
+@pytest.mark.slow
 def test_twenty_lengths_of_one_bucket_compile_once(lm):
     model = with_candidates(lm, UNEQUAL)
     lengths = [n for n in range(257, 277) if bucket_length(n) == 288]
@@ -95,6 +96,7 @@ def test_twenty_lengths_of_one_bucket_compile_once(lm):
     assert [s.compile_seconds for s in stats[1:]] == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_generate_tokens_inside_the_callers_jit(lm):
     model = with_candidates(lm, UNEQUAL)
     prompts = [random_prompt(1, 50), random_prompt(2, 31)]

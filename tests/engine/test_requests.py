@@ -31,6 +31,7 @@ def written(tmp_path_factory):
     return tca_jax.load(write_checkpoint(tmp_path_factory.mktemp("requests") / "tiny"))
 
 
+@pytest.mark.slow
 def test_samples_of_a_prompt_are_what_rows_of_that_prompt_give(lm):
     prompts = [random_prompt(0, 70), random_prompt(1, 45)]
     options = {"max_new_tokens": 30, "temperature": 1.3, "seed": 5, "stop_token_ids": ()}
@@ -118,6 +119,7 @@ def test_score_is_the_log_softmax_of_every_position(lm, method, monkeypatch):
     np.testing.assert_allclose(first, expected, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_no_stop_token_comes_before_the_least_number_of_tokens(lm):
     prompts = [random_prompt(i, 40) for i in range(3)]
     options = {"max_new_tokens": 24, "temperature": 2.0}

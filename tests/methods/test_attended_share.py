@@ -178,6 +178,7 @@ def by_layers(lm):
     return np.mean(pairs_of_layers(tokens), axis=0) / [90 * 91 / 2, 61 * 62 / 2]
 
 
+@pytest.mark.slow
 def test_a_context_keeps_the_share_of_its_first_reading(tmp_path):
     lm = with_candidates(tiny_lm(), [[0, 6], [DENSE, 3]])
     context = tca_jax.prefill(lm, PROMPTS)

@@ -175,6 +175,7 @@ def test_answers_are_those_of_attention_by_masks(lm, name, base, oracle, prompt)
     assert out.tokens == [masked_greedy(lm, ids, 30, rules(model, oracle, ids), visible_in_prompt=everything)]
 
 
+@pytest.mark.slow
 def test_a_question_asked_of_a_context_sees_what_the_document_alone_selected(lm):
     document, question = random_prompt(1, 83), random_prompt(2, 11)
     for name, base, _, oracle in MEMBERS[::2]:
@@ -196,6 +197,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs_batch_hold_contexts_and_have_stats(lm, name):
     model = lm.with_method(name, **PAIRS[name])
