@@ -15,7 +15,7 @@ from tca_jax.calibration.text_losses import LayerText
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.selection import row_budgets
 from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, weighted_sum
-from tca_jax.pallas_kernels.ranking import selection_mask
+from tca_jax.pallas_kernels.select_tokens import selection_mask
 
 _TILE_ELEMENTS = 2**27  # scores of a tile: 512 MiB
 _LARGEST_TILE = 256  # queries

@@ -13,11 +13,11 @@ import numpy as np
 from jaxtyping import Float32, Float64, Int32
 
 from tca_jax.calibration.profile_format import ARRAYS, FORMAT_VERSION, read_fields, sign
-from tca_jax.errors import UserError
-from tca_jax.methods import Method, configured
+from tca_jax.errors import UserError, check_integer
+from tca_jax.methods.base import Method
 from tca_jax.methods.candidates import kept_share
-from tca_jax.methods.checks import check_integer
 from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.registry import configured
 from tca_jax.methods.tca_prefill import READINGS
 from tca_jax.models.config import ModelConfig
 from tca_jax.persistence import RestoreArrays, absolute_folder, load_step, save_step

@@ -23,10 +23,9 @@ from tca_jax.calibration.worth import Keeping, Reading, choose_keeping, choose_r
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import SAME, on_host
 from tca_jax.engine.prompts import Encoder, Prompt, encode_prompts
-from tca_jax.errors import UserError, require_type
+from tca_jax.errors import UserError, is_finite_number, least_share, require_type
 from tca_jax.layer_passes import HEADS, TextPass, attention_program
 from tca_jax.methods.candidates import kept_share
-from tca_jax.methods.checks import is_finite_number, least_share
 from tca_jax.methods.config import Criterion, TCAConfig
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 

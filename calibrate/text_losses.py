@@ -16,8 +16,8 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, SECOND_HEADS, on_host
 from tca_jax.errors import UserError
 from tca_jax.layer_passes import HEADS, THIRD_HEADS, TextPass, attention_program, slope_program
+from tca_jax.methods.base import last_queries
 from tca_jax.methods.config import TCAConfig
-from tca_jax.methods.queries import last_queries
 from tca_jax.methods.selection import PromptScores, score_prompt
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 

@@ -18,9 +18,8 @@ from tca_jax.calibration.search import Found, HeadMask, search
 from tca_jax.calibration.text_losses import TextLosses
 from tca_jax.engine.cache import memory_bytes
 from tca_jax.engine.lm import LM
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, least_share
 from tca_jax.methods.candidates import kept_share
-from tca_jax.methods.checks import least_share
 from tca_jax.methods.config import TCAConfig
 
 #: A model knows a token that it gives at least half of the probability: greedy decoding then gives it.

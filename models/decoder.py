@@ -15,9 +15,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tca_jax.errors import UserError
-from tca_jax.models.chunks import by_chunks
 from tca_jax.models.config import ModelConfig
-from tca_jax.models.matmul import dot_general
+from tca_jax.models.projections import by_chunks, dot_general
 from tca_jax.models.rope import apply_rope, rope_cos_sin
 
 # (layer, q [B, L, Hq, d], k [B, L, Hkv, d], v [B, L, Hkv, d], state) -> (out [B, L, Hq, d], new state)

@@ -30,8 +30,8 @@ from jaxtyping import Array, Float, Int
 from tca_jax.errors import UserError, UserTypeError
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Collectives, Decoder, chunk_size
-from tca_jax.models.matmul import dot_general
 from tca_jax.models.names import MODEL, Parameter, parameters
+from tca_jax.models.projections import dot_general
 
 DATA = "data"  # the mesh axis that the rows of a batch are split over
 HeadOrders = Sequence[Sequence[int]]  # [layers][H_kv]: the KV heads in the order in which they lie

@@ -1,4 +1,4 @@
-"""Precision and masking rules that all XLA implementations share."""
+"""Precision and masking rules that all XLA implementations share; sizes divided up and rounded up."""
 
 from __future__ import annotations
 
@@ -49,3 +49,13 @@ def varying_like(values: _T, *operands: Any) -> _T:
 def varying_axes(operands: Any) -> frozenset[str]:
     """Mesh axes that any array of a pytree varies over; none outside `shard_map`."""
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(operands)))
+
+
+def cdiv(value: int, by: int) -> int:
+    """ceil(value / by)."""
+    return -(-value // by)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is at least `value`."""
+    return cdiv(value, multiple) * multiple

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from tca_jax.pallas_kernels.integers import cdiv
+from tca_jax.pallas_kernels.numerics import cdiv
 
 T = TypeVar("T")
 

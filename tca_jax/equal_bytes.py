@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from tca_jax.engine.extend import num_columns
 from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import bucket_length
-from tca_jax.errors import UserError
-from tca_jax.methods import BASELINE, get
-from tca_jax.methods.checks import check_integer, check_number, least_share
-from tca_jax.methods.registry import option_names
+from tca_jax.errors import UserError, check_integer, check_number, least_share
+from tca_jax.methods.full import BASELINE
+from tca_jax.methods.registry import get, option_names
 
 _SHARES = 4096  # of these steps `share` is a whole number
 

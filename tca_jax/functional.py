@@ -12,15 +12,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tca_jax.calibration.scores import calibration_scores
 from tca_jax.errors import UserError, UserTypeError, require_type
+from tca_jax.methods.base import last_queries
 from tca_jax.methods.candidates import candidate_budgets
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.gradients import attend_selection
-from tca_jax.methods.queries import last_queries
 from tca_jax.methods.regions import Regions
 from tca_jax.methods.selection import select_by_candidates
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 from tca_jax.pallas_kernels.checks import AnyArray, as_int32, check_range, check_shapes
-from tca_jax.pallas_kernels.ranking import selection_mask
+from tca_jax.pallas_kernels.select_tokens import selection_mask
 
 __all__ = ["attend", "calibration_scores", "candidate_budgets", "select"]
 

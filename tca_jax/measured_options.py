@@ -12,13 +12,12 @@ from jaxtyping import Array, Float, Float32, Int32
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, SECOND_HEADS, on_host
 from tca_jax.engine.prompts import Prompt, encode_prompts
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, check_integer, check_number
 from tca_jax.layer_passes import HEADS, TextPass, attention_program
+from tca_jax.methods.base import last_queries
 from tca_jax.methods.cake import layer_preference, observed_spread
-from tca_jax.methods.checks import check_integer, check_number
 from tca_jax.methods.head_patterns import HeadPattern
 from tca_jax.methods.pattern_search import CANDIDATES, FIRST_QUERY, pattern_scores
-from tca_jax.methods.queries import last_queries
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 
 

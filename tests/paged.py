@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tca_jax.engine.read import prefill_layer
-from tca_jax.methods.heads import Heads
+from tca_jax.methods.base import Heads
 
 
 def read_layer(method, layout, lengths, qkv, backend="auto", **options):

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from tca_jax.pallas_kernels.pages import Pages
+from tca_jax.pallas_kernels.kv import Pages
 
 
 @dataclasses.dataclass

@@ -127,7 +127,7 @@ def test_tca_answers_the_same_with_less_cache(tca, documents, protocol):
 def test_late_questions_get_lost_without_probes(tca, documents):
     """The cache then holds what the prompt's own queries need, and nothing for a question that nobody has asked."""
     cache = tca.method.cache
-    one_row = tca.with_method(methods.tca(0, cache.config))
+    one_row = tca.with_method(methods.get("tca", candidates=0, config=cache.config))
     asked = ask(one_row, documents, "late", max_new_tokens=128)
     assert not all(asked.right), asked.texts
 

@@ -76,10 +76,8 @@ from tca_jax.lab.benchmarks.shares import (
     describe_fetching,
     with_fetching,
 )
-from tca_jax.methods.base import Method, per_head
-from tca_jax.methods.heads import Heads
+from tca_jax.methods.base import Heads, Method, last_queries, per_head
 from tca_jax.methods.pairs import attended_share
-from tca_jax.methods.queries import last_queries
 from tca_jax.methods.regions import Regions, Selected, Selection
 from tca_jax.methods.selection import PromptScores, row_budgets
 from tca_jax.methods.sparse import selection_for_prefill

@@ -35,7 +35,7 @@ from tca_jax.cli.options import LAUNCH_ORDER
 from tca_jax.errors import UserError
 from tca_jax.files import replacing
 from tca_jax.pallas_kernels.backends import can_run, check_backend
-from tca_jax.pallas_kernels.integers import cdiv
+from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.plots import figures
 
 COMPILED_AT_ONCE = 4  # programs, in threads

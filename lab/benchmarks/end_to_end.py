@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 import tca_jax
 from tca_jax.cli.options import BackendOption, launched_in_order
 from tca_jax.engine.mesh import mesh_name, parse_mesh
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, least_share
 from tca_jax.lab.benchmarks.common import (
     COPIED_BYTES,
     check_sizes,
@@ -65,7 +65,6 @@ from tca_jax.lab.benchmarks.shares import (
     with_fetching,
 )
 from tca_jax.lab.benchmarks.whole_models import Conditions, Run, make_weights, measure_model
-from tca_jax.methods.checks import least_share
 from tca_jax.models.sharding import DATA, axis_size, check_mesh
 
 PANELS = {"TTFT s": "time to first token, s", "ms/token": "time per further token, ms", "KV GB": "KV cache, GB"}

@@ -31,8 +31,8 @@ from tca_jax.lab.benchmarks.common import (
     time_alternating,
 )
 from tca_jax.lab.benchmarks.layer_mesh import INPUTS, SEQUENCES, heads_over, inputs_over, program_over
-from tca_jax.methods import BASELINE
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, listed_pairs
+from tca_jax.methods.full import BASELINE
 from tca_jax.methods.pairs import causal_pairs
 
 _STEPS, _CLOSE = 12, 0.003  # of the search for a knob's value

@@ -16,9 +16,9 @@ from tca_jax.engine.request import Request
 from tca_jax.engine.sampling import Sampling
 from tca_jax.equal_bytes import CallSizes
 from tca_jax.lab.evaluation.samples import Sample, Task
-from tca_jax.methods import BASELINE
+from tca_jax.methods.full import BASELINE
 from tca_jax.models.sharding import DATA, axis_size
-from tca_jax.pallas_kernels.integers import cdiv
+from tca_jax.pallas_kernels.numerics import cdiv
 
 #: Without its first words given, an answer has room for as many tokens as these take, and for this many more.
 PREAMBLE_TOKENS = 64

@@ -23,7 +23,7 @@ from tca_jax.lab.evaluation.results import FORMAT, Job, Results
 from tca_jax.lab.evaluation.samples import Mark, Sample, Task
 from tca_jax.lab.evaluation.tables import write_table
 from tca_jax.lab.evaluation.text_tasks import Reading, TextTask
-from tca_jax.methods.descriptions import describe_method
+from tca_jax.methods.registry import describe_method
 
 #: Called as report(job, done, total): samples that are done, of all that were to be done when the run began.
 Report = Callable[[Job, int, int], None]

@@ -20,7 +20,7 @@ from tca_jax.engine.prompts import Encoder, encode_prompt
 from tca_jax.engine.score import score
 from tca_jax.equal_bytes import CallSizes
 from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing
-from tca_jax.methods import BASELINE
+from tca_jax.methods.full import BASELINE
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 from tca_jax.programs import Program

@@ -23,8 +23,8 @@ from tca_jax.errors import UserError
 from tca_jax.lab.harness.loading import load_model
 from tca_jax.lab.harness.options import GenerationOptions
 from tca_jax.lab.harness.running import Runner
-from tca_jax.methods import BASELINE
-from tca_jax.methods.descriptions import describe_method
+from tca_jax.methods.full import BASELINE
+from tca_jax.methods.registry import describe_method
 
 _LOG = logging.getLogger(__name__)
 _SHARED_TOKENS = 256  # fewest tokens of a prefix that is read once, where nothing else is asked for

@@ -21,9 +21,8 @@ from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.errors import Unsupported
 from tca_jax.pallas_kernels.block_mass.sampling import sampled_positions
-from tca_jax.pallas_kernels.integers import cdiv
 from tca_jax.pallas_kernels.kernel_math import LOG2E, full_precision_tile, quotient_and_remainder, shared_memory
-from tca_jax.pallas_kernels.numerics import MASKED
+from tca_jax.pallas_kernels.numerics import MASKED, cdiv
 from tca_jax.pallas_kernels.triton_call import check_supported, dot, triton_call
 
 _MOST_ROWS = 256  # of a program

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.pallas_kernels.block_mass.sampling import sampled_positions
-from tca_jax.pallas_kernels.integers import cdiv
-from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores
+from tca_jax.pallas_kernels.numerics import MASKED, cdiv, scaled_scores
 
 
 @partial(jax.jit, static_argnames=("block_size", "stride"))

@@ -8,7 +8,7 @@ from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.backends import Backend, dispatch
 from tca_jax.pallas_kernels.block_sparse_attention.lists import BlockLists, Columns
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes
-from tca_jax.pallas_kernels.integers import cdiv
+from tca_jax.pallas_kernels.numerics import cdiv
 
 
 def block_sparse_attention(

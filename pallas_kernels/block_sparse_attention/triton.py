@@ -21,8 +21,8 @@ from jaxtyping import Array, Float, Int
 
 from tca_jax.errors import Unsupported
 from tca_jax.pallas_kernels.block_sparse_attention.lists import BlockLists, Columns, entries_by_distance
-from tca_jax.pallas_kernels.integers import cdiv
 from tca_jax.pallas_kernels.kernel_math import divide_up, full_precision_tile, quotient_and_remainder, shared_memory
+from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.pallas_kernels.triton_call import check_supported, online_softmax_step, triton_call
 
 #: Where the largest score of a row begins: a power of two, above `MASKED`, so that masked scores weigh nothing

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tca_jax.pallas_kernels.integers import round_up
 from tca_jax.pallas_kernels.kv import Pool
+from tca_jax.pallas_kernels.numerics import round_up
 
 _BLOCK = 128  # tile of the prefill kernels; exact attention has no blocks of its own
 

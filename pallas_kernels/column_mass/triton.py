@@ -20,7 +20,6 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.errors import Unsupported
-from tca_jax.pallas_kernels.integers import cdiv, round_up
 from tca_jax.pallas_kernels.kernel_math import (
     LOG2E,
     divide_up,
@@ -28,7 +27,7 @@ from tca_jax.pallas_kernels.kernel_math import (
     quotient_and_remainder,
     shared_memory,
 )
-from tca_jax.pallas_kernels.numerics import MASKED
+from tca_jax.pallas_kernels.numerics import MASKED, cdiv, round_up
 from tca_jax.pallas_kernels.triton_call import check_supported, dot, scaled_exp2, triton_call
 
 

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.pallas_kernels.integers import round_up
 from tca_jax.pallas_kernels.kernel_math import divide_up
-from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, varying_like
+from tca_jax.pallas_kernels.numerics import MASKED, round_up, scaled_scores, varying_like
 from tca_jax.pallas_kernels.tiles import Tiles, default_tiles, heads_first, tile_map
 
 

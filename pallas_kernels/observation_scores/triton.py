@@ -23,7 +23,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.pallas_kernels.integers import cdiv, round_up
 from tca_jax.pallas_kernels.kernel_math import (
     LOG2E,
     divide_up,
@@ -31,7 +30,7 @@ from tca_jax.pallas_kernels.kernel_math import (
     quotient_and_remainder,
     shared_memory,
 )
-from tca_jax.pallas_kernels.numerics import MASKED
+from tca_jax.pallas_kernels.numerics import MASKED, cdiv, round_up
 from tca_jax.pallas_kernels.triton_call import check_supported, dot, multiprocessors, scaled_exp2, triton_call
 
 

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.backends import Backend, dispatch
-from tca_jax.pallas_kernels.pages import Pages, check_pages
+from tca_jax.pallas_kernels.kv import Pages, check_pages
 
 
 def paged_attention(

@@ -16,9 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
-from tca_jax.pallas_kernels.integers import cdiv
 from tca_jax.pallas_kernels.kernel_math import divide_up, quotient_and_remainder
-from tca_jax.pallas_kernels.pages import Pages
+from tca_jax.pallas_kernels.kv import Pages
+from tca_jax.pallas_kernels.numerics import cdiv
 
 
 @dataclasses.dataclass(frozen=True)

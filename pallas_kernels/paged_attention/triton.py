@@ -26,9 +26,9 @@ from tca_jax.pallas_kernels.kernel_math import (
     shared_memory,
     streamed_tile,
 )
+from tca_jax.pallas_kernels.kv import Pages
 from tca_jax.pallas_kernels.numerics import MASKED
 from tca_jax.pallas_kernels.paged_attention.chunks import ChunkPlan, PagedConfig, PageRefs, Span, TableShape, split
-from tca_jax.pallas_kernels.pages import Pages
 from tca_jax.pallas_kernels.triton_call import (
     check_supported,
     load_rows,

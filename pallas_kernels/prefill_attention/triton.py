@@ -21,7 +21,6 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
 from tca_jax.errors import Unsupported
-from tca_jax.pallas_kernels.integers import cdiv
 from tca_jax.pallas_kernels.kernel_math import (
     divide_up,
     full_precision_tile,
@@ -31,7 +30,7 @@ from tca_jax.pallas_kernels.kernel_math import (
     shared_memory,
 )
 from tca_jax.pallas_kernels.kv import Pool
-from tca_jax.pallas_kernels.numerics import MASKED
+from tca_jax.pallas_kernels.numerics import MASKED, cdiv
 from tca_jax.pallas_kernels.triton_call import check_supported, load_rows, online_softmax_step, triton_call
 
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
-from tca_jax.pallas_kernels.integers import round_up
 from tca_jax.pallas_kernels.kernel_math import lengths_by_head
 from tca_jax.pallas_kernels.kv import Pool
+from tca_jax.pallas_kernels.numerics import round_up
 from tca_jax.pallas_kernels.online_softmax import KeyValues, OnlineSoftmax, Span, attend_span
 from tca_jax.pallas_kernels.tiles import Tiles, default_tiles, heads_first, tile_map
 

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float32, Int
 
-from tca_jax.pallas_kernels.integers import cdiv
+from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.pallas_kernels.triton_call import triton_call
 
 #: Bits of a float32 that is not negative.

@@ -18,9 +18,9 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.errors import Unsupported
-from tca_jax.pallas_kernels.integers import cdiv
 from tca_jax.pallas_kernels.kernel_math import divide_up
 from tca_jax.pallas_kernels.kv import Pool
+from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.pallas_kernels.triton_call import check_supported, triton_call
 
 #: Largest block whose pairs of tokens one program compares.

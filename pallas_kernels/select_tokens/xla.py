@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from tca_jax.pallas_kernels.kv import Pool
-from tca_jax.pallas_kernels.ranking import selection_mask
+from tca_jax.pallas_kernels.select_tokens import selection_mask
 
 
 @partial(jax.jit, static_argnames=("block_size", "pool_tokens"))

@@ -19,9 +19,8 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.errors import Unsupported
-from tca_jax.pallas_kernels.integers import cdiv, round_up
 from tca_jax.pallas_kernels.kernel_math import LOG2E, divide_up, streamed_tile
-from tca_jax.pallas_kernels.numerics import MASKED
+from tca_jax.pallas_kernels.numerics import MASKED, cdiv, round_up
 from tca_jax.pallas_kernels.triton_call import check_supported, dot, triton_call
 
 

@@ -22,12 +22,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tca_jax.engine.mesh import HeadShards, PerDevice, part_of_device
 from tca_jax.errors import UserError
-from tca_jax.methods.base import CachePolicy, per_head
-from tca_jax.methods.blocks import num_ranked_blocks
+from tca_jax.methods.base import CachePolicy, num_ranked_blocks, per_head
 from tca_jax.methods.regions import Regions
-from tca_jax.pallas_kernels.integers import cdiv
-from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT, Pool
-from tca_jax.pallas_kernels.pages import Pages
+from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT, Pages, Pool
+from tca_jax.pallas_kernels.numerics import cdiv
 
 
 @dataclasses.dataclass(frozen=True)

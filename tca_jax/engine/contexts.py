@@ -32,8 +32,8 @@ from tca_jax.engine.mesh import CACHES, ROWS, HeadShards, OverMesh, by_row, on_h
 from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.read import read_prompts, require_finite
 from tca_jax.errors import UserError, require_type
-from tca_jax.methods import BASELINE
-from tca_jax.methods.descriptions import describe_method, unknown_types
+from tca_jax.methods.full import BASELINE
+from tca_jax.methods.registry import describe_method, unknown_types
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 from tca_jax.programs import Program, results_of

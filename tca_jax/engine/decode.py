@@ -17,8 +17,7 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, ROWS, SAME, any_row, every_row, heads_of
 from tca_jax.engine.read import read_prompts
 from tca_jax.engine.sampling import Sampling, sample
-from tca_jax.methods.base import CachePolicy
-from tca_jax.methods.heads import Heads
+from tca_jax.methods.base import CachePolicy, Heads
 from tca_jax.pallas_kernels.backends import Backend
 
 _T = TypeVar("_T")

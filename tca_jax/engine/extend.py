@@ -17,13 +17,11 @@ from tca_jax.engine.cache import PagedCache
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import heads_of
 from tca_jax.engine.prompts import bucket_length
-from tca_jax.methods.base import CachePolicy
-from tca_jax.methods.heads import Heads
+from tca_jax.methods.base import CachePolicy, Heads
 from tca_jax.pallas_kernels.backends import Backend
-from tca_jax.pallas_kernels.integers import cdiv, round_up
-from tca_jax.pallas_kernels.numerics import scaled_scores
+from tca_jax.pallas_kernels.numerics import cdiv, round_up, scaled_scores
 from tca_jax.pallas_kernels.paged_attention import paged_attention
-from tca_jax.pallas_kernels.ranking import selection_mask
+from tca_jax.pallas_kernels.select_tokens import selection_mask
 
 _PIECE_TOKENS = 2048  # of a row in one call of the decoder: enough for matrix products at full speed
 

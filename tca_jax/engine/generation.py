@@ -19,8 +19,7 @@ from tca_jax.engine.mesh import ROWS, SAME, OverMesh, agreed, num_devices, on_ho
 from tca_jax.engine.prompts import Prompt, bucket_length, decode_tokens, is_single
 from tca_jax.engine.request import Request
 from tca_jax.engine.sampling import Sampling
-from tca_jax.errors import UserError, require_type
-from tca_jax.methods.checks import check_integer
+from tca_jax.errors import UserError, check_integer, require_type
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 from tca_jax.pallas_kernels.checks import as_int32, check_range, check_shapes
 

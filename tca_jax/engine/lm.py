@@ -16,8 +16,9 @@ from jaxtyping import Int32
 from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.mesh import HeadShards, Orders, balanced_orders, mesh_name, whole_mesh
 from tca_jax.errors import UserTypeError, require_type
-from tca_jax.methods import BASELINE, Method, get
-from tca_jax.methods.base import CachePolicy
+from tca_jax.methods.base import CachePolicy, Method
+from tca_jax.methods.full import BASELINE
+from tca_jax.methods.registry import get
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import fingerprint

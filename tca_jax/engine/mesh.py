@@ -20,8 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int, Shaped
 
 from tca_jax.errors import UserError
-from tca_jax.methods.base import CachePolicy, per_head
-from tca_jax.methods.heads import Heads
+from tca_jax.methods.base import CachePolicy, Heads, per_head
 from tca_jax.models.names import MODEL
 from tca_jax.models.sharding import DATA, axis_size
 

@@ -12,7 +12,7 @@ from jaxtyping import Int32
 
 from tca_jax.errors import UserError, UserTypeError
 from tca_jax.models.config import ModelConfig
-from tca_jax.pallas_kernels.integers import round_up
+from tca_jax.pallas_kernels.numerics import round_up
 
 _SMALLEST = 16
 

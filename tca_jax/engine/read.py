@@ -14,17 +14,14 @@ from tca_jax.engine.cache import CacheLayout, PagedCache
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, SECOND_HEADS, OverMesh, heads_of, mean_of_devices, on_host
 from tca_jax.errors import UserError
-from tca_jax.methods.base import Attended, Method
-from tca_jax.methods.heads import Heads
-from tca_jax.methods.pairs import attended_share, causal_pairs
-from tca_jax.methods.queries import last_queries
+from tca_jax.methods.base import Attended, Heads, Method, last_queries, selection_for_prefill
+from tca_jax.methods.pairs import attended_share, causal_pairs, selected_pairs
 from tca_jax.methods.regions import Selected
-from tca_jax.methods.sparse import selected_pairs, selection_for_prefill
 from tca_jax.models.names import parameters
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.causal_attention import causal_attention
+from tca_jax.pallas_kernels.kv import Pages
 from tca_jax.pallas_kernels.paged_attention import paged_attention
-from tca_jax.pallas_kernels.pages import Pages
 
 
 class Read(NamedTuple):

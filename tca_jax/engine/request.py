@@ -21,9 +21,8 @@ from tca_jax.engine.mesh import CACHES, SAME, OverMesh, on_host, rows_of_device
 from tca_jax.engine.prompts import bucket_length, decode_tokens, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.read import require_finite
 from tca_jax.engine.sampling import Sampling
-from tca_jax.errors import UserError, UserTypeError
-from tca_jax.methods import BASELINE
-from tca_jax.methods.checks import check_integer, check_seed
+from tca_jax.errors import UserError, UserTypeError, check_integer, check_seed
+from tca_jax.methods.full import BASELINE
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 from tca_jax.programs import Program, results_of
 

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
-from tca_jax.errors import UserError, UserTypeError
-from tca_jax.methods.checks import is_finite_number
+from tca_jax.errors import UserError, UserTypeError, is_finite_number
 
 _SMALLEST = float(np.finfo(np.float32).tiny)  # positive float32 that is not flushed to zero
 _LARGEST_INT = 2**31 - 1  # of a program; more than any vocabulary

@@ -9,16 +9,18 @@ from __future__ import annotations
 import abc
 import dataclasses
 import numbers
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from tca_jax.errors import UserError
-from tca_jax.methods.blocks import Tokens, num_leaving_blocks, num_ranked_blocks
-from tca_jax.methods.heads import Heads
-from tca_jax.methods.regions import Selected, Selection
+from tca_jax.methods.regions import Regions, Selected, Selection
 from tca_jax.pallas_kernels.backends import Backend
+from tca_jax.pallas_kernels.numerics import cdiv
 
 #: One number for every KV head, or one for all of them.
 PerHead = int | tuple[int, ...]
@@ -26,6 +28,55 @@ PerHead = int | tuple[int, ...]
 UNBOUNDED = 2**30
 #: Radians a position by which RoPE turns each pair (i, i + d / 2) of a head's dimensions, `[d / 2]`.
 Frequencies = tuple[float, ...]
+#: A number of tokens: a Python integer, or an array of them, traced or not.
+Tokens = TypeVar("Tokens", int, Any)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Heads:
+    """KV heads of a layer, in the order in which queries, keys and values have them.
+
+    What a policy knows of each of the model's heads, `of` gives for these. Shapes are static and the same on all
+    devices of a mesh: `widest` and `places` heed the heads of the others.
+
+    Attributes:
+        numbers: Of each head, its number in the model, `[Hkv]`: a NumPy array where it is known before a program runs,
+            data where devices of a mesh run the program with heads of their own.
+        of_devices: The same of every device, `[devices][Hkv]`, static; one of them has these heads.
+    """
+
+    numbers: Int[Array | np.ndarray, " Hkv"]
+    of_devices: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def all(cls, num_kv_heads: int) -> Heads:
+        """All of a model's heads, in its own order: those of one device."""
+        return cls(np.arange(num_kv_heads), (tuple(range(num_kv_heads)),))
+
+    @property
+    def of_model(self) -> int:
+        """KV heads of the whole model."""
+        return sum(map(len, self.of_devices))
+
+    def of(self, values: Shaped[np.ndarray, "H ..."]) -> Shaped[Array | np.ndarray, "Hkv ..."]:
+        """Of something for each of the model's KV heads, that of these."""
+        return values[self.numbers] if isinstance(self.numbers, np.ndarray) else jnp.asarray(values)[self.numbers]
+
+    def widest(self, values: Sequence[int]) -> tuple[int, ...]:
+        """Of a number for each of the model's KV heads, the largest that any device has at each place."""
+        return tuple(np.asarray(values)[np.asarray(self.of_devices)].max(axis=0).tolist())
+
+    def places(self, mask: Bool[np.ndarray, " H"]) -> Int[Array | np.ndarray, " n"]:
+        """Places among these heads of those for which a mask of the model's heads holds.
+
+        As many as on the device that has most: one that has fewer gets the number of its heads, which is no head's
+        place, for the rest.
+        """
+        own = self.of(mask)
+        if isinstance(own, np.ndarray):
+            return np.flatnonzero(own)
+        most = int(mask[np.asarray(self.of_devices)].sum(axis=1).max())
+        return jnp.flatnonzero(own, size=most, fill_value=own.size)
 
 
 class CachePolicy(abc.ABC):
@@ -35,7 +86,8 @@ class CachePolicy(abc.ABC):
     oldest block of the window leaves it, and `evict` says what stays of that.
 
     Attributes:
-        block_size: Tokens in a block, b: a power of two, from 16 to 256 for the Triton kernels ("auto" takes XLA below).
+        block_size: Tokens in a block, b: a power of two, from 16 to 256 for the Triton kernels ("auto" takes XLA
+            below).
         window: Least number of local tokens, w, a positive multiple of b; `UNBOUNDED` for all of them.
         num_queries: Prompt queries, counted from the last, that `select` looks at; None for all of them.
     """
@@ -237,3 +289,71 @@ def per_head(value: Any, num_kv_heads: int, source: str) -> tuple[int, ...]:
     if len(values) != num_kv_heads or any(v < 0 for v in values):
         raise UserError(f"{source} = {value}: must be one number, or {num_kv_heads}, of at least 0")
     return values
+
+
+def num_ranked_blocks(tokens: Tokens, block_size: int, window: int) -> Tokens:
+    """n = max(0, L // b - w // b): blocks that are global for some query of L tokens or for the one that follows."""
+    blocks = tokens // block_size - window // block_size
+    return blocks * (blocks > 0)
+
+
+def num_leaving_blocks(prompt_tokens: int, new_tokens: int, block_size: int, window: int) -> int:
+    """Most blocks that leave the window while `new_tokens` are fed behind a prompt of at most `prompt_tokens`."""
+    return min(cdiv(new_tokens, block_size), num_ranked_blocks(prompt_tokens + new_tokens, block_size, window))
+
+
+def last_queries(q: Float[Array, "B L Hq d"], lengths: Int[Array, " B"], count: int | None) -> Float[Array, "B O Hq d"]:
+    """The last `count` prompt queries of each row, in order; all of them for None.
+
+    A row shorter than `count` repeats its first query in front; whoever looks at several must leave those out.
+    """
+    if count is None:
+        return q
+    positions = jnp.clip(lengths[:, None] + jnp.arange(-count, 0), 0, q.shape[1] - 1)
+    return jnp.take_along_axis(q, positions[:, :, None, None], axis=1)
+
+
+def selection_for_prefill(
+    method: Method,
+    layer: int,
+    heads: Heads,
+    selection: Selection,
+    kept: Selected,
+    k: Float[Array, "B L Hkv d"],
+    v: Float[Array, "B L Hkv d"],
+    backend: Backend,
+) -> Selected | None:
+    """What a method's prefill policy is given to attend to.
+
+    Args:
+        method: The method.
+        layer: The layer.
+        heads: Its KV heads.
+        selection: What its cache policy selects.
+        kept: The same as it lies in the cache.
+        k: Prompt keys `[B, L, Hkv, d]`; `v` the values.
+        backend: Kernel backend.
+
+    Returns:
+        `kept` where prompt queries attend to all of it; a compact buffer for this layer where they attend to less;
+        None where the prefill policy does not read what the cache policy selects.
+    """
+    if not method.prefill_reads_cache:
+        return None
+    if selection.prefill_budgets is None:
+        return kept
+    return compact(method.cache, layer, heads, selection, k, v, backend)
+
+
+def compact(
+    policy: CachePolicy, layer: int, heads: Heads, selection: Selection, k: Array, v: Array, backend: Backend
+) -> Selected:
+    """What a prompt's queries attend to left of their windows, in a pool of its own that lives for this layer."""
+    batch, tokens, *_ = k.shape
+    name, capacities = "prefill_capacities", policy.prefill_capacities(layer, tokens)
+    if capacities is None:
+        name, capacities = "capacities", policy.capacities(layer, tokens)
+    source = f"{type(policy).__name__}.{name}({layer}, {tokens})"
+    regions = Regions.plan(batch, heads.widest(per_head(capacities, heads.of_model, source)), policy.block_size)
+    with jax.named_scope("select"):
+        return regions.fill(selection.for_prefill, k, v, block_size=policy.block_size, backend=backend)

@@ -9,15 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from tca_jax.methods.base import Attended, PrefillPolicy
-from tca_jax.methods.heads import Heads
+from tca_jax.methods.base import Attended, Heads, PrefillPolicy
 from tca_jax.methods.pairs import causal_pairs, sum_of_counts
 from tca_jax.methods.regions import Selected
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.block_sparse_attention import BlockLists, Columns, block_sparse_attention
 from tca_jax.pallas_kernels.block_sparse_attention.lists import entries_by_distance
 from tca_jax.pallas_kernels.causal_attention import causal_attention
-from tca_jax.pallas_kernels.integers import cdiv
+from tca_jax.pallas_kernels.numerics import cdiv
 
 #: Lists of all heads lie in memory together up to so many bytes; past that KV heads are taken one after another.
 _MOST_BYTES = 2**30

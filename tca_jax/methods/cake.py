@@ -29,9 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, check_not_negative
 from tca_jax.methods.base import Method
-from tca_jax.methods.checks import check_not_negative
 from tca_jax.methods.compression import PromptCompression
 from tca_jax.methods.full import FullPrefill
 from tca_jax.methods.observation import check_observation, observed_attention, pool

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float64, Int, Int32
 
-from tca_jax.errors import UserError, require_type
-from tca_jax.methods.checks import check_integer
+from tca_jax.errors import UserError, check_integer, require_type
 from tca_jax.methods.config import TCAConfig
 
 

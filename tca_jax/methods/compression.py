@@ -10,10 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from tca_jax.errors import UserError
-from tca_jax.methods.base import CachePolicy
-from tca_jax.methods.checks import check_geometry, check_integer, check_number
-from tca_jax.methods.heads import Heads
+from tca_jax.errors import UserError, check_geometry, check_integer, check_number
+from tca_jax.methods.base import CachePolicy, Heads
 from tca_jax.methods.regions import Selection
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.numerics import varying_like

@@ -6,9 +6,8 @@ import dataclasses
 import numbers
 from typing import Any, ClassVar, Literal, get_args
 
-from tca_jax.errors import UserError
-from tca_jax.methods.blocks import Tokens, num_ranked_blocks
-from tca_jax.methods.checks import check_seed, is_finite_number
+from tca_jax.errors import UserError, check_seed, is_finite_number
+from tca_jax.methods.base import Tokens, num_ranked_blocks
 
 Density = Literal["concentration", "paper", "random"]
 Index = Literal["hhi", "entropy"]

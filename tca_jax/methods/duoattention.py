@@ -19,10 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Float64, Int
 
-from tca_jax.errors import UserError
-from tca_jax.methods.base import CachePolicy, Method, PerHead
-from tca_jax.methods.checks import check_number
-from tca_jax.methods.heads import Heads
+from tca_jax.errors import UserError, check_number
+from tca_jax.methods.base import CachePolicy, Heads, Method, PerHead
 from tca_jax.methods.regions import Selection
 from tca_jax.methods.sparse import SparsePrefill
 from tca_jax.methods.streaming import StreamingCache

@@ -21,9 +21,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, check_integer, check_not_negative
 from tca_jax.methods.base import Frequencies, Method
-from tca_jax.methods.checks import check_integer, check_not_negative
 from tca_jax.methods.compression import PromptCompression
 from tca_jax.methods.full import FullPrefill
 from tca_jax.methods.tiles import concatenate_tiles, sum_tiles

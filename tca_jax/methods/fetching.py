@@ -16,7 +16,7 @@ from tca_jax.methods.config import TCAConfig
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.block_mass import block_mass
 from tca_jax.pallas_kernels.block_sparse_attention import BlockLists
-from tca_jax.pallas_kernels.integers import cdiv
+from tca_jax.pallas_kernels.numerics import cdiv
 
 
 def fetched_blocks(mass: Float32[Array, "B Hkv N N"], config: TCAConfig) -> Int32[Array, "B Hkv N F"]:

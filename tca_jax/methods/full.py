@@ -6,8 +6,7 @@ import dataclasses
 
 from jaxtyping import Array
 
-from tca_jax.methods.base import UNBOUNDED, Attended, CachePolicy, Method, PrefillPolicy
-from tca_jax.methods.heads import Heads
+from tca_jax.methods.base import UNBOUNDED, Attended, CachePolicy, Heads, Method, PrefillPolicy
 from tca_jax.methods.pairs import causal_pairs
 from tca_jax.methods.regions import Selected, Selection
 from tca_jax.pallas_kernels.backends import Backend
@@ -56,3 +55,7 @@ class FullPrefill(PrefillPolicy):
 def full() -> Method:
     """Exact full attention: the baseline of everything else."""
     return Method("full", FullPrefill(), FullCache())
+
+
+#: What a model runs under until it is given a method, and what the others are compared with.
+BASELINE = full()

@@ -11,10 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tca_jax.methods.regions import Regions, Selection
 from tca_jax.pallas_kernels.backends import Backend
-from tca_jax.pallas_kernels.integers import cdiv
-from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, weighted_sum
+from tca_jax.pallas_kernels.numerics import MASKED, cdiv, scaled_scores, weighted_sum
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
-from tca_jax.pallas_kernels.ranking import selection_mask
+from tca_jax.pallas_kernels.select_tokens import selection_mask
 
 _TILE_ELEMENTS = 2**26  # scores of a tile of queries in the backward pass: 256 MiB
 

@@ -26,18 +26,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from tca_jax.errors import UserError
-from tca_jax.methods.base import Method
+from tca_jax.errors import UserError, check_integer, check_number
+from tca_jax.methods.base import Heads, Method, last_queries
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, block_sums
-from tca_jax.methods.checks import check_integer, check_number
 from tca_jax.methods.full import FullCache
 from tca_jax.methods.head_patterns import DEFAULT, HeadPattern, Patterns, parse_patterns
-from tca_jax.methods.heads import Heads
 from tca_jax.methods.last_attention import by_position, diagonal_sums, last_attention
-from tca_jax.methods.queries import last_queries
 from tca_jax.methods.ranks import highest
 from tca_jax.pallas_kernels.block_sparse_attention.lists import BlockLists, columns_of_mask, lists_of_mask
-from tca_jax.pallas_kernels.integers import cdiv
+from tca_jax.pallas_kernels.numerics import cdiv
 
 OBSERVED = 64  # queries that the lines are found in
 _FIRST_COLUMNS, _NEAREST_DIAGONALS = 30, 100  # always taken

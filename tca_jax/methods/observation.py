@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tca_jax.errors import UserError
-from tca_jax.methods.checks import check_integer
+from tca_jax.errors import UserError, check_integer
 from tca_jax.methods.tiles import concatenate_tiles
 from tca_jax.pallas_kernels.numerics import scaled_scores
 

@@ -10,8 +10,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.methods.head_patterns import HeadPattern
 from tca_jax.methods.minference import PatternArrays, best_blocks, lines
-from tca_jax.pallas_kernels.integers import cdiv
-from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores
+from tca_jax.pallas_kernels.numerics import MASKED, cdiv, scaled_scores
 
 #: What the published search compares. Sizes of a block-sparse head play no part: it keeps an eighth of blocks of 32.
 CANDIDATES = (

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
 
-from tca_jax.methods.base import CachePolicy, Method
-from tca_jax.methods.checks import check_geometry, check_number, check_seed
-from tca_jax.methods.heads import Heads
+from tca_jax.errors import check_geometry, check_number, check_seed
+from tca_jax.methods.base import CachePolicy, Heads, Method
 from tca_jax.methods.regions import Selection
 from tca_jax.methods.sparse import SparsePrefill
 from tca_jax.pallas_kernels.backends import Backend

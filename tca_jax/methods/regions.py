@@ -13,9 +13,8 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.backends import Backend
-from tca_jax.pallas_kernels.integers import round_up
-from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT, Pool
-from tca_jax.pallas_kernels.pages import Pages
+from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT, Pages, Pool
+from tca_jax.pallas_kernels.numerics import round_up
 from tca_jax.pallas_kernels.select_tokens import select_tokens
 
 

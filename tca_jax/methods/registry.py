@@ -1,13 +1,24 @@
-"""The registry of attention methods: one name each, pairs by "+"."""
+"""The registry of attention methods: one name each, pairs by "+"; and descriptions that tell any two methods apart.
+
+A method of the library is a file of this folder with a factory of its name. It is imported when it is first asked for.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+import json
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from tca_jax.errors import UserError
-from tca_jax.methods.base import Method
+from tca_jax.methods.base import CachePolicy, Method, PrefillPolicy
 
 Factory = Callable[..., Method]
 
@@ -20,6 +31,20 @@ class Configuration(Protocol):
     def method_name(self) -> str: ...
 
 
+_OF_THE_LIBRARY = (
+    "cake",
+    "duoattention",
+    "expected-attention",
+    "flexprefill",
+    "full",
+    "minference",
+    "random",
+    "snapkv",
+    "streaming",
+    "tca",
+    "uniform",
+    "xattention",
+)
 _FACTORIES: dict[str, Factory] = {}
 
 
@@ -36,14 +61,14 @@ def register(name: str, factory: Factory, *, replace: bool = False) -> None:
     """
     if not name or "+" in name:
         raise UserError(f"name = {name!r}: must be a non-empty string without '+'")
-    if name in _FACTORIES and not replace:
+    if name in names() and not replace:
         raise UserError(f"name = {name!r} is registered already; pass replace=True to put another method in its place")
     _FACTORIES[name] = factory
 
 
 def names() -> tuple[str, ...]:
     """Registered names, sorted."""
-    return tuple(sorted(_FACTORIES))
+    return tuple(sorted({*_OF_THE_LIBRARY, *_FACTORIES}))
 
 
 def option_names(name: str) -> tuple[str, ...]:
@@ -132,8 +157,11 @@ def _parts(name: str, options: Mapping[str, Any]) -> list[tuple[str, Mapping[str
 
 
 def _factory(name: str) -> Factory:
-    if name not in _FACTORIES:
+    if name not in names():
         raise UserError(f"method {name!r} is not registered: must be one of {list(names())}, or two joined by '+'")
+    if name not in _FACTORIES:
+        own = name.replace("-", "_")
+        _FACTORIES[name] = getattr(importlib.import_module(f"tca_jax.methods.{own}"), own)
     return _FACTORIES[name]
 
 
@@ -148,3 +176,68 @@ def _make(name: str, options: Mapping[str, Any]) -> Method:
     if not isinstance(method, Method):
         raise UserError(f"method {name!r}: its factory returned a {type(method).__name__}, must be a Method")
     return method
+
+
+@functools.lru_cache(maxsize=64)
+def describe_method(method: Method) -> str:
+    """Canonical JSON of a method, the same in every process: its policies' types and all of their options."""
+    return json.dumps(_described(method), sort_keys=True, separators=(",", ":"))
+
+
+def unknown_types(description: str) -> list[str]:
+    """Types that a description names and that no module of this process has, sorted."""
+    try:
+        described = json.loads(description)
+    except ValueError:  # no description of ours at all
+        return []
+    return sorted({name for name in _types(described) if not _is_known(name)})
+
+
+def _types(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        if isinstance(value.get("type"), str):
+            yield value["type"]
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _types(item)
+
+
+def _is_known(name: str) -> bool:
+    """Whether a dotted name leads to something, from the longest prefix that is a module of ours or an imported one."""
+    if "<locals>" in name or "." not in name:  # nothing can lead to it
+        return True
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        if (module := _module(".".join(parts[:count]))) is not None:
+            found: Any = module
+            for part in parts[count:]:
+                found = getattr(found, part, None)
+            return found is not None
+    return False
+
+
+def _module(name: str) -> types.ModuleType | None:
+    """A module that is imported already, or a method of the library; nothing else that a file names is imported."""
+    if name.rpartition(".")[0] == "tca_jax.methods" and importlib.util.find_spec(name):
+        return importlib.import_module(name)
+    return sys.modules.get(name)
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _described(item) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_described(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, CachePolicy | PrefillPolicy):
+        fields = vars(value)
+    else:
+        return repr(value)
+    kind = type(value)
+    return {"type": f"{kind.__module__}.{kind.__qualname__}", **{name: _described(x) for name, x in fields.items()}}

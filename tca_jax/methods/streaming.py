@@ -10,9 +10,8 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
 
-from tca_jax.methods.base import CachePolicy, Method
-from tca_jax.methods.checks import check_geometry, check_integer
-from tca_jax.methods.heads import Heads
+from tca_jax.errors import check_geometry, check_integer
+from tca_jax.methods.base import CachePolicy, Heads, Method
 from tca_jax.methods.regions import Selection
 from tca_jax.methods.sparse import SparsePrefill
 from tca_jax.pallas_kernels.backends import Backend

@@ -14,10 +14,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
 from tca_jax.errors import UserError
-from tca_jax.methods.base import CachePolicy, Method, PerHead
+from tca_jax.methods.base import CachePolicy, Heads, Method, PerHead
 from tca_jax.methods.candidates import eviction_budgets, region_capacity
 from tca_jax.methods.config import TCAConfig
-from tca_jax.methods.heads import Heads
 from tca_jax.methods.regions import Selection
 from tca_jax.methods.selection import select_by_candidates
 from tca_jax.methods.tca_prefill import READINGS, TCAPrefill

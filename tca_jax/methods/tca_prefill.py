@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.methods.base import Attended
+from tca_jax.methods.base import Attended, Heads
 from tca_jax.methods.fetching import attend_blocks
-from tca_jax.methods.heads import Heads
-from tca_jax.methods.pairs import causal_pairs
+from tca_jax.methods.pairs import causal_pairs, selected_pairs
 from tca_jax.methods.regions import Selected
-from tca_jax.methods.sparse import SparsePrefill, selected_pairs
+from tca_jax.methods.sparse import SparsePrefill
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention

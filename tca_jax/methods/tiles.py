@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from tca_jax.pallas_kernels.integers import cdiv
-from tca_jax.pallas_kernels.numerics import varying_like
+from tca_jax.pallas_kernels.numerics import cdiv, varying_like
 
 # Most tokens of a tile: what 32 query heads make of one, d float32 numbers each, takes 128 MiB then.
 _TILE = 8192

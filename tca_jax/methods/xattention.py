@@ -17,16 +17,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.errors import UserError
-from tca_jax.methods.base import Method
+from tca_jax.errors import UserError, check_integer, check_number
+from tca_jax.methods.base import Heads, Method
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed
-from tca_jax.methods.checks import check_integer, check_number
 from tca_jax.methods.full import FullCache
-from tca_jax.methods.heads import Heads
 from tca_jax.methods.ranks import covering
 from tca_jax.pallas_kernels.block_sparse_attention.lists import lists_of_mask
-from tca_jax.pallas_kernels.integers import cdiv, round_up
-from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores
+from tca_jax.pallas_kernels.numerics import MASKED, cdiv, round_up, scaled_scores
 
 _MOST_SCORES = 2**26  # that are in memory at once
 _SEGMENTS = 4  # of the queries, each of which scores the keys up to its own end: 5/8 of all pairs instead of all

@@ -7,10 +7,10 @@ import pytest
 from cases import poison, qkv
 from reading_oracle import read
 
-from tca_jax import methods
 from tca_jax.calibration.gated_attention import attend_gated, read_both
+from tca_jax.methods.base import Heads
 from tca_jax.methods.config import TCAConfig
-from tca_jax.methods.heads import Heads
+from tca_jax.methods.tca import tca
 
 CONFIG = TCAConfig(block_size=8, window=16, reserve=3, observation=6, spread=2, fetch=2, fetch_stride=4)
 #: Heads of a group, KV heads, tokens, and what these are padded to.
@@ -55,7 +55,7 @@ def test_both_readings_are_those_of_the_method(shape):
     (q, k, v, lengths), heads = operands(*shape)
     both = read_both(q, k, v, heads, lengths, CONFIG)
     for number, reading in enumerate(("sparse", "blocks")):
-        expected = methods.tca(0, CONFIG, readings=reading).prefill.attend(
+        expected = tca(0, CONFIG, readings=reading).prefill.attend(
             0, Heads.all(k.shape[2]), q, k, v, lengths, None, "xla"
         )
         np.testing.assert_allclose(getattr(both, reading), expected.out, atol=1e-6)

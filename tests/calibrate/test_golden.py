@@ -126,4 +126,4 @@ def test_algorithm_1_finds_the_rows_and_scores_that_it_always_found(config, rows
     assert profile.losses == {}
     assert np.isnan(profile.reading_worth).all()
     assert np.isnan(profile.keeping_worth).all()
-    assert profile.method() == tca_jax.methods.tca(rows, config)
+    assert profile.method() == tca_jax.methods.get("tca", candidates=rows, config=config)

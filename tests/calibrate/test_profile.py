@@ -16,6 +16,7 @@ from tca_jax import methods
 from tca_jax.calibration.profile import FORMAT_VERSION, Profile, head_gates
 from tca_jax.methods.candidates import candidate_budgets
 from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.tca import tca
 from tca_jax.models.config import ModelConfig
 from tca_jax.persistence import checksum
 
@@ -438,7 +439,7 @@ def test_method_is_that_of_the_config_under_the_profiles_candidates():
         readings=profile.readings.tolist(),
     )
     plain = Profile.uniform(CONFIG, 3, 2, 4)
-    assert plain.method() == methods.tca(np.full((3, 2), 4), CONFIG)
+    assert plain.method() == tca(np.full((3, 2), 4), CONFIG)
 
 
 def test_gates_are_what_heads_are_worth_to_answers_over_the_largest():

@@ -18,8 +18,8 @@ from tca_jax import methods
 from tca_jax.calibration.run import _score_layer, calibrate, require_fit
 from tca_jax.calibration.scores import calibration_scores
 from tca_jax.engine.lm import LM
+from tca_jax.errors import least_share
 from tca_jax.methods.candidates import kept_share
-from tca_jax.methods.checks import least_share
 from tca_jax.methods.config import TCAConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.causal_attention import causal_attention

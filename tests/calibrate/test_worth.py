@@ -18,7 +18,7 @@ from tca_jax.calibration.probes import FOLLOWING, ProbedText, Segment, probed_te
 from tca_jax.calibration.run import calibrate
 from tca_jax.calibration.text_losses import TextLosses
 from tca_jax.engine.lm import LM
-from tca_jax.methods.checks import least_share
+from tca_jax.errors import least_share
 from tca_jax.methods.config import TCAConfig
 
 #: Blocks are all that there is, so that heads can give back what they lose; two heads of four then are enough.

@@ -16,8 +16,8 @@ from tca_jax.engine.cache import CacheLayout, joined, shared_and_own, with_rows_
 from tca_jax.engine.contexts import first_local
 from tca_jax.engine.decode import decode_layer
 from tca_jax.engine.extend import rows_with_leaving_block
+from tca_jax.methods.base import Heads
 from tca_jax.methods.candidates import eviction_budgets
-from tca_jax.methods.heads import Heads
 
 CONFIG = tca_jax.TCAConfig(block_size=8, window=16)
 DENSE, D = CONFIG.num_candidates, 16

@@ -17,7 +17,7 @@ from tca_jax.engine.decode import decode_layer
 from tca_jax.engine.extend import AppendedColumns, align, extend, extend_layer, num_columns, rows_with_leaving_block
 from tca_jax.engine.read import read_prompts
 from tca_jax.engine.score import scores_of_appended
-from tca_jax.methods.heads import Heads
+from tca_jax.methods.base import Heads
 
 B, W = 8, 16
 DENSE = TCA.num_candidates

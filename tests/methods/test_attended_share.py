@@ -14,8 +14,8 @@ from tiny import CONFIG, TCA, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
 from tca_jax import methods
+from tca_jax.methods.base import Heads
 from tca_jax.methods.block_sparse import Listed, listed_pairs
-from tca_jax.methods.heads import Heads
 from tca_jax.methods.pairs import causal_pairs, sum_of_counts
 from tca_jax.methods.sparse import SparsePrefill, selected_pairs
 

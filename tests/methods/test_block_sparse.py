@@ -14,8 +14,8 @@ from cases import poison, qkv
 from sparse_prefill import ORACLES
 
 from tca_jax import methods
+from tca_jax.methods.base import Heads
 from tca_jax.methods.block_sparse import listed_pairs
-from tca_jax.methods.heads import Heads
 from tca_jax.methods.pairs import causal_pairs
 from tca_jax.methods.ranks import covering, highest
 

@@ -10,10 +10,10 @@ from tiny import CONFIG, masked_greedy, random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax import methods
+from tca_jax.methods.base import Heads
 from tca_jax.methods.compression import top_tokens
-from tca_jax.methods.heads import Heads
 from tca_jax.models.rope import fixed_frequencies
-from tca_jax.pallas_kernels.ranking import selection_mask
+from tca_jax.pallas_kernels.select_tokens import selection_mask
 
 B, W = 8, 16
 GEOMETRY = {"block_size": B, "window": W}

@@ -9,7 +9,7 @@ from tiny import masked_greedy, random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.methods.heads import Heads
+from tca_jax.methods.base import Heads
 
 B, W = 8, 16
 GEOMETRY = {"block_size": B, "window": W}

@@ -15,7 +15,8 @@ from tiny import CONFIG, random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.methods.heads import Heads
+from tca_jax.methods.base import Heads
+from tca_jax.methods.tca import tca
 from tca_jax.pallas_kernels import backends
 
 SMALL = tca_jax.TCAConfig(block_size=8, window=16, reserve=3, observation=6, spread=2, fetch=2, fetch_stride=4)
@@ -37,7 +38,7 @@ def check(config, lengths, readings, rows, group, backend="xla", head_dim=64, sc
     q, k, v = (
         poison(x, lengths, 1e4) for x in qkv(seed, len(lengths), tokens, group * kv_heads, kv_heads, head_dim, scale)
     )
-    method = methods.tca([ROWS[:kv_heads]], config, [rows], [readings])
+    method = tca([ROWS[:kv_heads]], config, [rows], [readings])
     out, pairs = attend(method, q, k, v, lengths, backend)
     for row, length in enumerate(lengths):
         one_q, one_k, one_v = (x[row, :length].astype(np.float64) for x in (q, k, v))
@@ -88,7 +89,7 @@ def test_fetching_more_blocks_than_there_are_is_exact_attention():
     few = dataclasses.replace(SMALL, fetch=SMALL.num_ranked_blocks(104))
     full = attend(methods.get("full"), q, k, v, lengths)
     for config in (many, few):
-        out, pairs = attend(methods.tca(0, config, readings="blocks"), q, k, v, lengths)
+        out, pairs = attend(tca(0, config, readings="blocks"), q, k, v, lengths)
         np.testing.assert_allclose(out, full.out, atol=1e-5)
         np.testing.assert_array_equal(pairs, full.pairs)
 
@@ -250,7 +251,7 @@ def test_answers_and_statistics_over_a_mesh_are_those_of_one_device():
 )
 def test_readings_that_are_none_are_named(readings, message):
     with pytest.raises(ValueError, match=message):
-        methods.tca.__wrapped__(0, SMALL, readings=readings)
+        tca.__wrapped__(0, SMALL, readings=readings)
 
 
 def test_readings_of_another_model_are_refused(lm):
@@ -259,14 +260,14 @@ def test_readings_of_another_model_are_refused(lm):
 
 
 def test_readings_that_are_alike_are_one_reading():
-    assert methods.tca(0, SMALL, readings=[["blocks"] * 2] * 3) == methods.tca(0, SMALL, readings="blocks")
-    assert methods.tca(0, SMALL, readings=np.full((3, 2), "sparse")) == methods.tca(0, SMALL)
-    assert hash(methods.tca([[0, 1]], SMALL, readings=[["blocks", "dense"]])) is not None
+    assert tca(0, SMALL, readings=[["blocks"] * 2] * 3) == tca(0, SMALL, readings="blocks")
+    assert tca(0, SMALL, readings=np.full((3, 2), "sparse")) == tca(0, SMALL)
+    assert hash(tca([[0, 1]], SMALL, readings=[["blocks", "dense"]])) is not None
 
 
 def test_a_layer_estimates_once_and_only_where_a_head_fetches():
     q, k, v = map(jnp.asarray, qkv(6, 1, 64, 4, 2, 8))
-    method = methods.tca(0, SMALL, readings=[["sparse", "sparse"], ["sparse", "blocks"]])
+    method = tca(0, SMALL, readings=[["sparse", "sparse"], ["sparse", "blocks"]])
     for layer, times in ((0, 0), (1, 1)):
         program = str(
             jax.make_jaxpr(

@@ -8,7 +8,7 @@ import pytest
 from tiny import tiny_lm
 
 from tca_jax import methods
-from tca_jax.methods.heads import Heads
+from tca_jax.methods.base import Heads
 from tca_jax.methods.registry import _FACTORIES, with_known
 from tca_jax.models.rope import RopeConfig
 

@@ -18,11 +18,11 @@ from tiny import random_prompt, tiny_lm
 import tca_jax
 from tca_jax import methods
 from tca_jax.engine.cache import CacheLayout
+from tca_jax.methods.base import Heads
 from tca_jax.methods.candidates import budget_count_table
 from tca_jax.methods.config import TCAConfig
-from tca_jax.methods.heads import Heads
 from tca_jax.methods.selection import block_budgets, block_density, row_budgets, score_prompt
-from tca_jax.pallas_kernels.ranking import selection_mask
+from tca_jax.pallas_kernels.select_tokens import selection_mask
 from tca_jax.pallas_kernels.token_scores import token_scores
 
 CONFIG = TCAConfig(block_size=8, window=16, reserve=9, observation=6, spread=3)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.selection import block_budgets, block_density
-from tca_jax.pallas_kernels.ranking import selection_mask
+from tca_jax.pallas_kernels.select_tokens import selection_mask
 from tca_jax.pallas_kernels.token_scores import TokenScores
 
 CONFIG = TCAConfig(block_size=8, window=16)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import tca_jax
 from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.paged_attention import paged_attention
-from tca_jax.pallas_kernels.pages import Pages
+from tca_jax.pallas_kernels.kv import Pages
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
 
 config = tca_jax.TCAConfig(block_size=8, window=16)

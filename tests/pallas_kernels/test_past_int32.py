@@ -16,10 +16,10 @@ from tca_jax.methods.selection import head_budgets
 from tca_jax.pallas_kernels.backends import can_run
 from tca_jax.pallas_kernels.block_sparse_attention import BlockLists, Columns, block_sparse_attention
 from tca_jax.pallas_kernels.column_mass import column_mass
+from tca_jax.pallas_kernels.kv import Pages
 from tca_jax.pallas_kernels.observation_scores import observation_scores
 from tca_jax.pallas_kernels.paged_attention import triton as paged_attention_triton
 from tca_jax.pallas_kernels.paged_attention import xla as paged_attention_xla
-from tca_jax.pallas_kernels.pages import Pages
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
 from tca_jax.pallas_kernels.reserve_tokens import reserve_tokens
 from tca_jax.pallas_kernels.select_tokens import select_tokens

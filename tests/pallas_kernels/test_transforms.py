@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec
 
 from tca_jax.pallas_kernels.backends import OPERATIONS as BACKENDS
 from tca_jax.pallas_kernels.block_sparse_attention import BlockLists, Columns
-from tca_jax.pallas_kernels.kv import Pool
-from tca_jax.pallas_kernels.pages import Pages
+from tca_jax.pallas_kernels.kv import Pages, Pool
 from tca_jax.pallas_kernels.triton_call import DEPRECATION
 
 # The filter that `triton_call` sets is lost between tests, and what an earlier test traced is not traced again.

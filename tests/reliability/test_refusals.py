@@ -15,7 +15,7 @@ from tca_jax.calibration.profile import Profile
 from tca_jax.engine.prompts import encode_prompt
 from tca_jax.loading import open_checkpoint
 from tca_jax.methods import CachePolicy, FullCache, FullPrefill, Method
-from tca_jax.methods.descriptions import describe_method, unknown_types
+from tca_jax.methods.registry import describe_method, unknown_types
 
 INDEX = "model.safetensors.index.json"
 

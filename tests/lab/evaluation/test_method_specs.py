@@ -10,7 +10,7 @@ from tca_jax import TCAConfig, methods
 from tca_jax.calibration.profile import Profile
 from tca_jax.equal_bytes import CallSizes, held_share
 from tca_jax.lab.evaluation.method_specs import Builder, parse_methods
-from tca_jax.methods.descriptions import describe_method
+from tca_jax.methods.registry import describe_method
 
 CONFIG = TCAConfig(block_size=8, window=16, reserve=0)
 

@@ -3,12 +3,12 @@
 import pytest
 from tiny import TCA, tiny_lm
 
-from tca_jax import methods
 from tca_jax.calibration.profile import Profile
 from tca_jax.cli.app import app
 from tca_jax.lab.harness.loading import load_model
 from tca_jax.lab.harness.options import GenerationOptions
 from tca_jax.lab.harness.sharing import Shared, batches, filled, shared_prefixes
+from tca_jax.methods.streaming import streaming
 
 PROFILE = Profile.uniform(TCA, 2, 2, 6)
 
@@ -83,10 +83,10 @@ def test_with_a_profile_a_pair_takes_its_budgets_from_there():
     calibrated = PROFILE.method()
     own = load_model("name", "folder", "streaming+tca", {"streaming": {"sinks": 8}})
     assert own.method.cache == calibrated.cache
-    assert own.method.prefill == methods.streaming(sinks=8).prefill
+    assert own.method.prefill == streaming(sinks=8).prefill
     for method in (None, "tca"):
         assert load_model("name", "folder", method, {}).method == calibrated
-    assert load_model("name", None, "streaming", {"sinks": 8}).method == methods.streaming(sinks=8)
+    assert load_model("name", None, "streaming", {"sinks": 8}).method == streaming(sinks=8)
 
 
 @pytest.mark.usefixtures("opened")

@@ -11,10 +11,10 @@ from cuda_lowering import abstract_mesh, kernels
 from jax.sharding import PartitionSpec
 from random_pages import attend_to_pages, write_pages
 
+from tca_jax.pallas_kernels.kv import Pages
 from tca_jax.pallas_kernels.paged_attention import triton
 from tca_jax.pallas_kernels.paged_attention.chunks import PagedConfig
 from tca_jax.pallas_kernels.paged_attention.triton import default_config
-from tca_jax.pallas_kernels.pages import Pages
 from tca_jax.pallas_kernels.triton_call import DEPRECATION
 
 # The filter that `triton_call` sets is lost between tests, and what an earlier test traced is not traced again.

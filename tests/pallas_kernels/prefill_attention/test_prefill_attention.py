@@ -9,8 +9,7 @@ from cases import poison, qkv, regions, unchecked
 from tca_jax.methods.config import TCAConfig
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
 from tca_jax.pallas_kernels.prefill_attention import xla as prefill_attention_xla
-from tca_jax.pallas_kernels.ranking import selection_mask
-from tca_jax.pallas_kernels.select_tokens import select_tokens
+from tca_jax.pallas_kernels.select_tokens import select_tokens, selection_mask
 from tca_jax.pallas_kernels.tiles import Tiles
 
 CONFIG = TCAConfig(block_size=8, window=16)

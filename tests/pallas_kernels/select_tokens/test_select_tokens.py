@@ -6,8 +6,7 @@ import pytest
 from cases import qkv, unchecked
 from implementations import implementation, on_every_backend
 
-from tca_jax.pallas_kernels.ranking import selection_mask
-from tca_jax.pallas_kernels.select_tokens import select_tokens
+from tca_jax.pallas_kernels.select_tokens import select_tokens, selection_mask
 from tca_jax.pallas_kernels.select_tokens.xla import source_rows
 from tca_jax.pallas_kernels.tiles import heads_first
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tca_jax.methods.checks import least_share
+from tca_jax.errors import least_share
 
 
 @pytest.mark.parametrize(
