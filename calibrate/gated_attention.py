@@ -16,9 +16,9 @@ from tca_jax.methods.base import last_queries
 from tca_jax.methods.candidates import region_capacity
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.fetching import attend_blocks, fetched_blocks_of
+from tca_jax.methods.pairs import selected_pairs
 from tca_jax.methods.regions import Regions, Selection
 from tca_jax.methods.selection import select_by_candidates
-from tca_jax.methods.sparse import selected_pairs
 from tca_jax.pallas_kernels.numerics import MASKED, round_up, scaled_scores, weighted_sum
 from tca_jax.pallas_kernels.prefill_attention import prefill_attention
 from tca_jax.pallas_kernels.select_tokens import selection_mask

@@ -13,8 +13,7 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, SECOND_HEADS, OverMesh, heads_of, on_host
 from tca_jax.engine.prompts import Prompt, encode_prompt, pad_tokens
 from tca_jax.errors import UserError
-from tca_jax.methods.base import last_queries
-from tca_jax.methods.sparse import selection_for_prefill
+from tca_jax.methods.base import last_queries, selection_for_prefill
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.column_mass import column_mass
 from tca_jax.pallas_kernels.select_tokens import selection_mask

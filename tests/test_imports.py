@@ -31,6 +31,14 @@ def test_generating_needs_neither_plots_nor_profiles_nor_tokenizers():
     assert loaded("import tca_jax.engine.generation") == {"jax", "flax", "numpy"}
 
 
+def test_whoever_reads_generate_reads_few_modules_and_no_method_but_full_attention():
+    program = "import sys, tca_jax.engine.generation; print(*(name for name in sys.modules if name.startswith('tca_jax')))"
+    modules = subprocess.check_output([sys.executable, "-c", program], text=True, timeout=120).split()
+    assert len(modules) <= 40
+    methods = {name.removeprefix("tca_jax.methods.") for name in modules if name.startswith("tca_jax.methods.")}
+    assert methods == {"base", "full", "pairs", "regions", "registry"}
+
+
 def test_every_public_name_is_there_and_listed():
     for name in tca_jax.__all__:
         assert getattr(tca_jax, name) is not None

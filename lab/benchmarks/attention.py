@@ -76,11 +76,10 @@ from tca_jax.lab.benchmarks.shares import (
     describe_fetching,
     with_fetching,
 )
-from tca_jax.methods.base import Heads, Method, last_queries, per_head
+from tca_jax.methods.base import Heads, Method, last_queries, per_head, selection_for_prefill
 from tca_jax.methods.pairs import attended_share
 from tca_jax.methods.regions import Regions, Selected, Selection
 from tca_jax.methods.selection import PromptScores, row_budgets
-from tca_jax.methods.sparse import selection_for_prefill
 from tca_jax.methods.tca import TCACache
 from tca_jax.methods.tca_prefill import TCAPrefill
 from tca_jax.models.sharding import DATA, axis_size

@@ -210,7 +210,7 @@ class Context:
         if lies_so and not isinstance(self.cache.k, np.ndarray):
             return self
         rows_of_device(lm, self.batch, "rows of the context")
-        rows = {name: jnp.asarray(getattr(self, name)) for name in OF_ROWS}
+        rows: dict[str, Any] = {name: jnp.asarray(getattr(self, name)) for name in OF_ROWS}
         return dataclasses.replace(self._holding(moved(self._held, lm, lies_so)), **rows)
 
     def to_host(self) -> Context:

@@ -16,8 +16,8 @@ import tca_jax
 from tca_jax import methods
 from tca_jax.methods.base import Heads
 from tca_jax.methods.block_sparse import Listed, listed_pairs
-from tca_jax.methods.pairs import causal_pairs, sum_of_counts
-from tca_jax.methods.sparse import SparsePrefill, selected_pairs
+from tca_jax.methods.pairs import causal_pairs, selected_pairs, sum_of_counts
+from tca_jax.methods.sparse import SparsePrefill
 
 LENGTHS, DIM, KV_HEADS = (210, 61), 32, 2
 GEOMETRY = {"block_size": 8, "window": 16}
