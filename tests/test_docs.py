@@ -390,7 +390,7 @@ def test_the_table_of_methods_is_the_registry():
     rows = [(name, options) for name, options in rows if name not in ("block_size", "window", "num_queries")]
     assert sorted(name for name, _ in rows) == list(methods.names())
     for name, options in rows:
-        parameters = inspect.signature(registry._FACTORIES[name]).parameters
+        parameters = inspect.signature(registry._factory(name)).parameters
         assert re.findall(r"`(\w+)(?:=[^`]*)?`", options) == list(parameters)
         for option, default in re.findall(r"`(\w+)=([\d.]+)`", options):
             assert parameters[option].default == float(default)
