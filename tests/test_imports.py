@@ -32,7 +32,9 @@ def test_generating_needs_neither_plots_nor_profiles_nor_tokenizers():
 
 
 def test_whoever_reads_generate_reads_few_modules_and_no_method_but_full_attention():
-    program = "import sys, tca_jax.engine.generation; print(*(name for name in sys.modules if name.startswith('tca_jax')))"
+    program = (
+        "import sys, tca_jax.engine.generation; print(*(name for name in sys.modules if name.startswith('tca_jax')))"
+    )
     modules = subprocess.check_output([sys.executable, "-c", program], text=True, timeout=120).split()
     assert len(modules) <= 40
     methods = {name.removeprefix("tca_jax.methods.") for name in modules if name.startswith("tca_jax.methods.")}

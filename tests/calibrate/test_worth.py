@@ -295,6 +295,7 @@ def test_a_model_without_a_tokenizer_is_asked_for_copies_alone_by_default(lm, te
     assert found.probes["counted"]["copy"] == 0
 
 
+@pytest.mark.slow
 def test_a_loss_that_stays_above_its_tolerance_is_a_warning_with_three_losses(lm, text):
     blind = dataclasses.replace(CONFIG, fetch=1)  # next to nothing is fetched, so nothing helps
     with warnings.catch_warnings(record=True) as caught:

@@ -34,6 +34,7 @@ def test_what_greedy_decoding_says_has_its_log_probabilities_and_is_greedy(name,
     assert [[len(of_answer) for of_answer in row] for row in scores.logprobs] == [[11, 11], [4, 11]]
 
 
+@pytest.mark.slow
 def test_answers_of_one_token_are_scored_by_the_prompt_alone(sparse):
     out = tca_jax.generate(sparse, PROMPTS, **OPTIONS)
     scores = score_answers(sparse, PROMPTS, [[out.tokens[0][:1]], [out.tokens[1][:1]]])

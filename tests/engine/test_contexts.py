@@ -119,6 +119,7 @@ def test_a_batch_of_contexts_is_each_of_them(sparse):
         assert tokens == reference(sparse, document, [*question, 5], 30)
 
 
+@pytest.mark.slow
 def test_one_context_becomes_several_by_what_is_appended(sparse, context):
     grown = tca_jax.prefill(sparse, QUESTIONS, context=context)
     assert grown.stats.tokens == [122, 104, 113]
@@ -151,6 +152,7 @@ def test_the_same_shapes_compile_once(sparse, context):
     assert stats.compile_seconds == other.stats.compile_seconds == 0.0
 
 
+@pytest.mark.slow
 def test_a_growing_conversation_seldom_compiles(sparse):
     context, compiled = tca_jax.prefill(sparse, random_prompt(12, 520)), 0
     for turn in range(12):
@@ -167,7 +169,9 @@ def test_a_context_is_a_pytree(context):
     assert repr(context) == "Context(101 tokens, 'tiny' under 'tca')"
 
 
-@pytest.mark.parametrize(("window", "block_size", "question"), [(16, 8, 21), (12, 1, 33)])
+@pytest.mark.parametrize(
+    ("window", "block_size", "question"), [pytest.param(16, 8, 21, marks=pytest.mark.slow), (12, 1, 33)]
+)
 def test_streaming_over_a_context_is_streaming_over_one_long_prompt(full, window, block_size, question):
     lm = full.with_method("streaming", sinks=4, window=window, block_size=block_size)
     context, question = tca_jax.prefill(lm, DOCUMENT), random_prompt(1, question)
@@ -185,9 +189,8 @@ MANY = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "full" else pytest.mark.slow) for name in MANY]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MANY)
 def test_rows_of_different_documents_lengths_and_ages_decode_in_one_batch(full, name):
     lm = full.with_method(MANY[name])
     young = tca_jax.prefill(lm, random_prompt(6, 77))

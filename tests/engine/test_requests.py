@@ -95,7 +95,7 @@ def test_log_probabilities_end_where_the_answer_does(lm):
     assert len(out.logprobs[0]) == free.tokens[0].index(stop) + 1
 
 
-@pytest.mark.parametrize("method", ["full", "tca"])
+@pytest.mark.parametrize("method", [pytest.param("full", marks=pytest.mark.slow), "tca"])
 def test_score_is_the_log_softmax_of_every_position(lm, method, monkeypatch):
     model = lm if method == "tca" else lm.with_method("full")
     prompts = [random_prompt(6, 90), random_prompt(7, 33), [1, 2]]
@@ -349,6 +349,7 @@ def test_wrong_arguments_are_named(written, options, error, message):
             inspect.unwrap(tca_jax.stream)(model, "abc", **options)
 
 
+@pytest.mark.slow
 def test_numbers_of_numpy_are_taken(lm):
     prompt = random_prompt(9, 20)
     plain = tca_jax.generate(lm, prompt, max_new_tokens=5, temperature=0.5, top_k=3, seed=7)
