@@ -38,10 +38,10 @@ test-gpu: $(VENV)/.installed-dev  ## the tests that run kernels, on a machine wi
 
 PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/.installed-dev  ## the tests of every function and kernel
+test: $(VENV)/.installed-dev  ## the tests of functions and kernels
 	$(PYTEST) -m "not slow"
 
-test-slow: $(VENV)/.installed-dev  ## the tests of whole commands, examples, trained models, several processes and meshes
+test-slow: $(VENV)/.installed-dev  ## the tests of several features together, whole commands, examples, trained models, several processes and meshes
 	$(PYTEST) -m slow
 
 test-versions:  ## all tests, with the oldest JAX on Python 3.11 and with the newest on Python 3.12; both must be there
@@ -51,6 +51,7 @@ test-versions:  ## all tests, with the oldest JAX on Python 3.11 and with the ne
 package: $(VENV)/.installed-dev  # the package as it installs, for tools that follow its imports
 	rm -rf build && mkdir -p build/package
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/package .
+	cd build/package && ../../$(BIN)/python -c "import tca_jax, tca_jax.methods, tca_jax.models"  # read their .pyi files
 
 lint: package  ## ruff, and who may import whom
 	$(BIN)/ruff check .

@@ -282,7 +282,7 @@ def budgets_of(profile: Profile) -> dict[str, Any]:
 
 
 def head_gates(profile: Profile) -> Float32[np.ndarray, "layers Hkv"]:
-    """Gates for `methods.duoattention` from a profile: what each head is worth to answers, over the largest worth.
+    """Gates for the method duoattention from a profile: what each head is worth to answers, over the largest worth.
 
     Raises:
         ValueError: the profile does not know what heads are worth.

@@ -122,7 +122,7 @@ def load(
     """Loads a LLaMA 3.x, Qwen2, Qwen2.5 or Qwen3 checkpoint straight into device arrays.
 
     Args:
-        name_or_path: A local folder with config.json and *.safetensors, an alias (`models.aliases.ALIASES`, or
+        name_or_path: A local folder with config.json and *.safetensors, an alias (`tca_jax.models.ALIASES`, or
             "recall-tiny", which ships with the package), or a Hugging Face Hub id; looked up in this order.
         profile: Head budgets: a folder that `Profile.save` wrote, a `Profile`, "shipped" for the one beside a shipped
             model, or None for exact full attention.

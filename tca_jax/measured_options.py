@@ -86,7 +86,7 @@ def _search_layer(
 def layer_preferences(
     lm: LM, texts: Prompt | Sequence[Prompt], *, observation: int = 32, tau1: float = 1.0, tau2: float = 1.0
 ) -> Float32[np.ndarray, " layers"]:
-    """CAKE's layer preferences, measured on texts of the user's, for `methods.cake`.
+    """CAKE's layer preferences, measured on texts of the user's, for the method cake.
 
     One forward pass with full attention over each text. The paper tunes the temperatures for each model and budget
     (0.4 to 1.9); its code takes 1 where nothing is tuned.

@@ -1,6 +1,6 @@
 """One process that generates under many shapes: its programs, the pieces of memory that it maps, and its memory.
 
-tca-jax bench many-shapes                                   # 300 shapes, 1,000 generations; half an hour of a CPU
+tca-jax bench many-shapes                                   # 300 shapes, 1,000 generations; over an hour of a CPU
 tca-jax bench many-shapes --shapes 30 --generations 60
 """
 
@@ -82,7 +82,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axes.plot([row["generations"] for row in rows], [row[column] for row in rows], marker="o", clip_on=False)
         axes.set_xlabel("generations")
         axes.set_ylabel(column)
-        axes.set_ylim(0, 1.1 * max(row[column] for row in rows))
+        axes.set_ylim(0, max(1, *(1.1 * row[column] for row in rows)))
     figure.suptitle("One process, many shapes")
     figures.write(figure, path)
 

@@ -380,8 +380,8 @@ def _layout_after(lm: LM, context: Context, rows: int, prompt_tokens: int, fed_t
     """The cache of a context once `fed_tokens` were appended, in `rows` rows of a device.
 
     There are as many pages as now where everything is sure to fit, so that a conversation's turns mostly run one
-    program; otherwise there are as many more as some more turns may fill. How many does not depend on what is held, so
-    documents of one bucket run the same programs.
+    program; otherwise there are as many more as some more turns may fill. How many more does not depend on what is
+    held, so documents of one bucket run few programs.
     """
     policy, now = lm.method.cache, context.layout
     fresh = lm.cache_layout(rows, prompt_tokens)

@@ -330,7 +330,8 @@ def _logprobs(
 
 def _kept_share(request: Request, state: DecodingState) -> float:
     """Share of the tokens so far that the caches hold; the newest token is not in them yet."""
-    fed = state.lengths + state.step - 1
+    lengths, step = on_host((state.lengths, state.step))
+    fed = lengths + step - 1
     caches = [cache for cache in (request.shared, state.cache) if cache is not None]
     return kept_share(request.lm.method.cache.window, caches, fed, state.prompt_lengths)
 

@@ -304,7 +304,7 @@ Orders = tuple[tuple[int, ...], ...]
 def balanced_orders(
     policy: CachePolicy, num_layers: int, num_kv_heads: int, devices: int, max_context: int, current: Orders | None
 ) -> Orders:
-    """An order of each layer's KV heads in which the devices' caches, of all layers together, are about as large.
+    """An order of each layer's KV heads in which the devices' caches are about as large, in each layer and in all.
 
     Args:
         policy: What the caches keep of a long prompt.
@@ -312,7 +312,8 @@ def balanced_orders(
         num_kv_heads: KV heads of the model, a multiple of `devices`.
         devices: How many share them.
         max_context: Positions of the model.
-        current: The orders that the weights are in, kept unless others take less; None for the model's own.
+        current: The orders that the weights are in, kept unless devices wait less for each other under others, or wait
+            as long and hold less; None for the model's own.
     """
     tokens = min(max_context, _BALANCED_TOKENS)
     loads = np.array(
@@ -320,8 +321,13 @@ def balanced_orders(
     )
     own = (tuple(range(num_kv_heads)),) * num_layers if current is None else current
     found = balanced_together(loads, devices)
-    largest = [int(_by_device(loads, orders, devices).sum(axis=(0, 2)).max()) for orders in (own, found)]
-    return own if largest[0] <= largest[1] else found
+    return own if _cost(loads, own, devices) <= _cost(loads, found, devices) else found
+
+
+def _cost(loads: Int[np.ndarray, "layers Hkv"], orders: Orders, devices: int) -> tuple[int, int]:
+    """Tokens that layers wait for, and tokens that a device holds: in each layer, and in all, those of the largest."""
+    of_layers = _by_device(loads, orders, devices).sum(axis=2)
+    return int(of_layers.max(axis=1).sum()), int(of_layers.sum(axis=0).max())
 
 
 def balanced_order(loads: Int[np.ndarray, " Hkv"], devices: int) -> tuple[int, ...]:

@@ -1,5 +1,7 @@
 """What a method is: how a prompt's queries attend (prefill policy) and what stays in the cache (cache policy).
 
+Both are handed the KV heads that they are asked about (`Heads`).
+
 Policies are frozen dataclasses: hashable, and static under `jax.jit`. What they compute may depend on the layer and on
 data; only capacities are static. The two parts of a method combine freely.
 """
@@ -175,7 +177,7 @@ class CachePolicy(abc.ABC):
 
     def num_leaving_blocks(self, prompt_tokens: int, new_tokens: int) -> int:
         """Most blocks that leave the window while `new_tokens` are fed behind a prompt of at most `prompt_tokens`."""
-        return num_leaving_blocks(prompt_tokens, new_tokens, self.block_size, self.window)
+        return min(cdiv(new_tokens, self.block_size), self.num_ranked_blocks(prompt_tokens + new_tokens))
 
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:  # noqa: B027 (most fit every model)
         """Raises ValueError if the policy does not fit a model of that shape."""
@@ -295,11 +297,6 @@ def num_ranked_blocks(tokens: Tokens, block_size: int, window: int) -> Tokens:
     """n = max(0, L // b - w // b): blocks that are global for some query of L tokens or for the one that follows."""
     blocks = tokens // block_size - window // block_size
     return blocks * (blocks > 0)
-
-
-def num_leaving_blocks(prompt_tokens: int, new_tokens: int, block_size: int, window: int) -> int:
-    """Most blocks that leave the window while `new_tokens` are fed behind a prompt of at most `prompt_tokens`."""
-    return min(cdiv(new_tokens, block_size), num_ranked_blocks(prompt_tokens + new_tokens, block_size, window))
 
 
 def last_queries(q: Float[Array, "B L Hq d"], lengths: Int[Array, " B"], count: int | None) -> Float[Array, "B O Hq d"]:

@@ -219,7 +219,8 @@ def _is_known(name: str) -> bool:
 
 def _module(name: str) -> types.ModuleType | None:
     """A module that is imported already, or a method of the library; nothing else that a file names is imported."""
-    if name.rpartition(".")[0] == "tca_jax.methods" and importlib.util.find_spec(name):
+    package, _, module = name.rpartition(".")
+    if package == "tca_jax.methods" and not module.startswith("_") and importlib.util.find_spec(name):
         return importlib.import_module(name)
     return sys.modules.get(name)
 

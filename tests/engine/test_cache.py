@@ -209,6 +209,10 @@ def test_rows_that_continue_from_the_same_tokens_share_their_pages():
         )
         for head in range(2):
             np.testing.assert_allclose(kept_tokens(fed, row, head), kept_tokens(alone, 0, head))
+    both = joined(shared, fed, plan(candidates, 6, 128), first_local(rows + 12, rows, 8, 16))
+    for row, head in np.ndindex(6, 2):
+        expected = np.concatenate([kept_tokens(shared, row // 3, head), kept_tokens(fed, row, head)], axis=1)
+        np.testing.assert_array_equal(kept_tokens(both, row, head), expected)
 
 
 def test_repeated_rows_hold_the_same_in_pages_of_their_own():

@@ -1,7 +1,6 @@
 """The block-sparse prefill methods against their oracles: which pairs, and what attention over them gives."""
 
 import functools
-import importlib
 import json
 
 import jax
@@ -14,6 +13,7 @@ from cases import poison, qkv
 from sparse_prefill import ORACLES
 
 from tca_jax import methods
+from tca_jax.methods import xattention
 from tca_jax.methods.base import Heads
 from tca_jax.methods.block_sparse import listed_pairs
 from tca_jax.methods.pairs import causal_pairs
@@ -137,9 +137,8 @@ def test_chunks_of_scores_do_not_matter(monkeypatch):
     q, k, _ = map(jnp.asarray, random_inputs(5))
     policy, lengths = methods.get("xattention", stride=4, **SMALL).prefill, jnp.asarray(LENGTHS, jnp.int32)
     whole = policy.listed(0, Heads.all(k.shape[2]), q, k, lengths)
-    module = importlib.import_module("tca_jax.methods.xattention")  # the name in the package is the factory
     for most in (1, 4000):
-        monkeypatch.setattr(module, "_MOST_SCORES", most)
+        monkeypatch.setattr(xattention, "_MOST_SCORES", most)
         jax.tree.map(np.testing.assert_array_equal, policy.listed(0, Heads.all(k.shape[2]), q, k, lengths), whole)
 
 

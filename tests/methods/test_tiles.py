@@ -1,4 +1,4 @@
-"""Passes over a sequence a tile at a time give what one pass gives, whether or not its length is a multiple of tiles."""
+"""Passes over a sequence a tile at a time give what one pass gives, of any length."""
 
 import jax.numpy as jnp
 import numpy as np

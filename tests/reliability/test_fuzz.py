@@ -218,12 +218,12 @@ def forge(kind: str, restored):
 
 
 def test_a_context_of_absurd_fields_under_a_fitting_checksum_is_a_clear_error(context, saved_context, tmp_path):
+    from tca_jax.engine.context_copies import OF_ROWS
     from tca_jax.engine.context_copies import _arrays as arrays_by_name
 
-    restored = {
-        name: np.asarray(x).view(np.uint8) if name.endswith((".k", ".v")) else np.asarray(x)
-        for name, x in arrays_by_name(context).items()
-    }
+    arrays = {**{name: getattr(context, name) for name in OF_ROWS}, **arrays_by_name(context.cache)}
+    restored = {name: np.asarray(x) for name, x in arrays.items()}
+    restored = {name: x.view(np.uint8) if x.dtype == context.cache.k.dtype else x for name, x in restored.items()}
 
     def use(folder: Path) -> str:
         loaded = tca_jax.Context.load(folder)
