@@ -19,7 +19,7 @@ from tca_jax.models.params import load_decoder, save_decoder
 
 torch = pytest.importorskip("torch", reason="parity is measured against the torch models of transformers")
 
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaRMSNorm  # noqa: E402
 
 TOLERANCE = 2e-4
@@ -52,12 +52,10 @@ def save_reference(folder: Path, model: Any, entries: dict[str, Any]) -> ModelCo
 
 def reference_logits(model: Any, tokens: np.ndarray, length: int) -> np.ndarray:
     """Logits of one row: its prompt of `length` tokens at once, the others step by step: `[tokens, V]`."""
+    cache = DynamicCache(config=model.config)  # the fourth argument of all models, by a name that changed in 5.24
+    pieces = [tokens[:length], *tokens[length:, None]]
     with torch.no_grad():
-        out = model(torch.tensor(tokens[None, :length]), use_cache=True)
-        logits = [out.logits[0]]
-        for token in tokens[length:]:
-            out = model(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
-            logits.append(out.logits[0])
+        logits = [model(torch.tensor(piece[None]), None, None, cache, use_cache=True).logits[0] for piece in pieces]
     return torch.cat(logits).numpy()
 
 
