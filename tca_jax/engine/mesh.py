@@ -242,12 +242,15 @@ def agreed(number: int, mesh: Mesh | None) -> int:
 def on_host(arrays: Any) -> Any:
     """Arrays of a pytree on the host, all at once, for each alone would wait; gathered where other processes hold
     parts of them."""
-    leaves = [x for x in jax.tree.leaves(arrays) if isinstance(x, jax.Array)]
-    if all(x.is_fully_addressable or x.is_fully_replicated for x in leaves):
+    leaves, structure = jax.tree.flatten(arrays)
+    elsewhere = [isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated) for x in leaves]
+    if not any(elsewhere):
         return jax.device_get(arrays)
     from jax.experimental.multihost_utils import process_allgather
 
-    return jax.tree.map(np.asarray, process_allgather(arrays, tiled=True))
+    gathered = iter(process_allgather([x for x, there in zip(leaves, elsewhere, strict=True) if there], tiled=True))
+    here = iter(jax.device_get([x for x, there in zip(leaves, elsewhere, strict=True) if not there]))
+    return jax.tree.unflatten(structure, [next(gathered) if there else next(here) for there in elsewhere])
 
 
 def by_row(x: Shaped[np.ndarray, "*some"]) -> Shaped[np.ndarray, "B Hkv"]:
