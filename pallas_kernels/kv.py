@@ -12,7 +12,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from tca_jax.errors import UserError
-from tca_jax.pallas_kernels.checks import check_shape
+from tca_jax.pallas_kernels.checks import check_shape, check_shapes
 
 #: Regions of the pool start on multiples of this, so that tiles and TMA loads are aligned.
 REGION_ALIGNMENT = 128
@@ -93,9 +93,7 @@ def check_pages(arrays: Mapping[str, tuple[Any, str]], caches: tuple[Pages, ...]
     """
     if not caches:
         raise UserError("caches is empty: must hold at least one Pages")
-    sizes: dict[str, int] = {}
-    for name, (array, dims) in arrays.items():
-        sizes = check_shape(name, array, dims, sizes)
+    sizes = check_shapes(arrays)
     for i, cache in enumerate(caches):
         own = {name: size for name, size in sizes.items() if name not in ("P", "T", "R")}
         for name, dims in (("k", "P b d"), ("v", "P b d"), ("table", "R Hkv T"), ("kept", "R Hkv")):

@@ -242,15 +242,18 @@ def agreed(number: int, mesh: Mesh | None) -> int:
 def on_host(arrays: Any) -> Any:
     """Arrays of a pytree on the host, all at once, for each alone would wait; gathered where other processes hold
     parts of them."""
-    leaves, structure = jax.tree.flatten(arrays)
-    elsewhere = [isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated) for x in leaves]
-    if not any(elsewhere):
+
+    def lies_elsewhere(x: Any) -> bool:
+        return isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
+
+    if not any(map(lies_elsewhere, jax.tree.leaves(arrays))):
         return jax.device_get(arrays)
     from jax.experimental.multihost_utils import process_allgather
 
-    gathered = iter(process_allgather([x for x, there in zip(leaves, elsewhere, strict=True) if there], tiled=True))
-    here = iter(jax.device_get([x for x, there in zip(leaves, elsewhere, strict=True) if not there]))
-    return jax.tree.unflatten(structure, [next(gathered) if there else next(here) for there in elsewhere])
+    def of_all(x: Any) -> Any:
+        return process_allgather(x, tiled=True) if lies_elsewhere(x) else jax.device_get(x)
+
+    return jax.tree.map(of_all, arrays)
 
 
 def by_row(x: Shaped[np.ndarray, "*some"]) -> Shaped[np.ndarray, "B Hkv"]:

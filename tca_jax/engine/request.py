@@ -234,7 +234,7 @@ class Request:
         return program
 
     def _end_at_stop_strings(self, state: DecodingState) -> DecodingState:
-        if not self.stop:
+        if not self.stop or int(state.step) < self.min_new_tokens:  # text need not be made of tokens that end nothing
             return state
         stopped = jnp.asarray([answer.stopped for answer in self.answers(state)])
         return dataclasses.replace(state, done=state.done | stopped)
