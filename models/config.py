@@ -12,6 +12,7 @@ from typing import Any
 from tca_jax.errors import UserError, UserTypeError
 from tca_jax.models.json_object import read_json_object, refuse_misspelt
 from tca_jax.models.rope import RopeConfig
+from tca_jax.models.stored_quantization import StoredQuantization
 
 # model_type -> the causal language model class that its config.json names
 _ARCHITECTURES = {
@@ -221,10 +222,7 @@ def _family(entries: Mapping[str, Any]) -> str:
 
 def _refuse_unsupported(entries: Mapping[str, Any], family: str) -> None:
     """Options that would change the result and that the decoder does not have."""
-    quantization = entries.get("quantization_config")
-    if quantization is not None and quantization != {}:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        raise UserError(f"quantization_config ({method!r}) is not supported: weights must be one of {list(_DTYPES)}")
+    StoredQuantization.from_hf(entries.get("quantization_config"))
     if entries.get("dual_chunk_attention_config"):
         raise UserError("dual_chunk_attention_config is not supported: remove it to run the model without it")
     activation = entries.get("hidden_act", "silu")

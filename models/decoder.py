@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from tca_jax.errors import UserError
 from tca_jax.models.config import ModelConfig
-from tca_jax.models.projections import by_chunks, dot_general
+from tca_jax.models.projections import by_chunks, dot_general, precision_of
+from tca_jax.models.quantized import QuantizedLinear, is_quantized
 from tca_jax.models.rope import apply_rope, rope_cos_sin
 
 # (layer, q [B, L, Hq, d], k [B, L, Hkv, d], v [B, L, Hkv, d], state) -> (out [B, L, Hq, d], new state)
@@ -39,15 +40,15 @@ def chunk_size(config: ModelConfig) -> int:
 class Collectives:
     """How a decoder computes with its weights if they are a shard of the model's: see `models.sharding`.
 
-    The defaults are for a decoder with all weights: a plain product, and nothing to gather or to slice.
+    The defaults are for a decoder with all weights: nothing to sum, to gather or to slice.
 
     Attributes:
-        dot_general: `jax.lax.dot_general` over a contracted axis of which the weights are a shard: `o`, `down`, `head`.
+        sum_parts: The product of `o`, `down` or `head`, from that over a shard of the contracted axis.
         gather_width: `[..., shard of D]` to `[..., D]`: from columns of the embedding to the residual stream.
         slice_width: `[..., D]` to `[..., shard of D]`: from hidden states to the rows of the head.
     """
 
-    dot_general: Callable[..., Array] = dot_general
+    sum_parts: Callable[[Array], Array] = lambda x: x
     gather_width: Callable[[Array], Array] = lambda x: x
     slice_width: Callable[[Array], Array] = lambda x: x
 
@@ -98,9 +99,10 @@ class SelfAttention(nnx.Module):
             c.hidden_size,
             bias=c.o_bias,
             std=_residual_std(c),
-            dot_general=collectives.dot_general,
+            sum_parts=collectives.sum_parts,
         )
-        norm = functools.partial(RMSNorm, c.head_dim, eps=c.rms_norm_eps, param_dtype=param_dtype)
+        norm_dtype = _outer_dtype(dtype, param_dtype)
+        norm = functools.partial(RMSNorm, c.head_dim, eps=c.rms_norm_eps, param_dtype=norm_dtype)
         self.q_norm = norm() if c.qk_norm else None
         self.k_norm = norm() if c.qk_norm else None
 
@@ -119,22 +121,29 @@ class SelfAttention(nnx.Module):
 
     def keys_and_values(
         self,
-        weights: tuple[Float[Array, "D Hkv 2 d"], Float[Array, "Hkv 2 d"] | None],
+        project: Callable[[Array], Array],
         x: Float[Array, "*tokens D"],
         cos: Float[Array, "*tokens half"],
         sin: Float[Array, "*tokens half"],
     ) -> tuple[Float[Array, "*tokens Hkv d"], Float[Array, "*tokens Hkv d"]]:
-        """`project` without queries; `weights` as `key_value_weights` gives them."""
-        kernel, bias = weights
+        """As `self.project`, without queries; `project` is what `key_value_projection` gives."""
         with jax.named_scope("kv"):
-            y = jnp.einsum("...D,Dhpd->...hpd", x, kernel, precision=_precision(x.dtype))
-            y = y if bias is None else y + bias
+            y = project(x)
         return _norm_and_rotate(y[..., 0, :], self.k_norm, cos, sin), y[..., 1, :]
 
-    def key_value_weights(self, dtype: DTypeLike) -> tuple[Array, Array | None]:
-        """The keys' and values' part of the kernel and of the bias: a copy."""
+    def key_value_projection(self, dtype: DTypeLike) -> Callable[[Array], Array]:
+        """`[..., D]` to keys and values `[..., H_kv, 2, d]`, with a copy of their part of the weights."""
+        bias = None if self.qkv.bias is None else self.qkv.bias[...][..., -2:, :].astype(dtype)
+        if isinstance(self.qkv, QuantizedLinear):
+            codes, scale = self.qkv.codes[...][:, -2:], self.qkv.scale[...][:, -2:]
+            return lambda x: self.qkv.product(x, codes, scale, bias)
         kernel = self.qkv.kernel[...][..., -2:, :].astype(dtype)
-        return kernel, None if self.qkv.bias is None else self.qkv.bias[...][..., -2:, :].astype(dtype)
+
+        def project(x: Array) -> Array:
+            y = jnp.einsum("...D,Dhpd->...hpd", x, kernel, precision=precision_of(x.dtype))
+            return y if bias is None else y + bias
+
+        return project
 
     def output(self, out: Float[Array, "*tokens Hq d"]) -> Float[Array, "*tokens D"]:
         """The output projection, back to the residual stream."""
@@ -160,7 +169,7 @@ class GatedMLP(nnx.Module):
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         linear = functools.partial(_linear, bias=bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.gate_up = linear(width, (2, inner))
-        self.down = linear(inner, width, std=_residual_std(config), dot_general=collectives.dot_general)
+        self.down = linear(inner, width, std=_residual_std(config), sum_parts=collectives.sum_parts)
 
     def __call__(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens D"]:
         gate_up = self.gate_up(x)
@@ -173,16 +182,27 @@ class DecoderLayer(nnx.Module):
     Args:
         config: The layer's shape and options.
         chunks: Tokens of the chunks in one step of the loops over tokens (`by_chunks`).
-        param_dtype: Dtype that the weights are stored in.
-        **options: `dtype`, `collectives` and `rngs`, as for `Decoder`.
+        dtype: As for `Decoder`.
+        param_dtype: As for `Decoder`.
+        **options: `collectives` and `rngs`, as for `Decoder`.
     """
 
-    def __init__(self, config: ModelConfig, *, chunks: tuple[int, ...], param_dtype: DTypeLike, **options: Any) -> None:
-        norm = functools.partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, param_dtype=param_dtype)
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        chunks: tuple[int, ...],
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
+        **options: Any,
+    ) -> None:
+        norm_dtype = _outer_dtype(dtype, param_dtype)
+        norm = functools.partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, param_dtype=norm_dtype)
+        dtypes = {"dtype": dtype, "param_dtype": param_dtype}
         self.attention_norm = norm()
-        self.attention = SelfAttention(config, param_dtype=param_dtype, **options)
+        self.attention = SelfAttention(config, **dtypes, **options)
         self.mlp_norm = norm()
-        self.mlp = GatedMLP(config, param_dtype=param_dtype, **options)
+        self.mlp = GatedMLP(config, **dtypes, **options)
         self.chunks = chunks
 
     def __call__(
@@ -229,10 +249,10 @@ class DecoderLayer(nnx.Module):
     def _keys_and_values(
         self, buffers: tuple[Array, Array] | None, x: Array, cos: Array, sin: Array
     ) -> tuple[Array, Array]:
-        weights = self.attention.key_value_weights(x.dtype)  # outside of the loop over chunks
+        project = self.attention.key_value_projection(x.dtype)  # outside of the loop over chunks
 
         def function(_: Any, x: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
-            return self.attention.keys_and_values(weights, self.attention_norm(x), cos, sin)
+            return self.attention.keys_and_values(project, self.attention_norm(x), cos, sin)
 
         return by_chunks(function, self.chunks, buffers, x, cos, sin)
 
@@ -251,7 +271,8 @@ class Decoder(nnx.Module):
     Args:
         config: The model's shape and options.
         dtype: Dtype of the residual stream and of matrix products. Norms, RoPE and logits are float32 anyway.
-        param_dtype: Dtype that the weights are stored in; they are cast to `dtype` where they are used.
+        param_dtype: Dtype that the weights are stored in; they are cast to `dtype` where they are used. An eight-bit
+            one is that of projections and MLP, with scales (`models.quantized`); all others are in `dtype`.
         chunks: Tokens of the chunks in one step of a layer's loops over tokens; None for `chunk_size(config)`.
         collectives: How to compute with weights that are a shard of a model's; by default they are all weights.
         rngs: Keys of the random initialisation: normal(0.02), projections into the residual stream scaled by
@@ -269,14 +290,16 @@ class Decoder(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.config, self.collectives = config, collectives
-        self.dtype, param_dtype = jnp.dtype(dtype), jnp.dtype(param_dtype)
-        vocab, width = config.vocab_size, config.hidden_size
-        options = {"dtype": self.dtype, "param_dtype": param_dtype, "rngs": rngs}
-        of_layer = {**options, "chunks": chunks or (chunk_size(config),), "collectives": collectives}
-        self.embedding = nnx.Param(_normal(rngs.params(), (vocab, width), param_dtype))
-        self.layers = nnx.List([DecoderLayer(config, **of_layer) for _ in range(config.num_layers)])
-        self.norm = RMSNorm(width, eps=config.rms_norm_eps, param_dtype=param_dtype)
-        of_head = {**options, "preferred": jnp.float32, "dot_general": collectives.dot_general}
+        self.dtype, self.param_dtype = jnp.dtype(dtype), jnp.dtype(param_dtype)
+        vocab, width, outer_dtype = config.vocab_size, config.hidden_size, _outer_dtype(dtype, param_dtype)
+        options = {"dtype": self.dtype, "rngs": rngs}
+        of_layer = {"chunks": chunks or (chunk_size(config),), "collectives": collectives, **options}
+        self.embedding = nnx.Param(_normal(rngs.params(), (vocab, width), outer_dtype))
+        self.layers = nnx.List(
+            [DecoderLayer(config, param_dtype=self.param_dtype, **of_layer) for _ in range(config.num_layers)]
+        )
+        self.norm = RMSNorm(width, eps=config.rms_norm_eps, param_dtype=outer_dtype)
+        of_head = {"preferred": jnp.float32, "sum_parts": collectives.sum_parts, "param_dtype": outer_dtype, **options}
         self.head = None if config.tie_embeddings else _linear(width, vocab, **of_head)
 
     def __call__(
@@ -364,11 +387,12 @@ class Decoder(nnx.Module):
                 return self.head(hidden)
             # The embedding's second axis is contracted: no transposed copy of it (`nnx.Embed.attend` makes one, and
             # gives logits in the decoder's dtype).
-            return self.collectives.dot_general(
+            return dot_general(
                 hidden,
                 self.embedding[...].astype(hidden.dtype),
                 (((hidden.ndim - 1,), (1,)), ((), ())),
-                precision=_precision(hidden.dtype),
+                finish=self.collectives.sum_parts,
+                precision=precision_of(hidden.dtype),
                 preferred_element_type=jnp.float32,
             )
 
@@ -416,29 +440,37 @@ def _linear(
     bias: bool = False,
     std: float = _INIT_STD,
     preferred: DTypeLike | None = None,
-    dot_general: Callable[..., Array] = dot_general,
+    sum_parts: Callable[[Array], Array] = lambda x: x,
     dtype: DTypeLike,
     param_dtype: DTypeLike,
     rngs: nnx.Rngs,
-) -> nnx.LinearGeneral:
+) -> nnx.LinearGeneral | QuantizedLinear:
     """y = x W + b, computed in `dtype`; W is `[in, *out]`, which XLA takes for a matrix without a copy."""
+    init = functools.partial(_normal, std=std)
+    options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    if is_quantized(param_dtype):
+        return QuantizedLinear(in_features, out_features, bias=bias, init=init, finish=sum_parts, **options)
     return nnx.LinearGeneral(
         in_features,
         out_features,
         use_bias=bias,
-        dtype=dtype,
-        param_dtype=param_dtype,
-        kernel_init=functools.partial(_normal, std=std),
-        precision=_precision(dtype),
+        kernel_init=init,
+        precision=precision_of(dtype),
         preferred_element_type=preferred,
-        dot_general=dot_general,
-        rngs=rngs,
+        dot_general=_dot_general(sum_parts),
+        **options,
     )
 
 
-def _precision(dtype: DTypeLike) -> jax.lax.Precision | None:
-    """float32 means float32, not the TF32 that GPUs default to."""
-    return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
+@functools.lru_cache(maxsize=8)
+def _dot_general(sum_parts: Callable[[Array], Array]) -> Callable[..., Array]:
+    """One object for one function: decoders are equal, and share what was compiled, where their parts are."""
+    return functools.partial(dot_general, finish=sum_parts)
+
+
+def _outer_dtype(dtype: DTypeLike, param_dtype: DTypeLike) -> DTypeLike:
+    """What norms, embedding, head and biases are stored in beside projections in `param_dtype`."""
+    return dtype if is_quantized(param_dtype) else param_dtype
 
 
 def _residual_std(config: ModelConfig) -> float:

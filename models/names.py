@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
+from tca_jax.models.stored_quantization import SCALE
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MODEL = "model"  # the mesh axis that a model's weights are split over
@@ -31,7 +32,8 @@ class _Row:
         path: Its path in the decoder, a regular expression.
         names: Its tensors, as templates of the match.
         transposed: The checkpoint holds transposes ([out, in]).
-        widths: Where there are several tensors, what each one fills of the parameter's axis -2.
+        widths: Where there are several tensors, what each one fills of the axis before the parameter's last output.
+        inputs_last: The parameter's last axis is that of inputs, as the checkpoint's is; not transposed.
         spec: Which of its axes is split over a mesh; none by default.
         by_head: The split axis holds the KV heads, one after the other.
     """
@@ -41,25 +43,27 @@ class _Row:
     spec: PartitionSpec = _WHOLE
     by_head: bool = False
     transposed: bool = False
+    inputs_last: bool = False
     widths: Callable[[ModelConfig], tuple[int, ...]] | None = None
 
 
 def _queries_key_value(config: ModelConfig) -> tuple[int, ...]:
-    """Axis -2 of `SelfAttention.qkv`: a KV head's queries, its key, its value."""
+    """What is joined in `SelfAttention.qkv`: a KV head's queries, its key, its value."""
     return config.num_heads // config.num_kv_heads, 1, 1
 
 
 def _gate_and_up(config: ModelConfig) -> tuple[int, ...]:
-    """Axis -2 of `GatedMLP.gate_up`."""
+    """What is joined in `GatedMLP.gate_up`."""
     return 1, 1
 
 
 _LAYER, _HF_LAYER = r"layers\.(\d+)", r"model.layers.\1"
-_QKV_WEIGHTS, _QKV_BIASES = (
-    tuple(rf"{_HF_LAYER}.self_attn.{part}_proj.{kind}" for part in "qkv") for kind in ("weight", "bias")
+_KINDS = ("weight", "bias", f"weight{SCALE}")
+_QKV_WEIGHTS, _QKV_BIASES, _QKV_SCALES = (
+    tuple(rf"{_HF_LAYER}.self_attn.{part}_proj.{kind}" for part in "qkv") for kind in _KINDS
 )
-_GATE_UP_WEIGHTS, _GATE_UP_BIASES = (
-    tuple(rf"{_HF_LAYER}.mlp.{part}_proj.{kind}" for part in ("gate", "up")) for kind in ("weight", "bias")
+_GATE_UP_WEIGHTS, _GATE_UP_BIASES, _GATE_UP_SCALES = (
+    tuple(rf"{_HF_LAYER}.mlp.{part}_proj.{kind}" for part in ("gate", "up")) for kind in _KINDS
 )
 # Projections to heads or to the MLP's inner width are split over their outputs, projections from them over their
 # inputs: a device has whole KV heads, and attention and the MLP each end with one sum over the devices. Biases behind
@@ -111,6 +115,45 @@ _TABLE = (
         transposed=True,
     ),
     _Row(rf"{_LAYER}\.mlp\.down\.bias", (rf"{_HF_LAYER}.mlp.down_proj.bias",)),
+    # Of projections in eight bits: outputs come first, as in checkpoints.
+    _Row(
+        rf"{_LAYER}\.attention\.qkv\.codes",
+        _QKV_WEIGHTS,
+        PartitionSpec(MODEL),
+        by_head=True,
+        inputs_last=True,
+        widths=_queries_key_value,
+    ),
+    _Row(
+        rf"{_LAYER}\.attention\.qkv\.scale",
+        _QKV_SCALES,
+        PartitionSpec(MODEL),
+        by_head=True,
+        widths=_queries_key_value,
+    ),
+    _Row(
+        rf"{_LAYER}\.attention\.o\.codes",
+        (rf"{_HF_LAYER}.self_attn.o_proj.weight",),
+        PartitionSpec(None, MODEL),
+        by_head=True,
+        inputs_last=True,
+    ),
+    _Row(rf"{_LAYER}\.attention\.o\.scale", (rf"{_HF_LAYER}.self_attn.o_proj.weight{SCALE}",)),
+    _Row(
+        rf"{_LAYER}\.mlp\.gate_up\.codes",
+        _GATE_UP_WEIGHTS,
+        PartitionSpec(None, MODEL),
+        inputs_last=True,
+        widths=_gate_and_up,
+    ),
+    _Row(rf"{_LAYER}\.mlp\.gate_up\.scale", _GATE_UP_SCALES, PartitionSpec(None, MODEL), widths=_gate_and_up),
+    _Row(
+        rf"{_LAYER}\.mlp\.down\.codes",
+        (rf"{_HF_LAYER}.mlp.down_proj.weight",),
+        PartitionSpec(None, MODEL),
+        inputs_last=True,
+    ),
+    _Row(rf"{_LAYER}\.mlp\.down\.scale", (rf"{_HF_LAYER}.mlp.down_proj.weight{SCALE}",)),
 )
 
 
@@ -120,12 +163,15 @@ class Layout:
 
     Attributes:
         shape: Of the parameter.
-        lead: Leading axes that parameter and tensors have in common; tensors flatten the other axes into one.
-        widths: The size of each tensor on axis -2; empty if the parameter is a single tensor.
+        lead: Leading axes that parameter and tensors have in common.
+        trail: Trailing ones; tensors flatten the axes between into one.
+        widths: The size of each tensor on the last but one of the axes between; empty if the parameter is a single
+            tensor.
     """
 
     shape: tuple[int, ...]
     lead: int
+    trail: int
     widths: tuple[int, ...]
 
     @property
@@ -133,8 +179,14 @@ class Layout:
         """Shapes of the tensors, not transposed."""
         if not self.widths:
             return [self.shape]
-        each = math.prod(self.shape[self.lead : -2]) * self.shape[-1]
-        return [(*self.shape[: self.lead], each * width) for width in self.widths]
+        *outer, _, inner = self.shape[self.lead : self._end]
+        each = math.prod(outer) * inner
+        return [(*self.shape[: self.lead], each * width, *self.shape[self._end :]) for width in self.widths]
+
+    @property
+    def _end(self) -> int:
+        """Past the axes that tensors flatten."""
+        return len(self.shape) - self.trail
 
     def of_part(self, shape: tuple[int, ...]) -> Layout:
         """The layout of a part of the parameter, which has a part of each of its tensors."""
@@ -142,14 +194,17 @@ class Layout:
 
     def tensor_axis(self, axis: int) -> int:
         """The axis of the tensors that contains an axis of the parameter."""
-        return min(axis, self.lead) if self.widths else axis
+        if not self.widths:
+            return axis
+        return self.lead + 1 + axis - self._end if axis >= self._end else min(axis, self.lead)
 
     def split(self, value: Any) -> list[Any]:
         """Tensors of a parameter's value, NumPy or JAX, not transposed."""
         if not self.widths:
             return [value]
+        behind = (slice(None),) * (1 + self.trail)
         return [
-            value[..., end - width : end, :].reshape(shape)
+            value[(..., slice(end - width, end), *behind)].reshape(shape)
             for shape, width, end in zip(
                 self.tensor_shapes, self.widths, itertools.accumulate(self.widths), strict=True
             )
@@ -159,11 +214,12 @@ class Layout:
         """The parameter of its tensors, not transposed."""
         if not self.widths:
             return tensors[0]
+        joined = self._end - 2
         parts = [
-            tensor.reshape(*self.shape[:-2], width, self.shape[-1])
+            tensor.reshape(*self.shape[:joined], width, *self.shape[joined + 1 :])
             for tensor, width in zip(tensors, self.widths, strict=True)
         ]
-        return jnp.concatenate(parts, axis=-2)
+        return jnp.concatenate(parts, axis=joined)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +282,8 @@ def parameters(decoder: Decoder) -> list[Parameter]:
     for path, variable in nnx.to_flat_state(nnx.state(decoder, nnx.Param)):
         row, match = _row(path)
         widths = row.widths(decoder.config) if row.widths else ()
-        layout = Layout(tuple(variable.shape), 1 if row.transposed else 0, widths)  # kernels have an axis of inputs
+        # Weights have an axis of inputs.
+        layout = Layout(tuple(variable.shape), int(row.transposed), int(row.inputs_last), widths)
         names = tuple(match.expand(name) for name in row.names)
         found.append(Parameter(path, variable, names, row.transposed, layout, row.spec, row.by_head))
     return found

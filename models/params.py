@@ -9,7 +9,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,13 +29,22 @@ from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import combine, tensor_checksums
 from tca_jax.models.json_object import read_json_object
 from tca_jax.models.names import EMBEDDING, HEAD, LAYER, Parameter, outer_shapes, parameters
+from tca_jax.models.quantized import WEIGHTS
 from tca_jax.models.sharding import HeadOrders, check_mesh, check_orders, reorder_heads, settled
-from tca_jax.models.tensors import join_tensors, place_tensor, read_tensor
+from tca_jax.models.stored_quantization import (
+    CODES,
+    StoredQuantization,
+    mapped_codes,
+    read_quantization,
+    scale_name,
+)
+from tca_jax.models.tensors import Quantized, join_tensors, place_codes, place_tensor, quantize_kernel, read_tensor
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"[\w.-]{1,200}\.safetensors")  # in the checkpoint's own folder
 _STORED_BYTES = {"F32": 4, "BF16": 2, "F16": 2}  # dtypes that are read, and bytes of an element
-_IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")  # a buffer that old LLaMA checkpoints hold
+# A buffer that old LLaMA checkpoints hold; and scales of activations and caches, which are taken anew for each token.
+_IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|(input|output|k|v)_scale)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +57,7 @@ class _Stored:
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * _STORED_BYTES[self.dtype]
+        return math.prod(self.shape) * (1 if self.dtype == CODES else _STORED_BYTES[self.dtype])
 
 
 class LoadedCheckpoint(NamedTuple):
@@ -57,7 +66,8 @@ class LoadedCheckpoint(NamedTuple):
     Attributes:
         decoder: The model.
         fingerprint: Of the tensors as they are stored, if it cannot be computed from the loaded weights (stored in
-            float32 and loaded in float16, or with heads in another order); otherwise None: use `fingerprint(decoder)`.
+            float32 and loaded in float16, in eight bits, or with heads in another order); otherwise None: use
+            `fingerprint(decoder)`.
     """
 
     decoder: Decoder
@@ -82,6 +92,7 @@ def load_checkpoint(
     progress: Callable[[int, int], None] | None = None,
     mesh: Mesh | None = None,
     head_orders: HeadOrders | None = None,
+    weights: str | None = None,
 ) -> LoadedCheckpoint:
     """Build the decoder from a checkpoint folder.
 
@@ -96,6 +107,8 @@ def load_checkpoint(
             may have read only a part.
         mesh: Devices that the weights are split over (`models.sharding`); None for the default device.
         head_orders: An order for each layer's KV heads, as for `permute_heads`; None for the checkpoint's own.
+        weights: What the weights of projections and MLP are stored in: "fp8" or "int8", with a scale for each output
+            channel; each is quantized when it is read. None for what the checkpoint has.
 
     Raises:
         FileNotFoundError: no safetensors file, or a shard is missing.
@@ -108,28 +121,42 @@ def load_checkpoint(
     if head_orders is not None:
         check_orders(head_orders, config)
     folder = Path(folder)
-    stored = _read_headers(folder)
-    _check_sizes(folder, config, stored)
-    abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
-    made = parameters(abstract)
-    wanted = {name: parameter for parameter in made for name in parameter.names}
-    _check_tensors(folder, wanted, stored)
+    stored, format_ = _read_headers(folder), read_quantization(folder)
+    _check_sizes(folder, config, stored, format_)
+    if format_ and not weights:
+        _check_all_in_eight_bits(stored)
+        weights = "fp8"
+    param_dtype = WEIGHTS[weights] if weights else dtype
+    dense, made = (
+        nnx.eval_shape(lambda x=each: Decoder(config, dtype=dtype, param_dtype=x, rngs=nnx.Rngs(0)))
+        for each in (dtype, param_dtype)
+    )
+    found, quantized = parameters(dense), _quantized(parameters(made)) if weights else {}
+    wanted = {name: parameter for parameter in found for name in parameter.names}
+    _check_tensors(folder, wanted, stored, format_)
     rounded_twice = jnp.dtype(dtype) == jnp.float16 and any(stored[name].dtype == "F32" for name in wanted)
-    fingerprint_is_stale = rounded_twice or head_orders is not None
+    fingerprint_is_stale = rounded_twice or head_orders is not None or bool(weights)
     placed_dtype = jnp.dtype(jnp.float32 if rounded_twice else dtype)
+    source = _Source(stored, format_, mesh)
     checksums: dict[str, Array] = {}
     loaded = {}
-    for parameter, value in _read(wanted, stored, placed_dtype, mesh, progress):
+    for parameter, value in _read(source, wanted, placed_dtype, progress, in_float32=quantized):
         if fingerprint_is_stale:
             checksums |= tensor_checksums(parameter, value)
         if head_orders is not None:
             value = reorder_heads(value, parameter, head_orders, mesh)
-        value = settled(value.astype(dtype), parameter, mesh)
-        loaded[parameter.path] = parameter.variable.replace(jax.block_until_ready(value))
-    decoder: Decoder = nnx.merge(nnx.graphdef(abstract), nnx.from_flat_state(loaded))
+        values = [(parameter, value.astype(dtype))]
+        if to := quantized.get(parameter.path):
+            scale = source.known_scale(parameter, to, head_orders) if weights == "fp8" else None
+            values = list(zip(to, quantize_kernel(value, parameter, to, mesh, scale), strict=True))
+        del value
+        for each, part in values:
+            part = jax.block_until_ready(settled(part, each, mesh))
+            loaded[each.path] = each.variable.replace(part)
+    decoder: Decoder = nnx.merge(nnx.graphdef(made), nnx.from_flat_state(loaded))
     if config.tie_embeddings and HEAD in stored:
         _check_tied_head(stored[HEAD].file, decoder, mesh)
-    shapes = {name: shape for parameter in made for name, shape in parameter.shapes.items()}
+    shapes = {name: shape for parameter in found for name, shape in parameter.shapes.items()}
     return LoadedCheckpoint(decoder, combine(config, shapes, checksums) if fingerprint_is_stale else None)
 
 
@@ -167,29 +194,82 @@ def write_config(folder: Path, config: ModelConfig, entries: Mapping[str, Any] |
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """A checkpoint's tensors, those of eight bits as the numbers that they stand for.
+
+    Attributes:
+        stored: Its tensors by name.
+        format: How it stores eight bits; None for none.
+        mesh: Devices that the weights are split over.
+    """
+
+    stored: Mapping[str, _Stored]
+    format: StoredQuantization | None
+    mesh: Mesh | None
+
+    def place(self, shard: Any, name: str, parameter: Parameter, dtype: Any) -> Array:
+        """A tensor of an open file on its devices, not transposed."""
+        if self.stored[name].dtype != CODES:
+            return place_tensor(read_tensor(shard, name, parameter, self.mesh), parameter, dtype, self.mesh)
+        assert self.format is not None
+        scale, shape = self._scale(name), self.stored[name].shape
+        codes = read_tensor(mapped_codes(self.stored[name].file, name), name, parameter, self.mesh)
+        return place_codes(codes, scale, self.format.block_of(scale, shape), parameter, self.mesh)
+
+    def known_scale(self, parameter: Parameter, to: Quantized, head_orders: HeadOrders | None) -> Array | None:
+        """The scales of a kernel's output channels as they are stored; None unless they are those of its codes."""
+        names = parameter.names
+        if self.format is None or self.format.block is not None or any(self.stored[n].dtype != CODES for n in names):
+            return None
+        scales = [np.broadcast_to(self._scale(name)[:, 0], self.stored[name].shape[:1]) for name in names]
+        value = to.scale.layout.join([jnp.asarray(scale) for scale in scales])
+        value = settled(value, to.scale, self.mesh)
+        return value if head_orders is None else reorder_heads(value, to.scale, head_orders, self.mesh)
+
+    def _scale(self, name: str) -> np.ndarray:
+        assert self.format is not None
+        scales = scale_name(name, self.stored)
+        assert scales is not None
+        with _opened(self.stored[scales].file) as shard:
+            return self.format.scale_matrix(shard.get_tensor(scales))
+
+
+def _quantized(made: list[Parameter]) -> dict[tuple[Any, ...], Quantized]:
+    """What each kernel becomes in eight bits, by the kernel's path."""
+    by_path = {parameter.path: parameter for parameter in made}
+    of_codes = [path for path in by_path if path[-1] == "codes"]
+    return {(*path[:-1], "kernel"): Quantized(by_path[path], by_path[(*path[:-1], "scale")]) for path in of_codes}
+
+
 def _read(
+    source: _Source,
     wanted: Mapping[str, Parameter],
-    stored: Mapping[str, _Stored],
     dtype: Any,
-    mesh: Mesh | None,
     progress: Callable[[int, int], None] | None,
+    *,
+    in_float32: Container[tuple[Any, ...]],
 ) -> Iterator[tuple[Parameter, Array]]:
-    """Yields each parameter and its value when its last tensor is read: file by file, one tensor at a time."""
+    """Yields each parameter and its value when its last tensor is read: file by file, one tensor at a time.
+
+    Values are in `dtype`, but those of paths `in_float32`.
+    """
+    stored = source.stored
     report = _progress({name: stored[name].bytes for name in wanted}, progress)
     placed: dict[str, Array] = {}
     for file in sorted({stored[name].file for name in wanted}):
         with _opened(file) as shard:
             for name in (name for name in wanted if stored[name].file == file):
                 parameter = wanted[name]
-                tensor = read_tensor(shard, name, parameter, mesh)
+                wide = jnp.dtype(jnp.float32) if parameter.path in in_float32 else dtype
                 # Transfers that queue up would each hold a tensor on the host, and so would the references to
                 # finished ones, which JAX drops only when Python collects garbage (the youngest is enough).
-                placed[name] = jax.block_until_ready(place_tensor(tensor, parameter, dtype, mesh))
-                del tensor
+                placed[name] = jax.block_until_ready(source.place(shard, name, parameter, wide))
                 gc.collect(0)
                 report(name)
                 if all(name in placed for name in parameter.names):
-                    yield parameter, join_tensors(parameter, [placed.pop(name) for name in parameter.names], mesh)
+                    parts = [placed.pop(name) for name in parameter.names]
+                    yield parameter, join_tensors(parameter, parts, source.mesh)
 
 
 def _progress(sizes: Mapping[str, int], callback: Callable[[int, int], None] | None) -> Callable[[str], None]:
@@ -251,7 +331,9 @@ def _opened(file: Path) -> Iterator[Any]:
         raise UserError(f"{file} is corrupt or incomplete: {error}") from error
 
 
-def _check_sizes(folder: Path, config: ModelConfig, stored: Mapping[str, _Stored]) -> None:
+def _check_sizes(
+    folder: Path, config: ModelConfig, stored: Mapping[str, _Stored], format_: StoredQuantization | None
+) -> None:
     """Checks that the config's sizes are those of the tensors, before a decoder of these sizes is built."""
     layers = {int(match[1]) for name in stored if (match := LAYER.fullmatch(name))}
     if layers and config.num_layers - 1 not in layers:
@@ -260,20 +342,32 @@ def _check_sizes(folder: Path, config: ModelConfig, stored: Mapping[str, _Stored
             f"but there are tensors of {len(layers)} layers"
         )
     for name, shape in outer_shapes(config).items():
-        _check_tensor(folder, name, shape, stored)
+        _check_tensor(folder, name, shape, stored, name != EMBEDDING and format_ is not None)
 
 
-def _check_tensors(folder: Path, wanted: Mapping[str, Parameter], stored: Mapping[str, _Stored]) -> None:
+def _check_tensors(
+    folder: Path,
+    wanted: Mapping[str, Parameter],
+    stored: Mapping[str, _Stored],
+    format_: StoredQuantization | None,
+) -> None:
     """Checks that no tensor is missing, misshapen, of an unsupported dtype, or left over."""
+    scales = set()
     for name, parameter in wanted.items():
-        _check_tensor(folder, name, parameter.stored_shape(name), stored)
+        is_projection = parameter.layer is not None and parameter.path[-1] == "kernel"
+        _check_tensor(folder, name, parameter.stored_shape(name), stored, is_projection and format_ is not None)
+        if stored[name].dtype == CODES and format_ is not None:
+            scales.add(_checked_scale(name, stored, format_))
     for name, found in stored.items():
         # A head stored next to a tied embedding is compared with it when the embedding is loaded.
-        if name not in wanted and name != HEAD and not _IGNORED.fullmatch(name):
+        if name not in wanted and name != HEAD and name not in scales and not _IGNORED.fullmatch(name):
             raise UserError(f"{found.file}: tensor {name!r} has no place in the model of its config.json")
 
 
-def _check_tensor(folder: Path, name: str, shape: tuple[int, ...], stored: Mapping[str, _Stored]) -> None:
+def _check_tensor(
+    folder: Path, name: str, shape: tuple[int, ...], stored: Mapping[str, _Stored], in_eight_bits: bool
+) -> None:
+    """Checks a tensor's shape and dtype; in a checkpoint in eight bits projections may have these, or others."""
     if name not in stored:
         raise UserError(f"{folder} lacks tensor {name!r}, which its config.json asks for")
     found = stored[name]
@@ -281,8 +375,33 @@ def _check_tensor(folder: Path, name: str, shape: tuple[int, ...], stored: Mappi
         raise UserError(
             f"{found.file}: tensor {name!r} has shape {list(found.shape)}, config.json asks for {list(shape)}"
         )
-    if found.dtype not in _STORED_BYTES:
-        raise UserError(f"{found.file}: tensor {name!r} has dtype {found.dtype}: must be one of {list(_STORED_BYTES)}")
+    allowed = [*_STORED_BYTES, *([CODES] if in_eight_bits else [])]
+    if found.dtype not in allowed:
+        raise UserError(f"{found.file}: tensor {name!r} has dtype {found.dtype}: must be one of {allowed}")
+
+
+def _check_all_in_eight_bits(stored: Mapping[str, _Stored]) -> None:
+    """Checks that a checkpoint in eight bits has all projections so: nobody is given fewer bits than were kept."""
+    for name, found in stored.items():
+        if re.fullmatch(r".*_proj\.weight", name) and found.dtype != CODES:
+            raise UserError(
+                f"{found.file}: tensor {name!r} has dtype {found.dtype} where others are in eight bits: not supported "
+                "as it is; weights='fp8' or 'int8' quantizes it, too"
+            )
+
+
+def _checked_scale(name: str, stored: Mapping[str, _Stored], format_: StoredQuantization) -> str:
+    """Name of the scales of a tensor of codes, if they are there and fit."""
+    scales = scale_name(name, stored)
+    if scales is None:
+        raise UserError(f"{stored[name].file}: tensor {name!r} has dtype {CODES}, and there are no scales for it")
+    found, shapes = stored[scales], format_.scale_shapes(stored[name].shape)
+    if found.shape not in shapes or found.dtype not in _STORED_BYTES:
+        raise UserError(
+            f"{found.file}: tensor {scales!r} has shape {list(found.shape)} and dtype {found.dtype}: must have one of "
+            f"{list(map(list, shapes))} and be one of {list(_STORED_BYTES)}"
+        )
+    return scales
 
 
 def _check_tied_head(file: Path, decoder: Decoder, mesh: Mesh | None) -> None:

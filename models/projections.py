@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 _FEW_WEIGHTS = 10_000_000  # with fewer, XLA computes a vector's product as a sum of elementwise products
@@ -70,7 +71,8 @@ def dot_general(
     rhs: Array,
     dimension_numbers: Any,
     *,
-    finish: Callable[[Array], Array] | None = None,
+    finish: Callable[[Array], Array] = lambda product: product,
+    few_weights: int = _FEW_WEIGHTS,
     **options: Any,
 ) -> Array:
     """`jax.lax.dot_general` without batch axes; on an NVIDIA GPU, one row times few weights is computed as two rows.
@@ -85,18 +87,23 @@ def dot_general(
         rhs: The weights.
         dimension_numbers: As for `jax.lax.dot_general`; no batch axes.
         finish: Applied to the product while it still has both rows.
+        few_weights: Weights from which on a row stays one.
         **options: Of `jax.lax.dot_general`.
     """
     (contracted, _), _ = dimension_numbers
     free = [i for i in range(lhs.ndim) if i not in contracted]
 
     def product(lhs: Array, rhs: Array) -> Array:
-        result = jax.lax.dot_general(lhs, rhs, dimension_numbers, **options)
-        return result if finish is None else finish(result)
+        return finish(jax.lax.dot_general(lhs, rhs, dimension_numbers, **options))
 
     def of_two_rows(lhs: Array, rhs: Array) -> Array:
         return product(jnp.repeat(lhs, 2, free[0]), rhs)[:1]
 
-    if not free or any(lhs.shape[i] > 1 for i in free) or rhs.size >= _FEW_WEIGHTS:
+    if not free or any(lhs.shape[i] > 1 for i in free) or rhs.size >= few_weights:
         return product(lhs, rhs)
     return jax.lax.platform_dependent(lhs, rhs, cuda=of_two_rows, default=product)
+
+
+def precision_of(dtype: DTypeLike) -> jax.lax.Precision | None:
+    """float32 means float32, not the TF32 that GPUs default to."""
+    return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None

@@ -31,7 +31,6 @@ from tca_jax.errors import UserError, UserTypeError
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Collectives, Decoder, chunk_size
 from tca_jax.models.names import MODEL, Parameter, parameters
-from tca_jax.models.projections import dot_general
 
 DATA = "data"  # the mesh axis that the rows of a batch are split over
 HeadOrders = Sequence[Sequence[int]]  # [layers][H_kv]: the KV heads in the order in which they lie
@@ -44,19 +43,21 @@ _PART_ELEMENTS = 2**23
 _SMALL_SUM = 2**18  # bytes; XLA computes sums up to this size in one kernel, in which each device reads all the others
 
 
-def device_graphdef(config: ModelConfig, dtype: DTypeLike, devices: int) -> Any:
+def device_graphdef(config: ModelConfig, dtype: DTypeLike, param_dtype: DTypeLike, devices: int) -> Any:
     """Static part (`nnx.split`) of the decoder that a device runs on its part of the weights, under `jax.shard_map`.
 
     Args:
         config: The whole model's shape.
         dtype: Dtype that the model computes in.
+        param_dtype: Dtype that its weights are stored in.
         devices: Devices on "model"; they fit the model (`check_mesh`).
     """
-    return _device_graphdef(config, jnp.dtype(dtype), devices, _overlapping_chunks(config, devices))
+    dtypes = jnp.dtype(dtype), jnp.dtype(param_dtype)
+    return _device_graphdef(config, *dtypes, devices, _overlapping_chunks(config, devices))
 
 
 @functools.lru_cache(maxsize=8)
-def _device_graphdef(config: ModelConfig, dtype: Any, devices: int, chunks: tuple[int, ...]) -> Any:
+def _device_graphdef(config: ModelConfig, dtype: Any, param_dtype: Any, devices: int, chunks: tuple[int, ...]) -> Any:
     """Cached, because it takes seconds to build a decoder of many layers."""
     part = dataclasses.replace(
         config,
@@ -64,8 +65,8 @@ def _device_graphdef(config: ModelConfig, dtype: Any, devices: int, chunks: tupl
         num_kv_heads=config.num_kv_heads // devices,
         intermediate_size=config.intermediate_size // devices,
     )
-    collectives = Collectives(_summed_product, gather_width, slice_width)
-    options = {"dtype": dtype, "param_dtype": dtype, "chunks": chunks, "collectives": collectives}
+    collectives = Collectives(_sum_parts, gather_width, slice_width)
+    options = {"dtype": dtype, "param_dtype": param_dtype, "chunks": chunks, "collectives": collectives}
     return nnx.graphdef(nnx.eval_shape(lambda: Decoder(part, **options, rngs=nnx.Rngs(0))))
 
 
@@ -81,12 +82,12 @@ def _overlapping_chunks(config: ModelConfig, devices: int) -> tuple[int, ...]:
     return tuple(max(1, part * chunk // 16) for part in _OVERLAPPING)
 
 
-def _summed_product(*args: Any, **options: Any) -> Array:
-    """`dot_general` over a contracted axis of which each device has a part.
+def _sum_parts(product: Array) -> Array:
+    """The product over a contracted axis of which each device has a part.
 
-    Both rows of `dot_general` are summed: a slice in front of the sum would be a kernel of its own.
+    Of one row that is computed as two, both are summed: a slice in front of the sum would be a kernel of its own.
     """
-    return dot_general(*args, finish=lambda x: jax.lax.psum(x, MODEL), **options)
+    return jax.lax.psum(product, MODEL)
 
 
 def gather_width(x: Float[Array, "*tokens part"]) -> Float[Array, "*tokens D"]:
@@ -144,19 +145,22 @@ def check_mesh(mesh: Any, config: ModelConfig, name: str = "the model") -> None:
             raise UserError(f"mesh = ({given}): {MODEL}={devices} devices, but {name} has {words}: {fit}")
 
 
-def parameter_specs(config: ModelConfig, mesh: Mesh | AbstractMesh | None = None) -> Any:
+def parameter_specs(
+    config: ModelConfig, mesh: Mesh | AbstractMesh | None = None, param_dtype: DTypeLike = jnp.bfloat16
+) -> Any:
     """The `PartitionSpec` of every parameter, in the structure of the decoder's state: what `jax.shard_map` takes.
 
     Args:
         config: The model's shape.
         mesh: Axes that it lacks are left out; None for a mesh with all of them.
+        param_dtype: Dtype that the weights are stored in.
     """
-    return _by_parameter(config, lambda parameter: _spec_on(mesh, parameter.spec))
+    return _by_parameter(config, param_dtype, lambda parameter: _spec_on(mesh, parameter.spec))
 
 
-def decoder_shardings(config: ModelConfig, mesh: Mesh) -> Any:
+def decoder_shardings(config: ModelConfig, mesh: Mesh, param_dtype: DTypeLike = jnp.bfloat16) -> Any:
     """The sharding of every parameter on a mesh, in the structure of the decoder's state."""
-    return _by_parameter(config, lambda parameter: parameter_sharding(parameter, mesh))
+    return _by_parameter(config, param_dtype, lambda parameter: parameter_sharding(parameter, mesh))
 
 
 def parameter_sharding(parameter: Parameter, mesh: Mesh | AbstractMesh) -> NamedSharding:
@@ -228,7 +232,8 @@ def shard_decoder(decoder: Decoder, mesh: Mesh, head_orders: HeadOrders | None =
     """
     check_mesh(mesh, decoder.config)
     graphdef, state = nnx.split(decoder)
-    sharded: Decoder = nnx.merge(graphdef, jax.device_put(state, decoder_shardings(decoder.config, mesh)))
+    shardings = decoder_shardings(decoder.config, mesh, decoder.param_dtype)
+    sharded: Decoder = nnx.merge(graphdef, jax.device_put(state, shardings))
     return sharded if head_orders is None else permute_heads(sharded, head_orders)
 
 
@@ -307,14 +312,14 @@ def _take_heads(x: Array, wanted: Array, heads: Array, axis: int) -> Array:
 
 
 @functools.lru_cache(maxsize=8)
-def abstract_parameters(config: ModelConfig) -> tuple[Parameter, ...]:
+def abstract_parameters(config: ModelConfig, param_dtype: DTypeLike = jnp.bfloat16) -> tuple[Parameter, ...]:
     """Every parameter of a decoder of this shape, without values; cached, because many layers take seconds."""
-    return tuple(parameters(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))))
+    return tuple(parameters(nnx.eval_shape(lambda: Decoder(config, param_dtype=param_dtype, rngs=nnx.Rngs(0)))))
 
 
-def _by_parameter(config: ModelConfig, function: Callable[[Parameter], Any]) -> Any:
+def _by_parameter(config: ModelConfig, param_dtype: DTypeLike, function: Callable[[Parameter], Any]) -> Any:
     """A value for each parameter of a decoder of this shape, in the structure of its state."""
-    found = abstract_parameters(config)
+    found = abstract_parameters(config, param_dtype)
     return nnx.from_flat_state({each.path: each.variable.replace(function(each)) for each in found})
 
 

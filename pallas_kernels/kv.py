@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.checks import check_shape, check_shapes
+from tca_jax.pallas_kernels.eight_bits import Stored
 
 #: Regions of the pool start on multiples of this, so that tiles and TMA loads are aligned.
 REGION_ALIGNMENT = 128
@@ -59,7 +60,7 @@ class Pages:
     `kept_columns + (p - start) // b`, slot p mod b. Rows may name the same pages.
 
     Attributes:
-        k: Keys `[P, b, d]`.
+        k: Keys `[P, b, d]`, in the dtype of queries or in eight bits.
         v: Values `[P, b, d]`.
         table: Page numbers, int32 `[B, Hkv, T]`.
         kept: Kept tokens of each KV head, int32 `[B, Hkv]`.
@@ -68,8 +69,8 @@ class Pages:
         kept_columns: Entries for pages of kept tokens, C; static.
     """
 
-    k: Float[Array, "P b d"]
-    v: Float[Array, "P b d"]
+    k: Stored
+    v: Stored
     table: Int[Array, "B Hkv T"]
     kept: Int[Array, "B Hkv"]
     start: Int[Array, " B"]

@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float32
 
 from tca_jax.errors import Unsupported
+from tca_jax.pallas_kernels.eight_bits import LEAST_EXPONENT, EightBits, power_of_two
 from tca_jax.pallas_kernels.kernel_math import LOG2E
 from tca_jax.pallas_kernels.numerics import MASKED, precision, varying_axes
 
@@ -24,6 +25,7 @@ from tca_jax.pallas_kernels.numerics import MASKED, precision, varying_axes
 DEPRECATION = "The Pallas Triton backend is deprecated"
 #: Element types that the kernels take; all their arithmetic is float32.
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+_WEIGHT_BITS = 12  # weights are at most 2 ** 12 where they are multiplied by values: float16 is exact down to 2 ** -14
 
 
 def triton_call(
@@ -146,6 +148,38 @@ def online_softmax_step(
     weights = power(scores, bias=jnp.broadcast_to(bias[:, None], scores.shape))
     out = out * decay[:, None] + dot(weights.astype(v.dtype), v)
     return out, new_peak, weight * decay + jnp.sum(weights, axis=1)
+
+
+def online_softmax_step_in_eight_bits(
+    q: Array,
+    state: tuple[Array, Array, Array],
+    k: EightBits,
+    v: EightBits,
+    visible: Array | None = None,
+    *,
+    interpret: bool,
+) -> tuple[Array, Array, Array]:
+    """`online_softmax_step` over keys and values in eight bits.
+
+    Codes become float16 for queries in 16 bits: that holds them exactly, and takes a third of the conversions that
+    bfloat16 does. Their powers of two multiply scores and weights; those of the values less the largest in the tile, so
+    that the weights stay within float16.
+    """
+    out, peak, weight = state
+    scale, dtype = LOG2E / math.sqrt(q.shape[1]), jnp.float32 if q.dtype == jnp.float32 else jnp.float16
+    power = partial(scaled_exp2, scale=scale, interpret=interpret)
+    scores = dot(q.astype(dtype), k.codes.astype(dtype), transposed=True) * power_of_two(k.exponents)[None]
+    if visible is not None:
+        scores = jnp.where(visible, scores, MASKED)
+    new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
+    bias = -scale * new_peak
+    decay = power(peak, bias=bias)
+    weights = power(scores, bias=jnp.broadcast_to(bias[:, None], scores.shape))
+    largest = jnp.max(v.exponents.astype(jnp.int32))
+    relative = jnp.maximum(v.exponents.astype(jnp.int32) - largest, LEAST_EXPONENT)
+    shares = weights * power_of_two(relative + _WEIGHT_BITS)[None]
+    values = dot(shares.astype(dtype), v.codes.astype(dtype)) * power_of_two(largest - _WEIGHT_BITS)
+    return out * decay[:, None] + values, new_peak, weight * decay + jnp.sum(weights, axis=1)
 
 
 def load_rows(ref: Any, inside: Array | None) -> Array:

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Float32, Float64, Int32
 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, on_host
 from tca_jax.engine.prompts import pad_tokens
 from tca_jax.engine.score import logprobs_of_hidden
+from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import MODEL
 from tca_jax.models.sharding import parameter_specs
@@ -28,6 +29,15 @@ from tca_jax.models.sharding import parameter_specs
 HEADS, THIRD_HEADS = PartitionSpec(MODEL), PartitionSpec(None, None, MODEL)
 #: What `layer_program` makes.
 LayerProgram = Callable[..., Any]
+
+
+class _Shards(NamedTuple):
+    """A mesh, and what says how a model's weights lie on it."""
+
+    mesh: Mesh
+    config: ModelConfig
+    weights_dtype: Any
+
 
 _LOGIT_ELEMENTS = 2**26  # of a chunk whose losses are differentiated: 256 MiB, several times
 
@@ -53,8 +63,8 @@ def layer_program(
         donate: Whether the first array may be overwritten.
 
     Returns:
-        `program(weights, *arrays, graphdef=, shards=, **static)`: the module in its two parts, and the mesh with the
-        model's config, or None on one device.
+        `program(weights, *arrays, graphdef=, shards=, **static)`: the module in its two parts, and how its weights lie
+        on a mesh (`_Shards`), or None on one device.
     """
 
     def run(weights: Any, *arrays: Any, graphdef: Any, shards: Any, **options: Any) -> Any:
@@ -63,11 +73,10 @@ def layer_program(
 
         if shards is None:
             return on_device(weights, *arrays)
-        mesh, config = shards
-        of_decoder = parameter_specs(config, mesh)
+        of_decoder = parameter_specs(shards.config, shards.mesh, shards.weights_dtype)
         of_weights = of_decoder if "layers" in weights else of_decoder["layers"][0]
         lie = (of_weights, *inputs, *(SAME,) * (len(arrays) - len(inputs)))
-        mapped = jax.shard_map(on_device, mesh=mesh, in_specs=lie, out_specs=outputs, check_vma=derives)
+        mapped = jax.shard_map(on_device, mesh=shards.mesh, in_specs=lie, out_specs=outputs, check_vma=derives)
         return mapped(weights, *arrays)
 
     run.__name__ = function.__name__
@@ -151,7 +160,7 @@ class LayerPass:
         self._lm, self._step, self._last = lm, step, last
         self._decoder = lm.decoder if lm.mesh is None else lm.on_device(lm.params).decoder
         self._layers = [nnx.split(layer) for layer in self._decoder.layers]
-        self._shards = None if lm.mesh is None else (lm.mesh, lm.config)
+        self._shards = None if lm.mesh is None else _Shards(lm.mesh, lm.config, lm.weights_dtype)
         embedded = self._of_decoder(_embed, jnp.asarray(tokens), jnp.asarray(positions))
         self._x, *self._angles = (x.reshape(1, -1, x.shape[-1]) for x in embedded)
         self.targets = jnp.asarray(np.roll(tokens.reshape(1, -1), -1))

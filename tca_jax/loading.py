@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tca_jax.engine.lm import LM
+from tca_jax.engine.lm import KV, LM
 from tca_jax.engine.mesh import Orders, balanced_orders
 from tca_jax.engine.prompts import is_librarys
 from tca_jax.errors import UserError, require_type
@@ -23,13 +23,16 @@ from tca_jax.models.config import ModelConfig, read_config
 from tca_jax.models.json_object import read_json_object, refuse_misspelt
 from tca_jax.models.names import MODEL
 from tca_jax.models.params import load_checkpoint
+from tca_jax.models.quantized import WEIGHTS
 from tca_jax.models.sharding import axis_size, check_mesh
+from tca_jax.models.stored_quantization import read_quantization
 from tca_jax.programs import enable_compilation_cache
 
 if TYPE_CHECKING:
     from tca_jax.calibration.profile import Profile
 
 SHIPPED = ("recall-tiny",)
+_E4M3_CAPABILITY = (8, 9)  # Ada and later convert and multiply e4m3 numbers
 _LONGEST_NAME = 1024  # characters: no folder and no repository has more
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -59,6 +62,11 @@ class Checkpoint:
         pad = getattr(self.tokenizer, "pad_token_id", None)
         return pad if pad is not None else next(iter(self.eos_token_ids), 0)
 
+    @property
+    def in_eight_bits(self) -> bool:
+        """Whether its projections are stored in eight bits."""
+        return read_quantization(self.folder) is not None
+
     def read_profile(self, profile: Any) -> Profile | None:
         """The profile that `load` is to use, checked for the model's shape.
 
@@ -79,18 +87,23 @@ class Checkpoint:
         profile: Any = None,
         *,
         dtype: Any = None,
+        weights: str | None = None,
+        kv: str | None = None,
         mesh: Mesh | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> LM:
         """Reads the weights; arguments, result and errors are those of `tca_jax.load`."""
         dtype = check_dtype(dtype)
+        check_eight_bits(weights, kv)
+        if weights is None and self.in_eight_bits:
+            _require_e4m3(f"{self.name} has weights in fp8, which")
         if mesh is not None:
             check_mesh(mesh, self.config, self.name)
         found = self.read_profile(profile)  # before gigabytes are read
         enable_compilation_cache()
         orders = None if mesh is None or found is None else self._head_orders(found, mesh)
         # All weights are read here.
-        loaded = load_checkpoint(self.folder, self.config, dtype, progress, mesh, orders)
+        loaded = load_checkpoint(self.folder, self.config, dtype, progress, mesh, orders, weights)
         lm = LM.from_decoder(
             loaded.decoder,
             mesh=mesh,
@@ -100,6 +113,7 @@ class Checkpoint:
             tokenizer=self.tokenizer,
             eos_token_ids=self.eos_token_ids,
             pad_token_id=self.pad_token_id,
+            kv=kv,
         )
         return lm.with_profile(found)
 
@@ -115,6 +129,8 @@ def load(
     profile: str | os.PathLike[str] | Profile | None = None,
     *,
     dtype: Any = None,
+    weights: str | None = None,
+    kv: str | None = None,
     mesh: Mesh | None = None,
     revision: str | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -127,6 +143,10 @@ def load(
         profile: Head budgets: a folder that `Profile.save` wrote, a `Profile`, "shipped" for the one beside a shipped
             model, or None for exact full attention.
         dtype: Of weights and activations; None is bfloat16 on an accelerator and float32 on the CPU.
+        weights: What the weights of projections and MLP are stored in: "fp8" (e4m3) or "int8", with a scale for each
+            output channel, quantized while they are read; None for what the checkpoint has. Products of many tokens
+            are of e4m3 numbers with "fp8", of `dtype` with "int8". "fp8" needs compute capability 8.9 on a GPU.
+        kv: What the KV cache holds: "fp8" (e4m3) with a scale for each token, or None for `dtype`.
         mesh: Devices that share the model, as `jax.make_mesh((1, 4), ("data", "model"))` gives them: its weights over
             "model", the rows of a batch over "data", in any order of the axes; None for the default device. No host
             and no device ever holds more than its own part and one tensor.
@@ -138,11 +158,13 @@ def load(
 
     Raises:
         ValueError: unknown alias (with the list), unsupported architecture or option, a profile of another model, a
-            mesh whose devices cannot share the model (with the numbers that can).
+            mesh whose devices cannot share the model (with the numbers that can), a GPU that has no e4m3.
         FileNotFoundError: a file of the checkpoint is missing (with its name).
     """
     dtype = check_dtype(dtype)  # before anything is downloaded
-    return open_checkpoint(name_or_path, revision).load(profile, dtype=dtype, mesh=mesh, progress=progress)
+    check_eight_bits(weights, kv)
+    options = {"dtype": dtype, "weights": weights, "kv": kv, "mesh": mesh, "progress": progress}
+    return open_checkpoint(name_or_path, revision).load(profile, **options)
 
 
 def open_checkpoint(name_or_path: Any, revision: str | None = None) -> Checkpoint:
@@ -170,6 +192,23 @@ def check_dtype(dtype: Any) -> Any:
     if not _is_supported(dtype):
         raise UserError(f"dtype = {dtype}: must be float32, bfloat16 or float16")
     return dtype
+
+
+def check_eight_bits(weights: str | None, kv: str | None) -> None:
+    """Raises ValueError unless weights and caches can be stored so on the default device."""
+    for argument, value, known in (("weights", weights, WEIGHTS), ("kv", kv, KV)):
+        if value is not None and (not isinstance(value, str) or value not in known):
+            raise UserError(f"{argument} = {value!r}: must be one of {list(known)}, or None")
+    for argument, value in (("weights", weights), ("kv", kv)):
+        if value == "fp8":
+            _require_e4m3(f"{argument} = {value!r}")
+
+
+def _require_e4m3(what: str) -> None:
+    device = jax.local_devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    if device.platform == "gpu" and capability and tuple(map(int, str(capability).split("."))) < _E4M3_CAPABILITY:
+        raise UserError(f"{what} needs compute capability 8.9, this GPU has {capability}: use weights='int8'")
 
 
 def checkpoint_folder(name_or_path: Any, revision: str | None = None) -> Path:

@@ -19,6 +19,7 @@ from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.params import save_decoder
 from tca_jax.models.rope import RopeConfig
+from tca_jax.pallas_kernels.eight_bits import decode, empty, encode
 
 CONFIG = ModelConfig(
     family="llama",
@@ -76,7 +77,7 @@ class DenseReference:
         lengths = jnp.array([len(prompt)], jnp.int32)
 
         def attention(layer, q, k, v, state):
-            self.keys[layer], self.values[layer] = np.asarray(k[0], np.float64), np.asarray(v[0], np.float64)
+            self.keys[layer], self.values[layer] = self._stored(k[0]), self._stored(v[0])
             if self.config is None:
                 window = -(-len(prompt) // 128) * 128
                 dense = tca_jax.TCAConfig(window=max(window, 128))
@@ -93,12 +94,16 @@ class DenseReference:
         hidden, _ = decoder(jnp.array([prompt]), positions, attention, (None,) * CONFIG.num_layers)
         return np.asarray(decoder.logits(hidden[0, -1]))
 
+    def _stored(self, x):
+        """Keys or values as a cache gives them back."""
+        return np.asarray(decode(encode(x, empty((1, 1), self.lm.cache_dtype)), jnp.float32), np.float64)
+
     def step(self, token: int, position: int) -> np.ndarray:
         """Feeds one token; returns the logits that follow it."""
 
         def attention(layer, q, k, v, state):
-            self.keys[layer] = np.concatenate([self.keys[layer], np.asarray(k[0], np.float64)])
-            self.values[layer] = np.concatenate([self.values[layer], np.asarray(v[0], np.float64)])
+            self.keys[layer] = np.concatenate([self.keys[layer], self._stored(k[0])])
+            self.values[layer] = np.concatenate([self.values[layer], self._stored(v[0])])
             heads = [self._attend(layer, h, np.asarray(q[0, 0], np.float64), position) for h in range(CONFIG.num_heads)]
             return jnp.asarray(np.stack(heads), jnp.float32)[None, None], None
 

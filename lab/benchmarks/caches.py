@@ -21,6 +21,7 @@ from tca_jax.lab.benchmarks.layer_mesh import heads_over
 from tca_jax.lab.benchmarks.shares import Share
 from tca_jax.methods.base import CachePolicy
 from tca_jax.models.sharding import DATA, axis_size
+from tca_jax.pallas_kernels.eight_bits import CODES, encode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,5 +97,6 @@ def _filled(layout: CacheLayout, head_dim: int, dtype: DTypeLike, keys: Array, k
     """A device's cache of random keys and values, which keeps so many tokens `[B, H_kv]` of each layer."""
     starts = layout.window_start(jnp.full(layout.batch, layout.prompt_tokens, jnp.int32))
     empty = layout.empty(head_dim, dtype, starts)
-    k, v = (random_normal(key, empty.k.shape, dtype) for key in keys)
+    wide = jnp.bfloat16 if jnp.dtype(dtype) == CODES else dtype
+    k, v = (encode(random_normal(key, empty.k.shape, wide), empty.k) for key in keys)
     return dataclasses.replace(empty, k=k, v=v, kept=tuple(kept))

@@ -3,6 +3,7 @@
 tca-jax bench decode                                            # the committed tables, minutes on one GPU
 tca-jax bench decode --lengths 131072 --batches 1 --block-shares 0.2 --no-whole
 tca-jax bench decode --lengths 131072 --block-shares 0.02:0.25 --no-whole       # a quarter of the heads dense
+tca-jax bench decode --lengths 131072 --models llama3.1-8b --kv fp8 --no-whole  # beside a cache in eight bits
 tca-jax bench decode --lengths 131072 --models llama3.1-8b --mesh 1x4     # the model on four devices
 """
 
@@ -24,8 +25,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 import tca_jax
-from tca_jax.cli.options import BackendOption, MeshOption
+from tca_jax.cli.errors import naming_options
+from tca_jax.cli.options import BackendOption, KVOption, MeshOption
 from tca_jax.engine.cache import CacheLayout, PagedCache
+from tca_jax.engine.lm import KV
 from tca_jax.engine.mesh import CACHES, SAME, mesh_entry, num_devices, parse_mesh, place
 from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks.caches import CachePlan, plan, random_cache
@@ -62,12 +65,15 @@ from tca_jax.lab.benchmarks.options import (
     WindowOption,
 )
 from tca_jax.lab.benchmarks.shares import FULL, BlockSharesOption, Share, check_shares, describe_config
+from tca_jax.loading import check_eight_bits
 from tca_jax.models.sharding import DATA, axis_size, check_mesh
+from tca_jax.pallas_kernels.eight_bits import num_bytes
 from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.pallas_kernels.paged_attention import paged_attention
 from tca_jax.plots import figures
 
 STEPS = 32  # of one program: a CUDA graph, so that the host's time to launch kernels stays out
+_PLAIN = jnp.dtype(jnp.bfloat16)
 _PAST_L2_BYTES = 2**28  # five times an H200's L2 cache
 
 
@@ -108,11 +114,17 @@ def measure(
     copied: float,
     repeats: int,
     mesh: Mesh | None = None,
+    kv: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Rows of the full cache and of one TCA cache a share, timed in turns; `copied` is what `device_copy` says."""
+    """Rows of the full cache and of one TCA cache a share, in bfloat16 and as `kv` says, timed in turns.
+
+    `copied` is what `device_copy` says.
+    """
     plans = {share: plan(config, layer, share, batch, tokens, mesh) for share in [FULL, *shares]}
+    dtypes = [_PLAIN, *([] if kv is None else [KV[kv]])]
+    kinds = list(itertools.product(plans, dtypes))
     checked = min(tokens, CHECKED_TOKENS)
-    errors = {share: _check(layer, batch, share, backend, config, checked, mesh) for share in plans}
+    errors = {kind: _check(layer, batch, *kind, backend, config, checked, mesh) for kind in kinds}
     q, rotation = _queries(layer, batch, mesh)
 
     def call(layout: CacheLayout, turns: tuple[PagedCache, ...]) -> Callable[[], Any]:
@@ -120,12 +132,12 @@ def measure(
         return functools.partial(run, q, rotation, turns)
 
     calls = {"empty": call(plans[FULL].layout, ())}
-    for share, cache_plan in plans.items():
-        cache = random_cache(cache_plan, layer.head_dim, seed=tokens)
-        num_bytes = cache_plan.layout.num_bytes(layer.head_dim, jnp.bfloat16)
-        calls[str(share)] = call(cache_plan.layout, copies_past_l2(cache, num_bytes))
+    for share, dtype in kinds:
+        cache = random_cache(plans[share], layer.head_dim, tokens, dtype)
+        calls[share, dtype] = call(plans[share].layout, copies_past_l2(cache, cache.num_bytes // num_devices(mesh)))
     seconds = time_alternating(calls, repeats)
-    net = {share: (seconds[str(share)] - seconds["empty"]) / STEPS for share in plans}
+    net = {kind: (seconds[kind] - seconds["empty"]) / STEPS for kind in kinds}
+    read = {kind: _read_bytes(plans[kind[0]], layer, kind[1]) for kind in kinds}
     return [
         {
             "model": layer.name,
@@ -133,22 +145,24 @@ def measure(
             "batch": batch,
             "tokens": tokens,
             "share": share.cell,
-            "attended": cache_plan.attended_tokens / (batch * layer.kv_heads * (tokens + 1)),
-            "KV MB": cache_plan.num_bytes(layer.head_dim, jnp.bfloat16) / 1e6,
-            "step ms": 1e3 * seconds[str(share)] / STEPS,
-            "attention ms": 1e3 * net[share],
-            "GB/s": _read_bytes(cache_plan, layer) / net[share] / 1e9,
-            "of copy": _read_bytes(cache_plan, layer) / net[share] / (num_devices(mesh) * copied),
-            "speed-up": net[FULL] / net[share],
-            "error": errors[share],
+            **({} if kv is None else {"KV": dtype.name}),
+            "attended": plans[share].attended_tokens / (batch * layer.kv_heads * (tokens + 1)),
+            "KV MB": plans[share].num_bytes(layer.head_dim, dtype) / 1e6,
+            "step ms": 1e3 * seconds[share, dtype] / STEPS,
+            "attention ms": 1e3 * net[share, dtype],
+            "GB/s": read[share, dtype] / net[share, dtype] / 1e9,
+            "of copy": read[share, dtype] / net[share, dtype] / (num_devices(mesh) * copied),
+            "speed-up": net[FULL, dtype] / net[share, dtype],
+            **({} if kv is None else {"over bfloat16": net[share, _PLAIN] / net[share, dtype]}),
+            "error": errors[share, dtype],
         }
-        for share, cache_plan in plans.items()
+        for share, dtype in kinds
     ]
 
 
-def _read_bytes(cache_plan: CachePlan, layer: Layer) -> int:
-    """Bytes of the keys and values that a step attends to, in bfloat16."""
-    return 2 * 2 * layer.head_dim * cache_plan.attended_tokens
+def _read_bytes(cache_plan: CachePlan, layer: Layer, dtype: jnp.dtype) -> int:
+    """Bytes of the keys and values that a step attends to."""
+    return 2 * num_bytes(cache_plan.attended_tokens, layer.head_dim, dtype)
 
 
 def _queries(layer: Layer, batch: int, mesh: Mesh | None) -> tuple[Array, Array]:
@@ -164,6 +178,7 @@ def _check(
     layer: Layer,
     batch: int,
     share: Share,
+    dtype: jnp.dtype,
     backend: str,
     config: tca_jax.TCAConfig,
     tokens: int,
@@ -171,7 +186,7 @@ def _check(
 ) -> float:
     """Relative error of one step against the XLA oracle."""
     cache_plan = plan(config, layer, share, batch, tokens, mesh)
-    cache, (q, _) = random_cache(cache_plan, layer.head_dim, seed=1), _queries(layer, batch, mesh)
+    cache, (q, _) = random_cache(cache_plan, layer.head_dim, 1, dtype), _queries(layer, batch, mesh)
     programs = [
         program_over(mesh, functools.partial(attend, layout=cache_plan.layout, backend=name), (CACHES, CACHES))
         for name in (backend, "xla")
@@ -189,7 +204,7 @@ def needed_bytes(
 ) -> int:
     """A device's memory of the caches that are timed in turns, and of what the largest is drawn from."""
     layouts = [plan(config, layer, share, batch, tokens, mesh).layout for share in [FULL, FULL, *shares]]
-    return sum(layout.num_bytes(layer.head_dim, jnp.bfloat16) for layout in layouts)
+    return sum(layout.num_bytes(layer.head_dim, _PLAIN) for layout in layouts)
 
 
 def plot(rows: list[dict[str, Any]], wholes: list[dict[str, Any]], path: Path) -> None:
@@ -237,7 +252,8 @@ def describe(config: tca_jax.TCAConfig, copied: float, repeats_of_models: int | 
         "L2, is timed in turns with the others; `step ms` is its time over the steps, `attention ms` the same less the "
         "time of the program without attention. `GB/s` are the attended keys and values over `attention ms`, `of copy` "
         f"their share of a device copy's read and written bytes, {copied / 1e9:,.0f} GB/s. "
-        "`speed-up` is that of `attention ms` over the full cache. `error` is relative to the XLA oracle."
+        "`speed-up` is that of `attention ms` over the full cache of the same `KV`, the dtype of keys and values; `over "
+        "bfloat16` that over the same cache in bfloat16. `error` is relative to the XLA oracle."
     )
     text += describe_layer_mesh(
         mesh, "rows, bytes and `GB/s` are of all together, the device copy they are compared with is all devices'"
@@ -265,6 +281,7 @@ def main(
     backend: BackendOption = "auto",
     window: WindowOption = tca_jax.TCAConfig.window,
     mesh: MeshOption = None,
+    kv: KVOption = None,
     copy_bytes: CopyBytesOption = COPIED_BYTES,
     repeats: RepeatsOption = 7,
     out: OutOption = RESULTS,
@@ -282,6 +299,8 @@ def main(
     settings = list(itertools.product(batches, lengths))
     whole_models = [layer for layer in shapes if layer.whole] if whole else []
     check_shares(shares)
+    with naming_options("kv"):
+        check_eight_bits(None, kv)
     check_whole_models(whole_models, otherwise=" or --no-whole")
     for layer in shapes:
         check_layer(devices, layer, batches)
@@ -293,12 +312,12 @@ def main(
     timing = Timing(config, backend, copied, cdiv(repeats, 2), devices)
     rows, wholes, left_out = [], [], []
     for layer, (batch, tokens) in itertools.product(shapes, settings):
-        needed = needed_bytes(layer, batch, tokens, shares, config, devices)
+        needed = (1 if kv is None else 2) * needed_bytes(layer, batch, tokens, shares, config, devices)
         if needed > free_bytes():
             left_out.append(f"a layer of {layer.name} at batch {batch}, {tokens:,} tokens ({needed / 1e9:,.0f} GB)")
             print(f"left out, for it does not fit into memory: {left_out[-1]}", flush=True)
             continue
-        for row in measure(layer, batch, tokens, shares, backend, config, copied, repeats, devices):
+        for row in measure(layer, batch, tokens, shares, backend, config, copied, repeats, devices, kv):
             rows.append(row)
             print_row(row)
     if not rows:
@@ -313,4 +332,4 @@ def main(
     )
     more = {"Whole models": wholes} if wholes else {}
     write_results(name, "Decoding over TCA and full caches", rows, out, note, more)
-    plot(rows, wholes, out / f"{name}.png")
+    plot([row for row in rows if row.get("KV", _PLAIN.name) == _PLAIN.name], wholes, out / f"{name}.png")

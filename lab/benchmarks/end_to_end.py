@@ -4,12 +4,14 @@ tca-jax bench end-to-end                                        # the committed 
 tca-jax bench end-to-end --lengths 1048576 --models qwen2.5-7b --kept 0.185 --new-tokens 64 --repeats 1
 tca-jax bench end-to-end --models llama3.1-8b --block-shares 0.05:0.25 --new-tokens 8 --no-compilation
 tca-jax bench end-to-end --models llama3.1-8b --block-shares 0.05:0.25 --fetching 16 --new-tokens 1  # reading
+tca-jax bench end-to-end --models llama3.1-8b --fp8 nothing --fp8 weights --fp8 both --block-shares 0.05:0.25
 tca-jax bench end-to-end --models llama3.1-8b --mesh 1x4        # the model on four devices
 tca-jax bench end-to-end --models llama3.1-8b --mesh 1x1 --mesh 1x2 --mesh 1x4     # on one, two and four
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import itertools
 import json
@@ -71,6 +73,24 @@ PANELS = {"TTFT s": "time to first token, s", "ms/token": "time per further toke
 
 _ROOM = 1e-4  # of a prompt, the least share of it that ranked blocks are left with
 _LEAST_STEPS = 4  # new tokens that a step can be timed by
+
+
+class Stored(enum.StrEnum):
+    """What a model stores in eight bits."""
+
+    NOTHING = "nothing"
+    WEIGHTS = "weights"
+    KV = "kv"
+    BOTH = "both"
+
+    @property
+    def options(self) -> dict[str, str | None]:
+        """Options of `tca_jax.load`."""
+        return {
+            "weights": "fp8" if self in (Stored.WEIGHTS, Stored.BOTH) else None,
+            "kv": "fp8" if self in (Stored.KV, Stored.BOTH) else None,
+        }
+
 
 MeshesOption = Annotated[
     list[str] | None,
@@ -162,6 +182,7 @@ def describe(
     meshes: Sequence[Mesh],
     unfit: Sequence[str],
     fetching: Sequence[int] | None = None,
+    fp8: Sequence[Stored] | None = None,
 ) -> str:
     """What the columns mean, and what memory did not suffice for."""
     given = conditions
@@ -180,6 +201,12 @@ def describe(
     )
     text += describe_fetching(config, fetching)
     text += describe_meshes(meshes, given.batch)
+    if fp8:
+        text += (
+            " `fp8` is what is stored in e4m3: the weights of projections and MLP, whose products with a prompt are "
+            "then cuBLASLt's in e4m3, the KV cache, or both. Speed-ups are over full attention in the same storage. "
+            "The arithmetic floor is that of 16 bits."
+        )
     if unfit:
         text += f" Memory did not suffice for {'; '.join(unfit)}."
     return text + (
@@ -206,6 +233,9 @@ def main(
     window: WindowOption = tca_jax.TCAConfig.window,
     compilation: Annotated[bool, typer.Option(help="Time compilation too, in new processes, on one device.")] = True,
     mesh: MeshesOption = None,
+    fp8: Annotated[
+        list[Stored] | None, typer.Option(help="What is stored in fp8; several are measured one after the other.")
+    ] = None,
     copy_bytes: CopyBytesOption = COPIED_BYTES,
     repeats: RepeatsOption = 3,
     out: OutOption = RESULTS,
@@ -229,7 +259,7 @@ def main(
     check_sizes(lengths, config, [backend], out)
     by_length = {tokens: attentions(kept, shares, config, tokens, fetching) for tokens in lengths}
     meshes = [parse_mesh(text, "--mesh") for text in mesh or ()]
-    compilation &= not meshes
+    compilation &= not meshes and not fp8
     for devices, model in itertools.product(meshes, names):
         check_mesh(devices, CONFIGS[model], model)
     batch = math.lcm(*(axis_size(devices, DATA) for devices in meshes))  # the same prompts on every mesh
@@ -246,7 +276,7 @@ def main(
     options = {"new_tokens": new_tokens, "window": window, "backend": backend}
 
     def write(finished: bool) -> None:
-        note = describe(conditions, config, compilation, meshes, unfit, fetching)
+        note = describe(conditions, config, compilation, meshes, unfit, fetching, fp8)
         note += "" if finished else " The run was going on when this was written."
         more = {"Compilation": compiled} if compilation else {}
         shown = with_speed_ups(rows) if len(meshes) > 1 else rows
@@ -259,12 +289,13 @@ def main(
             compiled.append({**shape, "cold s": cold, "cached s": cached})
             print_row(compiled[-1])
             write(finished=False)
-        for shared_by in meshes or (None,):
+        for shared_by, stored in itertools.product(meshes or (None,), fp8 or (Stored.NOTHING,)):
             place = model if shared_by is None else f"{model} on {mesh_name(shared_by)}"
-            make = functools.partial(make_weights, model, place, layers, 2 * max(lengths), shared_by)
+            place += f", {stored} in fp8" if fp8 else ""
+            make = functools.partial(make_weights, model, place, layers, 2 * max(lengths), shared_by, **stored.options)
             for found in measure_model(make, place, by_length, config, conditions, unfit):
                 for row in found:
-                    rows.append({"model": model, **row})
+                    rows.append({"model": model, **({"fp8": str(stored)} if fp8 else {}), **row})
                     print_row(rows[-1])
                 write(finished=False)
     write(finished=True)

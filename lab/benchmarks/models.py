@@ -23,10 +23,12 @@ from tca_jax.lab.benchmarks.shares import Share
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import MODEL, Parameter, parameters
+from tca_jax.models.quantized import WEIGHTS, largest_code
 from tca_jax.models.rope import RopeConfig
 from tca_jax.models.sharding import by_part, check_mesh, parameter_sharding, settled, spec_sharding
 
 _STD = 0.02
+_DEVIATIONS = 8  # of codes of eight bits, the largest: none of them is drawn past it
 
 _LLAMA = ModelConfig(
     family="llama",
@@ -102,6 +104,8 @@ def random_model(
     *,
     max_positions: int | None = None,
     mesh: Mesh | None = None,
+    weights: str | None = None,
+    kv: str | None = None,
 ) -> LM:
     """A model of true size with random weights, drawn on the default device in the model's own dtype.
 
@@ -119,25 +123,34 @@ def random_model(
     Raises:
         ValueError: the name is unknown, or the mesh does not fit the model.
     """
-    abstract = abstract_model(name, num_layers, max_positions=max_positions).decoder
+    abstract = abstract_model(name, num_layers, max_positions=max_positions, weights=weights).decoder
     if mesh is not None:
         check_mesh(mesh, abstract.config, name)
     found = parameters(abstract)
-    weights = {
-        parameter.path: parameter.variable.replace(_weight(parameter, one_key, abstract.config.num_layers, mesh))
+    of_codes = largest_code(WEIGHTS[weights]) / _DEVIATIONS if weights else 1.0
+    layers = abstract.config.num_layers
+    drawn = {
+        parameter.path: parameter.variable.replace(_weight(parameter, one_key, layers, mesh, of_codes))
         for parameter, one_key in zip(found, jax.random.split(key, len(found)), strict=True)
     }
-    decoder: Decoder = nnx.merge(nnx.graphdef(abstract), nnx.from_flat_state(weights))
-    return LM.from_decoder(decoder, mesh=mesh, name=name)
+    decoder: Decoder = nnx.merge(nnx.graphdef(abstract), nnx.from_flat_state(drawn))
+    return LM.from_decoder(decoder, mesh=mesh, name=name, kv=kv)
 
 
-def abstract_model(name: str, num_layers: int | None = None, *, max_positions: int | None = None) -> LM:
+def abstract_model(
+    name: str,
+    num_layers: int | None = None,
+    *,
+    max_positions: int | None = None,
+    weights: str | None = None,
+    kv: str | None = None,
+) -> LM:
     """A model of true size with shapes for weights, which is all that compilation needs; else as `random_model`."""
     config = config_of(name, num_layers, max_positions=max_positions)
     dtype = jnp.dtype(config.dtype_name)
-    return LM.from_decoder(
-        nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))), name=name
-    )
+    stored = WEIGHTS[weights] if weights else dtype
+    decoder = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=stored, rngs=nnx.Rngs(0)))
+    return LM.from_decoder(decoder, name=name, kv=kv)
 
 
 def config_of(name: str, num_layers: int | None = None, *, max_positions: int | None = None) -> ModelConfig:
@@ -163,13 +176,15 @@ def weight_bytes(lm: LM) -> int:
     return bytes_ if lm.config.tie_embeddings else bytes_ - lm.decoder.embedding.nbytes
 
 
-def _weight(parameter: Parameter, key: Array, num_layers: int, mesh: Mesh | None) -> Array:
-    """One parameter by its place in the decoder."""
+def _weight(parameter: Parameter, key: Array, num_layers: int, mesh: Mesh | None, of_codes: float) -> Array:
+    """One parameter by its place in the decoder; `of_codes` is the deviation of codes of eight bits."""
     path, shape, dtype = parameter.path, tuple(parameter.variable.shape), parameter.variable.dtype
-    if path[-1] == "scale":
-        return jnp.ones(shape, dtype, device=None if mesh is None else parameter_sharding(parameter, mesh))
     to_residual = path[-2] in ("o", "down") if len(path) > 1 else False
     std = _STD / math.sqrt(2 * num_layers) if to_residual else _STD
+    if path[-1] == "scale":
+        value = std / of_codes if path[-2] in ("qkv", "o", "gate_up", "down") else 1
+        return jnp.full(shape, value, dtype, device=None if mesh is None else parameter_sharding(parameter, mesh))
+    std = of_codes if path[-1] == "codes" else std
     return settled(_drawn(key, std, shape=shape, dtype=dtype, spec=parameter.spec, mesh=mesh), parameter, mesh)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,9 @@ from tca_jax.lab.benchmarks.decode_models import decoding_arguments, time_steps
 from tca_jax.lab.benchmarks.mesh_columns import Peaks, held_columns
 from tca_jax.lab.benchmarks.models import random_model, under_share, weight_bytes
 from tca_jax.lab.benchmarks.shares import Share
+from tca_jax.models.quantized import WEIGHTS
 from tca_jax.models.sharding import DATA, axis_size
+from tca_jax.pallas_kernels.eight_bits import num_bytes
 from tca_jax.programs import Program, results_of
 
 
@@ -54,6 +57,7 @@ class Run:
     def compile(self) -> tuple[Callable[..., Any], Callable[..., DecodingState] | None, float]:
         """Both programs and the seconds that they took to trace and compile; no decoding for a single new token."""
         first, seconds = self.prefill.prepare(*self.prompt, new_tokens=self.new_tokens, backend=self.backend)
+        require_eight_bit_products(self.lm, first)
         if self.new_tokens == 1:
             return first, None, seconds
         state, _ = results_of(first)
@@ -103,7 +107,7 @@ class Times:
         lm, fed = self.run.lm, state.lengths + state.step - 1
         self.kept = kept_share(lm.method.cache.window, [state.cache], fed, state.prompt_lengths)
         self.area = float(np.mean(np.asarray(state.attended_share)))
-        self.cache_bytes = 2 * state.cache.k.size * state.cache.k.dtype.itemsize // num_devices(lm.mesh)
+        self.cache_bytes = state.cache.num_bytes // num_devices(lm.mesh)
         del state
         grown = peaks.grown()
         self.peak = self.peak or grown
@@ -115,8 +119,8 @@ class Times:
         config, devices = lm.config, num_devices(lm.mesh)
         batch, tokens = self.run.tokens.shape
         seconds = statistics.median(self.first)
-        itemsize = jnp.dtype(config.dtype_name).itemsize
-        kept_bytes = 2 * self.kept * batch * tokens * config.num_kv_heads * config.head_dim * itemsize
+        held = math.ceil(self.kept * batch * tokens * config.num_kv_heads)
+        kept_bytes = 2 * num_bytes(held, config.head_dim, lm.cache_dtype)
         read = axis_size(lm.mesh, DATA) * weight_bytes(lm) + config.num_layers * kept_bytes
         floor = batch * prefill_flops(lm, tokens, self.area) / (devices * conditions.multiplied)
         answers = {} if not self.following else self._answer_columns(full, read / (devices * conditions.copied))
@@ -149,6 +153,18 @@ def prefill_flops(lm: LM, tokens: int, area: float) -> float:
     width = c.num_heads * c.head_dim
     weights = c.hidden_size * (2 * width + 2 * c.num_kv_heads * c.head_dim + 3 * c.intermediate_size)
     return c.num_layers * (2 * weights * tokens + 4 * width * area * tokens**2 / 2)
+
+
+def require_eight_bit_products(lm: LM, executable: Any) -> None:
+    """Raises RuntimeError where weights in fp8 do not make products in fp8 of a prompt's projections on a GPU.
+
+    What XLA cannot give to cuBLASLt it computes in 16 bits without a word.
+    """
+    if lm.weights_dtype != WEIGHTS["fp8"] or jax.default_backend() != "gpu":
+        return
+    found, least = executable.as_text().count("__cublas$lt$matmul$f8"), 4 * (lm.config.num_layers - 1)
+    if found < least:
+        raise RuntimeError(f"{found} products in fp8 in the program that reads prompts: must be at least {least}")
 
 
 def memory_bytes(executable: Any) -> int:
@@ -244,10 +260,18 @@ def measure(
     ]
 
 
-def make_weights(model: str, place: str, layers: int | None, max_positions: int, mesh: Mesh | None) -> LM:
+def make_weights(
+    model: str,
+    place: str,
+    layers: int | None,
+    max_positions: int,
+    mesh: Mesh | None,
+    weights: str | None = None,
+    kv: str | None = None,
+) -> LM:
     """The model with random weights, once they are there."""
-    start = time.perf_counter()
-    lm = random_model(model, jax.random.key(0), layers, max_positions=max_positions, mesh=mesh)
+    start, options = time.perf_counter(), {"max_positions": max_positions, "mesh": mesh, "weights": weights, "kv": kv}
+    lm = random_model(model, jax.random.key(0), layers, **options)
     jax.block_until_ready(lm.params)
     print(f"{place}: weights made in {time.perf_counter() - start:.1f} s", flush=True)
     return lm

@@ -10,7 +10,15 @@ import typer
 
 from tca_jax.cli.errors import naming_options
 from tca_jax.cli.files import print_json, require_writable
-from tca_jax.cli.options import DtypeOption, JsonOption, MeshOption, ModelArgument, SeedOption
+from tca_jax.cli.options import (
+    DtypeOption,
+    JsonOption,
+    KVOption,
+    MeshOption,
+    ModelArgument,
+    SeedOption,
+    WeightsOption,
+)
 from tca_jax.cli.progress import progress
 from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks.progress import counted
@@ -51,6 +59,8 @@ def evaluate(
     ] = None,
     batch: Annotated[int, typer.Option(help="Most prompts in a call; fewer where memory is short.", min=1)] = 8,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
+    kv: KVOption = None,
     mesh: MeshOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -67,13 +77,14 @@ def evaluate(
     """
     from tca_jax.engine.mesh import parse_mesh
     from tca_jax.lab.evaluation import Builder, Results, Sources, make_plan, parse_methods, run_plan
-    from tca_jax.loading import check_dtype, open_checkpoint
+    from tca_jax.loading import check_dtype, check_eight_bits, open_checkpoint
 
     specs = parse_methods(methods)
     sources = Sources(essays, squad, hotpotqa, longbench, text)
     require_writable(out, "--out")
-    with naming_options("dtype"):
+    with naming_options("dtype", "weights", "kv"):
         check_dtype(dtype)
+        check_eight_bits(weights, kv)
     devices = None if mesh is None else parse_mesh(mesh, "--mesh")
     _require_files(sources)
     with progress() as report:

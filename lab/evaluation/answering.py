@@ -175,7 +175,7 @@ def safe_batch(lm: LM, prompt_tokens: int, new_tokens: int, most: int) -> int:
     if memory is None:
         return devices * of_device
     layout = lm.with_method(BASELINE).cache_layout(1, bucket_length(prompt_tokens), bucket_length(new_tokens))
-    each = layout.num_bytes(lm.config.head_dim, lm.dtype)
+    each = layout.num_bytes(lm.config.head_dim, lm.cache_dtype)
     return devices * max(1, min(of_device, int(_CACHE_SHARE * memory / each)))
 
 

@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.errors import Unsupported
+from tca_jax.pallas_kernels.eight_bits import LEAST_EXPONENT, EightBits
 from tca_jax.pallas_kernels.kernel_math import (
     LOG2E,
     divide_up,
@@ -34,6 +35,7 @@ from tca_jax.pallas_kernels.triton_call import (
     load_rows,
     multiprocessors,
     online_softmax_step,
+    online_softmax_step_in_eight_bits,
     triton_call,
 )
 
@@ -83,7 +85,8 @@ def paged_attention(
     Tokens that no query attends to are never read.
     """
     batch, queries, q_heads, head_dim = q.shape
-    check_supported("paged_attention", head_dim, q, *(x for cache in caches for x in (cache.k, cache.v)))
+    stored = [x for cache in caches for x in (cache.k, cache.v) if not isinstance(x, EightBits)]
+    check_supported("paged_attention", head_dim, q, *stored)
     page, group = caches[0].page_size, q_heads // caches[0].table.shape[1]
     if page < _SMALLEST_PAGE or page & (page - 1):
         raise Unsupported(f"paged_attention on Triton: pages of {page}: must be a power of two from {_SMALLEST_PAGE}")
@@ -193,7 +196,8 @@ def _attend_span(
     keys, columns = plan.keys, jnp.arange(q.shape[1], dtype=jnp.int32)
     row, head = quotient_and_remainder(region, plan.kv_heads)
     first_entry = (lax.div(row, jnp.int32(table.sharing)) * plan.kv_heads + head) * table.columns
-    step = partial(online_softmax_step, q, interpret=interpret)
+    attend = online_softmax_step_in_eight_bits if isinstance(cache.k, EightBits) else online_softmax_step
+    step = partial(attend, q, interpret=interpret)
     seen_by = [jnp.clip(position + 1 - span.edge, 0, span.local) for position in (*asked, positions)]
     if plan.queries == 1:
         whole_kept = whole_local = jnp.int32(0)
@@ -220,11 +224,11 @@ def _attend_span(
         following = page_of(number + 1, masked, last)
         index = jnp.arange(keys, dtype=jnp.int32)
         slots = lax.rem(tile, jnp.int32(plan.page // keys)) * keys + index
-        where, index = (page, slots[:, None], columns[None]), tile * keys + index
+        index = tile * keys + index
+        inside = index < jnp.where(is_kept, span.kept, seen_by[1]) if masked else None
+        k, v = (_load(refs, page, slots, columns, inside) for refs in (cache.k, cache.v))
         if not masked:
-            return step(state, *(load_rows(ref.at[where], None) for ref in (cache.k, cache.v))), following
-        inside = (index < jnp.where(is_kept, span.kept, seen_by[1]))[:, None]
-        k, v = (load_rows(ref.at[where], inside) for ref in (cache.k, cache.v))
+            return step(state, k, v), following
         return step(state, k, v, index[None] < jnp.where(is_kept, span.kept, seen_by[2])[:, None]), following
 
     def run(begin: Array, end: Array, state: State, masked: bool) -> State:
@@ -237,6 +241,18 @@ def _attend_span(
     if plan.queries > 1:
         state = run(begin, jnp.minimum(end, whole), state, False)
     return run(jnp.maximum(begin, whole), end, state, True)
+
+
+def _load(refs: Any, page: Array, slots: Array, columns: Array, inside: Array | None) -> Any:
+    """Some keys or values of a page as they are stored; those not `inside` give zeros."""
+    rows = None if inside is None else inside[:, None]
+    if not isinstance(refs, EightBits):
+        return load_rows(refs.at[page, slots[:, None], columns[None]], rows)
+    codes = load_rows(refs.codes.at[page, slots[:, None], columns[None]], rows)
+    exponents = refs.exponents.at[page, slots]
+    if inside is None:
+        return EightBits(codes, exponents[...])
+    return EightBits(codes, pltriton.load(exponents, mask=inside, other=LEAST_EXPONENT))
 
 
 def _merge_chunks(

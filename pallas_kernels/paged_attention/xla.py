@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from tca_jax.pallas_kernels.eight_bits import decode
 from tca_jax.pallas_kernels.kernel_math import divide_up
 from tca_jax.pallas_kernels.kv import Pages
 from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, varying_like, weighted_sum
@@ -79,7 +80,8 @@ def _attend_pages(
         is_kept = (number < kept_pages)[:, None]
         column = jnp.where(is_kept[:, 0], number, c + (edge - start) // b + number - kept_pages)
         pages = cache.table[row, head].at[column].get(mode="clip")
-        k, v = (x.at[pages].get(mode="clip").reshape(-1, x.shape[-1]) for x in (cache.k, cache.v))
+        found = jax.tree.map(lambda x: x.at[pages].get(mode="clip"), (cache.k, cache.v))
+        k, v = (decode(x, queries.dtype).reshape(-1, x.shape[-1]) for x in found)
         slots = jnp.arange(b)
         token = jnp.where(is_kept, number[:, None] * b, edge + (number[:, None] - kept_pages) * b) + slots
         limit = jnp.where(is_kept, kept, jnp.minimum(end, positions[:, None, None] + 1))

@@ -10,7 +10,7 @@ import typer
 
 from tca_jax.cli.errors import naming_options
 from tca_jax.cli.files import read_text, require_writable
-from tca_jax.cli.options import DtypeOption, JsonOption, ModelArgument
+from tca_jax.cli.options import DtypeOption, JsonOption, ModelArgument, WeightsOption
 from tca_jax.cli.profiles import print_profile
 from tca_jax.cli.progress import progress
 from tca_jax.errors import UserError
@@ -63,6 +63,7 @@ def calibrate(
     tau: Annotated[float, typer.Option(help="Threshold of the scores of Algorithm 1.")] = TCAConfig.tau,
     paper: Annotated[bool, typer.Option("--paper", help="The paper's own density and criterion; no reserve.")] = False,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find each KV head's reading and token budgets, from a few long texts and from probes about them.
@@ -86,10 +87,11 @@ def calibrate(
     from tca_jax.calibration.run import calibrate as run_calibration
     from tca_jax.calibration.run import require_bounds, require_fit, require_length
     from tca_jax.engine.prompts import encode_prompt
-    from tca_jax.loading import check_dtype, open_checkpoint
+    from tca_jax.loading import check_dtype, check_eight_bits, open_checkpoint
 
-    with naming_options("dtype", "probes", "kept", "attended"):
+    with naming_options("dtype", "weights", "probes", "kept", "attended"):
         check_dtype(dtype)
+        check_eight_bits(weights, None)
         require_bounds(config, probes=chosen, kept=kept, attended=attended)
     with progress() as report, naming_options("kept", "attended"):
         report(f"loading {model}", None, None)
@@ -105,7 +107,9 @@ def calibrate(
             probed = probed_texts(checkpoint, sequences, chosen, config, names)
             if kept is not None:
                 require_fit(kept, max(len(each.ids) for each in probed), config)
-        lm = checkpoint.load(dtype=dtype, progress=lambda done, total: report(f"loading {model}", done, total))
+        lm = checkpoint.load(
+            dtype=dtype, weights=weights, progress=lambda done, total: report(f"loading {model}", done, total)
+        )
         step = f"calibrating on {len(sequences)} text{'s'[: len(sequences) > 1]}"
         profile = run_calibration(
             lm,

@@ -44,12 +44,13 @@ def opened(name: str, options: ModelOptions, *, rows: int = 1) -> Iterator[tuple
         ValueError: an option is not allowed, or there is no such model; the function, for what needs the checkpoint.
     """
     from tca_jax.engine.mesh import parse_mesh
-    from tca_jax.loading import check_dtype, open_checkpoint
+    from tca_jax.loading import check_dtype, check_eight_bits, open_checkpoint
     from tca_jax.methods.written import parse_parts
     from tca_jax.pallas_kernels.backends import check_backend
 
-    with naming_options("dtype", "backend"):
+    with naming_options("dtype", "weights", "kv", "backend"):
         check_dtype(options.dtype)
+        check_eight_bits(options.weights, options.kv)
         check_backend(options.backend)
     parts = None if options.method is None else parse_parts(options.method, "--method")
     mesh = None if options.mesh is None else parse_mesh(options.mesh, "--mesh")
@@ -64,6 +65,8 @@ def opened(name: str, options: ModelOptions, *, rows: int = 1) -> Iterator[tuple
             lm = checkpoint.load(
                 profile,
                 dtype=options.dtype,
+                weights=options.weights,
+                kv=options.kv,
                 mesh=mesh,
                 progress=lambda done, total: report(f"loading {name}", done, total),
             )

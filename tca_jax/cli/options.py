@@ -54,6 +54,13 @@ DtypeOption = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16 or float16.", show_default="float32 on a CPU, else bfloat16"),
 ]
+WeightsOption = Annotated[
+    str | None,
+    typer.Option(help="Store projections and MLP in eight bits: fp8 or int8.", show_default="as the checkpoint does"),
+]
+KVOption = Annotated[
+    str | None, typer.Option("--kv", help="Store the KV cache in eight bits: fp8.", show_default="in dtype")
+]
 MeshOption = Annotated[
     str | None,
     typer.Option(
@@ -90,6 +97,8 @@ class ModelOptions:
         ),
     ] = None
     dtype: DtypeOption = None
+    weights: WeightsOption = None
+    kv: KVOption = None
     mesh: MeshOption = None
     backend: BackendOption = "auto"
 

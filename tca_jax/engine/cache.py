@@ -13,6 +13,7 @@ import functools
 import math
 import os
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from tca_jax.engine.mesh import HeadShards, PerDevice, part_of_device
 from tca_jax.errors import UserError
 from tca_jax.methods.base import CachePolicy, num_ranked_blocks, per_head
 from tca_jax.methods.regions import Regions
+from tca_jax.pallas_kernels.eight_bits import CODES, Stored, decode, empty, encode, num_bytes
 from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT, Pages, Pool
 from tca_jax.pallas_kernels.numerics import cdiv
 
@@ -141,7 +143,7 @@ class CacheLayout:
 
     def num_bytes(self, head_dim: int, dtype: Any) -> int:
         """Bytes of keys and values together, on a device."""
-        return 2 * self.num_pages * self.block_size * head_dim * jnp.dtype(dtype).itemsize
+        return 2 * num_bytes(self.num_pages * self.block_size, head_dim, dtype)
 
     def regions(self, layer: int) -> Regions:
         """Where a selection puts a layer's kept tokens on their way to the pages: as large on all devices."""
@@ -177,8 +179,8 @@ class CacheLayout:
         return jnp.maximum((lengths - 1) // self.block_size * self.block_size - self.window, 0)
 
     def empty(self, head_dim: int, dtype: Any, starts: Int[Array, " B"]) -> PagedCache:
-        """A cache without tokens; each row's window begins with the block of the position `starts`."""
-        k, v = (jnp.zeros((self.num_pages, self.block_size, head_dim), dtype) for _ in range(2))
+        """A cache without tokens, in eight bits if `dtype` is e4m3; windows begin with the blocks of `starts`."""
+        k, v = (empty((self.num_pages, self.block_size, head_dim), dtype) for _ in range(2))
         nothing = tuple(jnp.zeros((self.batch, self.num_kv_heads), jnp.int32) for _ in range(self.num_layers))
         starts = starts // self.block_size * self.block_size
         ends = starts + self.window_columns * self.block_size
@@ -219,7 +221,7 @@ class PagedCache(PerDevice):
     """Keys and values of some tokens in all layers. `pages(layer)` is what a layer's queries attend to.
 
     Attributes:
-        k: Keys `[P, b, d]`.
+        k: Keys `[P, b, d]`; an array, or in eight bits.
         v: Values `[P, b, d]`.
         tables: Page numbers of each layer, int32 `[B, Hkv, T]`, as `Pages.table` has them; P for no page. The pages of
             a block of the window lie side by side, in the order of the KV heads.
@@ -230,8 +232,8 @@ class PagedCache(PerDevice):
         kept_columns: Of each layer, see `Pages`; static.
     """
 
-    k: Float[Array, "P b d"]
-    v: Float[Array, "P b d"]
+    k: Stored
+    v: Stored
     tables: tuple[Int[Array, "B Hkv T"], ...]
     kept: tuple[Int[Array, "B Hkv"], ...]
     start: Int[Array, " B"]
@@ -247,6 +249,26 @@ class PagedCache(PerDevice):
     def block_size(self) -> int:
         """Tokens of a page, b."""
         return self.k.shape[-2]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool of a device, P."""
+        return self.k.shape[-3]
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a key, d."""
+        return self.k.shape[-1]
+
+    @property
+    def dtype(self) -> Any:
+        """What keys and values are stored in."""
+        return self.k.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys and values, on all devices together."""
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.k, self.v)))
 
     def pages(self, layer: int) -> Pages:
         """What the queries of a layer attend to."""
@@ -264,11 +286,11 @@ class PagedCache(PerDevice):
         return self.tables[layer].at[rows, :, column].get(mode="clip")
 
     def window_block(
-        self, layer: int, blocks: Int[Array, " R"]
+        self, layer: int, blocks: Int[Array, " R"], dtype: Any
     ) -> tuple[Float[Array, "R Hkv b d"], Float[Array, "R Hkv b d"]]:
         """Keys and values of a block of each row's window."""
-        pages = self.window_pages(layer, blocks)
-        return self.k[pages], self.v[pages]
+        k, v = _at((self.k, self.v), self.window_pages(layer, blocks))
+        return decode(k, dtype), decode(v, dtype)
 
     def with_prompt(
         self,
@@ -289,11 +311,11 @@ class PagedCache(PerDevice):
         pools = [self._with_window(layer, pool, x, layout.num_window_pages) for pool, x in ((self.k, k), (self.v, v))]
         if kept is None or not self.kept_columns[layer]:
             return dataclasses.replace(self, k=pools[0], v=pools[1])
-        pages = [x.reshape(-1, *self.k.shape[1:]) for x in (kept.k, kept.v)]
-        numbers = self._pages_of_selection(layer, kept, len(pages[0]))
-        k, v = (pool.at[numbers].set(x, mode="drop") for pool, x in zip(pools, pages, strict=True))
+        pages = [encode(x.reshape(-1, *self.k.shape[1:]), self.k) for x in (kept.k, kept.v)]
+        numbers = self._pages_of_selection(layer, kept, pages[0].shape[0])
+        k, v = _with(pools, numbers, pages)
         table = self.tables[layer][..., : self.kept_columns[layer]]
-        most = jnp.sum(table < len(self.k), axis=-1, dtype=jnp.int32) * self.block_size
+        most = jnp.sum(table < self.num_pages, axis=-1, dtype=jnp.int32) * self.block_size
         return dataclasses.replace(self, k=k, v=v, kept=self._with_lengths(layer, jnp.minimum(kept.lengths, most)))
 
     def _with_lengths(self, layer: int, lengths: Int[Array, "B Hkv"]) -> tuple[Int[Array, "B Hkv"], ...]:
@@ -305,12 +327,10 @@ class PagedCache(PerDevice):
         page = jnp.arange(count, dtype=jnp.int32)
         region = jnp.searchsorted(first, page, side="right").astype(jnp.int32) - 1
         column, table = page - first[region], self.tables[layer][..., : self.kept_columns[layer]]
-        number = table.reshape(-1, table.shape[-1]).at[region, column].get(mode="fill", fill_value=len(self.k))
-        return jnp.where(column * b < kept.lengths.reshape(-1)[region], number, len(self.k))
+        number = table.reshape(-1, table.shape[-1]).at[region, column].get(mode="fill", fill_value=self.num_pages)
+        return jnp.where(column * b < kept.lengths.reshape(-1)[region], number, self.num_pages)
 
-    def _with_window(
-        self, layer: int, pool: Float[Array, "P b d"], x: Float[Array, "B L Hkv d"], most: int
-    ) -> Float[Array, "P b d"]:
+    def _with_window(self, layer: int, pool: Stored, x: Float[Array, "B L Hkv d"], most: int) -> Stored:
         """Writes the last blocks of prompts, at most so many; what lies past their ends is arbitrary but finite."""
         b, first, (batch, length, heads, head_dim) = self.block_size, self.kept_columns[layer], x.shape
         count = min(cdiv(length, b), most)
@@ -321,8 +341,11 @@ class PagedCache(PerDevice):
             x = jnp.pad(x, ((0, 0), (0, count * b - length), (0, 0), (0, 0)))
         pages = x.reshape(batch, count, b, heads, head_dim).swapaxes(2, 3)
         for row in range(batch):  # those of a row are a run
-            run = pages[row].reshape(-1, b, head_dim)
-            pool = jax.lax.dynamic_update_slice_in_dim(pool, run, self.tables[layer][row, 0, first], axis=0)
+            run = encode(pages[row].reshape(-1, b, head_dim), pool)
+            put = functools.partial(
+                jax.lax.dynamic_update_slice_in_dim, start_index=self.tables[layer][row, 0, first], axis=0
+            )
+            pool = jax.tree.map(put, pool, run)
         return pool
 
     def with_tokens(
@@ -339,7 +362,8 @@ class PagedCache(PerDevice):
         if new is None and positions.shape == (1, 1):
             # A scatter would read what is there, in case a place were out of bounds.
             def put(pool: Array, x: Array) -> Array:
-                return jax.lax.dynamic_update_slice(pool, x.swapaxes(1, 2)[0], (pages[0, 0], slots[0, 0], 0))
+                start = (pages[0, 0], slots[0, 0], 0)[: pool.ndim]
+                return jax.lax.dynamic_update_slice(pool, x.swapaxes(1, 2)[0], start)
 
         else:
             slots = slots if new is None else jnp.where(new, slots, b)  # out of bounds: dropped
@@ -347,7 +371,9 @@ class PagedCache(PerDevice):
             def put(pool: Array, x: Array) -> Array:
                 return pool.at[pages[:, None], slots[..., None]].set(x, mode="drop")
 
-        return dataclasses.replace(self, k=put(self.k, k), v=put(self.v, v))
+        pools = self.k, self.v
+        k, v = jax.tree.map(put, pools, tuple(encode(x, self.k) for x in (k, v)))
+        return dataclasses.replace(self, k=k, v=v)
 
     def with_kept(
         self,
@@ -364,11 +390,21 @@ class PagedCache(PerDevice):
         table = self.tables[layer][..., : self.kept_columns[layer]]
         column = jnp.where(chosen, slot // b, table.shape[-1])
         pages = jnp.where(
-            column < table.shape[-1], jnp.take_along_axis(table, column, axis=-1, mode="clip"), len(self.k)
+            column < table.shape[-1], jnp.take_along_axis(table, column, axis=-1, mode="clip"), self.num_pages
         )
-        kept = kept + jnp.sum(pages < len(self.k), axis=-1, dtype=jnp.int32)
-        k, v = (pool.at[pages, slot % b].set(x, mode="drop") for pool, x in ((self.k, k), (self.v, v)))
+        kept = kept + jnp.sum(pages < self.num_pages, axis=-1, dtype=jnp.int32)
+        k, v = _with((self.k, self.v), (pages, slot % b), [encode(x, self.k) for x in (k, v)])
         return dataclasses.replace(self, k=k, v=v, kept=self._with_lengths(layer, kept))
+
+
+def _at(pools: Any, index: Any) -> Any:
+    """What pools hold there."""
+    return jax.tree.map(lambda pool: pool[index], pools)
+
+
+def _with(pools: Sequence[Stored], index: Any, values: Sequence[Stored]) -> list[Stored]:
+    """Pools with values there; those for places out of bounds are dropped."""
+    return jax.tree.map(lambda pool, x: pool.at[index].set(x, mode="drop"), list(pools), list(values))
 
 
 def shared_and_own(cache: PagedCache, layout: CacheLayout, lengths: Int[Array, " R"]) -> tuple[PagedCache, PagedCache]:
@@ -384,10 +420,10 @@ def shared_and_own(cache: PagedCache, layout: CacheLayout, lengths: Int[Array, "
     Returns:
         `cache` without what was copied, and the other one.
     """
-    own = layout.empty(cache.k.shape[-1], cache.k.dtype, lengths)
+    own = layout.empty(cache.head_dim, cache.dtype, lengths)
     blocks, layers = own.start // cache.block_size, range(layout.num_layers)
     copied, to = (jnp.stack([x.window_pages(layer, blocks) for layer in layers]) for x in (cache, own))
-    k, v = (mine.at[to].set(theirs[copied]) for mine, theirs in ((own.k, cache.k), (own.v, cache.v)))
+    k, v = _with((own.k, own.v), to, _at([cache.k, cache.v], copied))
     return before(cache, own), dataclasses.replace(own, k=k, v=v)
 
 
@@ -399,11 +435,11 @@ def before(shared: PagedCache, own: PagedCache) -> PagedCache:
 def with_rows_repeated(cache: PagedCache, layout: CacheLayout) -> PagedCache:
     """A cache as often as a layout of the same sizes has more rows, copies side by side."""
     times = layout.batch // cache.batch
-    out = layout.empty(cache.k.shape[-1], cache.k.dtype, jnp.repeat(cache.start, times))
+    out = layout.empty(cache.head_dim, cache.dtype, jnp.repeat(cache.start, times))
     k, v = out.k, out.v
     for to, source in zip(out.tables, cache.tables, strict=True):
         pages = jnp.repeat(source, times, axis=0)
-        k, v = (mine.at[to].set(theirs[pages], mode="drop") for mine, theirs in ((k, cache.k), (v, cache.v)))
+        k, v = _with((k, v), to, _at([cache.k, cache.v], pages))
     kept = tuple(jnp.repeat(lengths, times, axis=0) for lengths in cache.kept)
     return dataclasses.replace(out, k=k, v=v, kept=kept)
 
@@ -413,16 +449,16 @@ def joined(shared: PagedCache, own: PagedCache, layout: CacheLayout, starts: Int
 
     Each KV head must have at least as many pages for kept tokens as in `shared`.
     """
-    out = layout.empty(own.k.shape[-1], own.k.dtype, starts)
+    out = layout.empty(own.head_dim, own.dtype, starts)
     times, layers = own.batch // shared.batch, range(layout.num_layers)
     k, v = out.k, out.v
     for sharer in range(times):  # whole pages go where the same entries of the other tables say
-        to = jnp.full(len(shared.k), len(k), jnp.int32)
+        to = jnp.full(shared.num_pages, out.num_pages, jnp.int32)
         for layer in layers:
             columns = shared.kept_columns[layer]
             entries = out.tables[layer][sharer::times, :, :columns]
             to = to.at[shared.tables[layer][..., :columns]].set(entries, mode="drop")
-        k, v = (pool.at[to].set(theirs, mode="drop") for pool, theirs in ((k, shared.k), (v, shared.v)))
+        k, v = _with((k, v), to, [shared.k, shared.v])
     kept = tuple(jnp.repeat(lengths, times, axis=0) for lengths in shared.kept)
     out = dataclasses.replace(out, k=k, v=v, kept=kept)
     blocks = out.start[:, None] // own.block_size + jnp.arange(layout.num_window_pages)
@@ -431,27 +467,30 @@ def joined(shared: PagedCache, own: PagedCache, layout: CacheLayout, starts: Int
     return out
 
 
-def _joined_windows(
-    shared: PagedCache, own: PagedCache, layer: int, blocks: Int[Array, "R W"]
-) -> Float[Array, "2 R W Hkv b d"]:
-    """The blocks of rows' windows from the cache that has them."""
+def _joined_windows(shared: PagedCache, own: PagedCache, layer: int, blocks: Int[Array, "R W"]) -> list[Stored]:
+    """Keys and values of the blocks of rows' windows, `[R, W, Hkv, b, d]`, from the cache that has them."""
 
-    def take(cache: PagedCache) -> Float[Array, "2 R W Hkv b d"]:
+    def take(cache: PagedCache) -> Any:
         pages = jax.vmap(lambda of_row: cache.window_pages(layer, of_row), in_axes=1, out_axes=1)(blocks)
-        return jnp.stack([cache.k[pages], cache.v[pages]])
+        return _at([cache.k, cache.v], pages)
 
     is_own = blocks * own.block_size >= own.start[:, None]
-    return jnp.where(is_own[..., None, None, None], take(own), take(shared))
+
+    def choose(mine: Array, theirs: Array) -> Array:
+        return jnp.where(is_own.reshape(*is_own.shape, *(1,) * (mine.ndim - 2)), mine, theirs)
+
+    return jax.tree.map(choose, take(own), take(shared))
 
 
 def _with_joined(
-    out: PagedCache, layer: int, own: PagedCache, window: Float[Array, "2 R W Hkv b d"], blocks: Int[Array, "R W"]
+    out: PagedCache, layer: int, own: PagedCache, window: list[Stored], blocks: Int[Array, "R W"]
 ) -> PagedCache:
     """A cache with the window of a layer, and what rows keep on their own behind what they have kept so far."""
     windows = jax.vmap(lambda of_row: out.window_pages(layer, of_row), in_axes=1, out_axes=1)(blocks)
-    k, v = (pool.at[windows].set(of_window) for pool, of_window in zip((out.k, out.v), window, strict=True))
+    k, v = _with((out.k, out.v), windows, window)
     out, table = dataclasses.replace(out, k=k, v=v), own.tables[layer][..., : own.kept_columns[layer]]
-    k, v = (pool.at[table].get(mode="clip") for pool in (own.k, own.v))
+    stored = jax.tree.map(lambda pool: pool.at[table].get(mode="clip"), [own.k, own.v])
+    k, v = (decode(x, jnp.float32 if own.dtype == CODES else own.dtype) for x in stored)
     k, v = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (k, v))
     return out.with_kept(layer, jnp.arange(k.shape[2]) < own.kept[layer][..., None], k, v)
 

@@ -27,18 +27,20 @@ from tca_jax.errors import UserError
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.rope import RopeConfig
 from tca_jax.models.sharding import DATA, axis_size
+from tca_jax.pallas_kernels.eight_bits import CODES, EightBits, Stored
 from tca_jax.persistence import RestoreArrays, absolute_folder, checksum, load_step, save_step
 
 FORMAT_VERSION = 2
 _KIND = "context"
 _CHECKSUM = "sha256"
-_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16", "float16", CODES.name)
 _JSON_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
     {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
 )
 #: Arrays of a context beside those of its cache.
 OF_ROWS = ("tokens", "lengths", "prompt_lengths", "attended_share")
-_OF_CACHE, _OF_LAYERS = ("k", "v", "start", "end"), ("tables", "kept")
+_OF_CACHE, _OF_LAYERS = ("start", "end"), ("tables", "kept")
+_EIGHT_BITS = ("codes", "exponents")
 _FIELDS = ("format_version", "identity", "layout", "kept_columns", "dtype", "arrays", "library_version", _CHECKSUM)
 
 
@@ -86,7 +88,7 @@ def save_context(
         "identity": dataclasses.asdict(identity),
         "layout": dataclasses.asdict(layout),
         "kept_columns": cache.kept_columns,
-        "dtype": cache.k.dtype.name,
+        "dtype": cache.dtype.name,
         "arrays": sorted(arrays),
         "library_version": importlib.metadata.version("tca-jax"),
     }
@@ -108,10 +110,26 @@ def load_context(directory: str | os.PathLike[str]) -> tuple[ContextIdentity, He
 
 def _arrays(cache: PagedCache) -> dict[str, jax.Array]:
     """All arrays of a cache by name."""
-    arrays = {name: getattr(cache, name) for name in _OF_CACHE}
+    arrays = {name: getattr(cache, name) for name in _OF_CACHE} | _stored_arrays(cache)
     for name in _OF_LAYERS:
         arrays |= {f"{name}.{layer}": x for layer, x in enumerate(getattr(cache, name))}
     return arrays
+
+
+def _stored_arrays(cache: PagedCache) -> dict[str, Any]:
+    """The arrays of keys and values by name."""
+    if cache.dtype != CODES:
+        return {"k": cache.k, "v": cache.v}
+    parts = {"k": cache.k, "v": cache.v}
+    return {f"{name}.{part}": getattr(x, part) for name, x in parts.items() for part in _EIGHT_BITS}
+
+
+def _stored(arrays: Mapping[str, np.ndarray], name: str, dtype: jnp.dtype) -> Stored:
+    """Keys or values, from the arrays of a folder."""
+    if dtype != CODES:
+        return jnp.asarray(arrays[name].view(dtype))
+    codes, exponents = (arrays[f"{name}.{part}"] for part in _EIGHT_BITS)
+    return EightBits(jnp.asarray(codes.view(dtype)), jnp.asarray(exponents))
 
 
 def _parse(folder: Path, metadata: Any, restore: RestoreArrays) -> tuple[ContextIdentity, Held, dict[str, jax.Array]]:
@@ -139,7 +157,7 @@ def _context(
     layers, columns = range(layout.num_layers), metadata["kept_columns"]
     if not _is_nested(columns, depth=1) or len(columns) != len(layers):
         raise UserError(f"kept_columns = {columns!r}: must be {len(layers)} integers in [0, 2^31)")
-    k, v = (jnp.asarray(arrays[name].view(dtype)) for name in ("k", "v"))
+    k, v = (_stored(arrays, name, dtype) for name in ("k", "v"))
     tables, kept = (tuple(jnp.asarray(arrays[f"{name}.{layer}"]) for layer in layers) for name in _OF_LAYERS)
     start, end = (jnp.asarray(arrays[name]) for name in ("start", "end"))
     cache = PagedCache(k, v, tables, kept, start, end, tuple(columns))
@@ -254,22 +272,22 @@ def stacked(parts: Sequence[Held]) -> Held:
 
 
 def _stacked(caches: list[PagedCache]) -> PagedCache:
-    starts = np.cumsum([0, *(len(cache.k) for cache in caches)])
+    starts = np.cumsum([0, *(cache.num_pages for cache in caches)])
     columns = tuple(map(max, zip(*(cache.kept_columns for cache in caches), strict=True)))
     tables = []
     for layer, kept in enumerate(columns):
         own = [cache.tables[layer] for cache in caches]
         local = max(table.shape[-1] - cache.kept_columns[layer] for table, cache in zip(own, caches, strict=True))
+        size = kept, local
         wide = [
-            _widened(
-                np.asarray(table), cache.kept_columns[layer], len(cache.k), int(first), (kept, local), int(starts[-1])
-            )
+            _widened(np.asarray(table), cache.kept_columns[layer], cache.num_pages, int(first), size, int(starts[-1]))
             for table, cache, first in zip(own, caches, starts[:-1], strict=True)
         ]
         tables.append(jnp.asarray(np.concatenate(wide)))
     kept_tokens = tuple(jnp.concatenate(of_layer) for of_layer in zip(*(cache.kept for cache in caches), strict=True))
     k, v, start, end = (
-        jnp.concatenate([jnp.asarray(getattr(cache, name)) for cache in caches]) for name in ("k", "v", "start", "end")
+        jax.tree.map(lambda *parts: jnp.concatenate(list(map(jnp.asarray, parts))), *(getattr(c, name) for c in caches))
+        for name in ("k", "v", "start", "end")
     )
     return PagedCache(k, v, tuple(tables), kept_tokens, start, end, columns)
 
@@ -306,8 +324,7 @@ def _with_pages_of(held: Held, layout: CacheLayout, shards: HeadShards | None, r
     """A `PagedCache` in another layout, in host memory, with axes for the devices in front."""
     old = jax.tree.map(lambda x: x if held.shards is not None else x[None, None], on_host(held.cache))
     devices, heads = (1 if shards is None else shards.devices), layout.num_kv_heads
-    shape = rows, devices, layout.num_pages, *old.k.shape[3:]
-    k, v = (np.zeros(shape, old.k.dtype) for _ in range(2))
+    k, v = jax.tree.map(lambda x: np.zeros((rows, devices, layout.num_pages, *x.shape[3:]), x.dtype), (old.k, old.v))
     by_device = [[np.asarray(table) for table in layout.tables(device)] for device in range(devices)]
     for layer in range(layout.num_layers):
         places = _places(held.shards, layer, heads * devices)
@@ -318,9 +335,9 @@ def _with_pages_of(held: Held, layout: CacheLayout, shards: HeadShards | None, r
             source, of_head = divmod(int(places[numbers[place_here]]), old.tables[layer].shape[3])
             pages = old.tables[layer][source_row, source, of_row, of_head]
             to = by_device[device][layer][row % layout.batch, head]
-            real = (pages < old.k.shape[2]) & (to < layout.num_pages)
+            real = (pages < old.num_pages) & (to < layout.num_pages)
             here = row // layout.batch, device
-            for mine, theirs in ((k, old.k), (v, old.v)):
+            for mine, theirs in zip(*map(jax.tree.leaves, ((k, v), (old.k, old.v))), strict=True):
                 mine[(*here, to[real])] = theirs[source_row, source, pages[real]]
     tables = tuple(
         np.broadcast_to(

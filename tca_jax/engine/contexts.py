@@ -36,6 +36,7 @@ from tca_jax.methods.full import BASELINE
 from tca_jax.methods.registry import describe_method, unknown_types
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
+from tca_jax.pallas_kernels.eight_bits import CODES
 from tca_jax.programs import Program, results_of
 
 _Lengths = TypeVar("_Lengths", np.ndarray, jax.Array)
@@ -142,12 +143,12 @@ class Context:
     @property
     def num_bytes(self) -> int:
         """Bytes of its keys and values on all devices together."""
-        return 2 * self.cache.k.size * self.cache.k.dtype.itemsize
+        return self.cache.num_bytes
 
     @property
     def stats(self) -> ContextStats:
         """What it cost, and costs."""
-        head_dim, dtype = self.cache.k.shape[-1], self.cache.k.dtype
+        head_dim, dtype = self.cache.head_dim, self.cache.dtype
         devices = self.num_devices
         return ContextStats(
             tokens=np.asarray(self.lengths).tolist(),
@@ -169,11 +170,11 @@ class Context:
 
     def require_made_by(self, lm: LM) -> None:
         """Raises ValueError, which names both sides, unless a model can continue the context under its method."""
-        self._require_identity("context", identity_of(lm), lm.dtype)
+        self._require_identity("context", identity_of(lm), lm.cache_dtype)
 
-    def _require_identity(self, name: str, own: ContextIdentity, computed: jnp.dtype) -> None:
+    def _require_identity(self, name: str, own: ContextIdentity, wanted: jnp.dtype) -> None:
         """Raises ValueError unless the context, of such a name in the message, is of a model, its method and dtype."""
-        made, held = self.identity, self.cache.k.dtype
+        made, held = self.identity, self.cache.dtype
         if made.config != own.config or made.fingerprint != own.fingerprint:
             raise UserError(
                 f"{name} was made by model {made.model!r}, whose weights or shape are not those of {own.model!r}: "
@@ -190,8 +191,9 @@ class Context:
                 f"{name} was made under method {made.method!r}{options}, and {own.model!r} runs under "
                 f"{own.method!r}: read the document under this method"
             )
-        if held != computed:
-            raise UserError(f"{name} holds {held} and {own.model!r} computes in {computed}: load it in dtype {held}")
+        if held != wanted:
+            how = "with kv='fp8'" if held == CODES else f"in dtype {held}" + (", without kv" if wanted == CODES else "")
+            raise UserError(f"{name} holds {held} and the cache of {own.model!r} {wanted}: load the model {how}")
 
     def on(self, lm: LM) -> Context:
         """The context on the devices of a model, as the model holds its own; itself where it lies so.
@@ -207,7 +209,7 @@ class Context:
         """
         self.require_made_by(lm)
         lies_so = self.shards == lm.head_shards and self.batch == self.layout.batch * axis_size(lm.mesh, DATA)
-        if lies_so and not isinstance(self.cache.k, np.ndarray):
+        if lies_so and not isinstance(self.cache.start, np.ndarray):
             return self
         rows_of_device(lm, self.batch, "rows of the context")
         rows: dict[str, Any] = {name: jnp.asarray(getattr(self, name)) for name in OF_ROWS}
@@ -232,7 +234,7 @@ class Context:
             raise UserError("contexts is empty: at least one is needed")
         for i, context in enumerate(contexts):
             require_type(f"contexts[{i}]", context, Context, "a Context, from tca_jax.prefill")
-            context._require_identity(f"contexts[{i}]", contexts[0].identity, contexts[0].cache.k.dtype)
+            context._require_identity(f"contexts[{i}]", contexts[0].identity, contexts[0].cache.dtype)
         rows: dict[str, list[Any]] = {name: [getattr(context, name) for context in contexts] for name in OF_ROWS}
         widest = max(tokens.shape[1] for tokens in rows["tokens"])
         rows["tokens"] = [jnp.pad(tokens, ((0, 0), (0, widest - tokens.shape[1]))) for tokens in rows["tokens"]]
@@ -331,7 +333,7 @@ def _reading(lm: LM, prompts: Prompt | Sequence[Prompt]) -> tuple[tuple[LM, Arra
         require_positions(f"prompts[{i}]", len(row), 0, lm)
     tokens, lengths = pad_tokens(ids, lm.pad_token_id)
     layout = lm.cache_layout(rows_of_device(lm, len(ids), "prompts"), tokens.shape[1])
-    require_memory(layout.num_bytes(lm.config.head_dim, lm.dtype), f"contexts of {len(ids)} prompts")
+    require_memory(layout.num_bytes(lm.config.head_dim, lm.cache_dtype), f"contexts of {len(ids)} prompts")
     return (lm.for_programs(), jnp.asarray(tokens), jnp.asarray(lengths)), layout
 
 
@@ -357,7 +359,7 @@ def _append(lm: LM, prompts: Any, context: Any, backend: Backend) -> Context:
     tokens, lengths = pad_tokens(whole_rows, lm.pad_token_id)
     following = lm.following_layout(held, context.tokens.shape[1], columns)
     layout = _layout_after(lm, context, held, tokens.shape[1], columns)
-    require_memory(layout.num_bytes(lm.config.head_dim, lm.dtype), f"contexts of {rows} prompts")
+    require_memory(layout.num_bytes(lm.config.head_dim, lm.cache_dtype), f"contexts of {rows} prompts")
     before = context.lengths, context.prompt_lengths, context.attended_share
     starts, prompt_lengths, shares = (jnp.broadcast_to(jnp.asarray(x), rows) for x in before)
     args = (lm.for_programs(), context.cache, appended.tokens, starts, appended.lengths, prompt_lengths)

@@ -6,7 +6,7 @@ coincide in all rows, and a layer is one scan over blocks.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -308,7 +308,7 @@ def evict_block(
     own = scaled_scores("bhgd,bhd->bhg", queries, k)
     lse = jnp.logaddexp(lse.reshape(own.shape), own)
     blocks = positions // policy.block_size - policy.window // policy.block_size - 1
-    k_block, v_block = _leaving_block(layer, shared, cache, blocks)
+    k_block, v_block = _leaving_block(layer, shared, cache, blocks, k.dtype)
     attention = jnp.exp(scaled_scores("bhgd,bhtd->bhgt", queries, k_block) - lse[..., None])  # [B, H_kv, G, b]
     selection = policy.evict(layer, heads, attention, blocks)
     budgets = jnp.where(leaving[:, None, None], selection.budgets, 0)
@@ -317,12 +317,12 @@ def evict_block(
 
 
 def _leaving_block(
-    layer: int, shared: PagedCache | None, cache: PagedCache, blocks: Int[Array, " B"]
+    layer: int, shared: PagedCache | None, cache: PagedCache, blocks: Int[Array, " B"], dtype: Any
 ) -> tuple[Float[Array, "B Hkv b d"], Float[Array, "B Hkv b d"]]:
     """Keys and values of a block of the window, from the cache that has it."""
-    own = cache.window_block(layer, blocks)
+    own = cache.window_block(layer, blocks, dtype)
     if shared is None:
         return own
     is_own = (blocks * cache.block_size >= cache.start)[:, None, None, None]
-    k, v = (jnp.where(is_own, *each) for each in zip(own, shared.window_block(layer, blocks), strict=True))
+    k, v = (jnp.where(is_own, *each) for each in zip(own, shared.window_block(layer, blocks, dtype), strict=True))
     return k, v

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -32,6 +33,10 @@ from tca_jax.models.sharding import (
     permute_heads,
     shard_decoder,
 )
+from tca_jax.pallas_kernels.eight_bits import CODES
+
+#: What keys and values may be stored in beside the model's own dtype, by the name that users give.
+KV = MappingProxyType({"fp8": CODES})
 
 
 @runtime_checkable
@@ -57,6 +62,7 @@ class ProfileLike(Protocol):
         "checkpoint_fingerprint",
         "mesh",
         "head_orders",
+        "kv",
     ],
 )
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -76,6 +82,7 @@ class LM:
         mesh: The devices that share the model, of axes "data" and "model"; None for one device.
         head_orders: On a mesh, the KV heads of each layer as they lie on its devices, `[layers][H_kv]`. Weights and
             caches are in this order; what users see is in the model's own.
+        kv: What keys and values are stored in: "fp8", or None for `dtype`.
     """
 
     params: Any
@@ -89,10 +96,13 @@ class LM:
     checkpoint_fingerprint: str | None = None
     mesh: Mesh | None = None
     head_orders: Orders | None = None
+    kv: str | None = None
 
     def __repr__(self) -> str:
         mesh = "" if self.mesh is None else f", mesh {mesh_name(self.mesh)}"
-        return f"LM({self.name!r}, {self.config.family}, {self.config.num_layers} layers, {self.method.name}{mesh})"
+        kv = "" if self.kv is None else f", kv {self.kv}"
+        layers = f"{self.config.num_layers} layers, {self.method.name}"
+        return f"LM({self.name!r}, {self.config.family}, {layers}{mesh}{kv})"
 
     @classmethod
     def from_decoder(
@@ -138,7 +148,7 @@ class LM:
     @property
     def parameter_specs(self) -> Any:
         """How each weight lies on the mesh, in the structure of `params`."""
-        return parameter_specs(self.config, self.mesh)
+        return parameter_specs(self.config, self.mesh, self.weights_dtype)
 
     def in_model_order(self, layer: int, values: np.ndarray) -> np.ndarray:
         """Values for each KV head of a layer, axis 0, in the model's own order, from that in which the heads lie."""
@@ -154,7 +164,8 @@ class LM:
 
     def on_device(self, params: Any) -> LM:
         """The model as each device of its mesh runs it, under `jax.shard_map`, over its own part of the weights."""
-        graphdef = device_graphdef(self.config, self.dtype, axis_size(self.mesh, MODEL))
+        devices = axis_size(self.mesh, MODEL)
+        graphdef = device_graphdef(self.config, self.dtype, self.weights_dtype, devices)
         return dataclasses.replace(self, graphdef=graphdef, params=params)
 
     @property
@@ -164,8 +175,18 @@ class LM:
 
     @functools.cached_property
     def dtype(self) -> jnp.dtype:
-        """What the model computes in, and its cache holds."""
+        """What the model computes in."""
         return self.decoder.dtype
+
+    @functools.cached_property
+    def weights_dtype(self) -> jnp.dtype:
+        """What its projections are stored in; of eight bits, with scales."""
+        return self.decoder.param_dtype
+
+    @property
+    def cache_dtype(self) -> jnp.dtype:
+        """What its cache holds."""
+        return self.dtype if self.kv is None else KV[self.kv]
 
     def with_method(self, method: Method | str, **options: Any) -> LM:
         """The same weights under another attention method.
@@ -225,7 +246,8 @@ class LM:
         A fingerprint takes a read of all weights; to merge a deep model takes milliseconds.
         """
         other = dataclasses.replace(self, **changes)
-        vars(other).update({name: vars(self)[name] for name in ("fingerprint", "dtype") if name in vars(self)})
+        known = ("fingerprint", "dtype", "weights_dtype")
+        vars(other).update({name: vars(self)[name] for name in known if name in vars(self)})
         return other
 
     def cache_layout(self, batch: int, prompt_tokens: int, fed_tokens: int = 0) -> CacheLayout:

@@ -61,7 +61,7 @@ def read_prompts(
     """
     last_layer = lm.config.num_layers - 1
     tail = None if keep_hidden else tail_queries(lm.method, last_layer)
-    cache = None if layout is None else layout.empty(lm.config.head_dim, lm.dtype, layout.window_start(lengths))
+    cache = None if layout is None else layout.empty(lm.config.head_dim, lm.cache_dtype, layout.window_start(lengths))
 
     def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Float32[Array, " B"]]:
         nonlocal cache

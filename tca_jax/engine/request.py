@@ -139,7 +139,7 @@ class Request:
     def kv_cache_bytes(self, lm: LM) -> int:
         """Bytes of all caches of the call under `lm`'s method, on each device: what answers share, and their own."""
         prompts, fed = rows_of_device(lm, len(self.prompt_ids), "prompts"), self.room - 1
-        rows, size = prompts * self.num_samples, (lm.config.head_dim, self.lm.dtype)
+        rows, size = prompts * self.num_samples, (lm.config.head_dim, self.lm.cache_dtype)
         if self.context is not None and self.appended is not None:
             columns, held = self.appended.tokens.shape[1], self.context.tokens.shape[1]
             own = lm.following_layout(rows, held, columns + fed).num_bytes(*size)

@@ -240,7 +240,7 @@ def _behind_prompts(
     layouts = [lm.cache_layout(rows_of_device(lm, len(ids), "prompts"), tokens.shape[1])]
     if fed is not None:
         layouts.append(lm.following_layout(layouts[0].batch * times, tokens.shape[1], fed.shape[1]))
-    held_bytes = sum(layout.num_bytes(lm.config.head_dim, lm.dtype) for layout in layouts)
+    held_bytes = sum(layout.num_bytes(lm.config.head_dim, lm.cache_dtype) for layout in layouts)
     require_memory(held_bytes, f"{len(answers)} answers to {len(ids)} prompts")
     arrays = (jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(given[:, 0]), fed, jnp.asarray(given_lengths))
     args = (lm.for_programs(), *arrays)
@@ -327,7 +327,7 @@ def _behind_context(
     starts, prompt_lengths = (jnp.broadcast_to(x, rows) for x in (context.lengths, context.prompt_lengths))
     args = (lm.for_programs(), context.cache, appended.tokens, starts, appended.lengths, prompt_lengths)
     layout = lm.following_layout(rows_of_device(lm, rows, "answers"), context.tokens.shape[1], appended.tokens.shape[1])
-    require_memory(layout.num_bytes(lm.config.head_dim, lm.dtype), f"{rows} answers behind a context")
+    require_memory(layout.num_bytes(lm.config.head_dim, lm.cache_dtype), f"{rows} answers behind a context")
     program, _ = _feed.prepare(*args, layout=layout, backend=backend)
     finite, scores = program(*args)
     tokens, lengths = pad_tokens([context.token_ids() + ids for ids in appended.ids], lm.pad_token_id)

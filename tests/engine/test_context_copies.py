@@ -65,7 +65,9 @@ def test_a_loaded_context_of_another_model_or_method_is_refused_by_name(lm, save
         generate(lm.with_method("streaming", window=16, block_size=8), [[1], [2]], context=loaded)
     wide = Decoder(CONFIG, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
     wide = tca_jax.LM.from_decoder(wide, name="wide").with_method(lm.method)
-    with pytest.raises(ValueError, match=r"context holds bfloat16 and 'wide' computes in float32: load it in dtype"):
+    with pytest.raises(
+        ValueError, match=r"context holds bfloat16 and the cache of 'wide' float32: load the model in dtype"
+    ):
         generate(wide, [[1], [2]], context=loaded)
 
 

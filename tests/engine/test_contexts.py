@@ -217,7 +217,10 @@ def test_contexts_that_do_not_belong_together_are_not_joined(full, context):
     with pytest.raises(ValueError, match=r"contexts\[1\] was made under method 'full', and 'tiny' runs under 'tca'"):
         join([context, tca_jax.prefill(full, DOCUMENT)])
     halves = dataclasses.replace(context.cache, k=context.cache.k.astype(jnp.bfloat16))
-    with pytest.raises(ValueError, match=r"contexts\[1\] holds bfloat16 and 'tiny' computes in float32"):
+    with pytest.raises(
+        ValueError,
+        match=r"contexts\[1\] holds bfloat16 and the cache of 'tiny' float32: load the model",
+    ):
         join([context, dataclasses.replace(context, cache=halves)])
     with pytest.raises(ValueError, match="contexts is empty: at least one is needed"):
         join([])

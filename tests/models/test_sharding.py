@@ -139,7 +139,7 @@ def test_the_decoder_of_a_device_is_made_for_its_part_of_the_weights(family: str
         parameter_specs(config),
         state,
     )
-    part = nnx.merge(device_graphdef(config, jnp.bfloat16, 4), local)
+    part = nnx.merge(device_graphdef(config, jnp.bfloat16, jnp.bfloat16, 4), local)
     for module in (layer.attention for layer in part.layers):
         assert module.qkv.out_features == (1, 4 + 2, 8) == module.qkv.kernel.shape[1:]
         assert module.o.kernel.shape == (4 * 8, 32)
@@ -147,7 +147,7 @@ def test_the_decoder_of_a_device_is_made_for_its_part_of_the_weights(family: str
         assert module.gate_up.out_features == (2, 12) == module.gate_up.kernel.shape[1:]
         assert module.down.kernel.shape == (12, 32)
     assert graphdef == nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))  # which knows no mesh
-    assert device_graphdef(config, jnp.bfloat16, 4) is device_graphdef(config, "bfloat16", 4)
+    assert device_graphdef(config, jnp.bfloat16, jnp.bfloat16, 4) is device_graphdef(config, "bfloat16", "bfloat16", 4)
 
 
 def test_chunks_on_a_mesh_differ_and_are_large_enough_that_their_sums_stay_apart(config_entries: Any) -> None:

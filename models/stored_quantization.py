@@ -1,0 +1,131 @@
+"""Checkpoints in eight bits as they are published: which formats are read, and where their codes and scales are.
+
+A projection's `weight` holds e4m3 codes `[out, in]`. Beside it lie its scales, by which codes are multiplied: one, one
+for each output channel, or one for each block of outputs and inputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from tca_jax.errors import UserError
+from tca_jax.models.json_object import read_json_object
+
+#: Behind the name of a tensor of codes: the name of its scales.
+SCALE = "_scale"
+#: How safetensors calls e4m3.
+CODES = "F8_E4M3"
+_SUFFIXES = (SCALE, "_scale_inv")  # of the scales' names; both multiply
+_READ = (
+    "weights in e4m3 of quant_method 'compressed-tensors' (format 'float-quantized') or 'fp8', with a scale for each "
+    "tensor, output channel or block"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredQuantization:
+    """What a checkpoint's `quantization_config` says of its weights.
+
+    Attributes:
+        block: Outputs and inputs that share a scale; None where all inputs do.
+    """
+
+    block: tuple[int, int] | None
+
+    @classmethod
+    def from_hf(cls, entries: Any) -> StoredQuantization | None:
+        """Reads a `quantization_config`; None where it is absent or empty.
+
+        Raises:
+            ValueError: another format; the message names it.
+        """
+        if not entries:
+            return None
+        if not isinstance(entries, Mapping):
+            raise _unsupported(entries)
+        method = entries.get("quant_method")
+        if method == "fp8":
+            return _fine_grained(entries)
+        if method == "compressed-tensors":
+            return _compressed_tensors(entries)
+        raise _unsupported(method)
+
+    def scale_shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Shapes that the scales of codes `[out, in]` may have."""
+        if self.block is None:
+            return [(shape[0], 1), (shape[0],), (1,), (1, 1), ()]
+        return [tuple(-(-size // of_block) for size, of_block in zip(shape, self.block, strict=True))]
+
+    def scale_matrix(self, scale: np.ndarray) -> np.ndarray:
+        """Scales as float32 `[outputs / rows of a block, inputs / columns of a block]`."""
+        return np.asarray(scale, np.float32).reshape(scale.shape if self.block else (-1, 1))
+
+    def block_of(self, scale: np.ndarray, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Outputs and inputs of codes `[out, in]` that share an entry of `scale_matrix`."""
+        return self.block or (1 if scale.shape[0] == shape[0] else shape[0], shape[1])
+
+
+def read_quantization(folder: Path) -> StoredQuantization | None:
+    """What the `config.json` of a checkpoint folder says; errors are those of `StoredQuantization.from_hf`."""
+    return StoredQuantization.from_hf(read_json_object(Path(folder) / "config.json").get("quantization_config"))
+
+
+def scale_name(name: str, stored: Mapping[str, Any]) -> str | None:
+    """Name of the scales of a tensor of codes, among the names of a checkpoint; None where there are none."""
+    return next((name + suffix for suffix in _SUFFIXES if name + suffix in stored), None)
+
+
+def mapped_codes(file: Path, name: str) -> np.ndarray:
+    """Codes of a safetensors file, mapped into memory: its own reader has no NumPy type for them."""
+    with Path(file).open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        entry = json.loads(opened.read(size))[name]
+    start, shape = 8 + size + entry["data_offsets"][0], tuple(entry["shape"])
+    return np.memmap(file, np.uint8, "r", start, shape).view(jnp.float8_e4m3fn)
+
+
+def _fine_grained(entries: Mapping[str, Any]) -> StoredQuantization:
+    """Of Qwen3, DeepSeek and vLLM."""
+    block = entries.get("weight_block_size")
+    if entries.get("fmt", "e4m3") != "e4m3":
+        raise _unsupported(f"fp8, fmt {entries['fmt']!r}")
+    if block is None:
+        return StoredQuantization(None)
+    return StoredQuantization(_checked_block(block, "weight_block_size"))
+
+
+def _compressed_tensors(entries: Mapping[str, Any]) -> StoredQuantization:
+    """Of llm-compressor."""
+    if entries.get("format") != "float-quantized":
+        raise _unsupported(f"compressed-tensors, format {entries.get('format')!r}")
+    groups = entries.get("config_groups")
+    found = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
+    if len(found) != 1 or not isinstance(found[0], Mapping):
+        raise _unsupported(f"compressed-tensors, {len(found)} config_groups")
+    weights, wanted = found[0], {"num_bits": 8, "type": "float", "symmetric": True}
+    for key, value in wanted.items():
+        if weights.get(key, value) != value:
+            raise _unsupported(f"compressed-tensors, weights.{key} = {weights[key]!r}")
+    strategy = weights.get("strategy")
+    if strategy == "block":
+        return StoredQuantization(_checked_block(weights.get("block_structure"), "block_structure"))
+    if strategy not in ("tensor", "channel"):
+        raise _unsupported(f"compressed-tensors, weights.strategy = {strategy!r}")
+    return StoredQuantization(None)
+
+
+def _checked_block(block: Any, name: str) -> tuple[int, int]:
+    if not isinstance(block, list | tuple) or len(block) != 2 or not all(type(x) is int and x > 0 for x in block):
+        raise UserError(f"quantization_config.{name} = {block!r}: must be two positive integers")
+    return block[0], block[1]
+
+
+def _unsupported(what: Any) -> UserError:
+    return UserError(f"quantization_config ({what!r}) is not supported: must be {_READ}")

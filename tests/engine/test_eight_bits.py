@@ -1,0 +1,181 @@
+"""Models with caches and weights in eight bits: answers, contexts and their copies, meshes, scores, methods."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from meshes import lm_of, mesh_of, needs_8_devices, with_tca
+from tiny import CONFIG, TCA, DenseReference, greedy_reference, random_prompt, tiny_lm, with_candidates
+
+import tca_jax
+from tca_jax import methods
+from tca_jax.models.decoder import Decoder
+from tca_jax.models.quantized import WEIGHTS
+from tca_jax.pallas_kernels.eight_bits import CODES, EightBits
+
+UNEQUAL = [[0, 6], [TCA.num_candidates, 3]]
+DOCUMENT, QUESTIONS = random_prompt(0, 101), [random_prompt(1, 21), random_prompt(2, 5)]
+OPTIONS = {"max_new_tokens": 20, "stop_token_ids": ()}
+METHODS = {
+    "streaming": methods.get("streaming", sinks=4, window=16, block_size=8),
+    "snapkv": methods.get("snapkv", share=0.4, window=16, block_size=8, observation=8, kernel=3),
+    "random": methods.get("random", share=0.4, window=16, block_size=8),
+}
+
+
+@pytest.fixture(scope="module")
+def full():
+    return tiny_lm(kv="fp8")
+
+
+@pytest.fixture(scope="module")
+def sparse(full):
+    return with_candidates(full, UNEQUAL)
+
+
+@pytest.fixture(scope="module")
+def context(sparse):
+    return tca_jax.prefill(sparse, DOCUMENT)
+
+
+@pytest.mark.parametrize("length", [15, 101])
+@pytest.mark.parametrize("candidates", [None, UNEQUAL])
+def test_tokens_are_those_of_a_reference_that_stores_keys_and_values_so(full, length, candidates):
+    lm = full if candidates is None else with_candidates(full, candidates)
+    prompt = random_prompt(length, length)
+    out = tca_jax.generate(lm, prompt, max_new_tokens=36, stop_token_ids=())
+    assert out.tokens == [greedy_reference(lm, prompt, 36)[0]]
+
+
+def test_the_reference_tells_eight_bits_from_thirty_two(full):
+    wide = dataclasses.replace(full, kv=None)
+    prompt = random_prompt(3, 60)
+    logits = [DenseReference(lm, prompt).step(7, 60) for lm in (full, wide)]
+    assert np.abs(logits[0] - logits[1]).max() > 1e-2
+
+
+def test_the_cache_takes_a_quarter_of_that_in_thirty_two_bits(full):
+    sizes = [tca_jax.prefill(dataclasses.replace(full, kv=kv), DOCUMENT).stats for kv in ("fp8", None)]
+    eight, wide = (each.kv_cache_bytes for each in sizes)
+    d = CONFIG.head_dim
+    assert eight * 4 * d == wide * (d + 1)
+    assert [each.full_kv_cache_bytes for each in sizes] == [eight, wide]
+
+
+def test_a_ragged_batch_gives_what_each_prompt_gives_alone(sparse):
+    prompts = [random_prompt(i, length) for i, length in enumerate((7, 90, 64, 33))]
+    together = tca_jax.generate(sparse, prompts, **OPTIONS)
+    for prompt, tokens in zip(prompts, together.tokens, strict=True):
+        assert tca_jax.generate(sparse, prompt, **OPTIONS).tokens == [tokens]
+
+
+def test_contexts_answer_alike_wherever_they_were(sparse, context, tmp_path):
+    assert isinstance(context.cache.k, EightBits)
+    expected = tca_jax.generate(sparse, QUESTIONS, context=context, **OPTIONS).tokens
+    context.save(tmp_path)
+    for other in (context.to_host(), tca_jax.Context.load(tmp_path)):
+        assert tca_jax.generate(sparse, QUESTIONS, context=other, **OPTIONS).tokens == expected
+        jax.tree.map(np.testing.assert_array_equal, other.cache.k, context.cache.k)
+    assert [tca_jax.generate(sparse, q, context=context, **OPTIONS).tokens[0] for q in QUESTIONS] == expected
+    joined = tca_jax.Context.join([tca_jax.prefill(sparse, random_prompt(6, 77)), context])
+    assert tca_jax.generate(sparse, [[5], QUESTIONS[1]], context=joined, **OPTIONS).tokens[1] == expected[1]
+
+
+def test_appending_in_parts_is_appending_at_once(sparse, context):
+    """Pages are moved and filled on; what is stored is stored again as it was."""
+    text = random_prompt(9, 50)
+    parts = tca_jax.prefill(sparse, text[33:], context=tca_jax.prefill(sparse, text[:33], context=context))
+    at_once = tca_jax.prefill(sparse, text, context=context)
+    tokens = [tca_jax.generate(sparse, [4], context=each, **OPTIONS).tokens for each in (parts, at_once)]
+    assert tokens[0] == tokens[1]
+
+
+def test_a_context_of_another_cache_is_refused_by_name(sparse, context):
+    wide = dataclasses.replace(sparse, kv=None)
+    with pytest.raises(ValueError, match=r"holds float8_e4m3fn and the cache of 'tiny' float32: .*with kv='fp8'"):
+        tca_jax.generate(wide, [1], context=context)
+    with pytest.raises(ValueError, match=r"holds float32 and the cache of 'tiny' float8_e4m3fn: .*without kv"):
+        tca_jax.generate(sparse, [1], context=tca_jax.prefill(wide, DOCUMENT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_answer_rows_of_a_batch_as_alone(full, name):
+    lm = full.with_method(METHODS[name])
+    document = tca_jax.prefill(lm, DOCUMENT)
+    together = tca_jax.generate(lm, QUESTIONS, context=document, **OPTIONS).tokens
+    assert [tca_jax.generate(lm, q, context=document, **OPTIONS).tokens[0] for q in QUESTIONS] == together
+
+
+@needs_8_devices
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
+def test_caches_over_a_mesh_answer_as_on_one_device(shape, tmp_path):
+    documents = [random_prompt(0, 61), random_prompt(1, 44)]
+    one, many = (with_tca(dataclasses.replace(lm_of(mesh), kv="fp8")) for mesh in (None, mesh_of(shape)))
+    read = tca_jax.prefill(one, documents)
+    expected = tca_jax.generate(one, QUESTIONS, context=read, **OPTIONS).tokens
+    there = tca_jax.prefill(many, documents)
+    assert tca_jax.generate(many, QUESTIONS, context=there, **OPTIONS).tokens == expected
+    assert tca_jax.generate(many, QUESTIONS, context=read, **OPTIONS).tokens == expected
+    there.save(tmp_path)
+    back = tca_jax.Context.load(tmp_path)
+    assert tca_jax.generate(one, QUESTIONS, context=back, **OPTIONS).tokens == expected
+
+
+def quantized(kind: str, mesh=None, kv=None, **sizes) -> tca_jax.LM:
+    """A random model with weights in eight bits."""
+    config = dataclasses.replace(CONFIG, **sizes)
+    decoder = Decoder(config, dtype=jnp.float32, param_dtype=WEIGHTS[kind], rngs=nnx.Rngs(0))
+    return tca_jax.LM.from_decoder(decoder, name="tiny", mesh=mesh, kv=kv)
+
+
+def dequantized(lm: tca_jax.LM) -> tca_jax.LM:
+    """The same model with the numbers that its codes stand for, in 32 bits."""
+    wide = Decoder(lm.config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    values = dict(nnx.to_flat_state(nnx.state(lm.decoder)))
+    flat = {}
+    for path, variable in nnx.to_flat_state(nnx.state(wide)):
+        if path in values:
+            flat[path] = values[path]
+            continue
+        codes, scale = (values[(*path[:-1], name)][...] for name in ("codes", "scale"))
+        flat[path] = variable.replace(jnp.moveaxis(codes.astype(jnp.float32) * scale[..., None], -1, 0))
+    return tca_jax.LM.from_decoder(nnx.merge(nnx.graphdef(wide), nnx.from_flat_state(flat)), name="tiny")
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_few_tokens_see_the_weights_that_codes_stand_for(kind):
+    lm = quantized(kind)
+    prompt = random_prompt(0, 40)
+    ours, expected = (tca_jax.generate(each, prompt, **OPTIONS) for each in (lm, dequantized(lm)))
+    assert ours.tokens == expected.tokens
+
+
+def test_many_tokens_are_quantized_and_lose_little():
+    lm, text = quantized("fp8"), random_prompt(1, 200)
+    losses = [-np.asarray(tca_jax.score(each, text).logprobs[0]) for each in (lm, dequantized(lm))]
+    assert np.abs(losses[0] - losses[1]).max() > 1e-5
+    np.testing.assert_allclose(losses[0].mean(), losses[1].mean(), rtol=2e-3)
+
+
+@needs_8_devices
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_weights_over_a_mesh_answer_as_on_one_device(kind):
+    sizes = {"num_kv_heads": 4, "num_heads": 8, "hidden_size": 64, "intermediate_size": 96}
+    prompts = [random_prompt(0, 15), random_prompt(1, 12)]  # few tokens: activations of a device's own part differ
+    answers = []
+    for mesh in (None, mesh_of((1, 2)), mesh_of((2, 2))):
+        lm = with_tca(quantized(kind, mesh=mesh, kv="fp8", **sizes))
+        answers.append(tca_jax.generate(lm, prompts, **OPTIONS).tokens)
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_it_says_what_it_stores():
+    lm = quantized("fp8", kv="fp8")
+    assert lm.weights_dtype == lm.cache_dtype == CODES
+    assert "kv fp8" in repr(lm)

@@ -1,0 +1,268 @@
+"""Weights quantized while they are read, and checkpoints that are published in eight bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import tca_jax
+from tca_jax.models.config import ModelConfig, read_config
+from tca_jax.models.decoder import Decoder
+from tca_jax.models.fingerprint import fingerprint
+from tca_jax.models.names import parameters
+from tca_jax.models.params import load_checkpoint, load_decoder, save_decoder
+from tca_jax.models.quantized import quantize
+from tca_jax.pallas_kernels.causal_attention import causal_attention
+
+CODES = jnp.dtype(jnp.float8_e4m3fn)
+Q = "model.layers.1.self_attn.q_proj.weight"
+BLOCK = (16, 24)  # neither divides all widths
+LLM_COMPRESSOR = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+            "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+        }
+    },
+    "ignore": ["lm_head"],
+}
+FORMATS = {
+    "channel": LLM_COMPRESSOR,
+    "tensor": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "block": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)},
+}
+
+
+@pytest.fixture
+def config(config_entries: Any) -> ModelConfig:
+    """Every kind of parameter but the QK norm; four KV heads, for meshes."""
+    entries = config_entries("llama", attention_bias=True, mlp_bias=True, num_attention_heads=8, num_key_value_heads=4)
+    return ModelConfig.from_hf(entries)
+
+
+def make(config: ModelConfig) -> Decoder:
+    """A model without zeros, whose output channels differ in size."""
+    graphdef, weights = nnx.split(Decoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    keys = iter(jax.random.split(jax.random.key(1), 100))
+
+    def drawn(x: jax.Array) -> jax.Array:
+        sizes = 0.2 * 2.0 ** jax.random.uniform(next(keys), x.shape[1:], minval=-3)
+        return jax.random.normal(next(keys), x.shape) * (sizes if x.ndim > 1 else 1)
+
+    return nnx.merge(graphdef, jax.tree.map(drawn, weights))
+
+
+def publish(folder: Path, config: ModelConfig, kind: str) -> dict[str, np.ndarray]:
+    """Makes a checkpoint in eight bits as others publish them; returns its tensors as float32 numbers."""
+    save_decoder(folder, make(config), jnp.float32)
+    tensors, numbers = {}, {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        numbers[name], tensors[name] = value, value
+        if not name.endswith("_proj.weight"):
+            continue
+        rows, columns = {"channel": (1, value.shape[1]), "tensor": value.shape, "block": BLOCK}[kind]
+        grid = -(-value.shape[0] // rows), -(-value.shape[1] // columns)
+        scale = np.zeros(grid, np.float32)
+        spread = np.zeros(value.shape, np.float32)
+        for i, j in np.ndindex(*grid):
+            part = np.s_[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+            spread[part] = scale[i, j] = np.abs(value[part]).max() / 448
+        codes = np.clip(value / spread, -448, 448).astype(CODES)
+        tensors[name], numbers[name] = codes, codes.astype(np.float32) * spread
+        suffix = "_scale_inv" if kind == "block" else "_scale"
+        tensors[name + suffix] = np.asarray(scale[0, 0]) if kind == "tensor" else scale
+    tensors["model.layers.0.self_attn.k_scale"] = np.ones(1, np.float32)  # of a cache: not ours
+    save_file(tensors, folder / "model.safetensors")
+    change_config(folder, quantization_config=FORMATS[kind])
+    return numbers
+
+
+def change_config(folder: Path, **entries: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+def dense(folder: Path, config: ModelConfig, numbers: dict[str, np.ndarray]) -> Decoder:
+    """The decoder of a checkpoint's numbers in 32 bits."""
+    folder.mkdir()
+    save_decoder(folder, make(config), jnp.float32)
+    save_file(numbers, folder / "model.safetensors")
+    return load_decoder(folder, config, jnp.float32)
+
+
+def kernels(decoder: Decoder) -> dict[Any, np.ndarray]:
+    """Every kernel `[in, *out]` by its path; those of eight bits as the numbers that they stand for."""
+    values = {parameter.path: np.asarray(parameter.variable[...], np.float32) for parameter in parameters(decoder)}
+    found = {path[:-1]: value for path, value in values.items() if path[-1] == "kernel" and "layers" in path}
+    for path in [path[:-1] for path in values if path[-1] == "codes"]:
+        found[path] = np.moveaxis(values[(*path, "codes")] * values[(*path, "scale")][..., None], -1, 0)
+    return found
+
+
+def assert_equal_weights(a: Decoder, b: Decoder) -> None:
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(a), nnx.state(b))
+
+
+@pytest.mark.parametrize("stored", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_each_kernel_is_quantized_by_output_channel(
+    kind: str, stored: Any, config: ModelConfig, tmp_path: Path
+) -> None:
+    save_decoder(tmp_path, make(config), stored)
+    wide = load_decoder(tmp_path, config, jnp.float32)
+    loaded = load_checkpoint(tmp_path, config, jnp.bfloat16, weights=kind)
+    assert loaded.fingerprint == fingerprint(wide)  # profiles of the model in 16 bits are its own
+    for path, kernel in kernels(wide).items():
+        codes, scale = quantize(jnp.moveaxis(kernel, 0, -1), {"fp8": CODES, "int8": jnp.int8}[kind])
+        expected = np.asarray(codes, np.float32) * np.asarray(scale)[..., None]
+        np.testing.assert_allclose(np.moveaxis(kernels(loaded.decoder)[path], 0, -1), expected, rtol=1e-6)
+    for parameter in parameters(loaded.decoder):
+        if parameter.path[-1] not in ("codes", "scale") or "norm" in str(parameter.path):
+            assert parameter.variable[...].dtype == jnp.bfloat16, parameter.path
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_checkpoint_in_eight_bits_is_the_numbers_that_it_stands_for(
+    kind: str, config: ModelConfig, tmp_path: Path
+) -> None:
+    numbers = publish(tmp_path, config, kind)
+    assert read_config(tmp_path) == config
+    reference = dense(tmp_path / "dense", config, numbers)
+    loaded = load_checkpoint(tmp_path, config, jnp.float32)
+    assert loaded.fingerprint == fingerprint(reference)
+    found, expected = kernels(loaded.decoder), kernels(reference)
+    for path, kernel in expected.items():
+        if kind == "block":  # quantized anew, by output channel
+            codes, scale = quantize(jnp.moveaxis(kernel, 0, -1), CODES)
+            kernel = np.moveaxis(np.asarray(codes, np.float32) * np.asarray(scale)[..., None], -1, 0)
+        np.testing.assert_allclose(found[path], kernel, rtol=1e-6)
+    into_int8 = load_checkpoint(tmp_path, config, jnp.float32, weights="int8")
+    assert into_int8.fingerprint == loaded.fingerprint
+    for path, kernel in kernels(into_int8.decoder).items():
+        step = np.abs(expected[path]).max(axis=0, keepdims=True) / 127
+        assert (np.abs(kernel - expected[path]) <= 0.501 * step).all()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_few_tokens_give_the_logits_of_the_dequantized_checkpoint(
+    kind: str, config: ModelConfig, tmp_path: Path
+) -> None:
+    numbers = publish(tmp_path, config, kind)
+    if kind == "block":
+        numbers = {
+            name: np.asarray(codes, np.float32) * np.asarray(scale)[:, None] if name.endswith("_proj.weight") else x
+            for name, x in numbers.items()
+            for codes, scale in [quantize(jnp.atleast_2d(x), CODES)]
+        }
+    reference = dense(tmp_path / "dense", config, numbers)
+    tokens = jnp.arange(10)[None]
+
+    def attend(layer: int, q: Any, k: Any, v: Any, state: None) -> tuple[Any, None]:
+        return causal_attention(q, k, v, jnp.array([10])), None
+
+    logits = [
+        decoder.logits(decoder(tokens, tokens, attend, (None,) * config.num_layers)[0])
+        for decoder in (load_decoder(tmp_path, config, jnp.float32), reference)
+    ]
+    np.testing.assert_allclose(*logits, rtol=1e-3, atol=1e-3 * np.abs(logits[1]).max())
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+@pytest.mark.parametrize("kind", ["16 bits", *FORMATS])
+def test_the_parts_of_devices_are_those_of_the_whole(kind: str, config: ModelConfig, tmp_path: Path) -> None:
+    if kind == "16 bits":
+        save_decoder(tmp_path, make(config), jnp.float32)
+    else:
+        publish(tmp_path, config, kind)
+    mesh = jax.make_mesh((1, 4), ("data", "model"), devices=jax.devices()[:4])
+    orders = ((0, 1, 2, 3), (2, 0, 3, 1))
+    alone = load_checkpoint(tmp_path, config, jnp.float32, weights="fp8", head_orders=orders)
+    shared = load_checkpoint(tmp_path, config, jnp.float32, weights="fp8", head_orders=orders, mesh=mesh)
+    assert shared.fingerprint == alone.fingerprint == load_checkpoint(tmp_path, config, weights="fp8").fingerprint
+    assert_equal_weights(shared.decoder, alone.decoder)
+    down = shared.decoder.layers[0].mlp.down
+    assert {part.data.shape for part in down.codes[...].addressable_shards} == {
+        (config.hidden_size, config.intermediate_size // 4)
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_method": "awq"}, r"quantization_config \('awq'\) is not supported: must be weights in e4m3"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, r"'fp8, fmt 'e5m2''|fp8, fmt"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size = \[128\]: must be two positive"),
+        (LLM_COMPRESSOR | {"format": "int-quantized"}, r"compressed-tensors, format 'int-quantized'"),
+        (LLM_COMPRESSOR | {"config_groups": {}}, r"0 config_groups"),
+        (
+            LLM_COMPRESSOR | {"config_groups": {"a": {"weights": {"num_bits": 4, "strategy": "channel"}}}},
+            r"weights\.num_bits = 4",
+        ),
+        (
+            LLM_COMPRESSOR | {"config_groups": {"a": {"weights": {"num_bits": 8, "strategy": "group"}}}},
+            r"weights\.strategy = 'group'",
+        ),
+    ],
+)
+def test_other_formats_are_named(change: dict[str, Any], message: str, config: ModelConfig, tmp_path: Path) -> None:
+    publish(tmp_path, config, "channel")
+    change_config(tmp_path, quantization_config=change)
+    with pytest.raises(tca_jax.UserError, match=message):
+        read_config(tmp_path)
+
+
+def test_damage_is_named(config: ModelConfig, tmp_path: Path) -> None:
+    publish(tmp_path, config, "channel")
+    file, whole = tmp_path / "model.safetensors", load_file_of_codes(tmp_path)
+
+    def refused(message: str, **changes: Any) -> None:
+        save_file({name: x for name, x in (whole | changes).items() if x is not None}, file)
+        with pytest.raises(tca_jax.UserError, match=message):
+            load_checkpoint(tmp_path, config)
+
+    refused(rf"{Q}' has dtype F8_E4M3, and there are no scales", **{f"{Q}_scale": None})
+    refused(rf"{Q}_scale' has shape \[3\] .*must have one of", **{f"{Q}_scale": np.ones(3, np.float32)})
+    refused(rf"{Q}' has dtype F32 where others are in eight bits.*weights='fp8'", **{Q: whole[Q].astype(np.float32)})
+    refused(r"lm_head\.weight' has dtype F8_E4M3: must be one of", **{"lm_head.weight": whole[Q][:1].repeat(67, 0)})
+    save_file(whole | {"model.embed_tokens.weight_scale": np.ones(1, np.float32)}, file)
+    with pytest.raises(tca_jax.UserError, match="has no place in the model"):
+        load_checkpoint(tmp_path, config)
+
+
+def load_file_of_codes(folder: Path) -> dict[str, np.ndarray]:
+    """All tensors of a checkpoint in eight bits."""
+    from safetensors import safe_open
+
+    from tca_jax.models.stored_quantization import mapped_codes
+
+    file = folder / "model.safetensors"
+    with safe_open(file, "numpy") as opened:
+        return {
+            name: np.array(mapped_codes(file, name))
+            if opened.get_slice(name).get_dtype() == "F8_E4M3"
+            else opened.get_tensor(name)
+            for name in opened.keys()  # noqa: SIM118 (no mapping)
+        }
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": "fp4"}, r"weights = 'fp4': must be one of \['fp8', 'int8'\], or None"),
+        ({"kv": "int8"}, r"kv = 'int8': must be one of \['fp8'\], or None"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_named_before_anything_is_read(options: Any, message: str) -> None:
+    with pytest.raises(tca_jax.UserError, match=message):
+        tca_jax.load("recall-tiny", **options)
