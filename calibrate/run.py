@@ -27,6 +27,7 @@ from tca_jax.errors import UserError, is_finite_number, least_share, require_typ
 from tca_jax.layer_passes import HEADS, TextPass, attention_program
 from tca_jax.methods.candidates import kept_share
 from tca_jax.methods.config import Criterion, TCAConfig
+from tca_jax.models.quantized import is_quantized
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 
 _DEFAULT_CONFIG = TCAConfig()
@@ -99,7 +100,15 @@ def calibrate(
     probed, kinds = probed_texts(lm, sequences, probes, config), probe_kinds(probes)
     if kept is not None:
         require_fit(kept, max(len(text.ids) for text in probed), config)
-    identity = [found["fingerprint"], dataclasses.asdict(config), found["sources"], [_probed(text) for text in probed]]
+    # A model's fingerprint is that of its weights before they are stored in eight bits.
+    stored = [str(lm.weights_dtype)] if is_quantized(lm.weights_dtype) else []
+    identity = [
+        *stored,
+        found["fingerprint"],
+        dataclasses.asdict(config),
+        found["sources"],
+        [_probed(text) for text in probed],
+    ]
     trials = Journal(None if journal is None else Path(journal), [*identity, kept, attended])
     steps = _Steps(_LIKELY_PASSES * len(sequences) * lm.config.num_layers, progress)
     reading = choose_reading(lm, sequences, config, attended=attended, journal=trials, step=steps.step)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float32
 
 from tca_jax.errors import Unsupported
-from tca_jax.pallas_kernels.eight_bits import LEAST_EXPONENT, EightBits, power_of_two
+from tca_jax.pallas_kernels.eight_bits import LEAST_EXPONENT, UNPACKED, power_of_two, unpack
 from tca_jax.pallas_kernels.kernel_math import LOG2E
 from tca_jax.pallas_kernels.numerics import MASKED, precision, varying_axes
 
@@ -26,6 +26,10 @@ DEPRECATION = "The Pallas Triton backend is deprecated"
 #: Element types that the kernels take; all their arithmetic is float32.
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _WEIGHT_BITS = 12  # weights are at most 2 ** 12 where they are multiplied by values: float16 is exact down to 2 ** -14
+
+
+#: Sums of weighted values in parts, largest score and sum of the weights.
+PartedState = tuple[tuple[Array, ...], Array, Array]
 
 
 def triton_call(
@@ -136,55 +140,86 @@ def online_softmax_step(
     A row must have a finite largest score when this returns: see a token of the tile, or have seen one before, or
     begin at one whose product with the scale is exact, a power of two, above MASKED.
     """
+    out, *rest = state
+    (out,), peak, weight = softmax_step_by_parts((q,), ((out,), *rest), (k,), (v,), visible, interpret=interpret)
+    return out, peak, weight
+
+
+def softmax_step_by_parts(
+    q: tuple[Array, ...],
+    state: PartedState,
+    k: tuple[Array, ...],
+    v: tuple[Array, ...],
+    visible: Array | None = None,
+    exponents: tuple[Array, Array] | None = None,
+    *,
+    interpret: bool,
+) -> PartedState:
+    """`online_softmax_step` where the last axis of queries, keys, values and output is cut into parts.
+
+    Args:
+        q: Queries; their scale follows from the widths of all parts.
+        state: The sums of weighted values are in parts, too.
+        k: Keys.
+        v: Values.
+        visible: Which scores count; None for all.
+        exponents: Powers of two that each key and each value is to be multiplied by; None for none.
+        interpret: As for `scaled_exp2`.
+    """
     out, peak, weight = state
-    scale = LOG2E / math.sqrt(q.shape[1])
+    scale = LOG2E / math.sqrt(sum(part.shape[1] for part in q))
     power = partial(scaled_exp2, scale=scale, interpret=interpret)
-    scores = dot(q, k, transposed=True)
+    products = [dot(*parts, transposed=True) for parts in zip(q, k, strict=True)]
+    scores = sum(products[1:], products[0])
+    if exponents is not None:
+        scores = scores * power_of_two(exponents[0])[None]
     if visible is not None:
         scores = jnp.where(visible, scores, MASKED)
     new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
     bias = -scale * new_peak
     decay = power(peak, bias=bias)
     weights = power(scores, bias=jnp.broadcast_to(bias[:, None], scores.shape))
-    out = out * decay[:, None] + dot(weights.astype(v.dtype), v)
+    shares, factor = (weights, None) if exponents is None else _within_float16(weights, exponents[1])
+    added = [dot(shares.astype(part.dtype), part) for part in v]
+    if factor is not None:
+        added = [part * factor for part in added]
+    out = tuple(part * decay[:, None] + more for part, more in zip(out, added, strict=True))
     return out, new_peak, weight * decay + jnp.sum(weights, axis=1)
 
 
-def online_softmax_step_in_eight_bits(
-    q: Array,
-    state: tuple[Array, Array, Array],
-    k: EightBits,
-    v: EightBits,
-    visible: Array | None = None,
-    *,
-    interpret: bool,
-) -> tuple[Array, Array, Array]:
-    """`online_softmax_step` over keys and values in eight bits.
+def _within_float16(weights: Array, exponents: Array) -> tuple[Array, Array]:
+    """Weights times the powers of two of their values, less the largest of these; and what is left to multiply by."""
+    largest = jnp.max(exponents)
+    relative = jnp.maximum(exponents - largest, LEAST_EXPONENT)
+    return weights * power_of_two(relative + _WEIGHT_BITS)[None], power_of_two(largest - _WEIGHT_BITS)
 
-    Codes become float16 for queries in 16 bits: that holds them exactly, and takes a third of the conversions that
-    bfloat16 does. Their powers of two multiply scores and weights; those of the values less the largest in the tile, so
-    that the weights stay within float16.
+
+def codes_as_float16(words: Array, *, interpret: bool) -> tuple[Array, Array]:
+    """Both halves of the e4m3 codes in words (`eight_bits.EightBits`) as float16 numbers.
+
+    One instruction converts both codes of a word, one puts the same halves of two words side by side. What XLA makes of
+    `unpack` takes four times as many.
     """
-    out, peak, weight = state
-    scale, dtype = LOG2E / math.sqrt(q.shape[1]), jnp.float32 if q.dtype == jnp.float32 else jnp.float16
-    power = partial(scaled_exp2, scale=scale, interpret=interpret)
-    scores = dot(q.astype(dtype), k.codes.astype(dtype), transposed=True) * power_of_two(k.exponents)[None]
-    if visible is not None:
-        scores = jnp.where(visible, scores, MASKED)
-    new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
-    bias = -scale * new_peak
-    decay = power(peak, bias=bias)
-    weights = power(scores, bias=jnp.broadcast_to(bias[:, None], scores.shape))
-    largest = jnp.max(v.exponents.astype(jnp.int32))
-    relative = jnp.maximum(v.exponents.astype(jnp.int32) - largest, LEAST_EXPONENT)
-    shares = weights * power_of_two(relative + _WEIGHT_BITS)[None]
-    values = dot(shares.astype(dtype), v.codes.astype(dtype)) * power_of_two(largest - _WEIGHT_BITS)
-    return out * decay[:, None] + values, new_peak, weight * decay + jnp.sum(weights, axis=1)
+    if interpret:
+        low, high = (half * jnp.float16(2**UNPACKED) for half in unpack(words))
+        return low, high
+    low, high = (
+        pltriton.elementwise_inline_asm(
+            "{ .reg .b16 a, b; .reg .b32 c, d; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 c, a; "
+            f"cvt.rn.f16x2.e4m3x2 d, b; prmt.b32 $0, c, d, {halves}; }}",
+            args=[words],
+            constraints="=r,r",
+            pack=2,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.float16)],
+        )[0]
+        for halves in ("0x5410", "0x7632")
+    )
+    return low, high
 
 
 def load_rows(ref: Any, inside: Array | None) -> Array:
     """A tile; rows that are not `inside` are not read and give zeros, so that what they hold cannot spread."""
-    return ref[...] if inside is None else pltriton.load(ref, mask=inside, other=0.0)
+    return ref[...] if inside is None else pltriton.load(ref, mask=inside, other=jnp.zeros((), ref.dtype))
 
 
 def _ignore_deprecation() -> None:

@@ -145,6 +145,9 @@ class _Placing:
         self._executable, self._place = executable, place
         self.out_info = executable.out_info
 
+    def as_text(self) -> str:
+        return self._executable.as_text()
+
     def memory_analysis(self) -> Any:
         """What the executable says of the memory that it needs on a device."""
         return self._executable.memory_analysis()

@@ -252,8 +252,8 @@ def describe(config: tca_jax.TCAConfig, copied: float, repeats_of_models: int | 
         "L2, is timed in turns with the others; `step ms` is its time over the steps, `attention ms` the same less the "
         "time of the program without attention. `GB/s` are the attended keys and values over `attention ms`, `of copy` "
         f"their share of a device copy's read and written bytes, {copied / 1e9:,.0f} GB/s. "
-        "`speed-up` is that of `attention ms` over the full cache of the same `KV`, the dtype of keys and values; `over "
-        "bfloat16` that over the same cache in bfloat16. `error` is relative to the XLA oracle."
+        "`speed-up` is that of `attention ms` over the full cache of the same `KV`, the dtype of keys and values; "
+        "`over bfloat16` that over the same cache in bfloat16. `error` is relative to the XLA oracle."
     )
     text += describe_layer_mesh(
         mesh, "rows, bytes and `GB/s` are of all together, the device copy they are compared with is all devices'"

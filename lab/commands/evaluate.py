@@ -104,7 +104,11 @@ def evaluate(
             batch=batch,
         )
         lm = checkpoint.load(
-            dtype=dtype, mesh=devices, progress=lambda done, total: report(f"loading {model}", done, total)
+            dtype=dtype,
+            weights=weights,
+            kv=kv,
+            mesh=devices,
+            progress=lambda done, total: report(f"loading {model}", done, total),
         )
     for each in (found, paper):
         if each is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tca_jax.engine.lm import LM
+from tca_jax.engine.lm import LM, stored_entry
 from tca_jax.engine.mesh import mesh_entry
 from tca_jax.equal_bytes import CallSizes
 from tca_jax.lab.evaluation.answering import Answers, answer, call_sizes
@@ -92,6 +92,7 @@ def _config(plan: Plan, builder: Builder, built: Mapping[str, Built]) -> dict[st
         "model": lm.name,
         "fingerprint": lm.fingerprint,
         "dtype": lm.dtype.name,
+        **stored_entry(lm),
         **mesh_entry(lm.mesh),
         "seed": plan.seed,
         "samples": plan.samples,

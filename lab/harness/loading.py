@@ -7,7 +7,7 @@ from typing import Any
 from tca_jax.calibration.profile import budgets_of
 from tca_jax.engine.lm import LM
 from tca_jax.errors import UserError
-from tca_jax.loading import check_dtype, open_checkpoint
+from tca_jax.loading import check_dtype, check_eight_bits, open_checkpoint
 from tca_jax.methods.registry import with_known
 
 
@@ -18,6 +18,8 @@ def load_model(
     options: dict[str, Any],
     *,
     dtype: Any = None,
+    weights: str | None = None,
+    kv: str | None = None,
     revision: str | None = None,
 ) -> LM:
     """The model that `pretrained`, `profile` and `method` name.
@@ -29,6 +31,8 @@ def load_model(
             must be the profile's method: "tca", "streaming+tca". Budgets are those of the profile.
         options: Options of the method.
         dtype: As for `tca_jax.load`.
+        weights: As for `tca_jax.load`.
+        kv: As for `tca_jax.load`.
         revision: As for `tca_jax.load`.
 
     Raises:
@@ -38,10 +42,13 @@ def load_model(
     if method is None and options:
         raise UserError(f"model arguments {sorted(options)}: unknown, and options of a method need method=")
     if isinstance(pretrained, LM):
-        if any(value is not None for value in (profile, dtype, revision)):
-            raise UserError("pretrained is a loaded model: profile, dtype and revision are those it was loaded with")
+        if any(value is not None for value in (profile, dtype, weights, kv, revision)):
+            raise UserError(
+                "pretrained is a loaded model: profile, dtype, weights, kv and revision are those it was loaded with"
+            )
         return pretrained if method is None else pretrained.with_method(method, **options)
     check_dtype(dtype)
+    check_eight_bits(weights, kv)
     checkpoint = open_checkpoint(pretrained, revision)
     found = checkpoint.read_profile(profile)
     if found is not None and method is not None:
@@ -51,5 +58,5 @@ def load_model(
                 f"method = {method!r} with a profile: the profile's method, {calibrated!r}, must be one of its parts"
             )
         options = with_known(method, budgets_of(found), options)
-    lm = checkpoint.load(found, dtype=dtype)
+    lm = checkpoint.load(found, dtype=dtype, weights=weights, kv=kv)
     return lm if method is None else lm.with_method(method, **options)

@@ -19,6 +19,7 @@ except ImportError as error:
     raise ImportError(f"the adapter needs lm-evaluation-harness: pip install 'tca-jax[lab]' ({error})") from error
 
 import tca_jax
+from tca_jax.engine.lm import stored_entry
 from tca_jax.errors import UserError
 from tca_jax.lab.harness.loading import load_model
 from tca_jax.lab.harness.options import GenerationOptions
@@ -43,6 +44,8 @@ class HarnessLM(TemplateLM):
         profile: Profile folder, or "shipped".
         method: Attention method by its name, "a+b" for a pair; None for the profile's, or full attention without one.
         dtype: float32, bfloat16 or float16.
+        weights: "fp8" or "int8": projections and MLP in eight bits, as for `tca_jax.load`.
+        kv: "fp8": a KV cache in eight bits.
         revision: Branch, tag or commit on the Hub.
         batch_size: Prompts in one call.
         max_length: Most tokens of a prompt with its answer; longer prompts lose their beginning. None for the model's
@@ -71,6 +74,8 @@ class HarnessLM(TemplateLM):
         method: str | None = None,
         *,
         dtype: str | None = None,
+        weights: str | None = None,
+        kv: str | None = None,
         revision: str | None = None,
         batch_size: int | str = 1,
         max_length: int | None = None,
@@ -91,7 +96,8 @@ class HarnessLM(TemplateLM):
         rows = _count("batch_size", batch_size, 1)
         self._max_gen_toks = _count("max_gen_toks", max_gen_toks, 1)
         reuse = None if prefix_reuse is None else _count("prefix_reuse", prefix_reuse, 0)
-        self.lm = load_model(pretrained, profile, method, options, dtype=dtype, revision=revision)
+        stored = {"dtype": dtype, "weights": weights, "kv": kv}
+        self.lm = load_model(pretrained, profile, method, options, revision=revision, **stored)
         if self.lm.tokenizer is None:
             raise UserError(f"pretrained: {self.lm.name} has no tokenizer, and lm_eval asks in text")
         positions = self.lm.config.max_context
@@ -257,6 +263,7 @@ class HarnessLM(TemplateLM):
         return {
             "model_num_parameters": sum(leaf.size for leaf in jax.tree.leaves(self.lm.params)),
             "model_dtype": str(self.lm.dtype),
+            **stored_entry(self.lm),
             "model_fingerprint": self.lm.fingerprint,
             "attention_method": self.lm.method.name,
             "attention_method_options": json.loads(describe_method(self.lm.method)),

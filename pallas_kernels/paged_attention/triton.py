@@ -31,30 +31,38 @@ from tca_jax.pallas_kernels.kv import Pages
 from tca_jax.pallas_kernels.numerics import MASKED
 from tca_jax.pallas_kernels.paged_attention.chunks import ChunkPlan, PagedConfig, PageRefs, Span, TableShape, split
 from tca_jax.pallas_kernels.triton_call import (
+    PartedState,
     check_supported,
+    codes_as_float16,
     load_rows,
     multiprocessors,
-    online_softmax_step,
-    online_softmax_step_in_eight_bits,
+    softmax_step_by_parts,
     triton_call,
 )
 
-#: Weighted sum of the values, largest score and sum of the weights so far.
+#: Weighted sum of the values, largest score and sum of the weights so far, of one query.
 State = tuple[Array, Array, Array]
+_LEAST_EIGHT_BITS = 32  # head dimension: a product takes half of it, from 16 on
 #: Largest score before any: below all real ones, above masked ones, and exact however it is scaled.
 _LOWEST = -(2.0**96)
 _SMALLEST_PAGE = 16  # what a matrix unit takes
 
 
-def default_config(rows: int, head_dim: int, page: int, dtype: Any, batch: int = 1) -> PagedConfig:
+def default_config(
+    rows: int, head_dim: int, page: int, dtype: Any, batch: int = 1, *, eight_bits: bool = False
+) -> PagedConfig:
     """Tiles for so many query rows of a region, in so many rows of a batch. Measured on an H200.
 
     The few rows of decoding and short questions are read for; those of whole blocks are computed for, as in prefill.
     Two programs share a multiprocessor. Where rows of a batch share pages, these come from the L2 cache: a third one
     hides its latency (402 instead of 566 microseconds for 16 questions of one document), and costs others 1%.
+
+    Of keys and values in eight bits four warps share the conversions of 128 keys.
     """
     itemsize, programs = jnp.dtype(dtype).itemsize, (2 if batch == 1 else 3) * multiprocessors()
     queries, keys = min(128, max(16, pl.next_power_of_2(rows))), min(page, streamed_tile(head_dim, itemsize))
+    if queries == 16 and eight_bits and itemsize == 2:
+        return PagedConfig(queries, min(page, 128), 2 * multiprocessors(), warps=4, stages=3)
     if queries == 16:
         return PagedConfig(queries, keys, programs, warps=2, stages=3)
     if itemsize == 4:
@@ -87,10 +95,13 @@ def paged_attention(
     batch, queries, q_heads, head_dim = q.shape
     stored = [x for cache in caches for x in (cache.k, cache.v) if not isinstance(x, EightBits)]
     check_supported("paged_attention", head_dim, q, *stored)
+    if len(stored) < 2 * len(caches) and head_dim < _LEAST_EIGHT_BITS:
+        raise Unsupported(f"paged_attention on Triton: head dimension {head_dim}: must be 32 or more in eight bits")
     page, group = caches[0].page_size, q_heads // caches[0].table.shape[1]
     if page < _SMALLEST_PAGE or page & (page - 1):
         raise Unsupported(f"paged_attention on Triton: pages of {page}: must be a power of two from {_SMALLEST_PAGE}")
-    config = config or default_config(queries * group, head_dim, page, q.dtype, batch)
+    eight_bits = any(isinstance(cache.k, EightBits) for cache in caches)
+    config = config or default_config(queries * group, head_dim, page, q.dtype, batch, eight_bits=eight_bits)
     plan = ChunkPlan.make(caches, config, batch=batch, queries=queries, group=group, window=window)
     rows, refs = batch * queries * q_heads, tuple(PageRefs.of(cache) for cache in caches)
     parts = triton_call(
@@ -150,11 +161,10 @@ def _attend_chunk(
         )
         inside = numbers < plan.rows
         real = inside & (positions <= newest)
-        columns = jnp.arange(q_ref.shape[1], dtype=jnp.int32)
-        where = (plan.whereabouts(region, numbers)[:, None], columns[None])
-        q = pltriton.load(q_ref.at[where], mask=real[:, None], other=0.0)
-        state = (
-            jnp.zeros(q.shape, jnp.float32),
+        columns, here = _columns(q_ref.shape[1], caches), plan.whereabouts(region, numbers)[:, None]
+        q = tuple(pltriton.load(q_ref.at[here, part[None]], mask=real[:, None], other=0.0) for part in columns)
+        state: PartedState = (
+            tuple(jnp.zeros(part.shape, jnp.float32) for part in q),
             jnp.full(numbers.shape, _LOWEST, jnp.float32),
             jnp.zeros(numbers.shape, jnp.float32),
         )
@@ -169,9 +179,18 @@ def _attend_chunk(
             begin, end = (jnp.maximum(edge, tiles) - tiles for edge in (begin, end))
         out, peak, weight = state
         to = chunk * plan.rows + numbers
-        pltriton.store(peak_ref.at[to], peak * (LOG2E / q.shape[1] ** 0.5), mask=inside)
+        pltriton.store(peak_ref.at[to], peak * (LOG2E / q_ref.shape[1] ** 0.5), mask=inside)
         pltriton.store(weight_ref.at[to], jnp.where(real, weight, 0), mask=inside)
-        pltriton.store(out_ref.at[to[:, None], columns[None]], jnp.where(real[:, None], out, 0), mask=inside[:, None])
+        for part, values in zip(columns, out, strict=True):
+            values = jnp.where(real[:, None], values, 0)
+            pltriton.store(out_ref.at[to[:, None], part[None]], values, mask=inside[:, None])
+
+
+def _columns(head_dim: int, caches: tuple[PageRefs, ...]) -> list[Array]:
+    """The columns of each part of queries and output: all, or two halves where a cache has words of two codes."""
+    parts = 2 if any(isinstance(cache.k, EightBits) for cache in caches) else 1
+    width = head_dim // parts
+    return [part * width + jnp.arange(width, dtype=jnp.int32) for part in range(parts)]
 
 
 def _attend_span(
@@ -180,24 +199,25 @@ def _attend_span(
     table: TableShape,
     span: Span,
     region: Array,
-    q: Array,
+    q: tuple[Array, ...],
     positions: Array,
     asked: tuple[Array, Array],
     between: tuple[Array, Array],
-    state: State,
+    state: PartedState,
     *,
     interpret: bool,
-) -> State:
+) -> PartedState:
     """Takes some tiles of a region's tokens in one cache: the n-th of its tiles, n in `between`.
 
     Tiles are numbered so that those without a mask come first: whole ones of kept tokens, then those of the window up
     to the first query, `asked[0]`. Tiles that lie behind the last query, `asked[1]`, have no number.
     """
-    keys, columns = plan.keys, jnp.arange(q.shape[1], dtype=jnp.int32)
+    keys, in_eight_bits = plan.keys, isinstance(cache.k, EightBits)
+    if in_eight_bits and q[0].dtype != jnp.float32:
+        q = tuple(part.astype(jnp.float16) for part in q)  # which holds codes, too
     row, head = quotient_and_remainder(region, plan.kv_heads)
     first_entry = (lax.div(row, jnp.int32(table.sharing)) * plan.kv_heads + head) * table.columns
-    attend = online_softmax_step_in_eight_bits if isinstance(cache.k, EightBits) else online_softmax_step
-    step = partial(attend, q, interpret=interpret)
+    step = partial(softmax_step_by_parts, q, interpret=interpret)
     seen_by = [jnp.clip(position + 1 - span.edge, 0, span.local) for position in (*asked, positions)]
     if plan.queries == 1:
         whole_kept = whole_local = jnp.int32(0)
@@ -226,12 +246,14 @@ def _attend_span(
         slots = lax.rem(tile, jnp.int32(plan.page // keys)) * keys + index
         index = tile * keys + index
         inside = index < jnp.where(is_kept, span.kept, seen_by[1]) if masked else None
-        k, v = (_load(refs, page, slots, columns, inside) for refs in (cache.k, cache.v))
-        if not masked:
-            return step(state, k, v), following
-        return step(state, k, v, index[None] < jnp.where(is_kept, span.kept, seen_by[2])[:, None]), following
+        visible = index[None] < jnp.where(is_kept, span.kept, seen_by[2])[:, None] if masked else None
+        k, v = (_load(refs, page, slots, q, inside, interpret=interpret) for refs in (cache.k, cache.v))
+        exponents = None
+        if in_eight_bits:
+            exponents = _load_exponents(cache.k, page, slots, inside), _load_exponents(cache.v, page, slots, inside)
+        return step(state, k, v, visible, exponents), following
 
-    def run(begin: Array, end: Array, state: State, masked: bool) -> State:
+    def run(begin: Array, end: Array, state: PartedState, masked: bool) -> PartedState:
         last = jnp.maximum(end - 1, 0)
         first_page = page_of(begin, masked, last)
         return lax.fori_loop(begin, end, partial(take, masked=masked, last=last), (state, first_page))[0]
@@ -243,16 +265,23 @@ def _attend_span(
     return run(jnp.maximum(begin, whole), end, state, True)
 
 
-def _load(refs: Any, page: Array, slots: Array, columns: Array, inside: Array | None) -> Any:
-    """Some keys or values of a page as they are stored; those not `inside` give zeros."""
-    rows = None if inside is None else inside[:, None]
-    if not isinstance(refs, EightBits):
-        return load_rows(refs.at[page, slots[:, None], columns[None]], rows)
-    codes = load_rows(refs.codes.at[page, slots[:, None], columns[None]], rows)
-    exponents = refs.exponents.at[page, slots]
-    if inside is None:
-        return EightBits(codes, exponents[...])
-    return EightBits(codes, pltriton.load(exponents, mask=inside, other=LEAST_EXPONENT))
+def _load(
+    refs: Any, page: Array, slots: Array, q: tuple[Array, ...], inside: Array | None, *, interpret: bool
+) -> tuple[Array, ...]:
+    """Some keys or values of a page, in parts as queries are; those not `inside` give zeros."""
+    rows, width = None if inside is None else inside[:, None], q[0].shape[1]
+    column = jnp.arange(width, dtype=jnp.int32)[None]
+    if isinstance(refs, EightBits):
+        words = load_rows(refs.words.at[page, slots[:, None], column], rows)
+        return tuple(half.astype(q[0].dtype) for half in codes_as_float16(words, interpret=interpret))
+    return tuple(load_rows(refs.at[page, slots[:, None], part * width + column], rows) for part in range(len(q)))
+
+
+def _load_exponents(refs: EightBits, page: Array, slots: Array, inside: Array | None) -> Array:
+    """The powers of two of keys or values; those not `inside` have the least."""
+    where = refs.exponents.at[page, slots]
+    found = where[...] if inside is None else pltriton.load(where, mask=inside, other=LEAST_EXPONENT)
+    return found.astype(jnp.int32)
 
 
 def _merge_chunks(

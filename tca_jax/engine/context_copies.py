@@ -40,7 +40,7 @@ _JSON_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
 #: Arrays of a context beside those of its cache.
 OF_ROWS = ("tokens", "lengths", "prompt_lengths", "attended_share")
 _OF_CACHE, _OF_LAYERS = ("start", "end"), ("tables", "kept")
-_EIGHT_BITS = ("codes", "exponents")
+_EIGHT_BITS = ("words", "exponents")
 _FIELDS = ("format_version", "identity", "layout", "kept_columns", "dtype", "arrays", "library_version", _CHECKSUM)
 
 
@@ -128,8 +128,7 @@ def _stored(arrays: Mapping[str, np.ndarray], name: str, dtype: jnp.dtype) -> St
     """Keys or values, from the arrays of a folder."""
     if dtype != CODES:
         return jnp.asarray(arrays[name].view(dtype))
-    codes, exponents = (arrays[f"{name}.{part}"] for part in _EIGHT_BITS)
-    return EightBits(jnp.asarray(codes.view(dtype)), jnp.asarray(exponents))
+    return EightBits(*(jnp.asarray(arrays[f"{name}.{part}"]) for part in _EIGHT_BITS))
 
 
 def _parse(folder: Path, metadata: Any, restore: RestoreArrays) -> tuple[ContextIdentity, Held, dict[str, jax.Array]]:

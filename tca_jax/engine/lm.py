@@ -24,6 +24,7 @@ from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import fingerprint
 from tca_jax.models.names import MODEL
+from tca_jax.models.quantized import is_quantized
 from tca_jax.models.rope import fixed_frequencies
 from tca_jax.models.sharding import (
     axis_size,
@@ -273,6 +274,12 @@ class LM:
         c = self.config
         sizes = c.num_layers, c.num_kv_heads, batch, prompt_tokens, fed_tokens, self.head_shards
         return CacheLayout.plan_following(self.method.cache, *sizes)
+
+
+def stored_entry(lm: LM) -> dict[str, str]:
+    """What a record of something measured says of eight bits: nothing where there are none."""
+    weights = {"weights": lm.weights_dtype.name} if is_quantized(lm.weights_dtype) else {}
+    return weights | ({} if lm.kv is None else {"kv": lm.cache_dtype.name})
 
 
 def require_lm(lm: Any) -> None:

@@ -178,6 +178,7 @@ def test_few_tokens_give_the_logits_of_the_dequantized_checkpoint(
     np.testing.assert_allclose(*logits, rtol=1e-3, atol=1e-3 * np.abs(logits[1]).max())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 @pytest.mark.parametrize("kind", ["16 bits", *FORMATS])
 def test_the_parts_of_devices_are_those_of_the_whole(kind: str, config: ModelConfig, tmp_path: Path) -> None:

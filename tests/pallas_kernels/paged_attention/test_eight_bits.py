@@ -11,12 +11,12 @@ from cuda_lowering import kernels
 from implementations import implementation, on_every_backend
 from random_pages import attend_to_pages, write_pages
 
-from tca_jax.pallas_kernels.eight_bits import CODES, EightBits, decode, empty, encode, num_bytes
+from tca_jax.pallas_kernels.eight_bits import CODES, UNPACKED, EightBits, decode, empty, encode, num_bytes, unpack
 from tca_jax.pallas_kernels.kv import Pages
 from tca_jax.pallas_kernels.paged_attention import triton
 
 PAGE, WINDOW = 16, 32
-NOTHING = empty((1, 1), CODES)
+NOTHING = empty((1, 2), CODES)
 #: First and newest positions, queries of a row, and for each cache kept tokens and windows.
 CASES = {
     "decoding rows of unequal age": ([23, 90], [23, 90], 1, [([[5, 0], [16, 33]], [(0, 24), (48, 91)])]),
@@ -33,7 +33,8 @@ def test_vectors_of_any_size_lose_a_sixteenth_at_most_and_their_largest_entries_
     sizes = 10.0 ** jnp.arange(-20, 21, 2)
     x = jax.random.normal(jax.random.key(0), (21, 64)) * sizes[:, None]
     stored = encode(x, NOTHING)
-    largest = np.abs(np.asarray(stored.codes, np.float32)).max(axis=1)
+    codes = np.concatenate([np.asarray(half, np.float32) for half in unpack(stored.words)], axis=1) * 2.0**UNPACKED
+    largest = np.abs(codes).max(axis=1)
     assert ((largest > 208) & (largest <= 448)).all()
     error = np.abs(rounded(x) - np.asarray(x, np.float64))
     assert (error <= np.maximum(np.abs(x) / 16, np.abs(x).max(axis=1, keepdims=True) * 2.0**-17)).all()
@@ -109,7 +110,7 @@ def test_attention_is_to_the_numbers_that_are_stored(name, group, head_dim, dtyp
 
 @on_every_backend("paged_attention")
 def test_a_cache_in_eight_bits_beside_one_that_is_not(backend):
-    arguments, expected = case(*CASES["some queries, two caches"], plain=(1,))
+    arguments, expected = case(*CASES["some queries, two caches"], head_dim=32, plain=(1,))
     assert isinstance(arguments[1][0].k, EightBits)
     assert not isinstance(arguments[1][1].k, EightBits)
     check(implementation("paged_attention", backend)(*arguments, window=WINDOW), expected, 2e-5)
