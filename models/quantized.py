@@ -110,11 +110,19 @@ class QuantizedLinear(nnx.Module):
         return y if bias is None else y + bias.astype(self.dtype)
 
 
-@jax.custom_vjp
 def quantized_product(
     x: Float[Array, "*tokens n"], codes: Num[Array, "*out n"], scale: Float32[Array, "*out"]
 ) -> Float[Array, "*tokens *out"]:
-    """x W^T in the dtype of x; the derivative by x is that of the product with W = codes * scale."""
+    """x W^T in the dtype of x; the derivative by x is that of the product with W = codes * scale.
+
+    Under `jax.shard_map` each device may have other weights: the derivative is then summed over the devices.
+    """
+    axes = jax.typeof(codes).manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying
+    return _product(jax.lax.pcast(x, tuple(axes), to="varying"), codes, scale)
+
+
+@jax.custom_vjp
+def _product(x: Array, codes: Array, scale: Array) -> Array:
     axes = (((x.ndim - 1,), (codes.ndim - 1,)), ((), ()))
     if math.prod(x.shape[:-1]) <= _FEW_TOKENS or jnp.issubdtype(codes.dtype, jnp.integer):
         # XLA converts the weights as fast as it reads them from two rows on.
@@ -130,7 +138,7 @@ def quantized_product(
 
 
 def _forward(x: Array, codes: Array, scale: Array) -> tuple[Array, tuple[Array, Array]]:
-    return quantized_product(x, codes, scale), (codes, scale)
+    return _product(x, codes, scale), (codes, scale)
 
 
 def _backward(weights: tuple[Array, Array], slope: Array) -> tuple[Array, None, None]:
@@ -145,4 +153,4 @@ def _backward(weights: tuple[Array, Array], slope: Array) -> tuple[Array, None, 
     return x, None, None
 
 
-quantized_product.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)

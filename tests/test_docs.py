@@ -181,6 +181,7 @@ ANY_MODEL = [
     "benchmarks",
     "choosing",
     "contexts",
+    "eight-bits",
     "evaluation",
     "kernels",
     "pictures",

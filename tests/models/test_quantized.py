@@ -1,5 +1,7 @@
 """Projections in eight bits: codes and scales, both products, their derivative, and models of them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,8 +103,20 @@ def test_a_decoder_has_projections_in_eight_bits_and_all_else_in_its_dtype(kind)
         assert dtype == wanted.get(name, jnp.bfloat16), parameter.path
 
 
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@pytest.mark.parametrize("name", ["qkv", "o", "gate_up", "down"])
+def test_a_projection_of_many_tokens_is_a_product_of_cublaslt_in_fp8(name):
+    sizes = {"hidden_size": 2048, "intermediate_size": 4096, "num_heads": 16, "num_kv_heads": 4, "head_dim": 128}
+    config = dataclasses.replace(CONFIG, num_layers=1, **sizes)
+    decoder = Decoder(config, dtype=jnp.bfloat16, param_dtype=WEIGHTS["fp8"], rngs=nnx.Rngs(0))
+    layer = decoder.layers[0]
+    linear = getattr(layer.attention if name in ("qkv", "o") else layer.mlp, name)
+    x = jax.ShapeDtypeStruct((8192, linear.codes.shape[-1]), jnp.bfloat16)
+    assert "__cublas$lt$matmul$f8" in jax.jit(linear).lower(x).compile().as_text()
+
+
 def test_products_of_many_tokens_are_products_of_codes():
-    """What is not one of two e4m3 arrays XLA cannot give to cuBLASLt (see `test_eight_bits_gpu`)."""
+    """What is not one of two e4m3 arrays XLA cannot give to cuBLASLt."""
     decoder = Decoder(CONFIG, dtype=jnp.bfloat16, param_dtype=WEIGHTS["fp8"], rngs=nnx.Rngs(0))
     layer, heads = decoder.layers[0], (CONFIG.num_heads, CONFIG.head_dim)
     x, out = (normal(0, 1, 128, *shape, dtype=jnp.bfloat16) for shape in ((CONFIG.hidden_size,), heads))
