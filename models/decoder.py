@@ -198,11 +198,11 @@ class DecoderLayer(nnx.Module):
     ) -> None:
         norm_dtype = _outer_dtype(dtype, param_dtype)
         norm = functools.partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps, param_dtype=norm_dtype)
-        dtypes = {"dtype": dtype, "param_dtype": param_dtype}
+        options |= {"dtype": dtype, "param_dtype": param_dtype}
         self.attention_norm = norm()
-        self.attention = SelfAttention(config, **dtypes, **options)
+        self.attention = SelfAttention(config, **options)
         self.mlp_norm = norm()
-        self.mlp = GatedMLP(config, **dtypes, **options)
+        self.mlp = GatedMLP(config, **options)
         self.chunks = chunks
 
     def __call__(

@@ -145,14 +145,14 @@ def load_checkpoint(
             checksums |= tensor_checksums(parameter, value)
         if head_orders is not None:
             value = reorder_heads(value, parameter, head_orders, mesh)
-        values = [(parameter, value.astype(dtype))]
         if to := quantized.get(parameter.path):
             scale = source.known_scale(parameter, to, head_orders) if weights == "fp8" else None
-            values = list(zip(to, quantize_kernel(value, parameter, to, mesh, scale), strict=True))
+            parts = list(zip(to, quantize_kernel(value, parameter, to, mesh, scale), strict=True))
+        else:
+            parts = [(parameter, value.astype(dtype))]
         del value
-        for each, part in values:
-            part = jax.block_until_ready(settled(part, each, mesh))
-            loaded[each.path] = each.variable.replace(part)
+        for each, part in parts:
+            loaded[each.path] = each.variable.replace(jax.block_until_ready(settled(part, each, mesh)))
     decoder: Decoder = nnx.merge(nnx.graphdef(made), nnx.from_flat_state(loaded))
     if config.tie_embeddings and HEAD in stored:
         _check_tied_head(stored[HEAD].file, decoder, mesh)

@@ -126,8 +126,8 @@ def _product(x: Array, codes: Array, scale: Array) -> Array:
     axes = (((x.ndim - 1,), (codes.ndim - 1,)), ((), ()))
     if math.prod(x.shape[:-1]) <= _FEW_TOKENS or jnp.issubdtype(codes.dtype, jnp.integer):
         # XLA converts the weights as fast as it reads them from two rows on.
-        options = {"few_weights": codes.size + 1, "precision": precision_of(x.dtype)}
-        y = dot_general(x, codes.astype(x.dtype), axes, **options)
+        precision = precision_of(x.dtype)
+        y = dot_general(x, codes.astype(x.dtype), axes, few_weights=codes.size + 1, precision=precision)
         return (y.astype(jnp.float32) * scale).astype(x.dtype)
     x_codes, x_scale = quantize(x, codes.dtype)
     # Bare, with the sum in bfloat16 or float32, or XLA makes no product of e4m3 numbers of it.

@@ -140,8 +140,9 @@ def online_softmax_step(
     A row must have a finite largest score when this returns: see a token of the tile, or have seen one before, or
     begin at one whose product with the scale is exact, a power of two, above MASKED.
     """
-    out, *rest = state
-    (out,), peak, weight = softmax_step_by_parts((q,), ((out,), *rest), (k,), (v,), visible, interpret=interpret)
+    out, peak, weight = state
+    parted = (out,), peak, weight
+    (out,), peak, weight = softmax_step_by_parts((q,), parted, (k,), (v,), visible, interpret=interpret)
     return out, peak, weight
 
 

@@ -131,7 +131,7 @@ def measure(
         run = program_over(mesh, functools.partial(run_steps, backend, layout), (CACHES, SAME, CACHES))
         return functools.partial(run, q, rotation, turns)
 
-    calls = {"empty": call(plans[FULL].layout, ())}
+    calls: dict[Any, Callable[[], Any]] = {"empty": call(plans[FULL].layout, ())}
     for share, dtype in kinds:
         cache = random_cache(plans[share], layer.head_dim, tokens, dtype)
         calls[share, dtype] = call(plans[share].layout, copies_past_l2(cache, cache.num_bytes // num_devices(mesh)))

@@ -270,8 +270,8 @@ def make_weights(
     kv: str | None = None,
 ) -> LM:
     """The model with random weights, once they are there."""
-    start, options = time.perf_counter(), {"max_positions": max_positions, "mesh": mesh, "weights": weights, "kv": kv}
-    lm = random_model(model, jax.random.key(0), layers, **options)
+    start, key = time.perf_counter(), jax.random.key(0)
+    lm = random_model(model, key, layers, max_positions=max_positions, mesh=mesh, weights=weights, kv=kv)
     jax.block_until_ready(lm.params)
     print(f"{place}: weights made in {time.perf_counter() - start:.1f} s", flush=True)
     return lm

@@ -277,7 +277,7 @@ def _load(
     return tuple(load_rows(refs.at[page, slots[:, None], part * width + column], rows) for part in range(len(q)))
 
 
-def _load_exponents(refs: EightBits, page: Array, slots: Array, inside: Array | None) -> Array:
+def _load_exponents(refs: Any, page: Array, slots: Array, inside: Array | None) -> Array:
     """The powers of two of keys or values; those not `inside` have the least."""
     where = refs.exponents.at[page, slots]
     found = where[...] if inside is None else pltriton.load(where, mask=inside, other=LEAST_EXPONENT)

@@ -313,10 +313,11 @@ class PagedCache(PerDevice):
             return dataclasses.replace(self, k=pools[0], v=pools[1])
         pages = [encode(x.reshape(-1, *self.k.shape[1:]), self.k) for x in (kept.k, kept.v)]
         numbers = self._pages_of_selection(layer, kept, pages[0].shape[0])
-        k, v = _with(pools, numbers, pages)
+        pools = _with(pools, numbers, pages)
         table = self.tables[layer][..., : self.kept_columns[layer]]
         most = jnp.sum(table < self.num_pages, axis=-1, dtype=jnp.int32) * self.block_size
-        return dataclasses.replace(self, k=k, v=v, kept=self._with_lengths(layer, jnp.minimum(kept.lengths, most)))
+        lengths = self._with_lengths(layer, jnp.minimum(kept.lengths, most))
+        return dataclasses.replace(self, k=pools[0], v=pools[1], kept=lengths)
 
     def _with_lengths(self, layer: int, lengths: Int[Array, "B Hkv"]) -> tuple[Int[Array, "B Hkv"], ...]:
         return (*self.kept[:layer], lengths, *self.kept[layer + 1 :])
@@ -393,8 +394,8 @@ class PagedCache(PerDevice):
             column < table.shape[-1], jnp.take_along_axis(table, column, axis=-1, mode="clip"), self.num_pages
         )
         kept = kept + jnp.sum(pages < self.num_pages, axis=-1, dtype=jnp.int32)
-        k, v = _with((self.k, self.v), (pages, slot % b), [encode(x, self.k) for x in (k, v)])
-        return dataclasses.replace(self, k=k, v=v, kept=self._with_lengths(layer, kept))
+        pools = _with((self.k, self.v), (pages, slot % b), [encode(x, self.k) for x in (k, v)])
+        return dataclasses.replace(self, k=pools[0], v=pools[1], kept=self._with_lengths(layer, kept))
 
 
 def _at(pools: Any, index: Any) -> Any:
