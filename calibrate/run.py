@@ -27,7 +27,7 @@ from tca_jax.errors import UserError, is_finite_number, least_share, require_typ
 from tca_jax.layer_passes import HEADS, TextPass, attention_program
 from tca_jax.methods.candidates import kept_share
 from tca_jax.methods.config import Criterion, TCAConfig
-from tca_jax.models.quantized import is_quantized
+from tca_jax.models.projections import is_quantized
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 
 _DEFAULT_CONFIG = TCAConfig()

@@ -12,7 +12,6 @@ from typing import Any
 from tca_jax.errors import UserError, UserTypeError
 from tca_jax.models.json_object import read_json_object, refuse_misspelt
 from tca_jax.models.rope import RopeConfig
-from tca_jax.models.stored_quantization import StoredQuantization
 
 # model_type -> the causal language model class that its config.json names
 _ARCHITECTURES = {
@@ -222,7 +221,10 @@ def _family(entries: Mapping[str, Any]) -> str:
 
 def _refuse_unsupported(entries: Mapping[str, Any], family: str) -> None:
     """Options that would change the result and that the decoder does not have."""
-    StoredQuantization.from_hf(entries.get("quantization_config"))
+    if entries.get("quantization_config"):  # few have one
+        from tca_jax.models.stored_quantization import StoredQuantization
+
+        StoredQuantization.from_hf(entries["quantization_config"])
     if entries.get("dual_chunk_attention_config"):
         raise UserError("dual_chunk_attention_config is not supported: remove it to run the model without it")
     activation = entries.get("hidden_act", "silu")

@@ -16,8 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from tca_jax.errors import UserError
 from tca_jax.models.config import ModelConfig
-from tca_jax.models.projections import by_chunks, dot_general, precision_of
-from tca_jax.models.quantized import QuantizedLinear, is_quantized
+from tca_jax.models.projections import QuantizedLinear, by_chunks, dot_general, is_quantized, precision_of
 from tca_jax.models.rope import apply_rope, rope_cos_sin
 
 # (layer, q [B, L, Hq, d], k [B, L, Hkv, d], v [B, L, Hkv, d], state) -> (out [B, L, Hq, d], new state)
@@ -272,7 +271,7 @@ class Decoder(nnx.Module):
         config: The model's shape and options.
         dtype: Dtype of the residual stream and of matrix products. Norms, RoPE and logits are float32 anyway.
         param_dtype: Dtype that the weights are stored in; they are cast to `dtype` where they are used. An eight-bit
-            one is that of projections and MLP, with scales (`models.quantized`); all others are in `dtype`.
+            one is that of projections and MLP, with scales (`models.projections`); all others are in `dtype`.
         chunks: Tokens of the chunks in one step of a layer's loops over tokens; None for `chunk_size(config)`.
         collectives: How to compute with weights that are a shard of a model's; by default they are all weights.
         rngs: Keys of the random initialisation: normal(0.02), projections into the residual stream scaled by

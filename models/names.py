@@ -16,9 +16,9 @@ from jaxtyping import Array
 
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.stored_quantization import SCALE
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+SCALE = "_scale"  # behind the name of a tensor of eight-bit codes: that of their scales
 MODEL = "model"  # the mesh axis that a model's weights are split over
 _WHOLE = PartitionSpec()
 LAYER = re.compile(r"model\.layers\.(\d+)\..*")  # a name of a layer's tensor

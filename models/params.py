@@ -29,7 +29,7 @@ from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import combine, tensor_checksums
 from tca_jax.models.json_object import read_json_object
 from tca_jax.models.names import EMBEDDING, HEAD, LAYER, Parameter, outer_shapes, parameters
-from tca_jax.models.quantized import WEIGHTS
+from tca_jax.models.projections import WEIGHTS
 from tca_jax.models.sharding import HeadOrders, check_mesh, check_orders, reorder_heads, settled
 from tca_jax.models.stored_quantization import (
     CODES,

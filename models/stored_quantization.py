@@ -17,9 +17,8 @@ import numpy as np
 
 from tca_jax.errors import UserError
 from tca_jax.models.json_object import read_json_object
+from tca_jax.models.names import SCALE
 
-#: Behind the name of a tensor of codes: the name of its scales.
-SCALE = "_scale"
 #: How safetensors calls e4m3.
 CODES = "F8_E4M3"
 _SUFFIXES = (SCALE, "_scale_inv")  # of the scales' names; both multiply

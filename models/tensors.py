@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float32
 
 from tca_jax.models.names import MODEL, Layout, Parameter
-from tca_jax.models.quantized import quantize, scale_of
+from tca_jax.models.projections import quantize, scale_of
 from tca_jax.models.sharding import axis_size, by_part, spec_sharding
 
 

@@ -17,8 +17,8 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float32
 
 from tca_jax.errors import Unsupported
-from tca_jax.pallas_kernels.eight_bits import LEAST_EXPONENT, UNPACKED, power_of_two, unpack
 from tca_jax.pallas_kernels.kernel_math import LOG2E
+from tca_jax.pallas_kernels.kv import LEAST_EXPONENT, UNPACKED, power_of_two, unpack
 from tca_jax.pallas_kernels.numerics import MASKED, precision, varying_axes
 
 #: How the one warning begins that this module suppresses.
@@ -196,7 +196,7 @@ def _within_float16(weights: Array, exponents: Array) -> tuple[Array, Array]:
 
 
 def codes_as_float16(words: Array, *, interpret: bool) -> tuple[Array, Array]:
-    """Both halves of the e4m3 codes in words (`eight_bits.EightBits`) as float16 numbers.
+    """Both halves of the e4m3 codes in words (`kv.EightBits`) as float16 numbers.
 
     One instruction converts both codes of a word, one puts the same halves of two words side by side. What XLA makes of
     `unpack` takes four times as many.

@@ -23,7 +23,7 @@ from tca_jax.models.config import ModelConfig, read_config
 from tca_jax.models.json_object import read_json_object, refuse_misspelt
 from tca_jax.models.names import MODEL
 from tca_jax.models.params import load_checkpoint
-from tca_jax.models.quantized import WEIGHTS
+from tca_jax.models.projections import WEIGHTS
 from tca_jax.models.sharding import axis_size, check_mesh
 from tca_jax.models.stored_quantization import read_quantization
 from tca_jax.programs import enable_compilation_cache

@@ -19,7 +19,7 @@ from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.params import save_decoder
 from tca_jax.models.rope import RopeConfig
-from tca_jax.pallas_kernels.eight_bits import decode, empty, encode
+from tca_jax.pallas_kernels.kv import decode, empty, encode
 
 CONFIG = ModelConfig(
     family="llama",

@@ -21,7 +21,7 @@ from tca_jax.lab.benchmarks.layer_mesh import heads_over
 from tca_jax.lab.benchmarks.shares import Share
 from tca_jax.methods.base import CachePolicy
 from tca_jax.models.sharding import DATA, axis_size
-from tca_jax.pallas_kernels.eight_bits import CODES, encode
+from tca_jax.pallas_kernels.kv import CODES, encode
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,7 +67,7 @@ from tca_jax.lab.benchmarks.options import (
 from tca_jax.lab.benchmarks.shares import FULL, BlockSharesOption, Share, check_shares, describe_config
 from tca_jax.loading import check_eight_bits
 from tca_jax.models.sharding import DATA, axis_size, check_mesh
-from tca_jax.pallas_kernels.eight_bits import num_bytes
+from tca_jax.pallas_kernels.kv import num_bytes
 from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.pallas_kernels.paged_attention import paged_attention
 from tca_jax.plots import figures

@@ -23,7 +23,7 @@ from tca_jax.lab.benchmarks.shares import Share
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import MODEL, Parameter, parameters
-from tca_jax.models.quantized import WEIGHTS, largest_code
+from tca_jax.models.projections import WEIGHTS, largest_code
 from tca_jax.models.rope import RopeConfig
 from tca_jax.models.sharding import by_part, check_mesh, parameter_sharding, settled, spec_sharding
 

@@ -28,9 +28,9 @@ from tca_jax.lab.benchmarks.decode_models import decoding_arguments, time_steps
 from tca_jax.lab.benchmarks.mesh_columns import Peaks, held_columns
 from tca_jax.lab.benchmarks.models import random_model, under_share, weight_bytes
 from tca_jax.lab.benchmarks.shares import Share
-from tca_jax.models.quantized import WEIGHTS
+from tca_jax.models.projections import WEIGHTS
 from tca_jax.models.sharding import DATA, axis_size
-from tca_jax.pallas_kernels.eight_bits import num_bytes
+from tca_jax.pallas_kernels.kv import num_bytes
 from tca_jax.programs import Program, results_of
 
 

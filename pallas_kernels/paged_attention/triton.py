@@ -18,7 +18,6 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.errors import Unsupported
-from tca_jax.pallas_kernels.eight_bits import LEAST_EXPONENT, EightBits
 from tca_jax.pallas_kernels.kernel_math import (
     LOG2E,
     divide_up,
@@ -27,7 +26,7 @@ from tca_jax.pallas_kernels.kernel_math import (
     shared_memory,
     streamed_tile,
 )
-from tca_jax.pallas_kernels.kv import Pages
+from tca_jax.pallas_kernels.kv import LEAST_EXPONENT, EightBits, Pages
 from tca_jax.pallas_kernels.numerics import MASKED
 from tca_jax.pallas_kernels.paged_attention.chunks import ChunkPlan, PagedConfig, PageRefs, Span, TableShape, split
 from tca_jax.pallas_kernels.triton_call import (

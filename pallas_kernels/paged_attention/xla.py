@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.pallas_kernels.eight_bits import decode
 from tca_jax.pallas_kernels.kernel_math import divide_up
-from tca_jax.pallas_kernels.kv import Pages
+from tca_jax.pallas_kernels.kv import Pages, decode
 from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, varying_like, weighted_sum
 from tca_jax.pallas_kernels.online_softmax import OnlineSoftmax
 from tca_jax.pallas_kernels.tiles import region_map

@@ -25,8 +25,7 @@ from tca_jax.engine.mesh import HeadShards, PerDevice, part_of_device
 from tca_jax.errors import UserError
 from tca_jax.methods.base import CachePolicy, num_ranked_blocks, per_head
 from tca_jax.methods.regions import Regions
-from tca_jax.pallas_kernels.eight_bits import CODES, Stored, decode, empty, encode, num_bytes
-from tca_jax.pallas_kernels.kv import REGION_ALIGNMENT, Pages, Pool
+from tca_jax.pallas_kernels.kv import CODES, REGION_ALIGNMENT, Pages, Pool, Stored, decode, empty, encode, num_bytes
 from tca_jax.pallas_kernels.numerics import cdiv
 
 

@@ -27,7 +27,7 @@ from tca_jax.errors import UserError
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.rope import RopeConfig
 from tca_jax.models.sharding import DATA, axis_size
-from tca_jax.pallas_kernels.eight_bits import CODES, EightBits, Stored
+from tca_jax.pallas_kernels.kv import CODES, EightBits, Stored
 from tca_jax.persistence import RestoreArrays, absolute_folder, checksum, load_step, save_step
 
 FORMAT_VERSION = 2

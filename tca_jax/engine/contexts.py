@@ -36,7 +36,7 @@ from tca_jax.methods.full import BASELINE
 from tca_jax.methods.registry import describe_method, unknown_types
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
-from tca_jax.pallas_kernels.eight_bits import CODES
+from tca_jax.pallas_kernels.kv import CODES
 from tca_jax.programs import Program, results_of
 
 _Lengths = TypeVar("_Lengths", np.ndarray, jax.Array)

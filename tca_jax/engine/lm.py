@@ -24,7 +24,7 @@ from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import fingerprint
 from tca_jax.models.names import MODEL
-from tca_jax.models.quantized import is_quantized
+from tca_jax.models.projections import is_quantized
 from tca_jax.models.rope import fixed_frequencies
 from tca_jax.models.sharding import (
     axis_size,
@@ -34,7 +34,7 @@ from tca_jax.models.sharding import (
     permute_heads,
     shard_decoder,
 )
-from tca_jax.pallas_kernels.eight_bits import CODES
+from tca_jax.pallas_kernels.kv import CODES
 
 #: What keys and values may be stored in beside the model's own dtype, by the name that users give.
 KV = MappingProxyType({"fp8": CODES})

@@ -20,7 +20,7 @@ from tca_jax.calibration.probe_losses import ReadText
 from tca_jax.calibration.probes import FOLLOWING, ProbedText, Segment
 from tca_jax.calibration.text_losses import TextLosses
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.quantized import WEIGHTS
+from tca_jax.models.projections import WEIGHTS
 
 pytestmark = needs_8_devices
 

@@ -15,8 +15,8 @@ from tiny import CONFIG, TCA, DenseReference, greedy_reference, random_prompt, t
 import tca_jax
 from tca_jax import methods
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.quantized import WEIGHTS
-from tca_jax.pallas_kernels.eight_bits import CODES, EightBits
+from tca_jax.models.projections import WEIGHTS
+from tca_jax.pallas_kernels.kv import CODES, EightBits
 
 UNEQUAL = [[0, 6], [TCA.num_candidates, 3]]
 DOCUMENT, QUESTIONS = random_prompt(0, 101), [random_prompt(1, 21), random_prompt(2, 5)]

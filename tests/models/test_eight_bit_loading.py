@@ -19,7 +19,7 @@ from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import fingerprint
 from tca_jax.models.names import parameters
 from tca_jax.models.params import load_checkpoint, load_decoder, save_decoder
-from tca_jax.models.quantized import quantize
+from tca_jax.models.projections import quantize
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 
 CODES = jnp.dtype(jnp.float8_e4m3fn)

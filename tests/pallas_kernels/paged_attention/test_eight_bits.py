@@ -11,8 +11,7 @@ from cuda_lowering import kernels
 from implementations import implementation, on_every_backend
 from random_pages import attend_to_pages, write_pages
 
-from tca_jax.pallas_kernels.eight_bits import CODES, UNPACKED, EightBits, decode, empty, encode, num_bytes, unpack
-from tca_jax.pallas_kernels.kv import Pages
+from tca_jax.pallas_kernels.kv import CODES, UNPACKED, EightBits, Pages, decode, empty, encode, num_bytes, unpack
 from tca_jax.pallas_kernels.paged_attention import triton
 
 PAGE, WINDOW = 16, 32

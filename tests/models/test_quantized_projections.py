@@ -11,7 +11,7 @@ from tiny import CONFIG
 
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import parameters
-from tca_jax.models.quantized import WEIGHTS, QuantizedLinear, largest_code, quantize, quantized_product
+from tca_jax.models.projections import WEIGHTS, QuantizedLinear, largest_code, quantize, quantized_product
 
 TOKENS = {"few": (3,), "one": (1, 1), "many": (2, 65)}
 
