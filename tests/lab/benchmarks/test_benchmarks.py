@@ -560,3 +560,24 @@ def test_candidates_of_tuning_are_few_and_differ():
     lists += [tune.column_mass_configs(), tune.mosaic_column_mass_configs(), tune.decode_configs(decode_default, 128)]
     for configs in lists:
         assert 4 <= len(set(configs)) == len(configs) <= 9
+
+
+def test_caches_and_weights_in_eight_bits_are_measured_beside_those_in_sixteen(tmp_path):
+    args = [*TINY, "--lengths=512", "--window=128", "--block-shares=0.3", "--repeats=1", "--copy-bytes=1048576"]
+    args += ["--backend=xla", "--out", tmp_path]
+    result = run("end-to-end", *args, "--kept=1", "--new-tokens=4", "--fp8=nothing", "--fp8=both")
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "end-to-end.json").read_text())
+    rows = {(row["fp8"], row["attention"]): row for row in record["rows"]}
+    assert len(rows) == 4
+    for attention in {attention for _, attention in rows}:
+        wide, eight = (rows[stored, attention] for stored in ("nothing", "both"))
+        assert eight["KV GB"] < 0.3 * wide["KV GB"]
+        assert eight["kept"] == pytest.approx(wide["kept"], abs=0.01)
+    assert "`fp8` is what is stored in e4m3" in record["note"]
+    result = run("decode", *args, "--batches=1", "--kv=fp8", "--no-whole")
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
+    assert [row["KV"] for row in rows] == ["bfloat16", "float8_e4m3fn"] * 2
+    assert all(row["error"] == 0 for row in rows)
+    assert rows[1]["KV MB"] < 0.6 * rows[0]["KV MB"]
