@@ -43,8 +43,13 @@ def context(sparse):
     return tca_jax.prefill(sparse, DOCUMENT)
 
 
-@pytest.mark.parametrize("length", [15, 101])
-@pytest.mark.parametrize("candidates", [None, UNEQUAL])
+@pytest.mark.parametrize(
+    ("length", "candidates"),
+    [
+        (101, UNEQUAL),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((15, UNEQUAL), (15, None), (101, None))),
+    ],
+)
 def test_tokens_are_those_of_a_reference_that_stores_keys_and_values_so(full, length, candidates):
     lm = full if candidates is None else with_candidates(full, candidates)
     prompt = random_prompt(length, length)
@@ -59,6 +64,7 @@ def test_the_reference_tells_eight_bits_from_thirty_two(full):
     assert np.abs(logits[0] - logits[1]).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_the_cache_takes_a_quarter_of_that_in_thirty_two_bits(full):
     sizes = [tca_jax.prefill(dataclasses.replace(full, kv=kv), DOCUMENT).stats for kv in ("fp8", None)]
     eight, wide = (each.kv_cache_bytes for each in sizes)
@@ -98,6 +104,7 @@ def test_appending_in_parts_is_appending_at_once(sparse, context):
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.slow
 def test_a_context_of_another_cache_is_refused_by_name(sparse, context):
     wide = dataclasses.replace(sparse, kv=None)
     with pytest.raises(ValueError, match=r"holds float8_e4m3fn and the cache of 'tiny' float32: .*with kv='fp8'"):
@@ -151,6 +158,7 @@ def dequantized(lm: tca_jax.LM) -> tca_jax.LM:
     return tca_jax.LM.from_decoder(nnx.merge(nnx.graphdef(wide), nnx.from_flat_state(flat)), name="tiny")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_few_tokens_see_the_weights_that_codes_stand_for(kind):
     lm = quantized(kind)

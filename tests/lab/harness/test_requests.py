@@ -69,7 +69,7 @@ class Opened:
     def read_profile(self, profile):
         return None if profile is None else PROFILE
 
-    def load(self, profile, dtype):
+    def load(self, profile, **stored):
         return tiny_lm().with_profile(profile)
 
 
