@@ -16,7 +16,7 @@ from jaxtyping import Int32
 
 from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.mesh import HeadShards, Orders, balanced_orders, mesh_name, whole_mesh
-from tca_jax.errors import UserTypeError, require_type
+from tca_jax.errors import UserError, UserTypeError, require_type
 from tca_jax.methods.base import CachePolicy, Method
 from tca_jax.methods.full import BASELINE
 from tca_jax.methods.registry import get
@@ -118,9 +118,11 @@ class LM:
             **fields: Further attributes.
 
         Raises:
-            ValueError: the mesh does not fit the model.
+            ValueError: the mesh does not fit the model, or `kv` is not allowed.
         """
         config = decoder.config
+        if (kv := fields.get("kv")) is not None and kv not in KV:
+            raise UserError(f"kv = {kv!r}: must be one of {list(KV)}, or None")
         if mesh is not None:
             check_mesh(mesh, config, fields.get("name", "the model"))
             mesh = whole_mesh(mesh)

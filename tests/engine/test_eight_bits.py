@@ -190,3 +190,5 @@ def test_it_says_what_it_stores():
     lm = quantized("fp8", kv="fp8")
     assert lm.weights_dtype == lm.cache_dtype == CODES
     assert "kv fp8" in repr(lm)
+    with pytest.raises(tca_jax.UserError, match=r"kv = 'int8': must be one of \['fp8'\], or None"):
+        quantized("fp8", kv="int8")
