@@ -38,7 +38,7 @@ def read_tensor(file: Any, name: str, parameter: Parameter, mesh: Mesh | None) -
             parts[key] = view[index]
         return parts[key]
 
-    shape = parameter.stored_shape(name)
+    shape = view.shape if codes else tuple(view.get_shape())
     return jax.make_array_from_callback(shape, spec_sharding(mesh, parameter.stored_spec), read)
 
 

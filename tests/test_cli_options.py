@@ -81,7 +81,7 @@ def test_fields_become_options_and_come_back_as_what_was_declared():
         given.append((model, running, last))
 
     assert list(inspect.signature(command).parameters) == [
-        *("model", "profile", "method", "dtype", "mesh", "backend"),
+        *("model", "profile", "method", "dtype", "weights", "kv", "mesh", "backend"),
         "last",
     ]
     command("m", method="full", last=4)
