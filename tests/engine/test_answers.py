@@ -56,6 +56,7 @@ def test_under_full_attention_an_answer_is_as_likely_as_the_end_of_one_text(full
         np.testing.assert_allclose(got[0], text[len(prompt) - 1 :], atol=2e-4)
 
 
+@pytest.mark.slow
 def test_answers_behind_a_context_have_the_log_probabilities_of_answers_from_it(sparse):
     context = tca_jax.prefill(sparse, random_prompt(4, 101))
     questions = [random_prompt(5, 3), random_prompt(6, 12)]

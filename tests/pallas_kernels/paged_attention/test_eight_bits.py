@@ -96,10 +96,15 @@ def check(actual, expected, tolerance):
 
 @on_every_backend("paged_attention")
 @pytest.mark.parametrize(
-    ("group", "head_dim", "dtype", "tolerance"),
-    [(1, 64, jnp.float32, 2e-5), (4, 128, jnp.bfloat16, 2e-2), (7, 64, jnp.float16, 5e-3)],
+    ("name", "group", "head_dim", "dtype", "tolerance"),
+    [
+        ("decoding rows of unequal age", 1, 64, jnp.float32, 2e-5),
+        ("decoding rows of unequal age", 4, 128, jnp.bfloat16, 2e-2),
+        ("some queries, two caches", 7, 64, jnp.float16, 5e-3),
+        ("a whole block", 4, 128, jnp.bfloat16, 2e-2),
+        ("a whole block", 1, 64, jnp.float32, 2e-5),
+    ],
 )
-@pytest.mark.parametrize("name", CASES)
 def test_attention_is_to_the_numbers_that_are_stored(name, group, head_dim, dtype, tolerance, backend):
     arguments, expected = case(*CASES[name], group=group, head_dim=head_dim, dtype=dtype)
     out, lse = implementation("paged_attention", backend)(*arguments, window=WINDOW)
