@@ -240,6 +240,7 @@ def test_a_context_in_host_memory_answers_as_it_did(sparse, context):
     assert tca_jax.generate(sparse, QUESTIONS, context=back, **OPTIONS).stats.compile_seconds == 0.0
 
 
+@pytest.mark.slow
 def test_documents_of_one_bucket_are_appended_to_by_one_program(sparse):
     documents = [tca_jax.prefill(sparse, random_prompt(tokens, tokens)) for tokens in (131, 139)]  # their pages run out
     longer = [tca_jax.prefill(sparse, QUESTIONS[0], context=document) for document in documents]

@@ -151,6 +151,7 @@ def opened(model, prompts, fed):
 
 
 @pytest.mark.parametrize("piece", [8, 24, 2048])
+@pytest.mark.slow
 def test_with_dense_heads_appended_tokens_have_the_log_probabilities_of_one_long_prompt(lm, piece, monkeypatch):
     monkeypatch.setattr(extend_module, "_PIECE_TOKENS", piece)
     model = with_candidates(lm, [[DENSE, DENSE]] * 2)

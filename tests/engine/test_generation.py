@@ -56,6 +56,7 @@ def test_a_window_longer_than_prompt_and_answer_is_full_attention(lm):
     )
 
 
+@pytest.mark.slow
 def test_all_dense_candidates_are_full_attention(lm):
     model = with_candidates(lm, [[DENSE] * 2] * 2)
     prompt = random_prompt(8, 130)

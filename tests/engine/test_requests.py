@@ -45,6 +45,7 @@ def test_samples_of_a_prompt_are_what_rows_of_that_prompt_give(lm):
     assert samples.stats.kept_share == pytest.approx(rows.stats.kept_share)
 
 
+@pytest.mark.slow
 def test_samples_read_their_prompt_once(lm, monkeypatch):
     seen = []
     prepare = request_module._prefill.prepare
@@ -85,6 +86,7 @@ def test_a_number_of_likeliest_tokens_that_there_is_not_is_refused(lm, number):
         generate(lm, random_prompt(3, 40), logprobs=number)
 
 
+@pytest.mark.slow
 def test_log_probabilities_end_where_the_answer_does(lm):
     prompts = [random_prompt(4, 40), random_prompt(5, 30)]
     free = tca_jax.generate(lm, prompts, max_new_tokens=9, stop_token_ids=())

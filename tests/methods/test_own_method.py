@@ -73,6 +73,7 @@ def test_what_it_keeps_depends_on_layer_head_and_data():
     assert len({int(count[0, 0]) for count in counts}) > 1
 
 
+@pytest.mark.slow
 def test_it_joins_other_methods_and_takes_options(lm):
     prompt = "abc " * 30
     answers = {

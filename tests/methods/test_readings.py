@@ -164,6 +164,7 @@ def test_the_tokens_of_a_text_are_scored_as_its_heads_read_it(lm):
     assert np.abs(scored - tca_jax.score(lm, ids).logprobs[0]).max() > 0.05
 
 
+@pytest.mark.slow
 def test_questions_behind_a_context_see_all_that_its_heads_keep_however_they_have_read(lm):
     document, part, question = random_prompt(1, 75), random_prompt(2, 19), random_prompt(3, 6)
     model = under(lm, MIXED)
