@@ -146,6 +146,7 @@ class _Placing:
         self.out_info = executable.out_info
 
     def as_text(self) -> str:
+        """The compiled program."""
         return self._executable.as_text()
 
     def memory_analysis(self) -> Any:

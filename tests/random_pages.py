@@ -74,3 +74,9 @@ def attend_to_pages(q, written, first, newest, *, page, window):
         lse[row, column, head] = np.logaddexp.reduce(scores)
         out[row, column, head] = np.exp(scores - lse[row, column, head]) @ v
     return out, lse
+
+
+def check_attention(actual, expected, tolerance=1e-5):
+    """Output and log-sum-exp, held to a tenth of the output's tolerance, against those of `attend_to_pages`."""
+    np.testing.assert_allclose(np.asarray(actual[0], np.float64), expected[0], atol=tolerance, rtol=tolerance)
+    np.testing.assert_allclose(actual[1], expected[1], rtol=max(1e-5, tolerance / 10), atol=max(1e-5, tolerance / 10))

@@ -94,12 +94,12 @@ def paged_attention(
     batch, queries, q_heads, head_dim = q.shape
     stored = [x for cache in caches for x in (cache.k, cache.v) if not isinstance(x, EightBits)]
     check_supported("paged_attention", head_dim, q, *stored)
-    if len(stored) < 2 * len(caches) and head_dim < _LEAST_EIGHT_BITS:
+    eight_bits = any(isinstance(cache.k, EightBits) for cache in caches)
+    if eight_bits and head_dim < _LEAST_EIGHT_BITS:
         raise Unsupported(f"paged_attention on Triton: head dimension {head_dim}: must be 32 or more in eight bits")
     page, group = caches[0].page_size, q_heads // caches[0].table.shape[1]
     if page < _SMALLEST_PAGE or page & (page - 1):
         raise Unsupported(f"paged_attention on Triton: pages of {page}: must be a power of two from {_SMALLEST_PAGE}")
-    eight_bits = any(isinstance(cache.k, EightBits) for cache in caches)
     config = config or default_config(queries * group, head_dim, page, q.dtype, batch, eight_bits=eight_bits)
     plan = ChunkPlan.make(caches, config, batch=batch, queries=queries, group=group, window=window)
     rows, refs = batch * queries * q_heads, tuple(PageRefs.of(cache) for cache in caches)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cuda_lowering import kernels
 from implementations import implementation, on_every_backend
-from random_pages import attend_to_pages, write_pages
+from random_pages import attend_to_pages, check_attention, write_pages
 
 from tca_jax.pallas_kernels.kv import CODES, UNPACKED, EightBits, Pages, decode, empty, encode, num_bytes, unpack
 from tca_jax.pallas_kernels.paged_attention import triton
@@ -89,11 +89,6 @@ def case(first, newest, columns, caches, *, group=2, head_dim=16, dtype=jnp.floa
     return (q, tuple(cache.pages for cache in written), jnp.array(first), jnp.array(newest)), expected
 
 
-def check(actual, expected, tolerance):
-    np.testing.assert_allclose(np.asarray(actual[0], np.float64), expected[0], atol=tolerance, rtol=tolerance)
-    np.testing.assert_allclose(actual[1], expected[1], atol=max(1e-5, tolerance / 10), rtol=max(1e-5, tolerance / 10))
-
-
 @on_every_backend("paged_attention")
 @pytest.mark.parametrize(
     ("name", "group", "head_dim", "dtype", "tolerance"),
@@ -109,7 +104,7 @@ def test_attention_is_to_the_numbers_that_are_stored(name, group, head_dim, dtyp
     arguments, expected = case(*CASES[name], group=group, head_dim=head_dim, dtype=dtype)
     out, lse = implementation("paged_attention", backend)(*arguments, window=WINDOW)
     assert out.dtype == dtype
-    check((out, lse), expected, tolerance)
+    check_attention((out, lse), expected, tolerance)
 
 
 @on_every_backend("paged_attention")
@@ -117,7 +112,7 @@ def test_a_cache_in_eight_bits_beside_one_that_is_not(backend):
     arguments, expected = case(*CASES["some queries, two caches"], head_dim=32, plain=(1,))
     assert isinstance(arguments[1][0].k, EightBits)
     assert not isinstance(arguments[1][1].k, EightBits)
-    check(implementation("paged_attention", backend)(*arguments, window=WINDOW), expected, 2e-5)
+    check_attention(implementation("paged_attention", backend)(*arguments, window=WINDOW), expected, 2e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

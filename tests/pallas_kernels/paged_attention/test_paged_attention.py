@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from implementations import implementation, on_every_backend
-from random_pages import attend_to_pages, write_pages
+from random_pages import attend_to_pages, check_attention, write_pages
 
 from tca_jax.pallas_kernels.paged_attention import paged_attention
 
@@ -50,11 +50,6 @@ CASES = {
 }
 
 
-def _check(actual, expected, tolerance=1e-5):
-    np.testing.assert_allclose(np.asarray(actual[0], np.float64), expected[0], atol=tolerance, rtol=tolerance)
-    np.testing.assert_allclose(actual[1], expected[1], rtol=max(1e-5, tolerance / 10), atol=max(1e-5, tolerance / 10))
-
-
 def _case(first, newest, columns, caches, *, group=2, head_dim=16, outside=50.0, dtype=jnp.float32, seed=0):
     rng = np.random.default_rng(seed)
     kv_heads = len(caches[0][0][0])
@@ -69,7 +64,7 @@ def _case(first, newest, columns, caches, *, group=2, head_dim=16, outside=50.0,
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_equals_the_definition(case, backend):
     arguments, expected = _case(*case)
-    _check(implementation("paged_attention", backend)(*arguments, window=WINDOW), expected)
+    check_attention(implementation("paged_attention", backend)(*arguments, window=WINDOW), expected)
 
 
 @on_every_backend("paged_attention")
@@ -87,7 +82,7 @@ def test_groups_dimensions_and_types(case, group, head_dim, dtype, tolerance, ba
     arguments, expected = _case(*CASES[case], group=group, head_dim=head_dim, dtype=dtype)
     out, lse = implementation("paged_attention", backend)(*arguments, window=WINDOW)
     assert out.dtype == dtype
-    _check((out, lse), expected, tolerance)
+    check_attention((out, lse), expected, tolerance)
 
 
 @on_every_backend("paged_attention")
