@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tca_jax.models.config import ModelConfig
+
 MAX_POSITIONS = 32  # small, so that dynamic RoPE grows within a test
 
 ROPE_SCALING: dict[str, dict[str, Any] | None] = {
@@ -82,3 +84,10 @@ def cached_attention() -> Callable[..., Callable[..., Any]]:
         return attention
 
     return make
+
+
+@pytest.fixture
+def four_kv_heads(config_entries: Callable[..., dict[str, Any]]) -> ModelConfig:
+    """Every kind of parameter but the QK norm, for meshes; a vocabulary that no number of devices divides."""
+    entries = config_entries("llama", attention_bias=True, mlp_bias=True, num_attention_heads=8, num_key_value_heads=4)
+    return ModelConfig.from_hf(entries)

@@ -45,10 +45,8 @@ FORMATS = {
 
 
 @pytest.fixture
-def config(config_entries: Any) -> ModelConfig:
-    """Every kind of parameter but the QK norm; four KV heads, for meshes."""
-    entries = config_entries("llama", attention_bias=True, mlp_bias=True, num_attention_heads=8, num_key_value_heads=4)
-    return ModelConfig.from_hf(entries)
+def config(four_kv_heads: ModelConfig) -> ModelConfig:
+    return four_kv_heads
 
 
 def make(config: ModelConfig) -> Decoder:
