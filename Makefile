@@ -45,7 +45,7 @@ test-slow: $(VENV)/.installed-dev  ## the tests of several features together, wh
 	$(PYTEST) -m slow
 
 test-versions:  ## all tests, with the oldest JAX on Python 3.11 and with the newest on Python 3.12; both must be there
-	$(MAKE) test test-slow VENV=.venv-oldest PYTHON=python3.11 JAX="jax==0.10.0"
+	$(MAKE) test test-slow VENV=.venv-oldest PYTHON=python3.11 JAX="jax==0.10.2"
 	$(MAKE) test test-slow VENV=.venv-newest PYTHON=python3.12 JAX="jax>=0.12"
 
 package: $(VENV)/.installed-dev  # the package as it installs, for tools that follow its imports

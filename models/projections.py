@@ -27,6 +27,8 @@ WEIGHTS = MappingProxyType({"fp8": jnp.dtype(jnp.float8_e4m3fn), "int8": jnp.dty
 
 # Tokens up to which weights are converted inside of a product. On an H200 a product of e4m3 numbers overtakes it there.
 _FEW_TOKENS = 64
+# What XLA does by default, but by name: it then asks cuBLASLt alone, and does not compile slower kernels for 50 s.
+_CUBLASLT = jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
 _LEAST_SCALE = 1e-30  # of vectors of zeros, too: its inverse is finite
 _FEW_WEIGHTS = 10_000_000  # with fewer, XLA computes a vector's product as a sum of elementwise products
 
@@ -228,7 +230,10 @@ def _product(x: Array, codes: Array, scale: Array) -> Array:
     x_codes, x_scale = quantize(x, codes.dtype)
     # Bare, with the sum in bfloat16 or float32, or XLA makes no product of e4m3 numbers of it.
     wide = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
-    y = jax.lax.dot_general(x_codes, codes, axes, preferred_element_type=wide)
+    product = functools.partial(jax.lax.dot_general, dimension_numbers=axes, preferred_element_type=wide)
+    y = jax.lax.platform_dependent(
+        x_codes, codes, cuda=functools.partial(product, precision=_CUBLASLT), default=product
+    )
     scales = x_scale.reshape(*x_scale.shape, *(1 for _ in scale.shape)) * scale
     return (y.astype(jnp.float32) * scales).astype(x.dtype)
 

@@ -312,9 +312,12 @@ def _take_heads(x: Array, wanted: Array, heads: Array, axis: int) -> Array:
 
 
 @functools.lru_cache(maxsize=8)
-def abstract_parameters(config: ModelConfig, param_dtype: Any = jnp.bfloat16) -> tuple[Parameter, ...]:
+def abstract_parameters(
+    config: ModelConfig, param_dtype: Any = jnp.bfloat16, dtype: Any = jnp.bfloat16
+) -> tuple[Parameter, ...]:
     """Every parameter of a decoder of this shape, without values; cached, because many layers take seconds."""
-    return tuple(parameters(nnx.eval_shape(lambda: Decoder(config, param_dtype=param_dtype, rngs=nnx.Rngs(0)))))
+    dtypes = {"dtype": dtype, "param_dtype": param_dtype}
+    return tuple(parameters(nnx.eval_shape(lambda: Decoder(config, **dtypes, rngs=nnx.Rngs(0)))))
 
 
 def _by_parameter(config: ModelConfig, param_dtype: DTypeLike, function: Callable[[Parameter], Any]) -> Any:

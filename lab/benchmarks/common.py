@@ -361,24 +361,32 @@ def plot_line(
 
 
 def plot_bars(rows: Sequence[Mapping[str, Any]], panels: Mapping[str, str], title: str, path: Path) -> None:
-    """Columns of whole models, a panel each under its label: a group of bars a model and length, a bar an attention."""
-    groups = list(group_rows(rows, "model", "tokens"))
+    """Columns of whole models, a panel each under its label: a group of bars a model, length and storage (column `fp8`,
+    where there is one), a bar an attention."""
+    grouped = [column for column in ("model", "tokens", "fp8") if column in rows[0]]
+    groups = list(group_rows(rows, *grouped))
     attentions = list(dict.fromkeys(row["attention"] for row in rows))
     width = 0.8 / len(attentions)
     figure = Figure(figsize=(4.5 * len(panels), 4.5), dpi=150, layout="constrained")
     for axes, (column, label) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         for shift, attention in enumerate(attentions):
-            values = {(row["model"], row["tokens"]): row[column] for row in rows if row["attention"] == attention}
+            drawn = [row for row in rows if row["attention"] == attention]
+            values = {tuple(row[name] for name in grouped): row[column] for row in drawn}
             places = [groups.index(group) + shift * width for group in values]
             axes.bar_label(axes.bar(places, list(values.values()), width, label=attention), fmt=_cell, fontsize=8)
         middles = np.arange(len(groups)) + (len(attentions) - 1) * width / 2
         axes.set_xlim(middles[0] - 0.75, middles[-1] + 0.75)  # a bar alone is not as wide as its panel
         axes.margins(y=0.12)
-        axes.set_xticks(middles, [f"{model}\n{tokens:,} tokens" for model, tokens in groups])
+        axes.set_xticks(middles, [_group_label(*group) for group in groups])
         axes.set_title(label)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(attentions), fontsize=8)
     figure.suptitle(title)
     figures.write(figure, path)
+
+
+def _group_label(model: str, tokens: int, fp8: str | None = None) -> str:
+    """Three lines under a group of bars, or two."""
+    return "\n".join([model, f"{tokens:,} tokens", *([] if fp8 is None else [f"{fp8} in fp8"])])
 
 
 def token_axis(axes: Any, tokens: Sequence[int], label: str) -> None:

@@ -5,6 +5,7 @@ tca-jax bench end-to-end --lengths 1048576 --models qwen2.5-7b --kept 0.185 --ne
 tca-jax bench end-to-end --models llama3.1-8b --block-shares 0.05:0.25 --new-tokens 8 --no-compilation
 tca-jax bench end-to-end --models llama3.1-8b --block-shares 0.05:0.25 --fetching 16 --new-tokens 1  # reading
 tca-jax bench end-to-end --models llama3.1-8b --fp8 nothing --fp8 weights --fp8 both --block-shares 0.05:0.25
+tca-jax bench end-to-end --models llama3.1-70b --fp8 both --block-shares 0.05:0.25 --no-full    # on one H200
 tca-jax bench end-to-end --models llama3.1-8b --mesh 1x4        # the model on four devices
 tca-jax bench end-to-end --models llama3.1-8b --mesh 1x1 --mesh 1x2 --mesh 1x4     # on one, two and four
 """
@@ -225,6 +226,7 @@ def main(
     ] = None,
     shares: BlockSharesOption = None,
     fetching: FetchingOption = None,
+    full: Annotated[bool, typer.Option(help="Measure full attention too, which speed-ups are over.")] = True,
     new_tokens: Annotated[
         int, typer.Option(help="Tokens of an answer, at least 4; or 1: prompts are only read.", min=1)
     ] = 192,
@@ -248,6 +250,9 @@ def main(
     lengths = lengths or [2**17]
     whole_models, config = find_layers(models), tca_config(window)
     kept, shares = kept or [FULL.cache, *(() if shares else (0.185, 0.39))], shares or []
+    kept = [share for share in kept if full or share != FULL.cache]
+    if not kept and not shares:
+        raise UserError("--no-full: nothing is left to measure; give --kept below 1 or --block-shares")
     check_shares([Share(share) for share in kept if share != FULL.cache], "--kept")
     check_shares(shares)
     if 1 < new_tokens < _LEAST_STEPS:
@@ -305,7 +310,8 @@ def main(
     if len(meshes) > 1:
         plot_meshes(with_speed_ups(rows), title, out / f"{name}.png")
     else:
-        panels = {column: label for column, label in PANELS.items() if column in rows[0]}
+        panels = PANELS | ({"peak GB": "most memory of a program, GB"} if fp8 else {})
+        panels = {column: label for column, label in panels.items() if column in rows[0]}
         plot_bars(rows, panels, title, out / f"{name}.png")
 
 

@@ -18,6 +18,8 @@ from tca_jax.plots import figures
 
 #: Columns of times, and those of how many times as fast they are as on the first mesh.
 SPEED_UPS = {"TTFT s": "TTFT over first mesh", "ms/token": "ms/token over first mesh"}
+#: Columns that rows of one line of the plot share, where they are.
+_COMPARED = ("model", "fp8", "tokens", "attention")
 _PANELS = {
     "TTFT over first mesh": "times as fast to the first token",
     "ms/token over first mesh": "times as fast per further token",
@@ -29,7 +31,9 @@ def held_columns(lm: LM, batch: int, tokens: int, new_tokens: int) -> dict[str, 
     """What every device of a model's mesh holds, in GB, and that over its even share."""
     assert lm.mesh is not None
     sizes = lm.config, lm.method.cache, lm.mesh, batch, tokens, new_tokens
-    return {"held GB": held_by_device(*sizes).all / 1e9, "over even share": over_even_share(*sizes)}
+    stored = {"weights": lm.weights_dtype, "kv": lm.cache_dtype}
+    held, share = (function(*sizes, **stored) for function in (held_by_device, over_even_share))
+    return {"held GB": held.all / 1e9, "over even share": share}
 
 
 class Peaks:
@@ -59,7 +63,7 @@ def with_speed_ups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     first: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     found = []
     for row in rows:
-        one = first.setdefault((row["model"], row["tokens"], row["attention"]), row)
+        one = first.setdefault(tuple(row.get(column) for column in _COMPARED), row)
         speed_ups = {name: one[column] / row[column] for column, name in SPEED_UPS.items() if column in row}
         found.append({**row, **speed_ups})
     return found
@@ -69,20 +73,22 @@ def plot_meshes(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> No
     """Speed over the first mesh and memory of a device by mesh: a line a model, length and attention."""
     meshes = list(dict.fromkeys(row["mesh"] for row in rows))
     devices = [int(np.prod([int(size) for size in mesh.split("x")])) for mesh in meshes]
+    compared = [column for column in _COMPARED if column in rows[0]]
     attentions = list(dict.fromkeys(row["attention"] for row in rows))
-    places, colors = list(group_rows(rows, "model", "tokens")), figures.palette(len(attentions))
+    places, colors = list(group_rows(rows, *compared[:-1])), figures.palette(len(attentions))
     panels = {column: label for column, label in _PANELS.items() if column in rows[0]}
     figure = Figure(figsize=(4.5 * len(panels), 4.5), dpi=150, layout="constrained")
     for axes, (column, label) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
-        for (model, tokens, attention), line in group_rows(rows, "model", "tokens", "attention").items():
+        for (*place, attention), line in group_rows(rows, *compared).items():
+            model, *stored, tokens = place
             axes.plot(
                 [meshes.index(row["mesh"]) for row in line],
                 [row[column] for row in line],
                 marker="o",
                 color=colors[attentions.index(attention)],
                 clip_on=False,
-                linestyle=("-", "--", ":", "-.")[places.index((model, tokens)) % 4],
-                label=f"{model}, {tokens:,} tokens, {attention}",
+                linestyle=("-", "--", ":", "-.")[places.index(tuple(place)) % 4],
+                label=", ".join([model, *(f"{kind} in fp8" for kind in stored), f"{tokens:,} tokens", attention]),
             )
         if column in SPEED_UPS.values():
             ideal = [count / devices[0] for count in devices]

@@ -7,6 +7,7 @@ import math
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
 
 from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.mesh import HeadShards, balanced_orders
@@ -41,8 +42,11 @@ def held_by_device(
     batch: int,
     prompt_tokens: int,
     new_tokens: int,
+    *,
+    weights: DTypeLike | None = None,
+    kv: DTypeLike | None = None,
 ) -> Held:
-    """What every device of a mesh holds of a model in its own dtype.
+    """What every device of a mesh holds of a model.
 
     Args:
         config: The model's shape.
@@ -51,6 +55,8 @@ def held_by_device(
         batch: Rows, a multiple of the devices on "data".
         prompt_tokens: Padded prompt length.
         new_tokens: Most tokens of an answer.
+        weights: What projections are stored in; None for the model's own dtype.
+        kv: What caches are stored in; None for the model's own dtype.
 
     Raises:
         ValueError: the mesh does not fit the model.
@@ -64,7 +70,7 @@ def held_by_device(
         heads = HeadShards(devices, orders)
     sizes = c.num_layers, c.num_kv_heads, batch // axis_size(mesh, DATA), prompt_tokens, new_tokens - 1
     layout = CacheLayout.plan(policy, *sizes, heads)
-    return Held(_weight_elements(config, mesh) * dtype.itemsize, layout.num_bytes(c.head_dim, dtype))
+    return Held(_weight_bytes(config, mesh, weights or dtype), layout.num_bytes(c.head_dim, kv or dtype))
 
 
 def over_even_share(
@@ -74,22 +80,29 @@ def over_even_share(
     batch: int,
     prompt_tokens: int,
     new_tokens: int,
+    *,
+    weights: DTypeLike | None = None,
+    kv: DTypeLike | None = None,
 ) -> float:
     """What a device holds over its even share: weights are shared by "model", caches by all devices. 1 is perfect.
 
     More than that are norms, which every device holds, and room in caches, which are as large on all devices as on the
     one that needs most. Arguments and errors are those of `held_by_device`.
     """
-    alone = held_by_device(config, policy, None, batch, prompt_tokens, new_tokens)
-    shared = held_by_device(config, policy, mesh, batch, prompt_tokens, new_tokens)
+    alone, shared = (
+        held_by_device(config, policy, devices, batch, prompt_tokens, new_tokens, weights=weights, kv=kv)
+        for devices in (None, mesh)
+    )
     model, data = axis_size(mesh, MODEL), axis_size(mesh, DATA)
     return shared.all / (alone.weights / model + alone.caches / (model * data))
 
 
-def _weight_elements(config: ModelConfig, mesh: Mesh | AbstractMesh | None) -> int:
-    """Numbers in the parts of all weights that a device holds."""
-    found = abstract_parameters(config)
-    shapes = {each.path: tuple(each.variable.shape) for each in found}
-    if mesh is not None:
-        shapes = {each.path: parameter_sharding(each, mesh).shard_shape(shapes[each.path]) for each in found}
-    return sum(map(math.prod, shapes.values()))
+def _weight_bytes(config: ModelConfig, mesh: Mesh | AbstractMesh | None, stored: DTypeLike) -> int:
+    """Bytes of the parts of all weights that a device holds."""
+    dtype = jnp.dtype(config.dtype_name)
+    total = 0
+    for parameter in abstract_parameters(config, jnp.dtype(stored), dtype):
+        shape = tuple(parameter.variable.shape)
+        part = shape if mesh is None else parameter_sharding(parameter, mesh).shard_shape(shape)
+        total += math.prod(part) * parameter.variable.dtype.itemsize
+    return total

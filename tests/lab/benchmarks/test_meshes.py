@@ -11,10 +11,12 @@ from meshes import lm_of, mesh_of
 from tiny import TCA
 
 import tca_jax
+from tca_jax.engine.lm import KV
 from tca_jax.lab.benchmarks.meshes import held_by_device, over_even_share
 from tca_jax.lab.benchmarks.models import config_of, random_model
 from tca_jax.lab.benchmarks.shares import FULL, Share
 from tca_jax.models.names import parameters
+from tca_jax.models.projections import WEIGHTS
 from tca_jax.models.sharding import parameter_sharding
 
 FOUR = AbstractMesh((1, 4), ("data", "model"))
@@ -48,6 +50,16 @@ def test_a_large_model_has_the_bytes_of_its_name():
     held = held_by_device(config_of("llama3.1-70b"), policy_of(config_of("llama3.1-70b"), FULL), None, 1, 2**17, 128)
     assert held.weights == pytest.approx(2 * 70.55e9, rel=1e-3)
     assert held.caches == pytest.approx(2 * 2 * 80 * 8 * 128 * 2**17, rel=2e-3)
+
+
+def test_eight_bits_halve_all_but_embedding_head_and_norms():
+    config, sizes = config_of("llama3.1-70b"), (None, 1, 2**17, 128)
+    policy = policy_of(config, FULL)
+    wide = held_by_device(config, policy, *sizes)
+    eight = held_by_device(config, policy, *sizes, weights=WEIGHTS["fp8"], kv=KV["fp8"])
+    outer = 2 * 2 * config.vocab_size * config.hidden_size
+    assert eight.weights - outer == pytest.approx((wide.weights - outer) / 2, rel=1e-3)
+    assert eight.caches == pytest.approx(wide.caches * 129 / 256, rel=1e-3)
 
 
 @pytest.mark.parametrize("tokens", [2**17, 2**20])
