@@ -50,13 +50,15 @@ CASES = {
 }
 
 
-def _case(first, newest, columns, caches, *, group=2, head_dim=16, outside=50.0, dtype=jnp.float32, seed=0):
+def _case(
+    first, newest, columns, caches, *, group=2, head_dim=16, outside=50.0, dtype=jnp.float32, seed=0, window=WINDOW
+):
     rng = np.random.default_rng(seed)
     kv_heads = len(caches[0][0][0])
     options = {"page": PAGE, "head_dim": head_dim, "outside": outside, "dtype": dtype}
     written = [write_pages(rng, kept, windows, **options) for kept, windows in caches]
     q = jnp.asarray(rng.standard_normal((len(first), columns, kv_heads * group, head_dim)), dtype)
-    expected = attend_to_pages(q, written, first, newest, page=PAGE, window=WINDOW)
+    expected = attend_to_pages(q, written, first, newest, page=PAGE, window=window)
     return (q, tuple(cache.pages for cache in written), jnp.array(first), jnp.array(newest)), expected
 
 
@@ -102,6 +104,11 @@ def test_window_wider_than_all_that_is_held():
     wide = paged_attention(*arguments, window=2**20)
     for actual, expected in zip(wide, paged_attention(*arguments, window=WINDOW), strict=True):
         np.testing.assert_array_equal(actual, expected)
+
+
+def test_a_window_of_one_page():
+    arguments, expected = _case(*CASES["decoding rows of unequal age"], window=PAGE)
+    check_attention(paged_attention(*arguments, window=PAGE), expected)
 
 
 def test_wrong_shapes_and_sizes_are_refused():
