@@ -47,6 +47,42 @@ def cake_preference(q, k, observation, tau1, tau2):
     return entropy ** (1 / tau1) * attention.var(axis=2, ddof=1).sum() ** (1 / tau2)
 
 
+def keydiff_scores(k):
+    """1 less the cosine of each key and the mean of all keys at length 1."""
+    units = k / np.linalg.norm(k, axis=-1, keepdims=True)
+    anchors = units.mean(axis=0)
+    return np.array([1 - units[:, h] @ anchor / np.linalg.norm(anchor) for h, anchor in enumerate(anchors)])
+
+
+def tova_scores(q, k):
+    attention = observed(q, k, 1)[:, :, 0]
+    return np.broadcast_to(attention.mean(axis=(0, 1)), (len(attention), attention.shape[-1]))
+
+
+def h2o_scores(q, k, average):
+    """Column sums of the whole attention, or their means over the queries that see the token."""
+    length = len(k)
+    attention = observed_by_all(q, k).sum(axis=2)
+    return (attention / np.arange(length, 0, -1) if average else attention).mean(axis=1)
+
+
+def observed_by_all(q, k):
+    """Attention of all queries on all tokens, [Hkv, G, L, L]."""
+    group = q.shape[1] // k.shape[1]
+    heads = [oracle.probabilities(q[:, h], k[:, h // group]) for h in range(q.shape[1])]
+    return np.array(heads).reshape(k.shape[1], group, len(q), len(k))
+
+
+def pyramidkv_budget(layer, layers, mean, ranked, window, beta):
+    """Tokens of a layer, as the authors' code has them but for rounding."""
+    if ranked + window < 2 * mean:
+        return mean
+    most, least = 2 * mean - mean / beta, mean / beta
+    if most >= ranked:
+        most, least = ranked, 2 * mean - ranked
+    return round(most - layer * (most - least) / (layers - 1))
+
+
 def rotation(position, frequencies, factor=1.0):
     """RoPE of one position as a matrix [d, d]."""
     cos, sin = (np.diag(f(position * np.asarray(frequencies, np.float64))) for f in (np.cos, np.sin))

@@ -209,7 +209,7 @@ class LM:
         elif options:
             raise UserTypeError(f"options {sorted(options)} go with a method's name; {method.name!r} is made already")
         method.validate_for(self.config.num_layers, self.config.num_kv_heads)
-        method = method.for_rope(fixed_frequencies(self.config.head_dim, self.config.rope))
+        method = method.for_model(self.config.num_layers, fixed_frequencies(self.config.head_dim, self.config.rope))
         return self._deal_heads(method.cache)._with(method=method)
 
     def _deal_heads(self, policy: CachePolicy) -> LM:

@@ -53,7 +53,7 @@ class HeadShards:
     def heads(self, layer: int) -> Heads:
         """The heads of the device that runs a program, inside of one."""
         of_devices = np.asarray(self.order[layer], np.int32).reshape(self.devices, -1)
-        return Heads(part_of_device(of_devices), tuple(map(tuple, of_devices.tolist())))
+        return Heads(part_of_device(of_devices), tuple(map(tuple, of_devices.tolist())), MODEL)
 
     def by_device(self, layer: int, values: Sequence[int] | np.ndarray) -> Int[np.ndarray, "devices Hkv"]:
         """A number for each KV head, by the device that has the head and its place there."""

@@ -45,10 +45,12 @@ class Heads:
         numbers: Of each head, its number in the model, `[Hkv]`: a NumPy array where it is known before a program runs,
             data where devices of a mesh run the program with heads of their own.
         of_devices: The same of every device, `[devices][Hkv]`, static; one of them has these heads.
+        axis: Mesh axis of these devices; None where one device has all heads.
     """
 
     numbers: Int[Array | np.ndarray, " Hkv"]
     of_devices: tuple[tuple[int, ...], ...]
+    axis: str | None = None
 
     @classmethod
     def all(cls, num_kv_heads: int) -> Heads:
@@ -63,6 +65,11 @@ class Heads:
     def of(self, values: Shaped[np.ndarray, "H ..."]) -> Shaped[Array | np.ndarray, "Hkv ..."]:
         """Of something for each of the model's KV heads, that of these."""
         return values[self.numbers] if isinstance(self.numbers, np.ndarray) else jnp.asarray(values)[self.numbers]
+
+    def mean(self, values: Float[Array, "B Hkv ..."]) -> Float[Array, "B ..."]:
+        """The mean `[B, ...]` over all of the model's KV heads of a layer, of `values` `[B, Hkv, ...]` of these."""
+        own = values.mean(axis=1)
+        return own if self.axis is None else jax.lax.pmean(own, self.axis)
 
     def widest(self, values: Sequence[int]) -> tuple[int, ...]:
         """Of a number for each of the model's KV heads, the largest that any device has at each place."""
@@ -171,6 +178,10 @@ class CachePolicy(abc.ABC):
         """
         return self
 
+    def for_layers(self, num_layers: int) -> CachePolicy:
+        """The policy for a model of so many layers."""
+        return self
+
     def num_ranked_blocks(self, tokens: Tokens) -> Tokens:
         """n = max(0, L // b - w // b): blocks of a prompt that are ranked."""
         return num_ranked_blocks(tokens, self.block_size, self.window)
@@ -246,6 +257,10 @@ class PrefillPolicy(abc.ABC):
         """As `CachePolicy.for_rope`."""
         return self
 
+    def for_layers(self, num_layers: int) -> PrefillPolicy:
+        """As `CachePolicy.for_layers`."""
+        return self
+
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:  # noqa: B027
         """Raises ValueError if the policy does not fit a model of that shape."""
 
@@ -269,9 +284,10 @@ class Method:
         self.prefill.validate_for(num_layers, num_kv_heads)
         self.cache.validate_for(num_layers, num_kv_heads)
 
-    def for_rope(self, frequencies: Frequencies | None) -> Method:
-        """The method for a model whose RoPE turns by such frequencies; see `CachePolicy.for_rope`."""
-        prefill, cache = self.prefill.for_rope(frequencies), self.cache.for_rope(frequencies)
+    def for_model(self, num_layers: int, frequencies: Frequencies | None) -> Method:
+        """The method for a model of so many layers and such a RoPE; see `CachePolicy`."""
+        prefill = self.prefill.for_layers(num_layers).for_rope(frequencies)
+        cache = self.cache.for_layers(num_layers).for_rope(frequencies)
         other = dataclasses.replace(self, prefill=prefill, cache=cache)
         return self if other == self else other
 

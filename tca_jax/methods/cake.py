@@ -30,10 +30,11 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.errors import UserError, check_not_negative
-from tca_jax.methods.base import Method
+from tca_jax.methods.base import Heads, Method
 from tca_jax.methods.compression import PromptCompression
 from tca_jax.methods.full import FullPrefill
 from tca_jax.methods.observation import check_observation, observed_attention, pool
+from tca_jax.pallas_kernels.backends import Backend
 
 #: Fewest queries that have a variance.
 _FEWEST = 2
@@ -75,7 +76,9 @@ class CAKECache(PromptCompression):
         budget = layer_budgets(np.asarray(self.preferences), total, most=total)[layer]
         return np.minimum(budget, np.arange(max_blocks + 1) * self.block_size)
 
-    def scores(self, layer: int, q: Array, k: Array, v: Array, lengths: Array) -> Float32[Array, "B Hkv L"]:
+    def scores(
+        self, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
+    ) -> Float32[Array, "B Hkv L"]:
         def indicator(attention: Float32[Array, "B Hkv G O t"]) -> Float32[Array, "B Hkv G t"]:
             return attention.mean(axis=-2) + self.gamma * attention.var(axis=-2, ddof=1)
 

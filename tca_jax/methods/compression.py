@@ -53,13 +53,17 @@ class PromptCompression(CachePolicy):
     @abc.abstractmethod
     def scores(
         self,
-        layer: int,
+        heads: Heads,
         q: Float[Array, "B O Hq d"],
         k: Float[Array, "B L Hkv d"],
         v: Float[Array, "B L Hkv d"],
         lengths: Int[Array, " B"],
+        backend: Backend,
     ) -> Float32[Array, "B Hkv L"]:
-        """Scores of a prompt's tokens, not negative; those right of the ranked blocks do not matter."""
+        """Scores of a prompt's tokens, not negative; those right of the ranked blocks do not matter.
+
+        The arguments are those of `CachePolicy.select`.
+        """
 
     def num_kept(self, layer: int, max_blocks: int) -> Int[np.ndarray, " N"]:
         """Tokens that a head of the layer keeps of 0, 1, ..., `max_blocks` ranked blocks, `[max_blocks + 1]`."""
@@ -83,7 +87,7 @@ class PromptCompression(CachePolicy):
         self, layer: int, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
     ) -> Selection:
         with jax.named_scope("token_scores"):
-            scores = self.scores(layer, q, k, v, lengths)
+            scores = self.scores(heads, q, k, v, lengths, backend)
         # Devices differ in whether such numbers are 0 when they are compared.
         scores = jnp.where(scores < jnp.finfo(jnp.float32).tiny, 0, scores)
         blocks, b = k.shape[1] // self.block_size, self.block_size

@@ -22,10 +22,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.errors import UserError, check_integer, check_not_negative
-from tca_jax.methods.base import Frequencies, Method
+from tca_jax.methods.base import Frequencies, Heads, Method
 from tca_jax.methods.compression import PromptCompression
 from tca_jax.methods.full import FullPrefill
 from tca_jax.methods.tiles import concatenate_tiles, sum_tiles
+from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.numerics import MASKED
 
 _EXACT = jax.lax.Precision.HIGHEST
@@ -63,7 +64,9 @@ class ExpectedAttentionCache(PromptCompression):
             )
         return dataclasses.replace(self, frequencies=frequencies)
 
-    def scores(self, layer: int, q: Array, k: Array, v: Array, lengths: Array) -> Float32[Array, "B Hkv L"]:
+    def scores(
+        self, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
+    ) -> Float32[Array, "B Hkv L"]:
         if self.frequencies is None:
             raise UserError("frequencies = None: must be the model's; lm.with_method puts them in")
         mean, covariance = future_queries(q, lengths, self.frequencies, sinks=self.sinks, future=self.future)

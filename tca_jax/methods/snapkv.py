@@ -17,10 +17,11 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from tca_jax.methods.base import Method
+from tca_jax.methods.base import Heads, Method
 from tca_jax.methods.compression import PromptCompression
 from tca_jax.methods.full import FullPrefill
 from tca_jax.methods.observation import check_observation, check_pooling, observed_attention, pool
+from tca_jax.pallas_kernels.backends import Backend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,9 @@ class SnapKVCache(PromptCompression):
     def num_queries(self) -> int:  # type: ignore[override]
         return self.observation
 
-    def scores(self, layer: int, q: Array, k: Array, v: Array, lengths: Array) -> Float32[Array, "B Hkv L"]:
+    def scores(
+        self, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
+    ) -> Float32[Array, "B Hkv L"]:
         votes = observed_attention(q, k, lengths, lambda probabilities: jnp.sum(probabilities, axis=-2))
         return pool(votes, self.kernel, self.pooling).mean(axis=2)
 

@@ -31,6 +31,9 @@ class SparsePrefill(PrefillPolicy):
     def for_rope(self, frequencies: Frequencies | None) -> SparsePrefill:
         return dataclasses.replace(self, selector=self.selector.for_rope(frequencies))
 
+    def for_layers(self, num_layers: int) -> SparsePrefill:
+        return dataclasses.replace(self, selector=self.selector.for_layers(num_layers))
+
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:
         self.selector.validate_for(num_layers, num_kv_heads)
 

@@ -16,6 +16,7 @@ MEMBERS = {
     "cake": {"preferences": [1, 2]},
     "duoattention": {"gates": GATES, "sinks": 4},
     "expected-attention": {},
+    "pyramidkv": {},
     "random": SMALL,
     "streaming": {},
     "uniform": {"config": tca_jax.TCAConfig(window=128)},

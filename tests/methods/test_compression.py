@@ -40,6 +40,18 @@ def expected_oracle(q, k, v, **options):
     return compressing.expected_attention_scores(before_rope, k, v, FREQUENCIES, **options)
 
 
+def keydiff_oracle(q, k, v):
+    return compressing.keydiff_scores(k)
+
+
+def tova_oracle(q, k, v):
+    return compressing.tova_scores(q, k)
+
+
+def h2o_oracle(q, k, v, average=False):
+    return compressing.h2o_scores(q, k, average)
+
+
 MEMBERS = [
     ("snapkv", SNAPKV, {}, snapkv_oracle),
     ("snapkv", SNAPKV, {"kernel": 3, "pooling": "max"}, snapkv_oracle),
@@ -47,11 +59,17 @@ MEMBERS = [
     ("cake", CAKE, {"gamma": 0.5, "kernel": 1}, cake_oracle),
     ("expected-attention", EXPECTED, {}, expected_oracle),
     ("expected-attention", EXPECTED, {"epsilon": 0.02, "sinks": 0}, expected_oracle),
+    ("h2o", GEOMETRY, {}, h2o_oracle),
+    ("h2o", GEOMETRY, {"average": True}, h2o_oracle),
+    ("keydiff", GEOMETRY, {}, keydiff_oracle),
+    ("pyramidkv", SNAPKV, {}, snapkv_oracle),
+    ("tova", GEOMETRY, {}, tova_oracle),
 ]
+NAMES = {name: (name, base, oracle) for name, base, _, oracle in reversed(MEMBERS)}
 
 
 def cache_of(name, options):
-    return methods.get(name, **options).for_rope(FREQUENCIES).cache
+    return methods.get(name, **options).for_model(CONFIG.num_layers, FREQUENCIES).cache
 
 
 def kept_by(policy, q, k, v, lengths, layer=1):
@@ -88,7 +106,9 @@ def test_selections_equal_the_oracle_in_ragged_batches_of_any_group(name, base, 
 
 
 @pytest.mark.parametrize("length", [91, 96])  # tiles that pass the end, and tiles that do not
-@pytest.mark.parametrize(("name", "base"), [("snapkv", SNAPKV), ("expected-attention", EXPECTED)])
+@pytest.mark.parametrize(
+    ("name", "base"), [("snapkv", SNAPKV), ("expected-attention", EXPECTED), ("keydiff", GEOMETRY)]
+)
 def test_tiles_of_a_long_prompt_give_what_one_tile_gives(name, base, length, monkeypatch):
     q, k, v = qkv(3, 1, length, 4, 2, CONFIG.head_dim, scale=0.8)
     policy = cache_of(name, {**base, "share": 0.5})
@@ -127,11 +147,26 @@ def test_a_capacity_counts_the_window_and_holds_shorter_prompts_whole(length):
 @pytest.mark.parametrize("share", [0.001, 0.37, 1.0])
 def test_a_share_is_of_the_tokens_left_of_the_window(share):
     q, k, v = qkv(1, 1, 96, 4, 2, 16)
-    for name, base, _, _ in MEMBERS[::2]:
+    for name, base, _ in NAMES.values():
         policy = cache_of(name, {**base, "share": share})
         counts = [kept_by(policy, q, k, v, (96,), layer)[1].sum(axis=-1) for layer in range(2)]
         assert np.mean(counts) == round(share * 80)
         assert [count.max() for count in counts] == [policy.capacities(layer, 96) for layer in range(2)]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 7])
+@pytest.mark.parametrize("budget", [{"capacity": 150}, {"share": 0.05}, {"share": 0.4}, {"share": 0.9}])
+def test_pyramids_have_the_authors_budgets_and_the_mean_that_was_asked_for(budget, layers):
+    policy = methods.get("pyramidkv", **budget).for_model(layers, None).cache
+    tables = np.array([policy.num_kept(layer, 9) for layer in range(layers)])
+    for blocks, mean in enumerate(policy.mean_kept(9)):
+        if layers > 1:
+            sizes = layers, mean, blocks * policy.block_size, policy.window, policy.beta
+            assert tables[:, blocks].tolist() == [
+                compressing.pyramidkv_budget(layer, *sizes) for layer in range(layers)
+            ]
+        assert (np.diff(tables[:, blocks]) <= 0).all()
+        assert abs(tables[:, blocks].mean() - mean) <= 0.5
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -167,7 +202,7 @@ def everything(layer, head, position):
 
 
 @pytest.mark.parametrize("prompt", [5, 71])
-@pytest.mark.parametrize(("name", "base", "oracle"), [(name, base, oracle) for name, base, _, oracle in MEMBERS[::2]])
+@pytest.mark.parametrize(("name", "base", "oracle"), NAMES.values(), ids=NAMES)
 def test_answers_are_those_of_attention_by_masks(lm, name, base, oracle, prompt):
     ids = random_prompt(prompt, prompt)
     model = lm.with_method(name, share=0.2, **base)
@@ -178,7 +213,7 @@ def test_answers_are_those_of_attention_by_masks(lm, name, base, oracle, prompt)
 @pytest.mark.slow
 def test_a_question_asked_of_a_context_sees_what_the_document_alone_selected(lm):
     document, question = random_prompt(1, 83), random_prompt(2, 11)
-    for name, base, _, oracle in MEMBERS[::2]:
+    for name, base, oracle in NAMES.values():
         model = lm.with_method(name, share=0.2, **base)
         context = tca_jax.prefill(model, document)
         answer = tca_jax.generate(model, question, context=context, max_new_tokens=20, stop_token_ids=())

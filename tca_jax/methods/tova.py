@@ -1,0 +1,49 @@
+"""TOVA (arXiv 2401.06104): a layer keeps what the prompt's last query attends to, the same tokens in all of its heads.
+
+A token's score is the attention of the last query, the mean over all query heads of the layer. Follows NVIDIA/kvpress
+at 08a43bf (`TOVAPress`), which applies it to the prompt once, as this does. What differs:
+
+- The paper's own code (schwartz-lab-NLP/TOVA) evicts at every step, from the first token past the budget on; here the
+  last query of the prompt decides alone, and what follows the prompt stays.
+- The window. There, at most the last token stays whatever its score; here at least `window`, with the left edge on a
+  block boundary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from tca_jax.methods.base import Heads, Method
+from tca_jax.methods.compression import PromptCompression
+from tca_jax.methods.full import FullPrefill
+from tca_jax.methods.observation import observed_attention
+from tca_jax.pallas_kernels.backends import Backend
+
+
+@dataclasses.dataclass(frozen=True)
+class TOVACache(PromptCompression):
+    """The window and the tokens that the last query attends to most, the same ones in every KV head of a layer."""
+
+    def scores(
+        self, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
+    ) -> Float32[Array, "B Hkv L"]:
+        attention = observed_attention(q, k, lengths, lambda probabilities: probabilities[..., 0, :]).mean(axis=2)
+        return jnp.broadcast_to(heads.mean(attention)[:, None], attention.shape)
+
+
+def tova(capacity: int = 2048, share: float | None = None, window: int = 128, block_size: int = 128) -> Method:
+    """Full attention for the prompt's queries, TOVA's selection in the cache.
+
+    Args:
+        capacity: Tokens of a prompt that each KV head holds, the window counted as `window`.
+        share: Instead: kept share of the tokens left of the window, in (0, 1].
+        window: Least number of local tokens, a multiple of `block_size`.
+        block_size: Tokens in a block, a power of two.
+
+    Raises:
+        ValueError: an option is not allowed.
+    """
+    return Method("tova", FullPrefill(), TOVACache(capacity, share, window, block_size))
