@@ -66,6 +66,12 @@ def check_not_negative(name: str, value: Any) -> None:
         raise UserError(f"{name} = {value!r}: must be a finite number of at least 0")
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise UserError(f"{name} = {value!r}: must be True or False")
+
+
 def check_geometry(block_size: Any, window: Any) -> None:
     """Raises ValueError unless blocks are a power of two long and the window holds whole blocks, at least one."""
     check_integer("block_size", block_size, at_least=1)

@@ -21,8 +21,10 @@ def of_blocks(pairs, n, block):
     return mask & np.tri(n, dtype=bool)
 
 
-def xattention(q, k, *, threshold, stride, block):
+def xattention(q, k, *, threshold, stride, block, chunk=None):
     n, d = q.shape
+    power = 1 << (n - 1).bit_length()
+    chunk = max(min(max(2048, power), 128 * 1024 * 2048 // power), 2048) if chunk is None else chunk
     groups, size = math.ceil(n / stride), block // stride
     scores = np.full((groups, groups), -np.inf)
     for r in range(groups):
@@ -33,11 +35,13 @@ def xattention(q, k, *, threshold, stride, block):
     for tile in range(math.ceil(n / block)):
         rows = shares[tile * size : (tile + 1) * size]
         sums = [rows[:, j * size : (j + 1) * size].sum() for j in range(tile + 1)]
-        taken = {0, tile}
-        for j in sorted(set(range(tile + 1)) - taken, key=lambda j: (-sums[j], j)):
-            if sum(sums[i] for i in taken) >= threshold * sum(sums):
-                break
-            taken.add(j)
+        in_chunk = tile * block < chunk
+        taken = {tile} if in_chunk else {0, tile}
+        others = sorted(set(range(tile + 1)) - taken, key=lambda j: (-sums[j], j))
+        held = sum(sums[i] for i in taken)
+        # Of the authors' cumulative sums the first chunk reads the entry before: one block more.
+        before = np.concatenate([[-np.inf] * in_chunk, held + np.cumsum([0] + [sums[j] for j in others])])
+        taken |= {j for j, cumulated in zip(others, before, strict=False) if cumulated < threshold * sum(sums)}
         pairs += [(tile, j) for j in taken]
     return of_blocks(pairs, n, block)
 

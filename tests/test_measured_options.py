@@ -33,11 +33,11 @@ def kept(q, k, candidate, first):
             for j in best(row[: tile + 1], count // 8):
                 mask[tile * 32 : (tile + 1) * 32, j * 32 : (j + 1) * 32] = True
     else:
-        columns, diagonals = set(range(candidate.columns)), set(range(candidate.diagonals))
+        columns, diagonals = set(range(candidate.columns)), set(range(candidate.diagonals + 1))
         if candidate.kind == "vertical_slash":
             attention = last_rows(q, k, 64)
             sums = attention.sum(axis=0), np.array([diagonal(attention, o) for o in range(n)])
-            sums[0][:30], sums[1][:100] = np.inf, np.inf
+            sums[0][:30], sums[1][:30] = np.inf, np.inf
             columns, diagonals = best(sums[0], candidate.columns), best(sums[1], candidate.diagonals)
         mask[:, sorted(columns)] = True
         for o in diagonals:

@@ -4,8 +4,9 @@ A KV head is a retrieval head if its gate is among the highest. Gates are what t
 published as full_attention_heads.tsv; without them, 1 minus the probe score of the sparsest row does
 (`tca_jax.calibration.head_gates`): how much of what a small cache drops a head needs where it matters.
 
-Prompt queries of streaming heads see sinks and recent tokens too, as in the paper. What differs from its code: the left
-edge of the recent tokens is on a block boundary; gates that tie go by layer and head, not by random noise.
+Prompt queries of streaming heads see sinks and recent tokens too, as in the paper. The code (mit-han-lab/duo-attention)
+evaluates accuracy with a prompt that is read under full attention: `dense_prefill`. What differs from that code: the
+left edge of the recent tokens is on a block boundary; gates that tie go by layer and head, not by random noise.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Float64, Int
 
-from tca_jax.errors import UserError, check_number
+from tca_jax.errors import UserError, check_flag, check_number
 from tca_jax.methods.base import CachePolicy, Heads, Method, PerHead
+from tca_jax.methods.full import FullPrefill
 from tca_jax.methods.regions import Selection
 from tca_jax.methods.sparse import SparsePrefill
 from tca_jax.methods.streaming import StreamingCache
@@ -89,6 +91,7 @@ def duoattention(
     sinks: int = 128,
     window: int = 256,
     block_size: int = 128,
+    dense_prefill: bool = False,
 ) -> Method:
     """Retrieval and streaming heads, for the prompt's queries and for the cache.
 
@@ -100,6 +103,7 @@ def duoattention(
         sinks: Tokens that a streaming head keeps from the start of the sequence; the published patterns' `sink_size`.
         window: Least number of local tokens, a multiple of `block_size`; the published patterns' `recent_size`.
         block_size: Tokens in a block, a power of two.
+        dense_prefill: Whether the prompt's queries attend to everything in all heads, as in the code.
 
     Raises:
         ValueError: an option is not allowed, or the file holds no table of numbers.
@@ -108,13 +112,14 @@ def duoattention(
     if isinstance(gates, str | os.PathLike):
         gates = load_gates(gates)
     check_number("share", share, above=0, at_most=1)
+    check_flag("dense_prefill", dense_prefill)
     table = _checked_gates(gates)
     highest = np.argsort(-table, axis=None, kind="stable")[: round(share * table.size)]
     retrieval = np.zeros(table.size, bool)
     retrieval[highest] = True
     by_layer = tuple(map(tuple, retrieval.reshape(table.shape).tolist()))
     cache = DuoAttentionCache(by_layer, StreamingCache(sinks, window, block_size))
-    return Method("duoattention", SparsePrefill(cache), cache)
+    return Method("duoattention", FullPrefill() if dense_prefill else SparsePrefill(cache), cache)
 
 
 def load_gates(path: str | os.PathLike[str]) -> Float64[np.ndarray, "layers Hkv"]:

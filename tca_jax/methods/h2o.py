@@ -19,7 +19,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from tca_jax.errors import UserError
+from tca_jax.errors import check_flag
 from tca_jax.methods.base import Heads, Method
 from tca_jax.methods.compression import PromptCompression
 from tca_jax.methods.full import FullPrefill
@@ -41,8 +41,7 @@ class H2OCache(PromptCompression):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.average, bool):
-            raise UserError(f"average = {self.average!r}: must be True or False")
+        check_flag("average", self.average)
 
     def scores(
         self, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend

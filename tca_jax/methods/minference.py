@@ -4,15 +4,16 @@ A vertical-slash head takes the columns and diagonals on which the prompt's last
 A-shape head the first columns and the nearest diagonals, a block-sparse head the key blocks whose mean key has the
 largest product with the tile's mean query.
 
-Where text and code differ this is the code (microsoft/MInference). The first 30 columns and the nearest 100 diagonals
-are taken first; a vertical-slash head has at least 30 and 50 of them; block-sparse heads take 100 blocks; heads of
-which nothing is known are vertical-slash with 1000 columns and 6096 diagonals. A diagonal is computed as its kernel
-does it: in blocks of as many keys as a tile has queries, which begin at any token and take in further diagonals as far
-as they reach. Here blocks are cut from the nearest diagonal on, there from the farthest: of the keys beside the
+Where text and code differ this is the code (microsoft/MInference at 0647e2c). The first 30 columns and the nearest 100
+diagonals are taken first; a vertical-slash head has at least 30 and 50 of them; block-sparse heads take 100 blocks;
+heads of which nothing is known are vertical-slash with 1000 columns and 6096 diagonals. A diagonal is computed as its
+kernel does it: in blocks of as many keys as a tile has queries, which begin at any token and take in further diagonals
+as far as they reach. Here blocks are cut from the nearest diagonal on, there from the farthest: of the keys beside the
 diagonals the two compute some others.
 
 The offline search (`pattern_search` beside this file, `tca_jax.calibration.search_patterns` over a model) has the
-code's candidates and criterion. The code then turns A-shape heads into vertical-slash ones of the same size and
+code's candidates and criterion: there, the nearest 30 diagonals are taken first, and an A-shape head sees one diagonal
+more than its number says. The code then turns A-shape heads into vertical-slash ones of the same size and
 block-sparse heads into the default; this search keeps the kind that it found, as the paper does.
 """
 
@@ -124,16 +125,23 @@ class MInferencePrefill(BlockSparsePrefill):
 
 
 def lines(
-    q: Float[Array, "B L G d"], k: Float[Array, "B L d"], lengths: Int[Array, " B"], numbers: PatternArrays
+    q: Float[Array, "B L G d"],
+    k: Float[Array, "B L d"],
+    lengths: Int[Array, " B"],
+    numbers: PatternArrays,
+    nearest: int = _NEAREST_DIAGONALS,
 ) -> tuple[Bool[Array, "B G L"], Bool[Array, "B G L"]]:
-    """Columns by their positions, and diagonals by how far left of the query they are; of block-sparse heads none."""
+    """Columns by their positions, and diagonals by how far left of the query they are; of block-sparse heads none.
+
+    A vertical-slash head takes the `nearest` diagonals before all others.
+    """
     attention = last_attention(last_queries(q, lengths, OBSERVED), k, lengths)
     index = jnp.arange(k.shape[1])
     real = index < lengths[:, None, None]
     marked = []
     for sums, always, least, number in (
         (by_position(attention.sum(axis=2), lengths), _FIRST_COLUMNS, _LEAST_COLUMNS, numbers.columns),
-        (diagonal_sums(attention), _NEAREST_DIAGONALS, _LEAST_DIAGONALS, numbers.diagonals),
+        (diagonal_sums(attention), nearest, _LEAST_DIAGONALS, numbers.diagonals),
     ):
         counts = jnp.minimum(lengths[:, None], jnp.maximum(number, least))
         best = highest(jnp.where(index < always, jnp.inf, sums), counts, real)

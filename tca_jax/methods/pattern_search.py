@@ -24,6 +24,7 @@ CANDIDATES = (
 #: Queries before this one do not count: what they attend to is near.
 FIRST_QUERY = 2500
 _SEARCH_BLOCK, _SEARCH_PARTS = 32, 8
+_NEAREST_DIAGONALS = 30  # that a vertical-slash head takes first: in the search fewer than in inference
 _ROWS = 64  # queries at once
 
 
@@ -76,8 +77,10 @@ def _lines_or_blocks(candidate: HeadPattern, q: Array, k: Array, lengths: Array)
     if candidate.kind == "block_sparse":
         blocks = cdiv(q.shape[1], _SEARCH_BLOCK) // _SEARCH_PARTS
         return (best_blocks(q, k, lengths, max(1, blocks), _SEARCH_BLOCK),)
+    if candidate.kind == "a_shape":  # the search's mask reaches one diagonal further
+        candidate = candidate._replace(diagonals=candidate.diagonals + 1)
     own = PatternArrays.of((candidate,) * q.shape[2])
-    return lines(q, k, lengths, PatternArrays(*map(jnp.asarray, own)))
+    return lines(q, k, lengths, PatternArrays(*map(jnp.asarray, own)), _NEAREST_DIAGONALS)
 
 
 def _attention(

@@ -3,30 +3,41 @@ the mass are attended to.
 
 Queries and keys are taken in groups of `stride` tokens; the score of two groups is the sum, over an antidiagonal of
 their square, of products q k. A softmax over a query group's row of scores, added up by blocks, says how much of its
-attention each key block has. Where text and code differ this is the code (mit-han-lab/x-attention): the scores are
-scaled by 1 / (stride sqrt(d)), the first block and the tile's own are always taken and their mass counts towards the
-threshold, and a threshold of one number serves all heads: the paper's minimum thresholds by head come from a search on
-data that were not released for other models.
+attention each key block has. Where text and code differ this is the code (mit-han-lab/x-attention at 3185fb2):
+
+- The scores are scaled by 1 / (stride sqrt(d)).
+- The first block and the tile's own are always taken, and their mass counts towards the threshold.
+- The code reads a prompt in chunks. In the first one a tile takes its own block, and of the others one more than its
+  threshold asks for; the first block is one of the others. Up to 16,384 tokens the first chunk is the whole prompt,
+  from there on the shorter the longer the prompt. `chunk=0` turns this off.
+- Thresholds by query head are a table, as the authors publish one for LLaMA-3.1-8B; the search that made it is not
+  here. One number serves all heads, as in the code's default.
+
+Not as in the code: prompts of at most `dense_tokens` get exact attention (block-sparse tiles save nothing there).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tca_jax.errors import UserError, check_integer, check_number
+from tca_jax.errors import UserError, check_integer, check_number, is_finite_number
 from tca_jax.methods.base import Heads, Method
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed
 from tca_jax.methods.full import FullCache
-from tca_jax.methods.ranks import covering
+from tca_jax.methods.ranks import covering, highest
 from tca_jax.pallas_kernels.block_sparse_attention.lists import lists_of_mask
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv, round_up, scaled_scores
 
 _MOST_SCORES = 2**26  # that are in memory at once
 _SEGMENTS = 4  # of the queries, each of which scores the keys up to its own end: 5/8 of all pairs instead of all
+_LEAST_CHUNK, _CHUNK_AREA = 2**11, 2**28  # tokens of the authors' chunks, and those times the prompt's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,33 +45,80 @@ class XAttentionPrefill(BlockSparsePrefill):
     """The fewest blocks of every tile that hold a share of its estimated mass.
 
     Attributes:
-        threshold: That share, in (0, 1].
+        threshold: That share, in (0, 1]; or one for each query head, `[layers][Hq]`.
+        chunk: Tokens of the first chunk; None: as the authors' code has it for the prompt's length.
         stride: Tokens of a group, S; a divisor of `block_size`.
         block_size: Tokens in a block and queries in a tile.
         dense_tokens: Prompts of at most so many tokens get exact causal attention.
     """
 
-    threshold: float = 0.9
+    threshold: float | tuple[tuple[float, ...], ...] = 0.9
     stride: int = 16
     block_size: int = 128
     dense_tokens: int = 1024
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
-        check_number("threshold", self.threshold, above=0, at_most=1)
+        if self.chunk is not None:
+            check_integer("chunk", self.chunk, at_least=0)
         check_integer("block_size", self.block_size, at_least=1)
         check_integer("stride", self.stride, at_least=1)
         if self.block_size % self.stride:
             raise UserError(f"stride = {self.stride}: must divide block_size = {self.block_size}")
         check_integer("dense_tokens", self.dense_tokens, at_least=0)
 
+    def validate_for(self, num_layers: int, num_kv_heads: int) -> None:
+        if isinstance(self.threshold, tuple):
+            count = len(self.threshold[0])
+            if len(self.threshold) != num_layers or count % num_kv_heads:
+                raise UserError(
+                    f"threshold has {len(self.threshold)} layers of {count} query heads: must be {num_layers} of a "
+                    f"multiple of {num_kv_heads}, the KV heads"
+                )
+
     def estimate(self, layer: int, heads: Heads, head: Array, q: Array, k: Array, lengths: Array) -> tuple[Listed, ...]:
         sums = antidiagonal_mass(q, k, lengths, stride=self.stride, block_size=self.block_size)
-        blocks = jnp.arange(sums.shape[-1])
-        forced = (blocks == 0) | (blocks == blocks[:, None])
-        held = jnp.where(forced, sums, 0).sum(axis=-1)
-        others = ~forced & (blocks < blocks[:, None])
-        chosen = covering(sums, self.threshold * sums.sum(axis=-1) - held, others)
-        return (Listed(lists_of_mask(chosen | forced, self.block_size)),)
+        threshold = self._threshold_of(layer, heads, head, q.shape[2])
+        chunk = first_chunk(lengths) if self.chunk is None else jnp.full_like(lengths, self.chunk)
+        in_chunk = (jnp.arange(sums.shape[-1]) * self.block_size < chunk[:, None])[:, None]  # [B, 1, tiles]
+        chosen = chosen_blocks(sums, threshold, in_chunk)
+        return (Listed(lists_of_mask(chosen, self.block_size)),)
+
+    def _threshold_of(self, layer: int, heads: Heads, head: Array, group: int) -> Array | float:
+        """The threshold of each query head of a KV head `[G, 1]`, or that of all."""
+        if not isinstance(self.threshold, tuple):
+            return self.threshold
+        of_layer = np.asarray(self.threshold[layer], np.float32)
+        if of_layer.size != heads.of_model * group:
+            raise UserError(
+                f"threshold has {of_layer.size} query heads: must be {heads.of_model * group}, as the model has"
+            )
+        return jnp.asarray(heads.of(of_layer.reshape(-1, group)))[head][:, None]
+
+
+def first_chunk(lengths: Int[Array, " B"]) -> Int[Array, " B"]:
+    """Tokens of the first chunk in which the authors' code reads prompts of such lengths `[B]`."""
+    power = jnp.int32(1) << (32 - jax.lax.clz(jnp.maximum(lengths - 1, 0)))
+    return jnp.maximum(jnp.minimum(jnp.maximum(power, _LEAST_CHUNK), _CHUNK_AREA // power), _LEAST_CHUNK)
+
+
+def chosen_blocks(
+    sums: Float32[Array, "B G N N"], threshold: Array | float, in_chunk: Bool[Array, "B 1 N"]
+) -> Bool[Array, "B G N N"]:
+    """Blocks that every tile attends to.
+
+    Args:
+        sums: Estimated attention of every tile on every block `[B, G, N, N]`.
+        threshold: Share of it, a number or `[G, 1]`.
+        in_chunk: Tiles of the first chunk `[B, 1, N]`.
+    """
+    blocks = jnp.arange(sums.shape[-1])
+    own, before = blocks == blocks[:, None], blocks < blocks[:, None]
+    forced = own | ((blocks == 0) & ~in_chunk[..., None])
+    missing = threshold * sums.sum(axis=-1) - jnp.where(forced, sums, 0).sum(axis=-1)
+    fewest = covering(sums, missing, before & ~forced)
+    one_more = highest(sums, fewest.sum(axis=-1, dtype=jnp.int32) + 1, before & ~forced)
+    return forced | jnp.where(in_chunk[..., None], one_more, fewest)
 
 
 def antidiagonal_mass(
@@ -128,16 +186,41 @@ def _mass_of_rows(
     return shares.reshape(batch, group, rows // in_block, in_block, -1).sum(axis=-2)
 
 
-def xattention(threshold: float = 0.9, stride: int = 16, block_size: int = 128, dense_tokens: int = 1024) -> Method:
+def xattention(
+    threshold: float | Sequence[Sequence[float]] | np.ndarray = 0.9,
+    stride: int = 16,
+    block_size: int = 128,
+    dense_tokens: int = 1024,
+    chunk: int | None = None,
+) -> Method:
     """XAttention for the prompt's queries; the cache keeps every token.
 
     Args:
-        threshold: Share of its estimated mass that every query tile keeps, in (0, 1]: the knob of the budget.
+        threshold: Share of its estimated mass that every query tile keeps, in (0, 1]: the knob of the budget. Or one
+            for each query head, `[layers, Hq]`, such as a table that the authors published.
         stride: Tokens of a group; half of it estimates better at four times the cost.
         block_size: Tokens in a block, a multiple of `stride`; 16 or a multiple of it for the Triton kernel.
         dense_tokens: Prompts of at most so many tokens get exact causal attention.
+        chunk: Tokens of the first chunk, in which the authors' code selects otherwise; None: as that code has it for
+            the prompt's length; 0: no tile selects so.
 
     Raises:
         ValueError: a number is not allowed.
     """
-    return Method("xattention", XAttentionPrefill(threshold, stride, block_size, dense_tokens), FullCache())
+    shares = _checked_threshold(threshold)
+    return Method("xattention", XAttentionPrefill(shares, stride, block_size, dense_tokens, chunk), FullCache())
+
+
+def _checked_threshold(value: Any) -> float | tuple[tuple[float, ...], ...]:
+    if is_finite_number(value):
+        check_number("threshold", value, above=0, at_most=1)
+        return float(value)
+    try:
+        table = np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        raise UserError("threshold: must be a number, or numbers [layers, Hq], with as many in every layer") from None
+    if table.ndim != 2 or not table.size:
+        raise UserError(f"threshold has shape {table.shape}: must be a number, or numbers [layers, Hq]")
+    for layer, head in np.argwhere(~((table > 0) & (table <= 1))):
+        raise UserError(f"threshold[{layer}, {head}] = {table[layer, head]}: must lie in (0, 1]")
+    return tuple(map(tuple, table.tolist()))

@@ -49,6 +49,10 @@ def structured_inputs(seed, lengths=LENGTHS):
 CASES = [
     pytest.param("xattention", {"threshold": 0.7, "stride": 4, **SMALL}, id="xattention"),
     pytest.param("xattention", {"threshold": 0.5, "stride": 16, **SMALL}, id="xattention, a group a block"),
+    pytest.param("xattention", {"threshold": 0.6, "stride": 4, "chunk": 64, **SMALL}, id="xattention, two chunks"),
+    pytest.param(
+        "xattention", {"threshold": [[0.3, 0.9, 0.6, 0.5]], "stride": 4, "chunk": 0, **SMALL}, id="xattention by heads"
+    ),
     pytest.param("flexprefill", {"gamma": 0.5, "tau": 0.0, "min_budget": 32, "block_size": BLOCK}, id="flexprefill"),
     pytest.param(
         "flexprefill", {"gamma": 0.7, "tau": 9.0, "min_budget": 16, "block_size": BLOCK}, id="all query-aware"
@@ -70,6 +74,8 @@ def expected_mask(name, options, q, k, head):
     block = options.pop("block_size")
     if n <= options.pop("dense_tokens", 0):
         return np.tri(n, dtype=bool)
+    if isinstance(options.get("threshold"), list):
+        options["threshold"] = options["threshold"][0][head]
     if name == "minference":
         scale = options.pop("scale", 1.0)
         kind, columns, diagonals = options.pop("patterns", [[["vertical_slash", 1000, 6096]] * HEADS])[0][head]
@@ -110,6 +116,24 @@ def check(name, options, policy, q, k, v, listed, out):
     assert min(shares) < 0.8  # something is left out
     if policy.dense_tokens >= LENGTHS[1]:
         assert shares[HEADS : 2 * HEADS] == [1.0] * HEADS
+
+
+def test_a_table_of_thresholds_has_the_shape_of_the_model():
+    method = methods.get("xattention", threshold=[[0.5] * 4] * 2)
+    method.validate_for(2, 2)
+    with pytest.raises(ValueError, match="threshold has 2 layers of 4 query heads: must be 3 of a multiple of 2"):
+        method.validate_for(3, 2)
+    q, k, v = map(jnp.asarray, random_inputs(0))
+    short = methods.get("xattention", threshold=[[0.5] * 2], stride=4, **SMALL).prefill
+    with pytest.raises(ValueError, match="threshold has 2 query heads: must be 4, as the model has"):
+        short.attend(0, Heads.all(KV_HEADS), q, k, v, jnp.asarray(LENGTHS, jnp.int32), None, "auto")
+
+
+@pytest.mark.parametrize(
+    ("length", "chunk"), [(1, 2048), (4096, 4096), (4097, 8192), (16384, 16384), (16385, 8192), (131072, 2048)]
+)
+def test_first_chunks_are_those_of_the_authors_code(length, chunk):
+    assert xattention.first_chunk(jnp.array([length])).tolist() == [chunk]
 
 
 @pytest.mark.parametrize("name", ["xattention", "flexprefill", "minference"])
@@ -206,6 +230,13 @@ def test_published_tables_and_our_own_are_read_alike():
     ("name", "options", "message"),
     [
         ("xattention", {"threshold": 0}, r"threshold = 0: must lie in \(0, 1\]"),
+        ("xattention", {"threshold": [[0.5, 1.5]]}, r"threshold\[0, 1\] = 1.5: must lie in \(0, 1\]"),
+        (
+            "xattention",
+            {"threshold": np.array([0.5])},
+            r"threshold has shape \(1,\): must be a number, or numbers \[layers, Hq\]",
+        ),
+        ("xattention", {"chunk": -1}, "chunk = -1: must be an integer of at least 0"),
         ("xattention", {"stride": 48}, "stride = 48: must divide block_size = 128"),
         ("xattention", {"dense_tokens": -1}, "dense_tokens = -1: must be an integer of at least 0"),
         ("flexprefill", {"gamma": 1.5}, r"gamma = 1.5: must lie in \(0, 1\]"),

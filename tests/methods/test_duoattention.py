@@ -30,6 +30,14 @@ def test_heads_see_what_their_kind_sees_in_the_prompt_and_while_decoding(prompt)
     assert out.stats.kept_share == pytest.approx(np.mean(seen) / (prompt + 29))
 
 
+def test_a_prompt_may_be_read_under_full_attention():
+    lm, ids = tiny_lm(), random_prompt(7, 71)
+    model = lm.with_method("duoattention", gates=GATES, sinks=3, dense_prefill=True, **GEOMETRY)
+    out = tca_jax.generate(model, ids, max_new_tokens=30, stop_token_ids=())
+    everything = lambda layer, head, position: set(range(position + 1))  # noqa: E731
+    assert out.tokens == [masked_greedy(lm, ids, 30, rule, visible_in_prompt=everything)]
+
+
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.72, 1.0])
 def test_the_highest_gates_are_retrieval_heads_as_the_published_threshold_picks_them(share):
     gates = np.random.default_rng(0).uniform(-0.1, 1.1, (5, 8))

@@ -36,6 +36,10 @@ OPTIONS = {
     "tova": {"share": 0.3, **GEOMETRY},
     "uniform": {"candidate": 4, "config": TCA},
     "xattention": {**BLOCKS, "threshold": 0.6, "stride": 4},
+    "xattention+keydiff": {
+        "xattention": {**BLOCKS, "threshold": [[0.3 + 0.08 * head for head in range(8)]] * 2, "stride": 4, "chunk": 32},
+        "keydiff": {"share": 0.3, **GEOMETRY},
+    },
     "minference+tca": {
         "minference": {**BLOCKS, "patterns": PATTERNS, "blocks": 2},
         "tca": {"candidates": ROWS, "config": TCA},

@@ -5,10 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import unchecked
 from tiny import tiny_lm
 
 from tca_jax import methods
 from tca_jax.methods.base import Heads
+from tca_jax.methods.duoattention import duoattention
 from tca_jax.methods.registry import _FACTORIES, with_known
 from tca_jax.models.rope import RopeConfig
 
@@ -87,6 +89,8 @@ def test_a_registered_method_is_found_by_name(registry):
         (lambda: methods.get("snapkv", observation=129), r"observation = 129: must be at most window = 128, whose"),
         (lambda: methods.get("snapkv", kernel=4), r"kernel = 4: must be odd"),
         (lambda: methods.get("snapkv", pooling="sum"), r"pooling = 'sum': must be one of \['avg', 'max'\]"),
+        (lambda: methods.get("pyramidkv", beta=0.5), r"beta = 0.5: must be a finite number of at least 1"),
+        (lambda: unchecked(duoattention)([[1]], dense_prefill=0), r"dense_prefill = 0: must be True or False"),
         (lambda: methods.get("expected-attention", future=0), r"future = 0: must be an integer of at least 1"),
         (lambda: methods.get("expected-attention", sinks=-1), r"sinks = -1: must be an integer of at least 0"),
         (lambda: methods.get("expected-attention", epsilon=-1), r"epsilon = -1: must be a finite number of at least 0"),
