@@ -63,6 +63,7 @@ SLOW = (
     "lab/benchmarks",
     "lab/evaluation/test_answering.py",
     "lab/evaluation/test_equal_bytes.py",
+    "lab/harness",
     "lab/test_cli_eval.py",
     "methods/test_block_sparse_generation.py",
     "methods/test_members.py",

@@ -14,6 +14,7 @@ from tqdm import tqdm
 try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import postprocess_generated_text
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
     raise ImportError(f"the adapter needs lm-evaluation-harness: pip install 'tca-jax[lab]' ({error})") from error
@@ -48,13 +49,16 @@ class HarnessLM(TemplateLM):
         kv: "fp8": a KV cache in eight bits.
         revision: Branch, tag or commit on the Hub.
         batch_size: Prompts in one call.
-        max_length: Most tokens of a prompt with its answer; longer prompts lose their beginning. None for the model's
-            positions.
+        max_length: Most tokens that are read: of a prompt with its answer, whose last token is not read where it is
+            given. Longer prompts lose their beginning. None for the model's positions.
         max_gen_toks: Most tokens of an answer where the task names none.
         prefix_reuse: Prompts that share at least so many first tokens are read from one context; 0 for none. None is
             256 under full attention, which answers the same either way, and 0 under every other method: there what a
             context keeps is chosen before the question is known (the late protocol), which is another measurement.
         enable_thinking: Handed to the chat template, where it knows it.
+        think_end_token: Text or id of the token that ends a model's thinking: an answer is what follows the last one.
+        add_bos_token: Whether texts begin with the tokenizer's own tokens, such as that of a beginning; None for the
+            tokenizer's default.
         seed: Of sampled answers.
         backend: Kernel backend.
         tokenizer: Not looked at: tasks that size their prompts, such as RULER's, read it from the model arguments.
@@ -82,6 +86,8 @@ class HarnessLM(TemplateLM):
         max_gen_toks: int = 256,
         prefix_reuse: int | None = None,
         enable_thinking: bool | None = None,
+        think_end_token: str | int | None = None,
+        add_bos_token: bool | None = None,
         seed: int = 0,
         backend: str = "auto",
         tokenizer: Any = None,
@@ -106,7 +112,11 @@ class HarnessLM(TemplateLM):
             raise UserError(f"max_length = {max_length}: must be at most {positions}, the positions of {self.lm.name}")
         if reuse is None:
             reuse = _SHARED_TOKENS if self.lm.method == BASELINE else 0
-        self._runner = Runner(self.lm, rows, reuse, backend, _count("seed", seed, 0))
+        if isinstance(think_end_token, str) and think_end_token.isdigit():  # from lm_eval's command line
+            think_end_token = int(think_end_token)
+        self._think_end, self._add_bos_token = think_end_token, add_bos_token
+        last_thought = think_end_token if isinstance(think_end_token, int) else None
+        self._runner = Runner(self.lm, rows, reuse, backend, _count("seed", seed, 0), think_end=last_thought)
         self._template_options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
 
     # What lm_eval asks of a model's texts.
@@ -147,7 +157,7 @@ class HarnessLM(TemplateLM):
         """Token ids of a text; by default with the tokenizer's own tokens, unless a chat template has written them."""
         if add_special_tokens is None:
             begin = self.tokenizer.bos_token
-            add_special_tokens = not (begin and string.startswith(begin))
+            add_special_tokens = not (begin and string.startswith(begin)) and self._add_bos_token is not False
         return self.tokenizer(string, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -178,11 +188,9 @@ class HarnessLM(TemplateLM):
         """Log-likelihood of each continuation, and whether greedy decoding says it."""
         prompts, answers = [], [continuation for _, _, continuation in requests]
         for _, context, continuation in requests:
-            room = self.max_length - len(continuation)
+            room = self.max_length + 1 - len(continuation)  # the last token of all is not read
             if not continuation or room < 1:
-                raise UserError(
-                    f"a continuation has {len(continuation)} tokens: must have from 1 to {self.max_length - 1}"
-                )
+                raise UserError(f"a continuation has {len(continuation)} tokens: must have from 1 to {self.max_length}")
             prompts.append(context[-room:])
         self._say_cut([context for _, context, _ in requests], prompts)
         results: list[Any] = [None] * len(requests)
@@ -211,7 +219,7 @@ class HarnessLM(TemplateLM):
         windows = get_rolling_token_windows(
             token_list=self.tok_encode(text),
             prefix_token=self.prefix_token_id,
-            max_seq_len=self.max_length - 1,  # a window has one token more
+            max_seq_len=self.max_length,  # that are read: a window has one token more
             context_len=1,
         )
         return map(make_disjoint_window, windows)
@@ -239,10 +247,12 @@ class HarnessLM(TemplateLM):
         """Answers to prompts whose places are sorted by their options."""
         results = [""] * len(requests)
 
+        thought = self._think_end if isinstance(self._think_end, str) else None
+
         def answered() -> Iterator[tuple[int, str]]:
             for options, places in alike.items():
                 for number, text in self._runner.answer([prompts[i] for i in places], options):
-                    yield places[number], text
+                    yield places[number], postprocess_generated_text(text, list(options.until), thought)
 
         for place, text in _shown(answered(), len(requests), quiet):
             results[place] = text

@@ -50,7 +50,8 @@ def score(lm: LM, texts: Prompt | Sequence[Prompt], *, backend: str = "auto") ->
 
     Args:
         lm: From `tca_jax.load`; under any method.
-        texts: Strings, chats or token ids; one or a sequence. At least 2 tokens each.
+        texts: Strings, chats or token ids; one or a sequence. From 2 tokens each to one more than the model has
+            positions: the last token of such a text is not read.
         backend: Kernel backend: "auto", "xla", "triton" or "mosaic".
 
     Returns:
@@ -65,14 +66,14 @@ def score(lm: LM, texts: Prompt | Sequence[Prompt], *, backend: str = "auto") ->
     kernels = resolve_backend(backend)
     ids = encode_prompts(lm, texts, argument="texts")
     for i, tokens in enumerate(ids):
-        if not 2 <= len(tokens) <= lm.config.max_context:
+        if not 2 <= len(tokens) <= lm.config.max_context + 1:
             raise UserError(
-                f"texts[{i}] has {len(tokens)} tokens: must have from 2 to {lm.config.max_context}, the positions of "
-                f"{lm.name}"
+                f"texts[{i}] has {len(tokens)} tokens: must have from 2 to {lm.config.max_context + 1}, one more than "
+                f"the positions of {lm.name}"
             )
     rows_of_device(lm, len(ids), "texts")
     padded, lengths = pad_tokens(ids, lm.pad_token_id)
-    args = (lm.for_programs(), jnp.asarray(padded), jnp.asarray(lengths))
+    args = (lm.for_programs(), jnp.asarray(padded), jnp.minimum(lengths, lm.config.max_context))
     program, _ = _score.prepare(*args, backend=kernels)
     logprobs, shares = on_host(program(*args))
     rows = [row[: len(tokens) - 1] for row, tokens in zip(logprobs, ids, strict=True)]
@@ -175,6 +176,7 @@ def score_answers(
         lm: From `tca_jax.load`; under any method.
         prompts: Strings, chats or token ids; at least 1 token each.
         answers: As many answers to each prompt, at least 1: strings or token ids; no special token is put before text.
+            Of an answer's last token nothing is asked but its probability: it needs no position.
         context: From `tca_jax.prefill`, of one row: prompts are appended to it.
         backend: Kernel backend: "auto", "xla", "triton" or "mosaic".
 
@@ -228,7 +230,7 @@ def _behind_prompts(
     times = len(answers) // len(ids)
     for i, prompt in enumerate(ids):
         longest = max(map(len, answers[i * times : (i + 1) * times]))
-        require_positions(f"prompts[{i}]", len(prompt), longest, lm)
+        require_positions(f"prompts[{i}]", len(prompt), longest - 1, lm)
     tokens, lengths = pad_tokens(ids, lm.pad_token_id)
     block_size, held = lm.method.cache.block_size, np.repeat(lengths, times)
     places = held % block_size
@@ -322,7 +324,7 @@ def _behind_context(
     times = len(answers) // len(checked.ids)
     asked = [ids for ids in checked.ids for _ in range(times)]
     appended = AppendedPrompts.create(lm, [a + b for a, b in zip(asked, answers, strict=True)], checked.context)
-    appended.require_positions(lm, 0)
+    appended.require_positions(lm, -1)  # that of an answer's last token
     context, rows = appended.context, len(answers)
     starts, prompt_lengths = (jnp.broadcast_to(x, rows) for x in (context.lengths, context.prompt_lengths))
     args = (lm.for_programs(), context.cache, appended.tokens, starts, appended.lengths, prompt_lengths)

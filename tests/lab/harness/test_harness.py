@@ -18,7 +18,7 @@ import lm_eval  # noqa: E402
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from tca_jax.cli import harness as command  # noqa: E402
+from tca_jax.lab.commands import harness as command  # noqa: E402
 from tca_jax.lab.harness.model import HarnessLM  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
@@ -146,18 +146,55 @@ def test_prompts_that_are_too_long_lose_their_beginning_and_are_counted(tiny, ca
     assert "1 of 1 prompts lost their beginning" in caplog.text
     with pytest.raises(ValueError, match="max_gen_toks = 40: must be less than max_length = 40"):
         model.generate_until(generations([prompt], max_gen_toks=40))
-    with pytest.raises(ValueError, match="a continuation has 40 tokens: must have from 1 to 39"):
-        model.loglikelihood(requests("loglikelihood", (prompt, prompt[:40])))
+    with pytest.raises(ValueError, match="a continuation has 41 tokens: must have from 1 to 40"):
+        model.loglikelihood(requests("loglikelihood", (prompt, prompt[:41])))
 
 
 def test_every_token_of_a_long_text_counts_once(tiny):
-    long, model = text(0, 70), HarnessLM(tiny, max_length=33, batch_size=2)
+    long, model = text(0, 70), HarnessLM(tiny, max_length=32, batch_size=2)  # windows of one token more
     ids = tiny.tokenizer(long)["input_ids"]
     seen = [[tiny.eos_token_ids[0], *ids[:32]], ids[31:64], ids[-33:]]
     counts = [32, 32, len(ids) - 64]
     logprobs = [tca_jax.score(tiny, row).logprobs[0][-n:] for row, n in zip(seen, counts, strict=True)]
     (total,) = model.loglikelihood_rolling(requests("loglikelihood_rolling", (long,)))
     assert total == pytest.approx(sum(float(row.sum()) for row in logprobs), abs=1e-3)
+
+
+@pytest.mark.parametrize("max_length", [32, 41, None])
+def test_texts_and_contexts_are_cut_as_lm_evals_own_model_cuts_them(folder, tiny, max_length):
+    """The class that lm_eval has for PyTorch; None: all positions, of which a text takes one token more."""
+    pytest.importorskip("torch")
+    pytest.importorskip("accelerate")
+    from lm_eval.models.huggingface import HFLM
+
+    positions = max_length or tiny.config.max_context
+    theirs = HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=1, max_length=max_length)
+    ours = HarnessLM(tiny, max_length=max_length)
+    long = text(0, positions + 38)
+    rolling = [("abc",), (long[:positions],), (long,)]
+    asked = [(long, " what follows"), ("abc", "d"), (long[: positions - 1], "xy"), ("", long[: positions - 2])]
+    for kind, some in (("loglikelihood_rolling", rolling), ("loglikelihood", asked)):
+        found, expected = (getattr(model, kind)(requests(kind, *some), disable_tqdm=True) for model in (ours, theirs))
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-4)
+
+
+def test_an_answer_is_what_follows_the_thinking(tiny):
+    prompt = text(0, 30)
+    (said,), (ids,) = (getattr(tca_jax.generate(tiny, prompt, max_new_tokens=8), name) for name in ("text", "tokens"))
+    assert HarnessLM(tiny, think_end_token=said[2]).generate_until(generations([prompt])) == [
+        said.split(said[2])[-1].lstrip()
+    ]
+    last = len(ids) - 1 - ids[::-1].index(ids[2])
+    expected = tiny.tokenizer.decode(ids[last + 1 :], skip_special_tokens=True).lstrip()
+    for given in (ids[2], str(ids[2])):
+        assert HarnessLM(tiny, think_end_token=given).generate_until(generations([prompt])) == [expected]
+
+
+def test_the_tokenizers_own_tokens_may_be_left_out(tiny):
+    default, without = HarnessLM(tiny), HarnessLM(tiny, add_bos_token=False)
+    assert default.tok_encode("abc") == tiny.tokenizer("abc")["input_ids"]
+    assert without.tok_encode("abc") == tiny.tokenizer("abc", add_special_tokens=False)["input_ids"]
 
 
 def test_repeated_questions_get_other_samples_and_every_run_the_same(tiny):
