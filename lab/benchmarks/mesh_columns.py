@@ -31,8 +31,8 @@ def held_columns(lm: LM, batch: int, tokens: int, new_tokens: int) -> dict[str, 
     """What every device of a model's mesh holds, in GB, and that over its even share."""
     assert lm.mesh is not None
     sizes = lm.config, lm.method.cache, lm.mesh, batch, tokens, new_tokens
-    stored = {"weights": lm.weights_dtype, "kv": lm.cache_dtype}
-    held, share = (function(*sizes, **stored) for function in (held_by_device, over_even_share))
+    held = held_by_device(*sizes, weights=lm.weights_dtype, kv=lm.cache_dtype)
+    share = over_even_share(*sizes, weights=lm.weights_dtype, kv=lm.cache_dtype)
     return {"held GB": held.all / 1e9, "over even share": share}
 
 

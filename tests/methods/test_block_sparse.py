@@ -129,6 +129,15 @@ def test_a_table_of_thresholds_has_the_shape_of_the_model():
         short.attend(0, Heads.all(KV_HEADS), q, k, v, jnp.asarray(LENGTHS, jnp.int32), None, "auto")
 
 
+@pytest.mark.parametrize("name", ["xattention", "minference"])
+def test_no_prompt_need_be_dense(name):
+    q, k, _ = map(jnp.asarray, random_inputs(0, lengths=(40,)))
+    policy = methods.get(name, block_size=BLOCK, dense_tokens=0).prefill
+    (listed, *_), lengths = policy.listed(0, Heads.all(KV_HEADS), q, k, jnp.array([40])), jnp.array([40])
+    sparse = methods.get(name, block_size=BLOCK, dense_tokens=39).prefill.listed(0, Heads.all(KV_HEADS), q, k, lengths)
+    jax.tree.map(np.testing.assert_array_equal, listed, sparse[0])
+
+
 @pytest.mark.parametrize(
     ("length", "chunk"), [(1, 2048), (4096, 4096), (4097, 8192), (16384, 16384), (16385, 8192), (131072, 2048)]
 )
