@@ -89,7 +89,7 @@ def layer_preferences(
     """CAKE's layer preferences, measured on texts of the user's, for the method cake.
 
     One forward pass with full attention over each text. The paper tunes the temperatures for each model and budget
-    (0.4 to 1.9); its code takes 1 where nothing is tuned.
+    (0.4 to 1.9; `published_temperatures` has those of its models); its code takes 1 where nothing is tuned.
 
     Args:
         lm: The model; its method plays no part.

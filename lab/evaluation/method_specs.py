@@ -196,7 +196,8 @@ class Builder:
         if option != "preferences":
             raise UserError(f"--methods {label}: its option {option!r} has no default: give it")
         if option not in self._found:
-            self._found[option] = calibration.layer_preferences(self.lm, self.texts())
+            temperatures = calibration.published_temperatures(self.lm.name)
+            self._found[option] = calibration.layer_preferences(self.lm, self.texts(), **temperatures)
         return self._found[option]
 
 
