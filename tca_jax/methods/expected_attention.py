@@ -6,10 +6,10 @@ normalised over the prompt, averaged over the group, times |v|. No single query 
 than others: ask of a context (`tca_jax.prefill`), and what is kept does not depend on the question at all. At the end
 of a prompt, a question's few queries count among those of the whole prompt.
 
-Follows the published code (NVIDIA/kvpress, `ExpectedAttentionPress`), whose defaults these are. The paper weighs by
-|W_o v| and deals a layer's budget out among its heads; that code takes |v| and the same budget for all. What differs
-from it: the cache has a window here, so the last tokens stay whatever their scores; the budget is of the tokens left of
-it; and what follows the prompt is never compressed.
+Follows the published code (NVIDIA/kvpress at 08a43bf, `ExpectedAttentionPress`), whose defaults these are. The paper
+weighs by |W_o v| and deals a layer's budget out among its heads; that code takes |v| and the same budget for all. What
+differs from it: the cache has a window here, so the last tokens stay whatever their scores; the budget is of the tokens
+left of it; and what follows the prompt is never compressed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """SnapKV (arXiv 2404.14469): a head keeps what the last queries of the prompt attend to, pooled over neighbours.
 
-Follows the published code (FasterDecoding/SnapKV), whose defaults these are; its LongBench runs use kernel 7 and
-maximum pooling. What differs:
+Follows the published code (FasterDecoding/SnapKV at 557aff1), whose defaults these are; its LongBench runs use kernel 7
+and maximum pooling. What differs:
 
 - Query heads. The code repeats keys and values for every query head and lets each keep tokens of its own, which gives
   up what grouped queries save; the paper does not speak of groups. Here a KV head keeps one set, by the mean over its
