@@ -3,8 +3,7 @@
 from tca_jax.calibration.profile import Profile, head_gates
 from tca_jax.calibration.run import calibrate
 from tca_jax.calibration.scores import calibration_scores, choose_candidates
-from tca_jax.measured_options import layer_preferences, search_patterns
-from tca_jax.methods.cake import published_temperatures
+from tca_jax.measured_options import layer_preferences, published_temperatures, search_patterns
 
 __all__ = [
     "Profile",

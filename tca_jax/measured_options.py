@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,17 @@ from tca_jax.methods.base import last_queries
 from tca_jax.methods.cake import layer_preference, observed_spread
 from tca_jax.methods.head_patterns import HeadPattern
 from tca_jax.methods.pattern_search import CANDIDATES, FIRST_QUERY, pattern_scores
+from tca_jax.models.aliases import ALIASES
 from tca_jax.pallas_kernels.causal_attention import causal_attention
+
+#: tau1 and tau2 that CAKE's authors publish (their model2tau.json), by the last part of the Hub id in lower case, for
+#: budgets of 128 and 1024 tokens a head.
+TEMPERATURES = MappingProxyType(
+    {
+        "llama-3.1-8b-instruct": {128: (1.6, 0.6), 1024: (1.6, 0.4)},
+        "qwen2.5-7b-instruct": {128: (0.4, 0.6), 1024: (1.5, 0.6)},
+    }
+)
 
 
 def search_patterns(
@@ -81,6 +93,25 @@ def _search_layer(
     """Full attention, and what its heads keep under each candidate."""
     scores = pattern_scores(q, k, lengths, candidates, first_query)[0]
     return causal_attention(q, k, v, lengths), scores
+
+
+def published_temperatures(model: str, capacity: int = 1024) -> dict[str, float]:
+    """The temperatures that CAKE's authors tuned for a model, as `layer_preferences` takes them; 1 for other models.
+
+    Args:
+        model: Alias or Hub id, such as "llama3.1-8b-instruct" or "Qwen/Qwen2.5-7B-Instruct".
+        capacity: Tokens that a KV head holds; those of the nearest published budget, by ratio.
+    """
+    name = _last_part(model)
+    by_capacity = TEMPERATURES.get(_last_part(ALIASES.get(name, name)))
+    if by_capacity is None:
+        return {"tau1": 1.0, "tau2": 1.0}
+    tau1, tau2 = by_capacity[min(by_capacity, key=lambda known: abs(math.log(known / capacity)))]
+    return {"tau1": tau1, "tau2": tau2}
+
+
+def _last_part(name: str) -> str:
+    return name.rsplit("/", 1)[-1].lower()
 
 
 def layer_preferences(

@@ -11,12 +11,16 @@ import oracle
 from tiny import CONFIG
 
 
+def observed_by_all(q, k):
+    """Attention of all queries on all tokens, [Hkv, G, L, L]."""
+    group = q.shape[1] // k.shape[1]
+    heads = [oracle.probabilities(q[:, h], k[:, h // group]) for h in range(q.shape[1])]
+    return np.array(heads).reshape(k.shape[1], group, len(q), len(k))
+
+
 def observed(q, k, count):
     """Attention of the last queries on the tokens before them, [Hkv, G, count, L - count]."""
-    length, heads, _ = q.shape
-    group = heads // k.shape[1]
-    rows = [oracle.probabilities(q[:, h], k[:, h // group])[-count:, : length - count] for h in range(heads)]
-    return np.array(rows).reshape(k.shape[1], group, count, -1)
+    return observed_by_all(q, k)[:, :, -count:, : len(q) - count]
 
 
 def pooled(scores, kernel, pooling):
@@ -64,13 +68,6 @@ def h2o_scores(q, k, average):
     length = len(k)
     attention = observed_by_all(q, k).sum(axis=2)
     return (attention / np.arange(length, 0, -1) if average else attention).mean(axis=1)
-
-
-def observed_by_all(q, k):
-    """Attention of all queries on all tokens, [Hkv, G, L, L]."""
-    group = q.shape[1] // k.shape[1]
-    heads = [oracle.probabilities(q[:, h], k[:, h // group]) for h in range(q.shape[1])]
-    return np.array(heads).reshape(k.shape[1], group, len(q), len(k))
 
 
 def pyramidkv_budget(layer, layers, mean, ranked, window, beta):

@@ -12,7 +12,7 @@ from sparse_prefill import best, diagonal, last_rows
 from tiny import random_prompt, tiny_lm
 
 from tca_jax import methods
-from tca_jax.calibration import layer_preferences, search_patterns
+from tca_jax.calibration import layer_preferences, published_temperatures, search_patterns
 from tca_jax.methods.head_patterns import HeadPattern
 from tca_jax.methods.pattern_search import pattern_scores
 
@@ -115,3 +115,16 @@ def test_preferences_are_the_mean_share_of_each_layer_over_texts():
 def test_what_preferences_cannot_be_measured_on_is_named(texts, options, message):
     with pytest.raises(ValueError, match=message):
         layer_preferences(tiny_lm(), texts, **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "capacity", "expected"),
+    [
+        ("llama3.1-8b-instruct", 1024, (1.6, 0.4)),
+        ("meta-llama/Llama-3.1-8B-Instruct", 300, (1.6, 0.6)),
+        ("Qwen/Qwen2.5-7B-Instruct", 2048, (1.5, 0.6)),
+        ("qwen2.5-7b", 1024, (1.0, 1.0)),
+    ],
+)
+def test_temperatures_are_the_published_ones_of_the_authors_models(model, capacity, expected):
+    assert published_temperatures(model, capacity) == dict(zip(("tau1", "tau2"), expected, strict=True))

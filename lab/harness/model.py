@@ -21,6 +21,7 @@ except ImportError as error:
 
 import tca_jax
 from tca_jax.engine.lm import stored_entry
+from tca_jax.engine.prompts import decode_tokens
 from tca_jax.errors import UserError
 from tca_jax.lab.harness.loading import load_model
 from tca_jax.lab.harness.options import GenerationOptions
@@ -115,8 +116,7 @@ class HarnessLM(TemplateLM):
         if isinstance(think_end_token, str) and think_end_token.isdigit():  # from lm_eval's command line
             think_end_token = int(think_end_token)
         self._think_end, self._add_bos_token = think_end_token, add_bos_token
-        last_thought = think_end_token if isinstance(think_end_token, int) else None
-        self._runner = Runner(self.lm, rows, reuse, backend, _count("seed", seed, 0), think_end=last_thought)
+        self._runner = Runner(self.lm, rows, reuse, backend, _count("seed", seed, 0))
         self._template_options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
 
     # What lm_eval asks of a model's texts.
@@ -247,17 +247,23 @@ class HarnessLM(TemplateLM):
         """Answers to prompts whose places are sorted by their options."""
         results = [""] * len(requests)
 
-        thought = self._think_end if isinstance(self._think_end, str) else None
-
         def answered() -> Iterator[tuple[int, str]]:
             for options, places in alike.items():
-                for number, text in self._runner.answer([prompts[i] for i in places], options):
-                    yield places[number], postprocess_generated_text(text, list(options.until), thought)
+                for number, text, tokens in self._runner.answer([prompts[i] for i in places], options):
+                    yield places[number], self._behind_thinking(text, tokens, options.until)
 
         for place, text in _shown(answered(), len(requests), quiet):
             results[place] = text
             self.cache_hook.add_partial("generate_until", requests[place].args, text)
         return results
+
+    def _behind_thinking(self, text: str, tokens: Sequence[int], until: Sequence[str]) -> str:
+        """What an answer says behind its thinking, up to a stop string."""
+        end = self._think_end
+        if isinstance(end, int) and end in tokens:
+            last = len(tokens) - 1 - list(reversed(tokens)).index(end)
+            text = decode_tokens(self.lm, tokens[last + 1 :]).lstrip()
+        return postprocess_generated_text(text, list(until), end if isinstance(end, str) else None)
 
     def _say_cut(self, before: Sequence[list[int]], after: Sequence[list[int]]) -> None:
         cut = sum(len(a) < len(b) for a, b in zip(after, before, strict=True))

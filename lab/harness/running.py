@@ -10,7 +10,6 @@ from typing import Any
 from tca_jax.engine.contexts import Context, prefill
 from tca_jax.engine.generation import generate
 from tca_jax.engine.lm import LM
-from tca_jax.engine.prompts import decode_tokens
 from tca_jax.engine.score import score, score_answers
 from tca_jax.lab.harness.options import GenerationOptions
 from tca_jax.lab.harness.sharing import batches, filled, shared_prefixes
@@ -39,7 +38,6 @@ class Runner:
         prefix_reuse: Prompts that share at least so many first tokens are read from one context; 0 for none.
         backend: Kernel backend.
         seed: Of sampled answers.
-        think_end: Token that ends a model's thinking: an answer's text is what follows the last one; None for none.
         kv_cache_bytes: Bytes of the caches of all answers so far.
         full_kv_cache_bytes: The same under full attention.
     """
@@ -49,7 +47,6 @@ class Runner:
     prefix_reuse: int = 0
     backend: str = "auto"
     seed: int = 0
-    think_end: int | None = None
     kv_cache_bytes: int = 0
     full_kv_cache_bytes: int = 0
     _sampled: int = 0  # batches of sampled answers so far, each of which draws with a seed of its own
@@ -92,8 +89,8 @@ class Runner:
                 (place,) = text.places
                 yield place, float(of_text[len(of_text) - counts[place] :].sum())
 
-    def answer(self, prompts: Sequence[Tokens], options: GenerationOptions) -> Iterator[tuple[int, str]]:
-        """The answer to each prompt, up to a stop string."""
+    def answer(self, prompts: Sequence[Tokens], options: GenerationOptions) -> Iterator[tuple[int, str, Tokens]]:
+        """The answer to each prompt, up to a stop string, and its tokens."""
         given: dict[str, Any] = {
             "max_new_tokens": options.max_new_tokens,
             "temperature": options.temperature,
@@ -111,14 +108,7 @@ class Runner:
                 self.kv_cache_bytes += out.stats.kv_cache_bytes
                 self.full_kv_cache_bytes += out.stats.full_kv_cache_bytes
                 for question, text, tokens in zip(batch, out.text, out.tokens, strict=False):
-                    yield question.places[0], self._behind_thinking(text, tokens)
-
-    def _behind_thinking(self, text: str, tokens: Tokens) -> str:
-        """What an answer says behind its thinking."""
-        if self.think_end is None or self.think_end not in tokens:
-            return text
-        last = len(tokens) - 1 - list(reversed(tokens)).index(self.think_end)
-        return decode_tokens(self.lm, tokens[last + 1 :]).lstrip()
+                    yield question.places[0], text, tokens
 
     def _questions(
         self, prompts: Sequence[Tokens], places: Sequence[tuple[int, ...]]

@@ -149,7 +149,7 @@ def require_positions(
     needed, most = context_tokens + prompt_tokens + max_new_tokens, lm.config.max_context
     if needed > most:
         behind = f" behind a context of {context_tokens}" if context_tokens else ""
-        answer = f"; with max_new_tokens = {max_new_tokens} that is {needed}" if max_new_tokens > 0 else ""
+        answer = f"; with max_new_tokens = {max_new_tokens} that is {needed}" if max_new_tokens else ""
         raise UserError(f"{name} has {prompt_tokens} tokens{behind}{answer}, and {lm.name} has {most} positions")
 
 

@@ -222,15 +222,23 @@ def _encode_answer(lm: LM, answer: Any, argument: str) -> list[int]:
     return ids
 
 
+def _require_positions(
+    lm: LM, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], context_tokens: int = 0
+) -> None:
+    """Raises ValueError if a prompt leaves no positions for its answers, all but their last tokens."""
+    times = len(answers) // len(prompts)
+    for i, prompt in enumerate(prompts):
+        longest = max(map(len, answers[i * times : (i + 1) * times]))
+        require_positions(f"prompts[{i}]", len(prompt), longest - 1, lm, context_tokens=context_tokens)
+
+
 def _behind_prompts(
     lm: LM, prompts: Any, answers: list[list[int]], backend: Backend
 ) -> tuple[list[np.ndarray], list[bool]]:
     """Scores of each answer; those to one prompt side by side."""
     ids = encode_prompts(lm, prompts)
     times = len(answers) // len(ids)
-    for i, prompt in enumerate(ids):
-        longest = max(map(len, answers[i * times : (i + 1) * times]))
-        require_positions(f"prompts[{i}]", len(prompt), longest - 1, lm)
+    _require_positions(lm, ids, answers)
     tokens, lengths = pad_tokens(ids, lm.pad_token_id)
     block_size, held = lm.method.cache.block_size, np.repeat(lengths, times)
     places = held % block_size
@@ -321,10 +329,10 @@ def _behind_context(
     checked = AppendedPrompts.create(lm, prompts, context)
     if context.batch != 1:
         raise UserError(f"context has {context.batch} rows: must have one, which all prompts share")
+    _require_positions(lm, checked.ids, answers, context_tokens=checked.starts[0])
     times = len(answers) // len(checked.ids)
     asked = [ids for ids in checked.ids for _ in range(times)]
     appended = AppendedPrompts.create(lm, [a + b for a, b in zip(asked, answers, strict=True)], checked.context)
-    appended.require_positions(lm, -1)  # that of an answer's last token
     context, rows = appended.context, len(answers)
     starts, prompt_lengths = (jnp.broadcast_to(x, rows) for x in (context.lengths, context.prompt_lengths))
     args = (lm.for_programs(), context.cache, appended.tokens, starts, appended.lengths, prompt_lengths)

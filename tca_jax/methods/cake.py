@@ -22,9 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
-from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,14 +36,6 @@ from tca_jax.methods.full import FullPrefill
 from tca_jax.methods.observation import check_observation, observed_attention, pool
 from tca_jax.pallas_kernels.backends import Backend
 
-#: tau1 and tau2 that the authors publish (their model2tau.json), by the names of `tca_jax.load` in lower case, without
-#: what stands before a "/", for budgets of 128 and 1024 tokens a head.
-TEMPERATURES = MappingProxyType(
-    {
-        "llama-3.1-8b-instruct": {128: (1.6, 0.6), 1024: (1.6, 0.4)},
-        "qwen2.5-7b-instruct": {128: (0.4, 0.6), 1024: (1.5, 0.6)},
-    }
-)
 #: Fewest queries that have a variance.
 _FEWEST = 2
 
@@ -159,21 +149,6 @@ def layer_preference(spread: Float32[np.ndarray, "Hkv 2"], tau1: float = 1.0, ta
     """
     entropy, variance = spread.sum(axis=0, dtype=np.float64).tolist()
     return entropy ** (1 / tau1) * variance ** (1 / tau2)
-
-
-def published_temperatures(model: str, capacity: int = 1024) -> dict[str, float]:
-    """The temperatures that the authors tuned for a model, as `layer_preferences` takes them; 1 for models of others.
-
-    Args:
-        model: Alias or Hub id, such as "llama3.1-8b-instruct" or "Qwen/Qwen2.5-7B-Instruct".
-        capacity: Tokens that a KV head holds; those of the nearest published budget, by ratio.
-    """
-    name = model.rsplit("/", 1)[-1].lower().replace("llama3", "llama-3")
-    if name not in TEMPERATURES:
-        return {"tau1": 1.0, "tau2": 1.0}
-    by_capacity = TEMPERATURES[name]
-    tau1, tau2 = by_capacity[min(by_capacity, key=lambda known: abs(math.log(known / capacity)))]
-    return {"tau1": tau1, "tau2": tau2}
 
 
 def layer_budgets(preferences: Float[np.ndarray, " layers"], total: int, most: int) -> Int[np.ndarray, " layers"]:

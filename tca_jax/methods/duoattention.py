@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +22,7 @@ from jaxtyping import Array, Bool, Float32, Float64, Int
 from tca_jax.errors import UserError, check_flag, check_number
 from tca_jax.methods.base import CachePolicy, Heads, Method, PerHead
 from tca_jax.methods.full import FullPrefill
+from tca_jax.methods.head_tables import numbers_by_head
 from tca_jax.methods.regions import Selection
 from tca_jax.methods.sparse import SparsePrefill
 from tca_jax.methods.streaming import StreamingCache
@@ -113,7 +113,7 @@ def duoattention(
         gates = load_gates(gates)
     check_number("share", share, above=0, at_most=1)
     check_flag("dense_prefill", dense_prefill)
-    table = _checked_gates(gates)
+    table = np.clip(numbers_by_head("gates", gates, "[layers, H_kv]", np.isfinite, "must be finite"), 0, 1)
     highest = np.argsort(-table, axis=None, kind="stable")[: round(share * table.size)]
     retrieval = np.zeros(table.size, bool)
     retrieval[highest] = True
@@ -141,15 +141,3 @@ def load_gates(path: str | os.PathLike[str]) -> Float64[np.ndarray, "layers Hkv"
         widths = sorted({len(row) for row in rows})
         raise UserError(f"{os.fspath(path)}: must hold rows of one length, has rows of {widths or 'nothing'}")
     return np.array(rows, np.float64)
-
-
-def _checked_gates(value: Any) -> Float64[np.ndarray, "layers Hkv"]:
-    try:
-        gates = np.asarray(value, np.float64)
-    except (TypeError, ValueError):
-        raise UserError("gates: must be numbers [layers, H_kv], with as many in every layer") from None
-    if gates.ndim != 2 or not gates.size:
-        raise UserError(f"gates has shape {gates.shape}: must be [layers, H_kv]")
-    for layer, head in np.argwhere(~np.isfinite(gates)):
-        raise UserError(f"gates[{layer}, {head}] = {gates[layer, head]}: must be finite")
-    return np.clip(gates, 0, 1)

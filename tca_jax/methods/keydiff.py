@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.methods.base import Heads, Method
 from tca_jax.methods.compression import PromptCompression
@@ -70,7 +70,7 @@ def key_difference(k: Array, lengths: Int[Array, " B"]) -> Float32[Array, "B Hkv
     return jnp.maximum(concatenate_tiles(difference, k), 0)
 
 
-def _unit(x: Array) -> Float32[Array, ...]:
+def _unit(x: Float[Array, "*s d"]) -> Float32[Array, "*s d"]:
     """Vectors along the last axis at length 1."""
     wide = x.astype(jnp.float32)
     return wide / jnp.maximum(jnp.linalg.norm(wide, axis=-1, keepdims=True), _LEAST_LENGTH)

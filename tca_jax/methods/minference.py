@@ -27,11 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from tca_jax.errors import UserError, check_integer, check_number
+from tca_jax.errors import check_integer, check_number
 from tca_jax.methods.base import Heads, Method, last_queries
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, block_sums
 from tca_jax.methods.full import FullCache
 from tca_jax.methods.head_patterns import DEFAULT, HeadPattern, Patterns, parse_patterns
+from tca_jax.methods.head_tables import check_query_heads, of_layer
 from tca_jax.methods.last_attention import by_position, diagonal_sums, last_attention
 from tca_jax.methods.ranks import highest
 from tca_jax.pallas_kernels.block_sparse_attention.lists import BlockLists, columns_of_mask, lists_of_mask
@@ -84,14 +85,8 @@ class MInferencePrefill(BlockSparsePrefill):
         check_integer("dense_tokens", self.dense_tokens, at_least=0)
 
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:
-        if self.patterns is None:
-            return
-        heads = len(self.patterns[0])
-        if len(self.patterns) != num_layers or heads % num_kv_heads:
-            raise UserError(
-                f"patterns has {len(self.patterns)} layers of {heads} query heads: must be {num_layers} of a multiple "
-                f"of {num_kv_heads}, the KV heads"
-            )
+        if self.patterns is not None:
+            check_query_heads("patterns", self.patterns, num_layers, num_kv_heads)
 
     def of_layer(self, layer: int, heads: int) -> tuple[HeadPattern, ...]:
         """Patterns of a layer's query heads, scaled.
@@ -99,9 +94,7 @@ class MInferencePrefill(BlockSparsePrefill):
         Raises:
             ValueError: the table is of another number of heads.
         """
-        patterns = (DEFAULT,) * heads if self.patterns is None else self.patterns[layer]
-        if len(patterns) != heads:
-            raise UserError(f"patterns has {len(patterns)} query heads: must be {heads}, as the model has")
+        patterns = (DEFAULT,) * heads if self.patterns is None else of_layer("patterns", self.patterns, layer, heads)
         return tuple(HeadPattern(p.kind, *(int(self.scale * n) for n in p[1:])) for p in patterns)
 
     def estimate(self, layer: int, heads: Heads, head: Array, q: Array, k: Array, lengths: Array) -> tuple[Listed, ...]:

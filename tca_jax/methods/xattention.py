@@ -31,7 +31,8 @@ from tca_jax.errors import UserError, check_integer, check_number, is_finite_num
 from tca_jax.methods.base import Heads, Method
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed
 from tca_jax.methods.full import FullCache
-from tca_jax.methods.ranks import covering, highest
+from tca_jax.methods.head_tables import check_query_heads, numbers_by_head, of_layer
+from tca_jax.methods.ranks import covering
 from tca_jax.pallas_kernels.block_sparse_attention.lists import lists_of_mask
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv, round_up, scaled_scores
 
@@ -69,12 +70,7 @@ class XAttentionPrefill(BlockSparsePrefill):
 
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:
         if isinstance(self.threshold, tuple):
-            count = len(self.threshold[0])
-            if len(self.threshold) != num_layers or count % num_kv_heads:
-                raise UserError(
-                    f"threshold has {len(self.threshold)} layers of {count} query heads: must be {num_layers} of a "
-                    f"multiple of {num_kv_heads}, the KV heads"
-                )
+            check_query_heads("threshold", self.threshold, num_layers, num_kv_heads)
 
     def estimate(self, layer: int, heads: Heads, head: Array, q: Array, k: Array, lengths: Array) -> tuple[Listed, ...]:
         sums = antidiagonal_mass(q, k, lengths, stride=self.stride, block_size=self.block_size)
@@ -88,12 +84,8 @@ class XAttentionPrefill(BlockSparsePrefill):
         """The threshold of each query head of a KV head `[G, 1]`, or that of all."""
         if not isinstance(self.threshold, tuple):
             return self.threshold
-        of_layer = np.asarray(self.threshold[layer], np.float32)
-        if of_layer.size != heads.of_model * group:
-            raise UserError(
-                f"threshold has {of_layer.size} query heads: must be {heads.of_model * group}, as the model has"
-            )
-        return jnp.asarray(heads.of(of_layer.reshape(-1, group)))[head][:, None]
+        shares = np.asarray(of_layer("threshold", self.threshold, layer, heads.of_model * group), np.float32)
+        return jnp.asarray(heads.of(shares.reshape(-1, group)))[head][:, None]
 
 
 def first_chunk(lengths: Int[Array, " B"]) -> Int[Array, " B"]:
@@ -116,9 +108,11 @@ def chosen_blocks(
     own, before = blocks == blocks[:, None], blocks < blocks[:, None]
     forced = own | ((blocks == 0) & ~in_chunk[..., None])
     missing = threshold * sums.sum(axis=-1) - jnp.where(forced, sums, 0).sum(axis=-1)
-    fewest = covering(sums, missing, before & ~forced)
-    one_more = highest(sums, fewest.sum(axis=-1, dtype=jnp.int32) + 1, before & ~forced)
-    return forced | jnp.where(in_chunk[..., None], one_more, fewest)
+    others = before & ~forced
+    fewest = covering(sums, missing, others)
+    left = others & ~fewest
+    next_one = left & (blocks == jnp.argmax(jnp.where(left, sums, -1), axis=-1, keepdims=True))
+    return forced | fewest | (next_one & in_chunk[..., None])
 
 
 def antidiagonal_mass(
@@ -215,12 +209,12 @@ def _checked_threshold(value: Any) -> float | tuple[tuple[float, ...], ...]:
     if is_finite_number(value):
         check_number("threshold", value, above=0, at_most=1)
         return float(value)
-    try:
-        table = np.asarray(value, np.float64)
-    except (TypeError, ValueError):
-        raise UserError("threshold: must be a number, or numbers [layers, Hq], with as many in every layer") from None
-    if table.ndim != 2 or not table.size:
-        raise UserError(f"threshold has shape {table.shape}: must be a number, or numbers [layers, Hq]")
-    for layer, head in np.argwhere(~((table > 0) & (table <= 1))):
-        raise UserError(f"threshold[{layer}, {head}] = {table[layer, head]}: must lie in (0, 1]")
+    table = numbers_by_head(
+        "threshold",
+        value,
+        "[layers, Hq]",
+        lambda shares: (shares > 0) & (shares <= 1),
+        "must lie in (0, 1]",
+        otherwise="a number, or numbers ",
+    )
     return tuple(map(tuple, table.tolist()))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tca_jax import methods
-from tca_jax.methods.cake import layer_budgets, layer_preference, observed_spread, published_temperatures
+from tca_jax.methods.cake import layer_budgets, layer_preference, observed_spread
 
 
 @settings(max_examples=40, deadline=None, database=None)
@@ -35,19 +35,6 @@ def test_budgets_are_in_proportion_until_a_layer_is_full():
     assert layer_budgets(preferences, 80, 100).tolist() == [10, 20, 50]
     assert layer_budgets(preferences, 80, 40).tolist() == [15, 25, 40]
     assert layer_budgets(preferences, 120, 40).tolist() == [40, 40, 40]
-
-
-@pytest.mark.parametrize(
-    ("model", "capacity", "expected"),
-    [
-        ("llama3.1-8b-instruct", 1024, (1.6, 0.4)),
-        ("meta-llama/Llama-3.1-8B-Instruct", 300, (1.6, 0.6)),
-        ("Qwen/Qwen2.5-7B-Instruct", 2048, (1.5, 0.6)),
-        ("qwen2.5-7b", 1024, (1.0, 1.0)),
-    ],
-)
-def test_temperatures_are_the_published_ones_of_the_authors_models(model, capacity, expected):
-    assert published_temperatures(model, capacity) == dict(zip(("tau1", "tau2"), expected, strict=True))
 
 
 @pytest.mark.parametrize(("tau1", "tau2"), [(1.0, 1.0), (1.6, 0.4)])
