@@ -62,8 +62,10 @@ def test_products_are_those_of_the_numbers_that_codes_stand_for(kind, tokens, dt
         wide = np.asarray(of_x, np.float64) * np.asarray(scale_of_x, np.float64)[..., None]
     dense = np.asarray(codes, np.float64) * np.asarray(scale, np.float64)[..., None]
     expected = np.einsum("...n,abn->...ab", wide, dense)
-    tolerance = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2, jnp.float16: 2e-3}[dtype] * np.abs(expected).max()
-    np.testing.assert_allclose(np.asarray(y, np.float64), expected, atol=tolerance)
+    tolerance = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2, jnp.float16: 2e-3}[dtype]
+    if tokens == "many" and kind == "fp8" and jax.default_backend() == "gpu":
+        tolerance = max(tolerance, 2.0**-11)  # tensor cores of Hopper sum fewer bits than float32's
+    np.testing.assert_allclose(np.asarray(y, np.float64), expected, atol=tolerance * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("tokens", ["few", "many"])
