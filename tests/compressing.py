@@ -104,6 +104,18 @@ def expected_attention_scores(q_before_rope, k, v, frequencies, *, future, sinks
     return by_kv_head
 
 
+def adakv_counts(scores, mean, safeguard, protects):
+    """Tokens of each head: its part of the highest scores of all heads, `mean` for each, [H, n] -> [H]."""
+    heads, tokens = scores.shape
+    order = np.argsort(-scores, axis=1, kind="stable")
+    protected = np.zeros(scores.shape, bool)
+    if protects:
+        np.put_along_axis(protected, order[:, : int(mean * safeguard)], True, axis=1)
+    chosen = np.lexsort((-scores.ravel(), ~protected.ravel()))[: heads * mean]
+    counts = np.bincount(chosen // tokens, minlength=heads)
+    return counts if protects else np.rint(counts * (1 - safeguard) + int(mean * safeguard)).astype(int)
+
+
 def highest(scores, count, ranked_tokens):
     """Positions of the highest scores of one head among its first tokens."""
     return set(np.argsort(-scores[:ranked_tokens], kind="stable")[:count].tolist())

@@ -57,6 +57,9 @@ def evaluate(
         float | None,
         typer.Option(help="Share of full attention's KV bytes that each method may hold.", show_default="its own"),
     ] = None,
+    bytes_of: Annotated[
+        str, typer.Option(help="What --kv-share counts: call, with room for questions and answers, or prompt.")
+    ] = "call",
     batch: Annotated[int, typer.Option(help="Most prompts in a call; fewer where memory is short.", min=1)] = 8,
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
@@ -102,6 +105,7 @@ def evaluate(
             sources=sources,
             kv_share=kv_share,
             batch=batch,
+            bytes_of=bytes_of,
         )
         lm = checkpoint.load(
             dtype=dtype,

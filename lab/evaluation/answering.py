@@ -41,6 +41,7 @@ class Answers:
         full_kv_cache_bytes: The same under full attention.
         attended_share: Share of a prompt's causal pairs (query, key) that its queries attended to, mean; of the
             document's where that was read before.
+        kept_share: Share of a prompt's own tokens that the caches hold behind it, mean.
         prefill_seconds: From the document to the first new token, mean a prompt; prompts of a batch share its time.
         question_seconds: From the question to the first new token, mean a prompt: less than that where the document
             was read before.
@@ -55,6 +56,7 @@ class Answers:
     kv_cache_bytes: float
     full_kv_cache_bytes: float
     attended_share: float
+    kept_share: float
     prefill_seconds: float
     question_seconds: float
     seconds_per_token: float
@@ -71,6 +73,7 @@ class _Call:
     kv_cache_bytes: int
     full_kv_cache_bytes: int
     attended_share: float
+    kept_share: float
     read_seconds: float
     question_seconds: float
     seconds_per_token: float
@@ -120,6 +123,7 @@ def answer(
         kv_cache_bytes=_mean(call.kv_cache_bytes / rows for call in calls),
         full_kv_cache_bytes=_mean(call.full_kv_cache_bytes / rows for call in calls),
         attended_share=_mean(call.attended_share for call in calls),
+        kept_share=_mean(call.kept_share for call in calls),
         prefill_seconds=_mean((call.read_seconds + call.question_seconds) / rows for call in calls),
         question_seconds=_mean(call.question_seconds / rows for call in calls),
         seconds_per_token=_mean(call.seconds_per_token for call in calls),
@@ -182,17 +186,18 @@ def safe_batch(lm: LM, prompt_tokens: int, new_tokens: int, most: int) -> int:
 def _ask(lm: LM, task: Task, prompts: Sequence[tuple[list[int], list[int]]], limit: int, room: int) -> _Call:
     documents, questions = map(list, zip(*prompts, strict=True))
     if not any(questions):
-        out, read_seconds, compiling = _generate(lm, task, documents, None, limit, room), 0.0, 0.0
+        (out, kept), read_seconds, compiling = _generate(lm, task, documents, None, limit, room), 0.0, 0.0
     else:
         context = prefill(lm, documents)
         read_seconds, compiling = context.prefill_seconds, context.compile_seconds
-        out = _generate(lm, task, questions, context, limit, room)
+        out, kept = _generate(lm, task, questions, context, limit, room)
     return _Call(
         texts=out.text,
         new_tokens=out.stats.new_tokens,
         kv_cache_bytes=out.stats.kv_cache_bytes,
         full_kv_cache_bytes=out.stats.full_kv_cache_bytes,
         attended_share=out.stats.attended_share,
+        kept_share=kept,
         read_seconds=read_seconds,
         question_seconds=out.stats.prefill_seconds,
         seconds_per_token=out.stats.seconds_per_token,
@@ -200,8 +205,10 @@ def _ask(lm: LM, task: Task, prompts: Sequence[tuple[list[int], list[int]]], lim
     )
 
 
-def _generate(lm: LM, task: Task, prompts: list[list[int]], context: Context | None, limit: int, room: int) -> Output:
-    """`generate`, with room for more tokens than are made."""
+def _generate(
+    lm: LM, task: Task, prompts: list[list[int]], context: Context | None, limit: int, room: int
+) -> tuple[Output, float]:
+    """`generate`, with room for more tokens than are made; and the share of the prompts' tokens that caches hold."""
     request = Request.create(
         lm,
         prompts,
@@ -215,10 +222,11 @@ def _generate(lm: LM, task: Task, prompts: list[list[int]], context: Context | N
         backend="auto",
     )
     state = request.start()
+    kept = output_of(request, state).stats.kept_share  # the first new token is in no cache yet
     while not request.is_finished(state) and int(state.step) < limit:
         left = limit - int(state.step)
         state = request.advance(state, min(_STRIDE, left) if task.stop else left)
-    return output_of(request, state)
+    return output_of(request, state), kept
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -28,6 +28,8 @@ TASKS: Mapping[str, AnyTask] = MappingProxyType(
 )
 assert len(TASKS) == sum(map(len, SUITES.values())) + len(text_tasks.TASKS)
 
+#: What `kv_share` counts: the caches of a call, with room for a question and its answer; or the prompt's alone.
+BYTES_OF = ("call", "prompt")
 _KEPT_CHARACTERS = 2**28  # of samples, between methods
 
 
@@ -45,6 +47,7 @@ class Plan:
         kv_share: Share of full attention's KV cache bytes that every method is to hold; None: methods as they are.
         batch: Most prompts in a call.
         skipped: Why tasks of a suite are left out.
+        bytes_of: What `kv_share` counts, see `BYTES_OF`.
     """
 
     methods: tuple[MethodSpec, ...]
@@ -56,6 +59,7 @@ class Plan:
     kv_share: float | None
     batch: int
     skipped: tuple[str, ...] = ()
+    bytes_of: str = BYTES_OF[0]
 
     def jobs(self) -> list[Job]:
         """All entries, those of a length and a method together: they run the same programs."""
@@ -90,6 +94,7 @@ def make_plan(
     sources: Sources,
     kv_share: float | None,
     batch: int,
+    bytes_of: str = BYTES_OF[0],
 ) -> Plan:
     """Checks what is asked for, without the model's weights.
 
@@ -106,6 +111,10 @@ def make_plan(
             raise UserError(f"{name} {value}: must be at least 1")
     if kv_share is not None and not 0 < kv_share <= 1:
         raise UserError(f"--kv-share {kv_share}: must lie in (0, 1], a share of full attention's KV cache bytes")
+    if bytes_of not in BYTES_OF:
+        raise UserError(f"--bytes-of {bytes_of}: must be one of {list(BYTES_OF)}")
+    if bytes_of != BYTES_OF[0] and kv_share is None:
+        raise UserError(f"--bytes-of {bytes_of}: says what --kv-share counts, which is not given")
     if not lengths or len(set(lengths)) < len(lengths):
         raise UserError(f"--lengths {list(lengths)}: must be one or more, each once")
     for length in lengths:
@@ -126,9 +135,8 @@ def make_plan(
             skipped += map(str, of_task)
             if fitting:
                 chosen[task.name] = (task, fitting)
-    plan = Plan(
-        methods, tuple(chosen.values()), tuple(protocols), samples, seed, sources, kv_share, batch, tuple(skipped)
-    )
+    of_plan = tuple(chosen.values())
+    plan = Plan(methods, of_plan, tuple(protocols), samples, seed, sources, kv_share, batch, tuple(skipped), bytes_of)
     if any(task.suite == "longbench" for task, _ in plan.tasks):
         longbench.require_libraries()
     return plan

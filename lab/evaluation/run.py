@@ -18,7 +18,7 @@ from tca_jax.equal_bytes import CallSizes
 from tca_jax.lab.evaluation.answering import Answers, answer, call_sizes
 from tca_jax.lab.evaluation.method_specs import Builder, Built
 from tca_jax.lab.evaluation.pictures import draw_pictures
-from tca_jax.lab.evaluation.plan import AnyTask, Plan, SampleStore
+from tca_jax.lab.evaluation.plan import BYTES_OF, AnyTask, Plan, SampleStore
 from tca_jax.lab.evaluation.results import FORMAT, Job, Results
 from tca_jax.lab.evaluation.samples import Mark, Sample, Task
 from tca_jax.lab.evaluation.tables import write_table
@@ -66,7 +66,7 @@ def run_plan(
         samples = store.get(task, job.length)
         method = built[job.method]
         if plan.kv_share is not None:
-            method = within(job.method, _call_sizes(builder.lm, task, samples, job))
+            method = within(job.method, _call_sizes(builder.lm, task, samples, job, plan.bytes_of))
 
         def advance(count: int, job: Job = job) -> None:
             nonlocal done
@@ -97,6 +97,7 @@ def _config(plan: Plan, builder: Builder, built: Mapping[str, Built]) -> dict[st
         "seed": plan.seed,
         "samples": plan.samples,
         "kv_share": plan.kv_share,
+        **({} if plan.bytes_of == BYTES_OF[0] else {"bytes_of": plan.bytes_of}),
         "methods": {label: _digest(describe_method(each.lm.method)) for label, each in built.items()},
         "measured": builder.measured,
         "sources": {
@@ -110,11 +111,12 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _call_sizes(lm: LM, task: AnyTask, samples: Sequence[Any], job: Job) -> CallSizes:
-    """What the calls of a job allocate caches for."""
+def _call_sizes(lm: LM, task: AnyTask, samples: Sequence[Any], job: Job, bytes_of: str) -> CallSizes:
+    """What the bytes of a job's calls depend on; of the prompt alone there is no room for what follows it."""
     if isinstance(task, TextTask):
         return task.call_sizes(job.length)
-    return call_sizes(lm, task, samples, job.protocol)
+    sizes = call_sizes(lm, task, samples, job.protocol)
+    return CallSizes(sizes.prompt_tokens) if bytes_of == "prompt" else sizes
 
 
 def _setting(plan: Plan, task: AnyTask, method: Built) -> dict[str, Any]:

@@ -40,6 +40,7 @@ def table(config: Mapping[str, Any], records: Sequence[Record], skipped: Sequenc
     """All results: a table for each length, protocol and suite, then those of text tasks, then notes."""
     records, kv_share = _in_order(config, records), config["kv_share"]
     held = "as each method has them" if kv_share is None else f"at most {kv_share:.0%} of full attention's"
+    held += " for the prompt alone" if config.get("bytes_of") == "prompt" else ""
     lines = [
         f"# {config['model']}",
         "",
@@ -81,23 +82,23 @@ def _question_tables(records: Sequence[Record], title: str, explained: str) -> l
         mean = [found[method, task]["score"] for task in everywhere]
         name = method + (_OWN_BUDGET if any(r["own_budget"] for r in own) else "")
         rows.append([name, f"{np.mean(mean):.1f}" if mean else _NONE, *_costs(own)])
-    heads = [compared, "KV bytes", "attended", "prefill (s)", "from the question (s)", "ms per token", "batch"]
+    heads = [compared, "KV bytes", "kept", "attended", "prefill (s)", "from the question (s)", "ms per token", "batch"]
     return [*lines, *_markdown(["method", *heads], rows)]
 
 
 def _costs(records: Sequence[Record]) -> list[str]:
-    """Bytes held, pairs attended to, seconds to the first token of a prompt, from the question alone, and of a further
-    step; the batch."""
+    """Shares of bytes, of the prompt's tokens and of pairs; seconds to the first token of a prompt, from the question
+    alone, and of a further step; the batch."""
     names = ("prefill_seconds", "question_seconds", "seconds_per_token")
     prefill, question, step = (np.mean([record[name] for record in records]) for name in names)
     batch = max(record["batch"] for record in records)
-    shares = [f"{held_share(records):.1%}", _attended(records)]
+    shares = [f"{held_share(records):.1%}", _mean_share(records, "kept_share"), _mean_share(records, "attended_share")]
     return [*shares, f"{prefill:.3g}", f"{question:.3g}", f"{1000 * step:.3g}", str(batch)]
 
 
-def _attended(records: Sequence[Record]) -> str:
-    """Share of a prompt's pairs that its queries attended to, mean of some results; of older ones it is not known."""
-    shares = [record["attended_share"] for record in records if "attended_share" in record]
+def _mean_share(records: Sequence[Record], name: str) -> str:
+    """A share, mean of some results; of older ones it may not be known."""
+    shares = [record[name] for record in records if name in record]
     return f"{np.mean(shares):.1%}" if len(shares) == len(records) else _NONE
 
 
@@ -119,7 +120,7 @@ def _text_tables(records: Sequence[Record], length: int) -> list[str]:
                         f"{record['values'][name]:.1%}" if name == "top_1" else f"{record['values'][name]:.4f}"
                         for name, _ in columns
                     ),
-                    _attended([record]),
+                    _mean_share([record], "attended_share"),
                     f"{held_share([record]):.1%}",
                     f"{record['prefill_seconds']:.3g}",
                 ]

@@ -7,8 +7,9 @@ from typing import Any
 from tca_jax.calibration.profile import budgets_of
 from tca_jax.engine.lm import LM
 from tca_jax.errors import UserError
-from tca_jax.loading import check_dtype, check_eight_bits, open_checkpoint
+from tca_jax.loading import check_dtype, check_eight_bits, checkpoint_folder, open_checkpoint
 from tca_jax.methods.registry import with_known
+from tca_jax.models.json_object import read_json_object
 
 
 def load_model(
@@ -60,3 +61,11 @@ def load_model(
         options = with_known(method, budgets_of(found), options)
     lm = checkpoint.load(found, dtype=dtype, weights=weights, kv=kv)
     return lm if method is None else lm.with_method(method, **options)
+
+
+def stored_repetition_penalty(pretrained: Any, revision: str | None) -> float | None:
+    """The repetition penalty of a checkpoint's generation_config.json; None where it names none, or for an LM."""
+    if isinstance(pretrained, LM):
+        return None
+    path = checkpoint_folder(pretrained, revision) / "generation_config.json"
+    return read_json_object(path).get("repetition_penalty") if path.exists() else None

@@ -22,8 +22,9 @@ except ImportError as error:
 import tca_jax
 from tca_jax.engine.lm import stored_entry
 from tca_jax.engine.prompts import decode_tokens
+from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import UserError
-from tca_jax.lab.harness.loading import load_model
+from tca_jax.lab.harness.loading import load_model, stored_repetition_penalty
 from tca_jax.lab.harness.options import GenerationOptions
 from tca_jax.lab.harness.running import Runner
 from tca_jax.methods.full import BASELINE
@@ -56,6 +57,8 @@ class HarnessLM(TemplateLM):
         prefix_reuse: Prompts that share at least so many first tokens are read from one context; 0 for none. None is
             256 under full attention, which answers the same either way, and 0 under every other method: there what a
             context keeps is chosen before the question is known (the late protocol), which is another measurement.
+        repetition_penalty: Of answers where the task names none; None for that of the checkpoint's
+            generation_config.json, if any, as in transformers' `generate`.
         enable_thinking: Handed to the chat template, where it knows it.
         think_end_token: Text or id of the token that ends a model's thinking: an answer is what follows the last one.
         add_bos_token: Whether texts begin with the tokenizer's own tokens, such as that of a beginning; None for the
@@ -86,6 +89,7 @@ class HarnessLM(TemplateLM):
         max_length: int | None = None,
         max_gen_toks: int = 256,
         prefix_reuse: int | None = None,
+        repetition_penalty: float | None = None,
         enable_thinking: bool | None = None,
         think_end_token: str | int | None = None,
         add_bos_token: bool | None = None,
@@ -113,6 +117,10 @@ class HarnessLM(TemplateLM):
             raise UserError(f"max_length = {max_length}: must be at most {positions}, the positions of {self.lm.name}")
         if reuse is None:
             reuse = _SHARED_TOKENS if self.lm.method == BASELINE else 0
+        if repetition_penalty is None:
+            repetition_penalty = stored_repetition_penalty(pretrained, revision)
+        Sampling(repetition_penalty=repetition_penalty)  # refuses what is not allowed
+        self._repetition_penalty = repetition_penalty
         if isinstance(think_end_token, str) and think_end_token.isdigit():  # from lm_eval's command line
             think_end_token = int(think_end_token)
         self._think_end, self._add_bos_token = think_end_token, add_bos_token
@@ -228,7 +236,7 @@ class HarnessLM(TemplateLM):
         """The answer to each prompt, up to the first of its stop strings."""
         alike: dict[GenerationOptions, list[int]] = defaultdict(list)
         for i, request in enumerate(requests):
-            alike[GenerationOptions.of(request.args[1], self.max_gen_toks)].append(i)
+            alike[GenerationOptions.of(request.args[1], self.max_gen_toks, self._repetition_penalty)].append(i)
         encoded = [self.tok_encode(request.args[0]) for request in requests]
         prompts = list(encoded)
         for options, places in alike.items():

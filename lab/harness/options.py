@@ -32,13 +32,16 @@ class GenerationOptions:
     sampling: tuple[tuple[str, float], ...]
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], max_gen_toks: int) -> GenerationOptions:
+    def of(
+        cls, given: Mapping[str, Any], max_gen_toks: int, repetition_penalty: float | None = None
+    ) -> GenerationOptions:
         """The options of a request.
 
         Args:
             given: What the task gives, such as {"until": ["\\n"], "max_gen_toks": 128, "do_sample": False}. Without
                 do_sample a temperature above 0 samples; do_sample without a temperature samples at 1.
             max_gen_toks: Most tokens where the task names none.
+            repetition_penalty: Where the task names none; None for none.
 
         Raises:
             ValueError: there is an option that this library does not have; names it.
@@ -47,7 +50,8 @@ class GenerationOptions:
         most = [value for name in _MOST_TOKENS if (value := options.pop(name, None)) is not None]
         until = options.pop("until", None) or ()
         strings = (until,) if isinstance(until, str) else tuple(until)
-        sampling = {name: value for name in _SAMPLING if (value := options.pop(name, None)) is not None}
+        sampling = {} if repetition_penalty is None else {"repetition_penalty": repetition_penalty}
+        sampling |= {name: value for name in _SAMPLING if (value := options.pop(name, None)) is not None}
         temperature = _temperature(options.pop("do_sample", None), options.pop("temperature", None))
         for name, value in options.items():
             if name not in _ONLY:

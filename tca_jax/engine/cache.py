@@ -26,7 +26,7 @@ from tca_jax.errors import UserError
 from tca_jax.methods.base import CachePolicy, num_ranked_blocks, per_head
 from tca_jax.methods.regions import Regions
 from tca_jax.pallas_kernels.kv import CODES, REGION_ALIGNMENT, Pages, Pool, Stored, decode, empty, encode, num_bytes
-from tca_jax.pallas_kernels.numerics import cdiv
+from tca_jax.pallas_kernels.numerics import cdiv, round_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,9 @@ class CacheLayout:
         kept_pages: Pages of kept tokens, `[layers][devices][H_kv]`, H_kv the KV heads of a device.
         window_columns: Most blocks from the first in a row's window to the last that is ever fed.
         prompt_tokens: Padded length of the prompts, L.
+        shared_pages: Of each layer, pages of kept tokens that the KV heads of a row share, and how many each head adds
+            to them, where the prompt says how many a head has (`kept_pages` is then the most that it may have); empty
+            where each has its own.
     """
 
     block_size: int
@@ -51,6 +54,7 @@ class CacheLayout:
     kept_pages: tuple[tuple[tuple[int, ...], ...], ...]
     window_columns: int
     prompt_tokens: int
+    shared_pages: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def plan(
@@ -87,7 +91,13 @@ class CacheLayout:
         columns = min(cdiv(prompt_tokens + fed_tokens, b), w // b + 1 + cdiv(fed_tokens, b))
         region = math.lcm(REGION_ALIGNMENT, b)  # a selection comes in such pieces
         pages = tuple(_pages_by_device(kept(layer), b, region, shards, layer) for layer in range(num_layers))
-        return cls(b, w, batch, pages, columns, prompt_tokens)
+        shared = []
+        for layer in range(num_layers):
+            most = policy.shared_capacity(layer, prompt_tokens, num_kv_heads)
+            behind = kept_behind(policy, layer, prompt_tokens, fed_tokens, num_kv_heads).max()
+            if most is not None:  # each head rounds up what it keeps of the prompt
+                shared.append((round_up(most, region) // b, (region + round_up(int(behind), b)) // b))
+        return cls(b, w, batch, pages, columns, prompt_tokens, tuple(shared) if len(shared) == num_layers else ())
 
     @classmethod
     def plan_following(
@@ -137,8 +147,19 @@ class CacheLayout:
     @property
     def num_pages(self) -> int:
         """Pages of the pool, as many as the device needs that needs most."""
-        kept = int(np.sum(self.kept_pages, axis=(0, 2)).max())
+        kept = int(self._row_pages.sum(axis=1).max())
         return self.batch * (self.num_layers * self.num_kv_heads * self.num_window_pages + kept)
+
+    @property
+    def _row_pages(self) -> Int[np.ndarray, "devices layers"]:
+        """Pages of kept tokens of a row on each device."""
+        own = np.asarray(self.kept_pages, np.int32).sum(axis=2).T
+        return np.minimum(own, [self._shared_by_row(layer) for layer in range(self.num_layers)])
+
+    def _shared_by_row(self, layer: int) -> int:
+        """Most pages that the heads of a row and device share."""
+        together, of_head = self.shared_pages[layer] if self.shared_pages else (2**31 - 1, 0)
+        return together + of_head * self.num_kv_heads
 
     def num_bytes(self, head_dim: int, dtype: Any) -> int:
         """Bytes of keys and values together, on a device."""
@@ -147,43 +168,73 @@ class CacheLayout:
     def regions(self, layer: int) -> Regions:
         """Where a selection puts a layer's kept tokens on their way to the pages: as large on all devices."""
         widest = np.max(self.kept_pages[layer], axis=0) * self.block_size
-        return Regions.plan(self.batch, widest.tolist(), self.block_size)
+        shared = self._shared_by_row(layer) * self.block_size if self.shared_pages else None
+        return Regions.plan(self.batch, widest.tolist(), self.block_size, shared)
 
-    def tables(self, device: int | None = None) -> tuple[Int[Array, "B Hkv T"], ...]:
+    def tables(
+        self, device: int | None = None, held: Sequence[Int[Array, "B Hkv"]] | None = None
+    ) -> tuple[Int[Array, "B Hkv T"], ...]:
         """Each layer's page numbers, `num_pages` for no page.
 
         Args:
             device: Of which device on "model"; None for the one whose program this is, or for the only one.
+            held: Tokens of each layer that heads must have pages for, where they share pages; None: none.
         """
-        layers, batch, heads = self.num_layers, self.batch, self.num_kv_heads
-        counts = np.asarray(self.kept_pages, np.int32).swapaxes(0, 1)  # [devices, layers, Hkv]
-        by_row = np.repeat(counts[:, :, None], batch, axis=2)
-        ends = np.cumsum(by_row.reshape(len(counts), -1), axis=1, dtype=np.int32).reshape(by_row.shape)
-        starts = ends - by_row + batch * layers * heads * self.num_window_pages
-        if len(counts) == 1:
+        nothing = jnp.zeros((self.batch, self.num_kv_heads), jnp.int32)
+        return tuple(
+            jnp.concatenate(
+                [self.kept_table(layer, nothing if held is None else held[layer], device), self._window_table(layer)],
+                axis=-1,
+            )
+            for layer in range(self.num_layers)
+        )
+
+    def kept_table(self, layer: int, held: Int[Array, "B Hkv"], device: int | None = None) -> Int[Array, "B Hkv C"]:
+        """The part of a layer's table that names the pages of kept tokens; see `tables`."""
+        in_layer, before = self._row_pages[:, layer], self._row_pages[:, :layer].sum(axis=1)
+        rows = np.arange(self.batch)
+        starts = self.batch * before[:, None] + rows * in_layer[:, None]  # [devices, B]
+        starts = (starts + self.batch * self.num_layers * self.num_kv_heads * self.num_window_pages).astype(np.int32)
+        of_devices = starts, np.asarray(self.kept_pages[layer], np.int32), in_layer
+        if len(starts) == 1:
             device = 0
-        first, count = (part_of_device(x) if device is None else x[device] for x in (starts, counts))
+        start, most, whole = (part_of_device(x) if device is None else jnp.asarray(x[device]) for x in of_devices)
+        pages = self._divided(held, most, whole) if self.shared_pages else jnp.broadcast_to(most, held.shape)
+        first = start[:, None] + jnp.cumsum(pages, axis=-1, dtype=jnp.int32) - pages
+        column = jnp.arange(self.kept_columns[layer], dtype=jnp.int32)
+        return jnp.where(column < pages[..., None], first[..., None] + column, self.num_pages)
+
+    def _divided(
+        self, held: Int[Array, "B Hkv"], most: Int[Array, " Hkv"], whole: Int[Array, ""]
+    ) -> Int[Array, "B Hkv"]:
+        """Pages of each head where a row has so many: for what it holds, and an even part of the others."""
+        needed = -(-held // self.block_size)
+        spare = jnp.maximum(whole - needed.sum(axis=-1, keepdims=True, dtype=jnp.int32), 0)
+        return jnp.minimum(needed + spare // self.num_kv_heads, most)
+
+    def _window_table(self, layer: int) -> Int[Array, "B Hkv T2"]:
+        """The part of a layer's table that names the pages of windows."""
         turn = jnp.arange(self.window_columns, dtype=jnp.int32) % self.num_window_pages
-        row, head = jnp.arange(batch, dtype=jnp.int32)[:, None, None], jnp.arange(heads, dtype=jnp.int32)[:, None]
-        tables = []
-        for layer, columns in enumerate(self.kept_columns):
-            column = jnp.arange(columns, dtype=jnp.int32)
-            kept = jnp.where(column < count[layer][:, None], first[layer][..., None] + column, self.num_pages)
-            window = ((layer * batch + row) * self.num_window_pages + turn) * heads + head
-            tables.append(jnp.concatenate([kept, window], axis=-1))
-        return tuple(tables)
+        row = jnp.arange(self.batch, dtype=jnp.int32)[:, None, None]
+        head = jnp.arange(self.num_kv_heads, dtype=jnp.int32)[:, None]
+        return ((layer * self.batch + row) * self.num_window_pages + turn) * self.num_kv_heads + head
 
     def window_start(self, lengths: Int[Array, " B"]) -> Int[Array, " B"]:
         """First position that the last query of prompts of such lengths sees in its window."""
         return jnp.maximum((lengths - 1) // self.block_size * self.block_size - self.window, 0)
 
-    def empty(self, head_dim: int, dtype: Any, starts: Int[Array, " B"]) -> PagedCache:
-        """A cache without tokens, in eight bits if `dtype` is e4m3; windows begin with the blocks of `starts`."""
+    def empty(
+        self, head_dim: int, dtype: Any, starts: Int[Array, " B"], held: Sequence[Int[Array, "B Hkv"]] | None = None
+    ) -> PagedCache:
+        """A cache without tokens, in eight bits if `dtype` is e4m3; windows begin with the blocks of `starts`.
+
+        `held` is what heads will keep, as in `tables`.
+        """
         k, v = (empty((self.num_pages, self.block_size, head_dim), dtype) for _ in range(2))
         nothing = tuple(jnp.zeros((self.batch, self.num_kv_heads), jnp.int32) for _ in range(self.num_layers))
         starts = starts // self.block_size * self.block_size
         ends = starts + self.window_columns * self.block_size
-        return PagedCache(k, v, self.tables(), nothing, starts, ends, self.kept_columns)
+        return PagedCache(k, v, self.tables(held=held), nothing, starts, ends, self.kept_columns)
 
 
 def kept_of_prompt(policy: CachePolicy, layer: int, tokens: int, num_kv_heads: int) -> Int[np.ndarray, " Hkv"]:
@@ -310,6 +361,18 @@ class PagedCache(PerDevice):
         pools = [self._with_window(layer, pool, x, layout.num_window_pages) for pool, x in ((self.k, k), (self.v, v))]
         if kept is None or not self.kept_columns[layer]:
             return dataclasses.replace(self, k=pools[0], v=pools[1])
+        if layout.shared_pages:
+            return self._with_divided_pages(layout, layer, kept.lengths)._with_selection(layer, kept, pools)
+        return self._with_selection(layer, kept, pools)
+
+    def _with_divided_pages(self, layout: CacheLayout, layer: int, held: Int[Array, "B Hkv"]) -> PagedCache:
+        """The cache whose table of a layer has pages for so many kept tokens."""
+        window = self.tables[layer][..., self.kept_columns[layer] :]
+        table = jnp.concatenate([layout.kept_table(layer, held), window], axis=-1)
+        return dataclasses.replace(self, tables=(*self.tables[:layer], table, *self.tables[layer + 1 :]))
+
+    def _with_selection(self, layer: int, kept: Pool, pools: list[Stored]) -> PagedCache:
+        """The cache with these pools, and in them what is kept of prompts."""
         pages = [encode(x.reshape(-1, *self.k.shape[1:]), self.k) for x in (kept.k, kept.v)]
         numbers = self._pages_of_selection(layer, kept, pages[0].shape[0])
         pools = _with(pools, numbers, pages)
@@ -435,22 +498,24 @@ def before(shared: PagedCache, own: PagedCache) -> PagedCache:
 def with_rows_repeated(cache: PagedCache, layout: CacheLayout) -> PagedCache:
     """A cache as often as a layout of the same sizes has more rows, copies side by side."""
     times = layout.batch // cache.batch
-    out = layout.empty(cache.head_dim, cache.dtype, jnp.repeat(cache.start, times))
+    kept = tuple(jnp.repeat(lengths, times, axis=0) for lengths in cache.kept)
+    out = layout.empty(cache.head_dim, cache.dtype, jnp.repeat(cache.start, times), kept)
     k, v = out.k, out.v
     for to, source in zip(out.tables, cache.tables, strict=True):
         pages = jnp.repeat(source, times, axis=0)
         k, v = _with((k, v), to, _at([cache.k, cache.v], pages))
-    kept = tuple(jnp.repeat(lengths, times, axis=0) for lengths in cache.kept)
     return dataclasses.replace(out, k=k, v=v, kept=kept)
 
 
 def joined(shared: PagedCache, own: PagedCache, layout: CacheLayout, starts: Int[Array, " R"]) -> PagedCache:
     """One cache of all that two hold, as `shared_and_own` gave them; its windows begin with the blocks of `starts`.
 
-    Each KV head must have at least as many pages for kept tokens as in `shared`.
+    Each KV head must have at least as many pages for kept tokens as in `shared`, or share enough for all.
     """
-    out = layout.empty(own.head_dim, own.dtype, starts)
-    times, layers = own.batch // shared.batch, range(layout.num_layers)
+    times = own.batch // shared.batch
+    held = [jnp.repeat(s, times, axis=0) + o for s, o in zip(shared.kept, own.kept, strict=True)]
+    out = layout.empty(own.head_dim, own.dtype, starts, held)
+    layers = range(layout.num_layers)
     k, v = out.k, out.v
     for sharer in range(times):  # whole pages go where the same entries of the other tables say
         to = jnp.full(shared.num_pages, out.num_pages, jnp.int32)

@@ -188,7 +188,12 @@ def _layout(fields: Any) -> CacheLayout:
     if not _is_nested(layers, depth=3):
         raise UserError(f"layout.kept_pages = {layers!r}: must be integers in [0, 2^31), [layers][devices][H_kv]")
     pages = tuple(tuple(map(tuple, of_layer)) for of_layer in layers)
-    layout: CacheLayout = _made(CacheLayout, fields, "layout", kept_pages=pages)
+    shared = fields.get("shared_pages", [])  # contexts of before have none
+    if shared and not _is_nested(shared, depth=2):
+        raise UserError(f"layout.shared_pages = {shared!r}: must be integers in [0, 2^31), [layers][2]")
+    fields = {**fields, "shared_pages": shared}
+    parts = {"kept_pages": pages, "shared_pages": tuple(map(tuple, shared))}
+    layout: CacheLayout = _made(CacheLayout, fields, "layout", **parts)
     return layout
 
 
@@ -260,12 +265,17 @@ def stacked(parts: Sequence[Held]) -> Held:
     """The rows of several caches on one device in one, whose pool has the pages of all pools."""
     layouts = [part.layout for part in parts]
     kept = [np.asarray(layout.kept_pages) for layout in layouts]  # [layers, 1, H_kv]
+    shared = [layout.shared_pages for layout in layouts]
     layout = dataclasses.replace(
         layouts[0],
         batch=sum(each.batch for each in layouts),
         kept_pages=tuple(tuple(map(tuple, of_layer)) for of_layer in np.max(kept, axis=0).tolist()),
         window_columns=max(each.window_columns for each in layouts),
         prompt_tokens=max(each.prompt_tokens for each in layouts),
+        shared_pages=tuple(
+            (max(together), max(of_head))
+            for together, of_head in (zip(*of_layer, strict=True) for of_layer in zip(*shared, strict=True))
+        ),
     )
     return Held(_stacked([part.cache for part in parts]), layout, None)
 
@@ -324,7 +334,18 @@ def _with_pages_of(held: Held, layout: CacheLayout, shards: HeadShards | None, r
     old = jax.tree.map(lambda x: x if held.shards is not None else x[None, None], on_host(held.cache))
     devices, heads = (1 if shards is None else shards.devices), layout.num_kv_heads
     k, v = jax.tree.map(lambda x: np.zeros((rows, devices, layout.num_pages, *x.shape[3:]), x.dtype), (old.k, old.v))
-    by_device = [[np.asarray(table) for table in layout.tables(device)] for device in range(devices)]
+    kept = tuple(
+        _dealt(by_row(x)[:, _places(held.shards, layer, heads * devices)], shards, layer, rows)
+        for layer, x in enumerate(old.kept)
+    )
+    lying = [
+        [layout.tables(device, [jnp.asarray(x[r, device]) for x in kept]) for device in range(devices)]
+        for r in range(rows)
+    ]
+    tables = tuple(
+        np.stack([[np.asarray(of_device[layer]) for of_device in of_row] for of_row in lying])
+        for layer in range(layout.num_layers)
+    )
     for layer in range(layout.num_layers):
         places = _places(held.shards, layer, heads * devices)
         numbers = range(heads * devices) if shards is None else shards.order[layer]
@@ -333,21 +354,11 @@ def _with_pages_of(held: Held, layout: CacheLayout, shards: HeadShards | None, r
             source_row, of_row = divmod(row, held.layout.batch)
             source, of_head = divmod(int(places[numbers[place_here]]), old.tables[layer].shape[3])
             pages = old.tables[layer][source_row, source, of_row, of_head]
-            to = by_device[device][layer][row % layout.batch, head]
+            to = tables[layer][row // layout.batch, device, row % layout.batch, head]
             real = (pages < old.num_pages) & (to < layout.num_pages)
             here = row // layout.batch, device
             for mine, theirs in zip(*map(jax.tree.leaves, ((k, v), (old.k, old.v))), strict=True):
                 mine[(*here, to[real])] = theirs[source_row, source, pages[real]]
-    tables = tuple(
-        np.broadcast_to(
-            np.stack([each[layer] for each in by_device])[None], (rows, devices, *by_device[0][layer].shape)
-        )
-        for layer in range(layout.num_layers)
-    )
-    kept = tuple(
-        _dealt(by_row(x)[:, _places(held.shards, layer, heads * devices)], shards, layer, rows)
-        for layer, x in enumerate(old.kept)
-    )
     start, end = (
         np.broadcast_to(x[:, 0].reshape(rows, 1, -1), (rows, devices, layout.batch)) for x in (old.start, old.end)
     )

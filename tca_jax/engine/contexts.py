@@ -388,20 +388,27 @@ def _layout_after(lm: LM, context: Context, rows: int, prompt_tokens: int, fed_t
     policy, now = lm.method.cache, context.layout
     fresh = lm.cache_layout(rows, prompt_tokens)
     headroom = fed_tokens + max(_HEADROOM_BLOCKS * now.block_size, now.prompt_tokens // _HEADROOM_SHARE)
-    pages = []
+    pages, shared = [], []
     for layer, (kept, of_layer) in enumerate(zip(on_host(context.cache.kept), now.kept_pages, strict=True)):
-        held = by_row(kept).max(axis=0).reshape(np.shape(of_layer))
+        held = by_row(kept).reshape(-1, *np.shape(of_layer))  # [rows, devices, H_kv]
+        together, of_head = now.shared_pages[layer] if now.shared_pages else (0, 0)
 
         def more(fed: int, layer: int = layer) -> np.ndarray:
             tokens = kept_behind(policy, layer, now.prompt_tokens, fed, lm.config.num_kv_heads)
             return tokens[None] if context.shards is None else context.shards.by_device(layer, tokens)
 
-        if np.all(held + more(fed_tokens) <= np.asarray(of_layer) * now.block_size):
+        needed = -(-(held + more(fed_tokens)) // now.block_size)
+        fits = np.all(needed <= np.asarray(of_layer))
+        if now.shared_pages:
+            fits &= np.all(needed.sum(axis=-1) <= together + of_head * now.num_kv_heads)
+        if fits:
             pages.append(of_layer)
         else:
-            longer = of_layer + -(-more(headroom) // now.block_size)
-            pages.append(tuple(map(tuple, longer.tolist())))
-    return dataclasses.replace(fresh, kept_pages=tuple(pages))
+            added = -(-more(headroom) // now.block_size)
+            pages.append(tuple(map(tuple, (of_layer + added).tolist())))
+            of_head += int(added.max())
+        shared.append((together, of_head))
+    return dataclasses.replace(fresh, kept_pages=tuple(pages), shared_pages=tuple(shared) if now.shared_pages else ())
 
 
 def _append_program(

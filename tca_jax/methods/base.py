@@ -71,6 +71,20 @@ class Heads:
         own = values.mean(axis=1)
         return own if self.axis is None else jax.lax.pmean(own, self.axis)
 
+    def total(self, values: Int[Array, "B Hkv"]) -> Int[Array, " B"]:
+        """The sum `[B]` over all of the model's KV heads of a layer, of `values` `[B, Hkv]` of these."""
+        own = values.sum(axis=1)
+        return own if self.axis is None else jax.lax.psum(own, self.axis)
+
+    def total_before(self, values: Int[Array, "B Hkv"]) -> Int[Array, "B Hkv"]:
+        """The sum over the model's KV heads of lower numbers, for each of these, of `values` `[B, Hkv]` of these."""
+        numbers = jnp.asarray(self.numbers)
+        others, their_numbers = values, numbers
+        if self.axis is not None:
+            others = jax.lax.all_gather(values, self.axis, axis=1, tiled=True)
+            their_numbers = jax.lax.all_gather(numbers, self.axis, axis=0, tiled=True)
+        return jnp.where(their_numbers < numbers[:, None], others[:, None], 0).sum(axis=-1, dtype=values.dtype)
+
     def widest(self, values: Sequence[int]) -> tuple[int, ...]:
         """Of a number for each of the model's KV heads, the largest that any device has at each place."""
         return tuple(np.asarray(values)[np.asarray(self.of_devices)].max(axis=0).tolist())
@@ -113,6 +127,19 @@ class CachePolicy(abc.ABC):
             layer: The layer.
             prompt_tokens: Longest prompt, L; shorter ones may not keep more.
         """
+
+    def shared_capacity(self, layer: int, prompt_tokens: int, num_kv_heads: int) -> int | None:
+        """Most tokens that a layer's KV heads keep of the ranked blocks together, where they share one budget; static.
+
+        None, the default: each has its own, `capacities`. Otherwise the prompt says how they divide it, and
+        `capacities` how many one of them may keep at most. Of all layers or of none.
+
+        Args:
+            layer: The layer.
+            prompt_tokens: Longest prompt, L.
+            num_kv_heads: KV heads of the model.
+        """
+        return None
 
     def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> PerHead:
         """Most tokens that a KV head keeps of the blocks that leave the window behind a prompt; static. By default 0.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -86,15 +87,32 @@ class PromptCompression(CachePolicy):
     def select(
         self, layer: int, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
     ) -> Selection:
+        def same(scores: Float32[Array, "B Hkv L"], mean: Int[Array, " B"]) -> Int[Array, "B Hkv"]:
+            return jnp.broadcast_to(mean[:, None], scores.shape[:2])
+
+        return self.select_counted(layer, heads, q, k, v, lengths, backend, same)
+
+    def select_counted(
+        self,
+        layer: int,
+        heads: Heads,
+        q: Array,
+        k: Array,
+        v: Array,
+        lengths: Array,
+        backend: Backend,
+        counts: Callable[[Float32[Array, "B Hkv L"], Int[Array, " B"]], Int[Array, "B Hkv"]],
+    ) -> Selection:
+        """As `select`, but `counts` says how many tokens a head keeps, from scores and this policy's number."""
         with jax.named_scope("token_scores"):
             scores = self.scores(heads, q, k, v, lengths, backend)
         # Devices differ in whether such numbers are 0 when they are compared.
         scores = jnp.where(scores < jnp.finfo(jnp.float32).tiny, 0, scores)
         blocks, b = k.shape[1] // self.block_size, self.block_size
         ranked = self.num_ranked_blocks(lengths)
-        counts = jnp.asarray(self.num_kept(layer, self.num_ranked_blocks(k.shape[1])), jnp.int32)[ranked]
+        mean = jnp.asarray(self.num_kept(layer, self.num_ranked_blocks(k.shape[1])), jnp.int32)[ranked]
         with jax.named_scope("top_tokens"):
-            kept = top_tokens(scores, ranked * b, counts)[..., : blocks * b]
+            kept = top_tokens(scores, ranked * b, counts(scores, mean))[..., : blocks * b]
         budgets = kept.reshape(*kept.shape[:2], blocks, b).sum(axis=-1, dtype=jnp.int32)
         return Selection(scores, budgets)
 
@@ -107,7 +125,7 @@ class PromptCompression(CachePolicy):
 
 
 def top_tokens(
-    scores: Float32[Array, "B Hkv L"], ranked_tokens: Int[Array, " B"], counts: Int[Array, " B"]
+    scores: Float32[Array, "B Hkv L"], ranked_tokens: Int[Array, " B"], counts: Int[Array, "B Hkv"]
 ) -> Bool[Array, "B Hkv L"]:
     """Marks the `counts` highest scores of each head among a row's first tokens, ties to the lower position. Exact.
 
@@ -117,19 +135,39 @@ def top_tokens(
     Args:
         scores: Finite and not negative `[B, Hkv, L]`.
         ranked_tokens: Tokens to choose from, the first of each row `[B]`.
-        counts: Tokens to mark in every head of a row `[B]`; all ranked ones where they are fewer.
+        counts: Tokens to mark in each head of a row `[B, Hkv]`; all ranked ones where they are fewer.
     """
-    ranked = jnp.arange(scores.shape[-1]) < ranked_tokens[:, None, None]
-    bits = jnp.where(ranked, jax.lax.bitcast_convert_type(scores, jnp.int32), -1)
-    wanted = counts[:, None, None]
+    bits, wanted = ranked_bits(scores, ranked_tokens), counts[..., None]
 
-    def decide(i: Array, least: Int32[Array, "B Hkv 1"]) -> Int32[Array, "B Hkv 1"]:
-        higher = least | (jnp.int32(1) << (_SCORE_BITS - 1 - i))
-        enough = (bits >= higher).sum(axis=-1, keepdims=True, dtype=jnp.int32) >= wanted
-        return jnp.where(enough, higher, least)
+    def enough(score: Int32[Array, "B Hkv 1"]) -> Bool[Array, "B Hkv 1"]:
+        return (bits >= score).sum(axis=-1, keepdims=True, dtype=jnp.int32) >= wanted
 
-    least = varying_like(jnp.zeros((*scores.shape[:2], 1), jnp.int32), scores, ranked_tokens, counts)
-    least = jax.lax.fori_loop(0, _SCORE_BITS, decide, least)
+    nothing = jnp.zeros((*scores.shape[:2], 1), jnp.int32)
+    least = threshold(enough, nothing, scores, ranked_tokens, counts)
     above, tied = bits > least, bits == least
     room = wanted - above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
     return above | (tied & (jnp.cumsum(tied, axis=-1, dtype=jnp.int32) <= room))
+
+
+def ranked_bits(scores: Float32[Array, "B Hkv L"], ranked_tokens: Int[Array, " B"]) -> Int32[Array, "B Hkv L"]:
+    """Integers in the order of scores that are not negative; -1 right of a row's first tokens."""
+    ranked = jnp.arange(scores.shape[-1]) < ranked_tokens[:, None, None]
+    return jnp.where(ranked, jax.lax.bitcast_convert_type(scores, jnp.int32), -1)
+
+
+def threshold(
+    enough: Callable[[Int32[Array, "*s"]], Bool[Array, "*s"]], nothing: Int32[Array, "*s"], *of_data: Array
+) -> Int32[Array, "*s"]:
+    """The largest integers that are `enough`, found bit by bit; 0 where none is.
+
+    Args:
+        enough: Whether so many marked scores are enough, for the least marked one's bits; falls with them.
+        nothing: Zeros of the result's shape.
+        *of_data: Arrays that `enough` depends on.
+    """
+
+    def decide(i: Array, least: Array) -> Array:
+        higher = least | (jnp.int32(1) << (_SCORE_BITS - 1 - i))
+        return jnp.where(enough(higher), higher, least)
+
+    return jax.lax.fori_loop(0, _SCORE_BITS, decide, varying_like(nothing, *of_data))

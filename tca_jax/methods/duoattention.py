@@ -4,9 +4,9 @@ A KV head is a retrieval head if its gate is among the highest. Gates are what t
 published as full_attention_heads.tsv; without them, 1 minus the probe score of the sparsest row does
 (`tca_jax.calibration.head_gates`): how much of what a small cache drops a head needs where it matters.
 
-Prompt queries of streaming heads see sinks and recent tokens too, as in the paper. The code (mit-han-lab/duo-attention)
-evaluates accuracy with a prompt that is read under full attention: `dense_prefill`. What differs from that code: the
-left edge of the recent tokens is on a block boundary; gates that tie go by layer and head, not by random noise.
+Prompt queries of streaming heads see sinks and recent tokens too, as in the paper. The code (mit-han-lab/duo-attention
+at fe93c31) evaluates accuracy with a prompt that is read under full attention: `dense_prefill`. What differs: the left
+edge of the recent tokens is on a block boundary; gates that tie go by layer and head, not by random noise.
 """
 
 from __future__ import annotations

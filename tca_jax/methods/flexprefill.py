@@ -5,10 +5,10 @@ cover `gamma` of it, and which. Where the attention of the queries' mean over th
 they really do (square root of the Jensen-Shannon divergence below `tau`), a head is "query-aware": besides a minimum of
 such lines it takes the block pairs that cover `gamma` of the attention of mean queries over mean keys.
 
-Where text and code differ this is the code (bytedance/FlexPrefill). Lines are counted in tokens, as many as cover
-`gamma`, and one block more than these would fill is taken, those of the highest sums; the first column and the diagonal
-are always among them; both kinds of heads have the minimum. The pairs that cover `gamma` leave out the one that
-passes it.
+Where text and code differ this is the code (ByteDance-Seed/FlexPrefill at a24b27b). Lines are counted in tokens, as
+many as cover `gamma`, and one block more than these would fill is taken, those of the highest sums; the first column
+and the diagonal are always among them; both kinds of heads have the minimum. The pairs that cover `gamma` leave out the
+one that passes it.
 """
 
 from __future__ import annotations

@@ -74,21 +74,25 @@ class Regions:
         batch: Rows, B.
         capacities: Tokens that each KV head's region can hold, `[H_kv]`, multiples of `alignment`.
         alignment: Tokens, a multiple of `REGION_ALIGNMENT`.
+        shared: Tokens of a row's regions together, a multiple of `alignment`, where the prompt says how they divide
+            them; None where each has as many as it can hold.
     """
 
     batch: int
     capacities: tuple[int, ...]
     alignment: int = REGION_ALIGNMENT
+    shared: int | None = None
 
     @classmethod
-    def plan(cls, batch: int, capacities: Sequence[int], block_size: int = 1) -> Regions:
-        """Regions of whole blocks for at least so many tokens of each KV head.
+    def plan(cls, batch: int, capacities: Sequence[int], block_size: int = 1, shared: int | None = None) -> Regions:
+        """Regions of whole blocks for at least so many tokens of each KV head, and together for `shared` at most.
 
         Raises:
             ValueError: rows of the pool would pass int32.
         """
         alignment = math.lcm(REGION_ALIGNMENT, block_size)
-        regions = cls(batch, tuple(round_up(int(tokens), alignment) for tokens in capacities), alignment)
+        sizes = tuple(round_up(int(tokens), alignment) for tokens in capacities)
+        regions = cls(batch, sizes, alignment, None if shared is None else round_up(shared, alignment))
         if regions.pool_tokens >= 2**31:
             raise UserError(
                 f"a batch of {batch} selects {regions.pool_tokens} tokens per layer: at most {2**31 - 1} "
@@ -99,7 +103,7 @@ class Regions:
     @property
     def row_tokens(self) -> int:
         """Tokens of a row's regions together."""
-        return sum(self.capacities)
+        return sum(self.capacities) if self.shared is None else min(self.shared, sum(self.capacities))
 
     @property
     def pool_tokens(self) -> int:
@@ -108,7 +112,7 @@ class Regions:
 
     @property
     def offsets(self) -> np.ndarray:
-        """First pool token of each region, int64 `[B, H_kv]`."""
+        """First pool token of each region, int64 `[B, H_kv]`, where each has as many tokens as it can hold."""
         starts = np.concatenate([[0], np.cumsum(np.tile(np.asarray(self.capacities, np.int64), self.batch))])
         return starts[:-1].reshape(self.batch, len(self.capacities))
 
@@ -130,16 +134,29 @@ class Regions:
             backend: Kernel backend.
         """
         ends = jnp.cumsum(selection.budgets, axis=-1, dtype=jnp.int32)
-        ends = jnp.minimum(ends, jnp.asarray(self.capacities, jnp.int32)[:, None])
+        capacities = jnp.asarray(self.capacities, jnp.int32)
+        if self.shared is None:
+            offsets = jnp.asarray(self.offsets, jnp.int32)
+        else:
+            offsets, capacities = self._divided(jnp.minimum(ends[..., -1], capacities))
+        ends = jnp.minimum(ends, capacities[..., None])
         budgets = jnp.diff(ends, axis=-1, prepend=0)
         pool = select_tokens(
             selection.scores,
             budgets,
             k,
             v,
-            jnp.asarray(self.offsets, jnp.int32),
+            offsets,
             block_size=block_size,
             pool_tokens=self.pool_tokens,
             backend=backend,
         )
         return Selected(budgets, pool)
+
+    def _divided(self, tokens: Int32[Array, "B Hkv"]) -> tuple[Int32[Array, "B Hkv"], Int32[Array, "B Hkv"]]:
+        """First pool token of each region, and tokens that it can hold, where heads keep so many."""
+        room = -(-tokens // self.alignment) * self.alignment
+        ends = jnp.minimum(jnp.cumsum(room, axis=-1, dtype=jnp.int32), self.row_tokens)
+        starts = jnp.pad(ends, ((0, 0), (1, 0)))[:, :-1]
+        rows = jnp.arange(self.batch, dtype=jnp.int32)[:, None] * self.row_tokens
+        return rows + starts, ends - starts

@@ -32,6 +32,8 @@ class Configuration(Protocol):
 
 
 _OF_THE_LIBRARY = (
+    "adakv",
+    "adakv-expected-attention",
     "cake",
     "duoattention",
     "expected-attention",

@@ -68,6 +68,22 @@ def test_no_page_is_named_twice_and_all_of_the_pool_is_named(batch):
     assert np.all(np.diff(layout.kept_pages[0][0]) > 0)  # sparse, denser, dense
 
 
+def test_heads_that_share_pages_have_what_they_hold_and_pages_of_their_own():
+    share = {"share": 0.3, "block_size": 8, "window": 16, "observation": 8}
+    adaptive, same = (methods.get(name, **share).cache for name in ("adakv", "snapkv"))
+    layout, fed = CacheLayout.plan(adaptive, 2, 3, 2, 1200, 40), 5
+    assert layout.num_pages < 0.5 * layout.batch * np.sum(layout.kept_pages)
+    assert layout.num_pages <= CacheLayout.plan(same, 2, 3, 2, 1200, 40).num_pages + 2 * 2 * 3 * 2 * 128 // 8
+    most = adaptive.shared_capacity(0, 1200, 3)
+    held = [[most - 7, 7, 0], [most // 3, most // 3 - 1, most // 3]]
+    tables = [np.asarray(table) for table in layout.tables(held=[jnp.array(held)] * 2)]
+    named = np.concatenate([table[table < layout.num_pages] for table in tables])
+    windows = 2 * 2 * 3 * (layout.window_columns - layout.num_window_pages)  # entries that serve a page again
+    assert len(np.unique(named)) == len(named) - windows
+    pages = (tables[1][..., : layout.kept_columns[1]] < layout.num_pages).sum(axis=-1)
+    assert (pages >= -(-np.array(held) // 8) + fed).all()
+
+
 def test_pages_of_a_windows_block_lie_side_by_side_and_serve_it_in_turn():
     layout = plan((3, DENSE), 2, 300, 100)
     window = np.asarray(layout.tables()[0])[..., layout.kept_columns[0] :]

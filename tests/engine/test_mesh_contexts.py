@@ -69,6 +69,23 @@ def test_a_context_goes_from_mesh_to_disk_to_other_meshes_and_one_device(tmp_pat
         assert ask(lm, loaded) == expected
 
 
+def test_a_context_whose_heads_share_pages_is_the_same_everywhere(tmp_path):
+    options = {"share": 0.3, "observation": 4, "block_size": 8, "window": 16}
+    one, two, four = (
+        lm_of(None if shape is None else mesh_of(shape)).with_method("adakv", **options)
+        for shape in (None, (1, 2), (2, 2))
+    )
+    expected = ask(one, tca_jax.prefill(one, DOCUMENTS))
+    tca_jax.prefill(four, DOCUMENTS).save(tmp_path)
+    context = tca_jax.Context.load(tmp_path)
+    kept = np.stack([np.asarray(of_layer) for of_layer in context.cache.kept])
+    assert (kept.max(axis=-1) > kept.min(axis=-1)).all()
+    assert ask(one, context) == ask(two, context) == ask(four, context) == expected
+    more = [random_prompt(row, 45) for row in range(2)]
+    longer = [tca_jax.prefill(lm, more, context=context) for lm in (one, two)]
+    assert ask(one, longer[0]) == ask(two, longer[1]) == ask(one, longer[1])
+
+
 def test_a_context_that_was_moved_stays_where_it_is(read, expected):
     lm = dressed((1, 2))
     moved = read.on(lm)

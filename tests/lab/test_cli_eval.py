@@ -88,6 +88,8 @@ def test_a_substitute_is_said_to_be_one():
         (["--tasks=longbench", "--longbench=text.txt"], "--longbench text.txt: must be a folder"),
         (["--squad=absent.json"], "absent.json: No such file or directory"),
         (["--kv-share=1.5"], "--kv-share 1.5: must lie in (0, 1]"),
+        (["--bytes-of=answer", "--kv-share=0.5"], "--bytes-of answer: must be one of ['call', 'prompt']"),
+        (["--bytes-of=prompt"], "--bytes-of prompt: says what --kv-share counts, which is not given"),
         (["--methods=tca", "--tasks=loss", "--lengths=128"], "--methods tca: needs --profile DIR"),
         (["--profile=absent"], "absent"),
         (["--out=text.txt/x"], "--out text.txt/x cannot be written"),

@@ -50,6 +50,8 @@ CASES = {
     "random": ("random", lambda heads: {"share": 0.4, **GEOMETRY}, False),
     "duoattention": ("duoattention", lambda heads: {"gates": [[0.9, 0.1]], "sinks": 3, **GEOMETRY}, False),
     "snapkv": ("snapkv", lambda heads: {"share": 0.3, "observation": 4, **GEOMETRY}, True),
+    "adakv": ("adakv", lambda heads: {"share": 0.3, "observation": 4, **GEOMETRY}, True),
+    "adakv-expected-attention": ("adakv-expected-attention", lambda heads: {"future": 16, **GEOMETRY}, True),
     "h2o": ("h2o", lambda heads: {"share": 0.3, **GEOMETRY}, True),
     "keydiff": ("keydiff", lambda heads: {"share": 0.3, **GEOMETRY}, True),
     "pyramidkv": ("pyramidkv", lambda heads: {"share": 0.3, "observation": 4, **GEOMETRY}, True),

@@ -20,6 +20,8 @@ KINDS = ("vertical_slash", "a_shape", "block_sparse")
 PATTERNS = [[[KINDS[(layer + head) % 3], 9 + head, 11 + layer] for head in range(8)] for layer in range(2)]
 BLOCKS = {"block_size": 16, "dense_tokens": 16}
 OPTIONS = {
+    "adakv": {"share": 0.3, "observation": 4, **GEOMETRY},
+    "adakv-expected-attention": {"share": 0.3, "future": 16, **GEOMETRY},
     "cake": {"preferences": [0.3, 0.7], "share": 0.3, "observation": 4, **GEOMETRY},
     "duoattention": {"gates": GATES, "sinks": 3, **GEOMETRY},
     "expected-attention": {"share": 0.3, "future": 16, **GEOMETRY},

@@ -63,7 +63,10 @@ def test_a_registered_method_is_found_by_name(registry):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: methods.get("nope"), r"method 'nope' is not registered: must be one of \['cake', 'duoattention', "),
+        (
+            lambda: methods.get("nope"),
+            r"method 'nope' is not registered: must be one of \['adakv', 'adakv-expected-attention', ",
+        ),
         (lambda: methods.get("full+nope"), r"method 'nope' is not registered"),
         (lambda: methods.get("full+full+full"), r"at most two methods can be joined"),
         (lambda: methods.get("streaming", sink=3), r"options of method 'streaming': .*'sink'; it takes \(sinks: "),
@@ -89,6 +92,7 @@ def test_a_registered_method_is_found_by_name(registry):
         (lambda: methods.get("snapkv", observation=129), r"observation = 129: must be at most window = 128, whose"),
         (lambda: methods.get("snapkv", kernel=4), r"kernel = 4: must be odd"),
         (lambda: methods.get("snapkv", pooling="sum"), r"pooling = 'sum': must be one of \['avg', 'max'\]"),
+        (lambda: methods.get("adakv", safeguard=1.5), r"safeguard = 1.5: must lie in \[0, 1\]"),
         (lambda: methods.get("pyramidkv", beta=0.5), r"beta = 0.5: must be a finite number of at least 1"),
         (lambda: unchecked(duoattention)([[1]], dense_prefill=0), r"dense_prefill = 0: must be True or False"),
         (lambda: methods.get("expected-attention", future=0), r"future = 0: must be an integer of at least 1"),

@@ -213,6 +213,7 @@ def test_types_that_nothing_can_lead_to_do_not_count_as_unknown():
         (lambda m: m["layout"].update(kept_pages=[[[None]]]), r"layout.kept_pages = .*: must be integers in"),
         (lambda m: m["layout"].update(kept_pages=[[[-1]]]), r"layout.kept_pages = .*: must be integers in"),
         (lambda m: m["layout"].update(kept_pages=[]), r"layout.kept_pages = \[\]: must be integers in"),
+        (lambda m: m["layout"].update(shared_pages=[2]), r"layout.shared_pages = \[2\]: must be integers in"),
         (lambda m: m.update(kept_columns=[2]), r"kept_columns = \[2\]: must be 2 integers in"),
         (lambda m: m["identity"].pop("fingerprint"), r"identity = .*must be an object of \['model'"),
         (lambda m: m["identity"]["config"].update(num_heads=3), r"num_heads = 3 must be a multiple of num_kv_heads"),

@@ -48,7 +48,7 @@ def test_answers_are_those_of_single_calls_in_the_samples_order(lm, protocol, mo
     assert answers.prompt_tokens == [frame + 4 * n for n in LENGTHS]
     assert (counted, answers.batch) == ([2, 1], 2)
     assert answers.kv_cache_bytes == answers.full_kv_cache_bytes
-    assert answers.attended_share == 1
+    assert answers.attended_share == answers.kept_share == 1
     assert (answers.question_seconds < answers.prefill_seconds) == (protocol == "late")
 
 

@@ -26,13 +26,19 @@ def records(tmp_path_factory):
     config = TCAConfig(block_size=16, window=32, reserve=0)
     profile = Profile(np.zeros((2, 2), np.int32), scores, config, None, "tiny", keeping_worth=worth)
     settings = {"samples": 1, "seed": 0, "sources": Sources(), "kv_share": SHARE, "batch": 1}
-    plan = Plan(parse_methods(",".join(METHODS)), ((TASK, (LENGTH,)),), ("prefix", "late"), **settings)
+    builder = Builder(lm, profile, None, lambda: [random_prompt(0, 400)])
+
+    def run(bytes_of, names, protocols):
+        plan = Plan(parse_methods(",".join(names)), ((TASK, (LENGTH,)),), protocols, **settings, bytes_of=bytes_of)
+        return run_plan(plan, builder, Results(folder / bytes_of))
+
     with pytest.MonkeyPatch.context() as patch:
         # Shorter answers; what is kept behind a document takes another step of 128 tokens than behind a prompt.
         for name, tokens in (("PREAMBLE_TOKENS", 16), ("_LEAST_ROOM", 16), ("_LEAST_ROOM_BEHIND_A_QUESTION", 144)):
             patch.setattr(answering, name, tokens)
-        found = run_plan(plan, Builder(lm, profile, None, lambda: [random_prompt(0, 400)]), Results(folder / "out"))
-    return {(record["method"], record["protocol"]): record for record in found}
+        found = run("call", METHODS, ("prefix", "late"))
+        (of_prompt,) = run("prompt", METHODS[1:2], ("late",))
+    return {(record["method"], record["protocol"]): record for record in found} | {"prompt": of_prompt}
 
 
 @pytest.mark.parametrize("protocol", ["prefix", "late"])
@@ -43,3 +49,10 @@ def test_the_caches_of_a_run_hold_the_share_that_was_asked_for(records, method, 
     held = record["kv_cache_bytes"] / record["full_kv_cache_bytes"]
     # One more dense head of the four would be past the share; so would, of the others, 128 tokens more a head.
     assert (SHARE / 2 if method == "tca" else SHARE - 128 / LENGTH) < held <= SHARE
+
+
+def test_of_the_prompt_alone_the_room_for_what_follows_takes_nothing(records):
+    of_prompt, of_call = records["prompt"], records[METHODS[1], "late"]
+    assert of_prompt["kept_share"] > of_call["kept_share"] + 128 / LENGTH
+    assert SHARE - 128 / LENGTH < of_prompt["kept_share"] <= SHARE + 128 / LENGTH  # with a question of few tokens
+    assert of_prompt["kv_cache_bytes"] > SHARE * of_prompt["full_kv_cache_bytes"]

@@ -24,6 +24,7 @@ def record(method, task, score, *, length=4096, protocol="late", **fields):
         "kv_cache_bytes": 250.0 if method != "full" else 1000.0,
         "full_kv_cache_bytes": 1000.0,
         "attended_share": 0.125 if method != "full" else 1.0,
+        "kept_share": 0.2 if method != "full" else 1.0,
         "prefill_seconds": 1.5,
         "question_seconds": 0.25,
         "seconds_per_token": 0.012,
@@ -53,7 +54,8 @@ def test_means_are_of_the_tasks_that_every_method_has():
     text = table(CONFIG, RECORDS)
     assert "## ruler, 4,096 tokens, late\n" in text
     assert "| method | vt | fwe |\n| --- | ---: | ---: |\n| full | 100.0 | - |\n| tca | 90.0 | 50.0 |\n" in text
-    assert "| full‡ | 100.0 | 100.0% | 100.0% | 1.5 | 0.25 | 12 | 4 |\n| tca | 90.0 | 25.0% | 12.5% | 1.5 |" in text
+    costs = "| full‡ | 100.0 | 100.0% | 100.0% | 100.0% | 1.5 | 0.25 | 12 | 4 |\n| tca | 90.0 | 25.0% | 20.0% | 12.5% |"
+    assert costs in text
     panel = pictures._against_time(pictures._comparable(RECORDS)).axes[0]
     lines = {line.get_label(): line.get_xydata().tolist() for line in panel.lines}
     assert lines == {"full": [[1.0, 100]], "tca": [[1.0, 90]]}  # 4 prompts of 0.25 s
@@ -90,7 +92,7 @@ def test_of_results_without_an_attended_share_the_tables_have_none():
     records = [*RECORDS, loss("tca", [1.0])]
     older = [{name: value for name, value in each.items() if name != "attended_share"} for each in records]
     text = table(CONFIG, older)
-    assert "| tca | 90.0 | 25.0% | - | 1.5 |" in text
+    assert "| tca | 90.0 | 25.0% | 20.0% | - | 1.5 |" in text
     assert "| tca | 1.5000 | 1.2500 | - | 25.0% | 1.5 |" in text
 
 

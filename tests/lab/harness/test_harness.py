@@ -179,6 +179,24 @@ def test_texts_and_contexts_are_cut_as_lm_evals_own_model_cuts_them(folder, tiny
             np.testing.assert_allclose(one, other, rtol=2e-4)
 
 
+def test_repetitions_cost_what_the_checkpoint_says_as_in_lm_evals_own_model(tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("accelerate")
+    from lm_eval.models.huggingface import HFLM
+
+    folder = write_checkpoint(tmp_path)
+    file = folder / "generation_config.json"
+    held = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**held, "repetition_penalty": 1.7}))
+    theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=1)
+    asked = generations([text(seed, 30) for seed in range(3)], max_gen_toks=16, until=[])
+    without = HarnessLM(str(folder), repetition_penalty=1).generate_until(asked)
+    expected = theirs.generate_until(asked, disable_tqdm=True)
+    assert HarnessLM(str(folder)).generate_until(asked) == expected != without
+    given = generations([text(0, 30)], max_gen_toks=16, until=[], repetition_penalty=1.0)
+    assert HarnessLM(str(folder)).generate_until(given) == without[:1]
+
+
 def test_an_answer_is_what_follows_the_thinking(tiny):
     prompt = text(0, 30)
     (said,), (ids,) = (getattr(tca_jax.generate(tiny, prompt, max_new_tokens=8), name) for name in ("text", "tokens"))
