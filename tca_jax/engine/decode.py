@@ -12,13 +12,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Key
 
 from tca_jax.engine.cache import PagedCache, before, shared_and_own, with_rows_repeated
-from tca_jax.engine.extend import attend, evict_block, extend, rows_with_leaving_block
+from tca_jax.engine.extend import evict_block, extend, rows_with_leaving_block
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, ROWS, SAME, any_row, every_row, heads_of
 from tca_jax.engine.read import read_prompts
 from tca_jax.engine.sampling import Sampling, sample
 from tca_jax.methods.base import CachePolicy, Heads
 from tca_jax.pallas_kernels.backends import Backend
+from tca_jax.pallas_kernels.paged_attention import paged_attention
 
 _T = TypeVar("_T")
 
@@ -120,14 +121,19 @@ def decode(
     def leaving(state: DecodingState) -> Bool[Array, " B"]:
         return rows_with_leaving_block(policy, state.lengths + state.step - 1, state.prompt_lengths)
 
-    def step(state: DecodingState, evict: bool) -> DecodingState:
+    num_layers = lm.config.num_layers
+    of_shared = [None if shared is None else policy.summarize(i, shared.pages(i)) for i in range(num_layers)]
+
+    def step(state: DecodingState, of_own: list[Any] | None) -> DecodingState:
         positions, cache = state.lengths + state.step - 1, state.cache
-        rows = leaving(state) if evict else None
+        rows = leaving(state) if of_own is None else None  # where no block leaves, what is known of a cache stays true
 
         def attention(layer: int, q: Array, k: Array, v: Array, nothing: None) -> tuple[Array, None]:
             nonlocal cache
             heads = heads_of(lm.head_shards, layer, k.shape[2])
-            out, cache = decode_layer(policy, layer, heads, q, k, v, shared, cache, positions, rows, backend)
+            known = of_shared[layer], None if of_own is None else of_own[layer]
+            sizes = positions, rows, backend
+            out, cache = decode_layer(policy, layer, heads, q, k, v, shared, cache, *sizes, summaries=known)
             return out, None
 
         decoder, states = lm.decoder, (None,) * lm.config.num_layers
@@ -138,7 +144,8 @@ def decode(
         def more(state: DecodingState) -> Bool[Array, ""]:
             return unfinished(state) & ~any_row(leaving(state), lm.mesh) if until_leaving else unfinished(state)
 
-        return jax.lax.while_loop(more, functools.partial(step, evict=False), state)
+        of_own = [policy.summarize(layer, state.cache.pages(layer)) for layer in range(num_layers)]
+        return jax.lax.while_loop(more, functools.partial(step, of_own=of_own), state)
 
     if not any(state.cache.kept_columns):
         return plain_steps(state, until_leaving=False)
@@ -148,7 +155,7 @@ def decode(
     def run(state: DecodingState) -> DecodingState:
         state = plain_steps(state, until_leaving=True)
         return jax.lax.while_loop(
-            lambda s: unfinished(s) & any_row(leaving(s), lm.mesh), functools.partial(step, evict=True), state
+            lambda s: unfinished(s) & any_row(leaving(s), lm.mesh), functools.partial(step, of_own=None), state
         )
 
     return jax.lax.while_loop(unfinished, run, state)
@@ -166,6 +173,8 @@ def decode_layer(
     positions: Int[Array, " B"],
     leaving: Bool[Array, " B"] | None = None,
     backend: Backend = "auto",
+    *,
+    summaries: tuple[Any, Any] = (None, None),
 ) -> tuple[Float[Array, "B 1 Hq d"], PagedCache]:
     """One step in a layer: what leaves the window, the new token joins it, attention.
 
@@ -180,6 +189,7 @@ def decode_layer(
         leaving: Rows in which a block leaves the window, from `rows_with_leaving_block`; None where there are none,
             which spares the work of looking for what to keep.
         backend: Kernel backend.
+        summaries: What the policy knows of `shared` and of the rows' own cache; it is asked for what is None.
 
     Returns:
         Attention output `[B, 1, H_q, d]` and the cache with the token in it.
@@ -188,7 +198,10 @@ def decode_layer(
         with jax.named_scope("evict_block"):
             cache = evict_block(policy, layer, heads, q[:, 0], k[:, 0], shared, cache, positions, leaving, backend)
     cache = cache.with_tokens(layer, k, v, positions[:, None])
-    out, _ = attend(policy, layer, q, shared, cache, positions, positions, backend)
+    held = [(c.pages(layer), known) for c, known in zip((shared, cache), summaries, strict=True) if c is not None]
+    known = tuple(policy.summarize(layer, pages) if known is None else known for pages, known in held)
+    pages = policy.attended(layer, q[:, 0], tuple(pages for pages, _ in held), known)
+    out, _ = paged_attention(q, pages, positions, positions, window=policy.window, backend=backend)
     return out, cache
 
 

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 from tca_jax.errors import UserError
 from tca_jax.methods.regions import Regions, Selected, Selection
 from tca_jax.pallas_kernels.backends import Backend
+from tca_jax.pallas_kernels.kv import Pages
 from tca_jax.pallas_kernels.numerics import cdiv
 
 #: One number for every KV head, or one for all of them.
@@ -196,6 +197,28 @@ class CachePolicy(abc.ABC):
         """
         batch, kv_heads, _, tokens = attention.shape
         return Selection(jnp.zeros((batch, kv_heads, tokens), jnp.float32), jnp.zeros((batch, kv_heads, 1), jnp.int32))
+
+    def summarize(self, layer: int, pages: Pages) -> Any:
+        """What `attended` needs to know of a cache, computed once for many steps; a pytree. None, the default: nothing.
+
+        Args:
+            layer: The layer.
+            pages: What the cache holds of it.
+        """
+        return None
+
+    def attended(
+        self, layer: int, q: Float[Array, "B Hq d"], caches: tuple[Pages, ...], summaries: tuple[Any, ...]
+    ) -> tuple[Pages, ...]:
+        """What a step of decoding attends to of what is held; by default all of it.
+
+        Args:
+            layer: The layer.
+            q: The new tokens' queries after RoPE `[B, Hq, d]`.
+            caches: What is held, as `paged_attention` takes it.
+            summaries: Of each, from `summarize`.
+        """
+        return caches
 
     def for_rope(self, frequencies: Frequencies | None) -> CachePolicy:
         """The policy for a model whose RoPE turns by such `frequencies`; None where they change with the length.

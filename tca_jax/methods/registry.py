@@ -43,6 +43,7 @@ _OF_THE_LIBRARY = (
     "keydiff",
     "minference",
     "pyramidkv",
+    "quest",
     "random",
     "snapkv",
     "streaming",

@@ -186,6 +186,7 @@ MANY = {
     "streaming": methods.get("streaming", sinks=4, window=16, block_size=8),
     "random": methods.get("random", share=0.4, window=16, block_size=8),
     "snapkv": methods.get("snapkv", share=0.4, window=16, block_size=8, observation=8, kernel=3),
+    "quest": methods.get("quest", budget=40, dense_layers=0, window=16, block_size=8),
     "adakv": methods.get("adakv", share=0.4, window=16, block_size=8, observation=8, kernel=3),
 }
 

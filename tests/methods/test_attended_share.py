@@ -55,6 +55,7 @@ CASES = {
     "h2o": ("h2o", lambda heads: {"share": 0.3, **GEOMETRY}, True),
     "keydiff": ("keydiff", lambda heads: {"share": 0.3, **GEOMETRY}, True),
     "pyramidkv": ("pyramidkv", lambda heads: {"share": 0.3, "observation": 4, **GEOMETRY}, True),
+    "quest": ("quest", lambda heads: {"budget": 64, **GEOMETRY}, True),
     "tova": ("tova", lambda heads: {"share": 0.3, **GEOMETRY}, True),
     "cake": ("cake", lambda heads: {"preferences": [0.5], "share": 0.3, "observation": 4, **GEOMETRY}, True),
     "expected-attention": ("expected-attention", lambda heads: {"share": 0.3, "future": 16, **GEOMETRY}, True),

@@ -31,6 +31,7 @@ OPTIONS = {
     "keydiff": {"share": 0.3, **GEOMETRY},
     "minference": {**BLOCKS, "patterns": PATTERNS, "blocks": 2},
     "pyramidkv": {"share": 0.3, "observation": 4, **GEOMETRY},
+    "quest": {"budget": 32, "dense_layers": 1, **GEOMETRY},
     "random": {"share": 0.4, **GEOMETRY},
     "snapkv": {"share": 0.3, "observation": 4, **GEOMETRY},
     "streaming": {"sinks": 3, **GEOMETRY},

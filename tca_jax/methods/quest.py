@@ -1,0 +1,161 @@
+"""Quest (arXiv 2406.10774): every token stays, and each step of decoding attends to the pages that may matter to it.
+
+The least and the greatest entry of a page's keys, in each dimension, bound the product of a query with any of them. A
+step attends to the window and to the pages of the highest bounds; the first layers attend to everything. Prompts, and
+tokens that are appended, are read under full attention. Follows the published code (mit-han-lab/Quest at 01c1623,
+`evaluation/quest_attention.py`), whose defaults these are. What differs:
+
+- Query heads. The code repeats keys for every query head and lets each choose pages of its own. Here a KV head reads
+  one set of pages, those of the highest mean bound over its group.
+- The window. There, the page that is being filled competes with all others; here at least `window` tokens are always
+  attended to, and `budget` counts them.
+- Log-likelihoods of given answers are those of full attention: their tokens are appended.
+
+The bounds are computed anew from the keys when a block leaves the window, which reads all keys once in `block_size`
+steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from tca_jax.errors import UserError, check_geometry, check_integer
+from tca_jax.methods.base import CachePolicy, Heads, Method
+from tca_jax.methods.full import FullPrefill
+from tca_jax.methods.regions import Selection
+from tca_jax.pallas_kernels.backends import Backend
+from tca_jax.pallas_kernels.kv import CODES, Pages, decode
+
+#: The least and the greatest entry of each page's keys, `[R, Hkv, C, d]`; C differs between caches.
+Bounds = tuple[Float[Array, "..."], Float[Array, "..."]]
+
+
+@dataclasses.dataclass(frozen=True)
+class QuestCache(CachePolicy):
+    """All tokens, of which a step attends to the window and to some pages.
+
+    Attributes:
+        budget: Tokens that a step attends to, the window counted as `window`; at least one page beside it.
+        dense_layers: First layers, which attend to everything.
+        window: Least number of local tokens, w, a multiple of `block_size`.
+        block_size: Tokens in a block and in a page, b.
+    """
+
+    budget: int
+    dense_layers: int
+    window: int
+    block_size: int
+
+    def __post_init__(self) -> None:
+        check_geometry(self.block_size, self.window)
+        check_integer("dense_layers", self.dense_layers, at_least=0)
+        check_integer("budget", self.budget, at_least=1)
+        if self.budget < self.window + self.block_size:
+            raise UserError(
+                f"budget = {self.budget}: must be at least window + block_size = {self.window + self.block_size}"
+            )
+
+    @property
+    def num_pages(self) -> int:
+        """Pages beside the window that a step attends to."""
+        return (self.budget - self.window) // self.block_size
+
+    def capacities(self, layer: int, prompt_tokens: int) -> int:
+        return self.num_ranked_blocks(prompt_tokens) * self.block_size
+
+    def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
+        return self.num_leaving_blocks(prompt_tokens, new_tokens) * self.block_size
+
+    def select(
+        self, layer: int, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
+    ) -> Selection:
+        batch, tokens, kv_heads, _ = k.shape
+        ranked = jnp.arange(tokens // self.block_size) < self.num_ranked_blocks(lengths)[:, None, None]
+        budgets = jnp.where(ranked, self.block_size, 0)
+        shape = (batch, kv_heads)
+        return Selection(
+            jnp.zeros((*shape, tokens), jnp.float32), jnp.broadcast_to(budgets, (*shape, budgets.shape[-1]))
+        )
+
+    def evict(
+        self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
+    ) -> Selection:
+        batch, kv_heads, _, tokens = attention.shape
+        budgets = jnp.full((batch, kv_heads, 1), tokens, jnp.int32)
+        return Selection(jnp.zeros((batch, kv_heads, tokens), jnp.float32), budgets)
+
+    def summarize(self, layer: int, pages: Pages) -> Bounds | None:
+        if layer < self.dense_layers or not pages.kept_columns:
+            return None
+        table = pages.table[..., : pages.kept_columns]
+        dtype = jnp.bfloat16 if pages.k.dtype == CODES else pages.k.dtype
+        keys = decode(jax.tree.map(lambda pool: pool.at[table].get(mode="clip"), pages.k), dtype)
+        return keys.min(axis=-2), keys.max(axis=-2)
+
+    def attended(
+        self, layer: int, q: Float[Array, "B Hq d"], caches: tuple[Pages, ...], summaries: tuple[Bounds | None, ...]
+    ) -> tuple[Pages, ...]:
+        if layer < self.dense_layers or sum(cache.kept_columns for cache in caches) <= self.num_pages:
+            return caches
+        with jax.named_scope("quest"):
+            scores = [
+                page_scores(q, cache, bounds) if bounds is not None else None
+                for cache, bounds in zip(caches, summaries, strict=True)
+            ]
+            of_all = jnp.concatenate([x for x in scores if x is not None], axis=-1)
+            least = jax.lax.top_k(of_all, self.num_pages)[0][..., -1]
+            return tuple(
+                cache if x is None else with_pages(cache, x, least, self.num_pages)
+                for cache, x in zip(caches, scores, strict=True)
+            )
+
+
+def page_scores(q: Float[Array, "B Hq d"], cache: Pages, bounds: Bounds) -> Float32[Array, "B Hkv C"]:
+    """The most that a query's product with a key of each kept page can be, mean over the group; -inf for no page.
+
+    Args:
+        q: Queries of a step.
+        cache: Pages of R rows, each of which serves B / R neighbouring rows of `q`.
+        bounds: Least and greatest entries of the keys of each page, `[R, Hkv, C, d]`.
+    """
+    times = len(q) // len(cache.kept)
+    least, greatest = (jnp.repeat(x, times, axis=0).astype(jnp.float32) for x in bounds)
+    mean = q.astype(jnp.float32).reshape(len(q), least.shape[1], -1, q.shape[-1])
+    # Of a group, the mean of the bounds is the bound of the means of the queries' positive and negative parts.
+    positive, negative = (jnp.maximum(x, 0).mean(axis=2) for x in (mean, -mean))
+    exact = jax.lax.Precision.HIGHEST
+    scores = jnp.einsum("bhd,bhcd->bhc", positive, greatest, precision=exact) - jnp.einsum(
+        "bhd,bhcd->bhc", negative, least, precision=exact
+    )
+    held = jnp.arange(cache.kept_columns) * cache.page_size < cache.kept[..., None]
+    return jnp.where(jnp.repeat(held, times, axis=0), scores, -jnp.inf)
+
+
+def with_pages(cache: Pages, scores: Float32[Array, "B Hkv C"], least: Float32[Array, "B Hkv"], most: int) -> Pages:
+    """The pages of scores of at least `least`, `most` of them at most, and the window. Kept pages are full."""
+    times, count = len(scores) // len(cache.kept), min(most, cache.kept_columns)
+    best, columns = jax.lax.top_k(scores, count)
+    kept = jnp.sum((best >= least[..., None]) & (best > -jnp.inf), axis=-1, dtype=jnp.int32) * cache.page_size
+    table, start, end = (jnp.repeat(x, times, axis=0) for x in (cache.table, cache.start, cache.end))
+    pages = jnp.take_along_axis(table[..., : cache.kept_columns], columns, axis=-1)
+    table = jnp.concatenate([pages, table[..., cache.kept_columns :]], axis=-1)
+    return Pages(cache.k, cache.v, table, kept, start, end, count)
+
+
+def quest(budget: int = 1024, dense_layers: int = 2, window: int = 16, block_size: int = 16) -> Method:
+    """Full attention for the prompt's queries, all tokens in the cache, of which a step attends to some pages.
+
+    Args:
+        budget: Tokens that a step attends to, the window counted as `window`; the code's `token_budget`.
+        dense_layers: First layers, which attend to everything.
+        window: Least number of local tokens, a multiple of `block_size`.
+        block_size: Tokens in a block and in a page, a power of two; the code's `chunk_size`.
+
+    Raises:
+        ValueError: an option is not allowed.
+    """
+    return Method("quest", FullPrefill(), QuestCache(budget, dense_layers, window, block_size))
