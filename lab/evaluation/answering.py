@@ -41,7 +41,7 @@ class Answers:
         full_kv_cache_bytes: The same under full attention.
         attended_share: Share of a prompt's causal pairs (query, key) that its queries attended to, mean; of the
             document's where that was read before.
-        kept_share: Share of a prompt's own tokens that the caches hold behind it, mean.
+        kept_share: Share of a prompt's own tokens that the caches hold once it is read, mean.
         prefill_seconds: From the document to the first new token, mean a prompt; prompts of a batch share its time.
         question_seconds: From the question to the first new token, mean a prompt: less than that where the document
             was read before.

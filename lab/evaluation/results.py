@@ -70,9 +70,9 @@ class Results:
                 "use another folder, or the same settings"
             )
 
-        for name in config:
-            if name not in _GROWING and held.get(name) != config[name]:
-                refuse(name, held.get(name), config[name])
+        for name in dict.fromkeys((*config, *held)):  # what is not there has its default
+            if name not in _GROWING and held.get(name) != config.get(name):
+                refuse(name, held.get(name), config.get(name))
         for group in _GROWING:
             for name, value in config[group].items():
                 there = held.get(group, {}).get(name, value)

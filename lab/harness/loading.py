@@ -6,6 +6,7 @@ from typing import Any
 
 from tca_jax.calibration.profile import budgets_of
 from tca_jax.engine.lm import LM
+from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import UserError
 from tca_jax.loading import check_dtype, check_eight_bits, checkpoint_folder, open_checkpoint
 from tca_jax.methods.registry import with_known
@@ -68,4 +69,9 @@ def stored_repetition_penalty(pretrained: Any, revision: str | None) -> float | 
     if isinstance(pretrained, LM):
         return None
     path = checkpoint_folder(pretrained, revision) / "generation_config.json"
-    return read_json_object(path).get("repetition_penalty") if path.exists() else None
+    found = read_json_object(path).get("repetition_penalty") if path.exists() else None
+    try:
+        Sampling(repetition_penalty=found)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+    return found

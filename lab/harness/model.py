@@ -107,6 +107,10 @@ class HarnessLM(TemplateLM):
         rows = _count("batch_size", batch_size, 1)
         self._max_gen_toks = _count("max_gen_toks", max_gen_toks, 1)
         reuse = None if prefix_reuse is None else _count("prefix_reuse", prefix_reuse, 0)
+        if repetition_penalty is None:
+            repetition_penalty = stored_repetition_penalty(pretrained, revision)
+        Sampling(repetition_penalty=repetition_penalty)  # refuses what is not allowed
+        self._repetition_penalty = repetition_penalty
         stored = {"dtype": dtype, "weights": weights, "kv": kv}
         self.lm = load_model(pretrained, profile, method, options, revision=revision, **stored)
         if self.lm.tokenizer is None:
@@ -117,10 +121,6 @@ class HarnessLM(TemplateLM):
             raise UserError(f"max_length = {max_length}: must be at most {positions}, the positions of {self.lm.name}")
         if reuse is None:
             reuse = _SHARED_TOKENS if self.lm.method == BASELINE else 0
-        if repetition_penalty is None:
-            repetition_penalty = stored_repetition_penalty(pretrained, revision)
-        Sampling(repetition_penalty=repetition_penalty)  # refuses what is not allowed
-        self._repetition_penalty = repetition_penalty
         if isinstance(think_end_token, str) and think_end_token.isdigit():  # from lm_eval's command line
             think_end_token = int(think_end_token)
         self._think_end, self._add_bos_token = think_end_token, add_bos_token

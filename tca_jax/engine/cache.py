@@ -94,8 +94,8 @@ class CacheLayout:
         shared = []
         for layer in range(num_layers):
             most = policy.shared_capacity(layer, prompt_tokens, num_kv_heads)
-            behind = kept_behind(policy, layer, prompt_tokens, fed_tokens, num_kv_heads).max()
             if most is not None:  # each head rounds up what it keeps of the prompt
+                behind = kept_behind(policy, layer, prompt_tokens, fed_tokens, num_kv_heads).max()
                 shared.append((round_up(most, region) // b, (region + round_up(int(behind), b)) // b))
         return cls(b, w, batch, pages, columns, prompt_tokens, tuple(shared) if len(shared) == num_layers else ())
 
@@ -154,9 +154,9 @@ class CacheLayout:
     def _row_pages(self) -> Int[np.ndarray, "devices layers"]:
         """Pages of kept tokens of a row on each device."""
         own = np.asarray(self.kept_pages, np.int32).sum(axis=2).T
-        return np.minimum(own, [self._shared_by_row(layer) for layer in range(self.num_layers)])
+        return np.minimum(own, [self.shared_by_row(layer) for layer in range(self.num_layers)])
 
-    def _shared_by_row(self, layer: int) -> int:
+    def shared_by_row(self, layer: int) -> int:
         """Most pages that the heads of a row and device share."""
         together, of_head = self.shared_pages[layer] if self.shared_pages else (2**31 - 1, 0)
         return together + of_head * self.num_kv_heads
@@ -168,7 +168,7 @@ class CacheLayout:
     def regions(self, layer: int) -> Regions:
         """Where a selection puts a layer's kept tokens on their way to the pages: as large on all devices."""
         widest = np.max(self.kept_pages[layer], axis=0) * self.block_size
-        shared = self._shared_by_row(layer) * self.block_size if self.shared_pages else None
+        shared = self.shared_by_row(layer) * self.block_size if self.shared_pages else None
         return Regions.plan(self.batch, widest.tolist(), self.block_size, shared)
 
     def tables(
@@ -191,26 +191,32 @@ class CacheLayout:
 
     def kept_table(self, layer: int, held: Int[Array, "B Hkv"], device: int | None = None) -> Int[Array, "B Hkv C"]:
         """The part of a layer's table that names the pages of kept tokens; see `tables`."""
+        column, rows = jnp.arange(self.kept_columns[layer], dtype=jnp.int32), np.arange(self.batch)
         in_layer, before = self._row_pages[:, layer], self._row_pages[:, :layer].sum(axis=1)
-        rows = np.arange(self.batch)
         starts = self.batch * before[:, None] + rows * in_layer[:, None]  # [devices, B]
         starts = (starts + self.batch * self.num_layers * self.num_kv_heads * self.num_window_pages).astype(np.int32)
-        of_devices = starts, np.asarray(self.kept_pages[layer], np.int32), in_layer
+        most = np.asarray(self.kept_pages[layer], np.int32)  # [devices, Hkv]
         if len(starts) == 1:
             device = 0
-        start, most, whole = (part_of_device(x) if device is None else jnp.asarray(x[device]) for x in of_devices)
-        pages = self._divided(held, most, whole) if self.shared_pages else jnp.broadcast_to(most, held.shape)
-        first = start[:, None] + jnp.cumsum(pages, axis=-1, dtype=jnp.int32) - pages
-        column = jnp.arange(self.kept_columns[layer], dtype=jnp.int32)
+        if not self.shared_pages:
+            firsts = starts[..., None] + (most.cumsum(axis=1, dtype=np.int32) - most)[:, None]
+            first, pages = (part_of_device(x) if device is None else jnp.asarray(x[device]) for x in (firsts, most))
+            return jnp.where(column < pages[:, None], first[..., None] + column, self.num_pages)
+        of_devices = starts, most, in_layer
+        start, each, whole = (part_of_device(x) if device is None else jnp.asarray(x[device]) for x in of_devices)
+        ends = self._divided(held, each, whole)
+        pages = jnp.diff(ends, axis=-1, prepend=0)
+        first = start[:, None] + ends - pages
         return jnp.where(column < pages[..., None], first[..., None] + column, self.num_pages)
 
     def _divided(
         self, held: Int[Array, "B Hkv"], most: Int[Array, " Hkv"], whole: Int[Array, ""]
     ) -> Int[Array, "B Hkv"]:
-        """Pages of each head where a row has so many: for what it holds, and an even part of the others."""
+        """Where each head's pages end among those of a row: for what it holds, and an even part of the others."""
         needed = -(-held // self.block_size)
         spare = jnp.maximum(whole - needed.sum(axis=-1, keepdims=True, dtype=jnp.int32), 0)
-        return jnp.minimum(needed + spare // self.num_kv_heads, most)
+        pages = jnp.minimum(needed + spare // self.num_kv_heads, most)
+        return jnp.minimum(jnp.cumsum(pages, axis=-1, dtype=jnp.int32), whole)
 
     def _window_table(self, layer: int) -> Int[Array, "B Hkv T2"]:
         """The part of a layer's table that names the pages of windows."""
@@ -498,12 +504,12 @@ def before(shared: PagedCache, own: PagedCache) -> PagedCache:
 def with_rows_repeated(cache: PagedCache, layout: CacheLayout) -> PagedCache:
     """A cache as often as a layout of the same sizes has more rows, copies side by side."""
     times = layout.batch // cache.batch
-    kept = tuple(jnp.repeat(lengths, times, axis=0) for lengths in cache.kept)
-    out = layout.empty(cache.head_dim, cache.dtype, jnp.repeat(cache.start, times), kept)
+    out = layout.empty(cache.head_dim, cache.dtype, jnp.repeat(cache.start, times))
     k, v = out.k, out.v
     for to, source in zip(out.tables, cache.tables, strict=True):
         pages = jnp.repeat(source, times, axis=0)
         k, v = _with((k, v), to, _at([cache.k, cache.v], pages))
+    kept = tuple(jnp.repeat(lengths, times, axis=0) for lengths in cache.kept)
     return dataclasses.replace(out, k=k, v=v, kept=kept)
 
 

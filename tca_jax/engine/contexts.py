@@ -388,27 +388,32 @@ def _layout_after(lm: LM, context: Context, rows: int, prompt_tokens: int, fed_t
     policy, now = lm.method.cache, context.layout
     fresh = lm.cache_layout(rows, prompt_tokens)
     headroom = fed_tokens + max(_HEADROOM_BLOCKS * now.block_size, now.prompt_tokens // _HEADROOM_SHARE)
-    pages, shared = [], []
+
+    def more(layer: int, fed: int) -> np.ndarray:
+        tokens = kept_behind(policy, layer, now.prompt_tokens, fed, lm.config.num_kv_heads)
+        return tokens[None] if context.shards is None else context.shards.by_device(layer, tokens)
+
+    fits = []
     for layer, (kept, of_layer) in enumerate(zip(on_host(context.cache.kept), now.kept_pages, strict=True)):
         held = by_row(kept).reshape(-1, *np.shape(of_layer))  # [rows, devices, H_kv]
-        together, of_head = now.shared_pages[layer] if now.shared_pages else (0, 0)
-
-        def more(fed: int, layer: int = layer) -> np.ndarray:
-            tokens = kept_behind(policy, layer, now.prompt_tokens, fed, lm.config.num_kv_heads)
-            return tokens[None] if context.shards is None else context.shards.by_device(layer, tokens)
-
-        needed = -(-(held + more(fed_tokens)) // now.block_size)
-        fits = np.all(needed <= np.asarray(of_layer))
+        needed = -(-(held + more(layer, fed_tokens)) // now.block_size)
+        fits.append(bool(np.all(needed <= np.asarray(of_layer))))
         if now.shared_pages:
-            fits &= np.all(needed.sum(axis=-1) <= together + of_head * now.num_kv_heads)
-        if fits:
-            pages.append(of_layer)
-        else:
-            added = -(-more(headroom) // now.block_size)
-            pages.append(tuple(map(tuple, (of_layer + added).tolist())))
-            of_head += int(added.max())
-        shared.append((together, of_head))
-    return dataclasses.replace(fresh, kept_pages=tuple(pages), shared_pages=tuple(shared) if now.shared_pages else ())
+            fits[-1] &= bool(np.all(needed.sum(axis=-1) <= now.shared_by_row(layer)))
+    if now.shared_pages:  # which layers have room depends on how their heads divide it: one answer for all of them
+        fits = [all(fits)] * len(fits)
+    added = [0 if fit else -(-more(layer, headroom) // now.block_size) for layer, fit in enumerate(fits)]
+    return dataclasses.replace(
+        fresh,
+        kept_pages=tuple(
+            tuple(map(tuple, (np.asarray(of_layer) + extra).tolist()))
+            for of_layer, extra in zip(now.kept_pages, added, strict=True)
+        ),
+        shared_pages=tuple(
+            (together, of_head + int(np.max(extra)))
+            for (together, of_head), extra in zip(now.shared_pages, added[: len(now.shared_pages)], strict=True)
+        ),
+    )
 
 
 def _append_program(

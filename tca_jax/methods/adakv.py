@@ -92,7 +92,8 @@ class AdaKVCache(CachePolicy):
                 return divided(scores, ranked_tokens, mean * heads.of_model, heads, least)
             found = divided(scores, ranked_tokens, mean * heads.of_model, heads, jnp.zeros_like(mean))
             floor = jnp.floor(mean * self.safeguard)[:, None]
-            return jnp.round(found * (1 - self.safeguard) + floor).astype(jnp.int32)
+            blended = jnp.round(found * (1 - self.safeguard) + floor).astype(jnp.int32)
+            return jnp.where((mean == ranked_tokens)[:, None], found, blended)  # a prompt that fits is held whole
 
         return self.scored.select_counted(layer, heads, q, k, v, lengths, backend, counts)
 
@@ -125,7 +126,7 @@ def divided(
         return (heads.total(at_least(score)) >= wanted)[:, None, None]
 
     found = threshold(enough, jnp.zeros((len(scores), 1, 1), jnp.int32), scores, ranked_tokens, wanted)
-    above = at_least(found + 1)
+    above = jnp.maximum((bits > found).sum(axis=-1, dtype=jnp.int32), least[:, None])
     tied = at_least(found) - above
     room = wanted[:, None] - heads.total(above)[:, None] - heads.total_before(tied)
     return above + jnp.clip(room, 0, tied)

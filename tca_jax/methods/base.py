@@ -74,7 +74,7 @@ class Heads:
 
     def total(self, values: Int[Array, "B Hkv"]) -> Int[Array, " B"]:
         """The sum `[B]` over all of the model's KV heads of a layer, of `values` `[B, Hkv]` of these."""
-        own = values.sum(axis=1)
+        own = values.sum(axis=1, dtype=values.dtype)
         return own if self.axis is None else jax.lax.psum(own, self.axis)
 
     def total_before(self, values: Int[Array, "B Hkv"]) -> Int[Array, "B Hkv"]:

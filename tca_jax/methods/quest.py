@@ -11,8 +11,9 @@ tokens that are appended, are read under full attention. Follows the published c
   attended to, and `budget` counts them.
 - Log-likelihoods of given answers are those of full attention: their tokens are appended.
 
-The bounds are computed anew from the keys when a block leaves the window, which reads all keys once in `block_size`
-steps.
+The bounds are computed anew from the keys where a block leaves the window of any row, in that step and behind it. One
+row reads its keys twice in `block_size` steps for that; rows that are at different places of their blocks do so for
+each of them.
 """
 
 from __future__ import annotations
@@ -107,11 +108,16 @@ class QuestCache(CachePolicy):
                 for cache, bounds in zip(caches, summaries, strict=True)
             ]
             of_all = jnp.concatenate([x for x in scores if x is not None], axis=-1)
-            least = jax.lax.top_k(of_all, self.num_pages)[0][..., -1]
-            return tuple(
-                cache if x is None else with_pages(cache, x, least, self.num_pages)
-                for cache, x in zip(caches, scores, strict=True)
-            )
+            best, places = jax.lax.top_k(of_all, self.num_pages)
+            places = jnp.where(best > -jnp.inf, places, -1)
+            first, pages = 0, []
+            for cache, of_cache in zip(caches, scores, strict=True):
+                own = (places >= first) & (places < first + cache.kept_columns)
+                first += cache.kept_columns
+                pages.append(
+                    cache if of_cache is None else with_pages(cache, of_cache, own.sum(axis=-1), self.num_pages)
+                )
+            return tuple(pages)
 
 
 def page_scores(q: Float[Array, "B Hq d"], cache: Pages, bounds: Bounds) -> Float32[Array, "B Hkv C"]:
@@ -135,14 +141,14 @@ def page_scores(q: Float[Array, "B Hq d"], cache: Pages, bounds: Bounds) -> Floa
     return jnp.where(jnp.repeat(held, times, axis=0), scores, -jnp.inf)
 
 
-def with_pages(cache: Pages, scores: Float32[Array, "B Hkv C"], least: Float32[Array, "B Hkv"], most: int) -> Pages:
-    """The pages of scores of at least `least`, `most` of them at most, and the window. Kept pages are full."""
+def with_pages(cache: Pages, scores: Float32[Array, "B Hkv C"], counts: Int[Array, "B Hkv"], most: int) -> Pages:
+    """The `counts` pages of the highest scores of each head, at most `most`, and the window. Kept pages are full."""
     times, count = len(scores) // len(cache.kept), min(most, cache.kept_columns)
-    best, columns = jax.lax.top_k(scores, count)
-    kept = jnp.sum((best >= least[..., None]) & (best > -jnp.inf), axis=-1, dtype=jnp.int32) * cache.page_size
     table, start, end = (jnp.repeat(x, times, axis=0) for x in (cache.table, cache.start, cache.end))
+    columns = jax.lax.top_k(scores, count)[1]
     pages = jnp.take_along_axis(table[..., : cache.kept_columns], columns, axis=-1)
     table = jnp.concatenate([pages, table[..., cache.kept_columns :]], axis=-1)
+    kept = (counts * cache.page_size).astype(jnp.int32)
     return Pages(cache.k, cache.v, table, kept, start, end, count)
 
 

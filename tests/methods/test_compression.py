@@ -172,6 +172,14 @@ def test_a_share_is_of_the_tokens_left_of_the_window(share):
         assert [count.max() for count in counts] == [policy.capacities(layer, 96) for layer in range(2)]
 
 
+@pytest.mark.parametrize("length", [40, 48, 72])
+def test_a_prompt_that_fits_is_held_whole_by_heads_that_share(length):
+    q, k, v = qkv(1, 1, 96, 4, 2, 16)
+    for budget in ({"capacity": 100}, {"share": 1.0}):
+        _, marks = kept_by(cache_of("adakv", {**ADAKV, **budget}), q, k, v, (length,))
+        assert (marks.sum(axis=-1) == length // B * B - W).all()
+
+
 @pytest.mark.parametrize("layers", [1, 2, 7])
 @pytest.mark.parametrize("budget", [{"capacity": 150}, {"share": 0.05}, {"share": 0.4}, {"share": 0.9}])
 def test_pyramids_have_the_authors_budgets_and_the_mean_that_was_asked_for(budget, layers):

@@ -109,6 +109,27 @@ def test_a_budget_of_all_and_dense_layers_are_full_attention(lm):
     assert few.stats.kept_share == 1
 
 
+class AskingAnew(QuestCache):
+    """Trusts nothing that was computed in an earlier step."""
+
+    def attended(self, layer, q, caches, summaries):
+        return super().attended(layer, q, caches, tuple(self.summarize(layer, pages) for pages in caches))
+
+
+def test_what_steps_know_of_a_cache_is_true_in_ragged_batches(lm):
+    prompts = [random_prompt(seed, length) for seed, length in enumerate((90, 61, 77))]
+    answers = []
+    for kind in (QuestCache, AskingAnew):
+        method = methods.Method("quest", methods.get("full").prefill, kind(W + B, 0, W, B))
+        model = lm.with_method(method)
+        options = {"max_new_tokens": 40, "stop_token_ids": ()}
+        together = tca_jax.generate(model, prompts, **options).tokens
+        context = tca_jax.prefill(model, prompts[0])
+        behind = tca_jax.generate(model, prompts[1:], context=context, **options).tokens
+        answers.append((together, behind))
+    assert answers[0] == answers[1]
+
+
 def test_a_question_behind_a_context_is_a_prompt_of_both(lm):
     model = lm.with_method("quest", budget=40, dense_layers=1, window=W, block_size=B)
     document, question = random_prompt(1, 83), random_prompt(2, 21)

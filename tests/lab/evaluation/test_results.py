@@ -46,6 +46,15 @@ def test_another_configuration_is_refused_with_the_difference(results, change, d
     assert results.config == CONFIG
 
 
+@pytest.mark.parametrize("name", ["bytes_of", "weights", "mesh"])
+def test_an_entry_that_this_run_has_not_is_a_difference_too(tmp_path, name):
+    results = Results(tmp_path / "out")
+    results.open({**CONFIG, name: "x"})
+    with pytest.raises(ValueError, match=rf'was made with {name} = "x", this run has null'):
+        results.open(CONFIG)
+    assert results.config[name] == "x"
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ValueError, match=r"holds files but no config\.json"):
