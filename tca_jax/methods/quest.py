@@ -130,9 +130,9 @@ def page_scores(q: Float[Array, "B Hq d"], cache: Pages, bounds: Bounds) -> Floa
     """
     times = len(q) // len(cache.kept)
     least, greatest = (jnp.repeat(x, times, axis=0).astype(jnp.float32) for x in bounds)
-    mean = q.astype(jnp.float32).reshape(len(q), least.shape[1], -1, q.shape[-1])
+    grouped = q.astype(jnp.float32).reshape(len(q), least.shape[1], -1, q.shape[-1])
     # Of a group, the mean of the bounds is the bound of the means of the queries' positive and negative parts.
-    positive, negative = (jnp.maximum(x, 0).mean(axis=2) for x in (mean, -mean))
+    positive, negative = (jnp.maximum(x, 0).mean(axis=2) for x in (grouped, -grouped))
     exact = jax.lax.Precision.HIGHEST
     scores = jnp.einsum("bhd,bhcd->bhc", positive, greatest, precision=exact) - jnp.einsum(
         "bhd,bhcd->bhc", negative, least, precision=exact
