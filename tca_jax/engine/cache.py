@@ -150,7 +150,7 @@ class CacheLayout:
         kept = int(self._row_pages.sum(axis=1).max())
         return self.batch * (self.num_layers * self.num_kv_heads * self.num_window_pages + kept)
 
-    @property
+    @functools.cached_property
     def _row_pages(self) -> Int[np.ndarray, "devices layers"]:
         """Pages of kept tokens of a row on each device."""
         own = np.asarray(self.kept_pages, np.int32).sum(axis=2).T

@@ -195,8 +195,7 @@ class CachePolicy(abc.ABC):
         Returns:
             A selection from one block: scores `[B, Hkv, b]`, budgets `[B, Hkv, 1]`.
         """
-        batch, kv_heads, _, tokens = attention.shape
-        return Selection(jnp.zeros((batch, kv_heads, tokens), jnp.float32), jnp.zeros((batch, kv_heads, 1), jnp.int32))
+        return Selection.of_block(attention, 0)
 
     def summarize(self, layer: int, pages: Pages) -> Any:
         """What `attended` needs to know of a cache, computed once for many steps; a pytree. None, the default: nothing.

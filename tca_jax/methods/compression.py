@@ -119,9 +119,7 @@ class PromptCompression(CachePolicy):
     def evict(
         self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
     ) -> Selection:
-        batch, kv_heads, _, tokens = attention.shape
-        budgets = jnp.full((batch, kv_heads, 1), tokens, jnp.int32)
-        return Selection(jnp.zeros((batch, kv_heads, tokens), jnp.float32), budgets)
+        return Selection.of_block(attention, attention.shape[-1])
 
 
 def top_tokens(

@@ -85,9 +85,7 @@ class QuestCache(CachePolicy):
     def evict(
         self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
     ) -> Selection:
-        batch, kv_heads, _, tokens = attention.shape
-        budgets = jnp.full((batch, kv_heads, 1), tokens, jnp.int32)
-        return Selection(jnp.zeros((batch, kv_heads, tokens), jnp.float32), budgets)
+        return Selection.of_block(attention, attention.shape[-1])
 
     def summarize(self, layer: int, pages: Pages) -> Bounds | None:
         if layer < self.dense_layers or not pages.kept_columns:

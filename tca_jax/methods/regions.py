@@ -33,6 +33,13 @@ class Selection(NamedTuple):
     budgets: Int[Array, "B Hkv nb"]
     prefill_budgets: Int[Array, "B Hkv nb"] | None = None
 
+    @classmethod
+    def of_block(cls, attention: Float32[Array, "B Hkv G b"], budget: int) -> Selection:
+        """The first `budget` tokens of one block, whose attention `[B, Hkv, G, b]` is given: 0 for none, b for all."""
+        batch, kv_heads, _, tokens = attention.shape
+        budgets = jnp.full((batch, kv_heads, 1), budget, jnp.int32)
+        return cls(jnp.zeros((batch, kv_heads, tokens), jnp.float32), budgets)
+
     @property
     def for_prefill(self) -> Selection:
         """What the prompt's own queries attend to."""
