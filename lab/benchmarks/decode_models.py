@@ -85,7 +85,7 @@ def random_state(lm: LM, batch: int, tokens: int) -> DecodingState:
     cache = random_cache(_plan(lm, batch, tokens), lm.config.head_dim, 0, jnp.dtype(lm.config.dtype_name))
     return DecodingState(
         tokens=jnp.zeros((batch, _WARM + STEPS_OF_MODELS), jnp.int32),
-        step=jnp.int32(1),
+        step=jnp.ones(batch, jnp.int32),
         last=jnp.zeros(batch, jnp.int32),
         done=jnp.zeros(batch, bool),
         lengths=jnp.full(batch, tokens, jnp.int32),

@@ -223,8 +223,7 @@ def _generate(
     )
     state = request.start()
     kept = output_of(request, state).stats.kept_share  # the first new token is in no cache yet
-    while not request.is_finished(state) and int(state.step) < limit:
-        left = limit - int(state.step)
+    while not request.is_finished(state) and (left := limit - request.steps(state)) > 0:
         state = request.advance(state, min(_STRIDE, left) if task.stop else left)
     return output_of(request, state), kept
 

@@ -479,18 +479,23 @@ def _with(pools: Sequence[Stored], index: Any, values: Sequence[Stored]) -> list
 def shared_and_own(cache: PagedCache, layout: CacheLayout, lengths: Int[Array, " R"]) -> tuple[PagedCache, PagedCache]:
     """A cache for what follows another one, whose pages the rows share from here on.
 
-    The last block of the window, which is not full, is copied: each row writes on in its own.
-
     Args:
         cache: What was read, of B rows; it is not written.
         layout: Of the other cache, of R rows, a multiple of B: neighbours share a row.
         lengths: Tokens that each row has so far.
 
     Returns:
-        `cache` without what was copied, and the other one.
+        `cache` without what was copied, and the other one; see `continued`.
     """
-    own = layout.empty(cache.head_dim, cache.dtype, lengths)
-    blocks, layers = own.start // cache.block_size, range(layout.num_layers)
+    return continued(cache, layout.empty(cache.head_dim, cache.dtype, lengths))
+
+
+def continued(cache: PagedCache, own: PagedCache) -> tuple[PagedCache, PagedCache]:
+    """A cache, and an empty one that continues it.
+
+    The last block of the window, which is not full, is copied: each row writes on in its own.
+    """
+    blocks, layers = own.start // cache.block_size, range(len(cache.tables))
     copied, to = (jnp.stack([x.window_pages(layer, blocks) for layer in layers]) for x in (cache, own))
     k, v = _with((own.k, own.v), to, _at([cache.k, cache.v], copied))
     return before(cache, own), dataclasses.replace(own, k=k, v=v)
@@ -531,9 +536,13 @@ def joined(shared: PagedCache, own: PagedCache, layout: CacheLayout, starts: Int
             to = to.at[shared.tables[layer][..., :columns]].set(entries, mode="drop")
         k, v = _with((k, v), to, [shared.k, shared.v])
     kept = tuple(jnp.repeat(lengths, times, axis=0) for lengths in shared.kept)
-    out = dataclasses.replace(out, k=k, v=v, kept=kept)
-    blocks = out.start[:, None] // own.block_size + jnp.arange(layout.num_window_pages)
-    for layer in layers:
+    return joined_into(dataclasses.replace(out, k=k, v=v, kept=kept), shared, own, layout.num_window_pages)
+
+
+def joined_into(out: PagedCache, shared: PagedCache, own: PagedCache, window_pages: int) -> PagedCache:
+    """A cache that holds what `shared` keeps, and now what `own` keeps and the window, of so many pages, of both."""
+    blocks = out.start[:, None] // own.block_size + jnp.arange(window_pages)
+    for layer in range(len(out.tables)):
         out = _with_joined(out, layer, own, _joined_windows(shared, own, layer, blocks), blocks)
     return out
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Key
 from tca_jax.engine.cache import PagedCache, before, shared_and_own, with_rows_repeated
 from tca_jax.engine.extend import evict_block, extend, rows_with_leaving_block
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import CACHES, ROWS, SAME, any_row, every_row, heads_of
+from tca_jax.engine.mesh import CACHES, ROWS, SAME, any_row, heads_of
 from tca_jax.engine.read import read_prompts
 from tca_jax.engine.sampling import Sampling, sample
 from tca_jax.methods.base import CachePolicy, Heads
@@ -51,16 +51,18 @@ class DecodingState:
     """Everything that one decoding step reads and writes. A row is one answer.
 
     Attributes:
-        tokens: New tokens so far, int32 `[B, N]`, padding behind; N is the room for them.
-        step: How many of them are there, int32 scalar.
+        tokens: New tokens so far, int32 `[B, N]`, padding behind. Token t lies in column t mod N: where N is not room
+            for all of them, somebody takes them out in time.
+        step: How many of them were drawn, int32 `[B]`.
         last: The newest token of each row, `[B]`: the next step feeds it at position `lengths + step - 1`.
         done: Rows whose answer has ended, `[B]`.
         lengths: Tokens before the answer, `[B]`.
         prompt_lengths: Those of them that the first prefill dealt with, `[B]`.
         keys: One PRNG key a row, `[B]`; step t draws with `fold_in(key, t)`.
         seen: Tokens in prompt or answer, `[B, V]`; None without a repetition penalty.
-        stop_tokens: Tokens that end a row, `[S]`.
-        min_new_tokens: Tokens before which no stop token is drawn, int32 scalar; None for none.
+        stop_tokens: Tokens that end a row, `[S]`, or `[B, S]` where rows differ, filled up with the
+            vocabulary's size, which is no token.
+        min_new_tokens: Tokens before which no stop token is drawn, int32 scalar or `[B]`; None for none.
         logprobs: Log-probability of each new token under the model, before any of the sampling's steps, float32
             `[B, N]`; None where nobody asked.
         top: The likeliest tokens at each place and their log-probabilities, `[B, N, n]`; None where nobody asked.
@@ -70,15 +72,15 @@ class DecodingState:
     """
 
     tokens: Int[Array, "B N"]
-    step: Int[Array, ""]
+    step: Int[Array, " B"]
     last: Int[Array, " B"]
     done: Bool[Array, " B"]
     lengths: Int[Array, " B"]
     prompt_lengths: Int[Array, " B"]
     keys: Key[Array, " B"]
     seen: Bool[Array, "B V"] | None
-    stop_tokens: Int[Array, " S"]
-    min_new_tokens: Int[Array, ""] | None
+    stop_tokens: Int[Array, "*B S"]
+    min_new_tokens: Int[Array, "*B"] | None
     logprobs: Float[Array, "B N"] | None
     top: tuple[Int[Array, "B N n"], Float[Array, "B N n"]] | None
     finite: Bool[Array, " B"]
@@ -87,7 +89,7 @@ class DecodingState:
 
 
 _BY_ROW: dict[str, Any] = {field.name: ROWS for field in dataclasses.fields(DecodingState)}
-_SHARED: dict[str, Any] = dict.fromkeys(("step", "stop_tokens", "min_new_tokens"), SAME)
+_SHARED: dict[str, Any] = dict.fromkeys(("stop_tokens", "min_new_tokens"), SAME)
 #: How a state lies on a mesh.
 STATE = DecodingState(**{**_BY_ROW, **_SHARED, "cache": CACHES})
 
@@ -96,36 +98,39 @@ def decode(
     lm: LM,
     state: DecodingState,
     shared: PagedCache | None,
-    limit: Int[Array, ""],
+    limit: Int[Array, "*B"],
     sampling: Sampling,
     *,
     backend: Backend = "auto",
 ) -> DecodingState:
-    """Draws tokens until `limit` of them are there (never more than the state holds) or every row has ended.
+    """Draws tokens until every row has `limit` of them or has ended. A row that has stays as it is.
 
     Args:
         lm: The model.
         state: Where the answers are.
         shared: What they continue from, which neighbouring rows may share; None where `state.cache` holds everything.
-        limit: Tokens of an answer, int32 scalar.
+        limit: Tokens of an answer, int32 scalar or `[B]`.
         sampling: How tokens are drawn.
         backend: Kernel backend; static.
     """
-    limit = jnp.minimum(limit, state.tokens.shape[1])
     policy = lm.method.cache
     shared = None if shared is None else before(shared, state.cache)
 
+    def running(state: DecodingState) -> Bool[Array, " B"]:
+        return ~state.done & (state.step < limit)
+
     def unfinished(state: DecodingState) -> Bool[Array, ""]:
-        return (state.step < limit) & ~every_row(state.done, lm.mesh)
+        return any_row(running(state), lm.mesh)
 
     def leaving(state: DecodingState) -> Bool[Array, " B"]:
-        return rows_with_leaving_block(policy, state.lengths + state.step - 1, state.prompt_lengths)
+        positions = state.lengths + state.step - 1
+        return running(state) & rows_with_leaving_block(policy, positions, state.prompt_lengths)
 
     num_layers = lm.config.num_layers
     of_shared = [None if shared is None else policy.summarize(i, shared.pages(i)) for i in range(num_layers)]
 
     def step(state: DecodingState, of_own: list[Any] | None) -> DecodingState:
-        positions, cache = state.lengths + state.step - 1, state.cache
+        positions, cache, fed = state.lengths + state.step - 1, state.cache, running(state)
         rows = leaving(state) if of_own is None else None  # where no block leaves, what is known of a cache stays true
 
         def attention(layer: int, q: Array, k: Array, v: Array, nothing: None) -> tuple[Array, None]:
@@ -133,12 +138,12 @@ def decode(
             heads = heads_of(lm.head_shards, layer, k.shape[2])
             known = of_shared[layer], None if of_own is None else of_own[layer]
             sizes = positions, rows, backend
-            out, cache = decode_layer(policy, layer, heads, q, k, v, shared, cache, *sizes, summaries=known)
+            out, cache = decode_layer(policy, layer, heads, q, k, v, shared, cache, *sizes, fed=fed, summaries=known)
             return out, None
 
         decoder, states = lm.decoder, (None,) * lm.config.num_layers
         hidden, _ = decoder(state.last[:, None], positions[:, None], attention, states)
-        return draw(lm, dataclasses.replace(state, cache=cache), decoder.logits(hidden[:, 0]), sampling)
+        return draw(lm, dataclasses.replace(state, cache=cache), decoder.logits(hidden[:, 0]), sampling, fed)
 
     def plain_steps(state: DecodingState, until_leaving: bool) -> DecodingState:
         def more(state: DecodingState) -> Bool[Array, ""]:
@@ -174,6 +179,7 @@ def decode_layer(
     leaving: Bool[Array, " B"] | None = None,
     backend: Backend = "auto",
     *,
+    fed: Bool[Array, " B"] | None = None,
     summaries: tuple[Any, Any] = (None, None),
 ) -> tuple[Float[Array, "B 1 Hq d"], PagedCache]:
     """One step in a layer: what leaves the window, the new token joins it, attention.
@@ -189,6 +195,7 @@ def decode_layer(
         leaving: Rows in which a block leaves the window, from `rows_with_leaving_block`; None where there are none,
             which spares the work of looking for what to keep.
         backend: Kernel backend.
+        fed: Rows that have a new token; None for all. What the others hold stays as it is. A single row always has one.
         summaries: What the policy knows of `shared` and of the rows' own cache; it is asked for what is None.
 
     Returns:
@@ -197,7 +204,10 @@ def decode_layer(
     if leaving is not None and cache.kept_columns[layer]:
         with jax.named_scope("evict_block"):
             cache = evict_block(policy, layer, heads, q[:, 0], k[:, 0], shared, cache, positions, leaving, backend)
-    cache = cache.with_tokens(layer, k, v, positions[:, None])
+    new = (
+        None if fed is None or fed.size == 1 else fed[:, None]
+    )  # a single row is written without looking (`with_tokens`)
+    cache = cache.with_tokens(layer, k, v, positions[:, None], new)
     held = [(c.pages(layer), known) for c, known in zip((shared, cache), summaries, strict=True) if c is not None]
     known = tuple(policy.summarize(layer, pages) if known is None else known for pages, known in held)
     pages = policy.attended(layer, q[:, 0], tuple(pages for pages, _ in held), known)
@@ -205,31 +215,41 @@ def decode_layer(
     return out, cache
 
 
-def draw(lm: LM, state: DecodingState, logits: Float[Array, "B V"], sampling: Sampling) -> DecodingState:
-    """The state with each row's next token."""
+def draw(
+    lm: LM,
+    state: DecodingState,
+    logits: Float[Array, "B V"],
+    sampling: Sampling,
+    running: Bool[Array, " B"] | None = None,
+) -> DecodingState:
+    """The state with the next token of each row, or of those that are `running`."""
     with jax.named_scope("sample"):
+        rows, running = jnp.arange(logits.shape[0]), ~state.done if running is None else running
         allowed = logits
         if state.min_new_tokens is not None:
-            stopless = logits.at[:, state.stop_tokens].set(-jnp.inf, mode="drop")
-            allowed = jnp.where(state.step < state.min_new_tokens, stopless, logits)
-        keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(state.keys, state.step)
+            stopless = logits.at[rows[:, None], state.stop_tokens].set(-jnp.inf, mode="drop")
+            allowed = jnp.where((state.step < state.min_new_tokens)[:, None], stopless, logits)
+        keys = jax.vmap(jax.random.fold_in)(state.keys, state.step)
         token = sample(allowed, keys, sampling, state.seen)
-        token = jnp.where(state.done, lm.pad_token_id, token)
+        token = jnp.where(running, token, lm.pad_token_id)
+        room = state.tokens.shape[1]
+        place = rows, jnp.where(running, state.step % room, room)  # out of bounds: dropped
         seen, logprobs, top = state.seen, state.logprobs, state.top
         if seen is not None:
-            seen = seen.at[jnp.arange(token.size), token].set(True)
+            seen = seen.at[rows, jnp.where(running, token, seen.shape[1])].set(True, mode="drop")
         if logprobs is not None:
             of_all = jax.nn.log_softmax(logits)
-            logprobs = logprobs.at[:, state.step].set(jnp.take_along_axis(of_all, token[:, None], axis=-1)[:, 0])
+            own = jnp.take_along_axis(of_all, token[:, None], axis=-1)[:, 0]
+            logprobs = logprobs.at[place].set(own, mode="drop")
             if top is not None:
                 values, likeliest = jax.lax.top_k(of_all, top[0].shape[-1])
-                top = top[0].at[:, state.step].set(likeliest), top[1].at[:, state.step].set(values)
+                top = top[0].at[place].set(likeliest, mode="drop"), top[1].at[place].set(values, mode="drop")
         return dataclasses.replace(
             state,
-            tokens=state.tokens.at[:, state.step].set(token),
-            step=state.step + 1,
-            last=token,
-            done=state.done | jnp.isin(token, state.stop_tokens),
+            tokens=state.tokens.at[place].set(token, mode="drop"),
+            step=state.step + running,
+            last=jnp.where(running, token, state.last),
+            done=state.done | (running & (token[:, None] == state.stop_tokens).any(axis=-1)),
             seen=seen,
             logprobs=logprobs,
             top=top,
@@ -391,7 +411,7 @@ def _start(
     rows = drawing.keys.shape[0]
     state = DecodingState(
         tokens=jnp.full((rows, drawing.new_tokens), lm.pad_token_id, jnp.int32),
-        step=jnp.int32(0),
+        step=jnp.zeros(rows, jnp.int32),
         last=jnp.zeros(rows, jnp.int32),
         done=jnp.zeros(rows, bool),
         lengths=lengths,

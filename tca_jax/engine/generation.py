@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
 
+from tca_jax.engine.answers import certain_characters
 from tca_jax.engine.contexts import Context, kept_share
 from tca_jax.engine.decode import DecodingState, decode, prefill, row_keys
 from tca_jax.engine.lm import LM, require_lm
@@ -267,23 +268,20 @@ def stream(
 def _pieces(request: Request, *, single: bool) -> Generator[Any, None, Output]:
     """New text, whenever there is some: a string of the only row, or a list with one of each."""
     state, sent, stride = request.start(), [0] * request.rows, 1
-    held_back = max((len(s) for s in request.stop), default=1) - 1
     while True:
         finished = request.is_finished(state)
         pieces = []
         for row, answer in enumerate(request.answers(state)):
-            text = answer.text or ""
-            certain = len(text) if finished or answer.stopped else len(text.rstrip("\ufffd")) - held_back
-            certain = max(sent[row], certain)
-            pieces.append(text[sent[row] : certain])
+            certain = max(sent[row], certain_characters(answer, request.stop, finished=finished))
+            pieces.append((answer.text or "")[sent[row] : certain])
             sent[row] = certain
         if any(pieces):
             yield pieces[0] if single else pieces
         if finished:
             return output_of(request, state)
-        before, step = request.decode_seconds, int(state.step)
+        before, steps = request.decode_seconds, request.steps(state)
         state = request.advance(state, stride)
-        steps_a_second = (int(state.step) - step) / max(request.decode_seconds - before, 1e-9)
+        steps_a_second = (request.steps(state) - steps) / max(request.decode_seconds - before, 1e-9)
         stride = max(1, min(_STREAM_GROWTH * stride, int(_STREAM_SECONDS * steps_a_second)))
         stride = agreed(stride, request.lm.mesh)
 
@@ -291,7 +289,7 @@ def _pieces(request: Request, *, single: bool) -> Generator[Any, None, Output]:
 def output_of(request: Request, state: DecodingState) -> Output:
     """What a request has said and cost so far."""
     answers = request.answers(state)
-    steps, devices = int(state.step), num_devices(request.lm.mesh)
+    steps, devices = request.steps(state), num_devices(request.lm.mesh)
     stats = Stats(
         prompt_tokens=[len(ids) for ids in request.prompt_ids],
         new_tokens=[len(answer.tokens) for answer in answers],

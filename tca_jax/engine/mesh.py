@@ -207,11 +207,6 @@ def any_row(flags: Bool[Array, " B"], mesh: Mesh | None) -> Bool[Array, ""]:
     return jax.lax.pmax(found.astype(jnp.int32), DATA) > 0
 
 
-def every_row(flags: Bool[Array, " B"], mesh: Mesh | None) -> Bool[Array, ""]:
-    """Whether it is so for all rows of a batch, on all devices."""
-    return jnp.all(flags) if axis_size(mesh, DATA) == 1 else ~any_row(~flags, mesh)
-
-
 def rows_of_device(lm: LM, rows: int, what: str) -> int:
     """Rows of a batch that each device has.
 

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import numbers
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tca_jax.engine.answers import Answer, AnswerOptions, AnswerReader
 from tca_jax.engine.cache import PagedCache, require_memory
 from tca_jax.engine.contexts import AppendedPrompts, Context
 from tca_jax.engine.decode import APPENDED, PROMPTS, STARTED, STATE, DecodingState, decode, prefill, resume, row_keys
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import CACHES, SAME, OverMesh, on_host, rows_of_device
-from tca_jax.engine.prompts import bucket_length, decode_tokens, encode_prompts, pad_tokens, require_positions
+from tca_jax.engine.prompts import bucket_length, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.read import require_finite
 from tca_jax.engine.sampling import Sampling
-from tca_jax.errors import UserError, UserTypeError, check_integer, check_seed
+from tca_jax.errors import check_integer
 from tca_jax.methods.full import BASELINE
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 from tca_jax.programs import Program, results_of
@@ -30,15 +30,6 @@ _prefill = Program(OverMesh(prefill, PROMPTS, STARTED))
 _resume = Program(OverMesh(resume, APPENDED, STATE))
 # What answers share is read alone: it goes into programs and does not come out, so that no program copies it.
 _decode = Program(OverMesh(decode, (STATE, CACHES, SAME, SAME), STATE), donate=(1,))
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """What a row has said so far, cut at its stop token or stop string."""
-
-    tokens: list[int]
-    text: str | None
-    stopped: bool
 
 
 @dataclasses.dataclass
@@ -63,8 +54,6 @@ class Request:
     decode_seconds: float = 0.0
     _step: Callable[..., DecodingState] | None = None
     shared: PagedCache | None = None
-    _ended: dict[int, Answer] = dataclasses.field(default_factory=dict)
-    _looked: dict[int, int] = dataclasses.field(default_factory=dict)  # tokens of a row that hold no stop string
 
     @classmethod
     def create(
@@ -86,33 +75,32 @@ class Request:
         """Checks all that can be checked before a program is compiled, types included; see `generation.generate`."""
         require_lm(lm)
         kernels = resolve_backend(backend)
-        check_integer("max_new_tokens", max_new_tokens, at_least=1)
-        check_integer("min_new_tokens", min_new_tokens, at_least=0)
+        options = AnswerOptions.create(
+            lm,
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens,
+            sampling=sampling,
+            seed=seed,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            logprobs=logprobs,
+        )
         check_integer("num_samples", num_samples, at_least=1)
-        check_seed("seed", seed)
-        if min_new_tokens > max_new_tokens:
-            raise UserError(f"min_new_tokens = {min_new_tokens}: must be at most max_new_tokens = {max_new_tokens}")
         appended = None if context is None else AppendedPrompts.create(lm, prompts, context)
         prompt_ids = encode_prompts(lm, prompts) if appended is None else appended.ids
         if appended is not None:
-            appended.require_positions(lm, int(max_new_tokens))
+            appended.require_positions(lm, options.max_new_tokens)
         else:
             for i, ids in enumerate(prompt_ids):
-                require_positions(f"prompts[{i}]", len(ids), int(max_new_tokens), lm)
+                require_positions(f"prompts[{i}]", len(ids), options.max_new_tokens, lm)
         request = cls(
             lm=lm,
             appended=appended,
             context=None if appended is None else appended.context,
             prompt_ids=prompt_ids,
-            max_new_tokens=int(max_new_tokens),
-            min_new_tokens=int(min_new_tokens),
             num_samples=int(num_samples),
-            sampling=sampling.checked(),
-            stop=_stop_strings(lm, stop),
-            stop_tokens=lm.eos_token_ids if stop_token_ids is None else _stop_tokens(lm, stop_token_ids),
-            seed=int(seed),
-            logprobs=_num_logprobs(lm, logprobs),
             backend=kernels,
+            **vars(options),
         )
         require_memory(request.kv_cache_bytes(lm), f"{request.rows} answers of up to {max_new_tokens} tokens")
         return request
@@ -120,6 +108,11 @@ class Request:
     @functools.cached_property
     def _program_lm(self) -> LM:
         return self.lm.for_programs()
+
+    @functools.cached_property
+    def _readers(self) -> list[AnswerReader]:
+        options = self.lm, self.stop, self.stop_tokens, self.min_new_tokens
+        return [AnswerReader(*options) for _ in range(self.rows)]
 
     @property
     def rows(self) -> int:
@@ -219,7 +212,7 @@ class Request:
 
     def advance(self, state: DecodingState, steps: int) -> DecodingState:
         """Up to `steps` more tokens per row."""
-        limit = jnp.int32(min(int(state.step) + steps, self.max_new_tokens))
+        limit = jnp.int32(min(self.steps(state) + steps, self.max_new_tokens))
         if self._step is None:
             self._step = self._prepare_step(state, limit)
         start = time.perf_counter()
@@ -234,89 +227,21 @@ class Request:
         return program
 
     def _end_at_stop_strings(self, state: DecodingState) -> DecodingState:
-        if not self.stop or int(state.step) < self.min_new_tokens:  # text need not be made of tokens that end nothing
+        if not self.stop or self.steps(state) < self.min_new_tokens:  # text need not be made of tokens that end nothing
             return state
         stopped = jnp.asarray([answer.stopped for answer in self.answers(state)])
         return dataclasses.replace(state, done=state.done | stopped)
 
     def is_finished(self, state: DecodingState) -> bool:
         """Whether no row will say more."""
-        return int(state.step) >= self.max_new_tokens or bool(on_host(state.done).all())
+        return self.steps(state) >= self.max_new_tokens or bool(on_host(state.done).all())
+
+    def steps(self, state: DecodingState) -> int:
+        """Tokens of the longest answer so far."""
+        return int(np.max(on_host(state.step)))
 
     def answers(self, state: DecodingState) -> list[Answer]:
         """What each row has said so far, cut at its stop token or stop string."""
-        rows = on_host(state.tokens)[:, : int(state.step)].tolist()
-        return [self._ended.get(row) or self._answer(row, tokens) for row, tokens in enumerate(rows)]
-
-    def _answer(self, row: int, tokens: list[int]) -> Answer:
-        """A row's answer, which is kept once it has ended."""
-        end = next(
-            (i for i, token in enumerate(tokens) if token in self.stop_tokens and i >= self.min_new_tokens), None
-        )
-        answer = self._cut_at_stop_string(row, tokens if end is None else tokens[: end + 1])
-        if end is not None or answer.stopped:
-            answer = self._ended[row] = dataclasses.replace(answer, stopped=True)
-        return answer
-
-    def _cut_at_stop_string(self, row: int, tokens: list[int]) -> Answer:
-        """The tokens up to the one that completes a stop string first, and the text in front of that string.
-
-        Which one is first does not depend on how often somebody looks.
-        """
-        if self.lm.tokenizer is None:
-            return Answer(tokens, None, False)
-        text = decode_tokens(self.lm, tokens)
-        # A stop string that is complete before `min_new_tokens` tokens are there ends nothing. A character of several
-        # tokens may not be complete then; it is not counted.
-        early = len(decode_tokens(self.lm, tokens[: self.min_new_tokens]).rstrip("\ufffd")) if self.stop else 0
-        if self._stop_place(text, early) is None:
-            self._looked[row] = len(tokens)
-            return Answer(tokens, text, False)
-        for count in range(self._looked.get(row, 0) + 1, len(tokens) + 1):
-            said = decode_tokens(self.lm, tokens[:count])
-            place = self._stop_place(said, early)
-            if place is not None:
-                return Answer(tokens[:count], said[:place], True)
-        raise AssertionError("the whole text holds a stop string, so some part of it does")
-
-    def _stop_place(self, text: str, early: int) -> int | None:
-        """Where the earliest stop string begins that ends behind the first `early` characters; None without any."""
-        places = (text.find(s, max(0, early - len(s) + 1)) for s in self.stop)
-        return min((place for place in places if place >= 0), default=None)
-
-
-def _num_logprobs(lm: LM, logprobs: Any) -> int | None:
-    """How many of the likeliest tokens are wanted beside each new one; None where no log-probability is.
-
-    Raises:
-        ValueError: it is neither True nor False, nor a number of tokens that there are.
-    """
-    if isinstance(logprobs, bool):
-        return 0 if logprobs else None
-    most = lm.config.vocab_size
-    if not isinstance(logprobs, numbers.Integral) or not 1 <= int(logprobs) <= most:
-        raise UserError(f"logprobs = {logprobs!r}: must be True, False, or a number of tokens from 1 to {most}")
-    return int(logprobs)
-
-
-def _stop_strings(lm: LM, stop: Any) -> tuple[str, ...]:
-    if not isinstance(stop, str | Sequence | set | frozenset | None):
-        raise UserTypeError(f"stop = {stop!r}: must be a string or a sequence of strings")
-    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if any(not isinstance(s, str) or not s for s in strings):
-        raise UserError(f"stop = {list(strings)!r}: must be non-empty strings")
-    if strings and lm.tokenizer is None:
-        raise UserError(f"stop: {lm.name} was loaded without a tokenizer; use stop_token_ids")
-    return strings
-
-
-def _stop_tokens(lm: LM, ids: Any) -> tuple[int, ...]:
-    try:
-        ids = tuple(ids)
-    except TypeError:
-        raise UserTypeError(f"stop_token_ids = {ids!r}: must be a sequence of token ids, or None") from None
-    vocabulary = lm.config.vocab_size
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, numbers.Integral) or not 0 <= int(token) < vocabulary:
-            raise UserError(f"stop_token_ids holds {token!r}: must be token ids of {lm.name}, in [0, {vocabulary})")
-    return tuple(int(token) for token in ids)
+        tokens, steps = on_host((state.tokens, state.step))
+        rows = zip(self._readers, tokens, steps, strict=True)
+        return [reader.read(of_row[:step].tolist()) for reader, of_row, step in rows]

@@ -32,7 +32,8 @@ Scalar = float | Shaped[Array, ""] | None
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How a token is drawn; greedy by default. As a pytree its numbers are data, so that another temperature runs the
-    same compiled program; what is off is None, and no part of the program.
+    same compiled program; what is off is None, and no part of the program. Rows that are drawn in different ways have
+    arrays `[B]`, where what is off is 0, 1 or, of `top_k`, any number as large as the vocabulary.
 
     Attributes:
         temperature: Divides the logits, at least 0. 0 is greedy, the highest logit, and is held as None.
@@ -117,31 +118,42 @@ def sample(
     Returns:
         int32 `[B]`.
     """
-    if sampling.repetition_penalty is not None:
+    penalty, temperature = _of_rows(sampling.repetition_penalty), _of_rows(sampling.temperature)
+    if penalty is not None:
         if seen is None:
             raise UserError("seen = None: a repetition penalty needs the tokens that were seen")
-        penalised = jnp.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
+        penalised = jnp.where(logits > 0, logits / penalty, logits * penalty)
         logits = jnp.where(seen, penalised, logits)
-    if sampling.temperature is None:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = filter_logits(logits / sampling.temperature, sampling)
-    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if temperature is None:
+        return best
+    greedy = temperature == 0
+    logits = filter_logits(logits / jnp.where(greedy, 1, temperature), sampling)
+    drawn = jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+    return jnp.where(greedy.reshape(-1), best, drawn)
+
+
+def _of_rows(number: Scalar) -> Any:
+    """A number for each row's logits: a scalar, or `[B, 1]`; None where it is off."""
+    return None if number is None else jnp.expand_dims(jnp.asarray(number), axis=-1)
 
 
 def filter_logits(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
     """Sets the logits that top-k, top-p and min-p rule out to -inf; the best token always stays."""
-    if sampling.top_k is not None or sampling.top_p is not None:
+    top_k, top_p, min_p = map(_of_rows, (sampling.top_k, sampling.top_p, sampling.min_p))
+    if top_k is not None or top_p is not None:
         ordered = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
         keep = jnp.ones(ordered.shape, bool)
-        if sampling.top_k is not None:
-            keep = jnp.broadcast_to(jnp.arange(ordered.shape[-1]) < sampling.top_k, ordered.shape)
-        if sampling.top_p is not None:
+        if top_k is not None:
+            keep = jnp.broadcast_to(jnp.arange(ordered.shape[-1]) < top_k, ordered.shape)
+        if top_p is not None:
             probabilities = jax.nn.softmax(jnp.where(keep, ordered, -jnp.inf), axis=-1)
             before = jnp.cumsum(probabilities, axis=-1) - probabilities
-            keep &= (before < sampling.top_p).at[:, 0].set(True)  # in float32 a tiny p could otherwise keep none
+            # In float32 a tiny p could otherwise keep none, and one of 1 not all.
+            keep &= (before < top_p).at[:, 0].set(True) | (top_p == 1)
         lowest = jnp.min(jnp.where(keep, ordered, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits >= lowest, logits, -jnp.inf)
-    if sampling.min_p is not None:
+    if min_p is not None:
         best = jnp.max(logits, axis=-1, keepdims=True)
-        logits = jnp.where(logits >= best + jnp.log(sampling.min_p), logits, -jnp.inf)
+        logits = jnp.where(logits >= best + jnp.log(min_p), logits, -jnp.inf)
     return logits
