@@ -108,7 +108,7 @@ def load_context(directory: str | os.PathLike[str]) -> tuple[ContextIdentity, He
     return load_step(_KIND, path, _parse)
 
 
-def _arrays(cache: PagedCache) -> dict[str, jax.Array]:
+def _arrays(cache: PagedCache) -> dict[str, Any]:
     """All arrays of a cache by name."""
     arrays = {name: getattr(cache, name) for name in _OF_CACHE} | _stored_arrays(cache)
     for name in _OF_LAYERS:

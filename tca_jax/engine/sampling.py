@@ -20,7 +20,7 @@ from tca_jax.errors import UserError, UserTypeError, is_finite_number
 _SMALLEST = float(np.finfo(np.float32).tiny)  # positive float32 that is not flushed to zero
 _LARGEST_INT = 2**31 - 1  # of a program; more than any vocabulary
 
-Scalar = float | Shaped[Array, ""] | None
+Scalar = float | Shaped[Array | np.ndarray, "*B"] | None
 
 
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
@@ -48,7 +48,7 @@ class Sampling:
     """
 
     temperature: Scalar = None
-    top_k: int | Shaped[Array, ""] | None = None
+    top_k: int | Shaped[Array | np.ndarray, "*B"] | None = None
     top_p: Scalar = None
     min_p: Scalar = None
     repetition_penalty: Scalar = None

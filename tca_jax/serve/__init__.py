@@ -1,0 +1,6 @@
+"""Serving: many documents on one card, questions about them answered together (DESIGN section 10)."""
+
+from tca_jax.serve.engine import DocumentInfo, Engine
+from tca_jax.serve.streams import Completion, Stream
+
+__all__ = ["Completion", "DocumentInfo", "Engine", "Stream"]

@@ -1,0 +1,445 @@
+"""Documents that an engine has read: where their pages are, and how they move between device, host memory and disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int32
+
+from tca_jax.engine.cache import CacheLayout, PagedCache
+from tca_jax.engine.contexts import Context, first_local, identity_of
+from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import on_host
+from tca_jax.errors import UserError
+from tca_jax.pallas_kernels.kv import num_bytes
+from tca_jax.pallas_kernels.numerics import cdiv
+from tca_jax.serve import programs
+from tca_jax.serve.pages import FreePages, LocalTable, PageNumbers, RowTable, TableWidths, pool_only
+from tca_jax.serve.shelf import Entry, Shelf
+
+_CHUNK_BYTES = 64 * 2**20  # of keys and values that move at once
+_log = logging.getLogger(__name__)
+
+State = Literal["waiting", "device", "moving", "host", "disk", "failed"]
+
+
+@dataclasses.dataclass(eq=False)
+class Document:
+    """Tokens that the model has read, or will.
+
+    Attributes:
+        id: Its name in requests, from `document_id`.
+        tokens: Their ids.
+        parts: How many of them were read first, and how many were appended each time.
+        named: Whether a user asked for it to be read. Others are copies of what can be sent again: they go first.
+        state: Where its pages are.
+        table: Its pages; None until they were there.
+        layout: Of these, one row.
+        attended_share: See `engine.read.Read`.
+        numbers: Of each page, the number in the device's pool; None where it is not there.
+        chunks: Its keys and values in host memory; None where they are not there.
+        logits: Of the token behind it, float32 `[1, V]`; not of named ones.
+        error: Why it could not be read.
+        stored: Whether it is on disk.
+        users: Rows, and requests that were let in, that need its pages.
+        created: Seconds since the epoch.
+    """
+
+    id: str
+    tokens: list[int]
+    parts: tuple[int, ...]
+    named: bool
+    state: State = "waiting"
+    table: LocalTable | None = None
+    layout: CacheLayout | None = None
+    attended_share: float = 1.0
+    numbers: Int32[np.ndarray, "D P"] | None = None
+    chunks: list[PagedCache] | None = None
+    logits: np.ndarray | None = None
+    error: Exception | None = None
+    stored: bool = False
+    users: int = 0
+    created: float = dataclasses.field(default_factory=time.time)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that it takes on the device that has most of them."""
+        return 0 if self.table is None else int(self.table.used.sum(axis=1).max())
+
+
+def document_id(lm: LM, tokens: list[int], parts: tuple[int, ...], *, named: bool) -> str:
+    """The id of tokens that a model has read in such parts: a hash of all that its pages depend on."""
+    identity = identity_of(lm)
+    model = identity.fingerprint, identity.method_description, lm.cache_dtype.name, parts
+    digest = hashlib.sha256(repr(model).encode() + np.asarray(tokens, np.int64).tobytes()).hexdigest()
+    return f"{'doc' if named else 'text'}-{digest[:24]}"
+
+
+class _Arriving(NamedTuple):
+    """A chunk of a document on its way to the device."""
+
+    document: Document
+    numbers: Int32[np.ndarray, "D C"]
+    pages: PagedCache
+
+
+class Documents:
+    """All documents of an engine, and the pool of their pages. Only the engine's thread calls it.
+
+    Args:
+        lm: The model.
+        pages: Pages of the pool, on each device.
+        host_bytes: Most bytes of host memory.
+        shelf: Where they are stored; None for nowhere.
+    """
+
+    def __init__(self, lm: LM, pages: int, host_bytes: int, shelf: Shelf | None) -> None:
+        self._lm, self._identity = lm.for_programs(), identity_of(lm)
+        self._on_mesh, self._host_bytes, self._shelf = lm.mesh is not None, host_bytes, shelf
+        devices = 1 if lm.head_shards is None else lm.head_shards.devices
+        self.free = FreePages(pages, devices)
+        self.pool = self._run(programs.empty_pool, pages=pages)
+        size = 2 * num_bytes(lm.method.cache.block_size, lm.config.head_dim, lm.cache_dtype)
+        self.page_bytes, self._chunk = size * devices, max(1, min(pages, _CHUNK_BYTES // size))
+        self._by_id: OrderedDict[str, Document] = OrderedDict()  # least recently asked first
+        self._arriving: list[_Arriving] = []
+        self._lock = threading.Lock()  # of the table of names, which other threads look at
+        for entry in [] if shelf is None else shelf.entries():
+            if document_id(lm, entry.tokens, entry.parts, named=True) == entry.id:
+                stored = Document(entry.id, entry.tokens, entry.parts, named=True, state="disk", stored=True)
+                self._by_id[entry.id] = dataclasses.replace(stored, created=entry.created)
+
+    def _run(self, program: Any, *args: Any, **static: Any) -> Any:
+        return program.prepare(self._lm, *args, **static)[0](self._lm, *args)
+
+    # Names
+
+    def get(self, id_: str) -> Document | None:
+        """The document of a name."""
+        return self._by_id.get(id_)
+
+    def all(self) -> list[Document]:
+        """All of them, least recently asked first."""
+        with self._lock:
+            return list(self._by_id.values())
+
+    def add(self, document: Document) -> None:
+        """Enters a document that waits to be read."""
+        with self._lock:
+            self._by_id[document.id] = document
+
+    def asked(self, document: Document) -> None:
+        """Notes that it was asked now."""
+        with self._lock:
+            if document.id in self._by_id:
+                self._by_id.move_to_end(document.id)
+
+    def forget(self, document: Document) -> None:
+        """Drops it everywhere; nobody may use it."""
+        assert not document.users, "a document is forgotten when nobody uses it"
+        self._drop(document)
+        if self._shelf is not None:
+            self._shelf.remove(document.id)
+
+    def _drop(self, document: Document) -> None:
+        if document.numbers is not None:
+            self.free.give_back(document.numbers)
+        document.numbers = document.chunks = None
+        document.state, document.error = "failed", UserError(f"document {document.id!r} is no longer there")
+        with self._lock:
+            self._by_id.pop(document.id, None)
+
+    # Pages of the device
+
+    def make_room(self, pages: int) -> bool:
+        """Whether so many pages are free, once documents that nobody uses have left the device for them."""
+        for document in self.all():
+            if self.free.free >= pages:
+                break
+            if document.state == "device" and not document.users:
+                self._leave(document)
+        return self.free.free >= pages
+
+    def enter(self, document: Document, cache: PagedCache, row: int, attended_share: float) -> None:
+        """A document that is a row of a cache on the device; there is room for as many pages as the row may have."""
+        read = LocalTable.of_row(cache, row)
+        table, layout = self._exactly(read.kept, read.start, len(document.tokens))
+        numbers = self.free.take(table.used)
+        to = np.full((len(numbers), read.num_pages + 1), self.free.total, np.int32)
+        for kind, wide in enumerate(zip(table.widths, read.widths, strict=True)):
+            columns = min(wide)
+            mine, theirs = (x.parts[kind][..., :columns] for x in (table, read))
+            mine = table.in_pool(mine, numbers, self.free.total)
+            for device, places in enumerate(theirs):
+                to[device, places] = mine[device]
+        self.pool = self._run(programs.place, self.pool, pool_only(cache), self._numbers(to[:, :-1]))
+        document.attended_share = attended_share
+        self._entered(document, table, layout, numbers)
+
+    def enter_joined(self, document: Document, parent: Document, own: RowTable, answers: PagedCache) -> bool:
+        """A document of what a row holds: another one, whose pages it shares, and tokens of its own behind.
+
+        Args:
+            document: The new one.
+            parent: What the row continues from; on the device.
+            own: What it has of its own, on the device.
+            answers: The pool of that.
+
+        Returns:
+            Whether there was room for the pages that it does not share.
+        """
+        assert parent.table is not None
+        assert parent.numbers is not None
+        policy, total = self._lm.method.cache, self.free.total
+        kept, own_start = (np.asarray(x) for x in on_host((own.kept, own.start)))
+        kept = parent.table.kept + (kept[0] if self._on_mesh else kept[None])
+        fed, prompt = len(document.tokens), document.parts[0]
+        start = int(first_local(np.asarray([fed]), np.asarray([prompt]), policy.block_size, policy.window)[0])
+        table, layout = self._exactly(kept, start // policy.block_size * policy.block_size, fed)
+        shared, copied = self._of_parent(parent, table, int(own_start.reshape(-1)[0]))
+        wanted = table.used & (shared == total)
+        if not self.make_room(int(wanted.sum(axis=1).max())):
+            return False
+        new = self.free.take(wanted)
+        self.free.share(shared)
+        numbers = np.minimum(shared, new)
+        written = np.where(table.in_window & (shared < total), total, numbers)  # what is shared is not written
+        before = dataclasses.replace(table, kept=parent.table.kept)
+        tables = (
+            self.row_table(parent, parent.table.widths),
+            own,
+            before.numbered(written, table.widths, total, self._on_mesh),
+        )
+        copies = self._numbers(copied), self._numbers(np.where(copied < total, numbers, total))
+        self.pool = self._run(programs.join, self.pool, answers, *tables, copies)
+        document.attended_share = parent.attended_share
+        self._entered(document, table, layout, numbers)
+        return True
+
+    def row_table(self, document: Document, widths: TableWidths) -> RowTable:
+        """The table of a document on the device."""
+        assert document.table is not None
+        assert document.numbers is not None
+        return document.table.numbered(document.numbers, widths, self.free.total, self._on_mesh)
+
+    def _entered(
+        self, document: Document, table: LocalTable, layout: CacheLayout, numbers: Int32[np.ndarray, "D P"]
+    ) -> None:
+        document.table, document.layout, document.numbers, document.state = table, layout, numbers, "device"
+        if self._shelf is not None and document.named:
+            entry = Entry(document.id, document.tokens, document.parts, document.created)
+            make = self._context(document, self._copies(document))
+            self._shelf.store(entry, self.num_bytes(document), make).add_done_callback(_log_error)
+
+    def _numbers(self, numbers: Int32[np.ndarray, "D n"]) -> PageNumbers:
+        return PageNumbers.of(numbers, self._on_mesh)
+
+    def _exactly(
+        self, kept: Int32[np.ndarray, "D layers Hkv"], start: int, tokens: int
+    ) -> tuple[LocalTable, CacheLayout]:
+        """The table and layout of a row that keeps so many tokens, and no page more than these and the window need."""
+        policy = self._lm.method.cache
+        pages = -(-kept // policy.block_size)
+        columns = min(cdiv(tokens, policy.block_size), policy.window // policy.block_size + 1)
+        by_layer = tuple(tuple(map(tuple, of_layer)) for of_layer in pages.swapaxes(0, 1).tolist())
+        layout = CacheLayout(policy.block_size, policy.window, 1, by_layer, columns, tokens)
+        return dataclasses.replace(LocalTable.of_layout(layout, start), kept=kept.astype(np.int32)), layout
+
+    def _of_parent(
+        self, parent: Document, table: LocalTable, own_start: int
+    ) -> tuple[Int32[np.ndarray, "D P"], Int32[np.ndarray, "D P"]]:
+        """Of each page of a row, the page of a document that it is, and the one that it begins as a copy of.
+
+        Args:
+            parent: The document, which the row continues.
+            table: The row's.
+            own_start: Position from which on tokens lie in the row's own pages.
+        """
+        theirs, b, total = parent.table, self._lm.method.cache.block_size, self.free.total
+        assert theirs is not None
+        assert parent.numbers is not None
+        shared, copied = np.full((2, len(table.table), table.num_pages + 1), total, np.int32)
+        (kept, window), (their_kept, their_window) = table.parts, theirs.parts
+        columns = min(kept.shape[-1], their_kept.shape[-1])
+        their_kept = theirs.in_pool(their_kept[..., :columns], parent.numbers, total)
+        full, begun = theirs.kept[..., None] // b, theirs.kept[..., None] % b > 0
+        column = np.arange(columns)
+        blocks = table.start // b + np.arange(window.shape[-1])
+        place = blocks - theirs.start // b
+        inside = (place >= 0) & (place < their_window.shape[-1]) & (blocks < own_start // b)
+        their_window = theirs.in_pool(their_window[..., place[inside]], parent.numbers, total)
+        for device in range(len(shared)):
+            names = kept[device, ..., :columns]
+            for found, mask in ((shared, column < full), (copied, (column == full) & begun)):
+                found[device, names[mask[device]]] = their_kept[device][mask[device]]
+            shared[device, window[device][..., inside]] = their_window[device]
+        return shared[:, :-1], copied[:, :-1]
+
+    # Moves
+
+    def _leave(self, document: Document) -> None:
+        """A document leaves the device, if it is, or can be, somewhere else, or if it can be sent again."""
+        if not document.named:
+            self._drop(document)
+        elif self._to_host(document) or self.is_stored(document):
+            assert document.numbers is not None
+            self.free.give_back(document.numbers)
+            document.numbers = None
+            document.state = "disk" if document.chunks is None else "host"
+
+    def is_stored(self, document: Document) -> bool:
+        """Whether it is on disk."""
+        document.stored = document.stored or (self._shelf is not None and self._shelf.has(document.id))
+        return document.stored
+
+    def num_bytes(self, document: Document) -> int:
+        """Bytes of a document's pages, on all devices."""
+        return document.num_pages * self.page_bytes
+
+    def _to_host(self, document: Document) -> bool:
+        """Whether host memory has room for it; then a copy is there, or under way."""
+        if document.chunks is not None:
+            return True
+        held = [each for each in self.all() if each.chunks is not None]
+        free = self._host_bytes - self.num_bytes(document) - sum(map(self.num_bytes, held))
+        for other in held:
+            if free >= 0:
+                break
+            if other.numbers is not None or self.is_stored(other):
+                free += self.num_bytes(other)
+                other.chunks = None
+                other.state = "disk" if other.numbers is None else other.state
+        if free < 0:
+            return False
+        document.chunks = self._copies(document)
+        return True
+
+    def _copies(self, document: Document) -> list[PagedCache]:
+        """Copies of a document's pages, on their way to host memory."""
+        assert document.numbers is not None
+        assert document.table is not None
+        parts = self._parts(document.table, document.numbers)
+        return [jax.tree.map(_pinned, self._run(programs.fetch, self.pool, self._numbers(part))) for part in parts]
+
+    def _parts(self, table: LocalTable, numbers: Int32[np.ndarray, "D P"]) -> list[Int32[np.ndarray, "D C"]]:
+        """The numbers of a document's pages in chunks of one size."""
+        most = int(table.used.sum(axis=1).max())
+        packed = np.full((len(numbers), cdiv(most, self._chunk) * self._chunk), self.free.total, np.int32)
+        for own, of_device, used in zip(packed, numbers, table.used, strict=True):
+            own[: used.sum()] = of_device[used]
+        return np.split(packed, packed.shape[1] // self._chunk, axis=1)
+
+    def bring(self, document: Document) -> bool:
+        """Begins to bring a document back to the device; false where that cannot begin yet."""
+        if document.chunks is None:
+            context = None if self._shelf is None else self._shelf.load(document.id)
+            if context is None:
+                return False
+            self._loaded(document, context)
+        chunks = document.chunks  # other documents may need its place in host memory now
+        assert document.table is not None
+        assert chunks is not None
+        if not self.make_room(document.num_pages):
+            return False
+        document.numbers, document.state = self.free.take(document.table.used), "moving"
+        parts = self._parts(document.table, document.numbers)
+        for numbers, chunk in zip(parts, chunks, strict=True):
+            self._arriving.append(_Arriving(document, numbers, jax.tree.map(_to_device, chunk)))
+        return True
+
+    def move(self) -> bool:
+        """Puts the pages that have arrived where they belong; whether any are still under way."""
+        left = []
+        for arriving in self._arriving:
+            if arriving.document.numbers is None:  # it was forgotten
+                continue
+            if not all(x.is_ready() for x in jax.tree.leaves(arriving.pages)):
+                left.append(arriving)
+                continue
+            self.pool = self._run(programs.place, self.pool, arriving.pages, self._numbers(arriving.numbers))
+        self._arriving = left
+        return bool(left)
+
+    def is_here(self, document: Document) -> bool:
+        """Whether all of its pages are on the device."""
+        if document.state == "moving" and not any(each.document is document for each in self._arriving):
+            document.state = "device"
+        return document.state == "device"
+
+    # Contexts
+
+    def _context(self, document: Document, chunks: list[PagedCache]) -> Callable[[], Context]:
+        """Makes the context of a document in host memory, when it is called."""
+        table, layout = document.table, document.layout
+        assert table is not None
+        assert layout is not None
+        tokens, prompt, share = document.tokens, document.parts[0], document.attended_share
+
+        def whole(*pieces: Any) -> np.ndarray:
+            packed = np.concatenate([np.asarray(on_host(x)) for x in pieces], axis=2 if self._on_mesh else 0)
+            packed = packed[0] if self._on_mesh else packed[None]
+            out = np.zeros((len(packed), table.num_pages, *packed.shape[2:]), packed.dtype)
+            for mine, theirs, used in zip(out, packed, table.used, strict=True):
+                mine[used] = theirs[: used.sum()]
+            return out[None] if self._on_mesh else out[0]
+
+        def make() -> Context:
+            k, v = jax.tree.map(whole, *[(chunk.k, chunk.v) for chunk in chunks])
+            return Context(
+                cache=table.cache(k, v, self._on_mesh),
+                tokens=jnp.asarray([tokens], jnp.int32),
+                lengths=jnp.asarray([len(tokens)], jnp.int32),
+                prompt_lengths=jnp.asarray([prompt], jnp.int32),
+                attended_share=jnp.asarray([share], jnp.float32),
+                compile_seconds=0.0,
+                prefill_seconds=0.0,
+                layout=layout,
+                shards=self._lm.head_shards,
+                identity=self._identity,
+            )
+
+        return make
+
+    def _loaded(self, document: Document, context: Context) -> None:
+        """A document that was on disk, now in host memory."""
+        context = context if self._lm.mesh is None else context.on(self._lm).to_host()
+        read = LocalTable.of_row(context.cache, 0)
+        document.table, document.layout = read, context.layout
+        document.attended_share = float(np.asarray(context.attended_share)[0])
+        k, v = on_host((context.cache.k, context.cache.v))
+        parts = self._parts(read, np.tile(np.arange(read.num_pages, dtype=np.int32), (len(read.table), 1)))
+
+        def chunk(numbers: np.ndarray, x: Any) -> np.ndarray:
+            by_device = x[0] if self._on_mesh else x[None]
+            picked = np.stack([own[np.minimum(n, len(own) - 1)] for own, n in zip(by_device, numbers, strict=True)])
+            return picked[None] if self._on_mesh else picked[0]
+
+        chunks = [jax.tree.map(functools.partial(chunk, numbers), (k, v)) for numbers in parts]
+        document.chunks = [pool_only(dataclasses.replace(context.cache, k=k, v=v)) for k, v in chunks]
+
+
+def _log_error(writing: Future[None]) -> None:
+    if (error := writing.exception()) is not None:
+        _log.warning("a document is not stored: %s", error)
+
+
+def _pinned(x: jax.Array) -> jax.Array:
+    return jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
+
+
+def _to_device(x: Any) -> jax.Array:
+    if isinstance(x, jax.Array):
+        return jax.device_put(x, x.sharding.with_memory_kind("device"))
+    return jax.device_put(x)

@@ -1,0 +1,377 @@
+"""`Engine`: documents that are read once, and questions about any of them that are answered in one batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+
+from tca_jax.engine.answers import AnswerOptions
+from tca_jax.engine.cache import memory_bytes
+from tca_jax.engine.lm import LM, require_lm
+from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompt, require_positions
+from tca_jax.engine.sampling import Sampling
+from tca_jax.errors import Unsupported, UserError, check_flag, check_integer
+from tca_jax.models.sharding import DATA, axis_size
+from tca_jax.pallas_kernels.backends import resolve_backend
+from tca_jax.pallas_kernels.kv import num_bytes
+from tca_jax.serve.documents import Document, Documents, document_id
+from tca_jax.serve.scheduler import Ask, Scheduler
+from tca_jax.serve.shelf import Shelf
+from tca_jax.serve.streams import Stream
+
+_T = TypeVar("_T")
+_HOST_SHARE = 0.25  # of the host's memory, for documents that have left the device
+_READING_SHARE = 0.2  # of a GPU's free memory, for what reading a document needs beside its pages
+_CPU_SHARE = 0.1  # of the host's memory, for documents where the host is the device
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentInfo:
+    """A document as users see it.
+
+    Attributes:
+        id: Its name in requests.
+        tokens: How many it has.
+        state: "waiting" (to be read), "device", "moving" (on its way there), "host", "disk" or "failed".
+        stored: Whether it is on disk, where a restart finds it.
+        num_bytes: Bytes of its keys and values; 0 where they are not known yet.
+        attended_share: See `tca_jax.Stats`.
+        created: Seconds since the epoch.
+        error: Why it could not be read; None if it was.
+    """
+
+    id: str
+    tokens: int
+    state: str
+    stored: bool
+    num_bytes: int
+    attended_share: float
+    created: float
+    error: str | None
+
+
+class Engine:
+    """Serves one model: any thread, or asyncio, may call it at any time. A context manager, or call `close`.
+
+    Answers are those of `generate`, whatever else is in the batch. Rows come and go without compiling.
+
+    Args:
+        lm: From `tca_jax.load`, on one device or on a mesh whose "data" axis is one device.
+        max_rows: Answers that are written at once; a step computes as many rows.
+        pages: Pages of documents that the device holds: blocks of one KV head. None takes what is free, less what a
+            batch of answers needs, and less a share for reading.
+        answer_tokens: Tokens of question and answer that each of `max_rows` rows has room for at once. A request may
+            have more, and then takes the room of others.
+        host_memory: Most bytes of host memory for documents that have left the device; None for a quarter of it.
+        disk: Folder in which documents are stored as soon as they are read, and found when an engine starts.
+        disk_bytes: Most bytes in it; None for no bound.
+        backend: Kernel backend, as for `generate`.
+
+    Raises:
+        ValueError: an argument is not allowed.
+        TypeError: `lm` is no LM.
+    """
+
+    def __init__(
+        self,
+        lm: LM,
+        *,
+        max_rows: int = 8,
+        pages: int | None = None,
+        answer_tokens: int = 1024,
+        host_memory: int | None = None,
+        disk: str | os.PathLike[str] | None = None,
+        disk_bytes: int | None = None,
+        backend: str = "auto",
+    ) -> None:
+        require_lm(lm)
+        kernels = resolve_backend(backend)
+        check_integer("max_rows", max_rows, at_least=1)
+        check_integer("answer_tokens", answer_tokens, at_least=1)
+        for name, value in (("pages", pages), ("disk_bytes", disk_bytes)):
+            if value is not None:
+                check_integer(name, value, at_least=1)
+        if host_memory is not None:
+            check_integer("host_memory", host_memory, at_least=0)
+        if axis_size(lm.mesh, DATA) > 1:
+            raise Unsupported(
+                f"lm lies on {axis_size(lm.mesh, DATA)} devices along {DATA!r}: an engine serves a model on one device "
+                "or on devices along 'model'; use one engine for each part of the rows"
+            )
+        if pages is None:
+            pages = _default_pages(lm, int(max_rows), int(answer_tokens))
+        if host_memory is None:
+            host_memory = int(_HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        self.lm, self.max_rows = lm, int(max_rows)
+        shelf = None if disk is None else Shelf(Path(disk), disk_bytes)
+        self._documents = Documents(lm, int(pages), int(host_memory), shelf)
+        self._shelf = shelf
+        self._scheduler = Scheduler(lm, self._documents, int(max_rows), int(answer_tokens), kernels)
+        self._thread = threading.Thread(target=self._scheduler.run, name="tca-jax-engine", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancels what is running, waits for documents that are being stored, and ends."""
+        self._scheduler.stop()
+        self._thread.join()
+        if self._shelf is not None:
+            self._shelf.close()
+
+    # Documents
+
+    def read(self, document: Prompt) -> str:
+        """Reads a document, or finds it.
+
+        Args:
+            document: Text, a chat or token ids.
+
+        Returns:
+            Its id, at once: questions about it wait until it is read. The same document has the same id.
+
+        Raises:
+            ValueError: it is not allowed, too long for the model, or can never fit.
+        """
+        ids = encode_prompt(self.lm, document, "document")
+        require_positions("document", len(ids), 0, self.lm)
+        self._scheduler.require_pages(len(ids))
+        return self._call(lambda: self._found(ids, named=True).id)
+
+    def append(self, document: str, more: Prompt) -> str:
+        """Appends to a document; the one that was there stays.
+
+        Args:
+            document: Its id.
+            more: Text, token ids, or a chat that begins with all that the document holds.
+
+        Returns:
+            The id of the longer document, at once.
+
+        Raises:
+            ValueError: there is no such document, or what is appended is not allowed.
+        """
+        parent = self._document(document)
+        (ids,) = encode_appended(self.lm, [more], 1, lambda row: parent.tokens, "more")
+        require_positions("more", len(ids), 0, self.lm, context_tokens=len(parent.tokens))
+        tokens, parts = parent.tokens + ids, (*parent.parts, len(ids))
+        longer = document_id(self.lm, tokens, parts, named=True)
+
+        self._scheduler.require_room(len(parent.tokens), len(ids))
+
+        def enter() -> str:
+            if self._documents.get(longer) is None:
+                target = Document(longer, tokens, parts, named=True)
+                self._scheduler.append(Ask(None, self._document(document), ids, target=target))
+            return longer
+
+        return self._call(enter)
+
+    def forget(self, document: str) -> None:
+        """Drops a document, on disk, too.
+
+        Raises:
+            ValueError: there is no such document, or answers about it are being written.
+        """
+        found = self._document(document)
+
+        def drop() -> None:
+            if found.users or found.state == "waiting":
+                raise UserError(f"document {document!r} is in use; cancel what is asked about it first")
+            self._documents.forget(found)
+
+        self._call(drop)
+
+    def documents(self) -> list[DocumentInfo]:
+        """All documents that were read or wait to be, least recently asked first."""
+        return [self._info(each) for each in self._documents.all() if each.named]
+
+    def document(self, document: str) -> DocumentInfo:
+        """What is known of a document. ValueError if there is none of this id."""
+        return self._info(self._document(document))
+
+    def wait(self, document: str, timeout: float | None = None, *, stored: bool = False) -> DocumentInfo:
+        """Waits until a document is read.
+
+        Args:
+            document: Its id.
+            timeout: Most seconds.
+            stored: Whether to wait until it is on disk, too.
+
+        Raises:
+            ValueError: there is no such document, or it cannot be read.
+            TimeoutError: it takes longer.
+            OSError: it cannot be stored.
+        """
+        found = self._document(document)
+        if not self._scheduler.wait_until(lambda: found.state != "waiting", timeout):
+            raise TimeoutError(f"document {document!r} has not been read within {timeout} seconds")
+        if found.error is not None:
+            raise found.error
+        if stored and self._shelf is not None:
+            self._shelf.wait(document, timeout)
+        return self._info(found)
+
+    # Questions
+
+    def ask(
+        self,
+        document: str | None,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 256,
+        min_new_tokens: int = 0,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        seed: int = 0,
+        sample: int = 0,
+        stop: Any = (),
+        stop_token_ids: Any = None,
+        logprobs: bool | int = False,
+        keep: bool = False,
+    ) -> Stream:
+        """Asks about a document, or answers a prompt of its own. Options are those of `generate`.
+
+        Args:
+            document: Its id; None for none.
+            prompt: Behind a document it is appended as it is, as `generate` does with a context.
+            max_new_tokens: Most tokens of the answer.
+            min_new_tokens: No stop token is drawn before so many.
+            temperature: 0 is greedy.
+            top_k: Keep the k best tokens.
+            top_p: Keep the smallest set of tokens whose probability reaches p.
+            min_p: Keep tokens at least this share as probable as the best.
+            repetition_penalty: Above 1 discourages tokens that document, prompt or answer already hold.
+            seed: In [0, 2^32).
+            sample: Which of several answers this is: answer i of `generate(..., num_samples=n)`.
+            stop: Strings that end the answer.
+            stop_token_ids: Tokens that end it; None takes the model's own.
+            logprobs: As for `generate`.
+            keep: Whether document, prompt and answer become a document, for another turn: `Completion.document`. The
+                last token, which was drawn and not fed, is not part of it.
+
+        Returns:
+            The answer while it is written.
+
+        Raises:
+            ValueError: an argument is not allowed, or the request can never fit; raised before anything runs.
+            TypeError: an argument is of a wrong type.
+        """
+        options = AnswerOptions.create(
+            self.lm,
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens,
+            sampling=Sampling(temperature, top_k, top_p, min_p, repetition_penalty),
+            seed=seed,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            logprobs=logprobs,
+        )
+        check_integer("sample", sample, at_least=0)
+        check_flag("keep", keep)
+        stream = Stream(self.lm, options, self._scheduler.cancel, keep=keep)
+        if document is None:
+            held, new = encode_prompt(self.lm, prompt), []
+            require_positions("prompt", len(held), options.max_new_tokens, self.lm)
+            stream.prompt_tokens = len(held)
+            self._scheduler.require_pages(len(held))
+        else:
+            held = self._document(document).tokens
+            (new,) = encode_appended(self.lm, [prompt], 1, lambda row: held, "prompt")
+            require_positions("prompt", len(new), options.max_new_tokens, self.lm, context_tokens=len(held))
+            stream.prompt_tokens, stream.document_tokens = len(new), len(held)
+        self._scheduler.require_room(len(held), len(new) + options.max_new_tokens)
+
+        def enter() -> None:
+            found = self._found(held, named=False) if document is None else self._document(document)
+            self._scheduler.ask(Ask(stream, found, new, int(sample)))
+
+        self._call(enter)
+        return stream
+
+    def idle(self, timeout: float | None = None) -> bool:
+        """Waits until nothing is to be read or answered; whether it is so within so many seconds."""
+        return self._scheduler.wait_until(lambda: self._scheduler.is_idle, timeout)
+
+    def cancel(self, stream: Stream) -> None:
+        """Ends an answer; as `stream.cancel()`."""
+        stream.cancel()
+
+    # Inside
+
+    def _document(self, id_: str) -> Document:
+        found = self._documents.get(id_) if isinstance(id_, str) else None
+        if found is None:
+            raise UserError(f"document = {id_!r}: there is none of this id")
+        return found
+
+    def _found(self, tokens: list[int], *, named: bool) -> Document:
+        """The document of such tokens, which is read if it is new; in the engine's thread."""
+        id_ = document_id(self.lm, tokens, (len(tokens),), named=named)
+        found = self._documents.get(id_)
+        if found is None or found.state == "failed":
+            found = Document(id_, tokens, (len(tokens),), named)
+            self._scheduler.read(found)
+        return found
+
+    def _info(self, document: Document) -> DocumentInfo:
+        documents = self._documents
+        return DocumentInfo(
+            id=document.id,
+            tokens=len(document.tokens),
+            state=document.state,
+            stored=documents.is_stored(document),
+            num_bytes=documents.num_bytes(document),
+            attended_share=document.attended_share,
+            created=document.created,
+            error=None if document.error is None else str(document.error),
+        )
+
+    def _call(self, function: Callable[[], _T]) -> _T:
+        """Runs a function in the engine's thread, which alone changes what it has."""
+        done: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(function())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._scheduler.call(run)
+        return done.result()
+
+
+def _default_pages(lm: LM, max_rows: int, answer_tokens: int) -> int:
+    """Pages of documents for which a device has memory beside the model and a batch of answers.
+
+    Raises:
+        ValueError: nobody knows how much it has, or there is none left.
+    """
+    stats = jax.local_devices()[0].memory_stats() or {}
+    limit = memory_bytes()
+    if limit is None:
+        raise UserError("pages = None: this device does not say how much memory it has; pass pages")
+    free = (limit - stats["bytes_in_use"]) * (1 - _READING_SHARE) if "bytes_in_use" in stats else limit * _CPU_SHARE
+    page = 2 * num_bytes(lm.method.cache.block_size, lm.config.head_dim, lm.cache_dtype)
+    answers = max_rows * lm.following_layout(1, lm.config.max_context, answer_tokens).num_pages
+    pages = int(free // page) - answers
+    if pages < 1:
+        raise UserError(
+            f"max_rows = {max_rows} with answer_tokens = {answer_tokens} need {answers * page / 1e9:,.1f} GB: the "
+            f"device has {free / 1e9:,.1f} GB for answers and documents"
+        )
+    return min(pages, 2**31 - 1)

@@ -1,0 +1,265 @@
+"""A device's pages: which are free and how often the others are named; and the pages of a row, numbered in a pool."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, Int32
+
+from tca_jax.engine.cache import CacheLayout, PagedCache
+from tca_jax.engine.mesh import PerDevice, on_host
+
+
+class FreePages:
+    """Numbers of the pages of a pool, on each device of a mesh. Several rows may hold a page: it is free when the last
+    has given it back.
+
+    Args:
+        total: Pages of the pool, on each device: no device has a page of this number.
+        devices: Devices, D.
+    """
+
+    def __init__(self, total: int, devices: int = 1) -> None:
+        self.total, self.devices = total, devices
+        self._uses = np.zeros((devices, total), np.int32)
+        self._stacks = np.tile(np.arange(total, dtype=np.int32)[::-1], (devices, 1))
+        self._counts = np.full(devices, total)
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds, on the device that has fewest."""
+        return int(self._counts.min())
+
+    def take(self, wanted: Bool[np.ndarray, "D n"]) -> Int32[np.ndarray, "D n"]:
+        """A free page for each place where one is wanted, `total` elsewhere. The caller has seen that there are as
+        many."""
+        numbers = np.full(wanted.shape, self.total, np.int32)
+        for device, places in enumerate(wanted):
+            count = int(places.sum())
+            left = self._counts[device] - count
+            assert left >= 0, "pages are counted before they are taken"
+            numbers[device, places] = self._stacks[device, left : left + count]
+            self._counts[device] = left
+        self.share(numbers)
+        return numbers
+
+    def share(self, numbers: Int32[np.ndarray, "D n"]) -> None:
+        """Holds pages once more."""
+        for uses, own in zip(self._uses, numbers, strict=True):
+            uses[own[own < self.total]] += 1
+
+    def give_back(self, numbers: Int32[np.ndarray, "D n"]) -> None:
+        """Holds pages once less."""
+        for device, own in enumerate(numbers):
+            held = own[own < self.total]
+            self._uses[device, held] -= 1
+            unused = held[self._uses[device, held] == 0]
+            first = self._counts[device]
+            self._stacks[device, first : first + len(unused)] = unused
+            self._counts[device] += len(unused)
+
+
+@typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["pages"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class PageNumbers(PerDevice):
+    """Numbers of pages of a pool, int32 `[n]`."""
+
+    pages: Int[Array, " n"]
+
+    @classmethod
+    def of(cls, numbers: Int32[np.ndarray, "D n"], on_mesh: bool) -> PageNumbers:
+        """Those of each device, as they go into programs."""
+        return cls(jnp.asarray(numbers[None] if on_mesh else numbers[0]))
+
+
+@typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["table", "kept", "start", "end"], meta_fields=["kept_columns"]
+)
+@dataclasses.dataclass(frozen=True)
+class RowTable(PerDevice):
+    """One row of a `PagedCache` without its pool, of all layers.
+
+    Attributes:
+        table: Page numbers, int32 `[layers, Hkv, T]`.
+        kept: Kept tokens, int32 `[layers, Hkv]`.
+        start: Position of the window's first token, int32 scalar.
+        end: Position past the last that the window has pages for, int32 scalar.
+        kept_columns: Entries for pages of kept tokens, in every layer; static.
+    """
+
+    table: Int[Array, "layers Hkv T"]
+    kept: Int[Array, "layers Hkv"]
+    start: Int[Array, ""]
+    end: Int[Array, ""]
+    kept_columns: int
+
+    def cache(self, pool: PagedCache) -> PagedCache:
+        """The row over the pages of a pool, as the engine's functions take it."""
+        layers = range(self.table.shape[0])
+        tables = tuple(self.table[layer][None] for layer in layers)
+        kept = tuple(self.kept[layer][None] for layer in layers)
+        ends = self.start[None], self.end[None]
+        return PagedCache(pool.k, pool.v, tables, kept, *ends, (self.kept_columns,) * len(layers))
+
+    @classmethod
+    def of(cls, cache: PagedCache) -> RowTable:
+        """The inverse of `cache`, of a cache of one row whose layers have tables of one width."""
+        table, kept = (jnp.stack(parts)[:, 0] for parts in (cache.tables, cache.kept))
+        return cls(table, kept, cache.start[0], cache.end[0], cache.kept_columns[0])
+
+
+def pool_only(cache: PagedCache) -> PagedCache:
+    """The keys and values of a cache without what tells whose they are."""
+    nothing: Any = None
+    return PagedCache(cache.k, cache.v, (), (), nothing, nothing, ())
+
+
+class TableWidths(typing.NamedTuple):
+    """Entries of a row's table for pages of kept tokens, and of the window."""
+
+    kept: int
+    window: int
+
+    def at_least(self, other: TableWidths) -> TableWidths:
+        """The larger ones."""
+        return TableWidths(max(self.kept, other.kept), max(self.window, other.window))
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalTable:
+    """The table of a row whose pages are numbered from 0; on the host, with an axis for devices in front.
+
+    Attributes:
+        table: Page numbers, int32 `[D, layers, Hkv, T]`; `num_pages` for no page.
+        kept: Kept tokens, int32 `[D, layers, Hkv]`.
+        start: Position of the window's first token.
+        end: Position past the last that the window has pages for.
+        kept_columns: Entries for pages of kept tokens.
+        num_pages: Pages of a device.
+    """
+
+    table: Int32[np.ndarray, "D layers Hkv T"]
+    kept: Int32[np.ndarray, "D layers Hkv"]
+    start: int
+    end: int
+    kept_columns: int
+    num_pages: int
+
+    @classmethod
+    def of_row(cls, cache: PagedCache, row: int) -> LocalTable:
+        """A row of a cache, whose pages keep their numbers; of kept tokens it has those that are not empty."""
+        size, host = cache.block_size, on_host((cache.tables, cache.kept, cache.start, cache.end))
+        tables, kept, start, end = jax.tree.map(lambda x: _by_device(np.asarray(x), cache)[:, row], host)
+        columns = max(cache.kept_columns)
+        window = max(t.shape[-1] - c for t, c in zip(tables, cache.kept_columns, strict=True))
+        widths = TableWidths(columns, window)
+        wide = [
+            widened(table, own, widths, cache.num_pages) for table, own in zip(tables, cache.kept_columns, strict=True)
+        ]
+        table, kept = np.stack(wide, axis=1).astype(np.int32), np.stack(kept, axis=1).astype(np.int32)
+        filled = np.arange(columns) < -(-kept // size)[..., None]
+        table[..., :columns][~filled] = cache.num_pages
+        return cls(table, kept, int(start[0]), int(end[0]), columns, cache.num_pages)
+
+    @classmethod
+    def of_layout(cls, layout: CacheLayout, start: int) -> LocalTable:
+        """An empty row of a layout of one row, whose window begins with a block."""
+        table = _table_of(layout)
+        kept, end = np.zeros(table.shape[:3], np.int32), start + layout.window_columns * layout.block_size
+        return cls(table, kept, start, end, max(layout.kept_columns), layout.num_pages)
+
+    @property
+    def widths(self) -> TableWidths:
+        """Of the table."""
+        return TableWidths(self.kept_columns, self.table.shape[-1] - self.kept_columns)
+
+    @functools.cached_property
+    def used(self) -> Bool[np.ndarray, "D P"]:
+        """Pages that the table of each device names."""
+        used = np.zeros((len(self.table), self.num_pages + 1), bool)
+        for of_device, table in zip(used, self.table, strict=True):
+            of_device[table] = True
+        return used[:, :-1]
+
+    @property
+    def parts(self) -> tuple[Int32[np.ndarray, "D layers Hkv C"], Int32[np.ndarray, "D layers Hkv W"]]:
+        """The entries for pages of kept tokens, and those of the window."""
+        return self.table[..., : self.kept_columns], self.table[..., self.kept_columns :]
+
+    @property
+    def in_window(self) -> Bool[np.ndarray, "D P"]:
+        """Pages of each device that are the window's."""
+        return dataclasses.replace(self, table=self.parts[1]).used
+
+    def numbered(self, numbers: Int32[np.ndarray, "D P"], widths: TableWidths, no_page: int, on_mesh: bool) -> RowTable:
+        """The row in a pool.
+
+        Args:
+            numbers: Of each of the row's pages, its number there; `no_page` for those that are not used.
+            widths: Of the table that is wanted.
+            no_page: What stands for no page.
+            on_mesh: Whether arrays have axes for devices in front, as outside of programs over a mesh.
+        """
+        table = widened(self.in_pool(self.table, numbers, no_page), self.kept_columns, widths, no_page)
+        start, end = (np.full(table.shape[0], x, np.int32) for x in (self.start, self.end))
+        parts = {"table": table, "kept": self.kept, "start": start, "end": end}
+        arrays: dict[str, Any] = {name: x[None] if on_mesh else x[0] for name, x in parts.items()}
+        return RowTable(**arrays, kept_columns=widths.kept)
+
+    def in_pool(
+        self, entries: Int32[np.ndarray, "D ..."], numbers: Int32[np.ndarray, "D P"], no_page: int
+    ) -> Int32[np.ndarray, "D ..."]:
+        """Entries of the table as the numbers that pages have in a pool."""
+        known = np.pad(numbers, ((0, 0), (0, 1)), constant_values=no_page)
+        return np.take_along_axis(known, entries.reshape(len(entries), -1), axis=1).reshape(entries.shape)
+
+    def cache(self, k: Any, v: Any, on_mesh: bool) -> PagedCache:
+        """The row as a cache with a pool of its own."""
+        layers, of_ends = range(self.table.shape[1]), (1, len(self.table), 1) if on_mesh else (1,)
+        arrays: dict[str, Any] = {
+            name: tuple(x[None, :, i, None] if on_mesh else x[0, i][None] for i in layers)
+            for name, x in {"tables": self.table, "kept": self.kept}.items()
+        }
+        arrays |= {name: np.full(of_ends, x, np.int32) for name, x in {"start": self.start, "end": self.end}.items()}
+        return PagedCache(k=k, v=v, **arrays, kept_columns=(self.kept_columns,) * len(layers))
+
+
+@functools.lru_cache(maxsize=64)
+def _table_of(layout: CacheLayout) -> Int32[np.ndarray, "D layers Hkv T"]:
+    """The tables of all devices of a layout of one row, as wide in all layers."""
+    columns, devices = max(layout.kept_columns), len(layout.kept_pages[0])
+    widths = TableWidths(columns, layout.window_columns)
+    by_device = [
+        np.stack(
+            [
+                widened(np.asarray(table)[0], own, widths, layout.num_pages)
+                for table, own in zip(layout.tables(device), layout.kept_columns, strict=True)
+            ]
+        )
+        for device in range(devices)
+    ]
+    return np.stack(by_device).astype(np.int32)
+
+
+def _by_device(x: np.ndarray, cache: PagedCache) -> np.ndarray:
+    """An array of a cache with one axis for devices in front, then that of rows."""
+    return x[0] if len(cache.k.shape) > 3 else x[None]
+
+
+def widened(table: np.ndarray, kept_columns: int, widths: TableWidths, no_page: int) -> np.ndarray:
+    """A table `[..., T]` with more entries of either kind, which name no page."""
+    parts = table[..., :kept_columns], table[..., kept_columns:]
+    sides = [(0, 0)] * (table.ndim - 1)
+    wide = [
+        np.pad(part, (*sides, (0, width - part.shape[-1])), constant_values=no_page)
+        for part, width in zip(parts, widths, strict=True)
+    ]
+    return np.concatenate(wide, axis=-1)

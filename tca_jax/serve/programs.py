@@ -1,0 +1,325 @@
+"""What a serving engine runs on the devices: prompts are read, rows join a batch and take steps, pages come and go.
+
+A pool has the pages of documents, another one those of answers: a step reads the one and writes the other in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int, Int32, Key
+
+from tca_jax.engine.cache import CacheLayout, PagedCache, before, continued, joined_into
+from tca_jax.engine.decode import STATE, DecodingState, decode, draw
+from tca_jax.engine.extend import extend
+from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import CACHES, ROWS, SAME, OverMesh
+from tca_jax.engine.read import read_prompts
+from tca_jax.engine.sampling import Sampling
+from tca_jax.pallas_kernels.backends import Backend
+from tca_jax.pallas_kernels.kv import empty
+from tca_jax.programs import Program
+from tca_jax.serve.pages import PageNumbers, RowTable, TableWidths, pool_only
+
+#: Tokens of each row that a state holds: most steps between two looks at it.
+MOST_STEPS = 16
+
+
+@typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["key", "seen", "stop_tokens", "min_new_tokens"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """How a row's tokens are drawn, beside `Sampling`.
+
+    Attributes:
+        key: PRNG key; token t is drawn with `fold_in(key, t)`.
+        seen: Tokens that the row holds, `[V]`; None without a repetition penalty in the batch.
+        stop_tokens: Tokens that end it, int32 `[S]`, filled up with the vocabulary's size.
+        min_new_tokens: Tokens before which no stop token is drawn, int32 scalar.
+    """
+
+    key: Key[Array, ""]
+    seen: Bool[Array, " V"] | None
+    stop_tokens: Int32[Array, " S"]
+    min_new_tokens: Int32[Array, ""]
+
+
+class Row(NamedTuple):
+    """Where a row of the batch is.
+
+    Attributes:
+        number: Its number, int32 scalar.
+        tokens: Tokens that it holds before the answer, int32 scalar.
+        prompt_tokens: Those of them that the first reading dealt with, int32 scalar.
+    """
+
+    number: Int[Array, ""]
+    tokens: Int[Array, ""]
+    prompt_tokens: Int[Array, ""]
+
+
+class Read(NamedTuple):
+    """What reading prompts gives.
+
+    Attributes:
+        cache: Of the prompts, with a pool of its own.
+        logits: Of the token behind each, float32 `[B, V]`.
+        finite: Whether these are, `[B]`.
+        attended_share: See `engine.read.Read`, `[B]`.
+    """
+
+    cache: PagedCache
+    logits: Float32[Array, "B V"]
+    finite: Bool[Array, " B"]
+    attended_share: Float32[Array, " B"]
+
+
+def _empty_pool(lm: LM, *, pages: int) -> PagedCache:
+    shape = pages, lm.method.cache.block_size, lm.config.head_dim
+    k, v = (empty(shape, lm.cache_dtype) for _ in range(2))
+    nothing: Any = None
+    return PagedCache(k, v, (), (), nothing, nothing, ())
+
+
+def _empty_batch(lm: LM, pool: PagedCache, *, rows: int, stops: int) -> tuple[DecodingState, PagedCache]:
+    """The state of a batch without rows over the pool of answers, and what its rows continue from."""
+    layers = lm.config.num_layers
+    heads = lm.config.num_kv_heads // (1 if lm.head_shards is None else lm.head_shards.devices)
+    nothing, zeros = (jnp.zeros((rows, heads, 0), jnp.int32),) * layers, jnp.zeros(rows, jnp.int32)
+    kept = (jnp.zeros((rows, heads), jnp.int32),) * layers
+    cache = PagedCache(pool.k, pool.v, nothing, kept, zeros, zeros, (0,) * layers)
+    state = DecodingState(
+        tokens=jnp.full((rows, MOST_STEPS), lm.pad_token_id, jnp.int32),
+        step=zeros,
+        last=zeros,
+        done=jnp.ones(rows, bool),
+        lengths=zeros,
+        prompt_lengths=zeros,
+        keys=jax.random.split(jax.random.key(0), rows),
+        seen=None,
+        stop_tokens=jnp.full((rows, stops), lm.config.vocab_size, jnp.int32),
+        min_new_tokens=zeros,
+        logprobs=jnp.zeros((rows, MOST_STEPS), jnp.float32),
+        top=None,
+        finite=jnp.ones(rows, bool),
+        cache=cache,
+    )
+    return state, _without_pool(cache)
+
+
+def _without_pool(cache: PagedCache) -> PagedCache:
+    nothing: Any = None
+    return dataclasses.replace(cache, k=nothing, v=nothing)
+
+
+def _over(cache: PagedCache, pool: PagedCache) -> PagedCache:
+    return dataclasses.replace(cache, k=pool.k, v=pool.v)
+
+
+def _read(
+    lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], *, layout: CacheLayout, backend: Backend
+) -> Read:
+    logits, cache, share, _ = read_prompts(lm, tokens, lengths, layout, backend=backend)
+    assert cache is not None
+    return Read(cache, logits, jnp.isfinite(logits).all(axis=-1), share)
+
+
+def _place(lm: LM, pool: PagedCache, pages: PagedCache, numbers: PageNumbers) -> PagedCache:
+    """The pool with pages under such numbers; those of a number past its end are left out."""
+    k, v = jax.tree.map(lambda to, x: to.at[numbers.pages].set(x, mode="drop"), (pool.k, pool.v), (pages.k, pages.v))
+    return dataclasses.replace(pool, k=k, v=v)
+
+
+def _fetch(lm: LM, pool: PagedCache, numbers: PageNumbers) -> PagedCache:
+    """Copies of pages of the pool."""
+    k, v = jax.tree.map(lambda x: x.at[numbers.pages].get(mode="clip"), (pool.k, pool.v))
+    return dataclasses.replace(pool, k=k, v=v)
+
+
+def _extend_row(
+    lm: LM,
+    state: DecodingState,
+    pool: PagedCache,
+    document: RowTable,
+    own: RowTable,
+    tokens: Int[Array, "1 S"],
+    held: Int[Array, " 1"],
+    new: Int[Array, " 1"],
+    prompt_tokens: Int[Array, " 1"],
+    *,
+    begins: bool,
+    backend: Backend,
+) -> tuple[DecodingState, RowTable, Float32[Array, "1 V"] | None]:
+    """Tokens behind a document, or behind what a row has of its own already.
+
+    Args:
+        lm: The model.
+        state: Of the batch, to whose pool of answers the row's own pages belong.
+        pool: Pages of documents.
+        document: What the row continues from.
+        own: What it has of its own.
+        tokens: As `extend` takes them; of no columns, nothing is fed.
+        held: Tokens of the row before them.
+        new: How many they are.
+        prompt_tokens: Tokens that the first reading dealt with.
+        begins: Whether `own` is still empty; static.
+        backend: Kernel backend; static.
+
+    Returns:
+        The state, the row's own table, and the logits of the token that follows; None where nothing was fed.
+    """
+    shared, cache = document.cache(pool), own.cache(state.cache)
+    shared, cache = continued(shared, cache) if begins else (before(shared, cache), cache)
+    logits = None
+    if tokens.shape[1]:
+        cache, logits, _ = extend(lm, shared, cache, tokens, held, new, prompt_tokens, backend=backend)
+    return dataclasses.replace(state, cache=_over(state.cache, cache)), RowTable.of(cache), logits
+
+
+def _admit(
+    lm: LM,
+    state: DecodingState,
+    shared: PagedCache,
+    document: RowTable,
+    own: RowTable,
+    row: Row,
+    logits: Float32[Array, "1 V"],
+    drawing: Drawing,
+    sampling: Sampling,
+) -> tuple[DecodingState, PagedCache]:
+    """A row joins the batch, and its first token is drawn; `shared` is what rows continue from."""
+    cache = _with_row(state.cache, row.number, own)
+    alone = DecodingState(
+        tokens=jnp.full((1, MOST_STEPS), lm.pad_token_id, jnp.int32),
+        step=jnp.zeros(1, jnp.int32),
+        last=jnp.zeros(1, jnp.int32),
+        done=jnp.zeros(1, bool),
+        lengths=row.tokens[None],
+        prompt_lengths=row.prompt_tokens[None],
+        keys=drawing.key[None],
+        seen=None if drawing.seen is None else drawing.seen[None],
+        stop_tokens=drawing.stop_tokens[None],
+        min_new_tokens=drawing.min_new_tokens[None],
+        logprobs=jnp.zeros((1, MOST_STEPS), jnp.float32),
+        top=jax.tree.map(lambda x: jnp.zeros_like(x[:1]), state.top),
+        finite=jnp.isfinite(logits).all(axis=-1),
+        cache=None,  # type: ignore[arg-type]
+    )
+    alone = draw(lm, alone, logits, sampling)
+    rows = dataclasses.replace(state, cache=None)  # type: ignore[arg-type]
+    rows = jax.tree.map(lambda all_rows, x: all_rows.at[row.number].set(x[0]), rows, alone)
+    return dataclasses.replace(rows, cache=cache), _with_row(shared, row.number, document)
+
+
+def _with_row(cache: PagedCache, row: Int[Array, ""], table: RowTable) -> PagedCache:
+    """A cache with another row."""
+    tables = tuple(x.at[row].set(table.table[layer]) for layer, x in enumerate(cache.tables))
+    kept = tuple(x.at[row].set(table.kept[layer]) for layer, x in enumerate(cache.kept))
+    start, end = cache.start.at[row].set(table.start), cache.end.at[row].set(table.end)
+    return dataclasses.replace(cache, tables=tables, kept=kept, start=start, end=end)
+
+
+def _steps(
+    lm: LM,
+    state: DecodingState,
+    pool: PagedCache,
+    shared: PagedCache,
+    limit: Int[Array, " R"],
+    sampling: Sampling,
+    *,
+    backend: Backend,
+) -> DecodingState:
+    """The rows that have not ended take steps until they have `limit` tokens; 0 for rows that nobody has."""
+    cache, running = state.cache, ~state.done & (state.step < limit)
+
+    def of_running(cache: PagedCache, start: Int[Array, " R"]) -> PagedCache:
+        """The cache without the pages of other rows, so that nobody reads them."""
+        kept = tuple(jnp.where(running[:, None], x, 0) for x in cache.kept)
+        return dataclasses.replace(cache, kept=kept, start=jnp.where(running, cache.start, start))
+
+    shared = of_running(_over(shared, pool), cache.start)
+    state = dataclasses.replace(state, cache=of_running(cache, cache.start))
+    after = decode(lm, state, shared, limit, sampling, backend=backend)
+    kept = tuple(jnp.where(running[:, None], new, old) for new, old in zip(after.cache.kept, cache.kept, strict=True))
+    return dataclasses.replace(after, cache=dataclasses.replace(after.cache, kept=kept))
+
+
+def _own_row(lm: LM, state: DecodingState, row: Int[Array, ""]) -> RowTable:
+    """What a row of the batch has of its own."""
+    table, kept = (jnp.stack([x[row] for x in parts]) for parts in (state.cache.tables, state.cache.kept))
+    return RowTable(table, kept, state.cache.start[row], state.cache.end[row], state.cache.kept_columns[0])
+
+
+def _join(
+    lm: LM,
+    pool: PagedCache,
+    answers: PagedCache,
+    document: RowTable,
+    own: RowTable,
+    out: RowTable,
+    copied: tuple[PageNumbers, PageNumbers],
+) -> PagedCache:
+    """The pool with a document of what another one and a row behind it hold.
+
+    Args:
+        lm: The model.
+        pool: Pages of documents.
+        answers: Pages of answers.
+        document: What the row continues from.
+        own: What it has of its own.
+        out: The new document, with as many kept tokens as the other one has; it may name pages of that.
+        copied: Pages of the pool that are copied first, and the numbers of the copies.
+    """
+    source, to = copied
+    pool = _place(lm, pool, _fetch(lm, pool, source), to)
+    shared, cache, pages = document.cache(pool), own.cache(answers), out.table.shape[-1] - out.kept_columns
+    return pool_only(joined_into(out.cache(pool), before(shared, cache), cache, pages))
+
+
+empty_pool = Program(OverMesh(_empty_pool, (), CACHES))
+empty_batch = Program(OverMesh(_empty_batch, (CACHES,), (STATE, CACHES)), donate=(1,))
+read = Program(OverMesh(_read, (ROWS, ROWS), Read(CACHES, ROWS, ROWS, ROWS)))  # type: ignore[arg-type]
+place = Program(OverMesh(_place, (CACHES, CACHES, CACHES), CACHES), donate=(1,))
+fetch = Program(OverMesh(_fetch, (CACHES, CACHES), CACHES))
+extend_row = Program(
+    OverMesh(_extend_row, (STATE, CACHES, CACHES, CACHES, SAME, SAME, SAME, SAME), (STATE, CACHES, SAME)), donate=(1,)
+)
+admit = Program(
+    OverMesh(_admit, (STATE, CACHES, CACHES, CACHES, SAME, SAME, SAME, SAME), (STATE, CACHES)), donate=(1, 2)
+)
+steps = Program(OverMesh(_steps, (STATE, CACHES, CACHES, SAME, SAME), STATE), donate=(1,))
+own_row = Program(OverMesh(_own_row, (STATE, SAME), CACHES))
+join = Program(OverMesh(_join, (CACHES,) * 6, CACHES), donate=(1,))
+
+
+def with_widths(cache: PagedCache, widths: TableWidths, no_page: int) -> PagedCache:
+    """A cache whose tables have more entries, which name no page."""
+    wide = [_wider(table, kept, widths, no_page) for table, kept in zip(cache.tables, cache.kept_columns, strict=True)]
+    return dataclasses.replace(cache, tables=tuple(wide), kept_columns=(widths.kept,) * len(wide))
+
+
+def wide_row(row: RowTable, widths: TableWidths, no_page: int) -> RowTable:
+    """The same of one row; itself where it is as wide."""
+    if (row.kept_columns, row.table.shape[-1]) == (widths.kept, sum(widths)):
+        return row
+    table = _wider(row.table, row.kept_columns, widths, no_page)
+    return dataclasses.replace(row, table=table, kept_columns=widths.kept)
+
+
+def _wider(table: Array, kept_columns: int, widths: TableWidths, no_page: int) -> Array:
+    parts = table[..., :kept_columns], table[..., kept_columns:]
+    sides = [(0, 0)] * (table.ndim - 1)
+    wide = [
+        jnp.pad(part, (*sides, (0, width - part.shape[-1])), constant_values=no_page)
+        for part, width in zip(parts, widths, strict=True)
+    ]
+    return jnp.concatenate(wide, axis=-1)

@@ -1,0 +1,512 @@
+"""What an engine's thread does: reads documents, lets questions into a batch, takes steps, hands out tokens."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int32
+
+from tca_jax.engine.cache import CacheLayout
+from tca_jax.engine.decode import DecodingState
+from tca_jax.engine.extend import align, num_columns
+from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import on_host
+from tca_jax.engine.prompts import bucket_length, pad_tokens
+from tca_jax.engine.read import require_finite
+from tca_jax.engine.sampling import Sampling
+from tca_jax.errors import UserError
+from tca_jax.pallas_kernels.backends import Backend
+from tca_jax.programs import Program
+from tca_jax.serve import programs
+from tca_jax.serve.documents import Document, Documents, document_id
+from tca_jax.serve.pages import FreePages, LocalTable, RowTable, TableWidths, pool_only
+from tca_jax.serve.programs import MOST_STEPS, Drawing, Row
+from tca_jax.serve.streams import FinishReason, Stream
+
+_PIECE_TOKENS = 2048  # of a question that are fed before running answers take steps again
+_TOGETHER_TOKENS = 2048  # prompts of at most so many are read together
+_STEPS_SECONDS = 0.03  # answers take steps for about so long before the engine looks around
+_MOST_STOPS = 8  # stop tokens of a row, at first
+_LEAST_WIDTH = 4  # least step between the widths of tables
+_IDLE_SECONDS = 0.001  # between looks at pages that are under way while nothing else is to be done
+
+
+@dataclasses.dataclass(eq=False)
+class Ask:
+    """A request: tokens behind a document, and then an answer, or a longer document.
+
+    Attributes:
+        stream: Of the answer; None where `target` is all that is wanted.
+        document: What it continues from.
+        new: Tokens that are fed behind it.
+        sample: Which of several answers it is.
+        target: The document that document and new tokens become; None for an answer.
+        fed: Tokens of `new` that were fed.
+        table: Of its own pages; None until it was let in.
+        numbers: Of these pages in the pool of answers.
+        own: The same on the device; None until something is in them.
+        logits: Of the token behind what was fed.
+        slot: Its row of the batch.
+        taken: Tokens of the answer that were handed out.
+        pins: Whether it keeps its document where it is.
+    """
+
+    stream: Stream | None
+    document: Document
+    new: list[int]
+    sample: int = 0
+    target: Document | None = None
+    fed: int = 0
+    table: LocalTable | None = None
+    numbers: Int32[np.ndarray, "D P"] | None = None
+    own: RowTable | None = None
+    logits: Any = None
+    slot: int | None = None
+    taken: int = 0
+    pins: bool = False
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Most tokens of the answer."""
+        return 0 if self.stream is None else self.stream.options.max_new_tokens
+
+    @property
+    def tokens(self) -> list[int]:
+        """What the row holds before the answer."""
+        return self.document.tokens + self.new
+
+
+class Scheduler:
+    """The engine's thread. Other threads call `call`, `cancel`, `wait_until`, `stop` and what begins with `require`.
+
+    Args:
+        lm: The model.
+        documents: Its documents.
+        max_rows: Rows of the batch.
+        answer_tokens: Tokens of their own that so many rows have room for.
+        backend: Kernel backend.
+    """
+
+    def __init__(self, lm: LM, documents: Documents, max_rows: int, answer_tokens: int, backend: Backend) -> None:
+        self._lm, self._program_lm, self._documents, self._backend = lm, lm.for_programs(), documents, backend
+        self._on_mesh, self._devices = lm.mesh is not None, documents.free.devices
+        pages = max_rows * self._own_layout(lm.config.max_context, answer_tokens).num_pages
+        self._free = FreePages(pages, self._devices)
+        self._rows: list[Ask | None] = [None] * max_rows
+        self._state, self._shared = self._empty_batch(max_rows)
+        self._widths, self._own_widths = TableWidths(0, 0), TableWidths(0, 0)
+        self._reads: collections.deque[Document] = collections.deque()
+        self._asks: list[Ask] = []
+        self._inbox: collections.deque[Callable[[], None]] = collections.deque()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._step_seconds = 0.0
+
+    # What other threads call
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Has the engine's thread run a function soon."""
+        with self._changed:
+            if self._stopping:
+                raise UserError("the engine is closed")
+            self._inbox.append(function)
+            self._changed.notify_all()
+
+    def cancel(self, stream: Stream) -> None:
+        """Ends an answer soon."""
+        with contextlib.suppress(UserError):  # a closed engine has ended all of them
+            self.call(lambda: self._cancel(stream))
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    def wait_until(self, holds: Callable[[], bool], timeout: float | None) -> bool:
+        """Waits until something holds that the engine's thread brings about; whether it does."""
+        with self._changed:
+            return self._changed.wait_for(lambda: holds() or self._stopping, timeout) and holds()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is to be done, and all pages of answers are free."""
+        return not (self._inbox or self._reads or self._asks or any(self._rows))
+
+    def require_pages(self, tokens: int) -> None:
+        """Raises ValueError if a document of so many tokens can never be held."""
+        needed = self._lm.cache_layout(1, bucket_length(tokens)).num_pages
+        if needed > (total := self._documents.free.total):
+            raise UserError(f"{tokens:,} tokens need {needed:,} pages: the engine holds {total:,} (pages)")
+
+    def require_room(self, document_tokens: int, own_tokens: int) -> None:
+        """Raises ValueError if a question and its answer can never be held."""
+        needed = self._own_layout(document_tokens, own_tokens).num_pages
+        if needed > self._free.total:
+            raise UserError(
+                f"question and answer of up to {own_tokens:,} tokens need {needed:,} pages: all rows of the engine "
+                f"together have {self._free.total:,} (answer_tokens, max_rows)"
+            )
+
+    # What its own thread calls, through `call`
+
+    def read(self, document: Document) -> None:
+        """A document is to be read."""
+        self._documents.add(document)
+        self._reads.append(document)
+
+    def append(self, ask: Ask) -> None:
+        """A document is to be made of another one and more tokens."""
+        assert ask.target is not None
+        self._documents.add(ask.target)
+        self._asks.append(ask)
+
+    def ask(self, ask: Ask) -> None:
+        """A question is to be answered."""
+        if not ask.document.named:  # nobody else keeps it
+            self._pin(ask)
+        self._asks.append(ask)
+
+    def _cancel(self, stream: Stream) -> None:
+        for ask in [*self._asks, *filter(None, self._rows)]:
+            if ask.stream is stream:
+                self._leave(ask, "cancelled")
+
+    # The loop
+
+    def run(self) -> None:
+        """Until `stop`."""
+        while not self._stopping:
+            busy = self._once()
+            with self._changed:
+                self._changed.notify_all()
+                if not self._inbox and not self._stopping and busy is not True:
+                    self._changed.wait(_IDLE_SECONDS if busy is None else None)
+        for ask in [*self._asks, *filter(None, self._rows)]:
+            if ask.stream is not None:
+                ask.stream.end("cancelled")
+
+    def _once(self) -> bool | None:
+        """One round; whether there is more to do now, or None while pages are under way."""
+        while self._inbox:
+            self._inbox.popleft()()
+        under_way = self._documents.move()
+        worked = self._read_some()
+        worked |= self._let_in()
+        if any(self._rows):
+            self._steps()
+            return True
+        return True if worked else None if under_way or self._asks or self._reads else False
+
+    # Reading
+
+    def _read_some(self) -> bool:
+        """Reads the document that waits longest, and short ones with it; whether there was one that fits."""
+        if not self._reads:
+            return False
+        group = self._group()
+        layout = self._lm.cache_layout(len(group), bucket_length(max(len(each.tokens) for each in group)))
+        if not self._documents.make_room(layout.num_pages):
+            return False
+        for document in group:
+            self._reads.remove(document)
+        try:
+            self._read(group, layout)
+        except Exception as error:
+            for document in group:
+                document.state, document.error = "failed", error
+        return True
+
+    def _group(self) -> list[Document]:
+        """Documents that are read together, in order of arrival: a power of two of them, of one bucket."""
+        first = bucket_length(len(self._reads[0].tokens))
+        if first > _TOGETHER_TOKENS:
+            return [self._reads[0]]
+        alike = [each for each in self._reads if bucket_length(len(each.tokens)) == first]
+        most = min(len(alike), max(1, _TOGETHER_TOKENS // first))
+        return alike[: 1 << (most.bit_length() - 1)]
+
+    def _read(self, group: list[Document], layout: CacheLayout) -> None:
+        tokens, lengths = pad_tokens([each.tokens for each in group], self._lm.pad_token_id)
+        found = self._run(programs.read, tokens, lengths, layout=layout, backend=self._backend)
+        finite, shares, logits = on_host((found.finite, found.attended_share, found.logits))
+        require_finite(self._lm, tokens, lengths, finite, "document")
+        for row, document in enumerate(group):
+            self._documents.enter(document, found.cache, row, float(shares[row]))
+            document.logits = None if document.named else logits[row : row + 1]
+
+    # Letting in
+
+    def _let_in(self) -> bool:
+        """Feeds a piece of each request that can go on; whether there was one."""
+        worked = False
+        for ask in list(self._asks):
+            with self._failing(ask):
+                worked |= self._go_on(ask)
+        return worked
+
+    @contextlib.contextmanager
+    def _failing(self, ask: Ask) -> Iterator[None]:
+        """Errors are those of the request, not of the engine."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(ask, error)
+
+    def _go_on(self, ask: Ask) -> bool:
+        document = ask.document
+        if document.error is not None:
+            raise document.error
+        if ask.table is None and not (self._is_here(document) and self._begin(ask)):
+            return False
+        if ask.fed < len(ask.new) or ask.own is None:
+            self._feed(ask)
+            return True
+        if ask.target is not None:
+            return self._become(ask, ask.target)
+        slot = next((i for i, row in enumerate(self._rows) if row is None), None)
+        if slot is None:
+            return False
+        self._admit(ask, slot)
+        return True
+
+    def _is_here(self, document: Document) -> bool:
+        """Whether a document is on the device; it is brought if it is somewhere else."""
+        if document.state in ("host", "disk"):
+            self._documents.bring(document)
+        return self._documents.is_here(document)
+
+    def _begin(self, ask: Ask) -> bool:
+        """Gives a request pages of its own; whether there are enough, and a row for its answer."""
+        if ask.target is None and None not in self._rows:
+            return False
+        layout = self._own_layout(len(ask.document.tokens), len(ask.new) + ask.max_new_tokens)
+        if layout.num_pages > self._free.free:
+            return False
+        self._pin(ask)
+        self._documents.asked(ask.document)
+        start = len(ask.document.tokens) // layout.block_size * layout.block_size
+        ask.table = LocalTable.of_layout(layout, start)
+        ask.numbers = self._free.take(ask.table.used)
+        assert ask.document.table is not None
+        self._widen(ask.document.table.widths, ask.table.widths)
+        return True
+
+    def _pin(self, ask: Ask) -> None:
+        ask.document.users += not ask.pins
+        ask.pins = True
+
+    def _feed(self, ask: Ask) -> None:
+        """A piece of a request's tokens, or none where there are none and only the last block is copied."""
+        begins, held, b = ask.own is None, len(ask.document.tokens) + ask.fed, self._lm.method.cache.block_size
+        piece = ask.new[ask.fed : ask.fed + _PIECE_TOKENS - held % b]
+        columns = num_columns(held % b + len(piece), b) if piece else 0
+        tokens = np.zeros((1, 0), np.int32)
+        if piece:
+            tokens = align(np.asarray([piece], np.int32), np.asarray([held]), block_size=b, columns=columns)
+        assert ask.table is not None
+        assert ask.numbers is not None
+        own = ask.own or ask.table.numbered(ask.numbers, self._own_widths, self._free.total, self._on_mesh)
+        sizes = [np.asarray([x], np.int32) for x in (held, len(piece), ask.document.parts[0])]
+        document = self._documents.row_table(ask.document, self._widths)
+        arguments = self._state, self._documents.pool, document, self._wide(own), tokens, *sizes
+        self._state, ask.own, logits = self._run(programs.extend_row, *arguments, begins=begins, backend=self._backend)
+        ask.fed += len(piece)
+        ask.logits = ask.document.logits if logits is None else logits
+
+    def _become(self, ask: Ask, target: Document) -> bool:
+        """The target of a request becomes a document; whether there is room for it."""
+        assert ask.own is not None
+        if not self._documents.enter_joined(target, ask.document, ask.own, pool_only(self._state.cache)):
+            return False
+        self._leave(ask, "stop")
+        return True
+
+    # The batch
+
+    def _admit(self, ask: Ask, slot: int) -> None:
+        """A request's row joins the batch, and its first token is drawn."""
+        assert ask.stream is not None
+        assert ask.own is not None
+        ask.slot, self._rows[slot] = slot, ask
+        self._asks.remove(ask)
+        self._fit()
+        options, vocabulary = ask.stream.options, self._lm.config.vocab_size
+        seen = None
+        if self._state.seen is not None:
+            seen = np.zeros(vocabulary, bool)
+            seen[ask.tokens] = True
+        stops = np.full(self._state.stop_tokens.shape[1], vocabulary, np.int32)
+        stops[: len(options.stop_tokens)] = options.stop_tokens
+        key = jax.random.fold_in(jax.random.key(options.seed), ask.sample)
+        drawing = Drawing(key, seen, stops, np.int32(options.min_new_tokens))  # type: ignore[arg-type]
+        row = Row(*(np.int32(x) for x in (slot, len(ask.tokens), ask.document.parts[0])))  # type: ignore[arg-type]
+        document = self._documents.row_table(ask.document, self._widths)
+        batch = self._state, self._shared, document, self._wide(ask.own)
+        self._state, self._shared = self._run(programs.admit, *batch, row, ask.logits, drawing, self._sampling([ask]))
+        ask.logits = None
+        self._hand_out()
+
+    def _fit(self) -> None:
+        """Makes the state hold what its rows need, and nothing else that takes time."""
+        rows = [ask.stream.options for ask in self._rows if ask is not None and ask.stream is not None]
+        count, vocabulary = len(self._rows), self._lm.config.vocab_size
+        state = self._state
+        stops = max(len(options.stop_tokens) for options in rows)
+        if stops > state.stop_tokens.shape[1]:
+            wide = ((0, 0), (0, bucket_length(stops, 1) - state.stop_tokens.shape[1]))
+            state = dataclasses.replace(state, stop_tokens=jnp.pad(state.stop_tokens, wide, constant_values=vocabulary))
+        if not any(options.sampling.repetition_penalty is not None for options in rows):
+            state = dataclasses.replace(state, seen=None)
+        elif state.seen is None:
+            state = dataclasses.replace(state, seen=jnp.zeros((count, vocabulary), bool))
+        most = max(options.logprobs or 0 for options in rows)
+        if not most:
+            state = dataclasses.replace(state, top=None)
+        elif state.top is None or state.top[0].shape[-1] < most:
+            shape = count, MOST_STEPS, min(vocabulary, bucket_length(most, 4))
+            top = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+            state = dataclasses.replace(state, top=top)
+        self._state = state
+
+    def _steps(self) -> None:
+        """Some steps of the batch."""
+        taken = np.asarray([0 if ask is None else ask.taken for ask in self._rows])
+        most = np.asarray([0 if ask is None else ask.max_new_tokens for ask in self._rows])
+        steps = 1 if not self._step_seconds else int(_STEPS_SECONDS / self._step_seconds)
+        steps = max(1, min(MOST_STEPS, steps))
+        limit = np.minimum(most, taken + steps).astype(np.int32)
+        sampling = self._sampling(self._rows)
+        arguments = self._state, self._documents.pool, self._shared, limit, sampling
+        program, compiling = programs.steps.prepare(self._program_lm, *arguments, backend=self._backend)
+        begin = time.perf_counter()
+        self._state = program(self._program_lm, *arguments)
+        self._hand_out()
+        if not compiling:
+            seconds = (time.perf_counter() - begin) / max(1, int((limit - taken).max()))
+            self._step_seconds = seconds if not self._step_seconds else (self._step_seconds + seconds) / 2
+
+    def _hand_out(self) -> None:
+        """Gives streams their new tokens, and ends those that have ended."""
+        state = self._state
+        tokens, step, done, logprobs, top = on_host((state.tokens, state.step, state.done, state.logprobs, state.top))
+        for slot, ask in enumerate(self._rows):
+            if ask is None or ask.stream is None:
+                continue
+            places = np.arange(ask.taken, step[slot]) % MOST_STEPS
+            ask.taken = int(step[slot])
+            wanted, likeliest = ask.stream.options.logprobs, list[Any]()
+            if wanted:
+                ids, values = (x[slot, places, :wanted].tolist() for x in top)
+                likeliest = [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
+            own = [] if wanted is None else logprobs[slot, places].tolist()
+            ask.stream.add(tokens[slot, places].tolist(), own, likeliest)
+            if done[slot] or ask.taken >= ask.max_new_tokens:
+                self._leave(ask, "stop" if done[slot] else "length")
+
+    def _leave(self, ask: Ask, reason: FinishReason) -> None:
+        """A request ends, and gives back what it has."""
+        document = None
+        if ask.stream is not None and ask.stream.keep and reason != "cancelled" and ask.slot is not None:
+            document = self._kept(ask)
+        self._give_back(ask)
+        if ask.stream is not None:
+            ask.stream.end(reason, document)
+
+    def _fail(self, ask: Ask, error: Exception) -> None:
+        self._give_back(ask)
+        if ask.stream is not None:
+            ask.stream.fail(error)
+        if ask.target is not None:
+            ask.target.state, ask.target.error = "failed", error
+
+    def _give_back(self, ask: Ask) -> None:
+        if ask in self._asks:
+            self._asks.remove(ask)
+        if ask.slot is not None:
+            self._rows[ask.slot], ask.slot = None, None
+        if ask.numbers is not None:
+            self._free.give_back(ask.numbers)
+            ask.numbers = None
+        ask.document.users -= ask.pins
+        ask.pins = False
+
+    def _kept(self, ask: Ask) -> str | None:
+        """The id of the document that a row's tokens become; None where there is no room for it."""
+        assert ask.stream is not None
+        assert ask.slot is not None
+        fed = ask.stream.tokens[: ask.taken - 1]
+        tokens, parts = ask.tokens + fed, (*ask.document.parts, len(ask.new) + len(fed))
+        id_ = document_id(self._lm, tokens, parts, named=True)
+        if self._documents.get(id_) is None:
+            document = Document(id_, tokens, parts, named=True)
+            own = self._run(programs.own_row, self._state, np.int32(ask.slot))
+            if not self._documents.enter_joined(document, ask.document, own, pool_only(self._state.cache)):
+                return None
+            self._documents.add(document)
+        return id_
+
+    # Shapes
+
+    def _widen(self, document: TableWidths, own: TableWidths) -> None:
+        """Makes tables wide enough; they never become narrower, so that a program serves all requests."""
+        widths, own_widths = self._widths.at_least(_bucket(document)), self._own_widths.at_least(_bucket(own))
+        if widths != self._widths:
+            self._shared = programs.with_widths(self._shared, widths, self._documents.free.total)
+        if own_widths != self._own_widths:
+            cache = programs.with_widths(self._state.cache, own_widths, self._free.total)
+            self._state = dataclasses.replace(self._state, cache=cache)
+        self._widths, self._own_widths = widths, own_widths
+
+    def _wide(self, own: RowTable) -> RowTable:
+        """A row's own table, as wide as the others are now."""
+        return programs.wide_row(own, self._own_widths, self._free.total)
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 (an engine has one scheduler, as long as it lives)
+    def _own_layout_of(self, document_tokens: int, own_tokens: int) -> CacheLayout:
+        return self._lm.following_layout(1, document_tokens, own_tokens)
+
+    def _own_layout(self, document_tokens: int, own_tokens: int) -> CacheLayout:
+        """Pages of its own that a row needs behind a document."""
+        most = self._lm.config.max_context
+        sizes = min(most, bucket_length(document_tokens)), min(most, bucket_length(own_tokens))
+        return self._own_layout_of(*sizes)
+
+    def _empty_batch(self, rows: int) -> tuple[DecodingState, Any]:
+        pool = self._run(programs.empty_pool, pages=self._free.total)
+        return self._run(programs.empty_batch, pool, rows=rows, stops=_MOST_STOPS)
+
+    def _sampling(self, asks: Sequence[Ask | None]) -> Sampling:
+        """How the rows' tokens are drawn; what none of them wants is no part of the program."""
+        rows = [Sampling() if ask is None or ask.stream is None else ask.stream.options.sampling for ask in asks]
+        off: dict[str, Any] = {
+            "temperature": 0.0,
+            "top_k": 2**31 - 1,
+            "top_p": 1.0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+        }
+        arrays: dict[str, Any] = {}
+        for name, value in off.items():
+            own = [getattr(row, name) for row in rows]
+            if any(x is not None for x in own):
+                kind = np.int32 if name == "top_k" else np.float32
+                arrays[name] = np.asarray([value if x is None else x for x in own], kind)
+        return Sampling(**arrays)
+
+    def _run(self, program: Program, *args: Any, **static: Any) -> Any:
+        return program.prepare(self._program_lm, *args, **static)[0](self._program_lm, *args)
+
+
+def _bucket(widths: TableWidths) -> TableWidths:
+    return TableWidths(*(bucket_length(width, _LEAST_WIDTH) if width else 0 for width in widths))

@@ -1,0 +1,224 @@
+"""Answers while they are being written: the engine's thread adds tokens, whoever asked takes pieces of text."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Literal
+
+from tca_jax.engine.answers import Answer, AnswerOptions, AnswerReader, certain_characters
+from tca_jax.engine.lm import LM
+from tca_jax.errors import UserError
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """An answer that has ended.
+
+    Attributes:
+        tokens: New token ids, a stop token included.
+        finish_reason: "stop" (a stop token or stop string), "length", or "cancelled".
+        prompt_tokens: Tokens of the prompt; behind a document, of what was appended to it.
+        document_tokens: Tokens of the document; 0 without one.
+        document: Id of the document that the answer left, where it was asked with `keep`.
+        seconds_to_first_token: From the request to its first token.
+        seconds: From the request to its last token.
+        logprobs: Natural log-probability of each new token, before temperature, filters and penalties; None unless
+            asked for.
+        top_logprobs: At the place of each token the likeliest ones, as pairs (token id, log-probability); None unless a
+            number of them was asked for.
+    """
+
+    tokens: list[int]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    document_tokens: int
+    document: str | None
+    seconds_to_first_token: float
+    seconds: float
+    logprobs: list[float] | None
+    top_logprobs: list[list[tuple[int, float]]] | None
+    _text: str | None = dataclasses.field(repr=False)
+
+    @property
+    def text(self) -> str:
+        """New text, without special tokens and stop strings. ValueError where the model has no tokenizer."""
+        if self._text is None:
+            raise UserError("completion.text: the model was loaded without a tokenizer; use completion.tokens")
+        return self._text
+
+
+class Stream:
+    """An answer that an engine is writing: an iterator of pieces of text, plain or asynchronous, for one reader.
+
+    Joined, the pieces are `result().text`. Text that may still become part of a stop string is held back.
+    """
+
+    def __init__(self, lm: LM, options: AnswerOptions, cancel: Callable[[Stream], None], *, keep: bool = False) -> None:
+        self.options, self.keep, self._cancel = options, keep, cancel
+        self._reader = AnswerReader(lm, options.stop, options.stop_tokens, options.min_new_tokens)
+        self._changed = threading.Condition()
+        self._listeners: list[Callable[[], None]] = []
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._top: list[list[tuple[int, float]]] = []
+        self._ended: FinishReason | None = None
+        self._error: BaseException | None = None
+        self._sent = 0
+        self.asked, self.first_token_at, self.last_token_at = time.perf_counter(), 0.0, 0.0
+        self.prompt_tokens = self.document_tokens = 0
+        self.document: str | None = None
+
+    # What the engine's thread calls
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens so far."""
+        with self._changed:
+            return list(self._tokens)
+
+    def add(self, tokens: list[int], logprobs: list[float], top: list[list[tuple[int, float]]]) -> None:
+        """More tokens."""
+        now = time.perf_counter()
+        with self._changed:
+            self.first_token_at = self.first_token_at or now
+            self.last_token_at = now
+            self._tokens += tokens
+            self._logprobs += logprobs
+            self._top += top
+        self._tell()
+
+    def end(self, reason: FinishReason, document: str | None = None) -> None:
+        """Nothing follows."""
+        with self._changed:
+            self._ended, self.document = self._ended or reason, document
+        self._tell()
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing follows, because of an error."""
+        with self._changed:
+            self._error = self._error or error
+        self._tell()
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener()
+
+    # What whoever asked calls
+
+    def cancel(self) -> None:
+        """Ends the answer. What was said stays; nothing happens if it has ended."""
+        self._cancel(self)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing follows."""
+        return self._ended is not None or self._error is not None
+
+    def __iter__(self) -> Iterator[str]:
+        while True:
+            with self._changed:
+                seen = self._version()
+            piece, finished = self._piece()
+            if piece:
+                yield piece
+            if finished:
+                return
+            with self._changed:
+                self._changed.wait_for(functools.partial(self._is_newer, seen))
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def listener() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(changed.set)
+
+        self._listeners.append(listener)
+        try:
+            while True:
+                changed.clear()
+                piece, finished = self._piece()
+                if piece:
+                    yield piece
+                if finished:
+                    return
+                await changed.wait()
+        finally:
+            self._listeners.remove(listener)
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """The whole answer, when it has ended.
+
+        Args:
+            timeout: Most seconds to wait.
+
+        Raises:
+            TimeoutError: it has not ended by then.
+            ValueError: the model computes NaN or infinity, or the document is gone.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            with self._changed:
+                seen = self._version()
+            if self._read()[1]:
+                return self._completion()
+            left = None if deadline is None else deadline - time.monotonic()
+            with self._changed:
+                if not self._changed.wait_for(functools.partial(self._is_newer, seen), left):
+                    raise TimeoutError(f"the answer has not ended within {timeout} seconds")
+
+    async def completion(self) -> Completion:
+        """As `result`, for asyncio."""
+        async for _ in self:
+            pass
+        return self._completion()
+
+    def _version(self) -> tuple[int, bool]:
+        return len(self._tokens), self.ended
+
+    def _is_newer(self, version: tuple[int, bool]) -> bool:
+        return self._version() != version
+
+    def _read(self) -> tuple[Answer, bool]:
+        """What was said so far, and whether that is all."""
+        with self._changed:
+            tokens, ended, error = list(self._tokens), self._ended, self._error
+        if error is not None:
+            raise error
+        answer = self._reader.read(tokens)
+        if answer.stopped and ended is None:  # at a stop string, which only the reader knows of
+            self.cancel()
+        return answer, ended is not None or (answer.stopped and not self.keep)
+
+    def _piece(self) -> tuple[str, bool]:
+        answer, finished = self._read()
+        certain = max(self._sent, certain_characters(answer, self.options.stop, finished=finished))
+        piece, self._sent = (answer.text or "")[self._sent : certain], certain
+        return piece, finished
+
+    def _completion(self) -> Completion:
+        answer, _ = self._read()
+        count, options = len(answer.tokens), self.options
+        reason: FinishReason = "stop" if answer.stopped else self._ended or "length"
+        return Completion(
+            tokens=answer.tokens,
+            finish_reason=reason,
+            prompt_tokens=self.prompt_tokens,
+            document_tokens=self.document_tokens,
+            document=self.document,
+            seconds_to_first_token=max(0.0, self.first_token_at - self.asked),
+            seconds=max(0.0, self.last_token_at - self.asked),
+            logprobs=None if options.logprobs is None else self._logprobs[:count],
+            top_logprobs=[of[: options.logprobs] for of in self._top[:count]] if options.logprobs else None,
+            _text=answer.text,
+        )
