@@ -24,7 +24,10 @@ OPTIONS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["tca", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "adakv"))])
+METHODS = ["tca", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "adakv"))]
+
+
+@pytest.fixture(scope="module", params=METHODS)
 def lm(request):
     lm = tiny_lm()
     if request.param == "tca":
