@@ -58,6 +58,7 @@ SLOW = (
     "distributed",
     "engine/test_budgets.py",
     "engine/test_mesh_contexts.py",
+    "serve/test_mesh.py",
     "engine/test_mesh_kernels.py",
     "engine/test_several_gpus.py",
     "lab/benchmarks",

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
 
-from tca_jax.engine.answers import certain_characters
 from tca_jax.engine.contexts import Context, kept_share
 from tca_jax.engine.decode import DecodingState, decode, prefill, row_keys
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import ROWS, SAME, OverMesh, agreed, num_devices, on_host, rows_of_device
 from tca_jax.engine.prompts import Prompt, bucket_length, decode_tokens, is_single
-from tca_jax.engine.request import Request
+from tca_jax.engine.request import Request, certain_characters
 from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import UserError, check_integer, require_type
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend

@@ -398,7 +398,7 @@ class Documents:
         def make() -> Context:
             k, v = jax.tree.map(whole, *[(chunk.k, chunk.v) for chunk in chunks])
             return Context(
-                cache=table.cache(k, v, self._on_mesh),
+                cache=table.cache(k, v, layout.kept_columns, self._on_mesh),
                 tokens=jnp.asarray([tokens], jnp.int32),
                 lengths=jnp.asarray([len(tokens)], jnp.int32),
                 prompt_lengths=jnp.asarray([prompt], jnp.int32),

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import jax
 
-from tca_jax.engine.answers import AnswerOptions
 from tca_jax.engine.cache import memory_bytes
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompt, require_positions
+from tca_jax.engine.request import AnswerOptions
 from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import Unsupported, UserError, check_flag, check_integer
 from tca_jax.models.sharding import DATA, axis_size

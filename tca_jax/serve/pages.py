@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -221,15 +222,24 @@ class LocalTable:
         known = np.pad(numbers, ((0, 0), (0, 1)), constant_values=no_page)
         return np.take_along_axis(known, entries.reshape(len(entries), -1), axis=1).reshape(entries.shape)
 
-    def cache(self, k: Any, v: Any, on_mesh: bool) -> PagedCache:
-        """The row as a cache with a pool of its own."""
-        layers, of_ends = range(self.table.shape[1]), (1, len(self.table), 1) if on_mesh else (1,)
-        arrays: dict[str, Any] = {
-            name: tuple(x[None, :, i, None] if on_mesh else x[0, i][None] for i in layers)
-            for name, x in {"tables": self.table, "kept": self.kept}.items()
-        }
-        arrays |= {name: np.full(of_ends, x, np.int32) for name, x in {"start": self.start, "end": self.end}.items()}
-        return PagedCache(k=k, v=v, **arrays, kept_columns=(self.kept_columns,) * len(layers))
+    def cache(self, k: Any, v: Any, kept_columns: Sequence[int], on_mesh: bool) -> PagedCache:
+        """The row as a cache with a pool of its own, whose layers' tables have so many entries for kept tokens."""
+        kept, window = self.parts
+        tables = [np.concatenate([kept[:, i, :, :n], window[:, i]], axis=-1) for i, n in enumerate(kept_columns)]
+        ends = [np.full((len(self.table), 1), x, np.int32) for x in (self.start, self.end)]
+
+        def as_cached(by_device: np.ndarray) -> Any:
+            return by_device[None] if on_mesh else by_device[0]
+
+        return PagedCache(
+            k=k,
+            v=v,
+            tables=tuple(as_cached(x[:, None]) for x in tables),
+            kept=tuple(as_cached(self.kept[:, i, None]) for i in range(len(tables))),
+            start=as_cached(ends[0]),
+            end=as_cached(ends[1]),
+            kept_columns=tuple(kept_columns),
+        )
 
 
 @functools.lru_cache(maxsize=64)

@@ -38,6 +38,7 @@ _TOGETHER_TOKENS = 2048  # prompts of at most so many are read together
 _STEPS_SECONDS = 0.03  # answers take steps for about so long before the engine looks around
 _MOST_STOPS = 8  # stop tokens of a row, at first
 _LEAST_WIDTH = 4  # least step between the widths of tables
+_MOST_STEP_PROGRAMS = 16  # held at hand
 _IDLE_SECONDS = 0.001  # between looks at pages that are under way while nothing else is to be done
 
 
@@ -102,13 +103,16 @@ class Scheduler:
         self._on_mesh, self._devices = lm.mesh is not None, documents.free.devices
         pages = max_rows * self._own_layout(lm.config.max_context, answer_tokens).num_pages
         self._free = FreePages(pages, self._devices)
-        self._rows: list[Ask | None] = [None] * max_rows
-        self._state, self._shared = self._empty_batch(max_rows)
+        # A batch of one row is written as a run of pages (`PagedCache.with_tokens`); a pool's pages are no run.
+        self._max_rows, rows = max_rows, max(2, max_rows)
+        self._rows: list[Ask | None] = [None] * rows
+        self._state, self._shared = self._empty_batch(rows)
         self._widths, self._own_widths = TableWidths(0, 0), TableWidths(0, 0)
         self._reads: collections.deque[Document] = collections.deque()
         self._asks: list[Ask] = []
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
         self._changed = threading.Condition()
+        self._step_programs: dict[Any, Callable[..., DecodingState]] = {}
         self._stopping = False
         self._step_seconds = 0.0
 
@@ -274,7 +278,7 @@ class Scheduler:
             return True
         if ask.target is not None:
             return self._become(ask, ask.target)
-        slot = next((i for i, row in enumerate(self._rows) if row is None), None)
+        slot = next((i for i, row in enumerate(self._rows[: self._max_rows]) if row is None), None)
         if slot is None:
             return False
         self._admit(ask, slot)
@@ -288,7 +292,7 @@ class Scheduler:
 
     def _begin(self, ask: Ask) -> bool:
         """Gives a request pages of its own; whether there are enough, and a row for its answer."""
-        if ask.target is None and None not in self._rows:
+        if ask.target is None and None not in self._rows[: self._max_rows]:
             return False
         layout = self._own_layout(len(ask.document.tokens), len(ask.new) + ask.max_new_tokens)
         if layout.num_pages > self._free.free:
@@ -388,13 +392,26 @@ class Scheduler:
         limit = np.minimum(most, taken + steps).astype(np.int32)
         sampling = self._sampling(self._rows)
         arguments = self._state, self._documents.pool, self._shared, limit, sampling
-        program, compiling = programs.steps.prepare(self._program_lm, *arguments, backend=self._backend)
+        program = self._step_program(arguments)
         begin = time.perf_counter()
         self._state = program(self._program_lm, *arguments)
         self._hand_out()
-        if not compiling:
-            seconds = (time.perf_counter() - begin) / max(1, int((limit - taken).max()))
-            self._step_seconds = seconds if not self._step_seconds else (self._step_seconds + seconds) / 2
+        seconds = (time.perf_counter() - begin) / max(1, int((limit - taken).max()))
+        self._step_seconds = seconds if not self._step_seconds else (self._step_seconds + seconds) / 2
+
+    def _step_program(self, arguments: tuple[DecodingState, Any, Any, Any, Sampling]) -> Callable[..., DecodingState]:
+        """The program of these arguments' shapes, of which few things change: to look at all arrays takes as long as a
+        step's other work."""
+        state, sampling = arguments[0], arguments[-1]
+        drawn = tuple(name for name, x in vars(sampling).items() if x is not None)
+        top = None if state.top is None else state.top[0].shape
+        key = self._widths, self._own_widths, drawn, state.seen is None, top, state.stop_tokens.shape
+        if key not in self._step_programs:
+            if len(self._step_programs) == _MOST_STEP_PROGRAMS:
+                self._step_programs.clear()
+            program, _ = programs.steps.prepare(self._program_lm, *arguments, backend=self._backend)
+            self._step_programs[key] = program
+        return self._step_programs[key]
 
     def _hand_out(self) -> None:
         """Gives streams their new tokens, and ends those that have ended."""

@@ -10,8 +10,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Literal
 
-from tca_jax.engine.answers import Answer, AnswerOptions, AnswerReader, certain_characters
 from tca_jax.engine.lm import LM
+from tca_jax.engine.request import Answer, AnswerOptions, AnswerReader, certain_characters
 from tca_jax.errors import UserError
 
 FinishReason = Literal["stop", "length", "cancelled"]

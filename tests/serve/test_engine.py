@@ -32,7 +32,7 @@ def lm(request):
     lm = tiny_lm()
     if request.param == "tca":
         return with_candidates(lm, [[0, 5], [9, 13]])
-    return lm if request.param == "full" else lm.with_method("adakv", share=0.4, block_size=8, window=16)
+    return lm if request.param == "full" else lm.with_method("adakv", share=0.4, observation=16, block_size=8, window=16)
 
 
 @pytest.fixture(scope="module")
@@ -163,3 +163,10 @@ def test_what_can_never_fit_is_refused_and_what_is_wrong_is_named(lm):
         engine.read([1, 2])
     with pytest.raises(UserError, match="max_rows = 0"):
         Engine(lm, max_rows=0)
+
+
+def test_a_single_row_answers_as_generate_does(lm, contexts):
+    with Engine(lm, max_rows=1, pages=200, answer_tokens=64) as engine:
+        id_ = engine.read(DOCUMENTS[0])
+        streams = [engine.ask(id_, question(i), max_new_tokens=ROOM, stop_token_ids=()) for i in (1, 2)]
+        assert [s.result(60).tokens for s in streams] == [answer(lm, contexts[0], i) for i in (1, 2)]
