@@ -24,13 +24,16 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "causal_attention": ("cudnn", "mosaic", "triton", "xla"),
         "column_mass": ("mosaic", "triton", "xla"),
         "observation_scores": ("triton", "xla"),
-        "paged_attention": ("triton", "xla"),
+        "paged_attention": ("triton", "mosaic", "xla"),
         "prefill_attention": ("mosaic", "triton", "xla"),
         "reserve_tokens": ("triton", "xla"),
         "select_tokens": ("triton", "xla"),
         "token_scores": ("triton", "xla"),
     }
 )
+#: Backends that no GPU has timed, by operation: they run where they are named alone; "auto" and orders of preference
+#: pass over them.
+UNTIMED: Mapping[str, tuple[str, ...]] = MappingProxyType({"paged_attention": ("mosaic",)})
 #: Major CUDA compute capabilities that a backend runs on; None runs on any device. The Mosaic kernels use wgmma, the
 #: matrix instructions of Hopper alone.
 _NEEDS: Mapping[str, range | None] = MappingProxyType(
@@ -112,16 +115,21 @@ def _preferred(operation: str, backends: tuple[str, ...]) -> str:
     """The first of some names that the operation has."""
     for name in backends:
         validate_backend(name)
-    known = ("auto", *OPERATIONS[operation])
+    known = ("auto", *_timed(operation))
     for name in backends:
         if name in known:
             return name
     raise UserError(f"backend = {backends!r}: {operation} has none of these; one must be among {sorted(known)}")
 
 
+def _timed(operation: str) -> list[str]:
+    """The backends of an operation that are chosen without being named alone, best first."""
+    return [name for name in OPERATIONS[operation] if name not in UNTIMED.get(operation, ())]
+
+
 def _first_able(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     reasons = []
-    for name in filter(can_run, OPERATIONS[operation]):
+    for name in filter(can_run, _timed(operation)):
         try:
             return _load(operation, name)(*args, **kwargs)
         except NotImplementedError as error:

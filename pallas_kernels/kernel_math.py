@@ -55,3 +55,9 @@ def shared_memory() -> int:
     """Bytes of shared memory that a program of the default device may take; an H200's where there is no GPU."""
     capability = getattr(jax.local_devices()[0], "compute_capability", "9.0")
     return {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227}.get(capability, 99) * 1024
+
+
+def multiprocessors() -> int:
+    """Streaming multiprocessors of the default device; an H200's where there is no GPU (lowering on a CPU host)."""
+    device = jax.local_devices()[0]
+    return int(getattr(device, "core_count", 132)) if device.platform == "gpu" else 132

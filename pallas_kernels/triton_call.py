@@ -90,12 +90,6 @@ def check_supported(operation: str, head_dim: int, *arrays: Any) -> None:
         )
 
 
-def multiprocessors() -> int:
-    """Streaming multiprocessors of the default device; an H200's where there is no GPU (lowering on a CPU host)."""
-    device = jax.local_devices()[0]
-    return int(getattr(device, "core_count", 132)) if device.platform == "gpu" else 132
-
-
 def dot(a: Array, b: Array, *, transposed: bool = False) -> Array:
     """a b, or a b^T, summed in float32, in a kernel; float32 operands are not rounded to TF32."""
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))

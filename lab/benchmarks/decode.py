@@ -5,6 +5,7 @@ tca-jax bench decode --lengths 131072 --batches 1 --block-shares 0.2 --no-whole
 tca-jax bench decode --lengths 131072 --block-shares 0.02:0.25 --no-whole       # a quarter of the heads dense
 tca-jax bench decode --lengths 131072 --models llama3.1-8b --kv fp8 --no-whole  # beside a cache in eight bits
 tca-jax bench decode --lengths 131072 --models llama3.1-8b --mesh 1x4     # the model on four devices
+tca-jax bench decode --lengths 131072 --models llama3.1-8b --backend triton --beside mosaic --no-whole
 """
 
 from __future__ import annotations
@@ -115,29 +116,32 @@ def measure(
     repeats: int,
     mesh: Mesh | None = None,
     kv: str | None = None,
+    beside: str | None = None,
 ) -> list[dict[str, Any]]:
     """Rows of the full cache and of one TCA cache a share, in bfloat16 and as `kv` says, timed in turns.
 
-    `copied` is what `device_copy` says.
+    `copied` is what `device_copy` says. The backend `beside` is timed too, on the same caches.
     """
+    backends = [backend, *([] if beside is None else [beside])]
     plans = {share: plan(config, layer, share, batch, tokens, mesh) for share in [FULL, *shares]}
     dtypes = [_PLAIN, *([] if kv is None else [KV[kv]])]
-    kinds = list(itertools.product(plans, dtypes))
+    kinds = list(itertools.product(backends, plans, dtypes))
     checked = min(tokens, CHECKED_TOKENS)
-    errors = {kind: _check(layer, batch, *kind, backend, config, checked, mesh) for kind in kinds}
+    errors = {(name, *kind): _check(layer, batch, *kind, name, config, checked, mesh) for name, *kind in kinds}
     q, rotation = _queries(layer, batch, mesh)
 
-    def call(layout: CacheLayout, turns: tuple[PagedCache, ...]) -> Callable[[], Any]:
-        run = program_over(mesh, functools.partial(run_steps, backend, layout), (CACHES, SAME, CACHES))
+    def call(name: str, layout: CacheLayout, turns: tuple[PagedCache, ...]) -> Callable[[], Any]:
+        run = program_over(mesh, functools.partial(run_steps, name, layout), (CACHES, SAME, CACHES))
         return functools.partial(run, q, rotation, turns)
 
-    calls: dict[Any, Callable[[], Any]] = {"empty": call(plans[FULL].layout, ())}
-    for share, dtype in kinds:
+    calls: dict[Any, Callable[[], Any]] = {"empty": call(backend, plans[FULL].layout, ())}
+    for share, dtype in itertools.product(plans, dtypes):
         cache = random_cache(plans[share], layer.head_dim, tokens, dtype)
-        calls[share, dtype] = call(plans[share].layout, copies_past_l2(cache, cache.num_bytes // num_devices(mesh)))
+        turns = copies_past_l2(cache, cache.num_bytes // num_devices(mesh))
+        calls |= {(name, share, dtype): call(name, plans[share].layout, turns) for name in backends}
     seconds = time_alternating(calls, repeats)
     net = {kind: (seconds[kind] - seconds["empty"]) / STEPS for kind in kinds}
-    read = {kind: _read_bytes(plans[kind[0]], layer, kind[1]) for kind in kinds}
+    read = {kind: _read_bytes(plans[kind[1]], layer, kind[2]) for kind in kinds}
     return [
         {
             "model": layer.name,
@@ -145,18 +149,20 @@ def measure(
             "batch": batch,
             "tokens": tokens,
             "share": share.cell,
+            **({} if beside is None else {"backend": name}),
             **({} if kv is None else {"KV": dtype.name}),
             "attended": plans[share].attended_tokens / (batch * layer.kv_heads * (tokens + 1)),
             "KV MB": plans[share].num_bytes(layer.head_dim, dtype) / 1e6,
-            "step ms": 1e3 * seconds[share, dtype] / STEPS,
-            "attention ms": 1e3 * net[share, dtype],
-            "GB/s": read[share, dtype] / net[share, dtype] / 1e9,
-            "of copy": read[share, dtype] / net[share, dtype] / (num_devices(mesh) * copied),
-            "speed-up": net[FULL, dtype] / net[share, dtype],
-            **({} if kv is None else {"over bfloat16": net[share, _PLAIN] / net[share, dtype]}),
-            "error": errors[share, dtype],
+            "step ms": 1e3 * seconds[name, share, dtype] / STEPS,
+            "attention ms": 1e3 * net[name, share, dtype],
+            "GB/s": read[name, share, dtype] / net[name, share, dtype] / 1e9,
+            "of copy": read[name, share, dtype] / net[name, share, dtype] / (num_devices(mesh) * copied),
+            "speed-up": net[name, FULL, dtype] / net[name, share, dtype],
+            **({} if kv is None else {"over bfloat16": net[name, share, _PLAIN] / net[name, share, dtype]}),
+            **({} if beside is None else {f"over {backend}": net[backend, share, dtype] / net[name, share, dtype]}),
+            "error": errors[name, share, dtype],
         }
-        for share, dtype in kinds
+        for name, share, dtype in kinds
     ]
 
 
@@ -253,7 +259,8 @@ def describe(config: tca_jax.TCAConfig, copied: float, repeats_of_models: int | 
         "time of the program without attention. `GB/s` are the attended keys and values over `attention ms`, `of copy` "
         f"their share of a device copy's read and written bytes, {copied / 1e9:,.0f} GB/s. "
         "`speed-up` is that of `attention ms` over the full cache of the same `KV`, the dtype of keys and values; "
-        "`over bfloat16` that over the same cache in bfloat16. `error` is relative to the XLA oracle."
+        "`over bfloat16` that over the same cache in bfloat16, `over` a backend that over its kernels on the "
+        "same cache. `error` is relative to the XLA oracle."
     )
     text += describe_layer_mesh(
         mesh, "rows, bytes and `GB/s` are of all together, the device copy they are compared with is all devices'"
@@ -279,6 +286,9 @@ def main(
         int | None, typer.Option(help="Layers of whole models.", show_default="the model's own", min=1)
     ] = None,
     backend: BackendOption = "auto",
+    beside: Annotated[
+        str | None, typer.Option(help="Kernels that a layer is timed with too, in turns.", show_default="none")
+    ] = None,
     window: WindowOption = tca_jax.TCAConfig.window,
     mesh: MeshOption = None,
     kv: KVOption = None,
@@ -306,7 +316,9 @@ def main(
         check_layer(devices, layer, batches)
         if devices is not None and layer in whole_models:
             check_mesh(devices, CONFIGS[layer.name], layer.name)
-    check_sizes(lengths, config, [backend], out)
+    if beside == backend:
+        raise UserError(f"--beside {beside}: must differ from --backend")
+    check_sizes(lengths, config, [backend, *([] if beside is None else [beside])], out)
     copied = device_copy(copy_bytes, repeats)
     print(f"device copy: {copied / 1e9:,.0f} GB/s", flush=True)
     timing = Timing(config, backend, copied, cdiv(repeats, 2), devices)
@@ -317,7 +329,7 @@ def main(
             left_out.append(f"a layer of {layer.name} at batch {batch}, {tokens:,} tokens ({needed / 1e9:,.0f} GB)")
             print(f"left out, for it does not fit into memory: {left_out[-1]}", flush=True)
             continue
-        for row in measure(layer, batch, tokens, shares, backend, config, copied, repeats, devices, kv):
+        for row in measure(layer, batch, tokens, shares, backend, config, copied, repeats, devices, kv, beside):
             rows.append(row)
             print_row(row)
     if not rows:
@@ -332,4 +344,9 @@ def main(
     )
     more = {"Whole models": wholes} if wholes else {}
     write_results(name, "Decoding over TCA and full caches", rows, out, note, more)
-    plot([row for row in rows if row.get("KV", _PLAIN.name) == _PLAIN.name], wholes, out / f"{name}.png")
+    plotted = {"KV": _PLAIN.name, "backend": backend}
+    plot(
+        [row for row in rows if all(row.get(key, value) == value for key, value in plotted.items())],
+        wholes,
+        out / f"{name}.png",
+    )

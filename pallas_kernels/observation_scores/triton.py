@@ -27,11 +27,12 @@ from tca_jax.pallas_kernels.kernel_math import (
     LOG2E,
     divide_up,
     full_precision_tile,
+    multiprocessors,
     quotient_and_remainder,
     shared_memory,
 )
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv, round_up
-from tca_jax.pallas_kernels.triton_call import check_supported, dot, multiprocessors, scaled_exp2, triton_call
+from tca_jax.pallas_kernels.triton_call import check_supported, dot, scaled_exp2, triton_call
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ from tca_jax.pallas_kernels.kernel_math import (
     LOG2E,
     divide_up,
     full_precision_tile,
+    multiprocessors,
     quotient_and_remainder,
     shared_memory,
     streamed_tile,
@@ -34,7 +35,6 @@ from tca_jax.pallas_kernels.triton_call import (
     check_supported,
     codes_as_float16,
     load_rows,
-    multiprocessors,
     softmax_step_by_parts,
     triton_call,
 )

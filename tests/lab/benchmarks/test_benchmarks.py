@@ -177,6 +177,8 @@ def test_the_recorded_command_leaves_out_the_folder_however_it_is_spelled(tmp_pa
         (["context"], "a whole llama3.1-8b needs a GPU, this process runs on 'cpu': pass --models tiny"),
         (["decode", "--no-whole", "--backend=cuda"], "--backend 'cuda': must be one of"),
         (["attention", "--backend=mosaic", "--lengths=8192"], "--backend 'mosaic' needs an NVIDIA GPU"),
+        (["decode", "--no-whole", "--beside=cuda"], "--backend 'cuda': must be one of"),
+        (["decode", "--no-whole", "--backend=xla", "--beside=xla"], "--beside xla: must differ from --backend"),
         (["decode", "--repeats=0"], "Invalid value for '--repeats'"),
         (["end-to-end"], "a whole llama3.1-8b needs a GPU, this process runs on 'cpu': pass --models tiny"),
         (
@@ -484,6 +486,22 @@ def test_caches_that_do_not_fit_are_left_out_and_said_to_be(tmp_path, monkeypatc
     assert "a layer of tiny at batch 8, 512 tokens" in record["note"]
     assert "the whole tiny at batch 8, 512 tokens, share 1" in record["note"]
     assert (tmp_path / "decode.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_two_backends_decode_in_turns_over_the_same_caches(tmp_path):
+    args = [*TINY, "--lengths=512", "--block-shares=0.2", "--batches=1", "--copy-bytes=1048576", "--out", tmp_path]
+    result = run("decode", *args, "--beside=auto", "--no-whole")
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
+    assert [(row["backend"], row["share"]) for row in rows] == [
+        (backend, share) for backend in ("xla", "auto") for share in (1.0, 0.2)
+    ]
+    for mine, other in zip(rows[:2], rows[2:], strict=True):
+        assert mine["over xla"] == 1
+        assert other["over xla"] == pytest.approx(mine["attention ms"] / other["attention ms"])
+        assert mine["KV MB"] == other["KV MB"]
+        assert mine["speed-up"] == pytest.approx(rows[0]["attention ms"] / mine["attention ms"])
 
 
 def test_a_kernel_that_does_not_take_a_layer_is_named_before_anything_is_timed(tmp_path, monkeypatch):
