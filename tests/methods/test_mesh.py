@@ -29,6 +29,8 @@ OPTIONS = {
     "full": {},
     "h2o": {"share": 0.3, **GEOMETRY},
     "keydiff": {"share": 0.3, **GEOMETRY},
+    "kvzip": {"share": 0.3, "chunk": 32, **GEOMETRY},
+    "kvzip-heads": {"head_scores": GATES, "sinks": 3, **GEOMETRY},
     "minference": {**BLOCKS, "patterns": PATTERNS, "blocks": 2},
     "pyramidkv": {"share": 0.3, "observation": 4, **GEOMETRY},
     "quest": {"budget": 32, "dense_layers": 1, **GEOMETRY},
@@ -46,6 +48,10 @@ OPTIONS = {
     "minference+tca": {
         "minference": {**BLOCKS, "patterns": PATTERNS, "blocks": 2},
         "tca": {"candidates": ROWS, "config": TCA},
+    },
+    "duoattention+kvzip": {
+        "duoattention": {"gates": GATES, "sinks": 3, **GEOMETRY},
+        "kvzip": {"level": "layer", "chunk": 32, **GEOMETRY},
     },
     "duoattention+snapkv": {
         "duoattention": {"gates": GATES, "sinks": 3, **GEOMETRY},
