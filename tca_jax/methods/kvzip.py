@@ -1,10 +1,10 @@
 """KVzip (arXiv 2505.23416): the cache keeps what the model attends to while it repeats the prompt; for any question.
 
 A prompt is read in full. Then a request to repeat it and a chunk of the prompt itself are fed behind it, chunk after
-chunk, and forgotten. A token's score is the most attention that it gets while its chunk is repeated (Eq. 2). The
-highest scores of all layers and KV heads together stay. Follows the authors' code (snu-mllab/KVzip at 5d84729: the
-request's words, chunks, softmax, `level` "pair" and "uniform", 0.3 of the pairs); `sinks` and "layer" are those of
-NVIDIA/kvpress at 8bb29b9 (`KVzipPress`). What differs:
+chunk, and forgotten. A token's score is the most attention that it gets while its chunk is repeated (the paper's
+Algorithm 1). The highest scores of all layers and KV heads together stay. Follows the authors' code (snu-mllab/KVzip at
+5d84729: the request's words, which the paper shortens, chunks, softmax, `level` "pair" and "uniform", 0.3 of the
+pairs); `sinks` and "layer" are those of NVIDIA/kvpress at 8bb29b9 (`KVzipPress`). What differs:
 
 - The window. The code may drop every token of the prompt; here the last ones, at least `window`, stay and are not
   ranked.
@@ -16,10 +16,12 @@ NVIDIA/kvpress at 8bb29b9 (`KVzipPress`). What differs:
 - Counts. `share` of the ranked tokens is rounded per head, and all of them are kept; the code drops all pairs at the
   threshold, one at least.
 - Precision. Probabilities are float32; the code's are of the model's dtype, in which many tie.
-- The answer's header is the chat template's own; for Qwen3 the code adds an empty thinking part.
+- The answer's header is the chat template's own; for Qwen3 the code adds an empty thinking part. Without a template it
+  is a line break, as in kvpress.
 
 Without a tokenizer there is no request: chunks follow the prompt directly. The repetition costs one to two times what
-reading does, and all of the prompt's keys and values are held until it ends, as in the paper.
+reading does, and all of the prompt's keys and values are held until it ends, as in the paper. Chunks have positions
+behind the prompt, as in the code; where it fills the model's positions they pass them.
 """
 
 from __future__ import annotations

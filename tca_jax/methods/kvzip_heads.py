@@ -1,4 +1,4 @@
-"""KVzip's form by heads (arXiv 2505.23416, section 4.3): some KV heads keep the whole prompt, the others its window.
+"""KVzip's form by heads (arXiv 2505.23416, section 3): some KV heads keep the whole prompt, the others its window.
 
 Which ones is known before any prompt, as in DuoAttention: a head's score is the most attention that any of its tokens
 gets while texts are repeated (`tca_jax.calibration.repetition_scores`), and the share of heads with the highest scores

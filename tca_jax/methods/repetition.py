@@ -112,7 +112,7 @@ def repeated_attention(
     *,
     queries: int,
 ) -> Float32[Array, "B Hkv c"]:
-    """The most attention that each token of a chunk gets from what repeats it: KVzip, Eq. 2, in float32.
+    """The most attention that each token of a chunk gets from what repeats it: KVzip, Algorithm 1, in float32.
 
     The softmax of a query is over the prompt's first tokens, the chunk and what was fed up to the query; the maximum
     is over all that was fed, the request included, and over the query heads of a KV head.

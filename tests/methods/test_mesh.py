@@ -86,6 +86,18 @@ def test_kept_tokens_are_told_in_the_models_own_order():
     np.testing.assert_array_equal(tca_jax.kept_tokens(many, PROMPTS[0]), tca_jax.kept_tokens(one, PROMPTS[0]))
 
 
+@pytest.mark.parametrize("level", ["pair", "layer"])
+def test_heads_that_were_moved_share_budgets_as_in_the_models_own_order(level):
+    options = {"level": level, "chunk": 32, **GEOMETRY}
+    one, many = (with_tca(lm).with_method("kvzip", **options) for lm in (lm_of(), lm_of(mesh_of((1, 2)))))
+    assert many.head_orders[0] != (0, 1, 2, 3)
+    kept = tca_jax.kept_tokens(one, PROMPTS[0])
+    np.testing.assert_array_equal(tca_jax.kept_tokens(many, PROMPTS[0]), kept)
+    assert len(set(kept.sum(axis=-1).ravel().tolist())) > 1
+    options = {"max_new_tokens": 8, "stop_token_ids": ()}
+    assert tca_jax.generate(many, PROMPTS, **options).tokens == tca_jax.generate(one, PROMPTS, **options).tokens
+
+
 def test_a_budget_is_found_for_a_model_on_a_mesh():
     found = [
         with_bytes(lm, "snapkv", 0.5, 3000, 64, observation=4, **GEOMETRY) for lm in (lm_of(), lm_of(mesh_of((1, 2))))
