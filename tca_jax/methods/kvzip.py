@@ -19,9 +19,10 @@ pairs); `sinks` and "layer" are those of NVIDIA/kvpress at 8bb29b9 (`KVzipPress`
 - The answer's header is the chat template's own; for Qwen3 the code adds an empty thinking part. Without a template it
   is a line break, as in kvpress.
 
-Without a tokenizer there is no request: chunks follow the prompt directly. The repetition costs one to two times what
-reading does, and all of the prompt's keys and values are held until it ends, as in the paper. Chunks have positions
-behind the prompt, as in the code; where it fills the model's positions they pass them.
+Without a tokenizer there is no request: chunks follow the prompt directly. All of the prompt's keys and values are held
+until the repetition ends, as in the paper. It has twice the attention of reading and as much of everything else; it is
+attention to pages, 128 queries at a time, which takes longer than a prompt's own. Chunks have positions behind the
+prompt, as in the code; where it fills the model's positions they pass them.
 """
 
 from __future__ import annotations
