@@ -3,7 +3,7 @@
 from tca_jax.calibration.profile import Profile, head_gates
 from tca_jax.calibration.run import calibrate
 from tca_jax.calibration.scores import calibration_scores, choose_candidates
-from tca_jax.measured_options import layer_preferences, published_temperatures, search_patterns
+from tca_jax.measured_options import layer_preferences, published_temperatures, repetition_scores, search_patterns
 
 __all__ = [
     "Profile",
@@ -13,5 +13,6 @@ __all__ = [
     "head_gates",
     "layer_preferences",
     "published_temperatures",
+    "repetition_scores",
     "search_patterns",
 ]

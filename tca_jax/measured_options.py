@@ -1,4 +1,4 @@
-"""What methods of other papers need to know of a model before any prompt: MInference's patterns, CAKE's preferences."""
+"""What other methods need to know of a model: MInference's patterns, CAKE's preferences, KVzip's scores of heads."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import SAME, SECOND_HEADS, on_host
-from tca_jax.engine.prompts import Prompt, encode_prompts
+from tca_jax.engine.mesh import SAME, SECOND_HEADS, OverMesh, on_host
+from tca_jax.engine.prompts import Prompt, encode_prompts, pad_tokens
+from tca_jax.engine.repeat import attention_to_prompts, read_everything
 from tca_jax.errors import UserError, check_integer, check_number
 from tca_jax.layer_passes import HEADS, TextPass, attention_program
 from tca_jax.methods.base import last_queries
@@ -171,3 +174,57 @@ def _spread_layer(
     """Full attention, and how it is spread."""
     spread = observed_spread(last_queries(q, lengths, observation), k, lengths)
     return causal_attention(q, k, v, lengths), spread
+
+
+def repetition_scores(
+    lm: LM, texts: Prompt | Sequence[Prompt], *, chunk: int = 2000, sinks: int = 4
+) -> Float32[np.ndarray, "layers Hkv"]:
+    """KVzip's scores of KV heads, measured on texts of the user's, for the method kvzip-heads.
+
+    Each text is read with full attention and repeated to the model, as `kvzip` repeats a prompt. The authors take one
+    text of natural language, and for code one more of code.
+
+    Args:
+        lm: The model; its method plays no part.
+        texts: One or several texts or sequences of token ids, of more than `sinks` tokens.
+        chunk: Tokens that are repeated at a time, at least 8.
+        sinks: Tokens at the start of each text that do not count.
+
+    Returns:
+        The most attention that a token of any text gets in each head while its chunk is repeated, in [0, 1].
+
+    Raises:
+        ValueError: a number is not allowed, a text is too short or longer than the model's context, or the model
+            computes NaN or infinity.
+        TypeError: `texts` holds something else than text and token ids.
+    """
+    model = lm.with_method("kvzip", chunk=chunk, sinks=sinks)
+    sequences = encode_prompts(lm, texts, "texts")
+    for i, ids in enumerate(sequences):
+        if not sinks < len(ids) <= lm.config.max_context:
+            raise UserError(
+                f"texts[{i}] has {len(ids)} tokens: must have more than sinks = {sinks} and at most the "
+                f"{lm.config.max_context} positions of model {lm.name!r}"
+            )
+    found = []
+    for ids in sequences:
+        of_heads = on_host(_most_repeated(model.for_programs(), *map(jnp.asarray, pad_tokens([ids]))))
+        found.append(np.stack([lm.in_model_order(layer, values) for layer, values in enumerate(of_heads)]))
+    scores = np.max(found, axis=0)
+    if not np.isfinite(scores).all():
+        layer = int(np.argmin(np.isfinite(scores).all(axis=1)))
+        raise UserError(f"model {lm.name!r} computes NaN or infinity in the attention of layer {layer}")
+    return scores
+
+
+def _most_repeated_program(
+    lm: LM, tokens: Int32[Array, "1 L"], lengths: Int32[Array, " 1"]
+) -> Float32[Array, "layers Hkv"]:
+    repetition = lm.method.cache.repetition
+    assert repetition is not None
+    _, held = read_everything(lm, tokens, lengths)
+    scores = attention_to_prompts(lm, repetition, held, tokens, lengths, lengths, tokens.shape[1])
+    return scores[:, 0, :, repetition.sinks :].max(axis=-1)
+
+
+_most_repeated = jax.jit(OverMesh(_most_repeated_program, (SAME, SAME), SECOND_HEADS))

@@ -136,3 +136,41 @@ def full_attention_inputs(lm, ids):
     tokens = jnp.array([[*ids, *[0] * padding]])
     lm.decoder(tokens, jnp.arange(tokens.shape[1])[None], attention, (None,) * CONFIG.num_layers)
     return inputs
+
+
+def repeated_inputs(prompt, chunk, sinks, opening, continuing, answer):
+    """What KVzip's authors feed behind a prompt, chunk by chunk: (first position of the chunk, its tokens, all ids)."""
+    context = prompt[sinks:]
+    chunks = [context[start : start + chunk] for start in range(0, len(context), chunk)]
+    for i, ids in enumerate(chunks):
+        request = list(opening) if i == 0 else [*continuing, *chunks[i - 1][-8:]]
+        yield sinks + i * chunk, ids, [*request, *answer, *ids]
+
+
+def kvzip_scores(lm, prompt, chunk, sinks, opening=(), continuing=(), answer=()):
+    """Attention that each token gets while the prompt is repeated, [layers, Hkv, L], by the authors' `_get_score`."""
+    scores = np.zeros((CONFIG.num_layers, CONFIG.num_kv_heads, len(prompt)))
+    scores[..., :sinks] = 2
+    group = CONFIG.num_heads // CONFIG.num_kv_heads
+    for start, ids, fed in repeated_inputs(prompt, chunk, sinks, opening, continuing, answer):
+        columns = [*range(sinks), *range(start, start + len(ids)), *range(len(prompt), len(prompt) + len(fed))]
+        causal = np.tri(len(fed), dtype=bool)
+        seen = np.concatenate([np.ones((len(fed), sinks + len(ids)), bool), causal], axis=1)
+        for layer, (q, k, _) in enumerate(full_attention_inputs(lm, [*prompt, *fed])):
+            for head in range(CONFIG.num_heads):
+                logits = q[-len(fed) :, head] @ k[columns, head // group].T / np.sqrt(CONFIG.head_dim)
+                weights = oracle.softmax(np.where(seen, logits, -np.inf))[:, sinks : sinks + len(ids)]
+                of_chunk = scores[layer, head // group, start : start + len(ids)]
+                np.maximum(of_chunk, weights.max(axis=0), out=of_chunk)
+    return scores
+
+
+def kvzip_kept(scores, share, level):
+    """Which of the ranked tokens stay, bool [layers, Hkv, n]: the highest scores of all that share a budget."""
+    layers, heads, tokens = scores.shape
+    each = int(np.rint(share * tokens))
+    groups = {"pair": (1, -1), "layer": (layers, -1), "uniform": (layers * heads, -1)}[level]
+    flat = scores.reshape(groups)
+    kept, order = np.zeros(flat.shape, bool), np.argsort(-flat, axis=1, kind="stable")
+    np.put_along_axis(kept, order[:, : each * layers * heads // len(flat)], True, axis=1)
+    return kept.reshape(scores.shape)

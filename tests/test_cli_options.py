@@ -194,6 +194,7 @@ def test_a_method_takes_what_a_profile_knows_of_its_options():
         (["--method=tca"], "--method tca: tca needs --profile, from tca-jax calibrate"),
         (["--method=duoattention"], "duoattention needs --profile, from tca-jax calibrate, or gates=FILE.tsv"),
         (["--method=cake"], "--method cake: cake needs preferences, which are measured in Python"),
+        (["--method=kvzip-heads"], "kvzip-heads needs head_scores, which are measured in Python"),
         (
             ["--method=streaming", "--profile=profile"],
             "--method streaming takes nothing of a profile: leave out --prof",

@@ -193,11 +193,14 @@ class Builder:
             raise UserError(f"--methods {label}: needs --profile DIR, from tca-jax calibrate")
         if option == "gates":
             return calibration.head_gates(self.profile)
-        if option != "preferences":
-            raise UserError(f"--methods {label}: its option {option!r} has no default: give it")
         if option not in self._found:
-            temperatures = calibration.published_temperatures(self.lm.name)
-            self._found[option] = calibration.layer_preferences(self.lm, self.texts(), **temperatures)
+            if option == "preferences":
+                temperatures = calibration.published_temperatures(self.lm.name)
+                self._found[option] = calibration.layer_preferences(self.lm, self.texts(), **temperatures)
+            elif option == "head_scores":
+                self._found[option] = calibration.repetition_scores(self.lm, self.texts())
+            else:
+                raise UserError(f"--methods {label}: its option {option!r} has no default: give it")
         return self._found[option]
 
 

@@ -28,6 +28,7 @@ _SOURCES = {
     "candidates": "--profile, from tca-jax calibrate",
     "gates": "--profile, from tca-jax calibrate, or gates=FILE.tsv",
     "preferences": "preferences, which are measured in Python: tca_jax.calibration.layer_preferences",
+    "head_scores": "head_scores, which are measured in Python: tca_jax.calibration.repetition_scores",
 }
 
 

@@ -43,9 +43,9 @@ class CacheLayout:
         kept_pages: Pages of kept tokens, `[layers][devices][H_kv]`, H_kv the KV heads of a device.
         window_columns: Most blocks from the first in a row's window to the last that is ever fed.
         prompt_tokens: Padded length of the prompts, L.
-        shared_pages: Of each layer, pages of kept tokens that the KV heads of a row share, and how many each head adds
-            to them, where the prompt says how many a head has (`kept_pages` is then the most that it may have); empty
-            where each has its own.
+        shared_pages: Pages of kept tokens that the KV heads of a row share, and how many each head adds to them, where
+            the prompt says how many a head has (`kept_pages` is then the most that it may have): for each layer, or
+            one entry for all layers together. Empty where each head has its own.
     """
 
     block_size: int
@@ -97,7 +97,12 @@ class CacheLayout:
             if most is not None:  # each head rounds up what it keeps of the prompt
                 behind = kept_behind(policy, layer, prompt_tokens, fed_tokens, num_kv_heads).max()
                 shared.append((round_up(most, region) // b, (region + round_up(int(behind), b)) // b))
-        return cls(b, w, batch, pages, columns, prompt_tokens, tuple(shared) if len(shared) == num_layers else ())
+        if len(shared) < num_layers:
+            shared = []
+        elif policy.layers_share:
+            together, of_head = zip(*shared, strict=True)
+            shared = [(sum(together), max(of_head))]
+        return cls(b, w, batch, pages, columns, prompt_tokens, tuple(shared))
 
     @classmethod
     def plan_following(
@@ -150,16 +155,22 @@ class CacheLayout:
         kept = int(self._row_pages.sum(axis=1).max())
         return self.batch * (self.num_layers * self.num_kv_heads * self.num_window_pages + kept)
 
-    @functools.cached_property
-    def _row_pages(self) -> Int[np.ndarray, "devices layers"]:
-        """Pages of kept tokens of a row on each device."""
-        own = np.asarray(self.kept_pages, np.int32).sum(axis=2).T
-        return np.minimum(own, [self.shared_by_row(layer) for layer in range(self.num_layers)])
+    @property
+    def pool_layers(self) -> int:
+        """Neighbouring layers whose pages of kept tokens lie together: those that share them, or one."""
+        return self.num_layers // len(self.shared_pages) if self.shared_pages else 1
 
-    def shared_by_row(self, layer: int) -> int:
-        """Most pages that the heads of a row and device share."""
-        together, of_head = self.shared_pages[layer] if self.shared_pages else (2**31 - 1, 0)
-        return together + of_head * self.num_kv_heads
+    @functools.cached_property
+    def _row_pages(self) -> Int[np.ndarray, "devices pools"]:
+        """Pages of kept tokens of a row on each device, by the layers that share them."""
+        own = np.asarray(self.kept_pages, np.int32).sum(axis=2).T
+        pools = own.reshape(len(own), -1, self.pool_layers).sum(axis=2)
+        return np.minimum(pools, [self.shared_by_row(pool) for pool in range(pools.shape[1])])
+
+    def shared_by_row(self, pool: int) -> int:
+        """Most pages that the heads of a row and device share, in the layers of an entry of `shared_pages`."""
+        together, of_head = self.shared_pages[pool] if self.shared_pages else (2**31 - 1, 0)
+        return together + of_head * self.num_kv_heads * self.pool_layers
 
     def num_bytes(self, head_dim: int, dtype: Any) -> int:
         """Bytes of keys and values together, on a device."""
@@ -168,7 +179,7 @@ class CacheLayout:
     def regions(self, layer: int) -> Regions:
         """Where a selection puts a layer's kept tokens on their way to the pages: as large on all devices."""
         widest = np.max(self.kept_pages[layer], axis=0) * self.block_size
-        shared = self.shared_by_row(layer) * self.block_size if self.shared_pages else None
+        shared = self.shared_by_row(layer // self.pool_layers) * self.block_size if self.shared_pages else None
         return Regions.plan(self.batch, widest.tolist(), self.block_size, shared)
 
     def tables(
@@ -180,42 +191,46 @@ class CacheLayout:
             device: Of which device on "model"; None for the one whose program this is, or for the only one.
             held: Tokens of each layer that heads must have pages for, where they share pages; None: none.
         """
-        nothing = jnp.zeros((self.batch, self.num_kv_heads), jnp.int32)
+        if held is None:
+            held = [jnp.zeros((self.batch, self.num_kv_heads), jnp.int32)] * self.num_layers
         return tuple(
-            jnp.concatenate(
-                [self.kept_table(layer, nothing if held is None else held[layer], device), self._window_table(layer)],
-                axis=-1,
-            )
+            jnp.concatenate([self.kept_table(layer, held, device), self._window_table(layer)], axis=-1)
             for layer in range(self.num_layers)
         )
 
-    def kept_table(self, layer: int, held: Int[Array, "B Hkv"], device: int | None = None) -> Int[Array, "B Hkv C"]:
-        """The part of a layer's table that names the pages of kept tokens; see `tables`."""
+    def kept_table(
+        self, layer: int, held: Sequence[Int[Array, "B Hkv"]], device: int | None = None
+    ) -> Int[Array, "B Hkv C"]:
+        """The part of a layer's table that names the pages of kept tokens; see `tables`.
+
+        Of `held` only the layers count that share their pages with this one.
+        """
         column, rows = jnp.arange(self.kept_columns[layer], dtype=jnp.int32), np.arange(self.batch)
-        in_layer, before = self._row_pages[:, layer], self._row_pages[:, :layer].sum(axis=1)
-        starts = self.batch * before[:, None] + rows * in_layer[:, None]  # [devices, B]
+        pool, place = divmod(layer, self.pool_layers)
+        in_pool, before = self._row_pages[:, pool], self._row_pages[:, :pool].sum(axis=1)
+        starts = self.batch * before[:, None] + rows * in_pool[:, None]  # [devices, B]
         starts = (starts + self.batch * self.num_layers * self.num_kv_heads * self.num_window_pages).astype(np.int32)
-        most = np.asarray(self.kept_pages[layer], np.int32)  # [devices, Hkv]
+        layers = slice(layer - place, layer - place + self.pool_layers)
+        most = np.concatenate(np.asarray(self.kept_pages[layers], np.int32), axis=1)  # [devices, heads of the layers]
         if len(starts) == 1:
             device = 0
         if not self.shared_pages:
             firsts = starts[..., None] + (most.cumsum(axis=1, dtype=np.int32) - most)[:, None]
             first, pages = (part_of_device(x) if device is None else jnp.asarray(x[device]) for x in (firsts, most))
             return jnp.where(column < pages[:, None], first[..., None] + column, self.num_pages)
-        of_devices = starts, most, in_layer
+        of_devices = starts, most, in_pool
         start, each, whole = (part_of_device(x) if device is None else jnp.asarray(x[device]) for x in of_devices)
-        ends = self._divided(held, each, whole)
+        ends = self._divided(jnp.concatenate(held[layers], axis=1), each, whole)
         pages = jnp.diff(ends, axis=-1, prepend=0)
         first = start[:, None] + ends - pages
-        return jnp.where(column < pages[..., None], first[..., None] + column, self.num_pages)
+        own = slice(place * self.num_kv_heads, (place + 1) * self.num_kv_heads)
+        return jnp.where(column < pages[:, own, None], first[:, own, None] + column, self.num_pages)
 
-    def _divided(
-        self, held: Int[Array, "B Hkv"], most: Int[Array, " Hkv"], whole: Int[Array, ""]
-    ) -> Int[Array, "B Hkv"]:
+    def _divided(self, held: Int[Array, "B H"], most: Int[Array, " H"], whole: Int[Array, ""]) -> Int[Array, "B H"]:
         """Where each head's pages end among those of a row: for what it holds, and an even part of the others."""
         needed = -(-held // self.block_size)
         spare = jnp.maximum(whole - needed.sum(axis=-1, keepdims=True, dtype=jnp.int32), 0)
-        pages = jnp.minimum(needed + spare // self.num_kv_heads, most)
+        pages = jnp.minimum(needed + spare // held.shape[1], most)
         return jnp.minimum(jnp.cumsum(pages, axis=-1, dtype=jnp.int32), whole)
 
     def _window_table(self, layer: int) -> Int[Array, "B Hkv T2"]:
@@ -367,14 +382,14 @@ class PagedCache(PerDevice):
         pools = [self._with_window(layer, pool, x, layout.num_window_pages) for pool, x in ((self.k, k), (self.v, v))]
         if kept is None or not self.kept_columns[layer]:
             return dataclasses.replace(self, k=pools[0], v=pools[1])
-        if layout.shared_pages:
+        if layout.shared_pages and layout.pool_layers == 1:  # else the tables were made for what all hold
             return self._with_divided_pages(layout, layer, kept.lengths)._with_selection(layer, kept, pools)
         return self._with_selection(layer, kept, pools)
 
     def _with_divided_pages(self, layout: CacheLayout, layer: int, held: Int[Array, "B Hkv"]) -> PagedCache:
         """The cache whose table of a layer has pages for so many kept tokens."""
         window = self.tables[layer][..., self.kept_columns[layer] :]
-        table = jnp.concatenate([layout.kept_table(layer, held), window], axis=-1)
+        table = jnp.concatenate([layout.kept_table(layer, self._with_lengths(layer, held)), window], axis=-1)
         return dataclasses.replace(self, tables=(*self.tables[:layer], table, *self.tables[layer + 1 :]))
 
     def _with_selection(self, layer: int, kept: Pool, pools: list[Stored]) -> PagedCache:

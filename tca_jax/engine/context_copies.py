@@ -189,8 +189,8 @@ def _layout(fields: Any) -> CacheLayout:
         raise UserError(f"layout.kept_pages = {layers!r}: must be integers in [0, 2^31), [layers][devices][H_kv]")
     pages = tuple(tuple(map(tuple, of_layer)) for of_layer in layers)
     shared = fields.get("shared_pages", [])  # earlier versions did not write it
-    if shared and not (_is_nested(shared, depth=2) and [*map(len, shared)] == [2] * len(layers)):
-        raise UserError(f"layout.shared_pages = {shared!r}: must be integers in [0, 2^31), [{len(layers)}][2]")
+    if shared and not (_is_nested(shared, depth=2) and [*map(len, shared)] in ([2] * len(layers), [2])):
+        raise UserError(f"layout.shared_pages = {shared!r}: must be integers in [0, 2^31), [{len(layers)} or 1][2]")
     fields = {**fields, "shared_pages": shared}
     parts = {"kept_pages": pages, "shared_pages": tuple(map(tuple, shared))}
     layout: CacheLayout = _made(CacheLayout, fields, "layout", **parts)

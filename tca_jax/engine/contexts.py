@@ -393,15 +393,16 @@ def _layout_after(lm: LM, context: Context, rows: int, prompt_tokens: int, fed_t
         tokens = kept_behind(policy, layer, now.prompt_tokens, fed, lm.config.num_kv_heads)
         return tokens[None] if context.shards is None else context.shards.by_device(layer, tokens)
 
-    fits = []
+    needed, fits = list[np.ndarray](), list[bool]()
     for layer, (kept, of_layer) in enumerate(zip(on_host(context.cache.kept), now.kept_pages, strict=True)):
         held = by_row(kept).reshape(-1, *np.shape(of_layer))  # [rows, devices, H_kv]
-        needed = -(-(held + more(layer, fed_tokens)) // now.block_size)
-        fits.append(bool(np.all(needed <= np.asarray(of_layer))))
-        if now.shared_pages:
-            fits[-1] &= bool(np.all(needed.sum(axis=-1) <= now.shared_by_row(layer)))
+        needed.append(-(-(held + more(layer, fed_tokens)) // now.block_size))
+        fits.append(bool(np.all(needed[-1] <= np.asarray(of_layer))))
+    n = now.pool_layers
     if now.shared_pages:  # which layers have room depends on how their heads divide it: one answer for all of them
-        fits = [all(fits)] * len(fits)
+        pools = range(len(now.shared_pages))
+        pages = [np.sum(needed[i * n : (i + 1) * n], axis=(0, -1)) for i in pools]
+        fits = [all(fits) and all(bool(np.all(pages[i] <= now.shared_by_row(i))) for i in pools)] * len(fits)
     added = [0 if fit else -(-more(layer, headroom) // now.block_size) for layer, fit in enumerate(fits)]
     return dataclasses.replace(
         fresh,
@@ -410,8 +411,8 @@ def _layout_after(lm: LM, context: Context, rows: int, prompt_tokens: int, fed_t
             for of_layer, extra in zip(now.kept_pages, added, strict=True)
         ),
         shared_pages=tuple(
-            (together, of_head + int(np.max(extra)))
-            for (together, of_head), extra in zip(now.shared_pages, added[: len(now.shared_pages)], strict=True)
+            (together, of_head + int(np.max(np.stack(added[i * n : (i + 1) * n]))))
+            for i, (together, of_head) in enumerate(now.shared_pages)
         ),
     )
 

@@ -16,6 +16,7 @@ from jaxtyping import Int32
 
 from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.mesh import HeadShards, Orders, balanced_orders, mesh_name, whole_mesh
+from tca_jax.engine.prompts import TokenizerWording
 from tca_jax.errors import UserError, UserTypeError, require_type
 from tca_jax.methods.base import CachePolicy, Method
 from tca_jax.methods.full import BASELINE
@@ -209,7 +210,9 @@ class LM:
         elif options:
             raise UserTypeError(f"options {sorted(options)} go with a method's name; {method.name!r} is made already")
         method.validate_for(self.config.num_layers, self.config.num_kv_heads)
-        method = method.for_model(self.config.num_layers, fixed_frequencies(self.config.head_dim, self.config.rope))
+        frequencies = fixed_frequencies(self.config.head_dim, self.config.rope)
+        wording = None if self.tokenizer is None else TokenizerWording(self)
+        method = method.for_model(self.config.num_layers, frequencies, wording)
         return self._deal_heads(method.cache)._with(method=method)
 
     def _deal_heads(self, policy: CachePolicy) -> LM:

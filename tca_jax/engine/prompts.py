@@ -348,6 +348,24 @@ class DocumentTemplate:
         return (self.before_next if follows_answer else self.before_question) + text + self.after_question
 
 
+@dataclasses.dataclass(frozen=True)
+class TokenizerWording:
+    """How a model is asked for something, in the ids of its tokenizer: a `methods.repetition.Wording`."""
+
+    lm: Encoder
+
+    def ids(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text of the user's."""
+        return tuple(encode_verbatim(self.lm, text, "text"))
+
+    def before_answer(self) -> tuple[int, ...]:
+        """What the chat template puts between the user's text and an answer; a line break without a template."""
+        if not getattr(self.lm.tokenizer, "chat_template", None):
+            return self.ids("\n")
+        rendered = render_chat(self.lm, [{"role": "user", "content": _QUESTION}], "chat")
+        return self.ids(_split(self.lm, rendered, _QUESTION)[1])
+
+
 def _split(lm: Encoder, text: str, *marks: str) -> list[str]:
     """The parts of a text between marks that come once each, in this order."""
     parts = []

@@ -59,6 +59,10 @@ def read_prompts(
         keep_hidden: Whether `Read.hidden` is wanted.
         backend: Kernel backend.
     """
+    if layout is not None and layout.has_ranked_blocks and lm.method.cache.repetition is not None:
+        from tca_jax.engine.repeat import read_and_repeat  # few methods need it
+
+        return read_and_repeat(lm, tokens, lengths, layout, keep_hidden=keep_hidden, backend=backend)
     last_layer = lm.config.num_layers - 1
     tail = None if keep_hidden else tail_queries(lm.method, last_layer)
     cache = None if layout is None else layout.empty(lm.config.head_dim, lm.cache_dtype, layout.window_start(lengths))

@@ -12,7 +12,7 @@ import abc
 import dataclasses
 import numbers
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,9 @@ from tca_jax.methods.regions import Regions, Selected, Selection
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import Pages
 from tca_jax.pallas_kernels.numerics import cdiv
+
+if TYPE_CHECKING:
+    from tca_jax.methods.repetition import Repetition, Wording
 
 #: One number for every KV head, or one for all of them.
 PerHead = int | tuple[int, ...]
@@ -62,6 +65,15 @@ class Heads:
     def of_model(self) -> int:
         """KV heads of the whole model."""
         return sum(map(len, self.of_devices))
+
+    @classmethod
+    def of_layers(cls, layers: Sequence[Heads]) -> Heads:
+        """The heads of several layers as if they were those of one, layer after layer; of as many heads each."""
+        shift, first = layers[0].of_model, layers[0]
+        numbers = [np.int32(i * shift) + heads.numbers for i, heads in enumerate(layers)]
+        together = np.concatenate if all(isinstance(each, np.ndarray) for each in numbers) else jnp.concatenate
+        of_devices = [i * shift + np.asarray(heads.of_devices) for i, heads in enumerate(layers)]
+        return cls(together(numbers), tuple(map(tuple, np.concatenate(of_devices, axis=1).tolist())), first.axis)
 
     def of(self, values: Shaped[np.ndarray, "H ..."]) -> Shaped[Array | np.ndarray, "Hkv ..."]:
         """Of something for each of the model's KV heads, that of these."""
@@ -114,11 +126,17 @@ class CachePolicy(abc.ABC):
             below).
         window: Least number of local tokens, w, a positive multiple of b; `UNBOUNDED` for all of them.
         num_queries: Prompt queries, counted from the last, that `select` looks at; None for all of them.
+        layers_share: Whether all layers share one budget, the sum of their `shared_capacity`; for policies with a
+            `repetition`, which know all layers before anything is kept.
+        repetition: How a prompt is repeated to the model once it was read; then `select_repeated` is called instead of
+            `select`. None for most policies.
     """
 
     block_size: int
     window: int
     num_queries: int | None = 1
+    layers_share: bool = False
+    repetition: Repetition | None = None
 
     @abc.abstractmethod
     def capacities(self, layer: int, prompt_tokens: int) -> PerHead:
@@ -181,6 +199,22 @@ class CachePolicy(abc.ABC):
             backend: Kernel backend, to be handed on.
         """
 
+    def select_repeated(
+        self, heads: Sequence[Heads], scores: Float32[Array, "layers B Hkv L"], lengths: Int[Array, " B"]
+    ) -> list[Selection]:
+        """As `select`, of all layers at once, by the attention of a prompt's `repetition`.
+
+        Args:
+            heads: The KV heads of each layer that `scores` has.
+            scores: Attention that each of a prompt's tokens got, `Repetition.attention`; 2 for the first `sinks`
+                tokens, 0 for those that were not asked for.
+            lengths: Prompt lengths `[B]`, traced.
+
+        Raises:
+            NotImplementedError: the policy has no `repetition`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} selects by no repetition")
+
     def evict(
         self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
     ) -> Selection:
@@ -229,6 +263,10 @@ class CachePolicy(abc.ABC):
 
     def for_layers(self, num_layers: int) -> CachePolicy:
         """The policy for a model of so many layers."""
+        return self
+
+    def for_wording(self, wording: Wording | None) -> CachePolicy:
+        """The policy for a model that is asked in such words; None where the model has no tokenizer."""
         return self
 
     def num_ranked_blocks(self, tokens: Tokens) -> Tokens:
@@ -333,10 +371,19 @@ class Method:
         self.prefill.validate_for(num_layers, num_kv_heads)
         self.cache.validate_for(num_layers, num_kv_heads)
 
-    def for_model(self, num_layers: int, frequencies: Frequencies | None) -> Method:
-        """The method for a model of so many layers and such a RoPE; see `CachePolicy`."""
+    def for_model(self, num_layers: int, frequencies: Frequencies | None, wording: Wording | None = None) -> Method:
+        """The method for a model; see the methods of `CachePolicy` of these names.
+
+        Args:
+            num_layers: Its layers.
+            frequencies: Of its RoPE; None where they change with the length.
+            wording: How it is asked for something; None where it has no tokenizer.
+
+        Raises:
+            ValueError: the method does not work with such a model.
+        """
         prefill = self.prefill.for_layers(num_layers).for_rope(frequencies)
-        cache = self.cache.for_layers(num_layers).for_rope(frequencies)
+        cache = self.cache.for_layers(num_layers).for_rope(frequencies).for_wording(wording)
         other = dataclasses.replace(self, prefill=prefill, cache=cache)
         return self if other == self else other
 

@@ -105,21 +105,32 @@ class PromptCompression(CachePolicy):
     ) -> Selection:
         """As `select`, but `counts` says how many tokens a head keeps, from scores and this policy's number."""
         with jax.named_scope("token_scores"):
-            scores = self.scores(heads, q, k, v, lengths, backend)
-        # Devices differ in whether such numbers are 0 when they are compared.
-        scores = jnp.where(scores < jnp.finfo(jnp.float32).tiny, 0, scores)
-        blocks, b = k.shape[1] // self.block_size, self.block_size
-        ranked = self.num_ranked_blocks(lengths)
-        mean = jnp.asarray(self.num_kept(layer, self.num_ranked_blocks(k.shape[1])), jnp.int32)[ranked]
+            scores = without_subnormals(self.scores(heads, q, k, v, lengths, backend))
+        return self.selection(scores, counts(scores, self.mean_of_heads(layer, lengths, k.shape[1])), lengths)
+
+    def mean_of_heads(self, layer: int, lengths: Int[Array, " B"], prompt_tokens: int) -> Int32[Array, " B"]:
+        """Tokens that a head of the layer keeps of each prompt; `prompt_tokens` is the longest, static."""
+        by_blocks = jnp.asarray(self.num_kept(layer, self.num_ranked_blocks(prompt_tokens)), jnp.int32)
+        return by_blocks[self.num_ranked_blocks(lengths)]
+
+    def selection(
+        self, scores: Float32[Array, "B Hkv L"], counts: Int[Array, "B Hkv"], lengths: Int[Array, " B"]
+    ) -> Selection:
+        """The `counts` highest scores of each head among the ranked tokens."""
+        blocks, b = scores.shape[-1] // self.block_size, self.block_size
         with jax.named_scope("top_tokens"):
-            kept = top_tokens(scores, ranked * b, counts(scores, mean))[..., : blocks * b]
-        budgets = kept.reshape(*kept.shape[:2], blocks, b).sum(axis=-1, dtype=jnp.int32)
-        return Selection(scores, budgets)
+            kept = top_tokens(scores, self.num_ranked_blocks(lengths) * b, counts)[..., : blocks * b]
+        return Selection(scores, kept.reshape(*kept.shape[:2], blocks, b).sum(axis=-1, dtype=jnp.int32))
 
     def evict(
         self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
     ) -> Selection:
         return Selection.of_block(attention, attention.shape[-1])
+
+
+def without_subnormals(scores: Float32[Array, "*s"]) -> Float32[Array, "*s"]:
+    """Scores with 0 for subnormal ones: devices differ in whether these are 0 when they are compared."""
+    return jnp.where(scores < jnp.finfo(jnp.float32).tiny, 0, scores)
 
 
 def top_tokens(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +41,8 @@ class DuoAttentionCache(CachePolicy):
 
     retrieval: tuple[tuple[bool, ...], ...]
     streaming: StreamingCache
+    #: The option that says which heads these are.
+    option: ClassVar[str] = "gates"
 
     @property
     def block_size(self) -> int:  # type: ignore[override]
@@ -75,7 +78,7 @@ class DuoAttentionCache(CachePolicy):
         shape = len(self.retrieval), len(self.retrieval[0])
         if shape != (num_layers, num_kv_heads):
             raise UserError(
-                f"gates has {shape[0]} layers of {shape[1]} KV heads: must be {num_layers} of {num_kv_heads}"
+                f"{self.option} has {shape[0]} layers of {shape[1]} KV heads: must be {num_layers} of {num_kv_heads}"
             )
 
     def _by_head(self, layer: int, everything: int, little: int) -> PerHead:
@@ -114,12 +117,16 @@ def duoattention(
     check_number("share", share, above=0, at_most=1)
     check_flag("dense_prefill", dense_prefill)
     table = np.clip(numbers_by_head("gates", gates, "[layers, H_kv]", np.isfinite, "must be finite"), 0, 1)
-    highest = np.argsort(-table, axis=None, kind="stable")[: round(share * table.size)]
-    retrieval = np.zeros(table.size, bool)
-    retrieval[highest] = True
-    by_layer = tuple(map(tuple, retrieval.reshape(table.shape).tolist()))
-    cache = DuoAttentionCache(by_layer, StreamingCache(sinks, window, block_size))
+    cache = DuoAttentionCache(highest_heads(table, share), StreamingCache(sinks, window, block_size))
     return Method("duoattention", FullPrefill() if dense_prefill else SparsePrefill(cache), cache)
+
+
+def highest_heads(table: Float64[np.ndarray, "layers Hkv"], share: float) -> tuple[tuple[bool, ...], ...]:
+    """Whether each KV head is one of the share of the highest numbers, rounded; ties go to the lower layer and head."""
+    highest = np.argsort(-table, axis=None, kind="stable")[: round(share * table.size)]
+    marked = np.zeros(table.size, bool)
+    marked[highest] = True
+    return tuple(map(tuple, marked.reshape(table.shape).tolist()))
 
 
 def load_gates(path: str | os.PathLike[str]) -> Float64[np.ndarray, "layers Hkv"]:

@@ -41,6 +41,8 @@ _OF_THE_LIBRARY = (
     "full",
     "h2o",
     "keydiff",
+    "kvzip",
+    "kvzip-heads",
     "minference",
     "pyramidkv",
     "quest",

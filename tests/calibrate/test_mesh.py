@@ -15,7 +15,7 @@ from sharp_lm import pairs_of
 from tiny import CONFIG, TCA, random_prompt
 
 import tca_jax
-from tca_jax.calibration import layer_preferences, search_patterns
+from tca_jax.calibration import layer_preferences, repetition_scores, search_patterns
 from tca_jax.calibration.probe_losses import ReadText
 from tca_jax.calibration.probes import FOLLOWING, ProbedText, Segment
 from tca_jax.calibration.text_losses import TextLosses
@@ -107,6 +107,11 @@ def test_a_profile_of_one_device_runs_on_a_mesh():
 
 def test_preferences_are_those_of_one_device():
     one, many = (layer_preferences(lm, TEXT, observation=8) for lm in (lm_of(), on_mesh((1, 2))))
+    np.testing.assert_allclose(many, one, atol=1e-5)
+
+
+def test_scores_of_heads_are_those_of_one_device():
+    one, many = (repetition_scores(lm, TEXT, chunk=40) for lm in (lm_of(), on_mesh((1, 2))))
     np.testing.assert_allclose(many, one, atol=1e-5)
 
 

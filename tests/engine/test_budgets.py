@@ -16,6 +16,8 @@ MEMBERS = {
     "cake": {"preferences": [1, 2]},
     "duoattention": {"gates": GATES, "sinks": 4},
     "expected-attention": {},
+    "kvzip": {},
+    "kvzip-heads": {"head_scores": GATES},
     "pyramidkv": {},
     "random": SMALL,
     "streaming": {},
@@ -40,7 +42,7 @@ def test_a_cache_takes_the_asked_share_at_most_and_nearly(name, new_tokens):
     model = with_bytes(lm, name, 0.55, 16384, new_tokens, **MEMBERS[name])
     taken = share_of(model, 16384, new_tokens, rows=1)
     assert max(taken, share_of(model, 16384, new_tokens, rows=8)) <= 0.55
-    knob_steps = {"duoattention": 0.25, "uniform": 0.2}  # whole heads; whole candidates
+    knob_steps = {"duoattention": 0.25, "kvzip-heads": 0.25, "uniform": 0.2}  # whole heads; whole candidates
     assert taken > 0.55 - knob_steps.get(name, 0.02)
     assert model.method.name == name
 

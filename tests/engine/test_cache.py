@@ -68,6 +68,24 @@ def test_no_page_is_named_twice_and_all_of_the_pool_is_named(batch):
     assert np.all(np.diff(layout.kept_pages[0][0]) > 0)  # sparse, denser, dense
 
 
+def test_layers_that_share_pages_have_what_they_hold_whichever_holds_most():
+    policy = methods.get("kvzip", share=0.3, block_size=8, window=16).cache
+    layout, fed = CacheLayout.plan(policy, 3, 2, 2, 1200, 40), 5
+    (most,) = {policy.shared_capacity(layer, 1200, 2) for layer in range(3)}
+    ranked = policy.num_ranked_blocks(1200) * 8
+    assert layout.shared_pages[1:] == ()
+    assert most < ranked
+    rows = [[[most // 2, 0], [7, most - 7], [0, most + most // 2]], [[ranked, 3 * most - ranked], [0, 0], [0, 0]]]
+    held = [jnp.array(of_layer) for of_layer in np.swapaxes(rows, 0, 1)]
+    tables = [np.asarray(table) for table in layout.tables(held=held)]
+    named = np.concatenate([table[table < layout.num_pages] for table in tables])
+    windows = 3 * 2 * 2 * (layout.window_columns - layout.num_window_pages)  # entries that serve a page again
+    assert len(np.unique(named)) == len(named) - windows
+    for layer, table in enumerate(tables):
+        pages = (table[..., : layout.kept_columns[layer]] < layout.num_pages).sum(axis=-1)
+        assert (pages >= np.minimum(-(-np.asarray(held[layer]) // 8) + fed, layout.kept_columns[layer])).all()
+
+
 def test_heads_that_share_pages_have_what_they_hold_and_pages_of_their_own():
     share = {"share": 0.3, "block_size": 8, "window": 16, "observation": 8}
     adaptive, same = (methods.get(name, **share).cache for name in ("adakv", "snapkv"))

@@ -69,10 +69,11 @@ def test_a_context_goes_from_mesh_to_disk_to_other_meshes_and_one_device(tmp_pat
         assert ask(lm, loaded) == expected
 
 
-def test_a_context_whose_heads_share_pages_is_the_same_everywhere(tmp_path):
-    options = {"share": 0.3, "observation": 4, "block_size": 8, "window": 16}
+@pytest.mark.parametrize(("name", "own"), [("adakv", {"observation": 4}), ("kvzip", {"chunk": 32})])
+def test_a_context_whose_heads_share_pages_is_the_same_everywhere(tmp_path, name, own):
+    options = {"share": 0.3, "block_size": 8, "window": 16, **own}
     one, two, four = (
-        lm_of(None if shape is None else mesh_of(shape)).with_method("adakv", **options)
+        lm_of(None if shape is None else mesh_of(shape)).with_method(name, **options)
         for shape in (None, (1, 2), (2, 2))
     )
     expected = ask(one, tca_jax.prefill(one, DOCUMENTS))

@@ -60,6 +60,7 @@ OF_THE_MESH = pytest.mark.skipif(
     ("backend", "method", "call"),
     [
         pytest.param("triton", "tca", "__gpu$xla.gpu.triton", marks=OF_THE_MESH),
+        pytest.param("triton", "kvzip", "__gpu$xla.gpu.triton", marks=OF_THE_MESH),
         ("mosaic", "tca", "mosaic_gpu"),
         ("cudnn", "full", "__cudnn"),
     ],
@@ -69,8 +70,8 @@ def test_a_prefill_over_a_mesh_lowers_for_gpus(backend, method, call, monkeypatc
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
     jax.clear_caches()  # a trace knows the backends that were there
     lm = lm_of(mesh_of((2, 4)), head_dim=128, dtype=jnp.bfloat16)
-    if method == "tca":
-        lm = lm.with_method("tca", candidates=ROWS, config=tca_jax.TCAConfig(window=128))
+    options = {"tca": {"candidates": ROWS, "config": tca_jax.TCAConfig(window=128)}}
+    lm = lm.with_method(method, **options.get(method, {}))
     args = lm, jnp.ones((2, 1024), jnp.int32), jnp.array([1024, 700])
     program = jax.jit(contexts._read._function, static_argnames=("layout", "backend"))
     static = {"layout": lm.cache_layout(1, 1024), "backend": (backend, "auto")}

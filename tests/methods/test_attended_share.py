@@ -54,6 +54,8 @@ CASES = {
     "adakv-expected-attention": ("adakv-expected-attention", lambda heads: {"future": 16, **GEOMETRY}, True),
     "h2o": ("h2o", lambda heads: {"share": 0.3, **GEOMETRY}, True),
     "keydiff": ("keydiff", lambda heads: {"share": 0.3, **GEOMETRY}, True),
+    "kvzip": ("kvzip", lambda heads: {"chunk": 32, **GEOMETRY}, True),
+    "kvzip-heads": ("kvzip-heads", lambda heads: {"head_scores": [[0.9, 0.1]], "sinks": 3, **GEOMETRY}, True),
     "pyramidkv": ("pyramidkv", lambda heads: {"share": 0.3, "observation": 4, **GEOMETRY}, True),
     "quest": ("quest", lambda heads: {"budget": 64, **GEOMETRY}, True),
     "tova": ("tova", lambda heads: {"share": 0.3, **GEOMETRY}, True),

@@ -29,6 +29,8 @@ OPTIONS = {
     "full": {},
     "h2o": {"share": 0.3, **GEOMETRY},
     "keydiff": {"share": 0.3, **GEOMETRY},
+    "kvzip": {"share": 0.3, "chunk": 32, **GEOMETRY},
+    "kvzip-heads": {"head_scores": GATES, "sinks": 3, **GEOMETRY},
     "minference": {**BLOCKS, "patterns": PATTERNS, "blocks": 2},
     "pyramidkv": {"share": 0.3, "observation": 4, **GEOMETRY},
     "quest": {"budget": 32, "dense_layers": 1, **GEOMETRY},
@@ -46,6 +48,10 @@ OPTIONS = {
     "minference+tca": {
         "minference": {**BLOCKS, "patterns": PATTERNS, "blocks": 2},
         "tca": {"candidates": ROWS, "config": TCA},
+    },
+    "duoattention+kvzip": {
+        "duoattention": {"gates": GATES, "sinks": 3, **GEOMETRY},
+        "kvzip": {"level": "layer", "chunk": 32, **GEOMETRY},
     },
     "duoattention+snapkv": {
         "duoattention": {"gates": GATES, "sinks": 3, **GEOMETRY},
@@ -78,6 +84,18 @@ def test_random_densities_are_drawn_by_the_number_of_a_head():
 def test_kept_tokens_are_told_in_the_models_own_order():
     one, many = with_tca(lm_of()), with_tca(lm_of(mesh_of((1, 2))))
     np.testing.assert_array_equal(tca_jax.kept_tokens(many, PROMPTS[0]), tca_jax.kept_tokens(one, PROMPTS[0]))
+
+
+@pytest.mark.parametrize("level", ["pair", "layer"])
+def test_heads_that_were_moved_share_budgets_as_in_the_models_own_order(level):
+    options = {"level": level, "chunk": 32, **GEOMETRY}
+    one, many = (with_tca(lm).with_method("kvzip", **options) for lm in (lm_of(), lm_of(mesh_of((1, 2)))))
+    assert many.head_orders[0] != (0, 1, 2, 3)
+    kept = tca_jax.kept_tokens(one, PROMPTS[0])
+    np.testing.assert_array_equal(tca_jax.kept_tokens(many, PROMPTS[0]), kept)
+    assert len(set(kept.sum(axis=-1).ravel().tolist())) > 1
+    options = {"max_new_tokens": 8, "stop_token_ids": ()}
+    assert tca_jax.generate(many, PROMPTS, **options).tokens == tca_jax.generate(one, PROMPTS, **options).tokens
 
 
 def test_a_budget_is_found_for_a_model_on_a_mesh():

@@ -23,6 +23,7 @@ def registry(monkeypatch):
 
 def test_every_member_is_made_by_its_name_and_is_hashable():
     needed = {"tca": {"candidates": 3}, "cake": {"preferences": [1, 2]}, "duoattention": {"gates": [[1, 0], [0, 1]]}}
+    needed |= {"kvzip-heads": {"head_scores": [[1, 0], [0, 1]]}}
     for name in methods.names():
         method = methods.get(name, **needed.get(name, {}))
         assert method.name == name

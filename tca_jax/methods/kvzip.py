@@ -1,0 +1,134 @@
+"""KVzip (arXiv 2505.23416): the cache keeps what the model attends to while it repeats the prompt; for any question.
+
+A prompt is read in full. Then a request to repeat it and a chunk of the prompt itself are fed behind it, chunk after
+chunk, and forgotten. A token's score is the most attention that it gets while its chunk is repeated (the paper's
+Algorithm 1). The highest scores of all layers and KV heads together stay. Follows the authors' code (snu-mllab/KVzip at
+5d84729: the request's words, which the paper shortens, chunks, softmax, `level` "pair" and "uniform", 0.3 of the
+pairs); `sinks` and "layer" are those of NVIDIA/kvpress at 8bb29b9 (`KVzipPress`). What differs:
+
+- The window. The code may drop every token of the prompt; here the last ones, at least `window`, stay and are not
+  ranked.
+- The system prompt. The code keeps it beside the budget, and in every softmax. What it is in token ids is not known
+  here: the first `sinks` tokens take its part, as in kvpress, and count in the budget. Set `sinks` to its length to
+  have it kept whole; until then it competes with the document.
+- Prompts with a question. The code repeats the document and asks afterwards. A context (`tca_jax.prefill`) does so;
+  `generate` repeats all of its prompt, the question included.
+- Counts. `share` of the ranked tokens is rounded per head, and all of them are kept; the code drops all pairs at the
+  threshold, one at least.
+- Precision. Probabilities are float32; the code's are of the model's dtype, in which many tie.
+- The answer's header is the chat template's own; for Qwen3 the code adds an empty thinking part. Without a template it
+  is a line break, as in kvpress.
+
+Without a tokenizer there is no request: chunks follow the prompt directly. All of the prompt's keys and values are held
+until the repetition ends, as in the paper. It has twice the attention of reading and as much of everything else; it is
+attention to pages, 128 queries at a time, which takes longer than a prompt's own. Chunks have positions behind the
+prompt, as in the code; where it fills the model's positions they pass them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int
+
+from tca_jax.errors import UserError, check_integer
+from tca_jax.methods.adakv import divided
+from tca_jax.methods.base import Heads, Method
+from tca_jax.methods.compression import PromptCompression, without_subnormals
+from tca_jax.methods.full import FullPrefill
+from tca_jax.methods.regions import Selection
+from tca_jax.methods.repetition import CARRIED, Repetition, Wording
+from tca_jax.pallas_kernels.backends import Backend
+
+#: What shares a budget: all layers and KV heads; the heads of each layer; nothing, each head having its own.
+LEVELS = ("pair", "layer", "uniform")
+OPENING = "\n\nRepeat the previous context exactly."
+CONTINUING = "\n\nRepeat the part of the previous context exactly, starting with "
+
+
+@dataclasses.dataclass(frozen=True)
+class KVzipCache(PromptCompression):
+    """The window and the tokens that get most attention while the prompt is repeated.
+
+    Attributes:
+        level: One of `LEVELS`.
+        repetition: How the prompt is repeated.
+    """
+
+    level: str
+    repetition: Repetition
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.level not in LEVELS:
+            raise UserError(f"level = {self.level!r}: must be one of {list(LEVELS)}")
+
+    @property
+    def layers_share(self) -> bool:  # type: ignore[override]
+        return self.level == "pair"
+
+    def for_wording(self, wording: Wording | None) -> KVzipCache:
+        return dataclasses.replace(self, repetition=self.repetition.worded(OPENING, CONTINUING, wording))
+
+    def capacities(self, layer: int, prompt_tokens: int) -> int:
+        if self.level == "uniform":
+            return super().capacities(layer, prompt_tokens)
+        return self.num_ranked_blocks(prompt_tokens) * self.block_size
+
+    def shared_capacity(self, layer: int, prompt_tokens: int, num_kv_heads: int) -> int | None:
+        return None if self.level == "uniform" else num_kv_heads * super().capacities(layer, prompt_tokens)
+
+    def scores(
+        self, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
+    ) -> Float32[Array, "B Hkv L"]:
+        raise UserError("kvzip scores a prompt by what a model attends to while it repeats it: use lm.with_method")
+
+    def select_repeated(
+        self, heads: Sequence[Heads], scores: Float32[Array, "layers B Hkv L"], lengths: Int[Array, " B"]
+    ) -> list[Selection]:
+        layers, batch, kv_heads, length = scores.shape
+        together = layers if self.layers_share else 1
+        mean = self.mean_of_heads(0, lengths, length)  # of all layers
+        ranked_tokens = self.num_ranked_blocks(lengths) * self.block_size
+        scores = without_subnormals(scores)
+
+        def counts(first: int) -> Int[Array, "layers B Hkv"]:
+            """Tokens that heads keep, of the layers that share a budget from the first on."""
+            if self.level == "uniform":
+                return jnp.broadcast_to(mean[:, None], (1, batch, kv_heads))
+            joint = Heads.of_layers(heads[first : first + together])
+            flat = jnp.moveaxis(scores[first : first + together], 0, 1).reshape(batch, -1, length)
+            found = divided(flat, ranked_tokens, mean * joint.of_model, joint, jnp.zeros_like(mean))
+            return jnp.moveaxis(found.reshape(batch, together, kv_heads), 1, 0)
+
+        of_layers = [of_layer for first in range(0, layers, together) for of_layer in counts(first)]
+        return [self.selection(*each, lengths) for each in zip(scores, of_layers, strict=True)]
+
+
+def kvzip(
+    share: float = 0.3,
+    level: str = "pair",
+    chunk: int = 2000,
+    sinks: int = 4,
+    window: int = 128,
+    block_size: int = 128,
+) -> Method:
+    """Full attention for the prompt's queries, KVzip's selection in the cache.
+
+    Args:
+        share: Kept share of the tokens left of the window, the mean over layers and KV heads, in (0, 1]; the code's
+            `ratio`.
+        level: What shares a budget: "pair", all layers and heads; "layer", the heads of a layer; "uniform", nothing.
+        chunk: Tokens that are repeated at a time, at least 8.
+        sinks: Tokens at the start of the sequence that are kept first and repeated in no chunk.
+        window: Least number of local tokens, a multiple of `block_size`.
+        block_size: Tokens in a block, a power of two.
+
+    Raises:
+        ValueError: an option is not allowed.
+    """
+    check_integer("chunk", chunk, at_least=CARRIED)
+    check_integer("sinks", sinks, at_least=0)
+    return Method("kvzip", FullPrefill(), KVzipCache(None, share, window, block_size, level, Repetition(chunk, sinks)))

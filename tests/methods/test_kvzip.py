@@ -1,0 +1,259 @@
+"""KVzip against a NumPy transcription of its rule: scores, selections, answers, contexts; and its form by heads."""
+
+import functools
+
+import compressing
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import unchecked
+from tiny import CONFIG, masked_greedy, random_prompt, tiny_lm, write_checkpoint
+
+import tca_jax
+from tca_jax import methods
+from tca_jax.calibration import repetition_scores
+from tca_jax.engine.repeat import attention_to_prompts, read_everything
+from tca_jax.engine.score import score_answers
+from tca_jax.methods.base import Heads
+from tca_jax.methods.kvzip import CONTINUING, OPENING
+from tca_jax.methods.repetition import Repetition
+from tca_jax.pallas_kernels.select_tokens import selection_mask
+
+B, W = 8, 16
+GEOMETRY = {"block_size": B, "window": W}
+OPTIONS = {"chunk": 24, "sinks": 3, **GEOMETRY}
+ANSWER = {"max_new_tokens": 20, "stop_token_ids": ()}
+PASSAGE = random_prompt(5, 13)
+#: A random prompt, one that repeats itself, and one without a ranked block.
+PROMPTS = [random_prompt(0, 90), [*PASSAGE, *random_prompt(6, 20), *PASSAGE, *[7] * 15], random_prompt(1, 19)]
+TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory):
+    return tca_jax.load(write_checkpoint(tmp_path_factory.mktemp("worded"), chat_template=TEMPLATE))
+
+
+def ids_of(lm, text):
+    return tuple(lm.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@pytest.fixture(scope="module")
+def words(lm):
+    return {"opening": ids_of(lm, OPENING), "continuing": ids_of(lm, CONTINUING), "answer": ids_of(lm, "]A:")}
+
+
+@pytest.fixture(scope="module")
+def scores(lm, words):
+    return [compressing.kvzip_scores(lm, prompt, 24, 3, **words) for prompt in PROMPTS]
+
+
+def ranked_tokens(length):
+    return max(0, length // B - W // B) * B
+
+
+def kept_of(scores, level="pair", share=0.3):
+    """Whether each token of a prompt is held when decoding starts."""
+    ranked = ranked_tokens(scores.shape[-1])
+    kept = np.ones(scores.shape, bool)
+    kept[..., :ranked] = compressing.kvzip_kept(scores[..., :ranked], share, level)
+    return kept
+
+
+def decoded(lm, prompt, kept, new_tokens, appended=()):
+    """Greedy answer: the prompt reads everything, and what follows sees what is held and each other."""
+    length = len(prompt)
+
+    def visible(layer, head, position):
+        held = set(np.flatnonzero(kept[layer, head]).tolist())
+        return held | set(range(length, position + 1))
+
+    def visible_in_prompt(layer, head, position):
+        return set(range(position + 1)) if position < length else visible(layer, head, position)
+
+    whole = [*prompt, *appended]
+    return masked_greedy(lm, whole, new_tokens, visible, visible_in_prompt=visible_in_prompt)
+
+
+def test_the_models_tokenizer_words_the_request(lm, words):
+    model = lm.with_method("kvzip", **OPTIONS)
+    assert model.method.cache.repetition == Repetition(24, 3, **words)
+    bare = tiny_lm().with_method(model.method)  # of another model, which has no tokenizer
+    assert bare.method.cache.repetition == Repetition(24, 3)
+
+
+def test_without_a_chat_template_a_line_break_is_before_the_answer(tmp_path):
+    plain = tca_jax.load(write_checkpoint(tmp_path, chat_template=None))
+    assert plain.with_method("kvzip").method.cache.repetition.answer == ids_of(plain, "\n") != ()
+
+
+def test_scores_are_the_attention_of_the_repeated_chunks(lm, scores):
+    model = lm.with_method("kvzip", **OPTIONS)
+    repetition, lengths = model.method.cache.repetition, np.array([len(p) for p in PROMPTS])
+    tokens = np.zeros((3, 96), np.int32)
+    for row, prompt in enumerate(PROMPTS):
+        tokens[row, : len(prompt)] = prompt
+
+    @jax.jit
+    def run(tokens, lengths, wanted):
+        _, held = read_everything(model, tokens, lengths)
+        return attention_to_prompts(model, repetition, held, tokens, lengths, wanted, 96)
+
+    found = np.asarray(run(tokens, lengths, lengths))
+    for row, (expected, length) in enumerate(zip(scores, lengths, strict=True)):
+        np.testing.assert_allclose(found[:, row, :, :length], expected, rtol=5e-3, atol=2e-5)
+        assert not found[:, row, :, length:].any()
+        assert expected[..., 3:].max() > 2 * np.median(expected[..., 3:])
+    few = np.asarray(run(tokens, lengths, jnp.array([30, 0, 3])))  # two chunks of the first row, none of the others
+    np.testing.assert_array_equal(few[:, 0, :, :51], found[:, 0, :, :51])
+    assert not few[:, 0, :, 51:].any()
+    assert not few[:, 1:, :, 3:].any()
+
+
+def test_requests_without_words_are_the_end_of_the_chunk_before():
+    lm = tiny_lm()
+    model = lm.with_method("kvzip", **OPTIONS)
+    expected = compressing.kvzip_scores(lm, PROMPTS[0], 24, 3)
+    np.testing.assert_array_equal(tca_jax.kept_tokens(model, PROMPTS[0]), kept_of(expected))
+
+
+@pytest.mark.parametrize("level", ["pair", "layer", "uniform"])
+def test_selections_are_the_highest_of_all_that_share_a_budget(level):
+    """Random scores, scores of few values, all alike, and all zero but a few, in ragged rows."""
+    rng, shape = np.random.default_rng(0), (3, 2, 72)
+    tables = [rng.random(shape), rng.integers(0, 4, shape) / 4, np.full(shape, 0.25)]
+    tables += [np.zeros(shape), rng.random(shape)]
+    tables[3][1, 0, [5, 40]] = 1e-3
+    tables[4] **= np.array([1.0, 9.0, 40.0])[:, None, None]  # nearly nothing of the last layer
+    lengths = (72, 67, 72, 72, 41)
+    scores, heads = jnp.asarray(np.stack(tables, axis=1), jnp.float32), [Heads.all(2)] * 3
+    for share in (0.3, 0.71, 1.0):
+        policy = methods.get("kvzip", share=share, level=level, **GEOMETRY).cache
+        select = jax.jit(functools.partial(policy.select_repeated, heads))
+        selections = select(scores, np.array(lengths))
+        marks = np.stack([selection_mask(*each[:2], block_size=B) for each in selections])
+        for row, length in enumerate(lengths):
+            ranked = ranked_tokens(length)
+            expected = compressing.kvzip_kept(np.asarray(scores)[:, row, :, :ranked], share, level)
+            np.testing.assert_array_equal(marks[:, row, :, :ranked], expected)
+            assert not marks[:, row, :, ranked:].any()
+
+
+@pytest.mark.parametrize("level", ["pair", "layer", "uniform"])
+def test_answers_see_what_the_rule_keeps_in_ragged_batches_and_alone(lm, scores, level):
+    model = lm.with_method("kvzip", level=level, **OPTIONS)
+    out = tca_jax.generate(model, PROMPTS, **ANSWER)
+    kept = [kept_of(each, level) for each in scores]
+    assert out.tokens == [decoded(lm, prompt, each, 20) for prompt, each in zip(PROMPTS, kept, strict=True)]
+    assert out.stats.attended_share == 1
+    if level == "pair":
+        np.testing.assert_array_equal(tca_jax.kept_tokens(model, PROMPTS[1]), kept[1])
+        assert out.tokens == [tca_jax.generate(model, prompt, **ANSWER).tokens[0] for prompt in PROMPTS]
+        counts = [each.sum(axis=-1) for each in kept[:2]]
+        assert all(len(set(count.ravel().tolist())) > 1 for count in counts)
+        fed = [(len(p) + 19) for p in PROMPTS]
+        held = [each.mean(axis=(0, 1)).sum() + 19 for each in kept]
+        assert out.stats.kept_share == pytest.approx(np.mean([h / n for h, n in zip(held, fed, strict=True)]))
+
+
+@pytest.fixture(scope="module")
+def asked(lm, scores):
+    """A context of two documents, a question, and the answers to it."""
+    model, question = lm.with_method("kvzip", **OPTIONS), random_prompt(8, 11)
+    kept = [kept_of(each) for each in scores[:2]]
+    answers = [decoded(lm, prompt, k, 9, question) for prompt, k in zip(PROMPTS, kept, strict=False)]
+    return model, tca_jax.prefill(model, PROMPTS[:2]), question, answers
+
+
+SHORT = {"max_new_tokens": 9, "stop_token_ids": ()}
+
+
+def test_contexts_keep_what_the_document_says_and_all_that_is_appended(asked):
+    model, context, question, expected = asked
+    assert tca_jax.generate(model, [question] * 2, context=context, **SHORT).tokens == expected
+    longer = tca_jax.prefill(model, [question[:-1]] * 2, context=context)
+    assert tca_jax.generate(model, [question[-1:]] * 2, context=longer, **SHORT).tokens == expected
+
+
+@pytest.mark.slow
+def test_contexts_of_all_ages_are_saved_joined_and_go_on(asked, tmp_path):
+    model, context, question, expected = asked
+    context.save(tmp_path)
+    joined = tca_jax.Context.join([tca_jax.prefill(model, PROMPTS[1]), tca_jax.Context.load(tmp_path)])
+    answers = tca_jax.generate(model, [question] * 3, context=joined, **SHORT).tokens
+    assert answers == [expected[1], *expected]
+    grown = tca_jax.prefill(model, [question[:5]] * 3, context=joined)
+    grown = tca_jax.prefill(model, [question[5:-1]] * 3, context=grown)
+    assert tca_jax.generate(model, [question[-1:]] * 3, context=grown, **SHORT).tokens == answers
+
+
+def test_given_answers_and_samples_share_the_compressed_prompt(lm, scores):
+    model = lm.with_method("kvzip", **OPTIONS)
+    out = tca_jax.generate(model, PROMPTS[:2], num_samples=2, logprobs=True, max_new_tokens=9, stop_token_ids=())
+    expected = [decoded(lm, prompt, kept_of(each), 9) for prompt, each in zip(PROMPTS, scores[:2], strict=False)]
+    assert out.tokens == [row for row in expected for _ in range(2)]
+    found = score_answers(model, PROMPTS[:2], [[row] for row in expected])
+    np.testing.assert_allclose([row for (row,) in found.logprobs], out.logprobs[::2], atol=1e-4)
+    assert found.greedy == [[True], [True]]
+
+
+@pytest.mark.slow
+def test_other_prefills_eight_bits_and_a_share_of_one(lm):
+    everything = lm.with_method("kvzip", share=1.0, **OPTIONS)
+    assert tca_jax.generate(everything, PROMPTS, **ANSWER).tokens == tca_jax.generate(lm, PROMPTS, **ANSWER).tokens
+    sparse = lm.with_method("streaming+kvzip", streaming={"sinks": 3, **GEOMETRY}, kvzip={"share": 1.0, **OPTIONS})
+    read = lm.with_method("streaming+full", streaming={"sinks": 3, **GEOMETRY})
+    assert tca_jax.generate(sparse, PROMPTS, **ANSWER).tokens == tca_jax.generate(read, PROMPTS, **ANSWER).tokens
+    small, wide = (model.with_method("kvzip", **OPTIONS) for model in (tiny_lm(kv="fp8"), tiny_lm()))
+    np.testing.assert_array_equal(*(tca_jax.kept_tokens(model, PROMPTS[0]) for model in (small, wide)))
+    assert len(tca_jax.generate(small, PROMPTS, **ANSWER).tokens[0]) == 20
+
+
+def test_head_scores_are_the_most_of_any_token_and_of_all_texts(lm, scores):
+    found = repetition_scores(lm, PROMPTS[:2], chunk=24, sinks=3)
+    expected = np.max([each[..., 3:].max(axis=-1) for each in scores[:2]], axis=0)
+    np.testing.assert_allclose(found, expected, rtol=5e-3)
+    assert found.shape == (CONFIG.num_layers, CONFIG.num_kv_heads)
+
+
+def test_heads_keep_the_prompt_or_its_window_and_all_that_follows():
+    lm = tiny_lm()
+    model = lm.with_method("kvzip-heads", head_scores=[[0.2, 0.9], [0.7, 0.1]], share=0.5, sinks=3, **GEOMETRY)
+    out = tca_jax.generate(model, PROMPTS[0], max_new_tokens=30, stop_token_ids=())
+    kept = np.ones((2, 2, 90), bool)
+    for layer, head in ((0, 0), (1, 1)):
+        kept[layer, head, 3 : ranked_tokens(90)] = False
+    assert out.tokens == [decoded(lm, PROMPTS[0], kept, 30)]
+    np.testing.assert_array_equal(tca_jax.kept_tokens(model, PROMPTS[0]), kept)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: methods.get("kvzip", level="head"), r"level = 'head': must be one of \['pair', 'layer', 'uniform'\]"),
+        (lambda: methods.get("kvzip", chunk=7), r"chunk = 7: must be an integer of at least 8"),
+        (lambda: methods.get("kvzip", sinks=-1), r"sinks = -1: must be an integer of at least 0"),
+        (lambda: methods.get("kvzip", share=0), r"share = 0: must lie in \(0, 1\]"),
+        (lambda: methods.get("kvzip-heads", head_scores=[[np.inf]]), r"head_scores\[0, 0\] = inf: must be finite"),
+        (
+            lambda: tiny_lm().with_method("kvzip-heads", head_scores=[[1.0, 0.5]]),
+            r"head_scores has 1 layers of 2 KV heads: must be 2 of 2",
+        ),
+        (
+            lambda: unchecked(repetition_scores)(tiny_lm(), [[1, 2, 3]], sinks=3),
+            r"texts\[0\] has 3 tokens: must have more than sinks = 3",
+        ),
+    ],
+)
+def test_what_is_not_allowed_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_policy_asked_outside_of_a_model_says_what_it_needs():
+    policy, q = methods.get("kvzip", **GEOMETRY).cache, jnp.zeros((1, 64, 2, 16))
+    with pytest.raises(ValueError, match="kvzip scores a prompt by what a model attends to while it repeats it"):
+        policy.select(0, Heads.all(2), q[:, -1:], q, q, jnp.array([64]), "xla")
+    with pytest.raises(NotImplementedError, match="FullCache selects by no repetition"):
+        methods.get("full").cache.select_repeated([Heads.all(2)], jnp.zeros((1, 1, 2, 64)), jnp.array([64]))
