@@ -93,6 +93,7 @@ def measure_rate(plan: Plan, builder: Builder, built: Mapping[str, Built], job: 
         drawn = task.draw(dataclasses.replace(plan.drawing(lm, job.length), count=number))
         return drawn, time.perf_counter() - began
 
+    draw(1)  # reads the files
     _, of_one = draw(1)  # with the search for a haystack's size
     samples, of_all = draw(count)
     method = built[job.method]

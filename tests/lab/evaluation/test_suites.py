@@ -12,6 +12,7 @@ import commands
 import numpy as np
 import pytest
 from tiny import TCA, write_checkpoint
+from word_pieces import write_with_bytes, write_with_pieces
 
 from tca_jax import Profile
 from tca_jax.lab.evaluation import parse_methods, suite_run
@@ -360,9 +361,10 @@ def test_a_suite_goes_on_where_it_was_interrupted_and_ends_with_the_same_table(m
 
 
 @pytest.mark.slow
-def test_paper_runs_to_the_end(scorers):
+def test_paper_runs_to_the_end_on_a_model_of_word_pieces(work, scorers):
+    write_with_pieces(work / "pieces")
     args = ["--suite=paper", "--methods=full,streaming:window=128,sinks=8", "--lengths=1024", *SMALL, *OWN]
-    result = run("model", *args, "--out=paper")
+    result = run("pieces", *args, "--out=paper")
     assert result.exit_code == 0, result.output
     assert "| full | here | " in result.stdout
     assert "\n## LongBench-E, prefix\n" in result.stdout
@@ -373,12 +375,13 @@ def test_paper_runs_to_the_end(scorers):
 
 
 @pytest.mark.slow
-def test_the_leaderboard_runs_to_the_end_on_a_mesh(work):
-    write_samples(work / "data")
-    args = ["--suite=leaderboard", "--methods=full,tova:window=128", "--mesh=1x2", *SMALL, "--out=board"]
-    result = run("model", *args)
+@pytest.mark.parametrize("mesh", ["1x2", "2x1"])
+def test_the_leaderboard_runs_to_the_end_on_a_mesh(work, mesh):
+    write_samples(write_with_bytes(work / "bytes").parent / "data")
+    args = ["--suite=leaderboard", "--methods=full,tova:window=128", f"--mesh={mesh}", *SMALL, f"--out=board-{mesh}"]
+    result = run("bytes", *args)
     assert result.exit_code == 0, result.output
-    rows = [line for line in result.stdout.splitlines() if line.startswith("| ruler | 4096 | model | ")]
+    rows = [line for line in result.stdout.splitlines() if line.startswith("| ruler | 4096 | bytes | ")]
     assert len(rows) == 5
     assert all(line.endswith("| here |") and " | - | " not in line for line in rows)
     kept = [float(line.split("|")[-3].strip(" %")) for line in rows]
