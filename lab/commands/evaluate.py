@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,29 +24,60 @@ from tca_jax.cli.options import (
 from tca_jax.cli.progress import progress
 from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks.progress import counted
+from tca_jax.lab.commands.suites import asked_suite
 
 if TYPE_CHECKING:
     from tca_jax.calibration.profile import Profile
-    from tca_jax.lab.evaluation import Plan
+    from tca_jax.lab.evaluation import Plan, Sources
     from tca_jax.lab.evaluation.results import Job
     from tca_jax.loading import Checkpoint
 
 _LINE_SECONDS = 60.0  # between lines of progress in a log
 _CALIBRATION_TOKENS = 8192  # of a text that a method looks at beforehand
+#: Without --suite, of options that it fixes or has others for.
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "methods": "full,tca",
+        "tasks": "ruler",
+        "lengths": "4096",
+        "protocols": "prefix,preamble,late",
+        "samples": 20,
+        "out": Path("out/eval"),
+        "bytes_of": "call",
+    }
+)
 
 
 def evaluate(
     model: ModelArgument,
     methods: Annotated[
-        str,
-        typer.Option(help='Registered names, "paper", options behind a colon, pairs by "+".'),
-    ] = "full,tca",
-    tasks: Annotated[str, typer.Option(help="ruler, recall, longbench, loss, agreement, or single tasks.")] = "ruler",
-    lengths: Annotated[str, typer.Option(help="Tokens of a prompt with its answer.")] = "4096",
-    protocols: Annotated[str, typer.Option(help="Of tasks that ask questions.")] = "prefix,preamble,late",
-    samples: Annotated[int, typer.Option(help="Samples of each task and length.", min=1)] = 20,
+        str | None,
+        typer.Option(
+            help='Registered names, "paper", options behind a colon, pairs by "+".', show_default=DEFAULTS["methods"]
+        ),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="ruler, recall, longbench, loss, agreement, or single tasks.", show_default=DEFAULTS["tasks"]
+        ),
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Tokens of a prompt with its answer.", show_default=DEFAULTS["lengths"])
+    ] = None,
+    protocols: Annotated[
+        str | None,
+        typer.Option(help="Of tasks that ask questions; late-prefix too.", show_default=DEFAULTS["protocols"]),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(help="Samples of each task and length.", min=1, show_default=str(DEFAULTS["samples"])),
+    ] = None,
     seed: SeedOption = 0,
-    out: Annotated[Path, typer.Option(help="Folder of the results; a second run adds to it.")] = Path("out/eval"),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the results; a second run adds to it.", show_default=str(DEFAULTS["out"])),
+    ] = None,
     profile: Annotated[
         str | None, typer.Option(help="Profile folder; the paper's is FOLDER-paper.", show_default="the shipped one")
     ] = None,
@@ -58,13 +91,25 @@ def evaluate(
         typer.Option(help="Share of full attention's KV bytes that each method may hold.", show_default="its own"),
     ] = None,
     bytes_of: Annotated[
-        str, typer.Option(help="What --kv-share counts: call, with room for questions and answers, or prompt.")
-    ] = "call",
+        str | None,
+        typer.Option(
+            help="What --kv-share counts: call, with room for questions and answers, or prompt.",
+            show_default=DEFAULTS["bytes_of"],
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option(help="Most prompts in a call; fewer where memory is short.", min=1)] = 8,
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
     kv: KVOption = None,
     mesh: MeshOption = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(help="leaderboard, paper or late: fixed tasks, published figures beside.", show_default=False),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a suite's public files; what it lacks is fetched.", show_default="out/data"),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare attention methods on a model: accuracy, bytes held and seconds.
@@ -72,6 +117,9 @@ def evaluate(
     RULER's thirteen tasks, the shipped model's recall tasks, LongBench-E, loss and agreement with full attention; each
     under three protocols: the prompt ends with the answer's first words (prefix) or with the question (preamble), or
     the question comes to a context that was read without it (late).
+
+    A suite has its own methods, lengths and samples, which options may change, and its own tasks, protocol and budgets,
+    which they may not. It says how long it will take before it starts.
 
     Lists are written with commas. The folder gets config.json, a JSON file for each task, table.md and pictures. A run
     that was interrupted goes on where it was.
@@ -82,7 +130,14 @@ def evaluate(
     from tca_jax.lab.evaluation import Builder, Results, Sources, make_plan, parse_methods, run_plan
     from tca_jax.loading import check_dtype, check_eight_bits, open_checkpoint
 
-    specs = parse_methods(methods)
+    given = {"methods": methods, "lengths": lengths, "samples": samples, "out": out}
+    fixed = {"tasks": tasks, "protocols": protocols, "kv_share": kv_share, "bytes_of": bytes_of}
+    asked = asked_suite(suite, data, given, fixed)
+    settings = {**DEFAULTS, **{name: value for name, value in {**given, **fixed}.items() if value is not None}}
+    if asked is not None:
+        settings |= {name: getattr(asked, name) for name in given}
+    out = settings["out"]
+    specs = parse_methods(settings["methods"])
     sources = Sources(essays, squad, hotpotqa, longbench, text)
     require_writable(out, "--out")
     with naming_options("dtype", "weights", "kv"):
@@ -94,18 +149,25 @@ def evaluate(
         report(f"loading {model}", None, None)
         checkpoint = open_checkpoint(model)
         found, paper = _profiles(checkpoint, profile)
-        plan = make_plan(
-            checkpoint,
-            specs,
-            _listed(tasks),
-            [_integer(item) for item in _listed(lengths)],
-            _listed(protocols),
-            samples=samples,
-            seed=seed,
-            sources=sources,
-            kv_share=kv_share,
-            batch=batch,
-            bytes_of=bytes_of,
+        numbers = [_integer(item) for item in _listed(settings["lengths"])]
+        plans: dict[Any, Plan] = (
+            asked.plan(checkpoint, specs, sources, numbers, seed=seed, batch=batch)
+            if asked is not None
+            else {
+                None: make_plan(
+                    checkpoint,
+                    specs,
+                    _listed(settings["tasks"]),
+                    numbers,
+                    _listed(settings["protocols"]),
+                    samples=settings["samples"],
+                    seed=seed,
+                    sources=sources,
+                    kv_share=kv_share,
+                    batch=batch,
+                    bytes_of=settings["bytes_of"],
+                )
+            }
         )
         lm = checkpoint.load(
             dtype=dtype,
@@ -117,12 +179,16 @@ def evaluate(
     for each in (found, paper):
         if each is not None:
             each.validate_for(lm.config, lm.fingerprint, lm.name)
-    for reason in plan.skipped:
+    for reason in dict.fromkeys(reason for plan in plans.values() for reason in plan.skipped):
         print(f"left out: {reason}", file=sys.stderr)
-    builder = Builder(lm, found, paper, lambda: [_calibration_text(plan, lm)])
-    results = Results(out)
-    with counted("samples", _LINE_SECONDS) as count:
-        records = run_plan(plan, builder, results, lambda job, done, total: count(done, total, _shown(job)))
+    builder = Builder(lm, found, paper, lambda: [_calibration_text(sources, lm)])
+    if asked is not None:
+        records = asked.run(plans, builder, numbers, seed=seed)
+    else:
+        with counted("samples", _LINE_SECONDS) as count:
+            records = run_plan(
+                plans[None], builder, Results(out), lambda job, done, total: count(done, total, _shown(job))
+            )
     if as_json:
         print_json({"folder": str(out), "results": [_without_samples(record) for record in records]})
         return
@@ -161,12 +227,12 @@ def _profiles(checkpoint: Checkpoint, profile: str | None) -> tuple[Profile | No
     return found, checkpoint.read_profile(str(beside)) if beside.is_dir() else None
 
 
-def _calibration_text(plan: Plan, lm: Any) -> list[int]:
+def _calibration_text(sources: Sources, lm: Any) -> list[int]:
     """What methods look at that must see some text before they run: the user's text, or what stands in for it."""
     from tca_jax.engine.prompts import encode_prompt
 
     tokens = min(_CALIBRATION_TOKENS, lm.config.max_context)
-    return encode_prompt(lm, plan.sources.user_text[: 16 * tokens], "--text")[:tokens]
+    return encode_prompt(lm, sources.user_text[: 16 * tokens], "--text")[:tokens]
 
 
 def _shown(job: Job) -> str:

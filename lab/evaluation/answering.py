@@ -16,6 +16,7 @@ from tca_jax.engine.request import Request
 from tca_jax.engine.sampling import Sampling
 from tca_jax.equal_bytes import CallSizes
 from tca_jax.lab.evaluation.samples import Sample, Task
+from tca_jax.lab.recall.protocols import READ_FIRST, WITH_LEAD
 from tca_jax.methods.full import BASELINE
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.numerics import cdiv
@@ -95,7 +96,7 @@ def answer(
         lm: The model, under any method.
         task: Whose samples they are.
         samples: What to ask.
-        protocol: "prefix", "preamble" or "late".
+        protocol: One of `EVALUATION_PROTOCOLS`.
         batch: Most prompts in a call; fewer where the memory is short. Over a mesh all devices on "data" have as many.
         report: Called with the number of prompts after each call.
 
@@ -143,8 +144,8 @@ def call_sizes(lm: LM, task: Task, samples: Sequence[Sample], protocol: str) -> 
 def _encoded(lm: LM, samples: Sequence[Sample], protocol: str) -> list[tuple[list[int], list[int]]]:
     """Document, or all, and question of each prompt."""
     return [
-        sample.prompts[protocol].encode_apart(lm) if protocol == "late" else (sample.prompts[protocol].encode(lm), [])
-        for sample in samples
+        prompt.encode_apart(lm) if protocol in READ_FIRST else (prompt.encode(lm), [])
+        for prompt in (sample.prompts[protocol] for sample in samples)
     ]
 
 
@@ -157,7 +158,7 @@ def _limits(lm: LM, task: Task, samples: Sequence[Sample], protocol: str, tokens
 
 def most_new_tokens(lm: LM, task: Task, samples: Sequence[Sample], protocol: str) -> int:
     """Most new tokens of an answer: the task's own, and without its first words given as many as these and more."""
-    if protocol == "prefix":
+    if protocol in WITH_LEAD:
         return task.new_tokens
     leads = {lead for sample in samples if (lead := sample.prompts["prefix"].lead)}
     return task.new_tokens + PREAMBLE_TOKENS + max((len(lm.tokenizer(lead)["input_ids"]) for lead in leads), default=0)
@@ -165,7 +166,7 @@ def most_new_tokens(lm: LM, task: Task, samples: Sequence[Sample], protocol: str
 
 def answer_room(protocol: str, limit: int, positions: int) -> int:
     """Tokens that caches have room for behind a prompt: a power of two for answers of `limit`, within the positions."""
-    least = _LEAST_ROOM if protocol == "prefix" else _LEAST_ROOM_BEHIND_A_QUESTION
+    least = _LEAST_ROOM if protocol in WITH_LEAD else _LEAST_ROOM_BEHIND_A_QUESTION
     return max(1, min(max(least, 1 << (limit - 1).bit_length()), positions))
 
 

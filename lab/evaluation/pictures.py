@@ -14,7 +14,7 @@ from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 from tca_jax.lab.plots.accuracy import plot_accuracy
 from tca_jax.lab.plots.curves import BASELINE, Curves, draw_curves
 from tca_jax.lab.plots.results import panels_of_records
-from tca_jax.lab.recall.protocols import PROTOCOLS
+from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS
 from tca_jax.plots import figures
 
 Record = Mapping[str, Any]
@@ -35,7 +35,7 @@ def draw_pictures(records: Sequence[Record], folder: Path) -> list[Path]:
     paths = []
     if panels := panels_of_records(records):
         paths.append(plot_accuracy(panels, "Right answers by the KV cache that is held", folder / "bytes.png"))
-    asked = _comparable([record for record in records if record["protocol"] in PROTOCOLS])
+    asked = _comparable([record for record in records if record["protocol"] in EVALUATION_PROTOCOLS])
     pictures = {
         "first-token.png": _against_time(asked),
         "length.png": _against_length(asked),
@@ -48,7 +48,7 @@ def draw_pictures(records: Sequence[Record], folder: Path) -> list[Path]:
 def _against_time(records: Sequence[Record]) -> Figure | None:
     """Mean score against seconds from a question to the first token of its answer, a point a length.
 
-    All prompts of a batch wait for the whole of it. Under "late" the document was read before.
+    All prompts of a batch wait for the whole of it. Under "late" and "late-prefix" the document was read before.
     """
     if not records:
         return None
@@ -117,7 +117,7 @@ def _draw_scores(
     same_x: bool = True,
 ) -> tuple[Figure, list[Axes]]:
     """A panel a protocol, in which `points` of its records are a method's line; scores are in percent."""
-    protocols = [name for name in PROTOCOLS if _of(records, protocol=name)]
+    protocols = [name for name in EVALUATION_PROTOCOLS if _of(records, protocol=name)]
     curves = {name: _curves(_of(records, protocol=name), points) for name in protocols}
     figure, panels = draw_curves(curves, title, xlabel, ylabel, same_x=same_x)
     panels[0].set_ylim(-3, 103)

@@ -16,7 +16,7 @@ from tca_jax.lab.evaluation.results import Job
 from tca_jax.lab.evaluation.samples import TEXT_PROTOCOL, DoesNotFit, Drawing, Task
 from tca_jax.lab.evaluation.sources import Origin, Sources
 from tca_jax.lab.evaluation.text_tasks import TextTask
-from tca_jax.lab.recall.protocols import PROTOCOLS
+from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS
 
 AnyTask = Task | TextTask
 
@@ -95,6 +95,7 @@ def make_plan(
     kv_share: float | None,
     batch: int,
     bytes_of: str = BYTES_OF[0],
+    suites: Mapping[str, tuple[AnyTask, ...]] = SUITES,
 ) -> Plan:
     """Checks what is asked for, without the model's weights.
 
@@ -104,8 +105,8 @@ def make_plan(
     Raises:
         ValueError: an argument is not allowed; the message names the option.
     """
-    _require_known("--protocols", protocols, PROTOCOLS)
-    _require_known("--tasks", tasks, (*SUITES, *TASKS))
+    _require_known("--protocols", protocols, EVALUATION_PROTOCOLS)
+    _require_known("--tasks", tasks, (*suites, *TASKS))
     for name, value in (("--samples", samples), ("--batch", batch)):
         if value < 1:
             raise UserError(f"{name} {value}: must be at least 1")
@@ -115,17 +116,13 @@ def make_plan(
         raise UserError(f"--bytes-of {bytes_of}: must be one of {list(BYTES_OF)}")
     if bytes_of != BYTES_OF[0] and kv_share is None:
         raise UserError(f"--bytes-of {bytes_of}: says what --kv-share counts, which is not given")
-    if not lengths or len(set(lengths)) < len(lengths):
-        raise UserError(f"--lengths {list(lengths)}: must be one or more, each once")
-    for length in lengths:
-        if not 1 <= length <= lm.config.max_context:
-            raise UserError(f"--lengths {length}: must lie in [1, {lm.config.max_context}], positions of {lm.name}")
+    require_lengths(lm, lengths)
     if lm.tokenizer is None:
         raise UserError(f"{lm.name} has no tokenizer: tasks are text")
     chosen: dict[str, tuple[AnyTask, tuple[int, ...]]] = {}
     skipped: list[str] = []
     for name in tasks:
-        wanted = SUITES.get(name) or (TASKS[name],)
+        wanted = suites.get(name) or (TASKS[name],)
         found = [_that_fit(lm, task, lengths, sources, samples, seed, named=name in TASKS) for task in wanted]
         if not any(fitting for _, fitting, _ in found):
             reasons = [reason for _, _, of_task in found for reason in of_task]
@@ -140,6 +137,15 @@ def make_plan(
     if any(task.suite == "longbench" for task, _ in plan.tasks):
         longbench.require_libraries()
     return plan
+
+
+def require_lengths(lm: Encoder, lengths: Sequence[int]) -> None:
+    """Raises ValueError unless there are lengths, each once and within the model's positions."""
+    if not lengths or len(set(lengths)) < len(lengths):
+        raise UserError(f"--lengths {list(lengths)}: must be one or more, each once")
+    for length in lengths:
+        if not 1 <= length <= lm.config.max_context:
+            raise UserError(f"--lengths {length}: must lie in [1, {lm.config.max_context}], positions of {lm.name}")
 
 
 def _require_known(option: str, given: Sequence[str], known: Sequence[str]) -> None:

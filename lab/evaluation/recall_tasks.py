@@ -9,7 +9,7 @@ from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Mark, Prompt, Sa
 from tca_jax.lab.recall import TASKS as RECALL_TASKS
 from tca_jax.lab.recall import Document, is_correct
 from tca_jax.lab.recall.evaluation import ANSWER_TOKENS, draw_documents
-from tca_jax.lab.recall.protocols import asked, completion
+from tca_jax.lab.recall.protocols import LATE_PREFIX, WITH_LEAD, asked, completion
 
 _LEAST_BYTES = 3500  # what the facts of all tasks may take
 _SEED = 2  # the same questions as in the shipped model's card
@@ -47,18 +47,15 @@ def _draw(drawing: Drawing, task: str) -> list[Sample]:
 def _sample(document: Document) -> Sample:
     question = document.questions[0]
     late = Prompt(document.text, f"\n\n{question.text}")
-    prompts = {
-        "prefix": Prompt(document.text, asked(question) + question.lead, chat=False),
-        "preamble": late,
-        "late": late,
-    }
+    prefix = Prompt(document.text, asked(question) + question.lead, chat=False)
+    prompts = {"prefix": prefix, "preamble": late, "late": late, LATE_PREFIX: prefix}
     assert prompts["prefix"].document + prompts["prefix"].question == completion(document.text, question)
     depth = document.place(question.facts[0]) / len(document.text)
     return Sample(prompts, (question.answer,), (depth,), source=question)
 
 
 def _mark(sample: Sample, text: str, protocol: str) -> Mark:
-    right = is_correct(sample.source, text, protocol)
+    right = is_correct(sample.source, text, "prefix" if protocol in WITH_LEAD else protocol)
     return Mark(float(right), (right,))
 
 

@@ -52,7 +52,7 @@ class Results:
         held = self.require_same(config)
         merged = {**config, **{name: {**held.get(name, {}), **config[name]} for name in _GROWING}}
         if merged != held:
-            _write_json(self.folder / CONFIG, merged)
+            write_json(self.folder / CONFIG, merged)
 
     def require_same(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The configuration of the folder, empty where it is new; raises as `open` does, and writes nothing."""
@@ -100,7 +100,7 @@ class Results:
 
     def write(self, job: Job, record: Mapping[str, Any]) -> None:
         """Writes a finished job's file, whole or not at all."""
-        _write_json(self.path(job), {**job._asdict(), **record})
+        write_json(self.path(job), {**job._asdict(), **record})
 
     def read_all(self) -> list[dict[str, Any]]:
         """All finished jobs of this and earlier runs, without their samples' texts.
@@ -112,7 +112,7 @@ class Results:
         return [_read_task(path) for path in files if not path.name.startswith(".")]
 
 
-def _write_json(path: Path, record: Mapping[str, Any]) -> None:
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """Writes a file with a rename, on the disk before it has its name."""
     with replacing(path) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
         json.dump(record, file, indent=1, allow_nan=False)

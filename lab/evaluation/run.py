@@ -46,10 +46,8 @@ def run_plan(
     Raises:
         ValueError: the folder is of another configuration, or a method cannot be made; nothing was compiled then.
     """
-    held = results.require_same(_config(plan, builder, {}))  # before a method looks at text, which compiles
-    builder.remember(held.get("measured", {}))
-    built = {spec.label: builder.build(spec) for spec in plan.methods}
-    results.open(_config(plan, builder, built))
+    built = make_methods(plan, builder, results)
+    results.open(config_of(plan, builder, built))
     tasks = {task.name: task for task, _ in plan.tasks}
     store = SampleStore(lambda task, length: task.draw(plan.drawing(builder.lm, length)))
     jobs = [job for job in plan.jobs() if not results.has(job)]
@@ -66,7 +64,7 @@ def run_plan(
         samples = store.get(task, job.length)
         method = built[job.method]
         if plan.kv_share is not None:
-            method = within(job.method, _call_sizes(builder.lm, task, samples, job, plan.bytes_of))
+            method = within(job.method, job_sizes(builder.lm, task, samples, job, plan.bytes_of))
 
         def advance(count: int, job: Job = job) -> None:
             nonlocal done
@@ -84,7 +82,18 @@ def run_plan(
     return records
 
 
-def _config(plan: Plan, builder: Builder, built: Mapping[str, Built]) -> dict[str, Any]:
+def make_methods(plan: Plan, builder: Builder, results: Results) -> dict[str, Built]:
+    """The methods of a plan, for a folder that is of the same configuration or new; writes nothing.
+
+    Raises:
+        ValueError: as `run_plan`.
+    """
+    held = results.require_same(config_of(plan, builder, {}))  # before a method looks at text, which compiles
+    builder.remember(held.get("measured", {}))
+    return {spec.label: builder.build(spec) for spec in plan.methods}
+
+
+def config_of(plan: Plan, builder: Builder, built: Mapping[str, Built]) -> dict[str, Any]:
     """What the results depend on."""
     lm = builder.lm
     return {
@@ -111,7 +120,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _call_sizes(lm: LM, task: AnyTask, samples: Sequence[Any], job: Job, bytes_of: str) -> CallSizes:
+def job_sizes(lm: LM, task: AnyTask, samples: Sequence[Any], job: Job, bytes_of: str) -> CallSizes:
     """What the bytes of a job's calls depend on; of the prompt alone there is no room for what follows it."""
     if isinstance(task, TextTask):
         return task.call_sizes(job.length)

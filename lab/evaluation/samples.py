@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from tca_jax.engine.prompts import DocumentTemplate, Encoder, encode_verbatim
 from tca_jax.errors import UserError
 from tca_jax.lab.evaluation.sources import Sources
+from tca_jax.lab.recall.protocols import LATE_PREFIX
 
 #: Of tasks that ask nothing: loss and agreement on a text.
 TEXT_PROTOCOL = "text"
@@ -48,9 +49,9 @@ class Prompt:
 
 
 def asked_with_lead(document: str, question: str, lead: str) -> Mapping[str, Prompt]:
-    """The prompts of all protocols where the answer's first words are given under "prefix" alone."""
-    without = Prompt(document, question)
-    return {"prefix": Prompt(document, question, lead), "preamble": without, "late": without}
+    """The prompts of all protocols where the answer's first words are given under "prefix" and "late-prefix" alone."""
+    given, without = Prompt(document, question, lead), Prompt(document, question)
+    return {"prefix": given, "preamble": without, "late": without, LATE_PREFIX: given}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,6 +41,7 @@ class Sources:
         hotpotqa: HotpotQA (distractor setting) as JSON.
         longbench: Folder with LongBench's `*_e.jsonl`.
         text: Text for loss and agreement.
+        kvpress: Folder with kvpress's samples of RULER, `LENGTH/*.parquet`.
     """
 
     essays: Path | None = None
@@ -48,6 +49,7 @@ class Sources:
     hotpotqa: Path | None = None
     longbench: Path | None = None
     text: Path | None = None
+    kvpress: Path | None = None
 
     def missing(self, name: str) -> str | None:
         """What is to be said where a task needs a source that nobody named and nothing stands in for."""
@@ -93,7 +95,7 @@ class Sources:
 
     def origin(self, name: str) -> Origin:
         """Where a source comes from: "essays", "text", "words", "squad" or "hotpotqa"; of "longbench", a task's file
-        as "longbench/qasper"."""
+        as "longbench/qasper", and of "kvpress" those of a length as "kvpress/4096"."""
         if name == "words":
             words = self.words
             return Origin(_digest("\n".join(words.singles).encode()), words.origin, words.substitute)
@@ -103,8 +105,18 @@ class Sources:
             text = corpus("held-out")
             label = f"the source of Python {platform.python_version()}'s standard library"
             return Origin(_digest(text), label, substitute=True)
+        if kind == "kvpress":
+            return Origin(_digest(parquet_file(path, int(file)).read_bytes()), f"simonjegou/ruler, {file}")
         path = path / f"{file}_e.jsonl" if file else path
         return Origin(_digest(path.read_bytes()), path.name)
+
+
+def parquet_file(folder: Path | None, length: int) -> Path:
+    """The file of kvpress's samples at a length; ValueError where there is not one."""
+    found = [] if folder is None else sorted((folder / str(length)).glob("*.parquet"))
+    if len(found) != 1:
+        raise UserError(f"{folder}/{length}: must hold one .parquet file with kvpress's samples, found {len(found)}")
+    return found[0]
 
 
 def _digest(data: bytes) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tca_jax.files import replacing
 from tca_jax.lab.evaluation.results import Results
-from tca_jax.lab.recall.protocols import PROTOCOLS
+from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS, LATE_PREFIX
 
 Record = Mapping[str, Any]
 
@@ -22,6 +22,7 @@ _EXPLAINED = {
     "prefix": "the prompt ends with the answer's first words",
     "preamble": "the prompt ends with the question",
     "late": "the question is asked of a context that was read without it",
+    LATE_PREFIX: "the question and the answer's first words are given to a context that was read without them",
 }
 #: Of text tasks: the value, and what its column is called.
 _TEXT_COLUMNS = {
@@ -50,12 +51,12 @@ def table(config: Mapping[str, Any], records: Sequence[Record], skipped: Sequenc
     ]
     for length in sorted({record["length"] for record in records}):
         of_length = [record for record in records if record["length"] == length]
-        for protocol in PROTOCOLS:
+        for protocol in EVALUATION_PROTOCOLS:
             for suite in dict.fromkeys(record["suite"] for record in of_length):
                 asked = [r for r in of_length if r["protocol"] == protocol and r["suite"] == suite]
                 lines += _question_tables(asked, f"{suite}, {length:,} tokens, {protocol}", _EXPLAINED[protocol])
         lines += _text_tables([r for r in of_length if r["suite"] == "text"], length)
-    return "\n".join([*lines, *_notes(records, skipped)]).rstrip() + "\n"
+    return "\n".join([*lines, *notes(records, skipped)]).rstrip() + "\n"
 
 
 def _devices(config: Mapping[str, Any]) -> str:
@@ -73,7 +74,7 @@ def _question_tables(records: Sequence[Record], title: str, explained: str) -> l
         some = tasks[first : first + _TASKS_IN_A_TABLE]
         heads = [_marked(task, records) for task in some]
         rows = [[method, *(_score(found.get((method, task))) for task in some)] for method in methods]
-        lines += _markdown(["method", *heads], rows)
+        lines += markdown(["method", *heads], rows)
     everywhere = [task for task in tasks if all((method, task) in found for method in methods)]
     compared = f"mean of {len(everywhere)}"
     rows = []
@@ -83,7 +84,7 @@ def _question_tables(records: Sequence[Record], title: str, explained: str) -> l
         name = method + (_OWN_BUDGET if any(r["own_budget"] for r in own) else "")
         rows.append([name, f"{np.mean(mean):.1f}" if mean else _NONE, *_costs(own)])
     heads = [compared, "KV bytes", "kept", "attended", "prefill (s)", "from the question (s)", "ms per token", "batch"]
-    return [*lines, *_markdown(["method", *heads], rows)]
+    return [*lines, *markdown(["method", *heads], rows)]
 
 
 def _costs(records: Sequence[Record]) -> list[str]:
@@ -127,11 +128,11 @@ def _text_tables(records: Sequence[Record], length: int) -> list[str]:
                 for record in of_task
             ]
             heads = ["method", *(text for _, text in columns), "attended", "KV bytes", "prefill (s)"]
-            lines += _markdown(heads, rows)
+            lines += markdown(heads, rows)
     return lines
 
 
-def _notes(records: Sequence[Record], skipped: Sequence[str]) -> list[str]:
+def notes(records: Sequence[Record], skipped: Sequence[str]) -> list[str]:
     """What marks mean, and what is not there."""
     substitutes = sorted({f"{name}: {label}" for r in records for name, label in r["substitutes"].items()})
     lengths: dict[tuple[str, str], set[int]] = {}
@@ -179,6 +180,7 @@ def _score(record: Record | None) -> str:
     return f"{record['score']:.1f}" + (f" ({groups})" if len(record["groups"]) > 1 else "")
 
 
-def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, and an empty one."""
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
     return [f"| {' | '.join(line)} |" for line in lines] + [""]

@@ -11,7 +11,7 @@ import numpy as np
 
 from tca_jax.errors import UserError
 from tca_jax.lab.plots.accuracy import Point
-from tca_jax.lab.recall import PROTOCOLS
+from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS
 from tca_jax.models.json_object import read_json_object
 
 #: Stages of a whole call; a benchmark of one layer has the first two.
@@ -114,8 +114,14 @@ def panels_of_records(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Po
         records: One for each method, task, length and protocol, with its "score" in percent and its bytes. Those of
             tasks that ask nothing are left out.
     """
-    asked = [record for record in records if record.get("protocol") in PROTOCOLS]
-    asked.sort(key=lambda record: (record["length"], PROTOCOLS.index(record["protocol"]), record["method"] != "full"))
+    asked = [record for record in records if record.get("protocol") in EVALUATION_PROTOCOLS]
+    asked.sort(
+        key=lambda record: (
+            record["length"],
+            EVALUATION_PROTOCOLS.index(record["protocol"]),
+            record["method"] != "full",
+        )
+    )
     lengths = {record["length"] for record in asked}
     found: dict[str, dict[str, dict[str, Mapping[str, Any]]]] = {}
     for record in asked:

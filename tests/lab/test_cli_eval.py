@@ -79,7 +79,7 @@ def test_a_substitute_is_said_to_be_one():
         (["--methods=fool"], "--methods fool: 'fool' is not registered: must be one of"),
         (["--tasks=niah"], "--tasks niah: must be one of ['ruler', 'recall', 'longbench', 'niah_single_1'"),
         (["--tasks=vt,vt"], "--tasks names vt twice"),
-        (["--protocols=suffix"], "--protocols suffix: must be one of ['prefix', 'preamble', 'late']"),
+        (["--protocols=suffix"], "--protocols suffix: must be one of ['prefix', 'preamble', 'late', 'late-prefix']"),
         (["--lengths=4k"], "--lengths 4k: must be numbers of tokens"),
         (["--lengths=8192"], "--lengths 8192: must lie in [1, 4096], positions of model"),
         (["--tasks=fwe", "--lengths=256"], "--lengths 256: fwe needs at least"),

@@ -16,6 +16,7 @@ from tca_jax.errors import UserError
 from tca_jax.lab.evaluation.longbench import scores
 from tca_jax.lab.evaluation.samples import Drawing, Mark, Prompt, Sample, Task
 from tca_jax.lab.evaluation.sources import decode
+from tca_jax.lab.recall.protocols import LATE_PREFIX
 
 _ANSWER_PASSAGES = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words."
@@ -71,11 +72,8 @@ class DataSet:
         document, question = before.format(context=record["context"]), after.format(input=record["input"])
         document, question = _cut_in_the_middle(drawing, document, question, lead, self.new_tokens)
         without = Prompt(document, question, chat=self.chat)
-        prompts = {
-            "prefix": dataclasses.replace(without, question=question + lead),
-            "preamble": without,
-            "late": without,
-        }
+        given = dataclasses.replace(without, question=question + lead)
+        prompts = {"prefix": given, "preamble": without, "late": without, LATE_PREFIX: given}
         return Sample(prompts, tuple(record["answers"]), source=(record["length"], record["all_classes"] or ()))
 
     def mark(self, sample: Sample, text: str, protocol: str) -> Mark:

@@ -1,4 +1,4 @@
-"""Asking: the three protocols are the calls that they stand for, whatever the batches."""
+"""Asking: the protocols are the calls that they stand for, whatever the batches."""
 
 import dataclasses
 
@@ -27,7 +27,8 @@ def told(lm, protocol, limit):
     texts = []
     for n in LENGTHS:
         document, question = f"<user>{'x y ' * n}", f" Q{n}?</s><assistant>"
-        if protocol == "late":
+        if protocol in ("late", "late-prefix"):
+            question += " A:" if protocol == "late-prefix" else ""
             context = tca_jax.prefill(lm, [lm.tokenizer(document)["input_ids"]])
             texts += tca_jax.generate(lm, question, context=context, max_new_tokens=limit).text
         else:
@@ -36,20 +37,21 @@ def told(lm, protocol, limit):
     return texts
 
 
-@pytest.mark.parametrize("protocol", ["prefix", "preamble", "late"])
+@pytest.mark.parametrize("protocol", ["prefix", "preamble", "late", "late-prefix"])
 def test_answers_are_those_of_single_calls_in_the_samples_order(lm, protocol, monkeypatch):
     monkeypatch.setattr(answering, "PREAMBLE_TOKENS", 4)  # shorter answers
-    limit = 6 if protocol == "prefix" else 6 + 4 + len(" A:")
+    given = protocol in ("prefix", "late-prefix")
+    limit = 6 if given else 6 + 4 + len(" A:")
     counted = []
     answers = answer(lm, TASK, SAMPLES, protocol, batch=2, report=counted.append)
     assert answers.texts == told(lm, protocol, limit)
     assert answers.new_tokens == [limit] * 3
-    frame = len("<user></s><assistant>") + len(" Q30?") + (len(" A:") if protocol == "prefix" else 0)
+    frame = len("<user></s><assistant>") + len(" Q30?") + (len(" A:") if given else 0)
     assert answers.prompt_tokens == [frame + 4 * n for n in LENGTHS]
     assert (counted, answers.batch) == ([2, 1], 2)
     assert answers.kv_cache_bytes == answers.full_kv_cache_bytes
     assert answers.attended_share == answers.kept_share == 1
-    assert (answers.question_seconds < answers.prefill_seconds) == (protocol == "late")
+    assert (answers.question_seconds < answers.prefill_seconds) == (protocol in ("late", "late-prefix"))
 
 
 @needs_8_devices

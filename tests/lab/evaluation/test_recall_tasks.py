@@ -31,6 +31,8 @@ def test_prompts_are_those_of_the_models_card(encoder):
         read, asked = sample.prompts["late"].encode_apart(encoder)
         assert read == encoded(chat_document(document.text))
         assert read + asked == encoded(chat)
+        read, asked = sample.prompts["late-prefix"].encode_apart(encoder)
+        assert read + asked == sample.prompts["prefix"].encode(encoder)
         (depth,) = sample.depths
         assert document.text[round(depth * len(document.text)) :].startswith(question.facts[0].line)
 
@@ -41,6 +43,7 @@ def test_an_answer_is_right_if_it_is_exact(encoder):
     assert DIGITS.score(sample, chat_answer(question), "late") == (1.0, (True,))
     assert DIGITS.score(sample, f"{question.answer}.", "prefix") == (1.0, (True,))
     assert DIGITS.score(sample, question.answer, "prefix") == (0.0, (False,))
+    assert DIGITS.score(sample, f"{question.answer}.", "late-prefix") == (1.0, (True,))
 
 
 @pytest.mark.parametrize(
