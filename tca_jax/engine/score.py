@@ -85,12 +85,10 @@ def score(lm: LM, texts: Prompt | Sequence[Prompt], *, top_logprobs: int = 0, ba
     logprobs, shares, likeliest = on_host(program(*args))
     rows = [row[: len(tokens) - 1] for row, tokens in zip(logprobs, ids, strict=True)]
     require_finite(lm, padded, lengths, np.array([np.isfinite(row).all() for row in rows]), "texts")
-    top = (
-        None
-        if likeliest is None
-        else [_pairs(*of_text, len(row)) for *of_text, row in zip(*likeliest, rows, strict=True)]
-    )
-    return Scores(ids, rows, shares.tolist(), top)
+    if likeliest is None:
+        return Scores(ids, rows, shares.tolist())
+    of_texts = zip(likeliest.ids, likeliest.logprobs, rows, strict=True)
+    return Scores(ids, rows, shares.tolist(), [_pairs(top, values, len(row)) for top, values, row in of_texts])
 
 
 def _pairs(ids: np.ndarray, logprobs: np.ndarray, count: int) -> list[list[tuple[int, float]]]:

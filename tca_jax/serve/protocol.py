@@ -365,10 +365,9 @@ def _message(message: Any, name: str) -> dict[str, str]:
             raise RequestError(f"{name} has {_shown(other)}: must have role and content", param="messages")
     content = message.get("content")
     if isinstance(content, list) and content:
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        content = "\n\n".join(parts) if all(isinstance(part, str) for part in parts) else None
+        parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        texts = [part for part in parts if isinstance(part, str)]
+        content = "\n\n".join(texts) if len(texts) == len(content) else None
     if not isinstance(content, str):
         raise RequestError(f"{name}.content: must be text, or a list of parts of type text", param="messages")
     return {"role": _ROLES[message["role"]], "content": content}
