@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dev docs test test-slow test-gpu test-versions package lint types clean
+.PHONY: help demo serve-demo dev docs test test-slow test-gpu test-versions package lint types clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,6 +29,10 @@ $(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
 
 demo: $(VENV)/.installed  ## answer questions over a long document with TCA and with full attention
 	$(BIN)/tca-jax demo
+
+serve-demo: $(VENV)/.installed  ## serve the shipped model on a CPU, upload a document with curl, ask three questions at once
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[serve]"
+	sh examples/serve_demo.sh $(BIN)/tca-jax $(BIN)/python
 
 dev: $(VENV)/.installed-dev  ## install with test and lint tools
 

@@ -19,6 +19,7 @@ from tca_jax.cli.errors import usage_message, users_message
 from tca_jax.cli.generate import generate
 from tca_jax.cli.plots import app as plot_app
 from tca_jax.cli.profiles import app as profile_app
+from tca_jax.cli.serve import serve
 from tca_jax.files import naming
 
 _UsageError: Any = typer.BadParameter.__base__  # typer does not export it by its name
@@ -75,6 +76,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 app.command()(calibrate)
 app.add_typer(profile_app, name="profile")
 app.add_typer(plot_app, name="plot")

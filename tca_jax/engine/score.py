@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import CACHES, ROWS, OverMesh, on_host, rows_of_device
 from tca_jax.engine.prompts import Prompt, encode_prompt, encode_prompts, encode_verbatim, pad_tokens, require_positions
 from tca_jax.engine.read import read_prompts, require_finite
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, check_integer
 from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 from tca_jax.programs import Program
@@ -35,14 +35,17 @@ class Scores:
         logprobs: Natural log-probability of each token but the first, given all before it; float32 `[n - 1]`.
         attended_share: Share of the text's causal pairs (query, key) that its queries attended to, mean over layers
             and query heads.
+        top_logprobs: At the position of each token but the first the likeliest tokens, as pairs (token id,
+            log-probability), the likeliest first; None unless a number of them was asked for.
     """
 
     tokens: list[list[int]]
     logprobs: list[np.ndarray]
     attended_share: list[float]
+    top_logprobs: list[list[list[tuple[int, float]]]] | None = None
 
 
-def score(lm: LM, texts: Prompt | Sequence[Prompt], *, backend: str = "auto") -> Scores:
+def score(lm: LM, texts: Prompt | Sequence[Prompt], *, top_logprobs: int = 0, backend: str = "auto") -> Scores:
     """Log-probabilities of every token of a text, or of a batch of texts, in one forward pass.
 
     The model reads a text as it reads a prompt. A method that chooses tokens by a prompt's last queries has so chosen
@@ -52,6 +55,7 @@ def score(lm: LM, texts: Prompt | Sequence[Prompt], *, backend: str = "auto") ->
         lm: From `tca_jax.load`; under any method.
         texts: Strings, chats or token ids; one or a sequence. From 2 tokens each to one more than the model has
             positions: the last token of such a text is not read.
+        top_logprobs: How many of the likeliest tokens to return at each position.
         backend: Kernel backend: "auto", "xla", "triton" or "mosaic".
 
     Returns:
@@ -64,6 +68,9 @@ def score(lm: LM, texts: Prompt | Sequence[Prompt], *, backend: str = "auto") ->
     """
     require_lm(lm)
     kernels = resolve_backend(backend)
+    check_integer("top_logprobs", top_logprobs, at_least=0)
+    if top_logprobs > lm.config.vocab_size:
+        raise UserError(f"top_logprobs = {top_logprobs}: must be at most {lm.config.vocab_size}, the vocabulary")
     ids = encode_prompts(lm, texts, argument="texts")
     for i, tokens in enumerate(ids):
         if not 2 <= len(tokens) <= lm.config.max_context + 1:
@@ -74,21 +81,32 @@ def score(lm: LM, texts: Prompt | Sequence[Prompt], *, backend: str = "auto") ->
     rows_of_device(lm, len(ids), "texts")
     padded, lengths = pad_tokens(ids, lm.pad_token_id)
     args = (lm.for_programs(), jnp.asarray(padded), jnp.minimum(lengths, lm.config.max_context))
-    program, _ = _score.prepare(*args, backend=kernels)
-    logprobs, shares = on_host(program(*args))
+    program, _ = _score.prepare(*args, top=int(top_logprobs), backend=kernels)
+    logprobs, shares, likeliest = on_host(program(*args))
     rows = [row[: len(tokens) - 1] for row, tokens in zip(logprobs, ids, strict=True)]
     require_finite(lm, padded, lengths, np.array([np.isfinite(row).all() for row in rows]), "texts")
-    return Scores(ids, rows, shares.tolist())
+    if likeliest is None:
+        return Scores(ids, rows, shares.tolist())
+    of_texts = zip(likeliest.ids, likeliest.logprobs, rows, strict=True)
+    return Scores(ids, rows, shares.tolist(), [_pairs(top, values, len(row)) for top, values, row in of_texts])
+
+
+def _pairs(ids: np.ndarray, logprobs: np.ndarray, count: int) -> list[list[tuple[int, float]]]:
+    """Pairs (token id, log-probability) at the first `count` positions."""
+    both = zip(ids[:count].tolist(), logprobs[:count].tolist(), strict=True)
+    return [list(zip(*of_position, strict=True)) for of_position in both]
 
 
 def logprobs_of(
-    lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], *, backend: Backend = "auto"
-) -> tuple[Float32[Array, "B L1"], Float32[Array, " B"]]:
-    """Log-probability of tokens 1 to L - 1 given all before each, float32 `[B, L - 1]`, arbitrary past a length; and
-    the share of each text's pairs that its queries attended to."""
+    lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], *, top: int = 0, backend: Backend = "auto"
+) -> tuple[Float32[Array, "B L1"], Float32[Array, " B"], Top | None]:
+    """Log-probability of tokens 1 to L - 1 given all before each, float32 `[B, L - 1]`, arbitrary past a length; the
+    share of each text's pairs that its queries attended to; and the `top` likeliest tokens at each position."""
     read = read_prompts(lm, tokens, lengths, None, keep_hidden=True, backend=backend)
     assert read.hidden is not None
-    return logprobs_of_hidden(lm.decoder, read.hidden[:, :-1], tokens[:, 1:]), read.attended_share
+    hidden = read.hidden[:, :-1]
+    logprobs = logprobs_of_hidden(lm.decoder, hidden, tokens[:, 1:])
+    return logprobs, read.attended_share, _top_of_hidden(lm.decoder, hidden, top) if top else None
 
 
 class TokenScores(NamedTuple):
@@ -103,6 +121,18 @@ class TokenScores(NamedTuple):
     greedy: Bool[Array, "*tokens"]
 
 
+class Top(NamedTuple):
+    """The likeliest tokens at each position, the likeliest first.
+
+    Attributes:
+        ids: Their ids.
+        logprobs: Natural log-probability of each, float32.
+    """
+
+    ids: Int[Array, "*tokens top"]
+    logprobs: Float32[Array, "*tokens top"]
+
+
 def logprobs_of_hidden(
     decoder: Decoder, hidden: Float[Array, "B L D"], tokens: Int[Array, "B L"]
 ) -> Float32[Array, "B L"]:
@@ -115,18 +145,36 @@ def scores_of_hidden(decoder: Decoder, hidden: Float[Array, "B L D"], tokens: In
 
     Logits are made of a few positions at a time: those of all would outweigh the model.
     """
-    batch, length = tokens.shape
+
+    def of_chunk(part: Array, start: Array) -> TokenScores:
+        target = jax.lax.dynamic_slice_in_dim(tokens, start, part.shape[1], axis=1)
+        return scores_of_logits(decoder.logits(part), target)
+
+    return _by_chunks(decoder, hidden, of_chunk)
+
+
+def _top_of_hidden(decoder: Decoder, hidden: Float[Array, "B L D"], top: int) -> Top:
+    """The likeliest tokens behind each hidden state."""
+
+    def of_chunk(part: Array, _: Array) -> Top:
+        logprobs, ids = jax.lax.top_k(jax.nn.log_softmax(decoder.logits(part)), top)
+        return Top(ids, logprobs)
+
+    return _by_chunks(decoder, hidden, of_chunk)
+
+
+def _by_chunks(decoder: Decoder, hidden: Float[Array, "B L D"], function: Callable[[Array, Array], Any]) -> Any:
+    """What a function makes of some hidden states `[B, chunk, D]` and the position of the first, put together."""
+    batch, length, _ = hidden.shape
     chunk = max(1, min(length, _LOGIT_ELEMENTS // (batch * decoder.config.vocab_size)))
 
-    def of_chunk(start: Array) -> TokenScores:
-        part = jax.lax.dynamic_slice_in_dim(hidden, start, chunk, axis=1)
-        target = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
-        return scores_of_logits(decoder.logits(part), target)
+    def of_chunk(start: Array) -> Any:
+        return function(jax.lax.dynamic_slice_in_dim(hidden, start, chunk, axis=1), start)
 
     # The last chunk reaches back over the one before instead of past the end.
     starts = np.minimum(np.arange(0, length, chunk), length - chunk)
     parts = jax.lax.map(of_chunk, jnp.asarray(starts, jnp.int32))
-    out = TokenScores(jnp.zeros((batch, length), jnp.float32), jnp.zeros((batch, length), bool))
+    out = jax.tree.map(lambda part: jnp.zeros((batch, length, *part.shape[3:]), part.dtype), parts)
     for i, start in enumerate(starts.tolist()):
         out = jax.tree.map(
             lambda whole, part, i=i, start=start: jax.lax.dynamic_update_slice_in_dim(whole, part[i], start, axis=1),
@@ -142,7 +190,7 @@ def scores_of_logits(logits: Float[Array, "*tokens V"], tokens: Int[Array, "*tok
     return TokenScores(logprobs, jnp.argmax(logits, axis=-1) == tokens)
 
 
-_score = Program(OverMesh(logprobs_of, (ROWS, ROWS), (ROWS, ROWS)))
+_score = Program(OverMesh(logprobs_of, (ROWS, ROWS), (ROWS, ROWS, ROWS)))
 
 
 @dataclasses.dataclass(frozen=True)

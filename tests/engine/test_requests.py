@@ -108,6 +108,10 @@ def test_score_is_the_log_softmax_of_every_position(lm, method, monkeypatch):
         (alone,) = tca_jax.score(model, prompt).logprobs
         np.testing.assert_allclose(logprobs, alone, atol=2e-5)
         assert logprobs.shape == (len(prompt) - 1,)
+        top = tca_jax.score(model, prompt, top_logprobs=CONFIG.vocab_size)
+        for token, logprob, pairs in zip(prompt[1:], logprobs, top.top_logprobs[0], strict=True):
+            assert dict(pairs)[token] == pytest.approx(logprob, abs=2e-5)
+            assert [value for _, value in pairs] == sorted((value for _, value in pairs), reverse=True)
     assert scores.tokens == prompts
     (first,) = tca_jax.score(lm.with_method("full"), prompts[1]).logprobs
 

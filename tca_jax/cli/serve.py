@@ -1,0 +1,138 @@
+"""`tca-jax serve`: answers requests of the OpenAI protocol over HTTP."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tca_jax.cli import spare_one_ctrl_c
+from tca_jax.cli.models import opened
+from tca_jax.cli.options import LARGEST, ModelArgument, ModelOptions, with_options
+from tca_jax.errors import UserError
+from tca_jax.files import naming
+
+_GB = 10**9
+
+
+@with_options
+def serve(
+    model: ModelArgument,
+    host: Annotated[str, typer.Option(help="Address to listen on; others reach the server from elsewhere.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Key that requests must have; may be repeated. TCA_JAX_API_KEY keeps it out of lists of processes.",
+            envvar="TCA_JAX_API_KEY",
+            show_default="no key",
+        ),
+    ] = None,
+    model_name: Annotated[
+        str | None, typer.Option(help="Name of the model in requests.", show_default="as it is given, without folders")
+    ] = None,
+    max_rows: Annotated[int, typer.Option(help="Answers that are written at once.", min=1)] = 8,
+    answer_tokens: Annotated[
+        int, typer.Option(help="Tokens of question and answer for which each row has memory.", min=1, max=LARGEST)
+    ] = 1024,
+    pages: Annotated[
+        int | None, typer.Option(help="Pages of documents on the device.", min=1, show_default="what is free")
+    ] = None,
+    host_memory: Annotated[
+        float | None,
+        typer.Option(help="GB of host memory for documents off the device.", min=0, show_default="a quarter"),
+    ] = None,
+    disk: Annotated[
+        Path | None,
+        typer.Option(help="Folder in which documents are stored, and found at the next start.", show_default="none"),
+    ] = None,
+    disk_gb: Annotated[float | None, typer.Option(help="Most GB in it.", min=0, show_default="no bound")] = None,
+    rows_per_key: Annotated[
+        int, typer.Option(help="Answers of one key that wait or are written; without keys, of all clients.", min=1)
+    ] = 64,
+    max_waiting: Annotated[int, typer.Option(help="Answers of all keys that wait or are written.", min=1)] = 256,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1, max=LARGEST)] = 4096,
+    max_body: Annotated[float, typer.Option(help="Most MB of a request.", min=0.001)] = 64.0,
+    timeout: Annotated[float, typer.Option(help="Most seconds of an answer, waiting included.", min=0.001)] = 600.0,
+    grace: Annotated[float, typer.Option(help="Seconds that running answers have at the end.", min=0)] = 10.0,
+    recognize_tokens: Annotated[
+        int, typer.Option(help="Shortest text of a chat that is read once, as a document; 0 for none.", min=0)
+    ] = 1024,
+    running: ModelOptions = ModelOptions(),  # noqa: B008 (frozen)
+) -> None:
+    """Serve a model over HTTP: chats, completions and documents, as OpenAI's clients ask for them.
+
+    The first Ctrl-C, or SIGTERM, lets running answers end for --grace seconds and then cancels them. The next Ctrl-C
+    ends the process at once.
+
+    Example: [bold]tca-jax serve recall-tiny --profile shipped --port 8000[/]
+    """
+    if missing := [name for name in ("starlette", "uvicorn", "prometheus_client") if find_spec(name) is None]:
+        raise UserError(f"tca-jax serve needs {' and '.join(missing)}: pip install 'tca-jax[serve]'")
+    keys = tuple(api_key or ())
+    if not all(keys):
+        raise UserError("--api-key '': must not be empty")
+    with _bound(host, port) as listening:
+        from tca_jax.serve import Engine
+        from tca_jax.serve import server as of_http
+
+        with opened(model, running) as (_, load):
+            lm = load()
+        engine = Engine(
+            lm,
+            max_rows=max_rows,
+            pages=pages,
+            answer_tokens=answer_tokens,
+            host_memory=None if host_memory is None else int(host_memory * _GB),
+            disk=disk,
+            disk_bytes=None if disk_gb is None else max(1, int(disk_gb * _GB)),
+            backend=running.backend,
+        )
+        settings = of_http.Settings(
+            model=model_name or (Path(model).resolve().name if Path(model).exists() else model),
+            api_keys=keys,
+            rows_per_key=rows_per_key,
+            max_rows=max_waiting,
+            max_tokens=max_tokens,
+            max_body=int(max_body * 10**6),
+            answer_seconds=timeout,
+            grace_seconds=grace,
+            recognize_tokens=recognize_tokens,
+            backend=running.backend,
+        )
+        where = listening.getsockname()[:2]
+
+        def ready() -> None:
+            address = f"[{where[0]}]" if ":" in where[0] else where[0]
+            print(f"serving {settings.model} on http://{address}:{where[1]}/v1", flush=True)
+
+        signal.signal(signal.SIGTERM, lambda number, frame: None)  # the server raises it again when it has ended
+        with spare_one_ctrl_c():
+            closed, interrupted = of_http.serve(engine, settings, listening, ready)
+            if closed and interrupted:
+                raise KeyboardInterrupt
+    if not closed:
+        print(f"the engine did not end within {grace:g} seconds; documents may not be stored", file=sys.stderr)
+        os._exit(1)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket at an address, before weights are read. OSError where it is taken, or there is none of this name."""
+    with naming(f"--host {host} --port {port}"):
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    return bound

@@ -1,0 +1,514 @@
+"""The HTTP server: the OpenAI protocol over an engine, with documents and metrics beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import hmac
+import json
+import logging
+import math
+import signal
+import socket
+import threading
+import time
+import types
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from tca_jax.engine.score import score
+from tca_jax.errors import UserError
+from tca_jax.serve import protocol
+from tca_jax.serve.conversations import Asked, Conversations
+from tca_jax.serve.engine import Engine
+from tca_jax.serve.metrics import Metrics
+from tca_jax.serve.protocol import Answering, CompletionRequest, RequestError
+from tca_jax.serve.responses import Chat, Json, Text, document_json, usage_of
+from tca_jax.serve.rows import Answers, Rows
+from tca_jax.serve.streams import Completion
+
+_T = TypeVar("_T")
+_THREADS = 64  # that wait for the engine
+_CANCELLING_SECONDS = 3  # until connections are closed whose answers were cancelled
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a server allows.
+
+    Attributes:
+        model: Name of the model in requests.
+        api_keys: Keys of which a request must have one; none for no keys.
+        rows_per_key: Most answers of a key, or of all requests without keys, that wait or are written.
+        max_rows: Most answers of all that do.
+        max_tokens: Most tokens of an answer.
+        default_tokens: Those of an answer to a chat that names no number.
+        max_body: Most bytes of a request.
+        body_seconds: Most seconds that it may take to arrive.
+        answer_seconds: Most seconds that an answer may take, waiting included; it is cancelled then.
+        grace_seconds: Most seconds that running answers have at the end, and then documents that are being stored.
+        recognize_tokens: See `Conversations`.
+        most_recognized: See `Conversations`.
+        backend: Kernel backend for log-probabilities of prompts.
+    """
+
+    model: str
+    api_keys: tuple[str, ...] = ()
+    rows_per_key: int = 64
+    max_rows: int = 256
+    max_tokens: int = 4096
+    default_tokens: int = 512
+    max_body: int = 64 * 2**20
+    body_seconds: float = 60.0
+    answer_seconds: float = 600.0
+    grace_seconds: float = 10.0
+    recognize_tokens: int = 1024
+    most_recognized: int = 16
+    backend: str = "auto"
+
+
+class Server:
+    """The application: `app` is what a web server runs.
+
+    Args:
+        engine: Its model needs a tokenizer.
+        settings: What is allowed.
+
+    Raises:
+        ValueError: the model has no tokenizer.
+    """
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        if engine.lm.tokenizer is None:
+            raise UserError(f"{engine.lm.name} was loaded without a tokenizer: a server needs one")
+        self._engine, self._settings, self._lm = engine, settings, engine.lm
+        self._conversations = Conversations(engine, settings.recognize_tokens, settings.most_recognized)
+        self._metrics = Metrics(engine)
+        self._rows = Rows(engine, self._metrics, settings.rows_per_key, settings.max_rows)
+        self._keys = [_digest(key) for key in settings.api_keys]
+        self._created = int(time.time())
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tca-jax-request")
+        self._scoring = threading.Lock()  # prompts whose log-probabilities are wanted are read one at a time
+        routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
+            ("GET", "/health", self._health),
+            ("GET", "/metrics", self._metrics_text),
+            ("GET", "/v1/models", self._models),
+            ("GET", "/v1/models/{model:path}", self._model),
+            ("POST", "/v1/chat/completions", self._chat),
+            ("POST", "/v1/completions", self._complete),
+            ("POST", "/v1/documents", self._upload),
+            ("GET", "/v1/documents", self._documents),
+            ("GET", "/v1/documents/{document}", self._document),
+            ("DELETE", "/v1/documents/{document}", self._delete),
+        ]
+        self.app = Starlette(
+            routes=[Route(path, self._checked(path, answer), methods=[method]) for method, path, answer in routes],
+            exception_handlers={HTTPException: _http_error, Exception: _unknown_error},
+        )
+
+    # What all requests have in common
+
+    def _checked(
+        self, path: str, answer: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """An endpoint that asks for the key, answers errors in the protocol's form, and is counted."""
+
+        async def endpoint(request: Request) -> Response:
+            status = 500
+            try:
+                if path != "/health":
+                    self._require_key(request)
+                response = await answer(request)
+                status = response.status_code
+                return response
+            except ClientDisconnect:
+                status = 499  # as nginx counts them
+                return Response(status_code=status)
+            except UserError as error:
+                problem = protocol.of_user_error(error)
+                status = problem.status
+                return _json(problem.body(), status, _headers_of(problem))
+            finally:
+                self._metrics.request(path, status)
+
+        return endpoint
+
+    def _require_key(self, request: Request) -> None:
+        if not self._keys:
+            return
+        kind, _, key = request.headers.get("authorization", "").partition(" ")
+        given = _digest(key.strip())
+        known = [hmac.compare_digest(given, each) for each in self._keys]  # all of them: the time tells nothing
+        if kind.lower() != "bearer" or not any(known):
+            raise RequestError(
+                "the request has no valid API key: send one as Authorization: Bearer KEY",
+                status=401,
+                code="invalid_api_key",
+            )
+
+    async def _body(self, request: Request) -> bytes:
+        """The body of a request, within bounds of size and time."""
+        most = self._settings.max_body
+        too_large = RequestError(f"the body has more than {most:,} bytes, the most that are allowed", status=413)
+        declared = request.headers.get("content-length", "0")
+        if declared.isdecimal() and int(declared) > most:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._settings.body_seconds):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > most:
+                        raise too_large
+        except TimeoutError:
+            seconds = self._settings.body_seconds
+            raise RequestError(f"the body did not arrive within {seconds:g} seconds", status=408) from None
+        return bytes(body)
+
+    async def _in_thread(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Runs what may wait for the engine, or for a tokenizer, beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, functools.partial(function, *args))
+
+    # Models, metrics
+
+    async def _health(self, request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def _metrics_text(self, request: Request) -> Response:
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._model_json()]})
+
+    async def _model(self, request: Request) -> Response:
+        self._require_model(request.path_params["model"])
+        return _json(self._model_json())
+
+    def _model_json(self) -> Json:
+        return {
+            "id": self._settings.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "tca-jax",
+            "max_model_len": self._lm.config.max_context,
+        }
+
+    def _require_model(self, name: str | None) -> None:
+        if name not in (None, self._settings.model):
+            raise RequestError(
+                f"model = {json.dumps(name)}: must be {self._settings.model}",
+                param="model",
+                status=404,
+                code="model_not_found",
+            )
+
+    # Documents
+
+    async def _upload(self, request: Request) -> Response:
+        body = await self._body(request)
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind == "application/json":
+            wanted = protocol.document_request(protocol.parse_json(body))
+        elif kind == "text/plain":
+            wanted = protocol.DocumentRequest(_utf8(body))
+        else:
+            raise RequestError(
+                f"Content-Type = {json.dumps(kind)}: must be text/plain, or application/json", status=415
+            )
+        document = await self._in_thread(self._conversations.upload, wanted)
+        return _json(document_json(self._engine.document(document)), 201)
+
+    async def _documents(self, request: Request) -> Response:
+        found = await self._in_thread(self._engine.documents)
+        return _json({"object": "list", "data": [document_json(each) for each in found]})
+
+    async def _document(self, request: Request) -> Response:
+        return _json(document_json(self._known(request)))
+
+    async def _delete(self, request: Request) -> Response:
+        document = self._known(request).id
+        try:
+            await self._in_thread(self._conversations.forget, document)
+        except UserError as error:
+            raise RequestError(str(error), status=409, code="document_in_use") from None
+        return _json({"id": document, "object": "document.deleted", "deleted": True})
+
+    def _known(self, request: Request) -> Any:
+        try:
+            return self._engine.document(request.path_params["document"])
+        except UserError as error:
+            raise RequestError(str(error), param="document", status=404, code="document_not_found") from None
+
+    # Answers
+
+    async def _chat(self, request: Request) -> Response:
+        body = await self._body(request)
+        wanted = protocol.chat_request(protocol.parse_json(body), self._settings.default_tokens)
+        self._require_model(wanted.answering.model)
+        asked = await self._in_thread(self._conversations.ask, wanted.messages, wanted.answering.document)
+        return await self._answer(request, wanted.answering, [asked], Chat(self._settings.model, self._lm.tokenizer))
+
+    async def _complete(self, request: Request) -> Response:
+        wanted = protocol.completion_request(protocol.parse_json(await self._body(request)))
+        answering, texts = wanted.answering, Text(self._settings.model, self._lm.tokenizer)
+        self._require_model(answering.model)
+
+        def encode() -> list[Asked]:
+            return [self._conversations.complete(prompt, answering.document) for prompt in wanted.prompts]
+
+        asked = await self._in_thread(encode)
+        if wanted.echo:
+            return await self._echo(request, wanted, asked, texts)
+        return await self._answer(request, answering, asked, texts)
+
+    async def _answer(self, request: Request, wanted: Answering, asked: Sequence[Asked], form: Chat) -> Response:
+        answers = await self._ask(request, wanted, asked)
+        if wanted.stream:
+            return _Events(self._events(answers, form, wanted.include_usage, asked), answers)
+        completions = await self._ended(request, answers)
+        return _json(form.whole(completions, _usage(asked, completions)))
+
+    async def _ask(self, request: Request, wanted: Answering, asked: Sequence[Asked]) -> Answers:
+        """Asks the engine for all answers of a request."""
+        lengths = [self._max_tokens(wanted, each) for each in asked]
+        options = {**wanted.options, "logprobs": wanted.logprobs or wanted.logprobs is not None}
+        return await self._rows.ask(_client(request), asked, lengths, wanted.n, options, self._in_thread)
+
+    def _max_tokens(self, wanted: Answering, asked: Asked) -> int:
+        """Most tokens of an answer: what is asked for, or as many as the model has positions for."""
+        most, given = self._settings.max_tokens, wanted.max_tokens
+        if given is not None:
+            if given > most:
+                raise RequestError(f"max_tokens = {given}: must be at most {most}", param="max_tokens")
+            return given
+        left = self._lm.config.max_context - asked.document_tokens - len(asked.prompt)
+        least = wanted.options["min_new_tokens"]
+        return max(1, least, min(wanted.default_tokens, most, left))
+
+    async def _ended(self, request: Request, answers: Answers) -> list[Completion]:
+        """All answers of a request, whose rows are free when this returns, also because the client has gone."""
+        ended = asyncio.ensure_future(answers.completions(self._settings.answer_seconds))
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait({ended, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                raise ClientDisconnect
+            return ended.result()
+        except ClientDisconnect:
+            raise
+        except Exception as error:
+            raise _told(error) from None
+        finally:
+            gone.cancel()
+            ended.cancel()
+            answers.close()
+
+    async def _events(
+        self, answers: Answers, form: Chat, include_usage: bool, asked: Sequence[Asked]
+    ) -> AsyncIterator[bytes]:
+        """The server-sent events of an answer."""
+        completions = []
+        for index in range(len(answers.streams)):
+            if (first := form.begin(index)) is not None:
+                yield _event(first)
+        try:
+            async for index, said in answers.pieces(self._settings.answer_seconds):
+                if isinstance(said, Completion):
+                    completions.append(said)
+                    yield _event(form.end(index, said))
+                else:
+                    yield _event(form.piece(index, said))
+        except Exception as error:
+            yield _event(_told(error).body())
+            return
+        if include_usage:
+            yield _event(form.usage(_usage(asked, completions)))
+        yield b"data: [DONE]\n\n"
+
+    async def _echo(self, request: Request, wanted: CompletionRequest, asked: Sequence[Asked], texts: Text) -> Response:
+        """Prompts with their log-probabilities, and answers behind them unless `max_tokens` is 0."""
+        answering = wanted.answering
+        read = [await self._in_thread(self._echoed, each.prompt, answering.logprobs) for each in asked]
+        prompts = [
+            prompt if isinstance(prompt, str) else self._lm.tokenizer.decode(prompt) for prompt in wanted.prompts
+        ]
+        completions: list[Completion | None] = [None] * (len(asked) * answering.n)
+        if answering.max_tokens != 0:
+            completions = [*await self._ended(request, await self._ask(request, answering, asked))]
+        choices = []
+        for index, completion in enumerate(completions):
+            of_prompt = index // answering.n
+            tokens, (logprobs, top) = asked[of_prompt].prompt, read[of_prompt]
+            if completion is not None:
+                tokens = tokens + completion.tokens
+                logprobs, top = [*logprobs, *(completion.logprobs or [])], top + (completion.top_logprobs or [])
+            shown = None if answering.logprobs is None else texts.token_logprobs(tokens, logprobs, top)
+            text, reason = ("", "length") if completion is None else (completion.text, completion.finish_reason)
+            choices.append((prompts[of_prompt] + text, shown, reason))
+        return _json(texts.echoed(choices, _usage(asked, [each for each in completions if each is not None])))
+
+    def _echoed(
+        self, prompt: list[int], logprobs: int | None
+    ) -> tuple[list[float | None], list[list[tuple[int, float]]]]:
+        """Log-probabilities of a prompt's tokens, and of the likeliest at their positions, where they are wanted."""
+        if logprobs is None or len(prompt) < 2:
+            return [None] * len(prompt), [[]] * (len(prompt) if logprobs else 0)
+        with self._scoring:
+            scores = score(self._lm, prompt, top_logprobs=logprobs, backend=self._settings.backend)
+        top = [[], *scores.top_logprobs[0]] if scores.top_logprobs else []
+        return [None, *scores.logprobs[0].tolist()], top
+
+    def cancel_answers(self) -> None:
+        """Ends all answers that are being written."""
+        self._rows.cancel_all()
+
+    def close(self) -> None:
+        """Frees the threads that wait for the engine."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class _Events(StreamingResponse):
+    """Server-sent events, whose rows are free when they end, also because the client has gone."""
+
+    def __init__(self, events: AsyncIterator[bytes], answers: Answers) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answers.close()
+
+
+class _Ending(uvicorn.Server):
+    """A web server that lets running answers end for some seconds, and then cancels them."""
+
+    def __init__(self, server: Server, config: uvicorn.Config, seconds: float) -> None:
+        super().__init__(config)
+        self._server, self._seconds = server, seconds
+        self.interrupted = False
+
+    def handle_exit(self, sig: int, frame: types.FrameType | None) -> None:
+        self.interrupted = self.interrupted or sig == signal.SIGINT
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        cancelling = asyncio.get_running_loop().call_later(self._seconds, self._server.cancel_answers)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cancelling.cancel()
+
+
+def serve(engine: Engine, settings: Settings, listening: socket.socket, ready: Callable[[], None]) -> tuple[bool, bool]:
+    """Serves an engine until the process is told to end (SIGINT, SIGTERM), and closes the engine.
+
+    Args:
+        engine: The engine.
+        settings: What is allowed.
+        listening: A socket that is bound.
+        ready: Called when requests are answered.
+
+    Returns:
+        Whether the engine, and what it was storing, ended within as many seconds as `settings` grants running answers;
+        and whether Ctrl-C ended the server.
+    """
+    server = Server(engine, settings)
+    closing = threading.Thread(target=engine.close, name="tca-jax-close", daemon=True)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        ready()
+        yield
+        closing.start()
+        server.close()
+        deadline = time.monotonic() + settings.grace_seconds
+        while closing.is_alive() and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+    server.app.router.lifespan_context = lifespan
+    config = uvicorn.Config(
+        server.app,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        ws="none",
+        timeout_graceful_shutdown=math.ceil(settings.grace_seconds) + _CANCELLING_SECONDS,
+    )
+    ending = _Ending(server, config, settings.grace_seconds)
+    ending.run(sockets=[listening])
+    return closing.ident is not None and not closing.is_alive(), ending.interrupted
+
+
+async def _disconnected(request: Request) -> None:
+    """Waits until a client, all of whose body has been read, closes the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _client(request: Request) -> bytes:
+    """Whose rows are counted together: those of a key."""
+    return _digest(request.headers.get("authorization", ""))
+
+
+def _usage(asked: Sequence[Asked], completions: Sequence[Completion]) -> Json:
+    prompts = [(len(each.prompt), each.document_tokens) for each in asked]
+    return usage_of(prompts, sum(len(each.tokens) for each in completions))
+
+
+def _told(error: Exception) -> RequestError:
+    """What a client is told of what went wrong with an answer; what is no fault of its is in the log."""
+    if isinstance(error, UserError):
+        return protocol.of_user_error(error)
+    _log.error("an answer failed", exc_info=error)
+    return RequestError(f"the answer failed: {type(error).__name__}", status=500)
+
+
+def _event(data: Json) -> bytes:
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _json(data: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(json.dumps(data).encode(), status, headers, media_type="application/json")
+
+
+def _headers_of(problem: RequestError) -> dict[str, str] | None:
+    if problem.status == 401:
+        return {"WWW-Authenticate": "Bearer"}
+    return {"Retry-After": "1"} if problem.status in (429, 503) else None
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    problem = RequestError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
+    return _json(problem.body(), error.status_code, dict(error.headers or {}))
+
+
+async def _unknown_error(request: Request, error: Exception) -> Response:
+    return _json(RequestError("the server failed; its log says why", status=500).body(), 500)
+
+
+def _digest(key: str) -> bytes:
+    """A key, in as many bytes as any other."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def _utf8(body: bytes) -> str:
+    try:
+        return body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not valid UTF-8 text: {error}") from None

@@ -1,0 +1,120 @@
+"""Requests of the OpenAI protocol are read as they say, and what is not allowed is named; no model is needed."""
+
+import pytest
+
+from tca_jax.errors import UserError
+from tca_jax.serve.protocol import (
+    RequestError,
+    chat_request,
+    completion_request,
+    document_request,
+    of_user_error,
+    parse_json,
+)
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def test_defaults_are_those_of_the_protocol_and_null_is_left_out():
+    wanted = chat_request({"messages": HELLO, "stop": None, "n": None, "tools": None, "user": "me"}, 512)
+    assert (wanted.answering.n, wanted.answering.max_tokens, wanted.answering.default_tokens) == (1, None, 512)
+    assert (wanted.answering.options["temperature"], wanted.answering.options["stop"]) == (1.0, ())
+    assert (wanted.answering.logprobs, wanted.answering.stream) == (None, False)
+    completion = completion_request({"prompt": [[1, 2], [3]], "max_tokens": 1, "logprobs": 0})
+    assert (completion.prompts, completion.answering.logprobs, completion.answering.default_tokens) == (
+        [[1, 2], [3]],
+        0,
+        16,
+    )
+    assert completion_request({"prompt": [1, 2]}).prompts == [[1, 2]]
+    seeds = {chat_request({"messages": HELLO}, 1).answering.options["seed"] for _ in range(3)}
+    assert len(seeds) == 3
+
+
+def test_what_clients_send_along_is_read():
+    answer = {"role": "assistant", "content": "Hi", "refusal": None, "annotations": [], "tool_calls": None}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "developer", "content": "Be brief."}, *HELLO, answer, {"role": "user", "content": parts}]
+    given = {"max_completion_tokens": 7, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
+    wanted = chat_request({"messages": messages, "logprobs": True, "top_logprobs": 3, **given}, 1)
+    assert [each["role"] for each in wanted.messages] == ["system", "user", "assistant", "user"]
+    assert wanted.messages[2:] == [{"role": "assistant", "content": "Hi"}, {"role": "user", "content": "a\n\nb"}]
+    assert (wanted.answering.max_tokens, wanted.answering.logprobs) == (7, 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": []}, "messages: must be a list of messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, r'messages\[0\].role = "tool": must be one of'),
+        ({"messages": [{"role": [], "content": "x"}]}, r"messages\[0\].role = \[\]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of type text"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, 'has "tool_calls"'),
+        ({"top_logprobs": 2}, "needs logprobs = true"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "differ"),
+        ({"max_tokens": True}, "max_tokens = true: must be an integer from 1"),
+        ({"stream": 1}, "stream = 1: must be true or false"),
+        ({"stream_options": {"include_usage": True}}, "needs stream = true"),
+        ({"stop": [""]}, "stop = "),
+        ({"stop": ["x"] * 65}, "at most 64 strings"),
+        ({"seed": -1}, "seed = -1: must be an integer from 0 to 4294967295"),
+        ({"temperature": float("1e400")}, "temperature = Infinity"),
+        ({"logit_bias": {"5": 1}}, "must be empty"),
+        ({"document": ["x"]}, "must be a string"),
+        ({"x" * 10_000: 1}, "is no field of this request"),
+    ],
+)
+def test_what_is_not_allowed_in_a_chat_is_named(fields, message):
+    with pytest.raises(RequestError, match=message) as raised:
+        chat_request({"messages": HELLO, **fields}, 1)
+    assert len(str(raised.value)) < 1000
+    assert raised.value.body()["error"]["param"] is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": ""}, None),
+        ({"prompt": []}, "prompt: must be text"),
+        ({"prompt": [[1], []]}, "none may be empty"),
+        ({"prompt": [True]}, "prompt: must be text"),
+        ({"max_tokens": 0}, "max_tokens = 0: must be an integer from 1"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "must be n = 1"),
+        ({"echo": True, "document": "doc"}, "not allowed with document"),
+        ({"echo": True, "stream": True}, "not allowed with stream"),
+    ],
+)
+def test_what_is_not_allowed_in_a_completion_is_named(fields, message):
+    if message is None:
+        assert completion_request({"prompt": "x", **fields}).prompts == [""]  # the library says that it is empty
+        return
+    with pytest.raises(RequestError, match=message):
+        completion_request({"prompt": "x", **fields})
+
+
+def test_an_upload_has_text_and_says_for_what():
+    assert document_request({"text": "a", "chat": False}).chat is False
+    assert document_request({"text": "a", "system": "b"}).system == "b"
+    for body, param in (({}, "text"), ({"text": "a", "file": "/etc/passwd"}, "file"), ({"text": 1}, "text")):
+        with pytest.raises(RequestError) as raised:
+            document_request(body)
+        assert raised.value.param == param
+    with pytest.raises(RequestError, match="leave out chat = false"):
+        document_request({"text": "a", "system": "b", "chat": False})
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"NaN", b"[" * 100_000, b"\xff", b'{"n": 1' + b"0" * 5000 + b"}"])
+def test_a_body_that_is_no_json_is_an_error_of_the_request(body):
+    with pytest.raises(RequestError, match="not valid JSON"):
+        parse_json(body)
+
+
+def test_errors_of_the_library_name_fields_of_the_protocol():
+    told = of_user_error(UserError("max_new_tokens = 0: must be an integer of at least 1"))
+    assert (str(told), told.param, told.status) == (
+        "max_tokens = 0: must be an integer of at least 1",
+        "max_tokens",
+        400,
+    )
+    assert of_user_error(UserError("the engine is closed")).param is None

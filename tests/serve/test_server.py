@@ -1,0 +1,425 @@
+"""The HTTP server through OpenAI's own client: its answers are those of `generate`, and what is wrong is named."""
+
+import asyncio
+import concurrent.futures
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
+from tiny import with_candidates, write_checkpoint
+
+import tca_jax
+from tca_jax.engine.prompts import DocumentTemplate, encode_verbatim
+from tca_jax.serve import Engine
+from tca_jax.serve.server import Server, Settings
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+BOOK = "The quick brown fox jumps over the lazy dog. " * 4
+TOKENS = 12
+GREEDY = {"temperature": 0, "max_tokens": TOKENS}
+QUESTION = [{"role": "user", "content": "Who jumps?"}]
+KEY = "a-key"
+MODEL = "tiny"
+
+
+class Running:
+    """A server on a free port of this machine, in a thread, as `tca-jax serve` runs it."""
+
+    def __init__(self, engine, **settings):
+        self.server = Server(engine, Settings(MODEL, **settings))
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        config = uvicorn.Config(self.server.app, log_level="warning", lifespan="off", ws="none")
+        self.uvicorn = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self.socket]}, daemon=True)
+
+    def __enter__(self):
+        self.thread.start()
+        while not self.uvicorn.started:
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_):
+        self.uvicorn.should_exit = True
+        self.thread.join(20)
+        self.server.close()
+
+    def client(self, key="none"):
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def http(self, key=KEY):
+        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("served") / "model", chat_template=TEMPLATE, eos_token_id=[95])
+
+
+@pytest.fixture(scope="module")
+def lm(folder):
+    return with_candidates(tca_jax.load(folder), [[0, 5], [9, 13]])
+
+
+@pytest.fixture(scope="module")
+def engine(lm):
+    with Engine(lm, max_rows=3, pages=600, answer_tokens=256) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def running(engine):
+    settings = {"recognize_tokens": 64, "max_tokens": 400, "max_body": 100_000, "rows_per_key": 6}
+    with Running(engine, api_keys=("other", KEY), **settings) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    with running.client(KEY) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def http(running):
+    with running.http() as http:
+        yield http
+
+
+def text_of(lm, prompt, context=None, **options):
+    out = tca_jax.generate(lm, [prompt], context=context, max_new_tokens=TOKENS, **options)
+    return out.text
+
+
+def test_a_chat_is_answered_as_by_generate_whole_and_as_a_stream(lm, client):
+    (expected,) = text_of(lm, QUESTION)
+    whole = client.chat.completions.create(model=MODEL, messages=QUESTION, **GREEDY)
+    assert whole.choices[0].message.content == expected
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage.completion_tokens == TOKENS
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL, messages=QUESTION, stream=True, stream_options={"include_usage": True}, **GREEDY
+        )
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == expected
+    assert (chunks[0].choices[0].delta.role, chunks[-2].choices[0].finish_reason) == ("assistant", "length")
+    assert chunks[-1].usage == whole.usage
+
+
+def test_several_samples_of_several_prompts_are_those_of_generate(lm, client):
+    prompts, options = ["ab ", "The fox"], {"temperature": 0.9, "top_p": 0.9, "seed": 3}
+    expected = tca_jax.generate(lm, prompts, max_new_tokens=TOKENS, num_samples=2, top_k=30, **options).text
+    asked = {"model": MODEL, "prompt": prompts, "n": 2, "max_tokens": TOKENS, "extra_body": {"top_k": 30}, **options}
+    whole = client.completions.create(**asked)
+    assert [choice.text for choice in whole.choices] == expected
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    streamed = [""] * 4
+    for chunk in client.completions.create(stream=True, **asked):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == expected
+
+
+def test_an_answer_ends_at_a_string_and_log_probabilities_are_those_of_generate(lm, client):
+    out = tca_jax.generate(lm, [QUESTION], max_new_tokens=TOKENS, logprobs=2)
+    stop = out.text[0][3:5]
+    whole = client.chat.completions.create(model=MODEL, messages=QUESTION, stop=[stop], **GREEDY)
+    assert whole.choices[0].message.content == out.text[0][: out.text[0].index(stop)]
+    assert whole.choices[0].finish_reason == "stop"
+    asked = {"model": MODEL, "messages": QUESTION, "logprobs": True, "top_logprobs": 2, **GREEDY}
+    content = client.chat.completions.create(**asked).choices[0].logprobs.content
+    assert [each.logprob for each in content] == pytest.approx(out.logprobs[0], abs=1e-4)
+    assert "".join(each.token for each in content) == out.text[0]
+    likeliest = [[each.logprob for each in place.top_logprobs] for place in content]
+    assert likeliest[0] == pytest.approx([value for _, value in out.top_logprobs[0][0]], abs=1e-4)
+    chunks = list(client.chat.completions.create(stream=True, **asked))
+    assert chunks[-1].choices[0].logprobs.content == content
+
+
+def test_a_document_is_uploaded_listed_asked_about_by_name_and_deleted(lm, client, http):
+    uploaded = http.post("/v1/documents", content=BOOK, headers={"Content-Type": "text/plain; charset=utf-8"})
+    assert uploaded.status_code == 201
+    document = uploaded.json()["id"]
+    again = http.post("/v1/documents", json={"text": BOOK}).json()
+    assert (again["id"], again["tokens"]) == (document, len("<user>" + BOOK))
+    read = tca_jax.prefill(lm, DocumentTemplate.of(lm).document(lm, BOOK, "text"))
+    (expected,) = text_of(lm, "\n\nWho jumps?</s><assistant>", read)
+    extra = {"extra_body": {"document": document}}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        asked = [pool.submit(client.chat.completions.create, model=MODEL, messages=QUESTION, **GREEDY, **extra)] * 3
+        assert {each.result().choices[0].message.content for each in asked} == {expected}
+    usage = asked[0].result().usage
+    assert usage.prompt_tokens_details.cached_tokens == again["tokens"]
+    # The chat that holds the text is the same one: its document is found, whatever follows it.
+    listed = [each["id"] for each in http.get("/v1/documents").json()["data"]]
+    for content in (f"{BOOK}\n\nWho jumps?", [{"type": "text", "text": BOOK}, {"type": "text", "text": "Who jumps?"}]):
+        chat = [{"role": "user", "content": content}]
+        held = client.chat.completions.create(model=MODEL, messages=chat, **GREEDY)
+        assert (held.choices[0].message.content, held.usage) == (expected, usage)
+    assert [each["id"] for each in http.get("/v1/documents").json()["data"]] == listed
+    turns = [*QUESTION, {"role": "assistant", "content": "A fox."}, {"role": "user", "content": "Over what?"}]
+    (later,) = text_of(lm, "\n\nWho jumps?</s><assistant>A fox.</s><user>Over what?</s><assistant>", read)
+    assert (
+        client.chat.completions.create(model=MODEL, messages=turns, **GREEDY, **extra).choices[0].message.content
+        == later
+    )
+    (completed,) = text_of(lm, " The end", read)
+    assert client.completions.create(model=MODEL, prompt=" The end", **GREEDY, **extra).choices[0].text == completed
+    assert http.get(f"/v1/documents/{document}").json()["state"] == "device"
+    assert http.delete(f"/v1/documents/{document}").json()["deleted"] is True
+    assert http.get(f"/v1/documents/{document}").status_code == 404
+    with pytest.raises(openai.NotFoundError, match="there is none of this id"):
+        client.chat.completions.create(model=MODEL, messages=QUESTION, **GREEDY, **extra)
+
+
+def test_a_long_text_in_a_chat_is_read_once_and_a_short_one_is_part_of_the_chat(lm, client, http):
+    book = BOOK[::-1]
+
+    def documents():
+        return {each["id"] for each in http.get("/v1/documents").json()["data"]}
+
+    before = documents()
+    system = {"role": "system", "content": "Be brief."}
+    ids = encode_verbatim(lm, f"<system>Be brief.</s><user>{book}")
+    read = tca_jax.prefill(lm, ids)
+    for question in ("Who?", "Where?"):
+        chat = [system, {"role": "user", "content": f"{book}\n\n{question}"}]
+        answer = client.chat.completions.create(model=MODEL, messages=chat, **GREEDY)
+        (expected,) = text_of(lm, f"\n\n{question}</s><assistant>", read)
+        assert answer.choices[0].message.content == expected
+        assert answer.usage.prompt_tokens_details.cached_tokens == len(ids)
+    assert len(documents() - before) == 1
+    short = [system, {"role": "user", "content": "The fox.\n\nWho?"}]
+    (expected,) = text_of(lm, short)
+    assert client.chat.completions.create(model=MODEL, messages=short, **GREEDY).choices[0].message.content == expected
+    assert len(documents() - before) == 1
+
+
+def test_prompts_are_echoed_with_their_log_probabilities(lm, client):
+    prompts = [encode_verbatim(lm, text) for text in ("The quick brown fox", "ab")]
+    scores = tca_jax.score(lm, prompts, top_logprobs=1)
+    asked = {"model": MODEL, "prompt": prompts, "temperature": 0, "echo": True, "logprobs": 1}
+    for most in (0, 1):
+        choices = client.completions.create(max_tokens=most, **asked).choices
+        for i, (choice, prompt) in enumerate(zip(choices, prompts, strict=True)):
+            told = choice.logprobs
+            assert (told.token_logprobs[0], told.top_logprobs[0]) == (None, None)
+            assert told.token_logprobs[1 : len(prompt)] == pytest.approx(scores.logprobs[i].tolist(), abs=1e-4)
+            assert len(told.tokens) == len(told.text_offset) == len(told.top_logprobs) == len(prompt) + most
+            assert "".join(told.tokens) == choice.text
+            best = [max(top.values()) for top in told.top_logprobs[1 : len(prompt)]]
+            assert best == pytest.approx([pair[0][1] for pair in scores.top_logprobs[i]], abs=1e-4)
+    (expected,) = tca_jax.generate(lm, [prompts[0]], max_new_tokens=1).text
+    assert choices[0].text == f"The quick brown fox{expected}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"temperature": -1}, "temperature", "temperature = -1: must be a number of at least 0"),
+        ({"top_p": 0}, "top_p", r"top_p = 0.0: must be in \(0, 1\]"),
+        ({"n": 65}, "n", "n = 65: must be an integer from 1 to 64"),
+        ({"n": 7}, "n", "at most 6 of this key"),
+        ({"max_tokens": 401}, "max_tokens", "max_tokens = 401: must be at most 400"),
+        ({"min_tokens": 9, "max_tokens": 2}, "min_tokens", "min_tokens = 9: must be at most max_tokens = 2"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools are not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "answers are not constrained"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "must be 0"),
+        ({"chat_template": "{{ x }}"}, "chat_template", "is no field of this request"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "not valid UTF-8"),
+        ({"messages": [{"role": "user", "content": "é " * 4000}]}, "prompt", "4096 positions"),
+        ({"document": "../../etc/passwd"}, "document", "there is none of this id"),
+        ({"model": "gpt-4"}, "model", "must be tiny"),
+    ],
+)
+def test_what_is_wrong_with_a_chat_is_named_in_the_form_of_the_protocol(http, fields, param, message):
+    body = json.dumps({"messages": QUESTION, "max_tokens": 4, **fields})
+    answer = http.post("/v1/chat/completions", content=body)
+    assert answer.status_code in (400, 404), answer.text
+    error = answer.json()["error"]
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert re.search(message, error["message"]), error["message"]
+
+
+def test_bounds_of_bodies_keys_and_paths_are_kept(running, http):
+    with running.http("wrong") as stranger:
+        for path in ("/v1/models", "/metrics", "/v1/documents"):
+            answer = stranger.get(path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert stranger.get("/health").json() == {"status": "ok"}
+    with pytest.raises(openai.AuthenticationError, match="API key"):
+        running.client("wrong").models.list()
+    assert [model.id for model in running.client("other").models.list()] == [MODEL]
+    long = b"x" * 100_001
+    for body in (long, iter([long])):  # of a known length, and in chunks
+        answer = http.post("/v1/documents", content=body, headers={"Content-Type": "text/plain"})
+        assert (answer.status_code, "100,000 bytes" in answer.json()["error"]["message"]) == (413, True)
+    for method, path, status in (("GET", "/v1/x", 404), ("PUT", "/v1/documents", 405)):
+        answer = http.request(method, path)
+        assert (answer.status_code, set(answer.json()["error"])) == (status, {"message", "type", "param", "code"})
+    for body in (b"{", b"[1]", b'{"messages": NaN}', b"[" * 50_000, b'{"messages": [1]}', b"\xff"):
+        answer = http.post("/v1/chat/completions", content=body)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def rows(http):
+    """Answers that wait or are written, by the server's metrics."""
+    families = {each.name: each for each in text_string_to_metric_families(http.get("/metrics").text)}
+    return {sample.labels["state"]: sample.value for sample in families["tca_jax_rows"].samples}, families
+
+
+def wait_for_none(engine, http):
+    deadline = time.monotonic() + 30
+    while sum(rows(http)[0].values()) or not engine.idle(0.1):
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_connection_that_closes_frees_its_rows(engine, running, http, stream):
+    body = {"prompt": "The fox", "max_tokens": 400, "n": 3, "stream": stream, "temperature": 1.0, "min_tokens": 400}
+    with running.http() as leaving:
+        if stream:
+            with leaving.stream("POST", "/v1/completions", json=body) as answer:
+                next(answer.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                leaving.post("/v1/completions", json=body, timeout=0.2)
+    wait_for_none(engine, http)
+    found = rows(http)[1]["tca_jax_answers"].samples
+    assert any(each.labels["finish_reason"] == "cancelled" and each.value >= 3 for each in found)
+
+
+def test_a_key_has_no_more_rows_than_it_may_and_late_answers_are_cancelled(engine, running, http):
+    body = {"prompt": "The fox", "max_tokens": 300, "n": 4, "stream": True, "min_tokens": 300}
+    with running.http() as first, first.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()  # the connection is closed when nobody holds them
+        next(lines)
+        refused = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "n": 3})
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+        with running.http("other") as other:
+            assert other.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "n": 3}).status_code == 200
+    wait_for_none(engine, http)
+    with Running(engine, answer_seconds=0.05) as impatient, impatient.http() as late:
+        assert late.post("/v1/completions", json=body | {"stream": False}).status_code == 504
+        with pytest.raises(openai.APIError, match=r"more than 0\.05 seconds"):
+            read_stream(impatient, body)
+    assert engine.idle(30)
+
+
+def read_stream(running, body):
+    asked = {name: value for name, value in body.items() if name != "min_tokens"}
+    return list(running.client().completions.create(model=MODEL, extra_body={"min_tokens": 300}, **asked))
+
+
+def test_metrics_count_and_time_what_was_answered(client, http):
+    client.completions.create(model=MODEL, prompt="The fox", **GREEDY)
+    states, families = rows(http)
+    assert set(states) == {"waiting", "running"}
+    for name in ("time_to_first_token", "time_per_token"):
+        quantiles = {each.labels["quantile"]: each.value for each in families[f"tca_jax_{name}_recent_seconds"].samples}
+        assert 0 < quantiles["0.5"] <= quantiles["0.99"]
+        counts = [each.value for each in families[f"tca_jax_{name}_seconds"].samples if each.name.endswith("_count")]
+        assert counts[0] >= 1
+    tiers = {each.labels["state"]: each.value for each in families["tca_jax_document_pages"].samples}
+    assert tiers["device"] > 0
+    assert {"host", "disk", "stored"} <= set(tiers)
+    kinds = {each.labels["kind"]: each.value for each in families["tca_jax_tokens"].samples if "total" in each.name}
+    assert min(kinds.values()) > 0
+
+
+def test_tasks_of_the_asynchronous_client_are_answered_together(lm, running):
+    async def ask():
+        async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key=KEY, max_retries=0) as client:
+            asked = [client.completions.create(model=MODEL, prompt=f"{i} ", **GREEDY) for i in range(5)]
+            return [each.choices[0].text for each in await asyncio.gather(*asked)]
+
+    assert asyncio.run(ask()) == [text_of(lm, f"{i} ")[0] for i in range(5)]
+
+
+def test_a_model_without_a_chat_template_answers_completions_alone(tmp_path):
+    lm = tca_jax.load(write_checkpoint(tmp_path, chat_template=None))
+    with Engine(lm, max_rows=2, pages=200, answer_tokens=64) as engine, Running(engine) as running:
+        with pytest.raises(openai.BadRequestError, match="no chat template; use /v1/completions"):
+            running.client().chat.completions.create(model=MODEL, messages=QUESTION, **GREEDY)
+        with running.http() as http:
+            document = http.post("/v1/documents", json={"text": BOOK}).json()["id"]
+            assert http.post("/v1/documents", json={"text": BOOK, "system": "x"}).status_code == 400
+            assert http.post("/v1/documents", json={"text": BOOK, "path": "/etc/passwd"}).status_code == 400
+        asked = running.client().completions.create(
+            model=MODEL, prompt=" The end", extra_body={"document": document}, **GREEDY
+        )
+        (expected,) = text_of(lm, " The end", tca_jax.prefill(lm, BOOK))
+        assert asked.choices[0].text == expected
+
+
+@pytest.mark.slow
+def test_the_harness_measures_the_served_model_as_it_does_in_this_process(lm, folder, running, monkeypatch):
+    completions = pytest.importorskip(
+        "lm_eval.models.openai_completions", reason="lm-evaluation-harness is not installed: pip install 'tca-jax[lab]'"
+    )
+    pytest.importorskip("tenacity", reason="its API models need lm-eval[api]")
+    from lm_eval.api.instance import Instance
+
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    model = completions.LocalCompletionsAPI(
+        base_url=f"{running.url}/v1/completions",
+        model=MODEL,
+        tokenizer=str(folder),
+        tokenizer_backend="huggingface",
+        max_length=400,
+    )
+    (best,) = tca_jax.generate(lm, "The quick", max_new_tokens=1).text
+    pairs = [("The quick", best), ("The quick", " brown"), ("ab", "c")]
+    asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+    for (prompt, answer), (logprob, greedy) in zip(pairs, model.loglikelihood(asked), strict=True):
+        whole = encode_verbatim(lm, prompt + answer)
+        scores = tca_jax.score(lm, whole, top_logprobs=1)
+        count = len(encode_verbatim(lm, answer))
+        assert logprob == pytest.approx(float(scores.logprobs[0][-count:].sum()), abs=1e-3)
+        likeliest = [pairs[0][0] for pairs in scores.top_logprobs[0][-count:]]
+        assert greedy == (likeliest == whole[-count:])
+    wanted = {"until": ["zq"], "max_gen_toks": TOKENS, "temperature": 0}
+    (answer,) = model.generate_until([Instance("generate_until", {}, ("The quick", wanted), 0)])
+    assert answer == text_of(lm, "The quick")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_command_within_a_bound_and_leaves_documents_whole(folder, tmp_path, number, code):
+    args = ["serve", folder, "--port=0", "--pages=600", f"--disk={tmp_path}", "--grace=1", "--model-name=m"]
+    command = [sys.executable, "-c", "from tca_jax.cli import main; main()", *map(str, args)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        line = process.stdout.readline()
+        url = re.fullmatch(r"serving m on (http://127\.0\.0\.1:\d+)/v1\n", line)[1]
+        with httpx.Client(base_url=url, timeout=120) as http:
+            body = {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 3000, "min_tokens": 3000}
+            document = http.post("/v1/documents", json={"text": BOOK}).json()["id"]
+            body |= {"document": document, "stream": True}
+            with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                process.send_signal(number)
+                start = time.monotonic()
+                *_, last = filter(None, lines)
+                assert "the server is shutting down" in last
+                assert process.wait(30) == code
+        assert "Traceback" not in process.stderr.read()
+        assert time.monotonic() - start < 15
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {document, f"{document}.json"}
+    assert os.listdir(tmp_path / document)
