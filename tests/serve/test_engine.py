@@ -32,7 +32,9 @@ def lm(request):
     lm = tiny_lm()
     if request.param == "tca":
         return with_candidates(lm, [[0, 5], [9, 13]])
-    return lm if request.param == "full" else lm.with_method("adakv", share=0.4, observation=16, block_size=8, window=16)
+    if request.param == "full":
+        return lm
+    return lm.with_method("adakv", share=0.4, observation=16, block_size=8, window=16)
 
 
 @pytest.fixture(scope="module")
