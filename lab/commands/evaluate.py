@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -60,6 +61,17 @@ def evaluate(
     bytes_of: Annotated[
         str, typer.Option(help="What --kv-share counts: call, with room for questions and answers, or prompt.")
     ] = "call",
+    tune: Annotated[
+        str | None,
+        typer.Option(help="Methods whose options are searched on calibration texts, or all.", show_default="none"),
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(help="Trials of each tuned method.", show_default="TCA's candidates, 15", min=1)
+    ] = None,
+    tune_text: Annotated[
+        list[Path] | None,
+        typer.Option(help="Calibration texts, one sequence each.", show_default="the start of --text"),
+    ] = None,
     batch: Annotated[int, typer.Option(help="Most prompts in a call; fewer where memory is short.", min=1)] = 8,
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
@@ -80,9 +92,14 @@ def evaluate(
     """
     from tca_jax.engine.mesh import parse_mesh
     from tca_jax.lab.evaluation import Builder, Results, Sources, make_plan, parse_methods, run_plan
+    from tca_jax.lab.evaluation.method_specs import parse_labels
+    from tca_jax.lab.evaluation.tuning import make_tuning
     from tca_jax.loading import check_dtype, check_eight_bits, open_checkpoint
 
     specs = parse_methods(methods)
+    if tune is None and (trials is not None or tune_text):
+        raise UserError("--trials and --tune-text say how to tune: they need --tune")
+    tuning = None if tune is None else make_tuning(parse_labels(tune), specs, trials, kv_share)
     sources = Sources(essays, squad, hotpotqa, longbench, text)
     require_writable(out, "--out")
     with naming_options("dtype", "weights", "kv"):
@@ -107,6 +124,7 @@ def evaluate(
             batch=batch,
             bytes_of=bytes_of,
         )
+        plan = dataclasses.replace(plan, tuning=tuning)
         lm = checkpoint.load(
             dtype=dtype,
             weights=weights,
@@ -119,7 +137,8 @@ def evaluate(
             each.validate_for(lm.config, lm.fingerprint, lm.name)
     for reason in plan.skipped:
         print(f"left out: {reason}", file=sys.stderr)
-    builder = Builder(lm, found, paper, lambda: [_calibration_text(plan, lm)])
+    texts = [_calibration_text(lm, *text) for text in _calibration_texts(plan, tune_text or [])]
+    builder = Builder(lm, found, paper, lambda: texts)
     results = Results(out)
     with counted("samples", _LINE_SECONDS) as count:
         records = run_plan(plan, builder, results, lambda job, done, total: count(done, total, _shown(job)))
@@ -161,12 +180,20 @@ def _profiles(checkpoint: Checkpoint, profile: str | None) -> tuple[Profile | No
     return found, checkpoint.read_profile(str(beside)) if beside.is_dir() else None
 
 
-def _calibration_text(plan: Plan, lm: Any) -> list[int]:
-    """What methods look at that must see some text before they run: the user's text, or what stands in for it."""
+def _calibration_texts(plan: Plan, paths: list[Path]) -> list[tuple[str, str]]:
+    """Options and texts that methods look at before they run, and are tuned on: the user's, or what stands in."""
+    from tca_jax.cli.files import read_text
+
+    if paths:
+        return [(f"--tune-text {path}", read_text(path, "--tune-text")) for path in paths]
+    return [("--text", plan.sources.user_text)]
+
+
+def _calibration_text(lm: Any, option: str, text: str) -> list[int]:
     from tca_jax.engine.prompts import encode_prompt
 
     tokens = min(_CALIBRATION_TOKENS, lm.config.max_context)
-    return encode_prompt(lm, plan.sources.user_text[: 16 * tokens], "--text")[:tokens]
+    return encode_prompt(lm, text[: 16 * tokens], option)[:tokens]
 
 
 def _shown(job: Job) -> str:

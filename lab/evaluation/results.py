@@ -17,6 +17,7 @@ from tca_jax.models.json_object import read_json_object
 FORMAT = 2
 CONFIG = "config.json"
 TASKS = "results"
+TUNING = "tuning"
 #: Of the configuration, what a second run may add to; all else must be the same.
 _GROWING = ("methods", "measured", "sources")
 
@@ -52,7 +53,7 @@ class Results:
         held = self.require_same(config)
         merged = {**config, **{name: {**held.get(name, {}), **config[name]} for name in _GROWING}}
         if merged != held:
-            _write_json(self.folder / CONFIG, merged)
+            write_json(self.folder / CONFIG, merged)
 
     def require_same(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The configuration of the folder, empty where it is new; raises as `open` does, and writes nothing."""
@@ -100,7 +101,7 @@ class Results:
 
     def write(self, job: Job, record: Mapping[str, Any]) -> None:
         """Writes a finished job's file, whole or not at all."""
-        _write_json(self.path(job), {**job._asdict(), **record})
+        write_json(self.path(job), {**job._asdict(), **record})
 
     def read_all(self) -> list[dict[str, Any]]:
         """All finished jobs of this and earlier runs, without their samples' texts.
@@ -111,8 +112,14 @@ class Results:
         files = sorted((self.folder / TASKS).glob("*/*.json"))
         return [_read_task(path) for path in files if not path.name.startswith(".")]
 
+    def read_tuning(self) -> list[dict[str, Any]]:
+        """What `--tune` has measured of each method, TCA among them."""
+        files = sorted((self.folder / TUNING).glob("*.json"))
+        records = [read_json_object(path) for path in files if not path.name.startswith(".")]
+        return [record for record in records if "trials" in record]
 
-def _write_json(path: Path, record: Mapping[str, Any]) -> None:
+
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """Writes a file with a rename, on the disk before it has its name."""
     with replacing(path) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
         json.dump(record, file, indent=1, allow_nan=False)
