@@ -25,7 +25,7 @@ from tca_jax.methods.config import TCAConfig
 #: A model knows a token that it gives at least half of the probability: greedy decoding then gives it.
 KNOWN = math.log(2)
 _FOLLOWING_TOLERANCE = 0.01  # of full attention's loss
-_LEAST = 1e-9  # nats: a tolerance to divide by
+LEAST = 1e-9  # nats: a tolerance to divide by
 _SURE = 2.0  # standard errors by which a difference of losses is told apart from chance
 _SHARE_OF_MEMORY = 3  # keys and values of all texts stay on the device while they take at most this part of its memory
 
@@ -117,8 +117,8 @@ class _ReadingObjective:
         self.full, self.row0, noise, shares = journal.get("reading", None, self._ends)
         self._shares: Float64[np.ndarray, "layers Hkv 2"] = np.asarray(shares)
         # A cost that chance could make is none that heads could be told by.
-        self._costs = self.row0 - self.full > _SURE * noise
-        self._tolerance = max(config.read_tolerance * (self.row0 - self.full), _LEAST)
+        self._costs = is_sure(self.row0 - self.full, noise)
+        self._tolerance = max(config.read_tolerance * (self.row0 - self.full), LEAST)
 
     def attended(self, more: HeadMask) -> float:
         """Attended share of the texts' pairs where these heads read blocks."""
@@ -131,7 +131,7 @@ class _ReadingObjective:
         """Mean loss in nats per token where these heads read blocks."""
         if not more.any():
             return self.row0
-        return self._journal.get("reading loss", more, lambda: _mean(self._losses.of(more)))
+        return self._journal.get("reading loss", more, lambda: mean_loss(self._losses.of(more)))
 
     def gains(self, more: HeadMask) -> Float64[np.ndarray, "layers Hkv"]:
         return -np.asarray(self._journal.get("reading slopes", more, lambda: self._losses.slopes(more).tolist()))
@@ -140,8 +140,8 @@ class _ReadingObjective:
         """Loss under full attention and at row 0, the standard error of their difference, and attended shares."""
         full, row0 = self._losses.full(), self._losses.of(self.none)
         assert self._losses.shares is not None
-        noise = _standard_error(np.concatenate(full) - np.concatenate(row0))
-        return _mean(full), _mean(row0), noise, self._losses.shares.tolist()
+        noise = standard_error(np.concatenate(full) - np.concatenate(row0))
+        return mean_loss(full), mean_loss(row0), noise, self._losses.shares.tolist()
 
 
 def choose_keeping(
@@ -228,13 +228,13 @@ class _KeepingObjective:
         self._ends = np.cumsum([len(of_text) for of_text in full])
         self._full_losses = np.concatenate(full).astype(np.float32)
         self._row0 = self._measured(self.rows(np.zeros_like(reads_blocks)))
-        probes = list(_counted_columns(texts, self._ends))
+        probes = list(counted_columns(texts, self._ends))
         self._following = np.zeros(self._row0.shape, bool)
         for probe, columns in probes:
             self._following[columns] = probe.kind == FOLLOW
-        self._answers = _Answers(probes, self._full_losses, self._row0)
+        self._answers = Answers(probes, self._full_losses, self._row0)
         counted = self._answers.kinds
-        self.says = len(counted) > _SURE * math.sqrt(len(counted))  # five
+        self.says = says_something(len(counted))
         self.counted = {kind: counted.count(kind) if self.says else 0 for kind in kinds}
 
     def rows(self, more: HeadMask) -> Int32[np.ndarray, "layers Hkv"]:
@@ -272,13 +272,8 @@ class _KeepingObjective:
 
     def _ratios(self, losses: Float32[np.ndarray, " P"]) -> tuple[float, float]:
         """Excess of answers and of what follows."""
-        answers = self._answers.lost(losses) / max(self._config.keep_tolerance, _LEAST)
-        full = self._full_losses[self._following]
-        rises = losses[self._following] - full
-        if rises.size < 2:
-            return answers, 0.0
-        tolerance = max(_FOLLOWING_TOLERANCE * full.mean(dtype=np.float64), _SURE * _standard_error(rises), _LEAST)
-        return answers, float(rises.mean() / tolerance)
+        answers = self._answers.lost(losses) / max(self._config.keep_tolerance, LEAST)
+        return answers, following_excess(losses[self._following], self._full_losses[self._following])
 
     def _measured(self, rows: Int32[np.ndarray, "layers Hkv"]) -> Float32[np.ndarray, " P"]:
         found = self._journal.get(
@@ -302,7 +297,7 @@ class _KeepingObjective:
         return found
 
 
-class _Answers:
+class Answers:
     """Answers of probes that tell what heads are worth: full attention knows them, and row 0 loses them.
 
     The model knows an answer if the mean loss of its tokens is at most `KNOWN`; its known tokens count. Let p be the
@@ -354,7 +349,7 @@ class _Answers:
         return np.maximum(losses - self._full - KNOWN, 0)
 
 
-def _counted_columns(
+def counted_columns(
     texts: Sequence[ProbedText], ends: Int[np.ndarray, " texts"]
 ) -> Iterator[tuple[Segment, Int[np.ndarray, " _"]]]:
     """Every probe, and the columns whose next token counts; `ends` of the texts' columns."""
@@ -364,11 +359,30 @@ def _counted_columns(
             start += len(probe.ids)
 
 
-def _mean(losses: Sequence[np.ndarray]) -> float:
+def says_something(counted: int) -> bool:
+    """Whether so many answers are told apart from none: at least five."""
+    return counted > _SURE * math.sqrt(counted)
+
+
+def following_excess(losses: Float32[np.ndarray, " F"], full: Float32[np.ndarray, " F"]) -> float:
+    """Rise of the loss of what follows a selection over full attention's, in units of its tolerance."""
+    rises = losses - full
+    if rises.size < 2:
+        return 0.0
+    tolerance = max(_FOLLOWING_TOLERANCE * full.mean(dtype=np.float64), _SURE * standard_error(rises), LEAST)
+    return float(rises.mean() / tolerance)
+
+
+def is_sure(difference: float, noise: float) -> bool:
+    """Whether a difference of losses is told apart from chance; `noise` is its standard error."""
+    return difference > _SURE * noise
+
+
+def mean_loss(losses: Sequence[np.ndarray]) -> float:
     """The mean over texts of the mean over tokens; texts of which no token counts are left out."""
     return float(np.mean([of_text.mean(dtype=np.float64) for of_text in losses if of_text.size] or [0.0]))
 
 
-def _standard_error(differences: Float32[np.ndarray, " n"]) -> float:
+def standard_error(differences: Float32[np.ndarray, " n"]) -> float:
     """Of the mean of differences of losses."""
     return float(differences.std(ddof=1) / np.sqrt(differences.size)) if differences.size > 1 else 0.0

@@ -23,6 +23,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -276,19 +277,31 @@ KEEPERS = (
     "cake:observation=128,kernel=127",
     "duoattention",
     "expected-attention",
+    "snapkv",
+    "cake",
+    "pyramidkv",
+    "h2o",
+    "tova",
+    "keydiff",
+    "adakv",
+    "adakv-expected-attention",
+    "random:window=512",
 )
+#: Methods whose steps attend to part of a whole cache, at several budgets.
+STEPPERS = tuple(f"quest:budget={budget}" for budget in (256, 512, 1024, 2048))
 #: Shares of full attention's bytes for each of them.
 BYTES = (0.1, 0.15, 0.2, 0.35, 0.6)
 
 
 def curves(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> None:
-    """Loss inside prompts by the attended share, and late answers by the bytes of the cache, of every method."""
+    """Loss inside prompts by the attended share, and answers by the bytes of the cache, of every method."""
     lm, name = tca_jax.load(folder, dtype=dtype), folder.name
     tokens, *_ = plan.lengths
     window, shape = window_of(tokens), (lm.config.num_layers, lm.config.num_kv_heads)
     texts, tasks = passages(0, plan.passages, tokens, 1), sorted(set(MIXTURES[name]))
     documents = {task: draw_documents((11, tokens), plan.questions, _size(lm, tokens), name, task) for task in tasks}
     found: dict[str, Any] = {"curves": name, "tokens": tokens, "device": jax.devices()[0].device_kind}
+    found |= {"dtype": lm.dtype.name, "jax": jax.__version__, "tca_jax": version("tca-jax")}
     found |= {"texts": len(texts), "questions": plan.questions * len(tasks), "points": []}
     if out.exists():
         found = json.loads(out.read_text())
@@ -300,11 +313,9 @@ def curves(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> Non
         if reads:
             point |= losses(under, texts, window)
         if keeps:
-            measured = answers(under, documents, ("late",))
-            point |= {
-                "kv_share": measured["kv_share"],
-                "late": float(np.mean(list(measured["right"]["late"].values()))),
-            }
+            measured = answers(under, documents)
+            point["kv_share"] = measured["kv_share"]
+            point |= {protocol: float(np.mean(list(of.values()))) for protocol, of in measured["right"].items()}
         found["points"].append(point)
         for each in found["points"]:
             each["inside_full"] = found["points"][0]["inside"]
@@ -349,7 +360,12 @@ def curves(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> Non
         built = builder.build_within(spec, share, sizes)
         if not built.own_budget:
             label = f"{spec.label} within {share:.0%}"
-            note(spec.parts[0][0], functools.partial(getattr, built, "lm"), reads=False, keeps=True, label=label)
+            # Of a method that runs twice, the curve with options is called by them.
+            twice = sum(each.parts[0][0] == spec.parts[0][0] for each in parse_methods(",".join(KEEPERS))) > 1
+            method = spec.label if twice else spec.parts[0][0]
+            note(method, functools.partial(getattr, built, "lm"), reads=False, keeps=True, label=label)
+    for spec in parse_methods(",".join(STEPPERS)):
+        note(spec.parts[0][0], functools.partial(under_spec, spec), reads=False, keeps=True, label=spec.label)
 
 
 # --- how blocks are estimated ---

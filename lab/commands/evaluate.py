@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -97,6 +98,17 @@ def evaluate(
             show_default=DEFAULTS["bytes_of"],
         ),
     ] = None,
+    tune: Annotated[
+        str | None,
+        typer.Option(help="Methods whose options are searched on calibration texts, or all.", show_default="none"),
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(help="Trials of each tuned method.", show_default="TCA's candidates, 15", min=1)
+    ] = None,
+    tune_text: Annotated[
+        list[Path] | None,
+        typer.Option(help="Calibration texts, one sequence each.", show_default="the start of --text"),
+    ] = None,
     batch: Annotated[int, typer.Option(help="Most prompts in a call; fewer where memory is short.", min=1)] = 8,
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
@@ -128,16 +140,21 @@ def evaluate(
     """
     from tca_jax.engine.mesh import parse_mesh
     from tca_jax.lab.evaluation import Builder, Results, Sources, make_plan, parse_methods, run_plan
+    from tca_jax.lab.evaluation.method_specs import parse_labels
+    from tca_jax.lab.evaluation.tuning import make_tuning
     from tca_jax.loading import check_dtype, check_eight_bits, open_checkpoint
 
     given = {"methods": methods, "lengths": lengths, "samples": samples, "out": out}
-    fixed = {"tasks": tasks, "protocols": protocols, "kv_share": kv_share, "bytes_of": bytes_of}
+    fixed = {"tasks": tasks, "protocols": protocols, "kv_share": kv_share, "bytes_of": bytes_of, "tune": tune}
     asked = asked_suite(suite, data, given, fixed)
     settings = {**DEFAULTS, **{name: value for name, value in {**given, **fixed}.items() if value is not None}}
     if asked is not None:
         settings |= {name: getattr(asked, name) for name in given}
     out = settings["out"]
     specs = parse_methods(settings["methods"])
+    if tune is None and (trials is not None or tune_text):
+        raise UserError("--trials and --tune-text say how to tune: they need --tune")
+    tuning = None if tune is None else make_tuning(parse_labels(tune), specs, trials, kv_share)
     sources = Sources(essays, squad, hotpotqa, longbench, text)
     require_writable(out, "--out")
     with naming_options("dtype", "weights", "kv"):
@@ -169,6 +186,7 @@ def evaluate(
                 )
             }
         )
+        plans = {part: dataclasses.replace(plan, tuning=tuning) for part, plan in plans.items()}
         lm = checkpoint.load(
             dtype=dtype,
             weights=weights,
@@ -181,7 +199,8 @@ def evaluate(
             each.validate_for(lm.config, lm.fingerprint, lm.name)
     for reason in dict.fromkeys(reason for plan in plans.values() for reason in plan.skipped):
         print(f"left out: {reason}", file=sys.stderr)
-    builder = Builder(lm, found, paper, lambda: [_calibration_text(sources, lm)])
+    texts = [_calibration_text(lm, *text) for text in _calibration_texts(sources, tune_text or [])]
+    builder = Builder(lm, found, paper, lambda: texts)
     if asked is not None:
         records = asked.run(plans, builder, numbers, seed=seed)
     else:
@@ -227,12 +246,20 @@ def _profiles(checkpoint: Checkpoint, profile: str | None) -> tuple[Profile | No
     return found, checkpoint.read_profile(str(beside)) if beside.is_dir() else None
 
 
-def _calibration_text(sources: Sources, lm: Any) -> list[int]:
-    """What methods look at that must see some text before they run: the user's text, or what stands in for it."""
+def _calibration_texts(sources: Sources, paths: list[Path]) -> list[tuple[str, str]]:
+    """Options and texts that methods look at before they run, and are tuned on: the user's, or what stands in."""
+    from tca_jax.cli.files import read_text
+
+    if paths:
+        return [(f"--tune-text {path}", read_text(path, "--tune-text")) for path in paths]
+    return [("--text", sources.user_text)]
+
+
+def _calibration_text(lm: Any, option: str, text: str) -> list[int]:
     from tca_jax.engine.prompts import encode_prompt
 
     tokens = min(_CALIBRATION_TOKENS, lm.config.max_context)
-    return encode_prompt(lm, sources.user_text[: 16 * tokens], "--text")[:tokens]
+    return encode_prompt(lm, text[: 16 * tokens], option)[:tokens]
 
 
 def _shown(job: Job) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tca_jax.cli.errors import naming_options
 from tca_jax.cli.options import LARGEST, PictureOption
 from tca_jax.cli.plots import written
 
@@ -70,13 +71,15 @@ def reading(
 
 def keeping(
     results: Annotated[Path, typer.Argument(help="JSON of examples/evaluate_zoo.py.", show_default=False)],
+    protocol: Annotated[str, typer.Option(help="late, preamble or prefix.")] = "late",
     out: PictureOption = Path("out/keeping.png"),
 ) -> None:
-    """Draw right late answers against the bytes of the KV cache: a panel a model, a curve a method.
+    """Draw right answers against the bytes of the KV cache: a panel a model, a curve a method.
 
     Example: [bold]tca-jax plot keeping curves.json[/]
     """
     from tca_jax.lab.plots import plot_keeping
     from tca_jax.lab.plots.results import model_points
 
-    written(plot_keeping(model_points(results), out))
+    with naming_options("protocol"):
+        written(plot_keeping(model_points(results), out, protocol=protocol))

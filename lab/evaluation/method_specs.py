@@ -45,17 +45,23 @@ def parse_methods(text: str) -> tuple[MethodSpec, ...]:
     Raises:
         ValueError: it is none, a name is not registered, an option unknown, or a method is named twice.
     """
-    specs: list[str] = []
-    for piece in (piece.strip() for piece in text.split(",")):
-        if specs and _OPTION.match(piece):  # of the method before it
-            specs[-1] += f",{piece}"
-        elif piece:
-            specs.append(piece)
+    specs = parse_labels(text)
     if not specs:
         raise UserError("--methods is empty: at least one is needed")
     if doubled := {spec for spec in specs if specs.count(spec) > 1}:
         raise UserError(f"--methods names {min(doubled)!r} twice")
     return tuple(MethodSpec(spec, parse_parts(spec, "--methods", (PAPER,))) for spec in specs)
+
+
+def parse_labels(text: str) -> list[str]:
+    """Methods of a list as they are written, unchecked; commas stand between options, too."""
+    labels: list[str] = []
+    for piece in (piece.strip() for piece in text.split(",")):
+        if labels and _OPTION.match(piece):  # of the method before it
+            labels[-1] += f",{piece}"
+        elif piece:
+            labels.append(piece)
+    return labels
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from tca_jax.lab.evaluation.results import Job
 from tca_jax.lab.evaluation.samples import TEXT_PROTOCOL, DoesNotFit, Drawing, Task
 from tca_jax.lab.evaluation.sources import Origin, Sources
 from tca_jax.lab.evaluation.text_tasks import TextTask
+from tca_jax.lab.evaluation.tuning import Tuning
 from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS
 
 AnyTask = Task | TextTask
@@ -48,6 +49,7 @@ class Plan:
         batch: Most prompts in a call.
         skipped: Why tasks of a suite are left out.
         bytes_of: What `kv_share` counts, see `BYTES_OF`.
+        tuning: Methods whose options are searched first; None: none.
     """
 
     methods: tuple[MethodSpec, ...]
@@ -60,6 +62,7 @@ class Plan:
     batch: int
     skipped: tuple[str, ...] = ()
     bytes_of: str = BYTES_OF[0]
+    tuning: Tuning | None = None
 
     def jobs(self) -> list[Job]:
         """All entries, those of a length and a method together: they run the same programs."""

@@ -17,6 +17,7 @@ from tca_jax.models.json_object import read_json_object
 FORMAT = 2
 CONFIG = "config.json"
 TASKS = "results"
+TUNING = "tuning"
 #: Of the configuration, what a second run may add to; all else must be the same.
 _GROWING = ("methods", "measured", "sources")
 
@@ -110,6 +111,12 @@ class Results:
         """
         files = sorted((self.folder / TASKS).glob("*/*.json"))
         return [_read_task(path) for path in files if not path.name.startswith(".")]
+
+    def read_tuning(self) -> list[dict[str, Any]]:
+        """What `--tune` has measured of each method, TCA among them."""
+        files = sorted((self.folder / TUNING).glob("*.json"))
+        records = [read_json_object(path) for path in files if not path.name.startswith(".")]
+        return [record for record in records if "trials" in record]
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import time
@@ -23,6 +24,7 @@ from tca_jax.lab.evaluation.results import FORMAT, Job, Results
 from tca_jax.lab.evaluation.samples import Mark, Sample, Task
 from tca_jax.lab.evaluation.tables import write_table
 from tca_jax.lab.evaluation.text_tasks import Reading, TextTask
+from tca_jax.lab.evaluation.tuning import tune, tuning_entry
 from tca_jax.methods.registry import describe_method
 
 #: Called as report(job, done, total): samples that are done, of all that were to be done when the run began.
@@ -46,6 +48,12 @@ def run_plan(
     Raises:
         ValueError: the folder is of another configuration, or a method cannot be made; nothing was compiled then.
     """
+    if plan.tuning is not None:
+        assert plan.kv_share is not None
+        _open(plan, builder, results)
+        results.open(config_of(plan, builder, {}))
+        methods, builder = tune(plan.tuning, plan.methods, builder, results, kv_share=plan.kv_share, seed=plan.seed)
+        plan = dataclasses.replace(plan, methods=methods)
     built = make_methods(plan, builder, results)
     results.open(config_of(plan, builder, built))
     tasks = {task.name: task for task, _ in plan.tasks}
@@ -88,9 +96,14 @@ def make_methods(plan: Plan, builder: Builder, results: Results) -> dict[str, Bu
     Raises:
         ValueError: as `run_plan`.
     """
-    held = results.require_same(config_of(plan, builder, {}))  # before a method looks at text, which compiles
-    builder.remember(held.get("measured", {}))
+    _open(plan, builder, results)
     return {spec.label: builder.build(spec) for spec in plan.methods}
+
+
+def _open(plan: Plan, builder: Builder, results: Results) -> None:
+    """Has the builder know what the folder says, before a method looks at text, which compiles."""
+    held = results.require_same(config_of(plan, builder, {}))
+    builder.remember(held.get("measured", {}))
 
 
 def config_of(plan: Plan, builder: Builder, built: Mapping[str, Built]) -> dict[str, Any]:
@@ -107,6 +120,7 @@ def config_of(plan: Plan, builder: Builder, built: Mapping[str, Built]) -> dict[
         "samples": plan.samples,
         "kv_share": plan.kv_share,
         **({} if plan.bytes_of == BYTES_OF[0] else {"bytes_of": plan.bytes_of}),
+        **({} if plan.tuning is None else {"tuning": tuning_entry(plan.tuning, builder)}),
         "methods": {label: _digest(describe_method(each.lm.method)) for label, each in built.items()},
         "measured": builder.measured,
         "sources": {
@@ -187,6 +201,7 @@ def _text_record(task: TextTask, reading: Reading) -> dict[str, Any]:
         "kv_cache_bytes": reading.kv_cache_bytes,
         "full_kv_cache_bytes": reading.full_kv_cache_bytes,
         "attended_share": reading.attended_share,
+        "kept_share": reading.kept_share,
         "prefill_seconds": reading.prefill_seconds,
         "samples": reading.samples,
     }

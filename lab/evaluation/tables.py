@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tca_jax.files import replacing
+from tca_jax.lab.evaluation.conclusions import conclusions, held_share
 from tca_jax.lab.evaluation.results import Results
 from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS, LATE_PREFIX
 
@@ -33,12 +34,18 @@ _TEXT_COLUMNS = {
 
 def write_table(results: Results, skipped: Sequence[str] = ()) -> None:
     """Writes table.md of all that the folder holds."""
+    text = table(results.config, results.read_all(), skipped, results.read_tuning())
     with replacing(results.folder / TABLE) as unfinished:
-        unfinished.write_text(table(results.config, results.read_all(), skipped), encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8")
 
 
-def table(config: Mapping[str, Any], records: Sequence[Record], skipped: Sequence[str] = ()) -> str:
-    """All results: a table for each length, protocol and suite, then those of text tasks, then notes."""
+def table(
+    config: Mapping[str, Any],
+    records: Sequence[Record],
+    skipped: Sequence[str] = (),
+    tuned: Sequence[Record] = (),
+) -> str:
+    """All results: conclusions, a table for each length, protocol and suite, text tasks, what was tuned, notes."""
     records, kv_share = _in_order(config, records), config["kv_share"]
     held = "as each method has them" if kv_share is None else f"at most {kv_share:.0%} of full attention's"
     held += " for the prompt alone" if config.get("bytes_of") == "prompt" else ""
@@ -56,7 +63,9 @@ def table(config: Mapping[str, Any], records: Sequence[Record], skipped: Sequenc
                 asked = [r for r in of_length if r["protocol"] == protocol and r["suite"] == suite]
                 lines += _question_tables(asked, f"{suite}, {length:,} tokens, {protocol}", _EXPLAINED[protocol])
         lines += _text_tables([r for r in of_length if r["suite"] == "text"], length)
-    return "\n".join([*lines, *notes(records, skipped)]).rstrip() + "\n"
+    if drawn := conclusions(records):
+        lines += ["## What the figures say", "", *(f"- {text}" for text in drawn), ""]
+    return "\n".join([*lines, *_tuning_table(tuned), *notes(records, skipped)]).rstrip() + "\n"
 
 
 def _devices(config: Mapping[str, Any]) -> str:
@@ -103,11 +112,6 @@ def _mean_share(records: Sequence[Record], name: str) -> str:
     return f"{np.mean(shares):.1%}" if len(shares) == len(records) else _NONE
 
 
-def held_share(records: Iterable[Record]) -> float:
-    """Bytes of the caches over those of full attention, mean of some results."""
-    return float(np.mean([record["kv_cache_bytes"] / record["full_kv_cache_bytes"] for record in records]))
-
-
 def _text_tables(records: Sequence[Record], length: int) -> list[str]:
     lines = []
     for task, columns in _TEXT_COLUMNS.items():
@@ -123,13 +127,39 @@ def _text_tables(records: Sequence[Record], length: int) -> list[str]:
                     ),
                     _mean_share([record], "attended_share"),
                     f"{held_share([record]):.1%}",
+                    _mean_share([record], "kept_share"),
                     f"{record['prefill_seconds']:.3g}",
                 ]
                 for record in of_task
             ]
-            heads = ["method", *(text for _, text in columns), "attended", "KV bytes", "prefill (s)"]
+            heads = ["method", *(text for _, text in columns), "attended", "KV bytes", "kept", "prefill (s)"]
             lines += markdown(heads, rows)
     return lines
+
+
+def _tuning_table(tuned: Sequence[Record]) -> list[str]:
+    """Of each tuned method its defaults and the best trial; TCA first, with the seconds of its calibration."""
+    if not tuned:
+        return []
+    rows = []
+    for record in sorted(tuned, key=lambda record: record["method"] != "tca"):
+        trials = record["trials"]
+        best = next(trial for trial in trials if trial["spec"] == record["tuned"])
+        both = [("as calibrated", best)] if record["method"] == "tca" else [("defaults", trials[0]), ("tuned", best)]
+        for kind, trial in both:
+            count, seconds = ("", "") if kind == "defaults" else (str(len(trials)), f"{record['seconds']:.0f}")
+            losses = [f"{trial[name]:.4f}" for name in ("loss_inside", "loss_following")]
+            shares = [f"{trial[name]:.1%}" for name in ("answers_lost", "held_share", "attended_share")]
+            name = f"{trial['spec']} ({kind})"
+            rows.append([name, f"{trial['excess']:.2f}", losses[0], shares[0], losses[1], *shares[1:], count, seconds])
+    heads = ["method", "excess", "loss inside", "answers lost", "loss behind", "KV bytes", "attended", "trials", "s"]
+    devices = " and ".join(sorted({record["device"] for record in tuned}))
+    explained = (
+        "On the calibration texts and probes of TCA. Excess: the largest of three losses over full attention's, in "
+        "units of calibration's tolerances. Prefill methods attend to at most TCA's share. Seconds are those of "
+        f"calibration and of all trials, with compilation, on {devices}; bytes are those of a context without answers."
+    )
+    return ["## Tuning", "", explained, "", *markdown(heads, rows)]
 
 
 def notes(records: Sequence[Record], skipped: Sequence[str]) -> list[str]:

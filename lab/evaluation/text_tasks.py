@@ -43,6 +43,7 @@ class Reading:
         full_kv_cache_bytes: The same under full attention.
         attended_share: Share of a passage's causal pairs (query, key) that its queries attended to, mean: of all of it
             where its loss inside is measured, otherwise of what the context behind it was read from.
+        kept_share: Share of the context's own tokens that the caches hold, mean.
         prefill_seconds: Of reading a passage, mean.
     """
 
@@ -51,6 +52,7 @@ class Reading:
     kv_cache_bytes: float
     full_kv_cache_bytes: float
     attended_share: float
+    kept_share: float
     prefill_seconds: float
 
 
@@ -111,6 +113,7 @@ class TextTask:
             values=values,
             kv_cache_bytes=float(np.mean([each.kv_cache_bytes for each in stats])) / rows,
             full_kv_cache_bytes=float(np.mean([each.full_kv_cache_bytes for each in stats])) / rows,
+            kept_share=float(np.mean([each.kept_share for each in stats])),
             prefill_seconds=float(np.mean([each.prefill_seconds for each in stats])) / rows,
         )
 

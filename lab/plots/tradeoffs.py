@@ -12,6 +12,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator, Percent
 
 from tca_jax.errors import UserError
 from tca_jax.lab.plots.curves import Curves, draw_curves
+from tca_jax.lab.recall.protocols import PROTOCOLS, require_protocol
 from tca_jax.plots import figures
 
 #: By name: `{"tokens": 8192, "points": [{"method": "tca", ...}, ...]}`.
@@ -62,24 +63,26 @@ def plot_reading(models: Models, path: str | os.PathLike[str]) -> Path:
     return figures.write(figure, path)
 
 
-def plot_keeping(models: Models, path: str | os.PathLike[str]) -> Path:
-    """Draws right answers to late questions against the bytes of the KV cache: a panel a model, a curve a method.
+def plot_keeping(models: Models, path: str | os.PathLike[str], *, protocol: str = "late") -> Path:
+    """Draws right answers against the bytes of the KV cache: a panel a model, a curve a method.
 
     Args:
         models: As for `plot_reading`; points have a "method", a "kv_share" of full attention's bytes and the share of
-            right answers "late".
+            right answers under the protocol's name.
         path: PNG file to write; missing folders are created.
+        protocol: "late", "preamble" or "prefix".
 
     Returns:
         `path`.
 
     Raises:
-        ValueError: there is no model, a model has no such point, a share is not finite and positive, or "late" is not
-            in [0, 1].
+        ValueError: there is no such protocol, there is no model, a model has no such point, a share is not finite and
+            positive, or answers are not in [0, 1].
     """
-    panels = _panels(models, ("kv_share", "late"), lambda point: (point["kv_share"], point["late"]))
-    title = "Right answers to late questions by the KV cache"
-    figure, drawn = draw_curves(panels, title, "KV cache bytes, of full attention's", "right late answers")
+    require_protocol(protocol)
+    panels = _panels(models, ("kv_share", protocol), lambda point: (point["kv_share"], point[protocol]))
+    title = f"Right answers by the KV cache, {protocol} questions"
+    figure, drawn = draw_curves(panels, title, "KV cache bytes, of full attention's", f"right answers, {protocol}")
     drawn[0].set_xlim(0, 1.05 * max(1.0, *(share for share, _ in _points(panels))))
     drawn[0].set_ylim(0, 1.05)
     for axes in drawn:
@@ -103,7 +106,7 @@ def _panels(
                 continue
             for number in needed:
                 if not _is_allowed(number, point[number]):
-                    allowed = "lie in [0, 1]" if number == "late" else "be a positive number"
+                    allowed = "lie in [0, 1]" if number in PROTOCOLS else "be a positive number"
                     raise UserError(f"models[{name!r}]: {number} = {point[number]!r}: must {allowed}")
             curves.setdefault(point["method"], []).append(place(point))
         if not curves:
@@ -119,7 +122,7 @@ def _points(panels: Mapping[str, Curves]) -> list[tuple[float, float]]:
 
 
 def _is_allowed(name: str, value: Any) -> bool:
-    """Whether it is a share of right answers for "late", a finite number above 0 for others."""
+    """Whether it is a share of right answers for a protocol, a finite number above 0 for others."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return False
-    return 0 <= value <= 1 if name == "late" else value > 0
+    return 0 <= value <= 1 if name in PROTOCOLS else value > 0

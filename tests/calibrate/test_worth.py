@@ -171,8 +171,8 @@ def test_an_answer_is_lost_by_the_product_of_its_tokens_probabilities_below_half
     full[4:6] = nats(5)  # the second answer is not known
     full[14] = nats(2.5)  # nor is the last token of the fourth, which is known as a whole
     row0 = full + np.repeat(nats([9, 9, 9, 9, 2.1]), 4)  # and the last one is not lost at row 0
-    probes = list(worth._counted_columns([ProbedText((0,), segments)], np.array([full.size])))
-    answers = worth._Answers(probes, full, row0)
+    probes = list(worth.counted_columns([ProbedText((0,), segments)], np.array([full.size])))
+    answers = worth.Answers(probes, full, row0)
     assert answers.kinds == ["pairs", "facts"]
     np.testing.assert_array_equal(np.flatnonzero(answers.number == 0), [0, 1, 2])
     np.testing.assert_array_equal(np.flatnonzero(answers.number == 1), [12, 13])
@@ -184,7 +184,7 @@ def test_an_answer_is_lost_by_the_product_of_its_tokens_probabilities_below_half
     weights = answers.weights(now)
     np.testing.assert_array_equal(np.flatnonzero(weights), [1, 2, 12])
     assert set(weights[weights > 0]) == {0.5}
-    nobody = worth._Answers(probes, full, full)
+    nobody = worth.Answers(probes, full, full)
     assert (nobody.kinds, nobody.lost(now)) == ([], 0.0)
 
 

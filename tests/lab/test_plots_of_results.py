@@ -223,3 +223,14 @@ def test_files_that_hold_no_results_are_named(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ValueError, match=rf"{path}.*{message}"):
         results.accuracy_panels(path)
+
+
+def test_a_plot_of_keeping_draws_the_answers_of_the_protocol_that_is_asked_for(figures):
+    models = {"m": {"points": [{"method": "tca", "kv_share": 0.3, "late": 0.5, "prefix": 0.9}]}}
+    plots.plot_keeping(models, "unused.png", protocol="prefix")
+    (line,) = [line for line in figures[-1].axes[0].get_lines() if line.get_label() == "tca"]
+    assert list(line.get_ydata()) == [0.9]
+    with pytest.raises(ValueError, match="has no point with kv_share and preamble"):
+        plots.plot_keeping(models, "unused.png", protocol="preamble")
+    with pytest.raises(ValueError, match="protocol = 'first': must be one of"):
+        plots.plot_keeping(models, "unused.png", protocol="first")

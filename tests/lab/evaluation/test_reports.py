@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tca_jax.lab.evaluation import pictures
+from tca_jax.lab.evaluation.conclusions import conclusions
 from tca_jax.lab.evaluation.pictures import draw_pictures
 from tca_jax.lab.evaluation.tables import table
 
@@ -39,7 +40,11 @@ def record(method, task, score, *, length=4096, protocol="late", **fields):
 
 
 def loss(method, values, *, length=4096):
-    figures = {"values": {"loss": 1.5, "loss_inside": 1.25}, "samples": [{"by_position": values}], "suite": "text"}
+    figures = {
+        "values": {"loss": 1.5, "loss_inside": 1.25},
+        "samples": [{"by_position": values, "loss": 1.5, "loss_inside": 1.25}],
+        "suite": "text",
+    }
     return record(method, "loss", 1.5, length=length, protocol="text", **figures)
 
 
@@ -85,7 +90,7 @@ def test_protocols_lengths_and_suites_have_tables_of_their_own():
         *("loss, 4,096 tokens", "ruler, 8,192 tokens, prefix", "ruler, 8,192 tokens, late"),
     ]
     assert "25.0 (20.0/30.0)" in text
-    assert "| full | 1.5000 | 1.2500 | 100.0% | 100.0% | 1.5 |" in text
+    assert "| full | 1.5000 | 1.2500 | 100.0% | 100.0% | 100.0% | 1.5 |" in text
 
 
 def test_of_results_without_an_attended_share_the_tables_have_none():
@@ -93,7 +98,7 @@ def test_of_results_without_an_attended_share_the_tables_have_none():
     older = [{name: value for name, value in each.items() if name != "attended_share"} for each in records]
     text = table(CONFIG, older)
     assert "| tca | 90.0 | 25.0% | 20.0% | - | 1.5 |" in text
-    assert "| tca | 1.5000 | 1.2500 | - | 25.0% | 1.5 |" in text
+    assert "| tca | 1.5000 | 1.2500 | - | 25.0% | 20.0% | 1.5 |" in text
 
 
 def test_there_is_a_picture_of_all_that_the_results_are_enough_for(tmp_path):
@@ -115,3 +120,25 @@ def test_losses_are_less_full_attentions_where_that_is_known(compared):
     records = [loss("tca", [3.0, 5.0])] + ([loss("full", [1.0, 4.0])] if compared else [])
     panel = pictures._loss_by_position(records).axes[0]
     np.testing.assert_allclose(panel.lines[0].get_ydata(), [2.0, 1.0] if compared else [3.0, 5.0])
+
+
+def test_conclusions_say_who_is_better_than_tca_and_at_what_cost():
+    def asked(method, scores, held, attended):
+        samples = [{"score": score, "depths": [0.5], "hits": [bool(score)]} for score in scores]
+        costs = {"kv_cache_bytes": held, "full_kv_cache_bytes": 100, "attended_share": attended}
+        return record(method, "vt", 100 * sum(scores) / len(scores), samples=samples, **costs)
+
+    records = [
+        asked("full", [1] * 8, 100, 1.0),
+        asked("tca", [1, 1, 0, 0, 0, 0, 0, 0], 30, 0.2),
+        asked("cheaper", [1, 1, 1, 1, 1, 1, 0, 1], 30, 0.1),
+        asked("dearer", [1] * 8, 30, 1.0),
+        asked("alike", [1, 0, 1, 0, 0, 0, 0, 0], 30, 0.2),
+        asked("lost", [0, 0, 0, 0, 0, 0, 0, 0], 30, 0.2),
+    ]
+    rank, cheaper, dearer = conclusions(records)
+    assert "`tca` has a score of 25% (30.0% of the bytes, 20.0% of the pairs)" in rank
+    assert "better: `cheaper`, `dearer` (costs more); as good: `alike`, `lost`." in rank
+    assert "TCA is not the best at TCA's cost or less: `cheaper` is better by 62.5%" in cheaper
+    assert "TCA is not the best at a higher cost: `dearer` is better by 75%" in dearer
+    assert conclusions(records[:2]) == conclusions(records[2:]) == []
