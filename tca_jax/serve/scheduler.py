@@ -370,7 +370,7 @@ class Scheduler:
         if stops > state.stop_tokens.shape[1]:
             wide = ((0, 0), (0, bucket_length(stops, 1) - state.stop_tokens.shape[1]))
             state = dataclasses.replace(state, stop_tokens=jnp.pad(state.stop_tokens, wide, constant_values=vocabulary))
-        if not any(options.sampling.repetition_penalty is not None for options in rows):
+        if all(options.sampling == Sampling() for options in rows):
             state = dataclasses.replace(state, seen=None)
         elif state.seen is None:
             state = dataclasses.replace(state, seen=jnp.zeros((count, vocabulary), bool))
@@ -402,10 +402,9 @@ class Scheduler:
     def _step_program(self, arguments: tuple[DecodingState, Any, Any, Any, Sampling]) -> Callable[..., DecodingState]:
         """The program of these arguments' shapes, of which few things change: to look at all arrays takes as long as a
         step's other work."""
-        state, sampling = arguments[0], arguments[-1]
-        drawn = tuple(name for name, x in vars(sampling).items() if x is not None)
+        state = arguments[0]
         top = None if state.top is None else state.top[0].shape
-        key = self._widths, self._own_widths, drawn, state.seen is None, top, state.stop_tokens.shape
+        key = self._widths, self._own_widths, state.seen is None, top, state.stop_tokens.shape
         if key not in self._step_programs:
             if len(self._step_programs) == _MOST_STEP_PROGRAMS:
                 self._step_programs.clear()
@@ -504,7 +503,7 @@ class Scheduler:
         return self._run(programs.empty_batch, pool, rows=rows, stops=_MOST_STOPS)
 
     def _sampling(self, asks: Sequence[Ask | None]) -> Sampling:
-        """How the rows' tokens are drawn; what none of them wants is no part of the program."""
+        """How the rows' tokens are drawn: nothing where all are greedy, else everything, so that two programs do."""
         rows = [Sampling() if ask is None or ask.stream is None else ask.stream.options.sampling for ask in asks]
         off: dict[str, Any] = {
             "temperature": 0.0,
@@ -513,12 +512,13 @@ class Scheduler:
             "min_p": 0.0,
             "repetition_penalty": 1.0,
         }
+        if self._state.seen is None:  # all are greedy
+            return Sampling()
         arrays: dict[str, Any] = {}
         for name, value in off.items():
             own = [getattr(row, name) for row in rows]
-            if any(x is not None for x in own):
-                kind = np.int32 if name == "top_k" else np.float32
-                arrays[name] = np.asarray([value if x is None else x for x in own], kind)
+            kind = np.int32 if name == "top_k" else np.float32
+            arrays[name] = np.asarray([value if x is None else x for x in own], kind)
         return Sampling(**arrays)
 
     def _run(self, program: Program, *args: Any, **static: Any) -> Any:
