@@ -31,9 +31,6 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "token_scores": ("triton", "xla"),
     }
 )
-#: Backends that no GPU has timed, by operation: they run where they are named alone; "auto" and orders of preference
-#: pass over them.
-UNTIMED: Mapping[str, tuple[str, ...]] = MappingProxyType({"paged_attention": ("mosaic",)})
 #: Major CUDA compute capabilities that a backend runs on; None runs on any device. The Mosaic kernels use wgmma, the
 #: matrix instructions of Hopper alone.
 _NEEDS: Mapping[str, range | None] = MappingProxyType(
@@ -115,21 +112,16 @@ def _preferred(operation: str, backends: tuple[str, ...]) -> str:
     """The first of some names that the operation has."""
     for name in backends:
         validate_backend(name)
-    known = ("auto", *_timed(operation))
+    known = ("auto", *OPERATIONS[operation])
     for name in backends:
         if name in known:
             return name
     raise UserError(f"backend = {backends!r}: {operation} has none of these; one must be among {sorted(known)}")
 
 
-def _timed(operation: str) -> list[str]:
-    """The backends of an operation that are chosen without being named alone, best first."""
-    return [name for name in OPERATIONS[operation] if name not in UNTIMED.get(operation, ())]
-
-
 def _first_able(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     reasons = []
-    for name in filter(can_run, _timed(operation)):
+    for name in filter(can_run, OPERATIONS[operation]):
         try:
             return _load(operation, name)(*args, **kwargs)
         except NotImplementedError as error:

@@ -1,4 +1,4 @@
-"""Paged attention of one query a row on Pallas Mosaic GPU: TMA and wgmma (Hopper). Not chosen by "auto": not yet timed.
+"""Paged attention of one query a row on Pallas Mosaic GPU: TMA and wgmma (Hopper).
 
 The tiles of all regions (a region is a KV head of a row) stand in one list, which programs share equally, a contiguous
 part each (Stream-K, arXiv 2301.03598): unequal heads and rows cost no program more than others. In a program one
@@ -9,8 +9,6 @@ kernel merges what the programs found of a region.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,29 +25,21 @@ from tca_jax.pallas_kernels.kernel_math import LOG2E, divide_up, multiprocessors
 from tca_jax.pallas_kernels.kv import EightBits, Pages
 from tca_jax.pallas_kernels.mosaic_softmax import ROWS
 from tca_jax.pallas_kernels.mosaic_tiles import aligned, iotas, swizzled, transposed
-from tca_jax.pallas_kernels.numerics import MASKED, cdiv, varying_like
+from tca_jax.pallas_kernels.numerics import MASKED, varying_like
+from tca_jax.pallas_kernels.paged_attention.mosaic_shares import (
+    MosaicPagedConfig,
+    Plan,
+    Run,
+    Share,
+    active_programs,
+    fold_regions,
+    runs_of,
+    share_of,
+)
 
 _MOST_HEADS = ROWS - 8  # of a group: those of others lie beside them in the tiles that are copied
 _LANES = 128  # threads of a warpgroup, and columns of a row of partial results, of which the last may be unused
 _PART = 32  # columns of float32 that shared memory has between registers and global memory: one swizzled tile
-_UNROLLED = 64  # regions that a program looks at without a loop: their lengths are then read at once
-
-
-@dataclasses.dataclass(frozen=True)
-class MosaicPagedConfig:
-    """Tiling of the kernels.
-
-    Attributes:
-        tile: Tokens of a tile, 64 or 128; divides the page.
-        stages: Tiles of K and of V in flight; each takes 4 tile d bytes of shared memory, of 195 KiB.
-        programs: Programs that the tiles of all heads are dealt to.
-        merged: Partial results that the merging kernel reads at once.
-    """
-
-    tile: int
-    stages: int
-    programs: int
-    merged: int = 16
 
 
 @partial(jax.jit, static_argnames=("window", "config", "interpret"))
@@ -73,7 +63,7 @@ def paged_attention(
     page, kv_heads = caches[0].page_size, caches[0].table.shape[1]
     config = config or default_config(page, head_dim)
     _check(q, caches, config)
-    plan = _Plan(
+    plan = Plan(
         batch=batch,
         kv_heads=kv_heads,
         group=q_heads // kv_heads,
@@ -112,7 +102,7 @@ def paged_attention(
 
 
 def default_config(page: int, head_dim: int) -> MosaicPagedConfig:
-    """As much in flight as shared memory holds. Not tuned: no GPU has timed it."""
+    """As much in flight as shared memory holds; of six configurations on an H100 none was faster."""
     tile = 64 if page % 128 else 128
     return MosaicPagedConfig(tile, stages=3 * (128 // tile) * (128 // max(64, head_dim)), programs=multiprocessors())
 
@@ -132,38 +122,6 @@ def _check(q: Array, caches: tuple[Pages, ...], config: MosaicPagedConfig) -> No
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What the kernels know of the problem at compile time."""
-
-    batch: int
-    kv_heads: int
-    group: int
-    page: int
-    window: int
-    kept_columns: tuple[int, ...]
-    config: MosaicPagedConfig
-
-    @property
-    def regions(self) -> int:
-        """Regions of all rows."""
-        return self.batch * self.kv_heads
-
-    @property
-    def rows(self) -> int:
-        """Rows that are copied for a region, of queries and of partial results: the tiles of 8 that hold its own."""
-        return 8 * cdiv(8 - math.gcd(self.group, 8) + self.group, 8)
-
-    def first_row(self, region: Any) -> Any:
-        """First row of queries that is copied for a region."""
-        row = region * self.group
-        return row - row % 8
-
-    def tiles(self, tokens: Any) -> Any:
-        """Tiles that hold so many tokens."""
-        return divide_up(tokens, self.config.tile)
-
-
 class _CacheRefs(NamedTuple):
     """A cache as the kernels address it; see `kv.Pages`."""
 
@@ -179,94 +137,6 @@ class _CacheRefs(NamedTuple):
         """A cache's arrays."""
         assert not isinstance(cache.k, EightBits)
         return cls(cache.k, cache.v, cache.table, cache.kept, cache.start, cache.end)
-
-
-class _Run(NamedTuple):
-    """Tokens of a region that lie one after another: where, their number, and the table's entry for the first page."""
-
-    cache: int
-    row: Any
-    tokens: Any
-    column: Any
-
-
-class _Share(NamedTuple):
-    """A program's part of the list of tiles, and the first region that it has tiles of, with that one's first tile."""
-
-    begin: Any
-    end: Any
-    region: Any
-    base: Any
-
-
-def _runs(plan: _Plan, lengths: Any, first_ref: Any, newest_ref: Any, row: Any) -> Callable[[Any], list[_Run]]:
-    """Takes a KV head to its tokens in every cache, of a row: kept ones, then those of the window up to the query.
-
-    `lengths` are refs (kept, start, end) of each cache.
-    """
-    first, newest = first_ref[row], newest_ref[row]
-    asked = first <= newest
-    block = quotient_and_remainder(jnp.maximum(newest, 0), plan.page)[0] * plan.page
-    found = []
-    for (kept_ref, start_ref, end_ref), kept_columns in zip(lengths, plan.kept_columns, strict=True):
-        own = quotient_and_remainder(row, plan.batch // kept_ref.shape[0])[0]
-        start = start_ref[own]
-        edge = jnp.maximum(start, block - plan.window)
-        local = jnp.where(asked, jnp.maximum(jnp.minimum(end_ref[own], first + 1) - edge, 0), 0)
-        found.append((own, local, kept_columns + quotient_and_remainder(edge - start, plan.page)[0]))
-
-    def of_head(head: Any) -> list[_Run]:
-        runs = []
-        for number, ((kept_ref, *_), (own, local, column)) in enumerate(zip(lengths, found, strict=True)):
-            kept = jnp.where(asked, kept_ref[own, head], 0)
-            runs += [_Run(number, own, kept, jnp.int32(0)), _Run(number, own, local, column)]
-        return runs
-
-    return of_head
-
-
-def _fold_regions(plan: _Plan, runs: Callable[[Any], Any], step: Callable[..., Any], carry: Any) -> Any:
-    """Takes every region's number and tiles, in order, to a carry."""
-    unrolled = max(rows for rows in range(1, plan.batch + 1) if not plan.batch % rows and _fits(plan, rows))
-
-    def take_rows(turn: Any, carry: Any) -> Any:
-        for row in range(unrolled):
-            row = turn * unrolled + row
-            of_head = runs(row)
-            for head in range(plan.kv_heads):
-                tiles = sum(plan.tiles(run.tokens) for run in of_head(jnp.int32(head)))
-                carry = step(row * plan.kv_heads + head, tiles, carry)
-        return carry
-
-    if unrolled == plan.batch:
-        return take_rows(jnp.int32(0), carry)
-    return lax.fori_loop(0, plan.batch // unrolled, take_rows, carry)
-
-
-def _fits(plan: _Plan, rows: int) -> bool:
-    return rows == 1 or rows * plan.kv_heads <= _UNROLLED
-
-
-def _active(plan: _Plan, total: Any) -> Any:
-    """Programs that have tiles: no more than there are."""
-    return jnp.clip(total, 1, plan.config.programs)
-
-
-def _share(plan: _Plan, runs: Callable[[Any], Any], program: Any) -> _Share:
-    """What a program has of the list: of `total` tiles and n programs, from floor(total p / n) on."""
-    total = _fold_regions(plan, runs, lambda _, tiles, total: total + tiles, jnp.int32(0))
-    active = _active(plan, total)
-    begin, end = (lax.div(total * number, active) for number in (program, program + 1))
-    end = jnp.where(program < active, end, 0)
-
-    def pass_over(_: Any, tiles: Any, carry: Any) -> Any:
-        ends, region, base = carry
-        ends += tiles
-        passed = ends <= begin
-        return ends, jnp.where(passed, region + 1, region), jnp.where(passed, ends, base)
-
-    _, region, base = _fold_regions(plan, runs, pass_over, (jnp.int32(0),) * 3)
-    return _Share(begin, end, region, base)
 
 
 class _Shared(NamedTuple):
@@ -294,11 +164,11 @@ class _Refs(NamedTuple):
     logs: Any
 
 
-def _entry(plan: _Plan, *refs: Any) -> None:
+def _entry(plan: Plan, *refs: Any) -> None:
     """Allocates the shared memory and barriers of a program."""
     q_ref, first_ref, newest_ref, *arrays, parts_ref, logs_ref = refs
     caches = [_CacheRefs(*arrays[i : i + 6]) for i in range(0, len(arrays), 6)]
-    runs = partial(_runs, plan, [cache[-3:] for cache in caches], first_ref, newest_ref)
+    runs = partial(runs_of, plan, [cache[-3:] for cache in caches], first_ref, newest_ref)
     head_dim, stages, tile = q_ref.shape[1], plan.config.stages, swizzled(q_ref.dtype)
     rounded = (plgpu.TilingTransform((8, _PART)), plgpu.SwizzleTransform(128))
     shared = _Shared(
@@ -316,7 +186,7 @@ def _entry(plan: _Plan, *refs: Any) -> None:
 
     def program(shared: _Shared) -> None:
         work = _Refs(q_ref, caches, runs, parts_ref, logs_ref)
-        share = _share(plan, runs, lax.axis_index("work"))
+        share = share_of(plan, runs, lax.axis_index("work"))
         warpgroup = lax.axis_index("wg")
         pl.when(warpgroup == 0)(lambda: _compute(plan, work, shared, share))
         pl.when(warpgroup == 1)(lambda: _move(plan, work, shared, share))
@@ -324,7 +194,7 @@ def _entry(plan: _Plan, *refs: Any) -> None:
     pl.run_scoped(program, shared, collective_axes="wg")
 
 
-def _each_region(plan: _Plan, share: _Share, runs: Callable[[Any], Any], take: Callable[..., None]) -> None:
+def _each_region(plan: Plan, share: Share, runs: Callable[[Any], Any], take: Callable[..., None]) -> None:
     """Calls `take(region, head, runs, base)` for every region of a share; `base` is the region's first tile."""
 
     def step(state: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -337,11 +207,11 @@ def _each_region(plan: _Plan, share: _Share, runs: Callable[[Any], Any], take: C
     lax.while_loop(lambda state: state[1] < share.end, step, (share.region, share.base))
 
 
-def _move(plan: _Plan, work: _Refs, shared: _Shared, share: _Share) -> None:
+def _move(plan: Plan, work: _Refs, shared: _Shared, share: Share) -> None:
     """The memory warpgroup: fills the ring's next slot as soon as the other one has read it."""
     config = plan.config
 
-    def fetch_run(run: _Run, head: Any, begin: Any, end: Any, before: Any) -> None:
+    def fetch_run(run: Run, head: Any, begin: Any, end: Any, before: Any) -> None:
         """Fetches tiles [begin, end) of a run; its first one would be tile `before` of the program."""
         cache = work.caches[run.cache]
 
@@ -364,7 +234,7 @@ def _move(plan: _Plan, work: _Refs, shared: _Shared, share: _Share) -> None:
 
         lax.fori_loop(begin, end, fetch, page_of(begin))
 
-    def take_region(region: Any, head: Any, runs: list[_Run], base: Any) -> None:
+    def take_region(region: Any, head: Any, runs: list[Run], base: Any) -> None:
         for run in runs:
             tiles = plan.tiles(run.tokens)
             begin, end = (jnp.clip(edge - base, 0, tiles) for edge in (share.begin, share.end))
@@ -374,12 +244,12 @@ def _move(plan: _Plan, work: _Refs, shared: _Shared, share: _Share) -> None:
     _each_region(plan, share, work.runs, take_region)
 
 
-def _compute(plan: _Plan, work: _Refs, shared: _Shared, share: _Share) -> None:
+def _compute(plan: Plan, work: _Refs, shared: _Shared, share: Share) -> None:
     """The compute warpgroup: the online softmax of each region of the share."""
     shared.q[...] = plgpu.layout_cast(jnp.zeros(shared.q.shape, shared.q.dtype), plgpu.Layout.WGMMA)
     plgpu.commit_smem()
 
-    def take_region(region: Any, head: Any, runs: list[_Run], base: Any) -> None:
+    def take_region(region: Any, head: Any, runs: list[Run], base: Any) -> None:
         edges = [base - share.begin]  # of runs, in tiles of the program
         for run in runs:
             edges.append(edges[-1] + plan.tiles(run.tokens))
@@ -451,7 +321,7 @@ def _multiply(a: Any, b: Any, columns: int) -> Any:
     return pl.run_scoped(multiply, plgpu.ACC((ROWS, columns), jnp.float32))
 
 
-def _store(plan: _Plan, work: _Refs, shared: _Shared, slot: Any, state: Any) -> None:
+def _store(plan: Plan, work: _Refs, shared: _Shared, slot: Any, state: Any) -> None:
     """Stores a share's attention of a region, and its log-sum-exp to base 2.
 
     A program and a region have slot `program + region`: from one pair to the next in the list, either or both grow.
@@ -472,10 +342,10 @@ def _store(plan: _Plan, work: _Refs, shared: _Shared, slot: Any, state: Any) -> 
     plgpu.wait_smem_to_gmem(0)
 
 
-def _merge(plan: _Plan, *refs: Any) -> None:
+def _merge(plan: Plan, *refs: Any) -> None:
     """Merges what programs found of a region, for one query head."""
     parts_ref, logs_ref, first_ref, newest_ref, *arrays, out_ref, lse_ref = refs
-    runs = partial(_runs, plan, [arrays[i : i + 3] for i in range(0, len(arrays), 3)], first_ref, newest_ref)
+    runs = partial(runs_of, plan, [arrays[i : i + 3] for i in range(0, len(arrays), 3)], first_ref, newest_ref)
     head = lax.axis_index("work")
     region = quotient_and_remainder(head, plan.group)[0]
     own_row = head - plan.first_row(region)
@@ -485,10 +355,10 @@ def _merge(plan: _Plan, *refs: Any) -> None:
         mine = jnp.where(number == region, tiles, own)
         return total + tiles, jnp.where(number < region, base + tiles, base), mine
 
-    total, base, own = _fold_regions(plan, runs, add, (jnp.int32(0),) * 3)
+    total, base, own = fold_regions(plan, runs, add, (jnp.int32(0),) * 3)
     # Program p begins at tile floor(total p / n): tile t is that of program ceil((t + 1) n / total) - 1.
     first, last = (
-        lax.div((tile + 1) * _active(plan, total) - 1, jnp.maximum(total, 1)) for tile in (base, base + own - 1)
+        lax.div((tile + 1) * active_programs(plan, total) - 1, jnp.maximum(total, 1)) for tile in (base, base + own - 1)
     )
     count = jnp.where(own > 0, last - first + 1, 0)
     merged = plan.config.merged

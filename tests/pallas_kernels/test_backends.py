@@ -14,7 +14,6 @@ from tca_jax.pallas_kernels import backends
 from tca_jax.pallas_kernels.backends import (
     BACKENDS,
     OPERATIONS,
-    UNTIMED,
     check_backend,
     dispatch,
     resolve_backend,
@@ -142,20 +141,6 @@ def test_auto_takes_the_best_backend_of_a_gpu(operation, gpu, capability, taken)
     gpu(capability)
     table = {name: lambda name=name: name for name in ("mosaic", "triton", "xla")}
     assert dispatch(operation(**table), "auto")() == taken
-
-
-def test_a_backend_that_no_gpu_has_timed_runs_only_where_it_is_named_alone(operation, gpu, monkeypatch):
-    gpu("9.0")
-    name = operation(**{backend: lambda backend=backend: backend for backend in ("mosaic", "triton", "xla")})
-    monkeypatch.setattr(backends, "UNTIMED", {name: ("mosaic",)})
-    assert dispatch(name, "mosaic")() == "mosaic"
-    assert dispatch(name, "auto")() == "triton"
-    assert dispatch(name, resolve_backend("mosaic"))() == "triton"
-
-
-def test_what_is_not_timed_is_a_backend_and_not_the_last_one():
-    for name, untimed in UNTIMED.items():
-        assert set(untimed) < set(OPERATIONS[name]) - {"xla"}
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from random_pages import attend_to_pages, check_attention, write_pages
 
 from tca_jax.pallas_kernels.backends import can_run
 from tca_jax.pallas_kernels.kv import CODES, Pages, empty
-from tca_jax.pallas_kernels.paged_attention import mosaic
-from tca_jax.pallas_kernels.paged_attention.mosaic import MosaicPagedConfig
+from tca_jax.pallas_kernels.paged_attention import mosaic, mosaic_shares
+from tca_jax.pallas_kernels.paged_attention.mosaic_shares import MosaicPagedConfig
 
 needs_hopper = pytest.mark.skipif(not can_run("mosaic"), reason="needs a Hopper GPU")
 
@@ -102,18 +102,18 @@ def test_interpreted_it_equals_the_definition(name, group, head_dim, dtype, conf
 
 
 def test_loops_over_rows_deal_tiles_as_unrolled_ones(monkeypatch):
-    plan = mosaic._Plan(6, 2, 1, 64, 128, (1,), MosaicPagedConfig(64, 1, programs=5))
+    plan = mosaic_shares.Plan(6, 2, 1, 64, 128, (1,), MosaicPagedConfig(64, 1, programs=5))
     tokens = np.random.default_rng(0).integers(0, 300, (6, 2))
     table = jnp.asarray(tokens, jnp.int32)
 
     def runs(row):
-        return lambda head: [mosaic._Run(0, row, table[row, head], 0)]
+        return lambda head: [mosaic_shares.Run(0, row, table[row, head], 0)]
 
     tiles = -(-tokens.ravel() // 64)
     ends = np.cumsum(tiles)
     for unrolled in (64, 4, 1):
-        monkeypatch.setattr(mosaic, "_UNROLLED", unrolled)
-        shares = [[int(x) for x in mosaic._share(plan, runs, jnp.int32(program))] for program in range(5)]
+        monkeypatch.setattr(mosaic_shares, "_UNROLLED", unrolled)
+        shares = [[int(x) for x in mosaic_shares.share_of(plan, runs, jnp.int32(program))] for program in range(5)]
         for program, (begin, end, region, base) in enumerate(shares):
             assert (begin, end) == (ends[-1] * program // 5, ends[-1] * (program + 1) // 5)
             assert base <= begin < base + tiles[region]
