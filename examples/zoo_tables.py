@@ -24,7 +24,7 @@ def write_tables(folder: Path) -> None:
     models = _merged(record for record in records if "lengths" in record)
     estimates = [record for record in records if "rows" in record]
     found = {"models": {record["model"]: record for record in models}, "estimates": estimates}
-    curves = {record["curves"]: record for record in records if "curves" in record}
+    curves = _whole_curves([record for record in records if "curves" in record])
     (folder / "zoo.json").write_text(json.dumps(found, indent=1) + "\n")
     if curves:  # what `tca-jax plot reading` and `plot keeping` draw
         (folder / "zoo-curves.json").write_text(json.dumps({"models": curves}, indent=1) + "\n")
@@ -45,6 +45,21 @@ def _merged(records: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
     for one in models.values():
         one["lengths"] = dict(sorted(one["lengths"].items(), key=lambda each: int(each[0])))
     return list(models.values())
+
+
+def _whole_curves(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """One record of each model, with the points of all its files, full attention's first."""
+    models: dict[str, dict[str, Any]] = {}
+    for record in records:
+        one = models.setdefault(record["curves"], {**record, "points": []})
+        settings = [{key: value for key, value in each.items() if key != "points"} for each in (one, record)]
+        assert settings[0] == settings[1], f"curves of {record['curves']} were measured in two ways: {settings}"
+        one["points"] += record["points"]
+    for one in models.values():
+        one["points"].sort(key=lambda point: (point["method"] != "full", point["method"]))
+        full = one["points"][0]
+        one["points"] = [{**point, "inside_full": full["inside"]} for point in one["points"]]
+    return models
 
 
 def _lengths(models: list[dict[str, Any]], *labels: str) -> Iterator[tuple[str, str, dict[str, Any]]]:

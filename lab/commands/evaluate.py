@@ -122,6 +122,9 @@ def evaluate(
         Path | None,
         typer.Option(help="Folder of a suite's public files; what it lacks is fetched.", show_default="out/data"),
     ] = None,
+    seconds: Annotated[
+        bool, typer.Option(help="Show times in the table; not where something else uses the device.")
+    ] = True,
     as_json: JsonOption = False,
 ) -> None:
     """Compare attention methods on a model: accuracy, bytes held and seconds.
@@ -186,7 +189,7 @@ def evaluate(
                 )
             }
         )
-        plans = {part: dataclasses.replace(plan, tuning=tuning) for part, plan in plans.items()}
+        plans = {part: dataclasses.replace(plan, tuning=tuning, seconds=seconds) for part, plan in plans.items()}
         lm = checkpoint.load(
             dtype=dtype,
             weights=weights,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ TCA = "tca"
 _BASELINE = "full"
 _COST_SLACK = 0.01  # of full attention's: costs that differ by less are equal
 _SURE = 2.0  # standard errors by which scores or losses are told apart
+_BYTES, _PAIRS = "bytes", "pairs"
+_KINDS = ("better", "as good", "worse")
 
 
 def held_share(records: Iterable[Record]) -> float:
@@ -23,14 +26,16 @@ def held_share(records: Iterable[Record]) -> float:
     return float(np.mean([record["kv_cache_bytes"] / record["full_kv_cache_bytes"] for record in records]))
 
 
-def conclusions(records: Sequence[Record]) -> list[str]:
+def conclusions(records: Sequence[Record], names: Mapping[str, str] = MappingProxyType({})) -> list[str]:
     """Which methods are better than TCA, as good and worse, at its cost or less and at any cost; empty without TCA.
 
-    Of scores, tasks count that all methods have. Methods are told apart by two standard errors of the differences of
-    their samples, pair by pair.
+    Answers and the loss behind a text cost bytes, of which all that are within one budget have the same; the loss
+    inside a text costs pairs. Of scores, tasks count that all methods have. Methods are told apart by two standard
+    errors of the differences of their samples, pair by pair.
 
     Args:
         records: Those of a results folder, in the order of its table.
+        names: What methods are called, where that is not their label.
     """
     found = []
     for length in sorted({record["length"] for record in records}):
@@ -38,17 +43,20 @@ def conclusions(records: Sequence[Record]) -> list[str]:
         for protocol in PROTOCOLS:
             asked = [record for record in of_length if record["protocol"] == protocol]
             for suite in dict.fromkeys(record["suite"] for record in asked):
-                some = _common([record for record in asked if record["suite"] == suite])
-                found += _compared(some, f"{suite}, {length:,} tokens, {protocol}", _scores, "score", "%")
+                some = common_tasks([record for record in asked if record["suite"] == suite])
+                title = f"{suite}, {length:,} tokens, {protocol}"
+                found += _compared(some, names, title, _scores, ("a score of", "%"), _BYTES)
         losses = {
             record["method"]: [record] for record in of_length if record["suite"] == "text" and record["task"] == "loss"
         }
-        for name, title in (("loss_inside", "loss inside the text"), ("loss", "loss behind the text")):
-            found += _compared(losses, f"{title}, {length:,} tokens", _negated(name), "loss", " nats")
+        unit = "a loss of", " nats"
+        title = f"the text, {length:,} tokens"
+        found += _compared(losses, names, f"loss inside {title}", _negated("loss_inside"), unit, _PAIRS)
+        found += _compared(losses, names, f"loss behind {title}", _negated("loss"), unit, _BYTES)
     return found
 
 
-def _common(records: Sequence[Record]) -> dict[str, list[Record]]:
+def common_tasks(records: Sequence[Record]) -> dict[str, list[Record]]:
     """Records of each method, of the tasks that all have, in one order of tasks."""
     methods: dict[str, dict[str, Record]] = {}
     for record in records:
@@ -65,8 +73,15 @@ def _negated(name: str) -> Any:
     return lambda record: [-float(sample[name]) for sample in record["samples"]]
 
 
-def _compared(methods: Mapping[str, Sequence[Record]], title: str, of: Any, what: str, unit: str) -> list[str]:
-    """A sentence on TCA's rank, and one for each method that is better."""
+def _compared(
+    methods: Mapping[str, Sequence[Record]],
+    names: Mapping[str, str],
+    title: str,
+    of: Any,
+    words: tuple[str, str],
+    cost: str,
+) -> list[str]:
+    """What TCA has, and the methods that cost no more and those that cost more, by whether they are better."""
     rivals = [method for method in methods if method not in (TCA, _BASELINE)]
     if TCA not in methods or not rivals:
         return []
@@ -74,31 +89,37 @@ def _compared(methods: Mapping[str, Sequence[Record]], title: str, of: Any, what
     def values(method: str) -> np.ndarray:
         return np.concatenate([of(record) for record in methods[method]])
 
+    what, unit = words
     own, own_costs = values(TCA), _costs(methods[TCA])
-    groups: dict[str, list[str]] = {"better": [], "as good": [], "worse": []}
-    better = []
+    most = own_costs[cost] + _COST_SLACK
+    groups: dict[tuple[bool, str], list[str]] = {}
     for method in rivals:
-        rises, costs = values(method) - own, _costs(methods[method])
+        rises = values(method) - own
         noise = float(rises.std(ddof=1)) / math.sqrt(rises.size) if rises.size > 1 else math.inf
-        mean = float(rises.mean())
+        mean, of_method = float(rises.mean()), _costs(methods[method])[cost]
+        equal = cost == _BYTES and _in_budget([*methods[TCA], *methods[method]])
+        cheap = equal or of_method <= most
         kind = "as good" if abs(mean) <= _SURE * noise or mean == 0 else "better" if mean > 0 else "worse"
-        cheap = all(cost <= own_cost + _COST_SLACK for cost, own_cost in zip(costs, own_costs, strict=True))
-        groups[kind].append(f"`{method}`" + ("" if cheap else " (costs more)"))
-        if kind == "better":
-            cost = "at TCA's cost or less" if cheap else "at a higher cost"
-            better.append(
-                f"{title}: TCA is not the best {cost}: `{method}` is better by {abs(mean):.3g}{unit} "
-                f"({_shown(costs)}; TCA {_shown(own_costs)})."
-            )
-    parts = [f"{kind}: {', '.join(names)}" for kind, names in groups.items() if names]
-    shown = abs(float(own.mean()))
-    return [f"{title}: `tca` has a {what} of {shown:.4g}{unit} ({_shown(own_costs)}). {'; '.join(parts)}.", *better]
+        details = [f"by {abs(mean):.3g}{unit}"] if kind == "better" else []
+        details += [] if cheap else [f"{of_method:.0%}"]
+        name = f"`{names.get(method, method)}`" + (f" ({', '.join(details)})" if details else "")
+        groups.setdefault((cheap, kind), []).append(name)
+    shown = ", ".join(f"{share:.1%} of the {name}" for name, share in own_costs.items())
+    sentences = [f"{title}: `{TCA}` has {what} {abs(float(own.mean())):.4g}{unit}, with {shown}."]
+    if (True, "better") in groups:
+        sentences.append(f"TCA is not the best at its {cost}.")
+    for cheap, costing in ((True, f"As many {cost} or fewer"), (False, f"More {cost}")):
+        parts = [f"{kind}: {', '.join(groups[cheap, kind])}" for kind in _KINDS if (cheap, kind) in groups]
+        sentences += [f"{costing}; {'; '.join(parts)}."] if parts else []
+    return [" ".join(sentences)]
 
 
-def _costs(records: Sequence[Record]) -> tuple[float, float]:
+def _in_budget(records: Sequence[Record]) -> bool:
+    """Whether all hold the bytes that were asked for: as many as they can of these."""
+    return all(record.get("budget") and not record["own_budget"] for record in records)
+
+
+def _costs(records: Sequence[Record]) -> dict[str, float]:
     """Shares of bytes and of attended pairs; 1 where the second is not known."""
-    return held_share(records), float(np.mean([record.get("attended_share", 1.0) for record in records]))
-
-
-def _shown(costs: tuple[float, float]) -> str:
-    return f"{costs[0]:.1%} of the bytes, {costs[1]:.1%} of the pairs"
+    pairs = float(np.mean([record.get("attended_share", 1.0) for record in records]))
+    return {_BYTES: held_share(records), _PAIRS: pairs}

@@ -50,6 +50,7 @@ class Plan:
         skipped: Why tasks of a suite are left out.
         bytes_of: What `kv_share` counts, see `BYTES_OF`.
         tuning: Methods whose options are searched first; None: none.
+        seconds: Whether the table shows times; false where something else used the device.
     """
 
     methods: tuple[MethodSpec, ...]
@@ -63,6 +64,7 @@ class Plan:
     skipped: tuple[str, ...] = ()
     bytes_of: str = BYTES_OF[0]
     tuning: Tuning | None = None
+    seconds: bool = True
 
     def jobs(self) -> list[Job]:
         """All entries, those of a length and a method together: they run the same programs."""

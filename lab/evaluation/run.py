@@ -120,6 +120,7 @@ def config_of(plan: Plan, builder: Builder, built: Mapping[str, Built]) -> dict[
         "samples": plan.samples,
         "kv_share": plan.kv_share,
         **({} if plan.bytes_of == BYTES_OF[0] else {"bytes_of": plan.bytes_of}),
+        **({} if plan.seconds else {"seconds": False}),
         **({} if plan.tuning is None else {"tuning": tuning_entry(plan.tuning, builder)}),
         "methods": {label: _digest(describe_method(each.lm.method)) for label, each in built.items()},
         "measured": builder.measured,

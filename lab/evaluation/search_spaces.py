@@ -46,7 +46,7 @@ SPACES: Mapping[str, Space] = MappingProxyType(
 PREFILL_KNOBS: Mapping[str, tuple[str, Sequence[float]]] = MappingProxyType(
     {
         "flexprefill": ("gamma", tuple(i / 64 for i in range(1, 65))),
-        "minference": ("scale", tuple(2 ** (i / 8) for i in range(-64, 1))),
+        "minference": ("scale", tuple(round(2 ** (i / 8), 4) for i in range(-64, 1))),
         "xattention": ("threshold", tuple(i / 64 for i in range(1, 65))),
     }
 )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tca_jax.files import replacing
-from tca_jax.lab.evaluation.conclusions import conclusions, held_share
+from tca_jax.lab.evaluation.conclusions import common_tasks, conclusions, held_share
 from tca_jax.lab.evaluation.results import Results
 from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS, LATE_PREFIX
 
@@ -45,7 +45,7 @@ def table(
     skipped: Sequence[str] = (),
     tuned: Sequence[Record] = (),
 ) -> str:
-    """All results: conclusions, a table for each length, protocol and suite, text tasks, what was tuned, notes."""
+    """All results: a summary, conclusions, tables by length, protocol and suite, text tasks, what was tuned, notes."""
     records, kv_share = _in_order(config, records), config["kv_share"]
     held = "as each method has them" if kv_share is None else f"at most {kv_share:.0%} of full attention's"
     held += " for the prompt alone" if config.get("bytes_of") == "prompt" else ""
@@ -56,15 +56,21 @@ def table(
         f"Bytes: {held}.",
         "",
     ]
-    for length in sorted({record["length"] for record in records}):
+    names = {record["tuned"]: f"{record['method']} (tuned)" for record in tuned if record["tuned"] != record["method"]}
+    lengths = sorted({record["length"] for record in records})
+    for length in lengths:
+        lines += _summary([record for record in records if record["length"] == length], names, length)
+    if drawn := conclusions(records, names):
+        lines += ["## What the figures say", "", *(f"- {text}" for text in drawn), ""]
+    seconds = config.get("seconds", True)
+    for length in lengths:
         of_length = [record for record in records if record["length"] == length]
         for protocol in EVALUATION_PROTOCOLS:
             for suite in dict.fromkeys(record["suite"] for record in of_length):
                 asked = [r for r in of_length if r["protocol"] == protocol and r["suite"] == suite]
-                lines += _question_tables(asked, f"{suite}, {length:,} tokens, {protocol}", _EXPLAINED[protocol])
-        lines += _text_tables([r for r in of_length if r["suite"] == "text"], length)
-    if drawn := conclusions(records):
-        lines += ["## What the figures say", "", *(f"- {text}" for text in drawn), ""]
+                title = f"{suite}, {length:,} tokens, {protocol}"
+                lines += _question_tables(asked, title, _EXPLAINED[protocol], seconds=seconds)
+        lines += _text_tables([r for r in of_length if r["suite"] == "text"], length, seconds=seconds)
     return "\n".join([*lines, *_tuning_table(tuned), *notes(records, skipped)]).rstrip() + "\n"
 
 
@@ -73,7 +79,38 @@ def _devices(config: Mapping[str, Any]) -> str:
     return f", on a mesh of {config['mesh']} devices (data x model)" if "mesh" in config else ""
 
 
-def _question_tables(records: Sequence[Record], title: str, explained: str) -> list[str]:
+def _summary(records: Sequence[Record], names: Mapping[str, str], length: int) -> list[str]:
+    """A line for each method: mean scores by suite and protocol, losses over full attention's, costs."""
+    means: dict[str, dict[str, float]] = {}
+    for protocol in EVALUATION_PROTOCOLS:
+        for suite in _ordered(records, "suite"):
+            some = common_tasks([r for r in records if r["protocol"] == protocol and r["suite"] == suite])
+            if some:
+                means[f"{suite}, {protocol}"] = {
+                    method: float(np.mean([record["score"] for record in of_method]))
+                    for method, of_method in some.items()
+                }
+    losses = {r["method"]: r["values"] for r in records if r["suite"] == "text" and r["task"] == "loss"}
+    full = losses.get("full")
+    heads = [*means, *(["loss inside", "loss behind"] if full else []), "KV bytes", "attended"]
+    rows = []
+    for method in _ordered(records, "method"):
+        scores = [f"{of[method]:.1f}" if method in of else _NONE for of in means.values()]
+        rises = [
+            f"{losses[method][name] / full[name] - 1:+.2%}" if method in losses else _NONE
+            for name in (("loss_inside", "loss") if full else ())
+        ]
+        own = [record for record in records if record["method"] == method]
+        shares = [f"{held_share(own):.1%}", _mean_share(own, "attended_share")]
+        rows.append([f"`{names.get(method, method)}`", *scores, *rises, *shares])
+    explained = "Mean scores in percent of the tasks that all have"
+    explained += ", and losses over full attention's." if full else "."
+    if len(means) + bool(full) < 2:  # another table has it
+        return []
+    return [f"## All, {length:,} tokens", "", explained, "", *markdown(["method", *heads], rows)]
+
+
+def _question_tables(records: Sequence[Record], title: str, explained: str, *, seconds: bool) -> list[str]:
     if not records:
         return []
     methods, tasks = _ordered(records, "method"), _ordered(records, "task")
@@ -91,19 +128,20 @@ def _question_tables(records: Sequence[Record], title: str, explained: str) -> l
         own = [r for r in records if r["method"] == method]
         mean = [found[method, task]["score"] for task in everywhere]
         name = method + (_OWN_BUDGET if any(r["own_budget"] for r in own) else "")
-        rows.append([name, f"{np.mean(mean):.1f}" if mean else _NONE, *_costs(own)])
-    heads = [compared, "KV bytes", "kept", "attended", "prefill (s)", "from the question (s)", "ms per token", "batch"]
-    return [*lines, *markdown(["method", *heads], rows)]
+        rows.append([name, f"{np.mean(mean):.1f}" if mean else _NONE, *_costs(own, seconds=seconds)])
+    times = ["prefill (s)", "from the question (s)", "ms per token", "batch"] if seconds else ["batch"]
+    return [*lines, *markdown(["method", compared, "KV bytes", "kept", "attended", *times], rows)]
 
 
-def _costs(records: Sequence[Record]) -> list[str]:
+def _costs(records: Sequence[Record], *, seconds: bool) -> list[str]:
     """Shares of bytes, of the prompt's tokens and of pairs; seconds to the first token of a prompt, from the question
     alone, and of a further step; the batch."""
     names = ("prefill_seconds", "question_seconds", "seconds_per_token")
     prefill, question, step = (np.mean([record[name] for record in records]) for name in names)
     batch = max(record["batch"] for record in records)
     shares = [f"{held_share(records):.1%}", _mean_share(records, "kept_share"), _mean_share(records, "attended_share")]
-    return [*shares, f"{prefill:.3g}", f"{question:.3g}", f"{1000 * step:.3g}", str(batch)]
+    times = [f"{prefill:.3g}", f"{question:.3g}", f"{1000 * step:.3g}"] if seconds else []
+    return [*shares, *times, str(batch)]
 
 
 def _mean_share(records: Sequence[Record], name: str) -> str:
@@ -112,7 +150,7 @@ def _mean_share(records: Sequence[Record], name: str) -> str:
     return f"{np.mean(shares):.1%}" if len(shares) == len(records) else _NONE
 
 
-def _text_tables(records: Sequence[Record], length: int) -> list[str]:
+def _text_tables(records: Sequence[Record], length: int, *, seconds: bool) -> list[str]:
     lines = []
     for task, columns in _TEXT_COLUMNS.items():
         of_task = [record for record in records if record["task"] == task]
@@ -128,11 +166,12 @@ def _text_tables(records: Sequence[Record], length: int) -> list[str]:
                     _mean_share([record], "attended_share"),
                     f"{held_share([record]):.1%}",
                     _mean_share([record], "kept_share"),
-                    f"{record['prefill_seconds']:.3g}",
+                    *([f"{record['prefill_seconds']:.3g}"] if seconds else []),
                 ]
                 for record in of_task
             ]
-            heads = ["method", *(text for _, text in columns), "attended", "KV bytes", "kept", "prefill (s)"]
+            heads = ["method", *(text for _, text in columns), "attended", "KV bytes", "kept"]
+            heads += ["prefill (s)"] if seconds else []
             lines += markdown(heads, rows)
     return lines
 
@@ -149,7 +188,7 @@ def _tuning_table(tuned: Sequence[Record]) -> list[str]:
         for kind, trial in both:
             count, seconds = ("", "") if kind == "defaults" else (str(len(trials)), f"{record['seconds']:.0f}")
             losses = [f"{trial[name]:.4f}" for name in ("loss_inside", "loss_following")]
-            shares = [f"{trial[name]:.1%}" for name in ("answers_lost", "held_share", "attended_share")]
+            shares = [f"{trial[name] + 0.0:.1%}" for name in ("answers_lost", "held_share", "attended_share")]
             name = f"{trial['spec']} ({kind})"
             rows.append([name, f"{trial['excess']:.2f}", losses[0], shares[0], losses[1], *shares[1:], count, seconds])
     heads = ["method", "excess", "loss inside", "answers lost", "loss behind", "KV bytes", "attended", "trials", "s"]

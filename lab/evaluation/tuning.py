@@ -8,14 +8,13 @@ attended share of TCA.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import hashlib
 import itertools
 import json
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +51,7 @@ from tca_jax.models.sharding import DATA, axis_size
 
 ALL = "all"
 _DIGITS = 6  # of shares that are compared
+_NEAR = 0.03  # of a limit: costs that come so near to it are not raised further
 _TCA = "tca"
 
 
@@ -261,12 +261,11 @@ class _Search:
         if first in PREFILL_KNOBS and PREFILL_KNOBS[first][0] not in self._spec.parts[0][1]:
             name, values = PREFILL_KNOBS[first]
 
-            def taken(value: float) -> float:
+            def attended(value: float) -> float:
                 changes[0][name] = value
-                return round(self._measure.attended(self._lm(changes)), _DIGITS)
+                return self._measure.attended(self._lm(changes))
 
-            place = bisect.bisect_right(values, round(self._attended, _DIGITS), key=taken)
-            changes[0][name] = values[max(0, place - 1)]
+            changes[0][name] = highest_within(values, attended, self._attended)
         spec = _written(self._parts(changes))
         return {"spec": spec.label, "options": changes, **self._measure(self._lm(changes))}
 
@@ -276,6 +275,21 @@ class _Search:
     def _parts(self, changes: list[dict[str, Any]]) -> Parts:
         pairs = zip(self._spec.parts, changes, strict=True)
         return tuple((name, {**given, **changed}) for (name, given), changed in pairs)
+
+
+def highest_within(values: Sequence[float], costs: Callable[[float], float], limit: float) -> float:
+    """The highest of some values that costs at most so much, or one that costs at most `_NEAR` less; else the lowest.
+
+    Costs rise with the values. Each is a program that is compiled, so few are looked at.
+    """
+    low, high = 0, len(values)
+    while high - low > 1:
+        place = (low + high) // 2
+        cost = costs(values[place])
+        if round(limit * (1 - _NEAR) - cost, _DIGITS) <= 0 and round(cost - limit, _DIGITS) <= 0:
+            return values[place]
+        low, high = (low, place) if round(cost - limit, _DIGITS) > 0 else (place, high)
+    return values[low]
 
 
 def _best(trials: Sequence[Mapping[str, Any]], kv_share: float, attended: float) -> Mapping[str, Any]:

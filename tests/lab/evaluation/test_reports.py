@@ -86,10 +86,16 @@ def test_protocols_lengths_and_suites_have_tables_of_their_own():
     text = table(CONFIG, records)
     titles = [line[3:] for line in text.splitlines() if line.startswith("## ")]
     assert titles == [
+        *("All, 4,096 tokens", "All, 8,192 tokens"),
         *("ruler, 4,096 tokens, prefix", "ruler, 4,096 tokens, late", "longbench, 4,096 tokens, late"),
         *("loss, 4,096 tokens", "ruler, 8,192 tokens, prefix", "ruler, 8,192 tokens, late"),
     ]
+    assert "| method | ruler, prefix | ruler, late | longbench, late | loss inside | loss behind | KV bytes |" in text
+    assert "| `full` | 1.0 | 1.0 | 25.0 | +0.00% | +0.00% | 100.0% |" in text
     assert "25.0 (20.0/30.0)" in text
+    untimed = table({**CONFIG, "seconds": False}, records)
+    assert "(s)" not in untimed
+    assert "ms per token" not in untimed
     assert "| full | 1.5000 | 1.2500 | 100.0% | 100.0% | 100.0% | 1.5 |" in text
 
 
@@ -132,13 +138,12 @@ def test_conclusions_say_who_is_better_than_tca_and_at_what_cost():
         asked("full", [1] * 8, 100, 1.0),
         asked("tca", [1, 1, 0, 0, 0, 0, 0, 0], 30, 0.2),
         asked("cheaper", [1, 1, 1, 1, 1, 1, 0, 1], 30, 0.1),
-        asked("dearer", [1] * 8, 30, 1.0),
+        asked("dearer", [1] * 8, 60, 0.2),
         asked("alike", [1, 0, 1, 0, 0, 0, 0, 0], 30, 0.2),
         asked("lost", [0, 0, 0, 0, 0, 0, 0, 0], 30, 0.2),
     ]
-    rank, cheaper, dearer = conclusions(records)
-    assert "`tca` has a score of 25% (30.0% of the bytes, 20.0% of the pairs)" in rank
-    assert "better: `cheaper`, `dearer` (costs more); as good: `alike`, `lost`." in rank
-    assert "TCA is not the best at TCA's cost or less: `cheaper` is better by 62.5%" in cheaper
-    assert "TCA is not the best at a higher cost: `dearer` is better by 75%" in dearer
+    (said,) = conclusions(records, {"dearer": "another (tuned)"})
+    assert "`tca` has a score of 25%, with 30.0% of the bytes, 20.0% of the pairs. TCA is not the best" in said
+    assert "As many bytes or fewer; better: `cheaper` (by 62.5%); as good: `alike`, `lost`. More bytes; better:" in said
+    assert said.endswith("More bytes; better: `another (tuned)` (by 75%, 60%).")
     assert conclusions(records[:2]) == conclusions(records[2:]) == []

@@ -11,7 +11,7 @@ from tiny import TCA, write_checkpoint
 from tca_jax import Profile
 from tca_jax.lab.evaluation import parse_methods
 from tca_jax.lab.evaluation.search_spaces import PREFILL_KNOBS, SPACES
-from tca_jax.lab.evaluation.tuning import _best, _points, _written, make_tuning
+from tca_jax.lab.evaluation.tuning import _best, _points, _written, highest_within, make_tuning
 from tca_jax.methods.registry import names, option_names
 
 run, error = (functools.partial(each, "eval") for each in (commands.run, commands.error))
@@ -128,3 +128,17 @@ def test_tuning_needs_bytes_and_something_to_search():
         make_tuning(["all"], parse_methods("snapkv"), None, None)
     with pytest.raises(ValueError, match="no method of --methods has options to search"):
         make_tuning(["all"], parse_methods("full,tca"), None, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("limit", "taken", "most"), [(0.5, 0.5, 1), (0.305, 0.30, 7), (0.005, 0.0, 7), (2.0, 0.99, 7), (0.257, 0.25, 2)]
+)
+def test_a_cost_is_set_just_below_the_limit_with_few_looks(limit, taken, most):
+    values, looks = [i / 100 for i in range(100)], []
+
+    def cost(value):
+        looks.append(value)
+        return value
+
+    assert highest_within(values, cost, limit) == taken
+    assert len(looks) <= most
