@@ -185,6 +185,8 @@ class Server:
     # Models, metrics
 
     async def _health(self, request: Request) -> Response:
+        if (failure := self._engine.failure) is not None:
+            return _json({"status": "failed", "error": str(failure)}, 503)
         return _json({"status": "ok"})
 
     async def _metrics_text(self, request: Request) -> Response:
