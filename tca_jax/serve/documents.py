@@ -434,7 +434,7 @@ class Documents:
         for other in held:
             if free >= 0:
                 break
-            if other is not but and (other.numbers is not None or self.is_stored(other)):
+            if other is not but and (other.state == "device" or self.is_stored(other)):
                 free += self.num_bytes(other)
                 other.chunks = None
                 other.state = "disk" if other.numbers is None else other.state

@@ -12,6 +12,7 @@ import shutil
 import threading
 import time
 
+import httpx
 import jax
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import UserError
 from tca_jax.programs import Program
 from tca_jax.serve import Engine, documents, programs
+from tca_jax.serve.server import Server, Settings
 from tca_jax.serve.streams import Stream
 
 SECONDS = 120  # that nothing here takes: what waits for ever fails
@@ -480,6 +482,35 @@ def test_what_is_appended_and_can_never_be_held_is_refused(lm):
         longer = engine.append(engine.read(prompt_of(3, 12)), prompt_of(4, 200))
         with pytest.raises(UserError, match=r"the engine holds .* more"):
             engine.wait(longer, SECONDS)
+
+
+# The server
+
+
+def test_a_server_tells_that_its_engine_has_failed(speaking, monkeypatch):
+    engine = Engine(speaking, pages=100, **SIZES)
+    server = Server(engine, Settings("tiny"))
+
+    def once():
+        raise MemoryError("none is left")
+
+    async def ask():
+        transport = httpx.ASGITransport(app=server.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            before = await http.get("/health")
+            monkeypatch.setattr(engine._scheduler, "once", once)
+            engine._loop.call(lambda: None)
+            with pytest.raises(UserError, match="the engine has failed: MemoryError: none is left"):
+                engine.idle(SECONDS)
+            answer = await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+            return before, *[await http.get(path) for path in ("/health", "/metrics")], answer
+
+    before, health, metrics, answer = asyncio.run(ask())
+    server.close()
+    engine.close()
+    assert (before.status_code, health.status_code, answer.status_code) == (200, 503, 503)
+    assert health.json()["error"] == answer.json()["error"]["message"]
+    assert "tca_jax_engine_failed 1.0" in metrics.text
 
 
 # Streams, which need no engine
