@@ -28,7 +28,7 @@ class Model:
 
     def __init__(self, lm):
         self.lm, self._contexts, self._answers = lm, {}, {}
-        self.pages = lm.cache_layout(1, 48).num_pages * 3 // 2  # documents push each other out
+        self.pages = max(9, lm.cache_layout(1, 48).num_pages + 4)  # documents push each other out
 
     def context(self, parts):
         if parts not in self._contexts:
