@@ -1,4 +1,4 @@
-"""What an engine's thread does: reads documents, lets questions into a batch, takes steps, hands out tokens."""
+"""What an engine's thread does: has documents read, lets questions into a batch, takes steps, hands out tokens."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from tca_jax.engine.decode import DecodingState
 from tca_jax.engine.extend import align, num_columns
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
-from tca_jax.engine.prompts import bucket_length, pad_tokens
-from tca_jax.engine.read import require_finite
+from tca_jax.engine.prompts import bucket_length
 from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.backends import Backend
@@ -31,15 +30,15 @@ from tca_jax.serve import programs
 from tca_jax.serve.documents import Document, Documents, document_id
 from tca_jax.serve.pages import FreePages, LocalTable, RowTable, TableWidths, pool_only
 from tca_jax.serve.programs import MOST_STEPS, Drawing, Row
+from tca_jax.serve.reading import Reader
 from tca_jax.serve.streams import FinishReason, Stream
 
 _PIECE_TOKENS = 2048  # of a question that are fed before running answers take steps again
-_TOGETHER_TOKENS = 2048  # prompts of at most so many are read together
 _STEPS_SECONDS = 0.03  # answers take steps for about so long before the engine looks around
 _MOST_STOPS = 8  # stop tokens of a row, at first
 _LEAST_WIDTH = 4  # least step between the widths of tables
 _MOST_STEP_PROGRAMS = 16  # held at hand
-_IDLE_SECONDS = 0.001  # between looks at pages that are under way while nothing else is to be done
+_IDLE_SECONDS = 0.001  # between looks at pages and programs that are under way while nothing else is to be done
 
 
 @dataclasses.dataclass(eq=False)
@@ -108,7 +107,7 @@ class Scheduler:
         self._rows: list[Ask | None] = [None] * rows
         self._state, self._shared = self._empty_batch(rows)
         self._widths, self._own_widths = TableWidths(0, 0), TableWidths(0, 0)
-        self._reads: collections.deque[Document] = collections.deque()
+        self._reader = Reader(lm, documents, backend)
         self._asks: list[Ask] = []
         self._inbox: collections.deque[Callable[[], None]] = collections.deque()
         self._changed = threading.Condition()
@@ -145,7 +144,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is to be done, and all pages of answers are free."""
-        return not (self._inbox or self._reads or self._asks or any(self._rows))
+        return not (self._inbox or self._asks or any(self._rows)) and self._reader.is_idle
 
     def require_pages(self, tokens: int) -> None:
         """Raises ValueError if a document of so many tokens can never be held."""
@@ -166,8 +165,7 @@ class Scheduler:
 
     def read(self, document: Document) -> None:
         """A document is to be read."""
-        self._documents.add(document)
-        self._reads.append(document)
+        self._reader.add(document)
 
     def append(self, ask: Ask) -> None:
         """A document is to be made of another one and more tokens."""
@@ -196,6 +194,7 @@ class Scheduler:
                 self._changed.notify_all()
                 if not self._inbox and not self._stopping and busy is not True:
                     self._changed.wait(_IDLE_SECONDS if busy is None else None)
+        self._reader.close()
         for ask in [*self._asks, *filter(None, self._rows)]:
             if ask.stream is not None:
                 ask.stream.end("cancelled")
@@ -205,49 +204,12 @@ class Scheduler:
         while self._inbox:
             self._inbox.popleft()()
         under_way = self._documents.move()
-        worked = self._read_some()
+        worked = self._reader.read_on()
         worked |= self._let_in()
         if any(self._rows):
             self._steps()
             return True
-        return True if worked else None if under_way or self._asks or self._reads else False
-
-    # Reading
-
-    def _read_some(self) -> bool:
-        """Reads the document that waits longest, and short ones with it; whether there was one that fits."""
-        if not self._reads:
-            return False
-        group = self._group()
-        layout = self._lm.cache_layout(len(group), bucket_length(max(len(each.tokens) for each in group)))
-        if not self._documents.make_room(layout.num_pages):
-            return False
-        for document in group:
-            self._reads.remove(document)
-        try:
-            self._read(group, layout)
-        except Exception as error:
-            for document in group:
-                document.state, document.error = "failed", error
-        return True
-
-    def _group(self) -> list[Document]:
-        """Documents that are read together, in order of arrival: a power of two of them, of one bucket."""
-        first = bucket_length(len(self._reads[0].tokens))
-        if first > _TOGETHER_TOKENS:
-            return [self._reads[0]]
-        alike = [each for each in self._reads if bucket_length(len(each.tokens)) == first]
-        most = min(len(alike), max(1, _TOGETHER_TOKENS // first))
-        return alike[: 1 << (most.bit_length() - 1)]
-
-    def _read(self, group: list[Document], layout: CacheLayout) -> None:
-        tokens, lengths = pad_tokens([each.tokens for each in group], self._lm.pad_token_id)
-        found = self._run(programs.read, tokens, lengths, layout=layout, backend=self._backend)
-        finite, shares, logits = on_host((found.finite, found.attended_share, found.logits))
-        require_finite(self._lm, tokens, lengths, finite, "document")
-        for row, document in enumerate(group):
-            self._documents.enter(document, found.cache, row, float(shares[row]))
-            document.logits = None if document.named else logits[row : row + 1]
+        return True if worked else None if under_way or self._asks or not self._reader.is_idle else False
 
     # Letting in
 
