@@ -343,7 +343,7 @@ class Decoder(nnx.Module):
             raise UserError(
                 f"states has {len(states)} entries: must be one for each of {self.config.num_layers} layers"
             )
-        options = {"lengths": lengths, "tail": tail, "each_as_last": each_as_last, "remat": remat}
+        options: dict[str, Any] = {"lengths": lengths, "tail": tail, "each_as_last": each_as_last, "remat": remat}
         x, new_states = self.run_layers(self.embed(tokens), positions, attention, states, **options)
         return self.final_norm(x), new_states
 

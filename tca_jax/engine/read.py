@@ -143,8 +143,8 @@ def read_layers(
         return out, pairs
 
     positions = jnp.minimum(jnp.arange(x.shape[1]), lengths[:, None] - 1)
-    states, rows = (None,) * (end - first), {"lengths": lengths, "tail": tail}
-    x, pairs = lm.decoder.run_layers(x, positions, attention, states, first=first, **rows)
+    states = (None,) * (end - first)
+    x, pairs = lm.decoder.run_layers(x, positions, attention, states, first=first, lengths=lengths, tail=tail)
     of_layers = sum(attended / causal_pairs(lengths) for attended in pairs)
     return Reading(x, lengths, shares + mean_of_devices(of_layers, lm.head_shards)), cache
 
