@@ -228,6 +228,12 @@ class Documents:
         del self.pool  # its memory is that of the new one
         self.pool = self._run(programs.empty_pool, pages=self.free.total)
 
+    def reserve(self, pages: int) -> Int32[np.ndarray, "D P"] | None:
+        """So many pages of each device, for somebody who gives them back; None where there is no room."""
+        if not self.make_room(pages):
+            return None
+        return self.free.take(np.ones((self.free.devices, pages), bool))
+
     def enter(self, document: Document, cache: PagedCache, row: int, attended_share: float) -> None:
         """A document that is a row of a cache on the device; there is room for as many pages as the row may have."""
         read = LocalTable.of_row(cache, row)

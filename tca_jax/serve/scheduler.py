@@ -1,8 +1,7 @@
-"""What an engine's thread does: reads documents, lets questions into a batch, takes steps, hands out tokens."""
+"""What an engine's thread does: has documents read, lets questions into a batch, takes steps, hands out tokens."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -23,7 +22,7 @@ from tca_jax.engine.decode import DecodingState
 from tca_jax.engine.extend import align, num_columns
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
-from tca_jax.engine.prompts import bucket_length, pad_tokens
+from tca_jax.engine.prompts import bucket_length
 from tca_jax.engine.read import require_finite
 from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import UserError
@@ -33,10 +32,10 @@ from tca_jax.serve import programs
 from tca_jax.serve.documents import Document, Documents, document_id
 from tca_jax.serve.pages import FreePages, LocalTable, RowTable, TableWidths, pool_only
 from tca_jax.serve.programs import MOST_STEPS, Drawing, Row
+from tca_jax.serve.reading import Reader
 from tca_jax.serve.streams import FinishReason, Stream
 
 _PIECE_TOKENS = 2048  # of a question that are fed before running answers take steps again
-_TOGETHER_TOKENS = 2048  # prompts of at most so many are read together
 _STEPS_SECONDS = 0.03  # answers take steps for about so long before the engine looks around
 _MOST_STOPS = 8  # stop tokens of a row, at first
 _LEAST_WIDTH = 4  # least step between the widths of tables
@@ -117,12 +116,11 @@ class Scheduler:
         self._rows: list[Ask | None] = [None] * rows
         self._state, self._shared = self._empty_batch(rows)
         self._widths, self._own_widths = TableWidths(0, 0), TableWidths(0, 0)
-        self._reads: collections.deque[Document] = collections.deque()
+        self._reader = Reader(lm, documents, backend, self._recover)
         self._asks: list[Ask] = []
         self._arrivals = itertools.count()
         self._answers_waited = False  # a request waits for a row, or for pages of answers
         self._room_waited = math.inf  # arrival of the first request that waits for pages of documents
-        self._reading_waited = math.inf  # the same of what is to be read
         self._step_programs: dict[Any, Callable[..., DecodingState]] = {}
         self._step_seconds = 0.0
 
@@ -153,13 +151,13 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is to be read or answered."""
-        return not (self._reads or self._asks or any(self._rows))
+        return not (self._asks or any(self._rows)) and self._reader.is_idle
 
     def read(self, document: Document) -> None:
         """A document is to be read."""
         document.arrival = next(self._arrivals)
         self._documents.add(document)
-        self._reads.append(document)
+        self._reader.add(document)
 
     def append(self, ask: Ask) -> None:
         """A document is to be made of another one and more tokens."""
@@ -191,8 +189,7 @@ class Scheduler:
                 self._fail(ask, error)
             self._recover(error)
         under_way |= documents.store()
-        self._reading_waited = math.inf
-        worked = self._read_some()
+        worked = self._reader.read_on(self._room_waited)
         worked |= self._let_in()
         if any(self._rows):
             worked = True
@@ -205,10 +202,11 @@ class Scheduler:
         for document in documents.lost():
             self._read_again(document)
             worked = True
-        return True if worked else None if under_way or self._asks or self._reads else False
+        return True if worked else None if under_way or self._asks or not self._reader.is_idle else False
 
     def end(self, failure: Exception | None) -> None:
         """Nothing follows: answers end, documents that are being stored are stored."""
+        self._reader.close()
         for ask in [*self._asks, *filter(None, self._rows)]:
             if ask.stream is None:
                 continue
@@ -261,7 +259,7 @@ class Scheduler:
         _log.warning("document %s is read again", document.id)
         *before, last = document.parts
         if not before:
-            self._reads.appendleft(document)
+            self._reader.add(document, first=True)
             return
         tokens, parts = document.tokens[:-last], tuple(before)
         for named in (True, False):
@@ -275,60 +273,6 @@ class Scheduler:
         if documents.get(parent.id) is not parent:
             documents.add(parent)
             self._read_again(parent)
-
-    # Reading
-
-    def _read_some(self) -> bool:
-        """Reads the document that waits longest, and short ones with it; whether there was one that fits."""
-        if not self._reads:
-            return False
-        group = self._group()
-        layout = self._lm.cache_layout(len(group), bucket_length(max(len(each.tokens) for each in group)))
-        if not self._has_room_for_reading(group[0], layout.num_pages):
-            return False
-        for document in group:
-            self._reads.remove(document)
-        try:
-            self._read(group, layout)
-        except Exception as error:
-            for document in group:
-                self._documents.fail(document, error)
-            self._recover(error)
-        return True
-
-    def _has_room_for_reading(self, document: Document, pages: int) -> bool:
-        """Whether there is room for what is read next, and no request that came before waits for that room."""
-        if document.arrival > self._room_waited:
-            return False
-        if self._documents.make_room(pages):
-            return True
-        if self._documents.would_have_room(pages):
-            self._reading_waited = document.arrival
-        return False
-
-    def _group(self) -> list[Document]:
-        """Documents that are read together, in order of arrival: a power of two of them, of one bucket."""
-        first = bucket_length(len(self._reads[0].tokens))
-        if first > _TOGETHER_TOKENS:
-            return [self._reads[0]]
-        alike = [each for each in self._reads if bucket_length(len(each.tokens)) == first]
-        fit = self._documents.free.total // self._lm.cache_layout(1, first).num_pages
-        most = min(len(alike), fit, max(1, _TOGETHER_TOKENS // first))
-        return alike[: 1 << (most.bit_length() - 1)]
-
-    def _read(self, group: list[Document], layout: CacheLayout) -> None:
-        tokens, lengths = pad_tokens([each.tokens for each in group], self._lm.pad_token_id)
-        found = self._run(programs.read, tokens, lengths, layout=layout, backend=self._backend)
-        finite, shares, logits = on_host((found.finite, found.attended_share, found.logits))
-        for row, document in enumerate(group):
-            own = slice(row, row + 1)
-            try:
-                require_finite(self._lm, tokens[own], lengths[own], finite[own], "document")
-                self._documents.enter(document, found.cache, row, float(shares[row]))
-            except Exception as error:
-                self._documents.fail(document, error)
-                self._recover(error)
-            document.logits = None if document.named else logits[own]
 
     # Letting in
 
@@ -372,7 +316,7 @@ class Scheduler:
     def _is_here(self, ask: Ask) -> bool:
         """Whether a request's document is on the device; it is brought, and kept there, if it is somewhere else."""
         document, documents = ask.document, self._documents
-        if not ask.pins and ask.arrival > min(self._room_waited, self._reading_waited):
+        if not ask.pins and ask.arrival > min(self._room_waited, self._reader.waits):
             return False
         if document.state in ("host", "disk") and documents.load(document):
             if documents.bring(document):
@@ -580,10 +524,6 @@ class Scheduler:
             self._rows[ask.slot], ask.slot = None, None
         self._give_back_pages(ask)
         self._unpin(ask)
-        document = ask.document
-        if not (document.named or document.users) and document in self._reads:  # nobody waits for it any more
-            self._reads.remove(document)
-            self._documents.drop(document)
 
     def _give_back_pages(self, ask: Ask) -> None:
         if ask.numbers is not None:

@@ -164,7 +164,7 @@ def test_where_no_batch_can_be_made_the_engine_has_failed_and_everybody_is_told(
     engine = Engine(lm, pages=pages, **SIZES)
     document = engine.read(A)
     engine.wait(document, SECONDS)
-    monkeypatch.setattr(engine._scheduler, "_read_some", lambda: False)
+    monkeypatch.setattr(engine._scheduler._reader, "read_on", lambda before: False)
     waiting = engine.read(B)
     monkeypatch.setattr(programs, "admit", FailsOnce(programs.admit, (1,)))
     monkeypatch.setattr(programs, "empty_batch", FailsOnce(programs.empty_batch, ()))
