@@ -371,7 +371,8 @@ class Engine:
         return found
 
     def _info(self, document: Document) -> DocumentInfo:
-        documents, storing, error = self._documents, document.storing, document.error
+        documents, storing = self._documents, document.storing
+        error: BaseException | None = document.error
         if error is None and storing is not None and storing.done():
             error = storing.exception()
         return DocumentInfo(
