@@ -72,7 +72,7 @@ def engine_of(lm):
 
 def wait(engine, holds):
     """Waits for something that the engine's thread brings about."""
-    assert engine._scheduler.wait_until(lambda: bool(holds()), 120)
+    assert engine._loop.wait_until(lambda: bool(holds()), 120)
 
 
 def free_pages(engine):
