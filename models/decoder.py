@@ -343,13 +343,45 @@ class Decoder(nnx.Module):
             raise UserError(
                 f"states has {len(states)} entries: must be one for each of {self.config.num_layers} layers"
             )
+        options: dict[str, Any] = {"lengths": lengths, "tail": tail, "each_as_last": each_as_last, "remat": remat}
+        x, new_states = self.run_layers(self.embed(tokens), positions, attention, states, **options)
+        return self.final_norm(x), new_states
+
+    def run_layers(
+        self,
+        x: Float[Array, "B L D"],
+        positions: Int[Array, "B L"],
+        attention: Attention,
+        states: Sequence[Any],
+        *,
+        first: int = 0,
+        lengths: Int[Array, " B"] | None = None,
+        tail: int | None = None,
+        each_as_last: bool = False,
+        remat: bool = False,
+    ) -> tuple[Float[Array, "B _ D"], tuple[Any, ...]]:
+        """Run neighbouring layers, one for each entry of `states`.
+
+        Args:
+            x: The residual stream in front of them; `embed` gives that of the first layer.
+            positions: See `__call__`.
+            attention: See there.
+            states: See there.
+            first: Number of the first layer to run; static.
+            lengths: See there.
+            tail: As there, if the model's last layer is among these; otherwise unused.
+            each_as_last: See there.
+            remat: See there.
+
+        Returns:
+            The residual stream behind them, of as many tokens as hidden states there, and their new states.
+        """
         indices = None if tail is None else _last_indices(lengths, tail)
-        x = self.embed(tokens)
         cos, sin = self.angles(positions.reshape(-1, 1) if each_as_last else positions)
         cos, sin = (x.reshape(*positions.shape, -1) for x in (cos, sin))
         new_states, buffers = [], None
-        for index, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
-            run = _layer_function(layer, functools.partial(attention, index))
+        for index, state in enumerate(states, first):
+            run = _layer_function(self.layers[index], functools.partial(attention, index))
             wanted = indices if index == self.config.num_layers - 1 else None
             with jax.named_scope(f"layer_{index}"):
                 if remat:  # the backward pass keeps the layer's inputs and nothing else
@@ -357,8 +389,12 @@ class Decoder(nnx.Module):
                 else:
                     x, state, buffers = run(x, cos, sin, state, buffers, wanted)
             new_states.append(state)
+        return x, tuple(new_states)
+
+    def final_norm(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        """Hidden states, from the residual stream behind the last layer."""
         with jax.named_scope("final_norm"):
-            return self.norm(x), tuple(new_states)
+            return self.norm(x)
 
     def embed(self, tokens: Int[Array, "B L"]) -> Float[Array, "B L D"]:
         """The residual stream that the first layer gets; ids outside the vocabulary are clipped into it."""

@@ -56,14 +56,14 @@ def save_step(kind: str, directory: Path, arrays: Mapping[str, np.ndarray], meta
         return
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _temporary_folder(directory) as temporary:
+        with temporary_folder(directory) as temporary:
             _require_room(temporary / "room", sum(array.nbytes for array in arrays.values()))
             _write(temporary / "step", arrays, metadata)
             _sync_tree(temporary / "step")
             _publish(temporary / "step", directory, kind)
     except Exception as error:
         raise _save_error(kind, directory, error) from error
-    _sync(directory)
+    sync_folder(directory)
     _clean_up(directory, kind)
 
 
@@ -218,13 +218,22 @@ def _clean_up(directory: Path, kind: str) -> None:
     with contextlib.suppress(OSError):
         steps = _steps(directory, kind)
         for step in sorted(steps)[:-1]:
-            with contextlib.suppress(OSError), _temporary_folder(directory) as temporary:
+            with contextlib.suppress(OSError), temporary_folder(directory) as temporary:
                 # Renamed first, so that it is gone at once.
                 os.rename(directory / f"{kind}_{step}", temporary / "step")
-        for entry in os.scandir(directory):
-            with contextlib.suppress(OSError):
-                if _is_abandoned(entry):
-                    _remove(Path(entry.path))
+        remove_abandoned(directory)
+
+
+def remove_abandoned(directory: Path) -> None:
+    """Removes the temporary folders in a directory that killed processes have left.
+
+    Raises:
+        OSError: the directory cannot be listed.
+    """
+    for entry in os.scandir(directory):
+        with contextlib.suppress(OSError):
+            if _is_abandoned(entry):
+                _remove(Path(entry.path))
 
 
 def _steps(directory: Path, kind: str) -> list[int]:
@@ -243,7 +252,7 @@ def _newest_step(directory: Path, kind: str) -> int:
 
 
 @contextlib.contextmanager
-def _temporary_folder(directory: Path) -> Iterator[Path]:
+def temporary_folder(directory: Path) -> Iterator[Path]:
     """A folder in `directory` under a name that no other save uses and that tells whose it is; removed in the end."""
     folder = directory / f".tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
     try:
@@ -287,10 +296,10 @@ def _sync_tree(folder: Path) -> None:
         for file in files:
             with open(os.path.join(root, file), "rb+") as opened:
                 os.fsync(opened.fileno())
-        _sync(Path(root))
+        sync_folder(Path(root))
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Forces the entries of one folder to disk, where the file system can."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)

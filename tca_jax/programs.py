@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-_MOST_PROGRAMS = 128  # kept of all functions; an octave of prompt lengths has eight
+_MOST_PROGRAMS = 512  # kept of all functions; an octave has eight prompt lengths, a long prompt one for each layer
 _MOST_BYTES = 4 * 2**30  # of all together: their code, and what the process grew by while they were compiled
 _SHARE_OF_MAPS = 2  # all together map at most half of what the system allows
 

@@ -43,9 +43,9 @@ CONFIG = ModelConfig(
 TCA = tca_jax.TCAConfig(block_size=8, window=16)
 
 
-def tiny_lm(seed: int = 0, sharpness: float = 6.0, **fields) -> tca_jax.LM:
+def tiny_lm(seed: int = 0, sharpness: float = 6.0, config: ModelConfig = CONFIG, **fields) -> tca_jax.LM:
     """A random model. Weights are scaled up so that attention is peaked and answers vary with the prompt."""
-    decoder = Decoder(CONFIG, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(seed))
+    decoder = Decoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(seed))
     lm = tca_jax.LM.from_decoder(decoder, name="tiny", **fields)
     params = jax.tree.map(lambda x: x * sharpness if x.ndim >= 2 else x, lm.params)
     return dataclasses.replace(lm, params=params)

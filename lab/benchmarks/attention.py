@@ -77,7 +77,7 @@ from tca_jax.lab.benchmarks.shares import (
     with_fetching,
 )
 from tca_jax.methods.base import Heads, Method, last_queries, per_head, selection_for_prefill
-from tca_jax.methods.pairs import attended_share
+from tca_jax.methods.pairs import causal_pairs
 from tca_jax.methods.regions import Regions, Selected, Selection
 from tca_jax.methods.selection import PromptScores, row_budgets
 from tca_jax.methods.tca import TCACache
@@ -168,7 +168,7 @@ class Prefill:
     def area(self, q: Array, k: Array, v: Array, n: Array, selected: Selected) -> Array:
         """Share of each prompt's pairs that the attention takes, mean over the layer's heads."""
         attended = self.method.prefill.attend(0, self.heads(k), q, k, v, n, selected, resolve_backend(self.backend))
-        return mean_of_devices(attended_share((attended.pairs,), n), self.shards)
+        return mean_of_devices(attended.pairs / causal_pairs(n), self.shards)
 
     def heads(self, k: Array) -> Heads:
         """The KV heads that a program sees."""

@@ -1,4 +1,8 @@
-"""Reading prompts: logits behind them, what the caches keep, and where numbers cease to be finite."""
+"""Reading prompts: logits behind them, what the caches keep, and where numbers cease to be finite.
+
+A prompt is read in one program (`read_prompts`), or in several, each of neighbouring layers: `begin_reading`,
+`read_layers` from the first layer to the last, `end_reading`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, SECOND_HEADS, OverMesh, heads_of, mean_of_devices, on_host
 from tca_jax.errors import UserError
 from tca_jax.methods.base import Attended, Heads, Method, last_queries, selection_for_prefill
-from tca_jax.methods.pairs import attended_share, causal_pairs, selected_pairs
+from tca_jax.methods.pairs import causal_pairs, selected_pairs
 from tca_jax.methods.regions import Selected
 from tca_jax.models.names import parameters
 from tca_jax.pallas_kernels.backends import Backend
@@ -40,6 +44,20 @@ class Read(NamedTuple):
     hidden: Float[Array, "B L D"] | None
 
 
+class Reading(NamedTuple):
+    """Prompts on their way through the layers; `[B, m, D]` behind the last one, where `tail_queries` are all it needs.
+
+    Attributes:
+        x: The residual stream, `[B, L, D]`.
+        lengths: True lengths, `[B]`.
+        shares: Shares of causal pairs as in `Read.attended_share`, summed over the layers so far, float32 `[B]`.
+    """
+
+    x: Float[Array, "B _ D"]
+    lengths: Int[Array, " B"]
+    shares: Float32[Array, " B"]
+
+
 def read_prompts(
     lm: LM,
     tokens: Int[Array, "B L"],
@@ -59,13 +77,57 @@ def read_prompts(
         keep_hidden: Whether `Read.hidden` is wanted.
         backend: Kernel backend.
     """
-    if layout is not None and layout.has_ranked_blocks and lm.method.cache.repetition is not None:
+    if repeats(lm, layout):
+        assert layout is not None
         from tca_jax.engine.repeat import read_and_repeat  # few methods need it
 
         return read_and_repeat(lm, tokens, lengths, layout, keep_hidden=keep_hidden, backend=backend)
+    begun = begin_reading(lm, tokens, lengths, layout)
+    layers = 0, lm.config.num_layers
+    reading, cache = read_layers(lm, *begun, layers, layout, keep_hidden=keep_hidden, backend=backend)
+    return end_reading(lm, reading, cache, keep_hidden=keep_hidden)
+
+
+def repeats(lm: LM, layout: CacheLayout | None) -> bool:
+    """Whether prompts are read in full and then repeated to the model: `read_prompts` alone does that."""
+    return layout is not None and layout.has_ranked_blocks and lm.method.cache.repetition is not None
+
+
+def begin_reading(
+    lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], layout: CacheLayout | None
+) -> tuple[Reading, PagedCache | None]:
+    """Prompts in front of the first layer, and an empty cache. Arguments are those of `read_prompts`."""
+    cache = None if layout is None else layout.empty(lm.config.head_dim, lm.cache_dtype, layout.window_start(lengths))
+    return Reading(lm.decoder.embed(tokens), lengths, jnp.zeros(lengths.shape, jnp.float32)), cache
+
+
+def read_layers(
+    lm: LM,
+    reading: Reading,
+    cache: PagedCache | None,
+    layers: tuple[int, int],
+    layout: CacheLayout | None,
+    *,
+    keep_hidden: bool = False,
+    backend: Backend = "auto",
+) -> tuple[Reading, PagedCache | None]:
+    """Runs some layers over prompts.
+
+    Args:
+        lm: The model.
+        reading: The prompts, in front of these layers.
+        cache: With the layers before these in it; None without a layout.
+        layers: The first of them, and the one behind the last; static.
+        layout: As for `read_prompts`.
+        keep_hidden: As for `read_prompts`.
+        backend: Kernel backend.
+
+    Returns:
+        The prompts behind these layers, and the cache with what stays of them.
+    """
+    (x, lengths, shares), (first, end) = reading, layers
     last_layer = lm.config.num_layers - 1
     tail = None if keep_hidden else tail_queries(lm.method, last_layer)
-    cache = None if layout is None else layout.empty(lm.config.head_dim, lm.cache_dtype, layout.window_start(lengths))
 
     def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Float32[Array, " B"]]:
         nonlocal cache
@@ -80,11 +142,20 @@ def read_prompts(
         (out, pairs), cache = prefill_layer(lm.method, layer, heads, q, k, v, *sizes, last_query=last)
         return out, pairs
 
-    positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
-    hidden, pairs = lm.decoder(tokens, positions, attention, (None,) * (last_layer + 1), lengths=lengths, tail=tail)
-    last = hidden[:, -1] if tail is not None else hidden[jnp.arange(tokens.shape[0]), lengths - 1]
-    share = mean_of_devices(attended_share(pairs, lengths), lm.head_shards)
-    return Read(lm.decoder.logits(last), cache, share, hidden if keep_hidden else None)
+    positions = jnp.minimum(jnp.arange(x.shape[1]), lengths[:, None] - 1)
+    states = (None,) * (end - first)
+    x, pairs = lm.decoder.run_layers(x, positions, attention, states, first=first, lengths=lengths, tail=tail)
+    of_layers = sum(attended / causal_pairs(lengths) for attended in pairs)
+    return Reading(x, lengths, shares + mean_of_devices(of_layers, lm.head_shards)), cache
+
+
+def end_reading(lm: LM, reading: Reading, cache: PagedCache | None, *, keep_hidden: bool = False) -> Read:
+    """What reading prompts gives, once all layers have run; arguments are those of `read_layers`."""
+    (x, lengths, shares), layers = reading, lm.config.num_layers
+    hidden = lm.decoder.final_norm(x)
+    tail = None if keep_hidden else tail_queries(lm.method, layers - 1)
+    last = hidden[:, -1] if tail is not None else hidden[jnp.arange(len(lengths)), lengths - 1]
+    return Read(lm.decoder.logits(last), cache, shares / layers, hidden if keep_hidden else None)
 
 
 def prefill_layer(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,14 +50,3 @@ def selected_pairs(
         local = queries * ((blocks - edges) * block_size) + queries * (queries + 1) // 2
         prefixes = jnp.pad(jnp.cumsum(budgets, axis=-1, dtype=jnp.int32), ((0, 0), (0, 0), (1, 0)))
         return sum_of_counts(local[:, None] + queries[:, None] * prefixes[..., edges])
-
-
-def attended_share(pairs: Sequence[Float32[Array, " B"]], lengths: Int[Array, " B"]) -> Float32[Array, " B"]:
-    """Share of each prompt's causal pairs that its queries attended to, mean over layers and heads that a program sees.
-
-    Args:
-        pairs: `Attended.pairs` of every layer.
-        lengths: Prompt lengths.
-    """
-    first, *others = (of_layer / causal_pairs(lengths) for of_layer in pairs)
-    return sum(others, start=first) / len(pairs)

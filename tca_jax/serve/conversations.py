@@ -189,7 +189,7 @@ class Conversations:
             self._recognized[document] = None
             self._recognized.move_to_end(document)
             for old in list(self._recognized)[: -self._most]:
-                with contextlib.suppress(UserError):  # it is in use, or gone
+                with contextlib.suppress(UserError, OSError):  # it is in use, or gone, or cannot be removed from disk
                     self._engine.forget(old)
                     del self._recognized[old]
         return document

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -9,14 +11,14 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 
 from tca_jax.engine.cache import CacheLayout, PagedCache
 from tca_jax.engine.contexts import Context, first_local, identity_of
@@ -52,7 +54,9 @@ class Document:
         chunks: Its keys and values in host memory; None where they are not there.
         logits: Of the token behind it, float32 `[1, V]`; not of named ones.
         error: Why it could not be read.
-        stored: Whether it is on disk.
+        storing: Done when it is on disk, or failed with what kept it from that; None if it is not to be stored, or was
+            when the engine started.
+        arrival: Its place among all requests.
         users: Rows, and requests that were let in, that need its pages.
         created: Seconds since the epoch.
     """
@@ -69,7 +73,8 @@ class Document:
     chunks: list[PagedCache] | None = None
     logits: np.ndarray | None = None
     error: Exception | None = None
-    stored: bool = False
+    storing: Future[None] | None = None
+    arrival: int = 0
     users: int = 0
     created: float = dataclasses.field(default_factory=time.time)
 
@@ -115,11 +120,15 @@ class Documents:
         self.page_bytes, self._chunk = size * devices, max(1, min(pages, _CHUNK_BYTES // size))
         self._by_id: OrderedDict[str, Document] = OrderedDict()  # least recently asked first
         self._arriving: list[_Arriving] = []
+        self._lost: list[Document] = []
+        self._failures: list[tuple[Document, Exception]] = []
+        self._unstored: collections.deque[Document] = collections.deque()
+        self._writing: Future[None] | None = None
         self._lock = threading.Lock()  # of the table of names, which other threads look at
         for entry in [] if shelf is None else shelf.entries():
             if document_id(lm, entry.tokens, entry.parts, named=True) == entry.id:
-                stored = Document(entry.id, entry.tokens, entry.parts, named=True, state="disk", stored=True)
-                self._by_id[entry.id] = dataclasses.replace(stored, created=entry.created)
+                made: dict[str, Any] = {"named": True, "state": "disk", "created": entry.created}
+                self._by_id[entry.id] = Document(entry.id, entry.tokens, entry.parts, **made)
 
     def _run(self, program: Any, *args: Any, **static: Any) -> Any:
         return program.prepare(self._lm, *args, **static)[0](self._lm, *args)
@@ -128,7 +137,8 @@ class Documents:
 
     def get(self, id_: str) -> Document | None:
         """The document of a name."""
-        return self._by_id.get(id_)
+        with self._lock:
+            return self._by_id.get(id_)
 
     def all(self) -> list[Document]:
         """All of them, least recently asked first."""
@@ -147,19 +157,43 @@ class Documents:
                 self._by_id.move_to_end(document.id)
 
     def forget(self, document: Document) -> None:
-        """Drops it everywhere; nobody may use it."""
+        """Drops it everywhere; nobody may use it.
+
+        Raises:
+            OSError: it cannot be removed from disk; nothing is dropped then.
+        """
         assert not document.users, "a document is forgotten when nobody uses it"
-        self._drop(document)
         if self._shelf is not None:
             self._shelf.remove(document.id)
+        self.drop(document)
 
-    def _drop(self, document: Document) -> None:
+    def drop(self, document: Document) -> None:
+        """Drops it from memory, and its name."""
+        self.fail(document, UserError(f"document {document.id!r} is no longer there"))
+        with self._lock:
+            if self._by_id.get(document.id) is document:
+                del self._by_id[document.id]
+
+    def fail(self, document: Document, error: Exception) -> None:
+        """Notes that a document cannot be read. It has no pages from then on; its name stays if a user gave it."""
         if document.numbers is not None:
             self.free.give_back(document.numbers)
         document.numbers = document.chunks = None
-        document.state, document.error = "failed", UserError(f"document {document.id!r} is no longer there")
+        document.error, document.state = error, "failed"
+        _settle(document.storing, error)
         with self._lock:
-            self._by_id.pop(document.id, None)
+            if not document.named and self._by_id.get(document.id) is document:
+                del self._by_id[document.id]
+
+    def lost(self) -> list[Document]:
+        """Documents no copy of which is left since this was called last; they are to be read again."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def failures(self) -> list[tuple[Document, Exception]]:
+        """Documents that could not be brought to the device since this was called last, and why."""
+        failures, self._failures = self._failures, []
+        return failures
 
     # Pages of the device
 
@@ -172,11 +206,46 @@ class Documents:
                 self._leave(document)
         return self.free.free >= pages
 
+    def would_have_room(self, pages: int) -> bool:
+        """Whether somebody uses documents, and so many pages would be free if nobody did; shared pages count twice."""
+        here = [each for each in self.all() if each.numbers is not None]
+        memory = self._host_bytes - sum(self.num_bytes(each) for each in self.all() if each.chunks is not None)
+        free = self.free.free
+        for document in here:
+            if document.named and document.chunks is None and not self.is_stored(document):
+                memory -= self.num_bytes(document)
+                if memory < 0:
+                    continue
+            free += document.num_pages
+        return free >= pages and any(each.users for each in here)
+
+    def renew(self) -> None:
+        """A new pool instead of one that a failed program has consumed; what is nowhere else is `lost`."""
+        self._arriving = []
+        for document in self.all():
+            if document.numbers is not None:
+                self._gone(document)
+        del self.pool  # its memory is that of the new one
+        self.pool = self._run(programs.empty_pool, pages=self.free.total)
+
+    def reserve(self, pages: int) -> Int32[np.ndarray, "D P"] | None:
+        """So many pages of each device, for somebody who gives them back; None where there is no room."""
+        if not self.make_room(pages):
+            return None
+        return self.free.take(np.ones((self.free.devices, pages), bool))
+
     def enter(self, document: Document, cache: PagedCache, row: int, attended_share: float) -> None:
         """A document that is a row of a cache on the device; there is room for as many pages as the row may have."""
         read = LocalTable.of_row(cache, row)
         table, layout = self._exactly(read.kept, read.start, len(document.tokens))
-        numbers = self.free.take(table.used)
+        with self._taking(table.used) as numbers:
+            self._place_row(cache, read, table, numbers)
+        document.attended_share = attended_share
+        self._entered(document, table, layout, numbers)
+
+    def _place_row(
+        self, cache: PagedCache, read: LocalTable, table: LocalTable, numbers: Int32[np.ndarray, "D P"]
+    ) -> None:
         to = np.full((len(numbers), read.num_pages + 1), self.free.total, np.int32)
         for kind, wide in enumerate(zip(table.widths, read.widths, strict=True)):
             columns = min(wide)
@@ -185,10 +254,18 @@ class Documents:
             for device, places in enumerate(theirs):
                 to[device, places] = mine[device]
         self.pool = self._run(programs.place, self.pool, pool_only(cache), self._numbers(to[:, :-1]))
-        document.attended_share = attended_share
-        self._entered(document, table, layout, numbers)
 
-    def enter_joined(self, document: Document, parent: Document, own: RowTable, answers: PagedCache) -> bool:
+    @contextlib.contextmanager
+    def _taking(self, wanted: Bool[np.ndarray, "D P"]) -> Iterator[Int32[np.ndarray, "D P"]]:
+        """Takes pages, and gives them back where what follows fails."""
+        numbers = self.free.take(wanted)
+        try:
+            yield numbers
+        except Exception:
+            self.free.give_back(numbers)
+            raise
+
+    def enter_joined(self, document: Document, parent: Document, own: RowTable, answers: PagedCache) -> int:
         """A document of what a row holds: another one, whose pages it shares, and tokens of its own behind.
 
         Args:
@@ -198,7 +275,10 @@ class Documents:
             answers: The pool of that.
 
         Returns:
-            Whether there was room for the pages that it does not share.
+            0, or how many pages there must be room for where there was none: those that it does not share.
+
+        Raises:
+            ValueError: there never will be.
         """
         assert parent.table is not None
         assert parent.numbers is not None
@@ -210,11 +290,35 @@ class Documents:
         table, layout = self._exactly(kept, start // policy.block_size * policy.block_size, fed)
         shared, copied = self._of_parent(parent, table, int(own_start.reshape(-1)[0]))
         wanted = table.used & (shared == total)
-        if not self.make_room(int(wanted.sum(axis=1).max())):
-            return False
-        new = self.free.take(wanted)
-        self.free.share(shared)
-        numbers = np.minimum(shared, new)
+        needed, most = int(wanted.sum(axis=1).max()), total - parent.num_pages
+        if needed > most:
+            raise UserError(
+                f"a document of {fed:,} tokens needs {needed:,} pages beside those of the one that it continues: the "
+                f"engine holds {most:,} more (pages)"
+            )
+        if not self.make_room(needed):
+            return needed
+        with self._taking(wanted) as new:
+            numbers = np.minimum(shared, new)
+            self._join(parent, own, answers, table, shared, copied, numbers)
+            self.free.share(shared)
+        document.attended_share = parent.attended_share
+        self._entered(document, table, layout, numbers)
+        return 0
+
+    def _join(
+        self,
+        parent: Document,
+        own: RowTable,
+        answers: PagedCache,
+        table: LocalTable,
+        shared: Int32[np.ndarray, "D P"],
+        copied: Int32[np.ndarray, "D P"],
+        numbers: Int32[np.ndarray, "D P"],
+    ) -> None:
+        """Writes a row's pages: those that it does not share with its parent, see `_of_parent`."""
+        assert parent.table is not None
+        total = self.free.total
         written = np.where(table.in_window & (shared < total), total, numbers)  # what is shared is not written
         before = dataclasses.replace(table, kept=parent.table.kept)
         tables = (
@@ -224,9 +328,6 @@ class Documents:
         )
         copies = self._numbers(copied), self._numbers(np.where(copied < total, numbers, total))
         self.pool = self._run(programs.join, self.pool, answers, *tables, copies)
-        document.attended_share = parent.attended_share
-        self._entered(document, table, layout, numbers)
-        return True
 
     def row_table(self, document: Document, widths: TableWidths) -> RowTable:
         """The table of a document on the device."""
@@ -237,11 +338,14 @@ class Documents:
     def _entered(
         self, document: Document, table: LocalTable, layout: CacheLayout, numbers: Int32[np.ndarray, "D P"]
     ) -> None:
-        document.table, document.layout, document.numbers, document.state = table, layout, numbers, "device"
-        if self._shelf is not None and document.named:
-            entry = Entry(document.id, document.tokens, document.parts, document.created)
-            make = self._context(document, self._copies(document))
-            self._shelf.store(entry, self.num_bytes(document), make).add_done_callback(_log_error)
+        document.table, document.layout, document.numbers = table, layout, numbers
+        if self.is_stored(document):
+            _settle(document.storing, None)
+        elif self._shelf is not None and document.named:
+            if document.storing is None or document.storing.done():
+                document.storing = Future()
+            self._unstored.append(document)
+        document.state = "device"  # last: who sees that waits for `storing`
 
     def _numbers(self, numbers: Int32[np.ndarray, "D n"]) -> PageNumbers:
         return PageNumbers.of(numbers, self._on_mesh)
@@ -292,17 +396,26 @@ class Documents:
     def _leave(self, document: Document) -> None:
         """A document leaves the device, if it is, or can be, somewhere else, or if it can be sent again."""
         if not document.named:
-            self._drop(document)
+            self.drop(document)
         elif self._to_host(document) or self.is_stored(document):
-            assert document.numbers is not None
+            self._gone(document)
+
+    def _gone(self, document: Document) -> None:
+        """A document is not on the device any more; it is `lost` where it is nowhere else."""
+        if document.numbers is not None:
             self.free.give_back(document.numbers)
             document.numbers = None
-            document.state = "disk" if document.chunks is None else "host"
+        if document.chunks is not None:
+            document.state = "host"
+        elif self.is_stored(document):
+            document.state = "disk"
+        else:
+            document.state = "waiting"
+            self._lost.append(document)
 
     def is_stored(self, document: Document) -> bool:
         """Whether it is on disk."""
-        document.stored = document.stored or (self._shelf is not None and self._shelf.has(document.id))
-        return document.stored
+        return self._shelf is not None and document.named and self._shelf.has(document.id)
 
     def num_bytes(self, document: Document) -> int:
         """Bytes of a document's pages, on all devices."""
@@ -312,19 +425,26 @@ class Documents:
         """Whether host memory has room for it; then a copy is there, or under way."""
         if document.chunks is not None:
             return True
+        if not self._free_host(self.num_bytes(document)):
+            return False
+        try:
+            document.chunks = self._copies(document)
+        except Exception as error:
+            _log.warning("document %s does not go to host memory: %s", document.id, error)
+        return document.chunks is not None
+
+    def _free_host(self, num_bytes: int, but: Document | None = None) -> bool:
+        """Whether host memory has room for so many bytes more, once copies of what is elsewhere, too, have gone."""
         held = [each for each in self.all() if each.chunks is not None]
-        free = self._host_bytes - self.num_bytes(document) - sum(map(self.num_bytes, held))
+        free = self._host_bytes - num_bytes - sum(map(self.num_bytes, held))
         for other in held:
             if free >= 0:
                 break
-            if other.numbers is not None or self.is_stored(other):
+            if other is not but and (other.state == "device" or self.is_stored(other)):
                 free += self.num_bytes(other)
                 other.chunks = None
                 other.state = "disk" if other.numbers is None else other.state
-        if free < 0:
-            return False
-        document.chunks = self._copies(document)
-        return True
+        return free >= 0
 
     def _copies(self, document: Document) -> list[PagedCache]:
         """Copies of a document's pages, on their way to host memory."""
@@ -341,42 +461,118 @@ class Documents:
             own[: used.sum()] = of_device[used]
         return np.split(packed, packed.shape[1] // self._chunk, axis=1)
 
-    def bring(self, document: Document) -> bool:
-        """Begins to bring a document back to the device; false where that cannot begin yet."""
+    def load(self, document: Document) -> bool:
+        """Whether a document's pages are in host memory; another thread reads them from disk where they are not.
+
+        What is stored of it may be damaged, or gone: it is `lost` then.
+
+        Raises:
+            ValueError: it has more pages than the device.
+        """
         if document.chunks is None:
-            context = None if self._shelf is None else self._shelf.load(document.id)
-            if context is None:
+            assert self._shelf is not None
+            try:
+                context = self._shelf.load(document.id)
+                if context is None:
+                    return False
+                self._loaded(document, context)
+            except MemoryError:
+                raise
+            except Exception as error:
+                _log.warning("document %s is read again, for what is stored of it is damaged: %s", document.id, error)
+                self._shelf.distrust(document.id)
+                self._gone(document)
                 return False
-            self._loaded(document, context)
+            document.state = "host"
+            self._free_host(0, but=document)
+        if (needed := document.num_pages) > self.free.total:
+            raise UserError(f"document {document.id!r} has {needed:,} pages: the engine holds {self.free.total:,}")
+        return True
+
+    def load_only(self, ids: Collection[str]) -> None:
+        """Nobody waits for other documents to be loaded any more."""
+        if self._shelf is not None:
+            self._shelf.load_no_others(ids)
+
+    def bring(self, document: Document) -> bool:
+        """Begins to bring a document from host memory to the device; false where there is no room."""
         chunks = document.chunks  # other documents may need its place in host memory now
         assert document.table is not None
         assert chunks is not None
         if not self.make_room(document.num_pages):
             return False
-        document.numbers, document.state = self.free.take(document.table.used), "moving"
-        parts = self._parts(document.table, document.numbers)
-        for numbers, chunk in zip(parts, chunks, strict=True):
-            self._arriving.append(_Arriving(document, numbers, jax.tree.map(_to_device, chunk)))
+        try:
+            with self._taking(document.table.used) as numbers:
+                parts = zip(self._parts(document.table, numbers), chunks, strict=True)
+                arriving = [_Arriving(document, part, jax.tree.map(_to_device, chunk)) for part, chunk in parts]
+        except Exception:
+            document.chunks = None  # it may be what is wrong
+            self._gone(document)
+            raise
+        document.numbers, document.state = numbers, "moving"
+        self._arriving += arriving
+        self._free_host(0)
         return True
 
     def move(self) -> bool:
         """Puts the pages that have arrived where they belong; whether any are still under way."""
         left = []
         for arriving in self._arriving:
-            if arriving.document.numbers is None:  # it was forgotten
+            document = arriving.document
+            if document.numbers is None:  # it was forgotten, or has failed
                 continue
-            if not all(x.is_ready() for x in jax.tree.leaves(arriving.pages)):
-                left.append(arriving)
-                continue
-            self.pool = self._run(programs.place, self.pool, arriving.pages, self._numbers(arriving.numbers))
-        self._arriving = left
-        return bool(left)
+            try:
+                if all(x.is_ready() for x in jax.tree.leaves(arriving.pages)):
+                    self.pool = self._run(programs.place, self.pool, arriving.pages, self._numbers(arriving.numbers))
+                else:
+                    left.append(arriving)
+            except Exception as error:
+                document.chunks = None
+                self._gone(document)
+                self._failures.append((document, error))
+        self._arriving = [each for each in left if each.document.numbers is not None]
+        return bool(self._arriving)
 
     def is_here(self, document: Document) -> bool:
         """Whether all of its pages are on the device."""
         if document.state == "moving" and not any(each.document is document for each in self._arriving):
             document.state = "device"
         return document.state == "device"
+
+    # Storing
+
+    def store(self) -> bool:
+        """Has the next document stored, one at a time, for a copy of each is held; whether any are to be stored."""
+        while self._unstored and (self._writing is None or self._writing.done()):
+            document = self._unstored.popleft()
+            if document.storing is not None and not document.storing.done():
+                self._store(document, document.storing)
+        return bool(self._unstored) or not (self._writing is None or self._writing.done())
+
+    def finish_storing(self) -> None:
+        """Stores all that is to be stored."""
+        while self.store():
+            if self._writing is not None:
+                wait([self._writing])
+
+    def _store(self, document: Document, storing: Future[None]) -> None:
+        def note(error: BaseException | None) -> None:
+            if _settle(storing, error) and error is not None:
+                _log.warning("document %s is not stored: %s", document.id, error)
+
+        if self._shelf is None or document.state in ("waiting", "failed"):
+            return  # lost: what is read again is stored again
+        if self.is_stored(document):  # by another engine
+            note(None)
+            return
+        try:
+            entry = Entry(document.id, document.tokens, document.parts, document.created)
+            make = self._context(document, self._copies(document) if document.chunks is None else document.chunks)
+            self._writing = self._shelf.store(entry, self.num_bytes(document), make)
+        except Exception as error:
+            note(error)
+        else:
+            self._writing.add_done_callback(lambda writing: note(writing.exception()))
 
     # Contexts
 
@@ -414,6 +610,9 @@ class Documents:
 
     def _loaded(self, document: Document, context: Context) -> None:
         """A document that was on disk, now in host memory."""
+        context.require_made_by(self._lm)
+        if context.token_ids() != document.tokens:
+            raise UserError("it holds other tokens")
         context = context if self._lm.mesh is None else context.on(self._lm).to_host()
         read = LocalTable.of_row(context.cache, 0)
         document.table, document.layout = read, context.layout
@@ -430,9 +629,18 @@ class Documents:
         document.chunks = [pool_only(dataclasses.replace(context.cache, k=k, v=v)) for k, v in chunks]
 
 
-def _log_error(writing: Future[None]) -> None:
-    if (error := writing.exception()) is not None:
-        _log.warning("a document is not stored: %s", error)
+def _settle(storing: Future[None] | None, error: BaseException | None) -> bool:
+    """Ends what others wait for, once; whether this did."""
+    try:
+        if storing is None or storing.done():
+            return False
+        if error is None:
+            storing.set_result(None)
+        else:
+            storing.set_exception(error)
+    except InvalidStateError:  # another thread did, just now
+        return False
+    return True
 
 
 def _pinned(x: jax.Array) -> jax.Array:

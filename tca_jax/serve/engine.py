@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 
@@ -22,11 +21,11 @@ from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import resolve_backend
 from tca_jax.pallas_kernels.kv import num_bytes
 from tca_jax.serve.documents import Document, Documents, document_id
+from tca_jax.serve.loop import EngineEnded, Loop
 from tca_jax.serve.scheduler import Ask, Scheduler
 from tca_jax.serve.shelf import Shelf
 from tca_jax.serve.streams import Stream
 
-_T = TypeVar("_T")
 _HOST_SHARE = 0.25  # of the host's memory, for documents that have left the device
 _READING_SHARE = 0.2  # of a GPU's free memory, for what reading a document needs beside its pages
 _CPU_SHARE = 0.1  # of the host's memory, for documents where the host is the device
@@ -44,7 +43,7 @@ class DocumentInfo:
         num_bytes: Bytes of its keys and values; 0 where they are not known yet.
         attended_share: See `tca_jax.Stats`.
         created: Seconds since the epoch.
-        error: Why it could not be read; None if it was.
+        error: Why it could not be read, or could not be stored; None if it was.
     """
 
     id: str
@@ -57,10 +56,25 @@ class DocumentInfo:
     error: str | None
 
 
+class Pages(NamedTuple):
+    """Pages of a pool on each device: blocks of one KV head.
+
+    Attributes:
+        free: Those that nobody holds.
+        total: All of them.
+    """
+
+    free: int
+    total: int
+
+
 class Engine:
     """Serves one model: any thread, or asyncio, may call it at any time. A context manager, or call `close`.
 
     Answers are those of `generate`, whatever else is in the batch. Rows come and go without compiling.
+
+    An error of a request fails that request; one of the batch fails the answers in it, and the engine goes on. Where it
+    cannot go on, all answers and all calls fail: see `failure`.
 
     Args:
         lm: From `tca_jax.load`, on one device or on a mesh whose "data" axis is one device.
@@ -71,7 +85,8 @@ class Engine:
             have more, and then takes the room of others.
         host_memory: Most bytes of host memory for documents that have left the device; None for a quarter of it.
         disk: Folder in which documents are stored as soon as they are read, and found when an engine starts.
-        disk_bytes: Most bytes in it; None for no bound.
+        disk_bytes: Most bytes in it; None for no bound. A document beyond it is not stored, and `wait` with `stored`
+            raises: what was stored before is not removed for it.
         backend: Kernel backend, as for `generate`.
 
     Raises:
@@ -114,8 +129,7 @@ class Engine:
         self._documents = Documents(lm, int(pages), int(host_memory), shelf)
         self._shelf = shelf
         self._scheduler = Scheduler(lm, self._documents, int(max_rows), int(answer_tokens), kernels)
-        self._thread = threading.Thread(target=self._scheduler.run, name="tca-jax-engine", daemon=True)
-        self._thread.start()
+        self._loop = Loop(self._scheduler)
 
     def __enter__(self) -> Engine:
         return self
@@ -125,10 +139,24 @@ class Engine:
 
     def close(self) -> None:
         """Cancels what is running, waits for documents that are being stored, and ends."""
-        self._scheduler.stop()
-        self._thread.join()
+        self._loop.stop()
         if self._shelf is not None:
             self._shelf.close()
+
+    @property
+    def failure(self) -> EngineEnded | None:
+        """Why the engine has failed, for good: all calls raise this, and answers ended with it. None while it works."""
+        return self._loop.failure
+
+    @property
+    def document_pages(self) -> Pages:
+        """Pages for documents."""
+        return Pages(self._documents.free.free, self._documents.free.total)
+
+    @property
+    def answer_pages(self) -> Pages:
+        """Pages for questions and answers."""
+        return Pages(self._scheduler.pages.free, self._scheduler.pages.total)
 
     # Documents
 
@@ -147,7 +175,7 @@ class Engine:
         ids = encode_prompt(self.lm, document, "document")
         require_positions("document", len(ids), 0, self.lm)
         self._scheduler.require_pages(len(ids))
-        return self._call(lambda: self._found(ids, named=True).id)
+        return self._loop.call(lambda: self._found(ids, named=True).id)
 
     def append(self, document: str, more: Prompt) -> str:
         """Appends to a document; the one that was there stays.
@@ -171,27 +199,29 @@ class Engine:
         self._scheduler.require_room(len(parent.tokens), len(ids))
 
         def enter() -> str:
-            if self._documents.get(longer) is None:
+            found = self._documents.get(longer)
+            if found is None or found.state == "failed":
                 target = Document(longer, tokens, parts, named=True)
                 self._scheduler.append(Ask(None, self._document(document), ids, target=target))
             return longer
 
-        return self._call(enter)
+        return self._loop.call(enter)
 
     def forget(self, document: str) -> None:
         """Drops a document, on disk, too.
 
         Raises:
-            ValueError: there is no such document, or answers about it are being written.
+            ValueError: there is no such document, or it is to be read, or answers about it are being written.
+            OSError: it cannot be removed from disk, and stays.
         """
-        found = self._document(document)
 
         def drop() -> None:
+            found = self._document(document)
             if found.users or found.state == "waiting":
                 raise UserError(f"document {document!r} is in use; cancel what is asked about it first")
             self._documents.forget(found)
 
-        self._call(drop)
+        self._loop.call(drop)
 
     def documents(self) -> list[DocumentInfo]:
         """All documents that were read or wait to be, least recently asked first."""
@@ -215,12 +245,16 @@ class Engine:
             OSError: it cannot be stored.
         """
         found = self._document(document)
-        if not self._scheduler.wait_until(lambda: found.state != "waiting", timeout):
+        begin = time.monotonic()
+        if not self._loop.wait_until(lambda: found.state != "waiting", timeout):
             raise TimeoutError(f"document {document!r} has not been read within {timeout} seconds")
         if found.error is not None:
             raise found.error
-        if stored and self._shelf is not None:
-            self._shelf.wait(document, timeout)
+        if stored and found.storing is not None:
+            try:
+                found.storing.result(None if timeout is None else max(0.0, timeout - (time.monotonic() - begin)))
+            except TimeoutError:
+                raise TimeoutError(f"document {document!r} has not been stored within {timeout} seconds") from None
         return self._info(found)
 
     # Questions
@@ -283,7 +317,7 @@ class Engine:
         )
         check_integer("sample", sample, at_least=0)
         check_flag("keep", keep)
-        stream = Stream(self.lm, options, self._scheduler.cancel, keep=keep)
+        stream = Stream(self.lm, options, self._cancel, keep=keep)
         if document is None:
             held, new = encode_prompt(self.lm, prompt), []
             require_positions("prompt", len(held), options.max_new_tokens, self.lm)
@@ -300,18 +334,26 @@ class Engine:
             found = self._found(held, named=False) if document is None else self._document(document)
             self._scheduler.ask(Ask(stream, found, new, int(sample)))
 
-        self._call(enter)
+        self._loop.call(enter)
         return stream
 
     def idle(self, timeout: float | None = None) -> bool:
-        """Waits until nothing is to be read or answered; whether it is so within so many seconds."""
-        return self._scheduler.wait_until(lambda: self._scheduler.is_idle, timeout)
+        """Waits until nothing is to be read or answered; whether it is so within so many seconds.
+
+        Raises:
+            ValueError: the engine has failed.
+        """
+        return self._loop.wait_idle(timeout)
 
     def cancel(self, stream: Stream) -> None:
         """Ends an answer; as `stream.cancel()`."""
         stream.cancel()
 
     # Inside
+
+    def _cancel(self, stream: Stream) -> None:
+        with suppress(UserError):  # an engine that has ended has ended all of them
+            self._loop.post(lambda: self._scheduler.cancel(stream))
 
     def _document(self, id_: str) -> Document:
         found = self._documents.get(id_) if isinstance(id_, str) else None
@@ -329,7 +371,10 @@ class Engine:
         return found
 
     def _info(self, document: Document) -> DocumentInfo:
-        documents = self._documents
+        documents, storing = self._documents, document.storing
+        error: BaseException | None = document.error
+        if error is None and storing is not None and storing.done():
+            error = storing.exception()
         return DocumentInfo(
             id=document.id,
             tokens=len(document.tokens),
@@ -338,21 +383,8 @@ class Engine:
             num_bytes=documents.num_bytes(document),
             attended_share=document.attended_share,
             created=document.created,
-            error=None if document.error is None else str(document.error),
+            error=None if error is None else str(error),
         )
-
-    def _call(self, function: Callable[[], _T]) -> _T:
-        """Runs a function in the engine's thread, which alone changes what it has."""
-        done: Future[_T] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(function())
-            except BaseException as error:
-                done.set_exception(error)
-
-        self._scheduler.call(run)
-        return done.result()
 
 
 def _default_pages(lm: LM, max_rows: int, answer_tokens: int) -> int:

@@ -132,6 +132,15 @@ class _OfEngine:
         rows.add_metric(["waiting"], waiting)
         rows.add_metric(["running"], running)
         yield rows
+        failed = self._engine.failure is not None
+        yield GaugeMetricFamily(f"{_PREFIX}_engine_failed", "Whether the engine has failed, for good.", value=failed)
+        pages = GaugeMetricFamily(
+            f"{_PREFIX}_pages", "Pages of each device, by what they are for.", labels=["of", "state"]
+        )
+        for of, pool in (("documents", self._engine.document_pages), ("answers", self._engine.answer_pages)):
+            pages.add_metric([of, "free"], pool.free)
+            pages.add_metric([of, "total"], pool.total)
+        yield pages
         documents = self._engine.documents()
         states = ("waiting", "device", "moving", "host", "disk", "failed")
         of_state = {state: [each.num_bytes for each in documents if each.state == state] for state in states}

@@ -19,7 +19,8 @@ from tca_jax.engine.decode import STATE, DecodingState, decode, draw
 from tca_jax.engine.extend import extend
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, ROWS, SAME, OverMesh
-from tca_jax.engine.read import read_prompts
+from tca_jax.engine.read import Read as ReadPrompts
+from tca_jax.engine.read import Reading, begin_reading, end_reading, read_layers, read_prompts
 from tca_jax.engine.sampling import Sampling
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import empty
@@ -128,9 +129,48 @@ def _over(cache: PagedCache, pool: PagedCache) -> PagedCache:
 def _read(
     lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], *, layout: CacheLayout, backend: Backend
 ) -> Read:
-    logits, cache, share, _ = read_prompts(lm, tokens, lengths, layout, backend=backend)
+    return _found(read_prompts(lm, tokens, lengths, layout, backend=backend))
+
+
+def _found(read: ReadPrompts) -> Read:
+    assert read.cache is not None
+    return Read(read.cache, read.logits, jnp.isfinite(read.logits).all(axis=-1), read.attended_share)
+
+
+def _read_first(
+    lm: LM,
+    tokens: Int[Array, "B L"],
+    lengths: Int[Array, " B"],
+    *,
+    layers: tuple[int, int],
+    layout: CacheLayout,
+    backend: Backend,
+) -> tuple[Reading, PagedCache]:
+    """The first layers of prompts that are read in several parts; see `engine.read.read_layers`."""
+    return _read_more(lm, *begin_reading(lm, tokens, lengths, layout), layers=layers, layout=layout, backend=backend)
+
+
+def _read_more(
+    lm: LM,
+    reading: Reading,
+    cache: PagedCache | None,
+    *,
+    layers: tuple[int, int],
+    layout: CacheLayout,
+    backend: Backend,
+) -> tuple[Reading, PagedCache]:
+    """The next layers of them."""
+    reading, cache = read_layers(lm, reading, cache, layers, layout, backend=backend)
     assert cache is not None
-    return Read(cache, logits, jnp.isfinite(logits).all(axis=-1), share)
+    return reading, cache
+
+
+def _read_last(
+    lm: LM, reading: Reading, cache: PagedCache, *, layers: tuple[int, int], layout: CacheLayout, backend: Backend
+) -> Read:
+    """The last layers of them, and what is behind."""
+    reading, cache = _read_more(lm, reading, cache, layers=layers, layout=layout, backend=backend)
+    return _found(end_reading(lm, reading, cache))
 
 
 def _place(lm: LM, pool: PagedCache, pages: PagedCache, numbers: PageNumbers) -> PagedCache:
@@ -287,7 +327,12 @@ def _join(
 
 empty_pool = Program(OverMesh(_empty_pool, (), CACHES))
 empty_batch = Program(OverMesh(_empty_batch, (CACHES,), (STATE, CACHES)), donate=(1,))
-read = Program(OverMesh(_read, (ROWS, ROWS), Read(CACHES, ROWS, ROWS, ROWS)))  # type: ignore[arg-type]
+_READING: Any = Reading(ROWS, ROWS, ROWS)  # type: ignore[arg-type]
+_READ: Any = Read(CACHES, ROWS, ROWS, ROWS)  # type: ignore[arg-type]
+read = Program(OverMesh(_read, (ROWS, ROWS), _READ))
+read_first = Program(OverMesh(_read_first, (ROWS, ROWS), (_READING, CACHES)))
+read_more = Program(OverMesh(_read_more, (_READING, CACHES), (_READING, CACHES)), donate=(1, 2))
+read_last = Program(OverMesh(_read_last, (_READING, CACHES), _READ), donate=(2,))
 place = Program(OverMesh(_place, (CACHES, CACHES, CACHES), CACHES), donate=(1,))
 fetch = Program(OverMesh(_fetch, (CACHES, CACHES), CACHES))
 extend_row = Program(

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tca_jax.errors import UserError
+from tca_jax.serve.loop import EngineEnded
 
 MOST_SAMPLES = 64  # answers to a prompt
 MOST_PROMPTS = 256  # of a completion request
@@ -49,6 +50,8 @@ def of_user_error(error: UserError) -> RequestError:
     """An error of the library as one of the request, which names the field by its name in the protocol."""
     if isinstance(error, RequestError):
         return error
+    if isinstance(error, EngineEnded):
+        return RequestError(str(error), status=503)
     message = str(error)
     for ours, theirs in _RENAMED.items():
         message = message.replace(ours, theirs)

@@ -1,12 +1,13 @@
-"""What an engine's thread does: reads documents, lets questions into a batch, takes steps, hands out tokens."""
+"""What an engine's thread does: has documents read, lets questions into a batch, takes steps, hands out tokens."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
-import threading
+import itertools
+import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from tca_jax.engine.decode import DecodingState
 from tca_jax.engine.extend import align, num_columns
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
-from tca_jax.engine.prompts import bucket_length, pad_tokens
+from tca_jax.engine.prompts import bucket_length
 from tca_jax.engine.read import require_finite
 from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import UserError
@@ -31,15 +32,15 @@ from tca_jax.serve import programs
 from tca_jax.serve.documents import Document, Documents, document_id
 from tca_jax.serve.pages import FreePages, LocalTable, RowTable, TableWidths, pool_only
 from tca_jax.serve.programs import MOST_STEPS, Drawing, Row
+from tca_jax.serve.reading import Reader
 from tca_jax.serve.streams import FinishReason, Stream
 
 _PIECE_TOKENS = 2048  # of a question that are fed before running answers take steps again
-_TOGETHER_TOKENS = 2048  # prompts of at most so many are read together
 _STEPS_SECONDS = 0.03  # answers take steps for about so long before the engine looks around
 _MOST_STOPS = 8  # stop tokens of a row, at first
 _LEAST_WIDTH = 4  # least step between the widths of tables
 _MOST_STEP_PROGRAMS = 16  # held at hand
-_IDLE_SECONDS = 0.001  # between looks at pages that are under way while nothing else is to be done
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(eq=False)
@@ -60,6 +61,8 @@ class Ask:
         slot: Its row of the batch.
         taken: Tokens of the answer that were handed out.
         pins: Whether it keeps its document where it is.
+        arrival: Its place among all requests.
+        room: Pages that `target` was found to need on the device beside the document's.
     """
 
     stream: Stream | None
@@ -75,6 +78,8 @@ class Ask:
     slot: int | None = None
     taken: int = 0
     pins: bool = False
+    arrival: int = 0
+    room: int = 0
 
     @property
     def max_new_tokens(self) -> int:
@@ -88,7 +93,10 @@ class Ask:
 
 
 class Scheduler:
-    """The engine's thread. Other threads call `call`, `cancel`, `wait_until`, `stop` and what begins with `require`.
+    """What the engine's thread works at. Other threads call what begins with `require`, and `pages`.
+
+    Requests that need pages get them in order of arrival: behind one that waits for pages, none takes such, unless it
+    already keeps a document where it is, which only its end sets free. So whatever waits comes to its turn.
 
     Args:
         lm: The model.
@@ -108,44 +116,20 @@ class Scheduler:
         self._rows: list[Ask | None] = [None] * rows
         self._state, self._shared = self._empty_batch(rows)
         self._widths, self._own_widths = TableWidths(0, 0), TableWidths(0, 0)
-        self._reads: collections.deque[Document] = collections.deque()
+        self._reader = Reader(lm, documents, backend, self._recover)
         self._asks: list[Ask] = []
-        self._inbox: collections.deque[Callable[[], None]] = collections.deque()
-        self._changed = threading.Condition()
+        self._arrivals = itertools.count()
+        self._answers_waited = False  # a request waits for a row, or for pages of answers
+        self._room_waited = math.inf  # arrival of the first request that waits for pages of documents
         self._step_programs: dict[Any, Callable[..., DecodingState]] = {}
-        self._stopping = False
         self._step_seconds = 0.0
 
     # What other threads call
 
-    def call(self, function: Callable[[], None]) -> None:
-        """Has the engine's thread run a function soon."""
-        with self._changed:
-            if self._stopping:
-                raise UserError("the engine is closed")
-            self._inbox.append(function)
-            self._changed.notify_all()
-
-    def cancel(self, stream: Stream) -> None:
-        """Ends an answer soon."""
-        with contextlib.suppress(UserError):  # a closed engine has ended all of them
-            self.call(lambda: self._cancel(stream))
-
-    def stop(self) -> None:
-        """Ends the thread."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-
-    def wait_until(self, holds: Callable[[], bool], timeout: float | None) -> bool:
-        """Waits until something holds that the engine's thread brings about; whether it does."""
-        with self._changed:
-            return self._changed.wait_for(lambda: holds() or self._stopping, timeout) and holds()
-
     @property
-    def is_idle(self) -> bool:
-        """Whether nothing is to be done, and all pages of answers are free."""
-        return not (self._inbox or self._reads or self._asks or any(self._rows))
+    def pages(self) -> FreePages:
+        """Pages of answers."""
+        return self._free
 
     def require_pages(self, tokens: int) -> None:
         """Raises ValueError if a document of so many tokens can never be held."""
@@ -162,98 +146,140 @@ class Scheduler:
                 f"together have {self._free.total:,} (answer_tokens, max_rows)"
             )
 
-    # What its own thread calls, through `call`
+    # What its own thread calls
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is to be read or answered."""
+        return not (self._asks or any(self._rows)) and self._reader.is_idle
 
     def read(self, document: Document) -> None:
         """A document is to be read."""
+        document.arrival = next(self._arrivals)
         self._documents.add(document)
-        self._reads.append(document)
+        self._reader.add(document)
 
     def append(self, ask: Ask) -> None:
         """A document is to be made of another one and more tokens."""
         assert ask.target is not None
         self._documents.add(ask.target)
-        self._asks.append(ask)
+        self.ask(ask)
 
     def ask(self, ask: Ask) -> None:
         """A question is to be answered."""
+        ask.arrival = next(self._arrivals)
         if not ask.document.named:  # nobody else keeps it
             self._pin(ask)
         self._asks.append(ask)
 
-    def _cancel(self, stream: Stream) -> None:
+    def cancel(self, stream: Stream) -> None:
+        """Ends an answer."""
         for ask in [*self._asks, *filter(None, self._rows)]:
             if ask.stream is stream:
                 self._leave(ask, "cancelled")
 
     # The loop
 
-    def run(self) -> None:
-        """Until `stop`."""
-        while not self._stopping:
-            busy = self._once()
-            with self._changed:
-                self._changed.notify_all()
-                if not self._inbox and not self._stopping and busy is not True:
-                    self._changed.wait(_IDLE_SECONDS if busy is None else None)
-        for ask in [*self._asks, *filter(None, self._rows)]:
-            if ask.stream is not None:
-                ask.stream.end("cancelled")
-
-    def _once(self) -> bool | None:
-        """One round; whether there is more to do now, or None while pages are under way."""
-        while self._inbox:
-            self._inbox.popleft()()
-        under_way = self._documents.move()
-        worked = self._read_some()
+    def once(self) -> bool | None:
+        """One round; whether there is more to do now, or None while something is under way."""
+        documents = self._documents
+        under_way = documents.move()
+        for document, error in documents.failures():
+            for ask in [each for each in self._asks if each.document is document and each.table is None]:
+                self._fail(ask, error)
+            self._recover(error)
+        under_way |= documents.store()
+        worked = self._reader.read_on(self._room_waited)
         worked |= self._let_in()
         if any(self._rows):
-            self._steps()
-            return True
-        return True if worked else None if under_way or self._asks or self._reads else False
+            worked = True
+            try:
+                self._steps()
+            except Exception as error:
+                for ask in filter(None, list(self._rows)):
+                    self._fail(ask, error)
+                self._recover(error)
+        for document in documents.lost():
+            self._read_again(document)
+            worked = True
+        return True if worked else None if under_way or self._asks or not self._reader.is_idle else False
 
-    # Reading
+    def end(self, failure: Exception | None) -> None:
+        """Nothing follows: answers end, documents that are being stored are stored."""
+        self._reader.close()
+        for ask in [*self._asks, *filter(None, self._rows)]:
+            if ask.stream is None:
+                continue
+            if failure is None:
+                ask.stream.end("cancelled")
+            else:
+                ask.stream.fail(failure)
+        self._documents.finish_storing()
 
-    def _read_some(self) -> bool:
-        """Reads the document that waits longest, and short ones with it; whether there was one that fits."""
-        if not self._reads:
-            return False
-        group = self._group()
-        layout = self._lm.cache_layout(len(group), bucket_length(max(len(each.tokens) for each in group)))
-        if not self._documents.make_room(layout.num_pages):
-            return False
-        for document in group:
-            self._reads.remove(document)
-        try:
-            self._read(group, layout)
-        except Exception as error:
-            for document in group:
-                document.state, document.error = "failed", error
-        return True
+    # Errors
 
-    def _group(self) -> list[Document]:
-        """Documents that are read together, in order of arrival: a power of two of them, of one bucket."""
-        first = bucket_length(len(self._reads[0].tokens))
-        if first > _TOGETHER_TOKENS:
-            return [self._reads[0]]
-        alike = [each for each in self._reads if bucket_length(len(each.tokens)) == first]
-        most = min(len(alike), max(1, _TOGETHER_TOKENS // first))
-        return alike[: 1 << (most.bit_length() - 1)]
+    def _recover(self, error: Exception) -> None:
+        """Makes anew what a program has consumed and, for an error, not given back. Rows of the batch fail of it, other
+        requests begin again."""
+        state, pool = _is_whole((self._state, self._shared)), _is_whole(self._documents.pool)
+        if state and pool:
+            return
+        _log.error("the batch begins again after an error", exc_info=error)
+        for ask in filter(None, list(self._rows)):
+            self._fail(ask, error)
+        for ask in self._asks:
+            self._begin_again(ask)
+        if not state:
+            self._begin_batch()
+        if not pool:
+            self._documents.renew()
 
-    def _read(self, group: list[Document], layout: CacheLayout) -> None:
-        tokens, lengths = pad_tokens([each.tokens for each in group], self._lm.pad_token_id)
-        found = self._run(programs.read, tokens, lengths, layout=layout, backend=self._backend)
-        finite, shares, logits = on_host((found.finite, found.attended_share, found.logits))
-        require_finite(self._lm, tokens, lengths, finite, "document")
-        for row, document in enumerate(group):
-            self._documents.enter(document, found.cache, row, float(shares[row]))
-            document.logits = None if document.named else logits[row : row + 1]
+    def _begin_batch(self) -> None:
+        """An empty batch, as wide as the one before."""
+        del self._state, self._shared  # their memory is that of the new ones
+        self._state, self._shared = self._empty_batch(len(self._rows))
+        widths, own_widths = self._widths, self._own_widths
+        self._widths, self._own_widths = TableWidths(0, 0), TableWidths(0, 0)
+        self._widen(widths, own_widths)
+
+    def _begin_again(self, ask: Ask) -> None:
+        """A request that is not in the batch gives back what it has, and waits."""
+        self._give_back_pages(ask)
+        ask.table = ask.own = ask.logits = None
+        ask.fed = 0
+        if ask.document.named:
+            self._unpin(ask)
+
+    def _read_again(self, document: Document) -> None:
+        """A document is read once more, in the parts in which it was."""
+        documents = self._documents
+        if not (document.named or document.users):
+            documents.drop(document)
+            return
+        _log.warning("document %s is read again", document.id)
+        *before, last = document.parts
+        if not before:
+            self._reader.add(document, first=True)
+            return
+        tokens, parts = document.tokens[:-last], tuple(before)
+        for named in (True, False):
+            parent = documents.get(document_id(self._lm, tokens, parts, named=named))
+            if parent is not None and parent.state != "failed":
+                break
+        else:
+            parent = Document(document_id(self._lm, tokens, parts, named=False), tokens, parts, named=False)
+        ask = Ask(None, parent, document.tokens[-last:], target=document)
+        self.ask(ask)
+        if documents.get(parent.id) is not parent:
+            documents.add(parent)
+            self._read_again(parent)
 
     # Letting in
 
     def _let_in(self) -> bool:
         """Feeds a piece of each request that can go on; whether there was one."""
-        worked = False
+        worked, self._answers_waited, self._room_waited = False, False, math.inf
+        self._documents.load_only({ask.document.id for ask in self._asks})
         for ask in list(self._asks):
             with self._failing(ask):
                 worked |= self._go_on(ask)
@@ -266,12 +292,15 @@ class Scheduler:
             yield
         except Exception as error:
             self._fail(ask, error)
+            self._recover(error)
 
     def _go_on(self, ask: Ask) -> bool:
         document = ask.document
         if document.error is not None:
             raise document.error
-        if ask.table is None and not (self._is_here(document) and self._begin(ask)):
+        if ask.room:  # nobody behind takes what its target will need
+            self._wait_for_room(ask, ask.room)
+        if ask.table is None and not (self._is_here(ask) and self._begin(ask)):
             return False
         if ask.fed < len(ask.new) or ask.own is None:
             self._feed(ask)
@@ -284,20 +313,36 @@ class Scheduler:
         self._admit(ask, slot)
         return True
 
-    def _is_here(self, document: Document) -> bool:
-        """Whether a document is on the device; it is brought if it is somewhere else."""
-        if document.state in ("host", "disk"):
-            self._documents.bring(document)
-        return self._documents.is_here(document)
+    def _is_here(self, ask: Ask) -> bool:
+        """Whether a request's document is on the device; it is brought, and kept there, if it is somewhere else."""
+        document, documents = ask.document, self._documents
+        if not ask.pins and ask.arrival > min(self._room_waited, self._reader.waits):
+            return False
+        if document.state in ("host", "disk") and documents.load(document):
+            if documents.bring(document):
+                self._pin(ask)
+            else:
+                self._wait_for_room(ask, document.num_pages)
+        return documents.is_here(document)
+
+    def _wait_for_room(self, ask: Ask, pages: int) -> None:
+        """Requests that come later wait, too, if so many pages can become free when others end."""
+        if self._documents.would_have_room(pages):
+            self._room_waited = min(self._room_waited, ask.arrival)
 
     def _begin(self, ask: Ask) -> bool:
         """Gives a request pages of its own; whether there are enough, and a row for its answer."""
-        if ask.target is None and None not in self._rows[: self._max_rows]:
-            return False
         layout = self._own_layout(len(ask.document.tokens), len(ask.new) + ask.max_new_tokens)
-        if layout.num_pages > self._free.free:
+        has_row = ask.target is not None or None in self._rows[: self._max_rows]
+        if self._answers_waited or not has_row or layout.num_pages > self._free.free:
+            self._answers_waited = True
             return False
+        pinned = ask.pins
         self._pin(ask)
+        if ask.room and not self._documents.make_room(ask.room):
+            if not pinned:
+                self._unpin(ask)
+            return False
         self._documents.asked(ask.document)
         start = len(ask.document.tokens) // layout.block_size * layout.block_size
         ask.table = LocalTable.of_layout(layout, start)
@@ -309,6 +354,10 @@ class Scheduler:
     def _pin(self, ask: Ask) -> None:
         ask.document.users += not ask.pins
         ask.pins = True
+
+    def _unpin(self, ask: Ask) -> None:
+        ask.document.users -= ask.pins
+        ask.pins = False
 
     def _feed(self, ask: Ask) -> None:
         """A piece of a request's tokens, or none where there are none and only the last block is copied."""
@@ -329,9 +378,14 @@ class Scheduler:
         ask.logits = ask.document.logits if logits is None else logits
 
     def _become(self, ask: Ask, target: Document) -> bool:
-        """The target of a request becomes a document; whether there is room for it."""
+        """The target of a request becomes a document; where there is no room for it, the request begins again when
+        there is: others could wait for what it has."""
         assert ask.own is not None
-        if not self._documents.enter_joined(target, ask.document, ask.own, pool_only(self._state.cache)):
+        self._require_finite(ask, np.isfinite(on_host(ask.logits)).all(axis=-1))
+        ask.room = self._documents.enter_joined(target, ask.document, ask.own, pool_only(self._state.cache))
+        if ask.room:
+            self._wait_for_room(ask, ask.room)
+            self._begin_again(ask)
             return False
         self._leave(ask, "stop")
         return True
@@ -412,12 +466,24 @@ class Scheduler:
             self._step_programs[key] = program
         return self._step_programs[key]
 
+    def _require_finite(self, ask: Ask, finite: np.ndarray) -> None:
+        """Raises ValueError, as `generate` does, unless a request's logits `[1]` are finite."""
+        if not finite.all():
+            tokens = np.asarray([ask.tokens], np.int32)
+            require_finite(self._lm, tokens, np.asarray([tokens.shape[1]], np.int32), finite, "prompts")
+
     def _hand_out(self) -> None:
         """Gives streams their new tokens, and ends those that have ended."""
         state = self._state
-        tokens, step, done, logprobs, top = on_host((state.tokens, state.step, state.done, state.logprobs, state.top))
+        told = state.tokens, state.step, state.done, state.logprobs, state.top, state.finite
+        tokens, step, done, logprobs, top, finite = on_host(told)
         for slot, ask in enumerate(self._rows):
             if ask is None or ask.stream is None:
+                continue
+            try:
+                self._require_finite(ask, finite[slot : slot + 1])
+            except Exception as error:
+                self._fail(ask, error)
                 continue
             places = np.arange(ask.taken, step[slot]) % MOST_STEPS
             ask.taken = int(step[slot])
@@ -434,7 +500,12 @@ class Scheduler:
         """A request ends, and gives back what it has."""
         document = None
         if ask.stream is not None and ask.stream.keep and reason != "cancelled" and ask.slot is not None:
-            document = self._kept(ask)
+            try:
+                document = self._kept(ask)
+            except Exception as error:
+                self._fail(ask, error)
+                self._recover(error)
+                return
         self._give_back(ask)
         if ask.stream is not None:
             ask.stream.end(reason, document)
@@ -444,18 +515,20 @@ class Scheduler:
         if ask.stream is not None:
             ask.stream.fail(error)
         if ask.target is not None:
-            ask.target.state, ask.target.error = "failed", error
+            self._documents.fail(ask.target, error)
 
     def _give_back(self, ask: Ask) -> None:
         if ask in self._asks:
             self._asks.remove(ask)
         if ask.slot is not None:
             self._rows[ask.slot], ask.slot = None, None
+        self._give_back_pages(ask)
+        self._unpin(ask)
+
+    def _give_back_pages(self, ask: Ask) -> None:
         if ask.numbers is not None:
             self._free.give_back(ask.numbers)
             ask.numbers = None
-        ask.document.users -= ask.pins
-        ask.pins = False
 
     def _kept(self, ask: Ask) -> str | None:
         """The id of the document that a row's tokens become; None where there is no room for it."""
@@ -464,10 +537,14 @@ class Scheduler:
         fed = ask.stream.tokens[: ask.taken - 1]
         tokens, parts = ask.tokens + fed, (*ask.document.parts, len(ask.new) + len(fed))
         id_ = document_id(self._lm, tokens, parts, named=True)
-        if self._documents.get(id_) is None:
+        found = self._documents.get(id_)
+        if found is None or found.state == "failed":
             document = Document(id_, tokens, parts, named=True)
             own = self._run(programs.own_row, self._state, np.int32(ask.slot))
-            if not self._documents.enter_joined(document, ask.document, own, pool_only(self._state.cache)):
+            try:
+                if self._documents.enter_joined(document, ask.document, own, pool_only(self._state.cache)):
+                    return None
+            except UserError:  # there never will be room
                 return None
             self._documents.add(document)
         return id_
@@ -479,10 +556,11 @@ class Scheduler:
         widths, own_widths = self._widths.at_least(_bucket(document)), self._own_widths.at_least(_bucket(own))
         if widths != self._widths:
             self._shared = programs.with_widths(self._shared, widths, self._documents.free.total)
+            self._widths = widths
         if own_widths != self._own_widths:
             cache = programs.with_widths(self._state.cache, own_widths, self._free.total)
             self._state = dataclasses.replace(self._state, cache=cache)
-        self._widths, self._own_widths = widths, own_widths
+            self._own_widths = own_widths
 
     def _wide(self, own: RowTable) -> RowTable:
         """A row's own table, as wide as the others are now."""
@@ -527,3 +605,15 @@ class Scheduler:
 
 def _bucket(widths: TableWidths) -> TableWidths:
     return TableWidths(*(bucket_length(width, _LEAST_WIDTH) if width else 0 for width in widths))
+
+
+def _is_whole(arrays: Any) -> bool:
+    """Whether no array was consumed, or is what a program that failed has left."""
+    leaves = jax.tree.leaves(arrays)
+    if any(leaf.is_deleted() for leaf in leaves):
+        return False
+    try:
+        jax.block_until_ready(leaves)
+    except Exception:
+        return False
+    return True

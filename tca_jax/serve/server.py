@@ -33,6 +33,7 @@ from tca_jax.errors import UserError
 from tca_jax.serve import protocol
 from tca_jax.serve.conversations import Asked, Conversations
 from tca_jax.serve.engine import Engine
+from tca_jax.serve.loop import EngineEnded
 from tca_jax.serve.metrics import Metrics
 from tca_jax.serve.protocol import Answering, CompletionRequest, RequestError
 from tca_jax.serve.responses import Chat, Json, Text, document_json, usage_of
@@ -185,6 +186,8 @@ class Server:
     # Models, metrics
 
     async def _health(self, request: Request) -> Response:
+        if (failure := self._engine.failure) is not None:
+            return _json({"status": "failed", "error": str(failure)}, 503)
         return _json({"status": "ok"})
 
     async def _metrics_text(self, request: Request) -> Response:
@@ -242,6 +245,8 @@ class Server:
         document = self._known(request).id
         try:
             await self._in_thread(self._conversations.forget, document)
+        except EngineEnded:
+            raise
         except UserError as error:
             raise RequestError(str(error), status=409, code="document_in_use") from None
         return _json({"id": document, "object": "document.deleted", "deleted": True})

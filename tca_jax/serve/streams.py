@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -55,22 +56,24 @@ class Completion:
 
 
 class Stream:
-    """An answer that an engine is writing: an iterator of pieces of text, plain or asynchronous, for one reader.
+    """An answer that an engine is writing: an iterator of pieces of text, plain or asynchronous.
 
-    Joined, the pieces are `result().text`. Text that may still become part of a stop string is held back.
+    Joined, the pieces are `result().text`; each iterator gives all of them. Text that may still become part of a stop
+    string is held back.
     """
 
     def __init__(self, lm: LM, options: AnswerOptions, cancel: Callable[[Stream], None], *, keep: bool = False) -> None:
         self.options, self.keep, self._cancel = options, keep, cancel
         self._reader = AnswerReader(lm, options.stop, options.stop_tokens, options.min_new_tokens)
         self._changed = threading.Condition()
+        self._reading = threading.Lock()  # several threads may read
         self._listeners: list[Callable[[], None]] = []
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._top: list[list[tuple[int, float]]] = []
         self._ended: FinishReason | None = None
         self._error: BaseException | None = None
-        self._sent = 0
+        self._cancelled = False
         self.asked, self.first_token_at, self.last_token_at = time.perf_counter(), 0.0, 0.0
         self.prompt_tokens = self.document_tokens = 0
         self.document: str | None = None
@@ -95,15 +98,17 @@ class Stream:
         self._tell()
 
     def end(self, reason: FinishReason, document: str | None = None) -> None:
-        """Nothing follows."""
+        """Nothing follows. What ended it first stands."""
         with self._changed:
-            self._ended, self.document = self._ended or reason, document
+            if not self.ended:
+                self._ended, self.document = reason, document
         self._tell()
 
     def fail(self, error: BaseException) -> None:
-        """Nothing follows, because of an error."""
+        """Nothing follows, because of an error. What ended it first stands."""
         with self._changed:
-            self._error = self._error or error
+            if not self.ended:
+                self._error = error
         self._tell()
 
     def _tell(self) -> None:
@@ -125,10 +130,12 @@ class Stream:
         return self._ended is not None or self._error is not None
 
     def __iter__(self) -> Iterator[str]:
+        sent = 0
         while True:
             with self._changed:
                 seen = self._version()
-            piece, finished = self._piece()
+            piece, finished = self._piece(sent)
+            sent += len(piece)
             if piece:
                 yield piece
             if finished:
@@ -140,21 +147,25 @@ class Stream:
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def listener() -> None:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads
                 loop.call_soon_threadsafe(changed.set)
 
-        self._listeners.append(listener)
+        sent = 0
+        with self._changed:
+            self._listeners.append(listener)
         try:
             while True:
                 changed.clear()
-                piece, finished = self._piece()
+                piece, finished = self._piece(sent)
+                sent += len(piece)
                 if piece:
                     yield piece
                 if finished:
                     return
                 await changed.wait()
         finally:
-            self._listeners.remove(listener)
+            with self._changed:
+                self._listeners.remove(listener)
 
     def result(self, timeout: float | None = None) -> Completion:
         """The whole answer, when it has ended.
@@ -164,7 +175,8 @@ class Stream:
 
         Raises:
             TimeoutError: it has not ended by then.
-            ValueError: the model computes NaN or infinity, or the document is gone.
+            ValueError: the model computes NaN or infinity, the document is gone, or the engine has failed.
+            Exception: what kept the engine from writing it.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -195,16 +207,19 @@ class Stream:
             tokens, ended, error = list(self._tokens), self._ended, self._error
         if error is not None:
             raise error
-        answer = self._reader.read(tokens)
-        if answer.stopped and ended is None:  # at a stop string, which only the reader knows of
+        with self._reading:
+            answer = self._reader.read(tokens)
+            cancels = answer.stopped and ended is None and not self._cancelled
+            self._cancelled = self._cancelled or cancels
+        if cancels:  # at a stop string, which only the reader knows of
             self.cancel()
         return answer, ended is not None or (answer.stopped and not self.keep)
 
-    def _piece(self) -> tuple[str, bool]:
+    def _piece(self, sent: int) -> tuple[str, bool]:
+        """Text behind the characters that were given out, and whether it is the last."""
         answer, finished = self._read()
-        certain = max(self._sent, certain_characters(answer, self.options.stop, finished=finished))
-        piece, self._sent = (answer.text or "")[self._sent : certain], certain
-        return piece, finished
+        certain = certain_characters(answer, self.options.stop, finished=finished)
+        return (answer.text or "")[sent : max(sent, certain)], finished
 
     def _completion(self) -> Completion:
         answer, _ = self._read()

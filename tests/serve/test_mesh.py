@@ -1,5 +1,7 @@
 """An engine over a mesh: each device has pages of its own heads, and answers are those of one device."""
 
+import dataclasses
+
 import jax
 import pytest
 from tiny import CONFIG, random_prompt, tiny_lm, with_candidates
@@ -18,9 +20,14 @@ def over(lm: tca_jax.LM, shape: tuple[int, int]) -> tca_jax.LM:
     return tca_jax.LM.from_decoder(lm.decoder, name="tiny", mesh=mesh)
 
 
-def test_answers_are_those_of_one_device(tmp_path):
-    candidates = [[0, 5], [9, 13]]
-    one, two = (with_candidates(lm, candidates) for lm in (tiny_lm(), over(tiny_lm(), (1, 2))))
+@pytest.mark.parametrize("part_tokens", [2**17, 1])
+def test_answers_are_those_of_one_device_also_of_documents_that_are_read_a_layer_at_a_time(
+    tmp_path, monkeypatch, part_tokens
+):
+    monkeypatch.setattr("tca_jax.serve.reading._PART_TOKENS", part_tokens)
+    candidates = [[0, 5], [9, 13], [14, 2]]
+    lm = tiny_lm(config=dataclasses.replace(CONFIG, num_layers=len(candidates)))
+    one, two = (with_candidates(each, candidates) for each in (lm, over(lm, (1, 2))))
     documents = [random_prompt(i, length) for i, length in enumerate((101, 77))]
     pages = 2 * two.cache_layout(1, 112).num_pages - 1
     with Engine(two, max_rows=2, pages=pages, answer_tokens=64, disk=tmp_path) as engine:

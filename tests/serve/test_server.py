@@ -421,5 +421,5 @@ def test_a_signal_ends_the_command_within_a_bound_and_leaves_documents_whole(fol
         assert "Traceback" not in process.stderr.read()
         assert time.monotonic() - start < 15
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {document, f"{document}.json"}
-    assert os.listdir(tmp_path / document)
+    assert names == {document}
+    assert {*os.listdir(tmp_path / document)} == {"context", "document.json"}

@@ -1,0 +1,577 @@
+"""What fails in an engine fails what it concerns: nobody waits for ever, no page leaks, no document is lost."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import errno
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+
+import httpx
+import jax
+import numpy as np
+import pytest
+from tiny import random_prompt, tiny_lm, with_candidates, write_checkpoint
+
+import tca_jax
+from tca_jax.engine.request import AnswerOptions
+from tca_jax.engine.sampling import Sampling
+from tca_jax.errors import UserError
+from tca_jax.programs import Program
+from tca_jax.serve import Engine, documents, programs
+from tca_jax.serve.server import Server, Settings
+from tca_jax.serve.streams import Stream
+
+SECONDS = 120  # that nothing here takes: what waits for ever fails
+NOT_FINITE = 96  # the token whose embedding is NaN
+
+
+def prompt_of(seed, length):
+    return [min(token, NOT_FINITE - 1) for token in random_prompt(seed, length)]
+
+
+A, B, C = (prompt_of(seed, length) for seed, length in enumerate((45, 40, 42)))
+QUESTION, MORE = [3, 4, 5], prompt_of(7, 9)
+TOKENS = 10
+OPTIONS = {"max_new_tokens": TOKENS, "stop_token_ids": ()}
+SIZES = {"max_rows": 2, "answer_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def lm():
+    lm = tiny_lm()
+    embedding = lm.params["embedding"]
+    embedding[...] = embedding[...].at[NOT_FINITE].set(np.nan)
+    return with_candidates(lm, [[0, 5], [9, 13]])
+
+
+@pytest.fixture(scope="module")
+def pages(lm):
+    """Pages that the longest document may need."""
+    return lm.cache_layout(1, 48).num_pages
+
+
+@pytest.fixture(scope="module")
+def expected(lm):
+    """What `generate` answers to the question behind a document that was read in parts."""
+    known = {}
+
+    def answer(*parts):
+        key = tuple(map(tuple, parts))
+        if key not in known:
+            context = tca_jax.prefill(lm, parts[0]) if parts else None
+            for part in parts[1:]:
+                context = tca_jax.prefill(lm, [part], context=context)
+            known[key] = tca_jax.generate(lm, [QUESTION], context=context, **OPTIONS).tokens[0]
+        return known[key]
+
+    return answer
+
+
+@contextlib.contextmanager
+def engine_of(lm, pages, **options):
+    """An engine that is idle in the end, and whose pages are all given back."""
+    with Engine(lm, pages=pages, **{**SIZES, **options}) as engine:
+        yield engine
+        assert engine.idle(SECONDS)
+        assert engine.answer_pages.free == engine.answer_pages.total
+        for document in engine.documents():
+            engine.forget(document.id)
+        engine._loop.call(lambda: engine._documents.make_room(engine.document_pages.total))  # prompts leave
+        assert engine.document_pages.free == engine.document_pages.total
+
+
+class FailsOnce(Program):
+    """A program that fails at its first call, and has consumed what was given to it."""
+
+    def __init__(self, program, consumed):
+        self.program, self.consumed, self.failed = program, consumed, False
+
+    def prepare(self, *args, **static):
+        run, seconds = self.program.prepare(*args, **static)
+
+        def call(*given):
+            if self.failed:
+                return run(*given)
+            self.failed = True
+            for x in jax.tree.leaves([given[place] for place in self.consumed]):
+                x.delete()
+            raise RuntimeError("out of memory")
+
+        return call, seconds
+
+
+def ends(stream):
+    """The tokens of an answer, or how it failed."""
+    try:
+        return stream.result(SECONDS).tokens
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "consumed"),
+    [
+        ("read", ()),
+        ("place", ()),
+        ("place", (1,)),
+        ("extend_row", (1,)),
+        ("admit", (1, 2)),
+        ("steps", ()),
+        ("steps", (1,)),
+        ("own_row", ()),
+        ("join", (1,)),
+    ],
+)
+def test_an_error_of_a_program_fails_what_was_in_it_and_the_engine_goes_on(
+    lm, pages, expected, monkeypatch, name, consumed
+):
+    with engine_of(lm, 3 * pages) as engine:
+        document = engine.read(A)
+        engine.wait(document, SECONDS)
+        failing = FailsOnce(getattr(programs, name), consumed)
+        monkeypatch.setattr(programs, name, failing)
+        for again in (False, True):
+            streams = [engine.ask(each, QUESTION, **OPTIONS) for each in (document, document, None)]
+            keeping = engine.ask(document, QUESTION, keep=True, **OPTIONS)
+            outs = [ends(each) for each in [*streams, keeping]]
+            right = [expected(A), expected(A), expected(), expected(A)]
+            for out, tokens in zip(outs, right, strict=True):
+                assert out == tokens or (out == "out of memory" and not again)
+            assert again or any(out == "out of memory" for out in outs)
+            assert failing.failed
+        following = engine.ask(keeping.document, QUESTION, **OPTIONS).result(SECONDS)
+        assert following.tokens == expected(A, QUESTION + right[0][:-1])
+
+
+def test_a_document_that_an_error_took_from_the_device_is_read_again_in_its_parts(lm, pages, expected, monkeypatch):
+    with engine_of(lm, 3 * pages) as engine:
+        longer = engine.append(engine.read(A), MORE)
+        engine.wait(longer, SECONDS)
+        monkeypatch.setattr(programs, "place", FailsOnce(programs.place, (1,)))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.wait(engine.read(B), SECONDS)
+        assert engine.ask(longer, QUESTION, **OPTIONS).result(SECONDS).tokens == expected(A, MORE)
+        assert engine.wait(engine.read(B), SECONDS).state == "device"  # what failed may be read again
+
+
+def test_where_no_batch_can_be_made_the_engine_has_failed_and_everybody_is_told(lm, pages, monkeypatch):
+    engine = Engine(lm, pages=pages, **SIZES)
+    document = engine.read(A)
+    engine.wait(document, SECONDS)
+    monkeypatch.setattr(engine._scheduler._reader, "read_on", lambda before: False)
+    waiting = engine.read(B)
+    monkeypatch.setattr(programs, "admit", FailsOnce(programs.admit, (1,)))
+    monkeypatch.setattr(programs, "empty_batch", FailsOnce(programs.empty_batch, ()))
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        waits = threads.submit(engine.wait, waiting, SECONDS)
+        streams = [engine.ask(waiting, QUESTION, **OPTIONS), engine.ask(document, QUESTION, **OPTIONS)]
+        failed = "the engine has failed: RuntimeError: out of memory"
+        with pytest.raises(UserError, match=failed):
+            waits.result(SECONDS)
+        with pytest.raises(UserError, match=failed):
+            streams[0].result(SECONDS)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        streams[1].result(SECONDS)
+    for call in (
+        lambda: engine.ask(document, QUESTION, **OPTIONS),
+        lambda: engine.read(C),
+        lambda: engine.idle(SECONDS),
+    ):
+        with pytest.raises(UserError, match=failed):
+            call()
+    assert isinstance(engine.failure.__cause__, RuntimeError)
+    streams[0].cancel()
+    engine.close()
+    engine.close()
+
+
+def test_calls_that_a_closing_engine_has_not_run_are_refused(lm, pages, monkeypatch):
+    engine, begun, goes_on = Engine(lm, pages=pages, **SIZES), threading.Event(), threading.Event()
+
+    def once():
+        begun.set()
+        assert goes_on.wait(SECONDS)
+        return False
+
+    monkeypatch.setattr(engine._scheduler, "once", once)
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        engine._loop.post(lambda: None)
+        assert begun.wait(SECONDS)
+        reading = threads.submit(engine.read, A)
+        until(lambda: engine._loop._calls)
+        closing = threads.submit(engine.close)
+        until(lambda: engine._loop._stopping)
+        goes_on.set()
+        with pytest.raises(UserError, match="the engine is closed"):
+            reading.result(SECONDS)
+        closing.result(SECONDS)
+
+
+def test_threads_that_ask_while_the_engine_closes_come_to_an_end(lm, pages):
+    engine = Engine(lm, pages=pages, **SIZES)
+    document = engine.read(A)
+    engine.wait(document, SECONDS)
+    asked = threading.Semaphore(0)
+
+    def ask():
+        while True:
+            try:
+                stream = engine.ask(document, QUESTION, **OPTIONS)
+            except UserError as error:
+                return str(error)
+            asked.release()
+            assert stream.result(SECONDS).finish_reason in ("length", "cancelled")
+
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        asking = [threads.submit(ask) for _ in range(4)]
+        for _ in range(6):
+            assert asked.acquire(timeout=SECONDS)
+        engine.close()
+        assert {each.result(SECONDS) for each in asking} == {"the engine is closed"}
+
+
+def until(holds):
+    """Waits for what another thread brings about, and no call tells of."""
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+# Values that are not finite
+
+
+def test_a_prompt_or_document_whose_logits_are_not_finite_fails_alone(lm, pages, expected):
+    bad = [*A[:20], NOT_FINITE, *A[21:]]
+    with engine_of(lm, 3 * pages) as engine:
+        documents = engine.read(bad), engine.read(A)
+        assert engine.wait(documents[1], SECONDS).state == "device"
+        right = engine.ask(documents[1], QUESTION, **OPTIONS)
+        wrong = [
+            engine.ask(documents[1], [NOT_FINITE], **OPTIONS),
+            engine.ask(None, [3, NOT_FINITE], **OPTIONS),
+            engine.ask(documents[0], QUESTION, **OPTIONS),
+        ]
+        longer = engine.append(documents[1], [NOT_FINITE])
+        context = tca_jax.prefill(lm, A)
+        with pytest.raises(UserError) as of_generate:
+            tca_jax.generate(lm, [[NOT_FINITE]], context=context, **OPTIONS)
+        with pytest.raises(UserError) as of_engine:
+            wrong[0].result(SECONDS)
+        assert str(of_engine.value) == str(of_generate.value)
+        for fails in (lambda: wrong[1].result(SECONDS), lambda: wrong[2].result(SECONDS), lambda: engine.wait(longer)):
+            with pytest.raises(UserError, match="NaN or infinity"):
+                fails()
+        assert right.result(SECONDS).tokens == expected(A)
+        assert {each.id: each.state for each in engine.documents()} == {
+            documents[0]: "failed",
+            documents[1]: "device",
+            longer: "failed",
+        }
+
+
+# Disk and host memory
+
+
+def cut(folder):
+    """Every array of a stored context loses its end."""
+    files = [file for file in (folder / "context").rglob("*") if file.is_file() and file.stat().st_size > 100]
+    for file in files:
+        os.truncate(file, file.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("damage", [cut, shutil.rmtree, lambda folder: shutil.rmtree(folder / "context")])
+def test_a_stored_document_that_is_damaged_is_read_again_and_stored_again(
+    lm, pages, expected, tmp_path, caplog, damage
+):
+    with Engine(lm, pages=3 * pages, disk=tmp_path, **SIZES) as engine:
+        longer = engine.append(engine.read(A), MORE)
+        assert engine.wait(longer, SECONDS, stored=True).stored
+        other = engine.read(B)
+    for _ in range(2):
+        with Engine(lm, pages=3 * pages, disk=tmp_path, **SIZES) as engine:
+            assert len(engine.documents()) == 3
+            for file in list(tmp_path.iterdir()):
+                damage(file)
+            with caplog.at_level(logging.WARNING):
+                for document, parts in ((longer, (A, MORE)), (other, (B,))):
+                    assert engine.ask(document, QUESTION, **OPTIONS).result(SECONDS).tokens == expected(*parts)
+            assert f"document {longer} is read again" in caplog.text
+            for document in (longer, other):
+                assert engine.wait(document, SECONDS, stored=True).stored
+            engine.read(A)
+            engine.wait(engine.read(A), SECONDS, stored=True)
+
+
+def test_what_is_no_document_is_left_out_and_what_was_half_written_is_removed(lm, pages, tmp_path):
+    with Engine(lm, pages=pages, disk=tmp_path, **SIZES) as engine:
+        document = engine.read(A)
+        engine.wait(document, SECONDS, stored=True)
+    fields = json.loads((tmp_path / document / "document.json").read_text())
+    for number, wrong in enumerate(
+        ["", "{", "[" * 100_000, "{}", json.dumps({**fields, "tokens": ["a"]}), json.dumps({**fields, "parts": [1]})]
+    ):
+        (tmp_path / f"doc-{number}").mkdir()
+        (tmp_path / f"doc-{number}" / "document.json").write_text(wrong)
+    (tmp_path / "doc-6").mkdir()
+    shutil.copy(tmp_path / document / "document.json", tmp_path / "doc-6")  # under another name
+    left = tmp_path / f".tmp-{os.uname().nodename}-{2**22 + 1}-{'0' * 32}"  # no process has such a number
+    (left / "whole").mkdir(parents=True)
+    with Engine(lm, pages=pages, disk=tmp_path, **SIZES) as engine:
+        assert [(each.id, each.stored) for each in engine.documents()] == [(document, True)]
+        assert not left.exists()
+
+
+def full(*args, **kwargs):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_told_and_documents_stay_where_they_are(lm, pages, expected, tmp_path, monkeypatch):
+    with engine_of(lm, 3 * pages, disk=tmp_path / "bounded", disk_bytes=1) as engine:
+        document = engine.read(A)
+        with pytest.raises(OSError, match="does not fit"):
+            engine.wait(document, SECONDS, stored=True)
+    monkeypatch.setattr(tca_jax.Context, "save", full)
+    with engine_of(lm, 3 * pages, disk=tmp_path / "full", host_memory=0) as engine:
+        document = engine.read(A)
+        with pytest.raises(OSError, match="No space left"):
+            engine.wait(document, SECONDS, stored=True)
+        info = engine.document(document)
+        assert (info.state, info.stored, "No space left" in info.error) == ("device", False, True)
+        assert engine.ask(document, QUESTION, **OPTIONS).result(SECONDS).tokens == expected(A)
+        monkeypatch.undo()
+    assert not list((tmp_path / "full").iterdir())
+
+
+def test_a_document_is_stored_when_that_is_said_and_not_before(lm, pages, tmp_path, monkeypatch):
+    save, goes_on = tca_jax.Context.save, threading.Event()
+
+    def slow(context, directory):
+        assert goes_on.wait(SECONDS)
+        save(context, directory)
+
+    monkeypatch.setattr(tca_jax.Context, "save", slow)
+    with Engine(lm, pages=3 * pages, disk=tmp_path, **SIZES) as engine:
+        documents = [engine.read(each) for each in (A, B)]
+        for document in documents:
+            with pytest.raises(TimeoutError, match="has not been stored"):
+                engine.wait(document, 0.01 if engine.wait(document, SECONDS) else 0, stored=True)
+            assert not engine.document(document).stored
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            waiting = threads.submit(engine.wait, documents[0], SECONDS, stored=True)
+            engine.forget(documents[0])  # while it is being written
+            with pytest.raises(UserError, match="no longer there"):
+                waiting.result(SECONDS)
+        again = engine.read(A)  # before the first writing has ended
+        goes_on.set()
+        assert engine.wait(again, SECONDS, stored=True).stored
+        assert engine.wait(documents[1], SECONDS, stored=True).stored
+        engine.forget(documents[1])
+        assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")} == {again}
+    with Engine(lm, pages=pages, disk=tmp_path, **SIZES) as engine:
+        assert [(each.id, each.stored) for each in engine.documents()] == [(again, True)]
+
+
+def test_a_document_that_cannot_be_removed_from_disk_stays(lm, pages, tmp_path, monkeypatch):
+    with Engine(lm, pages=pages, disk=tmp_path, **SIZES) as engine:
+        document = engine.read(A)
+        engine.wait(document, SECONDS, stored=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", full)
+            with pytest.raises(OSError, match="No space left"):
+                engine.forget(document)
+        assert engine.document(document).stored
+        engine.forget(document)
+        with pytest.raises(UserError, match="there is none of this id"):
+            engine.forget(document)
+
+
+def test_documents_from_disk_take_no_more_host_memory_than_is_allowed(lm, pages, expected, tmp_path):
+    with engine_of(lm, pages, disk=tmp_path, host_memory=0) as engine:
+        read = [engine.read(each) for each in (A, B, C)]
+        for document in read:
+            engine.wait(document, SECONDS, stored=True)
+        for _ in range(2):
+            streams = [engine.ask(each, QUESTION, **OPTIONS) for each in (*read, *read)]
+            outs = [stream.result(SECONDS).tokens for stream in streams]
+            assert outs == [expected(A), expected(B), expected(C)] * 2
+        engine.ask(read[0], QUESTION, **OPTIONS).cancel()
+        assert engine.idle(SECONDS)
+        engine.ask(read[1], QUESTION, **OPTIONS).result(SECONDS)
+        assert engine.idle(SECONDS)
+        assert not any(each.chunks for each in engine._documents.all())
+        assert engine._shelf._loading is None
+
+
+def test_pages_that_do_not_reach_the_device_fail_their_request_alone(lm, pages, expected, tmp_path, monkeypatch):
+    for shelf in (None, tmp_path):
+        with engine_of(lm, pages, disk=shelf) as engine:
+            document = engine.read(A)
+            engine.wait(document, SECONDS, stored=True)
+            for where, name, failing in (
+                (programs, "place", FailsOnce(programs.place, ())),
+                (documents, "_to_device", full),
+            ):
+                engine._loop.call(lambda engine=engine: engine._documents.make_room(engine.document_pages.total))
+                assert engine.document(document).state == "host"
+                with monkeypatch.context() as patch:
+                    patch.setattr(where, name, failing)
+                    stream = engine.ask(document, QUESTION, **OPTIONS)
+                    with pytest.raises((RuntimeError, OSError), match=r"out of memory|No space left"):
+                        stream.result(SECONDS)
+                assert engine.ask(document, QUESTION, **OPTIONS).result(SECONDS).tokens == expected(A)
+
+
+# Order
+
+
+def test_a_large_request_is_not_overtaken_by_small_ones_behind_it(lm, pages, monkeypatch):
+    with engine_of(lm, 3 * pages, max_rows=3) as engine:
+        steps, goes_on, begun = engine._scheduler._steps, threading.Event(), threading.Event()
+
+        def slow():
+            begun.set()
+            assert goes_on.wait(SECONDS)
+            steps()
+
+        document = engine.read(A)
+        engine.wait(document, SECONDS)
+        monkeypatch.setattr(engine._scheduler, "_steps", slow)
+        streams = {"first": engine.ask(document, QUESTION, max_new_tokens=60, stop_token_ids=())}
+        assert begun.wait(SECONDS)
+        total = engine.answer_pages.total
+        large = next(n for n in range(64, 4096, 16) if engine._scheduler._own_layout(45, n + 3).num_pages > 0.9 * total)
+        assert engine._scheduler._own_layout(45, large + 3).num_pages > engine.answer_pages.free
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            asking = {}
+            for name, most in (("large", large), ("small", 4)):
+                asking[name] = threads.submit(
+                    engine.ask, document, QUESTION, max_new_tokens=most, stop_token_ids=range(1, 90)
+                )
+                until(lambda: len(engine._loop._calls) == len(asking))
+            goes_on.set()
+            streams |= {name: each.result(SECONDS) for name, each in asking.items()}
+        for stream in streams.values():
+            stream.result(SECONDS)
+        assert streams["large"].first_token_at <= streams["small"].first_token_at
+
+
+def test_documents_that_fit_one_by_one_are_read_one_by_one(lm, expected):
+    prompts = [prompt_of(seed, 12) for seed in range(20, 24)]
+    with engine_of(lm, lm.cache_layout(1, 16).num_pages) as engine:
+        gate = threading.Event()
+        engine._loop.post(lambda: gate.wait(SECONDS))
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            reading = [threads.submit(engine.read, each) for each in prompts]
+            until(lambda: len(engine._loop._calls) == len(prompts))
+            gate.set()
+            documents = [each.result(SECONDS) for each in reading]
+        for document, prompt in zip(documents, prompts, strict=True):
+            out = engine.ask(document, QUESTION, **OPTIONS).result(SECONDS)
+            assert out.tokens == expected(prompt)
+
+
+def test_what_is_appended_and_can_never_be_held_is_refused(lm):
+    with engine_of(lm, lm.cache_layout(1, 16).num_pages, answer_tokens=256) as engine:
+        longer = engine.append(engine.read(prompt_of(3, 12)), prompt_of(4, 200))
+        with pytest.raises(UserError, match=r"the engine holds .* more"):
+            engine.wait(longer, SECONDS)
+
+
+# The server
+
+
+def test_a_server_tells_that_its_engine_has_failed(speaking, monkeypatch):
+    engine = Engine(speaking, pages=100, **SIZES)
+    server = Server(engine, Settings("tiny"))
+
+    def once():
+        raise MemoryError("none is left")
+
+    async def ask():
+        transport = httpx.ASGITransport(app=server.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            before = await http.get("/health")
+            monkeypatch.setattr(engine._scheduler, "once", once)
+            engine._loop.call(lambda: None)
+            with pytest.raises(UserError, match="the engine has failed: MemoryError: none is left"):
+                engine.idle(SECONDS)
+            answer = await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+            return before, *[await http.get(path) for path in ("/health", "/metrics")], answer
+
+    before, health, metrics, answer = asyncio.run(ask())
+    server.close()
+    engine.close()
+    assert (before.status_code, health.status_code, answer.status_code) == (200, 503, 503)
+    assert health.json()["error"] == answer.json()["error"]["message"]
+    assert "tca_jax_engine_failed 1.0" in metrics.text
+
+
+# Streams, which need no engine
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory):
+    return tca_jax.load(write_checkpoint(tmp_path_factory.mktemp("speaking") / "model"))
+
+
+def stream_of(lm, cancel=lambda stream: None, **options):
+    options = {"max_new_tokens": 9, "seed": 0, "stop": (), "stop_token_ids": (), **options}
+    return Stream(lm, AnswerOptions.create(lm, sampling=Sampling(), **options), cancel)
+
+
+def test_each_reader_of_a_stream_gets_all_of_it(speaking):
+    stream = stream_of(speaking)
+    said = speaking.tokenizer.encode("hello, you")
+    pieces = iter(stream)
+    stream.add(said[:4], [], [])
+    begin = next(pieces)
+    stream.add(said[4:], [], [])
+    stream.end("length")
+    assert begin + "".join(pieces) == "".join(stream) == stream.result(SECONDS).text == "hello, you"
+
+
+def test_a_reader_whose_event_loop_is_gone_harms_nobody(speaking):
+    stream = stream_of(speaking)
+
+    async def read_one():
+        reading = stream.__aiter__()
+        stream.add(speaking.tokenizer.encode("a"), [], [])
+        assert await anext(reading) == "a"
+        return reading
+
+    reading = asyncio.new_event_loop()
+    kept = reading.run_until_complete(read_one())
+    reading.close()
+    stream.add(speaking.tokenizer.encode("b"), [], [])
+    stream.end("length")
+    assert stream.result(SECONDS).text == "ab"
+    with contextlib.suppress(StopIteration):
+        kept.aclose().send(None)
+
+
+def test_a_stop_string_cancels_once_and_what_ended_a_stream_first_stands(speaking):
+    cancelled = []
+    stream = stream_of(speaking, cancelled.append, stop=("l",))
+    stream.add(speaking.tokenizer.encode("hello"), [], [])
+    for _ in range(3):
+        assert stream.result(SECONDS).text == "he"
+    assert cancelled == [stream]
+    stream.end("cancelled", "doc-1")
+    stream.fail(UserError("too late"))
+    stream.end("length")
+    out = stream.result(SECONDS)
+    assert (out.finish_reason, out.document) == ("stop", "doc-1")
+    failed = stream_of(speaking)
+    failed.fail(UserError("wrong"))
+    failed.end("length")
+    for _ in range(2):
+        with pytest.raises(UserError, match="wrong"):
+            failed.result(SECONDS)
+    assert dataclasses.is_dataclass(out)
