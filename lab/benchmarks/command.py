@@ -21,6 +21,7 @@ _NAMES = (
     "end-to-end",
     "calibration",
     "context",
+    "serve",
     "tune",
     "soak",
     "many-shapes",
