@@ -24,6 +24,7 @@ _NAMES = (
     "serve",
     "tune",
     "soak",
+    "serve-soak",
     "many-shapes",
 )  # of modules too, with underscores
 _JSON = "--json"
