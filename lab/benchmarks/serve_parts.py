@@ -15,6 +15,7 @@ from tca_jax.lab.benchmarks.models import weight_bytes
 from tca_jax.lab.benchmarks.served_documents import (
     Rounds,
     UnreadDocuments,
+    own_time,
     seconds_to_come_back,
     send_to_host,
 )
@@ -132,7 +133,7 @@ class Served:
             "floor ms": 1e3 * floor,
             "over floor": step / floor,
             "tokens/s": rows / step,
-            **self._rounds.own(begin, end),
+            **own_time(self._rounds.rounds, begin, end),
         }
 
     def time_first_tokens(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -140,18 +140,16 @@ class Rounds:
 
         return run
 
-    def own(self, begin: float, end: float) -> dict[str, float]:
-        """Columns of the scheduler's own time between two moments, medians of milliseconds a step.
 
-        Its own is what passes from the results of a step program to the next call of it, over the steps of that call:
-        tokens are brought to the host and handed out, requests are looked at, arguments are made. The device waits.
-        The call itself is another column: until it returns, arguments are checked and kernels are launched, and the
-        device may be at work already.
-        """
-        rounds = [each for each in self.rounds if begin <= each.begin and each.ready <= end]
-        own = [(b.begin - a.ready) / b.steps for a, b in itertools.pairwise(rounds)]
-        calls = [(each.called - each.begin) / each.steps for each in rounds]
-        return {
-            "scheduler ms/step": 1e3 * float(np.median(own)),
-            "call ms/step": 1e3 * float(np.median(calls)),
-        }
+def own_time(rounds: Sequence[Round], begin: float, end: float) -> dict[str, float]:
+    """Columns of the scheduler's own time between two moments, medians of milliseconds a step.
+
+    Its own is what passes from the results of a step program to the next call of it, over the steps of that call:
+    tokens are brought to the host and handed out, requests are looked at, arguments are made. The device waits. The
+    call itself is another column: until it returns, arguments are checked and kernels are launched, and the device may
+    be at work.
+    """
+    inside = [each for each in rounds if begin <= each.begin and each.ready <= end]
+    own = [(after.begin - before.ready) / after.steps for before, after in itertools.pairwise(inside)]
+    calls = [(each.called - each.begin) / each.steps for each in inside]
+    return {"scheduler ms/step": 1e3 * float(np.median(own)), "call ms/step": 1e3 * float(np.median(calls))}

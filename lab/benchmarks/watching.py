@@ -40,12 +40,18 @@ class Watched:
             self._changed.notify_all()
 
     def wait(self, tokens: int, timeout: float = 300) -> None:
-        """Waits until there are so many. Raises TimeoutError if there never are."""
+        """Waits until there are so many.
+
+        Raises:
+            TimeoutError: they do not come in time, or never: the stream ends. Its own error, if it has one.
+        """
         with self._changed:
-            enough = self._changed.wait_for(lambda: self.stream.ended or self._count >= tokens, timeout)
-        if not enough or self._count < tokens:
-            self.stream.result(0)  # raises its error, if it has one
-            raise TimeoutError(f"{self._count} of {tokens} tokens came within {timeout:.0f} seconds")
+            self._changed.wait_for(lambda: self.stream.ended or self._count >= tokens, timeout)
+            count = self._count
+        if count < tokens:
+            if self.stream.ended:
+                self.stream.result()
+            raise TimeoutError(f"{count} of {tokens} tokens came within {timeout:.0f} seconds")
 
     @property
     def _count(self) -> int:
