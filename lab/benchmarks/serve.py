@@ -243,7 +243,9 @@ def main(
         check_shares([share for share in shares if share != FULL], "--keep")
         check_whole_models(find_layers([model]))
         check_sizes([tokens], config, [backend], out, "--tokens")
-        lm = random_model(model, jax.random.key(seed), layers, max_positions=max(tokens, prompt_tokens) + 2 * answer_tokens)
+        lm = random_model(
+            model, jax.random.key(seed), layers, max_positions=max(tokens, prompt_tokens) + 2 * answer_tokens
+        )
         lm = dataclasses.replace(lm, checkpoint_fingerprint="random weights")  # nothing is stored
         methods = {share.cell: under_share(lm, share, config) for share in shares}
         kept = f"`share` 1 is the full cache, others are TCA caches {describe_config(config)}."
