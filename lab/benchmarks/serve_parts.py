@@ -15,6 +15,7 @@ from tca_jax.lab.benchmarks.models import weight_bytes
 from tca_jax.lab.benchmarks.served_documents import (
     Rounds,
     UnreadDocuments,
+    in_thread,
     own_time,
     seconds_to_come_back,
     send_to_host,
@@ -103,7 +104,7 @@ class Served:
         """How many documents the engine's pages hold."""
         begin = time.perf_counter()
         self.hold(self.most)
-        self.engine._call(lambda: jax.block_until_ready(self.engine._documents.pool.k))
+        in_thread(self.engine, lambda: jax.block_until_ready(self.engine._documents.pool.k))
         here = [each for each in self.engine.documents() if each.state == "device"]
         return {
             "documents": len(here),

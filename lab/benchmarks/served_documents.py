@@ -9,7 +9,8 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ from tca_jax.lab.benchmarks.common import random_normal
 from tca_jax.pallas_kernels.kv import CODES, encode
 from tca_jax.serve import Engine, programs
 from tca_jax.serve.documents import Document
+
+T = TypeVar("T")
 
 
 class UnreadDocuments:
@@ -54,7 +57,7 @@ class UnreadDocuments:
     def enter(self, most: int) -> list[str]:
         """Enters documents until there are so many, or no more have room; returns their ids."""
         ids: list[str] = []
-        while len(ids) < most and (id_ := self._engine._call(self._enter)) is not None:
+        while len(ids) < most and (id_ := in_thread(self._engine, self._enter)) is not None:
             ids.append(id_)
         return ids
 
@@ -77,12 +80,31 @@ class UnreadDocuments:
         return dataclasses.replace(empty, k=k, v=v)
 
 
+def _loop(engine: Engine) -> Any:
+    """What runs the engine's thread."""
+    return getattr(engine, "_loop", engine._scheduler)
+
+
+def in_thread(engine: Engine, function: Callable[[], T]) -> T:
+    """What a function returns that runs in the engine's thread, which alone changes what an engine has."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(function())
+        except Exception as error:
+            done.set_exception(error)
+
+    getattr(_loop(engine), "post", _loop(engine).call)(run)
+    return done.result()
+
+
 def send_to_host(engine: Engine, id_: str) -> list[Any]:
     """Has a document leave the device for host memory; returns its arrays there once they have arrived."""
     documents = engine._documents
     document = documents.get(id_)
     assert document is not None
-    engine._call(lambda: documents._leave(document))
+    in_thread(engine, lambda: documents._leave(document))
     assert document.state == "host", "host memory has room for a document"
     return jax.block_until_ready(jax.tree.leaves(document.chunks))
 
@@ -93,9 +115,9 @@ def seconds_to_come_back(engine: Engine, id_: str) -> float:
     document = documents.get(id_)
     assert document is not None
     begin = time.perf_counter()
-    assert engine._call(lambda: documents.bring(document)), "the device has room for a document"
-    engine._scheduler.wait_until(lambda: not documents._arriving, None)
-    engine._call(lambda: jax.block_until_ready(documents.pool.k))
+    assert in_thread(engine, lambda: documents.bring(document)), "the device has room for a document"
+    _loop(engine).wait_until(lambda: not documents._arriving, None)
+    in_thread(engine, lambda: jax.block_until_ready(documents.pool.k))
     return time.perf_counter() - begin
 
 
