@@ -253,6 +253,8 @@ def main(
         if keep:
             raise UserError("--keep: a checkpoint is served under its profile")
         lm = tca_jax.load(model, profile=profile or ("shipped" if model == "recall-tiny" else None))
+        if tokens % (size := lm.method.cache.block_size):
+            raise UserError(f"--tokens {tokens}: must be a multiple of {size}")
         methods, kept = {_PROFILE: lm}, f"{lm.name} is served under its profile."
     copied = device_copy(copy_bytes, _COPY_REPEATS)
     print(f"device copy: {copied / 1e9:,.0f} GB/s", flush=True)

@@ -31,7 +31,7 @@ class UnreadDocuments:
 
     Args:
         engine: On one device.
-        tokens: Of each document.
+        tokens: Of each document, a multiple of the block size.
     """
 
     def __init__(self, engine: Engine, tokens: int) -> None:

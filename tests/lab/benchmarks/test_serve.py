@@ -45,9 +45,9 @@ def test_one_part_may_be_asked_for_and_what_fails_is_said(tmp_path, monkeypatch)
 def test_unread_documents_have_the_pages_of_documents_that_are_read():
     lm = with_candidates(tiny_lm(), [[0, 5], [9, 13]])
     with Engine(lm, max_rows=2, pages=200, answer_tokens=64) as engine:
-        unread = UnreadDocuments(engine, 101)
+        unread = UnreadDocuments(engine, 104)
         ids = unread.enter(2)
-        read = engine.wait(engine.read(random_prompt(0, 101)), 60)
+        read = engine.wait(engine.read(random_prompt(0, 104)), 60)
         assert [each.num_bytes for each in engine.documents()] == [unread.bytes_each] * 3 == [read.num_bytes] * 3
         numbers = [set(engine._documents.get(id_).numbers.ravel().tolist()) - {200} for id_ in (*ids, read.id)]
         assert sum(map(len, numbers)) == len(set.union(*numbers))  # each has its own
