@@ -21,8 +21,10 @@ _NAMES = (
     "end-to-end",
     "calibration",
     "context",
+    "serve",
     "tune",
     "soak",
+    "serve-soak",
     "many-shapes",
 )  # of modules too, with underscores
 _JSON = "--json"

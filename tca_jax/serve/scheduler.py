@@ -109,6 +109,7 @@ class Scheduler:
     def __init__(self, lm: LM, documents: Documents, max_rows: int, answer_tokens: int, backend: Backend) -> None:
         self._lm, self._program_lm, self._documents, self._backend = lm, lm.for_programs(), documents, backend
         self._on_mesh, self._devices = lm.mesh is not None, documents.free.devices
+        self._own_layout_of = functools.lru_cache(maxsize=64)(functools.partial(lm.following_layout, 1))
         pages = max_rows * self._own_layout(lm.config.max_context, answer_tokens).num_pages
         self._free = FreePages(pages, self._devices)
         # A batch of one row is written as a run of pages (`PagedCache.with_tokens`); a pool's pages are no run.
@@ -565,10 +566,6 @@ class Scheduler:
     def _wide(self, own: RowTable) -> RowTable:
         """A row's own table, as wide as the others are now."""
         return programs.wide_row(own, self._own_widths, self._free.total)
-
-    @functools.lru_cache(maxsize=64)  # noqa: B019 (an engine has one scheduler, as long as it lives)
-    def _own_layout_of(self, document_tokens: int, own_tokens: int) -> CacheLayout:
-        return self._lm.following_layout(1, document_tokens, own_tokens)
 
     def _own_layout(self, document_tokens: int, own_tokens: int) -> CacheLayout:
         """Pages of its own that a row needs behind a document."""

@@ -124,6 +124,10 @@ class Stream:
         """Ends the answer. What was said stays; nothing happens if it has ended."""
         self._cancel(self)
 
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Has a function called whenever there is more, in the engine's thread, which it must not hold up."""
+        self._listeners.append(listener)
+
     @property
     def ended(self) -> bool:
         """Whether nothing follows."""

@@ -1,0 +1,177 @@
+"""Documents of an engine that nobody has read, for measurements to which their contents are nothing; and its rounds.
+
+This reaches into the engine: what is done here no user can do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tca_jax.engine.cache import PagedCache, kept_of_prompt
+from tca_jax.engine.contexts import first_local
+from tca_jax.lab.benchmarks.common import random_normal
+from tca_jax.pallas_kernels.kv import CODES, encode
+from tca_jax.serve import Engine, programs
+from tca_jax.serve.documents import Document
+
+T = TypeVar("T")
+
+
+class UnreadDocuments:
+    """Enters documents of random keys and values, with as many pages as those that are read have, all their own.
+
+    Args:
+        engine: On one device.
+        tokens: Of each document, a multiple of the block size.
+    """
+
+    def __init__(self, engine: Engine, tokens: int) -> None:
+        self._engine, self._documents, lm = engine, engine._documents, engine.lm
+        policy, heads, self._tokens = lm.method.cache, lm.config.num_kv_heads, [0] * tokens
+        kept = np.stack([kept_of_prompt(policy, layer, tokens, heads) for layer in range(lm.config.num_layers)])
+        length = np.asarray([tokens])
+        start = int(first_local(length, length, policy.block_size, policy.window)[0])
+        self._table, self._layout = self._documents._exactly(kept[None].astype(np.int32), start, tokens)
+        self.pages = int(self._table.used.sum(axis=1).max())
+        self._chunk, self._count = self._random_chunk(), 0
+
+    @property
+    def most(self) -> int:
+        """How many of them the engine's pages are enough for."""
+        return self._documents.free.total // self.pages
+
+    @property
+    def bytes_each(self) -> int:
+        """Of a document's pages."""
+        return self.pages * self._documents.page_bytes
+
+    def enter(self, most: int) -> list[str]:
+        """Enters documents until there are so many, or no more have room; returns their ids."""
+        ids: list[str] = []
+        while len(ids) < most and (id_ := in_thread(self._engine, self._enter)) is not None:
+            ids.append(id_)
+        return ids
+
+    def _enter(self) -> str | None:
+        documents, table = self._documents, self._table
+        if documents.free.free < self.pages:
+            return None
+        numbers, self._count = documents.free.take(table.used), self._count + 1
+        for part in documents._parts(table, numbers):
+            documents.pool = documents._run(programs.place, documents.pool, self._chunk, documents._numbers(part))
+        document = Document(f"unread-{self._count}", self._tokens, (len(self._tokens),), named=True)
+        documents.add(document)
+        documents._entered(document, table, self._layout, numbers)
+        return document.id
+
+    def _random_chunk(self) -> PagedCache:
+        empty = self._documents._run(programs.empty_pool, pages=self._documents._chunk)
+        dtype = jnp.bfloat16 if empty.k.dtype == CODES else empty.k.dtype
+        k, v = (encode(random_normal(jax.random.key(i), empty.k.shape, dtype), empty.k) for i in range(2))
+        return dataclasses.replace(empty, k=k, v=v)
+
+
+def _loop(engine: Engine) -> Any:
+    """What runs the engine's thread."""
+    return getattr(engine, "_loop", engine._scheduler)
+
+
+def in_thread(engine: Engine, function: Callable[[], T]) -> T:
+    """What a function returns that runs in the engine's thread, which alone changes what an engine has."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(function())
+        except Exception as error:
+            done.set_exception(error)
+
+    getattr(_loop(engine), "post", _loop(engine).call)(run)
+    return done.result()
+
+
+def send_to_host(engine: Engine, id_: str) -> list[Any]:
+    """Has a document leave the device for host memory; returns its arrays there once they have arrived."""
+    documents = engine._documents
+    document = documents.get(id_)
+    assert document is not None
+    in_thread(engine, lambda: documents._leave(document))
+    assert document.state == "host", "host memory has room for a document"
+    return jax.block_until_ready(jax.tree.leaves(document.chunks))
+
+
+def seconds_to_come_back(engine: Engine, id_: str) -> float:
+    """Seconds from the wish to have a document on the device until its last page is where it belongs."""
+    documents = engine._documents
+    document = documents.get(id_)
+    assert document is not None
+    begin = time.perf_counter()
+    assert in_thread(engine, lambda: documents.bring(document)), "the device has room for a document"
+    _loop(engine).wait_until(lambda: not documents._arriving, None)
+    in_thread(engine, lambda: jax.block_until_ready(documents.pool.k))
+    return time.perf_counter() - begin
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One call of the program that takes steps.
+
+    Attributes:
+        begin: When it was called, in seconds of `time.perf_counter`.
+        called: When the call returned.
+        ready: When its results were there.
+        steps: That it took.
+    """
+
+    begin: float
+    called: float
+    ready: float
+    steps: int
+
+
+class Rounds:
+    """Notes when an engine's step program is called and when its results are there."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.rounds: list[Round] = []
+        self._scheduler = engine._scheduler
+        self._prepare = self._scheduler._step_program
+        self._scheduler._step_program = self._noted  # type: ignore[method-assign]
+
+    def _noted(self, arguments: Any) -> Callable[..., Any]:
+        program = self._prepare(arguments)
+        taken = np.asarray([0 if ask is None else ask.taken for ask in self._scheduler._rows])
+        steps = int((arguments[3] - taken).max())
+
+        def run(*args: Any) -> Any:
+            begin = time.perf_counter()
+            out = program(*args)
+            called = time.perf_counter()
+            jax.block_until_ready(out.tokens)
+            self.rounds.append(Round(begin, called, time.perf_counter(), steps))
+            return out
+
+        return run
+
+
+def own_time(rounds: Sequence[Round], begin: float, end: float) -> dict[str, float]:
+    """Columns of the scheduler's own time between two moments, medians of milliseconds a step.
+
+    Its own is what passes from the results of a step program to the next call of it, over the steps of that call:
+    tokens are brought to the host and handed out, requests are looked at, arguments are made. The device waits. The
+    call itself is another column: until it returns, arguments are checked and kernels are launched, and the device may
+    be at work.
+    """
+    inside = [each for each in rounds if begin <= each.begin and each.ready <= end]
+    own = [(after.begin - before.ready) / after.steps for before, after in itertools.pairwise(inside)]
+    calls = [(each.called - each.begin) / each.steps for each in inside]
+    return {"scheduler ms/step": 1e3 * float(np.median(own)), "call ms/step": 1e3 * float(np.median(calls))}
