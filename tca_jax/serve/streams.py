@@ -164,7 +164,8 @@ class Stream:
 
         Raises:
             TimeoutError: it has not ended by then.
-            ValueError: the model computes NaN or infinity, or the document is gone.
+            ValueError: the model computes NaN or infinity, the document is gone, or the constraint allows nothing.
+            Exception: what the constraint raised.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
