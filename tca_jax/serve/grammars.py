@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ _WHITESPACE = r" |\n {0,16}"
 
 
 class Grammars:
-    """Makes constraints for the answers of one model. Threads may share it; one grammar is compiled at a time.
+    """Makes constraints for the answers of one model; threads may share it.
 
     Each method returns a function that makes a constraint for one answer: `engine.ask(..., constraint=json())`. An
     answer ends where nothing may follow; where a text may end or go on, stop tokens of the model are allowed, too.
@@ -58,7 +57,6 @@ class Grammars:
             verbose_errors=False,
         )
         self._matcher = llguidance.LLMatcher
-        self._compiling = threading.Lock()
 
     def json(self, schema: dict[str, Any], argument: str = "schema") -> Callable[[], Constraint]:
         """JSON of a schema, its properties in the schema's order.
@@ -98,10 +96,9 @@ class Grammars:
         if size > _MOST_BYTES:
             raise UserError(f"{argument} has {size:,} bytes: must have at most {_MOST_BYTES:,}")
         try:
-            with self._compiling:
-                matcher = self._matcher(self._tokenizer, grammar(), log_level=0, limits=self._limits)
-                if not matcher.is_error():
-                    matcher.compute_bitmask()  # what allows no beginning is an error here
+            matcher = self._matcher(self._tokenizer, grammar(), log_level=0, limits=self._limits)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # what allows no beginning is an error here
         except ValueError as error:
             raise UserError(f"{argument}: {error}") from None
         if matcher.is_error():

@@ -103,6 +103,7 @@ class Server:
         self._keys = [_digest(key) for key in settings.api_keys]
         self._created = int(time.time())
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tca-jax-request")
+        self._compiling = asyncio.Lock()  # one schema at a time, which leaves the other threads to requests without one
         self._scoring = threading.Lock()  # prompts whose log-probabilities are wanted are read one at a time
         routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
             ("GET", "/health", self._health),
@@ -260,7 +261,10 @@ class Server:
         body = await self._body(request)
         wanted = protocol.chat_request(protocol.parse_json(body), self._settings.default_tokens)
         self._require_model(wanted.answering.model)
-        constraint = None if wanted.schema is None else await self._in_thread(self._constraint, wanted.schema)
+        constraint = None
+        if wanted.schema is not None:
+            async with self._compiling:
+                constraint = await self._in_thread(self._constraint, wanted.schema)
         asked = await self._in_thread(self._conversations.ask, wanted.messages, wanted.answering.document)
         form = Chat(self._settings.model, self._lm.tokenizer)
         return await self._answer(request, wanted.answering, [asked], form, constraint)
