@@ -75,7 +75,9 @@ def serve(
 
     Example: [bold]tca-jax serve recall-tiny --profile shipped --port 8000[/]
     """
-    if missing := [name for name in ("starlette", "uvicorn", "prometheus_client") if find_spec(name) is None]:
+    if missing := [
+        name for name in ("starlette", "uvicorn", "prometheus_client", "llguidance") if find_spec(name) is None
+    ]:
         raise UserError(f"tca-jax serve needs {' and '.join(missing)}: pip install 'tca-jax[serve]'")
     keys = tuple(api_key or ())
     if not all(keys):

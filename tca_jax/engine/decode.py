@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int, Key
+from jaxtyping import Array, Bool, Float, Float32, Int, Key, UInt8
 
 from tca_jax.engine.cache import PagedCache, before, shared_and_own, with_rows_repeated
 from tca_jax.engine.extend import evict_block, extend, rows_with_leaving_block
@@ -101,6 +101,7 @@ def decode(
     limit: Int[Array, "*B"],
     sampling: Sampling,
     *,
+    allowed: UInt8[Array, "B W"] | None = None,
     backend: Backend = "auto",
 ) -> DecodingState:
     """Draws tokens until every row has `limit` of them or has ended. A row that has stays as it is.
@@ -111,6 +112,7 @@ def decode(
         shared: What they continue from, which neighbouring rows may share; None where `state.cache` holds everything.
         limit: Tokens of an answer, int32 scalar or `[B]`.
         sampling: How tokens are drawn.
+        allowed: See `draw`; the same in all steps.
         backend: Kernel backend; static.
     """
     policy = lm.method.cache
@@ -143,7 +145,7 @@ def decode(
 
         decoder, states = lm.decoder, (None,) * lm.config.num_layers
         hidden, _ = decoder(state.last[:, None], positions[:, None], attention, states)
-        return draw(lm, dataclasses.replace(state, cache=cache), decoder.logits(hidden[:, 0]), sampling, fed)
+        return draw(lm, dataclasses.replace(state, cache=cache), decoder.logits(hidden[:, 0]), sampling, fed, allowed)
 
     def plain_steps(state: DecodingState, until_leaving: bool) -> DecodingState:
         def more(state: DecodingState) -> Bool[Array, ""]:
@@ -221,16 +223,23 @@ def draw(
     logits: Float[Array, "B V"],
     sampling: Sampling,
     running: Bool[Array, " B"] | None = None,
+    allowed: UInt8[Array, "B W"] | None = None,
 ) -> DecodingState:
-    """The state with the next token of each row, or of those that are `running`."""
+    """The state with the next token of each row, or of those that are `running`.
+
+    Tokens whose bit of `allowed` is 0 are not drawn: bits of a row lie in W = ceil(V / 8) bytes, the lowest bit first.
+    """
     with jax.named_scope("sample"):
         rows, running = jnp.arange(logits.shape[0]), ~state.done if running is None else running
-        allowed = logits
+        drawable = logits
         if state.min_new_tokens is not None:
             stopless = logits.at[rows[:, None], state.stop_tokens].set(-jnp.inf, mode="drop")
-            allowed = jnp.where((state.step < state.min_new_tokens)[:, None], stopless, logits)
+            drawable = jnp.where((state.step < state.min_new_tokens)[:, None], stopless, logits)
+        if allowed is not None:
+            bits = jnp.unpackbits(allowed, axis=-1, count=logits.shape[-1], bitorder="little")
+            drawable = jnp.where(bits == 1, drawable, -jnp.inf)
         keys = jax.vmap(jax.random.fold_in)(state.keys, state.step)
-        token = sample(allowed, keys, sampling, state.seen)
+        token = sample(drawable, keys, sampling, state.seen)
         token = jnp.where(running, token, lm.pad_token_id)
         room = state.tokens.shape[1]
         place = rows, jnp.where(running, state.step % room, room)  # out of bounds: dropped

@@ -16,10 +16,11 @@ from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompt, require_positions
 from tca_jax.engine.request import AnswerOptions
 from tca_jax.engine.sampling import Sampling
-from tca_jax.errors import Unsupported, UserError, check_flag, check_integer
+from tca_jax.errors import Unsupported, UserError, UserTypeError, check_flag, check_integer
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import resolve_backend
 from tca_jax.pallas_kernels.kv import num_bytes
+from tca_jax.serve.constraints import Constraint
 from tca_jax.serve.documents import Document, Documents, document_id
 from tca_jax.serve.loop import EngineEnded, Loop
 from tca_jax.serve.scheduler import Ask, Scheduler
@@ -276,6 +277,7 @@ class Engine:
         stop: Any = (),
         stop_token_ids: Any = None,
         logprobs: bool | int = False,
+        constraint: Constraint | None = None,
         keep: bool = False,
     ) -> Stream:
         """Asks about a document, or answers a prompt of its own. Options are those of `generate`.
@@ -295,6 +297,9 @@ class Engine:
             stop: Strings that end the answer.
             stop_token_ids: Tokens that end it; None takes the model's own.
             logprobs: As for `generate`.
+            constraint: Called before each token of this answer for the tokens that are allowed: see `Constraint`. If it
+                raises, or allows nothing, the answer fails with that error. While an answer of the batch has one, the
+                engine looks at the batch after each step.
             keep: Whether document, prompt and answer become a document, for another turn: `Completion.document`. The
                 last token, which was drawn and not fed, is not part of it.
 
@@ -317,6 +322,8 @@ class Engine:
         )
         check_integer("sample", sample, at_least=0)
         check_flag("keep", keep)
+        if constraint is not None and not callable(constraint):
+            raise UserTypeError(f"constraint is of type {type(constraint).__name__}: must be callable, or None")
         stream = Stream(self.lm, options, self._cancel, keep=keep)
         if document is None:
             held, new = encode_prompt(self.lm, prompt), []
@@ -332,7 +339,7 @@ class Engine:
 
         def enter() -> None:
             found = self._found(held, named=False) if document is None else self._document(document)
-            self._scheduler.ask(Ask(stream, found, new, int(sample)))
+            self._scheduler.ask(Ask(stream, found, new, int(sample), constraint))
 
         self._loop.call(enter)
         return stream

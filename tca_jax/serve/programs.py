@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int, Int32, Key
+from jaxtyping import Array, Bool, Float32, Int, Int32, Key, UInt8
 
 from tca_jax.engine.cache import CacheLayout, PagedCache, before, continued, joined_into
 from tca_jax.engine.decode import STATE, DecodingState, decode, draw
@@ -34,7 +34,7 @@ MOST_STEPS = 16
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["key", "seen", "stop_tokens", "min_new_tokens"],
+    data_fields=["key", "seen", "stop_tokens", "min_new_tokens", "allowed"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +46,14 @@ class Drawing:
         seen: Tokens that the row holds, `[V]`; None without a repetition penalty in the batch.
         stop_tokens: Tokens that end it, int32 `[S]`, filled up with the vocabulary's size.
         min_new_tokens: Tokens before which no stop token is drawn, int32 scalar.
+        allowed: Its first tokens that may be drawn, as `decode.draw` takes a row of them; None where all may.
     """
 
     key: Key[Array, ""]
     seen: Bool[Array, " V"] | None
     stop_tokens: Int32[Array, " S"]
     min_new_tokens: Int32[Array, ""]
+    allowed: UInt8[Array, " W"] | None
 
 
 class Row(NamedTuple):
@@ -254,7 +256,7 @@ def _admit(
         finite=jnp.isfinite(logits).all(axis=-1),
         cache=None,  # type: ignore[arg-type]
     )
-    alone = draw(lm, alone, logits, sampling)
+    alone = draw(lm, alone, logits, sampling, allowed=None if drawing.allowed is None else drawing.allowed[None])
     rows = dataclasses.replace(state, cache=None)  # type: ignore[arg-type]
     rows = jax.tree.map(lambda all_rows, x: all_rows.at[row.number].set(x[0]), rows, alone)
     return dataclasses.replace(rows, cache=cache), _with_row(shared, row.number, document)
@@ -275,10 +277,14 @@ def _steps(
     shared: PagedCache,
     limit: Int[Array, " R"],
     sampling: Sampling,
+    allowed: UInt8[Array, "R W"] | None,
     *,
     backend: Backend,
 ) -> DecodingState:
-    """The rows that have not ended take steps until they have `limit` tokens; 0 for rows that nobody has."""
+    """The rows that have not ended take steps until they have `limit` tokens; 0 for rows that nobody has.
+
+    `allowed` says which tokens may be drawn in all these steps, as `decode.draw` takes it.
+    """
     cache, running = state.cache, ~state.done & (state.step < limit)
 
     def of_running(cache: PagedCache, start: Int[Array, " R"]) -> PagedCache:
@@ -288,7 +294,7 @@ def _steps(
 
     shared = of_running(_over(shared, pool), cache.start)
     state = dataclasses.replace(state, cache=of_running(cache, cache.start))
-    after = decode(lm, state, shared, limit, sampling, backend=backend)
+    after = decode(lm, state, shared, limit, sampling, allowed=allowed, backend=backend)
     kept = tuple(jnp.where(running[:, None], new, old) for new, old in zip(after.cache.kept, cache.kept, strict=True))
     return dataclasses.replace(after, cache=dataclasses.replace(after.cache, kept=kept))
 
@@ -341,7 +347,7 @@ extend_row = Program(
 admit = Program(
     OverMesh(_admit, (STATE, CACHES, CACHES, CACHES, SAME, SAME, SAME, SAME), (STATE, CACHES)), donate=(1, 2)
 )
-steps = Program(OverMesh(_steps, (STATE, CACHES, CACHES, SAME, SAME), STATE), donate=(1,))
+steps = Program(OverMesh(_steps, (STATE, CACHES, CACHES, SAME, SAME, SAME), STATE), donate=(1,))
 own_row = Program(OverMesh(_own_row, (STATE, SAME), CACHES))
 join = Program(OverMesh(_join, (CACHES,) * 6, CACHES), donate=(1,))
 

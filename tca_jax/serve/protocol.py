@@ -55,8 +55,8 @@ def of_user_error(error: UserError) -> RequestError:
     message = str(error)
     for ours, theirs in _RENAMED.items():
         message = message.replace(ours, theirs)
-    named = re.match(r"[a-z_]+", message)
-    param = named[0] if named and named[0] in _ALL_FIELDS else None
+    named = re.match(r"([a-z_]+)[a-z_.]*(?<!\.)", message)
+    param = named[0] if named and named[1] in _ALL_FIELDS else None
     return RequestError(message, param=param)
 
 
@@ -89,10 +89,17 @@ class Answering:
 
 @dataclasses.dataclass(frozen=True)
 class ChatRequest:
-    """Body of `/v1/chat/completions`: messages with "role" and "content", both text."""
+    """Body of `/v1/chat/completions`.
+
+    Attributes:
+        answering: How the chat is answered.
+        messages: With "role" and "content", both text.
+        schema: JSON Schema of the answer; None for any text.
+    """
 
     answering: Answering
     messages: list[dict[str, str]]
+    schema: dict[str, Any] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +158,6 @@ _ONLY_CHAT: _Allowed = MappingProxyType(
         "functions": (_nothing, "empty: functions are not supported"),
         "tool_choice": (lambda x: x in ("none", "auto"), "none or auto: tools are not supported"),
         "function_call": (lambda x: x in ("none", "auto"), "none or auto: functions are not supported"),
-        "response_format": (lambda x: x == {"type": "text"}, '{"type": "text"}: answers are not constrained'),
         "modalities": (lambda x: x == ["text"], '["text"]'),
         "audio": (_nothing, "left out: there is text alone"),
         "prediction": (_nothing, "left out: it is not supported"),
@@ -163,7 +169,7 @@ _ONLY_COMPLETION: _Allowed = MappingProxyType({**_ONLY, "suffix": (_nothing, "le
 _SHARED_FIELDS = frozenset(
     {"model", "document", "n", "stream", "stream_options", "seed", "max_tokens", "min_tokens", "stop", "temperature"}
 ) | {"top_p", "top_k", "min_p", "repetition_penalty", "logprobs"}
-_CHAT_FIELDS = _SHARED_FIELDS | {"messages", "max_completion_tokens", "top_logprobs"}
+_CHAT_FIELDS = _SHARED_FIELDS | {"messages", "max_completion_tokens", "top_logprobs", "response_format"}
 _COMPLETION_FIELDS = _SHARED_FIELDS | {"prompt", "echo", "best_of"}
 _DOCUMENT_FIELDS = frozenset({"text", "system", "chat"})
 _ALL_FIELDS = _CHAT_FIELDS | _COMPLETION_FIELDS | _DOCUMENT_FIELDS
@@ -200,7 +206,7 @@ def chat_request(body: Any, default_tokens: int) -> ChatRequest:
     if len(named) == 2 and most != fields.integer("max_tokens", least=1, most=_LARGEST):
         raise RequestError("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
     answering = fields.answering(most, default_tokens, (top or 0) if wanted else None)
-    return ChatRequest(answering, _messages(fields.value("messages")))
+    return ChatRequest(answering, _messages(fields.value("messages")), _schema(fields.value("response_format")))
 
 
 def completion_request(body: Any) -> CompletionRequest:
@@ -346,6 +352,39 @@ class _Fields:
         return value
 
 
+#: Where a chat has the schema of its answer.
+SCHEMA = "response_format.json_schema.schema"
+
+
+def _schema(form: Any) -> dict[str, Any] | None:
+    """The JSON Schema of an answer, from `response_format`; None for any text."""
+    kind = form.get("type") if isinstance(form, dict) else None
+    if form is None or form == {"type": "text"}:
+        return None
+    if form == {"type": "json_object"}:
+        return {"type": "object"}
+    if kind != "json_schema" or set(form) != {"type", "json_schema"}:
+        raise RequestError(
+            f'response_format = {_shown(form)}: must be {{"type": "text"}}, {{"type": "json_object"}}, or '
+            '{"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}',
+            param="response_format",
+        )
+    given, where = form["json_schema"], "response_format.json_schema"
+    if not isinstance(given, dict) or not set(given) <= {"name", "description", "schema", "strict"}:
+        raise RequestError(f"{where}: must be an object with name, schema, description, strict", param=where)
+    allowed: Sequence[tuple[str, Callable[[Any], bool], str]] = (
+        ("name", lambda x: isinstance(x, str) and bool(re.fullmatch("[a-zA-Z0-9_-]{1,64}", x)), _NAME),
+        ("schema", lambda x: isinstance(x, dict), "an object, a JSON Schema"),
+        ("description", lambda x: isinstance(x, str | None), "a string"),
+        ("strict", lambda x: isinstance(x, bool | None), "true or false"),
+    )
+    for name, holds, words in allowed:
+        if not holds(given.get(name)):
+            raise RequestError(f"{where}.{name} = {_shown(given.get(name))}: must be {words}", param=f"{where}.{name}")
+    return given["schema"]
+
+
+_NAME = "1 to 64 letters, digits, underscores and hyphens"
 _ROLES = MappingProxyType({"system": "system", "developer": "system", "user": "user", "assistant": "assistant"})
 
 

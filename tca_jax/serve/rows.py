@@ -7,6 +7,7 @@ import collections
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from tca_jax.serve.constraints import Constraint
 from tca_jax.serve.conversations import Asked
 from tca_jax.serve.engine import Engine
 from tca_jax.serve.metrics import Metrics
@@ -36,6 +37,7 @@ class Rows:
         lengths: Sequence[int],
         samples: int,
         options: Mapping[str, Any],
+        constraint: Callable[[], Constraint] | None,
         in_thread: Callable[..., Awaitable[Any]],
     ) -> Answers:
         """Asks for all answers of a request; those to one prompt stand side by side.
@@ -46,6 +48,7 @@ class Rows:
             lengths: Most tokens of the answers to each.
             samples: Answers to each.
             options: Others of `Engine.ask`.
+            constraint: Makes the constraint of an answer; None for none.
             in_thread: Runs a function that may wait for the engine.
 
         Raises:
@@ -60,6 +63,7 @@ class Rows:
             for each, most in zip(asked, lengths, strict=True):
                 for _ in range(samples):
                     given = {"max_new_tokens": most, "sample": len(streams), **options}  # as the rows of `generate`
+                    given["constraint"] = None if constraint is None else constraint()
                     streams.append(self._engine.ask(each.document, each.prompt, **given))
 
         asking = asyncio.ensure_future(in_thread(ask))

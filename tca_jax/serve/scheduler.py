@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, UInt8
 
 from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.decode import DecodingState
@@ -29,6 +29,7 @@ from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.programs import Program
 from tca_jax.serve import programs
+from tca_jax.serve.constraints import Constraint, next_allowed
 from tca_jax.serve.documents import Document, Documents, document_id
 from tca_jax.serve.pages import FreePages, LocalTable, RowTable, TableWidths, pool_only
 from tca_jax.serve.programs import MOST_STEPS, Drawing, Row
@@ -52,6 +53,7 @@ class Ask:
         document: What it continues from.
         new: Tokens that are fed behind it.
         sample: Which of several answers it is.
+        constraint: On its tokens; None for none.
         target: The document that document and new tokens become; None for an answer.
         fed: Tokens of `new` that were fed.
         table: Of its own pages; None until it was let in.
@@ -60,6 +62,7 @@ class Ask:
         logits: Of the token behind what was fed.
         slot: Its row of the batch.
         taken: Tokens of the answer that were handed out.
+        allowed: What its constraint allows next, packed; None for everything.
         pins: Whether it keeps its document where it is.
         arrival: Its place among all requests.
         room: Pages that `target` was found to need on the device beside the document's.
@@ -69,6 +72,7 @@ class Ask:
     document: Document
     new: list[int]
     sample: int = 0
+    constraint: Constraint | None = None
     target: Document | None = None
     fed: int = 0
     table: LocalTable | None = None
@@ -77,6 +81,7 @@ class Ask:
     logits: Any = None
     slot: int | None = None
     taken: int = 0
+    allowed: UInt8[np.ndarray, " W"] | None = None
     pins: bool = False
     arrival: int = 0
     room: int = 0
@@ -311,7 +316,8 @@ class Scheduler:
         slot = next((i for i, row in enumerate(self._rows[: self._max_rows]) if row is None), None)
         if slot is None:
             return False
-        self._admit(ask, slot)
+        if self._constrain(ask):
+            self._admit(ask, slot)
         return True
 
     def _is_here(self, ask: Ask) -> bool:
@@ -408,7 +414,8 @@ class Scheduler:
         stops = np.full(self._state.stop_tokens.shape[1], vocabulary, np.int32)
         stops[: len(options.stop_tokens)] = options.stop_tokens
         key = jax.random.fold_in(jax.random.key(options.seed), ask.sample)
-        drawing = Drawing(key, seen, stops, np.int32(options.min_new_tokens))  # type: ignore[arg-type]
+        allowed = None if seen is None else self._allowed([ask])[0]
+        drawing = Drawing(key, seen, stops, np.int32(options.min_new_tokens), allowed)  # type: ignore[arg-type]
         row = Row(*(np.int32(x) for x in (slot, len(ask.tokens), ask.document.parts[0])))  # type: ignore[arg-type]
         document = self._documents.row_table(ask.document, self._widths)
         batch = self._state, self._shared, document, self._wide(ask.own)
@@ -425,7 +432,7 @@ class Scheduler:
         if stops > state.stop_tokens.shape[1]:
             wide = ((0, 0), (0, bucket_length(stops, 1) - state.stop_tokens.shape[1]))
             state = dataclasses.replace(state, stop_tokens=jnp.pad(state.stop_tokens, wide, constant_values=vocabulary))
-        if all(options.sampling == Sampling() for options in rows):
+        if all(options.sampling == Sampling() for options in rows) and not self._constrained:
             state = dataclasses.replace(state, seen=None)
         elif state.seen is None:
             state = dataclasses.replace(state, seen=jnp.zeros((count, vocabulary), bool))
@@ -443,10 +450,11 @@ class Scheduler:
         taken = np.asarray([0 if ask is None else ask.taken for ask in self._rows])
         most = np.asarray([0 if ask is None else ask.max_new_tokens for ask in self._rows])
         steps = 1 if not self._step_seconds else int(_STEPS_SECONDS / self._step_seconds)
-        steps = max(1, min(MOST_STEPS, steps))
+        steps = 1 if self._constrained else max(1, min(MOST_STEPS, steps))
         limit = np.minimum(most, taken + steps).astype(np.int32)
         sampling = self._sampling(self._rows)
-        arguments = self._state, self._documents.pool, self._shared, limit, sampling
+        allowed = None if self._state.seen is None else self._allowed(self._rows)
+        arguments = self._state, self._documents.pool, self._shared, limit, sampling, allowed
         program = self._step_program(arguments)
         begin = time.perf_counter()
         self._state = program(self._program_lm, *arguments)
@@ -454,7 +462,9 @@ class Scheduler:
         seconds = (time.perf_counter() - begin) / max(1, int((limit - taken).max()))
         self._step_seconds = seconds if not self._step_seconds else (self._step_seconds + seconds) / 2
 
-    def _step_program(self, arguments: tuple[DecodingState, Any, Any, Any, Sampling]) -> Callable[..., DecodingState]:
+    def _step_program(
+        self, arguments: tuple[DecodingState, Any, Any, Any, Sampling, Any]
+    ) -> Callable[..., DecodingState]:
         """The program of these arguments' shapes, of which few things change: to look at all arrays takes as long as a
         step's other work."""
         state = arguments[0]
@@ -496,6 +506,33 @@ class Scheduler:
             ask.stream.add(tokens[slot, places].tolist(), own, likeliest)
             if done[slot] or ask.taken >= ask.max_new_tokens:
                 self._leave(ask, "stop" if done[slot] else "length")
+            elif places.size:
+                with self._failing(ask):
+                    self._constrain(ask)
+
+    def _constrain(self, ask: Ask) -> bool:
+        """Asks the constraint of an answer, if it has one, for the next token; whether the answer goes on."""
+        if ask.constraint is None or ask.stream is None:
+            return True
+        options, vocabulary = ask.stream.options, self._lm.config.vocab_size
+        stops = options.stop_tokens if ask.taken < options.min_new_tokens else ()
+        ask.allowed = next_allowed(ask.constraint, ask.stream.tokens, vocabulary, stops)
+        if ask.allowed is None:
+            self._leave(ask, "stop")
+        return ask.allowed is not None
+
+    @property
+    def _constrained(self) -> bool:
+        """Whether a row of the batch has a constraint."""
+        return any(ask is not None and ask.constraint is not None for ask in self._rows)
+
+    def _allowed(self, asks: Sequence[Ask | None]) -> UInt8[np.ndarray, "R W"]:
+        """Tokens that rows may draw next, packed."""
+        allowed = np.full((len(asks), -(-self._lm.config.vocab_size // 8)), 255, np.uint8)
+        for row, ask in enumerate(asks):
+            if ask is not None and ask.allowed is not None:
+                allowed[row] = ask.allowed
+        return allowed
 
     def _leave(self, ask: Ask, reason: FinishReason) -> None:
         """A request ends, and gives back what it has."""
@@ -578,7 +615,8 @@ class Scheduler:
         return self._run(programs.empty_batch, pool, rows=rows, stops=_MOST_STOPS)
 
     def _sampling(self, asks: Sequence[Ask | None]) -> Sampling:
-        """How the rows' tokens are drawn: nothing where all are greedy, else everything, so that two programs do."""
+        """How the rows' tokens are drawn: nothing where all are greedy, else everything, so that two programs do. The
+        second one takes masks of constraints, too."""
         rows = [Sampling() if ask is None or ask.stream is None else ask.stream.options.sampling for ask in asks]
         off: dict[str, Any] = {
             "temperature": 0.0,
@@ -587,7 +625,7 @@ class Scheduler:
             "min_p": 0.0,
             "repetition_penalty": 1.0,
         }
-        if self._state.seen is None:  # all are greedy
+        if self._state.seen is None:  # all are greedy, and have no constraint
             return Sampling()
         arrays: dict[str, Any] = {}
         for name, value in off.items():

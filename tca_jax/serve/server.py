@@ -29,10 +29,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tca_jax.engine.score import score
-from tca_jax.errors import UserError
+from tca_jax.errors import Unsupported, UserError
 from tca_jax.serve import protocol
+from tca_jax.serve.constraints import Constraint
 from tca_jax.serve.conversations import Asked, Conversations
 from tca_jax.serve.engine import Engine
+from tca_jax.serve.grammars import Grammars
 from tca_jax.serve.loop import EngineEnded
 from tca_jax.serve.metrics import Metrics
 from tca_jax.serve.protocol import Answering, CompletionRequest, RequestError
@@ -102,6 +104,7 @@ class Server:
         self._keys = [_digest(key) for key in settings.api_keys]
         self._created = int(time.time())
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tca-jax-request")
+        self._compiling = asyncio.Lock()  # one schema at a time, which leaves the other threads to requests without one
         self._scoring = threading.Lock()  # prompts whose log-probabilities are wanted are read one at a time
         routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
             ("GET", "/health", self._health),
@@ -263,8 +266,24 @@ class Server:
         body = await self._body(request)
         wanted = protocol.chat_request(protocol.parse_json(body), self._settings.default_tokens)
         self._require_model(wanted.answering.model)
+        constraint = None
+        if wanted.schema is not None:
+            async with self._compiling:
+                constraint = await self._in_thread(self._constraint, wanted.schema)
         asked = await self._in_thread(self._conversations.ask, wanted.messages, wanted.answering.document)
-        return await self._answer(request, wanted.answering, [asked], Chat(self._settings.model, self._lm.tokenizer))
+        form = Chat(self._settings.model, self._lm.tokenizer)
+        return await self._answer(request, wanted.answering, [asked], form, constraint)
+
+    def _constraint(self, schema: Json) -> Callable[[], Constraint]:
+        """Makes constraints for answers that are JSON of a schema."""
+        try:
+            return self._grammars.json(schema, protocol.SCHEMA)
+        except Unsupported as error:
+            raise RequestError(f"response_format: {error}", param="response_format", code="unsupported") from None
+
+    @functools.cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self._lm)  # takes about a second
 
     async def _complete(self, request: Request) -> Response:
         wanted = protocol.completion_request(protocol.parse_json(await self._body(request)))
@@ -279,18 +298,31 @@ class Server:
             return await self._echo(request, wanted, asked, texts)
         return await self._answer(request, answering, asked, texts)
 
-    async def _answer(self, request: Request, wanted: Answering, asked: Sequence[Asked], form: Chat) -> Response:
-        answers = await self._ask(request, wanted, asked)
+    async def _answer(
+        self,
+        request: Request,
+        wanted: Answering,
+        asked: Sequence[Asked],
+        form: Chat,
+        constraint: Callable[[], Constraint] | None = None,
+    ) -> Response:
+        answers = await self._ask(request, wanted, asked, constraint)
         if wanted.stream:
             return _Events(self._events(answers, form, wanted.include_usage, asked), answers)
         completions = await self._ended(request, answers)
         return _json(form.whole(completions, _usage(asked, completions)))
 
-    async def _ask(self, request: Request, wanted: Answering, asked: Sequence[Asked]) -> Answers:
+    async def _ask(
+        self,
+        request: Request,
+        wanted: Answering,
+        asked: Sequence[Asked],
+        constraint: Callable[[], Constraint] | None = None,
+    ) -> Answers:
         """Asks the engine for all answers of a request."""
         lengths = [self._max_tokens(wanted, each) for each in asked]
         options = {**wanted.options, "logprobs": wanted.logprobs or wanted.logprobs is not None}
-        return await self._rows.ask(_client(request), asked, lengths, wanted.n, options, self._in_thread)
+        return await self._rows.ask(_client(request), asked, lengths, wanted.n, options, constraint, self._in_thread)
 
     def _max_tokens(self, wanted: Answering, asked: Asked) -> int:
         """Most tokens of an answer: what is asked for, or as many as the model has positions for."""

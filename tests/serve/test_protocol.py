@@ -15,6 +15,10 @@ from tca_jax.serve.protocol import (
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
+def json_schema(**fields):
+    return {"type": "json_schema", "json_schema": {"name": "a-name", "schema": {}, **fields}}
+
+
 def test_defaults_are_those_of_the_protocol_and_null_is_left_out():
     wanted = chat_request({"messages": HELLO, "stop": None, "n": None, "tools": None, "user": "me"}, 512)
     assert (wanted.answering.n, wanted.answering.max_tokens, wanted.answering.default_tokens) == (1, None, 512)
@@ -61,6 +65,13 @@ def test_what_clients_send_along_is_read():
         ({"temperature": float("1e400")}, "temperature = Infinity"),
         ({"logit_bias": {"5": 1}}, "must be empty"),
         ({"document": ["x"]}, "must be a string"),
+        ({"response_format": "json"}, 'response_format = "json": must be'),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format = .*: must be"),
+        ({"response_format": {"type": "json_schema"}}, "response_format = .*: must be"),
+        ({"response_format": json_schema(strict=1)}, r"response_format.json_schema.strict = 1: must be true or false"),
+        ({"response_format": json_schema(name="a b")}, r'json_schema.name = "a b": must be 1 to 64 letters'),
+        ({"response_format": json_schema(schema=None)}, "json_schema.schema = null: must be an object"),
+        ({"response_format": json_schema(file="x")}, "json_schema: must be an object with name, schema"),
         ({"x" * 10_000: 1}, "is no field of this request"),
     ],
 )
@@ -93,6 +104,16 @@ def test_what_is_not_allowed_in_a_completion_is_named(fields, message):
         completion_request({"prompt": "x", **fields})
 
 
+def test_the_form_of_a_response_is_read_as_a_schema():
+    for form, schema in (
+        (None, None),
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"type": "object"}),
+        (json_schema(schema={"enum": [1]}, strict=True, description="One."), {"enum": [1]}),
+    ):
+        assert chat_request({"messages": HELLO, "response_format": form}, 1).schema == schema
+
+
 def test_an_upload_has_text_and_says_for_what():
     assert document_request({"text": "a", "chat": False}).chat is False
     assert document_request({"text": "a", "system": "b"}).system == "b"
@@ -118,3 +139,5 @@ def test_errors_of_the_library_name_fields_of_the_protocol():
         400,
     )
     assert of_user_error(UserError("the engine is closed")).param is None
+    of_schema = of_user_error(UserError("response_format.json_schema.schema: fails"))
+    assert of_schema.param == "response_format.json_schema.schema"

@@ -6,23 +6,20 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 
 import httpx
 import openai
 import pytest
-import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
+from serving import KEY, MODEL, Running
 from tiny import with_candidates, write_checkpoint
 
 import tca_jax
 from tca_jax.engine.prompts import DocumentTemplate, encode_verbatim
 from tca_jax.serve import Engine
-from tca_jax.serve.server import Server, Settings
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
@@ -32,37 +29,6 @@ BOOK = "The quick brown fox jumps over the lazy dog. " * 4
 TOKENS = 12
 GREEDY = {"temperature": 0, "max_tokens": TOKENS}
 QUESTION = [{"role": "user", "content": "Who jumps?"}]
-KEY = "a-key"
-MODEL = "tiny"
-
-
-class Running:
-    """A server on a free port of this machine, in a thread, as `tca-jax serve` runs it."""
-
-    def __init__(self, engine, **settings):
-        self.server = Server(engine, Settings(MODEL, **settings))
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        config = uvicorn.Config(self.server.app, log_level="warning", lifespan="off", ws="none")
-        self.uvicorn = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self.socket]}, daemon=True)
-
-    def __enter__(self):
-        self.thread.start()
-        while not self.uvicorn.started:
-            time.sleep(0.01)
-        return self
-
-    def __exit__(self, *_):
-        self.uvicorn.should_exit = True
-        self.thread.join(20)
-        self.server.close()
-
-    def client(self, key="none"):
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
-
-    def http(self, key=KEY):
-        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {key}"}, timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +203,7 @@ def test_prompts_are_echoed_with_their_log_probabilities(lm, client):
         ({"max_tokens": 401}, "max_tokens", "max_tokens = 401: must be at most 400"),
         ({"min_tokens": 9, "max_tokens": 2}, "min_tokens", "min_tokens = 9: must be at most max_tokens = 2"),
         ({"tools": [{"type": "function"}]}, "tools", "tools are not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "answers are not constrained"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "do not work with the tokenizer"),
         ({"presence_penalty": 0.5}, "presence_penalty", "must be 0"),
         ({"chat_template": "{{ x }}"}, "chat_template", "is no field of this request"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "not valid UTF-8"),

@@ -1,0 +1,269 @@
+"""Constraints on the next token: answers are drawn from what is left of the model's distribution."""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import openai
+import pytest
+from serving import MODEL, Running
+from tiny import CONFIG, random_prompt, tiny_lm
+
+import tca_jax
+from tca_jax.engine.sampling import Sampling, sample
+from tca_jax.errors import UserError
+from tca_jax.serve import Engine, Grammars
+
+VOCABULARY = CONFIG.vocab_size
+DOCUMENT = random_prompt(0, 70)
+NEW = 12
+FREE = [
+    {"stop_token_ids": ()},
+    {"temperature": 0.8, "seed": 1, "top_k": 9, "stop_token_ids": (3, 5)},
+    {"repetition_penalty": 1.4, "temperature": 1.3, "stop_token_ids": ()},
+]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "number": {"type": "integer", "minimum": 0, "maximum": 50},
+        "colors": {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["name", "number", "colors"],
+    "additionalProperties": False,
+}
+QUESTION = [{"role": "user", "content": "Who jumps?"}]
+FORM = {"type": "json_schema", "json_schema": {"name": "a-name", "strict": True, "schema": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return tiny_lm()
+
+
+@pytest.fixture(scope="module")
+def context(lm):
+    return tca_jax.prefill(lm, DOCUMENT)
+
+
+@pytest.fixture(scope="module")
+def engine(lm):
+    with Engine(lm, max_rows=3, pages=300, answer_tokens=64) as engine:
+        yield engine
+
+
+def residues(tokens):
+    """Tokens whose number has a remainder by 7 that depends on how many there are and on the last one."""
+    return np.arange(VOCABULARY) % 7 == (len(tokens) + sum(tokens[-1:])) % 7
+
+
+def only(*tokens):
+    return np.isin(np.arange(VOCABULARY), tokens)
+
+
+def question(number):
+    return random_prompt(100 + number, 1 + 5 * number % 8)
+
+
+def reference(lm, context, prompt, constraint, count, options):
+    """The answer, a token at a time: the model's whole distribution, masked, and one draw."""
+    held, tokens = prompt, []
+    seed, sampling = options.get("seed", 0), {k: v for k, v in options.items() if k not in ("seed", "stop_token_ids")}
+    key = jax.random.fold_in(jax.random.key(seed), 0)
+    for step in range(count):
+        out = tca_jax.generate(lm, [held + tokens], context=context, max_new_tokens=1, logprobs=VOCABULARY)
+        logits = np.full(VOCABULARY, -np.inf, np.float32)
+        for token, value in out.top_logprobs[0][0]:
+            logits[token] = value
+        logits[~constraint(tokens)] = -np.inf
+        keys = jax.random.fold_in(key, step)[None]
+        tokens.append(int(sample(jnp.asarray(logits)[None], keys, Sampling(**sampling))[0]))
+    return tokens
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 7, "top_k": 5, "min_p": 0.01}])
+def test_an_answer_is_drawn_from_what_is_allowed_and_its_neighbours_are_as_without_it(lm, context, engine, options):
+    id_ = engine.read(DOCUMENT)
+    calls = []
+
+    def constraint(tokens):
+        calls.append(list(tokens))
+        return residues(tokens)
+
+    ask = {"max_new_tokens": NEW, "stop_token_ids": (), "constraint": constraint, "logprobs": True}
+    free = [engine.ask(id_, question(i), max_new_tokens=24, **FREE[i]) for i in (0, 1)]
+    stream = engine.ask(id_, question(5), **ask, **options)
+    free.append(engine.ask(id_, question(2), max_new_tokens=24, **FREE[2]))
+    out = stream.result(120)
+    assert out.tokens == reference(lm, context, question(5), residues, NEW, options)
+    assert calls == [out.tokens[:i] for i in range(NEW)]  # one call a token
+    scores = tca_jax.score(lm, [DOCUMENT + question(5) + out.tokens]).logprobs[0]
+    np.testing.assert_allclose(out.logprobs, scores[-NEW:], atol=1e-4)  # of the model, not of what is allowed
+    for i, each in enumerate(free):
+        expected = tca_jax.generate(lm, [question(i)], context=context, max_new_tokens=24, **FREE[i])
+        assert each.result(120).tokens == expected.tokens[0]
+
+
+def test_an_answer_ends_where_its_constraint_says_so_or_at_a_stop_token_that_it_allows(engine):
+    def three(tokens):
+        return None if len(tokens) == 3 else residues(tokens)
+
+    out = engine.ask(None, question(1), stop_token_ids=(), min_new_tokens=8, constraint=three, keep=True).result(60)
+    assert (len(out.tokens), out.finish_reason) == (3, "stop")
+    assert engine.document(out.document).tokens == len(question(1)) + 2
+    nothing = engine.ask(None, question(1), constraint=lambda tokens: None).result(60)
+    assert (nothing.tokens, nothing.finish_reason) == ([], "stop")
+    ask = {"stop_token_ids": (4, 96), "constraint": lambda tokens: only(4, 9, 96)}
+    out = engine.ask(None, question(2), min_new_tokens=5, max_new_tokens=5, **ask).result(60)
+    assert (out.tokens, out.finish_reason) == ([9] * 5, "length")
+    out = engine.ask(None, question(2), stop_token_ids=(96,), constraint=lambda tokens: only(96)).result(60)
+    assert (out.tokens, out.finish_reason) == ([96], "stop")
+
+
+class Refusal(Exception):
+    """What a callback raises."""
+
+
+def refusing(tokens):
+    if len(tokens) == 2:
+        raise Refusal("not here")
+    return residues(tokens)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "error", "message"),
+    [
+        (refusing, Refusal, "not here"),
+        (lambda tokens: only(*range(3 - len(tokens))), UserError, "allows no token behind 3 tokens"),
+        (lambda tokens: only(3), UserError, "stop tokens alone behind 0 tokens of the answer, fewer than min_new_to"),
+        (lambda tokens: np.ones(5, bool), UserError, r"bool of shape \(5,\): must be .* of shape \(97,\)"),
+        (lambda tokens: [True] * VOCABULARY, UserError, r"constraint gives list of shape \(\)"),
+    ],
+)
+def test_a_constraint_that_fails_fails_its_answer_alone(lm, engine, constraint, error, message):
+    ask = {"max_new_tokens": 24, "stop_token_ids": (3,)}
+    other = engine.ask(None, question(3), **ask)
+    failing = engine.ask(None, question(4), min_new_tokens=4, constraint=constraint, **ask)
+    with pytest.raises(error, match=message):
+        failing.result(60)
+    assert other.result(60).tokens == tca_jax.generate(lm, [question(3)], **ask).tokens[0]
+    assert engine.idle(60)
+
+
+def test_what_is_no_constraint_and_what_has_no_tokenizer_is_named(lm, engine):
+    with pytest.raises(TypeError, match="constraint"):
+        engine.ask(None, [1], constraint={})
+    with pytest.raises(UserError, match="tiny was loaded without a tokenizer"):
+        Grammars(lm)
+
+
+def test_without_llguidance_the_error_says_what_to_install(lm, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
+    with pytest.raises(UserError, match=r"llguidance: pip install 'tca-jax\[serve\]'"):
+        Grammars(lm)
+
+
+# Grammars, by the shipped model
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    return tca_jax.load("recall-tiny", "shipped")
+
+
+@pytest.fixture(scope="module")
+def grammars(shipped):
+    return Grammars(shipped)
+
+
+@pytest.fixture(scope="module")
+def running(shipped):
+    with (
+        Engine(shipped, max_rows=4, pages=400, answer_tokens=256) as engine,
+        Running(engine, recognize_tokens=64) as running,
+    ):
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    with running.client() as client:
+        yield client
+
+
+def texts(grammars, shipped, new, seed):
+    """A text that a grammar allows, each byte of it drawn among those that it allows."""
+    rng, constraint, tokens = np.random.default_rng(seed), new(), []
+    while (allowed := constraint(tokens)) is not None and len(tokens) < 500:
+        tokens.append(int(rng.choice(np.flatnonzero(allowed))))
+    return shipped.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def require_schema(text):
+    value = json.loads(text)
+    assert list(value) == ["name", "number", "colors"]
+    assert isinstance(value["name"], str)
+    assert len(value["name"]) <= 6
+    assert 0 <= value["number"] <= 50
+    assert value["colors"]
+    assert {*value["colors"]} <= {"red", "green"}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_is_drawn_from_a_grammar_is_of_its_language(grammars, shipped, seed):
+    require_schema(texts(grammars, shipped, grammars.json(SCHEMA), seed))
+    assert texts(grammars, shipped, grammars.regex("[ab]{3}c"), seed).strip("ab") == "c"
+    assert texts(grammars, shipped, grammars.lark('start: "x" start | "y"'), seed).strip("x") == "y"
+
+
+def test_ids_past_the_tokenizers_and_special_tokens_are_not_allowed(grammars, shipped):
+    allowed = grammars.regex("(.|\n)*")()([])
+    assert allowed.shape == (shipped.config.vocab_size,)
+    assert allowed[ord("a")]
+    assert np.flatnonzero(allowed[256:]).tolist() == [token - 256 for token in shipped.eos_token_ids]
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "foo"}, "schema: Invalid type: foo"),
+        ({"uniqueItems": True}, "schema: Unimplemented keys"),
+        ({"$ref": "#"}, "schema: nothing can follow"),
+        ({"$ref": "http://127.0.0.1/schema"}, "schema: .*does not fetch"),
+        ({"enum": []}, "schema: Unsatisfiable"),
+        ({"pattern": "(a"}, "schema: "),
+        ({"const": "x" * 70_000}, "schema has 70,013 bytes: must have at most 65,536"),
+        ({"const": float("nan")}, "schema is no JSON"),
+        ({"type": "integer", "multipleOf": 982451653}, "schema: fuel exhausted"),
+    ],
+)
+def test_a_schema_that_cannot_be_used_is_named(grammars, schema, message):
+    with pytest.raises(UserError, match=message) as raised:
+        grammars.json(schema)
+    assert len(str(raised.value)) < 1000
+
+
+def test_clients_get_json_of_their_schema_whole_and_as_a_stream(shipped, client):
+    asked = {"model": MODEL, "messages": QUESTION, "max_tokens": 200, "response_format": FORM, "seed": 3}
+    whole = client.chat.completions.create(n=2, temperature=1.0, **asked)
+    assert [choice.finish_reason for choice in whole.choices] == ["stop"] * 2
+    for choice in whole.choices:
+        require_schema(choice.message.content)
+    free = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=16, temperature=0)
+    assert free.choices[0].message.content == tca_jax.generate(shipped, [QUESTION], max_new_tokens=16).text[0]
+    chunks = list(client.chat.completions.create(stream=True, temperature=0, **asked))
+    require_schema("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    asked["response_format"] = {"type": "json_object"}
+    begun = client.chat.completions.create(temperature=0, **(asked | {"max_tokens": 12}))
+    assert begun.choices[0].message.content.startswith("{")
+
+
+def test_a_schema_that_cannot_be_used_is_the_clients_error(client):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "foo"}}}
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(model=MODEL, messages=QUESTION, response_format=form)
+    assert raised.value.body["message"] == "response_format.json_schema.schema: Invalid type: foo"
+    assert raised.value.body["param"] == "response_format.json_schema.schema"
