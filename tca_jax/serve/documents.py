@@ -106,7 +106,7 @@ class Documents:
     """
 
     def __init__(self, lm: LM, pages: int, host_bytes: int, shelf: Shelf | None) -> None:
-        self._lm, self._identity = lm.for_programs(), identity_of(lm)
+        self._lm, self._identity, self._named_by = lm.for_programs(), identity_of(lm), lm
         self._on_mesh, self._host_bytes, self._shelf = lm.mesh is not None, host_bytes, shelf
         devices = 1 if lm.head_shards is None else lm.head_shards.devices
         self.free = FreePages(pages, devices)
@@ -117,9 +117,7 @@ class Documents:
         self._arriving: list[_Arriving] = []
         self._lock = threading.Lock()  # of the table of names, which other threads look at
         for entry in [] if shelf is None else shelf.entries():
-            if document_id(lm, entry.tokens, entry.parts, named=True) == entry.id:
-                stored = Document(entry.id, entry.tokens, entry.parts, named=True, state="disk", stored=True)
-                self._by_id[entry.id] = dataclasses.replace(stored, created=entry.created)
+            self._enter_stored(entry)
 
     def _run(self, program: Any, *args: Any, **static: Any) -> Any:
         return program.prepare(self._lm, *args, **static)[0](self._lm, *args)
@@ -127,8 +125,18 @@ class Documents:
     # Names
 
     def get(self, id_: str) -> Document | None:
-        """The document of a name."""
+        """The document of a name, also where another engine has stored it since; any thread may call this."""
+        if id_ not in self._by_id and self._shelf is not None and (entry := self._shelf.entry(id_)) is not None:
+            self._enter_stored(entry)
         return self._by_id.get(id_)
+
+    def _enter_stored(self, entry: Entry) -> None:
+        """Enters a document that is on disk, unless another model has read it."""
+        if document_id(self._named_by, entry.tokens, entry.parts, named=True) == entry.id:
+            tokens, parts, created = entry.tokens, entry.parts, entry.created
+            stored = Document(entry.id, tokens, parts, named=True, state="disk", stored=True, created=created)
+            with self._lock:
+                self._by_id.setdefault(entry.id, stored)
 
     def all(self) -> list[Document]:
         """All of them, least recently asked first."""

@@ -1,10 +1,11 @@
-"""A folder of documents: contexts that an engine has stored, found again when it starts, written by another thread."""
+"""A folder of documents: contexts that engines have stored, found again by any of them, written by another thread."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,7 @@ from tca_jax.files import replacing
 
 _log = logging.getLogger(__name__)
 _SUFFIX = ".json"
+_ID = re.compile(r"doc-[0-9a-f]{24}")  # an id of a request becomes a name of a file only if it is one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,23 +43,30 @@ class Shelf:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tca-jax-shelf")
         self._writing: dict[str, Future[None]] = {}
         self._loading: dict[str, Future[Context]] = {}
+        self._removing: set[str] = set()
 
     def entries(self) -> list[Entry]:
         """What is there, oldest first; files that are no entries are named in the log and left alone."""
-        found = []
-        for file in self._folder.glob(f"*{_SUFFIX}"):
-            try:
-                fields = json.loads(file.read_text())
-                entry = Entry(file.stem, fields["tokens"], tuple(fields["parts"]), float(fields["created"]))
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                _log.warning("%s is no document: %s", file, error)
-                continue
-            found.append(entry)
-        return sorted(found, key=lambda entry: entry.created)
+        found = [self._entry(file) for file in self._folder.glob(f"*{_SUFFIX}")]
+        return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.created)
+
+    def entry(self, id_: str) -> Entry | None:
+        """What is there of a document, whoever stored it; None if nothing is."""
+        if _ID.fullmatch(id_) is None or not self.has(id_):
+            return None
+        return self._entry(self._file(id_))
+
+    def _entry(self, file: Path) -> Entry | None:
+        try:
+            fields = json.loads(file.read_text())
+            return Entry(file.stem, fields["tokens"], tuple(fields["parts"]), float(fields["created"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.warning("%s is no document: %s", file, error)
+            return None
 
     def has(self, id_: str) -> bool:
         """Whether a document is stored."""
-        return self._file(id_).exists()
+        return id_ not in self._removing and self._file(id_).exists()
 
     def store(self, entry: Entry, num_bytes: int, make: Callable[[], Context]) -> Future[None]:
         """Writes a document of so many bytes in another thread, which also makes its context.
@@ -107,7 +116,9 @@ class Shelf:
         def remove() -> None:
             self._file(id_).unlink(missing_ok=True)
             shutil.rmtree(self._folder / id_, ignore_errors=True)
+            self._removing.discard(id_)
 
+        self._removing.add(id_)
         self._worker.submit(remove)
 
     def wait(self, id_: str, timeout: float | None = None) -> None:
