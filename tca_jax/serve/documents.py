@@ -114,6 +114,7 @@ class Documents:
         size = 2 * num_bytes(lm.method.cache.block_size, lm.config.head_dim, lm.cache_dtype)
         self.page_bytes, self._chunk = size * devices, max(1, min(pages, _CHUNK_BYTES // size))
         self._by_id: OrderedDict[str, Document] = OrderedDict()  # least recently asked first
+        self._of_others: set[str] = set()  # documents on disk that another model has read
         self._arriving: list[_Arriving] = []
         self._lock = threading.Lock()  # of the table of names, which other threads look at
         for entry in [] if shelf is None else shelf.entries():
@@ -126,9 +127,15 @@ class Documents:
 
     def get(self, id_: str) -> Document | None:
         """The document of a name, also where another engine has stored it since; any thread may call this."""
-        if id_ not in self._by_id and self._shelf is not None and (entry := self._shelf.entry(id_)) is not None:
+        unknown = self._shelf is not None and id_ not in self._by_id and id_ not in self._of_others
+        if unknown and self._shelf is not None and (entry := self._shelf.entry(id_)) is not None:
             self._enter_stored(entry)
         return self._by_id.get(id_)
+
+    def find_stored(self) -> None:
+        """Enters all documents that other engines have stored since; any thread may call this."""
+        for id_ in [] if self._shelf is None else self._shelf.ids():
+            self.get(id_)
 
     def _enter_stored(self, entry: Entry) -> None:
         """Enters a document that is on disk, unless another model has read it."""
@@ -137,6 +144,8 @@ class Documents:
             stored = Document(entry.id, tokens, parts, named=True, state="disk", stored=True, created=created)
             with self._lock:
                 self._by_id.setdefault(entry.id, stored)
+        else:
+            self._of_others.add(entry.id)
 
     def all(self) -> list[Document]:
         """All of them, least recently asked first."""

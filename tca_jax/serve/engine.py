@@ -130,6 +130,11 @@ class Engine:
         if self._shelf is not None:
             self._shelf.close()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it answers: it has neither been closed nor failed as a whole."""
+        return self._thread.is_alive()
+
     # Documents
 
     def read(self, document: Prompt) -> str:
@@ -194,7 +199,8 @@ class Engine:
         self._call(drop)
 
     def documents(self) -> list[DocumentInfo]:
-        """All documents that were read or wait to be, least recently asked first."""
+        """All documents that were read, also by others with this folder, or wait to be; least recently asked first."""
+        self._documents.find_stored()
         return [self._info(each) for each in self._documents.all() if each.named]
 
     def document(self, document: str) -> DocumentInfo:

@@ -45,6 +45,10 @@ class Shelf:
         self._loading: dict[str, Future[Context]] = {}
         self._removing: set[str] = set()
 
+    def ids(self) -> list[str]:
+        """The ids of all documents that are there."""
+        return [file.stem for file in self._folder.glob(f"*{_SUFFIX}")]
+
     def entries(self) -> list[Entry]:
         """What is there, oldest first; files that are no entries are named in the log and left alone."""
         found = [self._entry(file) for file in self._folder.glob(f"*{_SUFFIX}")]
