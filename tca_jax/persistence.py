@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,6 +36,7 @@ _TEMPORARY = re.compile(r"\.tmp-(?P<host>.+)-(?P<pid>[0-9]+)-[0-9a-f]{32}")
 _ABANDONED_SECONDS = 24 * 3600  # the age at which a temporary folder of another machine counts as nobody's
 _STEP_BYTES = 128 * 1024  # more than the files of a step take beside the bytes of its arrays
 _SMALL_BYTES = 2**26  # from here on what Orbax needs beside the arrays' own bytes is a small part of them
+_SAVING = threading.Lock()  # Orbax's folders wait for signals that all saves of a process share: two at once fail
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # what a rename onto a name in use ends with
 
 
@@ -137,7 +139,7 @@ def _write(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str
         }
         return ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(**_alone()), **handlers)
 
-    with _quiet(), ocp.Checkpointer(composite(), **_alone()) as checkpointer:
+    with _SAVING, _quiet(), ocp.Checkpointer(composite(), **_alone()) as checkpointer:
         items = {"arrays": ocp.args.StandardSave(dict(arrays)), "metadata": ocp.args.JsonSave(dict(metadata))}
         checkpointer.save(folder, args=ocp.args.Composite(**items))
     for note in folder.rglob("commit_success.txt"):  # nobody reads it, and it tells a path of this machine
