@@ -240,8 +240,10 @@ class Client(threading.Thread):
     # Inside
 
     def _drawn(self) -> Asked:
-        of = len(self._references.documents), _QUESTIONS, len(_OPTIONS)
-        return Asked(*map(self._random.randrange, of))
+        document, question, options = map(
+            self._random.randrange, (len(self._references.documents), _QUESTIONS, len(_OPTIONS))
+        )
+        return Asked(document, question, options)
 
     def _read(self, asked: Asked) -> str:
         assert asked.document is not None

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,7 +33,7 @@ from tca_jax.lab.benchmarks.options import RESULTS, NameOption, OutOption
 from tca_jax.lab.benchmarks.progress import Count, counted
 from tca_jax.lab.benchmarks.serve_clients import FAILURES, KINDS, Client, References, Tallies
 from tca_jax.lab.benchmarks.shares import Share
-from tca_jax.lab.benchmarks.soak_report import live_bytes
+from tca_jax.lab.benchmarks.soak_report import Compilations, live_bytes
 from tca_jax.lab.benchmarks.watching import percentiles
 from tca_jax.pallas_kernels.backends import resolve_backend
 from tca_jax.serve import Engine
@@ -43,6 +43,7 @@ _HOST_ROOM = 2.2  # and host memory
 _WARMING = 4  # requests of each kind
 _SAMPLED_EVERY = 0.05  # seconds
 _WARM = 0.4  # of the time has gone before memory is looked at
+_QUIET = 0.8  # of it; what is compiled later does not shorten the time in which memory is looked at
 _SLACK = 2**27  # bytes by which the process may grow then: the host's heap
 _LIVE_SLACK = 2**16  # bytes by which arrays may
 _SECONDS = 120.0  # most that anything is waited for
@@ -66,8 +67,8 @@ class Soak:
         self._backend, self._random = backend, random.Random(seed)
         self.tallies, self.rounds, self.problems = Tallies(), list[dict[str, Any]](), list[str]()
         self.moves = dict.fromkeys(("device", "host", "disk"), 0)
-        self.memory: list[tuple[float, int]] = []
-        self._ending = Ending()
+        self.memory: list[Sample] = []
+        self._ending, self.compilations = Ending(), Compilations()
 
     def warm_up(self) -> None:
         """A few requests one after the other, which compile nearly all programs."""
@@ -92,6 +93,7 @@ class Soak:
 
     def _round(self, number: int, share: float, report: Count) -> None:
         begin, before, done = self._ending.elapsed, self._stored(), self.tallies.requests
+        compiled = self.compilations.count
         with self._engine() as engine:
             found = {each.id for each in engine.documents()}
             if found != before:
@@ -118,7 +120,7 @@ class Soak:
                 "s": self._ending.elapsed - begin,
                 "requests": self.tallies.requests - done,
                 "documents found": len(found),
-                "programs": programs.num_programs(),
+                "programs compiled": self.compilations.count - compiled,
                 "MB of the process": programs.resident_bytes() / 1e6,
             }
         )
@@ -142,7 +144,7 @@ class Soak:
 
     def _look(self, engine: Engine, states: dict[str, str]) -> None:
         """Notes the process's memory, and which documents have moved."""
-        self.memory.append((self._ending.elapsed, programs.resident_bytes()))
+        self.memory.append(Sample(self._ending.elapsed, programs.resident_bytes(), self.compilations.count))
         for each in engine.documents():
             before = states.get(each.id, each.state)
             if before != each.state and each.state in self.moves and before != "waiting":
@@ -182,23 +184,43 @@ class Soak:
 
     def memory_row(self) -> dict[str, Any]:
         """How the process has grown since it was warm; that this is too much is noted as a problem."""
-        row = growth([each for each in self.memory if each[0] >= _WARM * self._ending.elapsed])
+        row = growth(self.memory)
         if row["grown MB"] * 1e6 > _SLACK:
             self.problems.append(f"the process grew by {row['grown MB']:.0f} MB after it was warm")
         return row
 
 
-def growth(measured: Sequence[tuple[float, int]]) -> dict[str, Any]:
-    """Columns of how bytes grew over seconds: the slope of a line through all, and over the whole time; the peak."""
-    if len(measured) < 2:
-        return {"samples": len(measured), "MB/minute": 0.0, "grown MB": 0.0, "peak MB": 0.0}
-    seconds, held = np.asarray(measured, np.float64).T
-    slope = float(np.polyfit(seconds - seconds[0], held, 1)[0])
+class Sample(NamedTuple):
+    """What a process has at a moment: seconds since the load began, bytes, and programs that were compiled so far."""
+
+    seconds: float
+    held: int
+    programs: int
+
+
+def growth(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Columns of how bytes grew by a line through samples, and their peak.
+
+    Of the samples behind the first part of the time, those count that came after the last program was compiled, which
+    takes memory of its own; all of them if something was compiled nearly to the end.
+    """
+    end = max((each.seconds for each in samples), default=0.0)
+    warm = [each for each in samples if each.seconds >= _WARM * end]
+    quiet = [each for each in warm if each.programs == warm[-1].programs]
+    if quiet and quiet[0].seconds < _QUIET * end:
+        warm = quiet
+    slope = 0.0
+    if len(warm) > 1:
+        seconds, held = (np.asarray(x, np.float64) for x in zip(*[each[:2] for each in warm], strict=True))
+        slope = float(np.polyfit(seconds - seconds[0], held, 1)[0])
+    span = warm[-1].seconds - warm[0].seconds if warm else 0.0
     return {
-        "samples": len(measured),
+        "samples": len(warm),
+        "over s": span,
+        "programs compiled": warm[-1].programs - warm[0].programs if warm else 0,
         "MB/minute": 60 * slope / 1e6,
-        "grown MB": slope * float(seconds[-1] - seconds[0]) / 1e6,
-        "peak MB": float(held.max()) / 1e6,
+        "grown MB": slope * span / 1e6,
+        "peak MB": max((each.held for each in samples), default=0) / 1e6,
     }
 
 
@@ -218,7 +240,8 @@ def describe(lm: LM, soak: Soak, ending: Ending, shape: str) -> str:
         f"the documents: moves that were seen between looks every {1e3 * _SAMPLED_EVERY:.0f} ms: {moves}. After each "
         "round no request waits, all pages are free but those of documents, and the next engine finds all documents "
         "on disk. Memory is that of the process after the first "
-        f"{_WARM:.0%} of the time; `MB/minute` is the slope of a line through its samples."
+        f"{_WARM:.0%} of the time, and after the last program was compiled unless that was in the last "
+        f"{1 - _QUIET:.0%}; `MB/minute` is the slope of a line through its samples."
     )
 
 
@@ -260,6 +283,7 @@ def main(
         ending = Ending(60 * minutes)
         with ending.told_by_signals():
             soak.run(rounds, ending)
+    soak.compilations.close()
     memory = soak.memory_row()
     shape = f"{documents} documents of up to {tokens:,} tokens, {rows} rows, {clients} clients, seed {seed}"
     tables = {

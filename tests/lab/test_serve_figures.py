@@ -7,7 +7,7 @@ from tca_jax.engine.request import AnswerOptions
 from tca_jax.engine.sampling import Sampling
 from tca_jax.lab.benchmarks.serve import PARTS, TARGETS, summary
 from tca_jax.lab.benchmarks.serve_parts import floor_seconds
-from tca_jax.lab.benchmarks.serve_soak import growth
+from tca_jax.lab.benchmarks.serve_soak import Sample, growth
 from tca_jax.lab.benchmarks.served_documents import Round, own_time
 from tca_jax.lab.benchmarks.watching import Watched, arrivals, at_times, percentiles
 from tca_jax.serve.streams import Stream
@@ -71,7 +71,14 @@ def test_the_summary_compares_with_one_row_and_with_full_caches():
     }
 
 
-def test_growth_is_the_slope_of_a_line():
-    row = growth([(float(s), 10**8 + 10**6 * s) for s in range(31)])
-    assert row == pytest.approx({"samples": 31, "MB/minute": 60, "grown MB": 30, "peak MB": 130})
+def test_growth_is_the_slope_of_a_line_once_nothing_is_compiled_any_more():
+    flat = [Sample(float(s), 2 * 10**8, 7) for s in range(51, 101)]
+    compiling = [Sample(float(s), 10**8 + 2 * 10**6 * s, min(s, 6)) for s in range(51)]
+    row = growth(compiling + flat)
+    assert (row["samples"], row["programs compiled"], row["peak MB"]) == (50, 0, 200)
+    assert row["grown MB"] == pytest.approx(0, abs=1e-6)
+    row = growth([Sample(float(s), 10**8 + 10**6 * s, 7) for s in range(101)])
+    assert (row["over s"], row["MB/minute"], row["grown MB"]) == pytest.approx((60, 60, 60))
+    late = growth([Sample(float(s), 10**8 + 10**6 * s, s) for s in range(101)])
+    assert (late["over s"], late["programs compiled"]) == (60, 60)
     assert growth([])["grown MB"] == 0
