@@ -15,7 +15,6 @@ from tca_jax.lab.benchmarks.models import weight_bytes
 from tca_jax.lab.benchmarks.served_documents import (
     Rounds,
     UnreadDocuments,
-    in_thread,
     own_time,
     seconds_to_come_back,
     send_to_host,
@@ -104,7 +103,7 @@ class Served:
         """How many documents the engine's pages hold."""
         begin = time.perf_counter()
         self.hold(self.most)
-        in_thread(self.engine, lambda: jax.block_until_ready(self.engine._documents.pool.k))
+        self.engine._loop.call(lambda: jax.block_until_ready(self.engine._documents.pool.k))
         here = [each for each in self.engine.documents() if each.state == "device"]
         return {
             "documents": len(here),
@@ -163,7 +162,7 @@ class Served:
     def time_reading(self) -> dict[str, Any]:
         """Pauses of running answers while a document is read; programs are compiled by readings before."""
         needed = self.lm.cache_layout(1, self.load.tokens).num_pages
-        self.hold(min(self.rows - 1, (self.engine._documents.free.total - needed) // self._unread.pages))
+        self.hold(min(self.rows - 1, (self.engine.document_pages.total - needed) // self._unread.pages))
         assert self.ids, "the pool has room for two documents"
         self._read()
         alone = self._read()

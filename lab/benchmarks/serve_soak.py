@@ -157,7 +157,7 @@ class Soak:
         if not engine.idle(_SECONDS):
             self.problems.append(f"round {number}: the engine is not idle after {_SECONDS:.0f} seconds")
             return
-        answers, documents = engine._scheduler._free, engine._documents
+        answers, documents = engine.answer_pages, engine._documents
         if answers.free != answers.total:
             self.problems.append(f"round {number}: {answers.total - answers.free} pages of answers are not free")
         stay = set() if last else {engine.read(document) for document in self._references.documents}
@@ -167,10 +167,9 @@ class Soak:
             if each.id not in stay:
                 engine.forget(each.id)
         held = sum(each.num_pages for each in documents.all() if each.numbers is not None)
-        if documents.free.total - documents.free.free != held:
-            self.problems.append(
-                f"round {number}: {documents.free.free} of {documents.free.total} pages are free, documents hold {held}"
-            )
+        pages = engine.document_pages
+        if pages.total - pages.free != held:
+            self.problems.append(f"round {number}: {pages.free} of {pages.total} pages are free, documents hold {held}")
 
     def _look_at_arrays(self) -> None:
         live = live_bytes()

@@ -9,8 +9,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +21,6 @@ from tca_jax.lab.benchmarks.common import random_normal
 from tca_jax.pallas_kernels.kv import CODES, encode
 from tca_jax.serve import Engine, programs
 from tca_jax.serve.documents import Document
-
-T = TypeVar("T")
 
 
 class UnreadDocuments:
@@ -57,7 +54,7 @@ class UnreadDocuments:
     def enter(self, most: int) -> list[str]:
         """Enters documents until there are so many, or no more have room; returns their ids."""
         ids: list[str] = []
-        while len(ids) < most and (id_ := in_thread(self._engine, self._enter)) is not None:
+        while len(ids) < most and (id_ := self._engine._loop.call(self._enter)) is not None:
             ids.append(id_)
         return ids
 
@@ -80,31 +77,12 @@ class UnreadDocuments:
         return dataclasses.replace(empty, k=k, v=v)
 
 
-def _loop(engine: Engine) -> Any:
-    """What runs the engine's thread."""
-    return getattr(engine, "_loop", engine._scheduler)
-
-
-def in_thread(engine: Engine, function: Callable[[], T]) -> T:
-    """What a function returns that runs in the engine's thread, which alone changes what an engine has."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(function())
-        except Exception as error:
-            done.set_exception(error)
-
-    getattr(_loop(engine), "post", _loop(engine).call)(run)
-    return done.result()
-
-
 def send_to_host(engine: Engine, id_: str) -> list[Any]:
     """Has a document leave the device for host memory; returns its arrays there once they have arrived."""
     documents = engine._documents
     document = documents.get(id_)
     assert document is not None
-    in_thread(engine, lambda: documents._leave(document))
+    engine._loop.call(lambda: documents._leave(document))
     assert document.state == "host", "host memory has room for a document"
     return jax.block_until_ready(jax.tree.leaves(document.chunks))
 
@@ -115,9 +93,9 @@ def seconds_to_come_back(engine: Engine, id_: str) -> float:
     document = documents.get(id_)
     assert document is not None
     begin = time.perf_counter()
-    assert in_thread(engine, lambda: documents.bring(document)), "the device has room for a document"
-    _loop(engine).wait_until(lambda: not documents._arriving, None)
-    in_thread(engine, lambda: jax.block_until_ready(documents.pool.k))
+    assert engine._loop.call(lambda: documents.bring(document)), "the device has room for a document"
+    engine._loop.wait_until(lambda: not documents._arriving, None)
+    engine._loop.call(lambda: jax.block_until_ready(documents.pool.k))
     return time.perf_counter() - begin
 
 
