@@ -96,10 +96,11 @@ def _summary(records: Sequence[Record], names: Mapping[str, str], length: int) -
     rows = []
     for method in _ordered(records, "method"):
         scores = [f"{of[method]:.1f}" if method in of else _NONE for of in means.values()]
-        rises = [
-            f"{losses[method][name] / full[name] - 1:+.2%}" if method in losses else _NONE
-            for name in (("loss_inside", "loss") if full else ())
-        ]
+        rises = []
+        if full is not None:
+            kinds = "loss_inside", "loss"
+            own_losses = losses.get(method)
+            rises = [_NONE if own_losses is None else f"{own_losses[kind] / full[kind] - 1:+.2%}" for kind in kinds]
         own = [record for record in records if record["method"] == method]
         shares = [f"{held_share(own):.1%}", _mean_share(own, "attended_share")]
         rows.append([f"`{names.get(method, method)}`", *scores, *rises, *shares])
