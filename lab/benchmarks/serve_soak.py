@@ -179,7 +179,7 @@ class Soak:
             self.problems.append(f"live arrays grew from {before:.2f} to {live / 1e6:.2f} MB")
 
     def _stored(self) -> set[str]:
-        return {file.stem for file in self._folder.glob("*.json")}
+        return {file.parent.name for file in self._folder.glob("*/document.json")}
 
     def memory_row(self) -> dict[str, Any]:
         """How the process has grown since it was warm; that this is too much is noted as a problem."""
