@@ -105,7 +105,7 @@ def curves(folder: Path, out: Path, plan: Plan, dtype: str | None, curve: Curve)
     """Loss inside prompts by the attended share, and answers by the bytes of the cache, of a method."""
     lm, name = tca_jax.load(folder, dtype=dtype), folder.name
     tokens, *_ = plan.lengths
-    window, shape = window_of(tokens), (lm.config.num_layers, lm.config.num_kv_heads)
+    window = window_of(tokens)
     texts, documents = passages(0, plan.passages, tokens, 1), documents_by_task(lm, name, plan, tokens)
     found: dict[str, Any] = {"curves": name, "tokens": tokens, "device": jax.devices()[0].device_kind}
     found |= {"dtype": lm.dtype.name, "jax": jax.__version__, "tca_jax": version("tca-jax")}
@@ -135,7 +135,7 @@ def curves(folder: Path, out: Path, plan: Plan, dtype: str | None, curve: Curve)
         return lm.with_profile(tca_jax.calibrate(lm, own_texts, tolerances, probes=pairs))
 
     if curve.baselines:
-        row0 = Profile.uniform(config, *shape, 0)
+        row0 = Profile.uniform(config, lm.config.num_layers, lm.config.num_kv_heads, 0)
         note("full", lambda: lm.with_profile(None), reads=True, keeps=True, label="full attention")
         note("row 0", lambda: lm.with_profile(row0), reads=True, keeps=True, label="TCA, row 0 in every head")
     for read, keep in curve.tolerances:
@@ -153,10 +153,10 @@ def curves(folder: Path, out: Path, plan: Plan, dtype: str | None, curve: Curve)
     def under_spec(spec: MethodSpec) -> tca_jax.LM:
         return builder.build(spec).lm
 
-    for spec in parse_methods(",".join(curve.readers)) if curve.readers else ():
+    for spec in _specs(curve.readers):
         note(spec.parts[0][0], functools.partial(under_spec, spec), reads=True, keeps=False, label=spec.label)
     sizes = CallSizes(bucket_length(tokens), bucket_length(256), bucket_length(128))
-    for spec, share in itertools.product(parse_methods(",".join(curve.keepers)) if curve.keepers else (), BYTES):
+    for spec, share in itertools.product(_specs(curve.keepers), BYTES):
         built = builder.build_within(spec, share, sizes)
         if not built.own_budget:
             # Of a method that runs twice, the curve with options is called by them.
@@ -164,5 +164,9 @@ def curves(folder: Path, out: Path, plan: Plan, dtype: str | None, curve: Curve)
             method = spec.label if twice else spec.parts[0][0]
             label = f"{spec.label} within {share:.0%}"
             note(method, functools.partial(getattr, built, "lm"), reads=False, keeps=True, label=label)
-    for spec in parse_methods(",".join(curve.steppers)) if curve.steppers else ():
+    for spec in _specs(curve.steppers):
         note(spec.parts[0][0], functools.partial(under_spec, spec), reads=False, keeps=True, label=spec.label)
+
+
+def _specs(methods: tuple[str, ...]) -> tuple[MethodSpec, ...]:
+    return parse_methods(",".join(methods)) if methods else ()

@@ -92,6 +92,8 @@ def _summary(records: Sequence[Record], names: Mapping[str, str], length: int) -
                 }
     losses = {r["method"]: r["values"] for r in records if r["suite"] == "text" and r["task"] == "loss"}
     full = losses.get("full")
+    if len(means) + bool(full) < 2:  # another table has it
+        return []
     heads = [*means, *(["loss inside", "loss behind"] if full else []), "KV bytes", "attended"]
     rows = []
     for method in _ordered(records, "method"):
@@ -106,8 +108,6 @@ def _summary(records: Sequence[Record], names: Mapping[str, str], length: int) -
         rows.append([f"`{names.get(method, method)}`", *scores, *rises, *shares])
     explained = "Mean scores in percent of the tasks that all have"
     explained += ", and losses over full attention's." if full else "."
-    if len(means) + bool(full) < 2:  # another table has it
-        return []
     return [f"## All, {length:,} tokens", "", explained, "", *markdown(["method", *heads], rows)]
 
 
@@ -122,12 +122,12 @@ def _question_tables(records: Sequence[Record], title: str, explained: str, *, s
         heads = [_marked(task, records) for task in some]
         rows = [[method, *(_score(found.get((method, task))) for task in some)] for method in methods]
         lines += markdown(["method", *heads], rows)
-    everywhere = [task for task in tasks if all((method, task) in found for method in methods)]
-    compared = f"mean of {len(everywhere)}"
+    everywhere = common_tasks(records)
+    compared = f"mean of {len(everywhere.get(methods[0], ()))}"
     rows = []
     for method in methods:
         own = [r for r in records if r["method"] == method]
-        mean = [found[method, task]["score"] for task in everywhere]
+        mean = [record["score"] for record in everywhere.get(method, ())]
         name = method + (_OWN_BUDGET if any(r["own_budget"] for r in own) else "")
         rows.append([name, f"{np.mean(mean):.1f}" if mean else _NONE, *_costs(own, seconds=seconds)])
     times = ["prefill (s)", "from the question (s)", "ms per token", "batch"] if seconds else ["batch"]
@@ -189,6 +189,7 @@ def _tuning_table(tuned: Sequence[Record]) -> list[str]:
         for kind, trial in both:
             count, seconds = ("", "") if kind == "defaults" else (str(len(trials)), f"{record['seconds']:.0f}")
             losses = [f"{trial[name]:.4f}" for name in ("loss_inside", "loss_following")]
+            # Plus zero, which has no sign behind: none lost is -0.0.
             shares = [f"{trial[name] + 0.0:.1%}" for name in ("answers_lost", "held_share", "attended_share")]
             name = f"{trial['spec']} ({kind})"
             rows.append([name, f"{trial['excess']:.2f}", losses[0], shares[0], losses[1], *shares[1:], count, seconds])

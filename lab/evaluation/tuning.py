@@ -286,9 +286,12 @@ def highest_within(values: Sequence[float], costs: Callable[[float], float], lim
     while high - low > 1:
         place = (low + high) // 2
         cost = costs(values[place])
-        if round(limit * (1 - _NEAR) - cost, _DIGITS) <= 0 and round(cost - limit, _DIGITS) <= 0:
+        if round(cost - limit, _DIGITS) > 0:
+            high = place
+        elif round(limit * (1 - _NEAR) - cost, _DIGITS) <= 0:
             return values[place]
-        low, high = (low, place) if round(cost - limit, _DIGITS) > 0 else (place, high)
+        else:
+            low = place
     return values[low]
 
 

@@ -126,7 +126,8 @@ class Stream:
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Has a function called whenever there is more, in the engine's thread, which it must not hold up."""
-        self._listeners.append(listener)
+        with self._changed:
+            self._listeners.append(listener)
 
     @property
     def ended(self) -> bool:
@@ -155,8 +156,7 @@ class Stream:
                 loop.call_soon_threadsafe(changed.set)
 
         sent = 0
-        with self._changed:
-            self._listeners.append(listener)
+        self.listen(listener)
         try:
             while True:
                 changed.clear()
