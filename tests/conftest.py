@@ -59,6 +59,7 @@ SLOW = (
     "engine/test_budgets.py",
     "engine/test_mesh_contexts.py",
     "serve/test_mesh.py",
+    "serve/test_ray.py",
     "engine/test_mesh_kernels.py",
     "engine/test_several_gpus.py",
     "lab/benchmarks",

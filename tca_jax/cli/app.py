@@ -15,14 +15,12 @@ from typer.core import TyperGroup
 
 from tca_jax.cli.calibrate import calibrate
 from tca_jax.cli.chat import chat
-from tca_jax.cli.errors import usage_message, users_message
+from tca_jax.cli.errors import UsageError, usage_message, users_message
 from tca_jax.cli.generate import generate
 from tca_jax.cli.plots import app as plot_app
 from tca_jax.cli.profiles import app as profile_app
 from tca_jax.cli.serve import serve
 from tca_jax.files import naming
-
-_UsageError: Any = typer.BadParameter.__base__  # typer does not export it by its name
 
 
 class _Commands(TyperGroup):
@@ -42,7 +40,7 @@ class _Commands(TyperGroup):
         except BrokenPipeError:
             _flush_or_abandon_stdout()
             code = 1
-        except _UsageError as error:
+        except UsageError as error:
             code = _fail(usage_message(error))
         except Exception as error:
             message = users_message(error)

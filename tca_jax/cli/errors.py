@@ -8,7 +8,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import typer
+
 from tca_jax.errors import UserError
+
+UsageError: Any = typer.BadParameter.__base__  # typer does not export it by its name
 
 #: Options that had another name before, of whichever command has the new one.
 _RENAMED = {

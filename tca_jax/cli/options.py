@@ -140,7 +140,7 @@ class AnswerOptions:
         return given
 
 
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
+def with_options(command: Callable[..., _T]) -> Callable[..., _T]:
     """The command with the fields of the dataclasses that it takes, such as `AnswerOptions`, as options of its own."""
     declared = inspect.signature(command, eval_str=True).parameters
     groups: dict[str, Any] = {
@@ -150,13 +150,13 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     spread = inspect.Signature(parameters)
 
     @functools.wraps(command)
-    def called(*args: Any, **options: Any) -> None:
+    def called(*args: Any, **options: Any) -> _T:
         bound = spread.bind(*args, **options)
         bound.apply_defaults()
         given = dict(bound.arguments)
         for name, kind in groups.items():
             given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
-        command(**given)
+        return command(**given)
 
     called.__signature__ = spread  # type: ignore[attr-defined]
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,7 +19,97 @@ from tca_jax.cli.options import LARGEST, ModelArgument, ModelOptions, with_optio
 from tca_jax.errors import UserError
 from tca_jax.files import naming
 
+if TYPE_CHECKING:
+    from tca_jax.serve import Engine
+    from tca_jax.serve.server import Settings
+
 _GB = 10**9
+
+
+@dataclasses.dataclass(frozen=True)
+class ServingOptions:
+    """Options of a server that answers over HTTP, wherever it listens."""
+
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Key that requests must have; may be repeated. TCA_JAX_API_KEY keeps it out of lists of processes.",
+            envvar="TCA_JAX_API_KEY",
+            show_default="no key",
+        ),
+    ] = None
+    model_name: Annotated[
+        str | None, typer.Option(help="Name of the model in requests.", show_default="as it is given, without folders")
+    ] = None
+    max_rows: Annotated[int, typer.Option(help="Answers that are written at once.", min=1)] = 8
+    answer_tokens: Annotated[
+        int, typer.Option(help="Tokens of question and answer for which each row has memory.", min=1, max=LARGEST)
+    ] = 1024
+    pages: Annotated[
+        int | None, typer.Option(help="Pages of documents on the device.", min=1, show_default="what is free")
+    ] = None
+    host_memory: Annotated[
+        float | None,
+        typer.Option(help="GB of host memory for documents off the device.", min=0, show_default="a quarter"),
+    ] = None
+    disk: Annotated[
+        Path | None,
+        typer.Option(help="Folder in which documents are stored, and found at the next start.", show_default="none"),
+    ] = None
+    disk_gb: Annotated[float | None, typer.Option(help="Most GB in it.", min=0, show_default="no bound")] = None
+    rows_per_key: Annotated[
+        int, typer.Option(help="Answers of one key that wait or are written; without keys, of all clients.", min=1)
+    ] = 64
+    max_waiting: Annotated[int, typer.Option(help="Answers of all keys that wait or are written.", min=1)] = 256
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1, max=LARGEST)] = 4096
+    max_body: Annotated[float, typer.Option(help="Most MB of a request.", min=0.001)] = 64.0
+    timeout: Annotated[float, typer.Option(help="Most seconds of an answer, waiting included.", min=0.001)] = 600.0
+    grace: Annotated[float, typer.Option(help="Seconds that running answers have at the end.", min=0)] = 10.0
+    recognize_tokens: Annotated[
+        int, typer.Option(help="Shortest text of a chat that is read once, as a document; 0 for none.", min=0)
+    ] = 1024
+
+    def check(self) -> None:
+        """Raises ValueError if a package is missing, or an option is not allowed that no parser checks."""
+        needed = ("starlette", "uvicorn", "prometheus_client", "llguidance")
+        if missing := [name for name in needed if find_spec(name) is None]:
+            raise UserError(f"tca-jax serve needs {' and '.join(missing)}: pip install 'tca-jax[serve]'")
+        if not all(self.api_key or ()):
+            raise UserError("--api-key '': must not be empty")
+
+    def engine(self, model: str, running: ModelOptions) -> Engine:
+        """An engine for a model, whose weights are read; the caller closes it."""
+        from tca_jax.serve import Engine
+
+        with opened(model, running) as (_, load):
+            lm = load()
+        return Engine(
+            lm,
+            max_rows=self.max_rows,
+            pages=self.pages,
+            answer_tokens=self.answer_tokens,
+            host_memory=None if self.host_memory is None else int(self.host_memory * _GB),
+            disk=self.disk,
+            disk_bytes=None if self.disk_gb is None else max(1, int(self.disk_gb * _GB)),
+            backend=running.backend,
+        )
+
+    def settings(self, model: str, running: ModelOptions) -> Settings:
+        """What a server for a model allows."""
+        from tca_jax.serve.server import Settings
+
+        return Settings(
+            model=self.model_name or (Path(model).resolve().name if Path(model).exists() else model),
+            api_keys=tuple(self.api_key or ()),
+            rows_per_key=self.rows_per_key,
+            max_rows=self.max_waiting,
+            max_tokens=self.max_tokens,
+            max_body=int(self.max_body * 10**6),
+            answer_seconds=self.timeout,
+            grace_seconds=self.grace,
+            recognize_tokens=self.recognize_tokens,
+            backend=running.backend,
+        )
 
 
 @with_options
@@ -28,44 +119,7 @@ def serve(
         "127.0.0.1"
     ),
     port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8000,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Key that requests must have; may be repeated. TCA_JAX_API_KEY keeps it out of lists of processes.",
-            envvar="TCA_JAX_API_KEY",
-            show_default="no key",
-        ),
-    ] = None,
-    model_name: Annotated[
-        str | None, typer.Option(help="Name of the model in requests.", show_default="as it is given, without folders")
-    ] = None,
-    max_rows: Annotated[int, typer.Option(help="Answers that are written at once.", min=1)] = 8,
-    answer_tokens: Annotated[
-        int, typer.Option(help="Tokens of question and answer for which each row has memory.", min=1, max=LARGEST)
-    ] = 1024,
-    pages: Annotated[
-        int | None, typer.Option(help="Pages of documents on the device.", min=1, show_default="what is free")
-    ] = None,
-    host_memory: Annotated[
-        float | None,
-        typer.Option(help="GB of host memory for documents off the device.", min=0, show_default="a quarter"),
-    ] = None,
-    disk: Annotated[
-        Path | None,
-        typer.Option(help="Folder in which documents are stored, and found at the next start.", show_default="none"),
-    ] = None,
-    disk_gb: Annotated[float | None, typer.Option(help="Most GB in it.", min=0, show_default="no bound")] = None,
-    rows_per_key: Annotated[
-        int, typer.Option(help="Answers of one key that wait or are written; without keys, of all clients.", min=1)
-    ] = 64,
-    max_waiting: Annotated[int, typer.Option(help="Answers of all keys that wait or are written.", min=1)] = 256,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1, max=LARGEST)] = 4096,
-    max_body: Annotated[float, typer.Option(help="Most MB of a request.", min=0.001)] = 64.0,
-    timeout: Annotated[float, typer.Option(help="Most seconds of an answer, waiting included.", min=0.001)] = 600.0,
-    grace: Annotated[float, typer.Option(help="Seconds that running answers have at the end.", min=0)] = 10.0,
-    recognize_tokens: Annotated[
-        int, typer.Option(help="Shortest text of a chat that is read once, as a document; 0 for none.", min=0)
-    ] = 1024,
+    serving: ServingOptions = ServingOptions(),
     running: ModelOptions = ModelOptions(),  # noqa: B008 (frozen)
 ) -> None:
     """Serve a model over HTTP: chats, completions and documents, as OpenAI's clients ask for them.
@@ -75,41 +129,11 @@ def serve(
 
     Example: [bold]tca-jax serve recall-tiny --profile shipped --port 8000[/]
     """
-    if missing := [
-        name for name in ("starlette", "uvicorn", "prometheus_client", "llguidance") if find_spec(name) is None
-    ]:
-        raise UserError(f"tca-jax serve needs {' and '.join(missing)}: pip install 'tca-jax[serve]'")
-    keys = tuple(api_key or ())
-    if not all(keys):
-        raise UserError("--api-key '': must not be empty")
+    serving.check()
     with _bound(host, port) as listening:
-        from tca_jax.serve import Engine
         from tca_jax.serve import server as of_http
 
-        with opened(model, running) as (_, load):
-            lm = load()
-        engine = Engine(
-            lm,
-            max_rows=max_rows,
-            pages=pages,
-            answer_tokens=answer_tokens,
-            host_memory=None if host_memory is None else int(host_memory * _GB),
-            disk=disk,
-            disk_bytes=None if disk_gb is None else max(1, int(disk_gb * _GB)),
-            backend=running.backend,
-        )
-        settings = of_http.Settings(
-            model=model_name or (Path(model).resolve().name if Path(model).exists() else model),
-            api_keys=keys,
-            rows_per_key=rows_per_key,
-            max_rows=max_waiting,
-            max_tokens=max_tokens,
-            max_body=int(max_body * 10**6),
-            answer_seconds=timeout,
-            grace_seconds=grace,
-            recognize_tokens=recognize_tokens,
-            backend=running.backend,
-        )
+        engine, settings = serving.engine(model, running), serving.settings(model, running)
         where = listening.getsockname()[:2]
 
         def ready() -> None:
@@ -122,7 +146,7 @@ def serve(
             if closed and interrupted:
                 raise KeyboardInterrupt
     if not closed:
-        print(f"the engine did not end within {grace:g} seconds; documents may not be stored", file=sys.stderr)
+        print(f"the engine did not end within {serving.grace:g} seconds; documents may not be stored", file=sys.stderr)
         os._exit(1)
 
 

@@ -180,13 +180,18 @@ def parse_mesh(text: str, argument: str) -> Mesh:
     Raises:
         ValueError: it is no such text, or asks for more devices than there are; names `argument`.
     """
-    sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if sizes is None:
-        raise UserError(f"{argument} {text}: must be devices on 'data' x devices on 'model', such as 1x4")
-    shape = int(sizes[1]), int(sizes[2])
+    shape = parse_mesh_shape(text, argument)
     if (wanted := shape[0] * shape[1]) > (there := jax.device_count()):
         raise UserError(f"{argument} {text}: needs {wanted} devices, there {'is' if there == 1 else 'are'} {there}")
     return whole_mesh(jax.make_mesh(shape, (DATA, MODEL), devices=jax.devices()[:wanted]))
+
+
+def parse_mesh_shape(text: str, argument: str) -> tuple[int, int]:
+    """Devices on "data" and on "model" that such a text asks for, whatever devices there are. Raises ValueError."""
+    sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if sizes is None:
+        raise UserError(f"{argument} {text}: must be devices on 'data' x devices on 'model', such as 1x4")
+    return int(sizes[1]), int(sizes[2])
 
 
 def mesh_name(mesh: Mesh | None) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from tca_jax.engine.prompts import DocumentTemplate, encode_prompt, encode_verbatim, render_chat
 from tca_jax.errors import UserError
+from tca_jax.serve.documents import document_id
 from tca_jax.serve.engine import Engine
 from tca_jax.serve.protocol import DocumentRequest, RequestError
 
@@ -84,19 +85,36 @@ class Conversations:
         Raises:
             ValueError: it is not allowed, or too long.
         """
-        chat = self.has_template if request.chat is None else request.chat
-        if (chat or request.system is not None) and not self.has_template:
-            raise self._no_template("system" if request.system is not None else "chat")
-        if chat:
-            ids = DocumentTemplate.of(self._lm, request.system).document(self._lm, request.text, "text")
-        else:
-            ids = encode_prompt(self._lm, request.text, "text")
+        ids, chat = self._uploaded(request)
         document = self._engine.read(ids)
         with self._lock:
             self._recognized.pop(document, None)
             if chat:
                 self._texts[document] = _Text.of(request.text)
         return document
+
+    def id_of_upload(self, request: DocumentRequest) -> str:
+        """The id of a document, which is not read: the same from every engine of a model. ValueError as in `upload`."""
+        return self._id(self._uploaded(request)[0])
+
+    def id_of_chat(self, messages: Messages) -> str | None:
+        """The id of the document that a chat holds, which is not read; None where it is read as a whole."""
+        with contextlib.suppress(RequestError):
+            if self.has_template and (held := self._held(messages)) is not None:
+                return self._id(held[0])
+        return None
+
+    def _id(self, ids: list[int]) -> str:
+        return document_id(self._lm, ids, (len(ids),), named=True)
+
+    def _uploaded(self, request: DocumentRequest) -> tuple[list[int], bool]:
+        """The tokens of a document, and whether it is part of chats."""
+        chat = self.has_template if request.chat is None else request.chat
+        if (chat or request.system is not None) and not self.has_template:
+            raise self._no_template("system" if request.system is not None else "chat")
+        if chat:
+            return DocumentTemplate.of(self._lm, request.system).document(self._lm, request.text, "text"), True
+        return encode_prompt(self._lm, request.text, "text"), False
 
     def forget(self, document: str) -> None:
         """Drops a document. ValueError if there is none of this id, or it is in use."""
@@ -122,16 +140,26 @@ class Conversations:
                 )
             _, after = self._around(messages, 0, _BETWEEN + messages[0]["content"])
             return self._behind(document, after)
+        with contextlib.suppress(RequestError):  # a template that changes messages: the chat is read as a whole
+            if (held := self._held(messages)) is not None:
+                ids, after = held
+                return self._behind(self._read(ids), after)
+        return Asked(None, encode_prompt(self._lm, list(messages), "messages"))
+
+    def _held(self, messages: Messages) -> tuple[list[int], str] | None:
+        """Tokens of the document that a chat holds, and the text behind it; None where it holds none.
+
+        Raises:
+            RequestError: the model's template changes messages.
+        """
         first = 1 if messages[0]["role"] == "system" and len(messages) > 1 else 0
         content = messages[first]["content"]
         length = self._document_length(content) if messages[first]["role"] == "user" else 0
-        if length:
-            with contextlib.suppress(RequestError):  # a template that changes messages: the chat is read as a whole
-                before, after = self._around(messages, first, content[length:])
-                ids = encode_verbatim(self._lm, before + content[:length], "messages")
-                if len(ids) >= self._least or self._is_uploaded(content[:length]):
-                    return self._behind(self._read(ids), after)
-        return Asked(None, encode_prompt(self._lm, list(messages), "messages"))
+        if not length:
+            return None
+        before, after = self._around(messages, first, content[length:])
+        ids = encode_verbatim(self._lm, before + content[:length], "messages")
+        return (ids, after) if len(ids) >= self._least or self._is_uploaded(content[:length]) else None
 
     def complete(self, prompt: str | list[int], document: str | None) -> Asked:
         """What a prompt asks: as it is, or behind a document."""

@@ -101,7 +101,7 @@ class _Arriving(NamedTuple):
 
 
 class Documents:
-    """All documents of an engine, and the pool of their pages. Only the engine's thread calls it.
+    """All documents of an engine, and the pool of their pages. Only the engine's thread calls it, but for names.
 
     Args:
         lm: The model.
@@ -111,7 +111,7 @@ class Documents:
     """
 
     def __init__(self, lm: LM, pages: int, host_bytes: int, shelf: Shelf | None) -> None:
-        self._lm, self._identity = lm.for_programs(), identity_of(lm)
+        self._lm, self._lm_of_ids, self._identity = lm.for_programs(), lm, identity_of(lm)
         self._on_mesh, self._host_bytes, self._shelf = lm.mesh is not None, host_bytes, shelf
         devices = 1 if lm.head_shards is None else lm.head_shards.devices
         self.free = FreePages(pages, devices)
@@ -119,6 +119,7 @@ class Documents:
         size = 2 * num_bytes(lm.method.cache.block_size, lm.config.head_dim, lm.cache_dtype)
         self.page_bytes, self._chunk = size * devices, max(1, min(pages, _CHUNK_BYTES // size))
         self._by_id: OrderedDict[str, Document] = OrderedDict()  # least recently asked first
+        self._of_others: set[str] = set()  # documents on disk that another model has read
         self._arriving: list[_Arriving] = []
         self._lost: list[Document] = []
         self._failures: list[tuple[Document, Exception]] = []
@@ -126,9 +127,7 @@ class Documents:
         self._writing: Future[None] | None = None
         self._lock = threading.Lock()  # of the table of names, which other threads look at
         for entry in [] if shelf is None else shelf.entries():
-            if document_id(lm, entry.tokens, entry.parts, named=True) == entry.id:
-                made: dict[str, Any] = {"named": True, "state": "disk", "created": entry.created}
-                self._by_id[entry.id] = Document(entry.id, entry.tokens, entry.parts, **made)
+            self._enter_stored(entry)
 
     def _run(self, program: Any, *args: Any, **static: Any) -> Any:
         return program.prepare(self._lm, *args, **static)[0](self._lm, *args)
@@ -136,9 +135,29 @@ class Documents:
     # Names
 
     def get(self, id_: str) -> Document | None:
-        """The document of a name."""
+        """The document of a name, also where another engine has stored it since. Any thread may call this."""
+        with self._lock:
+            found = self._by_id.get(id_)
+        if found is not None or self._shelf is None or id_ in self._of_others:
+            return found
+        if (entry := self._shelf.entry(id_)) is not None:
+            self._enter_stored(entry)
         with self._lock:
             return self._by_id.get(id_)
+
+    def find_stored(self) -> None:
+        """Enters all documents that other engines have stored since. Any thread may call this."""
+        for id_ in [] if self._shelf is None else self._shelf.ids():
+            self.get(id_)
+
+    def _enter_stored(self, entry: Entry) -> None:
+        """Enters a document that is on disk, unless another model has read it."""
+        if document_id(self._lm_of_ids, entry.tokens, entry.parts, named=True) != entry.id:
+            self._of_others.add(entry.id)
+            return
+        stored = Document(entry.id, entry.tokens, entry.parts, named=True, state="disk", created=entry.created)
+        with self._lock:
+            self._by_id.setdefault(entry.id, stored)
 
     def all(self) -> list[Document]:
         """All of them, least recently asked first."""

@@ -83,6 +83,51 @@ class Settings:
     backend: str = "auto"
 
 
+class Keys:
+    """The keys of which a request must have one."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._keys = [_digest(key) for key in keys]
+
+    def require(self, request: Request) -> None:
+        """Raises RequestError unless a request has one of the keys, where there are any."""
+        if not self._keys:
+            return
+        kind, _, key = request.headers.get("authorization", "").partition(" ")
+        given = _digest(key.strip())
+        known = [hmac.compare_digest(given, each) for each in self._keys]  # all of them: the time tells nothing
+        if kind.lower() != "bearer" or not any(known):
+            raise RequestError(
+                "the request has no valid API key: send one as Authorization: Bearer KEY",
+                status=401,
+                code="invalid_api_key",
+            )
+
+
+async def read_body(request: Request, settings: Settings) -> bytes:
+    """The body of a request. RequestError where it is beyond the bounds of size and time."""
+    most, seconds = settings.max_body, settings.body_seconds
+    too_large = RequestError(f"the body has more than {most:,} bytes, the most that are allowed", status=413)
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > most:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > most:
+                    raise too_large
+    except TimeoutError:
+        raise RequestError(f"the body did not arrive within {seconds:g} seconds", status=408) from None
+    return bytes(body)
+
+
+def refusal(error: RequestError) -> Response:
+    """The response that tells of an error, in the protocol's form."""
+    return _json(error.body(), error.status, _headers_of(error))
+
+
 class Server:
     """The application: `app` is what a web server runs.
 
@@ -101,7 +146,7 @@ class Server:
         self._conversations = Conversations(engine, settings.recognize_tokens, settings.most_recognized)
         self._metrics = Metrics(engine)
         self._rows = Rows(engine, self._metrics, settings.rows_per_key, settings.max_rows)
-        self._keys = [_digest(key) for key in settings.api_keys]
+        self._keys = Keys(settings.api_keys)
         self._created = int(time.time())
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tca-jax-request")
         self._compiling = asyncio.Lock()  # one schema at a time, which leaves the other threads to requests without one
@@ -134,7 +179,7 @@ class Server:
             status = 500
             try:
                 if path != "/health":
-                    self._require_key(request)
+                    self._keys.require(request)
                 response = await answer(request)
                 status = response.status_code
                 return response
@@ -142,45 +187,16 @@ class Server:
                 status = 499  # as nginx counts them
                 return Response(status_code=status)
             except UserError as error:
-                problem = protocol.of_user_error(error)
-                status = problem.status
-                return _json(problem.body(), status, _headers_of(problem))
+                response = refusal(protocol.of_user_error(error))
+                status = response.status_code
+                return response
             finally:
                 self._metrics.request(path, status)
 
         return endpoint
 
-    def _require_key(self, request: Request) -> None:
-        if not self._keys:
-            return
-        kind, _, key = request.headers.get("authorization", "").partition(" ")
-        given = _digest(key.strip())
-        known = [hmac.compare_digest(given, each) for each in self._keys]  # all of them: the time tells nothing
-        if kind.lower() != "bearer" or not any(known):
-            raise RequestError(
-                "the request has no valid API key: send one as Authorization: Bearer KEY",
-                status=401,
-                code="invalid_api_key",
-            )
-
     async def _body(self, request: Request) -> bytes:
-        """The body of a request, within bounds of size and time."""
-        most = self._settings.max_body
-        too_large = RequestError(f"the body has more than {most:,} bytes, the most that are allowed", status=413)
-        declared = request.headers.get("content-length", "0")
-        if declared.isdecimal() and int(declared) > most:
-            raise too_large
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self._settings.body_seconds):
-                async for chunk in request.stream():
-                    body += chunk
-                    if len(body) > most:
-                        raise too_large
-        except TimeoutError:
-            seconds = self._settings.body_seconds
-            raise RequestError(f"the body did not arrive within {seconds:g} seconds", status=408) from None
-        return bytes(body)
+        return await read_body(request, self._settings)
 
     async def _in_thread(self, function: Callable[..., _T], *args: Any) -> _T:
         """Runs what may wait for the engine, or for a tokenizer, beside the event loop."""
@@ -224,18 +240,25 @@ class Server:
     # Documents
 
     async def _upload(self, request: Request) -> Response:
-        body = await self._body(request)
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind == "application/json":
-            wanted = protocol.document_request(protocol.parse_json(body))
-        elif kind == "text/plain":
-            wanted = protocol.DocumentRequest(_utf8(body))
-        else:
-            raise RequestError(
-                f"Content-Type = {json.dumps(kind)}: must be text/plain, or application/json", status=415
-            )
+        wanted = _document_request(request.headers.get("content-type", ""), await self._body(request))
         document = await self._in_thread(self._conversations.upload, wanted)
         return _json(document_json(self._engine.document(document)), 201)
+
+    def document_of(self, path: str, content_type: str, body: bytes) -> str | None:
+        """The id of the document that a request uploads, or that its chat holds.
+
+        Nothing is read: requests are routed by it to one of several servers.
+
+        Returns:
+            None where there is none, or the request is to be refused.
+        """
+        try:
+            if path == "/v1/documents":
+                return self._conversations.id_of_upload(_document_request(content_type, body))
+            wanted = protocol.chat_request(protocol.parse_json(body), self._settings.default_tokens)
+            return self._conversations.id_of_chat(wanted.messages)
+        except UserError:
+            return None
 
     async def _documents(self, request: Request) -> Response:
         found = await self._in_thread(self._engine.documents)
@@ -542,6 +565,15 @@ async def _unknown_error(request: Request, error: Exception) -> Response:
 def _digest(key: str) -> bytes:
     """A key, in as many bytes as any other."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def _document_request(content_type: str, body: bytes) -> protocol.DocumentRequest:
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind == "application/json":
+        return protocol.document_request(protocol.parse_json(body))
+    if kind == "text/plain":
+        return protocol.DocumentRequest(_utf8(body))
+    raise RequestError(f"Content-Type = {json.dumps(kind)}: must be text/plain, or application/json", status=415)
 
 
 def _utf8(body: bytes) -> str:

@@ -1,4 +1,4 @@
-"""A folder of documents: contexts that an engine has stored, found again when it starts, written by another thread."""
+"""A folder of documents: contexts that engines have stored, found again by any of them, written by another thread."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,7 @@ from tca_jax.persistence import remove_abandoned, sync_folder, temporary_folder
 
 _log = logging.getLogger(__name__)
 _ENTRY, _CONTEXT = "document.json", "context"  # in the folder of a document
+_ID = re.compile(r"doc-[0-9a-f]{24}")  # an id of a request becomes a name of a folder only if it is one
 _THREADS = 2  # one writes and removes while the other reads
 
 
@@ -66,15 +68,26 @@ class Shelf:
         self._damaged: set[str] = set()
         self._loading: tuple[str, Future[Context]] | None = None
 
+    def ids(self) -> list[str]:
+        """The names of all folders with an entry."""
+        return [file.parent.name for file in self._folder.glob(f"*/{_ENTRY}")]
+
     def entries(self) -> list[Entry]:
         """What is there, oldest first; files that are no entries are named in the log and left alone."""
-        found = []
-        for file in self._folder.glob(f"*/{_ENTRY}"):
-            try:
-                found.append(Entry.parse(file.parent.name, file.read_text()))
-            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-                _log.warning("%s is no document: %s", file, error)
-        return sorted(found, key=lambda entry: entry.created)
+        found = map(self._entry, self.ids())
+        return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.created)
+
+    def entry(self, id_: str) -> Entry | None:
+        """The entry of a stored document, whichever engine stored it; None if there is none of this id."""
+        return self._entry(id_) if _ID.fullmatch(id_) and self.has(id_) else None
+
+    def _entry(self, id_: str) -> Entry | None:
+        file = self._folder / id_ / _ENTRY
+        try:
+            return Entry.parse(id_, file.read_text())
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            _log.warning("%s is no document: %s", file, error)
+            return None
 
     def has(self, id_: str) -> bool:
         """Whether a document is stored, as far as its names tell."""
