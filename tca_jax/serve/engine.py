@@ -225,7 +225,7 @@ class Engine:
         self._loop.call(drop)
 
     def documents(self) -> list[DocumentInfo]:
-        """All documents that were read, also by engines with the same `disk`, or wait to be, least recently asked first."""
+        """All documents that were read, also by other engines on `disk`, or wait to be, least recently asked first."""
         self._documents.find_stored()
         return [self._info(each) for each in self._documents.all() if each.named]
 

@@ -1,21 +1,21 @@
 """Replicas of a server under Ray Serve: `serve run tca_jax.serve.ray:app model=MODEL disk=FOLDER replicas=2`.
 
-A front takes requests and asks for the document that each is about. Ray routes them by it to a replica, which has an
-engine of its own. Documents are stored in a folder that replicas share: where one dies, others find them there.
+A front takes requests and finds the document that each is about. Ray routes the request by it to a replica, which has
+an engine of its own. Replicas store documents in one folder: if one dies, the others find its documents there.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hashlib
 import json
 import logging
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 from prometheus_client import CollectorRegistry, Metric, generate_latest
@@ -40,15 +40,16 @@ from tca_jax.serve.responses import Json
 from tca_jax.serve.server import Keys, Server, Settings, read_body, refusal
 
 _DOCUMENTS, _CHAT = "/v1/documents", "/v1/chat/completions"
-_ASKED_AT_ONCE = 10_000  # requests that Ray hands on: servers have bounds of their own, and tell of them
-_TRIES = 3  # replicas that are asked in turn, where one dies before it answers
-_HEALTH_SECONDS = 2  # between looks at a replica: so long one that died is missing before another is started
-_STATES = ("device", "moving", "waiting", "host", "disk", "failed")  # of one document, the first tells most
+_MAX_REQUESTS = 10_000  # of a replica, for Ray: the server has bounds of its own, and its errors name them
+_TRIES = 3  # replicas that are asked in turn, if one dies before it answers
+_HEALTH_SECONDS = 2  # between two health checks of a replica
+_STATES = ("device", "moving", "waiting", "host", "disk", "failed")  # the first that a replica reports is listed
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
 class Options(NamedTuple):
-    """What `app` is told."""
+    """The arguments of `app`."""
 
     model: str
     replicas: int
@@ -69,7 +70,7 @@ def _options(
 ) -> Options:
     serving.check()
     if replicas > 1 and serving.disk is None:
-        raise UserError(f"replicas = {replicas} need disk: the folder in which they find each other's documents")
+        raise UserError(f"replicas = {replicas}: needs disk, the folder in which replicas find each other's documents")
     devices = math.prod(parse_mesh_shape(running.mesh, "mesh")) if running.mesh else 1
     return Options(model, replicas, devices if gpus is None else gpus, serving, running)
 
@@ -96,17 +97,17 @@ def app(args: Mapping[str, Any]) -> serve.Application:
         name="Engine",
         num_replicas=options.replicas,
         ray_actor_options={"num_gpus": options.gpus},
-        max_ongoing_requests=_ASKED_AT_ONCE,
+        max_ongoing_requests=_MAX_REQUESTS,
         health_check_period_s=_HEALTH_SECONDS,
         graceful_shutdown_wait_loop_s=0.1,
-        graceful_shutdown_timeout_s=2 * settings.grace_seconds + 1,  # answers, and then documents that are stored
+        graceful_shutdown_timeout_s=2 * settings.grace_seconds + 1,  # for answers, and documents that are to be stored
         request_router_config=RequestRouterConfig(request_router_class=DocumentRouter),
     )
     front = serve.deployment(
         Front,
         name="Front",
         ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=_ASKED_AT_ONCE,
+        max_ongoing_requests=_MAX_REQUESTS,
         max_surge_percent=100,  # the next one takes requests before this one ends
         health_check_period_s=_HEALTH_SECONDS,
         graceful_shutdown_wait_loop_s=0.1,
@@ -117,9 +118,13 @@ def app(args: Mapping[str, Any]) -> serve.Application:
 
 def _parsed(args: Mapping[str, Any]) -> Options:
     """Options by their names, checked as on a command line."""
-    given = {name: value for name, value in args.items() if name != "model" and value is not None}
-    if "model" not in args:
+    if args.get("model") is None:
         raise UserError("model is missing: pass model=, an alias, a Hugging Face Hub id or a local folder")
+    given = {name: value for name, value in args.items() if value is not None}
+    for name in {"model", "profile", "disk"} & given.keys():  # Ray's processes run in other folders
+        if name == "disk" or Path(given[name]).exists():
+            given[name] = Path(given[name]).absolute()
+    model = str(given.pop("model"))
     line: list[str] = []
     for name, value in given.items():
         for each in value if isinstance(value, list | tuple) else [value]:
@@ -127,23 +132,24 @@ def _parsed(args: Mapping[str, Any]) -> Options:
     command = typer.Typer(add_completion=False)
     command.command()(_options)
     try:
-        parsed = typer.main.get_command(command).main([*line, "--", str(args["model"])], standalone_mode=False)
+        parsed = typer.main.get_command(command).main([*line, "--", model], standalone_mode=False)
     except UsageError as error:
-        raise UserError(usage_message(error)) from None
+        name = getattr(getattr(error, "param", None), "name", None)
+        raise UserError((f"{name} = {given[name]!r}: " if name in given else "") + usage_message(error)) from None
     return parsed
 
 
 class DocumentRouter(RequestRouter):
-    """Sends requests about a document to one replica as long as that lives, and others to one that has little to do.
+    """Sends all requests about a document to one replica, and requests about none to the shorter of two queues.
 
-    Each document ranks the replicas by a hash of its id and theirs (rendezvous hashing): where one goes or comes, only
-    the documents of that one move.
+    Each document ranks the replicas by a hash of its id and theirs (rendezvous hashing): if a replica ends or starts,
+    only its documents move.
     """
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """See `RequestRouter`: candidates, of which the one with the shortest queue is taken."""
+        """See `RequestRouter`: of the candidates, the one with the shortest queue is taken."""
         if pending_request is None or not candidate_replicas:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
@@ -157,8 +163,7 @@ class DocumentRouter(RequestRouter):
         return [[max(candidate_replicas, key=rank)]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """A request, as it goes from the front to a replica."""
 
     method: str
@@ -167,21 +172,16 @@ class Sent:
     headers: list[tuple[bytes, bytes]]
     body: bytes
 
-    @property
-    def content_type(self) -> str:
-        """The header of this name."""
-        return dict(self.headers).get(b"content-type", b"").decode("latin-1")
-
 
 class Head(NamedTuple):
-    """What comes before the body of a response."""
+    """Status and headers of a response."""
 
     status: int
     headers: dict[str, str]
 
 
 class Whole(NamedTuple):
-    """A response, and the replica that it is from."""
+    """A response, and the replica that gave it."""
 
     head: Head
     body: bytes
@@ -191,7 +191,7 @@ class Whole(NamedTuple):
 class Replica:
     """One engine with its server, in a process of its own."""
 
-    _server: Server | None = None  # Ray ends also what has not begun
+    _server: Server | None = None  # as long as `__init__` has not set it: Ray calls `__del__` also if that failed
 
     def __init__(self, options: Options, settings: Settings) -> None:
         launched_in_order(options.running.mesh)
@@ -202,28 +202,23 @@ class Replica:
     async def document_of(self, sent: Sent) -> str | None:
         """See `Server.document_of`."""
         assert self._server is not None
-        return await asyncio.to_thread(self._server.document_of, sent.path, sent.content_type, sent.body)
+        content_type = dict(sent.headers).get(b"content-type", b"").decode("latin-1")
+        return await asyncio.to_thread(self._server.document_of, sent.path, content_type, sent.body)
 
     async def answer(self, sent: Sent) -> AsyncIterator[Head | bytes]:
-        """Answers a request: a `Head`, and then the pieces of its body. Ends with its caller."""
+        """Answers a request: a `Head`, and then the pieces of its body. It is cancelled with its caller."""
         assert self._server is not None
         application = self._server.app
         messages: asyncio.Queue[Any] = asyncio.Queue()
         requests = [{"type": "http.request", "body": sent.body}]
-        scope = {
-            "type": "http",
-            "method": sent.method,
-            "path": sent.path,
-            "query_string": sent.query,
-            "headers": sent.headers,
-        }
+        scope = {"type": "http", "method": sent.method, "path": sent.path, "headers": sent.headers}
 
         async def receive() -> Any:
             return requests.pop() if requests else await asyncio.Future()  # the caller cancels
 
         async def run() -> None:
             try:
-                await application(scope, receive, messages.put)
+                await application({**scope, "query_string": sent.query}, receive, messages.put)
             except Exception:
                 _log.exception("%s %s failed", sent.method, sent.path)
             finally:
@@ -241,7 +236,7 @@ class Replica:
             running.cancel()
 
     async def whole(self, sent: Sent) -> Whole:
-        """Answers a request at once."""
+        """The whole response to a request."""
         head, *pieces = [each async for each in self.answer(sent)]
         assert isinstance(head, Head)
         return Whole(head, b"".join(piece for piece in pieces if isinstance(piece, bytes)), self._id)
@@ -257,20 +252,20 @@ class Replica:
         server, self._server = self._server, None
         server.close()
         deadline = time.monotonic() + self._grace
-        for document in self._engine.documents():  # they are nowhere else until they are stored
+        for document in self._engine.documents():  # what is not stored is lost
             try:
                 self._engine.wait(document.id, max(0.0, deadline - time.monotonic()), stored=True)
-            except Exception as error:  # whatever it is, the others are to be stored
+            except Exception as error:  # the others are stored nevertheless
                 _log.warning("document %s is not stored: %s", document.id, error)
         self._engine.close()
 
 
 class Front:
-    """Takes requests, finds out which document each is about, and hands it to the replica that has it.
+    """Takes requests, finds the document that each is about, and passes it to the document's replica.
 
     Args:
         engines: The replicas.
-        settings: Theirs.
+        settings: Of their servers.
     """
 
     def __init__(self, engines: DeploymentHandle, settings: Settings) -> None:
@@ -299,7 +294,7 @@ class Front:
             return refusal(error)
         except (RayActorError, DeploymentUnavailableError) as error:
             _log.warning("no replica answers: %s", error)
-            return refusal(RequestError("no replica answers; try again later", status=503))
+            return refusal(_no_replica())
 
     async def _document_of(self, sent: Sent) -> str:
         """The document that a request is about; "" for none."""
@@ -313,35 +308,29 @@ class Front:
                 return named
             if sent.path != _CHAT or not 0 < self._settings.recognize_tokens <= len(sent.body):
                 return ""
-        for last in (False, True):
-            try:
-                return await self._engines.document_of.remote(sent) or ""
-            except RayActorError:
-                if last:
-                    raise
-        raise AssertionError
+        return await _retried(lambda: self._engines.document_of.remote(sent)) or ""
 
     async def _answer(self, sent: Sent, document: str) -> Response:
-        """The response of the replica that has a document, or of the next one where it dies before it answers."""
+        """The response of a document's replica."""
         engines = self._engines.options(stream=True, session_id=document)
-        for left in reversed(range(_TRIES)):
+
+        async def begin() -> tuple[Any, Head]:
             answer = engines.answer.remote(sent)
             try:
-                head = await anext(answer)
-            except RayActorError:
-                if not left:
-                    raise
+                return answer, await anext(answer)
             except BaseException:
                 answer.cancel()
                 raise
-            else:
-                return StreamingResponse(_pieces(answer, head), head.status, head.headers)
-        raise AssertionError
+
+        answer, head = await _retried(begin)
+        return StreamingResponse(_pieces(answer, head), head.status, head.headers)
 
     async def _everywhere(self, sent: Sent) -> list[Whole]:
-        """The responses of all replicas; RequestError where one refuses."""
+        """The responses of all replicas; RequestError if there are none."""
         found = await self._engines.broadcast("whole", sent).results_async(return_exceptions=True)
-        return [each for each in found if isinstance(each, Whole)]
+        if not (responses := [each for each in found if isinstance(each, Whole)]):
+            raise _no_replica()
+        return responses
 
     async def _documents(self, sent: Sent) -> Response:
         found: dict[str, Json] = {}
@@ -354,7 +343,7 @@ class Front:
         return Response(json.dumps({"object": "list", "data": listed}).encode(), media_type="application/json")
 
     async def _delete(self, sent: Sent) -> Response:
-        """Drops a document where it is, and then wherever it has been."""
+        """Drops a document at its replica, and then at all that know of it."""
         response = await self._answer(sent, await self._document_of(sent))
         if response.status_code == 200:
             await self._everywhere(sent)
@@ -367,16 +356,14 @@ class Front:
 
 
 class _OfReplicas:
-    """The metrics of all replicas, each under its id."""
+    """The metrics of all replicas, with the label `replica`."""
 
     def __init__(self, found: Sequence[Whole]) -> None:
         self._families: dict[str, Metric] = {}
         for each in found:
             for family in text_string_to_metric_families(each.body.decode()):
-                joined = self._families.setdefault(
-                    family.name, Metric(family.name, family.documentation, family.type, family.unit)
-                )
-                joined.samples += [
+                metric = Metric(family.name, family.documentation, family.type)
+                self._families.setdefault(family.name, metric).samples += [
                     Sample(sample.name, {**sample.labels, "replica": each.replica}, sample.value)
                     for sample in family.samples
                 ]
@@ -385,8 +372,22 @@ class _OfReplicas:
         return list(self._families.values())
 
 
+async def _retried(ask: Callable[[], Awaitable[_T]]) -> _T:
+    """What a replica returns, or the next one if it dies first."""
+    for _ in range(_TRIES - 1):
+        try:
+            return await ask()
+        except RayActorError:
+            pass
+    return await ask()
+
+
+def _no_replica() -> RequestError:
+    return RequestError("no replica answers; try again later", status=503)
+
+
 async def _pieces(answer: Any, head: Head) -> AsyncIterator[bytes]:
-    """The body of a response. Its replica stops when nobody reads it any more."""
+    """The body of a response. Its replica stops if nobody reads it any more."""
     try:
         async for piece in answer:
             yield piece

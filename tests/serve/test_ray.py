@@ -251,9 +251,9 @@ def test_a_rolling_restart_fails_no_request_and_loses_no_document(cluster, answe
     ("options", "message"),
     [
         ({}, "model is missing"),
-        ({"model": "m", "replicas": "2"}, "replicas = 2 need disk"),
-        ({"model": "m", "replicas": "0"}, "--replicas.*greater than or equal to 1"),
-        ({"model": "m", "max_rows": "many"}, "--max-rows"),
+        ({"model": "m", "replicas": "2"}, "replicas = 2: needs disk"),
+        ({"model": "m", "replicas": "0"}, "replicas = '0': .*greater than or equal to 1"),
+        ({"model": "m", "max_rows": "many"}, "max_rows = 'many': .*integer"),
         ({"model": "m", "port": "80"}, "No such option: --port"),
         ({"model": "m", "api_key": ""}, "--api-key"),
         ({"model": "m", "mesh": "four"}, "mesh four: must be devices"),
@@ -264,6 +264,16 @@ def test_options_that_are_not_allowed_are_named(options, message):
 
     with pytest.raises(UserError, match=message):
         app(options)
+
+
+def test_relative_folders_are_those_of_the_caller(tmp_path, monkeypatch):
+    from tca_jax.serve.ray import _parsed
+
+    (tmp_path / "local").mkdir()
+    monkeypatch.chdir(tmp_path)
+    parsed = _parsed({"model": "local", "profile": "shipped", "disk": "documents"})
+    assert (parsed.model, parsed.running.profile) == (str(tmp_path / "local"), "shipped")
+    assert parsed.serving.disk == tmp_path / "documents"
 
 
 def test_an_engine_has_the_gpus_of_its_mesh():
