@@ -132,11 +132,10 @@ def _parsed(args: Mapping[str, Any]) -> Options:
     command = typer.Typer(add_completion=False)
     command.command()(_options)
     try:
-        parsed = typer.main.get_command(command).main([*line, "--", model], standalone_mode=False)
+        return typer.main.get_command(command).main([*line, "--", model], standalone_mode=False)
     except UsageError as error:
         name = getattr(getattr(error, "param", None), "name", None)
         raise UserError((f"{name} = {given[name]!r}: " if name in given else "") + usage_message(error)) from None
-    return parsed
 
 
 class DocumentRouter(RequestRouter):
@@ -280,13 +279,12 @@ class Front:
             body = await read_body(request, self._settings)
             query, headers = request.scope["query_string"], list(request.scope["headers"])
             sent = Sent(request.method, path, query, headers, body)
-            match sent.method, sent.path:
-                case "GET", "/metrics":
-                    return await self._metrics(sent)
-                case "GET", "/v1/documents":
-                    return await self._documents(sent)
-                case "DELETE", _:
-                    return await self._delete(sent)
+            if sent.method == "GET" and sent.path == "/metrics":
+                return await self._metrics(sent)
+            if sent.method == "GET" and sent.path == _DOCUMENTS:
+                return await self._documents(sent)
+            if sent.method == "DELETE":
+                return await self._delete(sent)
             return await self._answer(sent, await self._document_of(sent))
         except ClientDisconnect:
             return Response(status_code=499)

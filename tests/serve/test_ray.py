@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import re
+import shlex
 import shutil
 import socket
 import sys
@@ -9,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import httpx
 import openai
@@ -274,6 +277,16 @@ def test_relative_folders_are_those_of_the_caller(tmp_path, monkeypatch):
     parsed = _parsed({"model": "local", "profile": "shipped", "disk": "documents"})
     assert (parsed.model, parsed.running.profile) == (str(tmp_path / "local"), "shipped")
     assert parsed.serving.disk == tmp_path / "documents"
+
+
+def test_the_commands_of_the_page_have_their_options():
+    from tca_jax.serve.ray import _parsed
+
+    page = Path(__file__).parents[2] / "docs/serving.md"
+    commands = re.findall(r"^serve run .*tca_jax.serve.ray:app (.*)$", page.read_text(), re.MULTILINE)
+    options = [dict(each.split("=") for each in shlex.split(command, comments=True)) for command in commands]
+    assert [_parsed(given).replicas for given in options] == [int(given.get("replicas", 1)) for given in options]
+    assert len(options) > 3
 
 
 def test_an_engine_has_the_gpus_of_its_mesh():
