@@ -134,8 +134,9 @@ def _parsed(args: Mapping[str, Any]) -> Options:
     try:
         return typer.main.get_command(command).main([*line, "--", model], standalone_mode=False)
     except UsageError as error:
-        name = getattr(getattr(error, "param", None), "name", None)
-        raise UserError((f"{name} = {given[name]!r}: " if name in given else "") + usage_message(error)) from None
+        option = getattr(getattr(error, "param", None), "name", None)
+        named = f"{option} = {given[option]!r}: " if option in given else ""
+        raise UserError(named + usage_message(error)) from None
 
 
 class DocumentRouter(RequestRouter):
