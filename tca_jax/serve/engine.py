@@ -85,7 +85,8 @@ class Engine:
         answer_tokens: Tokens of question and answer that each of `max_rows` rows has room for at once. A request may
             have more, and then takes the room of others.
         host_memory: Most bytes of host memory for documents that have left the device; None for a quarter of it.
-        disk: Folder in which documents are stored as soon as they are read, and found when an engine starts.
+        disk: Folder in which documents are stored as soon as they are read, and found when an engine starts. Engines of
+            one model may share it, and find each other's documents at any time.
         disk_bytes: Most bytes in it; None for no bound. A document beyond it is not stored, and `wait` with `stored`
             raises: what was stored before is not removed for it.
         backend: Kernel backend, as for `generate`.

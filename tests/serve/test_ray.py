@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -20,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tiny import write_checkpoint
 
 from tca_jax.errors import UserError
+from tca_jax.serve.loop import EngineEnded
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
@@ -267,6 +269,17 @@ def test_options_that_are_not_allowed_are_named(options, message):
 
     with pytest.raises(UserError, match=message):
         app(options)
+
+
+def test_ray_replaces_an_engine_that_has_failed():
+    from tca_jax.serve.ray import Replica
+
+    replica = Replica.__new__(Replica)
+    replica._engine = SimpleNamespace(failure=None)
+    replica.check_health()
+    replica._engine.failure = EngineEnded("the engine has failed: OSError: broken")
+    with pytest.raises(RuntimeError, match="OSError: broken"):
+        replica.check_health()
 
 
 def test_relative_folders_are_those_of_the_caller(tmp_path, monkeypatch):
