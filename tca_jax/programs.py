@@ -69,6 +69,10 @@ class Program:
             return _Placing(executable, place), seconds
         return self._prepare(*args, **static)
 
+    def run(self, *args: Any, **static: Any) -> Any:
+        """Calls the executable, which is compiled first unless that was done before."""
+        return self.prepare(*args, **static)[0](*args)
+
     def _prepare(self, *args: Any, **static: Any) -> tuple[Callable[..., Any], float]:
         leaves, structure = jax.tree.flatten(args)
         shapes = tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)

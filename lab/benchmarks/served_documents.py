@@ -71,7 +71,7 @@ class UnreadDocuments:
         return document.id
 
     def _random_chunk(self) -> PagedCache:
-        empty = self._documents._run(programs.empty_pool, pages=self._documents._chunk)
+        empty = self._documents._empty_pool(self._documents._chunk)
         dtype = jnp.bfloat16 if empty.k.dtype == CODES else empty.k.dtype
         k, v = (encode(random_normal(jax.random.key(i), empty.k.shape, dtype), empty.k) for i in range(2))
         return dataclasses.replace(empty, k=k, v=v)
@@ -134,7 +134,7 @@ class Rounds:
             begin = time.perf_counter()
             out = program(*args)
             called = time.perf_counter()
-            jax.block_until_ready(out.tokens)
+            jax.block_until_ready(out)
             self.rounds.append(Round(begin, called, time.perf_counter(), steps))
             return out
 

@@ -299,9 +299,10 @@ def evict_block(
     before = jnp.maximum(positions - 1, 0)
 
     def log_sum_exp() -> Float32[Array, "B Hq"]:
-        return attend(policy, layer, q[:, None], shared, cache, before, before, backend)[1][:, 0]
+        newest = jnp.where(leaving, before, before - 1)  # other rows ask nothing, which costs nothing
+        return attend(policy, layer, q[:, None], shared, cache, before, newest, backend)[1][:, 0]
 
-    # A pass over all that is kept, of which only the normaliser is wanted, and only where a block leaves.
+    # A pass over all that is kept, of which only the normaliser is wanted, and only in rows where a block leaves.
     lse = jax.lax.cond(jnp.any(leaving), log_sum_exp, lambda: jnp.zeros(q.shape[:2], jnp.float32))
     batch, kv_heads, head_dim = k.shape
     queries = q.reshape(batch, kv_heads, -1, head_dim)

@@ -152,6 +152,8 @@ class LM:
     @property
     def parameter_specs(self) -> Any:
         """How each weight lies on the mesh, in the structure of `params`."""
+        if not jax.tree.leaves(self.params):  # `without_weights`
+            return self.params
         return parameter_specs(self.config, self.mesh, self.weights_dtype)
 
     def in_model_order(self, layer: int, values: np.ndarray) -> np.ndarray:
@@ -245,6 +247,11 @@ class LM:
     def for_programs(self) -> LM:
         """The model without what programs do not depend on, so that another tokenizer or name compiles nothing."""
         return self._with(name="", tokenizer=None, eos_token_ids=(), checkpoint_fingerprint=None)
+
+    def without_weights(self) -> LM:
+        """The model for programs that compute with none of its weights: to look at all of them, as each call of a
+        program does, takes milliseconds."""
+        return self.for_programs()._with(params=(), graphdef=None)
 
     def _with(self, **changes: Any) -> LM:
         """Another one over the same weights, which knows of them what this one has found out.

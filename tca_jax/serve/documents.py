@@ -27,6 +27,7 @@ from tca_jax.engine.mesh import on_host
 from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.kv import num_bytes
 from tca_jax.pallas_kernels.numerics import cdiv
+from tca_jax.programs import Program
 from tca_jax.serve import programs
 from tca_jax.serve.pages import FreePages, LocalTable, PageNumbers, RowTable, TableWidths, pool_only
 from tca_jax.serve.shelf import Entry, Shelf
@@ -111,11 +112,11 @@ class Documents:
     """
 
     def __init__(self, lm: LM, pages: int, host_bytes: int, shelf: Shelf | None) -> None:
-        self._lm, self._lm_of_ids, self._identity = lm.for_programs(), lm, identity_of(lm)
+        self._lm, self._bare_lm, self._identity = lm, lm.without_weights(), identity_of(lm)
         self._on_mesh, self._host_bytes, self._shelf = lm.mesh is not None, host_bytes, shelf
         devices = 1 if lm.head_shards is None else lm.head_shards.devices
         self.free = FreePages(pages, devices)
-        self.pool = self._run(programs.empty_pool, pages=pages)
+        self.pool = self._empty_pool(pages)
         size = 2 * num_bytes(lm.method.cache.block_size, lm.config.head_dim, lm.cache_dtype)
         self.page_bytes, self._chunk = size * devices, max(1, min(pages, _CHUNK_BYTES // size))
         self._by_id: OrderedDict[str, Document] = OrderedDict()  # least recently asked first
@@ -129,8 +130,11 @@ class Documents:
         for entry in [] if shelf is None else shelf.entries():
             self._enter_stored(entry)
 
-    def _run(self, program: Any, *args: Any, **static: Any) -> Any:
-        return program.prepare(self._lm, *args, **static)[0](self._lm, *args)
+    def _empty_pool(self, pages: int) -> PagedCache:
+        return self._run(programs.empty_pool, pages=pages, dtype=self._lm.cache_dtype)
+
+    def _run(self, program: Program, *args: Any, **static: Any) -> Any:
+        return program.run(self._bare_lm, *args, **static)
 
     # Names
 
@@ -152,7 +156,7 @@ class Documents:
 
     def _enter_stored(self, entry: Entry) -> None:
         """Enters a document that is on disk, unless another model has read it."""
-        if document_id(self._lm_of_ids, entry.tokens, entry.parts, named=True) != entry.id:
+        if document_id(self._lm, entry.tokens, entry.parts, named=True) != entry.id:
             self._of_others.add(entry.id)
             return
         stored = Document(entry.id, entry.tokens, entry.parts, named=True, state="disk", created=entry.created)
@@ -245,7 +249,7 @@ class Documents:
             if document.numbers is not None:
                 self._gone(document)
         del self.pool  # its memory is that of the new one
-        self.pool = self._run(programs.empty_pool, pages=self.free.total)
+        self.pool = self._empty_pool(self.free.total)
 
     def reserve(self, pages: int) -> Int32[np.ndarray, "D P"] | None:
         """So many pages of each device, for somebody who gives them back; None where there is no room."""

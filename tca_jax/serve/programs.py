@@ -18,7 +18,7 @@ from tca_jax.engine.cache import CacheLayout, PagedCache, before, continued, joi
 from tca_jax.engine.decode import STATE, DecodingState, decode, draw
 from tca_jax.engine.extend import extend
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import CACHES, ROWS, SAME, OverMesh
+from tca_jax.engine.mesh import CACHES, ROWS, SAME, OverMesh, on_host
 from tca_jax.engine.read import Read as ReadPrompts
 from tca_jax.engine.read import Reading, begin_reading, end_reading, read_layers, read_prompts
 from tca_jax.engine.sampling import Sampling
@@ -70,6 +70,34 @@ class Row(NamedTuple):
     prompt_tokens: Int[Array, ""]
 
 
+class Said(NamedTuple):
+    """What the host is told of the rows of a batch, in one array, for each that is brought there takes as long as ten.
+
+    Attributes:
+        step: Tokens that each has drawn, R of them.
+        done: Whether a stop token was among them.
+        finite: See `DecodingState`.
+        tokens: The last of them, token t at the place t mod N, N of each row (`MOST_STEPS`).
+    """
+
+    step: list[int]
+    done: list[bool]
+    finite: list[bool]
+    tokens: list[list[int]]
+
+    @staticmethod
+    def packed(state: DecodingState) -> Int32[Array, "R M"]:
+        """The array."""
+        columns = [jnp.stack([state.step, state.done, state.finite], axis=1).astype(jnp.int32), state.tokens]
+        return jnp.concatenate(columns, axis=1)
+
+    @classmethod
+    def of(cls, packed: Int32[Array, "R M"]) -> Said:
+        """The inverse, on the host."""
+        found = on_host(packed)
+        return cls(found[:, 0].tolist(), (found[:, 1] > 0).tolist(), (found[:, 2] > 0).tolist(), found[:, 3:].tolist())
+
+
 class Read(NamedTuple):
     """What reading prompts gives.
 
@@ -86,9 +114,9 @@ class Read(NamedTuple):
     attended_share: Float32[Array, " B"]
 
 
-def _empty_pool(lm: LM, *, pages: int) -> PagedCache:
+def _empty_pool(lm: LM, *, pages: int, dtype: jnp.dtype) -> PagedCache:
     shape = pages, lm.method.cache.block_size, lm.config.head_dim
-    k, v = (empty(shape, lm.cache_dtype) for _ in range(2))
+    k, v = (empty(shape, dtype) for _ in range(2))
     nothing: Any = None
     return PagedCache(k, v, (), (), nothing, nothing, ())
 
@@ -237,8 +265,9 @@ def _admit(
     logits: Float32[Array, "1 V"],
     drawing: Drawing,
     sampling: Sampling,
-) -> tuple[DecodingState, PagedCache]:
-    """A row joins the batch, and its first token is drawn; `shared` is what rows continue from."""
+) -> tuple[DecodingState, PagedCache, Int32[Array, "R M"]]:
+    """A row joins the batch, and its first token is drawn; `shared` is what rows continue from. Returns the state,
+    `shared` and what the host is told."""
     cache = _with_row(state.cache, row.number, own)
     alone = DecodingState(
         tokens=jnp.full((1, MOST_STEPS), lm.pad_token_id, jnp.int32),
@@ -259,7 +288,7 @@ def _admit(
     alone = draw(lm, alone, logits, sampling, allowed=None if drawing.allowed is None else drawing.allowed[None])
     rows = dataclasses.replace(state, cache=None)  # type: ignore[arg-type]
     rows = jax.tree.map(lambda all_rows, x: all_rows.at[row.number].set(x[0]), rows, alone)
-    return dataclasses.replace(rows, cache=cache), _with_row(shared, row.number, document)
+    return dataclasses.replace(rows, cache=cache), _with_row(shared, row.number, document), Said.packed(rows)
 
 
 def _with_row(cache: PagedCache, row: Int[Array, ""], table: RowTable) -> PagedCache:
@@ -280,10 +309,11 @@ def _steps(
     allowed: UInt8[Array, "R W"] | None,
     *,
     backend: Backend,
-) -> DecodingState:
+) -> tuple[DecodingState, Int32[Array, "R M"]]:
     """The rows that have not ended take steps until they have `limit` tokens; 0 for rows that nobody has.
 
-    `allowed` says which tokens may be drawn in all these steps, as `decode.draw` takes it.
+    `allowed` says which tokens may be drawn in all these steps, as `decode.draw` takes it. Returns the state and what
+    the host is told.
     """
     cache, running = state.cache, ~state.done & (state.step < limit)
 
@@ -296,7 +326,8 @@ def _steps(
     state = dataclasses.replace(state, cache=of_running(cache, cache.start))
     after = decode(lm, state, shared, limit, sampling, allowed=allowed, backend=backend)
     kept = tuple(jnp.where(running[:, None], new, old) for new, old in zip(after.cache.kept, cache.kept, strict=True))
-    return dataclasses.replace(after, cache=dataclasses.replace(after.cache, kept=kept))
+    after = dataclasses.replace(after, cache=dataclasses.replace(after.cache, kept=kept))
+    return after, Said.packed(after)
 
 
 def _own_row(lm: LM, state: DecodingState, row: Int[Array, ""]) -> RowTable:
@@ -345,9 +376,9 @@ extend_row = Program(
     OverMesh(_extend_row, (STATE, CACHES, CACHES, CACHES, SAME, SAME, SAME, SAME), (STATE, CACHES, SAME)), donate=(1,)
 )
 admit = Program(
-    OverMesh(_admit, (STATE, CACHES, CACHES, CACHES, SAME, SAME, SAME, SAME), (STATE, CACHES)), donate=(1, 2)
+    OverMesh(_admit, (STATE, CACHES, CACHES, CACHES, SAME, SAME, SAME, SAME), (STATE, CACHES, ROWS)), donate=(1, 2)
 )
-steps = Program(OverMesh(_steps, (STATE, CACHES, CACHES, SAME, SAME, SAME), STATE), donate=(1,))
+steps = Program(OverMesh(_steps, (STATE, CACHES, CACHES, SAME, SAME, SAME), (STATE, ROWS)), donate=(1,))
 own_row = Program(OverMesh(_own_row, (STATE, SAME), CACHES))
 join = Program(OverMesh(_join, (CACHES,) * 6, CACHES), donate=(1,))
 

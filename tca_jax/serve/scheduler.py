@@ -27,12 +27,11 @@ from tca_jax.engine.read import require_finite
 from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.backends import Backend
-from tca_jax.programs import Program
 from tca_jax.serve import programs
 from tca_jax.serve.constraints import Constraint, next_allowed
 from tca_jax.serve.documents import Document, Documents, document_id
 from tca_jax.serve.pages import FreePages, LocalTable, RowTable, TableWidths, pool_only
-from tca_jax.serve.programs import MOST_STEPS, Drawing, Row
+from tca_jax.serve.programs import MOST_STEPS, Drawing, Row, Said
 from tca_jax.serve.reading import Reader
 from tca_jax.serve.streams import FinishReason, Stream
 
@@ -112,7 +111,8 @@ class Scheduler:
     """
 
     def __init__(self, lm: LM, documents: Documents, max_rows: int, answer_tokens: int, backend: Backend) -> None:
-        self._lm, self._program_lm, self._documents, self._backend = lm, lm.for_programs(), documents, backend
+        self._lm, self._documents, self._backend = lm, documents, backend
+        self._program_lm, self._bare_lm = lm.for_programs(), lm.without_weights()
         self._on_mesh, self._devices = lm.mesh is not None, documents.free.devices
         self._own_layout_of = functools.lru_cache(maxsize=64)(functools.partial(lm.following_layout, 1))
         pages = max_rows * self._own_layout(lm.config.max_context, answer_tokens).num_pages
@@ -127,7 +127,7 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._answers_waited = False  # a request waits for a row, or for pages of answers
         self._room_waited = math.inf  # arrival of the first request that waits for pages of documents
-        self._step_programs: dict[Any, Callable[..., DecodingState]] = {}
+        self._step_programs: dict[Any, Callable[..., Any]] = {}
         self._step_seconds = 0.0
 
     # What other threads call
@@ -310,7 +310,8 @@ class Scheduler:
             return False
         if ask.fed < len(ask.new) or ask.own is None:
             self._feed(ask)
-            return True
+            if ask.fed < len(ask.new):
+                return True
         if ask.target is not None:
             return self._become(ask, ask.target)
         slot = next((i for i, row in enumerate(self._rows[: self._max_rows]) if row is None), None)
@@ -380,7 +381,8 @@ class Scheduler:
         sizes = [np.asarray([x], np.int32) for x in (held, len(piece), ask.document.parts[0])]
         document = self._documents.row_table(ask.document, self._widths)
         arguments = self._state, self._documents.pool, document, self._wide(own), tokens, *sizes
-        self._state, ask.own, logits = self._run(programs.extend_row, *arguments, begins=begins, backend=self._backend)
+        static: Any = {"begins": begins, "backend": self._backend}
+        self._state, ask.own, logits = programs.extend_row.run(self._program_lm, *arguments, **static)
         ask.fed += len(piece)
         ask.logits = ask.document.logits if logits is None else logits
 
@@ -388,7 +390,7 @@ class Scheduler:
         """The target of a request becomes a document; where there is no room for it, the request begins again when
         there is: others could wait for what it has."""
         assert ask.own is not None
-        self._require_finite(ask, np.isfinite(on_host(ask.logits)).all(axis=-1))
+        self._require_finite(ask, bool(np.isfinite(on_host(ask.logits)).all()))
         ask.room = self._documents.enter_joined(target, ask.document, ask.own, pool_only(self._state.cache))
         if ask.room:
             self._wait_for_room(ask, ask.room)
@@ -419,9 +421,10 @@ class Scheduler:
         row = Row(*(np.int32(x) for x in (slot, len(ask.tokens), ask.document.parts[0])))  # type: ignore[arg-type]
         document = self._documents.row_table(ask.document, self._widths)
         batch = self._state, self._shared, document, self._wide(ask.own)
-        self._state, self._shared = self._run(programs.admit, *batch, row, ask.logits, drawing, self._sampling([ask]))
+        drawn = row, ask.logits, drawing, self._sampling([ask])
+        self._state, self._shared, said = programs.admit.run(self._bare_lm, *batch, *drawn)
         ask.logits = None
-        self._hand_out()
+        self._hand_out(said)
 
     def _fit(self) -> None:
         """Makes the state hold what its rows need, and nothing else that takes time."""
@@ -457,14 +460,12 @@ class Scheduler:
         arguments = self._state, self._documents.pool, self._shared, limit, sampling, allowed
         program = self._step_program(arguments)
         begin = time.perf_counter()
-        self._state = program(self._program_lm, *arguments)
-        self._hand_out()
+        self._state, said = program(self._program_lm, *arguments)
+        self._hand_out(said)
         seconds = (time.perf_counter() - begin) / max(1, int((limit - taken).max()))
         self._step_seconds = seconds if not self._step_seconds else (self._step_seconds + seconds) / 2
 
-    def _step_program(
-        self, arguments: tuple[DecodingState, Any, Any, Any, Sampling, Any]
-    ) -> Callable[..., DecodingState]:
+    def _step_program(self, arguments: tuple[DecodingState, Any, Any, Any, Sampling, Any]) -> Callable[..., Any]:
         """The program of these arguments' shapes, of which few things change: to look at all arrays takes as long as a
         step's other work."""
         state = arguments[0]
@@ -477,36 +478,38 @@ class Scheduler:
             self._step_programs[key] = program
         return self._step_programs[key]
 
-    def _require_finite(self, ask: Ask, finite: np.ndarray) -> None:
-        """Raises ValueError, as `generate` does, unless a request's logits `[1]` are finite."""
-        if not finite.all():
+    def _require_finite(self, ask: Ask, finite: bool) -> None:
+        """Raises ValueError, as `generate` does, unless a request's logits are finite."""
+        if not finite:
             tokens = np.asarray([ask.tokens], np.int32)
-            require_finite(self._lm, tokens, np.asarray([tokens.shape[1]], np.int32), finite, "prompts")
+            lengths, finite_rows = np.asarray([tokens.shape[1]], np.int32), np.zeros(1, bool)
+            require_finite(self._lm, tokens, lengths, finite_rows, "prompts")
 
-    def _hand_out(self) -> None:
+    def _hand_out(self, packed: Any) -> None:
         """Gives streams their new tokens, and ends those that have ended."""
-        state = self._state
-        told = state.tokens, state.step, state.done, state.logprobs, state.top, state.finite
-        tokens, step, done, logprobs, top, finite = on_host(told)
-        for slot, ask in enumerate(self._rows):
-            if ask is None or ask.stream is None:
-                continue
+        said = Said.of(packed)
+        rows = [(slot, ask, ask.stream) for slot, ask in enumerate(self._rows) if ask is not None and ask.stream]
+        logprobs, top = None, None
+        if any(stream.options.logprobs is not None for _, _, stream in rows):
+            logprobs, top = on_host((self._state.logprobs, self._state.top))
+        for slot, ask, stream in rows:
             try:
-                self._require_finite(ask, finite[slot : slot + 1])
+                self._require_finite(ask, said.finite[slot])
             except Exception as error:
                 self._fail(ask, error)
                 continue
-            places = np.arange(ask.taken, step[slot]) % MOST_STEPS
-            ask.taken = int(step[slot])
-            wanted, likeliest = ask.stream.options.logprobs, list[Any]()
+            places = [place % MOST_STEPS for place in range(ask.taken, said.step[slot])]
+            ask.taken = said.step[slot]
+            wanted, own, likeliest = stream.options.logprobs, list[float](), list[Any]()
+            if wanted is not None:
+                own = logprobs[slot, places].tolist()
             if wanted:
                 ids, values = (x[slot, places, :wanted].tolist() for x in top)
                 likeliest = [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
-            own = [] if wanted is None else logprobs[slot, places].tolist()
-            ask.stream.add(tokens[slot, places].tolist(), own, likeliest)
-            if done[slot] or ask.taken >= ask.max_new_tokens:
-                self._leave(ask, "stop" if done[slot] else "length")
-            elif places.size:
+            stream.add([said.tokens[slot][place] for place in places], own, likeliest)
+            if said.done[slot] or ask.taken >= ask.max_new_tokens:
+                self._leave(ask, "stop" if said.done[slot] else "length")
+            elif places and ask.constraint is not None:
                 with self._failing(ask):
                     self._constrain(ask)
 
@@ -578,7 +581,7 @@ class Scheduler:
         found = self._documents.get(id_)
         if found is None or found.state == "failed":
             document = Document(id_, tokens, parts, named=True)
-            own = self._run(programs.own_row, self._state, np.int32(ask.slot))
+            own = programs.own_row.run(self._bare_lm, self._state, np.int32(ask.slot))
             try:
                 if self._documents.enter_joined(document, ask.document, own, pool_only(self._state.cache)):
                     return None
@@ -611,8 +614,8 @@ class Scheduler:
         return self._own_layout_of(*sizes)
 
     def _empty_batch(self, rows: int) -> tuple[DecodingState, Any]:
-        pool = self._run(programs.empty_pool, pages=self._free.total)
-        return self._run(programs.empty_batch, pool, rows=rows, stops=_MOST_STOPS)
+        pool = programs.empty_pool.run(self._bare_lm, pages=self._free.total, dtype=self._lm.cache_dtype)
+        return programs.empty_batch.run(self._bare_lm, pool, rows=rows, stops=_MOST_STOPS)
 
     def _sampling(self, asks: Sequence[Ask | None]) -> Sampling:
         """How the rows' tokens are drawn: nothing where all are greedy, else everything, so that two programs do. The
@@ -633,9 +636,6 @@ class Scheduler:
             kind = np.int32 if name == "top_k" else np.float32
             arrays[name] = np.asarray([value if x is None else x for x in own], kind)
         return Sampling(**arrays)
-
-    def _run(self, program: Program, *args: Any, **static: Any) -> Any:
-        return program.prepare(self._program_lm, *args, **static)[0](self._program_lm, *args)
 
 
 def _bucket(widths: TableWidths) -> TableWidths:
