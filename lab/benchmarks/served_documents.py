@@ -6,7 +6,6 @@ This reaches into the engine: what is done here no user can do.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -101,41 +100,56 @@ def seconds_to_come_back(engine: Engine, id_: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One call of the program that takes steps.
+    """Steps that were launched together.
 
     Attributes:
-        begin: When it was called, in seconds of `time.perf_counter`.
-        called: When the call returned.
-        ready: When its results were there.
-        steps: That it took.
+        ready: When the results of the steps before them were there, in seconds of `time.perf_counter`.
+        begin: When their first program was called.
+        called: When the last call returned.
+        steps: How many they are.
     """
 
+    ready: float
     begin: float
     called: float
-    ready: float
     steps: int
 
 
 class Rounds:
-    """Notes when an engine's step program is called and when its results are there."""
+    """Notes when an engine launches steps, and when the results of those before were there."""
 
     def __init__(self, engine: Engine) -> None:
         self.rounds: list[Round] = []
-        self._scheduler = engine._scheduler
-        self._prepare = self._scheduler._step_program
-        self._scheduler._step_program = self._noted  # type: ignore[method-assign]
+        self._scheduler = scheduler = engine._scheduler
+        self._own_launch, self._own_wait, self._own_program = (
+            scheduler._launch,
+            scheduler._wait,
+            scheduler._step_program,
+        )
+        self._ready, self._calls = 0.0, list[tuple[float, float]]()
+        scheduler._launch = self._launch  # type: ignore[method-assign]
+        scheduler._wait = self._wait  # type: ignore[method-assign]
+        scheduler._step_program = self._program  # type: ignore[method-assign, assignment]
 
-    def _noted(self, arguments: Any) -> Callable[..., Any]:
-        program = self._prepare(arguments)
-        taken = np.asarray([0 if ask is None else ask.taken for ask in self._scheduler._rows])
-        steps = int((arguments[3] - taken).max())
+    def _launch(self) -> None:
+        self._calls = []
+        self._own_launch()
+        if self._calls:
+            self.rounds.append(Round(self._ready, self._calls[0][0], self._calls[-1][1], len(self._calls)))
+
+    def _wait(self) -> Any:
+        if (launched := self._scheduler._launched) is not None:
+            jax.block_until_ready(launched.said)
+            self._ready = time.perf_counter()
+        return self._own_wait()
+
+    def _program(self, *args: Any) -> Callable[..., Any]:
+        program = self._own_program(*args)
 
         def run(*args: Any) -> Any:
             begin = time.perf_counter()
             out = program(*args)
-            called = time.perf_counter()
-            jax.block_until_ready(out)
-            self.rounds.append(Round(begin, called, time.perf_counter(), steps))
+            self._calls.append((begin, time.perf_counter()))
             return out
 
         return run
@@ -144,12 +158,11 @@ class Rounds:
 def own_time(rounds: Sequence[Round], begin: float, end: float) -> dict[str, float]:
     """Columns of the scheduler's own time between two moments, medians of milliseconds a step.
 
-    Its own is what passes from the results of a step program to the next call of it, over the steps of that call:
-    tokens are brought to the host and handed out, requests are looked at, arguments are made. The device waits. The
-    call itself is another column: until it returns, arguments are checked and kernels are launched, and the device may
-    be at work.
+    Its own is what passes from the results of steps to the call of the next one's program, over the steps of that call:
+    tokens are brought to the host, arguments are made. The device waits. The call itself is another column: until it
+    returns, arguments are checked and kernels are launched, and the device is at work.
     """
-    inside = [each for each in rounds if begin <= each.begin and each.ready <= end]
-    own = [(after.begin - before.ready) / after.steps for before, after in itertools.pairwise(inside)]
+    inside = [each for each in rounds if begin <= each.ready and each.called <= end]
+    own = [(each.begin - each.ready) / each.steps for each in inside]
     calls = [(each.called - each.begin) / each.steps for each in inside]
     return {"scheduler ms/step": 1e3 * float(np.median(own)), "call ms/step": 1e3 * float(np.median(calls))}

@@ -115,44 +115,19 @@ def decode(
         allowed: See `draw`; the same in all steps.
         backend: Kernel backend; static.
     """
-    policy = lm.method.cache
-    shared = None if shared is None else before(shared, state.cache)
-
-    def running(state: DecodingState) -> Bool[Array, " B"]:
-        return ~state.done & (state.step < limit)
-
-    def unfinished(state: DecodingState) -> Bool[Array, ""]:
-        return any_row(running(state), lm.mesh)
-
-    def leaving(state: DecodingState) -> Bool[Array, " B"]:
-        positions = state.lengths + state.step - 1
-        return running(state) & rows_with_leaving_block(policy, positions, state.prompt_lengths)
-
-    num_layers = lm.config.num_layers
-    of_shared = [None if shared is None else policy.summarize(i, shared.pages(i)) for i in range(num_layers)]
-
-    def step(state: DecodingState, of_own: list[Any] | None) -> DecodingState:
-        positions, cache, fed = state.lengths + state.step - 1, state.cache, running(state)
-        rows = leaving(state) if of_own is None else None  # where no block leaves, what is known of a cache stays true
-
-        def attention(layer: int, q: Array, k: Array, v: Array, nothing: None) -> tuple[Array, None]:
-            nonlocal cache
-            heads = heads_of(lm.head_shards, layer, k.shape[2])
-            known = of_shared[layer], None if of_own is None else of_own[layer]
-            sizes = positions, rows, backend
-            out, cache = decode_layer(policy, layer, heads, q, k, v, shared, cache, *sizes, fed=fed, summaries=known)
-            return out, None
-
-        decoder, states = lm.decoder, (None,) * lm.config.num_layers
-        hidden, _ = decoder(state.last[:, None], positions[:, None], attention, states)
-        return draw(lm, dataclasses.replace(state, cache=cache), decoder.logits(hidden[:, 0]), sampling, fed, allowed)
+    steps = _Steps.of(lm, state, shared, limit, sampling, allowed, backend)
 
     def plain_steps(state: DecodingState, until_leaving: bool) -> DecodingState:
         def more(state: DecodingState) -> Bool[Array, ""]:
-            return unfinished(state) & ~any_row(leaving(state), lm.mesh) if until_leaving else unfinished(state)
+            return unfinished(state) & ~leaves(state) if until_leaving else unfinished(state)
 
-        of_own = [policy.summarize(layer, state.cache.pages(layer)) for layer in range(num_layers)]
-        return jax.lax.while_loop(more, functools.partial(step, of_own=of_own), state)
+        return jax.lax.while_loop(more, functools.partial(steps.take, of_own=steps.summaries(state.cache)), state)
+
+    def unfinished(state: DecodingState) -> Bool[Array, ""]:
+        return any_row(steps.running(state), lm.mesh)
+
+    def leaves(state: DecodingState) -> Bool[Array, ""]:
+        return any_row(steps.leaving(state), lm.mesh)
 
     if not any(state.cache.kept_columns):
         return plain_steps(state, until_leaving=False)
@@ -162,10 +137,98 @@ def decode(
     def run(state: DecodingState) -> DecodingState:
         state = plain_steps(state, until_leaving=True)
         return jax.lax.while_loop(
-            lambda s: unfinished(s) & any_row(leaving(s), lm.mesh), functools.partial(step, of_own=None), state
+            lambda s: unfinished(s) & leaves(s), functools.partial(steps.take, of_own=None), state
         )
 
     return jax.lax.while_loop(unfinished, run, state)
+
+
+def decode_step(
+    lm: LM,
+    state: DecodingState,
+    shared: PagedCache | None,
+    limit: Int[Array, "*B"],
+    sampling: Sampling,
+    *,
+    evicts: bool,
+    allowed: UInt8[Array, "B W"] | None = None,
+    backend: Backend = "auto",
+) -> DecodingState:
+    """One step of `decode`, for whoever calls it in a loop of their own: the device then never waits for the host.
+
+    Args:
+        evicts: Whether a block may leave the window of some row, see `rows_with_leaving_block`; static.
+
+    The others are those of `decode`.
+    """
+    steps = _Steps.of(lm, state, shared, limit, sampling, allowed, backend)
+    return steps.take(state, None if evicts else steps.summaries(state.cache))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Steps:
+    """What all steps of an answer share: arguments of `decode`, and what the policy knows of `shared`."""
+
+    lm: LM
+    shared: PagedCache | None
+    limit: Int[Array, "*B"]
+    sampling: Sampling
+    allowed: UInt8[Array, "B W"] | None
+    backend: Backend
+    of_shared: list[Any]
+
+    @classmethod
+    def of(
+        cls,
+        lm: LM,
+        state: DecodingState,
+        shared: PagedCache | None,
+        limit: Int[Array, "*B"],
+        sampling: Sampling,
+        allowed: UInt8[Array, "B W"] | None,
+        backend: Backend,
+    ) -> _Steps:
+        """Of the arguments of `decode`."""
+        shared = None if shared is None else before(shared, state.cache)
+        return cls(lm, shared, limit, sampling, allowed, backend, _summaries(lm, shared))
+
+    def summaries(self, cache: PagedCache) -> list[Any]:
+        """What the policy knows of the rows' own cache; it stays true until a block leaves a window."""
+        return _summaries(self.lm, cache)
+
+    def running(self, state: DecodingState) -> Bool[Array, " B"]:
+        """Rows that take a step."""
+        return ~state.done & (state.step < self.limit)
+
+    def leaving(self, state: DecodingState) -> Bool[Array, " B"]:
+        """Rows in which a block leaves the window at the next step."""
+        positions = state.lengths + state.step - 1
+        leaving = rows_with_leaving_block(self.lm.method.cache, positions, state.prompt_lengths)
+        return self.running(state) & leaving
+
+    def take(self, state: DecodingState, of_own: list[Any] | None) -> DecodingState:
+        """A step, without a look for blocks that leave where `of_own` is given."""
+        lm, policy, shared = self.lm, self.lm.method.cache, self.shared
+        positions, cache, fed = state.lengths + state.step - 1, state.cache, self.running(state)
+        rows = self.leaving(state) if of_own is None else None
+
+        def attention(layer: int, q: Array, k: Array, v: Array, nothing: None) -> tuple[Array, None]:
+            nonlocal cache
+            heads = heads_of(lm.head_shards, layer, k.shape[2])
+            known = self.of_shared[layer], None if of_own is None else of_own[layer]
+            sizes = positions, rows, self.backend
+            out, cache = decode_layer(policy, layer, heads, q, k, v, shared, cache, *sizes, fed=fed, summaries=known)
+            return out, None
+
+        decoder, states = lm.decoder, (None,) * lm.config.num_layers
+        hidden, _ = decoder(state.last[:, None], positions[:, None], attention, states)
+        logits, after = decoder.logits(hidden[:, 0]), dataclasses.replace(state, cache=cache)
+        return draw(lm, after, logits, self.sampling, fed, self.allowed)
+
+
+def _summaries(lm: LM, cache: PagedCache | None) -> list[Any]:
+    policy = lm.method.cache
+    return [None if cache is None else policy.summarize(i, cache.pages(i)) for i in range(lm.config.num_layers)]
 
 
 def decode_layer(
@@ -205,7 +268,8 @@ def decode_layer(
     """
     if leaving is not None and cache.kept_columns[layer]:
         with jax.named_scope("evict_block"):
-            cache = evict_block(policy, layer, heads, q[:, 0], k[:, 0], shared, cache, positions, leaving, backend)
+            token = q[:, 0], k[:, 0]
+            cache = evict_block(policy, layer, heads, *token, shared, cache, positions, leaving, backend)
     new = (
         None if fed is None or fed.size == 1 else fed[:, None]
     )  # a single row is written without looking (`with_tokens`)

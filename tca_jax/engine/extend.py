@@ -6,6 +6,7 @@ coincide in all rows, and a layer is one scan over blocks.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -231,10 +232,11 @@ def _extend_block(
     """One block of every row, of which some columns may be no new tokens."""
     b = cache.block_size
     if cache.kept_columns[layer]:
-        leaving = rows_with_leaving_block(policy, first, where.prompt_lengths)
+        leaving = jnp.asarray(rows_with_leaving_block(policy, first, where.prompt_lengths))
         leaving &= (first >= where.starts) & (first < where.ends)
         with jax.named_scope("evict_block"):
-            cache = evict_block(policy, layer, heads, q[:, 0], k[:, 0], shared, cache, first, leaving, backend)
+            token = q[:, 0], k[:, 0]
+            cache = evict_block(policy, layer, heads, *token, shared, cache, first, leaving, backend, rare=True)
     positions = first[:, None] + jnp.arange(b)
     new = (positions >= where.starts[:, None]) & (positions < where.ends[:, None])
     cache = cache.with_tokens(layer, k, v, positions, new)
@@ -259,8 +261,8 @@ def attend(
 
 
 def rows_with_leaving_block(
-    policy: CachePolicy, positions: Int[Array, " B"], prompt_lengths: Int[Array, " B"]
-) -> Bool[Array, " B"]:
+    policy: CachePolicy, positions: Int[Array | np.ndarray, " B"], prompt_lengths: Int[Array | np.ndarray, " B"]
+) -> Bool[Array | np.ndarray, " B"]:
     """Rows in which the token at `positions` starts a block and so pushes the oldest block out of the window, `[B]`.
 
     Prefill has already dealt with the block that leaves when the very first new token starts a block.
@@ -279,6 +281,8 @@ def evict_block(
     positions: Int[Array, " B"],
     leaving: Bool[Array, " B"],
     backend: Backend,
+    *,
+    rare: bool = False,
 ) -> PagedCache:
     """The cache with what the policy keeps of the block that leaves the window, in rows where one leaves.
 
@@ -295,6 +299,7 @@ def evict_block(
         positions: The token's position; a multiple of b in rows where a block leaves.
         leaving: Those rows.
         backend: Kernel backend.
+        rare: Whether there mostly are none, so that the device asks the host to leave out what is for them.
     """
     before = jnp.maximum(positions - 1, 0)
 
@@ -303,7 +308,8 @@ def evict_block(
         return attend(policy, layer, q[:, None], shared, cache, before, newest, backend)[1][:, 0]
 
     # A pass over all that is kept, of which only the normaliser is wanted, and only in rows where a block leaves.
-    lse = jax.lax.cond(jnp.any(leaving), log_sum_exp, lambda: jnp.zeros(q.shape[:2], jnp.float32))
+    nothing = functools.partial(jnp.zeros, q.shape[:2], jnp.float32)
+    lse = jax.lax.cond(jnp.any(leaving), log_sum_exp, nothing) if rare else log_sum_exp()
     batch, kv_heads, head_dim = k.shape
     queries = q.reshape(batch, kv_heads, -1, head_dim)
     own = scaled_scores("bhgd,bhd->bhg", queries, k)

@@ -152,7 +152,7 @@ class LM:
     @property
     def parameter_specs(self) -> Any:
         """How each weight lies on the mesh, in the structure of `params`."""
-        if not jax.tree.leaves(self.params):  # `without_weights`
+        if self.graphdef is None:  # `without_weights`
             return self.params
         return parameter_specs(self.config, self.mesh, self.weights_dtype)
 
@@ -170,6 +170,8 @@ class LM:
 
     def on_device(self, params: Any) -> LM:
         """The model as each device of its mesh runs it, under `jax.shard_map`, over its own part of the weights."""
+        if self.graphdef is None:
+            return self
         devices = axis_size(self.mesh, MODEL)
         graphdef = device_graphdef(self.config, self.dtype, self.weights_dtype, devices)
         return dataclasses.replace(self, graphdef=graphdef, params=params)

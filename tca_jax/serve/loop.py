@@ -96,7 +96,7 @@ class Loop:
         try:
             while not self._stopping:
                 self._run_calls()
-                busy = self._worker.once()
+                busy = self._worker.once(self._is_called)
                 with self._changed:
                     self._resting = self._worker.is_idle and not self._calls
                     self._changed.notify_all()
@@ -119,6 +119,9 @@ class Loop:
             self._changed.notify_all()
         for _, done in calls:
             done.set_exception(self._refusal())
+
+    def _is_called(self) -> bool:
+        return bool(self._calls) or self._stopping
 
     def _run_calls(self) -> None:
         while self._calls:

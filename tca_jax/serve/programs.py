@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32, Key, UInt8
 
 from tca_jax.engine.cache import CacheLayout, PagedCache, before, continued, joined_into
-from tca_jax.engine.decode import STATE, DecodingState, decode, draw
+from tca_jax.engine.decode import STATE, DecodingState, decode_step, draw
 from tca_jax.engine.extend import extend
 from tca_jax.engine.lm import LM
-from tca_jax.engine.mesh import CACHES, ROWS, SAME, OverMesh, on_host
+from tca_jax.engine.mesh import CACHES, ROWS, SAME, OverMesh
 from tca_jax.engine.read import Read as ReadPrompts
 from tca_jax.engine.read import Reading, begin_reading, end_reading, read_layers, read_prompts
 from tca_jax.engine.sampling import Sampling
@@ -27,7 +28,7 @@ from tca_jax.pallas_kernels.kv import empty
 from tca_jax.programs import Program
 from tca_jax.serve.pages import PageNumbers, RowTable, TableWidths, pool_only
 
-#: Tokens of each row that a state holds: most steps between two looks at it.
+#: Tokens of each row that a state holds: most steps that are taken before the host is told of them.
 MOST_STEPS = 16
 
 
@@ -92,9 +93,8 @@ class Said(NamedTuple):
         return jnp.concatenate(columns, axis=1)
 
     @classmethod
-    def of(cls, packed: Int32[Array, "R M"]) -> Said:
-        """The inverse, on the host."""
-        found = on_host(packed)
+    def of(cls, found: Int32[np.ndarray, "R M"]) -> Said:
+        """The inverse, of an array on the host."""
         return cls(found[:, 0].tolist(), (found[:, 1] > 0).tolist(), (found[:, 2] > 0).tolist(), found[:, 3:].tolist())
 
 
@@ -299,7 +299,7 @@ def _with_row(cache: PagedCache, row: Int[Array, ""], table: RowTable) -> PagedC
     return dataclasses.replace(cache, tables=tables, kept=kept, start=start, end=end)
 
 
-def _steps(
+def _step(
     lm: LM,
     state: DecodingState,
     pool: PagedCache,
@@ -308,12 +308,13 @@ def _steps(
     sampling: Sampling,
     allowed: UInt8[Array, "R W"] | None,
     *,
+    evicts: bool,
     backend: Backend,
 ) -> tuple[DecodingState, Int32[Array, "R M"]]:
-    """The rows that have not ended take steps until they have `limit` tokens; 0 for rows that nobody has.
+    """The rows that have not ended, and have less than `limit` tokens (0 for rows that nobody has), take a step.
 
-    `allowed` says which tokens may be drawn in all these steps, as `decode.draw` takes it. Returns the state and what
-    the host is told.
+    `allowed` says which tokens may be drawn, as `decode.draw` takes it; `evicts` as in `decode_step`. Returns the state
+    and what the host is told.
     """
     cache, running = state.cache, ~state.done & (state.step < limit)
 
@@ -324,7 +325,7 @@ def _steps(
 
     shared = of_running(_over(shared, pool), cache.start)
     state = dataclasses.replace(state, cache=of_running(cache, cache.start))
-    after = decode(lm, state, shared, limit, sampling, allowed=allowed, backend=backend)
+    after = decode_step(lm, state, shared, limit, sampling, evicts=evicts, allowed=allowed, backend=backend)
     kept = tuple(jnp.where(running[:, None], new, old) for new, old in zip(after.cache.kept, cache.kept, strict=True))
     after = dataclasses.replace(after, cache=dataclasses.replace(after.cache, kept=kept))
     return after, Said.packed(after)
@@ -378,7 +379,7 @@ extend_row = Program(
 admit = Program(
     OverMesh(_admit, (STATE, CACHES, CACHES, CACHES, SAME, SAME, SAME, SAME), (STATE, CACHES, ROWS)), donate=(1, 2)
 )
-steps = Program(OverMesh(_steps, (STATE, CACHES, CACHES, SAME, SAME, SAME), (STATE, ROWS)), donate=(1,))
+step = Program(OverMesh(_step, (STATE, CACHES, CACHES, SAME, SAME, SAME), (STATE, ROWS)), donate=(1,))
 own_row = Program(OverMesh(_own_row, (STATE, SAME), CACHES))
 join = Program(OverMesh(_join, (CACHES,) * 6, CACHES), donate=(1,))
 

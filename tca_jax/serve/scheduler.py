@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxtyping import Int32, UInt8
 
 from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.decode import DecodingState
-from tca_jax.engine.extend import align, num_columns
+from tca_jax.engine.extend import align, num_columns, rows_with_leaving_block
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.engine.prompts import bucket_length
@@ -61,6 +61,7 @@ class Ask:
         logits: Of the token behind what was fed.
         slot: Its row of the batch.
         taken: Tokens of the answer that were handed out.
+        granted: Tokens that the steps which were launched may bring it to.
         allowed: What its constraint allows next, packed; None for everything.
         pins: Whether it keeps its document where it is.
         arrival: Its place among all requests.
@@ -80,6 +81,7 @@ class Ask:
     logits: Any = None
     slot: int | None = None
     taken: int = 0
+    granted: int = 0
     allowed: UInt8[np.ndarray, " W"] | None = None
     pins: bool = False
     arrival: int = 0
@@ -91,9 +93,36 @@ class Ask:
         return 0 if self.stream is None else self.stream.options.max_new_tokens
 
     @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities of its tokens are asked for."""
+        return self.stream is not None and self.stream.options.logprobs is not None
+
+    @property
     def tokens(self) -> list[int]:
         """What the row holds before the answer."""
         return self.document.tokens + self.new
+
+
+class _Launched(NamedTuple):
+    """Steps that the device takes.
+
+    Attributes:
+        said: What it will say then, a packed `Said`.
+        begin: When they were launched.
+        steps: How many they are.
+    """
+
+    said: Any
+    begin: float
+    steps: int
+
+
+class _Told(NamedTuple):
+    """What the device has said of the rows of the batch, on the host; `DecodingState` has the last two."""
+
+    said: Said
+    logprobs: Any
+    top: Any
 
 
 class Scheduler:
@@ -127,8 +156,9 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._answers_waited = False  # a request waits for a row, or for pages of answers
         self._room_waited = math.inf  # arrival of the first request that waits for pages of documents
-        self._step_programs: dict[Any, Callable[..., Any]] = {}
-        self._step_seconds = 0.0
+        self._step_programs: dict[Any, list[Callable[..., Any]]] = {}
+        self._launched: _Launched | None = None
+        self._step_seconds = self._told_at = 0.0
 
     # What other threads call
 
@@ -186,8 +216,12 @@ class Scheduler:
 
     # The loop
 
-    def once(self) -> bool | None:
-        """One round; whether there is more to do now, or None while something is under way."""
+    def once(self, is_called: Callable[[], bool]) -> bool | None:
+        """One round; whether there is more to do now, or None while something is under way.
+
+        Args:
+            is_called: Whether other threads want something done between rounds.
+        """
         documents = self._documents
         under_way = documents.move()
         for document, error in documents.failures():
@@ -200,7 +234,7 @@ class Scheduler:
         if any(self._rows):
             worked = True
             try:
-                self._steps()
+                self._steps(is_called)
             except Exception as error:
                 for ask in filter(None, list(self._rows)):
                     self._fail(ask, error)
@@ -243,6 +277,7 @@ class Scheduler:
     def _begin_batch(self) -> None:
         """An empty batch, as wide as the one before."""
         del self._state, self._shared  # their memory is that of the new ones
+        self._launched = None
         self._state, self._shared = self._empty_batch(len(self._rows))
         widths, own_widths = self._widths, self._own_widths
         self._widths, self._own_widths = TableWidths(0, 0), TableWidths(0, 0)
@@ -424,7 +459,8 @@ class Scheduler:
         drawn = row, ask.logits, drawing, self._sampling([ask])
         self._state, self._shared, said = programs.admit.run(self._bare_lm, *batch, *drawn)
         ask.logits = None
-        self._hand_out(said)
+        ask.granted = 1
+        self._launched = _Launched(said, 0.0, 0)  # it says what steps before have drawn, too
 
     def _fit(self) -> None:
         """Makes the state hold what its rows need, and nothing else that takes time."""
@@ -448,24 +484,65 @@ class Scheduler:
             state = dataclasses.replace(state, top=top)
         self._state = state
 
-    def _steps(self) -> None:
-        """Some steps of the batch."""
-        taken = np.asarray([0 if ask is None else ask.taken for ask in self._rows])
-        most = np.asarray([0 if ask is None else ask.max_new_tokens for ask in self._rows])
+    def _steps(self, is_called: Callable[[], bool]) -> None:
+        """Some steps of the batch. The next ones are launched before what these have drawn is handed out, so that the
+        device does not wait for that; but not where a constraint needs to know it, where a part of a document is read
+        next, for which what was drawn would wait, nor before somebody's new request."""
+        at_once = self._constrained or not self._reader.is_idle
+        told = self._wait()
+        if told is None or not (at_once or is_called()):
+            self._launch()
+        if told is None and at_once:
+            told = self._wait()
+        if told is not None:
+            self._hand_out(told)
+
+    def _launch(self) -> None:
+        """Has the device take steps."""
+        rows = [ask for ask in self._rows if ask is not None]
         steps = 1 if not self._step_seconds else int(_STEPS_SECONDS / self._step_seconds)
         steps = 1 if self._constrained else max(1, min(MOST_STEPS, steps))
-        limit = np.minimum(most, taken + steps).astype(np.int32)
-        sampling = self._sampling(self._rows)
-        allowed = None if self._state.seen is None else self._allowed(self._rows)
-        arguments = self._state, self._documents.pool, self._shared, limit, sampling, allowed
-        program = self._step_program(arguments)
-        begin = time.perf_counter()
-        self._state, said = program(self._program_lm, *arguments)
-        self._hand_out(said)
-        seconds = (time.perf_counter() - begin) / max(1, int((limit - taken).max()))
-        self._step_seconds = seconds if not self._step_seconds else (self._step_seconds + seconds) / 2
+        sampling, allowed = self._sampling(self._rows), None if self._state.seen is None else self._allowed(self._rows)
+        begin, said, taken = time.perf_counter(), None, 0
+        while taken < steps and (moving := [ask for ask in rows if ask.granted < ask.max_new_tokens]):
+            evicts = self._evict(moving)
+            for ask in moving:
+                ask.granted += 1
+            limit = np.asarray([0 if ask is None else ask.granted for ask in self._rows], np.int32)
+            arguments = self._state, self._documents.pool, self._shared, limit, sampling, allowed
+            program = self._step_program(arguments, evicts)
+            begin = begin if taken else time.perf_counter()  # compiling is not the step's time
+            self._state, said = program(self._program_lm, *arguments)
+            taken += 1
+        if said is not None:
+            self._launched = _Launched(said, begin, taken)
 
-    def _step_program(self, arguments: tuple[DecodingState, Any, Any, Any, Sampling, Any]) -> Callable[..., Any]:
+    def _wait(self) -> _Told | None:
+        """What the device has said, once the steps that were launched are taken; None if none were."""
+        launched, self._launched = self._launched, None
+        if launched is None:
+            return None
+        asked = any(ask is not None and ask.wants_logprobs for ask in self._rows)
+        state = self._state
+        said, logprobs, top = on_host((launched.said, *((state.logprobs, state.top) if asked else (None, None))))
+        now = time.perf_counter()
+        if launched.steps:
+            seconds = (now - max(launched.begin, self._told_at)) / launched.steps
+            self._step_seconds = seconds if not self._step_seconds else (self._step_seconds + seconds) / 2
+        self._told_at = now
+        return _Told(Said.of(said), logprobs, top)
+
+    def _evict(self, rows: Sequence[Ask]) -> bool:
+        """Whether a block leaves the window of one of these rows at its next step."""
+        if not self._own_widths.kept:
+            return False
+        positions = [len(ask.document.tokens) + len(ask.new) + ask.granted - 1 for ask in rows]
+        prompts = [ask.document.parts[0] for ask in rows]
+        return bool(rows_with_leaving_block(self._lm.method.cache, np.asarray(positions), np.asarray(prompts)).any())
+
+    def _step_program(
+        self, arguments: tuple[DecodingState, Any, Any, Any, Sampling, Any], evicts: bool
+    ) -> Callable[..., Any]:
         """The program of these arguments' shapes, of which few things change: to look at all arrays takes as long as a
         step's other work."""
         state = arguments[0]
@@ -474,9 +551,11 @@ class Scheduler:
         if key not in self._step_programs:
             if len(self._step_programs) == _MOST_STEP_PROGRAMS:
                 self._step_programs.clear()
-            program, _ = programs.steps.prepare(self._program_lm, *arguments, backend=self._backend)
-            self._step_programs[key] = program
-        return self._step_programs[key]
+            kinds = (False, True) if any(state.cache.kept_columns) else (False,)  # both now: answers wait for neither
+            static: Any = {"backend": self._backend}
+            prepared = [programs.step.prepare(self._program_lm, *arguments, evicts=kind, **static) for kind in kinds]
+            self._step_programs[key] = [program for program, _ in prepared]
+        return self._step_programs[key][evicts]
 
     def _require_finite(self, ask: Ask, finite: bool) -> None:
         """Raises ValueError, as `generate` does, unless a request's logits are finite."""
@@ -485,13 +564,10 @@ class Scheduler:
             lengths, finite_rows = np.asarray([tokens.shape[1]], np.int32), np.zeros(1, bool)
             require_finite(self._lm, tokens, lengths, finite_rows, "prompts")
 
-    def _hand_out(self, packed: Any) -> None:
+    def _hand_out(self, told: _Told) -> None:
         """Gives streams their new tokens, and ends those that have ended."""
-        said = Said.of(packed)
+        said, logprobs, top = told
         rows = [(slot, ask, ask.stream) for slot, ask in enumerate(self._rows) if ask is not None and ask.stream]
-        logprobs, top = None, None
-        if any(stream.options.logprobs is not None for _, _, stream in rows):
-            logprobs, top = on_host((self._state.logprobs, self._state.top))
         for slot, ask, stream in rows:
             try:
                 self._require_finite(ask, said.finite[slot])

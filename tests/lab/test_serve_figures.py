@@ -39,7 +39,7 @@ def test_a_stream_is_watched_from_its_first_token_on():
 
 
 def test_the_scheduler_has_what_lies_between_results_and_the_next_call():
-    rounds = [Round(10.0 * i, 10.0 * i + 1, 10.0 * i + 6, 2) for i in range(5)]
+    rounds = [Round(10.0 * i, 10.0 * i + 4, 10.0 * i + 5, 2) for i in range(5)]
     assert own_time(rounds, 10, 40) == pytest.approx({"scheduler ms/step": 2000, "call ms/step": 500})
 
 

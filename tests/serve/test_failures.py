@@ -122,8 +122,8 @@ def ends(stream):
         ("place", (1,)),
         ("extend_row", (1,)),
         ("admit", (1, 2)),
-        ("steps", ()),
-        ("steps", (1,)),
+        ("step", ()),
+        ("step", (1,)),
         ("own_row", ()),
         ("join", (1,)),
     ],
@@ -194,7 +194,7 @@ def test_where_no_batch_can_be_made_the_engine_has_failed_and_everybody_is_told(
 def test_calls_that_a_closing_engine_has_not_run_are_refused(lm, pages, monkeypatch):
     engine, begun, goes_on = Engine(lm, pages=pages, **SIZES), threading.Event(), threading.Event()
 
-    def once():
+    def once(is_called):
         begun.set()
         assert goes_on.wait(SECONDS)
         return False
@@ -435,10 +435,10 @@ def test_a_large_request_is_not_overtaken_by_small_ones_behind_it(lm, pages, mon
     with engine_of(lm, 3 * pages, max_rows=3) as engine:
         steps, goes_on, begun = engine._scheduler._steps, threading.Event(), threading.Event()
 
-        def slow():
+        def slow(is_called):
             begun.set()
             assert goes_on.wait(SECONDS)
-            steps()
+            steps(is_called)
 
         document = engine.read(A)
         engine.wait(document, SECONDS)
@@ -491,7 +491,7 @@ def test_a_server_tells_that_its_engine_has_failed(speaking, monkeypatch):
     engine = Engine(speaking, pages=100, **SIZES)
     server = Server(engine, Settings("tiny"))
 
-    def once():
+    def once(is_called):
         raise MemoryError("none is left")
 
     async def ask():
