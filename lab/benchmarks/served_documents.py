@@ -19,7 +19,8 @@ from tca_jax.engine.contexts import first_local
 from tca_jax.lab.benchmarks.common import random_normal
 from tca_jax.pallas_kernels.kv import CODES, encode
 from tca_jax.serve import Engine, programs
-from tca_jax.serve.documents import Document
+from tca_jax.serve.document import Document
+from tca_jax.serve.pages import LocalTable
 
 
 class UnreadDocuments:
@@ -36,7 +37,7 @@ class UnreadDocuments:
         kept = np.stack([kept_of_prompt(policy, layer, tokens, heads) for layer in range(lm.config.num_layers)])
         length = np.asarray([tokens])
         start = int(first_local(length, length, policy.block_size, policy.window)[0])
-        self._table, self._layout = self._documents._exactly(kept[None].astype(np.int32), start, tokens)
+        self._table, self._layout = LocalTable.exactly(policy, kept[None].astype(np.int32), start, tokens)
         self.pages = int(self._table.used.sum(axis=1).max())
         self._chunk, self._count = self._random_chunk(), 0
 
@@ -62,7 +63,7 @@ class UnreadDocuments:
         if documents.free.free < self.pages:
             return None
         numbers, self._count = documents.free.take(table.used), self._count + 1
-        for part in documents._parts(table, numbers):
+        for part in table.chunked(numbers, documents._chunk, documents.free.total):
             documents.pool = documents._run(programs.place, documents.pool, self._chunk, documents._numbers(part))
         document = Document(f"unread-{self._count}", self._tokens, (len(self._tokens),), named=True)
         documents.add(document)
@@ -120,16 +121,12 @@ class Rounds:
 
     def __init__(self, engine: Engine) -> None:
         self.rounds: list[Round] = []
-        self._scheduler = scheduler = engine._scheduler
-        self._own_launch, self._own_wait, self._own_program = (
-            scheduler._launch,
-            scheduler._wait,
-            scheduler._step_program,
-        )
+        self._batch = batch = engine._scheduler._batch
+        self._own_launch, self._own_wait, self._own_program = batch.launch, batch.wait, batch._step_program
         self._ready, self._calls = 0.0, list[tuple[float, float]]()
-        scheduler._launch = self._launch  # type: ignore[method-assign]
-        scheduler._wait = self._wait  # type: ignore[method-assign]
-        scheduler._step_program = self._program  # type: ignore[method-assign, assignment]
+        batch.launch = self._launch  # type: ignore[method-assign]
+        batch.wait = self._wait  # type: ignore[method-assign]
+        batch._step_program = self._program  # type: ignore[method-assign, assignment]
 
     def _launch(self) -> None:
         self._calls = []
@@ -138,7 +135,7 @@ class Rounds:
             self.rounds.append(Round(self._ready, self._calls[0][0], self._calls[-1][1], len(self._calls)))
 
     def _wait(self) -> Any:
-        if (launched := self._scheduler._launched) is not None:
+        if (launched := self._batch.launched) is not None:
             jax.block_until_ready(launched.said)
             self._ready = time.perf_counter()
         return self._own_wait()

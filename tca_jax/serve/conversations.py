@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from tca_jax.engine.prompts import DocumentTemplate, encode_prompt, encode_verbatim, render_chat
 from tca_jax.errors import UserError
-from tca_jax.serve.documents import document_id
+from tca_jax.serve.document import document_id
 from tca_jax.serve.engine import Engine
 from tca_jax.serve.protocol import DocumentRequest, RequestError
 

@@ -5,92 +5,32 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
-import hashlib
 import logging
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, InvalidStateError, wait
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int32
 
 from tca_jax.engine.cache import CacheLayout, PagedCache
-from tca_jax.engine.contexts import Context, first_local, identity_of
+from tca_jax.engine.contexts import Context, first_local
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.kv import num_bytes
-from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.programs import Program
 from tca_jax.serve import programs
+from tca_jax.serve.document import Document, document_id
 from tca_jax.serve.pages import FreePages, LocalTable, PageNumbers, RowTable, TableWidths, pool_only
 from tca_jax.serve.shelf import Entry, Shelf
+from tca_jax.serve.stored import chunks_of, context_of
 
 _CHUNK_BYTES = 64 * 2**20  # of keys and values that move at once
 _log = logging.getLogger(__name__)
-
-State = Literal["waiting", "device", "moving", "host", "disk", "failed"]
-
-
-@dataclasses.dataclass(eq=False)
-class Document:
-    """Tokens that the model has read, or will.
-
-    Attributes:
-        id: Its name in requests, from `document_id`.
-        tokens: Their ids.
-        parts: How many of them were read first, and how many were appended each time.
-        named: Whether a user asked for it to be read. Others are copies of what can be sent again: they go first.
-        state: Where its pages are.
-        table: Its pages; None until they were there.
-        layout: Of these, one row.
-        attended_share: See `engine.read.Read`.
-        numbers: Of each page, the number in the device's pool; None where it is not there.
-        chunks: Its keys and values in host memory; None where they are not there.
-        logits: Of the token behind it, float32 `[1, V]`; not of named ones.
-        error: Why it could not be read.
-        storing: Done when it is on disk, or failed with what kept it from that; None if it is not to be stored, or was
-            when the engine started.
-        arrival: Its place among all requests.
-        users: Rows, and requests that were let in, that need its pages.
-        created: Seconds since the epoch.
-    """
-
-    id: str
-    tokens: list[int]
-    parts: tuple[int, ...]
-    named: bool
-    state: State = "waiting"
-    table: LocalTable | None = None
-    layout: CacheLayout | None = None
-    attended_share: float = 1.0
-    numbers: Int32[np.ndarray, "D P"] | None = None
-    chunks: list[PagedCache] | None = None
-    logits: np.ndarray | None = None
-    error: Exception | None = None
-    storing: Future[None] | None = None
-    arrival: int = 0
-    users: int = 0
-    created: float = dataclasses.field(default_factory=time.time)
-
-    @property
-    def num_pages(self) -> int:
-        """Pages that it takes on the device that has most of them."""
-        return 0 if self.table is None else int(self.table.used.sum(axis=1).max())
-
-
-def document_id(lm: LM, tokens: list[int], parts: tuple[int, ...], *, named: bool) -> str:
-    """The id of tokens that a model has read in such parts: a hash of all that its pages depend on."""
-    identity = identity_of(lm)
-    model = identity.fingerprint, identity.method_description, lm.cache_dtype.name, parts
-    digest = hashlib.sha256(repr(model).encode() + np.asarray(tokens, np.int64).tobytes()).hexdigest()
-    return f"{'doc' if named else 'text'}-{digest[:24]}"
 
 
 class _Arriving(NamedTuple):
@@ -112,7 +52,7 @@ class Documents:
     """
 
     def __init__(self, lm: LM, pages: int, host_bytes: int, shelf: Shelf | None) -> None:
-        self._lm, self._bare_lm, self._identity = lm, lm.without_weights(), identity_of(lm)
+        self._lm, self._bare_lm = lm, lm.without_weights()
         self._on_mesh, self._host_bytes, self._shelf = lm.mesh is not None, host_bytes, shelf
         devices = 1 if lm.head_shards is None else lm.head_shards.devices
         self.free = FreePages(pages, devices)
@@ -260,7 +200,7 @@ class Documents:
     def enter(self, document: Document, cache: PagedCache, row: int, attended_share: float) -> None:
         """A document that is a row of a cache on the device; there is room for as many pages as the row may have."""
         read = LocalTable.of_row(cache, row)
-        table, layout = self._exactly(read.kept, read.start, len(document.tokens))
+        table, layout = LocalTable.exactly(self._lm.method.cache, read.kept, read.start, len(document.tokens))
         with self._taking(table.used) as numbers:
             self._place_row(cache, read, table, numbers)
         document.attended_share = attended_share
@@ -310,8 +250,9 @@ class Documents:
         kept = parent.table.kept + (kept[0] if self._on_mesh else kept[None])
         fed, prompt = len(document.tokens), document.parts[0]
         start = int(first_local(np.asarray([fed]), np.asarray([prompt]), policy.block_size, policy.window)[0])
-        table, layout = self._exactly(kept, start // policy.block_size * policy.block_size, fed)
-        shared, copied = self._of_parent(parent, table, int(own_start.reshape(-1)[0]))
+        b, begin = policy.block_size, int(own_start.reshape(-1)[0])
+        table, layout = LocalTable.exactly(policy, kept, start // b * b, fed)
+        shared, copied = table.behind(parent.table, parent.numbers, begin, b, total)
         wanted = table.used & (shared == total)
         needed, most = int(wanted.sum(axis=1).max()), total - parent.num_pages
         if needed > most:
@@ -373,47 +314,6 @@ class Documents:
     def _numbers(self, numbers: Int32[np.ndarray, "D n"]) -> PageNumbers:
         return PageNumbers.of(numbers, self._on_mesh)
 
-    def _exactly(
-        self, kept: Int32[np.ndarray, "D layers Hkv"], start: int, tokens: int
-    ) -> tuple[LocalTable, CacheLayout]:
-        """The table and layout of a row that keeps so many tokens, and no page more than these and the window need."""
-        policy = self._lm.method.cache
-        pages = -(-kept // policy.block_size)
-        columns = min(cdiv(tokens, policy.block_size), policy.window // policy.block_size + 1)
-        by_layer = tuple(tuple(map(tuple, of_layer)) for of_layer in pages.swapaxes(0, 1).tolist())
-        layout = CacheLayout(policy.block_size, policy.window, 1, by_layer, columns, tokens)
-        return dataclasses.replace(LocalTable.of_layout(layout, start), kept=kept.astype(np.int32)), layout
-
-    def _of_parent(
-        self, parent: Document, table: LocalTable, own_start: int
-    ) -> tuple[Int32[np.ndarray, "D P"], Int32[np.ndarray, "D P"]]:
-        """Of each page of a row, the page of a document that it is, and the one that it begins as a copy of.
-
-        Args:
-            parent: The document, which the row continues.
-            table: The row's.
-            own_start: Position from which on tokens lie in the row's own pages.
-        """
-        theirs, b, total = parent.table, self._lm.method.cache.block_size, self.free.total
-        assert theirs is not None
-        assert parent.numbers is not None
-        shared, copied = np.full((2, len(table.table), table.num_pages + 1), total, np.int32)
-        (kept, window), (their_kept, their_window) = table.parts, theirs.parts
-        columns = min(kept.shape[-1], their_kept.shape[-1])
-        their_kept = theirs.in_pool(their_kept[..., :columns], parent.numbers, total)
-        full, begun = theirs.kept[..., None] // b, theirs.kept[..., None] % b > 0
-        column = np.arange(columns)
-        blocks = table.start // b + np.arange(window.shape[-1])
-        place = blocks - theirs.start // b
-        inside = (place >= 0) & (place < their_window.shape[-1]) & (blocks < own_start // b)
-        their_window = theirs.in_pool(their_window[..., place[inside]], parent.numbers, total)
-        for device in range(len(shared)):
-            names = kept[device, ..., :columns]
-            for found, mask in ((shared, column < full), (copied, (column == full) & begun)):
-                found[device, names[mask[device]]] = their_kept[device][mask[device]]
-            shared[device, window[device][..., inside]] = their_window[device]
-        return shared[:, :-1], copied[:, :-1]
-
     # Moves
 
     def _leave(self, document: Document) -> None:
@@ -473,16 +373,8 @@ class Documents:
         """Copies of a document's pages, on their way to host memory."""
         assert document.numbers is not None
         assert document.table is not None
-        parts = self._parts(document.table, document.numbers)
+        parts = document.table.chunked(document.numbers, self._chunk, self.free.total)
         return [jax.tree.map(_pinned, self._run(programs.fetch, self.pool, self._numbers(part))) for part in parts]
-
-    def _parts(self, table: LocalTable, numbers: Int32[np.ndarray, "D P"]) -> list[Int32[np.ndarray, "D C"]]:
-        """The numbers of a document's pages in chunks of one size."""
-        most = int(table.used.sum(axis=1).max())
-        packed = np.full((len(numbers), cdiv(most, self._chunk) * self._chunk), self.free.total, np.int32)
-        for own, of_device, used in zip(packed, numbers, table.used, strict=True):
-            own[: used.sum()] = of_device[used]
-        return np.split(packed, packed.shape[1] // self._chunk, axis=1)
 
     def load(self, document: Document) -> bool:
         """Whether a document's pages are in host memory; another thread reads them from disk where they are not.
@@ -526,7 +418,7 @@ class Documents:
             return False
         try:
             with self._taking(document.table.used) as numbers:
-                parts = zip(self._parts(document.table, numbers), chunks, strict=True)
+                parts = zip(document.table.chunked(numbers, self._chunk, self.free.total), chunks, strict=True)
                 arriving = [_Arriving(document, part, jax.tree.map(_to_device, chunk)) for part, chunk in parts]
         except Exception:
             document.chunks = None  # it may be what is wrong
@@ -590,46 +482,12 @@ class Documents:
             return
         try:
             entry = Entry(document.id, document.tokens, document.parts, document.created)
-            make = self._context(document, self._copies(document) if document.chunks is None else document.chunks)
-            self._writing = self._shelf.store(entry, self.num_bytes(document), make)
+            chunks = self._copies(document) if document.chunks is None else document.chunks
+            self._writing = self._shelf.store(entry, self.num_bytes(document), context_of(self._lm, document, chunks))
         except Exception as error:
             note(error)
         else:
             self._writing.add_done_callback(lambda writing: note(writing.exception()))
-
-    # Contexts
-
-    def _context(self, document: Document, chunks: list[PagedCache]) -> Callable[[], Context]:
-        """Makes the context of a document in host memory, when it is called."""
-        table, layout = document.table, document.layout
-        assert table is not None
-        assert layout is not None
-        tokens, prompt, share = document.tokens, document.parts[0], document.attended_share
-
-        def whole(*pieces: Any) -> np.ndarray:
-            packed = np.concatenate([np.asarray(on_host(x)) for x in pieces], axis=2 if self._on_mesh else 0)
-            packed = packed[0] if self._on_mesh else packed[None]
-            out = np.zeros((len(packed), table.num_pages, *packed.shape[2:]), packed.dtype)
-            for mine, theirs, used in zip(out, packed, table.used, strict=True):
-                mine[used] = theirs[: used.sum()]
-            return out[None] if self._on_mesh else out[0]
-
-        def make() -> Context:
-            k, v = jax.tree.map(whole, *[(chunk.k, chunk.v) for chunk in chunks])
-            return Context(
-                cache=table.cache(k, v, layout.kept_columns, self._on_mesh),
-                tokens=jnp.asarray([tokens], jnp.int32),
-                lengths=jnp.asarray([len(tokens)], jnp.int32),
-                prompt_lengths=jnp.asarray([prompt], jnp.int32),
-                attended_share=jnp.asarray([share], jnp.float32),
-                compile_seconds=0.0,
-                prefill_seconds=0.0,
-                layout=layout,
-                shards=self._lm.head_shards,
-                identity=self._identity,
-            )
-
-        return make
 
     def _loaded(self, document: Document, context: Context) -> None:
         """A document that was on disk, now in host memory."""
@@ -637,19 +495,9 @@ class Documents:
         if context.token_ids() != document.tokens:
             raise UserError("it holds other tokens")
         context = context if self._lm.mesh is None else context.on(self._lm).to_host()
-        read = LocalTable.of_row(context.cache, 0)
-        document.table, document.layout = read, context.layout
+        document.table, document.layout = LocalTable.of_row(context.cache, 0), context.layout
         document.attended_share = float(np.asarray(context.attended_share)[0])
-        k, v = on_host((context.cache.k, context.cache.v))
-        parts = self._parts(read, np.tile(np.arange(read.num_pages, dtype=np.int32), (len(read.table), 1)))
-
-        def chunk(numbers: np.ndarray, x: Any) -> np.ndarray:
-            by_device = x[0] if self._on_mesh else x[None]
-            picked = np.stack([own[np.minimum(n, len(own) - 1)] for own, n in zip(by_device, numbers, strict=True)])
-            return picked[None] if self._on_mesh else picked[0]
-
-        chunks = [jax.tree.map(functools.partial(chunk, numbers), (k, v)) for numbers in parts]
-        document.chunks = [pool_only(dataclasses.replace(context.cache, k=k, v=v)) for k, v in chunks]
+        document.chunks = chunks_of(context.cache, document.table, self._chunk)
 
 
 def _settle(storing: Future[None] | None, error: BaseException | None) -> bool:

@@ -20,10 +20,12 @@ from tca_jax.errors import Unsupported, UserError, UserTypeError, check_flag, ch
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import resolve_backend
 from tca_jax.pallas_kernels.kv import num_bytes
+from tca_jax.serve.asks import Ask
 from tca_jax.serve.constraints import Constraint
-from tca_jax.serve.documents import Document, Documents, document_id
+from tca_jax.serve.document import Document, document_id
+from tca_jax.serve.documents import Documents
 from tca_jax.serve.loop import EngineEnded, Loop
-from tca_jax.serve.scheduler import Ask, Scheduler
+from tca_jax.serve.scheduler import Scheduler
 from tca_jax.serve.shelf import Shelf
 from tca_jax.serve.streams import Stream
 

@@ -15,6 +15,8 @@ from jaxtyping import Array, Bool, Int, Int32
 
 from tca_jax.engine.cache import CacheLayout, PagedCache
 from tca_jax.engine.mesh import PerDevice, on_host
+from tca_jax.methods.base import CachePolicy
+from tca_jax.pallas_kernels.numerics import cdiv
 
 
 class FreePages:
@@ -177,6 +179,17 @@ class LocalTable:
         kept, end = np.zeros(table.shape[:3], np.int32), start + layout.window_columns * layout.block_size
         return cls(table, kept, start, end, max(layout.kept_columns), layout.num_pages)
 
+    @classmethod
+    def exactly(
+        cls, policy: CachePolicy, kept: Int32[np.ndarray, "D layers Hkv"], start: int, tokens: int
+    ) -> tuple[LocalTable, CacheLayout]:
+        """The table and layout of a row that keeps so many tokens, and no page more than these and the window need."""
+        pages = -(-kept // policy.block_size)
+        columns = min(cdiv(tokens, policy.block_size), policy.window // policy.block_size + 1)
+        by_layer = tuple(tuple(map(tuple, of_layer)) for of_layer in pages.swapaxes(0, 1).tolist())
+        layout = CacheLayout(policy.block_size, policy.window, 1, by_layer, columns, tokens)
+        return dataclasses.replace(cls.of_layout(layout, start), kept=kept.astype(np.int32)), layout
+
     @property
     def widths(self) -> TableWidths:
         """Of the table."""
@@ -221,6 +234,44 @@ class LocalTable:
         """Entries of the table as the numbers that pages have in a pool."""
         known = np.pad(numbers, ((0, 0), (0, 1)), constant_values=no_page)
         return np.take_along_axis(known, entries.reshape(len(entries), -1), axis=1).reshape(entries.shape)
+
+    def chunked(self, numbers: Int32[np.ndarray, "D P"], size: int, no_page: int) -> list[Int32[np.ndarray, "D C"]]:
+        """Numbers of the pages that the table names, in chunks of so many; `no_page` fills the last one up."""
+        most = int(self.used.sum(axis=1).max())
+        packed = np.full((len(numbers), cdiv(most, size) * size), no_page, np.int32)
+        for own, of_device, used in zip(packed, numbers, self.used, strict=True):
+            own[: used.sum()] = of_device[used]
+        return np.split(packed, packed.shape[1] // size, axis=1)
+
+    def behind(
+        self, parent: LocalTable, numbers: Int32[np.ndarray, "D Q"], own_start: int, block_size: int, no_page: int
+    ) -> tuple[Int32[np.ndarray, "D P"], Int32[np.ndarray, "D P"]]:
+        """Of each page of a row that continues another one, the page of that which it is, and which it begins as a copy
+        of.
+
+        Args:
+            parent: The other row.
+            numbers: Of its pages in the pool.
+            own_start: Position from which on tokens lie in the row's own pages.
+            block_size: Tokens of a page.
+            no_page: What stands for none.
+        """
+        shared, copied = np.full((2, len(self.table), self.num_pages + 1), no_page, np.int32)
+        (kept, window), (their_kept, their_window) = self.parts, parent.parts
+        columns = min(kept.shape[-1], their_kept.shape[-1])
+        their_kept = parent.in_pool(their_kept[..., :columns], numbers, no_page)
+        full, begun = parent.kept[..., None] // block_size, parent.kept[..., None] % block_size > 0
+        column = np.arange(columns)
+        blocks = self.start // block_size + np.arange(window.shape[-1])
+        place = blocks - parent.start // block_size
+        inside = (place >= 0) & (place < their_window.shape[-1]) & (blocks < own_start // block_size)
+        their_window = parent.in_pool(their_window[..., place[inside]], numbers, no_page)
+        for device in range(len(shared)):
+            names = kept[device, ..., :columns]
+            for found, mask in ((shared, column < full), (copied, (column == full) & begun)):
+                found[device, names[mask[device]]] = their_kept[device][mask[device]]
+            shared[device, window[device][..., inside]] = their_window[device]
+        return shared[:, :-1], copied[:, :-1]
 
     def cache(self, k: Any, v: Any, kept_columns: Sequence[int], on_mesh: bool) -> PagedCache:
         """The row as a cache with a pool of its own, whose layers' tables have so many entries for kept tokens."""

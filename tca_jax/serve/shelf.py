@@ -28,7 +28,7 @@ _THREADS = 2  # one writes and removes while the other reads
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What a shelf says of a document without reading it: see `documents.Document`."""
+    """What a shelf says of a document without reading it: see `document.Document`."""
 
     id: str
     tokens: list[int]

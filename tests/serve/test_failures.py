@@ -446,8 +446,10 @@ def test_a_large_request_is_not_overtaken_by_small_ones_behind_it(lm, pages, mon
         streams = {"first": engine.ask(document, QUESTION, max_new_tokens=60, stop_token_ids=())}
         assert begun.wait(SECONDS)
         total = engine.answer_pages.total
-        large = next(n for n in range(64, 4096, 16) if engine._scheduler._own_layout(45, n + 3).num_pages > 0.9 * total)
-        assert engine._scheduler._own_layout(45, large + 3).num_pages > engine.answer_pages.free
+        large = next(
+            n for n in range(64, 4096, 16) if engine._scheduler._batch.own_layout(45, n + 3).num_pages > 0.9 * total
+        )
+        assert engine._scheduler._batch.own_layout(45, large + 3).num_pages > engine.answer_pages.free
         with concurrent.futures.ThreadPoolExecutor() as threads:
             asking = {}
             for name, most in (("large", large), ("small", 4)):

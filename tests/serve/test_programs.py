@@ -23,13 +23,13 @@ def test_a_step_asks_the_host_nothing_on_a_gpu(method, drawn, monkeypatch):
     options = {"tca": {"candidates": np.asarray([[0, 5], [9, 13]]), "config": CONFIG}, "quest": {"block_size": 16}}
     lm, taken = lm.with_method(method, **options[method]), {}
     with Engine(lm, max_rows=2, answer_tokens=64, backend="xla") as engine:
-        own = engine._scheduler._step_program
+        own = engine._scheduler._batch._step_program
 
         def noted(arguments, evicts):
             taken[evicts] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
             return own(arguments, evicts)
 
-        monkeypatch.setattr(engine._scheduler, "_step_program", noted)
+        monkeypatch.setattr(engine._scheduler._batch, "_step_program", noted)
         document = engine.read(random_prompt(0, 60))
         engine.ask(document, [1, 2, 3], max_new_tokens=20, stop_token_ids=(), **drawn).result(120)
     assert set(taken) == {False, True}
