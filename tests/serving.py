@@ -8,7 +8,8 @@ import httpx
 import openai
 import uvicorn
 
-from tca_jax.serve.server import Server, Settings
+from tca_jax.serve.access import Settings
+from tca_jax.serve.server import Server
 
 KEY = "a-key"
 MODEL = "tiny"

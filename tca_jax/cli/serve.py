@@ -21,7 +21,7 @@ from tca_jax.files import naming
 
 if TYPE_CHECKING:
     from tca_jax.serve import Engine
-    from tca_jax.serve.server import Settings
+    from tca_jax.serve.access import Settings
 
 _GB = 10**9
 
@@ -96,7 +96,7 @@ class ServingOptions:
 
     def settings(self, model: str, running: ModelOptions) -> Settings:
         """What a server for a model allows."""
-        from tca_jax.serve.server import Settings
+        from tca_jax.serve.access import Settings
 
         return Settings(
             model=self.model_name or (Path(model).resolve().name if Path(model).exists() else model),
@@ -131,7 +131,7 @@ def serve(
     """
     serving.check()
     with _bound(host, port) as listening:
-        from tca_jax.serve import server as of_http
+        from tca_jax.serve import process
 
         engine, settings = serving.engine(model, running), serving.settings(model, running)
         where = listening.getsockname()[:2]
@@ -142,7 +142,7 @@ def serve(
 
         signal.signal(signal.SIGTERM, lambda number, frame: None)  # the server raises it again when it has ended
         with spare_one_ctrl_c():
-            closed, interrupted = of_http.serve(engine, settings, listening, ready)
+            closed, interrupted = process.serve(engine, settings, listening, ready)
             if closed and interrupted:
                 raise KeyboardInterrupt
     if not closed:

@@ -35,9 +35,10 @@ from tca_jax.cli.options import ModelArgument, ModelOptions, launched_in_order, 
 from tca_jax.cli.serve import ServingOptions
 from tca_jax.engine.mesh import parse_mesh_shape
 from tca_jax.errors import UserError
+from tca_jax.serve.access import Keys, Settings, read_body, refusal
 from tca_jax.serve.protocol import RequestError, parse_json
 from tca_jax.serve.responses import Json
-from tca_jax.serve.server import Keys, Server, Settings, read_body, refusal
+from tca_jax.serve.server import Server
 
 _DOCUMENTS, _CHAT = "/v1/documents", "/v1/chat/completions"
 _MAX_REQUESTS = 10_000  # of a replica, for Ray: the server has bounds of its own, and its errors name them

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
 import functools
-import hashlib
-import hmac
 import json
 import logging
-import math
-import signal
-import socket
 import threading
 import time
-import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -31,6 +22,17 @@ from starlette.types import Receive, Scope, Send
 from tca_jax.engine.score import score
 from tca_jax.errors import Unsupported, UserError
 from tca_jax.serve import protocol
+from tca_jax.serve.access import (
+    Keys,
+    Settings,
+    client_of,
+    http_error,
+    json_response,
+    read_body,
+    refusal,
+    told,
+    unknown_error,
+)
 from tca_jax.serve.constraints import Constraint
 from tca_jax.serve.conversations import Asked, Conversations
 from tca_jax.serve.engine import Engine
@@ -44,88 +46,7 @@ from tca_jax.serve.streams import Completion
 
 _T = TypeVar("_T")
 _THREADS = 64  # that wait for the engine
-_CANCELLING_SECONDS = 3  # until connections are closed whose answers were cancelled
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What a server allows.
-
-    Attributes:
-        model: Name of the model in requests.
-        api_keys: Keys of which a request must have one; none for no keys.
-        rows_per_key: Most answers of a key, or of all requests without keys, that wait or are written.
-        max_rows: Most answers of all that do.
-        max_tokens: Most tokens of an answer.
-        default_tokens: Those of an answer to a chat that names no number.
-        max_body: Most bytes of a request.
-        body_seconds: Most seconds that it may take to arrive.
-        answer_seconds: Most seconds that an answer may take, waiting included; it is cancelled then.
-        grace_seconds: Most seconds that running answers have at the end, and then documents that are being stored.
-        recognize_tokens: See `Conversations`.
-        most_recognized: See `Conversations`.
-        backend: Kernel backend for log-probabilities of prompts.
-    """
-
-    model: str
-    api_keys: tuple[str, ...] = ()
-    rows_per_key: int = 64
-    max_rows: int = 256
-    max_tokens: int = 4096
-    default_tokens: int = 512
-    max_body: int = 64 * 2**20
-    body_seconds: float = 60.0
-    answer_seconds: float = 600.0
-    grace_seconds: float = 10.0
-    recognize_tokens: int = 1024
-    most_recognized: int = 16
-    backend: str = "auto"
-
-
-class Keys:
-    """The keys of which a request must have one."""
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._keys = [_digest(key) for key in keys]
-
-    def require(self, request: Request) -> None:
-        """Raises RequestError unless a request has one of the keys, where there are any."""
-        if not self._keys:
-            return
-        kind, _, key = request.headers.get("authorization", "").partition(" ")
-        given = _digest(key.strip())
-        known = [hmac.compare_digest(given, each) for each in self._keys]  # all of them: the time tells nothing
-        if kind.lower() != "bearer" or not any(known):
-            raise RequestError(
-                "the request has no valid API key: send one as Authorization: Bearer KEY",
-                status=401,
-                code="invalid_api_key",
-            )
-
-
-async def read_body(request: Request, settings: Settings) -> bytes:
-    """The body of a request. RequestError where it is beyond the bounds of size and time."""
-    most, seconds = settings.max_body, settings.body_seconds
-    too_large = RequestError(f"the body has more than {most:,} bytes, the most that are allowed", status=413)
-    declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared) > most:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(seconds):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > most:
-                    raise too_large
-    except TimeoutError:
-        raise RequestError(f"the body did not arrive within {seconds:g} seconds", status=408) from None
-    return bytes(body)
-
-
-def refusal(error: RequestError) -> Response:
-    """The response that tells of an error, in the protocol's form."""
-    return _json(error.body(), error.status, _headers_of(error))
 
 
 class Server:
@@ -165,7 +86,7 @@ class Server:
         ]
         self.app = Starlette(
             routes=[Route(path, self._checked(path, answer), methods=[method]) for method, path, answer in routes],
-            exception_handlers={HTTPException: _http_error, Exception: _unknown_error},
+            exception_handlers={HTTPException: http_error, Exception: unknown_error},
         )
 
     # What all requests have in common
@@ -206,18 +127,18 @@ class Server:
 
     async def _health(self, request: Request) -> Response:
         if (failure := self._engine.failure) is not None:
-            return _json({"status": "failed", "error": str(failure)}, 503)
-        return _json({"status": "ok"})
+            return json_response({"status": "failed", "error": str(failure)}, 503)
+        return json_response({"status": "ok"})
 
     async def _metrics_text(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._model_json()]})
+        return json_response({"object": "list", "data": [self._model_json()]})
 
     async def _model(self, request: Request) -> Response:
         self._require_model(request.path_params["model"])
-        return _json(self._model_json())
+        return json_response(self._model_json())
 
     def _model_json(self) -> Json:
         return {
@@ -242,7 +163,7 @@ class Server:
     async def _upload(self, request: Request) -> Response:
         wanted = _document_request(request.headers.get("content-type", ""), await self._body(request))
         document = await self._in_thread(self._conversations.upload, wanted)
-        return _json(document_json(self._engine.document(document)), 201)
+        return json_response(document_json(self._engine.document(document)), 201)
 
     def document_of(self, path: str, content_type: str, body: bytes) -> str | None:
         """The id of the document that a request uploads, or that its chat holds.
@@ -262,10 +183,10 @@ class Server:
 
     async def _documents(self, request: Request) -> Response:
         found = await self._in_thread(self._engine.documents)
-        return _json({"object": "list", "data": [document_json(each) for each in found]})
+        return json_response({"object": "list", "data": [document_json(each) for each in found]})
 
     async def _document(self, request: Request) -> Response:
-        return _json(document_json(self._known(request)))
+        return json_response(document_json(self._known(request)))
 
     async def _delete(self, request: Request) -> Response:
         document = self._known(request).id
@@ -275,7 +196,7 @@ class Server:
             raise
         except UserError as error:
             raise RequestError(str(error), status=409, code="document_in_use") from None
-        return _json({"id": document, "object": "document.deleted", "deleted": True})
+        return json_response({"id": document, "object": "document.deleted", "deleted": True})
 
     def _known(self, request: Request) -> Any:
         try:
@@ -333,7 +254,7 @@ class Server:
         if wanted.stream:
             return _Events(self._events(answers, form, wanted.include_usage, asked), answers)
         completions = await self._ended(request, answers)
-        return _json(form.whole(completions, _usage(asked, completions)))
+        return json_response(form.whole(completions, _usage(asked, completions)))
 
     async def _ask(
         self,
@@ -345,7 +266,7 @@ class Server:
         """Asks the engine for all answers of a request."""
         lengths = [self._max_tokens(wanted, each) for each in asked]
         options = {**wanted.options, "logprobs": wanted.logprobs or wanted.logprobs is not None}
-        return await self._rows.ask(_client(request), asked, lengths, wanted.n, options, constraint, self._in_thread)
+        return await self._rows.ask(client_of(request), asked, lengths, wanted.n, options, constraint, self._in_thread)
 
     def _max_tokens(self, wanted: Answering, asked: Asked) -> int:
         """Most tokens of an answer: what is asked for, or as many as the model has positions for."""
@@ -370,7 +291,7 @@ class Server:
         except ClientDisconnect:
             raise
         except Exception as error:
-            raise _told(error) from None
+            raise told(error) from None
         finally:
             gone.cancel()
             ended.cancel()
@@ -392,7 +313,7 @@ class Server:
                 else:
                     yield _event(form.piece(index, said))
         except Exception as error:
-            yield _event(_told(error).body())
+            yield _event(told(error).body())
             return
         if include_usage:
             yield _event(form.usage(_usage(asked, completions)))
@@ -418,7 +339,7 @@ class Server:
             shown = None if answering.logprobs is None else texts.token_logprobs(tokens, logprobs, top)
             text, reason = ("", "length") if completion is None else (completion.text, completion.finish_reason)
             choices.append((prompts[of_prompt] + text, shown, reason))
-        return _json(texts.echoed(choices, _usage(asked, [each for each in completions if each is not None])))
+        return json_response(texts.echoed(choices, _usage(asked, [each for each in completions if each is not None])))
 
     def _echoed(
         self, prompt: list[int], logprobs: int | None
@@ -454,75 +375,10 @@ class _Events(StreamingResponse):
             self._answers.close()
 
 
-class _Ending(uvicorn.Server):
-    """A web server that lets running answers end for some seconds, and then cancels them."""
-
-    def __init__(self, server: Server, config: uvicorn.Config, seconds: float) -> None:
-        super().__init__(config)
-        self._server, self._seconds = server, seconds
-        self.interrupted = False
-
-    def handle_exit(self, sig: int, frame: types.FrameType | None) -> None:
-        self.interrupted = self.interrupted or sig == signal.SIGINT
-        super().handle_exit(sig, frame)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        cancelling = asyncio.get_running_loop().call_later(self._seconds, self._server.cancel_answers)
-        try:
-            await super().shutdown(sockets)
-        finally:
-            cancelling.cancel()
-
-
-def serve(engine: Engine, settings: Settings, listening: socket.socket, ready: Callable[[], None]) -> tuple[bool, bool]:
-    """Serves an engine until the process is told to end (SIGINT, SIGTERM), and closes the engine.
-
-    Args:
-        engine: The engine.
-        settings: What is allowed.
-        listening: A socket that is bound.
-        ready: Called when requests are answered.
-
-    Returns:
-        Whether the engine, and what it was storing, ended within as many seconds as `settings` grants running answers;
-        and whether Ctrl-C ended the server.
-    """
-    server = Server(engine, settings)
-    closing = threading.Thread(target=engine.close, name="tca-jax-close", daemon=True)
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        ready()
-        yield
-        closing.start()
-        server.close()
-        deadline = time.monotonic() + settings.grace_seconds
-        while closing.is_alive() and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
-
-    server.app.router.lifespan_context = lifespan
-    config = uvicorn.Config(
-        server.app,
-        log_level="warning",
-        access_log=False,
-        lifespan="on",
-        ws="none",
-        timeout_graceful_shutdown=math.ceil(settings.grace_seconds) + _CANCELLING_SECONDS,
-    )
-    ending = _Ending(server, config, settings.grace_seconds)
-    ending.run(sockets=[listening])
-    return closing.ident is not None and not closing.is_alive(), ending.interrupted
-
-
 async def _disconnected(request: Request) -> None:
     """Waits until a client, all of whose body has been read, closes the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _client(request: Request) -> bytes:
-    """Whose rows are counted together: those of a key."""
-    return _digest(request.headers.get("authorization", ""))
 
 
 def _usage(asked: Sequence[Asked], completions: Sequence[Completion]) -> Json:
@@ -530,41 +386,8 @@ def _usage(asked: Sequence[Asked], completions: Sequence[Completion]) -> Json:
     return usage_of(prompts, sum(len(each.tokens) for each in completions))
 
 
-def _told(error: Exception) -> RequestError:
-    """What a client is told of what went wrong with an answer; what is no fault of its is in the log."""
-    if isinstance(error, UserError):
-        return protocol.of_user_error(error)
-    _log.error("an answer failed", exc_info=error)
-    return RequestError(f"the answer failed: {type(error).__name__}", status=500)
-
-
 def _event(data: Json) -> bytes:
     return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
-
-
-def _json(data: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(json.dumps(data).encode(), status, headers, media_type="application/json")
-
-
-def _headers_of(problem: RequestError) -> dict[str, str] | None:
-    if problem.status == 401:
-        return {"WWW-Authenticate": "Bearer"}
-    return {"Retry-After": "1"} if problem.status in (429, 503) else None
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    problem = RequestError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
-    return _json(problem.body(), error.status_code, dict(error.headers or {}))
-
-
-async def _unknown_error(request: Request, error: Exception) -> Response:
-    return _json(RequestError("the server failed; its log says why", status=500).body(), 500)
-
-
-def _digest(key: str) -> bytes:
-    """A key, in as many bytes as any other."""
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 def _document_request(content_type: str, body: bytes) -> protocol.DocumentRequest:

@@ -24,7 +24,8 @@ from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import UserError
 from tca_jax.programs import Program
 from tca_jax.serve import Engine, documents, programs
-from tca_jax.serve.server import Server, Settings
+from tca_jax.serve.access import Settings
+from tca_jax.serve.server import Server
 from tca_jax.serve.streams import Stream
 
 SECONDS = 120  # that nothing here takes: what waits for ever fails
