@@ -38,7 +38,7 @@ class UnreadDocuments:
         length = np.asarray([tokens])
         start = int(first_local(length, length, policy.block_size, policy.window)[0])
         self._table, self._layout = LocalTable.exactly(policy, kept[None].astype(np.int32), start, tokens)
-        self.pages = int(self._table.used.sum(axis=1).max())
+        self.pages = self._table.most_pages
         self._chunk, self._count = self._random_chunk(), 0
 
     @property

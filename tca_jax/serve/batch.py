@@ -113,11 +113,6 @@ class Batch:
         """Whether a row has a constraint."""
         return any(ask.constraint is not None for ask in self.asks)
 
-    @property
-    def notes_likeliest(self) -> bool:
-        """Whether it notes the likeliest tokens of rows: `admit` may make room for others instead."""
-        return self._state.top is not None
-
     # Errors
 
     @property
@@ -205,7 +200,7 @@ class Batch:
         steps = 1 if not self._step_seconds else int(_STEPS_SECONDS / self._step_seconds)
         steps = 1 if self.is_constrained else max(1, min(MOST_STEPS, steps))
         sampling, allowed = self._sampling(self.rows), None if self._state.seen is None else self._allowed(self.rows)
-        begin, said, taken = time.perf_counter(), None, 0
+        begin, said, taken = 0.0, None, 0
         while taken < steps and (moving := [ask for ask in self.asks if ask.granted < ask.max_new_tokens]):
             evicts = self._evict(moving)
             for ask in moving:
@@ -213,7 +208,8 @@ class Batch:
             limit = np.asarray([0 if ask is None else ask.granted for ask in self.rows], np.int32)
             arguments = self._state, self._documents.pool, self._shared, limit, sampling, allowed
             program = self._step_program(arguments, evicts)
-            begin = begin if taken else time.perf_counter()  # compiling is not the step's time
+            if not taken:
+                begin = time.perf_counter()  # compiling is not the step's time
             self._state, said = program(self._program_lm, *arguments)
             taken += 1
         if said is not None:
@@ -260,7 +256,7 @@ class Batch:
         return self._step_programs[key][evicts]
 
     def _fit(self) -> None:
-        """Makes the state hold what its rows need, and nothing else that takes time."""
+        """Makes the state hold what its rows need, and nothing else that takes time. What it holds of rows stays."""
         rows = [ask.stream.options for ask in self.asks if ask.stream is not None]
         count, vocabulary = len(self.rows), self._lm.config.vocab_size
         state = self._state
@@ -276,9 +272,10 @@ class Batch:
         if not most:
             state = dataclasses.replace(state, top=None)
         elif state.top is None or state.top[0].shape[-1] < most:
-            shape = count, MOST_STEPS, min(vocabulary, bucket_length(most, 4))
-            top = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
-            state = dataclasses.replace(state, top=top)
+            nothing = count, MOST_STEPS, 0
+            ids, values = state.top or (jnp.zeros(nothing, jnp.int32), jnp.zeros(nothing, jnp.float32))
+            more = (0, 0), (0, 0), (0, min(vocabulary, bucket_length(most, 4)) - ids.shape[-1])
+            state = dataclasses.replace(state, top=(jnp.pad(ids, more), jnp.pad(values, more)))
         self._state = state
 
     def _allowed(self, asks: Sequence[Ask | None]) -> UInt8[np.ndarray, "R W"]:

@@ -63,7 +63,7 @@ class Document:
     @property
     def num_pages(self) -> int:
         """Pages that it takes on the device that has most of them."""
-        return 0 if self.table is None else int(self.table.used.sum(axis=1).max())
+        return 0 if self.table is None else self.table.most_pages
 
 
 def document_id(lm: LM, tokens: list[int], parts: tuple[int, ...], *, named: bool) -> str:

@@ -204,6 +204,11 @@ class LocalTable:
         return used[:, :-1]
 
     @property
+    def most_pages(self) -> int:
+        """How many they are, on the device that has most of them."""
+        return int(self.used.sum(axis=1).max())
+
+    @property
     def parts(self) -> tuple[Int32[np.ndarray, "D layers Hkv C"], Int32[np.ndarray, "D layers Hkv W"]]:
         """The entries for pages of kept tokens, and those of the window."""
         return self.table[..., : self.kept_columns], self.table[..., self.kept_columns :]
@@ -237,8 +242,7 @@ class LocalTable:
 
     def chunked(self, numbers: Int32[np.ndarray, "D P"], size: int, no_page: int) -> list[Int32[np.ndarray, "D C"]]:
         """Numbers of the pages that the table names, in chunks of so many; `no_page` fills the last one up."""
-        most = int(self.used.sum(axis=1).max())
-        packed = np.full((len(numbers), cdiv(most, size) * size), no_page, np.int32)
+        packed = np.full((len(numbers), cdiv(self.most_pages, size) * size), no_page, np.int32)
         for own, of_device, used in zip(packed, numbers, self.used, strict=True):
             own[: used.sum()] = of_device[used]
         return np.split(packed, packed.shape[1] // size, axis=1)

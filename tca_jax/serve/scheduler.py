@@ -237,8 +237,6 @@ class Scheduler:
         if slot is None:
             return False
         if self._constrain(ask):
-            if self._batch.notes_likeliest and (told := self._batch.wait()) is not None:
-                self._hand_out(told)
             self._asks.remove(ask)
             self._batch.admit(ask, slot)
         return True
