@@ -118,8 +118,8 @@ def describe(name: str, load: Load, kept: str, copied: float, layers: int, probl
         f"{load.seed}) while all rows but one decode; their time runs from their arrival. A pause is the time "
         "between tokens of an answer that runs while a document is read; the last column has the longest one while "
         "none is. `bus` is the rate of plain copies of a document's pinned chunks to the device, the best of several. "
-        "The scheduler's own time is what passes from the results of steps to the call of the next one's program, over "
-        "the steps of that call; `call ms/step` is the time until that call returns, in which the device is at work. "
+        "The scheduler's own time is all that a round of its thread takes beside waiting for the device and the call "
+        "of a step's program (`call ms/step`), over the steps that it launches; the device is at work meanwhile. "
         "`queue` counts requests before one that wait for their "
         f"first token when it arrives.{failed}"
     )

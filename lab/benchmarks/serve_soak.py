@@ -6,6 +6,7 @@ tca-jax bench serve-soak --minutes 0.5 --model tiny --tokens 512    # a look
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import random
@@ -13,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -232,8 +233,9 @@ def describe(lm: LM, soak: Soak, ending: Ending, shape: str) -> str:
     interrupted = f", ended as {ending.reason}" if ending.signal is not None else ""
     return (
         f"{lm.name}, {shape}, {ending.elapsed:,.0f} s in all{interrupted}: {'; '.join(problems) or 'nothing failed'}. "
-        f"{soak.tallies.new_tokens:,} new tokens. Every answer is compared with that of `generate`, sampled ones too; "
-        "of a cancelled one, its tokens so far. A chat is two questions, the second behind the first one's answer. "
+        f"{soak.tallies.new_tokens:,} new tokens. Every answer is compared with that of `generate`, in float32, "
+        "sampled ones too; of a cancelled one, its tokens so far. A chat is two questions, the second behind the first "
+        "one's answer. "
         "`forgotten meanwhile`: another client dropped the document, or used it while this one was to drop it. `not "
         "kept`: there was no room for the document that an answer leaves. Device and host memory have room for few of "
         f"the documents: moves that were seen between looks every {1e3 * _SAMPLED_EVERY:.0f} ms: {moves}. After each "
@@ -242,6 +244,17 @@ def describe(lm: LM, soak: Soak, ending: Ending, shape: str) -> str:
         f"{_WARM:.0%} of the time, and after the last program was compiled unless that was in the last "
         f"{1 - _QUIET:.0%}; `MB/minute` is the slope of a line through its samples."
     )
+
+
+@contextlib.contextmanager
+def _whole_products() -> Iterator[None]:
+    """Products of float32 are not rounded to less, in any thread: else a row's tokens depend on the number of rows."""
+    own = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    jax.config.update("jax_default_matmul_precision", "highest")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_default_matmul_precision", own)
 
 
 def main(
@@ -274,9 +287,9 @@ def main(
         lm = dataclasses.replace(lm, checkpoint_fingerprint=f"random weights of seed {seed}")
         lm = under_share(lm, Share(0.25), tca_config(_WINDOW))
     else:
-        lm = tca_jax.load(model, profile=profile or ("shipped" if model == "recall-tiny" else None))
+        lm = tca_jax.load(model, dtype="float32", profile=profile or ("shipped" if model == "recall-tiny" else None))
     references = References(lm, documents, tokens, seed, backend)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _whole_products():
         soak = Soak(references, rows, clients, seed, Path(folder), backend)
         soak.warm_up()
         ending = Ending(60 * minutes)

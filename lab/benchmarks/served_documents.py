@@ -101,44 +101,49 @@ def seconds_to_come_back(engine: Engine, id_: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Steps that were launched together.
+    """One round of an engine's thread.
 
     Attributes:
-        ready: When the results of the steps before them were there, in seconds of `time.perf_counter`.
-        begin: When their first program was called.
-        called: When the last call returned.
-        steps: How many they are.
+        begin: When the round before ended, in seconds of `time.perf_counter`.
+        end: When this one did.
+        waited: Seconds in which it waited for the device.
+        called: Seconds in calls of the program of a step.
+        steps: Steps that it launched.
     """
 
-    ready: float
     begin: float
+    end: float
+    waited: float
     called: float
     steps: int
 
 
 class Rounds:
-    """Notes when an engine launches steps, and when the results of those before were there."""
+    """Notes what each round of an engine takes, and for what."""
 
     def __init__(self, engine: Engine) -> None:
         self.rounds: list[Round] = []
-        self._batch = batch = engine._scheduler._batch
-        self._own_launch, self._own_wait, self._own_program = batch.launch, batch.wait, batch._step_program
-        self._ready, self._calls = 0.0, list[tuple[float, float]]()
-        batch.launch = self._launch  # type: ignore[method-assign]
-        batch.wait = self._wait  # type: ignore[method-assign]
+        scheduler, batch = engine._scheduler, engine._scheduler._batch
+        self._own_once, self._own_arrived, self._own_program = scheduler.once, batch._arrived, batch._step_program
+        self._end = 0.0
+        self._waited, self._called, self._steps = 0.0, 0.0, 0
+        scheduler.once = self._once  # type: ignore[method-assign]
+        batch._arrived = self._arrived  # type: ignore[method-assign]
         batch._step_program = self._program  # type: ignore[method-assign, assignment]
 
-    def _launch(self) -> None:
-        self._calls = []
-        self._own_launch()
-        if self._calls:
-            self.rounds.append(Round(self._ready, self._calls[0][0], self._calls[-1][1], len(self._calls)))
+    def _once(self, is_called: Callable[[], bool]) -> bool | None:
+        self._waited, self._called, self._steps = 0.0, 0.0, 0
+        found = self._own_once(is_called)
+        end = time.perf_counter()
+        self.rounds.append(Round(self._end, end, self._waited, self._called, self._steps))
+        self._end = end
+        return found
 
-    def _wait(self) -> Any:
-        if (launched := self._batch.launched) is not None:
-            jax.block_until_ready(launched.said)
-            self._ready = time.perf_counter()
-        return self._own_wait()
+    def _arrived(self, said: Any) -> Any:
+        begin = time.perf_counter()
+        found = self._own_arrived(said)
+        self._waited += time.perf_counter() - begin
+        return found
 
     def _program(self, *args: Any) -> Callable[..., Any]:
         program = self._own_program(*args)
@@ -146,7 +151,8 @@ class Rounds:
         def run(*args: Any) -> Any:
             begin = time.perf_counter()
             out = program(*args)
-            self._calls.append((begin, time.perf_counter()))
+            self._called += time.perf_counter() - begin
+            self._steps += 1
             return out
 
         return run
@@ -155,11 +161,11 @@ class Rounds:
 def own_time(rounds: Sequence[Round], begin: float, end: float) -> dict[str, float]:
     """Columns of the scheduler's own time between two moments, medians of milliseconds a step.
 
-    Its own is what passes from the results of steps to the call of the next one's program, over the steps of that call:
-    tokens are brought to the host, arguments are made. The device waits. The call itself is another column: until it
-    returns, arguments are checked and kernels are launched, and the device is at work.
+    Its own is all that a round takes beside waiting for the device and calling the program of a step, which is another
+    column: in it arguments are checked and kernels are launched. Over the steps that the round launched. The device is
+    at work meanwhile, as a step is launched before the one under way is taken.
     """
-    inside = [each for each in rounds if begin <= each.ready and each.called <= end]
-    own = [(each.begin - each.ready) / each.steps for each in inside]
-    calls = [(each.called - each.begin) / each.steps for each in inside]
+    inside = [each for each in rounds if begin <= each.begin and each.end <= end and each.steps]
+    own = [(each.end - each.begin - each.waited - each.called) / each.steps for each in inside]
+    calls = [each.called / each.steps for each in inside]
     return {"scheduler ms/step": 1e3 * float(np.median(own)), "call ms/step": 1e3 * float(np.median(calls))}

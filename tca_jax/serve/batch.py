@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,32 +25,30 @@ from tca_jax.serve import programs
 from tca_jax.serve.asks import Ask
 from tca_jax.serve.documents import Documents
 from tca_jax.serve.pages import FreePages, LocalTable, RowTable, TableWidths, pool_only
-from tca_jax.serve.programs import MOST_STEPS, Drawing, Row, Said
+from tca_jax.serve.programs import Drawing, Row, Said
 
 _PIECE_TOKENS = 2048  # of a question that are fed before running answers take steps again
-_STEPS_SECONDS = 0.03  # answers take steps for about so long before the engine looks around
 _MOST_STOPS = 8  # stop tokens of a row, at first
 _LEAST_WIDTH = 4  # least step between the widths of tables
 _MOST_STEP_PROGRAMS = 16  # held at hand
 
 
 class Launched(NamedTuple):
-    """Steps that the device takes.
+    """A step that the device takes.
 
     Attributes:
         said: What it will say then, a packed `Said`.
-        begin: When they were launched.
-        steps: How many they are.
+        rows: The requests whose rows take it.
     """
 
-    said: Any
-    begin: float
-    steps: int
+    said: jax.Array
+    rows: tuple[Ask | None, ...]
 
 
 class Told(NamedTuple):
-    """What the device has said of the rows of the batch, on the host; `DecodingState` has the last two."""
+    """What the device has said of the rows of these requests, on the host; `DecodingState` has the last two."""
 
+    rows: tuple[Ask | None, ...]
     said: Said
     logprobs: Any
     top: Any
@@ -69,7 +67,7 @@ class Batch:
     Attributes:
         free: Pages of what rows have of their own.
         rows: The request of each row; None for rows that nobody has.
-        launched: Steps that the devices take; None where all that they have drawn was waited for.
+        launched: Steps that the devices take, and whose tokens nobody has waited for, in their order.
     """
 
     def __init__(self, lm: LM, documents: Documents, max_rows: int, answer_tokens: int, backend: Backend) -> None:
@@ -84,8 +82,7 @@ class Batch:
         self._state, self._shared = self._empty(rows)
         self._widths, self._own_widths = TableWidths(0, 0), TableWidths(0, 0)
         self._step_programs: dict[Any, list[Callable[..., Any]]] = {}
-        self.launched: Launched | None = None
-        self._step_seconds = self._told_at = 0.0
+        self.launched: collections.deque[Launched] = collections.deque()
 
     def own_layout(self, document_tokens: int, own_tokens: int) -> CacheLayout:
         """Pages of its own that a row needs behind a document."""
@@ -113,6 +110,11 @@ class Batch:
         """Whether a row has a constraint."""
         return any(ask.constraint is not None for ask in self.asks)
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether a row's log-probabilities are asked for."""
+        return any(ask.wants_logprobs for ask in self.asks)
+
     # Errors
 
     @property
@@ -123,7 +125,7 @@ class Batch:
     def begin_again(self) -> None:
         """An empty batch, as wide as the one before."""
         del self._state, self._shared  # their memory is that of the new ones
-        self.launched = None
+        self.launched.clear()
         self._state, self._shared = self._empty(len(self.rows))
         widths, own_widths = self._widths, self._own_widths
         self._widths, self._own_widths = TableWidths(0, 0), TableWidths(0, 0)
@@ -187,48 +189,49 @@ class Batch:
         self._state, self._shared, said = programs.admit.run(self._bare_lm, *batch, *drawn)
         ask.logits = None
         ask.granted = 1
-        self.launched = Launched(said, 0.0, 0)  # it says what steps before have drawn, too
+        if self.launched:  # it says what the step has drawn, too
+            self.launched.pop()
+        self._await(said)
 
     def own_row(self, slot: int) -> RowTable:
         """What a row has of its own."""
         return programs.own_row.run(self._bare_lm, self._state, np.int32(slot))
 
-    # Steps
+    # Steps. Between rounds of the engine at most one is under way: no more than a token of each row is not told.
 
     def launch(self) -> None:
-        """Has the device take steps."""
-        steps = 1 if not self._step_seconds else int(_STEPS_SECONDS / self._step_seconds)
-        steps = 1 if self.is_constrained else max(1, min(MOST_STEPS, steps))
+        """Has the device take a step."""
+        moving = [ask for ask in self.asks if ask.granted < ask.max_new_tokens]
+        if not moving:
+            return
+        evicts = self._evict(moving)
+        for ask in moving:
+            ask.granted += 1
+        limit = np.asarray([0 if ask is None else ask.granted for ask in self.rows], np.int32)
         sampling, allowed = self._sampling(self.rows), None if self._state.seen is None else self._allowed(self.rows)
-        begin, said, taken = 0.0, None, 0
-        while taken < steps and (moving := [ask for ask in self.asks if ask.granted < ask.max_new_tokens]):
-            evicts = self._evict(moving)
-            for ask in moving:
-                ask.granted += 1
-            limit = np.asarray([0 if ask is None else ask.granted for ask in self.rows], np.int32)
-            arguments = self._state, self._documents.pool, self._shared, limit, sampling, allowed
-            program = self._step_program(arguments, evicts)
-            if not taken:
-                begin = time.perf_counter()  # compiling is not the step's time
-            self._state, said = program(self._program_lm, *arguments)
-            taken += 1
-        if said is not None:
-            self.launched = Launched(said, begin, taken)
+        arguments = self._state, self._documents.pool, self._shared, limit, sampling, allowed
+        self._state, said = self._step_program(arguments, evicts)(self._program_lm, *arguments)
+        self._await(said)
 
     def wait(self) -> Told | None:
-        """What the device has said, once the steps that were launched are taken; None if none were."""
-        launched, self.launched = self.launched, None
-        if launched is None:
+        """What the device has said, once the first step that was launched is taken; None if none was.
+
+        Log-probabilities are those of the last step that was launched: where a row wants them, this is the only one.
+        """
+        if not self.launched:
             return None
-        asked = any(ask.wants_logprobs for ask in self.asks)
-        state = self._state
-        said, logprobs, top = on_host((launched.said, *((state.logprobs, state.top) if asked else (None, None))))
-        now = time.perf_counter()
-        if launched.steps:
-            seconds = (now - max(launched.begin, self._told_at)) / launched.steps
-            self._step_seconds = seconds if not self._step_seconds else (self._step_seconds + seconds) / 2
-        self._told_at = now
-        return Told(Said.of(said), logprobs, top)
+        launched, state = self.launched.popleft(), self._state
+        said = Said.of(self._arrived(launched.said))
+        logprobs, top = on_host((state.logprobs, state.top)) if self.wants_logprobs else (None, None)
+        return Told(launched.rows, said, logprobs, top)
+
+    @staticmethod
+    def _arrived(said: jax.Array) -> np.ndarray:
+        return np.asarray(said)
+
+    def _await(self, said: jax.Array) -> None:
+        said.copy_to_host_async()
+        self.launched.append(Launched(said, tuple(self.rows)))
 
     def _evict(self, rows: Sequence[Ask]) -> bool:
         """Whether a block leaves the window of one of these rows at its next step."""
@@ -272,7 +275,7 @@ class Batch:
         if not most:
             state = dataclasses.replace(state, top=None)
         elif state.top is None or state.top[0].shape[-1] < most:
-            nothing = count, MOST_STEPS, 0
+            nothing = count, 1, 0
             ids, values = state.top or (jnp.zeros(nothing, jnp.int32), jnp.zeros(nothing, jnp.float32))
             more = (0, 0), (0, 0), (0, min(vocabulary, bucket_length(most, 4)) - ids.shape[-1])
             state = dataclasses.replace(state, top=(jnp.pad(ids, more), jnp.pad(values, more)))

@@ -28,9 +28,6 @@ from tca_jax.pallas_kernels.kv import empty
 from tca_jax.programs import Program
 from tca_jax.serve.pages import PageNumbers, RowTable, TableWidths, pool_only
 
-#: Tokens of each row that a state holds: most steps that are taken before the host is told of them.
-MOST_STEPS = 16
-
 
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
 @functools.partial(
@@ -78,24 +75,24 @@ class Said(NamedTuple):
         step: Tokens that each has drawn, R of them.
         done: Whether a stop token was among them.
         finite: See `DecodingState`.
-        tokens: The last of them, token t at the place t mod N, N of each row (`MOST_STEPS`).
+        last: The last of them.
     """
 
     step: list[int]
     done: list[bool]
     finite: list[bool]
-    tokens: list[list[int]]
+    last: list[int]
 
     @staticmethod
-    def packed(state: DecodingState) -> Int32[Array, "R M"]:
+    def packed(state: DecodingState) -> Int32[Array, "4 R"]:
         """The array."""
-        columns = [jnp.stack([state.step, state.done, state.finite], axis=1).astype(jnp.int32), state.tokens]
-        return jnp.concatenate(columns, axis=1)
+        return jnp.stack([x.astype(jnp.int32) for x in (state.step, state.done, state.finite, state.last)])
 
     @classmethod
-    def of(cls, found: Int32[np.ndarray, "R M"]) -> Said:
+    def of(cls, found: Int32[np.ndarray, "4 R"]) -> Said:
         """The inverse, of an array on the host."""
-        return cls(found[:, 0].tolist(), (found[:, 1] > 0).tolist(), (found[:, 2] > 0).tolist(), found[:, 3:].tolist())
+        step, done, finite, last = found
+        return cls(step.tolist(), (done > 0).tolist(), (finite > 0).tolist(), last.tolist())
 
 
 class Read(NamedTuple):
@@ -128,8 +125,8 @@ def _empty_batch(lm: LM, pool: PagedCache, *, rows: int, stops: int) -> tuple[De
     nothing, zeros = (jnp.zeros((rows, heads, 0), jnp.int32),) * layers, jnp.zeros(rows, jnp.int32)
     kept = (jnp.zeros((rows, heads), jnp.int32),) * layers
     cache = PagedCache(pool.k, pool.v, nothing, kept, zeros, zeros, (0,) * layers)
-    state = DecodingState(
-        tokens=jnp.full((rows, MOST_STEPS), lm.pad_token_id, jnp.int32),
+    state = DecodingState(  # with room for a token of each row: the host is told of every step
+        tokens=jnp.full((rows, 1), lm.pad_token_id, jnp.int32),
         step=zeros,
         last=zeros,
         done=jnp.ones(rows, bool),
@@ -139,7 +136,7 @@ def _empty_batch(lm: LM, pool: PagedCache, *, rows: int, stops: int) -> tuple[De
         seen=None,
         stop_tokens=jnp.full((rows, stops), lm.config.vocab_size, jnp.int32),
         min_new_tokens=zeros,
-        logprobs=jnp.zeros((rows, MOST_STEPS), jnp.float32),
+        logprobs=jnp.zeros((rows, 1), jnp.float32),
         top=None,
         finite=jnp.ones(rows, bool),
         cache=cache,
@@ -265,12 +262,12 @@ def _admit(
     logits: Float32[Array, "1 V"],
     drawing: Drawing,
     sampling: Sampling,
-) -> tuple[DecodingState, PagedCache, Int32[Array, "R M"]]:
+) -> tuple[DecodingState, PagedCache, Int32[Array, "4 R"]]:
     """A row joins the batch, and its first token is drawn; `shared` is what rows continue from. Returns the state,
     `shared` and what the host is told."""
     cache = _with_row(state.cache, row.number, own)
     alone = DecodingState(
-        tokens=jnp.full((1, MOST_STEPS), lm.pad_token_id, jnp.int32),
+        tokens=jnp.full((1, 1), lm.pad_token_id, jnp.int32),
         step=jnp.zeros(1, jnp.int32),
         last=jnp.zeros(1, jnp.int32),
         done=jnp.zeros(1, bool),
@@ -280,7 +277,7 @@ def _admit(
         seen=None if drawing.seen is None else drawing.seen[None],
         stop_tokens=drawing.stop_tokens[None],
         min_new_tokens=drawing.min_new_tokens[None],
-        logprobs=jnp.zeros((1, MOST_STEPS), jnp.float32),
+        logprobs=jnp.zeros((1, 1), jnp.float32),
         top=jax.tree.map(lambda x: jnp.zeros_like(x[:1]), state.top),
         finite=jnp.isfinite(logits).all(axis=-1),
         cache=None,  # type: ignore[arg-type]
@@ -310,7 +307,7 @@ def _step(
     *,
     evicts: bool,
     backend: Backend,
-) -> tuple[DecodingState, Int32[Array, "R M"]]:
+) -> tuple[DecodingState, Int32[Array, "4 R"]]:
     """The rows that have not ended, and have less than `limit` tokens (0 for rows that nobody has), take a step.
 
     `allowed` says which tokens may be drawn, as `decode.draw` takes it; `evicts` as in `decode_step`. Returns the state

@@ -23,7 +23,6 @@ from tca_jax.serve.constraints import next_allowed
 from tca_jax.serve.document import Document, document_id
 from tca_jax.serve.documents import Documents
 from tca_jax.serve.pages import FreePages
-from tca_jax.serve.programs import MOST_STEPS
 from tca_jax.serve.reading import Reader
 from tca_jax.serve.streams import FinishReason, Stream
 
@@ -127,7 +126,7 @@ class Scheduler:
         if self._batch.asks:
             worked = True
             try:
-                self._steps(is_called)
+                self._step(is_called)
             except Exception as error:
                 for ask in self._batch.asks:
                     self._fail(ask, error)
@@ -298,16 +297,17 @@ class Scheduler:
 
     # The batch
 
-    def _steps(self, is_called: Callable[[], bool]) -> None:
-        """Some steps of the batch. The next ones are launched before what these have drawn is handed out, so that the
-        device does not wait; but not where a constraint needs to know it, nor where what was drawn would wait for the
-        next part of a document, nor before somebody's new request."""
-        batch, at_once = self._batch, self._batch.is_constrained or not self._reader.is_idle
-        told = batch.wait()
-        if told is None or not (at_once or is_called()):
+    def _step(self, is_called: Callable[[], bool]) -> None:
+        """A step of the batch. The next one is launched before it is taken, so that the device does not wait while its
+        tokens are handed out; but not where a constraint needs to know a token, where log-probabilities are asked for,
+        where a part of a document comes between, nor before somebody's new request."""
+        batch = self._batch
+        if not batch.launched:
             batch.launch()
-        if told is None and at_once:
-            told = batch.wait()
+        one_by_one = batch.is_constrained or batch.wants_logprobs or not self._reader.is_idle
+        if batch.launched and not (one_by_one or is_called()):
+            batch.launch()
+        told = batch.wait()
         if told is not None:
             self._hand_out(told)
 
@@ -320,26 +320,29 @@ class Scheduler:
 
     def _hand_out(self, told: Told) -> None:
         """Gives streams their new tokens, and ends those that have ended."""
-        said, logprobs, top = told
-        rows = [(slot, ask, ask.stream) for slot, ask in enumerate(self._batch.rows) if ask is not None and ask.stream]
-        for slot, ask, stream in rows:
+        rows, said, logprobs, top = told
+        for slot, ask in enumerate(rows):
+            if ask is None or ask.slot != slot or (stream := ask.stream) is None:
+                continue
             try:
                 self._require_finite(ask, said.finite[slot])
             except Exception as error:
                 self._fail(ask, error)
                 continue
-            places = [place % MOST_STEPS for place in range(ask.taken, said.step[slot])]
-            ask.taken = said.step[slot]
-            wanted, own, likeliest = stream.options.logprobs, list[float](), list[Any]()
-            if wanted is not None:
-                own = logprobs[slot, places].tolist()
+            new = said.step[slot] - ask.taken
+            assert new < 2, "the last token alone is said"
+            ask.taken += new
+            own: list[float] = []
+            likeliest: list[Any] = []
+            if (wanted := stream.options.logprobs) is not None:
+                own = logprobs[slot, :new].tolist()
             if wanted:
-                ids, values = (x[slot, places, :wanted].tolist() for x in top)
+                ids, values = (x[slot, :new, :wanted].tolist() for x in top)
                 likeliest = [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
-            stream.add([said.tokens[slot][place] for place in places], own, likeliest)
+            stream.add([said.last[slot]] * new, own, likeliest)
             if said.done[slot] or ask.taken >= ask.max_new_tokens:
                 self._leave(ask, "stop" if said.done[slot] else "length")
-            elif places and ask.constraint is not None:
+            elif new and ask.constraint is not None:
                 with self._failing(ask):
                     self._constrain(ask)
 

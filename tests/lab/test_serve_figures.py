@@ -38,8 +38,9 @@ def test_a_stream_is_watched_from_its_first_token_on():
     assert watched.pauses(2.2, 3.0) == [0.5, 1.5]  # also those that begin before, or end later
 
 
-def test_the_scheduler_has_what_lies_between_results_and_the_next_call():
-    rounds = [Round(10.0 * i, 10.0 * i + 4, 10.0 * i + 5, 2) for i in range(5)]
+def test_the_scheduler_has_what_is_neither_waiting_nor_the_call_of_a_program():
+    rounds = [Round(10.0 * i, 10.0 * i + 10, 5.0, 1.0, 2) for i in range(5)]
+    rounds.append(Round(20.0, 21.0, 0.0, 0.0, 0))  # it launched nothing
     assert own_time(rounds, 10, 40) == pytest.approx({"scheduler ms/step": 2000, "call ms/step": 500})
 
 

@@ -69,6 +69,23 @@ def test_answers_are_those_of_generate_whatever_else_is_in_the_batch(lm, context
     assert engine.idle(60)
 
 
+def test_the_next_step_is_launched_before_one_is_taken_unless_it_needs_what_that_one_says(engine, monkeypatch):
+    batch, under_way = engine._scheduler._batch, []
+    arrived = batch._arrived
+
+    def noted(said):
+        under_way.append(len(batch.launched))
+        return arrived(said)
+
+    monkeypatch.setattr(batch, "_arrived", noted)
+    for logprobs, most in ((False, 1), (1, 0)):
+        under_way.clear()
+        out = engine.ask(None, question(1), max_new_tokens=8, stop_token_ids=(), logprobs=logprobs).result(60)
+        assert len(out.tokens) == 8
+        assert max(under_way) == most
+        assert under_way[-1] == 0  # nobody has a further token
+
+
 def test_a_kept_answer_and_an_appended_text_are_documents(lm, contexts, engine):
     id_ = engine.read(DOCUMENTS[1])
     kept = engine.ask(id_, question(1), max_new_tokens=ROOM, stop_token_ids=(), keep=True).result(60)

@@ -434,7 +434,7 @@ def test_pages_that_do_not_reach_the_device_fail_their_request_alone(lm, pages, 
 
 def test_a_large_request_is_not_overtaken_by_small_ones_behind_it(lm, pages, monkeypatch):
     with engine_of(lm, 3 * pages, max_rows=3) as engine:
-        steps, goes_on, begun = engine._scheduler._steps, threading.Event(), threading.Event()
+        steps, goes_on, begun = engine._scheduler._step, threading.Event(), threading.Event()
 
         def slow(is_called):
             begun.set()
@@ -443,7 +443,7 @@ def test_a_large_request_is_not_overtaken_by_small_ones_behind_it(lm, pages, mon
 
         document = engine.read(A)
         engine.wait(document, SECONDS)
-        monkeypatch.setattr(engine._scheduler, "_steps", slow)
+        monkeypatch.setattr(engine._scheduler, "_step", slow)
         streams = {"first": engine.ask(document, QUESTION, max_new_tokens=60, stop_token_ids=())}
         assert begun.wait(SECONDS)
         total = engine.answer_pages.total
