@@ -592,9 +592,10 @@ def _with_joined(
 
 def memory_bytes() -> int | None:
     """Bytes that the default device may take, the host's for the CPU; None where nobody says."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        return int(stats["bytes_limit"])
+    device, *_ = jax.local_devices()
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit or device.platform != "cpu":
+        return limit or None  # an allocator without a limit of its own says 0
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # a system that does not know these names

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from tiny import random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.engine.cache import CacheLayout, joined, shared_and_own, with_rows_repeated
+from tca_jax.engine.cache import CacheLayout, joined, memory_bytes, shared_and_own, with_rows_repeated
 from tca_jax.engine.contexts import first_local
 from tca_jax.engine.decode import decode_layer
 from tca_jax.engine.extend import rows_with_leaving_block
@@ -316,3 +317,14 @@ def test_numbers_of_numpy_are_capacities():
             return np.int64(4)
 
     assert CacheLayout.plan(Counted(), 1, 2, 1, 400, 0).kept_pages == (((16, 16),),)
+
+
+def test_memory_is_unknown_where_an_allocator_has_no_limit(monkeypatch):
+    def of_device(platform, stats):
+        device = types.SimpleNamespace(platform=platform, memory_stats=lambda: stats)
+        monkeypatch.setattr(jax, "local_devices", lambda: [device])
+        return memory_bytes()
+
+    assert of_device("gpu", {"bytes_limit": 80}) == 80
+    assert of_device("gpu", {"bytes_limit": 0}) is of_device("gpu", {}) is None
+    assert of_device("cpu", None) > 0  # the host's
