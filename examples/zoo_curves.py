@@ -39,30 +39,28 @@ READERS = (
     *(f"flexprefill:gamma={gamma},min_budget=256" for gamma in (0.6, 0.8, 0.9, 0.95)),
     *(f"xattention:threshold={threshold}" for threshold in (0.6, 0.8, 0.9, 0.95)),
 )
-#: Methods that keep part of the cache. With byte-level tokens SnapKV and CAKE need more observed queries and wider
-#: pooling than their authors' defaults, which suit words.
+_WIDE = "observation=128,kernel=127"
+#: Methods that keep part of the cache. With byte-level tokens those that observe the last queries need more of them,
+#: and wider pooling, than their authors' defaults, which suit words.
 KEEPERS = (
     "streaming",
-    "snapkv:observation=128,kernel=127,pooling=max",
-    "cake:observation=128,kernel=127",
+    f"snapkv:{_WIDE},pooling=max",
+    f"cake:{_WIDE}",
     "duoattention",
     "expected-attention",
-    "snapkv",
-    "cake",
-    "pyramidkv",
+    f"pyramidkv:{_WIDE},pooling=max",
+    f"adakv:{_WIDE},pooling=max",
+    "adakv-expected-attention",
     "h2o",
     "tova",
     "keydiff",
     "kvzip",
     "kvzip-heads",
-    "adakv",
-    "adakv-expected-attention",
-    "random:window=512",
 )
 #: Methods whose steps attend to part of a whole cache, at several budgets.
 STEPPERS = tuple(f"quest:budget={budget}" for budget in (256, 512, 1024, 2048))
 #: Shares of full attention's bytes for each of them.
-BYTES = (0.1, 0.15, 0.2, 0.35, 0.6)
+BYTES = (0.2, 0.35, 0.6)
 
 
 class Curve(NamedTuple):
@@ -159,11 +157,8 @@ def curves(folder: Path, out: Path, plan: Plan, dtype: str | None, curve: Curve)
     for spec, share in itertools.product(_specs(curve.keepers), BYTES):
         built = builder.build_within(spec, share, sizes)
         if not built.own_budget:
-            # Of a method that runs twice, the curve with options is called by them.
-            twice = sum(each.partition(":")[0] == spec.parts[0][0] for each in KEEPERS) > 1
-            method = spec.label if twice else spec.parts[0][0]
-            label = f"{spec.label} within {share:.0%}"
-            note(method, functools.partial(getattr, built, "lm"), reads=False, keeps=True, label=label)
+            make, label = functools.partial(getattr, built, "lm"), f"{spec.label} within {share:.0%}"
+            note(spec.parts[0][0], make, reads=False, keeps=True, label=label)
     for spec in _specs(curve.steppers):
         note(spec.parts[0][0], functools.partial(under_spec, spec), reads=False, keeps=True, label=spec.label)
 

@@ -1,4 +1,4 @@
-"""Pictures of a results folder: accuracy against bytes, length, depth and time to the first token; loss by position."""
+"""Pictures of a results folder: scores by method, by length, depth and time to the first token; loss by position."""
 
 from __future__ import annotations
 
@@ -11,38 +11,75 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
-from tca_jax.lab.plots.accuracy import plot_accuracy
+from tca_jax.lab.evaluation.tables import tuned_names
 from tca_jax.lab.plots.curves import BASELINE, Curves, draw_curves
-from tca_jax.lab.plots.results import panels_of_records
 from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS
 from tca_jax.plots import figures
 
 Record = Mapping[str, Any]
 
 _DEPTHS = 10  # parts of a document
+_MARKERS = "o^s"  # of protocols
 
 
-def draw_pictures(records: Sequence[Record], folder: Path) -> list[Path]:
+def draw_pictures(records: Sequence[Record], folder: Path, tuned: Sequence[Record] = ()) -> list[Path]:
     """Writes a PNG for each picture that the results are enough for.
 
     Args:
         records: From `Results.read_all`.
         folder: Where they go.
+        tuned: From `Results.read_tuning`.
 
     Returns:
         The files.
     """
-    paths = []
-    if panels := panels_of_records(records):
-        paths.append(plot_accuracy(panels, "Right answers by the KV cache that is held", folder / "bytes.png"))
+    names = tuned_names(tuned)
+    records = [{**record, "method": names.get(record["method"], record["method"])} for record in records]
     asked = _comparable([record for record in records if record["protocol"] in EVALUATION_PROTOCOLS])
     pictures = {
+        "methods.png": _by_method(asked),
         "first-token.png": _against_time(asked),
         "length.png": _against_length(asked),
         "depth.png": _against_depth(asked),
         "loss.png": _loss_by_position([record for record in records if record["task"] == "loss"]),
     }
-    return paths + [figures.write(figure, folder / name) for name, figure in pictures.items() if figure is not None]
+    return [figures.write(figure, folder / name) for name, figure in pictures.items() if figure is not None]
+
+
+def _by_method(records: Sequence[Record]) -> Figure | None:
+    """Mean scores under each protocol: a panel a length, and in it a line a method, with its share of full attention's
+    bytes; the method that has the highest mean score of all is above."""
+    if not records:
+        return None
+    lengths = _lengths(records)
+    protocols = [name for name in EVALUATION_PROTOCOLS if _of(records, protocol=name)]
+    methods = sorted(dict.fromkeys(record["method"] for record in records), key=lambda name: _scores(records, name))
+    held = [{**record, "held": record["kv_cache_bytes"] / record["full_kv_cache_bytes"]} for record in records]
+    labels = [f"{name}  {_mean(_of(held, method=name), 'held'):4.0%}" for name in methods]
+    size = 2.6 + 3.8 * len(lengths), 1.4 + 0.22 * len(methods)
+    figure = Figure(figsize=size, dpi=figures.DPI, layout="constrained")
+    (panels,) = figure.subplots(1, len(lengths), sharex=True, sharey=True, squeeze=False)
+    for axes, length in zip(panels, lengths, strict=True):
+        for protocol, marker, color in zip(protocols, _MARKERS, figures.palette(len(protocols)), strict=False):
+            under = _of(records, length=length, protocol=protocol)
+            found = {row: _of(under, method=name) for row, name in enumerate(methods)}
+            scores = {row: _mean(some, "score") for row, some in found.items() if some}
+            drawn = axes.plot(list(scores.values()), list(scores), marker, color=color, alpha=0.8, label=protocol)
+            drawn[0].set_clip_on(False)  # markers at an end are drawn whole
+        axes.set_title(f"{length:,} tokens", fontsize=10)
+        axes.grid(alpha=0.25)
+        axes.set_xlabel("score, mean of tasks")
+    panels[0].set_xlim(0, 100)
+    panels[0].set_ylim(-0.7, len(methods) - 0.3)
+    panels[0].set_yticks(range(len(methods)), labels, fontsize=8)
+    panels[0].xaxis.set_major_formatter(PercentFormatter(100))
+    figure.suptitle("Scores, with the share of full attention's KV cache bytes", parse_math=False)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(protocols), fontsize=9)
+    return figure
+
+
+def _scores(records: Sequence[Record], method: str) -> float:
+    return _mean(_of(records, method=method), "score")
 
 
 def _against_time(records: Sequence[Record]) -> Figure | None:

@@ -86,7 +86,7 @@ def run_plan(
         write_table(results, plan.skipped)
     records = results.read_all()
     write_table(results, plan.skipped)
-    draw_pictures(records, results.folder)
+    draw_pictures(records, results.folder, results.read_tuning())
     return records
 
 

@@ -56,7 +56,7 @@ def table(
         f"Bytes: {held}.",
         "",
     ]
-    names = {record["tuned"]: f"{record['method']} (tuned)" for record in tuned if record["tuned"] != record["method"]}
+    names = tuned_names(tuned)
     lengths = sorted({record["length"] for record in records})
     for length in lengths:
         lines += _summary([record for record in records if record["length"] == length], names, length)
@@ -72,6 +72,11 @@ def table(
                 lines += _question_tables(asked, title, _EXPLAINED[protocol], seconds=seconds)
         lines += _text_tables([r for r in of_length if r["suite"] == "text"], length, seconds=seconds)
     return "\n".join([*lines, *_tuning_table(tuned), *notes(records, skipped)]).rstrip() + "\n"
+
+
+def tuned_names(tuned: Sequence[Record]) -> dict[str, str]:
+    """What tables and pictures call methods with tuned options."""
+    return {record["tuned"]: f"{record['method']} (tuned)" for record in tuned if record["tuned"] != record["method"]}
 
 
 def _devices(config: Mapping[str, Any]) -> str:

@@ -58,7 +58,7 @@ def test_a_run_writes_samples_table_and_pictures_and_a_second_one_adds_to_it():
     assert listed[1]["kv_cache_bytes"] < 0.7 * listed[1]["full_kv_cache_bytes"]
     assert 0.2 < listed[1]["attended_share"] < 0.7
     assert Path("out/results/full/niah_single_1-1024-prefix.json").stat().st_mtime_ns == finished
-    assert {path.name for path in Path("out").glob("*.png")} == {"bytes.png", "first-token.png", "depth.png"}
+    assert {path.name for path in Path("out").glob("*.png")} == {"methods.png", "first-token.png", "depth.png"}
     assert "| random:share=0.25,window=128 |" in Path("out/table.md").read_text()
     message = error("model", "--methods=full", *NOISE_TASK, "--protocols=prefix", "--out=out", "--seed=1")
     assert message.startswith("--out out was made with seed = 0, this run has 1")

@@ -109,10 +109,10 @@ def test_of_results_without_an_attended_share_the_tables_have_none():
 
 def test_there_is_a_picture_of_all_that_the_results_are_enough_for(tmp_path):
     assert draw_pictures([], tmp_path) == []
-    assert {path.name for path in draw_pictures(RECORDS, tmp_path)} == {"bytes.png", "first-token.png", "depth.png"}
+    assert {path.name for path in draw_pictures(RECORDS, tmp_path)} == {"methods.png", "first-token.png", "depth.png"}
     more = [*RECORDS, record("tca", "vt", 80.0, length=8192), loss("tca", [1.0, 2.0])]
     drawn = draw_pictures(more, tmp_path)
-    assert {path.name for path in drawn} == {f"{n}.png" for n in ("bytes", "first-token", "depth", "length", "loss")}
+    assert {path.name for path in drawn} == {f"{n}.png" for n in ("methods", "first-token", "depth", "length", "loss")}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
 
 
