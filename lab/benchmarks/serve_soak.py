@@ -288,8 +288,8 @@ def main(
         lm = under_share(lm, Share(0.25), tca_config(_WINDOW))
     else:
         lm = tca_jax.load(model, dtype="float32", profile=profile or ("shipped" if model == "recall-tiny" else None))
-    references = References(lm, documents, tokens, seed, backend)
     with tempfile.TemporaryDirectory() as folder, _whole_products():
+        references = References(lm, documents, tokens, seed, backend)
         soak = Soak(references, rows, clients, seed, Path(folder), backend)
         soak.warm_up()
         ending = Ending(60 * minutes)

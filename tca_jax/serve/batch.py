@@ -189,9 +189,9 @@ class Batch:
         self._state, self._shared, said = programs.admit.run(self._bare_lm, *batch, *drawn)
         ask.logits = None
         ask.granted = 1
-        if self.launched:  # it says what the step has drawn, too
-            self.launched.pop()
         self._await(said)
+        while len(self.launched) > 1:  # it says what the step before has drawn, too
+            self.launched.popleft()
 
     def own_row(self, slot: int) -> RowTable:
         """What a row has of its own."""

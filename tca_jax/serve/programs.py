@@ -374,9 +374,9 @@ extend_row = Program(
     OverMesh(_extend_row, (STATE, CACHES, CACHES, CACHES, SAME, SAME, SAME, SAME), (STATE, CACHES, SAME)), donate=(1,)
 )
 admit = Program(
-    OverMesh(_admit, (STATE, CACHES, CACHES, CACHES, SAME, SAME, SAME, SAME), (STATE, CACHES, ROWS)), donate=(1, 2)
+    OverMesh(_admit, (STATE, CACHES, CACHES, CACHES, SAME, SAME, SAME, SAME), (STATE, CACHES, SAME)), donate=(1, 2)
 )
-step = Program(OverMesh(_step, (STATE, CACHES, CACHES, SAME, SAME, SAME), (STATE, ROWS)), donate=(1,))
+step = Program(OverMesh(_step, (STATE, CACHES, CACHES, SAME, SAME, SAME), (STATE, SAME)), donate=(1,))
 own_row = Program(OverMesh(_own_row, (STATE, SAME), CACHES))
 join = Program(OverMesh(_join, (CACHES,) * 6, CACHES), donate=(1,))
 

@@ -310,6 +310,8 @@ class Scheduler:
         told = batch.wait()
         if told is not None:
             self._hand_out(told)
+        if not batch.asks:  # nobody waits for the one under way
+            batch.launched.clear()
 
     def _require_finite(self, ask: Ask, finite: bool) -> None:
         """Raises ValueError, as `generate` does, unless a request's logits are finite."""

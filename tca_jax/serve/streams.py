@@ -95,25 +95,27 @@ class Stream:
             self._tokens += tokens
             self._logprobs += logprobs
             self._top += top
-            self._tell()
+        self._tell()
 
     def end(self, reason: FinishReason, document: str | None = None) -> None:
         """Nothing follows. What ended it first stands."""
         with self._changed:
             if not self.ended:
                 self._ended, self.document = reason, document
-            self._tell()
+        self._tell()
 
     def fail(self, error: BaseException) -> None:
         """Nothing follows, because of an error. What ended it first stands."""
         with self._changed:
             if not self.ended:
                 self._error = error
-            self._tell()
+        self._tell()
 
     def _tell(self) -> None:
-        self._changed.notify_all()
-        for listener in self._listeners:
+        with self._changed:
+            self._changed.notify_all()
+            listeners = list(self._listeners)
+        for listener in listeners:
             listener()
 
     # What whoever asked calls
