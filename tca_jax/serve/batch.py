@@ -189,7 +189,7 @@ class Batch:
         self._state, self._shared, said = programs.admit.run(self._bare_lm, *batch, *drawn)
         ask.logits = None
         ask.granted = 1
-        self._await(said)
+        self.launched.append(Launched(said, tuple(self.rows)))
         while len(self.launched) > 1:  # it says what the step before has drawn, too
             self.launched.popleft()
 
@@ -211,7 +211,7 @@ class Batch:
         sampling, allowed = self._sampling(self.rows), None if self._state.seen is None else self._allowed(self.rows)
         arguments = self._state, self._documents.pool, self._shared, limit, sampling, allowed
         self._state, said = self._step_program(arguments, evicts)(self._program_lm, *arguments)
-        self._await(said)
+        self.launched.append(Launched(said, tuple(self.rows)))
 
     def wait(self) -> Told | None:
         """What the device has said, once the first step that was launched is taken; None if none was.
@@ -228,10 +228,6 @@ class Batch:
     @staticmethod
     def _arrived(said: jax.Array) -> np.ndarray:
         return np.asarray(said)
-
-    def _await(self, said: jax.Array) -> None:
-        said.copy_to_host_async()
-        self.launched.append(Launched(said, tuple(self.rows)))
 
     def _evict(self, rows: Sequence[Ask]) -> bool:
         """Whether a block leaves the window of one of these rows at its next step."""
