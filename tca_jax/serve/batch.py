@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -82,7 +81,7 @@ class Batch:
         self._state, self._shared = self._empty(rows)
         self._widths, self._own_widths = TableWidths(0, 0), TableWidths(0, 0)
         self._step_programs: dict[Any, list[Callable[..., Any]]] = {}
-        self.launched: collections.deque[Launched] = collections.deque()
+        self.launched: list[Launched] = []
 
     def own_layout(self, document_tokens: int, own_tokens: int) -> CacheLayout:
         """Pages of its own that a row needs behind a document."""
@@ -189,9 +188,7 @@ class Batch:
         self._state, self._shared, said = programs.admit.run(self._bare_lm, *batch, *drawn)
         ask.logits = None
         ask.granted = 1
-        self.launched.append(Launched(said, tuple(self.rows)))
-        while len(self.launched) > 1:  # it says what the step before has drawn, too
-            self.launched.popleft()
+        self.launched = [Launched(said, tuple(self.rows))]  # it says what the step before has drawn, too
 
     def own_row(self, slot: int) -> RowTable:
         """What a row has of its own."""
@@ -213,14 +210,12 @@ class Batch:
         self._state, said = self._step_program(arguments, evicts)(self._program_lm, *arguments)
         self.launched.append(Launched(said, tuple(self.rows)))
 
-    def wait(self) -> Told | None:
-        """What the device has said, once the first step that was launched is taken; None if none was.
+    def wait(self) -> Told:
+        """What the device has said, once the first step that was launched is taken.
 
         Log-probabilities are those of the last step that was launched: where a row wants them, this is the only one.
         """
-        if not self.launched:
-            return None
-        launched, state = self.launched.popleft(), self._state
+        launched, state = self.launched.pop(0), self._state
         said = Said.of(self._arrived(launched.said))
         logprobs, top = on_host((state.logprobs, state.top)) if self.wants_logprobs else (None, None)
         return Told(launched.rows, said, logprobs, top)

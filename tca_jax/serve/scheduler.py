@@ -305,11 +305,9 @@ class Scheduler:
         if not batch.launched:
             batch.launch()
         one_by_one = batch.is_constrained or batch.wants_logprobs or not self._reader.is_idle
-        if batch.launched and not (one_by_one or is_called()):
+        if not (one_by_one or is_called()):
             batch.launch()
-        told = batch.wait()
-        if told is not None:
-            self._hand_out(told)
+        self._hand_out(batch.wait())
         if not batch.asks:  # nobody waits for the one under way
             batch.launched.clear()
 
