@@ -19,7 +19,7 @@ from tca_jax.plots import figures
 Record = Mapping[str, Any]
 
 _DEPTHS = 10  # parts of a document
-_MARKERS = "o^s"  # of protocols
+_MARKERS = dict(zip(EVALUATION_PROTOCOLS, "o^sD", strict=True))
 
 
 def draw_pictures(records: Sequence[Record], folder: Path, tuned: Sequence[Record] = ()) -> list[Path]:
@@ -60,11 +60,13 @@ def _by_method(records: Sequence[Record]) -> Figure | None:
     figure = Figure(figsize=size, dpi=figures.DPI, layout="constrained")
     (panels,) = figure.subplots(1, len(lengths), sharex=True, sharey=True, squeeze=False)
     for axes, length in zip(panels, lengths, strict=True):
-        for protocol, marker, color in zip(protocols, _MARKERS, figures.palette(len(protocols)), strict=False):
+        for protocol, color in zip(protocols, figures.palette(len(protocols)), strict=True):
             under = _of(records, length=length, protocol=protocol)
             found = {row: _of(under, method=name) for row, name in enumerate(methods)}
             scores = {row: _mean(some, "score") for row, some in found.items() if some}
-            drawn = axes.plot(list(scores.values()), list(scores), marker, color=color, alpha=0.8, label=protocol)
+            drawn = axes.plot(
+                list(scores.values()), list(scores), _MARKERS[protocol], color=color, alpha=0.8, label=protocol
+            )
             drawn[0].set_clip_on(False)  # markers at an end are drawn whole
         axes.set_title(f"{length:,} tokens", fontsize=10)
         axes.grid(alpha=0.25)

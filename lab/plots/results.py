@@ -89,7 +89,7 @@ def accuracy_panels(path: str | os.PathLike[str]) -> dict[str, list[Point]]:
     if path.is_dir():
         files = sorted(path.glob("results/*/*.json"))
         # What a run that was killed has left unfinished begins with a dot.
-        panels = panels_of_records(read_json_object(file) for file in files if not file.name.startswith("."))
+        panels = _panels_of_records(read_json_object(file) for file in files if not file.name.startswith("."))
     else:
         panels = _panels_of_methods(read_json_object(path).get("methods", ()))
     if not panels:
@@ -107,7 +107,7 @@ def _panels_of_methods(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Poin
     return panels
 
 
-def panels_of_records(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Point]]:
+def _panels_of_records(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Point]]:
     """What `accuracy_panels` gives of a folder, from what its files hold.
 
     Args:

@@ -7,6 +7,7 @@ from tca_jax.lab.evaluation import pictures
 from tca_jax.lab.evaluation.conclusions import conclusions
 from tca_jax.lab.evaluation.pictures import draw_pictures
 from tca_jax.lab.evaluation.tables import table
+from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS
 
 CONFIG = {"model": "m", "samples": 2, "seed": 0, "dtype": "float32", "kv_share": 0.25}
 
@@ -114,6 +115,13 @@ def test_there_is_a_picture_of_all_that_the_results_are_enough_for(tmp_path):
     drawn = draw_pictures(more, tmp_path)
     assert {path.name for path in drawn} == {f"{n}.png" for n in ("methods", "first-token", "depth", "length", "loss")}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
+def test_every_protocol_has_its_scores_by_method():
+    records = [record("tca", "vt", 10.0 * n, protocol=name) for n, name in enumerate(EVALUATION_PROTOCOLS)]
+    (panel,) = pictures._by_method(records).axes
+    found = {line.get_label(): line.get_xdata().tolist() for line in panel.lines}
+    assert found == {name: [10.0 * n] for n, name in enumerate(EVALUATION_PROTOCOLS)}
 
 
 def test_facts_are_counted_by_the_depth_at_which_they_stand():
