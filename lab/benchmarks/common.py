@@ -32,6 +32,7 @@ import tca_jax
 from tca_jax.cli.errors import naming_options
 from tca_jax.cli.files import require_writable
 from tca_jax.cli.options import LAUNCH_ORDER
+from tca_jax.engine.cache import allocator_limit
 from tca_jax.errors import UserError
 from tca_jax.files import replacing
 from tca_jax.pallas_kernels.backends import can_run, check_backend
@@ -239,16 +240,14 @@ def full_attention(q: Array, k: Array, v: Array) -> Array:
 
 def free_bytes() -> float:
     """Device memory that is free, or infinity where the device does not say."""
-    stats = jax.devices()[0].memory_stats() or {}
-    if "bytes_limit" not in stats:
-        return math.inf
-    return stats["bytes_limit"] - stats["bytes_in_use"]
+    limit = allocator_limit()
+    return math.inf if limit is None else limit - jax.local_devices()[0].memory_stats()["bytes_in_use"]
 
 
 def memory_limit() -> str:
     """Device memory that JAX takes, which decides what fits."""
-    stats = jax.devices()[0].memory_stats() or {}
-    return f"{stats['bytes_limit'] / 1e9:,.0f} GB" if "bytes_limit" in stats else "unknown"
+    limit = allocator_limit()
+    return "unknown" if limit is None else f"{limit / 1e9:,.0f} GB"
 
 
 def relative_error(out: jax.Array, expected: jax.Array) -> float:

@@ -590,12 +590,16 @@ def _with_joined(
     return out.with_kept(layer, jnp.arange(k.shape[2]) < own.kept[layer][..., None], k, v)
 
 
+def allocator_limit() -> int | None:
+    """Bytes that the default device's allocator may take; None where it has no limit of its own; some say 0 then."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit") or None
+
+
 def memory_bytes() -> int | None:
     """Bytes that the default device may take, the host's for the CPU; None where nobody says."""
-    device, *_ = jax.local_devices()
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    if limit or device.platform != "cpu":
-        return limit or None  # an allocator without a limit of its own says 0
+    limit = allocator_limit()
+    if limit is not None or jax.local_devices()[0].platform != "cpu":
+        return limit
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # a system that does not know these names
