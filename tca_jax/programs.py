@@ -21,6 +21,7 @@ _MOST_PROGRAMS = 512  # kept of all functions; an octave has eight prompt length
 _MOST_BYTES = 4 * 2**30  # of all together: their code, and what the process grew by while they were compiled
 _SHARE_OF_MAPS = 2  # all together map at most half of what the system allows
 
+_OPTIONS: Any = jax.config  # they are attributes that type checkers do not know
 _MAPS, _PAGES = Path("/proc/self/maps"), Path("/proc/self/statm")
 _ALLOWED_MAPS = Path("/proc/sys/vm/max_map_count")
 
@@ -40,7 +41,8 @@ _lock = threading.RLock()  # several threads may compile at once; the garbage co
 
 
 class Program:
-    """A function compiled ahead of time, once for each combination of argument shapes and static arguments.
+    """A function compiled ahead of time, once for each combination of argument shapes, static arguments and
+    `jax_default_matmul_precision`.
 
     Args:
         function: What to compile; its keyword arguments are static. If it has a method `place`, its first argument is a
@@ -76,7 +78,8 @@ class Program:
     def _prepare(self, *args: Any, **static: Any) -> tuple[Callable[..., Any], float]:
         leaves, structure = jax.tree.flatten(args)
         shapes = tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
-        key = (weakref.ref(self), structure, shapes, tuple(sorted(static.items())))
+        precision = _OPTIONS.jax_default_matmul_precision
+        key = (weakref.ref(self), structure, shapes, tuple(sorted(static.items())), precision)
         with _lock:
             if (kept := _kept.pop(key, None)) is not None:
                 _kept[key] = kept  # now the youngest
@@ -176,7 +179,6 @@ def enable_compilation_cache() -> None:
 
     `JAX_COMPILATION_CACHE_DIR` (or `jax.config`) chooses another folder, `JAX_ENABLE_COMPILATION_CACHE=false` none.
     """
-    configured: Any = jax.config  # its options are attributes that type checkers do not know
-    if configured.jax_compilation_cache_dir is None and configured.jax_enable_compilation_cache:
+    if _OPTIONS.jax_compilation_cache_dir is None and _OPTIONS.jax_enable_compilation_cache:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(root / "tca_jax" / "jax"))

@@ -37,6 +37,9 @@ def test_a_program_is_compiled_once_for_shapes_and_static_arguments():
     assert prepare(one, 4) > 0
     assert prepare(one, 3, times=5) > 0
     assert prepare(other, 3) > 0
+    with jax.default_matmul_precision("highest"):
+        assert prepare(one, 3) > 0
+    assert prepare(one, 3) == 0
     forget_programs()
     assert prepare(one, 3) > 0
 
