@@ -21,6 +21,8 @@ from tca_jax.lab.recall.evaluation import ask
 from tca_jax.lab.recall.protocols import chat_answer, chat_document, chat_question
 
 FOLLOWING = 256
+#: Questions in one call. A step of these models takes as long for many rows as for few.
+BATCH = 80
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +124,7 @@ def answers(
     held = []
     tasks = [(task, document) for task, of_task in documents.items() for document in of_task]
     for protocol in protocols:
-        found = ask(lm, [document for _, document in tasks], protocol)
+        found = ask(lm, [document for _, document in tasks], protocol, batch=BATCH)
         held.append(found.kv_cache_share)
         of_task: dict[str, list[bool]] = {}
         for (task, _), is_right in zip(tasks, found.right, strict=True):
