@@ -302,8 +302,8 @@ class Engine:
             stop_token_ids: Tokens that end it; None takes the model's own.
             logprobs: As for `generate`.
             constraint: Called before each token of this answer for the tokens that are allowed: see `Constraint`. If it
-                raises, or allows nothing, the answer fails with that error. While an answer of the batch has one, the
-                engine looks at the batch after each step.
+                raises, or allows nothing, the answer fails with that error. While an answer of the batch has one, no
+                step is launched before the tokens of the last one are known.
             keep: Whether document, prompt and answer become a document, for another turn: `Completion.document`. The
                 last token, which was drawn and not fed, is not part of it.
 
