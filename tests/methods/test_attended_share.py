@@ -232,6 +232,7 @@ def test_the_share_over_a_mesh_is_that_of_one_device(name, shape, tmp_path):
     assert share == 1 if name == "full" else share < 1
 
 
+@pytest.mark.slow
 def test_of_a_policy_that_reads_more_than_the_cache_keeps_the_last_layer_is_computed_whole():
     class Hesitant(SparsePrefill):
         def answers_from_cache(self, layer):

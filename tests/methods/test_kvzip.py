@@ -140,7 +140,7 @@ def test_selections_are_the_highest_of_all_that_share_a_budget(level):
             assert not marks[:, row, :, ranked:].any()
 
 
-@pytest.mark.parametrize("level", ["pair", "layer", "uniform"])
+@pytest.mark.parametrize("level", [pytest.param("pair", marks=pytest.mark.slow), "layer", "uniform"])
 def test_answers_see_what_the_rule_keeps_in_ragged_batches_and_alone(lm, scores, level):
     model = lm.with_method("kvzip", level=level, **OPTIONS)
     out = tca_jax.generate(model, PROMPTS, **ANSWER)
@@ -169,6 +169,7 @@ def asked(lm, scores):
 SHORT = {"max_new_tokens": 9, "stop_token_ids": ()}
 
 
+@pytest.mark.slow
 def test_contexts_keep_what_the_document_says_and_all_that_is_appended(asked):
     model, context, question, expected = asked
     assert tca_jax.generate(model, [question] * 2, context=context, **SHORT).tokens == expected
@@ -188,6 +189,7 @@ def test_contexts_of_all_ages_are_saved_joined_and_go_on(asked, tmp_path):
     assert tca_jax.generate(model, [question[-1:]] * 3, context=grown, **SHORT).tokens == answers
 
 
+@pytest.mark.slow
 def test_given_answers_and_samples_share_the_compressed_prompt(lm, scores):
     model = lm.with_method("kvzip", **OPTIONS)
     out = tca_jax.generate(model, PROMPTS[:2], num_samples=2, logprobs=True, max_new_tokens=9, stop_token_ids=())

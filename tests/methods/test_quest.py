@@ -93,6 +93,7 @@ def lm():
     return tiny_lm()
 
 
+@pytest.mark.slow
 def test_a_budget_of_all_and_dense_layers_are_full_attention(lm):
     ids, options = random_prompt(0, 90), {"max_new_tokens": 30, "stop_token_ids": ()}
     expected = tca_jax.generate(lm, ids, **options).tokens
@@ -116,6 +117,7 @@ class AskingAnew(QuestCache):
         return super().attended(layer, q, caches, tuple(self.summarize(layer, pages) for pages in caches))
 
 
+@pytest.mark.slow
 def test_what_steps_know_of_a_cache_is_true_in_ragged_batches(lm):
     prompts = [random_prompt(seed, length) for seed, length in enumerate((90, 61, 77))]
     answers = []

@@ -333,7 +333,6 @@ def test_a_model_without_a_chat_template_answers_completions_alone(tmp_path):
         assert asked.choices[0].text == expected
 
 
-@pytest.mark.slow
 def test_the_harness_measures_the_served_model_as_it_does_in_this_process(lm, folder, running, monkeypatch):
     completions = pytest.importorskip(
         "lm_eval.models.openai_completions", reason="lm-evaluation-harness is not installed: pip install 'tca-jax[lab]'"
@@ -364,7 +363,6 @@ def test_the_harness_measures_the_served_model_as_it_does_in_this_process(lm, fo
     assert answer == text_of(lm, "The quick")[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_command_within_a_bound_and_leaves_documents_whole(folder, tmp_path, number, code):
     args = ["serve", folder, "--port=0", "--pages=600", f"--disk={tmp_path}", "--grace=1", "--model-name=m"]
