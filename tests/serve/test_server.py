@@ -374,6 +374,8 @@ def test_a_signal_ends_the_command_within_a_bound_and_leaves_documents_whole(fol
             body = {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 3000, "min_tokens": 3000}
             document = http.post("/v1/documents", json={"text": BOOK}).json()["id"]
             body |= {"document": document, "stream": True}
+            while not http.get(f"/v1/documents/{document}").json()["stored"]:
+                time.sleep(0.05)
             with http.stream("POST", "/v1/chat/completions", json=body) as answer:
                 lines = answer.iter_lines()
                 next(lines)
