@@ -17,7 +17,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from tca_jax.lab.evaluation.pictures import draw_pictures
-from tca_jax.lab.evaluation.results import Results
+from tca_jax.lab.evaluation.results import CONFIG, TASKS, TUNING, Results
 from tca_jax.lab.evaluation.tables import table
 
 ROOT = Path(__file__).parents[1]
@@ -68,9 +68,9 @@ def main(folder: Annotated[Path, typer.Argument(help="Folder of `tca-jax eval`."
         PICTURE.write_bytes((Path(drawn) / PICTURE.name).read_bytes())
     with tarfile.open(FOLDER, "w:xz") as packed:
         for path in (
-            folder / "config.json",
-            *sorted((folder / "tuning").rglob("*")),
-            *sorted(folder.glob("results/*/*")),
+            folder / CONFIG,
+            *sorted((folder / TUNING).rglob("*")),
+            *sorted((folder / TASKS).glob("*/*")),
         ):
             if path.is_file():
                 packed.add(path, Path("every-method") / path.relative_to(folder))

@@ -1,7 +1,6 @@
 """The pages about every method say what the packed folder of results holds."""
 
 import importlib
-import sys
 import tarfile
 from pathlib import Path
 
@@ -14,11 +13,9 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 @pytest.fixture(scope="module")
 def script():
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        return importlib.import_module("every_method_page")
-    finally:
-        sys.path.remove(str(EXAMPLES))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        yield importlib.import_module("every_method_page")
 
 
 @pytest.fixture(scope="module")
