@@ -49,11 +49,12 @@ def _merged(records: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _whole_curves(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """One record of each model, with the points of all its files, full attention's first."""
-    models: dict[str, dict[str, Any]] = {}
+    models, varying = dict[str, dict[str, Any]](), ("points", "device")
     for record in records:
         one = models.setdefault(record["curves"], {**record, "points": []})
-        settings = [{key: value for key, value in each.items() if key != "points"} for each in (one, record)]
+        settings = [{key: value for key, value in each.items() if key not in varying} for each in (one, record)]
         assert settings[0] == settings[1], f"curves of {record['curves']} were measured in two ways: {settings}"
+        one["device"] = " and ".join(sorted({*one["device"].split(" and "), record["device"]}))
         one["points"] += record["points"]
     for one in models.values():
         one["points"].sort(key=lambda point: (point["method"] != "full", point["method"]))
