@@ -31,8 +31,12 @@ def write_tables(folder: Path) -> None:
     tables = (_reading, _keeping, _answers, _draws)
     parts = [line for table in tables for line in table(models)] + _estimates(estimates)
     parts += [line for record in curves.values() for line in _curve(record)]
-    devices = ", ".join(sorted({record["device"] for record in models}))
-    (folder / "zoo.md").write_text("\n".join(["# The zoo", "", _ABOUT.format(devices=devices), "", *parts]) + "\n")
+    about = _ABOUT.format(devices=_devices(models))
+    (folder / "zoo.md").write_text("\n".join(["# The zoo", "", about, "", *parts]) + "\n")
+
+
+def _devices(records: list[dict[str, Any]]) -> str:
+    return " and ".join(sorted({record["device"] for record in records}))
 
 
 def _merged(records: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -49,14 +53,14 @@ def _merged(records: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _whole_curves(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """One record of each model, with the points of all its files, full attention's first."""
-    models, varying = dict[str, dict[str, Any]](), ("points", "device")
+    models: dict[str, dict[str, Any]] = {}
     for record in records:
         one = models.setdefault(record["curves"], {**record, "points": []})
-        settings = [{key: value for key, value in each.items() if key not in varying} for each in (one, record)]
+        settings = [{**each, "points": None, "device": None} for each in (one, record)]
         assert settings[0] == settings[1], f"curves of {record['curves']} were measured in two ways: {settings}"
-        one["device"] = " and ".join(sorted({*one["device"].split(" and "), record["device"]}))
         one["points"] += record["points"]
-    for one in models.values():
+    for name, one in models.items():
+        one["device"] = _devices([record for record in records if record["curves"] == name])
         one["points"].sort(key=lambda point: (point["method"] != "full", point["method"]))
         full = one["points"][0]
         one["points"] = [{**point, "inside_full": full["inside"]} for point in one["points"]]
