@@ -126,11 +126,8 @@ def load_checkpoint(
     if format_ and not weights:
         _check_all_in_eight_bits(stored)
         weights = "fp8"
-    param_dtype = WEIGHTS[weights] if weights else dtype
-    dense, made = (
-        nnx.eval_shape(lambda x=each: Decoder(config, dtype=dtype, param_dtype=x, rngs=nnx.Rngs(0)))
-        for each in (dtype, param_dtype)
-    )
+    dense = _abstract_decoder(config, dtype, dtype)
+    made = _abstract_decoder(config, dtype, WEIGHTS[weights]) if weights else dense
     found, quantized = parameters(dense), _quantized(parameters(made)) if weights else {}
     wanted = {name: parameter for parameter in found for name in parameter.names}
     _check_tensors(folder, wanted, stored, format_)
@@ -233,6 +230,11 @@ class _Source:
         assert scales is not None
         with _opened(self.stored[scales].file) as shard:
             return self.format.scale_matrix(shard.get_tensor(scales))
+
+
+def _abstract_decoder(config: ModelConfig, dtype: DTypeLike, param_dtype: DTypeLike) -> Decoder:
+    """A decoder without values."""
+    return nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
 
 
 def _quantized(made: list[Parameter]) -> dict[tuple[Any, ...], Quantized]:

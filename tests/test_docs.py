@@ -403,6 +403,7 @@ def test_the_table_of_methods_is_the_registry():
             assert parameters[option].default == float(default)
 
 
+@pytest.mark.slow
 def test_what_is_said_to_compile_nothing_compiles_nothing():
     lm = tiny_lm().with_method("streaming", window=16, block_size=8)
 

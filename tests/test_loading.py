@@ -16,6 +16,8 @@ from tca_jax.engine.prompts import encode_prompts
 from tca_jax.loading import open_checkpoint
 from tca_jax.models.fingerprint import fingerprint
 
+OPTIONS = {"max_new_tokens": 60, "stop_token_ids": ()}
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -28,55 +30,45 @@ def lm(folder):
 
 
 def test_a_local_folder_gives_the_same_answers_as_the_model_it_was_saved_from(lm):
-    prompt = random_prompt(0, 50)
+    prompt = random_prompt(0, 5)
     assert lm.params["embedding"][...].dtype == jnp.float32  # the CPU's default
-    assert (
-        tca_jax.generate(lm, prompt, max_new_tokens=8).tokens
-        == tca_jax.generate(tiny_lm(), prompt, max_new_tokens=8).tokens
-    )
+    assert tca_jax.generate(lm, prompt, **OPTIONS).tokens == tca_jax.generate(tiny_lm(), prompt, **OPTIONS).tokens
 
 
 def test_text_chats_and_ids_are_the_same_prompt(lm):
     ids = lm.tokenizer("hello")["input_ids"]
-    options = {"max_new_tokens": 6, "stop_token_ids": ()}
-    by_text = tca_jax.generate(lm, "hello", **options)
-    assert (
-        by_text.tokens
-        == tca_jax.generate(lm, ids, **options).tokens
-        == tca_jax.generate(lm, b"hello", **options).tokens
-    )
-    assert by_text.tokens == tca_jax.generate(lm, [{"role": "user", "content": "hello"}], **options).tokens
-    assert by_text.text == [lm.tokenizer.decode(by_text.tokens[0])]
-    batch = tca_jax.generate(lm, ["hello", "hi", np.array(ids)], **options)
+    by_text = tca_jax.generate(lm, "hello", **OPTIONS)
+    for prompt in (ids, b"hello", [{"role": "user", "content": "hello"}]):
+        assert tca_jax.generate(lm, prompt, **OPTIONS).tokens == by_text.tokens
+    assert by_text.text == [lm.tokenizer.decode(by_text.tokens[0], skip_special_tokens=True)]
+    batch = tca_jax.generate(lm, ["hello", "hi", np.array(ids)], **OPTIONS)
     assert batch.tokens[0] == batch.tokens[2] == by_text.tokens[0]
 
 
 def test_streamed_pieces_join_to_the_text_of_generate(lm, monkeypatch):
     monkeypatch.setattr("tca_jax.engine.generation._STREAM_SECONDS", 0.0)  # a piece a token
-    options = {"max_new_tokens": 20, "stop_token_ids": ()}
-    pieces = list(tca_jax.stream(lm, "hello", **options))
-    assert len(pieces) > 15
-    assert "".join(pieces) == tca_jax.generate(lm, "hello", **options).text[0]
+    pieces = list(tca_jax.stream(lm, "hello", **OPTIONS))
+    assert len(pieces) > 50
+    assert "".join(pieces) == tca_jax.generate(lm, "hello", **OPTIONS).text[0]
 
 
 def test_a_stop_string_ends_the_answer_and_never_shows_in_text_or_stream(lm):
-    options = {"max_new_tokens": 60, "stop_token_ids": ()}
-    text = tca_jax.generate(lm, "hello", **options).text[0]
+    text = tca_jax.generate(lm, "hello", **OPTIONS).text[0]
     stop = text[20:23]
-    out = tca_jax.generate(lm, "hello", stop=stop, **options)
+    out = tca_jax.generate(lm, "hello", stop=stop, **OPTIONS)
     assert out.text[0] == text[: text.index(stop)]
     assert out.finish_reasons == ["stop"]
     assert stop in lm.tokenizer.decode(out.tokens[0])
     assert stop not in lm.tokenizer.decode(out.tokens[0][:-1])
-    assert "".join(tca_jax.stream(lm, "hello", stop=[stop], **options)) == out.text[0]
+    assert "".join(tca_jax.stream(lm, "hello", stop=[stop], **OPTIONS)) == out.text[0]
 
 
 def test_generation_ends_at_the_checkpoints_own_stop_tokens(folder, tmp_path):
-    free = tca_jax.generate(tca_jax.load(folder), "hello", max_new_tokens=12, stop_token_ids=())
+    free = tca_jax.generate(tca_jax.load(folder), "hello", **OPTIONS)
     other = write_checkpoint(tmp_path, eos_token_id=[free.tokens[0][4], 96])
     lm = tca_jax.load(other)
     assert lm.eos_token_ids == (free.tokens[0][4], 96)
-    out = tca_jax.generate(lm, "hello", max_new_tokens=12)
+    out = tca_jax.generate(lm, "hello", max_new_tokens=OPTIONS["max_new_tokens"])
     assert out.tokens[0] == free.tokens[0][: free.tokens[0].index(free.tokens[0][4]) + 1]
 
 

@@ -15,11 +15,13 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 import tca_jax
+from tca_jax.engine.prompts import bucket_length
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.params import save_decoder
 from tca_jax.models.rope import RopeConfig
 from tca_jax.pallas_kernels.kv import decode, empty, encode
+from tca_jax.pallas_kernels.numerics import round_up
 
 CONFIG = ModelConfig(
     family="llama",
@@ -45,10 +47,17 @@ TCA = tca_jax.TCAConfig(block_size=8, window=16)
 
 def tiny_lm(seed: int = 0, sharpness: float = 6.0, config: ModelConfig = CONFIG, **fields) -> tca_jax.LM:
     """A random model. Weights are scaled up so that attention is peaked and answers vary with the prompt."""
-    decoder = Decoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(seed))
-    lm = tca_jax.LM.from_decoder(decoder, name="tiny", **fields)
-    params = jax.tree.map(lambda x: x * sharpness if x.ndim >= 2 else x, lm.params)
+    lm = tca_jax.LM.from_decoder(nnx.merge(*_random_weights(config, seed)), name="tiny", **fields)
+    params = jax.tree.map(lambda x: jnp.asarray(np.float32(sharpness) * x if x.ndim >= 2 else x), lm.params)
     return dataclasses.replace(lm, params=params)
+
+
+@functools.lru_cache
+def _random_weights(config: ModelConfig, seed: int):
+    """A decoder's structure and its weights, on the host."""
+    decoder = Decoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(seed))
+    graphdef, params = nnx.split(decoder)
+    return graphdef, jax.tree.map(np.asarray, params)
 
 
 def with_candidates(lm: tca_jax.LM, candidates, config: tca_jax.TCAConfig = TCA) -> tca_jax.LM:
@@ -74,25 +83,17 @@ class DenseReference:
         self.logits = self._prefill(prompt)
 
     def _prefill(self, prompt):
+        tokens = np.zeros((1, bucket_length(len(prompt))), np.int32)
+        tokens[0, : len(prompt)] = prompt
+        rows = None if self.config is None else jnp.array(self.candidates, jnp.int32)
         lengths = jnp.array([len(prompt)], jnp.int32)
-
-        def attention(layer, q, k, v, state):
-            self.keys[layer], self.values[layer] = self._stored(k[0]), self._stored(v[0])
-            if self.config is None:
-                window = -(-len(prompt) // 128) * 128
-                dense = tca_jax.TCAConfig(window=max(window, 128))
-                rows = jnp.full(CONFIG.num_kv_heads, dense.num_candidates, jnp.int32)
-                return tca_jax.attend(q, k, v, rows, lengths, dense), None
-            rows = jnp.array(self.candidates[layer], jnp.int32)
-            mask = np.asarray(tca_jax.select(q[:, -self.config.observation :], k, rows, lengths, self.config))[0]
-            for head in range(CONFIG.num_kv_heads):
-                self.kept[layer * CONFIG.num_kv_heads + head] = set(np.flatnonzero(mask[head]).tolist())
-            return tca_jax.attend(q, k, v, rows, lengths, self.config), None
-
-        positions = jnp.arange(len(prompt))[None]
-        decoder = self.lm.decoder
-        hidden, _ = decoder(jnp.array([prompt]), positions, attention, (None,) * CONFIG.num_layers)
-        return np.asarray(decoder.logits(hidden[0, -1]))
+        layers, logits = _read_densely(self.lm.graphdef, self.config, self.lm.params, tokens, lengths, rows)
+        for layer, (k, v, mask) in enumerate(layers):
+            self.keys[layer], self.values[layer] = (self._stored(x[0])[: len(prompt)] for x in (k, v))
+            if mask is not None:
+                for head, kept in enumerate(np.asarray(mask)[0]):
+                    self.kept[layer * CONFIG.num_kv_heads + head] = set(np.flatnonzero(kept).tolist())
+        return np.asarray(logits)[len(prompt) - 1]
 
     def _stored(self, x):
         """Keys or values as a cache gives them back."""
@@ -134,6 +135,25 @@ class DenseReference:
         chosen = logits[visible, query_head % group]
         weights = np.exp(chosen - chosen.max())
         return weights @ values[visible] / weights.sum()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _read_densely(graphdef, config, params, tokens, lengths, candidates):
+    """Of each layer keys, values and what is kept of them, and the logits of all positions of one prompt [1, L]."""
+    decoder = nnx.merge(graphdef, params)
+
+    def attention(layer, q, k, v, state):
+        if config is None:
+            dense = tca_jax.TCAConfig(window=round_up(tokens.shape[1], 128))
+            rows = jnp.full(CONFIG.num_kv_heads, dense.num_candidates, jnp.int32)
+            return tca_jax.attend(q, k, v, rows, lengths, dense), (k, v, None)
+        observed = jnp.maximum(0, lengths[0] - config.observation + jnp.arange(config.observation))
+        mask = tca_jax.select(q[:, observed], k, candidates[layer], lengths, config)
+        return tca_jax.attend(q, k, v, candidates[layer], lengths, config), (k, v, mask)
+
+    positions = jnp.arange(tokens.shape[1])[None]
+    hidden, layers = decoder(tokens, positions, attention, (None,) * CONFIG.num_layers)
+    return layers, decoder.logits(hidden[0])
 
 
 def _eviction_budget(config: tca_jax.TCAConfig, candidate: int) -> int:

@@ -1,5 +1,7 @@
 """Attention under both readings of a head, and its derivatives, against masks that are held constant."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from cases import poison, qkv
 from reading_oracle import read
 
-from tca_jax.calibration.gated_attention import attend_gated, read_both
+from tca_jax.calibration import gated_attention
 from tca_jax.methods.base import Heads
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.tca import tca
@@ -21,12 +23,29 @@ NOISE = 1e-5
 def operands(group, kv_heads, length, columns, padding=np.nan):
     """q, k, v with something past the length, the length, and the heads' numbers."""
     q, k, v = qkv(group, 1, columns, group * kv_heads, kv_heads, 16, 0.8)
-    given = (jnp.asarray(poison(x, [length], padding)) for x in (q, k, v))
-    return (*given, jnp.array([length], jnp.int32)), jnp.arange(kv_heads)
+    given = (np.asarray(poison(x, [length], padding)) for x in (q, k, v))
+    return (*given, np.array([length], np.int32)), np.arange(kv_heads)
 
 
 def gates_of(kv_heads):
-    return jnp.asarray(np.arange(kv_heads) % 2 == 0, jnp.float32)
+    return np.asarray(np.arange(kv_heads) % 2 == 0, np.float32)
+
+
+@functools.partial(jax.jit, static_argnums=5)
+def read_both(q, k, v, heads, lengths, config):
+    return gated_attention.read_both(q, k, v, heads, lengths, config)
+
+
+@functools.partial(jax.jit, static_argnums=6)
+def attend_gated(q, k, v, gates, heads, lengths, config):
+    return gated_attention.attend_gated(q, k, v, gates, heads, lengths, config)
+
+
+@functools.partial(jax.jit, static_argnums=7)
+def gated_gradients(q, k, v, gates, heads, lengths, cotangent, config):
+    """The output, and what its cotangent pulls back to."""
+    out, pullback = jax.vjp(lambda *x: gated_attention.attend_gated(*x, gates, heads, lengths, config), q, k, v)
+    return out, pullback(cotangent)
 
 
 def masks_of(q, k, length, gates):
@@ -38,7 +57,7 @@ def masks_of(q, k, length, gates):
         mask, margin = read(queries, np.asarray(k[0, :length, head], np.float64), reading, 0, CONFIG)
         assert margin > NOISE
         masks.append(mask)
-    return jnp.asarray(np.stack(masks))
+    return np.stack(masks)
 
 
 def masked(q, k, v, masks):
@@ -50,14 +69,25 @@ def masked(q, k, v, masks):
     return jnp.einsum("hgij,jhd->ihgd", weights, v, precision="highest").reshape(q.shape)
 
 
+@jax.jit
+def masked_gradients(q, k, v, masks, cotangent):
+    out, pullback = jax.vjp(lambda *x: masked(*x, masks), q, k, v)
+    return out, pullback(cotangent)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def read_as(reading, q, k, v, lengths):
+    """As the method reads, without derivatives."""
+    prefill = tca(0, CONFIG, readings=reading).prefill
+    return prefill.attend(0, Heads.all(k.shape[2]), q, k, v, lengths, None, "xla")
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_both_readings_are_those_of_the_method(shape):
     (q, k, v, lengths), heads = operands(*shape)
     both = read_both(q, k, v, heads, lengths, CONFIG)
     for number, reading in enumerate(("sparse", "blocks")):
-        expected = tca(0, CONFIG, readings=reading).prefill.attend(
-            0, Heads.all(k.shape[2]), q, k, v, lengths, None, "xla"
-        )
+        expected = read_as(reading, q, k, v, lengths)
         np.testing.assert_allclose(getattr(both, reading), expected.out, atol=1e-6)
         np.testing.assert_allclose(both.pairs[:, number].mean(), expected.pairs[0], rtol=1e-6)
     assert np.abs(np.asarray(both.sparse - both.blocks)).max() > 0.05
@@ -79,15 +109,14 @@ def test_gates_of_zero_and_one_take_one_reading_or_the_other(shape):
 def test_gradients_are_those_of_attention_by_constant_masks(shape, all_gates):
     length = shape[2]
     (q, k, v, lengths), heads = operands(*shape)
-    gates = gates_of(shape[1]) if all_gates is None else jnp.full(shape[1], all_gates)
-    cotangent = jnp.asarray(np.random.default_rng(0).standard_normal(q.shape), jnp.float32)
-    out, pullback = jax.vjp(lambda *x: attend_gated(*x, gates, heads, lengths, CONFIG), q, k, v)
-    found = pullback(cotangent)
+    gates = gates_of(shape[1]) if all_gates is None else np.full(shape[1], all_gates, np.float32)
+    cotangent = np.random.default_rng(0).standard_normal(q.shape).astype(np.float32)
+    out, found = gated_gradients(q, k, v, gates, heads, lengths, cotangent, CONFIG)
     own = [x[0, :length] for x in (q, k, v)]
     masks = masks_of(q, k, length, gates)
-    expected_out, dense = jax.vjp(lambda *x: masked(*x, masks), *own)
+    expected_out, expected = masked_gradients(*own, masks, cotangent[0, :length])
     np.testing.assert_allclose(out[0, :length], expected_out, atol=1e-5)
-    for name, mine, theirs in zip("qkv", found, dense(cotangent[0, :length]), strict=True):
+    for name, mine, theirs in zip("qkv", found, expected, strict=True):
         np.testing.assert_allclose(mine[0, :length], theirs, atol=2e-5, err_msg=name)
         assert not np.asarray(mine[0, length:]).any(), name
 
@@ -96,15 +125,19 @@ def test_gradients_are_those_of_attention_by_constant_masks(shape, all_gates):
 def test_derivatives_by_gates_are_the_slopes_of_a_loss_of_the_mixed_output(shape):
     (q, k, v, lengths), heads = operands(*shape)
     both, gates = read_both(q, k, v, heads, lengths, CONFIG), gates_of(shape[1])
-    weights = jnp.asarray(np.random.default_rng(1).standard_normal(q.shape), jnp.float32)
+    weights = np.random.default_rng(1).standard_normal(q.shape).astype(np.float32)
 
     def loss(out):
         return (jnp.sin(3 * out) * weights).sum()
 
-    found = jax.grad(lambda gates: loss(attend_gated(q, k, v, gates, heads, lengths, CONFIG)))(gates)
+    @jax.jit
+    def loss_of(gates):
+        return loss(both.mixed(gates))
+
+    found = jax.jit(jax.grad(lambda gates: loss(attend_gated(q, k, v, gates, heads, lengths, CONFIG))))(gates)
     step = 1e-2
     for head in range(shape[1]):
-        beside = [loss(both.mixed(gates.at[head].add(sign * step))) for sign in (1, -1)]
+        beside = [loss_of(gates + sign * step * (heads == head)) for sign in (1, -1)]
         assert float(found[head]) == pytest.approx(float(beside[0] - beside[1]) / (2 * step), rel=5e-3, abs=5e-2)
     assert np.abs(found).min() > 0.1
 
@@ -114,11 +147,12 @@ def test_everything_is_within_reach_where_more_is_fetched_than_there_is():
     """Blocks then mean exact attention, and its gradients."""
     config = TCAConfig(block_size=8, window=16, fetch=50)
     (q, k, v, lengths), heads = operands(2, 2, 77, 80)
-    ones = jnp.ones(2, jnp.float32)
-    cotangent = jnp.asarray(np.random.default_rng(2).standard_normal(q.shape), jnp.float32)
-    _, pullback = jax.vjp(lambda *x: attend_gated(*x, ones, heads, lengths, config), q, k, v)
-    _, dense = jax.vjp(lambda *x: masked(*x, jnp.tri(77, dtype=bool)[None]), *(x[0, :77] for x in (q, k, v)))
-    for mine, theirs in zip(pullback(cotangent), dense(cotangent[0, :77]), strict=True):
+    ones = np.ones(2, np.float32)
+    cotangent = np.random.default_rng(2).standard_normal(q.shape).astype(np.float32)
+    _, found = gated_gradients(q, k, v, ones, heads, lengths, cotangent, config)
+    own = (x[0, :77] for x in (q, k, v))
+    _, expected = masked_gradients(*own, np.tri(77, dtype=bool)[None], cotangent[0, :77])
+    for mine, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(mine[0, :77], theirs, atol=2e-5)
 
 

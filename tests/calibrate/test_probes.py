@@ -1,6 +1,7 @@
 """Probes behind texts: the text's own end, hidden facts, copies, questions and answers; and what is refused."""
 
 import dataclasses
+import functools
 import itertools
 
 import numpy as np
@@ -53,7 +54,7 @@ class Encoder:
     tokenizer: object = None
     name: str = "tiny"
 
-    @property
+    @functools.cached_property
     def config(self) -> ModelConfig:
         sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
         return ModelConfig.from_hf(

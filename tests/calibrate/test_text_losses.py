@@ -111,6 +111,7 @@ def test_every_layer_that_has_run_is_a_step(lm):
         assert len(steps) == layers
 
 
+@pytest.mark.slow
 def test_programs_are_compiled_once_for_all_layers_and_texts_of_a_bucket(compiled):
     lm = make_lm(layers=3)
     texts = [random_ids(length).tolist() for length in (329, 333)]

@@ -13,7 +13,8 @@ from tiny import random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.engine.cache import CacheLayout, joined, memory_bytes, shared_and_own, with_rows_repeated
+from tca_jax.engine import cache as cache_module
+from tca_jax.engine.cache import CacheLayout, memory_bytes, with_rows_repeated
 from tca_jax.engine.contexts import first_local
 from tca_jax.engine.decode import decode_layer
 from tca_jax.engine.extend import rows_with_leaving_block
@@ -37,26 +38,38 @@ def plan(candidates, batch, prompt_tokens, fed_tokens=0, config=CONFIG):
 
 def _qkv(seed, batch, tokens, heads=4, kv_heads=2, d=D):
     rng = np.random.default_rng(seed)
-    return tuple(jnp.asarray(rng.normal(size=(batch, tokens, h, d)), jnp.float32) for h in (heads, kv_heads, kv_heads))
+    return tuple(rng.normal(size=(batch, tokens, h, d)).astype(np.float32) for h in (heads, kv_heads, kv_heads))
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def read(method, layout, lengths, qkv):
     """The cache of one layer behind prompts."""
     return read_layer(method, layout, lengths, qkv)[1]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 6))
+@functools.partial(jax.jit, static_argnums=0)
 def decode(method, shared, cache, new, first, prompt_lengths, steps):
     """The rows' own cache after some tokens were fed."""
 
-    def step(cache, inputs):
-        t, *token = inputs
+    def step(t, cache):
         leaving = rows_with_leaving_block(method.cache, first + t, prompt_lengths)
-        token = [x[:, None] for x in token]
-        return decode_layer(method.cache, 0, HEADS, *token, shared, cache, first + t, leaving)[1], None
+        token = [jax.lax.dynamic_slice_in_dim(x, t, 1, axis=1) for x in new]
+        return decode_layer(method.cache, 0, HEADS, *token, shared, cache, first + t, leaving)[1]
 
-    fed = (jnp.arange(steps), *(jnp.swapaxes(x[:, :steps], 0, 1) for x in new))
-    return jax.lax.scan(step, cache, fed)[0]
+    return jax.lax.fori_loop(0, steps, step, cache)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def shared_and_own(cache, layout, lengths):
+    shared, own = cache_module.shared_and_own(cache, layout, lengths)
+    assert shared.k is cache.k
+    return shared, own
+
+
+@functools.partial(jax.jit, static_argnums=(2, 4))
+def joined(shared, own, layout, lengths, fed):
+    """One cache of all that rows hold who were fed some tokens behind their prompts."""
+    return cache_module.joined(shared, own, layout, first_local(lengths + fed, lengths, 8, 16))
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -148,7 +161,7 @@ def test_elements_of_a_million_tokens_pass_int32_but_their_pages_do_not():
 def test_pages_hold_the_local_and_the_selected_tokens(length):
     q, k, v = _qkv(0, 1, 72)
     candidates = (0, 9)
-    lengths = jnp.array([length], jnp.int32)
+    lengths = np.array([length], np.int32)
     cache = read(method_of(candidates), plan(candidates, 1, 72, 29), lengths, (q, k, v))
     positions = np.arange(8 * CONFIG.num_ranked_blocks(length), length)
     expected = np.stack([np.asarray(x)[0, positions].swapaxes(0, 1) for x in (k, v)])
@@ -162,7 +175,7 @@ def test_pages_hold_the_local_and_the_selected_tokens(length):
 
 
 def test_each_block_that_leaves_the_window_leaves_its_budget_and_rows_do_so_on_their_own():
-    lengths, candidates = jnp.array([64, 59], jnp.int32), (4, DENSE)
+    lengths, candidates = np.array([64, 59], np.int32), (4, DENSE)
     method, layout = method_of(candidates), plan(candidates, 2, 64, 30)
     cache, new = read(method, layout, lengths, _qkv(1, 2, 64)), _qkv(2, 2, 30)
     before = np.asarray(cache.kept[0])
@@ -175,7 +188,7 @@ def test_each_block_that_leaves_the_window_leaves_its_budget_and_rows_do_so_on_t
 
 
 def test_evicted_tokens_follow_the_prompts_in_order_of_position():
-    lengths, candidates = jnp.array([64], jnp.int32), (DENSE, DENSE)
+    lengths, candidates = np.array([64], np.int32), (DENSE, DENSE)
     q, k, v = _qkv(3, 1, 64)
     method, new = method_of(candidates), _qkv(4, 1, 17)
     cache = read(method, plan(candidates, 1, 64, 17), lengths, (q, k, v))
@@ -198,7 +211,7 @@ def test_nothing_is_allocated_for_blocks_of_which_nothing_is_kept():
 
 @pytest.mark.parametrize("prompts", [(64, 59), (41, 40), (7, 12)])
 def test_what_follows_a_shared_cache_is_what_follows_it_in_one_cache(prompts):
-    lengths, candidates = jnp.array(prompts, jnp.int32), (4, DENSE)
+    lengths, candidates = np.array(prompts, np.int32), (4, DENSE)
     method, sizes = method_of(candidates), (1, 2, 2, 64)
     qkv, new = _qkv(1, 2, 64), _qkv(2, 2, 30)
     whole = decode(method, None, read(method, plan(candidates, 2, 64, 30), lengths, qkv), new, lengths, lengths, 30)
@@ -208,7 +221,7 @@ def test_what_follows_a_shared_cache_is_what_follows_it_in_one_cache(prompts):
         lengths,
     )
     own = decode(method, shared, own, new, lengths, lengths, 30)
-    both = joined(shared, own, plan(candidates, 2, 128), first_local(lengths + 30, lengths, 8, 16))
+    both = joined(shared, own, plan(candidates, 2, 128), lengths, 30)
     for row, head in np.ndindex(2, 2):
         np.testing.assert_array_equal(kept_tokens(both, row, head), kept_tokens(whole, row, head))
         positions = np.arange(int(both.start[row]), prompts[row] + 30)
@@ -216,12 +229,11 @@ def test_what_follows_a_shared_cache_is_what_follows_it_in_one_cache(prompts):
 
 
 def test_rows_that_continue_from_the_same_tokens_share_their_pages():
-    lengths, candidates = jnp.array([64, 59], jnp.int32), (4, DENSE)
+    lengths, candidates = np.array([64, 59], np.int32), (4, DENSE)
     method = method_of(candidates)
     cache = read(method, plan(candidates, 2, 64), lengths, _qkv(1, 2, 64))
-    rows = jnp.repeat(lengths, 3)
+    rows = np.repeat(lengths, 3)
     shared, own = shared_and_own(cache, CacheLayout.plan_following(method.cache, 1, 2, 6, 64, 12), rows)
-    assert shared.k is cache.k
     new = _qkv(2, 6, 12)
     fed = decode(method, shared, own, new, rows, rows, 12)
     for row in range(6):
@@ -244,17 +256,17 @@ def test_rows_that_continue_from_the_same_tokens_share_their_pages():
         )
         for head in range(2):
             np.testing.assert_allclose(kept_tokens(fed, row, head), kept_tokens(alone, 0, head))
-    both = joined(shared, fed, plan(candidates, 6, 128), first_local(rows + 12, rows, 8, 16))
+    both = joined(shared, fed, plan(candidates, 6, 128), rows, 12)
     for row, head in np.ndindex(6, 2):
         expected = np.concatenate([kept_tokens(shared, row // 3, head), kept_tokens(fed, row, head)], axis=1)
         np.testing.assert_array_equal(kept_tokens(both, row, head), expected)
 
 
 def test_repeated_rows_hold_the_same_in_pages_of_their_own():
-    lengths, candidates = jnp.array([64, 59], jnp.int32), (4, DENSE)
+    lengths, candidates = np.array([64, 59], np.int32), (4, DENSE)
     method = method_of(candidates)
     cache = read(method, plan(candidates, 2, 64), lengths, _qkv(1, 2, 64))
-    rows = with_rows_repeated(cache, plan(candidates, 6, 64))
+    rows = jax.jit(with_rows_repeated, static_argnums=1)(cache, plan(candidates, 6, 64))
     assert len(np.unique(rows.tables[0])) >= rows.k.shape[0]
     for row, head in np.ndindex(6, 2):
         np.testing.assert_array_equal(kept_tokens(rows, row, head), kept_tokens(cache, row // 3, head))
@@ -289,7 +301,7 @@ def test_a_policy_that_keeps_more_than_its_capacity_spoils_no_other_page():
     layout = CacheLayout.plan(Greedy(), 1, 2, 1, 400, 0)
     following = CacheLayout.plan_following(Greedy(), 1, 2, 1, 400, 139)
     assert (layout.kept_pages, following.kept_pages) == ((((32, 32),),), (((2, 2),),))
-    lengths = jnp.array([400], jnp.int32)
+    lengths = np.array([400], np.int32)
     q, k, v = _qkv(5, 1, 400)
     cache = read(method, layout, lengths, (q, k, v))
     new = _qkv(6, 1, 139)

@@ -47,6 +47,7 @@ def reference(lm, document, appended, new_tokens):
     return tokens[-new_tokens:]
 
 
+@pytest.mark.slow
 def test_questions_are_answered_as_if_their_tokens_were_fed_one_by_one(sparse, context):
     out = tca_jax.generate(sparse, QUESTIONS, context=context, **OPTIONS)
     for question, tokens in zip(QUESTIONS, out.tokens, strict=True):
@@ -55,6 +56,7 @@ def test_questions_are_answered_as_if_their_tokens_were_fed_one_by_one(sparse, c
     assert out.stats.context_tokens == [101] * 3
 
 
+@pytest.mark.slow
 def test_full_attention_over_a_context_is_that_over_one_long_prompt(full):
     context = tca_jax.prefill(full, random_prompt(4, 300))
     out = tca_jax.generate(full, QUESTIONS, context=context, logprobs=True, **OPTIONS)
@@ -79,6 +81,7 @@ def test_each_question_of_a_batch_costs_no_copy_of_the_document(full, sparse):
         assert one.kept_share == pytest.approx(four.kept_share)
 
 
+@pytest.mark.slow
 def test_no_program_gives_or_takes_away_the_documents_keys(sparse, context, monkeypatch):
     states = []
     advance = request_module.Request.advance
@@ -169,9 +172,8 @@ def test_a_context_is_a_pytree(context):
     assert repr(context) == "Context(101 tokens, 'tiny' under 'tca')"
 
 
-@pytest.mark.parametrize(
-    ("window", "block_size", "question"), [pytest.param(16, 8, 21, marks=pytest.mark.slow), (12, 1, 33)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("window", "block_size", "question"), [(16, 8, 21), (12, 1, 33)])
 def test_streaming_over_a_context_is_streaming_over_one_long_prompt(full, window, block_size, question):
     lm = full.with_method("streaming", sinks=4, window=window, block_size=block_size)
     context, question = tca_jax.prefill(lm, DOCUMENT), random_prompt(1, question)
@@ -230,6 +232,7 @@ def test_contexts_that_do_not_belong_together_are_not_joined(full, context):
         join([context, "context"])
 
 
+@pytest.mark.slow
 def test_a_context_in_host_memory_answers_as_it_did(sparse, context):
     away = context.to_host()
     assert all(isinstance(x, np.ndarray) for x in (away.cache.k, *away.cache.tables))
@@ -269,10 +272,10 @@ def test_contexts_of_other_models_and_methods_are_refused_by_name(full, sparse, 
             call(sparse, [1, 2], context="context")
 
 
-def test_another_number_of_prompts_than_rows_is_refused(sparse):
-    context = tca_jax.prefill(sparse, [DOCUMENT, DOCUMENT])
+def test_another_number_of_prompts_than_rows_is_refused(sparse, context):
+    two = tca_jax.Context.join([context, context])
     with pytest.raises(ValueError, match=r"prompts has 3 entries: must have 2, one for each row of the context"):
-        generate(sparse, QUESTIONS, context=context)
+        generate(sparse, QUESTIONS, context=two)
 
 
 def test_positions_past_the_models_are_refused(full):

@@ -43,13 +43,8 @@ def context(sparse):
     return tca_jax.prefill(sparse, DOCUMENT)
 
 
-@pytest.mark.parametrize(
-    ("length", "candidates"),
-    [
-        (101, UNEQUAL),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((15, UNEQUAL), (15, None), (101, None))),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("length", "candidates"), [(15, UNEQUAL), (15, None), (101, UNEQUAL), (101, None)])
 def test_tokens_are_those_of_a_reference_that_stores_keys_and_values_so(full, length, candidates):
     lm = full if candidates is None else with_candidates(full, candidates)
     prompt = random_prompt(length, length)

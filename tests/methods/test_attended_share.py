@@ -87,7 +87,7 @@ def weighed_pairs(attend, q, k, lengths):
     return pairs
 
 
-@pytest.mark.parametrize("group", [2, 4])
+@pytest.mark.parametrize("group", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("case", CASES)
 def test_pairs_are_those_that_attention_weighs(case, group):
     name, options, everything = CASES[case]
@@ -158,13 +158,8 @@ ALL |= {"tca": {"candidates": [[0, 9], [DENSE, 2]], "config": TCA, "prefill_cand
 ALL |= {"minference": {"patterns": [KINDS] * 2, "blocks": 2, **BLOCKS}}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in ("full", "tca") else pytest.mark.slow)
-        for name in ("full", "streaming", "tca", "duoattention", "snapkv", "minference", "xattention")
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full", "streaming", "tca", "duoattention", "snapkv", "minference", "xattention"])
 def test_statistics_tell_the_mean_of_all_layers_whatever_of_the_last_is_computed(name):
     lm = tiny_lm().with_method(name, **ALL[name])
     share = tca_jax.generate(lm, PROMPTS, max_new_tokens=1, num_samples=2).stats.attended_share

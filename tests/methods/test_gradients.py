@@ -34,7 +34,14 @@ def inputs(heads, lengths):
     return (q, k, v), kept, lengths, weight
 
 
-@pytest.mark.parametrize(("heads", "lengths"), [(2, [60]), (8, [61, 40, 5]), (14, [33, 64])])
+@pytest.mark.parametrize(
+    ("heads", "lengths"),
+    [
+        pytest.param(2, [60], marks=pytest.mark.slow),
+        (8, [61, 40, 5]),
+        pytest.param(14, [33, 64], marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_are_those_of_attention_by_masks(heads, lengths, monkeypatch):
     arrays, kept, lengths, weight = inputs(heads, lengths)
     monkeypatch.setattr(gradients, "_TILE_ELEMENTS", 7 * len(lengths) * heads * arrays[0].shape[1])  # ragged tiles

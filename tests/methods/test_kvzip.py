@@ -140,7 +140,8 @@ def test_selections_are_the_highest_of_all_that_share_a_budget(level):
             assert not marks[:, row, :, ranked:].any()
 
 
-@pytest.mark.parametrize("level", [pytest.param("pair", marks=pytest.mark.slow), "layer", "uniform"])
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["pair", "layer", "uniform"])
 def test_answers_see_what_the_rule_keeps_in_ragged_batches_and_alone(lm, scores, level):
     model = lm.with_method("kvzip", level=level, **OPTIONS)
     out = tca_jax.generate(model, PROMPTS, **ANSWER)

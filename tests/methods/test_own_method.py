@@ -55,6 +55,7 @@ def lm(tmp_path_factory):
     return tca_jax.load(folder)
 
 
+@pytest.mark.slow
 def test_it_generates_streams_and_has_stats(lm):
     prompts = ["x = 3; " * 20, "hello " * 5]
     mine = lm.with_method("loud-keys")

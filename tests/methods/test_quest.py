@@ -132,6 +132,7 @@ def test_what_steps_know_of_a_cache_is_true_in_ragged_batches(lm):
     assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
 def test_a_question_behind_a_context_is_a_prompt_of_both(lm):
     model = lm.with_method("quest", budget=40, dense_layers=1, window=W, block_size=B)
     document, question = random_prompt(1, 83), random_prompt(2, 21)

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import re
 
 import jax
@@ -183,18 +184,19 @@ def test_a_layer_scores_its_prompt_once_and_has_a_second_buffer_only_where_rows_
 
 def test_prompts_attend_to_the_prefill_row_and_leave_the_cache_row_behind():
     lengths = np.array([96, 70, 19], np.int32)
-    q, k, v = map(jnp.asarray, qkv(7, 3, 96, 4, 2, 8))
+    q, k, v = qkv(7, 3, 96, 4, 2, 8)
     method = methods.configured(CONFIG, [[DENSE, 5]], prefill_candidates=[[1, 5]])
     layout = CacheLayout.plan(method.cache, 1, 2, 3, 96, 8)
-    (out, pairs), cache = read_layer(method, layout, jnp.asarray(lengths), (q, k, v))
+    read = jax.jit(functools.partial(read_layer, method, layout), static_argnames="last_query")
+    (out, pairs), cache = read(lengths, (q, k, v))
     expected = tca_jax.attend(q, k, v, jnp.array([1, 5]), jnp.asarray(lengths), CONFIG)
     np.testing.assert_array_equal(out, expected)
-    queries = observed_queries(np.asarray(q), lengths, CONFIG.num_queries)
+    queries = observed_queries(q, lengths, CONFIG.num_queries)
     kept = np.asarray(tca_jax.select(queries, k, jnp.array([DENSE, 5]), jnp.asarray(lengths), CONFIG))
     for row, head in np.ndindex(3, 2):
         np.testing.assert_array_equal(kept_tokens(cache, row, head)[0], k[row, kept[row, head], head])
-    given = jnp.asarray(queries), k, v
-    tail, _ = read_layer(method, layout, jnp.asarray(lengths), given, last_query=True)
+    given = queries, k, v
+    tail, _ = read(lengths, given, last_query=True)
     np.testing.assert_array_equal(tail.pairs, pairs)
     last = np.asarray(expected)[np.arange(3), lengths - 1]
     np.testing.assert_allclose(tail.out[:, -1], last, atol=1e-5)

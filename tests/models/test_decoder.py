@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from random_decoders import random_decoder
 
 from tca_jax.models import decoder as decoder_module
 from tca_jax.models.config import ModelConfig
@@ -26,7 +27,10 @@ def causal(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, state: Any) -> 
 
 
 def make(config: ModelConfig, seed: int = 0, dtype: Any = jnp.float32) -> Decoder:
-    return Decoder(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(seed))
+    """About what training begins with."""
+    return random_decoder(
+        config, lambda rng, shape: 0.02 * rng.standard_normal(shape) if len(shape) > 1 else np.ones(shape), dtype, seed
+    )
 
 
 def inputs(config: ModelConfig, rows: int = 2, length: int = 11) -> tuple[jax.Array, jax.Array]:
@@ -170,8 +174,7 @@ def whole_hidden_states(config: ModelConfig) -> jax.Array:
 
 def random_weights(config: ModelConfig) -> Decoder:
     """Biases and norms drawn too."""
-    keys = iter(jax.random.split(jax.random.key(1), 100))
-    return jax.tree.map(lambda x: 0.3 * jax.random.normal(next(keys), x.shape), make(config))
+    return random_decoder(config, lambda rng, shape: 0.3 * rng.standard_normal(shape))
 
 
 # 33 tokens, at once or in four chunks and the rest; 16 are more than a row has.
@@ -281,7 +284,7 @@ def test_each_layer_gets_its_own_state_and_index(config: ModelConfig) -> None:
         seen.append((layer, state, q.shape, k.shape, v.shape))
         return q, state + 1
 
-    _, states = make(config)(*inputs(config), attention, (10, 20))
+    _, states = jax.jit(lambda decoder: decoder(*inputs(config), attention, (10, 20)))(make(config))
     shapes = ((2, 11, 4, 12), (2, 11, 2, 12), (2, 11, 2, 12))
     assert seen == [(0, 10, *shapes), (1, 20, *shapes)]
     assert states == (11, 21)
@@ -297,11 +300,15 @@ def test_bfloat16_stays_bfloat16_up_to_the_logits(config: ModelConfig) -> None:
         dtypes.update({q.dtype, k.dtype, v.dtype})
         return causal(layer, q, k, v, state)
 
-    hidden, _ = rounded(*inputs(config), attention, NO_STATES)
+    @jax.jit
+    def run(decoder: Decoder) -> tuple[jax.Array, jax.Array]:
+        hidden, _ = decoder(*inputs(config), attention, NO_STATES)
+        return hidden, decoder.logits(hidden)
+
+    hidden, logits = run(rounded)
     assert dtypes == {jnp.dtype(jnp.bfloat16)} == {hidden.dtype}
-    logits = rounded.logits(hidden)
     assert logits.dtype == jnp.float32
-    expected = exact.logits(hidden_states(*nnx.split(exact), *inputs(config)))
+    _, expected = run(exact)
     np.testing.assert_allclose(logits, expected, atol=0.05 * float(jnp.abs(expected).max()))
 
 
@@ -355,7 +362,7 @@ def test_logits_of_any_leading_shape(tied: bool, config_entries: Any) -> None:
 
 
 def test_residual_projections_start_smaller(config_entries: Any) -> None:
-    layer = make(ModelConfig.from_hf(config_entries("llama"))).layers[0]
+    layer = Decoder(ModelConfig.from_hf(config_entries("llama")), rngs=nnx.Rngs(0)).layers[0]
     for kernel in (layer.attention.qkv.kernel, layer.mlp.gate_up.kernel):
         assert abs(float(kernel[...].std()) / 0.02 - 1) < 0.15
     for kernel in (layer.attention.o.kernel, layer.mlp.down.kernel):
@@ -365,14 +372,15 @@ def test_residual_projections_start_smaller(config_entries: Any) -> None:
 def test_tokens_each_as_the_last_are_rotated_as_if_fed_one_at_a_time(config: ModelConfig) -> None:
     rope = RopeConfig(type="dynamic", theta=10000.0, factor=4.0, original_max_positions=64)
     decoder = make(dataclasses.replace(config, rope=rope, num_layers=1))
-    tokens = jnp.arange(1, 9)[None]
-    positions = jnp.arange(60, 68)[None]  # into the stretch, which depends on the length so far
+    tokens = np.arange(1, 9)[None]
+    positions = np.arange(60, 68)[None]  # into the stretch, which depends on the length so far
 
+    @functools.partial(jax.jit, static_argnames="each_as_last")
     def rotated(tokens: jax.Array, positions: jax.Array, **options: Any) -> jax.Array:
         kept = []
         decoder(tokens, positions, lambda layer, q, k, v, state: (kept.append(q) or q, None), (None,), **options)
         return kept[0]
 
-    one_by_one = jnp.concatenate([rotated(tokens[:, i : i + 1], positions[:, i : i + 1]) for i in range(8)], axis=1)
+    one_by_one = np.concatenate([rotated(tokens[:, i : i + 1], positions[:, i : i + 1]) for i in range(8)], axis=1)
     np.testing.assert_allclose(rotated(tokens, positions, each_as_last=True), one_by_one, rtol=1e-6, atol=1e-6)
     assert np.abs(rotated(tokens, positions) - one_by_one).max() > 1e-4

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from random_decoders import random_decoder
 from safetensors.numpy import load_file, save_file
 
 import tca_jax
@@ -51,14 +52,12 @@ def config(four_kv_heads: ModelConfig) -> ModelConfig:
 
 def make(config: ModelConfig) -> Decoder:
     """A model without zeros, whose output channels differ in size."""
-    graphdef, weights = nnx.split(Decoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)))
-    keys = iter(jax.random.split(jax.random.key(1), 100))
 
-    def drawn(x: jax.Array) -> jax.Array:
-        sizes = 0.2 * 2.0 ** jax.random.uniform(next(keys), x.shape[1:], minval=-3)
-        return jax.random.normal(next(keys), x.shape) * (sizes if x.ndim > 1 else 1)
+    def draw(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        sizes = 0.2 * 2.0 ** rng.uniform(-3, 1, shape[1:])
+        return rng.standard_normal(shape) * (sizes if len(shape) > 1 else 1)
 
-    return nnx.merge(graphdef, jax.tree.map(drawn, weights))
+    return random_decoder(config, draw)
 
 
 def publish(folder: Path, config: ModelConfig, kind: str) -> dict[str, np.ndarray]:

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from random_decoders import random_decoder
 from safetensors.numpy import load_file, save_file
 
 import tca_jax
@@ -41,7 +41,7 @@ GOLDEN = (
 @pytest.fixture
 def decoder(config_entries: Any) -> Decoder:
     config = ModelConfig.from_hf(config_entries("qwen2"))
-    return Decoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    return random_decoder(config)
 
 
 def test_one_checkpoint_has_one_fingerprint_in_every_loading_dtype(decoder: Decoder, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def golden(request: pytest.FixtureRequest, config_entries: Any, tmp_path: Path) 
     """A float32 checkpoint, its config, and the fingerprint that it had when fingerprints came up."""
     family, rope_type, options, expected = request.param
     config = ModelConfig.from_hf(config_entries(family, rope_type, **options))
-    save_decoder(tmp_path, Decoder(config, rngs=nnx.Rngs(0)), jnp.float32)
+    save_decoder(tmp_path, random_decoder(config), jnp.float32)
     tensors = load_file(tmp_path / "model.safetensors")
     values = {name: golden_values(name, tensor.shape) for name, tensor in tensors.items()}
     save_file(values, tmp_path / "model.safetensors")

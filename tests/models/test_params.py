@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from random_decoders import random_decoder
 from safetensors.numpy import load_file, save_file
 
 from tca_jax.models.config import ModelConfig, read_config
@@ -35,10 +36,7 @@ def config(config_entries: Any) -> ModelConfig:
 
 def make(config: ModelConfig) -> Decoder:
     """A model without zeros: biases and norms are drawn too."""
-    decoder = Decoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
-    keys = iter(jax.random.split(jax.random.key(1), 100))
-    graphdef, weights = nnx.split(decoder)
-    return nnx.merge(graphdef, jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), weights))
+    return random_decoder(config)
 
 
 def shard(folder: Path) -> dict[str, str]:
@@ -109,6 +107,7 @@ def test_shards_load_like_a_single_file_and_progress_counts_bytes(config: ModelC
     assert calls == sorted(set(calls))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("widest", [{"intermediate_size": 4096}, {"head_dim": 1024}])
 def test_host_memory_stays_near_one_tensor(widest: dict[str, int], config_entries: Any, tmp_path: Path) -> None:
     """Queries, keys and values, which are one parameter, are never on the host together."""
@@ -128,6 +127,7 @@ def test_host_memory_stays_near_one_tensor(widest: dict[str, int], config_entrie
     assert largest <= peak < 2.5 * largest  # a second one may still be on its way to the device
 
 
+@pytest.mark.slow
 def test_loading_needs_no_torch(config: ModelConfig, tmp_path: Path) -> None:
     save_decoder(tmp_path, make(config), jnp.bfloat16)
     script = f"""

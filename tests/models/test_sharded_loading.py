@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh
+from random_decoders import random_decoder
 from reads import Reads
 from safetensors.numpy import load_file, save_file
 
@@ -48,9 +49,7 @@ def config(four_kv_heads: ModelConfig) -> ModelConfig:
 
 def make(config: ModelConfig) -> Decoder:
     """A model without zeros: biases and norms are drawn too."""
-    graphdef, weights = nnx.split(Decoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)))
-    keys = iter(jax.random.split(jax.random.key(1), 100))
-    return nnx.merge(graphdef, jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), weights))
+    return random_decoder(config)
 
 
 def assert_equal_weights(a: Decoder, b: Decoder) -> None:

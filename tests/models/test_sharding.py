@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from random_decoders import random_decoder
 
 from tca_jax.models import sharding
 from tca_jax.models.config import ModelConfig
@@ -43,10 +44,7 @@ def config_of(config_entries: Any, family: str = "llama", group: int = 4, **chan
 
 def make(config: ModelConfig) -> Decoder:
     """A model without zeros: biases and norms are drawn too."""
-    graphdef, weights = nnx.split(Decoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)))
-    keys = iter(jax.random.split(jax.random.key(1), 100))
-    drawn = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape) / math.sqrt(x.shape[0]), weights)
-    return nnx.merge(graphdef, drawn)
+    return random_decoder(config, lambda rng, shape: rng.standard_normal(shape) / math.sqrt(shape[0]))
 
 
 def mesh_4(kind: str = "auto", axes: tuple[str, ...] = ("data", "model"), shape: tuple[int, ...] = (1, 4)) -> Mesh:

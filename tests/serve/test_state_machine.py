@@ -211,6 +211,7 @@ def run(lm, examples, steps):
     run_state_machine_as_test(machine, settings=settings)
 
 
+@pytest.mark.slow
 def test_few_random_requests():
     run(tiny_lm(), examples=2, steps=12)
 

@@ -1,0 +1,28 @@
+"""Decoders whose weights NumPy draws: JAX compiles a program for each shape that it draws."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tca_jax.models.config import ModelConfig
+from tca_jax.models.decoder import Decoder
+
+
+def random_decoder(
+    config: ModelConfig,
+    draw: Callable[..., np.ndarray] = np.random.Generator.standard_normal,
+    dtype: Any = jnp.float32,
+    seed: int = 0,
+) -> Decoder:
+    """A decoder of weights `draw(rng, shape)`, of biases and norms, too."""
+    make = functools.partial(Decoder, config, dtype=dtype, param_dtype=dtype)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(seed)
+    return nnx.merge(graphdef, jax.tree.map(lambda x: jnp.asarray(draw(rng, x.shape), x.dtype), state))
