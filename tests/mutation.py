@@ -1,6 +1,6 @@
 """Changes lines of the core, one at a time, and runs the tests nearest to each: how many changes do they catch?
 
-    python tests/mutation.py --count 30            # an hour on two cores; a change that survives is printed
+    python tests/mutation.py --count 30 --jobs 2   # half an hour on two cores; a change that survives is printed
 
 A change turns an operator, a bound or a number of one line into its neighbour (`<` into `<=`, `+` into `-`, 1 into 2).
 Of each change the tests of its own folder run first, those that name its module before others, until one fails.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import queue
 import random
 import re
 import shutil
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,7 +114,8 @@ def is_caught(path: Path, number: int, new: str, folder: Path, minutes: float) -
     target.write_text("\n".join([*before.split("\n")[: number - 1], new, *before.split("\n")[number:]]))
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
     command += ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), *map(str, nearest_tests(path))]
-    given = {"env": {**os.environ, "PYTHONPATH": f"{folder}:{ROOT / 'tests'}"}, "cwd": folder}
+    compiled = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled")}  # all changes share it
+    given = {"env": {**os.environ, **compiled, "PYTHONPATH": f"{folder}:{ROOT / 'tests'}"}, "cwd": folder}
     try:
         result = subprocess.run(command, **given, capture_output=True, timeout=60 * minutes, check=False)
     except subprocess.TimeoutExpired:
@@ -126,19 +129,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--count", type=int, default=30, help="lines to change")
     parser.add_argument("--seed", type=int, default=0, help="draws them")
+    parser.add_argument("--jobs", type=int, default=1, help="changes tested at a time")
     parser.add_argument("--minutes", type=float, default=10, help="most that the tests of one change may take")
     arguments = parser.parse_args()
     files = [path.relative_to(ROOT) for folder in CORE for path in sorted((ROOT / folder).rglob("*.py"))]
     files = [path for path in files if not LEFT_OUT.search(str(path))]
     every = [(path, number, new) for path in files for number, new in changes(ROOT / path) if not TUNING.search(new)]
-    caught = 0
-    with tempfile.TemporaryDirectory() as temporary:
-        installed(Path(temporary))
-        chosen = random.Random(arguments.seed).sample(every, arguments.count)
-        for path, number, new in chosen:
-            found = is_caught(path, number, new, Path(temporary), arguments.minutes)
-            caught += found
+    chosen = random.Random(arguments.seed).sample(every, arguments.count)
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(arguments.jobs) as pool:
+        copies = queue.SimpleQueue()
+        for number in range(arguments.jobs):
+            copies.put(Path(temporary, str(number)))
+            installed(Path(temporary, str(number)))
+
+        def test(change: tuple[Path, int, str]) -> bool:
+            path, number, new = change
+            copy = copies.get()
+            found = is_caught(path, number, new, copy, arguments.minutes)
+            copies.put(copy)
             print(f"{'caught ' if found else 'SURVIVED'} {path}:{number}: {new.strip()}", flush=True)
+            return found
+
+        caught = sum(pool.map(test, chosen))
     print(f"{caught} of {arguments.count} are caught")
 
 

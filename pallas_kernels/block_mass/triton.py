@@ -61,8 +61,9 @@ def default_config(rows: int, block_size: int, head_dim: int, dtype: Any) -> Blo
         return BlockMassConfig(1, min(most, side), warps, stages=1)
     tiles = max(1, 64 // rows)
     held = max(16, pl.next_power_of_2(tiles * rows))
-    for keys, stages in ((128, 3), (64, 3), (64, 2), (32, 2), (16, 2)):
-        if (held + stages * min(most, keys)) * head_dim * itemsize <= shared_memory():
+    for keys, stages in ((128, 3), (128, 2), (128, 1), (64, 1), (32, 1), (16, 1)):
+        in_flight = stages * block_size if stages > 1 else keys  # Triton's pipeline holds all tiles of a block at once
+        if (held + in_flight) * head_dim * itemsize <= shared_memory():
             break
     return BlockMassConfig(tiles, min(most, keys), 8 if held > 64 else 4, stages)
 

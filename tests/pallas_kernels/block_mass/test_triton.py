@@ -9,10 +9,12 @@ import pytest
 from cases import poison
 from cuda_lowering import kernels
 from implementations import INTERPRET, implementation
+from jax.experimental import pallas as pl
 
 from tca_jax.pallas_kernels.block_mass import triton as block_mass_triton
 from tca_jax.pallas_kernels.block_mass import xla as block_mass_xla
 from tca_jax.pallas_kernels.block_mass.triton import BlockMassConfig, default_config
+from tca_jax.pallas_kernels.kernel_math import shared_memory
 from tca_jax.pallas_kernels.triton_call import DEPRECATION
 
 # The filter that `triton_call` sets is lost between tests, and what an earlier test traced is not traced again.
@@ -69,6 +71,14 @@ def test_equals_the_oracle_at_real_sizes(heads, kv_heads, stride, head_dim, dtyp
     _check(operands, 128, stride, tolerance=tolerance)
 
 
+@gpu
+@pytest.mark.parametrize(
+    ("block_size", "heads", "head_dim"), [(256, 7, 128), (512, 4, 128), (1024, 1, 64), (512, 1, 256)]
+)
+def test_blocks_of_several_tiles_fit_in_shared_memory(block_size, heads, head_dim):
+    _check(_operands((2500,), 2500, heads, 1, head_dim, jnp.bfloat16), block_size, 16, tolerance=1e-3)
+
+
 def _avals(batch, tokens, heads, kv_heads, head_dim, dtype):
     of = jax.ShapeDtypeStruct
     q, k = (of((batch, tokens, n, head_dim), dtype) for n in (heads, kv_heads))
@@ -108,6 +118,16 @@ def test_default_tiles_of_keys_divide_blocks(block_size, head_dim, dtype):
         assert config.keys >= 16
         assert config.keys & (config.keys - 1) == 0
         assert config.tiles >= 1
+
+
+@pytest.mark.parametrize("block_size", [64, 128, 256, 512, 1024])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_tiles_in_flight_fit_in_shared_memory(block_size, head_dim):
+    for rows in (8, 32, 112, 256):
+        config = default_config(rows, block_size, head_dim, jnp.bfloat16)
+        held = max(16, pl.next_power_of_2(config.tiles * rows))
+        in_flight = config.stages * block_size if config.stages > 1 else config.keys
+        assert 2 * head_dim * (held + in_flight) <= shared_memory()
 
 
 def test_refuses_what_it_does_not_take():
