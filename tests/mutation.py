@@ -106,8 +106,8 @@ def installed(folder: Path) -> None:
         shutil.copytree(ROOT / source, folder / name.replace(".", "/"), ignore=without, dirs_exist_ok=True)
 
 
-def is_caught(path: Path, number: int, new: str, folder: Path, minutes: float) -> bool:
-    """Whether a test fails with a line of the core changed."""
+def catcher(path: Path, number: int, new: str, folder: Path, minutes: float) -> str | None:
+    """The first test that fails with a line of the core changed."""
     name, source = next((name, source) for name, source in SOURCES.items() if path.is_relative_to(source))
     target = folder / name.replace(".", "/") / path.relative_to(source)
     before = target.read_text()
@@ -117,12 +117,15 @@ def is_caught(path: Path, number: int, new: str, folder: Path, minutes: float) -
     compiled = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled")}  # all changes share it
     given = {"env": {**os.environ, **compiled, "PYTHONPATH": f"{folder}:{ROOT / 'tests'}"}, "cwd": folder}
     try:
-        result = subprocess.run(command, **given, capture_output=True, timeout=60 * minutes, check=False)
+        result = subprocess.run(command, **given, capture_output=True, text=True, timeout=60 * minutes, check=False)
     except subprocess.TimeoutExpired:
-        return False
+        return None
     finally:
         target.write_text(before)
-    return result.returncode != 0
+    if result.returncode == 0:
+        return None
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", result.stdout, re.MULTILINE)
+    return failed[1] if failed else "pytest itself"
 
 
 def main() -> None:
@@ -142,15 +145,15 @@ def main() -> None:
             copies.put(Path(temporary, str(number)))
             installed(Path(temporary, str(number)))
 
-        def test(change: tuple[Path, int, str]) -> bool:
+        def is_caught(change: tuple[Path, int, str]) -> bool:
             path, number, new = change
             copy = copies.get()
-            found = is_caught(path, number, new, copy, arguments.minutes)
+            test = catcher(path, number, new, copy, arguments.minutes)
             copies.put(copy)
-            print(f"{'caught ' if found else 'SURVIVED'} {path}:{number}: {new.strip()}", flush=True)
-            return found
+            print(f"{path}:{number}: {new.strip()}\n    {f'caught by {test}' if test else 'SURVIVED'}", flush=True)
+            return test is not None
 
-        caught = sum(pool.map(test, chosen))
+        caught = sum(pool.map(is_caught, chosen))
     print(f"{caught} of {arguments.count} are caught")
 
 

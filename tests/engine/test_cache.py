@@ -82,6 +82,18 @@ def test_no_page_is_named_twice_and_all_of_the_pool_is_named(batch):
     assert np.all(np.diff(layout.kept_pages[0][0]) > 0)  # sparse, denser, dense
 
 
+def test_a_step_writes_nothing_of_rows_that_take_none():
+    method, lengths = method_of((7, DENSE)), jnp.array([45, 30, 37])
+    cache = CacheLayout.plan(method.cache, 1, 2, 3, 64, 8).empty(D, jnp.float32, lengths - lengths % 8)
+    step = jax.jit(lambda *x: decode_layer(method.cache, 0, HEADS, *x[:3], None, cache, lengths, None, fed=x[3])[1])
+    fed, of_all = (step(*_qkv(1, 3, 1), np.array(rows)) for rows in ([True, False, True], [True] * 3))
+    kept = np.asarray(cache.window_pages(0, lengths // 8))[1]
+    np.testing.assert_array_equal(fed.k[kept], cache.k[kept])
+    assert np.asarray(of_all.k[kept]).any()
+    np.testing.assert_array_equal(fed.k.at[kept].set(0), of_all.k.at[kept].set(0))
+    np.testing.assert_array_equal(fed.v.at[kept].set(0), of_all.v.at[kept].set(0))
+
+
 def test_layers_that_share_pages_have_what_they_hold_whichever_holds_most():
     policy = methods.get("kvzip", share=0.3, block_size=8, window=16).cache
     layout, fed = CacheLayout.plan(policy, 3, 2, 2, 1200, 40), 5
