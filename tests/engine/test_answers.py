@@ -42,7 +42,6 @@ def test_answers_of_one_token_are_scored_by_the_prompt_alone(sparse):
     assert scores.greedy == [[True], [True]]
 
 
-@pytest.mark.slow
 def test_an_answer_that_begins_well_and_goes_on_otherwise_is_not_greedy(full):
     (said,) = tca_jax.generate(full, PROMPTS[0], **OPTIONS).tokens
     scores = score_answers(full, PROMPTS[:1], [[said, [*said[:-1], (said[-1] + 1) % 97], said[:5]]])

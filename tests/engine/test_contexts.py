@@ -216,6 +216,12 @@ def test_rows_of_different_documents_lengths_and_ages_decode_in_one_batch(full, 
     assert tca_jax.generate(lm, [[5]] * 4, context=grown, **OPTIONS).tokens[1] == row
 
 
+def test_a_context_joined_alone_is_itself(context):
+    alone = tca_jax.Context.join([context])
+    jax.tree.map(np.testing.assert_array_equal, alone.cache, context.cache)
+    assert alone.stats == context.stats
+
+
 def test_contexts_that_do_not_belong_together_are_not_joined(full, context):
     join = inspect.unwrap(tca_jax.Context.join)
     with pytest.raises(ValueError, match=r"contexts\[1\] was made under method 'full', and 'tiny' runs under 'tca'"):

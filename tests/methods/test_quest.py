@@ -93,6 +93,13 @@ def lm():
     return tiny_lm()
 
 
+def test_every_token_left_of_the_window_has_a_place():
+    policy = methods.get("quest", budget=40, window=W, block_size=B).cache
+    for fed in (0, 1000):
+        pages = np.array(CacheLayout.plan(policy, 1, 2, 1, 1000, fed).kept_pages)
+        assert np.all(pages >= policy.num_ranked_blocks(1000 + fed))
+
+
 @pytest.mark.slow
 def test_a_budget_of_all_and_dense_layers_are_full_attention(lm):
     ids, options = random_prompt(0, 90), {"max_new_tokens": 30, "stop_token_ids": ()}
