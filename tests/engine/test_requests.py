@@ -198,6 +198,7 @@ def state_after(step, parts):
         ("abcdzz", ("ab", "abcd"), 3, 4, ""),
         ("abcdzz", ("ab", "abcd"), 0, 2, ""),
         ("abab", ("ab",), 2, 4, "ab"),
+        ("abab", ("ab",), 4, 4, "abab"),  # no fewer than there may be
         ("aaaa", ("aa",), 2, 3, "a"),
         ("abcabc", ("zz",), 0, 6, "abcabc"),
     ],
