@@ -59,7 +59,6 @@ SLOW = (
     "test_train_zoo.py",
     "calibrate/test_journal.py",
     "calibrate/test_mesh.py",
-    "calibrate/test_worth.py",
     "distributed",
     "engine/test_budgets.py",
     "engine/test_context_copies.py",

@@ -12,6 +12,7 @@ from tiny import TCA, DenseReference, random_prompt, tiny_lm, with_candidates, w
 import tca_jax
 from tca_jax import methods
 from tca_jax.engine import request as request_module
+from tca_jax.engine.prompts import require_positions
 
 DENSE = TCA.num_candidates
 UNEQUAL = [[0, 6], [DENSE, 3]]
@@ -285,6 +286,7 @@ def test_another_number_of_prompts_than_rows_is_refused(sparse, context):
 
 
 def test_positions_past_the_models_are_refused(full):
+    require_positions("prompt", 50, 46, full, context_tokens=4000)  # all 4,096
     context = tca_jax.prefill(full, random_prompt(0, 4000))
     with pytest.raises(
         ValueError, match=r"prompts\[0\] has 50 tokens behind a context of 4000; with max_new_tokens = 47 that is 4097"
