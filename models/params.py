@@ -30,7 +30,7 @@ from tca_jax.models.fingerprint import combine, tensor_checksums
 from tca_jax.models.json_object import read_json_object
 from tca_jax.models.names import EMBEDDING, HEAD, LAYER, Parameter, outer_shapes, parameters
 from tca_jax.models.projections import WEIGHTS
-from tca_jax.models.sharding import HeadOrders, check_mesh, check_orders, reorder_heads, settled
+from tca_jax.models.sharding import HeadOrders, abstract_parameters, check_mesh, check_orders, reorder_heads, settled
 from tca_jax.models.stored_quantization import (
     CODES,
     StoredQuantization,
@@ -126,9 +126,10 @@ def load_checkpoint(
     if format_ and not weights:
         _check_all_in_eight_bits(stored)
         weights = "fp8"
-    dense = _abstract_decoder(config, dtype, dtype)
-    made = _abstract_decoder(config, dtype, WEIGHTS[weights]) if weights else dense
-    found, quantized = parameters(dense), _quantized(parameters(made)) if weights else {}
+    param_dtype = WEIGHTS[weights] if weights else dtype
+    made = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
+    found = abstract_parameters(config, jnp.dtype(dtype), jnp.dtype(dtype)) if weights else parameters(made)
+    quantized = _quantized(parameters(made)) if weights else {}
     wanted = {name: parameter for parameter in found for name in parameter.names}
     _check_tensors(folder, wanted, stored, format_)
     rounded_twice = jnp.dtype(dtype) == jnp.float16 and any(stored[name].dtype == "F32" for name in wanted)
@@ -230,11 +231,6 @@ class _Source:
         assert scales is not None
         with _opened(self.stored[scales].file) as shard:
             return self.format.scale_matrix(shard.get_tensor(scales))
-
-
-def _abstract_decoder(config: ModelConfig, dtype: DTypeLike, param_dtype: DTypeLike) -> Decoder:
-    """A decoder without values."""
-    return nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
 
 
 def _quantized(made: list[Parameter]) -> dict[tuple[Any, ...], Quantized]:

@@ -30,8 +30,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # in xdist's workers it is: t
     _cache = tempfile.mkdtemp(prefix="tca_jax-tests-")
     atexit.register(shutil.rmtree, _cache, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
-    # Programs that take less are compiled in about the time in which they are read.
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+# Programs that take less are compiled in about the time in which they are read.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 # A job in the background of a shell is deaf to Ctrl-C, and so is all that it starts: tests that press it would wait.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import ast
 import os
-import queue
 import random
 import re
 import shutil
@@ -106,22 +105,22 @@ def installed(folder: Path) -> None:
         shutil.copytree(ROOT / source, folder / name.replace(".", "/"), ignore=without, dirs_exist_ok=True)
 
 
-def catcher(path: Path, number: int, new: str, folder: Path, minutes: float) -> str | None:
-    """The first test that fails with a line of the core changed."""
+def catcher(path: Path, number: int, new: str, shared: Path, minutes: float) -> str | None:
+    """The first test that fails with a line of the core changed; what is compiled is kept in `shared`."""
     name, source = next((name, source) for name, source in SOURCES.items() if path.is_relative_to(source))
-    target = folder / name.replace(".", "/") / path.relative_to(source)
-    before = target.read_text()
-    target.write_text("\n".join([*before.split("\n")[: number - 1], new, *before.split("\n")[number:]]))
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
     command += ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), *map(str, nearest_tests(path))]
-    compiled = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled")}  # all changes share it
-    given = {"env": {**os.environ, **compiled, "PYTHONPATH": f"{folder}:{ROOT / 'tests'}"}, "cwd": folder}
-    try:
-        result = subprocess.run(command, **given, capture_output=True, text=True, timeout=60 * minutes, check=False)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        target.write_text(before)
+    with tempfile.TemporaryDirectory() as folder:
+        installed(Path(folder))
+        target = Path(folder, name.replace(".", "/"), path.relative_to(source))
+        lines = target.read_text().split("\n")
+        target.write_text("\n".join([*lines[: number - 1], new, *lines[number:]]))
+        paths = {"PYTHONPATH": f"{folder}:{ROOT / 'tests'}", "JAX_COMPILATION_CACHE_DIR": str(shared)}
+        given = {"env": {**os.environ, **paths}, "cwd": folder, "timeout": 60 * minutes}
+        try:
+            result = subprocess.run(command, **given, capture_output=True, text=True, check=False)
+        except subprocess.TimeoutExpired:
+            return None
     if result.returncode == 0:
         return None
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", result.stdout, re.MULTILINE)
@@ -139,17 +138,11 @@ def main() -> None:
     files = [path for path in files if not LEFT_OUT.search(str(path))]
     every = [(path, number, new) for path in files for number, new in changes(ROOT / path) if not TUNING.search(new)]
     chosen = random.Random(arguments.seed).sample(every, arguments.count)
-    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(arguments.jobs) as pool:
-        copies = queue.SimpleQueue()
-        for number in range(arguments.jobs):
-            copies.put(Path(temporary, str(number)))
-            installed(Path(temporary, str(number)))
+    with tempfile.TemporaryDirectory() as compiled, ThreadPoolExecutor(arguments.jobs) as pool:
 
         def is_caught(change: tuple[Path, int, str]) -> bool:
             path, number, new = change
-            copy = copies.get()
-            test = catcher(path, number, new, copy, arguments.minutes)
-            copies.put(copy)
+            test = catcher(*change, Path(compiled), arguments.minutes)
             print(f"{path}:{number}: {new.strip()}\n    {f'caught by {test}' if test else 'SURVIVED'}", flush=True)
             return test is not None
 

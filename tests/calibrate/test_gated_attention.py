@@ -31,14 +31,8 @@ def gates_of(kv_heads):
     return np.asarray(np.arange(kv_heads) % 2 == 0, np.float32)
 
 
-@functools.partial(jax.jit, static_argnums=5)
-def read_both(q, k, v, heads, lengths, config):
-    return gated_attention.read_both(q, k, v, heads, lengths, config)
-
-
-@functools.partial(jax.jit, static_argnums=6)
-def attend_gated(q, k, v, gates, heads, lengths, config):
-    return gated_attention.attend_gated(q, k, v, gates, heads, lengths, config)
+read_both = jax.jit(gated_attention.read_both, static_argnums=5)
+attend_gated = jax.jit(gated_attention.attend_gated, static_argnums=6)
 
 
 @functools.partial(jax.jit, static_argnums=7)

@@ -34,11 +34,6 @@ def config(config_entries: Any) -> ModelConfig:
     return ModelConfig.from_hf(config_entries("llama", attention_bias=True, mlp_bias=True))
 
 
-def make(config: ModelConfig) -> Decoder:
-    """A model without zeros: biases and norms are drawn too."""
-    return random_decoder(config)
-
-
 def shard(folder: Path) -> dict[str, str]:
     """Split `model.safetensors` into three files with an index, as large checkpoints are; the weight map.
 
@@ -67,7 +62,7 @@ def assert_equal_weights(a: Decoder, b: Decoder) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_saved_weights_load_back_bit_for_bit(family: str, config_entries: Any, tmp_path: Path) -> None:
-    decoder = make(ModelConfig.from_hf(config_entries(family)))
+    decoder = random_decoder(ModelConfig.from_hf(config_entries(family)))
     save_decoder(tmp_path, decoder, jnp.float32)
     assert read_config(tmp_path) == decoder.config
     assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1
@@ -83,7 +78,7 @@ def test_saved_weights_load_back_bit_for_bit(family: str, config_entries: Any, t
 def test_weights_are_cast_from_what_is_stored_to_what_is_wanted(
     stored: str, wanted: str, config: ModelConfig, tmp_path: Path
 ) -> None:
-    decoder = make(config)
+    decoder = random_decoder(config)
     save_decoder(tmp_path, decoder, stored)
     assert read_config(tmp_path).dtype_name == stored
     loaded = load_decoder(tmp_path, config, wanted)
@@ -94,7 +89,7 @@ def test_weights_are_cast_from_what_is_stored_to_what_is_wanted(
 
 
 def test_shards_load_like_a_single_file_and_progress_counts_bytes(config: ModelConfig, tmp_path: Path) -> None:
-    decoder = make(config)
+    decoder = random_decoder(config)
     save_decoder(tmp_path, decoder, jnp.bfloat16)
     weight_map = shard(tmp_path)
     assert weight_map[Q] != weight_map[K]  # one parameter from two files
@@ -129,7 +124,7 @@ def test_host_memory_stays_near_one_tensor(widest: dict[str, int], config_entrie
 
 @pytest.mark.slow
 def test_loading_needs_no_torch(config: ModelConfig, tmp_path: Path) -> None:
-    save_decoder(tmp_path, make(config), jnp.bfloat16)
+    save_decoder(tmp_path, random_decoder(config), jnp.bfloat16)
     script = f"""
 import sys
 from pathlib import Path
@@ -143,7 +138,7 @@ load_decoder(folder, read_config(folder))
 
 
 def test_a_tied_checkpoint_may_repeat_its_embedding_as_head(config_entries: Any, tmp_path: Path) -> None:
-    decoder = make(ModelConfig.from_hf(config_entries(tie_word_embeddings=True)))
+    decoder = random_decoder(ModelConfig.from_hf(config_entries(tie_word_embeddings=True)))
     save_decoder(tmp_path, decoder, jnp.float32)
     rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
     assert_equal_weights(load_decoder(tmp_path, decoder.config, jnp.float32), decoder)
@@ -153,7 +148,7 @@ def test_a_tied_checkpoint_may_repeat_its_embedding_as_head(config_entries: Any,
 
 
 def test_rotary_buffers_of_old_checkpoints_are_ignored(config: ModelConfig, tmp_path: Path) -> None:
-    decoder = make(config)
+    decoder = random_decoder(config)
     save_decoder(tmp_path, decoder, jnp.float32)
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     rewrite(tmp_path, lambda tensors: tensors.update({name: np.ones(4, np.float32)}))
@@ -161,7 +156,7 @@ def test_rotary_buffers_of_old_checkpoints_are_ignored(config: ModelConfig, tmp_
 
 
 def test_a_checkpoint_holds_apart_what_one_product_computes(config: ModelConfig, tmp_path: Path) -> None:
-    decoder = make(config)
+    decoder = random_decoder(config)
     save_decoder(tmp_path, decoder, jnp.float32)
     tensors = load_file(tmp_path / "model.safetensors")
     gate_up = decoder.layers[1].mlp.gate_up.kernel[...]
@@ -176,7 +171,7 @@ def test_a_checkpoint_holds_apart_what_one_product_computes(config: ModelConfig,
 
 
 def test_tensors_of_a_decoder_are_those_of_its_checkpoint(config: ModelConfig, tmp_path: Path) -> None:
-    decoder = make(config)
+    decoder = random_decoder(config)
     save_decoder(tmp_path, decoder, jnp.float32)
     stored = load_file(tmp_path / "model.safetensors")
     names = [name for parameter in parameters(decoder) for name in parameter.names]
@@ -210,7 +205,7 @@ def test_tensors_of_a_decoder_are_those_of_its_checkpoint(config: ModelConfig, t
 def test_wrong_tensors_are_errors_that_name_them(
     change: Any, message: str, config: ModelConfig, tmp_path: Path
 ) -> None:
-    save_decoder(tmp_path, make(config), jnp.float32)
+    save_decoder(tmp_path, random_decoder(config), jnp.float32)
     rewrite(tmp_path, change)
     with pytest.raises(ValueError, match=message):
         load_decoder(tmp_path, config)
@@ -233,7 +228,7 @@ def test_wrong_tensors_are_errors_that_name_them(
 def test_sizes_that_the_files_do_not_have_are_refused_before_a_decoder_is_built(
     sizes: dict[str, int], message: str, config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_decoder(tmp_path, make(config), jnp.float32)
+    save_decoder(tmp_path, random_decoder(config), jnp.float32)
 
     def build(*args: Any, **options: Any) -> None:
         raise AssertionError("a decoder was built")
@@ -246,7 +241,7 @@ def test_sizes_that_the_files_do_not_have_are_refused_before_a_decoder_is_built(
 
 
 def test_a_missing_shard_is_an_error_that_names_it(config: ModelConfig, tmp_path: Path) -> None:
-    save_decoder(tmp_path, make(config), jnp.float32)
+    save_decoder(tmp_path, random_decoder(config), jnp.float32)
     shard(tmp_path)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"model-00002-of-00003\.safetensors is missing"):
@@ -255,7 +250,7 @@ def test_a_missing_shard_is_an_error_that_names_it(config: ModelConfig, tmp_path
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "pointer"])
 def test_a_corrupt_shard_is_an_error_that_names_it(damage: str, config: ModelConfig, tmp_path: Path) -> None:
-    save_decoder(tmp_path, make(config), jnp.float32)
+    save_decoder(tmp_path, random_decoder(config), jnp.float32)
     shard(tmp_path)
     file = tmp_path / "model-00003-of-00003.safetensors"
     content = {"truncated": file.read_bytes()[:-100], "empty": b"", "pointer": b"version https://git-lfs"}
@@ -267,7 +262,7 @@ def test_a_corrupt_shard_is_an_error_that_names_it(damage: str, config: ModelCon
 def test_a_wrong_index_is_an_error_that_names_it(config: ModelConfig, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"holds neither model\.safetensors nor .*index\.json"):
         load_decoder(tmp_path, config)
-    save_decoder(tmp_path, make(config), jnp.float32)
+    save_decoder(tmp_path, random_decoder(config), jnp.float32)
     weight_map = shard(tmp_path)
     for text in ("{", "[]", "{}", '{"weight_map": {"model.norm.weight": 3}}'):
         (tmp_path / INDEX).write_text(text)
@@ -280,7 +275,7 @@ def test_a_wrong_index_is_an_error_that_names_it(config: ModelConfig, tmp_path: 
 
 
 def test_parameter_count_is_what_the_shapes_say(config: ModelConfig) -> None:
-    sizes = [leaf.size for leaf in jax.tree.leaves(nnx.state(make(config)))]
+    sizes = [leaf.size for leaf in jax.tree.leaves(nnx.state(random_decoder(config)))]
     heads, inner, width, vocab = 32 * 8 * (4 + 2 + 2 + 4), 3 * 32 * 48, 32, 67
     biases = 8 * (4 + 2 + 2) + width + 2 * 48 + width
     assert sum(sizes) == 2 * (heads + inner + biases + 2 * width) + 2 * vocab * width + width

@@ -47,18 +47,13 @@ def config(four_kv_heads: ModelConfig) -> ModelConfig:
     return four_kv_heads
 
 
-def make(config: ModelConfig) -> Decoder:
-    """A model without zeros: biases and norms are drawn too."""
-    return random_decoder(config)
-
-
 def assert_equal_weights(a: Decoder, b: Decoder) -> None:
     jax.tree.map(np.testing.assert_array_equal, nnx.state(a), nnx.state(b))
 
 
 @pytest.mark.parametrize("name", MESHES)
 def test_weights_and_fingerprint_are_those_of_one_device(name: str, config: ModelConfig, tmp_path: Path) -> None:
-    save_decoder(tmp_path, make(config), jnp.float32)
+    save_decoder(tmp_path, random_decoder(config), jnp.float32)
     mesh, alone = mesh_of(name), load_decoder(tmp_path, config, jnp.float32)
     loaded = load_decoder(tmp_path, config, jnp.float32, mesh=mesh)
     assert_equal_weights(loaded, alone)
@@ -72,7 +67,7 @@ def test_weights_and_fingerprint_are_those_of_one_device(name: str, config: Mode
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_every_family_loads_onto_a_mesh(family: str, config_entries: Any, tmp_path: Path) -> None:
     config = ModelConfig.from_hf(config_entries(family, num_key_value_heads=4))
-    save_decoder(tmp_path, make(config), jnp.bfloat16)
+    save_decoder(tmp_path, random_decoder(config), jnp.bfloat16)
     alone = load_decoder(tmp_path, config, jnp.bfloat16)
     loaded = load_decoder(tmp_path, config, jnp.bfloat16, mesh=mesh_of("explicit"))
     assert_equal_weights(loaded, alone)
@@ -83,14 +78,14 @@ def test_every_family_loads_onto_a_mesh(family: str, config_entries: Any, tmp_pa
 def test_a_fingerprint_is_told_while_loading_where_the_weights_no_longer_can(
     name: str, config: ModelConfig, tmp_path: Path
 ) -> None:
-    save_decoder(tmp_path, make(config), jnp.float32)
+    save_decoder(tmp_path, random_decoder(config), jnp.float32)
     expected = fingerprint(load_decoder(tmp_path, config, jnp.float32))
     decoder, stored = load_checkpoint(tmp_path, config, jnp.float16, mesh=mesh_of(name))
     assert stored == expected != fingerprint(decoder)
 
 
 def test_another_weight_in_any_devices_part_is_another_fingerprint(config: ModelConfig) -> None:
-    decoder, mesh, seen = make(config), mesh_of("auto"), set()
+    decoder, mesh, seen = random_decoder(config), mesh_of("auto"), set()
     for device in range(4):
         part = nnx.clone(decoder)
         kernel = part.layers[1].attention.qkv.kernel
@@ -108,7 +103,7 @@ def test_another_weight_in_any_devices_part_is_another_fingerprint(config: Model
 def test_each_part_of_a_tensor_is_read_once_and_alone(
     name: str, parts: int, config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder, reads = make(config), Reads()
+    decoder, reads = random_decoder(config), Reads()
     save_decoder(tmp_path, decoder, jnp.float32)
     monkeypatch.setattr("tca_jax.models.params.safe_open", reads)
     load_decoder(tmp_path, config, jnp.float32, mesh=mesh_of(name))
@@ -175,7 +170,7 @@ def test_a_tied_checkpoint_may_repeat_its_embedding_as_head_but_hold_no_other(
     config_entries: Any, tmp_path: Path
 ) -> None:
     config = ModelConfig.from_hf(config_entries("qwen2", num_key_value_heads=4))
-    save_decoder(tmp_path, make(config), jnp.float32)
+    save_decoder(tmp_path, random_decoder(config), jnp.float32)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(tensors | {HEAD: tensors[EMBEDDING].copy()}, tmp_path / "model.safetensors")
     load_decoder(tmp_path, config, jnp.float32, mesh=mesh_of("explicit"))
