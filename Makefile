@@ -5,10 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve-demo dev docs test test-slow test-gpu test-versions package lint types clean
+.PHONY: help demo serve-demo dev docs test test-integration test-slow test-gpu test-versions package lint types clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -43,14 +43,17 @@ test-gpu: $(VENV)/.installed-dev  ## the tests that run kernels, on a machine wi
 PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed-dev  ## the tests of functions and kernels
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not integration and not slow"
 
-test-slow: $(VENV)/.installed-dev  ## the tests of several features together, whole commands, examples, trained models, several processes and meshes
+test-integration: $(VENV)/.installed-dev  ## the tests of whole commands, examples, servers, meshes and several features together
+	$(PYTEST) -m integration
+
+test-slow: $(VENV)/.installed-dev  ## the tests that take many seconds, before a release; CI does not run them
 	$(PYTEST) -m slow
 
 test-versions:  ## all tests, with the oldest JAX on Python 3.11 and with the newest on Python 3.12; both must be there
-	$(MAKE) test test-slow VENV=.venv-oldest PYTHON=python3.11 JAX="jax==0.10.2"
-	$(MAKE) test test-slow VENV=.venv-newest PYTHON=python3.12 JAX="jax>=0.12"
+	$(MAKE) test test-integration test-slow VENV=.venv-oldest PYTHON=python3.11 JAX="jax==0.10.2"
+	$(MAKE) test test-integration test-slow VENV=.venv-newest PYTHON=python3.12 JAX="jax>=0.12"
 
 package: $(VENV)/.installed-dev  # the package as it installs, for tools that follow its imports
 	rm -rf build && mkdir -p build/package

@@ -42,10 +42,9 @@ _hook = install_import_hook("tca_jax", "typecheck.check")
 _hook.__enter__()
 
 #: Files and folders of tests/ that run whole commands, examples, trained models, several processes or meshes, or all
-#: methods in turn. `make test` leaves them to `make test-slow`, with the tests of other files that are marked as slow:
-#: those of several features together, of many seconds. Files that take minutes by a few tests stand first and begin
-#: first: one that began last would leave the other processes idle.
-SLOW = (
+#: methods in turn. `make test-integration` runs them and the tests of other files that are marked `integration`. Files
+#: that take minutes come first: a long file that starts last leaves the other processes idle.
+INTEGRATION = (
     "test_examples.py",
     "test_recall_model.py",
     "lab/test_demo.py",
@@ -90,28 +89,39 @@ SLOW = (
     "test_cli_script.py",
     "test_loading_on_meshes.py",
 )
+#: Files in which every test is slow. `make test-slow` runs them and the tests of other files that are marked `slow`;
+#: docs/development.md lists all of these.
+SLOW = ()
 _TESTS = Path(__file__).parent
 _MOST_MAPS = 25_000  # of 65,530; the largest module's programs come on top
+#: Files that an expression of `-m` deselects as a whole.
+_IGNORED = {"not integration and not slow": (*INTEGRATION, *SLOW), "integration": SLOW}
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Where slow tests are left out, files of slow tests alone are not imported: that takes seconds per process."""
-    slow = _place(collection_path.relative_to(_TESTS)) < len(SLOW) if _TESTS in collection_path.parents else False
-    return True if slow and config.option.markexpr == "not slow" else None
+    """Does not import files whose tests are all deselected: importing takes seconds per process."""
+    ignored = _IGNORED.get(config.option.markexpr, ())
+    if _TESTS in collection_path.parents and _place(collection_path, ignored) < len(ignored):
+        return True
+    return None
 
 
 def pytest_collection_modifyitems(items):
-    places = {item: _place(item.path.relative_to(_TESTS)) for item in items}
+    places = {item: _place(item.path, INTEGRATION) for item in items}
     for item, place in places.items():
-        if place < len(SLOW) or any(mark.kwargs["reason"] == "needs 8 devices" for mark in item.iter_markers("skipif")):
+        if _place(item.path, SLOW) < len(SLOW):
             item.add_marker(pytest.mark.slow)
+        skips = {mark.kwargs["reason"] for mark in item.iter_markers("skipif")}
+        if not item.get_closest_marker("slow") and (place < len(INTEGRATION) or "needs 8 devices" in skips):
+            item.add_marker(pytest.mark.integration)
     items.sort(key=lambda item: places[item])
 
 
-def _place(path):
-    """Place of a file among the slow ones; behind all of them where it is none."""
-    names = {path.as_posix(), *(folder.as_posix() for folder in path.parents)}
-    return next((place for place, name in enumerate(SLOW) if name in names), len(SLOW))
+def _place(path, names):
+    """Index of a file, or of its folder, in `names`; the number of names if it is in none of them."""
+    path = path.relative_to(_TESTS)
+    own = {path.as_posix(), *(folder.as_posix() for folder in path.parents)}
+    return next((place for place, name in enumerate(names) if name in own), len(names))
 
 
 @pytest.fixture(autouse=True, scope="module")

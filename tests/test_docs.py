@@ -167,7 +167,7 @@ def call(command: Command) -> str:
     return result.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.usefixtures("shared")
 def test_the_example_and_the_commands_of_the_readme_run_and_print_what_they_say():
     generated, streamed, of_another_method, logprob, *of_commands = run(README).splitlines()
@@ -191,7 +191,7 @@ ANY_MODEL = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize("name", WHOLE_MODEL)
 def test_the_blocks_and_commands_of_a_page_run_on_the_whole_model(name):
@@ -212,7 +212,7 @@ def with_a_shallow_model(shallow, tmp_path):
     (tmp_path / "recall-tiny").symlink_to(shallow)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.usefixtures("with_a_shallow_model", "shared")
 @pytest.mark.parametrize("name", ANY_MODEL)
 def test_the_blocks_and_commands_of_a_page_run(name):
@@ -403,7 +403,7 @@ def test_the_table_of_methods_is_the_registry():
             assert parameters[option].default == float(default)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_what_is_said_to_compile_nothing_compiles_nothing():
     lm = tiny_lm().with_method("streaming", window=16, block_size=8)
 

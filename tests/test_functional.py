@@ -87,7 +87,7 @@ def any_case(draw):
     return config, batch, tokens, kv_heads * group, kv_heads, draw(st.sampled_from([8, 20, 64])), jnp.float32
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @settings(max_examples=12, deadline=None, database=None)
 @given(case=any_case(), seed=st.integers(0, 2**32 - 1), spread=st.sampled_from([0.7, 1.5, 3.0]), data=st.data())
 def test_core_equals_the_float64_oracle_for_any_shape_and_configuration(case, seed, spread, data):

@@ -76,7 +76,7 @@ def test_the_heat_map_of_worth_is_logarithmic_and_outlines_the_chosen_heads(figu
     assert not cache.patches
 
 
-@pytest.mark.parametrize(("layers", "heads"), [(1, 1), pytest.param(32, 8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), pytest.param(32, 8, marks=pytest.mark.integration)])
 @pytest.mark.parametrize("scale", [0.0, 1e-12, 1.0])
 def test_heat_maps_of_worth_are_a_png_with_nothing_cut_off(tmp_path, layers, heads, scale):
     share = make_share(layers, heads)

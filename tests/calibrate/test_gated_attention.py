@@ -136,7 +136,7 @@ def test_derivatives_by_gates_are_the_slopes_of_a_loss_of_the_mixed_output(shape
     assert np.abs(found).min() > 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_everything_is_within_reach_where_more_is_fetched_than_there_is():
     """Blocks then mean exact attention, and its gradients."""
     config = TCAConfig(block_size=8, window=16, fetch=50)

@@ -104,7 +104,7 @@ for last in range(1, 500):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_save_killed_at_any_moment_leaves_the_old_profile_or_the_new_one(tmp_path):
     OLD.save(tmp_path / "p")
     statuses = run(_TROUBLED_SAVES, tmp_path / "p", "kill").split()
@@ -121,7 +121,7 @@ def test_a_save_killed_at_any_moment_leaves_the_old_profile_or_the_new_one(tmp_p
         assert len(names(tmp_path / f"p_{n}")) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_save_that_raises_is_never_what_loads_and_names_the_directory(tmp_path):
     OLD.save(tmp_path / "p")
     statuses = run(_TROUBLED_SAVES, tmp_path / "p", "fail").split()
@@ -181,7 +181,7 @@ for seed in range({SAVES}):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_reader_beside_two_savers_always_gets_one_of_their_profiles(tmp_path):
     OLD.save(tmp_path)
     savers = [
@@ -281,7 +281,7 @@ def damages(rng: random.Random, content: bytes) -> list[bytes]:
     return [*flipped, *(overwritten(n) for n in (1, 2, 20)), *cut, b"", content + b"\x00}"]
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_whatever_bytes_change_the_same_profile_loads_or_an_error_names_the_folder(tmp_path):
     OLD.save(tmp_path)
     rng, errors = random.Random(0), []

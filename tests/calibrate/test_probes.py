@@ -187,7 +187,7 @@ def test_facts_stand_once_in_the_text_as_lines_and_their_values_are_what_counts(
     assert original.endswith(rest.removeprefix(tokenizer.bos_token))  # what lacks was cut off the beginning
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_facts_lie_all_over_the_ranked_region():
     tokenizer, places = shipped_tokenizer(), []
     for seed in range(20):

@@ -296,7 +296,7 @@ def test_nothing_is_logged_or_warned_about_a_normal_save_and_load(tmp_path, capl
     assert [r.getMessage() for r in caplog.records if r.name == "absl"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_profile_loads_in_a_process_with_another_number_of_devices(tmp_path):
     make_profile().save(tmp_path)
     code = (

@@ -50,7 +50,7 @@ def test_losses_of_full_attention_are_those_that_the_model_scores(lm):
     assert [of_text.size for of_text in found] == [120 - 25, 97 - 25]
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("more", [NONE, MIXED, ~NONE], ids=["row 0", "mixed", "blocks"])
 def test_losses_of_readings_are_those_that_the_method_scores(lm, more):
     losses = losses_of(lm)
@@ -58,7 +58,7 @@ def test_losses_of_readings_are_those_that_the_method_scores(lm, more):
     assert not np.allclose(losses.of(more)[0], losses.full()[0], atol=1e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_shares_are_what_heads_attend_to_under_either_reading(lm):
     losses = losses_of(lm)
     assert losses.shares is None
@@ -111,7 +111,7 @@ def test_every_layer_that_has_run_is_a_step(lm):
         assert len(steps) == layers
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_programs_are_compiled_once_for_all_layers_and_texts_of_a_bucket(compiled):
     lm = make_lm(layers=3)
     texts = [random_ids(length).tolist() for length in (329, 333)]

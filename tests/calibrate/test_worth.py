@@ -129,7 +129,7 @@ def test_the_same_call_gives_the_same_profile(lm, text, pairs, profile):
     assert quietly(lm, text, CONFIG, probes=[pairs]) == profile
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_texts_are_averaged(lm, text, pairs):
     other = text_of(lm, 330, seed=2)
     alone = [quietly(lm, each, CONFIG, probes="copy").losses["inside"] for each in (text, other)]
@@ -139,7 +139,7 @@ def test_texts_are_averaged(lm, text, pairs):
     assert [source["tokens"] for source in both.sources] == [400, 330]
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_text_whose_blocks_save_nothing_is_read_densely_and_a_longer_one_by_blocks(lm, text, silent):
     assert set(silent.readings.flat) == {"sparse", "dense"}
     few = dataclasses.replace(CONFIG, fetch=40)
@@ -147,7 +147,7 @@ def test_a_text_whose_blocks_save_nothing_is_read_densely_and_a_longer_one_by_bl
     assert set(quietly(lm, text, few, probes="copy").readings.flat) == {"sparse", "blocks"}
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_no_tolerance_at_all_is_a_search_for_the_best_there_is(lm, text, pairs):
     exact = dataclasses.replace(CONFIG, read_tolerance=0.0, keep_tolerance=0.0)
     found = quietly(lm, text, exact, probes=[pairs])
@@ -188,7 +188,7 @@ def test_an_answer_is_lost_by_the_product_of_its_tokens_probabilities_below_half
     assert (nobody.kinds, nobody.lost(now)) == ([], 0.0)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_four_counted_answers_say_nothing_and_five_do(lm, text, pairs):
     def asked(pair, count) -> tca_jax.Profile:
         return quietly(lm, text, CONFIG, probes=[[pair] * count])
@@ -227,7 +227,7 @@ def test_a_bound_holds_where_heads_that_read_more_keep_everything_for_want_of_pr
     np.testing.assert_array_equal(found.readings, silent.readings)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_an_attended_share_bounds_what_is_read(lm, text, silent):
     full = quietly(lm, text, CONFIG, probes="copy", attended=1.0)
     np.testing.assert_array_equal(full.readings, silent.readings)
@@ -295,7 +295,7 @@ def test_a_model_without_a_tokenizer_is_asked_for_copies_alone_by_default(lm, te
     assert found.probes["counted"]["copy"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_loss_that_stays_above_its_tolerance_is_a_warning_with_three_losses(lm, text):
     blind = dataclasses.replace(CONFIG, fetch=1)  # next to nothing is fetched, so nothing helps
     with warnings.catch_warnings(record=True) as caught:
@@ -353,7 +353,7 @@ def test_texts_that_do_not_fit_on_the_device_lie_on_the_host_with_the_same_resul
     assert len(moved) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_all_programs_of_a_bucket_are_compiled_once(compiled):
     lm = make_sure_lm(layers=3)
     text = random_ids(451).tolist()

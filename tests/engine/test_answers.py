@@ -21,7 +21,7 @@ def sparse(full):
     return with_candidates(full, [[0, 6], [TCA.num_candidates, 3]])
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("name", ["full", "sparse"])
 def test_what_greedy_decoding_says_has_its_log_probabilities_and_is_greedy(name, request):
     lm = request.getfixturevalue(name)
@@ -34,7 +34,7 @@ def test_what_greedy_decoding_says_has_its_log_probabilities_and_is_greedy(name,
     assert [[len(of_answer) for of_answer in row] for row in scores.logprobs] == [[11, 11], [4, 11]]
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_answers_of_one_token_are_scored_by_the_prompt_alone(sparse):
     out = tca_jax.generate(sparse, PROMPTS, **OPTIONS)
     scores = score_answers(sparse, PROMPTS, [[out.tokens[0][:1]], [out.tokens[1][:1]]])
@@ -56,7 +56,7 @@ def test_under_full_attention_an_answer_is_as_likely_as_the_end_of_one_text(full
         np.testing.assert_allclose(got[0], text[len(prompt) - 1 :], atol=2e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_answers_behind_a_context_have_the_log_probabilities_of_answers_from_it(sparse):
     context = tca_jax.prefill(sparse, random_prompt(4, 101))
     questions = [random_prompt(5, 3), random_prompt(6, 12)]

@@ -18,7 +18,7 @@ def lm():
     return with_candidates(tiny_lm(), [[0, 6], [TCA.num_candidates, 3]])
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_what_is_compiled_ahead_in_threads_is_not_compiled_again(lm):
     def late():
         context = compile_prefill(lm, DOCUMENT)

@@ -48,7 +48,7 @@ def reference(lm, document, appended, new_tokens):
     return tokens[-new_tokens:]
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_questions_are_answered_as_if_their_tokens_were_fed_one_by_one(sparse, context):
     out = tca_jax.generate(sparse, QUESTIONS, context=context, **OPTIONS)
     for question, tokens in zip(QUESTIONS, out.tokens, strict=True):
@@ -57,7 +57,7 @@ def test_questions_are_answered_as_if_their_tokens_were_fed_one_by_one(sparse, c
     assert out.stats.context_tokens == [101] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_full_attention_over_a_context_is_that_over_one_long_prompt(full):
     context = tca_jax.prefill(full, random_prompt(4, 300))
     out = tca_jax.generate(full, QUESTIONS, context=context, logprobs=True, **OPTIONS)
@@ -70,7 +70,7 @@ def test_full_attention_over_a_context_is_that_over_one_long_prompt(full):
     assert context.stats.kv_cache_bytes == context.stats.full_kv_cache_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_each_question_of_a_batch_costs_no_copy_of_the_document(full, sparse):
     for lm in (full, sparse):
         context = tca_jax.prefill(lm, random_prompt(4, 300))
@@ -82,7 +82,7 @@ def test_each_question_of_a_batch_costs_no_copy_of_the_document(full, sparse):
         assert one.kept_share == pytest.approx(four.kept_share)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_no_program_gives_or_takes_away_the_documents_keys(sparse, context, monkeypatch):
     states = []
     advance = request_module.Request.advance
@@ -95,7 +95,7 @@ def test_no_program_gives_or_takes_away_the_documents_keys(sparse, context, monk
     assert not any(x.is_deleted() for x in jax.tree.leaves(context) if isinstance(x, jax.Array))
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_appending_in_parts_is_appending_at_once_and_leaves_the_first_context_as_it_was(sparse, context):
     before = jax.tree.map(np.asarray, context)
     grown = context
@@ -109,7 +109,7 @@ def test_appending_in_parts_is_appending_at_once_and_leaves_the_first_context_as
     jax.tree.map(np.testing.assert_array_equal, context, before)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_batch_of_contexts_is_each_of_them(sparse):
     documents = [random_prompt(6, 77), random_prompt(7, 9), random_prompt(8, 64)]
     context = tca_jax.prefill(sparse, documents)
@@ -123,7 +123,7 @@ def test_a_batch_of_contexts_is_each_of_them(sparse):
         assert tokens == reference(sparse, document, [*question, 5], 30)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_one_context_becomes_several_by_what_is_appended(sparse, context):
     grown = tca_jax.prefill(sparse, QUESTIONS, context=context)
     assert grown.stats.tokens == [122, 104, 113]
@@ -132,7 +132,7 @@ def test_one_context_becomes_several_by_what_is_appended(sparse, context):
         assert tokens == reference(sparse, DOCUMENT, [*question, 5], 30)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_samples_of_questions_share_the_document(sparse, context):
     options = {"temperature": 1.3, "seed": 5, **OPTIONS}
     samples = tca_jax.generate(sparse, QUESTIONS, context=context, num_samples=2, **options)
@@ -156,7 +156,7 @@ def test_the_same_shapes_compile_once(sparse, context):
     assert stats.compile_seconds == other.stats.compile_seconds == 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_growing_conversation_seldom_compiles(sparse):
     context, compiled = tca_jax.prefill(sparse, random_prompt(12, 520)), 0
     for turn in range(12):
@@ -173,7 +173,7 @@ def test_a_context_is_a_pytree(context):
     assert repr(context) == "Context(101 tokens, 'tiny' under 'tca')"
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize(("window", "block_size", "question"), [(16, 8, 21), (12, 1, 33)])
 def test_streaming_over_a_context_is_streaming_over_one_long_prompt(full, window, block_size, question):
     lm = full.with_method("streaming", sinks=4, window=window, block_size=block_size)
@@ -194,7 +194,7 @@ MANY = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("name", MANY)
 def test_rows_of_different_documents_lengths_and_ages_decode_in_one_batch(full, name):
     lm = full.with_method(MANY[name])
@@ -239,7 +239,7 @@ def test_contexts_that_do_not_belong_together_are_not_joined(full, context):
         join([context, "context"])
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_context_in_host_memory_answers_as_it_did(sparse, context):
     away = context.to_host()
     assert all(isinstance(x, np.ndarray) for x in (away.cache.k, *away.cache.tables))
@@ -252,7 +252,7 @@ def test_a_context_in_host_memory_answers_as_it_did(sparse, context):
     assert tca_jax.generate(sparse, QUESTIONS, context=back, **OPTIONS).stats.compile_seconds == 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_documents_of_one_bucket_are_appended_to_by_one_program(sparse):
     documents = [tca_jax.prefill(sparse, random_prompt(tokens, tokens)) for tokens in (131, 139)]  # their pages run out
     longer = [tca_jax.prefill(sparse, QUESTIONS[0], context=document) for document in documents]
@@ -347,7 +347,7 @@ def test_a_stream_over_a_context_joins_to_the_answer(written):
     assert [pieces] == tca_jax.generate(written, " and more", context=context, **options).text
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_what_is_not_finite_is_named_behind_a_context_too(sparse, context):
     flat = jax.tree.map(lambda x: x, sparse.params)
     broken = dataclasses.replace(sparse, params=jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), flat))

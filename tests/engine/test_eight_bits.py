@@ -43,7 +43,7 @@ def context(sparse):
     return tca_jax.prefill(sparse, DOCUMENT)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize(("length", "candidates"), [(15, UNEQUAL), (15, None), (101, UNEQUAL), (101, None)])
 def test_tokens_are_those_of_a_reference_that_stores_keys_and_values_so(full, length, candidates):
     lm = full if candidates is None else with_candidates(full, candidates)
@@ -59,7 +59,7 @@ def test_the_reference_tells_eight_bits_from_thirty_two(full):
     assert np.abs(logits[0] - logits[1]).max() > 1e-2
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_the_cache_takes_a_quarter_of_that_in_thirty_two_bits(full):
     sizes = [tca_jax.prefill(dataclasses.replace(full, kv=kv), DOCUMENT).stats for kv in ("fp8", None)]
     eight, wide = (each.kv_cache_bytes for each in sizes)
@@ -68,7 +68,7 @@ def test_the_cache_takes_a_quarter_of_that_in_thirty_two_bits(full):
     assert [each.full_kv_cache_bytes for each in sizes] == [eight, wide]
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_ragged_batch_gives_what_each_prompt_gives_alone(sparse):
     prompts = [random_prompt(i, length) for i, length in enumerate((7, 90, 64, 33))]
     together = tca_jax.generate(sparse, prompts, **OPTIONS)
@@ -76,7 +76,7 @@ def test_a_ragged_batch_gives_what_each_prompt_gives_alone(sparse):
         assert tca_jax.generate(sparse, prompt, **OPTIONS).tokens == [tokens]
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_contexts_answer_alike_wherever_they_were(sparse, context, tmp_path):
     assert isinstance(context.cache.k, EightBits)
     expected = tca_jax.generate(sparse, QUESTIONS, context=context, **OPTIONS).tokens
@@ -89,7 +89,7 @@ def test_contexts_answer_alike_wherever_they_were(sparse, context, tmp_path):
     assert tca_jax.generate(sparse, [[5], QUESTIONS[1]], context=joined, **OPTIONS).tokens[1] == expected[1]
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_appending_in_parts_is_appending_at_once(sparse, context):
     """Pages are moved and filled on; what is stored is stored again as it was."""
     text = random_prompt(9, 50)
@@ -99,7 +99,7 @@ def test_appending_in_parts_is_appending_at_once(sparse, context):
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_context_of_another_cache_is_refused_by_name(sparse, context):
     wide = dataclasses.replace(sparse, kv=None)
     with pytest.raises(ValueError, match=r"holds float8_e4m3fn and the cache of 'tiny' float32: .*with kv='fp8'"):
@@ -108,7 +108,7 @@ def test_a_context_of_another_cache_is_refused_by_name(sparse, context):
         tca_jax.generate(sparse, [1], context=tca_jax.prefill(wide, DOCUMENT))
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_answer_rows_of_a_batch_as_alone(full, name):
     lm = full.with_method(METHODS[name])
@@ -153,7 +153,7 @@ def dequantized(lm: tca_jax.LM) -> tca_jax.LM:
     return tca_jax.LM.from_decoder(nnx.merge(nnx.graphdef(wide), nnx.from_flat_state(flat)), name="tiny")
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_few_tokens_see_the_weights_that_codes_stand_for(kind):
     lm = quantized(kind)

@@ -103,7 +103,7 @@ def check_same_cache(cache, expected, ends):
 @pytest.mark.parametrize(
     ("prompts", "lengths"),
     [
-        pytest.param((5, 13), (1, 2), marks=pytest.mark.slow),  # the window is not full
+        pytest.param((5, 13), (1, 2), marks=pytest.mark.integration),  # the window is not full
         ((5, 13), (17, 2)),  # one fills up on the way
         ((40, 48), (1, 24)),  # from block edges: prefill has dealt with the first block that leaves
         ((39, 47), (2, 17)),  # one token before an edge
@@ -158,7 +158,7 @@ def opened(model, prompts, fed):
 
 
 @pytest.mark.parametrize("piece", [8, 24, 2048])
-@pytest.mark.slow
+@pytest.mark.integration
 def test_with_dense_heads_appended_tokens_have_the_log_probabilities_of_one_long_prompt(lm, piece, monkeypatch):
     monkeypatch.setattr(extend_module, "_PIECE_TOKENS", piece)
     model = with_candidates(lm, [[DENSE, DENSE]] * 2)

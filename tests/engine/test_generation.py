@@ -25,7 +25,7 @@ def lm():
 @pytest.mark.parametrize(
     ("length", "candidates"),
     [
-        pytest.param(length, candidates, marks=[] if (length, candidates) in QUICK else pytest.mark.slow)
+        pytest.param(length, candidates, marks=[] if (length, candidates) in QUICK else pytest.mark.integration)
         for length in (1, 15, 63, 64, 101)
         for candidates in (None, UNEQUAL, [[0] * 2] * 2)
     ],
@@ -57,7 +57,7 @@ def test_a_window_longer_than_prompt_and_answer_is_full_attention(lm):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_all_dense_candidates_are_full_attention(lm):
     model = with_candidates(lm, [[DENSE] * 2] * 2)
     prompt = random_prompt(8, 130)
@@ -78,7 +78,7 @@ def test_sparse_heads_change_the_answer_so_the_tests_above_can_fail(lm):
     assert full.stats.kv_cache_bytes == full.stats.full_kv_cache_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_twenty_lengths_of_one_bucket_compile_once(lm):
     model = with_candidates(lm, UNEQUAL)
     lengths = [n for n in range(257, 277) if bucket_length(n) == 288]
@@ -104,7 +104,7 @@ def test_twenty_lengths_of_one_bucket_compile_once(lm):
     assert [s.compile_seconds for s in stats[1:]] == [0.0, 0.0]
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_generate_tokens_inside_the_callers_jit(lm):
     model = with_candidates(lm, UNEQUAL)
     prompts = [random_prompt(1, 50), random_prompt(2, 31)]

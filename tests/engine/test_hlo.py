@@ -45,7 +45,7 @@ def test_decoding_copies_no_pool(candidates):
     assert not {name for name in found if name.startswith("copy")}
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("candidates", [None, [[3, 14], [5, 9]]])
 def test_no_program_over_a_context_copies_what_its_answers_share(candidates):
     lm = tiny_lm() if candidates is None else with_candidates(tiny_lm(), candidates)

@@ -26,7 +26,9 @@ def with_method(lm, name):
     return lm.with_method(name, **options.get(name, {}))
 
 
-@pytest.mark.parametrize("method", ["tca", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "adakv"))])
+@pytest.mark.parametrize(
+    "method", ["tca", *(pytest.param(name, marks=pytest.mark.integration) for name in ("full", "adakv"))]
+)
 def test_logits_caches_and_shares_are_those_of_one_program(lm, method):
     lm = with_method(lm, method)
     tokens, lengths = pad_tokens([random_prompt(0, 90), random_prompt(1, 61)])

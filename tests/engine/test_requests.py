@@ -31,7 +31,7 @@ def written(tmp_path_factory):
     return tca_jax.load(write_checkpoint(tmp_path_factory.mktemp("requests") / "tiny"))
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_samples_of_a_prompt_are_what_rows_of_that_prompt_give(lm):
     prompts = [random_prompt(0, 70), random_prompt(1, 45)]
     options = {"max_new_tokens": 30, "temperature": 1.3, "seed": 5, "stop_token_ids": ()}
@@ -45,7 +45,7 @@ def test_samples_of_a_prompt_are_what_rows_of_that_prompt_give(lm):
     assert samples.stats.kept_share == pytest.approx(rows.stats.kept_share)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_samples_read_their_prompt_once(lm, monkeypatch):
     seen = []
     prepare = request_module._prefill.prepare
@@ -66,7 +66,7 @@ def test_log_probabilities_are_those_of_the_models_own_distribution(lm):
     assert tca_jax.generate(full, prompt, max_new_tokens=2).logprobs is None
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_the_likeliest_tokens_are_those_of_the_models_own_distribution(lm):
     full, prompt = lm.with_profile(None), random_prompt(3, 40)
     out = tca_jax.generate(full, prompt, max_new_tokens=4, temperature=1.5, logprobs=3, stop_token_ids=())
@@ -87,7 +87,7 @@ def test_a_number_of_likeliest_tokens_that_there_is_not_is_refused(lm, number):
         generate(lm, random_prompt(3, 40), logprobs=number)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_log_probabilities_end_where_the_answer_does(lm):
     prompts = [random_prompt(4, 40), random_prompt(5, 30)]
     free = tca_jax.generate(lm, prompts, max_new_tokens=9, stop_token_ids=())
@@ -98,7 +98,7 @@ def test_log_probabilities_end_where_the_answer_does(lm):
     assert len(out.logprobs[0]) == free.tokens[0].index(stop) + 1
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("method", ["full", "tca"])
 def test_score_is_the_log_softmax_of_every_position(lm, method, monkeypatch):
     model = lm if method == "tca" else lm.with_method("full")
@@ -127,7 +127,7 @@ def test_score_is_the_log_softmax_of_every_position(lm, method, monkeypatch):
     np.testing.assert_allclose(first, expected, atol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_no_stop_token_comes_before_the_least_number_of_tokens(lm):
     prompts = [random_prompt(i, 40) for i in range(3)]
     options = {"max_new_tokens": 24, "temperature": 2.0}
@@ -140,7 +140,7 @@ def test_no_stop_token_comes_before_the_least_number_of_tokens(lm):
     assert {tokens[-1] for tokens in late.tokens} <= set(stops) or max(late.stats.new_tokens) == 24
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_no_stop_string_ends_an_answer_before_the_least_number_of_tokens(written):
     prompt = "x = 1\n" * 10
     free = tca_jax.generate(written, prompt, max_new_tokens=20, stop_token_ids=()).text[0]
@@ -271,7 +271,7 @@ def test_a_stream_asks_for_several_tokens_at_once_where_they_are_fast(written, m
     assert steps == [1] * 59
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_another_number_of_new_tokens_of_one_bucket_compiles_nothing(lm):
     prompt = random_prompt(8, 64)
     numbers = [n for n in range(200, 260) if bucket_length(n) == bucket_length(250)]
@@ -361,7 +361,7 @@ def test_wrong_arguments_are_named(written, options, error, message):
             inspect.unwrap(tca_jax.stream)(model, "abc", **options)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_numbers_of_numpy_are_taken(lm):
     prompt = random_prompt(9, 20)
     plain = tca_jax.generate(lm, prompt, max_new_tokens=5, temperature=0.5, top_k=3, seed=7)

@@ -87,7 +87,7 @@ def weighed_pairs(attend, q, k, lengths):
     return pairs
 
 
-@pytest.mark.parametrize("group", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("group", [pytest.param(2, marks=pytest.mark.integration), 4])
 @pytest.mark.parametrize("case", CASES)
 def test_pairs_are_those_that_attention_weighs(case, group):
     name, options, everything = CASES[case]
@@ -158,7 +158,7 @@ ALL |= {"tca": {"candidates": [[0, 9], [DENSE, 2]], "config": TCA, "prefill_cand
 ALL |= {"minference": {"patterns": [KINDS] * 2, "blocks": 2, **BLOCKS}}
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("name", ["full", "streaming", "tca", "duoattention", "snapkv", "minference", "xattention"])
 def test_statistics_tell_the_mean_of_all_layers_whatever_of_the_last_is_computed(name):
     lm = tiny_lm().with_method(name, **ALL[name])
@@ -188,7 +188,7 @@ def by_layers(lm):
     return np.mean(pairs_of_layers(tokens), axis=0) / [90 * 91 / 2, 61 * 62 / 2]
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_context_keeps_the_share_of_its_first_reading(tmp_path):
     lm = with_candidates(tiny_lm(), [[0, 6], [DENSE, 3]])
     context = tca_jax.prefill(lm, PROMPTS)
@@ -227,7 +227,7 @@ def test_the_share_over_a_mesh_is_that_of_one_device(name, shape, tmp_path):
     assert share == 1 if name == "full" else share < 1
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_of_a_policy_that_reads_more_than_the_cache_keeps_the_last_layer_is_computed_whole():
     class Hesitant(SparsePrefill):
         def answers_from_cache(self, layer):

@@ -37,9 +37,9 @@ def inputs(heads, lengths):
 @pytest.mark.parametrize(
     ("heads", "lengths"),
     [
-        pytest.param(2, [60], marks=pytest.mark.slow),
+        pytest.param(2, [60], marks=pytest.mark.integration),
         (8, [61, 40, 5]),
-        pytest.param(14, [33, 64], marks=pytest.mark.slow),
+        pytest.param(14, [33, 64], marks=pytest.mark.integration),
     ],
 )
 def test_gradients_are_those_of_attention_by_masks(heads, lengths, monkeypatch):

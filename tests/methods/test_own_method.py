@@ -55,7 +55,7 @@ def lm(tmp_path_factory):
     return tca_jax.load(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_it_generates_streams_and_has_stats(lm):
     prompts = ["x = 3; " * 20, "hello " * 5]
     mine = lm.with_method("loud-keys")
@@ -74,7 +74,7 @@ def test_what_it_keeps_depends_on_layer_head_and_data():
     assert len({int(count[0, 0]) for count in counts}) > 1
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_it_joins_other_methods_and_takes_options(lm):
     prompt = "abc " * 30
     answers = {

@@ -148,7 +148,7 @@ def greedy(lm, prompt, following, new_tokens, readings):
     return tokens[start:], logprobs[start - 1 :], logprobs[: n - 1]
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_prompt_is_answered_as_its_heads_read_it(lm):
     ids = random_prompt(70, 70)
     out = tca_jax.generate(under(lm, MIXED), ids, max_new_tokens=4, stop_token_ids=(), logprobs=True)
@@ -158,7 +158,7 @@ def test_a_prompt_is_answered_as_its_heads_read_it(lm):
     assert out.stats.kept_share == 1
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_the_tokens_of_a_text_are_scored_as_its_heads_read_it(lm):
     ids = random_prompt(0, 75)
     scored = tca_jax.score(under(lm, MIXED), ids).logprobs[0]
@@ -166,7 +166,7 @@ def test_the_tokens_of_a_text_are_scored_as_its_heads_read_it(lm):
     assert np.abs(scored - tca_jax.score(lm, ids).logprobs[0]).max() > 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_questions_behind_a_context_see_all_that_its_heads_keep_however_they_have_read(lm):
     document, part, question = random_prompt(1, 75), random_prompt(2, 19), random_prompt(3, 6)
     model = under(lm, MIXED)
@@ -176,7 +176,7 @@ def test_questions_behind_a_context_see_all_that_its_heads_keep_however_they_hav
     assert out.tokens == [greedy(lm, document, [*part, *question], 4, MIXED)[0]]
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_the_last_query_is_computed_from_the_whole_prompt_where_a_head_of_the_last_layer_fetches(lm):
     """Not from the cache: the head keeps next to nothing, and what it fetches is gone behind the prompt."""
     ids, model = random_prompt(7, 96), under(lm, FETCHING_LAST, candidates=0)
@@ -187,7 +187,7 @@ def test_the_last_query_is_computed_from_the_whole_prompt_where_a_head_of_the_la
     assert out.stats.kept_share < 0.6
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_the_first_answer_is_what_the_same_text_with_that_answer_scores(lm):
     model = under(lm, "blocks", candidates=0)
     ids = random_prompt(8, 96)  # whole blocks: what follows changes no estimate of theirs
@@ -196,7 +196,7 @@ def test_the_first_answer_is_what_the_same_text_with_that_answer_scores(lm):
     assert out.logprobs[0][0] == pytest.approx(scored[-1], abs=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_what_the_first_layer_keeps_is_by_the_cache_row_whatever_the_reading(lm):
     ids, rows = random_prompt(9, 100), [[0, 3]] * 2
     sparse, *others = (
@@ -206,7 +206,7 @@ def test_what_the_first_layer_keeps_is_by_the_cache_row_whatever_the_reading(lm)
         np.testing.assert_array_equal(other, sparse)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_ragged_batches_give_what_each_prompt_gives_alone(lm):
     prompts = [random_prompt(i, length) for i, length in enumerate((96, 5, 61))]
     model = under(lm, MIXED, candidates=[[2, DENSE], [0, 5]])

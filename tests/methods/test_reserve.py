@@ -230,7 +230,7 @@ def test_prompts_that_fit_the_window_have_no_reserve():
     assert not row_budgets(scores, jnp.array([0, DENSE]), jnp.array([23, 5]), CONFIG).any()
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_model_reads_by_the_prefill_rows_and_its_cache_holds_the_cache_rows():
     lm, prompt = tiny_lm(), random_prompt(11, 100)
     two = lm.with_method(methods.configured(CONFIG, [[DENSE, 2]] * 2, prefill_candidates=[[1, 2]] * 2))

@@ -273,7 +273,7 @@ def test_read_config_names_the_file(tmp_path: Path, config_entries: Any) -> None
         read_config(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_config_objects_are_read_where_torch_is_not_installed(config_entries: Any) -> None:
     script = f"""
 import importlib.abc, importlib.util, sys

@@ -213,7 +213,7 @@ def test_the_tail_is_the_end_of_all_hidden_states(
         np.testing.assert_allclose(hidden[row, -kept:], whole[row, length - kept : length], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_the_tail_may_be_recomputed_in_the_backward_pass(config: ModelConfig) -> None:
     decoder = random_weights(config)
     hidden, _ = of_tail(decoder, 3, remat=True)

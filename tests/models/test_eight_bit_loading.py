@@ -150,7 +150,7 @@ def test_a_checkpoint_in_eight_bits_is_the_numbers_that_it_stands_for(
         assert (np.abs(kernel - expected[path]) <= 0.501 * step).all()
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", FORMATS)
 def test_few_tokens_give_the_logits_of_the_dequantized_checkpoint(
     kind: str, config: ModelConfig, tmp_path: Path
@@ -175,7 +175,7 @@ def test_few_tokens_give_the_logits_of_the_dequantized_checkpoint(
     np.testing.assert_allclose(*logits, rtol=1e-3, atol=1e-3 * np.abs(logits[1]).max())
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 @pytest.mark.parametrize("kind", ["16 bits", *FORMATS])
 def test_the_parts_of_devices_are_those_of_the_whole(kind: str, config: ModelConfig, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_shards_load_like_a_single_file_and_progress_counts_bytes(config: ModelC
     assert calls == sorted(set(calls))
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("widest", [{"intermediate_size": 4096}, {"head_dim": 1024}])
 def test_host_memory_stays_near_one_tensor(widest: dict[str, int], config_entries: Any, tmp_path: Path) -> None:
     """Queries, keys and values, which are one parameter, are never on the host together."""
@@ -122,7 +122,7 @@ def test_host_memory_stays_near_one_tensor(widest: dict[str, int], config_entrie
     assert largest <= peak < 2.5 * largest  # a second one may still be on its way to the device
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_loading_needs_no_torch(config: ModelConfig, tmp_path: Path) -> None:
     save_decoder(tmp_path, random_decoder(config), jnp.bfloat16)
     script = f"""

@@ -71,7 +71,7 @@ def _python(program, *arguments):
     return done.stdout.strip()
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("backend", ["triton", "mosaic"])
 def test_a_jax_without_a_kernel_language_runs_everything_on_xla_and_names_what_is_missing(backend):
     language = {"triton": "triton", "mosaic": "mosaic_gpu"}[backend]

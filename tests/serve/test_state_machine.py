@@ -211,12 +211,12 @@ def run(lm, examples, steps):
     run_state_machine_as_test(machine, settings=settings)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_few_random_requests():
     run(tiny_lm(), examples=2, steps=12)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("method", ["full", "tca"])
 def test_many_random_requests(method):
     lm = tiny_lm()

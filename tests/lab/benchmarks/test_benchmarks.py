@@ -488,7 +488,7 @@ def test_caches_that_do_not_fit_are_left_out_and_said_to_be(tmp_path, monkeypatc
     assert (tmp_path / "decode.png").stat().st_size > 0
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_two_backends_decode_in_turns_over_the_same_caches(tmp_path):
     args = [*TINY, "--lengths=512", "--block-shares=0.2", "--batches=1", "--copy-bytes=1048576", "--out", tmp_path]
     result = run("decode", *args, "--beside=auto", "--no-whole")

@@ -37,7 +37,7 @@ def test_loss_of_full_attention_is_that_of_the_whole_text(lm, passage):
     assert reading.attended_share == 1
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_full_attention_agrees_with_itself_and_a_lossy_method_does_not(lm, passage):
     exact = AGREEMENT.read(lm, [passage], lambda count: None)
     assert exact.values["top_1"] == 1
