@@ -56,7 +56,6 @@ INTEGRATION = (
     "engine/test_mesh_pools.py",
     "test_train_recall_model.py",
     "test_train_zoo.py",
-    "calibrate/test_journal.py",
     "calibrate/test_mesh.py",
     "distributed",
     "engine/test_budgets.py",
@@ -71,14 +70,11 @@ INTEGRATION = (
     "engine/test_several_gpus.py",
     "lab/benchmarks",
     "lab/evaluation/test_answering.py",
-    "lab/evaluation/test_equal_bytes.py",
     "lab/harness",
     "lab/test_cli_eval.py",
     "lab/test_plots_of_results.py",
-    "methods/test_block_sparse_generation.py",
     "methods/test_members.py",
     "methods/test_mesh.py",
-    "methods/test_streams.py",
     "models/test_sharded_loading.py",
     "pallas_kernels/test_transforms.py",
     "reliability",
@@ -91,7 +87,13 @@ INTEGRATION = (
 )
 #: Files in which every test is slow. `make test-slow` runs them and the tests of other files that are marked `slow`;
 #: docs/development.md lists all of these.
-SLOW = ()
+SLOW = (
+    "calibrate/test_journal.py",
+    "lab/evaluation/test_equal_bytes.py",
+    "methods/test_block_sparse_generation.py",
+    "methods/test_streams.py",
+    "reliability/test_soak.py",
+)
 _TESTS = Path(__file__).parent
 _MOST_MAPS = 25_000  # of 65,530; the largest module's programs come on top
 #: Files that an expression of `-m` deselects as a whole.

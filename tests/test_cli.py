@@ -197,6 +197,7 @@ def test_calibrate_saves_the_profile_of_the_python_call_and_prints_it(tmp_path):
     assert not list(tmp_path.glob("*.journal"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no probe says anything")
 def test_an_interrupted_calibration_goes_on_from_the_journal_beside_the_folder(tmp_path, monkeypatch):
     command = ["calibrate", "model", "--text=text.txt", "--out", tmp_path / "new", *SMALL]

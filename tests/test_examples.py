@@ -25,6 +25,7 @@ def test_attention_in_a_model_of_ones_own_runs_and_stays_within_its_bound():
     assert 0 < error <= bound
 
 
+@pytest.mark.slow
 def test_a_transformer_of_plain_jax_answers_with_tca_as_with_full_attention():
     *_, question, full, tca = run("plain_jax_transformer.py", "--bytes", "700", "--window", "256").splitlines()
     assert question.startswith("question: ")
@@ -47,6 +48,7 @@ def checkpoint(tmp_path_factory):
     return str(write_checkpoint(tmp_path_factory.mktemp("tiny")))
 
 
+@pytest.mark.slow
 def test_methods_are_compared_on_a_checkpoint_of_ones_own(checkpoint, tmp_path):
     sizes = (
         "--bytes",

@@ -109,21 +109,7 @@ def _right(result, method):
 # --- answers ---
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_full_attention_answers_what_stands_far_back(full, documents, protocol):
-    asked = ask(full, documents, protocol, max_new_tokens=128)
-    assert asked.right == [True] * len(documents), asked.texts
-    assert asked.kv_cache_share == 1
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_tca_answers_the_same_with_less_cache(tca, documents, protocol):
-    assert tca.method.cache.config == tca_jax.TCAConfig(window=512)
-    asked = ask(tca, documents, protocol, max_new_tokens=128)
-    assert asked.right == [True] * len(documents), asked.texts
-    assert asked.kv_cache_share < 0.75
-
-
+@pytest.mark.slow
 def test_late_questions_get_lost_without_probes(tca, documents):
     """The cache then holds what the prompt's own queries need, and nothing for a question that nobody has asked."""
     cache = tca.method.cache

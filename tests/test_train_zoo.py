@@ -176,6 +176,7 @@ def test_hiding_other_facts_is_as_in_the_package_and_aliases_only_change_places(
 # --- a run of every step ---
 
 
+@pytest.mark.slow
 def test_the_smoke_run_trains_a_member_to_a_model_that_loads(zoo, tmp_path):
     command = [sys.executable, str(EXAMPLES / "train_zoo.py"), "--out", str(tmp_path), "--smoke", "--only", "hops"]
     done = subprocess.run([*command, "--workers", "1"], capture_output=True, text=True, timeout=300, check=False)

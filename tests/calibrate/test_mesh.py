@@ -66,6 +66,7 @@ def check_same(many: tca_jax.Profile, one: tca_jax.Profile) -> None:
         assert many.losses[name] == pytest.approx(losses, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_weights_in_eight_bits_are_measured_as_on_one_device():
     """Of int8, whose activations are not quantized by device; derivatives are summed over the devices."""
     base = lm_of()
@@ -105,16 +106,19 @@ def test_a_profile_of_one_device_runs_on_a_mesh():
     assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
 def test_preferences_are_those_of_one_device():
     one, many = (layer_preferences(lm, TEXT, observation=8) for lm in (lm_of(), on_mesh((1, 2))))
     np.testing.assert_allclose(many, one, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_scores_of_heads_are_those_of_one_device():
     one, many = (repetition_scores(lm, TEXT, chunk=40) for lm in (lm_of(), on_mesh((1, 2))))
     np.testing.assert_allclose(many, one, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_patterns_are_those_of_one_device():
     one, many = (search_patterns(lm, TEXT, first_query=40) for lm in (lm_of(), on_mesh((1, 2))))
     for of_one, of_many in zip(one, many, strict=True):
@@ -122,6 +126,7 @@ def test_patterns_are_those_of_one_device():
         np.testing.assert_allclose([each[3] for each in of_many], [each[3] for each in of_one], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_draws_go_by_the_number_that_a_head_has_in_the_model():
     config = dataclasses.replace(TCA, density="random")
     one, many = (calibrated(lm, config, criterion="retained_mass") for lm in (lm_of(), on_mesh((1, 2))))

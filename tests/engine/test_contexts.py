@@ -194,7 +194,7 @@ MANY = {
 }
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MANY)
 def test_rows_of_different_documents_lengths_and_ages_decode_in_one_batch(full, name):
     lm = full.with_method(MANY[name])

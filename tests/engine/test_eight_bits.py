@@ -108,7 +108,7 @@ def test_a_context_of_another_cache_is_refused_by_name(sparse, context):
         tca_jax.generate(sparse, [1], context=tca_jax.prefill(wide, DOCUMENT))
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_answer_rows_of_a_batch_as_alone(full, name):
     lm = full.with_method(METHODS[name])

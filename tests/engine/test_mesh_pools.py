@@ -15,8 +15,6 @@ import tca_jax
 from tca_jax.engine import request
 from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.mesh import balanced_orders, balanced_together
-from tca_jax.engine.score import score_answers
-from tca_jax.lab.evaluation import text_tasks
 from tca_jax.pallas_kernels import backends
 
 LAYERS = 4
@@ -24,17 +22,11 @@ LAYERS = 4
 DENSE = [[0, 14, 2, 1]] * LAYERS
 DOCUMENTS = [random_prompt(0, 330), random_prompt(1, 289)]
 QUESTIONS = [random_prompt(2, 9), random_prompt(3, 14)]
-SHAPES = {"1x4": (1, 4), "2x2": (2, 2)}
 OPTIONS = {"max_new_tokens": 20, "stop_token_ids": ()}
 
 
 def dressed(shape: tuple[int, int] | None = None, layers: int = LAYERS) -> tca_jax.LM:
     return with_tca(lm_of(None if shape is None else mesh_of(shape), num_layers=layers), DENSE[:layers])
-
-
-def pair() -> tuple[tca_jax.LM, tca_jax.LM]:
-    """A shallower model on one device and on four."""
-    return dressed(None, 2), dressed((1, 4), 2)
 
 
 def ask(lm: tca_jax.LM, context: tca_jax.Context, **options) -> list[list[int]]:
@@ -105,32 +97,6 @@ def test_pages_of_each_device_are_named_once_and_fit_the_largest():
 
 
 @needs_8_devices
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_tokens_and_logprobs_are_those_of_one_device(shape):
-    one, many = (tca_jax.generate(lm, DOCUMENTS, **OPTIONS, logprobs=True) for lm in (dressed(), dressed(shape)))
-    assert many.tokens == one.tokens
-    np.testing.assert_allclose(np.concatenate(many.logprobs), np.concatenate(one.logprobs), atol=2e-4)
-    assert many.stats.kept_share == pytest.approx(one.stats.kept_share)
-    assert many.stats.kv_cache_bytes <= 1.1 * one.stats.kv_cache_bytes
-
-
-@needs_8_devices
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_answers_from_a_context_are_those_of_one_device(shape, read, expected):
-    lm = dressed(shape)
-    context = tca_jax.prefill(lm, DOCUMENTS)
-    assert ask(lm, context) == expected
-    assert context.stats.kept_share == pytest.approx(read.stats.kept_share)
-
-
-@needs_8_devices
-def test_samples_share_a_context_of_one_row():
-    options = {"temperature": 0.8, "num_samples": 2, "seed": 5}
-    one, many = (ask(lm, tca_jax.prefill(lm, DOCUMENTS[0]), **options) for lm in pair())
-    assert many == one
-
-
-@needs_8_devices
 def test_every_device_allocates_what_statistics_say(shared):
     assert held_by_devices(keys_and_values(shared)) == {shared.stats.kv_cache_bytes_per_device}
     one = tca_jax.prefill(dressed(), DOCUMENTS).stats.kv_cache_bytes
@@ -146,19 +112,6 @@ def test_every_device_allocates_what_statistics_of_an_answer_say():
     state = asked.start()
     assert asked.shared is None  # each prompt has one answer
     assert held_by_devices((state.cache.k, state.cache.v)) == {asked.kv_cache_bytes(lm)}
-
-
-@needs_8_devices
-def test_a_context_grows_as_on_one_device():
-    parts = random_prompt(4, 30), random_prompt(5, 150)
-    answers = []
-    for lm in pair():
-        context = tca_jax.prefill(lm, DOCUMENTS[0])
-        for part in parts:
-            context = tca_jax.prefill(lm, part, context=context)
-        answers.append(ask(lm, context))
-    assert answers[0] == answers[1]
-    assert held_by_devices(keys_and_values(context)) == {context.stats.kv_cache_bytes_per_device}
 
 
 @needs_8_devices
@@ -188,33 +141,6 @@ def test_another_method_leaves_the_heads_where_they_are():
     assert with_tca(lm, crowded).head_orders != lm.head_orders  # the first device had all that is dense
     one = tca_jax.generate(lm_of(num_layers=LAYERS), DOCUMENTS[0], **OPTIONS)
     assert tca_jax.generate(full, DOCUMENTS[0], **OPTIONS).tokens == one.tokens
-
-
-@needs_8_devices
-def test_scores_of_answers_are_those_of_one_device():
-    answers, documents = [[random_prompt(6, 5), random_prompt(7, 12)]], DOCUMENTS[:1]
-    one, many = (score_answers(lm, documents, answers) for lm in pair())
-    for mine, theirs in zip(many.logprobs[0], one.logprobs[0], strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=2e-4)
-
-
-@needs_8_devices
-def test_distributions_behind_a_passage_are_those_of_one_device():
-    logits = []
-    for lm in pair():
-        logits.append(text_tasks._continue(lm, [DOCUMENTS[0]])[0])
-    np.testing.assert_allclose(logits[1], logits[0], atol=5e-4)
-
-
-@needs_8_devices
-def test_generate_tokens_runs_in_the_callers_jit():
-    tokens, lengths = np.array([DOCUMENTS[0], DOCUMENTS[0][::-1]]), np.array([330, 297])
-
-    @jax.jit
-    def answer(lm, tokens, lengths):
-        return tca_jax.generate_tokens(lm, tokens, lengths, jax.random.key(0), max_new_tokens=12, stop_tokens=())
-
-    np.testing.assert_array_equal(*(answer(lm, tokens, lengths) for lm in pair()))
 
 
 @needs_8_devices

@@ -27,7 +27,8 @@ def with_method(lm, name):
 
 
 @pytest.mark.parametrize(
-    "method", ["tca", *(pytest.param(name, marks=pytest.mark.integration) for name in ("full", "adakv"))]
+    "method",
+    ["tca", pytest.param("full", marks=pytest.mark.integration), pytest.param("adakv", marks=pytest.mark.slow)],
 )
 def test_logits_caches_and_shares_are_those_of_one_program(lm, method):
     lm = with_method(lm, method)

@@ -148,7 +148,7 @@ def test_first_chunks_are_those_of_the_authors_code(length, chunk):
     assert xattention.first_chunk(jnp.array([length])).tolist() == [chunk]
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["xattention", "flexprefill", "minference"])
 def test_one_head_after_another_is_the_same(name, monkeypatch):
     q, k, v = map(jnp.asarray, structured_inputs(1))
@@ -186,7 +186,7 @@ def area(policy, q, k, lengths):
     return jnp.mean(pairs / causal_pairs(lengths)[:, None])
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_a_knob_moves_the_area():
     q, k, _ = map(jnp.asarray, structured_inputs(2))
     lengths = jnp.asarray(LENGTHS, jnp.int32)

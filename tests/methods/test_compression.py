@@ -242,7 +242,7 @@ def check_answers(lm, name, base, oracle, prompts):
     "name",
     [
         pytest.param(
-            name, marks=[] if name in ("snapkv", "adakv", "expected-attention", "keydiff") else pytest.mark.integration
+            name, marks=[] if name in ("snapkv", "adakv", "expected-attention", "keydiff") else pytest.mark.slow
         )
         for name in NAMES
     ],
@@ -252,13 +252,13 @@ def test_answers_are_those_of_attention_by_masks(lm, name):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "snapkv" else pytest.mark.integration) for name in NAMES]
+    "name", [pytest.param(name, marks=[] if name == "snapkv" else pytest.mark.slow) for name in NAMES]
 )
 def test_answers_to_a_prompt_that_fits_the_window_are_those_of_attention_by_masks(lm, name):
     check_answers(lm, *NAMES[name], [random_prompt(5, 5)])
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_a_question_asked_of_a_context_sees_what_the_document_alone_selected(lm):
     document, question = random_prompt(1, 83), random_prompt(2, 11)
     for name, base, oracle in NAMES.values():
@@ -280,7 +280,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs_batch_hold_contexts_and_have_stats(lm, name):
     model = lm.with_method(name, **PAIRS[name])

@@ -30,7 +30,7 @@ def test_heads_see_what_their_kind_sees_in_the_prompt_and_while_decoding(prompt)
     assert out.stats.kept_share == pytest.approx(np.mean(seen) / (prompt + 29))
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_a_prompt_may_be_read_under_full_attention():
     lm, ids = tiny_lm(), random_prompt(7, 71)
     model = lm.with_method("duoattention", gates=GATES, sinks=3, dense_prefill=True, **GEOMETRY)

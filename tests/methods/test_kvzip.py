@@ -140,7 +140,7 @@ def test_selections_are_the_highest_of_all_that_share_a_budget(level):
             assert not marks[:, row, :, ranked:].any()
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["pair", "layer", "uniform"])
 def test_answers_see_what_the_rule_keeps_in_ragged_batches_and_alone(lm, scores, level):
     model = lm.with_method("kvzip", level=level, **OPTIONS)
@@ -170,7 +170,7 @@ def asked(lm, scores):
 SHORT = {"max_new_tokens": 9, "stop_token_ids": ()}
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_contexts_keep_what_the_document_says_and_all_that_is_appended(asked):
     model, context, question, expected = asked
     assert tca_jax.generate(model, [question] * 2, context=context, **SHORT).tokens == expected
@@ -178,7 +178,7 @@ def test_contexts_keep_what_the_document_says_and_all_that_is_appended(asked):
     assert tca_jax.generate(model, [question[-1:]] * 2, context=longer, **SHORT).tokens == expected
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_contexts_of_all_ages_are_saved_joined_and_go_on(asked, tmp_path):
     model, context, question, expected = asked
     context.save(tmp_path)
@@ -190,7 +190,7 @@ def test_contexts_of_all_ages_are_saved_joined_and_go_on(asked, tmp_path):
     assert tca_jax.generate(model, [question[-1:]] * 3, context=grown, **SHORT).tokens == answers
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_given_answers_and_samples_share_the_compressed_prompt(lm, scores):
     model = lm.with_method("kvzip", **OPTIONS)
     out = tca_jax.generate(model, PROMPTS[:2], num_samples=2, logprobs=True, max_new_tokens=9, stop_token_ids=())
@@ -201,7 +201,7 @@ def test_given_answers_and_samples_share_the_compressed_prompt(lm, scores):
     assert found.greedy == [[True], [True]]
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_other_prefills_eight_bits_and_a_share_of_one(lm):
     everything = lm.with_method("kvzip", share=1.0, **OPTIONS)
     assert tca_jax.generate(everything, PROMPTS, **ANSWER).tokens == tca_jax.generate(lm, PROMPTS, **ANSWER).tokens

@@ -58,13 +58,17 @@ OPTIONS = {
         "snapkv": {"share": 0.3, "observation": 4, **GEOMETRY},
     },
 }
+#: The others are slow.
+QUICK = ("streaming", "tca")
 
 
 def test_every_method_is_tried():
     assert {name for name in OPTIONS if "+" not in name} == set(methods.names())
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS]
+)
 def test_answers_are_those_of_one_device(name):
     one, many = (lm.with_method(name, **OPTIONS[name]) for lm in (lm_of(), lm_of(mesh_of((2, 2)))))
     options = {"max_new_tokens": 12, "stop_token_ids": (), "logprobs": True}
@@ -86,6 +90,7 @@ def test_kept_tokens_are_told_in_the_models_own_order():
     np.testing.assert_array_equal(tca_jax.kept_tokens(many, PROMPTS[0]), tca_jax.kept_tokens(one, PROMPTS[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["pair", "layer"])
 def test_heads_that_were_moved_share_budgets_as_in_the_models_own_order(level):
     options = {"level": level, "chunk": 32, **GEOMETRY}

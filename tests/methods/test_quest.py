@@ -100,7 +100,7 @@ def test_every_token_left_of_the_window_has_a_place():
         assert np.all(pages >= policy.num_ranked_blocks(1000 + fed))
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_a_budget_of_all_and_dense_layers_are_full_attention(lm):
     ids, options = random_prompt(0, 90), {"max_new_tokens": 30, "stop_token_ids": ()}
     expected = tca_jax.generate(lm, ids, **options).tokens
@@ -124,7 +124,7 @@ class AskingAnew(QuestCache):
         return super().attended(layer, q, caches, tuple(self.summarize(layer, pages) for pages in caches))
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_what_steps_know_of_a_cache_is_true_in_ragged_batches(lm):
     prompts = [random_prompt(seed, length) for seed, length in enumerate((90, 61, 77))]
     answers = []
@@ -139,7 +139,7 @@ def test_what_steps_know_of_a_cache_is_true_in_ragged_batches(lm):
     assert answers[0] == answers[1]
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_a_question_behind_a_context_is_a_prompt_of_both(lm):
     model = lm.with_method("quest", budget=40, dense_layers=1, window=W, block_size=B)
     document, question = random_prompt(1, 83), random_prompt(2, 21)

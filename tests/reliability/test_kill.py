@@ -1,4 +1,4 @@
-"""kill -9 at any moment of calibrating, evaluating and saving: nothing finished is lost, nothing is half there."""
+"""kill -9 at any moment of evaluating and saving: nothing finished is lost, nothing is half there."""
 
 import errno
 import os
@@ -21,44 +21,9 @@ def visible(folder):
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
 
 
-# --- the command line -----------------------------------------------------------------------------
-# A row for each command that saves: its arguments, what lies in the folder before, and what reads it. What it reads is
-# either that, or what a whole run writes.
-
 OLD_PROFILE = Profile.uniform(TCA, 2, 2, 5)
-
-
-def calibrate_command(work):
-    write_checkpoint(work / "model")
-    (work / "book.txt").write_text("It was a dark night, and 42 dogs ran. " * 8)
-    OLD_PROFILE.save(work / "base")
-    return [
-        *("calibrate", str(work / "model"), "--text", str(work / "book.txt"), "--window", "16", "--block-size", "8"),
-        *("--max-tokens", "100", "--criterion", "retained_mass", "--out", "{target}"),
-    ]
-
-
 #: Number of a change to the disk of an evaluation of two tasks, when one is finished.
 BETWEEN_TWO_TASKS = 12
-
-COMMANDS = {"calibrate": (calibrate_command, Profile.load)}
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_killed_at_any_moment_leaves_the_old_result_or_the_new_one(name, tmp_path):
-    prepare, read = COMMANDS[name]
-    arguments = prepare(tmp_path)
-    old = read(tmp_path / "base")
-    code, cache = command_line(*arguments), tmp_path / "cache"
-    runs = run_killed(tmp_path / "base", code, times=RANDOM_KILLS, changes=some_changes(25), cache=cache)
-    whole, *killed = runs
-    assert whole.status == 0, whole.log
-    new = read(whole.folder)
-    assert new != old
-    assert sum(run.status == -1 for run in killed) >= RANDOM_KILLS, runs
-    for run in killed:
-        assert read(run.folder) in ([new] if run.status == 0 else [old, new]), run
-    assert any(read(run.folder) == old for run in killed), "no kill came before the end"
 
 
 # --- evaluations ----------------------------------------------------------------------------------
@@ -74,6 +39,7 @@ def table_without_seconds(folder):
     return [line.rsplit("|", 2)[0] for line in (folder / "table.md").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_an_evaluation_killed_at_any_moment_keeps_what_is_finished_and_goes_on_to_the_same_table(tmp_path):
     model = write_checkpoint(tmp_path / "model")
     (tmp_path / "text.txt").write_text("It was a dark night, and 42 dogs ran. " * 8)
@@ -137,6 +103,7 @@ tca_jax.Context.load(Path(target).parent / "new").save(target)
 """
 
 
+@pytest.mark.slow
 def test_a_context_save_killed_at_any_moment_leaves_the_old_context_or_the_new_one(contexts, tmp_path):
     old, new, other = contexts
     old.save(tmp_path / "base")
@@ -169,6 +136,7 @@ for _ in range({SAVES}):
 """
 
 
+@pytest.mark.slow
 def test_a_reader_beside_two_processes_that_save_contexts_always_gets_one_of_theirs(contexts, tmp_path):
     old, *new = contexts
     folder = tmp_path / "c"

@@ -21,7 +21,9 @@ OPTIONS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["tca", "full", "adakv"])
+@pytest.fixture(
+    scope="module", params=["tca", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "adakv"))]
+)
 def lm(request):
     lm = tiny_lm()
     if request.param == "tca":

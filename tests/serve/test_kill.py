@@ -56,7 +56,7 @@ def killed(folder, seconds):
     return stored, forgotten
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_a_killed_engine_loses_no_document_that_it_reported_as_stored(tmp_path):
     lm = with_candidates(tiny_lm(), [[0, 5], [9, 13]])
     moments = random.Random(0)

@@ -216,7 +216,7 @@ def test_few_random_requests():
     run(tiny_lm(), examples=2, steps=12)
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "tca"])
 def test_many_random_requests(method):
     lm = tiny_lm()

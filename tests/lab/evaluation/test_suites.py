@@ -360,7 +360,7 @@ def test_a_suite_goes_on_where_it_was_interrupted_and_ends_with_the_same_table(m
     assert len(records) == len(list(Path("whole").glob("*/results/*/*.json")))
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_paper_runs_to_the_end_on_a_model_of_word_pieces(work, scorers):
     write_with_pieces(work / "pieces")
     args = ["--suite=paper", "--methods=full,streaming:window=128,sinks=8", "--lengths=1024", *SMALL, *OWN]
@@ -374,7 +374,7 @@ def test_paper_runs_to_the_end_on_a_model_of_word_pieces(work, scorers):
     assert set(config["sources"]) == {f"longbench/{data_set.name}" for data_set in DATA_SETS}
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["1x2", "2x1"])
 def test_the_leaderboard_runs_to_the_end_on_a_mesh(work, mesh):
     write_samples(write_with_bytes(work / "bytes").parent / "data")

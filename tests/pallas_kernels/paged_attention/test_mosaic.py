@@ -78,7 +78,7 @@ def interpreted(monkeypatch):
     )
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "group", "head_dim", "dtype", "config"),
     [
