@@ -57,7 +57,6 @@ INTEGRATION = (
     "test_train_recall_model.py",
     "test_train_zoo.py",
     "calibrate/test_mesh.py",
-    "distributed",
     "engine/test_budgets.py",
     "engine/test_context_copies.py",
     "engine/test_mesh_contexts.py",
@@ -89,6 +88,7 @@ INTEGRATION = (
 #: docs/development.md lists all of these.
 SLOW = (
     "calibrate/test_journal.py",
+    "distributed",
     "lab/evaluation/test_equal_bytes.py",
     "methods/test_block_sparse_generation.py",
     "methods/test_streams.py",

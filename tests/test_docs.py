@@ -189,11 +189,17 @@ ANY_MODEL = [
     "pictures",
     "usage",
 ]
+SLOW_PAGES = ("benchmarks", "choosing", "eight-bits", "evaluation", "kernels", "methods", "pictures")
 
 
-@pytest.mark.integration
+def marked(names):
+    return [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW_PAGES else pytest.mark.integration) for name in names
+    ]
+
+
 @pytest.mark.usefixtures("shared")
-@pytest.mark.parametrize("name", WHOLE_MODEL)
+@pytest.mark.parametrize("name", marked(WHOLE_MODEL))
 def test_the_blocks_and_commands_of_a_page_run_on_the_whole_model(name):
     printed = run(ROOT / "docs" / f"{name}.md")
     assert printed
@@ -212,9 +218,8 @@ def with_a_shallow_model(shallow, tmp_path):
     (tmp_path / "recall-tiny").symlink_to(shallow)
 
 
-@pytest.mark.integration
 @pytest.mark.usefixtures("with_a_shallow_model", "shared")
-@pytest.mark.parametrize("name", ANY_MODEL)
+@pytest.mark.parametrize("name", marked(ANY_MODEL))
 def test_the_blocks_and_commands_of_a_page_run(name):
     assert checkpoint_folder("recall-tiny") == Path("recall-tiny")
     assert run(ROOT / "docs" / f"{name}.md")

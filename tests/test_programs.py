@@ -80,7 +80,7 @@ def test_threads_may_prepare_at_once(monkeypatch):
     assert programs.num_programs() == 3
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.skipif(not LINUX, reason="only Linux says what a process maps")
 def test_a_process_of_many_shapes_maps_no_more_and_no_more(monkeypatch, tmp_path):
     program = Program(double)

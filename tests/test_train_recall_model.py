@@ -103,6 +103,7 @@ def test_rows_come_with_and_without_a_chat_and_all_tasks_are_asked(data):
     assert {task for row in rows for task in row[2]} == set(TASKS)
 
 
+@pytest.mark.slow
 def test_a_chat_row_is_what_the_chat_template_renders(data, tokenizer):
     """Turn by turn: the model is trained on the very ids that it is given later."""
     for tokens, _, tasks in chat_rows(data, 4):
@@ -202,6 +203,7 @@ def test_the_shipped_recipe_fits_the_package(script):
 # --- a run of every step ---
 
 
+@pytest.mark.slow
 def test_the_smoke_run_learns_and_logs_every_stage_of_its_fixed_schedule(script, folder):
     run, *log, last = training_log(folder)
     stages = script.SMOKE.stages
@@ -215,6 +217,7 @@ def test_the_smoke_run_learns_and_logs_every_stage_of_its_fixed_schedule(script,
     assert set(held_out["right"]) <= set(TASKS)
 
 
+@pytest.mark.slow
 def test_the_folder_holds_what_ships(folder):
     names = {path.name for path in folder.iterdir()}
     assert names >= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
@@ -223,6 +226,7 @@ def test_the_folder_holds_what_ships(folder):
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == EOS
 
 
+@pytest.mark.slow
 def test_transformers_gives_the_same_logits(script, data, folder):
     torch = pytest.importorskip("torch", reason="parity with transformers needs torch")
     from transformers import AutoModelForCausalLM
@@ -242,12 +246,14 @@ def test_transformers_gives_the_same_logits(script, data, folder):
 # --- tokenizer ---
 
 
+@pytest.mark.slow
 def test_token_ids_are_bos_and_the_bytes(tokenizer):
     assert tokenizer("abc")["input_ids"] == [BOS, 97, 98, 99]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (256, 257, 258)
     assert tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>"]) == [USER, ASSISTANT]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_any_text_without_names_of_special_tokens_survives_the_tokenizer(tokenizer, text):
@@ -257,10 +263,12 @@ def test_any_text_without_names_of_special_tokens_survives_the_tokenizer(tokeniz
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
+@pytest.mark.slow
 def test_every_byte_has_its_own_id(tokenizer):
     text = "".join(map(chr, range(0x800))) + "\uffff\U0010ffff\U00040000"
     assert tokenizer(text)["input_ids"][1:] == list(text.encode())
 
 
+@pytest.mark.slow
 def test_special_tokens_are_left_out_of_text(tokenizer):
     assert tokenizer.decode([BOS, ASSISTANT, 52, 50, 46, EOS, 258], skip_special_tokens=True) == "42."

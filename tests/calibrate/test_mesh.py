@@ -76,7 +76,7 @@ def test_weights_in_eight_bits_are_measured_as_on_one_device():
     check_same(*(calibrated(lm, WORTH, probes="copy") for lm in (many, one)))
 
 
-@pytest.mark.parametrize("criterion", ["retained_mass", "column_mean"])
+@pytest.mark.parametrize("criterion", ["retained_mass", pytest.param("column_mean", marks=pytest.mark.slow)])
 def test_a_profile_of_scores_is_that_of_one_device(criterion):
     one, many = (calibrated(lm, criterion=criterion) for lm in (lm_of(), on_mesh((1, 2))))
     check_same(many, one)
@@ -137,6 +137,7 @@ def test_draws_go_by_the_number_that_a_head_has_in_the_model():
     np.testing.assert_allclose(losses[1], losses[0], atol=2e-4)
 
 
+@pytest.mark.slow
 def test_losses_and_derivatives_are_those_of_one_device():
     rows = np.array([[0, 3, 14, 2], [1, 0, 0, 5]], np.int32)
     text = ProbedText(tuple(TEXT[:90]), (Segment(tuple(TEXT[90:110]), (True,) * 20, "pairs"),) * 2)

@@ -20,6 +20,7 @@ from tca_jax.pallas_kernels.kv import CODES, EightBits
 
 UNEQUAL = [[0, 6], [TCA.num_candidates, 3]]
 DOCUMENT, QUESTIONS = random_prompt(0, 101), [random_prompt(1, 21), random_prompt(2, 5)]
+KINDS = [pytest.param(kind, marks=pytest.mark.slow) if kind == "int8" else kind for kind in WEIGHTS]
 OPTIONS = {"max_new_tokens": 20, "stop_token_ids": ()}
 METHODS = {
     "streaming": methods.get("streaming", sinks=4, window=16, block_size=8),
@@ -118,7 +119,7 @@ def test_methods_answer_rows_of_a_batch_as_alone(full, name):
 
 
 @needs_8_devices
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("shape", [pytest.param((1, 2), marks=pytest.mark.slow), (2, 2)])
 def test_caches_over_a_mesh_answer_as_on_one_device(shape, tmp_path):
     documents = [random_prompt(0, 61), random_prompt(1, 44)]
     one, many = (with_tca(dataclasses.replace(lm_of(mesh), kv="fp8")) for mesh in (None, mesh_of(shape)))
@@ -154,7 +155,7 @@ def dequantized(lm: tca_jax.LM) -> tca_jax.LM:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_few_tokens_see_the_weights_that_codes_stand_for(kind):
     lm = quantized(kind)
     prompt = random_prompt(0, 40)
@@ -170,7 +171,7 @@ def test_many_tokens_are_quantized_and_lose_little():
 
 
 @needs_8_devices
-@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_weights_over_a_mesh_answer_as_on_one_device(kind):
     sizes = {"num_kv_heads": 4, "num_heads": 8, "hidden_size": 64, "intermediate_size": 96}
     prompts = [random_prompt(0, 15), random_prompt(1, 12)]  # few tokens: activations of a device's own part differ

@@ -25,7 +25,7 @@ def lm():
 @pytest.mark.parametrize(
     ("length", "candidates"),
     [
-        pytest.param(length, candidates, marks=[] if (length, candidates) in QUICK else pytest.mark.integration)
+        pytest.param(length, candidates, marks=[] if (length, candidates) in QUICK else pytest.mark.slow)
         for length in (1, 15, 63, 64, 101)
         for candidates in (None, UNEQUAL, [[0] * 2] * 2)
     ],

@@ -52,14 +52,13 @@ def check_same(one: tca_jax.LM, many: tca_jax.LM, prompts=PROMPTS, **options) ->
     assert out.stats.kept_share == pytest.approx(expected.stats.kept_share)
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (2, 4), (4, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), (2, 4)], ids=str)
 def test_tokens_are_those_of_one_device(shape):
     check_same(with_tca(lm_of()), with_tca(lm_of(mesh_of(shape))))
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4)], ids=str)
-def test_tokens_of_full_attention_are_those_of_one_device(shape):
-    check_same(lm_of(), lm_of(mesh_of(shape)))
+def test_tokens_of_full_attention_are_those_of_one_device():
+    check_same(lm_of(), lm_of(mesh_of((1, 4))))
 
 
 def test_sums_of_one_chunk_of_tokens_that_travel_beside_another_change_nothing(monkeypatch):
@@ -87,13 +86,11 @@ def test_large_chunks_of_long_prompts_say_what_one_device_says(shape, changes, u
     np.testing.assert_allclose(np.concatenate(scores.logprobs), np.concatenate(expected.logprobs), atol=2e-4)
 
 
-def test_tokens_are_those_of_one_device_on_eight():
-    many = with_tca(lm_of(mesh_of((1, 8)), kv_heads=8))
-    check_same(with_tca(lm_of(kv_heads=8)), many)
-
-
-@pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
-def test_every_family_runs_over_a_mesh_with_queries_beside_their_kv_heads(changes):
+@pytest.mark.parametrize(
+    "family", ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "qwen2")]
+)
+def test_every_family_runs_over_a_mesh_with_queries_beside_their_kv_heads(family):
+    changes = FAMILIES[family]
     check_same(with_tca(lm_of(**changes)), with_tca(lm_of(mesh_of((1, 4)), **changes)))
 
 
@@ -101,8 +98,8 @@ def test_every_family_runs_over_a_mesh_with_queries_beside_their_kv_heads(change
     ("shape", "axes", "kind"),
     [
         ((2, 2), ("model", "data"), AxisType.Explicit),
-        ((2, 2), ("model", "data"), AxisType.Auto),
-        ((4,), ("model",), AxisType.Explicit),
+        pytest.param((2, 2), ("model", "data"), AxisType.Auto, marks=pytest.mark.slow),
+        pytest.param((4,), ("model",), AxisType.Explicit, marks=pytest.mark.slow),
         ((2,), ("data",), AxisType.Auto),
     ],
     ids=str,

@@ -15,7 +15,6 @@ pytestmark = needs_8_devices
 
 DOCUMENTS = [random_prompt(0, 61), random_prompt(1, 44)]
 QUESTIONS = [random_prompt(2, 9), random_prompt(3, 14)]
-SHAPES = {"1x2": (1, 2), "2x2": (2, 2)}
 
 
 def dressed(shape=None) -> tca_jax.LM:
@@ -36,12 +35,11 @@ def expected(read) -> list[list[int]]:
     return ask(dressed(), read)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_answers_from_a_context_are_those_of_one_device(shape, read, expected):
-    lm = dressed(shape)
+def test_answers_from_a_context_are_those_of_one_device(read, expected):
+    lm = dressed((2, 2))
     context = tca_jax.prefill(lm, DOCUMENTS)
     assert ask(lm, context) == expected
-    assert context.stats.devices == np.prod(shape)
+    assert context.stats.devices == 4
     assert context.stats.kept_share == pytest.approx(read.stats.kept_share)
 
 
@@ -69,6 +67,7 @@ def test_a_context_goes_from_mesh_to_disk_to_other_meshes_and_one_device(tmp_pat
         assert ask(lm, loaded) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "own"), [("adakv", {"observation": 4}), ("kvzip", {"chunk": 32})])
 def test_a_context_whose_heads_share_pages_is_the_same_everywhere(tmp_path, name, own):
     options = {"share": 0.3, "block_size": 8, "window": 16, **own}
@@ -103,9 +102,8 @@ def test_rows_of_a_context_that_a_mesh_cannot_share_are_refused(read):
         ask(dressed((4, 1)), read)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_scores_are_those_of_one_device(shape):
-    one, many = (tca_jax.score(lm, DOCUMENTS).logprobs for lm in (dressed(), dressed(shape)))
+def test_scores_are_those_of_one_device():
+    one, many = (tca_jax.score(lm, DOCUMENTS).logprobs for lm in (dressed(), dressed((2, 2))))
     np.testing.assert_allclose(np.concatenate(many), np.concatenate(one), atol=2e-4)
 
 

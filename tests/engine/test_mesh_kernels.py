@@ -32,7 +32,9 @@ def triton_on_this_machine(monkeypatch):
         monkeypatch.setattr(backends, "_load", lambda operation, name: implementation(operation, name))
 
 
-@pytest.mark.parametrize("dress", [lambda lm: lm, with_blocks], ids=["full", "tca"])
+@pytest.mark.parametrize(
+    "dress", [pytest.param(lambda lm: lm, marks=pytest.mark.slow), with_blocks], ids=["full", "tca"]
+)
 def test_kernels_say_over_a_mesh_what_xla_says_on_one_device(dress, triton_on_this_machine):
     options = {"max_new_tokens": 3, "stop_token_ids": ()}
     expected = tca_jax.generate(dress(lm_of()), PROMPTS, **options, backend="xla")
@@ -60,7 +62,7 @@ OF_THE_MESH = pytest.mark.skipif(
     ("backend", "method", "call"),
     [
         pytest.param("triton", "tca", "__gpu$xla.gpu.triton", marks=OF_THE_MESH),
-        pytest.param("triton", "kvzip", "__gpu$xla.gpu.triton", marks=OF_THE_MESH),
+        pytest.param("triton", "kvzip", "__gpu$xla.gpu.triton", marks=[OF_THE_MESH, pytest.mark.slow]),
         ("mosaic", "tca", "mosaic_gpu"),
         ("cudnn", "full", "__cudnn"),
     ],

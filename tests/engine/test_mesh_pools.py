@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hlo import operations
-from implementations import INTERPRET, implementation
 from meshes import lm_of, mesh_of, needs_8_devices, with_tca
 from tiny import random_prompt
 
@@ -15,7 +14,6 @@ import tca_jax
 from tca_jax.engine import request
 from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.mesh import balanced_orders, balanced_together
-from tca_jax.pallas_kernels import backends
 
 LAYERS = 4
 #: One dense head of four in each layer, always the same.
@@ -114,6 +112,7 @@ def test_every_device_allocates_what_statistics_of_an_answer_say():
     assert held_by_devices((state.cache.k, state.cache.v)) == {asked.kv_cache_bytes(lm)}
 
 
+@pytest.mark.slow
 @needs_8_devices
 def test_a_context_goes_to_disk_to_other_meshes_and_to_one_device(tmp_path, shared, read, expected):
     shared.save(tmp_path)
@@ -131,6 +130,7 @@ def test_a_context_goes_to_disk_to_other_meshes_and_to_one_device(tmp_path, shar
     assert ask(dressed((2, 2)), elsewhere) == expected
 
 
+@pytest.mark.slow
 @needs_8_devices
 def test_another_method_leaves_the_heads_where_they_are():
     lm = dressed((1, 4))
@@ -158,19 +158,3 @@ def test_no_program_over_a_context_copies_the_pool(shared):
         found = operations(text, {shape, (1, 1, *shape)})
         assert "parameter" in found
         assert found <= {"parameter", "get-tuple-element", "bitcast"}
-
-
-@needs_8_devices
-def test_kernels_read_the_pool_of_a_mesh(monkeypatch):
-    if INTERPRET:
-        monkeypatch.setattr(backends, "_lacks", lambda backend: None if backend in ("triton", "xla") else "nothing")
-        monkeypatch.setattr(backends, "_load", lambda operation, name: implementation(operation, name))
-    config = tca_jax.TCAConfig(block_size=16, window=32)  # the least blocks that the kernels take
-    answers = []
-    for shape, backend in ((None, "xla"), ((1, 4), "triton")):
-        mesh = None if shape is None else mesh_of(shape)
-        lm = lm_of(mesh).with_method("tca", candidates=DENSE[:2], config=config)
-        context = tca_jax.prefill(lm, DOCUMENTS[0], backend=backend)
-        out = tca_jax.generate(lm, QUESTIONS[0], context=context, max_new_tokens=3, stop_token_ids=(), backend=backend)
-        answers.append(out.tokens)
-    assert answers[0] == answers[1]

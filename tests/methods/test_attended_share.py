@@ -87,7 +87,7 @@ def weighed_pairs(attend, q, k, lengths):
     return pairs
 
 
-@pytest.mark.parametrize("group", [pytest.param(2, marks=pytest.mark.integration), 4])
+@pytest.mark.parametrize("group", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("case", CASES)
 def test_pairs_are_those_that_attention_weighs(case, group):
     name, options, everything = CASES[case]
@@ -150,6 +150,10 @@ def test_pairs_of_a_million_tokens_are_exact_to_the_last_bit_of_float32():
     np.testing.assert_allclose(sum_of_counts(jnp.asarray(counts, jnp.int32)), counts.sum(axis=1), rtol=2e-7)
 
 
+def slow(*values):
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 PROMPTS = [random_prompt(0, 90), random_prompt(1, 61)]
 ALL = {name: options(CONFIG.num_heads) for name, options, _ in reversed(CASES.values())}
 ALL |= {"duoattention": {"gates": [[0.9, 0.1]] * 2, "sinks": 3, **GEOMETRY}}
@@ -159,7 +163,9 @@ ALL |= {"minference": {"patterns": [KINDS] * 2, "blocks": 2, **BLOCKS}}
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("name", ["full", "streaming", "tca", "duoattention", "snapkv", "minference", "xattention"])
+@pytest.mark.parametrize(
+    "name", ["tca", *slow("full", "streaming", "duoattention", "snapkv", "minference", "xattention")]
+)
 def test_statistics_tell_the_mean_of_all_layers_whatever_of_the_last_is_computed(name):
     lm = tiny_lm().with_method(name, **ALL[name])
     share = tca_jax.generate(lm, PROMPTS, max_new_tokens=1, num_samples=2).stats.attended_share
@@ -208,8 +214,8 @@ def test_a_context_keeps_the_share_of_its_first_reading(tmp_path):
 
 
 @needs_8_devices
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
-@pytest.mark.parametrize("name", ["full", "streaming", "tca", "minference", "xattention"])
+@pytest.mark.parametrize("shape", [*slow((1, 2)), (2, 2)])
+@pytest.mark.parametrize("name", ["tca", *slow("full", "streaming", "minference", "xattention")])
 def test_the_share_over_a_mesh_is_that_of_one_device(name, shape, tmp_path):
     patterns = [[KINDS[(layer + head) % 4] for head in range(8)] for layer in range(2)]
     options = {**ALL[name], **({"patterns": patterns} if name == "minference" else {})}

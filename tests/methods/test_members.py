@@ -41,7 +41,10 @@ def drawn(policy):
     return visible
 
 
-@pytest.mark.parametrize(("prompt", "count"), [(5, 3), (40, 3), (60, 19), (64, 0), (71, 8)])
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [(60, 19), (71, 8), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((5, 3), (40, 3), (64, 0)))],
+)
 def test_streaming_sees_its_sinks_and_its_window(lm, prompt, count):
     ids = random_prompt(prompt, prompt)
     model = lm.with_method("streaming", sinks=count, **GEOMETRY)
@@ -64,6 +67,7 @@ def test_random_sees_the_same_number_of_drawn_tokens_of_every_block(lm, lengths,
     assert not np.array_equal(*kept)
 
 
+@pytest.mark.slow
 def test_a_full_prefill_over_another_cache_differs_from_both(lm):
     ids = random_prompt(7, 60)
     everything = lambda layer, head, position: set(range(position + 1))  # noqa: E731
@@ -72,6 +76,7 @@ def test_a_full_prefill_over_another_cache_differs_from_both(lm):
     assert out.tokens == [masked_greedy(lm, ids, 24, sinks(3), visible_in_prompt=everything)]
 
 
+@pytest.mark.slow
 def test_a_sparse_prefill_over_a_full_cache_keeps_everything(lm):
     ids = random_prompt(8, 60)
     everything = lambda layer, head, position: set(range(position + 1))  # noqa: E731
@@ -92,6 +97,7 @@ def test_uniform_is_tca_with_one_candidate_for_all_heads(lm):
     assert one.stats.kept_share == rows.stats.kept_share < 0.7
 
 
+@pytest.mark.slow
 def test_ragged_batches_give_what_each_prompt_gives_alone_under_every_member(lm):
     """Alone is three times in a batch, which runs the same program, and for one member truly alone."""
     prompts = [random_prompt(i, length) for i, length in enumerate((5, 60, 64))]  # two share a bucket

@@ -226,6 +226,7 @@ def test_ragged_batches_give_what_each_prompt_gives_alone(lm):
 UNEQUAL = [["blocks", "blocks", "sparse", "blocks"], ["sparse", "dense", "sparse", "blocks"]]
 
 
+@pytest.mark.slow
 @needs_8_devices
 def test_answers_and_statistics_over_a_mesh_are_those_of_one_device():
     options = {"max_new_tokens": 4, "stop_token_ids": (), "logprobs": True}

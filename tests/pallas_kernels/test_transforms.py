@@ -231,7 +231,7 @@ def test_nested_vmap_over_some_operands_equals_a_loop(case):
 
 
 @run
-@pytest.mark.parametrize("over", ["batch", "heads"])
+@pytest.mark.parametrize("over", [pytest.param("batch", marks=pytest.mark.slow), "heads"])
 def test_shard_map_equals_a_loop(case, over):
     devices = min(2, jax.device_count())
     function = case.function(interpret=INTERPRET)

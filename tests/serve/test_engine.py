@@ -204,6 +204,7 @@ def test_what_can_never_fit_is_refused_and_what_is_wrong_is_named(lm):
         Engine(lm, max_rows=0)
 
 
+@pytest.mark.slow
 def test_a_single_row_answers_as_generate_does(lm, contexts):
     with Engine(lm, max_rows=1, pages=200, answer_tokens=64) as engine:
         id_ = engine.read(DOCUMENTS[0])

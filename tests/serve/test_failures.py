@@ -432,6 +432,7 @@ def test_pages_that_do_not_reach_the_device_fail_their_request_alone(lm, pages, 
 # Order
 
 
+@pytest.mark.slow
 def test_a_large_request_is_not_overtaken_by_small_ones_behind_it(lm, pages, monkeypatch):
     with engine_of(lm, 3 * pages, max_rows=3) as engine:
         steps, goes_on, begun = engine._scheduler._step, threading.Event(), threading.Event()
@@ -465,6 +466,7 @@ def test_a_large_request_is_not_overtaken_by_small_ones_behind_it(lm, pages, mon
         assert streams["large"].first_token_at <= streams["small"].first_token_at
 
 
+@pytest.mark.slow
 def test_documents_that_fit_one_by_one_are_read_one_by_one(lm, expected):
     prompts = [prompt_of(seed, 12) for seed in range(20, 24)]
     with engine_of(lm, lm.cache_layout(1, 16).num_pages) as engine:

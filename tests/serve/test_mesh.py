@@ -20,7 +20,7 @@ def over(lm: tca_jax.LM, shape: tuple[int, int]) -> tca_jax.LM:
     return tca_jax.LM.from_decoder(lm.decoder, name="tiny", mesh=mesh)
 
 
-@pytest.mark.parametrize("part_tokens", [2**17, 1])
+@pytest.mark.parametrize("part_tokens", [pytest.param(2**17, marks=pytest.mark.slow), 1])
 def test_answers_are_those_of_one_device_also_of_documents_that_are_read_a_layer_at_a_time(
     tmp_path, monkeypatch, part_tokens
 ):

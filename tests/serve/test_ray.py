@@ -147,6 +147,7 @@ def answers(cluster):
     return found
 
 
+@pytest.mark.slow
 def test_requests_go_to_the_replica_that_holds_the_document(cluster, answers):
     asked = {"path": CHATS, "status": "200"}
     uploads = cluster.metrics("tca_jax_requests_total", path=DOCUMENTS, status="201")
@@ -166,6 +167,7 @@ def test_requests_go_to_the_replica_that_holds_the_document(cluster, answers):
     assert cluster.documents().keys() == answers.keys()
 
 
+@pytest.mark.slow
 def test_a_stream_comes_in_pieces_and_ends_with_its_connection(cluster, answers):
     document, answer = next(iter(answers.items()))
     with openai.OpenAI(base_url=f"{cluster.http.base_url}/v1", api_key=KEY, max_retries=0, timeout=SECONDS) as client:
@@ -181,6 +183,7 @@ def test_a_stream_comes_in_pieces_and_ends_with_its_connection(cluster, answers)
     assert cluster.metrics("tca_jax_rows").total() == 0
 
 
+@pytest.mark.slow
 def test_what_is_refused_is_refused_as_by_one_server(cluster, answers):
     document = next(iter(answers))
     for method, path, fields, status in (
@@ -200,6 +203,7 @@ def test_what_is_refused_is_refused_as_by_one_server(cluster, answers):
     assert httpx.get(f"{cluster.http.base_url}/health").json() == {"status": "ok"}
 
 
+@pytest.mark.slow
 def test_where_a_replica_dies_another_one_finds_its_documents(cluster, answers):
     import ray
 
@@ -221,6 +225,7 @@ def test_where_a_replica_dies_another_one_finds_its_documents(cluster, answers):
     assert {document: cluster.ask(document) for document in answers} == answers
 
 
+@pytest.mark.slow
 def test_a_rolling_restart_fails_no_request_and_loses_no_document(cluster, answers):
     before, late = cluster.replicas(), BOOKS[-1][::-1]
     restarted, failed, number = threading.Event(), [], 0

@@ -117,6 +117,7 @@ def test_what_nobody_waits_for_is_read_no_further_and_gives_its_pages_back(lm, p
         assert len(engine.ask(None, DOCUMENT, **OPTIONS).result(120).tokens) == OPTIONS["max_new_tokens"]
 
 
+@pytest.mark.slow
 def test_what_is_repeated_to_the_model_is_read_in_one_part(lm, parts):
     with engine_of(lm.with_method("kvzip", share=0.4, chunk=32, block_size=8, window=16)) as engine:
         assert engine.wait(engine.read(DOCUMENT), 120).state == "device"

@@ -363,7 +363,9 @@ def test_the_harness_measures_the_served_model_as_it_does_in_this_process(lm, fo
     assert answer == text_of(lm, "The quick")[0]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_the_command_within_a_bound_and_leaves_documents_whole(folder, tmp_path, number, code):
     args = ["serve", folder, "--port=0", "--pages=600", f"--disk={tmp_path}", "--grace=1", "--model-name=m"]
     command = [sys.executable, "-c", "from tca_jax.cli import main; main()", *map(str, args)]

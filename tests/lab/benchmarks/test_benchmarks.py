@@ -86,6 +86,7 @@ def test_a_benchmark_writes_its_table_its_json_and_its_plot(name, tmp_path, monk
     assert result.stdout.endswith(f"Results: {out / name}.md\n")
 
 
+@pytest.mark.slow
 def test_json_is_one_object_alone_on_standard_output(tmp_path):
     result = run("calibration", *OPTIONS["calibration"], "--json", "--out", tmp_path)
     assert result.exit_code == 0, result.output
@@ -96,6 +97,7 @@ def test_json_is_one_object_alone_on_standard_output(tmp_path):
     assert record["environment"]["command"] == " ".join(["tca-jax", "bench", "calibration", *OPTIONS["calibration"]])
 
 
+@pytest.mark.slow
 def test_other_methods_are_timed_where_they_are_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr("tca_jax.lab.benchmarks.prefill_methods._STEPS", 1)
     args = [*TINY, "--lengths=512", "--block-shares=0.2", "--methods=xattention", "--attended=0.8"]
@@ -114,6 +116,7 @@ def test_the_value_of_a_knob_is_found_by_its_area():
     assert find_value(lambda value: 0.1, 0.25, 0.01, 1.0) > 0.9  # out of reach: as near as it comes
 
 
+@pytest.mark.slow
 def test_the_default_folder_is_not_that_of_the_committed_tables(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run("calibration", *OPTIONS["calibration"]).exit_code == 0
@@ -123,6 +126,7 @@ def test_the_default_folder_is_not_that_of_the_committed_tables(tmp_path, monkey
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("timed", [True, False])
 def test_compilation_is_timed_only_where_it_is_asked_for(timed, tmp_path):
     args = [*TINY, "--lengths=512", "--layers=1", "--kept=0.6", "--new-tokens=8", "--copy-bytes=1048576", "--name=one"]
@@ -361,6 +365,7 @@ KINDS_OF_SHARES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 def test_heads_that_fetch_are_timed_beside_the_same_without_them(tmp_path):
     args = [*TINY, "--lengths=3072", "--block-shares=0.05:0.5", "--fetching=0", "--fetching=1"]
     assert run("attention", *args, "--out", tmp_path).exit_code == 0
@@ -418,6 +423,7 @@ def test_the_stages_of_a_prefill_make_what_the_whole_makes(share, reserve, absen
     assert (attended.budgets.sum() < cached.budgets.sum()) == (share.prefill is not None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", calibration.PROBES)
 def test_the_parts_of_a_calibration_are_timed_and_add_up(kind):
     (layer,), config = find_layers(["tiny"]), tca_jax.TCAConfig(window=128)
@@ -472,6 +478,7 @@ def test_a_random_state_is_one_that_prefill_could_have_left(share):
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(left)] == [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
 
 
+@pytest.mark.slow
 def test_caches_that_do_not_fit_are_left_out_and_said_to_be(tmp_path, monkeypatch):
     full = random_model("tiny", jax.random.key(0), 1).cache_layout(8, 512, 65).num_bytes(16, jnp.float32)
     for module in (decode, decode_models):  # room for a whole model's smaller cache at batch 8, for all at batch 1
@@ -488,7 +495,7 @@ def test_caches_that_do_not_fit_are_left_out_and_said_to_be(tmp_path, monkeypatc
     assert (tmp_path / "decode.png").stat().st_size > 0
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_two_backends_decode_in_turns_over_the_same_caches(tmp_path):
     args = [*TINY, "--lengths=512", "--block-shares=0.2", "--batches=1", "--copy-bytes=1048576", "--out", tmp_path]
     result = run("decode", *args, "--beside=auto", "--no-whole")
@@ -589,6 +596,7 @@ def test_full_attention_may_be_left_out(tmp_path):
     assert (row["attention"], row["TTFT speed-up"]) == ("TCA 90%", "")
 
 
+@pytest.mark.slow
 def test_caches_and_weights_in_eight_bits_are_measured_beside_those_in_sixteen(tmp_path):
     args = [*TINY, "--lengths=512", "--window=128", "--block-shares=0.3", "--repeats=1", "--copy-bytes=1048576"]
     args += ["--backend=xla", "--out", tmp_path]

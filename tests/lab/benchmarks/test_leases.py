@@ -69,6 +69,7 @@ def test_what_was_made_before_memory_ran_out_is_let_go():
     assert not any(array.shape == (12_345,) for array in jax.live_arrays())
 
 
+@pytest.mark.slow
 @needs_8_devices
 def test_a_model_that_does_not_fit_a_mesh_costs_no_other_row(tmp_path, monkeypatch):
     def small(*args, mesh, **options):
@@ -85,7 +86,7 @@ def test_a_model_that_does_not_fit_a_mesh_costs_no_other_row(tmp_path, monkeypat
     assert "tiny on 1x2, 512 tokens, full: compiled in " in result.stdout
 
 
-@pytest.mark.parametrize("stage", ["compile", "time"])
+@pytest.mark.parametrize("stage", ["compile", pytest.param("time", marks=pytest.mark.slow)])
 def test_an_attention_that_does_not_fit_costs_no_other_row(stage, tmp_path, monkeypatch):
     owner = whole_models.Run if stage == "compile" else whole_models.Times
     known = getattr(owner, stage)
@@ -113,6 +114,7 @@ def test_where_nothing_fits_the_run_fails_and_says_so(tmp_path, monkeypatch):
     assert "Memory did not suffice for the weights of tiny." in record_of(tmp_path, "end-to-end")["note"]
 
 
+@pytest.mark.slow
 def test_rows_are_on_disk_as_soon_as_their_length_is_done(tmp_path, monkeypatch):
     def measure(lms, place, tokens, *args):
         if tokens == 640:
@@ -156,6 +158,7 @@ def at_call(monkeypatch, number, action):
     monkeypatch.setattr(soak, "_STREAMED", 0.0)  # all are calls of `generate`
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("told_by", "code"), [("SIGTERM", 1), ("SIGINT", 130)])
 def test_a_soak_that_is_told_to_stop_writes_what_has_run(told_by, code, run_soak, tmp_path, monkeypatch):
     at_call(monkeypatch, 5, lambda: os.kill(os.getpid(), getattr(signal, told_by)))
@@ -170,6 +173,7 @@ def test_a_soak_that_is_told_to_stop_writes_what_has_run(told_by, code, run_soak
     assert "Results: " in result.stdout
 
 
+@pytest.mark.slow
 def test_a_soak_that_is_killed_leaves_what_it_wrote_last(run_soak, tmp_path, monkeypatch):
     monkeypatch.setattr(soak, "_WRITTEN_EVERY", 0.0)
     steps, step = itertools.count(), soak.Soak.step
@@ -187,6 +191,7 @@ def test_a_soak_that_is_killed_leaves_what_it_wrote_last(run_soak, tmp_path, mon
     assert [row["at"] for row in record["Memory"]] == ["start", "each shape has run", "so far"]
 
 
+@pytest.mark.slow
 def test_shapes_that_time_does_not_suffice_for_are_dropped_and_named(run_soak, tmp_path):
     result = run_soak("--minutes=0", "--shapes=4")
     assert result.exit_code == 0, result.output
@@ -200,6 +205,7 @@ def test_shapes_that_time_does_not_suffice_for_are_dropped_and_named(run_soak, t
     assert compiling["s"] > 0
 
 
+@pytest.mark.slow
 def test_compiling_leaves_time_for_generations(run_soak, tmp_path, monkeypatch):
     monkeypatch.setattr(soak, "_COMPILING", 0.0)
     result = run_soak("--minutes=60", "--shapes=4")
@@ -219,6 +225,7 @@ def test_a_context_that_there_is_no_time_to_append_to_is_dropped_with_its_shape(
     requested.compilations.close()
 
 
+@pytest.mark.slow
 def test_a_shape_that_cannot_be_compiled_fails_when_it_runs_and_costs_no_other(run_soak, tmp_path, monkeypatch):
     def failing(self):
         raise RuntimeError("this backend is out of order")
@@ -265,6 +272,7 @@ def test_a_share_of_the_time_is_up_before_all_of_it(monkeypatch):
     assert Ending().reason == ""
 
 
+@pytest.mark.slow
 def test_a_soak_says_what_it_is_doing_from_the_start(run_soak):
     errors = run_soak().stderr
     for line in ("0 of 2 shapes of requests compiled: ", "2 of 2 shapes run: ", "12 of 12 generations: 0 failed"):

@@ -96,6 +96,7 @@ def test_the_order_is_set_before_jax_looks_for_a_device(command):
     assert done.stdout == "in time\n", done.stderr
 
 
+@pytest.mark.slow
 def test_end_to_end_runs_over_a_mesh_and_says_so(tmp_path):
     result = run(*BENCH, *QUICK, "--mesh=2x2", "--out", tmp_path)
     assert result.exit_code == 0, result.output
@@ -108,6 +109,7 @@ def test_end_to_end_runs_over_a_mesh_and_says_so(tmp_path):
     assert "with 2 prompts on each mesh" in (tmp_path / "end-to-end.md").read_text()
 
 
+@pytest.mark.slow
 def test_meshes_of_one_run_are_compared_with_the_first(tmp_path):
     result = run(*BENCH, *QUICK, "--layers=1", "--mesh=1x1", "--mesh=2x2", "--out", tmp_path)
     assert result.exit_code == 0, result.output
@@ -146,6 +148,7 @@ def test_a_peak_is_told_only_where_it_was_reached_just_now(monkeypatch):
     assert peaks.grown() == ""
 
 
+@pytest.mark.slow
 def test_attention_of_a_layer_is_timed_over_a_mesh(tmp_path, monkeypatch):
     monkeypatch.setattr("tca_jax.lab.benchmarks.prefill_methods._STEPS", 1)
     result = run(*ATTENTION, "--methods=minference", "--mesh=2x2", "--out", tmp_path)
@@ -158,6 +161,7 @@ def test_attention_of_a_layer_is_timed_over_a_mesh(tmp_path, monkeypatch):
     assert "shared by 4 devices" in record["note"]
 
 
+@pytest.mark.slow
 def test_heads_that_fetch_are_timed_over_a_mesh(tmp_path):
     args = [*ATTENTION, "--lengths=3072", "--fetching=0", "--fetching=1", "--mesh=1x2"]
     result = run(*args, "--out", tmp_path)
@@ -170,6 +174,7 @@ def test_heads_that_fetch_are_timed_over_a_mesh(tmp_path):
     assert one["error"] == 0
 
 
+@pytest.mark.slow
 def test_decoding_is_timed_over_a_mesh(tmp_path):
     result = run(*DECODE, "--batches=2", "--mesh=2x2", "--out", tmp_path)
     assert result.exit_code == 0, result.output
@@ -216,6 +221,7 @@ def test_a_random_state_on_a_mesh_is_one_that_prefill_could_have_left():
         assert (np.asarray(kept) <= room).all()
 
 
+@pytest.mark.slow
 def test_an_evaluation_over_a_mesh_finds_what_one_device_does_and_says_so(work):
     found = []
     for folder, mesh in (("one", []), ("many", ["--mesh=2x2"])):

@@ -18,6 +18,7 @@ TINY = [
 SOAK = ["--model=tiny", "--tokens=512", "--minutes=0.3", "--rounds=2", "--documents=3", "--clients=3", "--backend=xla"]
 
 
+@pytest.mark.slow
 def test_every_part_makes_its_table(tmp_path):
     result = commands.run("bench", "serve", *TINY, "--keep=0.25", "--keep=1", "--out", tmp_path)
     assert result.exit_code == 0, result.output
@@ -32,6 +33,7 @@ def test_every_part_makes_its_table(tmp_path):
     assert "Failed" not in record["note"]
 
 
+@pytest.mark.slow
 def test_one_part_may_be_asked_for_and_what_fails_is_said(tmp_path, monkeypatch):
     assert "--what step: must be one of" in commands.error("bench", "serve", *TINY, "--what=step")
     monkeypatch.setattr("tca_jax.lab.benchmarks.serve_parts.floor_seconds", lambda *_: 1 / 0)
@@ -60,6 +62,7 @@ def test_unread_documents_have_the_pages_of_documents_that_are_read():
         assert engine._documents.free.free == 200
 
 
+@pytest.mark.slow
 def test_a_soak_finds_that_nothing_is_lost(tmp_path):
     result = commands.run("bench", "serve-soak", *SOAK, "--out", tmp_path)
     assert result.exit_code == 0, result.output
@@ -69,6 +72,7 @@ def test_a_soak_finds_that_nothing_is_lost(tmp_path):
     assert [row["documents found"] > 0 for row in record["Rounds"]] == [True, True]  # from the rounds before
 
 
+@pytest.mark.slow
 def test_a_soak_fails_where_an_answer_is_another_one(tmp_path, monkeypatch):
     generate = serve_clients.tca_jax.generate
 

@@ -54,6 +54,7 @@ def test_answers_are_those_of_single_calls_in_the_samples_order(lm, protocol, mo
     assert (answers.question_seconds < answers.prefill_seconds) == (protocol in ("late", "late-prefix"))
 
 
+@pytest.mark.slow
 @needs_8_devices
 def test_over_a_mesh_every_device_has_as_many_prompts_and_answers_are_the_same(lm):
     many = dataclasses.replace(tca_jax.LM.from_decoder(lm.decoder, mesh=mesh_of((2, 1))), tokenizer=lm.tokenizer)

@@ -52,6 +52,7 @@ def sparse(tiny):
     return with_candidates(tiny, [[0, 0], [0, 0]])
 
 
+@pytest.mark.slow
 def test_the_shipped_model_answers_a_task_and_chooses_right():
     document = recall.build_document(np.random.default_rng(3), 700, ("digits", "words"))
     rows = [{"text": completion(document.text, q), "answer": q.answer} for q in document.questions]
