@@ -101,6 +101,7 @@ def test_an_example_says_in_one_line_what_is_wrong(name, options, message):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_method_of_ones_own_answers_with_less_and_is_drawn(tmp_path):
     heading, *lines, picture = run("your_own_method.py", "--out", str(tmp_path)).splitlines()
     assert heading.split()[:3] == ["method", "right", "kept"]
