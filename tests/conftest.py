@@ -41,48 +41,58 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 _hook = install_import_hook("tca_jax", "typecheck.check")
 _hook.__enter__()
 
-#: Files and folders of tests/ that run whole commands, examples, trained models, several processes or meshes, or all
-#: methods in turn. `make test-integration` runs them and the tests of other files that are marked `integration`. Files
-#: that take minutes come first: a long file that starts last leaves the other processes idle.
-INTEGRATION = (
-    "test_examples.py",
-    "test_recall_model.py",
+#: Files that take a minute or more. They start first: a long file that starts last leaves the other processes idle.
+FIRST = (
+    "test_docs.py",
     "lab/test_demo.py",
-    "reliability/test_kill.py",
     "serve/test_engine.py",
-    "serve/test_failures.py",
     "serve/test_server.py",
     "engine/test_mesh.py",
-    "engine/test_mesh_pools.py",
-    "test_train_recall_model.py",
-    "test_train_zoo.py",
+    "engine/test_contexts.py",
+    "engine/test_eight_bits.py",
+    "engine/test_mesh_contexts.py",
+    "lab/benchmarks/test_benchmarks.py",
+)
+#: Files and folders of tests/ that run whole commands, examples, trained models, several processes or meshes, or all
+#: methods in turn. `make test-integration` runs them and the tests of other files that are marked `integration`.
+INTEGRATION = (
     "calibrate/test_mesh.py",
     "engine/test_budgets.py",
     "engine/test_context_copies.py",
+    "engine/test_mesh.py",
     "engine/test_mesh_contexts.py",
-    "serve/test_constraints.py",
-    "serve/test_mesh.py",
-    "serve/test_programs.py",
-    "serve/test_ray.py",
-    "serve/test_reading.py",
     "engine/test_mesh_kernels.py",
+    "engine/test_mesh_pools.py",
     "engine/test_several_gpus.py",
     "lab/benchmarks",
     "lab/evaluation/test_answering.py",
     "lab/harness",
     "lab/test_cli_eval.py",
+    "lab/test_demo.py",
     "lab/test_plots_of_results.py",
     "methods/test_members.py",
     "methods/test_mesh.py",
     "models/test_sharded_loading.py",
     "pallas_kernels/test_transforms.py",
     "reliability",
+    "serve/test_constraints.py",
+    "serve/test_engine.py",
+    "serve/test_failures.py",
+    "serve/test_mesh.py",
+    "serve/test_programs.py",
+    "serve/test_ray.py",
+    "serve/test_reading.py",
+    "serve/test_server.py",
     "test_cli.py",
     "test_cli_chat.py",
     "test_cli_options.py",
     "test_cli_plots.py",
     "test_cli_script.py",
+    "test_examples.py",
     "test_loading_on_meshes.py",
+    "test_recall_model.py",
+    "test_train_recall_model.py",
+    "test_train_zoo.py",
 )
 #: Files in which every test is slow. `make test-slow` runs them and the tests of other files that are marked `slow`;
 #: docs/development.md lists all of these.
@@ -109,14 +119,16 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(items):
-    places = {item: _place(item.path, INTEGRATION) for item in items}
-    for item, place in places.items():
+    for item in items:
+        skips = {mark.kwargs["reason"] for mark in item.iter_markers("skipif")}
         if _place(item.path, SLOW) < len(SLOW):
             item.add_marker(pytest.mark.slow)
-        skips = {mark.kwargs["reason"] for mark in item.iter_markers("skipif")}
-        if not item.get_closest_marker("slow") and (place < len(INTEGRATION) or "needs 8 devices" in skips):
+        if item.get_closest_marker("slow"):  # some cases of an integration test are slow
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "integration"]
+        elif _place(item.path, INTEGRATION) < len(INTEGRATION) or "needs 8 devices" in skips:
             item.add_marker(pytest.mark.integration)
-    items.sort(key=lambda item: places[item])
+    places = {path: _place(path, (*FIRST, *INTEGRATION)) for path in {item.path for item in items}}
+    items.sort(key=lambda item: places[item.path])
 
 
 def _place(path, names):

@@ -129,7 +129,7 @@ def test_the_same_call_gives_the_same_profile(lm, text, pairs, profile):
     assert quietly(lm, text, CONFIG, probes=[pairs]) == profile
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_texts_are_averaged(lm, text, pairs):
     other = text_of(lm, 330, seed=2)
     alone = [quietly(lm, each, CONFIG, probes="copy").losses["inside"] for each in (text, other)]

@@ -69,7 +69,7 @@ def test_the_cache_takes_a_quarter_of_that_in_thirty_two_bits(full):
     assert [each.full_kv_cache_bytes for each in sizes] == [eight, wide]
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_a_ragged_batch_gives_what_each_prompt_gives_alone(sparse):
     prompts = [random_prompt(i, length) for i, length in enumerate((7, 90, 64, 33))]
     together = tca_jax.generate(sparse, prompts, **OPTIONS)
@@ -77,7 +77,7 @@ def test_a_ragged_batch_gives_what_each_prompt_gives_alone(sparse):
         assert tca_jax.generate(sparse, prompt, **OPTIONS).tokens == [tokens]
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_contexts_answer_alike_wherever_they_were(sparse, context, tmp_path):
     assert isinstance(context.cache.k, EightBits)
     expected = tca_jax.generate(sparse, QUESTIONS, context=context, **OPTIONS).tokens
@@ -90,7 +90,7 @@ def test_contexts_answer_alike_wherever_they_were(sparse, context, tmp_path):
     assert tca_jax.generate(sparse, [[5], QUESTIONS[1]], context=joined, **OPTIONS).tokens[1] == expected[1]
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_appending_in_parts_is_appending_at_once(sparse, context):
     """Pages are moved and filled on; what is stored is stored again as it was."""
     text = random_prompt(9, 50)

@@ -43,6 +43,7 @@ def test_answers_from_a_context_are_those_of_one_device(read, expected):
     assert context.stats.kept_share == pytest.approx(read.stats.kept_share)
 
 
+@pytest.mark.slow
 def test_answers_share_a_context_of_one_row():
     one, many = dressed(), dressed((1, 4))
     answers = [ask(lm, tca_jax.prefill(lm, DOCUMENTS[0])) for lm in (one, many)]

@@ -32,9 +32,8 @@ def triton_on_this_machine(monkeypatch):
         monkeypatch.setattr(backends, "_load", lambda operation, name: implementation(operation, name))
 
 
-@pytest.mark.parametrize(
-    "dress", [pytest.param(lambda lm: lm, marks=pytest.mark.slow), with_blocks], ids=["full", "tca"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dress", [lambda lm: lm, with_blocks], ids=["full", "tca"])
 def test_kernels_say_over_a_mesh_what_xla_says_on_one_device(dress, triton_on_this_machine):
     options = {"max_new_tokens": 3, "stop_token_ids": ()}
     expected = tca_jax.generate(dress(lm_of()), PROMPTS, **options, backend="xla")

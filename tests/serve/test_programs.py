@@ -16,7 +16,10 @@ CONFIG = tca_jax.TCAConfig(block_size=16, window=32)
 SAMPLED = {"temperature": 0.9, "top_k": 4, "repetition_penalty": 1.1, "logprobs": 2}
 
 
-@pytest.mark.parametrize(("method", "drawn"), [("tca", {}), ("tca", SAMPLED), ("quest", {})])
+@pytest.mark.parametrize(
+    ("method", "drawn"),
+    [("tca", {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("tca", SAMPLED), ("quest", {})))],
+)
 def test_a_step_asks_the_host_nothing_on_a_gpu(method, drawn, monkeypatch):
     """A loop or a branch would: its condition is brought to the host, and the device waits for the answer."""
     lm = tiny_lm()

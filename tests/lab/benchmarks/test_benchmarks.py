@@ -62,7 +62,9 @@ OPTIONS = {
 run, error = (functools.partial(each, "bench") for each in (commands.run, commands.error))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "decode" else name for name in OPTIONS]
+)
 def test_a_benchmark_writes_its_table_its_json_and_its_plot(name, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     out = tmp_path / "results"

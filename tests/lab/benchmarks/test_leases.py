@@ -86,7 +86,8 @@ def test_a_model_that_does_not_fit_a_mesh_costs_no_other_row(tmp_path, monkeypat
     assert "tiny on 1x2, 512 tokens, full: compiled in " in result.stdout
 
 
-@pytest.mark.parametrize("stage", ["compile", pytest.param("time", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["compile", "time"])
 def test_an_attention_that_does_not_fit_costs_no_other_row(stage, tmp_path, monkeypatch):
     owner = whole_models.Run if stage == "compile" else whole_models.Times
     known = getattr(owner, stage)

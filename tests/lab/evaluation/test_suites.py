@@ -318,7 +318,7 @@ def test_progress_counts_seconds_of_the_estimate():
 # --- whole runs -----------------------------------------------------------------------------------
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_a_suite_goes_on_where_it_was_interrupted_and_ends_with_the_same_table(monkeypatch):
     args = ["model", "--suite=late", "--methods=full,streaming:window=128", "--lengths=1024,1280", *SMALL, *OWN]
     whole = run(*args, "--out=whole")

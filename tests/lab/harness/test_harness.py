@@ -161,7 +161,7 @@ def test_every_token_of_a_long_text_counts_once(tiny):
     assert total == pytest.approx(sum(float(row.sum()) for row in logprobs), abs=1e-3)
 
 
-@pytest.mark.parametrize("max_length", [32, 41, None])
+@pytest.mark.parametrize("max_length", [32, 41, pytest.param(None, marks=pytest.mark.slow)])
 def test_texts_and_contexts_are_cut_as_lm_evals_own_model_cuts_them(folder, tiny, max_length):
     """The class that lm_eval has for PyTorch; None: all positions, of which a text takes one token more."""
     pytest.importorskip("torch")
