@@ -189,7 +189,7 @@ ANY_MODEL = [
     "pictures",
     "usage",
 ]
-SLOW_PAGES = ("benchmarks", "choosing", "eight-bits", "evaluation", "kernels", "methods", "pictures")
+SLOW_PAGES = ("benchmarks", "choosing", "eight-bits", "evaluation", "kernels", "methods", "pictures", "profiles")
 
 
 def marked(names):
