@@ -189,7 +189,17 @@ ANY_MODEL = [
     "pictures",
     "usage",
 ]
-SLOW_PAGES = ("benchmarks", "choosing", "eight-bits", "evaluation", "kernels", "methods", "pictures", "profiles")
+SLOW_PAGES = (
+    "benchmarks",
+    "choosing",
+    "eight-bits",
+    "evaluation",
+    "kernels",
+    "methods",
+    "pictures",
+    "profiles",
+    "quickstart",
+)
 
 
 def marked(names):

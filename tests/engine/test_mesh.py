@@ -69,6 +69,7 @@ def test_sums_of_one_chunk_of_tokens_that_travel_beside_another_change_nothing(m
     check_same(one, many)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "changes", "under"),
     [
