@@ -206,7 +206,7 @@ def test_what_the_first_layer_keeps_is_by_the_cache_row_whatever_the_reading(lm)
         np.testing.assert_array_equal(other, sparse)
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_ragged_batches_give_what_each_prompt_gives_alone(lm):
     prompts = [random_prompt(i, length) for i, length in enumerate((96, 5, 61))]
     model = under(lm, MIXED, candidates=[[2, DENSE], [0, 5]])
