@@ -27,6 +27,7 @@ from tca_jax.errors import UserError
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import combine, tensor_checksums
+from tca_jax.models.gguf import Gguf, find_gguf, open_gguf
 from tca_jax.models.json_object import read_json_object
 from tca_jax.models.names import EMBEDDING, HEAD, LAYER, Parameter, outer_shapes, parameters
 from tca_jax.models.projections import WEIGHTS
@@ -51,7 +52,7 @@ _IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|(input|output|k|v)_scale)")
 class _Stored:
     """A tensor of the checkpoint, from the header of its file."""
 
-    file: Path
+    file: Path | Gguf
     shape: tuple[int, ...]
     dtype: str
 
@@ -100,7 +101,8 @@ def load_checkpoint(
     mesh each process reads the parts that its own devices need, and each device gets its own part only.
 
     Args:
-        folder: Holds `model.safetensors`, or `model.safetensors.index.json` and its shards.
+        folder: Holds `model.safetensors`, or `model.safetensors.index.json` and its shards; or a GGUF file
+            (`models.gguf.find_gguf`), whose tensors are dequantized.
         config: The model's shape, as `read_config(folder)` gives it.
         dtype: Dtype of the weights and of computations.
         progress: Called as `progress(bytes read, total bytes)` after each tensor, of which a process of several
@@ -130,6 +132,8 @@ def load_checkpoint(
     made = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
     found = abstract_parameters(config, jnp.dtype(dtype), jnp.dtype(dtype)) if weights else parameters(made)
     quantized = _quantized(parameters(made)) if weights else {}
+    # The largest tensors, embedding and head, first: host memory is not yet full then.
+    found = sorted(found, key=lambda parameter: parameter.layer is not None)
     wanted = {name: parameter for parameter in found for name in parameter.names}
     _check_tensors(folder, wanted, stored, format_)
     rounded_twice = jnp.dtype(dtype) == jnp.float16 and any(stored[name].dtype == "F32" for name in wanted)
@@ -212,7 +216,9 @@ class _Source:
             return place_tensor(read_tensor(shard, name, parameter, self.mesh), parameter, dtype, self.mesh)
         assert self.format is not None
         scale, shape = self._scale(name), self.stored[name].shape
-        codes = read_tensor(mapped_codes(self.stored[name].file, name), name, parameter, self.mesh)
+        file = self.stored[name].file
+        assert isinstance(file, Path)  # GGUF has no codes
+        codes = read_tensor(mapped_codes(file, name), name, parameter, self.mesh)
         return place_codes(codes, scale, self.format.block_of(scale, shape), parameter, self.mesh)
 
     def known_scale(self, parameter: Parameter, to: Quantized, head_orders: HeadOrders | None) -> Array | None:
@@ -255,7 +261,7 @@ def _read(
     stored = source.stored
     report = _progress({name: stored[name].bytes for name in wanted}, progress)
     placed: dict[str, Array] = {}
-    for file in sorted({stored[name].file for name in wanted}):
+    for file in sorted({stored[name].file for name in wanted}, key=str):
         with _opened(file) as shard:
             for name in (name for name in wanted if stored[name].file == file):
                 parameter = wanted[name]
@@ -286,6 +292,9 @@ def _progress(sizes: Mapping[str, int], callback: Callable[[int, int], None] | N
 def _read_headers(folder: Path) -> dict[str, _Stored]:
     """Every tensor of the checkpoint, from the headers of its files."""
     stored: dict[str, _Stored] = {}
+    if (path := find_gguf(folder)) is not None:
+        gguf = open_gguf(path)
+        return {name: _Stored(gguf, gguf.tensors[name].shape, "F32") for name in gguf.names()}
     for file, names in _files(folder).items():
         with _opened(file) as shard:
             lacking = set(names) - set(shard.keys())
@@ -320,8 +329,11 @@ def _files(folder: Path) -> dict[Path, list[str]]:
 
 
 @contextlib.contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    """A safetensors file; errors in it are raised with the file's name."""
+def _opened(file: Path | Gguf) -> Iterator[Any]:
+    """A safetensors file, whose errors are raised with its name; or the GGUF checkpoint itself."""
+    if isinstance(file, Gguf):
+        yield file
+        return
     try:
         with safe_open(file, framework="numpy") as shard:
             yield shard
@@ -336,7 +348,7 @@ def _check_sizes(
     layers = {int(match[1]) for name in stored if (match := LAYER.fullmatch(name))}
     if layers and config.num_layers - 1 not in layers:
         raise UserError(
-            f"{folder}: config.json has num_hidden_layers = {config.num_layers}, "
+            f"{folder}: the config has num_hidden_layers = {config.num_layers}, "
             f"but there are tensors of {len(layers)} layers"
         )
     for name, shape in outer_shapes(config).items():
@@ -359,7 +371,7 @@ def _check_tensors(
     for name, found in stored.items():
         # A head stored next to a tied embedding is compared with it when the embedding is loaded.
         if name not in wanted and name != HEAD and name not in scales and not _IGNORED.fullmatch(name):
-            raise UserError(f"{found.file}: tensor {name!r} has no place in the model of its config.json")
+            raise UserError(f"{found.file}: tensor {name!r} has no place in the model of its config")
 
 
 def _check_tensor(
@@ -367,11 +379,11 @@ def _check_tensor(
 ) -> None:
     """Checks a tensor's shape and dtype; in a checkpoint in eight bits projections may have these, or others."""
     if name not in stored:
-        raise UserError(f"{folder} lacks tensor {name!r}, which its config.json asks for")
+        raise UserError(f"{folder} lacks tensor {name!r}, which the model's config asks for")
     found = stored[name]
     if found.shape != shape:
         raise UserError(
-            f"{found.file}: tensor {name!r} has shape {list(found.shape)}, config.json asks for {list(shape)}"
+            f"{found.file}: tensor {name!r} has shape {list(found.shape)}, the model's config asks for {list(shape)}"
         )
     allowed = [*_STORED_BYTES, *([CODES] if in_eight_bits else [])]
     if found.dtype not in allowed:
@@ -402,7 +414,7 @@ def _checked_scale(name: str, stored: Mapping[str, _Stored], format_: StoredQuan
     return scales
 
 
-def _check_tied_head(file: Path, decoder: Decoder, mesh: Mesh | None) -> None:
+def _check_tied_head(file: Path | Gguf, decoder: Decoder, mesh: Mesh | None) -> None:
     """Checks that a head stored next to a tied embedding equals it."""
     embedding = next(parameter for parameter in parameters(decoder) if parameter.names == (EMBEDDING,))
     value = embedding.variable[...]

@@ -72,8 +72,9 @@ class StoredQuantization:
 
 
 def read_quantization(folder: Path) -> StoredQuantization | None:
-    """What the `config.json` of a checkpoint folder says; errors are those of `StoredQuantization.from_hf`."""
-    return StoredQuantization.from_hf(read_json_object(Path(folder) / "config.json").get("quantization_config"))
+    """What the `config.json` of a checkpoint folder says; None without one, as for GGUF files."""
+    path = Path(folder) / "config.json"
+    return StoredQuantization.from_hf(read_json_object(path).get("quantization_config")) if path.is_file() else None
 
 
 def scale_name(name: str, stored: Mapping[str, Any]) -> str | None:

@@ -20,6 +20,7 @@ from tca_jax.engine.prompts import is_librarys
 from tca_jax.errors import UserError, require_type
 from tca_jax.models.aliases import ALIASES
 from tca_jax.models.config import ModelConfig, read_config
+from tca_jax.models.gguf import find_gguf, open_gguf
 from tca_jax.models.json_object import read_json_object, refuse_misspelt
 from tca_jax.models.names import MODEL
 from tca_jax.models.params import load_checkpoint
@@ -43,7 +44,7 @@ class Checkpoint:
     """A checkpoint before its weights are read: enough to encode prompts and to refuse what cannot run.
 
     Attributes:
-        folder: Where it lies on this machine.
+        folder: Its folder, or its GGUF file.
         name: What messages and profiles call it.
         config: Architecture.
         tokenizer: A transformers tokenizer, or None where the folder has none.
@@ -138,8 +139,9 @@ def load(
     """Loads a LLaMA 3.x, Qwen2, Qwen2.5 or Qwen3 checkpoint straight into device arrays.
 
     Args:
-        name_or_path: A local folder with config.json and *.safetensors, an alias (`tca_jax.models.ALIASES`, or
-            "recall-tiny", which ships with the package), or a Hugging Face Hub id; looked up in this order.
+        name_or_path: A local folder with config.json and *.safetensors; a GGUF file, one of several (gguf-split's, or
+            numbered pieces `model.gguf.00`), or a folder that holds one; an alias (`tca_jax.models.ALIASES`, or
+            "recall-tiny", which ships with the package); or a Hugging Face Hub id. Looked up in this order.
         profile: Head budgets: a folder that `Profile.save` wrote, a `Profile`, "shipped" for the one beside a shipped
             model, or None for exact full attention.
         dtype: Of weights and activations; None is bfloat16 on an accelerator and float32 on the CPU.
@@ -175,10 +177,20 @@ def open_checkpoint(name_or_path: Any, revision: str | None = None) -> Checkpoin
         FileNotFoundError: the folder or a file of it is missing (with its name).
     """
     folder = checkpoint_folder(name_or_path, revision)
+    if (file := find_gguf(folder)) is not None:
+        return _open_gguf(file)
     config = read_config(folder)
     tokenizer = _load_tokenizer(folder)
     eos = _eos_token_ids(folder, tokenizer, config.vocab_size)
     return Checkpoint(folder, _display_name(name_or_path), config, tokenizer, eos)
+
+
+def _open_gguf(file: Path) -> Checkpoint:
+    from tca_jax.models.gguf_tokenizer import build_tokenizer, stop_token_ids  # imports tokenizers
+
+    gguf = open_gguf(file)
+    config, tokenizer = gguf.config(), build_tokenizer(gguf.metadata, str(file))
+    return Checkpoint(file, file.name, config, tokenizer, stop_token_ids(gguf.metadata, str(file)))
 
 
 def check_dtype(dtype: Any) -> Any:
@@ -212,7 +224,7 @@ def _require_e4m3(what: str) -> None:
 
 
 def checkpoint_folder(name_or_path: Any, revision: str | None = None) -> Path:
-    """The local folder of a checkpoint, downloaded from the Hub where it is not on this machine.
+    """The local folder or GGUF file of a checkpoint, downloaded from the Hub where it is not on this machine.
 
     Raises:
         ValueError: neither an alias, nor a folder, nor a Hub id (lists the aliases), or a file.
@@ -223,12 +235,17 @@ def checkpoint_folder(name_or_path: Any, revision: str | None = None) -> Path:
     if len(name) > _LONGEST_NAME:
         raise UserError(f"name_or_path has {len(name):,} characters: must have at most {_LONGEST_NAME:,}")
     path = Path(name).expanduser()
+    if (file := find_gguf(path)) is not None:
+        _refuse_revision(revision, name)
+        return file
     if path.is_dir():  # first: a folder of the user's own is never hidden by a name of ours
         _refuse_dangling(path)
         _refuse_revision(revision, name)
         if not (path / "config.json").is_file():
-            raise FileNotFoundError(f"{path} holds no config.json: not a Hugging Face checkpoint folder")
+            raise FileNotFoundError(f"{path} holds neither config.json nor a GGUF file: not a checkpoint folder")
         return path
+    if path.suffix == ".gguf":
+        raise FileNotFoundError(f"name_or_path = {name!r} does not exist")
     if path.exists() or path.suffix == ".safetensors":
         raise UserError(f"name_or_path = {name!r} is a file: pass its folder, with config.json and *.safetensors")
     if name.lower() in SHIPPED:
@@ -290,9 +307,9 @@ def _is_supported(dtype: Any) -> bool:
 
 
 def _display_name(name_or_path: str | os.PathLike[str]) -> str:
-    """What messages and profiles call the model: no path of this machine, only the folder's own name."""
+    """What messages and profiles call the model: no path of this machine, only the name of the folder or file."""
     path = Path(name_or_path).expanduser()
-    return path.resolve().name if path.is_dir() else str(name_or_path)
+    return path.resolve().name if path.exists() else str(name_or_path)
 
 
 def _load_tokenizer(folder: Path) -> Any:

@@ -364,7 +364,7 @@ def test_a_profile_of_many_heads_fits_80_columns_uncut(tmp_path):
     ("args", "message"),
     [
         ("generate nosuch --prompt x", r"name_or_path = 'nosuch': no such folder.*alias. Aliases: recall-tiny, .*qwen"),
-        ("generate . --prompt x", r"holds no config.json"),
+        ("generate . --prompt x", r"holds neither config.json nor a GGUF file"),
         ("generate model/model.safetensors --prompt x", r"'model/model.safetensors' is a file: pass its folder"),
         ("generate model", r"give the prompt as --prompt or as --prompt-file; both may be repeated"),
         ("generate model --prompt ''", r"--prompt is empty"),

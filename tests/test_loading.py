@@ -156,7 +156,7 @@ def test_an_unknown_alias_lists_the_aliases():
 
 
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"holds no config.json"):
+    with pytest.raises(FileNotFoundError, match=r"holds neither config.json nor a GGUF file"):
         tca_jax.load(tmp_path)
 
 

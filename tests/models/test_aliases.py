@@ -21,6 +21,8 @@ from tca_jax.models.aliases import ALIASES
         ("qwen3-8b", "Qwen/Qwen3-8B"),
         ("qwen3-8b-base", "Qwen/Qwen3-8B-Base"),
         ("qwen3-32b", "Qwen/Qwen3-32B"),
+        ("qwen2.5-coder-1.5b-instruct", "Qwen/Qwen2.5-Coder-1.5B-Instruct"),
+        ("smollm2-135m", "HuggingFaceTB/SmolLM2-135M"),
     ],
 )
 def test_alias_names_its_repository(alias: str, repository: str) -> None:
@@ -28,8 +30,8 @@ def test_alias_names_its_repository(alias: str, repository: str) -> None:
 
 
 def test_aliases_are_distinct_lower_case_and_read_only() -> None:
-    assert len(set(ALIASES.values())) == len(ALIASES) == 10 + 14 + 11
-    assert all(re.fullmatch(r"[a-z]+[\d.]+-[\d.]+b(-instruct|-base)?", alias) for alias in ALIASES)
+    assert len(set(ALIASES.values())) == len(ALIASES) == 10 + 14 + 11 + 6 + 12
+    assert all(re.fullmatch(r"[a-z]+[\d.]+-(coder-)?[\d.]+[bm](-instruct|-base)?", alias) for alias in ALIASES)
     writable: Any = ALIASES
     with pytest.raises(TypeError):
         writable["mine"] = "me/mine"

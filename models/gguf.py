@@ -1,0 +1,577 @@
+"""GGUF checkpoints: header, metadata, config and tensors, dequantized one by one.
+
+The header is parsed here: `gguf.GGUFReader` takes 8 seconds for a vocabulary of 150,000 tokens and loops on damaged
+array lengths. Types and their dequantization come from the `gguf` package.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+import struct
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32
+
+from tca_jax.errors import UserError
+from tca_jax.models.config import ModelConfig
+from tca_jax.models.rope import RopeConfig, inverse_frequencies
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")  # a file of llama.cpp's gguf-split: each has a header
+_PIECE = re.compile(r"(.+\.gguf)\.(\d{1,4})")  # a piece of one file, as `split -d` names them
+_MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
+_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # value type -> struct format
+_FLOAT32, _STRING, _ARRAY = 6, 8, 9
+_MOST_AXES = 4
+_CHUNK = 2**22  # numbers that one thread dequantizes at a time
+_BUFFER = 2**24  # bytes of header that are read at a time
+
+# A tensor of GGUF -> its name in a Hugging Face checkpoint.
+_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_OF_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ROPE_FACTORS = "rope_freqs.weight"  # LLaMA 3.1's stretch of each dimension pair
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufTensor:
+    """A tensor, from a header."""
+
+    name: str  # in the GGUF file
+    source: _Bytes
+    shape: tuple[int, ...]  # as in a Hugging Face checkpoint: outputs first
+    type: Any  # gguf.GGMLQuantizationType
+    offset: int  # bytes, in `source`
+    permuted_heads: int  # heads whose rows pair up as (2i, 2i + 1); 0: they pair up as (i, i + d / 2), or it has none
+
+    def read(self, rows: slice = slice(None)) -> Float32[np.ndarray, ...]:
+        """Rows of axis 0, dequantized, in the checkpoint's order of rows before permuted heads are put back."""
+        from gguf.quants import dequantize
+
+        if len(self.shape) == 1:  # its blocks run along axis 0
+            return dataclasses.replace(self, shape=(1, *self.shape)).read()[0][rows]
+        start, stop, _ = rows.indices(self.shape[0])
+        of_row, width = self.bytes // self.shape[0], math.prod(self.shape[1:])
+        found = np.empty((stop - start, width), np.float32)
+        step = max(1, _CHUNK // width)
+
+        def fill(first: int) -> None:
+            count = min(step, stop - first)
+            stored = self.source.read(self.offset + first * of_row, count * of_row).reshape(count, of_row)
+            found[first - start : first - start + count] = dequantize(stored, self.type).reshape(count, width)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(fill, range(start, stop, step)))
+        return found.reshape(stop - start, *self.shape[1:])
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in the file."""
+        return _stored_bytes(self.shape, self.type)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Gguf:
+    """An open GGUF checkpoint; reads tensors as an open safetensors file does.
+
+    Attributes:
+        path: The file, or the first of several.
+        metadata: Values by key; arrays of strings are lists, arrays of numbers are NumPy arrays.
+        tensors: By their names in a Hugging Face checkpoint.
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def names(self) -> list[str]:
+        """Names of the tensors that a decoder has."""
+        return [name for name in self.tensors if name != _ROPE_FACTORS]
+
+    def get_tensor(self, name: str) -> Float32[np.ndarray, ...]:
+        """A tensor, dequantized, as a Hugging Face checkpoint has it."""
+        tensor = self.tensors[name]
+        value = tensor.read()
+        if not (heads := tensor.permuted_heads):
+            return value
+        pairs = value.reshape(heads, -1, 2, *value.shape[1:])  # [heads, d / 2, 2, ...]
+        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(value.shape)
+
+    def get_slice(self, name: str) -> _Slice:
+        """A tensor that is read by part."""
+        return _Slice(self, name)
+
+    def config(self) -> ModelConfig:
+        """The model's shape.
+
+        Raises:
+            ValueError: an architecture or option that is not supported, a key that is missing or invalid, or a missing
+                tensor; the message names the file.
+        """
+        try:
+            return ModelConfig.from_hf(self._entries())
+        except ValueError as error:
+            raise UserError(f"{self.path}: {error}") from error
+
+    def _entries(self) -> dict[str, Any]:
+        """The config.json of the model."""
+        arch = _architecture(self.metadata)
+        keys = _Keys(self.metadata, arch)
+        for key in ("expert_count", "attention.sliding_window"):
+            if keys.number(key, 0):
+                raise UserError(f"{arch}.{key} = {keys.number(key, 0)} is not supported: must be 0")
+        heads, hidden = keys.integer("attention.head_count"), keys.integer("embedding_length")
+        head_dim = keys.integer("attention.key_length", hidden // max(heads, 1))
+        if (rotated := keys.integer("rope.dimension_count", head_dim)) != head_dim:
+            raise UserError(
+                f"{arch}.rope.dimension_count = {rotated} is not supported: must be the head size {head_dim}"
+            )
+        entries: dict[str, Any] = {
+            "model_type": arch,
+            "vocab_size": self._required("model.embed_tokens.weight").shape[0],
+            "hidden_size": hidden,
+            "intermediate_size": keys.integer("feed_forward_length"),
+            "num_hidden_layers": keys.integer("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+            "max_position_embeddings": keys.integer("context_length"),
+            "tie_word_embeddings": "lm_head.weight" not in self.tensors,
+            "attention_bias": "model.layers.0.self_attn.o_proj.bias" in self.tensors,
+            "mlp_bias": "model.layers.0.mlp.down_proj.bias" in self.tensors,
+            "dtype": "float32",  # what tensors are dequantized to
+        }
+        return entries | {"rope_parameters": self._rope(keys, head_dim, entries["max_position_embeddings"])}
+
+    def _rope(self, keys: _Keys, head_dim: int, max_positions: int) -> dict[str, Any]:
+        """The entries of `rope_parameters`."""
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base", 10_000.0)}
+        factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))  # the second is older
+        kind = keys.text("rope.scaling.type", "none" if factor in (0, 1) else "linear")  # as llama.cpp takes it
+        if _ROPE_FACTORS in self.tensors:
+            if kind != "none":
+                raise UserError(f"{keys.arch}.rope.scaling = {kind} beside tensor {_ROPE_FACTORS!r} is not supported")
+            return self._llama3(rope, head_dim, max_positions)
+        if kind not in ("none", "linear", "yarn"):
+            raise UserError(f"{keys.arch}.rope.scaling.type = {kind!r} is not supported: must be none, linear or yarn")
+        if kind == "none":
+            return rope
+        rope |= {"rope_type": kind, "factor": factor}
+        if kind == "yarn":
+            original = keys.integer("rope.scaling.original_context_length", max_positions)
+            mscale = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+            rope |= {
+                "original_max_position_embeddings": original,
+                "beta_fast": keys.number("rope.scaling.yarn_beta_fast", 32.0),
+                "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0),
+                "attention_factor": keys.number("rope.scaling.attn_factor", 1.0) * mscale,
+            }
+        return rope
+
+    def _llama3(self, rope: dict[str, Any], head_dim: int, max_positions: int) -> dict[str, Any]:
+        """RoPE of LLaMA 3.1, whose options GGUF keeps as a factor for each dimension pair."""
+        stretched = self._required(_ROPE_FACTORS).read()
+        if stretched.shape != (head_dim // 2,):
+            raise UserError(f"tensor {_ROPE_FACTORS!r} has shape {list(stretched.shape)}: must be [{head_dim // 2}]")
+        rope = rope | _LLAMA3 | {"rope_type": "llama3", "factor": float(stretched.max(initial=1.0))}
+        config = RopeConfig.from_hf(rope, max_positions=max_positions)
+        plain = inverse_frequencies(head_dim, RopeConfig(theta=config.theta))
+        if not np.allclose(plain, inverse_frequencies(head_dim, config) * stretched, rtol=1e-3):
+            raise UserError(f"tensor {_ROPE_FACTORS!r} is not supported: must have the factors of LLaMA 3.1, {_LLAMA3}")
+        return rope
+
+    def _required(self, name: str) -> GgufTensor:
+        if name not in self.tensors:
+            names = {**_OUTER, **_OF_LAYER}
+            stored = next((g for g, hf in names.items() if name == f"{hf}.weight"), name)
+            raise UserError(f"tensor '{stored}.weight' is missing")
+        return self.tensors[name]
+
+
+class _Slice:
+    """A tensor of which parts are read: `slice[index]`, as `safetensors` has it."""
+
+    def __init__(self, gguf: Gguf, name: str) -> None:
+        self._gguf, self._name = gguf, name
+
+    def get_shape(self) -> list[int]:
+        return list(self._gguf.tensors[self._name].shape)
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        tensor = self._gguf.tensors[self._name]
+        axes = index if isinstance(index, tuple) else (index,)
+        if tensor.permuted_heads or not axes or not isinstance(axes[0], slice):
+            return self._gguf.get_tensor(self._name)[index]
+        return tensor.read(axes[0])[(slice(None), *axes[1:])]
+
+
+def find_gguf(path: Path) -> Path | None:
+    """The GGUF file that a path means: itself, or the only one of a folder without config.json; None for neither.
+
+    Raises:
+        ValueError: the folder holds several GGUF checkpoints.
+    """
+    if path.is_dir():
+        if (path / "config.json").exists():
+            return None
+        found = {_first_part(each) for each in path.iterdir() if _is_gguf(each)}
+        if len(found) > 1:
+            names = ", ".join(sorted(each.name for each in found))
+            raise UserError(f"{path} holds several GGUF checkpoints ({names}): pass the path of one")
+        return next(iter(found), None)
+    if _is_gguf(path) and path.exists():
+        return path.with_name(match[1]) if (match := _PIECE.fullmatch(path.name)) else path
+    return path if path.suffix == ".gguf" and _pieces(path) else None
+
+
+def open_gguf(path: Path) -> Gguf:
+    """Reads the headers of a GGUF checkpoint.
+
+    Args:
+        path: The file; any file of several by gguf-split (`-00001-of-00003.gguf`); or, of a file in numbered pieces
+            (`model.gguf.00`, `model.gguf.01`, as `split -d` makes them), one of them or their common name.
+
+    Raises:
+        FileNotFoundError: a file or a piece of several is missing.
+        ValueError: the `gguf` package is missing (extra "gguf"); or the file is truncated, not GGUF, of
+            another version, or of an architecture or a quantization that is not supported; the message
+            names file and tensor.
+    """
+    try:
+        import gguf.quants  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"{path}: GGUF files need the package gguf: pip install gguf, or the extra 'gguf'") from error
+    sources = [_Bytes.open(part) for part in _files(path)]
+    metadata: dict[str, Any] = {}
+    stored: dict[str, GgufTensor] = {}
+    for source in sources:
+        found, tensors = _Header(source).read()
+        metadata = metadata or found
+        for tensor in tensors:
+            if tensor.name in stored:
+                raise UserError(f"{source.name} is corrupt: there is a second tensor {tensor.name!r}")
+            stored[tensor.name] = tensor
+    _check_count(path, metadata, len(sources), len(stored))
+    try:
+        permuted = _permuted_heads(metadata, _architecture(metadata))
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+    named = {}
+    for tensor in stored.values():
+        _check_type(tensor)
+        name = _hf_name(tensor)
+        heads = next((heads for part, heads in permuted.items() if f".{part}." in tensor.name), 0)
+        if heads and tensor.shape[0] % (2 * heads):
+            raise UserError(
+                f"{tensor.source.name}: tensor {tensor.name!r} has {tensor.shape[0]} rows for {heads} heads"
+            )
+        named[name] = dataclasses.replace(tensor, permuted_heads=heads)
+    return Gguf(path, metadata, named)
+
+
+def _architecture(metadata: Mapping[str, Any]) -> str:
+    arch = metadata.get("general.architecture")
+    if arch not in ARCHITECTURES:
+        raise UserError(f"general.architecture = {arch!r} is not supported: must be one of {list(ARCHITECTURES)}")
+    return str(arch)
+
+
+def _permuted_heads(metadata: Mapping[str, Any], arch: str) -> dict[str, int]:
+    """Heads of the projections whose rows llama.cpp's converter permutes: those of LLaMA."""
+    if arch != "llama":
+        return {}
+    keys = _Keys(metadata, arch)
+    heads = keys.integer("attention.head_count")
+    return {"attn_q": heads, "attn_k": keys.integer("attention.head_count_kv", heads)}
+
+
+def _hf_name(tensor: GgufTensor) -> str:
+    """The name in a Hugging Face checkpoint; an unknown one is kept, and refused when it is loaded."""
+    stem, _, kind = tensor.name.rpartition(".")
+    if match := re.fullmatch(r"blk\.(\d{1,6})\.(\w+)", stem):
+        return f"model.layers.{int(match[1])}.{_OF_LAYER.get(match[2], match[2])}.{kind}"
+    return f"{_OUTER[stem]}.{kind}" if stem in _OUTER else tensor.name
+
+
+def _check_type(tensor: GgufTensor) -> None:
+    """Raises ValueError unless the `gguf` package dequantizes the tensor's type."""
+    from gguf import GGML_QUANT_SIZES
+    from gguf.quants import dequantize
+
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[tensor.type][1]), np.uint8), tensor.type)
+    except NotImplementedError:
+        raise UserError(
+            f"{tensor.source.name}: tensor {tensor.name!r} has the type {tensor.type.name}, which the gguf package "
+            "does not dequantize: convert the file to another type"
+        ) from None
+
+
+def _check_count(path: Path, metadata: Mapping[str, Any], files: int, tensors: int) -> None:
+    for key, found in (("split.count", files), ("split.tensors.count", tensors)):
+        stated = metadata.get(key, found)
+        if isinstance(stated, bool) or not isinstance(stated, int):
+            raise UserError(f"{path}: {key} = {stated!r}: must be an integer")
+        if stated not in (0, found):
+            raise UserError(f"{path}: {key} = {stated}, but there are {found}: pass one of files -00001-of-{stated:05}")
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf" or _PIECE.fullmatch(path.name) is not None
+
+
+def _first_part(path: Path) -> Path:
+    """One path for all files of a checkpoint."""
+    if match := _PIECE.fullmatch(path.name):
+        path = path.with_name(match[1])
+    if match := _SPLIT.fullmatch(path.name):
+        path = path.with_name(f"{match[1]}-00001-of-{match[3]}.gguf")
+    return path
+
+
+def _files(path: Path) -> list[Path]:
+    """The files of a checkpoint that gguf-split has made, or the only one."""
+    if match := _PIECE.fullmatch(path.name):
+        path = path.with_name(match[1])
+    if not (match := _SPLIT.fullmatch(path.name)):
+        return [path]
+    count = int(match[3])
+    files = [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, count + 1)]
+    missing = [file for file in files if not file.exists() and not _pieces(file)]
+    if missing or not files:
+        raise FileNotFoundError(f"{(missing or [path])[0]} is missing: the checkpoint has {count} files")
+    return files
+
+
+def _pieces(path: Path) -> list[Path]:
+    """Numbered pieces of a file, in order.
+
+    Raises:
+        FileNotFoundError: one between two others is missing.
+    """
+    numbered = {}
+    for each in path.parent.iterdir() if path.parent.is_dir() else ():
+        if (match := _PIECE.fullmatch(each.name)) and match[1] == path.name:
+            numbered[int(match[2])] = each
+    if not numbered:
+        return []
+    first = 0 if 0 in numbered else 1
+    for number in range(first, max(numbered) + 1):
+        if number not in numbered:
+            raise FileNotFoundError(f"{path}: piece {number} is missing (there are {sorted(numbered)})")
+    return [numbered[number] for number in sorted(numbered)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bytes:
+    """The bytes of a file, or of its pieces one after the other."""
+
+    name: Path
+    parts: tuple[tuple[Path, int, int], ...]  # file, its first byte, its end
+
+    @classmethod
+    def open(cls, path: Path) -> _Bytes:
+        files = [path] if path.exists() else _pieces(path)
+        if not files:
+            raise FileNotFoundError(f"{path} does not exist")
+        start, parts = 0, []
+        for file in files:
+            parts.append((file, start, start := start + file.stat().st_size))
+        return cls(path, tuple(parts))
+
+    @property
+    def size(self) -> int:
+        return self.parts[-1][2]
+
+    def read(self, offset: int, count: int) -> np.ndarray:
+        """Bytes, uint8; fewer than asked for at the end."""
+        found = []
+        for file, start, stop in self.parts:
+            first, last = max(offset, start), min(offset + count, stop)
+            if first < last:
+                found.append(np.fromfile(file, np.uint8, last - first, offset=first - start))
+        return found[0] if len(found) == 1 else np.concatenate(found or [np.empty(0, np.uint8)])
+
+
+class _Keys:
+    """Metadata of an architecture, checked."""
+
+    def __init__(self, metadata: Mapping[str, Any], arch: str) -> None:
+        self.metadata, self.arch = metadata, arch
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._value(key, default)
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.size and (value == value[0]).all():
+            value = int(value[0])  # of each layer
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise UserError(f"{self.arch}.{key} = {value!r}: must be an integer, the same for all layers")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise UserError(f"{self.arch}.{key} = {value!r}: must be a number")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise UserError(f"{self.arch}.{key} = {value!r}: must be text")
+        return value
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.metadata.get(f"{self.arch}.{key}", default)
+        if value is None:
+            raise UserError(f"metadata key {self.arch}.{key!s} is missing")
+        return value
+
+
+class _Header:
+    """The header of one file."""
+
+    def __init__(self, source: _Bytes) -> None:
+        self._source, self._at, self._start = source, 0, 0
+        self._buffer = b""
+
+    def read(self) -> tuple[dict[str, Any], list[GgufTensor]]:
+        """Metadata and tensors.
+
+        Raises:
+            ValueError: the file is truncated, not GGUF, or corrupt; the message names file and tensor.
+        """
+        if self._take(4) != _MAGIC:
+            raise UserError(f"{self._source.name} is not a GGUF file: it does not begin with {_MAGIC!r}")
+        version = self._number("I")
+        if version not in _VERSIONS:
+            other = " (big-endian)" if version & 0xFFFF == 0 else ""
+            raise UserError(f"{self._source.name} is GGUF version {version}{other}: must be one of {list(_VERSIONS)}")
+        num_tensors, num_keys = self._number("Q"), self._number("Q")
+        metadata: dict[str, Any] = {}
+        self._require(num_keys, 12)
+        for _ in range(num_keys):
+            key = self._string()
+            if key in metadata:
+                raise self._corrupt(f"there is a second key {key!r}")
+            metadata[key] = self._value(self._number("I"), key)
+        self._require(num_tensors, 24)
+        infos = [self._info() for _ in range(num_tensors)]
+        return metadata, self._tensors(infos, metadata.get("general.alignment", _ALIGNMENT))
+
+    def _tensors(self, infos: list[tuple[str, tuple[int, ...], Any, int]], alignment: Any) -> list[GgufTensor]:
+        """Tensors of a file; each begins where the one before it ends, which also shows most damage."""
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise self._corrupt(f"general.alignment = {alignment!r}, must be a power of two")
+        data, expected, found = -(-self._at // alignment) * alignment, 0, []
+        for name, shape, type_, offset in infos:
+            if offset != expected:
+                raise self._corrupt(f"tensor {name!r} begins at byte {offset} of the data, must begin at {expected}")
+            size = _stored_bytes(shape, type_)
+            if data + offset + size > self._source.size:
+                raise UserError(
+                    f"{self._source.name} is truncated: tensor {name!r} ends at byte {data + offset + size:,}, "
+                    f"the file has {self._source.size:,}"
+                )
+            expected = -(-(offset + size) // alignment) * alignment
+            found.append(GgufTensor(name, self._source, shape, type_, data + offset, 0))
+        if (rest := self._source.size - data - expected) > 0:
+            raise self._corrupt(f"{rest:,} bytes follow the last tensor")
+        return found
+
+    def _info(self) -> tuple[str, tuple[int, ...], Any, int]:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        name, axes = self._string(), self._number("I")
+        if not 1 <= axes <= _MOST_AXES:
+            raise self._corrupt(f"tensor {name!r} has {axes} axes, must have 1 to {_MOST_AXES}")
+        shape = tuple(self._number("Q") for _ in range(axes))[::-1]
+        number, offset = self._number("I"), self._number("Q")
+        try:
+            type_ = GGMLQuantizationType(number)
+        except ValueError:
+            known = ", ".join(each.name for each in GGMLQuantizationType)
+            raise UserError(
+                f"{self._source.name}: tensor {name!r} has the unknown type {number}: must be one of {known}"
+            ) from None
+        if not all(0 < size < 2**31 for size in shape) or shape[-1] % GGML_QUANT_SIZES[type_][0]:
+            raise self._corrupt(f"tensor {name!r} has shape {list(shape)} in type {type_.name}")
+        return name, shape, type_, offset
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind in _SCALARS:
+            value = self._number(_SCALARS[kind])
+            # Of float32 the shortest decimal, as config.json has it: 1e-5, not 9.999999747378752e-06.
+            return float(str(np.float32(value))) if kind == _FLOAT32 else value
+        if kind != _ARRAY:
+            raise self._corrupt(f"key {key!r} has the unknown value type {kind}")
+        inner, count = self._number("I"), self._number("Q")
+        if inner == _STRING:
+            self._require(count, 8)
+            return [self._string() for _ in range(count)]
+        if inner not in _SCALARS:
+            raise self._corrupt(f"key {key!r} has an array of the value type {inner}")
+        dtype = np.dtype(_SCALARS[inner])
+        return np.frombuffer(self._take(count * dtype.itemsize), dtype)
+
+    def _string(self) -> str:
+        try:
+            return self._take(self._number("Q")).decode("utf-8")
+        except UnicodeDecodeError:
+            raise self._corrupt(f"the text that ends at byte {self._at:,} is not UTF-8") from None
+
+    def _number(self, format_: str) -> Any:
+        return struct.unpack("<" + format_, self._take(struct.calcsize("<" + format_)))[0]
+
+    def _require(self, count: int, size: int = 1) -> None:
+        """Raises ValueError unless the file goes on for `count` entries of at least `size` bytes."""
+        if count * size > self._source.size - self._at:
+            raise UserError(
+                f"{self._source.name} is truncated or corrupt: at byte {self._at:,} of {self._source.size:,} it "
+                f"announces {count:,} entries of {size} bytes"
+            )
+
+    def _take(self, count: int) -> bytes:
+        self._require(count)
+        first = self._at - self._start
+        if first + count > len(self._buffer):
+            self._start, first = self._at, 0
+            self._buffer = self._source.read(self._at, max(count, _BUFFER)).tobytes()
+        self._at += count
+        return self._buffer[first : first + count]
+
+    def _corrupt(self, reason: str) -> UserError:
+        return UserError(f"{self._source.name} is corrupt: {reason}")
+
+
+def _stored_bytes(shape: tuple[int, ...], type_: Any) -> int:
+    from gguf import GGML_QUANT_SIZES
+
+    block, size = GGML_QUANT_SIZES[type_]
+    return math.prod(shape) // block * size

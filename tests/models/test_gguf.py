@@ -1,0 +1,453 @@
+"""GGUF checkpoints: parameters equal those of safetensors; every type, several files, damaged and unsupported files."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from gguf.quants import _type_traits, dequantize, quantize
+from gguf_files import GgufFile, byte_tokenizer, llama3_factors
+from meshes import mesh_of
+from random_decoders import random_decoder
+from tiny import CONFIG
+
+import tca_jax
+from tca_jax.errors import UserError
+from tca_jax.models.config import ModelConfig
+from tca_jax.models.decoder import Decoder
+from tca_jax.models.fingerprint import fingerprint
+from tca_jax.models.gguf import Gguf, find_gguf, open_gguf
+from tca_jax.models.gguf_tokenizer import build_tokenizer
+from tca_jax.models.params import load_checkpoint, save_decoder
+from tca_jax.models.rope import RopeConfig
+
+Type = gguf.GGMLQuantizationType
+TYPES = [Type.F32, Type.F16, *_type_traits]
+SIZED = dataclasses.replace(CONFIG, vocab_size=258, hidden_size=64, rope=RopeConfig(theta=500_000.0))
+LLAMA3 = RopeConfig("llama3", theta=500_000.0, factor=32.0, original_max_positions=8192)
+CONFIGS = {
+    "llama": dataclasses.replace(SIZED, tie_embeddings=True, qkv_bias=True, o_bias=True, mlp_bias=True, rope=LLAMA3),
+    "qwen2": dataclasses.replace(SIZED, family="qwen2", num_layers=3, rms_norm_eps=1e-6, qkv_bias=True),
+    "qwen3": dataclasses.replace(SIZED, family="qwen3", head_dim=24, qk_norm=True),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every kind of parameter but the QK norm, in safetensors."""
+    folder = tmp_path_factory.mktemp("safetensors")
+    save_decoder(folder, random_decoder(CONFIGS["llama"]), jnp.float32)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def file(checkpoint: Path) -> GgufFile:
+    """`checkpoint`, with a tokenizer."""
+    return GgufFile.of_checkpoint(checkpoint).changed(byte_tokenizer())
+
+
+def assert_equal_weights(a: Decoder, b: Decoder) -> None:
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(a), nnx.state(b))
+
+
+def assert_equal_tensors(a: Gguf, b: Gguf) -> None:
+    assert a.tensors.keys() == b.tensors.keys()
+    for name in a.tensors:
+        np.testing.assert_array_equal(a.get_tensor(name), b.get_tensor(name))
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_parameters_equal_those_of_safetensors(config: ModelConfig, tmp_path: Path) -> None:
+    save_decoder(tmp_path, random_decoder(config), jnp.float32)
+    path = GgufFile.of_checkpoint(tmp_path).write(tmp_path / "model.gguf")
+    found = open_gguf(path).config()
+    assert found == config
+    ours, expected = load_checkpoint(path, found, jnp.float32), load_checkpoint(tmp_path, config, jnp.float32)
+    assert_equal_weights(ours.decoder, expected.decoder)
+    assert fingerprint(ours.decoder) == fingerprint(expected.decoder)
+
+
+SCALING = ".rope.scaling."
+YARN = {"type": "yarn", "theta": 500_000.0, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, RopeConfig(theta=500_000.0)),
+        ({".rope.freq_base": None}, RopeConfig(theta=10_000.0)),
+        ({f"{SCALING}type": "none", f"{SCALING}factor": 4.0}, RopeConfig(theta=500_000.0)),
+        *(
+            (keys, RopeConfig("linear", 500_000.0, factor=2.5, original_max_positions=4096))
+            for keys in (
+                {f"{SCALING}type": "linear", f"{SCALING}factor": 2.5},
+                {f"{SCALING}factor": 2.5},
+                {".rope.scale_linear": 2.5},
+            )
+        ),
+        (
+            {f"{SCALING}type": "yarn", f"{SCALING}factor": 4.0},
+            RopeConfig(**YARN, original_max_positions=4096, attention_factor=0.1 * np.log(4) + 1),
+        ),
+        (
+            {f"{SCALING}type": "yarn", f"{SCALING}factor": 4.0}
+            | {f"{SCALING}original_context_length": 16, f"{SCALING}attn_factor": 0.5}
+            | {f"{SCALING}yarn_beta_fast": 24.0, f"{SCALING}yarn_beta_slow": 2.0},
+            RopeConfig(
+                **YARN,
+                original_max_positions=16,
+                attention_factor=0.5 * (0.1 * np.log(4) + 1),
+                beta_fast=24.0,
+                beta_slow=2.0,
+            ),
+        ),
+    ],
+)
+def test_rope_scaling_is_read(keys: dict[str, Any], expected: RopeConfig, file: GgufFile, tmp_path: Path) -> None:
+    path = file.changed(keys).with_tensors({"rope_freqs.weight": None}).write(tmp_path / "model.gguf")
+    assert open_gguf(path).config().rope == expected
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random scales may be infinite
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+def test_types_dequantize_chunk_by_chunk(
+    kind: gguf.GGMLQuantizationType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    columns = 512 // block
+    stored = np.random.default_rng(kind).integers(0, 256, (24, columns * size), np.uint8)
+    file = GgufFile("qwen2", {}, {"token_embd.weight": stored}, {"token_embd.weight": kind})
+    monkeypatch.setattr("tca_jax.models.gguf._CHUNK", 5 * 512 + 1)  # rows of a chunk: 5, of the last: 4
+    opened, name = open_gguf(file.write(tmp_path / "model.gguf")), "model.embed_tokens.weight"
+    expected = dequantize(stored, kind)
+    assert expected.shape == (24, 512)
+    np.testing.assert_array_equal(opened.get_tensor(name), expected)
+    part = opened.get_slice(name)
+    assert (part.get_shape(), part.get_dtype()) == ([24, 512], "F32")
+    for index in (np.s_[3:17, 100:301], np.s_[:, 7:9], np.s_[20:]):
+        np.testing.assert_array_equal(part[index], expected[index])
+
+
+def test_vectors_may_be_quantized(tmp_path: Path) -> None:
+    stored = quantize(np.linspace(-1, 1, 96, dtype=np.float32), Type.Q8_0)
+    file = GgufFile("qwen2", {}, {"output_norm.weight": stored}, {"output_norm.weight": Type.Q8_0})
+    opened = open_gguf(file.write(tmp_path / "model.gguf"))
+    expected = dequantize(stored, Type.Q8_0)
+    np.testing.assert_array_equal(opened.get_tensor("model.norm.weight"), expected)
+    np.testing.assert_array_equal(opened.get_slice("model.norm.weight")[40:70], expected[40:70])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Type if kind not in TYPES], ids=lambda kind: kind.name)
+def test_other_types_are_refused(kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
+    stored = np.zeros((2, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
+    file = GgufFile("qwen2", {}, {"token_embd.weight": stored}, {"token_embd.weight": kind})
+    with pytest.raises(UserError, match=rf"model\.gguf: tensor 'token_embd.weight' has the type {kind.name}, "):
+        open_gguf(file.write(tmp_path / "model.gguf"))
+
+
+@pytest.fixture
+def parts(file: GgufFile, tmp_path: Path) -> list[Path]:
+    """Files as gguf-split makes them, alone in a folder."""
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    file.write(folder / "model.gguf", split_max_tensors=10)
+    return sorted(folder.iterdir())
+
+
+def pieces(file: GgufFile, folder: Path, first: int = 0, digits: int = 2) -> list[Path]:
+    """One file in three pieces, as `split -d` makes them; tensors span two."""
+    content = file.to_bytes()
+    folder.mkdir()
+    ends = [0, len(content) // 3, len(content) // 2 + 1, len(content)]
+    paths = [folder / f"model.gguf.{first + i:0{digits}}" for i in range(3)]
+    for path, start, end in zip(paths, ends, ends[1:], strict=False):
+        path.write_bytes(content[start:end])
+    return paths
+
+
+def test_split_files_open_from_any(parts: list[Path], file: GgufFile, tmp_path: Path) -> None:
+    whole = open_gguf(file.write(tmp_path / "model.gguf"))
+    assert len(parts) > 2
+    for path in (find_gguf(parts[0].parent), *parts):
+        opened = open_gguf(path)
+        assert_equal_tensors(opened, whole)
+        assert opened.config() == whole.config()
+
+
+def test_numbered_pieces_open_from_any(file: GgufFile, tmp_path: Path) -> None:
+    whole = open_gguf(file.write(tmp_path / "model.gguf"))
+    for paths in (pieces(file, tmp_path / "from 0"), pieces(file, tmp_path / "from 1", first=1, digits=1)):
+        common = paths[0].with_name("model.gguf")
+        for path in (paths[0].parent, common, *paths):
+            assert_equal_tensors(open_gguf(find_gguf(path)), whole)
+
+
+def test_pieces_of_split_files_open(parts: list[Path], file: GgufFile, tmp_path: Path) -> None:
+    whole, content = open_gguf(file.write(tmp_path / "model.gguf")), parts[1].read_bytes()
+    for number, part in enumerate((content[:1000], content[1000:])):
+        parts[1].with_name(f"{parts[1].name}.{number:02}").write_bytes(part)
+    parts[1].unlink()
+    assert_equal_tensors(open_gguf(find_gguf(parts[0].parent)), whole)
+
+
+def test_missing_files_are_named(parts: list[Path], file: GgufFile, tmp_path: Path) -> None:
+    moved = shutil.copy(parts[0], tmp_path / "renamed.gguf")
+    with pytest.raises(UserError, match=rf"renamed\.gguf: split\.count = {len(parts)}, but there are 1"):
+        open_gguf(moved)
+    parts[1].unlink()
+    with pytest.raises(FileNotFoundError, match=rf"{parts[1].name} is missing"):
+        open_gguf(parts[2])
+    numbered = pieces(file, tmp_path / "pieces")
+    numbered[2].unlink()
+    with pytest.raises(UserError, match=r"model\.gguf is truncated: tensor 'blk\.\d\.\w+\.weight' ends at byte"):
+        open_gguf(numbered[0])
+    numbered[2].write_bytes(b"")
+    numbered[1].unlink()
+    with pytest.raises(FileNotFoundError, match=r"model\.gguf: piece 1 is missing \(there are \[0, 2\]\)"):
+        open_gguf(numbered[0])
+
+
+def test_a_folder_means_one_checkpoint(parts: list[Path], file: GgufFile, checkpoint: Path, tmp_path: Path) -> None:
+    file.write(parts[0].with_name("other.gguf"))
+    with pytest.raises(UserError, match=r"parts holds several GGUF checkpoints \(model-.*, other\.gguf\)"):
+        find_gguf(parts[0].parent)
+    file.write(checkpoint / "model.gguf")
+    assert find_gguf(checkpoint) is None  # it has a config.json
+    assert find_gguf(tmp_path) is None
+    (checkpoint / "model.gguf").unlink()
+    assert find_gguf(tmp_path / "nowhere.gguf") is None
+
+
+def info_of(content: bytes, name: str) -> int:
+    """Place of a tensor's number of axes, which follows its name."""
+    return content.index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name)
+
+
+def patched(content: bytes, at: int, format_: str, value: int) -> bytes:
+    return content[:at] + struct.pack("<" + format_, value) + content[at + struct.calcsize("<" + format_) :]
+
+
+def patch_info(name: str, offset: int, format_: str, value: int) -> Callable[[GgufFile], bytes]:
+    """Writes a number behind a tensor's name: at 0 its axes, at 4 its sizes; behind them its type and its offset."""
+
+    def change(file: GgufFile) -> bytes:
+        content = file.to_bytes()
+        return patched(content, info_of(content, name) + offset, format_, value)
+
+    return change
+
+
+def patch_key(key: str, offset: int, format_: str, value: int) -> Callable[[GgufFile], bytes]:
+    """Writes a number behind a key: at 0 the type of its value, at 4 the value."""
+
+    def change(file: GgufFile) -> bytes:
+        content = file.to_bytes()
+        return patched(content, content.index(key.encode()) + len(key) + offset, format_, value)
+
+    return change
+
+
+def cut(share: float) -> Callable[[GgufFile], bytes]:
+    """Leaves a share of the header, or of header and data where it is above 1."""
+
+    def change(file: GgufFile) -> bytes:
+        content = file.to_bytes()
+        header = len(content) - sum(tensor.nbytes for tensor in file.tensors.values())
+        return content[: int(header * share if share <= 1 else header + (share - 1) * (len(content) - header))]
+
+    return change
+
+
+def with_keys(**keys: Any) -> Callable[[GgufFile], GgufFile]:
+    """`__` stands for "."."""
+    return lambda file: file.changed({key.replace("__", "."): value for key, value in keys.items()})
+
+
+def with_tensor(name: str, value: np.ndarray | None) -> Callable[[GgufFile], GgufFile]:
+    return lambda file: file.with_tensors({name: value})
+
+
+def scaled_factors(factor: float) -> Callable[[GgufFile], GgufFile]:
+    return with_tensor("rope_freqs.weight", np.float32(factor) * llama3_factors(16, 500_000.0, 32.0))
+
+
+def other_type_of_the_last(file: GgufFile) -> bytes:
+    name = "blk.9.attn_q.weight"
+    return patch_info(name, 20, "I", Type.F16)(file.with_tensors({name: np.ones((64, 64), np.float32)}))
+
+
+BAD = {
+    "empty": (lambda file: b"", "is truncated"),
+    "cut in the magic": (lambda file: file.to_bytes()[:3], "is truncated"),
+    "cut in the counts": (lambda file: file.to_bytes()[:20], "is truncated"),
+    "cut in the metadata": (cut(0.3), "is truncated"),
+    "cut in the tensors' list": (cut(0.95), "is truncated"),
+    "no data": (cut(1.0), r"is truncated: tensor 'token_embd\.weight' ends at byte"),
+    "half of the data": (cut(1.5), r"is truncated: tensor 'blk\.\d\.\w+\.\w+' ends at byte"),
+    "bytes too many": (lambda file: file.to_bytes() + bytes(32), "32 bytes follow the last tensor"),
+    "magic": (lambda file: b"GGML" + file.to_bytes()[4:], "is not a GGUF file"),
+    "version 1": (lambda file: patched(file.to_bytes(), 4, "I", 1), r"is GGUF version 1: must be one of \[2, 3\]"),
+    "big-endian": (lambda file: patched(file.to_bytes(), 4, "I", 3 << 24), r"\(big-endian\)"),
+    "tensors without end": (lambda file: patched(file.to_bytes(), 8, "Q", 2**60), "truncated or corrupt"),
+    "keys without end": (lambda file: patched(file.to_bytes(), 16, "Q", 2**60), "truncated or corrupt"),
+    "string without end": (lambda file: patched(file.to_bytes(), 24, "Q", 2**62), "truncated or corrupt"),
+    "array without end": (patch_key("tokenizer.ggml.tokens", 8, "Q", 2**40), "truncated or corrupt"),
+    "text": (lambda file: file.to_bytes().replace(b"llama.block", b"\xffllama.bloc"), "is not UTF-8"),
+    "value type": (patch_key("llama.block_count", 0, "I", 77), "'llama.block_count' has the unknown value type 77"),
+    "nested array": (patch_key("tokenizer.ggml.tokens", 4, "I", 9), "'tokenizer.ggml.tokens' has an array of the"),
+    "second key": (
+        lambda file: file.changed({"note.a": 1, "note.b": 1}).to_bytes().replace(b"note.b", b"note.a"),
+        "there is a second key 'note.a'",
+    ),
+    "alignment": (with_keys(general__alignment=24), "general.alignment = 24, must be a power of two"),
+    "split count": (with_keys(split__count="three"), "split.count = 'three': must be an integer"),
+    "tensor count": (with_keys(split__tensors__count=5), r"split.tensors.count = 5, but there are \d\d"),
+    "architecture": (
+        lambda file: dataclasses.replace(file, arch="gemma3"),
+        r"general.architecture = 'gemma3' is not supported: must be one of \['llama', 'qwen2', 'qwen3'\]",
+    ),
+    "missing key": (lambda file: file.changed({".block_count": None}), "llama.block_count is missing"),
+    "text for a number": (lambda file: file.changed({".block_count": "2"}), "llama.block_count = '2': must be an int"),
+    "flag for a number": (lambda file: file.changed({".rope.freq_base": True}), "llama.rope.freq_base = True: must be"),
+    "number for text": (lambda file: file.changed({".rope.scaling.type": 3}), "llama.rope.scaling.type = 3: must be"),
+    "heads by layer": (lambda file: file.changed({".attention.head_count": [4, 2]}), "head_count = .*same for all"),
+    "no heads": (lambda file: file.changed({".attention.head_count": 0}), "num_attention_heads'] = 0: must be a pos"),
+    "NaN": (lambda file: file.changed({".rope.freq_base": float("nan")}), "rope.freq_base = nan: must be a number"),
+    "experts": (lambda file: file.changed({".expert_count": 8}), "llama.expert_count = 8 is not supported"),
+    "sliding window": (lambda file: file.changed({".attention.sliding_window": 64}), "sliding_window = 64 is not"),
+    "partial RoPE": (lambda file: file.changed({".rope.dimension_count": 8}), "rope.dimension_count = 8 is not"),
+    "head size": (lambda file: file.changed({".attention.key_length": 2**31}), "rope.dimension_count = 16 is not"),
+    "RoPE type": (
+        lambda file: file.changed({".rope.scaling.type": "longrope"}).with_tensors({"rope_freqs.weight": None}),
+        "rope.scaling.type = 'longrope' is not supported: must be none, linear or yarn",
+    ),
+    "two scalings": (lambda file: file.changed({".rope.scaling.factor": 4.0}), "linear beside tensor 'rope_freqs.weig"),
+    "RoPE factors": (scaled_factors(1.01), "tensor 'rope_freqs.weight' is not supported: must have the factors of"),
+    "RoPE factors' size": (with_tensor("rope_freqs.weight", np.ones(7, np.float32)), r"freqs.weight' has shape \[7\]"),
+    "no embedding": (with_tensor("token_embd.weight", None), "tensor 'token_embd.weight' is missing"),
+    "no norm": (with_tensor("output_norm.weight", None), "lacks tensor 'model.norm.weight'"),
+    "no keys": (with_tensor("blk.1.attn_k.weight", None), "lacks tensor 'model.layers.1.self_attn.k_proj.weight'"),
+    "a layer too few": (lambda file: file.changed({".block_count": 3}), "num_hidden_layers = 3"),
+    "unknown tensor": (with_tensor("blk.0.attn_sinks.weight", np.ones(4, np.float32)), "'model.layers.0.attn_sinks.we"),
+    "norm's shape": (with_tensor("output_norm.weight", np.ones(32, np.float32)), r"'model.norm.weight' has shape \[32"),
+    "queries' rows": (
+        with_tensor("blk.0.attn_q.weight", np.ones((60, 64), np.float32)),
+        "tensor 'blk.0.attn_q.weight' has 60 rows for 4 heads",
+    ),
+    "second tensor": (
+        lambda file: file.to_bytes().replace(b"blk.1.attn_v.weight", b"blk.0.attn_v.weight"),
+        "there is a second tensor 'blk.0.attn_v.weight'",
+    ),
+    "no axes": (patch_info("token_embd.weight", 0, "I", 0), "tensor 'token_embd.weight' has 0 axes"),
+    "five axes": (patch_info("token_embd.weight", 0, "I", 5), "tensor 'token_embd.weight' has 5 axes"),
+    "size 0": (patch_info("token_embd.weight", 4, "Q", 0), r"tensor 'token_embd.weight' has shape \[258, 0\]"),
+    "unknown type": (patch_info("token_embd.weight", 20, "I", 99), "'token_embd.weight' has the unknown type 99: must"),
+    "half a block": (patch_info("blk.0.attn_q.weight", 20, "I", Type.Q4_K), r"has shape \[64, 64\] in type Q4_K"),
+    "other type": (patch_info("blk.0.attn_q.weight", 20, "I", Type.F16), r"must begin at"),
+    "other type of the last": (other_type_of_the_last, "bytes follow the last tensor"),
+    "offset": (patch_info("blk.0.attn_q.weight", 24, "Q", 32), "'blk.0.attn_q.weight' begins at byte 32 of the data"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD)
+def test_bad_files_are_refused_unread(
+    change: Callable[[GgufFile], GgufFile | bytes],
+    message: str,
+    file: GgufFile,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tca_jax.models.params.place_tensor", lambda *_: pytest.fail("a tensor was read"))
+    changed, path = change(file), tmp_path / "bad.gguf"
+    path.write_bytes(changed if isinstance(changed, bytes) else changed.to_bytes())
+    with pytest.raises(UserError, match=message) as caught:
+        load_checkpoint(path, open_gguf(path).config(), jnp.float32)
+    assert str(path) in str(caught.value)
+
+
+def test_the_gguf_package_is_optional(file: GgufFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = file.write(tmp_path / "model.gguf")
+    for module in [name for name in sys.modules if name.partition(".")[0] == "gguf"]:
+        monkeypatch.setitem(sys.modules, module, None)  # importing it is now an error
+    with pytest.raises(UserError, match=r"model\.gguf: GGUF files need the package gguf: pip install gguf"):
+        tca_jax.load(path)
+
+
+class Checked(Exception):
+    """A checkpoint has passed all checks."""
+
+
+@pytest.mark.filterwarnings("ignore")  # damaged numbers overflow, a damaged pre-tokenizer is replaced
+def test_random_damage_is_refused_or_harmless(file: GgufFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = {"tokens": ["a", "b", "ab", "<|im_end|>"], "token_type": [1, 1, 1, 3], "merges": ["a b"]}
+    vocabulary["eos_token_id"] = 3
+    file = file.changed({f"tokenizer.ggml.{key}": value for key, value in vocabulary.items()})
+    path, content, rng = tmp_path / "model.gguf", file.to_bytes(), np.random.default_rng(0)
+    path.write_bytes(content)
+    intact = open_gguf(path)
+    header = next(iter(intact.tensors.values())).offset
+    expected = {name: intact.get_tensor(name) for name in intact.tensors}
+
+    def description(opened: Gguf) -> Any:
+        return opened.config(), {name: tensor.shape for name, tensor in opened.tensors.items()}
+
+    def is_loaded() -> bool:
+        try:
+            opened = open_gguf(path)
+            build_tokenizer(opened.metadata, str(path))
+            if description(opened) != description(intact):
+                with pytest.raises(Checked):
+                    load_checkpoint(path, opened.config(), jnp.float32)
+        except (UserError, FileNotFoundError) as error:
+            if str(path) not in str(error):
+                raise
+            return False
+        assert opened.tensors.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_array_equal(opened.get_tensor(name), value)
+        return True
+
+    def placed(*_: Any) -> None:
+        raise Checked
+
+    monkeypatch.setattr("tca_jax.models.params.place_tensor", placed)
+    loaded = 0
+    for _ in range(200):
+        at, damage = int(rng.integers(header)), int(rng.integers(1, 256))
+        path.write_bytes(patched(content, at, "B", content[at] ^ damage))
+        start = time.perf_counter()
+        loaded += is_loaded()
+        assert time.perf_counter() - start < 5
+    assert 0 < loaded < 100
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
+def test_a_mesh_gets_the_same_parameters(file: GgufFile, tmp_path: Path) -> None:
+    path, config, mesh = file.write(tmp_path / "model.gguf"), CONFIGS["llama"], mesh_of((1, 2))
+    alone = load_checkpoint(path, config, jnp.float32).decoder
+    loaded = load_checkpoint(path, config, jnp.float32, mesh=mesh).decoder
+    assert_equal_weights(loaded, alone)
+
+
+def test_a_file_loads_and_generates(file: GgufFile, tmp_path: Path) -> None:
+    path = file.write(tmp_path / "model.gguf")
+    lm = tca_jax.load(path)
+    output = tca_jax.generate(lm, "the three", max_new_tokens=4, stop_token_ids=())
+    assert (lm.name, lm.eos_token_ids) == ("model.gguf", (257,))
+    assert lm.tokenizer.encode("the") == [256, ord("e")]
+    assert len(output.tokens[0]) == 4
+    quantized = tca_jax.load(path, dtype=jnp.bfloat16, weights="fp8")
+    assert (quantized.dtype, quantized.weights_dtype) == (jnp.bfloat16, jnp.float8_e4m3fn)
+    assert quantized.fingerprint == lm.fingerprint
