@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve-demo dev docs test test-integration test-slow test-gpu test-versions package lint types clean
+.PHONY: help models demo serve-demo dev docs test test-integration test-slow test-gpu test-versions package lint types clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -33,6 +33,9 @@ demo: $(VENV)/.installed  ## answer questions over a long document with TCA and 
 serve-demo: $(VENV)/.installed  ## serve the shipped model on a CPU, upload a document with curl, ask three questions at once
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[serve]"
 	sh examples/serve_demo.sh $(BIN)/tca-jax $(BIN)/python
+
+models: $(VENV)/.installed  ## fetch SmolLM2-135M and Qwen2.5-Coder-0.5B as GGUF files (590 MB)
+	$(BIN)/python -m tca_jax.lab.models fetch smollm2 qwen-0.5b
 
 dev: $(VENV)/.installed-dev  ## install with test and lint tools
 
