@@ -6,7 +6,7 @@ Memory is O(L): beside the residual stream a pass keeps what its caller takes of
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -171,6 +171,7 @@ class LayerPass:
         arrays: Callable[[int], tuple[Any, ...]] = lambda number: (),
         *,
         inputs: list[Array] | None = None,
+        of_layer: Callable[[int], Mapping[str, Any]] = lambda number: {},
         **static: Any,
     ) -> Iterator[Any]:
         """Runs every layer by an `attention_program`; yields what it measures.
@@ -179,19 +180,26 @@ class LayerPass:
             program: The program.
             arrays: Gives the arrays that it takes between RoPE's angles and the last ones, by the number of the layer.
             inputs: Gets the stream in front of every layer, where the program does not overwrite it.
-            **static: The program's static arguments.
+            of_layer: Gives static arguments that differ between layers, by the number of the layer.
+            **static: The program's other static arguments.
         """
         for number in range(len(self._layers)):
             if inputs is not None:
                 inputs.append(self._x)
             # No name holds what is passed: a stream and a layer's arrays go once the next ones are there.
-            self._x, measured = self._of_layer(number, program, self._x, *self._angles, *arrays(number), **static)
+            self._x, measured = self._of_layer(
+                number, program, self._x, *self._angles, *arrays(number), **static, **of_layer(number)
+            )
             yield measured
             self._step()
 
     def losses(self) -> Float32[np.ndarray, " P"]:
         """Loss in nats of the token after each one, once all layers have run."""
-        return on_host(self._of_decoder(_losses, self._x, self.targets))[0]
+        return on_host(self.finish(_losses))[0]
+
+    def finish(self, program: LayerProgram) -> Any:
+        """Runs `program(decoder, x, targets)`, a `layer_program`, on the stream behind the last layer."""
+        return self._of_decoder(program, self._x, self.targets)
 
     def slopes(
         self,

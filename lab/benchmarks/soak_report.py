@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import gc
@@ -24,7 +25,7 @@ _STAGES = {
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "s lowering",
     "/jax/core/compile/backend_compile_duration": "s in XLA",
 }
-_COMPILED = "s in XLA"
+_TRACED, _COMPILED = "s tracing", "s in XLA"
 
 
 @dataclasses.dataclass
@@ -63,13 +64,16 @@ class Compilations:
     def __init__(self) -> None:
         self.count = 0
         self.seconds = dict.fromkeys(_STAGES.values(), 0.0)
+        self.by_program = collections.defaultdict[str, float](float)  # seconds of lowering and XLA; traces are nested
         self._lock = threading.Lock()  # threads compile side by side
         jax.monitoring.register_event_duration_secs_listener(self._note)
 
-    def _note(self, event: str, duration_secs: float, **_: Any) -> None:
+    def _note(self, event: str, duration_secs: float, **of_event: Any) -> None:
         if (stage := _STAGES.get(event)) is not None:
             with self._lock:
                 self.seconds[stage] += duration_secs
+                if stage != _TRACED:
+                    self.by_program[of_event.get("fun_name", "")] += duration_secs
                 self.count += stage == _COMPILED
 
     def close(self) -> None:

@@ -1,0 +1,151 @@
+"""What the measuring sticks share: the methods that are named, files of records, intervals.
+
+A record is a line of JSON for one document under one method, so that further calls add documents and intervals are
+those of all of them. Rows of a table compare a method with full attention on the same documents.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from tca_jax.calibration.profile import Profile, head_gates
+from tca_jax.engine.lm import LM
+from tca_jax.equal_bytes import CallSizes, held_share, with_bytes
+from tca_jax.errors import UserError
+from tca_jax.methods.full import BASELINE
+from tca_jax.methods.registry import option_names
+from tca_jax.methods.written import joined, parse_parts
+
+_RESAMPLES = 2_000
+Record = dict[str, Any]
+
+
+class Named(NamedTuple):
+    """A model under a method, as tables name it."""
+
+    method: str
+    share: float | None  # of full attention's bytes, as asked for
+    lm: LM
+
+
+def named_methods(
+    lm: LM, methods: Sequence[str], shares: Sequence[float | None], profiles: Mapping[str, Path], tokens: int
+) -> Iterator[Named]:
+    """Full attention, the profiles, and each method at each share of full attention's bytes.
+
+    Args:
+        lm: The model.
+        methods: Names of the registry, with options behind a colon. `duoattention` takes its gates from the first
+            profile that knows what heads are worth, and reads prompts in full, as its authors' evaluation does.
+        shares: Of full attention's bytes for a document, in (0, 1]; None for the method's defaults.
+        profiles: Folders by the names that tables give them.
+        tokens: Length of the documents.
+
+    Raises:
+        ValueError: a method is unknown, or `duoattention` lacks a profile. A share that a method cannot take is printed
+            and left out.
+    """
+    read = {name: Profile.load(path) for name, path in profiles.items()}
+    for name in methods:
+        if name == "full":
+            yield Named("full", None, lm.with_method(BASELINE))
+            continue
+        for share in shares:
+            try:
+                plain, options = joined(parse_parts(name, "--methods"), "--methods")
+                options = _gates(plain, read) | options
+                known = (
+                    lm.with_method(plain, **options)
+                    if share is None
+                    else with_bytes(lm, plain, share, tokens, **options)
+                )
+            except UserError as error:
+                if share is None:
+                    raise
+                print(f"{name} at {share:.0%} is left out: {error}", flush=True)
+                continue
+            yield Named(name, share, known)
+    for name, profile in read.items():
+        yield Named(f"tca, {name}", None, lm.with_profile(profile))
+
+
+def _gates(name: str, profiles: Mapping[str, Profile]) -> dict[str, Any]:
+    if "gates" not in option_names(name):
+        return {}
+    for profile in profiles.values():
+        if not np.isnan(profile.keeping_worth).any():
+            return {"gates": head_gates(profile), "dense_prefill": True}
+    raise UserError(f"{name} needs gates: pass a profile that was calibrated by worth (--profile NAME=FOLDER)")
+
+
+def kv_share(lm: LM, tokens: int) -> float:
+    """Bytes of a document's cache over those of full attention, as `tca_jax.prefill` allocates them."""
+    return held_share(lm, CallSizes(tokens))
+
+
+def parse_profiles(given: Sequence[str]) -> dict[str, Path]:
+    """Folders by name, from NAME=FOLDER.
+
+    Raises:
+        ValueError: not of this form.
+    """
+    profiles = {}
+    for each in given:
+        name, equals, folder = each.partition("=")
+        if not (name and equals and folder):
+            raise UserError(f"--profile {each!r}: must be NAME=FOLDER")
+        profiles[name] = Path(folder)
+    return profiles
+
+
+def append(path: Path, record: Record) -> None:
+    """Adds a record to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def read_records(paths: Iterable[Path], stick: str) -> list[Record]:
+    """Records of one stick; of two of the same document and method the later one."""
+    found: dict[tuple[Any, ...], Record] = {}
+    for path in paths:
+        for line in path.read_text("utf-8").splitlines():
+            record = json.loads(line)
+            if record["stick"] == stick:
+                key = tuple(record[name] for name in ("model", "tokens", "method", "share", "seed"))
+                found[key] = record
+    return list(found.values())
+
+
+def grouped(records: Iterable[Record]) -> dict[tuple[str, int], dict[tuple[str, float | None], list[Record]]]:
+    """Records by model and length, then by method and share."""
+    groups: dict[Any, Any] = collections.defaultdict(lambda: collections.defaultdict(list))
+    for record in records:
+        groups[record["model"], record["tokens"]][record["method"], record["share"]].append(record)
+    return groups
+
+
+def interval(records: Sequence[Record], figure: Callable[[Sequence[Record]], float]) -> tuple[float, float, float]:
+    """A figure of documents and its 95% interval, by resampling documents."""
+    rng = np.random.default_rng(0)
+    drawn = [figure([records[i] for i in rng.integers(len(records), size=len(records))]) for _ in range(_RESAMPLES)]
+    low, high = np.nanquantile(drawn, (0.025, 0.975))
+    return figure(records), float(low), float(high)
+
+
+def device_name() -> str:
+    """The device that figures are of."""
+    return str(jax.devices()[0].device_kind)
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,91 @@
+"""Texts of the measuring sticks: Python's standard library and Vim's manual, in two halves by the hash of a name.
+
+`python -m tca_jax.lab.evaluation.texts --to FOLDER` copies both into a folder, for a machine that lacks one of them or
+has another version.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import typer
+
+from tca_jax.errors import UserError
+from tca_jax.lab.recall.corpus import source_files
+
+Half = Literal["calibration", "test"]
+KINDS = ("python", "manual")
+_MANUALS = "/usr/share/vim"
+
+
+def half_of(name: str) -> Half:
+    """The half that a file of this name belongs to."""
+    return "test" if hashlib.sha256(name.encode()).digest()[0] % 2 else "calibration"
+
+
+def files(kind: str, folder: Path | None = None) -> list[Path]:
+    """Files of a kind, sorted by name; those of `folder/kind`, or of this machine.
+
+    Raises:
+        FileNotFoundError: there are none; says where they come from.
+    """
+    if folder is not None:
+        found = [path for path in (folder / kind).glob("*") if path.is_file()]
+    elif kind == "python":
+        found = [path for path in source_files("train") if path.stat().st_size > 2_000] + list(source_files("held-out"))
+    else:
+        found = list(Path(_MANUALS).glob("vim*/doc/*.txt"))
+    if not found:
+        where = folder / kind if folder is not None else _MANUALS
+        raise FileNotFoundError(f"no {kind} texts in {where}: install Debian's vim-runtime, or pass --texts FOLDER")
+    return sorted(found, key=lambda path: (path.name, str(path)))
+
+
+@functools.lru_cache(maxsize=8)
+def read_half(kind: str, half: Half, folder: Path | None = None) -> str:
+    """All text of a kind and a half, one file after the other."""
+    parts = [path.read_text("utf-8", errors="ignore") for path in files(kind, folder) if half_of(path.name) == half]
+    return "\n".join(parts)
+
+
+def draw(rng: np.random.Generator, kind: str, half: Half, characters: int, folder: Path | None = None) -> str:
+    """A slice of so many characters, from the start of a line on.
+
+    Raises:
+        ValueError: the half of this kind has fewer characters.
+    """
+    text = read_half(kind, half, folder)
+    if len(text) < 2 * characters:
+        raise UserError(f"the {half} half of {kind} texts has {len(text):,} characters: {2 * characters:,} are needed")
+    start = text.index("\n", int(rng.integers(len(text) - characters - 10_000))) + 1
+    return text[start : start + characters]
+
+
+def collect(folder: Path) -> int:
+    """Copies all texts of this machine to a folder; returns their number. Names that repeat get a number."""
+    count = 0
+    for kind in KINDS:
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+        for path in files(kind):
+            name, number = path.name, 1
+            while (folder / kind / name).exists():
+                name, number = f"{path.stem}-{number}{path.suffix}", number + 1
+            shutil.copyfile(path, folder / kind / name)
+            count += 1
+    return count
+
+
+def main(to: Annotated[Path, typer.Option(help="Folder to copy the texts to; must not hold any yet.")]) -> None:
+    """Copies the texts of this machine to a folder."""
+    if to.exists() and any(to.iterdir()):
+        raise UserError(f"--to {to} is not empty: pass a new folder")
+    print(f"{collect(to)} files in {to}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
