@@ -72,53 +72,61 @@ def _rows(document: LateDocument, kind: str) -> list[int]:
     return [i for i, each in enumerate(document.kinds) if each == kind]
 
 
-def facts(records: Sequence[Record]) -> float:
-    """Share of the facts known under full attention that are right."""
-    values = [value for record in records for value in record["facts"]]
-    known = sum(value > 0 for value in values)
-    return sum(value == 2 for value in values) / known if known else np.nan
+def facts(records: Sequence[Record]) -> tuple[float, float, float]:
+    """Share of the facts known under full attention that are right, with its interval."""
+    right = [sum(value == 2 for value in record["facts"]) for record in records]
+    return interval(right, [sum(value > 0 for value in record["facts"]) for record in records])
 
 
-def copies(records: Sequence[Record]) -> float:
+def copies(records: Sequence[Record]) -> tuple[float, float, float]:
     """Right tokens of passages over full attention's."""
-    return sum(record["copied"] for record in records) / max(1, sum(record["copied_by_full"] for record in records))
+    return interval([record["copied"] for record in records], [record["copied_by_full"] for record in records])
 
 
 def following(records: Sequence[Record]) -> float:
     """Loss of the following text over full attention's, minus 1."""
-    return sum(record["next"] for record in records) / sum(record["next_by_full"] for record in records) - 1
+    return interval([record["next"] for record in records], [record["next_by_full"] for record in records])[0] - 1
 
 
 def table(records: Sequence[Record]) -> str:
-    """Markdown tables, one for each model and length."""
+    """Markdown tables, one for each model, device and length."""
     parts = []
-    for (model, tokens), methods in sorted(grouped(records).items()):
-        first = next(iter(methods.values()))
-        known = sum(value > 0 for record in first for value in record["facts"])
-        asked = sum(len(record["facts"]) for record in first)
+    for (model, device, tokens), methods in grouped(records).items():
+        known = {record["seed"]: record["facts"] for of_method in methods.values() for record in of_method}
+        asked = [value for of_document in known.values() for value in of_document]
         rows = [
             [
                 method if share is None else f"{method} at {share:.0%}",
+                str(len(of_method)),
                 f"{np.mean([record['kv_share'] for record in of_method]):.1%}",
                 f"{np.mean([record['kept'] for record in of_method]):.1%}",
                 f"{np.mean([record['attended'] for record in of_method]):.1%}",
-                _percent(interval(of_method, facts)),
-                _percent(interval(of_method, copies)),
+                _percent(facts(of_method)),
+                _percent(copies(of_method)),
                 f"{following(of_method):+.1%}",
             ]
-            for (method, share), of_method in sorted(methods.items(), key=lambda item: (item[0][0], item[0][1] or 0))
+            for (method, share), of_method in methods.items()
         ]
-        header = ("method", "bytes", "kept tokens", "attended pairs", "facts [95%]", "copies [95%]", "following loss")
+        header = (
+            "method",
+            "documents",
+            "bytes",
+            "kept",
+            "attended pairs",
+            "facts [95%]",
+            "copies [95%]",
+            "following loss",
+        )
         parts.append(
-            f"{model}, {tokens:,} tokens, {len(first)} documents, {first[0]['device']}: full attention answers "
-            f"{known} of {asked} facts.\n\n{markdown(header, rows)}"
+            f"{model}, {tokens:,} tokens, {device}: full attention answers {sum(value > 0 for value in asked)} of "
+            f"{len(asked)} facts.\n\n{markdown(header, rows)}"
         )
     return "\n\n".join(parts)
 
 
 def _percent(figure: tuple[float, float, float]) -> str:
     middle, low, high = figure
-    return f"{middle:.1%} [{low:.0%}, {high:.0%}]"
+    return f"{middle:.1%} [{low:.0%}, {high:.0%}]" if np.isfinite(middle) else "none known"
 
 
 def main(

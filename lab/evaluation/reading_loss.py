@@ -42,32 +42,26 @@ def measure(lm: LM, document: RepeatingDocument) -> Record:
 
 
 def table(records: Sequence[Record]) -> str:
-    """Markdown tables, one for each model and length."""
+    """Markdown tables, one for each model, device and length."""
     parts = []
-    for (model, tokens), methods in sorted(grouped(records).items()):
+    for (model, device, tokens), methods in grouped(records).items():
         full = {record["seed"]: record for record in methods["full", None]}
         rows = []
-        for (method, share), of_method in sorted(methods.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
-            both = [record | {"base": full[record["seed"]]["plain"]} for record in of_method]
-            plain, low, high = interval(both, _plain)
+        for (method, share), of_method in methods.items():
+            base = [full[record["seed"]]["plain"] for record in of_method]
+            plain, low, high = (x - 1 for x in interval([record["plain"] for record in of_method], base))
             rows.append(
                 [
                     method if share is None else f"{method} at {share:.0%}",
+                    str(len(of_method)),
                     f"{np.mean([record['attended'] for record in of_method]):.1%}",
                     f"{plain:+.1%} [{low:+.1%}, {high:+.1%}]",
                     *(f"{np.mean([record[name] for record in of_method]):.2f}" for name in ("copy", "fact")),
                 ]
             )
-        header = ("method", "attended pairs", "plain loss [95%]", "far copies, nats", "far facts, nats")
-        parts.append(
-            f"{model}, {tokens:,} tokens, {len(full)} documents, {next(iter(full.values()))['device']}.\n\n"
-            f"{markdown(header, rows)}"
-        )
+        header = ("method", "documents", "attended pairs", "plain loss [95%]", "far copies, nats", "far facts, nats")
+        parts.append(f"{model}, {tokens:,} tokens, {device}.\n\n{markdown(header, rows)}")
     return "\n\n".join(parts)
-
-
-def _plain(records: Sequence[Record]) -> float:
-    return sum(record["plain"] for record in records) / sum(record["base"] for record in records) - 1
 
 
 def main(

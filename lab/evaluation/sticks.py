@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import collections
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import lzma
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,31 +114,36 @@ def append(path: Path, record: Record) -> None:
 
 
 def read_records(paths: Iterable[Path], stick: str) -> list[Record]:
-    """Records of one stick; of two of the same document and method the later one."""
+    """Records of one stick, from files that may be packed (.xz); of two of a document and method the later one."""
     found: dict[tuple[Any, ...], Record] = {}
     for path in paths:
-        for line in path.read_text("utf-8").splitlines():
+        packed = path.read_bytes()
+        for line in (lzma.decompress(packed) if path.suffix == ".xz" else packed).decode().splitlines():
             record = json.loads(line)
             if record["stick"] == stick:
-                key = tuple(record[name] for name in ("model", "tokens", "method", "share", "seed"))
+                key = tuple(record[name] for name in ("model", "device", "tokens", "method", "share", "seed"))
                 found[key] = record
     return list(found.values())
 
 
-def grouped(records: Iterable[Record]) -> dict[tuple[str, int], dict[tuple[str, float | None], list[Record]]]:
-    """Records by model and length, then by method and share."""
+def grouped(records: Iterable[Record]) -> dict[tuple[str, str, int], dict[tuple[str, float | None], list[Record]]]:
+    """Records by model, device and length, then by method and share, in the order of tables."""
     groups: dict[Any, Any] = collections.defaultdict(lambda: collections.defaultdict(list))
-    for record in records:
-        groups[record["model"], record["tokens"]][record["method"], record["share"]].append(record)
+    for record in sorted(records, key=lambda r: (r["model"], r["device"], r["tokens"], r["method"], r["share"] or 0)):
+        group = groups[record["model"], record["device"], record["tokens"]]
+        group[record["method"], record["share"]].append(record)
     return groups
 
 
-def interval(records: Sequence[Record], figure: Callable[[Sequence[Record]], float]) -> tuple[float, float, float]:
-    """A figure of documents and its 95% interval, by resampling documents."""
-    rng = np.random.default_rng(0)
-    drawn = [figure([records[i] for i in rng.integers(len(records), size=len(records))]) for _ in range(_RESAMPLES)]
-    low, high = np.nanquantile(drawn, (0.025, 0.975))
-    return figure(records), float(low), float(high)
+def interval(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, float, float]:
+    """A ratio of sums over documents, and its 95% interval by resampling documents; NaN without a denominator."""
+    parts = np.asarray([numerators, denominators], float)
+    drawn = np.random.default_rng(0).integers(parts.shape[1], size=(_RESAMPLES, parts.shape[1]))
+    sums = np.concatenate([parts.sum(axis=1)[:, None], parts[:, drawn].sum(axis=-1)], axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.where(sums[1] > 0, sums[0] / sums[1], np.nan)
+    low, high = np.nanquantile(ratios[1:], (0.025, 0.975)) if np.isfinite(ratios[0]) else (np.nan, np.nan)
+    return float(ratios[0]), float(low), float(high)
 
 
 def device_name() -> str:
