@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
+from tca_jax.errors import UserError
 from tca_jax.layer_passes import LayerPass, TextPass, attention_program, layer_program
 from tca_jax.methods.base import CachePolicy, Heads, Method, compact, last_queries
 from tca_jax.methods.full import FullPrefill
@@ -66,8 +67,13 @@ def read_by(lm: LM, full: FullRead, scores: Float32[Array, "layers 1 Hkv L"] | N
         lm: The model under the method.
         full: The document; read again where the method's prompts attend to less than everything.
         scores: From `repetition_scores`, for a method that selects by a repetition.
+
+    Raises:
+        ValueError: each step of the method attends to other tokens of its cache (Quest), which no mask says.
     """
     method, lengths = lm.method, jnp.asarray([len(full.ids)])
+    if type(method.cache).attended is not CachePolicy.attended:
+        raise UserError(f"{method.name} chooses what each step attends to, which is no mask: use tca-jax eval")
     if not isinstance(method.prefill, FullPrefill):
         found = list(
             TextPass(lm, full.ids).layers(_attend_by, of_layer=lambda number: {"layer": number}, method=method)
