@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from tca_jax.calibration.journal import Journal
-from tca_jax.calibration.probes import ProbedText, Probes, probe_kinds, probed_texts
+from tca_jax.calibration.probes import Probes, probe_kinds, probed_texts
 from tca_jax.calibration.profile import Profile
 from tca_jax.calibration.scores import calibration_scores, choose_candidates
 from tca_jax.calibration.worth import Keeping, Reading, choose_keeping, choose_reading
@@ -27,7 +24,6 @@ from tca_jax.errors import UserError, is_finite_number, least_share, require_typ
 from tca_jax.layer_passes import HEADS, TextPass, attention_program
 from tca_jax.methods.candidates import kept_share
 from tca_jax.methods.config import Criterion, TCAConfig
-from tca_jax.models.projections import is_quantized
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 
 _DEFAULT_CONFIG = TCAConfig()
@@ -43,7 +39,6 @@ def calibrate(
     kept: float | None = None,
     attended: float | None = None,
     criterion: Criterion | None = None,
-    journal: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """Finds a reading and a cache row for every KV head: a head is worth the loss that its missing costs.
@@ -64,8 +59,6 @@ def calibrate(
             which are a probe: heads become denser in the order of their worth as long as they fit.
         attended: The same for the share of the texts' pairs (query, key) that heads attend to while they are read.
         criterion: "worth", "retained_mass" or "column_mean"; None for `config.criterion`.
-        journal: A file that keeps what was measured: a calibration that was interrupted goes on from there. It is
-            deleted at the end.
         progress: Called with (layers done, layers in all), summed over all passes, first with 0 done; the second number
             is an estimate that grows where searches take longer.
 
@@ -100,27 +93,15 @@ def calibrate(
     probed, kinds = probed_texts(lm, sequences, probes, config), probe_kinds(probes)
     if kept is not None:
         require_fit(kept, max(len(text.ids) for text in probed), config)
-    # A model's fingerprint is that of its weights before they are stored in eight bits.
-    stored = [str(lm.weights_dtype)] if is_quantized(lm.weights_dtype) else []
-    identity = [
-        *stored,
-        found["fingerprint"],
-        dataclasses.asdict(config),
-        found["sources"],
-        [_probed(text) for text in probed],
-    ]
-    trials = Journal(None if journal is None else Path(journal), [*identity, kept, attended])
     steps = _Steps(_LIKELY_PASSES * len(sequences) * lm.config.num_layers, progress)
-    reading = choose_reading(lm, sequences, config, attended=attended, journal=trials, step=steps.step)
+    reading = choose_reading(lm, sequences, config, attended=attended, step=steps.step)
     blocks = reading.found.more
-    keeping = choose_keeping(lm, probed, blocks, config, kinds=kinds, kept=kept, journal=trials, step=steps.step)
+    keeping = choose_keeping(lm, probed, blocks, config, kinds=kinds, kept=kept, step=steps.step)
     steps.finish()
     for text in _unexplained(lm, reading, keeping, kinds, bounded=kept is not None or attended is not None):
         warnings.warn(text, stacklevel=2)
     bounds = {"kept": kept, "attended": attended}
-    profile = _profile_of(reading, keeping, max(map(len, sequences)), bounds, found)
-    trials.remove()
-    return profile
+    return _profile_of(reading, keeping, max(map(len, sequences)), bounds, found)
 
 
 def _profile_of(
@@ -200,10 +181,6 @@ def _score_layer(
 
 def _source(ids: Sequence[int]) -> dict[str, Any]:
     return {"tokens": len(ids), "sha256": hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()}
-
-
-def _probed(text: ProbedText) -> list[Any]:
-    return [_source(text.ids), *(_source(probe.ids) for probe in text.segments)]
 
 
 def _unexplained(lm: LM, reading: Reading, keeping: Keeping, kinds: tuple[str, ...], *, bounded: bool) -> Iterator[str]:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int, Int32
 
-from tca_jax.calibration.journal import Journal
 from tca_jax.calibration.probe_losses import ReadText
 from tca_jax.calibration.probes import FOLLOW, ProbedText, Segment
 from tca_jax.calibration.search import Found, HeadMask, search
@@ -80,7 +79,6 @@ def choose_reading(
     config: TCAConfig,
     *,
     attended: float | None,
-    journal: Journal,
     step: Callable[[], None],
 ) -> Reading:
     """Finds the heads that must read blocks, so that loss inside the texts is close to full attention's.
@@ -90,13 +88,12 @@ def choose_reading(
         texts: Token ids of each.
         config: Hyperparameters.
         attended: Largest attended share; None for no bound.
-        journal: Keeps what was measured.
         step: Called once for every layer that has run.
 
     Raises:
         ValueError: the model computes NaN or infinity, or row 0 in every head attends to more than `attended`.
     """
-    objective = _ReadingObjective(lm, texts, config, journal, step)
+    objective = _ReadingObjective(lm, texts, config, step)
     if attended is not None and (least := objective.attended(objective.none)) > attended:
         raise UserError(
             f"attended = {attended}: must be at least {least_share(least)}, what row 0 in every head attends to; "
@@ -106,15 +103,23 @@ def choose_reading(
     return Reading(found, Losses(objective.full, objective.row0, objective.loss(found.more)))
 
 
+class _Measurements(dict[tuple[str, bytes], Any]):
+    """Measured values by name and by the heads or rows that they are of: the search asks for some of them again."""
+
+    def get_or(self, name: str, of: np.ndarray, measure: Callable[[], Any]) -> Any:
+        key = name, of.tobytes()
+        if key not in self:
+            self[key] = measure()
+        return self[key]
+
+
 class _ReadingObjective:
     """Loss inside texts, in units of a share of what row 0 in every head costs."""
 
-    def __init__(
-        self, lm: LM, texts: Sequence[Sequence[int]], config: TCAConfig, journal: Journal, step: Callable[[], None]
-    ) -> None:
-        self._losses, self._journal = TextLosses(lm, texts, config, step), journal
+    def __init__(self, lm: LM, texts: Sequence[Sequence[int]], config: TCAConfig, step: Callable[[], None]) -> None:
+        self._losses, self._measured = TextLosses(lm, texts, config, step), _Measurements()
         self.none = np.zeros((lm.config.num_layers, lm.config.num_kv_heads), bool)
-        self.full, self.row0, noise, shares = journal.get("reading", None, self._ends)
+        self.full, self.row0, noise, shares = self._ends()
         self._shares: Float64[np.ndarray, "layers Hkv 2"] = np.asarray(shares)
         # A cost that chance could make is none that heads could be told by.
         self._costs = is_sure(self.row0 - self.full, noise)
@@ -131,17 +136,17 @@ class _ReadingObjective:
         """Mean loss in nats per token where these heads read blocks."""
         if not more.any():
             return self.row0
-        return self._journal.get("reading loss", more, lambda: mean_loss(self._losses.of(more)))
+        return self._measured.get_or("loss", more, lambda: mean_loss(self._losses.of(more)))
 
     def gains(self, more: HeadMask) -> Float64[np.ndarray, "layers Hkv"]:
-        return -np.asarray(self._journal.get("reading slopes", more, lambda: self._losses.slopes(more).tolist()))
+        return -self._measured.get_or("slopes", more, lambda: self._losses.slopes(more))
 
     def _ends(self) -> tuple[float, float, float, Any]:
         """Loss under full attention and at row 0, the standard error of their difference, and attended shares."""
         full, row0 = self._losses.full(), self._losses.of(self.none)
         assert self._losses.shares is not None
         noise = standard_error(np.concatenate(full) - np.concatenate(row0))
-        return mean_loss(full), mean_loss(row0), noise, self._losses.shares.tolist()
+        return mean_loss(full), mean_loss(row0), noise, self._losses.shares
 
 
 def choose_keeping(
@@ -152,13 +157,12 @@ def choose_keeping(
     *,
     kinds: Sequence[str],
     kept: float | None,
-    journal: Journal,
     step: Callable[[], None],
 ) -> Keeping:
     """Finds the heads that must keep more than row 0, so that later questions are answered and text goes on.
 
     Args:
-        lm: As for `choose_reading`, like `config`, `journal` and `step`.
+        lm: As for `choose_reading`, like `config` and `step`.
         texts: Texts with their probes.
         reads_blocks: Heads that read blocks.
         kinds: Of the probes that were asked for.
@@ -169,7 +173,7 @@ def choose_keeping(
         rows = np.where(reads_blocks, config.num_candidates, 0).astype(np.int32)
         nothing = Found(reads_blocks, np.zeros(reads_blocks.shape), 0.0)
         return Keeping(nothing, rows, None, None, dict.fromkeys(kinds, 0))
-    objective = _KeepingObjective(lm, texts, reads_blocks, config, kinds, journal, step)
+    objective = _KeepingObjective(lm, texts, reads_blocks, config, kinds, step)
     tokens = max(len(text.ids) for text in texts)
 
     def fits(more: HeadMask) -> bool:
@@ -219,12 +223,11 @@ class _KeepingObjective:
         reads_blocks: HeadMask,
         config: TCAConfig,
         kinds: Sequence[str],
-        journal: Journal,
         step: Callable[[], None],
     ) -> None:
         self._lm, self._texts, self._reads, self._config = lm, texts, reads_blocks, config
-        self._journal, self._step = journal, step
-        full = journal.get("keeping full", None, self._full)
+        self._measurements, self._step = _Measurements(), step
+        full = self._full()
         self._ends = np.cumsum([len(of_text) for of_text in full])
         self._full_losses = np.concatenate(full).astype(np.float32)
         self._row0 = self._measured(self.rows(np.zeros_like(reads_blocks)))
@@ -257,9 +260,9 @@ class _KeepingObjective:
             else:
                 weights = self._following.astype(np.float32) / max(1, int(self._following.sum()))
             of_texts = zip(self._read_texts, np.split(weights, self._ends[:-1]), strict=True)
-            return np.sum([text.slopes(self.rows(more), weights) for text, weights in of_texts], axis=0).tolist()
+            return np.sum([text.slopes(self.rows(more), weights) for text, weights in of_texts], axis=0)
 
-        return -np.asarray(self._journal.get("keeping slopes", more, measure))
+        return -self._measurements.get_or("slopes", more, measure)
 
     def losses(self, rows: Int32[np.ndarray, "layers Hkv"]) -> tuple[Losses | None, Losses | None]:
         """Of answers and of what follows, as the rows leave them."""
@@ -276,15 +279,15 @@ class _KeepingObjective:
         return answers, following_excess(losses[self._following], self._full_losses[self._following])
 
     def _measured(self, rows: Int32[np.ndarray, "layers Hkv"]) -> Float32[np.ndarray, " P"]:
-        found = self._journal.get(
-            "keeping losses", rows, lambda: [text.losses(rows).tolist() for text in self._read_texts]
-        )
-        return np.concatenate(found).astype(np.float32)
+        def measure() -> Float32[np.ndarray, " P"]:
+            return np.concatenate([text.losses(rows) for text in self._read_texts]).astype(np.float32)
+
+        return self._measurements.get_or("losses", rows, measure)
 
     def _full(self) -> list[Any]:
         everything = self.rows(np.ones_like(self._reads))
         read = (ReadText(self._lm, text, None, self._config, self._step) for text in self._texts)
-        return [text.losses(everything).tolist() for text in read]
+        return [text.losses(everything) for text in read]
 
     @functools.cached_property
     def _read_texts(self) -> list[ReadText]:

@@ -48,7 +48,6 @@ from zoo_tasks import MIXTURES
 
 import tca_jax
 from tca_jax import TCAConfig
-from tca_jax.calibration.journal import Journal
 from tca_jax.calibration.profile import Profile
 from tca_jax.calibration.text_losses import TextLosses
 from tca_jax.calibration.worth import choose_reading
@@ -169,10 +168,7 @@ def _estimated(
     """The first search on calibration texts, and the losses inside others."""
     config = TCAConfig(window=window_of(tokens), **options)
     with _antidiagonals(antidiagonals) if antidiagonals else contextlib.nullcontext():
-        journal = Journal(None, None)
-        found = choose_reading(
-            lm, passages(0, plan.texts(tokens), tokens, 0), config, attended=None, journal=journal, step=lambda: None
-        )
+        found = choose_reading(lm, passages(0, plan.texts(tokens), tokens, 0), config, attended=None, step=lambda: None)
         other = TextLosses(lm, passages(0, plan.passages, tokens, 1), config, lambda: None)
         of_heads = {"row0": np.zeros_like(found.found.more), "chosen": found.found.more}
         losses = {name: _mean(other.of(heads)) for name, heads in of_heads.items()}

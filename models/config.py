@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tca_jax.errors import UserError, UserTypeError
-from tca_jax.models.json_object import read_json_object, refuse_misspelt
+from tca_jax.models.json_object import read_json_object
 from tca_jax.models.rope import RopeConfig
 
 # model_type -> the causal language model class that its config.json names
@@ -21,27 +21,6 @@ _ARCHITECTURES = {
 }
 FAMILIES = tuple(_ARCHITECTURES)
 
-# Entries of a config.json that count, and that have defaults where they are absent.
-_ENTRIES = (
-    "architectures",
-    "max_position_embeddings",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "partial_rotary_factor",
-    "original_max_position_embeddings",
-    "tie_word_embeddings",
-    "attention_bias",
-    "mlp_bias",
-    "hidden_act",
-    "quantization_config",
-    "dual_chunk_attention_config",
-    "use_sliding_window",
-    "layer_types",
-)
 _DTYPES = ("float32", "bfloat16", "float16")
 _MOST = 2**31 - 1  # token ids, positions and places in an axis are int32
 
@@ -194,7 +173,6 @@ def read_config(folder: Path) -> ModelConfig:
         raise FileNotFoundError(f"{path} does not exist: a checkpoint folder must hold config.json")
     entries = read_json_object(path)
     try:
-        refuse_misspelt(entries, _ENTRIES)
         return ModelConfig.from_hf(entries)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error

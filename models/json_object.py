@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +39,6 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is not valid JSON: its values are nested too deeply") from None
     except ValueError as error:  # JSON or UTF-8
         raise UserError(f"{path} is not valid JSON: {error}") from error
-
-
-def refuse_misspelt(entries: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raises where an entry is absent and one is there whose name differs in a single character.
-
-    Absent entries have defaults, so a name that a disk or a person has changed would change answers without a word.
-
-    Raises:
-        ValueError: names both.
-    """
-    for wanted in known:
-        if wanted in entries:
-            continue
-        for name in entries:
-            if len(name) == len(wanted) and sum(a != b for a, b in zip(name, wanted, strict=True)) == 1:
-                raise UserError(f"there is no {wanted!r}, but {name!r}: is that a misspelt {wanted!r}?")
 
 
 def _is_deep(value: Any) -> bool:

@@ -21,7 +21,7 @@ from tca_jax.errors import UserError, require_type
 from tca_jax.models.aliases import ALIASES
 from tca_jax.models.config import ModelConfig, read_config
 from tca_jax.models.gguf import find_gguf, open_gguf
-from tca_jax.models.json_object import read_json_object, refuse_misspelt
+from tca_jax.models.json_object import read_json_object
 from tca_jax.models.names import MODEL
 from tca_jax.models.params import load_checkpoint
 from tca_jax.models.projections import WEIGHTS
@@ -335,12 +335,7 @@ def _eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> tuple[int, 
     for path in (folder / "generation_config.json", folder / "config.json"):
         if not path.exists():
             continue
-        entries = read_json_object(path)
-        try:
-            refuse_misspelt(entries, ["eos_token_id"])
-        except ValueError as error:
-            raise UserError(f"{path}: {error}") from None
-        if (eos := entries.get("eos_token_id")) is not None:
+        if (eos := read_json_object(path).get("eos_token_id")) is not None:
             return _checked_token_ids(eos, vocab_size, path)
     eos = getattr(tokenizer, "eos_token_id", None)
     return () if eos is None else (eos,)

@@ -97,7 +97,6 @@ INTEGRATION = (
 #: Files in which every test is slow. `make test-slow` runs them and the tests of other files that are marked `slow`;
 #: docs/development.md lists all of these.
 SLOW = (
-    "calibrate/test_journal.py",
     "distributed",
     "lab/evaluation/test_equal_bytes.py",
     "methods/test_block_sparse_generation.py",

@@ -194,28 +194,6 @@ def test_calibrate_saves_the_profile_of_the_python_call_and_prints_it(tmp_path):
     settings = [record["config"][name] for name in ("tau", "read_tolerance", "keep_tolerance", "criterion")]
     assert settings == [0.4, 0.2, 0.5, "worth"]
     assert (record["probes"]["kept"], record["probes"]["attended"]) == (None, 0.9)
-    assert not list(tmp_path.glob("*.journal"))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:no probe says anything")
-def test_an_interrupted_calibration_goes_on_from_the_journal_beside_the_folder(tmp_path, monkeypatch):
-    command = ["calibrate", "model", "--text=text.txt", "--out", tmp_path / "new", *SMALL]
-
-    def interrupt(*args, **options):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("tca_jax.calibration.run.choose_keeping", interrupt)
-        stopped = run(*command)
-    assert (stopped.exit_code, stopped.stdout) == (130, "")
-    assert [path.name for path in tmp_path.iterdir()] == ["new.journal"]
-    with monkeypatch.context() as patch:
-        for name in ("full", "of", "slopes"):  # what the first search measures
-            patch.setattr(f"tca_jax.calibration.text_losses.TextLosses.{name}", lambda *args: pytest.fail("measured"))
-        result = run(*command)
-    assert result.exit_code == 0, result.output
-    assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
 @pytest.mark.parametrize("criterion", [None, "retained_mass"])

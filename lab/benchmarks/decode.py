@@ -5,7 +5,7 @@ tca-jax bench decode --lengths 131072 --batches 1 --block-shares 0.2 --no-whole
 tca-jax bench decode --lengths 131072 --block-shares 0.02:0.25 --no-whole       # a quarter of the heads dense
 tca-jax bench decode --lengths 131072 --models llama3.1-8b --kv fp8 --no-whole  # beside a cache in eight bits
 tca-jax bench decode --lengths 131072 --models llama3.1-8b --mesh 1x4     # the model on four devices
-tca-jax bench decode --lengths 131072 --models llama3.1-8b --backend triton --beside mosaic --no-whole
+tca-jax bench decode --lengths 131072 --models llama3.1-8b --backend triton --beside xla --no-whole
 """
 
 from __future__ import annotations

@@ -49,10 +49,6 @@ from tca_jax.methods.selection import head_budgets
 from tca_jax.pallas_kernels.backends import check_backend
 from tca_jax.pallas_kernels.block_mass import triton as block_mass_triton
 from tca_jax.pallas_kernels.block_mass.triton import BlockMassConfig
-from tca_jax.pallas_kernels.column_mass import mosaic as column_mass_mosaic
-from tca_jax.pallas_kernels.column_mass import triton as column_mass_triton
-from tca_jax.pallas_kernels.column_mass.mosaic import MosaicColumnMassConfig, MosaicPassConfig
-from tca_jax.pallas_kernels.column_mass.triton import ColumnMassConfig, PassConfig
 from tca_jax.pallas_kernels.paged_attention import triton as paged_attention_triton
 from tca_jax.pallas_kernels.paged_attention.chunks import PagedConfig
 from tca_jax.pallas_kernels.prefill_attention import mosaic as prefill_attention_mosaic
@@ -70,7 +66,6 @@ OPERATIONS = (
     "token_scores",
     "select_tokens",
     "prefill_attention",
-    "column_mass",
     "paged_attention",
     "block_mass",
 )
@@ -234,22 +229,6 @@ def operations(layer: Layer, length: int, config: tca_jax.TCAConfig) -> Iterator
         functools.partial(prefill_attention_triton.prefill_attention, **blocks),
         attended,
     )
-    yield Operation(
-        "column_mass",
-        "mosaic",
-        MosaicColumnMassConfig(),
-        mosaic_column_mass_configs(),
-        functools.partial(column_mass_mosaic.column_mass, **blocks),
-        (q, k, n),
-    )
-    yield Operation(
-        "column_mass",
-        "triton",
-        column_mass_triton.default_config(config.block_size, layer.head_dim, q.dtype),
-        column_mass_configs(),
-        functools.partial(column_mass_triton.column_mass, **blocks),
-        (q, k, n),
-    )
     cache, group = random_cache(cache_plan, layer.head_dim, seed=2), layer.heads // layer.kv_heads
     decode = paged_attention_triton.default_config(group, layer.head_dim, config.block_size, q.dtype)
     yield Operation(
@@ -300,21 +279,6 @@ def prefill_configs() -> tuple[PrefillConfig, ...]:
     """Query rows, tokens of a tile, warps and stages."""
     sizes = ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2), (128, 32, 8, 3))
     return tuple(PrefillConfig(*size) for size in (*sizes, (64, 64, 4, 2), (64, 64, 4, 3)))
-
-
-def column_mass_configs() -> tuple[ColumnMassConfig, ...]:
-    """Pairs of both passes; the passes run one after the other, so each is varied against one of the other."""
-    norms = tuple(PassConfig(*size) for size in ((128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2)))
-    columns = tuple(PassConfig(*size) for size in ((128, 128, 4, 2), (128, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2)))
-    first = tuple(ColumnMassConfig(norm, columns[0]) for norm in norms)
-    return first + tuple(ColumnMassConfig(norms[0], column) for column in columns[1:])
-
-
-def mosaic_column_mass_configs() -> tuple[MosaicColumnMassConfig, ...]:
-    """Warpgroups and stages of either pass, beside the default of the other."""
-    passes = tuple(MosaicPassConfig(*size) for size in ((3, 2), (3, 3), (3, 5), (2, 4)))
-    first = tuple(MosaicColumnMassConfig(norms=norms) for norms in passes)
-    return first + tuple(MosaicColumnMassConfig(columns=columns) for columns in passes)
 
 
 def decode_configs(default: PagedConfig, page: int) -> tuple[PagedConfig, ...]:

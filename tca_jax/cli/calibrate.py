@@ -68,8 +68,6 @@ def calibrate(
 ) -> None:
     """Find each KV head's reading and token budgets, from a few long texts and from probes about them.
 
-    Measurements are saved in OUT.journal: after Ctrl-C, the same command continues from there.
-
     Example: [bold]tca-jax calibrate qwen2.5-7b --text book.txt --out my-profile[/]
     """
     options: dict[str, Any] = {"window": window, "block_size": block_size, "tau": tau}
@@ -77,9 +75,7 @@ def calibrate(
     options |= {} if criterion is None else {"criterion": criterion}
     with naming_options(*options):
         config = TCAConfig.paper(**options) if paper else TCAConfig(**options)
-    journal = Path(f"{out}.journal")
     require_writable(out, "--out")
-    require_writable(journal.parent, "--out")
     texts = [(f"--text {path}", read_text(path, "--text")) for path in text]
     chosen = _probes(probes, len(texts))
 
@@ -118,7 +114,6 @@ def calibrate(
             probes=chosen,
             kept=kept,
             attended=attended,
-            journal=journal,
             progress=lambda done, total: report(step, done, total),
         )
     with naming(out):

@@ -25,7 +25,7 @@ from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 
 CONFIG = TCAConfig(block_size=8, window=16, tau=0.7, criterion="retained_mass")
-BY_NAME = ("probes", "kept", "attended", "criterion", "journal", "progress")
+BY_NAME = ("probes", "kept", "attended", "criterion", "progress")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from sharp_lm import broken_lm, make_lm, make_sure_lm, pairs_of, random_ids, tex
 
 import tca_jax
 from tca_jax.calibration import worth
-from tca_jax.calibration.journal import Journal
 from tca_jax.calibration.probes import FOLLOWING, ProbedText, Segment, probed_texts
 from tca_jax.calibration.run import calibrate
 from tca_jax.calibration.text_losses import TextLosses
@@ -95,9 +94,7 @@ def test_the_losses_inside_the_text_are_those_that_the_profile_scores(lm, text, 
 
 def test_the_heads_that_keep_more_are_the_fewest_that_bring_answers_within_their_tolerance(lm, text, pairs, profile):
     probed = probed_texts(lm, [text], [pairs], CONFIG)
-    objective = worth._KeepingObjective(
-        lm, probed, more_of(profile), CONFIG, ("pairs",), Journal(None, 0), lambda: None
-    )
+    objective = worth._KeepingObjective(lm, probed, more_of(profile), CONFIG, ("pairs",), lambda: None)
     excess = {more.tobytes(): objective.excess(more) for more in SETS}
     assert excess[NONE.tobytes()] > 1
     fewest = min(more.sum() for more in SETS if excess[more.tobytes()] <= 1)

@@ -15,7 +15,6 @@ from tca_jax.methods.regions import Regions
 from tca_jax.methods.selection import head_budgets
 from tca_jax.pallas_kernels.backends import can_run
 from tca_jax.pallas_kernels.block_sparse_attention import BlockLists, Columns, block_sparse_attention
-from tca_jax.pallas_kernels.column_mass import column_mass
 from tca_jax.pallas_kernels.kv import Pages
 from tca_jax.pallas_kernels.observation_scores import observation_scores
 from tca_jax.pallas_kernels.paged_attention import triton as paged_attention_triton
@@ -174,19 +173,3 @@ def test_attention_over_a_pool_of_pages_of_that_size(queries):
         )
         assert float(_relative_error(out[rows], expected[0])) < 1e-2, row
         np.testing.assert_allclose(lse[rows], expected[1], atol=1e-3)
-
-
-@pytest.mark.parametrize("backend", ["mosaic", "triton"])
-def test_column_mass_of_the_last_row_of_a_large_batch(backend):
-    if not can_run(backend):
-        pytest.skip(f"this GPU does not run {backend}")
-    batch, length, heads, kv_heads, d = 6, 2**17, 28, 4, 128
-    q, k = _normal(0, batch, length, heads, d), _normal(1, batch, length, kv_heads, d)
-    assert (batch - 1) * length * heads * d > PAST  # where the last row begins
-    lengths = jnp.array([1, 300, 129, 1, 2, 5000], jnp.int32)
-    sizes = {"block_size": 128, "window": 512}
-    near, far = column_mass(q, k, lengths, **sizes, backend=backend)
-    short = (q[-1:, :5120], k[-1:, :5120], lengths[-1:])
-    for actual, expected in zip((near, far), column_mass(*short, **sizes, backend="xla"), strict=True):
-        np.testing.assert_allclose(actual[-1:, :, :5120], expected, rtol=1e-3, atol=1e-3 * float(expected.mean()))
-        assert not np.any(actual[:, :, 5120:])

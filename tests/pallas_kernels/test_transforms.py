@@ -104,8 +104,6 @@ class Case:
         options = {"block_size": block, "window": block, "capacity": capacity, "pool_tokens": 4 * capacity}
         options |= {"spread": 3, "reserve": 5, "m": 5, "tile_size": block, "stride": 4, "b": block, "T": 6}
         options |= {"one": 1, "C": 3, "V": 20, "aligned": self.backend == "mosaic"}
-        if self.backend == "mosaic":  # decodes only
-            options |= {"m": 1}
         dims = {"B": 2, "L": 3 * block, "Hq": 4, "Hkv": 2, "d": d, "nb": 3, "P": 4 * capacity, "o": 20}
         return options | dims
 

@@ -51,23 +51,6 @@ def test_json_that_is_nested_too_deeply_names_its_file(file, depth, folder):
         tca_jax.load(folder)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "found"),
-    [("rope_theta", "rope_thetb"), ("rms_norm_eps", "rms_norm_fps"), ("tie_word_embeddings", "tie_word_embedding3")],
-)
-def test_an_entry_with_one_wrong_character_is_not_taken_for_absent(wanted, found, folder):
-    """Its default would be another model."""
-    edit(folder / "config.json", lambda entries: entries.update({found: entries.pop(wanted)}))
-    with pytest.raises(ValueError, match=rf"config.json: there is no '{wanted}', but '{found}': is that a misspelt"):
-        tca_jax.load(folder)
-
-
-def test_misspelt_stop_tokens_are_not_taken_for_absent(folder):
-    edit(folder / "generation_config.json", lambda entries: entries.update(eos_token_ie=entries.pop("eos_token_id")))
-    with pytest.raises(ValueError, match=r"generation_config.json: there is no 'eos_token_id', but 'eos_token_ie'"):
-        open_checkpoint(folder)
-
-
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/hostname", "sub/model.safetensors", "model.bin", "", 3])
 def test_an_index_that_leads_out_of_the_folder_is_corrupt(name, folder):
     (folder / "model.safetensors").rename(folder / "moved.safetensors")

@@ -585,7 +585,7 @@ def test_a_tuned_configuration_is_described_without_its_class():
 def test_candidates_of_tuning_are_few_and_differ():
     decode_default = tune.paged_attention_triton.default_config(4, 128, 128, jnp.bfloat16)
     lists = [f() for f in (tune.token_score_configs, tune.select_configs, tune.prefill_configs)]
-    lists += [tune.column_mass_configs(), tune.mosaic_column_mass_configs(), tune.decode_configs(decode_default, 128)]
+    lists += [tune.decode_configs(decode_default, 128)]
     for configs in lists:
         assert 4 <= len(set(configs)) == len(configs) <= 9
 

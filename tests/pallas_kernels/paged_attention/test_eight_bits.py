@@ -89,7 +89,7 @@ def case(first, newest, columns, caches, *, group=2, head_dim=16, dtype=jnp.floa
     return (q, tuple(cache.pages for cache in written), jnp.array(first), jnp.array(newest)), expected
 
 
-@on_every_backend("paged_attention", but=("mosaic",))
+@on_every_backend("paged_attention")
 @pytest.mark.parametrize(
     ("name", "group", "head_dim", "dtype", "tolerance"),
     [
@@ -107,7 +107,7 @@ def test_attention_is_to_the_numbers_that_are_stored(name, group, head_dim, dtyp
     check_attention((out, lse), expected, tolerance)
 
 
-@on_every_backend("paged_attention", but=("mosaic",))
+@on_every_backend("paged_attention")
 def test_a_cache_in_eight_bits_beside_one_that_is_not(backend):
     arguments, expected = case(*CASES["some queries, two caches"], head_dim=32, plain=(1,))
     assert isinstance(arguments[1][0].k, EightBits)

@@ -62,14 +62,14 @@ def _case(
     return (q, tuple(cache.pages for cache in written), jnp.array(first), jnp.array(newest)), expected
 
 
-@on_every_backend("paged_attention", but=("mosaic",))
+@on_every_backend("paged_attention")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_equals_the_definition(case, backend):
     arguments, expected = _case(*case)
     check_attention(implementation("paged_attention", backend)(*arguments, window=WINDOW), expected)
 
 
-@on_every_backend("paged_attention", but=("mosaic",))
+@on_every_backend("paged_attention")
 @pytest.mark.parametrize(
     ("group", "head_dim", "dtype", "tolerance"),
     [
@@ -87,7 +87,7 @@ def test_groups_dimensions_and_types(case, group, head_dim, dtype, tolerance, ba
     check_attention((out, lse), expected, tolerance)
 
 
-@on_every_backend("paged_attention", but=("mosaic",))
+@on_every_backend("paged_attention")
 def test_queries_at_once_equal_decoding_one_by_one(backend):
     (q, caches, first, newest), _ = _case([83, 70], [89, 75], 7, [([[33, 0], [9, 4]], [(48, 90), (32, 76)])])
     attend = partial(implementation("paged_attention", backend), window=WINDOW)
