@@ -1,4 +1,4 @@
-"""Methods evaluated a layer at a time and by masks: no cache is laid out, and one program serves all layers.
+"""Methods evaluated a layer at a time and by masks: no cache is laid out, and no program is of the whole model.
 
 A document is read once. What a method keeps of it is a mask over its tokens, per layer and KV head; questions attend to
 the masked keys and to their own. Methods that read prompts in full differ in nothing but the mask. A method's window is
@@ -56,7 +56,13 @@ class MaskedRead(NamedTuple):
 
 
 def read_full(lm: LM, ids: Sequence[int]) -> FullRead:
-    """Reads a document under full attention."""
+    """Reads a document under full attention.
+
+    Raises:
+        ValueError: the model is on a mesh.
+    """
+    if lm.mesh is not None:
+        raise UserError(f"{lm.name} is on a mesh: masks are evaluated on one device")
     return FullRead(list(ids), list(TextPass(lm, ids).layers(_attend_fully)))
 
 
@@ -191,22 +197,22 @@ def _attend_fully(q: Array, k: Array, v: Array, lengths: Array) -> tuple[Array, 
 
 
 def _attended(
-    method: Method, layer: int, q: Array, k: Array, v: Array, lengths: Array
-) -> tuple[Array, Bool[Array, "1 Hkv L"], Float32[Array, " 1"]]:
-    """Attention of a prompt by a method, what is kept of it, and the attended share."""
-    selection, mask = _masked(method, layer, q, k, v, lengths)
+    method: Method, layer: int, q: Array, k: Array, v: Array, lengths: Array, selection: Selection | None
+) -> tuple[Array, Float32[Array, " 1"]]:
+    """Attention of a prompt by a method and what it selects, and the attended share."""
     heads, readable = Heads.all(k.shape[2]), None
     if selection is not None and method.prefill_reads_cache:
         readable = compact(method.cache, layer, heads, selection, k, v, "auto")
     out, pairs = method.prefill.attend(layer, heads, q, k, v, lengths, readable, "auto")
-    return out, mask, pairs / causal_pairs(lengths)
+    return out, pairs / causal_pairs(lengths)
 
 
 @functools.partial(attention_program, static=("method", "layer"))
 def _attend_by(
     q: Array, k: Array, v: Array, lengths: Array, *, method: Method, layer: int
 ) -> tuple[Array, tuple[Array, Array, Array, Array]]:
-    out, mask, share = _attended(method, layer, q, k, v, lengths)
+    selection, mask = _masked(method, layer, q, k, v, lengths)
+    out, share = _attended(method, layer, q, k, v, lengths, selection)
     return out, (k, v, mask, share)
 
 
@@ -214,8 +220,8 @@ def _attend_by(
 def _attend_only(
     q: Array, k: Array, v: Array, lengths: Array, *, method: Method, layer: int
 ) -> tuple[Array, Float32[Array, " 1"]]:
-    out, _, share = _attended(method, layer, q, k, v, lengths)
-    return out, share
+    selection = _masked(method, layer, q, k, v, lengths)[0] if method.prefill_reads_cache else None
+    return _attended(method, layer, q, k, v, lengths, selection)
 
 
 def _attend_to_both(

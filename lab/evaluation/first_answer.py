@@ -157,11 +157,11 @@ def calibrate(
     for setting in settings.split(","):
         name, _, value = setting.partition("=")
         options: dict[str, Any] = {"config": tca_jax.TCAConfig(window=window)}
-        if name.startswith("paper"):
-            tau = {"tau": float(name.partition(":")[2])} if ":" in name else {}
+        if name == "paper" or name.startswith("paper:"):
+            tau = {"tau": _number(setting, name.partition(":")[2])} if ":" in name else {}
             options["config"] = tca_jax.TCAConfig.paper(window=window, **tau)
         elif name == "kept":
-            options["kept"] = float(value)
+            options["kept"] = _number(setting, value)
         elif name != "default":
             raise tca_jax.UserError(f"--settings {setting!r}: must be default, kept=SHARE, paper or paper:TAU")
         compilations, start = Compilations(), time.monotonic()
@@ -183,6 +183,13 @@ def calibrate(
         append(out, record | figures)
         print(json.dumps(record | figures), flush=True)
     print(calibration_table(read_records([out], CALIBRATION)))
+
+
+def _number(setting: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise tca_jax.UserError(f"--settings {setting!r}: {text!r} is not a number") from None
 
 
 def _peak_bytes() -> int:

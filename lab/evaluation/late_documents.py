@@ -107,8 +107,12 @@ def late_document(
         copies: Passages that are asked for word for word.
 
     Raises:
-        ValueError: too few tokens.
+        ValueError: too few tokens, or more than the model's positions.
     """
+    if tokens + ROW > lm.config.max_context:
+        raise UserError(
+            f"tokens = {tokens}: must be at most {lm.config.max_context - ROW}, so that questions fit behind"
+        )
     if tokens < 2 * FREE_END:
         raise UserError(f"tokens = {tokens}: must be at least {2 * FREE_END}, so that facts stand outside a window")
     rng = np.random.default_rng(seed)
@@ -136,8 +140,10 @@ def late_document(
         asked.append(("copy", [*request, *shown, *closing], answer))
     asked.append(("next", following[:1], following[1:ROW]))
     rows, counted = np.zeros((len(asked), ROW), np.int32), np.zeros((len(asked), ROW), np.float32)
-    for i, (_, question, answer) in enumerate(asked):
-        row = [*question, *answer][:ROW]
+    for i, (kind, question, answer) in enumerate(asked):
+        if len(question) + len(answer) > ROW:
+            raise UserError(f"a {kind} and its answer have {len(question) + len(answer)} tokens: at most {ROW} fit")
+        row = [*question, *answer]
         rows[i, : len(row)] = row
         counted[i, len(question) - 1 : len(row) - 1] = 1
     return LateDocument(ids, rows, counted, tuple(kind for kind, *_ in asked))
@@ -188,7 +194,12 @@ def repeating_document(
     """A text with `repeats` facts and passages of 64 tokens in its first half that return in its last third.
 
     Of a passage, tokens from the 17th on count as a far copy. Plain tokens count from the first quarter on.
+
+    Raises:
+        ValueError: too few tokens.
     """
+    if tokens < 1_000:
+        raise UserError(f"tokens = {tokens}: must be at least 1,000, so that passages return far behind")
     rng = np.random.default_rng(seed)
     text = draw(rng, KINDS[seed % len(KINDS)], half, _CHARACTERS * tokens, folder)
     base = iter(encode_verbatim(lm, text))
@@ -218,6 +229,8 @@ def repeating_document(
             answer = encode_verbatim(lm, f" {values[item - repeats]}")
             fact[len(ids) + len(shown) - 1 : len(ids) + len(shown) + len(answer) - 1] = 1
             ids.extend([*shown, *answer, *encode_verbatim(lm, ".\n")])
+    if len(ids) > tokens:
+        raise UserError(f"tokens = {tokens}: {repeats} passages and facts need at least {len(ids)}")
     fill(tokens)
     if len(ids) < tokens:
         raise UserError(f"the text has {len(ids)} tokens: {tokens} are needed")

@@ -20,6 +20,7 @@ import tca_jax
 from tca_jax.engine.lm import LM
 from tca_jax.lab.evaluation.by_layers import Answers, FullRead, ask, read_by, read_full, repetition_scores
 from tca_jax.lab.evaluation.late_documents import LateDocument, late_document
+from tca_jax.lab.evaluation.method_specs import parse_labels
 from tca_jax.lab.evaluation.sticks import (
     Named,
     Record,
@@ -35,25 +36,34 @@ from tca_jax.lab.evaluation.sticks import (
 )
 
 STICK = "late_facts"
-METHODS = ("full", "streaming", "snapkv", "kvzip", "adakv-expected-attention", "keydiff", "duoattention")
+METHODS = (
+    "full",
+    "streaming",
+    "snapkv",
+    "kvzip",
+    "adakv-expected-attention",
+    "keydiff",
+)  # duoattention: with a profile
 SHARES = (0.1, 0.2, 0.3, 0.5)
 
 
 def measure(lm: LM, methods: Sequence[Named], document: LateDocument) -> list[Record]:
     """A record of each method; full attention is measured first, since the others are relative to it."""
     full = read_full(lm, document.ids)
-    scores = None
+    scores: dict[Any, Any] = {None: None}  # by repetition
     reference = ask(lm, read_by(lm.with_method("full"), full), document.rows)
     records = []
     for method, share, under in methods:
-        if under.method.cache.repetition is not None and scores is None:
-            scores = repetition_scores(under, full)
-        records.append({"method": method, "share": share} | _one(under, full, scores, document, reference))
+        repetition = under.method.cache.repetition
+        if repetition not in scores:
+            scores[repetition] = repetition_scores(under, full)
+        found = _one(under, full, scores[repetition], document, reference)
+        records.append({"method": method, "share": share} | found)
     return records
 
 
 def _one(lm: LM, full: FullRead, scores: Any, document: LateDocument, reference: Answers) -> Record:
-    read = read_by(lm, full, None if lm.method.cache.repetition is None else scores)
+    read = read_by(lm, full, scores)
     found, counted = ask(lm, read, document.rows), document.counted > 0
     figures: Record = {"kept": read.kept_share, "attended": read.attended_share}
     known = [bool(reference.right[i][counted[i]].all()) for i in _rows(document, "fact")]
@@ -145,7 +155,7 @@ def main(
 ) -> None:
     """Measures late answers of methods, by masks."""
     start, lm = time.monotonic(), tca_jax.load(model)
-    names = [name for name in methods.split(",") if name]
+    names = parse_labels(methods)
     named = list(named_methods(lm, names, [float(s) for s in shares.split(",")], parse_profiles(profile or []), tokens))
     of_bytes = {each[:2]: kv_share(each.lm, tokens) for each in named}
     for seed in range(first, first + documents):

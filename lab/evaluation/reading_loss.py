@@ -18,6 +18,7 @@ import tca_jax
 from tca_jax.engine.lm import LM
 from tca_jax.lab.evaluation.by_layers import read_losses
 from tca_jax.lab.evaluation.late_documents import RepeatingDocument, repeating_document
+from tca_jax.lab.evaluation.method_specs import parse_labels
 from tca_jax.lab.evaluation.sticks import (
     Record,
     append,
@@ -42,13 +43,16 @@ def measure(lm: LM, document: RepeatingDocument) -> Record:
 
 
 def table(records: Sequence[Record]) -> str:
-    """Markdown tables, one for each model, device and length."""
+    """Markdown tables, one for each model, device and length, of documents that full attention has read, too."""
     parts = []
     for (model, device, tokens), methods in grouped(records).items():
-        full = {record["seed"]: record for record in methods["full", None]}
+        full = {record["seed"]: record["plain"] for record in methods.get(("full", None), ())}
         rows = []
-        for (method, share), of_method in methods.items():
-            base = [full[record["seed"]]["plain"] for record in of_method]
+        for (method, share), found in methods.items():
+            of_method = [record for record in found if record["seed"] in full]
+            if not of_method:
+                continue
+            base = [full[record["seed"]] for record in of_method]
             plain, low, high = (x - 1 for x in interval([record["plain"] for record in of_method], base))
             rows.append(
                 [
@@ -76,7 +80,7 @@ def main(
 ) -> None:
     """Measures losses inside documents under methods that read sparsely."""
     start, lm = time.monotonic(), tca_jax.load(model)
-    names = [name for name in methods.split(",") if name]
+    names = parse_labels(methods)
     named = list(named_methods(lm, names, [None], parse_profiles(profile or []), tokens))
     for seed in range(documents):
         if time.monotonic() - start > seconds:

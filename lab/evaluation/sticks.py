@@ -58,21 +58,18 @@ def named_methods(
         if name == "full":
             yield Named("full", None, lm.with_method(BASELINE))
             continue
+        plain, options = joined(parse_parts(name, "--methods"), "--methods")
+        options = _gates(plain, read) | options
         for share in shares:
-            try:
-                plain, options = joined(parse_parts(name, "--methods"), "--methods")
-                options = _gates(plain, read) | options
-                known = (
-                    lm.with_method(plain, **options)
-                    if share is None
-                    else with_bytes(lm, plain, share, tokens, **options)
-                )
-            except UserError as error:
-                if share is None:
-                    raise
-                print(f"{name} at {share:.0%} is left out: {error}", flush=True)
+            if share is None:
+                yield Named(name, None, lm.with_method(plain, **options))
                 continue
-            yield Named(name, share, known)
+            try:
+                known = with_bytes(lm, plain, share, tokens, **options)
+            except UserError as error:
+                print(f"{name} at {share:.0%} is left out: {error}", flush=True)
+            else:
+                yield Named(name, share, known)
     for name, profile in read.items():
         yield Named(f"tca, {name}", None, lm.with_profile(profile))
 

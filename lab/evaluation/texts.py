@@ -21,6 +21,7 @@ from tca_jax.lab.recall.corpus import source_files
 Half = Literal["calibration", "test"]
 KINDS = ("python", "manual")
 _MANUALS = "/usr/share/vim"
+_LONGEST_LINE = 10_000  # characters
 
 
 def half_of(name: str) -> Half:
@@ -35,7 +36,7 @@ def files(kind: str, folder: Path | None = None) -> list[Path]:
         FileNotFoundError: there are none; says where they come from.
     """
     if folder is not None:
-        found = [path for path in (folder / kind).glob("*") if path.is_file()]
+        found = [path for path in (folder / kind).rglob("*") if path.is_file()]
     elif kind == "python":
         found = [path for path in source_files("train") if path.stat().st_size > 2_000] + list(source_files("held-out"))
     else:
@@ -59,23 +60,23 @@ def draw(rng: np.random.Generator, kind: str, half: Half, characters: int, folde
     Raises:
         ValueError: the half of this kind has fewer characters.
     """
-    text = read_half(kind, half, folder)
-    if len(text) < 2 * characters:
-        raise UserError(f"the {half} half of {kind} texts has {len(text):,} characters: {2 * characters:,} are needed")
-    start = text.index("\n", int(rng.integers(len(text) - characters - 10_000))) + 1
+    text, needed = read_half(kind, half, folder), characters + max(characters, _LONGEST_LINE + 1)
+    if len(text) < needed:
+        raise UserError(f"the {half} half of {kind} texts has {len(text):,} characters: {needed:,} are needed")
+    start = text.index("\n", int(rng.integers(len(text) - characters - _LONGEST_LINE))) + 1
     return text[start : start + characters]
 
 
 def collect(folder: Path) -> int:
-    """Copies all texts of this machine to a folder; returns their number. Names that repeat get a number."""
+    """Copies all texts of this machine to a folder; returns their number. Names stay, since they decide the half."""
     count = 0
     for kind in KINDS:
-        (folder / kind).mkdir(parents=True, exist_ok=True)
         for path in files(kind):
-            name, number = path.name, 1
-            while (folder / kind / name).exists():
-                name, number = f"{path.stem}-{number}{path.suffix}", number + 1
-            shutil.copyfile(path, folder / kind / name)
+            number = 0  # of the subfolder: names repeat
+            while (place := folder / kind / str(number) / path.name).exists():
+                number += 1
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, place)
             count += 1
     return count
 
