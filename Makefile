@@ -35,6 +35,7 @@ serve-demo: $(VENV)/.installed  ## serve the shipped model on a CPU, upload a do
 	sh examples/serve_demo.sh $(BIN)/tca-jax $(BIN)/python
 
 models: $(VENV)/.installed  ## fetch SmolLM2-135M and Qwen2.5-Coder-0.5B as GGUF files (590 MB)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[gguf]"
 	$(BIN)/python -m tca_jax.lab.models fetch smollm2 qwen-0.5b
 
 dev: $(VENV)/.installed-dev  ## install with test and lint tools
