@@ -15,26 +15,37 @@ from tca_jax.cli.progress import progress
 
 
 def demo(
+    model: Annotated[
+        str | None, typer.Option(help="smollm2 or recall-tiny.", show_default="smollm2 where it is fetched")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Length of the document.")] = 4096,
-    questions: Annotated[int, typer.Option(help="Questions asked about the document.")] = 3,
+    questions: Annotated[
+        int | None,
+        typer.Option(help="Questions asked about the document.", show_default="6 of smollm2, 3 of recall-tiny"),
+    ] = None,
     seed: SeedOption = 0,
     out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("out"),
     as_json: JsonOption = False,
 ) -> None:
     """Answer questions over a long document with full attention, with TCA and with the method as published.
 
-    Under three protocols: the prompt ends with the answer's first words, or with the question, or the question comes
-    to a document that was read without it. Then one reading answers several questions.
-
-    Uses the model and the profiles that ship with the package.
+    SmolLM2-135M-Instruct reads the document once and then answers; [bold]make models[/] fetches it. Without it,
+    recall-tiny, which ships with the package, answers under three protocols: the prompt ends with the answer's first
+    words, or with the question, or the question comes to a document that was read without it.
 
     Example: [bold]tca-jax demo --tokens 4096 --seed 7[/]
     """
-    from tca_jax.lab.demo import context_table, protocol_table, run_demo
+    from tca_jax.lab.demo import SMOLLM2, choose_model, context_table, model_line, protocol_table, run_demo
 
     require_writable(out, "--out")
+    with naming_options("model"):
+        chosen = choose_model(model)
+    if not as_json:
+        print(model_line(chosen), flush=True)
+    if questions is None:
+        questions = 6 if chosen == SMOLLM2 else 3
     with progress() as report, naming_options("tokens", "questions"):
-        result = run_demo(tokens, questions, seed, out, report)
+        result = run_demo(tokens, questions, seed, out, report, chosen)
     if as_json:
         print_json(result.to_json())
         return

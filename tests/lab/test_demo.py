@@ -1,14 +1,30 @@
-"""The demo: one short run with the shipped model, and that its tables and sentence say what was measured."""
+"""The demo: short runs with the shipped model and SmolLM2, and that its tables and sentence say what was measured."""
 
 import dataclasses
+import importlib.util
 import io
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 import tca_jax
-from tca_jax.lab.demo import METHODS, MODEL, Answer, DemoResult, Reading, context_table, protocol_table, run_demo
+from tca_jax.lab import demo as demo_module
+from tca_jax.lab.demo import (
+    METHODS,
+    RECALL_TINY,
+    SMOLLM2,
+    Answer,
+    DemoResult,
+    Reading,
+    choose_model,
+    context_table,
+    model_line,
+    protocol_table,
+    run_demo,
+)
+from tca_jax.lab.models import find
 from tca_jax.lab.recall import PROTOCOLS
 from tca_jax.loading import checkpoint_folder
 
@@ -26,10 +42,48 @@ def demo(tmp_path_factory):
 
 
 def test_the_method_as_published_has_its_profile_beside_the_model():
-    profile = tca_jax.Profile.load(checkpoint_folder(MODEL) / METHODS["paper()"])
-    lm = tca_jax.load(MODEL, profile)
+    profile = tca_jax.Profile.load(checkpoint_folder(RECALL_TINY) / METHODS["paper()"])
+    lm = tca_jax.load(RECALL_TINY, profile)
     assert lm.method.cache.config.criterion == "column_mean"
     assert list(METHODS) == [*RUN, "paper()"]
+
+
+def test_smollm2_is_the_default_once_it_is_fetched(monkeypatch):
+    monkeypatch.setattr(demo_module, "find", lambda alias: Path(f"{alias}.gguf"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: package)
+    assert choose_model() == choose_model(SMOLLM2) == SMOLLM2
+    assert choose_model(RECALL_TINY) == RECALL_TINY
+    assert "make models" not in model_line(SMOLLM2)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
+    assert choose_model() == RECALL_TINY
+    assert "pip install gguf" in model_line(RECALL_TINY)
+
+
+def test_without_its_file_the_shipped_model_answers(monkeypatch):
+    monkeypatch.setattr(demo_module, "find", lambda alias: None)
+    assert choose_model() == RECALL_TINY
+    assert "make models" in model_line(RECALL_TINY)
+    with pytest.raises(ValueError, match=r"model = 'smollm2': its file is not in .*make models"):
+        choose_model(SMOLLM2)
+    with pytest.raises(ValueError, match=r"model = 'other': must be one of \['smollm2', 'recall-tiny'\]"):
+        choose_model("other")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find(SMOLLM2) is None, reason="needs SmolLM2: make models")
+def test_smollm2_answers_after_reading_and_tca_holds_less(tmp_path):
+    result = run_demo(3000, 2, 0, tmp_path, model=SMOLLM2)
+    assert 2950 < result.tokens <= 3000
+    assert [(a.protocol, a.method) for a in result.answers] == [("late", name) for name in METHODS for _ in range(2)]
+    assert all(answer.correct for answer in result.of("late", "full")), result.answers
+    full, *others = result.readings
+    for reading in others:
+        assert full.kv_cache_bytes > reading.kv_cache_bytes
+        assert full.attended_share == 1 > reading.attended_share > 0
+    lines = printed(protocol_table(result))
+    assert any(line.startswith("late after the reading, later on 2 of 2") for line in lines)
+    assert not any(line.startswith("prefix") for line in lines)
+    assert result.picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_method_answers_under_every_protocol_and_tca_holds_less(demo):
