@@ -48,6 +48,12 @@ def test_the_method_as_published_has_its_profile_beside_the_model():
     assert list(METHODS) == [*RUN, "paper()"]
 
 
+@pytest.mark.parametrize(("name", "criterion"), [("tca", "worth"), ("paper()", "column_mean")])
+def test_smollm2_has_its_profiles_in_the_package(name, criterion):
+    profile = tca_jax.Profile.load(Path(demo_module.__file__).parent / "profiles" / SMOLLM2 / METHODS[name])
+    assert profile.method().cache.config.criterion == criterion
+
+
 def test_smollm2_is_the_default_once_it_is_fetched(monkeypatch):
     monkeypatch.setattr(demo_module, "find", lambda alias: Path(f"{alias}.gguf"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: package)
@@ -71,17 +77,17 @@ def test_without_its_file_the_shipped_model_answers(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(find(SMOLLM2) is None, reason="needs SmolLM2: make models")
-def test_smollm2_answers_after_reading_and_tca_holds_less(tmp_path):
-    result = run_demo(3000, 2, 0, tmp_path, model=SMOLLM2)
+def test_smollm2_answers_after_reading_and_tca_holds_less(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_module, "METHODS", {name: METHODS[name] for name in RUN})
+    result = run_demo(3000, 1, 0, tmp_path, model=SMOLLM2)
     assert 2950 < result.tokens <= 3000
-    assert [(a.protocol, a.method) for a in result.answers] == [("late", name) for name in METHODS for _ in range(2)]
-    assert all(answer.correct for answer in result.of("late", "full")), result.answers
-    full, *others = result.readings
-    for reading in others:
-        assert full.kv_cache_bytes > reading.kv_cache_bytes
-        assert full.attended_share == 1 > reading.attended_share > 0
+    assert [(answer.protocol, answer.method) for answer in result.answers] == [("late", name) for name in RUN]
+    assert all(answer.correct for answer in result.answers), result.answers
+    full, tca = result.readings
+    assert full.kv_cache_bytes > tca.kv_cache_bytes
+    assert full.attended_share == 1 > tca.attended_share > 0
     lines = printed(protocol_table(result))
-    assert any(line.startswith("late after the reading, later on 2 of 2") for line in lines)
+    assert "late after the reading, later on 1 of 1 1 of 1" in lines
     assert not any(line.startswith("prefix") for line in lines)
     assert result.picture.read_bytes().startswith(b"\x89PNG")
 

@@ -322,5 +322,4 @@ def test_ids_of_published_models(name: str) -> None:
         parts = oracle.special.split(text)
         assert any(pieces("smollm", part) != regex.findall(GPT2, part) for part in parts)
         assert regex.search(r"\p{N}{2}|\s\p{N}", text)
-    for text, by_rule in {"  12": [256, 33, 34], "x 2024": [104, 216, 34, 32, 34, 36]}.items():
-        assert tokenizer(text)["input_ids"] == by_rule != reference(text)["input_ids"]
+    assert tokenizer("  12")["input_ids"] == [256, 33, 34] != reference("  12")["input_ids"]
