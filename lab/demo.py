@@ -155,6 +155,21 @@ def choose_model(name: str | None = None) -> str:
     return name
 
 
+def open_model(model: str, tokens: int, questions: int) -> Checkpoint:
+    """Opens one of `MODELS` for a demo of this size.
+
+    Raises:
+        ValueError: `tokens` or `questions` is out of range; the message names it.
+    """
+    if not 1 <= questions <= _QUESTIONS[model]:
+        raise UserError(f"questions = {questions}: must lie in [1, {_QUESTIONS[model]}]")
+    checkpoint = open_checkpoint(find(model) if model == SMOLLM2 else model)
+    most = checkpoint.config.max_context - _SPARE_TOKENS
+    if not _LEAST_TOKENS <= tokens <= most:
+        raise UserError(f"tokens = {tokens}: must lie in [{_LEAST_TOKENS}, {most}]")
+    return checkpoint
+
+
 def model_line(model: str) -> str:
     """Names the model; for the shipped one, how to get a real one."""
     if model == SMOLLM2:
@@ -184,12 +199,7 @@ def run_demo(
         FileNotFoundError: this Python has no standard library source to make the document from.
     """
     report = report or (lambda step, done, total: None)
-    if not 1 <= questions <= _QUESTIONS[model]:
-        raise UserError(f"questions = {questions}: must lie in [1, {_QUESTIONS[model]}]")
-    checkpoint = open_checkpoint(find(model) if model == SMOLLM2 else model)
-    most = checkpoint.config.max_context - _SPARE_TOKENS
-    if not _LEAST_TOKENS <= tokens <= most:
-        raise UserError(f"tokens = {tokens}: must lie in [{_LEAST_TOKENS}, {most}]")
+    checkpoint = open_model(model, tokens, questions)
     build = _fact_exam if model == SMOLLM2 else _recall_exam
     exam = build(checkpoint, tokens, questions, np.random.default_rng(seed))
     full = checkpoint.load(progress=lambda done, total: report(f"loading {checkpoint.name}", done, total))

@@ -35,16 +35,18 @@ def demo(
 
     Example: [bold]tca-jax demo --tokens 4096 --seed 7[/]
     """
-    from tca_jax.lab.demo import SMOLLM2, choose_model, context_table, model_line, protocol_table, run_demo
+    from tca_jax.lab.demo import SMOLLM2, choose_model, context_table, model_line, open_model, protocol_table, run_demo
 
     require_writable(out, "--out")
     with naming_options("model"):
         chosen = choose_model(model)
-    if not as_json:
-        print(model_line(chosen), flush=True)
     if questions is None:
         questions = 6 if chosen == SMOLLM2 else 3
-    with progress() as report, naming_options("tokens", "questions"):
+    with naming_options("tokens", "questions"):
+        open_model(chosen, tokens, questions)
+    if not as_json:
+        print(model_line(chosen), flush=True)
+    with progress() as report:
         result = run_demo(tokens, questions, seed, out, report, chosen)
     if as_json:
         print_json(result.to_json())
