@@ -73,8 +73,8 @@ def calibrate(
         TypeError: `texts` or `probes` hold something else than text and token ids.
 
     Warns:
-        UserWarning: a text has fewer than 2 (window + block_size) tokens, so few queries measured anything; no kind of
-            probe says anything of the model, so heads that read blocks keep everything; or a search has ended above
+        UserWarning: a text has fewer than 2 (window + block_size) tokens, so few queries measured anything; no probe is
+            informative, so heads that read blocks keep all tokens, as far as `kept` allows; or a search ends above
             its tolerance.
     """
     require_lm(lm)
@@ -98,9 +98,9 @@ def calibrate(
     blocks = reading.found.more
     keeping = choose_keeping(lm, probed, blocks, config, kinds=kinds, kept=kept, step=steps.step)
     steps.finish()
-    for text in _unexplained(lm, reading, keeping, kinds, bounded=kept is not None or attended is not None):
-        warnings.warn(text, stacklevel=2)
     bounds = {"kept": kept, "attended": attended}
+    for text in _unexplained(lm, reading, keeping, kinds, bounds):
+        warnings.warn(text, stacklevel=2)
     return _profile_of(reading, keeping, max(map(len, sequences)), bounds, found)
 
 
@@ -183,20 +183,23 @@ def _source(ids: Sequence[int]) -> dict[str, Any]:
     return {"tokens": len(ids), "sha256": hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()}
 
 
-def _unexplained(lm: LM, reading: Reading, keeping: Keeping, kinds: tuple[str, ...], *, bounded: bool) -> Iterator[str]:
-    """What to say of searches that have not found all."""
+def _unexplained(
+    lm: LM, reading: Reading, keeping: Keeping, kinds: tuple[str, ...], bounds: dict[str, float | None]
+) -> Iterator[str]:
+    """Warnings of searches that end above their tolerance or have no probes to measure."""
+    kept = "" if bounds["kept"] is None else f", those of most worth first, up to kept = {bounds['kept']}"
     if not any(keeping.counted.values()):
         yield (
-            f"no probe says anything of {lm.name!r}: fewer than five answers to {' or '.join(kinds)} are known under "
-            "full attention and lost at row 0, so the heads that read blocks keep everything; (question, answer) pairs "
-            "that the model answers from the text are better probes"
+            f"no probe is informative for {lm.name!r}: fewer than five answers to {' or '.join(kinds)} are known under "
+            f"full attention and lost at row 0, so heads that read blocks keep all tokens{kept}; (question, answer) "
+            "pairs that the model answers from the text are better probes"
         )
     ends = (
         ("inside the texts", reading.found.excess, reading.losses),
         ("of answers and of what follows a text", keeping.found.excess, keeping.answers or keeping.following),
     )
     for where, excess, losses in ends:
-        if excess > 1 and losses is not None and not bounded:
+        if excess > 1 and losses is not None and bounds == {"kept": None, "attended": None}:
             yield f"the loss {where} stays above its tolerance: {losses}; no single head gives more of it back"
 
 

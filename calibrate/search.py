@@ -56,7 +56,7 @@ def search(objective: Objective, start: HeadMask, allowed: Callable[[HeadMask], 
 
     Args:
         objective: What is measured.
-        start: Heads that are more from the beginning, as far as they are allowed.
+        start: Heads that are added before the search, those of the largest derivatives first, as far as allowed.
         allowed: Whether so many heads may be more; a head that is not allowed is left out.
     """
     state = _State(objective, start, allowed)
@@ -74,7 +74,11 @@ class _State:
     def __init__(self, objective: Objective, start: HeadMask, allowed: Callable[[HeadMask], bool]) -> None:
         self._objective, self._allowed = objective, allowed
         self.more, self.worth = np.zeros_like(start), np.zeros(start.shape)
-        self.more = self._start = self._with(list(map(tuple, np.argwhere(start).tolist())))
+        if start.any():
+            self._derive()
+            heads = _descending(np.where(start, self._gains, -np.inf))
+            self.more = self._with(heads[: int(start.sum())])
+        self._start = self.more
         self._measured: dict[bytes, float] = {}
         self.excess = self._measure(self.more)
         self._derive()

@@ -186,8 +186,6 @@ def choose_keeping(
         rows = _sparsest_rows(objective, found, config)
     else:  # no probe tells what questions will need: what is read from afar is kept
         found = search(objective, reads_blocks, fits)
-        # Heads that are more from the beginning have a worth, too.
-        found = dataclasses.replace(found, worth=np.maximum(found.worth, objective.gains(none)))
         rows = objective.rows(found.more)
     return Keeping(found, rows, *objective.losses(rows), objective.counted)
 

@@ -186,10 +186,13 @@ def test_a_head_that_is_not_allowed_is_passed_over_for_others():
     assert found.excess == 9
 
 
-def test_heads_that_are_more_from_the_beginning_are_as_many_as_are_allowed():
-    loss = additive([0, 5, 0, 0, 0, 0])
-    found = search(Written(loss), ~NONE, lambda more: more.sum() <= 2 and not more[0, 0])
-    assert found.more.tolist() == [[False, True, True], [False, False, False]]
+def test_start_heads_of_most_worth_are_added_first():
+    loss = additive([1, 5, 3, 4, 0, 2])
+    start = ~NONE
+    start[1, 0] = False
+    found = search(Written(loss), start, lambda more: more.sum() <= 2 and not more[0, 1])
+    assert found.more.tolist() == [[False, False, True], [False, False, True]]
+    assert found.worth[0].tolist() == [1, 5, 3]
 
 
 def test_heads_that_are_more_from_the_beginning_stay_though_nobody_needs_them():

@@ -219,9 +219,12 @@ def test_a_bound_holds_where_heads_that_read_more_keep_everything_for_want_of_pr
     assert (silent.candidates[more_of(silent)] == DENSE).all()
     bound = 0.6
     assert silent.kept_share(tokens).mean() > bound
-    found = quietly(lm, text, CONFIG, probes="copy", kept=bound)
+    with pytest.warns(UserWarning, match=r"keep all tokens, those of most worth first, up to kept = 0\.6;"):
+        found = calibrate(lm, text, CONFIG, probes="copy", kept=bound)
     assert found.kept_share(tokens).mean() <= bound
     np.testing.assert_array_equal(found.readings, silent.readings)
+    (kept,) = np.argwhere(found.candidates)
+    assert silent.keeping_worth[tuple(kept)] == silent.keeping_worth[more_of(silent)].max()
 
 
 @pytest.mark.integration
@@ -274,7 +277,7 @@ def test_options_that_cannot_be_used_are_refused_before_any_work(lm, text, optio
 
 def test_where_no_probe_says_anything_heads_that_read_more_keep_everything_and_a_warning_says_so(lm, text, silent):
     message = (
-        r"no probe says anything of 'tiny': fewer than five answers to copy are known .* \(question, answer\) pairs"
+        r"no probe is informative for 'tiny': fewer than five answers to copy are known .* \(question, answer\) pairs"
     )
     with pytest.warns(UserWarning, match=message) as caught:
         found = unchecked(calibrate)(lm, text, CONFIG, probes="copy")
