@@ -21,8 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tca_jax.calibration.profile import Profile
-from tca_jax.engine.contexts import compile_prefill, prefill
-from tca_jax.engine.generation import compile_generate, generate
+from tca_jax.engine.contexts import prefill
+from tca_jax.engine.generation import generate
 from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import DocumentTemplate
 from tca_jax.errors import UserError
@@ -257,7 +257,7 @@ def _fact_exam(checkpoint: Checkpoint, tokens: int, questions: int, rng: np.rand
 
 
 def _compile(models: dict[str, LM], exam: Exam, report: Report) -> Bool[np.ndarray, "layers Hkv L"]:
-    """Compiles all programs before the first one is timed, side by side: that is most of a first run's time.
+    """Runs all programs once, side by side, before the first one is timed: compiling is most of a first run's time.
 
     Returns:
         What TCA keeps of the prompt in the picture; no time is reported of it, so it is computed here as well.
@@ -267,7 +267,7 @@ def _compile(models: dict[str, LM], exam: Exam, report: Report) -> Bool[np.ndarr
         jobs: list[Future[Any]] = [kept]
         for lm in reversed(models.values()):  # full attention's programs are the small ones: last
             if exam.whole:
-                jobs.append(pool.submit(compile_generate, lm, exam.whole, max_new_tokens=exam.answer_tokens))
+                jobs.append(pool.submit(generate, lm, exam.whole, max_new_tokens=exam.answer_tokens))
             jobs.append(pool.submit(_compile_late, lm, exam))
         for done, job in enumerate(as_completed(jobs)):
             report("compiling", done, len(jobs))
@@ -276,9 +276,9 @@ def _compile(models: dict[str, LM], exam: Exam, report: Report) -> Bool[np.ndarr
 
 
 def _compile_late(lm: LM, exam: Exam) -> None:
-    context = compile_prefill(lm, exam.document)
+    context = prefill(lm, exam.document)
     for text in exam.late:
-        compile_generate(lm, text, context=context, max_new_tokens=exam.answer_tokens)
+        generate(lm, text, context=context, max_new_tokens=exam.answer_tokens)
 
 
 def _ask_whole_prompts(name: str, lm: LM, exam: Exam) -> list[Answer]:

@@ -25,7 +25,7 @@ import typer
 import tca_jax
 from tca_jax.cli.files import require_writable
 from tca_jax.cli.options import BackendOption
-from tca_jax.engine.contexts import Context, compile_prefill
+from tca_jax.engine.contexts import Context, prefill
 from tca_jax.engine.extend import num_columns
 from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import bucket_length
@@ -181,7 +181,7 @@ class Soak:
         shape, context = request.shape, None
         if shape.context:
             with self._document_locks[shape.document]:  # several shapes may be over one document
-                context = compile_prefill(*self._document(shape), backend=self.backend)
+                context = prefill(*self._document(shape), backend=self.backend)
         if not shape.appended:
             self._question(request, context).compile()
 

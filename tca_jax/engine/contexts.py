@@ -37,7 +37,7 @@ from tca_jax.methods.registry import describe_method, unknown_types
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 from tca_jax.pallas_kernels.kv import CODES
-from tca_jax.programs import Program, results_of
+from tca_jax.programs import Program
 
 _Lengths = TypeVar("_Lengths", np.ndarray, jax.Array)
 
@@ -307,23 +307,6 @@ def prefill(
     require_finite(lm, np.asarray(tokens), np.asarray(lengths), finite, "prompts")
     made = compiling, seconds, layout, lm.head_shards, identity_of(lm)
     return Context(cache, tokens, lengths, lengths, jnp.asarray(shares), *made)
-
-
-def compile_prefill(lm: LM, prompts: Prompt | Sequence[Prompt], *, backend: str = "auto") -> Context:
-    """Compiles what `prefill(lm, prompts)` would, and reads nothing. Several threads may compile at once.
-
-    Returns:
-        A context whose caches are shapes without values: `generation.compile_generate` takes it, nothing else does.
-
-    Raises:
-        As `prefill`.
-    """
-    kernels = resolve_backend(backend)
-    args, layout = _reading(lm, prompts)
-    program, seconds = _read.prepare(*args, layout=layout, backend=kernels)
-    cache, _, shares = results_of(program)
-    made = seconds, 0.0, layout, lm.head_shards, identity_of(lm)
-    return Context(cache, args[1], args[2], args[2], shares, *made)
 
 
 def _reading(lm: LM, prompts: Prompt | Sequence[Prompt]) -> tuple[tuple[LM, Array, Array], CacheLayout]:

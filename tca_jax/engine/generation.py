@@ -169,44 +169,6 @@ def generate(
     return output_of(request, state)
 
 
-def compile_generate(
-    lm: LM,
-    prompts: Prompt | Sequence[Prompt],
-    *,
-    context: Context | None = None,
-    max_new_tokens: int = 256,
-    backend: str = "auto",
-) -> float:
-    """Compiles what a greedy `generate` would, and runs nothing. Several threads may compile at once.
-
-    Args:
-        lm: From `tca_jax.load`.
-        prompts: As for `generate`; only their number and the buckets of their lengths matter.
-        context: As for `generate`, or what `contexts.compile_prefill` returns.
-        max_new_tokens: As for `generate`; only its bucket matters.
-        backend: Kernel backend.
-
-    Returns:
-        Seconds of compiling, 0.0 where all programs were there.
-
-    Raises:
-        As `generate`.
-    """
-    request = Request.create(
-        lm,
-        prompts,
-        context,
-        max_new_tokens=max_new_tokens,
-        sampling=Sampling(),
-        seed=0,
-        stop=(),
-        stop_token_ids=None,
-        backend=backend,
-    )
-    request.compile()
-    return request.compile_seconds
-
-
 def stream(
     lm: LM,
     prompts: Prompt | Sequence[Prompt],
