@@ -18,10 +18,15 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e . "$(JAX)"
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+$(VENV)/.installed-test: pyproject.toml | $(BIN)/python
 	@echo "installing tca_jax and its test tools into $(VENV) (a few minutes the first time)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" "$(JAX)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test]" "$(JAX)"
 	@touch $(VENV)/.installed $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	@echo "installing tca_jax, its test tools, Ray and lint tools into $(VENV) (a few minutes the first time)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" "$(JAX)"
+	@touch $(VENV)/.installed $(VENV)/.installed-test $@
 
 $(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
@@ -38,15 +43,15 @@ models: $(VENV)/.installed  ## fetch SmolLM2-135M and Qwen2.5-Coder-0.5B as GGUF
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[gguf]"
 	$(BIN)/python -m tca_jax.lab.models fetch smollm2 qwen-0.5b
 
-dev: $(VENV)/.installed-dev  ## install with test and lint tools
+dev: $(VENV)/.installed-dev  ## install with the tools of all tests and of lint
 
-test-gpu: $(VENV)/.installed-dev  ## the tests that run kernels, on a machine with an NVIDIA GPU
+test-gpu: $(VENV)/.installed-test  ## the tests that run kernels, on a machine with an NVIDIA GPU
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile \
 		tests/pallas_kernels tests/test_functional.py tests/engine
 
 PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/.installed-dev  ## the tests of functions and kernels
+test: $(VENV)/.installed-test  ## the tests of functions and kernels
 	$(PYTEST) -m "not integration and not slow"
 
 test-integration: $(VENV)/.installed-dev  ## the tests of whole commands, examples, servers, meshes and several features together
@@ -64,7 +69,8 @@ package: $(VENV)/.installed-dev  # the package as it installs, for tools that fo
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/package .
 	cd build/package && ../../$(BIN)/python -c "import tca_jax, tca_jax.methods, tca_jax.models"  # read their .pyi files
 
-lint: package  ## ruff, and who may import whom
+lint: package  ## ruff, budgets of lines, import contracts
+	$(BIN)/python tests/line_budgets.py
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	cd build/package && ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-cache
