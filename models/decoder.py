@@ -310,7 +310,6 @@ class Decoder(nnx.Module):
         *,
         lengths: Int[Array, " B"] | None = None,
         tail: int | None = None,
-        each_as_last: bool = False,
         remat: bool = False,
     ) -> tuple[Float[Array, "B _ D"], tuple[Any, ...]]:
         """Run all layers, unrolled.
@@ -328,8 +327,6 @@ class Decoder(nnx.Module):
                 computes keys and values only for the other tokens: its attention gets q `[B, m, Hq, d]` with k and v
                 of all tokens, and returns `[B, m, Hq, d]`. In a row of fewer than m tokens the first results repeat
                 that of its first token.
-            each_as_last: Rotate each token as if it were the last of its row so far, as decoding one token at a time
-                does. It matters for dynamic RoPE only, whose frequencies otherwise follow the last token of the call.
             remat: Recompute each layer in the backward pass instead of keeping its activations (training).
 
         Returns:
@@ -343,7 +340,7 @@ class Decoder(nnx.Module):
             raise UserError(
                 f"states has {len(states)} entries: must be one for each of {self.config.num_layers} layers"
             )
-        options: dict[str, Any] = {"lengths": lengths, "tail": tail, "each_as_last": each_as_last, "remat": remat}
+        options: dict[str, Any] = {"lengths": lengths, "tail": tail, "remat": remat}
         x, new_states = self.run_layers(self.embed(tokens), positions, attention, states, **options)
         return self.final_norm(x), new_states
 
@@ -357,7 +354,6 @@ class Decoder(nnx.Module):
         first: int = 0,
         lengths: Int[Array, " B"] | None = None,
         tail: int | None = None,
-        each_as_last: bool = False,
         remat: bool = False,
     ) -> tuple[Float[Array, "B _ D"], tuple[Any, ...]]:
         """Run neighbouring layers, one for each entry of `states`.
@@ -370,15 +366,13 @@ class Decoder(nnx.Module):
             first: Number of the first layer to run; static.
             lengths: See there.
             tail: As there, if the model's last layer is among these; otherwise unused.
-            each_as_last: See there.
             remat: See there.
 
         Returns:
             The residual stream behind them, of as many tokens as hidden states there, and their new states.
         """
         indices = None if tail is None else _last_indices(lengths, tail)
-        cos, sin = self.angles(positions.reshape(-1, 1) if each_as_last else positions)
-        cos, sin = (x.reshape(*positions.shape, -1) for x in (cos, sin))
+        cos, sin = self.angles(positions)
         new_states, buffers = [], None
         for index, state in enumerate(states, first):
             run = _layer_function(self.layers[index], functools.partial(attention, index))
@@ -482,9 +476,9 @@ def _linear(
 ) -> nnx.LinearGeneral | QuantizedLinear:
     """y = x W + b, computed in `dtype`; W is `[in, *out]`, which XLA takes for a matrix without a copy."""
     init = functools.partial(_normal, std=std)
-    options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     if is_quantized(param_dtype):
-        return QuantizedLinear(in_features, out_features, bias=bias, init=init, finish=sum_parts, **options)
+        options = {"dtype": dtype, "init": init, "finish": sum_parts, "rngs": rngs}
+        return QuantizedLinear(in_features, out_features, bias=bias, **options)
     return nnx.LinearGeneral(
         in_features,
         out_features,
@@ -493,7 +487,9 @@ def _linear(
         precision=precision_of(dtype),
         preferred_element_type=preferred,
         dot_general=_dot_general(sum_parts),
-        **options,
+        dtype=dtype,
+        param_dtype=param_dtype,
+        rngs=rngs,
     )
 
 

@@ -30,7 +30,7 @@ from tca_jax.models.fingerprint import combine, tensor_checksums
 from tca_jax.models.gguf import Gguf, find_gguf, open_gguf
 from tca_jax.models.json_object import read_json_object
 from tca_jax.models.names import EMBEDDING, HEAD, LAYER, Parameter, outer_shapes, parameters
-from tca_jax.models.projections import WEIGHTS
+from tca_jax.models.projections import E4M3
 from tca_jax.models.sharding import HeadOrders, abstract_parameters, check_mesh, check_orders, reorder_heads, settled
 from tca_jax.models.stored_quantization import (
     CODES,
@@ -109,7 +109,7 @@ def load_checkpoint(
             may have read only a part.
         mesh: Devices that the weights are split over (`models.sharding`); None for the default device.
         head_orders: An order for each layer's KV heads, as for `permute_heads`; None for the checkpoint's own.
-        weights: What the weights of projections and MLP are stored in: "fp8" or "int8", with a scale for each output
+        weights: What the weights of projections and MLP are stored in: "fp8" (e4m3), with a scale for each output
             channel; each is quantized when it is read. None for what the checkpoint has.
 
     Raises:
@@ -128,7 +128,7 @@ def load_checkpoint(
     if format_ and not weights:
         _check_all_in_eight_bits(stored)
         weights = "fp8"
-    param_dtype = WEIGHTS[weights] if weights else dtype
+    param_dtype = E4M3 if weights else dtype
     made = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
     found = abstract_parameters(config, jnp.dtype(dtype), jnp.dtype(dtype)) if weights else parameters(made)
     quantized = _quantized(parameters(made)) if weights else {}
@@ -148,7 +148,7 @@ def load_checkpoint(
         if head_orders is not None:
             value = reorder_heads(value, parameter, head_orders, mesh)
         if to := quantized.get(parameter.path):
-            scale = source.known_scale(parameter, to, head_orders) if weights == "fp8" else None
+            scale = source.known_scale(parameter, to, head_orders)
             parts = list(zip(to, quantize_kernel(value, parameter, to, mesh, scale), strict=True))
         else:
             parts = [(parameter, value.astype(dtype))]
@@ -396,7 +396,7 @@ def _check_all_in_eight_bits(stored: Mapping[str, _Stored]) -> None:
         if re.fullmatch(r".*_proj\.weight", name) and found.dtype != CODES:
             raise UserError(
                 f"{found.file}: tensor {name!r} has dtype {found.dtype} where others are in eight bits: not supported "
-                "as it is; weights='fp8' or 'int8' quantizes it, too"
+                "as it is; weights='fp8' quantizes it, too"
             )
 
 

@@ -1,10 +1,9 @@
 """How projections are computed: those of long prompts in chunks of tokens, in preallocated buffers; a row as two.
 
-Weights in eight bits are stored as codes `[*out, in]` and a float32 scale `[*out]`: W = codes * scale. The codes are
-e4m3 ("fp8") or int8 ("int8"). Products have two forms. Few tokens take as long as it takes to read the weights: these
-are converted inside of the product, exactly. Many tokens take as long as the product: with e4m3 weights their
-activations are quantized too, each token with a scale of its own, and the product is one of e4m3 numbers, which on
-Hopper takes half the time. int8 weights are always converted.
+FP8 weights are stored as e4m3 codes `[*out, in]` and a float32 scale `[*out]`: W = codes * scale. Products have two
+forms. Products of few tokens take the time of reading the weights, which are converted exactly inside the product.
+Products of many tokens are bound by compute: each token is quantized with its own scale, and the product is one of e4m3
+numbers, which on Hopper takes half the time.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Num
 
-#: What weights are stored in, by the name that users give.
-WEIGHTS = MappingProxyType({"fp8": jnp.dtype(jnp.float8_e4m3fn), "int8": jnp.dtype(jnp.int8)})
+E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+LARGEST_CODE = float(jnp.finfo(E4M3).max)  # 448
+WEIGHTS = MappingProxyType({"fp8": E4M3})  # what weights are quantized to, by the user's names
 
 # Tokens up to which weights are converted inside of a product. On an H200 a product of e4m3 numbers overtakes it there.
 _FEW_TOKENS = 64
@@ -129,36 +129,22 @@ def precision_of(dtype: DTypeLike) -> jax.lax.Precision | None:
 
 def is_quantized(dtype: DTypeLike) -> bool:
     """Whether weights of this dtype have scales."""
-    return jnp.dtype(dtype) in WEIGHTS.values()
+    return jnp.dtype(dtype) == E4M3
 
 
-def largest_code(dtype: DTypeLike) -> float:
-    """The largest number of an eight-bit dtype: 448 for e4m3, 127 for int8."""
-    dtype = jnp.dtype(dtype)
-    return float(jnp.finfo(dtype).max if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max)
-
-
-def scale_of(x: Float[Array, "*rows n"], dtype: DTypeLike) -> Float32[Array, "*rows"]:
+def scale_of(x: Float[Array, "*rows n"]) -> Float32[Array, "*rows"]:
     """The scale of each vector along the last axis, with which its largest entry has the largest code."""
-    return jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32) / largest_code(dtype)
+    return jnp.max(jnp.abs(x), axis=-1).astype(jnp.float32) / LARGEST_CODE
 
 
 def quantize(
-    x: Float[Array, "*rows n"], dtype: DTypeLike, scale: Float32[Array, "*rows"] | None = None
+    x: Float[Array, "*rows n"], scale: Float32[Array, "*rows"] | None = None
 ) -> tuple[Num[Array, "*rows n"], Float32[Array, "*rows"]]:
-    """Codes of vectors along the last axis, and scales; x is nearly codes * scale.
-
-    Args:
-        x: Vectors.
-        dtype: Of the codes: e4m3 or int8.
-        scale: The scales; None for `scale_of(x)`.
-    """
-    scale = jnp.maximum(scale_of(x, dtype) if scale is None else scale, _LEAST_SCALE)
-    most = largest_code(dtype)
-    codes = jnp.clip(x.astype(jnp.float32) * (1 / scale)[..., None], -most, most)  # out of range, e4m3 is NaN
-    if jnp.issubdtype(dtype, jnp.integer):
-        codes = jnp.round(codes)
-    return codes.astype(dtype), scale
+    """E4M3 codes of vectors along the last axis, and scales (by default `scale_of(x)`); x is nearly codes * scale."""
+    scale = jnp.maximum(scale_of(x) if scale is None else scale, _LEAST_SCALE)
+    # Out of range, e4m3 is NaN.
+    codes = jnp.clip(x.astype(jnp.float32) * (1 / scale)[..., None], -LARGEST_CODE, LARGEST_CODE)
+    return codes.astype(E4M3), scale
 
 
 class QuantizedLinear(nnx.Module):
@@ -169,7 +155,6 @@ class QuantizedLinear(nnx.Module):
         out_features: Shape of y.
         bias: Whether there is one.
         dtype: Dtype of products of 16 or 32 bits, and of the result.
-        param_dtype: Dtype of the codes.
         init: `(key, shape, dtype)` to initial weights, which are quantized.
         finish: Applied to products: over a contracted axis of which devices have parts, their sum.
         rngs: Keys.
@@ -182,13 +167,12 @@ class QuantizedLinear(nnx.Module):
         *,
         bias: bool,
         dtype: DTypeLike,
-        param_dtype: DTypeLike,
         init: Callable[..., Array],
         finish: Callable[[Array], Array],
         rngs: nnx.Rngs,
     ) -> None:
         out = (out_features,) if isinstance(out_features, int) else out_features
-        codes, scale = quantize(init(rngs.params(), (*out, in_features), jnp.float32), param_dtype)
+        codes, scale = quantize(init(rngs.params(), (*out, in_features), jnp.float32))
         self.codes, self.scale = nnx.Param(codes), nnx.Param(scale)
         self.bias = nnx.Param(jnp.zeros(out, dtype)) if bias else None
         self.dtype, self.finish = jnp.dtype(dtype), finish
@@ -222,12 +206,12 @@ def quantized_product(
 @jax.custom_vjp
 def _product(x: Array, codes: Array, scale: Array) -> Array:
     axes = (((x.ndim - 1,), (codes.ndim - 1,)), ((), ()))
-    if math.prod(x.shape[:-1]) <= _FEW_TOKENS or jnp.issubdtype(codes.dtype, jnp.integer):
+    if math.prod(x.shape[:-1]) <= _FEW_TOKENS:
         # XLA converts the weights as fast as it reads them from two rows on.
         precision = precision_of(x.dtype)
         y = dot_general(x, codes.astype(x.dtype), axes, few_weights=codes.size + 1, precision=precision)
         return (y.astype(jnp.float32) * scale).astype(x.dtype)
-    x_codes, x_scale = quantize(x, codes.dtype)
+    x_codes, x_scale = quantize(x)
     # Bare, with the sum in bfloat16 or float32, or XLA makes no product of e4m3 numbers of it.
     wide = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
     product = functools.partial(jax.lax.dot_general, dimension_numbers=axes, preferred_element_type=wide)

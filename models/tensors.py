@@ -88,7 +88,7 @@ def quantize_kernel(
         scale: The scales, where they are known; None for those of the largest entries.
     """
     specs = parameter.spec, to.codes.spec, to.scale.spec
-    return _quantize(kernel, scale, dtype=to.codes.variable.dtype, specs=specs, mesh=mesh)
+    return _quantize(kernel, scale, specs=specs, mesh=mesh)
 
 
 def join_tensors(parameter: Parameter, tensors: Sequence[Array], mesh: Mesh | None) -> Array:
@@ -136,22 +136,21 @@ def _dequantize(
     return by_part(on_device, mesh, (specs[0], PartitionSpec()), specs[1])(codes, scale)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "specs", "mesh"))
+@functools.partial(jax.jit, static_argnames=("specs", "mesh"))
 def _quantize(
     kernel: Array,
     scale: Array | None,
     *,
-    dtype: Any,
     specs: tuple[PartitionSpec, PartitionSpec, PartitionSpec],
     mesh: Mesh | None,
 ) -> tuple[Array, Array]:
     def on_device(kernel: Array, scale: Array | None) -> tuple[Array, Array]:
         rows = jnp.moveaxis(kernel, 0, -1)
         if scale is None:
-            scale = scale_of(rows, dtype)
+            scale = scale_of(rows)
             if specs[0][:1] == (MODEL,) and axis_size(mesh, MODEL) > 1:  # a device has some of the inputs
                 scale = jax.lax.pmax(scale, MODEL)
-        return quantize(rows, dtype, scale)
+        return quantize(rows, scale)
 
     return by_part(on_device, mesh, (specs[0], specs[2]), specs[1:])(kernel, scale)
 

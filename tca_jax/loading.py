@@ -145,9 +145,9 @@ def load(
         profile: Head budgets: a folder that `Profile.save` wrote, a `Profile`, "shipped" for the one beside a shipped
             model, or None for exact full attention.
         dtype: Of weights and activations; None is bfloat16 on an accelerator and float32 on the CPU.
-        weights: What the weights of projections and MLP are stored in: "fp8" (e4m3) or "int8", with a scale for each
-            output channel, quantized while they are read; None for what the checkpoint has. Products of many tokens
-            are of e4m3 numbers with "fp8", of `dtype` with "int8". "fp8" needs compute capability 8.9 on a GPU.
+        weights: "fp8" stores the weights of projections and MLP in e4m3 with a scale for each output channel,
+            quantized while they are read; None keeps the checkpoint's format. Products of many tokens are then of e4m3
+            numbers, which needs compute capability 8.9 on a GPU.
         kv: What the KV cache holds: "fp8" (e4m3) with a scale for each token, or None for `dtype`.
         mesh: Devices that share the model, as `jax.make_mesh((1, 4), ("data", "model"))` gives them: its weights over
             "model", the rows of a batch over "data", in any order of the axes; None for the default device. No host
@@ -220,7 +220,7 @@ def _require_e4m3(what: str) -> None:
     device = jax.local_devices()[0]
     capability = getattr(device, "compute_capability", None)
     if device.platform == "gpu" and capability and tuple(map(int, str(capability).split("."))) < _E4M3_CAPABILITY:
-        raise UserError(f"{what} needs compute capability 8.9, this GPU has {capability}: use weights='int8'")
+        raise UserError(f"{what} needs compute capability 8.9, this GPU has {capability}")
 
 
 def checkpoint_folder(name_or_path: Any, revision: str | None = None) -> Path:

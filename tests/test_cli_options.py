@@ -202,7 +202,7 @@ def test_a_method_takes_what_a_profile_knows_of_its_options():
         (["--method=streaming:window=100"], "--method streaming:window=100: window = 100: must be a positive multiple"),
         (["--system=x"], "has no chat template"),
         (["--seed=-1"], "Invalid value for '--seed'"),
-        (["--weights=fp4"], "--weights 'fp4': must be one of ['fp8', 'int8'], or None"),
+        (["--weights=fp4"], "--weights 'fp4': must be one of ['fp8'], or None"),
         (["--kv=int8"], "--kv 'int8': must be one of ['fp8'], or None"),
         (["--max-new-tokens=4096"], "that is 4"),
     ],

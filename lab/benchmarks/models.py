@@ -23,7 +23,7 @@ from tca_jax.lab.benchmarks.shares import Share
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import MODEL, Parameter, parameters
-from tca_jax.models.projections import WEIGHTS, largest_code
+from tca_jax.models.projections import LARGEST_CODE, WEIGHTS
 from tca_jax.models.rope import RopeConfig
 from tca_jax.models.sharding import by_part, check_mesh, parameter_sharding, settled, spec_sharding
 
@@ -127,7 +127,7 @@ def random_model(
     if mesh is not None:
         check_mesh(mesh, abstract.config, name)
     found = parameters(abstract)
-    of_codes = largest_code(WEIGHTS[weights]) / _DEVIATIONS if weights else 1.0
+    of_codes = LARGEST_CODE / _DEVIATIONS if weights else 1.0
     layers = abstract.config.num_layers
     drawn = {
         parameter.path: parameter.variable.replace(_weight(parameter, one_key, layers, mesh, of_codes))

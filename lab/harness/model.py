@@ -47,7 +47,7 @@ class HarnessLM(TemplateLM):
         profile: Profile folder, or "shipped".
         method: Attention method by its name, "a+b" for a pair; None for the profile's, or full attention without one.
         dtype: float32, bfloat16 or float16.
-        weights: "fp8" or "int8": projections and MLP in eight bits, as for `tca_jax.load`.
+        weights: "fp8": projections and MLP in e4m3, as for `tca_jax.load`.
         kv: "fp8": a KV cache in eight bits.
         revision: Branch, tag or commit on the Hub.
         batch_size: Prompts in one call.

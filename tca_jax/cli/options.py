@@ -56,7 +56,7 @@ DtypeOption = Annotated[
 ]
 WeightsOption = Annotated[
     str | None,
-    typer.Option(help="Store projections and MLP in eight bits: fp8 or int8.", show_default="as the checkpoint does"),
+    typer.Option(help="Store projections and MLP in eight bits: fp8.", show_default="as the checkpoint does"),
 ]
 KVOption = Annotated[
     str | None, typer.Option("--kv", help="Store the KV cache in eight bits: fp8.", show_default="in dtype")

@@ -170,7 +170,7 @@ def _read_piece(
     positions = where.first[:, None] + jnp.arange(tokens.shape[1])
     positions = jnp.clip(positions, 0, where.ends[:, None] - 1)
     states = (None,) * lm.config.num_layers
-    hidden, _ = lm.decoder(tokens, positions, attention, states, each_as_last=True)
+    hidden, _ = lm.decoder(tokens, positions, attention, states)
     return hidden, cache
 
 

@@ -152,7 +152,7 @@ def attention_to_prompts(
             return out, found
 
         at = jnp.clip(first[:, None] + jnp.arange(columns), 0, jnp.maximum(ends, 1)[:, None] - 1)
-        _, found = lm.decoder(ids, at, attention, (None,) * len(layers), each_as_last=True)
+        _, found = lm.decoder(ids, at, attention, (None,) * len(layers))
         return jax.lax.dynamic_update_slice_in_dim(scores, jnp.stack(found), start, axis=-1)
 
     width = max(length, repetition.sinks + (chunks - 1) * repetition.chunk + chunk)

@@ -9,7 +9,6 @@ import warnings
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from meshes import lm_of, mesh_of, needs_8_devices, with_tca
 from sharp_lm import pairs_of
 from tiny import CONFIG, TCA, random_prompt
@@ -19,8 +18,6 @@ from tca_jax.calibration import layer_preferences, repetition_scores, search_pat
 from tca_jax.calibration.probe_losses import ReadText
 from tca_jax.calibration.probes import FOLLOWING, ProbedText, Segment
 from tca_jax.calibration.text_losses import TextLosses
-from tca_jax.models.decoder import Decoder
-from tca_jax.models.projections import WEIGHTS
 
 pytestmark = needs_8_devices
 
@@ -64,16 +61,6 @@ def check_same(many: tca_jax.Profile, one: tca_jax.Profile) -> None:
     assert many.losses.keys() == one.losses.keys()
     for name, losses in one.losses.items():
         assert many.losses[name] == pytest.approx(losses, abs=1e-4)
-
-
-@pytest.mark.slow
-def test_weights_in_eight_bits_are_measured_as_on_one_device():
-    """Of int8, whose activations are not quantized by device; derivatives are summed over the devices."""
-    base = lm_of()
-    sizes = {"dtype": base.dtype, "param_dtype": WEIGHTS["int8"], "rngs": nnx.Rngs(0)}
-    one = tca_jax.LM.from_decoder(Decoder(base.config, **sizes), name="tiny")
-    many = tca_jax.LM.from_decoder(one.decoder, mesh=mesh_of((1, 2)), name="tiny")
-    check_same(*(calibrated(lm, WORTH, probes="copy") for lm in (many, one)))
 
 
 @pytest.mark.parametrize("criterion", ["retained_mass", pytest.param("column_mean", marks=pytest.mark.slow)])

@@ -15,12 +15,11 @@ from tiny import CONFIG, TCA, DenseReference, greedy_reference, random_prompt, t
 import tca_jax
 from tca_jax import methods
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.projections import WEIGHTS
+from tca_jax.models.projections import E4M3
 from tca_jax.pallas_kernels.kv import CODES, EightBits
 
 UNEQUAL = [[0, 6], [TCA.num_candidates, 3]]
 DOCUMENT, QUESTIONS = random_prompt(0, 101), [random_prompt(1, 21), random_prompt(2, 5)]
-KINDS = [pytest.param(kind, marks=pytest.mark.slow) if kind == "int8" else kind for kind in WEIGHTS]
 OPTIONS = {"max_new_tokens": 20, "stop_token_ids": ()}
 METHODS = {
     "streaming": methods.get("streaming", sinks=4, window=16, block_size=8),
@@ -133,10 +132,10 @@ def test_caches_over_a_mesh_answer_as_on_one_device(shape, tmp_path):
     assert tca_jax.generate(one, QUESTIONS, context=back, **OPTIONS).tokens == expected
 
 
-def quantized(kind: str, mesh=None, kv=None, **sizes) -> tca_jax.LM:
+def quantized(mesh=None, kv=None, **sizes) -> tca_jax.LM:
     """A random model with weights in eight bits."""
     config = dataclasses.replace(CONFIG, **sizes)
-    decoder = Decoder(config, dtype=jnp.float32, param_dtype=WEIGHTS[kind], rngs=nnx.Rngs(0))
+    decoder = Decoder(config, dtype=jnp.float32, param_dtype=E4M3, rngs=nnx.Rngs(0))
     return tca_jax.LM.from_decoder(decoder, name="tiny", mesh=mesh, kv=kv)
 
 
@@ -155,36 +154,34 @@ def dequantized(lm: tca_jax.LM) -> tca_jax.LM:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("kind", KINDS)
-def test_few_tokens_see_the_weights_that_codes_stand_for(kind):
-    lm = quantized(kind)
+def test_few_tokens_see_dequantized_weights():
+    lm = quantized()
     prompt = random_prompt(0, 40)
     ours, expected = (tca_jax.generate(each, prompt, **OPTIONS) for each in (lm, dequantized(lm)))
     assert ours.tokens == expected.tokens
 
 
 def test_many_tokens_are_quantized_and_lose_little():
-    lm, text = quantized("fp8"), random_prompt(1, 200)
+    lm, text = quantized(), random_prompt(1, 200)
     losses = [-np.asarray(tca_jax.score(each, text).logprobs[0]) for each in (lm, dequantized(lm))]
     assert np.abs(losses[0] - losses[1]).max() > 1e-5
     np.testing.assert_allclose(losses[0].mean(), losses[1].mean(), rtol=2e-3)
 
 
 @needs_8_devices
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_over_a_mesh_answer_as_on_one_device(kind):
+def test_weights_over_a_mesh_answer_as_on_one_device():
     sizes = {"num_kv_heads": 4, "num_heads": 8, "hidden_size": 64, "intermediate_size": 96}
     prompts = [random_prompt(0, 15), random_prompt(1, 12)]  # few tokens: activations of a device's own part differ
     answers = []
     for mesh in (None, mesh_of((1, 2)), mesh_of((2, 2))):
-        lm = with_tca(quantized(kind, mesh=mesh, kv="fp8", **sizes))
+        lm = with_tca(quantized(mesh=mesh, kv="fp8", **sizes))
         answers.append(tca_jax.generate(lm, prompts, **OPTIONS).tokens)
     assert answers[0] == answers[1] == answers[2]
 
 
 def test_it_says_what_it_stores():
-    lm = quantized("fp8", kv="fp8")
+    lm = quantized(kv="fp8")
     assert lm.weights_dtype == lm.cache_dtype == CODES
     assert "kv fp8" in repr(lm)
     with pytest.raises(tca_jax.UserError, match=r"kv = 'int8': must be one of \['fp8'\], or None"):
-        quantized("fp8", kv="int8")
+        quantized(kv="int8")

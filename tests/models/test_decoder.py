@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -17,7 +16,6 @@ from random_decoders import random_decoder
 from tca_jax.models import decoder as decoder_module
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder, RMSNorm
-from tca_jax.models.rope import RopeConfig
 
 NO_STATES = (None, None)
 
@@ -367,20 +365,3 @@ def test_residual_projections_start_smaller(config_entries: Any) -> None:
         assert abs(float(kernel[...].std()) / 0.02 - 1) < 0.15
     for kernel in (layer.attention.o.kernel, layer.mlp.down.kernel):
         assert abs(float(kernel[...].std()) / (0.02 / math.sqrt(2 * 2)) - 1) < 0.15
-
-
-def test_tokens_each_as_the_last_are_rotated_as_if_fed_one_at_a_time(config: ModelConfig) -> None:
-    rope = RopeConfig(type="dynamic", theta=10000.0, factor=4.0, original_max_positions=64)
-    decoder = make(dataclasses.replace(config, rope=rope, num_layers=1))
-    tokens = np.arange(1, 9)[None]
-    positions = np.arange(60, 68)[None]  # into the stretch, which depends on the length so far
-
-    @functools.partial(jax.jit, static_argnames="each_as_last")
-    def rotated(tokens: jax.Array, positions: jax.Array, **options: Any) -> jax.Array:
-        kept = []
-        decoder(tokens, positions, lambda layer, q, k, v, state: (kept.append(q) or q, None), (None,), **options)
-        return kept[0]
-
-    one_by_one = np.concatenate([rotated(tokens[:, i : i + 1], positions[:, i : i + 1]) for i in range(8)], axis=1)
-    np.testing.assert_allclose(rotated(tokens, positions, each_as_last=True), one_by_one, rtol=1e-6, atol=1e-6)
-    assert np.abs(rotated(tokens, positions) - one_by_one).max() > 1e-4

@@ -1,29 +1,56 @@
-"""Projections: in chunks of tokens as all at once, under `shard_map`, too; those of a single row."""
+"""Projections: in chunks of tokens, of a single row, and in e4m3."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cuda_lowering import lowered_for_cuda
+from flax import nnx
 from hlo import operations
 from jax.sharding import PartitionSpec
 from meshes import mesh_of
+from tiny import CONFIG
 
 from tca_jax.models import projections
-from tca_jax.models.projections import by_chunks, dot_general
+from tca_jax.models.decoder import Decoder
+from tca_jax.models.names import parameters
+from tca_jax.models.projections import (
+    E4M3,
+    LARGEST_CODE,
+    QuantizedLinear,
+    by_chunks,
+    dot_general,
+    quantize,
+    quantized_product,
+)
 
 needs_4_devices = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU; XLA does otherwise on a CPU")
 
 #: 33 tokens: one chunk, equal chunks and a rest, unequal chunks that end in the first or in a later chunk of a step.
-SIZES = [(33,), (8,), (11,), (5, 7, 6), (14, 18), (16, 16)]
+SIZES = [(33,), (8,), (11,), (5, 7, 6), (14, 18)]
+DIMENSIONS = {
+    "row": ((1, 1, 24), (24, 3, 16), (((2,), (0,)), ((), ()))),
+    "rows": ((3, 5, 24), (24, 3, 16), (((2,), (0,)), ((), ()))),
+    "vector": ((24,), (24, 16), (((0,), (0,)), ((), ()))),
+    "transposed": ((1, 24), (16, 24), (((1,), (1,)), ((), ()))),
+    "column": ((24, 1), (24, 16), (((0,), (0,)), ((), ()))),
+}
+TOKENS = {"few": (3,), "one": (1, 1), "many": (2, 65)}
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("fresh", [True, False])
-def test_results_are_those_of_all_tokens_at_once(sizes: tuple[int, ...], fresh: bool) -> None:
+def test_chunks_give_what_all_tokens_give(sizes: tuple[int, ...], fresh: bool) -> None:
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.integers(-99, 99, shape), jnp.float32) for shape in ((3, 11, 4), (3, 11)))
     seen: list[int] = []
@@ -39,40 +66,32 @@ def test_results_are_those_of_all_tokens_at_once(sizes: tuple[int, ...], fresh: 
 
 
 @needs_4_devices
-def test_results_may_vary_over_mesh_axes_that_no_input_varies_over() -> None:
-    """Such as queries of a device's own heads, where derivatives are taken over a mesh."""
+def test_chunks_may_vary_over_mesh_axes() -> None:
+    """No input varies over them: queries of a device's own heads, where derivatives are taken over a mesh."""
     x, weights = jnp.arange(24.0).reshape(2, 6, 2), jnp.arange(8.0)
-    split = PartitionSpec("model")
 
     def on_device(x: jax.Array, weights: jax.Array) -> jax.Array:
         varying = by_chunks(lambda _, x: x * weights[:, None].sum(), (4,), None, x)
         return jax.lax.psum(varying, "model")
 
-    mesh = mesh_of((4,), ("model",))
-    run = jax.shard_map(on_device, mesh=mesh, in_specs=(PartitionSpec(), split), out_specs=PartitionSpec())
+    specs = {"in_specs": (PartitionSpec(), PartitionSpec("model")), "out_specs": PartitionSpec()}
+    run = jax.shard_map(on_device, mesh=mesh_of((4,), ("model",)), **specs)
     np.testing.assert_array_equal(jax.jit(run)(x, weights), x * weights.sum())
 
 
-DIMENSIONS = {
-    "a row": ((1, 1, 24), (24, 3, 16), (((2,), (0,)), ((), ()))),
-    "rows": ((1, 5, 24), (24, 3, 16), (((2,), (0,)), ((), ()))),
-    "rows of a batch": ((3, 1, 24), (24, 16), (((2,), (0,)), ((), ()))),
-    "a vector": ((24,), (24, 16), (((0,), (0,)), ((), ()))),
-    "weights the other way": ((1, 24), (16, 24), (((1,), (1,)), ((), ()))),
-    "a column": ((24, 1), (24, 16), (((0,), (0,)), ((), ()))),
-}
-
-
 @pytest.mark.parametrize("case", DIMENSIONS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_it_is_the_product(case, dtype):
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_row_is_multiplied_as_others(case, gpu, monkeypatch):
+    """The branch for GPUs, two rows of which one comes back, is run here too."""
     of_lhs, of_rhs, dimensions = DIMENSIONS[case]
-    keys = jax.random.split(jax.random.key(len(case)))
-    lhs, rhs = jax.random.normal(keys[0], of_lhs, dtype), jax.random.normal(keys[1], of_rhs, dtype)
-    wanted = jax.lax.dot_general(lhs, rhs, dimensions, preferred_element_type=jnp.float32)
-    got = jax.jit(lambda *args: dot_general(*args, dimensions, preferred_element_type=jnp.float32))(lhs, rhs)
-    assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    lhs, rhs = normal(0, *of_lhs), normal(1, *of_rhs)
+    if gpu:
+        monkeypatch.setattr(projections.jax.lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
+    wanted = jax.lax.dot_general(lhs, rhs, dimensions)
+    np.testing.assert_allclose(dot_general(lhs, rhs, dimensions), wanted, rtol=1e-5, atol=1e-5)
+    narrow = dot_general(lhs.astype(jnp.bfloat16), rhs, dimensions, preferred_element_type=jnp.float32)
+    assert narrow.shape == wanted.shape
+    assert narrow.dtype == jnp.float32
 
 
 def rows_multiplied(platform, of_lhs, of_rhs):
@@ -84,28 +103,15 @@ def rows_multiplied(platform, of_lhs, of_rhs):
     return int(rows)
 
 
-def test_a_row_times_few_weights_is_two_rows_on_a_gpu_only():
+def test_only_gpus_double_rows_of_few_weights():
     assert rows_multiplied("cuda", (1, 64), (64, 32)) == 2
     assert rows_multiplied("cpu", (1, 64), (64, 32)) == 1
     assert rows_multiplied("cuda", (3, 64), (64, 32)) == 3
-    assert rows_multiplied("cuda", (1, 4096), (4096, 4096)) == 1  # a matrix product as it is
+    assert rows_multiplied("cuda", (1, 4096), (4096, 4096)) == 1
 
 
-@pytest.mark.parametrize("case", ["a row", "weights the other way", "a column"])
-def test_of_two_rows_one_comes_back(case, monkeypatch):
-    """The branch for GPUs, run here."""
-    of_lhs, of_rhs, dimensions = DIMENSIONS[case]
-    keys = jax.random.split(jax.random.key(0))
-    lhs, rhs = jax.random.normal(keys[0], of_lhs), jax.random.normal(keys[1], of_rhs)
-    monkeypatch.setattr(projections.jax.lax, "platform_dependent", lambda *args, cuda, default: cuda(*args))
-    got = dot_general(lhs, rhs, dimensions)
-    wanted = jax.lax.dot_general(lhs, rhs, dimensions)
-    assert got.shape == wanted.shape
-    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU; XLA does otherwise on a CPU")
-def test_no_product_of_a_row_is_written_to_memory():
+@needs_gpu
+def test_no_row_product_is_written_to_memory():
     few = 2048, 4096
     x, weights = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 1, few[0]), few))
 
@@ -113,3 +119,83 @@ def test_no_product_of_a_row_is_written_to_memory():
         return jnp.tanh(dot_general(jnp.tanh(x), weights, (((2,), (0,)), ((), ()))))
 
     assert operations(jax.jit(projected).lower(x, weights).compile().as_text(), {few}) == {"parameter"}
+
+
+def test_codes_are_within_half_a_step():
+    x = normal(0, 7, 33) * 10.0 ** jnp.arange(-3, 4)[:, None]
+    codes, scale = quantize(x)
+    assert (codes.dtype, scale.shape) == (E4M3, (7,))
+    wide = np.asarray(codes, np.float64)
+    assert (np.abs(wide).max(axis=1) == LARGEST_CODE).all()
+    step = np.maximum(np.abs(wide) / 8, 2.0**-9)  # four significant bits, and steps of 2 ** -9 below 2 ** -6
+    error = np.abs(wide * np.asarray(scale, np.float64)[:, None] - x)
+    assert (error <= 0.5001 * step * np.asarray(scale)[:, None]).all()
+    zeros, scale = quantize(jnp.zeros((2, 5)))
+    assert not np.asarray(zeros, np.float32).any()
+    assert np.isfinite(scale).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_quantized_products_are_those_of_dequantized_weights(tokens, dtype):
+    x, (codes, scale) = normal(0, *TOKENS[tokens], 48, dtype=dtype), quantize(normal(1, 2, 6, 48))
+    x = x.at[0].set(0)  # the scale of zeros is finite
+    y, pullback = jax.vjp(lambda x: quantized_product(x, codes, scale), x)
+    assert y.shape == (*TOKENS[tokens], 2, 6)
+    assert y.dtype == dtype
+    wide = np.asarray(x, np.float64)
+    if tokens == "many":  # these are quantized, too
+        of_x, scale_of_x = quantize(x)
+        wide = np.asarray(of_x, np.float64) * np.asarray(scale_of_x, np.float64)[..., None]
+    dense = np.asarray(codes, np.float64) * np.asarray(scale, np.float64)[..., None]
+    expected = np.einsum("...n,abn->...ab", wide, dense)
+    tolerance = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2, jnp.float16: 2e-3}[dtype]
+    if tokens == "many" and jax.default_backend() == "gpu":
+        tolerance = max(tolerance, 2.0**-11)  # tensor cores of Hopper sum fewer bits than float32's
+    np.testing.assert_allclose(np.asarray(y, np.float64), expected, atol=tolerance * np.abs(expected).max())
+    slope = normal(2, *y.shape, dtype=dtype)
+    gradient = np.einsum("...ab,abn->...n", np.asarray(slope, np.float64), dense)
+    found = np.asarray(pullback(slope)[0], np.float64)
+    np.testing.assert_allclose(found, gradient, atol=tolerance * np.abs(gradient).max())
+
+
+def test_a_linear_adds_its_bias_last():
+    options = {"dtype": jnp.float32, "init": jax.random.normal, "finish": lambda y: 2 * y, "rngs": nnx.Rngs(0)}
+    linear = QuantizedLinear(8, (3, 2), bias=True, **options)
+    linear.bias[...] = normal(5, 3, 2)
+    x = normal(0, 4, 8)
+    dense = np.asarray(linear.codes[...], np.float32) * np.asarray(linear.scale[...])[..., None]
+    expected = 2 * np.einsum("tn,abn->tab", x, dense) + linear.bias[...]
+    np.testing.assert_allclose(linear(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_only_projections_are_quantized():
+    decoder = Decoder(CONFIG, dtype=jnp.bfloat16, param_dtype=E4M3, rngs=nnx.Rngs(0))
+    for parameter in parameters(decoder):
+        name, dtype = parameter.path[-1], parameter.variable[...].dtype
+        is_projection = parameter.path[-2:-1] and parameter.path[-2] in ("qkv", "o", "gate_up", "down")
+        wanted = {"codes": E4M3, "scale": jnp.float32} if is_projection else {}
+        assert dtype == wanted.get(name, jnp.bfloat16), parameter.path
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ["qkv", "o", "gate_up", "down"])
+def test_cublaslt_multiplies_many_tokens_in_fp8(name):
+    sizes = {"hidden_size": 2048, "intermediate_size": 4096, "num_heads": 16, "num_kv_heads": 4, "head_dim": 128}
+    config = dataclasses.replace(CONFIG, num_layers=1, **sizes)
+    decoder = Decoder(config, dtype=jnp.bfloat16, param_dtype=E4M3, rngs=nnx.Rngs(0))
+    layer = decoder.layers[0]
+    linear = getattr(layer.attention if name in ("qkv", "o") else layer.mlp, name)
+    x = jax.ShapeDtypeStruct((8192, linear.codes.shape[-1]), jnp.bfloat16)
+    assert "__cublas$lt$matmul$f8" in jax.jit(linear).lower(x).compile().as_text()
+
+
+def test_products_of_many_tokens_are_of_codes():
+    """XLA gives cuBLASLt only products of two e4m3 arrays, and by the algorithm's name only there."""
+    decoder = Decoder(CONFIG, dtype=jnp.bfloat16, param_dtype=E4M3, rngs=nnx.Rngs(0))
+    layer, heads = decoder.layers[0], (CONFIG.num_heads, CONFIG.head_dim)
+    x, out = (normal(0, 1, 128, *shape, dtype=jnp.bfloat16) for shape in ((CONFIG.hidden_size,), heads))
+    text = lowered_for_cuda(lambda x, out: (layer.attention.qkv(x), layer.mlp(x), layer.attention.output(out)), x, out)
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) == 4
+    assert all("rhs_precision_type = f8E4M3FN" in line and line.endswith("xbf16>") for line in products)
