@@ -15,9 +15,8 @@ import numpy as np
 from jax import Array
 
 import tca_jax
-from tca_jax import methods, plots
-from tca_jax.inspection import local_start
-from tca_jax.lab import recall
+from tca_jax import methods
+from tca_jax.lab import plots, recall
 from tca_jax.lab.recall.protocols import completion
 
 BYTES = 1152  # of a document; with a question about 1250 tokens, for the model reads bytes
@@ -129,13 +128,13 @@ def draw(lm: tca_jax.LM, document: recall.Document, folder: Path) -> Path:
     prompt, fact = completion(document.text, question), question.facts[0]
     start = document.place(fact) + 1  # 1: the token that begins every prompt
     return plots.plot_kept_tokens(
-        tca_jax.kept_tokens(lm, prompt),
+        plots.kept_tokens(lm, prompt),
         "\0" + prompt,
         (start, start + len(fact.line)),
         fact.key,
         f"{lm.name}, {lm.method.name}",
         folder / "your_own_method.png",
-        window_start=local_start(lm, 1 + len(prompt)),
+        window_start=plots.local_start(lm, 1 + len(prompt)),
     )
 
 

@@ -28,7 +28,7 @@ from zoo_measures import (
 import tca_jax
 from tca_jax.calibration.profile import Profile
 from tca_jax.engine.prompts import bucket_length
-from tca_jax.equal_bytes import CallSizes
+from tca_jax.lab.equal_bytes import CallSizes
 from tca_jax.lab.evaluation.method_specs import Builder, MethodSpec, parse_methods
 
 TOLERANCES = ((0.5, 0.5), (0.1, 0.02), (0.1, 0.002), (0.03, 0.005), (0.03, 0.0005))

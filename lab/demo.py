@@ -26,8 +26,8 @@ from tca_jax.engine.generation import generate
 from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import DocumentTemplate
 from tca_jax.errors import UserError
-from tca_jax.inspection import kept_tokens, local_start, token_texts
 from tca_jax.lab.models import find, models_folder
+from tca_jax.lab.plots.inspection import kept_tokens, local_start, token_texts
 from tca_jax.lab.recall import PROTOCOLS, Question, build_document, is_correct
 from tca_jax.lab.recall.documents import hide
 from tca_jax.lab.recall.facts import Fact, draw_keys
@@ -311,7 +311,7 @@ def _answer(method: str, protocol: str, question: Question, text: str, seconds: 
 
 def _draw(lm: LM, kept: Bool[np.ndarray, "layers Hkv L"], exam: Exam, out: Path) -> Path:
     """The heat map of kept shares, and what the heads that look at the answer kept around it."""
-    from tca_jax.plots import plot_kept_tokens
+    from tca_jax.lab.plots import plot_kept_tokens
 
     out.mkdir(parents=True, exist_ok=True)
     return plot_kept_tokens(

@@ -19,7 +19,6 @@ from .engine.score import score as score
 from .errors import UserError as UserError
 from .functional import attend as attend
 from .functional import select as select
-from .inspection import kept_tokens as kept_tokens
 from .loading import load as load
 from .methods.candidates import candidate_budgets as candidate_budgets
 from .methods.config import TCAConfig as TCAConfig

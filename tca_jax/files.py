@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tca_jax.errors import UserError
-
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
@@ -38,12 +36,6 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
             os.replace(unfinished, target)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def require_png(path: str | os.PathLike[str]) -> None:
-    """Raises ValueError if a picture's name ends in something else than .png; a pipe may have no ending at all."""
-    if Path(path).suffix.lower() not in ("", ".png"):
-        raise UserError(f"{os.fspath(path)}: pictures are PNG files; the name must end in .png")
 
 
 @contextmanager

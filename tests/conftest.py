@@ -156,7 +156,7 @@ def no_programs_of_other_modules():
 @pytest.fixture
 def figures(monkeypatch):
     """Figures in place of the files they would be written to."""
-    from tca_jax.plots import figures as module
+    from tca_jax.lab.plots import figures as module
 
     drawn = []
     monkeypatch.setattr(module, "write", lambda figure, path: drawn.append(figure) or Path(path))

@@ -12,10 +12,10 @@ import pytest
 from tiny import TCA, write_checkpoint
 
 import tca_jax
-from tca_jax import plots
 from tca_jax.calibration.profile import Profile
-from tca_jax.cli.plots import _page_of
-from tca_jax.inspection import attention_received
+from tca_jax.lab import plots
+from tca_jax.lab.commands.plots import _page_of
+from tca_jax.lab.plots.inspection import attention_received, kept_tokens
 
 COMMANDS = ["", "budgets", "selected", "attention", "latency", "accuracy", "reading", "keeping"]
 TEXT = "The quick brown fox jumps over the lazy dog. " * 6
@@ -97,7 +97,7 @@ def test_the_picture_of_selected_tokens_is_that_of_text_and_question_under_the_p
     (kept, texts, name, out), options = drawn["plot_selected_tokens"]
     lm = tca_jax.load("model", "profile")
     ids = lm.tokenizer.encode(TEXT)[:90] + lm.tokenizer.encode("\n\nwhy?", add_special_tokens=False)
-    np.testing.assert_array_equal(kept, tca_jax.kept_tokens(lm, ids))
+    np.testing.assert_array_equal(kept, kept_tokens(lm, ids))
     assert "".join(texts).endswith("why?")
     assert (name, out) == ("model, tca", Path("out/selected.png"))
     assert options == {"start": 7, "layer": None, "head": 1, "block_size": 8, "window_start": options["window_start"]}

@@ -20,10 +20,9 @@ from tiny import random_prompt, tiny_lm
 from typer.testing import CliRunner
 
 import tca_jax
-from tca_jax import loading, methods, plots
+from tca_jax import loading, methods
 from tca_jax.cli.app import app
-from tca_jax.lab import plots as lab_plots
-from tca_jax.lab import recall
+from tca_jax.lab import plots, recall
 from tca_jax.loading import checkpoint_folder
 from tca_jax.methods import registry
 from tca_jax.models.aliases import ALIASES
@@ -393,7 +392,7 @@ def test_every_public_name_has_a_place_in_the_api_pages():
     modules = {found.__name__ for found in objects if inspect.ismodule(found)}
     public = [(tca_jax, name) for name in tca_jax.__all__ if name not in ("methods", "BASELINE")]
     public += [(methods, name) for name in methods.__all__ if name != "BASELINE"]
-    public += [(module, name) for module in (plots, lab_plots) for name in vars(module) if name.startswith("plot_")]
+    public += [(module, name) for module in (plots,) for name in vars(module) if name.startswith("plot_")]
     public += [(recall, name) for name in recall.__all__ if name.lower() == name or name in ("Document", "Question")]
     for module, name in public:
         value = getattr(module, name)

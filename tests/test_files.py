@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tca_jax.files import naming, replacing, require_png
+from tca_jax.files import naming, replacing
 
 
 def test_a_file_is_replaced_when_it_is_whole(tmp_path):
@@ -51,14 +51,3 @@ def test_another_files_error_keeps_its_name(tmp_path):
     with pytest.raises(FileNotFoundError) as raised, naming(tmp_path / "mine"):
         (tmp_path / "other").read_text()
     assert raised.value.filename == str(tmp_path / "other")
-
-
-@pytest.mark.parametrize("name", ["map.png", "new/MAP.PNG", Path("map.png"), "/dev/stdout"])
-def test_a_picture_is_a_png_or_has_no_ending(name):
-    require_png(name)
-
-
-@pytest.mark.parametrize("name", ["map.jpg", "map.png.gz", Path("new/map.pdf")])
-def test_a_picture_of_another_kind_is_refused_by_its_name(name):
-    with pytest.raises(ValueError, match=rf"^{name}: pictures are PNG files; the name must end in \.png$"):
-        require_png(name)

@@ -49,7 +49,7 @@ def test_every_public_name_is_there_and_listed():
     assert inspect.ismodule(tca_jax.diagnostics)
 
 
-@pytest.mark.parametrize("name", ["lab", "calibration", "methods", "models", "pallas_kernels", "plots"])
+@pytest.mark.parametrize("name", ["lab", "calibration", "methods", "models", "pallas_kernels"])
 def test_submodules_are_attributes(name):
     program = f"import tca_jax; print(tca_jax.{name}.__name__)"
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == f"tca_jax.{name}"

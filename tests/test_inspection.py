@@ -9,7 +9,7 @@ import pytest
 from tiny import random_prompt, tiny_lm
 
 import tca_jax
-from tca_jax.inspection import attention_received, token_texts
+from tca_jax.lab.plots.inspection import attention_received, token_texts
 
 
 def dense_attention(lm: tca_jax.LM, ids: list[int]) -> np.ndarray:

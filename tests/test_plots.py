@@ -8,9 +8,9 @@ import pytest
 from drawings import assert_nothing_touches_the_border, texts
 from matplotlib.image import imread
 
-from tca_jax import plots
-from tca_jax.plots.attention import cumulative_shares, mean_attention
-from tca_jax.plots.selected import lay_out
+from tca_jax.lab import plots
+from tca_jax.lab.plots.attention import cumulative_shares, mean_attention
+from tca_jax.lab.plots.selected import lay_out
 
 NEEDLE_RGB = np.array([0xD5, 0x5E, 0x00]) / 255
 
@@ -275,7 +275,7 @@ def test_a_plot_of_attention_of_wrong_arguments_is_refused(tmp_path, tokens, win
 
 
 def test_plots_need_no_display_and_leave_pyplot_alone():
-    code = "import sys; from tca_jax import plots; assert 'matplotlib.pyplot' not in sys.modules"
+    code = "import sys; from tca_jax.lab import plots; assert 'matplotlib.pyplot' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

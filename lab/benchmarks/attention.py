@@ -76,6 +76,7 @@ from tca_jax.lab.benchmarks.shares import (
     describe_fetching,
     with_fetching,
 )
+from tca_jax.lab.plots import figures
 from tca_jax.methods.base import Heads, Method, last_queries, per_head, selection_for_prefill
 from tca_jax.methods.pairs import causal_pairs
 from tca_jax.methods.regions import Regions, Selected, Selection
@@ -87,7 +88,6 @@ from tca_jax.pallas_kernels.backends import can_run, resolve_backend
 from tca_jax.pallas_kernels.observation_scores import observation_scores
 from tca_jax.pallas_kernels.reserve_tokens import reserve_tokens
 from tca_jax.pallas_kernels.token_scores import token_scores
-from tca_jax.plots import figures
 
 #: Stages of a prefill in their order, and all of the selection as one program.
 STAGES = (

@@ -59,8 +59,8 @@ from tca_jax.lab.benchmarks.options import (
     RepeatsOption,
     WindowOption,
 )
+from tca_jax.lab.plots import figures
 from tca_jax.pallas_kernels.column_mass import column_mass
-from tca_jax.plots import figures
 
 Search = Literal["reading", "keeping"]
 

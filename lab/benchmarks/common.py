@@ -35,9 +35,9 @@ from tca_jax.cli.options import LAUNCH_ORDER
 from tca_jax.engine.cache import allocator_limit
 from tca_jax.errors import UserError
 from tca_jax.files import replacing
+from tca_jax.lab.plots import figures
 from tca_jax.pallas_kernels.backends import can_run, check_backend
 from tca_jax.pallas_kernels.numerics import cdiv
-from tca_jax.plots import figures
 
 COMPILED_AT_ONCE = 4  # programs, in threads
 CHECKED_TOKENS = 8192  # outputs are compared with the oracle at most at this length, where the oracle takes a moment

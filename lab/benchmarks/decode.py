@@ -66,12 +66,12 @@ from tca_jax.lab.benchmarks.options import (
     WindowOption,
 )
 from tca_jax.lab.benchmarks.shares import FULL, BlockSharesOption, Share, check_shares, describe_config
+from tca_jax.lab.plots import figures
 from tca_jax.loading import check_eight_bits
 from tca_jax.models.sharding import DATA, axis_size, check_mesh
 from tca_jax.pallas_kernels.kv import num_bytes
 from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.pallas_kernels.paged_attention import paged_attention
-from tca_jax.plots import figures
 
 STEPS = 32  # of one program: a CUDA graph, so that the host's time to launch kernels stays out
 _PLAIN = jnp.dtype(jnp.bfloat16)

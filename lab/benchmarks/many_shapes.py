@@ -22,7 +22,7 @@ from tca_jax.engine.prompts import bucket_length
 from tca_jax.lab.benchmarks.common import print_row, write_results
 from tca_jax.lab.benchmarks.models import random_model
 from tca_jax.lab.benchmarks.options import RESULTS, NameOption, OutOption
-from tca_jax.plots import figures
+from tca_jax.lab.plots import figures
 
 _LAYERS = 2
 _METHODS = ("full", "streaming", "uniform")

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from tca_jax.engine.lm import LM
 from tca_jax.lab.benchmarks.common import group_rows
 from tca_jax.lab.benchmarks.meshes import held_by_device, over_even_share
-from tca_jax.plots import figures
+from tca_jax.lab.plots import figures
 
 #: Columns of times, and those of how many times as fast they are as on the first mesh.
 SPEED_UPS = {"TTFT s": "TTFT over first mesh", "ms/token": "ms/token over first mesh"}

@@ -45,6 +45,7 @@ from tca_jax.lab.benchmarks.options import (
     WindowOption,
 )
 from tca_jax.lab.benchmarks.shares import Share
+from tca_jax.lab.plots import figures
 from tca_jax.methods.selection import head_budgets
 from tca_jax.pallas_kernels.backends import check_backend
 from tca_jax.pallas_kernels.block_mass import triton as block_mass_triton
@@ -60,7 +61,6 @@ from tca_jax.pallas_kernels.select_tokens.triton import SelectConfig
 from tca_jax.pallas_kernels.token_scores import token_scores
 from tca_jax.pallas_kernels.token_scores import triton as token_scores_triton
 from tca_jax.pallas_kernels.token_scores.triton import TokenScoresConfig
-from tca_jax.plots import figures
 
 OPERATIONS = (
     "token_scores",

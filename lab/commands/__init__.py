@@ -6,14 +6,13 @@ from tca_jax.lab.benchmarks.command import app as bench_app
 from tca_jax.lab.commands.demo import demo
 from tca_jax.lab.commands.evaluate import evaluate
 from tca_jax.lab.commands.harness import lm_eval
-from tca_jax.lab.commands.plots import accuracy, keeping, latency, reading
+from tca_jax.lab.commands.plots import app as plot_app
 
 
-def register(app: typer.Typer, plot_app: typer.Typer) -> None:
-    """Adds the commands to the program and to its `plot`."""
+def register(app: typer.Typer) -> None:
+    """Adds the commands to the program."""
     app.command()(demo)
     app.command("eval")(evaluate)
     app.command("lm-eval", context_settings={"ignore_unknown_options": True})(lm_eval)
     app.add_typer(bench_app, name="bench")
-    for command in (latency, accuracy, reading, keeping):
-        plot_app.command()(command)
+    app.add_typer(plot_app, name="plot")

@@ -1,24 +1,145 @@
-"""`tca-jax plot` of results: where the time goes, answers against bytes, loss against attended share, as PNG files."""
+"""`tca-jax plot`: budgets, kept tokens, attention, and results of benchmarks and evaluations, as PNG files."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tca_jax.cli.errors import naming_options
-from tca_jax.cli.options import LARGEST, PictureOption
-from tca_jax.cli.plots import written
+from tca_jax.cli.files import read_text, require_writable
+from tca_jax.cli.options import LARGEST, DtypeOption, ModelArgument, ProfileOption
+from tca_jax.cli.profiles import profile_folder
+from tca_jax.cli.progress import progress
+from tca_jax.errors import UserError
 
-TokensOption = Annotated[
-    int | None, typer.Option(help="Prompt length.", show_default="the longest", min=1, max=LARGEST)
-]
+if TYPE_CHECKING:
+    from tca_jax.calibration.profile import Profile
+    from tca_jax.engine.lm import LM
+
+_BEFORE = 400  # characters of the page that stand before the text that is looked for
 
 
+def _checked_png(path: Path) -> Path:
+    """Refuses a file that is no PNG before anything is computed."""
+    from tca_jax.lab.plots.figures import require_png
+
+    try:
+        require_png(path)
+    except UserError as error:
+        raise UserError(f"--out {error}") from None
+    return path
+
+
+PictureOption = Annotated[Path, typer.Option(help="PNG to write.", callback=_checked_png)]
+FileOption = Annotated[Path, typer.Option(help='The text (UTF-8); "-" is stdin.', show_default=False)]
+MaxTokensOption = Annotated[int | None, typer.Option(help="Cut the text to this many tokens.", min=1, max=LARGEST)]
+
+app = typer.Typer(help="Draw budgets, kept tokens, attention and results.")
+
+
+@app.command()
+def budgets(
+    profile: Annotated[
+        str,
+        typer.Argument(
+            help='Folder that a profile was saved to; "shipped", or a shipped model\'s name.', show_default=False
+        ),
+    ],
+    tokens: Annotated[
+        int | None,
+        typer.Option(help="Prompt length of the shares.", show_default="that of calibration", min=1, max=LARGEST),
+    ] = None,
+    out: PictureOption = Path("out/budgets.png"),
+) -> None:
+    """Draw what each KV head keeps of a prompt, what a prompt's own queries attend to, and what heads are worth.
+
+    Example: [bold]tca-jax plot budgets shipped --tokens 8192[/]
+    """
+    from tca_jax.calibration.profile import Profile
+
+    loaded = Profile.load(profile_folder(profile))
+    tokens = tokens or max((source["tokens"] for source in loaded.sources), default=131072)
+    _print_path(_draw_profile(loaded, tokens, out))
+
+
+@app.command()
+def selected(
+    model: ModelArgument,
+    file: FileOption,
+    question: Annotated[str | None, typer.Option(help="Put behind the text, on a line of its own.")] = None,
+    profile: ProfileOption = None,
+    max_tokens: MaxTokensOption = None,
+    around: Annotated[str | None, typer.Option(help="Begin the page a little before these words.")] = None,
+    start: Annotated[int, typer.Option(help="First token of the page.", min=0, max=LARGEST)] = 0,
+    layer: Annotated[int | None, typer.Option(help="Heads of this layer alone.", show_default="all")] = None,
+    head: Annotated[int | None, typer.Option(help="This KV head alone.", show_default="all")] = None,
+    dtype: DtypeOption = None,
+    out: PictureOption = Path("out/selected.png"),
+) -> None:
+    """Draw which tokens the heads keep of a text: of all of it, and over a page of it.
+
+    What is kept depends on how the prompt ends: --question asks something.
+
+    Example: [bold]tca-jax plot selected recall-tiny --profile shipped --file report.txt[/]
+    """
+    from tca_jax.lab.plots import plot_selected_tokens
+    from tca_jax.lab.plots.inspection import kept_tokens, local_start, token_texts
+
+    require_writable(out.parent, "--out")
+    lm, ids = _load(model, profile, dtype, file, max_tokens, question)
+    texts = token_texts(lm, ids)
+    first = start if around is None else _page_of(around, texts)
+    with progress() as report:
+        report(f"compiling, and reading {len(ids):,} tokens", None, None)
+        kept = kept_tokens(lm, ids)
+    _print_path(
+        plot_selected_tokens(
+            kept,
+            texts,
+            f"{lm.name}, {lm.method.name}",
+            out,
+            start=first,
+            layer=layer,
+            head=head,
+            block_size=lm.method.cache.block_size,
+            window_start=local_start(lm, len(ids)),
+        )
+    )
+
+
+@app.command()
+def attention(
+    model: ModelArgument,
+    file: FileOption,
+    max_tokens: MaxTokensOption = None,
+    dtype: DtypeOption = None,
+    out: PictureOption = Path("out/attention.png"),
+) -> None:
+    """Draw how much attention each position of a text gets, and how few tokens get nearly all of it.
+
+    The attention is full attention's, whatever a profile would keep.
+
+    Example: [bold]tca-jax plot attention recall-tiny --file report.txt[/]
+    """
+    from tca_jax.lab.plots import plot_attention
+    from tca_jax.lab.plots.inspection import attention_received
+
+    require_writable(out.parent, "--out")
+    lm, ids = _load(model, None, dtype, file, max_tokens)
+    with progress() as report:
+        report(f"compiling, and reading {len(ids):,} tokens", None, None)
+        received = attention_received(lm, ids)
+    _print_path(plot_attention(received, lm.name, out))
+
+
+@app.command()
 def latency(
     results: Annotated[list[Path], typer.Argument(help="JSON files of results.", show_default=False)],
-    tokens: TokensOption = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Prompt length.", show_default="the longest", min=1, max=LARGEST)
+    ] = None,
     new_tokens: Annotated[
         int, typer.Option(help="Tokens decoded behind a benchmark's prompt.", min=1, max=LARGEST)
     ] = 256,
@@ -38,9 +159,10 @@ def latency(
     records = {str(path): read_json_object(path) for path in results}
     bars = latency_bars(records, tokens=tokens, new_tokens=new_tokens)
     devices = {record["environment"]["device"] for record in records.values() if "environment" in record}
-    written(plot_latency(bars, ", ".join(["Where the time goes", *sorted(devices)]), out))
+    _print_path(plot_latency(bars, ", ".join(["Where the time goes", *sorted(devices)]), out))
 
 
+@app.command()
 def accuracy(
     results: Annotated[Path, typer.Argument(help="JSON file or folder of results.", show_default=False)],
     out: PictureOption = Path("out/accuracy.png"),
@@ -52,9 +174,10 @@ def accuracy(
     from tca_jax.lab.plots import plot_accuracy
     from tca_jax.lab.plots.results import accuracy_panels
 
-    written(plot_accuracy(accuracy_panels(results), "Right answers by the KV cache that is held", out))
+    _print_path(plot_accuracy(accuracy_panels(results), "Right answers by the KV cache that is held", out))
 
 
+@app.command()
 def reading(
     results: Annotated[Path, typer.Argument(help="JSON of examples/evaluate_zoo.py.", show_default=False)],
     out: PictureOption = Path("out/reading.png"),
@@ -66,9 +189,10 @@ def reading(
     from tca_jax.lab.plots import plot_reading
     from tca_jax.lab.plots.results import model_points
 
-    written(plot_reading(model_points(results), out))
+    _print_path(plot_reading(model_points(results), out))
 
 
+@app.command()
 def keeping(
     results: Annotated[Path, typer.Argument(help="JSON of examples/evaluate_zoo.py.", show_default=False)],
     protocol: Annotated[str, typer.Option(help="late, preamble or prefix.")] = "late",
@@ -82,4 +206,66 @@ def keeping(
     from tca_jax.lab.plots.results import model_points
 
     with naming_options("protocol"):
-        written(plot_keeping(model_points(results), out, protocol=protocol))
+        _print_path(plot_keeping(model_points(results), out, protocol=protocol))
+
+
+def _draw_profile(profile: Profile, tokens: int, path: Path) -> Path:
+    """Writes the heat maps of a profile: shares at a prompt length, and what heads are worth."""
+    from tca_jax.lab.plots import WorthMap, plot_kept_share
+
+    worth = [
+        WorthMap(
+            "Worth of reading blocks (outlined: heads that do)", profile.reading_worth, profile.readings != "sparse"
+        ),
+        WorthMap(
+            "Worth of keeping everything (outlined: heads that keep more than row 0)",
+            profile.keeping_worth,
+            profile.candidates > 0,
+        ),
+    ]
+    prefill = profile.prefill_kept_share(tokens)
+    return plot_kept_share(
+        profile.kept_share(tokens), tokens, profile.model_name, path, prefill_share=prefill, worth=worth
+    )
+
+
+def _load(
+    model: str, profile: str | None, dtype: str | None, file: Path, max_tokens: int | None, question: str | None = None
+) -> tuple[LM, list[int]]:
+    """The model, and the text's token ids, which are known to fit before its weights are read."""
+    from tca_jax.engine.prompts import encode_prompt, encode_verbatim, require_positions
+    from tca_jax.loading import check_dtype, open_checkpoint
+
+    with naming_options("dtype"):
+        check_dtype(dtype)
+    text = read_text(file, "--file")
+    with progress() as report:
+        report(f"loading {model}", None, None)
+        checkpoint = open_checkpoint(model)
+        ids = encode_prompt(checkpoint, text, "--file")[:max_tokens]
+        if question is not None:
+            ids = ids + encode_verbatim(checkpoint, f"\n\n{question}", "--question")
+        require_positions("--file", len(ids), 0, checkpoint)
+        lm = checkpoint.load(profile, dtype=dtype, progress=lambda done, total: report(f"loading {model}", done, total))
+    return lm, ids
+
+
+def _page_of(words: str, texts: list[str]) -> int:
+    """The token that stands a little before words of the text, at the beginning of a line where there is one."""
+    text = "".join(texts)
+    found = text.find(words)
+    if found < 0:
+        raise UserError(f"--around {words!r}: these words are not in the text")
+    wanted = max(0, found - _BEFORE)
+    wanted = text.rfind("\n", 0, wanted) + 1 if wanted else 0
+    place = 0
+    for token, part in enumerate(texts):
+        if place >= wanted:
+            return token
+        place += len(part)
+    return 0
+
+
+def _print_path(path: Path) -> None:
+    """Prints where a picture is."""
+    print(f"Picture: {path}")

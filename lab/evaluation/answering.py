@@ -14,7 +14,7 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import bucket_length
 from tca_jax.engine.request import Request
 from tca_jax.engine.sampling import Sampling
-from tca_jax.equal_bytes import CallSizes
+from tca_jax.lab.equal_bytes import CallSizes
 from tca_jax.lab.evaluation.samples import Sample, Task
 from tca_jax.lab.recall.protocols import READ_FIRST, WITH_LEAD
 from tca_jax.methods.full import BASELINE

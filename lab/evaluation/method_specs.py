@@ -13,8 +13,8 @@ import numpy as np
 
 from tca_jax.calibration.profile import Profile, budgets_of
 from tca_jax.engine.lm import LM
-from tca_jax.equal_bytes import CallSizes, held_share, with_bytes
 from tca_jax.errors import UserError, least_share
+from tca_jax.lab.equal_bytes import CallSizes, held_share, with_bytes
 from tca_jax.methods.registry import required_options, with_known
 from tca_jax.methods.written import Parts, joined, parse_parts
 

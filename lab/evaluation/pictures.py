@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
 from tca_jax.lab.evaluation.tables import tuned_names
+from tca_jax.lab.plots import figures
 from tca_jax.lab.plots.curves import BASELINE, Curves, draw_curves
 from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS
-from tca_jax.plots import figures
 
 Record = Mapping[str, Any]
 

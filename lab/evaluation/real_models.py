@@ -17,7 +17,7 @@ from matplotlib.ticker import PercentFormatter
 
 from tca_jax.lab.evaluation import first_answer, late_facts, reading_loss
 from tca_jax.lab.evaluation.sticks import Record, grouped, read_records
-from tca_jax.plots import figures
+from tca_jax.lab.plots import figures
 
 _PAGE, _FIRST_ANSWER, _PICTURE = "real-models.md", "first-answer.md", "docs/images/real-models.png"
 _DRAWN = ("qwen-1.5b.gguf", 8_192)

@@ -15,7 +15,7 @@ import numpy as np
 
 from tca_jax.engine.lm import LM, stored_entry
 from tca_jax.engine.mesh import mesh_entry
-from tca_jax.equal_bytes import CallSizes
+from tca_jax.lab.equal_bytes import CallSizes
 from tca_jax.lab.evaluation.answering import Answers, answer, call_sizes
 from tca_jax.lab.evaluation.method_specs import Builder, Built
 from tca_jax.lab.evaluation.pictures import draw_pictures

@@ -18,8 +18,8 @@ import numpy as np
 
 from tca_jax.calibration.profile import Profile, head_gates
 from tca_jax.engine.lm import LM
-from tca_jax.equal_bytes import CallSizes, held_share, with_bytes
 from tca_jax.errors import UserError
+from tca_jax.lab.equal_bytes import CallSizes, held_share, with_bytes
 from tca_jax.methods.full import BASELINE
 from tca_jax.methods.registry import option_names
 from tca_jax.methods.written import joined, parse_parts

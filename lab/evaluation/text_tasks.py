@@ -18,7 +18,7 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, ROWS, OverMesh, on_host
 from tca_jax.engine.prompts import Encoder, encode_prompt
 from tca_jax.engine.score import score
-from tca_jax.equal_bytes import CallSizes
+from tca_jax.lab.equal_bytes import CallSizes
 from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing
 from tca_jax.methods.full import BASELINE
 from tca_jax.models.sharding import DATA, axis_size

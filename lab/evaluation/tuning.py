@@ -37,8 +37,8 @@ from tca_jax.calibration.worth import (
 from tca_jax.engine.contexts import prefill
 from tca_jax.engine.lm import LM
 from tca_jax.engine.score import score, score_answers
-from tca_jax.equal_bytes import CallSizes, held_share
 from tca_jax.errors import UserError
+from tca_jax.lab.equal_bytes import CallSizes, held_share
 from tca_jax.lab.evaluation.method_specs import Builder, MethodSpec
 from tca_jax.lab.evaluation.results import TUNING, Results, write_json
 from tca_jax.lab.evaluation.search_spaces import PREFILL_KNOBS, SPACES

@@ -10,8 +10,8 @@ from pathlib import Path
 from matplotlib.ticker import PercentFormatter
 
 from tca_jax.errors import UserError
+from tca_jax.lab.plots import figures
 from tca_jax.lab.plots.curves import BASELINE, Curves, draw_curves
-from tca_jax.plots import figures
 
 #: Method, share of full attention's KV cache bytes, accuracy.
 Point = tuple[str, float, float]

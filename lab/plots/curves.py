@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tca_jax.plots import figures
+from tca_jax.lab.plots import figures
 
 BASELINE = "full"  # what all others are measured by
 

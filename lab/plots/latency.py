@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from tca_jax.errors import UserError
-from tca_jax.plots import figures
+from tca_jax.lab.plots import figures
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _LABELLED = 0.05  # of the longest bar: shorter parts have no room for their figure, which stands behind the bar

@@ -11,9 +11,9 @@ from typing import Any
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator, PercentFormatter
 
 from tca_jax.errors import UserError
+from tca_jax.lab.plots import figures
 from tca_jax.lab.plots.curves import Curves, draw_curves
 from tca_jax.lab.recall.protocols import PROTOCOLS, require_protocol
-from tca_jax.plots import figures
 
 #: By name: `{"tokens": 8192, "points": [{"method": "tca", ...}, ...]}`.
 Models = Mapping[str, Mapping[str, Any]]

@@ -17,7 +17,6 @@ from tca_jax.cli.calibrate import calibrate
 from tca_jax.cli.chat import chat
 from tca_jax.cli.errors import UsageError, usage_message, users_message
 from tca_jax.cli.generate import generate
-from tca_jax.cli.plots import app as plot_app
 from tca_jax.cli.profiles import app as profile_app
 from tca_jax.cli.serve import serve
 from tca_jax.files import naming
@@ -77,9 +76,8 @@ app.command()(chat)
 app.command()(serve)
 app.command()(calibrate)
 app.add_typer(profile_app, name="profile")
-app.add_typer(plot_app, name="plot")
 for _entry in entry_points(group="tca_jax.commands"):  # the lab's, and anybody's
-    _entry.load()(app, plot_app)
+    _entry.load()(app)
 
 
 def run() -> None:

@@ -118,7 +118,7 @@ def calibrate(
         )
     with naming(out):
         profile.save(out)
-    print_profile(profile, out, None, None, as_json)
+    print_profile(profile, out, None, as_json)
 
 
 def _probes(option: str, num_texts: int) -> Any:

@@ -14,7 +14,6 @@ import typer
 
 from tca_jax.cli.errors import naming_options
 from tca_jax.errors import UserError
-from tca_jax.files import require_png
 
 _T = TypeVar("_T")
 LARGEST = 2**31 - 1  # tokens: positions are 32-bit integers
@@ -30,19 +29,6 @@ def launched_in_order(mesh: _T) -> _T:
     if mesh:
         os.environ.setdefault(LAUNCH_ORDER, "1")
     return mesh
-
-
-def _png_of(option: str) -> Callable[[Path | None], Path | None]:
-    """Of an option that names a picture: refuses what is no PNG before anything is computed."""
-
-    def checked(path: Path | None) -> Path | None:
-        try:
-            require_png(path or "")
-        except UserError as error:
-            raise UserError(f"{option} {error}") from None
-        return path
-
-    return checked
 
 
 ModelArgument = Annotated[str, typer.Argument(help="Alias, Hugging Face Hub id or local folder.", show_default=False)]
@@ -75,11 +61,6 @@ SeedOption = Annotated[int, typer.Option(help="Other seeds, other draws.", min=0
 SystemOption = Annotated[str | None, typer.Option(help="System message; the chat template puts it first.")]
 ContextOption = Annotated[
     Path | None, typer.Option(help="Folder of what was read before (chat --save-context).", show_default=False)
-]
-PictureOption = Annotated[Path, typer.Option(help="PNG to write.", callback=_png_of("--out"))]
-MapsOption = Annotated[
-    Path | None,
-    typer.Option("--png", help="Heat maps to write, one PNG.", show_default="none", callback=_png_of("--png")),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 

@@ -1,4 +1,4 @@
-"""`tca-jax profile`: what calibration gave each KV head, as a table, as JSON or as a picture."""
+"""`tca-jax profile`: what calibration gave each KV head, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tca_jax.cli.files import print_json
-from tca_jax.cli.options import LARGEST, JsonOption, MapsOption
+from tca_jax.cli.options import LARGEST, JsonOption
 
 if TYPE_CHECKING:
     from tca_jax.calibration.profile import Profile
@@ -38,19 +38,18 @@ def show(
         int | None,
         typer.Option(help="Prompt length of the shares.", show_default="that of calibration", min=1, max=LARGEST),
     ] = None,
-    png: MapsOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print what each KV head keeps, how it reads, what it is worth, and the losses; draw heat maps on request.
+    """Print what each KV head keeps, how it reads, what it is worth, and the losses.
 
     Candidates count from 0, the sparsest, in the table as in JSON; the last one is dense and keeps every token.
 
-    Example: [bold]tca-jax profile show my-profile --tokens 32768 --png kept.png[/]
+    Example: [bold]tca-jax profile show my-profile --tokens 32768[/]
     """
     from tca_jax.calibration.profile import Profile
 
     folder = profile_folder(directory)
-    print_profile(Profile.load(folder), folder, tokens, png, as_json)
+    print_profile(Profile.load(folder), folder, tokens, as_json)
 
 
 def profile_folder(directory: str) -> Path:
@@ -63,13 +62,11 @@ def profile_folder(directory: str) -> Path:
     return shipped_profile() if name == "shipped" else shipped_profile(name)
 
 
-def print_profile(profile: Profile, folder: Path, tokens: int | None, png: Path | None, as_json: bool) -> None:
+def print_profile(profile: Profile, folder: Path, tokens: int | None, as_json: bool) -> None:
     """Table or JSON of a profile; shares are for the longest calibration text where `tokens` is None."""
     tokens = tokens or max((source["tokens"] for source in profile.sources), default=131072)
-    if png is not None:
-        draw_profile(profile, tokens, png)
     if as_json:
-        print_json(_record(profile, folder, tokens, png))
+        print_json(_record(profile, folder, tokens))
         return
     dense = profile.config.num_candidates
     print(f"{profile.model_name}: share of tokens / candidate of each KV head at {tokens:,} tokens")
@@ -89,8 +86,6 @@ def print_profile(profile: Profile, folder: Path, tokens: int | None, png: Path 
         print(line)
     print(f"Settings: {', '.join(f'{k}={v}' for k, v in dataclasses.asdict(profile.config).items())}")
     print(f"Profile: {folder}")
-    if png is not None:
-        print(f"Heat maps: {png}")
 
 
 def of_texts(lengths: list[int]) -> str:
@@ -100,27 +95,7 @@ def of_texts(lengths: list[int]) -> str:
     return f"{len(lengths)} {'text' if len(lengths) == 1 else 'texts'} of {tokens} tokens"
 
 
-def draw_profile(profile: Profile, tokens: int, path: Path) -> Path:
-    """Writes the heat maps of a profile: shares at a prompt length, and what heads are worth."""
-    from tca_jax.plots import WorthMap, plot_kept_share
-
-    worth = [
-        WorthMap(
-            "Worth of reading blocks (outlined: heads that do)", profile.reading_worth, profile.readings != "sparse"
-        ),
-        WorthMap(
-            "Worth of keeping everything (outlined: heads that keep more than row 0)",
-            profile.keeping_worth,
-            profile.candidates > 0,
-        ),
-    ]
-    prefill = profile.prefill_kept_share(tokens)
-    return plot_kept_share(
-        profile.kept_share(tokens), tokens, profile.model_name, path, prefill_share=prefill, worth=worth
-    )
-
-
-def _record(profile: Profile, folder: Path, tokens: int, png: Path | None) -> dict[str, Any]:
+def _record(profile: Profile, folder: Path, tokens: int) -> dict[str, Any]:
     """What the table shows, as JSON values."""
     shares, prefill = profile.kept_share(tokens), profile.prefill_kept_share(tokens)
     return {
@@ -142,7 +117,6 @@ def _record(profile: Profile, folder: Path, tokens: int, png: Path | None) -> di
         "losses": {name: {**losses, "won_back": _won_back(losses)} for name, losses in profile.losses.items()},
         "probes": profile.probes,
         "sources": [dict(source) for source in profile.sources],
-        "png": None if png is None else str(png),
     }
 
 

@@ -7,7 +7,7 @@ from tiny import random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.equal_bytes import with_bytes
+from tca_jax.lab.equal_bytes import with_bytes
 
 GATES = [[0, 1], [0.2, 0.3]]
 SMALL = {"window": 128, "block_size": 128}

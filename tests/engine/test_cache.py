@@ -18,6 +18,7 @@ from tca_jax.engine.cache import CacheLayout, memory_bytes, with_rows_repeated
 from tca_jax.engine.contexts import first_local
 from tca_jax.engine.decode import decode_layer
 from tca_jax.engine.extend import rows_with_leaving_block
+from tca_jax.lab.plots import inspection
 from tca_jax.methods.base import Heads
 from tca_jax.methods.candidates import eviction_budgets
 
@@ -329,10 +330,10 @@ def test_a_policy_that_keeps_more_than_its_capacity_spoils_no_other_page():
 
 def test_what_is_reported_as_kept_is_what_the_cache_holds():
     lm = tiny_lm().with_method(methods.Method("greedy", methods.SparsePrefill(Greedy()), Greedy()))
-    reported = tca_jax.kept_tokens(lm, random_prompt(0, 400))
+    reported = inspection.kept_tokens(lm, random_prompt(0, 400))
     assert (reported[..., : 400 - 16].sum(axis=-1) == 256).all()
     with pytest.raises(ValueError, match=r"prompt has 5000 tokens: tiny has 4096 positions"):
-        tca_jax.kept_tokens(lm, random_prompt(0, 5000))
+        inspection.kept_tokens(lm, random_prompt(0, 5000))
 
 
 def test_numbers_of_numpy_are_capacities():

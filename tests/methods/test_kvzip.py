@@ -15,6 +15,7 @@ from tca_jax import methods
 from tca_jax.calibration import repetition_scores
 from tca_jax.engine.repeat import attention_to_prompts, read_everything
 from tca_jax.engine.score import score_answers
+from tca_jax.lab.plots import inspection
 from tca_jax.methods.base import Heads
 from tca_jax.methods.kvzip import CONTINUING, OPENING
 from tca_jax.methods.repetition import Repetition
@@ -115,7 +116,7 @@ def test_requests_without_words_are_the_end_of_the_chunk_before():
     lm = tiny_lm()
     model = lm.with_method("kvzip", **OPTIONS)
     expected = compressing.kvzip_scores(lm, PROMPTS[0], 24, 3)
-    np.testing.assert_array_equal(tca_jax.kept_tokens(model, PROMPTS[0]), kept_of(expected))
+    np.testing.assert_array_equal(inspection.kept_tokens(model, PROMPTS[0]), kept_of(expected))
 
 
 @pytest.mark.parametrize("level", ["pair", "layer", "uniform"])
@@ -149,7 +150,7 @@ def test_answers_see_what_the_rule_keeps_in_ragged_batches_and_alone(lm, scores,
     assert out.tokens == [decoded(lm, prompt, each, 20) for prompt, each in zip(PROMPTS, kept, strict=True)]
     assert out.stats.attended_share == 1
     if level == "pair":
-        np.testing.assert_array_equal(tca_jax.kept_tokens(model, PROMPTS[1]), kept[1])
+        np.testing.assert_array_equal(inspection.kept_tokens(model, PROMPTS[1]), kept[1])
         assert out.tokens == [tca_jax.generate(model, prompt, **ANSWER).tokens[0] for prompt in PROMPTS]
         counts = [each.sum(axis=-1) for each in kept[:2]]
         assert all(len(set(count.ravel().tolist())) > 1 for count in counts)
@@ -209,7 +210,7 @@ def test_other_prefills_eight_bits_and_a_share_of_one(lm):
     read = lm.with_method("streaming+full", streaming={"sinks": 3, **GEOMETRY})
     assert tca_jax.generate(sparse, PROMPTS, **ANSWER).tokens == tca_jax.generate(read, PROMPTS, **ANSWER).tokens
     small, wide = (model.with_method("kvzip", **OPTIONS) for model in (tiny_lm(kv="fp8"), tiny_lm()))
-    np.testing.assert_array_equal(*(tca_jax.kept_tokens(model, PROMPTS[0]) for model in (small, wide)))
+    np.testing.assert_array_equal(*(inspection.kept_tokens(model, PROMPTS[0]) for model in (small, wide)))
     assert len(tca_jax.generate(small, PROMPTS, **ANSWER).tokens[0]) == 20
 
 
@@ -228,7 +229,7 @@ def test_heads_keep_the_prompt_or_its_window_and_all_that_follows():
     for layer, head in ((0, 0), (1, 1)):
         kept[layer, head, 3 : ranked_tokens(90)] = False
     assert out.tokens == [decoded(lm, PROMPTS[0], kept, 30)]
-    np.testing.assert_array_equal(tca_jax.kept_tokens(model, PROMPTS[0]), kept)
+    np.testing.assert_array_equal(inspection.kept_tokens(model, PROMPTS[0]), kept)
 
 
 @pytest.mark.parametrize(

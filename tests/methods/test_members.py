@@ -9,6 +9,7 @@ from tiny import masked_greedy, random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax import methods
+from tca_jax.lab.plots import inspection
 from tca_jax.methods.base import Heads
 
 B, W = 8, 16
@@ -62,7 +63,7 @@ def test_random_sees_the_same_number_of_drawn_tokens_of_every_block(lm, lengths,
     visible = drawn(model.method.cache)
     assert out.tokens == [masked_greedy(lm, prompt, 20, visible) for prompt in prompts]
     other = lm.with_method("random", share=share, seed=4, **GEOMETRY)
-    kept = [tca_jax.kept_tokens(each, prompts[0]) for each in (model, other)]
+    kept = [inspection.kept_tokens(each, prompts[0]) for each in (model, other)]
     assert kept[0].sum() == kept[1].sum()
     assert not np.array_equal(*kept)
 

@@ -9,7 +9,8 @@ from tiny import TCA, random_prompt
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.equal_bytes import with_bytes
+from tca_jax.lab.equal_bytes import with_bytes
+from tca_jax.lab.plots import inspection
 
 pytestmark = needs_8_devices
 
@@ -87,7 +88,7 @@ def test_random_densities_are_drawn_by_the_number_of_a_head():
 
 def test_kept_tokens_are_told_in_the_models_own_order():
     one, many = with_tca(lm_of()), with_tca(lm_of(mesh_of((1, 2))))
-    np.testing.assert_array_equal(tca_jax.kept_tokens(many, PROMPTS[0]), tca_jax.kept_tokens(one, PROMPTS[0]))
+    np.testing.assert_array_equal(inspection.kept_tokens(many, PROMPTS[0]), inspection.kept_tokens(one, PROMPTS[0]))
 
 
 @pytest.mark.slow
@@ -96,8 +97,8 @@ def test_heads_that_were_moved_share_budgets_as_in_the_models_own_order(level):
     options = {"level": level, "chunk": 32, **GEOMETRY}
     one, many = (with_tca(lm).with_method("kvzip", **options) for lm in (lm_of(), lm_of(mesh_of((1, 2)))))
     assert many.head_orders[0] != (0, 1, 2, 3)
-    kept = tca_jax.kept_tokens(one, PROMPTS[0])
-    np.testing.assert_array_equal(tca_jax.kept_tokens(many, PROMPTS[0]), kept)
+    kept = inspection.kept_tokens(one, PROMPTS[0])
+    np.testing.assert_array_equal(inspection.kept_tokens(many, PROMPTS[0]), kept)
     assert len(set(kept.sum(axis=-1).ravel().tolist())) > 1
     options = {"max_new_tokens": 8, "stop_token_ids": ()}
     assert tca_jax.generate(many, PROMPTS, **options).tokens == tca_jax.generate(one, PROMPTS, **options).tokens

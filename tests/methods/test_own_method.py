@@ -8,7 +8,9 @@ import pytest
 from tiny import random_prompt, tiny_lm, write_checkpoint
 
 import tca_jax
-from tca_jax import methods, plots
+from tca_jax import methods
+from tca_jax.lab import plots
+from tca_jax.lab.plots import inspection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,7 @@ def test_it_generates_streams_and_has_stats(lm):
 
 def test_what_it_keeps_depends_on_layer_head_and_data():
     mine = tiny_lm().with_method("loud-keys")
-    counts = [tca_jax.kept_tokens(mine, random_prompt(seed, 120)).sum(axis=-1) - 16 for seed in range(3)]
+    counts = [inspection.kept_tokens(mine, random_prompt(seed, 120)).sum(axis=-1) - 16 for seed in range(3)]
     assert all((count[:, 1] == 13).all() for count in counts)  # one of each ranked block
     assert all(count[0, 0] > count[1, 0] for count in counts)
     assert len({int(count[0, 0]) for count in counts}) > 1
@@ -101,7 +103,7 @@ def test_text_is_scored_under_it(lm):
 def test_what_it_keeps_can_be_drawn(lm, tmp_path):
     text = "the code is 123456 " * 8
     mine = lm.with_method("loud-keys")
-    kept = tca_jax.kept_tokens(mine, text)
+    kept = inspection.kept_tokens(mine, text)
     start = plots.plot_kept_share(kept.mean(axis=-1), kept.shape[-1], mine.method.name, tmp_path / "share.png")
     tokens = plots.plot_kept_tokens(kept, text, (12, 18), "code", mine.method.name, tmp_path / "tokens.png")
     for path in (start, tokens):

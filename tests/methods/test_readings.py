@@ -15,6 +15,7 @@ from tiny import CONFIG, random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax import methods
+from tca_jax.lab.plots import inspection
 from tca_jax.methods.base import Heads
 from tca_jax.methods.tca import tca
 from tca_jax.pallas_kernels import backends
@@ -200,7 +201,7 @@ def test_the_first_answer_is_what_the_same_text_with_that_answer_scores(lm):
 def test_what_the_first_layer_keeps_is_by_the_cache_row_whatever_the_reading(lm):
     ids, rows = random_prompt(9, 100), [[0, 3]] * 2
     sparse, *others = (
-        tca_jax.kept_tokens(under(lm, readings, rows, None), ids)[0] for readings in ("sparse", "blocks", "dense")
+        inspection.kept_tokens(under(lm, readings, rows, None), ids)[0] for readings in ("sparse", "blocks", "dense")
     )
     for other in others:
         np.testing.assert_array_equal(other, sparse)

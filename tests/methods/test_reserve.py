@@ -19,6 +19,7 @@ from tiny import random_prompt, tiny_lm
 import tca_jax
 from tca_jax import methods
 from tca_jax.engine.cache import CacheLayout
+from tca_jax.lab.plots import inspection
 from tca_jax.methods.base import Heads
 from tca_jax.methods.candidates import budget_count_table
 from tca_jax.methods.config import TCAConfig
@@ -241,7 +242,7 @@ def test_a_model_reads_by_the_prefill_rows_and_its_cache_holds_the_cache_rows():
     outs = [tca_jax.generate(each, [prompt], max_new_tokens=1) for each in (two, reading)]
     assert outs[0].tokens == outs[1].tokens
     assert outs[0].stats.kept_share > outs[1].stats.kept_share
-    kept = tca_jax.kept_tokens(two, prompt)
+    kept = inspection.kept_tokens(two, prompt)
     assert kept[:, 0].all()
-    np.testing.assert_array_equal(kept[:, 1], tca_jax.kept_tokens(reading, prompt)[:, 1])
+    np.testing.assert_array_equal(kept[:, 1], inspection.kept_tokens(reading, prompt)[:, 1])
     assert not kept[:, 1].all()

@@ -8,7 +8,7 @@ import tiny
 
 from tca_jax import TCAConfig, methods
 from tca_jax.calibration.profile import Profile
-from tca_jax.equal_bytes import CallSizes, held_share
+from tca_jax.lab.equal_bytes import CallSizes, held_share
 from tca_jax.lab.evaluation.method_specs import Builder, parse_methods
 from tca_jax.methods.registry import describe_method
 

@@ -11,8 +11,8 @@ from word_pieces import write_with_bytes
 
 import tca_jax
 from tca_jax.calibration.profile import Profile
-from tca_jax.equal_bytes import CallSizes, held_share
 from tca_jax.errors import UserError
+from tca_jax.lab.equal_bytes import CallSizes, held_share
 from tca_jax.lab.evaluation import first_answer, late_documents, late_facts, reading_loss, sticks, texts
 from tca_jax.lab.evaluation.by_layers import Answers, FullRead, MaskedRead
 from tca_jax.lab.evaluation.late_documents import LateDocument, late_document, repeating_document

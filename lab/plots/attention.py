@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter, StrMethodFormatter
 
 from tca_jax.errors import UserError
-from tca_jax.plots import figures
+from tca_jax.lab.plots import figures
 
 _MOST_COLUMNS = 512  # of the heat map: as many as it has pixels for
 _LEAST = 1e-9  # probability, for the logarithm of nothing

@@ -16,7 +16,8 @@ from matplotlib.ft2font import FT2Font
 from matplotlib.lines import Line2D
 from matplotlib.transforms import Bbox
 
-from tca_jax.files import replacing, require_png
+from tca_jax.errors import UserError
+from tca_jax.files import replacing
 
 KEPT_COLORS = "YlGnBu"  # light: little is kept, dark: all is
 DPI = 150
@@ -37,6 +38,12 @@ def visible(token: str) -> str:
 def drawable() -> frozenset[int]:
     """Code points that the monospace font has."""
     return frozenset(FT2Font(font_manager.findfont("monospace")).get_charmap())
+
+
+def require_png(path: str | os.PathLike[str]) -> None:
+    """Raises ValueError unless the name ends in .png or, as a pipe's may, has no ending."""
+    if Path(path).suffix.lower() not in ("", ".png"):
+        raise UserError(f"{os.fspath(path)}: pictures are PNG files; the name must end in .png")
 
 
 def write(figure: Figure, path: str | os.PathLike[str]) -> Path:

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from tca_jax.plots import figures
-from tca_jax.plots.figures import KEPT_COLORS
+from tca_jax.lab.plots import figures
+from tca_jax.lab.plots.figures import KEPT_COLORS
 
 _DECADES = 4  # of worth below the largest that have colors of their own
 _DARK = 0.55  # of the color scale: numbers on darker cells are white

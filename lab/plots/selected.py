@@ -22,8 +22,8 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 from matplotlib.transforms import Affine2D
 
 from tca_jax.errors import UserError
-from tca_jax.plots import figures
-from tca_jax.plots.figures import KEPT_COLORS, drawable
+from tca_jax.lab.plots import figures
+from tca_jax.lab.plots.figures import KEPT_COLORS, drawable
 
 _COLUMNS = 110  # characters of a line
 _LINES = 36

@@ -17,9 +17,9 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from tca_jax.errors import UserError
-from tca_jax.plots import figures
-from tca_jax.plots.budgets import draw_kept_share, kept_share_title, map_height
-from tca_jax.plots.figures import KEPT_COLORS, MAX_TOKEN_TEXT, visible
+from tca_jax.lab.plots import figures
+from tca_jax.lab.plots.budgets import draw_kept_share, kept_share_title, map_height
+from tca_jax.lab.plots.figures import KEPT_COLORS, MAX_TOKEN_TEXT, visible
 
 _NEEDLE_COLOR = "#D55E00"  # vermillion stands out from the scale of kept shares, also for the color-blind
 _SHOWN_HEADS = 5
