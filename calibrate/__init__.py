@@ -3,7 +3,6 @@
 from tca_jax.calibration.profile import Profile, head_gates
 from tca_jax.calibration.run import calibrate
 from tca_jax.calibration.scores import calibration_scores, choose_candidates
-from tca_jax.measured_options import layer_preferences, published_temperatures, repetition_scores, search_patterns
 
 __all__ = [
     "Profile",
@@ -11,8 +10,4 @@ __all__ = [
     "calibration_scores",
     "choose_candidates",
     "head_gates",
-    "layer_preferences",
-    "published_temperatures",
-    "repetition_scores",
-    "search_patterns",
 ]

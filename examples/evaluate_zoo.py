@@ -51,9 +51,9 @@ from tca_jax import TCAConfig
 from tca_jax.calibration.profile import Profile
 from tca_jax.calibration.text_losses import TextLosses
 from tca_jax.calibration.worth import choose_reading
+from tca_jax.lab.rivals.xattention import antidiagonal_mass
 from tca_jax.loading import shipped_profile
 from tca_jax.methods import fetching
-from tca_jax.methods.xattention import antidiagonal_mass
 
 
 def evaluate(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> None:

@@ -20,12 +20,12 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.errors import UserError
+from tca_jax.lab.rivals.repetition import Repetition, repeated_attention
 from tca_jax.layer_passes import LayerPass, TextPass, attention_program, layer_program
 from tca_jax.methods.base import CachePolicy, Heads, Method, compact, last_queries
 from tca_jax.methods.full import FullPrefill
 from tca_jax.methods.pairs import causal_pairs
 from tca_jax.methods.regions import Selection
-from tca_jax.methods.repetition import Repetition, repeated_attention
 from tca_jax.models.decoder import Decoder
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.numerics import round_up
@@ -129,8 +129,8 @@ def ask(lm: LM, read: MaskedRead, rows: Int32[np.ndarray, "Q n"]) -> Answers:
 
 def repetition_scores(lm: LM, full: FullRead) -> Float32[Array, "layers 1 Hkv L"]:
     """The most attention that each token of a document gets while it is repeated, for a method with a `repetition`."""
-    repetition = lm.method.cache.repetition
-    assert repetition is not None
+    policy: Any = lm.method.cache  # a KVzipCache
+    repetition = policy.repetition
     length, tokens = len(full.ids), full.layers[0][1].shape[1]
     padded = jnp.asarray(np.pad(full.ids, (0, tokens - length)), jnp.int32)[None]
     columns = round_up(repetition.fed_tokens(length), _QUERIES)

@@ -54,7 +54,7 @@ def measure(lm: LM, methods: Sequence[Named], document: LateDocument) -> list[Re
     reference = ask(lm, read_by(lm.with_method("full"), full), document.rows)
     records = []
     for method, share, under in methods:
-        repetition = under.method.cache.repetition
+        repetition = getattr(under.method.cache, "repetition", None)
         if repetition not in scores:
             scores[repetition] = repetition_scores(under, full)
         found = _one(under, full, scores[repetition], document, reference)

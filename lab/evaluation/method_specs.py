@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from tca_jax.calibration.profile import Profile, budgets_of
+from tca_jax.calibration.profile import Profile, budgets_of, head_gates
 from tca_jax.engine.lm import LM
 from tca_jax.errors import UserError, least_share
 from tca_jax.lab.equal_bytes import CallSizes, held_share, with_bytes
+from tca_jax.lab.rivals import cake, kvzip_heads
 from tca_jax.methods.registry import required_options, with_known
 from tca_jax.methods.written import Parts, joined, parse_parts
 
@@ -193,18 +193,16 @@ class Builder:
 
     def _measured(self, option: str, label: str) -> Any:
         """The value of an option that has no default."""
-        calibration: Any = importlib.import_module("tca_jax.calibration")
-
         if option == "candidates" or (option == "gates" and self.profile is None):
             raise UserError(f"--methods {label}: needs --profile DIR, from tca-jax calibrate")
         if option == "gates":
-            return calibration.head_gates(self.profile)
+            return head_gates(self.profile)
         if option not in self._found:
             if option == "preferences":
-                temperatures = calibration.published_temperatures(self.lm.name)
-                self._found[option] = calibration.layer_preferences(self.lm, self.texts(), **temperatures)
+                temperatures = cake.published_temperatures(self.lm.name)
+                self._found[option] = cake.layer_preferences(self.lm, self.texts(), **temperatures)
             elif option == "head_scores":
-                self._found[option] = calibration.repetition_scores(self.lm, self.texts())
+                self._found[option] = kvzip_heads.repetition_scores(self.lm, self.texts())
             else:
                 raise UserError(f"--methods {label}: its option {option!r} has no default: give it")
         return self._found[option]

@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float32, Int, Shaped
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, SECOND_HEADS, OverMesh, heads_of, on_host
 from tca_jax.engine.prompts import Prompt, encode_prompt, pad_tokens
-from tca_jax.engine.repeat import read_everything, selections_by_repetition
 from tca_jax.errors import UserError
+from tca_jax.lab.rivals.repetition import read_everything, selections_by_repetition
 from tca_jax.methods.base import last_queries, selection_for_prefill
 from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.column_mass import column_mass
@@ -97,7 +97,7 @@ def _in_own_order(lm: LM, of_heads: Shaped[Array, "layers Hkv L"]) -> Shaped[np.
 
 def _selected_tokens(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> Bool[Array, "layers Hkv L"]:
     layout, policy = lm.cache_layout(1, tokens.shape[1]), lm.method.cache
-    if layout.has_ranked_blocks and policy.repetition is not None:
+    if layout.has_ranked_blocks and policy.reader is not None:
         _, held = read_everything(lm, tokens, lengths)
         selections = selections_by_repetition(lm, held, tokens, lengths)
         return jnp.stack([selection_mask(*each[:2], block_size=policy.block_size)[0] for each in selections])

@@ -27,8 +27,8 @@ SYSTEM_BEHIND_CONTEXT = "--system stands before the document: give it where that
 _SOURCES = {
     "candidates": "--profile, from tca-jax calibrate",
     "gates": "--profile, from tca-jax calibrate, or gates=FILE.tsv",
-    "preferences": "preferences, which are measured in Python: tca_jax.calibration.layer_preferences",
-    "head_scores": "head_scores, which are measured in Python: tca_jax.calibration.repetition_scores",
+    "preferences": "preferences, which are measured in Python: tca_jax.lab.rivals.cake.layer_preferences",
+    "head_scores": "head_scores, which are measured in Python: tca_jax.lab.rivals.kvzip_heads.repetition_scores",
 }
 
 

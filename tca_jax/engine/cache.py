@@ -91,17 +91,14 @@ class CacheLayout:
         columns = min(cdiv(prompt_tokens + fed_tokens, b), w // b + 1 + cdiv(fed_tokens, b))
         region = math.lcm(REGION_ALIGNMENT, b)  # a selection comes in such pieces
         pages = tuple(_pages_by_device(kept(layer), b, region, shards, layer) for layer in range(num_layers))
-        shared = []
-        for layer in range(num_layers):
-            most = policy.shared_capacity(layer, prompt_tokens, num_kv_heads)
-            if most is not None:  # each head rounds up what it keeps of the prompt
-                behind = kept_behind(policy, layer, prompt_tokens, fed_tokens, num_kv_heads).max()
-                shared.append((round_up(most, region) // b, (region + round_up(int(behind), b)) // b))
-        if len(shared) < num_layers:
-            shared = []
-        elif policy.layers_share:
-            together, of_head = zip(*shared, strict=True)
-            shared = [(sum(together), max(of_head))]
+        budgets = policy.shared_capacities(prompt_tokens, num_layers, num_kv_heads) or ()
+        shared, together = [], num_layers // max(1, len(budgets))  # layers that share a budget
+        for pool, most in enumerate(budgets):  # each head rounds up what it keeps of the prompt
+            behind = max(
+                kept_behind(policy, layer, prompt_tokens, fed_tokens, num_kv_heads).max()
+                for layer in range(pool * together, (pool + 1) * together)
+            )
+            shared.append((round_up(most, region) // b, (region + round_up(int(behind), b)) // b))
         return cls(b, w, batch, pages, columns, prompt_tokens, tuple(shared))
 
     @classmethod

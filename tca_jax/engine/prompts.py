@@ -350,7 +350,7 @@ class DocumentTemplate:
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerWording:
-    """How a model is asked for something, in the ids of its tokenizer: a `methods.repetition.Wording`."""
+    """How a model is asked for something, in the ids of its tokenizer: a `methods.base.Wording`."""
 
     lm: Encoder
 

@@ -7,6 +7,7 @@ A prompt is read in one program (`read_prompts`), or in several, each of neighbo
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -77,20 +78,17 @@ def read_prompts(
         keep_hidden: Whether `Read.hidden` is wanted.
         backend: Kernel backend.
     """
-    if repeats(lm, layout):
-        assert layout is not None
-        from tca_jax.engine.repeat import read_and_repeat  # few methods need it
-
-        return read_and_repeat(lm, tokens, lengths, layout, keep_hidden=keep_hidden, backend=backend)
+    if (reader := own_reader(lm, layout)) is not None:
+        return reader(lm, tokens, lengths, layout, keep_hidden=keep_hidden, backend=backend)
     begun = begin_reading(lm, tokens, lengths, layout)
     layers = 0, lm.config.num_layers
     reading, cache = read_layers(lm, *begun, layers, layout, keep_hidden=keep_hidden, backend=backend)
     return end_reading(lm, reading, cache, keep_hidden=keep_hidden)
 
 
-def repeats(lm: LM, layout: CacheLayout | None) -> bool:
-    """Whether prompts are read in full and then repeated to the model: `read_prompts` alone does that."""
-    return layout is not None and layout.has_ranked_blocks and lm.method.cache.repetition is not None
+def own_reader(lm: LM, layout: CacheLayout | None) -> Callable[..., Read] | None:
+    """The method's own way of reading prompts, in one program; None where these are read layer by layer."""
+    return lm.method.cache.reader if layout is not None and layout.has_ranked_blocks else None
 
 
 def begin_reading(

@@ -11,8 +11,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import numbers
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,6 @@ from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import Pages
 from tca_jax.pallas_kernels.numerics import cdiv
 
-if TYPE_CHECKING:
-    from tca_jax.methods.repetition import Repetition, Wording
-
 #: One number for every KV head, or one for all of them.
 PerHead = int | tuple[int, ...]
 #: A window that no sequence fills: nothing ever leaves it. A multiple of every block size.
@@ -36,6 +33,17 @@ UNBOUNDED = 2**30
 Frequencies = tuple[float, ...]
 #: A number of tokens: a Python integer, or an array of them, traced or not.
 Tokens = TypeVar("Tokens", int, Any)
+
+
+@runtime_checkable
+class Wording(Protocol):
+    """How a model is asked for something, in token ids."""
+
+    def ids(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text of the user's."""
+
+    def before_answer(self) -> tuple[int, ...]:
+        """Token ids between what the user says and the answer."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -126,17 +134,15 @@ class CachePolicy(abc.ABC):
             below).
         window: Least number of local tokens, w, a positive multiple of b; `UNBOUNDED` for all of them.
         num_queries: Prompt queries, counted from the last, that `select` looks at; None for all of them.
-        layers_share: Whether all layers share one budget, the sum of their `shared_capacity`; for policies with a
-            `repetition`, which know all layers before anything is kept.
-        repetition: How a prompt is repeated to the model once it was read; then `select_repeated` is called instead of
-            `select`. None for most policies.
+        reader: Reads prompts that can have ranked blocks, in place of `engine.read.read_prompts` and with its
+            arguments, for policies that select once the whole model has run; then `select` is not called. None for
+            most policies.
     """
 
     block_size: int
     window: int
     num_queries: int | None = 1
-    layers_share: bool = False
-    repetition: Repetition | None = None
+    reader: Callable[..., Any] | None = None
 
     @abc.abstractmethod
     def capacities(self, layer: int, prompt_tokens: int) -> PerHead:
@@ -147,16 +153,20 @@ class CachePolicy(abc.ABC):
             prompt_tokens: Longest prompt, L; shorter ones may not keep more.
         """
 
-    def shared_capacity(self, layer: int, prompt_tokens: int, num_kv_heads: int) -> int | None:
-        """Most tokens that a layer's KV heads keep of the ranked blocks together, where they share one budget; static.
+    def shared_capacities(self, prompt_tokens: int, num_layers: int, num_kv_heads: int) -> tuple[int, ...] | None:
+        """Most tokens of the ranked blocks that heads keep together, where heads share a budget; static.
 
-        None, the default: each has its own, `capacities`. Otherwise the prompt says how they divide it, and
-        `capacities` how many one of them may keep at most. Of all layers or of none.
+        None, the default: each has its own, `capacities`. Otherwise the prompt says how heads divide a budget, and
+        `capacities` how many one of them may keep at most.
 
         Args:
-            layer: The layer.
             prompt_tokens: Longest prompt, L.
+            num_layers: Layers of the model.
             num_kv_heads: KV heads of the model.
+
+        Returns:
+            A budget for each layer's heads, or one for all layers together: for policies with a `reader`, which know
+            all layers before anything is kept.
         """
         return None
 
@@ -199,22 +209,6 @@ class CachePolicy(abc.ABC):
             backend: Kernel backend, to be handed on.
         """
 
-    def select_repeated(
-        self, heads: Sequence[Heads], scores: Float32[Array, "layers B Hkv L"], lengths: Int[Array, " B"]
-    ) -> list[Selection]:
-        """As `select`, of all layers at once, by the attention of a prompt's `repetition`.
-
-        Args:
-            heads: The KV heads of each layer that `scores` has.
-            scores: Attention that each of a prompt's tokens got, `Repetition.attention`; 2 for the first `sinks`
-                tokens, 0 for those that were not asked for.
-            lengths: Prompt lengths `[B]`, traced.
-
-        Raises:
-            NotImplementedError: the policy has no `repetition`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} selects by no repetition")
-
     def evict(
         self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
     ) -> Selection:
@@ -253,20 +247,12 @@ class CachePolicy(abc.ABC):
         """
         return caches
 
-    def for_rope(self, frequencies: Frequencies | None) -> CachePolicy:
-        """The policy for a model whose RoPE turns by such `frequencies`; None where they change with the length.
+    def for_model(self, num_layers: int, frequencies: Frequencies | None, wording: Wording | None) -> CachePolicy:
+        """The policy for a model; arguments are those of `Method.for_model`.
 
         Raises:
-            ValueError: it does not work with such a RoPE.
+            ValueError: it does not work with such a model.
         """
-        return self
-
-    def for_layers(self, num_layers: int) -> CachePolicy:
-        """The policy for a model of so many layers."""
-        return self
-
-    def for_wording(self, wording: Wording | None) -> CachePolicy:
-        """The policy for a model that is asked in such words; None where the model has no tokenizer."""
         return self
 
     def num_ranked_blocks(self, tokens: Tokens) -> Tokens:
@@ -340,12 +326,8 @@ class PrefillPolicy(abc.ABC):
         """
         return True
 
-    def for_rope(self, frequencies: Frequencies | None) -> PrefillPolicy:
-        """As `CachePolicy.for_rope`."""
-        return self
-
-    def for_layers(self, num_layers: int) -> PrefillPolicy:
-        """As `CachePolicy.for_layers`."""
+    def for_model(self, num_layers: int, frequencies: Frequencies | None, wording: Wording | None) -> PrefillPolicy:
+        """As `CachePolicy.for_model`."""
         return self
 
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:  # noqa: B027
@@ -372,7 +354,7 @@ class Method:
         self.cache.validate_for(num_layers, num_kv_heads)
 
     def for_model(self, num_layers: int, frequencies: Frequencies | None, wording: Wording | None = None) -> Method:
-        """The method for a model; see the methods of `CachePolicy` of these names.
+        """The method for a model.
 
         Args:
             num_layers: Its layers.
@@ -382,9 +364,8 @@ class Method:
         Raises:
             ValueError: the method does not work with such a model.
         """
-        prefill = self.prefill.for_layers(num_layers).for_rope(frequencies)
-        cache = self.cache.for_layers(num_layers).for_rope(frequencies).for_wording(wording)
-        other = dataclasses.replace(self, prefill=prefill, cache=cache)
+        model = num_layers, frequencies, wording
+        other = dataclasses.replace(self, prefill=self.prefill.for_model(*model), cache=self.cache.for_model(*model))
         return self if other == self else other
 
     @property

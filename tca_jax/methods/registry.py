@@ -1,18 +1,20 @@
 """The registry of attention methods: one name each, pairs by "+"; and descriptions that tell any two methods apart.
 
-A method of the library is a file of this folder with a factory of its name. It is imported when it is first asked for.
+A package registers methods by entry points of the group "tca_jax.methods", from a name to a factory; the lab does so
+with its rivals. A method is imported when it is first asked for.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
+import importlib
 import inspect
 import json
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -31,29 +33,8 @@ class Configuration(Protocol):
     def method_name(self) -> str: ...
 
 
-_OF_THE_LIBRARY = (
-    "adakv",
-    "adakv-expected-attention",
-    "cake",
-    "duoattention",
-    "expected-attention",
-    "flexprefill",
-    "full",
-    "h2o",
-    "keydiff",
-    "kvzip",
-    "kvzip-heads",
-    "minference",
-    "pyramidkv",
-    "quest",
-    "random",
-    "snapkv",
-    "streaming",
-    "tca",
-    "tova",
-    "uniform",
-    "xattention",
-)
+_GROUP = "tca_jax.methods"
+_IN_CORE = {name: f"tca_jax.methods.{name}:{name}" for name in ("full", "streaming", "tca")}
 _FACTORIES: dict[str, Factory] = {}
 
 
@@ -77,7 +58,14 @@ def register(name: str, factory: Factory, *, replace: bool = False) -> None:
 
 def names() -> tuple[str, ...]:
     """Registered names, sorted."""
-    return tuple(sorted({*_OF_THE_LIBRARY, *_FACTORIES}))
+    return tuple(sorted({*_installed(), *_FACTORIES}))
+
+
+@functools.cache
+def _installed() -> dict[str, EntryPoint]:
+    """Methods by name: the core's, and those of installed packages."""
+    core = [EntryPoint(name, target, _GROUP) for name, target in _IN_CORE.items()]
+    return {entry.name: entry for entry in (*entry_points(group=_GROUP), *core)}
 
 
 def option_names(name: str) -> tuple[str, ...]:
@@ -169,8 +157,7 @@ def _factory(name: str) -> Factory:
     if name not in names():
         raise UserError(f"method {name!r} is not registered: must be one of {list(names())}, or two joined by '+'")
     if name not in _FACTORIES:
-        own = name.replace("-", "_")
-        _FACTORIES[name] = getattr(importlib.import_module(f"tca_jax.methods.{own}"), own)
+        _FACTORIES[name] = _installed()[name].load()
     return _FACTORIES[name]
 
 
@@ -227,9 +214,8 @@ def _is_known(name: str) -> bool:
 
 
 def _module(name: str) -> types.ModuleType | None:
-    """A module that is imported already, or a method of the library; nothing else that a file names is imported."""
-    package, _, module = name.rpartition(".")
-    if package == "tca_jax.methods" and not module.startswith("_") and importlib.util.find_spec(name):
+    """A module that is imported already or has a registered method; nothing else that a file names is imported."""
+    if name in {entry.module for entry in _installed().values()}:
         return importlib.import_module(name)
     return sys.modules.get(name)
 

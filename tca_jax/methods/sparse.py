@@ -7,7 +7,16 @@ import dataclasses
 import jax
 from jaxtyping import Array
 
-from tca_jax.methods.base import Attended, CachePolicy, Frequencies, Heads, PrefillPolicy, compact, last_queries
+from tca_jax.methods.base import (
+    Attended,
+    CachePolicy,
+    Frequencies,
+    Heads,
+    PrefillPolicy,
+    Wording,
+    compact,
+    last_queries,
+)
 from tca_jax.methods.pairs import causal_pairs, selected_pairs
 from tca_jax.methods.regions import Selected
 from tca_jax.pallas_kernels.backends import Backend
@@ -28,11 +37,8 @@ class SparsePrefill(PrefillPolicy):
     def reads(self, cache: CachePolicy) -> bool:
         return self.selector == cache
 
-    def for_rope(self, frequencies: Frequencies | None) -> SparsePrefill:
-        return dataclasses.replace(self, selector=self.selector.for_rope(frequencies))
-
-    def for_layers(self, num_layers: int) -> SparsePrefill:
-        return dataclasses.replace(self, selector=self.selector.for_layers(num_layers))
+    def for_model(self, num_layers: int, frequencies: Frequencies | None, wording: Wording | None) -> SparsePrefill:
+        return dataclasses.replace(self, selector=self.selector.for_model(num_layers, frequencies, wording))
 
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:
         self.selector.validate_for(num_layers, num_kv_heads)

@@ -17,7 +17,7 @@ from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.engine.prompts import bucket_length, pad_tokens
-from tca_jax.engine.read import repeats, require_finite
+from tca_jax.engine.read import own_reader, require_finite
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.programs import Program, results_of
 from tca_jax.serve import programs
@@ -154,7 +154,7 @@ class Reader:
         """The programs of all parts, under way where they are not there."""
         lm, static = self._program_lm, {"layout": layout, "backend": self._backend}
         layers, of_part = lm.config.num_layers, max(1, _PART_TOKENS // tokens.size)
-        if of_part >= layers or repeats(lm, layout):
+        if of_part >= layers or own_reader(lm, layout):
             return [self._compilers.submit(programs.read.prepare, lm, tokens, lengths, **static)]
         ends = [*range(of_part, layers, of_part), layers]
         parts = list(zip([0, *ends], ends, strict=False))

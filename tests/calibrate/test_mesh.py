@@ -14,10 +14,12 @@ from sharp_lm import pairs_of
 from tiny import CONFIG, TCA, random_prompt
 
 import tca_jax
-from tca_jax.calibration import layer_preferences, repetition_scores, search_patterns
 from tca_jax.calibration.probe_losses import ReadText
 from tca_jax.calibration.probes import FOLLOWING, ProbedText, Segment
 from tca_jax.calibration.text_losses import TextLosses
+from tca_jax.lab.rivals.cake import layer_preferences
+from tca_jax.lab.rivals.kvzip_heads import repetition_scores
+from tca_jax.lab.rivals.pattern_search import search_patterns
 
 pytestmark = needs_8_devices
 

@@ -98,7 +98,7 @@ def test_a_step_writes_nothing_of_rows_that_take_none():
 def test_layers_that_share_pages_have_what_they_hold_whichever_holds_most():
     policy = methods.get("kvzip", share=0.3, block_size=8, window=16).cache
     layout, fed = CacheLayout.plan(policy, 3, 2, 2, 1200, 40), 5
-    (most,) = {policy.shared_capacity(layer, 1200, 2) for layer in range(3)}
+    most = policy.shared_capacities(1200, 3, 2)[0] // 3  # of a layer
     ranked = policy.num_ranked_blocks(1200) * 8
     assert layout.shared_pages[1:] == ()
     assert most < ranked
@@ -119,7 +119,7 @@ def test_heads_that_share_pages_have_what_they_hold_and_pages_of_their_own():
     layout, fed = CacheLayout.plan(adaptive, 2, 3, 2, 1200, 40), 5
     assert layout.num_pages < 0.5 * layout.batch * np.sum(layout.kept_pages)
     assert layout.num_pages <= CacheLayout.plan(same, 2, 3, 2, 1200, 40).num_pages + 2 * 2 * 3 * 2 * 128 // 8
-    most = adaptive.shared_capacity(0, 1200, 3)
+    most = adaptive.shared_capacities(1200, 1, 3)[0]
     held = [[most - 7, 7, 0], [most // 3, most // 3 - 1, most // 3]]
     tables = [np.asarray(table) for table in layout.tables(held=[jnp.array(held)] * 2)]
     named = np.concatenate([table[table < layout.num_pages] for table in tables])

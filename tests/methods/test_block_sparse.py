@@ -13,11 +13,11 @@ from cases import poison, qkv
 from sparse_prefill import ORACLES
 
 from tca_jax import methods
+from tca_jax.lab.rivals.ranks import covering, highest
 from tca_jax.methods import xattention
 from tca_jax.methods.base import Heads
 from tca_jax.methods.block_sparse import listed_pairs
 from tca_jax.methods.pairs import causal_pairs
-from tca_jax.methods.ranks import covering, highest
 
 LENGTHS = (290, 40, 128)
 HEADS, KV_HEADS, BLOCK = 4, 2, 16

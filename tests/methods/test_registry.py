@@ -9,8 +9,8 @@ from cases import unchecked
 from tiny import tiny_lm
 
 from tca_jax import methods
+from tca_jax.lab.rivals.duoattention import duoattention
 from tca_jax.methods.base import Heads
-from tca_jax.methods.duoattention import duoattention
 from tca_jax.methods.registry import _FACTORIES, with_known
 from tca_jax.models.rope import RopeConfig
 

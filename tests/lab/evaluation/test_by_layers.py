@@ -11,11 +11,10 @@ from tiny import random_prompt, tiny_lm
 import tca_jax
 from tca_jax import methods
 from tca_jax.engine.prompts import pad_tokens
-from tca_jax.engine.repeat import attention_to_prompts, read_everything
 from tca_jax.engine.score import score_answers
 from tca_jax.errors import UserError
 from tca_jax.lab.evaluation.by_layers import ask, read_by, read_full, read_losses, repetition_scores
-from tca_jax.methods.repetition import Repetition
+from tca_jax.lab.rivals.repetition import Repetition, attention_to_prompts, read_everything
 
 BLOCK, WINDOW, LENGTH = 16, 32, 227  # 14 blocks and 3 tokens, of which 12 blocks are ranked
 SIZES = {"window": WINDOW, "block_size": BLOCK}
@@ -72,7 +71,7 @@ def rows_of(pairs):
 
 def check(lm, full, pairs):
     """Compares answers and shares with those of a context; returns the share that is kept."""
-    scores = None if lm.method.cache.repetition is None else repetition_scores(lm, full)
+    scores = None if lm.method.cache.reader is None else repetition_scores(lm, full)
     read = read_by(lm, full, scores)
     found = ask(lm, read, rows_of(pairs))
     context = tca_jax.prefill(lm, DOCUMENT)

@@ -6,7 +6,7 @@ from tiny import masked_greedy, random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.methods.duoattention import load_gates
+from tca_jax.lab.rivals.duoattention import load_gates
 
 B, W = 8, 16
 GEOMETRY = {"block_size": B, "window": W}

@@ -16,10 +16,10 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from tca_jax.lab.rivals.compression import PromptCompression
+from tca_jax.lab.rivals.tiles import concatenate_tiles, sum_tiles
 from tca_jax.methods.base import Heads, Method
-from tca_jax.methods.compression import PromptCompression
 from tca_jax.methods.full import FullPrefill
-from tca_jax.methods.tiles import concatenate_tiles, sum_tiles
 from tca_jax.pallas_kernels.backends import Backend
 
 _LEAST_LENGTH = 1e-8  # of a key or an anchor: an anchor of zeros is as far from all keys

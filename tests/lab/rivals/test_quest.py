@@ -15,8 +15,8 @@ from tca_jax import methods
 from tca_jax.engine.cache import CacheLayout, shared_and_own
 from tca_jax.engine.decode import decode_layer
 from tca_jax.engine.extend import rows_with_leaving_block
+from tca_jax.lab.rivals.quest import QuestCache
 from tca_jax.methods.base import Heads
-from tca_jax.methods.quest import QuestCache
 
 B, W, D = 8, 16, 16
 

@@ -11,7 +11,7 @@ kernel does it: in blocks of as many keys as a tile has queries, which begin at 
 as far as they reach. Here blocks are cut from the nearest diagonal on, there from the farthest: of the keys beside the
 diagonals the two compute some others.
 
-The offline search (`pattern_search` beside this file, `tca_jax.calibration.search_patterns` over a model) has the
+The offline search (`search_patterns` in `pattern_search` beside this file) has the
 code's candidates and criterion: there, the nearest 30 diagonals are taken first, and an A-shape head sees one diagonal
 more than its number says. The code then turns A-shape heads into vertical-slash ones of the same size and
 block-sparse heads into the default; this search keeps the kind that it found, as the paper does.
@@ -20,6 +20,7 @@ block-sparse heads into the default; this search keeps the kind that it found, a
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,20 +28,50 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from tca_jax.errors import check_integer, check_number
+from tca_jax.errors import UserError, check_integer, check_number
+from tca_jax.lab.rivals.head_tables import check_query_heads, of_layer
+from tca_jax.lab.rivals.last_attention import by_position, diagonal_sums, last_attention
+from tca_jax.lab.rivals.ranks import highest
 from tca_jax.methods.base import Heads, Method, last_queries
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, block_sums
 from tca_jax.methods.full import FullCache
-from tca_jax.methods.head_patterns import DEFAULT, HeadPattern, Patterns, parse_patterns
-from tca_jax.methods.head_tables import check_query_heads, of_layer
-from tca_jax.methods.last_attention import by_position, diagonal_sums, last_attention
-from tca_jax.methods.ranks import highest
 from tca_jax.pallas_kernels.block_sparse_attention.lists import BlockLists, columns_of_mask, lists_of_mask
 from tca_jax.pallas_kernels.numerics import cdiv
 
 OBSERVED = 64  # queries that the lines are found in
 _FIRST_COLUMNS, _NEAREST_DIAGONALS = 30, 100  # always taken
 _LEAST_COLUMNS, _LEAST_DIAGONALS = 30, 50
+
+
+#: Kinds of a head, and what the published tables call them.
+KINDS = {
+    "vertical_slash": "vertical_slash",
+    "vertical_and_slash": "vertical_slash",
+    "a_shape": "a_shape",
+    "stream_llm": "a_shape",
+    "block_sparse": "block_sparse",
+}
+
+
+class HeadPattern(NamedTuple):
+    """What one query head attends to; serialises as a list such as `["vertical_slash", 1000, 6096]`.
+
+    Attributes:
+        kind: "vertical_slash": the columns and diagonals that the last queries have most attention on; "a_shape": the
+            first columns and the nearest diagonals; "block_sparse": the key blocks with the highest products of means.
+        columns: Columns; of no meaning for "block_sparse", as in the published code.
+        diagonals: Diagonals, likewise.
+    """
+
+    kind: str
+    columns: int
+    diagonals: int
+
+
+#: What the authors give a head of which nothing is known.
+DEFAULT = HeadPattern("vertical_slash", 1000, 6096)
+#: Patterns of each layer's query heads.
+Patterns = tuple[tuple[HeadPattern, ...], ...]
 
 
 class PatternArrays(NamedTuple):
@@ -184,7 +215,7 @@ def minference(
 
     Args:
         patterns: For each layer an entry `[kind, columns, diagonals]` a query head, as
-            `tca_jax.calibration.search_patterns` finds them, or a table that the authors published (`json.load` of it);
+            `search_patterns` finds them, or a table that the authors published (`json.load` of it);
             None: vertical-slash with 1000 columns and 6096 diagonals for all.
         scale: What all numbers of columns, diagonals and blocks are multiplied by, above 0: the knob of the budget.
         blocks: Key blocks that a tile of a block-sparse head takes.
@@ -197,3 +228,46 @@ def minference(
     """
     table = None if patterns is None else parse_patterns(patterns)
     return Method("minference", MInferencePrefill(table, scale, blocks, block_size, dense_tokens), FullCache())
+
+
+def parse_patterns(table: Any) -> Patterns:
+    """Patterns of every layer and query head from plain values.
+
+    Args:
+        table: For each layer a list with an entry `[kind, columns, diagonals]` a head, or, as the published tables have
+            it, a mapping from the head's number to one; further values of an entry, such as a score, are ignored.
+
+    Raises:
+        ValueError: it is no such table; the message names the place.
+    """
+    if not isinstance(table, Sequence) or isinstance(table, str) or not table:
+        raise UserError(f"patterns = {table!r}: must be a list with the patterns of each layer")
+    layers = tuple(_parse_layer(layer, f"patterns[{number}]") for number, layer in enumerate(table))
+    counts = sorted({len(layer) for layer in layers})
+    if len(counts) > 1:
+        raise UserError(f"patterns has layers of {counts} heads: must be as many in each")
+    return layers
+
+
+def _parse_layer(layer: Any, place: str) -> tuple[HeadPattern, ...]:
+    if isinstance(layer, Mapping):
+        heads = {str(number): entry for number, entry in layer.items()}
+        missing = [number for number in range(len(heads)) if str(number) not in heads]
+        if missing:
+            raise UserError(f"{place} has no head {missing[0]}: must have all of its {len(heads)} heads by number")
+        layer = [heads[str(number)] for number in range(len(heads))]
+    if not isinstance(layer, Sequence) or isinstance(layer, str) or not layer:
+        raise UserError(f"{place} = {layer!r}: must be a list with an entry for each query head")
+    return tuple(_parse_head(entry, f"{place}[{number}]") for number, entry in enumerate(layer))
+
+
+def _parse_head(entry: Any, place: str) -> HeadPattern:
+    if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) < 3:
+        raise UserError(f"{place} = {entry!r}: must be [kind, columns, diagonals]")
+    kind, columns, diagonals = entry[:3]
+    if kind not in KINDS:
+        raise UserError(f"{place} has kind {kind!r}: must be one of {list(KINDS)}")
+    for number in (columns, diagonals):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise UserError(f"{place} has {number!r}: columns and diagonals must be integers of at least 0")
+    return HeadPattern(KINDS[kind], columns, diagonals)

@@ -22,11 +22,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int, Int32
 
 from tca_jax.errors import UserError, check_not_negative
-from tca_jax.methods.base import CachePolicy, Frequencies, Heads, Method
-from tca_jax.methods.compression import PromptCompression, ranked_bits, threshold
+from tca_jax.lab.rivals.compression import PromptCompression, ranked_bits, threshold
+from tca_jax.lab.rivals.snapkv import SnapKVCache
+from tca_jax.methods.base import CachePolicy, Frequencies, Heads, Method, Wording
 from tca_jax.methods.full import FullPrefill
 from tca_jax.methods.regions import Selection
-from tca_jax.methods.snapkv import SnapKVCache
 from tca_jax.pallas_kernels.backends import Backend
 
 
@@ -63,11 +63,9 @@ class AdaKVCache(CachePolicy):
     def num_queries(self) -> int | None:  # type: ignore[override]
         return self.scored.num_queries
 
-    def for_rope(self, frequencies: Frequencies | None) -> AdaKVCache:
-        return dataclasses.replace(self, scored=cast(PromptCompression, self.scored.for_rope(frequencies)))
-
-    def for_layers(self, num_layers: int) -> AdaKVCache:
-        return dataclasses.replace(self, scored=cast(PromptCompression, self.scored.for_layers(num_layers)))
+    def for_model(self, num_layers: int, frequencies: Frequencies | None, wording: Wording | None) -> AdaKVCache:
+        scored = self.scored.for_model(num_layers, frequencies, wording)
+        return dataclasses.replace(self, scored=cast(PromptCompression, scored))
 
     def validate_for(self, num_layers: int, num_kv_heads: int) -> None:
         self.scored.validate_for(num_layers, num_kv_heads)
@@ -75,9 +73,10 @@ class AdaKVCache(CachePolicy):
     def capacities(self, layer: int, prompt_tokens: int) -> int:
         return self.num_ranked_blocks(prompt_tokens) * self.block_size
 
-    def shared_capacity(self, layer: int, prompt_tokens: int, num_kv_heads: int) -> int:
+    def shared_capacities(self, prompt_tokens: int, num_layers: int, num_kv_heads: int) -> tuple[int, ...]:
         # Each head's number is rounded.
-        return num_kv_heads * (self.scored.capacities(layer, prompt_tokens) + (not self.protects))
+        of_heads = (self.scored.capacities(layer, prompt_tokens) + (not self.protects) for layer in range(num_layers))
+        return tuple(num_kv_heads * each for each in of_heads)
 
     def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
         return self.scored.growth(layer, prompt_tokens, new_tokens)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.errors import UserError, check_integer
-from tca_jax.methods.tiles import concatenate_tiles
+from tca_jax.lab.rivals.tiles import concatenate_tiles
 from tca_jax.pallas_kernels.numerics import scaled_scores
 
 #: What scores may be pooled by: the mean or the maximum over a token and its neighbours.

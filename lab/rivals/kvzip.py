@@ -28,18 +28,19 @@ prompt, as in the code; where it fills the model's positions they pass them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
 
+from tca_jax.engine.read import Read
 from tca_jax.errors import UserError, check_integer
-from tca_jax.methods.adakv import divided
-from tca_jax.methods.base import Heads, Method
-from tca_jax.methods.compression import PromptCompression, without_subnormals
+from tca_jax.lab.rivals.adakv import divided
+from tca_jax.lab.rivals.compression import PromptCompression, without_subnormals
+from tca_jax.lab.rivals.repetition import CARRIED, Repetition, read_and_repeat
+from tca_jax.methods.base import Frequencies, Heads, Method, Wording
 from tca_jax.methods.full import FullPrefill
 from tca_jax.methods.regions import Selection
-from tca_jax.methods.repetition import CARRIED, Repetition, Wording
 from tca_jax.pallas_kernels.backends import Backend
 
 #: What shares a budget: all layers and KV heads; the heads of each layer; nothing, each head having its own.
@@ -66,10 +67,10 @@ class KVzipCache(PromptCompression):
             raise UserError(f"level = {self.level!r}: must be one of {list(LEVELS)}")
 
     @property
-    def layers_share(self) -> bool:  # type: ignore[override]
-        return self.level == "pair"
+    def reader(self) -> Callable[..., Read]:  # type: ignore[override]
+        return read_and_repeat
 
-    def for_wording(self, wording: Wording | None) -> KVzipCache:
+    def for_model(self, num_layers: int, frequencies: Frequencies | None, wording: Wording | None) -> KVzipCache:
         return dataclasses.replace(self, repetition=self.repetition.worded(OPENING, CONTINUING, wording))
 
     def capacities(self, layer: int, prompt_tokens: int) -> int:
@@ -77,8 +78,9 @@ class KVzipCache(PromptCompression):
             return super().capacities(layer, prompt_tokens)
         return self.num_ranked_blocks(prompt_tokens) * self.block_size
 
-    def shared_capacity(self, layer: int, prompt_tokens: int, num_kv_heads: int) -> int | None:
-        return None if self.level == "uniform" else num_kv_heads * super().capacities(layer, prompt_tokens)
+    def shared_capacities(self, prompt_tokens: int, num_layers: int, num_kv_heads: int) -> tuple[int, ...] | None:
+        of_layer = num_kv_heads * super().capacities(0, prompt_tokens)
+        return {"uniform": None, "layer": (of_layer,) * num_layers, "pair": (of_layer * num_layers,)}[self.level]
 
     def scores(
         self, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
@@ -88,8 +90,15 @@ class KVzipCache(PromptCompression):
     def select_repeated(
         self, heads: Sequence[Heads], scores: Float32[Array, "layers B Hkv L"], lengths: Int[Array, " B"]
     ) -> list[Selection]:
+        """As `select`, of all layers at once.
+
+        Args:
+            heads: The KV heads of each layer that `scores` has.
+            scores: Attention that each of a prompt's tokens got, from `repetition.attention_to_prompts`.
+            lengths: Prompt lengths `[B]`, traced.
+        """
         layers, batch, kv_heads, length = scores.shape
-        together = layers if self.layers_share else 1
+        together = layers if self.level == "pair" else 1
         mean = self.mean_of_heads(0, lengths, length)  # of all layers
         ranked_tokens = self.num_ranked_blocks(lengths) * self.block_size
         scores = without_subnormals(scores)

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from tca_jax.errors import check_flag
+from tca_jax.lab.rivals.compression import PromptCompression
 from tca_jax.methods.base import Heads, Method
-from tca_jax.methods.compression import PromptCompression
 from tca_jax.methods.full import FullPrefill
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.column_mass import column_mass

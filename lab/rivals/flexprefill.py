@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.errors import UserError, check_integer, check_number, is_finite_number
+from tca_jax.lab.rivals.last_attention import by_position, diagonal_sums, last_attention
+from tca_jax.lab.rivals.ranks import covering, highest
 from tca_jax.methods.base import Heads, Method, last_queries
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, block_sums
 from tca_jax.methods.full import FullCache
-from tca_jax.methods.last_attention import by_position, diagonal_sums, last_attention
-from tca_jax.methods.ranks import covering, highest
 from tca_jax.pallas_kernels.block_sparse_attention.lists import lists_of_mask
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv, scaled_scores
 

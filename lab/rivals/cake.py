@@ -7,7 +7,7 @@ What differs:
 
 - When preferences are measured. The paper measures them on each prompt, and shrinks the caches of earlier layers while
   it reads the later ones. Here a layer's cache has a size that is known before any data, so preferences are measured
-  before, on texts of the user's (`tca_jax.calibration.layer_preferences`), and are the same for all prompts. It costs
+  before, on texts of the user's (`layer_preferences`), and are the same for all prompts. It costs
   the adaption of layers to single prompts; the tokens within a layer are chosen from the prompt as in the paper.
 - What passes a layer's tokens. The code deals it out among the other layers once and cuts off what is then too much.
   Here a `share` is dealt out until all is placed. Of a `capacity` it is left over: the tokens that a layer keeps of a
@@ -22,20 +22,36 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, Int32
 
-from tca_jax.errors import UserError, check_not_negative
-from tca_jax.methods.base import Heads, Method
-from tca_jax.methods.compression import PromptCompression
+from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import SAME, SECOND_HEADS, on_host
+from tca_jax.engine.prompts import Prompt, encode_prompts
+from tca_jax.errors import UserError, check_integer, check_not_negative, check_number
+from tca_jax.lab.rivals.compression import PromptCompression
+from tca_jax.lab.rivals.observation import check_observation, observed_attention, pool
+from tca_jax.layer_passes import TextPass, attention_program
+from tca_jax.methods.base import Heads, Method, last_queries
 from tca_jax.methods.full import FullPrefill
-from tca_jax.methods.observation import check_observation, observed_attention, pool
+from tca_jax.models.aliases import ALIASES
 from tca_jax.pallas_kernels.backends import Backend
+from tca_jax.pallas_kernels.causal_attention import causal_attention
 
+#: tau1 and tau2 that CAKE's authors publish (their model2tau.json), by the last part of the Hub id in lower case, for
+#: budgets of 128 and 1024 tokens a head.
+TEMPERATURES = MappingProxyType(
+    {
+        "llama-3.1-8b-instruct": {128: (1.6, 0.6), 1024: (1.6, 0.4)},
+        "qwen2.5-7b-instruct": {128: (0.4, 0.6), 1024: (1.5, 0.6)},
+    }
+)
 #: Fewest queries that have a variance.
 _FEWEST = 2
 
@@ -102,7 +118,7 @@ def cake(
     """Full attention for the prompt's queries, CAKE's selection in the cache.
 
     Args:
-        preferences: Of every layer, `[layers]`, not negative, from `tca_jax.calibration.layer_preferences`; equal
+        preferences: Of every layer, `[layers]`, not negative, from `layer_preferences`; equal
             numbers give all layers the same budget.
         capacity: Tokens of a prompt that a KV head holds, the mean over layers, the window counted as `window`; the
             code's `cache_size`.
@@ -185,3 +201,81 @@ def _checked_preferences(value: Any) -> tuple[float, ...]:
     if not (np.isfinite(array) & (array >= 0)).all() or not array.any():
         raise UserError(f"preferences = {array.tolist()}: must be finite, not negative, and not all 0")
     return tuple(array.astype(np.float64).tolist())
+
+
+def published_temperatures(model: str, capacity: int = 1024) -> dict[str, float]:
+    """The temperatures that CAKE's authors tuned for a model, as `layer_preferences` takes them; 1 for other models.
+
+    Args:
+        model: Alias or Hub id, such as "llama3.1-8b-instruct" or "Qwen/Qwen2.5-7B-Instruct".
+        capacity: Tokens that a KV head holds; those of the nearest published budget, by ratio.
+    """
+    name = _last_part(model)
+    by_capacity = TEMPERATURES.get(_last_part(ALIASES.get(name, name)))
+    if by_capacity is None:
+        return {"tau1": 1.0, "tau2": 1.0}
+    tau1, tau2 = by_capacity[min(by_capacity, key=lambda known: abs(math.log(known / capacity)))]
+    return {"tau1": tau1, "tau2": tau2}
+
+
+def _last_part(name: str) -> str:
+    return name.rsplit("/", 1)[-1].lower()
+
+
+def layer_preferences(
+    lm: LM, texts: Prompt | Sequence[Prompt], *, observation: int = 32, tau1: float = 1.0, tau2: float = 1.0
+) -> Float32[np.ndarray, " layers"]:
+    """CAKE's layer preferences, measured on texts of the user's, for the method cake.
+
+    One forward pass with full attention over each text. The paper tunes the temperatures for each model and budget
+    (0.4 to 1.9; `published_temperatures` has those of its models); its code takes 1 where nothing is tuned.
+
+    Args:
+        lm: The model; its method plays no part.
+        texts: One or several texts or sequences of token ids; best as long as the prompts to come, and of their kind.
+        observation: Last queries of each text that are looked at, at least 2.
+        tau1: Temperature of the entropy over tokens, in (0, 100].
+        tau2: Temperature of the variance over queries, in (0, 100].
+
+    Returns:
+        Each layer's share of all preferences, the mean over texts; sums to 1.
+
+    Raises:
+        ValueError: a number is not allowed, a text is not longer than `observation` tokens or longer than the model's
+            context, or the model computes NaN or infinity.
+        TypeError: `texts` holds something else than text and token ids.
+    """
+    check_integer("observation", observation, at_least=2)
+    for name, tau in (("tau1", tau1), ("tau2", tau2)):
+        check_number(name, tau, above=0, at_most=100)
+    sequences = encode_prompts(lm, texts, "texts")
+    for i, ids in enumerate(sequences):
+        if not observation < len(ids) <= lm.config.max_context:
+            raise UserError(
+                f"texts[{i}] has {len(ids)} tokens: must have more than observation = {observation} and at most the "
+                f"{lm.config.max_context} positions of model {lm.name!r}"
+            )
+    return np.mean([_shares(lm, ids, observation, tau1, tau2) for ids in sequences], axis=0).astype(np.float32)
+
+
+def _shares(lm: LM, ids: Sequence[int], observation: int, tau1: float, tau2: float) -> np.ndarray:
+    """Of each layer in one text."""
+    layers = TextPass(lm, ids).layers(_spread_layer, observation=observation)
+    preferences = np.array([layer_preference(on_host(each)[0], tau1, tau2) for each in layers], np.float64)
+    if not np.isfinite(preferences).all():
+        layer = int(np.argmin(np.isfinite(preferences)))
+        raise UserError(f"model {lm.name!r} computes NaN or infinity in the attention of layer {layer}")
+    return preferences / preferences.sum()
+
+
+@functools.partial(attention_program, static=("observation",), donate=True, outputs=(SAME, SECOND_HEADS))
+def _spread_layer(
+    q: Float[Array, "1 L Hq d"],
+    k: Float[Array, "1 L Hkv d"],
+    v: Float[Array, "1 L Hkv d"],
+    lengths: Int32[Array, " 1"],
+    observation: int,
+) -> tuple[Float[Array, "1 L Hq d"], Float32[Array, "1 Hkv 2"]]:
+    """Full attention, and how it is spread."""
+    spread = observed_spread(last_queries(q, lengths, observation), k, lengths)
+    return causal_attention(q, k, v, lengths), spread

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tca_jax.methods import tiles
+from tca_jax.lab.rivals import tiles
 
 
 @pytest.mark.parametrize("length", [1, 8, 10, 13])

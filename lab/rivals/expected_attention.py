@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.errors import UserError, check_integer, check_not_negative
-from tca_jax.methods.base import Frequencies, Heads, Method
-from tca_jax.methods.compression import PromptCompression
+from tca_jax.lab.rivals.compression import PromptCompression
+from tca_jax.lab.rivals.tiles import concatenate_tiles, sum_tiles
+from tca_jax.methods.base import Frequencies, Heads, Method, Wording
 from tca_jax.methods.full import FullPrefill
-from tca_jax.methods.tiles import concatenate_tiles, sum_tiles
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.numerics import MASKED
 
@@ -56,7 +56,9 @@ class ExpectedAttentionCache(PromptCompression):
         check_integer("sinks", self.sinks, at_least=0)
         check_not_negative("epsilon", self.epsilon)
 
-    def for_rope(self, frequencies: Frequencies | None) -> ExpectedAttentionCache:
+    def for_model(
+        self, num_layers: int, frequencies: Frequencies | None, wording: Wording | None
+    ) -> ExpectedAttentionCache:
         if frequencies is None:
             raise UserError(
                 "expected-attention needs rotations that depend on a token's position alone: this model's RoPE "

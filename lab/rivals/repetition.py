@@ -1,4 +1,4 @@
-"""Prompts that were read in full are repeated to the model, and their caches compressed by the attention they get.
+"""KVzip's repetition: prompts that were read in full are repeated to the model, and scored by the attention they get.
 
 All keys and values of the prompts are held until then, in the model's dtype. Chunks run one after the other, in one
 program: a request and a chunk are fed as appended tokens are, attend to everything and are forgotten.
@@ -11,17 +11,141 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from tca_jax.engine.cache import CacheLayout, PagedCache, shared_and_own
 from tca_jax.engine.extend import AppendedColumns, extend_layer
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import heads_of
 from tca_jax.engine.read import Read, read_prompts
+from tca_jax.methods.base import Wording
 from tca_jax.methods.full import FullCache
 from tca_jax.methods.regions import Selection
-from tca_jax.methods.repetition import AHEAD, Repetition, repeated_attention
 from tca_jax.pallas_kernels.backends import Backend
+from tca_jax.pallas_kernels.numerics import MASKED, cdiv, scaled_scores, varying_like
+
+#: Last tokens of the chunk before, which tell the model where a chunk begins.
+CARRIED = 8
+#: Score of the first tokens, which stay: no attention passes 1.
+AHEAD = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Repetition:
+    """How a prompt is repeated: behind it comes, for each chunk, a request to repeat it and then the chunk itself.
+
+    Attributes:
+        chunk: Tokens of a chunk, at least `CARRIED`.
+        sinks: First tokens of a prompt, which are in no chunk.
+        opening: Token ids of the request for the first chunk.
+        continuing: Of that for any other, which the last `CARRIED` tokens of the chunk before complete.
+        answer: Token ids between a request and the chunk.
+    """
+
+    chunk: int
+    sinks: int
+    opening: tuple[int, ...] = ()
+    continuing: tuple[int, ...] = ()
+    answer: tuple[int, ...] = ()
+
+    def worded(self, opening: str, continuing: str, wording: Wording | None) -> Repetition:
+        """The same in words of a model; without words for None."""
+        if wording is None:
+            return Repetition(self.chunk, self.sinks)
+        ids = wording.ids(opening), wording.ids(continuing), wording.before_answer()
+        return Repetition(self.chunk, self.sinks, *ids)
+
+    def chunk_tokens(self, prompt_tokens: int) -> int:
+        """Tokens of a chunk of prompts of at most so many tokens."""
+        return max(1, min(self.chunk, prompt_tokens - self.sinks))
+
+    def num_chunks(self, prompt_tokens: int) -> int:
+        """Chunks of a prompt of so many tokens."""
+        return cdiv(max(0, prompt_tokens - self.sinks), self.chunk)
+
+    def fed_tokens(self, prompt_tokens: int) -> int:
+        """Most tokens of a request and a chunk of prompts of at most so many tokens."""
+        request = max(len(self.opening), len(self.continuing) + CARRIED) + len(self.answer)
+        return request + self.chunk_tokens(prompt_tokens)
+
+    def fed(
+        self,
+        number: Int[Array, ""],
+        tokens: Int[Array, "B L"],
+        lengths: Int[Array, " B"],
+        wanted: Int[Array, " B"],
+        places: Int[Array, "B S"],
+    ) -> tuple[Int32[Array, "B S"], Int32[Array, " B"]]:
+        """A request and its chunk.
+
+        Args:
+            number: Of the chunk, traced.
+            tokens: Prompts, right-padded.
+            lengths: Their lengths.
+            wanted: Tokens of each prompt whose scores are wanted, the first ones.
+            places: Which tokens to give, counted from the request's first.
+
+        Returns:
+            Those tokens, arbitrary past the last, and how many there are in each row: none where no score is wanted.
+        """
+        first = number == 0
+        start = self.sinks + number * self.chunk
+        asked = jnp.where(first, len(self.opening), len(self.continuing))
+        carried = jnp.where(first, 0, CARRIED)
+        request = asked + carried + len(self.answer)
+        words = jnp.asarray((*self.opening, *self.continuing, *self.answer, 0), jnp.int32)
+        word = places + jnp.where(first, 0, len(self.opening))
+        word = jnp.where(places < asked, word, places - asked - carried + len(self.opening) + len(self.continuing))
+        is_word = (places < asked) | ((places >= asked + carried) & (places < request))
+        place = jnp.where(places < asked + carried, start - carried + places - asked, start + places - request)
+        of_prompt = jnp.take_along_axis(tokens, jnp.clip(place, 0, tokens.shape[1] - 1), axis=1)
+        ids = jnp.where(is_word, words.at[word].get(mode="clip"), of_prompt)
+        count = request + jnp.clip(lengths - start, 0, self.chunk_tokens(tokens.shape[1]))
+        return ids, jnp.where(wanted > start, count, 0).astype(jnp.int32)
+
+
+def repeated_attention(
+    q: Float[Array, "B S Hq d"],
+    k: Float[Array, "B S Hkv d"],
+    sinks: Float[Array, "B s Hkv d"],
+    chunk: Float[Array, "B c Hkv d"],
+    fed: Bool[Array, "B S"],
+    there: Bool[Array, "B c"],
+    *,
+    queries: int,
+) -> Float32[Array, "B Hkv c"]:
+    """The most attention that each token of a chunk gets from what repeats it: KVzip, Algorithm 1, in float32.
+
+    The softmax of a query is over the prompt's first tokens, the chunk and what was fed up to the query; the maximum
+    is over all that was fed, the request included, and over the query heads of a KV head.
+
+    Args:
+        q: Queries of what is fed after RoPE; `k` its keys.
+        sinks: Keys of the prompt's first tokens.
+        chunk: Keys of the chunk's tokens in the prompt.
+        fed: Which columns of `q` and `k` hold a token.
+        there: Which columns of `chunk` do.
+        queries: Columns of `q` that are looked at in turn; S is a multiple.
+    """
+    batch, columns, kv_heads, head_dim = k.shape
+    keys = jnp.concatenate([sinks, chunk, k], axis=1)
+    seen = jnp.concatenate([jnp.ones(sinks.shape[:2], bool), there, fed], axis=1)
+    before = keys.shape[1] - columns
+    of_chunk = slice(sinks.shape[1], before)
+    grouped = q.reshape(batch, columns, kv_heads, -1, head_dim)
+
+    def raised(number: Array, most: Float32[Array, "B Hkv c"]) -> Float32[Array, "B Hkv c"]:
+        place = number * queries + jnp.arange(queries)
+        part, is_fed = (jax.lax.dynamic_slice_in_dim(x, number * queries, queries, axis=1) for x in (grouped, fed))
+        causal = jnp.arange(keys.shape[1]) - before <= place[:, None]
+        mask = (seen[:, None] & causal)[:, None, None]  # [B, 1, 1, queries, keys]
+        scores = jnp.where(mask, scaled_scores("bqhgd,bkhd->bhgqk", part, keys), MASKED)
+        found = jax.nn.softmax(scores, axis=-1)[..., of_chunk]
+        counts = (is_fed[:, :, None] & there[:, None])[:, None, None]
+        return jnp.maximum(most, jnp.where(counts, found, 0).max(axis=(2, 3)))
+
+    nothing = jnp.zeros((batch, kv_heads, chunk.shape[1]), jnp.float32)
+    return jax.lax.fori_loop(0, columns // queries, raised, varying_like(nothing, q, keys))
 
 
 def read_and_repeat(
@@ -33,7 +157,7 @@ def read_and_repeat(
     keep_hidden: bool = False,
     backend: Backend = "auto",
 ) -> Read:
-    """`read_prompts` of a model whose cache policy has a `repetition`; the arguments are the same."""
+    """`read_prompts` of a model under KVzip; the arguments are the same."""
     read, held = read_everything(lm, tokens, lengths, keep_hidden=keep_hidden, backend=backend)
     return read._replace(cache=_compressed(lm, held, tokens, lengths, layout, backend))
 
@@ -87,14 +211,13 @@ def selections_by_repetition(
     """What the model's cache policy keeps of prompts in each layer.
 
     Args:
-        lm: The model, under a method whose cache policy has a `repetition`.
+        lm: The model, under KVzip.
         held: All of the prompts, from `read_everything`.
         tokens: The prompts, right-padded.
         lengths: True lengths.
         backend: Kernel backend.
     """
-    policy = lm.method.cache
-    assert policy.repetition is not None
+    policy: Any = lm.method.cache  # a KVzipCache
     heads = [heads_of(lm.head_shards, layer, kept.shape[1]) for layer, kept in enumerate(held.kept)]
     most, wanted = (policy.num_ranked_blocks(x) * policy.block_size for x in (tokens.shape[1], lengths))
     scores = attention_to_prompts(lm, policy.repetition, held, tokens, lengths, wanted, most, backend)
@@ -111,7 +234,7 @@ def attention_to_prompts(
     most: int,
     backend: Backend = "auto",
 ) -> Float32[Array, "layers B Hkv L"]:
-    """The most attention that each token gets while its chunk is repeated, as `CachePolicy.select_repeated` takes it.
+    """The most attention that each token gets while its chunk is repeated; 2 for the first `sinks`, 0 if not wanted.
 
     Args:
         lm: The model.

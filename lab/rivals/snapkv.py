@@ -17,10 +17,10 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
+from tca_jax.lab.rivals.compression import PromptCompression
+from tca_jax.lab.rivals.observation import check_observation, check_pooling, observed_attention, pool
 from tca_jax.methods.base import Heads, Method
-from tca_jax.methods.compression import PromptCompression
 from tca_jax.methods.full import FullPrefill
-from tca_jax.methods.observation import check_observation, check_pooling, observed_attention, pool
 from tca_jax.pallas_kernels.backends import Backend
 
 

@@ -9,9 +9,9 @@ authors' code (`adakv`): a head's highest `safeguard` times the mean budget are 
 
 from __future__ import annotations
 
-from tca_jax.methods.adakv import AdaKVCache
+from tca_jax.lab.rivals.adakv import AdaKVCache
+from tca_jax.lab.rivals.expected_attention import ExpectedAttentionCache
 from tca_jax.methods.base import Method
-from tca_jax.methods.expected_attention import ExpectedAttentionCache
 from tca_jax.methods.full import FullPrefill
 
 

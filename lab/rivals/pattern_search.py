@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from functools import partial
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from tca_jax.methods.head_patterns import HeadPattern
-from tca_jax.methods.minference import PatternArrays, best_blocks, lines
+from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import SAME, on_host
+from tca_jax.engine.prompts import Prompt, encode_prompts
+from tca_jax.errors import UserError, check_integer
+from tca_jax.lab.rivals.minference import HeadPattern, PatternArrays, best_blocks, lines
+from tca_jax.layer_passes import HEADS, TextPass, attention_program
+from tca_jax.pallas_kernels.causal_attention import causal_attention
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv, scaled_scores
 
 #: What the published search compares. Sizes of a block-sparse head play no part: it keeps an eighth of blocks of 32.
@@ -28,7 +36,7 @@ _NEAREST_DIAGONALS = 30  # that a vertical-slash head takes first: in the search
 _ROWS = 64  # queries at once
 
 
-@partial(jax.jit, static_argnames=("candidates", "first_query"))
+@functools.partial(jax.jit, static_argnames=("candidates", "first_query"))
 def pattern_scores(
     q: Float[Array, "B L Hq d"],
     k: Float[Array, "B L Hkv d"],
@@ -101,3 +109,65 @@ def _visible(seen: tuple[Array, ...], position: Int[Array, " R"], length: int) -
     columns, diagonals = seen
     back = jnp.maximum(position[:, None] - jnp.arange(length), 0)
     return columns[:, :, None] | diagonals[:, :, back]
+
+
+def search_patterns(
+    lm: LM,
+    text: Prompt,
+    *,
+    candidates: tuple[HeadPattern, ...] = CANDIDATES,
+    first_query: int = FIRST_QUERY,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[list[list[Any]]]:
+    """Finds a pattern for every query head by one pass of full attention over a text, layer after layer.
+
+    Args:
+        lm: The model.
+        text: A text, or token ids, as long as the prompts to come; the published search takes 30,000 tokens.
+        candidates: Patterns to compare; the first of equals is taken.
+        first_query: Queries before this one do not count.
+        progress: Called with the layers done and their number.
+
+    Returns:
+        For each layer a list with `[kind, columns, diagonals, kept]` a query head, `kept` the share of its attention
+        that it keeps: what `methods.get("minference", patterns=...)` takes, and what JSON holds.
+
+    Raises:
+        ValueError: the text has no query that counts, it is several, or there are no candidates.
+    """
+    check_integer("first_query", first_query, at_least=0)
+    if not candidates:
+        raise UserError("candidates = (): must hold at least one pattern")
+    sequences = encode_prompts(lm, text, "text")
+    if len(sequences) != 1:
+        raise UserError(f"text holds {len(sequences)} texts: must be one")
+    tokens, layers = len(sequences[0]), lm.config.num_layers
+    if tokens <= first_query:
+        raise UserError(f"text has {tokens} tokens: must have more than first_query = {first_query}")
+    tell, table = progress or (lambda done, total: None), list[list[Any]]()
+    tell(0, layers)
+    run = TextPass(lm, sequences[0], lambda: tell(len(table), layers))
+    for kept in run.layers(_search_layer, candidates=tuple(candidates), first_query=first_query):
+        by_kv_head = on_host(kept).reshape(lm.config.num_kv_heads, -1, len(candidates))
+        own = lm.in_model_order(len(table), by_kv_head).reshape(-1, len(candidates))
+        table.append([_best(scores, candidates) for scores in own])
+    return table
+
+
+def _best(scores: Float32[np.ndarray, " P"], candidates: tuple[HeadPattern, ...]) -> list[Any]:
+    number = int(np.argmax(scores))
+    return [*candidates[number], round(float(scores[number]), 6)]
+
+
+@functools.partial(attention_program, static=("candidates", "first_query"), donate=True, outputs=(SAME, HEADS))
+def _search_layer(
+    q: Float[Array, "1 L Hq d"],
+    k: Float[Array, "1 L Hkv d"],
+    v: Float[Array, "1 L Hkv d"],
+    lengths: Int32[Array, " 1"],
+    candidates: tuple[HeadPattern, ...],
+    first_query: int,
+) -> tuple[Float[Array, "1 L Hq d"], Float32[Array, "Hq P"]]:
+    """Full attention, and what its heads keep under each candidate."""
+    scores = pattern_scores(q, k, lengths, candidates, first_query)[0]
+    return causal_attention(q, k, v, lengths), scores

@@ -21,9 +21,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Float64, Int
 
 from tca_jax.errors import UserError, check_flag, check_number
+from tca_jax.lab.rivals.head_tables import numbers_by_head
 from tca_jax.methods.base import CachePolicy, Heads, Method, PerHead
 from tca_jax.methods.full import FullPrefill
-from tca_jax.methods.head_tables import numbers_by_head
 from tca_jax.methods.regions import Selection
 from tca_jax.methods.sparse import SparsePrefill
 from tca_jax.methods.streaming import StreamingCache

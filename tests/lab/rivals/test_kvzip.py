@@ -12,13 +12,12 @@ from tiny import CONFIG, masked_greedy, random_prompt, tiny_lm, write_checkpoint
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.calibration import repetition_scores
-from tca_jax.engine.repeat import attention_to_prompts, read_everything
 from tca_jax.engine.score import score_answers
 from tca_jax.lab.plots import inspection
+from tca_jax.lab.rivals.kvzip import CONTINUING, OPENING
+from tca_jax.lab.rivals.kvzip_heads import repetition_scores
+from tca_jax.lab.rivals.repetition import Repetition, attention_to_prompts, read_everything
 from tca_jax.methods.base import Heads
-from tca_jax.methods.kvzip import CONTINUING, OPENING
-from tca_jax.methods.repetition import Repetition
 from tca_jax.pallas_kernels.select_tokens import selection_mask
 
 B, W = 8, 16
@@ -259,5 +258,3 @@ def test_a_policy_asked_outside_of_a_model_says_what_it_needs():
     policy, q = methods.get("kvzip", **GEOMETRY).cache, jnp.zeros((1, 64, 2, 16))
     with pytest.raises(ValueError, match="kvzip scores a prompt by what a model attends to while it repeats it"):
         policy.select(0, Heads.all(2), q[:, -1:], q, q, jnp.array([64]), "xla")
-    with pytest.raises(NotImplementedError, match="FullCache selects by no repetition"):
-        methods.get("full").cache.select_repeated([Heads.all(2)], jnp.zeros((1, 1, 2, 64)), jnp.array([64]))

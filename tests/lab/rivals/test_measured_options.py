@@ -12,9 +12,9 @@ from sparse_prefill import best, diagonal, last_rows
 from tiny import random_prompt, tiny_lm
 
 from tca_jax import methods
-from tca_jax.calibration import layer_preferences, published_temperatures, search_patterns
-from tca_jax.methods.head_patterns import HeadPattern
-from tca_jax.methods.pattern_search import pattern_scores
+from tca_jax.lab.rivals.cake import layer_preferences, published_temperatures
+from tca_jax.lab.rivals.minference import HeadPattern
+from tca_jax.lab.rivals.pattern_search import pattern_scores, search_patterns
 
 CANDIDATES = (
     HeadPattern("a_shape", 7, 60),

@@ -18,9 +18,9 @@ import numpy as np
 from jaxtyping import Int
 
 from tca_jax.errors import UserError, is_finite_number
-from tca_jax.methods.base import Method
+from tca_jax.lab.rivals.snapkv import SnapKVCache
+from tca_jax.methods.base import Frequencies, Method, Wording
 from tca_jax.methods.full import FullPrefill
-from tca_jax.methods.snapkv import SnapKVCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PyramidKVCache(SnapKVCache):
         if not is_finite_number(self.beta) or self.beta < 1:
             raise UserError(f"beta = {self.beta!r}: must be a finite number of at least 1")
 
-    def for_layers(self, num_layers: int) -> PyramidKVCache:
+    def for_model(self, num_layers: int, frequencies: Frequencies | None, wording: Wording | None) -> PyramidKVCache:
         return dataclasses.replace(self, layers=num_layers)
 
     def num_kept(self, layer: int, max_blocks: int) -> Int[np.ndarray, " N"]:

@@ -12,9 +12,9 @@ from tiny import CONFIG, masked_greedy, random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.methods.adakv import AdaKVCache
+from tca_jax.lab.rivals.adakv import AdaKVCache
+from tca_jax.lab.rivals.compression import top_tokens
 from tca_jax.methods.base import Heads
-from tca_jax.methods.compression import top_tokens
 from tca_jax.models.rope import fixed_frequencies
 from tca_jax.pallas_kernels.select_tokens import selection_mask
 
@@ -131,7 +131,7 @@ def test_tiles_of_a_long_prompt_give_what_one_tile_gives(name, base, length, mon
     q, k, v = qkv(3, 1, length, 4, 2, CONFIG.head_dim, scale=0.8)
     policy = cache_of(name, {**base, "share": 0.5})
     whole, _ = kept_by(policy, q, k, v, (length - 2,))
-    monkeypatch.setattr("tca_jax.methods.tiles._TILE", 32)
+    monkeypatch.setattr("tca_jax.lab.rivals.tiles._TILE", 32)
     _select.clear_cache()
     tiled, _ = kept_by(policy, q, k, v, (length - 2,))
     _select.clear_cache()

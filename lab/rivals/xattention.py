@@ -28,11 +28,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tca_jax.errors import UserError, check_integer, check_number, is_finite_number
+from tca_jax.lab.rivals.head_tables import check_query_heads, numbers_by_head, of_layer
+from tca_jax.lab.rivals.ranks import covering
 from tca_jax.methods.base import Heads, Method
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed
 from tca_jax.methods.full import FullCache
-from tca_jax.methods.head_tables import check_query_heads, numbers_by_head, of_layer
-from tca_jax.methods.ranks import covering
 from tca_jax.pallas_kernels.block_sparse_attention.lists import lists_of_mask
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv, round_up, scaled_scores
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tca_jax import methods
-from tca_jax.methods.cake import layer_budgets, layer_preference, observed_spread
+from tca_jax.lab.rivals.cake import layer_budgets, layer_preference, observed_spread
 
 
 @settings(max_examples=40, deadline=None, database=None)
