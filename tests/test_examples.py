@@ -75,21 +75,9 @@ def test_methods_are_compared_on_a_checkpoint_of_ones_own(checkpoint, tmp_path):
     assert written.startswith(str(tmp_path / "compare_methods.json"))
 
 
-def test_a_chat_about_a_file_goes_on_and_back(checkpoint, tmp_path):
-    (tmp_path / "book.txt").write_text("the code is 4711 " * 4)
-    asked = [option for question in ("Which?", "/undo", "/undo", "/cost") for option in ("--ask", question)]
-    given = ("--model", checkpoint, "--max-new-tokens", "4", "--keep", str(tmp_path / "kept"))
-    printed = run("chat_over_a_file.py", str(tmp_path / "book.txt"), *given, *asked).splitlines()
-    assert printed[0].endswith("MB under full attention")
-    assert printed[-1] == printed[0].partition(": ")[2]  # what was said is forgotten
-    assert [line for line in printed if "forg" in line] == ["forgotten", "there is no question to forget"]
-    assert (tmp_path / "kept").is_dir()
-
-
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("chat_over_a_file.py", ["missing.txt"], "missing.txt: "),
         ("compare_methods.py", ["no-such-model"], "error: name_or_path = 'no-such-model'"),
         ("flax_nnx_model.py", ["--length", "32"], "--length 32: must be at least 1 and 64"),
     ],

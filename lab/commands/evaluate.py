@@ -25,17 +25,15 @@ from tca_jax.cli.options import (
 from tca_jax.cli.progress import progress
 from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks.progress import counted
-from tca_jax.lab.commands.suites import asked_suite
 
 if TYPE_CHECKING:
     from tca_jax.calibration.profile import Profile
     from tca_jax.lab.evaluation import Plan, Sources
-    from tca_jax.lab.evaluation.results import Job
     from tca_jax.loading import Checkpoint
 
 _LINE_SECONDS = 60.0  # between lines of progress in a log
-_CALIBRATION_TOKENS = 8192  # of a text that a method looks at beforehand
-#: Without --suite, of options that it fixes or has others for.
+_CALIBRATION_TOKENS = 8192  # of a text for calibration
+#: Defaults without --suite, which fixes these options or has other defaults.
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
         "methods": "full,tca",
@@ -47,6 +45,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "bytes_of": "call",
     }
 )
+_FIXED = ("tasks", "protocols", "kv_share", "bytes_of", "tune")  # by --suite
 
 
 def evaluate(
@@ -60,7 +59,7 @@ def evaluate(
     tasks: Annotated[
         str | None,
         typer.Option(
-            help="ruler, recall, longbench, loss, agreement, or single tasks.", show_default=DEFAULTS["tasks"]
+            help="ruler, recall, longbench, kvpress, loss, agreement, or single tasks.", show_default=DEFAULTS["tasks"]
         ),
     ] = None,
     lengths: Annotated[
@@ -86,6 +85,7 @@ def evaluate(
     squad: Annotated[Path | None, typer.Option(help="SQuAD 2.0 (JSON), for qa_1.", show_default=False)] = None,
     hotpotqa: Annotated[Path | None, typer.Option(help="HotpotQA (JSON), for qa_2.", show_default=False)] = None,
     longbench: Annotated[Path | None, typer.Option(help="LongBench's folder of data.", show_default=False)] = None,
+    kvpress: Annotated[Path | None, typer.Option(help="kvpress's folder of samples.", show_default=False)] = None,
     text: Annotated[Path | None, typer.Option(help="For loss and agreement.", show_default="a substitute")] = None,
     kv_share: Annotated[
         float | None,
@@ -115,12 +115,10 @@ def evaluate(
     kv: KVOption = None,
     mesh: MeshOption = None,
     suite: Annotated[
-        str | None,
-        typer.Option(help="leaderboard, paper or late: fixed tasks, published figures beside.", show_default=False),
+        str | None, typer.Option(help="leaderboard, paper or late: fixed tasks and budgets.", show_default=False)
     ] = None,
     data: Annotated[
-        Path | None,
-        typer.Option(help="Folder of a suite's public files; what it lacks is fetched.", show_default="out/data"),
+        Path | None, typer.Option(help="Folder of a suite's public files.", show_default="out/data")
     ] = None,
     seconds: Annotated[
         bool, typer.Option(help="Show times in the table; not where something else uses the device.")
@@ -134,32 +132,33 @@ def evaluate(
     the question comes to a context that was read without it (late).
 
     A suite has its own methods, lengths and samples, which options may change, and its own tasks, protocol and budgets,
-    which they may not. It says how long it will take before it starts.
+    which they may not.
 
-    Lists are written with commas. The folder gets config.json, a JSON file for each task, table.md and pictures. A run
-    that was interrupted goes on where it was.
+    Lists are written with commas. The folder gets config.json, a JSON file for each task, and table.md; that of a suite
+    has such a folder for each part. An interrupted run continues.
 
     Example: [bold]tca-jax eval recall-tiny --tasks recall --samples 5 --out out/recall[/]
     """
     from tca_jax.engine.mesh import parse_mesh
-    from tca_jax.lab.evaluation import Builder, Results, Sources, make_plan, parse_methods, run_plan
+    from tca_jax.lab.evaluation import Builder, Results, Sources, make_plan, parse_methods, plan_suite, run_plan
     from tca_jax.lab.evaluation.method_specs import parse_labels
     from tca_jax.lab.evaluation.tuning import make_tuning
     from tca_jax.loading import check_dtype, check_eight_bits, open_checkpoint
 
-    given = {"methods": methods, "lengths": lengths, "samples": samples, "out": out}
-    fixed = {"tasks": tasks, "protocols": protocols, "kv_share": kv_share, "bytes_of": bytes_of, "tune": tune}
-    asked = asked_suite(suite, data, given, fixed)
-    settings = {**DEFAULTS, **{name: value for name, value in {**given, **fixed}.items() if value is not None}}
-    if asked is not None:
-        settings |= {name: getattr(asked, name) for name in given}
-    out = settings["out"]
+    given = {name: value for name, value in locals().items() if name in (*DEFAULTS, *_FIXED) and value is not None}
+    sources = Sources(essays, squad, hotpotqa, longbench, text, kvpress)
+    settings = {**DEFAULTS, **given}
+    if suite is not None:
+        own, sources = _suite(suite, data or Path("out/data"), given, sources)
+        settings |= own
+    elif data is not None:
+        raise UserError(f"--data {data}: holds the files of a suite: name one with --suite")
+    folder = settings["out"]
     specs = parse_methods(settings["methods"])
     if tune is None and (trials is not None or tune_text):
         raise UserError("--trials and --tune-text say how to tune: they need --tune")
     tuning = None if tune is None else make_tuning(parse_labels(tune), specs, trials, kv_share)
-    sources = Sources(essays, squad, hotpotqa, longbench, text)
-    require_writable(out, "--out")
+    require_writable(folder, "--out")
     with naming_options("dtype", "weights", "kv"):
         check_dtype(dtype)
         check_eight_bits(weights, kv)
@@ -169,26 +168,15 @@ def evaluate(
         report(f"loading {model}", None, None)
         checkpoint = open_checkpoint(model)
         found, paper = _profiles(checkpoint, profile)
+        common: dict[str, Any] = {"samples": settings["samples"], "seed": seed, "batch": batch}
         numbers = [_integer(item) for item in _listed(settings["lengths"])]
-        plans: dict[Any, Plan] = (
-            asked.plan(checkpoint, specs, sources, numbers, seed=seed, batch=batch)
-            if asked is not None
-            else {
-                None: make_plan(
-                    checkpoint,
-                    specs,
-                    _listed(settings["tasks"]),
-                    numbers,
-                    _listed(settings["protocols"]),
-                    samples=settings["samples"],
-                    seed=seed,
-                    sources=sources,
-                    kv_share=kv_share,
-                    batch=batch,
-                    bytes_of=settings["bytes_of"],
-                )
-            }
-        )
+        plans: dict[str, Plan]
+        if suite is not None:
+            plans = plan_suite(suite, checkpoint, specs, sources, lengths=numbers, **common)
+        else:
+            asked = _listed(settings["tasks"]), numbers, _listed(settings["protocols"])
+            common |= {"sources": sources, "kv_share": kv_share, "bytes_of": settings["bytes_of"]}
+            plans = {"": make_plan(checkpoint, specs, *asked, **common)}
         plans = {part: dataclasses.replace(plan, tuning=tuning, seconds=seconds) for part, plan in plans.items()}
         lm = checkpoint.load(
             dtype=dtype,
@@ -202,20 +190,41 @@ def evaluate(
             each.validate_for(lm.config, lm.fingerprint, lm.name)
     for reason in dict.fromkeys(reason for plan in plans.values() for reason in plan.skipped):
         print(f"left out: {reason}", file=sys.stderr)
-    texts = [_calibration_text(lm, *text) for text in _calibration_texts(sources, tune_text or [])]
+    texts = [_calibration_text(lm, *each) for each in _calibration_texts(sources, tune_text or [])]
     builder = Builder(lm, found, paper, lambda: texts)
-    if asked is not None:
-        records = asked.run(plans, builder, numbers, seed=seed)
-    else:
+    records = []
+    for part, plan in plans.items():
         with counted("samples", _LINE_SECONDS) as count:
-            records = run_plan(
-                plans[None], builder, Results(out), lambda job, done, total: count(done, total, _shown(job))
+            of_part = run_plan(
+                plan,
+                builder,
+                Results(folder / part),
+                lambda job, done, total: count(
+                    done, total, f"{job.method}: {job.task}, {job.length:,}, {job.protocol}"
+                ),
             )
+        records += [{**({"part": part} if part else {}), **record} for record in of_part]
     if as_json:
-        print_json({"folder": str(out), "results": [_without_samples(record) for record in records]})
+        listed = [{name: value for name, value in record.items() if name != "samples"} for record in records]
+        print_json({"folder": str(folder), "results": listed})
         return
-    print((out / "table.md").read_text(encoding="utf-8"), end="")
-    print(f"Results: {out}", file=sys.stderr)
+    for part in plans:
+        print((folder / part / "table.md").read_text(encoding="utf-8"), end="")
+    print(f"Results: {folder}", file=sys.stderr)
+
+
+def _suite(name: str, data: Path, given: Mapping[str, Any], sources: Sources) -> tuple[dict[str, Any], Sources]:
+    """Settings of a suite, and its files."""
+    from tca_jax.lab.evaluation import SUITES
+
+    if name not in SUITES:
+        raise UserError(f"--suite {name}: must be one of {list(SUITES)}")
+    for option in (option for option in _FIXED if option in given):
+        raise UserError(f"--{option.replace('_', '-')} is fixed by --suite {name}: leave it out, or leave out --suite")
+    suite = SUITES[name]
+    lengths = ",".join(map(str, suite.lengths))
+    own = {"methods": suite.methods, "lengths": lengths, "samples": suite.samples, "out": Path("out") / name, **given}
+    return own, sources.complete(data, suite.needs)
 
 
 def _listed(text: str) -> list[str]:
@@ -229,18 +238,19 @@ def _integer(text: str) -> int:
         raise UserError(f"--lengths {text}: must be numbers of tokens with commas between, such as 4096,8192") from None
 
 
-def _require_files(sources: Any) -> None:
-    """Raises OSError unless the named files are there."""
+def _require_files(sources: Sources) -> None:
+    """OSError unless the named files exist."""
     for name in ("essays", "squad", "hotpotqa", "text"):
         if (path := getattr(sources, name)) is not None:
             with open(path, "rb"):
                 pass
-    if sources.longbench is not None and not sources.longbench.is_dir():
-        raise UserError(f"--longbench {sources.longbench}: must be a folder")
+    for name in ("longbench", "kvpress"):
+        if (path := getattr(sources, name)) is not None and not path.is_dir():
+            raise UserError(f"--{name} {path}: must be a folder")
 
 
 def _profiles(checkpoint: Checkpoint, profile: str | None) -> tuple[Profile | None, Profile | None]:
-    """The profile of TCA and that of the paper's hyperparameters beside it; those of the model where none is named."""
+    """TCA's profile and that of the paper's hyperparameters; those of the model by default."""
     folder = checkpoint.folder / "profile" if profile in (None, "shipped") else Path(str(profile))
     if profile is None and not folder.is_dir():
         return None, None
@@ -250,7 +260,7 @@ def _profiles(checkpoint: Checkpoint, profile: str | None) -> tuple[Profile | No
 
 
 def _calibration_texts(sources: Sources, paths: list[Path]) -> list[tuple[str, str]]:
-    """Options and texts that methods look at before they run, and are tuned on: the user's, or what stands in."""
+    """Options and texts for calibration and tuning: the user's, or the text of loss and agreement."""
     from tca_jax.cli.files import read_text
 
     if paths:
@@ -263,11 +273,3 @@ def _calibration_text(lm: Any, option: str, text: str) -> list[int]:
 
     tokens = min(_CALIBRATION_TOKENS, lm.config.max_context)
     return encode_prompt(lm, text[: 16 * tokens], option)[:tokens]
-
-
-def _shown(job: Job) -> str:
-    return f"{job.method}: {job.task}, {job.length:,}, {job.protocol}"
-
-
-def _without_samples(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if name != "samples"}

@@ -1,16 +1,15 @@
-"""Evaluation: RULER, LongBench-E, recall tasks, loss and agreement, under any methods and three protocols."""
+"""Evaluation: RULER, LongBench-E, recall tasks, loss and agreement, by method and protocol."""
 
 from __future__ import annotations
 
 from tca_jax.lab.evaluation.method_specs import Builder, MethodSpec, parse_methods
-from tca_jax.lab.evaluation.plan import SUITES, TASKS, Plan, make_plan
+from tca_jax.lab.evaluation.plan import GROUPS, SUITES, TASKS, Plan, make_plan, plan_suite
 from tca_jax.lab.evaluation.results import Results
 from tca_jax.lab.evaluation.run import run_plan
 from tca_jax.lab.evaluation.sources import Sources
-from tca_jax.lab.recall.protocols import PROTOCOLS
 
 __all__ = [
-    "PROTOCOLS",
+    "GROUPS",
     "SUITES",
     "TASKS",
     "Builder",
@@ -20,5 +19,6 @@ __all__ = [
     "Sources",
     "make_plan",
     "parse_methods",
+    "plan_suite",
     "run_plan",
 ]

@@ -25,25 +25,20 @@ _OPTION = re.compile(r"[A-Za-z_]\w*=")
 
 @dataclasses.dataclass(frozen=True)
 class MethodSpec:
-    """A method as it is asked for.
+    """A method with options, or a pair."""
 
-    Attributes:
-        label: As it was written: the method's name in tables.
-        parts: Name and options of the method, or of a pair's prefill and cache.
-    """
-
-    label: str
-    parts: Parts
+    label: str  # as it was written, for tables
+    parts: Parts  # name and options of the method, or of a pair's prefill and cache
 
 
 def parse_methods(text: str) -> tuple[MethodSpec, ...]:
     """Methods of a list such as "full,tca,streaming:window=512,sinks=8,full+random:share=0.25".
 
-    Commas stand between methods, and between options behind a colon; a plus joins a prefill and a cache, each with its
-    own options. Values are numbers, true, false, null or text.
+    Commas separate methods, and options after a colon; a plus joins a prefill and a cache, each with its own options.
+    Values are numbers, true, false, null or text.
 
     Raises:
-        ValueError: it is none, a name is not registered, an option unknown, or a method is named twice.
+        ValueError: the list is empty, a name is not registered, an option unknown, or a method is named twice.
     """
     specs = parse_labels(text)
     if not specs:
@@ -54,10 +49,10 @@ def parse_methods(text: str) -> tuple[MethodSpec, ...]:
 
 
 def parse_labels(text: str) -> list[str]:
-    """Methods of a list as they are written, unchecked; commas stand between options, too."""
+    """Labels of a list of methods, unchecked."""
     labels: list[str] = []
     for piece in (piece.strip() for piece in text.split(",")):
-        if labels and _OPTION.match(piece):  # of the method before it
+        if labels and _OPTION.match(piece):  # of the preceding method
             labels[-1] += f",{piece}"
         elif piece:
             labels.append(piece)
@@ -66,63 +61,41 @@ def parse_labels(text: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """A model under a method.
-
-    Attributes:
-        lm: The model.
-        budget: What was done to its budget; empty where nothing was asked.
-        own_budget: Whether the bytes that were asked for cannot be had; `budget` says why.
-    """
+    """A model under a method."""
 
     lm: LM
-    budget: str = ""
-    own_budget: bool = False
+    budget: str = ""  # change of the method's budget; empty for none
+    own_budget: bool = False  # the method cannot hold the requested bytes; `budget` has the reason
 
 
 @dataclasses.dataclass(frozen=True)
 class Builder:
-    """Makes methods for a model.
-
-    Attributes:
-        lm: The model.
-        profile: What calibration found; None without one.
-        paper: The profile of the paper's hyperparameters; None without one.
-        texts: Gives texts as token ids, for methods that look at some beforehand.
-    """
+    """Makes methods for a model."""
 
     lm: LM
     profile: Profile | None
-    paper: Profile | None
-    texts: Callable[[], Sequence[Sequence[int]]]
+    paper: Profile | None  # of the paper's hyperparameters
+    texts: Callable[[], Sequence[Sequence[int]]]  # token ids, for methods that measure texts first
     _found: dict[str, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def measured(self) -> dict[str, list[float]]:
-        """What a look at texts has given, by option."""
+        """Options measured on texts."""
         return {option: np.asarray(value).tolist() for option, value in self._found.items()}
 
     def remember(self, measured: Mapping[str, list[float]]) -> None:
-        """Takes what an earlier run has measured: another measurement would differ in its last digits."""
+        """Takes the options of an earlier run: another measurement would differ in its last digits."""
         self._found.update({option: np.asarray(value, np.float32) for option, value in measured.items()})
 
     def build(self, spec: MethodSpec) -> Built:
-        """The model under a method as it is.
-
-        Raises:
-            ValueError: the method needs a profile and there is none, or an option is not allowed.
-        """
+        """The model under a method; ValueError if the method lacks a profile, or an option is not allowed."""
         name, options = self._resolve(spec)
         return Built(self.lm.with_method(name, **options))
 
     def build_within(self, spec: MethodSpec, kv_share: float, sizes: CallSizes) -> Built:
-        """The model under a method whose caches hold at most this share of full attention's bytes, as much as they can.
+        """The model under a method with the largest caches of at most a share of full attention's bytes.
 
-        A method that has nothing to set, or holds more at its least, runs as it is, and the note says so.
-
-        Args:
-            spec: The method.
-            kv_share: Share of full attention's KV cache bytes, in (0, 1].
-            sizes: Of the calls to come.
+        A method without a budget option, or whose least budget is larger, keeps its own budget; the note says so.
         """
         name, options = self._resolve(spec)
         last, _ = spec.parts[-1]
@@ -146,7 +119,7 @@ class Builder:
         kv_share: float,
         sizes: CallSizes,
     ) -> LM:
-        """The profile's rows with more heads dense, or with fewer heads above row 0, by what they are worth."""
+        """The profile's candidates with more dense heads, or fewer heads above candidate 0, by worth."""
         if not np.isfinite(profile.keeping_worth).all():
             raise UserError("its profile does not know what heads are worth, which orders its heads")
         steps = _ladder(profile)
@@ -175,7 +148,7 @@ class Builder:
         return joined(parts, f"--methods {spec.label}")
 
     def _with_profile(self, name: str, options: Mapping[str, Any], label: str) -> tuple[str, dict[str, Any]]:
-        """A method's registered name and options, those that a profile knows or that a look at texts gives included."""
+        """A registered name and its options, with those of a profile or of a measurement."""
         profile = self.profile
         if name == PAPER:
             if self.paper is None:
@@ -192,7 +165,7 @@ class Builder:
         return name, given
 
     def _measured(self, option: str, label: str) -> Any:
-        """The value of an option that has no default."""
+        """The value of an option without a default."""
         if option == "candidates" or (option == "gates" and self.profile is None):
             raise UserError(f"--methods {label}: needs --profile DIR, from tca-jax calibrate")
         if option == "gates":
@@ -209,10 +182,9 @@ class Builder:
 
 
 def _ladder(profile: Profile) -> list[tuple[int, int]]:
-    """Steps from row 0 in every head to dense everywhere, as pairs (head, row).
+    """Steps (head, candidate) from candidate 0 in every head to dense everywhere.
 
-    First the profile's own denser heads take their rows, the highest worth first; then all others become dense, by
-    worth. So a step takes no tokens away, and the profile's own rows are one of the stages.
+    First the profile's denser heads, by worth; then all others become dense, by worth. No step removes tokens.
     """
     own, dense = profile.candidates.ravel(), profile.config.num_candidates
     by_worth = np.argsort(-profile.keeping_worth, axis=None, kind="stable").tolist()

@@ -1,12 +1,12 @@
-"""What an evaluation asks: tasks by name or suite, lengths, protocols; checked before a model is loaded."""
+"""Plans of evaluations: tasks, lengths, protocols and suites, checked before a model is loaded."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import NamedTuple
 
 from tca_jax.engine.prompts import Encoder
 from tca_jax.errors import UserError
@@ -17,57 +17,105 @@ from tca_jax.lab.evaluation.samples import TEXT_PROTOCOL, DoesNotFit, Drawing, T
 from tca_jax.lab.evaluation.sources import Origin, Sources
 from tca_jax.lab.evaluation.text_tasks import TextTask
 from tca_jax.lab.evaluation.tuning import Tuning
-from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS
+from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS, LATE_PREFIX
+from tca_jax.methods.full import BASELINE
 
 AnyTask = Task | TextTask
 
-SUITES: Mapping[str, tuple[AnyTask, ...]] = MappingProxyType(
-    {"ruler": ruler.TASKS, "recall": recall_tasks.TASKS, "longbench": longbench.TASKS}
+#: Names of several tasks.
+GROUPS: Mapping[str, tuple[AnyTask, ...]] = MappingProxyType(
+    {
+        "ruler": ruler.TASKS,
+        "recall": recall_tasks.TASKS,
+        "longbench": longbench.TASKS,
+        "kvpress": ruler.KVPRESS_TASKS,
+    }
 )
 TASKS: Mapping[str, AnyTask] = MappingProxyType(
-    {task.name: task for suite in (*SUITES.values(), text_tasks.TASKS) for task in suite}
+    {task.name: task for group in (*GROUPS.values(), text_tasks.TASKS) for task in group}
 )
-assert len(TASKS) == sum(map(len, SUITES.values())) + len(text_tasks.TASKS)
-
-#: What `kv_share` counts: the caches of a call, with room for a question and its answer; or the prompt's alone.
+#: Caches that `kv_share` counts: those of a call, with room for a question and its answer; or the prompt's alone.
 BYTES_OF = ("call", "prompt")
-_KEPT_CHARACTERS = 2**28  # of samples, between methods
+
+
+class Part(NamedTuple):
+    """An evaluation of a suite, with a folder of its own."""
+
+    folder: str
+    tasks: str
+    protocol: str
+    lengths: tuple[int, ...] = ()  # those of the suite if empty
+    kv_share: float | None = None
+    baseline: bool | None = None  # True: full attention only, False: all other methods, None: all
+
+
+class Suite(NamedTuple):
+    """Evaluations that others can repeat."""
+
+    methods: str
+    lengths: tuple[int, ...]
+    samples: int  # of each task and length; data sets may have fewer
+    needs: tuple[str, ...]  # sources
+    parts: tuple[Part, ...]
+
+
+_LENGTHS = (8192, 16384, 32768, 65536, 131072)
+_RULER_FILES = ("essays", "squad", "hotpotqa")
+SUITES: Mapping[str, Suite] = MappingProxyType(
+    {
+        # RULER as kvpress's leaderboard takes it. An observation of 64 queries, and windows that leave a choice.
+        "leaderboard": Suite(
+            "full,tca,adakv-expected-attention,snapkv:observation=64,pyramidkv,tova,keydiff,streaming,random:window=128",
+            (4096,),
+            500,
+            ("kvpress",),
+            (
+                Part("ratio-0", "kvpress", LATE_PREFIX, baseline=True),
+                *(
+                    Part(f"ratio-{ratio}", "kvpress", LATE_PREFIX, kv_share=1 - ratio, baseline=False)
+                    for ratio in (0.25, 0.5, 0.75, 0.875)
+                ),
+            ),
+        ),
+        # Tables 1 and 2 of the TCA-Attention paper (arXiv 2512.09238).
+        "paper": Suite(
+            "full,tca,paper,minference,flexprefill:gamma=0.95,xattention",
+            _LENGTHS,
+            100,
+            (*_RULER_FILES, "longbench"),
+            (Part("ruler", "ruler", "prefix"), Part("longbench-e", "longbench", "prefix", lengths=(131072,))),
+        ),
+        # Questions that come after the context.
+        "late": Suite(
+            "full,tca,paper,snapkv:share=0.25,adakv-expected-attention:share=0.25,streaming",
+            _LENGTHS,
+            100,
+            _RULER_FILES,
+            (Part("ruler-late", "ruler", "late"),),
+        ),
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """An evaluation.
-
-    Attributes:
-        methods: Methods.
-        tasks: Tasks, with the lengths at which each is run.
-        protocols: Protocols of tasks that ask questions.
-        samples: Samples of each task and length; LongBench and SQuAD may have fewer.
-        seed: Draws them.
-        sources: Files.
-        kv_share: Share of full attention's KV cache bytes that every method is to hold; None: methods as they are.
-        batch: Most prompts in a call.
-        skipped: Why tasks of a suite are left out.
-        bytes_of: What `kv_share` counts, see `BYTES_OF`.
-        tuning: Methods whose options are searched first; None: none.
-        seconds: Whether the table shows times; false where something else used the device.
-    """
+    """An evaluation."""
 
     methods: tuple[MethodSpec, ...]
-    tasks: tuple[tuple[AnyTask, tuple[int, ...]], ...]
-    protocols: tuple[str, ...]
-    samples: int
+    tasks: tuple[tuple[AnyTask, tuple[int, ...]], ...]  # with the lengths of each
+    protocols: tuple[str, ...]  # of tasks that ask questions
+    samples: int  # of each task and length; data sets may have fewer
     seed: int
     sources: Sources
-    kv_share: float | None
-    batch: int
-    skipped: tuple[str, ...] = ()
+    kv_share: float | None  # of full attention's KV cache bytes, for every method; None: methods as they are
+    batch: int  # most prompts in a call
+    skipped: tuple[str, ...] = ()  # reasons why tasks are left out
     bytes_of: str = BYTES_OF[0]
     tuning: Tuning | None = None
-    seconds: bool = True
+    seconds: bool = True  # show times in the table
 
     def jobs(self) -> list[Job]:
-        """All entries, those of a length and a method together: they run the same programs."""
+        """All entries; those of a length and a method, which share programs, are adjacent."""
         lengths = sorted({length for _, of_task in self.tasks for length in of_task})
         return [
             Job(spec.label, task.name, length, protocol)
@@ -79,11 +127,11 @@ class Plan:
         ]
 
     def drawing(self, lm: Encoder, length: int) -> Drawing:
-        """What samples are drawn for."""
+        """Settings of samples of a length."""
         return Drawing(lm, self.sources, length, self.samples, self.seed)
 
     def origins(self) -> dict[str, Origin]:
-        """Where the samples come from, by the name of the source."""
+        """Origins of the samples by source."""
         return {name: self.sources.origin(name) for task, _ in self.tasks for name in task.needs}
 
 
@@ -100,18 +148,17 @@ def make_plan(
     kv_share: float | None,
     batch: int,
     bytes_of: str = BYTES_OF[0],
-    suites: Mapping[str, tuple[AnyTask, ...]] = SUITES,
 ) -> Plan:
-    """Checks what is asked for, without the model's weights.
+    """Checks the settings of an evaluation without the model's weights.
 
-    A task that is named must run at every length; of a suite, tasks that lack a file or do not fit a length are left
-    out, as long as any is left.
+    A task that is named must run at every length. Tasks of a group without a file or a fitting length are left out,
+    as long as any is left.
 
     Raises:
         ValueError: an argument is not allowed; the message names the option.
     """
     _require_known("--protocols", protocols, EVALUATION_PROTOCOLS)
-    _require_known("--tasks", tasks, (*suites, *TASKS))
+    _require_known("--tasks", tasks, (*GROUPS, *TASKS))
     for name, value in (("--samples", samples), ("--batch", batch)):
         if value < 1:
             raise UserError(f"{name} {value}: must be at least 1")
@@ -120,32 +167,64 @@ def make_plan(
     if bytes_of not in BYTES_OF:
         raise UserError(f"--bytes-of {bytes_of}: must be one of {list(BYTES_OF)}")
     if bytes_of != BYTES_OF[0] and kv_share is None:
-        raise UserError(f"--bytes-of {bytes_of}: says what --kv-share counts, which is not given")
-    require_lengths(lm, lengths)
+        raise UserError(f"--bytes-of {bytes_of}: needs --kv-share")
+    _require_lengths(lm, lengths)
     if lm.tokenizer is None:
         raise UserError(f"{lm.name} has no tokenizer: tasks are text")
     chosen: dict[str, tuple[AnyTask, tuple[int, ...]]] = {}
     skipped: list[str] = []
     for name in tasks:
-        wanted = suites.get(name) or (TASKS[name],)
-        found = [_that_fit(lm, task, lengths, sources, samples, seed, named=name in TASKS) for task in wanted]
-        if not any(fitting for _, fitting, _ in found):
-            reasons = [reason for _, _, of_task in found for reason in of_task]
-            nearest = min(reasons, key=lambda reason: reason.least or math.inf)
-            raise UserError(f"--tasks {name}: no task of it can be run: {nearest}")
-        for task, fitting, of_task in found:
-            skipped += map(str, of_task)
+        reasons: list[DoesNotFit] = []
+        fits = 0
+        for task in GROUPS.get(name) or (TASKS[name],):
+            fitting, of_task = _fitting(lm, task, lengths, sources, samples, seed, named=name in TASKS)
+            reasons += of_task
+            fits += bool(fitting)
             if fitting:
                 chosen[task.name] = (task, fitting)
-    of_plan = tuple(chosen.values())
-    plan = Plan(methods, of_plan, tuple(protocols), samples, seed, sources, kv_share, batch, tuple(skipped), bytes_of)
-    if any(task.suite == "longbench" for task, _ in plan.tasks):
+        if not fits:
+            nearest = min(reasons, key=lambda reason: reason.least or math.inf)
+            raise UserError(f"--tasks {name}: no task of it can be run: {nearest}")
+        skipped += map(str, reasons)
+    if any(task.suite == "longbench" for task, _ in chosen.values()):
         longbench.require_libraries()
-    return plan
+    settings = (samples, seed, sources, kv_share, batch, tuple(skipped), bytes_of)
+    return Plan(methods, tuple(chosen.values()), tuple(protocols), *settings)
 
 
-def require_lengths(lm: Encoder, lengths: Sequence[int]) -> None:
-    """Raises ValueError unless there are lengths, each once and within the model's positions."""
+def plan_suite(
+    name: str,
+    lm: Encoder,
+    methods: tuple[MethodSpec, ...],
+    sources: Sources,
+    *,
+    lengths: Sequence[int],
+    samples: int,
+    seed: int,
+    batch: int,
+) -> dict[str, Plan]:
+    """Plans of a suite by folder; LongBench-E is cut at the model's positions only. Raises as `make_plan`."""
+    plans = {}
+    for part in SUITES[name].parts:
+        chosen = tuple(spec for spec in methods if part.baseline in (None, spec.label == BASELINE.name))
+        if chosen:
+            plans[part.folder] = make_plan(
+                lm,
+                chosen,
+                [part.tasks],
+                [min(length, lm.config.max_context) for length in part.lengths] or lengths,
+                [part.protocol],
+                samples=samples,
+                seed=seed,
+                sources=sources,
+                kv_share=part.kv_share,
+                batch=batch,
+                bytes_of=BYTES_OF[0] if part.kv_share is None else "prompt",
+            )
+    return plans
+
+
+def _require_lengths(lm: Encoder, lengths: Sequence[int]) -> None:
     if not lengths or len(set(lengths)) < len(lengths):
         raise UserError(f"--lengths {list(lengths)}: must be one or more, each once")
     for length in lengths:
@@ -163,10 +242,10 @@ def _require_known(option: str, given: Sequence[str], known: Sequence[str]) -> N
             raise UserError(f"{option} names {name} twice")
 
 
-def _that_fit(
+def _fitting(
     lm: Encoder, task: AnyTask, lengths: Sequence[int], sources: Sources, samples: int, seed: int, *, named: bool
-) -> tuple[AnyTask, tuple[int, ...], list[DoesNotFit]]:
-    """A task, the lengths at which it can be run, and why not at the others; an error instead where it was named."""
+) -> tuple[tuple[int, ...], list[DoesNotFit]]:
+    """Lengths at which a task can be run, and the reasons against the others; a named task raises the first reason."""
     reasons: list[DoesNotFit] = []
     fitting: list[int] = []
     missing = next((text for name in task.needs if (text := sources.missing(name.partition("/")[0]))), None)
@@ -180,26 +259,4 @@ def _that_fit(
             reasons.append(error)
     if named and reasons:
         raise reasons[0]
-    return task, tuple(fitting), reasons
-
-
-class SampleStore:
-    """Draws samples, and keeps those of the last tasks for the next method.
-
-    Args:
-        draw: Draws those of a task at a length.
-    """
-
-    def __init__(self, draw: Callable[[AnyTask, int], Sequence[Any]]) -> None:
-        self._draw = draw
-        self._held: dict[tuple[str, int], tuple[Sequence[Any], int]] = {}
-
-    def get(self, task: AnyTask, length: int) -> Sequence[Any]:
-        """The samples of a task at a length."""
-        key = (task.name, length)
-        if key not in self._held:
-            samples = self._draw(task, length)
-            self._held[key] = samples, 4 * length * len(samples)
-            while len(self._held) > 1 and sum(size for _, size in self._held.values()) > _KEPT_CHARACTERS:
-                del self._held[next(iter(self._held))]
-        return self._held[key][0]
+    return tuple(fitting), reasons

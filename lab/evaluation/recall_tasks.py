@@ -1,37 +1,35 @@
-"""The recall tasks of the shipped model as a suite: exact answers about facts hidden in real text."""
+"""Recall tasks of the shipped model: exact answers about facts hidden in real text."""
 
 from __future__ import annotations
 
 import functools
 
-from tca_jax.lab.evaluation.ruler.fitting import largest
+from tca_jax.lab.evaluation.ruler import largest
 from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Mark, Prompt, Sample, Task
 from tca_jax.lab.recall import TASKS as RECALL_TASKS
 from tca_jax.lab.recall import Document, is_correct
 from tca_jax.lab.recall.evaluation import ANSWER_TOKENS, draw_documents
-from tca_jax.lab.recall.protocols import LATE_PREFIX, WITH_LEAD, asked, completion
+from tca_jax.lab.recall.protocols import LATE_PREFIX, WITH_LEAD, asked
 
-_LEAST_BYTES = 3500  # what the facts of all tasks may take
-_SEED = 2  # the same questions as in the shipped model's card
+_LEAST_BYTES = 3500  # that the facts of all tasks may take
+_SEED = 2  # the questions of the shipped model's card
 
 
 def _draw(drawing: Drawing, task: str) -> list[Sample]:
     """Documents that with their question have the length; answers come on top."""
-    seed = (drawing.seed, _SEED)
+    most = drawing.lm.config.max_context
+    special = len(Prompt("a", "", chat=False).encode(drawing.lm)) - 1
 
     def documents(num_bytes: int, count: int) -> list[Document]:
-        return draw_documents(seed, count, num_bytes, task)
+        return draw_documents((drawing.seed, _SEED), count, num_bytes, task)
 
     def tokens(num_bytes: int) -> int:
-        sample = _sample(documents(num_bytes, 1)[0])
-        special = len(Prompt("a", "", chat=False).encode(drawing.lm)) - 1
-        return len(sample.prompts["prefix"].encode(drawing.lm)) - special
+        return len(_sample(documents(num_bytes, 1)[0]).prompts["prefix"].encode(drawing.lm)) - special
 
     def fits(num_bytes: int) -> bool:
         return tokens(num_bytes) <= drawing.length
 
-    if drawing.length + ANSWER_TOKENS > drawing.lm.config.max_context:
-        most = drawing.lm.config.max_context
+    if drawing.length + ANSWER_TOKENS > most:
         raise DoesNotFit(
             f"--lengths {drawing.length}: recall_{task} needs at most {most - ANSWER_TOKENS}, for answers take up to "
             f"{ANSWER_TOKENS} tokens more, and {drawing.lm.name} has {most} positions"
@@ -49,7 +47,6 @@ def _sample(document: Document) -> Sample:
     late = Prompt(document.text, f"\n\n{question.text}")
     prefix = Prompt(document.text, asked(question) + question.lead, chat=False)
     prompts = {"prefix": prefix, "preamble": late, "late": late, LATE_PREFIX: prefix}
-    assert prompts["prefix"].document + prompts["prefix"].question == completion(document.text, question)
     depth = document.place(question.facts[0]) / len(document.text)
     return Sample(prompts, (question.answer,), (depth,), source=question)
 

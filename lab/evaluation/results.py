@@ -1,4 +1,4 @@
-"""A folder of results: what it was made with, and a file for each finished task."""
+"""A folder of results: its configuration, and a file for each finished job."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FORMAT = 2
 CONFIG = "config.json"
 TASKS = "results"
 TUNING = "tuning"
-#: Of the configuration, what a second run may add to; all else must be the same.
+#: Entries of the configuration that a second run may extend; all others must be equal.
 _GROWING = ("methods", "measured", "sources")
 
 
 class Job(NamedTuple):
-    """One entry of a results folder."""
+    """An entry of a results folder."""
 
     method: str
     task: str
@@ -33,22 +33,18 @@ class Job(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """A results folder.
-
-    Attributes:
-        folder: Where it lies.
-    """
+    """A results folder."""
 
     folder: Path
 
     def open(self, config: Mapping[str, Any]) -> None:
-        """Makes the folder, or goes on in one of the same configuration.
+        """Creates the folder, or continues one of the same configuration.
 
         Args:
-            config: What the results depend on; entries under "methods", "measured" and "sources" may be new.
+            config: Settings of the results; entries of "methods", "measured" and "sources" may be new.
 
         Raises:
-            ValueError: the folder belongs to another configuration, with the difference; or its file is damaged.
+            ValueError: the folder has another configuration, with the difference; or its file is damaged.
         """
         held = self.require_same(config)
         merged = {**config, **{name: {**held.get(name, {}), **config[name]} for name in _GROWING}}
@@ -56,34 +52,29 @@ class Results:
             write_json(self.folder / CONFIG, merged)
 
     def require_same(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The configuration of the folder, empty where it is new; raises as `open` does, and writes nothing."""
+        """The configuration of the folder, empty for a new one; raises as `open` does, and writes nothing."""
         path = self.folder / CONFIG
         if not path.exists():
-            # What a run that was killed has left under a name that begins with a dot is in nobody's way.
+            # Names that begin with a dot are left by a run that was killed.
             if self.folder.is_dir() and any(not each.name.startswith(".") for each in self.folder.iterdir()):
                 raise UserError(f"--out {self.folder} holds files but no {CONFIG}: must be new, or of an evaluation")
             return {}
         held = read_json_object(path)
-
-        def refuse(what: str, there: Any, here: Any) -> None:
-            raise UserError(
-                f"--out {self.folder} was made with {what} = {_shown(there)}, this run has {_shown(here)}: "
-                "use another folder, or the same settings"
-            )
-
-        for name in dict.fromkeys((*config, *held)):  # what is not there has its default
-            if name not in _GROWING and held.get(name) != config.get(name):
-                refuse(name, held.get(name), config.get(name))
+        pairs = [(name, held.get(name), config.get(name)) for name in {**config, **held} if name not in _GROWING]
         for group in _GROWING:
-            for name, value in config[group].items():
-                there = held.get(group, {}).get(name, value)
-                if there != value:
-                    refuse(f"{group}[{name}]", there, value)
+            old = held.get(group, {})
+            pairs += [(f"{group}[{name}]", old.get(name, value), value) for name, value in config[group].items()]
+        for name, there, here in pairs:
+            if there != here:
+                raise UserError(
+                    f"--out {self.folder} was made with {name} = {_shown(there)}, this run has {_shown(here)}: "
+                    "use another folder, or the same settings"
+                )
         return held
 
     @property
     def config(self) -> dict[str, Any]:
-        """What the folder was made with."""
+        """Configuration of the folder."""
         return read_json_object(self.folder / CONFIG)
 
     def path(self, job: Job) -> Path:
@@ -92,35 +83,27 @@ class Results:
         return self.folder / TASKS / name / f"{job.task}-{job.length}-{job.protocol}.json"
 
     def has(self, job: Job) -> bool:
-        """Whether a job is finished.
-
-        Raises:
-            ValueError: its file is damaged.
-        """
+        """Whether a job is finished; ValueError if its file is damaged."""
         return self.path(job).exists() and _read_task(self.path(job))["method"] == job.method
 
     def write(self, job: Job, record: Mapping[str, Any]) -> None:
-        """Writes a finished job's file, whole or not at all."""
+        """Writes a finished job's file atomically."""
         write_json(self.path(job), {**job._asdict(), **record})
 
     def read_all(self) -> list[dict[str, Any]]:
-        """All finished jobs of this and earlier runs, without their samples' texts.
-
-        Raises:
-            ValueError: a file is damaged.
-        """
+        """All finished jobs of this and earlier runs; ValueError if a file is damaged."""
         files = sorted((self.folder / TASKS).glob("*/*.json"))
         return [_read_task(path) for path in files if not path.name.startswith(".")]
 
     def read_tuning(self) -> list[dict[str, Any]]:
-        """What `--tune` has measured of each method, TCA among them."""
+        """Trials of `--tune` by method, TCA included."""
         files = sorted((self.folder / TUNING).glob("*.json"))
         records = [read_json_object(path) for path in files if not path.name.startswith(".")]
         return [record for record in records if "trials" in record]
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Writes a file with a rename, on the disk before it has its name."""
+    """Writes a file atomically, and syncs it."""
     with replacing(path) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
         json.dump(record, file, indent=1, allow_nan=False)
         file.write("\n")

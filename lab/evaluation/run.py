@@ -1,4 +1,4 @@
-"""Running a plan: every method, task, length and protocol that the results folder does not have yet."""
+"""Runs a plan: every method, task, length and protocol that the results folder lacks."""
 
 from __future__ import annotations
 
@@ -13,101 +13,83 @@ from typing import Any
 import jax
 import numpy as np
 
-from tca_jax.engine.lm import LM, stored_entry
+from tca_jax.engine.lm import stored_entry
 from tca_jax.engine.mesh import mesh_entry
 from tca_jax.lab.equal_bytes import CallSizes
-from tca_jax.lab.evaluation.answering import Answers, answer, call_sizes
+from tca_jax.lab.evaluation.answering import answer, call_sizes
 from tca_jax.lab.evaluation.method_specs import Builder, Built
-from tca_jax.lab.evaluation.pictures import draw_pictures
-from tca_jax.lab.evaluation.plan import BYTES_OF, AnyTask, Plan, SampleStore
+from tca_jax.lab.evaluation.plan import BYTES_OF, AnyTask, Plan
 from tca_jax.lab.evaluation.results import FORMAT, Job, Results
-from tca_jax.lab.evaluation.samples import Mark, Sample, Task
+from tca_jax.lab.evaluation.samples import Task
 from tca_jax.lab.evaluation.tables import write_table
-from tca_jax.lab.evaluation.text_tasks import Reading, TextTask
+from tca_jax.lab.evaluation.text_tasks import TextTask
 from tca_jax.lab.evaluation.tuning import tune, tuning_entry
 from tca_jax.methods.registry import describe_method
 
-#: Called as report(job, done, total): samples that are done, of all that were to be done when the run began.
+#: report(job, done, total): samples done, of those to do when the run began.
 Report = Callable[[Job, int, int], None]
 
 
 def run_plan(
     plan: Plan, builder: Builder, results: Results, report: Report = lambda job, done, total: None
 ) -> list[dict[str, Any]]:
-    """Runs what is not in the folder yet; writes each task when it is finished, and the table and pictures.
+    """Runs the jobs that the folder lacks; writes each when it is finished, and the table.
 
     Args:
-        plan: What to run.
-        builder: The model, and what its methods need.
-        results: Where results go. A run that was interrupted goes on where it was.
-        report: Told of every call.
+        plan: Jobs.
+        builder: The model, and makes its methods.
+        results: Folder of the results. An interrupted run continues.
+        report: Called after every call.
 
     Returns:
         All records of the folder.
 
     Raises:
-        ValueError: the folder is of another configuration, or a method cannot be made; nothing was compiled then.
+        ValueError: the folder has another configuration, or a method cannot be made; nothing was compiled then.
     """
+    held = results.require_same(_config(plan, builder, {}))
+    builder.remember(held.get("measured", {}))
     if plan.tuning is not None:
         assert plan.kv_share is not None
-        _open(plan, builder, results)
-        results.open(config_of(plan, builder, {}))
+        results.open(_config(plan, builder, {}))
         methods, builder = tune(plan.tuning, plan.methods, builder, results, kv_share=plan.kv_share, seed=plan.seed)
         plan = dataclasses.replace(plan, methods=methods)
-    built = make_methods(plan, builder, results)
-    results.open(config_of(plan, builder, built))
+    built = {spec.label: builder.build(spec) for spec in plan.methods}
+    results.open(_config(plan, builder, built))
     tasks = {task.name: task for task, _ in plan.tasks}
-    store = SampleStore(lambda task, length: task.draw(plan.drawing(builder.lm, length)))
-    jobs = [job for job in plan.jobs() if not results.has(job)]
-    done, total = 0, plan.samples * len(jobs)
     specs = {spec.label: spec for spec in plan.methods}
+    jobs = [job for job in plan.jobs() if not results.has(job)]
+    total = plan.samples * len(jobs)
+
+    @functools.lru_cache(maxsize=len(tasks))  # the methods of a length ask the same samples
+    def draw(name: str, length: int) -> Sequence[Any]:
+        return tasks[name].draw(plan.drawing(builder.lm, length))
 
     @functools.lru_cache
     def within(label: str, sizes: CallSizes) -> Built:
         assert plan.kv_share is not None
         return builder.build_within(specs[label], plan.kv_share, sizes)
 
-    for job in jobs:
-        before, task = done, tasks[job.task]
-        samples = store.get(task, job.length)
-        method = built[job.method]
+    for number, job in enumerate(jobs):
+        task, method, done = tasks[job.task], built[job.method], plan.samples * number
+        samples = draw(job.task, job.length)
         if plan.kv_share is not None:
-            method = within(job.method, job_sizes(builder.lm, task, samples, job, plan.bytes_of))
+            method = within(job.method, _sizes(builder, task, samples, job, plan.bytes_of))
 
         def advance(count: int, job: Job = job) -> None:
             nonlocal done
             done += count
             report(job, done, total)
 
-        record = _run_job(method, task, job, samples, plan, advance)
-        done = before + plan.samples  # a file may hold fewer
-        results.write(job, {**record, **_setting(plan, task, method)})
-        report(job, done, total)
+        results.write(job, _measure(method, task, job, samples, plan, advance))
+        report(job, plan.samples * (number + 1), total)  # a file may hold fewer samples
         write_table(results, plan.skipped)
-    records = results.read_all()
     write_table(results, plan.skipped)
-    draw_pictures(records, results.folder, results.read_tuning())
-    return records
+    return results.read_all()
 
 
-def make_methods(plan: Plan, builder: Builder, results: Results) -> dict[str, Built]:
-    """The methods of a plan, for a folder that is of the same configuration or new; writes nothing.
-
-    Raises:
-        ValueError: as `run_plan`.
-    """
-    _open(plan, builder, results)
-    return {spec.label: builder.build(spec) for spec in plan.methods}
-
-
-def _open(plan: Plan, builder: Builder, results: Results) -> None:
-    """Has the builder know what the folder says, before a method looks at text, which compiles."""
-    held = results.require_same(config_of(plan, builder, {}))
-    builder.remember(held.get("measured", {}))
-
-
-def config_of(plan: Plan, builder: Builder, built: Mapping[str, Built]) -> dict[str, Any]:
-    """What the results depend on."""
+def _config(plan: Plan, builder: Builder, built: Mapping[str, Built]) -> dict[str, Any]:
+    """Settings that the results depend on."""
     lm = builder.lm
     return {
         "format": FORMAT,
@@ -135,18 +117,26 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def job_sizes(lm: LM, task: AnyTask, samples: Sequence[Any], job: Job, bytes_of: str) -> CallSizes:
-    """What the bytes of a job's calls depend on; of the prompt alone there is no room for what follows it."""
+def _sizes(builder: Builder, task: AnyTask, samples: Sequence[Any], job: Job, bytes_of: str) -> CallSizes:
+    """Sizes of the caches that `kv_share` counts."""
     if isinstance(task, TextTask):
         return task.call_sizes(job.length)
-    sizes = call_sizes(lm, task, samples, job.protocol)
-    return CallSizes(sizes.prompt_tokens) if bytes_of == "prompt" else sizes
+    sizes = call_sizes(builder.lm, task, samples, job.protocol)
+    return sizes if bytes_of == BYTES_OF[0] else CallSizes(sizes.prompt_tokens)
 
 
-def _setting(plan: Plan, task: AnyTask, method: Built) -> dict[str, Any]:
-    """What a reader of the figures must know."""
+def _measure(
+    method: Built, task: AnyTask, job: Job, samples: Sequence[Any], plan: Plan, advance: Callable[[int], None]
+) -> dict[str, Any]:
+    """The record of a job."""
     origins = {name: plan.sources.origin(name) for name in task.needs}
+    if isinstance(task, TextTask):
+        reading = vars(task.read(method.lm, samples, advance))
+        record = {"suite": task.suite, "metric": task.metric, "score": reading["values"][task.metric], **reading}
+    else:
+        record = _ask(method, task, job, samples, plan.batch, advance)
     return {
+        **record,
         "budget": method.budget,
         "own_budget": method.own_budget,
         "substitutes": {name: origin.label for name, origin in origins.items() if origin.substitute},
@@ -156,26 +146,19 @@ def _setting(plan: Plan, task: AnyTask, method: Built) -> dict[str, Any]:
     }
 
 
-def _run_job(
-    method: Built, task: AnyTask, job: Job, samples: Sequence[Any], plan: Plan, advance: Callable[[int], None]
+def _ask(
+    method: Built, task: Task, job: Job, samples: Sequence[Any], batch: int, advance: Callable[[int], None]
 ) -> dict[str, Any]:
-    if isinstance(task, TextTask):
-        return _text_record(task, task.read(method.lm, samples, advance))
-    answers = answer(method.lm, task, samples, job.protocol, batch=plan.batch, report=advance)
+    answers = answer(method.lm, task, samples, job.protocol, batch=batch, report=advance)
     marks = [task.score(*each, job.protocol) for each in zip(samples, answers.texts, strict=True)]
-    return _record(task, samples, answers, marks)
-
-
-def _record(task: Task, samples: Sequence[Sample], answers: Answers, marks: Sequence[Mark]) -> dict[str, Any]:
     scores = [mark.score for mark in marks]
     groups = {} if task.groups is None else dict(task.groups(samples, scores))
-    costs = {name: value for name, value in vars(answers).items() if not isinstance(value, list)}
     return {
         "suite": task.suite,
         "metric": "%",
         "score": float(np.mean(list(groups.values()))) if groups else 100 * float(np.mean(scores)),
         "groups": groups,
-        **costs,
+        **{name: value for name, value in vars(answers).items() if not isinstance(value, list)},
         "samples": [
             {
                 "prediction": text,
@@ -190,19 +173,4 @@ def _record(task: Task, samples: Sequence[Sample], answers: Answers, marks: Sequ
                 samples, answers.texts, marks, answers.prompt_tokens, answers.new_tokens, strict=True
             )
         ],
-    }
-
-
-def _text_record(task: TextTask, reading: Reading) -> dict[str, Any]:
-    return {
-        "suite": task.suite,
-        "metric": task.metric,
-        "score": reading.values[task.metric],
-        "values": reading.values,
-        "kv_cache_bytes": reading.kv_cache_bytes,
-        "full_kv_cache_bytes": reading.full_kv_cache_bytes,
-        "attended_share": reading.attended_share,
-        "kept_share": reading.kept_share,
-        "prefill_seconds": reading.prefill_seconds,
-        "samples": reading.samples,
     }

@@ -1,4 +1,4 @@
-"""Samples: what a task asks, in every protocol, and what counts as an answer; and tasks, which draw and score them."""
+"""Tasks and samples: what a task asks under every protocol, and how an answer is scored."""
 
 from __future__ import annotations
 
@@ -11,35 +11,27 @@ from tca_jax.errors import UserError
 from tca_jax.lab.evaluation.sources import Sources
 from tca_jax.lab.recall.protocols import LATE_PREFIX
 
-#: Of tasks that ask nothing: loss and agreement on a text.
+#: Protocol of tasks without questions: loss and agreement on a text.
 TEXT_PROTOCOL = "text"
-
 _ARGUMENT = "a sample's prompt"
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One way of asking.
+    """A question about a document."""
 
-    Attributes:
-        document: What can be read before the question is known.
-        question: What follows it in the user's message.
-        lead: The answer's first words, behind whatever the chat template puts before an answer.
-        chat: Whether it goes into the model's chat template, where there is one.
-    """
-
-    document: str
-    question: str
-    lead: str = ""
-    chat: bool = True
+    document: str  # can be read before the question is known
+    question: str  # follows the document in the user's message
+    lead: str = ""  # the answer's first words
+    chat: bool = True  # use the model's chat template, if any
 
     def encode(self, lm: Encoder) -> list[int]:
-        """Token ids of all of it."""
+        """Token ids of the prompt."""
         frame = self._frame(lm)
         return frame.document(lm, self.document + self.question + frame.after_question + self.lead, _ARGUMENT)
 
     def encode_apart(self, lm: Encoder) -> tuple[list[int], list[int]]:
-        """Token ids of the document, with what stands before it, and of the rest."""
+        """Token ids of the document, with what precedes it, and of the rest."""
         frame = self._frame(lm)
         rest = self.question + frame.after_question + self.lead
         return frame.document(lm, self.document, _ARGUMENT), encode_verbatim(lm, rest, _ARGUMENT)
@@ -49,92 +41,57 @@ class Prompt:
 
 
 def asked_with_lead(document: str, question: str, lead: str) -> Mapping[str, Prompt]:
-    """The prompts of all protocols where the answer's first words are given under "prefix" and "late-prefix" alone."""
+    """Prompts by protocol; "prefix" and "late-prefix" include the answer's first words."""
     given, without = Prompt(document, question, lead), Prompt(document, question)
     return {"prefix": given, "preamble": without, "late": without, LATE_PREFIX: given}
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One question.
+    """A question with its references."""
 
-    Attributes:
-        prompts: How it is asked under each protocol.
-        references: What the answer must state; a scorer says how.
-        depths: Where in the document each reference is found, in [0, 1]; empty where that means nothing.
-        source: What else its scorer needs.
-    """
-
-    prompts: Mapping[str, Prompt]
+    prompts: Mapping[str, Prompt]  # by protocol
     references: tuple[str, ...]
-    depths: tuple[float, ...] = ()
-    source: Any = None
+    depths: tuple[float, ...] = ()  # position of each reference in the document, in [0, 1]; empty if unknown
+    source: Any = None  # further data for the scorer
 
 
 class Mark(NamedTuple):
-    """What an answer is worth.
+    """Score of an answer."""
 
-    Attributes:
-        score: In [0, 1].
-        hits: Whether each reference was stated; as many as the sample has depths.
-    """
-
-    score: float
-    hits: tuple[bool, ...] = ()
+    score: float  # in [0, 1]
+    hits: tuple[bool, ...] = ()  # for each reference with a depth, whether the answer states it
 
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """What samples are drawn for.
-
-    Attributes:
-        lm: The model's tokenizer, chat template and positions.
-        sources: Texts and words.
-        length: Tokens of a prompt and its answer.
-        count: How many samples.
-        seed: Other seeds, other samples. A sample depends on seed, task, length and its number alone.
-        only_check: Whether `draw` is only asked if there are such samples; it draws none.
-    """
+    """Settings of a task's samples."""
 
     lm: Encoder
     sources: Sources
-    length: int
-    count: int
+    length: int  # tokens of a prompt and its answer
+    count: int  # samples; each depends on seed, task, length and its number only
     seed: int
-    only_check: bool = False
+    only_check: bool = False  # check that samples fit, draw none
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task that asks questions.
-
-    Attributes:
-        name: Its name on the command line and in tables.
-        suite: The family that it belongs to.
-        new_tokens: Most tokens of an answer whose first words are given.
-        draw: Draws its samples. ValueError, which names the length, where one does not fit it.
-        score: Marks the answer to a sample, given as text, under a protocol.
-        needs: Names of the sources that its samples are made from.
-        stop: Strings that end an answer.
-        groups: From samples and their scores to the scores of subsets, in percent; their mean is the task's score.
-    """
+    """A task that asks questions."""
 
     name: str
     suite: str
-    new_tokens: int
-    draw: Callable[[Drawing], Sequence[Sample]]
-    score: Callable[[Sample, str, str], Mark]
-    needs: tuple[str, ...] = ()
-    stop: tuple[str, ...] = ()
+    new_tokens: int  # most tokens of an answer after its first words
+    draw: Callable[[Drawing], Sequence[Sample]]  # raises `DoesNotFit`
+    score: Callable[[Sample, str, str], Mark]  # of a sample, an answer and a protocol
+    needs: tuple[str, ...] = ()  # names of sources
+    stop: tuple[str, ...] = ()  # strings that end an answer
+    # Scores of subsets in percent, from samples and their scores; their mean is the task's score.
     groups: Callable[[Sequence[Sample], Sequence[float]], Mapping[str, float]] | None = None
 
 
 class DoesNotFit(UserError):
-    """A task has no sample of a length.
-
-    Attributes:
-        least: The least length that it has samples of; None where a longer one would not help.
-    """
+    """A task has no sample of a length; `least` is the shortest length that it has samples of, None if unknown."""
 
     def __init__(self, message: str, least: int | None = None) -> None:
         super().__init__(message)
@@ -142,5 +99,5 @@ class DoesNotFit(UserError):
 
     @classmethod
     def too_short(cls, task: str, length: int, least: int, model: str) -> DoesNotFit:
-        """Of a length below the least one."""
+        """The error for a length below `least`."""
         return cls(f"--lengths {length}: {task} needs at least {least} tokens of {model}", least)

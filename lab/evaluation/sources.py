@@ -1,4 +1,4 @@
-"""Where samples come from: files that the user names, and what stands in for one that is not named."""
+"""Sources of samples: the user's files, and substitutes for essays, texts and words."""
 
 from __future__ import annotations
 
@@ -6,113 +6,151 @@ import dataclasses
 import functools
 import hashlib
 import platform
+import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tca_jax.errors import UserError
-from tca_jax.lab.evaluation.words import Words, load_words
 from tca_jax.lab.recall.corpus import corpus
+from tca_jax.lab.recall.facts import ADJECTIVES, NOUNS
 from tca_jax.models.json_object import read_json
+
+#: Names of the files that `Sources.complete` finds in a folder. Folders for longbench and kvpress.
+FILES = {
+    "essays": ("PaulGrahamEssays.json",),
+    "squad": ("squad.json", "dev-v2.0.json"),
+    "hotpotqa": ("hotpotqa.json", "hotpot_dev_distractor_v1.json"),
+    "longbench": ("longbench", "data"),
+    "kvpress": (".",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where something comes from.
+    """Origin of a source."""
 
-    Attributes:
-        digest: Of its content.
-        label: What tables say of it.
-        substitute: Whether it stands in for what the task's authors use.
-    """
+    digest: str  # SHA-256 of the content
+    label: str  # for tables
+    substitute: bool = False  # stands in for the source of the task's authors
 
-    digest: str
-    label: str
-    substitute: bool = False
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """English words for keys and lists, sorted, without repetition."""
+
+    adjectives: tuple[str, ...]
+    nouns: tuple[str, ...]
+    verbs: tuple[str, ...]  # may be empty
+    origin: str
+    substitute: bool
+
+    @functools.cached_property
+    def singles(self) -> tuple[str, ...]:
+        """All words."""
+        return tuple(sorted({*self.adjectives, *self.nouns, *self.verbs}))
+
+    def draw_pair(self, rng: random.Random) -> str:
+        """A key such as "amber-falcon"."""
+        return f"{rng.choice(self.adjectives)}-{rng.choice(self.nouns)}"
+
+    def draw_distinct(self, rng: random.Random, count: int) -> list[str]:
+        """Different words, or pairs of words if there are too few; ValueError if there are too few pairs."""
+        if count <= len(self.singles):
+            return rng.sample(self.singles, count)
+        pairs, nouns = len(self.adjectives) * len(self.nouns), len(self.nouns)
+        if count > pairs:
+            raise UserError(f"a list of {count} different words: {self.origin} makes {pairs}")
+        return [f"{self.adjectives[i // nouns]}-{self.nouns[i % nouns]}" for i in rng.sample(range(pairs), count)]
+
+
+@functools.cache
+def load_words() -> Words:
+    """The words of `wonderwords`, as in RULER, if it is installed; otherwise our own."""
+    try:
+        import wonderwords
+    except ImportError:
+        origin = f"tca_jax's own {len(ADJECTIVES) + len(NOUNS)} words (wonderwords is not installed)"
+        return Words(tuple(sorted(ADJECTIVES)), tuple(sorted(NOUNS)), (), origin, substitute=True)
+    from importlib.metadata import version
+
+    lists = wonderwords.RandomWord()
+    kinds = [sorted(set(lists.filter(include_categories=[kind]))) for kind in ("adjective", "noun", "verb")]
+    return Words(*map(tuple, kinds), f"wonderwords {version('wonderwords')}", substitute=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """The files of a run; None where the user named none.
+    """The files of a run; None for files that the user did not name."""
 
-    Attributes:
-        essays: Text for haystacks: plain, or JSON with a "text", as RULER's download script writes it.
-        squad: SQuAD 2.0 as JSON.
-        hotpotqa: HotpotQA (distractor setting) as JSON.
-        longbench: Folder with LongBench's `*_e.jsonl`.
-        text: Text for loss and agreement.
-        kvpress: Folder with kvpress's samples of RULER, `LENGTH/*.parquet`.
-    """
+    essays: Path | None = None  # haystacks: plain text, or JSON with a "text", as RULER's download script writes it
+    squad: Path | None = None  # SQuAD 2.0, JSON
+    hotpotqa: Path | None = None  # HotpotQA (distractor setting), JSON
+    longbench: Path | None = None  # folder of LongBench's *_e.jsonl
+    text: Path | None = None  # for loss and agreement
+    kvpress: Path | None = None  # folder of kvpress's samples of RULER, LENGTH/*.parquet
 
-    essays: Path | None = None
-    squad: Path | None = None
-    hotpotqa: Path | None = None
-    longbench: Path | None = None
-    text: Path | None = None
-    kvpress: Path | None = None
+    def complete(self, folder: Path, needed: Sequence[str]) -> Sources:
+        """Adds the files of `FILES` from a folder; ValueError if a needed one is missing."""
+        found = {}
+        for name in (name for name in needed if getattr(self, name) is None):
+            paths = [folder / file for file in FILES[name] if (folder / file).exists()]
+            if not paths:
+                where = "docs/evaluation.md names its origin"
+                raise UserError(f"--data {folder}: has no {' or '.join(FILES[name])}: {where}")
+            found[name] = paths[0]
+        return dataclasses.replace(self, **found)
 
     def missing(self, name: str) -> str | None:
-        """What is to be said where a task needs a source that nobody named and nothing stands in for."""
-        if name in ("squad", "hotpotqa", "longbench") and getattr(self, name) is None:
-            return f"needs --{name} {'DIR' if name == 'longbench' else 'FILE'}"
+        """The reason why a task cannot use a source; None if it can."""
+        if name in ("squad", "hotpotqa", "longbench", "kvpress") and getattr(self, name) is None:
+            return f"needs --{name} {'FILE' if name in ('squad', 'hotpotqa') else 'DIR'}"
         return None
 
     @functools.cached_property
-    def essay_text(self) -> str:
-        """Text that needles are hidden in.
-
-        Raises:
-            ValueError: the file is not what `essays` takes.
-        """
-        return corpus("held-out").decode("ascii") if self.essays is None else _read_text(self.essays, "--essays")
-
-    @functools.cached_property
     def essay_words(self) -> list[str]:
-        """Its words; line breaks and spaces count alike."""
-        return re.sub(r"\s+", " ", self.essay_text).split(" ")
+        """Words of the haystacks' text."""
+        text = corpus("held-out").decode("ascii") if self.essays is None else _read_text(self.essays, "--essays")
+        return re.sub(r"\s+", " ", text).split(" ")
 
     @functools.cached_property
     def user_text(self) -> str:
         """Text for loss and agreement."""
         return corpus("held-out").decode("ascii") if self.text is None else _read_text(self.text, "--text")
 
-    @functools.cached_property
+    @property
     def words(self) -> Words:
         """Words for keys and lists."""
         return load_words()
 
     @functools.cache  # noqa: B019 (one object a run)
     def json_of(self, name: str) -> Any:
-        """The content of a JSON file: "squad" or "hotpotqa".
-
-        Raises:
-            ValueError: it is not named, or no JSON.
-        """
+        """Content of a JSON file: "squad" or "hotpotqa"."""
         path: Path | None = getattr(self, name)
         if path is None:
             raise UserError(f"--{name}: no file is named")
         return _read_json(path, f"--{name}")
 
     def origin(self, name: str) -> Origin:
-        """Where a source comes from: "essays", "text", "words", "squad" or "hotpotqa"; of "longbench", a task's file
-        as "longbench/qasper", and of "kvpress" those of a length as "kvpress/4096"."""
+        """Origin of a source: a field's name, "words", or "longbench/qasper" for a file of the folder."""
         if name == "words":
             words = self.words
             return Origin(_digest("\n".join(words.singles).encode()), words.origin, words.substitute)
         kind, _, file = name.partition("/")
         path: Path | None = getattr(self, kind)
         if path is None:
-            text = corpus("held-out")
             label = f"the source of Python {platform.python_version()}'s standard library"
-            return Origin(_digest(text), label, substitute=True)
+            return Origin(_digest(corpus("held-out")), label, substitute=True)
         if kind == "kvpress":
-            return Origin(_digest(parquet_file(path, int(file)).read_bytes()), f"simonjegou/ruler, {file}")
+            files = sorted(path.glob("*/*.parquet"))
+            return Origin(_digest(b"".join(file.read_bytes() for file in files)), "simonjegou/ruler")
         path = path / f"{file}_e.jsonl" if file else path
         return Origin(_digest(path.read_bytes()), path.name)
 
 
 def parquet_file(folder: Path | None, length: int) -> Path:
-    """The file of kvpress's samples at a length; ValueError where there is not one."""
+    """The file of kvpress's samples at a length."""
     found = [] if folder is None else sorted((folder / str(length)).glob("*.parquet"))
     if len(found) != 1:
         raise UserError(f"{folder}/{length}: must hold one .parquet file with kvpress's samples, found {len(found)}")
@@ -144,7 +182,7 @@ def _read_json(path: Path, option: str) -> Any:
 
 
 def decode(path: Path, option: str) -> str:
-    """Text of a UTF-8 file; ValueError, which names the option, where it is not UTF-8."""
+    """Text of a UTF-8 file."""
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:

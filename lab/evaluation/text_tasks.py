@@ -1,4 +1,4 @@
-"""Loss of a text by position, and agreement with full attention on what follows a text."""
+"""Loss of a text by position, and agreement with full attention on the tokens that follow a text."""
 
 from __future__ import annotations
 
@@ -25,63 +25,41 @@ from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
 from tca_jax.programs import Program
 
-#: Parts of a passage whose losses are told apart.
+#: Parts of a passage with a loss each.
 POSITIONS = 16
-_CONTINUED_TOKENS = 128  # behind a passage; their logits are held for the whole vocabulary
-_CONTINUED_SHARE = 8  # of a short passage at most this part
+_CONTINUED_TOKENS = 128  # after a passage; all their logits are held
+_CONTINUED_SHARE = 8  # of a passage at most 1 / this part
 _LEAST_TOKENS = 2 * POSITIONS
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What was measured on passages of a text.
+    """Figures of passages of a text, and costs of the contexts before them, means."""
 
-    Attributes:
-        samples: Figures of each passage.
-        values: Their means.
-        kv_cache_bytes: Of the context behind a passage, mean.
-        full_kv_cache_bytes: The same under full attention.
-        attended_share: Share of a passage's causal pairs (query, key) that its queries attended to, mean: of all of it
-            where its loss inside is measured, otherwise of what the context behind it was read from.
-        kept_share: Share of the context's own tokens that the caches hold, mean.
-        prefill_seconds: Of reading a passage, mean.
-    """
-
-    samples: list[dict[str, Any]]
-    values: dict[str, float]
+    samples: list[dict[str, Any]]  # of each passage
+    values: dict[str, float]  # means of the samples
     kv_cache_bytes: float
-    full_kv_cache_bytes: float
-    attended_share: float
-    kept_share: float
+    full_kv_cache_bytes: float  # under full attention
+    attended_share: float  # of a passage if its loss inside is measured, otherwise of the context
+    kept_share: float  # of the context's tokens
     prefill_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
 class TextTask:
-    """A task that measures on passages of a text.
-
-    Attributes:
-        name: Its name.
-        metric: The value that tables show, and its unit.
-        measure: Measures passages of one length under a model's method: figures of each, an "attended_share" among
-            them, and the context behind them.
-        needs: Names of its sources.
-    """
+    """A task that measures passages of a text."""
 
     name: str
-    metric: str
+    metric: str  # the value in tables
+    # From passages of one length to figures of each, "attended_share" included, and the context before their end.
     measure: Callable[[LM, list[list[int]]], tuple[list[dict[str, Any]], Context]]
     needs: tuple[str, ...] = ("text",)
     suite: str = "text"
 
     def draw(self, drawing: Drawing) -> list[list[int]]:
-        """Passages of the text, spread over it evenly; they overlap where it is short.
+        """Passages spread evenly over the text; they overlap if it is short.
 
-        Each begins with the token that the tokenizer puts in front of a text, if it does: models were trained with it,
-        and without it methods that attend to little lose more than they do in use.
-
-        Raises:
-            DoesNotFit: the text is shorter than one, or the length too short to be told apart by position.
+        Each begins with the tokenizer's first token, if any, as in training: without it sparse methods lose more.
         """
         ids = _encode_text(drawing.lm, drawing.sources.user_text)
         if drawing.length < _LEAST_TOKENS:
@@ -93,7 +71,7 @@ class TextTask:
         return [begin + ids[start + len(begin) : start + drawing.length] for start in starts.tolist()]
 
     def call_sizes(self, length: int) -> CallSizes:
-        """Sizes of the context behind a passage."""
+        """Sizes of the context of a passage."""
         return CallSizes(length - _continued_tokens(length) - 1)
 
     def read(self, lm: LM, passages: Sequence[list[int]], report: Callable[[int], None]) -> Reading:
@@ -118,7 +96,7 @@ class TextTask:
         )
 
 
-_encoded: list[tuple[Any, str, list[int]]] = []  # the last text: by what it was encoded, and its ids
+_encoded: list[tuple[Any, str, list[int]]] = []  # tokenizer, text and ids of the last text
 
 
 def _encode_text(lm: Encoder, text: str) -> list[int]:
@@ -129,12 +107,12 @@ def _encode_text(lm: Encoder, text: str) -> list[int]:
 
 
 def _continued_tokens(length: int) -> int:
-    """Tokens at the end of a passage that are measured behind a context of the others."""
+    """Tokens at the end of a passage that are measured over a context of the others."""
     return min(_CONTINUED_TOKENS, max(1, length // _CONTINUED_SHARE))
 
 
 def _measure_loss(lm: LM, passages: list[list[int]]) -> tuple[list[dict[str, Any]], Context]:
-    """Nats a token: inside a passage, by position, and of its last tokens where the ones before were read first."""
+    """Nats per token inside passages, by position, and of their last tokens over a context of the others."""
     logits, continuations, context = _continue(lm, passages)
     after = on_host(_losses(logits, jnp.asarray(continuations)))
     figures = []
@@ -147,7 +125,7 @@ def _measure_loss(lm: LM, passages: list[list[int]]) -> tuple[list[dict[str, Any
 
 
 def _measure_agreement(lm: LM, passages: list[list[int]]) -> tuple[list[dict[str, Any]], Context]:
-    """How the next-token distributions behind passages differ from full attention's, the same tokens being fed."""
+    """Next-token distributions after passages compared with full attention's, teacher-forced."""
     logits, _, context = _continue(lm, passages)
     exact, _, _ = _continue(lm.with_method(BASELINE), passages)
     found = zip(*on_host(_compare(exact, logits)), np.asarray(context.attended_share), strict=True)
@@ -160,7 +138,7 @@ def _measure_agreement(lm: LM, passages: list[list[int]]) -> tuple[list[dict[str
 
 @jax.jit
 def _losses(logits: Float32[Array, "B n V"], targets: Int[Array, "B n"]) -> Float32[Array, " B"]:
-    """Mean nats of the tokens that came."""
+    """Mean nats of the target tokens."""
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1).mean(axis=(1, 2))
 
 
@@ -168,17 +146,17 @@ def _losses(logits: Float32[Array, "B n V"], targets: Int[Array, "B n"]) -> Floa
 def _compare(
     exact: Float32[Array, "B n V"], logits: Float32[Array, "B n V"]
 ) -> tuple[Float32[Array, " B"], Float32[Array, " B"]]:
-    """Mean KL(exact || other) in nats, and how often the most probable token is the same."""
+    """Mean KL(exact || other) in nats, and how often the likeliest token is the same."""
     p, q = jax.nn.log_softmax(exact), jax.nn.log_softmax(logits)
     same = jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)
     return jnp.sum(jnp.exp(p) * (p - q), axis=-1).mean(axis=1), jnp.mean(same, axis=1, dtype=jnp.float32)
 
 
 def _continue(lm: LM, passages: list[list[int]]) -> tuple[Float32[Array, "B n V"], list[list[int]], Context]:
-    """Logits of the passages' last tokens, these tokens, and the context that was read before them."""
+    """Logits of the passages' last tokens, these tokens, and the context before them."""
     rows, length = len(passages), len(passages[0])
     count = _continued_tokens(length)
-    # The last token before them is fed with them: what follows it is the first that is measured.
+    # The token before them is fed with them: it predicts the first measured token.
     documents, fed = ([passage[part] for passage in passages] for part in (slice(-count - 1), slice(-count - 1, -1)))
     context = prefill(lm, documents)
     b, starts = context.layout.block_size, np.full(rows, length - count - 1, np.int32)
@@ -203,7 +181,7 @@ def _logits_program(
     count: int,
     backend: Backend,
 ) -> Float32[Array, "B n V"]:
-    """Logits behind each of the appended tokens, in rows that all begin at one place."""
+    """Logits after each appended token, in rows that begin at one place."""
     first = (starts % cache.block_size)[0]
     shared, own = shared_and_own(cache, layout, starts)
     hidden = extend(lm, shared, own, tokens, starts, lengths, prompt_lengths, keep_hidden=True, backend=backend).hidden

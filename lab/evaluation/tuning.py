@@ -1,9 +1,8 @@
-"""`eval --tune`: options of other methods are searched on TCA's calibration texts and probes, at equal cost.
+"""`eval --tune`: a search for options of other methods on TCA's calibration texts and probes, at equal cost.
 
-TCA is calibrated on the texts. Every trial of another method is measured by what calibration lowers (docs/method.md,
-"What a head is worth"): loss inside the texts, answers of the probes that are lost, and loss of what follows, each in
-units of its tolerance; the largest counts. Bytes are those of `--kv-share`; methods that read a prompt sparsely get the
-attended share of TCA.
+Calibrates TCA on the texts. A trial of another method measures loss inside the texts, lost answers of the probes, and
+loss of the following text, each in units of calibration's tolerance; the largest counts. Bytes are those of
+`--kv-share`; sparse prefill methods attend to at most TCA's share.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ from tca_jax.errors import UserError
 from tca_jax.lab.equal_bytes import CallSizes, held_share
 from tca_jax.lab.evaluation.method_specs import Builder, MethodSpec
 from tca_jax.lab.evaluation.results import TUNING, Results, write_json
-from tca_jax.lab.evaluation.search_spaces import PREFILL_KNOBS, SPACES
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.full import BASELINE
 from tca_jax.methods.registry import get
@@ -49,33 +47,63 @@ from tca_jax.methods.written import Parts
 from tca_jax.models.json_object import read_json_object
 from tca_jax.models.sharding import DATA, axis_size
 
+Space = Mapping[str, tuple[Any, ...]]
+
+_OBSERVED: Space = {"observation": (16, 32, 64, 128, 256), "kernel": (1, 5, 7, 15, 31, 63, 127)}
+_WINDOWS: Space = {"window": (128, 256, 512)}
+_POOLED: Space = {**_OBSERVED, "pooling": ("avg", "max"), **_WINDOWS}
+_SAFEGUARDS: Space = {"safeguard": (0.0, 0.1, 0.2, 0.4, 0.7)}
+_EXPECTED: Space = {"future": (64, 256, 512, 2048), "sinks": (0, 4, 64), "epsilon": (0.0, 0.01, 0.02, 0.1), **_WINDOWS}
+#: Values of each method's options around its authors' defaults, without those that set the cost.
+SPACES: Mapping[str, Space] = {
+    "adakv": {**_POOLED, **_SAFEGUARDS},
+    "adakv-expected-attention": {**_EXPECTED, **_SAFEGUARDS},
+    "cake": {**_OBSERVED, "gamma": (1.0, 5.0, 50.0, 200.0, 500.0), **_WINDOWS},
+    "duoattention": {"sinks": (4, 64, 128, 256), "window": (128, 256, 512, 1024), "dense_prefill": (False, True)},
+    "expected-attention": _EXPECTED,
+    "flexprefill": {
+        "tau": (0.0, 0.05, 0.1, 0.2, 0.4),
+        "min_budget": (128, 256, 512, 1024, 2048),
+        "block_size": (64, 128),
+    },
+    "h2o": {"average": (False, True), "window": (128, 256, 512, 1024)},
+    "keydiff": {"window": (128, 256, 512, 1024)},
+    "minference": {"blocks": (25, 50, 100, 200), "block_size": (32, 64, 128)},
+    "pyramidkv": {**_POOLED, "beta": (1.0, 5.0, 10.0, 20.0, 40.0)},
+    "quest": {"block_size": (16, 32, 64), "window": (16, 32, 64, 128)},
+    "random": {"window": (128, 256, 512, 1024, 4096)},
+    "snapkv": _POOLED,
+    "streaming": {"sinks": (0, 4, 16, 64, 128)},
+    "tova": {"window": (128, 256, 512, 1024)},
+    "xattention": {"stride": (4, 8, 16, 32), "block_size": (64, 128), "chunk": (None, 0)},
+}
+#: The option that sets the attended share of a prefill method, and its values by rising cost.
+PREFILL_KNOBS: Mapping[str, tuple[str, Sequence[float]]] = {
+    "flexprefill": ("gamma", tuple(i / 64 for i in range(1, 65))),
+    "minference": ("scale", tuple(round(2 ** (i / 8), 4) for i in range(-64, 1))),
+    "xattention": ("threshold", tuple(i / 64 for i in range(1, 65))),
+}
+
 ALL = "all"
-_DIGITS = 6  # of shares that are compared
-_NEAR = 0.03  # of a limit: costs that come so near to it are not raised further
+_DIGITS = 6  # of compared shares
+_NEAR = 0.03  # of a limit: costs that are this close are not raised further
 _TCA = "tca"
+#: Placeholders for options without a default, where only the other options are checked.
+_MEASURED = {("cake", "preferences"): [1.0], ("duoattention", "gates"): [[1.0]]}
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """What is tuned.
+    """Settings of `--tune`."""
 
-    Attributes:
-        methods: Labels of the methods whose options are searched.
-        trials: Of each method, the defaults among them; None: as many as TCA has candidates.
-    """
-
-    methods: tuple[str, ...]
-    trials: int | None = None
+    methods: tuple[str, ...]  # labels
+    trials: int | None = None  # of each method, the defaults included; None: as many as TCA has candidates
 
 
 def make_tuning(
     names: Sequence[str], specs: Sequence[MethodSpec], trials: int | None, kv_share: float | None
 ) -> Tuning:
-    """Checks `--tune`; "all" is every method of `specs` that has something to search.
-
-    Raises:
-        ValueError: a method is not among `specs` or has no options to search, or there is no `kv_share`.
-    """
+    """Checks `--tune`; "all" is every method of `specs` with a space of options."""
     if kv_share is None:
         raise UserError("--tune: needs --kv-share, the bytes at which methods are compared")
     able = {spec.label: spec for spec in specs if _space(spec)}
@@ -95,13 +123,10 @@ def tune(
 ) -> tuple[tuple[MethodSpec, ...], Builder]:
     """Calibrates TCA, searches each method's options, and writes `tuning/` of the results' folder.
 
-    A trial is written when it is measured; a run that was interrupted goes on with the next one.
+    Trials are written one by one; an interrupted run continues with the next one.
 
     Returns:
-        The methods, each tuned one behind its defaults, and the builder with TCA's profile.
-
-    Raises:
-        ValueError: a text is too short, or the mesh has several devices on "data".
+        The methods, each tuned one after its defaults, and the builder with TCA's profile.
     """
     lm, folder = builder.lm, results.folder / TUNING
     if axis_size(lm.mesh, DATA) > 1:
@@ -128,13 +153,13 @@ def tune(
 
 
 def tuning_entry(tuning: Tuning, builder: Builder) -> dict[str, Any]:
-    """What a folder's tuned options depend on, beside its other settings; the methods may grow."""
+    """Settings that tuned options depend on."""
     digest = hashlib.sha256(json.dumps([list(map(int, ids)) for ids in builder.texts()]).encode()).hexdigest()
     return {"trials": tuning.trials, "texts": digest}
 
 
 def _calibrated(lm: LM, texts: list[list[int]], config: TCAConfig, folder: Path) -> tuple[Profile, float]:
-    """TCA's profile and the seconds that calibration took, compilation included; an unfinished one begins anew."""
+    """TCA's profile, and the seconds of calibration with compilation."""
     timed = folder / "calibration.json"
     if timed.exists():
         return Profile.load(folder / "profile"), read_json_object(timed)["seconds"]
@@ -147,7 +172,7 @@ def _calibrated(lm: LM, texts: list[list[int]], config: TCAConfig, folder: Path)
 
 
 def _tca_record(builder: Builder, measure: Measure, folder: Path, kv_share: float, seconds: float) -> dict[str, Any]:
-    """TCA by the same measure, at the bytes of the others."""
+    """TCA's losses and costs at the bytes of the others."""
     path = folder / f"{_TCA}.json"
     if not path.exists():
         built = builder.build_within(MethodSpec(_TCA, ((_TCA, {}),)), kv_share, measure.sizes)
@@ -157,14 +182,7 @@ def _tca_record(builder: Builder, measure: Measure, folder: Path, kv_share: floa
 
 
 class Measure:
-    """What a method loses on the texts and probes, as calibration counts it, and what it costs.
-
-    Args:
-        lm: The model.
-        texts: Token ids of each.
-        config: TCA's hyperparameters: tolerances, and which tokens count.
-        profile: TCA's. Answers count that full attention knows and row 0 in every head loses.
-    """
+    """Losses of a method on calibration's texts and probes, and its costs."""
 
     def __init__(self, lm: LM, texts: list[list[int]], config: TCAConfig, profile: Profile) -> None:
         self._texts, self._config = texts, config
@@ -204,13 +222,13 @@ class Measure:
         }
 
     def attended(self, lm: LM) -> float:
-        """Share of the texts' pairs that their queries attend to, mean."""
+        """Mean attended share of the texts."""
         return float(np.mean([np.asarray(prefill(lm, [ids]).attended_share)[0] for ids in self._texts]))
 
     def _losses(
         self, lm: LM, *, inside: bool = True, answers: bool = True
     ) -> tuple[np.ndarray, list[np.ndarray], float]:
-        """Losses of the probes' columns, one text behind the other; those that count inside texts; attended share."""
+        """Losses of the probes' columns, losses inside the texts, mean attended share."""
         first = self._config.window + self._config.block_size
         scores = [score(lm, [ids]) for ids in self._texts] if inside else []
         columns = [_probe_losses(lm, text) for text in self._probed] if answers else []
@@ -222,14 +240,14 @@ class Measure:
 
 
 def _probe_losses(lm: LM, text: ProbedText) -> np.ndarray:
-    """Loss of the token behind each column of a text's probes; 0 of a probe's last."""
+    """Loss of the token after each column of a text's probes; 0 at a probe's last."""
     asked = [list(probe.ids) for probe in text.segments]
     logprobs = score_answers(lm, [list(text.ids)], [asked]).logprobs[0]
     return np.concatenate([np.append(-of_probe[1:], 0.0) for of_probe in logprobs])
 
 
 class _Search:
-    """Random search for one method's options, written trial by trial."""
+    """Random search for one method's options; writes each trial."""
 
     def __init__(
         self, spec: MethodSpec, builder: Builder, measure: Measure, kv_share: float, attended: float, folder: Path
@@ -239,7 +257,7 @@ class _Search:
         self._path = folder / f"{spec.label.replace('/', '_')}.json"
 
     def run(self, trials: int, seed: int) -> MethodSpec:
-        """The best of so many trials, the first of which has the options as they are."""
+        """The best trial; the first one has the given options."""
         done: list[dict[str, Any]] = read_json_object(self._path)["trials"] if self._path.exists() else []
         points = _points(self._spec, trials, seed)
         for changes in points[len(done) :]:
@@ -255,7 +273,7 @@ class _Search:
         write_json(self._path, {**record, **device, "trials": done})
 
     def _trial(self, changes: list[dict[str, Any]]) -> dict[str, Any]:
-        """Measures a point, with the attended share of its prefill at most TCA's."""
+        """Measures a point, with an attended share of at most TCA's."""
         changes = [dict(of_part) for of_part in changes]
         first, _ = self._spec.parts[0]
         if first in PREFILL_KNOBS and PREFILL_KNOBS[first][0] not in self._spec.parts[0][1]:
@@ -278,9 +296,9 @@ class _Search:
 
 
 def highest_within(values: Sequence[float], costs: Callable[[float], float], limit: float) -> float:
-    """The highest of some values that costs at most so much, or one that costs at most `_NEAR` less; else the lowest.
+    """The highest of rising values within a limit of cost, or one within `_NEAR` below it; else the lowest.
 
-    Costs rise with the values. Each is a program that is compiled, so few are looked at.
+    Each cost compiles a program, so few are measured.
     """
     low, high = 0, len(values)
     while high - low > 1:
@@ -296,7 +314,7 @@ def highest_within(values: Sequence[float], costs: Callable[[float], float], lim
 
 
 def _best(trials: Sequence[Mapping[str, Any]], kv_share: float, attended: float) -> Mapping[str, Any]:
-    """The trial of the least excess that costs no more than asked for, or than the first does."""
+    """The trial of least excess within the limits, or within the first trial's costs."""
     first = trials[0]
     limits = {
         "held_share": max(kv_share, first["held_share"]),
@@ -307,7 +325,7 @@ def _best(trials: Sequence[Mapping[str, Any]], kv_share: float, attended: float)
 
 
 def _space(spec: MethodSpec) -> list[tuple[int, str, tuple[Any, ...]]]:
-    """Part, option and values of all that is searched; what the user gave stands."""
+    """Part, option and values of each searched option; options of the user are fixed."""
     return [
         (number, option, values)
         for number, (name, given) in enumerate(spec.parts)
@@ -317,7 +335,7 @@ def _space(spec: MethodSpec) -> list[tuple[int, str, tuple[Any, ...]]]:
 
 
 def _points(spec: MethodSpec, trials: int, seed: int) -> list[list[dict[str, Any]]]:
-    """Options of each part for every trial: none changed, then allowed points of the space, drawn without repeats."""
+    """Options of each part for every trial: first unchanged, then allowed points, drawn without repeats."""
     space, none = _space(spec), [dict[str, Any]() for _ in spec.parts]
     drawn = list(itertools.product(*(values for _, _, values in space)))
     order = np.random.default_rng([seed, zlib.crc32(spec.label.encode())]).permutation(len(drawn))
@@ -334,10 +352,9 @@ def _points(spec: MethodSpec, trials: int, seed: int) -> list[list[dict[str, Any
 
 
 def _is_allowed(spec: MethodSpec, point: list[dict[str, Any]]) -> bool:
-    """Whether options of a method go together: say, no more observed queries than the window has."""
-    known = {"preferences": [1.0], "gates": [[1.0]]}  # their values play no part in it
+    """Whether options of a method are allowed together."""
     for (name, given), changed in zip(spec.parts, point, strict=True):
-        required = {option: known[option] for option in known if (name, option) in _MEASURED}
+        required = {option: value for (of, option), value in _MEASURED.items() if of == name}
         if name not in SPACES:
             continue
         try:
@@ -347,11 +364,8 @@ def _is_allowed(spec: MethodSpec, point: list[dict[str, Any]]) -> bool:
     return True
 
 
-_MEASURED = {("cake", "preferences"), ("duoattention", "gates")}
-
-
 def _written(parts: Parts) -> MethodSpec:
-    """A method as it is written on the command line."""
+    """A method as written on the command line."""
 
     def value(of: Any) -> str:
         return of if isinstance(of, str) else json.dumps(of)

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from tca_jax.lab.evaluation.longbench import scores
-from tca_jax.lab.evaluation.longbench.tasks import DATA_SETS, TASKS, by_length
+from tca_jax.lab.evaluation import longbench as scores
+from tca_jax.lab.evaluation.longbench import DATA_SETS, TASKS, by_length
 from tca_jax.lab.evaluation.samples import Drawing, Sample
 from tca_jax.lab.evaluation.sources import Sources
 from tca_jax.loading import open_checkpoint

@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from tca_jax.lab.evaluation.sources import Sources
-from tca_jax.lab.evaluation.words import Words, load_words
+from tca_jax.lab.evaluation.sources import Sources, Words, load_words
 
 
 @pytest.fixture
@@ -68,4 +67,4 @@ def test_files_are_told_apart_by_their_content_and_shown_by_their_name(tmp_path)
 def test_files_that_are_no_text_are_refused(tmp_path, content, name, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        _ = Sources(essays=tmp_path / name).essay_text
+        _ = Sources(essays=tmp_path / name).essay_words

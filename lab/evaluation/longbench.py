@@ -1,10 +1,14 @@
-"""LongBench-E's tasks: prompts, lengths of answers, truncation in the middle, and scores by length of the text."""
+"""LongBench-E (arXiv 2308.14508): its thirteen English data sets from a local folder."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import json
+import re
+import string
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +17,77 @@ import numpy as np
 
 from tca_jax.engine.prompts import decode_tokens
 from tca_jax.errors import UserError
-from tca_jax.lab.evaluation.longbench import scores
 from tca_jax.lab.evaluation.samples import Drawing, Mark, Prompt, Sample, Task
 from tca_jax.lab.evaluation.sources import decode
 from tca_jax.lab.recall.protocols import LATE_PREFIX
+
+_LIBRARIES = ("rouge", "rapidfuzz")
+
+
+def require_libraries() -> None:
+    """ValueError unless the scorers' libraries are installed."""
+    missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"LongBench's scores need {' and '.join(missing)}: pip install 'tca-jax[lab]'")
+
+
+def qa_f1(prediction: str, reference: str, classes: Sequence[str]) -> float:
+    """F1 over words, without case, punctuation and articles."""
+    said, wanted = _normalised_words(prediction), _normalised_words(reference)
+    common = (Counter(said) & Counter(wanted)).total()
+    if not common:
+        return 0.0
+    precision, recall = common / len(said), common / len(wanted)
+    return 2 * precision * recall / (precision + recall)
+
+
+def _normalised_words(text: str) -> list[str]:
+    text = "".join(char for char in text.lower() if char not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+def rouge_l(prediction: str, reference: str, classes: Sequence[str]) -> float:
+    """F of ROUGE-L as the package `rouge` computes it; 0 without a sentence."""
+    from rouge import Rouge
+
+    try:
+        return float(Rouge().get_scores([prediction], [reference], avg=True)["rouge-l"]["f"])
+    except (ValueError, RecursionError):  # texts that are empty or too long
+        return 0.0
+
+
+def classification(prediction: str, reference: str, classes: Sequence[str]) -> float:
+    """1 over the number of classes in the answer, if the right one is among them.
+
+    A class whose name is part of the right one's does not count. As in LongBench's code, which removes from the list it
+    iterates over, the class after such a one is skipped.
+    """
+    named = [name for name in classes if name in prediction]
+    for name in named:
+        if name in reference and name != reference:
+            named.remove(name)
+    return 1 / len(named) if reference in named else 0.0
+
+
+def retrieval(prediction: str, reference: str, classes: Sequence[str]) -> float:
+    """The share of the right paragraph's number among the numbers of the answer."""
+    return count(prediction, re.findall(r"Paragraph (\d+)", reference)[0], classes)
+
+
+def count(prediction: str, reference: str, classes: Sequence[str]) -> float:
+    """The share of the right number among the numbers of the answer."""
+    numbers = re.findall(r"\d+", prediction)
+    return numbers.count(reference) / len(numbers) if numbers else 0.0
+
+
+def code_similarity(prediction: str, reference: str, classes: Sequence[str]) -> float:
+    """Similarity of the answer's first line of code, in whole percent."""
+    from rapidfuzz import fuzz
+
+    lines = prediction.lstrip("\n").split("\n")
+    code = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
+    return round(fuzz.ratio(code, reference)) / 100
+
 
 _ANSWER_PASSAGES = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words."
@@ -38,31 +109,17 @@ _FIELDS = ("input", "context", "answers", "length", "all_classes")
 
 @dataclasses.dataclass(frozen=True)
 class DataSet:
-    """One data set.
+    """One data set."""
 
-    Attributes:
-        name: LongBench's name of it.
-        template: The prompt: up to the text, from there to the question's end, and the first words of the answer that
-            close it.
-        new_tokens: Most tokens of an answer.
-        score: Of an answer against one reference, with all classes of the data set; in [0, 1].
-        chat: Whether it goes into a chat template; examples of answers do not.
-        first_line: Whether the answer's first line alone counts.
-    """
-
-    name: str
-    template: tuple[str, str, str]
-    new_tokens: int
-    score: Callable[[str, str, Sequence[str]], float]
-    chat: bool = True
-    first_line: bool = False
+    name: str  # LongBench's
+    template: tuple[str, str, str]  # up to the text, from there to the question's end, the answer's first words
+    new_tokens: int  # most tokens of an answer
+    score: Callable[[str, str, Sequence[str]], float]  # of answer, reference and all classes; in [0, 1]
+    chat: bool = True  # use the chat template; prompts with examples do not
+    first_line: bool = False  # only the answer's first line counts
 
     def draw(self, drawing: Drawing) -> list[Sample]:
-        """The first samples of the file, cut in the middle to the length.
-
-        Raises:
-            ValueError: the folder has no such file, or a line of it is not of LongBench's form.
-        """
+        """The first samples of the file, cut in the middle to the length."""
         records = read_records(drawing.sources.longbench, self.name)[: drawing.count]
         return [] if drawing.only_check else [self._sample(drawing, record) for record in records]
 
@@ -84,20 +141,12 @@ class DataSet:
 
     def task(self) -> Task:
         """The task of the data set."""
-        return Task(
-            name=self.name,
-            suite="longbench",
-            new_tokens=self.new_tokens,
-            draw=self.draw,
-            score=self.mark,
-            needs=(f"longbench/{self.name}",),
-            stop=("\n",) if self.name == "samsum" else (),
-            groups=by_length,
-        )
+        needs, stop = (f"longbench/{self.name}",), ("\n",) if self.name == "samsum" else ()
+        return Task(self.name, "longbench", self.new_tokens, self.draw, self.mark, needs, stop, by_length)
 
 
 def by_length(samples: Sequence[Sample], scores: Sequence[float]) -> dict[str, float]:
-    """Mean scores in percent of the texts of each group that has any."""
+    """Mean scores in percent by group of text lengths; groups without texts are left out."""
     found: dict[str, list[float]] = {name: [] for name in _GROUPS}
     for sample, score in zip(samples, scores, strict=True):
         words, _ = sample.source
@@ -106,7 +155,7 @@ def by_length(samples: Sequence[Sample], scores: Sequence[float]) -> dict[str, f
 
 
 def _cut_in_the_middle(drawing: Drawing, document: str, question: str, lead: str, new_tokens: int) -> tuple[str, str]:
-    """Document and question whose tokens, with the answer's, fit the length: the document's middle is left out."""
+    """Document and question that fit the length with an answer; the document loses its middle."""
     whole = Prompt(document, question + lead).encode(drawing.lm)
     excess = len(whole) + new_tokens - drawing.length
     if excess <= 0:
@@ -122,11 +171,7 @@ def _cut_in_the_middle(drawing: Drawing, document: str, question: str, lead: str
 
 @functools.lru_cache(maxsize=2)
 def read_records(folder: Path | None, name: str) -> list[dict[str, Any]]:
-    """Lines of a data set's file, `NAME_e.jsonl`.
-
-    Raises:
-        ValueError: no such file, or a line is not of LongBench's form.
-    """
+    """Lines of a data set's file, `NAME_e.jsonl`."""
     path = Path(folder or "") / f"{name}_e.jsonl"
     if folder is None or not path.is_file():
         raise UserError(f"--longbench {folder}: has no {name}_e.jsonl; it must be LongBench's folder of data")
@@ -146,11 +191,6 @@ def read_records(folder: Path | None, name: str) -> list[dict[str, Any]]:
     return records
 
 
-def require_libraries() -> None:
-    """Raises ValueError, which says what to install, unless the scorers' libraries are there."""
-    scores.require_libraries()
-
-
 _CODE = ("Please complete the code given below. \n{context}", "{input}", "Next line of code:\n")
 
 DATA_SETS = (
@@ -165,7 +205,7 @@ DATA_SETS = (
             "\n\nAnswer:",
         ),
         128,
-        scores.qa_f1,
+        qa_f1,
     ),
     DataSet(
         "multifieldqa_en",
@@ -176,10 +216,10 @@ DATA_SETS = (
             "\nAnswer:",
         ),
         64,
-        scores.qa_f1,
+        qa_f1,
     ),
-    DataSet("hotpotqa", _PASSAGES, 32, scores.qa_f1),
-    DataSet("2wikimqa", _PASSAGES, 32, scores.qa_f1),
+    DataSet("hotpotqa", _PASSAGES, 32, qa_f1),
+    DataSet("2wikimqa", _PASSAGES, 32, qa_f1),
     DataSet(
         "gov_report",
         (
@@ -189,7 +229,7 @@ DATA_SETS = (
             "\n\nSummary:",
         ),
         512,
-        scores.rouge_l,
+        rouge_l,
     ),
     DataSet(
         "multi_news",
@@ -199,7 +239,7 @@ DATA_SETS = (
             "\n\nSummary:",
         ),
         512,
-        scores.rouge_l,
+        rouge_l,
     ),
     DataSet(
         "trec",
@@ -209,7 +249,7 @@ DATA_SETS = (
             "",
         ),
         64,
-        scores.classification,
+        classification,
         chat=False,
         first_line=True,
     ),
@@ -222,7 +262,7 @@ DATA_SETS = (
             "",
         ),
         32,
-        scores.qa_f1,
+        qa_f1,
         chat=False,
         first_line=True,
     ),
@@ -234,7 +274,7 @@ DATA_SETS = (
             "",
         ),
         128,
-        scores.rouge_l,
+        rouge_l,
         chat=False,
         first_line=True,
     ),
@@ -249,7 +289,7 @@ DATA_SETS = (
             "\n\nThe final answer is: ",
         ),
         32,
-        scores.count,
+        count,
     ),
     DataSet(
         "passage_retrieval_en",
@@ -261,9 +301,9 @@ DATA_SETS = (
             "\n\nThe answer is: ",
         ),
         32,
-        scores.retrieval,
+        retrieval,
     ),
-    DataSet("lcc", _CODE, 64, scores.code_similarity, chat=False),
-    DataSet("repobench-p", _CODE, 64, scores.code_similarity, chat=False),
+    DataSet("lcc", _CODE, 64, code_similarity, chat=False),
+    DataSet("repobench-p", _CODE, 64, code_similarity, chat=False),
 )
 TASKS = tuple(data_set.task() for data_set in DATA_SETS)
