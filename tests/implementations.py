@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tca_jax.pallas_kernels.backends import OPERATIONS, can_run
@@ -33,3 +35,18 @@ def on_every_backend(operation: str, *, but: tuple[str, ...] = ()) -> pytest.Mar
     names = [name for name in OPERATIONS[operation] if name not in but]
     skip = {name: pytest.mark.skipif(not runs(name), reason="needs another GPU") for name in names}
     return pytest.mark.parametrize("backend", [pytest.param(name, marks=mark) for name, mark in skip.items()])
+
+
+#: Marks tests of real sizes: interpret mode takes too long.
+gpu = pytest.mark.skipif(INTERPRET, reason="needs an NVIDIA GPU; interpret mode takes too long at this size")
+#: Largest difference from float64, of outputs that are weighted means of values of about 1.
+TOLERANCE = {jnp.float32: 2e-5, jnp.float16: 4e-3, jnp.bfloat16: 3e-2}
+
+
+def check_output(actual, expected, lengths, tolerance=None):
+    """Compares attention outputs `[B, L, Hq, d]` with float64; rows past their length must be zero."""
+    tolerance = tolerance or TOLERANCE[actual.dtype.type]
+    actual = np.asarray(actual, np.float64)
+    np.testing.assert_allclose(actual, expected, atol=tolerance, rtol=tolerance)
+    for row, length in enumerate(lengths):
+        assert not np.any(actual[row, length:])

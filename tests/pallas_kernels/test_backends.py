@@ -20,8 +20,6 @@ from tca_jax.pallas_kernels.backends import (
     validate_backend,
 )
 
-on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what a CPU lacks")
-
 
 def _refuses(*args, **kwargs):
     raise NotImplementedError("odd head dim")
@@ -29,6 +27,10 @@ def _refuses(*args, **kwargs):
 
 def _takes(*args, **kwargs):
     return args, kwargs
+
+
+def _fails(*args, **kwargs):
+    raise ImportError("no such library")
 
 
 @pytest.fixture
@@ -59,60 +61,84 @@ def gpu(monkeypatch):
     return lambda capability: monkeypatch.setattr(jax, "local_devices", lambda: [_Gpu(capability)])
 
 
-def test_unknown_name_is_refused_with_the_list(operation):
-    with pytest.raises(
-        ValueError, match=r"backend = 'cuda': must be one of \['auto', 'cudnn', 'mosaic', 'triton', 'xla'\]"
-    ):
-        validate_backend("cuda")
-    with pytest.raises(ValueError, match="backend = 'XLA'"):
-        dispatch(operation(xla=_takes), "XLA")
-    with pytest.raises(ValueError, match="backend = 'cuda'"):
-        dispatch(operation(xla=_takes), ("xla", "cuda"))
+NAMES = r"\['auto', 'cudnn', 'mosaic', 'triton', 'xla'\]"
 
 
-def test_every_listed_name_is_valid():
-    for name in BACKENDS:
-        validate_backend(name)
+@pytest.mark.parametrize(
+    ("implementations", "backend", "capability", "error", "message"),
+    [
+        ({"xla": _takes}, "cuda", None, ValueError, f"backend = 'cuda': must be one of {NAMES}"),
+        ({"xla": _takes}, "XLA", None, ValueError, "backend = 'XLA'"),
+        ({"xla": _takes}, ("xla", "cuda"), None, ValueError, "backend = 'cuda'"),
+        (
+            {"triton": _takes},
+            "xla",
+            None,
+            ValueError,
+            r"sort has no such implementation; must be 'auto' or one of ",
+        ),
+        ({"xla": _refuses}, "xla", None, NotImplementedError, "odd head dim"),
+        ({"xla": _refuses}, "auto", None, NotImplementedError, r"sort: no backend takes this call: \['odd head dim'\]"),
+        ({"xla": _fails}, "auto", None, ImportError, "no such library"),  # of the call itself: not hidden
+        (
+            {"triton": None, "xla": _takes},
+            "triton",
+            "9.0",
+            ValueError,
+            "backend = 'triton': sort on triton cannot be imported: .*; use 'auto'",
+        ),
+        (
+            {"xla": _takes},
+            ("cudnn", "mosaic"),
+            None,
+            ValueError,
+            r"backend = \('cudnn', 'mosaic'\): sort has none of these; one must be among \['auto', 'xla'\]",
+        ),
+        # The first of several that the operation has is as strict as one that is named alone.
+        ({"triton": _refuses, "xla": _takes}, ("triton", "auto"), "9.0", NotImplementedError, "odd head dim"),
+        (
+            {"triton": _takes, "xla": _takes},
+            ("triton", "auto"),
+            "7.5",
+            ValueError,
+            "'triton' needs compute cap",
+        ),
+    ],
+)
+def test_refusals(operation, gpu, implementations, backend, capability, error, message):
+    if capability:
+        gpu(capability)
+    with pytest.raises(error, match=message):
+        dispatch(operation(**implementations), backend)(1)
 
 
-@on_cpu
-@pytest.mark.parametrize("name", ["triton", "mosaic"])
-def test_named_backend_that_the_device_cannot_run_is_refused(operation, name):
-    message = f"backend = '{name}' needs an NVIDIA GPU, this process runs on 'cpu'"
-    with pytest.raises(ValueError, match=message):
-        dispatch(operation(**{name: _takes, "xla": _takes}), name)
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what a CPU lacks")
+@pytest.mark.parametrize("name", ["triton", "mosaic", "cudnn"])
+def test_backend_that_a_cpu_lacks_is_refused(name):
+    with pytest.raises(ValueError, match=f"backend = '{name}' needs an NVIDIA GPU, this process runs on 'cpu'"):
         resolve_backend(name)
 
 
-def test_named_backend_without_an_implementation_is_refused(operation):
-    with pytest.raises(ValueError, match=r"sort has no such implementation; must be 'auto' or one of \['triton'\]"):
-        dispatch(operation(triton=_takes), "xla")
+@pytest.mark.parametrize(
+    ("backend", "capability", "needed"),
+    [("mosaic", "8.6", "9.x"), ("mosaic", "10.0", "9.x"), ("triton", "7.5", "8.0 or newer")],
+)
+def test_gpu_of_another_generation_is_named(gpu, backend, capability, needed):
+    gpu(capability)
+    message = rf"needs compute capability {needed}, this GPU \(some card\) has {capability}"
+    with pytest.raises(ValueError, match=message):
+        check_backend(backend)
 
 
-def test_named_backend_that_declines_a_call_is_an_error(operation):
-    with pytest.raises(NotImplementedError, match="odd head dim"):
-        dispatch(operation(xla=_refuses), "xla")(1)
-
-
-def test_named_backend_that_cannot_be_imported_is_an_error_that_says_so(operation, gpu):
-    gpu("9.0")
-    with pytest.raises(ValueError, match=r"backend = 'triton': sort on triton cannot be imported: .*; use 'auto'"):
-        dispatch(operation(triton=None, xla=_takes), "triton")
-
-
-def test_auto_passes_the_call_to_a_backend_the_device_can_run(operation):
+def test_auto_passes_on_what_is_declined(operation, gpu):
     name = operation(mosaic=_refuses, triton=_refuses, xla=_takes)
     assert dispatch(name, "auto")(1, two=2) == ((1,), {"two": 2})
-
-
-def test_auto_passes_over_a_backend_that_cannot_be_imported_or_declines(operation, gpu):
     gpu("9.0")
     name = operation(cudnn=_refuses, mosaic=None, triton=_takes, xla=_refuses)
     assert dispatch(name, "auto")(1) == ((1,), {})
 
 
-def test_auto_imports_no_backend_that_it_does_not_come_to(operation, gpu, monkeypatch):
+def test_auto_imports_no_further_backend(operation, gpu, monkeypatch):
     gpu("9.0")
     name, imported = operation(mosaic=_takes, triton=_takes, xla=_takes), []
     load = importlib.import_module
@@ -121,83 +147,36 @@ def test_auto_imports_no_backend_that_it_does_not_come_to(operation, gpu, monkey
     assert imported == ["tca_jax.pallas_kernels.sort.mosaic"]
 
 
-def test_an_import_error_of_the_call_itself_is_not_hidden(operation):
-    def broken():
-        raise ImportError("no such library")
-
-    with pytest.raises(ImportError, match="no such library"):
-        dispatch(operation(xla=broken), "auto")()
-
-
-def test_auto_fails_with_the_reasons_when_all_decline(operation):
-    with pytest.raises(NotImplementedError, match=r"sort: no backend takes this call: \['odd head dim'\]"):
-        dispatch(operation(xla=_refuses), "auto")()
-
-
 @pytest.mark.parametrize(
-    ("capability", "taken"), [("7.5", "xla"), ("8.0", "triton"), ("9.0", "mosaic"), ("10.3", "triton")]
-)
-def test_auto_takes_the_best_backend_of_a_gpu(operation, gpu, capability, taken):
-    gpu(capability)
-    table = {name: lambda name=name: name for name in ("mosaic", "triton", "xla")}
-    assert dispatch(operation(**table), "auto")() == taken
-
-
-@pytest.mark.parametrize(
-    ("backend", "taken"),
+    ("backend", "capability", "taken"),
     [
-        (("cudnn", "mosaic", "triton"), "mosaic"),
-        (("cudnn", "auto"), "mosaic"),
-        (("triton", "auto"), "triton"),
-        (("xla",), "xla"),
+        ("auto", "7.5", "xla"),
+        ("auto", "8.0", "triton"),
+        ("auto", "9.0", "mosaic"),
+        ("auto", "10.3", "triton"),
+        (("cudnn", "mosaic", "triton"), "9.0", "mosaic"),
+        (("cudnn", "auto"), "9.0", "mosaic"),
+        (("triton", "auto"), "9.0", "triton"),
+        (("xla",), "9.0", "xla"),
     ],
 )
-def test_the_first_of_several_names_that_the_operation_has_is_meant(operation, gpu, backend, taken):
-    gpu("9.0")
+def test_backend_of_a_gpu(operation, gpu, backend, capability, taken):
+    gpu(capability)
     table = {name: lambda name=name: name for name in ("mosaic", "triton", "xla")}
     assert dispatch(operation(**table), backend)() == taken
-
-
-def test_names_that_the_operation_has_none_of_are_refused(operation):
-    with pytest.raises(
-        ValueError,
-        match=r"backend = \('cudnn', 'mosaic'\): sort has none of these; one must be among \['auto', 'xla'\]",
-    ):
-        dispatch(operation(xla=_takes), ("cudnn", "mosaic"))
-
-
-def test_a_preferred_backend_is_as_strict_as_a_named_one(operation, gpu):
-    gpu("9.0")
-    with pytest.raises(NotImplementedError, match="odd head dim"):
-        dispatch(operation(triton=_refuses, xla=_takes), ("triton", "auto"))()
-    gpu("7.5")
-    with pytest.raises(ValueError, match="backend = 'triton' needs compute capability 8"):
-        dispatch(operation(triton=_takes, xla=_takes), ("triton", "auto"))
 
 
 @pytest.mark.parametrize(
     ("backend", "meant"),
     [("auto", "auto"), ("xla", "xla"), ("triton", ("triton", "auto")), ("cudnn", ("cudnn", "auto"))],
 )
-def test_a_whole_takes_the_named_backend_where_an_operation_has_it(gpu, backend, meant):
+def test_named_backend_of_several_operations(gpu, backend, meant):
     gpu("9.0")
     assert resolve_backend(backend) == meant
 
 
-@pytest.mark.parametrize(
-    ("backend", "capability", "needed"),
-    [("mosaic", "8.6", "9.x"), ("mosaic", "10.0", "9.x"), ("triton", "7.5", "8.0 or newer")],
-)
-def test_a_gpu_of_another_generation_is_named(gpu, backend, capability, needed):
-    gpu(capability)
-    with pytest.raises(
-        ValueError, match=rf"needs compute capability {needed}, this GPU \(some card\) has {capability}"
-    ):
-        check_backend(backend)
-
-
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_the_table_names_the_files_of_an_operation_and_their_functions_take_the_same_arguments(name):
+def test_table_matches_files_and_signatures(name):
     folder = Path(tca_jax.pallas_kernels.__file__).parent / name
     assert {file.stem for file in folder.glob("*.py")} & set(BACKENDS) == set(OPERATIONS[name])
     public = inspect.signature(getattr(importlib.import_module(f"tca_jax.pallas_kernels.{name}"), name)).parameters
@@ -208,7 +187,10 @@ def test_the_table_names_the_files_of_an_operation_and_their_functions_take_the_
         assert set(own) - set(public) <= {"config", "interpret", "tiles"}, backend
 
 
-def test_the_table_has_every_operation():
+def test_table_has_every_operation_and_valid_names():
     package = Path(tca_jax.pallas_kernels.__file__).parent
     assert {folder.parent.name for folder in package.glob("*/__init__.py")} == set(OPERATIONS)
-    assert all(names[-1] == "xla" for names in OPERATIONS.values())
+    for names in OPERATIONS.values():
+        assert names[-1] == "xla"
+        for name in names:
+            validate_backend(name)

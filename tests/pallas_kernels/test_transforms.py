@@ -1,7 +1,6 @@
 """Every operation on every backend under `jax.vmap` and `jax.shard_map`: the same as a loop over what is mapped."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -11,76 +10,9 @@ import pytest
 from cuda_lowering import abstract_mesh, kernels
 from implementations import INTERPRET, implementation, runs
 from jax.sharding import PartitionSpec
+from operations import COLUMNS, OPERATIONS, packed
 
 from tca_jax.pallas_kernels.backends import OPERATIONS as BACKENDS
-from tca_jax.pallas_kernels.block_sparse_attention import BlockLists, Columns
-from tca_jax.pallas_kernels.kv import Pages, Pool
-from tca_jax.pallas_kernels.triton_call import DEPRECATION
-
-# The filter that `triton_call` sets is lost between tests, and what an earlier test traced is not traced again.
-pytestmark = pytest.mark.filterwarnings(f"ignore:{DEPRECATION}:DeprecationWarning")
-
-# Dimensions of the operands and of the results, then the static options. P is a pool, of tokens or of pages of b.
-TOKENS = {"q": "B L Hq d", "k": "B L Hkv d", "v": "B L Hkv d"}
-POOL = {"pool.k": "P d", "pool.v": "P d", "pool.offsets": "B Hkv", "pool.lengths": "B Hkv"}
-PAGES = {"caches.k": "P b d", "caches.v": "P b d", "caches.table": "B Hkv T", "caches.kept": "B Hkv"}
-PAGES |= {"caches.start": "B", "caches.end": "B"}
-OPERATIONS = {
-    "token_scores": (
-        {"q_last": "B Hq d", "k": "B L Hkv d", "lengths": "B"},
-        ("B Hkv L", "B Hkv nb", "B Hkv nb"),
-        ("block_size",),
-    ),
-    "observation_scores": ({"q_last": "B o Hq d", "k": "B L Hkv d", "lengths": "B"}, ("B Hkv L",), ("spread",)),
-    "reserve_tokens": ({"scores": "B Hkv L", "ranked_tokens": "B"}, ("B Hkv L",), ("reserve",)),
-    "select_tokens": (
-        {"scores": "B Hkv L", "budgets": "B Hkv nb", "k": "B L Hkv d", "v": "B L Hkv d", "offsets": "B Hkv"},
-        tuple(POOL.values()),
-        ("block_size", "pool_tokens"),
-    ),
-    "prefill_attention": (
-        {**TOKENS, **POOL, "budgets": "B Hkv nb", "lengths": "B"},
-        ("B L Hq d",),
-        ("block_size", "window"),
-    ),
-    "paged_attention": (
-        {"q": "B m Hq d", **PAGES, "first": "B", "newest": "B"},
-        ("B m Hq d", "B m Hq"),
-        ("window",),
-    ),
-    "column_mass": (
-        {"q": "B L Hq d", "k": "B L Hkv d", "lengths": "B"},
-        ("B Hkv L", "B Hkv L"),
-        ("block_size", "window"),
-    ),
-    "block_mass": (
-        {"q": "B L Hq d", "k": "B L Hkv d", "lengths": "B"},
-        ("B Hkv nb nb",),
-        ("block_size", "stride"),
-    ),
-    "causal_attention": ({**TOKENS, "lengths": "B"}, ("B L Hq d",), ()),
-    "block_sparse_attention": (
-        {
-            **TOKENS,
-            "blocks.distances": "B Hq one C",
-            "blocks.counts": "B Hq nb",
-            "columns.tokens": "B Hq V",
-            "columns.counts": "B Hq",
-            "lengths": "B",
-        },
-        ("B L Hq d",),
-        ("block_size", "tile_size", "aligned"),
-    ),
-}
-
-
-def _packed(names, operands):
-    """What an operation takes for operands of those names: those of a pool or of a cache as one."""
-    groups = {}
-    for name, operand in zip(names, operands, strict=True):
-        groups.setdefault(name.split(".")[0], []).append(operand)
-    whole = {"pool": Pool, "caches": lambda *x: (Pages(*x, kept_columns=3),), "blocks": BlockLists, "columns": Columns}
-    return {name: whole.get(name, lambda x: x)(*group) for name, group in groups.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,15 +36,15 @@ class Case:
         options = {"block_size": block, "window": block, "capacity": capacity, "pool_tokens": 4 * capacity}
         options |= {"spread": 3, "reserve": 5, "m": 5, "tile_size": block, "stride": 4, "b": block, "T": 6}
         options |= {"one": 1, "C": 3, "V": 20, "aligned": self.backend == "mosaic"}
-        dims = {"B": 2, "L": 3 * block, "Hq": 4, "Hkv": 2, "d": d, "nb": 3, "P": 4 * capacity, "o": 20}
+        dims = {"B": 2, "R": 2, "L": 3 * block, "Hq": 4, "Hkv": 2, "d": d, "nb": 3, "N": 3, "P": 4 * capacity, "o": 20}
         return options | dims
 
     @property
     def operands(self):
         operands = OPERATIONS[self.operation][0]
         if self.backend == "mosaic":  # takes no columns
-            return {name: dims for name, dims in operands.items() if not name.startswith("columns.")}
-        return operands
+            return {name: dims for name, dims in operands.items() if name not in COLUMNS}
+        return operands | ({"blocks.distances": "B Hq one C"} if COLUMNS.items() <= operands.items() else {})
 
     @property
     def results(self):
@@ -123,7 +55,7 @@ class Case:
         options = {name: self.sizes[name] for name in OPERATIONS[self.operation][2]}
 
         def call(*operands):
-            results = function(**_packed(self.operands, operands), **options)
+            results = function(**packed(dict(zip(self.operands, operands, strict=True)), 3), **options)
             return tuple(results) if isinstance(results, tuple) else (results,)
 
         return call
@@ -137,7 +69,8 @@ class Case:
             0, sizes["block_size"] - 4, sizes["B"]
         )
         heads = (sizes["B"], sizes["Hq"])
-        begins = rng.integers(1, 2 * sizes["block_size"], (*heads, 1, 3)).clip(sizes["block_size"])
+        shared = 3 if self.backend == "mosaic" else 1
+        begins = rng.integers(1, 2 * sizes["block_size"], (*heads, shared, 3)).clip(sizes["block_size"])
         if sizes["aligned"]:
             begins = begins // sizes["block_size"] * sizes["block_size"]
         begins = np.cumsum(begins, axis=-1)
@@ -204,7 +137,7 @@ def _pick(choices, number, own):
 
 def _sharded_axis(dims, over):
     """The axis of an array that is dealt out with the batch or with the heads; every shard has a pool of its own."""
-    names = {"batch": ("B", "P"), "heads": ("Hq", "Hkv", "P")}[over]
+    names = {"batch": ("B", "R", "P"), "heads": ("Hq", "Hkv", "P")}[over]
     return next((i for i, dim in enumerate(dims.split()) if dim in names), None)
 
 
@@ -214,7 +147,7 @@ def _spec(dims, over):
 
 
 @run
-def test_nested_vmap_over_some_operands_equals_a_loop(case):
+def test_nested_vmap_equals_a_loop(case):
     inner, outer = _axes(case)
     function = case.function(interpret=INTERPRET)
     drawn = [[case.draw(2 * i + j) for j in range(2)] for i in range(2)]
@@ -281,7 +214,7 @@ def cudnn_is_found(monkeypatch):
 
 @lower
 @pytest.mark.usefixtures("cudnn_is_found")
-def test_lowers_for_cuda_to_as_many_kernels_under_vmap_and_shard_map(case):
+def test_transforms_lower_to_as_many_kernels(case):
     function = case.function(interpret=False)
     launches = kernels(case.backend, function, *_mapped_avals(case))
     assert launches > 0
@@ -297,16 +230,15 @@ def test_lowers_for_cuda_to_as_many_kernels_under_vmap_and_shard_map(case):
     assert kernels(case.backend, mapped, *_mapped_avals(case, inner, outer)) == launches
     first = [0] * len(case.operands)
     for over in ("batch", "heads"):
-        specs = [tuple(_spec(dims, over) for dims in arrays) for arrays in (case.operands.values(), case.results)]
-        sharded = functools.partial(jax.shard_map, mesh=abstract_mesh(x=2))
-        alone = sharded(varies, in_specs=specs[0], out_specs=specs[1])
-        assert kernels(case.backend, alone, *_globally(case, over, _mapped_avals(case))) == launches
-        many = [tuple(PartitionSpec(None, *spec) for spec in group) for group in specs]
-        mapped = sharded(jax.vmap(function, first), in_specs=many[0], out_specs=many[1])
-        assert kernels(case.backend, mapped, *_globally(case, over, _mapped_avals(case, first))) == launches
+        specs = [
+            tuple(PartitionSpec(None, *_spec(dims, over)) for dims in arrays)
+            for arrays in (case.operands.values(), case.results)
+        ]
+        sharded = jax.shard_map(jax.vmap(varies, first), mesh=abstract_mesh(x=2), in_specs=specs[0], out_specs=specs[1])
+        assert kernels(case.backend, sharded, *_globally(case, over, _mapped_avals(case, first))) == launches
 
 
-def test_cudnn_takes_shared_operands_and_any_axis_under_vmap_with_gradients(monkeypatch):
+def test_cudnn_under_vmap_with_gradients(monkeypatch):
     attend = jax.nn.dot_product_attention
     if INTERPRET:
         on_xla = lambda *args, implementation, **options: attend(*args, implementation="xla", **options)  # noqa: E731

@@ -1,0 +1,103 @@
+"""Operands of every operation of the kernels: their dimensions, shapes without data, and how they are packed."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from tca_jax.pallas_kernels.block_sparse_attention import BlockLists, Columns
+from tca_jax.pallas_kernels.kv import CODES, Pages, Pool, empty
+
+TOKENS = {"q": "B L Hq d", "k": "B L Hkv d", "v": "B L Hkv d"}
+POOL = {"pool.k": "P d", "pool.v": "P d", "pool.offsets": "B Hkv", "pool.lengths": "B Hkv"}
+PAGES = {"caches.k": "P b d", "caches.v": "P b d", "caches.table": "R Hkv T", "caches.kept": "R Hkv"}
+PAGES |= {"caches.start": "R", "caches.end": "R"}
+LISTS = {"blocks.distances": "B Hq N C", "blocks.counts": "B Hq N"}
+COLUMNS = {"columns.tokens": "B Hq V", "columns.counts": "B Hq"}
+INTEGERS = {"lengths", "ranked_tokens", "budgets", "offsets", "first", "newest"}
+INTEGERS |= {name for name in (*POOL, *PAGES, *LISTS, *COLUMNS) if not name.endswith((".k", ".v"))}
+#: Dimensions of the operands and of the results, then the static options. P is a pool, of tokens or of pages of b.
+OPERATIONS = {
+    "token_scores": (
+        {"q_last": "B Hq d", "k": "B L Hkv d", "lengths": "B"},
+        ("B Hkv L", "B Hkv nb", "B Hkv nb"),
+        ("block_size",),
+    ),
+    "observation_scores": ({"q_last": "B o Hq d", "k": "B L Hkv d", "lengths": "B"}, ("B Hkv L",), ("spread",)),
+    "reserve_tokens": ({"scores": "B Hkv L", "ranked_tokens": "B"}, ("B Hkv L",), ("reserve",)),
+    "select_tokens": (
+        {"scores": "B Hkv L", "budgets": "B Hkv nb", "k": "B L Hkv d", "v": "B L Hkv d", "offsets": "B Hkv"},
+        tuple(POOL.values()),
+        ("block_size", "pool_tokens"),
+    ),
+    "prefill_attention": (
+        {**TOKENS, **POOL, "budgets": "B Hkv nb", "lengths": "B"},
+        ("B L Hq d",),
+        ("block_size", "window"),
+    ),
+    "paged_attention": (
+        {"q": "B m Hq d", **PAGES, "first": "B", "newest": "B"},
+        ("B m Hq d", "B m Hq"),
+        ("window",),
+    ),
+    "column_mass": (
+        {"q": "B L Hq d", "k": "B L Hkv d", "lengths": "B"},
+        ("B Hkv L", "B Hkv L"),
+        ("block_size", "window"),
+    ),
+    "block_mass": ({"q": "B L Hq d", "k": "B L Hkv d", "lengths": "B"}, ("B Hkv N N",), ("block_size", "stride")),
+    "causal_attention": ({**TOKENS, "lengths": "B"}, ("B L Hq d",), ()),
+    "block_sparse_attention": (
+        {**TOKENS, **LISTS, **COLUMNS, "lengths": "B"},
+        ("B L Hq d",),
+        ("block_size", "tile_size", "aligned"),
+    ),
+}
+
+
+def packed(operands, kept_columns):
+    """Arguments of an operation, from operands by name: a pool, pages and lists become one."""
+    groups = {}
+    for name, operand in operands.items():
+        groups.setdefault(name.split(".")[0], []).append(operand)
+    pages = functools.partial(Pages, kept_columns=kept_columns)
+    whole = {"pool": Pool, "caches": lambda *x: (pages(*x),), "blocks": BlockLists, "columns": Columns}
+    return {name: whole.get(name, lambda x: x)(*group) for name, group in groups.items()}
+
+
+def call(operation, dtype=jnp.bfloat16, shapes=(), columns=False, *, function, **sizes):
+    """A call without data: a function of shapes, and these.
+
+    Args:
+        dtype: Of the floating-point operands, or of some by their names.
+        shapes: Of some operands, in place of those that follow from the sizes.
+        columns: Whether block-sparse attention has columns; tiles then share their lists.
+        function: The implementation.
+        sizes: Dimensions and static options; what is left out is usual.
+    """
+    names, _, options = OPERATIONS[operation]
+    b = sizes.get("block_size", 128)
+    usual = {"B": 1, "L": 1024, "Hq": 8, "Hkv": 2, "d": 128, "block_size": 128, "window": 4096, "tile_size": b}
+    usual |= {"stride": 16, "spread": 16, "reserve": 512, "pool_tokens": 2**19, "o": 64, "b": 128, "m": 1, "T": 193}
+    usual |= {"P": 4096, "kept_columns": 160, "V": 300, "aligned": False}
+    sizes = usual | sizes
+    length, tile = sizes["L"], max(1, sizes["tile_size"])
+    tile = tile if operation == "block_sparse_attention" else max(1, b)
+    sizes |= {"nb": length // max(1, b), "N": -(-length // tile), "C": -(-length // max(1, b))} | sizes
+    sizes.setdefault("R", sizes["B"])
+    dtypes = dtype if isinstance(dtype, dict) else dict.fromkeys(names, dtype)
+    operands = {}
+    for name, dims in names.items():
+        if name in COLUMNS and not columns:
+            continue
+        if name == "blocks.distances" and columns:
+            dims = "B Hq one C"
+        shape = dict(shapes).get(name, tuple({**sizes, "one": 1}[dim] for dim in dims.split()))
+        kind = jnp.int32 if name in INTEGERS else jnp.float32 if name == "scores" else dtypes.get(name, jnp.bfloat16)
+        operands[name] = jax.ShapeDtypeStruct(shape, kind)
+        if kind == CODES:
+            operands[name] = jax.eval_shape(lambda shape=shape: empty(shape, CODES))
+    static = {name: sizes[name] for name in options}
+    return functools.partial(function, **static), packed(operands, sizes["kept_columns"])

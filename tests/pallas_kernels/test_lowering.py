@@ -1,0 +1,75 @@
+"""Lowering for CUDA on any host: every kernel at real sizes, and how many kernels a call launches."""
+
+import jax.numpy as jnp
+import pytest
+from cuda_lowering import kernels
+from implementations import implementation
+from operations import call
+
+from tca_jax.pallas_kernels.block_mass.triton import BlockMassConfig
+from tca_jax.pallas_kernels.kv import CODES
+
+LLAMA = {"L": 131072, "Hq": 32, "Hkv": 8}
+QWEN = {"L": 2**20 + 64, "Hq": 28, "Hkv": 4}  # a million tokens, off the block
+LARGE = {"B": 4, "L": 2**20, "Hq": 32, "Hkv": 8, "dtype": jnp.float16}  # indices past 2^31
+FLOAT32 = {"B": 3, "L": 9000, "Hq": 8, "Hkv": 8, "d": 64, "dtype": jnp.float32}
+SHORT = {"L": 1000, "Hq": 4, "Hkv": 1, "d": 256}
+PAGED = {"Hq": 32, "Hkv": 8, "P": 1600}
+EIGHT_BITS = {"q": jnp.bfloat16, "caches.k": CODES, "caches.v": CODES}
+
+CASES = [
+    *(("token_scores", "triton", 2, sizes) for sizes in (LLAMA, QWEN, LARGE, FLOAT32, SHORT)),
+    *(("observation_scores", "triton", 3, sizes) for sizes in (LLAMA, QWEN, LARGE, FLOAT32, SHORT)),
+    *(("select_tokens", "triton", 2, sizes) for sizes in (LLAMA, QWEN, LARGE, FLOAT32, SHORT)),
+    *(("reserve_tokens", "triton", 9, sizes) for sizes in (LLAMA, {**LARGE, "L": 2**20 + 64}, {"B": 3, "L": 100})),
+    # A program has few tiles of a group of 7 and of small strides, several of a group of 4 and large ones.
+    ("block_mass", "triton", 1, {**LLAMA, "stride": 8}),
+    ("block_mass", "triton", 1, {**LLAMA, "stride": 32, "config": BlockMassConfig(2, 64, 4, 3)}),
+    ("block_mass", "triton", 1, {**LLAMA, "Hq": 7, "Hkv": 1, "d": 64}),
+    ("block_mass", "triton", 1, {**LLAMA, "dtype": jnp.float32}),
+    ("block_mass", "triton", 1, QWEN),
+    ("block_mass", "triton", 1, {**SHORT, "dtype": jnp.float16}),
+    ("prefill_attention", "triton", 1, {**LLAMA, "P": 2**20}),
+    ("prefill_attention", "triton", 1, {**QWEN, "dtype": jnp.float16, "P": 2**20}),
+    ("prefill_attention", "triton", 1, {"L": 5000, "Hq": 14, "d": 64, "block_size": 64}),
+    ("prefill_attention", "triton", 1, {"L": 4096, "Hkv": 4, "d": 256, "block_size": 256, "dtype": jnp.float32}),
+    ("prefill_attention", "mosaic", 1, {**LLAMA, "B": 2}),
+    ("prefill_attention", "mosaic", 1, {"B": 2, "L": 1000, "Hq": 28, "Hkv": 4, "d": 64, "block_size": 256}),
+    ("block_sparse_attention", "triton", 1, LLAMA),
+    ("block_sparse_attention", "triton", 1, {**LLAMA, "block_size": 64, "columns": True, "V": 1000}),
+    ("block_sparse_attention", "triton", 1, {**QWEN, "columns": True, "dtype": jnp.float16}),
+    ("block_sparse_attention", "triton", 1, {"L": 5000, "Hq": 14, "d": 64, "block_size": 64, "tile_size": 128}),
+    ("block_sparse_attention", "triton", 1, {"L": 4096, "d": 256, "tile_size": 256, "dtype": jnp.float32}),
+    ("block_sparse_attention", "mosaic", 1, {**LLAMA, "B": 2, "aligned": True}),
+    (
+        "block_sparse_attention",
+        "mosaic",
+        1,
+        {"L": 1000, "Hq": 28, "Hkv": 4, "d": 64, "block_size": 256, "aligned": True},
+    ),
+    ("causal_attention", "mosaic", 1, {"B": 2, "L": 1152, "Hq": 32, "Hkv": 8}),
+    ("causal_attention", "mosaic", 1, {"B": 2, "L": 1000, "Hq": 7, "Hkv": 1, "d": 64}),
+    ("paged_attention", "triton", 2, PAGED),
+    ("paged_attention", "triton", 2, {**PAGED, "m": 128}),
+    ("paged_attention", "triton", 2, {**PAGED, "P": 8200, "T": 1025, "kept_columns": 0}),  # full attention
+    # Past 2^31, and rows that share a cache.
+    (
+        "paged_attention",
+        "triton",
+        2,
+        {"B": 16, "R": 1, "Hq": 28, "Hkv": 4, "P": 2**18, "T": 8225, "kept_columns": 8192},
+    ),
+    ("paged_attention", "triton", 2, {"B": 2, "m": 33, "d": 64, "T": 9, "kept_columns": 4, "dtype": jnp.float32}),
+    ("paged_attention", "triton", 2, {"m": 128, "Hq": 1, "Hkv": 1, "d": 256, "T": 9, "kept_columns": 4}),
+    ("paged_attention", "triton", 2, {**PAGED, "dtype": EIGHT_BITS}),
+    ("paged_attention", "triton", 2, {**PAGED, "m": 128, "dtype": {**EIGHT_BITS, "q": jnp.float32}}),
+]
+
+
+@pytest.mark.parametrize(("operation", "backend", "launched", "sizes"), CASES)
+def test_lowers_for_cuda(operation, backend, launched, sizes):
+    sizes, options = dict(sizes), {}
+    if "config" in sizes:
+        options["config"] = sizes.pop("config")
+    function, arguments = call(operation, **sizes, function=implementation(operation, backend, interpret=False))
+    assert kernels(backend, lambda x: function(**x, **options), arguments) == launched

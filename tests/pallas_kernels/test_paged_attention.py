@@ -1,0 +1,200 @@
+"""Paged attention against float64 on every backend: who sees what, shared pages, ragged rows, eight bits, splits."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cuda_lowering import abstract_mesh, kernels
+from implementations import implementation, on_every_backend
+from jax.sharding import PartitionSpec
+from operations import call
+from random_pages import attend_to_pages, check_attention, write_pages
+
+from tca_jax.pallas_kernels.kv import CODES, EightBits, Pages, decode, empty, encode
+from tca_jax.pallas_kernels.paged_attention.chunks import PagedConfig
+from tca_jax.pallas_kernels.paged_attention.triton import default_config
+
+PAGE, WINDOW = 16, 32
+#: Rows' first and newest positions, queries a row, and for each cache kept tokens by row and head, and windows by row.
+DECODING = ([23, 90, 0], [23, 90, 0], 1, [([[5, 0], [16, 33], [0, 0]], [(0, 24), (48, 91), (0, 1)])])
+SOME = ([83], [89], 7, [([[33, 0]], [(48, 80)]), ([[0, 18]], [(80, 90)])])
+BLOCK = ([48], [63], 16, [([[7, 40]], [(16, 64)])])
+SHARED = (
+    [70, 65, 64, 66],
+    [70, 65, 64, 66],
+    1,
+    [([[20, 61]], [(32, 64)]), ([[0, 3], [17, 16], [1, 0], [2, 2]], [(64, 71), (64, 66), (64, 65), (64, 67)])],
+)
+CASES = {
+    "a whole block": BLOCK,
+    "the first block, which nothing precedes": ([0], [15], 16, [([[0, 0]], [(0, 16)])]),
+    "a query in the middle of a block": ([70], [70], 1, [([[0, 5]], [(32, 71)])]),
+    "rows of unequal age": DECODING,
+    "an odd number of queries, two caches": SOME,
+    "later tokens of the block are unseen": ([96], [111], 5, [([[3, 1]], [(64, 112)])]),
+    "blocks left of the window are unseen": ([96], [99], 4, [([[3, 1]], [(0, 100)])]),
+    "ragged rows, of which one has no query": (
+        [16, 50, 32],
+        [31, 52, 31],
+        16,
+        [
+            ([[5, 0], [16, 33], [1, 2]], [(0, 16), (16, 48), (0, 32)]),
+            ([[0, 3], [17, 16], [1, 0]], [(16, 32), (48, 53), (32, 33)]),
+        ],
+    ),
+    "rows that share a cache": SHARED,
+}
+
+
+def _case(first, newest, queries, caches, *, group=2, dtype=jnp.float32, eight_bits=(), window=WINDOW, **options):
+    """Arguments of `paged_attention` and what they give; of the caches numbered `eight_bits`, in eight bits."""
+    rng = np.random.default_rng(0)
+    options = {"page": PAGE, "head_dim": 16, "outside": 50.0, **options}
+    written = [
+        write_pages(rng, *cache, **options, dtype=np.float32 if number in eight_bits else dtype)
+        for number, cache in enumerate(caches)
+    ]
+    for number in eight_bits:
+        _round(rng, written[number])
+    heads = len(caches[0][0][0]) * group
+    q = jnp.asarray(rng.standard_normal((len(first), queries, heads, options["head_dim"])), dtype)
+    expected = attend_to_pages(q, written, first, newest, page=options["page"], window=window)
+    return (q, tuple(cache.pages for cache in written), jnp.array(first), jnp.array(newest)), expected
+
+
+def _round(rng, cache):
+    """Puts a cache in eight bits: vectors of different sizes, the values' most, which are averaged."""
+    pages, page = cache.pages, cache.pages.page_size
+    sizes = jnp.exp2(jnp.asarray(rng.integers(-6, 4, pages.k.shape[:2]), jnp.float32))[..., None]
+    k, v = (encode(x, empty((1, 2), CODES)) for x in (pages.k, pages.v * sizes))
+    cache.pages = dataclasses.replace(pages, k=k, v=v)
+    seen = np.stack([np.asarray(decode(x, jnp.float32), np.float64) for x in (k, v)])
+    table, c = np.asarray(pages.table), pages.kept_columns
+    for at, tokens in cache.kept.items():
+        places = np.arange(tokens.shape[1])
+        tokens[:] = seen[:, table[at][places // page], places % page]
+    for (row, head), tokens in cache.window.items():
+        for p in tokens:
+            column = c + (p - int(pages.start[row])) // page
+            tokens[p] = seen[:, table[row, head, column], p % page]
+
+
+@on_every_backend("paged_attention")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_equals_the_oracle(case, backend):
+    arguments, expected = _case(*case)
+    check_attention(implementation("paged_attention", backend)(*arguments, window=WINDOW), expected)
+
+
+@on_every_backend("paged_attention")
+@pytest.mark.parametrize(
+    ("case", "eight_bits", "group", "head_dim", "dtype", "tolerance"),
+    [
+        (DECODING, (), 4, 128, jnp.bfloat16, 2e-2),
+        (SOME, (), 7, 64, jnp.bfloat16, 2e-2),
+        (SOME, (), 6, 64, jnp.float32, 1e-5),
+        (DECODING, (), 20, 16, jnp.float16, 5e-3),
+        (DECODING, (0,), 1, 64, jnp.float32, 2e-5),
+        (DECODING, (0,), 4, 128, jnp.bfloat16, 2e-2),
+        (SOME, (0, 1), 7, 64, jnp.float16, 5e-3),
+        (BLOCK, (0,), 4, 128, jnp.bfloat16, 2e-2),
+        (SOME, (0,), 2, 32, jnp.float32, 2e-5),
+    ],
+)
+def test_groups_dimensions_and_types(case, eight_bits, group, head_dim, dtype, tolerance, backend):
+    arguments, expected = _case(*case, group=group, head_dim=head_dim, dtype=dtype, eight_bits=eight_bits)
+    assert [isinstance(cache.k, EightBits) for cache in arguments[1]] == [
+        number in eight_bits for number in range(len(arguments[1]))
+    ]
+    out, lse = implementation("paged_attention", backend)(*arguments, window=WINDOW)
+    assert out.dtype == dtype
+    check_attention((out, lse), expected, tolerance)
+
+
+@on_every_backend("paged_attention")
+@pytest.mark.parametrize(("window", "same_as"), [(PAGE, PAGE), (2**20, 96)])
+def test_window_of_one_page_or_past_all(window, same_as, backend):
+    arguments, expected = _case(*DECODING, window=same_as)
+    check_attention(implementation("paged_attention", backend)(*arguments, window=window), expected)
+
+
+SMALL = PagedConfig(queries=16, keys=16, programs=24, warps=4, stages=2, merged=4)
+attend = partial(implementation("paged_attention", "triton"), window=WINDOW)
+LONG = [([[130, 9]], [(48, 80)]), ([[0, 50]], [(80, 91)])]
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        pytest.param(([90], [90], 1, LONG), None, id="the default"),
+        pytest.param(([90], [90], 1, LONG), PagedConfig(16, 16, 1, 4, 2), id="a chunk a region"),
+        pytest.param(([83], [90], 8, LONG), PagedConfig(16, 16, 1000, 4, 2, merged=2), id="a chunk a tile"),
+        # 7, 7 and 4 tiles: in threes, they make 8 chunks.
+        pytest.param(([0], [0], 1, [([[96, 96, 48]], [(0, 1)])]), PagedConfig(16, 16, 6, 4, 2), id="remainders"),
+    ],
+)
+def test_splits_do_not_matter_and_read_nothing_else(case, config):
+    arguments, expected = _case(*case, outside=np.nan)
+    check_attention(attend(*arguments, config=config), expected)
+
+
+def test_tiles_smaller_than_a_page():
+    case = ([128], [134], 7, [([[70, 3]], [(64, 135)])])
+    arguments, expected = _case(*case, outside=np.nan, page=64, window=64)
+    check_attention(implementation("paged_attention", "triton")(*arguments, window=64, config=SMALL), expected)
+
+
+def test_row_without_a_query_reads_nothing():
+    caches = [([[5, 9], [16, 33]], [(16, 50), (16, 52)])]
+    (q, (pages,), *at), expected = _case([48, 52], [49, 51], 4, caches, outside=np.nan)
+    lost = pages.v.at[pages.table[1].reshape(-1)].set(jnp.nan)  # were they read, they would spread
+    check_attention(attend(q, (dataclasses.replace(pages, v=lost),), *at, config=SMALL), expected)
+
+
+def test_large_scores_leave_no_trace_of_masked_tokens():
+    (q, (pages,), *at), _ = _case(*BLOCK, outside=0.0)
+    single = attend(q[:, 3:4] * 300, (pages,), at[0] + 3, at[0] + 3, config=SMALL)
+    for whole, alone in zip(attend(q * 300, (pages,), *at, config=SMALL), single, strict=True):
+        np.testing.assert_allclose(whole[:, 3], alone[:, 0], atol=1e-5, rtol=1e-5)
+
+
+#: Axes that are mapped over rows: all rows' pages lie in one pool.
+_ROWS = Pages(None, None, 0, 0, 0, 0, 2)
+
+
+def _one_row(q, pages, first, newest, **options):
+    """One row's arguments as a batch of one."""
+    rows = {name: getattr(pages, name)[None] for name in ("table", "kept", "start", "end")}
+    return attend(q[None], (dataclasses.replace(pages, **rows),), first[None], newest[None], **options)
+
+
+def test_vmap_over_rows_equals_the_batch():
+    (q, (pages,), *at), expected = _case([47, 90], [47, 90], 1, [([[5, 0], [16, 17]], [(0, 48), (48, 91)])])
+    out, lse = jax.vmap(partial(_one_row, config=SMALL), (0, _ROWS, 0, 0))(q, pages, *at)
+    check_attention((out[:, 0], lse[:, 0]), expected)
+
+
+def test_lowers_for_cuda_with_pages_of_all_rows():
+    native = implementation("paged_attention", "triton", interpret=False)
+    sizes = {"B": 2, "Hq": 32, "Hkv": 8, "P": 320, "T": 7, "kept_columns": 2, "window": 512}
+    function, arguments = call("paged_attention", **sizes, function=native)
+    q, (pages,), *at = arguments.values()
+    heads, all_heads, whole = PartitionSpec(None, None, "model"), PartitionSpec(None, "model"), PartitionSpec()
+    specs = heads, (Pages(whole, whole, all_heads, all_heads, whole, whole, 2),), whole, whole
+    sharded = jax.shard_map(function, mesh=abstract_mesh(model=2), in_specs=specs, out_specs=(heads,) * 2)
+    assert kernels("triton", sharded, q, (pages,), *at) == 2
+    rows = jax.vmap(partial(_one_row, interpret=False), (0, dataclasses.replace(_ROWS, kept_columns=2), 0, 0))
+    assert kernels("triton", rows, q, pages, *at) == 2
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+def test_default_tiles_fit_queries_and_shared_memory(head_dim, dtype):
+    for rows in (1, 16, 28, 64, 500):
+        config = default_config(rows, head_dim, 128, dtype)
+        assert 16 <= config.queries <= max(16, 2 * rows - 1)
+        assert config.queries & (config.queries - 1) == 0
+        assert (config.queries + 2 * config.keys) * head_dim * jnp.dtype(dtype).itemsize <= 227 * 1024

@@ -1,0 +1,112 @@
+"""Prefill attention against float64 on every backend: prefix and window, ragged rows, tilings, extremes."""
+
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import poison
+from implementations import check_output, gpu, implementation, on_every_backend
+
+from tca_jax.pallas_kernels.kv import Pool
+from tca_jax.pallas_kernels.prefill_attention.triton import PrefillConfig, default_config
+from tca_jax.pallas_kernels.tiles import Tiles
+
+
+def _operands(backend, lengths, length, heads, kv_heads, head_dim, block, window, dtype=jnp.float32, budget=None):
+    """Random prompts and pools; NaN wherever the kernel must not look.
+
+    `budget` gives every ranked block's budget by KV head; without it they are random.
+    """
+    rng, batch = np.random.default_rng(0), len(lengths)
+    q, k, v = (poison(rng.standard_normal((batch, length, n, head_dim)), lengths) for n in (heads, kv_heads, kv_heads))
+    budgets = np.zeros((batch, kv_heads, length // block), np.int32)
+    for row, n in enumerate(lengths):
+        ranked = max(0, n // block - window // block)
+        drawn = rng.integers(0, block + 1, (kv_heads, ranked))
+        budgets[row, :, :ranked] = drawn if budget is None else np.array(budget)[:, None]
+    totals = budgets.sum(axis=-1).ravel()
+    offsets, begin = np.zeros(totals.size, np.int32), 0
+    # XLA reads whole tiles of a pool, whose gaps are zeros; other backends read no gaps.
+    pools = np.full((2, max(128, (-(-totals // 128) * 128).sum()), head_dim), 0 if backend == "xla" else np.nan)
+    for region in rng.permutation(totals.size):  # regions need not lie in the order of the heads
+        offsets[region] = begin
+        pools[:, begin : begin + totals[region]] = rng.standard_normal((2, totals[region], head_dim))
+        begin += -(-totals[region] // 128) * 128
+    q, k, v, *pools = (jnp.asarray(x, dtype) for x in (q, k, v, *pools))
+    table = (jnp.asarray(x.reshape(batch, kv_heads), jnp.int32) for x in (offsets, totals))
+    return q, k, v, Pool(*pools, *table), jnp.asarray(budgets), jnp.asarray(lengths, jnp.int32)
+
+
+def _expected(q, k, v, pool, budgets, lengths, *, block_size, window):
+    q, k, v, pool_k, pool_v = (np.asarray(x, np.float64) for x in (q, k, v, pool.k, pool.v))
+    out, group = np.zeros(q.shape), q.shape[2] // k.shape[2]
+    for row, n in enumerate(lengths.tolist()):
+        for block, head in np.ndindex(-(-n // block_size), q.shape[2]):
+            begin, end, kv = block * block_size, min((block + 1) * block_size, n), head // group
+            first = max(0, begin - window)
+            offset, prefix = int(pool.offsets[row, kv]), int(budgets[row, kv, : first // block_size].sum())
+            keys, values = (
+                np.concatenate([pooled[offset : offset + prefix], x[row, first:end, kv]])
+                for pooled, x in ((pool_k, k), (pool_v, v))
+            )
+            seen = np.arange(-prefix, end - first) + first <= np.arange(begin, end)[:, None]
+            logits = q[row, begin:end, head] @ keys.T / np.sqrt(q.shape[-1])
+            out[row, begin:end, head] = oracle.softmax(np.where(seen, logits, -np.inf)) @ values
+    return out
+
+
+@on_every_backend("prefill_attention")
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(((75, 40), 75, 4, 2, 16, 16, 32), id="ragged, odd length"),
+        pytest.param(((130, 1), 130, 7, 1, 64, 32, 32, jnp.bfloat16), id="group of 7, one token"),
+        pytest.param(((160,), 160, 2, 2, 32, 16, 32, jnp.float32, (16, 0)), id="dense fallback, empty prefix"),
+        pytest.param(((256,), 256, 18, 3, 16, 16, 16, jnp.float32, (1, 13, 1)), id="one head much longer, group of 6"),
+        pytest.param(((300, 290), 300, 4, 1, 128, 128, 128, jnp.float16), id="default tiles, group of 4"),
+        pytest.param(((100,), 100, 2, 1, 16, 128, 4096), id="shorter than a block"),
+        *(
+            pytest.param(((1501, 801), 1501, heads, kv_heads, d, b, w, dtype), marks=gpu)
+            for heads, kv_heads, b, w in [(8, 2, 128, 512), (7, 1, 64, 256), (2, 2, 256, 256), (28, 4, 128, 4096)]
+            for d in (64, 128, 256)
+            for dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
+        ),
+    ],
+)
+def test_equals_the_oracle(sizes, backend):
+    operands, (lengths, *_, block, window) = _operands(backend, *sizes), sizes[:7]
+    options = {"block_size": block, "window": window}
+    function = partial(implementation("prefill_attention", backend), **options)
+    try:
+        check_output(function(*operands), _expected(*operands, **options), lengths)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    if operands[0].dtype == jnp.float32:  # scores past the range of exp
+        large = 100 * operands[0], *operands[1:]
+        check_output(function(*large), _expected(*large, **options), lengths, 2e-3)
+
+
+@pytest.mark.parametrize(
+    ("backend", "config"),
+    [
+        *(("xla", {"tiles": Tiles(*tiles)}) for tiles in [(64, 8, 1), (64, 256, 4), (192, 512, 3), (256, 1024, 1)]),
+        *(("triton", {"config": PrefillConfig(*tiles)}) for tiles in [(16, 16, 4, 2), (32, 16, 2, 1), (64, 32, 4, 3)]),
+    ],
+)
+def test_tile_sizes_do_not_matter(backend, config):
+    operands, options = _operands(backend, (200, 129), 200, 2, 1, 16, 64, 64), {"block_size": 64, "window": 64}
+    function = implementation("prefill_attention", backend)
+    check_output(function(*operands, **options, **config), _expected(*operands, **options), (200, 129))
+
+
+@pytest.mark.parametrize("block", [16, 48, 64, 128, 192, 1024])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_default_tiles_fit_blocks_and_shared_memory(block, head_dim, dtype):
+    config = default_config(block, head_dim, dtype)
+    assert block % config.queries == config.queries % config.keys == 0
+    assert config.keys >= 16
+    tokens = config.queries + 2 * config.stages * config.keys
+    assert tokens * head_dim * jnp.dtype(dtype).itemsize <= 227 * 1024
