@@ -30,16 +30,26 @@ _LLAMA_2_CHAT = (
 
 
 def write_with_bytes(folder: Path) -> Path:
+    """A checkpoint with `tokenizer_of_bytes`."""
+    return _write(folder, tokenizer_of_bytes())
+
+
+def write_with_pieces(folder: Path) -> Path:
+    """A checkpoint with `tokenizer_of_pieces`."""
+    return _write(folder, tokenizer_of_pieces())
+
+
+def tokenizer_of_bytes() -> PreTrainedTokenizerFast:
     """As LLaMA 3 and Qwen: BPE over bytes, a first token, headers in the chat template."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     _train(backend, trainers.BpeTrainer(vocab_size=360, special_tokens=list(_LLAMA_3), initial_alphabet=alphabet))
-    return _write(folder, backend, _LLAMA_3[0], _LLAMA_3[-1], _LLAMA_3_CHAT)
+    return _finished(backend, _LLAMA_3[0], _LLAMA_3[-1], _LLAMA_3_CHAT)
 
 
-def write_with_pieces(folder: Path) -> Path:
+def tokenizer_of_pieces() -> PreTrainedTokenizerFast:
     """As LLaMA 2: SentencePiece's BPE, in which a word begins with its space and what is not known is bytes."""
     backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -47,7 +57,7 @@ def write_with_pieces(folder: Path) -> Path:
     backend.decoder = decoders.Sequence(parts)
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     _train(backend, trainers.BpeTrainer(vocab_size=400, special_tokens=special))
-    return _write(folder, backend, "<s>", "</s>", _LLAMA_2_CHAT)
+    return _finished(backend, "<s>", "</s>", _LLAMA_2_CHAT)
 
 
 def _train(backend: Tokenizer, trainer: trainers.BpeTrainer) -> None:
@@ -55,14 +65,18 @@ def _train(backend: Tokenizer, trainer: trainers.BpeTrainer) -> None:
     backend.train_from_iterator(_TEXT, trainer)
 
 
-def _write(folder: Path, backend: Tokenizer, bos: str, eos: str, template: str) -> Path:
+def _finished(backend: Tokenizer, bos: str, eos: str, template: str) -> PreTrainedTokenizerFast:
     first = [(bos, backend.token_to_id(bos))]
     backend.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=first
     )
-    config = dataclasses.replace(CONFIG, vocab_size=backend.get_vocab_size())
+    options = {"bos_token": bos, "eos_token": eos, "chat_template": template}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
+
+
+def _write(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
+    config = dataclasses.replace(CONFIG, vocab_size=len(tokenizer))
     decoder = Decoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
     save_decoder(folder, decoder, jnp.float32)
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token=eos, chat_template=template)
-    fast.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder

@@ -197,11 +197,11 @@ class Conversation:
     def _remember(self, text: str, out: Output) -> None:
         """Makes question and answer part of the context, without the token that ended the answer."""
         import tca_jax
-        from tca_jax.engine.prompts import encode_verbatim
+        from tca_jax.engine.prompts import encode_continuation
 
         answer = out.tokens[0]
         said = answer[:-1] if answer and answer[-1] in self.lm.eos_token_ids else answer
-        ids = encode_verbatim(self.lm, text) + said
+        ids = encode_continuation(self.lm, text, self.context.token_ids()) + said
         self.context = tca_jax.prefill(self.lm, ids, context=self.context, backend=self.options["backend"])
         self._answered = True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,7 +94,7 @@ def generate(
         out = _answer(lm, prompts, {"num_samples": num_samples, "logprobs": top_logprobs or logprobs, **options})
         if as_json:
             who = {"model": model, "profile": running.profile, "method": lm.method.name}
-            print_json(who | _record(out, len(prompts), lm.tokenizer.decode))
+            print_json(who | _record(out, len(prompts), lm.tokenizer))
             return
         _print_answers([_heading(*text) for text in texts], out)
     else:
@@ -115,14 +115,15 @@ def _encoded(
     checkpoint: Checkpoint, name: str, text: str, system: str | None, chat: bool, context: Context | None
 ) -> list[int]:
     """Token ids of a prompt, or of the chat that it is, or of what it appends to a context."""
-    from tca_jax.engine.prompts import DocumentTemplate, encode_prompt, encode_verbatim
+    from tca_jax.engine.prompts import DocumentTemplate, encode_continuation, encode_prompt
 
-    if not (chat or system is not None):
-        return encode_prompt(checkpoint, text, name) if context is None else encode_verbatim(checkpoint, text, name)
-    if context is None:
-        before = [] if system is None else [{"role": "system", "content": system}]
-        return encode_prompt(checkpoint, [*before, {"role": "user", "content": text}], name)
-    return encode_verbatim(checkpoint, DocumentTemplate.of(checkpoint).question(text, follows_answer=False), name)
+    in_chat = chat or system is not None
+    if context is not None:
+        if in_chat:
+            text = DocumentTemplate.of(checkpoint).question(text, follows_answer=False)
+        return encode_continuation(checkpoint, text, context.token_ids(), name)
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return encode_prompt(checkpoint, [*before, {"role": "user", "content": text}] if in_chat else text, name)
 
 
 def _answer(lm: LM, prompts: list[list[int]], options: Mapping[str, Any]) -> Output:
@@ -169,8 +170,10 @@ def _print_answers(headings: Sequence[str], out: Output) -> None:
         print(text)
 
 
-def _record(out: Output, num_prompts: int, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+def _record(out: Output, num_prompts: int, tokenizer: Any) -> dict[str, Any]:
     """What `--json` prints of answers and costs; the help of `generate` describes it."""
+    from tca_jax.engine.prompts import token_text
+
     samples = len(out.tokens) // num_prompts
     answers = []
     for i, (text, tokens, reason) in enumerate(zip(out.text, out.tokens, out.finish_reasons, strict=True)):
@@ -180,7 +183,7 @@ def _record(out: Output, num_prompts: int, decode: Callable[[list[int]], str]) -
             answer["logprobs"] = out.logprobs[i]
         if out.top_logprobs is not None:
             answer["top_logprobs"] = [
-                [{"id": token, "text": decode([token]), "logprob": logprob} for token, logprob in place]
+                [{"id": token, "text": token_text(tokenizer, token), "logprob": logprob} for token, logprob in place]
                 for place in out.top_logprobs[i]
             ]
         answers.append(answer)

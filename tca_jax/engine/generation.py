@@ -16,7 +16,7 @@ from tca_jax.engine.contexts import Context, kept_share
 from tca_jax.engine.decode import DecodingState, decode, prefill, row_keys
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import ROWS, SAME, OverMesh, agreed, num_devices, on_host, rows_of_device
-from tca_jax.engine.prompts import Prompt, bucket_length, decode_tokens, is_single
+from tca_jax.engine.prompts import Prompt, bucket_length, decode_continuation, is_single
 from tca_jax.engine.request import Request, certain_characters
 from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import UserError, check_integer, require_type
@@ -210,7 +210,7 @@ def stream(
         ValueError: as for `generate`; also a model without a tokenizer. Raised by the call, not by the first piece.
         TypeError: as for `generate`.
     """
-    decode_tokens(lm, [])  # no tokenizer: say so before anything is compiled
+    decode_continuation(lm, [])  # no tokenizer: say so before anything is compiled
     request = Request.create(
         lm,
         prompts,

@@ -15,6 +15,9 @@ from tca_jax.models.config import ModelConfig
 from tca_jax.pallas_kernels.numerics import round_up
 
 _SMALLEST = 16
+_TAIL = 64  # tokens before a text that are tokenized again together with it
+_CHECKED = 8  # of these, the last ones must come out as they were
+_SPACE = " \n"  # that templates may strip from messages
 
 
 def bucket_length(length: int, smallest: int = _SMALLEST) -> int:
@@ -98,6 +101,23 @@ def encode_verbatim(lm: Encoder, text: str | bytes, argument: str = "prompt") ->
     return _tokenize(lm, decode_utf8(text, argument), argument, add_special_tokens=False)
 
 
+def encode_continuation(lm: Encoder, text: str | bytes, held: Sequence[int], argument: str = "prompt") -> list[int]:
+    """Token ids of text that follows the tokens `held`: those that it has in one text of both.
+
+    Where a token of that text would span the boundary, they are the ids of the text alone, without the space that
+    SentencePiece puts before a text.
+    """
+    text, tail = decode_utf8(text, argument), list(held[-_TAIL:])
+    befores = [(_tokenizer(lm, argument).decode(tail), tail[-_CHECKED:])] if tail else []
+    for before, end in [*befores, ("\n", [])]:
+        first = _tokenize(lm, before, argument, add_special_tokens=False)
+        both = _tokenize(lm, before + text, argument, add_special_tokens=False)
+        split = len(first)
+        if first[split - len(end) :] == end and both[:split] == first and len(both) > split:
+            return both[split:]
+    return encode_verbatim(lm, text, argument)
+
+
 def encode_appended(
     lm: Encoder, prompts: Any, rows: int, held: Callable[[int], list[int]], argument: str = "prompts"
 ) -> list[list[int]]:
@@ -126,20 +146,24 @@ def encode_appended(
 
 def _encode_appended(lm: Encoder, prompt: Any, held: Callable[[], list[int]], argument: str) -> list[int]:
     if isinstance(prompt, str | bytes) and len(prompt):
-        ids = encode_verbatim(lm, prompt, argument)
+        ids = encode_continuation(lm, prompt, held(), argument)
         if not ids:
             raise UserError(f"{argument} is empty: the tokenizer of {lm.name!r} makes no token of {prompt!r}")
         return ids
-    ids = encode_prompt(lm, prompt, argument)
     if not _is_chat(prompt):
-        return ids
-    before = held()
-    if ids[: len(before)] != before or len(ids) == len(before):
+        return encode_prompt(lm, prompt, argument)
+    before, rendered = held(), render_chat(lm, prompt, argument)
+    ids = encode_verbatim(lm, rendered, argument)
+    if ids[: len(before)] == before and len(ids) > len(before):
+        return ids[len(before) :]
+    # A token of the chat may span the end of the context, whose text the chat then begins with all the same.
+    text = lm.tokenizer.decode(before)
+    if not rendered.startswith(text) or len(rendered) == len(text):
         raise UserError(
-            f"{argument} is a chat that does not go on from what the context holds: its first {len(before)} tokens "
-            "must be those of the context. Pass the whole conversation, or text, which is appended as it is"
+            f"{argument} is a chat that does not continue the context: it must begin with the context's "
+            f"{len(before)} tokens. Pass the whole conversation, or text, which is appended as it is"
         )
-    return ids[len(before) :]
+    return encode_continuation(lm, rendered[len(text) :], before, argument)
 
 
 def require_positions(
@@ -156,6 +180,31 @@ def require_positions(
 def decode_tokens(lm: Encoder, tokens: Sequence[int]) -> str:
     """Text of token ids, without special tokens."""
     return _tokenizer(lm, "text").decode(list(tokens), skip_special_tokens=True)
+
+
+def decode_continuation(lm: Encoder, tokens: Sequence[int], *, special: bool = False) -> str:
+    """Text of tokens that follow others; `special` ones are included or left out.
+
+    It is cut from the text of a letter and these: SentencePiece's tokenizers drop the first space of what they decode.
+    """
+    return _decode_continuation(_tokenizer(lm, "text"), tokens, special=special)
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+    """Text of a token inside a text, special ones included."""
+    return _decode_continuation(tokenizer, [token], special=True)
+
+
+def _decode_continuation(tokenizer: Any, tokens: Sequence[int], *, special: bool) -> str:
+    anchor, text = _anchor(tokenizer)
+    return tokenizer.decode([*anchor, *tokens], skip_special_tokens=not special)[len(text) :]
+
+
+@functools.lru_cache(maxsize=8)
+def _anchor(tokenizer: Any) -> tuple[tuple[int, ...], str]:
+    """Tokens of a letter, and their text."""
+    ids = tuple(tokenizer("a", add_special_tokens=False)["input_ids"])
+    return ids, tokenizer.decode(list(ids))
 
 
 def pad_tokens(
@@ -305,6 +354,7 @@ class DocumentTemplate:
         after_question: Between a question and its answer.
         before_next: Between an answer and the next question.
         verbatim: Whether this is all; otherwise the tokenizer puts its own tokens before the document.
+        trims: Whether the template strips white space from both ends of messages.
     """
 
     before_document: str
@@ -312,6 +362,7 @@ class DocumentTemplate:
     after_question: str
     before_next: str
     verbatim: bool
+    trims: bool = False
 
     @classmethod
     def of(cls, lm: Encoder, system: str | None = None) -> DocumentTemplate:
@@ -331,7 +382,9 @@ class DocumentTemplate:
         chat = [*first, {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT}]
         before, between, after = _split(lm, render_chat(lm, first, "chat"), _DOCUMENT, _QUESTION)
         *_, following, _ = _split(lm, render_chat(lm, chat, "chat"), _DOCUMENT, _QUESTION, _ANSWER, _NEXT)
-        return cls(before, between, after, following, verbatim=True)
+        first[-1] = {"role": "user", "content": f"{_SPACE}{_DOCUMENT}{_SPACE}"}
+        trims = f"{_SPACE}{_DOCUMENT}{_SPACE}" not in render_chat(lm, first, "chat")
+        return cls(before, between, after, following, verbatim=True, trims=trims)
 
     def document(self, lm: Encoder, text: str, argument: str) -> list[int]:
         """Token ids of what is read once.
@@ -341,10 +394,12 @@ class DocumentTemplate:
         """
         if not self.verbatim or not text:
             return encode_prompt(lm, text, argument)
-        return encode_verbatim(lm, self.before_document + text, argument)
+        return encode_verbatim(lm, self.before_document + (text.lstrip() if self.trims else text), argument)
 
     def question(self, text: str, *, follows_answer: bool) -> str:
         """What is appended to ask a question."""
+        if self.trims:
+            text = text.strip() if follows_answer else text.rstrip()
         return (self.before_next if follows_answer else self.before_question) + text + self.after_question
 
 

@@ -18,7 +18,7 @@ from tca_jax.engine.contexts import AppendedPrompts, Context
 from tca_jax.engine.decode import APPENDED, PROMPTS, STARTED, STATE, DecodingState, decode, prefill, resume, row_keys
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import CACHES, SAME, OverMesh, on_host, rows_of_device
-from tca_jax.engine.prompts import bucket_length, decode_tokens, encode_prompts, pad_tokens, require_positions
+from tca_jax.engine.prompts import bucket_length, decode_continuation, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.read import require_finite
 from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import UserError, UserTypeError, check_integer, check_seed
@@ -135,19 +135,34 @@ class AnswerReader:
         """
         if self.lm.tokenizer is None:
             return Answer(tokens, None, False)
-        text = decode_tokens(self.lm, tokens)
         # A stop string that is complete before `min_new_tokens` tokens are there ends nothing. A character of several
         # tokens may not be complete then; it is not counted.
-        early = len(decode_tokens(self.lm, tokens[: self.min_new_tokens]).rstrip("\ufffd")) if self.stop else 0
-        if self._stop_place(text, early) is None:
+        early = len(self._raw(tokens[: self.min_new_tokens]).rstrip("\ufffd")) if self.stop else 0
+        if not self.stop or self._stop_place(self._raw(tokens), early) is None:
             self._looked = len(tokens)
-            return Answer(tokens, text, False)
+            return Answer(tokens, decode_continuation(self.lm, tokens), False)
         for count in range(self._looked + 1, len(tokens) + 1):
-            said = decode_tokens(self.lm, tokens[:count])
-            place = self._stop_place(said, early)
+            place = self._stop_place(self._raw(tokens[:count]), early)
             if place is not None:
-                return Answer(tokens[:count], said[:place], True)
-        raise AssertionError("the whole text holds a stop string, so some part of it does")
+                return Answer(tokens[:count], self._text_before(place, tokens[:count]), True)
+        raise AssertionError("the raw text holds a stop string, so some part of it does")
+
+    def _raw(self, tokens: list[int]) -> str:
+        """Text with its special tokens, which stop strings may be."""
+        return decode_continuation(self.lm, tokens, special=True)
+
+    def _text_before(self, place: int, tokens: list[int]) -> str:
+        """Text without special tokens, up to a place of the raw text."""
+        raw, text = self._raw(tokens), decode_continuation(self.lm, tokens)
+        if text == raw:
+            return text[:place]
+        for count in range(len(tokens), -1, -1):  # the last tokens that end before the place
+            before = self._raw(tokens[:count])
+            if len(before) <= place and raw.startswith(before):
+                break
+        text = decode_continuation(self.lm, tokens[:count])
+        part = decode_continuation(self.lm, tokens[: count + 1])[len(text) :]  # none of a special token
+        return text + (raw[len(before) : place] if part else "")
 
     def _stop_place(self, text: str, early: int) -> int | None:
         """Where the earliest stop string begins that ends behind the first `early` characters; None without any."""

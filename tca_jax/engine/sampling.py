@@ -128,6 +128,7 @@ def sample(
     if temperature is None:
         return best
     greedy = temperature == 0
+    logits = logits - jnp.max(logits, axis=-1, keepdims=True)  # at most 0: a small temperature overflows to -inf alone
     logits = filter_logits(logits / jnp.where(greedy, 1, temperature), sampling)
     drawn = jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
     return jnp.where(greedy.reshape(-1), best, drawn)

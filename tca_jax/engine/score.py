@@ -16,7 +16,14 @@ from tca_jax.engine.contexts import AppendedPrompts, Context
 from tca_jax.engine.extend import align, extend, num_columns
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import CACHES, ROWS, OverMesh, on_host, rows_of_device
-from tca_jax.engine.prompts import Prompt, encode_prompt, encode_prompts, encode_verbatim, pad_tokens, require_positions
+from tca_jax.engine.prompts import (
+    Prompt,
+    encode_continuation,
+    encode_prompt,
+    encode_prompts,
+    pad_tokens,
+    require_positions,
+)
 from tca_jax.engine.read import read_prompts, require_finite
 from tca_jax.errors import UserError, check_integer
 from tca_jax.models.decoder import Decoder
@@ -223,7 +230,7 @@ def score_answers(
     Args:
         lm: From `tca_jax.load`; under any method.
         prompts: Strings, chats or token ids; at least 1 token each.
-        answers: As many answers to each prompt, at least 1: strings or token ids; no special token is put before text.
+        answers: As many answers to each prompt, at least 1: strings, which continue the prompt's text, or token ids.
             Of an answer's last token nothing is asked but its probability: it needs no position.
         context: From `tca_jax.prefill`, of one row: prompts are appended to it.
         backend: Kernel backend: "auto", "xla", "triton" or "mosaic".
@@ -234,37 +241,41 @@ def score_answers(
         TypeError: an argument is of a wrong type.
     """
     kernels = resolve_backend(backend)
-    answer_ids = _encode_answers(lm, answers)
-    times = len(answer_ids[0])
-    if len(prompts) != len(answer_ids) or any(len(of_prompt) != times for of_prompt in answer_ids):
-        counts = [len(of_prompt) for of_prompt in answer_ids]
+    counts = [len(of_prompt) for of_prompt in answers]
+    if len(prompts) != len(counts) or not all(counts) or len(set(counts)) != 1:
         raise UserError(
             f"answers has {counts} entries: must have as many for each of the {len(prompts)} prompts, at least 1"
         )
-    rows = [ids for of_prompt in answer_ids for ids in of_prompt]
+    times = counts[0]
     if context is None:
-        logprobs, greedy = _behind_prompts(lm, prompts, rows, kernels)
+        held = encode_prompts(lm, prompts)
+        rows = _encode_answers(lm, answers, held)
+        logprobs, greedy = _behind_prompts(lm, held, rows, kernels)
     else:
-        logprobs, greedy = _behind_context(lm, prompts, rows, context, kernels)
+        appended = AppendedPrompts.create(lm, prompts, context)
+        if context.batch != 1:
+            raise UserError(f"context has {context.batch} rows: must have one, which all prompts share")
+        before = appended.context.token_ids()
+        rows = _encode_answers(lm, answers, [before + ids for ids in appended.ids])
+        logprobs, greedy = _behind_context(lm, appended, rows, kernels)
     return AnswerScores(
         [logprobs[i : i + times] for i in range(0, len(rows), times)],
         [greedy[i : i + times] for i in range(0, len(rows), times)],
     )
 
 
-def _encode_answers(lm: LM, answers: Any) -> list[list[list[int]]]:
-    encoded = [
-        [_encode_answer(lm, answer, f"answers[{i}][{j}]") for j, answer in enumerate(of_prompt)]
-        for i, of_prompt in enumerate(answers)
+def _encode_answers(lm: LM, answers: Any, held: Sequence[list[int]]) -> list[list[int]]:
+    """Token ids of every answer, those to one prompt side by side; `held` are the tokens before them."""
+    return [
+        _encode_answer(lm, answer, before, f"answers[{i}][{j}]")
+        for i, (of_prompt, before) in enumerate(zip(answers, held, strict=True))
+        for j, answer in enumerate(of_prompt)
     ]
-    if not encoded or not encoded[0]:
-        raise UserError("answers is empty: at least one for each prompt is needed")
-    return encoded
 
 
-def _encode_answer(lm: LM, answer: Any, argument: str) -> list[int]:
+def _encode_answer(lm: LM, answer: Any, held: list[int], argument: str) -> list[int]:
     text = isinstance(answer, str | bytes) and len(answer)
-    ids = encode_verbatim(lm, answer, argument) if text else encode_prompt(lm, answer, argument)
+    ids = encode_continuation(lm, answer, held, argument) if text else encode_prompt(lm, answer, argument)
     if not ids:
         raise UserError(f"{argument} is empty: at least one token is needed")
     return ids
@@ -281,10 +292,9 @@ def _require_positions(
 
 
 def _behind_prompts(
-    lm: LM, prompts: Any, answers: list[list[int]], backend: Backend
+    lm: LM, ids: list[list[int]], answers: list[list[int]], backend: Backend
 ) -> tuple[list[np.ndarray], list[bool]]:
     """Scores of each answer; those to one prompt side by side."""
-    ids = encode_prompts(lm, prompts)
     times = len(answers) // len(ids)
     _require_positions(lm, ids, answers)
     tokens, lengths = pad_tokens(ids, lm.pad_token_id)
@@ -371,12 +381,9 @@ _read_and_feed = Program(OverMesh(_read_and_feed_program, (ROWS,) * 5, (ROWS, RO
 
 
 def _behind_context(
-    lm: LM, prompts: Any, answers: list[list[int]], context: Any, backend: Backend
+    lm: LM, checked: AppendedPrompts, answers: list[list[int]], backend: Backend
 ) -> tuple[list[np.ndarray], list[bool]]:
     """The same of prompts that follow a context, each of them together with its answer."""
-    checked = AppendedPrompts.create(lm, prompts, context)
-    if context.batch != 1:
-        raise UserError(f"context has {context.batch} rows: must have one, which all prompts share")
     _require_positions(lm, checked.ids, answers, context_tokens=checked.starts[0])
     times = len(answers) // len(checked.ids)
     asked = [ids for ids in checked.ids for _ in range(times)]

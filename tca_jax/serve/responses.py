@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from tca_jax.engine.prompts import token_text
 from tca_jax.serve.engine import DocumentInfo
 from tca_jax.serve.streams import Completion
 
@@ -173,11 +174,6 @@ def usage_of(prompts: Sequence[tuple[int, int]], new_tokens: int) -> Json:
         "total_tokens": read + new_tokens,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-
-
-def token_text(tokenizer: Any, token: int) -> str:
-    """What a token reads as, special ones included."""
-    return tokenizer.decode([token])
 
 
 def document_json(info: DocumentInfo) -> Json:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 import types
 
 import jax
@@ -162,13 +163,18 @@ def test_the_pieces_of_a_batch_join_to_its_answers(written, stop):
 
 
 class Letters:
-    """A tokenizer whose token i is the i-th of some byte strings, which may make up characters together, or none."""
+    """A tokenizer whose token i is the i-th of some byte strings, parts of characters or special tokens (<...>)."""
 
     def __init__(self, *parts: bytes) -> None:
         self.parts = parts
 
     def decode(self, tokens, skip_special_tokens=True):
-        return b"".join(self.parts[token] for token in tokens).decode(errors="replace")
+        parts = [[*self.parts, b"a"][token] for token in tokens]
+        kept = [part for part in parts if not (skip_special_tokens and part[:1] == b"<")]
+        return b"".join(kept).decode(errors="replace")
+
+    def __call__(self, text, **options):
+        return {"input_ids": [len(self.parts)]}
 
 
 def request_of(lm, parts, stop, min_new_tokens=0):
@@ -201,13 +207,17 @@ def state_after(step, parts):
         ("abab", ("ab",), 4, 4, "abab"),  # no fewer than there may be
         ("aaaa", ("aa",), 2, 3, "a"),
         ("abcabc", ("zz",), 0, 6, "abcabc"),
+        ("ab<end>c<end>", ("<end>",), 0, 3, "ab"),
+        ("ab<end>c<end>", ("<end>",), 3, 5, "abc"),
+        ("ab<end>c", ("b<e",), 0, 3, "a"),
+        ("é<end>cd", ("nd>c",), 0, 3, "é"),
+        ("a<end>bcd", ("cd",), 0, 5, "ab"),
     ],
 )
-def test_the_stop_string_that_is_complete_first_ends_an_answer_however_often_one_looks(
-    lm, text, stop, least, tokens, left
-):
-    parts = [letter.encode() for letter in text]
-    for steps in ([len(text)], [1, 3, len(text)], range(1, len(text) + 1)):
+def test_the_first_complete_stop_string_ends_an_answer(lm, text, stop, least, tokens, left):
+    """However often one looks; special tokens are part of the text in which it is sought."""
+    parts = [part.encode() for part in re.findall("<[a-z]*>|.", text)]
+    for steps in ([len(parts)], [1, 3, len(parts)], range(1, len(parts) + 1)):
         request = inspect.unwrap(request_of)(lm, parts, stop, least)
         answers = [inspect.unwrap(type(request).answers)(request, state_after(step, parts)) for step in steps]
         (answer,) = answers[-1]

@@ -24,6 +24,13 @@ def test_greedy_takes_the_highest_logit_whatever_the_key():
         np.testing.assert_array_equal(token, np.argmax(logits, axis=-1))
 
 
+@pytest.mark.parametrize("temperature", [2e-38, np.float32(2e-38)[None]])
+def test_the_smallest_temperature_is_greedy(temperature):
+    logits = 10 * _random_logits(0)
+    token = sample(logits, row_keys(jax.random.key(0), 3), Sampling(temperature=temperature, top_p=0.9))
+    np.testing.assert_array_equal(token, np.argmax(logits, axis=-1))
+
+
 @pytest.mark.parametrize("k", [1, 7, 50, 80])
 def test_top_k_keeps_the_k_highest(k):
     logits = _random_logits(1)
