@@ -6,13 +6,11 @@ import dataclasses
 import importlib.metadata
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Float64, Int32
 
-from tca_jax.calibration.profile_format import ARRAYS, FORMAT_VERSION, read_fields, sign
 from tca_jax.errors import UserError, check_integer
 from tca_jax.methods.base import Method
 from tca_jax.methods.candidates import kept_share
@@ -20,8 +18,11 @@ from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.registry import configured
 from tca_jax.methods.tca_prefill import READINGS
 from tca_jax.models.config import ModelConfig
-from tca_jax.persistence import RestoreArrays, absolute_folder, load_step, save_step
+from tca_jax.persistence import load, save
 
+FORMAT_VERSION, _READ_VERSIONS = 4, (3, 4)
+ARRAYS = ("candidates", "scores", "readings", "prefill_candidates", "reading_worth", "keeping_worth")
+_METADATA = ("config", "fingerprint", "model_name", "sources", "losses", "probes", "library_version")
 _LOSSES, _ENDS = ("inside", "answers", "following"), ("full", "row0", "chosen")
 _PROBES = ("counted", "kept", "attended")
 _SCORE_SLACK = 0.01  # float32 sums over long texts leave [0, 1] by rounding
@@ -216,26 +217,20 @@ class Profile:
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes the profile to a directory, in place of the one that it holds.
 
-        The new profile is written beside the old one and takes its place with a rename: whenever the save is
-        interrupted, and however many processes save and load at once, `load` finds one of them, whole.
+        The new profile takes the place of the old one with a rename: `load` finds one of them, whenever the save is
+        interrupted.
 
         Args:
             directory: Created if missing. Other files in it are left alone.
 
         Raises:
-            ValueError: `directory` is a file.
             OSError: it cannot be written to; the message names it, and what it held still loads.
         """
-        path = absolute_folder(directory)
-        if path.exists() and not path.is_dir():
-            raise UserError(f"cannot save a profile to {path}: it is a file, not a directory")
-        save_step("profile", path, self._arrays(), sign(self._metadata(), self._arrays()))
+        save("profile", directory, self._arrays(), self._metadata())
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Profile:
         """Reads the profile that `save` wrote to a directory, on any kind and number of devices.
-
-        Formats of before the first release are refused with the command that makes a new profile.
 
         Args:
             directory: As given to `save`. Nothing in it is changed.
@@ -245,25 +240,24 @@ class Profile:
 
         Raises:
             FileNotFoundError: `directory` does not exist.
-            ValueError: it holds no profile, or one that is damaged, inconsistent or of a newer format; the
-                message names the folder and the field.
+            ValueError: it holds no profile, or one that is damaged, inconsistent or of another format; the message
+                names the folder.
         """
-        path = absolute_folder(directory)
-        if not path.exists():
-            raise FileNotFoundError(f"profile directory {path} does not exist")
-        if not path.is_dir():
-            raise UserError(f"{path} is a file, not a profile directory")
-        return load_step("profile", path, cls._parse)
-
-    @classmethod
-    def _parse(cls, folder: Path, metadata: Any, restore: RestoreArrays) -> Profile:
-        """The profile that a folder holds."""
-        fields = read_fields(folder, metadata, restore)
+        folder, metadata, arrays = load("profile", directory)
+        version = metadata.get("format_version") if isinstance(metadata, dict) else None
+        if version not in _READ_VERSIONS:
+            raise UserError(
+                f"{folder}: format_version = {version!r}: tca_jax {importlib.metadata.version('tca-jax')} reads "
+                f"{list(_READ_VERSIONS)}; upgrade tca_jax, or calibrate again"
+            )
         try:
-            readings = np.array(READINGS)[np.clip(fields.pop("readings"), 0, len(READINGS) - 1)]
-            return cls(**{**fields, "readings": readings, "sources": _checked_sources(fields["sources"])})
-        except ValueError as error:
-            raise UserError(f"{folder}: {error}") from error
+            # Formats say what fields they have: beside them, version 3 has names of arrays and a checksum.
+            fields = {name: metadata[name] for name in _METADATA} | {name: arrays[name] for name in ARRAYS}
+            fields["config"] = TCAConfig(**fields["config"])
+            fields["sources"] = _checked_sources(fields["sources"])
+            return cls(**{**fields, "readings": np.array(READINGS)[fields["readings"]]})
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise UserError(f"{folder}: damaged: {error or type(error).__name__}") from error
 
     def _arrays(self) -> dict[str, np.ndarray]:
         codes = np.argmax(self.readings[..., None] == np.array(READINGS), axis=-1).astype(np.int32)
@@ -271,9 +265,8 @@ class Profile:
 
     def _metadata(self) -> dict[str, Any]:
         """All but the arrays, as JSON values."""
-        names = (field.name for field in dataclasses.fields(self) if field.name not in ARRAYS)
-        own = {"format_version": FORMAT_VERSION, "config": dataclasses.asdict(self.config)}
-        return {**{name: getattr(self, name) for name in names}, **own, "sources": list(self.sources)}
+        own = {"format_version": FORMAT_VERSION, "config": dataclasses.asdict(self.config), "sources": [*self.sources]}
+        return {name: getattr(self, name) for name in _METADATA} | own
 
 
 def budgets_of(profile: Profile) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class Checkpoint:
         """Where the profile wants each KV head: read there, none has to be moved, for which there may be no room."""
         c = self.config
         sizes = c.num_layers, c.num_kv_heads, axis_size(mesh, MODEL), c.max_context
-        return balanced_orders(profile.method().cache, *sizes, None)
+        return balanced_orders(profile.method().cache, *sizes)
 
 
 def load(

@@ -1,8 +1,4 @@
-"""Compiled programs, kept by the shapes they were compiled for, so that compile time is never counted as run time.
-
-A process may map only so many pieces of memory (65,530 on Linux). XLA's compiler for CPUs maps hundreds for each
-program, and takes tens of megabytes. So the programs that were not used for longest are dropped in time.
-"""
+"""Compiled programs, kept by the shapes they were compiled for, so that compile time is never counted as run time."""
 
 from __future__ import annotations
 
@@ -10,34 +6,19 @@ import functools
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-_MOST_PROGRAMS = 512  # kept of all functions; an octave has eight prompt lengths, a long prompt one for each layer
-_MOST_BYTES = 4 * 2**30  # of all together: their code, and what the process grew by while they were compiled
-_SHARE_OF_MAPS = 2  # all together map at most half of what the system allows
+# Programs that a process keeps. XLA maps hundreds of pieces of memory for each program of a CPU, and Linux allows a
+# process 65,530.
+_MOST_PROGRAMS, _MOST_ON_CPU = 512, 128
 
-_OPTIONS: Any = jax.config  # they are attributes that type checkers do not know
-_MAPS, _PAGES = Path("/proc/self/maps"), Path("/proc/self/statm")
-_ALLOWED_MAPS = Path("/proc/sys/vm/max_map_count")
-
-
-class _Kept(NamedTuple):
-    """A program, the bytes that it takes, and the pieces of memory that the process maps for it."""
-
-    executable: Any
-    nbytes: int
-    maps: int
-
-
-#: All programs of the process, those that were not used for longest first: by a reference to the `Program`, and what
-#: they were compiled for.
-_kept: dict[tuple[Hashable, ...], _Kept] = {}
-_lock = threading.RLock()  # several threads may compile at once; the garbage collector may call `_forget` anywhere
+_OPTIONS: Any = jax.config  # its attributes are unknown to type checkers
+_kept: dict[tuple[Hashable, ...], Any] = {}  # least recently used first
+_lock = threading.Lock()  # several threads may compile at once
 
 
 class Program:
@@ -53,12 +34,9 @@ class Program:
     def __init__(self, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> None:
         self._function = function
         self._donate = donate
-        weakref.finalize(self, _forget, weakref.ref(self))
 
     def prepare(self, *args: Any, **static: Any) -> tuple[Callable[..., Any], float]:
-        """Compiles for these arguments unless that was done before.
-
-        Arrays may be given as their shapes (`results_of`): nothing runs here.
+        """Compiles for these arguments, or for their shapes (`results_of`), unless that was done before.
 
         Returns:
             The executable, to be called with the same positional arguments, and the seconds that compiling took
@@ -78,71 +56,27 @@ class Program:
     def _prepare(self, *args: Any, **static: Any) -> tuple[Callable[..., Any], float]:
         leaves, structure = jax.tree.flatten(args)
         shapes = tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
-        precision = _OPTIONS.jax_default_matmul_precision
-        key = (weakref.ref(self), structure, shapes, tuple(sorted(static.items())), precision)
+        key = (self, structure, shapes, tuple(sorted(static.items())), _OPTIONS.jax_default_matmul_precision)
         with _lock:
-            if (kept := _kept.pop(key, None)) is not None:
-                _kept[key] = kept  # now the youngest
-                return kept.executable, 0.0
-        start, nbytes, maps = time.perf_counter(), resident_bytes(), num_maps()
-        # JAX keeps what it has compiled as long as the function lives: this one lives as long as its program.
-        function = functools.partial(self._function)
+            if (executable := _kept.pop(key, None)) is not None:
+                _kept[key] = executable
+                return executable, 0.0
+        start = time.perf_counter()
+        function = functools.partial(self._function)  # JAX keeps what it compiled as long as the function lives
         jitted = jax.jit(function, static_argnames=tuple(static), donate_argnums=self._donate)
         executable = jitted.lower(*args, **static).compile()
         seconds = time.perf_counter() - start
-        code = getattr(executable.memory_analysis(), "generated_code_size_in_bytes", 0)
-        kept = _Kept(executable, code + max(0, resident_bytes() - nbytes), max(0, num_maps() - maps))
         with _lock:
-            _kept[key] = kept
-            while len(_kept) > 1 and _are_many():
-                _kept.pop(next(iter(_kept)), None)
+            _kept[key] = executable
+            while len(_kept) > (_MOST_ON_CPU if jax.default_backend() == "cpu" else _MOST_PROGRAMS):
+                del _kept[next(iter(_kept))]
         return executable, seconds
 
 
 def forget_programs() -> None:
-    """Drops all programs; each is compiled anew when it is next needed."""
+    """Drops all programs; each is compiled again when it is next needed."""
     with _lock:
         _kept.clear()
-
-
-def _forget(program: Hashable) -> None:
-    """Drops what was compiled of a `Program` that is gone, by the reference to it."""
-    with _lock:
-        for key in [key for key in list(_kept) if key[0] is program]:
-            _kept.pop(key, None)
-
-
-def num_programs() -> int:
-    """Programs that the process keeps."""
-    return len(_kept)
-
-
-def num_maps() -> int:
-    """Pieces of memory that this process maps; 0 where the system does not say."""
-    try:
-        return _MAPS.read_bytes().count(b"\n")
-    except OSError:
-        return 0
-
-
-def _are_many() -> bool:
-    """Whether the programs that are kept are more than a process should have."""
-    kept = list(_kept.values())
-    if len(kept) > _MOST_PROGRAMS or sum(each.nbytes for each in kept) > _MOST_BYTES:
-        return True
-    try:
-        allowed = int(_ALLOWED_MAPS.read_text())
-    except (OSError, ValueError):
-        return False
-    return sum(each.maps for each in kept) > allowed / _SHARE_OF_MAPS
-
-
-def resident_bytes() -> int:
-    """Memory of this process; 0 where the system does not say."""
-    try:
-        return int(_PAGES.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return 0
 
 
 class _Placing:
@@ -153,11 +87,9 @@ class _Placing:
         self.out_info = executable.out_info
 
     def as_text(self) -> str:
-        """The compiled program."""
         return self._executable.as_text()
 
     def memory_analysis(self) -> Any:
-        """What the executable says of the memory that it needs on a device."""
         return self._executable.memory_analysis()
 
     def __call__(self, lm: Any, *args: Any) -> Any:

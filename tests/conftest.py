@@ -145,9 +145,10 @@ def no_programs_of_other_modules():
         return
     import jax
 
-    from tca_jax.programs import forget_programs, num_maps
+    from tca_jax.programs import forget_programs
 
-    if 0 < num_maps() < _MOST_MAPS:  # 0: the system does not say
+    maps = Path("/proc/self/maps")  # of Linux alone
+    if maps.exists() and maps.read_bytes().count(b"\n") < _MOST_MAPS:
         return
     forget_programs()
     jax.clear_caches()

@@ -14,7 +14,10 @@ from jax.sharding import AxisType, Mesh
 from tiny import CONFIG, TCA
 
 import tca_jax
+from tca_jax.engine.mesh import balanced_orders
 from tca_jax.models.decoder import Decoder
+from tca_jax.models.names import MODEL
+from tca_jax.models.sharding import axis_size, permute_heads
 
 needs_8_devices = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
@@ -30,9 +33,15 @@ def mesh_of(shape: tuple[int, ...], axes: tuple[str, ...] = ("data", "model"), k
 
 @functools.lru_cache
 def lm_of(
-    mesh: Mesh | None = None, group: int = 2, kv_heads: int = 4, dtype=jnp.float32, name: str = "tiny", **changes
+    mesh: Mesh | None = None,
+    group: int = 2,
+    kv_heads: int = 4,
+    dtype=jnp.float32,
+    name: str = "tiny",
+    rows: tuple[tuple[int, ...], ...] | None = None,
+    **changes,
 ) -> tca_jax.LM:
-    """A random model without zeros: biases are drawn too."""
+    """A random model without zeros: biases are drawn too. On a mesh, caches of TCA with such budgets balance."""
     sizes = {"num_kv_heads": kv_heads, "num_heads": kv_heads * group, "hidden_size": 64, "intermediate_size": 96}
     config = dataclasses.replace(CONFIG, **{**sizes, **changes})
     graphdef, weights = nnx.split(Decoder(config, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0)))
@@ -44,7 +53,13 @@ def lm_of(
         return noise if x.ndim >= 2 else x + noise
 
     decoder = nnx.merge(graphdef, jax.tree.map(drawn, weights))
-    return tca_jax.LM.from_decoder(decoder, mesh=mesh, name=name)
+    lm = tca_jax.LM.from_decoder(decoder, mesh=mesh, name=name)
+    if mesh is None:
+        return lm
+    sizes = config.num_layers, kv_heads, axis_size(lm.mesh, MODEL), config.max_positions
+    policy = with_tca(lm_of(None, group, kv_heads, dtype, **changes), rows).method.cache
+    orders = balanced_orders(policy, *sizes)
+    return tca_jax.LM.from_decoder(permute_heads(lm.decoder, orders), mesh=mesh, head_orders=orders, name=name)
 
 
 def chunks_of(tokens: int, lm: tca_jax.LM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,5 +70,6 @@ def chunks_of(tokens: int, lm: tca_jax.LM, monkeypatch: pytest.MonkeyPatch) -> N
 
 def with_tca(lm: tca_jax.LM, rows=None, **options) -> tca_jax.LM:
     """The model under TCA, with budgets that differ from head to head."""
-    rows = [[row[i % 4] for i in range(lm.config.num_kv_heads)] for row in ROWS] if rows is None else rows
+    layers, heads = range(lm.config.num_layers), range(lm.config.num_kv_heads)
+    rows = [[ROWS[layer % 2][head % 4] for head in heads] for layer in layers] if rows is None else rows
     return lm.with_method("tca", candidates=rows, config=TCA, **options)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from safetensors.numpy import load_file, save_file
 
-from tca_jax.calibration.profile import Profile
-from tca_jax.calibration.profile_format import ARRAYS
+from tca_jax.calibration.profile import ARRAYS, Profile
 from tca_jax.loading import checkpoint_folder
 
 _FILES = ("chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json")

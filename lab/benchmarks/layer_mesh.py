@@ -29,7 +29,7 @@ def heads_over(mesh: Mesh | None, policy: CachePolicy, kv_heads: int) -> HeadSha
     if mesh is None:
         return None
     devices = axis_size(mesh, MODEL)
-    return HeadShards(devices, balanced_orders(policy, 1, kv_heads, devices, _BALANCED_TOKENS, None))
+    return HeadShards(devices, balanced_orders(policy, 1, kv_heads, devices, _BALANCED_TOKENS))
 
 
 def program_over(

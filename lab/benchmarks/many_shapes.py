@@ -22,6 +22,7 @@ from tca_jax.engine.prompts import bucket_length
 from tca_jax.lab.benchmarks.common import print_row, write_results
 from tca_jax.lab.benchmarks.models import random_model
 from tca_jax.lab.benchmarks.options import RESULTS, NameOption, OutOption
+from tca_jax.lab.benchmarks.serve_soak import resident_bytes
 from tca_jax.lab.plots import figures
 
 _LAYERS = 2
@@ -65,9 +66,9 @@ def measure(shapes: int, generations: int, seed: int) -> list[dict[str, Any]]:
                 {
                     "generations": number,
                     "that compiled": compiled,
-                    "programs kept": programs.num_programs(),
-                    "memory maps": programs.num_maps(),
-                    "MB resident": programs.resident_bytes() / 1e6,
+                    "programs kept": len(programs._kept),
+                    "memory maps": Path("/proc/self/maps").read_bytes().count(b"\n"),
+                    "MB resident": resident_bytes() / 1e6,
                     "s": time.perf_counter() - start,
                 }
             )

@@ -66,7 +66,7 @@ def held_by_device(
     c, devices, dtype = config, axis_size(mesh, MODEL), jnp.dtype(config.dtype_name)
     heads = None
     if devices > 1:
-        orders = balanced_orders(policy, c.num_layers, c.num_kv_heads, devices, c.max_context, None)
+        orders = balanced_orders(policy, c.num_layers, c.num_kv_heads, devices, c.max_context)
         heads = HeadShards(devices, orders)
     sizes = c.num_layers, c.num_kv_heads, batch // axis_size(mesh, DATA), prompt_tokens, new_tokens - 1
     layout = CacheLayout.plan(policy, *sizes, heads)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import os
 import random
 import signal
 import sys
@@ -23,7 +24,6 @@ import numpy as np
 import typer
 
 import tca_jax
-from tca_jax import programs
 from tca_jax.cli.files import require_writable
 from tca_jax.cli.options import BackendOption
 from tca_jax.engine.lm import LM
@@ -49,6 +49,11 @@ _SLACK = 2**27  # bytes by which the process may grow then: the host's heap
 _LIVE_SLACK = 2**16  # bytes by which arrays may
 _SECONDS = 120.0  # most that anything is waited for
 _WINDOW = 128  # of a model with random weights
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Soak:
@@ -122,7 +127,7 @@ class Soak:
                 "requests": self.tallies.requests - done,
                 "documents found": len(found),
                 "programs compiled": self.compilations.count - compiled,
-                "MB of the process": programs.resident_bytes() / 1e6,
+                "MB of the process": resident_bytes() / 1e6,
             }
         )
 
@@ -145,7 +150,7 @@ class Soak:
 
     def _look(self, engine: Engine, states: dict[str, str]) -> None:
         """Notes the process's memory, and which documents have moved."""
-        self.memory.append(Sample(self._ending.elapsed, programs.resident_bytes(), self.compilations.count))
+        self.memory.append(Sample(self._ending.elapsed, resident_bytes(), self.compilations.count))
         for each in engine.documents():
             before = states.get(each.id, each.state)
             if before != each.state and each.state in self.moves and before != "waiting":

@@ -16,19 +16,20 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int
 
 from tca_jax.engine.cache import CacheLayout, PagedCache, joined, kept_behind, require_memory, shared_and_own
-from tca_jax.engine.context_copies import (
-    OF_ROWS,
-    ContextIdentity,
-    Held,
-    load_context,
-    moved,
-    on_one_device,
-    save_context,
-    stacked,
-)
+from tca_jax.engine.context_copies import OF_ROWS, ContextIdentity, Held, load_context, save_context
 from tca_jax.engine.extend import align, extend, num_columns
 from tca_jax.engine.lm import LM, require_lm
-from tca_jax.engine.mesh import CACHES, ROWS, HeadShards, OverMesh, by_row, on_host, rows_of_device
+from tca_jax.engine.mesh import (
+    CACHES,
+    ROWS,
+    HeadShards,
+    OverMesh,
+    by_row,
+    mesh_name,
+    on_host,
+    place,
+    rows_of_device,
+)
 from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.read import read_prompts, require_finite
 from tca_jax.errors import UserError, require_type
@@ -161,90 +162,61 @@ class Context:
             devices=devices,
         )
 
-    @property
-    def _held(self) -> Held:
-        return Held(self.cache, self.layout, self.shards)
-
-    def _holding(self, held: Held) -> Context:
-        return dataclasses.replace(self, cache=held.cache, layout=held.layout, shards=held.shards)
-
     def require_made_by(self, lm: LM) -> None:
         """Raises ValueError, which names both sides, unless a model can continue the context under its method."""
-        self._require_identity("context", identity_of(lm), lm.cache_dtype)
-
-    def _require_identity(self, name: str, own: ContextIdentity, wanted: jnp.dtype) -> None:
-        """Raises ValueError unless the context, of such a name in the message, is of a model, its method and dtype."""
-        made, held = self.identity, self.cache.dtype
+        own, made = identity_of(lm), self.identity
+        wanted, held = lm.cache_dtype, self.cache.dtype
         if made.config != own.config or made.fingerprint != own.fingerprint:
             raise UserError(
-                f"{name} was made by model {made.model!r}, whose weights or shape are not those of {own.model!r}: "
+                f"context was made by model {made.model!r}, whose weights or shape are not those of {own.model!r}: "
                 "read the document with this model"
             )
         if made.method_description != own.method_description:
             if unknown := unknown_types(made.method_description):
                 raise UserError(
-                    f"{name} was made under method {made.method!r}, whose {unknown[0]} is not known here: the context "
+                    f"context was made under method {made.method!r}, whose {unknown[0]} is not known here: the context "
                     "may be of another version of tca_jax, or of code that is not imported; read the document again"
                 )
             options = " with other options or budgets" if made.method == own.method else ""
             raise UserError(
-                f"{name} was made under method {made.method!r}{options}, and {own.model!r} runs under "
+                f"context was made under method {made.method!r}{options}, and {own.model!r} runs under "
                 f"{own.method!r}: read the document under this method"
             )
         if held != wanted:
             how = "with kv='fp8'" if held == CODES else f"in dtype {held}" + (", without kv" if wanted == CODES else "")
-            raise UserError(f"{name} holds {held} and the cache of {own.model!r} {wanted}: load the model {how}")
+            raise UserError(f"context holds {held} and the cache of {own.model!r} {wanted}: load the model {how}")
 
     def on(self, lm: LM) -> Context:
-        """The context on the devices of a model, as the model holds its own; itself where it lies so.
+        """The context on the devices of a model; itself where it is there already.
 
-        Calls that continue a context do this where it is needed: once, here, is enough for several of them. It goes
-        through the host.
+        Calls that continue a context do this where it is needed: once, here, is enough for several of them.
 
         Args:
-            lm: A model that can continue it, on one device or on any mesh.
+            lm: A model that can continue it, on as many devices as made it, with KV heads in the same order.
 
         Raises:
-            ValueError: it belongs to another model or method, or its rows cannot be shared out over the mesh.
+            ValueError: it belongs to another model or method, or devices share its rows and KV heads in another way.
         """
         self.require_made_by(lm)
-        lies_so = self.shards == lm.head_shards and self.batch == self.layout.batch * axis_size(lm.mesh, DATA)
-        if lies_so and not isinstance(self.cache.start, np.ndarray):
+        if self.shards != lm.head_shards or self.batch != self.layout.batch * axis_size(lm.mesh, DATA):
+            raise UserError(
+                f"context was made on {self._mesh_name}, and {lm.name!r} is on {mesh_name(lm.mesh)} devices on "
+                f"{DATA!r} x 'model', or has its KV heads in another order there: read the document with this model"
+            )
+        if not isinstance(self.cache.start, np.ndarray):
             return self
-        rows_of_device(lm, self.batch, "rows of the context")
+        put = jnp.asarray if lm.mesh is None else functools.partial(place, CACHES, mesh=lm.mesh)
         rows: dict[str, Any] = {name: jnp.asarray(getattr(self, name)) for name in OF_ROWS}
-        return dataclasses.replace(self._holding(moved(self._held, lm, lies_so)), **rows)
+        return dataclasses.replace(self, cache=jax.tree.map(put, self.cache), **rows)
+
+    @property
+    def _mesh_name(self) -> str:
+        """Devices on "data" x devices on "model"."""
+        return f"{self.batch // self.layout.batch}x{1 if self.shards is None else self.shards.devices}"
 
     def to_host(self) -> Context:
         """The context with its arrays in the host's memory. `on` brings them back, as every call does for itself."""
         return jax.tree.map(on_host, self)
-
-    @classmethod
-    def join(cls, contexts: Sequence[Context]) -> Context:
-        """The rows of several contexts in one, to be continued in one batch; on one device.
-
-        Args:
-            contexts: Of one model and method, of any lengths and ages; at least one. Those of a mesh, or in the host's
-                memory, are brought to the default device.
-
-        Raises:
-            ValueError: there are none, or they belong to different models or methods, or differ in dtype.
-        """
-        if not contexts:
-            raise UserError("contexts is empty: at least one is needed")
-        for i, context in enumerate(contexts):
-            require_type(f"contexts[{i}]", context, Context, "a Context, from tca_jax.prefill")
-            context._require_identity(f"contexts[{i}]", contexts[0].identity, contexts[0].cache.dtype)
-        rows: dict[str, list[Any]] = {name: [getattr(context, name) for context in contexts] for name in OF_ROWS}
-        widest = max(tokens.shape[1] for tokens in rows["tokens"])
-        rows["tokens"] = [jnp.pad(tokens, ((0, 0), (0, widest - tokens.shape[1]))) for tokens in rows["tokens"]]
-        joint = contexts[0]._holding(stacked([on_one_device(context._held) for context in contexts]))
-        changes: dict[str, Any] = {
-            name: jnp.concatenate([jnp.asarray(x) for x in parts]) for name, parts in rows.items()
-        }
-        for name in ("compile_seconds", "prefill_seconds"):
-            changes[name] = sum(getattr(context, name) for context in contexts)
-        return dataclasses.replace(joint, **changes)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes the context to a directory, in place of the one that it holds, whole or not at all.
@@ -255,13 +227,14 @@ class Context:
         Raises:
             OSError: it cannot be written; what was there before is intact.
         """
-        save_context(directory, self.identity, self._held, {name: getattr(self, name) for name in OF_ROWS})
+        held = Held(self.cache, self.layout, self.shards)
+        save_context(directory, self.identity, held, {name: getattr(self, name) for name in OF_ROWS})
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Context:
-        """Reads a saved context onto one device; `on` moves it to a mesh, as calls with it do.
+        """Reads a saved context into the host's memory; `on` puts it on the devices, as calls with it do.
 
-        Whether it belongs to a model and method is checked where it is used.
+        Whether it belongs to a model, method and mesh is checked where it is used.
 
         Raises:
             FileNotFoundError: `directory` does not exist.

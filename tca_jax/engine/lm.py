@@ -15,10 +15,10 @@ from jax.sharding import Mesh
 from jaxtyping import Int32
 
 from tca_jax.engine.cache import CacheLayout
-from tca_jax.engine.mesh import HeadShards, Orders, balanced_orders, mesh_name, whole_mesh
+from tca_jax.engine.mesh import HeadShards, Orders, mesh_name, whole_mesh
 from tca_jax.engine.prompts import TokenizerWording
 from tca_jax.errors import UserError, UserTypeError, require_type
-from tca_jax.methods.base import CachePolicy, Method
+from tca_jax.methods.base import Method
 from tca_jax.methods.full import BASELINE
 from tca_jax.methods.registry import get
 from tca_jax.models.config import ModelConfig
@@ -32,7 +32,6 @@ from tca_jax.models.sharding import (
     check_mesh,
     device_graphdef,
     parameter_specs,
-    permute_heads,
     shard_decoder,
 )
 from tca_jax.pallas_kernels.kv import CODES
@@ -197,7 +196,7 @@ class LM:
         return self.dtype if self.kv is None else KV[self.kv]
 
     def with_method(self, method: Method | str, **options: Any) -> LM:
-        """The same weights under another attention method.
+        """The same weights under another attention method. On a mesh KV heads stay where they are.
 
         Args:
             method: A method, or the name of a registered one, such as "streaming" or "full+streaming".
@@ -217,23 +216,7 @@ class LM:
         frequencies = fixed_frequencies(self.config.head_dim, self.config.rope)
         wording = None if self.tokenizer is None else TokenizerWording(self)
         method = method.for_model(self.config.num_layers, frequencies, wording)
-        return self._deal_heads(method.cache)._with(method=method)
-
-    def _deal_heads(self, policy: CachePolicy) -> LM:
-        """The weights with KV heads where the policy's caches balance; themselves where they already do.
-
-        The weights of attention are exchanged between devices once, for layers whose heads move.
-        """
-        if self.mesh is None or self.head_orders is None:
-            return self
-        c, devices = self.config, axis_size(self.mesh, MODEL)
-        orders = balanced_orders(policy, c.num_layers, c.num_kv_heads, devices, c.max_context, self.head_orders)
-        if orders == self.head_orders:
-            return self
-        places = HeadShards(devices, self.head_orders).inverse
-        moves = [place[list(order)].tolist() for place, order in zip(places, orders, strict=True)]
-        _, params = nnx.split(permute_heads(self.decoder, moves))
-        return self._with(params=params, head_orders=orders)
+        return self._with(method=method)
 
     def with_profile(self, profile: ProfileLike | None) -> LM:
         """The same weights under a profile's method; None is exact full attention.

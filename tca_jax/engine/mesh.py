@@ -307,9 +307,7 @@ _BALANCED_TOKENS = 2**17
 Orders = tuple[tuple[int, ...], ...]
 
 
-def balanced_orders(
-    policy: CachePolicy, num_layers: int, num_kv_heads: int, devices: int, max_context: int, current: Orders | None
-) -> Orders:
+def balanced_orders(policy: CachePolicy, num_layers: int, num_kv_heads: int, devices: int, max_context: int) -> Orders:
     """An order of each layer's KV heads in which the devices' caches are about as large, in each layer and in all.
 
     Args:
@@ -318,14 +316,15 @@ def balanced_orders(
         num_kv_heads: KV heads of the model, a multiple of `devices`.
         devices: How many share them.
         max_context: Positions of the model.
-        current: The orders that the weights are in, kept unless devices wait less for each other under others, or wait
-            as long and hold less; None for the model's own.
+
+    Returns:
+        The orders; the model's own where no other has devices wait less for each other, or as long and hold less.
     """
     tokens = min(max_context, _BALANCED_TOKENS)
     loads = np.array(
         [per_head(policy.capacities(layer, tokens), num_kv_heads, type(policy).__name__) for layer in range(num_layers)]
     )
-    own = (tuple(range(num_kv_heads)),) * num_layers if current is None else current
+    own = (tuple(range(num_kv_heads)),) * num_layers
     found = balanced_together(loads, devices)
     return own if _cost(loads, own, devices) <= _cost(loads, found, devices) else found
 

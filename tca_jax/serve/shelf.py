@@ -9,16 +9,15 @@ import logging
 import math
 import os
 import re
+import shutil
+import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import jax
-
 from tca_jax.engine.contexts import Context
 from tca_jax.errors import UserError
-from tca_jax.persistence import remove_abandoned, sync_folder, temporary_folder
 
 _log = logging.getLogger(__name__)
 _ENTRY, _CONTEXT = "document.json", "context"  # in the folder of a document
@@ -60,7 +59,8 @@ class Shelf:
 
     def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(folder)
+        for left in folder.glob(".tmp-*"):
+            shutil.rmtree(left, ignore_errors=True)
         self._folder, self._max_bytes = folder, max_bytes
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tca-jax-shelf")
         self._lock = threading.Lock()  # of what stands under the names of documents
@@ -109,19 +109,19 @@ class Shelf:
             if self.has(entry.id):
                 return
             self._require_room(num_bytes)
-            with temporary_folder(self._folder) as temporary:
-                folder = temporary / "whole"
+            with self._temporary_folder() as temporary:
+                folder = Path(temporary) / "whole"
+                folder.mkdir()
                 make().save(folder / _CONTEXT)
                 with open(folder / _ENTRY, "w") as file:
                     json.dump({"tokens": entry.tokens, "parts": entry.parts, "created": entry.created}, file)
                     file.flush()
                     os.fsync(file.fileno())
-                sync_folder(folder)
                 self._require_room(0)
                 with self._lock:
                     if self._writing.get(entry.id) is not writing:
                         raise UserError(f"document {entry.id!r} is no longer there")
-                    self._publish(folder, entry.id, temporary / "damaged")
+                    self._publish(folder, entry.id, Path(temporary) / "damaged")
         finally:
             with self._lock:
                 if self._writing.get(entry.id) is writing:
@@ -138,7 +138,9 @@ class Shelf:
             if not self.has(id_):  # another engine has stored it
                 raise
         self._damaged.discard(id_)
-        sync_folder(self._folder)
+
+    def _temporary_folder(self) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory(prefix=".tmp-", dir=self._folder, ignore_cleanup_errors=True)
 
     def _require_room(self, num_bytes: int) -> None:
         held = self.num_bytes
@@ -174,8 +176,7 @@ class Shelf:
         return loading.result()
 
     def _read(self, id_: str) -> Context:
-        with _on_cpu():
-            return Context.load(self._folder / id_ / _CONTEXT).to_host()
+        return Context.load(self._folder / id_ / _CONTEXT)
 
     def load_no_others(self, ids: Collection[str]) -> None:
         """Forgets what is being loaded unless it is one of these documents."""
@@ -196,8 +197,8 @@ class Shelf:
         with self._lock, contextlib.ExitStack() as removing:
             self._writing.pop(id_, None)
             if os.path.lexists(self._folder / id_):
-                temporary = removing.enter_context(temporary_folder(self._folder))
-                os.rename(self._folder / id_, temporary / "removed")
+                temporary = removing.enter_context(self._temporary_folder())
+                os.rename(self._folder / id_, Path(temporary) / "removed")
                 self._threads.submit(removing.pop_all().close)
             self._damaged.discard(id_)
 
@@ -205,15 +206,3 @@ class Shelf:
         """Waits for what is being written."""
         self.load_no_others(())
         self._threads.shutdown(wait=True)
-
-
-@contextlib.contextmanager
-def _on_cpu() -> Iterator[None]:
-    """Arrays are made in host memory, where JAX has it as a device: an accelerator's may be full."""
-    try:
-        device = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:
-        yield
-        return
-    with jax.default_device(device):
-        yield

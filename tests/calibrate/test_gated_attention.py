@@ -88,7 +88,7 @@ def test_both_readings_are_those_of_the_method(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gates_of_zero_and_one_take_one_reading_or_the_other(shape):
+def test_gates_choose_between_readings(shape):
     (q, k, v, lengths), heads = operands(*shape)
     both, gates = read_both(q, k, v, heads, lengths, CONFIG), gates_of(shape[1])
     out = np.asarray(attend_gated(q, k, v, gates, heads, lengths, CONFIG))
@@ -100,7 +100,7 @@ def test_gates_of_zero_and_one_take_one_reading_or_the_other(shape):
 
 @pytest.mark.parametrize("all_gates", [0.0, 1.0, None], ids=["sparse", "blocks", "mixed"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gradients_are_those_of_attention_by_constant_masks(shape, all_gates):
+def test_gradients_equal_attention_by_masks(shape, all_gates):
     length = shape[2]
     (q, k, v, lengths), heads = operands(*shape)
     gates = gates_of(shape[1]) if all_gates is None else np.full(shape[1], all_gates, np.float32)
@@ -116,7 +116,7 @@ def test_gradients_are_those_of_attention_by_constant_masks(shape, all_gates):
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
-def test_derivatives_by_gates_are_the_slopes_of_a_loss_of_the_mixed_output(shape):
+def test_gate_derivatives_are_slopes(shape):
     (q, k, v, lengths), heads = operands(*shape)
     both, gates = read_both(q, k, v, heads, lengths, CONFIG), gates_of(shape[1])
     weights = np.random.default_rng(1).standard_normal(q.shape).astype(np.float32)
@@ -136,21 +136,7 @@ def test_derivatives_by_gates_are_the_slopes_of_a_loss_of_the_mixed_output(shape
     assert np.abs(found).min() > 0.1
 
 
-@pytest.mark.integration
-def test_everything_is_within_reach_where_more_is_fetched_than_there_is():
-    """Blocks then mean exact attention, and its gradients."""
-    config = TCAConfig(block_size=8, window=16, fetch=50)
-    (q, k, v, lengths), heads = operands(2, 2, 77, 80)
-    ones = np.ones(2, np.float32)
-    cotangent = np.random.default_rng(2).standard_normal(q.shape).astype(np.float32)
-    _, found = gated_gradients(q, k, v, ones, heads, lengths, cotangent, config)
-    own = (x[0, :77] for x in (q, k, v))
-    _, expected = masked_gradients(*own, np.tri(77, dtype=bool)[None], cotangent[0, :77])
-    for mine, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(mine[0, :77], theirs, atol=2e-5)
-
-
-def test_gradients_need_memory_that_grows_with_the_length_alone():
+def test_gradients_take_linear_memory():
     """No array of the backward pass is as large as all pairs of tokens."""
 
     def largest(tokens):

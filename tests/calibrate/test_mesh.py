@@ -32,7 +32,7 @@ MIXED = np.array([[True, False, True, True], [False, False, True, False]])
 
 
 def on_mesh(shape) -> tca_jax.LM:
-    """Heads lie in another order than the model's own, as a method before has left them."""
+    """Heads are in another order than the model's own."""
     lm = with_tca(lm_of(mesh_of(shape)))
     own = tuple(range(lm.config.num_kv_heads))
     assert shape[1] == 4 or lm.head_orders != (own,) * lm.config.num_layers
@@ -79,7 +79,7 @@ def asked() -> tuple[list[int], list]:
     return text, pairs_of(sharp(), text[: len(text) - FOLLOWING])
 
 
-def test_a_profile_of_what_heads_are_worth_is_that_of_one_device():
+def test_a_profile_by_worth_is_that_of_one_device():
     text, pairs = asked()
     one, many = (tca_jax.calibrate(lm, text, WORTH, probes=[pairs]) for lm in (sharp(), sharp((1, 2))))
     check_same(many, one)
@@ -96,27 +96,7 @@ def test_a_profile_of_one_device_runs_on_a_mesh():
 
 
 @pytest.mark.slow
-def test_preferences_are_those_of_one_device():
-    one, many = (layer_preferences(lm, TEXT, observation=8) for lm in (lm_of(), on_mesh((1, 2))))
-    np.testing.assert_allclose(many, one, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_scores_of_heads_are_those_of_one_device():
-    one, many = (repetition_scores(lm, TEXT, chunk=40) for lm in (lm_of(), on_mesh((1, 2))))
-    np.testing.assert_allclose(many, one, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_patterns_are_those_of_one_device():
-    one, many = (search_patterns(lm, TEXT, first_query=40) for lm in (lm_of(), on_mesh((1, 2))))
-    for of_one, of_many in zip(one, many, strict=True):
-        assert [each[:3] for each in of_many] == [each[:3] for each in of_one]
-        np.testing.assert_allclose([each[3] for each in of_many], [each[3] for each in of_one], atol=1e-5)
-
-
-@pytest.mark.slow
-def test_draws_go_by_the_number_that_a_head_has_in_the_model():
+def test_draws_go_by_the_number_of_a_head():
     config = dataclasses.replace(TCA, density="random")
     one, many = (calibrated(lm, config, criterion="retained_mass") for lm in (lm_of(), on_mesh((1, 2))))
     np.testing.assert_allclose(many.scores, one.scores, atol=1e-5)
@@ -127,7 +107,7 @@ def test_draws_go_by_the_number_that_a_head_has_in_the_model():
 
 
 @pytest.mark.slow
-def test_losses_and_derivatives_are_those_of_one_device():
+def test_losses_and_slopes_are_those_of_one_device():
     rows = np.array([[0, 3, 14, 2], [1, 0, 0, 5]], np.int32)
     text = ProbedText(tuple(TEXT[:90]), (Segment(tuple(TEXT[90:110]), (True,) * 20, "pairs"),) * 2)
     found = []

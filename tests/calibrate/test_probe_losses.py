@@ -82,7 +82,7 @@ def by_masks(lm: LM, probe: Segment, more, rows, gates=None) -> np.ndarray:
     return -np.log(oracle.softmax(logits))[np.arange(start, len(ids) - 1), ids[start + 1 :]]
 
 
-def test_over_everything_a_probe_loses_what_text_and_probe_are_scored_with(lm):
+def test_dense_rows_lose_what_score_says(lm):
     found = split(read_text(lm, None).losses(np.full((2, 2), DENSE, np.int32)))
     for probe, losses in zip(SEGMENTS, found, strict=True):
         expected = -np.asarray(tca_jax.score(lm, [*TEXT.ids, *probe.ids]).logprobs[0])
@@ -90,7 +90,7 @@ def test_over_everything_a_probe_loses_what_text_and_probe_are_scored_with(lm):
 
 
 @pytest.mark.parametrize("rows", [np.zeros((2, 2), np.int32), ROWS], ids=["row 0", "rows"])
-def test_probes_are_read_over_what_rows_have_left_of_a_text_that_was_read_as_heads_read_it(lm, rows):
+def test_losses_equal_attention_by_masks(lm, rows):
     found = split(read_text(lm).losses(rows))
     for probe, losses in zip(SEGMENTS, found, strict=True):
         np.testing.assert_allclose(losses, by_masks(lm, probe, MORE, rows), atol=2e-3)
@@ -109,7 +109,7 @@ def test_packed_probes_do_not_see_each_other(lm):
     np.testing.assert_allclose(split(read_text(lm, text=alone).losses(ROWS), alone)[0], mine[1], atol=1e-5)
 
 
-def test_slopes_are_those_of_the_losses_by_a_gate_towards_the_whole_text(lm):
+def test_slopes_follow_a_gate(lm):
     text, step = read_text(lm), 0.02
     text.losses(ROWS)
     weights = np.zeros(text.num_columns, np.float32)
@@ -131,7 +131,7 @@ def test_slopes_are_those_of_the_losses_by_a_gate_towards_the_whole_text(lm):
     assert np.abs(found).max() > 0.02
 
 
-def test_a_text_on_the_host_gives_the_same(lm):
+def test_a_text_in_host_memory(lm):
     here, there = read_text(lm), read_text(lm)
     assert here.nbytes >= 2 * 2 * 107 * 2 * 8 * 4
     there.to_host()
@@ -141,7 +141,7 @@ def test_a_text_on_the_host_gives_the_same(lm):
     np.testing.assert_array_equal(there.slopes(ROWS, weights), here.slopes(ROWS, weights))
 
 
-def test_columns_stand_at_the_places_behind_the_text_and_are_padded_to_a_bucket():
+def test_columns_are_padded_to_a_bucket():
     tokens, positions, probe = columns_of(TEXT)
     total, padded = sum(LENGTHS), probe.size
     assert padded >= total
@@ -152,18 +152,3 @@ def test_columns_stand_at_the_places_behind_the_text_and_are_padded_to_a_bucket(
     for start, segment in zip((0, 17, 26), SEGMENTS, strict=True):
         assert targets[0, start : start + len(segment.ids) - 1].tolist() == list(segment.ids[1:])
     assert (positions[total:] < 512).all()
-
-
-def test_a_text_without_probes_that_count_still_reads(lm):
-    """One token foretells nothing."""
-    alone = ProbedText(TEXT.ids, (segment(1, 0),))
-    losses = read_text(lm, text=alone).losses(ROWS)
-    assert np.isfinite(losses).all()
-
-
-def test_every_layer_that_has_run_is_a_step(lm):
-    steps = []
-    text = read_text(lm, step=lambda: steps.append(1))
-    assert len(steps) == 2
-    text.losses(ROWS)
-    assert len(steps) == 4

@@ -7,11 +7,10 @@ import itertools
 import numpy as np
 import pytest
 from cases import unchecked
-from tiny import write_checkpoint
 from transformers import AutoTokenizer
 
 from tca_jax.calibration.facts import draw_facts
-from tca_jax.calibration.probes import FOLLOWING, probe_kinds, probed_texts
+from tca_jax.calibration.probes import FOLLOWING, probed_texts
 from tca_jax.loading import checkpoint_folder
 from tca_jax.methods.config import TCAConfig
 from tca_jax.models.config import ModelConfig
@@ -107,7 +106,7 @@ def counted(segment):
 
 @pytest.mark.parametrize("probes", ["copy", None, [[([5], [6])]]])
 @pytest.mark.parametrize("length", [REACH, REACH + 1, 100, REACH + FOLLOWING, 1000])
-def test_a_texts_last_tokens_are_its_first_probe_behind_at_least_one_ranked_block(length, probes):
+def test_the_last_tokens_are_a_probe(length, probes):
     (text,) = probed_texts(Encoder(), [distinct(length)], probes, CONFIG)
     assert len(text.ids) == max(REACH, length - FOLLOWING)
     ends = of_kind(text, "follow")
@@ -117,7 +116,7 @@ def test_a_texts_last_tokens_are_its_first_probe_behind_at_least_one_ranked_bloc
     assert list(text.segments[: len(ends)]) == ends
 
 
-def test_copies_are_four_passages_spread_over_the_ranked_region_each_a_probe_of_its_own():
+def test_copies_are_four_passages():
     (text,) = probed_texts(Encoder(), [list(range(900))], "copy", dataclasses.replace(CONFIG, seed=5))
     ranked = CONFIG.num_ranked_blocks(len(text.ids)) * 8
     copies = of_kind(text, "copy")
@@ -131,25 +130,10 @@ def test_copies_are_four_passages_spread_over_the_ranked_region_each_a_probe_of_
     assert sorted(start // (ranked // 4) for start in starts) == list(range(4))  # one in each quarter
 
 
-def test_copies_depend_on_the_seed_and_on_nothing_that_changes_from_call_to_call():
-    texts = [distinct(2000), distinct(2000)]
-    first = probed_texts(Encoder(), texts, "copy", CONFIG)
-    assert first == probed_texts(Encoder(), texts, "copy", CONFIG)
-    assert first[0].segments != first[1].segments  # two texts do not repeat the same places
-    for seed in (1, 2**32 - 1):
-        assert probed_texts(Encoder(), texts, "copy", dataclasses.replace(CONFIG, seed=seed)) != first
-
-
-@pytest.mark.parametrize(("ranked", "sizes"), [(8, []), (16, []), (24, [24]), (128, [128]), (256, [128, 128])])
-def test_copies_of_small_ranked_regions_are_fewer(ranked, sizes):
-    (text,) = probed_texts(Encoder(), [distinct(CONFIG.window + ranked + FOLLOWING)], "copy", CONFIG)
-    assert [len(copy.ids) for copy in of_kind(text, "copy")] == sizes
-
-
 @pytest.mark.parametrize("probes", ["copy", "facts", None])
 @pytest.mark.parametrize("room", [0, 10, 60, 100, 200, 3000])
 @pytest.mark.parametrize("length", [0, 1, 40, 300, 3000])
-def test_texts_lose_first_tokens_until_no_probe_passes_the_models_positions(length, room, probes):
+def test_texts_lose_first_tokens_for_their_probes(length, room, probes):
     ids, most = lines(REACH + min(length, room)), REACH + room
     (text,) = probed_texts(Encoder(most, shipped_tokenizer()), [ids], probes, CONFIG)
     assert REACH <= len(text.ids) <= len(ids)
@@ -160,7 +144,7 @@ def test_texts_lose_first_tokens_until_no_probe_passes_the_models_positions(leng
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_facts_stand_once_in_the_text_as_lines_and_their_values_are_what_counts(chat):
+def test_facts_are_lines_whose_values_count(chat):
     tokenizer = shipped_tokenizer(**({} if chat else {"chat_template": None}))
     ids = lines(20_000)
     (text,) = probed_texts(Encoder(32_768, tokenizer), [ids], "facts", CONFIG)
@@ -187,30 +171,8 @@ def test_facts_stand_once_in_the_text_as_lines_and_their_values_are_what_counts(
     assert original.endswith(rest.removeprefix(tokenizer.bos_token))  # what lacks was cut off the beginning
 
 
-@pytest.mark.integration
-def test_facts_lie_all_over_the_ranked_region():
-    tokenizer, places = shipped_tokenizer(), []
-    for seed in range(20):
-        config = dataclasses.replace(CONFIG, seed=seed)
-        (text,) = probed_texts(Encoder(32_768, tokenizer), [lines(20_000)], "facts", config)
-        decoded = tokenizer.decode(text.ids)
-        facts = draw_facts(np.random.default_rng([seed, 0, 1]))
-        places += [decoded.index(value) / len(decoded) for fact in facts for value in fact.values]
-    deciles, _ = np.histogram(places, bins=10, range=(0, 1))
-    assert deciles.min() >= 20  # of some 34
-
-
-def test_a_fact_stands_on_a_line_of_its_own_where_no_line_ends():
-    tokenizer = shipped_tokenizer()
-    (text,) = probed_texts(Encoder(32_768, tokenizer), [[256] + [ord("x")] * 20_000], "facts", CONFIG)
-    decoded = tokenizer.decode(text.ids)
-    facts = draw_facts(np.random.default_rng([0, 0, 1]))
-    assert len(text.ids) == 20_001 - FOLLOWING
-    assert all(f"x\n{line}\nx" in decoded for fact in facts for line in fact.lines)
-
-
 @pytest.mark.parametrize("length", [300, 1000, 3000, 8000])
-def test_facts_take_a_tenth_of_a_short_text_at_most(length):
+def test_facts_take_a_tenth_at_most(length):
     tokenizer = shipped_tokenizer()
     (text,) = probed_texts(Encoder(32_768, tokenizer), [lines(length)], "facts", CONFIG)
     decoded = tokenizer.decode(text.ids)
@@ -220,7 +182,7 @@ def test_facts_take_a_tenth_of_a_short_text_at_most(length):
     assert bool(hidden) == (length >= 1000)
 
 
-def test_facts_are_the_seeds_and_the_texts_own():
+def test_facts_differ_by_seed_and_text():
     lm, texts = Encoder(32_768, shipped_tokenizer()), [lines(20_000)] * 2
     first = probed_texts(lm, texts, ["facts"], CONFIG)
     assert first == probed_texts(lm, texts, "facts", CONFIG)
@@ -229,7 +191,7 @@ def test_facts_are_the_seeds_and_the_texts_own():
     assert probed_texts(lm, texts, "facts", dataclasses.replace(CONFIG, seed=1)) != first
 
 
-def test_facts_and_copies_come_both_by_default_and_copies_repeat_the_text_with_its_facts():
+def test_facts_and_copies_by_default():
     lm = Encoder(32_768, shipped_tokenizer())
     (text,) = probed_texts(lm, [lines(20_000)], None, CONFIG)
     assert [segment.kind for segment in text.segments] == ["follow", *["facts"] * 14, *["copy"] * 4]
@@ -241,18 +203,7 @@ def test_facts_and_copies_come_both_by_default_and_copies_repeat_the_text_with_i
     assert facts.segments == text.segments[:15]
 
 
-def test_a_tokenizer_without_line_breaks_hides_facts_too(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(write_checkpoint(tmp_path))
-    (text,) = probed_texts(Encoder(32_768, tokenizer), [distinct(95) * 200], "facts", CONFIG)
-    decoded = tokenizer.decode(text.ids)
-    facts = draw_facts(np.random.default_rng([0, 0, 1]))
-    values = [value for fact in facts for value in fact.values]
-    assert all(decoded.count(value) == 1 for value in values)
-    answers = [tokenizer.decode(run) for segment in of_kind(text, "facts") for run in counted(segment)]
-    assert [answer.strip() for answer in answers] == values
-
-
-def test_a_model_without_a_tokenizer_gets_no_facts_and_is_told_where_they_were_asked_for():
+def test_no_facts_without_a_tokenizer():
     (text,) = probed_texts(Encoder(), [distinct(2000)], None, CONFIG)
     assert [segment.kind for segment in text.segments] == ["follow", *["copy"] * 4]
     for probes in ("facts", ["facts", "copy"]):
@@ -260,13 +211,13 @@ def test_a_model_without_a_tokenizer_gets_no_facts_and_is_told_where_they_were_a
             probed_texts(Encoder(), [distinct(2000)], probes, CONFIG)
 
 
-def test_pairs_of_text_are_lines_where_there_is_no_chat_template_and_begin_no_second_text():
+def test_pairs_without_a_chat_template_are_lines():
     (text,) = probed_texts(Encoder(tokenizer=Tokenizer()), [distinct(100)], [PAIRS], CONFIG)
     assert [segment.kind for segment in text.segments] == ["follow", "pairs", "pairs"]
     assert [text_of(pair.ids) for pair in of_kind(text, "pairs")] == ["\nWho? She.", "\nWhen? Now."]
 
 
-def test_pairs_of_text_are_turns_of_the_chat_template_each_pair_alone():
+def test_pairs_are_turns_of_the_chat_template():
     (text,) = probed_texts(Encoder(tokenizer=ChatTokenizer()), [distinct(100)], [PAIRS], CONFIG)
     rendered = [text_of(pair.ids) for pair in of_kind(text, "pairs")]
     assert rendered == ["<user>Who?<assistant>She.", "<user>When?<assistant>Now."]
@@ -302,7 +253,7 @@ def test_pairs_of_token_ids_need_no_tokenizer():
         ("{% for m in messages %}{{ m.content | upper }};{% endfor %}", "She.", "WHO? HE?;SHE.;"),
     ],
 )
-def test_the_tokens_of_answers_count_and_no_others(template, answer, expected):
+def test_answer_tokens_count_alone(template, answer, expected):
     tokenizer = shipped_tokenizer(**({} if template is ... else {"chat_template": template}))
     (text,) = probed_texts(Encoder(tokenizer=tokenizer), [list(range(65, 165))], [[("Who? He?", answer)]], CONFIG)
     (pair,) = of_kind(text, "pairs")
@@ -342,32 +293,6 @@ def test_the_tokens_of_answers_count_and_no_others(template, answer, expected):
         ),
     ],
 )
-def test_probes_that_cannot_be_used_are_refused_by_name(probes, error, message):
+def test_wrong_probes_are_refused_by_name(probes, error, message):
     with pytest.raises(error, match=message):
         unchecked(probed_texts)(Encoder(tokenizer=ChatTokenizer()), [distinct(100)], probes, CONFIG)
-
-
-def test_a_text_too_long_for_its_pairs_is_refused_by_its_own_name():
-    with pytest.raises(ValueError, match="book has 744 tokens without its end"):
-        probed_texts(Encoder(1000), [distinct(1000)], [[([1] * 256, [1])]], CONFIG, names=["book"])
-    probed_texts(Encoder(1000), [distinct(1000)], [[([1] * 255, [1])]], CONFIG, names=["book"])
-
-
-def test_pairs_of_text_for_a_model_without_a_tokenizer_are_refused():
-    with pytest.raises(ValueError, match=r"probes\[0\]: tiny was loaded without a tokenizer.* pairs of token ids"):
-        probed_texts(Encoder(), [distinct(100)], [[("q", "a")]], CONFIG)
-
-
-@pytest.mark.parametrize(
-    ("probes", "kinds"),
-    [
-        (None, ("facts", "copy")),
-        ("facts", ("facts",)),
-        ("copy", ("copy",)),
-        (["copy"], ("copy",)),
-        (["copy", "facts", "copy"], ("copy", "facts")),
-        ([[("q", "a")]], ("pairs",)),
-    ],
-)
-def test_the_kinds_of_probes_are_told_by_their_form(probes, kinds):
-    assert probe_kinds(probes) == kinds

@@ -1,7 +1,5 @@
 """Losses inside texts by the readings of all heads: what they are of, and their derivatives."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -44,7 +42,7 @@ def check(found, expected) -> None:
         np.testing.assert_allclose(mine, theirs, atol=5e-4)
 
 
-def test_losses_of_full_attention_are_those_that_the_model_scores(lm):
+def test_full_losses_equal_scores(lm):
     found = losses_of(lm).full()
     check(found, scored(lm))
     assert [of_text.size for of_text in found] == [120 - 25, 97 - 25]
@@ -52,14 +50,14 @@ def test_losses_of_full_attention_are_those_that_the_model_scores(lm):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("more", [NONE, MIXED, ~NONE], ids=["row 0", "mixed", "blocks"])
-def test_losses_of_readings_are_those_that_the_method_scores(lm, more):
+def test_losses_of_readings_equal_scores(lm, more):
     losses = losses_of(lm)
     check(losses.of(more), scored(under(lm, more)))
     assert not np.allclose(losses.of(more)[0], losses.full()[0], atol=1e-2)
 
 
 @pytest.mark.integration
-def test_shares_are_what_heads_attend_to_under_either_reading(lm):
+def test_shares_are_attended_shares(lm):
     losses = losses_of(lm)
     assert losses.shares is None
     for number, more in enumerate((NONE, ~NONE)):
@@ -70,7 +68,7 @@ def test_shares_are_what_heads_attend_to_under_either_reading(lm):
 
 
 @pytest.mark.parametrize("more", [NONE, MIXED, ~NONE], ids=["row 0", "mixed", "blocks"])
-def test_slopes_are_those_of_the_measured_loss_along_each_gate(lm, monkeypatch, more):
+def test_slopes_follow_the_measured_loss(lm, monkeypatch, more):
     losses, step = losses_of(lm, texts=TEXTS[:1]), 2e-3
 
     def total(gates) -> float:
@@ -91,28 +89,8 @@ def test_slopes_are_those_of_the_measured_loss_along_each_gate(lm, monkeypatch, 
     assert np.abs(found).max() > 0.02
 
 
-def test_slopes_of_several_texts_are_their_mean(lm):
-    alone = [losses_of(lm, texts=[text]).slopes(MIXED) for text in TEXTS]
-    np.testing.assert_allclose(losses_of(lm).slopes(MIXED), np.mean(alone, axis=0), atol=1e-6)
-
-
-def test_heads_that_fetch_all_there_is_lose_nothing(lm):
-    config = dataclasses.replace(CONFIG, fetch=100)
-    losses = losses_of(lm, config)
-    check(losses.of(~NONE), losses.full())
-
-
-def test_every_layer_that_has_run_is_a_step(lm):
-    steps = []
-    losses = losses_of(lm, step=lambda: steps.append(1))
-    for call, layers in ((losses.full, 4), (lambda: losses.of(NONE), 4), (lambda: losses.slopes(NONE), 8)):
-        steps.clear()
-        call()
-        assert len(steps) == layers
-
-
 @pytest.mark.integration
-def test_programs_are_compiled_once_for_all_layers_and_texts_of_a_bucket(compiled):
+def test_programs_compile_once_for_a_bucket(compiled):
     lm = make_lm(layers=3)
     texts = [random_ids(length).tolist() for length in (329, 333)]
     losses = losses_of(lm, texts=texts)

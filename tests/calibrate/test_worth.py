@@ -68,7 +68,7 @@ def more_of(profile) -> np.ndarray:
 # --- what is found --------------------------------------------------------------------------------
 
 
-def test_the_heads_that_read_more_are_the_fewest_that_bring_the_loss_within_its_tolerance(lm, text, profile):
+def test_the_fewest_heads_read_blocks(lm, text, profile):
     losses = TextLosses(lm, [text], CONFIG, lambda: None)
     full, of_sets = losses.full()[0].mean(), {more.tobytes(): losses.of(more)[0].mean() for more in SETS}
     row0 = of_sets[NONE.tobytes()]
@@ -85,14 +85,14 @@ def test_the_heads_that_read_more_are_the_fewest_that_bring_the_loss_within_its_
     assert inside == pytest.approx(expected, abs=1e-4)
 
 
-def test_the_losses_inside_the_text_are_those_that_the_profile_scores(lm, text, profile):
+def test_losses_inside_the_text_equal_scores(lm, text, profile):
     reach = CONFIG.window + CONFIG.block_size
     for model, end in ((lm, "full"), (lm.with_profile(profile), "chosen")):
         scored = -tca_jax.score(model, text).logprobs[0][reach:].mean()
         assert profile.losses["inside"][end] == pytest.approx(scored, abs=1e-3)
 
 
-def test_the_heads_that_keep_more_are_the_fewest_that_bring_answers_within_their_tolerance(lm, text, pairs, profile):
+def test_the_fewest_heads_keep_more(lm, text, pairs, profile):
     probed = probed_texts(lm, [text], [pairs], CONFIG)
     objective = worth._KeepingObjective(lm, probed, more_of(profile), CONFIG, ("pairs",), lambda: None)
     excess = {more.tobytes(): objective.excess(more) for more in SETS}
@@ -108,7 +108,7 @@ def test_the_heads_that_keep_more_are_the_fewest_that_bring_answers_within_their
     assert profile.probes["counted"]["pairs"] > 0
 
 
-def test_a_profile_holds_what_it_was_made_of(lm, text, profile, tmp_path):
+def test_a_profile_holds_its_sources(lm, text, profile, tmp_path):
     assert (profile.config, profile.model_name, profile.fingerprint) == (CONFIG, "tiny", lm.fingerprint)
     assert [source["tokens"] for source in profile.sources] == [400]
     assert set(profile.losses) == {"inside", "answers", "following"}
@@ -122,37 +122,15 @@ def test_a_profile_holds_what_it_was_made_of(lm, text, profile, tmp_path):
     assert lm.with_profile(profile).method == profile.method()
 
 
-def test_the_same_call_gives_the_same_profile(lm, text, pairs, profile):
-    assert quietly(lm, text, CONFIG, probes=[pairs]) == profile
-
-
-@pytest.mark.slow
-def test_texts_are_averaged(lm, text, pairs):
-    other = text_of(lm, 330, seed=2)
-    alone = [quietly(lm, each, CONFIG, probes="copy").losses["inside"] for each in (text, other)]
-    both = quietly(lm, [text, other], CONFIG, probes="copy")
-    for end in ("full", "row0"):
-        assert both.losses["inside"][end] == pytest.approx(np.mean([each[end] for each in alone]), abs=1e-5)
-    assert [source["tokens"] for source in both.sources] == [400, 330]
-
-
 @pytest.mark.integration
-def test_a_text_whose_blocks_save_nothing_is_read_densely_and_a_longer_one_by_blocks(lm, text, silent):
+def test_short_texts_are_read_densely(lm, text, silent):
     assert set(silent.readings.flat) == {"sparse", "dense"}
     few = dataclasses.replace(CONFIG, fetch=40)
     assert few.num_ranked_blocks(len(text)) > 40
     assert set(quietly(lm, text, few, probes="copy").readings.flat) == {"sparse", "blocks"}
 
 
-@pytest.mark.integration
-def test_no_tolerance_at_all_is_a_search_for_the_best_there_is(lm, text, pairs):
-    exact = dataclasses.replace(CONFIG, read_tolerance=0.0, keep_tolerance=0.0)
-    found = quietly(lm, text, exact, probes=[pairs])
-    assert more_of(found).all()
-    assert found.losses["inside"]["chosen"] == pytest.approx(found.losses["inside"]["full"], abs=1e-5)
-
-
-def test_what_row_0_does_not_lose_needs_nothing(lm):
+def test_without_losses_no_head_needs_more(lm):
     """Random tokens are foretold as badly by what is kept as by everything."""
     found = quietly(make_lm(), random_ids(400), CONFIG, probes="copy")
     assert (found.readings == "sparse").all()
@@ -160,7 +138,7 @@ def test_what_row_0_does_not_lose_needs_nothing(lm):
     assert found.losses["inside"]["row0"] == found.losses["inside"]["chosen"]
 
 
-def test_an_answer_is_lost_by_the_product_of_its_tokens_probabilities_below_half_of_full_attentions():
+def test_answers_lost_by_falling_probabilities():
     kinds = ("pairs", "pairs", "follow", "facts", "pairs")
     nats = lambda x: np.log(np.array(x, np.float32))  # noqa: E731
     segments = tuple(Segment((0, 1, 2, 3), (False, True, True, True), kind) for kind in kinds)
@@ -186,7 +164,7 @@ def test_an_answer_is_lost_by_the_product_of_its_tokens_probabilities_below_half
 
 
 @pytest.mark.integration
-def test_four_counted_answers_say_nothing_and_five_do(lm, text, pairs):
+def test_five_counted_answers_are_needed(lm, text, pairs):
     def asked(pair, count) -> tca_jax.Profile:
         return quietly(lm, text, CONFIG, probes=[[pair] * count])
 
@@ -199,7 +177,7 @@ def test_four_counted_answers_say_nothing_and_five_do(lm, text, pairs):
 # --- bounds ---------------------------------------------------------------------------------------
 
 
-def test_a_kept_share_bounds_the_cache_and_the_most_worth_comes_first(lm, text, pairs, profile):
+def test_a_kept_share_bounds_the_cache(lm, text, pairs, profile):
     tokens = len(text) - FOLLOWING
     least = tca_jax.Profile.uniform(CONFIG, 2, 2, 0).kept_share(tokens).mean()
     room_for_one = least + (1 - least) / 4
@@ -214,7 +192,7 @@ def test_a_kept_share_bounds_the_cache_and_the_most_worth_comes_first(lm, text, 
     np.testing.assert_array_equal(quietly(lm, text, CONFIG, probes=[pairs], kept=least).candidates, 0)
 
 
-def test_a_bound_holds_where_heads_that_read_more_keep_everything_for_want_of_probes(lm, text, silent):
+def test_without_probes_the_most_worth_is_kept(lm, text, silent):
     tokens = len(text) - FOLLOWING
     assert (silent.candidates[more_of(silent)] == DENSE).all()
     bound = 0.6
@@ -228,7 +206,7 @@ def test_a_bound_holds_where_heads_that_read_more_keep_everything_for_want_of_pr
 
 
 @pytest.mark.integration
-def test_an_attended_share_bounds_what_is_read(lm, text, silent):
+def test_an_attended_share_bounds_reading(lm, text, silent):
     full = quietly(lm, text, CONFIG, probes="copy", attended=1.0)
     np.testing.assert_array_equal(full.readings, silent.readings)
     assert full.probes["attended"] == 1.0
@@ -265,7 +243,7 @@ def test_an_attended_share_bounds_what_is_read(lm, text, silent):
         ({"criterion": "retained_mass", "probes": "copy"}, r"probes goes with criterion 'worth'"),
     ],
 )
-def test_options_that_cannot_be_used_are_refused_before_any_work(lm, text, options, message):
+def test_wrong_options_are_refused_before_any_work(lm, text, options, message):
     calls = []
     with pytest.raises(ValueError, match=message):
         unchecked(calibrate)(lm, text, CONFIG, **options, progress=lambda *call: calls.append(call))
@@ -275,7 +253,7 @@ def test_options_that_cannot_be_used_are_refused_before_any_work(lm, text, optio
 # --- what is said ---------------------------------------------------------------------------------
 
 
-def test_where_no_probe_says_anything_heads_that_read_more_keep_everything_and_a_warning_says_so(lm, text, silent):
+def test_uninformative_probes_are_a_warning(lm, text, silent):
     message = (
         r"no probe is informative for 'tiny': fewer than five answers to copy are known .* \(question, answer\) pairs"
     )
@@ -289,14 +267,8 @@ def test_where_no_probe_says_anything_heads_that_read_more_keep_everything_and_a
     assert (found.candidates[more_of(found)] == DENSE).all()  # and what follows a text may need others
 
 
-def test_a_model_without_a_tokenizer_is_asked_for_copies_alone_by_default(lm, text, silent):
-    found = quietly(lm, text, CONFIG)
-    np.testing.assert_array_equal(found.candidates, silent.candidates)
-    assert found.probes["counted"]["copy"] == 0
-
-
 @pytest.mark.integration
-def test_a_loss_that_stays_above_its_tolerance_is_a_warning_with_three_losses(lm, text):
+def test_a_loss_above_its_tolerance_is_a_warning(lm, text):
     blind = dataclasses.replace(CONFIG, fetch=1)  # next to nothing is fetched, so nothing helps
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -308,7 +280,7 @@ def test_a_loss_that_stays_above_its_tolerance_is_a_warning_with_three_losses(lm
     assert inside["chosen"] > inside["full"] + CONFIG.read_tolerance * (inside["row0"] - inside["full"])
 
 
-def test_a_search_that_finds_what_it_looks_for_says_nothing(lm, text, pairs):
+def test_a_complete_search_does_not_warn(lm, text, pairs):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         calibrate(lm, text, CONFIG, probes=[pairs])
@@ -329,36 +301,18 @@ def test_progress_ends_with_all_layers_done(lm, text, pairs):
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-def test_a_model_that_computes_nan_gives_no_profile_and_the_layer_is_named(lm, text, layer):
+def test_nan_names_the_layer(lm, text, layer):
     with pytest.raises(ValueError, match=f"model 'broken' computes NaN or infinity in the attention of layer {layer}"):
         calibrate(broken_lm(lm, layer), text, CONFIG)
-
-
-def test_a_head_of_nan_is_named_as_the_logits(lm, text):
-    with pytest.raises(ValueError, match="model 'broken' computes NaN or infinity in the logits"):
-        calibrate(broken_lm(lm), text, CONFIG)
 
 
 # --- memory and programs ---------------------------------------------------------------------------
 
 
-def test_texts_that_do_not_fit_on_the_device_lie_on_the_host_with_the_same_result(
-    lm, text, pairs, profile, monkeypatch
-):
+def test_large_texts_wait_in_host_memory(lm, text, pairs, profile, monkeypatch):
     moved = []
     monkeypatch.setattr(worth, "memory_bytes", lambda: 1)
     real = worth.ReadText.to_host
     monkeypatch.setattr(worth.ReadText, "to_host", lambda self: moved.append(self) or real(self))
     assert quietly(lm, text, CONFIG, probes=[pairs]) == profile
     assert len(moved) == 1
-
-
-@pytest.mark.integration
-def test_all_programs_of_a_bucket_are_compiled_once(compiled):
-    lm = make_sure_lm(layers=3)
-    text = random_ids(451).tolist()
-    quietly(lm, text, CONFIG, probes="copy")
-    assert sum("_read_layer" in one for one in compiled) <= 2  # with all attention, and by readings
-    compiled.clear()
-    quietly(lm, random_ids(453).tolist(), CONFIG, probes="copy")
-    assert [one for one in compiled if "layer" in one or "pullback" in one] == []

@@ -1,14 +1,16 @@
 """Contexts on disk: they come back bit for bit, and what is damaged or foreign is refused by name."""
 
+import dataclasses
 import inspect
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny import CONFIG, TCA, random_prompt, with_candidates
+from tiny import CONFIG, TCA, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
 from tca_jax.models.decoder import Decoder
@@ -71,40 +73,33 @@ def test_a_loaded_context_of_another_model_or_method_is_refused_by_name(lm, save
         generate(wide, [[1], [2]], context=loaded)
 
 
-def test_folders_without_a_context_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no context: there is no context_<number> folder in it"):
-        tca_jax.Context.load(tmp_path)
-
-
-def damage(folder, change):
-    file = folder / "context_0" / "metadata" / "metadata"
-    metadata = json.loads(file.read_text())
-    change(metadata)
-    file.write_text(json.dumps(metadata))
+def test_a_context_of_format_2_answers_alike():
+    lm = with_candidates(tiny_lm(), [[0, 6], [TCA.num_candidates, 3]])
+    loaded = tca_jax.Context.load(Path(__file__).parent / "saved_context_v2")
+    fresh = tca_jax.prefill(lm, random_prompt(0, 60))
+    assert loaded.token_ids() == fresh.token_ids()
+    np.testing.assert_allclose(loaded.attended_share, fresh.attended_share, atol=1e-6)
+    loaded = dataclasses.replace(
+        loaded, identity=fresh.identity
+    )  # weights drawn elsewhere may differ in their last bits
+    out, expected = (tca_jax.generate(lm, [1, 2], context=c, max_new_tokens=8, logprobs=True) for c in (loaded, fresh))
+    assert out.tokens == expected.tokens
+    np.testing.assert_allclose(out.logprobs, expected.logprobs, atol=1e-3)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda m: m.update(format_version=3),
-            r"format_version = 3: tca_jax .* reads 2; read the document again and save",
-        ),
-        (lambda m: m.pop("format_version"), r"has no field 'format_version', so it is not a tca_jax context"),
-        (lambda m: m.pop("layout"), r"field 'layout' is missing"),
-        (lambda m: m["identity"].update(method="full"), r"damaged: the context in it does not match its checksum"),
-        (lambda m: m["layout"].update(window=24), r"damaged: the context in it does not match its checksum"),
+        (lambda m: m.update(format_version=4), r"format_version = 4: .* reads \[2, 3\]; read the document again"),
+        (lambda m: m.pop("layout"), r"damaged, or of another version of tca_jax: 'layout'"),
+        (lambda m: m["layout"].update(colour=1), r"damaged, or of another version of tca_jax: .*colour"),
+        (lambda m: m["identity"].pop("config"), r"damaged, or of another version of tca_jax: 'config'"),
     ],
 )
 def test_damaged_and_newer_contexts_are_refused(saved, change, message):
-    damage(saved, change)
-    with pytest.raises(ValueError, match=message):
-        tca_jax.Context.load(saved)
-
-
-def test_missing_arrays_are_refused(saved):
-    for file in sorted((saved / "context_0" / "arrays").rglob("*")):
-        if file.is_file() and file.stat().st_size > 1000:
-            file.write_bytes(b"")
-    with pytest.raises(ValueError, match=str(saved)):
+    file = saved / "context_0" / "metadata" / "metadata"
+    metadata = json.loads(file.read_text())
+    change(metadata)
+    file.write_text(json.dumps(metadata))
+    with pytest.raises(ValueError, match=f"{saved}/context_0: {message}"):
         tca_jax.Context.load(saved)

@@ -10,7 +10,6 @@ import pytest
 from tiny import TCA, DenseReference, random_prompt, tiny_lm, with_candidates, write_checkpoint
 
 import tca_jax
-from tca_jax import methods
 from tca_jax.engine import request as request_module
 from tca_jax.engine.prompts import require_positions
 
@@ -183,62 +182,6 @@ def test_streaming_over_a_context_is_streaming_over_one_long_prompt(full, window
     assert out.tokens == whole.tokens  # what streaming keeps does not depend on the queries
 
 
-MANY = {
-    "tca": methods.configured(TCA, UNEQUAL),
-    "full": methods.get("full"),
-    "streaming": methods.get("streaming", sinks=4, window=16, block_size=8),
-    "random": methods.get("random", share=0.4, window=16, block_size=8),
-    "snapkv": methods.get("snapkv", share=0.4, window=16, block_size=8, observation=8, kernel=3),
-    "quest": methods.get("quest", budget=40, dense_layers=0, window=16, block_size=8),
-    "adakv": methods.get("adakv", share=0.4, window=16, block_size=8, observation=8, kernel=3),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MANY)
-def test_rows_of_different_documents_lengths_and_ages_decode_in_one_batch(full, name):
-    lm = full.with_method(MANY[name])
-    young = tca_jax.prefill(lm, random_prompt(6, 77))
-    old = tca_jax.prefill(lm, QUESTIONS[0], context=tca_jax.prefill(lm, random_prompt(7, 19)))
-    two = tca_jax.prefill(lm, [random_prompt(8, 64), DOCUMENT])
-    joined = tca_jax.Context.join([young, old, two])
-    assert joined.stats.tokens == [77, 19 + 21, 64, 101]
-    assert joined.stats.kv_cache_bytes == sum(each.stats.kv_cache_bytes for each in (young, old, two))
-    questions = [*QUESTIONS, random_prompt(9, 40)]
-    out = tca_jax.generate(lm, questions, context=joined, **OPTIONS)
-    expected = [
-        tca_jax.generate(lm, q, context=c, **OPTIONS).tokens[0] for q, c in zip(questions, (young, old), strict=False)
-    ]
-    expected += tca_jax.generate(lm, questions[2:], context=two, **OPTIONS).tokens
-    assert out.tokens == expected
-    grown = tca_jax.prefill(lm, questions, context=joined)  # in pages of its own again
-    again = tca_jax.prefill(lm, questions[1], context=old)
-    (row,) = tca_jax.generate(lm, [5], context=again, **OPTIONS).tokens
-    assert tca_jax.generate(lm, [[5]] * 4, context=grown, **OPTIONS).tokens[1] == row
-
-
-def test_a_context_joined_alone_is_itself(context):
-    alone = tca_jax.Context.join([context])
-    jax.tree.map(np.testing.assert_array_equal, alone.cache, context.cache)
-    assert alone.stats == context.stats
-
-
-def test_contexts_that_do_not_belong_together_are_not_joined(full, context):
-    join = inspect.unwrap(tca_jax.Context.join)
-    with pytest.raises(ValueError, match=r"contexts\[1\] was made under method 'full', and 'tiny' runs under 'tca'"):
-        join([context, tca_jax.prefill(full, DOCUMENT)])
-    halves = dataclasses.replace(context.cache, k=context.cache.k.astype(jnp.bfloat16))
-    with pytest.raises(
-        ValueError,
-        match=r"contexts\[1\] holds bfloat16 and the cache of 'tiny' float32: load the model",
-    ):
-        join([context, dataclasses.replace(context, cache=halves)])
-    with pytest.raises(ValueError, match="contexts is empty: at least one is needed"):
-        join([])
-    with pytest.raises(TypeError, match=r"contexts\[1\] is of type str: must be a Context"):
-        join([context, "context"])
-
-
 @pytest.mark.integration
 def test_a_context_in_host_memory_answers_as_it_did(sparse, context):
     away = context.to_host()
@@ -280,7 +223,7 @@ def test_contexts_of_other_models_and_methods_are_refused_by_name(full, sparse, 
 
 
 def test_another_number_of_prompts_than_rows_is_refused(sparse, context):
-    two = tca_jax.Context.join([context, context])
+    two = tca_jax.prefill(sparse, [[1], [2]], context=context)
     with pytest.raises(ValueError, match=r"prompts has 3 entries: must have 2, one for each row of the context"):
         generate(sparse, QUESTIONS, context=two)
 

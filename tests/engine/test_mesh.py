@@ -14,7 +14,7 @@ from tiny import random_prompt
 
 import tca_jax
 from tca_jax.engine import request
-from tca_jax.engine.mesh import ROWS, SAME, OverMesh, balanced_order, balanced_orders
+from tca_jax.engine.mesh import ROWS, SAME, OverMesh, balanced_order
 from tca_jax.models.rope import RopeConfig
 
 pytestmark = needs_8_devices
@@ -180,27 +180,6 @@ def test_heads_are_dealt_so_that_budgets_balance(devices):
     assert sorted(order) == list(range(8))
     totals = loads[list(order)].reshape(devices, -1).sum(axis=1)
     assert totals.max() <= 1.1 * loads.sum() / devices
-
-
-def test_heads_stay_where_they_are_while_no_other_place_is_better():
-    policy = with_tca(lm_of()).method.cache
-    own = ((0, 1, 2, 3),) * 2
-    dealt = balanced_orders(policy, 2, 4, 2, 4096, None)
-    assert dealt[0] != own[0]
-    assert balanced_orders(policy, 2, 4, 2, 4096, dealt) == dealt
-    uniform = tca_jax.methods.get("tca", candidates=3, config=policy.config).cache
-    assert balanced_orders(uniform, 2, 4, 2, 4096, dealt) == dealt
-    assert balanced_orders(uniform, 2, 4, 2, 4096, None) == own
-
-
-def test_a_method_moves_heads_and_the_model_stays_the_same():
-    lm = lm_of(mesh_of((1, 2)))
-    moved = with_tca(lm)
-    assert moved.head_orders != lm.head_orders
-    assert moved.fingerprint == lm.fingerprint == lm_of().fingerprint
-    back = moved.with_method(tca_jax.methods.BASELINE)
-    assert back.head_orders == moved.head_orders  # full attention fits any order
-    check_same(lm_of(), back, PROMPTS[:1])
 
 
 def request_of(lm: tca_jax.LM) -> request.Request:

@@ -10,7 +10,6 @@ from tiny import CONFIG, TCA, random_prompt, tiny_lm, with_candidates, write_che
 from tokenizers import Tokenizer
 
 import tca_jax
-from tca_jax import persistence
 from tca_jax.calibration.profile import Profile
 from tca_jax.engine.prompts import encode_prompt
 from tca_jax.loading import open_checkpoint
@@ -140,15 +139,6 @@ def test_a_folder_that_does_not_exist_and_a_file_are_told_apart(kind, tmp_path):
         kind.load(tmp_path / "file")
     with pytest.raises(ValueError, match=rf"{tmp_path} holds no {name}"):
         kind.load(tmp_path)
-
-
-def test_metadata_that_are_nested_too_deeply_are_damaged(tmp_path):
-    def parse(*_):
-        raise RecursionError
-
-    make_profile().save(tmp_path)
-    with pytest.raises(ValueError, match=r"profile_0: damaged: its metadata are nested too deeply"):
-        persistence.load_step("profile", tmp_path, parse)
 
 
 class OfAnotherVersion(FullCache):

@@ -322,7 +322,7 @@ def test_what_is_no_document_is_left_out_and_what_was_half_written_is_removed(lm
         (tmp_path / f"doc-{number}" / "document.json").write_text(wrong)
     (tmp_path / "doc-6").mkdir()
     shutil.copy(tmp_path / document / "document.json", tmp_path / "doc-6")  # under another name
-    left = tmp_path / f".tmp-{os.uname().nodename}-{2**22 + 1}-{'0' * 32}"  # no process has such a number
+    left = tmp_path / ".tmp-killed"
     (left / "whole").mkdir(parents=True)
     with Engine(lm, pages=pages, disk=tmp_path, **SIZES) as engine:
         assert [(each.id, each.stored) for each in engine.documents()] == [(document, True)]

@@ -179,18 +179,6 @@ def test_contexts_keep_what_the_document_says_and_all_that_is_appended(asked):
 
 
 @pytest.mark.slow
-def test_contexts_of_all_ages_are_saved_joined_and_go_on(asked, tmp_path):
-    model, context, question, expected = asked
-    context.save(tmp_path)
-    joined = tca_jax.Context.join([tca_jax.prefill(model, PROMPTS[1]), tca_jax.Context.load(tmp_path)])
-    answers = tca_jax.generate(model, [question] * 3, context=joined, **SHORT).tokens
-    assert answers == [expected[1], *expected]
-    grown = tca_jax.prefill(model, [question[:5]] * 3, context=joined)
-    grown = tca_jax.prefill(model, [question[5:-1]] * 3, context=grown)
-    assert tca_jax.generate(model, [question[-1:]] * 3, context=grown, **SHORT).tokens == answers
-
-
-@pytest.mark.slow
 def test_given_answers_and_samples_share_the_compressed_prompt(lm, scores):
     model = lm.with_method("kvzip", **OPTIONS)
     out = tca_jax.generate(model, PROMPTS[:2], num_samples=2, logprobs=True, max_new_tokens=9, stop_token_ids=())
