@@ -82,19 +82,12 @@ _COMMENT_EVERY = 3  # one of so many lines looks like a comment: that is how rem
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """What is asked for at once, ASCII.
+    """What is asked for at once, ASCII."""
 
-    Attributes:
-        values: What is asked for: one value, or several.
-        lines: The line that stands in a text for each value, without its line break.
-        question: What is asked.
-        answer: A sentence that restates the question, with the values in their order; it ends with the last.
-    """
-
-    values: tuple[str, ...]
-    lines: tuple[str, ...]
-    question: str
-    answer: str
+    values: tuple[str, ...]  # what is asked for: one value, or several
+    lines: tuple[str, ...]  # the line that stands in a text for each value, without its line break
+    question: str  # what is asked
+    answer: str  # A sentence that restates the question, with the values in their order; it ends with the last
 
 
 def draw_facts(rng: np.random.Generator) -> list[Fact]:

@@ -28,16 +28,12 @@ _TILES = 8
 
 
 class Readings(NamedTuple):
-    """Both readings of a text.
+    """Both readings of a text."""
 
-    Attributes:
-        sparse: Attention where every head reads sparse at row 0; `blocks` where every head reads blocks.
-        pairs: Causal pairs (query, key) that each KV head attends to under either.
-    """
-
+    # Attention where every head reads sparse at row 0; `blocks` where every head reads blocks.
     sparse: Float[Array, "1 L Hq d"]
     blocks: Float[Array, "1 L Hq d"]
-    pairs: Float32[Array, "Hkv 2"]
+    pairs: Float32[Array, "Hkv 2"]  # causal pairs (query, key) that each KV head attends to under either
 
     def mixed(self, gates: Float32[Array, " Hkv"]) -> Float[Array, "1 L Hq d"]:
         """(1 - g) sparse + g blocks."""

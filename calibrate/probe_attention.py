@@ -22,19 +22,13 @@ _LARGEST_TILE = 256  # queries
 
 
 class KeptText(NamedTuple):
-    """A text in a layer, and what heads keep of it.
+    """A text in a layer, and what heads keep of it."""
 
-    Attributes:
-        text: What the layer has of it.
-        rows: Cache rows of its heads.
-        prefill_rows: Row 0 of heads that have read sparse, which keep at least what it keeps; cache rows of others.
-        numbers: Of the heads, in the model.
-    """
-
-    text: LayerText
-    rows: Int32[Array, " Hkv"]
+    text: LayerText  # what the layer has of it
+    rows: Int32[Array, " Hkv"]  # cache rows of its heads
+    # Row 0 of heads that have read sparse, which keep at least what it keeps; cache rows of others.
     prefill_rows: Int32[Array, " Hkv"]
-    numbers: Int32[Array, " Hkv"]
+    numbers: Int32[Array, " Hkv"]  # of the heads, in the model
 
     def tokens(self, lengths: Int32[Array, " 1"], config: TCAConfig) -> Bool[Array, "Hkv L"]:
         """Tokens that the rows have left of it."""
@@ -46,26 +40,18 @@ class KeptText(NamedTuple):
 
 
 def attend_probes(
-    q: Float[Array, "1 P Hq d"],
+    q: Float[Array, "1 P Hq d"],  # queries of the probes after RoPE; `k` and `v` their keys and values
     k: Float[Array, "1 P Hkv d"],
     v: Float[Array, "1 P Hkv d"],
-    gates: Float32[Array, " Hkv"] | None,
-    kept: KeptText,
-    probe: Int32[Array, " P"],
-    lengths: Int32[Array, " 1"],
-    config: TCAConfig,
+    gates: Float32[Array, " Hkv"] | None,  # of each KV head, from what it keeps at 0 to the whole text at 1; None for 0
+    kept: KeptText,  # the text
+    probe: Int32[Array, " P"],  # number of the probe that each column belongs to
+    lengths: Int32[Array, " 1"],  # tokens of the text
+    config: TCAConfig,  # hyperparameters
 ) -> Float[Array, "1 P Hq d"]:
     """Attention of probes' queries over what is kept of the text before them, and causally over their own probe.
 
     Nothing is evicted while a probe is read, so that all it misses is what the selection at the text's end dropped.
-
-    Args:
-        q: Queries of the probes after RoPE; `k` and `v` their keys and values.
-        gates: Of each KV head, from what it keeps at 0 to the whole text at 1; None for 0.
-        kept: The text.
-        probe: Number of the probe that each column belongs to; columns of a probe stand side by side, in order.
-        lengths: Tokens of the text.
-        config: Hyperparameters.
     """
     (_, count, heads, dim), (_, tokens, kv_heads, _) = q.shape, kept.text.k.shape
     size = max(1, min(count, _LARGEST_TILE, _TILE_ELEMENTS // (heads * (tokens + count))))

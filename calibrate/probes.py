@@ -38,30 +38,20 @@ _ALLOWED = "'facts', 'copy', a list of these, a list of (question, answer) pairs
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """One probe, read behind a text as if nothing else stood there.
+    """One probe, read behind a text as if nothing else stood there."""
 
-    Attributes:
-        ids: Its token ids.
-        answers: Of each token, whether it counts: those of answers do, nobody asks a model to foretell a question.
-        kind: "facts", "copy", "pairs" or "follow".
-    """
-
-    ids: tuple[int, ...]
+    ids: tuple[int, ...]  # its token ids
+    # Of each token, whether it counts: those of answers do, nobody asks a model to foretell a question.
     answers: tuple[bool, ...]
-    kind: str
+    kind: str  # "facts", "copy", "pairs" or "follow"
 
 
 @dataclasses.dataclass(frozen=True)
 class ProbedText:
-    """A calibration text and its probes.
+    """A calibration text and its probes."""
 
-    Attributes:
-        ids: Token ids of the text, with facts hidden in it; the selection is made at its end.
-        segments: The probes.
-    """
-
-    ids: tuple[int, ...]
-    segments: tuple[Segment, ...]
+    ids: tuple[int, ...]  # token ids of the text, with facts hidden in it; the selection is made at its end
+    segments: tuple[Segment, ...]  # the probes
 
 
 def probe_kinds(probes: Any) -> tuple[str, ...]:
@@ -87,13 +77,6 @@ def probed_texts(
     lm: Encoder, sequences: Sequence[list[int]], probes: Any, config: TCAConfig, names: Sequence[str] | None = None
 ) -> list[ProbedText]:
     """Makes the probes of each text.
-
-    Args:
-        lm: The model whose tokenizer, chat template and positions apply.
-        sequences: Token ids of each text: at least window + block_size, at most the model's positions.
-        probes: As `calibrate` takes them; checked here. By default a model without a tokenizer gets no facts.
-        config: The method's hyperparameters; `seed` draws facts and copies.
-        names: Of the texts in messages; "texts[0]" and so on by default.
 
     Raises:
         ValueError: facts are asked for and there is no tokenizer; pairs are not one non-empty list for each text, hold

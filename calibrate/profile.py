@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Float64, Int32
+from jaxtyping import Float32, Float64
 
 from tca_jax.errors import UserError, check_integer
 from tca_jax.methods.base import Method
@@ -23,8 +23,6 @@ from tca_jax.persistence import load, save
 FORMAT_VERSION, _READ_VERSIONS = 4, (3, 4)
 ARRAYS = ("candidates", "scores", "readings", "prefill_candidates", "reading_worth", "keeping_worth")
 _METADATA = ("config", "fingerprint", "model_name", "sources", "losses", "probes", "library_version")
-_LOSSES, _ENDS = ("inside", "answers", "following"), ("full", "row0", "chosen")
-_PROBES = ("counted", "kept", "attended")
 _SCORE_SLACK = 0.01  # float32 sums over long texts leave [0, 1] by rounding
 _SHOWN = 12  # characters of a fingerprint in a message
 
@@ -73,26 +71,28 @@ class Profile:
     library_version: str = dataclasses.field(default_factory=lambda: importlib.metadata.version("tca-jax"))
 
     def __post_init__(self) -> None:
-        rows = self.config.num_candidates + 1
-        candidates = _checked_rows("candidates", self.candidates, rows)
-        shape = candidates.shape
-        readings = _checked_readings(self.readings, shape)
-        checked: dict[str, Any] = {
-            "candidates": candidates,
-            "readings": readings,
-            "prefill_candidates": _checked_prefill(self.prefill_candidates, candidates, readings, rows),
-            "scores": _checked_scores(self.scores, (*shape, rows)),
-            "reading_worth": _checked_worth("reading_worth", self.reading_worth, shape),
-            "keeping_worth": _checked_worth("keeping_worth", self.keeping_worth, shape),
-            "sources": _checked_sources(self.sources),
-            "losses": _checked_losses(self.losses),
-            "probes": _checked_probes(self.probes),
-        }
-        for name, value in checked.items():
-            if isinstance(value, np.ndarray):
-                value = value.copy()
-                value.setflags(write=False)  # a frozen dataclass should not change through its arrays
+        rows, shape = self.config.num_candidates + 1, np.shape(self.candidates)
+        candidates = _checked("candidates", self.candidates, "iu", shape)
+        _require("candidates", candidates, (candidates >= 0) & (candidates < rows), f"lie in [0, {rows - 1}]")
+        readings = np.full(shape, READINGS[0]) if self.readings is None else self.readings
+        readings = _checked("readings", readings, "U", shape)
+        _require("readings", readings, np.isin(readings, READINGS), f"be one of {list(READINGS)}")
+        prefill = candidates if self.prefill_candidates is None else self.prefill_candidates
+        prefill = np.where(readings == "sparse", _checked("prefill_candidates", prefill, "iu", shape), candidates)
+        in_range = (prefill >= 0) & (prefill <= candidates)
+        _require("prefill_candidates", prefill, in_range, "lie between 0 and the cache row")
+        scores = _checked("scores", self.scores, "f", (*shape, rows))
+        _require("scores", scores, ~((scores < -_SCORE_SLACK) | (scores > 1 + _SCORE_SLACK)), "lie in [0, 1]")
+        fields = {"candidates": candidates, "prefill_candidates": prefill, "readings": readings, "scores": scores}
+        for name in ("reading_worth", "keeping_worth"):
+            worth = np.full(shape, np.nan) if getattr(self, name) is None else getattr(self, name)
+            fields[name] = _checked(name, worth, "f", shape)
+        kinds = {"candidates": np.int32, "prefill_candidates": np.int32, "readings": readings.dtype}
+        for name, value in fields.items():
+            value = value.astype(kinds.get(name, np.float32))
+            value.setflags(write=False)  # a frozen dataclass should not change through its arrays
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "sources", tuple(map(dict, self.sources)))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Profile):
@@ -254,7 +254,7 @@ class Profile:
             # Formats say what fields they have: beside them, version 3 has names of arrays and a checksum.
             fields = {name: metadata[name] for name in _METADATA} | {name: arrays[name] for name in ARRAYS}
             fields["config"] = TCAConfig(**fields["config"])
-            fields["sources"] = _checked_sources(fields["sources"])
+            fields["sources"] = tuple(fields["sources"])
             return cls(**{**fields, "readings": np.array(READINGS)[fields["readings"]]})
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise UserError(f"{folder}: damaged: {error or type(error).__name__}") from error
@@ -289,102 +289,18 @@ def head_gates(profile: Profile) -> Float32[np.ndarray, "layers Hkv"]:
     return np.clip(worth / max(float(worth.max()), np.finfo(np.float32).tiny), 0, 1)
 
 
-def _checked_rows(name: str, value: Any, rows: int) -> Int32[np.ndarray, "layers Hkv"]:
-    """`value` as an int32 array of rows in [0, rows)."""
+def _checked(name: str, value: Any, kind: str, shape: tuple[int, ...]) -> np.ndarray:
+    """`value` as an array of a dtype of such a kind."""
     array = np.asarray(value)
-    if array.ndim != 2 or not array.size or not np.issubdtype(array.dtype, np.integer):
-        raise UserError(f"Profile.{name}: must be integers [layers, H_kv], got {array.dtype} {list(array.shape)}")
-    if at := _first((array < 0) | (array >= rows)):
-        raise UserError(
-            f"Profile.{name}{list(at)} = {array[at]}: must lie in [0, {rows - 1}], where {rows - 1} is dense"
-        )
-    return array.astype(np.int32)
-
-
-def _checked_readings(value: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """`value` as an array of names of readings, "sparse" throughout for None."""
-    array = np.asarray(np.full(shape, READINGS[0]) if value is None else value)
-    if array.dtype.kind != "U" or not np.isin(array, READINGS).all():
-        raise UserError(f"Profile.readings = {array.tolist()}: must be names out of {list(READINGS)}")
-    return _with_shape("readings", array, shape)
-
-
-def _checked_prefill(
-    value: Any, candidates: Int32[np.ndarray, "layers Hkv"], readings: np.ndarray, rows: int
-) -> Int32[np.ndarray, "layers Hkv"]:
-    """`value` for heads that read "sparse", at most their cache rows; the cache rows of others, and for None."""
-    prefill = _checked_rows("prefill_candidates", candidates if value is None else value, rows)
-    prefill = np.where(readings == "sparse", _with_shape("prefill_candidates", prefill, candidates.shape), candidates)
-    if at := _first(prefill > candidates):
-        raise UserError(
-            f"Profile.prefill_candidates{list(at)} = {prefill[at]}: must be at most the cache row, "
-            f"candidates{list(at)} = {candidates[at]}"
-        )
-    return prefill
-
-
-def _checked_worth(name: str, value: Any, shape: tuple[int, ...]) -> Float32[np.ndarray, "layers Hkv"]:
-    """`value` as a float32 array, NaN throughout for None."""
-    return _with_shape(name, np.asarray(np.full(shape, np.nan) if value is None else value), shape).astype(np.float32)
-
-
-def _with_shape(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    if array.shape != shape:
-        raise UserError(f"Profile.{name}: must be {list(shape)}, as candidates are, got {list(array.shape)}")
+    if array.dtype.kind not in kind or array.shape != shape or array.ndim < 2 or not array.size:
+        wanted = {"U": "strings", "f": "floats"}.get(kind, "integers")
+        of = "[layers, H_kv]" if name == "candidates" else list(shape)
+        raise UserError(f"Profile.{name}: must be {wanted} {of}, got {array.dtype} {list(array.shape)}")
     return array
 
 
-def _checked_scores(value: Any, shape: tuple[int, ...]) -> Float32[np.ndarray, "layers Hkv rows"]:
-    """`value` as a float32 array of that shape with scores in [0, 1] or NaN."""
-    array = np.asarray(value)
-    if array.shape != shape or not np.issubdtype(array.dtype, np.floating):
-        raise UserError(
-            f"Profile.scores: must be floats [layers, H_kv, M + 1] = {list(shape)}, "
-            f"got {array.dtype} {list(array.shape)}"
-        )
-    if at := _first((array < -_SCORE_SLACK) | (array > 1 + _SCORE_SLACK)):
-        raise UserError(f"Profile.scores{list(at)} = {array[at]}: must lie in [0, 1]")
-    return array.astype(np.float32)
-
-
-def _first(wrong: np.ndarray) -> tuple[int, ...]:
-    """The first place where an array is True; empty where it is nowhere."""
-    return tuple(np.argwhere(wrong)[:1].ravel().tolist())
-
-
-def _checked_sources(value: Sequence[Any]) -> tuple[dict[str, Any], ...]:
-    """`value` with entries {"tokens": int, "sha256": str}, copied."""
-    kinds = {"tokens": int, "sha256": str}
-    for index, source in enumerate(value):
-        if (
-            not isinstance(source, Mapping)
-            or set(source) != set(kinds)
-            or not all(isinstance(source[key], kind) for key, kind in kinds.items())
-        ):
-            raise UserError(
-                f"Profile.sources[{index}] = {source!r}: must hold an integer 'tokens' and a string 'sha256'"
-            )
-    return tuple(dict(source) for source in value)
-
-
-def _checked_losses(value: Any) -> dict[str, dict[str, float]]:
-    """`value` with three losses each, copied."""
-    for name, losses in value.items() if isinstance(value, Mapping) else [("", None)]:
-        if name not in _LOSSES or not isinstance(losses, Mapping) or set(losses) != set(_ENDS):
-            raise UserError(
-                f"Profile.losses = {value!r}: must hold {list(_ENDS)} under some of {list(_LOSSES)}; where a newer "
-                "tca_jax wrote the profile, upgrade tca_jax"
-            )
-    return {name: {end: float(losses[end]) for end in _ENDS} for name, losses in value.items()}
-
-
-def _checked_probes(value: Any) -> dict[str, Any] | None:
-    """`value` with the entries that tell how the second search was made, copied."""
-    if value is None:
-        return None
-    if not isinstance(value, Mapping) or set(value) != set(_PROBES) or not isinstance(value["counted"], Mapping):
-        raise UserError(
-            f"Profile.probes = {value!r}: must be None, or hold {list(_PROBES)}; where a newer tca_jax wrote the "
-            "profile, upgrade tca_jax"
-        )
-    return {**value, "counted": {str(kind): int(count) for kind, count in value["counted"].items()}}
+def _require(name: str, array: np.ndarray, allowed: np.ndarray, what: str) -> None:
+    """Raises UserError, which names the first entry that is not allowed."""
+    if not allowed.all():
+        at = tuple(np.argwhere(~allowed)[0].tolist())
+        raise UserError(f"Profile.{name}{list(at)} = {array[at]}: must {what}")

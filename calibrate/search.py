@@ -32,17 +32,12 @@ class Objective(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Result of a search.
+    """Result of a search."""
 
-    Attributes:
-        more: Heads that are more.
-        worth: Nats that each head gives back to first order, the most that any round has measured.
-        excess: Of `more`, in units of the tolerance.
-    """
-
-    more: HeadMask
+    more: HeadMask  # heads that are more
+    # Nats that each head gives back to first order, the most that any round has measured.
     worth: Float64[np.ndarray, "layers Hkv"]
-    excess: float
+    excess: float  # of `more`, in units of the tolerance
 
 
 def search(objective: Objective, start: HeadMask, allowed: Callable[[HeadMask], bool] = lambda more: True) -> Found:
@@ -53,11 +48,6 @@ def search(objective: Objective, start: HeadMask, allowed: Callable[[HeadMask], 
     3. Every head that was added goes back, the least worth first, and stays back where the loss stays within.
 
     At most three losses a head are measured.
-
-    Args:
-        objective: What is measured.
-        start: Heads that are added before the search, those of the largest derivatives first, as far as allowed.
-        allowed: Whether so many heads may be more; a head that is not allowed is left out.
     """
     state = _State(objective, start, allowed)
     while state.excess > 1 and state.add_alike():

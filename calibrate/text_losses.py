@@ -95,21 +95,15 @@ class TextLosses:
 
 
 class LayerText(NamedTuple):
-    """What a layer has of a text that it has read.
+    """What a layer has of a text that it has read."""
 
-    Attributes:
-        k: Keys, zero behind the text; `v` the values.
-        scores: What its tokens are chosen by.
-        pairs: Causal pairs (query, key) that each KV head attends to where it reads sparse, or blocks; zeros under full
-            attention, where nobody asks.
-        finite: Whether each KV head's keys and its group's queries are.
-    """
-
-    k: Float[Array, "1 L Hkv d"]
+    k: Float[Array, "1 L Hkv d"]  # Keys, zero behind the text
     v: Float[Array, "1 L Hkv d"]
-    scores: PromptScores
+    scores: PromptScores  # what its tokens are chosen by
+    # Causal pairs (query, key) that each KV head attends to where it reads sparse, or blocks; zeros under full
+    # attention, where nobody asks.
     pairs: Float32[Array, "Hkv 2"]
-    finite: Bool[Array, " Hkv"]
+    finite: Bool[Array, " Hkv"]  # whether each KV head's keys and its group's queries are
 
 
 def gates_of(lm: LM, more: HeadMask | None) -> Callable[[int], tuple[Array | None, Array]]:

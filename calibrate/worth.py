@@ -43,52 +43,32 @@ class Losses:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Result of the first search.
+    """Result of the first search."""
 
-    Attributes:
-        found: Heads that read blocks, and what heads are worth.
-        losses: Inside the texts.
-    """
-
-    found: Found
-    losses: Losses
+    found: Found  # heads that read blocks, and what heads are worth
+    losses: Losses  # inside the texts
 
 
 @dataclasses.dataclass(frozen=True)
 class Keeping:
-    """Result of the second search.
+    """Result of the second search."""
 
-    Attributes:
-        found: Heads that are denser than row 0, and what heads are worth.
-        rows: Cache row of every head.
-        answers: Losses of the probes' answers; None where no kind of probe says anything of the model.
-        following: Losses of the tokens that follow a selection.
-        counted: Answers that count, by kind of probe: known under full attention and lost at row 0.
-    """
-
-    found: Found
-    rows: Int32[np.ndarray, "layers Hkv"]
-    answers: Losses | None
-    following: Losses | None
-    counted: dict[str, int]
+    found: Found  # heads that are denser than row 0, and what heads are worth
+    rows: Int32[np.ndarray, "layers Hkv"]  # cache row of every head
+    answers: Losses | None  # losses of the probes' answers; None where no kind of probe says anything of the model
+    following: Losses | None  # losses of the tokens that follow a selection
+    counted: dict[str, int]  # answers that count, by kind of probe: known under full attention and lost at row 0
 
 
 def choose_reading(
     lm: LM,
-    texts: Sequence[Sequence[int]],
-    config: TCAConfig,
+    texts: Sequence[Sequence[int]],  # token ids of each
+    config: TCAConfig,  # hyperparameters
     *,
-    attended: float | None,
-    step: Callable[[], None],
+    attended: float | None,  # largest attended share; None for no bound
+    step: Callable[[], None],  # called once for every layer that has run
 ) -> Reading:
     """Finds the heads that must read blocks, so that loss inside the texts is close to full attention's.
-
-    Args:
-        lm: The model.
-        texts: Token ids of each.
-        config: Hyperparameters.
-        attended: Largest attended share; None for no bound.
-        step: Called once for every layer that has run.
 
     Raises:
         ValueError: the model computes NaN or infinity, or row 0 in every head attends to more than `attended`.
@@ -151,23 +131,15 @@ class _ReadingObjective:
 
 def choose_keeping(
     lm: LM,
-    texts: Sequence[ProbedText],
-    reads_blocks: HeadMask,
+    texts: Sequence[ProbedText],  # texts with their probes
+    reads_blocks: HeadMask,  # heads that read blocks
     config: TCAConfig,
     *,
-    kinds: Sequence[str],
-    kept: float | None,
+    kinds: Sequence[str],  # of the probes that were asked for
+    kept: float | None,  # largest mean share of the cache's tokens behind the longest text; None for no bound
     step: Callable[[], None],
 ) -> Keeping:
-    """Finds the heads that must keep more than row 0, so that later questions are answered and text goes on.
-
-    Args:
-        lm: As for `choose_reading`, like `config` and `step`.
-        texts: Texts with their probes.
-        reads_blocks: Heads that read blocks.
-        kinds: Of the probes that were asked for.
-        kept: Largest mean share of the cache's tokens behind the longest text; None for no bound.
-    """
+    """Finds the heads that must keep more than row 0, so that later questions are answered and text goes on."""
     none, texts = np.zeros_like(reads_blocks), [text for text in texts if text.segments]
     if not texts:  # too short to be asked anything
         rows = np.where(reads_blocks, config.num_candidates, 0).astype(np.int32)

@@ -43,24 +43,15 @@ _LOGIT_ELEMENTS = 2**26  # of a chunk whose losses are differentiated: 256 MiB, 
 
 
 def layer_program(
-    function: Callable[..., Any],
+    function: Callable[..., Any],  # `function(module, *arrays, **static)`, of a layer or a decoder
     *,
-    static: Sequence[str] = (),
-    inputs: Sequence[Any] = (),
-    outputs: Any = SAME,
-    derives: bool = False,
-    donate: bool = False,
+    static: Sequence[str] = (),  # names of its static arguments, which go by name
+    inputs: Sequence[Any] = (),  # partition specs of its arrays; those behind the last are replicated
+    outputs: Any = SAME,  # of its results
+    derives: bool = False,  # whether it takes derivatives: JAX must then know what is the same on all devices
+    donate: bool = False,  # whether the first array may be overwritten
 ) -> LayerProgram:
     """A jitted function of a module, one program for all layers of a model.
-
-    Args:
-        function: `function(module, *arrays, **static)`, of a layer or a decoder. Over a mesh it is traced for a single
-            device and its own heads.
-        static: Names of its static arguments, which go by name.
-        inputs: How its arrays lie on a mesh; those behind the last that is named are the same on all devices.
-        outputs: The same of its results.
-        derives: Whether it takes derivatives: JAX must then know what is the same on all devices.
-        donate: Whether the first array may be overwritten.
 
     Returns:
         `program(weights, *arrays, graphdef=, shards=, **static)`: the module in its two parts, and how its weights lie
@@ -86,27 +77,19 @@ def layer_program(
 def attention_program(
     attend: Callable[..., Any], *, inputs: Sequence[Any] = (), measures: bool = True, **options: Any
 ) -> LayerProgram:
-    """The program of a layer with an attention of its own.
+    """The program of a layer whose attention is `attend(q, k, v, *arrays, **static) -> (attention, measured)`.
 
-    Args:
-        attend: `attend(q, k, v, *arrays, **static) -> (attention, what is measured)`. The program takes the stream in
-            front of the layer, RoPE's angles and the arrays; it returns the stream behind and what is measured.
-        inputs: How these arrays lie on a mesh.
-        measures: Whether it measures anything; where not, it returns the attention alone, and the program None beside
-            the stream.
-        **options: Those of `layer_program`.
+    It takes the stream in front of the layer, RoPE's angles and the arrays; without `measures`, `attend` returns the
+    attention alone.
     """
     return layer_program(_layer_of(attend, measures), inputs=(SAME, SAME, SAME, *inputs), **options)
 
 
 def slope_program(attend: Callable[..., Any], *, inputs: Sequence[Any], **options: Any) -> LayerProgram:
-    """The program of a layer's derivatives by the stream in front of it and by the gates of its heads.
+    """The program of a layer's derivatives by the stream in front of it and by the gates `[H_kv]` of its heads.
 
-    Args:
-        attend: `attend(q, k, v, gates, *arrays, **static) -> attention`, differentiable, the gates `[H_kv]`. The
-            program takes the derivative by the stream behind the layer, and then what an `attention_program` takes.
-        inputs: How gates and arrays lie on a mesh.
-        **options: Those of `layer_program`.
+    `attend(q, k, v, gates, *arrays, **static)` returns the attention. The program takes the derivative by the stream
+    behind the layer, and then what an `attention_program` takes.
     """
     layer = _layer_of(attend, measures=False)
 
@@ -168,21 +151,15 @@ class LayerPass:
     def layers(
         self,
         program: LayerProgram,
+        # Gives the arrays that it takes between RoPE's angles and the last ones, by the number of the layer.
         arrays: Callable[[int], tuple[Any, ...]] = lambda number: (),
         *,
-        inputs: list[Array] | None = None,
+        inputs: list[Array] | None = None,  # gets the stream in front of every layer
+        # Gives static arguments that differ between layers, by the number of the layer.
         of_layer: Callable[[int], Mapping[str, Any]] = lambda number: {},
         **static: Any,
     ) -> Iterator[Any]:
-        """Runs every layer by an `attention_program`; yields what it measures.
-
-        Args:
-            program: The program.
-            arrays: Gives the arrays that it takes between RoPE's angles and the last ones, by the number of the layer.
-            inputs: Gets the stream in front of every layer, where the program does not overwrite it.
-            of_layer: Gives static arguments that differ between layers, by the number of the layer.
-            **static: The program's other static arguments.
-        """
+        """Runs every layer by an `attention_program`; yields what it measures."""
         for number in range(len(self._layers)):
             if inputs is not None:
                 inputs.append(self._x)
@@ -203,21 +180,13 @@ class LayerPass:
 
     def slopes(
         self,
-        program: LayerProgram,
+        program: LayerProgram,  # a `slope_program`
         arrays: Callable[[int], tuple[Any, ...]],
-        inputs: list[Array],
-        weights: Float32[np.ndarray, " P"],
+        inputs: list[Array],  # the stream in front of every layer; empty in the end
+        weights: Float32[np.ndarray, " P"],  # of the loss of the token after each one
         **static: Any,
     ) -> Float64[np.ndarray, "layers Hkv"]:
-        """Derivative of the weighted sum of losses by the gates of all heads, once all layers have run.
-
-        Args:
-            program: A `slope_program`.
-            arrays: As for `layers`; the first of them are the gates.
-            inputs: The stream in front of every layer; empty in the end.
-            weights: Of the loss of the token after each one.
-            **static: The program's static arguments.
-        """
+        """Derivative of the weighted sum of losses by the gates of all heads, once all layers have run."""
         cotangent = self._of_decoder(_loss_slope, self._x, self.targets, jnp.asarray(weights)[None])
         found = list[np.ndarray]()
         for number in reversed(range(len(self._layers))):

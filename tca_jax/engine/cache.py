@@ -35,48 +35,32 @@ class CacheLayout:
 
     In the pool the pages of windows come first, by layer, row, page of the window and KV head; then those of kept
     tokens, by layer, row and KV head.
-
-    Attributes:
-        block_size: Tokens in a block and in a page, b.
-        window: Least number of local tokens, w, a multiple of b.
-        batch: Rows, B.
-        kept_pages: Pages of kept tokens, `[layers][devices][H_kv]`, H_kv the KV heads of a device.
-        window_columns: Most blocks from the first in a row's window to the last that is ever fed.
-        prompt_tokens: Padded length of the prompts, L.
-        shared_pages: Pages of kept tokens that the KV heads of a row share, and how many each head adds to them, where
-            the prompt says how many a head has (`kept_pages` is then the most that it may have): for each layer, or
-            one entry for all layers together. Empty where each head has its own.
     """
 
-    block_size: int
-    window: int
-    batch: int
+    block_size: int  # tokens in a block and in a page, b
+    window: int  # least number of local tokens, w, a multiple of b
+    batch: int  # rows, B
+    # Pages of kept tokens, `[layers][devices][H_kv]`, H_kv the KV heads of a device.
     kept_pages: tuple[tuple[tuple[int, ...], ...], ...]
-    window_columns: int
-    prompt_tokens: int
+    window_columns: int  # most blocks from the first in a row's window to the last that is ever fed
+    prompt_tokens: int  # padded length of the prompts, L
+    # Pages of kept tokens that the KV heads of a row share, and how many each head adds to them, where the prompt says
+    # how many a head has (`kept_pages` is then the most that it may have): for each layer, or one entry for all layers
+    # together. Empty where each head has its own.
     shared_pages: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def plan(
         cls,
         policy: CachePolicy,
-        num_layers: int,
-        num_kv_heads: int,
-        batch: int,
-        prompt_tokens: int,
-        fed_tokens: int,
-        shards: HeadShards | None = None,
+        num_layers: int,  # layers of the model
+        num_kv_heads: int,  # KV heads of the model
+        batch: int,  # prompts, B; of a device
+        prompt_tokens: int,  # padded prompt length, L
+        fed_tokens: int,  # most tokens that are fed behind a prompt
+        shards: HeadShards | None = None,  # how the heads are dealt out over a mesh; None on one device
     ) -> CacheLayout:
         """The cache of prompts and of what is fed behind them.
-
-        Args:
-            policy: Cache policy.
-            num_layers: Layers of the model.
-            num_kv_heads: KV heads of the model.
-            batch: Prompts, B; of a device.
-            prompt_tokens: Padded prompt length, L.
-            fed_tokens: Most tokens that are fed behind a prompt.
-            shards: How the heads are dealt out over a mesh; None on one device.
 
         Raises:
             ValueError: the policy names no capacity for each KV head.
@@ -182,12 +166,7 @@ class CacheLayout:
     def tables(
         self, device: int | None = None, held: Sequence[Int[Array, "B Hkv"]] | None = None
     ) -> tuple[Int[Array, "B Hkv T"], ...]:
-        """Each layer's page numbers, `num_pages` for no page.
-
-        Args:
-            device: Of which device on "model"; None for the one whose program this is, or for the only one.
-            held: Tokens of each layer that heads must have pages for, where they share pages; None: none.
-        """
+        """Each layer's page numbers, `num_pages` for no page."""
         if held is None:
             held = [jnp.zeros((self.batch, self.num_kv_heads), jnp.int32)] * self.num_layers
         return tuple(
@@ -286,27 +265,19 @@ def _pages_by_device(
 )
 @dataclasses.dataclass(frozen=True)
 class PagedCache(PerDevice):
-    """Keys and values of some tokens in all layers. `pages(layer)` is what a layer's queries attend to.
+    """Keys and values of some tokens in all layers. `pages(layer)` is what a layer's queries attend to."""
 
-    Attributes:
-        k: Keys `[P, b, d]`; an array, or in eight bits.
-        v: Values `[P, b, d]`.
-        tables: Page numbers of each layer, int32 `[B, Hkv, T]`, as `Pages.table` has them; P for no page. The pages of
-            a block of the window lie side by side, in the order of the KV heads.
-        kept: Kept tokens of each layer, int32 `[B, Hkv]`.
-        start: Position of the window's first token, int32 `[B]`, a multiple of b.
-        end: Position past the last that the window has pages for, int32 `[B]`; where what follows lies in a cache of
-            its own (`before`), past the last token that counts.
-        kept_columns: Of each layer, see `Pages`; static.
-    """
-
-    k: Stored
-    v: Stored
+    k: Stored  # Keys `[P, b, d]`; an array, or in eight bits
+    v: Stored  # values `[P, b, d]`
+    # Page numbers of each layer, int32 `[B, Hkv, T]`, as `Pages.table` has them; P for no page. The pages of a block of
+    # the window lie side by side, in the order of the KV heads.
     tables: tuple[Int[Array, "B Hkv T"], ...]
-    kept: tuple[Int[Array, "B Hkv"], ...]
-    start: Int[Array, " B"]
+    kept: tuple[Int[Array, "B Hkv"], ...]  # Kept tokens of each layer, int32 `[B, Hkv]`
+    start: Int[Array, " B"]  # position of the window's first token, int32 `[B]`, a multiple of b
+    # Position past the last that the window has pages for, int32 `[B]`; where what follows lies in a cache of its own
+    # (`before`), past the last token that counts.
     end: Int[Array, " B"]
-    kept_columns: tuple[int, ...]
+    kept_columns: tuple[int, ...]  # of each layer, see `Pages`; static
 
     @property
     def batch(self) -> int:
@@ -362,20 +333,13 @@ class PagedCache(PerDevice):
 
     def with_prompt(
         self,
-        layout: CacheLayout,
+        layout: CacheLayout,  # the cache's
         layer: int,
-        kept: Pool | None,
-        k: Float[Array, "B L Hkv d"],
+        kept: Pool | None,  # what is kept left of the windows, in the layout's `regions`; None for nothing
+        k: Float[Array, "B L Hkv d"],  # keys of whole prompts, of which the window takes its own; `v` the values
         v: Float[Array, "B L Hkv d"],
     ) -> PagedCache:
-        """The cache with what stays of prompts in a layer.
-
-        Args:
-            layout: The cache's.
-            layer: The layer.
-            kept: What is kept left of the windows, in the layout's `regions`; None for nothing.
-            k: Keys of whole prompts, of which the window takes its own; `v` the values.
-        """
+        """The cache with what stays of prompts in a layer."""
         pools = [self._with_window(layer, pool, x, layout.num_window_pages) for pool, x in ((self.k, k), (self.v, v))]
         if kept is None or not self.kept_columns[layer]:
             return dataclasses.replace(self, k=pools[0], v=pools[1])
@@ -490,11 +454,6 @@ def _with(pools: Sequence[Stored], index: Any, values: Sequence[Stored]) -> list
 
 def shared_and_own(cache: PagedCache, layout: CacheLayout, lengths: Int[Array, " R"]) -> tuple[PagedCache, PagedCache]:
     """A cache for what follows another one, whose pages the rows share from here on.
-
-    Args:
-        cache: What was read, of B rows; it is not written.
-        layout: Of the other cache, of R rows, a multiple of B: neighbours share a row.
-        lengths: Tokens that each row has so far.
 
     Returns:
         `cache` without what was copied, and the other one; see `continued`.

@@ -30,21 +30,13 @@ _EIGHT_BITS = ("words", "exponents")
 
 @dataclasses.dataclass(frozen=True)
 class ContextIdentity:
-    """Whose a context is.
+    """Whose a context is."""
 
-    Attributes:
-        model: The model's name.
-        config: Its architecture.
-        fingerprint: Of its weights (`models.fingerprint`).
-        method: Name of the attention method.
-        method_description: All of its parts and options, from `describe_method`.
-    """
-
-    model: str
-    config: ModelConfig
-    fingerprint: str
-    method: str
-    method_description: str
+    model: str  # the model's name
+    config: ModelConfig  # its architecture
+    fingerprint: str  # of its weights (`models.fingerprint`)
+    method: str  # name of the attention method
+    method_description: str  # all of its parts and options, from `describe_method`
 
 
 class Held(NamedTuple):

@@ -402,14 +402,7 @@ def first_local(fed: _Lengths, prompt_lengths: _Lengths, block_size: int, window
 
 
 def kept_share(window: int, caches: Sequence[PagedCache], fed: Any, prompt_lengths: Any) -> float:
-    """Tokens in caches over tokens fed, mean over rows, layers and KV heads.
-
-    Args:
-        window: Least number of local tokens.
-        caches: Of some rows, the last one of all rows `[B]`.
-        fed: Tokens of each row, `[B]`.
-        prompt_lengths: Those that the first prefill dealt with, `[B]`.
-    """
+    """Tokens in caches over tokens fed, mean over rows, layers and KV heads."""
     kept, fed, prompt_lengths = on_host(([cache.kept for cache in caches], fed, prompt_lengths))
     local = fed - first_local(fed, prompt_lengths, caches[0].block_size, window)
     of_caches = [np.stack([by_row(of_layer) for of_layer in lengths]).mean(axis=(0, 2)) for lengths in kept]
@@ -419,21 +412,13 @@ def kept_share(window: int, caches: Sequence[PagedCache], fed: Any, prompt_lengt
 
 @dataclasses.dataclass(frozen=True)
 class AppendedPrompts:
-    """Prompts that follow a context, checked and aligned to its blocks.
+    """Prompts that follow a context, checked and aligned to its blocks."""
 
-    Attributes:
-        ids: Token ids of each prompt.
-        tokens: The same as `extend` takes them, `[N, S]`.
-        lengths: How many, `[N]`.
-        starts: Tokens of the context before each of them.
-        context: The context, where the model lies.
-    """
-
-    ids: list[list[int]]
-    tokens: Int[Array, "N S"]
-    lengths: Int[Array, " N"]
-    starts: list[int]
-    context: Context
+    ids: list[list[int]]  # token ids of each prompt
+    tokens: Int[Array, "N S"]  # the same as `extend` takes them, `[N, S]`
+    lengths: Int[Array, " N"]  # how many, `[N]`
+    starts: list[int]  # tokens of the context before each of them
+    context: Context  # the context, where the model lies
 
     def require_positions(self, lm: LM, max_new_tokens: int) -> None:
         """Raises ValueError if a prompt leaves no positions for its answer."""

@@ -48,43 +48,32 @@ _T = TypeVar("_T")
 )
 @dataclasses.dataclass(frozen=True)
 class DecodingState:
-    """Everything that one decoding step reads and writes. A row is one answer.
+    """Everything that one decoding step reads and writes. A row is one answer."""
 
-    Attributes:
-        tokens: New tokens so far, int32 `[B, N]`, padding behind. Token t lies in column t mod N: where N is not room
-            for all of them, somebody takes them out in time.
-        step: How many of them were drawn, int32 `[B]`.
-        last: The newest token of each row, `[B]`: the next step feeds it at position `lengths + step - 1`.
-        done: Rows whose answer has ended, `[B]`.
-        lengths: Tokens before the answer, `[B]`.
-        prompt_lengths: Those of them that the first prefill dealt with, `[B]`.
-        keys: One PRNG key a row, `[B]`; step t draws with `fold_in(key, t)`.
-        seen: Tokens in prompt or answer, `[B, V]`; None without a repetition penalty.
-        stop_tokens: Tokens that end a row, `[S]`, or `[B, S]` where rows differ, filled up with the
-            vocabulary's size, which is no token.
-        min_new_tokens: Tokens before which no stop token is drawn, int32 scalar or `[B]`; None for none.
-        logprobs: Log-probability of each new token under the model, before any of the sampling's steps, float32
-            `[B, N]`; None where nobody asked.
-        top: The likeliest tokens at each place and their log-probabilities, `[B, N, n]`; None where nobody asked.
-        finite: Rows whose prompt led to finite logits, `[B]`.
-        cache: The answers' own cache: with `shared`, of what follows it.
-        attended_share: See `generation.Stats`, float32 `[B]`; None behind a context, which knows it.
-    """
-
+    # New tokens so far, int32 `[B, N]`, padding behind. Token t lies in column t mod N: where N is not room for all of
+    # them, somebody takes them out in time.
     tokens: Int[Array, "B N"]
-    step: Int[Array, " B"]
+    step: Int[Array, " B"]  # how many of them were drawn, int32 `[B]`
+    # The newest token of each row, `[B]`: the next step feeds it at position `lengths + step - 1`.
     last: Int[Array, " B"]
-    done: Bool[Array, " B"]
-    lengths: Int[Array, " B"]
-    prompt_lengths: Int[Array, " B"]
-    keys: Key[Array, " B"]
-    seen: Bool[Array, "B V"] | None
+    done: Bool[Array, " B"]  # rows whose answer has ended, `[B]`
+    lengths: Int[Array, " B"]  # tokens before the answer, `[B]`
+    prompt_lengths: Int[Array, " B"]  # those of them that the first prefill dealt with, `[B]`
+    keys: Key[Array, " B"]  # one PRNG key a row, `[B]`; step t draws with `fold_in(key, t)`
+    seen: Bool[Array, "B V"] | None  # tokens in prompt or answer, `[B, V]`; None without a repetition penalty
+    # Tokens that end a row, `[S]`, or `[B, S]` where rows differ, filled up with the vocabulary's size, which is no
+    # token.
     stop_tokens: Int[Array, "*B S"]
+    # Tokens before which no stop token is drawn, int32 scalar or `[B]`; None for none.
     min_new_tokens: Int[Array, "*B"] | None
+    # Log-probability of each new token under the model, before any of the sampling's steps, float32 `[B, N]`; None
+    # where nobody asked.
     logprobs: Float[Array, "B N"] | None
+    # The likeliest tokens at each place and their log-probabilities, `[B, N, n]`; None where nobody asked.
     top: tuple[Int[Array, "B N n"], Float[Array, "B N n"]] | None
-    finite: Bool[Array, " B"]
-    cache: PagedCache
+    finite: Bool[Array, " B"]  # rows whose prompt led to finite logits, `[B]`
+    cache: PagedCache  # the answers' own cache: with `shared`, of what follows it
+    # See `generation.Stats`, float32 `[B]`; None behind a context, which knows it.
     attended_share: Float32[Array, " B"] | None = None
 
 
@@ -96,25 +85,15 @@ STATE = DecodingState(**{**_BY_ROW, **_SHARED, "cache": CACHES})
 
 def decode(
     lm: LM,
-    state: DecodingState,
-    shared: PagedCache | None,
-    limit: Int[Array, "*B"],
-    sampling: Sampling,
+    state: DecodingState,  # where the answers are
+    shared: PagedCache | None,  # what they continue from
+    limit: Int[Array, "*B"],  # tokens of an answer
+    sampling: Sampling,  # how tokens are drawn
     *,
-    allowed: UInt8[Array, "B W"] | None = None,
+    allowed: UInt8[Array, "B W"] | None = None,  # see `draw`; the same in all steps
     backend: Backend = "auto",
 ) -> DecodingState:
-    """Draws tokens until every row has `limit` of them or has ended. A row that has stays as it is.
-
-    Args:
-        lm: The model.
-        state: Where the answers are.
-        shared: What they continue from, which neighbouring rows may share; None where `state.cache` holds everything.
-        limit: Tokens of an answer, int32 scalar or `[B]`.
-        sampling: How tokens are drawn.
-        allowed: See `draw`; the same in all steps.
-        backend: Kernel backend; static.
-    """
+    """Draws tokens until every row has `limit` of them or has ended. A row that has stays as it is."""
     steps = _Steps.of(lm, state, shared, limit, sampling, allowed, backend)
 
     def plain_steps(state: DecodingState, until_leaving: bool) -> DecodingState:
@@ -235,33 +214,19 @@ def decode_layer(
     policy: CachePolicy,
     layer: int,
     heads: Heads,
-    q: Float[Array, "B 1 Hq d"],
+    q: Float[Array, "B 1 Hq d"],  # the new token's rotated query
     k: Float[Array, "B 1 Hkv d"],
     v: Float[Array, "B 1 Hkv d"],
-    shared: PagedCache | None,
-    cache: PagedCache,
-    positions: Int[Array, " B"],
-    leaving: Bool[Array, " B"] | None = None,
+    shared: PagedCache | None,  # what came before, or None
+    cache: PagedCache,  # the rows' own cache
+    positions: Int[Array, " B"],  # position of the new token
+    leaving: Bool[Array, " B"] | None = None,  # rows in which a block leaves the window
     backend: Backend = "auto",
     *,
-    fed: Bool[Array, " B"] | None = None,
-    summaries: tuple[Any, Any] = (None, None),
+    fed: Bool[Array, " B"] | None = None,  # rows that have a new token
+    summaries: tuple[Any, Any] = (None, None),  # what the policy knows of `shared` and of the rows' own cache
 ) -> tuple[Float[Array, "B 1 Hq d"], PagedCache]:
     """One step in a layer: what leaves the window, the new token joins it, attention.
-
-    Args:
-        policy: Cache policy.
-        layer: The layer.
-        heads: Its KV heads that `k` has.
-        q: The new token's rotated query, `[B, 1, H_q, d]`; `k` and `v` likewise with H_kv heads.
-        shared: What came before, or None.
-        cache: The rows' own cache.
-        positions: Position of the new token, `[B]`.
-        leaving: Rows in which a block leaves the window, from `rows_with_leaving_block`; None where there are none,
-            which spares the work of looking for what to keep.
-        backend: Kernel backend.
-        fed: Rows that have a new token; None for all. What the others hold stays as it is. A single row always has one.
-        summaries: What the policy knows of `shared` and of the rows' own cache; it is asked for what is None.
 
     Returns:
         Attention output `[B, 1, H_q, d]` and the cache with the token in it.
@@ -346,31 +311,18 @@ STARTED = (STATE, CACHES)
 
 def prefill(
     lm: LM,
-    tokens: Int[Array, "B L"],
-    lengths: Int[Array, " B"],
-    keys: Key[Array, " R"],
-    sampling: Sampling,
-    stop_tokens: Int[Array, " S"],
-    min_new_tokens: Int[Array, ""] | None = None,
+    tokens: Int[Array, "B L"],  # prompts, right-padded
+    lengths: Int[Array, " B"],  # true lengths, at least 1
+    keys: Key[Array, " R"],  # one an answer; those of answers to one prompt side by side
+    sampling: Sampling,  # how tokens are drawn
+    stop_tokens: Int[Array, " S"],  # tokens that end a row
+    min_new_tokens: Int[Array, ""] | None = None,  # tokens before which no stop token is drawn
     *,
-    new_tokens: int,
-    logprobs: int | None = None,
+    new_tokens: int,  # room for new tokens, at least 1; static
+    logprobs: int | None = None,  # likeliest tokens that are noted at each place; static
     backend: Backend = "auto",
 ) -> tuple[DecodingState, PagedCache | None]:
     """Runs the prompts, fills the cache and draws the first new token of every answer.
-
-    Args:
-        lm: The model.
-        tokens: Prompts, right-padded, int32 `[B, L]`.
-        lengths: True lengths, `[B]`, at least 1.
-        keys: One typed PRNG key an answer, `[R]`; R is B or a multiple of it, answers to one prompt side by side.
-        sampling: How tokens are drawn.
-        stop_tokens: Tokens that end a row, `[S]`.
-        min_new_tokens: Tokens before which no stop token is drawn, int32 scalar; None for none.
-        new_tokens: Room for new tokens, at least 1; static.
-        logprobs: None, or how many of the likeliest tokens are noted beside the log-probability of every new token;
-            static.
-        backend: Kernel backend; static.
 
     Returns:
         The state, and the prompts' cache where several answers share it; None where each prompt has one answer, whose
@@ -393,42 +345,24 @@ def prefill(
 
 
 def resume(
-    lm: LM,
-    cache: PagedCache,
-    held: Int[Array, "C L"] | None,
-    tokens: Int[Array, "B S"],
-    starts: Int[Array, " C"],
-    lengths: Int[Array, " B"],
-    prompt_lengths: Int[Array, " C"],
-    keys: Key[Array, " R"],
-    sampling: Sampling,
-    stop_tokens: Int[Array, " S2"],
-    min_new_tokens: Int[Array, ""] | None = None,
+    lm: LM,  # the model, under the method of the context
+    cache: PagedCache,  # the context's, of C rows: B, or 1 that all prompts share
+    held: Int[Array, "C L"] | None,  # tokens of the context, right-padded; needed with a repetition penalty
+    tokens: Int[Array, "B S"],  # prompts as `extend.align` lays them out
+    starts: Int[Array, " C"],  # tokens of the context
+    lengths: Int[Array, " B"],  # tokens of the prompts, at least 1
+    prompt_lengths: Int[Array, " C"],  # tokens of the context that its first prefill dealt with
+    keys: Key[Array, " R"],  # as for `prefill`, like all further arguments
+    sampling: Sampling,  # how tokens are drawn
+    stop_tokens: Int[Array, " S2"],  # tokens that end a row
+    min_new_tokens: Int[Array, ""] | None = None,  # tokens before which no stop token is drawn
     *,
-    context_tokens: int,
-    new_tokens: int,
+    context_tokens: int,  # most tokens that a row of the context may have; static
+    new_tokens: int,  # room for new tokens; static
     logprobs: int | None = None,
     backend: Backend = "auto",
 ) -> DecodingState:
-    """Appends prompts to a context and draws the first new token of every answer.
-
-    Args:
-        lm: The model, under the method of the context.
-        cache: The context's, of C rows: B, or 1 that all prompts share.
-        held: Tokens of the context, right-padded, `[C, L]`; needed with a repetition penalty.
-        tokens: Prompts as `extend.align` lays them out, `[B, S]`.
-        starts: Tokens of the context, `[C]`.
-        lengths: Tokens of the prompts, `[B]`, at least 1.
-        prompt_lengths: Tokens of the context that its first prefill dealt with, `[C]`.
-        keys: One typed PRNG key an answer, `[R]`; as for `prefill`, with all further arguments.
-        sampling: How tokens are drawn.
-        stop_tokens: Tokens that end a row.
-        min_new_tokens: Tokens before which no stop token is drawn.
-        context_tokens: Most tokens that a row of the context may have; static.
-        new_tokens: Room for new tokens; static.
-        logprobs: As for `prefill`; static.
-        backend: Kernel backend; static.
-    """
+    """Appends prompts to a context and draws the first new token of every answer."""
     batch, columns = tokens.shape
     samples, times = keys.shape[0] // batch, batch // cache.batch
     context_starts, (starts, prompt_lengths) = starts, _rows((starts, prompt_lengths), times)

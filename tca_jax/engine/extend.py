@@ -28,33 +28,21 @@ _PIECE_TOKENS = 2048  # of a row in one call of the decoder: enough for matrix p
 
 
 class AppendedColumns(NamedTuple):
-    """Where the appended tokens of each row are.
+    """Where the appended tokens of each row are."""
 
-    Attributes:
-        first: Position of column 0, a multiple of b, `[B]`.
-        starts: Position of the first new token, `[B]`: tokens that were there before.
-        ends: One past the last, `[B]`.
-        prompt_lengths: Tokens that the first prefill dealt with, `[B]`.
-    """
-
-    first: Int[Array, " B"]
-    starts: Int[Array, " B"]
-    ends: Int[Array, " B"]
-    prompt_lengths: Int[Array, " B"]
+    first: Int[Array, " B"]  # position of column 0, a multiple of b, `[B]`
+    starts: Int[Array, " B"]  # position of the first new token, `[B]`: tokens that were there before
+    ends: Int[Array, " B"]  # one past the last, `[B]`
+    prompt_lengths: Int[Array, " B"]  # tokens that the first prefill dealt with, `[B]`
 
 
 class Extended(NamedTuple):
-    """What `extend` gives.
+    """What `extend` gives."""
 
-    Attributes:
-        cache: With the tokens in it.
-        logits: Of the token after each row's last, float32 `[B, V]`.
-        hidden: The decoder's output in every column, `[B, S, D]`, arbitrary where there is no new token; None unless
-            `keep_hidden`.
-    """
-
-    cache: PagedCache
-    logits: Float32[Array, "B V"]
+    cache: PagedCache  # with the tokens in it
+    logits: Float32[Array, "B V"]  # of the token after each row's last, float32 `[B, V]`
+    # The decoder's output in every column, `[B, S, D]`, arbitrary where there is no new token; None unless
+    # `keep_hidden`.
     hidden: Float[Array, "B S D"] | None
 
 
@@ -70,12 +58,6 @@ def align(
 ) -> Int[np.ndarray, "B S"]:
     """Right-padded rows moved to the columns that `extend` wants them in.
 
-    Args:
-        tokens: Appended tokens, right-padded, `[B, L]`.
-        starts: Position of each row's first, `[B]`.
-        block_size: Tokens in a block, b.
-        columns: S, at least (start mod b) + tokens of every row; from `num_columns`.
-
     Returns:
         int32 `[B, S]`; what lies beside a row's tokens is arbitrary.
     """
@@ -84,30 +66,18 @@ def align(
 
 
 def extend(
-    lm: LM,
-    shared: PagedCache | None,
-    cache: PagedCache,
-    tokens: Int[Array, "B S"],
-    starts: Int[Array, " B"],
-    lengths: Int[Array, " B"],
-    prompt_lengths: Int[Array, " B"],
+    lm: LM,  # the model, under the method of the caches
+    shared: PagedCache | None,  # what came before
+    cache: PagedCache,  # the rows' own, with room for the tokens; updated in place where the caller gives it away
+    tokens: Int[Array, "B S"],  # appended tokens as `align` lays them out; S is a multiple of b, of `num_columns`
+    starts: Int[Array, " B"],  # tokens in the caches, at least 1
+    lengths: Int[Array, " B"],  # tokens to append; a row of none is left as it is, and its logits mean nothing
+    prompt_lengths: Int[Array, " B"],  # tokens that the first prefill dealt with
     *,
-    keep_hidden: bool = False,
+    keep_hidden: bool = False,  # whether `Extended.hidden` is wanted
     backend: Backend = "auto",
 ) -> Extended:
-    """Feeds tokens behind what caches hold. Each behaves as if decoding had fed it, however they are cut into calls.
-
-    Args:
-        lm: The model, under the method of the caches.
-        shared: What came before, of which rows may share rows; None where `cache` holds everything. It is not written.
-        cache: The rows' own, with room for the tokens; updated in place where the caller gives it away.
-        tokens: Appended tokens as `align` lays them out; S is a multiple of b, of `num_columns`.
-        starts: Tokens in the caches, `[B]`, at least 1.
-        lengths: Tokens to append, `[B]`; a row of none is left as it is, and its logits mean nothing.
-        prompt_lengths: Tokens that the first prefill dealt with, `[B]`.
-        keep_hidden: Whether `Extended.hidden` is wanted.
-        backend: Kernel backend.
-    """
+    """Feeds tokens behind what caches hold. Each behaves as if decoding had fed it, however they are cut into calls."""
     decoder, b = lm.decoder, cache.block_size
     batch, columns = tokens.shape
     where = AppendedColumns(starts // b * b, starts, starts + lengths, prompt_lengths)
@@ -178,25 +148,15 @@ def extend_layer(
     policy: CachePolicy,
     layer: int,
     heads: Heads,
-    q: Float[Array, "B S Hq d"],
+    q: Float[Array, "B S Hq d"],  # rotated queries, S whole blocks
     k: Float[Array, "B S Hkv d"],
     v: Float[Array, "B S Hkv d"],
-    shared: PagedCache | None,
-    cache: PagedCache,
-    where: AppendedColumns,
+    shared: PagedCache | None,  # what came before, or None
+    cache: PagedCache,  # the rows' own cache
+    where: AppendedColumns,  # which columns are new tokens
     backend: Backend = "auto",
 ) -> tuple[Float[Array, "B S Hq d"], PagedCache]:
     """A layer's attention of appended tokens, block by block: what leaves the window, what joins it, attention.
-
-    Args:
-        policy: Cache policy.
-        layer: The layer.
-        heads: Its KV heads that `k` has.
-        q: Rotated queries, `[B, S, H_q, d]`, S whole blocks; `k` and `v` likewise with H_kv heads.
-        shared: What came before, or None.
-        cache: The rows' own cache.
-        where: Which columns are new tokens.
-        backend: Kernel backend.
 
     Returns:
         Attention output `[B, S, H_q, d]`, arbitrary but finite where a column is no new token, and the cache.
@@ -274,32 +234,20 @@ def evict_block(
     policy: CachePolicy,
     layer: int,
     heads: Heads,
-    q: Float[Array, "B Hq d"],
+    q: Float[Array, "B Hq d"],  # query of the token that starts a block; `k` its key
     k: Float[Array, "B Hkv d"],
-    shared: PagedCache | None,
-    cache: PagedCache,
-    positions: Int[Array, " B"],
-    leaving: Bool[Array, " B"],
+    shared: PagedCache | None,  # what came before, or None
+    cache: PagedCache,  # the rows' own cache, without that token
+    positions: Int[Array, " B"],  # the token's position; a multiple of b in rows where a block leaves
+    leaving: Bool[Array, " B"],  # those rows
     backend: Backend,
     *,
-    rare: bool = False,
+    rare: bool = False,  # whether there mostly are none, so that the device asks the host to leave out what is for them
 ) -> PagedCache:
     """The cache with what the policy keeps of the block that leaves the window, in rows where one leaves.
 
     The policy sees the current query's attention probabilities over all that it can see at this step: what is kept, the
     window with the leaving block still in it, and itself.
-
-    Args:
-        policy: Cache policy.
-        layer: The layer.
-        heads: Its KV heads that `k` has.
-        q: Query of the token that starts a block; `k` its key.
-        shared: What came before, or None.
-        cache: The rows' own cache, without that token.
-        positions: The token's position; a multiple of b in rows where a block leaves.
-        leaving: Those rows.
-        backend: Kernel backend.
-        rare: Whether there mostly are none, so that the device asks the host to leave out what is for them.
     """
     before = jnp.maximum(positions - 1, 0)
 

@@ -249,25 +249,13 @@ class LM:
         return other
 
     def cache_layout(self, batch: int, prompt_tokens: int, fed_tokens: int = 0) -> CacheLayout:
-        """Static shape of the cache of prompts; on a mesh, of a device.
-
-        Args:
-            batch: Prompts, B; on a mesh, of a device.
-            prompt_tokens: Padded length of the prompts, L.
-            fed_tokens: Most tokens that are fed behind a prompt into the same cache.
-        """
+        """Static shape of the cache of prompts; on a mesh, of a device."""
         c = self.config
         sizes = c.num_layers, c.num_kv_heads, batch, prompt_tokens, fed_tokens, self.head_shards
         return CacheLayout.plan(self.method.cache, *sizes)
 
     def following_layout(self, batch: int, prompt_tokens: int, fed_tokens: int) -> CacheLayout:
-        """Static shape of the cache of what is fed behind tokens that lie in another one; on a mesh, of a device.
-
-        Args:
-            batch: Rows, B; on a mesh, of a device.
-            prompt_tokens: Most tokens in the other cache.
-            fed_tokens: Most tokens that are fed behind them.
-        """
+        """Static shape of the cache of what is fed behind tokens that lie in another one; on a mesh, of a device."""
         c = self.config
         sizes = c.num_layers, c.num_kv_heads, batch, prompt_tokens, fed_tokens, self.head_shards
         return CacheLayout.plan_following(self.method.cache, *sizes)

@@ -39,15 +39,11 @@ SECOND_HEADS = PartitionSpec(None, MODEL)
 
 @dataclasses.dataclass(frozen=True)
 class HeadShards:
-    """How a model's KV heads are dealt out to the devices on "model", as many to each.
+    """How a model's KV heads are dealt out to the devices on "model", as many to each."""
 
-    Attributes:
-        devices: Devices along that axis, n.
-        order: For each layer the KV heads as they lie on the devices, `[layers][H_kv]`: those of device i are at the
-            places from i H_kv / n on.
-    """
-
-    devices: int
+    devices: int  # devices along that axis, n
+    # For each layer the KV heads as they lie on the devices, `[layers][H_kv]`: those of device i are at the places from
+    # i H_kv / n on.
     order: tuple[tuple[int, ...], ...]
 
     def heads(self, layer: int) -> Heads:
@@ -120,13 +116,7 @@ class OverMesh:
 def over_mesh(
     function: Callable[..., Any], mesh: Mesh | None, inputs: Sequence[Any], outputs: Any
 ) -> Callable[..., Any]:
-    """A function of arrays as one program of all devices of a mesh; itself where there is none.
-
-    Args:
-        function: Takes arrays or pytrees of such. It is traced for a single device, as those of `OverMesh` are.
-        mesh: The devices; None for one.
-        inputs: How each of its arguments lies on the mesh, and `outputs` its results.
-    """
+    """A function of arrays as one program of all devices of a mesh; itself where there is none."""
     if mesh is None:
         return function
 
@@ -309,13 +299,6 @@ Orders = tuple[tuple[int, ...], ...]
 
 def balanced_orders(policy: CachePolicy, num_layers: int, num_kv_heads: int, devices: int, max_context: int) -> Orders:
     """An order of each layer's KV heads in which the devices' caches are about as large, in each layer and in all.
-
-    Args:
-        policy: What the caches keep of a long prompt.
-        num_layers: Layers of the model.
-        num_kv_heads: KV heads of the model, a multiple of `devices`.
-        devices: How many share them.
-        max_context: Positions of the model.
 
     Returns:
         The orders; the model's own where no other has devices wait less for each other, or as long and hold less.

@@ -30,54 +30,34 @@ from tca_jax.pallas_kernels.paged_attention import paged_attention
 
 
 class Read(NamedTuple):
-    """What `read_prompts` gives.
+    """What `read_prompts` gives."""
 
-    Attributes:
-        logits: Of the token behind each prompt, float32 `[B, V]`.
-        cache: What stays of the prompts; None unless a layout was given.
-        attended_share: Share of each prompt's causal pairs (query, key) that its queries attended to, float32 `[B]`.
-        hidden: The decoder's output of all tokens, `[B, L, D]`; None unless `keep_hidden`.
-    """
-
-    logits: Float[Array, "B V"]
-    cache: PagedCache | None
+    logits: Float[Array, "B V"]  # of the token behind each prompt, float32 `[B, V]`
+    cache: PagedCache | None  # what stays of the prompts; None unless a layout was given
+    # Share of each prompt's causal pairs (query, key) that its queries attended to, float32 `[B]`.
     attended_share: Float32[Array, " B"]
-    hidden: Float[Array, "B L D"] | None
+    hidden: Float[Array, "B L D"] | None  # the decoder's output of all tokens, `[B, L, D]`; None unless `keep_hidden`
 
 
 class Reading(NamedTuple):
-    """Prompts on their way through the layers; `[B, m, D]` behind the last one, where `tail_queries` are all it needs.
+    """Prompts between layers; `[B, m, D]` behind the last one, where `tail_queries` are all it needs."""
 
-    Attributes:
-        x: The residual stream, `[B, L, D]`.
-        lengths: True lengths, `[B]`.
-        shares: Shares of causal pairs as in `Read.attended_share`, summed over the layers so far, float32 `[B]`.
-    """
-
-    x: Float[Array, "B _ D"]
-    lengths: Int[Array, " B"]
+    x: Float[Array, "B _ D"]  # the residual stream, `[B, L, D]`
+    lengths: Int[Array, " B"]  # true lengths, `[B]`
+    # Shares of causal pairs as in `Read.attended_share`, summed over the layers so far, float32 `[B]`.
     shares: Float32[Array, " B"]
 
 
 def read_prompts(
     lm: LM,
-    tokens: Int[Array, "B L"],
-    lengths: Int[Array, " B"],
-    layout: CacheLayout | None,
+    tokens: Int[Array, "B L"],  # prompts, right-padded
+    lengths: Int[Array, " B"],  # true lengths, at least 1
+    layout: CacheLayout | None,  # of the cache that is filled; None for none
     *,
-    keep_hidden: bool = False,
+    keep_hidden: bool = False,  # whether `Read.hidden` is wanted
     backend: Backend = "auto",
 ) -> Read:
-    """Runs the model over prompts.
-
-    Args:
-        lm: The model.
-        tokens: Prompts, right-padded, int32 `[B, L]`.
-        lengths: True lengths, `[B]`, at least 1.
-        layout: Of the cache that is filled; None for none.
-        keep_hidden: Whether `Read.hidden` is wanted.
-        backend: Kernel backend.
-    """
+    """Runs the model over prompts."""
     if (reader := own_reader(lm, layout)) is not None:
         return reader(lm, tokens, lengths, layout, keep_hidden=keep_hidden, backend=backend)
     begun = begin_reading(lm, tokens, lengths, layout)
@@ -101,24 +81,15 @@ def begin_reading(
 
 def read_layers(
     lm: LM,
-    reading: Reading,
-    cache: PagedCache | None,
-    layers: tuple[int, int],
+    reading: Reading,  # the prompts, in front of these layers
+    cache: PagedCache | None,  # with the layers before these in it; None without a layout
+    layers: tuple[int, int],  # the first of them, and the one behind the last; static
     layout: CacheLayout | None,
     *,
     keep_hidden: bool = False,
     backend: Backend = "auto",
 ) -> tuple[Reading, PagedCache | None]:
     """Runs some layers over prompts.
-
-    Args:
-        lm: The model.
-        reading: The prompts, in front of these layers.
-        cache: With the layers before these in it; None without a layout.
-        layers: The first of them, and the one behind the last; static.
-        layout: As for `read_prompts`.
-        keep_hidden: As for `read_prompts`.
-        backend: Kernel backend.
 
     Returns:
         The prompts behind these layers, and the cache with what stays of them.
@@ -160,30 +131,17 @@ def prefill_layer(
     method: Method,
     layer: int,
     heads: Heads,
-    q: Float[Array, "B M Hq d"],
-    k: Float[Array, "B L Hkv d"],
+    q: Float[Array, "B M Hq d"],  # rotated queries of whole prompts (M = L)
+    k: Float[Array, "B L Hkv d"],  # rotated keys; `v` the values
     v: Float[Array, "B L Hkv d"],
-    lengths: Int[Array, " B"],
-    layout: CacheLayout,
-    cache: PagedCache,
+    lengths: Int[Array, " B"],  # true prompt lengths, at least 1
+    layout: CacheLayout,  # of the cache, for prompts of L tokens
+    cache: PagedCache,  # with the layers before this one in it
     backend: Backend = "auto",
     *,
-    last_query: bool = False,
+    last_query: bool = False,  # whether only the last query is answered
 ) -> tuple[Attended, PagedCache]:
     """Attention of prompts in a layer, and the cache with what stays of them.
-
-    Args:
-        method: Attention method.
-        layer: The layer.
-        heads: Its KV heads that `k` has.
-        q: Rotated queries of whole prompts (M = L), or with `last_query` of the last M positions.
-        k: Rotated keys, `[B, L, H_kv, d]`; `v` the values.
-        lengths: True prompt lengths, `[B]`, at least 1.
-        layout: Of the cache, for prompts of L tokens.
-        cache: With the layers before this one in it.
-        backend: Kernel backend.
-        last_query: Whether only the last query is answered, from the cache, where `tail_queries` allows it; those
-            before are there for the selection to look at, and get zeros.
 
     Returns:
         Attention, its output `[B, M, H_q, d]` (zero past a length), and the cache. With `last_query` the pairs are

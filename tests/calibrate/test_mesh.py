@@ -17,9 +17,6 @@ import tca_jax
 from tca_jax.calibration.probe_losses import ReadText
 from tca_jax.calibration.probes import FOLLOWING, ProbedText, Segment
 from tca_jax.calibration.text_losses import TextLosses
-from tca_jax.lab.rivals.cake import layer_preferences
-from tca_jax.lab.rivals.kvzip_heads import repetition_scores
-from tca_jax.lab.rivals.pattern_search import search_patterns
 
 pytestmark = needs_8_devices
 

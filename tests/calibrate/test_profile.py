@@ -19,8 +19,6 @@ from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.tca import tca
 from tca_jax.models.config import ModelConfig
 
-THREE = {"full": 0.5, "row0": 1.0, "chosen": 0.75}
-PROBES = {"counted": {"copy": 3}, "kept": None, "attended": 0.5}
 SAVED = Path(__file__).parent / "saved_profile_v3"  # as tca_jax 0.1.0 wrote it, of format 3
 
 
@@ -44,62 +42,23 @@ def model_config(num_layers: int = 3, num_kv_heads: int = 2) -> ModelConfig:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("candidates", np.zeros((3, 2)), r"Profile\.candidates: must be integers .* float64 \[3, 2\]"),
-        ("candidates", np.zeros(3, np.int32), r"Profile\.candidates: .* \[3\]"),
-        ("candidates", np.zeros((0, 2), np.int32), r"Profile\.candidates: .* \[0, 2\]"),
-        (
-            "candidates",
-            np.array([[0, 1], [2, 15], [0, 0]]),
-            r"Profile\.candidates\[1, 1\] = 15: .* \[0, 14\]",
-        ),
-        (
-            "candidates",
-            np.array([[0, 1], [-1, 2], [0, 0]]),
-            r"Profile\.candidates\[1, 0\] = -1: .* \[0, 14\]",
-        ),
-        (
-            "scores",
-            np.zeros((3, 2, 14), np.float32),
-            r"Profile\.scores: .* \[3, 2, 15\], got float32 \[3, 2, 14\]",
-        ),
-        ("scores", np.zeros((3, 2, 15), np.int32), r"Profile\.scores: must be floats .* got int32"),
-        ("scores", np.full((3, 2, 15), 1.5), r"Profile\.scores\[0, 0, 0\] = 1\.5: must lie in \[0, 1\]"),
-        ("prefill_candidates", np.zeros((3, 2)), r"Profile\.prefill_candidates: must be integers .* float64 \[3, 2\]"),
-        ("prefill_candidates", np.zeros((2, 2), int), r"Profile\.prefill_candidates: .* \[3, 2\], .*, got \[2, 2\]"),
-        (
-            "prefill_candidates",
-            np.full((3, 2), 14),
-            r"Profile\.prefill_candidates\[0, 0\] = 14: must be at most the cache row, candidates\[\d, \d\] = ",
-        ),
-        (
-            "readings",
-            np.full((3, 2), "far"),
-            r"Profile\.readings = \[\['far', .*: must be names out of \['sparse', 'bl",
-        ),
-        ("readings", np.zeros((3, 2), int), r"Profile\.readings = \[\[0, 0\], .*: must be names out of"),
-        (
-            "readings",
-            np.full((2, 2), "sparse"),
-            r"Profile\.readings: must be \[3, 2\], as candidates are, got \[2, 2\]",
-        ),
-        ("reading_worth", np.zeros((3, 3)), r"Profile\.reading_worth: must be \[3, 2\], .*, got \[3, 3\]"),
-        ("keeping_worth", np.zeros(6), r"Profile\.keeping_worth: must be \[3, 2\], .*, got \[6\]"),
-        ("losses", {"outside": THREE}, r"Profile\.losses = .*: must hold \['full', 'row0', 'chosen'\] under some of"),
-        ("losses", {"inside": {"full": 1.0}}, r"Profile\.losses = .*: must hold .* upgrade tca_jax"),
-        ("losses", {"inside": {**THREE, "best": 0.0}}, r"Profile\.losses = .*: must hold"),
-        ("probes", {"kind": "copy"}, r"Profile\.probes = {'kind': 'copy'}: must be None, or hold \['counted', 'kept'"),
-        ("probes", {**PROBES, "tokens": 3}, r"Profile\.probes = .*: must be None, or hold .* upgrade tca_jax"),
-        ("probes", {**PROBES, "counted": 3}, r"Profile\.probes = .*: must be None, or hold"),
-        ("sources", ({"tokens": 3},), r"Profile\.sources\[0\] = .*'tokens' and a string 'sha256'"),
-        (
-            "sources",
-            ({"tokens": "3", "sha256": ""},),
-            r"Profile\.sources\[0\] = .*'tokens' and a string 'sha256'",
-        ),
+        ("candidates", np.zeros((3, 2)), r": must be integers \[layers, H_kv\], got float64 \[3, 2\]"),
+        ("candidates", np.zeros(3, np.int32), r": must be integers .* \[3\]"),
+        ("candidates", np.zeros((0, 2), np.int32), r": must be integers .* \[0, 2\]"),
+        ("candidates", np.array([[0, 1], [2, 15], [0, 0]]), r"\[1, 1\] = 15: must lie in \[0, 14\]"),
+        ("candidates", np.array([[0, 1], [-1, 2], [0, 0]]), r"\[1, 0\] = -1: must lie in \[0, 14\]"),
+        ("scores", np.zeros((3, 2, 14), np.float32), r": must be floats \[3, 2, 15\], got float32 \[3, 2, 14\]"),
+        ("scores", np.zeros((3, 2, 15), np.int32), r": must be floats .* got int32"),
+        ("scores", np.full((3, 2, 15), 1.5), r"\[0, 0, 0\] = 1\.5: must lie in \[0, 1\]"),
+        ("prefill_candidates", np.zeros((2, 2), int), r": must be integers \[3, 2\], got int64 \[2, 2\]"),
+        ("prefill_candidates", np.full((3, 2), 14), r"\[0, 0\] = 14: must lie between 0 and the cache row"),
+        ("readings", np.full((3, 2), "far"), r"\[0, 0\] = far: must be one of \['sparse', 'blocks', 'dense'\]"),
+        ("readings", np.zeros((3, 2), int), r": must be strings \[3, 2\], got int64"),
+        ("keeping_worth", np.zeros(6), r": must be floats \[3, 2\], got float64 \[6\]"),
     ],
 )
-def test_a_wrong_field_is_an_error_that_names_it(field, value, message):
-    with pytest.raises(ValueError, match=message):
+def test_a_wrong_field_is_named(field, value, message):
+    with pytest.raises(ValueError, match=rf"Profile\.{field}{message}"):
         make_profile(**{field: value})
 
 
@@ -353,8 +312,6 @@ def test_folders_without_a_profile_are_refused(tmp_path):
         ({"config": None}, r"damaged: "),
         ({"config": {**dataclasses.asdict(CONFIG), "window": 20}}, r"TCAConfig\.window = 20: must be .*multiple"),
         ({"config": {**dataclasses.asdict(CONFIG), "num_candidates": 5}}, r"Profile\.candidates\[.*\] = .*\[0, 5\]"),
-        ({"losses": {"outside": {}}}, r"Profile\.losses = {'outside': {}}: must hold"),
-        ({"sources": [3]}, r"Profile\.sources\[0\] = 3: must hold an integer 'tokens'"),
         (None, r"damaged or incomplete, cannot be read"),
     ],
 )

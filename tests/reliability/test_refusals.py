@@ -5,7 +5,6 @@ import json
 import re
 
 import pytest
-from profiles import make_profile
 from tiny import CONFIG, TCA, random_prompt, tiny_lm, with_candidates, write_checkpoint
 from tokenizers import Tokenizer
 
@@ -119,14 +118,6 @@ def test_a_text_that_the_tokenizer_fails_on_names_the_argument(folder):
 
 
 # --- profiles and contexts ------------------------------------------------------------------------
-
-
-def test_an_unknown_entry_of_probes_is_named():
-    probes = make_profile().probes
-    with pytest.raises(
-        ValueError, match=r"Profile.probes = .*'layers': 3.*must be None, or hold \['counted'.*upgrade tca"
-    ):
-        make_profile(probes=probes | {"layers": 3})
 
 
 @pytest.mark.parametrize("kind", [Profile, tca_jax.Context])
