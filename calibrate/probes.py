@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from tca_jax.calibration import facts
 from tca_jax.engine.prompts import Encoder, Prompt, decode_utf8, encode_prompt, encode_verbatim, render_chat
-from tca_jax.errors import UserError, UserTypeError
+from tca_jax.errors import UserError
 from tca_jax.methods.config import TCAConfig
 
 Kind = Literal["facts", "copy"]
@@ -55,22 +55,16 @@ class ProbedText:
 
 
 def probe_kinds(probes: Any) -> tuple[str, ...]:
-    """Which probes are made beside the text's own end: some of "facts" and "copy", or "pairs" alone.
-
-    Raises:
-        ValueError: it is, or holds, another string, or kinds and something else.
-        TypeError: it is neither a string, nor a sequence, nor None.
-    """
+    """Which probes are made beside the text's own end: some of "facts" and "copy", or "pairs" alone."""
     if probes is None:
         return get_args(Kind)
-    if isinstance(probes, bytes) or not isinstance(probes, Sequence):
-        raise UserTypeError(f"probes is of type {type(probes).__name__}: must be {_ALLOWED}")
     named = [probes] if isinstance(probes, str) else probes
-    if not any(isinstance(each, str) for each in named):
-        return ("pairs",)
-    if not all(isinstance(each, str) and each in get_args(Kind) for each in named):
-        raise UserError(f"probes = {probes!r}: must be {_ALLOWED}")
-    return tuple(dict.fromkeys(named))
+    if isinstance(probes, Sequence) and not isinstance(probes, bytes):
+        if not any(isinstance(each, str) for each in named):
+            return ("pairs",)
+        if all(isinstance(each, str) and each in get_args(Kind) for each in named):
+            return tuple(dict.fromkeys(named))
+    raise UserError(f"probes = {probes!r}: must be {_ALLOWED}")
 
 
 def probed_texts(
@@ -86,8 +80,8 @@ def probed_texts(
     kinds = probe_kinds(probes)
     if kinds == ("pairs",):
         return _with_pairs(lm, sequences, probes, config, names or [f"texts[{i}]" for i in range(len(sequences))])
-    if "facts" in kinds and lm.tokenizer is None and probes is not None:
-        raise UserError(f"probes = {probes!r}: facts are text, and {lm.name} was loaded without a tokenizer")
+    if "facts" in kinds and probes is not None:
+        _require_tokenizer(lm, f"probes = {probes!r}")
     return [_with_own(lm, ids, kinds, config, i) for i, ids in enumerate(sequences)]
 
 
@@ -206,31 +200,30 @@ def _with_pairs(
 
 def _encode_pairs(lm: Encoder, pairs: Any, name: str) -> list[Segment]:
     """One text's pairs, each a probe of its own."""
-    if isinstance(pairs, str | bytes) or not isinstance(pairs, Sequence):
-        raise UserTypeError(f"{name} is of type {type(pairs).__name__}: must be a list of (question, answer) pairs")
-    if not pairs:
-        raise UserError(f"{name} is empty: at least one (question, answer) pair is needed for each text")
-    for i, pair in enumerate(pairs):
-        if isinstance(pair, str | bytes | Mapping) or not isinstance(pair, Sequence) or len(pair) != 2:
-            raise UserTypeError(f"{name}[{i}] = {pair!r}: must be a pair (question, answer)")
-    texts = [isinstance(part, str | bytes) for pair in pairs for part in pair]
-    if not any(texts):
+    are_pairs = _is_list(pairs) and all(_is_list(pair) and len(pair) == len(_PARTS) for pair in pairs)
+    are_text = {isinstance(part, str | bytes) for pair in pairs for part in pair} if are_pairs else set()
+    if len(are_text) != 1 or not all(len(part) for pair in pairs for part in pair):
+        raise UserError(
+            f"{name}: must be a list of (question, answer) pairs, at least one, all text or all token ids, none empty"
+        )
+    if are_text == {False}:
         parts = [
             [encode_prompt(lm, part, f"{name}[{i}] ({what})") for part, what in zip(pair, _PARTS, strict=True)]
             for i, pair in enumerate(pairs)
         ]
         return [Segment((*q, *a), (False,) * len(q) + (True,) * len(a), "pairs") for q, a in parts]
-    if not all(texts):
-        raise UserTypeError(f"{name} holds text and token ids: must be one or the other throughout")
+    _require_tokenizer(lm, name)
     turns = [[decode_utf8(part, f"{name}[{i}]") for part in pair] for i, pair in enumerate(pairs)]
-    for i, turn in enumerate(turns):
-        if not all(turn):
-            raise UserError(f"{name}[{i}] holds an empty question or answer")
-    if lm.tokenizer is None:
-        raise UserError(
-            f"{name}: {lm.name} was loaded without a tokenizer, so text cannot be used; pass pairs of token ids"
-        )
     return [_encode_asked(lm, question, answer, "pairs", name) for question, answer in turns]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _require_tokenizer(lm: Encoder, name: str) -> None:
+    if lm.tokenizer is None:
+        raise UserError(f"{name}: {lm.name} was loaded without a tokenizer; pass pairs of token ids, or 'copy'")
 
 
 def _encode_asked(

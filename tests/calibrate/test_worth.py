@@ -232,7 +232,7 @@ def test_an_attended_share_bounds_reading(lm, text, silent):
         ({"attended": float("nan")}, r"attended = nan: must lie in \(0, 1\]"),
         ({"kept": 0.01}, r"kept = 0\.01: must be at least 0\.\d+, .* of the cache of 144 tokens"),
         ({"probes": "text"}, r"probes = 'text': must be 'facts', 'copy', a list"),
-        ({"probes": "facts"}, r"probes = 'facts': facts are text, and tiny was loaded without a tokenizer"),
+        ({"probes": "facts"}, r"probes = 'facts': tiny was loaded without a tokenizer"),
         ({"probes": [[("q", "a")]]}, r"probes\[0\]: tiny was loaded without a tokenizer"),
         ({"probes": [[([1], [2])]] * 2}, r"probes has 2 lists of pairs: must have one for each of 1 texts"),
         ({"criterion": "retained_mass", "kept": 0.5}, r"kept goes with criterion 'worth', not with 'retained_mass'"),
