@@ -55,7 +55,7 @@ class Keeping:
 
     found: Found  # heads that are denser than row 0, and what heads are worth
     rows: Int32[np.ndarray, "layers Hkv"]  # cache row of every head
-    answers: Losses | None  # losses of the probes' answers; None where no kind of probe says anything of the model
+    answers: Losses | None  # losses of the probes' answers; None where no probe is informative
     following: Losses | None  # losses of the tokens that follow a selection
     counted: dict[str, int]  # answers that count, by kind of probe: known under full attention and lost at row 0
 

@@ -133,7 +133,7 @@ def test_two_processes_answer_what_one_does(results: Path, checkpoint: Path) -> 
     assert [told_by(results, process)["answers"] for process in range(PROCESSES)] == [alone] * PROCESSES
 
 
-@pytest.mark.filterwarnings("ignore:no probe says anything")
+@pytest.mark.filterwarnings("ignore:no probe is informative")
 def test_two_processes_find_what_one_does_and_the_first_saves_it(
     results: Path, checkpoint: Path, tmp_path: Path
 ) -> None:

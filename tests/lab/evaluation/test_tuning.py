@@ -70,7 +70,7 @@ def test_the_best_trial_is_one_that_costs_no_more_than_asked_for():
     assert _best(trials, 0.1, 0.1) is trials[0]  # what the defaults cost is allowed
 
 
-@pytest.mark.filterwarnings("ignore:no probe says anything")  # random weights answer nothing
+@pytest.mark.filterwarnings("ignore:no probe is informative")  # random weights answer nothing
 @pytest.mark.filterwarnings("ignore:the loss .* stays above its tolerance")
 @pytest.mark.slow
 def test_a_run_tunes_goes_on_where_it_was_and_shows_defaults_and_tuned(work):
