@@ -10,18 +10,9 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a file to write in place of `path`, which it becomes with a rename when the block ends without an error.
+    """Yields a file beside `path` to write in its place; a rename makes it `path` when the block ends without an error.
 
     Missing folders are created. Something that is no regular file, such as a pipe, is written directly.
-
-    Args:
-        path: The file that is to be written.
-
-    Yields:
-        A new name beside it, with the same suffix.
-
-    Raises:
-        OSError: the file cannot be written; its `filename` is `path` where the system names none or the new name.
     """
     target = Path(path)
     if target.exists() and not target.is_file():

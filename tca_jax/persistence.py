@@ -21,18 +21,10 @@ from tca_jax.errors import UserError, require_type
 
 
 def save(kind: str, directory: Any, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> None:
-    """Writes arrays by name and JSON values, in place of what the directory holds of this kind.
+    """Writes arrays by name and JSON values, in place of what the directory holds of this kind, in one word.
 
-    Of several processes of `jax.distributed` the first one writes; the others return at once.
-
-    Args:
-        kind: What is saved, in one word.
-        directory: Created if missing. Other files in it are left alone.
-        arrays: By name.
-        metadata: JSON values.
-
-    Raises:
-        OSError: it cannot be written, and `load` finds what it found before; the message names `directory`.
+    Of several processes of `jax.distributed` the first one writes; the others return at once. OSError, which names the
+    directory, where it cannot be written; `load` then finds what it found before.
     """
     folder = _absolute(directory)
     if jax.process_index():
@@ -52,14 +44,10 @@ def save(kind: str, directory: Any, arrays: Mapping[str, np.ndarray], metadata: 
 
 
 def load(kind: str, directory: Any) -> tuple[Path, Any, dict[str, np.ndarray]]:
-    """Reads what `save` wrote.
+    """Reads what `save` wrote: the folder, for messages, its JSON values, and its arrays by name.
 
-    Returns:
-        The folder that was read, for messages, its JSON values, and its arrays by name.
-
-    Raises:
-        FileNotFoundError: `directory` does not exist.
-        ValueError: it is a file, holds nothing of this kind, or what it holds is damaged; the message names the folder.
+    FileNotFoundError where the directory does not exist; ValueError where it is a file, holds nothing of this kind, or
+    something damaged. The message names the folder.
     """
     folder, step = _absolute(directory), None
     if not folder.exists():
