@@ -65,9 +65,6 @@ class ServingOptions:
     max_body: Annotated[float, typer.Option(help="Most MB of a request.", min=0.001)] = 64.0
     timeout: Annotated[float, typer.Option(help="Most seconds of an answer, waiting included.", min=0.001)] = 600.0
     grace: Annotated[float, typer.Option(help="Seconds that running answers have at the end.", min=0)] = 10.0
-    recognize_tokens: Annotated[
-        int, typer.Option(help="Shortest text of a chat that is read once, as a document; 0 for none.", min=0)
-    ] = 1024
 
     def check(self) -> None:
         """Raises ValueError if a package is missing, or an option is not allowed that no parser checks."""
@@ -107,7 +104,6 @@ class ServingOptions:
             max_body=int(self.max_body * 10**6),
             answer_seconds=self.timeout,
             grace_seconds=self.grace,
-            recognize_tokens=self.recognize_tokens,
             backend=running.backend,
         )
 

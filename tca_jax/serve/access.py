@@ -37,8 +37,6 @@ class Settings:
         body_seconds: Most seconds that it may take to arrive.
         answer_seconds: Most seconds that an answer may take, waiting included; it is cancelled then.
         grace_seconds: Most seconds that running answers have at the end, and then documents that are being stored.
-        recognize_tokens: See `Conversations`.
-        most_recognized: See `Conversations`.
         backend: Kernel backend for log-probabilities of prompts.
     """
 
@@ -52,8 +50,6 @@ class Settings:
     body_seconds: float = 60.0
     answer_seconds: float = 600.0
     grace_seconds: float = 10.0
-    recognize_tokens: int = 1024
-    most_recognized: int = 16
     backend: str = "auto"
 
 

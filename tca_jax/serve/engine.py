@@ -236,6 +236,13 @@ class Engine:
         """What is known of a document. ValueError if there is none of this id."""
         return self._info(self._document(document))
 
+    def prefix_of(self, tokens: list[int]) -> tuple[str, int] | None:
+        """Id and length of the longest document that `tokens` begin with and go on after; None for none."""
+        known = [each for each in self._documents.all() if each.named and each.state != "failed"]
+        found = [each for each in known if len(each.tokens) < len(tokens) and tokens[: len(each.tokens)] == each.tokens]
+        longest = max(found, key=lambda each: len(each.tokens), default=None)
+        return None if longest is None else (longest.id, len(longest.tokens))
+
     def wait(self, document: str, timeout: float | None = None, *, stored: bool = False) -> DocumentInfo:
         """Waits until a document is read.
 

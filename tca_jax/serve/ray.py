@@ -1,4 +1,4 @@
-"""Replicas under Ray Serve: its model multiplexing routes by document, `serve run tca_jax.serve.ray:app model=MODEL`."""
+"""Replicas under Ray Serve: its model multiplexing routes by document; `serve run tca_jax.serve.ray:app model=...`."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from typing import Any
 
 from tca_jax.serve.constraints import Constraint
-from tca_jax.serve.conversations import Asked
+from tca_jax.serve.conversations import EncodedPrompt
 from tca_jax.serve.engine import Engine
 from tca_jax.serve.metrics import Metrics
 from tca_jax.serve.protocol import RequestError
@@ -33,7 +33,7 @@ class Rows:
     async def ask(
         self,
         client: bytes,
-        asked: Sequence[Asked],
+        asked: Sequence[EncodedPrompt],
         lengths: Sequence[int],
         samples: int,
         options: Mapping[str, Any],
@@ -64,7 +64,7 @@ class Rows:
                 for _ in range(samples):
                     given = {"max_new_tokens": most, "sample": len(streams), **options}  # as the rows of `generate`
                     given["constraint"] = None if constraint is None else constraint()
-                    streams.append(self._engine.ask(each.document, each.prompt, **given))
+                    streams.append(self._engine.ask(each.document, each.tokens, **given))
 
         asking = asyncio.ensure_future(in_thread(ask))
         try:

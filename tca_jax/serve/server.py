@@ -34,7 +34,7 @@ from tca_jax.serve.access import (
     unknown_error,
 )
 from tca_jax.serve.constraints import Constraint
-from tca_jax.serve.conversations import Asked, Conversations
+from tca_jax.serve.conversations import Conversations, EncodedPrompt
 from tca_jax.serve.engine import Engine
 from tca_jax.serve.grammars import Grammars
 from tca_jax.serve.loop import EngineEnded
@@ -64,7 +64,7 @@ class Server:
         if engine.lm.tokenizer is None:
             raise UserError(f"{engine.lm.name} was loaded without a tokenizer: a server needs one")
         self._engine, self._settings, self._lm = engine, settings, engine.lm
-        self._conversations = Conversations(engine, settings.recognize_tokens, settings.most_recognized)
+        self._conversations = Conversations(engine)
         self._metrics = Metrics(engine)
         self._rows = Rows(engine, self._metrics, settings.rows_per_key, settings.max_rows)
         self._keys = Keys(settings.api_keys)
@@ -165,22 +165,6 @@ class Server:
         document = await self._in_thread(self._conversations.upload, wanted)
         return json_response(document_json(self._engine.document(document)), 201)
 
-    def document_of(self, path: str, content_type: str, body: bytes) -> str | None:
-        """The id of the document that a request uploads, or that its chat holds.
-
-        Nothing is read: requests are routed by it to one of several servers.
-
-        Returns:
-            None where there is none, or the request is to be refused.
-        """
-        try:
-            if path == "/v1/documents":
-                return self._conversations.id_of_upload(_document_request(content_type, body))
-            wanted = protocol.chat_request(protocol.parse_json(body), self._settings.default_tokens)
-            return self._conversations.id_of_chat(wanted.messages)
-        except UserError:
-            return None
-
     async def _documents(self, request: Request) -> Response:
         found = await self._in_thread(self._engine.documents)
         return json_response({"object": "list", "data": [document_json(each) for each in found]})
@@ -191,7 +175,7 @@ class Server:
     async def _delete(self, request: Request) -> Response:
         document = self._known(request).id
         try:
-            await self._in_thread(self._conversations.forget, document)
+            await self._in_thread(self._engine.forget, document)
         except EngineEnded:
             raise
         except UserError as error:
@@ -214,7 +198,7 @@ class Server:
         if wanted.schema is not None:
             async with self._compiling:
                 constraint = await self._in_thread(self._constraint, wanted.schema)
-        asked = await self._in_thread(self._conversations.ask, wanted.messages, wanted.answering.document)
+        asked = await self._in_thread(self._conversations.chat, wanted.messages, wanted.answering.document)
         form = Chat(self._settings.model, self._lm.tokenizer)
         return await self._answer(request, wanted.answering, [asked], form, constraint)
 
@@ -234,7 +218,7 @@ class Server:
         answering, texts = wanted.answering, Text(self._settings.model, self._lm.tokenizer)
         self._require_model(answering.model)
 
-        def encode() -> list[Asked]:
+        def encode() -> list[EncodedPrompt]:
             return [self._conversations.complete(prompt, answering.document) for prompt in wanted.prompts]
 
         asked = await self._in_thread(encode)
@@ -246,7 +230,7 @@ class Server:
         self,
         request: Request,
         wanted: Answering,
-        asked: Sequence[Asked],
+        asked: Sequence[EncodedPrompt],
         form: Chat,
         constraint: Callable[[], Constraint] | None = None,
     ) -> Response:
@@ -260,7 +244,7 @@ class Server:
         self,
         request: Request,
         wanted: Answering,
-        asked: Sequence[Asked],
+        asked: Sequence[EncodedPrompt],
         constraint: Callable[[], Constraint] | None = None,
     ) -> Answers:
         """Asks the engine for all answers of a request."""
@@ -268,14 +252,14 @@ class Server:
         options = {**wanted.options, "logprobs": wanted.logprobs or wanted.logprobs is not None}
         return await self._rows.ask(client_of(request), asked, lengths, wanted.n, options, constraint, self._in_thread)
 
-    def _max_tokens(self, wanted: Answering, asked: Asked) -> int:
+    def _max_tokens(self, wanted: Answering, asked: EncodedPrompt) -> int:
         """Most tokens of an answer: what is asked for, or as many as the model has positions for."""
         most, given = self._settings.max_tokens, wanted.max_tokens
         if given is not None:
             if given > most:
                 raise RequestError(f"max_tokens = {given}: must be at most {most}", param="max_tokens")
             return given
-        left = self._lm.config.max_context - asked.document_tokens - len(asked.prompt)
+        left = self._lm.config.max_context - asked.document_tokens - len(asked.tokens)
         least = wanted.options["min_new_tokens"]
         return max(1, least, min(wanted.default_tokens, most, left))
 
@@ -298,7 +282,7 @@ class Server:
             answers.close()
 
     async def _events(
-        self, answers: Answers, form: Chat, include_usage: bool, asked: Sequence[Asked]
+        self, answers: Answers, form: Chat, include_usage: bool, asked: Sequence[EncodedPrompt]
     ) -> AsyncIterator[bytes]:
         """The server-sent events of an answer."""
         completions = []
@@ -319,10 +303,12 @@ class Server:
             yield _event(form.usage(_usage(asked, completions)))
         yield b"data: [DONE]\n\n"
 
-    async def _echo(self, request: Request, wanted: CompletionRequest, asked: Sequence[Asked], texts: Text) -> Response:
+    async def _echo(
+        self, request: Request, wanted: CompletionRequest, asked: Sequence[EncodedPrompt], texts: Text
+    ) -> Response:
         """Prompts with their log-probabilities, and answers behind them unless `max_tokens` is 0."""
         answering = wanted.answering
-        read = [await self._in_thread(self._echoed, each.prompt, answering.logprobs) for each in asked]
+        read = [await self._in_thread(self._echoed, each.tokens, answering.logprobs) for each in asked]
         prompts = [
             prompt if isinstance(prompt, str) else self._lm.tokenizer.decode(prompt) for prompt in wanted.prompts
         ]
@@ -332,7 +318,7 @@ class Server:
         choices = []
         for index, completion in enumerate(completions):
             of_prompt = index // answering.n
-            tokens, (logprobs, top) = asked[of_prompt].prompt, read[of_prompt]
+            tokens, (logprobs, top) = asked[of_prompt].tokens, read[of_prompt]
             if completion is not None:
                 tokens = tokens + completion.tokens
                 logprobs, top = [*logprobs, *(completion.logprobs or [])], top + (completion.top_logprobs or [])
@@ -381,8 +367,8 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _usage(asked: Sequence[Asked], completions: Sequence[Completion]) -> Json:
-    prompts = [(len(each.prompt), each.document_tokens) for each in asked]
+def _usage(asked: Sequence[EncodedPrompt], completions: Sequence[Completion]) -> Json:
+    prompts = [(len(each.tokens), each.document_tokens) for each in asked]
     return usage_of(prompts, sum(len(each.tokens) for each in completions))
 
 

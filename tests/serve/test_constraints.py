@@ -182,7 +182,7 @@ def grammars(shipped):
 def running(shipped):
     with (
         Engine(shipped, max_rows=4, pages=400, answer_tokens=256) as engine,
-        Running(engine, recognize_tokens=64) as running,
+        Running(engine) as running,
     ):
         yield running
 

@@ -49,7 +49,7 @@ def engine(lm):
 
 @pytest.fixture(scope="module")
 def running(engine):
-    settings = {"recognize_tokens": 64, "max_tokens": 400, "max_body": 100_000, "rows_per_key": 6}
+    settings = {"max_tokens": 400, "max_body": 100_000, "rows_per_key": 6}
     with Running(engine, api_keys=("other", KEY), **settings) as running:
         yield running
 
@@ -152,27 +152,20 @@ def test_a_document_is_uploaded_listed_asked_about_by_name_and_deleted(lm, clien
         client.chat.completions.create(model=MODEL, messages=QUESTION, **GREEDY, **extra)
 
 
-def test_a_long_text_in_a_chat_is_read_once_and_a_short_one_is_part_of_the_chat(lm, client, http):
+def test_chat_finds_longest_document_by_tokens(lm, client, http):
     book = BOOK[::-1]
-
-    def documents():
-        return {each["id"] for each in http.get("/v1/documents").json()["data"]}
-
-    before = documents()
     system = {"role": "system", "content": "Be brief."}
+    chat = [system, {"role": "user", "content": f"{book}\n\nWho?"}]
+    (expected,) = text_of(lm, chat)
+    whole = client.chat.completions.create(model=MODEL, messages=chat, **GREEDY)
+    assert (whole.choices[0].message.content, whole.usage.prompt_tokens_details.cached_tokens) == (expected, 0)
+    for text in (book[:50], book, book + "\n\nWhere"):  # the longest one that is the chat's beginning
+        http.post("/v1/documents", json={"text": text, "system": "Be brief."})
     ids = encode_verbatim(lm, f"<system>Be brief.</s><user>{book}")
-    read = tca_jax.prefill(lm, ids)
-    for question in ("Who?", "Where?"):
-        chat = [system, {"role": "user", "content": f"{book}\n\n{question}"}]
-        answer = client.chat.completions.create(model=MODEL, messages=chat, **GREEDY)
-        (expected,) = text_of(lm, f"\n\n{question}</s><assistant>", read)
-        assert answer.choices[0].message.content == expected
-        assert answer.usage.prompt_tokens_details.cached_tokens == len(ids)
-    assert len(documents() - before) == 1
-    short = [system, {"role": "user", "content": "The fox.\n\nWho?"}]
-    (expected,) = text_of(lm, short)
-    assert client.chat.completions.create(model=MODEL, messages=short, **GREEDY).choices[0].message.content == expected
-    assert len(documents() - before) == 1
+    (expected,) = text_of(lm, "\n\nWho?</s><assistant>", tca_jax.prefill(lm, ids))
+    found = client.chat.completions.create(model=MODEL, messages=chat, **GREEDY)
+    assert (found.choices[0].message.content, found.usage.prompt_tokens) == (expected, whole.usage.prompt_tokens)
+    assert found.usage.prompt_tokens_details.cached_tokens == len(ids)
 
 
 def test_prompts_are_echoed_with_their_log_probabilities(lm, client):
