@@ -57,10 +57,7 @@ class ServingOptions:
         typer.Option(help="Folder in which documents are stored, and found at the next start.", show_default="none"),
     ] = None
     disk_gb: Annotated[float | None, typer.Option(help="Most GB in it.", min=0, show_default="no bound")] = None
-    rows_per_key: Annotated[
-        int, typer.Option(help="Answers of one key that wait or are written; without keys, of all clients.", min=1)
-    ] = 64
-    max_waiting: Annotated[int, typer.Option(help="Answers of all keys that wait or are written.", min=1)] = 256
+    max_waiting: Annotated[int, typer.Option(help="Answers that wait or are written.", min=1)] = 256
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1, max=LARGEST)] = 4096
     max_body: Annotated[float, typer.Option(help="Most MB of a request.", min=0.001)] = 64.0
     timeout: Annotated[float, typer.Option(help="Most seconds of an answer, waiting included.", min=0.001)] = 600.0
@@ -98,7 +95,6 @@ class ServingOptions:
         return Settings(
             model=self.model_name or (Path(model).resolve().name if Path(model).exists() else model),
             api_keys=tuple(self.api_key or ()),
-            rows_per_key=self.rows_per_key,
             max_rows=self.max_waiting,
             max_tokens=self.max_tokens,
             max_body=int(self.max_body * 10**6),

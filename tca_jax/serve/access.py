@@ -29,8 +29,7 @@ class Settings:
     Attributes:
         model: Name of the model in requests.
         api_keys: Keys of which a request must have one; none for no keys.
-        rows_per_key: Most answers of a key, or of all requests without keys, that wait or are written.
-        max_rows: Most answers of all that do.
+        max_rows: Most answers that wait or are written.
         max_tokens: Most tokens of an answer.
         default_tokens: Those of an answer to a chat that names no number.
         max_body: Most bytes of a request.
@@ -42,7 +41,6 @@ class Settings:
 
     model: str
     api_keys: tuple[str, ...] = ()
-    rows_per_key: int = 64
     max_rows: int = 256
     max_tokens: int = 4096
     default_tokens: int = 512
@@ -96,11 +94,6 @@ async def read_body(request: Request, settings: Settings) -> bytes:
 def refusal(error: RequestError) -> Response:
     """The response that tells of an error, in the protocol's form."""
     return json_response(error.body(), error.status, _headers_of(error))
-
-
-def client_of(request: Request) -> bytes:
-    """Whose rows are counted together: those of a key."""
-    return _digest(request.headers.get("authorization", ""))
 
 
 def told(error: Exception) -> RequestError:

@@ -1,9 +1,8 @@
-"""Answers of a request: asked for together, bounded for each client, given back when the client has gone."""
+"""Answers of a request: asked for together, bounded in number, given back when the client has gone."""
 
 from __future__ import annotations
 
 import asyncio
-import collections
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,23 +15,15 @@ from tca_jax.serve.streams import Completion, Stream
 
 
 class Rows:
-    """Asks an engine, and counts what each client has. Only the event loop calls it.
+    """Asks an engine, and counts answers: at most `most` wait or are written. Only the event loop calls it."""
 
-    Args:
-        engine: The engine.
-        metrics: Told of each answer.
-        most_of_client: Most answers of a client that wait or are written.
-        most: Most answers of all clients that do.
-    """
-
-    def __init__(self, engine: Engine, metrics: Metrics, most_of_client: int, most: int) -> None:
-        self._engine, self.metrics, self._most_of_client, self._most = engine, metrics, most_of_client, most
-        self._held: collections.Counter[bytes] = collections.Counter()
+    def __init__(self, engine: Engine, metrics: Metrics, most: int) -> None:
+        self._engine, self.metrics, self._most = engine, metrics, most
+        self._held = 0
         self._open: set[Answers] = set()
 
     async def ask(
         self,
-        client: bytes,
         asked: Sequence[EncodedPrompt],
         lengths: Sequence[int],
         samples: int,
@@ -43,7 +34,6 @@ class Rows:
         """Asks for all answers of a request; those to one prompt stand side by side.
 
         Args:
-            client: Whose they are.
             asked: Prompts.
             lengths: Most tokens of the answers to each.
             samples: Answers to each.
@@ -52,11 +42,11 @@ class Rows:
             in_thread: Runs a function that may wait for the engine.
 
         Raises:
-            RequestError: the client, or all of them, have too many answers.
+            RequestError: too many answers wait.
             ValueError: the engine does not allow it.
         """
         rows = len(asked) * samples
-        self._take(client, rows)
+        self._take(rows)
         streams: list[Stream] = []
 
         def ask() -> None:
@@ -74,13 +64,13 @@ class Rows:
             def give_back(_: Any) -> None:
                 for stream in streams:
                     stream.cancel()
-                self.give_back(client, rows)
+                self._held -= rows
 
             asking.add_done_callback(give_back)  # a thread that has begun goes on
             raise
         for stream in streams:
             self.metrics.begin(stream)
-        answers = Answers(self, client, streams)
+        answers = Answers(self, streams)
         self._open.add(answers)
         return answers
 
@@ -93,36 +83,26 @@ class Rows:
     def closed(self, answers: Answers) -> None:
         """A request has ended."""
         self._open.discard(answers)
-        self.give_back(answers.client, len(answers.streams))
+        self._held -= len(answers.streams)
 
-    def _take(self, client: bytes, rows: int) -> None:
-        for held, most, whose in (
-            (self._held[client], self._most_of_client, "of this key"),
-            (self._held.total(), self._most, "of all clients"),
-        ):
-            if rows > most:
-                raise RequestError(f"n = {rows} answers: at most {most} {whose} may wait or be written", param="n")
-            if held + rows > most:
-                raise RequestError(
-                    f"{held} answers {whose} wait or are written, and {rows} more are asked for: {most} may be; "
-                    "try again later",
-                    status=429,
-                    code="rate_limit_exceeded",
-                )
-        self._held[client] += rows
-
-    def give_back(self, client: bytes, rows: int) -> None:
-        """So many answers of a client have ended."""
-        self._held[client] -= rows
-        if not self._held[client]:
-            del self._held[client]
+    def _take(self, rows: int) -> None:
+        if rows > self._most:
+            raise RequestError(f"n = {rows} answers: at most {self._most} may wait or be written", param="n")
+        if self._held + rows > self._most:
+            raise RequestError(
+                f"{self._held} answers wait or are written, and {rows} more are requested: at most {self._most} may; "
+                "try again later",
+                status=429,
+                code="rate_limit_exceeded",
+            )
+        self._held += rows
 
 
 class Answers:
     """The answers of one request. `close` must be called; what has not ended is then cancelled."""
 
-    def __init__(self, rows: Rows, client: bytes, streams: Sequence[Stream]) -> None:
-        self._rows, self.client, self.streams = rows, client, streams
+    def __init__(self, rows: Rows, streams: Sequence[Stream]) -> None:
+        self._rows, self.streams = rows, streams
         self._completions: dict[Stream, Completion] = {}
         self._closed = False
 

@@ -25,7 +25,6 @@ from tca_jax.serve import protocol
 from tca_jax.serve.access import (
     Keys,
     Settings,
-    client_of,
     http_error,
     json_response,
     read_body,
@@ -66,7 +65,7 @@ class Server:
         self._engine, self._settings, self._lm = engine, settings, engine.lm
         self._conversations = Conversations(engine)
         self._metrics = Metrics(engine)
-        self._rows = Rows(engine, self._metrics, settings.rows_per_key, settings.max_rows)
+        self._rows = Rows(engine, self._metrics, settings.max_rows)
         self._keys = Keys(settings.api_keys)
         self._created = int(time.time())
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tca-jax-request")
@@ -250,7 +249,7 @@ class Server:
         """Asks the engine for all answers of a request."""
         lengths = [self._max_tokens(wanted, each) for each in asked]
         options = {**wanted.options, "logprobs": wanted.logprobs or wanted.logprobs is not None}
-        return await self._rows.ask(client_of(request), asked, lengths, wanted.n, options, constraint, self._in_thread)
+        return await self._rows.ask(asked, lengths, wanted.n, options, constraint, self._in_thread)
 
     def _max_tokens(self, wanted: Answering, asked: EncodedPrompt) -> int:
         """Most tokens of an answer: what is asked for, or as many as the model has positions for."""
