@@ -88,7 +88,7 @@ class ServingOptions:
             backend=running.backend,
         )
 
-    def settings(self, model: str, running: ModelOptions) -> Settings:
+    def settings(self, model: str) -> Settings:
         """What a server for a model allows."""
         from tca_jax.serve.access import Settings
 
@@ -100,7 +100,6 @@ class ServingOptions:
             max_body=int(self.max_body * 10**6),
             answer_seconds=self.timeout,
             grace_seconds=self.grace,
-            backend=running.backend,
         )
 
 
@@ -125,7 +124,7 @@ def serve(
     with _bound(host, port) as listening:
         from tca_jax.serve import process
 
-        engine, settings = serving.engine(model, running), serving.settings(model, running)
+        engine, settings = serving.engine(model, running), serving.settings(model)
         where = listening.getsockname()[:2]
 
         def ready() -> None:

@@ -36,7 +36,6 @@ class Settings:
         body_seconds: Most seconds that it may take to arrive.
         answer_seconds: Most seconds that an answer may take, waiting included; it is cancelled then.
         grace_seconds: Most seconds that running answers have at the end, and then documents that are being stored.
-        backend: Kernel backend for log-probabilities of prompts.
     """
 
     model: str
@@ -48,7 +47,6 @@ class Settings:
     body_seconds: float = 60.0
     answer_seconds: float = 600.0
     grace_seconds: float = 10.0
-    backend: str = "auto"
 
 
 class Keys:

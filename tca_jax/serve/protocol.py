@@ -109,12 +109,10 @@ class CompletionRequest:
     Attributes:
         answering: How prompts are answered.
         prompts: Text or token ids.
-        echo: Whether answers begin with the prompt.
     """
 
     answering: Answering
     prompts: list[str | list[int]]
-    echo: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,13 +162,19 @@ _ONLY_CHAT: _Allowed = MappingProxyType(
         "web_search_options": (_nothing, "left out: it is not supported"),
     }
 )
-_ONLY_COMPLETION: _Allowed = MappingProxyType({**_ONLY, "suffix": (_nothing, "left out: it is not supported")})
+_ONLY_COMPLETION: _Allowed = MappingProxyType(
+    {
+        **_ONLY,
+        "suffix": (_nothing, "left out: it is not supported"),
+        "echo": (_nothing, "false: tca_jax.score returns the log-probabilities of a prompt"),
+    }
+)
 
 _SHARED_FIELDS = frozenset(
     {"model", "document", "n", "stream", "stream_options", "seed", "max_tokens", "min_tokens", "stop", "temperature"}
 ) | {"top_p", "top_k", "min_p", "repetition_penalty", "logprobs"}
 _CHAT_FIELDS = _SHARED_FIELDS | {"messages", "max_completion_tokens", "top_logprobs", "response_format"}
-_COMPLETION_FIELDS = _SHARED_FIELDS | {"prompt", "echo", "best_of"}
+_COMPLETION_FIELDS = _SHARED_FIELDS | {"prompt", "best_of"}
 _DOCUMENT_FIELDS = frozenset({"text", "system", "chat"})
 _ALL_FIELDS = _CHAT_FIELDS | _COMPLETION_FIELDS | _DOCUMENT_FIELDS
 
@@ -216,16 +220,12 @@ def completion_request(body: Any) -> CompletionRequest:
         RequestError: a field is not allowed; names it.
     """
     fields = _Fields(body, _COMPLETION_FIELDS, _ONLY_COMPLETION)
-    echo = fields.flag("echo")
-    most = fields.integer("max_tokens", least=0 if echo else 1, most=_LARGEST)
+    most = fields.integer("max_tokens", least=1, most=_LARGEST)
     logprobs = None if fields.value("logprobs") is False else fields.integer("logprobs", most=MOST_TOP)
     answering = fields.answering(most, _COMPLETION_TOKENS, logprobs)
     if (best := fields.integer("best_of", answering.n)) != answering.n:
         raise RequestError(f"best_of = {best}: must be n = {answering.n}; answers are not ranked", param="best_of")
-    for name, given in (("document", answering.document is not None), ("stream", answering.stream)):
-        if echo and given:
-            raise RequestError(f"echo = true: is not allowed with {name}", param="echo")
-    return CompletionRequest(answering, _prompts(fields.value("prompt")), echo)
+    return CompletionRequest(answering, _prompts(fields.value("prompt")))
 
 
 def document_request(body: Any) -> DocumentRequest:

@@ -86,7 +86,7 @@ class Replica:
     def __init__(self, options: Options) -> None:
         launched_in_order(options.running.mesh)
         self._engine = options.serving.engine(options.model, options.running)
-        self._server = Server(self._engine, options.serving.settings(options.model, options.running))
+        self._server = Server(self._engine, options.serving.settings(options.model))
         self._server.app.router.lifespan_context = self._lifespan
 
     @contextlib.asynccontextmanager

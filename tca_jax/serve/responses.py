@@ -142,14 +142,6 @@ class Text(Chat):
             "text_offset": [0, *itertools.accumulate(map(len, texts))][: len(texts)],
         }
 
-    def echoed(self, choices: Sequence[tuple[str, Json | None, str]], usage: Json) -> Json:
-        """The response of a request that repeats prompts: of each choice text, log-probabilities, why it ended."""
-        made = [
-            {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-            for index, (text, logprobs, reason) in enumerate(choices)
-        ]
-        return self._of(self._whole, made) | {"usage": usage}
-
     def _choice(self, index: int, completion: Completion) -> Json:
         return {
             "index": index,

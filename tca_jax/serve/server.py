@@ -6,7 +6,6 @@ import asyncio
 import functools
 import json
 import logging
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,6 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from tca_jax.engine.score import score
 from tca_jax.errors import Unsupported, UserError
 from tca_jax.serve import protocol
 from tca_jax.serve.access import (
@@ -38,7 +36,7 @@ from tca_jax.serve.engine import Engine
 from tca_jax.serve.grammars import Grammars
 from tca_jax.serve.loop import EngineEnded
 from tca_jax.serve.metrics import Metrics
-from tca_jax.serve.protocol import Answering, CompletionRequest, RequestError
+from tca_jax.serve.protocol import Answering, RequestError
 from tca_jax.serve.responses import Chat, Json, Text, document_json, usage_of
 from tca_jax.serve.rows import Answers, Rows
 from tca_jax.serve.streams import Completion
@@ -70,7 +68,6 @@ class Server:
         self._created = int(time.time())
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tca-jax-request")
         self._compiling = asyncio.Lock()  # one schema at a time, which leaves the other threads to requests without one
-        self._scoring = threading.Lock()  # prompts whose log-probabilities are wanted are read one at a time
         routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
             ("GET", "/health", self._health),
             ("GET", "/metrics", self._metrics_text),
@@ -221,8 +218,6 @@ class Server:
             return [self._conversations.complete(prompt, answering.document) for prompt in wanted.prompts]
 
         asked = await self._in_thread(encode)
-        if wanted.echo:
-            return await self._echo(request, wanted, asked, texts)
         return await self._answer(request, answering, asked, texts)
 
     async def _answer(
@@ -301,41 +296,6 @@ class Server:
         if include_usage:
             yield _event(form.usage(_usage(asked, completions)))
         yield b"data: [DONE]\n\n"
-
-    async def _echo(
-        self, request: Request, wanted: CompletionRequest, asked: Sequence[EncodedPrompt], texts: Text
-    ) -> Response:
-        """Prompts with their log-probabilities, and answers behind them unless `max_tokens` is 0."""
-        answering = wanted.answering
-        read = [await self._in_thread(self._echoed, each.tokens, answering.logprobs) for each in asked]
-        prompts = [
-            prompt if isinstance(prompt, str) else self._lm.tokenizer.decode(prompt) for prompt in wanted.prompts
-        ]
-        completions: list[Completion | None] = [None] * (len(asked) * answering.n)
-        if answering.max_tokens != 0:
-            completions = [*await self._ended(request, await self._ask(request, answering, asked))]
-        choices = []
-        for index, completion in enumerate(completions):
-            of_prompt = index // answering.n
-            tokens, (logprobs, top) = asked[of_prompt].tokens, read[of_prompt]
-            if completion is not None:
-                tokens = tokens + completion.tokens
-                logprobs, top = [*logprobs, *(completion.logprobs or [])], top + (completion.top_logprobs or [])
-            shown = None if answering.logprobs is None else texts.token_logprobs(tokens, logprobs, top)
-            text, reason = ("", "length") if completion is None else (completion.text, completion.finish_reason)
-            choices.append((prompts[of_prompt] + text, shown, reason))
-        return json_response(texts.echoed(choices, _usage(asked, [each for each in completions if each is not None])))
-
-    def _echoed(
-        self, prompt: list[int], logprobs: int | None
-    ) -> tuple[list[float | None], list[list[tuple[int, float]]]]:
-        """Log-probabilities of a prompt's tokens, and of the likeliest at their positions, where they are wanted."""
-        if logprobs is None or len(prompt) < 2:
-            return [None] * len(prompt), [[]] * (len(prompt) if logprobs else 0)
-        with self._scoring:
-            scores = score(self._lm, prompt, top_logprobs=logprobs, backend=self._settings.backend)
-        top = [[], *scores.top_logprobs[0]] if scores.top_logprobs else []
-        return [None, *scores.logprobs[0].tolist()], top
 
     def cancel_answers(self) -> None:
         """Ends all answers that are being written."""

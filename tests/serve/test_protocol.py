@@ -92,8 +92,7 @@ def test_what_is_not_allowed_in_a_chat_is_named(fields, message):
         ({"max_tokens": 0}, "max_tokens = 0: must be an integer from 1"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "must be n = 1"),
-        ({"echo": True, "document": "doc"}, "not allowed with document"),
-        ({"echo": True, "stream": True}, "not allowed with stream"),
+        ({"echo": True}, "echo = true: must be false"),
     ],
 )
 def test_what_is_not_allowed_in_a_completion_is_named(fields, message):

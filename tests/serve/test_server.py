@@ -168,24 +168,6 @@ def test_chat_finds_longest_document_by_tokens(lm, client, http):
     assert found.usage.prompt_tokens_details.cached_tokens == len(ids)
 
 
-def test_prompts_are_echoed_with_their_log_probabilities(lm, client):
-    prompts = [encode_verbatim(lm, text) for text in ("The quick brown fox", "ab")]
-    scores = tca_jax.score(lm, prompts, top_logprobs=1)
-    asked = {"model": MODEL, "prompt": prompts, "temperature": 0, "echo": True, "logprobs": 1}
-    for most in (0, 1):
-        choices = client.completions.create(max_tokens=most, **asked).choices
-        for i, (choice, prompt) in enumerate(zip(choices, prompts, strict=True)):
-            told = choice.logprobs
-            assert (told.token_logprobs[0], told.top_logprobs[0]) == (None, None)
-            assert told.token_logprobs[1 : len(prompt)] == pytest.approx(scores.logprobs[i].tolist(), abs=1e-4)
-            assert len(told.tokens) == len(told.text_offset) == len(told.top_logprobs) == len(prompt) + most
-            assert "".join(told.tokens) == choice.text
-            best = [max(top.values()) for top in told.top_logprobs[1 : len(prompt)]]
-            assert best == pytest.approx([pair[0][1] for pair in scores.top_logprobs[i]], abs=1e-4)
-    (expected,) = tca_jax.generate(lm, [prompts[0]], max_new_tokens=1).text
-    assert choices[0].text == f"The quick brown fox{expected}"
-
-
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
@@ -322,36 +304,6 @@ def test_a_model_without_a_chat_template_answers_completions_alone(tmp_path):
         )
         (expected,) = text_of(lm, " The end", tca_jax.prefill(lm, BOOK))
         assert asked.choices[0].text == expected
-
-
-def test_the_harness_measures_the_served_model_as_it_does_in_this_process(lm, folder, running, monkeypatch):
-    completions = pytest.importorskip(
-        "lm_eval.models.openai_completions", reason="lm-evaluation-harness is not installed: pip install 'tca-jax[lab]'"
-    )
-    pytest.importorskip("tenacity", reason="its API models need lm-eval[api]")
-    from lm_eval.api.instance import Instance
-
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    model = completions.LocalCompletionsAPI(
-        base_url=f"{running.url}/v1/completions",
-        model=MODEL,
-        tokenizer=str(folder),
-        tokenizer_backend="huggingface",
-        max_length=400,
-    )
-    (best,) = tca_jax.generate(lm, "The quick", max_new_tokens=1).text
-    pairs = [("The quick", best), ("The quick", " brown"), ("ab", "c")]
-    asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
-    for (prompt, answer), (logprob, greedy) in zip(pairs, model.loglikelihood(asked), strict=True):
-        whole = encode_verbatim(lm, prompt + answer)
-        scores = tca_jax.score(lm, whole, top_logprobs=1)
-        count = len(encode_verbatim(lm, answer))
-        assert logprob == pytest.approx(float(scores.logprobs[0][-count:].sum()), abs=1e-3)
-        likeliest = [pairs[0][0] for pairs in scores.top_logprobs[0][-count:]]
-        assert greedy == (likeliest == whole[-count:])
-    wanted = {"until": ["zq"], "max_gen_toks": TOKENS, "temperature": 0}
-    (answer,) = model.generate_until([Instance("generate_until", {}, ("The quick", wanted), 0)])
-    assert answer == text_of(lm, "The quick")[0]
 
 
 @pytest.mark.parametrize(
