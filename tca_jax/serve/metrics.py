@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
@@ -16,8 +14,6 @@ from tca_jax.serve.engine import Engine
 from tca_jax.serve.streams import Completion, Stream
 
 _PREFIX = "tca_jax"
-_QUANTILES = (0.5, 0.9, 0.95, 0.99)
-_RECENT = 1024  # answers whose times the percentiles are of
 _FIRST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1)
 
@@ -35,11 +31,14 @@ class Metrics:
         self._requests = Counter("requests", "Requests by path and HTTP status.", ["path", "status"], **made)
         self._answers = Counter("answers", "Answers by how they ended.", ["finish_reason"], **made)
         self._tokens = Counter("tokens", "Tokens of prompts, of documents behind them, of answers.", ["kind"], **made)
-        self._first = _Times("time_to_first_token", "From a request to its first token.", _FIRST_BUCKETS, made)
-        self._each = _Times("time_per_token", "Of each token behind the first.", _TOKEN_BUCKETS, made)
+        self._first = Histogram(
+            "time_to_first_token_seconds", "From a request to its first token.", buckets=_FIRST_BUCKETS, **made
+        )
+        self._each = Histogram(
+            "time_per_token_seconds", "Of each token after the first.", buckets=_TOKEN_BUCKETS, **made
+        )
         Gauge("rows_max", "Answers that are written at once.", **made).set(engine.max_rows)
         self._registry.register(_OfEngine(engine, self))
-        self._registry.register(_Percentiles((self._first, self._each)))
         self._streams: set[Stream] = set()
         self._lock = threading.Lock()
 
@@ -77,41 +76,6 @@ class Metrics:
     def text(self) -> bytes:
         """All of them in Prometheus' text format."""
         return generate_latest(self._registry)
-
-
-class _Times:
-    """A histogram of seconds, and the last of them."""
-
-    def __init__(self, name: str, words: str, buckets: tuple[float, ...], made: dict[str, Any]) -> None:
-        self.name, self.words = name, words
-        self._histogram = Histogram(f"{name}_seconds", words, buckets=buckets, **made)
-        self._recent: collections.deque[float] = collections.deque(maxlen=_RECENT)
-
-    def observe(self, seconds: float) -> None:
-        self._histogram.observe(seconds)
-        self._recent.append(seconds)
-
-    def quantiles(self) -> dict[float, float]:
-        """Percentiles of the last ones; empty where there are none."""
-        recent = list(self._recent)
-        return dict(zip(_QUANTILES, np.quantile(recent, _QUANTILES).tolist(), strict=True)) if recent else {}
-
-
-class _Percentiles:
-    """Percentiles, which histograms leave to whoever reads them."""
-
-    def __init__(self, times: tuple[_Times, ...]) -> None:
-        self._times = times
-
-    def collect(self) -> Iterator[Metric]:
-        for times in self._times:
-            name = f"{_PREFIX}_{times.name}_recent_seconds"
-            family = GaugeMetricFamily(
-                name, f"{times.words} Percentiles of the last {_RECENT:,} answers.", labels=["quantile"]
-            )
-            for quantile, seconds in times.quantiles().items():
-                family.add_metric([str(quantile)], seconds)
-            yield family
 
 
 class _OfEngine:

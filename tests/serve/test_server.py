@@ -270,8 +270,6 @@ def test_metrics_count_and_time_what_was_answered(client, http):
     states, families = rows(http)
     assert set(states) == {"waiting", "running"}
     for name in ("time_to_first_token", "time_per_token"):
-        quantiles = {each.labels["quantile"]: each.value for each in families[f"tca_jax_{name}_recent_seconds"].samples}
-        assert 0 < quantiles["0.5"] <= quantiles["0.99"]
         counts = [each.value for each in families[f"tca_jax_{name}_seconds"].samples if each.name.endswith("_count")]
         assert counts[0] >= 1
     tiers = {each.labels["state"]: each.value for each in families["tca_jax_document_pages"].samples}
