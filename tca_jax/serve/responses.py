@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
+import re
 import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from tca_jax.engine.prompts import token_text
 from tca_jax.serve.engine import DocumentInfo
 from tca_jax.serve.streams import Completion
 
 Json = dict[str, Any]
-_INCOMPLETE = "\ufffd"  # what a part of a character is decoded to
+#: The byte of each character of byte-level vocabularies: printable ones are themselves, others follow behind 255.
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = sorted(set(range(256)) - {*_PRINTABLE})
+_BYTES = {chr(x): x for x in _PRINTABLE} | {chr(256 + i): x for i, x in enumerate(_OTHERS)}
 
 
 class Chat:
@@ -63,12 +65,8 @@ class Chat:
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> Json:
-        text = token_text(self._tokenizer, token)
-        return {
-            "token": text,
-            "logprob": logprob,
-            "bytes": None if _INCOMPLETE in text else list(text.encode()),
-        }
+        own = token_bytes(self._tokenizer, token)
+        return {"token": shown_token(own), "logprob": logprob, "bytes": list(own)}
 
     def _choice(self, index: int, completion: Completion) -> Json:
         message = {"role": "assistant", "content": completion.text, "refusal": None}
@@ -111,35 +109,20 @@ class Text(Chat):
     def logprobs(self, completion: Completion) -> Json | None:
         if completion.logprobs is None:
             return None
-        return self.token_logprobs(completion.tokens, [*completion.logprobs], completion.top_logprobs or [])
-
-    def token_logprobs(
-        self, tokens: list[int], logprobs: Sequence[float | None], top: Sequence[Sequence[tuple[int, float]]]
-    ) -> Json:
-        """Log-probabilities of tokens.
-
-        Args:
-            tokens: Their ids.
-            logprobs: Of each; None where nothing is before it.
-            top: At the position of each the likeliest ones; empty where they are not wanted.
-        """
-        texts = [token_text(self._tokenizer, token) for token in tokens]
-        likeliest: list[dict[str, float] | None] = []
-        for token, logprob, pairs in zip(tokens, logprobs, top, strict=False):
-            if logprob is None:
-                likeliest.append(None)
-                continue
+        own = [token_bytes(self._tokenizer, token) for token in completion.tokens]
+        likeliest: list[dict[str, float]] = []
+        for pairs in zip(completion.tokens, completion.logprobs, completion.top_logprobs or [], strict=False):
             by_text: dict[str, float] = {}
-            # The token itself is one of them, with the same number in both places. Of two that read alike the likelier.
-            for other, value in [(token, logprob), *(pair for pair in pairs if pair[0] != token)]:
-                text = token_text(self._tokenizer, other)
+            # The token itself is one of them, with the same number in both places. Of equal texts the likelier.
+            for token, value in [pairs[:2], *(pair for pair in pairs[2] if pair[0] != pairs[0])]:
+                text = shown_token(token_bytes(self._tokenizer, token))
                 by_text[text] = max(value, by_text.get(text, value))
             likeliest.append(by_text)
         return {
-            "tokens": texts,
-            "token_logprobs": list(logprobs),
-            "top_logprobs": likeliest if top else None,
-            "text_offset": [0, *itertools.accumulate(map(len, texts))][: len(texts)],
+            "tokens": list(map(shown_token, own)),
+            "token_logprobs": completion.logprobs,
+            "top_logprobs": likeliest if completion.top_logprobs else None,
+            "text_offset": text_offsets(own),
         }
 
     def _choice(self, index: int, completion: Completion) -> Json:
@@ -166,6 +149,37 @@ def usage_of(prompts: Sequence[tuple[int, int]], new_tokens: int) -> Json:
         "total_tokens": read + new_tokens,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """The bytes of a token, of which a character may need several tokens."""
+    if token in tokenizer.all_special_ids:
+        return tokenizer.decode([token]).encode()
+    piece = tokenizer.convert_ids_to_tokens(token) or ""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    if "ByteLevel" in repr(decoder) and all(character in _BYTES for character in piece):
+        return bytes(_BYTES[character] for character in piece)
+    if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # SentencePiece's fallback
+        return bytes.fromhex(byte[1])
+    return piece.replace("\u2581", " ").encode()
+
+
+def shown_token(own: bytes) -> str:
+    """A token's text; a part of a character is "bytes:" and its bytes, as in OpenAI's answers."""
+    try:
+        return own.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
+
+
+def text_offsets(tokens: Sequence[bytes]) -> list[int]:
+    """Index of the character of the text that each token begins with, or continues."""
+    offsets, begun = [], 0
+    for own in tokens:
+        continues = own[:1] > b"\x7f" and own[0] < 0xC0
+        offsets.append(begun - continues)
+        begun += sum(not 0x80 <= byte < 0xC0 for byte in own)
+    return offsets
 
 
 def document_json(info: DocumentInfo) -> Json:
