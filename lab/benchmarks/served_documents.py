@@ -19,7 +19,7 @@ from tca_jax.engine.contexts import first_local
 from tca_jax.lab.benchmarks.common import random_normal
 from tca_jax.pallas_kernels.kv import CODES, encode
 from tca_jax.serve import Engine, programs
-from tca_jax.serve.document import Document
+from tca_jax.serve.documents import Document
 from tca_jax.serve.pages import LocalTable
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32, UInt8
 
-from tca_jax.serve.constraints import Constraint
-from tca_jax.serve.document import Document
+from tca_jax.serve.constraints import Mask
+from tca_jax.serve.documents import Document
 from tca_jax.serve.pages import LocalTable, RowTable
 from tca_jax.serve.streams import Stream
 
@@ -23,7 +23,7 @@ class Ask:
         document: What it continues from.
         new: Tokens that are fed behind it.
         sample: Which of several answers it is.
-        constraint: On its tokens; None for none.
+        mask: On its tokens; None for none.
         target: The document that document and new tokens become; None for an answer.
         fed: Tokens of `new` that were fed.
         table: Of its own pages; None until it was let in.
@@ -33,7 +33,7 @@ class Ask:
         slot: Its row of the batch.
         taken: Tokens of the answer that were handed out.
         granted: Tokens that the steps which were launched may bring it to.
-        allowed: What its constraint allows next, packed; None for everything.
+        allowed: What its mask allows next, packed; None for everything.
         pins: Whether it keeps its document where it is.
         arrival: Its place among all requests.
         room: Pages that `target` was found to need on the device beside the document's.
@@ -43,7 +43,7 @@ class Ask:
     document: Document
     new: list[int]
     sample: int = 0
-    constraint: Constraint | None = None
+    mask: Mask | None = None
     target: Document | None = None
     fed: int = 0
     table: LocalTable | None = None

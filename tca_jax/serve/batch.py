@@ -105,9 +105,9 @@ class Batch:
         return pool_only(self._state.cache)
 
     @property
-    def is_constrained(self) -> bool:
-        """Whether a row has a constraint."""
-        return any(ask.constraint is not None for ask in self.asks)
+    def has_masks(self) -> bool:
+        """Whether a row has a mask."""
+        return any(ask.mask is not None for ask in self.asks)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -258,7 +258,7 @@ class Batch:
         if stops > state.stop_tokens.shape[1]:
             wide = ((0, 0), (0, bucket_length(stops, 1) - state.stop_tokens.shape[1]))
             state = dataclasses.replace(state, stop_tokens=jnp.pad(state.stop_tokens, wide, constant_values=vocabulary))
-        if all(options.sampling == Sampling() for options in rows) and not self.is_constrained:
+        if all(options.sampling == Sampling() for options in rows) and not self.has_masks:
             state = dataclasses.replace(state, seen=None)
         elif state.seen is None:
             state = dataclasses.replace(state, seen=jnp.zeros((count, vocabulary), bool))
@@ -303,7 +303,7 @@ class Batch:
 
     def _sampling(self, asks: Sequence[Ask | None]) -> Sampling:
         """How the rows' tokens are drawn: nothing where all are greedy, else everything, so that two programs do. The
-        second one takes masks of constraints, too."""
+        second one takes masks, too."""
         rows = [Sampling() if ask is None or ask.stream is None else ask.stream.options.sampling for ask in asks]
         off: dict[str, Any] = {
             "temperature": 0.0,
@@ -312,7 +312,7 @@ class Batch:
             "min_p": 0.0,
             "repetition_penalty": 1.0,
         }
-        if self._state.seen is None:  # all are greedy, and have no constraint
+        if self._state.seen is None:  # all are greedy, and have no mask
             return Sampling()
         arrays: dict[str, Any] = {}
         for name, value in off.items():

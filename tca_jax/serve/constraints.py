@@ -1,67 +1,83 @@
-"""Constraints on the next token of an answer."""
+"""Masks of the next token of an answer: any function, or one that llguidance computes from a grammar."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+import functools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, UInt8
 
-from tca_jax.errors import UserError
+from tca_jax.engine.lm import LM
+from tca_jax.errors import Unsupported, UserError
+
+#: New tokens of one answer -> tokens that may come next; where there are none, the answer ends.
+Mask = Callable[[list[int]], Bool[np.ndarray, " V"]]
+_MAX_BYTES = 2**16  # of a grammar: more take seconds to compile
+#: 20 to 400 ms of compilation, 15 ms of a mask, and states of one or two kB each for every answer.
+_LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "max_lexer_states": 50_000}
+#: Between two tokens of JSON: one space, or a line break and an indent. Without a bound some models write nothing else.
+_WHITESPACE = r" |\n {0,16}"
 
 
-@runtime_checkable
-class Constraint(Protocol):
-    """Says which tokens may come next in one answer.
-
-    It is called once for each token, in the engine's thread: all answers of the batch wait meanwhile, and it must not
-    call the engine. It may keep a state, and then is for one answer alone.
-    """
-
-    def __call__(self, tokens: list[int], /) -> Bool[np.ndarray, " V"] | None:
-        """Allowed tokens.
-
-        Args:
-            tokens: New tokens of the answer so far; none before the first.
-
-        Returns:
-            A bool array `[V]` over the model's vocabulary, of which at least one is True; None if the answer is
-            complete. It ends then, with the finish reason "stop", also before `min_new_tokens`.
-        """
-        ...
+def packed_mask(mask: Mask, tokens: list[int], size: int, excluded: Sequence[int]) -> UInt8[np.ndarray, " W"] | None:
+    """Tokens that may come next, without the excluded ones: a bit each, the lowest first; None if there are none."""
+    allowed = np.array(mask(tokens), bool)
+    if allowed.shape != (size,):
+        raise UserError(f"mask returns shape {allowed.shape}: must be ({size},), a bool for each token of the model")
+    allowed[list(excluded)] = False
+    return np.packbits(allowed, bitorder="little") if allowed.any() else None
 
 
-def next_allowed(
-    constraint: Constraint, tokens: list[int], vocabulary: int, forbidden: Sequence[int]
-) -> UInt8[np.ndarray, " W"] | None:
-    """What a constraint allows next.
+class Grammars:
+    """Compiles grammars: `grammars.json(schema)()` is the mask of one answer. ValueError if one cannot be compiled."""
 
-    Args:
-        constraint: The constraint.
-        tokens: New tokens of the answer.
-        vocabulary: V.
-        forbidden: Stop tokens that may not be drawn yet.
+    def __init__(self, lm: LM) -> None:
+        try:
+            import llguidance.hf
+        except ImportError:
+            raise Unsupported("grammars need llguidance: pip install 'tca-jax[serve]'") from None
+        self._matcher, self._size = llguidance.LLMatcher, lm.config.vocab_size
+        self._limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
+        size, stops = max(self._size, len(lm.tokenizer)), list(lm.eos_token_ids) or None  # no grammar allows more ids
+        try:
+            self._tokenizer = llguidance.hf.from_tokenizer(lm.tokenizer, n_vocab=size, eos_token=stops)
+        except ValueError as error:
+            raise Unsupported(f"grammars do not work with the tokenizer of {lm.name}: {error}") from None
 
-    Returns:
-        A bit a token, in ceil(V / 8) bytes, the lowest bit first; None if the answer is complete.
+    def json(self, schema: dict[str, Any], argument: str = "schema") -> Callable[[], Mask]:
+        """JSON of a schema, its properties in the schema's order; `{"type": "object"}` for any object."""
+        compiler, defaults = self._matcher.grammar_from_json_schema, {"whitespace_pattern": _WHITESPACE}
+        return self._compile(json.dumps(schema), lambda text: compiler(text, defaults), argument)
 
-    Raises:
-        ValueError: the constraint gives no such array, or nothing is allowed.
-        Exception: what it raises.
-    """
-    allowed = constraint(tokens)
-    if allowed is None:
-        return None
-    if not isinstance(allowed, np.ndarray) or allowed.dtype != bool or allowed.shape != (vocabulary,):
-        kind, shape = getattr(allowed, "dtype", type(allowed).__name__), getattr(allowed, "shape", ())
-        raise UserError(
-            f"constraint gives {kind} of shape {tuple(shape)}: must be a NumPy array of bool, of shape ({vocabulary},)"
-        )
-    if not allowed.any():
-        raise UserError(f"constraint allows no token behind {len(tokens)} tokens of the answer")
-    if forbidden and not np.delete(allowed, forbidden).any():
-        raise UserError(
-            f"constraint allows stop tokens alone behind {len(tokens)} tokens of the answer, fewer than min_new_tokens"
-        )
-    return np.packbits(allowed, bitorder="little")
+    def regex(self, pattern: str) -> Callable[[], Mask]:
+        """Text that a regular expression matches, without lookaround and back references."""
+        return self._compile(pattern, self._matcher.grammar_from_regex, "pattern")
+
+    def lark(self, grammar: str) -> Callable[[], Mask]:
+        """Text of a grammar in llguidance's variant of Lark's syntax."""
+        return self._compile(grammar, self._matcher.grammar_from_lark, "grammar")
+
+    def _compile(self, text: str, compiler: Callable[[str], str], argument: str) -> Callable[[], Mask]:
+        if (size := len(text.encode("utf-8", "surrogatepass"))) > _MAX_BYTES:
+            raise UserError(f"{argument} has {size:,} bytes: must have at most {_MAX_BYTES:,}")
+        try:
+            matcher = self._matcher(self._tokenizer, compiler(text), log_level=0, limits=self._limits)
+        except ValueError as error:
+            raise UserError(f"{argument}: {error}") from None
+        self._mask(matcher, argument, [])  # a grammar without a beginning fails here
+        return lambda: functools.partial(self._mask, matcher.deep_copy(), argument)
+
+    def _mask(self, matcher: Any, argument: str, tokens: list[int]) -> Bool[np.ndarray, " V"]:
+        matcher.consume_tokens(tokens[-1:])
+        ended = matcher.is_stopped() or matcher.is_error()
+        bits = bytes(-(-self._size // 8)) if ended else matcher.compute_bitmask()
+        if matcher.is_error():
+            error = (
+                matcher.get_error().removesuffix("<non-verbose/>").replace("NoExtensionBias", "no token fits").strip()
+            )
+            where = f", after {len(tokens)} tokens of the answer" if tokens else ""
+            raise UserError(f"{argument}{where}: {error[:500]}")
+        return np.unpackbits(np.frombuffer(bits, np.uint8), count=self._size, bitorder="little").view(bool)

@@ -5,32 +5,91 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
+import hashlib
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, InvalidStateError, wait
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Bool, Int32
 
 from tca_jax.engine.cache import CacheLayout, PagedCache
-from tca_jax.engine.contexts import Context, first_local
+from tca_jax.engine.contexts import Context, first_local, identity_of
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
 from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.kv import num_bytes
 from tca_jax.programs import Program
 from tca_jax.serve import programs
-from tca_jax.serve.document import Document, document_id
 from tca_jax.serve.pages import FreePages, LocalTable, PageNumbers, RowTable, TableWidths, pool_only
-from tca_jax.serve.shelf import Entry, Shelf
-from tca_jax.serve.stored import chunks_of, context_of
+from tca_jax.serve.storage import Entry, Storage, chunks_of, context_of
 
 _CHUNK_BYTES = 64 * 2**20  # of keys and values that move at once
 _log = logging.getLogger(__name__)
+
+
+State = Literal["waiting", "device", "moving", "host", "disk", "failed"]
+
+
+@dataclasses.dataclass(eq=False)
+class Document:
+    """Tokens that the model has read, or will.
+
+    Attributes:
+        id: Its name in requests, from `document_id`.
+        tokens: Their ids.
+        parts: How many of them were read first, and how many were appended each time.
+        named: Whether a user asked for it to be read. Others are copies of what can be sent again: they go first.
+        state: Where its pages are.
+        table: Its pages; None until they were there.
+        layout: Of these, one row.
+        attended_share: See `engine.read.Read`.
+        numbers: Of each page, the number in the device's pool; None where it is not there.
+        chunks: Its keys and values in host memory; None where they are not there.
+        logits: Of the token behind it, float32 `[1, V]`; not of named ones.
+        error: Why it could not be read.
+        storing: Done when it is on disk, or failed with what kept it from that; None if it is not to be stored, or was
+            when the engine started.
+        arrival: Its place among all requests.
+        users: Rows, and requests that were let in, that need its pages.
+        created: Seconds since the epoch.
+    """
+
+    id: str
+    tokens: list[int]
+    parts: tuple[int, ...]
+    named: bool
+    state: State = "waiting"
+    table: LocalTable | None = None
+    layout: CacheLayout | None = None
+    attended_share: float = 1.0
+    numbers: Int32[np.ndarray, "D P"] | None = None
+    chunks: list[PagedCache] | None = None
+    logits: np.ndarray | None = None
+    error: Exception | None = None
+    storing: Future[None] | None = None
+    arrival: int = 0
+    users: int = 0
+    created: float = dataclasses.field(default_factory=time.time)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that it takes on the device that has most of them."""
+        return 0 if self.table is None else self.table.most_pages
+
+
+def document_id(lm: LM, tokens: list[int], parts: tuple[int, ...], *, named: bool) -> str:
+    """The id of tokens that a model has read in such parts: a hash of all that its pages depend on."""
+    identity = identity_of(lm)
+    model = identity.fingerprint, identity.method_description, lm.cache_dtype.name, parts
+    digest = hashlib.sha256(repr(model).encode() + np.asarray(tokens, np.int64).tobytes()).hexdigest()
+    return f"{'doc' if named else 'text'}-{digest[:24]}"
 
 
 class _Arriving(NamedTuple):
@@ -48,27 +107,28 @@ class Documents:
         lm: The model.
         pages: Pages of the pool, on each device.
         host_bytes: Most bytes of host memory.
-        shelf: Where they are stored; None for nowhere.
+        storage: None to store none.
     """
 
-    def __init__(self, lm: LM, pages: int, host_bytes: int, shelf: Shelf | None) -> None:
+    def __init__(self, lm: LM, pages: int, host_bytes: int, storage: Storage | None) -> None:
         self._lm, self._bare_lm = lm, lm.without_weights()
-        self._on_mesh, self._host_bytes, self._shelf = lm.mesh is not None, host_bytes, shelf
+        self._on_mesh, self._host_bytes, self._storage = lm.mesh is not None, host_bytes, storage
         devices = 1 if lm.head_shards is None else lm.head_shards.devices
         self.free = FreePages(pages, devices)
         self.pool = self._empty_pool(pages)
         size = 2 * num_bytes(lm.method.cache.block_size, lm.config.head_dim, lm.cache_dtype)
         self.page_bytes, self._chunk = size * devices, max(1, min(pages, _CHUNK_BYTES // size))
         self._by_id: OrderedDict[str, Document] = OrderedDict()  # least recently asked first
-        self._of_others: set[str] = set()  # documents on disk that another model has read
         self._arriving: list[_Arriving] = []
         self._lost: list[Document] = []
         self._failures: list[tuple[Document, Exception]] = []
         self._unstored: collections.deque[Document] = collections.deque()
         self._writing: Future[None] | None = None
         self._lock = threading.Lock()  # of the table of names, which other threads look at
-        for entry in [] if shelf is None else shelf.entries():
-            self._enter_stored(entry)
+        for each in [] if storage is None else storage.entries():
+            if document_id(lm, each.tokens, each.parts, named=True) == each.id:  # not another model's
+                found = Document(each.id, each.tokens, each.parts, named=True, state="disk", created=each.created)
+                self._by_id[each.id] = found
 
     def _empty_pool(self, pages: int) -> PagedCache:
         return self._run(programs.empty_pool, pages=pages, dtype=self._lm.cache_dtype)
@@ -79,29 +139,9 @@ class Documents:
     # Names
 
     def get(self, id_: str) -> Document | None:
-        """The document of a name, also where another engine has stored it since. Any thread may call this."""
-        with self._lock:
-            found = self._by_id.get(id_)
-        if found is not None or self._shelf is None or id_ in self._of_others:
-            return found
-        if (entry := self._shelf.entry(id_)) is not None:
-            self._enter_stored(entry)
+        """The document of a name. Any thread may call this."""
         with self._lock:
             return self._by_id.get(id_)
-
-    def find_stored(self) -> None:
-        """Enters all documents that other engines have stored since. Any thread may call this."""
-        for id_ in [] if self._shelf is None else self._shelf.ids():
-            self.get(id_)
-
-    def _enter_stored(self, entry: Entry) -> None:
-        """Enters a document that is on disk, unless another model has read it."""
-        if document_id(self._lm, entry.tokens, entry.parts, named=True) != entry.id:
-            self._of_others.add(entry.id)
-            return
-        stored = Document(entry.id, entry.tokens, entry.parts, named=True, state="disk", created=entry.created)
-        with self._lock:
-            self._by_id.setdefault(entry.id, stored)
 
     def all(self) -> list[Document]:
         """All of them, least recently asked first."""
@@ -126,13 +166,14 @@ class Documents:
             OSError: it cannot be removed from disk; nothing is dropped then.
         """
         assert not document.users, "a document is forgotten when nobody uses it"
-        if self._shelf is not None:
-            self._shelf.remove(document.id)
+        if self._storage is not None:
+            _settle(document.storing, _gone_error(document))  # it is not published from now on
+            self._storage.remove(document.id)
         self.drop(document)
 
     def drop(self, document: Document) -> None:
         """Drops it from memory, and its name."""
-        self.fail(document, UserError(f"document {document.id!r} is no longer there"))
+        self.fail(document, _gone_error(document))
         with self._lock:
             if self._by_id.get(document.id) is document:
                 del self._by_id[document.id]
@@ -305,7 +346,7 @@ class Documents:
         document.table, document.layout, document.numbers = table, layout, numbers
         if self.is_stored(document):
             _settle(document.storing, None)
-        elif self._shelf is not None and document.named:
+        elif self._storage is not None and document.named:
             if document.storing is None or document.storing.done():
                 document.storing = Future()
             self._unstored.append(document)
@@ -338,7 +379,7 @@ class Documents:
 
     def is_stored(self, document: Document) -> bool:
         """Whether it is on disk."""
-        return self._shelf is not None and document.named and self._shelf.has(document.id)
+        return self._storage is not None and document.named and document.id in self._storage
 
     def num_bytes(self, document: Document) -> int:
         """Bytes of a document's pages, on all devices."""
@@ -379,25 +420,24 @@ class Documents:
     def load(self, document: Document) -> bool:
         """Whether a document's pages are in host memory; another thread reads them from disk where they are not.
 
-        What is stored of it may be damaged, or gone: it is `lost` then.
-
         Raises:
-            ValueError: it has more pages than the device.
+            ValueError: it is damaged on disk, or has more pages than the device.
         """
         if document.chunks is None:
-            assert self._shelf is not None
+            assert self._storage is not None
             try:
-                context = self._shelf.load(document.id)
+                context = self._storage.load(document.id)
                 if context is None:
                     return False
                 self._loaded(document, context)
             except MemoryError:
                 raise
             except Exception as error:
-                _log.warning("document %s is read again, for what is stored of it is damaged: %s", document.id, error)
-                self._shelf.distrust(document.id)
-                self._gone(document)
-                return False
+                _log.warning("ignoring damaged document %s: %s", document.id, error)
+                self._storage.ignore(document.id)
+                damaged = UserError(f"document {document.id!r} is damaged on disk; upload it again")
+                self.fail(document, damaged)
+                raise damaged from error
             document.state = "host"
             self._free_host(0, but=document)
         if (needed := document.num_pages) > self.free.total:
@@ -406,8 +446,8 @@ class Documents:
 
     def load_only(self, ids: Collection[str]) -> None:
         """Nobody waits for other documents to be loaded any more."""
-        if self._shelf is not None:
-            self._shelf.load_no_others(ids)
+        if self._storage is not None:
+            self._storage.load_only(ids)
 
     def bring(self, document: Document) -> bool:
         """Begins to bring a document from host memory to the device; false where there is no room."""
@@ -475,15 +515,17 @@ class Documents:
             if _settle(storing, error) and error is not None:
                 _log.warning("document %s is not stored: %s", document.id, error)
 
-        if self._shelf is None or document.state in ("waiting", "failed"):
+        if self._storage is None or document.state in ("waiting", "failed"):
             return  # lost: what is read again is stored again
-        if self.is_stored(document):  # by another engine
-            note(None)
-            return
         try:
             entry = Entry(document.id, document.tokens, document.parts, document.created)
             chunks = self._copies(document) if document.chunks is None else document.chunks
-            self._writing = self._shelf.store(entry, self.num_bytes(document), context_of(self._lm, document, chunks))
+            assert document.table is not None
+            assert document.layout is not None
+            row = document.tokens, document.parts[0], document.table, document.layout, document.attended_share
+            make = functools.partial(context_of, self._lm, *row, chunks)
+            size = self.num_bytes(document)
+            self._writing = self._storage.store(entry, size, make, lambda: not storing.done())
         except Exception as error:
             note(error)
         else:
@@ -498,6 +540,10 @@ class Documents:
         document.table, document.layout = LocalTable.of_row(context.cache, 0), context.layout
         document.attended_share = float(np.asarray(context.attended_share)[0])
         document.chunks = chunks_of(context.cache, document.table, self._chunk)
+
+
+def _gone_error(document: Document) -> UserError:
+    return UserError(f"document {document.id!r} is no longer there")
 
 
 def _settle(storing: Future[None] | None, error: BaseException | None) -> bool:

@@ -21,12 +21,11 @@ from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import resolve_backend
 from tca_jax.pallas_kernels.kv import num_bytes
 from tca_jax.serve.asks import Ask
-from tca_jax.serve.constraints import Constraint
-from tca_jax.serve.document import Document, document_id
-from tca_jax.serve.documents import Documents
+from tca_jax.serve.constraints import Mask
+from tca_jax.serve.documents import Document, Documents, document_id
 from tca_jax.serve.loop import EngineEnded, Loop
 from tca_jax.serve.scheduler import Scheduler
-from tca_jax.serve.shelf import Shelf
+from tca_jax.serve.storage import Storage
 from tca_jax.serve.streams import Stream
 
 _HOST_SHARE = 0.25  # of the host's memory, for documents that have left the device
@@ -87,8 +86,7 @@ class Engine:
         answer_tokens: Tokens of question and answer that each of `max_rows` rows has room for at once. A request may
             have more, and then takes the room of others.
         host_memory: Most bytes of host memory for documents that have left the device; None for a quarter of it.
-        disk: Folder in which documents are stored as soon as they are read, and found when an engine starts. Engines of
-            one model may share it, and find each other's documents at any time.
+        disk: Folder of this engine: documents are stored there as soon as they are read, and found at the next start.
         disk_bytes: Most bytes in it; None for no bound. A document beyond it is not stored, and `wait` with `stored`
             raises: what was stored before is not removed for it.
         backend: Kernel backend, as for `generate`.
@@ -129,9 +127,9 @@ class Engine:
         if host_memory is None:
             host_memory = int(_HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         self.lm, self.max_rows = lm, int(max_rows)
-        shelf = None if disk is None else Shelf(Path(disk), disk_bytes)
-        self._documents = Documents(lm, int(pages), int(host_memory), shelf)
-        self._shelf = shelf
+        storage = None if disk is None else Storage(Path(disk), disk_bytes)
+        self._documents = Documents(lm, int(pages), int(host_memory), storage)
+        self._storage = storage
         self._scheduler = Scheduler(lm, self._documents, int(max_rows), int(answer_tokens), kernels)
         self._loop = Loop(self._scheduler)
 
@@ -144,8 +142,8 @@ class Engine:
     def close(self) -> None:
         """Cancels what is running, waits for documents that are being stored, and ends."""
         self._loop.stop()
-        if self._shelf is not None:
-            self._shelf.close()
+        if self._storage is not None:
+            self._storage.close()
 
     @property
     def failure(self) -> EngineEnded | None:
@@ -228,8 +226,7 @@ class Engine:
         self._loop.call(drop)
 
     def documents(self) -> list[DocumentInfo]:
-        """All documents that were read, also by other engines on `disk`, or wait to be, least recently asked first."""
-        self._documents.find_stored()
+        """All documents that were read, or wait to be, least recently asked first."""
         return [self._info(each) for each in self._documents.all() if each.named]
 
     def document(self, document: str) -> DocumentInfo:
@@ -288,7 +285,7 @@ class Engine:
         stop: Any = (),
         stop_token_ids: Any = None,
         logprobs: bool | int = False,
-        constraint: Constraint | None = None,
+        mask: Mask | None = None,
         keep: bool = False,
     ) -> Stream:
         """Asks about a document, or answers a prompt of its own. Options are those of `generate`.
@@ -308,9 +305,10 @@ class Engine:
             stop: Strings that end the answer.
             stop_token_ids: Tokens that end it; None takes the model's own.
             logprobs: As for `generate`.
-            constraint: Called before each token of this answer for the tokens that are allowed: see `Constraint`. If it
-                raises, or allows nothing, the answer fails with that error. While an answer of the batch has one, no
-                step is launched before the tokens of the last one are known.
+            mask: Called in the engine's thread before each token, with the new tokens of this answer, for a bool array
+                of the tokens that may come next; it must not call the engine. The answer ends where there are none, and
+                fails if it raises. While an answer of the batch has one, no step is dispatched before the tokens of the
+                last one are known.
             keep: Whether document, prompt and answer become a document, for another turn: `Completion.document`. The
                 last token, which was drawn and not fed, is not part of it.
 
@@ -333,8 +331,8 @@ class Engine:
         )
         check_integer("sample", sample, at_least=0)
         check_flag("keep", keep)
-        if constraint is not None and not callable(constraint):
-            raise UserTypeError(f"constraint is of type {type(constraint).__name__}: must be callable, or None")
+        if mask is not None and not callable(mask):
+            raise UserTypeError(f"mask is of type {type(mask).__name__}: must be callable, or None")
         stream = Stream(self.lm, options, self._cancel, keep=keep)
         if document is None:
             held, new = encode_prompt(self.lm, prompt), []
@@ -350,7 +348,7 @@ class Engine:
 
         def enter() -> None:
             found = self._found(held, named=False) if document is None else self._document(document)
-            self._scheduler.ask(Ask(stream, found, new, int(sample), constraint))
+            self._scheduler.ask(Ask(stream, found, new, int(sample), mask))
 
         self._loop.call(enter)
         return stream

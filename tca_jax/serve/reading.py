@@ -21,8 +21,7 @@ from tca_jax.engine.read import own_reader, require_finite
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.programs import Program, results_of
 from tca_jax.serve import programs
-from tca_jax.serve.document import Document
-from tca_jax.serve.documents import Documents
+from tca_jax.serve.documents import Document, Documents
 
 _TOGETHER_TOKENS = 2048  # prompts of at most so many are read together
 # Tokens times layers of a part; a layer is the least. Running answers wait as long as a part takes: for a layer of

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from tca_jax.serve.constraints import Constraint
+from tca_jax.serve.constraints import Mask
 from tca_jax.serve.conversations import EncodedPrompt
 from tca_jax.serve.engine import Engine
 from tca_jax.serve.metrics import Metrics
@@ -28,7 +28,7 @@ class Rows:
         lengths: Sequence[int],
         samples: int,
         options: Mapping[str, Any],
-        constraint: Callable[[], Constraint] | None,
+        mask: Callable[[], Mask] | None,
         in_thread: Callable[..., Awaitable[Any]],
     ) -> Answers:
         """Asks for all answers of a request; those to one prompt stand side by side.
@@ -38,7 +38,7 @@ class Rows:
             lengths: Most tokens of the answers to each.
             samples: Answers to each.
             options: Others of `Engine.ask`.
-            constraint: Makes the constraint of an answer; None for none.
+            mask: Creates the mask of an answer; None for none.
             in_thread: Runs a function that may wait for the engine.
 
         Raises:
@@ -53,7 +53,7 @@ class Rows:
             for each, most in zip(asked, lengths, strict=True):
                 for _ in range(samples):
                     given = {"max_new_tokens": most, "sample": len(streams), **options}  # as the rows of `generate`
-                    given["constraint"] = None if constraint is None else constraint()
+                    given["mask"] = None if mask is None else mask()
                     streams.append(self._engine.ask(each.document, each.tokens, **given))
 
         asking = asyncio.ensure_future(in_thread(ask))

@@ -19,9 +19,8 @@ from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.serve.asks import Ask
 from tca_jax.serve.batch import Batch, Told, is_whole
-from tca_jax.serve.constraints import next_allowed
-from tca_jax.serve.document import Document, document_id
-from tca_jax.serve.documents import Documents
+from tca_jax.serve.constraints import packed_mask
+from tca_jax.serve.documents import Document, Documents, document_id
 from tca_jax.serve.pages import FreePages
 from tca_jax.serve.reading import Reader
 from tca_jax.serve.streams import FinishReason, Stream
@@ -235,7 +234,7 @@ class Scheduler:
         slot = self._batch.free_slot
         if slot is None:
             return False
-        if self._constrain(ask):
+        if self._update_mask(ask):
             self._asks.remove(ask)
             self._batch.admit(ask, slot)
         return True
@@ -299,12 +298,12 @@ class Scheduler:
 
     def _step(self, is_called: Callable[[], bool]) -> None:
         """A step of the batch. The next one is launched before it is taken, so that the device does not wait while its
-        tokens are handed out; but not where a constraint needs to know a token, where log-probabilities are asked for,
+        tokens are handed out; but not where a mask needs to know a token, where log-probabilities are asked for,
         where a part of a document comes between, nor before somebody's new request."""
         batch = self._batch
         if not batch.launched:
             batch.launch()
-        one_by_one = batch.is_constrained or batch.wants_logprobs or not self._reader.is_idle
+        one_by_one = batch.has_masks or batch.wants_logprobs or not self._reader.is_idle
         if not (one_by_one or is_called()):
             batch.launch()
         self._hand_out(batch.wait())
@@ -342,17 +341,17 @@ class Scheduler:
             stream.add([said.last[slot]] * new, own, likeliest)
             if said.done[slot] or ask.taken >= ask.max_new_tokens:
                 self._leave(ask, "stop" if said.done[slot] else "length")
-            elif new and ask.constraint is not None:
+            elif new and ask.mask is not None:
                 with self._failing(ask):
-                    self._constrain(ask)
+                    self._update_mask(ask)
 
-    def _constrain(self, ask: Ask) -> bool:
-        """Asks the constraint of an answer, if it has one, for the next token; whether the answer goes on."""
-        if ask.constraint is None or ask.stream is None:
+    def _update_mask(self, ask: Ask) -> bool:
+        """Computes the mask of an answer, if it has one, for the next token; whether the answer goes on."""
+        if ask.mask is None or ask.stream is None:
             return True
         options, vocabulary = ask.stream.options, self._lm.config.vocab_size
         stops = options.stop_tokens if ask.taken < options.min_new_tokens else ()
-        ask.allowed = next_allowed(ask.constraint, ask.stream.tokens, vocabulary, stops)
+        ask.allowed = packed_mask(ask.mask, ask.stream.tokens, vocabulary, stops)
         if ask.allowed is None:
             self._leave(ask, "stop")
         return ask.allowed is not None

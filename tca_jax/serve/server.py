@@ -30,10 +30,9 @@ from tca_jax.serve.access import (
     told,
     unknown_error,
 )
-from tca_jax.serve.constraints import Constraint
+from tca_jax.serve.constraints import Grammars, Mask
 from tca_jax.serve.conversations import Conversations, EncodedPrompt
 from tca_jax.serve.engine import Engine
-from tca_jax.serve.grammars import Grammars
 from tca_jax.serve.loop import EngineEnded
 from tca_jax.serve.metrics import Metrics
 from tca_jax.serve.protocol import Answering, RequestError
@@ -190,16 +189,16 @@ class Server:
         body = await self._body(request)
         wanted = protocol.chat_request(protocol.parse_json(body), self._settings.default_tokens)
         self._require_model(wanted.answering.model)
-        constraint = None
+        mask = None
         if wanted.schema is not None:
             async with self._compiling:
-                constraint = await self._in_thread(self._constraint, wanted.schema)
+                mask = await self._in_thread(self._mask, wanted.schema)
         asked = await self._in_thread(self._conversations.chat, wanted.messages, wanted.answering.document)
         form = Chat(self._settings.model, self._lm.tokenizer)
-        return await self._answer(request, wanted.answering, [asked], form, constraint)
+        return await self._answer(request, wanted.answering, [asked], form, mask)
 
-    def _constraint(self, schema: Json) -> Callable[[], Constraint]:
-        """Makes constraints for answers that are JSON of a schema."""
+    def _mask(self, schema: Json) -> Callable[[], Mask]:
+        """Creates masks of answers that are JSON of a schema."""
         try:
             return self._grammars.json(schema, protocol.SCHEMA)
         except Unsupported as error:
@@ -226,9 +225,9 @@ class Server:
         wanted: Answering,
         asked: Sequence[EncodedPrompt],
         form: Chat,
-        constraint: Callable[[], Constraint] | None = None,
+        mask: Callable[[], Mask] | None = None,
     ) -> Response:
-        answers = await self._ask(request, wanted, asked, constraint)
+        answers = await self._ask(request, wanted, asked, mask)
         if wanted.stream:
             return _Events(self._events(answers, form, wanted.include_usage, asked), answers)
         completions = await self._ended(request, answers)
@@ -239,12 +238,12 @@ class Server:
         request: Request,
         wanted: Answering,
         asked: Sequence[EncodedPrompt],
-        constraint: Callable[[], Constraint] | None = None,
+        mask: Callable[[], Mask] | None = None,
     ) -> Answers:
         """Asks the engine for all answers of a request."""
         lengths = [self._max_tokens(wanted, each) for each in asked]
         options = {**wanted.options, "logprobs": wanted.logprobs or wanted.logprobs is not None}
-        return await self._rows.ask(asked, lengths, wanted.n, options, constraint, self._in_thread)
+        return await self._rows.ask(asked, lengths, wanted.n, options, mask, self._in_thread)
 
     def _max_tokens(self, wanted: Answering, asked: EncodedPrompt) -> int:
         """Most tokens of an answer: what is asked for, or as many as the model has positions for."""

@@ -179,9 +179,9 @@ class Stream:
 
         Raises:
             TimeoutError: it has not ended by then.
-            ValueError: the model computes NaN or infinity, the document is gone, the constraint allows nothing, or the
+            ValueError: the model computes NaN or infinity, the document is gone, or the
                 engine has failed.
-            Exception: what the constraint raised, or what kept the engine from writing it.
+            Exception: what the mask raised, or what kept the engine from writing it.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:

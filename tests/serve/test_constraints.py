@@ -1,4 +1,4 @@
-"""Constraints on the next token: answers are drawn from what is left of the model's distribution."""
+"""Masks of the next token: answers are drawn from what is left of the model's distribution."""
 
 import json
 import sys
@@ -67,7 +67,7 @@ def question(number):
     return random_prompt(100 + number, 1 + 5 * number % 8)
 
 
-def reference(lm, context, prompt, constraint, count, options):
+def reference(lm, context, prompt, mask, count, options):
     """The answer, a token at a time: the model's whole distribution, masked, and one draw."""
     held, tokens = prompt, []
     seed, sampling = options.get("seed", 0), {k: v for k, v in options.items() if k not in ("seed", "stop_token_ids")}
@@ -77,22 +77,22 @@ def reference(lm, context, prompt, constraint, count, options):
         logits = np.full(VOCABULARY, -np.inf, np.float32)
         for token, value in out.top_logprobs[0][0]:
             logits[token] = value
-        logits[~constraint(tokens)] = -np.inf
+        logits[~mask(tokens)] = -np.inf
         keys = jax.random.fold_in(key, step)[None]
         tokens.append(int(sample(jnp.asarray(logits)[None], keys, Sampling(**sampling))[0]))
     return tokens
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 7, "top_k": 5, "min_p": 0.01}])
-def test_an_answer_is_drawn_from_what_is_allowed_and_its_neighbours_are_as_without_it(lm, context, engine, options):
+def test_masked_answers_and_their_neighbours(lm, context, engine, options):
     id_ = engine.read(DOCUMENT)
     calls = []
 
-    def constraint(tokens):
+    def mask(tokens):
         calls.append(list(tokens))
         return residues(tokens)
 
-    ask = {"max_new_tokens": NEW, "stop_token_ids": (), "constraint": constraint, "logprobs": True}
+    ask = {"max_new_tokens": NEW, "stop_token_ids": (), "mask": mask, "logprobs": True}
     free = [engine.ask(id_, question(i), max_new_tokens=24, **FREE[i]) for i in (0, 1)]
     stream = engine.ask(id_, question(5), **ask, **options)
     free.append(engine.ask(id_, question(2), max_new_tokens=24, **FREE[2]))
@@ -106,60 +106,47 @@ def test_an_answer_is_drawn_from_what_is_allowed_and_its_neighbours_are_as_witho
         assert each.result(120).tokens == expected.tokens[0]
 
 
-def test_an_answer_ends_where_its_constraint_says_so_or_at_a_stop_token_that_it_allows(engine):
-    def three(tokens):
-        return None if len(tokens) == 3 else residues(tokens)
-
-    out = engine.ask(None, question(1), stop_token_ids=(), min_new_tokens=8, constraint=three, keep=True).result(60)
-    assert (len(out.tokens), out.finish_reason) == (3, "stop")
-    assert engine.document(out.document).tokens == len(question(1)) + 2
-    nothing = engine.ask(None, question(1), constraint=lambda tokens: None).result(60)
-    assert (nothing.tokens, nothing.finish_reason) == ([], "stop")
-    ask = {"stop_token_ids": (4, 96), "constraint": lambda tokens: only(4, 9, 96)}
-    out = engine.ask(None, question(2), min_new_tokens=5, max_new_tokens=5, **ask).result(60)
-    assert (out.tokens, out.finish_reason) == ([9] * 5, "length")
-    out = engine.ask(None, question(2), stop_token_ids=(96,), constraint=lambda tokens: only(96)).result(60)
-    assert (out.tokens, out.finish_reason) == ([96], "stop")
-
-
-class Refusal(Exception):
-    """What a callback raises."""
+@pytest.mark.parametrize(
+    ("mask", "options", "tokens", "reason"),
+    [
+        (lambda tokens: only(*[9][len(tokens) // 3 :]), {"stop_token_ids": (), "min_new_tokens": 8}, [9] * 3, "stop"),
+        (lambda tokens: only(), {}, [], "stop"),
+        (lambda tokens: only(4, 9), {"stop_token_ids": (4,), "min_new_tokens": 5}, [9] * 5, "length"),
+        (lambda tokens: only(96), {"stop_token_ids": (96,)}, [96], "stop"),
+        (lambda tokens: only(96), {"stop_token_ids": (96,), "min_new_tokens": 2}, [], "stop"),
+    ],
+)
+def test_answers_end_where_a_mask_is_empty(engine, mask, options, tokens, reason):
+    options = {**options, "max_new_tokens": max(5, options.get("min_new_tokens", 0))}
+    out = engine.ask(None, question(2), mask=mask, keep=True, **options).result(60)
+    assert (out.tokens, out.finish_reason) == (tokens, reason)
+    if len(tokens) > 1:
+        assert engine.document(out.document).tokens == len(question(2)) + len(tokens) - 1
 
 
 def refusing(tokens):
     if len(tokens) == 2:
-        raise Refusal("not here")
+        raise LookupError("not here")
     return residues(tokens)
 
 
 @pytest.mark.parametrize(
-    ("constraint", "error", "message"),
-    [
-        (refusing, Refusal, "not here"),
-        (lambda tokens: only(*range(3 - len(tokens))), UserError, "allows no token behind 3 tokens"),
-        (lambda tokens: only(3), UserError, "stop tokens alone behind 0 tokens of the answer, fewer than min_new_to"),
-        (lambda tokens: np.ones(5, bool), UserError, r"bool of shape \(5,\): must be .* of shape \(97,\)"),
-        (lambda tokens: [True] * VOCABULARY, UserError, r"constraint gives list of shape \(\)"),
-    ],
+    ("mask", "error", "message"),
+    [(refusing, LookupError, "not here"), (lambda tokens: [True] * 5, UserError, r"shape \(5,\): must be \(97,\)")],
 )
-def test_a_constraint_that_fails_fails_its_answer_alone(lm, engine, constraint, error, message):
+def test_failing_masks_fail_their_answer_alone(lm, engine, mask, error, message):
     ask = {"max_new_tokens": 24, "stop_token_ids": (3,)}
     other = engine.ask(None, question(3), **ask)
-    failing = engine.ask(None, question(4), min_new_tokens=4, constraint=constraint, **ask)
+    failing = engine.ask(None, question(4), mask=mask, **ask)
     with pytest.raises(error, match=message):
         failing.result(60)
     assert other.result(60).tokens == tca_jax.generate(lm, [question(3)], **ask).tokens[0]
+    with pytest.raises(TypeError, match="mask"):
+        engine.ask(None, [1], mask={})
     assert engine.idle(60)
 
 
-def test_what_is_no_constraint_and_what_has_no_tokenizer_is_named(lm, engine):
-    with pytest.raises(TypeError, match="constraint"):
-        engine.ask(None, [1], constraint={})
-    with pytest.raises(UserError, match="tiny was loaded without a tokenizer"):
-        Grammars(lm)
-
-
-def test_without_llguidance_the_error_says_what_to_install(lm, monkeypatch):
+def test_missing_llguidance_is_named(lm, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance.hf", None)
     with pytest.raises(UserError, match=r"llguidance: pip install 'tca-jax\[serve\]'"):
         Grammars(lm)
@@ -193,10 +180,10 @@ def client(running):
         yield client
 
 
-def texts(grammars, shipped, new, seed):
+def text_of(shipped, new, seed):
     """A text that a grammar allows, each byte of it drawn among those that it allows."""
-    rng, constraint, tokens = np.random.default_rng(seed), new(), []
-    while (allowed := constraint(tokens)) is not None and len(tokens) < 500:
+    rng, mask, tokens = np.random.default_rng(seed), new(), []
+    while (allowed := mask(tokens)).any() and len(tokens) < 500:
         tokens.append(int(rng.choice(np.flatnonzero(allowed))))
     return shipped.tokenizer.decode(tokens, skip_special_tokens=True)
 
@@ -211,14 +198,11 @@ def require_schema(text):
     assert {*value["colors"]} <= {"red", "green"}
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_whatever_is_drawn_from_a_grammar_is_of_its_language(grammars, shipped, seed):
-    require_schema(texts(grammars, shipped, grammars.json(SCHEMA), seed))
-    assert texts(grammars, shipped, grammars.regex("[ab]{3}c"), seed).strip("ab") == "c"
-    assert texts(grammars, shipped, grammars.lark('start: "x" start | "y"'), seed).strip("x") == "y"
-
-
-def test_ids_past_the_tokenizers_and_special_tokens_are_not_allowed(grammars, shipped):
+def test_texts_of_grammars(grammars, shipped):
+    for seed in range(5):
+        require_schema(text_of(shipped, grammars.json(SCHEMA), seed))
+        assert text_of(shipped, grammars.regex("[ab]{3}c"), seed).strip("ab") == "c"
+        assert text_of(shipped, grammars.lark('start: "x" start | "y"'), seed).strip("x") == "y"
     allowed = grammars.regex("(.|\n)*")()([])
     assert allowed.shape == (shipped.config.vocab_size,)
     assert allowed[ord("a")]
@@ -230,22 +214,22 @@ def test_ids_past_the_tokenizers_and_special_tokens_are_not_allowed(grammars, sh
     [
         ({"type": "foo"}, "schema: Invalid type: foo"),
         ({"uniqueItems": True}, "schema: Unimplemented keys"),
-        ({"$ref": "#"}, "schema: nothing can follow"),
+        ({"$ref": "#"}, "schema: no token fits"),
         ({"$ref": "http://127.0.0.1/schema"}, "schema: .*does not fetch"),
         ({"enum": []}, "schema: Unsatisfiable"),
         ({"pattern": "(a"}, "schema: "),
         ({"const": "x" * 70_000}, "schema has 70,013 bytes: must have at most 65,536"),
-        ({"const": float("nan")}, "schema is no JSON"),
+        ({"const": float("nan")}, "schema: "),
         ({"type": "integer", "multipleOf": 982451653}, "schema: fuel exhausted"),
     ],
 )
-def test_a_schema_that_cannot_be_used_is_named(grammars, schema, message):
+def test_unusable_schemas_are_refused(grammars, schema, message):
     with pytest.raises(UserError, match=message) as raised:
         grammars.json(schema)
     assert len(str(raised.value)) < 1000
 
 
-def test_clients_get_json_of_their_schema_whole_and_as_a_stream(shipped, client):
+def test_clients_get_json_of_their_schema(shipped, client):
     asked = {"model": MODEL, "messages": QUESTION, "max_tokens": 200, "response_format": FORM, "seed": 3}
     whole = client.chat.completions.create(n=2, temperature=1.0, **asked)
     assert [choice.finish_reason for choice in whole.choices] == ["stop"] * 2
@@ -261,7 +245,7 @@ def test_clients_get_json_of_their_schema_whole_and_as_a_stream(shipped, client)
     assert begun.choices[0].message.content.startswith("{")
 
 
-def test_a_schema_that_cannot_be_used_is_the_clients_error(client):
+def test_an_unusable_schema_is_the_clients_error(client):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "foo"}}}
     with pytest.raises(openai.BadRequestError) as raised:
         client.chat.completions.create(model=MODEL, messages=QUESTION, response_format=form)

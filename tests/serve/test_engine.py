@@ -128,30 +128,6 @@ def test_documents_leave_the_device_and_come_back_also_to_another_engine(lm, con
         assert {each.id for each in engine.documents()} == {*ids[:2]}
 
 
-def test_engines_that_share_a_folder_find_each_others_documents(lm, contexts, tmp_path):
-    options = {"max_rows": 2, "pages": 400, "answer_tokens": 64, "disk": tmp_path}
-    with Engine(lm, **options) as one, Engine(lm, **options) as other:
-        ids = [engine.read(DOCUMENTS[0]) for engine in (one, other)]  # both read it, and store it, at once
-        assert ids[0] == ids[1]
-        assert [engine.wait(ids[0], 60, stored=True).stored for engine in (one, other)] == [True, True]
-        later = one.read(DOCUMENTS[1])
-        one.wait(later, 60, stored=True)
-        assert other.document(later).state == "disk"
-        out = other.ask(later, question(1), max_new_tokens=ROOM, stop_token_ids=()).result(60)
-        assert out.tokens == answer(lm, contexts[1], 1)
-        last = other.read(DOCUMENTS[2])
-        other.wait(last, 60, stored=True)
-        assert {each.id for each in one.documents()} == {ids[0], later, last}
-        assert one.read(DOCUMENTS[2]) == last
-        assert one.document(last).state == "disk"  # it is not read again
-        for path in (f"../{tmp_path.name}/{last}", f"{last}/", "."):
-            with pytest.raises(UserError, match="there is none of this id"):
-                one.document(path)
-        other.forget(ids[0])
-        with pytest.raises(UserError, match="there is none of this id"):
-            other.document(ids[0])
-
-
 def answer(lm, context, number):
     out = tca_jax.generate(lm, [question(number)], context=context, max_new_tokens=ROOM, stop_token_ids=())
     return out.tokens[0]

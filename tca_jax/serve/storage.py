@@ -1,0 +1,239 @@
+"""Documents on disk: each is a stored context and an entry, in a folder that one rename completes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import logging
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tca_jax.engine.cache import CacheLayout, PagedCache
+from tca_jax.engine.contexts import Context, identity_of
+from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import on_host
+from tca_jax.serve.pages import LocalTable, pool_only
+
+_log = logging.getLogger(__name__)
+_ENTRY, _CONTEXT, _TEMPORARY = "document.json", "context", ".tmp-"
+_THREADS = 2  # one writes and removes while the other reads
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A stored document without its pages; see `documents.Document`."""
+
+    id: str
+    tokens: list[int]
+    parts: tuple[int, ...]
+    created: float
+
+
+class Storage:
+    """A folder of documents. One engine owns it, and its thread calls all methods.
+
+    Args:
+        folder: Created if missing.
+        max_bytes: Most bytes of documents; None for no bound. A document beyond it is not stored: none that was
+            reported as stored may be lost.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(f"{_TEMPORARY}*"):  # by an engine that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        self._folder, self._max_bytes = folder, max_bytes
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tca-jax-storage")
+        self._lock = threading.Lock()  # of the folders of documents
+        self._stored: set[str] = set()
+        self._loading: tuple[str, Future[Context]] | None = None
+
+    def entries(self) -> list[Entry]:
+        """Stored documents, oldest first. A damaged entry is skipped, with a line in the log."""
+        found = []
+        for file in self._folder.glob(f"*/{_ENTRY}"):
+            try:
+                fields = json.loads(file.read_text())
+                tokens = np.asarray(fields["tokens"], np.int32).tolist()
+                entry = Entry(file.parent.name, tokens, tuple(fields["parts"]), float(fields["created"]))
+                if sum(entry.parts) != len(tokens):
+                    raise ValueError("its parts are not its tokens")
+            except (OSError, ArithmeticError, ValueError, KeyError, TypeError, RecursionError) as error:
+                _log.warning("ignoring damaged document %s: %s", file.parent, error)
+            else:
+                found.append(entry)
+        self._stored = {entry.id for entry in found}
+        return sorted(found, key=lambda entry: entry.created)
+
+    def __contains__(self, id_: str) -> bool:
+        return id_ in self._stored
+
+    def store(
+        self, entry: Entry, num_bytes: int, make: Callable[[], Context], wanted: Callable[[], bool]
+    ) -> Future[None]:
+        """Writes a document in another thread, which also creates its context.
+
+        Args:
+            entry: The document.
+            num_bytes: Its size.
+            make: Creates its context.
+            wanted: Whether the document is still there once it is written.
+
+        Returns:
+            The writing, which fails with an OSError where the folder is full or cannot be written.
+        """
+        return self._threads.submit(self._write, entry, num_bytes, make, wanted)
+
+    def _write(self, entry: Entry, num_bytes: int, make: Callable[[], Context], wanted: Callable[[], bool]) -> None:
+        held = sum(file.stat().st_size for file in self._folder.rglob("*") if file.is_file())
+        if self._max_bytes is not None and held + num_bytes > self._max_bytes:
+            raise OSError(
+                f"{self._folder} holds {held / 1e9:,.2f} of at most {self._max_bytes / 1e9:,.2f} GB: a document of "
+                f"{num_bytes / 1e9:,.2f} GB does not fit"
+            )
+        with self._temporary() as temporary:
+            folder = temporary / "document"
+            make().save(folder / _CONTEXT)
+            with open(folder / _ENTRY, "w") as file:
+                json.dump({"tokens": entry.tokens, "parts": entry.parts, "created": entry.created}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            _sync(folder)
+            with self._lock:
+                if not wanted():
+                    return
+                with contextlib.suppress(FileNotFoundError):  # a damaged one
+                    os.rename(self._folder / entry.id, temporary / "damaged")
+                os.rename(folder, self._folder / entry.id)
+                _sync(self._folder)
+                self._stored.add(entry.id)
+
+    @contextlib.contextmanager
+    def _temporary(self) -> Iterator[Path]:
+        folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self._folder))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def load(self, id_: str) -> Context | None:
+        """A stored document in host memory; None until another thread has read it. One is read at a time.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it is damaged.
+        """
+        if self._loading is None:
+            self._loading = id_, self._threads.submit(self._read, id_)
+        name, loading = self._loading
+        if name != id_ or not loading.done():
+            return None
+        self._loading = None
+        return loading.result()
+
+    def _read(self, id_: str) -> Context:
+        try:
+            device = jax.local_devices(backend="cpu")[0]  # an accelerator's memory may be full
+        except RuntimeError:
+            device = None
+        with jax.default_device(device):
+            return Context.load(self._folder / id_ / _CONTEXT).to_host()
+
+    def load_only(self, ids: Collection[str]) -> None:
+        """Cancels the loading of another document than these."""
+        if self._loading is not None and self._loading[0] not in ids:
+            self._loading[1].cancel()
+            self._loading = None
+
+    def ignore(self, id_: str) -> None:
+        """Counts a damaged document as not stored."""
+        self._stored.discard(id_)
+
+    def remove(self, id_: str) -> None:
+        """Removes a document at once; another thread frees its bytes.
+
+        Raises:
+            OSError: it cannot be removed, and stays.
+        """
+        with self._lock, contextlib.ExitStack() as removing:
+            if os.path.lexists(self._folder / id_):
+                temporary = removing.enter_context(self._temporary())
+                os.rename(self._folder / id_, temporary / "removed")
+                self._threads.submit(removing.pop_all().close)
+            self._stored.discard(id_)
+
+    def close(self) -> None:
+        """Waits for documents that are being written."""
+        self.load_only(())
+        self._threads.shutdown(wait=True)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def context_of(
+    lm: LM,
+    tokens: list[int],
+    prompt: int,
+    table: LocalTable,
+    layout: CacheLayout,
+    share: float,
+    chunks: Sequence[PagedCache],
+) -> Context:
+    """The context of a document whose pages are in host memory."""
+    on_mesh = lm.mesh is not None
+
+    def unpack(*pieces: Any) -> np.ndarray:
+        packed = np.concatenate([np.asarray(on_host(x)) for x in pieces], axis=2 if on_mesh else 0)
+        packed = packed[0] if on_mesh else packed[None]
+        out = np.zeros((len(packed), table.num_pages, *packed.shape[2:]), packed.dtype)
+        for mine, theirs, used in zip(out, packed, table.used, strict=True):
+            mine[used] = theirs[: used.sum()]
+        return out[None] if on_mesh else out[0]
+
+    k, v = jax.tree.map(unpack, *[(chunk.k, chunk.v) for chunk in chunks])
+    return Context(
+        cache=table.cache(k, v, layout.kept_columns, on_mesh),
+        tokens=jnp.asarray([tokens], jnp.int32),
+        lengths=jnp.asarray([len(tokens)], jnp.int32),
+        prompt_lengths=jnp.asarray([prompt], jnp.int32),
+        attended_share=jnp.asarray([share], jnp.float32),
+        compile_seconds=0.0,
+        prefill_seconds=0.0,
+        layout=layout,
+        shards=lm.head_shards,
+        identity=identity_of(lm),
+    )
+
+
+def chunks_of(cache: PagedCache, table: LocalTable, size: int) -> list[PagedCache]:
+    """The pages of a cache of one row in chunks of `size` pages; `table` is the row's."""
+    on_mesh = len(cache.k.shape) > 3
+    k, v = on_host((cache.k, cache.v))
+    numbers = np.tile(np.arange(table.num_pages, dtype=np.int32), (len(table.table), 1))
+
+    def chunk(numbers: np.ndarray, x: Any) -> np.ndarray:
+        by_device = x[0] if on_mesh else x[None]
+        picked = np.stack([own[np.minimum(n, len(own) - 1)] for own, n in zip(by_device, numbers, strict=True)])
+        return picked[None] if on_mesh else picked[0]
+
+    parts = table.chunked(numbers, size, table.num_pages)
+    chunks = [jax.tree.map(functools.partial(chunk, part), (k, v)) for part in parts]
+    return [pool_only(dataclasses.replace(cache, k=k, v=v)) for k, v in chunks]
