@@ -321,7 +321,8 @@ def test_a_signal_ends_the_command_within_a_bound_and_leaves_documents_whole(fol
                 time.sleep(0.05)
             with http.stream("POST", "/v1/chat/completions", json=body) as answer:
                 lines = answer.iter_lines()
-                next(lines)
+                while not re.search('"content":"[^"]', next(lines)):  # its programs have compiled
+                    pass
                 process.send_signal(number)
                 start = time.monotonic()
                 *_, last = filter(None, lines)
