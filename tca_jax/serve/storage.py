@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ class Storage:
                 f"{num_bytes / 1e9:,.2f} GB does not fit"
             )
         with self._temporary() as temporary:
-            folder = temporary / "document"
+            folder = Path(temporary) / "document"
             make().save(folder / _CONTEXT)
             with open(folder / _ENTRY, "w") as file:
                 json.dump({"tokens": entry.tokens, "parts": entry.parts, "created": entry.created}, file)
@@ -115,18 +115,13 @@ class Storage:
                 if not wanted():
                     return
                 with contextlib.suppress(FileNotFoundError):  # a damaged one
-                    os.rename(self._folder / entry.id, temporary / "damaged")
+                    os.rename(self._folder / entry.id, Path(temporary) / "damaged")
                 os.rename(folder, self._folder / entry.id)
                 _sync(self._folder)
                 self._stored.add(entry.id)
 
-    @contextlib.contextmanager
-    def _temporary(self) -> Iterator[Path]:
-        folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self._folder))
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    def _temporary(self) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=self._folder, ignore_cleanup_errors=True)
 
     def load(self, id_: str) -> Context | None:
         """A stored document in host memory; None until another thread has read it. One is read at a time.
@@ -144,12 +139,7 @@ class Storage:
         return loading.result()
 
     def _read(self, id_: str) -> Context:
-        try:
-            device = jax.local_devices(backend="cpu")[0]  # an accelerator's memory may be full
-        except RuntimeError:
-            device = None
-        with jax.default_device(device):
-            return Context.load(self._folder / id_ / _CONTEXT).to_host()
+        return Context.load(self._folder / id_ / _CONTEXT)
 
     def load_only(self, ids: Collection[str]) -> None:
         """Cancels the loading of another document than these."""
@@ -170,7 +160,7 @@ class Storage:
         with self._lock, contextlib.ExitStack() as removing:
             if os.path.lexists(self._folder / id_):
                 temporary = removing.enter_context(self._temporary())
-                os.rename(self._folder / id_, temporary / "removed")
+                os.rename(self._folder / id_, Path(temporary) / "removed")
                 self._threads.submit(removing.pop_all().close)
             self._stored.discard(id_)
 

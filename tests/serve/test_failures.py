@@ -319,12 +319,7 @@ def test_unreadable_entries_are_skipped_and_leftovers_removed(lm, pages, tmp_pat
         (tmp_path / f"doc-{number}" / "document.json").write_text(text)
     (tmp_path / "doc-6").mkdir()
     shutil.copy(tmp_path / document / "document.json", tmp_path / "doc-6")  # under another name
-<<<<<<< HEAD
-    left = tmp_path / ".tmp-killed"
-    (left / "whole").mkdir(parents=True)
-=======
     (tmp_path / ".tmp-left" / "document").mkdir(parents=True)
->>>>>>> 5e1e53d (Serve: a folder of documents belongs to one engine; answers take masks, 80 lines with llguidance)
     with Engine(lm, pages=pages, disk=tmp_path, **SIZES) as engine:
         assert [(each.id, each.stored) for each in engine.documents()] == [(document, True)]
         assert not (tmp_path / ".tmp-left").exists()
