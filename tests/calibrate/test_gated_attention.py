@@ -87,17 +87,6 @@ def test_both_readings_are_those_of_the_method(shape):
     assert np.abs(np.asarray(both.sparse - both.blocks)).max() > 0.05
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gates_choose_between_readings(shape):
-    (q, k, v, lengths), heads = operands(*shape)
-    both, gates = read_both(q, k, v, heads, lengths, CONFIG), gates_of(shape[1])
-    out = np.asarray(attend_gated(q, k, v, gates, heads, lengths, CONFIG))
-    for head, gate in enumerate(np.repeat(gates, shape[0])):
-        np.testing.assert_allclose(out[:, :, head], (both.blocks if gate else both.sparse)[:, :, head], atol=1e-6)
-    half = both.mixed(jnp.full(shape[1], 0.5))
-    np.testing.assert_allclose(half, (both.sparse + both.blocks) / 2, atol=1e-6)
-
-
 @pytest.mark.parametrize("all_gates", [0.0, 1.0, None], ids=["sparse", "blocks", "mixed"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gradients_equal_attention_by_masks(shape, all_gates):

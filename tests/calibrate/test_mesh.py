@@ -85,13 +85,6 @@ def test_a_profile_by_worth_is_that_of_one_device():
     assert one.probes["counted"]["pairs"] > 0
 
 
-def test_a_profile_of_one_device_runs_on_a_mesh():
-    profile = calibrated(lm_of(), criterion="retained_mass")
-    one, many = lm_of().with_profile(profile), lm_of(mesh_of((1, 2))).with_profile(profile)
-    answers = [tca_jax.generate(lm, TEXT, max_new_tokens=10, stop_token_ids=()).tokens for lm in (one, many)]
-    assert answers[0] == answers[1]
-
-
 @pytest.mark.slow
 def test_draws_go_by_the_number_of_a_head():
     config = dataclasses.replace(TCA, density="random")

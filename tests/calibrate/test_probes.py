@@ -182,15 +182,6 @@ def test_facts_take_a_tenth_at_most(length):
     assert bool(hidden) == (length >= 1000)
 
 
-def test_facts_differ_by_seed_and_text():
-    lm, texts = Encoder(32_768, shipped_tokenizer()), [lines(20_000)] * 2
-    first = probed_texts(lm, texts, ["facts"], CONFIG)
-    assert first == probed_texts(lm, texts, "facts", CONFIG)
-    asked = [{segment.ids for segment in of_kind(text, "facts")} for text in first]
-    assert not asked[0] & asked[1]
-    assert probed_texts(lm, texts, "facts", dataclasses.replace(CONFIG, seed=1)) != first
-
-
 def test_facts_and_copies_by_default():
     lm = Encoder(32_768, shipped_tokenizer())
     (text,) = probed_texts(lm, [lines(20_000)], None, CONFIG)

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -105,24 +104,6 @@ def test_without_derivatives_every_head_is_tried():
     assert not found.worth.any()
     assert [more.sum() for more in objective.measured[1:7]] == [1] * 6
     assert len(objective.measured) <= 3 * len(HEADS)
-
-
-def test_within_tolerance_nothing_is_searched():
-    rng = np.random.default_rng(0)
-    objective = Written(lambda more: 1.0, lambda more: rng.standard_normal(SHAPE))
-    found = search(objective, NONE)
-    assert not found.more.any()
-    assert (len(objective.measured), found.excess) == (1, 1.0)
-    assert (found.worth > 0).any()
-
-
-@pytest.mark.parametrize("loss", [lambda more: 7.0, lambda more: 7.0 + more.sum()], ids=["nothing", "harm"])
-def test_heads_without_use_are_not_added(loss):
-    objective = Written(loss)
-    found = search(objective, NONE)
-    assert not found.more.any()
-    assert found.excess == 7
-    assert len(objective.measured) <= 2 + len(HEADS)
 
 
 def test_only_allowed_sets_are_measured():

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from paged import kept_tokens, local_tokens, read_layer
-from tiny import random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax import methods
@@ -18,7 +17,6 @@ from tca_jax.engine.cache import CacheLayout, memory_bytes, with_rows_repeated
 from tca_jax.engine.contexts import first_local
 from tca_jax.engine.decode import decode_layer
 from tca_jax.engine.extend import rows_with_leaving_block
-from tca_jax.lab.plots import inspection
 from tca_jax.methods.base import Heads
 from tca_jax.methods.candidates import eviction_budgets
 
@@ -74,7 +72,7 @@ def joined(shared, own, layout, lengths, fed):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_no_page_is_named_twice_and_all_of_the_pool_is_named(batch):
+def test_every_page_is_named_once(batch):
     policy = methods.configured(CONFIG, [(0, 7, DENSE), (DENSE, 0, 0)]).cache
     layout = CacheLayout.plan(policy, 2, 3, batch, 1000, 0)
     named = np.concatenate([np.asarray(table).ravel() for table in layout.tables()])
@@ -83,7 +81,7 @@ def test_no_page_is_named_twice_and_all_of_the_pool_is_named(batch):
     assert np.all(np.diff(layout.kept_pages[0][0]) > 0)  # sparse, denser, dense
 
 
-def test_a_step_writes_nothing_of_rows_that_take_none():
+def test_idle_rows_are_not_written():
     method, lengths = method_of((7, DENSE)), jnp.array([45, 30, 37])
     cache = CacheLayout.plan(method.cache, 1, 2, 3, 64, 8).empty(D, jnp.float32, lengths - lengths % 8)
     step = jax.jit(lambda *x: decode_layer(method.cache, 0, HEADS, *x[:3], None, cache, lengths, None, fed=x[3])[1])
@@ -95,25 +93,7 @@ def test_a_step_writes_nothing_of_rows_that_take_none():
     np.testing.assert_array_equal(fed.v.at[kept].set(0), of_all.v.at[kept].set(0))
 
 
-def test_layers_that_share_pages_have_what_they_hold_whichever_holds_most():
-    policy = methods.get("kvzip", share=0.3, block_size=8, window=16).cache
-    layout, fed = CacheLayout.plan(policy, 3, 2, 2, 1200, 40), 5
-    most = policy.shared_capacities(1200, 3, 2)[0] // 3  # of a layer
-    ranked = policy.num_ranked_blocks(1200) * 8
-    assert layout.shared_pages[1:] == ()
-    assert most < ranked
-    rows = [[[most // 2, 0], [7, most - 7], [0, most + most // 2]], [[ranked, 3 * most - ranked], [0, 0], [0, 0]]]
-    held = [jnp.array(of_layer) for of_layer in np.swapaxes(rows, 0, 1)]
-    tables = [np.asarray(table) for table in layout.tables(held=held)]
-    named = np.concatenate([table[table < layout.num_pages] for table in tables])
-    windows = 3 * 2 * 2 * (layout.window_columns - layout.num_window_pages)  # entries that serve a page again
-    assert len(np.unique(named)) == len(named) - windows
-    for layer, table in enumerate(tables):
-        pages = (table[..., : layout.kept_columns[layer]] < layout.num_pages).sum(axis=-1)
-        assert (pages >= np.minimum(-(-np.asarray(held[layer]) // 8) + fed, layout.kept_columns[layer])).all()
-
-
-def test_heads_that_share_pages_have_what_they_hold_and_pages_of_their_own():
+def test_heads_that_share_pages_have_their_own():
     share = {"share": 0.3, "block_size": 8, "window": 16, "observation": 8}
     adaptive, same = (methods.get(name, **share).cache for name in ("adakv", "snapkv"))
     layout, fed = CacheLayout.plan(adaptive, 2, 3, 2, 1200, 40), 5
@@ -129,7 +109,7 @@ def test_heads_that_share_pages_have_what_they_hold_and_pages_of_their_own():
     assert (pages >= -(-np.array(held) // 8) + fed).all()
 
 
-def test_pages_of_a_windows_block_lie_side_by_side_and_serve_it_in_turn():
+def test_window_pages_serve_blocks_in_turn():
     layout = plan((3, DENSE), 2, 300, 100)
     window = np.asarray(layout.tables()[0])[..., layout.kept_columns[0] :]
     assert (window[:, 1] == window[:, 0] + 1).all()
@@ -138,22 +118,14 @@ def test_pages_of_a_windows_block_lie_side_by_side_and_serve_it_in_turn():
     assert len(np.unique(window)) == 2 * 2 * 3
 
 
-def test_a_head_costs_what_its_candidate_keeps():
-    sparse, dense = (plan((each, each), 1, 4096) for each in (0, DENSE))
-    assert dense.num_bytes(64, jnp.bfloat16) / sparse.num_bytes(64, jnp.bfloat16) > 4
-    blocks = CONFIG.num_ranked_blocks(4096)
-    budgets = int(tca_jax.candidate_budgets(CONFIG, blocks)[0].sum())
-    assert np.sum(sparse.kept_pages) * 8 < 2 * (budgets + 128 + blocks)
-
-
-def test_short_prompts_have_a_short_window_and_keep_nothing_beside_it():
+def test_short_prompts_have_a_short_window():
     layout = plan((3, 3), 2, 300, 20, tca_jax.TCAConfig())
     assert (layout.num_window_pages, layout.window_columns) == (3, 3)
     assert layout.kept_pages == (((0, 0),),)
     assert layout.num_bytes(64, jnp.float32) == 2 * 4 * 64 * 3 * 128 * 2 * 2
 
 
-def test_full_attention_keeps_all_in_its_window():
+def test_full_attention_is_one_window():
     policy = methods.get("full").cache
     layout = CacheLayout.plan(policy, 1, 2, 1, 1000, 100)
     assert (layout.num_window_pages, layout.window_columns) == (9, 9)
@@ -162,7 +134,7 @@ def test_full_attention_keeps_all_in_its_window():
     assert behind.num_window_pages == 2  # the first block may begin with 127 tokens of what was before
 
 
-def test_elements_of_a_million_tokens_pass_int32_but_their_pages_do_not():
+def test_pages_of_a_million_tokens_fit_int32():
     policy = tca_jax.methods.configured(tca_jax.TCAConfig(), [(14,) * 8] * 32).cache
     layout = CacheLayout.plan(policy, 32, 8, 1, 2**20, 4096)
     assert layout.num_pages * 128 * 128 > 2**31
@@ -171,7 +143,7 @@ def test_elements_of_a_million_tokens_pass_int32_but_their_pages_do_not():
 
 
 @pytest.mark.parametrize("length", [5, 40, 71, 72])
-def test_pages_hold_the_local_and_the_selected_tokens(length):
+def test_pages_hold_local_and_selected_tokens(length):
     q, k, v = _qkv(0, 1, 72)
     candidates = (0, 9)
     lengths = np.array([length], np.int32)
@@ -187,7 +159,7 @@ def test_pages_hold_the_local_and_the_selected_tokens(length):
         )
 
 
-def test_each_block_that_leaves_the_window_leaves_its_budget_and_rows_do_so_on_their_own():
+def test_each_leaving_block_leaves_its_budget():
     lengths, candidates = np.array([64, 59], np.int32), (4, DENSE)
     method, layout = method_of(candidates), plan(candidates, 2, 64, 30)
     cache, new = read(method, layout, lengths, _qkv(1, 2, 64)), _qkv(2, 2, 30)
@@ -200,7 +172,7 @@ def test_each_block_that_leaves_the_window_leaves_its_budget_and_rows_do_so_on_t
         np.testing.assert_array_equal(after.kept[0], before + blocks_left[:, None] * budgets)
 
 
-def test_evicted_tokens_follow_the_prompts_in_order_of_position():
+def test_evicted_tokens_keep_their_order():
     lengths, candidates = np.array([64], np.int32), (DENSE, DENSE)
     q, k, v = _qkv(3, 1, 64)
     method, new = method_of(candidates), _qkv(4, 1, 17)
@@ -211,7 +183,7 @@ def test_evicted_tokens_follow_the_prompts_in_order_of_position():
         np.testing.assert_array_equal(kept_tokens(after, 0, head)[1], v[0, :64, head])
 
 
-def test_nothing_is_allocated_for_blocks_of_which_nothing_is_kept():
+def test_nothing_kept_takes_no_pages():
     class Forgetful(Greedy):
         def growth(self, layer, prompt_tokens, new_tokens):
             return 0
@@ -223,7 +195,7 @@ def test_nothing_is_allocated_for_blocks_of_which_nothing_is_kept():
 
 
 @pytest.mark.parametrize("prompts", [(64, 59), (41, 40), (7, 12)])
-def test_what_follows_a_shared_cache_is_what_follows_it_in_one_cache(prompts):
+def test_shared_and_own_equal_one_cache(prompts):
     lengths, candidates = np.array(prompts, np.int32), (4, DENSE)
     method, sizes = method_of(candidates), (1, 2, 2, 64)
     qkv, new = _qkv(1, 2, 64), _qkv(2, 2, 30)
@@ -241,41 +213,7 @@ def test_what_follows_a_shared_cache_is_what_follows_it_in_one_cache(prompts):
         np.testing.assert_array_equal(local_tokens(both, row, positions), local_tokens(whole, row, positions))
 
 
-def test_rows_that_continue_from_the_same_tokens_share_their_pages():
-    lengths, candidates = np.array([64, 59], np.int32), (4, DENSE)
-    method = method_of(candidates)
-    cache = read(method, plan(candidates, 2, 64), lengths, _qkv(1, 2, 64))
-    rows = np.repeat(lengths, 3)
-    shared, own = shared_and_own(cache, CacheLayout.plan_following(method.cache, 1, 2, 6, 64, 12), rows)
-    new = _qkv(2, 6, 12)
-    fed = decode(method, shared, own, new, rows, rows, 12)
-    for row in range(6):
-        alone = decode(
-            method,
-            *shared_and_own(
-                read(
-                    method,
-                    plan(candidates, 1, 64),
-                    rows[row : row + 1],
-                    [x[row // 3 : row // 3 + 1] for x in _qkv(1, 2, 64)],
-                ),
-                CacheLayout.plan_following(method.cache, 1, 2, 1, 64, 12),
-                rows[row : row + 1],
-            ),
-            [x[row : row + 1] for x in new],
-            rows[row : row + 1],
-            rows[row : row + 1],
-            12,
-        )
-        for head in range(2):
-            np.testing.assert_allclose(kept_tokens(fed, row, head), kept_tokens(alone, 0, head))
-    both = joined(shared, fed, plan(candidates, 6, 128), rows, 12)
-    for row, head in np.ndindex(6, 2):
-        expected = np.concatenate([kept_tokens(shared, row // 3, head), kept_tokens(fed, row, head)], axis=1)
-        np.testing.assert_array_equal(kept_tokens(both, row, head), expected)
-
-
-def test_repeated_rows_hold_the_same_in_pages_of_their_own():
+def test_repeated_rows_have_their_own_pages():
     lengths, candidates = np.array([64, 59], np.int32), (4, DENSE)
     method = method_of(candidates)
     cache = read(method, plan(candidates, 2, 64), lengths, _qkv(1, 2, 64))
@@ -309,7 +247,7 @@ class Greedy(methods.CachePolicy):
         return methods.Selection(attention.mean(axis=2), jnp.full((*attention.shape[:2], 1), 8, jnp.int32))
 
 
-def test_a_policy_that_keeps_more_than_its_capacity_spoils_no_other_page():
+def test_excess_tokens_spoil_no_other_page():
     method = methods.Method("greedy", methods.SparsePrefill(Greedy()), Greedy())
     layout = CacheLayout.plan(Greedy(), 1, 2, 1, 400, 0)
     following = CacheLayout.plan_following(Greedy(), 1, 2, 1, 400, 139)
@@ -328,23 +266,7 @@ def test_a_policy_that_keeps_more_than_its_capacity_spoils_no_other_page():
         np.testing.assert_array_equal(kept_tokens(own, 0, head)[0], left)
 
 
-def test_what_is_reported_as_kept_is_what_the_cache_holds():
-    lm = tiny_lm().with_method(methods.Method("greedy", methods.SparsePrefill(Greedy()), Greedy()))
-    reported = inspection.kept_tokens(lm, random_prompt(0, 400))
-    assert (reported[..., : 400 - 16].sum(axis=-1) == 256).all()
-    with pytest.raises(ValueError, match=r"prompt has 5000 tokens: tiny has 4096 positions"):
-        inspection.kept_tokens(lm, random_prompt(0, 5000))
-
-
-def test_numbers_of_numpy_are_capacities():
-    class Counted(Greedy):
-        def capacities(self, layer, prompt_tokens):
-            return np.int64(4)
-
-    assert CacheLayout.plan(Counted(), 1, 2, 1, 400, 0).kept_pages == (((16, 16),),)
-
-
-def test_memory_is_unknown_where_an_allocator_has_no_limit(monkeypatch):
+def test_memory_without_an_allocator_limit_is_unknown(monkeypatch):
     def of_device(platform, stats):
         device = types.SimpleNamespace(platform=platform, memory_stats=lambda: stats)
         monkeypatch.setattr(jax, "local_devices", lambda: [device])

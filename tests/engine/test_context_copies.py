@@ -34,7 +34,7 @@ def saved(context, tmp_path):
     return tmp_path / "c"
 
 
-def test_a_context_comes_back_bit_for_bit_and_answers_alike(lm, context, saved):
+def test_a_context_comes_back_bit_for_bit(lm, context, saved):
     loaded = tca_jax.Context.load(saved)
     assert loaded.identity == context.identity
     assert loaded.layout == context.layout
@@ -56,7 +56,7 @@ def test_a_save_replaces_the_context_before_it(lm, saved):
     assert [path.name for path in saved.iterdir()] == ["context_1"]
 
 
-def test_a_loaded_context_of_another_model_or_method_is_refused_by_name(lm, saved):
+def test_a_loaded_context_of_others_is_refused(lm, saved):
     loaded = tca_jax.Context.load(saved)
     generate = inspect.unwrap(tca_jax.generate)
     decoder = Decoder(CONFIG, dtype=jnp.bfloat16, param_dtype=jnp.float32, rngs=nnx.Rngs(1))

@@ -111,7 +111,7 @@ def check_same_cache(cache, expected, ends):
         ((46, 21), (24, 0)),  # a row without a token
     ],
 )
-def test_appended_tokens_attend_and_leave_as_if_they_were_fed_one_by_one(name, prompts, lengths):
+def test_appended_tokens_equal_tokens_fed_singly(name, prompts, lengths):
     new = qkv(2, 2, 24)
     starts = np.array(prompts, np.int32)
     most = [x[:, : max(lengths)] for x in new]
@@ -122,14 +122,8 @@ def test_appended_tokens_attend_and_leave_as_if_they_were_fed_one_by_one(name, p
     check_same_cache(cache, fed, np.add(prompts, lengths))
 
 
-def test_blocks_leave_in_what_was_compared():
-    starts = np.array([33, 7], np.int32)
-    _, fed = one_by_one("tca", *read("tca", (33, 7)), qkv(2, 2, 24), starts, starts, np.array([24, 23]))
-    assert (np.asarray(fed.kept[0]) > 0).tolist() == [[True, True], [True, True]]
-
-
 @pytest.mark.parametrize("cut", [1, 7, 8, 15])
-def test_where_tokens_are_cut_into_calls_does_not_matter(cut):
+def test_cuts_between_calls_change_nothing(cut):
     prompts = (40, 21)
     new = qkv(3, 2, 24)
     whole, expected = appended("tca", prompts, prompts, (24, 24), new)
@@ -159,7 +153,7 @@ def opened(model, prompts, fed):
 
 @pytest.mark.parametrize("piece", [8, 24, 2048])
 @pytest.mark.integration
-def test_with_dense_heads_appended_tokens_have_the_log_probabilities_of_one_long_prompt(lm, piece, monkeypatch):
+def test_dense_heads_equal_one_long_prompt(lm, piece, monkeypatch):
     monkeypatch.setattr(extend_module, "_PIECE_TOKENS", piece)
     model = with_candidates(lm, [[DENSE, DENSE]] * 2)
     prompts, more = [random_prompt(0, 61), random_prompt(1, 40)], [random_prompt(2, 43), random_prompt(3, 20)]
@@ -187,7 +181,7 @@ def test_with_dense_heads_appended_tokens_have_the_log_probabilities_of_one_long
         np.testing.assert_allclose(follow[5], after[-1], atol=2e-4)
 
 
-def test_columns_are_few_blocks_for_short_questions_and_whole_pieces_for_long_ones():
+def test_columns_are_blocks_or_whole_pieces():
     assert {num_columns(n, 128) for n in range(1, 129)} == {128}
     assert num_columns(127 + 128, 128) == 256
     assert num_columns(10_000, 128) % 2048 == 0

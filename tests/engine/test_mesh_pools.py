@@ -62,7 +62,7 @@ def expected(read) -> list[list[int]]:
     return ask(dressed(), read)
 
 
-def test_heads_of_all_layers_are_dealt_so_that_devices_hold_as_much():
+def test_devices_hold_about_as_much():
     loads = np.tile([1000, 50, 40, 30, 20, 900, 10, 60], (6, 1))
     orders = balanced_together(loads, 4)
     assert all(sorted(order) == list(range(8)) for order in orders)
@@ -73,7 +73,7 @@ def test_heads_of_all_layers_are_dealt_so_that_devices_hold_as_much():
     assert (np.diff(by_device, axis=2) <= 0).all()  # the largest of a device first
 
 
-def test_heads_stay_where_they_are_while_no_other_place_is_better():
+def test_balanced_heads_are_not_moved():
     policy = dressed().method.cache
     own = (tuple(range(4)),) * LAYERS
     dealt = balanced_orders(policy, LAYERS, 4, 4, 4096)
@@ -82,7 +82,7 @@ def test_heads_stay_where_they_are_while_no_other_place_is_better():
     assert balanced_orders(uniform, LAYERS, 4, 4, 4096) == own
 
 
-def test_pages_of_each_device_are_named_once_and_fit_the_largest():
+def test_pages_of_each_device_are_named_once():
     pages = (((4, 1), (2, 0)), ((0, 1), (7, 2)), ((3, 1), (0, 0)))  # [layers][devices][Hkv]
     layout = CacheLayout(8, 16, 3, pages, 5, 100)
     for device, kept in enumerate((10, 11)):
@@ -94,14 +94,14 @@ def test_pages_of_each_device_are_named_once_and_fit_the_largest():
 
 
 @needs_8_devices
-def test_every_device_allocates_what_statistics_say(shared):
+def test_devices_allocate_what_statistics_say(shared):
     assert held_by_devices(keys_and_values(shared)) == {shared.stats.kv_cache_bytes_per_device}
     one = tca_jax.prefill(dressed(), DOCUMENTS).stats.kv_cache_bytes
     assert one <= shared.stats.kv_cache_bytes <= 1.1 * one
 
 
 @needs_8_devices
-def test_every_device_allocates_what_statistics_of_an_answer_say():
+def test_devices_allocate_what_answers_report():
     lm = dressed((1, 4))
     asked = request.Request.create(
         lm, DOCUMENTS, sampling=tca_jax.Sampling(), seed=0, stop=(), backend="auto", **OPTIONS
