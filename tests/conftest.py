@@ -58,7 +58,7 @@ FIRST = (
 INTEGRATION = (
     "calibrate/test_mesh.py",
     "engine/test_budgets.py",
-    "engine/test_context_copies.py",
+    "engine/test_saved_contexts.py",
     "engine/test_mesh.py",
     "engine/test_mesh_contexts.py",
     "engine/test_mesh_kernels.py",

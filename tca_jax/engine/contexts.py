@@ -16,7 +16,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int
 
 from tca_jax.engine.cache import CacheLayout, PagedCache, joined, kept_behind, require_memory, shared_and_own
-from tca_jax.engine.context_copies import OF_ROWS, ContextIdentity, Held, load_context, save_context
 from tca_jax.engine.extend import align, extend, num_columns
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import (
@@ -32,6 +31,7 @@ from tca_jax.engine.mesh import (
 )
 from tca_jax.engine.prompts import Prompt, encode_appended, encode_prompts, pad_tokens, require_positions
 from tca_jax.engine.read import read_prompts, require_finite
+from tca_jax.engine.saved_contexts import OF_ROWS, ContextIdentity, load_context, save_context
 from tca_jax.errors import UserError, require_type
 from tca_jax.methods.full import BASELINE
 from tca_jax.methods.registry import describe_method, unknown_types
@@ -227,8 +227,7 @@ class Context:
         Raises:
             OSError: it cannot be written; what was there before is intact.
         """
-        held = Held(self.cache, self.layout, self.shards)
-        save_context(directory, self.identity, held, {name: getattr(self, name) for name in OF_ROWS})
+        save_context(directory, vars(self))
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Context:
@@ -240,9 +239,7 @@ class Context:
             FileNotFoundError: `directory` does not exist.
             ValueError: there is none in it, or it is damaged or of another version; the message names the folder.
         """
-        identity, (cache, layout, shards), rows = load_context(directory)
-        made: dict[str, Any] = {"compile_seconds": 0.0, "prefill_seconds": 0.0, **rows}
-        return cls(cache=cache, layout=layout, shards=shards, identity=identity, **made)
+        return cls(**load_context(directory), compile_seconds=0.0, prefill_seconds=0.0)
 
 
 def prefill(

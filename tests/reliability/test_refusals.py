@@ -5,7 +5,7 @@ import json
 import re
 
 import pytest
-from tiny import CONFIG, TCA, random_prompt, tiny_lm, with_candidates, write_checkpoint
+from tiny import CONFIG, random_prompt, tiny_lm, write_checkpoint
 from tokenizers import Tokenizer
 
 import tca_jax
@@ -166,36 +166,3 @@ def test_types_that_nothing_can_lead_to_do_not_count_as_unknown():
         "nosuch.Cache",
         "tca_jax.nosuch.Cache",
     ]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda m: m["layout"].update(surprise=1), r"layout = .*must be an object of \['block_size'"),
-        (lambda m: m["layout"].update(window=-8), r"layout.window = -8: must lie in \[0, 2\^31\)"),
-        (lambda m: m["layout"].update(window="16"), r"layout.window = '16': must be of type int"),
-        (lambda m: m["layout"].update(kept_pages=[[[None]]]), r"layout.kept_pages = .*: must be integers in"),
-        (lambda m: m["layout"].update(kept_pages=[[[-1]]]), r"layout.kept_pages = .*: must be integers in"),
-        (lambda m: m["layout"].update(kept_pages=[]), r"layout.kept_pages = \[\]: must be integers in"),
-        (
-            lambda m: m["layout"].update(shared_pages=[[1, 2]] * 3),
-            r"layout.shared_pages = .*: must be integers .*\[2 or 1\]\[2\]",
-        ),
-        (lambda m: m["layout"].update(shared_pages=[[1, 2, 3]] * 2), r"layout.shared_pages = .*: must be integers in"),
-        (lambda m: m["layout"].update(shared_pages=[2]), r"layout.shared_pages = \[2\]: must be integers in"),
-        (lambda m: m.update(kept_columns=[2]), r"kept_columns = \[2\]: must be 2 integers in"),
-        (lambda m: m["identity"].pop("fingerprint"), r"identity = .*must be an object of \['model'"),
-        (lambda m: m["identity"]["config"].update(num_heads=3), r"num_heads = 3 must be a multiple of num_kv_heads"),
-        (lambda m: m["layout"]["kept_pages"].append([[0, 0]]) or m["kept_columns"].append(0), r"'tables.2'"),
-        (lambda m: m.update(dtype="int8"), r"dtype = 'int8': must be one of \['float32'"),
-        (lambda m: m["arrays"].append(3), r"arrays = .*: must be a list of names"),
-    ],
-)
-def test_a_context_that_another_version_has_signed_names_file_and_field(change, message, tmp_path, monkeypatch):
-    lm = with_candidates(tiny_lm(), [[0, 6], [TCA.num_candidates, 3]])
-    tca_jax.prefill(lm, random_prompt(0, 60)).save(tmp_path)
-    file = tmp_path / "context_0" / "metadata" / "metadata"
-    edit(file, change)
-    monkeypatch.setattr("tca_jax.engine.context_copies.checksum", lambda *_: json.loads(file.read_text())["sha256"])
-    with pytest.raises(ValueError, match=rf"{re.escape(str(file))}: .*{message}"):
-        tca_jax.Context.load(tmp_path)

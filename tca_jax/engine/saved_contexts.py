@@ -6,9 +6,8 @@ import dataclasses
 import importlib.metadata
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -39,24 +38,15 @@ class ContextIdentity:
     method_description: str  # all of its parts and options, from `describe_method`
 
 
-class Held(NamedTuple):
-    """What devices hold of a context."""
-
-    cache: PagedCache
-    layout: CacheLayout
-    shards: HeadShards | None  # how KV heads are dealt out over a mesh; None on one device
-
-
-def save_context(
-    directory: str | os.PathLike[str], identity: ContextIdentity, held: Held, rows: Mapping[str, jax.Array]
-) -> None:
-    """See `Context.save`; `rows` are the arrays that `OF_ROWS` names."""
-    cache, layout, shards = on_host(held.cache), held.layout, held.shards
+def save_context(directory: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
+    """See `Context.save`; `fields` are those of a context."""
+    cache, shards = on_host(fields["cache"]), fields["shards"]
+    rows = {name: fields[name] for name in OF_ROWS}
     arrays = {name: np.asarray(x) for name, x in {**rows, **_arrays(cache)}.items()}
     metadata = {
         "format_version": FORMAT_VERSION,
-        "identity": dataclasses.asdict(identity),
-        "layout": dataclasses.asdict(layout),
+        "identity": dataclasses.asdict(fields["identity"]),
+        "layout": dataclasses.asdict(fields["layout"]),
         "shards": None if shards is None else dataclasses.asdict(shards),
         "kept_columns": cache.kept_columns,
         "dtype": cache.dtype.name,
@@ -67,8 +57,8 @@ def save_context(
     save(_KIND, directory, arrays, metadata)
 
 
-def load_context(directory: str | os.PathLike[str]) -> tuple[ContextIdentity, Held, dict[str, np.ndarray]]:
-    """What `save_context` wrote; see `Context.load`."""
+def load_context(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """Fields of the context that `save_context` wrote, its arrays in host memory; see `Context.load`."""
     folder, metadata, arrays = load(_KIND, directory)
     version = metadata.get("format_version") if isinstance(metadata, dict) else None
     if version not in _READ_VERSIONS:
@@ -107,9 +97,7 @@ def _stored(arrays: Mapping[str, np.ndarray], name: str, dtype: jnp.dtype) -> An
     return arrays[name].view(dtype)
 
 
-def _context(
-    metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
-) -> tuple[ContextIdentity, Held, dict[str, np.ndarray]]:
+def _context(metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     dtype, layout = jnp.dtype(metadata["dtype"]), _made(CacheLayout, metadata["layout"])
     shards = metadata.get("shards")  # not in version 2, whose contexts are all of one device
     shards = None if shards is None else _made(HeadShards, shards)
@@ -120,7 +108,8 @@ def _context(
     rows["attended_share"] = rows["attended_share"].view(np.float32)
     config = metadata["identity"]["config"]
     config = _made(ModelConfig, {**config, "rope": _made(RopeConfig, config["rope"])})
-    return _made(ContextIdentity, {**metadata["identity"], "config": config}), Held(cache, layout, shards), rows
+    identity = _made(ContextIdentity, {**metadata["identity"], "config": config})
+    return {"identity": identity, "cache": cache, "layout": layout, "shards": shards, **rows}
 
 
 def _made(kind: Any, fields: Mapping[str, Any]) -> Any:
