@@ -17,20 +17,7 @@ AnyArray = jax.Array | np.ndarray
 
 
 def check_shape(argument: str, array: Any, dims: str, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Binds an array's sizes to dimension names, against those already bound.
-
-    Args:
-        argument: The argument's name, for the message.
-        array: An array, or anything that NumPy takes for one.
-        dims: One name a dimension, such as "B L Hkv d".
-        sizes: Sizes bound so far.
-
-    Returns:
-        `sizes` with this array's dimensions added.
-
-    Raises:
-        ValueError: the rank or a size differs; the message shows what was given and what is expected.
-    """
+    """Binds an array's sizes to dimension names ("B L Hkv d"), against `sizes` bound so far; returns all of them."""
     shape, names = np.shape(array), dims.split()
     bound = {**dict(zip(names, shape, strict=False)), **sizes}
     if shape != tuple(bound.get(name) for name in names):
@@ -42,12 +29,7 @@ def check_shape(argument: str, array: Any, dims: str, sizes: Mapping[str, int]) 
 def check_shapes(arrays: Mapping[str, tuple[Any, str]]) -> dict[str, int]:
     """Checks named arrays against each other (argument name -> array and its dimensions, in order).
 
-    Returns:
-        The size of every dimension name.
-
-    Raises:
-        ValueError: a shape does not fit the ones before it, or the query heads "Hq" are no multiple of the KV
-            heads "Hkv".
+    Returns the size of every dimension name. Query heads "Hq" must be a positive multiple of the KV heads "Hkv".
     """
     sizes: dict[str, int] = {}
     for name, (array, dims) in arrays.items():

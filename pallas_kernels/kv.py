@@ -38,19 +38,12 @@ _FRACTION, _POWER = np.float32(0.875), 9  # the largest code is 448 = 0.875 * 2 
 
 
 class Pool(NamedTuple):
-    """Selected tokens of all (row, KV head) regions, flat, each region sorted by position.
+    """Selected tokens of all (row, KV head) regions, flat, each region sorted by position."""
 
-    Attributes:
-        k: Keys `[P, d]`.
-        v: Values `[P, d]`.
-        offsets: First pool row of every region, int32 `[B, Hkv]`.
-        lengths: Tokens in every region, int32 `[B, Hkv]`.
-    """
-
-    k: Float[Array, "P d"]
-    v: Float[Array, "P d"]
-    offsets: Int[Array, "B Hkv"]
-    lengths: Int[Array, "B Hkv"]
+    k: Float[Array, "P d"]  # keys `[P, d]`
+    v: Float[Array, "P d"]  # values `[P, d]`
+    offsets: Int[Array, "B Hkv"]  # first pool row of every region, int32 `[B, Hkv]`
+    lengths: Int[Array, "B Hkv"]  # tokens in every region, int32 `[B, Hkv]`
 
 
 def pool_shapes(pool: Pool) -> dict[str, tuple[Any, str]]:
@@ -67,15 +60,11 @@ def pool_shapes(pool: Pool) -> dict[str, tuple[Any, str]]:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["words", "exponents"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class EightBits:
-    """Vectors, each codes * 2 ** exponent.
+    """Vectors, each codes * 2 ** exponent."""
 
-    Attributes:
-        words: uint16 `[..., d / 2]`: the code of entry j in the low byte of word j, that of j + d / 2 in the high one.
-        exponents: int8 `[...]`.
-    """
-
+    # uint16 `[..., d / 2]`: the code of entry j in the low byte of word j, that of j + d / 2 in the high one.
     words: UInt16[Array, "*s half"]
-    exponents: Int8[Array, "*s"]
+    exponents: Int8[Array, "*s"]  # int8 `[...]`
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -110,24 +99,15 @@ class Pages:
     Page j holds b tokens of one KV head. The first `kept_columns` entries of a head's table name the pages of its kept
     tokens, which fill them in order. The others name the pages of consecutive blocks, the window: token p lies in entry
     `kept_columns + (p - start) // b`, slot p mod b. Rows may name the same pages.
-
-    Attributes:
-        k: Keys `[P, b, d]`, in the dtype of queries or in eight bits.
-        v: Values `[P, b, d]`.
-        table: Page numbers, int32 `[B, Hkv, T]`.
-        kept: Kept tokens of each KV head, int32 `[B, Hkv]`.
-        start: Position of the window's first token, int32 `[B]`, a multiple of b.
-        end: Position past the window's last token, int32 `[B]`.
-        kept_columns: Entries for pages of kept tokens, C; static.
     """
 
-    k: Stored
-    v: Stored
-    table: Int[Array, "B Hkv T"]
-    kept: Int[Array, "B Hkv"]
-    start: Int[Array, " B"]
-    end: Int[Array, " B"]
-    kept_columns: int
+    k: Stored  # keys `[P, b, d]`, in the dtype of queries or in eight bits
+    v: Stored  # values `[P, b, d]`
+    table: Int[Array, "B Hkv T"]  # page numbers, int32 `[B, Hkv, T]`
+    kept: Int[Array, "B Hkv"]  # kept tokens of each KV head, int32 `[B, Hkv]`
+    start: Int[Array, " B"]  # position of the window's first token, int32 `[B]`, a multiple of b
+    end: Int[Array, " B"]  # position past the window's last token, int32 `[B]`
+    kept_columns: int  # entries for pages of kept tokens, C; static
 
     @property
     def page_size(self) -> int:

@@ -30,17 +30,11 @@ class Span(NamedTuple):
 
 
 class OnlineSoftmax(NamedTuple):
-    """Attention of R queries over the keys seen so far; all float32.
+    """Attention of R queries over the keys seen so far; all float32."""
 
-    Attributes:
-        peak: Largest score [R].
-        weight: Sum of exp(score - peak) [R].
-        output: Sum of exp(score - peak) times the value [R, d].
-    """
-
-    peak: Float32[Array, "*R"]
-    weight: Float32[Array, "*R"]
-    output: Float32[Array, "*R d"]
+    peak: Float32[Array, "*R"]  # largest score [R]
+    weight: Float32[Array, "*R"]  # sum of exp(score - peak) [R]
+    output: Float32[Array, "*R d"]  # sum of exp(score - peak) times the value [R, d]
 
     @classmethod
     def empty(cls, queries: int, head_dim: int) -> OnlineSoftmax:

@@ -17,17 +17,11 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Tile sizes of a loop nest over queries and keys.
+    """Tile sizes of a loop nest over queries and keys."""
 
-    Attributes:
-        queries: Query tokens of a tile, a multiple of the block size; a tile holds all heads of a group.
-        keys: Keys of a tile.
-        parallel: Tiles of the outer loop computed at once.
-    """
-
-    queries: int
-    keys: int
-    parallel: int
+    queries: int  # query tokens of a tile, a multiple of the block size; a tile holds all heads of a group
+    keys: int  # keys of a tile
+    parallel: int  # tiles of the outer loop computed at once
 
 
 def default_tiles(block_size: int, length: int) -> Tiles:
@@ -55,16 +49,9 @@ def region_map(one_region: Callable[[Array, Array], T], batch: int, kv_heads: in
 
 
 def heads_first(tokens: Float[Array, "B L H d"], kv_heads: int, padded: int) -> Float[Array, "rows d"]:
-    """Lays each KV head's rows one after another, so that a tile is one slice.
+    """Lays each KV head's rows one after another, so that a tile is one slice; pads L to `padded` with zeros.
 
-    Args:
-        tokens: Queries, keys or values [B, L, H, d]; H is a multiple of `kv_heads`.
-        kv_heads: KV heads, Hkv.
-        padded: Tokens to pad L to, with zeros.
-
-    Returns:
-        [B * Hkv * padded * (H // Hkv), d]: a token's rows of one group lie together. At a million tokens row
-        numbers fit int32, element offsets do not.
+    A token's rows of one group lie together. At a million tokens row numbers fit int32, element offsets do not.
     """
     batch, length, heads, dim = tokens.shape
     tokens = jnp.pad(tokens, ((0, 0), (0, padded - length), (0, 0), (0, 0)))

@@ -103,15 +103,6 @@ def scaled_exp2(
 
     Softmax kernels spend half their time here. What XLA makes of the plain expression takes five instructions: it
     neither fuses the multiplication and addition nor flushes denormal numbers to zero, as the plain instruction does.
-
-    Args:
-        x: Exponents before scaling.
-        scale: Factor known at compile time.
-        bias: Summand, of the shape of `x`.
-        interpret: Whether the kernel runs in interpret mode, which knows no assembly.
-
-    Returns:
-        The powers, of the shape of `x`.
     """
     if interpret:
         return jnp.exp2(x * scale + bias)

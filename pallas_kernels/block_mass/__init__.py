@@ -5,7 +5,8 @@ docs/method.md, "Readings".
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float, Float32, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.backends import Backend, dispatch
@@ -38,9 +39,6 @@ def block_mass(
 
     Returns:
         [B, Hkv, N, N], N = ceil(L / b); 0 where j > t or the tile is past the length.
-
-    Raises:
-        ValueError: a shape, `block_size`, `stride` or `backend` is not allowed.
     """
     check_blocks(block_size)
     if stride < 1 or block_size % stride:
@@ -49,4 +47,7 @@ def block_mass(
     return dispatch("block_mass", backend)(q, k, lengths, block_size=block_size, stride=stride)
 
 
-__all__ = ["block_mass"]
+def sampled_positions(lengths: Int[Array, " B"], tiles: int, block_size: int, stride: int) -> Int32[Array, "B N S"]:
+    """The last query of every `stride` queries of each tile; past a length, the prompt's last query."""
+    samples = jnp.arange(tiles * (block_size // stride), dtype=jnp.int32).reshape(tiles, -1)
+    return jnp.minimum(samples * stride + stride - 1, jnp.maximum(lengths, 1)[:, None, None] - 1)

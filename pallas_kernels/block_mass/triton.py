@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float32, Int
 
 from tca_jax.errors import Unsupported
-from tca_jax.pallas_kernels.block_mass.sampling import sampled_positions
+from tca_jax.pallas_kernels.block_mass import sampled_positions
 from tca_jax.pallas_kernels.kernel_math import LOG2E, full_precision_tile, quotient_and_remainder, shared_memory
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv
 from tca_jax.pallas_kernels.triton_call import check_supported, dot, triton_call
@@ -31,30 +31,16 @@ _MOST_BYTES = 2**29  # of the highest scores of a part of the tiles
 
 @dataclasses.dataclass(frozen=True)
 class BlockMassConfig:
-    """Tiling of block mass.
+    """Tiling of block mass."""
 
-    Attributes:
-        tiles: Query tiles of a program.
-        keys: Tokens of a tile of K, a power of two from 16 that divides the block size.
-        warps: Warps of a program.
-        stages: Tiles of K in flight in a program.
-    """
-
-    tiles: int
-    keys: int
-    warps: int
-    stages: int
+    tiles: int  # query tiles of a program
+    keys: int  # tokens of a tile of K, a power of two from 16 that divides the block size
+    warps: int  # warps of a program
+    stages: int  # tiles of K in flight in a program
 
 
 def default_config(rows: int, block_size: int, head_dim: int, dtype: Any) -> BlockMassConfig:
-    """Some 64 rows of queries and whole blocks of keys, where registers hold their scores.
-
-    Args:
-        rows: Sampled queries of a tile times heads of a group.
-        block_size: Tokens in a block.
-        head_dim: Head dimension.
-        dtype: Type of queries and keys.
-    """
+    """Some 64 rows of queries and whole blocks of keys, where registers hold their scores; `rows` of a tile."""
     most, itemsize = math.gcd(block_size, 128), jnp.dtype(dtype).itemsize
     if itemsize == 4:
         side, warps = full_precision_tile(head_dim)
@@ -71,21 +57,16 @@ def default_config(rows: int, block_size: int, head_dim: int, dtype: Any) -> Blo
 @partial(jax.jit, static_argnames=("block_size", "stride", "config", "interpret"))
 @jax.named_scope("block_mass")
 def block_mass(
-    q: Float[Array, "B L Hq d"],
-    k: Float[Array, "B L Hkv d"],
-    lengths: Int[Array, " B"],
+    q: Array,
+    k: Array,
+    lengths: Array,
     *,
     block_size: int,
     stride: int,
     config: BlockMassConfig | None = None,
     interpret: bool = False,
-) -> Float32[Array, "B Hkv N N"]:
-    """See `block_mass.block_mass`. Keys past a row's length are never read.
-
-    Raises:
-        NotImplementedError: the head dimension, the types, a block size that is no multiple of 16, or so many sampled
-            queries of a tile that registers do not hold their scores.
-    """
+) -> Array:
+    """See `block_mass.block_mass`. Keys past a row's length are never read."""
     batch, length, kv_heads, head_dim = k.shape
     check_supported("block_mass", head_dim, q, k)
     if block_size % 16:

@@ -6,22 +6,15 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float32
 
-from tca_jax.pallas_kernels.block_mass.sampling import sampled_positions
+from tca_jax.pallas_kernels.block_mass import sampled_positions
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv, scaled_scores
 
 
 @partial(jax.jit, static_argnames=("block_size", "stride"))
 @jax.named_scope("block_mass")
-def block_mass(
-    q: Float[Array, "B L Hq d"],
-    k: Float[Array, "B L Hkv d"],
-    lengths: Int[Array, " B"],
-    *,
-    block_size: int,
-    stride: int,
-) -> Float32[Array, "B Hkv N N"]:
+def block_mass(q: Array, k: Array, lengths: Array, *, block_size: int, stride: int) -> Array:
     """The softmax over blocks of a tile's sampled queries, a tile at a time."""
     (batch, length, kv_heads, head_dim), group = k.shape, q.shape[2] // k.shape[2]
     if length == 0:

@@ -52,10 +52,6 @@ def block_sparse_attention(
 
     Returns:
         [B, L, Hq, d] in the type of `q`; rows past a length are zero, and so is a query that nothing is listed for.
-
-    Raises:
-        ValueError: a shape, `block_size`, `tile_size` or `backend` is not allowed, or there are columns beside lists
-            that tiles do not share.
     """
     check_blocks(block_size)
     if tile_size < block_size or tile_size % block_size:

@@ -13,27 +13,18 @@ class BlockLists(NamedTuple):
 
     A block is named by how far left of its tile's end it begins: lists of diagonal lines are then the same for all
     tiles, which share one, T = 1, where a list a tile (T = N) would take as much memory as the area that it covers.
-
-    Attributes:
-        distances: From a block's first token to the first token past the tile `[B, Hq, T, C]`; C, the capacity, is
-            static.
-        counts: Blocks of every tile `[B, Hq, N]`, at most C: the first so many of its list.
     """
 
+    # From a block's first token to the first token past the tile `[B, Hq, T, C]`; C, the capacity, is static.
     distances: Int[Array, "B Hq T C"]
-    counts: Int[Array, "B Hq N"]
+    counts: Int[Array, "B Hq N"]  # blocks of every tile `[B, Hq, N]`, at most C: the first so many of its list
 
 
 class Columns(NamedTuple):
-    """Single tokens that all later queries of a head attend to.
+    """Single tokens that all later queries of a head attend to."""
 
-    Attributes:
-        tokens: Their positions `[B, Hq, V]`, ascending; the capacity V is static.
-        counts: How many they are `[B, Hq]`, at most V.
-    """
-
-    tokens: Int[Array, "B Hq V"]
-    counts: Int[Array, "B Hq"]
+    tokens: Int[Array, "B Hq V"]  # their positions `[B, Hq, V]`, ascending; the capacity V is static
+    counts: Int[Array, "B Hq"]  # how many they are `[B, Hq]`, at most V
 
 
 def lists_of_mask(mask: Bool[Array, "B Hq N nb"], block_size: int) -> BlockLists:
@@ -64,13 +55,7 @@ def columns_of_mask(mask: Bool[Array, "B Hq L"], capacity: int) -> Columns:
 
 
 def entries_by_distance(blocks: BlockLists, size: int, block_size: int) -> Int32[Array, "B Hq size"]:
-    """Which block of a list that all tiles share has the token at each distance left of a tile's end; C where none has.
-
-    Args:
-        blocks: The lists, T = 1.
-        size: Distances to look at, from 0.
-        block_size: Tokens in a block.
-    """
+    """Which block of a shared list has the token at each distance left of a tile's end; C where none has."""
     capacity = blocks.distances.shape[-1]
     most = jnp.max(blocks.counts, axis=-1, keepdims=True)
     never = size + block_size  # what no tile counts holds anything, in no order

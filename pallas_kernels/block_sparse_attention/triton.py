@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from tca_jax.errors import Unsupported
 from tca_jax.pallas_kernels.block_sparse_attention.lists import BlockLists, Columns, entries_by_distance
@@ -33,33 +33,20 @@ State = tuple[Array, Array, Array]
 
 @dataclasses.dataclass(frozen=True)
 class BlockSparseConfig:
-    """Tiling of block-sparse attention.
+    """Tiling of block-sparse attention."""
 
-    Attributes:
-        queries: Query rows of a program, a power of two from 16 that divides the tile size.
-        keys: Tokens of a tile of K and V, a power of two from 16 that divides the block size.
-        warps: Warps of a program.
-        stages: Tiles of K and V in flight in a program.
-    """
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
+    queries: int  # query rows of a program, a power of two from 16 that divides the tile size
+    keys: int  # tokens of a tile of K and V, a power of two from 16 that divides the block size
+    warps: int  # warps of a program
+    stages: int  # tiles of K and V in flight in a program
 
 
 class _ColumnLists(NamedTuple):
-    """Columns as the kernel takes them; arrays, or refs of such.
+    """Columns as the kernel takes them; arrays, or refs of such."""
 
-    Attributes:
-        tokens: Positions `[B, Hq, V]`.
-        counts: Columns left of every tile's end `[B, Hq, N]`.
-        entries: Which block has the token at each distance left of a tile's end `[B, Hq, m N + 1]`.
-    """
-
-    tokens: Any
-    counts: Any
-    entries: Any
+    tokens: Any  # positions `[B, Hq, V]`
+    counts: Any  # columns left of every tile's end `[B, Hq, N]`
+    entries: Any  # which block has the token at each distance left of a tile's end `[B, Hq, m N + 1]`
 
 
 def default_config(block_size: int, tile_size: int, head_dim: int, dtype: Any) -> BlockSparseConfig:
@@ -81,11 +68,11 @@ def default_config(block_size: int, tile_size: int, head_dim: int, dtype: Any) -
 @partial(jax.jit, static_argnames=("block_size", "tile_size", "aligned", "config", "interpret"))
 @jax.named_scope("block_sparse_attention")
 def block_sparse_attention(
-    q: Float[Array, "B L Hq d"],
-    k: Float[Array, "B L Hkv d"],
-    v: Float[Array, "B L Hkv d"],
+    q: Array,
+    k: Array,
+    v: Array,
     blocks: BlockLists,
-    lengths: Int[Array, " B"],
+    lengths: Array,
     *,
     columns: Columns | None = None,
     block_size: int,
@@ -93,12 +80,8 @@ def block_sparse_attention(
     aligned: bool = False,
     config: BlockSparseConfig | None = None,
     interpret: bool = False,
-) -> Float[Array, "B L Hq d"]:
-    """See `block_sparse_attention.block_sparse_attention`. What is not attended to is never read.
-
-    Raises:
-        NotImplementedError: the head dimension, the types, or a block size that is no multiple of 16.
-    """
+) -> Array:
+    """See `block_sparse_attention.block_sparse_attention`. What is not attended to is never read."""
     batch, length, heads, head_dim = q.shape
     check_supported("block_sparse_attention", head_dim, q, k, v)
     if block_size % 16:

@@ -16,17 +16,17 @@ from tca_jax.pallas_kernels.tiles import tile_map
 @partial(jax.jit, static_argnames=("block_size", "tile_size", "aligned"))
 @jax.named_scope("block_sparse_attention")
 def block_sparse_attention(
-    q: Float[Array, "B L Hq d"],
-    k: Float[Array, "B L Hkv d"],
-    v: Float[Array, "B L Hkv d"],
+    q: Array,
+    k: Array,
+    v: Array,
     blocks: BlockLists,
-    lengths: Int[Array, " B"],
+    lengths: Array,
     *,
     columns: Columns | None = None,
     block_size: int,
     tile_size: int,
     aligned: bool = False,
-) -> Float[Array, "B L Hq d"]:
+) -> Array:
     """Softmax under a mask, a tile at a time: the cost is that of full attention, the memory linear in L."""
     batch, length, heads, head_dim = q.shape
     group, tiles = heads // k.shape[2], blocks.counts.shape[-1]

@@ -27,9 +27,6 @@ def causal_attention(
 
     Returns:
         [B, L, Hq, d] in the type of `q`; rows past a length are zero.
-
-    Raises:
-        ValueError: a shape or `backend` is not allowed.
     """
     tokens = "B L Hkv d"
     check_shapes({"q": (q, "B L Hq d"), "k": (k, tokens), "v": (v, tokens), "lengths": (lengths, "B")})

@@ -20,15 +20,7 @@ def attend_all_local(
     v: Float[Array, "B L Hkv d"],
     lengths: Int[Array, " B"],
 ) -> Float[Array, "B L Hq d"]:
-    """All tokens of a prompt are local: nothing is left of the window, and the pool is empty.
-
-    Args:
-        prefill_attention: A backend's implementation of prefill attention.
-        q: As `causal_attention.causal_attention` takes it; so are the others.
-        k: Keys.
-        v: Values.
-        lengths: Prompt lengths.
-    """
+    """All tokens of a prompt are local: nothing is left of the window, and the pool is empty."""
     batch, length, kv_heads, head_dim = k.shape
     nothing, zeros = jnp.zeros((_BLOCK, head_dim), k.dtype), jnp.zeros((batch, kv_heads), jnp.int32)
     budgets = jnp.zeros((batch, kv_heads, length // _BLOCK), jnp.int32)

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from tca_jax.errors import Unsupported
 
 
 @jax.named_scope("causal_attention")
-def causal_attention(
-    q: Float[Array, "B L Hq d"],
-    k: Float[Array, "B L Hkv d"],
-    v: Float[Array, "B L Hkv d"],
-    lengths: Int[Array, " B"],
-) -> Float[Array, "B L Hq d"]:
-    """See `causal_attention.causal_attention`.
-
-    Raises:
-        NotImplementedError: the head dimension or the types, or cuDNN is not found.
-    """
+def causal_attention(q: Array, k: Array, v: Array, lengths: Array) -> Array:
+    """See `causal_attention.causal_attention`."""
     head_dim = q.shape[-1]
     if q.dtype not in (jnp.bfloat16, jnp.float16) or head_dim % 8 or head_dim > 128:
         raise Unsupported(

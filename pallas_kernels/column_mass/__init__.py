@@ -30,9 +30,6 @@ def column_mass(
     Returns:
         (near, far), each [B, Hkv, L]: the column's sum over the queries that hold the token in their local
         range, and over those whose range, from max(0, (i // b) b - w) on, lies right of it. 0 past a length.
-
-    Raises:
-        ValueError: a shape, `block_size`, `window` or `backend` is not allowed.
     """
     check_blocks(block_size, window=window)
     check_shapes({"q": (q, "B L Hq d"), "k": (k, "B L Hkv d"), "lengths": (lengths, "B")})

@@ -16,14 +16,8 @@ from tca_jax.pallas_kernels.tiles import Tiles, default_tiles, heads_first, tile
 @partial(jax.jit, static_argnames=("block_size", "window", "tiles"))
 @jax.named_scope("column_mass")
 def column_mass(
-    q: Float[Array, "B L Hq d"],
-    k: Float[Array, "B L Hkv d"],
-    lengths: Int[Array, " B"],
-    *,
-    block_size: int,
-    window: int,
-    tiles: Tiles | None = None,
-) -> tuple[Float32[Array, "B Hkv L"], Float32[Array, "B Hkv L"]]:
+    q: Array, k: Array, lengths: Array, *, block_size: int, window: int, tiles: Tiles | None = None
+) -> tuple[Array, Array]:
     """Row log-sum-exp, then every key tile over the queries that see it; see `column_mass.column_mass`."""
     batch, length, q_heads, _ = q.shape
     kv_heads = k.shape[2]
@@ -74,18 +68,7 @@ def row_log_sum_exp(
     block_size: int,
     tiles: Tiles | None = None,
 ) -> Float32[Array, "B L Hq"]:
-    """Log-sum-exp of every query's causal scores; arbitrary past a length.
-
-    Args:
-        q: Queries [B, L, Hq, d].
-        k: Keys [B, L, Hkv, d].
-        lengths: Lengths [B].
-        block_size: Tokens in a block, b, which the tiles are made of.
-        tiles: Tile sizes; None for the default.
-
-    Returns:
-        float32 [B, L, Hq].
-    """
+    """Log-sum-exp of every query's causal scores; arbitrary past a length."""
     batch, length, q_heads, _ = q.shape
     kv_heads = k.shape[2]
     group = q_heads // kv_heads

@@ -38,9 +38,6 @@ def observation_scores(
 
     Returns:
         s_f, float32 [B, Hkv, L]; 0 past a row's length.
-
-    Raises:
-        ValueError: a shape, `spread`, `decay` or `backend` is not allowed.
     """
     sizes = check_shapes({"q_last": (q_last, "B o Hq d"), "k": (k, "B L Hkv d"), "lengths": (lengths, "B")})
     if sizes["o"] < 1:

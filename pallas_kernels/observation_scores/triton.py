@@ -37,49 +37,29 @@ from tca_jax.pallas_kernels.triton_call import check_supported, dot, scaled_exp2
 
 @dataclasses.dataclass(frozen=True)
 class PassConfig:
-    """Tiling of one pass over K.
+    """Tiling of one pass over K."""
 
-    Attributes:
-        rows: Rows (queries times heads of a group) that a program holds, a power of two from 16.
-        keys: Tokens of a tile of K, a power of two from 16.
-        chunk: Tokens of a program, a multiple of `keys`.
-        warps: Warps of a program.
-        stages: Depth of the software pipeline: `stages - 1` tiles of K are in flight in a program.
-    """
-
-    rows: int
-    keys: int
-    chunk: int
-    warps: int
-    stages: int
+    rows: int  # rows (queries times heads of a group) that a program holds, a power of two from 16
+    keys: int  # tokens of a tile of K, a power of two from 16
+    chunk: int  # tokens of a program, a multiple of `keys`
+    warps: int  # warps of a program
+    stages: int  # depth of the software pipeline: `stages - 1` tiles of K are in flight in a program
 
 
 @dataclasses.dataclass(frozen=True)
 class ObservationScoresConfig:
-    """Tiling of observation scores.
+    """Tiling of observation scores."""
 
-    Attributes:
-        norms: Of the pass for the norms of the rows.
-        maxima: Of the pass for the maxima of the keys.
-        scores: Tokens of a program of the kernel that spreads, a power of two.
-    """
-
-    norms: PassConfig
-    maxima: PassConfig
-    scores: int = 512
+    norms: PassConfig  # the pass for the norms of rows
+    maxima: PassConfig  # the pass for the maxima of keys
+    scores: int = 512  # tokens of a program of the kernel that spreads, a power of two
 
 
 def default_config(length: int, rows: int, regions: int, head_dim: int, dtype: Any) -> ObservationScoresConfig:
     """Three tiles of 64 keys where they fit beside the rows; chunks that give each multiprocessor some eight programs.
 
-    The first pass sums as well as it maximises, and wants more warps and longer chunks; measured on an H200.
-
-    Args:
-        length: Tokens, L.
-        rows: Queries times heads of a group.
-        regions: KV heads of all sequences.
-        head_dim: Head dimension.
-        dtype: Type of queries and keys.
+    The first pass sums as well as it maximises, and wants more warps and longer chunks; measured on an H200. `rows` are
+    queries times heads of a group, `regions` the KV heads of all rows.
     """
     own = max(16, pl.next_power_of_2(rows))
     if dtype == jnp.float32:
@@ -99,20 +79,16 @@ def default_config(length: int, rows: int, regions: int, head_dim: int, dtype: A
 @partial(jax.jit, static_argnames=("spread", "decay", "config", "interpret"))
 @jax.named_scope("observation_scores")
 def observation_scores(
-    q_last: Float[Array, "B o Hq d"],
-    k: Float[Array, "B L Hkv d"],
-    lengths: Int[Array, " B"],
+    q_last: Array,
+    k: Array,
+    lengths: Array,
     *,
     spread: int,
     decay: float = 0.98,
     config: ObservationScoresConfig | None = None,
     interpret: bool = False,
-) -> Float32[Array, "B Hkv L"]:
-    """Scores; see `observation_scores.observation_scores`. Keys past a row's length are never read.
-
-    Raises:
-        NotImplementedError: the head dimension or the types.
-    """
+) -> Array:
+    """Scores; see `observation_scores.observation_scores`. Keys past a row's length are never read."""
     batch, length, kv_heads, head_dim = k.shape
     check_supported("observation_scores", head_dim, q_last, k)
     if length == 0:
@@ -155,13 +131,7 @@ def _row_norms(
 ) -> Float32[Array, "regions rows"]:
     """The negated log-sum-exp of every row, in units of products of q and k; `MASKED` for a row that does not count.
 
-    Args:
-        q_last: Queries [B, o, Hq, d].
-        k: Keys [B, L, Hkv, d].
-        lengths: Lengths [B].
-        config: Tiling.
-        multiple: What the number of rows is rounded up to a multiple of, beside the tile.
-        interpret: Whether to run in interpret mode.
+    Rows are padded to a multiple of the tile and of `multiple`.
     """
     (batch, observed, heads, head_dim), (length, kv_heads) = q_last.shape, k.shape[1:3]
     group = heads // kv_heads

@@ -6,7 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float32
 
 from tca_jax.pallas_kernels.kernel_math import divide_up
 from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores, varying_like
@@ -17,14 +17,7 @@ _TILE = 512
 
 @partial(jax.jit, static_argnames=("spread", "decay"))
 @jax.named_scope("observation_scores")
-def observation_scores(
-    q_last: Float[Array, "B o Hq d"],
-    k: Float[Array, "B L Hkv d"],
-    lengths: Int[Array, " B"],
-    *,
-    spread: int,
-    decay: float = 0.98,
-) -> Float32[Array, "B Hkv L"]:
+def observation_scores(q_last: Array, k: Array, lengths: Array, *, spread: int, decay: float = 0.98) -> Array:
     """Log-sum-exp of every query, then every token's largest probability; see `observation_scores`."""
     batch, length, kv_heads, _ = k.shape
     observed, tile = q_last.shape[1], min(_TILE, length)

@@ -37,9 +37,6 @@ def paged_attention(
     Returns:
         Output [B, m, Hq, d] in the type of `q`, zeros for padding, and lse, the log-sum-exp of the scores, float32
         [B, m, Hq], -1e30 for padding: exp(score - lse) is a token's attention probability, which eviction ranks by.
-
-    Raises:
-        ValueError: a shape, `window` or `backend` is not allowed.
     """
     queries = {"q": (q, "B m Hq d"), "first": (first, "B"), "newest": (newest, "B")}
     sizes = check_pages(queries, caches, window=window)

@@ -23,43 +23,25 @@ from tca_jax.pallas_kernels.numerics import cdiv
 
 @dataclasses.dataclass(frozen=True)
 class PagedConfig:
-    """Tiling of paged attention.
+    """Tiling of paged attention."""
 
-    Attributes:
-        queries: Query rows of a program (a query of each head of the group is a row), a power of two from 16.
-        keys: Tokens of a tile, a power of two from 16, at most a page.
-        programs: Programs that the tokens of all heads are dealt to, at most.
-        warps: Warps of a program.
-        stages: Depth of the software pipeline: `stages - 1` tiles are in flight in a program.
-        merged: Chunks that the merging kernel reads at once, a power of two.
-    """
-
-    queries: int
-    keys: int
-    programs: int
-    warps: int
-    stages: int
-    merged: int = 64
+    queries: int  # query rows of a program (a query of each head of the group is a row), a power of two from 16
+    keys: int  # tokens of a tile, a power of two from 16, at most a page
+    programs: int  # programs that the tokens of all heads are dealt to, at most
+    warps: int  # warps of a program
+    stages: int  # depth of the software pipeline: `stages - 1` tiles are in flight in a program
+    merged: int = 64  # chunks that the merging kernel reads at once, a power of two
 
 
 class PageRefs(NamedTuple):
-    """A cache as the kernels address it; arrays, or refs of such.
+    """A cache as the kernels address it; arrays, or refs of such."""
 
-    Attributes:
-        k: Keys `[P, b, d]`.
-        v: Values `[P, b, d]`.
-        table: Page numbers, flat `[R Hkv T]`.
-        kept: Kept tokens `[R Hkv]`.
-        start: Position of the window's first token `[R]`.
-        end: Position past its last `[R]`.
-    """
-
-    k: Any
-    v: Any
-    table: Any
-    kept: Any
-    start: Any
-    end: Any
+    k: Any  # keys `[P, b, d]`
+    v: Any  # values `[P, b, d]`
+    table: Any  # page numbers, flat `[R Hkv T]`
+    kept: Any  # kept tokens `[R Hkv]`
+    start: Any  # position of the window's first token `[R]`
+    end: Any  # position past its last `[R]`
 
     @classmethod
     def of(cls, cache: Pages) -> PageRefs:
@@ -87,31 +69,18 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ChunkPlan:
-    """What the kernels know of the problem at compile time.
+    """What the kernels know of the problem at compile time."""
 
-    Attributes:
-        regions: Regions of all rows.
-        kv_heads: Regions of a row.
-        group: Query heads of a KV head.
-        queries: Queries of a row, each of as many heads.
-        tiles_of_rows: Tiles that a region's query rows (a query of a head each) are cut into, each for a program.
-        page: Tokens of a page.
-        window: Least number of local tokens.
-        chunks: Chunks that all tokens are cut into, at most.
-        keys: Tokens of a tile.
-        tables: The caches' tables.
-    """
-
-    regions: int
-    kv_heads: int
-    group: int
-    queries: int
-    tiles_of_rows: int
-    page: int
-    window: int
-    chunks: int
-    keys: int
-    tables: tuple[TableShape, ...]
+    regions: int  # regions of all rows
+    kv_heads: int  # regions of a row
+    group: int  # query heads of a KV head
+    queries: int  # queries of a row, each of as many heads
+    tiles_of_rows: int  # tiles that a region's query rows (a query of a head each) are cut into, each for a program
+    page: int  # tokens of a page
+    window: int  # least number of local tokens
+    chunks: int  # chunks that all tokens are cut into, at most
+    keys: int  # tokens of a tile
+    tables: tuple[TableShape, ...]  # the caches' tables
 
     @classmethod
     def make(
@@ -161,17 +130,11 @@ class ChunkPlan:
 
 
 class Chunks(NamedTuple):
-    """How every region is cut into chunks; one lane a region, the lanes past the last hold zeros.
+    """How every region is cut into chunks; one lane a region, the lanes past the last hold zeros."""
 
-    Attributes:
-        tiles: Tiles of a region.
-        counts: Chunks of a region.
-        spans: Its tokens in each cache.
-    """
-
-    tiles: Array
-    counts: Array
-    spans: tuple[Span, ...]
+    tiles: Array  # tiles of a region
+    counts: Array  # chunks of a region
+    spans: tuple[Span, ...]  # its tokens in each cache
 
     def region_of(self, chunk: Array) -> Array:
         """Region of a chunk; chunks are numbered region after region."""

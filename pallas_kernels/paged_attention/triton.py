@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array
 
 from tca_jax.errors import Unsupported
 from tca_jax.pallas_kernels.kernel_math import (
@@ -78,19 +78,18 @@ def default_config(
 @partial(jax.jit, static_argnames=("window", "config", "interpret"))
 @jax.named_scope("paged_attention")
 def paged_attention(
-    q: Float[Array, "B m Hq d"],
+    q: Array,
     caches: tuple[Pages, ...],
-    first: Int[Array, " B"],
-    newest: Int[Array, " B"],
+    first: Array,
+    newest: Array,
     *,
     window: int,
     config: PagedConfig | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "B m Hq d"], Float32[Array, "B m Hq"]]:
+) -> tuple[Array, Array]:
     """One softmax over all pages; see `paged_attention.paged_attention`.
 
-    Tokens that no query attends to are never read.
-    """
+    Tokens that no query attends to are never read."""
     batch, queries, q_heads, head_dim = q.shape
     stored = [x for cache in caches for x in (cache.k, cache.v) if not isinstance(x, EightBits)]
     check_supported("paged_attention", head_dim, q, *stored)

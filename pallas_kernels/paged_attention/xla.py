@@ -6,7 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Int
 
 from tca_jax.pallas_kernels.kernel_math import divide_up
 from tca_jax.pallas_kernels.kv import Pages, decode
@@ -21,13 +21,8 @@ _TOKENS = 1024
 @partial(jax.jit, static_argnames=("window",))
 @jax.named_scope("paged_attention")
 def paged_attention(
-    q: Float[Array, "B m Hq d"],
-    caches: tuple[Pages, ...],
-    first: Int[Array, " B"],
-    newest: Int[Array, " B"],
-    *,
-    window: int,
-) -> tuple[Float[Array, "B m Hq d"], Float32[Array, "B m Hq"]]:
+    q: Array, caches: tuple[Pages, ...], first: Array, newest: Array, *, window: int
+) -> tuple[Array, Array]:
     """One online softmax a head, over kept tokens, then local ones; see `paged_attention.paged_attention`."""
     batch, columns, q_heads, head_dim = q.shape
     kv_heads = caches[0].table.shape[1]

@@ -41,9 +41,6 @@ def prefill_attention(
 
     Returns:
         [B, L, Hq, d] in the type of `q`; rows past a length are zero.
-
-    Raises:
-        ValueError: a shape, `block_size`, `window` or `backend` is not allowed.
     """
     check_blocks(block_size, window=window)
     sizes = check_shapes(

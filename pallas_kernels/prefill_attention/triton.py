@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from tca_jax.errors import Unsupported
 from tca_jax.pallas_kernels.kernel_math import (
@@ -36,19 +36,12 @@ from tca_jax.pallas_kernels.triton_call import check_supported, load_rows, onlin
 
 @dataclasses.dataclass(frozen=True)
 class PrefillConfig:
-    """Tiling of prefill attention.
+    """Tiling of prefill attention."""
 
-    Attributes:
-        queries: Query rows of a program, a power of two from 16 that divides the block size.
-        keys: Tokens of a tile of K and V, a power of two from 16 up to `queries`.
-        warps: Warps of a program.
-        stages: Tiles of K and V in flight in a program.
-    """
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
+    queries: int  # query rows of a program, a power of two from 16 that divides the block size
+    keys: int  # tokens of a tile of K and V, a power of two from 16 up to `queries`
+    warps: int  # warps of a program
+    stages: int  # tiles of K and V in flight in a program
 
 
 def default_config(block_size: int, head_dim: int, dtype: Any) -> PrefillConfig:
@@ -69,23 +62,19 @@ def default_config(block_size: int, head_dim: int, dtype: Any) -> PrefillConfig:
 @partial(jax.jit, static_argnames=("block_size", "window", "config", "interpret"))
 @jax.named_scope("prefill_attention")
 def prefill_attention(
-    q: Float[Array, "B L Hq d"],
-    k: Float[Array, "B L Hkv d"],
-    v: Float[Array, "B L Hkv d"],
+    q: Array,
+    k: Array,
+    v: Array,
     pool: Pool,
-    budgets: Int[Array, "B Hkv nb"],
-    lengths: Int[Array, " B"] | Int[Array, "B Hkv"],
+    budgets: Array,
+    lengths: Array,
     *,
     block_size: int,
     window: int,
     config: PrefillConfig | None = None,
     interpret: bool = False,
-) -> Float[Array, "B L Hq d"]:
-    """See `prefill_attention.prefill_attention`. What is not attended to is never read.
-
-    Raises:
-        NotImplementedError: the head dimension, the types, or a block size that is no multiple of 16.
-    """
+) -> Array:
+    """See `prefill_attention.prefill_attention`. What is not attended to is never read."""
     batch, length, heads, head_dim = q.shape
     check_supported("prefill_attention", head_dim, q, k, v, pool.k, pool.v)
     if block_size % 16:

@@ -18,17 +18,17 @@ from tca_jax.pallas_kernels.tiles import Tiles, default_tiles, heads_first, tile
 @partial(jax.jit, static_argnames=("block_size", "window", "tiles"))
 @jax.named_scope("prefill_attention")
 def prefill_attention(
-    q: Float[Array, "B L Hq d"],
-    k: Float[Array, "B L Hkv d"],
-    v: Float[Array, "B L Hkv d"],
+    q: Array,
+    k: Array,
+    v: Array,
     pool: Pool,
-    budgets: Int[Array, "B Hkv nb"],
-    lengths: Int[Array, " B"] | Int[Array, "B Hkv"],
+    budgets: Array,
+    lengths: Array,
     *,
     block_size: int,
     window: int,
     tiles: Tiles | None = None,
-) -> Float[Array, "B L Hq d"]:
+) -> Array:
     """One online softmax a query tile, over its prefix of the pool, then its window."""
     batch, length, q_heads, head_dim = q.shape
     kv_heads = k.shape[2]

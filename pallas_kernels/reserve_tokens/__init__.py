@@ -30,9 +30,6 @@ def reserve_tokens(
 
     Returns:
         bool [B, Hkv, L].
-
-    Raises:
-        ValueError: a shape, `reserve` or `backend` is not allowed.
     """
     check_shapes({"scores": (scores, "B Hkv L"), "ranked_tokens": (ranked_tokens, "B")})
     if reserve < 0:

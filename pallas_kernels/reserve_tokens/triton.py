@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, Bool, Float32, Int
+from jaxtyping import Array
 
 from tca_jax.pallas_kernels.numerics import cdiv
 from tca_jax.pallas_kernels.triton_call import triton_call
@@ -32,19 +32,12 @@ _SCORE_BITS = 31
 
 @dataclasses.dataclass(frozen=True)
 class ReserveConfig:
-    """Tiling of the choice of the reserve.
+    """Tiling of the choice of the reserve."""
 
-    Attributes:
-        chunk: Tokens of a program, a multiple of `tile`.
-        tile: Tokens that a program takes at once, a power of two.
-        bits: Of a digit: a pass decides so many, and compares every score with 2^bits digits.
-        warps: Warps of a program.
-    """
-
-    chunk: int
-    tile: int = 1024
-    bits: int = 4
-    warps: int = 4
+    chunk: int  # tokens of a program, a multiple of `tile`
+    tile: int = 1024  # tokens that a program takes at once, a power of two
+    bits: int = 4  # bits of a digit: a pass decides one, comparing every score with 2^bits digits
+    warps: int = 4  # warps of a program
 
 
 def default_config(length: int) -> ReserveConfig:
@@ -55,13 +48,8 @@ def default_config(length: int) -> ReserveConfig:
 @partial(jax.jit, static_argnames=("reserve", "config", "interpret"))
 @jax.named_scope("reserve_tokens")
 def reserve_tokens(
-    scores: Float32[Array, "B Hkv L"],
-    ranked_tokens: Int[Array, " B"],
-    *,
-    reserve: int,
-    config: ReserveConfig | None = None,
-    interpret: bool = False,
-) -> Bool[Array, "B Hkv L"]:
+    scores: Array, ranked_tokens: Array, *, reserve: int, config: ReserveConfig | None = None, interpret: bool = False
+) -> Array:
     """Finds and marks; see `reserve_tokens.reserve_tokens`. Negative scores count as 0."""
     batch, kv_heads, length = scores.shape
     if min(reserve, scores.size) == 0:

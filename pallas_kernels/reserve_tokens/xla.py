@@ -6,14 +6,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int
+from jaxtyping import Array
 
 
 @partial(jax.jit, static_argnames=("reserve",))
 @jax.named_scope("reserve_tokens")
-def reserve_tokens(
-    scores: Float32[Array, "B Hkv L"], ranked_tokens: Int[Array, " B"], *, reserve: int
-) -> Bool[Array, "B Hkv L"]:
+def reserve_tokens(scores: Array, ranked_tokens: Array, *, reserve: int) -> Array:
     """Compares with the least score that is marked; see `reserve_tokens.reserve_tokens`."""
     length = scores.shape[-1]
     reserve = min(reserve, length)

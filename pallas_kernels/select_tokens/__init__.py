@@ -35,9 +35,6 @@ def select_tokens(
 
     Returns:
         The pool: keys and values [P, d], zero where no token lies, `offsets`, and the tokens kept, int32 [B, Hkv].
-
-    Raises:
-        ValueError: a shape, `block_size` or `backend` is not allowed.
     """
     check_blocks(block_size)
     sizes = check_shapes(

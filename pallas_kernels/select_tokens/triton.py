@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array
 
 from tca_jax.errors import Unsupported
 from tca_jax.pallas_kernels.kernel_math import divide_up
@@ -31,39 +31,28 @@ _CLEARED = 32
 
 @dataclasses.dataclass(frozen=True)
 class SelectConfig:
-    """Tiling of token selection.
+    """Tiling of token selection."""
 
-    Attributes:
-        rows: Tokens that a program copies at once, a power of two.
-        warps: Warps of a program.
-        cleared: Rows that a program clears where the pool holds no tokens.
-    """
-
-    rows: int = 32
-    warps: int = 4
-    cleared: int = 1024
+    rows: int = 32  # tokens that a program copies at once, a power of two
+    warps: int = 4  # warps of a program
+    cleared: int = 1024  # rows that a program clears where the pool holds no tokens
 
 
 @partial(jax.jit, static_argnames=("block_size", "pool_tokens", "config", "interpret"))
 @jax.named_scope("select_tokens")
 def select_tokens(
-    scores: Float32[Array, "B Hkv L"],
-    budgets: Int[Array, "B Hkv nb"],
-    k: Float[Array, "B L Hkv d"],
-    v: Float[Array, "B L Hkv d"],
-    offsets: Int[Array, "B Hkv"],
+    scores: Array,
+    budgets: Array,
+    k: Array,
+    v: Array,
+    offsets: Array,
     *,
     block_size: int,
     pool_tokens: int,
     config: SelectConfig | None = None,
     interpret: bool = False,
 ) -> Pool:
-    """Ranks and copies; see `select_tokens.select_tokens`.
-
-    Raises:
-        NotImplementedError: the head dimension, the types, or a block size that is no power of two or larger than
-            `MAX_BLOCK`.
-    """
+    """Ranks and copies; see `select_tokens.select_tokens`."""
     batch, length, kv_heads, head_dim = k.shape
     check_supported("select_tokens", head_dim, k, v)
     if block_size & (block_size - 1) or block_size > MAX_BLOCK:

@@ -6,7 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Int, Int32
 
 from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.select_tokens import selection_mask
@@ -15,14 +15,7 @@ from tca_jax.pallas_kernels.select_tokens import selection_mask
 @partial(jax.jit, static_argnames=("block_size", "pool_tokens"))
 @jax.named_scope("select_tokens")
 def select_tokens(
-    scores: Float32[Array, "B Hkv L"],
-    budgets: Int[Array, "B Hkv nb"],
-    k: Float[Array, "B L Hkv d"],
-    v: Float[Array, "B L Hkv d"],
-    offsets: Int[Array, "B Hkv"],
-    *,
-    block_size: int,
-    pool_tokens: int,
+    scores: Array, budgets: Array, k: Array, v: Array, offsets: Array, *, block_size: int, pool_tokens: int
 ) -> Pool:
     """Ranks, then gathers; see `select_tokens.select_tokens`."""
     mask = selection_mask(scores, budgets, block_size=block_size)
@@ -36,17 +29,9 @@ def select_tokens(
 
 
 def source_rows(mask: Bool[Array, "B Hkv L"], offsets: Int[Array, "B Hkv"], pool_tokens: int) -> Int32[Array, " P"]:
-    """Where every pool row comes from, as a row of the tokens laid out [B, L, Hkv].
+    """Where every pool row comes from, as a row of the tokens laid out [B, L, Hkv]; B * L * Hkv where no token lies.
 
     Rows, never elements, are counted: int32 holds the rows of a million tokens, their elements pass 2^31.
-
-    Args:
-        mask: Tokens that are kept.
-        offsets: First pool row of every region.
-        pool_tokens: Rows of the pool, P.
-
-    Returns:
-        int32 [P]; B * L * Hkv, one past the last row, where no token lies.
     """
     batch, kv_heads, length = mask.shape
     slots = offsets[..., None] + jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1

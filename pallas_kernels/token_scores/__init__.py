@@ -11,16 +11,12 @@ from tca_jax.pallas_kernels.checks import check_blocks, check_shapes
 
 
 class TokenScores(NamedTuple):
-    """What selection needs to know of a prompt; all float32.
+    """What selection needs to know of a prompt; all float32."""
 
-    Attributes:
-        scores: s, group mean of softmax(q_last K^T / sqrt(d)) [B, Hkv, L]; 0 past a row's length.
-        mass: Sum of s over each whole block [B, Hkv, L // b].
-        hhi: Herfindahl-Hirschman index of each block, sum of (s / mass)^2; 1 / b where the mass is 0.
-    """
-
+    # s, the group mean of softmax(q_last K^T / sqrt(d)) [B, Hkv, L]; 0 past a row's length.
     scores: Float32[Array, "B Hkv L"]
-    mass: Float32[Array, "B Hkv nb"]
+    mass: Float32[Array, "B Hkv nb"]  # sum of s over each whole block [B, Hkv, L // b]
+    # Herfindahl-Hirschman index of each block, sum of (s / mass)^2; 1 / b where the mass is 0.
     hhi: Float32[Array, "B Hkv nb"]
 
 
@@ -43,9 +39,6 @@ def token_scores(
 
     Returns:
         Scores and block statistics.
-
-    Raises:
-        ValueError: a shape, `block_size` or `backend` is not allowed.
     """
     check_shapes({"q_last": (q_last, "B Hq d"), "k": (k, "B L Hkv d"), "lengths": (lengths, "B")})
     check_blocks(block_size)

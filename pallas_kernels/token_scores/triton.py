@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array
 
 from tca_jax.errors import Unsupported
 from tca_jax.pallas_kernels.kernel_math import LOG2E, divide_up, streamed_tile
@@ -26,21 +26,13 @@ from tca_jax.pallas_kernels.triton_call import check_supported, dot, triton_call
 
 @dataclasses.dataclass(frozen=True)
 class TokenScoresConfig:
-    """Tiling of token scores.
+    """Tiling of token scores."""
 
-    Attributes:
-        keys: Tokens of a tile of K, a power of two from 16.
-        chunk: Tokens of a program of the first pass, a multiple of `keys`.
-        warps: Warps of a program of the first pass.
-        stages: Depth of the first pass's software pipeline: `stages - 1` tiles are in flight in a program.
-        scores: Tokens of a program of the second pass, a power of two.
-    """
-
-    keys: int
-    chunk: int
-    warps: int = 4
-    stages: int = 4
-    scores: int = 1024
+    keys: int  # tokens of a tile of K, a power of two from 16
+    chunk: int  # tokens of a program of the first pass, a multiple of `keys`
+    warps: int = 4  # warps of a program of the first pass
+    stages: int = 4  # depth of the first pass's software pipeline: `stages - 1` tiles are in flight in a program
+    scores: int = 1024  # tokens of a program of the second pass, a power of two
 
 
 def default_config(length: int, head_dim: int, itemsize: int) -> TokenScoresConfig:
@@ -52,21 +44,17 @@ def default_config(length: int, head_dim: int, itemsize: int) -> TokenScoresConf
 @partial(jax.jit, static_argnames=("block_size", "config", "interpret"))
 @jax.named_scope("token_scores")
 def token_scores(
-    q_last: Float[Array, "B Hq d"],
-    k: Float[Array, "B L Hkv d"],
-    lengths: Int[Array, " B"],
+    q_last: Array,
+    k: Array,
+    lengths: Array,
     *,
     block_size: int,
     config: TokenScoresConfig | None = None,
     interpret: bool = False,
-) -> tuple[Float32[Array, "B Hkv L"], Float32[Array, "B Hkv nb"], Float32[Array, "B Hkv nb"]]:
+) -> tuple[Array, Array, Array]:
     """Scores, block mass and block HHI; see `token_scores.token_scores`.
 
-    Keys past a row's length are never read.
-
-    Raises:
-        NotImplementedError: the head dimension, the types or a block size that is no power of two.
-    """
+    Keys past a row's length are never read."""
     batch, length, kv_heads, head_dim = k.shape
     check_supported("token_scores", head_dim, q_last, k)
     if block_size & (block_size - 1):

@@ -6,20 +6,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array
 
 from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores
 
 
 @partial(jax.jit, static_argnames=("block_size",))
 @jax.named_scope("token_scores")
-def token_scores(
-    q_last: Float[Array, "B Hq d"],
-    k: Float[Array, "B L Hkv d"],
-    lengths: Int[Array, " B"],
-    *,
-    block_size: int,
-) -> tuple[Float32[Array, "B Hkv L"], Float32[Array, "B Hkv nb"], Float32[Array, "B Hkv nb"]]:
+def token_scores(q_last: Array, k: Array, lengths: Array, *, block_size: int) -> tuple[Array, Array, Array]:
     """Scores, block mass and block HHI; see `token_scores.token_scores`."""
     batch, length, kv_heads, head_dim = k.shape
     grouped = q_last.reshape(batch, kv_heads, -1, head_dim)
