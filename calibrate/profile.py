@@ -94,6 +94,11 @@ class Profile:
             object.__setattr__(self, name, value)
         object.__setattr__(self, "sources", tuple(map(dict, self.sources)))
 
+    def __repr__(self) -> str:
+        tokens = max((source["tokens"] for source in self.sources), default=131072)
+        shape = f"{self.num_layers} layers of {self.num_kv_heads} KV heads"
+        return f"Profile({self.model_name!r}, {shape}, {self.kept_share(tokens).mean():.1%} kept of {tokens:,} tokens)"
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Profile):
             return NotImplemented

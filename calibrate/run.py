@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -25,6 +26,7 @@ from tca_jax.layer_passes import HEADS, TextPass, attention_program
 from tca_jax.methods.candidates import kept_share
 from tca_jax.methods.config import Criterion, TCAConfig
 from tca_jax.pallas_kernels.causal_attention import causal_attention
+from tca_jax.progress import progress as show_progress
 
 _DEFAULT_CONFIG = TCAConfig()
 Progress = Callable[[int, int], None]
@@ -60,7 +62,8 @@ def calibrate(
         attended: The same for the share of the texts' pairs (query, key) that heads attend to while they are read.
         criterion: "worth", "retained_mass" or "column_mean"; None for `config.criterion`.
         progress: Called with (layers done, layers in all), summed over all passes, first with 0 done; the second number
-            is an estimate that grows where searches take longer.
+            is an estimate that grows where searches take longer. None writes to standard error: a bar on a terminal,
+            lines in a log.
 
     Returns:
         The profile: readings, rows, what heads are worth, the losses, and what they were measured on.
@@ -89,15 +92,16 @@ def calibrate(
     found: dict[str, Any] = {"config": config, "fingerprint": lm.fingerprint, "model_name": lm.name}
     found["sources"] = tuple(_source(ids) for ids in sequences)
     if config.criterion != "worth":
-        return _by_scores(lm, sequences, config, _Steps(len(sequences) * lm.config.num_layers, progress), found)
+        with _counted(lm, len(sequences), progress) as steps:
+            return _by_scores(lm, sequences, config, steps, found)
     probed, kinds = probed_texts(lm, sequences, probes, config), probe_kinds(probes)
     if kept is not None:
         require_fit(kept, max(len(text.ids) for text in probed), config)
-    steps = _Steps(_LIKELY_PASSES * len(sequences) * lm.config.num_layers, progress)
-    reading = choose_reading(lm, sequences, config, attended=attended, step=steps.step)
-    blocks = reading.found.more
-    keeping = choose_keeping(lm, probed, blocks, config, kinds=kinds, kept=kept, step=steps.step)
-    steps.finish()
+    with _counted(lm, _LIKELY_PASSES * len(sequences), progress) as steps:
+        reading = choose_reading(lm, sequences, config, attended=attended, step=steps.step)
+        blocks = reading.found.more
+        keeping = choose_keeping(lm, probed, blocks, config, kinds=kinds, kept=kept, step=steps.step)
+        steps.finish()
     bounds = {"kept": kept, "attended": attended}
     for text in _unexplained(lm, reading, keeping, kinds, bounds):
         warnings.warn(text, stacklevel=2)
@@ -126,11 +130,21 @@ def _profile_of(
 _LIKELY_PASSES = 10  # over each text, in both searches
 
 
+@contextlib.contextmanager
+def _counted(lm: LM, passes: int, progress: Progress | None) -> Iterator[_Steps]:
+    """Counts layers for the caller's `progress`, or on standard error."""
+    if progress is not None:
+        yield _Steps(passes * lm.config.num_layers, progress)
+        return
+    with show_progress(log=True) as report:
+        yield _Steps(passes * lm.config.num_layers, functools.partial(report, f"calibrating {lm.name}"))
+
+
 class _Steps:
     """Tells how many layers have run, of how many."""
 
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self.done, self.total, self._progress = 0, total, progress or (lambda done, total: None)
+    def __init__(self, total: int, progress: Progress) -> None:
+        self.done, self.total, self._progress = 0, total, progress
         self._progress(0, total)
 
     def step(self) -> None:
@@ -190,9 +204,9 @@ def _unexplained(
     kept = "" if bounds["kept"] is None else f", those of most worth first, up to kept = {bounds['kept']}"
     if not any(keeping.counted.values()):
         yield (
-            f"no probe is informative for {lm.name!r}: fewer than five answers to {' or '.join(kinds)} are known under "
-            f"full attention and lost at row 0, so heads that read blocks keep all tokens{kept}; (question, answer) "
-            "pairs that the model answers from the text are better probes"
+            f"no probe is informative for {lm.name!r}: of {keeping.known} answers ({', '.join(kinds)}) that full "
+            f"attention knows, the smallest budget loses {keeping.lost} (5 needed), so heads that read blocks keep all "
+            f"tokens{kept}; pass (question, answer) pairs that the model answers from the text"
         )
     ends = (
         ("inside the texts", reading.found.excess, reading.losses),

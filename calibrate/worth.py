@@ -58,6 +58,8 @@ class Keeping:
     answers: Losses | None  # losses of the probes' answers; None where no probe is informative
     following: Losses | None  # losses of the tokens that follow a selection
     counted: dict[str, int]  # answers that count, by kind of probe: known under full attention and lost at row 0
+    lost: int = 0  # answers that full attention knows and the smallest budget loses
+    known: int = 0  # answers that full attention knows
 
 
 def choose_reading(
@@ -159,7 +161,7 @@ def choose_keeping(
     else:  # no probe tells what questions will need: what is read from afar is kept
         found = search(objective, reads_blocks, fits)
         rows = objective.rows(found.more)
-    return Keeping(found, rows, *objective.losses(rows), objective.counted)
+    return Keeping(found, rows, *objective.losses(rows), objective.counted, *objective.lost_and_known)
 
 
 def _sparsest_rows(objective: _KeepingObjective, found: Found, config: TCAConfig) -> Int32[np.ndarray, "layers Hkv"]:
@@ -209,6 +211,7 @@ class _KeepingObjective:
         counted = self._answers.kinds
         self.says = says_something(len(counted))
         self.counted = {kind: counted.count(kind) if self.says else 0 for kind in kinds}
+        self.lost_and_known = len(counted), self._answers.known
 
     def rows(self, more: HeadMask) -> Int32[np.ndarray, "layers Hkv"]:
         """Dense where a head is more, row 0 elsewhere."""
@@ -289,6 +292,7 @@ class Answers:
     Attributes:
         number: Of every column, the number of the answer whose token it predicts; -1 for none.
         kinds: Of every answer, its probe's kind.
+        known: Answers that full attention knows, whether or not they count.
     """
 
     def __init__(
@@ -299,9 +303,11 @@ class Answers:
     ) -> None:
         self._full, self.number = full, np.full(full.size, -1)
         self.kinds: list[str] = []
+        self.known = 0
         for probe, columns in probes:
             if probe.kind == FOLLOW or not columns.size or full[columns].mean() > KNOWN:
                 continue
+            self.known += 1
             columns = columns[full[columns] <= KNOWN]
             if self._drop(row0)[columns].sum() > KNOWN:
                 self.number[columns] = len(self.kinds)

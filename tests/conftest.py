@@ -85,7 +85,6 @@ INTEGRATION = (
     "serve/test_server.py",
     "test_cli.py",
     "test_cli_chat.py",
-    "test_cli_options.py",
     "test_cli_plots.py",
     "test_cli_script.py",
     "test_examples.py",

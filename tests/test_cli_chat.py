@@ -1,33 +1,58 @@
-"""`tca-jax chat`: a document that is read once, questions from a terminal and from a pipe, and what is refused."""
+"""`tca-jax chat`, and the options that it shares with `tca-jax generate`."""
 
 import contextlib
+import dataclasses
 import functools
+import inspect
+import json
 import re
 from pathlib import Path
 
 import commands
+import numpy as np
 import pytest
-from tiny import write_checkpoint
+from tiny import TCA, write_checkpoint
 
 import tca_jax
+from tca_jax.calibration.profile import Profile
+from tca_jax.cli.chat import chat
+from tca_jax.cli.errors import naming_options
+from tca_jax.cli.generate import generate
+from tca_jax.cli.options import AnswerOptions, ModelOptions, with_options
 from tca_jax.engine.prompts import DocumentTemplate
+from tca_jax.errors import UserError
 
+TEXT = "The quick brown fox jumps over the lazy dog. " * 6
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-TEXT = "The quick brown fox jumps over the lazy dog. " * 6
-OPTIONS = {"max_new_tokens": 6}
+SHORT = {"max_new_tokens": 6}
+run, error = (functools.partial(each, stdin="Who?\n") for each in (commands.run, commands.error))
+both = pytest.mark.parametrize(
+    "command", [["generate", "model", "--prompt=Who?"], ["chat", "model", "--file=book.txt"]]
+)
 
 
-run, error = (functools.partial(each, "chat") for each in (commands.run, commands.error))
+def chatted(*args, stdin="Who?\n"):
+    """The answers that a chat prints under its questions."""
+    result = run("chat", *args, stdin=stdin)
+    assert result.exit_code == 0, result.output
+    return re.split(r"^> .*\n", result.stdout.removesuffix("\n"), flags=re.MULTILINE)[1:]
+
+
+def generated(*args):
+    return [each["text"] for each in json.loads(run("generate", *args, "--json").stdout)["answers"]]
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
+    """Models with and without a chat template, a profile, a document, and its context."""
     folder = tmp_path_factory.mktemp("chat")
-    write_checkpoint(folder / "plain", chat_template=None)
+    write_checkpoint(folder / "model", chat_template=None)
     write_checkpoint(folder / "chat", chat_template=TEMPLATE)
+    worth = np.array([[1, 0.5], [0.8, 0.3]], np.float32)
+    dataclasses.replace(Profile.uniform(TCA, 2, 2, 3), keeping_worth=worth).save(folder / "profile")
     (folder / "book.txt").write_text(TEXT)
     return folder
 
@@ -37,123 +62,239 @@ def in_work(work, monkeypatch):
     monkeypatch.chdir(work)
 
 
-def test_each_line_of_a_pipe_is_asked_of_the_document_alone():
-    result = run("plain", "--file=book.txt", "--max-new-tokens=6", stdin="Who?\n\n Where? \n")
-    assert result.exit_code == 0, result.output
-    lm = tca_jax.load("plain")
-    who, where = tca_jax.generate(lm, [f"{TEXT}\nWho?", f"{TEXT}\nWhere?"], **OPTIONS).text
-    assert result.stdout == f"> Who?\n{who}\n> Where?\n{where}\n"
-    read, *times = result.stderr.splitlines()
-    assert re.fullmatch(r"270 tokens read in [\d.]+ s.*; KV cache [\d.]+ MB, [\d.]+ MB under full attention", read)
-    assert len(times) == 2
-    assert all(re.fullmatch(r"\[first token after [\d.]+ s, [\d.]+ s in all.*; 4 tokens\]", line) for line in times)
+@pytest.fixture(scope="module")
+def lm(work):
+    return tca_jax.load(work / "model")
 
 
-def test_with_a_chat_template_document_and_question_are_one_message_of_the_user():
-    result = run("chat", "--file=book.txt", "--max-new-tokens=6", stdin="Who?\n")
-    assert result.exit_code == 0, result.output
-    lm = tca_jax.load("chat")
-    (answer,) = tca_jax.generate(lm, [[{"role": "user", "content": f"{TEXT}\n\nWho?"}]], **OPTIONS).text
-    assert result.stdout == f"> Who?\n{answer}\n"
+def answer(lm, prompt, **options):
+    return tca_jax.generate(lm, [prompt], **SHORT | options).text[0]
 
 
-def test_a_conversation_that_is_followed_is_one_chat():
-    result = run("chat", "--file=book.txt", "--max-new-tokens=6", "--follow", stdin="Who?\nWhere?\n")
-    assert result.exit_code == 0, result.output
-    lm = tca_jax.load("chat")
-    chat = [{"role": "user", "content": f"{TEXT}\n\nWho?"}]
-    (who,) = tca_jax.generate(lm, [chat], **OPTIONS).text
-    chat += [{"role": "assistant", "content": who}, {"role": "user", "content": "Where?"}]
-    (where,) = tca_jax.generate(lm, [chat], **OPTIONS).text
-    assert result.stdout == f"> Who?\n{who}\n> Where?\n{where}\n"
-
-
-def test_a_document_that_was_saved_is_not_read_again(tmp_path):
-    folder = tmp_path / "saved"
-    first = run("plain", "--file=book.txt", "--max-new-tokens=6", f"--save-context={folder}", stdin="Who?\n")
+def test_questions_from_a_pipe(lm, tmp_path):
+    saved = tmp_path / "saved"
+    asked = ["model", "--max-new-tokens=6"]
+    first = run("chat", *asked, "--file=book.txt", f"--save-context={saved}", stdin="Who?\n\n Where? \n")
     assert first.exit_code == 0, first.output
-    again = run("plain", f"--context={folder}", "--max-new-tokens=6", stdin="Who?\n")
-    assert again.stdout == first.stdout
-    assert re.match(r"270 tokens loaded in [\d.]+ s;", again.stderr)
+    who, where = (answer(lm, f"{TEXT}\n{question}") for question in ("Who?", "Where?"))
+    assert first.stdout == f"> Who?\n{who}\n> Where?\n{where}\n"
+    read, *times = first.stderr.splitlines()
+    assert re.fullmatch(r"270 tokens read in [\d.]+ s; KV cache [\d.]+ MB, [\d.]+ MB in full attention", read)
+    assert all(re.fullmatch(r"\[4 tokens in [\d.]+ s(, compiling [\d.]+ s)?\]", line) for line in times)
+    again = run("chat", *asked, f"--context={saved}")
+    assert again.stdout == f"> Who?\n{who}\n"
+    assert again.stderr.startswith("270 tokens loaded;")
+    options = ["model", f"--context={saved}", "--max-new-tokens=6"]
+    assert generated(*options, "--prompt=Who?", "--chat") == generated(*options, "--prompt=\nWho?") == [who]
+    streamed = run("generate", *options, "--prompt=\nWho?")
+    assert streamed.stdout == f"{who}\n"
+    assert "5 tokens read behind a context of 270, 4 new" in streamed.stderr
+    message = error("chat", "model", f"--context={saved}", "--method=streaming")
+    assert message.startswith("context was made under method 'full', and 'model' runs under 'streaming'")
 
 
-class Terminal:
-    """Lines as somebody types them; then Ctrl-D."""
-
-    def __init__(self, *lines):
-        self.lines = iter(lines)
-
-    def __call__(self, prompt):
-        assert prompt == "> "
-        line = next(self.lines, None)
-        if line is None:
-            raise EOFError
-        return line
-
-
-@pytest.mark.parametrize("lines", [("Who?",), ("Who?", "", "never asked")])
-def test_a_terminal_is_asked_until_an_empty_line_or_the_end(lines, monkeypatch):
-    asked = []
-    monkeypatch.setattr("tca_jax.cli.chat.sys.stdin", type("Stdin", (), {"isatty": lambda self: True})())
-    monkeypatch.setattr("builtins.input", Terminal(*lines))
-    monkeypatch.setattr("tca_jax.cli.chat.Conversation.ask", lambda self, question: asked.append(question))
-    from tca_jax.cli.chat import chat
-
-    chat("plain", file=Path("book.txt"))
-    assert asked == ["Who?"]
+def test_an_answer_at_the_limit_is_marked(lm):
+    result = run("chat", "model", "--file=book.txt", "--max-new-tokens=2")
+    assert result.stderr.endswith("\nthe answer is cut at 2 tokens: --max-new-tokens sets the limit\n")
+    assert "cut" not in run("chat", "model", "--file=book.txt", "--max-new-tokens=6").stderr
 
 
 @pytest.mark.parametrize("follow", [False, True])
-def test_ctrl_c_at_a_terminal_ends_an_answer_and_not_the_chat(follow, monkeypatch, capsys):
-    pressed = iter([False, True, *[False] * 100])
+def test_a_chat_template_frames_document_and_questions(follow):
+    lm = tca_jax.load("chat")
+    user = [{"role": "user", "content": f"{TEXT}\n\nWho?"}]
+    who = answer(lm, user)
+    said = [{"role": "assistant", "content": who}, {"role": "user", "content": "Where?"}]
+    where = answer(lm, user + said if follow else [{"role": "user", "content": f"{TEXT}\n\nWhere?"}])
+    asked = ["chat", "--file=book.txt", "--max-new-tokens=6", *["--follow"][: int(follow)]]
+    assert [each.removesuffix("\n") for each in chatted(*asked, stdin="Who?\nWhere?\n")] == [who, where]
 
-    @contextlib.contextmanager
-    def pressed_once():
-        yield lambda: next(pressed)
+
+def test_a_system_message_precedes_the_document():
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"{TEXT}\n\nWho?"}]
+    expected = answer(tca_jax.load("chat"), messages)
+    options = ["chat", "--system=Be brief.", "--max-new-tokens=6"]
+    assert chatted(*options, "--file=book.txt") == generated(*options, f"--prompt={TEXT}\n\nWho?") == [expected]
+
+
+def typed(monkeypatch, *lines):
+    """Lines that are typed at a terminal, and Ctrl-D."""
+    left = iter(lines)
+
+    def read(prompt):
+        assert prompt == "> "
+        with contextlib.suppress(StopIteration):
+            return next(left)
+        raise EOFError
 
     monkeypatch.setattr("tca_jax.cli.chat.sys.stdin", type("Stdin", (), {"isatty": lambda self: True})())
-    monkeypatch.setattr("builtins.input", Terminal("Who?", "Where?"))
-    monkeypatch.setattr("tca_jax.cli.chat.spare_one_ctrl_c", pressed_once)
-    from tca_jax.cli.chat import chat
+    monkeypatch.setattr("builtins.input", read)
 
-    chat("plain", file=Path("book.txt"), max_new_tokens=6, follow=follow)
+
+@pytest.mark.parametrize("lines", [("Who?",), ("Who?", "", "never asked")])
+def test_a_terminal_ends_a_chat(lines, lm, monkeypatch, capsys):
+    typed(monkeypatch, *lines)
+    chat("model", file=Path("book.txt"), **SHORT)
+    who = answer(lm, f"{TEXT}\nWho?")
+    assert capsys.readouterr().out == f"{who}\n"
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_ctrl_c_ends_one_answer(follow, lm, monkeypatch, capsys):
+    pressed = iter([True, *[False] * 100])
+    typed(monkeypatch, "Who?", "Where?")
+    monkeypatch.setattr("tca_jax.cli.chat.spare_one_ctrl_c", lambda: contextlib.nullcontext(lambda: next(pressed)))
+    chat("model", file=Path("book.txt"), follow=follow, **SHORT)
     printed = capsys.readouterr()
-    (where,) = tca_jax.generate(tca_jax.load("plain"), f"{TEXT}\nWhere?", **OPTIONS).text  # "Who?" is forgotten
-    assert printed.out.endswith(f"{where}\n\n")
+    where = answer(lm, f"{TEXT}\nWhere?")  # "Who?" is forgotten
+    assert printed.out.endswith(f"\n{where}\n")
     assert printed.err.count("[interrupted; Ctrl-C again, or an empty line, ends the chat]\n") == 1
 
 
-def test_what_is_wrong_is_said_before_weights_are_read(tmp_path):
-    assert error("plain") == "give the document as --file, or as --context where it was saved before"
-    assert "give the document as" in error("plain", "--file=book.txt", "--context=saved")
-    assert error("plain", "--file=missing.txt").startswith("missing.txt: No such file")
-    assert "holds no context" in error("plain", f"--context={tmp_path}")
-    long = tmp_path / "long.txt"
-    long.write_text("x" * 5000)
-    assert "--file has 5000 tokens; with max_new_tokens = 256 that is 5256" in error("plain", f"--file={long}")
-
-
-def test_a_template_that_changes_messages_is_refused(tmp_path):
-    write_checkpoint(tmp_path / "model", chat_template="{% for m in messages %}{{ m['role'] }}{% endfor %}")
-    message = "the chat template of model does not give messages as they are, once and in order"
-    assert message in error(tmp_path / "model", "--file=book.txt")
-
-
-def test_a_frame_holds_what_a_template_puts_around_the_parts():
-    frame = DocumentTemplate.of(tca_jax.load("chat"))
-    assert frame == DocumentTemplate("<user>", "\n\n", "</s><assistant>", "</s><user>", verbatim=True)
-    assert DocumentTemplate.of(tca_jax.load("plain")) == DocumentTemplate("", "\n", "", "\n", verbatim=False)
-
-
-def test_a_question_that_does_not_fit_is_refused_and_the_next_one_answered():
-    long = "why " * 4000
-    result = run("plain", "--file=book.txt", "--max-new-tokens=6", stdin=f"{long}\nWho?\n")
-    assert result.exit_code == 0, result.output
+def test_a_question_too_long_does_not_end_the_chat(lm):
+    result = run("chat", "model", "--file=book.txt", "--max-new-tokens=6", stdin=f"{'why ' * 4000}\nWho?\n")
     assert "positions" in next(line for line in result.stderr.splitlines() if line.startswith("error: "))
-    assert result.stdout.endswith(
-        f"> Who?\n{tca_jax.generate(tca_jax.load('plain'), f'{TEXT}{chr(10)}Who?', **OPTIONS).text[0]}\n"
+    assert result.stdout.endswith(f"> Who?\n{answer(lm, f'{TEXT}{chr(10)}Who?')}\n")
+
+
+def test_a_stream_compiles_before_its_first_piece(lm):
+    compiled = []
+    stream = tca_jax.stream(lm, "a new length " * 9, max_new_tokens=40, stop_token_ids=())
+    next(stream)
+    from tca_jax.engine import request
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request._decode, "prepare", lambda *args, **options: compiled.append(args))
+        assert len(list(stream)) >= 1
+    assert not compiled
+
+
+def test_templates():
+    assert DocumentTemplate.of(tca_jax.load("chat")) == DocumentTemplate(
+        "<user>", "\n\n", "</s><assistant>", "</s><user>", verbatim=True
     )
+    assert DocumentTemplate.of(tca_jax.load("model")) == DocumentTemplate("", "\n", "", "\n", verbatim=False)
 
 
-def test_standard_input_is_for_questions_and_not_for_the_document():
-    assert error("plain", "--file=-") == ("--file -: standard input holds the questions; give the document as a file")
+# --- options ----------------------------------------------------------------------------------------
+
+
+def test_both_commands_take_the_same_options():
+    shared = {field.name for kind in (ModelOptions, AnswerOptions) for field in dataclasses.fields(kind)}
+    taken = [inspect.signature(command).parameters for command in (generate, chat)]
+    for name in shared | {"system", "context"}:
+        options = [parameters[name].annotation.__metadata__[0] for parameters in taken]
+        assert options[0].help == options[1].help
+        assert taken[0][name].default == taken[1][name].default
+
+
+def test_fields_become_options():
+    given = []
+
+    @with_options
+    def command(model: str, running: ModelOptions = ModelOptions(), last: int = 3) -> None:  # noqa: B008
+        given.append((model, running, last))
+
+    names = [field.name for field in dataclasses.fields(ModelOptions)]
+    assert list(inspect.signature(command).parameters) == ["model", *names, "last"]
+    command("m", method="full", last=4)
+    command("m")
+    assert given == [("m", ModelOptions(method="full"), 4), ("m", ModelOptions(), 3)]
+
+
+def test_sampling_options_reach_both_commands(lm):
+    sampled = {"temperature": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1, "stop": "zq"} | SHORT
+    expected = [answer(lm, f"{TEXT}\n{q}", seed=7 + i, **sampled) for i, q in enumerate(("Who?", "Where?"))]
+    options = ["--seed=7", *(f"--{name.replace('_', '-')}={value}" for name, value in sampled.items())]
+    read = chatted("model", "--file=book.txt", *options, stdin="Who?\nWhere?\n")
+    assert [each.removesuffix("\n") for each in read] == expected  # the next seed draws the next answer
+    assert generated("model", f"--prompt={TEXT}\nWho?", *options) == expected[:1]
+
+
+def test_a_stop_string_ends_both(lm):
+    whole = answer(lm, f"{TEXT}\nWho?")
+    options = ["model", "--max-new-tokens=6", f"--stop={whole[1:3]}"]
+    assert chatted(*options, "--file=book.txt") == generated(*options, f"--prompt={TEXT}\nWho?") == [whole[:1]]
+
+
+def test_a_method_by_name(lm):
+    options = ["model", "--method=streaming:window=32,sinks=8,block_size=8", "--max-new-tokens=6"]
+    lm = lm.with_method("streaming", window=32, sinks=8, block_size=8)
+    assert generated(*options, f"--prompt={TEXT}\nWho?") == [answer(lm, f"{TEXT}\nWho?")]
+    late = tca_jax.generate(lm, "\nWho?", context=tca_jax.prefill(lm, TEXT), **SHORT).text
+    assert chatted(*options, "--file=book.txt") == late
+
+
+def test_a_method_takes_a_profiles_budgets():
+    stats = {}
+    for method in (None, "tca", "full+tca", "duoattention:window=16,block_size=8"):
+        options = ["--profile=profile", "--max-new-tokens=2", "--json", *([f"--method={method}"] if method else [])]
+        record = json.loads(run("generate", "model", f"--prompt={TEXT}", *options).stdout)
+        assert record["method"] == (method or "tca").partition(":")[0]
+        stats[method] = record["stats"]
+    assert stats["tca"]["kept_share"] == stats[None]["kept_share"] < 1
+    assert stats["full+tca"]["attended_share"] == 1 > stats["tca"]["attended_share"]
+
+
+@both
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--top-p=2"], "--top-p 2.0: must be in (0, 1]"),
+        (["--min-p=-1"], "--min-p -1.0: must be in [0, 1]"),
+        (["--repetition-penalty=0"], "--repetition-penalty 0.0: must be"),
+        (["--stop="], "--stop '': must be a string that is not empty"),
+        (["--min-new-tokens=9", "--max-new-tokens=3"], "--min-new-tokens 9: must be at most --max-new-tokens 3"),
+        (["--dtype=int8"], "--dtype int8: must be float32, bfloat16 or float16"),
+        (["--backend=cuda"], "--backend 'cuda': must be one of"),
+        (["--mesh=2x"], "--mesh 2x: must be devices on 'data' x devices on 'model', such as 1x4"),
+        (["--method=nosuch"], "--method nosuch: 'nosuch' is not registered: must be one of"),
+        (["--method=tca"], "--method tca: tca needs --profile, from tca-jax calibrate"),
+        (["--method=duoattention"], "duoattention needs --profile, from tca-jax calibrate, or gates=FILE.tsv"),
+        (
+            ["--method=streaming", "--profile=profile"],
+            "--method streaming takes nothing of a profile: leave out --prof",
+        ),
+        (["--method=streaming:window=100"], "--method streaming:window=100: window = 100: must be a positive multiple"),
+        (["--system=x"], "has no chat template"),
+        (["--seed=-1"], "Invalid value for '--seed'"),
+        (["--weights=fp4"], "--weights 'fp4': must be one of"),
+        (["--kv=int8"], "--kv 'int8': must be one of ['fp8'], or None"),
+        (["--max-new-tokens=4096"], "that is 4"),
+        (["--context=nosuch"], "nosuch"),
+        (["--context=nosuch", "--system=x"], "--system"),
+    ],
+)
+def test_a_wrong_option_is_named_before_weights_are_read(command, args, message, monkeypatch):
+    monkeypatch.setattr("tca_jax.loading.load_checkpoint", lambda *args: pytest.fail("the weights were read"))
+    if any(arg.startswith("--context") for arg in args):
+        command = command[:2] + command[2:] * (command[0] == "generate")
+    assert message in error(*command, *args)
+
+
+def test_documents_that_chat_refuses(tmp_path):
+    assert error("chat", "model") == "give the document as --file, or as --context where it was saved before"
+    assert "give the document as" in error("chat", "model", "--file=book.txt", "--context=saved")
+    assert error("chat", "model", "--file=-").startswith("--file -: standard input holds the questions")
+    assert error("chat", "model", "--file=missing.txt").startswith("missing.txt: No such file")
+    assert "holds no context" in error("chat", "model", f"--context={tmp_path}")
+    (tmp_path / "long.txt").write_text("x" * 5000)
+    assert "that is 5256" in error("chat", "model", f"--file={tmp_path / 'long.txt'}")
+    write_checkpoint(tmp_path / "model", chat_template="{% for m in messages %}{{ m['role'] }}{% endfor %}")
+    assert "does not give messages as they are" in error("chat", tmp_path / "model", "--file=book.txt")
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("top_p = 2.0: must be in (0, 1]", "--top-p 2.0: must be in (0, 1]"),
+        ("TCAConfig.window = 100: must be a multiple", "--window 100: must be a multiple"),
+        ("kept goes with criterion 'worth'", "--kept goes with criterion 'worth'"),
+        ("kept_share = 2: too much", "kept_share = 2: too much"),
+        ("the window = 100", "the window = 100"),
+    ],
+)
+def test_errors_name_options(message, shown):
+    with pytest.raises(ValueError) as raised, naming_options("top_p", "window", "kept"):  # noqa: PT011
+        raise UserError(message)
+    assert str(raised.value) == shown

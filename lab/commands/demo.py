@@ -11,7 +11,7 @@ from rich.console import Console
 from tca_jax.cli.errors import naming_options
 from tca_jax.cli.files import print_json, require_writable
 from tca_jax.cli.options import JsonOption, SeedOption
-from tca_jax.cli.progress import progress
+from tca_jax.progress import progress
 
 
 def demo(

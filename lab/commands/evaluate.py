@@ -22,9 +22,9 @@ from tca_jax.cli.options import (
     SeedOption,
     WeightsOption,
 )
-from tca_jax.cli.progress import progress
 from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks.progress import counted
+from tca_jax.progress import progress
 
 if TYPE_CHECKING:
     from tca_jax.calibration.profile import Profile

@@ -11,8 +11,8 @@ from tca_jax.cli.errors import naming_options
 from tca_jax.cli.files import read_text, require_writable
 from tca_jax.cli.options import LARGEST, DtypeOption, ModelArgument, ProfileOption
 from tca_jax.cli.profiles import profile_folder
-from tca_jax.cli.progress import progress
 from tca_jax.errors import UserError
+from tca_jax.progress import progress
 
 if TYPE_CHECKING:
     from tca_jax.calibration.profile import Profile
@@ -218,7 +218,7 @@ def _draw_profile(profile: Profile, tokens: int, path: Path) -> Path:
             "Worth of reading blocks (outlined: heads that do)", profile.reading_worth, profile.readings != "sparse"
         ),
         WorthMap(
-            "Worth of keeping everything (outlined: heads that keep more than row 0)",
+            "Worth of keeping everything (outlined: heads that keep more than candidate 0)",
             profile.keeping_worth,
             profile.candidates > 0,
         ),

@@ -105,7 +105,9 @@ def _draw_worth(
 
 def _short(value: float) -> str:
     """A number in at most six characters, two digits where they fit."""
-    return f"{value:.2g}" if value >= 0.001 else f"{value:.0e}".replace("e-0", "e-")
+    if value < 0.001:
+        return f"{value:.0e}".replace("e-0", "e-")
+    return f"{value:.2g}" if value < 100 else f"{value:.0f}"
 
 
 def _frame(axes: Axes, layers: int, heads: int, title: str) -> None:

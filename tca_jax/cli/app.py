@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from tca_jax.cli.calibrate import calibrate
 from tca_jax.cli.chat import chat
-from tca_jax.cli.errors import UsageError, usage_message, users_message
+from tca_jax.cli.errors import UsageError, users_message
 from tca_jax.cli.generate import generate
 from tca_jax.cli.profiles import app as profile_app
 from tca_jax.cli.serve import serve
@@ -40,7 +40,7 @@ class _Commands(TyperGroup):
             _flush_or_abandon_stdout()
             code = 1
         except UsageError as error:
-            code = _fail(usage_message(error))
+            code = _fail(error.format_message())
         except Exception as error:
             message = users_message(error)
             if message is None or os.environ.get("TCA_JAX_TRACEBACK"):

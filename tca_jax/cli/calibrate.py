@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from tca_jax.cli.errors import naming_options
 from tca_jax.cli.files import read_text, require_writable
 from tca_jax.cli.options import DtypeOption, JsonOption, ModelArgument, WeightsOption
 from tca_jax.cli.profiles import print_profile
-from tca_jax.cli.progress import progress
 from tca_jax.errors import UserError
 from tca_jax.files import naming
 from tca_jax.methods.config import Criterion, TCAConfig
+from tca_jax.progress import progress
+
+_MOST_TEXTS = 8  # of one file
 
 
 def calibrate(
     model: ModelArgument,
-    text: Annotated[list[Path], typer.Option(help='UTF-8 text file, one sequence each; repeat it, "-" is stdin.')],
+    text: Annotated[list[Path], typer.Option(help='UTF-8 text file; may be repeated, "-" is stdin.')],
     out: Annotated[Path, typer.Option(help="Folder that the profile is saved to.")],
-    max_tokens: Annotated[int | None, typer.Option(help="Cut every text to this many tokens.", min=1)] = None,
+    max_tokens: Annotated[
+        int, typer.Option(help="Length of a text; a longer file gives up to 8, spread evenly over it.", min=1)
+    ] = 8192,
     window: Annotated[int, typer.Option(help="Local tokens that every query keeps.")] = TCAConfig.window,
     block_size: Annotated[int, typer.Option(help="Tokens in a block.")] = TCAConfig.block_size,
     probes: Annotated[
@@ -48,7 +54,7 @@ def calibrate(
         ),
     ] = None,
     read_tolerance: Annotated[
-        float, typer.Option(help="Allowed loss inside the texts, as a share of what row 0 in every head costs.")
+        float, typer.Option(help="Allowed loss inside the texts, as a share of what the smallest budget costs.")
     ] = TCAConfig.read_tolerance,
     keep_tolerance: Annotated[
         float, typer.Option(help="Share of the probes' known answers that the cache may lose.")
@@ -70,11 +76,11 @@ def calibrate(
 
     Example: [bold]tca-jax calibrate qwen2.5-7b --text book.txt --out my-profile[/]
     """
-    options: dict[str, Any] = {"window": window, "block_size": block_size, "tau": tau}
-    options |= {"read_tolerance": read_tolerance, "keep_tolerance": keep_tolerance}
-    options |= {} if criterion is None else {"criterion": criterion}
-    with naming_options(*options):
-        config = TCAConfig.paper(**options) if paper else TCAConfig(**options)
+    settings: dict[str, Any] = {"window": window, "block_size": block_size, "tau": tau}
+    settings |= {"read_tolerance": read_tolerance, "keep_tolerance": keep_tolerance}
+    settings |= {} if criterion is None else {"criterion": criterion}
+    with naming_options(*settings):
+        config = TCAConfig.paper(**settings) if paper else TCAConfig(**settings)
     require_writable(out, "--out")
     texts = [(f"--text {path}", read_text(path, "--text")) for path in text]
     chosen = _probes(probes, len(texts))
@@ -89,44 +95,41 @@ def calibrate(
         check_dtype(dtype)
         check_eight_bits(weights, None)
         require_bounds(config, probes=chosen, kept=kept, attended=attended)
-    with progress() as report, naming_options("kept", "attended"):
-        report(f"loading {model}", None, None)
-        checkpoint = open_checkpoint(model)
-        sequences = []
-        for name, words in texts:
-            ids = encode_prompt(checkpoint, words, name)
-            cut = "" if max_tokens is None or max_tokens >= len(ids) else f", cut by --max-tokens {max_tokens},"
-            sequences.append(ids[:max_tokens])
-            require_length(f"{name}{cut}", len(sequences[-1]), checkpoint, config)
-        if config.criterion == "worth":  # what is wrong is said before the weights are read
-            names = [name for name, _ in texts]
+    checkpoint = open_checkpoint(model)
+    most = min(max_tokens, checkpoint.config.max_context)
+    sequences, names = [], []
+    for name, words in texts:
+        ids = encode_prompt(checkpoint, words, name)
+        own = _spread(ids, most, 1 if isinstance(chosen, list) else _MOST_TEXTS)
+        require_length(f"{name}, cut to {most}," if len(ids) > most else name, len(own[0]), checkpoint, config)
+        sequences += own
+        names += [name] * len(own)
+    options = {"probes": chosen, "kept": kept, "attended": attended}
+    with progress(log=True) as report, naming_options("kept", "attended"):
+        if config.criterion == "worth":  # errors come before the weights are read
             probed = probed_texts(checkpoint, sequences, chosen, config, names)
             if kept is not None:
                 require_fit(kept, max(len(each.ids) for each in probed), config)
-        lm = checkpoint.load(
-            dtype=dtype, weights=weights, progress=lambda done, total: report(f"loading {model}", done, total)
-        )
-        step = f"calibrating on {len(sequences)} text{'s'[: len(sequences) > 1]}"
-        profile = run_calibration(
-            lm,
-            sequences,
-            config,
-            probes=chosen,
-            kept=kept,
-            attended=attended,
-            progress=lambda done, total: report(step, done, total),
-        )
+        loading, step = f"loading {model}", f"calibrating on {len(sequences)} text{'s'[: len(sequences) > 1]}"
+        lm = checkpoint.load(dtype=dtype, weights=weights, progress=functools.partial(report, loading))
+        profile = run_calibration(lm, sequences, config, **options, progress=functools.partial(report, step))
     with naming(out):
         profile.save(out)
     print_profile(profile, out, None, as_json)
 
 
+def _spread(ids: list[int], tokens: int, count: int) -> list[list[int]]:
+    """Up to `count` texts of `tokens` ids each, spread evenly over `ids`; each begins with the first id."""
+    if len(ids) <= tokens:
+        return [ids]
+    starts = np.linspace(0, len(ids) - tokens, max(1, min(count, len(ids) // tokens))).astype(int).tolist()
+    return [ids[:1] + ids[start + 1 : start + tokens] for start in starts]
+
+
 def _probes(option: str, num_texts: int) -> Any:
     """What `calibrate` takes for `--probes`: a kind, None for both, or the pairs of a file for each text."""
-    if option in ("facts", "copy"):
-        return option
-    if option == "both":
-        return None
+    if option in ("both", "facts", "copy"):
+        return None if option == "both" else option
     if not option.endswith(".jsonl"):
         raise UserError(f"--probes {option}: must be both, facts, copy, or a file that ends with .jsonl")
     pairs: list[list[tuple[str, str]]] = [[] for _ in range(num_texts)]
@@ -136,22 +139,22 @@ def _probes(option: str, num_texts: int) -> Any:
             pairs[text].append(pair)
     for index, of_text in enumerate(pairs):
         if not of_text:
-            raise UserError(f"--probes {option} holds no pair for text {index}: every text needs one")
+            raise UserError(f"--probes {option} has no pair for text {index}: every text needs one")
     return pairs
 
 
 def _pair(line: str, where: str, num_texts: int) -> tuple[int, tuple[str, str]]:
-    """The text that a line belongs to, and its question and answer."""
+    """The text that a line is about, and its question and answer."""
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise UserError(f"{where} is no JSON: {error}") from None
-    if not isinstance(record, dict) or not {"question", "answer"} <= set(record) <= {"question", "answer", "text"}:
+        raise UserError(f"{where} is not JSON: {error}") from None
+    record = {"text": 0} | record if num_texts == 1 and isinstance(record, dict) else record
+    if not isinstance(record, dict) or set(record) != {"question", "answer", "text"}:
         raise UserError(f'{where}: must be an object with "question", "answer" and, if there are several texts, "text"')
-    for name in ("question", "answer"):
-        if not isinstance(record[name], str) or not record[name]:
-            raise UserError(f"{where}: {name} = {record[name]!r}: must be a string that is not empty")
-    text = record.get("text", 0 if num_texts == 1 else None)
-    if isinstance(text, bool) or not isinstance(text, int) or not 0 <= text < num_texts:
-        raise UserError(f"{where}: text = {text!r}: must be an integer in [0, {num_texts - 1}], which text it is about")
-    return text, (record["question"], record["answer"])
+    text, pair = record["text"], (record["question"], record["answer"])
+    if not all(isinstance(each, str) and each for each in pair):
+        raise UserError(f"{where}: question and answer must be strings that are not empty")
+    if type(text) is not int or not 0 <= text < num_texts:
+        raise UserError(f"{where}: text = {text!r}: must be an integer in [0, {num_texts - 1}], the text's number")
+    return text, pair

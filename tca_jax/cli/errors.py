@@ -14,14 +14,6 @@ from tca_jax.errors import UserError
 
 UsageError: Any = typer.BadParameter.__base__  # typer does not export it by its name
 
-#: Options that had another name before, of whichever command has the new one.
-_RENAMED = {
-    "--area": "--attended",
-    "--bytes": "--kv-share",
-    "--length": "--lengths",
-    "--shares": "--block-shares",
-}
-
 
 def users_message(error: Exception) -> str | None:
     """What a user reads of an error, without Python's decoration; None where it is a bug, whose traceback is wanted.
@@ -37,14 +29,6 @@ def users_message(error: Exception) -> str | None:
     if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error):
         return f"out of memory: {str(error).splitlines()[0]}"
     return None
-
-
-def usage_message(error: Any) -> str:
-    """What a user reads of an option or an argument that the command line does not take."""
-    old = getattr(error, "option_name", "")
-    new = _RENAMED.get(old)
-    known = [name for parameter in error.ctx.command.params for name in parameter.opts] if error.ctx else []
-    return f"{old} is now {new}" if new in known else str(error.format_message())
 
 
 @contextlib.contextmanager

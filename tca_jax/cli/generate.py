@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,8 +22,8 @@ from tca_jax.cli.options import (
     SystemOption,
     with_options,
 )
-from tca_jax.cli.progress import progress
 from tca_jax.errors import UserError
+from tca_jax.progress import progress
 
 if TYPE_CHECKING:
     from tca_jax.engine.contexts import Context
@@ -98,8 +98,11 @@ def generate(
             return
         _print_answers([_heading(*text) for text in texts], out)
     else:
-        out = _print_stream(lm, prompts[0], options)
-    print(describe(out.stats), file=sys.stderr)
+        import tca_jax
+
+        out = print_stream(tca_jax.stream(lm, prompts[0], **options), "compiling, and reading the prompt")
+        assert out is not None
+    print(describe(out.stats) + cut_note(out), file=sys.stderr)
 
 
 def _read_prompts(prompts: Sequence[str], files: Sequence[Path]) -> list[tuple[str, str]]:
@@ -134,23 +137,35 @@ def _answer(lm: LM, prompts: list[list[int]], options: Mapping[str, Any]) -> Out
         return tca_jax.generate(lm, prompts, **options)
 
 
-def _print_stream(lm: LM, prompt: list[int], options: Mapping[str, Any]) -> Output:
-    """Prints the answer to one prompt piece by piece."""
-    import tca_jax
-
+def print_stream(
+    stream: Generator[str, None, Output], step: str, interrupted: Callable[[], bool] = lambda: False
+) -> Output | None:
+    """Prints the pieces of an answer up to its end or an interruption, for which it returns None."""
     ended: list[Output] = []
 
     def pieces() -> Iterator[str]:
-        ended.append((yield from tca_jax.stream(lm, prompt, **options)))
+        ended.append((yield from stream))
 
-    stream = pieces()
+    answer = pieces()
     with progress() as report:
-        report("compiling, and reading the prompt", None, None)
-        first = next(stream, "")
-    for piece in itertools.chain([first], stream):
+        report(step, None, None)
+        first = next(answer, "")
+    for piece in itertools.chain([first], answer):
+        if interrupted():
+            stream.close()
+            break
         print(piece, end="", flush=True)
-    print()
-    return ended[0]
+    print(flush=True)
+    return ended[0] if ended else None
+
+
+def cut_note(out: Output) -> str:
+    """A line about answers that ended at `max_new_tokens`; "" without any."""
+    cut = [len(tokens) for tokens, reason in zip(out.tokens, out.finish_reasons, strict=True) if reason == "length"]
+    if not cut:
+        return ""
+    subject = "the answer is" if len(out.tokens) == 1 else f"{len(cut)} of {len(out.tokens)} answers are"
+    return f"\n{subject} cut at {max(cut)} tokens: --max-new-tokens sets the limit"
 
 
 def _heading(name: str, text: str) -> str:
@@ -203,5 +218,5 @@ def describe(stats: Stats) -> str:
     return (
         f"{read} tokens read{behind}, {made} new; {', '.join(times)}\n"
         f"KV cache {held} MB, {full} MB under full attention; it holds {stats.kept_share:.1%} of the tokens\n"
-        f"while reading, {stats.attended_share:.1%} of all pairs of a token and one before it were attended to"
+        f"prefill attended to {stats.attended_share:.1%} of causal pairs"
     )

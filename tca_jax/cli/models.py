@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tca_jax.cli.errors import naming_options
 from tca_jax.cli.options import ModelOptions
-from tca_jax.cli.progress import progress
 from tca_jax.errors import UserError
+from tca_jax.progress import progress
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -69,7 +70,7 @@ def opened(name: str, options: ModelOptions, *, rows: int = 1) -> Iterator[tuple
                 weights=options.weights,
                 kv=options.kv,
                 mesh=mesh,
-                progress=lambda done, total: report(f"loading {name}", done, total),
+                progress=functools.partial(report, f"loading {name}"),
             )
             return lm if method is None else lm.with_method(method)
 

@@ -19,7 +19,7 @@ from tca_jax.cli.options import LARGEST, JsonOption
 if TYPE_CHECKING:
     from tca_jax.calibration.profile import Profile
 
-_HEADS_IN_A_ROW = 8  # as many fit into 80 columns
+_TABLE_HEADS = 8  # fit into 80 columns
 _NAMED_HEADS = 5  # of the highest worth
 _LOSSES = {"inside": "inside the texts", "answers": "of the probes' answers", "following": "of what follows a text"}
 
@@ -53,7 +53,7 @@ def show(
 
 
 def profile_folder(directory: str) -> Path:
-    """The folder of that name, which nothing of ours hides, or the profile beside a shipped model."""
+    """The folder of that name if it exists, or the profile of a shipped model."""
     from tca_jax.loading import SHIPPED, shipped_profile
 
     name = directory.lower()
@@ -63,24 +63,22 @@ def profile_folder(directory: str) -> Path:
 
 
 def print_profile(profile: Profile, folder: Path, tokens: int | None, as_json: bool) -> None:
-    """Table or JSON of a profile; shares are for the longest calibration text where `tokens` is None."""
-    tokens = tokens or max((source["tokens"] for source in profile.sources), default=131072)
-    if as_json:
-        print_json(_record(profile, folder, tokens))
-        return
-    dense = profile.config.num_candidates
-    print(f"{profile.model_name}: share of tokens / candidate of each KV head at {tokens:,} tokens")
-    print(f"Candidates: 0 is the sparsest, {dense} is dense and keeps every token")
+    """Prints tables or JSON of a profile; shares are for the longest calibration text where `tokens` is None."""
+    lengths = [source["tokens"] for source in profile.sources]
+    tokens = tokens or max(lengths, default=131072)
     kept, prefill = profile.kept_share(tokens), profile.prefill_kept_share(tokens)
-    print("Kept in the cache, for the tokens behind a prompt:")
+    if as_json:
+        print_json(_record(profile, folder, tokens, kept, prefill))
+        return
+    print(f"{profile.model_name}: share of tokens / candidate of each KV head at {tokens:,} tokens")
+    print(f"Candidates: 0 is the sparsest, {profile.config.num_candidates} is dense and keeps every token")
+    print("Kept in the cache, for the tokens that follow a prompt:")
     _print_tables(profile.candidates.astype(str), kept)
     if not np.array_equal(kept, prefill):
-        # Heads that select no tokens for the prompt's queries have a reading in place of a candidate.
-        print("Attended to while a prompt is read (b: reads blocks, d: reads dense):")
+        print("Attended to in prefill (b: reads blocks, d: reads dense):")
         candidates, initials = profile.prefill_candidates.astype(str), profile.readings.astype("U1")
         _print_tables(np.where(profile.readings == "sparse", candidates, initials), prefill)
-    lengths = [source["tokens"] for source in profile.sources]
-    print(f"Mean kept share: {kept.mean():.1%} in the cache, {prefill.mean():.1%} while a prompt is read")
+    print(f"Mean kept share: {kept.mean():.1%} in the cache, {prefill.mean():.1%} in prefill")
     print(f"Calibrated on {of_texts(lengths)}" if lengths else "Not calibrated on any text")
     for line in (*_readings(profile), *_losses(profile), *_worths(profile), *_probes(profile)):
         print(line)
@@ -89,15 +87,14 @@ def print_profile(profile: Profile, folder: Path, tokens: int | None, as_json: b
 
 
 def of_texts(lengths: list[int]) -> str:
-    """How many texts, and how long they are."""
+    """Number and lengths of texts."""
     least, most = min(lengths), max(lengths)
     tokens = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-    return f"{len(lengths)} {'text' if len(lengths) == 1 else 'texts'} of {tokens} tokens"
+    return f"{len(lengths)} text{'s'[: len(lengths) > 1]} of {tokens} tokens"
 
 
-def _record(profile: Profile, folder: Path, tokens: int) -> dict[str, Any]:
-    """What the table shows, as JSON values."""
-    shares, prefill = profile.kept_share(tokens), profile.prefill_kept_share(tokens)
+def _record(profile: Profile, folder: Path, tokens: int, kept: np.ndarray, prefill: np.ndarray) -> dict[str, Any]:
+    """The tables as JSON values."""
     return {
         "directory": str(folder),
         "model": profile.model_name,
@@ -106,8 +103,8 @@ def _record(profile: Profile, folder: Path, tokens: int) -> dict[str, Any]:
         "tokens": tokens,
         "candidates": profile.candidates.tolist(),
         "dense_candidate": profile.config.num_candidates,
-        "kept_share": shares.tolist(),
-        "mean_kept_share": float(shares.mean()),
+        "kept_share": kept.tolist(),
+        "mean_kept_share": float(kept.mean()),
         "prefill_candidates": profile.prefill_candidates.tolist(),
         "prefill_kept_share": prefill.tolist(),
         "mean_prefill_kept_share": float(prefill.mean()),
@@ -126,12 +123,12 @@ def _numbers(worth: np.ndarray) -> list[list[float | None]]:
 
 
 def _readings(profile: Profile) -> list[str]:
-    """Which heads read otherwise than sparse, a line for each reading."""
+    """Heads of each reading other than sparse."""
     lines = []
-    for reading, words in (("blocks", "read blocks"), ("dense", "read dense")):
+    for reading in ("blocks", "dense"):
         heads = list(map(tuple, np.argwhere(profile.readings == reading).tolist()))
         if heads:
-            lines.append(f"Heads that {words}: {len(heads)} of {profile.readings.size} ({_named(heads)})")
+            lines.append(f"Heads that read {reading}: {len(heads)} of {profile.readings.size} ({_named(heads)})")
     return lines
 
 
@@ -146,12 +143,12 @@ def _losses(profile: Profile) -> list[str]:
         if (losses := profile.losses.get(name)) is not None:
             full, row0, chosen = (f"{losses[end]:.4f}" for end in ("full", "row0", "chosen"))
             back = "" if (share := _won_back(losses)) is None else f", {share:.0%} of the gap won back"
-            lines.append(f"Loss {words}: {full} full attention, {row0} row 0, {chosen} chosen{back}")
+            lines.append(f"Loss {words}: {full} full attention, {row0} candidate 0, {chosen} chosen{back}")
     return lines
 
 
 def _won_back(losses: Mapping[str, float]) -> float | None:
-    """Share of row 0's loss over full attention's that the choice does not have; None where row 0 costs nothing."""
+    """Share of candidate 0's excess loss that the choice avoids; None if there is no excess."""
     gap = losses["row0"] - losses["full"]
     return (losses["row0"] - losses["chosen"]) / gap if gap > 0 else None
 
@@ -161,44 +158,42 @@ def _worths(profile: Profile) -> list[str]:
     lines = []
     for worth, words in ((profile.reading_worth, "reading blocks"), (profile.keeping_worth, "keeping everything")):
         best = np.argsort(-worth, axis=None, kind="stable")[:_NAMED_HEADS]
-        heads = np.transpose(np.unravel_index(best, worth.shape)).tolist()
-        named = ", ".join(f"{worth[at]:.2g} ({_named([at])})" for at in map(tuple, heads) if worth[at] > 0)
-        if named:
+        heads = map(tuple, np.transpose(np.unravel_index(best, worth.shape)).tolist())
+        if named := ", ".join(f"{nats(float(worth[head]))} ({_named([head])})" for head in heads if worth[head] > 0):
             lines.append(f"Highest worth of {words}, in nats: {named}")
     return lines
 
 
+def nats(value: float) -> str:
+    """A worth in two digits, without an exponent where it is 100 or more."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
+
+
 def _probes(profile: Profile) -> list[str]:
-    """Answers of the probes that count, and the kinds of probes that say nothing of the model."""
-    if (probes := profile.probes) is None:
+    """Counted answers by kind of probe, and the bounds."""
+    if (probes := profile.probes) is None or not probes["counted"]:
         return ["Probes: none"]
-    lines = [f"Probes, {kind}: {_said(count)}" for kind, count in probes["counted"].items()] or ["Probes: none"]
+    lines = [f"Probes, {kind}: {_informative(count)}" for kind, count in probes["counted"].items()]
     bounds = [f"{name} at most {probes[name]:.1%}" for name in ("kept", "attended") if probes[name] is not None]
     return lines + ([f"Bounds: {', '.join(bounds)}"] if bounds else [])
 
 
-def _said(count: int) -> str:
+def _informative(count: int) -> str:
     if not count:
-        return "say nothing of this model: of too few answers row 0 loses what full attention knows"
-    return f"{count:,} answer{'s'[: count > 1]} that full attention knows and row 0 loses"
+        return "not informative: the smallest budget loses fewer than 5 of the answers that full attention knows"
+    return f"the smallest budget loses {count:,} answer{'s'[: count > 1]} that full attention knows"
 
 
 def _print_tables(candidates: np.ndarray, shares: np.ndarray) -> None:
-    """Shares, and candidates or readings, of all heads, a few heads side by side."""
+    """Prints shares and candidates or readings: layers down, up to 8 KV heads across, and the mean of a layer."""
     console = Console()
-    for first in range(0, shares.shape[1], _HEADS_IN_A_ROW):
-        console.print(_table(candidates, shares, first))
-
-
-def _table(candidates: np.ndarray, shares: np.ndarray, first: int) -> Table:
-    """Layers down, up to 8 KV heads across, and the mean over all heads of a layer."""
-    table = Table(box=box.SIMPLE_HEAD, padding=0)
-    table.add_column("layer", justify="right")
-    heads = range(first, min(first + _HEADS_IN_A_ROW, shares.shape[1]))
-    for head in heads:
-        table.add_column(f"head {head}", justify="right")
-    table.add_column("mean", justify="right", style="bold")
-    for layer, row in enumerate(shares):
-        cells = [f"{row[head]:.0%}/{candidates[layer, head]}" for head in heads]
-        table.add_row(str(layer), *cells, f"{row.mean():.0%}")
-    return table
+    for first in range(0, shares.shape[1], _TABLE_HEADS):
+        heads = range(first, min(first + _TABLE_HEADS, shares.shape[1]))
+        table = Table(box=box.SIMPLE_HEAD, padding=0)
+        for name in ("layer", *(f"head {head}" for head in heads)):
+            table.add_column(name, justify="right")
+        table.add_column("mean", justify="right", style="bold")
+        for layer, row in enumerate(shares):
+            cells = [f"{row[head]:.0%}/{candidates[layer, head]}" for head in heads]
+            table.add_row(str(layer), *cells, f"{row.mean():.0%}")
+        console.print(table)

@@ -316,7 +316,7 @@ class Request:
         """Compiles what `start` and `advance` would run, and runs nothing; a context's caches may be shapes."""
         state = self._started(results_of(self._prepare_start()[0]))
         if self.max_new_tokens > 1:
-            self._prepare_step(state, jnp.int32(self.max_new_tokens))
+            self.prepare_step(state)
 
     def _started(self, results: Any) -> DecodingState:
         """The state of what the first program returned; notes the cache that answers share."""
@@ -359,18 +359,19 @@ class Request:
     def advance(self, state: DecodingState, steps: int) -> DecodingState:
         """Up to `steps` more tokens per row."""
         limit = jnp.int32(min(self.steps(state) + steps, self.max_new_tokens))
-        if self._step is None:
-            self._step = self._prepare_step(state, limit)
+        step = self.prepare_step(state)
         start = time.perf_counter()
-        state = jax.block_until_ready(self._step(self._program_lm, state, self.shared, limit, self.sampling))
+        state = jax.block_until_ready(step(self._program_lm, state, self.shared, limit, self.sampling))
         self.decode_seconds += time.perf_counter() - start
         return self._end_at_stop_strings(state)
 
-    def _prepare_step(self, state: DecodingState, limit: Any) -> Callable[..., DecodingState]:
-        args = (self._program_lm, state, self.shared, limit, self.sampling)
-        program, seconds = _decode.prepare(*args, backend=self.backend)
-        self.compile_seconds += seconds
-        return program
+    def prepare_step(self, state: DecodingState) -> Callable[..., DecodingState]:
+        """The program of decoding steps, compiled at the first call."""
+        if self._step is None:
+            args = (self._program_lm, state, self.shared, jnp.int32(self.max_new_tokens), self.sampling)
+            self._step, seconds = _decode.prepare(*args, backend=self.backend)
+            self.compile_seconds += seconds
+        return self._step
 
     def _end_at_stop_strings(self, state: DecodingState) -> DecodingState:
         if not self.stop or self.steps(state) < self.min_new_tokens:  # text need not be made of tokens that end nothing

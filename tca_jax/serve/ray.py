@@ -14,7 +14,7 @@ from ray import serve
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tca_jax.cli.errors import UsageError, usage_message
+from tca_jax.cli.errors import UsageError
 from tca_jax.cli.options import ModelArgument, ModelOptions, launched_in_order, with_options
 from tca_jax.cli.serve import ServingOptions
 from tca_jax.engine.mesh import parse_mesh_shape
@@ -76,7 +76,7 @@ def _parsed(args: Mapping[str, Any]) -> Options:
     try:
         return typer.main.get_command(command).main([*line, "--", model], standalone_mode=False)
     except UsageError as error:
-        raise UserError(usage_message(error)) from None
+        raise UserError(error.format_message()) from None
 
 
 @serve.ingress()

@@ -68,7 +68,9 @@ def profile(lm, text, pairs) -> tca_jax.Profile:
 @pytest.fixture(scope="module")
 def silent(lm, text) -> tca_jax.Profile:
     """Of copies, which are uninformative for a random model."""
-    message = r"no probe is informative for 'tiny': fewer than five answers to copy are known .*, so heads that read bl"
+    message = (
+        r"no probe is informative for 'tiny': of \d+ answers \(copy\) .* loses \d+ \(5 needed\), so heads that read bl"
+    )
     with pytest.warns(UserWarning, match=message) as caught:
         found = unchecked(calibrate)(lm, text, CONFIG, probes="copy")
     line = inspect.currentframe().f_lineno - 1

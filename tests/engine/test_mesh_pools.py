@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hlo import operations
@@ -119,7 +118,7 @@ def test_no_program_over_a_context_copies_the_pool(shared):
     )
     program, _ = asked._prepare_start()
     state = asked._started(request.results_of(program))
-    step = asked._prepare_step(state, jnp.int32(9))
+    step = asked.prepare_step(state)
     shape = shared.cache.k.shape[2:]
     for executable in (program, step):
         text = executable._executable.as_text()
