@@ -1,25 +1,19 @@
-"""Calibrates every model of the zoo by the same call, with the defaults, and measures what that costs and loses.
+"""Calibrates every model of the zoo by the same call, and measures losses and answers.
 
-    python examples/evaluate_zoo.py zoo --jobs 7                       # one GPU: zoo/<name>.json of every model
-    python examples/evaluate_zoo.py zoo --part draws --jobs 7          # what is kept, by draws of texts
-    python examples/evaluate_zoo.py zoo --part estimates --jobs 7      # how the blocks of a tile are estimated
-    python examples/evaluate_zoo.py zoo --part curves --jobs 14        # TCA at several tolerances, and other methods
-    python examples/evaluate_zoo.py zoo --part table                   # lab/results/zoo.{json,md} from these
+    python examples/evaluate_zoo.py zoo --jobs 7     # one GPU: zoo/NAME.json of every model, zoo/zoo.json and zoo.md
 
-Calibration sees the first half of the held-out text; losses are measured on the second, questions are about documents
-of all of it. Nothing is tuned on any model.
+Calibration sees the first half of the held-out text, losses are of the second half, questions are about documents of
+all of it. Nothing is tuned on any model. An interrupted run continues.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import itertools
 import json
 import multiprocessing
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -30,253 +24,219 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several model
 import jax
 import numpy as np
 import typer
-from zoo_curves import all_curves, curves
-from zoo_measures import (
-    SMOKE,
-    Plan,
-    answers,
-    calibrated_profile,
-    document_size,
-    documents_by_task,
-    documents_with_pairs,
-    losses,
-    passages,
-    window_of,
-)
-from zoo_tables import write_tables
-from zoo_tasks import MIXTURES
+from recall_data import BOS
+from zoo_tasks import MIXTURES, draw_documents
 
 import tca_jax
 from tca_jax import TCAConfig
 from tca_jax.calibration.profile import Profile
-from tca_jax.calibration.text_losses import TextLosses
-from tca_jax.calibration.worth import choose_reading
-from tca_jax.lab.rivals.xattention import antidiagonal_mass
+from tca_jax.engine.score import score_answers
+from tca_jax.lab.recall import PROTOCOLS, Document
+from tca_jax.lab.recall.corpus import corpus
+from tca_jax.lab.recall.evaluation import ask
+from tca_jax.lab.recall.protocols import chat_answer, chat_document, chat_question
 from tca_jax.loading import shipped_profile
-from tca_jax.methods import fetching
+
+FOLLOWING = 256  # tokens after a prompt
+_BATCH = 80  # questions in a call
+_LABELS = {"full": "full attention", "default": "default probes", "pairs": "pairs as probes"}
 
 
-def evaluate(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> None:
-    """Losses and answers of one model, written to `out` as they come; what it holds is not measured again."""
-    lm, found = _begun(folder, dtype)
-    if out.exists():
-        found = json.loads(out.read_text())
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Sizes of the measurements."""
 
-    def save() -> None:
-        out.write_text(json.dumps(found, indent=1) + "\n")
+    lengths: tuple[int, ...] = (8192, 16384)  # tokens of a prompt, and of a calibration text
+    calibrated: int = 2**17  # tokens of all calibration texts of a length
+    passages: int = 32  # texts with measured losses
+    questions: int = 100  # of each task under each protocol
+    keep_tolerance: float = TCAConfig.keep_tolerance
 
+    def config(self, tokens: int) -> TCAConfig:
+        return TCAConfig(window=max(256, tokens // 16), keep_tolerance=self.keep_tolerance)
+
+    def texts(self, tokens: int) -> int:
+        return max(1, self.calibrated // tokens)
+
+
+SMOKE = Plan(lengths=(2560,), calibrated=2560, passages=1, questions=1)
+
+
+def passages(seed: int, count: int, tokens: int, half: int) -> list[list[int]]:
+    """Passages of one half of the held-out text, as token ids."""
+    text = np.frombuffer(corpus("held-out"), np.uint8)
+    part = text[half * len(text) // 2 : (half + 1) * len(text) // 2]
+    starts = np.random.default_rng((seed, half, tokens)).integers(len(part) - tokens, size=count)
+    return [[BOS, *part[start : start + tokens - 1].tolist()] for start in starts]
+
+
+def documents_with_pairs(lm: tca_jax.LM, name: str, count: int, tokens: int, seed: int) -> tuple[list[Any], list[Any]]:
+    """Documents as chats, and all questions about each with their answers: a user's own probes."""
+    tasks = sorted(set(MIXTURES[name]))
+
+    def ids(part: str, *, begins: bool = False) -> list[int]:
+        return lm.tokenizer(part, add_special_tokens=begins)["input_ids"]
+
+    texts, pairs = [], []
+    for number in range(count):
+        (document,) = draw_documents((seed, 7, number), 1, tokens, name, tasks[number % len(tasks)])
+        texts.append(ids(chat_document(document.text), begins=True))
+        answers = [f"{chat_answer(question, number)}<|eos|>" for question in document.questions]
+        asked = [chat_question(question) for question in document.questions]
+        pairs.append([(ids(question), ids(answer)) for question, answer in zip(asked, answers, strict=True)])
+    return texts, pairs
+
+
+def losses(lm: tca_jax.LM, texts: Sequence[list[int]], window: int) -> dict[str, float]:
+    """Loss inside prompts, of the tokens that follow them, and the attended share."""
+    first = window + TCAConfig.block_size
+    inside, shares, after = [], [], []
+    for ids in texts:
+        scores = tca_jax.score(lm, [ids[:-FOLLOWING]])
+        inside.append(-scores.logprobs[0][first:].mean())
+        shares.append(scores.attended_share[0])
+        after.append(-score_answers(lm, [ids[:-FOLLOWING]], [[ids[-FOLLOWING:]]]).logprobs[0][0].mean())
+    found = {"inside": inside, "following": after, "attended_share": shares}
+    return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+def answers(lm: tca_jax.LM, documents: dict[str, list[Document]]) -> dict[str, Any]:
+    """Share of right answers by protocol and task, and the share of full attention's KV bytes."""
+    right: dict[str, dict[str, float]] = {}
+    tasks = [(task, document) for task, of_task in documents.items() for document in of_task]
+    for protocol in PROTOCOLS:
+        found = ask(lm, [document for _, document in tasks], protocol, batch=_BATCH)
+        of_task: dict[str, list[bool]] = {}
+        for (task, _), is_right in zip(tasks, found.right, strict=True):
+            of_task.setdefault(task, []).append(is_right)
+        right[protocol] = {task: float(np.mean(each)) for task, each in of_task.items()}
+    return {"right": right, "kv_share": float(found.kv_cache_share)}
+
+
+def evaluate(folder: Path, out: Path, plan: Plan) -> None:
+    """Losses and answers of one model, written to `out` one by one."""
+    lm, name = tca_jax.load(folder), folder.name
+    found = {"model": name, "device": jax.devices()[0].device_kind, "lengths": {}}
+    found = json.loads(out.read_text()) if out.exists() else found
     for tokens in plan.lengths:
-        record = found["lengths"].setdefault(str(tokens), {"window": window_of(tokens)})
-        _evaluate_at(lm, folder.name, out.parent, plan, tokens, record, save)
-
-
-def draws(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> None:
-    """What the cache keeps, by draws of calibration texts of the first length; those in `out` are not made again."""
-    lm, found = _begun(folder, dtype)
-    tokens, *_ = plan.lengths
-    if out.exists():
-        found = json.loads(out.read_text())
-    kept = found["lengths"].get(str(tokens), {}).get("draws", [])
-    for seed in range(len(kept), plan.draws):
-        profile = calibrated_profile(lm, plan, plan.config(tokens), tokens, seed)
-        kept.append(float(profile.kept_share(tokens).mean()))
-        found["lengths"][str(tokens)] = {"draws": kept}
-        out.write_text(json.dumps(found, indent=1) + "\n")
-
-
-def _begun(folder: Path, dtype: str | None) -> tuple[tca_jax.LM, dict[str, Any]]:
-    """A model, and the record of what is measured of it."""
-    lm = tca_jax.load(folder, dtype=dtype)
-    return lm, {"model": folder.name, "device": jax.devices()[0].device_kind, "lengths": {}}
-
-
-def _evaluate_at(
-    lm: tca_jax.LM,
-    name: str,
-    folder: Path,
-    plan: Plan,
-    tokens: int,
-    record: dict[str, Any],
-    save: Callable[[], None],
-) -> None:
-    """Losses and answers at one length, into `record`."""
-    config, texts = plan.config(tokens), passages(0, plan.passages, tokens, 1)
-    documents = documents_by_task(lm, name, plan, tokens) if plan.questions else {}
-
-    def note(label: str, make: Callable[[], Profile | None], *, asks: bool = True) -> None:
-        if label in record:
-            return
-        profile, seconds = _timed(make)
-        under, start = lm.with_profile(profile), time.monotonic()
-        measured = record[label] = {"seconds": seconds, **losses(under, texts, config.window)}
-        if profile is not None:
-            measured |= _described(profile, tokens)
-            profile.save(folder / f"{name}-{label}-{tokens}")
-        if documents and asks:
-            measured |= answers(under, documents)
-        save()
-        print(f"{name} {tokens} {label}: {time.monotonic() - start:.0f} s {json.dumps(measured)[:400]}", flush=True)
-
-    none = Profile.uniform(config, lm.config.num_layers, lm.config.num_kv_heads, 0)
-    own_texts, pairs = documents_with_pairs(lm, name, plan.texts(tokens), document_size(lm, tokens), 0)
-    note("full", lambda: None)
-    note("row0", lambda: none, asks=False)
-    note("pairs", lambda: tca_jax.calibrate(lm, own_texts, config, probes=pairs))
-    note("default", lambda: calibrated_profile(lm, plan, config, tokens, 0))
-
-
-def _timed(make: Callable[[], Profile | None]) -> tuple[Profile | None, float]:
-    start = time.monotonic()
-    return make(), time.monotonic() - start
-
-
-def _described(profile: Profile, tokens: int) -> dict[str, Any]:
-    """What a profile chose, and by what."""
-    heads = profile.readings.size
-    return {
-        "heads": heads,
-        "fetching": np.argwhere(profile.readings != "sparse").tolist(),
-        "denser": [[*map(int, head), int(profile.candidates[tuple(head)])] for head in np.argwhere(profile.candidates)],
-        "kept_share": float(profile.kept_share(tokens).mean()),
-        "losses": {each: dict(of_each) for each, of_each in profile.losses.items()},
-        "counted": None if profile.probes is None else profile.probes["counted"],
-    }
-
-
-# --- how blocks are estimated ---
-
-#: How many blocks a tile fetches, and which of its queries estimate them: every so many, or sums over antidiagonals.
-ESTIMATES: tuple[dict[str, int], ...] = (
-    *({"fetch": fetch} for fetch in (4, 8, 16, 32)),
-    *({"fetch_stride": stride} for stride in (4, 8, 32)),
-    *({"antidiagonals": stride} for stride in (8, 16)),
-)
-
-
-def estimates(folder: Path, out: Path, plan: Plan, dtype: str | None = None) -> None:
-    """What calibration finds to read blocks, what that costs, and the loss inside held-out text, by `ESTIMATES`."""
-    lm, rows = tca_jax.load(folder, dtype=dtype), list[dict[str, Any]]()
-    for tokens, options in itertools.product(plan.lengths, ESTIMATES):
-        rows.append({"tokens": tokens, **options, **_estimated(lm, plan, tokens, **options)})
-        out.write_text(json.dumps({"model": folder.name, "rows": rows}, indent=1) + "\n")
-        print(folder.name, rows[-1], flush=True)
-
-
-def _estimated(
-    lm: tca_jax.LM, plan: Plan, tokens: int, antidiagonals: int | None = None, **options: int
-) -> dict[str, Any]:
-    """The first search on calibration texts, and the losses inside others."""
-    config = TCAConfig(window=window_of(tokens), **options)
-    with _antidiagonals(antidiagonals) if antidiagonals else contextlib.nullcontext():
-        found = choose_reading(lm, passages(0, plan.texts(tokens), tokens, 0), config, attended=None, step=lambda: None)
-        other = TextLosses(lm, passages(0, plan.passages, tokens, 1), config, lambda: None)
-        of_heads = {"row0": np.zeros_like(found.found.more), "chosen": found.found.more}
-        losses = {name: _mean(other.of(heads)) for name, heads in of_heads.items()}
-        shares = {name: _share(other, heads) for name, heads in of_heads.items()}
-        return {
-            "heads": np.argwhere(found.found.more).tolist(),
-            "calibrated": dataclasses.asdict(found.losses),
-            "losses": {"full": _mean(other.full()), **losses},
-            "attended": shares,
+        record = found["lengths"].setdefault(str(tokens), {})
+        config, texts = plan.config(tokens), passages(0, plan.passages, tokens, 1)
+        size = min(tokens - 256, lm.config.max_context - 768)  # with room for a question and its answer
+        documents = {
+            task: draw_documents((11, tokens), plan.questions, size, name, task) for task in sorted(set(MIXTURES[name]))
         }
+        own_texts, pairs = documents_with_pairs(lm, name, plan.texts(tokens), size, 0)
+        calibrated = passages(0, plan.texts(tokens), tokens, 0)
+        sparsest = Profile.uniform(config, lm.config.num_layers, lm.config.num_kv_heads, 0)
+        makers: dict[str, Callable[[], Profile | None]] = {
+            "full": lambda: None,
+            "row0": lambda sparsest=sparsest: sparsest,
+            "pairs": lambda texts=own_texts, p=pairs, c=config: tca_jax.calibrate(lm, texts, c, probes=p),
+            "default": lambda texts=calibrated, c=config: tca_jax.calibrate(lm, texts, c),
+        }
+        for label in [label for label in makers if label not in record]:
+            start = time.monotonic()
+            with warnings.catch_warnings(action="ignore"):  # probes may not be informative
+                profile = makers[label]()
+            record[label] = {"seconds": time.monotonic() - start}
+            under = lm.with_profile(profile)
+            record[label] |= losses(under, texts, config.window)
+            if profile is not None:
+                profile.save(out.parent / f"{name}-{label}-{tokens}")
+                record[label] |= {
+                    "heads": profile.readings.size,
+                    "fetching": np.argwhere(profile.readings != "sparse").tolist(),
+                    "denser": np.argwhere(profile.candidates).tolist(),
+                    "kept_share": float(profile.kept_share(tokens).mean()),
+                    "counted": None if profile.probes is None else profile.probes["counted"],
+                }
+            if label != "row0":
+                record[label] |= answers(under, documents)
+            out.write_text(json.dumps(found, indent=1) + "\n")
+            print(f"{name} {tokens} {label}", flush=True)
 
 
-def _mean(losses: Sequence[np.ndarray]) -> float:
-    return float(np.mean([of_text.mean() for of_text in losses]))
+def page(models: dict[str, dict[str, Any]]) -> str:
+    """Tables of all models."""
+    rows: tuple[list[str], ...] = ([], [], [])
+    for name, tokens, each in _lengths(models):
+        full, row0, chosen = (each[label]["inside"] for label in ("full", "row0", "default"))
+        won = (row0 - chosen) / max(row0 - full, 1e-9)
+        heads = f"{len(each['default']['fetching'])} of {each['default']['heads']}"
+        shares = [f"{each[label]['attended_share']:.1%}" for label in ("row0", "default")]
+        over = [_over(row0, full), _over(chosen, full), f"{won:.0%}"]
+        rows[0].append(_line([name, tokens, f"{full:.4f}", *over, heads, *shares]))
+        for label, one in ((label, each[label]) for label in _LABELS if label in each):
+            if label != "full":
+                counted = ", ".join(f"{kind} {count}" for kind, count in (one["counted"] or {}).items())
+                following = _over(one["following"], each["full"]["following"])
+                cells = [f"{len(one['denser'])} of {one['heads']}", f"{one['kv_share']:.1%}", following, counted]
+                rows[1].append(_line([name, tokens, _LABELS[label], *cells, f"{one['seconds']:.0f}"]))
+            right, exact = one["right"], each["full"]["right"]
+            means = [f"{np.mean(list(right[protocol].values())):.1%}" for protocol in right]
+            least, task = min((right[p][t] - exact[p][t], f"{p} {t}") for p in right for t in right[p])
+            worst = "" if label == "full" else f"{100 * least:+.0f} ({task})"
+            rows[2].append(_line([name, tokens, _LABELS[label], f"{one['kv_share']:.1%}", *means, worst]))
+    titles = (
+        "Loss inside the prompt (nats per token; over full attention's)",
+        f"Cache, and the {FOLLOWING} tokens that follow",
+        "Right answers, mean over tasks; the worst task's difference from full attention in points",
+    )
+    heads = (
+        "model|tokens|full|row 0|chosen|won back|fetching heads|attended: row 0|chosen",
+        "model|tokens|probes|denser heads|KV bytes|following|counted answers|seconds",
+        "model|tokens|method|KV bytes|prefix|preamble|late|worst task",
+    )
+    lines = []
+    for title, head, body in zip(titles, heads, rows, strict=True):
+        names = head.split("|")
+        lines += ["", f"## {title}", "", _line(names), _line(["---"] * len(names)), *body]
+    return "\n".join(lines).strip() + "\n"
 
 
-def _share(losses: TextLosses, heads: np.ndarray) -> float:
-    """Attended share where these heads read blocks."""
-    assert losses.shares is not None
-    return float(np.where(heads, losses.shares[..., 1], losses.shares[..., 0]).mean())
+def _lengths(models: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for name, record in models.items():
+        for tokens, each in record["lengths"].items():
+            if {"full", "row0", "default"} <= set(each):
+                yield name, f"{int(tokens):,}", each
 
 
-@contextlib.contextmanager
-def _antidiagonals(stride: int) -> Iterator[None]:
-    """Blocks are estimated by sums over antidiagonals, as XAttention does."""
-    own = fetching.block_mass
-
-    def estimate(q: Any, k: Any, lengths: Any, *, block_size: int, **_: Any) -> Any:
-        group = q.shape[2] // k.shape[2]
-        by_head = [
-            antidiagonal_mass(
-                q[:, :, head * group : (head + 1) * group], k[:, :, head], lengths, stride=stride, block_size=block_size
-            ).sum(axis=1)
-            for head in range(k.shape[2])
-        ]
-        return jax.numpy.stack(by_head, axis=1)
-
-    fetching.block_mass = estimate
-    jax.clear_caches()
-    try:
-        yield
-    finally:
-        fetching.block_mass = own
-        jax.clear_caches()
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
-# --- command ---
+def _over(value: float, full: float) -> str:
+    return f"{value / full - 1:+.2%}"
 
-app = typer.Typer(pretty_exceptions_enable=False)
 
-
-@app.command()
 def main(
-    zoo: Annotated[Path, typer.Argument(help="Folder that train_zoo.py wrote.")],
-    part: Annotated[str, typer.Option(help="answers, draws, curves, estimates or table.")] = "answers",
+    zoo: Annotated[Path, typer.Argument(help="Folder of train_recall_model.py --zoo; gets the results.")],
     only: Annotated[list[str] | None, typer.Option(help="Models; all by default.")] = None,
-    jobs: Annotated[
-        int, typer.Option(min=1, help="Models, or curves of them, at the same time, shared out over the GPUs.")
-    ] = 1,
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs that they are shared out over.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results; the zoo's by default.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="What models compute in.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Models at the same time.")] = 1,
     tokens: Annotated[list[int] | None, typer.Option(help="Lengths; 8,192 and 16,384 by default.")] = None,
-    calibrated: Annotated[int, typer.Option(help="Tokens of all calibration texts of a length.")] = Plan.calibrated,
-    texts: Annotated[int, typer.Option(help="Texts whose losses are measured.")] = Plan.passages,
     questions: Annotated[int, typer.Option(help="Of each task under each protocol.")] = Plan.questions,
     keep_tolerance: Annotated[float, typer.Option(help="Calibration's.")] = Plan.keep_tolerance,
     smoke: Annotated[bool, typer.Option("--smoke", help="Little of everything: checks that all runs.")] = False,
 ) -> None:
-    """Measure calibration on every model of the zoo."""
-    folders = {
-        "recall-tiny": shipped_profile("recall-tiny").parent,
-        **{path.name: path for path in sorted(zoo.iterdir())},
-    }
-    folders = {name: path for name, path in folders.items() if name in (only or MIXTURES) and path.is_dir()}
-    out = out or zoo
-    out.mkdir(parents=True, exist_ok=True)
-    if part == "table":
-        write_tables(out)
-        return
-    functions = {"answers": evaluate, "draws": draws, "estimates": estimates}
-    plan = (
-        SMOKE
-        if smoke
-        else Plan(tuple(tokens or Plan.lengths), calibrated, texts, questions, keep_tolerance=keep_tolerance)
-    )
-    suffix = "-".join(["", *([] if part == "answers" else [part]), *map(str, tokens or [])])
-    paths = {path: out / f"{name}{suffix}.json" for name, path in folders.items()}
-    if part == "curves":
-        tasks = [
-            functools.partial(curves, path, file.with_stem(f"{file.stem}-{curve.name}"), plan, dtype, curve)
-            for curve, (path, file) in itertools.product(all_curves(), paths.items())
-        ]
-    else:
-        tasks = [functools.partial(functions[part], path, file, plan, dtype) for path, file in paths.items()]
+    """Calibrate and measure every model of the zoo."""
+    folders = {name: zoo / name for name in MIXTURES}
+    if not folders["recall-tiny"].is_dir():
+        folders["recall-tiny"] = shipped_profile("recall-tiny").parent
+    names = [name for name in MIXTURES if name in (only or MIXTURES) and folders[name].is_dir()]
+    own = Plan(tuple(tokens or Plan.lengths), questions=questions, keep_tolerance=keep_tolerance)
+    plan = SMOKE if smoke else own
+    tasks = [(folders[name], zoo / f"{name}.json", plan) for name in names]
     if jobs == 1:
         for task in tasks:
-            task()
-        return
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        started = []
-        for number, task in enumerate(tasks):
-            os.environ["CUDA_VISIBLE_DEVICES"] = str(number % gpus)  # inherited by the process that starts next
-            started.append(pool.submit(task))
-            time.sleep(0.5)
-        for one in started:
-            one.result()
+            evaluate(*task)
+    else:
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+            for done in [pool.submit(evaluate, *task) for task in tasks]:
+                done.result()
+    models = {path.stem: json.loads(path.read_text()) for path in sorted(zoo.glob("*.json")) if path.stem in MIXTURES}
+    (zoo / "zoo.json").write_text(json.dumps({"models": models}, indent=1) + "\n")
+    (zoo / "zoo.md").write_text(page(models))
 
 
 if __name__ == "__main__":
-    app()
+    typer.run(main)

@@ -1,4 +1,4 @@
-"""TCA in somebody else's Flax NNX model: its `MultiHeadAttention` layers are given another attention function.
+"""TCA in a Flax NNX model: its `MultiHeadAttention` layers get another attention function.
 
 python examples/flax_nnx_model.py
 """
@@ -23,7 +23,7 @@ KEYS, VALUES = 32, 8
 FEATURES, HEADS, BATCH = 64, 2, 32
 
 
-# Somebody's model: nothing of this library in it. It reads pairs of a key and a value, then answers for the last key.
+# The model, without this library: it reads pairs of a key and a value, then answers for the last key.
 
 
 class Block(nnx.Module):
@@ -47,7 +47,7 @@ class Lookup(nnx.Module):
         self.head = nnx.Linear(FEATURES, VALUES, rngs=rngs)
 
     def __call__(self, keys: Array, values: Array) -> Array:
-        """Logits of the value that belongs to the last key; its own place holds no value."""
+        """Logits of the value of the last key, whose own place holds no value."""
         x = self.keys(keys) + self.values(values)
         for block in self.blocks:
             x = block(x)
@@ -55,13 +55,13 @@ class Lookup(nnx.Module):
 
 
 def draw(key: Array, batch: int, length: int) -> tuple[Array, Array, Array]:
-    """Keys, values, and what is asked for: the value that stands beside the last key, wherever it stands."""
+    """Keys, values, and the answer: the value beside the last key's earlier place."""
     of_keys, of_table, of_place = jax.random.split(key, 3)
     keys = jax.random.randint(of_keys, (batch, length), 0, KEYS)
     values = jnp.take_along_axis(jax.random.randint(of_table, (batch, KEYS), 0, VALUES), keys, axis=1)
     asked = jax.random.randint(of_place, (batch, 1), 0, length // 2)  # far back
     key, answer = (jnp.take_along_axis(x, asked, axis=1)[:, 0] for x in (keys, values))
-    # What is asked for stands in one place alone.
+    # The key has one earlier place.
     keys = jnp.where((keys == key[:, None]) & (jnp.arange(length) != asked), (key[:, None] + 1) % KEYS, keys)
     return keys.at[:, -1].set(key), values.at[:, -1].set(VALUES), answer
 
@@ -88,7 +88,7 @@ def train(model: Lookup, steps: int, length: int) -> float:
     return float(losses[-1])
 
 
-# What TCA adds: the layers' attention function is a field, so it is set, and set back.
+# TCA: the layers' attention function is a field, which is replaced.
 
 
 def attention_layers(model: nnx.Module) -> Iterator[nnx.MultiHeadAttention]:
@@ -107,10 +107,9 @@ def tca_attention(candidates: Array, config: tca_jax.TCAConfig) -> Callable[...,
 
 
 def calibrate(model: Lookup, inputs: tuple[Array, Array], config: tca_jax.TCAConfig) -> list[Array]:
-    """For every layer the sparsest budget row of each head that keeps enough of what its last query looks at.
+    """For every layer the sparsest candidate of each head that keeps enough of its last query's attention.
 
-    `tca_jax.calibration_scores` takes the mean over all queries, as a language model's all matter. In this model only
-    the last one asks for anything; the others look everywhere, and nobody reads what they find.
+    `tca_jax.calibration_scores` takes the mean over all queries, as in a language model; here only the last one counts.
     """
     layers, rows = list(attention_layers(model)), []
 
@@ -126,7 +125,7 @@ def calibrate(model: Lookup, inputs: tuple[Array, Array], config: tca_jax.TCACon
 
     for layer in layers:
         layer.attention_fn = watched
-    model(*inputs)  # not jitted, so that every layer can be looked at
+    model(*inputs)  # not jitted, so that every layer runs
     for layer in layers:
         layer.attention_fn = nnx.dot_product_attention
     return rows

@@ -1,4 +1,4 @@
-"""TCA in a transformer of plain JAX: a LLaMA of functions and a dictionary of arrays, which is handed its attention.
+"""TCA in a transformer of plain JAX: a LLaMA of functions and a dictionary of arrays, with attention as an argument.
 
 python examples/plain_jax_transformer.py
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ BOS = 256  # the shipped model's tokens are bytes, and a few more
 Attention = Callable[[int, Array, Array, Array], Array]
 
 
-# Anybody's model: nothing of this library in it.
+# The model, without this library.
 
 
 def read_weights(folder: Path) -> tuple[dict[str, Array], dict[str, Any]]:
@@ -81,11 +80,11 @@ def full(layer: int, q: Array, k: Array, v: Array) -> Array:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
-# What TCA adds: a score of every budget, found once, and an attention function.
+# TCA: a score of every candidate, computed once, and an attention function.
 
 
 def calibrate(model: Callable[[Array, Attention], Array], tokens: Array, config: tca_jax.TCAConfig) -> list[Array]:
-    """For every layer the sparsest budget row of each KV head that keeps enough of full attention's mass."""
+    """For every layer the sparsest candidate of each KV head that keeps enough of full attention's mass."""
 
     @jax.jit
     def scores_by_layer(tokens: Array) -> list[Array]:
@@ -102,7 +101,7 @@ def calibrate(model: Callable[[Array, Attention], Array], tokens: Array, config:
 
 
 def tca(rows: list[Array], config: tca_jax.TCAConfig, length: Array) -> Attention:
-    """The attention of a prompt of `length` tokens, under calibrated rows."""
+    """Attention of a prompt of `length` tokens under calibrated candidates."""
     return lambda layer, q, k, v: tca_jax.attend(q, k, v, rows[layer], length[None], config)
 
 
@@ -112,7 +111,7 @@ def tca(rows: list[Array], config: tca_jax.TCAConfig, length: Array) -> Attentio
 def answer(
     model: Callable[..., Array], prompt: str, attention_for: Callable[[Array], Attention], new_tokens: int
 ) -> str:
-    """A greedy answer, a whole forward pass for each token: this model has no cache."""
+    """A greedy answer, a forward pass for each token: the model has no cache."""
     ids = [BOS, *prompt.encode()]
     tokens = np.full((1, len(ids) + new_tokens), BOS, np.int32)
     tokens[0, : len(ids)] = ids
@@ -137,13 +136,8 @@ def main(num_bytes: int, window: int) -> None:
     def model(tokens: Array, attention: Attention) -> Array:
         return hidden_states(weights, shape, tokens, attention) @ embedding.T
 
-    start = time.perf_counter()
     rows = calibrate(model, jnp.array([[BOS, *prompt.encode()]]), config)
-    print(f"calibrated {sum(map(len, rows))} KV heads in {time.perf_counter() - start:.1f} s; budget rows by layer:")
-    print("  ".join(str(row.tolist()) for row in rows))
-    budgets = tca_jax.candidate_budgets(config, config.num_ranked_blocks(len(prompt) + 1)).sum(axis=1)
-    kept = np.mean([budgets[row].mean() for row in rows]) / max(1, budgets[-1])
-    print(f"left of the window of {window} tokens, prompt queries see {kept:.1%} of {budgets[-1]}, and a reserve")
+    print("candidates by layer:", "  ".join(str(row.tolist()) for row in rows))
     print(f"question: {question.text}")
     for name, attention_for in (("full", lambda length: full), ("tca", partial(tca, rows, config))):
         said = answer(model, prompt, attention_for, len(question.answer))

@@ -11,7 +11,6 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
-from recall_tokens import ASSISTANT, BOS, EOS, USER
 from zoo_tasks import draw_question, hide
 
 from tca_jax.lab.recall import TASKS, Question
@@ -19,9 +18,13 @@ from tca_jax.lab.recall.corpus import corpus
 from tca_jax.lab.recall.facts import draw_keys
 from tca_jax.lab.recall.protocols import PREAMBLES, asked
 
+BOS, EOS, PAD, USER, ASSISTANT = 256, 257, 258, 259, 260  # ids 0 to 255 are the bytes
+VOCAB_SIZE = 264  # a multiple of 8; the last ids are unused
+SPECIAL_TOKENS = {"<|bos|>": BOS, "<|eos|>": EOS, "<|pad|>": PAD, "<|user|>": USER, "<|assistant|>": ASSISTANT}
+
 Row = tuple[np.ndarray, np.ndarray, list[str]]  # tokens, answers and tasks, as in `Batch`
 DEFAULT_TASKS = tuple(TASKS)
-_PIECE = tuple[np.ndarray, bool]  # token ids, and whether they are an answer's
+_PIECE = tuple[np.ndarray, bool]  # token ids, and whether they belong to an answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,25 +37,19 @@ class Stage:
 
 
 class Batch(NamedTuple):
-    """Sequences of a stage.
+    """Sequences of a stage."""
 
-    Attributes:
-        tokens: int16 `[rows, length + 1]`.
-        answers: Number of the question, from 1, whose answer a token is part of; 0 for all others. Of the same shape.
-        tasks: Task of each question of each row.
-    """
-
-    tokens: np.ndarray
-    answers: np.ndarray
-    tasks: list[list[str]]
+    tokens: np.ndarray  # int16 [rows, length + 1]
+    answers: np.ndarray  # number of the question, from 1, that a token answers; 0 for others; as `tokens`
+    tasks: list[list[str]]  # of each question of each row
 
 
 def make_batch(
     seed: tuple[int, ...], stage: Stage, split: str, recall_share: float, tasks_asked: Sequence[str] = DEFAULT_TASKS
 ) -> Batch:
-    """A batch that the arguments alone decide; the rows past `recall_share` of them are plain text.
+    """A batch of documents with questions, and plain text in the rows after `recall_share`.
 
-    `tasks_asked` are names that `zoo_tasks.draw_question` knows; one that stands there twice is asked twice as often.
+    `tasks_asked` are names for `zoo_tasks.draw_question`; a repeated one is asked more often.
     """
     rng = np.random.default_rng(seed)
     recall = round(recall_share * stage.rows)
@@ -70,16 +67,7 @@ def training_batches(
     tasks_asked: Sequence[str] = DEFAULT_TASKS,
     workers: int | None = None,
 ) -> Iterator[Batch]:
-    """Endless batches of a stage, built ahead of their use by other processes.
-
-    Args:
-        seed: Draws all batches.
-        stage: Their rows and length.
-        recall_share: See `make_batch`.
-        first: Step of the first batch.
-        tasks_asked: See `make_batch`.
-        workers: Processes; None means as many as the machine has cores, less two, and 12 at most.
-    """
+    """Endless batches of a stage from step `first` on, built ahead by other processes."""
     workers = workers or max(1, min(12, (os.cpu_count() or 1) - 2))
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         ahead: collections.deque[Any] = collections.deque()
@@ -95,7 +83,7 @@ def training_batches(
 
 
 def recall_row(rng: np.random.Generator, length: int, split: str, tasks_asked: Sequence[str] = DEFAULT_TASKS) -> Row:
-    """A document and questions about it, all of them answered, in a chat or without one."""
+    """A document with answered questions, in a chat or without one."""
     chat = bool(rng.integers(2))
     questions, turns = _questions(rng, length, chat, tasks_asked)
     text_bytes = length - sum(len(piece) for turn in turns for piece, _ in turn) - chat
@@ -120,7 +108,7 @@ def text_row(rng: np.random.Generator, length: int, split: str) -> Row:
 def _questions(
     rng: np.random.Generator, length: int, chat: bool, tasks: Sequence[str]
 ) -> tuple[list[Question], list[list[_PIECE]]]:
-    """Questions until their facts and turns take a share of the row that is drawn, at least one of them."""
+    """At least one question, until facts and turns take a drawn share of the row."""
     keys = draw_keys(rng)
     wanted, most, taken = length * rng.uniform(0.2, 0.8), 0.9 * length, 0
     questions: list[Question] = []

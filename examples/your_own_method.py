@@ -1,13 +1,11 @@
-"""An attention method of one's own in one file: written, registered, and compared with others on questions and text.
+"""An attention method of your own in one file: defined, registered, and compared with others on questions and text.
 
 python examples/your_own_method.py
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +14,7 @@ from jax import Array
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.lab import plots, recall
+from tca_jax.lab import recall
 from tca_jax.lab.recall.protocols import completion
 
 BYTES = 1152  # of a document; with a question about 1250 tokens, for the model reads bytes
@@ -27,28 +25,18 @@ ANSWER_TOKENS = 16  # none of these answers is longer than 13 bytes
 
 @dataclasses.dataclass(frozen=True)
 class ObservedCache(methods.CachePolicy):
-    """Each KV head keeps the tokens that the prompt's last queries look at more than at an average one.
+    """Each KV head keeps the tokens that get more than average attention from the prompt's last queries.
 
-    A head that looks at few tokens keeps few: the budgets are data. Only the most that a head may keep is known in
-    advance, and sizes its part of the cache.
-
-    Attributes:
-        threshold: Attention that a kept token gets at least, where 1 is an even share, one over the prompt's length.
-        most: Largest share of a block's tokens that is kept.
-        decay: Weight of a query against that of the next one; what is looked at late counts most.
-        spread: Tokens that share the attention of the first of them: those that follow it will be copied next.
-        num_queries: Last prompt queries that are observed.
-        window: Least number of local tokens, a multiple of `block_size`.
-        block_size: Tokens in a block, a power of two.
+    The budgets are data: a head that attends to few tokens keeps few. Only the most that a head may keep is static.
     """
 
-    threshold: float = 1.0
-    most: float = 0.5
-    decay: float = 0.8
-    spread: int = 8
-    num_queries: int = 16
-    window: int = 4096
-    block_size: int = 128
+    threshold: float = 1.0  # attention of a kept token, where 1 is an even share, one over the prompt's length
+    most: float = 0.5  # largest kept share of a block
+    decay: float = 0.8  # weight of a query against that of the next one
+    spread: int = 8  # tokens that share the attention of the first of them: those that follow it are copied next
+    num_queries: int = 16  # observed queries, the prompt's last
+    window: int = 4096  # least local tokens, a multiple of `block_size`
+    block_size: int = 128  # tokens, a power of two
 
     def capacities(self, layer: int, prompt_tokens: int) -> int:
         return self.num_ranked_blocks(prompt_tokens) * int(self.most * self.block_size)
@@ -73,17 +61,17 @@ class ObservedCache(methods.CachePolicy):
 
     def evict(self, layer: int, heads: methods.Heads, attention: Array, blocks: Array) -> methods.Selection:
         scores = attention.mean(axis=2)  # over the query heads of a KV head
-        tokens = (blocks + 1) * self.block_size + self.window  # in the sequence when this block leaves the window
+        tokens = (blocks + 1) * self.block_size + self.window  # of the sequence when the block leaves the window
         return methods.Selection(scores, self._budgets(scores, tokens))
 
     def _observed_attention(self, q: Array, k: Array, lengths: Array) -> Array:
-        """Attention of the last queries to every token, weighted mean over them and their group, [B, H_kv, L]."""
+        """Weighted mean attention of the last queries, and of their group, to every token, [B, H_kv, L]."""
         batch, observed, heads, head_dim = q.shape
         tokens, kv_heads = k.shape[1:3]
-        position = lengths[:, None] - observed + jnp.arange(observed)  # negative where a prompt is shorter
+        position = lengths[:, None] - observed + jnp.arange(observed)  # negative in shorter prompts
         queries = q.reshape(batch, observed, kv_heads, heads // kv_heads, head_dim)
         logits = jnp.einsum("bohgd,blhd->bhgol", queries, k, preferred_element_type=jnp.float32) / head_dim**0.5
-        seen = jnp.arange(tokens) <= position[..., None]  # causal, so that the padding is not seen either
+        seen = jnp.arange(tokens) <= position[..., None]  # causal, so without padding
         attention = jax.nn.softmax(jnp.where(seen[:, None, None], logits, -1e30), axis=-1)
         weights = jnp.where(position >= 0, self.decay ** jnp.arange(observed)[::-1], 0)
         weights /= weights.sum(axis=-1, keepdims=True)
@@ -92,7 +80,7 @@ class ObservedCache(methods.CachePolicy):
         return jax.lax.reduce_window(scores, -jnp.inf, jax.lax.max, window, (1, 1, 1), before)
 
     def _budgets(self, scores: Array, lengths: Array) -> Array:
-        """Tokens of each block whose score reaches the threshold, int32 [B, H_kv, L // b]."""
+        """Tokens of each block with a score of at least the threshold, int32 [B, H_kv, L // b]."""
         *heads, tokens = scores.shape
         blocks = tokens // self.block_size
         by_block = scores[..., : blocks * self.block_size].reshape(*heads, blocks, self.block_size)
@@ -110,8 +98,7 @@ methods.register("observed", observed)
 
 
 def compare(lm: tca_jax.LM, document: recall.Document, text: str) -> str:
-    """A line of the table: right answers, what the cache held, what the reading attended to, and how likely the model
-    finds a text."""
+    """A line of the table: right answers, kept tokens, attended pairs, and log-likelihood of a text."""
     questions = document.questions
     prompts = [completion(document.text, question) for question in questions]
     out = tca_jax.generate(lm, prompts, max_new_tokens=ANSWER_TOKENS)
@@ -122,40 +109,17 @@ def compare(lm: tca_jax.LM, document: recall.Document, text: str) -> str:
     return f"{lm.method.name:<14}{right:>2} of {len(questions)}{costs}{logprob:>16.3f}"
 
 
-def draw(lm: tca_jax.LM, document: recall.Document, folder: Path) -> Path:
-    """The picture of what each head keeps of a prompt, and of the line that holds its answer."""
-    question = document.questions[0]
-    prompt, fact = completion(document.text, question), question.facts[0]
-    start = document.place(fact) + 1  # 1: the token that begins every prompt
-    return plots.plot_kept_tokens(
-        plots.kept_tokens(lm, prompt),
-        "\0" + prompt,
-        (start, start + len(fact.line)),
-        fact.key,
-        f"{lm.name}, {lm.method.name}",
-        folder / "your_own_method.png",
-        window_start=plots.local_start(lm, 1 + len(prompt)),
-    )
-
-
-def main(folder: Path) -> None:
-    document = recall.build_document(np.random.default_rng(7), BYTES, TASKS)  # all that is asked stands far back
+def main() -> None:
+    document = recall.build_document(np.random.default_rng(7), BYTES, TASKS)  # all questions are about its beginning
     text = recall.build_document(np.random.default_rng(1), BYTES, TASKS).text
     tca = tca_jax.load("recall-tiny", profile="shipped")
     full = tca.with_profile(None)  # the same weights
     mine = full.with_method("observed", window=WINDOW)
-    others = [
-        full,
-        full.with_method("streaming", window=WINDOW),
-        tca,
-    ]
+    others = [full, full.with_method("streaming", window=WINDOW), tca]
     print(f"{'method':<14}{'right':>7}{'kept':>12}{'KV MB':>10}{'attended':>12}{'log p a token':>16}")
     for lm in [*others, mine]:
         print(compare(lm, document, text), flush=True)
-    print(f"Picture: {draw(mine, document, folder)}")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the picture (default: %(default)s)")
-    main(parser.parse_args().out)
+    main()

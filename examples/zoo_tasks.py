@@ -1,8 +1,8 @@
-"""Tasks of the zoo (`train_zoo.py`) beside recall-tiny's, and which member is trained on what; NumPy alone.
+"""Tasks of the zoo beside recall-tiny's, and the tasks of each member; NumPy alone.
 
-"alias" and "alias-2" need one and two hops that the answer does not write: a fact has a value, a line behind it says
-that another key has the value of the first one, and the question is for that other key. The "memo-" tasks are of other
-wordings, kinds and values than recall-tiny's; nobody is asked to copy anything long there.
+"alias" and "alias-2" take one and two hops that the answer does not write: a fact has a value, a later line gives
+another key the value of the first one, and the question is for that other key. The "memo-" tasks have other wordings,
+kinds and values than recall-tiny's, and no long copies.
 """
 
 from __future__ import annotations
@@ -56,21 +56,14 @@ _MEMO_QUESTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Alias(Fact):
-    """A line that gives a key the value of another one.
+    """A line that gives a key the value of another one; its first words do not reveal whether the value follows."""
 
-    Its first words do not tell whether the value follows, so a model that reads it gains by resolving it there.
-
-    Attributes:
-        of: The fact or alias that it refers to; it stands before this line in a document.
-        spelled: The line ends with the value itself; only of those that nobody asks for.
-    """
-
-    of: Fact = dataclasses.field(kw_only=True)
-    spelled: bool = False
+    of: Fact = dataclasses.field(kw_only=True)  # precedes this line in a document
+    spelled: bool = False  # the line ends with the value; only if no question asks for it
 
     @property
     def line(self) -> str:
-        """The comment line that stands in a document, with its line break."""
+        """The comment line in a document, with its line break."""
         rest = self.value if self.spelled else "given above"
         return f"# {_ALIAS_WORDINGS[self.wording].format(kind=self.kind, key=self.key, other=self.of.key, rest=rest)}\n"
 
@@ -81,12 +74,12 @@ class Memo(Fact):
 
     @property
     def line(self) -> str:
-        """The line that stands in a document, with its line break."""
+        """The line in a document, with its line break."""
         return f"{_MEMO_WORDINGS[self.wording].format(kind=self.kind, key=self.key, value=self.value)}\n"
 
 
 def _alias(hops: int) -> Draw:
-    """A chain of `hops` aliases behind a fact; another fact of the kind, in half of the draws with an alias."""
+    """A fact with `hops` aliases, and another fact of the kind, half of the time with an alias."""
 
     def draw(rng: np.random.Generator, task: str, keys: Iterator[str]) -> Question:
         kind = _one_of(rng, KINDS["digits"])
@@ -100,7 +93,7 @@ def _alias(hops: int) -> Draw:
 
 
 def _alias_chain(rng: np.random.Generator, kind: str, keys: Iterator[str], hops: int, *, spelled: bool) -> list[Fact]:
-    """A fact and so many aliases, each of the one before it."""
+    """A fact and `hops` aliases, each of the preceding one."""
     chain = [draw_fact(rng, kind, next(keys), _digits(rng, ALIAS_DIGITS))]
     for _ in range(hops):
         wording = int(rng.integers(len(_ALIAS_WORDINGS)))
@@ -109,7 +102,7 @@ def _alias_chain(rng: np.random.Generator, kind: str, keys: Iterator[str], hops:
 
 
 def _memo(form: str, distractors: int = 0) -> Draw:
-    """A memo and a question for its value, among memos of the kind about keys that share a word with its own."""
+    """A memo and a question for its value, among memos of the kind about similar keys."""
 
     def draw(rng: np.random.Generator, task: str, keys: Iterator[str]) -> Question:
         kind, key = _one_of(rng, _MEMO_KINDS[form]), next(keys)
@@ -131,7 +124,7 @@ def _memo_pair(rng: np.random.Generator, task: str, keys: Iterator[str]) -> Ques
 
 
 def _draw_memo(rng: np.random.Generator, form: str, kind: str, key: str) -> Memo:
-    """A memo in a wording that is drawn, with a value of a form of `_MEMO_KINDS`."""
+    """A memo in a random wording, with a value of a form of `_MEMO_KINDS`."""
     if form == "number":
         value = _digits(rng, 5)
     elif form == "date":
@@ -142,22 +135,20 @@ def _draw_memo(rng: np.random.Generator, form: str, kind: str, key: str) -> Memo
 
 
 def _memo_answer(memos: Sequence[Memo]) -> tuple[str, str]:
-    """The answer that states memos about one key: up to the first value, and from there on."""
+    """The answer that states memos about one key: up to the first value, and the rest."""
     values = " and the ".join(memo.value if i == 0 else f"{memo.kind} {memo.value}" for i, memo in enumerate(memos))
     return f"The register gives {memos[0].key} the {memos[0].kind} ", values
 
 
 def _digits(rng: np.random.Generator, count: int) -> str:
-    """Digits, so many."""
     return f"{rng.integers(10**count):0{count}d}"
 
 
 def _one_of(rng: np.random.Generator, choices: tuple[str, ...]) -> str:
-    """One of some strings."""
     return choices[int(rng.integers(len(choices)))]
 
 
-#: What can be asked, by name: recall-tiny's tasks and the zoo's own.
+#: All tasks by name.
 DRAWS: Mapping[str, Draw] = MappingProxyType(
     {
         **TASKS,
@@ -171,7 +162,7 @@ DRAWS: Mapping[str, Draw] = MappingProxyType(
     }
 )
 
-#: The tasks that each member is trained on; a name that stands there n times is drawn n times as often.
+#: Tasks of each member; a repeated one is drawn more often.
 MIXTURES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "recall-tiny": tuple(TASKS),
@@ -184,19 +175,9 @@ MIXTURES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
-#: Each member's own tasks by name, with what draws a question: `draw(rng, task, keys)`. "recall-tiny" is the shipped
-#: model. The facts of questions that may be aliases must be hidden by this module's `hide`.
-ZOO_TASKS: Mapping[str, Mapping[str, Draw]] = MappingProxyType(
-    {name: MappingProxyType({task: DRAWS[task] for task in tasks}) for name, tasks in MIXTURES.items()}
-)
-
 
 def draw_question(rng: np.random.Generator, task: str, keys: Iterator[str]) -> Question:
-    """A question of a task of `DRAWS` with its facts; as `recall.draw_question` for the tasks that it has.
-
-    Raises:
-        ValueError: there is no such task.
-    """
+    """A question of a task of `DRAWS` with its facts."""
     if task not in DRAWS:
         raise ValueError(f"task = {task!r}: must be one of {list(DRAWS)}")
     return DRAWS[task](rng, task, keys)
@@ -205,20 +186,11 @@ def draw_question(rng: np.random.Generator, task: str, keys: Iterator[str]) -> Q
 def draw_documents(
     seed: tuple[int, ...] | int, count: int, num_bytes: int, member: str, task: str, split: str = "held-out"
 ) -> list[Document]:
-    """As `recall.evaluation.draw_documents`, of a member's tasks: the first question is of `task`, one of each other.
-
-    Args:
-        seed: Draws them.
-        count: How many.
-        num_bytes: Bytes of each document's text together with its first question as `completion` puts it.
-        member: A key of `ZOO_TASKS`.
-        task: One of the member's tasks.
-        split: See `recall.build_document`.
-    """
+    """As `recall.evaluation.draw_documents`, of a member's tasks: a question of `task`, then one of each other."""
     documents = []
     for number in range(count):
         rng = np.random.default_rng((*np.atleast_1d(seed).tolist(), number))
-        tasks = [task, *(other for other in ZOO_TASKS[member] if other != task)]
+        tasks = [task, *(other for other in dict.fromkeys(MIXTURES[member]) if other != task)]
         keys = draw_keys(rng)
         questions = [draw_question(rng, name, keys) for name in tasks]
         documents.append(hide(rng, num_bytes - len(completion("", questions[0])), questions, split))
@@ -226,12 +198,8 @@ def draw_documents(
 
 
 def hide(rng: np.random.Generator, num_bytes: int, questions: Sequence[Question], split: str) -> Document:
-    """As `recall.documents.hide`, but every alias stands behind what it refers to."""
-    return _behind_what_they_refer_to(hide_anywhere(rng, num_bytes, questions, split))
-
-
-def _behind_what_they_refer_to(document: Document) -> Document:
-    """The lines of each chain change places among themselves; a document without aliases stays as it is."""
+    """As `recall.documents.hide`, with every alias after its reference: the lines of a chain change places."""
+    document = hide_anywhere(rng, num_bytes, questions, split)
     facts = [fact for fact, _ in document.places]
     aliases = [fact for fact in facts if isinstance(fact, Alias)]
     if not aliases:

@@ -91,7 +91,6 @@ INTEGRATION = (
     "test_loading_on_meshes.py",
     "test_recall_model.py",
     "test_train_recall_model.py",
-    "test_train_zoo.py",
 )
 #: Files in which every test is slow. `make test-slow` runs them and the tests of other files that are marked `slow`;
 #: docs/development.md lists all of these.

@@ -179,7 +179,7 @@ def accuracy(
 
 @app.command()
 def reading(
-    results: Annotated[Path, typer.Argument(help="JSON of examples/evaluate_zoo.py.", show_default=False)],
+    results: Annotated[Path, typer.Argument(help="JSON such as lab/results/zoo-curves.json.", show_default=False)],
     out: PictureOption = Path("out/reading.png"),
 ) -> None:
     """Draw loss inside the text against the attended share: a panel a model, a curve a method.
@@ -194,7 +194,7 @@ def reading(
 
 @app.command()
 def keeping(
-    results: Annotated[Path, typer.Argument(help="JSON of examples/evaluate_zoo.py.", show_default=False)],
+    results: Annotated[Path, typer.Argument(help="JSON such as lab/results/zoo-curves.json.", show_default=False)],
     protocol: Annotated[str, typer.Option(help="late, preamble or prefix.")] = "late",
     out: PictureOption = Path("out/keeping.png"),
 ) -> None:

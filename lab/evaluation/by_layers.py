@@ -1,8 +1,8 @@
-"""Methods evaluated a layer at a time and by masks: no cache is laid out, and no program is of the whole model.
+"""Methods by masks, a layer at a time: without cache layouts and programs of the model.
 
-A document is read once. What a method keeps of it is a mask over its tokens, per layer and KV head; questions attend to
-the masked keys and to their own. Methods that read prompts in full differ in nothing but the mask. A method's window is
-the one that the query behind the document has, and does not move while a question is asked.
+A document is read once. A method keeps a mask over its tokens, per layer and KV head; questions attend to the masked
+keys and to their own. Methods that read prompts in full differ in the mask only. A method's window is that of the query
+after the document, and does not move during a question.
 """
 
 from __future__ import annotations
@@ -56,26 +56,17 @@ class MaskedRead(NamedTuple):
 
 
 def read_full(lm: LM, ids: Sequence[int]) -> FullRead:
-    """Reads a document under full attention.
-
-    Raises:
-        ValueError: the model is on a mesh.
-    """
+    """Reads a document under full attention."""
     if lm.mesh is not None:
         raise UserError(f"{lm.name} is on a mesh: masks are evaluated on one device")
     return FullRead(list(ids), list(TextPass(lm, ids).layers(_attend_fully)))
 
 
 def read_by(lm: LM, full: FullRead, scores: Float32[Array, "layers 1 Hkv L"] | None = None) -> MaskedRead:
-    """What the model's method keeps of a document.
+    """The tokens that the model's method keeps of a document, which a sparse prefill reads again.
 
-    Args:
-        lm: The model under the method.
-        full: The document; read again where the method's prompts attend to less than everything.
-        scores: From `repetition_scores`, for a method that selects by a repetition.
-
-    Raises:
-        ValueError: each step of the method attends to other tokens of its cache (Quest), which no mask says.
+    `scores` are of `repetition_scores`, for a method that selects by a repetition. ValueError if each step of a method
+    attends to other tokens of its cache (Quest).
     """
     method, lengths = lm.method, jnp.asarray([len(full.ids)])
     if type(method.cache).attended is not CachePolicy.attended:
@@ -98,7 +89,7 @@ def read_by(lm: LM, full: FullRead, scores: Float32[Array, "layers 1 Hkv L"] | N
 
 
 def read_losses(lm: LM, ids: Sequence[int]) -> tuple[Float32[np.ndarray, " L"], float]:
-    """Loss of the token after each one of a text that is read by the model's method, and the attended share."""
+    """Loss of the token after each one of a text under the model's method, and the attended share."""
     passed = TextPass(lm, ids)
     layers = passed.layers(_attend_only, of_layer=lambda number: {"layer": number}, method=lm.method)
     shares = [float(on_host(share)[0]) for share in layers]
@@ -113,7 +104,7 @@ class Answers(NamedTuple):
 
 
 def ask(lm: LM, read: MaskedRead, rows: Int32[np.ndarray, "Q n"]) -> Answers:
-    """Asks questions of a document: each row follows it and sees no other row."""
+    """Answers rows that follow a document; no row sees another."""
     positions = np.broadcast_to(len(read.ids) + np.arange(rows.shape[1], dtype=np.int32), rows.shape)
     passed = LayerPass(lm, rows, positions)
     there = jnp.arange(read.keys[0][0].shape[1]) < len(read.ids)
@@ -128,7 +119,7 @@ def ask(lm: LM, read: MaskedRead, rows: Int32[np.ndarray, "Q n"]) -> Answers:
 
 
 def repetition_scores(lm: LM, full: FullRead) -> Float32[Array, "layers 1 Hkv L"]:
-    """The most attention that each token of a document gets while it is repeated, for a method with a `repetition`."""
+    """The most attention of each token of a document during its repetition, for a method with a `repetition`."""
     policy: Any = lm.method.cache  # a KVzipCache
     repetition = policy.repetition
     length, tokens = len(full.ids), full.layers[0][1].shape[1]
@@ -154,14 +145,14 @@ def repetition_scores(lm: LM, full: FullRead) -> Float32[Array, "layers 1 Hkv L"
 def _fed(
     repetition: Repetition, number: int, tokens: Int32[Array, "1 L"], length: int, columns: int
 ) -> tuple[Int32[np.ndarray, "1 S"], int]:
-    """A request and its chunk, and how many tokens these are."""
+    """Tokens of a request and its chunk, and their number."""
     lengths, places = jnp.asarray([length]), jnp.arange(columns)[None]
     ids, count = repetition.fed(jnp.asarray(number), tokens, lengths, lengths, places)
     return on_host(ids), int(on_host(count)[0])
 
 
 def kept_mask(policy: CachePolicy, selection: Selection, lengths: Int[Array, " B"]) -> Bool[Array, "B Hkv L"]:
-    """Tokens that are kept behind prompts: the window of the next query, and what is selected left of it."""
+    """Tokens kept after prompts: the window of the next query, and the selection left of it."""
     batch, kv_heads, tokens = selection.scores.shape
     b, blocks = policy.block_size, tokens // policy.block_size
     in_blocks = selection.scores[..., : blocks * b].reshape(batch, kv_heads, blocks, b)
@@ -175,7 +166,7 @@ def kept_mask(policy: CachePolicy, selection: Selection, lengths: Int[Array, " B
 def _masked(
     method: Method, layer: int, q: Array, k: Array, v: Array, lengths: Int[Array, " B"]
 ) -> tuple[Selection | None, Bool[Array, "B Hkv L"]]:
-    """What a method selects in a layer, None where nothing is ranked; and the mask of what it keeps."""
+    """A method's selection in a layer, None without ranked blocks, and the mask of kept tokens."""
     policy, heads = method.cache, Heads.all(k.shape[2])
     if not policy.num_ranked_blocks(k.shape[1]):
         return None, jnp.ones((k.shape[0], k.shape[2], k.shape[1]), bool)
@@ -199,7 +190,7 @@ def _attend_fully(q: Array, k: Array, v: Array, lengths: Array) -> tuple[Array, 
 def _attended(
     method: Method, layer: int, q: Array, k: Array, v: Array, lengths: Array, selection: Selection | None
 ) -> tuple[Array, Float32[Array, " 1"]]:
-    """Attention of a prompt by a method and what it selects, and the attended share."""
+    """Attention of a prompt under a method, and the attended share."""
     heads, readable = Heads.all(k.shape[2]), None
     if selection is not None and method.prefill_reads_cache:
         readable = compact(method.cache, layer, heads, selection, k, v, "auto")
@@ -231,7 +222,7 @@ def _attend_to_both(
     before: tuple[Float[Array, "L Hkv d"], Float[Array, "L Hkv d"], Bool[Array, "#Hkv L"]],
     first: Int[Array, ""],
 ) -> Float[Array, "n Hq d"]:
-    """Attention of queries that stand at `first` of what follows a document, over its masked keys and their own."""
+    """Attention of queries from place `first` after a document on, over its masked keys and their own."""
     (old_k, old_v, mask), kv_heads, scale = before, k.shape[1], 1 / math.sqrt(q.shape[-1])
     grouped = q.reshape(len(q), kv_heads, -1, q.shape[-1])
 

@@ -40,29 +40,22 @@ class LateFact:
 
     line: str
     question: str
-    opening: str  # the answer's first words
+    opening: str  # first words of the answer
     value: str
 
 
 @dataclasses.dataclass(frozen=True)
 class LateDocument:
-    """A document that is read without its questions. Rows are teacher-forced behind it.
+    """A document that is read without its questions, and rows that are teacher-forced after it."""
 
-    Attributes:
-        ids: Its tokens, after the chat template's opening.
-        rows: Questions with their answers, `[Q, ROW]`; what they ask for is 1 in `counted` at the token before each.
-        counted: `[Q, ROW]`.
-        kinds: Of each row.
-    """
-
-    ids: list[int]
-    rows: Int32[np.ndarray, "Q n"]
-    counted: Float32[np.ndarray, "Q n"]
-    kinds: tuple[Literal["fact", "copy", "next"], ...]
+    ids: list[int]  # after the chat template's opening
+    rows: Int32[np.ndarray, "Q n"]  # questions with their answers, `[Q, ROW]`
+    counted: Float32[np.ndarray, "Q n"]  # 1 at the token before each token of an answer
+    kinds: tuple[Literal["fact", "copy", "next"], ...]  # of each row
 
 
 def late_facts(rng: np.random.Generator, count: int) -> Iterator[LateFact]:
-    """Facts of six kinds, in turn. Every second name shares a word with the one before."""
+    """Facts of six kinds, in turn. Every second name shares a word with the preceding one."""
     adjectives, nouns = rng.permutation(ADJECTIVES).tolist(), rng.permutation(NOUNS).tolist()
     for i in range(count):
         name = f"{adjectives[i // 2]} {nouns[i]}"
@@ -105,13 +98,10 @@ def late_document(
         folder: As for `texts.files`.
         facts: Facts, of six kinds in turn, none within the last `FREE_END` tokens.
         copies: Passages that are asked for word for word.
-
-    Raises:
-        ValueError: too few tokens, or more than the model's positions.
     """
     if tokens + ROW > lm.config.max_context:
         raise UserError(
-            f"tokens = {tokens}: must be at most {lm.config.max_context - ROW}, so that questions fit behind"
+            f"tokens = {tokens}: must be at most {lm.config.max_context - ROW}, so that questions fit after it"
         )
     if tokens < 2 * FREE_END:
         raise UserError(f"tokens = {tokens}: must be at least {2 * FREE_END}, so that facts stand outside a window")
@@ -150,7 +140,7 @@ def late_document(
 
 
 def chat_frame(lm: LM) -> tuple[list[int], list[int]]:
-    """Tokens in front of what a user says and behind it, before the answer; none without a chat template."""
+    """Tokens before a user's text, and between it and the answer; only a line break without a chat template."""
     if not getattr(lm.tokenizer, "chat_template", None):
         return [], encode_verbatim(lm, "\n")
     mark = "THE-TEXT"
@@ -163,7 +153,7 @@ def _question(lm: LM, question: str, closing: Sequence[int], opening: str) -> li
 
 
 def _lines(lm: LM, text: str, tokens: int) -> tuple[list[list[int]], list[int]]:
-    """Lines of a text with so many tokens in all, the last one cut, and the tokens that follow."""
+    """Lines of a text with `tokens` in all, the last one cut, and the tokens that follow."""
     encoded = [encode_verbatim(lm, line) for line in text.splitlines(keepends=True)]
     ends = np.cumsum([len(line) for line in encoded])
     last = int(np.searchsorted(ends, tokens))
@@ -176,16 +166,10 @@ def _lines(lm: LM, text: str, tokens: int) -> tuple[list[list[int]], list[int]]:
 
 @dataclasses.dataclass(frozen=True)
 class RepeatingDocument:
-    """A text whose last third repeats passages and facts of its first half.
-
-    Attributes:
-        ids: Its tokens.
-        weights: Weights of the losses of the tokens after each one: of plain tokens, far copies and far facts; each
-            sums to 1, `[3, L - 1]`.
-    """
+    """A text whose last third repeats passages and facts of its first half."""
 
     ids: list[int]
-    weights: Float32[np.ndarray, "3 n"]
+    weights: Float32[np.ndarray, "3 n"]  # of the next token's loss: plain tokens, far copies, far facts; each sums to 1
 
 
 def repeating_document(
@@ -194,12 +178,9 @@ def repeating_document(
     """A text with `repeats` facts and passages of 64 tokens in its first half that return in its last third.
 
     Of a passage, tokens from the 17th on count as a far copy. Plain tokens count from the first quarter on.
-
-    Raises:
-        ValueError: too few tokens.
     """
     if tokens < 1_000:
-        raise UserError(f"tokens = {tokens}: must be at least 1,000, so that passages return far behind")
+        raise UserError(f"tokens = {tokens}: must be at least 1,000, so that passages return later")
     rng = np.random.default_rng(seed)
     text = draw(rng, KINDS[seed % len(KINDS)], half, _CHARACTERS * tokens, folder)
     base = iter(encode_verbatim(lm, text))

@@ -1,4 +1,4 @@
-"""The pages and the picture of the measuring sticks, from their records.
+"""Pages and picture of the measuring sticks, from their records.
 
 `python -m tca_jax.lab.evaluation.real_models lab/results/real-models.jsonl.xz` writes `lab/results/real-models.md`,
 `lab/results/first-answer.md` and `docs/images/real-models.png`.

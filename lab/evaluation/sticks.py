@@ -1,7 +1,7 @@
-"""What the measuring sticks share: the methods that are named, files of records, intervals.
+"""Common parts of the measuring sticks: methods by name, files of records, tables, intervals.
 
-A record is a line of JSON for one document under one method, so that further calls add documents and intervals are
-those of all of them. Rows of a table compare a method with full attention on the same documents.
+A record is a line of JSON for one document under one method. Further calls add documents, and intervals are of all of
+them. Rows of a table compare a method with full attention on the same documents.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import collections
 import json
 import lzma
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
+import typer
 
 from tca_jax.calibration.profile import Profile, head_gates
 from tca_jax.engine.lm import LM
@@ -26,32 +28,37 @@ from tca_jax.methods.written import joined, parse_parts
 
 _RESAMPLES = 2_000
 Record = dict[str, Any]
+ModelArgument = Annotated[str, typer.Argument(help="As for tca_jax.load.")]
+OutOption = Annotated[Path, typer.Option(help="File that records are appended to.")]
+MethodsOption = Annotated[str, typer.Option(help="Names of methods, by commas.")]
+ProfileOption = Annotated[list[str] | None, typer.Option(help="NAME=FOLDER of a TCA profile; repeatable.")]
+TokensOption = Annotated[int, typer.Option(min=1)]
+TextsOption = Annotated[Path | None, typer.Option(help="Folder of `lab.evaluation.texts`.")]
+SecondsOption = Annotated[float, typer.Option(help="No document is begun after so many seconds.")]
 
 
 class Named(NamedTuple):
-    """A model under a method, as tables name it."""
+    """A model under a method, with its name in tables."""
 
     method: str
-    share: float | None  # of full attention's bytes, as asked for
+    share: float | None  # requested share of full attention's bytes
     lm: LM
 
 
 def named_methods(
     lm: LM, methods: Sequence[str], shares: Sequence[float | None], profiles: Mapping[str, Path], tokens: int
 ) -> Iterator[Named]:
-    """Full attention, the profiles, and each method at each share of full attention's bytes.
+    """Full attention, each method at each share of full attention's bytes, and the profiles.
+
+    `duoattention` takes its gates from the first profile by worth, and reads prompts in full, as in its authors'
+    evaluation. A share that a method cannot take is printed and left out.
 
     Args:
         lm: The model.
-        methods: Names of the registry, with options behind a colon. `duoattention` takes its gates from the first
-            profile that knows what heads are worth, and reads prompts in full, as its authors' evaluation does.
+        methods: Registered names, with options after a colon.
         shares: Of full attention's bytes for a document, in (0, 1]; None for the method's defaults.
-        profiles: Folders by the names that tables give them.
+        profiles: Folders by name.
         tokens: Length of the documents.
-
-    Raises:
-        ValueError: a method is unknown, or `duoattention` lacks a profile. A share that a method cannot take is printed
-            and left out.
     """
     read = {name: Profile.load(path) for name, path in profiles.items()}
     for name in methods:
@@ -84,23 +91,41 @@ def _gates(name: str, profiles: Mapping[str, Profile]) -> dict[str, Any]:
 
 
 def kv_share(lm: LM, tokens: int) -> float:
-    """Bytes of a document's cache over those of full attention, as `tca_jax.prefill` allocates them."""
+    """Bytes of a document's cache over full attention's, as `tca_jax.prefill` allocates them."""
     return held_share(lm, CallSizes(tokens))
 
 
-def parse_profiles(given: Sequence[str]) -> dict[str, Path]:
-    """Folders by name, from NAME=FOLDER.
-
-    Raises:
-        ValueError: not of this form.
-    """
+def parse_profiles(given: Sequence[str] | None) -> dict[str, Path]:
+    """Folders by name, from NAME=FOLDER."""
     profiles = {}
-    for each in given:
+    for each in given or ():
         name, equals, folder = each.partition("=")
         if not (name and equals and folder):
             raise UserError(f"--profile {each!r}: must be NAME=FOLDER")
         profiles[name] = Path(folder)
     return profiles
+
+
+def run(
+    stick: str,
+    lm: LM,
+    out: Path,
+    tokens: int,
+    seeds: Iterable[int],
+    measure: Callable[[int], Iterable[Record]],
+    table: Callable[[Sequence[Record]], str],
+    *,
+    until: float,
+) -> None:
+    """Appends the records of each document, by its seed, until a monotonic time; prints the table of all records."""
+    for seed in seeds:
+        if time.monotonic() > until:
+            break
+        common = {"stick": stick, "model": lm.name, "tokens": tokens, "seed": seed, "device": device_name()}
+        for record in measure(seed):
+            append(out, common | record)
+        print(f"document {seed} is done", flush=True)
+    print(table(read_records([out], stick)))
 
 
 def append(path: Path, record: Record) -> None:
@@ -132,6 +157,16 @@ def grouped(records: Iterable[Record]) -> dict[tuple[str, str, int], dict[tuple[
     return groups
 
 
+def label(method: str, share: float | None) -> str:
+    """A method's name in tables."""
+    return method if share is None else f"{method} at {share:.0%}"
+
+
+def mean(records: Sequence[Record], name: str) -> float:
+    """A figure's mean over documents."""
+    return float(np.mean([record[name] for record in records]))
+
+
 def interval(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, float, float]:
     """A ratio of sums over documents, and its 95% interval by resampling documents; NaN without a denominator."""
     parts = np.asarray([numerators, denominators], float)
@@ -144,7 +179,7 @@ def interval(numerators: Sequence[float], denominators: Sequence[float]) -> tupl
 
 
 def device_name() -> str:
-    """The device that figures are of."""
+    """The device of the figures."""
     return str(jax.devices()[0].device_kind)
 
 

@@ -25,16 +25,12 @@ _LONGEST_LINE = 10_000  # characters
 
 
 def half_of(name: str) -> Half:
-    """The half that a file of this name belongs to."""
+    """The half of a file by its name."""
     return "test" if hashlib.sha256(name.encode()).digest()[0] % 2 else "calibration"
 
 
 def files(kind: str, folder: Path | None = None) -> list[Path]:
-    """Files of a kind, sorted by name; those of `folder/kind`, or of this machine.
-
-    Raises:
-        FileNotFoundError: there are none; says where they come from.
-    """
+    """Files of a kind, sorted by name; those of `folder/kind`, or of this machine."""
     if folder is not None:
         found = [path for path in (folder / kind).rglob("*") if path.is_file()]
     elif kind == "python":
@@ -55,11 +51,7 @@ def read_half(kind: str, half: Half, folder: Path | None = None) -> str:
 
 
 def draw(rng: np.random.Generator, kind: str, half: Half, characters: int, folder: Path | None = None) -> str:
-    """A slice of so many characters, from the start of a line on.
-
-    Raises:
-        ValueError: the half of this kind has fewer characters.
-    """
+    """A slice of `characters`, from the start of a line on."""
     text, needed = read_half(kind, half, folder), characters + max(characters, _LONGEST_LINE + 1)
     if len(text) < needed:
         raise UserError(f"the {half} half of {kind} texts has {len(text):,} characters: {needed:,} are needed")
@@ -68,7 +60,7 @@ def draw(rng: np.random.Generator, kind: str, half: Half, characters: int, folde
 
 
 def collect(folder: Path) -> int:
-    """Copies all texts of this machine to a folder; returns their number. Names stay, since they decide the half."""
+    """Copies all texts of this machine to a folder; returns their number. Names decide the half and stay."""
     count = 0
     for kind in KINDS:
         for path in files(kind):

@@ -1,11 +1,11 @@
-"""HarnessLM: a model of this library as lm_eval asks it: log-likelihoods, rolling ones, and answers up to a string."""
+"""HarnessLM: a model of this library for lm_eval: log-likelihoods, rolling ones, and answers up to a string."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -21,58 +21,55 @@ except ImportError as error:
 
 import tca_jax
 from tca_jax.engine.lm import stored_entry
-from tca_jax.engine.prompts import decode_tokens
 from tca_jax.engine.sampling import Sampling
+from tca_jax.engine.score import score_answers
 from tca_jax.errors import UserError
 from tca_jax.lab.harness.loading import load_model, stored_repetition_penalty
-from tca_jax.lab.harness.options import GenerationOptions
-from tca_jax.lab.harness.running import Runner
-from tca_jax.methods.full import BASELINE
 from tca_jax.methods.registry import describe_method
 
 _LOG = logging.getLogger(__name__)
-_SHARED_TOKENS = 256  # fewest tokens of a prefix that is read once, where nothing else is asked for
+_ANSWERS = 8  # most answers to a prompt in one call
+# Names of a task's generation options; of the first the first given one counts, as in lm_eval's own models.
+_MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty")
+_ONLY = {"num_beams": 1, "num_return_sequences": 1}
+Item = TypeVar("Item")
 
 
 @register_model("tca_jax", "tca-jax")
 class HarnessLM(TemplateLM):
     """A checkpoint under an attention method, for `lm_eval.simple_evaluate` and lm_eval's command line.
 
-    A continuation's log-likelihood is that of an answer: the context is read as a prompt and the continuation fed as if
-    it had been drawn, so that prefill and cache policy both count. A rolling log-likelihood reads whole windows as
-    prompts: of a method it measures the prefill policy alone.
+    A continuation's log-likelihood is that of an answer: the context is read as a prompt and the continuation is
+    teacher-forced, so that prefill and cache policy both count. A rolling log-likelihood reads windows as prompts: it
+    measures the prefill policy alone.
 
     Args:
         pretrained: Alias, Hub id or local folder, or a loaded `LM`.
         profile: Profile folder, or "shipped".
         method: Attention method by its name, "a+b" for a pair; None for the profile's, or full attention without one.
         dtype: float32, bfloat16 or float16.
-        weights: "fp8": projections and MLP in e4m3, as for `tca_jax.load`.
-        kv: "fp8": a KV cache in eight bits.
+        weights: As for `tca_jax.load`.
+        kv: As for `tca_jax.load`.
         revision: Branch, tag or commit on the Hub.
         batch_size: Prompts in one call.
-        max_length: Most tokens that are read: of a prompt with its answer, whose last token is not read where it is
-            given. Longer prompts lose their beginning. None for the model's positions.
-        max_gen_toks: Most tokens of an answer where the task names none.
-        prefix_reuse: Prompts that share at least so many first tokens are read from one context; 0 for none. None is
-            256 under full attention, which answers the same either way, and 0 under every other method: there what a
-            context keeps is chosen before the question is known (the late protocol), which is another measurement.
-        repetition_penalty: Of answers where the task names none; None for that of the checkpoint's
-            generation_config.json, if any, as in transformers' `generate`.
-        enable_thinking: Handed to the chat template, where it knows it.
-        think_end_token: Text or id of the token that ends a model's thinking: an answer is what follows the last one.
-        add_bos_token: Whether texts begin with the tokenizer's own tokens, such as that of a beginning; None for the
-            tokenizer's default.
+        max_length: Most tokens of a prompt with its answer, whose last token is not read if it is given. Longer prompts
+            lose their beginning. None for the model's positions.
+        max_gen_toks: Most tokens of an answer if the task names none.
+        repetition_penalty: Of answers if the task names none; None for the checkpoint's, as in transformers.
+        enable_thinking: For chat templates with this option.
+        think_end_token: Text that ends a model's thinking: an answer follows the last one.
+        add_bos_token: Whether texts begin with the tokenizer's own tokens; None for the tokenizer's default.
         seed: Of sampled answers.
         backend: Kernel backend.
-        tokenizer: Not looked at: tasks that size their prompts, such as RULER's, read it from the model arguments.
-        device: Not looked at: JAX decides (`JAX_PLATFORMS`).
-        trust_remote_code: Not looked at: no code of a checkpoint is ever run.
-        max_batch_size: Must be None: batches are of one size.
+        tokenizer: Unused: tasks that size their prompts read it from the model arguments.
+        device: Unused: JAX decides.
+        trust_remote_code: Unused: no code of a checkpoint is run.
+        max_batch_size: Must be None.
         **options: Options of the method; of a pair, a mapping for each part.
 
     Raises:
-        ValueError: an argument is not allowed; names it. Before weights are read where that is possible.
+        ValueError: an argument is not allowed; names it.
     """
 
     def __init__(
@@ -88,10 +85,9 @@ class HarnessLM(TemplateLM):
         batch_size: int | str = 1,
         max_length: int | None = None,
         max_gen_toks: int = 256,
-        prefix_reuse: int | None = None,
         repetition_penalty: float | None = None,
         enable_thinking: bool | None = None,
-        think_end_token: str | int | None = None,
+        think_end_token: str | None = None,
         add_bos_token: bool | None = None,
         seed: int = 0,
         backend: str = "auto",
@@ -104,30 +100,22 @@ class HarnessLM(TemplateLM):
         super().__init__()
         if max_batch_size is not None:
             raise UserError(f"max_batch_size = {max_batch_size!r}: must be None; batch_size is the size of all batches")
-        rows = _count("batch_size", batch_size, 1)
-        self._max_gen_toks = _count("max_gen_toks", max_gen_toks, 1)
-        reuse = None if prefix_reuse is None else _count("prefix_reuse", prefix_reuse, 0)
+        self._rows, self._max_gen_toks = _count("batch_size", batch_size, 1), _count("max_gen_toks", max_gen_toks, 1)
         if repetition_penalty is None:
             repetition_penalty = stored_repetition_penalty(pretrained, revision)
-        Sampling(repetition_penalty=repetition_penalty)  # refuses what is not allowed
+        Sampling(repetition_penalty=repetition_penalty)  # checks it
         self._repetition_penalty = repetition_penalty
-        stored = {"dtype": dtype, "weights": weights, "kv": kv}
-        self.lm = load_model(pretrained, profile, method, options, revision=revision, **stored)
+        self.lm = load_model(pretrained, profile, method, options, revision, dtype=dtype, weights=weights, kv=kv)
         if self.lm.tokenizer is None:
             raise UserError(f"pretrained: {self.lm.name} has no tokenizer, and lm_eval asks in text")
         positions = self.lm.config.max_context
         self._max_length = positions if max_length is None else _count("max_length", max_length, 2)
         if self._max_length > positions:
             raise UserError(f"max_length = {max_length}: must be at most {positions}, the positions of {self.lm.name}")
-        if reuse is None:
-            reuse = _SHARED_TOKENS if self.lm.method == BASELINE else 0
-        if isinstance(think_end_token, str) and think_end_token.isdigit():  # from lm_eval's command line
-            think_end_token = int(think_end_token)
         self._think_end, self._add_bos_token = think_end_token, add_bos_token
-        self._runner = Runner(self.lm, rows, reuse, backend, _count("seed", seed, 0))
+        self._seed, self._backend = _count("seed", seed, 0), backend
+        self._held_bytes = self._full_bytes = 0  # of the caches of all answers
         self._template_options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-
-    # What lm_eval asks of a model's texts.
 
     @property
     def tokenizer(self) -> Any:
@@ -136,7 +124,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The model's name: part of what lm_eval files prompts under that it has made before."""
+        """The model's name, for lm_eval's cache of prompts."""
         return self.lm.name.replace("/", "__")
 
     @property
@@ -147,7 +135,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text that has nothing before it."""
+        """The token before a text without context."""
         begin = self.tokenizer.bos_token_id
         return self.eot_token_id if begin is None else begin
 
@@ -158,7 +146,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def max_gen_toks(self) -> int:
-        """Most tokens of an answer where the task names none."""
+        """Most tokens of an answer if the task names none."""
         return self._max_gen_toks
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -169,11 +157,7 @@ class HarnessLM(TemplateLM):
         return self.tokenizer(string, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A chat as the model's template writes it; without a generation prompt its last message is gone on with.
-
-        Raises:
-            ValueError: the model has no chat template, or it does not take this chat.
-        """
+        """A chat in the model's template; without a generation prompt its last message is continued."""
         if not self.tokenizer.chat_template:
             raise UserError(f"{self.lm.name} has no chat template: leave --apply_chat_template out")
         try:
@@ -188,102 +172,108 @@ class HarnessLM(TemplateLM):
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"the chat template of {self.lm.name} does not take this chat: {reason}") from error
 
-    # Requests.
-
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Log-likelihood of each continuation, and whether greedy decoding says it."""
-        prompts, answers = [], [continuation for _, _, continuation in requests]
-        for _, context, continuation in requests:
+        """Log-likelihood of each continuation, and whether it is greedy; a shared prompt is read once for 8 of them."""
+        answers = [continuation for _, _, continuation in requests]
+        places: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        cut = []
+        for i, (_, context, continuation) in enumerate(requests):
             room = self.max_length + 1 - len(continuation)  # the last token of all is not read
             if not continuation or room < 1:
                 raise UserError(f"a continuation has {len(continuation)} tokens: must have from 1 to {self.max_length}")
-            prompts.append(context[-room:])
-        self._say_cut([context for _, context, _ in requests], prompts)
+            places[tuple(context[-room:])].append(i)
+            cut.append(len(context) > room)
+        self._warn_cut(cut)
+        alike: dict[tuple[int, bool], list[tuple[tuple[int, ...], list[int]]]] = defaultdict(list)  # one program each
+        for prompt, of_prompt in places.items():
+            for start in range(0, len(of_prompt), _ANSWERS):
+                some = of_prompt[start : start + _ANSWERS]
+                times = 1 << (len(some) - 1).bit_length()
+                alike[times, all(len(answers[i]) == 1 for i in some)].append((prompt, some))
         results: list[Any] = [None] * len(requests)
-        for place, logprob, greedy in _shown(self._runner.score(prompts, answers), len(requests), disable_tqdm):
-            results[place] = logprob, greedy
-            self.cache_hook.add_partial("loglikelihood", requests[place][0], results[place])
+        for (times, _), questions in alike.items():
+            for batch, rows in self._batches(questions, [len(prompt) for prompt, _ in questions], disable_tqdm):
+                given = [[answers[i] for i in _filled(some, times)] for _, some in rows]
+                scores = score_answers(self.lm, [prompt for prompt, _ in rows], given, backend=self._backend)
+                for (_, some), logprobs, greedy in zip(batch, scores.logprobs, scores.greedy, strict=False):
+                    for i, of_answer, is_greedy in zip(some, logprobs, greedy, strict=False):
+                        results[i] = float(of_answer.sum()), is_greedy
+                        self.cache_hook.add_partial("loglikelihood", requests[i][0], results[i])
         return results
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of each text, window by window; every token is counted once."""
-        texts, counts, owners = [], [], []
+        windows = []  # tokens, how many of them are predicted, and the request
         for i, request in enumerate(requests):
-            for context, predicted in self._windows(request.args[0]):
-                texts.append(context + predicted)
-                counts.append(len(predicted))
-                owners.append(i)
+            split = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,  # that are read: a window has one token more
+                context_len=1,
+            )
+            for context, predicted in map(make_disjoint_window, split):
+                windows.append(([*context, *predicted], len(predicted), i))
         totals = [0.0] * len(requests)
-        for place, logprob in _shown(self._runner.score_ends(texts, counts), len(texts), disable_tqdm):
-            totals[owners[place]] += logprob
+        for batch, rows in self._batches(windows, [len(tokens) for tokens, _, _ in windows], disable_tqdm):
+            logprobs = tca_jax.score(self.lm, [tokens for tokens, _, _ in rows], backend=self._backend).logprobs
+            for (_, count, i), of_text in zip(batch, logprobs, strict=False):
+                totals[i] += float(of_text[len(of_text) - count :].sum())
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
-    def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
-        """What is known and what is asked in each window of a text."""
-        windows = get_rolling_token_windows(
-            token_list=self.tok_encode(text),
-            prefix_token=self.prefix_token_id,
-            max_seq_len=self.max_length,  # that are read: a window has one token more
-            context_len=1,
-        )
-        return map(make_disjoint_window, windows)
-
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """The answer to each prompt, up to the first of its stop strings."""
-        alike: dict[GenerationOptions, list[int]] = defaultdict(list)
+        alike: dict[str, list[int]] = defaultdict(list)  # by their options
         for i, request in enumerate(requests):
-            alike[GenerationOptions.of(request.args[1], self.max_gen_toks, self._repetition_penalty)].append(i)
-        encoded = [self.tok_encode(request.args[0]) for request in requests]
-        prompts = list(encoded)
-        for options, places in alike.items():
-            if (room := self.max_length - options.max_new_tokens) < 1:
+            options = generation_options(request.args[1], self.max_gen_toks, self._repetition_penalty)
+            if self.max_length <= options["max_new_tokens"]:
                 raise UserError(
-                    f"max_gen_toks = {options.max_new_tokens}: must be less than max_length = {self.max_length}"
+                    f"max_gen_toks = {options['max_new_tokens']}: must be less than max_length = {self.max_length}"
                 )
-            for i in places:
-                prompts[i] = encoded[i][-room:]
-        self._say_cut(encoded, prompts)
-        return self._answers(requests, prompts, alike, disable_tqdm)
-
-    def _answers(
-        self, requests: list[Any], prompts: list[list[int]], alike: Mapping[GenerationOptions, list[int]], quiet: bool
-    ) -> list[str]:
-        """Answers to prompts whose places are sorted by their options."""
-        results = [""] * len(requests)
-
-        def answered() -> Iterator[tuple[int, str]]:
-            for options, places in alike.items():
-                for number, text, tokens in self._runner.answer([prompts[i] for i in places], options):
-                    yield places[number], self._behind_thinking(text, tokens, options.until)
-
-        for place, text in _shown(answered(), len(requests), quiet):
-            results[place] = text
-            self.cache_hook.add_partial("generate_until", requests[place].args, text)
+            alike[json.dumps(options)].append(i)
+        encoded = [self.tok_encode(request.args[0]) for request in requests]
+        results, cut, batches = [""] * len(requests), list[bool](), 0
+        for written, places in alike.items():
+            options = json.loads(written)
+            room = self.max_length - options["max_new_tokens"]
+            cut += [len(encoded[i]) > room for i in places]
+            stops = stop_token_ids(self.lm, options["stop"])
+            for batch, rows in self._batches(places, [len(encoded[i]) for i in places], disable_tqdm):
+                seed = (self._seed + batches) % 2**32  # repeats of a question differ
+                batches += options["temperature"] > 0
+                prompts = [encoded[i][-room:] for i in rows]
+                given = {**options, "stop_token_ids": stops, "seed": seed, "backend": self._backend}
+                out = tca_jax.generate(self.lm, prompts, **given)
+                self._held_bytes += out.stats.kv_cache_bytes
+                self._full_bytes += out.stats.full_kv_cache_bytes
+                for i, text in zip(batch, out.text, strict=False):
+                    results[i] = postprocess_generated_text(text, options["stop"], self._think_end)
+                    self.cache_hook.add_partial("generate_until", requests[i].args, results[i])
+        self._warn_cut(cut)
         return results
 
-    def _behind_thinking(self, text: str, tokens: Sequence[int], until: Sequence[str]) -> str:
-        """What an answer says behind its thinking, up to a stop string."""
-        end = self._think_end
-        if isinstance(end, int) and end in tokens:
-            last = len(tokens) - 1 - list(reversed(tokens)).index(end)
-            text = decode_tokens(self.lm, tokens[last + 1 :]).lstrip()
-        return postprocess_generated_text(text, list(until), end if isinstance(end, str) else None)
+    def _batches(
+        self, items: Sequence[Item], lengths: Sequence[int], quiet: bool
+    ) -> Iterator[tuple[list[Item], list[Item]]]:
+        """Batches, the longest first, as they are and with the last item repeated: all have one number of rows."""
+        order = sorted(range(len(items)), key=lengths.__getitem__, reverse=True)
+        rows = min(self._rows, len(items))
+        for start in tqdm(range(0, len(order), rows), disable=quiet, desc="tca_jax"):
+            batch = [items[i] for i in order[start : start + rows]]
+            yield batch, _filled(batch, rows)
 
-    def _say_cut(self, before: Sequence[list[int]], after: Sequence[list[int]]) -> None:
-        cut = sum(len(a) < len(b) for a, b in zip(after, before, strict=True))
-        if cut:
+    def _warn_cut(self, cut: Sequence[bool]) -> None:
+        if any(cut):
             _LOG.warning(
                 "%d of %d prompts lost their beginning: with their answers they are longer than max_length = %d",
-                *(cut, len(before), self.max_length),
+                *(sum(cut), len(cut), self.max_length),
             )
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm_eval writes beside its results: model, method, and the bytes that the answers' caches held."""
-        held, full = self._runner.kv_cache_bytes, self._runner.full_kv_cache_bytes
+        """The entries beside lm_eval's results: model, method, share of full attention's cache bytes of answers."""
         return {
             "model_num_parameters": sum(leaf.size for leaf in jax.tree.leaves(self.lm.params)),
             "model_dtype": str(self.lm.dtype),
@@ -291,28 +281,61 @@ class HarnessLM(TemplateLM):
             "model_fingerprint": self.lm.fingerprint,
             "attention_method": self.lm.method.name,
             "attention_method_options": json.loads(describe_method(self.lm.method)),
-            "prefix_reuse": self._runner.prefix_reuse,
-            "kv_cache_share": held / full if full else None,
+            "kv_cache_share": self._held_bytes / self._full_bytes if self._full_bytes else None,
             "tca_jax_version": tca_jax.__version__,
             "jax_device": jax.devices()[0].device_kind,
         }
 
 
-Item = TypeVar("Item")
+def generation_options(
+    given: Mapping[str, Any], max_gen_toks: int, repetition_penalty: float | None = None
+) -> dict[str, Any]:
+    """Arguments of `tca_jax.generate` from a task's, such as {"until": ["\\n"], "do_sample": False}.
+
+    Without do_sample a temperature above 0 samples; do_sample without a temperature samples at 1. `max_gen_toks` and
+    `repetition_penalty` are defaults.
+    """
+    options = dict(given)
+    most = [value for name in _MOST_TOKENS if (value := options.pop(name, None)) is not None]
+    until, do_sample = options.pop("until", None) or (), options.pop("do_sample", None)
+    temperature = options.pop("temperature", None)
+    if temperature is not None and (isinstance(temperature, bool) or not isinstance(temperature, int | float)):
+        raise UserError(f"generation option temperature = {temperature!r}: must be a number")
+    if do_sample is not None:
+        temperature = (1 if temperature is None else temperature) if do_sample else 0
+    sampling = {} if repetition_penalty is None else {"repetition_penalty": repetition_penalty}
+    sampling |= {name: value for name in _SAMPLING if (value := options.pop(name, None)) is not None}
+    for name, value in options.items():
+        if name not in _ONLY:
+            known = sorted({*_MOST_TOKENS, "until", "do_sample", "temperature", *_SAMPLING})
+            raise UserError(f"generation option {name} = {value!r}: must be one of {known}")
+        if value != _ONLY[name]:
+            raise UserError(f"generation option {name} = {value!r}: must be {_ONLY[name]}")
+    return {
+        "max_new_tokens": int(most[0]) if most else max_gen_toks,
+        "stop": [text for text in ((until,) if isinstance(until, str) else until) if text],
+        "temperature": float(temperature or 0),
+        **sampling,
+    }
 
 
-def _shown(results: Iterable[Item], total: int, quiet: bool) -> Iterator[Item]:
-    """Results with a progress bar."""
-    return iter(tqdm(results, total=total, disable=quiet, desc="tca_jax"))
+def stop_token_ids(lm: tca_jax.LM, until: Sequence[str]) -> list[int]:
+    """Tokens that end an answer: the model's, and stop strings that are special tokens, which text does not show."""
+    special = {str(token): i for i, token in lm.tokenizer.added_tokens_decoder.items() if token.special}
+    return list(dict.fromkeys([*lm.eos_token_ids, *(special[text] for text in until if text in special)]))
+
+
+def _filled(items: Sequence[Item], size: int) -> list[Item]:
+    return [*items, *[items[-1]] * (size - len(items))]
 
 
 def _count(name: str, value: Any, at_least: int) -> int:
     """An integer argument; lm_eval's command line gives some of them as text."""
     try:
         number = int(value)
-        whole = not isinstance(value, bool) and (isinstance(value, str) or number == value)
+        allowed = not isinstance(value, bool) and (isinstance(value, str) or number == value) and number >= at_least
     except (TypeError, ValueError):
-        whole = False
-    if not whole or number < at_least:
+        allowed = False
+    if not allowed:
         raise UserError(f"{name} = {value!r}: must be an integer of at least {at_least}")
     return number

@@ -39,12 +39,7 @@ _SKIPPED_FOLDERS = frozenset(
 
 
 def source_files(split: str) -> tuple[Path, ...]:
-    """The standard library files of a split, sorted: "train" or "held-out" (`HELD_OUT_MODULES`).
-
-    Raises:
-        ValueError: `split` is neither of the two.
-        FileNotFoundError: this Python has no standard library source on disk (zipped or stripped).
-    """
+    """The standard library files of a split, sorted: "train" or "held-out" (`HELD_OUT_MODULES`)."""
     if split not in SPLITS:
         raise UserError(f"split = {split!r}: must be one of {list(SPLITS)}")
     root = Path(sysconfig.get_path("stdlib"))
@@ -71,11 +66,7 @@ def _training_files(root: Path) -> Iterator[Path]:
 
 @functools.lru_cache(maxsize=2)
 def corpus(split: str) -> bytes:
-    """All text of a split, one file after another; characters outside ASCII are left out.
-
-    Raises:
-        As `source_files`.
-    """
+    """All text of a split, one file after another, without characters outside ASCII."""
     texts = (path.read_text(encoding="utf-8", errors="ignore") for path in source_files(split))
     return b"\n".join(text.encode("ascii", errors="ignore") for text in texts)
 

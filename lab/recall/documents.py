@@ -17,17 +17,11 @@ from tca_jax.lab.recall.tasks import Question, draw_question
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """Real text with facts in it, all ASCII: one byte a character.
+    """Real text with facts in it, all ASCII: one byte a character."""
 
-    Attributes:
-        text: The text with every fact's line inserted.
-        questions: What can be asked about it.
-        places: The facts in the order in which they stand, each with its byte offset.
-    """
-
-    text: str
+    text: str  # with the line of every fact
     questions: tuple[Question, ...]
-    places: tuple[tuple[Fact, int], ...]
+    places: tuple[tuple[Fact, int], ...]  # facts in the order of the text, with their byte offsets
 
     def place(self, fact: Fact) -> int:
         """Byte offset of a fact's line."""
@@ -45,7 +39,6 @@ def build_document(rng: np.random.Generator, num_bytes: int, tasks: Sequence[str
 
     Raises:
         ValueError: a task or `split` is unknown, or the facts do not fit.
-        FileNotFoundError: this Python has no standard library source.
     """
     keys = draw_keys(rng)
     questions = tuple(draw_question(rng, task, keys) for task in tasks)
@@ -65,7 +58,7 @@ def hide(rng: np.random.Generator, num_bytes: int, questions: Sequence[Question]
         )
     starts = line_starts(split)
     start = int(starts[rng.integers(bisect_left(starts, len(text) - body_bytes + 1))])
-    # Uniform bytes, each moved to the next line boundary: spread evenly, however long the lines are.
+    # Uniform bytes, each moved to the next line boundary.
     offsets = rng.integers(body_bytes + 1, size=len(facts)).tolist()
     cuts = [0, *sorted(_next_line(starts, start, body_bytes, offset) for offset in offsets), body_bytes]
     parts = [text[start + a : start + b].decode("ascii") for a, b in itertools.pairwise(cuts)]
@@ -76,7 +69,7 @@ def hide(rng: np.random.Generator, num_bytes: int, questions: Sequence[Question]
 
 
 def _next_line(starts: np.ndarray, start: int, body_bytes: int, offset: int) -> int:
-    """First line boundary of the passage at or after `offset`; the last one where none follows."""
+    """First line boundary of the passage from `offset` on; the last one if none follows."""
     index = bisect_left(starts, start + offset)
     if index == len(starts) or starts[index] > start + body_bytes:
         index -= 1

@@ -1,16 +1,15 @@
-"""Asking a model recall questions under a protocol, and counting what it answers right."""
+"""A model's answers to recall questions under a protocol."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from tca_jax.engine.contexts import prefill
 from tca_jax.engine.generation import Output, generate
 from tca_jax.engine.lm import LM
-from tca_jax.errors import UserError
 from tca_jax.lab.recall.documents import Document, hide
 from tca_jax.lab.recall.facts import draw_keys
 from tca_jax.lab.recall.protocols import chat_document, chat_question, completion, is_correct, require_protocol
@@ -20,32 +19,20 @@ from tca_jax.lab.recall.tasks import TASKS, Question, draw_question
 ANSWER_TOKENS = 448
 
 
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """What a model answered.
-
-    Attributes:
-        texts: Its answers.
-        right: Whether each is right.
-        kv_cache_share: Bytes of its KV cache, over those of full attention's.
-    """
+class RecallAnswers(NamedTuple):
+    """Answers of a model."""
 
     texts: list[str]
     right: list[bool]
-    kv_cache_share: float
+    kv_cache_share: float  # of full attention's bytes
 
 
 def draw_documents(
     seed: tuple[int, ...] | int, count: int, num_bytes: int, task: str, split: str = "held-out"
 ) -> list[Document]:
-    """Documents about each of which a question of `task` is asked, the first of theirs; one of every task is hidden.
+    """Documents with a question of `task`, the first of theirs, and one of every other task.
 
-    Args:
-        seed: Draws them.
-        count: How many.
-        num_bytes: Bytes of each document's text together with its first question as `completion` puts it.
-        task: A key of `TASKS`.
-        split: See `build_document`.
+    With the first question as `completion` puts it, a document has `num_bytes`.
     """
     documents = []
     for number in range(count):
@@ -59,22 +46,17 @@ def draw_documents(
 
 def ask(
     lm: LM, documents: Sequence[Document], protocol: str, *, batch: int = 50, max_new_tokens: int = ANSWER_TOKENS
-) -> Asked:
+) -> RecallAnswers:
     """Asks each document's first question, greedily.
 
     Args:
         lm: The model, under any method.
-        documents: What it is asked about.
+        documents: Documents, at least one.
         protocol: "prefix", "preamble" or "late"; see `recall.protocols`.
         batch: Questions in one call.
         max_new_tokens: Room for an answer.
-
-    Raises:
-        ValueError: there is no such protocol, or no document; and as `generate`.
     """
     require_protocol(protocol)
-    if not documents:
-        raise UserError("documents is empty: at least one is needed")
     texts: list[str] = []
     right: list[bool] = []
     held, full = 0, 0
@@ -85,7 +67,7 @@ def ask(
         texts += out.text
         right += [is_correct(question, text, protocol) for question, text in zip(questions, out.text, strict=True)]
         held, full = held + out.stats.kv_cache_bytes, full + out.stats.full_kv_cache_bytes
-    return Asked(texts, right, held / full)
+    return RecallAnswers(texts, right, held / full)
 
 
 def _answers(lm: LM, texts: list[str], questions: list[Question], protocol: str, room: int) -> Output:

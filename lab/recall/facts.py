@@ -52,28 +52,21 @@ _WORDINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """One fact.
+    """One fact."""
 
-    Attributes:
-        kind: What is said of the key, such as "access code", perhaps with an ordinal in front.
-        key: What it is said of, such as "amber falcon".
-        value: The value, ASCII.
-        wording: Number of its wording.
-    """
-
-    kind: str
-    key: str
-    value: str
-    wording: int = 0
+    kind: str  # such as "access code", perhaps with an ordinal in front
+    key: str  # such as "amber falcon"
+    value: str  # ASCII
+    wording: int = 0  # number of its wording
 
     @property
     def line(self) -> str:
-        """The comment line that stands in a document, with its line break."""
+        """The comment line in a document, with its line break."""
         return f"# {_WORDINGS[self.wording].format(kind=self.kind, key=self.key, value=self.value)}\n"
 
 
 def draw_fact(rng: np.random.Generator, kind: str, key: str, value: str) -> Fact:
-    """A fact in a wording that is drawn."""
+    """A fact in a random wording."""
     return Fact(kind, key, value, int(rng.integers(len(_WORDINGS))))
 
 

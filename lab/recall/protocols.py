@@ -67,7 +67,7 @@ def is_correct(question: Question, text: str, protocol: str) -> bool:
 
 
 def require_protocol(protocol: str) -> None:
-    """Raises ValueError if there is no such protocol."""
+    """ValueError for an unknown protocol."""
     if protocol not in PROTOCOLS:
         raise UserError(f"protocol = {protocol!r}: must be one of {list(PROTOCOLS)}")
 

@@ -31,21 +31,13 @@ _WORDINGS_OF_SEVERAL = (
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One question about a document.
+    """One question about a document."""
 
-    Attributes:
-        task: Its task, a key of `TASKS`.
-        facts: What the document must hide for it, what only distracts among them.
-        text: The question.
-        lead: How the answer begins, up to its first value.
-        answer: The rest of the answer, without the full stop.
-    """
-
-    task: str
-    facts: tuple[Fact, ...]
+    task: str  # a key of `TASKS`
+    facts: tuple[Fact, ...]  # that the document hides, distractors included
     text: str
-    lead: str
-    answer: str
+    lead: str  # the answer's beginning, up to its first value
+    answer: str  # the rest of the answer, without the full stop
 
     @property
     def sentence(self) -> str:
@@ -59,7 +51,7 @@ def draw_question(rng: np.random.Generator, task: str, keys: Iterator[str]) -> Q
     Args:
         rng: Source of all randomness.
         task: A key of `TASKS`.
-        keys: Gives keys that the document has no fact about yet.
+        keys: Gives keys without facts in the document.
 
     Raises:
         ValueError: there is no such task.
