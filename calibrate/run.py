@@ -220,25 +220,23 @@ def _unexplained(
 def require_length(name: str, tokens: int, lm: Encoder, config: TCAConfig) -> None:
     """Raises ValueError if a text is too short or too long for any result; `name` is the text's in the message."""
     fewest, most = config.window + config.block_size, lm.config.max_context
-    if tokens < fewest:
-        largest = (tokens // config.block_size - 1) * config.block_size
-        smaller = f", or a window of at most {largest}" if largest > 0 else ""
+    if not fewest <= tokens <= most:
         raise UserError(
-            f"{name} has {tokens} tokens: calibration needs at least window + block_size = "
-            f"{config.window} + {config.block_size} = {fewest}; pass a longer text{smaller}"
+            f"{name} has {tokens} tokens: calibration takes {fewest} (window + block_size = {config.window} + "
+            f"{config.block_size}) to {most} (positions of {lm.name!r})"
         )
-    if tokens > most:
-        raise UserError(f"{name} has {tokens} tokens, model {lm.name!r} has {most} positions: split the text")
 
 
 def require_bounds(config: TCAConfig, *, probes: Any, kept: float | None, attended: float | None) -> None:
     """Raises ValueError if a bound is neither None nor a share, or the criterion takes neither bounds nor probes."""
-    for name, bound in (("kept", kept), ("attended", attended)):
-        if bound is not None and (not is_finite_number(bound) or not 0 < bound <= 1):
-            raise UserError(f"{name} = {bound!r}: must lie in (0, 1]")
     for name, given in (("probes", probes), ("kept", kept), ("attended", attended)):
-        if given is not None and config.criterion != "worth":
-            raise UserError(f"{name} goes with criterion 'worth', not with {config.criterion!r}, which has no search")
+        is_share = name == "probes" or given is None or (is_finite_number(given) and 0 < given <= 1)
+        if not is_share or (given is not None and config.criterion != "worth"):
+            raise UserError(
+                f"{name} = {given!r}: must lie in (0, 1]"
+                if not is_share
+                else f"{name} goes with criterion 'worth', not with {config.criterion!r}, which has no search"
+            )
 
 
 def require_fit(kept: float, tokens: int, config: TCAConfig) -> None:

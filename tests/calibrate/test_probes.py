@@ -1,12 +1,12 @@
 """Probes behind texts: the text's own end, hidden facts, copies, questions and answers; and what is refused."""
 
 import dataclasses
-import functools
 import itertools
 
 import numpy as np
 import pytest
 from cases import unchecked
+from tiny import CONFIG as TINY
 from transformers import AutoTokenizer
 
 from tca_jax.calibration.facts import draw_facts
@@ -53,19 +53,9 @@ class Encoder:
     tokenizer: object = None
     name: str = "tiny"
 
-    @functools.cached_property
+    @property
     def config(self) -> ModelConfig:
-        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-        return ModelConfig.from_hf(
-            {
-                "architectures": ["LlamaForCausalLM"],
-                "model_type": "llama",
-                "vocab_size": 1000,
-                "num_key_value_heads": 1,
-                "max_position_embeddings": self.max_context,
-                **sizes,
-            }
-        )
+        return dataclasses.replace(TINY, vocab_size=1000, max_positions=self.max_context)
 
 
 def distinct(length: int) -> list[int]:

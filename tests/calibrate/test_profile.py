@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from profiles import CONFIG, make_profile
+from tiny import CONFIG as TINY
 
 from tca_jax import methods
 from tca_jax.calibration.profile import Profile, head_gates
@@ -23,20 +24,10 @@ SAVED = Path(__file__).parent / "saved_profile_v3"  # as tca_jax 0.1.0 wrote it,
 
 
 def model_config(num_layers: int = 3, num_kv_heads: int = 2) -> ModelConfig:
-    return ModelConfig.from_hf(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "vocab_size": 32,
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": num_layers,
-            "num_attention_heads": 2 * num_kv_heads,
-            "num_key_value_heads": num_kv_heads,
-            "head_dim": 8,
-            "max_position_embeddings": 128,
-        }
-    )
+    return dataclasses.replace(TINY, num_layers=num_layers, num_heads=2 * num_kv_heads, num_kv_heads=num_kv_heads)
+
+
+# --- values ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
