@@ -21,6 +21,7 @@ from jaxtyping import Float32
 
 from tca_jax.errors import UserError
 from tca_jax.models.config import ModelConfig
+from tca_jax.models.json_object import LFS_POINTER, Entries, is_lfs_pointer
 from tca_jax.models.rope import RopeConfig, inverse_frequencies
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -124,12 +125,7 @@ class Gguf:
         return _Slice(self, name)
 
     def config(self) -> ModelConfig:
-        """The model's shape.
-
-        Raises:
-            ValueError: an architecture or option that is not supported, a key that is missing or invalid, or a missing
-                tensor; the message names the file.
-        """
+        """The model's shape; ValueError with the file's name where a key or tensor is missing or not supported."""
         try:
             return ModelConfig.from_hf(self._entries())
         except ValueError as error:
@@ -138,16 +134,14 @@ class Gguf:
     def _entries(self) -> dict[str, Any]:
         """The config.json of the model."""
         arch = _architecture(self.metadata)
-        keys = _Keys(self.metadata, arch)
+        keys = _keys(self.metadata, arch)
         for key in ("expert_count", "attention.sliding_window"):
-            if keys.number(key, 0):
-                raise UserError(f"{arch}.{key} = {keys.number(key, 0)} is not supported: must be 0")
+            if keys.values.get(key):
+                keys.refuse(key, "0")
         heads, hidden = keys.integer("attention.head_count"), keys.integer("embedding_length")
-        head_dim = keys.integer("attention.key_length", hidden // max(heads, 1))
-        if (rotated := keys.integer("rope.dimension_count", head_dim)) != head_dim:
-            raise UserError(
-                f"{arch}.rope.dimension_count = {rotated} is not supported: must be the head size {head_dim}"
-            )
+        head_dim = keys.integer("attention.key_length", hidden // heads)
+        if keys.integer("rope.dimension_count", head_dim) != head_dim:
+            keys.refuse("rope.dimension_count", f"the head size {head_dim}")
         entries: dict[str, Any] = {
             "model_type": arch,
             "vocab_size": self._required("model.embed_tokens.weight").shape[0],
@@ -166,17 +160,19 @@ class Gguf:
         }
         return entries | {"rope_parameters": self._rope(keys, head_dim, entries["max_position_embeddings"])}
 
-    def _rope(self, keys: _Keys, head_dim: int, max_positions: int) -> dict[str, Any]:
+    def _rope(self, keys: Entries, head_dim: int, max_positions: int) -> dict[str, Any]:
         """The entries of `rope_parameters`."""
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base", 10_000.0)}
-        factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))  # the second is older
-        kind = keys.text("rope.scaling.type", "none" if factor in (0, 1) else "linear")  # as llama.cpp takes it
+        names = ("rope.scaling.factor", "rope.scale_linear")  # the second is older
+        factor = next((keys.number(name) for name in names if keys.values.get(name)), 1.0)
+        kind = keys.get("rope.scaling.type", "none" if factor == 1 else "linear")  # as llama.cpp takes it
+        if kind not in ("none", "linear", "yarn") or (_ROPE_FACTORS in self.tensors and kind != "none"):
+            raise UserError(
+                f"{keys.name.format('rope.scaling')} of type {kind!r} is not supported: must be none, linear or yarn, "
+                f"and none beside tensor {_ROPE_FACTORS!r}"
+            )
         if _ROPE_FACTORS in self.tensors:
-            if kind != "none":
-                raise UserError(f"{keys.arch}.rope.scaling = {kind} beside tensor {_ROPE_FACTORS!r} is not supported")
             return self._llama3(rope, head_dim, max_positions)
-        if kind not in ("none", "linear", "yarn"):
-            raise UserError(f"{keys.arch}.rope.scaling.type = {kind!r} is not supported: must be none, linear or yarn")
         if kind == "none":
             return rope
         rope |= {"rope_type": kind, "factor": factor}
@@ -194,12 +190,11 @@ class Gguf:
     def _llama3(self, rope: dict[str, Any], head_dim: int, max_positions: int) -> dict[str, Any]:
         """RoPE of LLaMA 3.1, whose options GGUF keeps as a factor for each dimension pair."""
         stretched = self._required(_ROPE_FACTORS).read()
-        if stretched.shape != (head_dim // 2,):
-            raise UserError(f"tensor {_ROPE_FACTORS!r} has shape {list(stretched.shape)}: must be [{head_dim // 2}]")
         rope = rope | _LLAMA3 | {"rope_type": "llama3", "factor": float(stretched.max(initial=1.0))}
         config = RopeConfig.from_hf(rope, max_positions=max_positions)
         plain = inverse_frequencies(head_dim, RopeConfig(theta=config.theta))
-        if not np.allclose(plain, inverse_frequencies(head_dim, config) * stretched, rtol=1e-3):
+        found = inverse_frequencies(head_dim, config)
+        if stretched.shape != found.shape or not np.allclose(plain, found * stretched, rtol=1e-3):
             raise UserError(f"tensor {_ROPE_FACTORS!r} is not supported: must have the factors of LLaMA 3.1, {_LLAMA3}")
         return rope
 
@@ -232,13 +227,9 @@ class _Slice:
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF file that a path means: itself, or the only one of a folder without config.json; None for neither.
-
-    Raises:
-        ValueError: the folder holds several GGUF checkpoints.
-    """
+    """The GGUF file that a path means: itself, or the only one of a folder without other weights; None for neither."""
     if path.is_dir():
-        if (path / "config.json").exists():
+        if (path / "config.json").exists() and any(path.glob("*.safetensors*")):
             return None
         found = {_first_part(each) for each in path.iterdir() if _is_gguf(each)}
         if len(found) > 1:
@@ -259,8 +250,7 @@ def open_gguf(path: Path) -> Gguf:
 
     Raises:
         FileNotFoundError: a file or a piece of several is missing.
-        ValueError: the `gguf` package is missing (extra "gguf"); or the file is truncated, not GGUF, of
-            another version, or of an architecture or a quantization that is not supported; the message
+        ValueError: the `gguf` package is missing (extra "gguf"), or the file is damaged or not supported; the message
             names file and tensor.
     """
     try:
@@ -306,7 +296,7 @@ def _permuted_heads(metadata: Mapping[str, Any], arch: str) -> dict[str, int]:
     """Heads of the projections whose rows llama.cpp's converter permutes: those of LLaMA."""
     if arch != "llama":
         return {}
-    keys = _Keys(metadata, arch)
+    keys = _keys(metadata, arch)
     heads = keys.integer("attention.head_count")
     return {"attn_q": heads, "attn_k": keys.integer("attention.head_count_kv", heads)}
 
@@ -336,10 +326,8 @@ def _check_type(tensor: GgufTensor) -> None:
 def _check_count(path: Path, metadata: Mapping[str, Any], files: int, tensors: int) -> None:
     for key, found in (("split.count", files), ("split.tensors.count", tensors)):
         stated = metadata.get(key, found)
-        if isinstance(stated, bool) or not isinstance(stated, int):
-            raise UserError(f"{path}: {key} = {stated!r}: must be an integer")
-        if stated not in (0, found):
-            raise UserError(f"{path}: {key} = {stated}, but there are {found}: pass one of files -00001-of-{stated:05}")
+        if not isinstance(stated, int) or stated not in (0, found):
+            raise UserError(f"{path}: {key} = {stated}, but there are {found}: pass one of files -00001-of-0000N")
 
 
 def _is_gguf(path: Path) -> bool:
@@ -419,37 +407,13 @@ class _Bytes:
         return found[0] if len(found) == 1 else np.concatenate(found or [np.empty(0, np.uint8)])
 
 
-class _Keys:
-    """Metadata of an architecture, checked."""
-
-    def __init__(self, metadata: Mapping[str, Any], arch: str) -> None:
-        self.metadata, self.arch = metadata, arch
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self._value(key, default)
+def _keys(metadata: Mapping[str, Any], arch: str) -> Entries:
+    """Metadata of an architecture; arrays with the same integer for all layers are that integer."""
+    found = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
+    for key, value in found.items():
         if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.size and (value == value[0]).all():
-            value = int(value[0])  # of each layer
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise UserError(f"{self.arch}.{key} = {value!r}: must be an integer, the same for all layers")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise UserError(f"{self.arch}.{key} = {value!r}: must be a number")
-        return value
-
-    def text(self, key: str, default: str) -> str:
-        value = self._value(key, default)
-        if not isinstance(value, str):
-            raise UserError(f"{self.arch}.{key} = {value!r}: must be text")
-        return value
-
-    def _value(self, key: str, default: Any) -> Any:
-        value = self.metadata.get(f"{self.arch}.{key}", default)
-        if value is None:
-            raise UserError(f"metadata key {self.arch}.{key!s} is missing")
-        return value
+            found[key] = int(value[0])
+    return Entries(found, f"{arch}.{{}}")
 
 
 class _Header:
@@ -460,11 +424,9 @@ class _Header:
         self._buffer = b""
 
     def read(self) -> tuple[dict[str, Any], list[GgufTensor]]:
-        """Metadata and tensors.
-
-        Raises:
-            ValueError: the file is truncated, not GGUF, or corrupt; the message names file and tensor.
-        """
+        """Metadata and tensors; ValueError with the file's name where it is damaged."""
+        if self._source.size >= 4 and is_lfs_pointer(self._source.parts[0][0]):
+            raise UserError(f"{self._source.name} {LFS_POINTER}")
         if self._take(4) != _MAGIC:
             raise UserError(f"{self._source.name} is not a GGUF file: it does not begin with {_MAGIC!r}")
         version = self._number("I")

@@ -1,14 +1,55 @@
-"""JSON files: whatever is wrong with one is a ValueError that names it."""
+"""JSON files and their entries: whatever is wrong is a ValueError that names the file or the entry."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tca_jax.errors import UserError
 
-_DEEPEST = 32  # levels; no config has ten, and what is printed of a value shall not overflow a stack
+LFS_POINTER = "is a Git LFS pointer and not the file itself: run `git lfs pull` in its folder"
+MOST = 2**31 - 1  # token ids, positions and sizes of axes are int32
+_LFS = b"version https://git-lfs"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entries:
+    """Typed access to entries, of a config.json or of GGUF metadata."""
+
+    values: Mapping[str, Any]
+    name: str = "config[{!r}]"  # of an entry in messages
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The entry; null counts as absent. ValueError where it is absent and has no default."""
+        value = self.values.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise UserError(f"{self.name.format(key)} is missing")
+        return value
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """An integer of at least `least` that fits into int32."""
+        value = self.get(key, default)
+        return value if type(value) is int and least <= value <= MOST else self.refuse(key, f"an integer >= {least}")
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive finite number."""
+        value = self.get(key, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+        return float(value) if is_number else self.refuse(key, "a positive number")
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """A switch."""
+        value = self.get(key, default)
+        return value if isinstance(value, bool) else self.refuse(key, "true or false")
+
+    def refuse(self, key: str, must: str) -> Any:
+        """Raises ValueError with the entry and what it must be."""
+        raise UserError(f"{self.name.format(key)} = {self.values.get(key)!r}: must be {must}")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -16,37 +57,23 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no UTF-8, no JSON, no object, or nested deeper than anything that is meant; names the file.
+        ValueError: it is no UTF-8, no JSON or no object; names the file.
     """
     entries = read_json(path)
     if not isinstance(entries, dict):
         raise UserError(f"{path} holds a {type(entries).__name__}: must be a JSON object")
-    if _is_deep(entries):
-        raise UserError(f"{path} is not valid JSON: its values are nested more than {_DEEPEST} levels deep")
     return entries
 
 
 def read_json(path: Path) -> Any:
-    """What a file holds.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is no UTF-8, no JSON, or nested too deeply to be read; names the file.
-    """
+    """What a file holds; errors are those of `read_json_object`."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise UserError(f"{path} is not valid JSON: its values are nested too deeply") from None
-    except ValueError as error:  # JSON or UTF-8
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
 
 
-def _is_deep(value: Any) -> bool:
-    """Whether a value has more levels than `_DEEPEST`."""
-    level = [value]
-    for _ in range(_DEEPEST):
-        inner = [each.values() if isinstance(each, dict) else each for each in level]
-        level = [item for items in inner for item in items if isinstance(item, dict | list)]
-        if not level:
-            return False
-    return True
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether the file is what Git leaves in place of one that it has not fetched."""
+    with path.open("rb") as file:
+        return file.read(len(_LFS)) == _LFS

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import combine, tensor_checksums
 from tca_jax.models.gguf import Gguf, find_gguf, open_gguf
-from tca_jax.models.json_object import read_json_object
+from tca_jax.models.json_object import LFS_POINTER, is_lfs_pointer, read_json_object
 from tca_jax.models.names import EMBEDDING, HEAD, LAYER, Parameter, outer_shapes, parameters
 from tca_jax.models.projections import E4M3
 from tca_jax.models.sharding import HeadOrders, abstract_parameters, check_mesh, check_orders, reorder_heads, settled
@@ -43,6 +44,7 @@ from tca_jax.models.tensors import Quantized, join_tensors, place_codes, place_t
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"[\w.-]{1,200}\.safetensors")  # in the checkpoint's own folder
+_COMPARED = 2**24  # numbers of two tensors that are compared at a time
 _STORED_BYTES = {"F32": 4, "BF16": 2, "F16": 2}  # dtypes that are read, and bytes of an element
 # A buffer that old LLaMA checkpoints hold; and scales of activations and caches, which are taken anew for each token.
 _IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|(input|output|k|v)_scale)")
@@ -52,6 +54,7 @@ _IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|(input|output|k|v)_scale)")
 class _Stored:
     """A tensor of the checkpoint, from the header of its file."""
 
+    name: str  # in the file
     file: Path | Gguf
     shape: tuple[int, ...]
     dtype: str
@@ -124,6 +127,9 @@ def load_checkpoint(
         check_orders(head_orders, config)
     folder = Path(folder)
     stored, format_ = _read_headers(folder), read_quantization(folder)
+    if config.tie_embeddings and HEAD in stored and not _are_equal(stored[HEAD], stored.get(EMBEDDING)):
+        warnings.warn(f"{folder}: {HEAD!r} differs from the embedding: tie_word_embeddings is ignored", stacklevel=2)
+        config = dataclasses.replace(config, tie_embeddings=False)
     _check_sizes(folder, config, stored, format_)
     if format_ and not weights:
         _check_all_in_eight_bits(stored)
@@ -156,8 +162,6 @@ def load_checkpoint(
         for each, part in parts:
             loaded[each.path] = each.variable.replace(jax.block_until_ready(settled(part, each, mesh)))
     decoder: Decoder = nnx.merge(nnx.graphdef(made), nnx.from_flat_state(loaded))
-    if config.tie_embeddings and HEAD in stored:
-        _check_tied_head(stored[HEAD].file, decoder, mesh)
     shapes = {name: shape for parameter in found for name, shape in parameter.shapes.items()}
     return LoadedCheckpoint(decoder, combine(config, shapes, checksums) if fingerprint_is_stale else None)
 
@@ -213,12 +217,13 @@ class _Source:
     def place(self, shard: Any, name: str, parameter: Parameter, dtype: Any) -> Array:
         """A tensor of an open file on its devices, not transposed."""
         if self.stored[name].dtype != CODES:
-            return place_tensor(read_tensor(shard, name, parameter, self.mesh), parameter, dtype, self.mesh)
+            tensor = read_tensor(shard, self.stored[name].name, parameter, self.mesh)
+            return place_tensor(tensor, parameter, dtype, self.mesh)
         assert self.format is not None
         scale, shape = self._scale(name), self.stored[name].shape
         file = self.stored[name].file
         assert isinstance(file, Path)  # GGUF has no codes
-        codes = read_tensor(mapped_codes(file, name), name, parameter, self.mesh)
+        codes = read_tensor(mapped_codes(file, self.stored[name].name), name, parameter, self.mesh)
         return place_codes(codes, scale, self.format.block_of(scale, shape), parameter, self.mesh)
 
     def known_scale(self, parameter: Parameter, to: Quantized, head_orders: HeadOrders | None) -> Array | None:
@@ -236,7 +241,7 @@ class _Source:
         scales = scale_name(name, self.stored)
         assert scales is not None
         with _opened(self.stored[scales].file) as shard:
-            return self.format.scale_matrix(shard.get_tensor(scales))
+            return self.format.scale_matrix(shard.get_tensor(self.stored[scales].name))
 
 
 def _quantized(made: list[Parameter]) -> dict[tuple[Any, ...], Quantized]:
@@ -290,11 +295,11 @@ def _progress(sizes: Mapping[str, int], callback: Callable[[int, int], None] | N
 
 
 def _read_headers(folder: Path) -> dict[str, _Stored]:
-    """Every tensor of the checkpoint, from the headers of its files."""
+    """Every tensor of the checkpoint, from the headers of its files; names are those of a whole causal model."""
     stored: dict[str, _Stored] = {}
     if (path := find_gguf(folder)) is not None:
         gguf = open_gguf(path)
-        return {name: _Stored(gguf, gguf.tensors[name].shape, "F32") for name in gguf.names()}
+        return {name: _Stored(name, gguf, gguf.tensors[name].shape, "F32") for name in gguf.names()}
     for file, names in _files(folder).items():
         with _opened(file) as shard:
             lacking = set(names) - set(shard.keys())
@@ -302,7 +307,9 @@ def _read_headers(folder: Path) -> dict[str, _Stored]:
                 raise UserError(f"{file} lacks tensor {min(lacking)!r}, which {_INDEX} places there")
             for name in names:
                 view = shard.get_slice(name)
-                stored[name] = _Stored(file, tuple(view.get_shape()), view.get_dtype())
+                stored[name] = _Stored(name, file, tuple(view.get_shape()), view.get_dtype())
+    if EMBEDDING.removeprefix("model.") in stored:  # of a model without head, such as LlamaModel
+        return {name if name == HEAD else f"model.{name}": tensor for name, tensor in stored.items()}
     return stored
 
 
@@ -313,7 +320,7 @@ def _files(folder: Path) -> dict[Path, list[str]]:
         with _opened(single) as shard:
             return {single: list(shard.keys())}
     if not index.is_file():
-        raise FileNotFoundError(f"{folder} holds neither {_SINGLE} nor {_INDEX}: weights must be safetensors")
+        raise FileNotFoundError(f"{folder} holds neither {_SINGLE}, {_INDEX} nor a GGUF file")
     places = read_json_object(index).get("weight_map")
     if not isinstance(places, dict):
         raise UserError(f"{index} is corrupt: weight_map is a {type(places).__name__}, must be an object")
@@ -338,6 +345,8 @@ def _opened(file: Path | Gguf) -> Iterator[Any]:
         with safe_open(file, framework="numpy") as shard:
             yield shard
     except SafetensorError as error:
+        if is_lfs_pointer(file):
+            raise UserError(f"{file} {LFS_POINTER}") from None
         raise UserError(f"{file} is corrupt or incomplete: {error}") from error
 
 
@@ -368,10 +377,14 @@ def _check_tensors(
         _check_tensor(folder, name, parameter.stored_shape(name), stored, is_projection and format_ is not None)
         if stored[name].dtype == CODES and format_ is not None:
             scales.add(_checked_scale(name, stored, format_))
-    for name, found in stored.items():
-        # A head stored next to a tied embedding is compared with it when the embedding is loaded.
-        if name not in wanted and name != HEAD and name not in scales and not _IGNORED.fullmatch(name):
-            raise UserError(f"{found.file}: tensor {name!r} has no place in the model of its config")
+    left = [name for name in stored if name not in (*wanted, *scales, HEAD) and not _IGNORED.fullmatch(name)]
+    layers = max(parameter.layer or 0 for parameter in wanted.values())
+    for name in left:
+        layer = LAYER.fullmatch(name)
+        if int(layer[1]) <= layers if layer else name.startswith(("model.embed_tokens.", "model.norm.", HEAD)):
+            raise UserError(f"{stored[name].file}: tensor {name!r} has no place in the model of its config")
+    if left:
+        warnings.warn(f"{folder}: {len(left)} tensors of other heads or layers are ignored: {left[0]!r}", stacklevel=3)
 
 
 def _check_tensor(
@@ -414,14 +427,13 @@ def _checked_scale(name: str, stored: Mapping[str, _Stored], format_: StoredQuan
     return scales
 
 
-def _check_tied_head(file: Path | Gguf, decoder: Decoder, mesh: Mesh | None) -> None:
-    """Checks that a head stored next to a tied embedding equals it."""
-    embedding = next(parameter for parameter in parameters(decoder) if parameter.names == (EMBEDDING,))
-    value = embedding.variable[...]
-    with _opened(file) as shard:
-        same = tuple(shard.get_slice(HEAD).get_shape()) == value.shape
-        if same:
-            head = place_tensor(read_tensor(shard, HEAD, embedding, mesh), embedding, value.dtype, mesh)
-            same = bool(jnp.array_equal(head, value))
-    if not same:
-        raise UserError(f"{file}: {HEAD!r} differs from the embedding, but config.json has tie_word_embeddings = true")
+def _are_equal(head: _Stored, embedding: _Stored | None) -> bool:
+    """Whether two tensors hold the same numbers; compared in parts."""
+    if embedding is None or head.shape != embedding.shape:
+        return False
+    with _opened(head.file) as first, _opened(embedding.file) as second:
+        slices = first.get_slice(head.name), second.get_slice(embedding.name)
+        step = max(1, _COMPARED // head.shape[1])
+        starts = ((i, min(i + step, head.shape[0])) for i in range(0, head.shape[0], step))
+        parts = ([x[i:end].astype(np.float32) for x in slices] for i, end in starts)
+        return all(np.array_equal(*part) for part in parts)

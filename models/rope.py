@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from tca_jax.errors import UserError
+from tca_jax.models.json_object import Entries
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 _MOST = float(np.finfo(np.float32).max)
@@ -21,45 +21,18 @@ _MOST = float(np.finfo(np.float32).max)
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Frequencies of the rotary embedding.
+    """Frequencies of the rotary embedding."""
 
-    Attributes:
-        type: One of `ROPE_TYPES`.
-        theta: Base of the geometric series of wavelengths.
-        original_max_positions: Context that the unscaled frequencies were trained for (all but default).
-        factor: How far the context is stretched (all but default).
-        low_freq_factor: llama3: wavelengths above original / low_freq_factor are stretched in full.
-        high_freq_factor: llama3: wavelengths below original / high_freq_factor stay as they are.
-        beta_fast: yarn: dimensions that turn more often than this over the original context stay as they are.
-        beta_slow: yarn: dimensions that turn less often than this are stretched in full.
-        truncate: yarn: round the bounds of the ramp between the two outwards to whole dimensions.
-        attention_factor: yarn: multiplies cos and sin.
-    """
-
-    type: str = "default"
-    theta: float = 10_000.0
-    original_max_positions: int = 0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if field.type == "float" and not 0 < getattr(self, field.name) <= _MOST:
-                raise UserError(
-                    f"RopeConfig.{field.name} = {getattr(self, field.name)!r}: must be a positive number of float32"
-                )
-        if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
-            raise UserError(
-                f"RoPE low_freq_factor = {self.low_freq_factor:g}: must be below "
-                f"high_freq_factor = {self.high_freq_factor:g}"
-            )
-        if self.type == "yarn" and self.theta <= 1:
-            raise UserError(f"rope_theta = {self.theta:g}: must be above 1 for YaRN, whose ramp is in its logarithm")
+    type: str = "default"  # one of ROPE_TYPES
+    theta: float = 10_000.0  # base of the geometric series of wavelengths
+    original_max_positions: int = 0  # context of the unscaled frequencies (all but default)
+    factor: float = 1.0  # how far the context is stretched (all but default)
+    low_freq_factor: float = 1.0  # llama3: wavelengths above original / this are stretched in full
+    high_freq_factor: float = 4.0  # llama3: wavelengths below original / this stay as they are
+    beta_fast: float = 32.0  # yarn: dimensions with more turns than this over the original context stay as they are
+    beta_slow: float = 1.0  # yarn: dimensions with fewer turns than this are stretched in full
+    truncate: bool = True  # yarn: round the bounds of the ramp between the two outwards to whole dimensions
+    attention_factor: float = 1.0  # yarn: multiplies cos and sin
 
     @classmethod
     def from_hf(cls, parameters: Mapping[str, Any], *, max_positions: int) -> RopeConfig:
@@ -72,31 +45,33 @@ class RopeConfig:
         Raises:
             ValueError: an unsupported RoPE type or option, or a missing or invalid number.
         """
-        if any(isinstance(value, Mapping) for value in parameters.values()):
-            raise UserError(
-                f"rope_parameters by layer type ({sorted(parameters)}) are not supported: must be one for all"
-            )
+        entries = Entries(parameters, "rope_parameters[{!r}]")
         rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-        if rope_type not in ROPE_TYPES:
-            raise UserError(f"RoPE type {rope_type!r} is not supported: must be one of {list(ROPE_TYPES)}")
-        if (partial := parameters.get("partial_rotary_factor")) not in (None, 1):
-            raise UserError(f"partial_rotary_factor = {partial!r} is not supported: must be 1.0")
-        fields: dict[str, Any] = {"theta": _number(parameters, "rope_theta", 10_000.0)}
+        if rope_type not in ROPE_TYPES or any(isinstance(value, Mapping) for value in parameters.values()):
+            raise UserError(f"RoPE {dict(parameters)} is not supported: rope_type must be one of {list(ROPE_TYPES)}")
+        if parameters.get("partial_rotary_factor") not in (None, 1):
+            entries.refuse("partial_rotary_factor", "1.0")
+        fields: dict[str, Any] = {"theta": entries.number("rope_theta", 10_000.0)}
         if rope_type != "default":
             fields["original_max_positions"] = max_positions
         if rope_type in ("llama3", "yarn"):
-            original = _number(parameters, "original_max_position_embeddings", float(max_positions))
-            if original != int(original):
-                raise UserError(f"original_max_position_embeddings = {original:g}: must be a positive integer")
-            fields["original_max_positions"] = int(original)
+            original = entries.number("original_max_position_embeddings", float(max_positions))
+            fields["original_max_positions"] = max(1, int(original))
         if rope_type == "yarn":
-            fields |= _yarn_fields(parameters, max_positions / fields["original_max_positions"])
+            fields |= _yarn_fields(entries, max_positions / fields["original_max_positions"])
         elif rope_type != "default":
-            fields["factor"] = _number(parameters, "factor")
+            fields["factor"] = entries.number("factor")
         if rope_type == "llama3":
-            fields["low_freq_factor"] = _number(parameters, "low_freq_factor")
-            fields["high_freq_factor"] = _number(parameters, "high_freq_factor")
-        return cls(type=rope_type, **fields)
+            fields |= {key: entries.number(key) for key in ("low_freq_factor", "high_freq_factor")}
+        rope = cls(type=rope_type, **fields)
+        # Beyond these, frequencies are no finite numbers of float32.
+        if rope_type == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+            entries.refuse("low_freq_factor", f"below high_freq_factor = {rope.high_freq_factor:g}")
+        if not (1 if rope_type == "yarn" else 0) < rope.theta <= _MOST:
+            entries.refuse("rope_theta", "a number of float32, above 1 for YaRN")
+        if max(v for v in vars(rope).values() if isinstance(v, float)) > _MOST:
+            raise UserError(f"RoPE {dict(parameters)} is not supported: numbers must fit into float32")
+        return rope
 
     def to_hf(self) -> dict[str, Any]:
         """The entries of `rope_scaling` in config.json; empty for the default type."""
@@ -204,33 +179,20 @@ def _yarn_frequencies(wavelengths: np.ndarray, rope: RopeConfig) -> np.ndarray:
     return 1 / (rope.factor * wavelengths) * (1 - keep) + 1 / wavelengths * keep
 
 
-def _yarn_fields(parameters: Mapping[str, Any], implied_factor: float) -> dict[str, Any]:
+def _yarn_fields(entries: Entries, implied_factor: float) -> dict[str, Any]:
     """YaRN's options with the defaults of transformers, the attention factor worked out."""
     fields: dict[str, Any] = {
-        "factor": _number(parameters, "factor", implied_factor),
-        "beta_fast": _number(parameters, "beta_fast", 32.0),
-        "beta_slow": _number(parameters, "beta_slow", 1.0),
+        "factor": entries.number("factor", implied_factor),
+        "beta_fast": entries.number("beta_fast", 32.0),
+        "beta_slow": entries.number("beta_slow", 1.0),
+        "truncate": entries.flag("truncate", True),
     }
-    fields["truncate"] = True if parameters.get("truncate") is None else parameters["truncate"]
-    if not isinstance(fields["truncate"], bool):
-        raise UserError(f"rope_parameters['truncate'] = {fields['truncate']!r}: must be true or false")
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(fields["factor"]) + 1.0 if fields["factor"] > 1 else 1.0
 
     inferred = mscale(1.0)
-    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
-        inferred = mscale(_number(parameters, "mscale")) / mscale(_number(parameters, "mscale_all_dim"))
-    fields["attention_factor"] = _number(parameters, "attention_factor", inferred)
+    if entries.values.get("mscale") and entries.values.get("mscale_all_dim"):
+        inferred = mscale(entries.number("mscale")) / mscale(entries.number("mscale_all_dim"))
+    fields["attention_factor"] = entries.number("attention_factor", inferred)
     return fields
-
-
-def _number(parameters: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """A positive finite number of the RoPE parameters; None counts as absent."""
-    value = parameters.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise UserError(f"rope_parameters has no {key!r}, which its rope_type needs")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-        raise UserError(f"rope_parameters[{key!r}] = {value!r}: must be a positive number")
-    return float(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import resources
@@ -21,7 +22,7 @@ from tca_jax.errors import UserError, require_type
 from tca_jax.models.aliases import ALIASES
 from tca_jax.models.config import ModelConfig, read_config
 from tca_jax.models.gguf import find_gguf, open_gguf
-from tca_jax.models.json_object import read_json_object
+from tca_jax.models.json_object import LFS_POINTER, is_lfs_pointer, read_json_object
 from tca_jax.models.names import MODEL
 from tca_jax.models.params import load_checkpoint
 from tca_jax.models.projections import WEIGHTS
@@ -180,7 +181,9 @@ def open_checkpoint(name_or_path: Any, revision: str | None = None) -> Checkpoin
     if (file := find_gguf(folder)) is not None:
         return _open_gguf(file)
     config = read_config(folder)
-    tokenizer = _load_tokenizer(folder)
+    if (folder / "adapter_config.json").exists():
+        warnings.warn(f"{folder} holds an adapter, which is ignored: merge it into the weights", stacklevel=2)
+    tokenizer = _load_tokenizer(folder, config.family)
     eos = _eos_token_ids(folder, tokenizer, config.vocab_size)
     return Checkpoint(folder, _display_name(name_or_path), config, tokenizer, eos)
 
@@ -312,13 +315,18 @@ def _display_name(name_or_path: str | os.PathLike[str]) -> str:
     return path.resolve().name if path.exists() else str(name_or_path)
 
 
-def _load_tokenizer(folder: Path) -> Any:
-    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+def _load_tokenizer(folder: Path, family: str) -> Any:
+    files = [folder / file for file in _TOKENIZER_FILES if (folder / file).is_file()]
+    if not files:
         return None
-    from transformers import AutoTokenizer
+    if pointer := next(filter(is_lfs_pointer, files), None):
+        raise UserError(f"{pointer} {LFS_POINTER}")
+    from transformers import AutoConfig, AutoTokenizer
 
+    named = {"tokenizer_class": read_json_object(folder / "config.json").get("tokenizer_class")}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        # Not the model's own config, which transformers may refuse: heads need not divide the hidden size here.
+        tokenizer = AutoTokenizer.from_pretrained(folder, config=AutoConfig.for_model(family, **named))
         tokenizer.decode(tokenizer("a")["input_ids"])  # some damage shows in use only
     except BaseException as error:  # whatever the tokenizer libraries raise, the user needs to know which folder
         if not is_librarys(error):

@@ -29,7 +29,7 @@ def newer_spelling(entries: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rope_type", ROPE_TYPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_both_spellings_and_a_config_object_read_the_same(family: str, rope_type: str, config_entries: Any) -> None:
+def test_both_spellings_read_the_same(family: str, rope_type: str, config_entries: Any) -> None:
     from transformers import AutoConfig
 
     older = config_entries(family, rope_type)
@@ -81,14 +81,14 @@ def test_families_differ_in_biases_and_norms(config_entries: Any) -> None:
     assert options(biased["qwen3"]) == (True, True, False, True)
 
 
-def test_scaling_that_reaches_past_the_positions_widens_the_context(config_entries: Any) -> None:
+def test_scaling_widens_the_context(config_entries: Any) -> None:
     reach = {name: ModelConfig.from_hf(config_entries("llama", name)).max_context for name in ROPE_TYPES}
     assert reach == {"default": 32, "linear": 80, "dynamic": 64, "llama3": 32, "yarn": 128}
     stretched = config_entries("llama", "yarn", max_position_embeddings=128)
     assert ModelConfig.from_hf(stretched).max_context == 128
 
 
-def test_the_outer_original_length_wins_as_in_transformers(config_entries: Any) -> None:
+def test_the_outer_original_length_wins(config_entries: Any) -> None:
     entries = config_entries("llama", "yarn", original_max_position_embeddings=8)
     assert ModelConfig.from_hf(entries).rope.original_max_positions == 8
 
@@ -96,76 +96,42 @@ def test_the_outer_original_length_wins_as_in_transformers(config_entries: Any) 
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        (
-            "llama",
-            {"model_type": "mistral"},
-            r"model_type 'mistral' is not supported: .*'llama', 'qwen2', 'qwen3'",
-        ),
-        ("llama", {"model_type": None}, r"model_type None is not supported"),
-        (
-            "llama",
-            {"architectures": ["LlamaModel"]},
-            r"'LlamaModel'.*'LlamaForCausalLM'",
-        ),
+        ("llama", {"model_type": "mistral"}, r"model_type 'mistral' is not supported: .*'llama', 'qwen2', 'qwen3'"),
+        ("llama", {"model_type": ["llama"]}, r"model_type \['llama'\] is not supported"),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \('gptq'\)"),
-        ("llama", {"hidden_act": "gelu"}, r"hidden_act = 'gelu' is not supported: must be 'silu'"),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, r"layer 1 has 'sliding_attention'"),
+        ("llama", {"hidden_act": "gelu"}, r"config\['hidden_act'\] = 'gelu': must be 'silu'"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "max_window_layers": 1},
+            r"= None: must be 'full_attention'",
+        ),
         (
             "qwen3",
             {"layer_types": ["sliding_attention", "full_attention"]},
-            r"layer 0 has 'sliding_attention'",
+            r"must be 'full_attention' for every layer",
         ),
-        ("llama", {"vocab_size": None}, r"config has no 'vocab_size'"),
-        ("llama", {"hidden_size": "32"}, r"config\['hidden_size'\] = '32': must be a positive integer"),
+        ("llama", {"vocab_size": None}, r"config\['vocab_size'\] is missing"),
+        ("llama", {"hidden_size": "32"}, r"config\['hidden_size'\] = '32': must be an integer >= 1"),
+        ("llama", {"vocab_size": 10**12}, r"config\['vocab_size'\] = 1000000000000: must be an integer"),
         ("llama", {"num_key_value_heads": 3}, r"num_heads = 4 must be a multiple of num_kv_heads = 3"),
-        ("llama", {"head_dim": 7}, r"head_dim = 7: must be even"),
+        ("llama", {"head_dim": 7}, r"head_dim = 7 must be even"),
         ("llama", {"tie_word_embeddings": "yes"}, r"config\['tie_word_embeddings'\] = 'yes'"),
-        ("llama", {"torch_dtype": "float8_e4m3fn"}, r"dtype_name = 'float8_e4m3fn': must be one of"),
-        ("llama", {"rope_scaling": [4.0]}, r"rope_scaling = \[4\.0\]: must be an object"),
-        ("llama", {"partial_rotary_factor": 0.25}, r"partial_rotary_factor = 0\.25 is not supported"),
-        (
-            "llama",
-            {"rms_norm_eps": "small"},
-            r"config\['rms_norm_eps'\] = 'small': must be a positive number",
-        ),
+        ("llama", {"torch_dtype": "float8_e4m3fn"}, r"config\['torch_dtype'\] = 'float8_e4m3fn': must be one of"),
+        ("llama", {"partial_rotary_factor": 0.25}, r"\['partial_rotary_factor'\] = 0\.25: must be 1"),
         ("llama", {"rms_norm_eps": math.nan}, r"config\['rms_norm_eps'\] = nan: must be a positive number"),
-        ("llama", {"rms_norm_eps": math.inf}, r"config\['rms_norm_eps'\] = inf: must be a positive number"),
         ("llama", {"rms_norm_eps": 10**400}, r"config\['rms_norm_eps'\] = 1000+: must be a positive number"),
-        ("llama", {"rms_norm_eps": True}, r"config\['rms_norm_eps'\] = True: must be a positive number"),
-        ("llama", {"model_type": ["llama"]}, r"model_type \['llama'\] is not supported"),
-        (
-            "llama",
-            {"architectures": "LlamaForCausalLM"},
-            r"architectures = 'LlamaForCausalLM' .*\['LlamaForCausalLM'\]",
-        ),
-        ("llama", {"architectures": 3}, r"architectures = 3 is not supported: must be \['LlamaForCausalLM'\]"),
-        ("llama", {"quantization_config": "gptq"}, r"quantization_config \('gptq'\) is not supported"),
-        ("qwen2", {"layer_types": 2}, r"config\['layer_types'\] = 2: must be a list of 2, one for each layer"),
-        ("qwen2", {"layer_types": ["full_attention"]}, r"config\['layer_types'\] = .*: must be a list of 2"),
-        ("qwen3", {"layer_types": ["full_attention", 7]}, r"layer 1 has 7: only 'full_attention' is supported"),
-        ("qwen2", {"max_window_layers": "1"}, r"config\['max_window_layers'\] = '1': must be an integer from 0"),
-        ("qwen2", {"use_sliding_window": 1}, r"config\['use_sliding_window'\] = 1: must be true or false"),
-        ("llama", {"num_hidden_layers": True}, r"config\['num_hidden_layers'\] = True: must be a positive integer"),
-        (
-            "llama",
-            {"max_position_embeddings": 2**31},
-            r"\['max_position_embeddings'\] = 2147483648: .*2147483647",
-        ),
-        ("llama", {"vocab_size": 10**12}, r"config\['vocab_size'\] = 1000000000000: must be at most 2147483647"),
-        ("llama", {"rope_scaling": "yarn"}, r"rope_scaling = 'yarn': must be an object"),
-        ("llama", {"rope_parameters": 0}, r"rope_parameters = 0: must be an object"),
+        ("llama", {"rope_scaling": "yarn"}, r"config\['rope_scaling'\] = 'yarn': must be an object"),
         ("llama", {"rope_theta": math.nan}, r"rope_parameters\['rope_theta'\] = nan: must be a positive number"),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 1e12}}, r"RoPE factor .* = 1e\+12 \* 32: .*2147483647"),
         (
             "llama",
-            {"rope_scaling": {"type": "linear", "factor": [2]}},
-            r"rope_parameters\['factor'\] = \[2\]: must be a positive number",
+            {"rope_scaling": {"type": "linear", "factor": 1e12}},
+            r"stretches the context to 32000000000000",
         ),
+        ("llama", {"rope_scaling": {"type": "linear"}}, r"rope_parameters\['factor'\] is missing"),
+        ("llama", {"rope_scaling": {"type": "longrope"}}, r"RoPE .*longrope.* is not supported"),
     ],
 )
-def test_unsupported_options_are_errors_that_name_them(
-    family: str, changes: dict[str, Any], message: str, config_entries: Any
-) -> None:
+def test_unsupported_options_are_named(family: str, changes: dict[str, Any], message: str, config_entries: Any) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_hf(config_entries(family) | changes)
 
@@ -215,9 +181,8 @@ def wrong_configs(entries: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from (entries | {"rope_scaling": scaling | {key: wrong}} for wrong in WRONG)
 
 
-@pytest.mark.parametrize("rope_type", ROPE_TYPES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_whatever_an_entry_holds_is_a_config_or_a_value_error(family: str, rope_type: str, config_entries: Any) -> None:
+@pytest.mark.parametrize(("family", "rope_type"), [("llama", "llama3"), ("qwen2", "yarn"), ("qwen3", "linear")])
+def test_wrong_entries_are_value_errors(family: str, rope_type: str, config_entries: Any) -> None:
     refused = 0
     for entries in wrong_configs(config_entries(family, rope_type)):
         try:
@@ -232,27 +197,9 @@ def test_whatever_an_entry_holds_is_a_config_or_a_value_error(family: str, rope_
     assert refused > 150
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rms_norm_eps": math.nan}, r"rms_norm_eps = nan: must be a positive number"),
-        ({"max_positions": 2**31}, r"ModelConfig\.max_positions = 2147483648: must be at most 2147483647"),
-        ({"num_layers": 0}, r"ModelConfig\.num_layers = 0: must be a positive integer"),
-    ],
-)
-def test_a_config_made_by_hand_is_checked_too(changes: dict[str, Any], message: str, config_entries: Any) -> None:
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(ModelConfig.from_hf(config_entries()), **changes)
-
-
 @pytest.mark.parametrize("changes", [{"use_sliding_window": True}, {"max_window_layers": 1}])
-def test_a_sliding_window_that_no_layer_uses_is_read(changes: dict[str, Any], config_entries: Any) -> None:
+def test_an_unused_sliding_window_is_read(changes: dict[str, Any], config_entries: Any) -> None:
     assert ModelConfig.from_hf(config_entries("qwen2") | changes).family == "qwen2"
-
-
-def test_neither_mapping_nor_config_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match=r"hf_config is a int: must be a transformers config or a mapping"):
-        ModelConfig.from_hf(7)
 
 
 def test_read_config_names_the_file(tmp_path: Path, config_entries: Any) -> None:
@@ -262,7 +209,7 @@ def test_read_config_names_the_file(tmp_path: Path, config_entries: Any) -> None
         ("{", "is not valid JSON"),
         ("[1]", "holds a list: must be a JSON object"),
         ("[" * 100_000, "is not valid JSON"),
-        (json.dumps(config_entries(hidden_act="relu")), "hidden_act = 'relu'"),
+        (json.dumps(config_entries(hidden_act="relu")), r"config\['hidden_act'\] = 'relu'"),
         (json.dumps(config_entries(rms_norm_eps=math.nan)), r"config\['rms_norm_eps'\] = nan"),
     ):
         (tmp_path / "config.json").write_text(text)
@@ -274,7 +221,7 @@ def test_read_config_names_the_file(tmp_path: Path, config_entries: Any) -> None
 
 
 @pytest.mark.integration
-def test_config_objects_are_read_where_torch_is_not_installed(config_entries: Any) -> None:
+def test_config_objects_need_no_torch(config_entries: Any) -> None:
     script = f"""
 import importlib.abc, importlib.util, sys
 

@@ -219,15 +219,17 @@ def test_missing_files_are_named(parts: list[Path], file: GgufFile, tmp_path: Pa
         open_gguf(numbered[0])
 
 
-def test_a_folder_means_one_checkpoint(parts: list[Path], file: GgufFile, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_folder_means_one_checkpoint(parts: list[Path], file: GgufFile, tmp_path: Path) -> None:
     file.write(parts[0].with_name("other.gguf"))
     with pytest.raises(UserError, match=r"parts holds several GGUF checkpoints \(model-.*, other\.gguf\)"):
         find_gguf(parts[0].parent)
-    file.write(checkpoint / "model.gguf")
-    assert find_gguf(checkpoint) is None  # it has a config.json
     assert find_gguf(tmp_path) is None
-    (checkpoint / "model.gguf").unlink()
     assert find_gguf(tmp_path / "nowhere.gguf") is None
+    path = file.write(tmp_path / "model.gguf")
+    (tmp_path / "config.json").write_text("{}")
+    assert find_gguf(tmp_path) == path
+    (tmp_path / "model.safetensors").touch()
+    assert find_gguf(tmp_path) is None
 
 
 def info_of(content: bytes, name: str) -> int:
@@ -270,94 +272,70 @@ def cut(share: float) -> Callable[[GgufFile], bytes]:
     return change
 
 
-def with_keys(**keys: Any) -> Callable[[GgufFile], GgufFile]:
-    """`__` stands for "."."""
-    return lambda file: file.changed({key.replace("__", "."): value for key, value in keys.items()})
+def on_bytes(change: Callable[[bytes], bytes], **keys: Any) -> Callable[[GgufFile], bytes]:
+    return lambda file: change(file.changed(keys).to_bytes())
+
+
+def keyed(key: str, value: Any) -> Callable[[GgufFile], GgufFile]:
+    return lambda file: file.changed({key: value})
 
 
 def with_tensor(name: str, value: np.ndarray | None) -> Callable[[GgufFile], GgufFile]:
     return lambda file: file.with_tensors({name: value})
 
 
-def scaled_factors(factor: float) -> Callable[[GgufFile], GgufFile]:
-    return with_tensor("rope_freqs.weight", np.float32(factor) * llama3_factors(16, 500_000.0, 32.0))
+def unscaled(key: str, value: Any) -> Callable[[GgufFile], GgufFile]:
+    return lambda file: file.changed({key: value}).with_tensors({FACTORS: None})
 
 
-def other_type_of_the_last(file: GgufFile) -> bytes:
-    name = "blk.9.attn_q.weight"
-    return patch_info(name, 20, "I", Type.F16)(file.with_tensors({name: np.ones((64, 64), np.float32)}))
-
-
+FACTORS, EMBEDDING, QUERIES = "rope_freqs.weight", "token_embd.weight", "blk.0.attn_q.weight"
 BAD = {
-    "empty": (lambda file: b"", "is truncated"),
-    "cut in the magic": (lambda file: file.to_bytes()[:3], "is truncated"),
-    "cut in the counts": (lambda file: file.to_bytes()[:20], "is truncated"),
-    "cut in the metadata": (cut(0.3), "is truncated"),
-    "cut in the tensors' list": (cut(0.95), "is truncated"),
+    "empty": (on_bytes(lambda content: b""), "is truncated"),
+    "short metadata": (cut(0.3), "is truncated"),
     "no data": (cut(1.0), r"is truncated: tensor 'token_embd\.weight' ends at byte"),
-    "half of the data": (cut(1.5), r"is truncated: tensor 'blk\.\d\.\w+\.\w+' ends at byte"),
-    "bytes too many": (lambda file: file.to_bytes() + bytes(32), "32 bytes follow the last tensor"),
-    "magic": (lambda file: b"GGML" + file.to_bytes()[4:], "is not a GGUF file"),
-    "version 1": (lambda file: patched(file.to_bytes(), 4, "I", 1), r"is GGUF version 1: must be one of \[2, 3\]"),
-    "big-endian": (lambda file: patched(file.to_bytes(), 4, "I", 3 << 24), r"\(big-endian\)"),
-    "tensors without end": (lambda file: patched(file.to_bytes(), 8, "Q", 2**60), "truncated or corrupt"),
-    "keys without end": (lambda file: patched(file.to_bytes(), 16, "Q", 2**60), "truncated or corrupt"),
-    "string without end": (lambda file: patched(file.to_bytes(), 24, "Q", 2**62), "truncated or corrupt"),
-    "array without end": (patch_key("tokenizer.ggml.tokens", 8, "Q", 2**40), "truncated or corrupt"),
-    "text": (lambda file: file.to_bytes().replace(b"llama.block", b"\xffllama.bloc"), "is not UTF-8"),
+    "half the data": (cut(1.5), r"is truncated: tensor 'blk\.\d\.\w+\.\w+' ends at byte"),
+    "long": (on_bytes(lambda content: content + bytes(32)), "32 bytes follow the last tensor"),
+    "magic": (on_bytes(lambda content: b"GGML" + content[4:]), "is not a GGUF file"),
+    "LFS": (on_bytes(lambda content: b"version https://git-lfs.github.com/spec/v1"), "is a Git LFS pointer"),
+    "version": (on_bytes(lambda content: patched(content, 4, "I", 1)), r"GGUF version 1: must be one of \[2, 3\]"),
+    "big-endian": (on_bytes(lambda content: patched(content, 4, "I", 3 << 24)), r"\(big-endian\)"),
+    "endless keys": (on_bytes(lambda content: patched(content, 16, "Q", 2**60)), "truncated or corrupt"),
+    "endless text": (on_bytes(lambda content: patched(content, 24, "Q", 2**62)), "truncated or corrupt"),
+    "endless array": (patch_key("tokenizer.ggml.tokens", 8, "Q", 2**40), "truncated or corrupt"),
+    "UTF-8": (on_bytes(lambda content: content.replace(b"llama.block", b"\xffllama.bloc")), "is not UTF-8"),
     "value type": (patch_key("llama.block_count", 0, "I", 77), "'llama.block_count' has the unknown value type 77"),
     "nested array": (patch_key("tokenizer.ggml.tokens", 4, "I", 9), "'tokenizer.ggml.tokens' has an array of the"),
-    "second key": (
-        lambda file: file.changed({"note.a": 1, "note.b": 1}).to_bytes().replace(b"note.b", b"note.a"),
-        "there is a second key 'note.a'",
-    ),
-    "alignment": (with_keys(general__alignment=24), "general.alignment = 24, must be a power of two"),
-    "split count": (with_keys(split__count="three"), "split.count = 'three': must be an integer"),
-    "tensor count": (with_keys(split__tensors__count=5), r"split.tensors.count = 5, but there are \d\d"),
-    "architecture": (
-        lambda file: dataclasses.replace(file, arch="gemma3"),
-        r"general.architecture = 'gemma3' is not supported: must be one of \['llama', 'qwen2', 'qwen3'\]",
-    ),
-    "missing key": (lambda file: file.changed({".block_count": None}), "llama.block_count is missing"),
-    "text for a number": (lambda file: file.changed({".block_count": "2"}), "llama.block_count = '2': must be an int"),
-    "flag for a number": (lambda file: file.changed({".rope.freq_base": True}), "llama.rope.freq_base = True: must be"),
-    "number for text": (lambda file: file.changed({".rope.scaling.type": 3}), "llama.rope.scaling.type = 3: must be"),
-    "heads by layer": (lambda file: file.changed({".attention.head_count": [4, 2]}), "head_count = .*same for all"),
-    "no heads": (lambda file: file.changed({".attention.head_count": 0}), "num_attention_heads'] = 0: must be a pos"),
-    "NaN": (lambda file: file.changed({".rope.freq_base": float("nan")}), "rope.freq_base = nan: must be a number"),
-    "experts": (lambda file: file.changed({".expert_count": 8}), "llama.expert_count = 8 is not supported"),
-    "sliding window": (lambda file: file.changed({".attention.sliding_window": 64}), "sliding_window = 64 is not"),
-    "partial RoPE": (lambda file: file.changed({".rope.dimension_count": 8}), "rope.dimension_count = 8 is not"),
-    "head size": (lambda file: file.changed({".attention.key_length": 2**31}), "rope.dimension_count = 16 is not"),
-    "RoPE type": (
-        lambda file: file.changed({".rope.scaling.type": "longrope"}).with_tensors({"rope_freqs.weight": None}),
-        "rope.scaling.type = 'longrope' is not supported: must be none, linear or yarn",
-    ),
-    "two scalings": (lambda file: file.changed({".rope.scaling.factor": 4.0}), "linear beside tensor 'rope_freqs.weig"),
-    "RoPE factors": (scaled_factors(1.01), "tensor 'rope_freqs.weight' is not supported: must have the factors of"),
-    "RoPE factors' size": (with_tensor("rope_freqs.weight", np.ones(7, np.float32)), r"freqs.weight' has shape \[7\]"),
-    "no embedding": (with_tensor("token_embd.weight", None), "tensor 'token_embd.weight' is missing"),
-    "no norm": (with_tensor("output_norm.weight", None), "lacks tensor 'model.norm.weight'"),
+    "second key": (on_bytes(lambda x: x.replace(b"a.b", b"a.a"), **{"a.a": 1, "a.b": 1}), "a second key 'a.a'"),
+    "alignment": (keyed("general.alignment", 24), "general.alignment = 24, must be a power of two"),
+    "split count": (keyed("split.tensors.count", 5), r"split.tensors.count = 5, but there are \d\d"),
+    "architecture": (lambda file: dataclasses.replace(file, arch="gemma3"), "architecture = 'gemma3' is not supported"),
+    "missing key": (keyed(".block_count", None), "llama.block_count is missing"),
+    "text": (keyed(".block_count", "2"), "llama.block_count = '2': must be an integer"),
+    "flag": (keyed(".rope.freq_base", True), "llama.rope.freq_base = True: must be a positive number"),
+    "NaN": (keyed(".rope.freq_base", float("nan")), "rope.freq_base = nan: must be a positive number"),
+    "heads by layer": (keyed(".attention.head_count", [4, 2]), "head_count = .*: must be an integer"),
+    "no heads": (keyed(".attention.head_count", 0), "head_count = 0: must be an integer >= 1"),
+    "experts": (keyed(".expert_count", 8), "llama.expert_count = 8: must be 0"),
+    "partial RoPE": (keyed(".rope.dimension_count", 8), "rope.dimension_count = 8: must be the head size 16"),
+    "RoPE type": (unscaled(".rope.scaling.type", "longrope"), "type 'longrope' is not supported: must be none, linear"),
+    "two scalings": (keyed(".rope.scaling.factor", 4.0), f"'linear' is not supported: .*beside tensor '{FACTORS}'"),
+    "RoPE factors": (with_tensor(FACTORS, 1.01 * llama3_factors(16, 500_000.0, 32.0)), f"'{FACTORS}' is not supported"),
+    "RoPE size": (with_tensor(FACTORS, np.ones(7, np.float32)), f"'{FACTORS}' is not supported"),
+    "no embedding": (with_tensor(EMBEDDING, None), f"tensor '{EMBEDDING}' is missing"),
     "no keys": (with_tensor("blk.1.attn_k.weight", None), "lacks tensor 'model.layers.1.self_attn.k_proj.weight'"),
-    "a layer too few": (lambda file: file.changed({".block_count": 3}), "num_hidden_layers = 3"),
-    "unknown tensor": (with_tensor("blk.0.attn_sinks.weight", np.ones(4, np.float32)), "'model.layers.0.attn_sinks.we"),
-    "norm's shape": (with_tensor("output_norm.weight", np.ones(32, np.float32)), r"'model.norm.weight' has shape \[32"),
-    "queries' rows": (
-        with_tensor("blk.0.attn_q.weight", np.ones((60, 64), np.float32)),
-        "tensor 'blk.0.attn_q.weight' has 60 rows for 4 heads",
-    ),
+    "few layers": (keyed(".block_count", 3), "num_hidden_layers = 3"),
+    "other tensor": (with_tensor("blk.0.attn_sinks.weight", np.ones(4, np.float32)), "'model.layers.0.attn_sinks.we"),
+    "shape": (with_tensor("output_norm.weight", np.ones(32, np.float32)), r"'model.norm.weight' has shape \[32"),
+    "query rows": (with_tensor(QUERIES, np.ones((60, 64), np.float32)), f"'{QUERIES}' has 60 rows for 4 heads"),
     "second tensor": (
-        lambda file: file.to_bytes().replace(b"blk.1.attn_v.weight", b"blk.0.attn_v.weight"),
+        on_bytes(lambda content: content.replace(b"blk.1.attn_v.weight", b"blk.0.attn_v.weight")),
         "there is a second tensor 'blk.0.attn_v.weight'",
     ),
-    "no axes": (patch_info("token_embd.weight", 0, "I", 0), "tensor 'token_embd.weight' has 0 axes"),
-    "five axes": (patch_info("token_embd.weight", 0, "I", 5), "tensor 'token_embd.weight' has 5 axes"),
-    "size 0": (patch_info("token_embd.weight", 4, "Q", 0), r"tensor 'token_embd.weight' has shape \[258, 0\]"),
-    "unknown type": (patch_info("token_embd.weight", 20, "I", 99), "'token_embd.weight' has the unknown type 99: must"),
-    "half a block": (patch_info("blk.0.attn_q.weight", 20, "I", Type.Q4_K), r"has shape \[64, 64\] in type Q4_K"),
-    "other type": (patch_info("blk.0.attn_q.weight", 20, "I", Type.F16), r"must begin at"),
-    "other type of the last": (other_type_of_the_last, "bytes follow the last tensor"),
-    "offset": (patch_info("blk.0.attn_q.weight", 24, "Q", 32), "'blk.0.attn_q.weight' begins at byte 32 of the data"),
+    "five axes": (patch_info(EMBEDDING, 0, "I", 5), f"tensor '{EMBEDDING}' has 5 axes"),
+    "size 0": (patch_info(EMBEDDING, 4, "Q", 0), rf"tensor '{EMBEDDING}' has shape \[258, 0\]"),
+    "unknown type": (patch_info(EMBEDDING, 20, "I", 99), f"'{EMBEDDING}' has the unknown type 99: must"),
+    "half a block": (patch_info(QUERIES, 20, "I", Type.Q4_K), r"has shape \[64, 64\] in type Q4_K"),
+    "other type": (patch_info(QUERIES, 20, "I", Type.F16), r"must begin at"),
 }
 
 

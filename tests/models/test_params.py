@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -20,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from tca_jax.models.config import ModelConfig, read_config
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.names import parameters
+from tca_jax.models.names import EMBEDDING, HEAD
 from tca_jax.models.params import load_checkpoint, load_decoder, save_decoder
 
 INDEX = "model.safetensors.index.json"
@@ -75,9 +76,7 @@ def test_saved_weights_load_back_bit_for_bit(family: str, config_entries: Any, t
     ("stored", "wanted"),
     [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16"), ("float16", "bfloat16")],
 )
-def test_weights_are_cast_from_what_is_stored_to_what_is_wanted(
-    stored: str, wanted: str, config: ModelConfig, tmp_path: Path
-) -> None:
+def test_weights_are_cast_to_the_dtype_asked_for(stored: str, wanted: str, config: ModelConfig, tmp_path: Path) -> None:
     decoder = random_decoder(config)
     save_decoder(tmp_path, decoder, stored)
     assert read_config(tmp_path).dtype_name == stored
@@ -88,7 +87,7 @@ def test_weights_are_cast_from_what_is_stored_to_what_is_wanted(
         np.testing.assert_array_equal(ours, original.astype(stored).astype(wanted))
 
 
-def test_shards_load_like_a_single_file_and_progress_counts_bytes(config: ModelConfig, tmp_path: Path) -> None:
+def test_shards_load_as_one_file_with_progress(config: ModelConfig, tmp_path: Path) -> None:
     decoder = random_decoder(config)
     save_decoder(tmp_path, decoder, jnp.bfloat16)
     weight_map = shard(tmp_path)
@@ -137,25 +136,46 @@ load_decoder(folder, read_config(folder))
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_a_tied_checkpoint_may_repeat_its_embedding_as_head(config_entries: Any, tmp_path: Path) -> None:
+def test_a_tied_checkpoint_may_hold_a_head(config_entries: Any, tmp_path: Path) -> None:
     decoder = random_decoder(ModelConfig.from_hf(config_entries(tie_word_embeddings=True)))
-    save_decoder(tmp_path, decoder, jnp.float32)
-    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
-    assert_equal_weights(load_decoder(tmp_path, decoder.config, jnp.float32), decoder)
-    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"] + 1}))
-    with pytest.raises(ValueError, match=r"model\.safetensors: 'lm_head\.weight' differs from the embedding"):
-        load_decoder(tmp_path, decoder.config, jnp.float32)
+    save_decoder(tmp_path, decoder, jnp.bfloat16)
+    rewrite(tmp_path, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING]}))
+    assert load_decoder(tmp_path, decoder.config).head is None
+    rewrite(tmp_path, lambda tensors: tensors.update({HEAD: tensors[HEAD] * 2}))
+    with pytest.warns(UserWarning, match=r"'lm_head\.weight' differs from the embedding"):
+        untied = load_decoder(tmp_path, decoder.config)
+    assert not untied.config.tie_embeddings
+    np.testing.assert_array_equal(untied.head.kernel[...], 2 * untied.embedding[...].T)
 
 
-def test_rotary_buffers_of_old_checkpoints_are_ignored(config: ModelConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "warns"),
+    [
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", False),
+        ("score.weight", True),
+        ("model.layers.2.mlp.down_proj.weight", True),
+    ],
+)
+def test_tensors_of_other_parts_are_ignored(name: str, warns: bool, config: ModelConfig, tmp_path: Path) -> None:
     decoder = random_decoder(config)
     save_decoder(tmp_path, decoder, jnp.float32)
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     rewrite(tmp_path, lambda tensors: tensors.update({name: np.ones(4, np.float32)}))
-    assert_equal_weights(load_decoder(tmp_path, config, jnp.float32), decoder)
+    with pytest.warns(UserWarning, match=f"ignored: '{name}'") if warns else contextlib.nullcontext():
+        assert_equal_weights(load_decoder(tmp_path, config, jnp.float32), decoder)
 
 
-def test_a_checkpoint_holds_apart_what_one_product_computes(config: ModelConfig, tmp_path: Path) -> None:
+def test_names_may_lack_their_prefix(config_entries: Any, tmp_path: Path) -> None:
+    """As in checkpoints of LlamaModel."""
+    decoder = random_decoder(ModelConfig.from_hf(config_entries(tie_word_embeddings=True)))
+    save_decoder(tmp_path, decoder, jnp.float32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name.removeprefix("model."): x for name, x in tensors.items()}, tmp_path / "model.safetensors")
+    change = {"architectures": ["LlamaModel"], "torch_dtype": "auto"}
+    (tmp_path / "config.json").write_text(json.dumps(decoder.config.to_hf() | change))
+    assert_equal_weights(load_decoder(tmp_path, read_config(tmp_path), jnp.float32), decoder)
+
+
+def test_checkpoints_split_joined_projections(config: ModelConfig, tmp_path: Path) -> None:
     decoder = random_decoder(config)
     save_decoder(tmp_path, decoder, jnp.float32)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -168,18 +188,6 @@ def test_a_checkpoint_holds_apart_what_one_product_computes(config: ModelConfig,
         for part, chosen in (("q", heads[:, :2]), ("k", heads[:, 2]), ("v", heads[:, 3])):
             stored = tensors[f"model.layers.1.self_attn.{part}_proj.{kind}"]
             np.testing.assert_array_equal(stored, chosen.reshape(-1, *heads.shape[3:]))
-
-
-def test_tensors_of_a_decoder_are_those_of_its_checkpoint(config: ModelConfig, tmp_path: Path) -> None:
-    decoder = random_decoder(config)
-    save_decoder(tmp_path, decoder, jnp.float32)
-    stored = load_file(tmp_path / "model.safetensors")
-    names = [name for parameter in parameters(decoder) for name in parameter.names]
-    assert sorted(names) == sorted(stored)
-    for parameter in parameters(decoder):
-        tensors = parameter.layout.split(parameter.variable[...])
-        for name, tensor in zip(parameter.names, tensors, strict=True):
-            np.testing.assert_array_equal(tensor.T if parameter.transposed else tensor, stored[name])
 
 
 @pytest.mark.parametrize(
@@ -202,9 +210,7 @@ def test_tensors_of_a_decoder_are_those_of_its_checkpoint(config: ModelConfig, t
         (lambda t: t.update({Q + "_scale": t[Q]}), rf"tensor '{Q}_scale' has no place in the model"),
     ],
 )
-def test_wrong_tensors_are_errors_that_name_them(
-    change: Any, message: str, config: ModelConfig, tmp_path: Path
-) -> None:
+def test_wrong_tensors_are_named(change: Any, message: str, config: ModelConfig, tmp_path: Path) -> None:
     save_decoder(tmp_path, random_decoder(config), jnp.float32)
     rewrite(tmp_path, change)
     with pytest.raises(ValueError, match=message):
@@ -215,17 +221,14 @@ def test_wrong_tensors_are_errors_that_name_them(
     ("sizes", "message"),
     [
         ({"num_layers": 1000}, r"num_hidden_layers = 1000, but there are tensors of 2 layers"),
-        ({"num_layers": 10**9}, r"num_hidden_layers = 1000000000, but there are tensors of 2 layers"),
         ({"vocab_size": 10**9}, r"'model\.embed_tokens\.weight' has shape \[67, 32\], .* \[1000000000, 32\]"),
-        ({"hidden_size": 10**9}, r"'model\.embed_tokens\.weight' has shape \[67, 32\], .* \[67, 1000000000\]"),
         ({"intermediate_size": 10**9}, r"1\.mlp\.gate_proj\.weight' has shape \[48, 32\], .* \[1000000000, 32\]"),
         ({"num_heads": 10**9}, r"1\.self_attn\.q_proj\.weight' has shape \[32, 32\], .* \[8000000000, 32\]"),
-        ({"num_heads": 10**9, "num_kv_heads": 10**9}, r"q_proj\.weight' has shape \[32, 32\], .* \[8000000000, 32\]"),
         ({"num_kv_heads": 4}, r"1\.self_attn\.k_proj\.weight' has shape \[16, 32\], .* \[32, 32\]"),
         ({"head_dim": 10**9}, r"1\.self_attn\.q_proj\.weight' has shape \[32, 32\], .* \[4000000000, 32\]"),
     ],
 )
-def test_sizes_that_the_files_do_not_have_are_refused_before_a_decoder_is_built(
+def test_other_sizes_are_refused_before_building(
     sizes: dict[str, int], message: str, config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_decoder(tmp_path, random_decoder(config), jnp.float32)
@@ -240,27 +243,25 @@ def test_sizes_that_the_files_do_not_have_are_refused_before_a_decoder_is_built(
         load_checkpoint(tmp_path, config)  # or this test watches the wrong place
 
 
-def test_a_missing_shard_is_an_error_that_names_it(config: ModelConfig, tmp_path: Path) -> None:
-    save_decoder(tmp_path, random_decoder(config), jnp.float32)
-    shard(tmp_path)
-    (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"model-00002-of-00003\.safetensors is missing"):
-        load_decoder(tmp_path, config)
-
-
-@pytest.mark.parametrize("damage", ["truncated", "empty", "pointer"])
-def test_a_corrupt_shard_is_an_error_that_names_it(damage: str, config: ModelConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        (None, FileNotFoundError, "is missing"),
+        (b"", ValueError, "is corrupt or incomplete"),
+        (b"version https://git-lfs.github.com/spec/v1\n", ValueError, "is a Git LFS pointer .*git lfs pull"),
+    ],
+)
+def test_a_damaged_shard_is_named(content: Any, error: Any, message: str, config: ModelConfig, tmp_path: Path) -> None:
     save_decoder(tmp_path, random_decoder(config), jnp.float32)
     shard(tmp_path)
     file = tmp_path / "model-00003-of-00003.safetensors"
-    content = {"truncated": file.read_bytes()[:-100], "empty": b"", "pointer": b"version https://git-lfs"}
-    file.write_bytes(content[damage])
-    with pytest.raises(ValueError, match=r"model-00003-of-00003\.safetensors is corrupt or incomplete"):
+    file.unlink() if content is None else file.write_bytes(content)
+    with pytest.raises(error, match=rf"model-00003-of-00003\.safetensors {message}"):
         load_decoder(tmp_path, config)
 
 
-def test_a_wrong_index_is_an_error_that_names_it(config: ModelConfig, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"holds neither model\.safetensors nor .*index\.json"):
+def test_a_wrong_index_is_named(config: ModelConfig, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"holds neither model\.safetensors, .* nor a GGUF file"):
         load_decoder(tmp_path, config)
     save_decoder(tmp_path, random_decoder(config), jnp.float32)
     weight_map = shard(tmp_path)
@@ -272,11 +273,3 @@ def test_a_wrong_index_is_an_error_that_names_it(config: ModelConfig, tmp_path: 
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ValueError, match=rf"model-00001-of-00003\.safetensors lacks tensor '{Q}'"):
         load_decoder(tmp_path, config)
-
-
-def test_parameter_count_is_what_the_shapes_say(config: ModelConfig) -> None:
-    sizes = [leaf.size for leaf in jax.tree.leaves(nnx.state(random_decoder(config)))]
-    heads, inner, width, vocab = 32 * 8 * (4 + 2 + 2 + 4), 3 * 32 * 48, 32, 67
-    biases = 8 * (4 + 2 + 2) + width + 2 * 48 + width
-    assert sum(sizes) == 2 * (heads + inner + biases + 2 * width) + 2 * vocab * width + width
-    assert len(sizes) == 2 * (2 + 4 + 4) + 3

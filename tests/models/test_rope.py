@@ -61,7 +61,7 @@ def read(parameters: dict[str, Any], theta: float = 10_000.0) -> RopeConfig:
 
 @pytest.mark.parametrize("theta", [10_000.0, 1_000_000.0])
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_rotations_equal_transformers_at_near_and_far_positions(name: str, theta: float, torch: Any) -> None:
+def test_angles_equal_transformers(name: str, theta: float, torch: Any) -> None:
     reference = reference_rotary(PARAMETERS[name], theta)
     positions = np.array([[0, 1, 2, 63, 1000, 8191], [5, 5, 5, 5, 5, 5]], np.int32)
     cos, sin = rope_cos_sin(jnp.asarray(positions), HEAD_DIM, read(PARAMETERS[name], theta))
@@ -73,7 +73,7 @@ def test_rotations_equal_transformers_at_near_and_far_positions(name: str, theta
 
 
 @pytest.mark.parametrize("length", [8193, 10_000, 32_768])
-def test_dynamic_frequencies_grow_with_the_length_of_each_row(length: int, torch: Any) -> None:
+def test_dynamic_frequencies_grow_with_each_row(length: int, torch: Any) -> None:
     positions = np.array([[0, 17, 900, length - 1], [0, 17, 900, 901]], np.int32)
     cos, sin = rope_cos_sin(jnp.asarray(positions), HEAD_DIM, read(PARAMETERS["dynamic"]))
     for row in range(2):
@@ -84,7 +84,7 @@ def test_dynamic_frequencies_grow_with_the_length_of_each_row(length: int, torch
     assert not np.allclose(cos[0, 2], cos[1, 2], atol=1e-2)
 
 
-def test_dynamic_ignores_padding_that_repeats_the_last_position() -> None:
+def test_dynamic_ignores_padding() -> None:
     rope = read(PARAMETERS["dynamic"])
     short, _ = rope_cos_sin(jnp.asarray([[8190, 9000, 9001]]), HEAD_DIM, rope)
     padded, _ = rope_cos_sin(jnp.asarray([[8190, 9000, 9001, 9001, 9001]]), HEAD_DIM, rope)
@@ -106,7 +106,7 @@ def test_rotation_equals_transformers(dtype: str, torch: Any) -> None:
         np.testing.assert_allclose(ours.astype(jnp.float32), theirs, atol=1e-6 if dtype == "float32" else 3e-2)
 
 
-def test_frequencies_stay_in_order_and_within_the_stretch() -> None:
+def test_frequencies_stay_within_the_stretch() -> None:
     plain = inverse_frequencies(HEAD_DIM, read({}))
     for name in ("llama3", "yarn", "linear"):
         rope = read(PARAMETERS[name])
@@ -125,32 +125,15 @@ def test_hugging_face_entries_survive_a_round_trip(name: str) -> None:
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        (
-            {"rope_type": "longrope", "factor": 2.0},
-            r"RoPE type 'longrope' is not supported: .*'llama3', 'yarn'",
-        ),
-        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0\.5 is not supported"),
-        ({"rope_type": "linear"}, r"no 'factor'"),
-        (
-            {"rope_type": "linear", "factor": "4"},
-            r"rope_parameters\['factor'\] = '4': must be a positive number",
-        ),
-        ({"rope_type": "llama3", "factor": 8.0}, r"no 'low_freq_factor'"),
-        ({"rope_type": "yarn", "factor": -1.0}, r"\['factor'\] = -1\.0: must be a positive number"),
-        (
-            LLAMA3 | {"low_freq_factor": 4.0},
-            r"low_freq_factor = 4: must be below high_freq_factor = 4",
-        ),
-        (YARN | {"rope_theta": 1}, r"rope_theta = 1: must be above 1 for YaRN"),
-        (YARN | {"rope_theta": 1e308}, r"theta = 1e\+308: must be a positive number of float32"),
+        ({"rope_type": "llama3", "factor": 8.0}, r"rope_parameters\['low_freq_factor'\] is missing"),
+        ({"rope_type": "linear", "factor": "4"}, r"rope_parameters\['factor'\] = '4': must be a positive number"),
+        (LLAMA3 | {"low_freq_factor": 4.0}, r"\['low_freq_factor'\] = 4\.0: must be below high_freq_factor = 4"),
+        (YARN | {"rope_theta": 1}, r"\['rope_theta'\] = 1: must be a number of float32, above 1 for YaRN"),
+        (YARN | {"rope_theta": 1e308}, r"\['rope_theta'\] = 1e\+308: must be a number of float32"),
         (YARN | {"truncate": "no"}, r"rope_parameters\['truncate'\] = 'no': must be true or false"),
-        (
-            YARN | {"original_max_position_embeddings": 0.5},
-            r"original_max_position_embeddings = 0\.5: must be a positive integer",
-        ),
-        ({"full_attention": {"rope_type": "default"}}, r"by layer type \(\['full_attention'\]\)"),
+        ({"full_attention": {"rope_type": "default"}}, r"RoPE .*full_attention.* is not supported"),
     ],
 )
-def test_unsupported_rope_is_an_error_that_names_it(parameters: dict[str, Any], message: str) -> None:
+def test_unsupported_rope_is_named(parameters: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RopeConfig.from_hf(parameters, max_positions=MAX_POSITIONS)
