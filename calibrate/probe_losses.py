@@ -49,30 +49,19 @@ def columns_of(
 
 
 class ReadText:
-    """A text that was read, and the probes behind it.
-
-    Args:
-        lm: The model.
-        text: The text and its probes.
-        more: Heads that read blocks; all others read sparse at row 0. None: all read everything.
-        config: Hyperparameters.
-        step: Called once for every layer that has run.
-
-    Attributes:
-        num_columns: Tokens of the probes, and padding.
-    """
+    """A text that was read, and the probes behind it."""
 
     def __init__(
         self,
         lm: LM,
         text: ProbedText,
-        more: HeadMask | None,
+        more: HeadMask | None,  # heads that read blocks, all others sparse at row 0; None: all read everything
         config: TCAConfig,
-        step: Callable[[], None],
+        step: Callable[[], None],  # called after each layer
     ) -> None:
         self._lm, self._config, self._more = lm, config, more
         tokens, positions, probe = columns_of(text)
-        self.num_columns, lengths = tokens.size, jnp.array([len(text.ids)], jnp.int32)
+        self.num_columns, lengths = tokens.size, jnp.array([len(text.ids)], jnp.int32)  # columns with padding
         # A row per column: with RoPE that follows the length so far, each is the last of its own.
         self._probes = LayerPass(lm, tokens[:, None], positions[:, None], step, (jnp.asarray(probe), lengths))
         self._texts = list(TextPass(lm, text.ids, step).layers(read_layer, gates_of(lm, more), config=config))

@@ -23,13 +23,7 @@ from tca_jax.pallas_kernels.causal_attention import causal_attention
 
 
 class TextLosses:
-    """Losses inside texts, of the tokens whose query has tokens left of its window.
-
-    Args:
-        lm: The model.
-        texts: Token ids of each.
-        config: Hyperparameters.
-        step: Called once for every layer that has run.
+    """Losses inside texts, of the tokens whose query has tokens left of its window; `step` is called after each layer.
 
     Attributes:
         shares: Attended share of each KV head under the readings "sparse" and "blocks", `[layers, H_kv, 2]`, the mean

@@ -184,7 +184,7 @@ class _KeepingObjective:
     Losses are of all texts' columns, one text behind the other.
 
     Attributes:
-        says: Whether as many answers count as are told apart from none; where not, probes say nothing of the model.
+        says: Whether enough answers count to differ from none; where not, the probes are not informative.
         counted: Answers that count, by kind of probe.
     """
 
@@ -284,11 +284,6 @@ class Answers:
     so a token is lost where its probability falls below half of full attention's. Answers count of which row 0 loses
     more than half.
 
-    Args:
-        probes: With the columns that count of each.
-        full: Losses of all columns under full attention.
-        row0: The same with every head at row 0.
-
     Attributes:
         number: Of every column, the number of the answer whose token it predicts; -1 for none.
         kinds: Of every answer, its probe's kind.
@@ -297,9 +292,9 @@ class Answers:
 
     def __init__(
         self,
-        probes: Sequence[tuple[Segment, Int[np.ndarray, " _"]]],
-        full: Float32[np.ndarray, " P"],
-        row0: Float32[np.ndarray, " P"],
+        probes: Sequence[tuple[Segment, Int[np.ndarray, " _"]]],  # with the columns that count
+        full: Float32[np.ndarray, " P"],  # losses of all columns under full attention
+        row0: Float32[np.ndarray, " P"],  # with every head at row 0
     ) -> None:
         self._full, self.number = full, np.full(full.size, -1)
         self.kinds: list[str] = []
