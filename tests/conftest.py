@@ -57,7 +57,6 @@ FIRST = (
 #: methods in turn. `make test-integration` runs them and the tests of other files that are marked `integration`.
 INTEGRATION = (
     "calibrate/test_mesh.py",
-    "engine/test_budgets.py",
     "engine/test_saved_contexts.py",
     "engine/test_mesh.py",
     "engine/test_mesh_contexts.py",
@@ -69,6 +68,7 @@ INTEGRATION = (
     "lab/harness",
     "lab/test_cli_eval.py",
     "lab/test_demo.py",
+    "lab/test_equal_bytes.py",
     "lab/test_plots_of_results.py",
     "methods/test_members.py",
     "methods/test_mesh.py",
