@@ -57,7 +57,6 @@ FIRST = (
 #: methods in turn. `make test-integration` runs them and the tests of other files that are marked `integration`.
 INTEGRATION = (
     "calibrate/test_mesh.py",
-    "engine/test_saved_contexts.py",
     "engine/test_mesh.py",
     "engine/test_mesh_contexts.py",
     "engine/test_mesh_kernels.py",
