@@ -12,7 +12,7 @@ from tiny import tiny_lm
 import tca_jax
 from tca_jax.calibration.profile import Profile
 from tca_jax.engine.contexts import Context
-from tca_jax.errors import UserTypeError
+from tca_jax.errors import UserTypeError, least_share
 
 CONFIG = tca_jax.TCAConfig(block_size=8, window=16)
 Q, K = np.zeros((1, 32, 2, 8), np.float32), np.zeros((1, 32, 1, 8), np.float32)
@@ -70,12 +70,20 @@ WRONG_VALUES = [
 
 
 @pytest.mark.parametrize(("call", "message"), WRONG_TYPES, ids=lambda each: None)
-def test_a_wrong_type_is_named(call, message):
+def test_wrong_type_is_named(call, message):
     with pytest.raises(UserTypeError, match=message):
         call()
 
 
 @pytest.mark.parametrize(("call", "message"), WRONG_VALUES, ids=lambda each: None)
-def test_a_wrong_value_is_named(call, message):
+def test_wrong_value_is_named(call, message):
     with pytest.raises(tca_jax.UserError, match=message):
         call()
+
+
+def test_least_share_is_rounded_up():
+    assert [least_share(share) for share in (0.1, 0.12341, 0.12349, 0.0)] == ["0.1000", "0.1235", "0.1235", "0.0000"]
+    shares = np.random.default_rng(0).uniform(0, 1, 1000)
+    shares = np.concatenate([shares, shares.round(4), np.nextafter(shares.round(4), 1)])
+    shown = np.array([float(least_share(share)) for share in shares])
+    assert np.all((shares <= shown) & (shown < shares + 1e-4 + 1e-12))

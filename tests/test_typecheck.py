@@ -14,7 +14,7 @@ def adder(number, wrong=False):
     return add
 
 
-def test_an_inner_function_is_checked_by_every_definition():
+def test_inner_functions_are_checked_by_every_definition():
     for number in (1, 2):
         add = adder(number)
         x, y = jnp.ones((2, 3)), jnp.ones(3)
@@ -25,23 +25,3 @@ def test_an_inner_function_is_checked_by_every_definition():
             add(x, y, times="1")
         with pytest.raises(TypeCheckError, match="return value"):
             adder(number, wrong=True)(x, y)
-
-
-def test_definitions_of_one_name_may_differ():
-    def defined(keyword):
-        if keyword:
-
-            @jaxtyped(typechecker=check)
-            def twice(*, x: int) -> int:
-                return 2 * x
-        else:
-
-            @jaxtyped(typechecker=check)
-            def twice(x: int) -> int:
-                return 2 * x
-
-        return twice
-
-    assert defined(True)(x=2) == defined(False)(2) == 4
-    with pytest.raises(TypeCheckError):
-        defined(False)("2")
