@@ -32,18 +32,13 @@ from tca_jax.pallas_kernels.backends import Backend
 
 @dataclasses.dataclass(frozen=True)
 class AdaKVCache(CachePolicy):
-    """The window, and of a layer's tokens those of the highest scores, in some heads more than in others.
+    """The window, and of a layer's tokens those of the highest scores, in some heads more than in others."""
 
-    Attributes:
-        scored: Scores the tokens, and says how many a head keeps in the mean.
-        safeguard: Part of the mean budget that every head has, in [0, 1].
-        protects: What the safeguard does. True: a head's first `safeguard` times the mean are chosen before all others
-            of the layer. False: a head has `safeguard` times the mean, and 1 - `safeguard` times what it would have
-            without, rounded.
-    """
-
-    scored: PromptCompression
+    scored: PromptCompression  # scores the tokens, and says how many a head keeps in the mean
     safeguard: float
+    # what the safeguard does. True: a head's first `safeguard` times the mean are chosen before all others of the
+    # layer. False: a head has `safeguard` times the mean, and 1 - `safeguard` times what it would have without,
+    # rounded.
     protects: bool
 
     def __post_init__(self) -> None:

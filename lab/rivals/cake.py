@@ -62,12 +62,6 @@ class CAKECache(PromptCompression):
 
     `capacity` and `share` are means over the layers. Under a capacity, a layer holds prompts whole that are shorter
     than its own.
-
-    Attributes:
-        preferences: Of every layer, not negative.
-        gamma: Weight of the variance.
-        observation: Prompt queries that are looked at, counted from the last; at most `window`.
-        kernel: Neighbours that a token's score is averaged over, odd.
     """
 
     preferences: tuple[float, ...]

@@ -26,20 +26,15 @@ class PromptCompression(CachePolicy):
 
     Blocks that leave the window later are kept whole: published methods of this kind compress the prompt and then let
     the cache grow.
-
-    Attributes:
-        capacity: Tokens of a prompt that a head holds, the window counted as `window` tokens (its left edge is on a
-            block boundary, so that up to `block_size` - 1 more are held); shorter prompts are held whole. None where
-            `share` is given.
-        share: Instead: kept share of the tokens left of the window, in (0, 1]; or None.
-        window: Least number of local tokens, w, a multiple of `block_size`.
-        block_size: Tokens in a block, b, a power of two.
     """
 
+    # tokens of a prompt that a head holds, the window counted as `window` tokens (its left edge is on a block
+    # boundary, so that up to `block_size` - 1 more are held); shorter prompts are held whole. None where `share` is
+    # given.
     capacity: int | None
-    share: float | None
-    window: int
-    block_size: int
+    share: float | None  # instead: kept share of the tokens left of the window, in (0, 1]; or None
+    window: int  # least number of local tokens, w, a multiple of `block_size`
+    block_size: int  # tokens in a block, b, a power of two
 
     def __post_init__(self) -> None:
         check_geometry(self.block_size, self.window)

@@ -32,15 +32,10 @@ from tca_jax.pallas_kernels.backends import Backend
 
 @dataclasses.dataclass(frozen=True)
 class DuoAttentionCache(CachePolicy):
-    """Everything in retrieval heads, sinks and a window in the others.
+    """Everything in retrieval heads, sinks and a window in the others."""
 
-    Attributes:
-        retrieval: Whether a KV head is a retrieval head, `[layers][H_kv]`.
-        streaming: What the other heads keep.
-    """
-
-    retrieval: tuple[tuple[bool, ...], ...]
-    streaming: StreamingCache
+    retrieval: tuple[tuple[bool, ...], ...]  # whether a KV head is a retrieval head, `[layers][H_kv]`
+    streaming: StreamingCache  # what the other heads keep
     #: The option that says which heads these are.
     option: ClassVar[str] = "gates"
 

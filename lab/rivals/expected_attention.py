@@ -34,18 +34,12 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedAttentionCache(PromptCompression):
-    """The window, the sinks, and the tokens that queries to come are expected to attend to.
-
-    Attributes:
-        future: Positions behind the prompt over which rotations are averaged.
-        sinks: First tokens, which are kept before all others and play no part in what is measured.
-        epsilon: Added to the expected attention before it is multiplied by |v|.
-        frequencies: The model's, `[d / 2]`; None until a model gives them (`lm.with_method` does).
-    """
+    """The window, the sinks, and the tokens that queries to come are expected to attend to."""
 
     future: int = 512
     sinks: int = 4
     epsilon: float = 0.0
+    # the model's, `[d / 2]`; None until a model gives them (`lm.with_method` does)
     frequencies: Frequencies | None = dataclasses.field(default=None, repr=False)
 
     num_queries = None

@@ -31,14 +31,7 @@ from tca_jax.pallas_kernels.numerics import MASKED, cdiv, scaled_scores
 
 @dataclasses.dataclass(frozen=True)
 class FlexPrefill(BlockSparsePrefill):
-    """Vertical and slash blocks, and block pairs of query-aware heads, that cover a share of a head's attention.
-
-    Attributes:
-        gamma: That share, in (0, 1].
-        tau: Largest divergence of a query-aware head, at least 0; 0 makes no head one.
-        min_budget: Least tokens of vertical and of slash blocks each.
-        block_size: Tokens in a block and queries in a tile, and the queries of the sample.
-    """
+    """Vertical and slash blocks, and block pairs of query-aware heads, that cover a share of a head's attention."""
 
     gamma: float = 0.9
     tau: float = 0.1

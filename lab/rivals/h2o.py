@@ -29,11 +29,7 @@ from tca_jax.pallas_kernels.column_mass import column_mass
 
 @dataclasses.dataclass(frozen=True)
 class H2OCache(PromptCompression):
-    """The window and the tokens that the prompt's queries gave most attention, the same number in every KV head.
-
-    Attributes:
-        average: Whether sums are divided by the number of queries that see the token.
-    """
+    """The window and the tokens that the prompt's queries gave most attention, the same number in every KV head."""
 
     average: bool = False
 

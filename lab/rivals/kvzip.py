@@ -51,15 +51,10 @@ CONTINUING = "\n\nRepeat the part of the previous context exactly, starting with
 
 @dataclasses.dataclass(frozen=True)
 class KVzipCache(PromptCompression):
-    """The window and the tokens that get most attention while the prompt is repeated.
-
-    Attributes:
-        level: One of `LEVELS`.
-        repetition: How the prompt is repeated.
-    """
+    """The window and the tokens that get most attention while the prompt is repeated."""
 
     level: str
-    repetition: Repetition
+    repetition: Repetition  # how the prompt is repeated
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -54,18 +54,13 @@ KINDS = {
 
 
 class HeadPattern(NamedTuple):
-    """What one query head attends to; serialises as a list such as `["vertical_slash", 1000, 6096]`.
+    """What one query head attends to; serialises as a list such as `["vertical_slash", 1000, 6096]`."""
 
-    Attributes:
-        kind: "vertical_slash": the columns and diagonals that the last queries have most attention on; "a_shape": the
-            first columns and the nearest diagonals; "block_sparse": the key blocks with the highest products of means.
-        columns: Columns; of no meaning for "block_sparse", as in the published code.
-        diagonals: Diagonals, likewise.
-    """
-
+    # "vertical_slash": the columns and diagonals that the last queries have most attention on; "a_shape": the first
+    # columns and the nearest diagonals; "block_sparse": the key blocks with the highest products of means
     kind: str
-    columns: int
-    diagonals: int
+    columns: int  # columns; of no meaning for "block_sparse", as in the published code
+    diagonals: int  # diagonals, likewise
 
 
 #: What the authors give a head of which nothing is known.
@@ -91,15 +86,7 @@ class PatternArrays(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MInferencePrefill(BlockSparsePrefill):
-    """The pattern of each query head, filled from the prompt.
-
-    Attributes:
-        patterns: Of each layer's query heads; None: the default for all.
-        scale: What all numbers of columns, diagonals and blocks are multiplied by.
-        blocks: Key blocks that a tile of a block-sparse head takes.
-        block_size: Tokens in a block and queries in a tile.
-        dense_tokens: Prompts of at most so many tokens get exact causal attention.
-    """
+    """The pattern of each query head, filled from the prompt."""
 
     patterns: Patterns | None = None
     scale: float = 1.0

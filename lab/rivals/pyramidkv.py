@@ -28,13 +28,10 @@ class PyramidKVCache(SnapKVCache):
     """The window and the tokens that the last queries attend to most, fewer from layer to layer.
 
     `capacity` and `share` are means over the layers.
-
-    Attributes:
-        beta: The mean budget over the last layer's, at least 1; 1 gives all layers the same.
-        layers: The model's layers; None until a model gives them (`lm.with_method` does).
     """
 
     beta: float = 20.0
+    # the model's layers; None until a model gives them (`lm.with_method` does)
     layers: int | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:

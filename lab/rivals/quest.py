@@ -37,14 +37,7 @@ Bounds = tuple[Float[Array, "..."], Float[Array, "..."]]
 
 @dataclasses.dataclass(frozen=True)
 class QuestCache(CachePolicy):
-    """All tokens, of which a step attends to the window and to some pages.
-
-    Attributes:
-        budget: Tokens that a step attends to, the window counted as `window`; at least one page beside it.
-        dense_layers: First layers, which attend to everything.
-        window: Least number of local tokens, w, a multiple of `block_size`.
-        block_size: Tokens in a block and in a page, b.
-    """
+    """All tokens, of which a step attends to the window and to some pages."""
 
     budget: int
     dense_layers: int

@@ -17,14 +17,7 @@ from tca_jax.pallas_kernels.backends import Backend
 
 @dataclasses.dataclass(frozen=True)
 class RandomCache(CachePolicy):
-    """The same number of random tokens of every block that leaves the window, in a prompt and while decoding.
-
-    Attributes:
-        share: Kept share of a block's tokens, in (0, 1], rounded to whole tokens, at least one.
-        window: Least number of local tokens, w, a multiple of `block_size`.
-        block_size: Tokens in a block, b, a power of two.
-        seed: Other seeds, other tokens. Draws depend on seed, layer, head and position alone.
-    """
+    """The same number of random tokens of every block that leaves the window, in a prompt and while decoding."""
 
     share: float = 0.25
     window: int = 4096

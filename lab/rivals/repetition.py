@@ -32,21 +32,14 @@ AHEAD = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Repetition:
-    """How a prompt is repeated: behind it comes, for each chunk, a request to repeat it and then the chunk itself.
+    """How a prompt is repeated: behind it comes, for each chunk, a request to repeat it and then the chunk itself."""
 
-    Attributes:
-        chunk: Tokens of a chunk, at least `CARRIED`.
-        sinks: First tokens of a prompt, which are in no chunk.
-        opening: Token ids of the request for the first chunk.
-        continuing: Of that for any other, which the last `CARRIED` tokens of the chunk before complete.
-        answer: Token ids between a request and the chunk.
-    """
-
-    chunk: int
-    sinks: int
-    opening: tuple[int, ...] = ()
+    chunk: int  # tokens of a chunk, at least `CARRIED`
+    sinks: int  # first tokens of a prompt, which are in no chunk
+    opening: tuple[int, ...] = ()  # token ids of the request for the first chunk
+    # of that for any other, which the last `CARRIED` tokens of the chunk before complete
     continuing: tuple[int, ...] = ()
-    answer: tuple[int, ...] = ()
+    answer: tuple[int, ...] = ()  # token ids between a request and the chunk
 
     def worded(self, opening: str, continuing: str, wording: Wording | None) -> Repetition:
         """The same in words of a model; without words for None."""

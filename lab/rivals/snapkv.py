@@ -26,13 +26,7 @@ from tca_jax.pallas_kernels.backends import Backend
 
 @dataclasses.dataclass(frozen=True)
 class SnapKVCache(PromptCompression):
-    """The window and the tokens that the last queries attend to most, the same number in every KV head.
-
-    Attributes:
-        observation: Prompt queries that vote, counted from the last; at most `window`.
-        kernel: Neighbours that a token's score is pooled over, odd.
-        pooling: "avg" or "max".
-    """
+    """The window and the tokens that the last queries attend to most, the same number in every KV head."""
 
     observation: int = 32
     kernel: int = 5

@@ -43,15 +43,7 @@ _LEAST_CHUNK, _CHUNK_AREA = 2**11, 2**28  # tokens of the authors' chunks, and t
 
 @dataclasses.dataclass(frozen=True)
 class XAttentionPrefill(BlockSparsePrefill):
-    """The fewest blocks of every tile that hold a share of its estimated mass.
-
-    Attributes:
-        threshold: That share, in (0, 1]; or one for each query head, `[layers][Hq]`.
-        chunk: Tokens of the first chunk; None: as the authors' code has it for the prompt's length.
-        stride: Tokens of a group, S; a divisor of `block_size`.
-        block_size: Tokens in a block and queries in a tile.
-        dense_tokens: Prompts of at most so many tokens get exact causal attention.
-    """
+    """The fewest blocks of every tile that hold a share of its estimated mass."""
 
     threshold: float | tuple[tuple[float, ...], ...] = 0.9
     stride: int = 16

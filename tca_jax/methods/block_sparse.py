@@ -29,15 +29,10 @@ _MOST_COUNTED = 2**24
 
 
 class Listed(NamedTuple):
-    """What query tiles attend to, in one launch of the kernel.
+    """What query tiles attend to, in one launch of the kernel."""
 
-    Attributes:
-        blocks: Blocks of every tile and query head.
-        columns: Single tokens of every query head, or None.
-    """
-
-    blocks: BlockLists
-    columns: Columns | None = None
+    blocks: BlockLists  # blocks of every tile and query head
+    columns: Columns | None = None  # single tokens of every query head, or None
 
     def attend(
         self,

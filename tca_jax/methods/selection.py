@@ -22,15 +22,11 @@ _AHEAD = 2.0
 
 
 class PromptScores(NamedTuple):
-    """All that a selection needs to know of a prompt, whatever the budgets.
+    """All that a selection needs to know of a prompt, whatever the budgets."""
 
-    Attributes:
-        scored: Token scores and block statistics.
-        reserved: Tokens that every row of budgets keeps [B, Hkv, L], all in ranked blocks; None where the config has no
-            reserve or no prompt of this shape has ranked blocks.
-    """
-
-    scored: TokenScores
+    scored: TokenScores  # token scores and block statistics
+    # tokens that every row of budgets keeps [B, Hkv, L], all in ranked blocks; None where the config has no reserve
+    # or no prompt of this shape has ranked blocks
     reserved: Bool[Array, "B Hkv L"] | None
 
     @property

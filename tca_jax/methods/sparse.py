@@ -26,13 +26,9 @@ from tca_jax.pallas_kernels.prefill_attention import prefill_attention
 
 @dataclasses.dataclass(frozen=True)
 class SparsePrefill(PrefillPolicy):
-    """Attention over the window and a cache policy's selection (Eq. 3).
+    """Attention over the window and a cache policy's selection (Eq. 3)."""
 
-    Attributes:
-        selector: The cache policy that selects: the method's own, or another one.
-    """
-
-    selector: CachePolicy
+    selector: CachePolicy  # the cache policy that selects: the method's own, or another one
 
     def reads(self, cache: CachePolicy) -> bool:
         return self.selector == cache

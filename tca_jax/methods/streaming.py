@@ -19,13 +19,7 @@ from tca_jax.pallas_kernels.backends import Backend
 
 @dataclasses.dataclass(frozen=True)
 class StreamingCache(CachePolicy):
-    """The first `sinks` tokens and the window.
-
-    Attributes:
-        sinks: Tokens kept from the start of the sequence.
-        window: Least number of local tokens, w, a multiple of `block_size`.
-        block_size: Tokens in a block, b, a power of two.
-    """
+    """The first `sinks` tokens and the window."""
 
     sinks: int = 4
     window: int = 4096

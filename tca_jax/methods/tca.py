@@ -30,16 +30,7 @@ Readings = tuple[tuple[str, ...], ...] | str
 
 @dataclasses.dataclass(frozen=True)
 class TCACache(CachePolicy):
-    """Every KV head keeps what its row of `candidate_budgets` allows, and its reserve.
-
-    Attributes:
-        candidates: Row of each KV head, `[layers][H_kv]`, or one row for all heads: what the cache keeps.
-        config: Hyperparameters.
-        prefill_candidates: The same for what the prompt's own queries attend to in heads whose reading is "sparse";
-            None: all that the cache keeps.
-        readings: Reading of each KV head, one of `READINGS`, or one reading for all heads. Of a head that reads
-            "blocks" or "dense" the cache keeps what its row of `candidates` allows.
-    """
+    """Every KV head keeps what its row of `candidate_budgets` allows, and its reserve."""
 
     candidates: Rows
     config: TCAConfig

@@ -32,13 +32,9 @@ Places = Int[Array | np.ndarray, " n"]
 
 @dataclasses.dataclass(frozen=True)
 class TCAPrefill(SparsePrefill):
-    """Attention by each head's reading.
+    """Attention by each head's reading."""
 
-    Attributes:
-        selector: Says which head reads how, and what heads that read "sparse" select.
-    """
-
-    selector: TCACache
+    selector: TCACache  # says which head reads how, and what heads that read "sparse" select
 
     def answers_from_cache(self, layer: int) -> bool:
         return bool(self.selector.reads(layer, self.selector.num_heads(layer), "sparse").all())
