@@ -69,8 +69,8 @@ INTEGRATION = (
     "lab/test_demo.py",
     "lab/test_equal_bytes.py",
     "lab/test_plots_of_results.py",
+    "methods/test_all_methods.py",
     "methods/test_members.py",
-    "methods/test_mesh.py",
     "models/test_sharded_loading.py",
     "pallas_kernels/test_transforms.py",
     "reliability",
@@ -96,8 +96,6 @@ INTEGRATION = (
 SLOW = (
     "distributed",
     "lab/evaluation/test_equal_bytes.py",
-    "methods/test_block_sparse_generation.py",
-    "methods/test_streams.py",
     "reliability/test_soak.py",
 )
 _TESTS = Path(__file__).parent

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import math
 
-import jax.numpy as jnp
 import numpy as np
 from oracle import probabilities, softmax
-from tiny import CONFIG
 
 
 def of_blocks(pairs, n, block):
@@ -126,44 +124,4 @@ def minference(q, k, *, kind, columns, diagonals, block, blocks=100):
     return mask
 
 
-#: Tokens that `greedy` computes for: what JAX compiles for one prompt serves all.
-_TOKENS = 160
 ORACLES = {"xattention": xattention, "flexprefill": flexprefill, "minference": minference}
-
-
-def greedy(lm, prompt, following, new_tokens, mask_of, visible=None):
-    """Greedy answer where a prompt's queries attend by masks, and what follows it to everything or by a rule.
-
-    Args:
-        lm: A model of `tiny.CONFIG`.
-        prompt: Token ids that are read under the masks.
-        following: Token ids that are appended to it.
-        mask_of: (layer, query head, q [n, d], k [n, d]) -> bool [n, n].
-        visible: Position -> positions that a later query sees; None: all up to its own.
-    """
-    n, total = len(prompt), len(prompt) + len(following) + new_tokens
-    assert total <= _TOKENS
-    group, masks = CONFIG.num_heads // CONFIG.num_kv_heads, {}
-
-    def attention(layer, q, k, v, state):
-        q, k, v = (np.asarray(x[0], np.float64) for x in (q, k, v))
-        out = np.zeros(q.shape)
-        for head in range(CONFIG.num_heads):
-            keys, values = k[:, head // group], v[:, head // group]
-            if (layer, head) not in masks:
-                mask = np.tri(_TOKENS, dtype=bool)
-                mask[:n, :n] = mask_of(layer, head, q[:n, head], keys[:n])
-                for i in range(n, _TOKENS) if visible else ():
-                    mask[i] = False
-                    mask[i, sorted(visible(i))] = True
-                masks[layer, head] = mask
-            logits = np.where(masks[layer, head], q[:, head] @ keys.T / math.sqrt(q.shape[-1]), -np.inf)
-            out[:, head] = softmax(logits) @ values
-        return jnp.asarray(out, jnp.float32)[None], None
-
-    tokens = np.zeros((1, _TOKENS), np.int32)
-    tokens[0, : n + len(following)] = [*prompt, *following]
-    for i in range(n + len(following), total):
-        hidden, _ = lm.decoder(jnp.asarray(tokens), jnp.arange(_TOKENS)[None], attention, (None,) * CONFIG.num_layers)
-        tokens[0, i] = np.argmax(lm.decoder.logits(hidden[0, i - 1]))
-    return tokens[0, total - new_tokens : total].tolist()

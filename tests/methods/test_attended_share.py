@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from block_lists import attended, random_blocks, random_columns
 from cases import poison, qkv
-from meshes import ROWS, lm_of, mesh_of, needs_8_devices
-from tiny import CONFIG, TCA, random_prompt, tiny_lm, with_candidates
+from tiny import TCA, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
 from tca_jax import methods
@@ -71,10 +70,6 @@ CASES = {
     "xattention": ("xattention", lambda heads: {"threshold": 0.5, "stride": 4, **BLOCKS}, False),
     "xattention, short": ("xattention", lambda heads: {"threshold": 0.5, "stride": 4}, True),
 }
-
-
-def test_every_method_is_tried():
-    assert {name for name, _, _ in CASES.values()} == set(methods.names())
 
 
 def weighed_pairs(attend, q, k, lengths):
@@ -150,48 +145,7 @@ def test_pairs_of_a_million_tokens_are_exact_to_the_last_bit_of_float32():
     np.testing.assert_allclose(sum_of_counts(jnp.asarray(counts, jnp.int32)), counts.sum(axis=1), rtol=2e-7)
 
 
-def slow(*values):
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
-
-
 PROMPTS = [random_prompt(0, 90), random_prompt(1, 61)]
-ALL = {name: options(CONFIG.num_heads) for name, options, _ in reversed(CASES.values())}
-ALL |= {"duoattention": {"gates": [[0.9, 0.1]] * 2, "sinks": 3, **GEOMETRY}}
-ALL |= {"cake": {"preferences": [0.3, 0.7], "share": 0.3, "observation": 4, **GEOMETRY}}
-ALL |= {"tca": {"candidates": [[0, 9], [DENSE, 2]], "config": TCA, "prefill_candidates": [[0, 3], [4, 1]]}}
-ALL |= {"minference": {"patterns": [KINDS] * 2, "blocks": 2, **BLOCKS}}
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize(
-    "name", ["tca", *slow("full", "streaming", "duoattention", "snapkv", "minference", "xattention")]
-)
-def test_statistics_tell_the_mean_of_all_layers_whatever_of_the_last_is_computed(name):
-    lm = tiny_lm().with_method(name, **ALL[name])
-    share = tca_jax.generate(lm, PROMPTS, max_new_tokens=1, num_samples=2).stats.attended_share
-    scores = tca_jax.score(lm, PROMPTS)  # all queries of all layers
-    assert scores.attended_share == pytest.approx(by_layers(lm), rel=1e-6)
-    assert share == pytest.approx(np.mean(scores.attended_share), rel=1e-6)
-    context = tca_jax.prefill(lm, PROMPTS)
-    assert context.stats.attended_share == pytest.approx(share, rel=1e-6)
-    assert share == 1 if name in ("full", "snapkv") else 0.1 < share < 1
-
-
-def by_layers(lm):
-    """Share of each prompt by the layers' queries and keys."""
-    tokens, lengths = np.zeros((2, 90), np.int32), jnp.asarray([90, 61], jnp.int32)
-    for row, prompt in enumerate(PROMPTS):
-        tokens[row, : len(prompt)] = prompt
-
-    @jax.jit
-    def pairs_of_layers(tokens):
-        def attention(layer, q, k, v, state):
-            return lm.method.prefill.attend(layer, Heads.all(k.shape[2]), q, k, v, lengths, None, "auto")
-
-        positions = jnp.arange(90)[None].repeat(2, axis=0)
-        return lm.decoder(tokens, positions, attention, (None,) * CONFIG.num_layers)[1]
-
-    return np.mean(pairs_of_layers(tokens), axis=0) / [90 * 91 / 2, 61 * 62 / 2]
 
 
 @pytest.mark.integration
@@ -211,26 +165,6 @@ def test_a_context_keeps_the_share_of_its_first_reading(tmp_path):
     one = tca_jax.prefill(lm, PROMPTS[0])
     out = tca_jax.generate(lm, [[1], [2], [3]], context=one, max_new_tokens=1)
     assert out.stats.attended_share == one.stats.attended_share == context.attended_share[0]
-
-
-@needs_8_devices
-@pytest.mark.parametrize("shape", [*slow((1, 2)), (2, 2)])
-@pytest.mark.parametrize("name", ["tca", *slow("full", "streaming", "minference", "xattention")])
-def test_the_share_over_a_mesh_is_that_of_one_device(name, shape, tmp_path):
-    patterns = [[KINDS[(layer + head) % 4] for head in range(8)] for layer in range(2)]
-    options = {**ALL[name], **({"patterns": patterns} if name == "minference" else {})}
-    if name == "tca":
-        options |= {"candidates": ROWS, "prefill_candidates": [[0, 2, 0, 1], [3, 0, 1, 2]]}
-    one, many = (lm.with_method(name, **options) for lm in (lm_of(), lm_of(mesh_of(shape))))
-    share = tca_jax.generate(one, PROMPTS, max_new_tokens=2).stats.attended_share
-    assert tca_jax.generate(many, PROMPTS, max_new_tokens=2).stats.attended_share == pytest.approx(share, rel=1e-6)
-    expected = tca_jax.score(one, PROMPTS).attended_share
-    assert tca_jax.score(many, PROMPTS).attended_share == pytest.approx(expected, rel=1e-6)
-    context = tca_jax.prefill(many, PROMPTS)
-    np.testing.assert_allclose(context.attended_share, expected, rtol=1e-6)
-    for moved in (context.on(one), context.on(one).on(many)):
-        np.testing.assert_array_equal(moved.attended_share, context.attended_share)
-    assert share == 1 if name == "full" else share < 1
 
 
 @pytest.mark.integration

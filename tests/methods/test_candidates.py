@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tca_jax.methods.candidates import (
     budget_count_table,
     budget_counts,
-    budget_sizes,
     candidate_budgets,
     candidate_distributions,
     eviction_budgets,
@@ -73,13 +72,6 @@ def test_table_holds_the_counts_of_every_number_of_blocks():
         table[0, 0, 0] = 1
 
 
-def test_vanishing_sigma_puts_all_blocks_on_the_nearest_budget():
-    config = TCAConfig(block_size=8, window=8, num_candidates=4, sigma=1e-9)
-    shares = candidate_distributions(config)
-    np.testing.assert_allclose(shares.sum(axis=1), 1)
-    assert np.all(shares.max(axis=1) == 1)
-
-
 def test_evicted_blocks_keep_the_floor_of_the_mean_budget():
     means = np.array(oracle.distributions(CONFIG)) @ np.array(oracle.sizes(CONFIG))
     np.testing.assert_array_equal(eviction_budgets(CONFIG), np.maximum(1, np.floor(means)))
@@ -114,10 +106,6 @@ def test_capacity_of_two_rows_is_of_the_larger_budgets_and_the_reserve_and_never
     assert bool(crossed) == (reserve < 1000)  # each row is the larger one somewhere
 
 
-def test_sizes_are_the_powers_of_two_up_to_the_block():
-    np.testing.assert_array_equal(budget_sizes(CONFIG), [1, 2, 4, 8, 16, 32, 64, 128])
-
-
 def test_out_of_range_arguments_are_refused():
     with pytest.raises(ValueError, match="num_blocks = -1: must be an integer of at least 0"):
         candidate_budgets(CONFIG, -1)
@@ -140,10 +128,3 @@ def test_the_kept_share_counts_the_larger_budget_at_each_rank_the_reserve_and_wh
         selected = min(np.maximum(budgets[prefill], budgets[cache]).sum() + reserve, ranked * 8)
         share = kept_share(config, tokens, *(np.array([row], np.int32) for row in (cache, prefill)))
         assert share[0] == (selected + tokens - ranked * 8) / tokens
-
-
-def test_a_second_row_adds_to_the_kept_share_where_it_keeps_more():
-    config, rows = TCAConfig(block_size=8, window=16, num_candidates=4, reserve=3), np.arange(5, dtype=np.int32)
-    one, mixed = (kept_share(config, 400, rows, second) for second in (rows, np.array([3, 1, 0, 3, 4], np.int32)))
-    np.testing.assert_array_equal(mixed[1:], one[1:])
-    assert mixed[0] > one[0]

@@ -68,26 +68,6 @@ def test_random_sees_the_same_number_of_drawn_tokens_of_every_block(lm, lengths,
     assert not np.array_equal(*kept)
 
 
-@pytest.mark.slow
-def test_a_full_prefill_over_another_cache_differs_from_both(lm):
-    ids = random_prompt(7, 60)
-    everything = lambda layer, head, position: set(range(position + 1))  # noqa: E731
-    model = lm.with_method("full+streaming", streaming={"sinks": 3, **GEOMETRY})
-    out = tca_jax.generate(model, ids, max_new_tokens=24, stop_token_ids=())
-    assert out.tokens == [masked_greedy(lm, ids, 24, sinks(3), visible_in_prompt=everything)]
-
-
-@pytest.mark.slow
-def test_a_sparse_prefill_over_a_full_cache_keeps_everything(lm):
-    ids = random_prompt(8, 60)
-    everything = lambda layer, head, position: set(range(position + 1))  # noqa: E731
-    model = lm.with_method("streaming+full", streaming={"sinks": 3, **GEOMETRY})
-    out = tca_jax.generate(model, ids, max_new_tokens=12, stop_token_ids=())
-    assert out.tokens == [masked_greedy(lm, ids, 12, everything, visible_in_prompt=sinks(3))]
-    assert out.stats.kept_share == 1.0
-    assert out.stats.kv_cache_bytes == out.stats.full_kv_cache_bytes
-
-
 def test_uniform_is_tca_with_one_candidate_for_all_heads(lm):
     config = tca_jax.TCAConfig(**GEOMETRY)
     ids = random_prompt(9, 90)
@@ -96,25 +76,6 @@ def test_uniform_is_tca_with_one_candidate_for_all_heads(lm):
     assert one.tokens == rows.tokens
     assert one.stats.kv_cache_bytes == rows.stats.kv_cache_bytes
     assert one.stats.kept_share == rows.stats.kept_share < 0.7
-
-
-@pytest.mark.slow
-def test_ragged_batches_give_what_each_prompt_gives_alone_under_every_member(lm):
-    """Alone is three times in a batch, which runs the same program, and for one member truly alone."""
-    prompts = [random_prompt(i, length) for i, length in enumerate((5, 60, 64))]  # two share a bucket
-    options = {"max_new_tokens": 12, "stop_token_ids": ()}
-    members = [
-        lm.with_method("streaming", sinks=3, **GEOMETRY),
-        lm.with_method("random", **GEOMETRY),
-        lm.with_method("uniform+random", uniform={"config": tca_jax.TCAConfig(**GEOMETRY)}, random=GEOMETRY),
-    ]
-    for model in members:
-        together = tca_jax.generate(model, prompts, **options).tokens
-        assert together[1:] == [tca_jax.generate(model, [p] * 3, **options).tokens[0] for p in prompts[1:]]
-        if model is members[0]:
-            assert together == [tca_jax.generate(model, p, **options).tokens[0] for p in prompts]
-        else:
-            assert together[0] == tca_jax.generate(model, prompts[::-1], **options).tokens[2]
 
 
 def test_capacities_hold_what_is_kept_whatever_the_length(lm):

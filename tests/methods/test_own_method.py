@@ -9,7 +9,6 @@ from tiny import random_prompt, tiny_lm, write_checkpoint
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.lab import plots
 from tca_jax.lab.plots import inspection
 
 
@@ -57,38 +56,12 @@ def lm(tmp_path_factory):
     return tca_jax.load(folder)
 
 
-@pytest.mark.integration
-def test_it_generates_streams_and_has_stats(lm):
-    prompts = ["x = 3; " * 20, "hello " * 5]
-    mine = lm.with_method("loud-keys")
-    out = tca_jax.generate(mine, prompts, max_new_tokens=20)
-    assert [len(tokens) for tokens in out.tokens] == out.stats.new_tokens
-    assert out.stats.kept_share < 1
-    assert out.stats.kv_cache_bytes < out.stats.full_kv_cache_bytes or out.stats.kv_cache_bytes > 0
-    assert "".join(tca_jax.stream(mine, prompts[0], max_new_tokens=20)) == out.text[0]
-
-
 def test_what_it_keeps_depends_on_layer_head_and_data():
     mine = tiny_lm().with_method("loud-keys")
     counts = [inspection.kept_tokens(mine, random_prompt(seed, 120)).sum(axis=-1) - 16 for seed in range(3)]
     assert all((count[:, 1] == 13).all() for count in counts)  # one of each ranked block
     assert all(count[0, 0] > count[1, 0] for count in counts)
     assert len({int(count[0, 0]) for count in counts}) > 1
-
-
-@pytest.mark.integration
-def test_it_joins_other_methods_and_takes_options(lm):
-    prompt = "abc " * 30
-    answers = {
-        tuple(tca_jax.generate(lm.with_method(name, **options), prompt, max_new_tokens=24).tokens[0])
-        for name, options in (
-            ("full", {}),
-            ("loud-keys", {}),
-            ("full+loud-keys", {"loud-keys": {"threshold": 1.5}}),
-            ("loud-keys+streaming", {"streaming": {"window": 16, "block_size": 8}}),
-        )
-    }
-    assert len(answers) > 1
 
 
 def test_text_is_scored_under_it(lm):
@@ -98,16 +71,6 @@ def test_text_is_scored_under_it(lm):
     assert mine.shape == full.shape == (len(text) - 1,)
     np.testing.assert_allclose(mine[:15], full[:15], atol=1e-4)  # inside the window nothing is dropped
     assert np.abs(mine - full).max() > 1e-3
-
-
-def test_what_it_keeps_can_be_drawn(lm, tmp_path):
-    text = "the code is 123456 " * 8
-    mine = lm.with_method("loud-keys")
-    kept = inspection.kept_tokens(mine, text)
-    start = plots.plot_kept_share(kept.mean(axis=-1), kept.shape[-1], mine.method.name, tmp_path / "share.png")
-    tokens = plots.plot_kept_tokens(kept, text, (12, 18), "code", mine.method.name, tmp_path / "tokens.png")
-    for path in (start, tokens):
-        assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_capacities_of_another_number_of_heads_are_refused():

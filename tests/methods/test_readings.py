@@ -9,7 +9,6 @@ import oracle
 import pytest
 from cases import poison, qkv
 from implementations import INTERPRET, implementation, runs
-from meshes import lm_of, mesh_of, needs_8_devices
 from reading_oracle import attend_by, read
 from tiny import CONFIG, random_prompt, tiny_lm
 
@@ -189,15 +188,6 @@ def test_the_last_query_is_computed_from_the_whole_prompt_where_a_head_of_the_la
 
 
 @pytest.mark.integration
-def test_the_first_answer_is_what_the_same_text_with_that_answer_scores(lm):
-    model = under(lm, "blocks", candidates=0)
-    ids = random_prompt(8, 96)  # whole blocks: what follows changes no estimate of theirs
-    out = tca_jax.generate(model, ids, max_new_tokens=1, stop_token_ids=(), logprobs=True)
-    scored = tca_jax.score(model, [*ids, *out.tokens[0]]).logprobs[0]
-    assert out.logprobs[0][0] == pytest.approx(scored[-1], abs=1e-4)
-
-
-@pytest.mark.integration
 def test_what_the_first_layer_keeps_is_by_the_cache_row_whatever_the_reading(lm):
     ids, rows = random_prompt(9, 100), [[0, 3]] * 2
     sparse, *others = (
@@ -207,42 +197,7 @@ def test_what_the_first_layer_keeps_is_by_the_cache_row_whatever_the_reading(lm)
         np.testing.assert_array_equal(other, sparse)
 
 
-@pytest.mark.slow
-def test_ragged_batches_give_what_each_prompt_gives_alone(lm):
-    prompts = [random_prompt(i, length) for i, length in enumerate((96, 5, 61))]
-    model = under(lm, MIXED, candidates=[[2, DENSE], [0, 5]])
-    options = {"max_new_tokens": 9, "stop_token_ids": (), "logprobs": True}
-    together = tca_jax.generate(model, prompts, **options)
-    for i, prompt in enumerate(prompts):
-        alone = tca_jax.generate(model, prompt, **options)
-        assert alone.tokens[0] == together.tokens[i]
-        np.testing.assert_allclose(alone.logprobs[0], together.logprobs[i], atol=1e-4)
-    scored = [tca_jax.score(model, given).logprobs[0] for given in (prompts[2:], prompts[2:] + prompts[:1])]
-    np.testing.assert_allclose(*scored, atol=1e-4)
-
-
 # --- a mesh ---------------------------------------------------------------------------------------
-
-#: Two devices have unequal numbers of fetching heads in both layers.
-UNEQUAL = [["blocks", "blocks", "sparse", "blocks"], ["sparse", "dense", "sparse", "blocks"]]
-
-
-@pytest.mark.slow
-@needs_8_devices
-def test_answers_and_statistics_over_a_mesh_are_those_of_one_device():
-    options = {"max_new_tokens": 4, "stop_token_ids": (), "logprobs": True}
-    prompts = [random_prompt(0, 90), random_prompt(1, 61)]
-    rows = [[DENSE, 4, 0, 0], [0, 0, 3, DENSE]]
-    outs, late = [], []
-    for model in (under(lm, UNEQUAL, rows) for lm in (lm_of(), lm_of(mesh_of((1, 2))))):
-        outs.append(tca_jax.generate(model, prompts, **options))
-        context = tca_jax.prefill(model, prompts)
-        late.append(tca_jax.generate(model, [[5, 6, 7], [8, 9]], context=context, **options).tokens)
-    assert outs[0].tokens == outs[1].tokens
-    np.testing.assert_allclose(np.concatenate(outs[1].logprobs), np.concatenate(outs[0].logprobs), atol=2e-4)
-    assert late[0] == late[1]
-    assert outs[1].stats.attended_share == pytest.approx(outs[0].stats.attended_share, rel=1e-5)
-    assert outs[1].stats.kept_share == pytest.approx(outs[0].stats.kept_share)
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -260,11 +215,6 @@ def test_answers_and_statistics_over_a_mesh_are_those_of_one_device():
 def test_readings_that_are_none_are_named(readings, message):
     with pytest.raises(ValueError, match=message):
         tca.__wrapped__(0, SMALL, readings=readings)
-
-
-def test_readings_of_another_model_are_refused(lm):
-    with pytest.raises(ValueError, match=r"readings has 3 layers of 2 KV heads: must be 2 of 2"):
-        under(lm, [["sparse", "blocks"]] * 3)
 
 
 def test_readings_that_are_alike_are_one_reading():

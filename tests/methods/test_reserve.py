@@ -14,12 +14,10 @@ from cases import last_queries, observed_queries, qkv, regions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged import kept_tokens, read_layer
-from tiny import random_prompt, tiny_lm
 
 import tca_jax
 from tca_jax import methods
 from tca_jax.engine.cache import CacheLayout
-from tca_jax.lab.plots import inspection
 from tca_jax.methods.base import Heads
 from tca_jax.methods.candidates import budget_count_table
 from tca_jax.methods.config import TCAConfig
@@ -229,20 +227,3 @@ def test_prompts_that_fit_the_window_have_no_reserve():
     scores = score_prompt(q[:, -6:], k, jnp.array([23, 5]), CONFIG)
     assert scores.reserved is None
     assert not row_budgets(scores, jnp.array([0, DENSE]), jnp.array([23, 5]), CONFIG).any()
-
-
-@pytest.mark.integration
-def test_a_model_reads_by_the_prefill_rows_and_its_cache_holds_the_cache_rows():
-    lm, prompt = tiny_lm(), random_prompt(11, 100)
-    two = lm.with_method(methods.configured(CONFIG, [[DENSE, 2]] * 2, prefill_candidates=[[1, 2]] * 2))
-    reading = lm.with_method(methods.configured(CONFIG, [[1, 2]] * 2))
-    np.testing.assert_allclose(
-        tca_jax.score(two, [prompt]).logprobs[0], tca_jax.score(reading, [prompt]).logprobs[0], atol=1e-5
-    )
-    outs = [tca_jax.generate(each, [prompt], max_new_tokens=1) for each in (two, reading)]
-    assert outs[0].tokens == outs[1].tokens
-    assert outs[0].stats.kept_share > outs[1].stats.kept_share
-    kept = inspection.kept_tokens(two, prompt)
-    assert kept[:, 0].all()
-    np.testing.assert_array_equal(kept[:, 1], inspection.kept_tokens(reading, prompt)[:, 1])
-    assert not kept[:, 1].all()

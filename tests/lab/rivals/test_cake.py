@@ -67,19 +67,3 @@ def test_layers_hold_their_part_of_a_share_at_every_length():
         assert sum(held) == 4 * 64 * blocks  # what passes the third layer's tokens goes to the others
         assert held[2] == 128 * blocks
         assert held[3] < held[0] < held[1]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"preferences": np.ones((1, 1))}, r"preferences has shape \(1, 1\)"),
-        ({"preferences": [0, 0]}, r"preferences = \[0, 0\]: must be finite, not negative, and not all 0"),
-        ({"preferences": [1, -1]}, r"must be finite, not negative"),
-        ({"preferences": np.array(["a"])}, r"preferences has shape \(1,\), dtype <U1: must be numbers"),
-        ({"preferences": [1], "observation": 1}, r"observation = 1: must be an integer of at least 2"),
-        ({"preferences": [1], "gamma": -2.0}, r"gamma = -2.0: must be a finite number of at least 0"),
-    ],
-)
-def test_what_is_not_allowed_is_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        methods.get("cake", **options)

@@ -30,15 +30,6 @@ def test_heads_see_what_their_kind_sees_in_the_prompt_and_while_decoding(prompt)
     assert out.stats.kept_share == pytest.approx(np.mean(seen) / (prompt + 29))
 
 
-@pytest.mark.slow
-def test_a_prompt_may_be_read_under_full_attention():
-    lm, ids = tiny_lm(), random_prompt(7, 71)
-    model = lm.with_method("duoattention", gates=GATES, sinks=3, dense_prefill=True, **GEOMETRY)
-    out = tca_jax.generate(model, ids, max_new_tokens=30, stop_token_ids=())
-    everything = lambda layer, head, position: set(range(position + 1))  # noqa: E731
-    assert out.tokens == [masked_greedy(lm, ids, 30, rule, visible_in_prompt=everything)]
-
-
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.72, 1.0])
 def test_the_highest_gates_are_retrieval_heads_as_the_published_threshold_picks_them(share):
     gates = np.random.default_rng(0).uniform(-0.1, 1.1, (5, 8))
@@ -83,16 +74,3 @@ def test_a_file_that_holds_no_gates_is_named(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         methods.get("duoattention", gates=str(path))
-
-
-def test_what_is_not_allowed_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        methods.get("duoattention", gates=tmp_path / "none.tsv")
-    with pytest.raises(ValueError, match=r"gates has shape \(2,\): must be \[layers, H_kv\]"):
-        methods.get("duoattention", gates=np.array([1.0, 0.0]))
-    with pytest.raises(ValueError, match=r"gates: must be numbers \[layers, H_kv\]"):
-        methods.get("duoattention", gates=[[1.0], [0.0, 1.0]])
-    with pytest.raises(ValueError, match=r"share = 0: must lie in \(0, 1\]"):
-        methods.get("duoattention", gates=GATES, share=0)
-    with pytest.raises(ValueError, match=r"gates has 1 layers of 2 KV heads: must be 2 of 2"):
-        tiny_lm().with_method("duoattention", gates=[[1, 0]])

@@ -7,12 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import unchecked
 from tiny import CONFIG, masked_greedy, random_prompt, tiny_lm, write_checkpoint
 
 import tca_jax
 from tca_jax import methods
-from tca_jax.engine.score import score_answers
 from tca_jax.lab.plots import inspection
 from tca_jax.lab.rivals.kvzip import CONTINUING, OPENING
 from tca_jax.lab.rivals.kvzip_heads import repetition_scores
@@ -81,11 +79,6 @@ def test_the_models_tokenizer_words_the_request(lm, words):
     assert model.method.cache.repetition == Repetition(24, 3, **words)
     bare = tiny_lm().with_method(model.method)  # of another model, which has no tokenizer
     assert bare.method.cache.repetition == Repetition(24, 3)
-
-
-def test_without_a_chat_template_a_line_break_is_before_the_answer(tmp_path):
-    plain = tca_jax.load(write_checkpoint(tmp_path, chat_template=None))
-    assert plain.with_method("kvzip").method.cache.repetition.answer == ids_of(plain, "\n") != ()
 
 
 def test_scores_are_the_attention_of_the_repeated_chunks(lm, scores):
@@ -158,49 +151,6 @@ def test_answers_see_what_the_rule_keeps_in_ragged_batches_and_alone(lm, scores,
         assert out.stats.kept_share == pytest.approx(np.mean([h / n for h, n in zip(held, fed, strict=True)]))
 
 
-@pytest.fixture(scope="module")
-def asked(lm, scores):
-    """A context of two documents, a question, and the answers to it."""
-    model, question = lm.with_method("kvzip", **OPTIONS), random_prompt(8, 11)
-    kept = [kept_of(each) for each in scores[:2]]
-    answers = [decoded(lm, prompt, k, 9, question) for prompt, k in zip(PROMPTS, kept, strict=False)]
-    return model, tca_jax.prefill(model, PROMPTS[:2]), question, answers
-
-
-SHORT = {"max_new_tokens": 9, "stop_token_ids": ()}
-
-
-@pytest.mark.slow
-def test_contexts_keep_what_the_document_says_and_all_that_is_appended(asked):
-    model, context, question, expected = asked
-    assert tca_jax.generate(model, [question] * 2, context=context, **SHORT).tokens == expected
-    longer = tca_jax.prefill(model, [question[:-1]] * 2, context=context)
-    assert tca_jax.generate(model, [question[-1:]] * 2, context=longer, **SHORT).tokens == expected
-
-
-@pytest.mark.slow
-def test_given_answers_and_samples_share_the_compressed_prompt(lm, scores):
-    model = lm.with_method("kvzip", **OPTIONS)
-    out = tca_jax.generate(model, PROMPTS[:2], num_samples=2, logprobs=True, max_new_tokens=9, stop_token_ids=())
-    expected = [decoded(lm, prompt, kept_of(each), 9) for prompt, each in zip(PROMPTS, scores[:2], strict=False)]
-    assert out.tokens == [row for row in expected for _ in range(2)]
-    found = score_answers(model, PROMPTS[:2], [[row] for row in expected])
-    np.testing.assert_allclose([row for (row,) in found.logprobs], out.logprobs[::2], atol=1e-4)
-    assert found.greedy == [[True], [True]]
-
-
-@pytest.mark.slow
-def test_other_prefills_eight_bits_and_a_share_of_one(lm):
-    everything = lm.with_method("kvzip", share=1.0, **OPTIONS)
-    assert tca_jax.generate(everything, PROMPTS, **ANSWER).tokens == tca_jax.generate(lm, PROMPTS, **ANSWER).tokens
-    sparse = lm.with_method("streaming+kvzip", streaming={"sinks": 3, **GEOMETRY}, kvzip={"share": 1.0, **OPTIONS})
-    read = lm.with_method("streaming+full", streaming={"sinks": 3, **GEOMETRY})
-    assert tca_jax.generate(sparse, PROMPTS, **ANSWER).tokens == tca_jax.generate(read, PROMPTS, **ANSWER).tokens
-    small, wide = (model.with_method("kvzip", **OPTIONS) for model in (tiny_lm(kv="fp8"), tiny_lm()))
-    np.testing.assert_array_equal(*(inspection.kept_tokens(model, PROMPTS[0]) for model in (small, wide)))
-    assert len(tca_jax.generate(small, PROMPTS, **ANSWER).tokens[0]) == 20
-
-
 def test_head_scores_are_the_most_of_any_token_and_of_all_texts(lm, scores):
     found = repetition_scores(lm, PROMPTS[:2], chunk=24, sinks=3)
     expected = np.max([each[..., 3:].max(axis=-1) for each in scores[:2]], axis=0)
@@ -217,32 +167,3 @@ def test_heads_keep_the_prompt_or_its_window_and_all_that_follows():
         kept[layer, head, 3 : ranked_tokens(90)] = False
     assert out.tokens == [decoded(lm, PROMPTS[0], kept, 30)]
     np.testing.assert_array_equal(inspection.kept_tokens(model, PROMPTS[0]), kept)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: methods.get("kvzip", level="head"), r"level = 'head': must be one of \['pair', 'layer', 'uniform'\]"),
-        (lambda: methods.get("kvzip", chunk=7), r"chunk = 7: must be an integer of at least 8"),
-        (lambda: methods.get("kvzip", sinks=-1), r"sinks = -1: must be an integer of at least 0"),
-        (lambda: methods.get("kvzip", share=0), r"share = 0: must lie in \(0, 1\]"),
-        (lambda: methods.get("kvzip-heads", head_scores=[[np.inf]]), r"head_scores\[0, 0\] = inf: must be finite"),
-        (
-            lambda: tiny_lm().with_method("kvzip-heads", head_scores=[[1.0, 0.5]]),
-            r"head_scores has 1 layers of 2 KV heads: must be 2 of 2",
-        ),
-        (
-            lambda: unchecked(repetition_scores)(tiny_lm(), [[1, 2, 3]], sinks=3),
-            r"texts\[0\] has 3 tokens: must have more than sinks = 3",
-        ),
-    ],
-)
-def test_what_is_not_allowed_is_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-def test_a_policy_asked_outside_of_a_model_says_what_it_needs():
-    policy, q = methods.get("kvzip", **GEOMETRY).cache, jnp.zeros((1, 64, 2, 16))
-    with pytest.raises(ValueError, match="kvzip scores a prompt by what a model attends to while it repeats it"):
-        policy.select(0, Heads.all(2), q[:, -1:], q, q, jnp.array([64]), "xla")

@@ -93,13 +93,6 @@ def lm():
     return tiny_lm()
 
 
-def test_every_token_left_of_the_window_has_a_place():
-    policy = methods.get("quest", budget=40, window=W, block_size=B).cache
-    for fed in (0, 1000):
-        pages = np.array(CacheLayout.plan(policy, 1, 2, 1, 1000, fed).kept_pages)
-        assert np.all(pages >= policy.num_ranked_blocks(1000 + fed))
-
-
 @pytest.mark.slow
 def test_a_budget_of_all_and_dense_layers_are_full_attention(lm):
     ids, options = random_prompt(0, 90), {"max_new_tokens": 30, "stop_token_ids": ()}
@@ -137,26 +130,3 @@ def test_what_steps_know_of_a_cache_is_true_in_ragged_batches(lm):
         behind = tca_jax.generate(model, prompts[1:], context=context, **options).tokens
         answers.append((together, behind))
     assert answers[0] == answers[1]
-
-
-@pytest.mark.slow
-def test_a_question_behind_a_context_is_a_prompt_of_both(lm):
-    model = lm.with_method("quest", budget=40, dense_layers=1, window=W, block_size=B)
-    document, question = random_prompt(1, 83), random_prompt(2, 21)
-    options = {"max_new_tokens": 30, "stop_token_ids": ()}
-    context = tca_jax.prefill(model, document)
-    answer = tca_jax.generate(model, question, context=context, **options)
-    assert answer.tokens == tca_jax.generate(model, document + question, **options).tokens
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"budget": 31}, r"budget = 31: must be at least window \+ block_size = 32"),
-        ({"dense_layers": -1}, r"dense_layers = -1: must be an integer of at least 0"),
-        ({"window": 24}, r"window = 24: must be a positive multiple of block_size = 16"),
-    ],
-)
-def test_what_is_not_allowed_is_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        methods.get("quest", **options)

@@ -1,7 +1,9 @@
-"""Every method of the registry and pairs of them, over a mesh: the answers of one device; and every kind of kernel."""
+"""What all methods of the registry promise, and pairs of them: batches, short prompts, contexts, statistics, meshes."""
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from meshes import ROWS, lm_of, mesh_of, needs_8_devices, with_tca
@@ -11,11 +13,12 @@ import tca_jax
 from tca_jax import methods
 from tca_jax.lab.equal_bytes import with_bytes
 from tca_jax.lab.plots import inspection
-
-pytestmark = needs_8_devices
+from tca_jax.methods.base import Heads
 
 GEOMETRY = {"block_size": 8, "window": 16}
-PROMPTS = [random_prompt(0, 90), random_prompt(1, 61)]
+PROMPTS = [random_prompt(0, 90), random_prompt(1, 61), random_prompt(2, 5)]
+ANSWER = {"max_new_tokens": 12, "stop_token_ids": ()}
+READINGS = [["blocks", "blocks", "sparse", "blocks"], ["sparse", "dense", "sparse", "blocks"]]  # unequal on 2 devices
 GATES = [[0.9, 0.8, 0.1, 0.2], [0.1, 0.7, 0.95, 0.3]]
 KINDS = ("vertical_slash", "a_shape", "block_sparse")
 PATTERNS = [[[KINDS[(layer + head) % 3], 9 + head, 11 + layer] for head in range(8)] for layer in range(2)]
@@ -59,38 +62,93 @@ OPTIONS = {
         "snapkv": {"share": 0.3, "observation": 4, **GEOMETRY},
     },
 }
-#: The others are slow.
-QUICK = ("streaming", "tca")
+READS = {"candidates": [[14, 4, 0, 0], [0, 0, 3, 14]], "config": TCA, "prefill_candidates": 0, "readings": READINGS}
+CASES = {**{name: (name, options) for name, options in OPTIONS.items()}, "tca by readings": ("tca", READS)}
+
+
+def under(case, lm):
+    name, options = CASES[case]
+    return lm.with_method(name, **options)
 
 
 def test_every_method_is_tried():
     assert {name for name in OPTIONS if "+" not in name} == set(methods.names())
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_batches_are_their_rows_and_contexts_repeat(case):
+    lm = under(case, lm_of())
+    out = tca_jax.generate(lm, PROMPTS, **ANSWER)
+    assert out.tokens == [tca_jax.generate(lm, [prompt] * 3, **ANSWER).tokens[0] for prompt in PROMPTS]
+    assert out.tokens[2] == tca_jax.generate(lm_of(), PROMPTS, **ANSWER).tokens[2]  # it fits the window
+    context = tca_jax.prefill(lm, PROMPTS[0])
+    assert 0 < context.stats.attended_share <= 1
+    question, other = random_prompt(3, 7), random_prompt(4, 7)
+    answers = tca_jax.generate(lm, [question, question, other], context=context, **ANSWER).tokens
+    assert answers[0] == answers[1] != answers[2]
+
+
+@pytest.mark.parametrize("case", ["tca", "tca by readings", "minference", "snapkv"])
+def test_statistics_are_means_over_layers(case):
+    lm, prompts = under(case, lm_of()), PROMPTS[:2]
+    share = tca_jax.generate(lm, prompts, max_new_tokens=1, num_samples=2).stats.attended_share
+    scores = tca_jax.score(lm, prompts)  # all queries of all layers
+    assert scores.attended_share == pytest.approx(by_layers(lm, prompts), rel=1e-6)
+    assert share == pytest.approx(np.mean(scores.attended_share), rel=1e-6)
+    assert tca_jax.prefill(lm, prompts).stats.attended_share == pytest.approx(share, rel=1e-6)
+    assert share == 1 if case == "snapkv" else 0.1 < share < 1
+
+
+def by_layers(lm, prompts):
+    """Share of each prompt by the layers' queries and keys."""
+    tokens, lengths = np.zeros((2, 90), np.int32), jnp.array([90, 61], jnp.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+
+    @jax.jit
+    def pairs_of_layers(tokens):
+        def attention(layer, q, k, v, state):
+            return lm.method.prefill.attend(layer, Heads.all(k.shape[2]), q, k, v, lengths, None, "auto")
+
+        positions = jnp.arange(90)[None].repeat(2, axis=0)
+        return lm.decoder(tokens, positions, attention, (None,) * lm.config.num_layers)[1]
+
+    return np.mean(pairs_of_layers(tokens), axis=0) / [90 * 91 / 2, 61 * 62 / 2]
+
+
+QUICK = ("streaming", "tca", "tca by readings", "minference")  # the others are slow
+
+
+@needs_8_devices
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS]
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
-def test_answers_are_those_of_one_device(name):
-    one, many = (lm.with_method(name, **OPTIONS[name]) for lm in (lm_of(), lm_of(mesh_of((2, 2)))))
-    options = {"max_new_tokens": 12, "stop_token_ids": (), "logprobs": True}
-    expected, out = (tca_jax.generate(lm, PROMPTS, **options) for lm in (one, many))
+def test_a_mesh_answers_as_one_device(case):
+    prompts = PROMPTS[:2]
+    one, many = (under(case, lm) for lm in (lm_of(), lm_of(mesh_of((2, 2)))))
+    expected, out = (tca_jax.generate(lm, prompts, logprobs=True, **ANSWER) for lm in (one, many))
     assert out.tokens == expected.tokens
     np.testing.assert_allclose(out.logprobs, expected.logprobs, atol=2e-4)
+    assert out.stats.attended_share == pytest.approx(expected.stats.attended_share, rel=1e-5)
+    assert out.stats.kept_share == pytest.approx(expected.stats.kept_share)
 
 
+@needs_8_devices
 def test_random_densities_are_drawn_by_the_number_of_a_head():
     config = tca_jax.TCAConfig(block_size=8, window=16, density="random", reserve=0)
     one, many = (lm.with_method("tca", candidates=ROWS, config=config) for lm in (lm_of(), lm_of(mesh_of((1, 2)))))
     assert many.head_orders[0] != (0, 1, 2, 3)
-    expected, out = (tca_jax.generate(lm, PROMPTS, max_new_tokens=8, stop_token_ids=()) for lm in (one, many))
+    expected, out = (tca_jax.generate(lm, PROMPTS[:2], max_new_tokens=8, stop_token_ids=()) for lm in (one, many))
     assert out.tokens == expected.tokens
 
 
+@needs_8_devices
 def test_kept_tokens_are_told_in_the_models_own_order():
     one, many = with_tca(lm_of()), with_tca(lm_of(mesh_of((1, 2))))
     np.testing.assert_array_equal(inspection.kept_tokens(many, PROMPTS[0]), inspection.kept_tokens(one, PROMPTS[0]))
 
 
+@needs_8_devices
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["pair", "layer"])
 def test_heads_that_were_moved_share_budgets_as_in_the_models_own_order(level):
@@ -101,9 +159,10 @@ def test_heads_that_were_moved_share_budgets_as_in_the_models_own_order(level):
     np.testing.assert_array_equal(inspection.kept_tokens(many, PROMPTS[0]), kept)
     assert len(set(kept.sum(axis=-1).ravel().tolist())) > 1
     options = {"max_new_tokens": 8, "stop_token_ids": ()}
-    assert tca_jax.generate(many, PROMPTS, **options).tokens == tca_jax.generate(one, PROMPTS, **options).tokens
+    assert tca_jax.generate(many, PROMPTS[:2], **options).tokens == tca_jax.generate(one, PROMPTS[:2], **options).tokens
 
 
+@needs_8_devices
 def test_a_budget_is_found_for_a_model_on_a_mesh():
     found = [
         with_bytes(lm, "snapkv", 0.5, 3000, 64, observation=4, **GEOMETRY) for lm in (lm_of(), lm_of(mesh_of((1, 2))))

@@ -1,6 +1,5 @@
 """The block-sparse prefill methods against their oracles: which pairs, and what attention over them gives."""
 
-import functools
 import json
 
 import jax
@@ -16,8 +15,6 @@ from tca_jax import methods
 from tca_jax.lab.rivals.ranks import covering, highest
 from tca_jax.methods import xattention
 from tca_jax.methods.base import Heads
-from tca_jax.methods.block_sparse import listed_pairs
-from tca_jax.methods.pairs import causal_pairs
 
 LENGTHS = (290, 40, 128)
 HEADS, KV_HEADS, BLOCK = 4, 2, 16
@@ -118,29 +115,6 @@ def check(name, options, policy, q, k, v, listed, out):
         assert shares[HEADS : 2 * HEADS] == [1.0] * HEADS
 
 
-def test_a_table_of_thresholds_has_the_shape_of_the_model():
-    method = methods.get("xattention", threshold=[[0.5] * 4] * 2)
-    method.validate_for(2, 2)
-    with pytest.raises(ValueError, match="threshold has 2 layers of 4 query heads: must be 3 of a multiple of 2"):
-        method.validate_for(3, 2)
-    q, k, v = map(jnp.asarray, random_inputs(0))
-    short = methods.get("xattention", threshold=[[0.5] * 2], stride=4, **SMALL).prefill
-    with pytest.raises(ValueError, match="threshold has 2 query heads: must be 4, as the model has"):
-        short.attend(0, Heads.all(KV_HEADS), q, k, v, jnp.asarray(LENGTHS, jnp.int32), None, "auto")
-
-
-@pytest.mark.parametrize("name", ["xattention", "minference"])
-def test_no_prompt_need_be_dense(name):
-    q, k, _ = map(jnp.asarray, random_inputs(0, lengths=(40,)))
-    none, shorter = (
-        methods.get(name, block_size=BLOCK, dense_tokens=tokens).prefill.listed(
-            0, Heads.all(KV_HEADS), q, k, jnp.array([40])
-        )
-        for tokens in (0, 39)
-    )
-    jax.tree.map(np.testing.assert_array_equal, none, shorter)
-
-
 @pytest.mark.parametrize(
     ("length", "chunk"), [(1, 2048), (4096, 4096), (4097, 8192), (16384, 16384), (16385, 8192), (131072, 2048)]
 )
@@ -179,30 +153,6 @@ def test_chunks_of_scores_do_not_matter(monkeypatch):
         jax.tree.map(np.testing.assert_array_equal, policy.listed(0, Heads.all(k.shape[2]), q, k, lengths), whole)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def area(policy, q, k, lengths):
-    """Share of all causal pairs that a policy attends to, mean over rows and heads."""
-    pairs = listed_pairs(policy.listed(0, Heads.all(KV_HEADS), q, k, lengths), lengths, BLOCK)
-    return jnp.mean(pairs / causal_pairs(lengths)[:, None])
-
-
-@pytest.mark.slow
-def test_a_knob_moves_the_area():
-    q, k, _ = map(jnp.asarray, structured_inputs(2))
-    lengths = jnp.asarray(LENGTHS, jnp.int32)
-    for name, knob, values, others in (
-        ("xattention", "threshold", (0.3, 0.7, 1.0), {"stride": 4, **SMALL}),
-        ("flexprefill", "gamma", (0.3, 0.7, 0.97), {"tau": 0.0, "min_budget": 16, "block_size": BLOCK}),
-        ("minference", "scale", (0.005, 0.02, 0.05), SMALL),
-    ):
-        areas = []
-        for value in values:
-            policy = methods.get(name, **{knob: value}, **others).prefill
-            areas.append(float(area(policy, q, k, lengths)))
-        assert areas == sorted(areas), name
-        assert areas[0] < areas[-1] <= 1, name
-
-
 def test_the_highest_and_the_covering_values_are_those_of_a_sort():
     rng = np.random.default_rng(0)
     values = rng.standard_normal((3, 4, 50)).astype(np.float32)
@@ -238,48 +188,3 @@ def test_published_tables_and_our_own_are_read_alike():
     own = [[["vertical_slash", 30, 800], ["a_shape", 100, 800], ["block_sparse", 8, 1]]]
     assert published == methods.get("minference", patterns=own)
     assert hash(published) == hash(methods.get("minference", patterns=published.prefill.patterns))
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("xattention", {"threshold": 0}, r"threshold = 0: must lie in \(0, 1\]"),
-        ("xattention", {"threshold": [[0.5, 1.5]]}, r"threshold\[0, 1\] = 1.5: must lie in \(0, 1\]"),
-        (
-            "xattention",
-            {"threshold": np.array([0.5])},
-            r"threshold has shape \(1,\): must be a number, or numbers \[layers, Hq\]",
-        ),
-        ("xattention", {"chunk": -1}, "chunk = -1: must be an integer of at least 0"),
-        ("xattention", {"stride": 48}, "stride = 48: must divide block_size = 128"),
-        ("xattention", {"dense_tokens": -1}, "dense_tokens = -1: must be an integer of at least 0"),
-        ("flexprefill", {"gamma": 1.5}, r"gamma = 1.5: must lie in \(0, 1\]"),
-        ("flexprefill", {"tau": -0.1}, "tau = -0.1: must be a finite number of at least 0"),
-        ("flexprefill", {"min_budget": -1}, "min_budget = -1: must be an integer of at least 0"),
-        ("minference", {"scale": 0}, "scale = 0: must lie in"),
-        ("minference", {"blocks": 0}, "blocks = 0: must be an integer of at least 1"),
-        ("minference", {"block_size": 0}, "block_size = 0: must be an integer of at least 1"),
-        ("minference", {"patterns": []}, "patterns = .*: must be a list with the patterns of each layer"),
-        ("minference", {"patterns": [[["spiral", 1, 2]]]}, r"patterns\[0\]\[0\] has kind 'spiral': must be one of"),
-        ("minference", {"patterns": [[["a_shape", 1]]]}, r"\[0\]\[0\] = .*: must be \[kind, columns, diagonals\]"),
-        ("minference", {"patterns": [[["a_shape", 1, -2]]]}, r"has -2: columns and diagonals must be integers"),
-        ("minference", {"patterns": [{"0": ["a_shape", 1, 2], "2": ["a_shape", 1, 2]}]}, "has no head 1"),
-        ("minference", {"patterns": [KINDS, KINDS[:2]]}, r"patterns has layers of \[2, 4\] heads"),
-    ],
-)
-def test_options_that_are_not_allowed_are_refused(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        methods.get(name, **options)
-
-
-def test_patterns_of_another_model_are_refused():
-    method = methods.get("minference", patterns=[KINDS] * 2)
-    method.validate_for(2, 2)
-    for layers, kv_heads in ((3, 2), (2, 3)):
-        with pytest.raises(ValueError, match="patterns has 2 layers of 4 query heads: must be"):
-            method.validate_for(layers, kv_heads)
-    q, k = jnp.zeros((1, 2000, 8, 16)), jnp.zeros((1, 2000, 2, 16))
-    with pytest.raises(ValueError, match="patterns has 4 query heads: must be 8, as the model has"):
-        jax.eval_shape(
-            lambda: method.prefill.attend(0, Heads.all(k.shape[2]), q, k, k, jnp.array([2000]), None, "auto")
-        )
