@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, get_args
 
 from tca_jax.errors import UserError, check_seed, is_finite_number
@@ -13,12 +14,42 @@ Density = Literal["concentration", "paper", "random"]
 Index = Literal["hhi", "entropy"]
 Criterion = Literal["worth", "retained_mass", "column_mean"]
 
-_INTEGERS = (
-    *("block_size", "window", "num_candidates", "reserve", "observation", "spread"),
-    *("fetch", "fetch_stride", "seed"),
-)
 _LARGEST = 2**31 - 1  # positions are 32-bit integers
 _MOST_CANDIDATES = 1024  # far more shapes than a block has budgets; tables grow with them
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n > 0 and not n & (n - 1)
+
+
+def _integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) <= _LARGEST
+
+
+#: What fields must be, checked in this order: the type first, then the range.
+_TYPES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (
+        ("block_size", "window", "num_candidates", "observation", "spread", "fetch", "fetch_stride"),
+        _integer,
+        "be an integer, at most 2^31 - 1",
+    ),
+    (("reserve",), lambda value: value is None or _integer(value), "be an integer, at most 2^31 - 1, or None"),
+    (("sigma", "alpha", "tau", "read_tolerance", "keep_tolerance"), is_finite_number, "be a finite number"),
+    (("density",), get_args(Density).__contains__, f"be one of {list(get_args(Density))}"),
+    (("index",), get_args(Index).__contains__, f"be one of {list(get_args(Index))}"),
+    (("criterion",), get_args(Criterion).__contains__, f"be one of {list(get_args(Criterion))}"),
+)
+_RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (("block_size", "fetch_stride"), _is_power_of_two, "be a power of two, at least 1"),
+    (("num_candidates",), lambda m: 2 <= m <= _MOST_CANDIDATES, f"lie in [2, {_MOST_CANDIDATES}]"),
+    (("sigma",), lambda x: x > 0, "be positive"),
+    (("alpha",), lambda x: 0 <= x <= 1, "lie in [0, 1]"),
+    (("tau",), lambda x: 0 < x <= 1, "lie in (0, 1]"),
+    (("reserve",), lambda r: r is None or r >= 0, "be at least 0, or None for window // 8"),
+    (("observation", "spread", "fetch"), lambda n: n >= 1, "be at least 1"),
+    (("read_tolerance",), lambda x: 0 <= x < 1, "lie in [0, 1)"),
+    (("keep_tolerance",), lambda x: x >= 0, "be at least 0"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,50 +104,23 @@ class TCAConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in _INTEGERS:
-            value = getattr(self, name)
-            if name == "reserve" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-                raise UserError(f"TCAConfig.{name} = {value!r}: must be an integer")
-            if name != "seed" and int(value) > _LARGEST:
-                raise UserError(f"TCAConfig.{name} = {value}: must be at most 2^31 - 1")
-            object.__setattr__(self, name, int(value))  # a NumPy integer would not survive JSON
-        for name in ("sigma", "alpha", "tau", "read_tolerance", "keep_tolerance"):
-            value = getattr(self, name)
-            if not is_finite_number(value):
-                raise UserError(f"TCAConfig.{name} = {value!r}: must be a finite number")
-            object.__setattr__(self, name, float(value))
-        if self.block_size < 1 or self.block_size & (self.block_size - 1):
-            raise UserError(f"TCAConfig.block_size = {self.block_size}: must be a power of two, at least 1")
+        self._check(_TYPES)
+        check_seed("TCAConfig.seed", self.seed)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, str | None):  # a NumPy number would not survive JSON
+                object.__setattr__(self, field.name, type(field.default or 0)(value))
+        self._check(_RANGES)
         if self.window < self.block_size or self.window % self.block_size:
             raise UserError(
                 f"TCAConfig.window = {self.window}: must be a positive multiple of block_size = {self.block_size}"
             )
-        if not 2 <= self.num_candidates <= _MOST_CANDIDATES:
-            raise UserError(f"TCAConfig.num_candidates = {self.num_candidates}: must lie in [2, {_MOST_CANDIDATES}]")
-        if self.sigma <= 0:
-            raise UserError(f"TCAConfig.sigma = {self.sigma}: must be positive")
-        if not 0 <= self.alpha <= 1:
-            raise UserError(f"TCAConfig.alpha = {self.alpha}: must lie in [0, 1]")
-        if not 0 < self.tau <= 1:
-            raise UserError(f"TCAConfig.tau = {self.tau}: must lie in (0, 1]")
-        if self.reserve is not None and self.reserve < 0:
-            raise UserError(f"TCAConfig.reserve = {self.reserve}: must be at least 0, or None for window // 8")
-        for name in ("observation", "spread", "fetch"):
-            if getattr(self, name) < 1:
-                raise UserError(f"TCAConfig.{name} = {getattr(self, name)}: must be at least 1")
-        if self.fetch_stride < 1 or self.fetch_stride & (self.fetch_stride - 1):
-            raise UserError(f"TCAConfig.fetch_stride = {self.fetch_stride}: must be a power of two, at least 1")
-        if not 0 <= self.read_tolerance < 1:
-            raise UserError(f"TCAConfig.read_tolerance = {self.read_tolerance}: must lie in [0, 1)")
-        if self.keep_tolerance < 0:
-            raise UserError(f"TCAConfig.keep_tolerance = {self.keep_tolerance}: must be at least 0")
-        check_seed("TCAConfig.seed", self.seed)
-        for name, allowed in (("density", Density), ("index", Index), ("criterion", Criterion)):
-            value = getattr(self, name)
-            if value not in get_args(allowed):
-                raise UserError(f"TCAConfig.{name} = {value!r}: must be one of {list(get_args(allowed))}")
+
+    def _check(self, rules: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...]) -> None:
+        for names, holds, allowed in rules:
+            for name in names:
+                if not holds(value := getattr(self, name)):
+                    raise UserError(f"TCAConfig.{name} = {value!r}: must {allowed}")
 
     @classmethod
     def paper(cls, **overrides: Any) -> TCAConfig:
