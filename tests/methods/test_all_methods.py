@@ -66,6 +66,13 @@ READS = {"candidates": [[14, 4, 0, 0], [0, 0, 3, 14]], "config": TCA, "prefill_c
 CASES = {**{name: (name, options) for name, options in OPTIONS.items()}, "tca by readings": ("tca", READS)}
 
 
+QUICK = ("adakv", "duoattention+snapkv", "kvzip", "quest", "tca", "tca by readings")  # the others are slow
+
+
+def quick_or_slow(quick):
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+
+
 def under(case, lm):
     name, options = CASES[case]
     return lm.with_method(name, **options)
@@ -75,7 +82,7 @@ def test_every_method_is_tried():
     assert {name for name in OPTIONS if "+" not in name} == set(methods.names())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick_or_slow(QUICK))
 def test_batches_are_their_rows_and_contexts_repeat(case):
     lm = under(case, lm_of())
     out = tca_jax.generate(lm, PROMPTS, **ANSWER)
@@ -88,7 +95,7 @@ def test_batches_are_their_rows_and_contexts_repeat(case):
     assert answers[0] == answers[1] != answers[2]
 
 
-@pytest.mark.parametrize("case", ["tca", "tca by readings", "minference", "snapkv"])
+@pytest.mark.parametrize("case", ["minference", "snapkv", "tca", "tca by readings"])
 def test_statistics_are_means_over_layers(case):
     lm, prompts = under(case, lm_of()), PROMPTS[:2]
     share = tca_jax.generate(lm, prompts, max_new_tokens=1, num_samples=2).stats.attended_share
@@ -116,13 +123,8 @@ def by_layers(lm, prompts):
     return np.mean(pairs_of_layers(tokens), axis=0) / [90 * 91 / 2, 61 * 62 / 2]
 
 
-QUICK = ("streaming", "tca", "tca by readings", "minference")  # the others are slow
-
-
 @needs_8_devices
-@pytest.mark.parametrize(
-    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize("case", quick_or_slow(("minference", "streaming", "tca", "tca by readings")))
 def test_a_mesh_answers_as_one_device(case):
     prompts = PROMPTS[:2]
     one, many = (under(case, lm) for lm in (lm_of(), lm_of(mesh_of((2, 2)))))
