@@ -58,9 +58,7 @@ def evaluate(
     ] = None,
     tasks: Annotated[
         str | None,
-        typer.Option(
-            help="ruler, recall, longbench, kvpress, loss, agreement, or single tasks.", show_default=DEFAULTS["tasks"]
-        ),
+        typer.Option(help="ruler, recall, longbench, kvpress, loss, or single tasks.", show_default=DEFAULTS["tasks"]),
     ] = None,
     lengths: Annotated[
         str | None, typer.Option(help="Tokens of a prompt with its answer.", show_default=DEFAULTS["lengths"])
@@ -86,7 +84,7 @@ def evaluate(
     hotpotqa: Annotated[Path | None, typer.Option(help="HotpotQA (JSON), for qa_2.", show_default=False)] = None,
     longbench: Annotated[Path | None, typer.Option(help="LongBench's folder of data.", show_default=False)] = None,
     kvpress: Annotated[Path | None, typer.Option(help="kvpress's folder of samples.", show_default=False)] = None,
-    text: Annotated[Path | None, typer.Option(help="For loss and agreement.", show_default="a substitute")] = None,
+    text: Annotated[Path | None, typer.Option(help="For loss.", show_default="a substitute")] = None,
     kv_share: Annotated[
         float | None,
         typer.Option(help="Share of full attention's KV bytes that each method may hold.", show_default="its own"),
@@ -127,7 +125,7 @@ def evaluate(
 ) -> None:
     """Compare attention methods on a model: accuracy, bytes held and seconds.
 
-    RULER's thirteen tasks, the shipped model's recall tasks, LongBench-E, loss and agreement with full attention; each
+    RULER's thirteen tasks, the shipped model's recall tasks, LongBench-E, loss of a text; each
     under three protocols: the prompt ends with the answer's first words (prefix) or with the question (preamble), or
     the question comes to a context that was read without it (late).
 
@@ -260,7 +258,7 @@ def _profiles(checkpoint: Checkpoint, profile: str | None) -> tuple[Profile | No
 
 
 def _calibration_texts(sources: Sources, paths: list[Path]) -> list[tuple[str, str]]:
-    """Options and texts for calibration and tuning: the user's, or the text of loss and agreement."""
+    """Options and texts for calibration and tuning: the user's, or the text of loss."""
     from tca_jax.cli.files import read_text
 
     if paths:

@@ -1,4 +1,4 @@
-"""Evaluation: RULER, LongBench-E, recall tasks, loss and agreement, by method and protocol."""
+"""Evaluation: RULER, LongBench-E, recall tasks and loss of a text, by method and protocol."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tca_jax.errors import UserError
 from tca_jax.lab.evaluation.sources import Sources
 from tca_jax.lab.recall.protocols import LATE_PREFIX
 
-#: Protocol of tasks without questions: loss and agreement on a text.
+#: Protocol of the task without questions: loss of a text.
 TEXT_PROTOCOL = "text"
 _ARGUMENT = "a sample's prompt"
 

@@ -88,7 +88,7 @@ class Sources:
     squad: Path | None = None  # SQuAD 2.0, JSON
     hotpotqa: Path | None = None  # HotpotQA (distractor setting), JSON
     longbench: Path | None = None  # folder of LongBench's *_e.jsonl
-    text: Path | None = None  # for loss and agreement
+    text: Path | None = None  # for loss
     kvpress: Path | None = None  # folder of kvpress's samples of RULER, LENGTH/*.parquet
 
     def complete(self, folder: Path, needed: Sequence[str]) -> Sources:
@@ -116,7 +116,7 @@ class Sources:
 
     @functools.cached_property
     def user_text(self) -> str:
-        """Text for loss and agreement."""
+        """Text for loss."""
         return corpus("held-out").decode("ascii") if self.text is None else _read_text(self.text, "--text")
 
     @property

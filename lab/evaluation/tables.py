@@ -21,11 +21,6 @@ _PROTOCOLS = {
     "late": "the context is prefilled without the question",
     LATE_PREFIX: "the context is prefilled without the question and the answer's first words",
 }
-#: Columns of the text tasks: value, title, format.
-_TEXT_COLUMNS = {
-    "loss": (("loss", "loss behind the text (nats/token)", ".4f"), ("loss_inside", "loss inside it", ".4f")),
-    "agreement": (("top_1", "same next token", ".1%"), ("kl", "KL (nats)", ".4f")),
-}
 
 
 def write_table(results: Results, skipped: Sequence[str] = ()) -> None:
@@ -54,7 +49,7 @@ def table(
             for suite in _values(of_length, "suite"):
                 asked = [r for r in of_length if r["protocol"] == protocol and r["suite"] == suite]
                 lines += _question_table(asked, f"{suite}, {length:,} tokens, {protocol}", seconds=seconds)
-        lines += _text_tables([r for r in of_length if r["suite"] == "text"], length, seconds=seconds)
+        lines += _text_table([r for r in of_length if r["suite"] == "text"], length, seconds=seconds)
     return "\n".join([*lines, *_tuning_table(tuned), *_notes(records, skipped)]).rstrip() + "\n"
 
 
@@ -65,7 +60,7 @@ def _summary(records: Sequence[Record], names: Mapping[str, str], length: int) -
         for suite in _values(records, "suite"):
             if found := _mean_scores([r for r in records if r["protocol"] == protocol and r["suite"] == suite]):
                 means[f"{suite}, {protocol}"] = found
-    losses = {r["method"]: r["values"] for r in records if r["suite"] == "text" and r["task"] == "loss"}
+    losses = {r["method"]: r["values"] for r in records if r["suite"] == "text"}
     full = losses.get("full")
     if len(means) + bool(full) < 2:  # another table has it
         return []
@@ -115,26 +110,22 @@ def _question_table(records: Sequence[Record], title: str, *, seconds: bool) -> 
     return [f"## {title}", "", f"Scores in percent; {explained}.", "", *_markdown(heads, rows)]
 
 
-def _text_tables(records: Sequence[Record], length: int, *, seconds: bool) -> list[str]:
-    lines = []
-    for task, columns in _TEXT_COLUMNS.items():
-        of_task = [record for record in records if record["task"] == task]
-        rows = [
-            [
-                record["method"],
-                *(f"{record['values'][name]:{shape}}" for name, _, shape in columns),
-                _mean_share([record], "attended_share"),
-                _held_share([record]),
-                _mean_share([record], "kept_share"),
-                *([f"{record['prefill_seconds']:.3g}"] if seconds else []),
-            ]
-            for record in of_task
+def _text_table(records: Sequence[Record], length: int, *, seconds: bool) -> list[str]:
+    """Losses of a text, and costs."""
+    rows = [
+        [
+            record["method"],
+            *(f"{record['values'][name]:.4f}" for name in ("loss", "loss_inside")),
+            _mean_share([record], "attended_share"),
+            _held_share([record]),
+            _mean_share([record], "kept_share"),
+            *([f"{record['prefill_seconds']:.3g}"] if seconds else []),
         ]
-        heads = ["method", *(title for _, title, _ in columns), "attended", "KV bytes", "kept"]
-        heads += ["prefill (s)"] if seconds else []
-        if rows:
-            lines += [f"## {_marked(task, of_task)}, {length:,} tokens", "", *_markdown(heads, rows)]
-    return lines
+        for record in records
+    ]
+    heads = ["method", "loss behind the text (nats/token)", "loss inside it (nats/token)"]
+    heads += ["attended", "KV bytes", "kept", *(["prefill (s)"] if seconds else [])]
+    return [f"## {_marked('loss', records)}, {length:,} tokens", "", *_markdown(heads, rows)] if rows else []
 
 
 def _tuning_table(tuned: Sequence[Record]) -> list[str]:

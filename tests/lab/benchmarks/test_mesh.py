@@ -40,7 +40,7 @@ QUICK = ["--new-tokens=8", "--copy-bytes=1048576", "--kept=0.6"]
 ATTENTION = ["bench", "attention", *TINY, "--block-shares=0.05:0.5"]
 DECODE = ["bench", "decode", *TINY, "--block-shares=0.2", "--layers=1", "--copy-bytes=1048576"]
 DENSE_HEADS = Share(0.5, prefill=0.05)
-EVAL = ["eval", "model", "--methods=full", "--tasks=loss,agreement", "--lengths=128", "--samples=3", "--text=text.txt"]
+EVAL = ["eval", "model", "--methods=full", "--tasks=loss", "--lengths=128", "--samples=3", "--text=text.txt"]
 
 
 def run(*args):

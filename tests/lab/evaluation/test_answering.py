@@ -38,7 +38,7 @@ def told(lm, protocol, limit):
 
 
 @pytest.mark.parametrize("protocol", ["prefix", "preamble", "late", "late-prefix"])
-def test_answers_are_those_of_single_calls_in_the_samples_order(lm, protocol, monkeypatch):
+def test_answers_match_single_calls(lm, protocol, monkeypatch):
     monkeypatch.setattr(answering, "PREAMBLE_TOKENS", 4)  # shorter answers
     given = protocol in ("prefix", "late-prefix")
     limit = 6 if given else 6 + 4 + len(" A:")
@@ -56,7 +56,7 @@ def test_answers_are_those_of_single_calls_in_the_samples_order(lm, protocol, mo
 
 @pytest.mark.slow
 @needs_8_devices
-def test_over_a_mesh_every_device_has_as_many_prompts_and_answers_are_the_same(lm):
+def test_mesh_gives_equal_answers(lm):
     many = dataclasses.replace(tca_jax.LM.from_decoder(lm.decoder, mesh=mesh_of((2, 1))), tokenizer=lm.tokenizer)
     one = answer(lm, TASK, SAMPLES, "prefix", batch=1)
     other = answer(many, TASK, SAMPLES, "prefix", batch=1)
@@ -66,7 +66,7 @@ def test_over_a_mesh_every_device_has_as_many_prompts_and_answers_are_the_same(l
 
 
 @needs_8_devices
-def test_a_batch_over_a_mesh_is_a_multiple_of_its_devices_and_fits_each(lm, monkeypatch):
+def test_mesh_batches_are_multiples_of_devices(lm, monkeypatch):
     many = tca_jax.LM.from_decoder(lm.decoder, mesh=mesh_of((4, 2)))
     assert safe_batch(many, 1024, 128, 6) == 8
     monkeypatch.setattr(answering, "memory_bytes", lambda: 100 * 2**20)
@@ -75,14 +75,14 @@ def test_a_batch_over_a_mesh_is_a_multiple_of_its_devices_and_fits_each(lm, monk
     assert safe_batch(many, 1024, 128, 1) == 4
 
 
-def test_room_is_of_few_sizes_so_that_tasks_share_programs():
+def test_room_has_few_sizes():
     assert {answer_room("prefix", limit, 10**6) for limit in (30, 32, 50, 120, 128)} == {128}
     assert {answer_room("late", limit + PREAMBLE_TOKENS + 30, 10**6) for limit in (30, 50, 120, 128)} == {256}
     assert answer_room("prefix", 448, 10**6) == 512
     assert answer_room("prefix", 128, 60) == 60
 
 
-def test_a_batch_is_smaller_where_the_memory_is(lm, monkeypatch):
+def test_batches_fit_the_memory(lm, monkeypatch):
     monkeypatch.setattr(answering, "memory_bytes", lambda: 100 * 2**20)
     assert safe_batch(lm, 1024, 128, 8) == 8
     assert safe_batch(lm, 3968, 128, 100) == 12  # 2.1 MB each, a quarter of the memory
@@ -92,7 +92,7 @@ def test_a_batch_is_smaller_where_the_memory_is(lm, monkeypatch):
     assert safe_batch(lm, 1024, 128, 8) == 8
 
 
-def test_without_a_chat_a_prompt_is_plain_text(lm):
+def test_prompts_without_chat_are_plain(lm):
     prompt = Prompt("ab", "c", " d", chat=False)
     assert lm.tokenizer.decode(prompt.encode(lm)) == "abc d"
     assert [lm.tokenizer.decode(part) for part in prompt.encode_apart(lm)] == ["ab", "c d"]

@@ -43,7 +43,7 @@ def records(tmp_path_factory):
 
 @pytest.mark.parametrize("protocol", ["prefix", "late"])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_caches_of_a_run_hold_the_share_that_was_asked_for(records, method, protocol):
+def test_caches_hold_the_requested_share(records, method, protocol):
     record = records[method, protocol]
     assert (record["budget"], record["own_budget"]) == ("25% of the bytes", False)
     held = record["kv_cache_bytes"] / record["full_kv_cache_bytes"]
@@ -51,7 +51,7 @@ def test_the_caches_of_a_run_hold_the_share_that_was_asked_for(records, method, 
     assert (SHARE / 2 if method == "tca" else SHARE - 128 / LENGTH) < held <= SHARE
 
 
-def test_of_the_prompt_alone_the_room_for_what_follows_takes_nothing(records):
+def test_prompt_bytes_leave_room_out(records):
     of_prompt, of_call = records["prompt"], records[METHODS[1], "late"]
     assert of_prompt["kept_share"] > of_call["kept_share"] + 128 / LENGTH
     assert SHARE - 128 / LENGTH < of_prompt["kept_share"] <= SHARE + 128 / LENGTH  # with a question of few tokens

@@ -42,25 +42,14 @@ def drawn(encoder, folder, name, length=8000, count=3):
     return BY_NAME[name].draw(Drawing(encoder, Sources(longbench=folder), length, count, 0))
 
 
-def test_the_thirteen_data_sets_have_their_lengths_of_answers():
-    assert {task.name: task.new_tokens for task in TASKS} == {
-        "qasper": 128,
-        "multifieldqa_en": 64,
-        "hotpotqa": 32,
-        "2wikimqa": 32,
-        "gov_report": 512,
-        "multi_news": 512,
-        "trec": 64,
-        "triviaqa": 32,
-        "samsum": 128,
-        "passage_count": 32,
-        "passage_retrieval_en": 32,
-        "lcc": 64,
-        "repobench-p": 64,
-    }
+def test_data_sets_have_their_answer_lengths():
+    names = "qasper multifieldqa_en hotpotqa 2wikimqa gov_report multi_news trec triviaqa samsum passage_count"
+    lengths = (128, 64, 32, 32, 512, 512, 64, 32, 128, 32, 32, 64, 64)
+    expected = zip((*names.split(), "passage_retrieval_en", "lcc", "repobench-p"), lengths, strict=True)
+    assert {task.name: task.new_tokens for task in TASKS} == dict(expected)
 
 
-def test_a_whole_prompt_is_the_originals_and_without_its_last_words_where_these_are_not_given(encoder, folder):
+def test_prompts_are_the_originals(encoder, folder):
     sample = drawn(encoder, folder, "qasper")[0]
     context = "start 0 " + "{word} " * 100 + "end 0"
     prefix, preamble = sample.prompts["prefix"], sample.prompts["preamble"]
@@ -78,12 +67,12 @@ def test_a_whole_prompt_is_the_originals_and_without_its_last_words_where_these_
     assert (prefix.lead, preamble.lead) == ("", "")
 
 
-def test_examples_of_answers_do_not_go_into_a_chat_template(encoder, folder):
+def test_examples_use_no_chat_template(encoder, folder):
     chats = {name: drawn(encoder, folder, name)[0].prompts["late"].chat for name in BY_NAME}
     assert {name for name, chat in chats.items() if not chat} == {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
 
 
-def test_a_long_document_loses_its_middle_so_that_prompt_and_answer_fit(encoder, folder):
+def test_long_documents_lose_their_middle(encoder, folder):
     sample = drawn(encoder, folder, "multifieldqa_en", length=1000)[2]
     prompt = sample.prompts["prefix"]
     assert 900 < len(prompt.encode(encoder)) + 64 <= 1000
@@ -92,7 +81,7 @@ def test_a_long_document_loses_its_middle_so_that_prompt_and_answer_fit(encoder,
     assert prompt.question.endswith("Question: {question} 2\nAnswer:")
 
 
-def test_scores_are_told_apart_by_the_length_of_the_text(encoder, folder):
+def test_scores_are_grouped_by_length(encoder, folder):
     samples = drawn(encoder, folder, "qasper")
     assert by_length(samples, [0.5, 1.0, 0.25]) == {"0-4k": 50.0, "4-8k": 100.0, "8k+": 25.0}
     assert by_length(samples[:1], [0.5]) == {"0-4k": 50.0}
@@ -106,51 +95,49 @@ def test_missing_and_damaged_files_are_named(encoder, folder, tmp_path):
         drawn(encoder, tmp_path, "lcc")
 
 
-def test_f1_is_over_words_without_case_punctuation_and_articles():
-    assert scores.qa_f1("The cat, sat!", "a CAT sat", ()) == 1
-    assert scores.qa_f1("cat dog", "cat", ()) == pytest.approx(2 / 3)
-    assert scores.qa_f1("dog", "cat", ()) == 0
+@pytest.mark.parametrize(
+    ("score", "answer", "reference", "expected"),
+    [
+        (scores.qa_f1, "The cat, sat!", "a CAT sat", 1),
+        (scores.qa_f1, "cat dog", "cat", 2 / 3),
+        (scores.qa_f1, "dog", "cat", 0),
+        (scores.count, "4, or 5 of 4", "4", 2 / 3),
+        (scores.count, "none", "4", 0),
+        (scores.retrieval, "Paragraph 12", "Paragraph 12", 1),
+        (scores.retrieval, "12 or 3", "Paragraph 12", 0.5),
+        (scores.classification, "Food and drink", "Food and drink", 1),  # part of the right class does not count
+        (scores.classification, "Food and drink, Sport", "Sport", 1 / 3),
+        (scores.classification, "Sport", "Food", 0),
+    ],
+)
+def test_answers_have_their_scores(score, answer, reference, expected):
+    assert score(answer, reference, ("Food", "Food and drink", "Sport")) == pytest.approx(expected)
 
 
-def test_counts_are_the_share_of_the_right_number():
-    assert scores.count("4, or 5 of 4", "4", ()) == pytest.approx(2 / 3)
-    assert scores.count("none", "4", ()) == 0
-    assert scores.retrieval("Paragraph 12", "Paragraph 12", ()) == 1
-    assert scores.retrieval("12 or 3", "Paragraph 12", ()) == 0.5
+@pytest.mark.parametrize(
+    ("name", "answer", "expected"),
+    [("trec", "\nyes\nno", 1), ("triviaqa", "no\nyes", 0), ("qasper", "blue whale", 1)],
+)
+def test_first_line_and_best_reference_count(name, answer, expected):
+    references = ("red", "blue whale") if name == "qasper" else ("yes",)
+    sample = Sample({}, references, source=(1, ("yes", "no")))
+    assert BY_NAME[name].mark(sample, answer, "prefix").score == expected
 
 
-def test_a_class_that_is_part_of_the_right_one_does_not_count():
-    classes = ("Food", "Food and drink", "Sport")
-    assert scores.classification("Food and drink", "Food and drink", classes) == 1
-    assert scores.classification("Food and drink, Sport", "Sport", classes) == pytest.approx(1 / 3)
-    assert scores.classification("Sport", "Food", classes) == 0
-
-
-def test_the_first_line_alone_counts_where_examples_go_on():
-    sample = Sample({}, ("yes",), source=(1, ("yes", "no")))
-    assert BY_NAME["trec"].mark(sample, "\nyes\nno", "prefix").score == 1
-    assert BY_NAME["triviaqa"].mark(sample, "no\nyes", "prefix").score == 0
-
-
-def test_the_best_reference_counts():
-    sample = Sample({}, ("red", "blue whale"), source=(1, ()))
-    assert BY_NAME["qasper"].mark(sample, "blue whale", "prefix").score == 1
-
-
-def test_rouge_is_that_of_the_longest_common_subsequence_and_0_of_nothing():
+def test_rouge_of_nothing_is_zero():
     pytest.importorskip("rouge")
     assert scores.rouge_l("the cat sat", "the cat sat", ()) == pytest.approx(1, abs=1e-6)
     assert scores.rouge_l("", "the cat", ()) == 0
 
 
-def test_the_first_line_of_code_is_compared():
+def test_first_line_of_code_is_compared():
     pytest.importorskip("rapidfuzz")
     assert scores.code_similarity("\n# a comment\nx = 1\ny = 2", "x = 1", ()) == 1
     assert scores.code_similarity("abcd", "abxx", ()) == 0.5
     assert scores.code_similarity("```", "x", ()) == 0
 
 
-def test_what_to_install_is_said(monkeypatch):
+def test_missing_libraries_are_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"need rouge and rapidfuzz: pip install 'tca-jax\[lab\]'"):
         scores.require_libraries()

@@ -40,7 +40,7 @@ def build(lm, text, **profiles):
     return builder(lm, **profiles).build(spec).lm.method
 
 
-def test_options_stand_behind_a_colon_and_pairs_take_their_own():
+def test_options_follow_a_colon():
     specs = parse_methods("full, random:share=0.5,window=16,block_size=8,streaming:window=16+random:share=1")
     assert [spec.label for spec in specs] == [
         "full",
@@ -62,7 +62,7 @@ def test_options_stand_behind_a_colon_and_pairs_take_their_own():
         ("full+random:seeds=1", "random has no option 'seeds'"),
     ],
 )
-def test_what_cannot_be_a_method_is_refused(text, message):
+def test_unknown_methods_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
         parse_methods(text)
 
@@ -85,14 +85,14 @@ def test_budgets_come_from_the_profiles(lm):
     assert build(lm, "uniform:candidate=3", found=own).cache.config == CONFIG
 
 
-def test_every_registered_method_can_be_had_from_a_profile_and_a_text(lm):
+def test_all_registered_methods_can_be_built(lm):
     found = profile()
     made = Builder(lm, found, None, lambda: [tiny.random_prompt(0, 400)])
     for spec in parse_methods(",".join(methods.names())):
         assert made.build(spec).lm.method.name == spec.label
 
 
-def test_a_method_without_the_profile_that_it_needs_is_refused(lm):
+def test_missing_profiles_are_refused(lm):
     with pytest.raises(ValueError, match="--methods tca: needs --profile DIR"):
         build(lm, "tca")
     with pytest.raises(ValueError, match="no profile of the paper's hyperparameters"):
@@ -100,7 +100,7 @@ def test_a_method_without_the_profile_that_it_needs_is_refused(lm):
 
 
 @pytest.mark.parametrize("text", ["tca", "full+tca", "random:window=16,block_size=8"])
-def test_equal_bytes_are_held_as_far_as_a_method_can(lm, text):
+def test_equal_bytes_are_held(lm, text):
     (spec,) = parse_methods(text)
     made = [builder(lm, profile(0)).build_within(spec, share, SIZES) for share in (0.5, 0.85)]
     shares = [held_share(each.lm, SIZES) for each in made]
@@ -117,7 +117,7 @@ def kept_rows(lm, found, share, text="tca"):
     return [list(made.lm.method.cache.rows(layer, 2)) for layer in range(2)], made.lm.method
 
 
-def test_heads_become_dense_in_the_order_of_their_worth_and_go_back_in_reverse(lm):
+def test_heads_become_dense_by_worth(lm):
     own = [[0, 3], [14, 0]]  # the third head is dense and of no worth: it is the first of the profile's to go
     found = profile(candidates=np.array(own), prefill_candidates=np.array([[0, 3], [14, 0]]))
     stages = [
@@ -141,7 +141,7 @@ def test_heads_become_dense_in_the_order_of_their_worth_and_go_back_in_reverse(l
     assert made.lm.method == found.method()
 
 
-def test_a_method_without_a_knob_runs_as_it_is_and_says_so(lm):
+def test_methods_without_budget_keep_their_own(lm):
     for text, found, reason in (
         ("full", None, "no option that moves its budget"),
         ("tca", profile(keeping_worth=np.full((2, 2), np.nan)), "does not know what heads are worth"),
@@ -153,7 +153,7 @@ def test_a_method_without_a_knob_runs_as_it_is_and_says_so(lm):
         assert made.lm.method == builder(lm, found).build(spec).lm.method
 
 
-def test_what_an_earlier_run_has_measured_is_taken_as_it_was_written(lm):
+def test_measured_options_are_remembered(lm):
     (spec,) = parse_methods("cake:block_size=8,window=16,observation=16")
     first, other = (Builder(lm, None, None, lambda seed=seed: [tiny.random_prompt(seed, 400)]) for seed in (0, 1))
     made = describe_method(first.build(spec).lm.method)

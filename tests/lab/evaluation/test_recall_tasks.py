@@ -17,7 +17,7 @@ def encoder():
     return open_checkpoint("recall-tiny")
 
 
-def test_prompts_are_those_of_the_models_card(encoder):
+def test_prompts_match_the_card(encoder):
     samples = DIGITS.draw(Drawing(encoder, Sources(), 4096, 2, 0))
     for sample, document in zip(samples, draw_documents((0, 2), 2, 4096, "digits"), strict=True):
         question = document.questions[0]
@@ -37,7 +37,7 @@ def test_prompts_are_those_of_the_models_card(encoder):
         assert document.text[round(depth * len(document.text)) :].startswith(question.facts[0].line)
 
 
-def test_an_answer_is_right_if_it_is_exact(encoder):
+def test_exact_answers_are_right(encoder):
     (sample,) = DIGITS.draw(Drawing(encoder, Sources(), 4096, 1, 0))
     question = sample.source
     assert DIGITS.score(sample, chat_answer(question), "late") == (1.0, (True,))
@@ -53,7 +53,7 @@ def test_an_answer_is_right_if_it_is_exact(encoder):
         (16000, r"^--lengths 16000: recall_digits needs at most 15936, for answers take up to 448 tokens more", 15936),
     ],
 )
-def test_lengths_that_do_not_hold_the_facts_or_the_answer_are_refused(encoder, length, message, enough):
+def test_lengths_without_room_are_refused(encoder, length, message, enough):
     with pytest.raises(DoesNotFit, match=message):
         DIGITS.draw(Drawing(encoder, Sources(), length, 1, 0, only_check=True))
     assert len(DIGITS.draw(Drawing(encoder, Sources(), enough, 1, 0))) == 1

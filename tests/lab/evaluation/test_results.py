@@ -1,7 +1,5 @@
 """A results folder: what may be added to it, what is refused, and files that are whole or not there."""
 
-import json
-
 import pytest
 
 from tca_jax.lab.evaluation.results import Job, Results
@@ -40,14 +38,14 @@ def test_a_second_run_may_add_methods_and_sources(results):
         ({"sources": {"words": {"sha256": "2", "label": "theirs"}}}, r"sources\[words\] = ours, this run has theirs"),
     ],
 )
-def test_another_configuration_is_refused_with_the_difference(results, change, difference):
+def test_other_configurations_are_refused(results, change, difference):
     with pytest.raises(ValueError, match=rf"--out .*out was made with {difference}"):
         results.open({**CONFIG, **change})
     assert results.config == CONFIG
 
 
 @pytest.mark.parametrize("name", ["bytes_of", "weights", "mesh"])
-def test_an_entry_that_this_run_has_not_is_a_difference_too(tmp_path, name):
+def test_absent_entries_are_differences(tmp_path, name):
     results = Results(tmp_path / "out")
     results.open({**CONFIG, name: "x"})
     with pytest.raises(ValueError, match=rf'was made with {name} = "x", this run has null'):
@@ -61,7 +59,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
         Results(tmp_path).open(CONFIG)
 
 
-def test_what_a_killed_run_has_left_unfinished_is_in_nobodys_way(tmp_path, results):
+def test_unfinished_files_are_ignored(tmp_path, results):
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / ".config.123.json").write_text("{")
     assert Results(tmp_path / "new").require_same(CONFIG) == {}
@@ -70,7 +68,7 @@ def test_what_a_killed_run_has_left_unfinished_is_in_nobodys_way(tmp_path, resul
     assert len(results.read_all()) == 1
 
 
-def test_finished_jobs_are_found_again_and_their_files_are_named_for_any_system(results):
+def test_finished_jobs_are_found_again(results):
     assert not results.has(JOB)
     results.write(JOB, {"score": 1.0})
     assert results.has(JOB)
@@ -95,8 +93,3 @@ def test_a_damaged_file_is_named(results, content):
             ValueError, match=r"vt-512-late\.json (is not valid JSON|holds a list|names no method).*; delete it"
         ):
             read()
-
-
-def test_files_are_json_that_others_read(results):
-    results.write(JOB, {"score": 0.5})
-    assert json.loads(results.path(JOB).read_text())["score"] == 0.5

@@ -59,7 +59,7 @@ def parts(sample: Sample) -> tuple[str, str, str]:
     return prompt.document, prompt.question, prompt.lead
 
 
-def test_the_thirteen_tasks_have_their_names_and_new_tokens():
+def test_tasks_have_names_and_new_tokens():
     assert [task.name for task in TASKS] == [
         *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
         *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2"),
@@ -70,7 +70,7 @@ def test_the_thirteen_tasks_have_their_names_and_new_tokens():
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_prompt_and_answer_fit_the_length_and_fill_it(draw, name):
+def test_prompts_fill_their_length(draw, name):
     length = LENGTHS.get(name, 1200)
     for sample in draw(name, count=3):
         tokens = len(sample.prompts["prefix"].encode(draw.encoder)) + BY_NAME[name].new_tokens
@@ -84,15 +84,18 @@ def test_prompt_and_answer_fit_the_length_and_fill_it(draw, name):
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_a_sample_depends_on_its_seed_and_number_alone(draw, name):
+def test_samples_depend_on_seed_and_number(draw, name):
     three = draw(name, count=3)
     assert draw(name, count=3)[:2] == three[:2] == draw(name, count=2)
     assert three[0] != three[1]
+    prefix, preamble, late = map(three[0].prompts.get, ("prefix", "preamble", "late"))
+    assert preamble == late
+    assert (preamble.document, preamble.question, preamble.lead) == (prefix.document, prefix.question, "")
     assert draw(name, count=1, seed=1)[0] != three[0]
 
 
 @pytest.mark.parametrize("kind", ["number", "uuid"])
-def test_one_needle_is_asked_for_in_the_singular(draw, kind):
+def test_one_needle_is_singular(draw, kind):
     document, question, lead = parts(draw("niah_single_1" if kind == "number" else "niah_single_3")[0])
     ((plural, key, value),) = re.findall(NEEDLE, document)
     assert plural == f"{kind}s"
@@ -105,7 +108,7 @@ def test_one_needle_is_asked_for_in_the_singular(draw, kind):
     assert re.fullmatch(r"\d{7}" if kind == "number" else r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f-]{21}", value)
 
 
-def test_several_needles_are_asked_for_in_the_plural(draw):
+def test_several_needles_are_plural(draw):
     document, question, lead = parts(draw("niah_multiquery")[0])
     keys = [key for _, key, _ in re.findall(NEEDLE, document)]
     assert document.startswith(
@@ -125,7 +128,7 @@ def test_several_needles_are_asked_for_in_the_plural(draw):
     ("name", "needles", "answers"),
     [("niah_single_2", 1, 1), ("niah_multikey_1", 4, 1), ("niah_multivalue", 4, 4), ("niah_multiquery", 4, 4)],
 )
-def test_essays_hold_the_needles_and_the_answers_are_those_of_the_keys(draw, name, needles, answers):
+def test_essays_hold_needles_and_answers(draw, name, needles, answers):
     sample = draw(name)[0]
     document, question, _ = parts(sample)
     found = [(key, value) for _, key, value in re.findall(NEEDLE, document)]
@@ -136,16 +139,7 @@ def test_essays_hold_the_needles_and_the_answers_are_those_of_the_keys(draw, nam
         assert document[round(depth * len(document)) :].startswith(reference)
 
 
-def test_noise_and_needles_as_haystacks_stand_in_lines(draw):
-    noise = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-    lines = parts(draw("niah_single_1")[0])[0].split("\n")[1:]
-    assert Counter(line == noise for line in lines)[False] == 1
-    lines = parts(draw("niah_multikey_3")[0])[0].split("\n")[1:]
-    assert len(lines) > 5
-    assert all(re.fullmatch(NEEDLE, line) for line in lines)
-
-
-def test_essays_come_from_the_users_file_and_are_repeated_where_they_are_short(draw, tmp_path):
+def test_short_essays_are_repeated(draw, tmp_path):
     (tmp_path / "essay.txt").write_text("One  thing.\nAnother  thing! ")
     (tmp_path / "essay.json").write_text(json.dumps({"text": "One thing. Another thing!"}))
     for file in ("essay.txt", "essay.json"):
@@ -154,7 +148,7 @@ def test_essays_come_from_the_users_file_and_are_repeated_where_they_are_short(d
         assert text.count("One thing. Another thing!") > 10
 
 
-def test_the_variables_of_the_chain_are_the_answer_and_an_example_comes_first(draw):
+def test_chains_of_variables_are_the_answer(draw):
     sample = draw("vt")[0]
     document, question, lead = parts(sample)
     example, text = document.split("\n\nMemorize", 1)
@@ -175,7 +169,7 @@ def test_the_variables_of_the_chain_are_the_answer_and_an_example_comes_first(dr
         assert answer == names
 
 
-def test_the_most_common_words_of_the_list_are_the_answer_behind_an_example(draw):
+def test_common_words_are_the_answer(draw):
     sample = draw("cwe")[0]
     document, question, lead = parts(sample)
     assert question == "\nQuestion: What are the 10 most common words in the above list?"
@@ -188,14 +182,7 @@ def test_the_most_common_words_of_the_list_are_the_answer_behind_an_example(draw
         assert set(counts.values()) == {1, repeats}
 
 
-def test_from_4096_tokens_on_words_are_repeated_more_often(draw):
-    document, question, lead = parts(draw("cwe", length=8000, count=1)[0])
-    listed, text = document.split(question + lead)
-    assert set(Counter(re.findall(r"\d+\. (\S+)", listed)).values()) == {10, 3}
-    assert set(Counter(re.findall(r"\d+\. (\S+)", text.split("Below", 1)[1])).values()) == {30, 3}
-
-
-def test_the_three_most_frequent_coded_words_are_the_answer(draw):
+def test_frequent_coded_words_are_the_answer(draw):
     sample = draw("fwe")[0]
     document, question, lead = parts(sample)
     start = (
@@ -212,7 +199,7 @@ def test_the_three_most_frequent_coded_words_are_the_answer(draw):
     assert lead == " Answer: According to the coded text above, the three most frequently appeared words are:"
 
 
-def test_questions_stand_behind_numbered_documents_with_their_own_among_them(draw):
+def test_questions_follow_numbered_documents(draw):
     instruction = (
         "Answer the question based on the given documents. Only give me the answer and do not output any other words."
     )
@@ -227,7 +214,7 @@ def test_questions_stand_behind_numbered_documents_with_their_own_among_them(dra
     assert first.references == ("thing 0",)
 
 
-def test_files_of_another_form_or_with_too_few_questions_are_refused(draw, files, tmp_path):
+def test_other_files_are_refused(draw, files, tmp_path):
     (tmp_path / "list.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"--squad: not of SQuAD 2\.0's form: TypeError"):
         draw("qa_1", sources=Sources(squad=tmp_path / "list.json"))
@@ -235,14 +222,7 @@ def test_files_of_another_form_or_with_too_few_questions_are_refused(draw, files
         draw("qa_1", count=9)
 
 
-def test_preamble_and_late_ask_the_same_without_the_answers_first_words(draw):
-    for name in BY_NAME:
-        prefix, preamble, late = map(draw(name, count=1)[0].prompts.get, ("prefix", "preamble", "late"))
-        assert preamble == late
-        assert (preamble.document, preamble.question, preamble.lead) == (prefix.document, prefix.question, "")
-
-
-def test_all_is_the_share_of_references_and_part_is_any_of_them_whatever_the_case():
+def test_scores_ignore_case():
     sample = Sample({}, ("Alpha", "beta"), (0.1, 0.9))
     assert match_all(sample, " so ALPHA\x00 it is", "prefix") == (0.5, (True, False))
     assert match_all(sample, "alphabeta", "prefix").score == 1

@@ -16,7 +16,7 @@ def own_words(monkeypatch):
     load_words.cache_clear()
 
 
-def test_without_wonderwords_our_own_words_are_taken_and_labelled(own_words):
+def test_own_words_are_labelled(own_words):
     assert own_words.substitute
     assert own_words.origin.startswith("tca_jax's own ")
     adjective, noun = own_words.draw_pair(random.Random(0)).split("-")
@@ -33,7 +33,7 @@ def test_the_words_of_wonderwords_are_rulers():
     assert len(words.singles) > 5000
 
 
-def test_different_words_are_pairs_where_there_are_not_enough():
+def test_too_few_words_become_pairs():
     words = Words(("big", "new"), ("cat", "dog"), (), "a test", True)
     assert sorted(words.draw_distinct(random.Random(0), 4)) == ["big", "cat", "dog", "new"]
     few = Words(("big", "new", "old"), ("cat", "dog", "cow"), (), "a test", True)
@@ -44,7 +44,7 @@ def test_different_words_are_pairs_where_there_are_not_enough():
         few.draw_distinct(random.Random(0), 10)
 
 
-def test_files_are_told_apart_by_their_content_and_shown_by_their_name(tmp_path):
+def test_origins_have_digest_and_name(tmp_path):
     one, two = tmp_path / "one.txt", tmp_path / "two.txt"
     one.write_text("text")
     two.write_text("other text")
@@ -64,7 +64,7 @@ def test_files_are_told_apart_by_their_content_and_shown_by_their_name(tmp_path)
         (b'["text"]', "e.json", r'--essays .*e\.json: must be an object with a "text"'),
     ],
 )
-def test_files_that_are_no_text_are_refused(tmp_path, content, name, message):
+def test_files_without_text_are_refused(tmp_path, content, name, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         _ = Sources(essays=tmp_path / name).essay_words
