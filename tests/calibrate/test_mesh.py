@@ -1,4 +1,4 @@
-"""Calibration over a mesh: profiles, preferences and patterns are those that one device finds."""
+"""Calibration over a mesh: profiles are those that one device finds."""
 
 from __future__ import annotations
 
@@ -14,25 +14,22 @@ from sharp_lm import pairs_of
 from tiny import CONFIG, TCA, random_prompt
 
 import tca_jax
-from tca_jax.calibration.probe_losses import ReadText
-from tca_jax.calibration.probes import FOLLOWING, ProbedText, Segment
+from tca_jax.calibration.probes import FOLLOWING
 from tca_jax.calibration.text_losses import TextLosses
 
 pytestmark = needs_8_devices
 
 TEXT = random_prompt(0, 120)
-SHAPES = {"1x2": (1, 2), "2x4": (2, 4)}
-SMALL = dataclasses.replace(TCA, reserve=3, observation=6, fetch=2, fetch_stride=4)
 #: All that there is is fetched, so that heads can give back what they lose.
-WORTH = dataclasses.replace(SMALL, fetch=100, read_tolerance=0.4, keep_tolerance=0.3)
+WORTH = dataclasses.replace(
+    TCA, reserve=3, observation=6, fetch=100, fetch_stride=4, read_tolerance=0.4, keep_tolerance=0.3
+)
 MIXED = np.array([[True, False, True, True], [False, False, True, False]])
 
 
 def on_mesh(shape) -> tca_jax.LM:
-    """Heads are in another order than the model's own."""
     lm = with_tca(lm_of(mesh_of(shape)))
-    own = tuple(range(lm.config.num_kv_heads))
-    assert shape[1] == 4 or lm.head_orders != (own,) * lm.config.num_layers
+    assert lm.head_orders != (tuple(range(lm.config.num_kv_heads)),) * lm.config.num_layers
     return lm
 
 
@@ -68,16 +65,10 @@ def test_a_profile_of_scores_is_that_of_one_device(criterion):
     check_same(many, one)
 
 
-@functools.cache
-def asked() -> tuple[list[int], list]:
-    """What the model says, and what it answers behind that."""
+def test_a_profile_by_worth_is_that_of_one_device():
     out = tca_jax.generate(sharp(), TEXT[:8], max_new_tokens=392, temperature=1.0, stop_token_ids=())
     text = TEXT[:8] + out.tokens[0]
-    return text, pairs_of(sharp(), text[: len(text) - FOLLOWING])
-
-
-def test_a_profile_by_worth_is_that_of_one_device():
-    text, pairs = asked()
+    pairs = pairs_of(sharp(), text[: len(text) - FOLLOWING])
     one, many = (tca_jax.calibrate(lm, text, WORTH, probes=[pairs]) for lm in (sharp(), sharp((1, 2))))
     check_same(many, one)
     assert 0 < (one.readings != "sparse").sum() < 8
@@ -94,29 +85,3 @@ def test_draws_go_by_the_number_of_a_head():
     assert np.abs(other.scores - one.scores).max() > 1e-3  # so they matter
     losses = [TextLosses(lm, [TEXT], config, lambda: None).of(MIXED)[0] for lm in (lm_of(), on_mesh((1, 2)))]
     np.testing.assert_allclose(losses[1], losses[0], atol=2e-4)
-
-
-@pytest.mark.slow
-def test_losses_and_slopes_are_those_of_one_device():
-    rows = np.array([[0, 3, 14, 2], [1, 0, 0, 5]], np.int32)
-    text = ProbedText(tuple(TEXT[:90]), (Segment(tuple(TEXT[90:110]), (True,) * 20, "pairs"),) * 2)
-    found = []
-    for lm in (lm_of(), on_mesh((1, 2)), on_mesh((2, 4))):
-        inside = TextLosses(lm, [TEXT, TEXT[:90]], SMALL, lambda: None)
-        behind = ReadText(lm, text, MIXED, SMALL, lambda: None)
-        weights = np.linspace(0, 1, behind.num_columns, dtype=np.float32)
-        found.append(
-            [
-                *inside.full(),
-                *inside.of(MIXED),
-                inside.shares,
-                inside.slopes(MIXED),
-                behind.losses(rows)[:19],
-                behind.losses(np.full_like(rows, 14))[:19],
-                behind.slopes(rows, weights),
-            ]
-        )
-    for one, two, eight in zip(*found, strict=True):
-        np.testing.assert_allclose(two, one, atol=2e-4)
-        np.testing.assert_allclose(eight, one, atol=2e-4)
-    assert all(np.abs(slopes).max() > 1e-4 for slopes in (found[0][5], found[0][7]))

@@ -7,11 +7,9 @@ import pytest
 from reading_oracle import attend_by, read
 from sharp_lm import make_lm, random_ids
 
-import tca_jax
-from tca_jax.calibration.probe_losses import ReadText, columns_of
+from tca_jax.calibration.probe_losses import ReadText
 from tca_jax.calibration.probes import ProbedText, Segment
 from tca_jax.engine.lm import LM
-from tca_jax.layer_passes import LayerPass
 from tca_jax.methods.config import TCAConfig
 
 CONFIG = TCAConfig(block_size=8, window=16, reserve=3, observation=4, spread=2, fetch=2, fetch_stride=4)
@@ -82,13 +80,6 @@ def by_masks(lm: LM, probe: Segment, more, rows, gates=None) -> np.ndarray:
     return -np.log(oracle.softmax(logits))[np.arange(start, len(ids) - 1), ids[start + 1 :]]
 
 
-def test_dense_rows_lose_what_score_says(lm):
-    found = split(read_text(lm, None).losses(np.full((2, 2), DENSE, np.int32)))
-    for probe, losses in zip(SEGMENTS, found, strict=True):
-        expected = -np.asarray(tca_jax.score(lm, [*TEXT.ids, *probe.ids]).logprobs[0])
-        np.testing.assert_allclose(losses, expected[len(TEXT.ids) :], atol=5e-4)
-
-
 @pytest.mark.parametrize("rows", [np.zeros((2, 2), np.int32), ROWS], ids=["row 0", "rows"])
 def test_losses_equal_attention_by_masks(lm, rows):
     found = split(read_text(lm).losses(rows))
@@ -96,17 +87,6 @@ def test_losses_equal_attention_by_masks(lm, rows):
         np.testing.assert_allclose(losses, by_masks(lm, probe, MORE, rows), atol=2e-3)
     full = split(read_text(lm, None).losses(np.full((2, 2), DENSE, np.int32)))
     assert max(np.abs(a - b).max() for a, b in zip(full, found, strict=True)) > 0.05
-
-
-def test_packed_probes_do_not_see_each_other(lm):
-    order = [2, 0, 1]
-    other = ProbedText(TEXT.ids, tuple(SEGMENTS[i] for i in order))
-    mine = split(read_text(lm).losses(ROWS))
-    theirs = split(read_text(lm, text=other).losses(ROWS), other)
-    alone = ProbedText(TEXT.ids, SEGMENTS[1:2])
-    for place, i in enumerate(order):
-        np.testing.assert_allclose(theirs[place], mine[i], atol=1e-5)
-    np.testing.assert_allclose(split(read_text(lm, text=alone).losses(ROWS), alone)[0], mine[1], atol=1e-5)
 
 
 def test_slopes_follow_a_gate(lm):
@@ -139,16 +119,3 @@ def test_a_text_in_host_memory(lm):
     weights = np.ones(here.num_columns, np.float32)
     np.testing.assert_array_equal(there.losses(ROWS), here.losses(ROWS))
     np.testing.assert_array_equal(there.slopes(ROWS, weights), here.slopes(ROWS, weights))
-
-
-def test_columns_are_padded_to_a_bucket():
-    tokens, positions, probe = columns_of(TEXT)
-    total, padded = sum(LENGTHS), probe.size
-    assert padded >= total
-    assert tokens[:total].tolist() == [token for probe in SEGMENTS for token in probe.ids]
-    assert positions[:total].tolist() == [107 + i for length in LENGTHS for i in range(length)]
-    assert probe.tolist() == [0] * 17 + [1] * 9 + [2] * 12 + [-1] * (padded - total)
-    targets = LayerPass(make_lm(), tokens[None], positions[None]).targets
-    for start, segment in zip((0, 17, 26), SEGMENTS, strict=True):
-        assert targets[0, start : start + len(segment.ids) - 1].tolist() == list(segment.ids[1:])
-    assert (positions[total:] < 512).all()

@@ -71,11 +71,6 @@ def test_scores_of_several_texts_are_averaged(lm):
     assert not np.allclose(alone[0], alone[1], atol=1e-3)
 
 
-def test_layers_and_texts_share_one_program(compiled):
-    calibrate(make_lm(layers=5), random_ids(310), CONFIG)
-    assert [sum(name in one for one in compiled) for name in ("_score_layer", "_read_layer")] == [1, 0]
-
-
 def test_strings_are_tokenized():
     lm = make_lm(tokenizer=ids_tokenizer)
     text = "the quick brown fox jumps over the lazy dog. " * 3 + "the lazy dog is."
