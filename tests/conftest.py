@@ -92,7 +92,7 @@ INTEGRATION = (
     "test_train_recall_model.py",
 )
 #: Files in which every test is slow. `make test-slow` runs them and the tests of other files that are marked `slow`;
-#: docs/development.md lists all of these.
+#: `pytest --collect-only -q -m slow` lists them.
 SLOW = (
     "distributed",
     "lab/evaluation/test_equal_bytes.py",
