@@ -82,7 +82,7 @@ _COMMENT_EVERY = 3  # one of so many lines looks like a comment: that is how rem
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """What is asked for at once, ASCII."""
+    """One fact, in ASCII."""
 
     values: tuple[str, ...]  # what is asked for: one value, or several
     lines: tuple[str, ...]  # the line that stands in a text for each value, without its line break

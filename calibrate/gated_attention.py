@@ -136,6 +136,6 @@ def _chosen(
 
 
 def _select(q: Array, k: Array, lengths: Array, heads: Array, config: TCAConfig) -> Selection:
-    """What every head selects at row 0."""
+    """The selection of every head with the smallest budget."""
     rows = jnp.zeros(k.shape[2], jnp.int32)
     return select_by_candidates(last_queries(q, lengths, config.num_queries), k, rows, lengths, config, heads=heads)

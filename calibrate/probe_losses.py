@@ -68,11 +68,11 @@ class ReadText:
 
     @property
     def nbytes(self) -> int:
-        """Of what is kept of the text on the device."""
+        """Bytes of the text's keys and values on the device."""
         return sum(x.nbytes for x in jax.tree.leaves(self._texts) if isinstance(x, jax.Array))
 
     def to_host(self) -> None:
-        """Moves what is kept of the text to the host: trials then bring a layer at a time to the device."""
+        """Moves the text's keys and values to the host: trials then bring a layer at a time to the device."""
         self._texts = [on_host(of_layer) for of_layer in self._texts]
 
     def losses(self, rows: Rows) -> Float32[np.ndarray, " P"]:
@@ -94,7 +94,7 @@ class ReadText:
         return run
 
     def _arrays(self, rows: Rows, gates: Array | None, layer: int) -> tuple[Array | None, KeptText]:
-        """What the programs of a layer take."""
+        """Arguments of a layer's programs."""
         text = jax.tree.map(jnp.asarray, self._texts[layer])
         prefill_rows = rows if self._more is None else np.where(self._more, rows, 0)
         both = (self._lm.in_mesh_order(layer, of_heads[layer]) for of_heads in (rows, prefill_rows))

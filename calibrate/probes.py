@@ -1,4 +1,4 @@
-"""Probes: what a model answers behind a calibration text from far back in it, each read over the text alone."""
+"""Probes: questions about a calibration text whose answers are far back in it, each read after the text alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ALLOWED = "'facts', 'copy', a list of these, a list of (question, answer) pairs
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """One probe, read behind a text as if nothing else stood there."""
+    """One probe, read after a text without the other probes."""
 
     ids: tuple[int, ...]  # its token ids
     # Of each token, whether it counts: those of answers do, nobody asks a model to foretell a question.

@@ -275,7 +275,7 @@ class Profile:
 
 
 def budgets_of(profile: Profile) -> dict[str, Any]:
-    """What calibration found, by the names of the methods' options that take it."""
+    """Calibration's results by the names of the methods' options that take them."""
     return {name: getattr(profile, name) for name in ("config", "candidates", "prefill_candidates", "readings")}
 
 
@@ -295,7 +295,7 @@ def head_gates(profile: Profile) -> Float32[np.ndarray, "layers Hkv"]:
 
 
 def _checked(name: str, value: Any, kind: str, shape: tuple[int, ...]) -> np.ndarray:
-    """`value` as an array of a dtype of such a kind."""
+    """`value` as an array of a dtype of this kind and of this shape."""
     array = np.asarray(value)
     if array.dtype.kind not in kind or array.shape != shape or array.ndim < 2 or not array.size:
         wanted = {"U": "strings", "f": "floats"}.get(kind, "integers")

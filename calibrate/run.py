@@ -111,7 +111,7 @@ def calibrate(
 def _profile_of(
     reading: Reading, keeping: Keeping, tokens: int, bounds: dict[str, float | None], found: dict[str, Any]
 ) -> Profile:
-    """What both searches have found; `tokens` of the longest text."""
+    """The profile of both searches' results; `tokens` of the longest text."""
     config, blocks = found["config"], reading.found.more
     losses = {"inside": reading.losses, "answers": keeping.answers, "following": keeping.following}
     return Profile(
@@ -240,7 +240,7 @@ def require_bounds(config: TCAConfig, *, probes: Any, kept: float | None, attend
 
 
 def require_fit(kept: float, tokens: int, config: TCAConfig) -> None:
-    """Raises ValueError if row 0 in every head takes more than a kept share of the cache of so many tokens."""
+    """Raises ValueError if the smallest budget in every head exceeds a kept share of a cache of `tokens` tokens."""
     row0 = np.zeros(1, np.int32)
     least = kept_share(config, tokens, row0, row0).mean()
     if least > kept:
@@ -251,7 +251,7 @@ def require_fit(kept: float, tokens: int, config: TCAConfig) -> None:
 
 
 def _short_text(lengths: list[int], config: TCAConfig) -> str | None:
-    """What to say of texts that give a result which says little."""
+    """A warning about texts that are too short for a certain result."""
     reach, shortest = config.window + config.block_size, min(lengths)
     if shortest >= 2 * reach:
         return None

@@ -51,7 +51,7 @@ class TextLosses:
         return found
 
     def of(self, more: HeadMask) -> list[Float32[np.ndarray, " counted"]]:
-        """The same where these heads read blocks and all others sparse at row 0."""
+        """Losses of each text if these heads read blocks and all others sparse with the smallest budget."""
         found, shares = [], []
         for ids in self._texts:
             losses, pairs, _ = self._losses(ids, more)
@@ -66,7 +66,7 @@ class TextLosses:
         return np.mean([self._slopes(ids, more) for ids in self._texts], axis=0)
 
     def _counted(self, ids: Sequence[int]) -> slice:
-        """Columns that count, which have a token behind them and one left of their window."""
+        """Columns that count: a token follows them, and one lies left of their window."""
         return slice(self._config.window + self._config.block_size, len(ids) - 1)
 
     def _losses(
@@ -89,7 +89,7 @@ class TextLosses:
 
 
 class LayerText(NamedTuple):
-    """What a layer has of a text that it has read."""
+    """A layer's keys, values and scores of a text."""
 
     k: Float[Array, "1 L Hkv d"]  # Keys, zero behind the text
     v: Float[Array, "1 L Hkv d"]

@@ -86,7 +86,7 @@ def choose_reading(
 
 
 class _Measurements(dict[tuple[str, bytes], Any]):
-    """Measured values by name and by the heads or rows that they are of: the search asks for some of them again."""
+    """Measured values by name and by heads or rows; the search needs some of them twice."""
 
     def get_or(self, name: str, of: np.ndarray, measure: Callable[[], Any]) -> Any:
         key = name, of.tobytes()
@@ -96,7 +96,7 @@ class _Measurements(dict[tuple[str, bytes], Any]):
 
 
 class _ReadingObjective:
-    """Loss inside texts, in units of a share of what row 0 in every head costs."""
+    """Excess loss inside texts, in units of a share of the smallest budget's excess."""
 
     def __init__(self, lm: LM, texts: Sequence[Sequence[int]], config: TCAConfig, step: Callable[[], None]) -> None:
         self._losses, self._measured = TextLosses(lm, texts, config, step), _Measurements()
@@ -141,7 +141,7 @@ def choose_keeping(
     kept: float | None,  # largest mean share of the cache's tokens behind the longest text; None for no bound
     step: Callable[[], None],
 ) -> Keeping:
-    """Finds the heads that must keep more than row 0, so that later questions are answered and text goes on."""
+    """Finds the heads that must keep more than the smallest budget for later questions and for text that follows."""
     none, texts = np.zeros_like(reads_blocks), [text for text in texts if text.segments]
     if not texts:  # too short to be asked anything
         rows = np.where(reads_blocks, config.num_candidates, 0).astype(np.int32)
@@ -155,7 +155,7 @@ def choose_keeping(
         prefill_rows = np.where(reads_blocks, rows, 0)
         return kept is None or bool(kept_share(config, tokens, rows, prefill_rows).mean() <= kept)
 
-    if objective.says:
+    if objective.informative:
         found = search(objective, none, fits)
         rows = _sparsest_rows(objective, found, config)
     else:  # no probe tells what questions will need: what is read from afar is kept
@@ -179,12 +179,12 @@ def _sparsest_rows(objective: _KeepingObjective, found: Found, config: TCAConfig
 
 
 class _KeepingObjective:
-    """Share of answers lost and loss of what follows a selection, in units of their tolerances; the larger counts.
+    """Share of lost answers and loss of the following tokens, in units of their tolerances; the larger counts.
 
     Losses are of all texts' columns, one text behind the other.
 
     Attributes:
-        says: Whether enough answers count to differ from none; where not, the probes are not informative.
+        informative: Whether enough answers count to differ from none; where not, the probes are not informative.
         counted: Answers that count, by kind of probe.
     """
 
@@ -209,8 +209,8 @@ class _KeepingObjective:
             self._following[columns] = probe.kind == FOLLOW
         self._answers = Answers(probes, self._full_losses, self._row0)
         counted = self._answers.kinds
-        self.says = says_something(len(counted))
-        self.counted = {kind: counted.count(kind) if self.says else 0 for kind in kinds}
+        self.informative = is_informative(len(counted))
+        self.counted = {kind: counted.count(kind) if self.informative else 0 for kind in kinds}
         self.lost_and_known = len(counted), self._answers.known
 
     def rows(self, more: HeadMask) -> Int32[np.ndarray, "layers Hkv"]:
@@ -274,7 +274,7 @@ class _KeepingObjective:
 
 
 class Answers:
-    """Answers of probes that tell what heads are worth: full attention knows them, and row 0 loses them.
+    """Informative answers of probes: full attention knows them, and the smallest budget loses them.
 
     The model knows an answer if the mean loss of its tokens is at most `KNOWN`; its known tokens count. Let p be the
     probability of a token, P its probability under full attention. The share of the answer that is lost is
@@ -333,13 +333,13 @@ def counted_columns(
             start += len(probe.ids)
 
 
-def says_something(counted: int) -> bool:
-    """Whether so many answers are told apart from none: at least five."""
+def is_informative(counted: int) -> bool:
+    """Whether this number of answers differs significantly from none: at least five."""
     return counted > _SURE * math.sqrt(counted)
 
 
 def following_excess(losses: Float32[np.ndarray, " F"], full: Float32[np.ndarray, " F"]) -> float:
-    """Rise of the loss of what follows a selection over full attention's, in units of its tolerance."""
+    """Rise of the following tokens' loss over full attention's, in units of its tolerance."""
     rises = losses - full
     if rises.size < 2:
         return 0.0

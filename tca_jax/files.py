@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and errors of the system that name the file they are about."""
+"""Atomic writes of files, and system errors that name their file."""
 
 from __future__ import annotations
 

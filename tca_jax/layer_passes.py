@@ -32,7 +32,7 @@ LayerProgram = Callable[..., Any]
 
 
 class _Shards(NamedTuple):
-    """A mesh, and what says how a model's weights lie on it."""
+    """A mesh, and the config and dtype that determine the sharding of a model's weights."""
 
     mesh: Mesh
     config: ModelConfig
@@ -105,7 +105,7 @@ def slope_program(attend: Callable[..., Any], *, inputs: Sequence[Any], **option
 
 
 def _layer_of(attend: Callable[..., Any], measures: bool) -> Callable[..., Any]:
-    """A layer whose attention is `attend`: from the stream in front of it to the stream behind and what is measured."""
+    """A layer whose attention is `attend`: from the stream before it to the stream after it and the measurement."""
 
     @functools.wraps(attend)
     def run(module: Any, x: Array, cos: Array, sin: Array, *arrays: Any, **static: Any) -> tuple[Array, Any]:
@@ -119,7 +119,7 @@ def _layer_of(attend: Callable[..., Any], measures: bool) -> Callable[..., Any]:
 
 
 class LayerPass:
-    """A sequence on its way through a model's layers; what must run several times is copied before any layer has run.
+    """A forward pass of a sequence, layer by layer. To run it several times, copy it before the first layer runs.
 
     Args:
         lm: The model. On a mesh, heads of what layers measure are in the order of `lm.head_orders`.
@@ -159,7 +159,7 @@ class LayerPass:
         of_layer: Callable[[int], Mapping[str, Any]] = lambda number: {},
         **static: Any,
     ) -> Iterator[Any]:
-        """Runs every layer by an `attention_program`; yields what it measures."""
+        """Runs every layer by an `attention_program`; yields its measurements."""
         for number in range(len(self._layers)):
             if inputs is not None:
                 inputs.append(self._x)
@@ -175,7 +175,7 @@ class LayerPass:
         return on_host(self.finish(_losses))[0]
 
     def finish(self, program: LayerProgram) -> Any:
-        """Runs `program(decoder, x, targets)`, a `layer_program`, on the stream behind the last layer."""
+        """Runs `program(decoder, x, targets)`, a `layer_program`, on the last layer's residual stream."""
         return self._of_decoder(program, self._x, self.targets)
 
     def slopes(
@@ -225,13 +225,13 @@ class TextPass(LayerPass):
 def _embed(
     decoder: Decoder, tokens: Int32[Array, "B L"], positions: Int32[Array, "B L"]
 ) -> tuple[Float[Array, "B L D"], Float[Array, "B L half"], Float[Array, "B L half"]]:
-    """What the first layer gets: the residual stream, and the angles of RoPE."""
+    """The first layer's inputs: the residual stream, and the angles of RoPE."""
     return decoder.embed(tokens), *decoder.angles(positions)
 
 
 @layer_program
 def _losses(decoder: Decoder, x: Float[Array, "1 P D"], targets: Int32[Array, "1 P"]) -> Float32[Array, "1 P"]:
-    """Loss in nats of a token after each position, from the stream behind the last layer."""
+    """Loss in nats of the token after each position, from the last layer's residual stream."""
     return -logprobs_of_hidden(decoder, decoder.norm(x), targets)
 
 
@@ -239,7 +239,7 @@ def _losses(decoder: Decoder, x: Float[Array, "1 P D"], targets: Int32[Array, "1
 def _loss_slope(
     decoder: Decoder, x: Float[Array, "1 L D"], targets: Int32[Array, "1 L"], counted: Float32[Array, "1 L"]
 ) -> Float[Array, "1 L D"]:
-    """Derivative of the losses of some tokens, weighted and summed, by the stream behind the last layer."""
+    """Gradient of a weighted sum of token losses with respect to the last layer's residual stream."""
     (graphdef, weights), length, vocabulary = nnx.split(decoder), x.shape[1], decoder.config.vocab_size
     chunk = max(1, min(length, _LOGIT_ELEMENTS // vocabulary))
 

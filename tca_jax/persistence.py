@@ -21,7 +21,7 @@ from tca_jax.errors import UserError, require_type
 
 
 def save(kind: str, directory: Any, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> None:
-    """Writes arrays by name and JSON values, in place of what the directory holds of this kind, in one word.
+    """Writes named arrays and JSON values to a directory, in place of its newest entry of this kind (one word).
 
     Of several processes of `jax.distributed` the first one writes; the others return at once. OSError, which names the
     directory, where it cannot be written; `load` then finds what it found before.
@@ -44,7 +44,7 @@ def save(kind: str, directory: Any, arrays: Mapping[str, np.ndarray], metadata: 
 
 
 def load(kind: str, directory: Any) -> tuple[Path, Any, dict[str, np.ndarray]]:
-    """Reads what `save` wrote: the folder, for messages, its JSON values, and its arrays by name.
+    """Reads the newest entry of a kind: its folder, for messages, its JSON values, and its arrays by name.
 
     FileNotFoundError where the directory does not exist; ValueError where it is a file, holds nothing of this kind, or
     something damaged. The message names the folder.

@@ -98,7 +98,7 @@ class _Placing:
 
 
 def results_of(executable: Any) -> Any:
-    """What an executable will return, as shapes: arguments for which the program that follows it can be prepared."""
+    """Shapes of an executable's results, for which the next program can be prepared."""
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:  # without the layout in memory, which is the compiler's affair
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)

@@ -28,9 +28,9 @@ from tca_jax.calibration.worth import (
     Answers,
     counted_columns,
     following_excess,
+    is_informative,
     is_sure,
     mean_loss,
-    says_something,
     standard_error,
 )
 from tca_jax.engine.contexts import prefill
@@ -208,7 +208,7 @@ class Measure:
         """Excesses in units of their tolerances, the largest as "excess"; losses in nats per token; shares."""
         losses, inside, attended = self._losses(lm)
         reading = (mean_loss(inside) - mean_loss(self._inside)) / self._read_tolerance
-        lost = self._answers.lost(losses) if says_something(len(self._answers.kinds)) else 0.0
+        lost = self._answers.lost(losses) if is_informative(len(self._answers.kinds)) else 0.0
         following = following_excess(losses[self._following], self._full[self._following])
         parts = (float(reading), lost / max(self._config.keep_tolerance, LEAST), following)
         return {

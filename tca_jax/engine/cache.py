@@ -60,7 +60,7 @@ class CacheLayout:
         fed_tokens: int,  # most tokens that are fed behind a prompt
         shards: HeadShards | None = None,  # how the heads are dealt out over a mesh; None on one device
     ) -> CacheLayout:
-        """The cache of prompts and of what is fed behind them.
+        """The cache of prompts and of the tokens that follow them.
 
         Raises:
             ValueError: the policy names no capacity for each KV head.
@@ -96,7 +96,7 @@ class CacheLayout:
         fed_tokens: int,
         shards: HeadShards | None = None,
     ) -> CacheLayout:
-        """The cache of what is fed behind tokens that lie in another cache; arguments are those of `plan`."""
+        """The cache of tokens that follow those of another cache; arguments are those of `plan`."""
         b = policy.block_size
         pages = tuple(
             _pages_by_device(kept_behind(policy, layer, prompt_tokens, fed_tokens, num_kv_heads), b, b, shards, layer)
@@ -138,7 +138,7 @@ class CacheLayout:
 
     @property
     def pool_layers(self) -> int:
-        """Neighbouring layers whose pages of kept tokens lie together: those that share them, or one."""
+        """Adjacent layers that share one range of pages for kept tokens; 1 without sharing."""
         return self.num_layers // len(self.shared_pages) if self.shared_pages else 1
 
     @functools.cached_property
@@ -203,7 +203,7 @@ class CacheLayout:
         return jnp.where(column < pages[:, own, None], first[:, own, None] + column, self.num_pages)
 
     def _divided(self, held: Int[Array, "B H"], most: Int[Array, " H"], whole: Int[Array, ""]) -> Int[Array, "B H"]:
-        """Where each head's pages end among those of a row: for what it holds, and an even part of the others."""
+        """End of each head's pages among those of its row: the pages it needs, and an even part of the spare ones."""
         needed = -(-held // self.block_size)
         spare = jnp.maximum(whole - needed.sum(axis=-1, keepdims=True, dtype=jnp.int32), 0)
         pages = jnp.minimum(needed + spare // held.shape[1], most)
@@ -217,7 +217,7 @@ class CacheLayout:
         return ((layer * self.batch + row) * self.num_window_pages + turn) * self.num_kv_heads + head
 
     def window_start(self, lengths: Int[Array, " B"]) -> Int[Array, " B"]:
-        """First position that the last query of prompts of such lengths sees in its window."""
+        """First position in the window of the last query of prompts with these lengths."""
         return jnp.maximum((lengths - 1) // self.block_size * self.block_size - self.window, 0)
 
     def empty(
@@ -251,7 +251,7 @@ def kept_behind(
 def _pages_by_device(
     tokens: Int[np.ndarray, " Hkv"], block_size: int, multiple: int, shards: HeadShards | None, layer: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Pages for at least so many tokens of each KV head, rounded up to a multiple, `[devices][Hkv]`."""
+    """Pages that hold `tokens` of each KV head, rounded up to a multiple, `[devices][Hkv]`."""
     pages = -(-tokens // multiple) * multiple // block_size
     by_device = pages[None] if shards is None else shards.by_device(layer, pages)
     return tuple(map(tuple, by_device.tolist()))
@@ -265,7 +265,7 @@ def _pages_by_device(
 )
 @dataclasses.dataclass(frozen=True)
 class PagedCache(PerDevice):
-    """Keys and values of some tokens in all layers. `pages(layer)` is what a layer's queries attend to."""
+    """Keys and values of all layers in one pool. A layer's queries attend to `pages(layer)`."""
 
     k: Stored  # Keys `[P, b, d]`; an array, or in eight bits
     v: Stored  # values `[P, b, d]`
@@ -301,7 +301,7 @@ class PagedCache(PerDevice):
 
     @property
     def dtype(self) -> Any:
-        """What keys and values are stored in."""
+        """Dtype of stored keys and values."""
         return self.k.dtype
 
     @property
@@ -310,12 +310,12 @@ class PagedCache(PerDevice):
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.k, self.v)))
 
     def pages(self, layer: int) -> Pages:
-        """What the queries of a layer attend to."""
+        """The pages that a layer's queries attend to."""
         table, kept = self.tables[layer], self.kept[layer]
         return Pages(self.k, self.v, table, kept, self.start, self.end, self.kept_columns[layer])
 
     def window_pages(self, layer: int, blocks: Int[Array, " R"]) -> Int[Array, "R Hkv"]:
-        """Pages of the block of such a number in each row's window; R / B neighbours ask the same row."""
+        """Pages of a block of each row's window, by its number; R / B adjacent entries belong to one row."""
         times = blocks.shape[0] // self.batch
         column = self.kept_columns[layer] + blocks - jnp.repeat(self.start // self.block_size, times)
         if blocks.shape[0] == 1:  # a slice is computed where it is used; a gather is a kernel of its own
@@ -339,7 +339,7 @@ class PagedCache(PerDevice):
         k: Float[Array, "B L Hkv d"],  # keys of whole prompts, of which the window takes its own; `v` the values
         v: Float[Array, "B L Hkv d"],
     ) -> PagedCache:
-        """The cache with what stays of prompts in a layer."""
+        """Writes a layer's part of prompts: the kept tokens and the window."""
         pools = [self._with_window(layer, pool, x, layout.num_window_pages) for pool, x in ((self.k, k), (self.v, v))]
         if kept is None or not self.kept_columns[layer]:
             return dataclasses.replace(self, k=pools[0], v=pools[1])
@@ -348,13 +348,13 @@ class PagedCache(PerDevice):
         return self._with_selection(layer, kept, pools)
 
     def _with_divided_pages(self, layout: CacheLayout, layer: int, held: Int[Array, "B Hkv"]) -> PagedCache:
-        """The cache whose table of a layer has pages for so many kept tokens."""
+        """Assigns a layer's pages by the number of kept tokens of each head."""
         window = self.tables[layer][..., self.kept_columns[layer] :]
         table = jnp.concatenate([layout.kept_table(layer, self._with_lengths(layer, held)), window], axis=-1)
         return dataclasses.replace(self, tables=(*self.tables[:layer], table, *self.tables[layer + 1 :]))
 
     def _with_selection(self, layer: int, kept: Pool, pools: list[Stored]) -> PagedCache:
-        """The cache with these pools, and in them what is kept of prompts."""
+        """Writes the kept tokens of prompts to these pools."""
         pages = [encode(x.reshape(-1, *self.k.shape[1:]), self.k) for x in (kept.k, kept.v)]
         numbers = self._pages_of_selection(layer, kept, pages[0].shape[0])
         pools = _with(pools, numbers, pages)
@@ -376,7 +376,7 @@ class PagedCache(PerDevice):
         return jnp.where(column * b < kept.lengths.reshape(-1)[region], number, self.num_pages)
 
     def _with_window(self, layer: int, pool: Stored, x: Float[Array, "B L Hkv d"], most: int) -> Stored:
-        """Writes the last blocks of prompts, at most so many; what lies past their ends is arbitrary but finite."""
+        """Writes at most `most` last blocks of prompts; entries past a prompt's end are arbitrary but finite."""
         b, first, (batch, length, heads, head_dim) = self.block_size, self.kept_columns[layer], x.shape
         count = min(cdiv(length, b), most)
         if count * b < length:
@@ -427,7 +427,7 @@ class PagedCache(PerDevice):
         k: Float[Array, "B Hkv n d"],
         v: Float[Array, "B Hkv n d"],
     ) -> PagedCache:
-        """The cache with the chosen ones of some tokens behind what each head keeps, as many as it has pages for."""
+        """Appends the chosen tokens to the kept tokens of each head, as far as it has pages."""
         if not self.kept_columns[layer]:
             return self
         b, kept = self.block_size, self.kept[layer]
@@ -443,7 +443,7 @@ class PagedCache(PerDevice):
 
 
 def _at(pools: Any, index: Any) -> Any:
-    """What pools hold there."""
+    """Entries of pools at an index."""
     return jax.tree.map(lambda pool: pool[index], pools)
 
 
@@ -453,7 +453,7 @@ def _with(pools: Sequence[Stored], index: Any, values: Sequence[Stored]) -> list
 
 
 def shared_and_own(cache: PagedCache, layout: CacheLayout, lengths: Int[Array, " R"]) -> tuple[PagedCache, PagedCache]:
-    """A cache for what follows another one, whose pages the rows share from here on.
+    """Forks a cache: rows share its pages, and each row gets a cache of its own for the tokens that follow.
 
     Returns:
         `cache` without what was copied, and the other one; see `continued`.
@@ -473,7 +473,7 @@ def continued(cache: PagedCache, own: PagedCache) -> tuple[PagedCache, PagedCach
 
 
 def before(shared: PagedCache, own: PagedCache) -> PagedCache:
-    """The shared cache of some rows without the tokens that lie in their own one."""
+    """The shared cache up to the first token of the rows' own cache."""
     return dataclasses.replace(shared, end=own.start[:: own.batch // shared.batch])
 
 
@@ -511,7 +511,7 @@ def joined(shared: PagedCache, own: PagedCache, layout: CacheLayout, starts: Int
 
 
 def joined_into(out: PagedCache, shared: PagedCache, own: PagedCache, window_pages: int) -> PagedCache:
-    """A cache that holds what `shared` keeps, and now what `own` keeps and the window, of so many pages, of both."""
+    """Adds the kept tokens of `own`, and the window of both, to a cache with the kept tokens of `shared`."""
     blocks = out.start[:, None] // own.block_size + jnp.arange(window_pages)
     for layer in range(len(out.tables)):
         out = _with_joined(out, layer, own, _joined_windows(shared, own, layer, blocks), blocks)
@@ -536,7 +536,7 @@ def _joined_windows(shared: PagedCache, own: PagedCache, layer: int, blocks: Int
 def _with_joined(
     out: PagedCache, layer: int, own: PagedCache, window: list[Stored], blocks: Int[Array, "R W"]
 ) -> PagedCache:
-    """A cache with the window of a layer, and what rows keep on their own behind what they have kept so far."""
+    """Adds a layer's window, and appends the rows' own kept tokens to those kept so far."""
     windows = jax.vmap(lambda of_row: out.window_pages(layer, of_row), in_axes=1, out_axes=1)(blocks)
     k, v = _with((out.k, out.v), windows, window)
     out, table = dataclasses.replace(out, k=k, v=v), own.tables[layer][..., : own.kept_columns[layer]]
@@ -547,12 +547,12 @@ def _with_joined(
 
 
 def allocator_limit() -> int | None:
-    """Bytes that the default device's allocator may take; None where it has no limit of its own; some say 0 then."""
+    """Memory limit of the default device's allocator in bytes; None without one (some report 0)."""
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit") or None
 
 
 def memory_bytes() -> int | None:
-    """Bytes that the default device may take, the host's for the CPU; None where nobody says."""
+    """Memory of the default device in bytes, the host's for the CPU; None if it is not reported."""
     limit = allocator_limit()
     if limit is not None or jax.local_devices()[0].platform != "cpu":
         return limit
@@ -563,7 +563,7 @@ def memory_bytes() -> int | None:
 
 
 def require_memory(kv_cache_bytes: int, what: str) -> None:
-    """Raises ValueError if a KV cache is larger than all of the device's memory; `what` says what it is for."""
+    """Raises ValueError if a KV cache exceeds the device's memory; `what` names its purpose in the message."""
     limit = memory_bytes()
     if limit is not None and kv_cache_bytes > limit:
         raise UserError(f"{what} need {kv_cache_bytes / 1e9:,.1f} GB of KV cache: the device has {limit / 1e9:,.1f} GB")

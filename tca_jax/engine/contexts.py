@@ -392,7 +392,7 @@ _append_to = Program(OverMesh(_append_program, (CACHES, ROWS, ROWS, ROWS, ROWS),
 
 
 def first_local(fed: _Lengths, prompt_lengths: _Lengths, block_size: int, window: int) -> _Lengths:
-    """First position of each row's window after `fed` tokens; behind a bare prompt it is the next token's already."""
+    """First position of each row's window after `fed` tokens; after a bare prompt that of the next token."""
     last = fed - 1 * (fed > prompt_lengths)
     edge = last // block_size * block_size - window
     return edge * (edge > 0)
@@ -443,7 +443,7 @@ class AppendedPrompts:
 
 
 def full_layout(context: Context) -> CacheLayout:
-    """What a context of as many tokens would allocate under full attention."""
+    """Cache layout of the same tokens under full attention."""
     layout = context.layout
     heads = layout.num_kv_heads * (1 if context.shards is None else context.shards.devices)
     sizes = layout.num_layers, heads, layout.batch, context.tokens.shape[1], 0, context.shards

@@ -146,7 +146,7 @@ def decode_step(
 
 @dataclasses.dataclass(frozen=True)
 class _Steps:
-    """What all steps of an answer share: arguments of `decode`, and what the policy knows of `shared`."""
+    """State shared by all steps of an answer: arguments of `decode`, and the policy's summaries of `shared`."""
 
     lm: LM
     shared: PagedCache | None
@@ -172,7 +172,7 @@ class _Steps:
         return cls(lm, shared, limit, sampling, allowed, backend, _summaries(lm, shared))
 
     def summaries(self, cache: PagedCache) -> list[Any]:
-        """What the policy knows of the rows' own cache; it stays true until a block leaves a window."""
+        """The policy's summaries of the rows' own cache, valid until a block leaves a window."""
         return _summaries(self.lm, cache)
 
     def running(self, state: DecodingState) -> Bool[Array, " B"]:
@@ -226,7 +226,7 @@ def decode_layer(
     fed: Bool[Array, " B"] | None = None,  # rows that have a new token
     summaries: tuple[Any, Any] = (None, None),  # what the policy knows of `shared` and of the rows' own cache
 ) -> tuple[Float[Array, "B 1 Hq d"], PagedCache]:
-    """One step in a layer: what leaves the window, the new token joins it, attention.
+    """One step in a layer: evicts the block that leaves the window, writes the new token, attends.
 
     Returns:
         Attention output `[B, 1, H_q, d]` and the cache with the token in it.
@@ -414,7 +414,7 @@ def _start(
     drawing: _Drawing,
     attended_share: Float32[Array, " R"] | None = None,
 ) -> DecodingState:
-    """The state behind the first new token of every answer."""
+    """The state after the first new token of every answer."""
     rows = drawing.keys.shape[0]
     state = DecodingState(
         tokens=jnp.full((rows, drawing.new_tokens), lm.pad_token_id, jnp.int32),

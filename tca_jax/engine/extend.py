@@ -37,7 +37,7 @@ class AppendedColumns(NamedTuple):
 
 
 class Extended(NamedTuple):
-    """What `extend` gives."""
+    """Result of `extend`."""
 
     cache: PagedCache  # with the tokens in it
     logits: Float32[Array, "B V"]  # of the token after each row's last, float32 `[B, V]`
@@ -47,7 +47,7 @@ class Extended(NamedTuple):
 
 
 def num_columns(most_columns: int, block_size: int) -> int:
-    """Columns that programs are compiled for: whole blocks in buckets, and whole pieces where there are several."""
+    """Columns that programs are compiled for: a bucket of blocks, or a multiple of pieces."""
     blocks = bucket_length(cdiv(most_columns, block_size), smallest=1)
     piece = _piece_blocks(block_size)
     return block_size * (blocks if blocks <= piece else round_up(blocks, piece))
@@ -77,7 +77,7 @@ def extend(
     keep_hidden: bool = False,  # whether `Extended.hidden` is wanted
     backend: Backend = "auto",
 ) -> Extended:
-    """Feeds tokens behind what caches hold. Each behaves as if decoding had fed it, however they are cut into calls."""
+    """Appends tokens to caches. Each behaves as if decoding had fed it, however they are split into calls."""
     decoder, b = lm.decoder, cache.block_size
     batch, columns = tokens.shape
     where = AppendedColumns(starts // b * b, starts, starts + lengths, prompt_lengths)
@@ -156,7 +156,7 @@ def extend_layer(
     where: AppendedColumns,  # which columns are new tokens
     backend: Backend = "auto",
 ) -> tuple[Float[Array, "B S Hq d"], PagedCache]:
-    """A layer's attention of appended tokens, block by block: what leaves the window, what joins it, attention.
+    """A layer's attention of appended tokens: for each block evicts, writes the new tokens, attends.
 
     Returns:
         Attention output `[B, S, H_q, d]`, arbitrary but finite where a column is no new token, and the cache.
@@ -244,7 +244,7 @@ def evict_block(
     *,
     rare: bool = False,  # whether there mostly are none, so that the device asks the host to leave out what is for them
 ) -> PagedCache:
-    """The cache with what the policy keeps of the block that leaves the window, in rows where one leaves.
+    """Keeps the policy's choice from the block that leaves the window, in rows where one leaves.
 
     The policy sees the current query's attention probabilities over all that it can see at this step: what is kept, the
     window with the leaving block still in it, and itself.

@@ -42,7 +42,7 @@ KV = MappingProxyType({"fp8": CODES})
 
 @runtime_checkable
 class ProfileLike(Protocol):
-    """What an LM needs of a profile; `tca_jax.Profile` has it."""
+    """The part of a profile that an LM uses; `tca_jax.Profile` implements it."""
 
     def validate_for(self, model_config: ModelConfig, fingerprint: str | None, name: str) -> None: ...
 
@@ -138,7 +138,7 @@ class LM:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of architecture and weights, which profiles carry; reads all weights where they lie, once."""
+        """Hash of architecture and weights, which profiles carry; computed once, from all weights."""
         return self.checkpoint_fingerprint or fingerprint(self.decoder, self.head_orders)
 
     @property
@@ -150,17 +150,17 @@ class LM:
 
     @property
     def parameter_specs(self) -> Any:
-        """How each weight lies on the mesh, in the structure of `params`."""
+        """Partition spec of each weight, in the structure of `params`."""
         if self.graphdef is None:  # `without_weights`
             return self.params
         return parameter_specs(self.config, self.mesh, self.weights_dtype)
 
     def in_model_order(self, layer: int, values: np.ndarray) -> np.ndarray:
-        """Values for each KV head of a layer, axis 0, in the model's own order, from that in which the heads lie."""
+        """Values for each KV head of a layer, axis 0, reordered from the mesh's order to the model's."""
         return values if self.head_shards is None else values[self.head_shards.inverse[layer]]
 
     def head_numbers(self, layer: int) -> Int32[np.ndarray, " Hkv"]:
-        """The KV heads of a layer in the order in which they lie."""
+        """The KV heads of a layer in the mesh's order."""
         return self.in_mesh_order(layer, np.arange(self.config.num_kv_heads, dtype=np.int32))
 
     def in_mesh_order(self, layer: int, values: np.ndarray) -> np.ndarray:
@@ -177,22 +177,22 @@ class LM:
 
     @property
     def on_one_device(self) -> LM:
-        """The model as if one device held it: what sizes are computed for, and methods tried without moving weights."""
+        """The model without its mesh, to compute sizes and to try methods without moving weights."""
         return dataclasses.replace(self, mesh=None, head_orders=None)
 
     @functools.cached_property
     def dtype(self) -> jnp.dtype:
-        """What the model computes in."""
+        """Dtype of the model's computation."""
         return self.decoder.dtype
 
     @functools.cached_property
     def weights_dtype(self) -> jnp.dtype:
-        """What its projections are stored in; of eight bits, with scales."""
+        """Dtype of its stored projections; in eight bits they have scales."""
         return self.decoder.param_dtype
 
     @property
     def cache_dtype(self) -> jnp.dtype:
-        """What its cache holds."""
+        """Dtype of its cache."""
         return self.dtype if self.kv is None else KV[self.kv]
 
     def with_method(self, method: Method | str, **options: Any) -> LM:
@@ -230,7 +230,7 @@ class LM:
         return self.with_method(profile.method())
 
     def for_programs(self) -> LM:
-        """The model without what programs do not depend on, so that another tokenizer or name compiles nothing."""
+        """The model without the fields that programs ignore, so that another tokenizer or name compiles nothing."""
         return self._with(name="", tokenizer=None, eos_token_ids=(), checkpoint_fingerprint=None)
 
     def without_weights(self) -> LM:
@@ -239,7 +239,7 @@ class LM:
         return self.for_programs()._with(params=(), graphdef=None)
 
     def _with(self, **changes: Any) -> LM:
-        """Another one over the same weights, which knows of them what this one has found out.
+        """A copy over the same weights, with the cached properties of this one.
 
         A fingerprint takes a read of all weights; to merge a deep model takes milliseconds.
         """
@@ -255,14 +255,14 @@ class LM:
         return CacheLayout.plan(self.method.cache, *sizes)
 
     def following_layout(self, batch: int, prompt_tokens: int, fed_tokens: int) -> CacheLayout:
-        """Static shape of the cache of what is fed behind tokens that lie in another one; on a mesh, of a device."""
+        """Static shape of the cache of tokens that follow those of another cache; on a mesh, of a device."""
         c = self.config
         sizes = c.num_layers, c.num_kv_heads, batch, prompt_tokens, fed_tokens, self.head_shards
         return CacheLayout.plan_following(self.method.cache, *sizes)
 
 
 def stored_entry(lm: LM) -> dict[str, str]:
-    """What a record of something measured says of eight bits: nothing where there are none."""
+    """Entries of a measurement's record for weights and caches in eight bits."""
     weights = {"weights": lm.weights_dtype.name} if is_quantized(lm.weights_dtype) else {}
     return weights | ({} if lm.kv is None else {"kv": lm.cache_dtype.name})
 

@@ -76,7 +76,7 @@ def part_of_device(values: Shaped[np.ndarray, "devices ..."]) -> Shaped[Array, .
 
 
 def mean_of_devices(x: Shaped[Array, "*s"], shards: HeadShards | None) -> Shaped[Array, "*s"]:
-    """The mean over devices on "model" of what each has found of its own heads, as many on each."""
+    """The mean over devices on "model" of a value of each device's heads."""
     return x if shards is None else jax.lax.pmean(x, MODEL)
 
 
@@ -105,7 +105,7 @@ class OverMesh:
         return over_mesh(on_device, lm.mesh, inputs, self._outputs)(lm.params, *args)
 
     def place(self, lm: LM, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Arguments behind the model as they lie on its mesh; those that lie so already, and shapes, are themselves."""
+        """Places the arguments after the model on its mesh. Already placed arrays and shapes pass through."""
         if lm.mesh is None:
             return tuple(args)
         put = functools.partial(place, mesh=lm.mesh)
@@ -144,7 +144,7 @@ def over_mesh(
 
 
 def _specs_of(inputs: Sequence[Any], args: Sequence[Any]) -> tuple[Any, ...]:
-    """How each array of some arguments lies on a mesh."""
+    """Partition spec of each array of some arguments."""
     return tuple(jax.tree.broadcast(spec, arg, is_leaf=_is_spec) for spec, arg in zip(inputs, args, strict=False))
 
 
@@ -165,7 +165,7 @@ def whole_mesh(mesh: Mesh) -> Mesh:
 
 
 def parse_mesh(text: str, argument: str) -> Mesh:
-    """The mesh of the first devices that a text such as "1x4" asks for: those on "data", then those on "model".
+    """The mesh of the first devices for a text such as "1x4": devices on "data" x devices on "model".
 
     Raises:
         ValueError: it is no such text, or asks for more devices than there are; names `argument`.
@@ -177,7 +177,7 @@ def parse_mesh(text: str, argument: str) -> Mesh:
 
 
 def parse_mesh_shape(text: str, argument: str) -> tuple[int, int]:
-    """Devices on "data" and on "model" that such a text asks for, whatever devices there are. Raises ValueError."""
+    """Devices on "data" and on "model" in such a text. Raises ValueError."""
     sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if sizes is None:
         raise UserError(f"{argument} {text}: must be devices on 'data' x devices on 'model', such as 1x4")
@@ -190,7 +190,7 @@ def mesh_name(mesh: Mesh | None) -> str:
 
 
 def mesh_entry(mesh: Mesh | None) -> dict[str, str]:
-    """What a record of something measured says of its mesh: nothing without one."""
+    """Entries of a measurement's record for its mesh; none without one."""
     return {} if mesh is None else {"mesh": mesh_name(mesh)}
 
 
@@ -233,15 +233,15 @@ def on_host(arrays: Any) -> Any:
     """Arrays of a pytree on the host, all at once, for each alone would wait; gathered where other processes hold
     parts of them."""
 
-    def lies_elsewhere(x: Any) -> bool:
+    def is_remote(x: Any) -> bool:
         return isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)
 
-    if not any(map(lies_elsewhere, jax.tree.leaves(arrays))):
+    if not any(map(is_remote, jax.tree.leaves(arrays))):
         return jax.device_get(arrays)
     from jax.experimental.multihost_utils import process_allgather
 
     def of_all(x: Any) -> Any:
-        return process_allgather(x, tiled=True) if lies_elsewhere(x) else jax.device_get(x)
+        return process_allgather(x, tiled=True) if is_remote(x) else jax.device_get(x)
 
     return jax.tree.map(of_all, arrays)
 
@@ -274,7 +274,7 @@ def _is_spec(x: Any) -> bool:
 
 
 def place(spec: PartitionSpec, x: Any, mesh: Mesh) -> Any:
-    """An array as it is to lie on a mesh; itself where it lies so, or is a shape."""
+    """Places an array on a mesh. Already placed arrays and shapes pass through."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
     wanted = NamedSharding(mesh, spec)

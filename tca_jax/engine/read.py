@@ -1,4 +1,4 @@
-"""Reading prompts: logits behind them, what the caches keep, and where numbers cease to be finite.
+"""Prefill: logits after prompts, the caches they leave, and the source of values that are not finite.
 
 A prompt is read in one program (`read_prompts`), or in several, each of neighbouring layers: `begin_reading`,
 `read_layers` from the first layer to the last, `end_reading`.
@@ -30,7 +30,7 @@ from tca_jax.pallas_kernels.paged_attention import paged_attention
 
 
 class Read(NamedTuple):
-    """What `read_prompts` gives."""
+    """Result of `read_prompts`."""
 
     logits: Float[Array, "B V"]  # of the token behind each prompt, float32 `[B, V]`
     cache: PagedCache | None  # what stays of the prompts; None unless a layout was given
@@ -40,7 +40,7 @@ class Read(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Prompts between layers; `[B, m, D]` behind the last one, where `tail_queries` are all it needs."""
+    """Prompts between layers; `[B, m, D]` after the last one if it needs `tail_queries` only."""
 
     x: Float[Array, "B _ D"]  # the residual stream, `[B, L, D]`
     lengths: Int[Array, " B"]  # true lengths, `[B]`
@@ -119,7 +119,7 @@ def read_layers(
 
 
 def end_reading(lm: LM, reading: Reading, cache: PagedCache | None, *, keep_hidden: bool = False) -> Read:
-    """What reading prompts gives, once all layers have run; arguments are those of `read_layers`."""
+    """Result of prefill after all layers have run; arguments are those of `read_layers`."""
     (x, lengths, shares), layers = reading, lm.config.num_layers
     hidden = lm.decoder.final_norm(x)
     tail = None if keep_hidden else tail_queries(lm.method, layers - 1)
@@ -141,7 +141,7 @@ def prefill_layer(
     *,
     last_query: bool = False,  # whether only the last query is answered
 ) -> tuple[Attended, PagedCache]:
-    """Attention of prompts in a layer, and the cache with what stays of them.
+    """Attention of prompts in a layer, and the cache with their kept tokens and window.
 
     Returns:
         Attention, its output `[B, M, H_q, d]` (zero past a length), and the cache. With `last_query` the pairs are
@@ -185,7 +185,7 @@ def _attend_last(
     layout: CacheLayout,
     backend: Backend,
 ) -> Float[Array, "B M Hq d"]:
-    """Attention of each prompt's last query over its window and what prompt queries read left of it; zeros before it.
+    """Attention of each prompt's last query over its window and the tokens selected before it; zeros for other queries.
 
     The selection may hold a block more than is left of this query's window: the one that leaves before the next token.
     """
@@ -202,7 +202,7 @@ def _attend_last(
 
 
 def _selected_pairs(readable: Selected | None, lengths: Int[Array, " B"], layout: CacheLayout) -> Float32[Array, " B"]:
-    """Causal pairs of prompts whose queries attend to their windows and to what they read left of these."""
+    """Causal pairs of prompts whose queries attend to their windows and to the tokens selected before them."""
     if readable is None:  # the prompt fits its window
         return causal_pairs(lengths)
     sizes = {"block_size": layout.block_size, "window": layout.window}
@@ -216,7 +216,7 @@ def require_finite(
     finite: Bool[np.ndarray, " B"],
     argument: str,
 ) -> None:
-    """Raises ValueError unless the logits of all rows were finite; says where the first that is not comes from."""
+    """Raises ValueError unless the logits of all rows are finite; the message names the cause in one row."""
     if finite.all():
         return
     row = int(np.argmin(finite))

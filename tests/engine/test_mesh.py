@@ -69,24 +69,6 @@ def test_small_chunks_say_what_one_device_says(monkeypatch):
     check_same(one, many)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shape", "changes", "under"),
-    [
-        ((1, 4), FAMILIES["llama, attention with biases"] | {"group": 7}, with_tca),
-        ((2, 2), FAMILIES["qwen3, tied"], lambda full: full),  # which wants hidden states of all tokens
-    ],
-    ids=["(1, 4), TCA", "(2, 2), full"],
-)
-def test_large_chunks_say_what_one_device_says(shape, changes, under, monkeypatch):
-    one = under(lm_of(**changes))
-    chunks_of(64, one, monkeypatch)  # 4 x 96 tokens, or 2 x 96 of a device on "data", in chunks of 56, 72, 60 and 68
-    many = under(lm_of(mesh_of(shape), name="in large chunks", **changes))
-    check_same(one, many)
-    expected, scores = tca_jax.score(one, PROMPTS), tca_jax.score(many, PROMPTS)
-    np.testing.assert_allclose(np.concatenate(scores.logprobs), np.concatenate(expected.logprobs), atol=2e-4)
-
-
 @pytest.mark.parametrize(
     "family", ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "qwen2")]
 )

@@ -42,13 +42,6 @@ def test_answers_from_a_context_are_those_of_one_device(read, expected):
     assert context.stats.kept_share == pytest.approx(read.stats.kept_share)
 
 
-@pytest.mark.slow
-def test_answers_share_a_context_of_one_row():
-    one, many = dressed(), dressed((1, 4))
-    answers = [ask(lm, tca_jax.prefill(lm, DOCUMENTS[0])) for lm in (one, many)]
-    assert answers[0] == answers[1]
-
-
 def test_a_context_grows_as_on_one_device():
     parts = random_prompt(4, 30), random_prompt(5, 50)
     answers = []
@@ -86,12 +79,3 @@ def test_scores_of_answers_are_those_of_one_device():
     for i, j in np.ndindex(2, 2):
         np.testing.assert_allclose(many.logprobs[i][j], one.logprobs[i][j], atol=2e-4)
     assert many.greedy == one.greedy
-
-
-def test_scores_of_answers_behind_a_context_are_those_of_one_device():
-    answers = [[random_prompt(6, 5), random_prompt(7, 12)]]
-    found = []
-    for lm in (dressed(), dressed((1, 2))):
-        found.append(score_answers(lm, QUESTIONS[:1], answers, context=tca_jax.prefill(lm, DOCUMENTS[0])))
-    for j in range(2):
-        np.testing.assert_allclose(found[1].logprobs[0][j], found[0].logprobs[0][j], atol=2e-4)

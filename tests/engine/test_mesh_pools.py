@@ -100,17 +100,6 @@ def test_devices_allocate_what_statistics_say(shared):
 
 
 @needs_8_devices
-def test_devices_allocate_what_answers_report():
-    lm = dressed((1, 4))
-    asked = request.Request.create(
-        lm, DOCUMENTS, sampling=tca_jax.Sampling(), seed=0, stop=(), backend="auto", **OPTIONS
-    )
-    state = asked.start()
-    assert asked.shared is None  # each prompt has one answer
-    assert held_by_devices((state.cache.k, state.cache.v)) == {asked.kv_cache_bytes(lm)}
-
-
-@needs_8_devices
 def test_no_program_over_a_context_copies_the_pool(shared):
     lm = dressed((1, 4))
     asked = request.Request.create(
