@@ -57,17 +57,20 @@ def load(kind: str, directory: Any) -> tuple[Path, Any, dict[str, np.ndarray]]:
     import orbax.checkpoint as ocp
 
     items = ocp.args.Composite(arrays=ocp.args.StandardRestore(), metadata=ocp.args.JsonRestore())
-    with _silent(), _manager(kind, folder, read_only=True) as manager:
-        while (newest := manager.latest_step()) != step:  # a save may remove what is being read
-            step = newest
-            try:
-                found = manager.restore(step, args=items)
-                return folder / f"{kind}_{step}", found.metadata, found.arrays
-            except Exception as error:
-                reason = f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
-                failure = UserError(f"{folder / f'{kind}_{step}'}: damaged or incomplete, cannot be read{reason}")
-                failure.__cause__ = error
-                manager.reload()
+    try:
+        with _silent(), _manager(kind, folder, read_only=True) as manager:
+            while (newest := manager.latest_step()) != step:  # a save may remove what is being read
+                step = newest
+                try:
+                    found = manager.restore(step, args=items)
+                    return folder / f"{kind}_{step}", found.metadata, found.arrays
+                except Exception as error:
+                    reason = f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
+                    failure = UserError(f"{folder / f'{kind}_{step}'}: damaged or incomplete, cannot be read{reason}")
+                    failure.__cause__ = error
+                    manager.reload()
+    except Exception as error:  # of the files that list what the folder holds
+        raise UserError(f"{folder}: damaged or incomplete, cannot be read") from error
     raise UserError(f"{folder} holds no {kind}: there is no {kind}_<number> folder in it") if step is None else failure
 
 

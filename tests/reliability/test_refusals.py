@@ -41,7 +41,7 @@ def edit(file, change):
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json", INDEX])
 @pytest.mark.parametrize("depth", [40, 900, 100_000])
-def test_json_that_is_nested_too_deeply_names_its_file(file, depth, folder):
+def test_deeply_nested_json_names_its_file(file, depth, folder):
     if file == INDEX:
         (folder / "model.safetensors").unlink()
     (folder / file).write_text('{"a":' + "[" * depth + "]" * depth + "}")
@@ -50,7 +50,7 @@ def test_json_that_is_nested_too_deeply_names_its_file(file, depth, folder):
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/hostname", "sub/model.safetensors", "model.bin", "", 3])
-def test_an_index_that_leads_out_of_the_folder_is_corrupt(name, folder):
+def test_an_index_beyond_the_folder_is_corrupt(name, folder):
     (folder / "model.safetensors").rename(folder / "moved.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
     with pytest.raises(
@@ -60,7 +60,7 @@ def test_an_index_that_leads_out_of_the_folder_is_corrupt(name, folder):
 
 
 @pytest.mark.parametrize("file", ["generation_config.json", "chat_template.jinja", "model.safetensors", "config.json"])
-def test_a_link_whose_file_is_gone_is_not_taken_for_absent(file, folder):
+def test_a_dangling_link_is_not_absent(file, folder):
     """Files of the Hub's cache are links."""
     (folder / file).unlink()
     (folder / file).symlink_to("../../blobs/0123")
@@ -68,7 +68,7 @@ def test_a_link_whose_file_is_gone_is_not_taken_for_absent(file, folder):
         tca_jax.load(folder)
 
 
-def test_a_folder_in_the_place_of_the_generation_config_is_named(folder):
+def test_a_folder_as_generation_config_is_named(folder):
     (folder / "generation_config.json").unlink()
     (folder / "generation_config.json").mkdir()
     with pytest.raises(OSError, match=r"generation_config.json"):
@@ -78,7 +78,7 @@ def test_a_folder_in_the_place_of_the_generation_config_is_named(folder):
 # --- tokenizers -----------------------------------------------------------------------------------
 
 
-def test_a_tokenizer_of_more_tokens_than_the_model_has_is_named(folder):
+def test_a_tokenizer_beyond_the_vocabulary_is_named(folder):
     """JAX clamps indices: the model would have read another token."""
 
     def add_one(entries):
@@ -93,7 +93,7 @@ def test_a_tokenizer_of_more_tokens_than_the_model_has_is_named(folder):
 
 
 @pytest.mark.parametrize("value", ["4096", [1], {}])
-def test_a_tokenizer_that_cannot_be_used_is_named_when_it_is_loaded(value, folder):
+def test_an_unusable_tokenizer_is_named_on_loading(value, folder):
     edit(folder / "tokenizer_config.json", lambda entries: entries.update(model_max_length=value))
     with pytest.raises(ValueError, match=r"the tokenizer in .* cannot be loaded: TypeError: [^\n]*$"):
         open_checkpoint(folder)
@@ -105,7 +105,7 @@ def test_a_missing_tokenizer_json_is_one_line(folder):
         open_checkpoint(folder)
 
 
-def test_a_text_that_the_tokenizer_fails_on_names_the_argument(folder):
+def test_a_failing_tokenizer_names_the_argument(folder):
     class PanicException(BaseException):  # what Rust's panics are in Python: no Exception
         pass
 
@@ -121,7 +121,7 @@ def test_a_text_that_the_tokenizer_fails_on_names_the_argument(folder):
 
 
 @pytest.mark.parametrize("kind", [Profile, tca_jax.Context])
-def test_a_folder_that_does_not_exist_and_a_file_are_told_apart(kind, tmp_path):
+def test_missing_folders_and_files_are_told_apart(kind, tmp_path):
     name = kind.__name__.lower()
     with pytest.raises(FileNotFoundError, match=rf"{name} directory {tmp_path}/nosuch does not exist"):
         kind.load(tmp_path / "nosuch")
@@ -136,7 +136,7 @@ class OfAnotherVersion(FullCache):
     """Registered nowhere; a test takes it away."""
 
 
-def test_a_context_of_a_class_that_is_not_there_may_be_of_another_version(monkeypatch):
+def test_a_context_of_an_unknown_class_is_refused(monkeypatch):
     lm = tiny_lm()
     theirs = lm.with_method(Method("full", FullPrefill(), OfAnotherVersion()))
     assert unknown_types(describe_method(theirs.method)) == []
@@ -150,7 +150,7 @@ def test_a_context_of_a_class_that_is_not_there_may_be_of_another_version(monkey
         dataclasses.replace(context, identity=identity).require_made_by(lm)
 
 
-def test_types_that_nothing_can_lead_to_do_not_count_as_unknown():
+def test_local_types_are_not_unknown():
     class Local(CachePolicy):
         block_size, window = 8, 16
 
