@@ -51,7 +51,7 @@ FIRST = (
     "engine/test_contexts.py",
     "engine/test_eight_bits.py",
     "engine/test_mesh_contexts.py",
-    "lab/benchmarks/test_benchmarks.py",
+    "lab/benchmarks/test_commands.py",
 )
 #: Files and folders of tests/ that run whole commands, examples, trained models, several processes or meshes, or all
 #: methods in turn. `make test-integration` runs them and the tests of other files that are marked `integration`.
@@ -96,7 +96,6 @@ INTEGRATION = (
 SLOW = (
     "distributed",
     "lab/evaluation/test_equal_bytes.py",
-    "reliability/test_soak.py",
 )
 _TESTS = Path(__file__).parent
 _MOST_MAPS = 25_000  # of 65,530; the largest module's programs come on top

@@ -1,438 +1,185 @@
-"""One attention layer's prefill under TCA (selection and attention) against cuDNN full attention, causal, same inputs.
+"""`tca-jax bench attention`: prefill attention of one layer, with selection, against full attention.
 
-tca-jax bench attention                                     # the committed table, a few minutes on one GPU
-tca-jax bench attention --lengths 32768 --models llama3.1-8b --block-shares 0.2 --repeats 3
-tca-jax bench attention --lengths 131072 --models llama3.1-8b --block-shares 0.05:0.25   # prefill's and the cache's
-tca-jax bench attention --lengths 131072 --models llama3.1-8b --block-shares 0.05:0.25 --fetching 1  # of 8 heads
-tca-jax bench attention --lengths 131072 --methods xattention --methods minference --attended 0.18   # and other methods
-tca-jax bench attention --lengths 131072 --mesh 1x4         # the layer's heads on four devices
+tca-jax bench attention
+tca-jax bench attention --models llama3.1-8b --lengths 131072 --block-shares 0.05:0.25 --block-shares 0.05:0.25+1
+tca-jax bench attention --lengths 131072 --methods xattention:threshold=0.9,dense_tokens=0
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import EllipsisType
 from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from jax.sharding import Mesh
 from jaxtyping import Array
-from matplotlib.figure import Figure
 
 import tca_jax
-from tca_jax.cli.options import MeshOption
-from tca_jax.engine.mesh import CACHES, ROWS, HeadShards, heads_of, mean_of_devices, mesh_entry, parse_mesh
 from tca_jax.errors import UserError
-from tca_jax.lab.benchmarks.common import (
-    CHECKED_TOKENS,
-    Layer,
-    agreement,
-    attention_inputs,
-    check_sizes,
-    find_layers,
-    full_attention,
-    group_rows,
-    plot_line,
-    print_row,
-    tca_config,
-    time_alternating,
-    token_axis,
-    write_results,
-)
-from tca_jax.lab.benchmarks.fetching import FETCH_STAGES, OneHead
-from tca_jax.lab.benchmarks.layer_mesh import (
-    INPUTS,
-    SEQUENCES,
-    check_layer,
-    describe_layer_mesh,
-    heads_over,
-    inputs_over,
-    program_over,
-)
-from tca_jax.lab.benchmarks.options import (
-    RESULTS,
-    LengthsOption,
-    ModelsOption,
-    NameOption,
-    OutOption,
-    RepeatsOption,
-    WindowOption,
-)
-from tca_jax.lab.benchmarks.prefill_methods import Wanted, check_attended, describe_methods, measure_methods
-from tca_jax.lab.benchmarks.shares import (
+from tca_jax.lab.benchmarks import common
+from tca_jax.lab.benchmarks.models import (
+    CONFIGS,
     BlockSharesOption,
-    FetchingOption,
+    MethodsOption,
     Share,
-    check_fetching,
-    check_shares,
-    describe_config,
-    describe_fetching,
-    with_fetching,
+    describe_shares,
+    find_configs,
+    parse_method,
 )
-from tca_jax.lab.plots import figures
-from tca_jax.methods.base import Heads, Method, last_queries, per_head, selection_for_prefill
+from tca_jax.methods.base import Attended, Heads, Method, last_queries, per_head, selection_for_prefill
 from tca_jax.methods.pairs import causal_pairs
-from tca_jax.methods.regions import Regions, Selected, Selection
-from tca_jax.methods.selection import PromptScores, row_budgets
-from tca_jax.methods.tca import TCACache
-from tca_jax.methods.tca_prefill import TCAPrefill
-from tca_jax.models.sharding import DATA, axis_size
-from tca_jax.pallas_kernels.backends import can_run, resolve_backend
-from tca_jax.pallas_kernels.observation_scores import observation_scores
-from tca_jax.pallas_kernels.reserve_tokens import reserve_tokens
-from tca_jax.pallas_kernels.token_scores import token_scores
+from tca_jax.methods.regions import Regions, Selected
+from tca_jax.models.config import ModelConfig
+from tca_jax.pallas_kernels.backends import can_run
 
-#: Stages of a prefill in their order, and all of the selection as one program.
-STAGES = (
-    "selection in all",
-    "token scores",
-    "observation scores",
-    "reserve",
-    "budgets",
-    "select",
-    "select for prefill",
-    "attention",
+NOTE = (
+    "One layer, one prompt, random bfloat16 inputs; medians over {repeats} rounds in turns with full causal attention "
+    "by cuDNN (XLA without a GPU) on the same inputs. `total ms` is selection and attention in one program, "
+    "`selection ms` and `attention ms` each in a program of its own. `kept` is the share of the prompt's tokens in "
+    "cache and window, `area` the attended share of causal pairs (query, key); `TFLOP/s on area` counts these pairs "
+    "alone, over `attention ms`. `error` is relative to the XLA oracle at up to {checked} tokens. {shares}"
 )
+
+_EXACT, _ESTIMATED = 1e-2, 0.1  # most relative error; backends may choose other blocks of nearly the same estimate
 
 
 @dataclasses.dataclass(frozen=True)
-class Prefill:
-    """A layer's prefill as a model runs it under TCA, whole and in stages.
+class Case:
+    """A layer's prefill under a method on a backend."""
 
-    Attributes:
-        policy: What the cache keeps and the prompt's queries attend to.
-        backend: Of attention; selection runs on it too where it has the kernels.
-        mesh: Devices that share the layer; None for one. Functions below are then traced for each of them.
-        shards: How its KV heads are dealt out to them.
-    """
+    name: str
+    method: Method
+    backend: Any
 
-    policy: TCACache
-    backend: str
-    mesh: Mesh | None = None
-    shards: HeadShards | None = None
+    def select(self, q: Array, k: Array, v: Array, n: Array) -> tuple[Selected, Selected | None] | None:
+        """The cache's selection and that of the prompt queries; None where nothing is ranked."""
+        policy, (batch, tokens, kv_heads, _) = self.method.cache, k.shape
+        if not policy.num_ranked_blocks(tokens):
+            return None
+        heads = Heads.all(kv_heads)
+        selection = policy.select(0, heads, last_queries(q, n, policy.num_queries), k, v, n, self.backend)
+        capacities = per_head(policy.capacities(0, tokens), kv_heads, self.name)
+        regions = Regions.plan(batch, heads.widest(capacities), policy.block_size)
+        kept = regions.fill(selection, k, v, block_size=policy.block_size, backend=self.backend)
+        return kept, selection_for_prefill(self.method, 0, heads, selection, kept, k, v, self.backend)
 
-    @classmethod
-    def create(
-        cls, layer: Layer, share: Share, backend: str, config: tca_jax.TCAConfig, mesh: Mesh | None = None
-    ) -> Prefill:
-        """The prefill of a layer whose ranked blocks keep a share."""
-        policy = share.method(config, layer.kv_heads).cache
-        assert isinstance(policy, TCACache)
-        return cls(policy, backend, mesh, heads_over(mesh, policy, layer.kv_heads))
+    def attend(self, q: Array, k: Array, v: Array, n: Array, selected: Any) -> Attended:
+        """Attention of all prompt queries."""
+        readable = None if selected is None else selected[1]
+        return self.method.prefill.attend(0, Heads.all(k.shape[2]), q, k, v, n, readable, self.backend)
 
-    @property
-    def method(self) -> Method:
-        """The method of the policy."""
-        return Method("tca", TCAPrefill(self.policy), self.policy)
-
-    @property
-    def selecting(self) -> np.ndarray:
-        """Which KV heads attend to what they select, in the order in which they lie."""
-        kv_heads = self.policy.num_heads(0)
-        selects = self.policy.reads(0, kv_heads, "sparse")
-        return selects if self.shards is None else selects[list(self.shards.order[0])]
-
-    def program(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any = CACHES) -> Callable[..., Any]:
-        """One of the functions below, or a stage of theirs, as a program; `inputs` say how its arguments lie."""
-        return program_over(self.mesh, function, inputs, outputs)
-
-    @property
-    def whole(self) -> Callable[..., Any]:
-        """The program of `run`."""
-        return self.program(self.run, INPUTS, (SEQUENCES, CACHES))
-
-    def run(self, q: Array, k: Array, v: Array, n: Array) -> tuple[Array, Selected]:
-        """The whole layer: its output, and what the cache keeps."""
+    def run(self, q: Array, k: Array, v: Array, n: Array) -> tuple[Array, Selected | None]:
+        """The whole layer: output, and what the cache keeps."""
         selected = self.select(q, k, v, n)
-        return self.attend(q, k, v, n, selected[-1]), selected[0]
+        return self.attend(q, k, v, n, selected).out, None if selected is None else selected[0]
 
-    def select(self, q: Array, k: Array, v: Array, n: Array) -> tuple[Selected, ...]:
-        """All of the selection, up to filled pools: the cache's, and that of the prompt's queries if it is another."""
-        queries = last_queries(q, n, self.policy.num_queries)
-        selection = self.policy.select(0, self.heads(k), queries, k, v, n, resolve_backend(self.backend))
-        cached = self.fill(selection, k, v)
-        readable = self.fill_for_prefill(selection, cached, k, v)
-        return (cached,) if readable is cached else (cached, readable)
-
-    def attend(self, q: Array, k: Array, v: Array, n: Array, selected: Selected) -> Array:
-        """The attention alone."""
-        return self.method.prefill.attend(0, self.heads(k), q, k, v, n, selected, resolve_backend(self.backend)).out
-
-    def area(self, q: Array, k: Array, v: Array, n: Array, selected: Selected) -> Array:
-        """Share of each prompt's pairs that the attention takes, mean over the layer's heads."""
-        attended = self.method.prefill.attend(0, self.heads(k), q, k, v, n, selected, resolve_backend(self.backend))
-        return mean_of_devices(attended.pairs / causal_pairs(n), self.shards)
-
-    def heads(self, k: Array) -> Heads:
-        """The KV heads that a program sees."""
-        return heads_of(self.shards, 0, k.shape[2])
-
-    def fill(self, selection: Selection, k: Array, v: Array) -> Selected:
-        """The cache's selection in its pool."""
-        (batch, tokens, *_), heads = k.shape, self.heads(k)
-        capacities = per_head(self.policy.capacities(0, tokens), heads.of_model, "capacities")
-        regions = Regions.plan(batch, heads.widest(capacities), self.policy.block_size)
-        return regions.fill(selection, k, v, block_size=self.policy.block_size, backend=resolve_backend(self.backend))
-
-    def fill_for_prefill(self, selection: Selection, cached: Selected, k: Array, v: Array) -> Selected:
-        """The selection of the prompt's queries in a pool of its own, or `cached` where it is the same."""
-        readable = selection_for_prefill(
-            self.method, 0, self.heads(k), selection, cached, k, v, resolve_backend(self.backend)
-        )
-        assert readable is not None
-        return readable
-
-    def stages(self, q: Array, k: Array, v: Array, n: Array) -> dict[str, Callable[[], Any]]:
-        """Calls of the stages, each a jitted program, by what they do; without those that have nothing to do here."""
-        config, kernels = self.policy.config, resolve_backend(self.backend)
-        calls: dict[str, Callable[[], Any]] = {}
-
-        def add(name: str, function: Callable[..., Any], *args: Any, lie: Sequence[Any], result: Any = CACHES) -> Any:
-            calls[name] = functools.partial(self.program(function, lie, result), *args)
-            return calls[name]()
-
-        last = functools.partial(last_queries, count=self.policy.num_queries)
-        queries = self.program(last, (SEQUENCES, ROWS), SEQUENCES)(q, n)
-        score = functools.partial(token_scores, block_size=config.block_size, backend=kernels)
-        newest = self.program(lambda queries: queries[:, -1], (SEQUENCES,))(queries)
-        scores = PromptScores(add("token scores", score, newest, k, n, lie=(CACHES, SEQUENCES, ROWS)), None)
-        if config.reserve_tokens:
-            observe = functools.partial(observation_scores, spread=config.spread, backend=kernels)
-            observed = add("observation scores", observe, queries, k, n, lie=(SEQUENCES, SEQUENCES, ROWS))
-            choose = functools.partial(reserve_tokens, reserve=config.reserve_tokens, backend=kernels)
-            ranked_tokens = config.num_ranked_blocks(n) * config.block_size
-            scores = scores._replace(reserved=add("reserve", choose, observed, ranked_tokens, lie=(CACHES, ROWS)))
-        selection = add("budgets", self._budget, scores, n, lie=(CACHES, ROWS))
-        filling = CACHES, CACHES, SEQUENCES, SEQUENCES
-        selected = add("select", self.fill, selection, k, v, lie=filling[1:])
-        if selection.prefill_budgets is not None:
-            selected = add("select for prefill", self.fill_for_prefill, selection, selected, k, v, lie=filling)
-        add("selection in all", self.select, q, k, v, n, lie=INPUTS)
-        add("attention", self.attend, q, k, v, n, selected, lie=(*INPUTS, CACHES), result=SEQUENCES)
-        return calls
-
-    def _budget(self, scores: PromptScores, n: Array) -> Selection:
-        """Budgets of both rows, as `select_by_candidates` makes them of the scores."""
-        heads = heads_of(self.shards, 0, scores.scored.scores.shape[1])
-        rows, prefill_rows = self.policy.rows(0, heads.of_model), self.policy.prefill_rows(0, heads.of_model)
-        budgets = row_budgets(scores, jnp.asarray(heads.of(rows)), n, self.policy.config)
-        if prefill_rows is None:
-            return Selection(scores.ranking, budgets)
-        prefill = row_budgets(scores, jnp.asarray(heads.of(prefill_rows)), n, self.policy.config)
-        return Selection(scores.ranking, jnp.maximum(budgets, prefill), prefill)
+    def kept_share(self, selected: Any, tokens: int) -> float:
+        """Share of the prompt's tokens in cache and window."""
+        if selected is None:
+            return 1.0
+        return float(np.mean(np.asarray(selected[0].pool.lengths)) + self.method.cache.window) / tokens
 
 
-def measure(
-    layer: Layer,
-    length: int,
-    settings: Sequence[tuple[str, Share]],
-    config: tca_jax.TCAConfig,
-    repeats: int,
-    mesh: Mesh | None = None,
-) -> list[dict[str, Any]]:
-    """A row for each setting, a backend and a kept share; all take turns with full attention on the same inputs."""
-    inputs = inputs_over(mesh, layer, length, seed=length)
-    full = program_over(mesh, full_attention, INPUTS[:3], SEQUENCES)
+def full_attention(q: Array, k: Array, v: Array) -> Array:
+    """The baseline: exact causal attention, by cuDNN where it runs."""
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if can_run("cudnn") else "xla")
+
+
+def attention_inputs(config: ModelConfig, tokens: int, seed: int) -> tuple[Array, Array, Array, Array]:
+    """Random q `[1, L, H_q, d]`, k and v `[1, L, H_kv, d]` in bfloat16, and the length `[1]`."""
+    keys, heads = jax.random.split(jax.random.key(seed), 3), (config.num_heads, *[config.num_kv_heads] * 2)
+    q, k, v = (
+        common.random_normal(key, (1, tokens, count, config.head_dim), jnp.bfloat16)
+        for key, count in zip(keys, heads, strict=True)
+    )
+    return q, k, v, jnp.full(1, tokens, jnp.int32)
+
+
+def measure(model: str, tokens: int, cases: Sequence[Case], repeats: int) -> list[common.Row]:
+    """A row for each case; all take turns with full attention."""
+    config = CONFIGS[model]
+    inputs = attention_inputs(config, tokens, seed=tokens)
+    full = jax.jit(full_attention)
     calls: dict[Any, Callable[[], Any]] = {"full": lambda: full(*inputs[:3])}
-    rows: dict[tuple[str, Share], dict[str, Any]] = {}
-    fetched = any(share.fetching for _, share in settings)
-    for backend, share in settings:
-        error = _check(layer, share, backend, config, min(length, CHECKED_TOKENS), mesh)
-        prefill = Prefill.create(layer, share, backend, config, mesh)
-        calls[backend, share, "TCA"] = functools.partial(prefill.whole, *inputs)
-        stages = prefill.stages(*inputs)
-        calls |= {(backend, share, name): call for name, call in stages.items()}
-        if share.fetching and (backend, FETCH_STAGES[0]) not in calls:
-            parts = OneHead(layer, backend, config, mesh).stages(*inputs)
-            calls |= {(backend, name): call for name, call in parts.items()}
-        selected = stages["selection in all"]()
-        area = prefill.program(prefill.area, (*INPUTS, CACHES), ROWS)(*inputs, selected[-1])
-        rows[backend, share] = {
-            "model": layer.name,
-            **mesh_entry(mesh),
-            "tokens": length,
-            "backend": backend,
-            "share": share.cell,
-            **({"fetching": share.fetching} if fetched else {}),
-            "kept": _kept(selected[0], length, config),
-            "kept in prefill": _kept(selected[-1], length, config, prefill.selecting) or "",
-            "area": float(np.asarray(area).mean()),
-            "error": error,
-        }
-    seconds = time_alternating(calls, repeats)
-    flops = 4 * layer.head_dim * layer.heads * inputs[0].shape[0] * length**2 / 2
-    for setting, row in rows.items():
-        times = {name: seconds[*setting, name] for name in ("TCA", *STAGES) if (*setting, name) in seconds}
-        row |= {"full ms": 1e3 * seconds["full"], "speed-up": seconds["full"] / times["TCA"]}
-        row |= {f"{name} ms": 1e3 * times[name] if name in times else "" for name in ("TCA", *STAGES)}
-        if fetched:
-            row |= _fetching_columns(setting, seconds)
-        row["TFLOP/s on area"] = flops * row["area"] / times["attention"] / 1e12
-        row["full TFLOP/s"] = flops / seconds["full"] / 1e12
-        row["error"] = row.pop("error")
-    return list(rows.values())
-
-
-def _fetching_columns(setting: tuple[str, Share], seconds: dict[Any, float]) -> dict[str, Any]:
-    """How much longer a layer takes than where no head fetches, and the parts of a head that does."""
-    backend, share = setting
-    alone = seconds.get((backend, dataclasses.replace(share, fetching=0), "TCA"))
-    parts = {name: 1e3 * seconds[backend, name] if share.fetching else "" for name in FETCH_STAGES}
-    return {
-        "over fetching 0": "" if alone is None else seconds[backend, share, "TCA"] / alone,
-        **{f"{name} ms": value for name, value in parts.items()},
-    }
-
-
-def _kept(selected: Selected, length: int, config: tca_jax.TCAConfig, heads: np.ndarray | EllipsisType = ...) -> float:
-    """Share of the prompt's tokens that lie in a pool or the window, mean over some heads; 0 for none."""
-    lengths = np.asarray(selected.pool.lengths)[:, heads]
-    return float(lengths.mean() + config.window) / length if lengths.size else 0.0
-
-
-@functools.cache
-def _check(
-    layer: Layer, share: Share, backend: str, config: tca_jax.TCAConfig, length: int, mesh: Mesh | None
-) -> float:
-    """Relative error against the XLA oracle on fresh inputs; heads that fetch are compared by their parts."""
-    if share.fetching:
-        error = OneHead(layer, backend, config, mesh).error(length)
-        return max(error, _check(layer, dataclasses.replace(share, fetching=0), backend, config, length, mesh))
-    return agreement(backend, *(_output(layer, share, name, config, length, mesh) for name in (backend, "xla")))
-
-
-@functools.cache
-def _output(
-    layer: Layer, share: Share, backend: str, config: tca_jax.TCAConfig, length: int, mesh: Mesh | None
-) -> Array:
-    prefill, inputs = Prefill.create(layer, share, backend, config, mesh), inputs_over(mesh, layer, length, seed=1)
-    return prefill.whole(*inputs)[0]
-
-
-def _declines(layer: Layer, backend: str, fetching: int, config: tca_jax.TCAConfig, mesh: Mesh | None) -> str | None:
-    """Why the kernels of a backend do not take a layer, of whose heads some fetch, or None."""
-    length = config.window + config.block_size
-    inputs = jax.eval_shape(lambda: attention_inputs(layer, length, 0, axis_size(mesh, DATA)))
-    try:
-        jax.eval_shape(Prefill.create(layer, Share(0.1, fetching=fetching), backend, config, mesh).whole, *inputs)
-    except NotImplementedError as error:
-        return str(error)
-    return None
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Speed-up over full attention by prompt length: a panel a model, a colour a share, a stroke a backend."""
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    figure = Figure(figsize=(5.5 * len(models), 4.5), dpi=150, layout="constrained")
-    for axes, model in zip(np.atleast_1d(figure.subplots(1, len(models), sharey=True)), models, strict=True):
-        named = ({**row, "drawn": _drawn(row)} for row in rows if row["model"] == model)
-        lines = group_rows(named, "drawn", "backend")
-        for (drawn, backend), line in lines.items():
-            plot_line(axes, line, "speed-up", f"{drawn}, {backend}", (drawn, backend), lines)
-        axes.axhline(1, color="black", linewidth=1, zorder=1)
-        token_axis(axes, [row["tokens"] for row in rows], "prompt tokens")
-        axes.set_title(model)
-        axes.legend(fontsize=8)
-    figures.label_lone_points(figure.axes, "{:.3g}".format)
-    figure.axes[0].set_ylabel("times as fast as full attention")
-    figure.suptitle("One attention layer's prefill, selection included")
-    figures.write(figure, path)
-
-
-def _drawn(row: dict[str, Any]) -> str:
-    """What a line of the plot has, in words."""
-    share = dataclasses.replace(Share.parse(row["share"]), fetching=row.get("fetching", 0))
-    return f"{share.percent} of ranked blocks{share.fetching_suffix}"
-
-
-def describe(
-    config: tca_jax.TCAConfig, repeats: int, mesh: Mesh | None = None, fetching: Sequence[int] | None = None
-) -> str:
-    """What the columns mean."""
-    observed = (
-        f" and which the last {config.observation} queries choose, spread over {config.spread} tokens"
-        if config.reserve_tokens
-        else ""
-    )
-    text = (
-        f"Times are medians over {repeats} rounds that alternate with the baseline in one process: full causal "
-        "attention on the same inputs, by cuDNN on an NVIDIA GPU. TCA has budgets of a given `share` "
-        f"{describe_config(config)}{observed}. `kept` is the share of the prompt's tokens that cache and window hold, "
-        "`kept in prefill` those that queries of heads which select can attend to; `area` the query-key pairs that are "
-        "attended to over those of full attention. `TCA ms` is the whole pipeline in one program, `selection in all "
-        "ms` all of it up to filled pools in one program; the other columns are its stages, each a program of its own. "
-        "`error` is relative to the XLA oracle."
-    )
-    if fetched := describe_fetching(config, fetching):
-        text += (
-            f"{fetched} `over fetching 0` is `TCA ms` over that without them; one head's `estimate` is that of its "
-            "blocks' attention, its `lists` the same and what is made of it, its `fetch attention` what follows, each "
-            "for one KV head alone."
+    rows: list[common.Row] = []
+    for i, case in enumerate(cases):
+        select, attend = jax.jit(case.select), jax.jit(lambda *args, case=case: case.attend(*args).out)
+        selected = select(*inputs)
+        pairs = jax.jit(lambda *args, case=case: case.attend(*args).pairs)(*inputs, selected)
+        calls[i, "total"] = functools.partial(jax.jit(case.run), *inputs)
+        calls[i, "attention"] = functools.partial(attend, *inputs, selected)
+        if selected is not None:
+            calls[i, "selection"] = functools.partial(select, *inputs)
+        rows.append(
+            {
+                "model": model,
+                "tokens": tokens,
+                "attention": case.name,
+                "backend": case.backend,
+                "kept": case.kept_share(selected, tokens),
+                "area": float(pairs[0] / causal_pairs(inputs[3])[0]),
+                "error": check(config, case, min(tokens, common.CHECKED_TOKENS)),
+            }
         )
-    return text + describe_layer_mesh(mesh, "a prompt for each on data; `TFLOP/s` are of all together")
+    seconds = common.time_in_turns(calls, repeats)
+    flops = 4 * config.head_dim * config.num_heads * tokens**2 / 2
+    for i, row in enumerate(rows):
+        of_case = {part: seconds.get((i, part), 0.0) for part in ("total", "selection", "attention")}
+        row |= {"full ms": 1e3 * seconds["full"], "speed-up": seconds["full"] / of_case["total"]}
+        row |= {f"{part} ms": 1e3 * value for part, value in of_case.items()}
+        row["TFLOP/s on area"] = flops * row["area"] / of_case["attention"] / 1e12
+        row["full TFLOP/s"] = flops / seconds["full"] / 1e12
+    return rows
+
+
+def check(config: ModelConfig, case: Case, tokens: int) -> float:
+    """Relative error of attention over one selection against the XLA oracle."""
+    inputs = attention_inputs(config, tokens, seed=1)
+    selected = jax.jit(case.select)(*inputs)
+    out, expected = (
+        jax.jit(each.attend)(*inputs, selected).out for each in (case, dataclasses.replace(case, backend="xla"))
+    )
+    exact = case.method.prefill_reads_cache and case.method.prefill.answers_from_cache(0)
+    return common.agreement(case.backend, out, expected, _EXACT if exact else _ESTIMATED)
 
 
 def main(
-    lengths: LengthsOption = None,
-    models: ModelsOption = None,
+    lengths: common.LengthsOption = None,
+    models: common.ModelsOption = None,
     shares: BlockSharesOption = None,
-    fetching: FetchingOption = None,
-    backend: Annotated[list[str] | None, typer.Option(help="Prefill backends.", show_default="all kernels")] = None,
-    window: WindowOption = tca_jax.TCAConfig.window,
-    reserve: Annotated[
-        int | None, typer.Option(help="Tokens of the reserve.", show_default="an eighth of the window", min=0)
-    ] = None,
-    methods: Annotated[
-        list[str] | None, typer.Option(help="Methods beside TCA: minference, flexprefill, xattention.")
-    ] = None,
-    attended: Annotated[float, typer.Option(help="Share of all pairs that they attend to.")] = 0.18,
-    mesh: MeshOption = None,
-    repeats: RepeatsOption = 5,
-    out: OutOption = RESULTS,
-    name: NameOption = "attention",
+    methods: MethodsOption = None,
+    backend: Annotated[list[str] | None, typer.Option(help="Kernels.", show_default="all that run here")] = None,
+    window: common.WindowOption = tca_jax.TCAConfig.window,
+    reserve: Annotated[int | None, typer.Option(help="Reserve, tokens.", show_default="window / 8", min=0)] = None,
+    repeats: common.RepeatsOption = 5,
+    out: common.OutOption = common.RESULTS,
+    name: common.NameOption = "attention",
 ) -> None:
-    """Time one layer's prefill, selection included, against full attention.
+    """Time one layer's prefill attention, selection included, against full attention.
 
-    Example: [bold]tca-jax bench attention --lengths 32768 --block-shares 0.2[/]
+    Example: [bold]tca-jax bench attention --lengths 32768 --block-shares 0.05:0.25[/]
     """
-    lengths = lengths or [8192, 32768, 131072]
-    shares, backends = shares or [Share(0.1), Share(0.155), Share(0.4)], backend or prefill_kernels()
-    layers, config = find_layers(models), tca_config(window, reserve)
-    check_shares(shares)
-    tested = with_fetching(shares, fetching)
-    check_attended(attended)
-    wanted = [Wanted.parse(text) for text in methods or ()]
-    devices = None if mesh is None else parse_mesh(mesh, "--mesh")
-    for layer in layers:
-        check_layer(devices, layer)
-        check_fetching(fetching, layer.kv_heads, f"a layer of {layer.name}")
-    check_sizes(lengths, config, backends, out)
-    settings, most = {}, max(fetching or [0])
-    for layer in layers:
-        declined = {name: reason for name in backends if (reason := _declines(layer, name, most, config, devices))}
-        if declined and backend:
-            raise UserError("; ".join(f"--backend {name}: {reason}" for name, reason in declined.items()))
-        settings[layer] = list(itertools.product([name for name in backends if name not in declined], tested))
-    rows = []
-    for layer, length in itertools.product(layers, lengths):
-        for row in measure(layer, length, settings[layer], config, repeats, devices):
-            rows.append(row)
-            print_row(row)
-    places = itertools.product(layers, lengths) if wanted else ()
-    others = [measure_methods(*place, wanted, attended, repeats, devices) for place in places]
-    more = {"Other methods": list(itertools.chain(*others))} if wanted else {}
-    note = describe(config, repeats, devices, fetching) + (f" {describe_methods(attended)}" if wanted else "")
-    write_results(name, "Prefill attention of one layer against full attention", rows, out, note, more)
-    plot(rows, out / f"{name}.png")
-
-
-def prefill_kernels() -> list[str]:
-    """Backends whose prefill kernels this device runs, best first; the oracle where there is none."""
-    return [name for name in ("mosaic", "triton") if can_run(name)] or ["xla"]
+    lengths, config = lengths or [2**14, 2**15, 2**16, 2**17], common.tca_config(window, reserve)
+    models = find_configs(models, whole=False, default=("llama3.1-8b", "llama3.2-1b"))
+    shares = shares or ([] if methods else [Share(0.25, prefill=0.05), Share(0.155)])
+    others = {text: parse_method(text) for text in methods or ()}
+    common.check_lengths(lengths, config, out)
+    backends = backend or [each for each in ("mosaic", "triton") if can_run(each)] or ["xla"]
+    common.check_backends(backends)
+    note = NOTE.format(repeats=repeats, checked=common.CHECKED_TOKENS, shares=describe_shares(config))
+    results = common.Results(out, name, "Prefill attention of one layer", note)
+    for model in models:
+        tested = {str(share): share.method(config, CONFIGS[model].num_kv_heads) for share in shares} | others
+        cases = [Case(label, method, each) for each in backends for label, method in tested.items()]
+        for tokens in lengths:
+            try:
+                rows = measure(model, tokens, cases, repeats)
+            except NotImplementedError as error:
+                raise UserError(f"--backend: {error}") from error
+            for row in rows:
+                results.add("Prefill attention", row)
+    results.finish()

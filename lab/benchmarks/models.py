@@ -1,34 +1,41 @@
-"""Models of real size with random weights, made where they lie: what a benchmark needs of a checkpoint."""
+"""Models of published shapes with random weights, and budgets of a chosen share."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import typer
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
 import tca_jax
+from tca_jax import methods
 from tca_jax.engine.lm import LM
+from tca_jax.engine.mesh import balanced_orders
 from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks.common import random_normal
-from tca_jax.lab.benchmarks.shares import Share
+from tca_jax.methods.base import CachePolicy, Method
+from tca_jax.methods.candidates import budget_sizes, candidate_distributions
+from tca_jax.methods.config import TCAConfig
+from tca_jax.methods.written import joined, parse_parts
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import MODEL, Parameter, parameters
 from tca_jax.models.projections import LARGEST_CODE, WEIGHTS
 from tca_jax.models.rope import RopeConfig
-from tca_jax.models.sharding import by_part, check_mesh, parameter_sharding, settled, spec_sharding
+from tca_jax.models.sharding import axis_size, by_part, check_mesh, parameter_sharding, settled, spec_sharding
 
 _STD = 0.02
-_DEVIATIONS = 8  # of codes of eight bits, the largest: none of them is drawn past it
+_DEVIATIONS = 8  # largest e4m3 code over the deviation of random codes
 
 _LLAMA = ModelConfig(
     family="llama",
@@ -56,45 +63,175 @@ _LLAMA = ModelConfig(
     ),
     dtype_name="bfloat16",
 )
+_QWEN = {
+    "family": "qwen2",
+    "vocab_size": 152064,
+    "rms_norm_eps": 1e-6,
+    "qkv_bias": True,
+    "rope": RopeConfig(type="default", theta=1_000_000.0),
+}
+_TINY = {"vocab_size": 256, "rope": RopeConfig(type="default", theta=10_000.0), "dtype_name": "float32"}
 
-#: Architecture of every model, under the names of `common.LAYERS`; "tiny" is for machines without a GPU.
+
+def _shape(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head_dim: int, **more: Any) -> ModelConfig:
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_layers": layers, "num_heads": heads}
+    return dataclasses.replace(_LLAMA, num_kv_heads=kv_heads, head_dim=head_dim, **sizes, **more)
+
+
+#: Architectures by the names of --models; "tiny" is for machines without a GPU.
 CONFIGS: Mapping[str, ModelConfig] = MappingProxyType(
     {
         "llama3.1-8b": _LLAMA,
-        "qwen2.5-7b": dataclasses.replace(
-            _LLAMA,
-            family="qwen2",
-            vocab_size=152064,
-            hidden_size=3584,
-            intermediate_size=18944,
-            num_layers=28,
-            num_heads=28,
-            num_kv_heads=4,
-            rms_norm_eps=1e-6,
-            qkv_bias=True,
-            rope=RopeConfig(type="default", theta=1_000_000.0),
-        ),
-        "llama3.1-70b": dataclasses.replace(
-            _LLAMA,
-            hidden_size=8192,
-            intermediate_size=28672,
-            num_layers=80,
-            num_heads=64,
-        ),
-        "tiny": dataclasses.replace(
-            _LLAMA,
-            vocab_size=256,
-            hidden_size=64,
-            intermediate_size=96,
-            num_layers=2,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=16,
-            rope=RopeConfig(type="default", theta=10_000.0),
-            dtype_name="float32",
-        ),
+        "qwen2.5-7b": _shape(3584, 18944, 28, 28, 4, 128, **_QWEN),
+        "llama3.1-70b": _shape(8192, 28672, 80, 64, 8, 128),
+        "llama3.2-1b": _shape(2048, 8192, 16, 32, 8, 64, tie_embeddings=True),
+        "tiny": _shape(64, 96, 2, 4, 2, 16, **_TINY),
     }
 )
+
+
+# ---- budgets
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Synthetic budgets of TCA: a mean share of the ranked blocks, unequal between heads as after calibration."""
+
+    cache: float  # share that the cache keeps
+    prefill: float | None = None  # share that prompt queries attend to, equal between heads; None for `cache`
+    blocks: int = 0  # KV heads of the model with the reading "blocks", spread over the layers
+
+    @classmethod
+    def parse(cls, text: str) -> Share:
+        """Parses "0.2", or "0.05:0.25" for prefill and cache; "+16" adds heads with the reading "blocks"."""
+        try:
+            shares, _, blocks = str(text).partition("+")
+            cache, *prefill = reversed([float(share) for share in shares.split(":")])
+            share = cls(cache, *prefill, blocks=int(blocks or 0))
+        except (TypeError, ValueError):
+            raise typer.BadParameter(f"{text}: must be CACHE or PREFILL:CACHE, such as 0.05:0.25+16") from None
+        if not 0 < (share.prefill or cache / 2) < cache < 1:
+            raise typer.BadParameter(f"{text}: must be between 0 and 1, prefill below cache")
+        return share
+
+    def __str__(self) -> str:
+        shares = f"{self.cache:g}" if self.prefill is None else f"{self.prefill:g}:{self.cache:g}"
+        return f"TCA {shares}" + (f"+{self.blocks}" if self.blocks else "")
+
+    def method(self, config: TCAConfig, kv_heads: int, num_layers: int = 1) -> Method:
+        """TCA with these budgets in every layer."""
+        if self.blocks > kv_heads * num_layers:
+            raise UserError(f"--block-shares +{self.blocks}: there are {kv_heads * num_layers} KV heads")
+        rows, prefill = unequal_candidates(config, kv_heads, self.cache), None
+        if self.prefill is not None:
+            prefill = (int(np.abs(_row_shares(config) - self.prefill).argmin()),) * kv_heads
+            rows = _with_dense_heads(config, prefill, self.cache)
+        return methods.configured(
+            config,
+            (rows,) * num_layers,
+            prefill_candidates=None if prefill is None else (prefill,) * num_layers,
+            readings=self._readings(rows, num_layers) if self.blocks else "sparse",
+        )
+
+    def _readings(self, rows: tuple[int, ...], num_layers: int) -> tuple[tuple[str, ...], ...]:
+        """The densest heads of each layer read blocks, spread over the layers as evenly as possible."""
+        each, rest = divmod(self.blocks, num_layers)
+        more = {int((i + 0.5) * num_layers / rest - 0.5) for i in range(rest)}
+        densest = np.argsort(-np.asarray(rows), kind="stable")
+        readings = np.full((num_layers, len(rows)), "sparse")
+        for layer in range(num_layers):
+            readings[layer, densest[: each + (layer in more)]] = "blocks"
+        return tuple(map(tuple, readings.tolist()))
+
+
+BlockSharesOption = Annotated[
+    list[Share] | None,
+    typer.Option(
+        "--block-shares",
+        help="Shares of the ranked blocks under TCA: CACHE or PREFILL:CACHE; +N gives N KV heads the reading blocks.",
+        parser=Share.parse,
+        metavar="SHARE",
+    ),
+]
+MethodsOption = Annotated[
+    list[str] | None,
+    typer.Option("--methods", help="Further methods, such as streaming:window=4096; may be repeated."),
+]
+
+
+def describe_shares(config: TCAConfig) -> str:
+    """How the notes of tables explain the names of attentions."""
+    return (
+        "`TCA PREFILL:CACHE+N`: prompt queries attend to PREFILL of the ranked blocks (in every head the nearest "
+        "candidate), the cache keeps CACHE of them (as many dense heads as that takes), N KV heads have the reading "
+        "`blocks`; `TCA SHARE`: one share, unequal between heads. Window "
+        f"{config.window}, reserve {config.reserve_tokens} tokens per head."
+    )
+
+
+def parse_method(text: str) -> Method:
+    """A registered method, such as "streaming:window=4096"."""
+    name, options = joined(parse_parts(text, "--methods"), f"--methods {text}")
+    return methods.get(name, **options)
+
+
+def unequal_candidates(config: TCAConfig, kv_heads: int, share: float) -> tuple[int, ...]:
+    """Candidates of KV heads with a mean share near `share` (within 0.02 from 4 heads on), unequal between heads."""
+    shares = _row_shares(config)
+    wanted = share + min(share, 1 - share) * np.linspace(-0.75, 0.75, kv_heads)
+    rows = np.abs(shares - wanted[:, None]).argmin(axis=1)
+    while True:  # one head a step, towards the mean
+        error = share - shares[rows].mean()
+        steps = np.clip(rows + int(np.sign(error)), 0, len(shares) - 1)
+        errors = np.abs(error - (shares[steps] - shares[rows]) / kv_heads)
+        if errors.min() >= abs(error):
+            return tuple(np.random.default_rng(0).permutation(rows).tolist())
+        rows[errors.argmin()] = steps[errors.argmin()]
+
+
+def _with_dense_heads(config: TCAConfig, candidates: tuple[int, ...], share: float) -> tuple[int, ...]:
+    """The candidates with as many dense heads as bring the mean nearest to `share`; at least one."""
+    shares, mixes = _row_shares(config), np.tile(candidates, (len(candidates), 1))
+    for dense, mix in enumerate(mixes, 1):
+        mix[:dense] = config.num_candidates
+    return tuple(mixes[np.abs(shares[mixes].mean(axis=1) - share).argmin()].tolist())
+
+
+def _row_shares(config: TCAConfig) -> np.ndarray:
+    """Mean share of a block that each candidate keeps, `[M + 1]`."""
+    return candidate_distributions(config) @ budget_sizes(config) / config.block_size
+
+
+# ---- weights
+
+
+def find_configs(names: Sequence[str] | None, *, whole: bool, default: Sequence[str] = ("llama3.1-8b",)) -> list[str]:
+    """Checks names of --models; `whole` models, other than single layers, need a GPU unless they are tiny."""
+    for name in names or default:
+        if name not in CONFIGS:
+            raise UserError(f"--models {name}: must be one of {list(CONFIGS)}")
+        if whole and name != "tiny" and jax.default_backend() != "gpu":
+            raise UserError(f"--models {name}: needs a GPU, this is {jax.default_backend()!r}; pass --models tiny")
+    return list(names or default)
+
+
+def open_model(
+    name: str,
+    profile: str | None = None,
+    *,
+    layers: int | None = None,
+    max_positions: int | None = None,
+    mesh: Mesh | None = None,
+    policy: CachePolicy | None = None,
+    weights: str | None = None,
+    kv: str | None = None,
+) -> LM:
+    """A shape of `CONFIGS` with random weights, or a checkpoint that `tca_jax.load` finds."""
+    if name not in CONFIGS:
+        return tca_jax.load(name, profile=profile, mesh=mesh, weights=weights, kv=kv)
+    find_configs([name], whole=True)
+    sizes: dict[str, Any] = {"max_positions": max_positions, "mesh": mesh, "weights": weights, "kv": kv}
+    return random_model(name, jax.random.key(0), layers, policy=policy, **sizes)
 
 
 def random_model(
@@ -104,99 +241,70 @@ def random_model(
     *,
     max_positions: int | None = None,
     mesh: Mesh | None = None,
+    policy: CachePolicy | None = None,
     weights: str | None = None,
     kv: str | None = None,
 ) -> LM:
-    """A model of true size with random weights, drawn on the default device in the model's own dtype.
+    """A model with normal(0.02) weights, drawn in place: on a mesh each device draws its part.
 
-    Nothing but the weights is ever as large as a weight. Weights are normal(0.02), projections into the residual stream
-    are divided by sqrt(2 layers), so activations stay finite; there is no tokenizer and no stop token.
+    Projections into the residual stream are divided by sqrt(2 layers), so activations stay finite. There is no
+    tokenizer and no stop token, and the fingerprint is a constant.
 
     Args:
         name: One of `CONFIGS`.
         key: Random key.
         num_layers: Layers; None for the model's own.
         max_positions: Longest context; None for the model's own.
-        mesh: Devices that share the model; each draws its own part of the weights, so their numbers depend on how many
-            devices share them.
-
-    Raises:
-        ValueError: the name is unknown, or the mesh does not fit the model.
+        mesh: Devices that share the model.
+        policy: Cache policy whose KV heads the devices of a mesh share evenly; None for the model's order.
+        weights: "fp8" for projections in e4m3.
+        kv: "fp8" for a cache in e4m3.
     """
-    abstract = abstract_model(name, num_layers, max_positions=max_positions, weights=weights).decoder
+    config = CONFIGS[name]
+    config = dataclasses.replace(
+        config, num_layers=num_layers or config.num_layers, max_positions=max_positions or config.max_positions
+    )
     if mesh is not None:
-        check_mesh(mesh, abstract.config, name)
+        check_mesh(mesh, config, name)
+    dtype = jnp.dtype(config.dtype_name)
+    stored = WEIGHTS[weights] if weights else dtype
+    abstract = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=stored, rngs=nnx.Rngs(0)))
     found = parameters(abstract)
-    of_codes = LARGEST_CODE / _DEVIATIONS if weights else 1.0
-    layers = abstract.config.num_layers
+    code_std = LARGEST_CODE / _DEVIATIONS if weights else 1.0
     drawn = {
-        parameter.path: parameter.variable.replace(_weight(parameter, one_key, layers, mesh, of_codes))
+        parameter.path: parameter.variable.replace(_weight(parameter, one_key, config.num_layers, mesh, code_std))
         for parameter, one_key in zip(found, jax.random.split(key, len(found)), strict=True)
     }
     decoder: Decoder = nnx.merge(nnx.graphdef(abstract), nnx.from_flat_state(drawn))
-    return LM.from_decoder(decoder, mesh=mesh, name=name, kv=kv)
-
-
-def abstract_model(
-    name: str,
-    num_layers: int | None = None,
-    *,
-    max_positions: int | None = None,
-    weights: str | None = None,
-    kv: str | None = None,
-) -> LM:
-    """A model of true size with shapes for weights, which is all that compilation needs; else as `random_model`."""
-    config = config_of(name, num_layers, max_positions=max_positions)
-    dtype = jnp.dtype(config.dtype_name)
-    stored = WEIGHTS[weights] if weights else dtype
-    decoder = nnx.eval_shape(lambda: Decoder(config, dtype=dtype, param_dtype=stored, rngs=nnx.Rngs(0)))
-    return LM.from_decoder(decoder, name=name, kv=kv)
-
-
-def config_of(name: str, num_layers: int | None = None, *, max_positions: int | None = None) -> ModelConfig:
-    """The architecture of a model; arguments and errors are those of `random_model`."""
-    if name not in CONFIGS:
-        raise UserError(f"model = {name!r}: must be one of {list(CONFIGS)}")
-    config = CONFIGS[name]
-    return dataclasses.replace(
-        config,
-        num_layers=num_layers or config.num_layers,
-        max_positions=max_positions or config.max_positions,
-    )
-
-
-def under_share(lm: LM, share: Share, config: tca_jax.TCAConfig) -> LM:
-    """The model under budgets and readings that are made up for a share, alike in all layers but for what fetches."""
-    return lm.with_method(share.method(config, lm.config.num_kv_heads, lm.config.num_layers))
+    orders = None
+    if mesh is not None and policy is not None:
+        sizes = config.num_layers, config.num_kv_heads, axis_size(mesh, MODEL), config.max_context
+        orders = balanced_orders(policy, *sizes)
+    lm = LM.from_decoder(decoder, mesh=mesh, head_orders=orders, name=name, kv=kv)
+    return dataclasses.replace(lm, checkpoint_fingerprint="random weights")
 
 
 def weight_bytes(lm: LM) -> int:
-    """Bytes of weights that a decoding step reads: all but the embedding, of which it reads a row."""
-    bytes_ = sum(x.nbytes for x in jax.tree.leaves(lm.params))
-    return bytes_ if lm.config.tie_embeddings else bytes_ - lm.decoder.embedding.nbytes
+    """Bytes of weights that a decoding step reads: all of them, but only a row of an untied embedding."""
+    num_bytes = sum(x.nbytes for x in jax.tree.leaves(lm.params))
+    return num_bytes if lm.config.tie_embeddings else num_bytes - lm.decoder.embedding.nbytes
 
 
-def _weight(parameter: Parameter, key: Array, num_layers: int, mesh: Mesh | None, of_codes: float) -> Array:
-    """One parameter by its place in the decoder; `of_codes` is the deviation of codes of eight bits."""
+def _weight(parameter: Parameter, key: Array, num_layers: int, mesh: Mesh | None, code_std: float) -> Array:
+    """One parameter; `code_std` is the deviation of e4m3 codes."""
     path, shape, dtype = parameter.path, tuple(parameter.variable.shape), parameter.variable.dtype
     to_residual = path[-2] in ("o", "down") if len(path) > 1 else False
     std = _STD / math.sqrt(2 * num_layers) if to_residual else _STD
     if path[-1] == "scale":
-        value = std / of_codes if path[-2] in ("qkv", "o", "gate_up", "down") else 1
+        value = std / code_std if path[-2] in ("qkv", "o", "gate_up", "down") else 1
         return jnp.full(shape, value, dtype, device=None if mesh is None else parameter_sharding(parameter, mesh))
-    std = of_codes if path[-1] == "codes" else std
+    std = code_std if path[-1] == "codes" else std
     return settled(_drawn(key, std, shape=shape, dtype=dtype, spec=parameter.spec, mesh=mesh), parameter, mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype", "spec", "mesh"))
 def _drawn(
-    key: Array,
-    std: float | Array,
-    *,
-    shape: tuple[int, ...],
-    dtype: Any,
-    spec: PartitionSpec,
-    mesh: Mesh | None,
+    key: Array, std: float | Array, *, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, mesh: Mesh | None
 ) -> Array:
     """Normal numbers; each device draws its part."""
     part = shape if mesh is None else spec_sharding(mesh, spec).shard_shape(shape)

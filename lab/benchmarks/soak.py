@@ -1,398 +1,351 @@
-"""Hundreds of generations in one process: memory stays flat, no program is compiled twice, answers repeat.
+"""`tca-jax bench soak`: an engine under mixed load: answers equal those of `generate`, memory stays flat.
 
-tca-jax bench soak                                   # 500 generations of the shipped model, minutes
-tca-jax bench soak --minutes 8                       # as many of them as there is time for
-tca-jax bench soak --generations 20 --lengths 96     # a look
+tca-jax bench soak --minutes 30
+tca-jax bench soak --minutes 0.5 --model tiny --tokens 512
 """
 
 from __future__ import annotations
 
-import contextlib
+import collections
+import gc
 import os
 import random
-import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
+import jax
 import numpy as np
 import typer
 
 import tca_jax
 from tca_jax.cli.files import require_writable
 from tca_jax.cli.options import BackendOption
-from tca_jax.engine.contexts import Context, prefill
-from tca_jax.engine.extend import num_columns
 from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import bucket_length
 from tca_jax.errors import UserError
-from tca_jax.lab.benchmarks.common import COMPILED_AT_ONCE, tca_config, write_results
-from tca_jax.lab.benchmarks.ending import Ending
-from tca_jax.lab.benchmarks.options import RESULTS, LengthsOption, NameOption, OutOption
-from tca_jax.lab.benchmarks.progress import counted
-from tca_jax.lab.benchmarks.soak_report import (
-    Compilations,
-    Phases,
-    Tally,
-    describe,
-    describe_extent,
-    leaks,
-    measurement,
-    memory,
-)
-from tca_jax.lab.benchmarks.soak_requests import Asked, Question, Shape, models_under
+from tca_jax.lab.benchmarks import common
+from tca_jax.lab.benchmarks.models import CONFIGS, Share, open_model
+from tca_jax.lab.benchmarks.serve import TokenTimes
+from tca_jax.serve import Engine
+from tca_jax.serve.streams import Stream
 
-_LENGTHS = (96, 640, 1408, 3072)
-_REPEATED = 0.4  # share of requests that an earlier one is asked again
-_STREAMED = 0.3  # share of the repeats that are streamed, where streams know the options
-_QUESTION_TOKENS = 48  # most of a question
-_COMPILING = 0.6  # share of the time; the shapes that are not compiled by then are dropped
-_RUN_ANYWAY = 2  # shapes, however late it is: the first of prompts and the first over a context
-_WRITTEN_EVERY = 30.0  # seconds; what a killed process leaves is no older
-#: Threads that compile: XLA, where nine tenths of the time go, holds no lock of Python's, and these programs are small.
-_THREADS = max(COMPILED_AT_ONCE, min(16, os.cpu_count() or 1))
+_QUESTIONS, _PROMPTS = 3, 4
+_QUESTION_TOKENS, _NEW_TOKENS = 40, 24  # at most
+_THINKING = 0.02  # mean seconds between an answer and the client's next request
+_SECONDS = 120.0  # longest wait for an answer
+_GONE = "there is none of this id", "is no longer there", "is in use"  # errors that another client's `forget` causes
+_DEVICE_ROOM, _HOST_ROOM = 2.5, 2.2  # documents that fit the device and host memory
+_WARM = 0.4  # share of a round before memory is watched
+_SLACK, _LIVE_SLACK = 2**27, 2**16  # bytes by which the process and live arrays may grow
+_WINDOW = 128  # of random weights
 
-#: What is switched on of the options of `generate`; programs depend on that, and not on the numbers.
-_SETTINGS: tuple[frozenset[str], ...] = tuple(
-    map(
-        frozenset,
-        [
-            (),
-            (),
-            (),
-            ("repetition_penalty",),
-            ("logprobs",),
-            ("min_new_tokens", "stop_token_ids"),
-            ("temperature", "top_k"),
-            ("temperature", "top_p", "repetition_penalty"),
-            ("temperature", "min_p"),
-        ],
-    )
+_SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 1}
+_OPTIONS: tuple[common.Row, ...] = ({"stop_token_ids": ()}, {**_SAMPLED, "stop_token_ids": (3, 5)})
+
+NOTE = (
+    "{model} in float32, {documents} documents of up to {tokens:,} tokens, {rows} rows, {clients} clients, "
+    "seed {seed}, {rounds} engines one after the other over one folder of documents; device and host memory hold few "
+    "of them. Every answer is compared with that of `generate`, also sampled ones; of a cancelled one the tokens so "
+    "far. `gone`: another client dropped the document, or a chat found no room for its own. After each round all pages "
+    "of answers are free, and the next engine finds all documents on disk. `grown MB`: growth of the process after the "
+    "first {warm:.0%} of a round without compiling, by a line through its samples."
 )
+
+
+class Question(NamedTuple):
+    """A request with one right answer."""
+
+    document: int | None  # number of the document; None for a prompt
+    number: int  # of the question or prompt
+    options: int  # index into _OPTIONS
+    turn: bool = False  # whether it follows a first question and its answer
+
+
+class References:
+    """Documents, prompts and questions, and the answers of `generate`, each computed once."""
+
+    def __init__(self, lm: LM, documents: int, tokens: int, seed: int, backend: str) -> None:
+        random = np.random.default_rng(seed)
+
+        def draw(least: int, most: int) -> list[int]:
+            return random.integers(1, lm.config.vocab_size, random.integers(least, most + 1)).tolist()
+
+        self.lm, self._backend = lm, backend
+        self.documents = [draw(*_bucket(tokens)) for _ in range(documents)]
+        self.questions = [draw(1, _QUESTION_TOKENS) for _ in range(_QUESTIONS)]
+        self.prompts = [draw(*_bucket(tokens // 3)) for _ in range(_PROMPTS)]
+        self.contexts = [tca_jax.prefill(lm, each, backend=backend) for each in self.documents]
+        self._answers: dict[Question, list[int]] = {}
+        self._lock = threading.RLock()
+
+    def answer(self, question: Question) -> list[int]:
+        """The tokens of `generate`."""
+        with self._lock:
+            if question not in self._answers:
+                options = {"max_new_tokens": _NEW_TOKENS, "backend": self._backend, **_OPTIONS[question.options]}
+                context = None if question.document is None else self.contexts[question.document]
+                prompt = (self.prompts if context is None else self.questions)[question.number]
+                if question.turn:  # the last token of an answer is not part of the kept document
+                    more = self.questions[0] + self.answer(Question(question.document, 0, 0))[:-1]
+                    context = tca_jax.prefill(self.lm, [more], context=context, backend=self._backend)
+                self._answers[question] = tca_jax.generate(self.lm, [prompt], context=context, **options).tokens[0]
+            return self._answers[question]
+
+
+class Client(threading.Thread):
+    """Sends random requests to an engine, one after the other, until `stopping`."""
+
+    def __init__(self, engine: Engine, references: References, seed: int) -> None:
+        super().__init__(daemon=True)
+        self._engine, self._references, self._random = engine, references, random.Random(seed)
+        self.stopping = threading.Event()
+        self.outcomes = collections.Counter[tuple[str, str]]()  # by kind of request
+        self.first_tokens: list[float] = []  # seconds
+
+    def run(self) -> None:
+        while not self.stopping.wait(self._random.expovariate(1 / _THINKING)):
+            (kind,) = self._random.choices(list(KINDS), [weight for weight, _ in KINDS.values()])
+            self.request(kind)
+
+    def request(self, kind: str) -> None:
+        """One request; its outcome is counted."""
+        try:
+            outcome = KINDS[kind][1](self)
+        except Exception as error:
+            gone = isinstance(error, UserError) and any(text in str(error) for text in _GONE)
+            outcome = "gone" if gone else "errors"
+            if not gone:
+                traceback.print_exc()
+        self.outcomes[kind, outcome] += 1
+
+    def question(self) -> str:
+        drawn = self._drawn()
+        return self._checked(drawn, self._ask(self._read(drawn), drawn))
+
+    def prompt(self) -> str:
+        drawn = Question(None, self._random.randrange(_PROMPTS), self._random.randrange(len(_OPTIONS)))
+        return self._checked(drawn, self._ask(None, drawn))
+
+    def cancelled(self) -> str:
+        drawn = self._drawn()._replace(options=0)
+        stream = self._ask(self._read(drawn), drawn)
+        if count := self._random.randrange(_NEW_TOKENS // 2):
+            TokenTimes(stream).wait(count, _SECONDS)
+        stream.cancel()
+        return self._checked(drawn, stream, whole=False)
+
+    def chat(self) -> str:
+        drawn = self._drawn()._replace(turn=True)
+        first = Question(drawn.document, 0, 0)
+        stream = self._ask(self._read(drawn), first, keep=True)
+        if (outcome := self._checked(first, stream)) != "equal":
+            return outcome
+        if (kept := stream.result().document) is None:
+            return "gone"
+        outcome = self._checked(drawn, self._ask(kept, drawn))
+        self._engine.forget(kept)
+        return outcome
+
+    def forget(self) -> str:
+        self._engine.forget(self._read(self._drawn()))
+        return "equal"
+
+    def _drawn(self) -> Question:
+        sizes = len(self._references.documents), _QUESTIONS, len(_OPTIONS)
+        return Question(*map(self._random.randrange, sizes))
+
+    def _read(self, question: Question) -> str:
+        assert question.document is not None
+        return self._engine.read(self._references.documents[question.document])
+
+    def _ask(self, document: str | None, question: Question, *, keep: bool = False) -> Stream:
+        prompts = self._references.prompts if document is None else self._references.questions
+        options = {"max_new_tokens": _NEW_TOKENS, **_OPTIONS[question.options]}
+        return self._engine.ask(document, prompts[question.number], keep=keep, **options)
+
+    def _checked(self, question: Question, stream: Stream, *, whole: bool = True) -> str:
+        out, expected = stream.result(_SECONDS), self._references.answer(question)
+        self.first_tokens += [out.seconds_to_first_token] if whole else []
+        if out.tokens == (expected if whole else expected[: len(out.tokens)]):
+            return "equal"
+        print(f"other answer: {question}: {out.tokens} instead of {expected}", file=sys.stderr, flush=True)
+        return "other answers"
+
+
+#: Kinds of requests: how often each is drawn, and its method.
+KINDS: dict[str, tuple[float, Callable[[Client], str]]] = {
+    "question": (8, Client.question),
+    "prompt": (3, Client.prompt),
+    "cancelled": (3, Client.cancelled),
+    "chat": (3, Client.chat),
+    "forget": (0.5, Client.forget),
+}
+OUTCOMES = ("equal", "gone", "other answers", "errors")
+
+
+class Sample(NamedTuple):
+    """Memory of the process at a moment."""
+
+    seconds: float  # since the start
+    held: int  # bytes
+    programs: int  # compiled so far
+
+
+def growth(samples: Sequence[Sample]) -> float:
+    """Bytes by which a process grew, by a line through the samples after warming up and after the last compilation."""
+    end = max((each.seconds for each in samples), default=0.0)
+    warm = [each for each in samples if each.seconds >= _WARM * end and each.programs == samples[-1].programs]
+    if len(warm) < 2:
+        return 0.0
+    seconds, held = (np.asarray(x, np.float64) for x in zip(*[each[:2] for each in warm], strict=True))
+    return float(np.polyfit(seconds - seconds[0], held, 1)[0] * (seconds[-1] - seconds[0]))
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Soak:
-    """The models, the contexts, and the first answers to all requests so far."""
+    """Rounds of load; `problems` lists all that went wrong."""
 
-    def __init__(
-        self, models: dict[str, LM], lengths: Sequence[int], shapes: int, seed: int, backend: str, ending: Ending
-    ) -> None:
-        self.models, self.backend, self.ending = models, backend, ending
-        self.rng = random.Random(seed)
-        self.shapes = draw_shapes(list(models), lengths, shapes, self.rng)
-        self.dropped: list[Shape] = []
-        self.contexts: dict[tuple[str, int], Context] = {}
-        self.first: dict[Asked, list[list[int]]] = {}
-        self.seen: set[Hashable] = set()
-        self.tallies = {label: Tally() for label in models}
-        self.compilations = Compilations()
-        self.phases = Phases(self.compilations)
-        self.program_bytes = 0  # of what `step` has compiled
-        self._blocks: dict[Shape, tuple[int, ...]] = {}  # see `_following`
-        self._document_locks = {shape.document: threading.Lock() for shape in self.shapes}
+    def __init__(self, references: References, rows: int, clients: int, seed: int, folder: Path, backend: str) -> None:
+        self._references, self._rows, self._clients, self._folder = references, rows, clients, folder
+        self._backend, self._random = backend, random.Random(seed)
+        self.outcomes, self.first_tokens = collections.Counter[tuple[str, str]](), list[float]()
+        self.problems: list[str] = []
+        self._compilations, self._live = common.Compilations(), 0
 
-    @property
-    def requests(self) -> int:
-        """How many have run."""
-        return sum(tally.requests for tally in self.tallies.values())
-
-    @property
-    def failed(self) -> int:
-        """How often something was wrong."""
-        return sum(tally.failed for tally in self.tallies.values())
-
-    def compile(self) -> list[Asked]:
-        """Compiles the programs of a request of each shape, side by side, and returns those whose turn came in time.
-
-        Nothing else runs meanwhile: a GPU's libraries may not be loaded by one program while another one's launches
-        are recorded. What cannot be compiled fails when it runs, and is counted there.
-        """
-        asked = [Asked(shape, self.rng.getrandbits(31)) for shape in self.shapes]
-        with self.phases.timed("compiling"):
-            ready = self._each("shapes of requests compiled", asked, self._compile, _THREADS)
-        longer = [request for request in ready if request.shape.appended]
-        late: set[Asked] = set()
-        if longer:
-            questions: dict[Asked, Question] = {}
-            with self.phases.timed("appending to contexts"):
-                due = self._each("contexts appended to", longer, lambda of: questions.update({of: self._question(of)}))
-                late |= {*longer} - {*due}
-            with self.phases.timed("compiling for appended contexts"):
-                longer = list(questions)
-                due = self._each("appended shapes compiled", longer, lambda of: questions[of].compile(), _THREADS)
-                late |= {*longer} - {*due}
-        return [request for request in ready if request not in late]
-
-    def run_each(self, ready: Sequence[Asked], write: Callable[[], None]) -> None:
-        """Runs these requests, one of a shape; shapes that are not among them or come too late are dropped."""
-        ran = []
-        with self.phases.timed("running each shape"), counted("shapes run") as report:
-            for request in filter(self._is_due, ready):
-                self._note(request, *self._caught(request), compiled=True)
-                ran.append(request.shape)
-                report(len(ran), len(ready), f"last {request.shape}")
-                write()
-        self.dropped = [shape for shape in self.shapes if shape not in ran]
-        self.shapes = ran
-
-    def generate(self, generations: int, write: Callable[[], None]) -> None:
-        """Requests until so many have run, or the time is up."""
-        with self.phases.timed("generations"), counted("generations") as report:
-            report(self.requests, generations, f"{self.failed} failed")
-            while self.requests < generations and not self.ending.reason:
-                before = memory()[0]
-                if self.step():
-                    self.program_bytes += memory()[0] - before
-                report(self.requests, generations, f"{self.failed} failed")
-                write()
-
-    def _is_due(self, request: Asked, share: float = 1.0) -> bool:
-        """Whether a shape's turn comes before this share of the time has gone; that of the first few always does."""
-        if self.ending.signal is not None:
-            return False
-        return not self.ending.time_is_up(share) or request.shape in self.shapes[:_RUN_ANYWAY]
-
-    def _each(
-        self, what: str, requests: Sequence[Asked], call: Callable[[Asked], None], threads: int = 1
-    ) -> list[Asked]:
-        """Calls with each request whose turn comes while there is time for compiling, and returns these."""
-
-        def turn(request: Asked) -> bool:
-            due = self._is_due(request, _COMPILING)
-            if due:
-                with contextlib.suppress(Exception):
-                    call(request)
-            return due
-
-        with counted(what) as report, ThreadPoolExecutor(threads) as pool:
-            report(0, len(requests), f"{threads} at once")
-            turns = {pool.submit(turn, request): request for request in requests}
-            for done, future in enumerate(as_completed(turns), start=1):
-                last = f"last {turns[future].shape}" if future.result() else "no time is left for the rest"
-                report(done, len(requests), f"{self.compilations.count} programs so far, {last}")
-        return [request for future, request in turns.items() if future.result()]
-
-    def _compile(self, request: Asked) -> None:
-        """Compiles what a request needs, as far as that can be done before anything has run."""
-        shape, context = request.shape, None
-        if shape.context:
-            with self._document_locks[shape.document]:  # several shapes may be over one document
-                context = prefill(*self._document(shape), backend=self.backend)
-        if not shape.appended:
-            self._question(request, context).compile()
-
-    def step(self) -> bool:
-        """One request, new or an earlier one again; whether anything was compiled for it."""
-        repeated = bool(self.first) and self.rng.random() < _REPEATED
-        if repeated:
-            request = self.rng.choice(list(self.first))
-            self.tallies[request.shape.method].repeats += 1
-        else:
-            request = Asked(self.rng.choice(self.shapes), self.rng.getrandbits(31))
-        before = self.compilations.count
-        key, answers = self._caught(request, streamed=repeated and self.rng.random() < _STREAMED)
-        compiled = self.compilations.count > before
-        self._note(request, key, answers, compiled)
-        return compiled
-
-    def _note(self, request: Asked, key: Hashable, answers: list[list[int]] | None, compiled: bool) -> None:
-        tally = self.tallies[request.shape.method]
-        tally.requests += 1
-        if answers is None:
-            tally.errors += 1
-            return
-        tally.new_tokens += sum(map(len, answers))
-        if compiled and key in self.seen:
-            tally.compiled_again += 1
-            print(f"compiled again: {request}", file=sys.stderr)
-        self.seen.add(key)
-        tally.programs.add(key)
-        if self.first.setdefault(request, answers) != answers:
-            tally.mismatches += 1
-            print(f"another answer than at first: {request}", file=sys.stderr)
-
-    def _caught(self, request: Asked, streamed: bool = False) -> tuple[Hashable, list[list[int]] | None]:
-        try:
-            return self._answer(request, streamed)
-        except Exception:  # the soak goes on, and fails in the end
-            print(f"{request}:\n{traceback.format_exc()}", file=sys.stderr)
-            return request.shape, None
-
-    def _answer(self, request: Asked, streamed: bool) -> tuple[Hashable, list[list[int]]]:
-        """What the programs of a request depend on, and its answers, as a stream where there is one of the kind."""
-        question = self._question(request)
-        return question.key, question.answer(streamed)
-
-    def _question(self, request: Asked, context: Context | None = None) -> Question:
-        """The prompts and options of a request, over `context` in place of the one that its shape is about, if given;
-        what is appended to that is read here."""
-        shape, rng = request.shape, np.random.default_rng(request.seed)
-        lm = self.models[shape.method]
-        options = draw_options(shape, lm, rng) | {"backend": self.backend}
-        key: Hashable = shape
-        if shape.context:
-            context, key = context or self._context(shape), (key, "context")
-            more, asked = self._following(shape, context, rng)
-            if shape.appended:
-                context = tca_jax.prefill(lm, _draw(lm, rng, [more]), context=context, backend=self.backend)
-            prompts = _draw(lm, rng, asked)
-            key = key, context.layout, context.tokens.shape
-        else:
-            longest = int(rng.integers(_least(shape.tokens), shape.tokens + 1))
-            lengths = [longest, *rng.integers(1, longest + 1, shape.prompts - 1).tolist()]
-            prompts = _draw(lm, rng, lengths)
-        return Question(lm, prompts, context, shape.samples, options, key)
-
-    def _context(self, shape: Shape) -> Context:
-        """The document of a shape, read once."""
-        if shape.document not in self.contexts:
-            self.contexts[shape.document] = tca_jax.prefill(*self._document(shape), backend=self.backend)
-        return self.contexts[shape.document]
-
-    def _document(self, shape: Shape) -> tuple[LM, list[list[int]]]:
-        lm, rng = self.models[shape.method], np.random.default_rng(shape.tokens)
-        return lm, _draw(lm, rng, [shape.tokens - 5])
-
-    def _following(self, shape: Shape, context: Context, rng: np.random.Generator) -> tuple[int, list[int]]:
-        """Tokens that are appended to a context, if any are, and those of the questions behind them.
-
-        Programs are compiled for the blocks that these go into: all requests of a shape go into as many as its first.
-        """
-        held, b = int(np.asarray(context.lengths)[0]), context.layout.block_size
-        while True:
-            more = int(rng.integers(1, _QUESTION_TOKENS + 1)) if shape.appended else 0
-            asked = rng.integers(1, _QUESTION_TOKENS + 1, shape.prompts).tolist()
-            columns = num_columns(held % b + more, b), num_columns((held + more) % b + max(asked), b)
-            blocks = *columns, bucket_length(held + more)
-            if self._blocks.setdefault(shape, blocks) == blocks:
-                return more, asked
-
-
-def draw_shapes(labels: Sequence[str], lengths: Sequence[int], count: int, rng: random.Random) -> list[Shape]:
-    """So many shapes at most, every method among them as far as they go, every other one over a context."""
-    shapes: dict[Shape, None] = {}
-    for i in range(count):
-        round_of_all, place = divmod(i, len(labels))
-        label, context = labels[place], (round_of_all + place) % 2 == 1
-        shape = Shape(
-            method=label,
-            tokens=bucket_length(rng.choice(list(lengths))),
-            prompts=rng.choice((1, 2, 3)),
-            samples=rng.choice((1, 1, 2)),
-            room=rng.choice((16, 32)),
-            settings=rng.choice(_SETTINGS),
-            context=context,
-            appended=context and rng.random() < 0.5,
+    def engine(self) -> Engine:
+        """An engine with room for few of the documents."""
+        lm, longest = self._references.lm, max(map(len, self._references.documents))
+        held = max(context.stats.kv_cache_bytes for context in self._references.contexts)
+        return Engine(
+            lm,
+            max_rows=self._rows,
+            pages=int(_DEVICE_ROOM * lm.cache_layout(1, longest).num_pages),
+            answer_tokens=2 * (_QUESTION_TOKENS + _NEW_TOKENS),
+            host_memory=int(_HOST_ROOM * held),
+            disk=self._folder,
+            backend=self._backend,
         )
-        shapes[shape] = None
-    return list(shapes)
+
+    def run_round(self, number: int, seconds: float, *, last: bool) -> common.Row:
+        """Load for so many seconds; the first round begins with each kind of request, which compiles."""
+        begin, stored = time.monotonic(), self._stored()
+        with self.engine() as engine:
+            found = {each.id for each in engine.documents()}
+            self._require(found == stored, f"round {number}: {len(found)} of {len(stored)} documents were found")
+            clients = [Client(engine, self._references, self._random.getrandbits(32)) for _ in range(self._clients)]
+            for kind in KINDS if number == 1 else ():
+                clients[0].request(kind)
+            grown = growth(self._load(clients, seconds))
+            self._settle(engine, number, last=last)
+        for client in clients:
+            self.outcomes += client.outcomes
+            self.first_tokens += client.first_tokens
+        gc.collect()
+        live = sum(array.nbytes for array in jax.live_arrays())
+        self._live = self._live or live
+        self._require(live <= self._live + _LIVE_SLACK, f"round {number}: live arrays grew to {live:,} bytes")
+        self._require(grown <= _SLACK, f"round {number}: the process grew by {grown / 1e6:.0f} MB")
+        requests = sum(sum(client.outcomes.values()) for client in clients)
+        row = {"round": number, "s": time.monotonic() - begin, "requests": requests, "documents found": len(found)}
+        return {**row, "live MB": live / 1e6, "process MB": resident_bytes() / 1e6, "grown MB": grown / 1e6}
+
+    def _load(self, clients: Sequence[Client], seconds: float) -> list[Sample]:
+        """Runs the clients; samples memory meanwhile."""
+        begin, samples = time.monotonic(), list[Sample]()
+        for client in clients:
+            client.start()
+        while (elapsed := time.monotonic() - begin) < seconds:
+            samples.append(Sample(elapsed, resident_bytes(), self._compilations.count))
+            time.sleep(0.05)
+        for client in clients:
+            client.stopping.set()
+        for client in clients:
+            client.join(2 * _SECONDS)
+            self._require(not client.is_alive(), "a request has not ended")
+        return samples
+
+    def _settle(self, engine: Engine, number: int, *, last: bool) -> None:
+        """Checks that nothing is held after the requests; keeps the documents alone, or none after the last round."""
+        self._require(engine.idle(_SECONDS), f"round {number}: the engine is not idle after {_SECONDS:.0f} seconds")
+        pages = engine.answer_pages
+        self._require(pages.free == pages.total, f"round {number}: pages of answers stay taken: {pages}")
+        kept = set() if last else {engine.read(document) for document in self._references.documents}
+        for id_ in kept:
+            engine.wait(id_, _SECONDS, stored=True)
+        for each in engine.documents():
+            if each.id not in kept:
+                engine.forget(each.id)
+        if last:
+            pages, stored = engine.document_pages, self._stored()
+            self._require(pages.free == pages.total and not stored, f"after all: {pages}, {len(stored)} files")
+
+    def _require(self, holds: bool, problem: str) -> None:
+        self.problems += [] if holds else [problem]
+
+    def _stored(self) -> set[str]:
+        return {file.parent.name for file in self._folder.glob("*/document.json")}
 
 
-def draw_options(shape: Shape, lm: LM, rng: np.random.Generator) -> dict[str, Any]:
-    """Options of `generate` for a shape."""
-    drawn: dict[str, Callable[[], Any]] = {
-        "repetition_penalty": lambda: float(rng.uniform(1.05, 1.5)),
-        "logprobs": lambda: True,
-        "min_new_tokens": lambda: int(rng.integers(1, 8)),
-        "stop_token_ids": lambda: rng.integers(0, lm.config.vocab_size, 3).tolist(),
-        "temperature": lambda: float(rng.uniform(0.3, 1.5)),
-        "top_k": lambda: int(rng.integers(2, 50)),
-        "top_p": lambda: float(rng.uniform(0.5, 0.99)),
-        "min_p": lambda: float(rng.uniform(0.01, 0.2)),
-    }
-    options = {name: drawn[name]() for name in sorted(shape.settings)}
-    least = max(_least(shape.room), options.get("min_new_tokens", 1), 2)  # one token alone needs no decoding program
-    most = int(rng.integers(least, shape.room + 1))
-    seed = int(rng.integers(2**32))
-    return {"stop_token_ids": ()} | options | {"max_new_tokens": most, "seed": seed}
-
-
-def _draw(lm: LM, rng: np.random.Generator, lengths: Sequence[int]) -> list[list[int]]:
-    """Prompts of these lengths."""
-    return [rng.integers(0, lm.config.vocab_size, n).tolist() for n in lengths]
-
-
-def _least(bucket: int) -> int:
-    """Smallest length of a bucket."""
-    return next((n + 1 for n in range(bucket, 0, -1) if bucket_length(n) < bucket), 1)
+def _bucket(tokens: int) -> tuple[int, int]:
+    """Least and most tokens of the bucket that holds `tokens`."""
+    most = bucket_length(tokens)
+    return next((n + 1 for n in range(most, 0, -1) if bucket_length(n) < most), 1), most
 
 
 def main(
-    model: Annotated[str, typer.Option(help="Alias, Hub id or folder.")] = "recall-tiny",
-    profile: Annotated[
-        str | None, typer.Option(help='Profile folder; "shipped" for a shipped model.', show_default="shipped, if any")
-    ] = None,
-    generations: Annotated[int, typer.Option(help="Calls of generate.", min=1)] = 500,
-    minutes: Annotated[
-        float | None, typer.Option(help="Stop after so long, compilation included.", show_default="none")
-    ] = None,
-    shapes: Annotated[int, typer.Option(help="Shapes of requests; each compiles its programs.", min=1)] = 24,
-    lengths: LengthsOption = None,
-    window: Annotated[int, typer.Option(help="Window of the methods that have one.")] = 512,
-    seed: Annotated[int, typer.Option(help="Other seeds, other requests.", min=0)] = 0,
+    model: Annotated[str, typer.Option(help="tiny (random weights), alias, Hub id, folder or file.")] = "recall-tiny",
+    profile: Annotated[str | None, typer.Option(help="Profile.", show_default="the shipped one, if any")] = None,
+    minutes: Annotated[float, typer.Option(help="Minutes of load.", min=0.01)] = 30,
+    rounds: Annotated[int, typer.Option(help="Engines, one after the other.", min=1)] = 3,
+    documents: Annotated[int, typer.Option(help="Documents.", min=1)] = 6,
+    tokens: Annotated[int, typer.Option(help="Most tokens of a document.", min=64)] = 1408,
+    rows: Annotated[int, typer.Option(help="Answers at once.", min=1)] = 4,
+    clients: Annotated[int, typer.Option(help="Threads that send requests.", min=1)] = 6,
+    seed: common.SeedOption = 0,
     backend: BackendOption = "auto",
-    out: OutOption = RESULTS,
-    name: NameOption = "soak",
+    out: common.OutOption = common.RESULTS,
+    name: common.NameOption = "soak",
 ) -> None:
-    """Run many generations of random lengths, batches, methods and settings, and check that nothing drifts.
+    """Send random requests to an engine for minutes; fail where an answer differs or something leaks.
 
-    Fails where memory grows, something is compiled a second time, or an answer differs from its first time.
+    Failures: an answer that is not `generate`'s, a request that does not end, pages that stay taken, a document that
+    is lost, memory that grows.
 
-    Example: [bold]tca-jax bench soak --generations 100[/]
+    Example: [bold]tca-jax bench soak --minutes 5[/]
     """
-    ending = Ending(None if minutes is None else 60 * minutes)
     require_writable(out, "--out")
-    tca_config(window)
-    for length in lengths or ():
-        if length < 1:
-            raise UserError(f"--lengths {length}: must be at least 1")
-    lm = tca_jax.load(model, profile=profile or ("shipped" if model == "recall-tiny" else None))
-    models = models_under(lm, window, random.Random(seed))
-    soak = Soak(models, lengths or _LENGTHS, min(shapes, generations), seed, backend, ending)
-
-    def write(measured: Sequence[dict[str, Any]], *, finished: bool = False) -> list[str]:
-        """Writes what there is so far; returns what has failed."""
-        rows = [tally.row(label) for label, tally in soak.tallies.items()]
-        failures = [f"{row['method']}: {n} {what}" for row in rows for what, n in list(row.items())[-3:] if n]
-        failures += leaks(measured)
-        why = ending.reason if finished else "it was still running when this was written"
-        extent = describe_extent(soak.requests, generations, why, soak.shapes, soak.dropped)
-        note = describe(lm, extent, ending.elapsed, failures)
-        write_results(name, "Soak", rows, out, note, {"Memory": measured, "Time": soak.phases.rows}, shown=finished)
-        return failures
-
-    try:
-        failures = write(run(soak, generations, write), finished=True)
-    finally:
-        soak.compilations.close()
-    for failure in failures:
-        print(f"failed: {failure}", file=sys.stderr)
-    if ending.signal is not None:
-        print("interrupted", file=sys.stderr)
-    if failures or ending.signal is not None:
-        raise typer.Exit(130 if ending.signal == signal.SIGINT else 1)
-
-
-def run(soak: Soak, generations: int, write: Callable[[Sequence[dict[str, Any]]], object]) -> list[dict[str, Any]]:
-    """The requests, and the memory before, after each shape has run, and in the end.
-
-    What is measured so far is handed to `write` now and then, for a process that is killed to leave it.
-    """
-    measured, written = [measurement("start", 0)], time.monotonic()
-
-    def write_now_and_then() -> None:
-        nonlocal written
-        if time.monotonic() - written > _WRITTEN_EVERY:
-            write([*measured, measurement("so far", soak.program_bytes)])
-            written = time.monotonic()
-
-    ready = soak.compile()
-    with soak.ending.told_by_signals():
-        soak.run_each(ready, write_now_and_then)
-        measured.append(measurement("each shape has run", 0))
-        soak.generate(generations, write_now_and_then)
-        return [*measured, measurement("end", soak.program_bytes)]
+    # Products of float32 in full precision, in all threads: a row's tokens do not depend on the number of rows.
+    jax.config.update("jax_default_matmul_precision", "highest")
+    if model in CONFIGS:
+        lm = open_model(model, max_positions=4 * tokens)
+        budgets = Share(0.25).method(common.tca_config(_WINDOW), lm.config.num_kv_heads, lm.config.num_layers)
+        lm = lm.with_method(budgets)
+    else:
+        profile = profile or ("shipped" if model == "recall-tiny" else None)
+        lm = tca_jax.load(model, dtype="float32", profile=profile)
+    sizes = {"documents": documents, "tokens": tokens, "rows": rows, "clients": clients, "seed": seed, "rounds": rounds}
+    results = common.Results(out, name, "Soak of an engine", NOTE.format(model=lm.name, warm=_WARM, **sizes))
+    references = References(lm, documents, tokens, seed, backend)
+    with tempfile.TemporaryDirectory() as folder:
+        soak = Soak(references, rows, clients, seed, Path(folder), backend)
+        for number in range(1, rounds + 1):
+            results.add("Rounds", soak.run_round(number, 60 * minutes / rounds, last=number == rounds))
+    for kind in KINDS:
+        results.add("Requests", {"kind": kind, **{outcome: soak.outcomes[kind, outcome] for outcome in OUTCOMES}})
+    results.add("First tokens", common.percentiles("first token", soak.first_tokens))
+    failed = {outcome: sum(soak.outcomes[kind, outcome] for kind in KINDS) for outcome in OUTCOMES[2:]}
+    problems = soak.problems + [f"{count} {outcome}" for outcome, count in failed.items() if count]
+    results.finish("Failed: " + "; ".join(problems) + "." if problems else "Nothing failed.")
+    if problems:
+        print(f"failed: {'; '.join(problems)}", file=sys.stderr)
+        raise typer.Exit(1)

@@ -2,7 +2,7 @@
 
 import typer
 
-from tca_jax.lab.benchmarks.command import app as bench_app
+from tca_jax.lab.commands.bench import app as bench_app
 from tca_jax.lab.commands.demo import demo
 from tca_jax.lab.commands.evaluate import evaluate
 from tca_jax.lab.commands.harness import lm_eval

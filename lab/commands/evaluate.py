@@ -23,7 +23,7 @@ from tca_jax.cli.options import (
     WeightsOption,
 )
 from tca_jax.errors import UserError
-from tca_jax.lab.benchmarks.progress import counted
+from tca_jax.lab.progress import counted
 from tca_jax.progress import progress
 
 if TYPE_CHECKING:

@@ -150,13 +150,14 @@ def latency(
     Takes results of [bold]bench attention[/] (one layer), of [bold]bench end-to-end[/] (whole models), of both (whole
     models in parts), and what [bold]generate --json[/] printed.
 
-    Example: [bold]tca-jax plot latency attention.json end-to-end.json[/]
+    Example: [bold]tca-jax plot latency attention.jsonl end-to-end.jsonl[/]
     """
+    from tca_jax.lab.benchmarks.common import read_results
     from tca_jax.lab.plots import plot_latency
     from tca_jax.lab.plots.results import latency_bars
     from tca_jax.models.json_object import read_json_object
 
-    records = {str(path): read_json_object(path) for path in results}
+    records = {str(path): read_results(path) if path.suffix == ".jsonl" else read_json_object(path) for path in results}
     bars = latency_bars(records, tokens=tokens, new_tokens=new_tokens)
     devices = {record["environment"]["device"] for record in records.values() if "environment" in record}
     _print_path(plot_latency(bars, ", ".join(["Where the time goes", *sorted(devices)]), out))

@@ -23,7 +23,7 @@ import typer
 
 import tca_jax
 from tca_jax.engine.lm import LM
-from tca_jax.lab.benchmarks.soak_report import Compilations
+from tca_jax.lab.benchmarks.common import Compilations
 from tca_jax.lab.evaluation.late_documents import calibration_texts
 from tca_jax.lab.evaluation.sticks import (
     ModelArgument,

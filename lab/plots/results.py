@@ -17,7 +17,6 @@ from tca_jax.models.json_object import read_json_object
 #: Stages of a whole call; a benchmark of one layer has the first two.
 SELECTION, ATTENTION, REST = "selection", "attention", "matrix products and the rest"
 READING = "reading the prompt"
-_WHOLE = ("full ms", "TCA ms", "attention ms", "selection in all ms")  # not stages of the selection
 _SAME_SHARE = 0.01  # kept shares of two benchmarks that differ by less are one setting
 
 
@@ -44,10 +43,10 @@ def latency_bars(
         rows: Any = record.get("rows")
         if "stats" in record:
             bars[name] = call_stages(record["stats"])
-        elif _has(rows, "TCA ms", "full ms"):
-            layers += _of_length(rows, tokens)
-        elif _has(rows, "TTFT s", "ms/token"):
-            models += _of_length(rows, tokens)
+        elif timed := _with(rows, "total ms", "full ms"):
+            layers += _of_length(timed, tokens)
+        elif timed := _with(rows, "TTFT s", "ms/token"):
+            models += _of_length(timed, tokens)
         else:
             raise UserError(
                 f"{name}: must be a result of `tca-jax bench attention`, `tca-jax bench end-to-end` or "
@@ -59,7 +58,7 @@ def latency_bars(
     for row in [] if models else layers:
         where = f"{row['model']}, {row['tokens']:,} tokens"
         bars[f"{where}, full"] = {ATTENTION: row["full ms"] / 1e3}
-        bars[f"{where}, {_share(row)}, {row['backend']}"] = _layer_stages(row)
+        bars[f"{where}, {row['attention']}, {row['backend']}"] = _layer_stages(row)
     if not bars:
         raise UserError(f"tokens = {tokens}: none of these results is of that prompt length")
     return bars
@@ -180,25 +179,16 @@ def _model_stages(row: Mapping[str, Any], layers: Sequence[Mapping[str, Any]], n
 
 
 def _layer_stages(row: Mapping[str, Any]) -> dict[str, float]:
-    """Selection and attention of one layer under TCA: together what both take in one program."""
-    selection = row.get("selection in all ms")
-    if selection is None:
-        selection = sum(row[column] for column in row if column.endswith(" ms") and column not in _WHOLE)
-    return {SELECTION: selection / 1e3, ATTENTION: (row["TCA ms"] - selection) / 1e3}
+    """Selection and attention of one layer: together the time of both in one program."""
+    selection = row["selection ms"] / 1e3
+    return {SELECTION: selection, ATTENTION: row["total ms"] / 1e3 - selection}
 
 
-def _share(row: Mapping[str, Any]) -> str:
-    """What the cache holds of a prompt, and prefill reads of it where that differs."""
-    read = row.get("kept in prefill", row["kept"])
-    kept = f"{row['kept']:.0%} kept"
-    return kept if abs(read - row["kept"]) < _SAME_SHARE else f"{kept}, {read:.0%} read"
+def _with(rows: Any, *columns: str) -> list[Mapping[str, Any]]:
+    """Rows that have all of these columns."""
+    return [row for row in rows if all(column in row for column in columns)] if isinstance(rows, list) else []
 
 
-def _has(rows: Any, *columns: str) -> bool:
-    return isinstance(rows, list) and bool(rows) and all(column in rows[0] for column in columns)
-
-
-def _of_length(rows: Iterable[Mapping[str, Any]], tokens: int | None) -> list[Mapping[str, Any]]:
-    rows = list(rows)
+def _of_length(rows: Sequence[Mapping[str, Any]], tokens: int | None) -> list[Mapping[str, Any]]:
     wanted = max(row["tokens"] for row in rows) if tokens is None else tokens
     return [row for row in rows if row["tokens"] == wanted]

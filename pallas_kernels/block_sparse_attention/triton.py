@@ -61,7 +61,7 @@ def default_config(block_size: int, tile_size: int, head_dim: int, dtype: Any) -
             break
     # Of scores and output a thread of 4 warps holds a row: past d = 128 its registers run out.
     warps = 4 if programs == 2 or queries < 128 else 8
-    # A tile of half the rows leaves room for a third stage, which pays (lab/results/tune.md).
+    # A tile of half the rows leaves room for a third stage, which pays.
     return BlockSparseConfig(queries, min(most_keys, keys), warps, stages=3 if queries < 128 and programs == 2 else 2)
 
 

@@ -1,41 +1,99 @@
-"""What the benchmarks share: names of results, and tables that fit a terminal."""
+"""What the benchmarks share: result files, tables, random inputs, checks against the oracle, memory that runs out."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import typer
 
-from tca_jax.lab.benchmarks.common import free_name, markdown_table, print_row, terminal_table
+from tca_jax.lab.benchmarks.common import (
+    Compilations,
+    Results,
+    agreement,
+    fitted,
+    markdown_table,
+    random_normal,
+    read_results,
+    time_in_turns,
+)
 
-ROWS = [
-    {"model": "tiny", "tokens": 8192 * n, "ms": 1.5 * n, **{f"stage {i} ms": 0.1234 * i for i in range(20)}}
-    for n in (1, 2, 30)
-]
+
+def test_rows_are_on_disk_before_the_end(tmp_path, capsys):
+    results = Results(tmp_path / "out", "attention", "Attention", "What was done.")
+    results.add("Layers", {"model": "tiny", "ms": 1.5})
+    record = read_results(tmp_path / "out" / "attention.jsonl")
+    assert record["rows"] == [{"table": "Layers", "model": "tiny", "ms": 1.5}]
+    assert record["environment"]["jax"] == jax.__version__
+    results.finish("Nothing failed.")
+    page = (tmp_path / "out" / "attention.md").read_text()
+    assert page.startswith("# Attention\n\nWhat was done. Nothing failed.\n\n## Layers\n\n| model | ms |\n|---|---|\n")
+    assert f"- jax: {jax.__version__}" in page
+    assert "model tiny  ms 1.5" in capsys.readouterr().out
 
 
 def test_earlier_results_keep_their_name(tmp_path):
-    assert free_name(tmp_path, "attention") == "attention"
-    for taken, free in (("attention", "attention-2"), ("attention-2", "attention-3")):
-        (tmp_path / f"{taken}.json").write_text("{}")
-        assert free_name(tmp_path, "attention") == free
-    assert free_name(tmp_path, "decode") == "decode"
+    for name in ("attention", "attention-2", "attention-3"):
+        assert Results(tmp_path, "attention", "", "").path.name == f"{name}.jsonl"
 
 
-@pytest.mark.parametrize("width", [40, 80])
-def test_a_table_of_many_columns_fits_a_terminal_and_has_every_value(width, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(width))
-    lines = terminal_table(ROWS).splitlines()
-    assert max(map(len, lines)) <= width
-    for i, row in enumerate(ROWS):
-        tokens = [line.split() for line in lines if line.startswith("tokens")]
-        assert f"{row['tokens']:,}" in [value for of_line in tokens for value in of_line], i
-    assert sum(line.startswith("stage 19 ms") for line in lines) == len(
-        [line for line in lines if line.startswith("ms")]
-    )
-    assert terminal_table([{"a": 1, "b": 2.0}]) == markdown_table([{"a": 1, "b": 2.0}])
+def test_a_run_without_rows_fails(tmp_path):
+    with pytest.raises(typer.Exit):
+        Results(tmp_path, "decode", "Decoding", "").finish()
 
 
-def test_a_row_is_printed_in_lines_that_fit_a_terminal(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "60")
-    print_row(ROWS[0])
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 60
-    assert lines[0].startswith("model tiny  tokens 8,192  ms 1.5  stage 0 ms 0")
-    assert "stage 19 ms 2.34" in lines[-1]
+def test_columns_with_one_value_stand_above_a_table():
+    rows = [
+        {"model": "tiny", "tokens": 8192, "ms": 0.12345},
+        {"model": "tiny", "tokens": 131072, "ms": 1234.5, "x": ""},
+    ]
+    expected = "All rows: model tiny.\n\n| tokens | ms |\n|---|---|\n| 8,192 | 0.123 |\n| 131,072 | 1,234 |"
+    assert markdown_table(rows) == expected
+    assert markdown_table(rows[:1]) == "| model | tokens | ms |\n|---|---|---|\n| tiny | 8,192 | 0.123 |"
+
+
+@pytest.mark.parametrize("shape", [(7,), (1, 3, 2**11, 1000)])
+def test_random_numbers_are_normal_and_do_not_repeat(shape):
+    x = np.asarray(random_normal(jax.random.key(1), shape, jnp.float32, 2.0), np.float64)
+    assert x.shape == shape
+    assert len(np.unique(x)) > 0.6 * x.size  # of the 2^23 floats that a draw can take
+    if x.size > 1000:
+        assert abs(x.mean()) < 0.01
+        assert abs(x.std() - 2) < 0.01
+        assert abs(np.corrcoef(x.ravel()[: 2**21], x.ravel()[-(2**21) :])[0, 1]) < 0.01
+
+
+@pytest.mark.parametrize("wrong", [2.0, np.nan])
+def test_wrong_results_are_not_timed(wrong):
+    expected = jnp.ones(4)
+    assert agreement("triton", expected, expected) == 0
+    with pytest.raises(RuntimeError, match="triton differs from the oracle by"):
+        agreement("triton", expected.at[0].set(wrong), expected)
+
+
+def test_calls_in_turns_are_timed_by_name():
+    seconds = time_in_turns({"one": lambda: jnp.ones(2) + 1, "many": lambda: jnp.ones((500, 500)) @ jnp.ones(500)}, 1)
+    assert set(seconds) == {"one", "many"}
+    assert min(seconds.values()) > 0
+
+
+def test_memory_that_runs_out_costs_one_call(capsys):
+    assert fitted(lambda: 3, "three") == 3
+    assert fitted(jax.jit(lambda: jnp.zeros((2**30, 2**30), jnp.int8)), "an exabyte") is None
+    assert capsys.readouterr().out.startswith("does not fit: an exabyte: RESOURCE_EXHAUSTED: ")
+
+    def other():
+        raise jax.errors.JaxRuntimeError("INTERNAL: the device is gone")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="is gone"):
+        fitted(other, "another")
+
+
+def test_compilations_are_counted_with_their_seconds():
+    compilations = Compilations()
+    jax.jit(lambda x: x * 3.25 + 17)(jnp.ones(11)).block_until_ready()
+    compilations.close()
+    assert compilations.count >= 1
+    assert sum(compilations.by_program.values()) > 0
+    count = compilations.count
+    jax.jit(lambda x: x * 4.25 + 17)(jnp.ones(13)).block_until_ready()
+    assert compilations.count == count

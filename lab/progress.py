@@ -48,13 +48,13 @@ def counted(what: str, line_seconds: float = _LINE_SECONDS) -> Iterator[Count]:
             if not console.is_interactive and (at - told > line_seconds or done == total):
                 told = at
                 seconds = (at - started) * (total - done) / max(done - first, 1)
-                left = f", about {duration(seconds)} left" if first < done < total else ""
+                left = f", about {_duration(seconds)} left" if first < done < total else ""
                 print(f"{done} of {total} {what}{left}: {now}", file=sys.stderr, flush=True)
 
         yield report
 
 
-def duration(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     """Seconds as a person says them: "42 s", "17 min", "9.5 h"."""
     if seconds < 100:
         return f"{seconds:.0f} s"

@@ -1,0 +1,221 @@
+"""`tca-jax bench`: each command at sizes of a CPU, and what it refuses."""
+
+import functools
+import json
+import os
+import re
+
+import commands
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from meshes import needs_8_devices
+
+import tca_jax
+from tca_jax.cli.options import LAUNCH_ORDER
+from tca_jax.engine.decode import prefill
+from tca_jax.engine.sampling import Sampling
+from tca_jax.lab.benchmarks import attention, decode, end_to_end
+from tca_jax.lab.benchmarks.common import read_results
+from tca_jax.lab.benchmarks.models import CONFIGS, Share, parse_method, random_model
+from tca_jax.lab.commands.bench import NAMES
+from tca_jax.methods import BASELINE
+
+TINY = ["--models=tiny", "--lengths=512", "--window=128"]
+FLOORS = ["--copy-bytes=1048576", "--repeats=1"]
+XLA = "--backend=xla"
+
+run, error = (functools.partial(each, "bench") for each in (commands.run, commands.error))
+
+
+def bench(name, folder, *args):
+    """Rows of a run that must succeed."""
+    result = run(name, *args, "--out", folder)
+    assert result.exit_code == 0, result.output
+    assert f"Results: {folder / name}.jsonl" in result.stdout
+    return read_results(folder / f"{name}.jsonl")["rows"]
+
+
+def positive(rows):
+    figures = [(key, value) for row in rows for key, value in row.items() if isinstance(value, int | float)]
+    assert all(value >= 0 if key in ("error", "compile s", "peak GB") else value > 0 for key, value in figures), rows
+
+
+def test_attention_compares_methods_with_full_attention(tmp_path):
+    args = [*TINY, XLA, "--repeats=1", "--block-shares=0.05:0.5", "--methods=full"]
+    tca, full = bench("attention", tmp_path, *args)
+    assert (tca["attention"], full["attention"]) == ("TCA 0.05:0.5", "full")
+    assert 0 < tca["area"] < full["area"] == full["kept"] == 1 > tca["kept"]
+    assert tca["error"] == full["error"] == 0  # the oracle against itself
+    assert tca["speed-up"] == pytest.approx(tca["full ms"] / tca["total ms"])
+    assert tca["TFLOP/s on area"] == pytest.approx(
+        tca["full TFLOP/s"] * tca["full ms"] / tca["attention ms"] * tca["area"]
+    )
+
+
+def test_decode_compares_caches_by_their_bytes(tmp_path):
+    args = [*TINY, *FLOORS, XLA, "--block-shares=0.2", "--rows=2", "--layers=1", "--kv=fp8"]
+    rows = bench("decode", tmp_path, *args)
+    positive(rows)
+    layer, models = (
+        [row for row in rows if row["table"] == table] for table in dict.fromkeys(r["table"] for r in rows)
+    )
+    assert [(row["attention"], row["KV"]) for row in layer] == [
+        (name, kv) for name in ("full", "TCA 0.2") for kv in ("bfloat16", "float8_e4m3fn")
+    ]
+    assert layer[1]["KV MB"] < 0.6 * layer[0]["KV MB"]
+    assert {row["KV"] for row in models} == {"float32", "float8_e4m3fn"}
+    assert layer[2]["attended"] < layer[0]["attended"] == models[0]["attended"] == 1
+
+
+def test_end_to_end_times_answers_and_questions(tmp_path):
+    args = [*TINY, *FLOORS, "--block-shares=0.05:0.5", "--new-tokens=4", "--layers=1", "--questions=2"]
+    full, tca, *asked = bench("end-to-end", tmp_path, *args)
+    assert (full["attention"], tca["attention"]) == ("full", "TCA 0.05:0.5")
+    assert full["TTFT speed-up"] == full["ms/token speed-up"] == full["kept"] == full["area"] == 1
+    assert tca["TTFT speed-up"] == pytest.approx(full["TTFT s"] / tca["TTFT s"])
+    assert tca["kept"] < 1 > tca["area"]
+    assert tca["KV GB"] < full["KV GB"] < full["GB per device"]
+    assert [row["questions"] for row in asked] == [2, 2]
+    positive([tca, *asked])
+
+
+@pytest.mark.slow
+def test_end_to_end_takes_methods_and_fp8(tmp_path):
+    args = [*TINY, *FLOORS, "--no-full", "--methods=streaming:window=128", "--new-tokens=1", "--fp8=both", "--layers=1"]
+    (row,) = bench("end-to-end", tmp_path, *args)
+    assert (row["fp8"], row["attention"], row["TTFT speed-up"]) == ("both", "streaming:window=128", "")
+    assert "ms/token" not in row
+
+
+@needs_8_devices
+def test_end_to_end_runs_over_meshes(tmp_path, monkeypatch):
+    monkeypatch.setenv(LAUNCH_ORDER, "1")
+    args = [
+        *TINY,
+        *FLOORS,
+        "--no-full",
+        "--block-shares=0.3",
+        "--new-tokens=4",
+        "--layers=1",
+        "--mesh=1x1",
+        "--mesh=2x2",
+    ]
+    one, four = bench("end-to-end", tmp_path, *args)
+    assert (one["mesh"], four["mesh"]) == ("1x1", "2x2")
+    assert four["GB per device"] < one["GB per device"] < 4 * four["GB per device"]
+    assert four["kept"] == pytest.approx(one["kept"], rel=0.01)
+
+
+def test_calibration_is_timed_twice(tmp_path):
+    (row,) = bench("calibration", tmp_path, *TINY, "--texts=1", "--layers=1")
+    assert row["second call s"] < row["first call s"]
+    assert row["ms per pass"] == pytest.approx(1e3 * row["second call s"] / row["layer passes"])
+
+
+@pytest.mark.parametrize("command", NAMES)
+def test_help_fits_80_columns(command):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert f"tca-jax bench {command}" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["sparsity"], "No such command 'sparsity'"),
+        (["attention", "--models=gpt2"], "--models gpt2: must be one of ['llama3.1-8b', "),
+        (["attention"], "--lengths 131072: a CPU takes at most 4096 tokens; pass --models tiny --lengths 1024"),
+        (["decode", "--lengths=1024"], "--models llama3.1-8b: needs a GPU, this is 'cpu'; pass --models tiny"),
+        (["end-to-end"], "--models llama3.1-8b: needs a GPU"),
+        (["calibration"], "--models llama3.1-8b: needs a GPU"),
+        (["serve", "--tokens=100"], "--tokens 100: must be a multiple of 128 and at least 4224, one block more than"),
+        (["decode", *TINY, "--lengths=128"], "--lengths 128: must be a multiple of 128 and at least 256, one block"),
+        (["decode", *TINY, "--block-shares=0.2:0.1"], "0.2:0.1: must be between 0 and 1, prefill below cache"),
+        (["decode", *TINY, "--backend=cuda"], "--backend 'cuda': must be one of"),
+        (["attention", *TINY, "--methods=snap"], "--methods snap: 'snap' is not registered"),
+        (["attention", *TINY, "--block-shares=0.2+3"], "--block-shares +3: there are 2 KV heads"),
+        (["attention", "--window=100"], "--window 100: must be a positive multiple of block_size = 128"),
+        (["end-to-end", *TINY, "--mesh=4"], "--mesh 4: must be devices on 'data' x devices on 'model', such as 1x4"),
+        (["serve", "--model=tiny", "--tokens=512", "--window=128", "--profile=p"], "--profile p: tiny has random"),
+        (["calibration", *TINY, "--layers=1", "--text=text.txt"], "--text text.txt: tiny has no tokenizer"),
+    ],
+)
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="messages of a machine without a GPU")
+def test_what_cannot_run_is_refused_in_one_line(args, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message in error(*args)
+
+
+def test_an_unwritable_folder_is_refused_before_the_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "file" in error("attention", *TINY, "--out", tmp_path / "file")
+
+
+def test_benchmarks_take_more_memory_unless_told_otherwise(monkeypatch):
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    for set_by_user in ({}, {names[0]: "0.5"}, {names[1]: "0.5"}):  # JAX refuses both
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in set_by_user.items():
+            monkeypatch.setenv(name, value)
+        assert run("attention", "--help").exit_code == 0
+        assert {n: os.environ[n] for n in names if n in os.environ} == (set_by_user or {names[0]: "0.9"})
+
+
+# ---- what is timed
+
+
+@pytest.mark.parametrize(
+    "method",
+    [Share(0.5, prefill=0.05).method(tca_jax.TCAConfig(window=128), 2), parse_method("xattention:dense_tokens=0")],
+    ids=["TCA", "xattention"],
+)
+def test_parts_of_a_layer_make_the_whole(method):
+    inputs, case = attention.attention_inputs(CONFIGS["tiny"], 512, seed=0), attention.Case("case", method, "xla")
+    out, kept = jax.jit(case.run)(*inputs)
+    selected = jax.jit(case.select)(*inputs)
+    np.testing.assert_array_equal(jax.jit(case.attend)(*inputs, selected).out, out)
+    if selected is not None:
+        jax.tree.map(np.testing.assert_array_equal, selected[0], kept)
+
+
+@pytest.mark.parametrize("share", [None, Share(0.3), Share(0.5, prefill=0.05)], ids=str)
+def test_a_random_state_is_one_that_prefill_leaves(share):
+    lm, config = random_model("tiny", jax.random.key(0)), tca_jax.TCAConfig(window=128)
+    lm = lm.with_method(BASELINE if share is None else share.method(config, 2, 2))
+    state = decode.random_state(lm, 2, 512)
+    arguments = (lm, jnp.zeros((2, 512), jnp.int32), jnp.array([512, 512]), state.keys, Sampling())
+    new_tokens = state.tokens.shape[1]
+    left, _ = jax.eval_shape(lambda *args: prefill(*args, state.stop_tokens, new_tokens=new_tokens), *arguments)
+    assert jax.tree.structure(left) == jax.tree.structure(state)
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(left)] == [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
+
+
+def test_attended_tokens_are_those_of_the_cache():
+    config, tca = CONFIGS["qwen2.5-7b"], tca_jax.TCAConfig(window=256)
+    for policy in (BASELINE.cache, Share(0.2).method(tca, 4).cache):
+        plan = decode.Plan(config, policy, 1, 2, 1024, jnp.bfloat16)
+        cache = plan.make(seed=0)
+        window = min(1024, policy.window) + 1
+        assert plan.attended == int(np.asarray(cache.kept[0]).sum()) + 2 * 4 * window
+        assert plan.num_bytes == cache.k.nbytes + cache.v.nbytes
+
+
+def test_arithmetic_of_a_prompt_is_counted():
+    lm = random_model("tiny", jax.random.key(0), num_layers=1)
+    weights = sum(x.size for x in jax.tree.leaves(lm.params) if x.ndim > 1) - 2 * lm.decoder.embedding.size
+    assert end_to_end.prefill_flops(lm, 100, 0.0) == 2 * weights * 100
+    assert end_to_end.prefill_flops(lm, 100, 0.5) == 2 * weights * 100 + 4 * 64 * 0.5 * 100**2 / 2
+
+
+@pytest.mark.slow
+def test_a_checkpoint_runs_under_its_profile(tmp_path):
+    args = ["--models=recall-tiny", "--profile=shipped", "--lengths=1024", "--window=512", *FLOORS, "--new-tokens=4"]
+    full, profile = bench("end-to-end", tmp_path, *args)
+    assert (full["attention"], profile["attention"]) == ("full", "profile")
+    assert profile["kept"] < 1
+    command = json.loads((tmp_path / "end-to-end.jsonl").read_text().splitlines()[0])["environment"]["command"]
+    assert re.match(r"tca-jax ", command)
