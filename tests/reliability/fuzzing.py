@@ -19,7 +19,7 @@ from tca_jax.cli.errors import users_message
 
 #: Cases of each kind; TCA_FUZZ=1000 runs the full number, TCA_FUZZ=500:1000 a part of it.
 DEFAULT_CASES = 15
-_CASE_SECONDS = 30
+_CASE_SECONDS = 120
 _NAMES = ("the tokenizer of ", "chat template")  # of messages about files that were read before
 _LONGEST = 15_000  # characters of a message
 _NOISE = ("Traceback", "panicked", "Exception ignored", "Error in atexit")
