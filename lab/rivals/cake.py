@@ -64,10 +64,10 @@ class CAKECache(PromptCompression):
     than its own.
     """
 
-    preferences: tuple[float, ...]
-    gamma: float = 200.0
-    observation: int = 32
-    kernel: int = 5
+    preferences: tuple[float, ...] = ()  # of every layer, not negative, from `layer_preferences`
+    gamma: float = 200.0  # weight of the variance
+    observation: int = 32  # last prompt queries that are looked at, 2 to `window`; the code's `window_size`
+    kernel: int = 5  # neighbours that scores are averaged over, odd
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,23 +109,7 @@ def cake(
     window: int = 128,
     block_size: int = 128,
 ) -> Method:
-    """Full attention for the prompt's queries, CAKE's selection in the cache.
-
-    Args:
-        preferences: Of every layer, `[layers]`, not negative, from `layer_preferences`; equal
-            numbers give all layers the same budget.
-        capacity: Tokens of a prompt that a KV head holds, the mean over layers, the window counted as `window`; the
-            code's `cache_size`.
-        share: Instead: kept share of the tokens left of the window, the mean over layers, in (0, 1].
-        gamma: Weight of the variance.
-        observation: Last prompt queries that are looked at, 2 to `window`; the code's `window_size`.
-        kernel: Neighbours that scores are averaged over, odd.
-        window: Least number of local tokens, a multiple of `block_size`.
-        block_size: Tokens in a block, a power of two.
-
-    Raises:
-        ValueError: an option is not allowed.
-    """
+    """Full attention for the prompt's queries, CAKE's selection in the cache; options are the fields of `CAKECache`."""
     weights = _checked_preferences(preferences)
     cache = CAKECache(capacity, share, window, block_size, weights, gamma, observation, kernel)
     return Method("cake", FullPrefill(), cache)

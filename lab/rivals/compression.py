@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from tca_jax.errors import UserError, check_geometry, check_integer, check_number
-from tca_jax.methods.base import CachePolicy, Heads
+from tca_jax.methods.base import CachePolicy, Heads, Method
+from tca_jax.methods.full import FullPrefill
 from tca_jax.methods.regions import Selection
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.numerics import varying_like
@@ -31,10 +34,10 @@ class PromptCompression(CachePolicy):
     # tokens of a prompt that a head holds, the window counted as `window` tokens (its left edge is on a block
     # boundary, so that up to `block_size` - 1 more are held); shorter prompts are held whole. None where `share` is
     # given.
-    capacity: int | None
-    share: float | None  # instead: kept share of the tokens left of the window, in (0, 1]; or None
-    window: int  # least number of local tokens, w, a multiple of `block_size`
-    block_size: int  # tokens in a block, b, a power of two
+    capacity: int | None = 2048
+    share: float | None = None  # instead: kept share of the tokens left of the window, in (0, 1]; or None
+    window: int = 128  # least number of local tokens, w, a multiple of `block_size`
+    block_size: int = 128  # tokens in a block, b, a power of two
 
     def __post_init__(self) -> None:
         check_geometry(self.block_size, self.window)
@@ -121,6 +124,19 @@ class PromptCompression(CachePolicy):
         self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
     ) -> Selection:
         return Selection.of_block(attention, attention.shape[-1])
+
+
+def over_full(name: str, policy: type[CachePolicy]) -> Callable[..., Method]:
+    """The factory of a method: full attention, and `policy` in the cache; the policy's fields are options."""
+
+    def factory(**options: Any) -> Method:
+        return Method(name, FullPrefill(), policy(**options))
+
+    fields = inspect.signature(policy).parameters.values()
+    of_the_model = {field.name for field in dataclasses.fields(policy) if not field.repr}  # type: ignore[arg-type]
+    options = [field.replace(kind=field.KEYWORD_ONLY) for field in fields if field.name not in of_the_model]
+    factory.__signature__ = inspect.Signature(options, return_annotation=Method)  # type: ignore[attr-defined]
+    return factory
 
 
 def without_subnormals(scores: Float32[Array, "*s"]) -> Float32[Array, "*s"]:

@@ -33,10 +33,12 @@ from tca_jax.pallas_kernels.numerics import MASKED, cdiv, scaled_scores
 class FlexPrefill(BlockSparsePrefill):
     """Vertical and slash blocks, and block pairs of query-aware heads, that cover a share of a head's attention."""
 
+    # share of its attention that every head covers, in (0, 1]: the knob of the budget. The paper has 0.9 and, for
+    # LLaMA-3.1-8B, 0.95.
     gamma: float = 0.9
-    tau: float = 0.1
-    min_budget: int = 1024
-    block_size: int = 128
+    tau: float = 0.1  # largest divergence of a query-aware head, at least 0; 0 makes no head one
+    min_budget: int = 1024  # least tokens of vertical and of slash blocks each; shorter prompts are attended to exactly
+    block_size: int = 128  # tokens in a block, queries in a tile and in the sample; 16 or a multiple for Triton
 
     def __post_init__(self) -> None:
         check_number("gamma", self.gamma, above=0, at_most=1)
@@ -142,16 +144,5 @@ def _distance(p: Float32[Array, "B G N"], q: Float32[Array, "B G N"]) -> Float32
 
 
 def flexprefill(gamma: float = 0.9, tau: float = 0.1, min_budget: int = 1024, block_size: int = 128) -> Method:
-    """FlexPrefill for the prompt's queries; the cache keeps every token.
-
-    Args:
-        gamma: Share of its attention that every head covers, in (0, 1]: the knob of the budget. The paper has 0.9 and,
-            for LLaMA-3.1-8B, 0.95.
-        tau: Largest divergence of a head that is query-aware, at least 0.
-        min_budget: Least tokens of vertical and of slash blocks; prompts of at most so many are attended to exactly.
-        block_size: Tokens in a block; 16 or a multiple of it for the Triton kernel.
-
-    Raises:
-        ValueError: a number is not allowed.
-    """
+    """FlexPrefill for the prompt's queries; the cache keeps every token."""
     return Method("flexprefill", FlexPrefill(gamma, tau, min_budget, block_size), FullCache())

@@ -20,9 +20,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from tca_jax.errors import check_flag
-from tca_jax.lab.rivals.compression import PromptCompression
-from tca_jax.methods.base import Heads, Method
-from tca_jax.methods.full import FullPrefill
+from tca_jax.lab.rivals.compression import PromptCompression, over_full
+from tca_jax.methods.base import Heads
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.column_mass import column_mass
 
@@ -31,7 +30,7 @@ from tca_jax.pallas_kernels.column_mass import column_mass
 class H2OCache(PromptCompression):
     """The window and the tokens that the prompt's queries gave most attention, the same number in every KV head."""
 
-    average: bool = False
+    average: bool = False  # whether a token's sum is divided by the number of queries that see it
 
     num_queries = None
 
@@ -49,20 +48,4 @@ class H2OCache(PromptCompression):
         return (near + far) / jnp.maximum(seen_by, 1)
 
 
-def h2o(
-    capacity: int = 2048, share: float | None = None, average: bool = False, window: int = 128, block_size: int = 128
-) -> Method:
-    """Full attention for the prompt's queries, H2O's heavy hitters in the cache.
-
-    Args:
-        capacity: Tokens of a prompt that each KV head holds, the window counted as `window`.
-        share: Instead: kept share of the tokens left of the window, in (0, 1].
-        average: Whether a token's sum is divided by the number of queries that see it.
-        window: Least number of local tokens, a multiple of `block_size`; the paper's recent half is
-            `window = capacity / 2`.
-        block_size: Tokens in a block, a power of two.
-
-    Raises:
-        ValueError: an option is not allowed.
-    """
-    return Method("h2o", FullPrefill(), H2OCache(capacity, share, window, block_size, average))
+h2o = over_full("h2o", H2OCache)

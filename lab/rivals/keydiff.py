@@ -16,10 +16,9 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.lab.rivals.compression import PromptCompression
+from tca_jax.lab.rivals.compression import PromptCompression, over_full
 from tca_jax.lab.rivals.tiles import concatenate_tiles, sum_tiles
-from tca_jax.methods.base import Heads, Method
-from tca_jax.methods.full import FullPrefill
+from tca_jax.methods.base import Heads
 from tca_jax.pallas_kernels.backends import Backend
 
 _LEAST_LENGTH = 1e-8  # of a key or an anchor: an anchor of zeros is as far from all keys
@@ -35,19 +34,7 @@ class KeyDiffCache(PromptCompression):
         return key_difference(k, lengths)
 
 
-def keydiff(capacity: int = 2048, share: float | None = None, window: int = 128, block_size: int = 128) -> Method:
-    """Full attention for the prompt's queries, KeyDiff's selection in the cache.
-
-    Args:
-        capacity: Tokens of a prompt that each KV head holds, the window counted as `window`.
-        share: Instead: kept share of the tokens left of the window, in (0, 1].
-        window: Least number of local tokens, a multiple of `block_size`.
-        block_size: Tokens in a block, a power of two.
-
-    Raises:
-        ValueError: an option is not allowed.
-    """
-    return Method("keydiff", FullPrefill(), KeyDiffCache(capacity, share, window, block_size))
+keydiff = over_full("keydiff", KeyDiffCache)
 
 
 def key_difference(k: Array, lengths: Int[Array, " B"]) -> Float32[Array, "B Hkv L"]:

@@ -53,8 +53,8 @@ CONTINUING = "\n\nRepeat the part of the previous context exactly, starting with
 class KVzipCache(PromptCompression):
     """The window and the tokens that get most attention while the prompt is repeated."""
 
-    level: str
-    repetition: Repetition  # how the prompt is repeated
+    level: str = "pair"
+    repetition: Repetition = dataclasses.field(default_factory=lambda: Repetition(2000, 4))  # of the prompt
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,9 +18,9 @@ import numpy as np
 from jaxtyping import Int
 
 from tca_jax.errors import UserError, is_finite_number
+from tca_jax.lab.rivals.compression import over_full
 from tca_jax.lab.rivals.snapkv import SnapKVCache
-from tca_jax.methods.base import Frequencies, Method, Wording
-from tca_jax.methods.full import FullPrefill
+from tca_jax.methods.base import Frequencies, Wording
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,8 @@ class PyramidKVCache(SnapKVCache):
     `capacity` and `share` are means over the layers.
     """
 
-    beta: float = 20.0
+    observation: int = 64
+    beta: float = 20.0  # the mean budget over the last layer's, at least 1; 1 gives all layers the same
     # the model's layers; None until a model gives them (`lm.with_method` does)
     layers: int | None = dataclasses.field(default=None, repr=False)
 
@@ -52,31 +53,4 @@ class PyramidKVCache(SnapKVCache):
         return np.where((ranked + self.window < 2 * mean) | (self.layers == 1), mean, falling)
 
 
-def pyramidkv(
-    capacity: int = 2048,
-    share: float | None = None,
-    beta: float = 20.0,
-    observation: int = 64,
-    kernel: int = 5,
-    pooling: str = "avg",
-    window: int = 128,
-    block_size: int = 128,
-) -> Method:
-    """Full attention for the prompt's queries, PyramidKV's selection in the cache.
-
-    Args:
-        capacity: Tokens of a prompt that a KV head holds, the mean over layers, the window counted as `window`; the
-            code's `max_capacity_prompt`.
-        share: Instead: kept share of the tokens left of the window, the mean over layers, in (0, 1].
-        beta: The mean budget over the last layer's, at least 1.
-        observation: Last prompt queries that vote, at most `window`; the code's `window_size`.
-        kernel: Neighbours that scores are pooled over, odd.
-        pooling: "avg" or "max".
-        window: Least number of local tokens, a multiple of `block_size`.
-        block_size: Tokens in a block, a power of two.
-
-    Raises:
-        ValueError: an option is not allowed.
-    """
-    cache = PyramidKVCache(capacity, share, window, block_size, observation, kernel, pooling, beta)
-    return Method("pyramidkv", FullPrefill(), cache)
+pyramidkv = over_full("pyramidkv", PyramidKVCache)

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.errors import UserError, check_geometry, check_integer
-from tca_jax.methods.base import CachePolicy, Heads, Method
-from tca_jax.methods.full import FullPrefill
+from tca_jax.lab.rivals.compression import over_full
+from tca_jax.methods.base import CachePolicy, Heads
 from tca_jax.methods.regions import Selection
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import CODES, Pages, decode
@@ -39,10 +39,10 @@ Bounds = tuple[Float[Array, "..."], Float[Array, "..."]]
 class QuestCache(CachePolicy):
     """All tokens, of which a step attends to the window and to some pages."""
 
-    budget: int
-    dense_layers: int
-    window: int
-    block_size: int
+    budget: int = 1024  # tokens that a step attends to, the window counted as `window`; the code's `token_budget`
+    dense_layers: int = 2  # first layers, which attend to everything
+    window: int = 16  # least number of local tokens, a multiple of `block_size`
+    block_size: int = 16  # tokens in a block and in a page, a power of two; the code's `chunk_size`
 
     def __post_init__(self) -> None:
         check_geometry(self.block_size, self.window)
@@ -143,16 +143,4 @@ def with_pages(cache: Pages, scores: Float32[Array, "B Hkv C"], counts: Int[Arra
     return Pages(cache.k, cache.v, table, kept, start, end, count)
 
 
-def quest(budget: int = 1024, dense_layers: int = 2, window: int = 16, block_size: int = 16) -> Method:
-    """Full attention for the prompt's queries, all tokens in the cache, of which a step attends to some pages.
-
-    Args:
-        budget: Tokens that a step attends to, the window counted as `window`; the code's `token_budget`.
-        dense_layers: First layers, which attend to everything.
-        window: Least number of local tokens, a multiple of `block_size`.
-        block_size: Tokens in a block and in a page, a power of two; the code's `chunk_size`.
-
-    Raises:
-        ValueError: an option is not allowed.
-    """
-    return Method("quest", FullPrefill(), QuestCache(budget, dense_layers, window, block_size))
+quest = over_full("quest", QuestCache)

@@ -19,10 +19,10 @@ from tca_jax.pallas_kernels.backends import Backend
 class RandomCache(CachePolicy):
     """The same number of random tokens of every block that leaves the window, in a prompt and while decoding."""
 
-    share: float = 0.25
-    window: int = 4096
-    block_size: int = 128
-    seed: int = 0
+    share: float = 0.25  # kept share of a block's tokens, in (0, 1], rounded to whole tokens, at least one
+    window: int = 4096  # least number of local tokens, w, a multiple of `block_size`
+    block_size: int = 128  # tokens in a block, b, a power of two
+    seed: int = 0  # other seeds, other tokens; draws depend on seed, layer, head and position alone
 
     def __post_init__(self) -> None:
         check_geometry(self.block_size, self.window)
@@ -72,16 +72,6 @@ class RandomCache(CachePolicy):
 
 
 def random(share: float = 0.25, window: int = 4096, block_size: int = 128, seed: int = 0) -> Method:
-    """Random tokens and a window, for the prompt's queries and for the cache.
-
-    Args:
-        share: Kept share of the tokens left of the window, in (0, 1].
-        window: Least number of local tokens, a multiple of `block_size`.
-        block_size: Tokens in a block, a power of two.
-        seed: In [0, 2^32). Other seeds, other tokens.
-
-    Raises:
-        ValueError: a number is not allowed.
-    """
+    """Random tokens and a window, for the prompt's queries and for the cache."""
     cache = RandomCache(share, window, block_size, seed)
     return Method("random", SparsePrefill(cache), cache)

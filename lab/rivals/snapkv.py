@@ -17,10 +17,9 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from tca_jax.lab.rivals.compression import PromptCompression
+from tca_jax.lab.rivals.compression import PromptCompression, over_full
 from tca_jax.lab.rivals.observation import check_observation, check_pooling, observed_attention, pool
-from tca_jax.methods.base import Heads, Method
-from tca_jax.methods.full import FullPrefill
+from tca_jax.methods.base import Heads
 from tca_jax.pallas_kernels.backends import Backend
 
 
@@ -28,9 +27,9 @@ from tca_jax.pallas_kernels.backends import Backend
 class SnapKVCache(PromptCompression):
     """The window and the tokens that the last queries attend to most, the same number in every KV head."""
 
-    observation: int = 32
-    kernel: int = 5
-    pooling: str = "avg"
+    observation: int = 32  # last prompt queries that vote, at most `window`; the code's `window_size`
+    kernel: int = 5  # neighbours that scores are pooled over, odd
+    pooling: str = "avg"  # or "max"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,29 +47,4 @@ class SnapKVCache(PromptCompression):
         return pool(votes, self.kernel, self.pooling).mean(axis=2)
 
 
-def snapkv(
-    capacity: int = 2048,
-    share: float | None = None,
-    observation: int = 32,
-    kernel: int = 5,
-    pooling: str = "avg",
-    window: int = 128,
-    block_size: int = 128,
-) -> Method:
-    """Full attention for the prompt's queries, SnapKV's selection in the cache.
-
-    Args:
-        capacity: Tokens of a prompt that each KV head holds, the window counted as `window`; the code's
-            `max_capacity_prompt`.
-        share: Instead: kept share of the tokens left of the window, in (0, 1].
-        observation: Last prompt queries that vote, at most `window`; the code's `window_size`.
-        kernel: Neighbours that scores are pooled over, odd.
-        pooling: "avg" or "max".
-        window: Least number of local tokens, a multiple of `block_size`.
-        block_size: Tokens in a block, a power of two.
-
-    Raises:
-        ValueError: an option is not allowed.
-    """
-    cache = SnapKVCache(capacity, share, window, block_size, observation, kernel, pooling)
-    return Method("snapkv", FullPrefill(), cache)
+snapkv = over_full("snapkv", SnapKVCache)

@@ -16,10 +16,9 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from tca_jax.lab.rivals.compression import PromptCompression
+from tca_jax.lab.rivals.compression import PromptCompression, over_full
 from tca_jax.lab.rivals.observation import observed_attention
-from tca_jax.methods.base import Heads, Method
-from tca_jax.methods.full import FullPrefill
+from tca_jax.methods.base import Heads
 from tca_jax.pallas_kernels.backends import Backend
 
 
@@ -34,16 +33,4 @@ class TOVACache(PromptCompression):
         return jnp.broadcast_to(heads.mean(attention)[:, None], attention.shape)
 
 
-def tova(capacity: int = 2048, share: float | None = None, window: int = 128, block_size: int = 128) -> Method:
-    """Full attention for the prompt's queries, TOVA's selection in the cache.
-
-    Args:
-        capacity: Tokens of a prompt that each KV head holds, the window counted as `window`.
-        share: Instead: kept share of the tokens left of the window, in (0, 1].
-        window: Least number of local tokens, a multiple of `block_size`.
-        block_size: Tokens in a block, a power of two.
-
-    Raises:
-        ValueError: an option is not allowed.
-    """
-    return Method("tova", FullPrefill(), TOVACache(capacity, share, window, block_size))
+tova = over_full("tova", TOVACache)
