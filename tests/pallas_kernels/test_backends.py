@@ -61,48 +61,24 @@ def gpu(monkeypatch):
     return lambda capability: monkeypatch.setattr(jax, "local_devices", lambda: [_Gpu(capability)])
 
 
+XLA = {"xla": _takes}
 NAMES = r"\['auto', 'cudnn', 'mosaic', 'triton', 'xla'\]"
 
 
 @pytest.mark.parametrize(
     ("implementations", "backend", "capability", "error", "message"),
     [
-        ({"xla": _takes}, "cuda", None, ValueError, f"backend = 'cuda': must be one of {NAMES}"),
-        ({"xla": _takes}, "XLA", None, ValueError, "backend = 'XLA'"),
-        ({"xla": _takes}, ("xla", "cuda"), None, ValueError, "backend = 'cuda'"),
-        (
-            {"triton": _takes},
-            "xla",
-            None,
-            ValueError,
-            r"sort has no such implementation; must be 'auto' or one of ",
-        ),
+        (XLA, "cuda", None, ValueError, rf"backend = 'cuda': must be one of {NAMES}"),
+        (XLA, ("xla", "cuda"), None, ValueError, "backend = 'cuda'"),
+        (XLA, ("cudnn", "mosaic"), None, ValueError, r"sort has none of these; one must be among \['auto', 'xla'\]"),
+        ({"triton": _takes}, "xla", None, ValueError, "sort has no such implementation; must be 'auto' or one of "),
         ({"xla": _refuses}, "xla", None, NotImplementedError, "odd head dim"),
         ({"xla": _refuses}, "auto", None, NotImplementedError, r"sort: no backend takes this call: \['odd head dim'\]"),
         ({"xla": _fails}, "auto", None, ImportError, "no such library"),  # of the call itself: not hidden
-        (
-            {"triton": None, "xla": _takes},
-            "triton",
-            "9.0",
-            ValueError,
-            "backend = 'triton': sort on triton cannot be imported: .*; use 'auto'",
-        ),
-        (
-            {"xla": _takes},
-            ("cudnn", "mosaic"),
-            None,
-            ValueError,
-            r"backend = \('cudnn', 'mosaic'\): sort has none of these; one must be among \['auto', 'xla'\]",
-        ),
+        ({"triton": None, **XLA}, "triton", "9.0", ValueError, "sort on triton cannot be imported: .*; use 'auto'"),
         # The first of several that the operation has is as strict as one that is named alone.
-        ({"triton": _refuses, "xla": _takes}, ("triton", "auto"), "9.0", NotImplementedError, "odd head dim"),
-        (
-            {"triton": _takes, "xla": _takes},
-            ("triton", "auto"),
-            "7.5",
-            ValueError,
-            "'triton' needs compute cap",
-        ),
+        ({"triton": _refuses, **XLA}, ("triton", "auto"), "9.0", NotImplementedError, "odd head dim"),
+        ({"triton": _takes, **XLA}, ("triton", "auto"), "7.5", ValueError, "'triton' needs compute capability 8"),
     ],
 )
 def test_refusals(operation, gpu, implementations, backend, capability, error, message):

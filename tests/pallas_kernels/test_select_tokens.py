@@ -10,7 +10,6 @@ from implementations import implementation, on_every_backend
 
 from tca_jax.pallas_kernels.select_tokens.triton import SelectConfig
 from tca_jax.pallas_kernels.select_tokens.xla import source_rows
-from tca_jax.pallas_kernels.tiles import heads_first
 
 
 def _operands(offsets, tokens, block_size, dtype=jnp.float32):
@@ -87,10 +86,3 @@ def test_rows_of_a_million_tokens_fit_int32():
     np.testing.assert_array_equal(first, expected)
     assert first[-1, -1] * dim > 2**31 > first[-1, -1]
     assert int((rows < batch * heads * length).sum()) == batch * heads
-
-
-def test_row_layout_keeps_the_group_of_a_token():
-    q, _, _ = qkv(0, 2, 5, 6, 2, 3)
-    rows = np.asarray(heads_first(jnp.asarray(q), 2, 8)).reshape(2, 2, 8, 3, 3)
-    padded = np.pad(q, ((0, 0), (0, 3), (0, 0), (0, 0))).reshape(2, 8, 2, 3, 3)
-    np.testing.assert_array_equal(rows, padded.swapaxes(1, 2))

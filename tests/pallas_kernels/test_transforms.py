@@ -123,86 +123,68 @@ def _axes(case):
     return [(0, None, 1)[i % 3] for i in range(count)], [(None, 1, 0, 0)[i % 4] for i in range(count)]
 
 
-def _stack(choices, axes):
-    return [
-        xs[0] if axis is None else jnp.stack(xs, axis)
-        for xs, axis in zip(zip(*choices, strict=True), axes, strict=True)
-    ]
+def _join(choices, axes, join):
+    """Operands of several draws as one, joined along the axis of each; those without an axis are shared."""
+    parts = zip(zip(*choices, strict=True), axes, strict=True)
+    return [xs[0] if axis is None else join(xs, axis) for xs, axis in parts]
 
 
-def _pick(choices, number, own):
-    """Operands of one call of the loop: those of the first choice are shared."""
-    return [choices[number if mine else 0][i] for i, mine in enumerate(own)]
+def _nested(case):
+    """Operands of an inner and an outer vmap, and what each call of the loop takes."""
+    inner, outer = _axes(case)
+    drawn = [[case.draw(2 * i + j) for j in range(2)] for i in range(2)]
+    operands = _join([_join(row, inner, jnp.stack) for row in drawn], outer, jnp.stack)
+    axes = list(zip(inner, outer, strict=True))
+    calls = {
+        (i, j): [drawn[i * (b is not None)][j * (a is not None)][n] for n, (a, b) in enumerate(axes)]
+        for i, j in np.ndindex(2, 2)
+    }
+    return operands, calls
 
 
-def _sharded_axis(dims, over):
-    """The axis of an array that is dealt out with the batch or with the heads; every shard has a pool of its own."""
-    names = {"batch": ("B", "R", "P"), "heads": ("Hq", "Hkv", "P")}[over]
-    return next((i for i, dim in enumerate(dims.split()) if dim in names), None)
+def _shards(case, over):
+    """Operands of two devices, of each alone and joined, and the axes of operands and results that are dealt out."""
+    names = {"batch": ("B", "R", "P"), "heads": ("Hq", "Hkv", "P")}[over]  # every device has a pool of its own
+
+    def axis(dims):
+        return next((i for i, dim in enumerate(dims.split()) if dim in names), None)
+
+    axes = [axis(dims) for dims in case.operands.values()]
+    drawn = [case.draw(seed) for seed in range(2)]
+    alone = [[drawn[i * (axis is not None)][n] for n, axis in enumerate(axes)] for i in range(2)]
+    return alone, _join(drawn, axes, jnp.concatenate), axes, [axis(dims) for dims in case.results]
 
 
-def _spec(dims, over):
-    axis = _sharded_axis(dims, over)
-    return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "x")
+def _specs(axes, mapped=0):
+    whole = [None] * mapped
+    return tuple(PartitionSpec() if axis is None else PartitionSpec(*whole, *[None] * axis, "x") for axis in axes)
 
 
 @run
 def test_nested_vmap_equals_a_loop(case):
-    inner, outer = _axes(case)
-    function = case.function(interpret=INTERPRET)
-    drawn = [[case.draw(2 * i + j) for j in range(2)] for i in range(2)]
-    operands = _stack([_stack(row, inner) for row in drawn], outer)
+    (inner, outer), (operands, calls), function = _axes(case), _nested(case), case.function(interpret=INTERPRET)
     actual = jax.jit(jax.vmap(jax.vmap(function, inner), outer))(*operands)
-    for i in range(2):
-        row = [_pick([row[j] for row in drawn], i, [axis is not None for axis in outer]) for j in range(2)]
-        for j in range(2):
-            expected = function(*_pick(row, j, [axis is not None for axis in inner]))
-            for result, wanted in zip(actual, expected, strict=True):
-                case.check(result[i, j], wanted)
+    for place, own in calls.items():
+        for result, wanted in zip(actual, function(*own), strict=True):
+            case.check(result[place], wanted)
 
 
 @run
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 @pytest.mark.parametrize("over", [pytest.param("batch", marks=pytest.mark.slow), "heads"])
 def test_shard_map_equals_a_loop(case, over):
-    devices = min(2, jax.device_count())
-    function = case.function(interpret=INTERPRET)
-    axes = [_sharded_axis(dims, over) for dims in case.operands.values()]
-    drawn = [case.draw(seed) for seed in range(devices)]
-    operands = [
-        xs[0] if axis is None else jnp.concatenate(xs, axis)
-        for xs, axis in zip(zip(*drawn, strict=True), axes, strict=True)
-    ]
+    (alone, operands, axes, results), function = _shards(case, over), case.function(interpret=INTERPRET)
     sharded = jax.shard_map(
         function,
-        mesh=jax.make_mesh((devices,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)),
-        in_specs=tuple(_spec(dims, over) for dims in case.operands.values()),
-        out_specs=tuple(_spec(dims, over) for dims in case.results),
+        mesh=jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)),
+        in_specs=_specs(axes),
+        out_specs=_specs(results),
         # JAX's interpreter of Pallas does not track what varies.
         check_vma=not (INTERPRET and case.backend == "triton"),
     )
-    shards = [function(*_pick(drawn, i, [axis is not None for axis in axes])) for i in range(devices)]
-    for result, parts, dims in zip(jax.jit(sharded)(*operands), zip(*shards, strict=True), case.results, strict=True):
-        case.check(result, jnp.concatenate(parts, _sharded_axis(dims, over)))
-
-
-def _mapped_avals(case, *maps):
-    """Operands under vmaps, the innermost first."""
-    shapes = [list(x.shape) for x in case.draw(0)]
-    for axes in maps:
-        for shape, axis in zip(shapes, axes, strict=True):
-            shape[axis or 0 : axis or 0] = [] if axis is None else [2]
-    return [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, case.draw(0), strict=True)]
-
-
-def _globally(case, over, avals):
-    """What a mesh of two holds when each of its devices holds `avals`."""
-    wholes = []
-    for aval, dims in zip(avals, case.operands.values(), strict=True):
-        shape, axis = list(aval.shape), _sharded_axis(dims, over)
-        if axis is not None:
-            shape[axis + len(shape) - len(dims.split())] *= 2
-        wholes.append(jax.ShapeDtypeStruct(shape, aval.dtype))
-    return wholes
+    parts = zip(*(function(*own) for own in alone), strict=True)
+    for result, wanted, axis in zip(jax.jit(sharded)(*operands), parts, results, strict=True):
+        case.check(result, jnp.concatenate(wanted, axis))
 
 
 @pytest.fixture
@@ -215,9 +197,11 @@ def cudnn_is_found(monkeypatch):
 @lower
 @pytest.mark.usefixtures("cudnn_is_found")
 def test_transforms_lower_to_as_many_kernels(case):
-    function = case.function(interpret=False)
-    launches = kernels(case.backend, function, *_mapped_avals(case))
+    function, (inner, outer) = case.function(interpret=False), _axes(case)
+    launches = kernels(case.backend, function, *case.draw(0))
     assert launches > 0
+    mapped = jax.vmap(jax.vmap(function, inner), outer)
+    assert kernels(case.backend, mapped, *_nested(case)[0]) == launches
 
     def varies(*operands):
         # JAX would let a result that is not said to vary pass for the same on all devices.
@@ -225,17 +209,12 @@ def test_transforms_lower_to_as_many_kernels(case):
         assert all(jax.typeof(result).manual_axis_type.varying == {"x"} for result in results)
         return results
 
-    inner, outer = _axes(case)
-    mapped = jax.vmap(jax.vmap(function, inner), outer)
-    assert kernels(case.backend, mapped, *_mapped_avals(case, inner, outer)) == launches
-    first = [0] * len(case.operands)
     for over in ("batch", "heads"):
-        specs = [
-            tuple(PartitionSpec(None, *_spec(dims, over)) for dims in arrays)
-            for arrays in (case.operands.values(), case.results)
-        ]
-        sharded = jax.shard_map(jax.vmap(varies, first), mesh=abstract_mesh(x=2), in_specs=specs[0], out_specs=specs[1])
-        assert kernels(case.backend, sharded, *_globally(case, over, _mapped_avals(case, first))) == launches
+        _, operands, axes, results = _shards(case, over)
+        specs = {"in_specs": _specs(axes, mapped=1), "out_specs": _specs(results, mapped=1)}
+        sharded = jax.shard_map(jax.vmap(varies), mesh=abstract_mesh(x=2), **specs)
+        avals = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in operands]
+        assert kernels(case.backend, sharded, *avals) == launches
 
 
 def test_cudnn_under_vmap_with_gradients(monkeypatch):
