@@ -1,21 +1,38 @@
 """RULER's tasks: their text to the letter, answers that the context gives, lengths that fit, and scores."""
 
+import dataclasses
+import hashlib
 import json
 import re
-from collections import Counter
+import sys
 
 import pytest
 
 from tca_jax.lab.evaluation.ruler import TASKS, match_all, match_part
 from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Sample
-from tca_jax.lab.evaluation.sources import Sources
+from tca_jax.lab.evaluation.sources import Sources, load_words
 from tca_jax.loading import open_checkpoint
 
 BY_NAME = {task.name: task for task in TASKS}
-NEEDLE = r"One of the special magic (numbers|uuids) for (\S+) is: (\S+)\."
+NEEDLE = r"One of the special magic (?:numbers|uuids) for \S+ is: \S+\."
 #: A length in bytes at which each task fits the byte-level tokenizer.
 LENGTHS = {"niah_multiquery": 1800, "niah_multivalue": 1500, "niah_multikey_1": 1500, "niah_multikey_3": 1500}
 LENGTHS |= {"vt": 2600, "cwe": 3500, "fwe": 1200, "qa_1": 1500, "qa_2": 1500}
+DIGESTS = {
+    "niah_single_1": "cc8b8b86e0ce",
+    "niah_single_2": "fb97cac76f96",
+    "niah_single_3": "b458b55bd689",
+    "niah_multikey_1": "6c7f31185eda",
+    "niah_multikey_2": "40894f49e07d",
+    "niah_multikey_3": "974955774613",
+    "niah_multivalue": "97f4adebcddc",
+    "niah_multiquery": "e249dbaf689f",
+    "vt": "82b187c10536",
+    "cwe": "7fc4082ed3ea",
+    "fwe": "a1bafbce127e",
+    "qa_1": "6f35828fcca0",
+    "qa_2": "2ef91cfc66c2",
+}
 NEW_TOKENS = {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
 
 
@@ -50,7 +67,7 @@ def draw(files):
         drawing = Drawing(encoder, sources, length or LENGTHS.get(name, 1200), count, seed, only_check)
         return BY_NAME[name].draw(drawing)
 
-    draw.encoder = encoder
+    draw.encoder, draw.files = encoder, files
     return draw
 
 
@@ -94,49 +111,21 @@ def test_samples_depend_on_seed_and_number(draw, name):
     assert draw(name, count=1, seed=1)[0] != three[0]
 
 
-@pytest.mark.parametrize("kind", ["number", "uuid"])
-def test_one_needle_is_singular(draw, kind):
-    document, question, lead = parts(draw("niah_single_1" if kind == "number" else "niah_single_3")[0])
-    ((plural, key, value),) = re.findall(NEEDLE, document)
-    assert plural == f"{kind}s"
-    assert document.startswith(
-        f"A special magic {kind} is hidden within the following text. Make sure to memorize it. I will quiz you about "
-        f"the {kind} afterwards.\n"
-    )
-    assert question == f"\nWhat is the special magic {kind} for {key} mentioned in the provided text?"
-    assert lead == f" The special magic {kind} for {key} mentioned in the provided text is"
-    assert re.fullmatch(r"\d{7}" if kind == "number" else r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f-]{21}", value)
-
-
-def test_several_needles_are_plural(draw):
-    document, question, lead = parts(draw("niah_multiquery")[0])
-    keys = [key for _, key, _ in re.findall(NEEDLE, document)]
-    assert document.startswith(
-        "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you "
-        "about the numbers afterwards.\n"
-    )
-    asked = re.fullmatch(
-        r"\nWhat are all the special magic numbers for (\S+), (\S+), (\S+), and (\S+) mentioned in the provided text\?",
-        question,
-    )
-    assert sorted(asked.groups()) == sorted(keys)
-    query = ", ".join(asked.groups()[:-1]) + f", and {asked.group(4)}"
-    assert lead == f" The special magic numbers for {query} mentioned in the provided text are"
-
-
-@pytest.mark.parametrize(
-    ("name", "needles", "answers"),
-    [("niah_single_2", 1, 1), ("niah_multikey_1", 4, 1), ("niah_multivalue", 4, 4), ("niah_multiquery", 4, 4)],
-)
-def test_essays_hold_needles_and_answers(draw, name, needles, answers):
-    sample = draw(name)[0]
-    document, question, _ = parts(sample)
-    found = [(key, value) for _, key, value in re.findall(NEEDLE, document)]
-    assert len(found) == needles
-    assert sorted(sample.references) == sorted(value for key, value in found if key in question)
-    assert len(sample.references) == answers
-    for reference, depth in zip(sample.references, sample.depths, strict=True):
-        assert document[round(depth * len(document)) :].startswith(reference)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_prompts_keep_their_text(draw, name, tmp_path, monkeypatch):
+    """Templates are NVIDIA/RULER's at c3f5e3b; a digest stands for documents, questions, first words and answers."""
+    (tmp_path / "essay.txt").write_text("One thing. Another thing! A third? " * 9)
+    monkeypatch.setitem(sys.modules, "wonderwords", None)
+    load_words.cache_clear()
+    sources = dataclasses.replace(draw.files, essays=tmp_path / "essay.txt")
+    samples = draw(name, sources=sources)
+    load_words.cache_clear()
+    text = "\0".join(part for sample in samples for part in (*parts(sample), *sample.references))
+    assert hashlib.sha256(text.encode()).hexdigest()[:12] == DIGESTS[name]
+    for sample in samples:
+        document = parts(sample)[0]
+        for reference, depth in zip(sample.references, sample.depths, strict=bool(sample.depths)):
+            assert document[round(depth * len(document)) :].startswith(reference)
 
 
 def test_short_essays_are_repeated(draw, tmp_path):
@@ -146,72 +135,6 @@ def test_short_essays_are_repeated(draw, tmp_path):
         document = parts(draw("niah_single_2", sources=Sources(essays=tmp_path / file))[0])[0]
         text = re.sub(NEEDLE + " ?", "", document.split("\n", 1)[1])
         assert text.count("One thing. Another thing!") > 10
-
-
-def test_chains_of_variables_are_the_answer(draw):
-    sample = draw("vt")[0]
-    document, question, lead = parts(sample)
-    example, text = document.split("\n\nMemorize", 1)
-    value = re.fullmatch(
-        r"\nQuestion: Find all variables that are assigned the value (\d{5}) in the text above\.", question
-    ).group(1)
-    assert lead == (
-        " Answer: According to the chain(s) of variable assignment in the text above, 5 variables are assigned the "
-        f"value {value}, they are: "
-    )
-    for part, letters, wanted in ((text, 5, value), (example, 3, r"\d{5}")):
-        chain = re.findall(rf"^VAR ([A-Z]{{{letters}}}) = (?:VAR )?(\w+) ?$", part, re.MULTILINE)
-        names = [name for name, _ in chain]
-        assert len(names) == 5
-        assert re.fullmatch(wanted, chain[0][1])
-        assert [source for _, source in chain[1:]] == names[:-1]
-        answer = list(sample.references) if letters == 5 else example.rstrip().split(": ")[-1].split()
-        assert answer == names
-
-
-def test_common_words_are_the_answer(draw):
-    sample = draw("cwe")[0]
-    document, question, lead = parts(sample)
-    assert question == "\nQuestion: What are the 10 most common words in the above list?"
-    assert lead == " Answer: The top 10 words that appear most often in the list are:"
-    example, text = document.split("\nBelow", 1)
-    listed, answered = example.split(question + lead)
-    for numbered, wanted, repeats in ((text, sample.references, 6), (listed, re.findall(r"\d+\. (\S+)", answered), 3)):
-        counts = Counter(re.findall(r"\d+\. (\S+)", numbered))
-        assert {word for word, count in counts.items() if count == repeats} == set(wanted)
-        assert set(counts.values()) == {1, repeats}
-
-
-def test_frequent_coded_words_are_the_answer(draw):
-    sample = draw("fwe")[0]
-    document, question, lead = parts(sample)
-    start = (
-        "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
-        "appeared coded words. "
-    )
-    ranked = Counter(document.removeprefix(start).split(" ")).most_common(5)
-    assert [word for word, _ in ranked[:4]] == ["...", *sample.references]
-    assert ranked[3][1] > ranked[4][1]
-    assert question == (
-        "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently "
-        "appeared words in the above coded text?"
-    )
-    assert lead == " Answer: According to the coded text above, the three most frequently appeared words are:"
-
-
-def test_questions_follow_numbered_documents(draw):
-    instruction = (
-        "Answer the question based on the given documents. Only give me the answer and do not output any other words."
-    )
-    second = draw("qa_1", count=2)[1]  # question 1 of the file has no answer
-    document, question, lead = parts(second)
-    assert document.startswith(f"{instruction}\n\nThe following are given documents.\n\nDocument 1:\n")
-    assert "Paragraph 2 says that person 2" in document
-    assert question == f"\n\n{instruction}\n\nQuestion: Who is 2?"
-    assert (lead, second.references) == (" Answer:", ("person 2", "the 2th"))
-    first = draw("qa_2", count=1)[0]
-    assert re.search(r"Document \d+:\nTitle 0\nFirst 0\. It is thing 0\.", parts(first)[0])
-    assert first.references == ("thing 0",)
 
 
 def test_other_files_are_refused(draw, files, tmp_path):

@@ -1,5 +1,6 @@
 """Recall tasks: facts, questions, documents and protocols."""
 
+import hashlib
 import itertools
 import re
 
@@ -8,30 +9,27 @@ import pytest
 import sharp_lm
 
 from tca_jax.engine.generation import Output, Stats
-from tca_jax.lab.recall import PROTOCOLS, TASKS, build_document, draw_question, evaluation, facts
+from tca_jax.lab.recall import PROTOCOLS, TASKS, build_document, draw_question, evaluation
 from tca_jax.lab.recall import corpus as module
 from tca_jax.lab.recall.corpus import HELD_OUT_MODULES, corpus, line_starts, source_files
 from tca_jax.lab.recall.evaluation import ask, draw_documents
-from tca_jax.lab.recall.facts import ADJECTIVES, KINDS, NOUNS, Fact, draw_fact, draw_keys, draw_value, similar_keys
+from tca_jax.lab.recall.facts import ADJECTIVES, KINDS, NOUNS, Fact, draw_keys, similar_keys
 from tca_jax.lab.recall.protocols import PREAMBLES, chat_answer, chat_document, chat_question, completion, is_correct
 from tca_jax.lab.recall.tasks import Question
 from tca_jax.loading import checkpoint_folder
 
 EVERY_TASK = tuple(TASKS)
-KEY = rf"(?:{'|'.join(ADJECTIVES)}) (?:{'|'.join(NOUNS)})"
-KIND = rf"(?:(?:first|second|third|fourth) )?(?:{'|'.join(kind for kinds in KINDS.values() for kind in kinds)})"
-LINES = tuple(
-    re.compile(f"# {pattern.format(kind=f'(?P<kind>{KIND})', key=f'(?P<key>{KEY})', value='(?P<value>.+)')}[.]")
-    for pattern in (
-        "The {kind} for {key} is {value}",
-        "Remember that the {kind} of {key} is {value}",
-        "For {key} the {kind} is {value}",
-        "As agreed, the {kind} for {key} is {value}",
-        "{key}: {kind} {value}",
-        "Note on {key}: its {kind} reads {value}",
-        "We gave {key} a {kind}, namely {value}",
-    )
-)
+#: Of 30 questions each, with their facts: recall-tiny was trained on these.
+DIGESTS = {
+    "digits": "d8c1ee7c7d71",
+    "words": "7f133169228f",
+    "hex": "7fdb164c7c33",
+    "keys": "476b8a191b57",
+    "values": "61023fb8f864",
+    "queries": "08be5a349223",
+    "tracking": "a9373b5ff0b7",
+    "copy": "a305c54978fb",
+}
 
 
 # --- texts and facts ---
@@ -81,121 +79,30 @@ def test_similar_keys_share_one_word(count):
     assert all(("amber" in key.split()) != ("falcon" in key.split()) for key in others)
 
 
-@pytest.mark.parametrize(
-    ("form", "pattern"),
-    [
-        ("digits", r"[0-9]{6}"),
-        ("hex", r"[0-9a-f]{32}"),
-        ("words", rf"({'|'.join(ADJECTIVES)}) ({'|'.join(NOUNS)})"),
-        ("passage", r"[a-z ]{199}[a-z]"),
-    ],
-)
-def test_values_have_their_form(form, pattern):
-    rng = np.random.default_rng(3)
-    values = [draw_value(rng, form) for _ in range(200)]
-    assert all(re.fullmatch(pattern, value) for value in values)
-    assert len(set(values)) > 190
-    if form == "digits":
-        assert {value[0] for value in values} == set("0123456789")  # leading zeros are kept
+# --- questions and documents ---
 
 
-def test_wordings_name_kind_key_and_value():
-    rng = np.random.default_rng(6)
-    lines = {draw_fact(rng, "access code", "amber falcon", "482913").line for _ in range(200)}
-    assert len(lines) == len(facts._WORDINGS) == 7
-    for line in lines:
-        assert re.fullmatch(r"# [^\n]+\.\n", line)
-        assert all(line.count(part) == 1 for part in ("access code", "amber falcon", "482913"))
-    assert Fact("access code", "amber falcon", "482913").line == "# The access code for amber falcon is 482913.\n"
-
-
-# --- questions ---
-
-
-def read_facts(text):
-    """Values of a text by kind and key; nothing twice."""
-    found = {}
-    for line in text.splitlines():
-        for match in filter(None, (pattern.fullmatch(line) for pattern in LINES)):
-            where = match["kind"], match["key"]
-            assert where not in found, f"{where} has two values"
-            found[where] = match["value"]
-    return found
-
-
-def solve(text, question):
-    """The answer to a question, from the text alone."""
-    values, keys = read_facts(text), re.findall(KEY, question)
-    kind = re.search(KIND, re.sub(KEY, "#", question))[0]
-    if count := re.search(r"\ball (\d)\b", question):
-        ordinals = ("first", "second", "third", "fourth")[: int(count[1])]
-        found = [(f"{ordinal} {kind}", keys[0]) for ordinal in ordinals]
-    else:
-        found = [(kind, key) for key in keys]
-    while follows := re.fullmatch(f"that of ({KEY})", values[found[-1]]):
-        found.append((kind, follows[1]))
-    sentence = ", ".join(f"the {kind} for {key} is {values[kind, key]}" for kind, key in found)
-    return f"{sentence[0].upper()}{sentence[1:]}."
-
-
-def draw(task, seed):
-    rng = np.random.default_rng(seed)
-    return draw_question(rng, task, draw_keys(rng))
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_documents_answer_their_questions(seed):
-    document = build_document(np.random.default_rng(seed), 12000, [*TASKS, *TASKS])
-    assert [question.task for question in document.questions] == [*TASKS, *TASKS]
-    for question in document.questions:
-        assert solve(document.text, question.text) == question.sentence
+def digest(task):
+    """Digest of 30 questions of a task with their facts."""
+    found = hashlib.sha256()
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        question = draw_question(rng, task, draw_keys(rng))
+        assert is_correct(question, chat_answer(question), "late")
+        assert len(chat_answer(question)) < evaluation.ANSWER_TOKENS
+        lines = (*(fact.line for fact in question.facts), question.text, question.lead, question.answer)
+        found.update("\0".join(lines).encode())
+    return found.hexdigest()[:12]
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_questions_have_wordings_and_lead(task):
-    drawn = [draw(task, seed) for seed in range(100)]
-    assert len({re.sub(rf"{KEY}|\d", "#", re.sub(KIND, "#", question.text)) for question in drawn}) >= 5
-    for question in drawn:
-        assert question.lead == f"The {question.facts[0].kind} for {question.facts[0].key} is "
-        assert question.answer.startswith(question.facts[0].value)
-        assert is_correct(question, chat_answer(question), "late")
-        assert len(chat_answer(question)) < evaluation.ANSWER_TOKENS
+def test_questions_keep_their_text(task):
+    assert digest(task) == DIGESTS[task]
+
+
+def test_unknown_tasks_are_refused():
     with pytest.raises(ValueError, match=r"task = 'sums': must be one of \['digits', 'words', .*'copy'\]"):
-        draw("sums", 0)
-
-
-def test_tracking_follows_hops_beside_a_distractor():
-    hops = set()
-    for seed in range(60):
-        question = draw("tracking", seed)
-        *chain, distractor, end = question.facts
-        assert [fact.value for fact in chain[:-1]] == [f"that of {fact.key}" for fact in chain[1:]]
-        assert re.fullmatch(r"\d{6}", chain[-1].value)
-        assert distractor.value == f"that of {end.key}"
-        assert end.key not in question.sentence
-        assert "step by step" in question.text
-        hops.add(len(chain) - 1)
-    assert hops == {2, 3, 4}
-
-
-def test_distractors_share_kind_and_a_word():
-    for seed in range(20):
-        asked, *others = draw("keys", seed).facts
-        assert len({fact.key for fact in others} - {asked.key}) == 7
-        assert {fact.kind for fact in others} == {asked.kind}
-        assert all(len(set(fact.key.split()) & set(asked.key.split())) == 1 for fact in others)
-
-
-@pytest.mark.parametrize(("task", "keys"), [("values", 1), ("queries", None)])
-def test_several_are_two_to_four(task, keys):
-    drawn = [draw(task, seed) for seed in range(60)]
-    assert {len(question.facts) for question in drawn} == {2, 3, 4}
-    for question in drawn:
-        assert len({fact.key for fact in question.facts}) == (keys or len(question.facts))
-        assert question.answer.count(" is ") == len(question.facts) - 1
-
-
-# --- documents ---
+        draw_question(np.random.default_rng(0), "sums", iter(()))
 
 
 @pytest.mark.parametrize("split", ["train", "held-out"])
