@@ -1,4 +1,4 @@
-"""TCA in an attention layer of one's own: calibrate its heads, attend, see what was dropped and what that may cost.
+"""TCA in your own attention layer: calibrate its heads, attend, and measure the error.
 
 python examples/attend_in_your_model.py
 """
@@ -27,15 +27,10 @@ def main() -> None:
     # Offline: the sparsest candidate of each KV head that keeps enough attention mass.
     scores = tca_jax.calibration_scores(q, k, lengths, config).mean(axis=0)  # [H_kv, M + 1]
     candidates = choose_candidates(scores, config.tau)
-    print(
-        "candidate of each KV head:",
-        candidates.tolist(),
-        "retained mass:",
-        scores[:, 0].round(3).tolist(),
-        "at the sparsest",
-    )
+    masses = scores[:, 0].round(3).tolist()
+    print("candidate of each KV head:", candidates.tolist(), "retained mass at the sparsest:", masses)
 
-    # Online, inside a jitted function of one's own.
+    # Online, inside your own jitted function.
     layer = jax.jit(lambda q, k, v: tca_jax.attend(q, k, v, candidates, lengths, config))
     out = layer(q, k, v)
     dense = jnp.full_like(candidates, config.num_candidates)

@@ -30,10 +30,8 @@ class Block(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norms = nnx.List([nnx.LayerNorm(FEATURES, rngs=rngs) for _ in range(2)])
         self.attention = nnx.MultiHeadAttention(HEADS, FEATURES, decode=False, rngs=rngs)
-        self.up, self.down = (
-            nnx.Linear(FEATURES, 2 * FEATURES, rngs=rngs),
-            nnx.Linear(2 * FEATURES, FEATURES, rngs=rngs),
-        )
+        self.up = nnx.Linear(FEATURES, 2 * FEATURES, rngs=rngs)
+        self.down = nnx.Linear(2 * FEATURES, FEATURES, rngs=rngs)
 
     def __call__(self, x: Array) -> Array:
         x += self.attention(self.norms[0](x), mask=nnx.make_causal_mask(x[..., 0]))
@@ -143,21 +141,13 @@ def main(steps: int, length: int) -> None:
     model = Lookup(nnx.Rngs(0))
     print(f"trained on {length} pairs with full attention: loss {train(model, steps, length):.3f}")
     rows = calibrate(model, draw(jax.random.key(2), 4, length)[:2], config)
-    methods = {
-        "full": None,
-        "tca, calibrated": (rows, config),
-        "tca, sparsest": ([jnp.zeros_like(row) for row in rows], dataclasses.replace(config, reserve=0)),
-    }
-    budgets = tca_jax.candidate_budgets(config, config.num_ranked_blocks(length)).sum(axis=1)
-    print(f"{'attention':<18}{'right':>8}{'far tokens':>13}{'reserve':>10}   budget rows by layer")
-    for name, chosen in methods.items():
-        for number, layer in enumerate(attention_layers(model)):
-            layer.attention_fn = tca_attention(chosen[0][number], chosen[1]) if chosen else nnx.dot_product_attention
-        line = f"{name:<18}{accuracy(model, length):>8.0%}"
-        if chosen:
-            kept = float(jnp.mean(budgets[jnp.stack(chosen[0])]) / budgets[-1])
-            line += f"{kept:>13.1%}{chosen[1].reserve_tokens:>10}   {'  '.join(str(r.tolist()) for r in chosen[0])}"
-        print(line)
+    sparsest = [jnp.zeros_like(row) for row in rows], dataclasses.replace(config, reserve=0)
+    print(f"{'attention':<18}{'right':>8}   candidates by layer")
+    print(f"{'full':<18}{accuracy(model, length):>8.0%}")
+    for name, (chosen, used) in {"tca, calibrated": (rows, config), "tca, sparsest": sparsest}.items():
+        for candidates, layer in zip(chosen, attention_layers(model), strict=True):
+            layer.attention_fn = tca_attention(candidates, used)
+        print(f"{name:<18}{accuracy(model, length):>8.0%}   {'  '.join(str(row.tolist()) for row in chosen)}")
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def ask(lm: LM, read: MaskedRead, rows: Int32[np.ndarray, "Q n"]) -> Answers:
     def arrays(number: int) -> tuple[Any, ...]:
         return (*read.keys[number], read.masks[number] & there)
 
-    for _ in passed.layers(_attend_behind, arrays, rows=len(rows)):
+    for _ in passed.layers(_attend_after, arrays, rows=len(rows)):
         pass
     losses, right = passed.finish(_judge)
     return Answers(*(on_host(found).reshape(rows.shape) for found in (losses, right)))
@@ -240,7 +240,7 @@ def _attend_to_both(
 
 
 @functools.partial(attention_program, static=("rows",), measures=False)
-def _attend_behind(
+def _attend_after(
     q: Array, k: Array, v: Array, old_k: Array, old_v: Array, mask: Array, *, rows: int
 ) -> Float[Array, "1 P Hq d"]:
     """Attention of questions, row by row."""

@@ -81,7 +81,7 @@ def count(prediction: str, reference: str, classes: Sequence[str]) -> float:
 
 
 def code_similarity(prediction: str, reference: str, classes: Sequence[str]) -> float:
-    """Similarity of the answer's first line of code, in whole percent."""
+    """Similarity of the answer's first line of code, rounded to percent."""
     from rapidfuzz import fuzz
 
     lines = prediction.lstrip("\n").split("\n")

@@ -45,6 +45,7 @@ class Part(NamedTuple):
     tasks: str
     protocol: str
     lengths: tuple[int, ...] = ()  # those of the suite if empty
+    samples: int | None = None  # those of the suite if None; another requested number wins
     kv_share: float | None = None
     baseline: bool | None = None  # True: full attention only, False: all other methods, None: all
 
@@ -83,7 +84,10 @@ SUITES: Mapping[str, Suite] = MappingProxyType(
             _LENGTHS,
             100,
             (*_RULER_FILES, "longbench"),
-            (Part("ruler", "ruler", "prefix"), Part("longbench-e", "longbench", "prefix", lengths=(131072,))),
+            (
+                Part("ruler", "ruler", "prefix"),
+                Part("longbench-e", "longbench", "prefix", lengths=(131072,), samples=1000),
+            ),
         ),
         # Questions that come after the context.
         "late": Suite(
@@ -206,6 +210,7 @@ def plan_suite(
     """Plans of a suite by folder; LongBench-E is cut at the model's positions only. Raises as `make_plan`."""
     plans = {}
     for part in SUITES[name].parts:
+        own = part.samples if samples == SUITES[name].samples else None
         chosen = tuple(spec for spec in methods if part.baseline in (None, spec.label == BASELINE.name))
         if chosen:
             plans[part.folder] = make_plan(
@@ -214,7 +219,7 @@ def plan_suite(
                 [part.tasks],
                 [min(length, lm.config.max_context) for length in part.lengths] or lengths,
                 [part.protocol],
-                samples=samples,
+                samples=own or samples,
                 seed=seed,
                 sources=sources,
                 kv_share=part.kv_share,

@@ -1,4 +1,4 @@
-"""Tasks and samples: what a task asks under every protocol, and how an answer is scored."""
+"""Tasks and samples: prompts by protocol, and scores of answers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Drawing:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task that asks questions."""
+    """A task with questions."""
 
     name: str
     suite: str

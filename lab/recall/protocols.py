@@ -1,4 +1,4 @@
-"""Protocols: how a question is put to a model, and when its answer counts as right.
+"""Protocols: prompts of a question, and the answers that count as right.
 
 "prefix": the prompt ends with the question and the answer's first words (RULER's way). "preamble": a chat; the model
 answers with words of its own first. "late": the same chat, but the question comes to a context that was read without
@@ -53,7 +53,7 @@ def chat_question(question: Question, eos: str = "<|eos|>") -> str:
 
 
 def is_correct(question: Question, text: str, protocol: str) -> bool:
-    """Whether a model's continuation is exactly the answer, behind whatever it says first where it may.
+    """Whether a model's continuation is exactly the answer, in a chat after a preamble.
 
     Raises:
         ValueError: there is no such protocol.
@@ -73,5 +73,5 @@ def require_protocol(protocol: str) -> None:
 
 
 def chat_answer(question: Question, preamble: int = 0) -> str:
-    """An answer in a chat, behind one of `PREAMBLES`."""
+    """An answer in a chat, after one of `PREAMBLES`."""
     return f"{PREAMBLES[preamble % len(PREAMBLES)]} {question.sentence}"

@@ -41,7 +41,7 @@ class Question:
 
     @property
     def sentence(self) -> str:
-        """The whole answer, with its full stop."""
+        """The complete answer, with its full stop."""
         return f"{self.lead}{self.answer}."
 
 

@@ -135,4 +135,4 @@ def test_suite_runs_and_continues():
     records = json.loads(again.stdout)["results"]
     assert {(record["part"], record["protocol"]) for record in records} == {("ruler-late", "late")}
     assert len(records) == len(finished)
-    assert "was made with samples = 1, this run has 2" in error(*args, "--samples=2")
+    assert "was made with samples = 1, this run has 2" in run(*args, "--samples=2").stderr
