@@ -163,7 +163,7 @@ class Context:
         )
 
     def require_made_by(self, lm: LM) -> None:
-        """Raises ValueError, which names both sides, unless a model can continue the context under its method."""
+        """Raises ValueError, which names both sides, unless a model can continue the context as it is."""
         own, made = identity_of(lm), self.identity
         wanted, held = lm.cache_dtype, self.cache.dtype
         if made.config != own.config or made.fingerprint != own.fingerprint:
@@ -185,6 +185,11 @@ class Context:
         if held != wanted:
             how = "with kv='fp8'" if held == CODES else f"in dtype {held}" + (", without kv" if wanted == CODES else "")
             raise UserError(f"context holds {held} and the cache of {own.model!r} {wanted}: load the model {how}")
+        if self.shards != lm.head_shards or self.batch != self.layout.batch * axis_size(lm.mesh, DATA):
+            raise UserError(
+                f"context was made on {self._mesh_name}, and {lm.name!r} is on {mesh_name(lm.mesh)} devices on "
+                f"{DATA!r} x 'model', or has its KV heads in another order there: read the document with this model"
+            )
 
     def on(self, lm: LM) -> Context:
         """The context on the devices of a model; itself where it is there already.
@@ -198,11 +203,6 @@ class Context:
             ValueError: it belongs to another model or method, or devices share its rows and KV heads in another way.
         """
         self.require_made_by(lm)
-        if self.shards != lm.head_shards or self.batch != self.layout.batch * axis_size(lm.mesh, DATA):
-            raise UserError(
-                f"context was made on {self._mesh_name}, and {lm.name!r} is on {mesh_name(lm.mesh)} devices on "
-                f"{DATA!r} x 'model', or has its KV heads in another order there: read the document with this model"
-            )
         if not isinstance(self.cache.start, np.ndarray):
             return self
         put = jnp.asarray if lm.mesh is None else functools.partial(place, CACHES, mesh=lm.mesh)

@@ -536,7 +536,6 @@ class Documents:
         context.require_made_by(self._lm)
         if context.token_ids() != document.tokens:
             raise UserError("it holds other tokens")
-        context = context if self._lm.mesh is None else context.on(self._lm).to_host()
         document.table, document.layout = LocalTable.of_row(context.cache, 0), context.layout
         document.attended_share = float(np.asarray(context.attended_share)[0])
         document.chunks = chunks_of(context.cache, document.table, self._chunk)
