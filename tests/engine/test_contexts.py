@@ -261,7 +261,7 @@ def test_a_chat_goes_on_from_what_the_context_holds(written):
     options = {"max_new_tokens": 5, "stop_token_ids": ()}
     out = tca_jax.generate(written, said, context=context, **options)
     assert out.stats.prompt_tokens == [len("yes<user>why<assistant>")]
-    with pytest.raises(ValueError, match=r"prompts\[0\] is a chat that does not go on from what the context holds"):
+    with pytest.raises(ValueError, match=r"prompts\[0\] is a chat that does not continue the context"):
         generate(written, [{"role": "user", "content": "why"}], context=context)
 
 
