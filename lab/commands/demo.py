@@ -27,15 +27,14 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("out"),
     as_json: JsonOption = False,
 ) -> None:
-    """Answer questions over a long document with full attention, with TCA and with the method as published.
+    """Ask questions about a long document with full attention, with TCA, and with a window of the same bytes.
 
-    SmolLM2-135M-Instruct reads the document once and then answers; [bold]make models[/] fetches it. Without it,
-    recall-tiny, which ships with the package, answers under three protocols: the prompt ends with the answer's first
-    words, or with the question, or the question comes to a document that was read without it.
+    The document is read once, without the questions. [bold]make models[/] fetches SmolLM2-135M-Instruct; without it,
+    recall-tiny answers, which ships with the package.
 
     Example: [bold]tca-jax demo --tokens 4096 --seed 7[/]
     """
-    from tca_jax.lab.demo import SMOLLM2, choose_model, context_table, model_line, open_model, protocol_table, run_demo
+    from tca_jax.lab.demo import SMOLLM2, choose_model, model_line, open_model, printable, result_table, run_demo
 
     require_writable(out, "--out")
     with naming_options("model"):
@@ -46,13 +45,15 @@ def demo(
         open_model(chosen, tokens, questions)
     if not as_json:
         print(model_line(chosen), flush=True)
-    with progress() as report:
+    with progress(log=True) as report:
         result = run_demo(tokens, questions, seed, out, report, chosen)
     if as_json:
         print_json(result.to_json())
         return
     console = Console()
-    console.print(protocol_table(result))
-    console.print(context_table(result))
+    console.print(result_table(result))
+    for tca, window in result.lost()[:1]:
+        print(f"Lost by the window: {printable(tca.question)}")
+        print(f"  tca: {printable(tca.text)}\n  window: {printable(window.text)}\n")
     console.print(result.summary(), highlight=False)
     console.print(f"Picture: {result.picture}", markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The demo: short runs with the shipped model and SmolLM2, and that its tables and sentence say what was measured."""
+"""The demo: a short run of the shipped model, and that its table and sentence have the measured figures."""
 
 import dataclasses
 import importlib.util
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import tca_jax
 from tca_jax.lab import demo as demo_module
 from tca_jax.lab.demo import (
     METHODS,
@@ -19,39 +18,20 @@ from tca_jax.lab.demo import (
     DemoResult,
     Reading,
     choose_model,
-    context_table,
     model_line,
-    protocol_table,
+    printable,
+    result_table,
     run_demo,
 )
 from tca_jax.lab.models import find
-from tca_jax.lab.recall import PROTOCOLS
-from tca_jax.loading import checkpoint_folder
-
-RUN = ("full", "tca")  # the third one's runs are those of any profile
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     """Result and reported steps of a demo over 3,000 tokens."""
     steps = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tca_jax.lab.demo.METHODS", {name: METHODS[name] for name in RUN})
-        result = run_demo(3000, 1, 0, tmp_path_factory.mktemp("demo") / "new", lambda *step: steps.append(step))
+    result = run_demo(3000, 1, 0, tmp_path_factory.mktemp("demo") / "new", lambda *step: steps.append(step))
     return result, steps
-
-
-def test_the_method_as_published_has_its_profile_beside_the_model():
-    profile = tca_jax.Profile.load(checkpoint_folder(RECALL_TINY) / METHODS["paper()"])
-    lm = tca_jax.load(RECALL_TINY, profile)
-    assert lm.method.cache.config.criterion == "column_mean"
-    assert list(METHODS) == [*RUN, "paper()"]
-
-
-@pytest.mark.parametrize(("name", "criterion"), [("tca", "worth"), ("paper()", "column_mean")])
-def test_smollm2_has_its_profiles_in_the_package(name, criterion):
-    profile = tca_jax.Profile.load(Path(demo_module.__file__).parent / "profiles" / SMOLLM2 / METHODS[name])
-    assert profile.method().cache.config.criterion == criterion
 
 
 def test_smollm2_is_the_default_once_it_is_fetched(monkeypatch):
@@ -65,7 +45,7 @@ def test_smollm2_is_the_default_once_it_is_fetched(monkeypatch):
     assert "pip install gguf" in model_line(RECALL_TINY)
 
 
-def test_without_its_file_the_shipped_model_answers(monkeypatch):
+def test_without_smollm2_the_shipped_model_answers(monkeypatch):
     monkeypatch.setattr(demo_module, "find", lambda alias: None)
     assert choose_model() == RECALL_TINY
     assert "make models" in model_line(RECALL_TINY)
@@ -77,112 +57,74 @@ def test_without_its_file_the_shipped_model_answers(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(find(SMOLLM2) is None, reason="needs SmolLM2: make models")
-def test_smollm2_answers_after_reading_and_tca_holds_less(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo_module, "METHODS", {name: METHODS[name] for name in RUN})
+def test_smollm2_answers_with_less_cache(tmp_path):
     result = run_demo(3000, 1, 0, tmp_path, model=SMOLLM2)
     assert 2950 < result.tokens <= 3000
-    assert [(answer.protocol, answer.method) for answer in result.answers] == [("late", name) for name in RUN]
-    assert all(answer.correct for answer in result.answers), result.answers
-    full, tca = result.readings
-    assert full.kv_cache_bytes > tca.kv_cache_bytes
-    assert full.attended_share == 1 > tca.attended_share > 0
-    lines = printed(protocol_table(result))
-    assert "late after the reading, later on 1 of 1 1 of 1" in lines
-    assert not any(line.startswith("prefix") for line in lines)
-    assert result.picture.read_bytes().startswith(b"\x89PNG")
+    assert all(answer.correct for name in METHODS[:2] for answer in result.of(name)), result.answers
+    assert result.share("tca") < 1
 
 
-def test_every_method_answers_under_every_protocol_and_tca_holds_less(demo):
+def test_the_window_loses_what_tca_answers(demo):
     result, _ = demo
-    assert len(result.answers) == len(RUN) * len(PROTOCOLS)
-    for name in RUN:
-        for protocol in PROTOCOLS:
-            (answer,) = result.of(protocol, name)
-            assert answer.correct, answer
-            assert answer.text.endswith(answer.expected) or answer.expected.endswith(answer.text)
-            assert answer.seconds > 0
-    full, tca = result.readings
-    assert full.kv_cache_bytes >= full.full_kv_cache_bytes > 2 * tca.kv_cache_bytes
+    assert [[answer.correct for answer in result.of(name)] for name in METHODS] == [[True], [True], [False]]
+    assert result.share("full") == 1
+    assert result.share("window") <= result.share("tca") < 0.5
+    assert result.lost() == [(*result.of("tca"), *result.of("window"))]
+    full, tca, _ = result.readings
     assert full.attended_share == 1 > tca.attended_share > 0
     assert result.picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_progress_tells_every_step(demo):
-    steps = list(dict.fromkeys(step for step, _, _ in demo[1]))
-    assert steps == [
-        "loading recall-tiny",
-        "compiling",
-        *(
-            f"{name}: {what}"
-            for name in RUN
-            for what in ("answering whole prompts", "reading the document, then answering")
-        ),
-        "drawing what tca kept",
-    ]
-    assert all(total is None or 0 <= done <= total for _, done, total in demo[1])
-
-
-def test_the_result_survives_json(demo):
-    result, _ = demo
     record = json.loads(json.dumps(result.to_json()))
-    assert record["tokens"] == 3000
     assert record["answers"] == [dataclasses.asdict(answer) for answer in result.answers]
     assert record["readings"] == [dataclasses.asdict(reading) for reading in result.readings]
 
 
-def answer(protocol, method, *, correct=True, text="The code for amber falcon is 123456."):
-    return Answer(protocol, method, "What is the code?", "The code for amber falcon is 123456.", text, correct, 0.25)
+def test_each_step_is_reported(demo):
+    steps = list(dict.fromkeys(step for step, _, _ in demo[1]))
+    of_methods = ((f"{name}: compiling, and reading 3,000 tokens", f"{name}: question 1 of 1") for name in METHODS)
+    assert steps == ["loading recall-tiny", *sum(of_methods, ()), "drawing the tokens that TCA keeps"]
+    assert all(total is None or 0 <= done <= total for _, done, total in demo[1])
 
 
-def result_of(tmp_path, *, right=("full", "tca"), **kwargs):
-    answers = [answer(p, m, correct=m in right, **kwargs) for p in PROTOCOLS for m in METHODS]
+def result_of():
+    answers = [
+        Answer(name, f"What is [red]{i}?", "It is 1.", "It is 1.\x1b", name != "window" or i == 1, 0.25)
+        for name in METHODS
+        for i in range(2)
+    ]
     readings = [
         Reading("full", 2.0, 100_000_000, 100_000_000, 1.0),
         Reading("tca", 1.5, 31_000_000, 100_000_000, 0.24),
-        Reading("paper()", 1.0, 93_000_000, 100_000_000, 0.9),
+        Reading("window", 1.0, 30_000_000, 100_000_000, 0.3),
     ]
-    return DemoResult(16384, answers, readings, tmp_path)
+    return DemoResult("tiny", 16384, 4096, answers, readings, Path("demo.png"))
 
 
-def printed(table):
+def test_the_table_fits_80_columns():
     console = Console(file=io.StringIO(), width=80)
-    console.print(table)
-    return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    console.print(result_table(result_of()))
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert "What is [red]0? right right wrong" in lines
+    assert "right answers 2 of 2 2 of 2 1 of 2" in lines
+    assert "KV cache, MB 100.0 31.0 30.0" in lines
+    assert "prefill attends to 100% 24% 30%" in lines
+    assert "seconds to read 2.0 1.5 1.0" in lines
+    assert printable("[red]\n\x1b") == "[red]··"
 
 
-def test_the_tables_fit_80_columns_and_tell_what_is_right(tmp_path):
-    result = result_of(tmp_path)
-    lines = printed(protocol_table(result))
-    assert "prefix with the answer's first words 1 of 1 1 of 1 0 of 1" in lines
-    assert "late after the reading, later on 1 of 1 1 of 1 0 of 1" in lines
-    assert "KV cache MB the document, once 100.0 31.0 93.0" in lines
-    assert "pairs attended the document, once 100% 24% 90%" in lines
-    assert "s to read the document, once 2.0 1.5 1.0" in lines
-    assert any("right 0.2" in line for line in printed(context_table(result)))
-    assert any("wrong 0.2" in line for line in printed(context_table(result_of(tmp_path, right=("full",)))))
-
-
-def test_the_table_prints_whatever_a_model_says_as_it_is(tmp_path):
-    lines = printed(context_table(result_of(tmp_path, text="[red]\n\x1b")))
-    assert any("[red]··" in line for line in lines)
-
-
-def test_the_sentence_says_what_was_measured(tmp_path):
-    assert result_of(tmp_path).summary() == (
-        "The question comes after 16,384 tokens were read without it: full attention answers 1 of 1 right, tca 1 with "
-        "31% of the KV cache, the method as published 0. Reading took tca 1.5 s, each further question 0.2 s."
+def test_the_summary():
+    assert result_of().summary() == (
+        "Asked after 16,384 tokens were read: full attention answers 2 of 2 questions, TCA 2 with 31% of the KV cache, "
+        "a window of 4,096 tokens with 30% of it 1."
     )
 
 
 @pytest.mark.parametrize(
     ("tokens", "questions", "message"),
     [
-        (100, 1, r"tokens = 100: must lie in \[3000, 15872\]"),
         (100_000, 1, r"tokens = 100000: must lie in \[3000, 15872\]"),
-        (4096, 0, r"questions = 0: must lie in \[1, 7\]"),
         (4096, 8, r"questions = 8: must lie in \[1, 7\]"),
     ],
 )
-def test_arguments_out_of_range_are_named(tokens, questions, message, tmp_path):
+def test_sizes_out_of_range(tokens, questions, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         run_demo(tokens, questions, 0, tmp_path)
