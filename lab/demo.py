@@ -21,7 +21,7 @@ from tca_jax.engine.prompts import DocumentTemplate, Encoder
 from tca_jax.errors import UserError
 from tca_jax.lab.equal_bytes import CallSizes, held_share, with_bytes
 from tca_jax.lab.models import find, models_folder
-from tca_jax.lab.plots import kept_tokens, local_start, plot_kept_tokens, token_texts
+from tca_jax.lab.plots import kept_tokens, local_start, plot_selected_tokens, token_texts
 from tca_jax.lab.recall import Document, Question, build_document, is_correct
 from tca_jax.lab.recall.documents import hide
 from tca_jax.lab.recall.facts import Fact, draw_keys
@@ -243,15 +243,14 @@ def _exam(lm: Encoder, document: Document, questions: Sequence[Question], tokens
 
 
 def _draw(lm: LM, exam: Exam, out: Path) -> Path:
-    """The heat map of kept shares, and the tokens that the heads which look at the first answer keep around it."""
+    """Kept tokens, with the first question's fact outlined."""
     out.mkdir(parents=True, exist_ok=True)
-    return plot_kept_tokens(
+    return plot_selected_tokens(
         kept_tokens(lm, exam.document),
         token_texts(lm, exam.document),
-        exam.fact_span,
-        exam.asked[0].facts[0].key,
         f"{lm.name}, {lm.method.name}",
         out / "demo.png",
+        span=exam.fact_span,
         block_size=lm.method.cache.block_size,
         window_start=local_start(lm, len(exam.document)),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import numpy as np
 import typer
 
 from tca_jax.cli.errors import naming_options
@@ -17,8 +18,6 @@ from tca_jax.progress import progress
 if TYPE_CHECKING:
     from tca_jax.calibration.profile import Profile
     from tca_jax.engine.lm import LM
-
-_BEFORE = 400  # characters of the page that stand before the text that is looked for
 
 
 def _checked_png(path: Path) -> Path:
@@ -71,7 +70,7 @@ def selected(
     question: Annotated[str | None, typer.Option(help="Put behind the text, on a line of its own.")] = None,
     profile: ProfileOption = None,
     max_tokens: MaxTokensOption = None,
-    around: Annotated[str | None, typer.Option(help="Begin the page a little before these words.")] = None,
+    around: Annotated[str | None, typer.Option(help="Outline the first line with these words, on its page.")] = None,
     start: Annotated[int, typer.Option(help="First token of the page.", min=0, max=LARGEST)] = 0,
     layer: Annotated[int | None, typer.Option(help="Heads of this layer alone.", show_default="all")] = None,
     head: Annotated[int | None, typer.Option(help="This KV head alone.", show_default="all")] = None,
@@ -90,7 +89,7 @@ def selected(
     require_writable(out.parent, "--out")
     lm, ids = _load(model, profile, dtype, file, max_tokens, question)
     texts = token_texts(lm, ids)
-    first = start if around is None else _page_of(around, texts)
+    span = None if around is None else _span_of(around, texts)
     with progress() as report:
         report(f"compiling, and reading {len(ids):,} tokens", None, None)
         kept = kept_tokens(lm, ids)
@@ -100,7 +99,8 @@ def selected(
             texts,
             f"{lm.name}, {lm.method.name}",
             out,
-            start=first,
+            start=start,
+            span=span,
             layer=layer,
             head=head,
             block_size=lm.method.cache.block_size,
@@ -251,20 +251,15 @@ def _load(
     return lm, ids
 
 
-def _page_of(words: str, texts: list[str]) -> int:
-    """The token that stands a little before words of the text, at the beginning of a line where there is one."""
+def _span_of(words: str, texts: list[str]) -> tuple[int, int]:
+    """The tokens of the text's first line with these words: the first, and the one past the last."""
     text = "".join(texts)
-    found = text.find(words)
-    if found < 0:
+    if (found := text.find(words)) < 0:
         raise UserError(f"--around {words!r}: these words are not in the text")
-    wanted = max(0, found - _BEFORE)
-    wanted = text.rfind("\n", 0, wanted) + 1 if wanted else 0
-    place = 0
-    for token, part in enumerate(texts):
-        if place >= wanted:
-            return token
-        place += len(part)
-    return 0
+    start, end = text.rfind("\n", 0, found) + 1, text.find("\n", found)
+    places = np.cumsum([0, *map(len, texts)])
+    first = np.searchsorted(places, start, side="right") - 1
+    return int(first), int(np.searchsorted(places, len(text) if end < 0 else end))
 
 
 def _print_path(path: Path) -> None:

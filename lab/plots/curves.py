@@ -1,77 +1,153 @@
-"""Panels in which each method is a line of points: what plots of accuracy and pictures of an evaluation share."""
+"""Methods as curves: right answers against cache bytes, loss against the attended share."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator, PercentFormatter
 
+from tca_jax.errors import UserError
 from tca_jax.lab.plots import figures
+from tca_jax.lab.recall.protocols import require_protocol
 
-BASELINE = "full"  # what all others are measured by
+BASELINE = "full"  # drawn as a dashed line
+MOST_CURVES = 6
+Point = tuple[str, float, float]  # method, x, y
+Models = Mapping[str, Mapping[str, Any]]  # name to {"tokens": 8192, "points": [{"method": "tca", ...}, ...]}
 
-#: Points (x, y) of each method, joined in this order.
-Curves = Mapping[str, Sequence[tuple[float, float]]]
-
-_MARKERS = "osD^vP*X<>hp"
-_COLUMNS = 3
+_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # ticks of the logarithmic axis
+_RISES = (-0.01, 0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 10.0)
+_LINEAR = 0.01  # loss over full attention's; smaller ones are on a linear scale, larger ones on a logarithmic one
 
 
-def draw_curves(
-    panels: Mapping[str, Curves], title: str, xlabel: str, ylabel: str, *, same_x: bool = True
-) -> tuple[Figure, list[Axes]]:
-    """Draws panels side by side, three to a row; a method looks the same in all of them, and one legend names it.
+def plot_accuracy(panels: Mapping[str, Sequence[Point]], title: str, path: str | os.PathLike[str]) -> Path:
+    """Draws right answers against the bytes of the KV cache.
 
     Args:
-        panels: At least one, by what stands above it.
-        title: What stands above all.
-        xlabel: Of every column.
-        ylabel: Of every row.
-        same_x: Whether the panels share their horizontal scale; they always share the vertical one.
+        panels: By heading, points (method, share of full attention's bytes, share of right answers).
+        title: Of the picture.
+        path: PNG file to write; missing folders are created.
 
     Returns:
-        The figure, and the axes of the panels in their order.
+        `path`.
     """
-    columns = min(_COLUMNS, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(1 + 4.2 * columns, 1.2 + 3.6 * rows), dpi=figures.DPI, layout="constrained")
-    grid = figure.subplots(rows, columns, sharex=same_x, sharey=True, squeeze=False)
-    used = list(grid.flat[: len(panels)])
-    styles = _styles([method for curves in panels.values() for method in curves])
-    legend: dict[str, Any] = {}
-    for number, (axes, (heading, curves)) in enumerate(zip(used, panels.items(), strict=True)):
-        for method, points in curves.items():
-            # Markers at an end of a scale are drawn whole, over the frame.
-            (legend[method],) = axes.plot(*zip(*points, strict=True), label=method, clip_on=False, **styles[method])
+    return figures.write(_answers(panels, title), path)
+
+
+def plot_keeping(models: Models, path: str | os.PathLike[str], *, protocol: str = "late") -> Path:
+    """Draws right answers against the bytes of the KV cache: a panel a model, at most six methods.
+
+    Args:
+        models: By name, "points" with a "method", a "kv_share" and the share of right answers under `protocol`; points
+            that lack one are left out.
+        path: PNG file to write; missing folders are created.
+        protocol: "late", "preamble" or "prefix".
+
+    Returns:
+        `path`.
+
+    Raises:
+        ValueError: there is no such protocol, or a model has no such point.
+    """
+    require_protocol(protocol)
+    panels = _panels(models, lambda point: (point["kv_share"], point[protocol]))
+    return figures.write(_answers(panels, f"Right answers by the KV cache, {protocol} questions"), path)
+
+
+def plot_reading(models: Models, path: str | os.PathLike[str]) -> Path:
+    """Draws loss inside the text, over full attention's, against the attended share, both on marked scales.
+
+    Args:
+        models: By name, "points" with a "method", an "attended_share", and the losses "inside" and "inside_full" in
+            nats per token; points that lack one are left out.
+        path: PNG file to write; missing folders are created.
+
+    Returns:
+        `path`.
+
+    Raises:
+        ValueError: a model has no such point.
+    """
+    panels = _panels(models, lambda point: (point["attended_share"], point["inside"] / point["inside_full"] - 1))
+    figure, drawn = _draw(panels, "Loss inside the text by the attended share")
+    points = [point for panel in panels.values() for point in panel]
+    least, highest = min(x for _, x, _ in points), max(_LINEAR, *(1.5 * y for *_, y in points))
+    for axes in drawn:
+        axes.set(xscale="log", xlim=(min(0.8 * least, 0.5), 1.15), ylim=(-_LINEAR / 2, highest))
+        axes.set_yscale("symlog", linthresh=_LINEAR)
+        axes.set_xticks([share for share in _SHARES if share >= 0.8 * least])
+        axes.set_yticks([rise for rise in _RISES if -_LINEAR / 2 <= rise <= highest])
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:+g}%" if value else "0%"))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.axhspan(-_LINEAR / 2, _LINEAR, color="#F0F0F0", zorder=0)
+        axes.set_xlabel("attended share of causal pairs (logarithmic)")
+    drawn[0].set_ylabel("loss over full attention's\n(grey: linear; above: logarithmic)")
+    return figures.write(_finished(figure, drawn), path)
+
+
+def shown_methods(methods: Sequence[str]) -> list[str]:
+    """At most six methods: those with a color of their own first, in its table's order."""
+    ranks = {name: rank for rank, name in enumerate(figures.METHOD_COLORS)}
+    return sorted(dict.fromkeys(methods), key=lambda name: ranks.get(name, len(ranks)))[:MOST_CURVES]
+
+
+def _answers(panels: Mapping[str, Sequence[Point]], title: str) -> Figure:
+    figure, drawn = _draw(panels, title)
+    widest = max(1.0, *(x for panel in panels.values() for _, x, _ in panel))
+    for axes in drawn:
+        axes.set(xlim=(0, 1.05 * widest), ylim=(0, 1.05), xlabel="KV cache bytes, of full attention's")
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    drawn[0].set_ylabel("right answers")
+    return _finished(figure, drawn)
+
+
+def _panels(models: Models, place: Any) -> dict[str, list[Point]]:
+    """Points of each model, by its name and length, that have all numbers."""
+    panels: dict[str, list[Point]] = {}
+    for name, model in models.items():
+        points: list[Point] = []
+        for point in model["points"]:
+            try:
+                x, y = map(float, place(point))
+            except (KeyError, TypeError):  # a number is missing or None
+                continue
+            points.append((point["method"], x, y))
+        if not points:
+            raise UserError(f"models[{name!r}] has no point with the numbers of this picture")
+        panels[f"{name}, {model['tokens']:,} tokens" if "tokens" in model else name] = points
+    return panels
+
+
+def _draw(panels: Mapping[str, Sequence[Point]], title: str) -> tuple[Figure, list[Axes]]:
+    """Panels side by side, a curve a method; the baseline is a dashed line."""
+    figure = Figure(figsize=(1 + 4.6 * len(panels), 4.4), dpi=figures.DPI, layout="constrained")
+    drawn = list(figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0])
+    methods = {method for points in panels.values() for method, *_ in points}
+    shown = shown_methods([method for points in panels.values() for method, *_ in points])
+    left_out = len(methods) - len(shown)
+    figure.suptitle(title + (f" ({left_out} more methods in the file)" if left_out else ""), parse_math=False)
+    for axes, (heading, points) in zip(drawn, panels.items(), strict=True):
+        for method in shown:
+            if line := sorted((x, y) for name, x, y in points if name == method):
+                x, y = zip(*line, strict=True)
+                axes.plot(x, y, "o-", label=method, color=figures.method_color(method), markersize=4, clip_on=False)
+                if method == BASELINE:
+                    axes.axhline(max(y), color="#A0A0A0", linewidth=0.8, linestyle="--", zorder=1)
         axes.set_title(heading, fontsize=10, parse_math=False)
         axes.grid(alpha=0.25)
-        if number + columns >= len(used):  # the lowest of its column
-            axes.set_xlabel(xlabel)
-            axes.tick_params(labelbottom=True)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_visible(False)
-    for axes in grid[:, 0]:
-        axes.set_ylabel(ylabel)
-    figure.suptitle(title, parse_math=False)
-    named = [method for method in styles if method in legend]
-    handles = [legend[method] for method in named]
-    figure.legend(handles, named, loc="outside lower center", ncols=min(2 * columns, 5, len(named)), fontsize=9)
-    return figure, used
+    return figure, drawn
 
 
-def _styles(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """How each method is drawn, the baseline first: it is seen where points of another method cover it.
-
-    The others look alike whether or not it is drawn.
-    """
-    others = [name for name in dict.fromkeys(methods) if name != BASELINE]
-    names, colors = [BASELINE, *others], figures.palette(1 + len(others))
-    styles: dict[str, dict[str, Any]] = {}
-    for number, (name, color) in enumerate(zip(names, colors, strict=True)):
-        marker = _MARKERS[number % len(_MARKERS)]
-        styles[name] = {"linewidth": 1, "markersize": 7, "color": color, "marker": marker}
-    hollow = {"markersize": 10, "markerfacecolor": "none", "markeredgewidth": 1.5, "linestyle": "--"}
-    styles[BASELINE] |= {"color": "black", **hollow}
-    return styles
+def _finished(figure: Figure, drawn: Sequence[Axes]) -> Figure:
+    """Names at the ends of the curves, beside each panel."""
+    for axes in drawn:
+        figures.label_ends(axes, 0.05)
+    return figure

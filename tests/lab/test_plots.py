@@ -1,0 +1,353 @@
+"""Pictures and their commands: the values that are drawn, and complete PNG files."""
+
+import functools
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import commands
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from drawings import assert_nothing_touches_the_border, texts
+from tiny import TCA, random_prompt, tiny_lm, write_checkpoint
+
+import tca_jax
+from tca_jax.calibration.profile import Profile
+from tca_jax.lab import plots
+from tca_jax.lab.benchmarks.models import CONFIGS
+from tca_jax.lab.commands.plots import _span_of
+from tca_jax.lab.plots import results
+from tca_jax.lab.plots.attention import cumulative_shares, mean_attention
+from tca_jax.lab.plots.curves import shown_methods
+from tca_jax.lab.plots.figures import METHOD_COLORS, require_png
+from tca_jax.lab.plots.selected import lay_out
+from tca_jax.loading import checkpoint_folder
+
+COMMANDS = ["budgets", "selected", "attention", "latency", "accuracy", "reading", "keeping"]
+TEXT = "The quick brown fox jumps over the lazy dog. " * 6
+run, error = (functools.partial(each, "plot") for each in (commands.run, commands.error))
+
+
+# --- budgets, attention, selected -------------------------------------------------------------------
+
+
+def test_budgets_have_a_number_in_each_cell(figures):
+    share = np.array([[0.0, 0.5], [1.0, 0.25]])
+    nats = np.array([[250.0, 0.5], [np.nan, 1e-9]])
+    worth = [plots.WorthMap("Worth", nats, nats > 1), plots.WorthMap("None", nats * np.nan, nats > 1)]
+    plots.plot_kept_share(share, 4096, "tiny", "unused.png", prefill_share=share / 2, worth=worth)
+    kept, read, measured = figures[0].axes[:3]
+    assert kept.get_title() == "KV cache kept after 4,096 tokens: 43.8% on average (tiny)"
+    assert texts(kept) == ["0%", "50%", "100%", "25%"]
+    assert texts(read) == ["0%", "25%", "50%", "12%"]
+    assert texts(measured) == ["250", "0.5", ""]  # no exponent at 250
+    assert len(measured.patches) == 1  # the chosen head
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (32, 8)])
+def test_pictures_are_complete(layers, heads, tmp_path):
+    rng = np.random.default_rng(0)
+    share = rng.random((layers, heads))
+    worth = [plots.WorthMap("Worth", share * 1e-12, share > 0.5)]
+    name = "a-model-" * 20
+    received = rng.random((layers, heads, 300)).astype(np.float32)
+    kept = rng.random((layers, heads, 3000)) < 0.3
+    tokens = [*"def f(x):\n\treturn x\r\n", "日本", *"x" * 2978]
+    bars = {f"run {i}": {"reading the prompt": 3.0, "decoding": 0.001} for i in range(3)}
+    for path in (
+        plots.plot_kept_share(share, 4096, name, tmp_path / "new" / "b.png", prefill_share=share, worth=worth),
+        plots.plot_attention(received, name, tmp_path / "a.png"),
+        plots.plot_selected_tokens(kept, tokens, name, tmp_path / "s.png", window_start=2900, span=(1500, 1600)),
+        plots.plot_latency(bars, "Where the time goes", tmp_path / "l.png"),
+        plots.plot_reading(MODELS, tmp_path / "r.png"),
+        plots.plot_keeping(MODELS, tmp_path / "k.png"),
+    ):
+        assert_nothing_touches_the_border(path)
+
+
+def test_attention_is_a_mean_over_the_queries_that_see_a_key(figures):
+    received = np.tile(np.arange(64, 0, -1, dtype=np.float32), (2, 2, 1))
+    np.testing.assert_allclose(mean_attention(received), 1)
+    np.testing.assert_allclose(cumulative_shares(received)[0, 0, :2], [64 / 2080, 127 / 2080])
+    plots.plot_attention(received, "tiny", "unused.png")
+    assert "50%" in figures[0].axes[1].get_title()
+
+
+def test_selected_shades_heads_and_outlines_a_span(figures):
+    kept = np.zeros((2, 2, 500), bool)
+    kept[:, :, 432:] = True
+    kept[0, 0] = True  # dense: does not count
+    kept[1, :, 100:110] = True
+    plots.plot_selected_tokens(kept, "x" * 500, "tiny", "unused.png", block_size=16, window_start=432)
+    _, page, _ = figures[-1].axes
+    assert "(3 of 4 heads)" in page.get_title()
+    shades = page.collections[0].get_array().reshape(-1)
+    np.testing.assert_allclose(shades[100:110], 2 / 3)
+    plots.plot_selected_tokens(kept, "x" * 500, "tiny", "unused.png", layer=0, span=(200, 209))
+    _, page, _ = figures[-1].axes
+    assert "layer 0, 2 of 4 heads" in page.get_title()  # the dense head alone keeps the span
+    outlined = [patch for patch in page.patches if not patch.get_fill()]
+    assert sum(patch.get_width() for patch in outlined) == 9
+
+
+def test_a_page_has_complete_tokens():
+    pieces, shown = lay_out(["ab\n", "c" * 111, "\t", "\x00"])
+    assert [piece[:3] for piece in pieces[:4]] == [(0, 0, "ab↵"), (1, 0, "c" * 110), (2, 0, "c"), (2, 1, "    ")]
+    assert (pieces[-1].text, shown) == ("□", 4)
+    pieces, shown = lay_out(["line\n"] * 30)
+    assert shown == len(pieces) == 24
+
+
+def test_the_line_with_words():
+    lines = [f"line {i} of many\n" for i in range(60)]
+    assert _span_of("40 of", lines) == (40, 41)
+    assert _span_of("59", list("".join(lines))) == (sum(map(len, lines[:59])), sum(map(len, lines)) - 1)
+    assert _span_of("line 0", ["line 0"]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens": "x" * 9}, "tokens has 9 entries"),
+        ({"start": 500}, r"start = 500: must lie in \[0, 499\]"),
+        ({"layer": 6}, "layer = 6"),
+        ({"head": -1}, "head = -1"),
+        ({"span": (490, 501)}, "span = 500"),
+        ({"path": "map.jpg"}, r"^map.jpg: pictures are PNG files; the name must end in \.png$"),
+    ],
+)
+def test_wrong_arguments_of_selected(options, message):
+    arguments = {"tokens": "x" * 500, "name": "tiny", "path": "unused.png"} | options
+    with pytest.raises(ValueError, match=message):
+        plots.plot_selected_tokens(np.zeros((6, 2, 500), bool), **arguments)
+
+
+def test_a_pipe_needs_no_ending():
+    for name in ("map.png", "new/MAP.PNG", Path("map.png"), "/dev/stdout"):
+        require_png(name)
+
+
+def test_pictures_need_no_display():
+    code = "import sys; from tca_jax.lab import plots; assert 'matplotlib.pyplot' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PATH": ""}, timeout=120)
+
+
+# --- curves and bars --------------------------------------------------------------------------------
+
+
+def point(method, share=0.3, **numbers):
+    own = {"method": method, "attended_share": share, "inside": 0.52, "inside_full": 0.5, "kv_share": share}
+    return {**own, "late": 0.9, **numbers}
+
+
+FULL = point("full", 1.0, inside=0.5, late=1.0)
+MODELS = {
+    name: {"tokens": 8192, "points": [FULL, point("tca", 0.5), point("tca", 0.2, late=0.8), point("snapkv", late=None)]}
+    for name in ("one", "two")
+}
+
+
+def lines_of(axes):
+    return {line.get_label(): line for line in axes.get_lines() if not line.get_label().startswith("_")}
+
+
+def test_curves_keep_their_color(figures):
+    plots.plot_reading(MODELS, "unused.png")
+    plots.plot_keeping(MODELS, "unused.png")
+    reading, keeping = (lines_of(figure.axes[0]) for figure in figures)
+    assert list(reading) == ["full", "tca", "snapkv"]
+    assert list(keeping) == ["full", "tca"]  # without the point that has no answers
+    assert {name: line.get_color() for name, line in keeping.items()} == {n: METHOD_COLORS[n] for n in ("full", "tca")}
+    np.testing.assert_allclose(reading["tca"].get_xdata(), [0.2, 0.5])
+    np.testing.assert_allclose(reading["tca"].get_ydata(), 0.04)
+    np.testing.assert_allclose(keeping["tca"].get_ydata(), [0.8, 0.9])
+    assert texts(figures[1].axes[0]) == ["tca", "full"]  # at their ends
+    assert "linear" in figures[0].axes[0].get_ylabel()  # a mixed scale is marked
+
+
+def test_at_most_six_curves(figures):
+    names = ["zz", "quest", "snapkv", "keydiff", "streaming", "kvzip", "duoattention", "tca", "full", "tca"]
+    assert shown_methods(names) == ["full", "tca", "duoattention", "kvzip", "keydiff", "snapkv"]
+    plots.plot_accuracy({"late": [(name, 0.1 * i, 0.5) for i, name in enumerate(names)]}, "Answers", "unused.png")
+    assert len(lines_of(figures[0].axes[0])) == 6
+    assert figures[0].get_suptitle() == "Answers (3 more methods in the file)"
+
+
+def test_keeping_by_protocol(figures):
+    models = {"m": {"points": [{"method": "tca", "kv_share": 0.3, "late": 0.5, "prefix": 0.9}]}}
+    plots.plot_keeping(models, "unused.png", protocol="prefix")
+    assert list(lines_of(figures[-1].axes[0])["tca"].get_ydata()) == [0.9]
+    with pytest.raises(ValueError, match=r"models\['m'\] has no point with the numbers of this picture"):
+        plots.plot_keeping(models, "unused.png", protocol="preamble")
+    with pytest.raises(ValueError, match="protocol = 'first': must be one of"):
+        plots.plot_keeping(models, "unused.png", protocol="first")
+
+
+LAYER = {"model": next(iter(CONFIGS)), "tokens": 131072, "kept": 0.2, "attention": "TCA 0.2", "backend": "triton"}
+LAYERS = {"rows": [LAYER | {"full ms": 240.0, "total ms": 60.0, "selection ms": 5.0, "attention ms": 55.0}]}
+CALL = {"model": next(iter(CONFIGS)), "tokens": 131072, "kept": 0.2, "ms/token": 10.0}
+WHOLE = {"rows": [CALL | {"attention": "full", "TTFT s": 10.0}, CALL | {"attention": "TCA", "TTFT s": 5.0}]}
+
+
+def test_bars_have_the_same_parts():
+    split = results.latency_bars({"a": LAYERS, "b": WHOLE}, new_tokens=100)
+    full, tca = split.values()
+    assert full == pytest.approx({"attention": 7.68, results.REST: 2.32, "decoding 100 tokens": 1.0})
+    assert tca["selection"] == pytest.approx(0.16)
+    other = {"rows": [*WHOLE["rows"], CALL | {"attention": "TCA", "kept": 0.5, "TTFT s": 7.0}]}
+    for stages in results.latency_bars({"a": LAYERS, "b": other}).values():  # one cannot be split: none is
+        assert list(stages) == [results.READING, "decoding 256 tokens"]
+    assert [list(stages) for stages in results.latency_bars({"a": LAYERS}).values()] == [
+        ["attention"],
+        ["selection", "attention"],
+    ]
+    with pytest.raises(ValueError, match="tokens = 7: none of these results is of that prompt length"):
+        results.latency_bars({"a": LAYERS}, tokens=7)
+    with pytest.raises(ValueError, match="c: must be a result of"):
+        results.latency_bars({"c": {"rows": []}})
+
+
+def test_latency_labels_stages_and_totals(figures):
+    plots.plot_latency({"a": {"x": 0.004, "y": 0.0001}, "b": {"x": 0.0005}}, "title", "unused.png")
+    assert texts(figures[0].axes[0]) == ["4", "0.5", "", "", " 4.1 ms", " 0.5 ms"]
+
+
+def test_accuracy_of_the_shipped_model():
+    panels = results.accuracy_panels(checkpoint_folder("recall-tiny") / "evaluation.json")
+    assert list(panels) == ["prefix", "preamble", "late"]
+    assert panels["late"][0][:2] == ("full", 1.0)
+
+
+def test_accuracy_of_a_folder_is_of_common_tasks(tmp_path):
+    for method, task, length, score in [("full", "a", 64, 90), ("full", "b", 64, 70), ("tca", "a", 64, 80)]:
+        path = tmp_path / "results" / method / f"{task}-{length}-late.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        record = {"method": method, "task": task, "length": length, "protocol": "late", "score": score}
+        path.write_text(json.dumps({**record, "kv_cache_bytes": 10 * length, "full_kv_cache_bytes": 40 * length}))
+    (tmp_path / "results" / "tca" / "loss-64-text.json").write_text('{"protocol": "text"}')
+    (tmp_path / "results" / "tca" / ".b-64-late.1.json").write_text('{"method": ')  # of a run that was killed
+    assert results.accuracy_panels(tmp_path) == {"late": [("full", 0.25, 0.9), ("tca", 0.25, 0.8)]}
+
+
+@pytest.mark.parametrize("read", [results.model_points, results.accuracy_panels])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"models": {"m": {"points": [{"knob": "x"}]}}}'])
+def test_files_without_results_are_named(read, text, tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=str(path)):
+        read(path)
+
+
+# --- inspection -------------------------------------------------------------------------------------
+
+
+def dense_attention(lm: tca_jax.LM, ids: list[int]) -> np.ndarray:
+    """Column sums of every layer's attention matrix, mean over the query heads of a KV head."""
+    sums = []
+
+    def attention(layer, q, k, v, state):
+        length, group = q.shape[1], q.shape[2] // k.shape[2]
+        scores = jnp.einsum("blhd,bmhd->bhlm", q, jnp.repeat(k, group, axis=2)) / q.shape[-1] ** 0.5
+        mass = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf))
+        sums.append(mass.sum(axis=2)[0].reshape(-1, group, length).mean(axis=1))
+        return jnp.einsum("bhlm,bmhd->blhd", mass, jnp.repeat(v, group, axis=2)), None
+
+    lm.decoder(jnp.asarray([ids]), jnp.arange(len(ids))[None], attention, (None,) * lm.config.num_layers)
+    return np.stack(sums)
+
+
+def test_attention_received_is_full_attentions():
+    lm, ids = tiny_lm(), random_prompt(0, 70)
+    received = plots.attention_received(lm.with_method("streaming", window=16, block_size=8), ids)
+    np.testing.assert_allclose(received, dense_attention(lm, ids), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=r"prompt has 4097 tokens: tiny has 4096 positions"):
+        plots.attention_received(lm, [1] * 4097)
+
+
+# --- commands ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("work")
+    write_checkpoint(folder / "model")
+    (folder / "text.txt").write_text(TEXT)
+    Profile.uniform(TCA, 2, 2, 3).save(folder / "profile")
+    (folder / "curves.json").write_text(json.dumps({"models": MODELS}))
+    (folder / "call.json").write_text(
+        json.dumps({"stats": {"new_tokens": [4], "prefill_seconds": 1.0, "seconds_per_token": 0.1}})
+    )
+    return folder
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_pictures(command):
+    result = run(command, "--help")
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    example = re.search(rf"Example: tca-jax plot ({command}.*)", result.stdout).group(1)
+    assert run(*shlex.split(example), "--help").exit_code == 0
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("budgets", "profile", "--tokens=64"),
+        ("selected", "model", "--file=text.txt", "--profile=profile", "--question=why?", "--around=fox"),
+        ("attention", "model", "--file=text.txt", "--max-tokens=64"),
+        ("latency", "call.json"),
+        ("reading", "curves.json"),
+        ("keeping", "curves.json"),
+    ],
+    ids=lambda args: args[0],
+)
+def test_commands_write_pictures(args, work, tmp_path, monkeypatch):
+    monkeypatch.chdir(work)
+    path = tmp_path / "new" / "picture.png"
+    result = run(*args, "--out", path)
+    assert (result.exit_code, result.stdout) == (0, f"Picture: {path}\n"), result.output
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.integration
+def test_selected_is_of_text_and_question(work, monkeypatch):
+    monkeypatch.chdir(work)
+    drawn = []
+    monkeypatch.setattr(
+        plots, "plot_selected_tokens", lambda *args, **options: drawn.append((args, options)) or Path("x")
+    )
+    args = ["--file=text.txt", "--profile=profile", "--max-tokens=90", "--question=why?", "--start=7", "--head=1"]
+    assert run("selected", "model", *args).exit_code == 0
+    (kept, tokens, name, out), options = drawn[0]
+    lm = tca_jax.load("model", "profile")
+    ids = lm.tokenizer.encode(TEXT)[:90] + lm.tokenizer.encode("\n\nwhy?", add_special_tokens=False)
+    np.testing.assert_array_equal(kept, plots.kept_tokens(lm, ids))
+    assert "".join(tokens).endswith("why?")
+    assert (name, out) == ("model, tca", Path("out/selected.png"))
+    assert (options["start"], options["span"], options["head"], options["block_size"]) == (7, None, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("budgets", "none"), r"none"),
+        (("selected", "model", "--file=text.txt", "--around=cat"), r"--around 'cat': these words are not in the text"),
+        (("attention", "model", "--file=missing.txt"), r"missing.txt: No such file"),
+        (("latency", "text.txt"), r"text.txt is not valid JSON"),
+        (("accuracy", "call.json"), r"call.json: holds no accuracy of methods"),
+        (("attention", "model", "--file=text.txt", "--dtype=int8"), r"^--dtype int8: must be float32"),
+        (
+            ("attention", "missing", "--file=missing", "--out=new/map.jpg"),
+            r"^--out new/map.jpg: pictures are PNG files",
+        ),
+    ],
+    ids=str,
+)
+def test_errors_of_pictures(args, message, work, monkeypatch):
+    monkeypatch.chdir(work)
+    assert re.search(message, error(*args))
