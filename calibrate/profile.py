@@ -87,7 +87,7 @@ class Profile:
         for name in ("reading_worth", "keeping_worth"):
             worth = np.full(shape, np.nan) if getattr(self, name) is None else getattr(self, name)
             fields[name] = _checked(name, worth, "f", shape)
-        kinds = {"candidates": np.int32, "prefill_candidates": np.int32, "readings": readings.dtype}
+        kinds: dict[str, Any] = {"candidates": np.int32, "prefill_candidates": np.int32, "readings": readings.dtype}
         for name, value in fields.items():
             value = value.astype(kinds.get(name, np.float32))
             value.setflags(write=False)  # a frozen dataclass should not change through its arrays

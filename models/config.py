@@ -179,7 +179,8 @@ def _refuse_unsupported(entries: Entries, family: str) -> None:
 
 def _rope_parameters(entries: Entries) -> dict[str, Any]:
     """One spelling of RoPE out of two, with what transformers 4.x keeps beside it put in."""
-    values, parameters = entries.values, {}
+    values = entries.values
+    parameters: Mapping[str, Any] = {}
     for key in ("rope_parameters", "rope_scaling"):
         parameters = values.get(key) or parameters
         if not isinstance(values.get(key), Mapping | None):

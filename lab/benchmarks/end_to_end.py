@@ -89,8 +89,8 @@ def measure(lms: Mapping[str, LM], tokens: int, given: Conditions) -> list[commo
     """A row for each attention that fits; calls take turns."""
 
     def ask(lm: LM) -> tca_jax.Stats:
-        prompts, options = random_prompts(lm, given.rows, tokens), {"stop_token_ids": (), "backend": given.backend}
-        return tca_jax.generate(lm, prompts, max_new_tokens=given.new_tokens, **options).stats
+        prompts, length = random_prompts(lm, given.rows, tokens), given.new_tokens
+        return tca_jax.generate(lm, prompts, max_new_tokens=length, stop_token_ids=(), backend=given.backend).stats
 
     stats: dict[str, list[tca_jax.Stats]] = {}
     for name, lm in lms.items():

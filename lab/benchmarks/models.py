@@ -74,7 +74,12 @@ _TINY = {"vocab_size": 256, "rope": RopeConfig(type="default", theta=10_000.0), 
 
 
 def _shape(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head_dim: int, **more: Any) -> ModelConfig:
-    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_layers": layers, "num_heads": heads}
+    sizes: dict[str, Any] = {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_layers": layers,
+        "num_heads": heads,
+    }
     return dataclasses.replace(_LLAMA, num_kv_heads=kv_heads, head_dim=head_dim, **sizes, **more)
 
 
@@ -106,8 +111,8 @@ class Share:
         """Parses "0.2", or "0.05:0.25" for prefill and cache; "+16" adds heads with the reading "blocks"."""
         try:
             shares, _, blocks = str(text).partition("+")
-            cache, *prefill = reversed([float(share) for share in shares.split(":")])
-            share = cls(cache, *prefill, blocks=int(blocks or 0))
+            cache, *prefill = reversed([float(share) for share in shares.split(":", 1)])
+            share = cls(cache, prefill[0] if prefill else None, int(blocks or 0))
         except (TypeError, ValueError):
             raise typer.BadParameter(f"{text}: must be CACHE or PREFILL:CACHE, such as 0.05:0.25+16") from None
         if not 0 < (share.prefill or cache / 2) < cache < 1:

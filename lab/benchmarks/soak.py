@@ -157,8 +157,8 @@ class Client(threading.Thread):
         return "equal"
 
     def _drawn(self) -> Question:
-        sizes = len(self._references.documents), _QUESTIONS, len(_OPTIONS)
-        return Question(*map(self._random.randrange, sizes))
+        draw = self._random.randrange
+        return Question(draw(len(self._references.documents)), draw(_QUESTIONS), draw(len(_OPTIONS)))
 
     def _read(self, question: Question) -> str:
         assert question.document is not None

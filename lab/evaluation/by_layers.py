@@ -81,7 +81,8 @@ def read_by(lm: LM, full: FullRead, scores: Float32[Array, "layers 1 Hkv L"] | N
         )
     if scores is not None:
         heads = [Heads.all(k.shape[2]) for _, k, _ in full.layers]
-        selections = method.cache.select_repeated(heads, scores, lengths)
+        policy: Any = method.cache  # a KVzipCache
+        selections = policy.select_repeated(heads, scores, lengths)
         masks = [kept_mask(method.cache, selection, lengths) for selection in selections]
     else:
         masks = [_select(*layer, lengths, method=method, layer=number) for number, layer in enumerate(full.layers)]

@@ -154,7 +154,7 @@ def calibrate(
         record = {"stick": CALIBRATION, "model": lm.name, "tokens": tokens, "method": setting, "share": None, "seed": 0}
         record |= {
             "seconds": seconds,
-            "compile": sum(compilations.seconds.values()),
+            "compile": sum(compilations.by_program.values()),
             "programs": compilations.count,
             "peak_bytes": int(peak),
             "profile_bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),

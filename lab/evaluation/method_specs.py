@@ -166,13 +166,13 @@ class Builder:
 
     def _measured(self, option: str, label: str) -> Any:
         """The value of an option without a default."""
-        if option == "candidates" or (option == "gates" and self.profile is None):
-            raise UserError(f"--methods {label}: needs --profile DIR, from tca-jax calibrate")
-        if option == "gates":
+        if option == "gates" and self.profile is not None:
             return head_gates(self.profile)
+        if option in ("candidates", "gates"):
+            raise UserError(f"--methods {label}: needs --profile DIR, from tca-jax calibrate")
         if option not in self._found:
             if option == "preferences":
-                temperatures = cake.published_temperatures(self.lm.name)
+                temperatures: dict[str, Any] = cake.published_temperatures(self.lm.name)
                 self._found[option] = cake.layer_preferences(self.lm, self.texts(), **temperatures)
             elif option == "head_scores":
                 self._found[option] = kvzip_heads.repetition_scores(self.lm, self.texts())

@@ -76,8 +76,10 @@ def load_words() -> Words:
     from importlib.metadata import version
 
     lists = wonderwords.RandomWord()
-    kinds = [sorted(set(lists.filter(include_categories=[kind]))) for kind in ("adjective", "noun", "verb")]
-    return Words(*map(tuple, kinds), f"wonderwords {version('wonderwords')}", substitute=False)
+    adjectives, nouns, verbs = (
+        tuple(sorted(set(lists.filter(include_categories=[kind])))) for kind in ("adjective", "noun", "verb")
+    )
+    return Words(adjectives, nouns, verbs, f"wonderwords {version('wonderwords')}", substitute=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,7 +68,7 @@ def _summary(records: Sequence[Record], names: Mapping[str, str], length: int) -
     for method in _values(records, "method"):
         row = [f"{of[method]:.1f}" if method in of else _NONE for of in means.values()]
         for kind in ("loss_inside", "loss") if full else ():
-            row.append(f"{losses[method][kind] / full[kind] - 1:+.2%}" if method in losses else _NONE)
+            row.append(f"{losses[method][kind] / losses['full'][kind] - 1:+.2%}" if method in losses else _NONE)
         own = [record for record in records if record["method"] == method]
         rows.append([f"`{names.get(method, method)}`", *row, _held_share(own), _mean_share(own, "attended_share")])
     heads = ["method", *means, *(["loss inside", "loss behind"] if full else []), "KV bytes", "attended"]

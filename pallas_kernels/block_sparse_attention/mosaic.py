@@ -60,10 +60,10 @@ def block_sparse_attention(
     order = jnp.argsort(-blocks.counts.reshape(batch * k.shape[2], -1).sum(axis=-1)).astype(jnp.int32)
     operands = (q, k, v, blocks.distances, blocks.counts, lengths, order)
     work = functools.partial(_find_work, block_size=block_size, tile_size=tile_size)
-    programs = (
+    compute, move = (
         functools.partial(program, block_size=block_size, stages=config.stages) for program in (_compute, _move)
     )
-    out = mosaic_call(work, *programs, operands, name="block_sparse_attention_kernel", stages=config.stages)
+    out = mosaic_call(work, compute, move, operands, name="block_sparse_attention_kernel", stages=config.stages)
     return varying_like(out[:, :length], q, k, v, blocks, lengths)
 
 

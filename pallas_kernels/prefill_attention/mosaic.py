@@ -65,8 +65,8 @@ def prefill_attention(
     prefixes, order = prefix_schedule(budgets, q.shape[1] // block_size, window // block_size)
     operands = (q, k, v, pool.k, pool.v, pool.offsets, prefixes, lengths_by_head(lengths, k.shape[2]), order)
     work = functools.partial(_find_work, block_size=block_size, window=window)
-    programs = (functools.partial(program, stages=config.stages) for program in (_compute, _move))
-    out = mosaic_call(work, *programs, operands, name="prefill_attention_kernel", stages=config.stages)
+    compute, move = (functools.partial(program, stages=config.stages) for program in (_compute, _move))
+    out = mosaic_call(work, compute, move, operands, name="prefill_attention_kernel", stages=config.stages)
     return varying_like(out[:, :length], q, k, v, pool, budgets, lengths)
 
 

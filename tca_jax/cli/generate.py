@@ -100,8 +100,9 @@ def generate(
     else:
         import tca_jax
 
-        out = print_stream(tca_jax.stream(lm, prompts[0], **options), "compiling, and reading the prompt")
-        assert out is not None
+        streamed = print_stream(tca_jax.stream(lm, prompts[0], **options), "compiling, and reading the prompt")
+        assert streamed is not None
+        out = streamed
     print(describe(out.stats) + cut_note(out), file=sys.stderr)
 
 

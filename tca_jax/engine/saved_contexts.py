@@ -90,20 +90,22 @@ def _stored_arrays(cache: PagedCache) -> dict[str, Any]:
     return {f"{name}.{part}": getattr(x, part) for name, x in parts.items() for part in _EIGHT_BITS}
 
 
-def _stored(arrays: Mapping[str, np.ndarray], name: str, dtype: jnp.dtype) -> Any:
+def _stored(arrays: Mapping[str, Any], name: str, dtype: jnp.dtype) -> Any:
     """Keys or values, from the arrays of a folder."""
     if dtype == CODES:
-        return EightBits(*(arrays[f"{name}.{part}"] for part in _EIGHT_BITS))
+        words, exponents = (arrays[f"{name}.{part}"] for part in _EIGHT_BITS)
+        return EightBits(words, exponents)
     return arrays[name].view(dtype)
 
 
-def _context(metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def _context(metadata: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
     dtype, layout = jnp.dtype(metadata["dtype"]), _made(CacheLayout, metadata["layout"])
     shards = metadata.get("shards")  # not in version 2, whose contexts are all of one device
     shards = None if shards is None else _made(HeadShards, shards)
     k, v = (_stored(arrays, name, dtype) for name in ("k", "v"))
     tables, kept = (tuple(arrays[f"{name}.{layer}"] for layer in range(layout.num_layers)) for name in _OF_LAYERS)
-    cache = PagedCache(k, v, tables, kept, *(arrays[name] for name in _OF_CACHE), _tuples(metadata["kept_columns"]))
+    start, end = (arrays[name] for name in _OF_CACHE)
+    cache = PagedCache(k, v, tables, kept, start, end, _tuples(metadata["kept_columns"]))
     rows = {name: arrays[name] for name in OF_ROWS}
     rows["attended_share"] = rows["attended_share"].view(np.float32)
     config = metadata["identity"]["config"]

@@ -109,7 +109,9 @@ class TCAConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, str | None):  # a NumPy number would not survive JSON
-                object.__setattr__(self, field.name, type(field.default or 0)(value))
+                object.__setattr__(
+                    self, field.name, int(value) if isinstance(value, numbers.Integral) else float(value)
+                )
         self._check(_RANGES)
         if self.window < self.block_size or self.window % self.block_size:
             raise UserError(

@@ -17,7 +17,7 @@ from tca_jax.errors import Unsupported, UserError
 Mask = Callable[[list[int]], Bool[np.ndarray, " V"]]
 _MAX_BYTES = 2**16  # of a grammar: more take seconds to compile
 #: 20 to 400 ms of compilation, 15 ms of a mask, and states of one or two kB each for every answer.
-_LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "max_lexer_states": 50_000}
+_LIMITS: dict[str, Any] = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "max_lexer_states": 50_000}
 #: Between two tokens of JSON: one space, or a line break and an indent. Without a bound some models write nothing else.
 _WHITESPACE = r" |\n {0,16}"
 
@@ -49,7 +49,8 @@ class Grammars:
 
     def json(self, schema: dict[str, Any], argument: str = "schema") -> Callable[[], Mask]:
         """JSON of a schema, its properties in the schema's order; `{"type": "object"}` for any object."""
-        compiler, defaults = self._matcher.grammar_from_json_schema, {"whitespace_pattern": _WHITESPACE}
+        compiler: Any = self._matcher.grammar_from_json_schema
+        defaults = {"whitespace_pattern": _WHITESPACE}
         return self._compile(json.dumps(schema), lambda text: compiler(text, defaults), argument)
 
     def regex(self, pattern: str) -> Callable[[], Mask]:
