@@ -35,12 +35,17 @@ def check_shapes(arrays: Mapping[str, tuple[Any, str]]) -> dict[str, int]:
     for name, (array, dims) in arrays.items():
         sizes = check_shape(name, array, dims, sizes)
     if {"Hq", "Hkv"} <= sizes.keys():
-        heads, kv_heads = sizes["Hq"], sizes["Hkv"]
-        if heads < 1 or kv_heads < 1 or heads % kv_heads:
-            raise UserError(
-                f"{heads} query heads and {kv_heads} KV heads: the former must be a positive multiple of the latter"
-            )
+        check_heads(sizes)
     return sizes
+
+
+def check_heads(sizes: Mapping[str, int]) -> None:
+    """Raises ValueError unless the query heads "Hq" are a positive multiple of the KV heads "Hkv"."""
+    heads, kv_heads = sizes["Hq"], sizes["Hkv"]
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise UserError(
+            f"{heads} query heads and {kv_heads} KV heads: the former must be a positive multiple of the latter"
+        )
 
 
 def check_blocks(block_size: int, *, window: int | None = None) -> None:

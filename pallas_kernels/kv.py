@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float16, Float32, Int, Int8, UInt16
 
 from tca_jax.errors import UserError
-from tca_jax.pallas_kernels.checks import check_shape, check_shapes
+from tca_jax.pallas_kernels.checks import check_heads, check_shape, check_shapes
 
 #: Regions of the pool start on multiples of this, so that tiles and TMA loads are aligned.
 REGION_ALIGNMENT = 128
@@ -116,16 +116,7 @@ class Pages:
 
 
 def check_pages(arrays: Mapping[str, tuple[Any, str]], caches: tuple[Pages, ...], *, window: int) -> dict[str, int]:
-    """Checks what attends to pages, arrays as `checks.check_shapes` takes them, and the pages against each other.
-
-    Returns:
-        The size of every dimension name.
-
-    Raises:
-        ValueError: there are no pages, a shape does not fit the others, or `window` is no positive multiple of b.
-    """
-    if not caches:
-        raise UserError("caches is empty: must hold at least one Pages")
+    """Checks arrays, as `checks.check_shapes` does, and pages against them; returns the size of every dimension."""
     sizes = check_shapes(arrays)
     for i, cache in enumerate(caches):
         own = {name: size for name, size in sizes.items() if name not in ("P", "T", "R")}
@@ -135,12 +126,8 @@ def check_pages(arrays: Mapping[str, tuple[Any, str]], caches: tuple[Pages, ...]
             own = check_shape(f"caches[{i}].{name}", getattr(cache, name), "R", own)
         if own["R"] < 1 or sizes["B"] % own["R"]:
             raise UserError(f"caches[{i}] has {own['R']} rows: must divide the {sizes['B']} rows of queries")
-        if not 0 <= cache.kept_columns <= own["T"]:
-            raise UserError(f"caches[{i}].kept_columns = {cache.kept_columns}: must lie in [0, {own['T']}]")
         sizes = own
-    heads, kv_heads = sizes["Hq"], sizes["Hkv"]
-    if kv_heads < 1 or heads % kv_heads:
-        raise UserError(f"{heads} query heads and {kv_heads} KV heads: the former must be a multiple of the latter")
+    check_heads(sizes)
     if window < sizes["b"] or window % sizes["b"]:
         raise UserError(f"window = {window}: must be a positive multiple of the page size, {sizes['b']}")
     return sizes

@@ -72,13 +72,10 @@ def block_sparse_attention(
         raise UserError(f"blocks.counts has {dims['N']} tiles: must be ceil(L / tile_size) = {tiles}")
     if dims["T"] not in (1, tiles):
         raise UserError(f"blocks.distances has {dims['T']} tiles: must be {tiles}, or 1 for lists that all share")
-    if dims["C"] < 1:
-        raise UserError("blocks.distances has shape [..., 0]: must have room for one block at least")
-    if columns is not None and (dims["T"] != 1 or dims["V"] < 1):
-        raise UserError(
-            f"columns beside blocks.distances of {dims['T']} tiles, with room for {dims['V']}: columns need lists of "
-            "blocks that all tiles share, and room for one column at least"
-        )
+    if dims["C"] < 1 or dims.get("V") == 0:
+        raise UserError("blocks.distances and columns.tokens must have room for one block and one column at least")
+    if columns is not None and dims["T"] != 1:
+        raise UserError(f"columns beside blocks.distances of {dims['T']} tiles: must be lists that all tiles share")
     implementation = dispatch("block_sparse_attention", backend)
     sizes = {"block_size": block_size, "tile_size": tile_size, "aligned": aligned}
     return implementation(q, k, v, blocks, lengths, columns=columns, **sizes)
