@@ -40,7 +40,7 @@ number=0
 while read -r question; do
     number=$((number + 1))
     curl -sS --fail-with-body "$url/v1/chat/completions" -H "Content-Type: application/json" \
-        -d "{\"document\": \"$document\", \"temperature\": 0, \"max_tokens\": 96,
+        -d "{\"document\": \"$document\", \"temperature\": 0, \"max_tokens\": 256,
              \"messages\": [{\"role\": \"user\", \"content\": \"$question\"}]}" >"$folder/answer-$number" &
     asked="$asked $!"
 done <"$folder/questions.txt"
@@ -49,5 +49,7 @@ for each in $asked; do wait "$each"; done
 number=0
 while read -r question; do
     number=$((number + 1))
-    echo "$question -> $(field '["choices"][0]["message"]["content"]' <"$folder/answer-$number")"
+    cut=
+    [ "$(field '["choices"][0]["finish_reason"]' <"$folder/answer-$number")" = stop ] || cut=" [cut at 256 tokens]"
+    echo "$question -> $(field '["choices"][0]["message"]["content"]' <"$folder/answer-$number")$cut"
 done <"$folder/questions.txt"

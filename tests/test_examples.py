@@ -1,6 +1,8 @@
 """Examples run as their first lines say."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -80,3 +82,17 @@ def test_own_method_answers_with_less():
     assert table["streaming"][2] < table["observed"][2] < 100
     assert table["streaming"][0] < table["observed"][0]  # the text, and so the count, depends on Python's version
     assert table["observed"][1] < table["tca"][1]
+
+
+@pytest.mark.slow
+def test_served_answers_are_complete():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    tca_jax = str(Path(sys.executable).with_name("tca-jax"))
+    command = ["sh", str(EXAMPLES / "serve_demo.sh"), tca_jax, sys.executable]
+    done = subprocess.run(command, env={**os.environ, "PORT": port}, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    answers = [line for line in done.stdout.splitlines() if " -> " in line]
+    assert len(answers) == 3
+    assert all(answer.endswith(".") for answer in answers)
