@@ -10,6 +10,7 @@ import contextlib
 import errno
 import logging
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ def save(kind: str, directory: Any, arrays: Mapping[str, np.ndarray], metadata: 
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(folder).free < sum(x.nbytes for x in arrays.values()) + 2**20:  # 1 MiB for other files
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with _silent(), _manager(kind, folder, max_to_keep=1, cleanup_tmp_directories=True) as manager:
             newest = manager.latest_step()
             items = {"arrays": ocp.args.StandardSave(dict(arrays)), "metadata": ocp.args.JsonSave(dict(metadata))}
@@ -89,17 +92,14 @@ def _manager(kind: str, folder: Path, **options: Any) -> Any:
     own = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
     options |= {"create": False, "save_root_metadata": False, "enable_async_checkpointing": False}
-    options |= {"step_prefix": kind, "multiprocessing_options": alone}
-    return ocp.CheckpointManager(
-        folder, options=ocp.CheckpointManagerOptions(**options), item_names=("arrays", "metadata")
-    )
+    chosen = ocp.CheckpointManagerOptions(step_prefix=kind, multiprocessing_options=alone, **options)
+    return ocp.CheckpointManager(folder, options=chosen, item_names=("arrays", "metadata"))
 
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
     """Silences absl logging during Orbax calls."""
-    logger = logging.getLogger("absl")
-    level = logger.level
+    level = (logger := logging.getLogger("absl")).level
     logger.setLevel(logging.CRITICAL)
     try:
         yield

@@ -32,8 +32,7 @@ class Program:
     """
 
     def __init__(self, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> None:
-        self._function = function
-        self._donate = donate
+        self._function, self._donate = function, donate
 
     def prepare(self, *args: Any, **static: Any) -> tuple[Callable[..., Any], float]:
         """Compiles for these arguments, or for their shapes (`results_of`), unless that was done before.
@@ -107,10 +106,7 @@ def results_of(executable: Any) -> Any:
 
 
 def enable_compilation_cache() -> None:
-    """Turns JAX's persistent compilation cache on, unless the user has configured one or switched it off.
-
-    `JAX_COMPILATION_CACHE_DIR` (or `jax.config`) chooses another folder, `JAX_ENABLE_COMPILATION_CACHE=false` none.
-    """
+    """Turns JAX's persistent compilation cache on, unless the user's environment or `jax.config` chose one or none."""
     if _OPTIONS.jax_compilation_cache_dir is None and _OPTIONS.jax_enable_compilation_cache:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(root / "tca_jax" / "jax"))

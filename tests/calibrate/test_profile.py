@@ -1,10 +1,13 @@
 """Profiles: checks of their fields, kept share, what survives a save, and what is not loaded."""
 
 import dataclasses
+import errno
 import json
 import logging
+import os
 import subprocess
 import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -181,19 +184,22 @@ def test_a_save_replaces_the_profile_alone(tmp_path):
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
 
 
-def test_a_failed_save_leaves_the_old_profile(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(errno.EROFS, os.strerror(errno.EROFS)), "full disk"])
+def test_a_failed_save_leaves_the_old_profile(tmp_path, monkeypatch, error):
+    def fail(*args, **kwargs):
+        if error == "full disk":
+            return types.SimpleNamespace(free=2**20)
+        raise error
+
     make_profile().save(tmp_path)
-    for error in (KeyboardInterrupt, OSError(28, "No space left on device")):
-
-        def fail(*args, **kwargs):
-            raise error  # noqa: B023
-
-        with monkeypatch.context() as patch:
-            patch.setattr("os.rename", fail)
-            with pytest.raises(error if isinstance(error, type) else OSError) as caught:
-                make_profile(1).save(tmp_path)
-        assert Profile.load(tmp_path) == make_profile()
-    assert (caught.value.errno, caught.value.filename) == (28, str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage" if error == "full disk" else "os.rename", fail)
+        with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else OSError) as caught:
+            make_profile(1).save(tmp_path)
+    if error is not KeyboardInterrupt:
+        assert caught.value.errno == (errno.ENOSPC if error == "full disk" else errno.EROFS)
+        assert caught.value.filename == str(tmp_path)
+    assert Profile.load(tmp_path) == make_profile()
     make_profile(1).save(tmp_path)
     assert Profile.load(tmp_path) == make_profile(1)
     assert [p.name for p in tmp_path.iterdir()] == ["profile_1"]
