@@ -21,15 +21,7 @@ from jaxtyping import Array
 import tca_jax
 from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks import common
-from tca_jax.lab.benchmarks.models import (
-    CONFIGS,
-    BlockSharesOption,
-    MethodsOption,
-    Share,
-    describe_shares,
-    find_configs,
-    parse_method,
-)
+from tca_jax.lab.benchmarks import models as shapes
 from tca_jax.methods.base import Attended, Heads, Method, last_queries, per_head, selection_for_prefill
 from tca_jax.methods.pairs import causal_pairs
 from tca_jax.methods.regions import Regions, Selected
@@ -101,7 +93,7 @@ def attention_inputs(config: ModelConfig, tokens: int, seed: int) -> tuple[Array
 
 def measure(model: str, tokens: int, cases: Sequence[Case], repeats: int) -> list[common.Row]:
     """A row for each case; all take turns with full attention."""
-    config = CONFIGS[model]
+    config = shapes.CONFIGS[model]
     inputs = attention_inputs(config, tokens, seed=tokens)
     full = jax.jit(full_attention)
     calls: dict[Any, Callable[[], Any]] = {"full": lambda: full(*inputs[:3])}
@@ -114,17 +106,9 @@ def measure(model: str, tokens: int, cases: Sequence[Case], repeats: int) -> lis
         calls[i, "attention"] = functools.partial(attend, *inputs, selected)
         if selected is not None:
             calls[i, "selection"] = functools.partial(select, *inputs)
-        rows.append(
-            {
-                "model": model,
-                "tokens": tokens,
-                "attention": case.name,
-                "backend": case.backend,
-                "kept": case.kept_share(selected, tokens),
-                "area": float(pairs[0] / causal_pairs(inputs[3])[0]),
-                "error": check(config, case, min(tokens, common.CHECKED_TOKENS)),
-            }
-        )
+        row = {"model": model, "tokens": tokens, "attention": case.name, "backend": case.backend}
+        row |= {"kept": case.kept_share(selected, tokens), "area": float(pairs[0] / causal_pairs(inputs[3])[0])}
+        rows.append(row | {"error": check(config, case, min(tokens, common.CHECKED_TOKENS))})
     seconds = common.time_in_turns(calls, repeats)
     flops = 4 * config.head_dim * config.num_heads * tokens**2 / 2
     for i, row in enumerate(rows):
@@ -150,8 +134,8 @@ def check(config: ModelConfig, case: Case, tokens: int) -> float:
 def main(
     lengths: common.LengthsOption = None,
     models: common.ModelsOption = None,
-    shares: BlockSharesOption = None,
-    methods: MethodsOption = None,
+    shares: shapes.BlockSharesOption = None,
+    methods: shapes.MethodsOption = None,
     backend: Annotated[list[str] | None, typer.Option(help="Kernels.", show_default="all that run here")] = None,
     window: common.WindowOption = tca_jax.TCAConfig.window,
     reserve: Annotated[int | None, typer.Option(help="Reserve, tokens.", show_default="window / 8", min=0)] = None,
@@ -164,16 +148,16 @@ def main(
     Example: [bold]tca-jax bench attention --lengths 32768 --block-shares 0.05:0.25[/]
     """
     lengths, config = lengths or [2**14, 2**15, 2**16, 2**17], common.tca_config(window, reserve)
-    models = find_configs(models, whole=False, default=("llama3.1-8b", "llama3.2-1b"))
-    shares = shares or ([] if methods else [Share(0.25, prefill=0.05), Share(0.155)])
-    others = {text: parse_method(text) for text in methods or ()}
+    models = shapes.find_configs(models, whole=False, default=("llama3.1-8b", "llama3.2-1b"))
+    shares = shares or ([] if methods else [shapes.Share(0.25, prefill=0.05), shapes.Share(0.155)])
+    others = {text: shapes.parse_method(text) for text in methods or ()}
     common.check_lengths(lengths, config, out)
     backends = backend or [each for each in ("mosaic", "triton") if can_run(each)] or ["xla"]
     common.check_backends(backends)
-    note = NOTE.format(repeats=repeats, checked=common.CHECKED_TOKENS, shares=describe_shares(config))
+    note = NOTE.format(repeats=repeats, checked=common.CHECKED_TOKENS, shares=shapes.describe_shares(config))
     results = common.Results(out, name, "Prefill attention of one layer", note)
     for model in models:
-        tested = {str(share): share.method(config, CONFIGS[model].num_kv_heads) for share in shares} | others
+        tested = {str(share): share.method(config, shapes.CONFIGS[model].num_kv_heads) for share in shares} | others
         cases = [Case(label, method, each) for each in backends for label, method in tested.items()]
         for tokens in lengths:
             try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -19,7 +19,7 @@ from tca_jax.cli.files import read_text
 from tca_jax.engine.lm import LM
 from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks import common
-from tca_jax.lab.benchmarks.models import CONFIGS, find_configs, open_model
+from tca_jax.lab.benchmarks import models as shapes
 
 NOTE = (
     "A call of `calibrate` over `texts` texts of `tokens` tokens: the first call, with `compile s` of it in lowering "
@@ -41,7 +41,7 @@ def calibration_texts(lm: LM, text: Path | None, number: int, tokens: int) -> li
     return [list(ids[i * tokens : (i + 1) * tokens]) for i in range(number)]
 
 
-def measure(lm: LM, texts: list[list[int]], config: tca_jax.TCAConfig, options: dict[str, Any]) -> common.Row:
+def measure(lm: LM, texts: list[list[int]], config: tca_jax.TCAConfig, kept: float | None) -> common.Row:
     """Two calls of `calibrate`."""
     seconds, passes, compilations = list[float](), 0, common.Compilations()
 
@@ -53,22 +53,14 @@ def measure(lm: LM, texts: list[list[int]], config: tca_jax.TCAConfig, options: 
         start = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # probes are not informative for random weights
-            tca_jax.calibrate(lm, texts, config, progress=progress, **options)
+            tca_jax.calibrate(lm, texts, config, progress=progress, kept=kept)
         seconds.append(time.perf_counter() - start)
     compilations.close()
     first, second = seconds
-    return {
-        "model": lm.name,
-        "layers": lm.config.num_layers,
-        "texts": len(texts),
-        "tokens": len(texts[0]),
-        "first call s": first,
-        "compile s": sum(compilations.by_program.values()),
-        "second call s": second,
-        "layer passes": passes,
-        "ms per pass": 1e3 * second / passes,
-        "tokens/s": sum(map(len, texts)) / second,
-    }
+    row = {"model": lm.name, "layers": lm.config.num_layers, "texts": len(texts), "tokens": len(texts[0])}
+    row |= {"first call s": first, "compile s": sum(compilations.by_program.values()), "second call s": second}
+    row |= {"layer passes": passes, "ms per pass": 1e3 * second / passes}
+    return row | {"tokens/s": sum(map(len, texts)) / second}
 
 
 def main(
@@ -76,9 +68,6 @@ def main(
     models: common.ModelsOption = None,
     text: Annotated[Path | None, typer.Option(help="Text file.", show_default="random tokens")] = None,
     texts: Annotated[int, typer.Option(help="Texts.", min=1)] = 4,
-    probes: Annotated[
-        list[str] | None, typer.Option(help="facts or copy; may be repeated.", show_default="calibrate's")
-    ] = None,
     kept: Annotated[float | None, typer.Option(help="Bound on the kept share.")] = None,
     layers: Annotated[int | None, typer.Option(help="Layers of random weights; all by default.", min=1)] = None,
     window: common.WindowOption = tca_jax.TCAConfig.window,
@@ -92,12 +81,12 @@ def main(
     Example: [bold]tca-jax bench calibration --models llama3.1-8b --lengths 32768[/]
     """
     lengths, config, models = lengths or [2**15], common.tca_config(window), models or ["llama3.1-8b"]
-    find_configs([each for each in models if each in CONFIGS], whole=True, default=())
+    shapes.find_configs([each for each in models if each in shapes.CONFIGS], whole=True, default=())
     common.check_lengths(lengths, config, out)
     results = common.Results(out, name, "Calibration", NOTE)
     for model in models:
-        lm = open_model(model, layers=layers, max_positions=2 * max(lengths))
+        lm = shapes.open_model(model, layers=layers, max_positions=2 * max(lengths))
         for tokens in lengths:
             given = calibration_texts(lm, text, texts, tokens)
-            results.add("Calls", measure(lm, given, config, {"probes": probes, "kept": kept}))
+            results.add("Calls", measure(lm, given, config, kept))
     results.finish()

@@ -31,6 +31,7 @@ from jaxtyping import Array
 import tca_jax
 from tca_jax.cli.errors import naming_options
 from tca_jax.cli.files import require_writable
+from tca_jax.cli.options import LAUNCH_ORDER
 from tca_jax.engine.cache import allocator_limit
 from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.backends import check_backend
@@ -62,9 +63,6 @@ Row = dict[str, Any]
 T = TypeVar("T")
 
 
-# ---- checks
-
-
 def tca_config(window: int, reserve: int | None = None) -> tca_jax.TCAConfig:
     """Hyperparameters from the options --window and --reserve."""
     with naming_options("window", "reserve"):
@@ -75,15 +73,12 @@ def check_lengths(lengths: Sequence[int], config: tca_jax.TCAConfig, out: Path, 
     """Refuses lengths that have no ranked block or that a CPU cannot run, and an `out` that cannot be written."""
     block, least = config.block_size, config.window + config.block_size
     for length in lengths:
+        where = f"{option} {length}: "
         if length % block or length < least:
-            raise UserError(
-                f"{option} {length}: must be a multiple of {block} and at least {least}, one block more than --window"
-            )
-    if jax.default_backend() == "cpu" and max(lengths) > _CPU_TOKENS:
-        raise UserError(
-            f"{option} {max(lengths)}: a CPU takes at most {_CPU_TOKENS} tokens; pass --models tiny {option} 1024 "
-            "--window 256"
-        )
+            raise UserError(f"{where}must be a multiple of {block} and at least {least}, one block more than --window")
+        if jax.default_backend() == "cpu" and length > _CPU_TOKENS:
+            smaller = f"pass --models tiny {option} 1024 --window 256"
+            raise UserError(f"{where}a CPU takes at most {_CPU_TOKENS} tokens; {smaller}")
     require_writable(out, "--out")
 
 
@@ -92,9 +87,6 @@ def check_backends(backends: Sequence[str]) -> None:
     with naming_options("backend"):
         for backend in backends:
             check_backend(backend)
-
-
-# ---- inputs
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
@@ -111,9 +103,6 @@ def random_normal(key: Array, shape: tuple[int, ...], dtype: Any, std: float | A
         return jax.lax.dynamic_update_slice(out, part, (jnp.minimum(i * drawn, rows - drawn), jnp.int32(0)))
 
     return jax.lax.fori_loop(0, parts, draw, jnp.zeros((rows, row), dtype)).reshape(shape)
-
-
-# ---- time and memory
 
 
 def time_in_turns(calls: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[Any, float]:
@@ -197,9 +186,6 @@ class Compilations:
         jax.monitoring.unregister_event_duration_listener(self._note)
 
 
-# ---- correctness
-
-
 def relative_error(out: Array, expected: Array) -> float:
     """||out - expected|| / ||expected|| in float64 on the host."""
     a, b = np.asarray(out, np.float64), np.asarray(expected, np.float64)
@@ -214,23 +200,15 @@ def agreement(backend: str, out: Array, expected: Array, limit: float = 1e-2) ->
     return error
 
 
-# ---- results
-
-
 def environment() -> dict[str, str]:
     """Device, versions and command of a result file."""
     device, limit = jax.devices()[0], allocator_limit()
-    return {
-        "device": f"{jax.device_count()} x {device.device_kind}",
-        "platform": getattr(device.client, "platform_version", device.platform).splitlines()[0],
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "tca_jax": tca_jax.__version__,
-        "memory": "unknown" if limit is None else f"{limit / 1e9:,.0f} GB",
-        **{name: os.environ[name] for name in ("CUDA_DEVICE_MAX_CONNECTIONS",) if name in os.environ},
-        "command": shlex.join(["tca-jax", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    found = {"device": f"{jax.device_count()} x {device.device_kind}"}
+    found["platform"] = getattr(device.client, "platform_version", device.platform).splitlines()[0]
+    found |= {"jax": jax.__version__, "python": platform.python_version(), "tca_jax": tca_jax.__version__}
+    found["memory"] = "unknown" if limit is None else f"{limit / 1e9:,.0f} GB"
+    found |= {name: os.environ[name] for name in (LAUNCH_ORDER,) if name in os.environ}
+    return found | {"command": shlex.join(["tca-jax", *sys.argv[1:]]), "date": time.strftime("%Y-%m-%d")}
 
 
 class Results:

@@ -28,15 +28,7 @@ from tca_jax.engine.lm import KV, LM
 from tca_jax.engine.mesh import CACHES, SAME, OverMesh
 from tca_jax.engine.sampling import Sampling
 from tca_jax.lab.benchmarks import common
-from tca_jax.lab.benchmarks.models import (
-    CONFIGS,
-    BlockSharesOption,
-    Share,
-    describe_shares,
-    find_configs,
-    open_model,
-    weight_bytes,
-)
+from tca_jax.lab.benchmarks import models as shapes
 from tca_jax.methods import BASELINE
 from tca_jax.methods.base import CachePolicy, Method
 from tca_jax.models.config import ModelConfig
@@ -58,9 +50,6 @@ NOTE = (
     "rate of a device copy, {copied:,.0f} GB/s. Medians over {repeats} rounds; `speed-up` is over full attention with "
     "the same `KV` and backend, `error` relative to the XLA oracle. {shares}"
 )
-
-
-# ---- caches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,22 +103,10 @@ class Plan:
 
     def row(self, model: str, attention: str, backend: Any, seconds: float, read: int, copied: float) -> common.Row:
         """Columns of a step that takes `seconds` and reads so many bytes."""
-        return {
-            "model": model,
-            "rows": self.rows,
-            "tokens": self.tokens,
-            "attention": attention,
-            "KV": jnp.dtype(self.kv).name,
-            "backend": backend,
-            "attended": self.attended / (self.rows * self.kept.size * (self.tokens + 1)),
-            "KV MB": self.num_bytes / 1e6,
-            "ms": 1e3 * seconds,
-            "GB/s": read / seconds / 1e9,
-            "over floor": seconds * copied / read,
-        }
-
-
-# ---- one layer
+        attended = self.attended / (self.rows * self.kept.size * (self.tokens + 1))
+        row = {"model": model, "rows": self.rows, "tokens": self.tokens, "attention": attention}
+        row |= {"KV": jnp.dtype(self.kv).name, "backend": backend, "attended": attended, "KV MB": self.num_bytes / 1e6}
+        return row | {"ms": 1e3 * seconds, "GB/s": read / seconds / 1e9, "over floor": seconds * copied / read}
 
 
 def attend(q: Array, cache: PagedCache, layout: CacheLayout, backend: Any) -> Array:
@@ -168,7 +145,7 @@ def measure_layer(
     model: str, rows: int, tokens: int, cases: Sequence[Case], copied: float, repeats: int
 ) -> list[common.Row]:
     """A row for each case; none where the caches do not fit together."""
-    config = CONFIGS[model]
+    config = shapes.CONFIGS[model]
     plans = {(case.name, case.kv): case.plan(config, rows, tokens) for case in cases}
     sizes = [plan.num_bytes for plan in plans.values()]
     if sum(sizes) + max(sizes) > common.free_bytes():
@@ -212,9 +189,6 @@ def _check(case: Case, plan: Plan) -> float:
     return common.agreement(case.backend, out, expected)
 
 
-# ---- whole models
-
-
 def plan_of(lm: LM, rows: int, tokens: int) -> Plan:
     """The cache of a whole model, with room for the timed steps."""
     config = lm.config
@@ -231,11 +205,8 @@ def random_state(lm: LM, rows: int, tokens: int) -> DecodingState:
         lengths=jnp.full(rows, tokens, jnp.int32),
         prompt_lengths=jnp.full(rows, tokens, jnp.int32),
         keys=row_keys(jax.random.key(0), rows),
-        seen=None,
         stop_tokens=jnp.zeros(0, jnp.int32),
-        min_new_tokens=None,
-        logprobs=None,
-        top=None,
+        **dict.fromkeys(("seen", "min_new_tokens", "logprobs", "top")),
         finite=jnp.ones(rows, bool),
         cache=plan_of(lm, rows, tokens).make(seed=0),
         attended_share=jnp.ones(rows, jnp.float32),
@@ -268,7 +239,7 @@ def measure_models(
         step = common.fitted(timed, f"{lm.name}, {rows} rows, {tokens:,} tokens, {name}")
         if step is not None:
             plan = plan_of(lm, rows, tokens)
-            row = plan.row(lm.name, name, backend, step, weight_bytes(lm) + plan.read_bytes, copied)
+            row = plan.row(lm.name, name, backend, step, shapes.weight_bytes(lm) + plan.read_bytes, copied)
             full = step if name == "full" else full
             row |= {"layers": lm.config.num_layers, "tokens/s": rows / step}
             found.append({**row, "speed-up": full / step if full else ""})
@@ -279,7 +250,7 @@ def main(
     lengths: common.LengthsOption = None,
     models: common.ModelsOption = None,
     rows: Annotated[list[int] | None, typer.Option(help="Rows of a batch.", show_default="1 and 8", min=1)] = None,
-    shares: BlockSharesOption = None,
+    shares: shapes.BlockSharesOption = None,
     whole: Annotated[bool, typer.Option(help="Time whole models, too.")] = True,
     layers: Annotated[int | None, typer.Option(help="Layers of whole models; all by default.", min=1)] = None,
     kv: KVOption = None,
@@ -297,16 +268,20 @@ def main(
     Example: [bold]tca-jax bench decode --lengths 131072 --block-shares 0.155[/]
     """
     lengths, config = lengths or [2**14, 2**17], common.tca_config(window)
-    models, shares, backends = find_configs(models, whole=whole), shares or [Share(0.155)], backend or ["auto"]
+    models, shares, backends = (
+        shapes.find_configs(models, whole=whole),
+        shares or [shapes.Share(0.155)],
+        backend or ["auto"],
+    )
     common.check_lengths(lengths, config, out)
     common.check_backends(backends)
     copied = common.copy_rate(copy_bytes, repeats)
     sizes = {"steps": STEPS, "model_steps": MODEL_STEPS, "copied": copied / 1e9, "repeats": repeats}
-    results = common.Results(out, name, "Decoding", NOTE.format(**sizes, shares=describe_shares(config)))
+    results = common.Results(out, name, "Decoding", NOTE.format(**sizes, shares=shapes.describe_shares(config)))
     dtypes = [jnp.dtype(jnp.bfloat16), *([] if kv is None else [KV[kv]])]
     places = list(itertools.product(rows or [1, 8], lengths))
     for model in models:
-        heads = CONFIGS[model].num_kv_heads
+        heads = shapes.CONFIGS[model].num_kv_heads
         tested = {"full": BASELINE, **{str(share): share.method(config, heads) for share in shares}}
         kinds = itertools.product(tested.items(), dtypes, backends)
         cases = [Case(label, method, dtype, each) for (label, method), dtype, each in kinds]
@@ -314,7 +289,7 @@ def main(
             for row in measure_layer(model, *place, cases, copied, repeats):
                 results.add("Attention of one layer", row)
         for stored in [None, kv] if kv and whole else [None] * whole:
-            lm = open_model(model, layers=layers, max_positions=2 * max(lengths), kv=stored)
+            lm = shapes.open_model(model, layers=layers, max_positions=2 * max(lengths), kv=stored)
             sizes_of_model = lm.config.num_kv_heads, lm.config.num_layers
             lms = {"full": lm.with_method(BASELINE)}
             lms |= {str(share): lm.with_method(share.method(config, *sizes_of_model)) for share in shares}

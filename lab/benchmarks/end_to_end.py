@@ -14,8 +14,8 @@ import functools
 import itertools
 import math
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+import timeit
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import jax
@@ -28,17 +28,7 @@ from tca_jax.cli.options import BackendOption, launched_in_order
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import mesh_entry, num_devices, parse_mesh
 from tca_jax.lab.benchmarks import common
-from tca_jax.lab.benchmarks.models import (
-    CONFIGS,
-    BlockSharesOption,
-    MethodsOption,
-    Share,
-    describe_shares,
-    find_configs,
-    open_model,
-    parse_method,
-    weight_bytes,
-)
+from tca_jax.lab.benchmarks import models as shapes
 from tca_jax.methods import BASELINE
 from tca_jax.models.sharding import DATA, axis_size, check_mesh
 from tca_jax.pallas_kernels.kv import num_bytes
@@ -119,7 +109,7 @@ def row_of(lm: LM, name: str, tokens: int, stats: Sequence[tca_jax.Stats], given
     if given.new_tokens > 1:
         step = statistics.median(each.seconds_per_token for each in stats[1:])
         kept = math.ceil(last.kept_share * given.rows * tokens * config.num_kv_heads * config.num_layers)
-        read = axis_size(lm.mesh, DATA) * weight_bytes(lm) + 2 * num_bytes(kept, config.head_dim, lm.cache_dtype)
+        read = axis_size(lm.mesh, DATA) * shapes.weight_bytes(lm) + 2 * num_bytes(kept, config.head_dim, lm.cache_dtype)
         row |= {"ms/token": 1e3 * step, "ms/token speed-up": ""}
         row["over byte floor"] = step * devices * given.copied / read
     weights = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(lm.params))
@@ -145,18 +135,11 @@ def measure_questions(
                 return tca_jax.generate(lm, questions, context=context, max_new_tokens=1, backend=given.backend)
 
             ask()
-            seconds = statistics.median(timed(ask) for _ in range(given.repeats))
+            seconds = statistics.median(timeit.repeat(ask, number=1, repeat=given.repeats))
             row = {"model": lm.name, "tokens": tokens, "attention": name, "read s": reading, "questions": number}
             found.append({**row, "question tokens": question_tokens, "first token ms": 1e3 * seconds})
         del context
     return found
-
-
-def timed(call: Callable[[], Any]) -> float:
-    """Seconds of a call."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def prefill_flops(lm: LM, tokens: int, area: float) -> float:
@@ -176,8 +159,8 @@ def main(
     lengths: common.LengthsOption = None,
     models: common.ModelsOption = None,
     profile: Annotated[str | None, typer.Option(help="Profile of a checkpoint.", show_default="none")] = None,
-    shares: BlockSharesOption = None,
-    methods: MethodsOption = None,
+    shares: shapes.BlockSharesOption = None,
+    methods: shapes.MethodsOption = None,
     full: Annotated[bool, typer.Option(help="Measure full attention, too.")] = True,
     new_tokens: Annotated[int, typer.Option(help="Tokens of an answer; 1 times the prompt alone.", min=1)] = 192,
     questions: Annotated[
@@ -206,31 +189,33 @@ def main(
     """
     lengths, config = lengths or [2**17], common.tca_config(window)
     models = models or ["llama3.1-8b"]
-    find_configs([each for each in models if each in CONFIGS] or None, whole=True, default=())
-    shares = shares or ([] if methods or profile else [Share(0.25, prefill=0.05)])
-    others = {text: parse_method(text) for text in methods or ()}
+    shapes.find_configs([each for each in models if each in shapes.CONFIGS] or None, whole=True, default=())
+    shares = shares or ([] if methods or profile else [shapes.Share(0.25, prefill=0.05)])
+    others = {text: shapes.parse_method(text) for text in methods or ()}
     common.check_lengths(lengths, config, out)
     meshes: list[Mesh | None] = [parse_mesh(text, "--mesh") for text in mesh or ()] or [None]
     for devices, model in itertools.product(meshes, models):
-        if devices is not None and model in CONFIGS:
-            check_mesh(devices, CONFIGS[model], model)
+        if devices is not None and model in shapes.CONFIGS:
+            check_mesh(devices, shapes.CONFIGS[model], model)
     batch = rows * math.lcm(*(axis_size(devices, DATA) for devices in meshes))  # the same prompts on every mesh
     rates = common.copy_rate(copy_bytes, repeats), common.product_rate(repeats)
     given = Conditions(batch, new_tokens, backend, repeats, *rates)
     sizes = {**dataclasses.asdict(given), "copied": rates[0] / 1e9, "multiplied": rates[1] / 1e12}
-    note = NOTE.format(**sizes, shares=describe_shares(config))
+    note = NOTE.format(**sizes, shares=shapes.describe_shares(config))
     results = common.Results(out, name, "Whole models, from prompt to answer", note)
     for model, devices, stored in itertools.product(models, meshes, fp8 or [Stored.NOTHING]):
         options: dict[str, Any] = {"mesh": devices, "layers": layers, **stored.options}
-        if shares and (shape := CONFIGS.get(model)):
+        if shares and (shape := shapes.CONFIGS.get(model)):
             options["policy"] = shares[-1].method(config, shape.num_kv_heads, layers or shape.num_layers).cache
         positions = max(lengths) + new_tokens + question_tokens
         place = f"the weights of {model}, {stored} in fp8"
-        lm = common.fitted(functools.partial(open_model, model, profile, max_positions=positions, **options), place)
+        lm = common.fitted(
+            functools.partial(shapes.open_model, model, profile, max_positions=positions, **options), place
+        )
         if lm is None:
             continue
         tested = {"full": BASELINE} if full else {}
-        tested |= {"profile": lm.method} if profile and model not in CONFIGS else {}
+        tested |= {"profile": lm.method} if profile and model not in shapes.CONFIGS else {}
         tested |= {str(share): share.method(config, lm.config.num_kv_heads, lm.config.num_layers) for share in shares}
         lms = {label: lm.with_method(method) for label, method in (tested | others).items()}
         for tokens in lengths:

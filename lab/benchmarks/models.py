@@ -95,9 +95,6 @@ CONFIGS: Mapping[str, ModelConfig] = MappingProxyType(
 )
 
 
-# ---- budgets
-
-
 @dataclasses.dataclass(frozen=True)
 class Share:
     """Synthetic budgets of TCA: a mean share of the ranked blocks, unequal between heads as after calibration."""
@@ -207,9 +204,6 @@ def _row_shares(config: TCAConfig) -> np.ndarray:
     return candidate_distributions(config) @ budget_sizes(config) / config.block_size
 
 
-# ---- weights
-
-
 def find_configs(names: Sequence[str] | None, *, whole: bool, default: Sequence[str] = ("llama3.1-8b",)) -> list[str]:
     """Checks names of --models; `whole` models, other than single layers, need a GPU unless they are tiny."""
     for name in names or default:
@@ -220,29 +214,17 @@ def find_configs(names: Sequence[str] | None, *, whole: bool, default: Sequence[
     return list(names or default)
 
 
-def open_model(
-    name: str,
-    profile: str | None = None,
-    *,
-    layers: int | None = None,
-    max_positions: int | None = None,
-    mesh: Mesh | None = None,
-    policy: CachePolicy | None = None,
-    weights: str | None = None,
-    kv: str | None = None,
-) -> LM:
-    """A shape of `CONFIGS` with random weights, or a checkpoint that `tca_jax.load` finds."""
-    if name not in CONFIGS:
-        return tca_jax.load(name, profile=profile, mesh=mesh, weights=weights, kv=kv)
-    find_configs([name], whole=True)
-    sizes: dict[str, Any] = {"max_positions": max_positions, "mesh": mesh, "weights": weights, "kv": kv}
-    return random_model(name, jax.random.key(0), layers, policy=policy, **sizes)
+def open_model(name: str, profile: str | None = None, **options: Any) -> LM:
+    """A shape with random weights, whose options are those of `random_model`, or what `tca_jax.load` finds."""
+    if name in CONFIGS:
+        find_configs([name], whole=True)
+        return random_model(name, **options)
+    return tca_jax.load(name, profile=profile, **{key: options.get(key) for key in ("mesh", "weights", "kv")})
 
 
 def random_model(
     name: str,
-    key: Array,
-    num_layers: int | None = None,
+    layers: int | None = None,
     *,
     max_positions: int | None = None,
     mesh: Mesh | None = None,
@@ -253,22 +235,11 @@ def random_model(
     """A model with normal(0.02) weights, drawn in place: on a mesh each device draws its part.
 
     Projections into the residual stream are divided by sqrt(2 layers), so activations stay finite. There is no
-    tokenizer and no stop token, and the fingerprint is a constant.
-
-    Args:
-        name: One of `CONFIGS`.
-        key: Random key.
-        num_layers: Layers; None for the model's own.
-        max_positions: Longest context; None for the model's own.
-        mesh: Devices that share the model.
-        policy: Cache policy whose KV heads the devices of a mesh share evenly; None for the model's order.
-        weights: "fp8" for projections in e4m3.
-        kv: "fp8" for a cache in e4m3.
+    tokenizer and no stop token. On a mesh the devices share the KV heads as `policy` needs them.
     """
     config = CONFIGS[name]
-    config = dataclasses.replace(
-        config, num_layers=num_layers or config.num_layers, max_positions=max_positions or config.max_positions
-    )
+    sizes = {"num_layers": layers or config.num_layers, "max_positions": max_positions or config.max_positions}
+    config = dataclasses.replace(config, **sizes)
     if mesh is not None:
         check_mesh(mesh, config, name)
     dtype = jnp.dtype(config.dtype_name)
@@ -278,13 +249,13 @@ def random_model(
     code_std = LARGEST_CODE / _DEVIATIONS if weights else 1.0
     drawn = {
         parameter.path: parameter.variable.replace(_weight(parameter, one_key, config.num_layers, mesh, code_std))
-        for parameter, one_key in zip(found, jax.random.split(key, len(found)), strict=True)
+        for parameter, one_key in zip(found, jax.random.split(jax.random.key(0), len(found)), strict=True)
     }
     decoder: Decoder = nnx.merge(nnx.graphdef(abstract), nnx.from_flat_state(drawn))
     orders = None
     if mesh is not None and policy is not None:
-        sizes = config.num_layers, config.num_kv_heads, axis_size(mesh, MODEL), config.max_context
-        orders = balanced_orders(policy, *sizes)
+        heads, devices = config.num_kv_heads, axis_size(mesh, MODEL)
+        orders = balanced_orders(policy, config.num_layers, heads, devices, config.max_context)
     lm = LM.from_decoder(decoder, mesh=mesh, head_orders=orders, name=name, kv=kv)
     return dataclasses.replace(lm, checkpoint_fingerprint="random weights")
 

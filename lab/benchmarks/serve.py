@@ -12,7 +12,7 @@ import itertools
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, TypeVar
 
@@ -20,11 +20,11 @@ import numpy as np
 import typer
 
 import tca_jax
-from tca_jax.cli.options import BackendOption
+from tca_jax.cli.options import BackendOption, with_options
 from tca_jax.engine.lm import LM
 from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks import common
-from tca_jax.lab.benchmarks.models import CONFIGS, BlockSharesOption, Share, describe_shares, open_model, weight_bytes
+from tca_jax.lab.benchmarks import models as shapes
 from tca_jax.methods import BASELINE
 from tca_jax.serve import Engine
 from tca_jax.serve.streams import Stream
@@ -48,18 +48,18 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Documents and requests."""
+    """Documents and requests, as options of the command."""
 
-    tokens: int  # of a document
-    documents: int  # read before requests come, as many as fit
-    rows: int  # answers at once
-    answer_tokens: int  # most new tokens
-    question_tokens: int
-    prompt_tokens: int
-    prompts: float  # share of requests without a document
-    rate: float  # requests per second
-    requests: int
-    seed: int
+    tokens: Annotated[int, typer.Option(help="Tokens of a document.", min=1)] = 2**17
+    documents: Annotated[int, typer.Option(help="Documents, as many as fit.", min=1)] = 16
+    rows: Annotated[int, typer.Option(help="Answers at once.", min=1)] = 16
+    answer_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=2)] = 512
+    question_tokens: Annotated[int, typer.Option(help="Tokens of a question.", min=1)] = 64
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt without a document.", min=1)] = 2048
+    prompts: Annotated[float, typer.Option(help="Share of requests without a document.", min=0, max=1)] = 0.2
+    rate: Annotated[float, typer.Option(help="Requests per second.", min=0.001)] = 4.0
+    requests: Annotated[int, typer.Option(help="Requests.", min=2)] = 64
+    seed: common.SeedOption = 0
 
 
 class TokenTimes:
@@ -130,9 +130,9 @@ class Served:
         end, after = next(each for each in last.times if each[1] >= target)
         for stream in streams:
             stream.cancel()
-        self.settle()
+        self.engine.idle(_SECONDS)
         step = (end - begin) / (after - before)
-        floor = (weight_bytes(self.lm) + rows * self.bytes_each) / copied
+        floor = (shapes.weight_bytes(self.lm) + rows * self.bytes_each) / copied
         sizes = {"rows": rows, "documents": len(set(ids)), "ms/step": 1e3 * step}
         return {**sizes, "over floor": step / floor, "tokens/s": rows / step}
 
@@ -163,17 +163,12 @@ class Served:
             times.stream.result(_SECONDS)
             return times.stream.first_token_at - at, times
 
-        return at_times(arrivals(count, load.rate, load.seed), request)
+        return at_random(count, load.rate, load.seed, request)
 
     def ask(self, id_: str | None, new_tokens: int) -> Stream:
         """A question of random tokens, or without a document a prompt."""
         tokens = self._tokens(self.load.prompt_tokens if id_ is None else self.load.question_tokens)
         return self.engine.ask(id_, tokens, max_new_tokens=new_tokens, stop_token_ids=())
-
-    def settle(self) -> None:
-        """Waits until the engine is idle."""
-        if not self.engine.idle(_SECONDS):
-            raise TimeoutError(f"the engine is not idle after {_SECONDS:.0f} seconds")
 
     def _read(self) -> str:
         begin = time.perf_counter()
@@ -186,40 +181,28 @@ class Served:
         return self._random.integers(0, self.lm.config.vocab_size, count).tolist()
 
 
-def arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """Arrival times of a Poisson process, in seconds."""
-    return np.cumsum(np.random.default_rng(seed).exponential(1 / rate, count)).tolist()
-
-
-def at_times(times: Sequence[float], call: Callable[[int, float], T]) -> list[T]:
-    """Calls `call(number, moment)` at each time, in threads, so that no call delays another."""
-    begin, calls = time.perf_counter(), list[Future[T]]()
-    with ThreadPoolExecutor(len(times)) as pool:
-        for number, at in enumerate(times):
-            time.sleep(max(0.0, begin + at - time.perf_counter()))
-            calls.append(pool.submit(call, number, begin + at))
+def at_random(count: int, rate: float, seed: int, call: Callable[[int, float], T]) -> list[T]:
+    """Calls `call(number, moment)` at the times of a Poisson process, in threads, so that no call delays another."""
+    times = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, count)) + time.perf_counter()
+    calls: list[Future[T]] = []
+    with ThreadPoolExecutor(count) as pool:
+        for number, at in enumerate(times.tolist()):
+            time.sleep(max(0.0, at - time.perf_counter()))
+            calls.append(pool.submit(call, number, at))
         return [each.result() for each in calls]
 
 
+@with_options
 def main(
     model: Annotated[str, typer.Option(help="As --models of bench end-to-end.")] = "llama3.1-8b",
     profile: Annotated[str | None, typer.Option(help="Profile of a checkpoint.", show_default="none")] = None,
-    shares: BlockSharesOption = None,
+    shares: shapes.BlockSharesOption = None,
     full: Annotated[bool, typer.Option(help="Measure full attention, too.")] = True,
-    tokens: Annotated[int, typer.Option(help="Tokens of a document.", min=1)] = 2**17,
-    documents: Annotated[int, typer.Option(help="Documents, as many as fit.", min=1)] = 16,
-    rows: Annotated[int, typer.Option(help="Answers at once.", min=1)] = 16,
-    answer_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=2)] = 512,
-    question_tokens: Annotated[int, typer.Option(help="Tokens of a question.", min=1)] = 64,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt without a document.", min=1)] = 2048,
-    prompts: Annotated[float, typer.Option(help="Share of requests without a document.", min=0, max=1)] = 0.2,
-    rate: Annotated[float, typer.Option(help="Requests per second.", min=0.001)] = 4.0,
-    requests: Annotated[int, typer.Option(help="Requests.", min=2)] = 64,
+    load: Load = Load(),
     layers: Annotated[int | None, typer.Option(help="Layers of random weights; all by default.", min=1)] = None,
     backend: BackendOption = "auto",
     window: common.WindowOption = tca_jax.TCAConfig.window,
     copy_bytes: common.CopyBytesOption = common.COPIED_BYTES,
-    seed: common.SeedOption = 0,
     out: common.OutOption = common.RESULTS,
     name: common.NameOption = "serve",
 ) -> None:
@@ -228,24 +211,28 @@ def main(
     Example: [bold]tca-jax bench serve --block-shares 0.1 --rate 4 --requests 200[/]
     """
     config = common.tca_config(window)
-    common.check_lengths([tokens], config, out, "--tokens")
-    if model in CONFIGS and profile:
+    common.check_lengths([load.tokens], config, out, "--tokens")
+    if model in shapes.CONFIGS and profile:
         raise UserError(f"--profile {profile}: {model} has random weights; pass --block-shares")
-    load = Load(tokens, documents, rows, answer_tokens, question_tokens, prompt_tokens, prompts, rate, requests, seed)
-    positions = max(tokens, prompt_tokens) + question_tokens + answer_tokens + 2 * STEPS + 8 * rows
-    lm = open_model(model, profile, layers=layers, max_positions=positions)
-    shares = shares or ([] if profile else [Share(0.25), Share(0.1)])
+    own = load.question_tokens + max(load.answer_tokens, STEPS + 4 * load.rows)
+    lm = shapes.open_model(model, profile, layers=layers, max_positions=max(load.tokens, load.prompt_tokens) + own)
+    shares = shares or ([] if profile else [shapes.Share(0.25), shapes.Share(0.1)])
     tested = {"profile": lm.method} if profile else {}
     tested |= {str(each): each.method(config, lm.config.num_kv_heads, lm.config.num_layers) for each in shares}
     tested |= {"full": BASELINE} if full else {}
     copied = common.copy_rate(copy_bytes, _COPY_REPEATS)
-    sizes = {**dataclasses.asdict(load), "steps": STEPS, "copied": copied / 1e9, "shares": describe_shares(config)}
+    sizes = {
+        **dataclasses.asdict(load),
+        "steps": STEPS,
+        "copied": copied / 1e9,
+        "shares": shapes.describe_shares(config),
+    }
     results = common.Results(out, name, f"Serving {lm.name}", NOTE.format(**sizes))
     for attention, method in tested.items():
         served = Served(lm.with_method(method), load, backend)
         with served.engine:
             results.add("Documents", {"attention": attention, **served.documents()})
-            for each in sorted({1, min(rows, len(served.ids))}):
+            for each in sorted({1, min(load.rows, len(served.ids))}):
                 results.add("Steps", {"attention": attention, **served.time_steps(each, copied)})
             results.add("Load", {"attention": attention, **served.time_load()})
         del served

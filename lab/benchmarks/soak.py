@@ -30,7 +30,7 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import bucket_length
 from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks import common
-from tca_jax.lab.benchmarks.models import CONFIGS, Share, open_model
+from tca_jax.lab.benchmarks import models as shapes
 from tca_jax.lab.benchmarks.serve import TokenTimes
 from tca_jax.serve import Engine
 from tca_jax.serve.streams import Stream
@@ -326,9 +326,9 @@ def main(
     require_writable(out, "--out")
     # Products of float32 in full precision, in all threads: a row's tokens do not depend on the number of rows.
     jax.config.update("jax_default_matmul_precision", "highest")
-    if model in CONFIGS:
-        lm = open_model(model, max_positions=4 * tokens)
-        budgets = Share(0.25).method(common.tca_config(_WINDOW), lm.config.num_kv_heads, lm.config.num_layers)
+    if model in shapes.CONFIGS:
+        lm = shapes.open_model(model, max_positions=4 * tokens)
+        budgets = shapes.Share(0.25).method(common.tca_config(_WINDOW), lm.config.num_kv_heads, lm.config.num_layers)
         lm = lm.with_method(budgets)
     else:
         profile = profile or ("shipped" if model == "recall-tiny" else None)

@@ -1,4 +1,4 @@
-"""Damaged checkpoints, tokenizers, profiles and contexts: a clear error, or the very thing that was saved."""
+"""Damaged checkpoints, tokenizers, profiles and contexts: a clear error, or what the files say."""
 
 import json
 import struct
@@ -21,24 +21,23 @@ from tca_jax.models.names import parameters
 
 TEXTS = ("hello", "The answer (42) is ~ not here!", "two\nlines", "übrigens 日本")
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "?"}]
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A checkpoint in one file, without a tokenizer, whose files are fuzzed apart."""
+    """A checkpoint in one file, without a tokenizer."""
     return write_checkpoint(tmp_path_factory.mktemp("whole"), tokenizer=False, eos_token_id=[95, 96])
 
 
 @pytest.fixture(scope="module")
 def shards(whole, tmp_path_factory):
     """The same in two shards."""
-    folder = tmp_path_factory.mktemp("shards")
-    tensors = load_file(whole / WEIGHTS)
-    names = sorted(tensors)
-    places = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)}
+    folder, tensors = tmp_path_factory.mktemp("shards"), load_file(whole / WEIGHTS)
+    places = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(sorted(tensors))}
     for file in set(places.values()):
-        save_file({name: tensors[name] for name in names if places[name] == file}, folder / file)
+        save_file({name: x for name, x in tensors.items() if places[name] == file}, folder / file)
     index = {"metadata": {"total_size": sum(x.nbytes for x in tensors.values())}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     for name in ("config.json", "generation_config.json"):
@@ -47,26 +46,15 @@ def shards(whole, tmp_path_factory):
 
 
 def stored_tensors(folder: Path) -> dict[str, np.ndarray]:
-    """What the safetensors files hold, read without the library that wrote them. They have no checksum: what a damaged
-    number says cannot be told from what it ought to say, so the model that loads must be the one that the file says."""
-    found = {}
-    single = folder / WEIGHTS
+    """Tensors of the files, read without a library. They have no checksum: the model must be what the file says."""
+    found, single = {}, folder / WEIGHTS
     for file in [single] if single.is_file() else sorted(folder.glob("*.safetensors")):
         content = file.read_bytes()
         (length,) = struct.unpack("<Q", content[:8])
-        header = json.loads(content[8 : 8 + length])
-        for name, entry in header.items():
+        for name, entry in json.loads(content[8 : 8 + length]).items():
             if name != "__metadata__":
                 begin, end = (8 + length + place for place in entry["data_offsets"])
                 found[name] = np.frombuffer(content[begin:end], np.float32).reshape(entry["shape"])
-    return found
-
-
-def loaded_tensors(lm: tca_jax.LM) -> dict[str, np.ndarray]:
-    found = {}
-    for parameter in parameters(lm.decoder):
-        for name, x in zip(parameter.names, parameter.layout.split(np.asarray(parameter.variable[...])), strict=True):
-            found[name] = x.T if parameter.transposed else x
     return found
 
 
@@ -75,7 +63,7 @@ def bits(x: np.ndarray) -> np.ndarray:
 
 
 def use_checkpoint(folder: Path, intact: tca_jax.LM) -> str:
-    """Loads and answers. A config has no checksum either: every entry must count for what it says."""
+    """Loads and answers. Every entry of the config must count for what it says."""
     lm = tca_jax.load(folder)
     entries = json.loads((folder / "config.json").read_text())
     entries["architectures"] = entries.get("architectures") or None  # an empty list says nothing
@@ -86,30 +74,25 @@ def use_checkpoint(folder: Path, intact: tca_jax.LM) -> str:
             said = float(said) if isinstance(value, float) else said
             assert said == counted[key], f"{key} is {said!r} in the file and {counted[key]!r} in the model"
     stored = stored_tensors(folder)
-    for name, x in loaded_tensors(lm).items():
-        np.testing.assert_array_equal(bits(x), bits(stored[name]), err_msg=name)
+    for parameter in parameters(lm.decoder):
+        for name, x in zip(parameter.names, parameter.layout.split(np.asarray(parameter.variable[...])), strict=True):
+            loaded = x.T if parameter.transposed else x
+            np.testing.assert_array_equal(bits(loaded), bits(stored[name]), err_msg=name)
     if lm.config != intact.config:
         return "another config"
     same = jax.tree.all(jax.tree.map(lambda x, y: np.array_equal(bits(x), bits(y)), lm.params, intact.params))
-    if not same:
-        return other_weights(lm)
-    assert answer(lm) == answer(intact)
-    return "the same"
+    try:
+        answers = answer(lm)
+    except ValueError as error:
+        if same or "NaN or infinity" not in str(error):
+            raise
+        return "not finite"
+    assert not same or answers == answer(intact)
+    return "the same" if same else "other weights"
 
 
 def answer(lm: tca_jax.LM) -> list[list[int]]:
     return tca_jax.generate(lm, random_prompt(0, 20), max_new_tokens=4, stop_token_ids=()).tokens
-
-
-def other_weights(lm: tca_jax.LM) -> str:
-    """Any finite weights answer something."""
-    try:
-        answer(lm)
-    except ValueError as error:
-        if "NaN or infinity" not in str(error):
-            raise
-        return "not finite"
-    return "other weights"
 
 
 @pytest.mark.parametrize("layout", ["whole", "shards"])
@@ -117,18 +100,11 @@ def test_a_damaged_checkpoint_loads_as_its_files_say(layout, request, tmp_path):
     intact = request.getfixturevalue(layout)
     lm = tca_jax.load(intact)
     outcomes = fuzz(layout, intact, tmp_path / "c", lambda folder: use_checkpoint(folder, lm))
-    assert outcomes["error"] > 0.3 * outcomes.total()
-
-
-@pytest.fixture(scope="module")
-def with_tokenizer(tmp_path_factory):
-    """A checkpoint whose weights are not damaged: its tokenizer alone, with a chat template."""
-    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    return write_checkpoint(tmp_path_factory.mktemp("tokenizer"), chat_template=template)
+    assert outcomes["error"] > 0.2 * outcomes.total()
 
 
 def use_tokenizer(folder: Path, intact: Path) -> str:
-    """Encodes, decodes and renders a chat. What merges and names mean has no checksum: what loads must work."""
+    """Encodes, decodes and renders a chat. Merges and names have no checksum: what loads must work."""
     for name in ("config.json", WEIGHTS):
         (folder / name).write_bytes((intact / name).read_bytes())
     checkpoint = open_checkpoint(folder)
@@ -145,44 +121,26 @@ def use_tokenizer(folder: Path, intact: Path) -> str:
     return "usable"
 
 
-def test_a_damaged_tokenizer_can_be_used(with_tokenizer, tmp_path):
-    files = tmp_path / "files"
+def test_a_damaged_tokenizer_can_be_used(tmp_path):
+    intact, files = write_checkpoint(tmp_path / "intact", chat_template=TEMPLATE), tmp_path / "files"
     files.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (files / name).write_bytes((with_tokenizer / name).read_bytes())
-    outcomes = fuzz("tokenizer", files, tmp_path / "c", lambda folder: use_tokenizer(folder, with_tokenizer))
-    assert outcomes["error"] > 0.2 * outcomes.total()
+        (files / name).write_bytes((intact / name).read_bytes())
+    outcomes = fuzz("tokenizer", files, tmp_path / "c", lambda folder: use_tokenizer(folder, intact))
+    assert outcomes["error"]
 
 
-def test_a_damaged_profile_loads_or_is_a_clear_error(tmp_path):
+@pytest.mark.parametrize("kind", ["profile", "context"])
+def test_a_damaged_folder_loads_or_is_refused(kind, tmp_path):
     saved = make_profile()
+    if kind == "context":
+        lm = with_candidates(tiny_lm(), [[0, 6], [TCA.num_candidates, 3]])
+        saved = tca_jax.prefill(lm, [random_prompt(0, 100), random_prompt(1, 61)])
     saved.save(tmp_path / "saved")
 
     def use(folder: Path) -> str:
-        return "the same" if Profile.load(folder) == saved else "another"
+        loaded = (Profile if kind == "profile" else tca_jax.Context).load(folder)
+        assert kind == "profile" or isinstance(loaded.stats.kept_share, float)
+        return "loads"
 
-    outcomes = fuzz("profile", tmp_path / "saved", tmp_path / "p", use)
-    assert outcomes["error"] > 0.2 * outcomes.total()
-
-
-@pytest.fixture(scope="module")
-def context():
-    lm = with_candidates(tiny_lm(), [[0, 6], [TCA.num_candidates, 3]])
-    return tca_jax.prefill(lm, [random_prompt(0, 100), random_prompt(1, 61)])
-
-
-@pytest.fixture
-def saved_context(context, tmp_path):
-    context.save(tmp_path / "saved")
-    return tmp_path / "saved"
-
-
-def use_context(folder: Path) -> str:
-    loaded = tca_jax.Context.load(folder)
-    assert isinstance(loaded.stats.kept_share, float)
-    return "loads"
-
-
-def test_a_damaged_context_loads_or_is_a_clear_error(saved_context, tmp_path):
-    outcomes = fuzz("context", saved_context, tmp_path / "c", use_context)
-    assert outcomes["error"]
+    assert fuzz(kind, tmp_path / "saved", tmp_path / "c", use)["error"]

@@ -184,7 +184,7 @@ def test_parts_of_a_layer_make_the_whole(method):
 
 @pytest.mark.parametrize("share", [None, Share(0.3), Share(0.5, prefill=0.05)], ids=str)
 def test_a_random_state_is_one_that_prefill_leaves(share):
-    lm, config = random_model("tiny", jax.random.key(0)), tca_jax.TCAConfig(window=128)
+    lm, config = random_model("tiny"), tca_jax.TCAConfig(window=128)
     lm = lm.with_method(BASELINE if share is None else share.method(config, 2, 2))
     state = decode.random_state(lm, 2, 512)
     arguments = (lm, jnp.zeros((2, 512), jnp.int32), jnp.array([512, 512]), state.keys, Sampling())
@@ -205,7 +205,7 @@ def test_attended_tokens_are_those_of_the_cache():
 
 
 def test_arithmetic_of_a_prompt_is_counted():
-    lm = random_model("tiny", jax.random.key(0), num_layers=1)
+    lm = random_model("tiny", 1)
     weights = sum(x.size for x in jax.tree.leaves(lm.params) if x.ndim > 1) - 2 * lm.decoder.embedding.size
     assert end_to_end.prefill_flops(lm, 100, 0.0) == 2 * weights * 100
     assert end_to_end.prefill_flops(lm, 100, 0.5) == 2 * weights * 100 + 4 * 64 * 0.5 * 100**2 / 2

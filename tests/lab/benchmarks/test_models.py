@@ -25,13 +25,13 @@ def test_shapes_have_the_parameters_of_their_models(name):
 
 
 def test_a_random_model_generates():
-    lm = random_model("tiny", jax.random.key(0), num_layers=1, max_positions=10**6)
+    lm = random_model("tiny", 1, max_positions=10**6)
     assert (lm.config.num_layers, lm.config.max_context) == (1, 10**6)
     assert len(tca_jax.generate(lm, [[1, 2, 3]], max_new_tokens=2).tokens[0]) == 2
 
 
 def test_a_random_model_stores_fp8():
-    lm = random_model("tiny", jax.random.key(0), num_layers=1, weights="fp8", kv="fp8")
+    lm = random_model("tiny", 1, weights="fp8", kv="fp8")
     assert lm.weights_dtype == lm.cache_dtype == jnp.float8_e4m3fn
     (codes,) = (p for p in parameters(lm.decoder) if p.path[-2:] == ("qkv", "codes"))
     assert 0.8 * 56 < float(jnp.std(codes.variable[...].astype(jnp.float32))) < 1.2 * 56  # an eighth of 448
@@ -40,7 +40,7 @@ def test_a_random_model_stores_fp8():
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 def test_devices_draw_their_own_weights():
     mesh = jax.make_mesh((1, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:2])
-    lm, alone = (random_model("tiny", jax.random.key(0), mesh=each) for each in (mesh, None))
+    lm, alone = (random_model("tiny", mesh=each) for each in (mesh, None))
     assert lm.graphdef == alone.graphdef
     for ours, theirs in zip(parameters(lm.decoder), parameters(alone.decoder), strict=True):
         value, other = ours.variable[...], theirs.variable[...]
