@@ -24,7 +24,7 @@ from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import UserError, UserTypeError, check_integer, check_seed
 from tca_jax.methods.full import BASELINE
 from tca_jax.pallas_kernels.backends import Backend, resolve_backend
-from tca_jax.programs import Program, results_of
+from tca_jax.programs import Program
 
 _prefill = Program(OverMesh(prefill, PROMPTS, STARTED))
 _resume = Program(OverMesh(resume, APPENDED, STATE))
@@ -311,12 +311,6 @@ class Request:
         if not finite.all():
             require_finite(self.lm, *self._whole_prompts(), finite, "prompts")
         return self._end_at_stop_strings(state)
-
-    def compile(self) -> None:
-        """Compiles what `start` and `advance` would run, and runs nothing; a context's caches may be shapes."""
-        state = self._started(results_of(self._prepare_start()[0]))
-        if self.max_new_tokens > 1:
-            self.prepare_step(state)
 
     def _started(self, results: Any) -> DecodingState:
         """The state of what the first program returned; notes the cache that answers share."""

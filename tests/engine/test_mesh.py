@@ -16,6 +16,7 @@ import tca_jax
 from tca_jax.engine import request
 from tca_jax.engine.mesh import ROWS, SAME, OverMesh
 from tca_jax.models.rope import RopeConfig
+from tca_jax.programs import results_of
 
 pytestmark = needs_8_devices
 
@@ -153,7 +154,7 @@ def request_of(lm: tca_jax.LM) -> request.Request:
 def program_text(lm: tca_jax.LM) -> str:
     """Its compiled decoding step."""
     one = request_of(lm)
-    state = one._started(request.results_of(one._prepare_start()[0]))
+    state = one._started(results_of(one._prepare_start()[0]))
     place = request._decode._function.place
     args = place(lm, (state, one.shared, jnp.int32(9), one.sampling))
     step = jax.jit(request._decode._function, static_argnames=("backend",))

@@ -13,6 +13,7 @@ import tca_jax
 from tca_jax.engine import request
 from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.mesh import balanced_orders, balanced_together
+from tca_jax.programs import results_of
 
 LAYERS = 4
 #: One dense head of four in each layer, always the same.
@@ -106,7 +107,7 @@ def test_no_program_over_a_context_copies_the_pool(shared):
         lm, QUESTIONS, shared, sampling=tca_jax.Sampling(), seed=0, stop=(), backend="auto", **OPTIONS
     )
     program, _ = asked._prepare_start()
-    state = asked._started(request.results_of(program))
+    state = asked._started(results_of(program))
     step = asked.prepare_step(state)
     shape = shared.cache.k.shape[2:]
     for executable in (program, step):
