@@ -76,8 +76,6 @@ INTEGRATION = (
     "serve/test_constraints.py",
     "serve/test_engine.py",
     "serve/test_failures.py",
-    "serve/test_mesh.py",
-    "serve/test_programs.py",
     "serve/test_ray.py",
     "serve/test_reading.py",
     "serve/test_server.py",

@@ -8,8 +8,7 @@ import httpx
 import openai
 import uvicorn
 
-from tca_jax.serve.access import Settings
-from tca_jax.serve.server import Server
+from tca_jax.serve.server import Server, Settings
 
 KEY = "a-key"
 MODEL = "tiny"

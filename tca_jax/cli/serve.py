@@ -21,7 +21,7 @@ from tca_jax.files import naming
 
 if TYPE_CHECKING:
     from tca_jax.serve import Engine
-    from tca_jax.serve.access import Settings
+    from tca_jax.serve.server import Settings
 
 _GB = 10**9
 
@@ -90,7 +90,7 @@ class ServingOptions:
 
     def settings(self, model: str) -> Settings:
         """What a server for a model allows."""
-        from tca_jax.serve.access import Settings
+        from tca_jax.serve.server import Settings
 
         return Settings(
             model=self.model_name or (Path(model).resolve().name if Path(model).exists() else model),
@@ -122,7 +122,7 @@ def serve(
     """
     serving.check()
     with _bound(host, port) as listening:
-        from tca_jax.serve import process
+        from tca_jax.serve import server
 
         engine, settings = serving.engine(model, running), serving.settings(model)
         where = listening.getsockname()[:2]
@@ -133,7 +133,7 @@ def serve(
 
         signal.signal(signal.SIGTERM, lambda number, frame: None)  # the server raises it again when it has ended
         with spare_one_ctrl_c():
-            closed, interrupted = process.serve(engine, settings, listening, ready)
+            closed, interrupted = server.serve(engine, settings, listening, ready)
             if closed and interrupted:
                 raise KeyboardInterrupt
     if not closed:

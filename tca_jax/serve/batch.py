@@ -1,4 +1,4 @@
-"""Answers that are written together: the rows of a batch on the devices, and the programs that change them."""
+"""Requests, and the batch of their answers on the devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Int32, UInt8
 
 from tca_jax.engine.cache import CacheLayout, PagedCache
 from tca_jax.engine.decode import DecodingState
@@ -21,52 +21,78 @@ from tca_jax.engine.prompts import bucket_length
 from tca_jax.engine.sampling import Sampling
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.serve import programs
-from tca_jax.serve.asks import Ask
-from tca_jax.serve.documents import Documents
+from tca_jax.serve.constraints import Mask
+from tca_jax.serve.documents import Document, Documents
 from tca_jax.serve.pages import FreePages, LocalTable, RowTable, TableWidths, pool_only
-from tca_jax.serve.programs import Drawing, Row, Said
+from tca_jax.serve.programs import PackedOutput, Row, RowSampling
+from tca_jax.serve.streams import Stream
 
 _PIECE_TOKENS = 2048  # of a question that are fed before running answers take steps again
-_MOST_STOPS = 8  # stop tokens of a row, at first
-_LEAST_WIDTH = 4  # least step between the widths of tables
-_MOST_STEP_PROGRAMS = 16  # held at hand
+_MAX_STOPS = 8  # stop tokens of a row, at first
+_MIN_WIDTH = 4  # least step between the widths of tables
+_MAX_STEP_PROGRAMS = 16
 
 
-class Launched(NamedTuple):
-    """A step that the device takes.
+@dataclasses.dataclass(eq=False)
+class Request:
+    """Tokens after a document, and then an answer, or a longer document."""
 
-    Attributes:
-        said: What it will say then, a packed `Said`.
-        rows: The requests whose rows take it.
-    """
+    stream: Stream | None  # of the answer; None where only `target` is wanted
+    document: Document  # that it continues
+    new: list[int]  # tokens that are fed after the document
+    sample: int = 0  # of several answers
+    mask: Mask | None = None  # of the answer's tokens
+    target: Document | None = None  # that document and new tokens become; None for an answer
+    fed: int = 0  # of `new`
+    table: LocalTable | None = None  # of its own pages; None until it was admitted
+    numbers: Int32[np.ndarray, "D P"] | None = None  # of its own pages, in the pool of answers
+    own: RowTable | None = None  # `table` on the device; None until something was fed
+    logits: Any = None  # of the token after what was fed, [1, V]
+    slot: int | None = None  # row of the batch
+    streamed: int = 0  # tokens of the answer that were handed out
+    scheduled: int = 0  # tokens of the answer after all dispatched steps
+    allowed: UInt8[np.ndarray, " W"] | None = None  # packed mask of the next token; None for all tokens
+    pins: bool = False  # whether it keeps its document where it is
+    arrival: int = 0  # order among all requests
+    needed_pages: int = 0  # that `target` was found to need beside the document's
 
-    said: jax.Array
-    rows: tuple[Ask | None, ...]
+    @property
+    def max_new_tokens(self) -> int:
+        """Most tokens of the answer."""
+        return 0 if self.stream is None else self.stream.options.max_new_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities of its tokens are requested."""
+        return self.stream is not None and self.stream.options.logprobs is not None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens of the row before the answer."""
+        return self.document.tokens + self.new
 
 
-class Told(NamedTuple):
-    """What the device has said of the rows of these requests, on the host; `DecodingState` has the last two."""
+class PendingStep(NamedTuple):
+    """A dispatched step and the requests in it."""
 
-    rows: tuple[Ask | None, ...]
-    said: Said
-    logprobs: Any
-    top: Any
+    output: jax.Array  # a `PackedOutput`, packed
+    rows: tuple[Request | None, ...]
+
+
+class StepOutput(NamedTuple):
+    """The output of a step, copied to the host."""
+
+    rows: tuple[Request | None, ...]
+    packed: PackedOutput
+    logprobs: Any  # as in `DecodingState`
+    top: Any  # as in `DecodingState`
 
 
 class Batch:
-    """Rows of answers, each behind a document. Only the engine's thread calls it.
+    """Rows of answers, each after a document. Only the engine's thread calls it.
 
-    Args:
-        lm: The model.
-        documents: All documents of the engine.
-        max_rows: Rows.
-        answer_tokens: Tokens of their own that so many rows have room for.
-        backend: Kernel backend.
-
-    Attributes:
-        free: Pages of what rows have of their own.
-        rows: The request of each row; None for rows that nobody has.
-        launched: Steps that the devices take, and whose tokens nobody has waited for, in their order.
+    `free` are the pages of answers, `rows` the request of each row (None for free rows), and `pending` the dispatched
+    steps in their order. All `max_rows` rows together have pages for `answer_tokens` tokens each.
     """
 
     def __init__(self, lm: LM, documents: Documents, max_rows: int, answer_tokens: int, backend: Backend) -> None:
@@ -77,11 +103,11 @@ class Batch:
         self.free = FreePages(pages, documents.free.devices)
         # A batch of one row is written as a run of pages (`PagedCache.with_tokens`); a pool's pages are no run.
         self._max_rows, rows = max_rows, max(2, max_rows)
-        self.rows: list[Ask | None] = [None] * rows
+        self.rows: list[Request | None] = [None] * rows
         self._state, self._shared = self._empty(rows)
         self._widths, self._own_widths = TableWidths(0, 0), TableWidths(0, 0)
         self._step_programs: dict[Any, list[Callable[..., Any]]] = {}
-        self.launched: list[Launched] = []
+        self.pending: list[PendingStep] = []
 
     def own_layout(self, document_tokens: int, own_tokens: int) -> CacheLayout:
         """Pages of its own that a row needs behind a document."""
@@ -90,41 +116,41 @@ class Batch:
         return self._own_layout_of(*sizes)
 
     @property
-    def asks(self) -> list[Ask]:
-        """The requests that have a row."""
-        return [ask for ask in self.rows if ask is not None]
+    def requests(self) -> list[Request]:
+        """Requests with a row."""
+        return [request for request in self.rows if request is not None]
 
     @property
     def free_slot(self) -> int | None:
-        """A row that nobody has."""
+        """A free row."""
         return next((i for i, row in enumerate(self.rows[: self._max_rows]) if row is None), None)
 
     @property
     def pool(self) -> PagedCache:
-        """Pages of what rows have of their own."""
+        """Pages of answers."""
         return pool_only(self._state.cache)
 
     @property
     def has_masks(self) -> bool:
         """Whether a row has a mask."""
-        return any(ask.mask is not None for ask in self.asks)
+        return any(request.mask is not None for request in self.requests)
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether a row's log-probabilities are asked for."""
-        return any(ask.wants_logprobs for ask in self.asks)
+        """Whether a row's log-probabilities are requested."""
+        return any(request.wants_logprobs for request in self.requests)
 
     # Errors
 
     @property
-    def is_whole(self) -> bool:
-        """Whether no program has consumed it and, for an error, not given it back."""
-        return is_whole((self._state, self._shared))
+    def is_intact(self) -> bool:
+        """Whether no failed program has consumed its arrays."""
+        return is_intact((self._state, self._shared))
 
     def begin_again(self) -> None:
-        """An empty batch, as wide as the one before."""
+        """Empties the batch; its tables stay as wide."""
         del self._state, self._shared  # their memory is that of the new ones
-        self.launched.clear()
+        self.pending.clear()
         self._state, self._shared = self._empty(len(self.rows))
         widths, own_widths = self._widths, self._own_widths
         self._widths, self._own_widths = TableWidths(0, 0), TableWidths(0, 0)
@@ -132,116 +158,119 @@ class Batch:
 
     # Letting in
 
-    def take_pages(self, ask: Ask, layout: CacheLayout) -> None:
-        """Gives a request pages of its own; there are as many."""
-        start = len(ask.document.tokens) // layout.block_size * layout.block_size
-        ask.table = LocalTable.of_layout(layout, start)
-        ask.numbers = self.free.take(ask.table.used)
-        assert ask.document.table is not None
-        self._widen(ask.document.table.widths, ask.table.widths)
+    def take_pages(self, request: Request, layout: CacheLayout) -> None:
+        """Gives a request pages of its own; the caller has checked that they are free."""
+        start = len(request.document.tokens) // layout.block_size * layout.block_size
+        request.table = LocalTable.of_layout(layout, start)
+        request.numbers = self.free.take(request.table.used)
+        assert request.document.table is not None
+        self._widen(request.document.table.widths, request.table.widths)
 
-    def give_back_pages(self, ask: Ask) -> None:
+    def give_back_pages(self, request: Request) -> None:
         """The inverse; nothing where it has none."""
-        if ask.numbers is not None:
-            self.free.give_back(ask.numbers)
-            ask.numbers = None
+        if request.numbers is not None:
+            self.free.give_back(request.numbers)
+            request.numbers = None
 
-    def feed(self, ask: Ask) -> None:
+    def feed(self, request: Request) -> None:
         """A piece of a request's tokens, or none where there are none and only the last block is copied."""
-        begins, held, b = ask.own is None, len(ask.document.tokens) + ask.fed, self._lm.method.cache.block_size
-        piece = ask.new[ask.fed : ask.fed + _PIECE_TOKENS - held % b]
+        begins, held, b = (
+            request.own is None,
+            len(request.document.tokens) + request.fed,
+            self._lm.method.cache.block_size,
+        )
+        piece = request.new[request.fed : request.fed + _PIECE_TOKENS - held % b]
         columns = num_columns(held % b + len(piece), b) if piece else 0
         tokens = np.zeros((1, 0), np.int32)
         if piece:
             tokens = align(np.asarray([piece], np.int32), np.asarray([held]), block_size=b, columns=columns)
-        assert ask.table is not None
-        assert ask.numbers is not None
-        own = ask.own or ask.table.numbered(ask.numbers, self._own_widths, self.free.total, self._on_mesh)
-        sizes = [np.asarray([x], np.int32) for x in (held, len(piece), ask.document.parts[0])]
-        document = self._documents.row_table(ask.document, self._widths)
+        assert request.table is not None
+        assert request.numbers is not None
+        own = request.own or request.table.numbered(request.numbers, self._own_widths, self.free.total, self._on_mesh)
+        sizes = [np.asarray([x], np.int32) for x in (held, len(piece), request.document.parts[0])]
+        document = self._documents.row_table(request.document, self._widths)
         arguments = self._state, self._documents.pool, document, self._wide(own), tokens, *sizes
         static: Any = {"begins": begins, "backend": self._backend}
-        self._state, ask.own, logits = programs.extend_row.run(self._program_lm, *arguments, **static)
-        ask.fed += len(piece)
-        ask.logits = ask.document.logits if logits is None else logits
+        self._state, request.own, logits = programs.extend_row.run(self._program_lm, *arguments, **static)
+        request.fed += len(piece)
+        request.logits = request.document.logits if logits is None else logits
 
-    def admit(self, ask: Ask, slot: int) -> None:
+    def admit(self, request: Request, slot: int) -> None:
         """A request's row joins the batch, and its first token is drawn."""
-        assert ask.stream is not None
-        assert ask.own is not None
-        ask.slot, self.rows[slot] = slot, ask
+        assert request.stream is not None
+        assert request.own is not None
+        request.slot, self.rows[slot] = slot, request
         self._fit()
-        options, vocabulary = ask.stream.options, self._lm.config.vocab_size
+        options, vocabulary = request.stream.options, self._lm.config.vocab_size
         seen = None
         if self._state.seen is not None:
             seen = np.zeros(vocabulary, bool)
-            seen[ask.tokens] = True
+            seen[request.tokens] = True
         stops = np.full(self._state.stop_tokens.shape[1], vocabulary, np.int32)
         stops[: len(options.stop_tokens)] = options.stop_tokens
-        key = jax.random.fold_in(jax.random.key(options.seed), ask.sample)
-        allowed = None if seen is None else self._allowed([ask])[0]
-        drawing = Drawing(key, seen, stops, np.int32(options.min_new_tokens), allowed)  # type: ignore[arg-type]
-        row = Row(*(np.int32(x) for x in (slot, len(ask.tokens), ask.document.parts[0])))  # type: ignore[arg-type]
-        document = self._documents.row_table(ask.document, self._widths)
-        batch = self._state, self._shared, document, self._wide(ask.own)
-        drawn = row, ask.logits, drawing, self._sampling([ask])
+        key = jax.random.fold_in(jax.random.key(options.seed), request.sample)
+        allowed = None if seen is None else self._allowed([request])[0]
+        drawing = RowSampling(key, seen, stops, np.int32(options.min_new_tokens), allowed)  # type: ignore[arg-type]
+        row = Row(*(np.int32(x) for x in (slot, len(request.tokens), request.document.parts[0])))  # type: ignore[arg-type]
+        document = self._documents.row_table(request.document, self._widths)
+        batch = self._state, self._shared, document, self._wide(request.own)
+        drawn = row, request.logits, drawing, self._sampling([request])
         self._state, self._shared, said = programs.admit.run(self._bare_lm, *batch, *drawn)
-        ask.logits = None
-        ask.granted = 1
-        self.launched = [Launched(said, tuple(self.rows))]  # it says what the step before has drawn, too
+        request.logits = None
+        request.scheduled = 1
+        self.pending = [PendingStep(said, tuple(self.rows))]  # its output has the tokens of the step before, too
 
     def own_row(self, slot: int) -> RowTable:
-        """What a row has of its own."""
+        """The own pages of a row."""
         return programs.own_row.run(self._bare_lm, self._state, np.int32(slot))
 
-    # Steps. Between rounds of the engine at most one is under way: no more than a token of each row is not told.
+    # Steps. Between rounds of the engine at most one is pending.
 
-    def launch(self) -> None:
-        """Has the device take a step."""
-        moving = [ask for ask in self.asks if ask.granted < ask.max_new_tokens]
+    def dispatch(self) -> None:
+        """Dispatches a step."""
+        moving = [request for request in self.requests if request.scheduled < request.max_new_tokens]
         if not moving:
             return
         evicts = self._evict(moving)
-        for ask in moving:
-            ask.granted += 1
-        limit = np.asarray([0 if ask is None else ask.granted for ask in self.rows], np.int32)
+        for request in moving:
+            request.scheduled += 1
+        limit = np.asarray([0 if request is None else request.scheduled for request in self.rows], np.int32)
         sampling, allowed = self._sampling(self.rows), None if self._state.seen is None else self._allowed(self.rows)
         arguments = self._state, self._documents.pool, self._shared, limit, sampling, allowed
         self._state, said = self._step_program(arguments, evicts)(self._program_lm, *arguments)
-        self.launched.append(Launched(said, tuple(self.rows)))
+        self.pending.append(PendingStep(said, tuple(self.rows)))
 
-    def wait(self) -> Told:
-        """What the device has said, once the first step that was launched is taken.
+    def wait(self) -> StepOutput:
+        """Waits for the first pending step.
 
-        Log-probabilities are those of the last step that was launched: where a row wants them, this is the only one.
+        Log-probabilities are those of the last dispatched step: where a row wants them, this is the only one.
         """
-        launched, state = self.launched.pop(0), self._state
-        said = Said.of(self._arrived(launched.said))
+        pending, state = self.pending.pop(0), self._state
+        said = PackedOutput.of(self._arrived(pending.output))
         logprobs, top = on_host((state.logprobs, state.top)) if self.wants_logprobs else (None, None)
-        return Told(launched.rows, said, logprobs, top)
+        return StepOutput(pending.rows, said, logprobs, top)
 
     @staticmethod
     def _arrived(said: jax.Array) -> np.ndarray:
         return np.asarray(said)
 
-    def _evict(self, rows: Sequence[Ask]) -> bool:
+    def _evict(self, rows: Sequence[Request]) -> bool:
         """Whether a block leaves the window of one of these rows at its next step."""
         if not self._own_widths.kept:
             return False
-        positions = [len(ask.document.tokens) + len(ask.new) + ask.granted - 1 for ask in rows]
-        prompts = [ask.document.parts[0] for ask in rows]
+        positions = [len(request.document.tokens) + len(request.new) + request.scheduled - 1 for request in rows]
+        prompts = [request.document.parts[0] for request in rows]
         return bool(rows_with_leaving_block(self._lm.method.cache, np.asarray(positions), np.asarray(prompts)).any())
 
     def _step_program(
         self, arguments: tuple[DecodingState, Any, Any, Any, Sampling, Any], evicts: bool
     ) -> Callable[..., Any]:
-        """The program of these arguments' shapes, of which few things change: to look at all arrays takes as long as a
-        step's other work."""
+        """The program of these arguments, keyed by the few shapes that change: comparing all is as slow as a step."""
         state = arguments[0]
         top = None if state.top is None else state.top[0].shape
         key = self._widths, self._own_widths, state.seen is None, top, state.stop_tokens.shape
         if key not in self._step_programs:
-            if len(self._step_programs) == _MOST_STEP_PROGRAMS:
+            if len(self._step_programs) == _MAX_STEP_PROGRAMS:
                 self._step_programs.clear()
             kinds = (False, True) if any(state.cache.kept_columns) else (False,)  # both now: answers wait for neither
             static: Any = {"backend": self._backend}
@@ -250,8 +279,8 @@ class Batch:
         return self._step_programs[key][evicts]
 
     def _fit(self) -> None:
-        """Makes the state hold what its rows need, and nothing else that takes time. What it holds of rows stays."""
-        rows = [ask.stream.options for ask in self.asks if ask.stream is not None]
+        """Adapts the state's optional arrays to its rows: an unused one costs time."""
+        rows = [request.stream.options for request in self.requests if request.stream is not None]
         count, vocabulary = len(self.rows), self._lm.config.vocab_size
         state = self._state
         stops = max(len(options.stop_tokens) for options in rows)
@@ -272,18 +301,18 @@ class Batch:
             state = dataclasses.replace(state, top=(jnp.pad(ids, more), jnp.pad(values, more)))
         self._state = state
 
-    def _allowed(self, asks: Sequence[Ask | None]) -> UInt8[np.ndarray, "R W"]:
+    def _allowed(self, requests: Sequence[Request | None]) -> UInt8[np.ndarray, "R W"]:
         """Tokens that rows may draw next, packed."""
-        allowed = np.full((len(asks), -(-self._lm.config.vocab_size // 8)), 255, np.uint8)
-        for row, ask in enumerate(asks):
-            if ask is not None and ask.allowed is not None:
-                allowed[row] = ask.allowed
+        allowed = np.full((len(requests), -(-self._lm.config.vocab_size // 8)), 255, np.uint8)
+        for row, request in enumerate(requests):
+            if request is not None and request.allowed is not None:
+                allowed[row] = request.allowed
         return allowed
 
     # Shapes
 
     def _widen(self, document: TableWidths, own: TableWidths) -> None:
-        """Makes tables wide enough; they never become narrower, so that a program serves all requests."""
+        """Widens tables; they never become narrower, so that one program serves all requests."""
         widths, own_widths = self._widths.at_least(_bucket(document)), self._own_widths.at_least(_bucket(own))
         if widths != self._widths:
             self._shared = programs.with_widths(self._shared, widths, self._documents.free.total)
@@ -299,12 +328,15 @@ class Batch:
 
     def _empty(self, rows: int) -> tuple[DecodingState, Any]:
         pool = programs.empty_pool.run(self._bare_lm, pages=self.free.total, dtype=self._lm.cache_dtype)
-        return programs.empty_batch.run(self._bare_lm, pool, rows=rows, stops=_MOST_STOPS)
+        return programs.empty_batch.run(self._bare_lm, pool, rows=rows, stops=_MAX_STOPS)
 
-    def _sampling(self, asks: Sequence[Ask | None]) -> Sampling:
+    def _sampling(self, requests: Sequence[Request | None]) -> Sampling:
         """How the rows' tokens are drawn: nothing where all are greedy, else everything, so that two programs do. The
         second one takes masks, too."""
-        rows = [Sampling() if ask is None or ask.stream is None else ask.stream.options.sampling for ask in asks]
+        rows = [
+            Sampling() if request is None or request.stream is None else request.stream.options.sampling
+            for request in requests
+        ]
         off: dict[str, Any] = {
             "temperature": 0.0,
             "top_k": 2**31 - 1,
@@ -323,11 +355,11 @@ class Batch:
 
 
 def _bucket(widths: TableWidths) -> TableWidths:
-    return TableWidths(*(bucket_length(width, _LEAST_WIDTH) if width else 0 for width in widths))
+    return TableWidths(*(bucket_length(width, _MIN_WIDTH) if width else 0 for width in widths))
 
 
-def is_whole(arrays: Any) -> bool:
-    """Whether no array was consumed, or is what a program that failed has left."""
+def is_intact(arrays: Any) -> bool:
+    """Whether no array was consumed, or is the output of a failed program."""
     leaves = jax.tree.leaves(arrays)
     if any(leaf.is_deleted() for leaf in leaves):
         return False

@@ -1,4 +1,4 @@
-"""Documents that an engine has read: where their pages are, and how they move between device, host memory and disk."""
+"""Documents of an engine, and their moves between device, host memory and disk."""
 
 from __future__ import annotations
 
@@ -39,53 +39,33 @@ State = Literal["waiting", "device", "moving", "host", "disk", "failed"]
 
 @dataclasses.dataclass(eq=False)
 class Document:
-    """Tokens that the model has read, or will.
+    """Tokens that the model has read, or will."""
 
-    Attributes:
-        id: Its name in requests, from `document_id`.
-        tokens: Their ids.
-        parts: How many of them were read first, and how many were appended each time.
-        named: Whether a user asked for it to be read. Others are copies of what can be sent again: they go first.
-        state: Where its pages are.
-        table: Its pages; None until they were there.
-        layout: Of these, one row.
-        attended_share: See `engine.read.Read`.
-        numbers: Of each page, the number in the device's pool; None where it is not there.
-        chunks: Its keys and values in host memory; None where they are not there.
-        logits: Of the token behind it, float32 `[1, V]`; not of named ones.
-        error: Why it could not be read.
-        storing: Done when it is on disk, or failed with what kept it from that; None if it is not to be stored, or was
-            when the engine started.
-        arrival: Its place among all requests.
-        users: Rows, and requests that were let in, that need its pages.
-        created: Seconds since the epoch.
-    """
-
-    id: str
+    id: str  # from `document_id`
     tokens: list[int]
-    parts: tuple[int, ...]
-    named: bool
+    parts: tuple[int, ...]  # tokens of the first prefill, and of each append
+    named: bool  # requested by a user; others are copies of prompts that can be sent again, and go first
     state: State = "waiting"
-    table: LocalTable | None = None
-    layout: CacheLayout | None = None
-    attended_share: float = 1.0
-    numbers: Int32[np.ndarray, "D P"] | None = None
-    chunks: list[PagedCache] | None = None
-    logits: np.ndarray | None = None
-    error: Exception | None = None
-    storing: Future[None] | None = None
-    arrival: int = 0
-    users: int = 0
-    created: float = dataclasses.field(default_factory=time.time)
+    table: LocalTable | None = None  # None until it was read
+    layout: CacheLayout | None = None  # of one row
+    attended_share: float = 1.0  # see `engine.read.Read`
+    numbers: Int32[np.ndarray, "D P"] | None = None  # of its pages in the device's pool; None where it is not there
+    chunks: list[PagedCache] | None = None  # its keys and values in host memory; None where they are not there
+    logits: np.ndarray | None = None  # of the token after it, float32 [1, V]; not of named ones
+    error: Exception | None = None  # why it could not be read
+    storing: Future[None] | None = None  # done when it is on disk, or failed; None if it need not be stored
+    arrival: int = 0  # order among all requests
+    users: int = 0  # rows and admitted requests that need its pages
+    created: float = dataclasses.field(default_factory=time.time)  # seconds since the epoch
 
     @property
     def num_pages(self) -> int:
-        """Pages that it takes on the device that has most of them."""
+        """Its pages, on the device that has most of them."""
         return 0 if self.table is None else self.table.most_pages
 
 
 def document_id(lm: LM, tokens: list[int], parts: tuple[int, ...], *, named: bool) -> str:
-    """The id of tokens that a model has read in such parts: a hash of all that its pages depend on."""
+    """The id of tokens that a model reads in these parts: a hash of all that its pages depend on."""
     identity = identity_of(lm)
     model = identity.fingerprint, identity.method_description, lm.cache_dtype.name, parts
     digest = hashlib.sha256(repr(model).encode() + np.asarray(tokens, np.int64).tobytes()).hexdigest()
@@ -93,7 +73,7 @@ def document_id(lm: LM, tokens: list[int], parts: tuple[int, ...], *, named: boo
 
 
 class _Arriving(NamedTuple):
-    """A chunk of a document on its way to the device."""
+    """A chunk of a document that moves to the device."""
 
     document: Document
     numbers: Int32[np.ndarray, "D C"]
@@ -101,14 +81,7 @@ class _Arriving(NamedTuple):
 
 
 class Documents:
-    """All documents of an engine, and the pool of their pages. Only the engine's thread calls it, but for names.
-
-    Args:
-        lm: The model.
-        pages: Pages of the pool, on each device.
-        host_bytes: Most bytes of host memory.
-        storage: None to store none.
-    """
+    """All documents of an engine, and the pool of their pages. Only the engine's thread calls it, except for names."""
 
     def __init__(self, lm: LM, pages: int, host_bytes: int, storage: Storage | None) -> None:
         self._lm, self._bare_lm = lm, lm.without_weights()
@@ -118,7 +91,7 @@ class Documents:
         self.pool = self._empty_pool(pages)
         size = 2 * num_bytes(lm.method.cache.block_size, lm.config.head_dim, lm.cache_dtype)
         self.page_bytes, self._chunk = size * devices, max(1, min(pages, _CHUNK_BYTES // size))
-        self._by_id: OrderedDict[str, Document] = OrderedDict()  # least recently asked first
+        self._by_id: OrderedDict[str, Document] = OrderedDict()  # least recently used first
         self._arriving: list[_Arriving] = []
         self._lost: list[Document] = []
         self._failures: list[tuple[Document, Exception]] = []
@@ -139,32 +112,28 @@ class Documents:
     # Names
 
     def get(self, id_: str) -> Document | None:
-        """The document of a name. Any thread may call this."""
+        """The document of an id. Any thread may call this."""
         with self._lock:
             return self._by_id.get(id_)
 
     def all(self) -> list[Document]:
-        """All of them, least recently asked first."""
+        """All of them, least recently used first."""
         with self._lock:
             return list(self._by_id.values())
 
     def add(self, document: Document) -> None:
-        """Enters a document that waits to be read."""
+        """Adds a document that waits to be read."""
         with self._lock:
             self._by_id[document.id] = document
 
-    def asked(self, document: Document) -> None:
-        """Notes that it was asked now."""
+    def touch(self, document: Document) -> None:
+        """Marks a document as recently used."""
         with self._lock:
             if document.id in self._by_id:
                 self._by_id.move_to_end(document.id)
 
     def forget(self, document: Document) -> None:
-        """Drops it everywhere; nobody may use it.
-
-        Raises:
-            OSError: it cannot be removed from disk; nothing is dropped then.
-        """
+        """Drops an unused document, also on disk. OSError if it cannot be removed there; it stays then."""
         assert not document.users, "a document is forgotten when nobody uses it"
         if self._storage is not None:
             _settle(document.storing, _gone_error(document))  # it is not published from now on
@@ -179,7 +148,7 @@ class Documents:
                 del self._by_id[document.id]
 
     def fail(self, document: Document, error: Exception) -> None:
-        """Notes that a document cannot be read. It has no pages from then on; its name stays if a user gave it."""
+        """Marks a document as failed. Its pages are freed; a named one stays listed."""
         if document.numbers is not None:
             self.free.give_back(document.numbers)
         document.numbers = document.chunks = None
@@ -190,19 +159,19 @@ class Documents:
                 del self._by_id[document.id]
 
     def lost(self) -> list[Document]:
-        """Documents no copy of which is left since this was called last; they are to be read again."""
+        """Documents without a copy since the last call; they are to be read again."""
         lost, self._lost = self._lost, []
         return lost
 
     def failures(self) -> list[tuple[Document, Exception]]:
-        """Documents that could not be brought to the device since this was called last, and why."""
+        """Documents that could not be moved to the device since the last call, and why."""
         failures, self._failures = self._failures, []
         return failures
 
     # Pages of the device
 
     def make_room(self, pages: int) -> bool:
-        """Whether so many pages are free, once documents that nobody uses have left the device for them."""
+        """Whether `pages` are free, once unused documents have left the device for them."""
         for document in self.all():
             if self.free.free >= pages:
                 break
@@ -211,7 +180,7 @@ class Documents:
         return self.free.free >= pages
 
     def would_have_room(self, pages: int) -> bool:
-        """Whether somebody uses documents, and so many pages would be free if nobody did; shared pages count twice."""
+        """Whether `pages` would be free once the documents in use are not; shared pages count twice."""
         here = [each for each in self.all() if each.numbers is not None]
         memory = self._host_bytes - sum(self.num_bytes(each) for each in self.all() if each.chunks is not None)
         free = self.free.free
@@ -224,7 +193,7 @@ class Documents:
         return free >= pages and any(each.users for each in here)
 
     def renew(self) -> None:
-        """A new pool instead of one that a failed program has consumed; what is nowhere else is `lost`."""
+        """Replaces the pool that a failed program has consumed; documents without another copy are `lost`."""
         self._arriving = []
         for document in self.all():
             if document.numbers is not None:
@@ -233,13 +202,13 @@ class Documents:
         self.pool = self._empty_pool(self.free.total)
 
     def reserve(self, pages: int) -> Int32[np.ndarray, "D P"] | None:
-        """So many pages of each device, for somebody who gives them back; None where there is no room."""
+        """Takes `pages` of each device, which the caller gives back; None where there is no room."""
         if not self.make_room(pages):
             return None
         return self.free.take(np.ones((self.free.devices, pages), bool))
 
     def enter(self, document: Document, cache: PagedCache, row: int, attended_share: float) -> None:
-        """A document that is a row of a cache on the device; there is room for as many pages as the row may have."""
+        """Enters a document from a row of a cache on the device; the caller has reserved the pages of the row."""
         read = LocalTable.of_row(cache, row)
         table, layout = LocalTable.exactly(self._lm.method.cache, read.kept, read.start, len(document.tokens))
         with self._taking(table.used) as numbers:
@@ -261,7 +230,7 @@ class Documents:
 
     @contextlib.contextmanager
     def _taking(self, wanted: Bool[np.ndarray, "D P"]) -> Iterator[Int32[np.ndarray, "D P"]]:
-        """Takes pages, and gives them back where what follows fails."""
+        """Takes pages, and gives them back if the body fails."""
         numbers = self.free.take(wanted)
         try:
             yield numbers
@@ -270,19 +239,13 @@ class Documents:
             raise
 
     def enter_joined(self, document: Document, parent: Document, own: RowTable, answers: PagedCache) -> int:
-        """A document of what a row holds: another one, whose pages it shares, and tokens of its own behind.
-
-        Args:
-            document: The new one.
-            parent: What the row continues from; on the device.
-            own: What it has of its own, on the device.
-            answers: The pool of that.
+        """Enters a document of a row: its parent, whose pages it shares, and the row's own tokens.
 
         Returns:
-            0, or how many pages there must be room for where there was none: those that it does not share.
+            0, or the number of pages that must be free first.
 
         Raises:
-            ValueError: there never will be.
+            ValueError: the pool is too small for them.
         """
         assert parent.table is not None
         assert parent.numbers is not None
@@ -321,7 +284,7 @@ class Documents:
         copied: Int32[np.ndarray, "D P"],
         numbers: Int32[np.ndarray, "D P"],
     ) -> None:
-        """Writes a row's pages: those that it does not share with its parent, see `_of_parent`."""
+        """Writes the pages of a row that it does not share with its parent."""
         assert parent.table is not None
         total = self.free.total
         written = np.where(table.in_window & (shared < total), total, numbers)  # what is shared is not written
@@ -358,14 +321,14 @@ class Documents:
     # Moves
 
     def _leave(self, document: Document) -> None:
-        """A document leaves the device, if it is, or can be, somewhere else, or if it can be sent again."""
+        """Moves a document off the device, if it has another copy, or can get one, or is not named."""
         if not document.named:
             self.drop(document)
         elif self._to_host(document) or self.is_stored(document):
             self._gone(document)
 
     def _gone(self, document: Document) -> None:
-        """A document is not on the device any more; it is `lost` where it is nowhere else."""
+        """Frees the pages of a document on the device; without another copy it is `lost`."""
         if document.numbers is not None:
             self.free.give_back(document.numbers)
             document.numbers = None
@@ -386,7 +349,7 @@ class Documents:
         return document.num_pages * self.page_bytes
 
     def _to_host(self, document: Document) -> bool:
-        """Whether host memory has room for it; then a copy is there, or under way."""
+        """Starts a copy to host memory; false where there is no room."""
         if document.chunks is not None:
             return True
         if not self._free_host(self.num_bytes(document)):
@@ -398,7 +361,7 @@ class Documents:
         return document.chunks is not None
 
     def _free_host(self, num_bytes: int, but: Document | None = None) -> bool:
-        """Whether host memory has room for so many bytes more, once copies of what is elsewhere, too, have gone."""
+        """Whether host memory has room for `num_bytes`, once second copies have been dropped."""
         held = [each for each in self.all() if each.chunks is not None]
         free = self._host_bytes - num_bytes - sum(map(self.num_bytes, held))
         for other in held:
@@ -411,14 +374,14 @@ class Documents:
         return free >= 0
 
     def _copies(self, document: Document) -> list[PagedCache]:
-        """Copies of a document's pages, on their way to host memory."""
+        """Starts copies of a document's pages to host memory."""
         assert document.numbers is not None
         assert document.table is not None
         parts = document.table.chunked(document.numbers, self._chunk, self.free.total)
         return [jax.tree.map(_pinned, self._run(programs.fetch, self.pool, self._numbers(part))) for part in parts]
 
     def load(self, document: Document) -> bool:
-        """Whether a document's pages are in host memory; another thread reads them from disk where they are not.
+        """Whether a document's pages are in host memory; if not, another thread reads them from disk.
 
         Raises:
             ValueError: it is damaged on disk, or has more pages than the device.
@@ -445,12 +408,12 @@ class Documents:
         return True
 
     def load_only(self, ids: Collection[str]) -> None:
-        """Nobody waits for other documents to be loaded any more."""
+        """Cancels the loading of other documents."""
         if self._storage is not None:
             self._storage.load_only(ids)
 
     def bring(self, document: Document) -> bool:
-        """Begins to bring a document from host memory to the device; false where there is no room."""
+        """Starts to move a document from host memory to the device; false where there is no room."""
         chunks = document.chunks  # other documents may need its place in host memory now
         assert document.table is not None
         assert chunks is not None
@@ -470,7 +433,7 @@ class Documents:
         return True
 
     def move(self) -> bool:
-        """Puts the pages that have arrived where they belong; whether any are still under way."""
+        """Writes pages that have arrived to the pool; whether others are under way."""
         left = []
         for arriving in self._arriving:
             document = arriving.document
@@ -497,7 +460,7 @@ class Documents:
     # Storing
 
     def store(self) -> bool:
-        """Has the next document stored, one at a time, for a copy of each is held; whether any are to be stored."""
+        """Starts to store the next document, one at a time (each needs a host copy); whether any is left."""
         while self._unstored and (self._writing is None or self._writing.done()):
             document = self._unstored.popleft()
             if document.storing is not None and not document.storing.done():
@@ -505,7 +468,7 @@ class Documents:
         return bool(self._unstored) or not (self._writing is None or self._writing.done())
 
     def finish_storing(self) -> None:
-        """Stores all that is to be stored."""
+        """Stores all documents that are not stored yet."""
         while self.store():
             if self._writing is not None:
                 wait([self._writing])
@@ -532,7 +495,7 @@ class Documents:
             self._writing.add_done_callback(lambda writing: note(writing.exception()))
 
     def _loaded(self, document: Document, context: Context) -> None:
-        """A document that was on disk, now in host memory."""
+        """Enters the pages of a loaded document."""
         context.require_made_by(self._lm)
         if context.token_ids() != document.tokens:
             raise UserError("it holds other tokens")
@@ -546,7 +509,7 @@ def _gone_error(document: Document) -> UserError:
 
 
 def _settle(storing: Future[None] | None, error: BaseException | None) -> bool:
-    """Ends what others wait for, once; whether this did."""
+    """Completes a future, once; whether this call did."""
     try:
         if storing is None or storing.done():
             return False

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import logging
 import os
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -20,10 +25,9 @@ from tca_jax.errors import Unsupported, UserError, UserTypeError, check_flag, ch
 from tca_jax.models.sharding import DATA, axis_size
 from tca_jax.pallas_kernels.backends import resolve_backend
 from tca_jax.pallas_kernels.kv import num_bytes
-from tca_jax.serve.asks import Ask
+from tca_jax.serve.batch import Request
 from tca_jax.serve.constraints import Mask
 from tca_jax.serve.documents import Document, Documents, document_id
-from tca_jax.serve.loop import EngineEnded, Loop
 from tca_jax.serve.scheduler import Scheduler
 from tca_jax.serve.storage import Storage
 from tca_jax.serve.streams import Stream
@@ -31,43 +35,136 @@ from tca_jax.serve.streams import Stream
 _HOST_SHARE = 0.25  # of the host's memory, for documents that have left the device
 _READING_SHARE = 0.2  # of a GPU's free memory, for what reading a document needs beside its pages
 _CPU_SHARE = 0.1  # of the host's memory, for documents where the host is the device
+_SOON_SECONDS = 0.001  # between looks at moves and writes under way while nothing else is to be done
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class DocumentInfo:
-    """A document as users see it.
+    """A document as users see it."""
 
-    Attributes:
-        id: Its name in requests.
-        tokens: How many it has.
-        state: "waiting" (to be read), "device", "moving" (on its way there), "host", "disk" or "failed".
-        stored: Whether it is on disk, where a restart finds it.
-        num_bytes: Bytes of its keys and values; 0 where they are not known yet.
-        attended_share: See `tca_jax.Stats`.
-        created: Seconds since the epoch.
-        error: Why it could not be read, or could not be stored; None if it was.
-    """
-
-    id: str
+    id: str  # in requests
     tokens: int
-    state: str
-    stored: bool
-    num_bytes: int
-    attended_share: float
-    created: float
-    error: str | None
+    state: str  # "waiting" (to be read), "device", "moving" (to the device), "host", "disk" or "failed"
+    stored: bool  # on disk, where a restart finds it
+    num_bytes: int  # of its keys and values; 0 where they are not known yet
+    attended_share: float  # see `tca_jax.Stats`; 1.0 until it is read
+    created: float  # seconds since the epoch
+    error: str | None  # why it could not be read, or could not be stored
 
 
 class Pages(NamedTuple):
-    """Pages of a pool on each device: blocks of one KV head.
-
-    Attributes:
-        free: Those that nobody holds.
-        total: All of them.
-    """
+    """Pages of a pool on each device: blocks of one KV head."""
 
     free: int
     total: int
+
+
+class EngineEnded(UserError):
+    """The engine is closed, or has failed for good; then `__cause__` is the error."""
+
+
+class Loop:
+    """The engine's thread: it runs rounds of the scheduler, and between them the calls of other threads.
+
+    A call that raises fails its caller; a round that raises ends the thread, and fails all callers.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._calls: collections.deque[tuple[Callable[[], Any], Future[Any]]] = collections.deque()
+        self._changed = threading.Condition()
+        self._stopping = self._ended = False
+        self._resting = True
+        self.failure: EngineEnded | None = None
+        self._thread = threading.Thread(target=self._run, name="tca-jax-engine", daemon=True)
+        self._thread.start()
+
+    def post(self, function: Callable[[], _T]) -> Future[_T]:
+        """Has the thread run a function soon. ValueError if the thread has ended."""
+        done: Future[_T] = Future()
+        with self._changed:
+            if self._stopping:
+                raise self._refusal()
+            self._resting = False
+            self._calls.append((function, done))
+            self._changed.notify_all()
+        return done
+
+    def call(self, function: Callable[[], _T]) -> _T:
+        """Has the thread run a function, and waits for it. Raises what it raises, or ValueError as `post`."""
+        return self.post(function).result()
+
+    def wait_until(self, holds: Callable[[], bool], timeout: float | None) -> bool:
+        """Waits for a condition; whether it holds. ValueError if the thread has ended without it."""
+        with self._changed:
+            self._changed.wait_for(lambda: holds() or self._ended, timeout)
+            if (held := holds()) or not self._ended:
+                return held
+            raise self._refusal()
+
+    def wait_idle(self, timeout: float | None) -> bool:
+        """Waits until nothing is to be done; whether that is so. Raises ValueError if the engine has failed."""
+        return self.wait_until(lambda: self._resting, timeout)
+
+    def stop(self) -> None:
+        """Ends the thread, and waits until it has ended."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _refusal(self) -> EngineEnded:
+        if self.failure is None:
+            return EngineEnded("the engine is closed")
+        refusal = EngineEnded(str(self.failure))
+        refusal.__cause__ = self.failure.__cause__
+        return refusal
+
+    # The thread
+
+    def _run(self) -> None:
+        failure = None
+        try:
+            while not self._stopping:
+                self._run_calls()
+                busy = self._scheduler.once(self._is_called)
+                with self._changed:
+                    self._resting = self._scheduler.is_idle and not self._calls
+                    self._changed.notify_all()
+                    if busy is not True and not self._calls and not self._stopping:
+                        self._changed.wait(_SOON_SECONDS if busy is None else None)
+        except BaseException as error:
+            _log.critical("the engine has failed", exc_info=error)
+            failure = EngineEnded(f"the engine has failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+        with self._changed:
+            self.failure, self._stopping = failure, True
+        try:
+            self._scheduler.end(failure)
+        except Exception as error:
+            _log.error("the engine did not end as it should", exc_info=error)
+        with self._changed:
+            self._ended, self._resting = True, failure is None
+            calls = list(self._calls)
+            self._calls.clear()
+            self._changed.notify_all()
+        for _, done in calls:
+            done.set_exception(self._refusal())
+
+    def _is_called(self) -> bool:
+        return bool(self._calls) or self._stopping
+
+    def _run_calls(self) -> None:
+        while self._calls:
+            function, done = self._calls.popleft()
+            try:
+                result = function()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(result)
 
 
 class Engine:
@@ -90,10 +187,6 @@ class Engine:
         disk_bytes: Most bytes in it; None for no bound. A document beyond it is not stored, and `wait` with `stored`
             raises: what was stored before is not removed for it.
         backend: Kernel backend, as for `generate`.
-
-    Raises:
-        ValueError: an argument is not allowed.
-        TypeError: `lm` is no LM.
     """
 
     def __init__(
@@ -160,19 +253,18 @@ class Engine:
         """Pages for questions and answers."""
         return Pages(self._scheduler.pages.free, self._scheduler.pages.total)
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page on all devices."""
+        return self._documents.page_bytes
+
     # Documents
 
     def read(self, document: Prompt) -> str:
-        """Reads a document, or finds it.
-
-        Args:
-            document: Text, a chat or token ids.
+        """Reads a document: text, a chat or token ids. ValueError if it is too long for the model or the pool.
 
         Returns:
             Its id, at once: questions about it wait until it is read. The same document has the same id.
-
-        Raises:
-            ValueError: it is not allowed, too long for the model, or can never fit.
         """
         ids = encode_prompt(self.lm, document, "document")
         require_positions("document", len(ids), 0, self.lm)
@@ -180,17 +272,10 @@ class Engine:
         return self._loop.call(lambda: self._found(ids, named=True).id)
 
     def append(self, document: str, more: Prompt) -> str:
-        """Appends to a document; the one that was there stays.
-
-        Args:
-            document: Its id.
-            more: Text, token ids, or a chat that begins with all that the document holds.
+        """Appends text, token ids, or what a chat has after the document; the shorter document stays.
 
         Returns:
             The id of the longer document, at once.
-
-        Raises:
-            ValueError: there is no such document, or what is appended is not allowed.
         """
         parent = self._document(document)
         (ids,) = encode_appended(self.lm, [more], 1, lambda row: parent.tokens, "more")
@@ -204,18 +289,13 @@ class Engine:
             found = self._documents.get(longer)
             if found is None or found.state == "failed":
                 target = Document(longer, tokens, parts, named=True)
-                self._scheduler.append(Ask(None, self._document(document), ids, target=target))
+                self._scheduler.append(Request(None, self._document(document), ids, target=target))
             return longer
 
         return self._loop.call(enter)
 
     def forget(self, document: str) -> None:
-        """Drops a document, on disk, too.
-
-        Raises:
-            ValueError: there is no such document, or it is to be read, or answers about it are being written.
-            OSError: it cannot be removed from disk, and stays.
-        """
+        """Drops a document, also on disk. ValueError if it is in use; OSError if it cannot be removed from disk."""
 
         def drop() -> None:
             found = self._document(document)
@@ -230,7 +310,7 @@ class Engine:
         return [self._info(each) for each in self._documents.all() if each.named]
 
     def document(self, document: str) -> DocumentInfo:
-        """What is known of a document. ValueError if there is none of this id."""
+        """The state of a document. ValueError if it is unknown."""
         return self._info(self._document(document))
 
     def prefix_of(self, tokens: list[int]) -> tuple[str, int] | None:
@@ -241,15 +321,10 @@ class Engine:
         return None if longest is None else (longest.id, len(longest.tokens))
 
     def wait(self, document: str, timeout: float | None = None, *, stored: bool = False) -> DocumentInfo:
-        """Waits until a document is read.
-
-        Args:
-            document: Its id.
-            timeout: Most seconds.
-            stored: Whether to wait until it is on disk, too.
+        """Waits at most `timeout` seconds until a document is read, and `stored` on disk.
 
         Raises:
-            ValueError: there is no such document, or it cannot be read.
+            ValueError: it cannot be read.
             TimeoutError: it takes longer.
             OSError: it cannot be stored.
         """
@@ -292,19 +367,8 @@ class Engine:
 
         Args:
             document: Its id; None for none.
-            prompt: Behind a document it is appended as it is, as `generate` does with a context.
-            max_new_tokens: Most tokens of the answer.
-            min_new_tokens: No stop token is drawn before so many.
-            temperature: 0 is greedy.
-            top_k: Keep the k best tokens.
-            top_p: Keep the smallest set of tokens whose probability reaches p.
-            min_p: Keep tokens at least this share as probable as the best.
-            repetition_penalty: Above 1 discourages tokens that document, prompt or answer already hold.
-            seed: In [0, 2^32).
+            prompt: Appended to the document as it is, as `generate` does with a context.
             sample: Which of several answers this is: answer i of `generate(..., num_samples=n)`.
-            stop: Strings that end the answer.
-            stop_token_ids: Tokens that end it; None takes the model's own.
-            logprobs: As for `generate`.
             mask: Called in the engine's thread before each token, with the new tokens of this answer, for a bool array
                 of the tokens that may come next; it must not call the engine. The answer ends where there are none, and
                 fails if it raises. While an answer of the batch has one, no step is dispatched before the tokens of the
@@ -348,22 +412,14 @@ class Engine:
 
         def enter() -> None:
             found = self._found(held, named=False) if document is None else self._document(document)
-            self._scheduler.ask(Ask(stream, found, new, int(sample), mask))
+            self._scheduler.add(Request(stream, found, new, int(sample), mask))
 
         self._loop.call(enter)
         return stream
 
     def idle(self, timeout: float | None = None) -> bool:
-        """Waits until nothing is to be read or answered; whether it is so within so many seconds.
-
-        Raises:
-            ValueError: the engine has failed.
-        """
+        """Waits at most `timeout` seconds until nothing is to be read or answered; whether that is so."""
         return self._loop.wait_idle(timeout)
-
-    def cancel(self, stream: Stream) -> None:
-        """Ends an answer; as `stream.cancel()`."""
-        stream.cancel()
 
     # Inside
 
@@ -374,11 +430,11 @@ class Engine:
     def _document(self, id_: str) -> Document:
         found = self._documents.get(id_) if isinstance(id_, str) else None
         if found is None:
-            raise UserError(f"document = {id_!r}: there is none of this id")
+            raise UserError(f"unknown document {id_!r}")
         return found
 
     def _found(self, tokens: list[int], *, named: bool) -> Document:
-        """The document of such tokens, which is read if it is new; in the engine's thread."""
+        """The document of these tokens, which is read if it is new; in the engine's thread."""
         id_ = document_id(self.lm, tokens, (len(tokens),), named=named)
         found = self._documents.get(id_)
         if found is None or found.state == "failed":
@@ -407,12 +463,12 @@ def _default_pages(lm: LM, max_rows: int, answer_tokens: int) -> int:
     """Pages of documents for which a device has memory beside the model and a batch of answers.
 
     Raises:
-        ValueError: nobody knows how much it has, or there is none left.
+        ValueError: the device does not report its memory limit, or there is none left.
     """
     stats = jax.local_devices()[0].memory_stats() or {}
     limit = memory_bytes()
     if limit is None:
-        raise UserError("pages = None: this device does not say how much memory it has; pass pages")
+        raise UserError("the device does not report its memory limit; pass pages")
     free = (limit - stats["bytes_in_use"]) * (1 - _READING_SHARE) if "bytes_in_use" in stats else limit * _CPU_SHARE
     page = 2 * num_bytes(lm.method.cache.block_size, lm.config.head_dim, lm.cache_dtype)
     answers = max_rows * lm.following_layout(1, lm.config.max_context, answer_tokens).num_pages

@@ -1,4 +1,4 @@
-"""A device's pages: which are free and how often the others are named; and the pages of a row, numbered in a pool."""
+"""Free pages of a pool with reference counts, and the page table of a row."""
 
 from __future__ import annotations
 
@@ -20,13 +20,7 @@ from tca_jax.pallas_kernels.numerics import cdiv
 
 
 class FreePages:
-    """Numbers of the pages of a pool, on each device of a mesh. Several rows may hold a page: it is free when the last
-    has given it back.
-
-    Args:
-        total: Pages of the pool, on each device: no device has a page of this number.
-        devices: Devices, D.
-    """
+    """Reference counts of the `total` pages of a pool on each of D devices; number `total` stands for no page."""
 
     def __init__(self, total: int, devices: int = 1) -> None:
         self.total, self.devices = total, devices
@@ -36,12 +30,11 @@ class FreePages:
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds, on the device that has fewest."""
+        """Free pages, on the device that has fewest."""
         return int(self._counts.min())
 
     def take(self, wanted: Bool[np.ndarray, "D n"]) -> Int32[np.ndarray, "D n"]:
-        """A free page for each place where one is wanted, `total` elsewhere. The caller has seen that there are as
-        many."""
+        """A free page for each wanted place, `total` elsewhere. The caller has checked that there are enough."""
         numbers = np.full(wanted.shape, self.total, np.int32)
         for device, places in enumerate(wanted):
             count = int(places.sum())
@@ -53,12 +46,12 @@ class FreePages:
         return numbers
 
     def share(self, numbers: Int32[np.ndarray, "D n"]) -> None:
-        """Holds pages once more."""
+        """Adds a reference to pages."""
         for uses, own in zip(self._uses, numbers, strict=True):
             uses[own[own < self.total]] += 1
 
     def give_back(self, numbers: Int32[np.ndarray, "D n"]) -> None:
-        """Holds pages once less."""
+        """Removes a reference from pages."""
         for device, own in enumerate(numbers):
             held = own[own < self.total]
             self._uses[device, held] -= 1
@@ -88,24 +81,16 @@ class PageNumbers(PerDevice):
 )
 @dataclasses.dataclass(frozen=True)
 class RowTable(PerDevice):
-    """One row of a `PagedCache` without its pool, of all layers.
+    """The page table of one row of a `PagedCache`, of all layers."""
 
-    Attributes:
-        table: Page numbers, int32 `[layers, Hkv, T]`.
-        kept: Kept tokens, int32 `[layers, Hkv]`.
-        start: Position of the window's first token, int32 scalar.
-        end: Position past the last that the window has pages for, int32 scalar.
-        kept_columns: Entries for pages of kept tokens, in every layer; static.
-    """
-
-    table: Int[Array, "layers Hkv T"]
-    kept: Int[Array, "layers Hkv"]
-    start: Int[Array, ""]
-    end: Int[Array, ""]
-    kept_columns: int
+    table: Int[Array, "layers Hkv T"]  # page numbers
+    kept: Int[Array, "layers Hkv"]  # kept tokens
+    start: Int[Array, ""]  # position of the window's first token
+    end: Int[Array, ""]  # position after the last that the window has pages for
+    kept_columns: int  # entries for pages of kept tokens, in every layer; static
 
     def cache(self, pool: PagedCache) -> PagedCache:
-        """The row over the pages of a pool, as the engine's functions take it."""
+        """The row as a cache over a pool."""
         layers = range(self.table.shape[0])
         tables = tuple(self.table[layer][None] for layer in layers)
         kept = tuple(self.kept[layer][None] for layer in layers)
@@ -120,7 +105,7 @@ class RowTable(PerDevice):
 
 
 def pool_only(cache: PagedCache) -> PagedCache:
-    """The keys and values of a cache without what tells whose they are."""
+    """The pool of a cache without page tables."""
     nothing: Any = None
     return PagedCache(cache.k, cache.v, (), (), nothing, nothing, ())
 
@@ -138,27 +123,18 @@ class TableWidths(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LocalTable:
-    """The table of a row whose pages are numbered from 0; on the host, with an axis for devices in front.
+    """The page table of a row whose pages are numbered from 0; on the host, with an axis for D devices in front."""
 
-    Attributes:
-        table: Page numbers, int32 `[D, layers, Hkv, T]`; `num_pages` for no page.
-        kept: Kept tokens, int32 `[D, layers, Hkv]`.
-        start: Position of the window's first token.
-        end: Position past the last that the window has pages for.
-        kept_columns: Entries for pages of kept tokens.
-        num_pages: Pages of a device.
-    """
-
-    table: Int32[np.ndarray, "D layers Hkv T"]
-    kept: Int32[np.ndarray, "D layers Hkv"]
-    start: int
-    end: int
-    kept_columns: int
-    num_pages: int
+    table: Int32[np.ndarray, "D layers Hkv T"]  # page numbers; `num_pages` for no page
+    kept: Int32[np.ndarray, "D layers Hkv"]  # kept tokens
+    start: int  # position of the window's first token
+    end: int  # position after the last that the window has pages for
+    kept_columns: int  # entries for pages of kept tokens
+    num_pages: int  # of a device
 
     @classmethod
     def of_row(cls, cache: PagedCache, row: int) -> LocalTable:
-        """A row of a cache, whose pages keep their numbers; of kept tokens it has those that are not empty."""
+        """A row of a cache, whose pages keep their numbers, without empty pages of kept tokens."""
         size, host = cache.block_size, on_host((cache.tables, cache.kept, cache.start, cache.end))
         tables, kept, start, end = jax.tree.map(lambda x: _by_device(np.asarray(x), cache)[:, row], host)
         columns = max(cache.kept_columns)
@@ -183,7 +159,7 @@ class LocalTable:
     def exactly(
         cls, policy: CachePolicy, kept: Int32[np.ndarray, "D layers Hkv"], start: int, tokens: int
     ) -> tuple[LocalTable, CacheLayout]:
-        """The table and layout of a row that keeps so many tokens, and no page more than these and the window need."""
+        """The table and layout of a row with no more pages than its kept tokens and the window need."""
         pages = -(-kept // policy.block_size)
         columns = min(cdiv(tokens, policy.block_size), policy.window // policy.block_size + 1)
         by_layer = tuple(tuple(map(tuple, of_layer)) for of_layer in pages.swapaxes(0, 1).tolist())
@@ -219,13 +195,9 @@ class LocalTable:
         return dataclasses.replace(self, table=self.parts[1]).used
 
     def numbered(self, numbers: Int32[np.ndarray, "D P"], widths: TableWidths, no_page: int, on_mesh: bool) -> RowTable:
-        """The row in a pool.
+        """The row in a pool, where its pages have these numbers (`no_page` for unused ones), as wide as `widths`.
 
-        Args:
-            numbers: Of each of the row's pages, its number there; `no_page` for those that are not used.
-            widths: Of the table that is wanted.
-            no_page: What stands for no page.
-            on_mesh: Whether arrays have axes for devices in front, as outside of programs over a mesh.
+        `on_mesh`: arrays have axes for devices in front, as outside of programs over a mesh.
         """
         table = widened(self.in_pool(self.table, numbers, no_page), self.kept_columns, widths, no_page)
         start, end = (np.full(table.shape[0], x, np.int32) for x in (self.start, self.end))
@@ -241,7 +213,7 @@ class LocalTable:
         return np.take_along_axis(known, entries.reshape(len(entries), -1), axis=1).reshape(entries.shape)
 
     def chunked(self, numbers: Int32[np.ndarray, "D P"], size: int, no_page: int) -> list[Int32[np.ndarray, "D C"]]:
-        """Numbers of the pages that the table names, in chunks of so many; `no_page` fills the last one up."""
+        """Numbers of the used pages in chunks of `size`; `no_page` pads the last one."""
         packed = np.full((len(numbers), cdiv(self.most_pages, size) * size), no_page, np.int32)
         for own, of_device, used in zip(packed, numbers, self.used, strict=True):
             own[: used.sum()] = of_device[used]
@@ -250,15 +222,9 @@ class LocalTable:
     def behind(
         self, parent: LocalTable, numbers: Int32[np.ndarray, "D Q"], own_start: int, block_size: int, no_page: int
     ) -> tuple[Int32[np.ndarray, "D P"], Int32[np.ndarray, "D P"]]:
-        """Of each page of a row that continues another one, the page of that which it is, and which it begins as a copy
-        of.
+        """Pages of the parent, by numbers in the pool, that pages of a row after it share, and that they copy first.
 
-        Args:
-            parent: The other row.
-            numbers: Of its pages in the pool.
-            own_start: Position from which on tokens lie in the row's own pages.
-            block_size: Tokens of a page.
-            no_page: What stands for none.
+        Tokens from position `own_start` on are in the row's own pages; `no_page` stands for none.
         """
         shared, copied = np.full((2, len(self.table), self.num_pages + 1), no_page, np.int32)
         (kept, window), (their_kept, their_window) = self.parts, parent.parts
@@ -278,7 +244,7 @@ class LocalTable:
         return shared[:, :-1], copied[:, :-1]
 
     def cache(self, k: Any, v: Any, kept_columns: Sequence[int], on_mesh: bool) -> PagedCache:
-        """The row as a cache with a pool of its own, whose layers' tables have so many entries for kept tokens."""
+        """The row as a cache with a pool of its own; `kept_columns` of each layer's table."""
         kept, window = self.parts
         tables = [np.concatenate([kept[:, i, :, :n], window[:, i]], axis=-1) for i, n in enumerate(kept_columns)]
         ends = [np.full((len(self.table), 1), x, np.int32) for x in (self.start, self.end)]

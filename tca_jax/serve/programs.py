@@ -1,6 +1,6 @@
-"""What a serving engine runs on the devices: prompts are read, rows join a batch and take steps, pages come and go.
+"""Programs of a serving engine: prefill, rows of the batch, steps, moves of pages.
 
-A pool has the pages of documents, another one those of answers: a step reads the one and writes the other in place.
+One pool has the pages of documents, another those of answers: a step reads the first and writes the second in place.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from tca_jax.engine.decode import STATE, DecodingState, decode_step, draw
 from tca_jax.engine.extend import extend
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import CACHES, ROWS, SAME, OverMesh
-from tca_jax.engine.read import Read as ReadPrompts
-from tca_jax.engine.read import Reading, begin_reading, end_reading, read_layers, read_prompts
+from tca_jax.engine.read import Read, Reading, begin_reading, end_reading, read_layers, read_prompts
 from tca_jax.engine.sampling import Sampling
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import empty
@@ -36,79 +35,51 @@ from tca_jax.serve.pages import PageNumbers, RowTable, TableWidths, pool_only
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
-class Drawing:
-    """How a row's tokens are drawn, beside `Sampling`.
+class RowSampling:
+    """How a row's tokens are drawn, beside `Sampling`."""
 
-    Attributes:
-        key: PRNG key; token t is drawn with `fold_in(key, t)`.
-        seen: Tokens that the row holds, `[V]`; None without a repetition penalty in the batch.
-        stop_tokens: Tokens that end it, int32 `[S]`, filled up with the vocabulary's size.
-        min_new_tokens: Tokens before which no stop token is drawn, int32 scalar.
-        allowed: Its first tokens that may be drawn, as `decode.draw` takes a row of them; None where all may.
-    """
-
-    key: Key[Array, ""]
-    seen: Bool[Array, " V"] | None
-    stop_tokens: Int32[Array, " S"]
+    key: Key[Array, ""]  # token t is drawn with `fold_in(key, t)`
+    seen: Bool[Array, " V"] | None  # tokens of the row; None without a repetition penalty in the batch
+    stop_tokens: Int32[Array, " S"]  # padded with the vocabulary's size
     min_new_tokens: Int32[Array, ""]
-    allowed: UInt8[Array, " W"] | None
+    allowed: UInt8[Array, " W"] | None  # packed mask of its first token; None for all tokens
 
 
 class Row(NamedTuple):
-    """Where a row of the batch is.
-
-    Attributes:
-        number: Its number, int32 scalar.
-        tokens: Tokens that it holds before the answer, int32 scalar.
-        prompt_tokens: Those of them that the first reading dealt with, int32 scalar.
-    """
+    """A row of the batch."""
 
     number: Int[Array, ""]
-    tokens: Int[Array, ""]
-    prompt_tokens: Int[Array, ""]
+    tokens: Int[Array, ""]  # before the answer
+    prompt_tokens: Int[Array, ""]  # of the first prefill
 
 
-class Said(NamedTuple):
-    """What the host is told of the rows of a batch, in one array, for each that is brought there takes as long as ten.
+class PackedOutput(NamedTuple):
+    """Per-row output of a step. On the device it is one array: ten small copies to the host cost ten times one."""
 
-    Attributes:
-        step: Tokens that each has drawn, R of them.
-        done: Whether a stop token was among them.
-        finite: See `DecodingState`.
-        last: The last of them.
-    """
-
-    step: list[int]
-    done: list[bool]
-    finite: list[bool]
-    last: list[int]
+    step: list[int]  # tokens that each row has drawn
+    done: list[bool]  # whether a stop token was among them
+    finite: list[bool]  # see `DecodingState`
+    last: list[int]  # the last token
 
     @staticmethod
     def packed(state: DecodingState) -> Int32[Array, "4 R"]:
-        """The array."""
+        """The array on the device."""
         return jnp.stack([x.astype(jnp.int32) for x in (state.step, state.done, state.finite, state.last)])
 
     @classmethod
-    def of(cls, found: Int32[np.ndarray, "4 R"]) -> Said:
+    def of(cls, packed: Int32[np.ndarray, "4 R"]) -> PackedOutput:
         """The inverse, of an array on the host."""
-        step, done, finite, last = found
+        step, done, finite, last = packed
         return cls(step.tolist(), (done > 0).tolist(), (finite > 0).tolist(), last.tolist())
 
 
-class Read(NamedTuple):
-    """What reading prompts gives.
+class PrefillResult(NamedTuple):
+    """Prompts that were read."""
 
-    Attributes:
-        cache: Of the prompts, with a pool of its own.
-        logits: Of the token behind each, float32 `[B, V]`.
-        finite: Whether these are, `[B]`.
-        attended_share: See `engine.read.Read`, `[B]`.
-    """
-
-    cache: PagedCache
-    logits: Float32[Array, "B V"]
-    finite: Bool[Array, " B"]
-    attended_share: Float32[Array, " B"]
+    cache: PagedCache  # with a pool of its own
+    logits: Float32[Array, "B V"]  # of the token after each
+    finite: Bool[Array, " B"]  # whether these are
+    attended_share: Float32[Array, " B"]  # see `engine.read.Read`
 
 
 def _empty_pool(lm: LM, *, pages: int, dtype: jnp.dtype) -> PagedCache:
@@ -119,7 +90,7 @@ def _empty_pool(lm: LM, *, pages: int, dtype: jnp.dtype) -> PagedCache:
 
 
 def _empty_batch(lm: LM, pool: PagedCache, *, rows: int, stops: int) -> tuple[DecodingState, PagedCache]:
-    """The state of a batch without rows over the pool of answers, and what its rows continue from."""
+    """The state of an empty batch over the pool of answers, and the tables of its rows' documents."""
     layers = lm.config.num_layers
     heads = lm.config.num_kv_heads // (1 if lm.head_shards is None else lm.head_shards.devices)
     nothing, zeros = (jnp.zeros((rows, heads, 0), jnp.int32),) * layers, jnp.zeros(rows, jnp.int32)
@@ -155,13 +126,13 @@ def _over(cache: PagedCache, pool: PagedCache) -> PagedCache:
 
 def _read(
     lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], *, layout: CacheLayout, backend: Backend
-) -> Read:
-    return _found(read_prompts(lm, tokens, lengths, layout, backend=backend))
+) -> PrefillResult:
+    return _result(read_prompts(lm, tokens, lengths, layout, backend=backend))
 
 
-def _found(read: ReadPrompts) -> Read:
+def _result(read: Read) -> PrefillResult:
     assert read.cache is not None
-    return Read(read.cache, read.logits, jnp.isfinite(read.logits).all(axis=-1), read.attended_share)
+    return PrefillResult(read.cache, read.logits, jnp.isfinite(read.logits).all(axis=-1), read.attended_share)
 
 
 def _read_first(
@@ -194,14 +165,14 @@ def _read_more(
 
 def _read_last(
     lm: LM, reading: Reading, cache: PagedCache, *, layers: tuple[int, int], layout: CacheLayout, backend: Backend
-) -> Read:
+) -> PrefillResult:
     """The last layers of them, and what is behind."""
     reading, cache = _read_more(lm, reading, cache, layers=layers, layout=layout, backend=backend)
-    return _found(end_reading(lm, reading, cache))
+    return _result(end_reading(lm, reading, cache))
 
 
 def _place(lm: LM, pool: PagedCache, pages: PagedCache, numbers: PageNumbers) -> PagedCache:
-    """The pool with pages under such numbers; those of a number past its end are left out."""
+    """The pool with pages written to these numbers; a number past its end drops the page."""
     k, v = jax.tree.map(lambda to, x: to.at[numbers.pages].set(x, mode="drop"), (pool.k, pool.v), (pages.k, pages.v))
     return dataclasses.replace(pool, k=k, v=v)
 
@@ -226,23 +197,10 @@ def _extend_row(
     begins: bool,
     backend: Backend,
 ) -> tuple[DecodingState, RowTable, Float32[Array, "1 V"] | None]:
-    """Tokens behind a document, or behind what a row has of its own already.
+    """Appends tokens (none if they have no columns) to a document and a row's own pages, which are empty if `begins`.
 
-    Args:
-        lm: The model.
-        state: Of the batch, to whose pool of answers the row's own pages belong.
-        pool: Pages of documents.
-        document: What the row continues from.
-        own: What it has of its own.
-        tokens: As `extend` takes them; of no columns, nothing is fed.
-        held: Tokens of the row before them.
-        new: How many they are.
-        prompt_tokens: Tokens that the first reading dealt with.
-        begins: Whether `own` is still empty; static.
-        backend: Kernel backend; static.
-
-    Returns:
-        The state, the row's own table, and the logits of the token that follows; None where nothing was fed.
+    `held` tokens of the row are before the `new` ones. Returns the state, the row's own table, and the logits of the
+    token that follows; None where nothing was appended.
     """
     shared, cache = document.cache(pool), own.cache(state.cache)
     shared, cache = continued(shared, cache) if begins else (before(shared, cache), cache)
@@ -260,11 +218,10 @@ def _admit(
     own: RowTable,
     row: Row,
     logits: Float32[Array, "1 V"],
-    drawing: Drawing,
+    drawing: RowSampling,
     sampling: Sampling,
 ) -> tuple[DecodingState, PagedCache, Int32[Array, "4 R"]]:
-    """A row joins the batch, and its first token is drawn; `shared` is what rows continue from. Returns the state,
-    `shared` and what the host is told."""
+    """Adds a row to the batch, whose documents are `shared`, and draws its first token."""
     cache = _with_row(state.cache, row.number, own)
     alone = DecodingState(
         tokens=jnp.full((1, 1), lm.pad_token_id, jnp.int32),
@@ -285,7 +242,7 @@ def _admit(
     alone = draw(lm, alone, logits, sampling, allowed=None if drawing.allowed is None else drawing.allowed[None])
     rows = dataclasses.replace(state, cache=None)  # type: ignore[arg-type]
     rows = jax.tree.map(lambda all_rows, x: all_rows.at[row.number].set(x[0]), rows, alone)
-    return dataclasses.replace(rows, cache=cache), _with_row(shared, row.number, document), Said.packed(rows)
+    return dataclasses.replace(rows, cache=cache), _with_row(shared, row.number, document), PackedOutput.packed(rows)
 
 
 def _with_row(cache: PagedCache, row: Int[Array, ""], table: RowTable) -> PagedCache:
@@ -308,15 +265,14 @@ def _step(
     evicts: bool,
     backend: Backend,
 ) -> tuple[DecodingState, Int32[Array, "4 R"]]:
-    """The rows that have not ended, and have less than `limit` tokens (0 for rows that nobody has), take a step.
+    """A step of the rows that have not ended and have fewer than `limit` tokens (0 for free rows).
 
-    `allowed` says which tokens may be drawn, as `decode.draw` takes it; `evicts` as in `decode_step`. Returns the state
-    and what the host is told.
+    `allowed` as in `decode.draw`; `evicts` as in `decode_step`.
     """
     cache, running = state.cache, ~state.done & (state.step < limit)
 
     def of_running(cache: PagedCache, start: Int[Array, " R"]) -> PagedCache:
-        """The cache without the pages of other rows, so that nobody reads them."""
+        """The cache without the pages of other rows, which then are not read."""
         kept = tuple(jnp.where(running[:, None], x, 0) for x in cache.kept)
         return dataclasses.replace(cache, kept=kept, start=jnp.where(running, cache.start, start))
 
@@ -325,11 +281,11 @@ def _step(
     after = decode_step(lm, state, shared, limit, sampling, evicts=evicts, allowed=allowed, backend=backend)
     kept = tuple(jnp.where(running[:, None], new, old) for new, old in zip(after.cache.kept, cache.kept, strict=True))
     after = dataclasses.replace(after, cache=dataclasses.replace(after.cache, kept=kept))
-    return after, Said.packed(after)
+    return after, PackedOutput.packed(after)
 
 
 def _own_row(lm: LM, state: DecodingState, row: Int[Array, ""]) -> RowTable:
-    """What a row of the batch has of its own."""
+    """The own table of a row of the batch."""
     table, kept = (jnp.stack([x[row] for x in parts]) for parts in (state.cache.tables, state.cache.kept))
     return RowTable(table, kept, state.cache.start[row], state.cache.end[row], state.cache.kept_columns[0])
 
@@ -343,16 +299,10 @@ def _join(
     out: RowTable,
     copied: tuple[PageNumbers, PageNumbers],
 ) -> PagedCache:
-    """The pool with a document of what another one and a row behind it hold.
+    """The pool with a document `out` of another document and a row's own pages after it.
 
-    Args:
-        lm: The model.
-        pool: Pages of documents.
-        answers: Pages of answers.
-        document: What the row continues from.
-        own: What it has of its own.
-        out: The new document, with as many kept tokens as the other one has; it may name pages of that.
-        copied: Pages of the pool that are copied first, and the numbers of the copies.
+    `out` has the kept tokens of the other document, and may share its pages. `copied` are pages of the pool that are
+    copied first, and the numbers of the copies.
     """
     source, to = copied
     pool = _place(lm, pool, _fetch(lm, pool, source), to)
@@ -363,7 +313,7 @@ def _join(
 empty_pool = Program(OverMesh(_empty_pool, (), CACHES))
 empty_batch = Program(OverMesh(_empty_batch, (CACHES,), (STATE, CACHES)), donate=(1,))
 _READING: Any = Reading(ROWS, ROWS, ROWS)  # type: ignore[arg-type]
-_READ: Any = Read(CACHES, ROWS, ROWS, ROWS)  # type: ignore[arg-type]
+_READ: Any = PrefillResult(CACHES, ROWS, ROWS, ROWS)  # type: ignore[arg-type]
 read = Program(OverMesh(_read, (ROWS, ROWS), _READ))
 read_first = Program(OverMesh(_read_first, (ROWS, ROWS), (_READING, CACHES)))
 read_more = Program(OverMesh(_read_more, (_READING, CACHES), (_READING, CACHES)), donate=(1, 2))

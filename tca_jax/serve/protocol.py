@@ -1,4 +1,4 @@
-"""Requests of the OpenAI protocol: what is allowed in them, checked by hand, and errors in the protocol's form."""
+"""The OpenAI protocol: requests, checked by hand, answers, and errors."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import time
+import uuid
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from tca_jax.errors import UserError
-from tca_jax.serve.loop import EngineEnded
+from tca_jax.serve.engine import DocumentInfo, EngineEnded
+from tca_jax.serve.streams import Completion
 
+Json = dict[str, Any]
 MOST_SAMPLES = 64  # answers to a prompt
 MOST_PROMPTS = 256  # of a completion request
 MOST_STOPS = 64  # stop strings of a request
@@ -24,30 +28,24 @@ _COMPLETION_TOKENS = 16  # of an answer where `max_tokens` is not given: the pro
 
 
 class RequestError(UserError):
-    """What a client is told in the protocol's form.
-
-    Attributes:
-        status: HTTP status.
-        param: Field that is wrong; None if it is none.
-        code: Word for programs.
-    """
+    """An error in the protocol's form: HTTP status, the field that is wrong, a code for programs."""
 
     def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Json:
         """The JSON of the error."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 #: The engine's names of fields that have another one in the protocol.
-_RENAMED = MappingProxyType({"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "texts[0]": "prompt"})
+_RENAMED = MappingProxyType({"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"})
 
 
 def of_user_error(error: UserError) -> RequestError:
-    """An error of the library as one of the request, which names the field by its name in the protocol."""
+    """An error of the library as one of the request, with the protocol's name of the field."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, EngineEnded):
@@ -56,120 +54,87 @@ def of_user_error(error: UserError) -> RequestError:
     for ours, theirs in _RENAMED.items():
         message = message.replace(ours, theirs)
     named = re.match(r"([a-z_]+)[a-z_.]*(?<!\.)", message)
-    param = named[0] if named and named[1] in _ALL_FIELDS else None
-    return RequestError(message, param=param)
+    return RequestError(message, param=named[0] if named and named[1] in _ALL_FIELDS else None)
+
+
+# Requests
 
 
 @dataclasses.dataclass(frozen=True)
 class Answering:
-    """What requests for chats and for completions have in common.
+    """Fields that chats and completions share."""
 
-    Attributes:
-        model: Name of the model; None for whichever is served.
-        document: Id of a document that the request is about.
-        n: Answers to each prompt.
-        stream: Whether the answer comes as server-sent events.
-        include_usage: Whether the last event counts tokens.
-        max_tokens: Most tokens of an answer; None for `default_tokens`, or less where the model has no more positions.
-        default_tokens: See `max_tokens`.
-        logprobs: None, or how many of the likeliest tokens are wanted beside the log-probability of each token.
-        options: Other arguments of `Engine.ask`.
-    """
-
-    model: str | None
-    document: str | None
-    n: int
+    model: str | None  # None for the one that is served
+    document: str | None  # id
+    n: int  # answers to each prompt
     stream: bool
-    include_usage: bool
-    max_tokens: int | None
+    include_usage: bool  # in the last event of a stream
+    max_tokens: int | None  # None for `default_tokens`, or less where the model has no more positions
     default_tokens: int
-    logprobs: int | None
-    options: Mapping[str, Any]
+    logprobs: int | None  # None, or the number of likeliest tokens beside the log-probability of each token
+    options: Mapping[str, Any]  # others of `Engine.ask`
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatRequest:
-    """Body of `/v1/chat/completions`.
-
-    Attributes:
-        answering: How the chat is answered.
-        messages: With "role" and "content", both text.
-        schema: JSON Schema of the answer; None for any text.
-    """
+    """Body of `/v1/chat/completions`."""
 
     answering: Answering
-    messages: list[dict[str, str]]
-    schema: dict[str, Any] | None
+    messages: list[dict[str, str]]  # role and content
+    schema: Json | None  # JSON Schema of the answer; None for any text
 
 
 @dataclasses.dataclass(frozen=True)
 class CompletionRequest:
-    """Body of `/v1/completions`.
-
-    Attributes:
-        answering: How prompts are answered.
-        prompts: Text or token ids.
-    """
+    """Body of `/v1/completions`."""
 
     answering: Answering
-    prompts: list[str | list[int]]
+    prompts: list[str | list[int]]  # text or token ids
 
 
 @dataclasses.dataclass(frozen=True)
 class DocumentRequest:
-    """Body of `POST /v1/documents`.
-
-    Attributes:
-        text: The document.
-        system: System message before it, for chats.
-        chat: Whether it is read as the beginning of a user's message; None where the model has a chat template.
-    """
+    """Body of `POST /v1/documents`."""
 
     text: str
-    system: str | None = None
-    chat: bool | None = None
+    system: str | None = None  # message before it, for chats
+    chat: bool | None = None  # whether it begins a user's message; None where the model has a chat template
 
 
 #: Fields of the protocol that change no answer here.
 _IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 )
-_Allowed = Mapping[str, tuple[Callable[[Any], bool], str]]
-
-
-def _nothing(value: Any) -> bool:
-    return value in (False, [], {}, "")
-
-
-#: Fields of the protocol of which one value is allowed: the one that changes nothing.
+_Allowed = Mapping[str, tuple[tuple[Any, ...], str]]
+_EMPTY = (False, [], {}, "")
+#: Fields of the protocol of which only values that change nothing are allowed.
 _ONLY: _Allowed = MappingProxyType(
     {
-        "presence_penalty": (lambda x: x == 0, "0; repetition_penalty is there"),
-        "frequency_penalty": (lambda x: x == 0, "0; repetition_penalty is there"),
-        "logit_bias": (_nothing, "empty"),
+        "presence_penalty": ((0,), "0; repetition_penalty is there"),
+        "frequency_penalty": ((0,), "0; repetition_penalty is there"),
+        "logit_bias": (_EMPTY, "empty"),
     }
 )
 _ONLY_CHAT: _Allowed = MappingProxyType(
     {
         **_ONLY,
-        "tools": (_nothing, "empty: tools are not supported"),
-        "functions": (_nothing, "empty: functions are not supported"),
-        "tool_choice": (lambda x: x in ("none", "auto"), "none or auto: tools are not supported"),
-        "function_call": (lambda x: x in ("none", "auto"), "none or auto: functions are not supported"),
-        "modalities": (lambda x: x == ["text"], '["text"]'),
-        "audio": (_nothing, "left out: there is text alone"),
-        "prediction": (_nothing, "left out: it is not supported"),
-        "web_search_options": (_nothing, "left out: it is not supported"),
+        "tools": (_EMPTY, "empty: tools are not supported"),
+        "functions": (_EMPTY, "empty: functions are not supported"),
+        "tool_choice": (("none", "auto"), "none or auto: tools are not supported"),
+        "function_call": (("none", "auto"), "none or auto: functions are not supported"),
+        "modalities": ((["text"],), '["text"]'),
+        "audio": (_EMPTY, "left out: there is text alone"),
+        "prediction": (_EMPTY, "left out: it is not supported"),
+        "web_search_options": (_EMPTY, "left out: it is not supported"),
     }
 )
 _ONLY_COMPLETION: _Allowed = MappingProxyType(
     {
         **_ONLY,
-        "suffix": (_nothing, "left out: it is not supported"),
-        "echo": (_nothing, "false: tca_jax.score returns the log-probabilities of a prompt"),
+        "suffix": (_EMPTY, "left out: it is not supported"),
+        "echo": (_EMPTY, "false: tca_jax.score returns the log-probabilities of a prompt"),
     }
 )
-
 _SHARED_FIELDS = frozenset(
     {"model", "document", "n", "stream", "stream_options", "seed", "max_tokens", "min_tokens", "stop", "temperature"}
 ) | {"top_p", "top_k", "min_p", "repetition_penalty", "logprobs"}
@@ -180,11 +145,7 @@ _ALL_FIELDS = _CHAT_FIELDS | _COMPLETION_FIELDS | _DOCUMENT_FIELDS
 
 
 def parse_json(body: bytes) -> Any:
-    """The JSON of a body.
-
-    Raises:
-        RequestError: it is none.
-    """
+    """The JSON of a body. RequestError if it is none."""
     try:
         return json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -196,46 +157,41 @@ def _no_constant(name: str) -> Any:
 
 
 def chat_request(body: Any, default_tokens: int) -> ChatRequest:
-    """Reads the body of a chat.
-
-    Raises:
-        RequestError: a field is not allowed; names it.
-    """
+    """Reads the body of a chat. RequestError names the field that is not allowed."""
     fields = _Fields(body, _CHAT_FIELDS, _ONLY_CHAT)
     wanted, top = fields.flag("logprobs"), fields.integer("top_logprobs", 0, most=MOST_TOP)
     if top and not wanted:
         raise RequestError(f"top_logprobs = {top}: needs logprobs = true", param="top_logprobs")
-    named = [name for name in ("max_completion_tokens", "max_tokens") if fields.has(name)]
-    most = fields.integer(named[0], least=1, most=_LARGEST) if named else None
-    if len(named) == 2 and most != fields.integer("max_tokens", least=1, most=_LARGEST):
+    named = [name for name in ("max_completion_tokens", "max_tokens") if fields.value(name) is not None]
+    limits = [fields.integer(name, least=1) for name in named]
+    if len({*limits}) == 2:
         raise RequestError("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
-    answering = fields.answering(most, default_tokens, (top or 0) if wanted else None)
+    answering = fields.answering(limits[0] if limits else None, default_tokens, (top or 0) if wanted else None)
     return ChatRequest(answering, _messages(fields.value("messages")), _schema(fields.value("response_format")))
 
 
 def completion_request(body: Any) -> CompletionRequest:
-    """Reads the body of a completion.
-
-    Raises:
-        RequestError: a field is not allowed; names it.
-    """
+    """Reads the body of a completion. RequestError names the field that is not allowed."""
     fields = _Fields(body, _COMPLETION_FIELDS, _ONLY_COMPLETION)
-    most = fields.integer("max_tokens", least=1, most=_LARGEST)
     logprobs = None if fields.value("logprobs") is False else fields.integer("logprobs", most=MOST_TOP)
-    answering = fields.answering(most, _COMPLETION_TOKENS, logprobs)
+    answering = fields.answering(fields.integer("max_tokens", least=1), _COMPLETION_TOKENS, logprobs)
     if (best := fields.integer("best_of", answering.n)) != answering.n:
         raise RequestError(f"best_of = {best}: must be n = {answering.n}; answers are not ranked", param="best_of")
     return CompletionRequest(answering, _prompts(fields.value("prompt")))
 
 
-def document_request(body: Any) -> DocumentRequest:
-    """Reads the body of an upload in JSON.
-
-    Raises:
-        RequestError: a field is not allowed; names it.
-    """
-    fields = _Fields(body, _DOCUMENT_FIELDS, {})
-    text, chat = fields.text("text"), fields.flag("chat") if fields.has("chat") else None
+def document_request(content_type: str, body: bytes) -> DocumentRequest:
+    """Reads an upload, text or JSON. RequestError names the field that is not allowed."""
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind == "text/plain":
+        try:
+            return DocumentRequest(body.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise RequestError(f"the body is not valid UTF-8 text: {error}") from None
+    if kind != "application/json":
+        raise RequestError(f"Content-Type = {json.dumps(kind)}: must be text/plain, or application/json", status=415)
+    fields = _Fields(parse_json(body), _DOCUMENT_FIELDS, {})
+    text, chat = fields.text("text"), None if fields.value("chat") is None else fields.flag("chat")
     if not text:
         raise RequestError("text: must be given, and not be empty", param="text")
     system = fields.text("system")
@@ -254,18 +210,11 @@ class _Fields:
         for name, value in self._fields.items():
             if name in only:
                 allowed, words = only[name]
-                if not allowed(value):
+                if value not in allowed:
                     raise RequestError(f"{name} = {_shown(value)}: must be {words}", param=name, code="unsupported")
             elif name not in known and name not in _IGNORED:
-                raise RequestError(
-                    f"{_shown(name)} is no field of this request: those are {', '.join(sorted(known))}",
-                    param=name[:100],
-                    code="unknown_parameter",
-                )
-
-    def has(self, name: str) -> bool:
-        """Whether a field is given."""
-        return name in self._fields
+                text = f"{_shown(name)} is no field of this request: those are {', '.join(sorted(known))}"
+                raise RequestError(text, param=name[:100], code="unknown_parameter")
 
     def value(self, name: str) -> Any:
         """A field's value; None where it is left out."""
@@ -282,7 +231,7 @@ class _Fields:
     def integer(self, name: str, default: int | None = None, *, least: int = 0, most: int = _LARGEST) -> int | None:
         """A field that is an integer."""
         value = self._fields.get(name, default)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most):
+        if value is not None and (type(value) is not int or not least <= value <= most):
             raise RequestError(f"{name} = {_shown(value)}: must be an integer from {least} to {most}", param=name)
         return value
 
@@ -291,16 +240,14 @@ class _Fields:
         value = self._fields.get(name, default)
         if value is None:
             return None
-        good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-        if not good or not least <= value <= most:
+        if type(value) not in (int, float) or abs(value) >= 1e300 or not least <= value <= most:
             allowed = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
             raise RequestError(f"{name} = {_shown(value)}: must be a number {allowed}", param=name)
         return float(value)
 
     def answering(self, max_tokens: int | None, default_tokens: int, logprobs: int | None) -> Answering:
-        """What both kinds of requests have."""
-        stream = self.flag("stream")
-        seed = self.integer("seed", most=_SEEDS - 1)
+        """Fields that both kinds of requests have."""
+        stream, seed = self.flag("stream"), self.integer("seed", most=_SEEDS - 1)
         options = {
             "min_new_tokens": self.integer("min_tokens", 0),
             "seed": secrets.randbelow(_SEEDS) if seed is None else seed,
@@ -339,10 +286,8 @@ class _Fields:
         strings = [stop] if isinstance(stop, str) else stop
         good = isinstance(strings, list) and len(strings) <= MOST_STOPS
         if not good or not all(isinstance(each, str) and 0 < len(each) <= 1000 for each in strings):
-            raise RequestError(
-                f"stop = {_shown(stop)}: must be a string or at most {MOST_STOPS} strings, of 1 to 1000 characters",
-                param="stop",
-            )
+            words = f"must be a string or at most {MOST_STOPS} strings, of 1 to 1000 characters"
+            raise RequestError(f"stop = {_shown(stop)}: {words}", param="stop")
         return tuple(strings)
 
     def _of_type(self, name: str, kind: type, words: str) -> Any:
@@ -352,18 +297,17 @@ class _Fields:
         return value
 
 
-#: Where a chat has the schema of its answer.
+#: The field of a chat with the schema of its answer.
 SCHEMA = "response_format.json_schema.schema"
 
 
-def _schema(form: Any) -> dict[str, Any] | None:
+def _schema(form: Any) -> Json | None:
     """The JSON Schema of an answer, from `response_format`; None for any text."""
-    kind = form.get("type") if isinstance(form, dict) else None
     if form is None or form == {"type": "text"}:
         return None
     if form == {"type": "json_object"}:
         return {"type": "object"}
-    if kind != "json_schema" or set(form) != {"type", "json_schema"}:
+    if not isinstance(form, dict) or form.get("type") != "json_schema" or set(form) != {"type", "json_schema"}:
         raise RequestError(
             f'response_format = {_shown(form)}: must be {{"type": "text"}}, {{"type": "json_object"}}, or '
             '{"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}',
@@ -372,19 +316,17 @@ def _schema(form: Any) -> dict[str, Any] | None:
     given, where = form["json_schema"], "response_format.json_schema"
     if not isinstance(given, dict) or not set(given) <= {"name", "description", "schema", "strict"}:
         raise RequestError(f"{where}: must be an object with name, schema, description, strict", param=where)
-    allowed: Sequence[tuple[str, Callable[[Any], bool], str]] = (
-        ("name", lambda x: isinstance(x, str) and bool(re.fullmatch("[a-zA-Z0-9_-]{1,64}", x)), _NAME),
-        ("schema", lambda x: isinstance(x, dict), "an object, a JSON Schema"),
-        ("description", lambda x: isinstance(x, str | None), "a string"),
-        ("strict", lambda x: isinstance(x, bool | None), "true or false"),
-    )
-    for name, holds, words in allowed:
-        if not holds(given.get(name)):
-            raise RequestError(f"{where}.{name} = {_shown(given.get(name))}: must be {words}", param=f"{where}.{name}")
-    return given["schema"]
+    name, schema, strict = given.get("name"), given.get("schema"), given.get("strict")
+    if not isinstance(name, str) or not re.fullmatch("[a-zA-Z0-9_-]{1,64}", name):
+        words = "must be 1 to 64 letters, digits, underscores and hyphens"
+        raise RequestError(f"{where}.name = {_shown(name)}: {words}", param=f"{where}.name")
+    if not isinstance(schema, dict):
+        raise RequestError(f"{SCHEMA} = {_shown(schema)}: must be an object, a JSON Schema", param=SCHEMA)
+    if not isinstance(strict, bool | None):
+        raise RequestError(f"{where}.strict = {_shown(strict)}: must be true or false", param=f"{where}.strict")
+    return schema
 
 
-_NAME = "1 to 64 letters, digits, underscores and hyphens"
 _ROLES = MappingProxyType({"system": "system", "developer": "system", "user": "user", "assistant": "assistant"})
 
 
@@ -395,24 +337,22 @@ def _messages(value: Any) -> list[dict[str, str]]:
 
 
 def _message(message: Any, name: str) -> dict[str, str]:
-    """A message of text: parts of one become paragraphs, and nothing but role and content is left."""
+    """A message of text: parts become paragraphs, and nothing but role and content is left."""
     if not isinstance(message, dict):
         raise RequestError(f"{name} is {_kind(message)}: must be an object with role and content", param="messages")
-    if message.get("role") not in list(_ROLES):  # a list: a role may be no key
-        raise RequestError(
-            f"{name}.role = {_shown(message.get('role'))}: must be one of {', '.join(_ROLES)}", param="messages"
-        )
+    role, content = message.get("role"), message.get("content")
+    if role not in list(_ROLES):  # a list: a role may be unhashable
+        raise RequestError(f"{name}.role = {_shown(role)}: must be one of {', '.join(_ROLES)}", param="messages")
     for other, value in message.items():
-        if other not in ("role", "content", "name") and value is not None and not _nothing(value):
+        if other not in ("role", "content", "name") and value is not None and value not in _EMPTY:
             raise RequestError(f"{name} has {_shown(other)}: must have role and content", param="messages")
-    content = message.get("content")
     if isinstance(content, list) and content:
         parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
         texts = [part for part in parts if isinstance(part, str)]
         content = "\n\n".join(texts) if len(texts) == len(content) else None
     if not isinstance(content, str):
         raise RequestError(f"{name}.content: must be text, or a list of parts of type text", param="messages")
-    return {"role": _ROLES[message["role"]], "content": content}
+    return {"role": _ROLES[role], "content": content}
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -421,9 +361,8 @@ def _prompts(value: Any) -> list[str | list[int]]:
     several = isinstance(value, list) and 0 < len(value) <= MOST_PROMPTS
     if several and all(isinstance(each, str) or _are_ids(each) for each in value):
         return value
-    raise RequestError(
-        f"prompt: must be text, token ids, or a list of 1 to {MOST_PROMPTS} of those; none may be empty", param="prompt"
-    )
+    words = f"must be text, token ids, or a list of 1 to {MOST_PROMPTS} of those; none may be empty"
+    raise RequestError(f"prompt: {words}", param="prompt")
 
 
 def _are_ids(value: Any) -> bool:
@@ -439,3 +378,153 @@ def _shown(value: Any) -> str:
 def _kind(value: Any) -> str:
     kinds: Sequence[tuple[type, str]] = ((dict, "an object"), (list, "a list"), (str, "a string"), (bool, "a boolean"))
     return next((words for kind, words in kinds if isinstance(value, kind)), "null" if value is None else "a number")
+
+
+# Answers
+
+
+class Chat:
+    """An answer of `/v1/chat/completions`."""
+
+    _prefix, _object, _chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, model: str, tokenizer: Any) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self._id, self._created = f"{self._prefix}-{uuid.uuid4().hex}", int(time.time())
+
+    def response(self, completions: Sequence[Completion], usage: Json) -> Json:
+        """The response of a request without a stream."""
+        choices = [
+            {"index": i, **self._content(each), "logprobs": self.logprobs(each), "finish_reason": each.finish_reason}
+            for i, each in enumerate(completions)
+        ]
+        return self._of(self._object, choices) | {"usage": usage}
+
+    def begin(self, index: int) -> Json | None:
+        """The event before the first piece of a choice."""
+        return self._piece(index, {"delta": {"role": "assistant", "content": ""}})
+
+    def piece(self, index: int, text: str) -> Json:
+        """An event with more text."""
+        return self._piece(index, {"delta": {"content": text}})
+
+    def end(self, index: int, completion: Completion) -> Json:
+        """The last event of a choice, with the log-probabilities of all of its tokens."""
+        return self._piece(index, {"delta": {}, "logprobs": self.logprobs(completion)}, completion.finish_reason)
+
+    def usage(self, usage: Json) -> Json:
+        """The last event of a stream that counts tokens."""
+        return self._of(self._chunk, []) | {"usage": usage}
+
+    def logprobs(self, completion: Completion) -> Json | None:
+        """Log-probabilities of an answer's tokens; None unless they are requested."""
+        if completion.logprobs is None:
+            return None
+        top = completion.top_logprobs or [[]] * len(completion.tokens)
+        content = [
+            self._entry(token, logprob) | {"top_logprobs": [self._entry(*each) for each in likeliest]}
+            for token, logprob, likeliest in zip(completion.tokens, completion.logprobs, top, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> Json:
+        own = token_bytes(self._tokenizer, token)
+        return {"token": shown_token(own), "logprob": logprob, "bytes": list(own)}
+
+    def _content(self, completion: Completion) -> Json:
+        return {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
+
+    def _piece(self, index: int, fields: Json, finish_reason: str | None = None) -> Json:
+        return self._of(self._chunk, [{"index": index, "logprobs": None, **fields, "finish_reason": finish_reason}])
+
+    def _of(self, kind: str, choices: list[Json]) -> Json:
+        fields = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+        return {**fields, "system_fingerprint": None, "choices": choices}
+
+
+class Text(Chat):
+    """An answer of `/v1/completions`."""
+
+    _prefix, _object, _chunk = "cmpl", "text_completion", "text_completion"
+
+    def begin(self, index: int) -> Json | None:
+        return None
+
+    def piece(self, index: int, text: str) -> Json:
+        return self._piece(index, {"text": text})
+
+    def end(self, index: int, completion: Completion) -> Json:
+        return self._piece(index, {"text": "", "logprobs": self.logprobs(completion)}, completion.finish_reason)
+
+    def logprobs(self, completion: Completion) -> Json | None:
+        if completion.logprobs is None:
+            return None
+        own = [token_bytes(self._tokenizer, token) for token in completion.tokens]
+        special = self._tokenizer.all_special_ids  # not in the text
+        shown = [b"" if token in special else each for token, each in zip(completion.tokens, own, strict=True)]
+        likeliest: list[dict[str, float]] = []
+        for pairs in zip(completion.tokens, completion.logprobs, completion.top_logprobs or [], strict=False):
+            by_text: dict[str, float] = {}
+            # The token itself is one of them, with the same number in both places. Of equal texts the likelier.
+            for token, value in [pairs[:2], *(pair for pair in pairs[2] if pair[0] != pairs[0])]:
+                text = shown_token(token_bytes(self._tokenizer, token))
+                by_text[text] = max(value, by_text.get(text, value))
+            likeliest.append(by_text)
+        return {
+            "tokens": list(map(shown_token, own)),
+            "token_logprobs": completion.logprobs,
+            "top_logprobs": likeliest if completion.top_logprobs else None,
+            "text_offset": text_offsets(shown),
+        }
+
+    def _content(self, completion: Completion) -> Json:
+        return {"text": completion.text}
+
+
+def usage(cached: int, prompt: int, new: int) -> Json:
+    """Counts of tokens: of prompts with their documents, `cached` of which were documents, and of answers."""
+    total = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    return {**total, "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+#: The byte of each character of byte-level vocabularies: printable ones are themselves, others follow after 255.
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = sorted(set(range(256)) - {*_PRINTABLE})
+_BYTES = {chr(x): x for x in _PRINTABLE} | {chr(256 + i): x for i, x in enumerate(_OTHERS)}
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """The bytes of a token; a character may need several tokens."""
+    if token in tokenizer.all_special_ids:
+        return tokenizer.decode([token]).encode()
+    piece = tokenizer.convert_ids_to_tokens(token) or ""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    if "ByteLevel" in repr(decoder) and all(character in _BYTES for character in piece):
+        return bytes(_BYTES[character] for character in piece)
+    if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # SentencePiece's fallback
+        return bytes.fromhex(byte[1])
+    return piece.replace("\u2581", " ").encode()
+
+
+def shown_token(own: bytes) -> str:
+    """A token's text; a part of a character is "bytes:" and its bytes, as in OpenAI's answers."""
+    try:
+        return own.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
+
+
+def text_offsets(tokens: Sequence[bytes]) -> list[int]:
+    """Index of the character of the text that each token begins with, or continues."""
+    offsets, begun = [], 0
+    for own in tokens:
+        offsets.append(begun - (0x80 <= own[0] < 0xC0 if own else False))
+        begun += sum(not 0x80 <= byte < 0xC0 for byte in own)
+    return offsets
+
+
+def document_json(info: DocumentInfo) -> Json:
+    """A document as clients see it."""
+    fields = {"id": info.id, "object": "document", "tokens": info.tokens, "state": info.state, "stored": info.stored}
+    rest = {"bytes": info.num_bytes, "attended_share": info.attended_share, "created_at": int(info.created)}
+    return {**fields, **rest, "error": info.error}

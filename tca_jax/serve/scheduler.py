@@ -1,55 +1,60 @@
-"""What an engine's thread does: has documents read, lets questions into a batch, takes steps, hands out tokens."""
+"""The engine's thread: documents are read, requests are admitted to the batch, steps are taken, tokens handed out."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
+import jax
 import numpy as np
+from jaxtyping import Int32
 
+from tca_jax.engine.cache import CacheLayout
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import on_host
-from tca_jax.engine.prompts import bucket_length
-from tca_jax.engine.read import require_finite
+from tca_jax.engine.prompts import bucket_length, pad_tokens
+from tca_jax.engine.read import own_reader, require_finite
 from tca_jax.errors import UserError
 from tca_jax.pallas_kernels.backends import Backend
-from tca_jax.serve.asks import Ask
-from tca_jax.serve.batch import Batch, Told, is_whole
+from tca_jax.programs import Program, results_of
+from tca_jax.serve import programs
+from tca_jax.serve.batch import Batch, Request, StepOutput, is_intact
 from tca_jax.serve.constraints import packed_mask
 from tca_jax.serve.documents import Document, Documents, document_id
 from tca_jax.serve.pages import FreePages
-from tca_jax.serve.reading import Reader
 from tca_jax.serve.streams import FinishReason, Stream
 
+_TOGETHER_TOKENS = 2048  # prompts of at most so many are read together
+# Tokens times layers of a part; a layer is the least. Running answers wait as long as a part takes: for a layer of
+# LLaMA-3.1-8B at 131,072 tokens 57 TFLOP of matrix products, a tenth of a second of an H200, and its attention.
+_PART_TOKENS = 131_072
+_COMPILERS = 2  # threads
+_COMPILE_WAIT_SECONDS = 0.01  # before answers take steps
 _log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """What the engine's thread works at. Other threads call what begins with `require`, and `pages`.
+    """The rounds of the engine's thread. Other threads call `require_pages`, `require_room` and `pages` alone.
 
-    Requests that need pages get them in order of arrival: behind one that waits for pages, none takes such, unless it
-    already keeps a document where it is, which only its end sets free. So whatever waits comes to its turn.
-
-    Args:
-        lm: The model.
-        documents: Its documents.
-        max_rows: Rows of the batch.
-        answer_tokens: Tokens of their own that so many rows have room for.
-        backend: Kernel backend.
+    Requests get pages in order of arrival: after one that waits for pages, none takes any, unless it already pins its
+    document, which only its end unpins. So each request that waits comes to its turn.
     """
 
     def __init__(self, lm: LM, documents: Documents, max_rows: int, answer_tokens: int, backend: Backend) -> None:
         self._lm, self._documents = lm, documents
         self._batch = Batch(lm, documents, max_rows, answer_tokens, backend)
-        self._reader = Reader(lm, documents, backend, self._recover)
-        self._asks: list[Ask] = []
+        self._prefiller = Prefiller(lm, documents, backend, self._recover)
+        self._waiting: list[Request] = []
         self._arrivals = itertools.count()
-        self._answers_waited = False  # a request waits for a row, or for pages of answers
-        self._room_waited = math.inf  # arrival of the first request that waits for pages of documents
+        self._answers_blocked = False  # a request waits for a row, or for pages of answers
+        self._first_blocked = math.inf  # arrival of the first request that waits for pages of documents
 
     # What other threads call
 
@@ -78,103 +83,101 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is to be read or answered."""
-        return not (self._asks or self._batch.asks) and self._reader.is_idle
+        return not (self._waiting or self._batch.requests) and self._prefiller.is_idle
 
     def read(self, document: Document) -> None:
-        """A document is to be read."""
+        """Adds a document to be read."""
         document.arrival = next(self._arrivals)
         self._documents.add(document)
-        self._reader.add(document)
+        self._prefiller.add(document)
 
-    def append(self, ask: Ask) -> None:
-        """A document is to be made of another one and more tokens."""
-        assert ask.target is not None
-        self._documents.add(ask.target)
-        self.ask(ask)
+    def append(self, request: Request) -> None:
+        """Adds a document to be made of another one and more tokens."""
+        assert request.target is not None
+        self._documents.add(request.target)
+        self.add(request)
 
-    def ask(self, ask: Ask) -> None:
-        """A question is to be answered."""
-        ask.arrival = next(self._arrivals)
-        if not ask.document.named:  # nobody else keeps it
-            self._pin(ask)
-        self._asks.append(ask)
+    def add(self, request: Request) -> None:
+        """Adds a request."""
+        request.arrival = next(self._arrivals)
+        if not request.document.named:
+            self._pin(request)
+        self._waiting.append(request)
 
     def cancel(self, stream: Stream) -> None:
         """Ends an answer."""
-        for ask in [*self._asks, *self._batch.asks]:
-            if ask.stream is stream:
-                self._leave(ask, "cancelled")
+        for request in [*self._waiting, *self._batch.requests]:
+            if request.stream is stream:
+                self._leave(request, "cancelled")
 
     # The loop
 
     def once(self, is_called: Callable[[], bool]) -> bool | None:
         """One round; whether there is more to do now, or None while something is under way.
 
-        Args:
-            is_called: Whether other threads want something done between rounds.
+        `is_called`: whether calls of other threads wait for the end of the round.
         """
         documents = self._documents
         under_way = documents.move()
         for document, error in documents.failures():
-            for ask in [each for each in self._asks if each.document is document and each.table is None]:
-                self._fail(ask, error)
+            for request in [each for each in self._waiting if each.document is document and each.table is None]:
+                self._fail(request, error)
             self._recover(error)
         under_way |= documents.store()
-        worked = self._reader.read_on(self._room_waited)
-        worked |= self._let_in()
-        if self._batch.asks:
+        worked = self._prefiller.read_on(self._first_blocked)
+        worked |= self._admit_requests()
+        if self._batch.requests:
             worked = True
             try:
                 self._step(is_called)
             except Exception as error:
-                for ask in self._batch.asks:
-                    self._fail(ask, error)
+                for request in self._batch.requests:
+                    self._fail(request, error)
                 self._recover(error)
         for document in documents.lost():
             self._read_again(document)
             worked = True
-        return True if worked else None if under_way or self._asks or not self._reader.is_idle else False
+        return True if worked else None if under_way or self._waiting or not self._prefiller.is_idle else False
 
     def end(self, failure: Exception | None) -> None:
-        """Nothing follows: answers end, documents that are being stored are stored."""
-        self._reader.close()
-        for ask in [*self._asks, *self._batch.asks]:
-            if ask.stream is None:
+        """Ends all answers, and stores documents that are not stored yet."""
+        self._prefiller.close()
+        for request in [*self._waiting, *self._batch.requests]:
+            if request.stream is None:
                 continue
             if failure is None:
-                ask.stream.end("cancelled")
+                request.stream.end("cancelled")
             else:
-                ask.stream.fail(failure)
+                request.stream.fail(failure)
         self._documents.finish_storing()
 
     # Errors
 
     def _recover(self, error: Exception) -> None:
-        """Makes anew what a program has consumed and, for an error, not given back. Rows of the batch fail of it, other
-        requests begin again."""
-        batch, pool = self._batch.is_whole, is_whole(self._documents.pool)
+        """Replaces the arrays that a failed program has consumed: rows of the batch fail, other requests restart."""
+        batch, pool = self._batch.is_intact, is_intact(self._documents.pool)
         if batch and pool:
             return
         _log.error("the batch begins again after an error", exc_info=error)
-        for ask in self._batch.asks:
-            self._fail(ask, error)
-        for ask in self._asks:
-            self._begin_again(ask)
+        for request in self._batch.requests:
+            self._fail(request, error)
+        for request in self._waiting:
+            self._begin_again(request)
         if not batch:
             self._batch.begin_again()
         if not pool:
             self._documents.renew()
 
-    def _begin_again(self, ask: Ask) -> None:
-        """A request that is not in the batch gives back what it has, and waits."""
-        self._batch.give_back_pages(ask)
-        ask.table = ask.own = ask.logits = None
-        ask.fed = 0
-        if ask.document.named:
-            self._unpin(ask)
+    def _begin_again(self, request: Request) -> None:
+        """Frees the pages of a request that is not in the batch; it waits again."""
+        self._batch.give_back_pages(request)
+        request.table = request.own = request.logits = None
+        request.fed = 0
+        if request.document.named:
+            self._unpin(request)
 
     def _read_again(self, document: Document) -> None:
-        """A document is read once more, in the parts in which it was."""
+        """Reads a lost document again, in the same parts."""
         documents = self._documents
         if not (document.named or document.users):
             documents.drop(document)
@@ -182,7 +185,7 @@ class Scheduler:
         _log.warning("document %s is read again", document.id)
         *before, last = document.parts
         if not before:
-            self._reader.add(document, first=True)
+            self._prefiller.add(document, first=True)
             return
         tokens, parts = document.tokens[:-last], tuple(before)
         for named in (True, False):
@@ -191,146 +194,144 @@ class Scheduler:
                 break
         else:
             parent = Document(document_id(self._lm, tokens, parts, named=False), tokens, parts, named=False)
-        ask = Ask(None, parent, document.tokens[-last:], target=document)
-        self.ask(ask)
+        request = Request(None, parent, document.tokens[-last:], target=document)
+        self.add(request)
         if documents.get(parent.id) is not parent:
             documents.add(parent)
             self._read_again(parent)
 
-    # Letting in
+    # Admission
 
-    def _let_in(self) -> bool:
-        """Feeds a piece of each request that can go on; whether there was one."""
-        worked, self._answers_waited, self._room_waited = False, False, math.inf
-        self._documents.load_only({ask.document.id for ask in self._asks})
-        for ask in list(self._asks):
-            with self._failing(ask):
-                worked |= self._go_on(ask)
+    def _admit_requests(self) -> bool:
+        """Feeds a piece of each request that can proceed; whether there was one."""
+        worked, self._answers_blocked, self._first_blocked = False, False, math.inf
+        self._documents.load_only({request.document.id for request in self._waiting})
+        for request in list(self._waiting):
+            with self._failing(request):
+                worked |= self._proceed(request)
         return worked
 
     @contextlib.contextmanager
-    def _failing(self, ask: Ask) -> Iterator[None]:
-        """Errors are those of the request, not of the engine."""
+    def _failing(self, request: Request) -> Iterator[None]:
+        """Fails a request, not the engine, with an error of the body."""
         try:
             yield
         except Exception as error:
-            self._fail(ask, error)
+            self._fail(request, error)
             self._recover(error)
 
-    def _go_on(self, ask: Ask) -> bool:
-        document = ask.document
+    def _proceed(self, request: Request) -> bool:
+        document = request.document
         if document.error is not None:
             raise document.error
-        if ask.room:  # nobody behind takes what its target will need
-            self._wait_for_room(ask, ask.room)
-        if ask.table is None and not (self._is_here(ask) and self._begin(ask)):
+        if request.needed_pages:  # later requests do not take the pages of its target
+            self._wait_for_room(request, request.needed_pages)
+        if request.table is None and not (self._is_here(request) and self._begin(request)):
             return False
-        if ask.fed < len(ask.new) or ask.own is None:
-            self._batch.feed(ask)
-            if ask.fed < len(ask.new):
+        if request.fed < len(request.new) or request.own is None:
+            self._batch.feed(request)
+            if request.fed < len(request.new):
                 return True
-        if ask.target is not None:
-            return self._become(ask, ask.target)
+        if request.target is not None:
+            return self._become(request, request.target)
         slot = self._batch.free_slot
         if slot is None:
             return False
-        if self._update_mask(ask):
-            self._asks.remove(ask)
-            self._batch.admit(ask, slot)
+        if self._update_mask(request):
+            self._waiting.remove(request)
+            self._batch.admit(request, slot)
         return True
 
-    def _is_here(self, ask: Ask) -> bool:
-        """Whether a request's document is on the device; it is brought, and kept there, if it is somewhere else."""
-        document, documents = ask.document, self._documents
-        if not ask.pins and ask.arrival > min(self._room_waited, self._reader.waits):
+    def _is_here(self, request: Request) -> bool:
+        """Whether a request's document is on the device; if not, it is moved there and pinned."""
+        document, documents = request.document, self._documents
+        if not request.pins and request.arrival > min(self._first_blocked, self._prefiller.waits):
             return False
         if document.state in ("host", "disk") and documents.load(document):
             if documents.bring(document):
-                self._pin(ask)
+                self._pin(request)
             else:
-                self._wait_for_room(ask, document.num_pages)
+                self._wait_for_room(request, document.num_pages)
         return documents.is_here(document)
 
-    def _wait_for_room(self, ask: Ask, pages: int) -> None:
-        """Requests that come later wait, too, if so many pages can become free when others end."""
+    def _wait_for_room(self, request: Request, pages: int) -> None:
+        """Blocks later requests if `pages` can become free when others end."""
         if self._documents.would_have_room(pages):
-            self._room_waited = min(self._room_waited, ask.arrival)
+            self._first_blocked = min(self._first_blocked, request.arrival)
 
-    def _begin(self, ask: Ask) -> bool:
-        """Gives a request pages of its own; whether there are enough, and a row for its answer."""
-        layout = self._batch.own_layout(len(ask.document.tokens), len(ask.new) + ask.max_new_tokens)
-        has_row = ask.target is not None or self._batch.free_slot is not None
-        if self._answers_waited or not has_row or layout.num_pages > self.pages.free:
-            self._answers_waited = True
+    def _begin(self, request: Request) -> bool:
+        """Gives a request pages of its own; false without enough pages, or without a row for its answer."""
+        layout = self._batch.own_layout(len(request.document.tokens), len(request.new) + request.max_new_tokens)
+        has_row = request.target is not None or self._batch.free_slot is not None
+        if self._answers_blocked or not has_row or layout.num_pages > self.pages.free:
+            self._answers_blocked = True
             return False
-        pinned = ask.pins
-        self._pin(ask)
-        if ask.room and not self._documents.make_room(ask.room):
+        pinned = request.pins
+        self._pin(request)
+        if request.needed_pages and not self._documents.make_room(request.needed_pages):
             if not pinned:
-                self._unpin(ask)
+                self._unpin(request)
             return False
-        self._documents.asked(ask.document)
-        self._batch.take_pages(ask, layout)
+        self._documents.touch(request.document)
+        self._batch.take_pages(request, layout)
         return True
 
-    def _pin(self, ask: Ask) -> None:
-        ask.document.users += not ask.pins
-        ask.pins = True
+    def _pin(self, request: Request) -> None:
+        request.document.users += not request.pins
+        request.pins = True
 
-    def _unpin(self, ask: Ask) -> None:
-        ask.document.users -= ask.pins
-        ask.pins = False
+    def _unpin(self, request: Request) -> None:
+        request.document.users -= request.pins
+        request.pins = False
 
-    def _become(self, ask: Ask, target: Document) -> bool:
-        """The target of a request becomes a document; where there is no room for it, the request begins again when
-        there is: others could wait for what it has."""
-        assert ask.own is not None
-        self._require_finite(ask, bool(np.isfinite(on_host(ask.logits)).all()))
-        ask.room = self._documents.enter_joined(target, ask.document, ask.own, self._batch.pool)
-        if ask.room:
-            self._wait_for_room(ask, ask.room)
-            self._begin_again(ask)
+    def _become(self, request: Request, target: Document) -> bool:
+        """Enters the target of a request; without room the request restarts, for others may need its pages."""
+        assert request.own is not None
+        self._require_finite(request, bool(np.isfinite(on_host(request.logits)).all()))
+        request.needed_pages = self._documents.enter_joined(target, request.document, request.own, self._batch.pool)
+        if request.needed_pages:
+            self._wait_for_room(request, request.needed_pages)
+            self._begin_again(request)
             return False
-        self._leave(ask, "stop")
+        self._leave(request, "stop")
         return True
 
     # The batch
 
     def _step(self, is_called: Callable[[], bool]) -> None:
-        """A step of the batch. The next one is launched before it is taken, so that the device does not wait while its
-        tokens are handed out; but not where a mask needs to know a token, where log-probabilities are asked for,
-        where a part of a document comes between, nor before somebody's new request."""
+        """A step of the batch. The next one is dispatched first, so that the device works while tokens are handed out;
+        but not before a mask, log-probabilities, a part of a document, or a call of another thread."""
         batch = self._batch
-        if not batch.launched:
-            batch.launch()
-        one_by_one = batch.has_masks or batch.wants_logprobs or not self._reader.is_idle
+        if not batch.pending:
+            batch.dispatch()
+        one_by_one = batch.has_masks or batch.wants_logprobs or not self._prefiller.is_idle
         if not (one_by_one or is_called()):
-            batch.launch()
+            batch.dispatch()
         self._hand_out(batch.wait())
-        if not batch.asks:  # nobody waits for the one under way
-            batch.launched.clear()
+        if not batch.requests:  # the pending step has no rows left
+            batch.pending.clear()
 
-    def _require_finite(self, ask: Ask, finite: bool) -> None:
+    def _require_finite(self, request: Request, finite: bool) -> None:
         """Raises ValueError, as `generate` does, unless a request's logits are finite."""
         if not finite:
-            tokens = np.asarray([ask.tokens], np.int32)
+            tokens = np.asarray([request.tokens], np.int32)
             lengths, finite_rows = np.asarray([tokens.shape[1]], np.int32), np.zeros(1, bool)
             require_finite(self._lm, tokens, lengths, finite_rows, "prompts")
 
-    def _hand_out(self, told: Told) -> None:
+    def _hand_out(self, output: StepOutput) -> None:
         """Gives streams their new tokens, and ends those that have ended."""
-        rows, said, logprobs, top = told
-        for slot, ask in enumerate(rows):
-            if ask is None or ask.slot != slot or (stream := ask.stream) is None:
+        rows, packed, logprobs, top = output
+        for slot, request in enumerate(rows):
+            if request is None or request.slot != slot or (stream := request.stream) is None:
                 continue
             try:
-                self._require_finite(ask, said.finite[slot])
+                self._require_finite(request, packed.finite[slot])
             except Exception as error:
-                self._fail(ask, error)
+                self._fail(request, error)
                 continue
-            new = said.step[slot] - ask.taken
+            new = packed.step[slot] - request.streamed
             assert new < 2, "the last token alone is said"
-            ask.taken += new
+            request.streamed += new
             own: list[float] = []
             likeliest: list[Any] = []
             if (wanted := stream.options.logprobs) is not None:
@@ -338,68 +339,223 @@ class Scheduler:
             if wanted:
                 ids, values = (x[slot, :new, :wanted].tolist() for x in top)
                 likeliest = [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
-            stream.add([said.last[slot]] * new, own, likeliest)
-            if said.done[slot] or ask.taken >= ask.max_new_tokens:
-                self._leave(ask, "stop" if said.done[slot] else "length")
-            elif new and ask.mask is not None:
-                with self._failing(ask):
-                    self._update_mask(ask)
+            stream.add([packed.last[slot]] * new, own, likeliest)
+            if packed.done[slot] or request.streamed >= request.max_new_tokens:
+                self._leave(request, "stop" if packed.done[slot] else "length")
+            elif new and request.mask is not None:
+                with self._failing(request):
+                    self._update_mask(request)
 
-    def _update_mask(self, ask: Ask) -> bool:
+    def _update_mask(self, request: Request) -> bool:
         """Computes the mask of an answer, if it has one, for the next token; whether the answer goes on."""
-        if ask.mask is None or ask.stream is None:
+        if request.mask is None or request.stream is None:
             return True
-        options, vocabulary = ask.stream.options, self._lm.config.vocab_size
-        stops = options.stop_tokens if ask.taken < options.min_new_tokens else ()
-        ask.allowed = packed_mask(ask.mask, ask.stream.tokens, vocabulary, stops)
-        if ask.allowed is None:
-            self._leave(ask, "stop")
-        return ask.allowed is not None
+        options, vocabulary = request.stream.options, self._lm.config.vocab_size
+        stops = options.stop_tokens if request.streamed < options.min_new_tokens else ()
+        request.allowed = packed_mask(request.mask, request.stream.tokens, vocabulary, stops)
+        if request.allowed is None:
+            self._leave(request, "stop")
+        return request.allowed is not None
 
-    def _leave(self, ask: Ask, reason: FinishReason) -> None:
+    def _leave(self, request: Request, reason: FinishReason) -> None:
         """A request ends, and gives back what it has."""
         document = None
-        if ask.stream is not None and ask.stream.keep and reason != "cancelled" and ask.slot is not None:
+        if request.stream is not None and request.stream.keep and reason != "cancelled" and request.slot is not None:
             try:
-                document = self._kept(ask)
+                document = self._kept(request)
             except Exception as error:
-                self._fail(ask, error)
+                self._fail(request, error)
                 self._recover(error)
                 return
-        self._give_back(ask)
-        if ask.stream is not None:
-            ask.stream.end(reason, document)
+        self._give_back(request)
+        if request.stream is not None:
+            request.stream.end(reason, document)
 
-    def _fail(self, ask: Ask, error: Exception) -> None:
-        self._give_back(ask)
-        if ask.stream is not None:
-            ask.stream.fail(error)
-        if ask.target is not None:
-            self._documents.fail(ask.target, error)
+    def _fail(self, request: Request, error: Exception) -> None:
+        self._give_back(request)
+        if request.stream is not None:
+            request.stream.fail(error)
+        if request.target is not None:
+            self._documents.fail(request.target, error)
 
-    def _give_back(self, ask: Ask) -> None:
-        if ask in self._asks:
-            self._asks.remove(ask)
-        if ask.slot is not None:
-            self._batch.rows[ask.slot], ask.slot = None, None
-        self._batch.give_back_pages(ask)
-        self._unpin(ask)
+    def _give_back(self, request: Request) -> None:
+        if request in self._waiting:
+            self._waiting.remove(request)
+        if request.slot is not None:
+            self._batch.rows[request.slot], request.slot = None, None
+        self._batch.give_back_pages(request)
+        self._unpin(request)
 
-    def _kept(self, ask: Ask) -> str | None:
+    def _kept(self, request: Request) -> str | None:
         """The id of the document that a row's tokens become; None where there is no room for it."""
-        assert ask.stream is not None
-        assert ask.slot is not None
-        fed = ask.stream.tokens[: ask.taken - 1]
-        tokens, parts = ask.tokens + fed, (*ask.document.parts, len(ask.new) + len(fed))
+        assert request.stream is not None
+        assert request.slot is not None
+        fed = request.stream.tokens[: request.streamed - 1]
+        tokens, parts = request.tokens + fed, (*request.document.parts, len(request.new) + len(fed))
         id_ = document_id(self._lm, tokens, parts, named=True)
         found = self._documents.get(id_)
         if found is None or found.state == "failed":
             document = Document(id_, tokens, parts, named=True)
-            own = self._batch.own_row(ask.slot)
+            own = self._batch.own_row(request.slot)
             try:
-                if self._documents.enter_joined(document, ask.document, own, self._batch.pool):
+                if self._documents.enter_joined(document, request.document, own, self._batch.pool):
                     return None
             except UserError:  # there never will be room
                 return None
             self._documents.add(document)
         return id_
+
+
+@dataclasses.dataclass(eq=False)
+class PrefillState:
+    """Documents that are being read together."""
+
+    documents: list[Document]
+    layout: CacheLayout
+    tokens: Int32[np.ndarray, "B L"]  # right-padded
+    lengths: Int32[np.ndarray, " B"]
+    pages: Int32[np.ndarray, "D P"]  # reserved for them
+    programs: collections.deque[Future[tuple[Callable[..., Any], float]]]  # of the parts left, with compile seconds
+    state: Any  # arguments of the next part, on the devices; in the end a `PrefillResult`
+
+
+class Prefiller:
+    """Reads documents in order of arrival, short ones together, a group of layers at a time.
+
+    Programs compile in threads of their own, while answers go on. `recover` is called after each error, which may have
+    consumed the pool of documents. `waits` is the arrival of the document that waits for pages of others.
+    """
+
+    def __init__(self, lm: LM, documents: Documents, backend: Backend, recover: Callable[[Exception], None]) -> None:
+        self._lm, self._program_lm, self._documents, self._backend = lm, lm.for_programs(), documents, backend
+        self._recover, self.waits = recover, math.inf
+        self._waiting: collections.deque[Document] = collections.deque()
+        self._begun: PrefillState | None = None
+        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="tca-jax-compile")
+
+    def add(self, document: Document, *, first: bool = False) -> None:
+        """A document is to be read, before all others where it is to be the first."""
+        if first:
+            self._waiting.appendleft(document)
+        else:
+            self._waiting.append(document)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is to be read."""
+        return not self._waiting and self._begun is None
+
+    def close(self) -> None:
+        """Ends its threads, once what they are compiling is done; waits for nothing."""
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+
+    def read_on(self, before: float) -> bool:
+        """Reads a part of the documents whose turn it is; whether there were any that fit, and their program.
+
+        Args:
+            before: Arrival of a request that waits for pages; documents that came later do not take them.
+        """
+        begun = self._begun or self._begin(before)
+        if begun is None:
+            return False
+        if not any(map(_is_wanted, begun.documents)):
+            self._end()
+            for document in begun.documents:
+                self._documents.drop(document)
+            return True
+        if not begun.programs[0].done():
+            return False
+        try:
+            self._read_part(begun)
+        except Exception as error:
+            self._end()
+            self._fail(begun.documents, error)
+        return True
+
+    def _begin(self, before: float) -> PrefillState | None:
+        """Begins to read the document that waits longest, and short ones with it, if there are pages for them."""
+        for document in [each for each in self._waiting if not _is_wanted(each)]:
+            self._waiting.remove(document)
+            self._documents.drop(document)
+        self.waits = math.inf
+        if not self._waiting or self._waiting[0].arrival > before:
+            return None
+        group = self._group()
+        layout = self._lm.cache_layout(len(group), bucket_length(max(len(each.tokens) for each in group)))
+        pages = self._documents.reserve(layout.num_pages)
+        if pages is None:
+            if self._documents.would_have_room(layout.num_pages):
+                self.waits = group[0].arrival
+            return None
+        for document in group:
+            self._waiting.remove(document)
+        tokens, lengths = pad_tokens([each.tokens for each in group], self._lm.pad_token_id)
+        parts = collections.deque(self._programs(tokens, lengths, layout))
+        self._begun = PrefillState(group, layout, tokens, lengths, pages, parts, (tokens, lengths))
+        wait([parts[0]], _COMPILE_WAIT_SECONDS)
+        return self._begun
+
+    def _group(self) -> list[Document]:
+        """Documents that are read together, in order of arrival: a power of two of them, of one bucket."""
+        first = bucket_length(len(self._waiting[0].tokens))
+        if first > _TOGETHER_TOKENS:
+            return [self._waiting[0]]
+        same = [each for each in self._waiting if bucket_length(len(each.tokens)) == first]
+        fit = self._documents.free.total // self._lm.cache_layout(1, first).num_pages
+        most = min(len(same), fit, max(1, _TOGETHER_TOKENS // first))
+        return same[: 1 << (most.bit_length() - 1)]
+
+    def _programs(
+        self, tokens: Int32[np.ndarray, "B L"], lengths: Int32[np.ndarray, " B"], layout: CacheLayout
+    ) -> list[Future[tuple[Callable[..., Any], float]]]:
+        """The programs of all parts, under way where they are not there."""
+        lm, static = self._program_lm, {"layout": layout, "backend": self._backend}
+        layers, of_part = lm.config.num_layers, max(1, _PART_TOKENS // tokens.size)
+        if of_part >= layers or own_reader(lm, layout):
+            return [self._compilers.submit(programs.read.prepare, lm, tokens, lengths, **static)]
+        ends = [*range(of_part, layers, of_part), layers]
+        parts = list(zip([0, *ends], ends, strict=False))
+        first = self._compilers.submit(programs.read_first.prepare, lm, tokens, lengths, layers=parts[0], **static)
+
+        def after_first(program: Program, part: tuple[int, int]) -> tuple[Callable[..., Any], float]:
+            return program.prepare(lm, *results_of(first.result()[0]), layers=part, **static)
+
+        more = [self._compilers.submit(after_first, programs.read_more, part) for part in parts[1:-1]]
+        return [first, *more, self._compilers.submit(after_first, programs.read_last, parts[-1])]
+
+    def _read_part(self, begun: PrefillState) -> None:
+        program, _ = begun.programs.popleft().result()
+        # Waited for, so that an error is that of these documents, and a new request waits for one part at most.
+        begun.state = jax.block_until_ready(program(self._program_lm, *begun.state))
+        if begun.programs:
+            return
+        found: programs.PrefillResult = begun.state
+        finite, shares, logits = on_host((found.finite, found.attended_share, found.logits))
+        self._end()  # the pages that were held back are those that the documents take
+        for row, document in enumerate(begun.documents):
+            own = slice(row, row + 1)
+            try:
+                require_finite(self._lm, begun.tokens[own], begun.lengths[own], finite[own], "document")
+                self._documents.enter(document, found.cache, row, float(shares[row]))
+            except Exception as error:
+                self._fail([document], error)
+            document.logits = None if document.named else logits[own]
+
+    def _end(self) -> None:
+        """Whatever was begun is read no further, and its pages are for whoever takes them next."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
+        for program in begun.programs:
+            program.cancel()
+        self._documents.free.give_back(begun.pages)
+
+    def _fail(self, documents: Sequence[Document], error: Exception) -> None:
+        for document in documents:
+            self._documents.fail(document, error)
+        self._recover(error)
+
+
+def _is_wanted(document: Document) -> bool:
+    """Whether a user has named a document, or a request waits for it."""
+    return document.named or document.users > 0

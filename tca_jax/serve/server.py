@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import functools
+import hashlib
+import hmac
 import json
 import logging
+import math
+import signal
+import socket
+import threading
 import time
+import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -20,50 +30,43 @@ from starlette.types import Receive, Scope, Send
 
 from tca_jax.errors import Unsupported, UserError
 from tca_jax.serve import protocol
-from tca_jax.serve.access import (
-    Keys,
-    Settings,
-    http_error,
-    json_response,
-    read_body,
-    refusal,
-    told,
-    unknown_error,
-)
+from tca_jax.serve.answers import AnswerCounter, Answers, EncodedPrompt, Metrics, PromptEncoder
 from tca_jax.serve.constraints import Grammars, Mask
-from tca_jax.serve.conversations import Conversations, EncodedPrompt
-from tca_jax.serve.engine import Engine
-from tca_jax.serve.loop import EngineEnded
-from tca_jax.serve.metrics import Metrics
-from tca_jax.serve.protocol import Answering, RequestError
-from tca_jax.serve.responses import Chat, Json, Text, document_json, usage_of
-from tca_jax.serve.rows import Answers, Rows
+from tca_jax.serve.engine import DocumentInfo, Engine, EngineEnded
+from tca_jax.serve.protocol import Answering, Chat, Json, RequestError, Text
 from tca_jax.serve.streams import Completion
 
 _T = TypeVar("_T")
 _THREADS = 64  # that wait for the engine
+_CANCELLING_SECONDS = 3  # until connections are closed whose answers were cancelled
 _log = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Bounds of a server."""
+
+    model: str  # its name in requests
+    api_keys: tuple[str, ...] = ()  # of which a request must have one; none for no keys
+    max_rows: int = 256  # answers that wait or are written
+    max_tokens: int = 4096  # of an answer
+    default_tokens: int = 512  # of an answer to a chat that names no number
+    max_body: int = 64 * 2**20  # bytes of a request
+    body_seconds: float = 60.0  # until it has arrived
+    answer_seconds: float = 600.0  # until an answer is cancelled, waiting included
+    grace_seconds: float = 10.0  # at the end for running answers, then for documents that are being stored
+
+
 class Server:
-    """The application: `app` is what a web server runs.
-
-    Args:
-        engine: Its model needs a tokenizer.
-        settings: What is allowed.
-
-    Raises:
-        ValueError: the model has no tokenizer.
-    """
+    """The application: `app` is what a web server runs. ValueError if the engine's model has no tokenizer."""
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         if engine.lm.tokenizer is None:
             raise UserError(f"{engine.lm.name} was loaded without a tokenizer: a server needs one")
         self._engine, self._settings, self._lm = engine, settings, engine.lm
-        self._conversations = Conversations(engine)
-        self._metrics = Metrics(engine)
-        self._rows = Rows(engine, self._metrics, settings.max_rows)
-        self._keys = Keys(settings.api_keys)
+        self._encoder, self._metrics = PromptEncoder(engine), Metrics(engine)
+        self._answers = AnswerCounter(engine, self._metrics, settings.max_rows)
+        self._keys = [_digest(key) for key in settings.api_keys]
         self._created = int(time.time())
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tca-jax-request")
         self._compiling = asyncio.Lock()  # one schema at a time, which leaves the other threads to requests without one
@@ -81,38 +84,63 @@ class Server:
         ]
         self.app = Starlette(
             routes=[Route(path, self._checked(path, answer), methods=[method]) for method, path, answer in routes],
-            exception_handlers={HTTPException: http_error, Exception: unknown_error},
+            exception_handlers={HTTPException: _http_error, Exception: _unknown_error},
         )
 
-    # What all requests have in common
+    # All requests
 
     def _checked(
         self, path: str, answer: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """An endpoint that asks for the key, answers errors in the protocol's form, and is counted."""
+        """An endpoint that requires the key, answers errors in the protocol's form, and is counted."""
 
         async def endpoint(request: Request) -> Response:
             status = 500
             try:
                 if path != "/health":
-                    self._keys.require(request)
+                    self._require_key(request)
                 response = await answer(request)
-                status = response.status_code
-                return response
             except ClientDisconnect:
-                status = 499  # as nginx counts them
-                return Response(status_code=status)
+                response = Response(status_code=499)  # as nginx counts them
             except UserError as error:
-                response = refusal(protocol.of_user_error(error))
-                status = response.status_code
-                return response
+                problem = protocol.of_user_error(error)
+                response = _json(problem.body(), problem.status, _error_headers(problem))
             finally:
+                if "response" in locals():
+                    status = response.status_code
                 self._metrics.request(path, status)
+            return response
 
         return endpoint
 
+    def _require_key(self, request: Request) -> None:
+        kind, _, key = request.headers.get("authorization", "").partition(" ")
+        given = _digest(key.strip())
+        known = [hmac.compare_digest(given, each) for each in self._keys]  # all of them: in constant time
+        if known and (kind.lower() != "bearer" or not any(known)):
+            raise RequestError(
+                "the request has no valid API key: send one as Authorization: Bearer KEY",
+                status=401,
+                code="invalid_api_key",
+            )
+
     async def _body(self, request: Request) -> bytes:
-        return await read_body(request, self._settings)
+        """The body of a request. RequestError where it is beyond the bounds of size and time."""
+        most, seconds = self._settings.max_body, self._settings.body_seconds
+        too_large = RequestError(f"request body exceeds {most:,} bytes", status=413)
+        declared = request.headers.get("content-length", "0")
+        if declared.isdecimal() and int(declared) > most:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(seconds):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > most:
+                        raise too_large
+        except TimeoutError:
+            raise RequestError(f"the body did not arrive within {seconds:g} seconds", status=408) from None
+        return bytes(body)
 
     async def _in_thread(self, function: Callable[..., _T], *args: Any) -> _T:
         """Runs what may wait for the engine, or for a tokenizer, beside the event loop."""
@@ -122,50 +150,42 @@ class Server:
 
     async def _health(self, request: Request) -> Response:
         if (failure := self._engine.failure) is not None:
-            return json_response({"status": "failed", "error": str(failure)}, 503)
-        return json_response({"status": "ok"})
+            return _json({"status": "failed", "error": str(failure)}, 503)
+        return _json({"status": "ok"})
 
     async def _metrics_text(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model_json()]})
+        return _json({"object": "list", "data": [self._model_json()]})
 
     async def _model(self, request: Request) -> Response:
         self._require_model(request.path_params["model"])
-        return json_response(self._model_json())
+        return _json(self._model_json())
 
     def _model_json(self) -> Json:
-        return {
-            "id": self._settings.model,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "tca-jax",
-            "max_model_len": self._lm.config.max_context,
-        }
+        name, length = self._settings.model, self._lm.config.max_context
+        fields = {"object": "model", "created": self._created, "owned_by": "tca-jax", "max_model_len": length}
+        return {"id": name, **fields}
 
     def _require_model(self, name: str | None) -> None:
         if name not in (None, self._settings.model):
-            raise RequestError(
-                f"model = {json.dumps(name)}: must be {self._settings.model}",
-                param="model",
-                status=404,
-                code="model_not_found",
-            )
+            text = f"model = {json.dumps(name)}: must be {self._settings.model}"
+            raise RequestError(text, param="model", status=404, code="model_not_found")
 
     # Documents
 
     async def _upload(self, request: Request) -> Response:
-        wanted = _document_request(request.headers.get("content-type", ""), await self._body(request))
-        document = await self._in_thread(self._conversations.upload, wanted)
-        return json_response(document_json(self._engine.document(document)), 201)
+        wanted = protocol.document_request(request.headers.get("content-type", ""), await self._body(request))
+        document = await self._in_thread(self._encoder.upload, wanted)
+        return _json(protocol.document_json(self._engine.document(document)), 201)
 
     async def _documents(self, request: Request) -> Response:
         found = await self._in_thread(self._engine.documents)
-        return json_response({"object": "list", "data": [document_json(each) for each in found]})
+        return _json({"object": "list", "data": list(map(protocol.document_json, found))})
 
     async def _document(self, request: Request) -> Response:
-        return json_response(document_json(self._known(request)))
+        return _json(protocol.document_json(self._known(request)))
 
     async def _delete(self, request: Request) -> Response:
         document = self._known(request).id
@@ -175,9 +195,9 @@ class Server:
             raise
         except UserError as error:
             raise RequestError(str(error), status=409, code="document_in_use") from None
-        return json_response({"id": document, "object": "document.deleted", "deleted": True})
+        return _json({"id": document, "object": "document.deleted", "deleted": True})
 
-    def _known(self, request: Request) -> Any:
+    def _known(self, request: Request) -> DocumentInfo:
         try:
             return self._engine.document(request.path_params["document"])
         except UserError as error:
@@ -193,9 +213,9 @@ class Server:
         if wanted.schema is not None:
             async with self._compiling:
                 mask = await self._in_thread(self._mask, wanted.schema)
-        asked = await self._in_thread(self._conversations.chat, wanted.messages, wanted.answering.document)
+        prompt = await self._in_thread(self._encoder.chat, wanted.messages, wanted.answering.document)
         form = Chat(self._settings.model, self._lm.tokenizer)
-        return await self._answer(request, wanted.answering, [asked], form, mask)
+        return await self._answer(request, wanted.answering, [prompt], form, mask)
 
     def _mask(self, schema: Json) -> Callable[[], Mask]:
         """Creates masks of answers that are JSON of a schema."""
@@ -210,53 +230,41 @@ class Server:
 
     async def _complete(self, request: Request) -> Response:
         wanted = protocol.completion_request(protocol.parse_json(await self._body(request)))
-        answering, texts = wanted.answering, Text(self._settings.model, self._lm.tokenizer)
-        self._require_model(answering.model)
+        self._require_model(wanted.answering.model)
 
         def encode() -> list[EncodedPrompt]:
-            return [self._conversations.complete(prompt, answering.document) for prompt in wanted.prompts]
+            return [self._encoder.complete(prompt, wanted.answering.document) for prompt in wanted.prompts]
 
-        asked = await self._in_thread(encode)
-        return await self._answer(request, answering, asked, texts)
+        prompts = await self._in_thread(encode)
+        return await self._answer(request, wanted.answering, prompts, Text(self._settings.model, self._lm.tokenizer))
 
     async def _answer(
         self,
         request: Request,
         wanted: Answering,
-        asked: Sequence[EncodedPrompt],
+        prompts: Sequence[EncodedPrompt],
         form: Chat,
         mask: Callable[[], Mask] | None = None,
     ) -> Response:
-        answers = await self._ask(request, wanted, asked, mask)
-        if wanted.stream:
-            return _Events(self._events(answers, form, wanted.include_usage, asked), answers)
-        completions = await self._ended(request, answers)
-        return json_response(form.whole(completions, _usage(asked, completions)))
-
-    async def _ask(
-        self,
-        request: Request,
-        wanted: Answering,
-        asked: Sequence[EncodedPrompt],
-        mask: Callable[[], Mask] | None = None,
-    ) -> Answers:
-        """Asks the engine for all answers of a request."""
-        lengths = [self._max_tokens(wanted, each) for each in asked]
+        lengths = [self._max_tokens(wanted, each) for each in prompts]
         options = {**wanted.options, "logprobs": wanted.logprobs or wanted.logprobs is not None}
-        return await self._rows.ask(asked, lengths, wanted.n, options, mask, self._in_thread)
+        answers = await self._answers.ask(prompts, lengths, wanted.n, options, mask, self._in_thread)
+        if wanted.stream:
+            return _Events(self._events(answers, form, wanted.include_usage, prompts), answers)
+        completions = await self._completions(request, answers)
+        return _json(form.response(completions, _usage(prompts, completions)))
 
-    def _max_tokens(self, wanted: Answering, asked: EncodedPrompt) -> int:
-        """Most tokens of an answer: what is asked for, or as many as the model has positions for."""
+    def _max_tokens(self, wanted: Answering, prompt: EncodedPrompt) -> int:
+        """Most tokens of an answer: what is requested, or as many as the model has positions for."""
         most, given = self._settings.max_tokens, wanted.max_tokens
         if given is not None:
             if given > most:
                 raise RequestError(f"max_tokens = {given}: must be at most {most}", param="max_tokens")
             return given
-        left = self._lm.config.max_context - asked.document_tokens - len(asked.tokens)
-        least = wanted.options["min_new_tokens"]
-        return max(1, least, min(wanted.default_tokens, most, left))
+        left = self._lm.config.max_context - prompt.document_tokens - len(prompt.tokens)
+        return max(1, wanted.options["min_new_tokens"], min(wanted.default_tokens, most, left))
 
-    async def _ended(self, request: Request, answers: Answers) -> list[Completion]:
+    async def _completions(self, request: Request, answers: Answers) -> list[Completion]:
         """All answers of a request, whose rows are free when this returns, also because the client has gone."""
         ended = asyncio.ensure_future(answers.completions(self._settings.answer_seconds))
         gone = asyncio.ensure_future(_disconnected(request))
@@ -268,14 +276,14 @@ class Server:
         except ClientDisconnect:
             raise
         except Exception as error:
-            raise told(error) from None
+            raise _public_error(error) from None
         finally:
             gone.cancel()
             ended.cancel()
             answers.close()
 
     async def _events(
-        self, answers: Answers, form: Chat, include_usage: bool, asked: Sequence[EncodedPrompt]
+        self, answers: Answers, form: Chat, include_usage: bool, prompts: Sequence[EncodedPrompt]
     ) -> AsyncIterator[bytes]:
         """The server-sent events of an answer."""
         completions = []
@@ -283,22 +291,22 @@ class Server:
             if (first := form.begin(index)) is not None:
                 yield _event(first)
         try:
-            async for index, said in answers.pieces(self._settings.answer_seconds):
-                if isinstance(said, Completion):
-                    completions.append(said)
-                    yield _event(form.end(index, said))
+            async for index, piece in answers.pieces(self._settings.answer_seconds):
+                if isinstance(piece, Completion):
+                    completions.append(piece)
+                    yield _event(form.end(index, piece))
                 else:
-                    yield _event(form.piece(index, said))
+                    yield _event(form.piece(index, piece))
         except Exception as error:
-            yield _event(told(error).body())
+            yield _event(_public_error(error).body())
             return
         if include_usage:
-            yield _event(form.usage(_usage(asked, completions)))
+            yield _event(form.usage(_usage(prompts, completions)))
         yield b"data: [DONE]\n\n"
 
     def cancel_answers(self) -> None:
         """Ends all answers that are being written."""
-        self._rows.cancel_all()
+        self._answers.cancel_all()
 
     def close(self) -> None:
         """Frees the threads that wait for the engine."""
@@ -325,26 +333,96 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _usage(asked: Sequence[EncodedPrompt], completions: Sequence[Completion]) -> Json:
-    prompts = [(len(each.tokens), each.document_tokens) for each in asked]
-    return usage_of(prompts, sum(len(each.tokens) for each in completions))
+def _usage(prompts: Sequence[EncodedPrompt], completions: Sequence[Completion]) -> Json:
+    cached, new = sum(each.document_tokens for each in prompts), sum(len(each.tokens) for each in completions)
+    return protocol.usage(cached, cached + sum(len(each.tokens) for each in prompts), new)
 
 
 def _event(data: Json) -> bytes:
     return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 
-def _document_request(content_type: str, body: bytes) -> protocol.DocumentRequest:
-    kind = content_type.partition(";")[0].strip().lower()
-    if kind == "application/json":
-        return protocol.document_request(protocol.parse_json(body))
-    if kind == "text/plain":
-        return protocol.DocumentRequest(_utf8(body))
-    raise RequestError(f"Content-Type = {json.dumps(kind)}: must be text/plain, or application/json", status=415)
+def _json(data: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(json.dumps(data).encode(), status, headers, media_type="application/json")
 
 
-def _utf8(body: bytes) -> str:
-    try:
-        return body.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"the body is not valid UTF-8 text: {error}") from None
+def _public_error(error: Exception) -> RequestError:
+    """The error that a client gets for a failed answer; one that is not the client's is in the log."""
+    if isinstance(error, UserError):
+        return protocol.of_user_error(error)
+    _log.error("an answer failed", exc_info=error)
+    return RequestError(f"the answer failed: {type(error).__name__}", status=500)
+
+
+def _error_headers(problem: RequestError) -> dict[str, str] | None:
+    if problem.status == 401:
+        return {"WWW-Authenticate": "Bearer"}
+    return {"Retry-After": "1"} if problem.status in (429, 503) else None
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    problem = RequestError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
+    return _json(problem.body(), error.status_code, dict(error.headers or {}))
+
+
+async def _unknown_error(request: Request, error: Exception) -> Response:
+    return _json(RequestError("the server failed; its log says why", status=500).body(), 500)
+
+
+def _digest(key: str) -> bytes:
+    """A key, in as many bytes as any other."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+class _Uvicorn(uvicorn.Server):
+    """A web server that lets running answers end for some seconds, and then cancels them."""
+
+    def __init__(self, server: Server, config: uvicorn.Config, seconds: float) -> None:
+        super().__init__(config)
+        self._server, self._seconds = server, seconds
+        self.interrupted = False
+
+    def handle_exit(self, sig: int, frame: types.FrameType | None) -> None:
+        self.interrupted = self.interrupted or sig == signal.SIGINT
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        cancelling = asyncio.get_running_loop().call_later(self._seconds, self._server.cancel_answers)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cancelling.cancel()
+
+
+def serve(engine: Engine, settings: Settings, listening: socket.socket, ready: Callable[[], None]) -> tuple[bool, bool]:
+    """Serves an engine at a bound socket until SIGINT or SIGTERM, and closes the engine; `ready` is called first.
+
+    Returns:
+        Whether the engine, and documents being stored, ended within `settings.grace_seconds`; whether Ctrl-C ended it.
+    """
+    server = Server(engine, settings)
+    closing = threading.Thread(target=engine.close, name="tca-jax-close", daemon=True)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        ready()
+        yield
+        closing.start()
+        server.close()
+        deadline = time.monotonic() + settings.grace_seconds
+        while closing.is_alive() and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+    server.app.router.lifespan_context = lifespan
+    config = uvicorn.Config(
+        server.app,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        ws="none",
+        timeout_graceful_shutdown=math.ceil(settings.grace_seconds) + _CANCELLING_SECONDS,
+    )
+    ending = _Uvicorn(server, config, settings.grace_seconds)
+    ending.run(sockets=[listening])
+    return closing.ident is not None and not closing.is_alive(), ending.interrupted

@@ -42,13 +42,7 @@ class Entry:
 
 
 class Storage:
-    """A folder of documents. One engine owns it, and its thread calls all methods.
-
-    Args:
-        folder: Created if missing.
-        max_bytes: Most bytes of documents; None for no bound. A document beyond it is not stored: none that was
-            reported as stored may be lost.
-    """
+    """A folder of documents of at most `max_bytes`. One engine owns it, and its thread calls all methods."""
 
     def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,40 +77,37 @@ class Storage:
     def store(
         self, entry: Entry, num_bytes: int, make: Callable[[], Context], wanted: Callable[[], bool]
     ) -> Future[None]:
-        """Writes a document in another thread, which also creates its context.
+        """Writes a document of `num_bytes` in another thread, which creates its context by `make`.
 
-        Args:
-            entry: The document.
-            num_bytes: Its size.
-            make: Creates its context.
-            wanted: Whether the document is still there once it is written.
-
-        Returns:
-            The writing, which fails with an OSError where the folder is full or cannot be written.
+        It is published only if it is `wanted` then. The future fails with an OSError where the folder is full.
         """
         return self._threads.submit(self._write, entry, num_bytes, make, wanted)
 
     def _write(self, entry: Entry, num_bytes: int, make: Callable[[], Context], wanted: Callable[[], bool]) -> None:
-        held = sum(file.stat().st_size for file in self._folder.rglob("*") if file.is_file())
+        held = 0
+        for folder, _, files in os.walk(self._folder):
+            for name in files:
+                with contextlib.suppress(OSError):  # it has just been removed
+                    held += os.path.getsize(os.path.join(folder, name))
         if self._max_bytes is not None and held + num_bytes > self._max_bytes:
             raise OSError(
                 f"{self._folder} holds {held / 1e9:,.2f} of at most {self._max_bytes / 1e9:,.2f} GB: a document of "
                 f"{num_bytes / 1e9:,.2f} GB does not fit"
             )
         with self._temporary() as temporary:
-            folder = Path(temporary) / "document"
-            make().save(folder / _CONTEXT)
-            with open(folder / _ENTRY, "w") as file:
+            written = Path(temporary) / "document"
+            make().save(written / _CONTEXT)
+            with open(written / _ENTRY, "w") as file:
                 json.dump({"tokens": entry.tokens, "parts": entry.parts, "created": entry.created}, file)
                 file.flush()
                 os.fsync(file.fileno())
-            _sync(folder)
+            _sync(written)
             with self._lock:
                 if not wanted():
                     return
                 with contextlib.suppress(FileNotFoundError):  # a damaged one
                     os.rename(self._folder / entry.id, Path(temporary) / "damaged")
-                os.rename(folder, self._folder / entry.id)
+                os.rename(written, self._folder / entry.id)
                 _sync(self._folder)
                 self._stored.add(entry.id)
 
@@ -124,12 +115,7 @@ class Storage:
         return tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=self._folder, ignore_cleanup_errors=True)
 
     def load(self, id_: str) -> Context | None:
-        """A stored document in host memory; None until another thread has read it. One is read at a time.
-
-        Raises:
-            OSError: it cannot be read.
-            ValueError: it is damaged.
-        """
+        """A stored document in host memory; None until another thread has read it. One is read at a time."""
         if self._loading is None:
             self._loading = id_, self._threads.submit(self._read, id_)
         name, loading = self._loading
@@ -152,11 +138,7 @@ class Storage:
         self._stored.discard(id_)
 
     def remove(self, id_: str) -> None:
-        """Removes a document at once; another thread frees its bytes.
-
-        Raises:
-            OSError: it cannot be removed, and stays.
-        """
+        """Removes a document at once; another thread frees its bytes. OSError if it cannot be removed."""
         with self._lock, contextlib.ExitStack() as removing:
             if os.path.lexists(self._folder / id_):
                 temporary = removing.enter_context(self._temporary())

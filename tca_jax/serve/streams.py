@@ -1,4 +1,4 @@
-"""Answers while they are being written: the engine's thread adds tokens, whoever asked takes pieces of text."""
+"""Answers while they are being written: the engine's thread adds tokens, the caller takes pieces of text."""
 
 from __future__ import annotations
 
@@ -20,31 +20,17 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """An answer that has ended.
+    """An answer that has ended."""
 
-    Attributes:
-        tokens: New token ids, a stop token included.
-        finish_reason: "stop" (a stop token or stop string), "length", or "cancelled".
-        prompt_tokens: Tokens of the prompt; behind a document, of what was appended to it.
-        document_tokens: Tokens of the document; 0 without one.
-        document: Id of the document that the answer left, where it was asked with `keep`.
-        seconds_to_first_token: From the request to its first token.
-        seconds: From the request to its last token.
-        logprobs: Natural log-probability of each new token, before temperature, filters and penalties; None unless
-            asked for.
-        top_logprobs: At the place of each token the likeliest ones, as pairs (token id, log-probability); None unless a
-            number of them was asked for.
-    """
-
-    tokens: list[int]
-    finish_reason: FinishReason
-    prompt_tokens: int
-    document_tokens: int
-    document: str | None
-    seconds_to_first_token: float
-    seconds: float
-    logprobs: list[float] | None
-    top_logprobs: list[list[tuple[int, float]]] | None
+    tokens: list[int]  # new ones, a stop token included
+    finish_reason: FinishReason  # "stop" (a stop token or stop string), "length", or "cancelled"
+    prompt_tokens: int  # after a document, of what was appended to it
+    document_tokens: int  # 0 without a document
+    document: str | None  # id of the document that the answer left, where it was asked with `keep`
+    seconds_to_first_token: float  # from the request
+    seconds: float  # from the request to the last token
+    logprobs: list[float] | None  # of each new token, before temperature, filters and penalties; None unless requested
+    top_logprobs: list[list[tuple[int, float]]] | None  # likeliest (token id, log-probability) at each place
     _text: str | None = dataclasses.field(repr=False)
 
     @property
@@ -98,14 +84,14 @@ class Stream:
         self._tell()
 
     def end(self, reason: FinishReason, document: str | None = None) -> None:
-        """Nothing follows. What ended it first stands."""
+        """Ends the answer; the first end stands."""
         with self._changed:
             if not self.ended:
                 self._ended, self.document = reason, document
         self._tell()
 
     def fail(self, error: BaseException) -> None:
-        """Nothing follows, because of an error. What ended it first stands."""
+        """Ends the answer with an error; the first end stands."""
         with self._changed:
             if not self.ended:
                 self._error = error
@@ -118,10 +104,10 @@ class Stream:
         for listener in listeners:
             listener()
 
-    # What whoever asked calls
+    # What the caller calls
 
     def cancel(self) -> None:
-        """Ends the answer. What was said stays; nothing happens if it has ended."""
+        """Ends the answer, whose tokens so far stay; nothing happens if it has ended."""
         self._cancel(self)
 
     def listen(self, listener: Callable[[], None]) -> None:
@@ -152,7 +138,7 @@ class Stream:
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def listener() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(changed.set)
 
         sent = 0
@@ -207,7 +193,7 @@ class Stream:
         return self._version() != version
 
     def _read(self) -> tuple[Answer, bool]:
-        """What was said so far, and whether that is all."""
+        """The answer so far, and whether that is all."""
         with self._changed:
             tokens, ended, error = list(self._tokens), self._ended, self._error
         if error is not None:
@@ -216,12 +202,12 @@ class Stream:
             answer = self._reader.read(tokens)
             cancels = answer.stopped and ended is None and not self._cancelled
             self._cancelled = self._cancelled or cancels
-        if cancels:  # at a stop string, which only the reader knows of
+        if cancels:  # at a stop string, which only the reader sees
             self.cancel()
         return answer, ended is not None or (answer.stopped and not self.keep)
 
     def _piece(self, sent: int) -> tuple[str, bool]:
-        """Text behind the characters that were given out, and whether it is the last."""
+        """Text after the characters that were handed out, and whether it is the last."""
         answer, finished = self._read()
         certain = certain_characters(answer, self.options.stop, finished=finished)
         return (answer.text or "")[sent : max(sent, certain)], finished

@@ -166,17 +166,12 @@ def grammars(shipped):
 
 
 @pytest.fixture(scope="module")
-def running(shipped):
+def client(shipped):
     with (
         Engine(shipped, max_rows=4, pages=400, answer_tokens=256) as engine,
         Running(engine) as running,
+        running.client() as client,
     ):
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(running):
-    with running.client() as client:
         yield client
 
 

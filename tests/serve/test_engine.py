@@ -1,21 +1,26 @@
 """An engine's answers are those of `generate`, whatever else is in the batch and wherever documents have been."""
 
 import asyncio
+import dataclasses
+import functools
 import threading
-import time
 
+import jax
 import numpy as np
 import pytest
+from cuda_lowering import lowered_for_cuda
 from tiny import CONFIG, random_prompt, tiny_lm, with_candidates
 
 import tca_jax
 from tca_jax.errors import UserError
-from tca_jax.serve import Engine
+from tca_jax.pallas_kernels import backends
+from tca_jax.serve import Engine, programs
 
 DOCUMENTS = [random_prompt(i, length) for i, length in enumerate((101, 77, 90))]
 ROOM = 24  # of all answers, so that they share programs
+NEVER = {"stop_token_ids": ()}
 OPTIONS = [
-    {"stop_token_ids": (), "logprobs": 3},
+    {**NEVER, "logprobs": 3},
     {"temperature": 0.8, "seed": 1, "top_k": 9, "top_p": 0.9, "min_p": 0.02, "stop_token_ids": (3, 5)},
     {"repetition_penalty": 1.4, "temperature": 1.3, "stop_token_ids": (*range(1, 20),), "min_new_tokens": 6},
 ]
@@ -48,7 +53,15 @@ def question(number):
     return random_prompt(100 + number, 1 + 5 * number % 8)
 
 
-def test_answers_are_those_of_generate_whatever_else_is_in_the_batch(lm, contexts, engine):
+def expected(lm, context, number):
+    return tca_jax.generate(lm, [question(number)], context=context, max_new_tokens=ROOM, **NEVER).tokens[0]
+
+
+def ask(engine, id_, number):
+    return engine.ask(id_, question(number), max_new_tokens=ROOM, **NEVER)
+
+
+def test_answers_equal_generate_in_any_batch(lm, contexts, engine):
     ids = [engine.read(document) for document in DOCUMENTS]
     asked = [(number % 4, question(number), OPTIONS[number % len(OPTIONS)]) for number in range(9)]
     lengths = [ROOM - 5 * (number % 3) for number in range(9)]
@@ -57,132 +70,168 @@ def test_answers_are_those_of_generate_whatever_else_is_in_the_batch(lm, context
         for (of, prompt, options), length in zip(asked, lengths, strict=True)
     ]
     for (of, prompt, options), length, stream in zip(asked, lengths, streams, strict=True):
-        out = stream.result(120)
-        context = None if of == 3 else contexts[of]
-        expected = tca_jax.generate(lm, [prompt], context=context, max_new_tokens=length, **options)
-        assert (out.tokens, out.finish_reason) == (expected.tokens[0], expected.finish_reasons[0])
+        out, context = stream.result(120), None if of == 3 else contexts[of]
+        own = tca_jax.generate(lm, [prompt], context=context, max_new_tokens=length, **options)
+        assert (out.tokens, out.finish_reason) == (own.tokens[0], own.finish_reasons[0])
         if "logprobs" in options:
-            np.testing.assert_allclose(out.logprobs, expected.logprobs[0], atol=1e-4)
+            np.testing.assert_allclose(out.logprobs, own.logprobs[0], atol=1e-4)
             tokens = [[token for token, _ in place] for place in out.top_logprobs]
-            assert tokens == [[token for token, _ in place] for place in expected.top_logprobs[0]]
+            assert tokens == [[token for token, _ in place] for place in own.top_logprobs[0]]
     assert engine.idle(60)
 
 
-def test_the_next_step_is_launched_before_one_is_taken_unless_it_needs_what_that_one_says(engine, monkeypatch):
-    batch, under_way = engine._scheduler._batch, []
+@pytest.mark.parametrize(("logprobs", "most"), [(False, 1), (1, 0)])
+def test_next_step_is_dispatched_early(engine, monkeypatch, logprobs, most):
+    batch, pending = engine._scheduler._batch, []
     arrived = batch._arrived
 
-    def noted(said):
-        under_way.append(len(batch.launched))
-        return arrived(said)
+    def noted(output):
+        pending.append(len(batch.pending))
+        return arrived(output)
 
     monkeypatch.setattr(batch, "_arrived", noted)
-    for logprobs, most in ((False, 1), (1, 0)):
-        under_way.clear()
-        out = engine.ask(None, question(1), max_new_tokens=8, stop_token_ids=(), logprobs=logprobs).result(60)
-        assert len(out.tokens) == 8
-        assert max(under_way) == most
-        assert under_way[-1] == 0  # nobody has a further token
+    out = engine.ask(None, question(1), max_new_tokens=8, logprobs=logprobs, **NEVER).result(60)
+    assert len(out.tokens) == 8
+    assert (max(pending), pending[-1]) == (most, 0)
 
 
-def test_a_kept_answer_and_an_appended_text_are_documents(lm, contexts, engine):
+def test_kept_answers_and_appended_texts_are_documents(lm, contexts, engine):
     id_ = engine.read(DOCUMENTS[1])
-    kept = engine.ask(id_, question(1), max_new_tokens=ROOM, stop_token_ids=(), keep=True).result(60)
-    longer = engine.append(id_, random_prompt(7, 30))
-    both = {
-        kept.document: question(1) + kept.tokens[:-1],
-        longer: random_prompt(7, 30),
-    }
-    for document, tokens in both.items():
+    kept = engine.ask(id_, question(1), max_new_tokens=ROOM, keep=True, **NEVER).result(60)
+    more = random_prompt(7, 30)
+    for document, tokens in ((kept.document, question(1) + kept.tokens[:-1]), (engine.append(id_, more), more)):
         context = tca_jax.prefill(lm, [tokens], context=contexts[1])
-        expected = tca_jax.generate(lm, [question(2)], context=context, max_new_tokens=ROOM, stop_token_ids=())
-        out = engine.ask(document, question(2), max_new_tokens=ROOM, stop_token_ids=()).result(60)
-        assert out.tokens == expected.tokens[0]
+        assert ask(engine, document, 2).result(60).tokens == expected(lm, context, 2)
         assert engine.document(document).tokens == len(DOCUMENTS[1]) + len(tokens)
-    again = engine.ask(id_, question(2), max_new_tokens=ROOM, stop_token_ids=()).result(60)
-    expected = tca_jax.generate(lm, [question(2)], context=contexts[1], max_new_tokens=ROOM, stop_token_ids=())
-    assert again.tokens == expected.tokens[0]  # what shares pages with a document leaves it as it was
+    assert ask(engine, id_, 2).result(60).tokens == expected(lm, contexts[1], 2)  # its shared pages are unchanged
 
 
-def test_documents_leave_the_device_and_come_back_also_to_another_engine(lm, contexts, tmp_path):
+def test_documents_move_between_device_host_and_disk(lm, contexts, tmp_path):
     pages = lm.cache_layout(1, 112).num_pages + 1
     for host_memory in (2**30, 0):
-        with Engine(
-            lm, max_rows=2, pages=pages, answer_tokens=64, host_memory=host_memory, disk=tmp_path / str(host_memory)
-        ) as engine:
+        sizes = {"max_rows": 1, "pages": pages, "answer_tokens": 64}
+        with Engine(lm, host_memory=host_memory, disk=tmp_path / str(host_memory), **sizes) as engine:
             ids = [engine.read(document) for document in DOCUMENTS]
             for id_ in ids:
                 engine.wait(id_, 60, stored=True)
             assert [each.state for each in engine.documents()].count("device") < 3
             for number in (0, 1, 2, 0):
-                out = engine.ask(ids[number], question(number), max_new_tokens=ROOM, stop_token_ids=()).result(60)
-                assert out.tokens == answer(lm, contexts[number], number)
-    with Engine(lm, max_rows=2, pages=pages, answer_tokens=64, disk=tmp_path / "0") as engine:
+                assert ask(engine, ids[number], number).result(60).tokens == expected(lm, contexts[number], number)
+    with Engine(lm, disk=tmp_path / "0", **sizes) as engine:
         assert {each.id: (each.state, each.stored) for each in engine.documents()} == dict.fromkeys(ids, ("disk", True))
-        out = engine.ask(ids[2], question(2), max_new_tokens=ROOM, stop_token_ids=()).result(60)
-        assert out.tokens == answer(lm, contexts[2], 2)
+        assert ask(engine, ids[2], 2).result(60).tokens == expected(lm, contexts[2], 2)
         engine.forget(ids[2])
-        with pytest.raises(UserError, match="there is none of this id"):
+        with pytest.raises(UserError, match="unknown document"):
             engine.ask(ids[2], [1])
-    with Engine(lm, max_rows=2, pages=pages, answer_tokens=64, disk=tmp_path / "0") as engine:
+    with Engine(lm, disk=tmp_path / "0", **sizes) as engine:
         assert {each.id for each in engine.documents()} == {*ids[:2]}
 
 
-def answer(lm, context, number):
-    out = tca_jax.generate(lm, [question(number)], context=context, max_new_tokens=ROOM, stop_token_ids=())
-    return out.tokens[0]
-
-
-def test_threads_and_tasks_may_ask_at_once_and_cancel(lm, contexts, engine):
+def test_threads_and_tasks_ask_and_cancel(lm, contexts, engine):
     id_ = engine.read(DOCUMENTS[0])
     found = {}
 
-    def ask(number):
-        found[number] = engine.ask(id_, question(number), max_new_tokens=ROOM, stop_token_ids=()).result(60).tokens
+    def answer(number):
+        found[number] = ask(engine, id_, number).result(60).tokens
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
-    cancelled = engine.ask(id_, question(9), max_new_tokens=150, stop_token_ids=())
+    async def answer_too():
+        return (await ask(engine, id_, 5).completion()).tokens
+
+    cancelled = engine.ask(id_, question(9), max_new_tokens=150, **NEVER)
+    threads = [threading.Thread(target=answer, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
-
-    async def ask_too():
-        out = await engine.ask(id_, question(5), max_new_tokens=ROOM, stop_token_ids=()).completion()
-        return out.tokens
-
-    while not cancelled.tokens:
-        time.sleep(0.001)
+    assert engine._loop.wait_until(lambda: bool(cancelled.tokens), 60)
     cancelled.cancel()
-    found[5] = asyncio.run(ask_too())
+    found[5] = asyncio.run(answer_too())
     for thread in threads:
         thread.join()
-    assert found == {number: answer(lm, contexts[0], number) for number in found}
+    assert found == {number: expected(lm, contexts[0], number) for number in found}
     out = cancelled.result(60)
     assert out.finish_reason == "cancelled"
     assert len(out.tokens) < 150
     assert engine.idle(60)
 
 
-def test_what_can_never_fit_is_refused_and_what_is_wrong_is_named(lm):
+def test_impossible_requests_are_refused(lm):
     with Engine(lm, max_rows=1, pages=8, answer_tokens=32) as engine:
-        with pytest.raises(UserError, match=r"need .* pages: the engine holds 8"):
-            engine.read(random_prompt(0, 3000))
-        with pytest.raises(UserError, match="max_rows"):
-            engine.ask(None, [1, 2], max_new_tokens=3000)
-        with pytest.raises(UserError, match="document = 'doc-0': there is none"):
-            engine.ask("doc-0", [1, 2])
-        with pytest.raises(UserError, match=str(CONFIG.max_positions)):
-            engine.ask(None, [1, 2], max_new_tokens=CONFIG.max_positions)
-        with pytest.raises(UserError, match="sample = -1"):
-            engine.ask(None, [1, 2], sample=-1)
+        for message, call in (
+            (r"need .* pages: the engine holds 8", lambda: engine.read(random_prompt(0, 3000))),
+            ("max_rows", lambda: engine.ask(None, [1, 2], max_new_tokens=3000)),
+            ("unknown document 'doc-0'", lambda: engine.ask("doc-0", [1, 2])),
+            (str(CONFIG.max_positions), lambda: engine.ask(None, [1, 2], max_new_tokens=CONFIG.max_positions)),
+            ("sample = -1", lambda: engine.ask(None, [1, 2], sample=-1)),
+        ):
+            with pytest.raises(UserError, match=message):
+                call()
     with pytest.raises(UserError, match="the engine is closed"):
         engine.read([1, 2])
     with pytest.raises(UserError, match="max_rows = 0"):
         Engine(lm, max_rows=0)
+    with pytest.raises(UserError, match="2 devices along 'data'"):
+        Engine(over(tiny_lm(), (2, 1)), pages=8)
 
 
-@pytest.mark.slow
-def test_a_single_row_answers_as_generate_does(lm, contexts):
-    with Engine(lm, max_rows=1, pages=200, answer_tokens=64) as engine:
-        id_ = engine.read(DOCUMENTS[0])
-        streams = [engine.ask(id_, question(i), max_new_tokens=ROOM, stop_token_ids=()) for i in (1, 2)]
-        assert [s.result(60).tokens for s in streams] == [answer(lm, contexts[0], i) for i in (1, 2)]
+# Meshes
+
+
+def over(lm, shape):
+    mesh = jax.make_mesh(shape, ("data", "model"), devices=jax.devices()[: shape[0] * shape[1]])
+    return tca_jax.LM.from_decoder(lm.decoder, name="tiny", mesh=mesh)
+
+
+@pytest.mark.parametrize("part_tokens", [pytest.param(2**17, marks=pytest.mark.slow), 1])
+def test_mesh_answers_equal_one_device(tmp_path, monkeypatch, part_tokens):
+    monkeypatch.setattr("tca_jax.serve.scheduler._PART_TOKENS", part_tokens)
+    candidates, options = [[0, 5], [9, 13], [14, 2]], {"max_new_tokens": 20, **NEVER}
+    lm = tiny_lm(config=dataclasses.replace(CONFIG, num_layers=len(candidates)))
+    one, two = (with_candidates(each, candidates) for each in (lm, over(lm, (1, 2))))
+    sizes = {"max_rows": 2, "pages": 2 * two.cache_layout(1, 112).num_pages - 1, "answer_tokens": 64}
+    with Engine(two, disk=tmp_path, **sizes) as engine:
+        ids = [engine.read(document) for document in DOCUMENTS[:2]]
+        for id_ in ids:
+            engine.wait(id_, 120, stored=True)
+        for number in (0, 1, 0):
+            context = tca_jax.prefill(one, DOCUMENTS[number])
+            kept = engine.ask(ids[number], [3, 4, 5], keep=True, **options).result(120)
+            assert kept.tokens == tca_jax.generate(one, [[3, 4, 5]], context=context, **options).tokens[0]
+            turn = tca_jax.prefill(one, [[3, 4, 5, *kept.tokens[:-1]]], context=context)
+            out = engine.ask(kept.document, [7], **options).result(120)
+            assert out.tokens == tca_jax.generate(one, [[7]], context=turn, **options).tokens[0]
+    with Engine(two, disk=tmp_path, **sizes) as engine:
+        again = engine.ask(ids[0], [3, 4, 5], **options).result(120)
+        context = tca_jax.prefill(one, DOCUMENTS[0])
+        assert again.tokens == tca_jax.generate(one, [[3, 4, 5]], context=context, **options).tokens[0]
+
+
+# Programs
+
+SAMPLED = {"temperature": 0.9, "top_k": 4, "repetition_penalty": 1.1, "logprobs": 2}
+
+
+@pytest.mark.parametrize(
+    ("method", "drawn"),
+    [("tca", {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("tca", SAMPLED), ("quest", {})))],
+)
+def test_gpu_steps_need_no_host(method, drawn, monkeypatch):
+    """A loop or a branch would: its condition is copied to the host, and the device waits."""
+    config = tca_jax.TCAConfig(block_size=16, window=32)
+    options = {"tca": {"candidates": np.asarray([[0, 5], [9, 13]]), "config": config}, "quest": {"block_size": 16}}
+    lm, taken = tiny_lm().with_method(method, **options[method]), {}
+    with Engine(lm, max_rows=2, answer_tokens=64, backend="xla") as engine:
+        own = engine._scheduler._batch._step_program
+
+        def noted(arguments, evicts):
+            taken[evicts] = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+            return own(arguments, evicts)
+
+        monkeypatch.setattr(engine._scheduler._batch, "_step_program", noted)
+        document = engine.read(random_prompt(0, 60))
+        engine.ask(document, [1, 2, 3], max_new_tokens=20, **NEVER, **drawn).result(120)
+    assert set(taken) == {False, True}
+    monkeypatch.setattr(backends, "_lacks", lambda name: None)
+    for evicts, arguments in taken.items():
+        step = functools.partial(programs._step, evicts=evicts, backend="triton")
+        text = lowered_for_cuda(step, lm.for_programs(), *arguments)
+        assert "__gpu$xla.gpu.triton" in text
+        assert not any(each in text for each in ("stablehlo.while", "stablehlo.case", "stablehlo.if"))

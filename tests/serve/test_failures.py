@@ -23,8 +23,7 @@ from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import UserError
 from tca_jax.programs import Program
 from tca_jax.serve import Engine, documents, programs
-from tca_jax.serve.access import Settings
-from tca_jax.serve.server import Server
+from tca_jax.serve.server import Server, Settings
 from tca_jax.serve.streams import Stream
 
 SECONDS = 120  # that nothing here takes: what waits for ever fails
@@ -128,9 +127,7 @@ def ends(stream):
         ("join", (1,)),
     ],
 )
-def test_an_error_of_a_program_fails_what_was_in_it_and_the_engine_goes_on(
-    lm, pages, expected, monkeypatch, name, consumed
-):
+def test_failed_programs_fail_their_answers_alone(lm, pages, expected, monkeypatch, name, consumed):
     with engine_of(lm, 3 * pages) as engine:
         document = engine.read(A)
         engine.wait(document, SECONDS)
@@ -149,7 +146,7 @@ def test_an_error_of_a_program_fails_what_was_in_it_and_the_engine_goes_on(
         assert following.tokens == expected(A, QUESTION + right[0][:-1])
 
 
-def test_a_document_that_an_error_took_from_the_device_is_read_again_in_its_parts(lm, pages, expected, monkeypatch):
+def test_lost_documents_are_read_again_in_parts(lm, pages, expected, monkeypatch):
     with engine_of(lm, 3 * pages) as engine:
         longer = engine.append(engine.read(A), MORE)
         engine.wait(longer, SECONDS)
@@ -160,11 +157,11 @@ def test_a_document_that_an_error_took_from_the_device_is_read_again_in_its_part
         assert engine.wait(engine.read(B), SECONDS).state == "device"  # what failed may be read again
 
 
-def test_where_no_batch_can_be_made_the_engine_has_failed_and_everybody_is_told(lm, pages, monkeypatch):
+def test_an_engine_without_a_batch_has_failed(lm, pages, monkeypatch):
     engine = Engine(lm, pages=pages, **SIZES)
     document = engine.read(A)
     engine.wait(document, SECONDS)
-    monkeypatch.setattr(engine._scheduler._reader, "read_on", lambda before: False)
+    monkeypatch.setattr(engine._scheduler._prefiller, "read_on", lambda before: False)
     waiting = engine.read(B)
     monkeypatch.setattr(programs, "admit", FailsOnce(programs.admit, (1,)))
     monkeypatch.setattr(programs, "empty_batch", FailsOnce(programs.empty_batch, ()))
@@ -191,29 +188,7 @@ def test_where_no_batch_can_be_made_the_engine_has_failed_and_everybody_is_told(
     engine.close()
 
 
-def test_calls_that_a_closing_engine_has_not_run_are_refused(lm, pages, monkeypatch):
-    engine, begun, goes_on = Engine(lm, pages=pages, **SIZES), threading.Event(), threading.Event()
-
-    def once(is_called):
-        begun.set()
-        assert goes_on.wait(SECONDS)
-        return False
-
-    monkeypatch.setattr(engine._scheduler, "once", once)
-    with concurrent.futures.ThreadPoolExecutor() as threads:
-        engine._loop.post(lambda: None)
-        assert begun.wait(SECONDS)
-        reading = threads.submit(engine.read, A)
-        until(lambda: engine._loop._calls)
-        closing = threads.submit(engine.close)
-        until(lambda: engine._loop._stopping)
-        goes_on.set()
-        with pytest.raises(UserError, match="the engine is closed"):
-            reading.result(SECONDS)
-        closing.result(SECONDS)
-
-
-def test_threads_that_ask_while_the_engine_closes_come_to_an_end(lm, pages):
+def test_closing_ends_threads_that_ask(lm, pages):
     engine = Engine(lm, pages=pages, **SIZES)
     document = engine.read(A)
     engine.wait(document, SECONDS)
@@ -247,7 +222,7 @@ def until(holds):
 # Values that are not finite
 
 
-def test_a_prompt_or_document_whose_logits_are_not_finite_fails_alone(lm, pages, expected):
+def test_infinite_logits_fail_their_request_alone(lm, pages, expected):
     bad = [*A[:20], NOT_FINITE, *A[21:]]
     with engine_of(lm, 3 * pages) as engine:
         documents = engine.read(bad), engine.read(A)
@@ -330,7 +305,7 @@ def full(*args, **kwargs):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_disk_is_told_and_documents_stay_where_they_are(lm, pages, expected, tmp_path, monkeypatch):
+def test_full_disks_leave_documents_where_they_are(lm, pages, expected, tmp_path, monkeypatch):
     with engine_of(lm, 3 * pages, disk=tmp_path / "bounded", disk_bytes=1) as engine:
         document = engine.read(A)
         with pytest.raises(OSError, match="does not fit"):
@@ -347,7 +322,7 @@ def test_a_full_disk_is_told_and_documents_stay_where_they_are(lm, pages, expect
     assert not list((tmp_path / "full").iterdir())
 
 
-def test_a_document_is_stored_when_that_is_said_and_not_before(lm, pages, tmp_path, monkeypatch):
+def test_stored_documents_are_on_disk(lm, pages, tmp_path, monkeypatch):
     save, goes_on = tca_jax.Context.save, threading.Event()
 
     def slow(context, directory):
@@ -376,7 +351,7 @@ def test_a_document_is_stored_when_that_is_said_and_not_before(lm, pages, tmp_pa
         assert [(each.id, each.stored) for each in engine.documents()] == [(again, True)]
 
 
-def test_a_document_that_cannot_be_removed_from_disk_stays(lm, pages, tmp_path, monkeypatch):
+def test_documents_that_cannot_be_removed_stay(lm, pages, tmp_path, monkeypatch):
     with Engine(lm, pages=pages, disk=tmp_path, **SIZES) as engine:
         document = engine.read(A)
         engine.wait(document, SECONDS, stored=True)
@@ -386,11 +361,11 @@ def test_a_document_that_cannot_be_removed_from_disk_stays(lm, pages, tmp_path, 
                 engine.forget(document)
         assert engine.document(document).stored
         engine.forget(document)
-        with pytest.raises(UserError, match="there is none of this id"):
+        with pytest.raises(UserError, match="unknown document"):
             engine.forget(document)
 
 
-def test_documents_from_disk_take_no_more_host_memory_than_is_allowed(lm, pages, expected, tmp_path):
+def test_loaded_documents_keep_to_host_memory(lm, pages, expected, tmp_path):
     with engine_of(lm, pages, disk=tmp_path, host_memory=0) as engine:
         read = [engine.read(each) for each in (A, B, C)]
         for document in read:
@@ -407,7 +382,7 @@ def test_documents_from_disk_take_no_more_host_memory_than_is_allowed(lm, pages,
         assert engine._storage._loading is None
 
 
-def test_pages_that_do_not_reach_the_device_fail_their_request_alone(lm, pages, expected, tmp_path, monkeypatch):
+def test_failed_moves_fail_their_request_alone(lm, pages, expected, tmp_path, monkeypatch):
     for shelf in (None, tmp_path):
         with engine_of(lm, pages, disk=shelf) as engine:
             document = engine.read(A)
@@ -430,7 +405,7 @@ def test_pages_that_do_not_reach_the_device_fail_their_request_alone(lm, pages, 
 
 
 @pytest.mark.slow
-def test_a_large_request_is_not_overtaken_by_small_ones_behind_it(lm, pages, monkeypatch):
+def test_large_requests_are_not_overtaken(lm, pages, monkeypatch):
     with engine_of(lm, 3 * pages, max_rows=3) as engine:
         steps, goes_on, begun = engine._scheduler._step, threading.Event(), threading.Event()
 
@@ -463,23 +438,7 @@ def test_a_large_request_is_not_overtaken_by_small_ones_behind_it(lm, pages, mon
         assert streams["large"].first_token_at <= streams["small"].first_token_at
 
 
-@pytest.mark.slow
-def test_documents_that_fit_one_by_one_are_read_one_by_one(lm, expected):
-    prompts = [prompt_of(seed, 12) for seed in range(20, 24)]
-    with engine_of(lm, lm.cache_layout(1, 16).num_pages) as engine:
-        gate = threading.Event()
-        engine._loop.post(lambda: gate.wait(SECONDS))
-        with concurrent.futures.ThreadPoolExecutor() as threads:
-            reading = [threads.submit(engine.read, each) for each in prompts]
-            until(lambda: len(engine._loop._calls) == len(prompts))
-            gate.set()
-            documents = [each.result(SECONDS) for each in reading]
-        for document, prompt in zip(documents, prompts, strict=True):
-            out = engine.ask(document, QUESTION, **OPTIONS).result(SECONDS)
-            assert out.tokens == expected(prompt)
-
-
-def test_what_is_appended_and_can_never_be_held_is_refused(lm):
+def test_appended_documents_beyond_the_pool_are_refused(lm):
     with engine_of(lm, lm.cache_layout(1, 16).num_pages, answer_tokens=256) as engine:
         longer = engine.append(engine.read(prompt_of(3, 12)), prompt_of(4, 200))
         with pytest.raises(UserError, match=r"the engine holds .* more"):
@@ -489,7 +448,7 @@ def test_what_is_appended_and_can_never_be_held_is_refused(lm):
 # The server
 
 
-def test_a_server_tells_that_its_engine_has_failed(speaking, monkeypatch):
+def test_a_server_reports_its_failed_engine(speaking, monkeypatch):
     engine = Engine(speaking, pages=100, **SIZES)
     server = Server(engine, Settings("tiny"))
 
@@ -528,7 +487,7 @@ def stream_of(lm, cancel=lambda stream: None, **options):
     return Stream(lm, AnswerOptions.create(lm, sampling=Sampling(), **options), cancel)
 
 
-def test_each_reader_of_a_stream_gets_all_of_it(speaking):
+def test_each_reader_gets_all_of_a_stream(speaking):
     stream = stream_of(speaking)
     said = speaking.tokenizer.encode("hello, you")
     pieces = iter(stream)
@@ -539,7 +498,7 @@ def test_each_reader_of_a_stream_gets_all_of_it(speaking):
     assert begin + "".join(pieces) == "".join(stream) == stream.result(SECONDS).text == "hello, you"
 
 
-def test_a_reader_whose_event_loop_is_gone_harms_nobody(speaking):
+def test_a_closed_event_loop_is_ignored(speaking):
     stream = stream_of(speaking)
 
     async def read_one():
@@ -558,7 +517,7 @@ def test_a_reader_whose_event_loop_is_gone_harms_nobody(speaking):
         kept.aclose().send(None)
 
 
-def test_a_stop_string_cancels_once_and_what_ended_a_stream_first_stands(speaking):
+def test_the_first_end_of_a_stream_stands(speaking):
     cancelled = []
     stream = stream_of(speaking, cancelled.append, stop=("l",))
     stream.add(speaking.tokenizer.encode("hello"), [], [])

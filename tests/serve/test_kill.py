@@ -19,34 +19,31 @@ OPTIONS = {"max_new_tokens": 6, "stop_token_ids": ()}
 SECONDS = 300  # in which the first document is stored: nothing takes so long
 PAGES = 400
 
-# Reads documents and tells of each that is stored; forgets some, so that folders come and go.
+# Reads documents and reports each that is stored; forgets some, so that folders come and go.
 READER = """
 import sys
 from tiny import random_prompt, tiny_lm, with_candidates
 from tca_jax.serve import Engine
 
 folder, count, pages = sys.argv[1], *map(int, sys.argv[2:])
-lm = with_candidates(tiny_lm(), [[0, 5], [9, 13]])
-engine = Engine(lm, max_rows=2, pages=pages, answer_tokens=32, disk=folder)
+engine = Engine(with_candidates(tiny_lm(), [[0, 5], [9, 13]]), max_rows=2, pages=pages, answer_tokens=32, disk=folder)
 ids = [engine.read(random_prompt(seed, 40)) for seed in range(count)]
 for seed, id_ in enumerate(ids):
     engine.wait(id_, stored=True)
+    print("forget" if seed % 4 == 3 else "stored", seed, flush=True)
     if seed % 4 == 3:
-        print("forget", seed, flush=True)
         engine.forget(id_)
-    else:
-        print("stored", seed, flush=True)
 """
 
 
 def killed(folder, seconds):
-    """What an engine reported before it was killed so many seconds after its first report."""
+    """Reports of an engine that is killed `seconds` after the first one."""
     path = os.pathsep.join(p for p in sys.path if p)
     command = [sys.executable, "-c", READER, str(folder), str(len(DOCUMENTS)), str(PAGES)]
     environment = {**os.environ, "PYTHONPATH": path}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         lines = [process.stdout.readline()]
-        time.sleep(seconds)  # the moment is what is tested
+        time.sleep(seconds)
         process.send_signal(signal.SIGKILL)
         lines += process.stdout.readlines()
     assert process.returncode in (-signal.SIGKILL, 0)
@@ -57,7 +54,7 @@ def killed(folder, seconds):
 
 
 @pytest.mark.slow
-def test_a_killed_engine_loses_no_document_that_it_reported_as_stored(tmp_path):
+def test_killed_engines_lose_no_stored_document(tmp_path):
     lm = with_candidates(tiny_lm(), [[0, 5], [9, 13]])
     moments = random.Random(0)
     expected = [None] * len(DOCUMENTS)

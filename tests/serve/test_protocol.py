@@ -1,16 +1,23 @@
-"""Requests of the OpenAI protocol are read as they say, and what is not allowed is named; no model is needed."""
+"""Requests and answers of the OpenAI protocol; no model is run."""
+
+import json
 
 import pytest
+import word_pieces
 
+import tca_jax
 from tca_jax.errors import UserError
 from tca_jax.serve.protocol import (
+    Chat,
     RequestError,
+    Text,
     chat_request,
     completion_request,
     document_request,
     of_user_error,
     parse_json,
 )
+from tca_jax.serve.streams import Completion
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -19,7 +26,7 @@ def json_schema(**fields):
     return {"type": "json_schema", "json_schema": {"name": "a-name", "schema": {}, **fields}}
 
 
-def test_defaults_are_those_of_the_protocol_and_null_is_left_out():
+def test_defaults_of_the_protocol():
     wanted = chat_request({"messages": HELLO, "stop": None, "n": None, "tools": None, "user": "me"}, 512)
     assert (wanted.answering.n, wanted.answering.max_tokens, wanted.answering.default_tokens) == (1, None, 512)
     assert (wanted.answering.options["temperature"], wanted.answering.options["stop"]) == (1.0, ())
@@ -35,7 +42,7 @@ def test_defaults_are_those_of_the_protocol_and_null_is_left_out():
     assert len(seeds) == 3
 
 
-def test_what_clients_send_along_is_read():
+def test_fields_of_openai_clients_are_read():
     answer = {"role": "assistant", "content": "Hi", "refusal": None, "annotations": [], "tool_calls": None}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "developer", "content": "Be brief."}, *HELLO, answer, {"role": "user", "content": parts}]
@@ -75,7 +82,7 @@ def test_what_clients_send_along_is_read():
         ({"x" * 10_000: 1}, "is no field of this request"),
     ],
 )
-def test_what_is_not_allowed_in_a_chat_is_named(fields, message):
+def test_refused_fields_of_chats_are_named(fields, message):
     with pytest.raises(RequestError, match=message) as raised:
         chat_request({"messages": HELLO, **fields}, 1)
     assert len(str(raised.value)) < 1000
@@ -95,7 +102,7 @@ def test_what_is_not_allowed_in_a_chat_is_named(fields, message):
         ({"echo": True}, "echo = true: must be false"),
     ],
 )
-def test_what_is_not_allowed_in_a_completion_is_named(fields, message):
+def test_refused_fields_of_completions_are_named(fields, message):
     if message is None:
         assert completion_request({"prompt": "x", **fields}).prompts == [""]  # the library says that it is empty
         return
@@ -103,7 +110,7 @@ def test_what_is_not_allowed_in_a_completion_is_named(fields, message):
         completion_request({"prompt": "x", **fields})
 
 
-def test_the_form_of_a_response_is_read_as_a_schema():
+def test_response_formats_are_schemas():
     for form, schema in (
         (None, None),
         ({"type": "text"}, None),
@@ -113,24 +120,28 @@ def test_the_form_of_a_response_is_read_as_a_schema():
         assert chat_request({"messages": HELLO, "response_format": form}, 1).schema == schema
 
 
-def test_an_upload_has_text_and_says_for_what():
-    assert document_request({"text": "a", "chat": False}).chat is False
-    assert document_request({"text": "a", "system": "b"}).system == "b"
-    for body, param in (({}, "text"), ({"text": "a", "file": "/etc/passwd"}, "file"), ({"text": 1}, "text")):
+def test_uploads_are_text_or_json():
+    def read(**fields):
+        return document_request("application/json; charset=utf-8", json.dumps(fields).encode())
+
+    assert document_request("text/plain", b"a").text == "a"
+    assert read(text="a", chat=False).chat is False
+    assert read(text="a", system="b").system == "b"
+    for fields, param in (({}, "text"), ({"text": "a", "file": "/etc/passwd"}, "file"), ({"text": 1}, "text")):
         with pytest.raises(RequestError) as raised:
-            document_request(body)
+            read(**fields)
         assert raised.value.param == param
     with pytest.raises(RequestError, match="leave out chat = false"):
-        document_request({"text": "a", "system": "b", "chat": False})
+        read(text="a", system="b", chat=False)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"NaN", b"[" * 100_000, b"\xff", b'{"n": 1' + b"0" * 5000 + b"}"])
-def test_a_body_that_is_no_json_is_an_error_of_the_request(body):
+def test_invalid_json_is_refused(body):
     with pytest.raises(RequestError, match="not valid JSON"):
         parse_json(body)
 
 
-def test_errors_of_the_library_name_fields_of_the_protocol():
+def test_errors_name_fields_of_the_protocol():
     told = of_user_error(UserError("max_new_tokens = 0: must be an integer of at least 1"))
     assert (str(told), told.param, told.status) == (
         "max_tokens = 0: must be an integer of at least 1",
@@ -140,3 +151,41 @@ def test_errors_of_the_library_name_fields_of_the_protocol():
     assert of_user_error(UserError("the engine is closed")).param is None
     of_schema = of_user_error(UserError("response_format.json_schema.schema: fails"))
     assert of_schema.param == "response_format.json_schema.schema"
+
+
+# Answers
+
+TEXT = "naïve café 日本 🦩 ok"
+
+
+def completion(tokens, top=1):
+    logprobs = [-0.5] * len(tokens)
+    likeliest = [[(token, -0.5 - i) for i, token in enumerate([own, *range(own + 1, own + top)])] for own in tokens]
+    return Completion(tokens, "length", 1, 0, None, 0.0, 0.0, logprobs, likeliest, TEXT)
+
+
+@pytest.fixture(scope="module", params=["bytes", "pieces", "shipped"])
+def tokenizer(request, tmp_path_factory):
+    if request.param == "shipped":
+        return tca_jax.load("recall-tiny").tokenizer
+    write = {"bytes": word_pieces.write_with_bytes, "pieces": word_pieces.write_with_pieces}[request.param]
+    return tca_jax.load(write(tmp_path_factory.mktemp("model"))).tokenizer
+
+
+def test_offsets_and_bytes_of_split_characters(tokenizer):
+    tokens = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    answer = Text("m", tokenizer).logprobs(completion(tokens))
+    entries = Chat("m", tokenizer).logprobs(completion(tokens))["content"]
+    own = [bytes(entry["bytes"]) for entry in entries]
+    text = b"".join(own)
+    assert text.decode().lstrip(" ") == TEXT
+    starts = [len(b"".join(own[:i])) for i in range(len(own))]
+    assert answer["text_offset"] == [len(text[:start].decode(errors="ignore")) for start in starts]
+    assert answer["tokens"] == [entry["token"] for entry in entries]
+    assert "bytes:\\xf0" in answer["tokens"]
+
+
+def test_likeliest_byte_fragments_stay_apart():
+    tokenizer = tca_jax.load("recall-tiny").tokenizer
+    (likeliest,) = Text("m", tokenizer).logprobs(completion([0xE6], top=4))["top_logprobs"]
+    assert likeliest == {f"bytes:\\xe{6 + i}": -0.5 - i for i in range(4)}

@@ -15,7 +15,7 @@ import pytest
 from tiny import write_checkpoint
 
 from tca_jax.errors import UserError
-from tca_jax.serve.loop import EngineEnded
+from tca_jax.serve.engine import EngineEnded
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"

@@ -26,18 +26,12 @@ def lm():
 @pytest.fixture
 def parts(monkeypatch):
     """Documents are read a layer at a time."""
-    monkeypatch.setattr("tca_jax.serve.reading._PART_TOKENS", 1)
+    monkeypatch.setattr("tca_jax.serve.scheduler._PART_TOKENS", 1)
     return Parts(monkeypatch)
 
 
 class Parts:
-    """Programs of parts, watched.
-
-    Attributes:
-        compiling: Called with a program's name before it is compiled.
-        running: The same before a program runs.
-        begun: Names of those that have run.
-    """
+    """Programs of parts: callbacks before they compile and run, and the names of those that have run."""
 
     def __init__(self, monkeypatch):
         self.compiling = self.running = lambda name: None
@@ -53,17 +47,14 @@ class WatchedProgram(Program):
     def prepare(self, *args, **static):
         self.parts.compiling(self.name)
         executable, seconds = self.program.prepare(*args, **static)
-        return WatchedExecutable(self, executable), seconds
 
+        def run(*args):
+            self.parts.begun.append(self.name)
+            self.parts.running(self.name)
+            return executable(*args)
 
-class WatchedExecutable:
-    def __init__(self, program, executable):
-        self.program, self.executable, self.out_info = program, executable, executable.out_info
-
-    def __call__(self, *args):
-        self.program.parts.begun.append(self.program.name)
-        self.program.parts.running(self.program.name)
-        return self.executable(*args)
+        run.out_info = executable.out_info
+        return run, seconds
 
 
 def engine_of(lm):
@@ -79,7 +70,7 @@ def free_pages(engine):
     return engine._documents.free.free
 
 
-def test_answers_take_steps_between_parts_and_while_these_compile(lm, parts):
+def test_answers_take_steps_between_parts(lm, parts):
     counts = []
     with engine_of(lm) as engine:
         other = engine.ask(None, [1, 2, 3], **LONG)
@@ -101,7 +92,7 @@ def test_answers_take_steps_between_parts_and_while_these_compile(lm, parts):
     assert out.tokens == tca_jax.generate(lm, [[7, 8]], context=context, **OPTIONS).tokens[0]
 
 
-def test_what_nobody_waits_for_is_read_no_further_and_gives_its_pages_back(lm, parts):
+def test_cancelled_prompts_are_read_no_further(lm, parts):
     go_on = threading.Event()
     parts.compiling = lambda name: name == "read_more" and go_on.wait(120)
     with engine_of(lm) as engine:
@@ -118,13 +109,13 @@ def test_what_nobody_waits_for_is_read_no_further_and_gives_its_pages_back(lm, p
 
 
 @pytest.mark.slow
-def test_what_is_repeated_to_the_model_is_read_in_one_part(lm, parts):
+def test_repeated_documents_are_read_at_once(lm, parts):
     with engine_of(lm.with_method("kvzip", share=0.4, chunk=32, block_size=8, window=16)) as engine:
         assert engine.wait(engine.read(DOCUMENT), 120).state == "device"
     assert parts.begun == ["read"]
 
 
-def test_an_error_in_a_part_is_that_of_its_document(lm, parts):
+def test_a_failed_part_fails_its_document(lm, parts):
     def running(name):
         if name == "read_more":
             raise MemoryError("no room for a layer")

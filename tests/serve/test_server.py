@@ -1,6 +1,5 @@
 """The HTTP server through OpenAI's own client: its answers are those of `generate`, and what is wrong is named."""
 
-import asyncio
 import concurrent.futures
 import json
 import os
@@ -71,85 +70,66 @@ def text_of(lm, prompt, context=None, **options):
     return out.text
 
 
-def test_a_chat_is_answered_as_by_generate_whole_and_as_a_stream(lm, client):
-    (expected,) = text_of(lm, QUESTION)
-    whole = client.chat.completions.create(model=MODEL, messages=QUESTION, **GREEDY)
-    assert whole.choices[0].message.content == expected
-    assert whole.choices[0].finish_reason == "length"
+def test_chats_equal_generate_also_streamed(lm, client):
+    out = tca_jax.generate(lm, [QUESTION], max_new_tokens=TOKENS, logprobs=2)
+    asked = {"model": MODEL, "messages": QUESTION, "logprobs": True, "top_logprobs": 2, **GREEDY}
+    whole = client.chat.completions.create(**asked)
+    assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == (out.text[0], "length")
     assert whole.usage.completion_tokens == TOKENS
-    chunks = list(
-        client.chat.completions.create(
-            model=MODEL, messages=QUESTION, stream=True, stream_options={"include_usage": True}, **GREEDY
-        )
-    )
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == expected
+    content = whole.choices[0].logprobs.content
+    assert [each.logprob for each in content] == pytest.approx(out.logprobs[0], abs=1e-4)
+    assert "".join(each.token for each in content) == out.text[0]
+    likeliest = [[each.logprob for each in place.top_logprobs] for place in content]
+    assert likeliest[0] == pytest.approx([value for _, value in out.top_logprobs[0][0]], abs=1e-4)
+    chunks = list(client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **asked))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == out.text[0]
     assert (chunks[0].choices[0].delta.role, chunks[-2].choices[0].finish_reason) == ("assistant", "length")
-    assert chunks[-1].usage == whole.usage
+    assert (chunks[-2].choices[0].logprobs.content, chunks[-1].usage) == (content, whole.usage)
+    stop = out.text[0][3:5]
+    (stopped,) = client.chat.completions.create(model=MODEL, messages=QUESTION, stop=[stop], **GREEDY).choices
+    assert (stopped.message.content, stopped.finish_reason) == (out.text[0][: out.text[0].index(stop)], "stop")
 
 
-def test_several_samples_of_several_prompts_are_those_of_generate(lm, client):
+def test_samples_of_several_prompts_equal_generate(lm, client):
     prompts, options = ["ab ", "The fox"], {"temperature": 0.9, "top_p": 0.9, "seed": 3}
     expected = tca_jax.generate(lm, prompts, max_new_tokens=TOKENS, num_samples=2, top_k=30, **options).text
     asked = {"model": MODEL, "prompt": prompts, "n": 2, "max_tokens": TOKENS, "extra_body": {"top_k": 30}, **options}
     whole = client.completions.create(**asked)
-    assert [choice.text for choice in whole.choices] == expected
-    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    assert [(choice.index, choice.text) for choice in whole.choices] == list(enumerate(expected))
     streamed = [""] * 4
     for chunk in client.completions.create(stream=True, **asked):
         streamed[chunk.choices[0].index] += chunk.choices[0].text
     assert streamed == expected
 
 
-def test_an_answer_ends_at_a_string_and_log_probabilities_are_those_of_generate(lm, client):
-    out = tca_jax.generate(lm, [QUESTION], max_new_tokens=TOKENS, logprobs=2)
-    stop = out.text[0][3:5]
-    whole = client.chat.completions.create(model=MODEL, messages=QUESTION, stop=[stop], **GREEDY)
-    assert whole.choices[0].message.content == out.text[0][: out.text[0].index(stop)]
-    assert whole.choices[0].finish_reason == "stop"
-    asked = {"model": MODEL, "messages": QUESTION, "logprobs": True, "top_logprobs": 2, **GREEDY}
-    content = client.chat.completions.create(**asked).choices[0].logprobs.content
-    assert [each.logprob for each in content] == pytest.approx(out.logprobs[0], abs=1e-4)
-    assert "".join(each.token for each in content) == out.text[0]
-    likeliest = [[each.logprob for each in place.top_logprobs] for place in content]
-    assert likeliest[0] == pytest.approx([value for _, value in out.top_logprobs[0][0]], abs=1e-4)
-    chunks = list(client.chat.completions.create(stream=True, **asked))
-    assert chunks[-1].choices[0].logprobs.content == content
-
-
-def test_a_document_is_uploaded_listed_asked_about_by_name_and_deleted(lm, client, http):
+def test_documents_are_uploaded_asked_about_and_deleted(lm, client, http):
     uploaded = http.post("/v1/documents", content=BOOK, headers={"Content-Type": "text/plain; charset=utf-8"})
     assert uploaded.status_code == 201
     document = uploaded.json()["id"]
     again = http.post("/v1/documents", json={"text": BOOK}).json()
     assert (again["id"], again["tokens"]) == (document, len("<user>" + BOOK))
+    assert document in [each["id"] for each in http.get("/v1/documents").json()["data"]]
     read = tca_jax.prefill(lm, DocumentTemplate.of(lm).document(lm, BOOK, "text"))
+    extra = {"model": MODEL, "extra_body": {"document": document}, **GREEDY}
     (expected,) = text_of(lm, "\n\nWho jumps?</s><assistant>", read)
-    extra = {"extra_body": {"document": document}}
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        asked = [pool.submit(client.chat.completions.create, model=MODEL, messages=QUESTION, **GREEDY, **extra)] * 3
+        asked = [pool.submit(client.chat.completions.create, messages=QUESTION, **extra) for _ in range(3)]
         assert {each.result().choices[0].message.content for each in asked} == {expected}
     usage = asked[0].result().usage
     assert usage.prompt_tokens_details.cached_tokens == again["tokens"]
-    # The chat that holds the text is the same one: its document is found, whatever follows it.
-    listed = [each["id"] for each in http.get("/v1/documents").json()["data"]]
     for content in (f"{BOOK}\n\nWho jumps?", [{"type": "text", "text": BOOK}, {"type": "text", "text": "Who jumps?"}]):
-        chat = [{"role": "user", "content": content}]
-        held = client.chat.completions.create(model=MODEL, messages=chat, **GREEDY)
-        assert (held.choices[0].message.content, held.usage) == (expected, usage)
-    assert [each["id"] for each in http.get("/v1/documents").json()["data"]] == listed
+        held = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": content}], **GREEDY)
+        assert (held.choices[0].message.content, held.usage) == (expected, usage)  # the chat begins with the document
     turns = [*QUESTION, {"role": "assistant", "content": "A fox."}, {"role": "user", "content": "Over what?"}]
     (later,) = text_of(lm, "\n\nWho jumps?</s><assistant>A fox.</s><user>Over what?</s><assistant>", read)
-    assert (
-        client.chat.completions.create(model=MODEL, messages=turns, **GREEDY, **extra).choices[0].message.content
-        == later
-    )
+    assert client.chat.completions.create(messages=turns, **extra).choices[0].message.content == later
     (completed,) = text_of(lm, " The end", read)
-    assert client.completions.create(model=MODEL, prompt=" The end", **GREEDY, **extra).choices[0].text == completed
+    assert client.completions.create(prompt=" The end", **extra).choices[0].text == completed
     assert http.get(f"/v1/documents/{document}").json()["state"] == "device"
     assert http.delete(f"/v1/documents/{document}").json()["deleted"] is True
     assert http.get(f"/v1/documents/{document}").status_code == 404
-    with pytest.raises(openai.NotFoundError, match="there is none of this id"):
-        client.chat.completions.create(model=MODEL, messages=QUESTION, **GREEDY, **extra)
+    with pytest.raises(openai.NotFoundError, match="unknown document"):
+        client.chat.completions.create(messages=QUESTION, **extra)
 
 
 def test_chat_finds_longest_document_by_tokens(lm, client, http):
@@ -183,11 +163,11 @@ def test_chat_finds_longest_document_by_tokens(lm, client, http):
         ({"chat_template": "{{ x }}"}, "chat_template", "is no field of this request"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "not valid UTF-8"),
         ({"messages": [{"role": "user", "content": "é " * 4000}]}, "prompt", "4096 positions"),
-        ({"document": "../../etc/passwd"}, "document", "there is none of this id"),
+        ({"document": "../../etc/passwd"}, "document", "unknown document"),
         ({"model": "gpt-4"}, "model", "must be tiny"),
     ],
 )
-def test_what_is_wrong_with_a_chat_is_named_in_the_form_of_the_protocol(http, fields, param, message):
+def test_refusals_of_chats_name_the_field(http, fields, param, message):
     body = json.dumps({"messages": QUESTION, "max_tokens": 4, **fields})
     answer = http.post("/v1/chat/completions", content=body)
     assert answer.status_code in (400, 404), answer.text
@@ -196,7 +176,7 @@ def test_what_is_wrong_with_a_chat_is_named_in_the_form_of_the_protocol(http, fi
     assert re.search(message, error["message"]), error["message"]
 
 
-def test_bounds_of_bodies_keys_and_paths_are_kept(running, http):
+def test_bounds_of_bodies_keys_and_paths(running, http):
     with running.http("wrong") as stranger:
         for path in ("/v1/models", "/metrics", "/v1/documents"):
             answer = stranger.get(path)
@@ -230,7 +210,7 @@ def wait_for_none(engine, http):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_connection_that_closes_frees_its_rows(engine, running, http, stream):
+def test_a_closed_connection_frees_its_rows(engine, running, http, stream):
     body = {"prompt": "The fox", "max_tokens": 400, "n": 3, "stream": stream, "temperature": 1.0, "min_tokens": 400}
     with running.http() as leaving:
         if stream:
@@ -265,7 +245,7 @@ def read_stream(running, body):
     return list(running.client().completions.create(model=MODEL, extra_body={"min_tokens": 300}, **asked))
 
 
-def test_metrics_count_and_time_what_was_answered(client, http):
+def test_metrics_count_and_time_answers(client, http):
     client.completions.create(model=MODEL, prompt="The fox", **GREEDY)
     states, families = rows(http)
     assert set(states) == {"waiting", "running"}
@@ -279,16 +259,7 @@ def test_metrics_count_and_time_what_was_answered(client, http):
     assert min(kinds.values()) > 0
 
 
-def test_tasks_of_the_asynchronous_client_are_answered_together(lm, running):
-    async def ask():
-        async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key=KEY, max_retries=0) as client:
-            asked = [client.completions.create(model=MODEL, prompt=f"{i} ", **GREEDY) for i in range(5)]
-            return [each.choices[0].text for each in await asyncio.gather(*asked)]
-
-    assert asyncio.run(ask()) == [text_of(lm, f"{i} ")[0] for i in range(5)]
-
-
-def test_a_model_without_a_chat_template_answers_completions_alone(tmp_path):
+def test_models_without_chat_template_answer_completions(tmp_path):
     lm = tca_jax.load(write_checkpoint(tmp_path, chat_template=None))
     with Engine(lm, max_rows=2, pages=200, answer_tokens=64) as engine, Running(engine) as running:
         with pytest.raises(openai.BadRequestError, match="no chat template; use /v1/completions"):
@@ -307,7 +278,7 @@ def test_a_model_without_a_chat_template_answers_completions_alone(tmp_path):
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )
-def test_a_signal_ends_the_command_within_a_bound_and_leaves_documents_whole(folder, tmp_path, number, code):
+def test_a_signal_ends_the_command(folder, tmp_path, number, code):
     args = ["serve", folder, "--port=0", "--pages=600", f"--disk={tmp_path}", "--grace=1", "--model-name=m"]
     command = [sys.executable, "-c", "from tca_jax.cli import main; main()", *map(str, args)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
