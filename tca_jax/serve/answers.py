@@ -11,7 +11,7 @@ from typing import Any, get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from tca_jax.engine.prompts import DocumentTemplate, encode_prompt, encode_verbatim, render_chat
+from tca_jax.engine.prompts import DocumentTemplate, encode_continuation, encode_prompt, render_chat
 from tca_jax.errors import UserError
 from tca_jax.serve.constraints import Mask
 from tca_jax.serve.documents import State
@@ -82,17 +82,18 @@ class PromptEncoder:
         if document is not None and isinstance(prompt, str):
             return self._append(document, prompt)
         tokens = encode_prompt(self._lm, prompt, "prompt")
-        return EncodedPrompt(document, tokens, 0 if document is None else self._length(document))
+        return EncodedPrompt(document, tokens, 0 if document is None else len(self._tokens(document)))
 
     def _append(self, document: str, text: str) -> EncodedPrompt:
-        length, tokens = self._length(document), encode_verbatim(self._lm, text, "prompt") if text else []
+        before = self._tokens(document)
+        tokens = encode_continuation(self._lm, text, before, "prompt") if text else []
         if not tokens:
             raise RequestError("prompt is empty: at least one token is needed", param="prompt")
-        return EncodedPrompt(document, tokens, length)
+        return EncodedPrompt(document, tokens, len(before))
 
-    def _length(self, document: str) -> int:
+    def _tokens(self, document: str) -> list[int]:
         try:
-            return self._engine.document(document).tokens
+            return self._engine.tokens_of(document)
         except UserError as error:
             raise RequestError(str(error), param="document", status=404, code="document_not_found") from None
 
@@ -125,7 +126,16 @@ class AnswerCounter:
         `mask` creates the mask of an answer; `in_thread` runs a function that may wait for the engine.
         """
         rows = len(prompts) * samples
-        self._take(rows)
+        if rows > self._most:
+            raise RequestError(f"n = {rows} answers: at most {self._most} may wait or be written", param="n")
+        if self._held + rows > self._most:
+            raise RequestError(
+                f"{self._held} answers wait or are written, and {rows} more are requested: at most {self._most} may; "
+                "try again later",
+                status=429,
+                code="rate_limit_exceeded",
+            )
+        self._held += rows
         streams: list[Stream] = []
 
         def ask() -> None:
@@ -163,18 +173,6 @@ class AnswerCounter:
         """A request has ended."""
         self._open.discard(answers)
         self._held -= len(answers.streams)
-
-    def _take(self, rows: int) -> None:
-        if rows > self._most:
-            raise RequestError(f"n = {rows} answers: at most {self._most} may wait or be written", param="n")
-        if self._held + rows > self._most:
-            raise RequestError(
-                f"{self._held} answers wait or are written, and {rows} more are requested: at most {self._most} may; "
-                "try again later",
-                status=429,
-                code="rate_limit_exceeded",
-            )
-        self._held += rows
 
 
 class Answers:

@@ -110,7 +110,7 @@ class Batch:
         self.pending: list[PendingStep] = []
 
     def own_layout(self, document_tokens: int, own_tokens: int) -> CacheLayout:
-        """Pages of its own that a row needs behind a document."""
+        """Pages of its own that a row needs after a document."""
         most = self._lm.config.max_context
         sizes = min(most, bucket_length(document_tokens)), min(most, bucket_length(own_tokens))
         return self._own_layout_of(*sizes)
@@ -140,8 +140,6 @@ class Batch:
         """Whether a row's log-probabilities are requested."""
         return any(request.wants_logprobs for request in self.requests)
 
-    # Errors
-
     @property
     def is_intact(self) -> bool:
         """Whether no failed program has consumed its arrays."""
@@ -155,8 +153,6 @@ class Batch:
         widths, own_widths = self._widths, self._own_widths
         self._widths, self._own_widths = TableWidths(0, 0), TableWidths(0, 0)
         self._widen(widths, own_widths)
-
-    # Letting in
 
     def take_pages(self, request: Request, layout: CacheLayout) -> None:
         """Gives a request pages of its own; the caller has checked that they are free."""
@@ -173,12 +169,9 @@ class Batch:
             request.numbers = None
 
     def feed(self, request: Request) -> None:
-        """A piece of a request's tokens, or none where there are none and only the last block is copied."""
-        begins, held, b = (
-            request.own is None,
-            len(request.document.tokens) + request.fed,
-            self._lm.method.cache.block_size,
-        )
+        """Feeds a piece of a request's tokens; without any, only the last block of the document is copied."""
+        begins, b = request.own is None, self._lm.method.cache.block_size
+        held = len(request.document.tokens) + request.fed
         piece = request.new[request.fed : request.fed + _PIECE_TOKENS - held % b]
         columns = num_columns(held % b + len(piece), b) if piece else 0
         tokens = np.zeros((1, 0), np.int32)
@@ -224,10 +217,8 @@ class Batch:
         """The own pages of a row."""
         return programs.own_row.run(self._bare_lm, self._state, np.int32(slot))
 
-    # Steps. Between rounds of the engine at most one is pending.
-
     def dispatch(self) -> None:
-        """Dispatches a step."""
+        """Dispatches a step. Between rounds of the engine at most one is pending."""
         moving = [request for request in self.requests if request.scheduled < request.max_new_tokens]
         if not moving:
             return
@@ -309,8 +300,6 @@ class Batch:
                 allowed[row] = request.allowed
         return allowed
 
-    # Shapes
-
     def _widen(self, document: TableWidths, own: TableWidths) -> None:
         """Widens tables; they never become narrower, so that one program serves all requests."""
         widths, own_widths = self._widths.at_least(_bucket(document)), self._own_widths.at_least(_bucket(own))
@@ -333,19 +322,11 @@ class Batch:
     def _sampling(self, requests: Sequence[Request | None]) -> Sampling:
         """How the rows' tokens are drawn: nothing where all are greedy, else everything, so that two programs do. The
         second one takes masks, too."""
-        rows = [
-            Sampling() if request is None or request.stream is None else request.stream.options.sampling
-            for request in requests
-        ]
-        off: dict[str, Any] = {
-            "temperature": 0.0,
-            "top_k": 2**31 - 1,
-            "top_p": 1.0,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-        }
         if self._state.seen is None:  # all are greedy, and have no mask
             return Sampling()
+        streams = [None if request is None else request.stream for request in requests]
+        rows = [Sampling() if stream is None else stream.options.sampling for stream in streams]
+        off = {"temperature": 0.0, "top_k": 2**31 - 1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
         arrays: dict[str, Any] = {}
         for name, value in off.items():
             own = [getattr(row, name) for row in rows]

@@ -18,8 +18,7 @@ Mask = Callable[[list[int]], Bool[np.ndarray, " V"]]
 _MAX_BYTES = 2**16  # of a grammar: more take seconds to compile
 #: 20 to 400 ms of compilation, 15 ms of a mask, and states of one or two kB each for every answer.
 _LIMITS: dict[str, Any] = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "max_lexer_states": 50_000}
-#: Between two tokens of JSON: one space, or a line break and an indent. Without a bound some models write nothing else.
-_WHITESPACE = r" |\n {0,16}"
+_WHITESPACE = r" |\n {0,16}"  # between two tokens of JSON; without a bound some models write nothing else
 
 
 def packed_mask(mask: Mask, tokens: list[int], size: int, excluded: Sequence[int]) -> UInt8[np.ndarray, " W"] | None:
@@ -73,12 +72,10 @@ class Grammars:
 
     def _mask(self, matcher: Any, argument: str, tokens: list[int]) -> Bool[np.ndarray, " V"]:
         matcher.consume_tokens(tokens[-1:])
-        ended = matcher.is_stopped() or matcher.is_error()
-        bits = bytes(-(-self._size // 8)) if ended else matcher.compute_bitmask()
+        bits = bytes(-(-self._size // 8)) if matcher.is_stopped() or matcher.is_error() else matcher.compute_bitmask()
         if matcher.is_error():
             error = (
                 matcher.get_error().removesuffix("<non-verbose/>").replace("NoExtensionBias", "no token fits").strip()
             )
-            where = f", after {len(tokens)} tokens of the answer" if tokens else ""
-            raise UserError(f"{argument}{where}: {error[:500]}")
+            raise UserError(f"{argument}{f', after {len(tokens)} tokens' if tokens else ''}: {error[:500]}")
         return np.unpackbits(np.frombuffer(bits, np.uint8), count=self._size, bitorder="little").view(bool)

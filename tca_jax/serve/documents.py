@@ -109,8 +109,6 @@ class Documents:
     def _run(self, program: Program, *args: Any, **static: Any) -> Any:
         return program.run(self._bare_lm, *args, **static)
 
-    # Names
-
     def get(self, id_: str) -> Document | None:
         """The document of an id. Any thread may call this."""
         with self._lock:
@@ -168,8 +166,6 @@ class Documents:
         failures, self._failures = self._failures, []
         return failures
 
-    # Pages of the device
-
     def make_room(self, pages: int) -> bool:
         """Whether `pages` are free, once unused documents have left the device for them."""
         for document in self.all():
@@ -212,21 +208,16 @@ class Documents:
         read = LocalTable.of_row(cache, row)
         table, layout = LocalTable.exactly(self._lm.method.cache, read.kept, read.start, len(document.tokens))
         with self._taking(table.used) as numbers:
-            self._place_row(cache, read, table, numbers)
+            to = np.full((len(numbers), read.num_pages + 1), self.free.total, np.int32)
+            for kind, wide in enumerate(zip(table.widths, read.widths, strict=True)):
+                columns = min(wide)
+                mine, theirs = (x.parts[kind][..., :columns] for x in (table, read))
+                mine = table.in_pool(mine, numbers, self.free.total)
+                for device, places in enumerate(theirs):
+                    to[device, places] = mine[device]
+            self.pool = self._run(programs.place, self.pool, pool_only(cache), self._numbers(to[:, :-1]))
         document.attended_share = attended_share
         self._entered(document, table, layout, numbers)
-
-    def _place_row(
-        self, cache: PagedCache, read: LocalTable, table: LocalTable, numbers: Int32[np.ndarray, "D P"]
-    ) -> None:
-        to = np.full((len(numbers), read.num_pages + 1), self.free.total, np.int32)
-        for kind, wide in enumerate(zip(table.widths, read.widths, strict=True)):
-            columns = min(wide)
-            mine, theirs = (x.parts[kind][..., :columns] for x in (table, read))
-            mine = table.in_pool(mine, numbers, self.free.total)
-            for device, places in enumerate(theirs):
-                to[device, places] = mine[device]
-        self.pool = self._run(programs.place, self.pool, pool_only(cache), self._numbers(to[:, :-1]))
 
     @contextlib.contextmanager
     def _taking(self, wanted: Bool[np.ndarray, "D P"]) -> Iterator[Int32[np.ndarray, "D P"]]:
@@ -241,11 +232,7 @@ class Documents:
     def enter_joined(self, document: Document, parent: Document, own: RowTable, answers: PagedCache) -> int:
         """Enters a document of a row: its parent, whose pages it shares, and the row's own tokens.
 
-        Returns:
-            0, or the number of pages that must be free first.
-
-        Raises:
-            ValueError: the pool is too small for them.
+        Returns 0, or the number of pages that must be free first.
         """
         assert parent.table is not None
         assert parent.numbers is not None
@@ -268,34 +255,16 @@ class Documents:
             return needed
         with self._taking(wanted) as new:
             numbers = np.minimum(shared, new)
-            self._join(parent, own, answers, table, shared, copied, numbers)
+            before = dataclasses.replace(table, kept=parent.table.kept)
+            written = np.where(table.in_window & (shared < total), total, numbers)  # shared pages are not written
+            out = before.numbered(written, table.widths, total, self._on_mesh)
+            copies = self._numbers(copied), self._numbers(np.where(copied < total, numbers, total))
+            row = self.row_table(parent, parent.table.widths), own
+            self.pool = self._run(programs.join, self.pool, answers, *row, out, copies)
             self.free.share(shared)
         document.attended_share = parent.attended_share
         self._entered(document, table, layout, numbers)
         return 0
-
-    def _join(
-        self,
-        parent: Document,
-        own: RowTable,
-        answers: PagedCache,
-        table: LocalTable,
-        shared: Int32[np.ndarray, "D P"],
-        copied: Int32[np.ndarray, "D P"],
-        numbers: Int32[np.ndarray, "D P"],
-    ) -> None:
-        """Writes the pages of a row that it does not share with its parent."""
-        assert parent.table is not None
-        total = self.free.total
-        written = np.where(table.in_window & (shared < total), total, numbers)  # what is shared is not written
-        before = dataclasses.replace(table, kept=parent.table.kept)
-        tables = (
-            self.row_table(parent, parent.table.widths),
-            own,
-            before.numbered(written, table.widths, total, self._on_mesh),
-        )
-        copies = self._numbers(copied), self._numbers(np.where(copied < total, numbers, total))
-        self.pool = self._run(programs.join, self.pool, answers, *tables, copies)
 
     def row_table(self, document: Document, widths: TableWidths) -> RowTable:
         """The table of a document on the device."""
@@ -317,8 +286,6 @@ class Documents:
 
     def _numbers(self, numbers: Int32[np.ndarray, "D n"]) -> PageNumbers:
         return PageNumbers.of(numbers, self._on_mesh)
-
-    # Moves
 
     def _leave(self, document: Document) -> None:
         """Moves a document off the device, if it has another copy, or can get one, or is not named."""
@@ -381,11 +348,7 @@ class Documents:
         return [jax.tree.map(_pinned, self._run(programs.fetch, self.pool, self._numbers(part))) for part in parts]
 
     def load(self, document: Document) -> bool:
-        """Whether a document's pages are in host memory; if not, another thread reads them from disk.
-
-        Raises:
-            ValueError: it is damaged on disk, or has more pages than the device.
-        """
+        """Whether a document's pages are in host memory; if not, another thread reads them from disk."""
         if document.chunks is None:
             assert self._storage is not None
             try:
@@ -457,8 +420,6 @@ class Documents:
             document.state = "device"
         return document.state == "device"
 
-    # Storing
-
     def store(self) -> bool:
         """Starts to store the next document, one at a time (each needs a host copy); whether any is left."""
         while self._unstored and (self._writing is None or self._writing.done()):
@@ -485,10 +446,9 @@ class Documents:
             chunks = self._copies(document) if document.chunks is None else document.chunks
             assert document.table is not None
             assert document.layout is not None
-            row = document.tokens, document.parts[0], document.table, document.layout, document.attended_share
-            make = functools.partial(context_of, self._lm, *row, chunks)
-            size = self.num_bytes(document)
-            self._writing = self._storage.store(entry, size, make, lambda: not storing.done())
+            row = document.table, document.layout, document.attended_share
+            make = functools.partial(context_of, self._lm, entry, *row, chunks)
+            self._writing = self._storage.store(entry, self.num_bytes(document), make, lambda: not storing.done())
         except Exception as error:
             note(error)
         else:

@@ -76,7 +76,7 @@ class Loop:
         self._calls: collections.deque[tuple[Callable[[], Any], Future[Any]]] = collections.deque()
         self._changed = threading.Condition()
         self._stopping = self._ended = False
-        self._resting = True
+        self.resting = True
         self.failure: EngineEnded | None = None
         self._thread = threading.Thread(target=self._run, name="tca-jax-engine", daemon=True)
         self._thread.start()
@@ -87,7 +87,7 @@ class Loop:
         with self._changed:
             if self._stopping:
                 raise self._refusal()
-            self._resting = False
+            self.resting = False
             self._calls.append((function, done))
             self._changed.notify_all()
         return done
@@ -103,10 +103,6 @@ class Loop:
             if (held := holds()) or not self._ended:
                 return held
             raise self._refusal()
-
-    def wait_idle(self, timeout: float | None) -> bool:
-        """Waits until nothing is to be done; whether that is so. Raises ValueError if the engine has failed."""
-        return self.wait_until(lambda: self._resting, timeout)
 
     def stop(self) -> None:
         """Ends the thread, and waits until it has ended."""
@@ -129,9 +125,9 @@ class Loop:
         try:
             while not self._stopping:
                 self._run_calls()
-                busy = self._scheduler.once(self._is_called)
+                busy = self._scheduler.once(lambda: bool(self._calls) or self._stopping)
                 with self._changed:
-                    self._resting = self._scheduler.is_idle and not self._calls
+                    self.resting = self._scheduler.is_idle and not self._calls
                     self._changed.notify_all()
                     if busy is not True and not self._calls and not self._stopping:
                         self._changed.wait(_SOON_SECONDS if busy is None else None)
@@ -146,15 +142,12 @@ class Loop:
         except Exception as error:
             _log.error("the engine did not end as it should", exc_info=error)
         with self._changed:
-            self._ended, self._resting = True, failure is None
+            self._ended, self.resting = True, failure is None
             calls = list(self._calls)
             self._calls.clear()
             self._changed.notify_all()
         for _, done in calls:
             done.set_exception(self._refusal())
-
-    def _is_called(self) -> bool:
-        return bool(self._calls) or self._stopping
 
     def _run_calls(self) -> None:
         while self._calls:
@@ -277,19 +270,19 @@ class Engine:
         Returns:
             The id of the longer document, at once.
         """
-        parent = self._document(document)
-        (ids,) = encode_appended(self.lm, [more], 1, lambda row: parent.tokens, "more")
-        require_positions("more", len(ids), 0, self.lm, context_tokens=len(parent.tokens))
-        tokens, parts = parent.tokens + ids, (*parent.parts, len(ids))
+        known = self._document(document)
+        (ids,) = encode_appended(self.lm, [more], 1, lambda row: known.tokens, "more")
+        require_positions("more", len(ids), 0, self.lm, context_tokens=len(known.tokens))
+        tokens, parts = known.tokens + ids, (*known.parts, len(ids))
         longer = document_id(self.lm, tokens, parts, named=True)
-
-        self._scheduler.require_room(len(parent.tokens), len(ids))
+        self._scheduler.require_room(len(known.tokens), len(ids))
 
         def enter() -> str:
             found = self._documents.get(longer)
             if found is None or found.state == "failed":
-                target = Document(longer, tokens, parts, named=True)
-                self._scheduler.append(Request(None, self._document(document), ids, target=target))
+                parent, target = self._document(document), Document(longer, tokens, parts, named=True)
+                self._documents.add(target)
+                self._scheduler.add(Request(None, parent, ids, target=target))
             return longer
 
         return self._loop.call(enter)
@@ -312,6 +305,10 @@ class Engine:
     def document(self, document: str) -> DocumentInfo:
         """The state of a document. ValueError if it is unknown."""
         return self._info(self._document(document))
+
+    def tokens_of(self, document: str) -> list[int]:
+        """Token ids of a document. ValueError if it is unknown."""
+        return self._document(document).tokens
 
     def prefix_of(self, tokens: list[int]) -> tuple[str, int] | None:
         """Id and length of the longest document that `tokens` begin with and go on after; None for none."""
@@ -419,9 +416,7 @@ class Engine:
 
     def idle(self, timeout: float | None = None) -> bool:
         """Waits at most `timeout` seconds until nothing is to be read or answered; whether that is so."""
-        return self._loop.wait_idle(timeout)
-
-    # Inside
+        return self._loop.wait_until(lambda: self._loop.resting, timeout)
 
     def _cancel(self, stream: Stream) -> None:
         with suppress(UserError):  # an engine that has ended has ended all of them
@@ -460,11 +455,7 @@ class Engine:
 
 
 def _default_pages(lm: LM, max_rows: int, answer_tokens: int) -> int:
-    """Pages of documents for which a device has memory beside the model and a batch of answers.
-
-    Raises:
-        ValueError: the device does not report its memory limit, or there is none left.
-    """
+    """Pages of documents for which a device has memory beside the model and a batch of answers."""
     stats = jax.local_devices()[0].memory_stats() or {}
     limit = memory_bytes()
     if limit is None:

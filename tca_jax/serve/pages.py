@@ -285,12 +285,12 @@ def _by_device(x: np.ndarray, cache: PagedCache) -> np.ndarray:
     return x[0] if len(cache.k.shape) > 3 else x[None]
 
 
-def widened(table: np.ndarray, kept_columns: int, widths: TableWidths, no_page: int) -> np.ndarray:
-    """A table `[..., T]` with more entries of either kind, which name no page."""
-    parts = table[..., :kept_columns], table[..., kept_columns:]
-    sides = [(0, 0)] * (table.ndim - 1)
+def widened(table: Any, kept_columns: int, widths: TableWidths, no_page: int) -> Any:
+    """A table `[..., T]`, of NumPy or JAX, with more entries of either kind, which name no page."""
+    library = np if isinstance(table, np.ndarray) else jnp
+    parts, sides = (table[..., :kept_columns], table[..., kept_columns:]), [(0, 0)] * (table.ndim - 1)
     wide = [
-        np.pad(part, (*sides, (0, width - part.shape[-1])), constant_values=no_page)
+        library.pad(part, (*sides, (0, width - part.shape[-1])), constant_values=no_page)
         for part, width in zip(parts, widths, strict=True)
     ]
-    return np.concatenate(wide, axis=-1)
+    return library.concatenate(wide, axis=-1)

@@ -25,7 +25,7 @@ from tca_jax.engine.sampling import Sampling
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import empty
 from tca_jax.programs import Program
-from tca_jax.serve.pages import PageNumbers, RowTable, TableWidths, pool_only
+from tca_jax.serve.pages import PageNumbers, RowTable, TableWidths, pool_only, widened
 
 
 @typing.no_type_check  # as a pytree it may hold whatever a transformation puts in its leaves
@@ -96,7 +96,13 @@ def _empty_batch(lm: LM, pool: PagedCache, *, rows: int, stops: int) -> tuple[De
     nothing, zeros = (jnp.zeros((rows, heads, 0), jnp.int32),) * layers, jnp.zeros(rows, jnp.int32)
     kept = (jnp.zeros((rows, heads), jnp.int32),) * layers
     cache = PagedCache(pool.k, pool.v, nothing, kept, zeros, zeros, (0,) * layers)
-    state = DecodingState(  # with room for a token of each row: the host is told of every step
+    return _empty_state(lm, rows, stops, cache), _without_pool(cache)
+
+
+def _empty_state(lm: LM, rows: int, stops: int, cache: Any) -> DecodingState:
+    """Ended rows without tokens; with room for a token of each, as the host gets the output of each step."""
+    zeros = jnp.zeros(rows, jnp.int32)
+    return DecodingState(
         tokens=jnp.full((rows, 1), lm.pad_token_id, jnp.int32),
         step=zeros,
         last=zeros,
@@ -112,7 +118,6 @@ def _empty_batch(lm: LM, pool: PagedCache, *, rows: int, stops: int) -> tuple[De
         finite=jnp.ones(rows, bool),
         cache=cache,
     )
-    return state, _without_pool(cache)
 
 
 def _without_pool(cache: PagedCache) -> PagedCache:
@@ -124,9 +129,10 @@ def _over(cache: PagedCache, pool: PagedCache) -> PagedCache:
     return dataclasses.replace(cache, k=pool.k, v=pool.v)
 
 
-def _read(
-    lm: LM, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], *, layout: CacheLayout, backend: Backend
-) -> PrefillResult:
+_Tokens, _Lengths, _Layers = Int[Array, "B L"], Int[Array, " B"], tuple[int, int]  # the last: first layer, end
+
+
+def _read(lm: LM, tokens: _Tokens, lengths: _Lengths, *, layout: CacheLayout, backend: Backend) -> PrefillResult:
     return _result(read_prompts(lm, tokens, lengths, layout, backend=backend))
 
 
@@ -136,26 +142,14 @@ def _result(read: Read) -> PrefillResult:
 
 
 def _read_first(
-    lm: LM,
-    tokens: Int[Array, "B L"],
-    lengths: Int[Array, " B"],
-    *,
-    layers: tuple[int, int],
-    layout: CacheLayout,
-    backend: Backend,
+    lm: LM, tokens: _Tokens, lengths: _Lengths, *, layers: _Layers, layout: CacheLayout, backend: Backend
 ) -> tuple[Reading, PagedCache]:
     """The first layers of prompts that are read in several parts; see `engine.read.read_layers`."""
     return _read_more(lm, *begin_reading(lm, tokens, lengths, layout), layers=layers, layout=layout, backend=backend)
 
 
 def _read_more(
-    lm: LM,
-    reading: Reading,
-    cache: PagedCache | None,
-    *,
-    layers: tuple[int, int],
-    layout: CacheLayout,
-    backend: Backend,
+    lm: LM, reading: Reading, cache: PagedCache | None, *, layers: _Layers, layout: CacheLayout, backend: Backend
 ) -> tuple[Reading, PagedCache]:
     """The next layers of them."""
     reading, cache = read_layers(lm, reading, cache, layers, layout, backend=backend)
@@ -164,9 +158,9 @@ def _read_more(
 
 
 def _read_last(
-    lm: LM, reading: Reading, cache: PagedCache, *, layers: tuple[int, int], layout: CacheLayout, backend: Backend
+    lm: LM, reading: Reading, cache: PagedCache, *, layers: _Layers, layout: CacheLayout, backend: Backend
 ) -> PrefillResult:
-    """The last layers of them, and what is behind."""
+    """The last layers of them, and the logits."""
     reading, cache = _read_more(lm, reading, cache, layers=layers, layout=layout, backend=backend)
     return _result(end_reading(lm, reading, cache))
 
@@ -223,10 +217,8 @@ def _admit(
 ) -> tuple[DecodingState, PagedCache, Int32[Array, "4 R"]]:
     """Adds a row to the batch, whose documents are `shared`, and draws its first token."""
     cache = _with_row(state.cache, row.number, own)
-    alone = DecodingState(
-        tokens=jnp.full((1, 1), lm.pad_token_id, jnp.int32),
-        step=jnp.zeros(1, jnp.int32),
-        last=jnp.zeros(1, jnp.int32),
+    alone = dataclasses.replace(
+        _empty_state(lm, 1, 0, None),
         done=jnp.zeros(1, bool),
         lengths=row.tokens[None],
         prompt_lengths=row.prompt_tokens[None],
@@ -234,10 +226,8 @@ def _admit(
         seen=None if drawing.seen is None else drawing.seen[None],
         stop_tokens=drawing.stop_tokens[None],
         min_new_tokens=drawing.min_new_tokens[None],
-        logprobs=jnp.zeros((1, 1), jnp.float32),
         top=jax.tree.map(lambda x: jnp.zeros_like(x[:1]), state.top),
         finite=jnp.isfinite(logits).all(axis=-1),
-        cache=None,  # type: ignore[arg-type]
     )
     alone = draw(lm, alone, logits, sampling, allowed=None if drawing.allowed is None else drawing.allowed[None])
     rows = dataclasses.replace(state, cache=None)  # type: ignore[arg-type]
@@ -333,7 +323,7 @@ join = Program(OverMesh(_join, (CACHES,) * 6, CACHES), donate=(1,))
 
 def with_widths(cache: PagedCache, widths: TableWidths, no_page: int) -> PagedCache:
     """A cache whose tables have more entries, which name no page."""
-    wide = [_wider(table, kept, widths, no_page) for table, kept in zip(cache.tables, cache.kept_columns, strict=True)]
+    wide = [widened(table, kept, widths, no_page) for table, kept in zip(cache.tables, cache.kept_columns, strict=True)]
     return dataclasses.replace(cache, tables=tuple(wide), kept_columns=(widths.kept,) * len(wide))
 
 
@@ -341,15 +331,5 @@ def wide_row(row: RowTable, widths: TableWidths, no_page: int) -> RowTable:
     """The same of one row; itself where it is as wide."""
     if (row.kept_columns, row.table.shape[-1]) == (widths.kept, sum(widths)):
         return row
-    table = _wider(row.table, row.kept_columns, widths, no_page)
+    table = widened(row.table, row.kept_columns, widths, no_page)
     return dataclasses.replace(row, table=table, kept_columns=widths.kept)
-
-
-def _wider(table: Array, kept_columns: int, widths: TableWidths, no_page: int) -> Array:
-    parts = table[..., :kept_columns], table[..., kept_columns:]
-    sides = [(0, 0)] * (table.ndim - 1)
-    wide = [
-        jnp.pad(part, (*sides, (0, width - part.shape[-1])), constant_values=no_page)
-        for part, width in zip(parts, widths, strict=True)
-    ]
-    return jnp.concatenate(wide, axis=-1)

@@ -123,9 +123,6 @@ _ONLY_CHAT: _Allowed = MappingProxyType(
         "tool_choice": (("none", "auto"), "none or auto: tools are not supported"),
         "function_call": (("none", "auto"), "none or auto: functions are not supported"),
         "modalities": ((["text"],), '["text"]'),
-        "audio": (_EMPTY, "left out: there is text alone"),
-        "prediction": (_EMPTY, "left out: it is not supported"),
-        "web_search_options": (_EMPTY, "left out: it is not supported"),
     }
 )
 _ONLY_COMPLETION: _Allowed = MappingProxyType(
@@ -378,9 +375,6 @@ def _shown(value: Any) -> str:
 def _kind(value: Any) -> str:
     kinds: Sequence[tuple[type, str]] = ((dict, "an object"), (list, "a list"), (str, "a string"), (bool, "a boolean"))
     return next((words for kind, words in kinds if isinstance(value, kind)), "null" if value is None else "a number")
-
-
-# Answers
 
 
 class Chat:

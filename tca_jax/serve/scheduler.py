@@ -91,12 +91,6 @@ class Scheduler:
         self._documents.add(document)
         self._prefiller.add(document)
 
-    def append(self, request: Request) -> None:
-        """Adds a document to be made of another one and more tokens."""
-        assert request.target is not None
-        self._documents.add(request.target)
-        self.add(request)
-
     def add(self, request: Request) -> None:
         """Adds a request."""
         request.arrival = next(self._arrivals)
@@ -416,7 +410,7 @@ class PrefillState:
     lengths: Int32[np.ndarray, " B"]
     pages: Int32[np.ndarray, "D P"]  # reserved for them
     programs: collections.deque[Future[tuple[Callable[..., Any], float]]]  # of the parts left, with compile seconds
-    state: Any  # arguments of the next part, on the devices; in the end a `PrefillResult`
+    arguments: Any  # of the next part, on the devices; in the end a `PrefillResult`
 
 
 class Prefiller:
@@ -430,11 +424,11 @@ class Prefiller:
         self._lm, self._program_lm, self._documents, self._backend = lm, lm.for_programs(), documents, backend
         self._recover, self.waits = recover, math.inf
         self._waiting: collections.deque[Document] = collections.deque()
-        self._begun: PrefillState | None = None
+        self._current: PrefillState | None = None
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="tca-jax-compile")
 
     def add(self, document: Document, *, first: bool = False) -> None:
-        """A document is to be read, before all others where it is to be the first."""
+        """Adds a document, in front of all others if it is `first`."""
         if first:
             self._waiting.appendleft(document)
         else:
@@ -443,37 +437,33 @@ class Prefiller:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is to be read."""
-        return not self._waiting and self._begun is None
+        return not self._waiting and self._current is None
 
     def close(self) -> None:
-        """Ends its threads, once what they are compiling is done; waits for nothing."""
+        """Ends its threads after their compilations, without waiting."""
         self._compilers.shutdown(wait=False, cancel_futures=True)
 
     def read_on(self, before: float) -> bool:
-        """Reads a part of the documents whose turn it is; whether there were any that fit, and their program.
-
-        Args:
-            before: Arrival of a request that waits for pages; documents that came later do not take them.
-        """
-        begun = self._begun or self._begin(before)
-        if begun is None:
+        """Reads a part of the next documents that arrived `before`; false if none fits, or its program compiles."""
+        state = self._current or self._begin(before)
+        if state is None:
             return False
-        if not any(map(_is_wanted, begun.documents)):
+        if not any(map(_is_wanted, state.documents)):
             self._end()
-            for document in begun.documents:
+            for document in state.documents:
                 self._documents.drop(document)
             return True
-        if not begun.programs[0].done():
+        if not state.programs[0].done():
             return False
         try:
-            self._read_part(begun)
+            self._read_part(state)
         except Exception as error:
             self._end()
-            self._fail(begun.documents, error)
+            self._fail(state.documents, error)
         return True
 
     def _begin(self, before: float) -> PrefillState | None:
-        """Begins to read the document that waits longest, and short ones with it, if there are pages for them."""
+        """Starts the document that waits longest, and short ones with it, if there are pages for them."""
         for document in [each for each in self._waiting if not _is_wanted(each)]:
             self._waiting.remove(document)
             self._documents.drop(document)
@@ -491,9 +481,9 @@ class Prefiller:
             self._waiting.remove(document)
         tokens, lengths = pad_tokens([each.tokens for each in group], self._lm.pad_token_id)
         parts = collections.deque(self._programs(tokens, lengths, layout))
-        self._begun = PrefillState(group, layout, tokens, lengths, pages, parts, (tokens, lengths))
+        self._current = PrefillState(group, layout, tokens, lengths, pages, parts, (tokens, lengths))
         wait([parts[0]], _COMPILE_WAIT_SECONDS)
-        return self._begun
+        return self._current
 
     def _group(self) -> list[Document]:
         """Documents that are read together, in order of arrival: a power of two of them, of one bucket."""
@@ -508,7 +498,7 @@ class Prefiller:
     def _programs(
         self, tokens: Int32[np.ndarray, "B L"], lengths: Int32[np.ndarray, " B"], layout: CacheLayout
     ) -> list[Future[tuple[Callable[..., Any], float]]]:
-        """The programs of all parts, under way where they are not there."""
+        """The programs of all parts; missing ones start to compile."""
         lm, static = self._program_lm, {"layout": layout, "backend": self._backend}
         layers, of_part = lm.config.num_layers, max(1, _PART_TOKENS // tokens.size)
         if of_part >= layers or own_reader(lm, layout):
@@ -523,32 +513,32 @@ class Prefiller:
         more = [self._compilers.submit(after_first, programs.read_more, part) for part in parts[1:-1]]
         return [first, *more, self._compilers.submit(after_first, programs.read_last, parts[-1])]
 
-    def _read_part(self, begun: PrefillState) -> None:
-        program, _ = begun.programs.popleft().result()
+    def _read_part(self, state: PrefillState) -> None:
+        program, _ = state.programs.popleft().result()
         # Waited for, so that an error is that of these documents, and a new request waits for one part at most.
-        begun.state = jax.block_until_ready(program(self._program_lm, *begun.state))
-        if begun.programs:
+        state.arguments = jax.block_until_ready(program(self._program_lm, *state.arguments))
+        if state.programs:
             return
-        found: programs.PrefillResult = begun.state
+        found: programs.PrefillResult = state.arguments
         finite, shares, logits = on_host((found.finite, found.attended_share, found.logits))
-        self._end()  # the pages that were held back are those that the documents take
-        for row, document in enumerate(begun.documents):
+        self._end()  # the documents take the reserved pages
+        for row, document in enumerate(state.documents):
             own = slice(row, row + 1)
             try:
-                require_finite(self._lm, begun.tokens[own], begun.lengths[own], finite[own], "document")
+                require_finite(self._lm, state.tokens[own], state.lengths[own], finite[own], "document")
                 self._documents.enter(document, found.cache, row, float(shares[row]))
             except Exception as error:
                 self._fail([document], error)
             document.logits = None if document.named else logits[own]
 
     def _end(self) -> None:
-        """Whatever was begun is read no further, and its pages are for whoever takes them next."""
-        begun, self._begun = self._begun, None
-        if begun is None:
+        """Ends the current prefill and frees its pages."""
+        state, self._current = self._current, None
+        if state is None:
             return
-        for program in begun.programs:
+        for program in state.programs:
             program.cancel()
-        self._documents.free.give_back(begun.pages)
+        self._documents.free.give_back(state.pages)
 
     def _fail(self, documents: Sequence[Document], error: Exception) -> None:
         for document in documents:
@@ -557,5 +547,4 @@ class Prefiller:
 
 
 def _is_wanted(document: Document) -> bool:
-    """Whether a user has named a document, or a request waits for it."""
     return document.named or document.users > 0

@@ -95,7 +95,7 @@ class Server:
         """An endpoint that requires the key, answers errors in the protocol's form, and is counted."""
 
         async def endpoint(request: Request) -> Response:
-            status = 500
+            response = Response(status_code=500)  # counted if the server fails
             try:
                 if path != "/health":
                     self._require_key(request)
@@ -106,9 +106,7 @@ class Server:
                 problem = protocol.of_user_error(error)
                 response = _json(problem.body(), problem.status, _error_headers(problem))
             finally:
-                if "response" in locals():
-                    status = response.status_code
-                self._metrics.request(path, status)
+                self._metrics.request(path, response.status_code)
             return response
 
         return endpoint

@@ -161,13 +161,7 @@ def _sync(folder: Path) -> None:
 
 
 def context_of(
-    lm: LM,
-    tokens: list[int],
-    prompt: int,
-    table: LocalTable,
-    layout: CacheLayout,
-    share: float,
-    chunks: Sequence[PagedCache],
+    lm: LM, entry: Entry, table: LocalTable, layout: CacheLayout, share: float, chunks: Sequence[PagedCache]
 ) -> Context:
     """The context of a document whose pages are in host memory."""
     on_mesh = lm.mesh is not None
@@ -183,9 +177,9 @@ def context_of(
     k, v = jax.tree.map(unpack, *[(chunk.k, chunk.v) for chunk in chunks])
     return Context(
         cache=table.cache(k, v, layout.kept_columns, on_mesh),
-        tokens=jnp.asarray([tokens], jnp.int32),
-        lengths=jnp.asarray([len(tokens)], jnp.int32),
-        prompt_lengths=jnp.asarray([prompt], jnp.int32),
+        tokens=jnp.asarray([entry.tokens], jnp.int32),
+        lengths=jnp.asarray([len(entry.tokens)], jnp.int32),
+        prompt_lengths=jnp.asarray([entry.parts[0]], jnp.int32),
         attended_share=jnp.asarray([share], jnp.float32),
         compile_seconds=0.0,
         prefill_seconds=0.0,

@@ -64,8 +64,6 @@ class Stream:
         self.prompt_tokens = self.document_tokens = 0
         self.document: str | None = None
 
-    # What the engine's thread calls
-
     @property
     def tokens(self) -> list[int]:
         """All tokens so far."""
@@ -104,14 +102,12 @@ class Stream:
         for listener in listeners:
             listener()
 
-    # What the caller calls
-
     def cancel(self) -> None:
         """Ends the answer, whose tokens so far stay; nothing happens if it has ended."""
         self._cancel(self)
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Has a function called whenever there is more, in the engine's thread, which it must not hold up."""
+        """Has a function called whenever there is more, in the engine's thread, which it must not block."""
         with self._changed:
             self._listeners.append(listener)
 
@@ -158,16 +154,11 @@ class Stream:
                 self._listeners.remove(listener)
 
     def result(self, timeout: float | None = None) -> Completion:
-        """The whole answer, when it has ended.
-
-        Args:
-            timeout: Most seconds to wait.
+        """The answer, when it has ended.
 
         Raises:
-            TimeoutError: it has not ended by then.
-            ValueError: the model computes NaN or infinity, the document is gone, or the
-                engine has failed.
-            Exception: what the mask raised, or what kept the engine from writing it.
+            TimeoutError: it has not ended within `timeout` seconds.
+            Exception: the model computes NaN or infinity, the document is gone, the mask raises, or the engine fails.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:

@@ -238,11 +238,8 @@ def test_clients_get_json_of_their_schema(shipped, client):
     asked["response_format"] = {"type": "json_object"}
     begun = client.chat.completions.create(temperature=0, **(asked | {"max_tokens": 12}))
     assert begun.choices[0].message.content.startswith("{")
-
-
-def test_an_unusable_schema_is_the_clients_error(client):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "foo"}}}
     with pytest.raises(openai.BadRequestError) as raised:
-        client.chat.completions.create(model=MODEL, messages=QUESTION, response_format=form)
+        client.chat.completions.create(**(asked | {"response_format": form}))
     assert raised.value.body["message"] == "response_format.json_schema.schema: Invalid type: foo"
     assert raised.value.body["param"] == "response_format.json_schema.schema"

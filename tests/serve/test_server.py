@@ -12,13 +12,15 @@ import time
 import httpx
 import openai
 import pytest
+import word_pieces
 from prometheus_client.parser import text_string_to_metric_families
 from serving import KEY, MODEL, Running
 from tiny import with_candidates, write_checkpoint
 
 import tca_jax
-from tca_jax.engine.prompts import DocumentTemplate, encode_verbatim
+from tca_jax.engine.prompts import DocumentTemplate, encode_appended, encode_verbatim
 from tca_jax.serve import Engine
+from tca_jax.serve.answers import PromptEncoder
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
@@ -151,16 +153,11 @@ def test_chat_finds_longest_document_by_tokens(lm, client, http):
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"temperature": -1}, "temperature", "temperature = -1: must be a number of at least 0"),
         ({"top_p": 0}, "top_p", r"top_p = 0.0: must be in \(0, 1\]"),
-        ({"n": 65}, "n", "n = 65: must be an integer from 1 to 64"),
         ({"n": 7}, "n", "at most 6 may"),
         ({"max_tokens": 401}, "max_tokens", "max_tokens = 401: must be at most 400"),
         ({"min_tokens": 9, "max_tokens": 2}, "min_tokens", "min_tokens = 9: must be at most max_tokens = 2"),
-        ({"tools": [{"type": "function"}]}, "tools", "tools are not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "do not work with the tokenizer"),
-        ({"presence_penalty": 0.5}, "presence_penalty", "must be 0"),
-        ({"chat_template": "{{ x }}"}, "chat_template", "is no field of this request"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "not valid UTF-8"),
         ({"messages": [{"role": "user", "content": "é " * 4000}]}, "prompt", "4096 positions"),
         ({"document": "../../etc/passwd"}, "document", "unknown document"),
@@ -174,6 +171,16 @@ def test_refusals_of_chats_name_the_field(http, fields, param, message):
     error = answer.json()["error"]
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
     assert re.search(message, error["message"]), error["message"]
+
+
+def test_sentencepiece_texts_continue_documents(tmp_path):
+    lm = tca_jax.load(word_pieces.write_with_pieces(tmp_path))
+    with Engine(lm, max_rows=2, pages=200, answer_tokens=64) as engine:
+        encoder, document = PromptEncoder(engine), engine.read("The grass is green.")
+        for text in ("The sky", " is blue."):
+            (tokens,) = encode_appended(lm, text, 1, lambda row: engine.tokens_of(document))
+            assert encoder.complete(text, document).tokens == tokens
+            assert encoder.complete(text, document).tokens[:1] != encode_verbatim(lm, text)[:1]
 
 
 def test_bounds_of_bodies_keys_and_paths(running, http):
