@@ -43,6 +43,10 @@ class Model:
         return tca_jax.generate(self.lm, [list(prompt)], context=context, **options).tokens[0]
 
 
+def require(error, words):
+    assert words in str(error), error
+
+
 class Serving(RuleBasedStateMachine):
     """Documents are named by the parts in which they were read."""
 
@@ -118,7 +122,7 @@ class Serving(RuleBasedStateMachine):
         try:
             out = stream.result(SECONDS)
         except UserError as error:
-            assert "no longer there" in str(error)  # its document was forgotten
+            require(error, "no longer there")  # its document was forgotten
             return None
         tokens = self.model.answer(*what)
         assert out.tokens == (tokens if out.finish_reason == "length" else tokens[: len(out.tokens)])
@@ -132,7 +136,7 @@ class Serving(RuleBasedStateMachine):
         try:
             assert self.engine.wait(self.ids[parts], SECONDS, stored=True).stored
         except UserError as error:
-            assert "no longer there" in str(error)  # what it was to be appended to was forgotten
+            require(error, "no longer there")  # what it was to be appended to was forgotten
         else:
             self.stored.add(parts)
 
@@ -143,7 +147,7 @@ class Serving(RuleBasedStateMachine):
         try:
             self.engine.forget(self.ids[parts])
         except UserError as error:
-            assert "in use" in str(error)
+            require(error, "in use")
         else:
             del self.ids[parts]
             self.stored.discard(parts)
