@@ -138,10 +138,10 @@ def calibrate(
     texts: TextsOption = None,
 ) -> None:
     """Calibrates with each setting, in one process; the first one compiles for the others."""
+    chosen = {setting: _options(setting, window) for setting in settings.split(",")}
     lm = tca_jax.load(model)
     given = calibration_texts(lm, count, tokens, texts)
-    for setting in settings.split(","):
-        options = _options(setting, window)
+    for setting, options in chosen.items():
         compilations, start = Compilations(), time.monotonic()
         profile = tca_jax.calibrate(lm, given, **options)
         seconds = time.monotonic() - start

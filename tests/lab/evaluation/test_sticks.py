@@ -14,7 +14,7 @@ import tca_jax
 from tca_jax.calibration.profile import Profile
 from tca_jax.errors import UserError
 from tca_jax.lab.equal_bytes import CallSizes, held_share
-from tca_jax.lab.evaluation import late_documents, late_facts, reading_loss, sticks, texts
+from tca_jax.lab.evaluation import first_answer, late_documents, late_facts, reading_loss, sticks, texts
 from tca_jax.lab.evaluation.by_layers import Answers, FullRead, MaskedRead
 from tca_jax.lab.evaluation.late_documents import LateDocument, late_document, repeating_document
 from tca_jax.lab.recall.facts import NOUNS
@@ -340,3 +340,22 @@ def test_late_facts_and_reading_losses_of_a_model(checkpoint, folder, tmp_path, 
     assert kept[0] == taken[0] == attended[0] == pytest.approx(1)
     assert all(0 < share < 0.6 for share in (*kept[1:], *taken[1:]))
     assert all(each["attended"] < 0.9 for name, each in read.items() if name != "full")
+
+
+def test_calibrations_are_recorded(checkpoint, folder, tmp_path, capsys, monkeypatch):
+    given = []
+    uniform = Profile.uniform(tca_jax.TCAConfig(block_size=16, window=32, reserve=0), 2, 2, 3)
+    monkeypatch.setattr(tca_jax, "calibrate", lambda lm, texts, **options: given.append((texts, options)) or uniform)
+    out, settings = tmp_path / "records.jsonl", "default,kept=0.25,paper:0.9"
+    first_answer.calibrate(
+        str(checkpoint), tmp_path / "to", out, settings, count=2, tokens=200, window=128, texts=folder
+    )
+    assert [(len(texts), len(texts[0])) for texts, _ in given] == [(2, 200)] * 3
+    assert [options.get("kept") for _, options in given] == [None, 0.25, None]
+    assert given[2][1]["config"] == tca_jax.TCAConfig.paper(window=128, tau=0.9)
+    found = sticks.read_records([out], first_answer.CALIBRATION)
+    assert [record["method"] for record in found] == settings.split(",")
+    assert (tmp_path / "to" / "kept-0.25").is_dir()
+    assert "| tiny, cpu | 2 of 200 tokens | paper:0.9 |" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--settings 'half': must be default, kept=SHARE, paper or paper:TAU"):
+        first_answer.calibrate(str(checkpoint), tmp_path / "to", out, "half", texts=folder)
