@@ -19,7 +19,12 @@ from tca_jax.pallas_kernels.paged_attention.triton import default_config
 
 PAGE, WINDOW = 16, 32
 #: Rows' first and newest positions, queries a row, and for each cache kept tokens by row and head, and windows by row.
-DECODING = ([23, 90, 0], [23, 90, 0], 1, [([[5, 0], [16, 33], [0, 0]], [(0, 24), (48, 91), (0, 1)])])
+DECODING = (
+    [23, 90, 0, 70],
+    [23, 90, 0, 70],
+    1,
+    [([[5, 0], [16, 33], [0, 0], [0, 5]], [(0, 24), (48, 91), (0, 1), (32, 71)])],
+)
 SOME = ([83], [89], 7, [([[33, 0]], [(48, 80)]), ([[0, 18]], [(80, 90)])])
 BLOCK = ([48], [63], 16, [([[7, 40]], [(16, 64)])])
 SHARED = (
@@ -28,25 +33,16 @@ SHARED = (
     1,
     [([[20, 61]], [(32, 64)]), ([[0, 3], [17, 16], [1, 0], [2, 2]], [(64, 71), (64, 66), (64, 65), (64, 67)])],
 )
-CASES = {
-    "a whole block": BLOCK,
-    "the first block, which nothing precedes": ([0], [15], 16, [([[0, 0]], [(0, 16)])]),
-    "a query in the middle of a block": ([70], [70], 1, [([[0, 5]], [(32, 71)])]),
-    "rows of unequal age": DECODING,
-    "an odd number of queries, two caches": SOME,
-    "later tokens of the block are unseen": ([96], [111], 5, [([[3, 1]], [(64, 112)])]),
-    "blocks left of the window are unseen": ([96], [99], 4, [([[3, 1]], [(0, 100)])]),
-    "ragged rows, of which one has no query": (
-        [16, 50, 32],
-        [31, 52, 31],
-        16,
-        [
-            ([[5, 0], [16, 33], [1, 2]], [(0, 16), (16, 48), (0, 32)]),
-            ([[0, 3], [17, 16], [1, 0]], [(16, 32), (48, 53), (32, 33)]),
-        ],
-    ),
-    "rows that share a cache": SHARED,
-}
+#: A block in the middle, the first one, a part of one, and a row without a query.
+BLOCKS = (
+    [48, 0, 50, 32],
+    [63, 15, 52, 31],
+    16,
+    [([[7, 40], [0, 0], [16, 33], [1, 2]], [(16, 64), (0, 16), (16, 53), (0, 33)])],
+)
+#: Of a block, later tokens are there; of a window, blocks left of it.
+UNSEEN = ([96, 96], [111, 99], 5, [([[3, 1], [3, 1]], [(64, 112), (0, 100)])])
+CASES = {"blocks": BLOCKS, "decoding": DECODING, "two caches": SOME, "shared cache": SHARED, "unseen": UNSEEN}
 
 
 def _case(first, newest, queries, caches, *, group=2, dtype=jnp.float32, eight_bits=(), window=WINDOW, **options):
