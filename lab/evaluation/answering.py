@@ -57,15 +57,9 @@ def answer(
     batch: int,
     report: Callable[[int], None] = lambda asked: None,
 ) -> Answers:
-    """Asks all samples, greedily.
+    """Asks all samples, greedily, at most `batch` prompts in a call, fewer if memory is short.
 
-    Args:
-        lm: The model, under any method.
-        task: The task of the samples.
-        samples: Questions.
-        protocol: One of `EVALUATION_PROTOCOLS`.
-        batch: Most prompts in a call; fewer if memory is short. On a mesh all devices on "data" have as many.
-        report: Called with the number of prompts after each call.
+    On a mesh all devices on "data" have as many. `report` gets the number of prompts after each call.
     """
     prompts = _encoded(lm, samples, protocol)
     tokens = [len(document) + len(question) for document, question in prompts]

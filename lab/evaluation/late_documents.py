@@ -88,16 +88,10 @@ def _fact(opening: str, value: str, what: str, question: str) -> LateFact:
 def late_document(
     lm: LM, seed: int, tokens: int, half: Half = "test", folder: Path | None = None, facts: int = 12, copies: int = 4
 ) -> LateDocument:
-    """A document of one kind of text with facts on lines of their own, and the questions that are asked later.
+    """A document of `tokens` with facts on lines of their own, and the questions that are asked later.
 
-    Args:
-        lm: The model whose tokenizer and chat template apply.
-        seed: Of all draws; even ones are of source code, odd ones of manuals.
-        tokens: Length of the document, with the template's opening.
-        half: Of the texts.
-        folder: As for `texts.files`.
-        facts: Facts, of six kinds in turn, none within the last `FREE_END` tokens.
-        copies: Passages that are asked for word for word.
+    Even seeds are of source code, odd ones of manuals. Facts are of six kinds in turn, none within the last `FREE_END`
+    tokens; `copies` passages are asked for word for word.
     """
     if tokens + ROW > lm.config.max_context:
         raise UserError(

@@ -51,14 +51,8 @@ def named_methods(
     """Full attention, each method at each share of full attention's bytes, and the profiles.
 
     `duoattention` takes its gates from the first profile by worth, and reads prompts in full, as in its authors'
-    evaluation. A share that a method cannot take is printed and left out.
-
-    Args:
-        lm: The model.
-        methods: Registered names, with options after a colon.
-        shares: Of full attention's bytes for a document, in (0, 1]; None for the method's defaults.
-        profiles: Folders by name.
-        tokens: Length of the documents.
+    evaluation. A share that a method cannot take is printed and left out. `shares` are of full attention's bytes for a
+    document of `tokens`, None for the method's defaults; `profiles` are folders by name.
     """
     read = {name: Profile.load(path) for name, path in profiles.items()}
     for name in methods:

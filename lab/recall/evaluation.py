@@ -47,15 +47,7 @@ def draw_documents(
 def ask(
     lm: LM, documents: Sequence[Document], protocol: str, *, batch: int = 50, max_new_tokens: int = ANSWER_TOKENS
 ) -> RecallAnswers:
-    """Asks each document's first question, greedily.
-
-    Args:
-        lm: The model, under any method.
-        documents: Documents, at least one.
-        protocol: "prefix", "preamble" or "late"; see `recall.protocols`.
-        batch: Questions in one call.
-        max_new_tokens: Room for an answer.
-    """
+    """Asks each document's first question, greedily, `batch` questions in one call."""
     require_protocol(protocol)
     texts: list[str] = []
     right: list[bool] = []
