@@ -334,7 +334,7 @@ class Decoder(nnx.Module):
             lengths - 1. And the layers' new states.
 
         Raises:
-            ValueError: `states` does not have one entry per layer, or `tail` is below 1 or comes without `lengths`.
+            ValueError: `states` does not have one entry per layer.
         """
         if len(states) != self.config.num_layers:
             raise UserError(
@@ -371,7 +371,7 @@ class Decoder(nnx.Module):
         Returns:
             The residual stream behind them, of as many tokens as hidden states there, and their new states.
         """
-        indices = None if tail is None else _last_indices(lengths, tail)
+        indices = None if tail is None or lengths is None else _last_indices(lengths, tail)
         cos, sin = self.angles(positions)
         new_states, buffers = [], None
         for index, state in enumerate(states, first):
@@ -439,12 +439,8 @@ def _layer_function(
     return run
 
 
-def _last_indices(lengths: Int[Array, " B"] | None, tail: int) -> Int[Array, "B m"]:
+def _last_indices(lengths: Int[Array, " B"], tail: int) -> Int[Array, "B m"]:
     """Indices of the last `tail` tokens of each row; 0 for those that a shorter row does not have."""
-    if tail < 1:
-        raise UserError(f"tail = {tail}: must be at least 1, or None for the hidden states of all tokens")
-    if lengths is None:
-        raise UserError(f"tail = {tail} needs lengths: the tokens of each row")
     return jnp.maximum(lengths[:, None] - tail + jnp.arange(tail), 0)
 
 

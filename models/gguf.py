@@ -425,21 +425,17 @@ class _Header:
 
     def read(self) -> tuple[dict[str, Any], list[GgufTensor]]:
         """Metadata and tensors; ValueError with the file's name where it is damaged."""
-        if self._source.size >= 4 and is_lfs_pointer(self._source.parts[0][0]):
-            raise UserError(f"{self._source.name} {LFS_POINTER}")
-        if self._take(4) != _MAGIC:
-            raise UserError(f"{self._source.name} is not a GGUF file: it does not begin with {_MAGIC!r}")
+        self._check(not is_lfs_pointer(self._source.parts[0][0]), LFS_POINTER)
+        self._check(self._take(4) == _MAGIC, f"is not a GGUF file: it does not begin with {_MAGIC!r}")
         version = self._number("I")
-        if version not in _VERSIONS:
-            other = " (big-endian)" if version & 0xFFFF == 0 else ""
-            raise UserError(f"{self._source.name} is GGUF version {version}{other}: must be one of {list(_VERSIONS)}")
+        other = " (big-endian)" if version & 0xFFFF == 0 else ""
+        self._check(version in _VERSIONS, f"is GGUF version {version}{other}: must be one of {list(_VERSIONS)}")
         num_tensors, num_keys = self._number("Q"), self._number("Q")
         metadata: dict[str, Any] = {}
         self._require(num_keys, 12)
         for _ in range(num_keys):
             key = self._string()
-            if key in metadata:
-                raise self._corrupt(f"there is a second key {key!r}")
+            self._check(key not in metadata, f"is corrupt: there is a second key {key!r}")
             metadata[key] = self._value(self._number("I"), key)
         self._require(num_tensors, 24)
         infos = [self._info() for _ in range(num_tensors)]
@@ -447,41 +443,36 @@ class _Header:
 
     def _tensors(self, infos: list[tuple[str, tuple[int, ...], Any, int]], alignment: Any) -> list[GgufTensor]:
         """Tensors of a file; each begins where the one before it ends, which also shows most damage."""
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise self._corrupt(f"general.alignment = {alignment!r}, must be a power of two")
+        is_power = isinstance(alignment, int) and alignment > 0 and not alignment & (alignment - 1)
+        self._check(is_power, f"is corrupt: general.alignment = {alignment!r}, must be a power of two")
         data, expected, found = -(-self._at // alignment) * alignment, 0, []
         for name, shape, type_, offset in infos:
-            if offset != expected:
-                raise self._corrupt(f"tensor {name!r} begins at byte {offset} of the data, must begin at {expected}")
+            place = f"tensor {name!r} begins at byte {offset} of the data, must begin at {expected}"
+            self._check(offset == expected, f"is corrupt: {place}")
             size = _stored_bytes(shape, type_)
-            if data + offset + size > self._source.size:
-                raise UserError(
-                    f"{self._source.name} is truncated: tensor {name!r} ends at byte {data + offset + size:,}, "
-                    f"the file has {self._source.size:,}"
-                )
+            end = data + offset + size
+            held = self._source.size
+            self._check(end <= held, f"is truncated: tensor {name!r} ends at byte {end:,}, the file has {held:,}")
             expected = -(-(offset + size) // alignment) * alignment
             found.append(GgufTensor(name, self._source, shape, type_, data + offset, 0))
-        if (rest := self._source.size - data - expected) > 0:
-            raise self._corrupt(f"{rest:,} bytes follow the last tensor")
+        rest = self._source.size - data - expected
+        self._check(rest <= 0, f"is corrupt: {rest:,} bytes follow the last tensor")
         return found
 
     def _info(self) -> tuple[str, tuple[int, ...], Any, int]:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         name, axes = self._string(), self._number("I")
-        if not 1 <= axes <= _MOST_AXES:
-            raise self._corrupt(f"tensor {name!r} has {axes} axes, must have 1 to {_MOST_AXES}")
+        self._check(
+            1 <= axes <= _MOST_AXES, f"is corrupt: tensor {name!r} has {axes} axes, must have 1 to {_MOST_AXES}"
+        )
         shape = tuple(self._number("Q") for _ in range(axes))[::-1]
         number, offset = self._number("I"), self._number("Q")
-        try:
-            type_ = GGMLQuantizationType(number)
-        except ValueError:
-            known = ", ".join(each.name for each in GGMLQuantizationType)
-            raise UserError(
-                f"{self._source.name}: tensor {name!r} has the unknown type {number}: must be one of {known}"
-            ) from None
-        if not all(0 < size < 2**31 for size in shape) or shape[-1] % GGML_QUANT_SIZES[type_][0]:
-            raise self._corrupt(f"tensor {name!r} has shape {list(shape)} in type {type_.name}")
+        types = {each.value: each for each in GGMLQuantizationType}
+        self._check(number in types, f"is not supported: tensor {name!r} has the unknown type {number}")
+        type_ = types[number]
+        fits = all(0 < size < 2**31 for size in shape) and shape[-1] % GGML_QUANT_SIZES[type_][0] == 0
+        self._check(fits, f"is corrupt: tensor {name!r} has shape {list(shape)} in type {type_.name}")
         return name, shape, type_, offset
 
     def _value(self, kind: int, key: str) -> Any:
@@ -491,33 +482,29 @@ class _Header:
             value = self._number(_SCALARS[kind])
             # Of float32 the shortest decimal, as config.json has it: 1e-5, not 9.999999747378752e-06.
             return float(str(np.float32(value))) if kind == _FLOAT32 else value
-        if kind != _ARRAY:
-            raise self._corrupt(f"key {key!r} has the unknown value type {kind}")
+        self._check(kind == _ARRAY, f"is corrupt: key {key!r} has the unknown value type {kind}")
         inner, count = self._number("I"), self._number("Q")
         if inner == _STRING:
             self._require(count, 8)
             return [self._string() for _ in range(count)]
-        if inner not in _SCALARS:
-            raise self._corrupt(f"key {key!r} has an array of the value type {inner}")
+        self._check(inner in _SCALARS, f"is corrupt: key {key!r} has an array of the value type {inner}")
         dtype = np.dtype(_SCALARS[inner])
         return np.frombuffer(self._take(count * dtype.itemsize), dtype)
 
     def _string(self) -> str:
+        text = self._take(self._number("Q"))
         try:
-            return self._take(self._number("Q")).decode("utf-8")
+            return text.decode("utf-8")
         except UnicodeDecodeError:
-            raise self._corrupt(f"the text that ends at byte {self._at:,} is not UTF-8") from None
+            return self._check(False, f"is corrupt: the text that ends at byte {self._at:,} is not UTF-8")
 
     def _number(self, format_: str) -> Any:
         return struct.unpack("<" + format_, self._take(struct.calcsize("<" + format_)))[0]
 
     def _require(self, count: int, size: int = 1) -> None:
         """Raises ValueError unless the file goes on for `count` entries of at least `size` bytes."""
-        if count * size > self._source.size - self._at:
-            raise UserError(
-                f"{self._source.name} is truncated or corrupt: at byte {self._at:,} of {self._source.size:,} it "
-                f"announces {count:,} entries of {size} bytes"
-            )
+        place = f"at byte {self._at:,} of {self._source.size:,} it announces {count:,} entries of {size} bytes"
+        self._check(count * size <= self._source.size - self._at, f"is truncated or corrupt: {place}")
 
     def _take(self, count: int) -> bytes:
         self._require(count)
@@ -528,8 +515,9 @@ class _Header:
         self._at += count
         return self._buffer[first : first + count]
 
-    def _corrupt(self, reason: str) -> UserError:
-        return UserError(f"{self._source.name} is corrupt: {reason}")
+    def _check(self, ok: bool, reason: str) -> Any:
+        if not ok:
+            raise UserError(f"{self._source.name} {reason}")
 
 
 def _stored_bytes(shape: tuple[int, ...], type_: Any) -> int:

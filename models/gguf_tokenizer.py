@@ -88,7 +88,7 @@ def build_tokenizer(metadata: Mapping[str, Any], source: str) -> PreTrainedToken
     flags["eos"] = file.flag("ggml.add_eos_token", False)
     template = metadata.get("tokenizer.chat_template")
     if not isinstance(template, str | None):
-        raise file.invalid("chat_template", template, "must be a string")
+        file.refuse("chat_template", template, "must be a string")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # PyTorch, which nothing here needs
     from transformers import PreTrainedTokenizerFast
 
@@ -138,14 +138,14 @@ class _File:
         kind = self.metadata.get("tokenizer.ggml.model")
         if not isinstance(kind, str) or kind not in ("gpt2", "llama"):
             must = "must be 'gpt2' (byte-level BPE) or 'llama' (SentencePiece)"
-            raise self.invalid("ggml.model", kind, must, _CHECKPOINT)
+            self.refuse("ggml.model", kind, must, _CHECKPOINT)
         return kind
 
     @functools.cached_property
     def tokens(self) -> list[str]:
         tokens = self.strings("ggml.tokens")
         if not tokens:
-            raise self.invalid("ggml.tokens", tokens, "must hold a token")
+            self.refuse("ggml.tokens", tokens, "must hold a token")
         return [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]  # as llama.cpp calls them
 
     @functools.cached_property
@@ -153,7 +153,7 @@ class _File:
         ids = {token: i for i, token in enumerate(self.tokens)}
         if len(ids) < len(self.tokens):
             twice = next(token for i, token in enumerate(self.tokens) if ids[token] != i)
-            raise self.invalid("ggml.tokens", twice, "must be there once")
+            self.refuse("ggml.tokens", twice, "must be there once")
         return ids
 
     @functools.cached_property
@@ -170,19 +170,19 @@ class _File:
             default = _SENTENCEPIECE_IDS.get(name, size) if self.kind == "llama" else size
             return default if default < size else None
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < size:
-            raise self.invalid(key, value, f"must be a token id in [0, {size})")
+            self.refuse(key, value, f"must be a token id in [0, {size})")
         return int(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.metadata.get(f"tokenizer.{key}", default)
         if not isinstance(value, bool):
-            raise self.invalid(key, value, "must be true or false")
+            self.refuse(key, value, "must be true or false")
         return value
 
     def strings(self, key: str) -> list[str]:
         value = self.metadata.get(f"tokenizer.{key}")
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.invalid(key, value, "must be a list of strings")
+            self.refuse(key, value, "must be a list of strings")
         return value
 
     def numbers(self, key: str, kinds: str) -> np.ndarray:
@@ -193,7 +193,7 @@ class _File:
         except ValueError:  # lists of different lengths
             numbers = np.empty((0, 0))
         if numbers.shape != (len(self.tokens),) or numbers.dtype.kind not in kinds or np.isnan(numbers).any():
-            raise self.invalid(key, value, f"must be a list of {len(self.tokens):,} numbers, one for each token")
+            self.refuse(key, value, f"must be a list of {len(self.tokens):,} numbers, one for each token")
         return numbers
 
     def named_tokens(self) -> dict[str, str]:
@@ -209,14 +209,15 @@ class _File:
         found = np.flatnonzero(np.isin(self.types, types)).tolist()
         return [AddedToken(self.tokens[i], normalized=False, special=special) for i in found]
 
-    def invalid(self, key: str, value: Any, must: str, remedy: str = "convert the model again") -> UserError:
+    def refuse(self, key: str, value: Any, must: str, remedy: str = "convert the model again") -> Any:
+        """Raises ValueError with the key, its value and the remedy."""
         key, size = f"tokenizer.{key}", ""
         if value is None:
-            return UserError(f"{self.source} has no {key}: {must}; {remedy}")
+            raise UserError(f"{self.source} has no {key}: {must}; {remedy}")
         if isinstance(value, list | np.ndarray):
             value, size = value[:3], f" ({len(value):,} entries)"
         shown = repr(value) if len(repr(value)) <= _SHOWN else f"{repr(value)[:_SHOWN]}..."
-        return UserError(f"{self.source}: {key} = {shown}{size}: {must}; {remedy}")
+        raise UserError(f"{self.source}: {key} = {shown}{size}: {must}; {remedy}")
 
 
 def _split(file: _File) -> _Split:
@@ -227,7 +228,7 @@ def _split(file: _File) -> _Split:
         warnings.warn(f"{file.source} has no tokenizer.ggml.pre: {use}", stacklevel=3)
         name = "default"
     if not isinstance(name, str) or name not in _SPLITS:
-        raise file.invalid("ggml.pre", name, f"must be one of {', '.join(_SPLITS)}", _CHECKPOINT)
+        file.refuse("ggml.pre", name, f"must be one of {', '.join(_SPLITS)}", _CHECKPOINT)
     return _SPLITS[name]
 
 
@@ -238,7 +239,7 @@ def _bytes_bpe(file: _File, split: _Split) -> Tokenizer:
         space = merge.find(" ", 1)
         left, right = merge[:space], merge[space + 1 :]
         if space < 0 or not (left in ids and right in ids and left + right in ids):
-            raise file.invalid("ggml.merges", merge, "must be two tokens that make a third, with a space between")
+            file.refuse("ggml.merges", merge, "must be two tokens that make a third, with a space between")
         merges[left, right] = None
     backend = Tokenizer(models.BPE(ids, list(merges), ignore_merges=split.ignore_merges))
     parts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
@@ -278,7 +279,7 @@ def _post_processor(file: _File, flags: Mapping[str, bool]) -> processors.Templa
     for name in (name for name, flag in flags.items() if flag):
         if (token := file.id(name)) is None:
             must = f"needs tokenizer.ggml.{name}_token_id, which is missing"
-            raise file.invalid(f"ggml.add_{name}_token", True, must)
+            file.refuse(f"ggml.add_{name}_token", True, must)
         special[name] = {"id": name, "ids": [token], "tokens": [file.tokens[token]]}
     before, after = ([name] if name in special else [] for name in ("bos", "eos"))
     single, second = ([*before, part, *after] for part in ("$A", "$B"))

@@ -26,24 +26,15 @@ LAYER = re.compile(r"model\.layers\.(\d+)\..*")  # a name of a layer's tensor
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """Where checkpoints keep a kind of parameter.
+    """Where checkpoints keep a kind of parameter."""
 
-    Attributes:
-        path: Its path in the decoder, a regular expression.
-        names: Its tensors, as templates of the match.
-        transposed: The checkpoint holds transposes ([out, in]).
-        widths: Where there are several tensors, what each one fills of the axis before the parameter's last output.
-        inputs_last: The parameter's last axis is that of inputs, as the checkpoint's is; not transposed.
-        spec: Which of its axes is split over a mesh; none by default.
-        by_head: The split axis holds the KV heads, one after the other.
-    """
-
-    path: str
-    names: tuple[str, ...]
-    spec: PartitionSpec = _WHOLE
-    by_head: bool = False
-    transposed: bool = False
-    inputs_last: bool = False
+    path: str  # its path in the decoder, a regular expression
+    names: tuple[str, ...]  # its tensors, as templates of the match
+    spec: PartitionSpec = _WHOLE  # which of its axes is split over a mesh
+    by_head: bool = False  # the split axis holds the KV heads, one after the other
+    transposed: bool = False  # the checkpoint holds transposes ([out, in])
+    inputs_last: bool = False  # the last axis is that of inputs, as the checkpoint's is; not transposed
+    # Of several tensors: what each one fills of the axis before the parameter's last output.
     widths: Callable[[ModelConfig], tuple[int, ...]] | None = None
 
 
@@ -58,13 +49,44 @@ def _gate_and_up(config: ModelConfig) -> tuple[int, ...]:
 
 
 _LAYER, _HF_LAYER = r"layers\.(\d+)", r"model.layers.\1"
-_KINDS = ("weight", "bias", f"weight{SCALE}")
-_QKV_WEIGHTS, _QKV_BIASES, _QKV_SCALES = (
-    tuple(rf"{_HF_LAYER}.self_attn.{part}_proj.{kind}" for part in "qkv") for kind in _KINDS
-)
-_GATE_UP_WEIGHTS, _GATE_UP_BIASES, _GATE_UP_SCALES = (
-    tuple(rf"{_HF_LAYER}.mlp.{part}_proj.{kind}" for part in ("gate", "up")) for kind in _KINDS
-)
+
+
+def _projection(
+    module: str, parts: tuple[str, ...], output: int | None, *, by_head: bool = False, widths: Any = None
+) -> tuple[_Row, ...]:
+    """Rows of a projection: kernel `[in, *out]` and bias; in eight bits codes `[*out, in]` and scale `[*out]`.
+
+    Args:
+        module: Path in a layer.
+        parts: The checkpoint's names of what is joined.
+        output: The output axis that is split over a mesh; None for that of inputs.
+        by_head: See `_Row`.
+        widths: See there.
+    """
+    if output is None:
+        kernel, codes, others = PartitionSpec(MODEL), PartitionSpec(None, MODEL), _WHOLE
+    else:
+        codes = others = PartitionSpec(*[None] * output, MODEL)
+        kernel = PartitionSpec(None, *codes)
+    kinds = {
+        "kernel": ("weight", kernel, {"transposed": True}),
+        "bias": ("bias", others, {}),
+        "codes": ("weight", codes, {"inputs_last": True}),
+        "scale": (f"weight{SCALE}", others, {}),
+    }
+    return tuple(
+        _Row(
+            rf"{_LAYER}\.{module}\.{kind}",
+            tuple(rf"{_HF_LAYER}.{part}.{suffix}" for part in parts),
+            spec,
+            by_head and MODEL in spec,
+            widths=widths,
+            **options,
+        )
+        for kind, (suffix, spec, options) in kinds.items()
+    )
+
+
 # Projections to heads or to the MLP's inner width are split over their outputs, projections from them over their
 # inputs: a device has whole KV heads, and attention and the MLP each end with one sum over the devices. Biases behind
 # these sums, and norms, are small and needed on every device. Embedding and head are split over the width: in a model
@@ -76,103 +98,24 @@ _TABLE = (
     _Row(r"head\.kernel", (HEAD,), PartitionSpec(MODEL), transposed=True),
     _Row(rf"{_LAYER}\.attention_norm\.scale", (rf"{_HF_LAYER}.input_layernorm.weight",)),
     _Row(rf"{_LAYER}\.mlp_norm\.scale", (rf"{_HF_LAYER}.post_attention_layernorm.weight",)),
-    _Row(
-        rf"{_LAYER}\.attention\.qkv\.kernel",
-        _QKV_WEIGHTS,
-        PartitionSpec(None, MODEL),
-        by_head=True,
-        transposed=True,
-        widths=_queries_key_value,
-    ),
-    _Row(
-        rf"{_LAYER}\.attention\.qkv\.bias",
-        _QKV_BIASES,
-        PartitionSpec(MODEL),
-        by_head=True,
-        widths=_queries_key_value,
-    ),
     _Row(rf"{_LAYER}\.attention\.([qk])_norm\.scale", (rf"{_HF_LAYER}.self_attn.\2_norm.weight",)),
-    _Row(
-        rf"{_LAYER}\.attention\.o\.kernel",
-        (rf"{_HF_LAYER}.self_attn.o_proj.weight",),
-        PartitionSpec(MODEL),
-        by_head=True,
-        transposed=True,
+    *_projection(
+        r"attention\.qkv", tuple(f"self_attn.{part}_proj" for part in "qkv"), 0, by_head=True, widths=_queries_key_value
     ),
-    _Row(rf"{_LAYER}\.attention\.o\.bias", (rf"{_HF_LAYER}.self_attn.o_proj.bias",)),
-    _Row(
-        rf"{_LAYER}\.mlp\.gate_up\.kernel",
-        _GATE_UP_WEIGHTS,
-        PartitionSpec(None, None, MODEL),
-        transposed=True,
-        widths=_gate_and_up,
-    ),
-    _Row(rf"{_LAYER}\.mlp\.gate_up\.bias", _GATE_UP_BIASES, PartitionSpec(None, MODEL), widths=_gate_and_up),
-    _Row(
-        rf"{_LAYER}\.mlp\.down\.kernel",
-        (rf"{_HF_LAYER}.mlp.down_proj.weight",),
-        PartitionSpec(MODEL),
-        transposed=True,
-    ),
-    _Row(rf"{_LAYER}\.mlp\.down\.bias", (rf"{_HF_LAYER}.mlp.down_proj.bias",)),
-    # Of projections in eight bits: outputs come first, as in checkpoints.
-    _Row(
-        rf"{_LAYER}\.attention\.qkv\.codes",
-        _QKV_WEIGHTS,
-        PartitionSpec(MODEL),
-        by_head=True,
-        inputs_last=True,
-        widths=_queries_key_value,
-    ),
-    _Row(
-        rf"{_LAYER}\.attention\.qkv\.scale",
-        _QKV_SCALES,
-        PartitionSpec(MODEL),
-        by_head=True,
-        widths=_queries_key_value,
-    ),
-    _Row(
-        rf"{_LAYER}\.attention\.o\.codes",
-        (rf"{_HF_LAYER}.self_attn.o_proj.weight",),
-        PartitionSpec(None, MODEL),
-        by_head=True,
-        inputs_last=True,
-    ),
-    _Row(rf"{_LAYER}\.attention\.o\.scale", (rf"{_HF_LAYER}.self_attn.o_proj.weight{SCALE}",)),
-    _Row(
-        rf"{_LAYER}\.mlp\.gate_up\.codes",
-        _GATE_UP_WEIGHTS,
-        PartitionSpec(None, MODEL),
-        inputs_last=True,
-        widths=_gate_and_up,
-    ),
-    _Row(rf"{_LAYER}\.mlp\.gate_up\.scale", _GATE_UP_SCALES, PartitionSpec(None, MODEL), widths=_gate_and_up),
-    _Row(
-        rf"{_LAYER}\.mlp\.down\.codes",
-        (rf"{_HF_LAYER}.mlp.down_proj.weight",),
-        PartitionSpec(None, MODEL),
-        inputs_last=True,
-    ),
-    _Row(rf"{_LAYER}\.mlp\.down\.scale", (rf"{_HF_LAYER}.mlp.down_proj.weight{SCALE}",)),
+    *_projection(r"attention\.o", ("self_attn.o_proj",), None, by_head=True),
+    *_projection(r"mlp\.gate_up", ("mlp.gate_proj", "mlp.up_proj"), 1, widths=_gate_and_up),
+    *_projection(r"mlp\.down", ("mlp.down_proj",), None),
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How the tensors of a parameter lie side by side in it. Hashable: a static value under jit.
+    """How the tensors of a parameter lie side by side in it. Hashable: a static value under jit."""
 
-    Attributes:
-        shape: Of the parameter.
-        lead: Leading axes that parameter and tensors have in common.
-        trail: Trailing ones; tensors flatten the axes between into one.
-        widths: The size of each tensor on the last but one of the axes between; empty if the parameter is a single
-            tensor.
-    """
-
-    shape: tuple[int, ...]
-    lead: int
-    trail: int
-    widths: tuple[int, ...]
+    shape: tuple[int, ...]  # of the parameter
+    lead: int  # leading axes that parameter and tensors have in common
+    trail: int  # trailing ones; tensors flatten the axes between into one
+    widths: tuple[int, ...]  # size of each tensor on the last but one of these axes; empty for a single tensor
 
     @property
     def tensor_shapes(self) -> list[tuple[int, ...]]:
@@ -224,25 +167,15 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A parameter of the decoder and the tensors of the checkpoint that it is made of.
+    """A parameter of the decoder and the tensors of the checkpoint that it is made of."""
 
-    Attributes:
-        path: Its path in the decoder.
-        variable: Its `nnx.Param`, with or without a value.
-        names: Its tensors.
-        transposed: The checkpoint holds transposes ([out, in]).
-        layout: How it holds them.
-        spec: Which of its axes is split over the devices of a mesh.
-        by_head: The split axis holds the KV heads, one after the other.
-    """
-
-    path: tuple[Any, ...]
-    variable: Any
-    names: tuple[str, ...]
-    transposed: bool
-    layout: Layout
-    spec: PartitionSpec
-    by_head: bool
+    path: tuple[Any, ...]  # in the decoder
+    variable: Any  # its `nnx.Param`, with or without a value
+    names: tuple[str, ...]  # its tensors
+    transposed: bool  # the checkpoint holds transposes ([out, in])
+    layout: Layout  # how it holds the tensors
+    spec: PartitionSpec  # which of its axes is split over the devices of a mesh
+    by_head: bool  # the split axis holds the KV heads, one after the other
 
     @property
     def layer(self) -> int | None:

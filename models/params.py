@@ -65,16 +65,11 @@ class _Stored:
 
 
 class LoadedCheckpoint(NamedTuple):
-    """A decoder from a checkpoint folder.
-
-    Attributes:
-        decoder: The model.
-        fingerprint: Of the tensors as they are stored, if it cannot be computed from the loaded weights (stored in
-            float32 and loaded in float16, in eight bits, or with heads in another order); otherwise None: use
-            `fingerprint(decoder)`.
-    """
+    """A decoder from a checkpoint folder."""
 
     decoder: Decoder
+    # Of the stored tensors, where the loaded weights do not give it (stored in float32 and loaded in float16, in eight
+    # bits, or with heads in another order); otherwise None: use `fingerprint(decoder)`.
     fingerprint: str | None
 
 
@@ -174,11 +169,7 @@ def save_decoder(
 ) -> None:
     """Write `model.safetensors` and `config.json` that transformers loads. Takes a host copy of all weights.
 
-    Args:
-        folder: Made if it does not exist.
-        decoder: The model.
-        dtype: Dtype of the stored weights: float32, bfloat16 or float16.
-        config_entries: Entries added to config.json, such as `eos_token_id`.
+    `dtype` is that of the stored weights; `config_entries`, such as `eos_token_id`, are added to config.json.
     """
     name = jnp.dtype(dtype).name
     write_config(folder, dataclasses.replace(decoder.config, dtype_name=name), config_entries)
@@ -202,17 +193,11 @@ def write_config(folder: Path, config: ModelConfig, entries: Mapping[str, Any] |
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """A checkpoint's tensors, those of eight bits as the numbers that they stand for.
-
-    Attributes:
-        stored: Its tensors by name.
-        format: How it stores eight bits; None for none.
-        mesh: Devices that the weights are split over.
-    """
+    """A checkpoint's tensors, those of eight bits as the numbers that they stand for."""
 
     stored: Mapping[str, _Stored]
-    format: StoredQuantization | None
-    mesh: Mesh | None
+    format: StoredQuantization | None  # of eight bits
+    mesh: Mesh | None  # devices that the weights are split over
 
     def place(self, shard: Any, name: str, parameter: Parameter, dtype: Any) -> Array:
         """A tensor of an open file on its devices, not transposed."""
@@ -322,12 +307,10 @@ def _files(folder: Path) -> dict[Path, list[str]]:
     if not index.is_file():
         raise FileNotFoundError(f"{folder} holds neither {_SINGLE}, {_INDEX} nor a GGUF file")
     places = read_json_object(index).get("weight_map")
-    if not isinstance(places, dict):
-        raise UserError(f"{index} is corrupt: weight_map is a {type(places).__name__}, must be an object")
+    if not isinstance(places, dict) or not all(isinstance(x, str) and _SHARD.fullmatch(x) for x in places.values()):
+        raise UserError(f"{index} is corrupt: weight_map must be an object of names of shards")
     files: dict[Path, list[str]] = {}
     for name, file in places.items():
-        if not isinstance(file, str) or not _SHARD.fullmatch(file):
-            raise UserError(f"{index} is corrupt: weight_map[{name!r}] = {file!r}: must be the name of a shard")
         files.setdefault(folder / file, []).append(name)
     missing = [file for file in files if not file.is_file()]
     if missing:
@@ -345,21 +328,14 @@ def _opened(file: Path | Gguf) -> Iterator[Any]:
         with safe_open(file, framework="numpy") as shard:
             yield shard
     except SafetensorError as error:
-        if is_lfs_pointer(file):
-            raise UserError(f"{file} {LFS_POINTER}") from None
-        raise UserError(f"{file} is corrupt or incomplete: {error}") from error
+        reason = LFS_POINTER if is_lfs_pointer(file) else f"is corrupt or incomplete: {error}"
+        raise UserError(f"{file} {reason}") from error
 
 
 def _check_sizes(
     folder: Path, config: ModelConfig, stored: Mapping[str, _Stored], format_: StoredQuantization | None
 ) -> None:
     """Checks that the config's sizes are those of the tensors, before a decoder of these sizes is built."""
-    layers = {int(match[1]) for name in stored if (match := LAYER.fullmatch(name))}
-    if layers and config.num_layers - 1 not in layers:
-        raise UserError(
-            f"{folder}: the config has num_hidden_layers = {config.num_layers}, "
-            f"but there are tensors of {len(layers)} layers"
-        )
     for name, shape in outer_shapes(config).items():
         _check_tensor(folder, name, shape, stored, name != EMBEDDING and format_ is not None)
 
@@ -393,14 +369,12 @@ def _check_tensor(
     """Checks a tensor's shape and dtype; in a checkpoint in eight bits projections may have these, or others."""
     if name not in stored:
         raise UserError(f"{folder} lacks tensor {name!r}, which the model's config asks for")
-    found = stored[name]
-    if found.shape != shape:
+    found, allowed = stored[name], [*_STORED_BYTES, *([CODES] if in_eight_bits else [])]
+    if found.shape != shape or found.dtype not in allowed:
         raise UserError(
-            f"{found.file}: tensor {name!r} has shape {list(found.shape)}, the model's config asks for {list(shape)}"
+            f"{found.file}: tensor {name!r} has shape {list(found.shape)} and dtype {found.dtype}, the model's config "
+            f"asks for {list(shape)} and one of {allowed}"
         )
-    allowed = [*_STORED_BYTES, *([CODES] if in_eight_bits else [])]
-    if found.dtype not in allowed:
-        raise UserError(f"{found.file}: tensor {name!r} has dtype {found.dtype}: must be one of {allowed}")
 
 
 def _check_all_in_eight_bits(stored: Mapping[str, _Stored]) -> None:
@@ -415,14 +389,13 @@ def _check_all_in_eight_bits(stored: Mapping[str, _Stored]) -> None:
 
 def _checked_scale(name: str, stored: Mapping[str, _Stored], format_: StoredQuantization) -> str:
     """Name of the scales of a tensor of codes, if they are there and fit."""
-    scales = scale_name(name, stored)
-    if scales is None:
-        raise UserError(f"{stored[name].file}: tensor {name!r} has dtype {CODES}, and there are no scales for it")
-    found, shapes = stored[scales], format_.scale_shapes(stored[name].shape)
-    if found.shape not in shapes or found.dtype not in _STORED_BYTES:
+    scales, shapes = scale_name(name, stored), format_.scale_shapes(stored[name].shape)
+    found = stored.get(scales or "")
+    if scales is None or found is None or found.shape not in shapes or found.dtype not in _STORED_BYTES:
+        held = "there are none" if found is None else f"tensor {scales!r} has {list(found.shape)} of {found.dtype}"
         raise UserError(
-            f"{found.file}: tensor {scales!r} has shape {list(found.shape)} and dtype {found.dtype}: must have one of "
-            f"{list(map(list, shapes))} and be one of {list(_STORED_BYTES)}"
+            f"{stored[name].file}: tensor {name!r} has dtype {CODES}, and its scales must have one of the shapes "
+            f"{list(map(list, shapes))}: {held}"
         )
     return scales
 

@@ -46,11 +46,7 @@ _SMALL_SUM = 2**18  # bytes; XLA computes sums up to this size in one kernel, in
 def device_graphdef(config: ModelConfig, dtype: DTypeLike, param_dtype: DTypeLike, devices: int) -> Any:
     """Static part (`nnx.split`) of the decoder that a device runs on its part of the weights, under `jax.shard_map`.
 
-    Args:
-        config: The whole model's shape.
-        dtype: Dtype that the model computes in.
-        param_dtype: Dtype that its weights are stored in.
-        devices: Devices on "model"; they fit the model (`check_mesh`).
+    `config` is the whole model's; `devices` are those on "model", which fit it (`check_mesh`).
     """
     dtypes = jnp.dtype(dtype), jnp.dtype(param_dtype)
     return _device_graphdef(config, *dtypes, devices, _overlapping_chunks(config, devices))
@@ -150,10 +146,7 @@ def parameter_specs(
 ) -> Any:
     """The `PartitionSpec` of every parameter, in the structure of the decoder's state: what `jax.shard_map` takes.
 
-    Args:
-        config: The model's shape.
-        mesh: Axes that it lacks are left out; None for a mesh with all of them.
-        param_dtype: Dtype that the weights are stored in.
+    Axes that `mesh` lacks are left out.
     """
     return _by_parameter(config, param_dtype, lambda parameter: _spec_on(mesh, parameter.spec))
 
@@ -198,10 +191,7 @@ def sum_over_parts(
 ) -> Callable[[Array], Any]:
     """A function of an array: the sum of `function(part, index of the part)` over its parts, on every device.
 
-    Args:
-        function: Takes a device's part of the array.
-        mesh: The devices; None for one, which has the whole array as part 0.
-        spec: How the array lies on the mesh.
+    `spec` is that of the array. Without a mesh one device has all of it as part 0.
     """
     split = MODEL in spec and axis_size(mesh, MODEL) > 1
 
@@ -220,15 +210,9 @@ def mesh_of(weight: Array) -> Mesh | None:
 
 
 def shard_decoder(decoder: Decoder, mesh: Mesh, head_orders: HeadOrders | None = None) -> Decoder:
-    """Puts a decoder that is in memory onto a mesh. (`load_checkpoint` reads one directly into its shards.)
+    """Puts a decoder that is in memory onto a mesh, its KV heads in another order (`permute_heads`) if that is given.
 
-    Args:
-        decoder: The model.
-        mesh: Fits the model; see `check_mesh`.
-        head_orders: An order of each layer's KV heads, as for `permute_heads`.
-
-    Raises:
-        ValueError: the mesh does not fit the model, or an order is not a permutation.
+    `load_checkpoint` reads one directly into its shards. ValueError where the mesh does not fit the model.
     """
     check_mesh(mesh, decoder.config)
     graphdef, state = nnx.split(decoder)
@@ -280,11 +264,9 @@ def inverse_orders(orders: HeadOrders) -> tuple[tuple[int, ...], ...]:
 
 def check_orders(orders: HeadOrders, config: ModelConfig) -> None:
     """Raises ValueError unless there is a permutation of the KV heads for each layer."""
-    if len(orders) != config.num_layers:
-        raise UserError(f"orders has {len(orders)} entries: must be one for each of {config.num_layers} layers")
-    for layer, order in enumerate(orders):
-        if sorted(order) != list(range(config.num_kv_heads)):
-            raise UserError(f"orders[{layer}] = {order!r}: must be a permutation of {config.num_kv_heads} KV heads")
+    heads = list(range(config.num_kv_heads))
+    if len(orders) != config.num_layers or any(sorted(order) != heads for order in orders):
+        raise UserError(f"orders = {orders!r}: must be {config.num_layers} permutations of {len(heads)} KV heads")
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "spec", "mesh"))

@@ -30,31 +30,21 @@ _READ = (
 
 @dataclasses.dataclass(frozen=True)
 class StoredQuantization:
-    """What a checkpoint's `quantization_config` says of its weights.
+    """What a checkpoint's `quantization_config` says of its weights."""
 
-    Attributes:
-        block: Outputs and inputs that share a scale; None where all inputs do.
-    """
-
-    block: tuple[int, int] | None
+    block: tuple[int, int] | None  # outputs and inputs that share a scale; None where all inputs do
 
     @classmethod
     def from_hf(cls, entries: Any) -> StoredQuantization | None:
-        """Reads a `quantization_config`; None where it is absent or empty.
-
-        Raises:
-            ValueError: another format; the message names it.
-        """
+        """Reads a `quantization_config`; None where it is absent or empty, ValueError where it is another format."""
         if not entries:
             return None
-        if not isinstance(entries, Mapping):
-            raise _unsupported(entries)
-        method = entries.get("quant_method")
+        method = entries.get("quant_method") if isinstance(entries, Mapping) else entries
         if method == "fp8":
             return _fine_grained(entries)
         if method == "compressed-tensors":
             return _compressed_tensors(entries)
-        raise _unsupported(method)
+        return _refuse(method)
 
     def scale_shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Shapes that the scales of codes `[out, in]` may have."""
@@ -95,37 +85,29 @@ def _fine_grained(entries: Mapping[str, Any]) -> StoredQuantization:
     """Of Qwen3, DeepSeek and vLLM."""
     block = entries.get("weight_block_size")
     if entries.get("fmt", "e4m3") != "e4m3":
-        raise _unsupported(f"fp8, fmt {entries['fmt']!r}")
-    if block is None:
-        return StoredQuantization(None)
-    return StoredQuantization(_checked_block(block, "weight_block_size"))
+        _refuse(f"fp8, fmt {entries['fmt']!r}")
+    return StoredQuantization(None if block is None else _checked_block(block, "weight_block_size"))
 
 
 def _compressed_tensors(entries: Mapping[str, Any]) -> StoredQuantization:
     """Of llm-compressor."""
-    if entries.get("format") != "float-quantized":
-        raise _unsupported(f"compressed-tensors, format {entries.get('format')!r}")
     groups = entries.get("config_groups")
     found = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
-    if len(found) != 1 or not isinstance(found[0], Mapping):
-        raise _unsupported(f"compressed-tensors, {len(found)} config_groups")
-    weights, wanted = found[0], {"num_bits": 8, "type": "float", "symmetric": True}
-    for key, value in wanted.items():
-        if weights.get(key, value) != value:
-            raise _unsupported(f"compressed-tensors, weights.{key} = {weights[key]!r}")
+    weights = found[0] if len(found) == 1 and isinstance(found[0], Mapping) else {}
+    wanted = {"num_bits": 8, "type": "float", "symmetric": True}
+    described = {"format": entries.get("format")} | {key: weights.get(key, value) for key, value in wanted.items()}
     strategy = weights.get("strategy")
-    if strategy == "block":
-        return StoredQuantization(_checked_block(weights.get("block_structure"), "block_structure"))
-    if strategy not in ("tensor", "channel"):
-        raise _unsupported(f"compressed-tensors, weights.strategy = {strategy!r}")
-    return StoredQuantization(None)
+    if described != {"format": "float-quantized"} | wanted or strategy not in ("tensor", "channel", "block"):
+        _refuse(f"compressed-tensors, {described | {'strategy': strategy}}")
+    block = _checked_block(weights.get("block_structure"), "block_structure") if strategy == "block" else None
+    return StoredQuantization(block)
 
 
 def _checked_block(block: Any, name: str) -> tuple[int, int]:
-    if not isinstance(block, list | tuple) or len(block) != 2 or not all(type(x) is int and x > 0 for x in block):
-        raise UserError(f"quantization_config.{name} = {block!r}: must be two positive integers")
-    return block[0], block[1]
+    if isinstance(block, list | tuple) and len(block) == 2 and all(type(x) is int and x > 0 for x in block):
+        return block[0], block[1]
+    return _refuse(f"{name} = {block!r}, not two positive integers")
 
 
-def _unsupported(what: Any) -> UserError:
-    return UserError(f"quantization_config ({what!r}) is not supported: must be {_READ}")
+def _refuse(what: Any) -> Any:
+    raise UserError(f"quantization_config ({what!r}) is not supported: must be {_READ}")

@@ -18,14 +18,10 @@ from tca_jax.models.sharding import axis_size, by_part, spec_sharding
 
 
 def read_tensor(file: Any, name: str, parameter: Parameter, mesh: Mesh | None) -> Array | np.ndarray:
-    """A tensor as an open safetensors file holds it, or codes that are mapped.
+    """A tensor of `parameter` as an open safetensors file holds it, or codes that are mapped.
 
-    Args:
-        file: The open file; or the codes.
-        name: The tensor's name; it has the shape and the sharding of the parameter's tensors.
-        parameter: The parameter that it belongs to.
-        mesh: If None, the whole tensor is read and stays on the host. Otherwise the parts that this process's devices
-            need are read and put onto them.
+    Without a mesh it is read whole and stays on the host. Otherwise the parts that this process's devices need are read
+    and put onto them.
     """
     codes = isinstance(file, np.ndarray)
     if mesh is None:
@@ -55,15 +51,7 @@ def place_codes(
     parameter: Parameter,
     mesh: Mesh | None,
 ) -> Array:
-    """Codes times their scales on the codes' devices, float32 and not transposed.
-
-    Args:
-        codes: As `read_tensor` gives them, `[out, in]`.
-        scale: Scales.
-        block: Outputs and inputs that share one.
-        parameter: The parameter that the codes belong to.
-        mesh: The devices.
-    """
+    """Codes `[out, in]` times their scales, of which a block shares one, on their devices: float32, not transposed."""
     specs = parameter.stored_spec, parameter.tensor_spec
     return _dequantize(codes, scale, block=block, specs=specs, mesh=mesh)
 
@@ -78,15 +66,7 @@ class Quantized(NamedTuple):
 def quantize_kernel(
     kernel: Array, parameter: Parameter, to: Quantized, mesh: Mesh | None, scale: Float32[Array, "*out"] | None = None
 ) -> tuple[Array, Array]:
-    """Codes `[*out, in]` and scales `[*out]` of a kernel.
-
-    Args:
-        kernel: Value of a parameter, `[in, *out]`.
-        parameter: The parameter.
-        to: What it becomes.
-        mesh: The devices.
-        scale: The scales, where they are known; None for those of the largest entries.
-    """
+    """Codes `[*out, in]` and scales `[*out]` of a kernel `[in, *out]`; by default its own scales."""
     specs = parameter.spec, to.codes.spec, to.scale.spec
     return _quantize(kernel, scale, specs=specs, mesh=mesh)
 

@@ -23,7 +23,7 @@ def sparse(full):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", ["full", "sparse"])
-def test_what_greedy_decoding_says_has_its_log_probabilities_and_is_greedy(name, request):
+def test_greedy_answers_have_their_log_probabilities(name, request):
     lm = request.getfixturevalue(name)
     out = tca_jax.generate(lm, PROMPTS, **OPTIONS)
     other = [(token + 1) % 97 for token in out.tokens[0]]
@@ -31,24 +31,19 @@ def test_what_greedy_decoding_says_has_its_log_probabilities_and_is_greedy(name,
     np.testing.assert_allclose(scores.logprobs[0][0], out.logprobs[0], atol=2e-4)
     np.testing.assert_allclose(scores.logprobs[1][1], out.logprobs[1], atol=2e-4)
     assert scores.greedy == [[True, False], [False, True]]
+    single = score_answers(lm, PROMPTS, [[out.tokens[0][:1]], [out.tokens[1][:1]]])
+    np.testing.assert_allclose([row[0][0] for row in single.logprobs], [row[0] for row in out.logprobs], atol=2e-4)
+    assert single.greedy == [[True], [True]]
     assert [[len(of_answer) for of_answer in row] for row in scores.logprobs] == [[11, 11], [4, 11]]
 
 
-@pytest.mark.integration
-def test_answers_of_one_token_are_scored_by_the_prompt_alone(sparse):
-    out = tca_jax.generate(sparse, PROMPTS, **OPTIONS)
-    scores = score_answers(sparse, PROMPTS, [[out.tokens[0][:1]], [out.tokens[1][:1]]])
-    np.testing.assert_allclose([row[0][0] for row in scores.logprobs], [row[0] for row in out.logprobs], atol=2e-4)
-    assert scores.greedy == [[True], [True]]
-
-
-def test_an_answer_that_begins_well_and_goes_on_otherwise_is_not_greedy(full):
+def test_an_answer_with_another_end_is_not_greedy(full):
     (said,) = tca_jax.generate(full, PROMPTS[0], **OPTIONS).tokens
     scores = score_answers(full, PROMPTS[:1], [[said, [*said[:-1], (said[-1] + 1) % 97], said[:5]]])
     assert scores.greedy == [[True, False, True]]
 
 
-def test_under_full_attention_an_answer_is_as_likely_as_the_end_of_one_text(full):
+def test_answers_score_as_the_end_of_texts(full):
     answers = [[random_prompt(2, 9)], [random_prompt(3, 20)]]
     scores = score_answers(full, PROMPTS, answers)
     texts = tca_jax.score(full, [prompt + answer for prompt, (answer,) in zip(PROMPTS, answers, strict=True)])
@@ -57,7 +52,7 @@ def test_under_full_attention_an_answer_is_as_likely_as_the_end_of_one_text(full
 
 
 @pytest.mark.integration
-def test_answers_behind_a_context_have_the_log_probabilities_of_answers_from_it(sparse):
+def test_answers_score_behind_a_context(sparse):
     context = tca_jax.prefill(sparse, random_prompt(4, 101))
     questions = [random_prompt(5, 3), random_prompt(6, 12)]
     out = tca_jax.generate(sparse, questions, context=context, **OPTIONS)
@@ -68,7 +63,7 @@ def test_answers_behind_a_context_have_the_log_probabilities_of_answers_from_it(
     assert scores.greedy == [[True, False], [True, False]]
 
 
-def test_what_cannot_be_scored_is_refused_by_name(full, sparse):
+def test_unusable_answers_are_named(full, sparse):
     with pytest.raises(ValueError, match=r"answers\[1\]\[0\] is empty"):
         score_answers(full, PROMPTS, [[[1]], [[]]])
     with pytest.raises(ValueError, match="answers has \\[1, 2\\] entries: must have as many for each of the 2 prompts"):

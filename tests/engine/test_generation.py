@@ -14,7 +14,7 @@ from tca_jax.engine.prompts import bucket_length
 
 DENSE = TCA.num_candidates
 UNEQUAL = [[0, 6], [DENSE, 3]]
-QUICK = [(1, UNEQUAL), (63, UNEQUAL), (63, None), (101, UNEQUAL)]
+QUICK = [(63, UNEQUAL), (63, None), (101, UNEQUAL)]
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +26,11 @@ def lm():
     ("length", "candidates"),
     [
         pytest.param(length, candidates, marks=[] if (length, candidates) in QUICK else pytest.mark.slow)
-        for length in (1, 15, 63, 64, 101)
+        for length in (1, 63, 64, 101)
         for candidates in (None, UNEQUAL, [[0] * 2] * 2)
     ],
 )
-def test_greedy_tokens_equal_those_of_a_dense_reference_without_a_cache(lm, length, candidates):
+def test_greedy_tokens_equal_a_dense_reference(lm, length, candidates):
     model = lm if candidates is None else with_candidates(lm, candidates)
     prompt = random_prompt(length, length)
     expected, _ = greedy_reference(model, prompt, 36)  # long enough for several blocks to leave the window
@@ -47,27 +47,7 @@ def test_a_ragged_batch_gives_what_each_prompt_gives_alone(lm):
         assert tca_jax.generate(model, prompt, max_new_tokens=20).tokens == [tokens]
 
 
-def test_a_window_longer_than_prompt_and_answer_is_full_attention(lm):
-    wide = tca_jax.TCAConfig(block_size=8, window=256)
-    model = with_candidates(lm, [[0, 0], [0, 0]], wide)
-    prompts = [random_prompt(5, 120), random_prompt(6, 77)]
-    assert (
-        tca_jax.generate(model, prompts, max_new_tokens=30).tokens
-        == tca_jax.generate(lm, prompts, max_new_tokens=30).tokens
-    )
-
-
-@pytest.mark.integration
-def test_all_dense_candidates_are_full_attention(lm):
-    model = with_candidates(lm, [[DENSE] * 2] * 2)
-    prompt = random_prompt(8, 130)
-    assert (
-        tca_jax.generate(model, prompt, max_new_tokens=40).tokens
-        == tca_jax.generate(lm, prompt, max_new_tokens=40).tokens
-    )
-
-
-def test_sparse_heads_change_the_answer_so_the_tests_above_can_fail(lm):
+def test_sparse_heads_change_the_answer(lm):
     prompts = [random_prompt(i, 600) for i in range(4)]
     sparse = tca_jax.generate(with_candidates(lm, [[0, 0], [0, 0]]), prompts, max_new_tokens=30)
     full = tca_jax.generate(lm, prompts, max_new_tokens=30)
@@ -120,7 +100,7 @@ def test_generate_tokens_inside_the_callers_jit(lm):
     assert out.tolist() == tca_jax.generate(model, prompts, max_new_tokens=12).tokens
 
 
-def test_a_stop_token_ends_its_row_alone_and_padding_follows(lm):
+def test_a_stop_token_ends_its_row_alone(lm):
     prompts = [random_prompt(3, 120), random_prompt(4, 120)]
     free = tca_jax.generate(lm, prompts, max_new_tokens=30)
     stop = free.tokens[0][5]
@@ -149,12 +129,6 @@ def test_seeds_repeat_and_differ(lm):
     assert a != c
 
 
-def test_another_temperature_does_not_compile_again(lm):
-    prompt = random_prompt(9, 30)
-    tca_jax.generate(lm, prompt, max_new_tokens=30, temperature=0.5)
-    assert tca_jax.generate(lm, prompt, max_new_tokens=30, temperature=0.9, seed=3).stats.compile_seconds == 0.0
-
-
 def test_repetition_penalty_sees_prompt_and_answer(lm):
     prompt = random_prompt(10, 30)
     out = tca_jax.generate(lm, prompt, max_new_tokens=30, repetition_penalty=1e6).tokens[0]
@@ -176,36 +150,25 @@ def test_statistics_count_tokens_bytes_and_time(lm):
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
-        ([], {}, r"prompts is empty"),
-        ([[]], {}, r"prompts\[0\] is empty"),
-        ([1, 97], {}, r"prompts\[0\] holds token id 97: ids of tiny lie in \[0, 97\)"),
-        ([[1, 2], [3, -1]], {}, r"prompts\[1\] holds token id -1"),
         ("text", {}, r"prompts\[0\]: tiny was loaded without a tokenizer, so text cannot be used; pass token ids"),
         ([1, 2], {"stop": "x"}, r"stop: tiny was loaded without a tokenizer; use stop_token_ids"),
-        ([1, 2], {"max_new_tokens": 0}, r"max_new_tokens = 0: must be an integer of at least 1"),
         ([1] * 4000, {"max_new_tokens": 97}, r"prompts\[0\] has 4000 tokens; .* 4097, and tiny has 4096 positions"),
-        ([1, 2], {"temperature": -1.0}, r"temperature = -1.0"),
         ([1, 2], {"backend": "cuda"}, r"backend = 'cuda'"),
-        ([1, 2], {"stop": ""}, r"stop = \[''\]: must be non-empty strings"),
     ],
 )
 def test_bad_requests_are_named(lm, prompt, options, message):
-    generate = inspect.unwrap(tca_jax.generate)
     with pytest.raises(ValueError, match=message):
-        generate(lm, prompt, **options)
+        inspect.unwrap(tca_jax.generate)(lm, prompt, **options)
 
 
 @pytest.mark.parametrize(
     ("tokens", "lengths", "options", "error", "message"),
     [
         (np.ones((1, 24), int), np.array([99]), {}, ValueError, r"lengths = \[99\]: must lie in \[1, 24\]"),
-        (np.ones((1, 24), int), np.array([0]), {}, ValueError, r"lengths = \[0\]"),
         (np.ones((1, 4096), int), np.array([4094]), {}, ValueError, r"lengths = \[4094\]: must lie in \[1, 4093\]"),
         (np.ones((1, 0), int), np.array([1]), {}, ValueError, r"an empty prompt; at least one token is needed"),
         (np.ones((2, 8), int), np.array([8]), {}, ValueError, r"lengths has shape \(1,\): must be \[B = 2\]"),
         (np.ones((1, 8)), np.array([8]), {}, TypeError, r"tokens has dtype float32: must be integers"),
-        (np.ones((1, 8), int), np.array([8]), {"max_new_tokens": 0}, ValueError, r"max_new_tokens = 0: must be"),
-        (np.ones((1, 8), int), np.array([8]), {"backend": "cuda"}, ValueError, r"backend = 'cuda'"),
     ],
 )
 def test_bad_arrays_are_named(lm, tokens, lengths, options, error, message):
@@ -214,14 +177,14 @@ def test_bad_arrays_are_named(lm, tokens, lengths, options, error, message):
         generate_tokens(lm, tokens, lengths, jax.random.key(0), **{"max_new_tokens": 3, **options})
 
 
-def test_another_name_or_tokenizer_compiles_nothing(lm):
-    prompt = random_prompt(9, 30)
-    tca_jax.generate(lm, prompt, max_new_tokens=30)
+def test_names_and_temperatures_compile_nothing(lm):
+    prompt, options = random_prompt(9, 30), {"max_new_tokens": 30, "temperature": 0.5}
+    tca_jax.generate(lm, prompt, **options)
     other = dataclasses.replace(lm, name="other")
-    assert tca_jax.generate(other, prompt, max_new_tokens=30).stats.compile_seconds == 0.0
+    assert tca_jax.generate(other, prompt, **options | {"temperature": 0.9}, seed=3).stats.compile_seconds == 0.0
 
 
-def test_text_of_a_model_without_a_tokenizer_is_an_error_that_says_so(lm):
+def test_text_needs_a_tokenizer(lm):
     out = tca_jax.generate(lm, random_prompt(9, 30), max_new_tokens=30)
     assert len(out.tokens[0]) == 30
     with pytest.raises(ValueError, match=r"without a tokenizer; use out.tokens"):

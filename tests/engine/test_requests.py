@@ -33,7 +33,7 @@ def written(tmp_path_factory):
 
 
 @pytest.mark.integration
-def test_samples_of_a_prompt_are_what_rows_of_that_prompt_give(lm):
+def test_samples_are_rows_of_one_prompt(lm):
     prompts = [random_prompt(0, 70), random_prompt(1, 45)]
     options = {"max_new_tokens": 30, "temperature": 1.3, "seed": 5, "stop_token_ids": ()}
     samples = tca_jax.generate(lm, prompts, num_samples=3, **options)
@@ -47,28 +47,7 @@ def test_samples_of_a_prompt_are_what_rows_of_that_prompt_give(lm):
 
 
 @pytest.mark.integration
-def test_samples_read_their_prompt_once(lm, monkeypatch):
-    seen = []
-    prepare = request_module._prefill.prepare
-    monkeypatch.setattr(
-        request_module._prefill, "prepare", lambda *args, **kw: seen.append(args[1].shape) or prepare(*args, **kw)
-    )
-    tca_jax.generate(lm, random_prompt(2, 64), num_samples=4, max_new_tokens=2)
-    assert seen == [(1, 64)]
-
-
-def test_log_probabilities_are_those_of_the_models_own_distribution(lm):
-    full = lm.with_profile(None)
-    prompt = random_prompt(3, 40)
-    out = tca_jax.generate(full, prompt, max_new_tokens=12, temperature=0.7, top_k=5, logprobs=True, stop_token_ids=())
-    (text,) = tca_jax.score(full, prompt + out.tokens[0]).logprobs
-    np.testing.assert_allclose(out.logprobs[0], text[39:], atol=1e-4)
-    assert out.top_logprobs is None
-    assert tca_jax.generate(full, prompt, max_new_tokens=2).logprobs is None
-
-
-@pytest.mark.integration
-def test_the_likeliest_tokens_are_those_of_the_models_own_distribution(lm):
+def test_log_probabilities_are_the_models_own(lm):
     full, prompt = lm.with_profile(None), random_prompt(3, 40)
     out = tca_jax.generate(full, prompt, max_new_tokens=4, temperature=1.5, logprobs=3, stop_token_ids=())
     for number, top in enumerate(out.top_logprobs[0]):
@@ -78,14 +57,10 @@ def test_the_likeliest_tokens_are_those_of_the_models_own_distribution(lm):
         assert logprobs == sorted(logprobs, reverse=True)
         assert out.logprobs[0][number] <= top[0][1] + 1e-6
         assert out.tokens[0][number] in [token for token, _ in top] or out.logprobs[0][number] <= top[-1][1] + 1e-6
-    greedy = tca_jax.generate(full, prompt, max_new_tokens=4, logprobs=1, stop_token_ids=())
-    assert [place[0][0] for place in greedy.top_logprobs[0]] == greedy.tokens[0]
-
-
-@pytest.mark.parametrize("number", [0, -1, 2.0, "5", CONFIG.vocab_size + 1])
-def test_a_number_of_likeliest_tokens_that_there_is_not_is_refused(lm, number):
-    with pytest.raises(tca_jax.UserError, match=rf"logprobs = .*from 1 to {CONFIG.vocab_size}"):
-        generate(lm, random_prompt(3, 40), logprobs=number)
+    plain = tca_jax.generate(full, prompt, max_new_tokens=4, logprobs=True, stop_token_ids=())
+    (text,) = tca_jax.score(full, prompt + plain.tokens[0]).logprobs
+    np.testing.assert_allclose(plain.logprobs[0], text[39:], atol=1e-4)
+    assert plain.top_logprobs is None
 
 
 @pytest.mark.integration
@@ -101,7 +76,7 @@ def test_log_probabilities_end_where_the_answer_does(lm):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("method", ["full", "tca"])
-def test_score_is_the_log_softmax_of_every_position(lm, method, monkeypatch):
+def test_score_is_the_log_softmax_of_positions(lm, method, monkeypatch):
     model = lm if method == "tca" else lm.with_method("full")
     prompts = [random_prompt(6, 90), random_prompt(7, 83), [1, 2]]
     scores = tca_jax.score(model, prompts)
@@ -129,7 +104,7 @@ def test_score_is_the_log_softmax_of_every_position(lm, method, monkeypatch):
 
 
 @pytest.mark.integration
-def test_no_stop_token_comes_before_the_least_number_of_tokens(lm):
+def test_min_new_tokens_delays_stop_tokens(lm):
     prompts = [random_prompt(i, 40) for i in range(3)]
     options = {"max_new_tokens": 24, "temperature": 2.0}
     stops = list(range(60))  # likely soon
@@ -139,17 +114,6 @@ def test_no_stop_token_comes_before_the_least_number_of_tokens(lm):
     assert min(late.stats.new_tokens) >= 11
     assert not {token for tokens in late.tokens for token in tokens[:10]} & set(stops)
     assert {tokens[-1] for tokens in late.tokens} <= set(stops) or max(late.stats.new_tokens) == 24
-
-
-@pytest.mark.integration
-def test_no_stop_string_ends_an_answer_before_the_least_number_of_tokens(written):
-    prompt = "x = 1\n" * 10
-    free = tca_jax.generate(written, prompt, max_new_tokens=20, stop_token_ids=()).text[0]
-    stop = free[2]
-    out = tca_jax.generate(written, prompt, max_new_tokens=20, stop=stop, min_new_tokens=8, stop_token_ids=())
-    expected = free.find(stop, 8)
-    assert out.text[0] == (free if expected < 0 else free[:expected])
-    assert tca_jax.generate(written, prompt, max_new_tokens=20, stop=stop, stop_token_ids=()).text[0] == free[:2]
 
 
 @pytest.mark.parametrize("stop", [(), ("e",), ("qq", "z")])
@@ -232,12 +196,13 @@ def test_the_first_complete_stop_string_ends_an_answer(lm, text, stop, least, to
         (["é".encode()[:1], "é".encode()[1:], b"x", b"y"], ("zz",)),
     ],
 )
-def test_pieces_never_repeat_whatever_bytes_they_are_made_of(lm, parts, stop, monkeypatch):
+def test_pieces_never_repeat(lm, parts, stop, monkeypatch):
     request = request_of(lm, parts, stop)
     states = iter([state_after(step, parts) for step in range(1, len(parts) + 1)])
     answers = inspect.unwrap(type(request).answers)
     for name, stand_in in {
         "start": lambda self: next(states),
+        "prepare_step": lambda self, state: None,
         "advance": lambda self, state, steps: next(states),
         "is_finished": lambda self, state: int(state.step[0]) == len(parts),
         "steps": lambda self, state: int(state.step[0]),
@@ -266,7 +231,7 @@ def test_a_stream_returns_the_output_at_its_end(written):
     assert out.stats.seconds_per_token > 0
 
 
-def test_a_stream_asks_for_several_tokens_at_once_where_they_are_fast(written, monkeypatch):
+def test_a_stream_asks_for_more_fast_tokens(written, monkeypatch):
     steps = []
     advance = request_module.Request.advance
     monkeypatch.setattr(
@@ -282,7 +247,7 @@ def test_a_stream_asks_for_several_tokens_at_once_where_they_are_fast(written, m
 
 
 @pytest.mark.integration
-def test_another_number_of_new_tokens_of_one_bucket_compiles_nothing(lm):
+def test_new_tokens_of_one_bucket_compile_once(lm):
     prompt = random_prompt(8, 64)
     numbers = [n for n in range(200, 260) if bucket_length(n) == bucket_length(250)]
     assert len(numbers) > 10
@@ -308,11 +273,10 @@ def poisoned(**changes):
     ("name", "value", "tensor"),
     [
         ("layers__1__attention__qkv__kernel", jnp.nan, "model.layers.1.self_attn.q_proj.weight"),
-        ("layers__0__mlp__down__kernel", jnp.inf, "model.layers.0.mlp.down_proj.weight"),
         ("norm__scale", jnp.nan, "model.norm.weight"),
     ],
 )
-def test_weights_that_are_not_finite_go_by_their_names_in_checkpoints(name, value, tensor):
+def test_weights_that_are_not_finite_are_named(name, value, tensor):
     model = poisoned(**{name: value})
     prompts = [random_prompt(0, 20), random_prompt(1, 30)]
     message = rf"tiny computes NaN or infinity for prompts\[0\]: the weight {tensor} is not finite"
@@ -322,7 +286,7 @@ def test_weights_that_are_not_finite_go_by_their_names_in_checkpoints(name, valu
         tca_jax.score(model, prompts)
 
 
-def test_a_layer_that_overflows_is_named_though_its_weights_are_finite():
+def test_a_layer_that_overflows_is_named():
     config = dataclasses.replace(CONFIG, num_layers=3)
     decoder = Decoder(config, dtype=jnp.float16, param_dtype=jnp.float16, rngs=nnx.Rngs(0))
     for kernel in (decoder.layers[1].mlp.gate_up.kernel, decoder.layers[1].mlp.down.kernel):
@@ -338,25 +302,21 @@ def test_a_layer_that_overflows_is_named_though_its_weights_are_finite():
     ("options", "error", "message"),
     [
         ({"seed": 2**32}, ValueError, r"seed = 4294967296: must lie in \[0, 2\^32\)"),
-        ({"seed": 2**64}, ValueError, r"seed = 18446744073709551616: must lie in"),
-        ({"seed": -1}, ValueError, r"seed = -1: must be an integer of at least 0"),
         ({"seed": 1.0}, ValueError, r"seed = 1.0: must be an integer"),
         ({"stop": 5}, TypeError, r"stop = 5: must be a string or a sequence of strings"),
-        ({"stop": [5]}, ValueError, r"stop = \[5\]: must be non-empty strings"),
-        ({"stop_token_ids": [1.5]}, ValueError, r"stop_token_ids holds 1.5: must be token ids of model, in \[0, 97\)"),
+        ({"stop": ""}, ValueError, r"stop = \[''\]: must be non-empty strings"),
+        ({"logprobs": 0}, ValueError, r"logprobs = 0: .* from 1 to 97"),
+        ({"logprobs": 98}, ValueError, r"logprobs = 98: .* from 1 to 97"),
         ({"stop_token_ids": [True]}, ValueError, r"stop_token_ids holds True"),
-        ({"stop_token_ids": [97]}, ValueError, r"stop_token_ids holds 97"),
+        ({"stop_token_ids": [97]}, ValueError, r"stop_token_ids holds 97: must be token ids of model, in \[0, 97\)"),
         ({"stop_token_ids": 5}, TypeError, r"stop_token_ids = 5: must be a sequence of token ids, or None"),
         ({"max_new_tokens": 2.5}, ValueError, r"max_new_tokens = 2.5: must be an integer of at least 1"),
-        ({"max_new_tokens": True}, ValueError, r"max_new_tokens = True"),
-        ({"min_new_tokens": -1}, ValueError, r"min_new_tokens = -1: must be an integer of at least 0"),
         (
             {"min_new_tokens": 9, "max_new_tokens": 8},
             ValueError,
             r"min_new_tokens = 9: must be at most max_new_tokens = 8",
         ),
         ({"num_samples": 0}, ValueError, r"num_samples = 0: must be an integer of at least 1"),
-        ({"temperature": True}, ValueError, r"temperature = True"),
         ({"temperature": jnp.float32(-1)}, ValueError, r"temperature = -1.0: must be a number of at least 0"),
         ({"temperature": 1.0, "top_p": [0.5]}, TypeError, r"top_p = \[0.5\]: must be a number, or None"),
         ({"top_k": "3"}, ValueError, r"top_k = '3': must be an integer of at least 1"),
@@ -366,7 +326,7 @@ def test_wrong_arguments_are_named(written, options, error, message):
     model = dataclasses.replace(written, name="model")
     with pytest.raises(error, match=message):
         generate(model, "abc", **options)
-    if "num_samples" not in options:
+    if not {"num_samples", "logprobs"} & set(options):
         with pytest.raises(error, match=message):
             inspect.unwrap(tca_jax.stream)(model, "abc", **options)
 
@@ -386,7 +346,7 @@ def test_numbers_of_numpy_are_taken(lm):
     assert generate(lm, prompt, max_new_tokens=5, temperature=1e-40).tokens == greedy.tokens
 
 
-def test_a_cache_that_no_memory_holds_is_refused_at_once(lm):
+def test_a_cache_beyond_memory_is_refused(lm):
     config = dataclasses.replace(lm.config, max_positions=2**31 - 1)
     huge = dataclasses.replace(lm.with_profile(None), config=config)
     with pytest.raises(
@@ -395,7 +355,7 @@ def test_a_cache_that_no_memory_holds_is_refused_at_once(lm):
         tca_jax.generate(huge, [1, 2], max_new_tokens=2_000_000_000)
 
 
-def test_ids_outside_the_vocabulary_are_refused_where_they_are_known(lm):
+def test_known_ids_outside_the_vocabulary_are_refused(lm):
     run = inspect.unwrap(tca_jax.generate_tokens)
     tokens = np.array([[1, 2, 97, 300]])
     with pytest.raises(ValueError, match=r"tokens\[0, 2\] = 97: ids of tiny lie in \[0, 97\)"):

@@ -17,7 +17,7 @@ def _kept(logits):
     return np.isfinite(np.asarray(logits))
 
 
-def test_greedy_takes_the_highest_logit_whatever_the_key():
+def test_greedy_takes_the_highest_logit():
     logits = _random_logits(0)
     for seed in range(3):
         token = sample(logits, row_keys(jax.random.key(seed), 3), Sampling())
@@ -40,7 +40,7 @@ def test_top_k_keeps_the_k_highest(k):
 
 
 @pytest.mark.parametrize("p", [1e-6, 0.3, 0.9, 0.999])
-def test_top_p_keeps_the_smallest_set_that_reaches_p(p):
+def test_top_p_keeps_the_smallest_set(p):
     logits = _random_logits(2)
     kept = _kept(filter_logits(logits, Sampling(temperature=1.0, top_p=p)))
     probabilities = np.asarray(jax.nn.softmax(logits, axis=-1), np.float64)
@@ -51,14 +51,14 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(p):
         assert probs[row].min() >= probs[~row].max(initial=0.0)
 
 
-def test_min_p_keeps_tokens_that_are_probable_enough_beside_the_best():
+def test_min_p_keeps_probable_tokens():
     logits = _random_logits(3)
     kept = _kept(filter_logits(logits, Sampling(temperature=1.0, min_p=0.2)))
     probabilities = np.asarray(jax.nn.softmax(logits, axis=-1))
     np.testing.assert_array_equal(kept, probabilities >= 0.2 * probabilities.max(axis=-1, keepdims=True))
 
 
-def test_filters_agree_with_transformers_on_the_same_scores():
+def test_filters_agree_with_transformers():
     torch = pytest.importorskip("torch", reason="parity with transformers needs PyTorch")
     from transformers.generation import logits_process as hf
 
@@ -126,20 +126,12 @@ def test_numbers_out_of_range_are_named(options, message):
         Sampling(**options)
 
 
-@pytest.mark.parametrize("scalar", [np.float32, np.float64, np.float16])
-def test_numbers_of_numpy_are_numbers(scalar):
-    assert Sampling(temperature=scalar(0.5), top_p=scalar(0.25)) == Sampling(temperature=0.5, top_p=0.25)
-    assert Sampling(temperature=1.0, top_k=np.int64(3)) == Sampling(temperature=1.0, top_k=3)
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {"temperature": True},
-        {"temperature": "0.5"},
         {"top_k": "3"},
         {"top_k": 2.5},
-        {"top_p": np.bool_(True)},
         {"min_p": b""},
     ],
 )

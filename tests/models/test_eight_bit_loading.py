@@ -165,17 +165,11 @@ def test_the_parts_of_devices_are_those_of_the_whole(kind: str, config: ModelCon
     ("change", "message"),
     [
         ({"quant_method": "awq"}, r"quantization_config \('awq'\) is not supported: must be weights in e4m3"),
-        ({"quant_method": "fp8", "fmt": "e5m2"}, r"'fp8, fmt 'e5m2''|fp8, fmt"),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size = \[128\]: must be two positive"),
-        (LLM_COMPRESSOR | {"format": "int-quantized"}, r"compressed-tensors, format 'int-quantized'"),
-        (LLM_COMPRESSOR | {"config_groups": {}}, r"0 config_groups"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size = \[128\], not two positive"),
+        (LLM_COMPRESSOR | {"format": "int-quantized"}, r"compressed-tensors, .*'format': 'int-quantized'"),
         (
             LLM_COMPRESSOR | {"config_groups": {"a": {"weights": {"num_bits": 4, "strategy": "channel"}}}},
-            r"weights\.num_bits = 4",
-        ),
-        (
-            LLM_COMPRESSOR | {"config_groups": {"a": {"weights": {"num_bits": 8, "strategy": "group"}}}},
-            r"weights\.strategy = 'group'",
+            r"'num_bits': 4",
         ),
     ],
 )
@@ -195,10 +189,11 @@ def test_damage_is_named(config: ModelConfig, tmp_path: Path) -> None:
         with pytest.raises(tca_jax.UserError, match=message):
             load_checkpoint(tmp_path, config)
 
-    refused(rf"{Q}' has dtype F8_E4M3, and there are no scales", **{f"{Q}_scale": None})
-    refused(rf"{Q}_scale' has shape \[3\] .*must have one of", **{f"{Q}_scale": np.ones(3, np.float32)})
+    refused(rf"{Q}' has dtype F8_E4M3, and its scales .*: there are none", **{f"{Q}_scale": None})
+    refused(rf"{Q}_scale' has \[3\] of F32", **{f"{Q}_scale": np.ones(3, np.float32)})
     refused(rf"{Q}' has dtype F32 where others are in eight bits.*weights='fp8'", **{Q: whole[Q].astype(np.float32)})
-    refused(r"lm_head\.weight' has dtype F8_E4M3: must be one of", **{"lm_head.weight": whole[Q][:1].repeat(67, 0)})
+    heads = whole[Q][:1].repeat(67, 0)
+    refused(r"lm_head\.weight' has shape .* and dtype F8_E4M3, .* one of", **{"lm_head.weight": heads})
     save_file(whole | {"model.embed_tokens.weight_scale": np.ones(1, np.float32)}, file)
     with pytest.raises(tca_jax.UserError, match="has no place in the model"):
         load_checkpoint(tmp_path, config)

@@ -323,7 +323,7 @@ BAD = {
     "RoPE size": (with_tensor(FACTORS, np.ones(7, np.float32)), f"'{FACTORS}' is not supported"),
     "no embedding": (with_tensor(EMBEDDING, None), f"tensor '{EMBEDDING}' is missing"),
     "no keys": (with_tensor("blk.1.attn_k.weight", None), "lacks tensor 'model.layers.1.self_attn.k_proj.weight'"),
-    "few layers": (keyed(".block_count", 3), "num_hidden_layers = 3"),
+    "few layers": (keyed(".block_count", 3), "lacks tensor 'model.layers.2.self_attn.q_proj"),
     "other tensor": (with_tensor("blk.0.attn_sinks.weight", np.ones(4, np.float32)), "'model.layers.0.attn_sinks.we"),
     "shape": (with_tensor("output_norm.weight", np.ones(32, np.float32)), r"'model.norm.weight' has shape \[32"),
     "query rows": (with_tensor(QUERIES, np.ones((60, 64), np.float32)), f"'{QUERIES}' has 60 rows for 4 heads"),
@@ -333,7 +333,7 @@ BAD = {
     ),
     "five axes": (patch_info(EMBEDDING, 0, "I", 5), f"tensor '{EMBEDDING}' has 5 axes"),
     "size 0": (patch_info(EMBEDDING, 4, "Q", 0), rf"tensor '{EMBEDDING}' has shape \[258, 0\]"),
-    "unknown type": (patch_info(EMBEDDING, 20, "I", 99), f"'{EMBEDDING}' has the unknown type 99: must"),
+    "unknown type": (patch_info(EMBEDDING, 20, "I", 99), f"'{EMBEDDING}' has the unknown type 99"),
     "half a block": (patch_info(QUERIES, 20, "I", Type.Q4_K), r"has shape \[64, 64\] in type Q4_K"),
     "other type": (patch_info(QUERIES, 20, "I", Type.F16), r"must begin at"),
 }

@@ -173,7 +173,7 @@ def special(metadata: Mapping[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", SYNTHETIC)
-def test_ids_are_those_of_llama_cpps_rule(kind: str) -> None:
+def test_ids_follow_llama_cpps_rule(kind: str) -> None:
     metadata = SYNTHETIC[kind]()
     tokenizer, oracle = build_tokenizer(metadata, "a.gguf"), Oracle(metadata)
     strings = [*texts(500, special(metadata)), " unmade unmades", "", " ", "aaaaaaa"]
@@ -214,7 +214,7 @@ def test_first_and_last_tokens_follow_flags(kind: str, flags: dict[str, Any], fi
     assert tokenizer.decode(ids, skip_special_tokens=True) == "fox"
 
 
-def test_control_tokens_are_special_and_user_defined_are_not() -> None:
+def test_only_control_tokens_are_special() -> None:
     tokenizer = build_tokenizer(of_bytes("qwen2"), "a")
     ids = tokenizer("<|file_sep|>fox<tool> [PAD0]")["input_ids"]
     assert tokenizer.convert_ids_to_tokens(ids)[0] == "<|file_sep|>"
@@ -253,27 +253,17 @@ def test_stop_tokens_are_named_or_known() -> None:
     ("kind", "key", "value", "message"),
     [
         ("qwen2", "model", "bert", "'bert': must be 'gpt2'"),
-        ("qwen2", "model", None, "has no tokenizer.ggml.model: must be 'gpt2'"),
-        ("qwen2", "model", [[1]], "must be 'gpt2'"),
         ("qwen2", "pre", "tekken", "'tekken': must be one of default, smollm"),
-        ("qwen2", "pre", 3, "3: must be one of"),
         ("qwen2", "tokens", None, "has no tokenizer.ggml.tokens"),
         ("qwen2", "tokens", [], "must hold a token"),
-        ("qwen2", "tokens", ["a", 1], "must be a list of strings"),
         ("qwen2", "tokens", ["a", "b", "a"], "'a': must be there once"),
         ("qwen2", "token_type", [1, 3], r"must be a list of \d+ numbers"),
-        ("qwen2", "token_type", [[1], [1, 3]], r"must be a list of \d+ numbers"),
-        ("qwen2", "token_type", "1", r"must be a list of \d+ numbers"),
-        ("qwen2", "merges", None, "has no tokenizer.ggml.merges"),
         ("qwen2", "merges", ["ab"], "'ab': must be two tokens"),
         ("qwen2", "merges", ["a Ġunmade"], "must be two tokens that make a third"),
         ("qwen2", "eos_token_id", 9999, r"9999: must be a token id in \[0, \d+\)"),
-        ("qwen2", "bos_token_id", True, "True: must be a token id"),
-        ("qwen2", "padding_token_id", -1, "-1: must be a token id"),
         ("qwen2", "add_bos_token", 1, "1: must be true or false"),
         ("sentencepiece", "scores", None, "has no tokenizer.ggml.scores"),
         ("sentencepiece", "scores", [float("nan")] * 500, "must be a list of"),
-        ("sentencepiece", "add_space_prefix", "yes", "'yes': must be true or false"),
     ],
 )
 def test_invalid_metadata_is_refused(kind: str, key: str, value: Any, message: str) -> None:
@@ -282,12 +272,10 @@ def test_invalid_metadata_is_refused(kind: str, key: str, value: Any, message: s
         build_tokenizer(metadata, "a.gguf")
 
 
-def test_missing_first_token_and_template_of_wrong_type_are_refused() -> None:
+def test_a_missing_first_token_is_refused() -> None:
     metadata = of_bytes("llama-bpe") | {f"{GGML}add_bos_token": True, f"{GGML}bos_token_id": None}
     with pytest.raises(UserError, match=r"add_bos_token = True: needs tokenizer\.ggml\.bos_token_id"):
         build_tokenizer(metadata, "a.gguf")
-    with pytest.raises(UserError, match=r"a\.gguf: tokenizer\.chat_template = \['x'\] .*must be a string"):
-        build_tokenizer(of_bytes("qwen2") | {"tokenizer.chat_template": ["x"]}, "a.gguf")
 
 
 def model_file(name: str) -> Path:

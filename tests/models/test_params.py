@@ -197,15 +197,15 @@ def test_checkpoints_split_joined_projections(config: ModelConfig, tmp_path: Pat
         (lambda t: t.pop(V_BIAS), rf"lacks tensor '{V_BIAS}'"),
         (
             lambda t: t.update({Q: t[Q][:-1]}),
-            rf"model\.safetensors: tensor '{Q}' has shape \[31, 32\], .*\[32, 32\]",
+            rf"model\.safetensors: tensor '{Q}' has shape \[31, 32\] .*\[32, 32\]",
         ),
         (
             lambda t: t.update({K: t[Q]}),  # as wide as queries, in place of keys
-            rf"model\.safetensors: tensor '{K}' has shape \[32, 32\], .*\[16, 32\]",
+            rf"model\.safetensors: tensor '{K}' has shape \[32, 32\] .*\[16, 32\]",
         ),
         (
             lambda t: t.update({Q: t[Q].astype(np.int8)}),
-            rf"'{Q}' has dtype I8: must be one of \['F32', 'BF16'",
+            rf"'{Q}' has .* and dtype I8, .* one of \['F32', 'BF16'",
         ),
         (lambda t: t.update({Q + "_scale": t[Q]}), rf"tensor '{Q}_scale' has no place in the model"),
     ],
@@ -220,12 +220,12 @@ def test_wrong_tensors_are_named(change: Any, message: str, config: ModelConfig,
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"num_layers": 1000}, r"num_hidden_layers = 1000, but there are tensors of 2 layers"),
-        ({"vocab_size": 10**9}, r"'model\.embed_tokens\.weight' has shape \[67, 32\], .* \[1000000000, 32\]"),
-        ({"intermediate_size": 10**9}, r"1\.mlp\.gate_proj\.weight' has shape \[48, 32\], .* \[1000000000, 32\]"),
-        ({"num_heads": 10**9}, r"1\.self_attn\.q_proj\.weight' has shape \[32, 32\], .* \[8000000000, 32\]"),
-        ({"num_kv_heads": 4}, r"1\.self_attn\.k_proj\.weight' has shape \[16, 32\], .* \[32, 32\]"),
-        ({"head_dim": 10**9}, r"1\.self_attn\.q_proj\.weight' has shape \[32, 32\], .* \[4000000000, 32\]"),
+        ({"num_layers": 10**9}, r"lacks tensor 'model\.layers\.999999999\.self_attn\.q_proj\.weight'"),
+        ({"vocab_size": 10**9}, r"'model\.embed_tokens\.weight' has shape \[67, 32\] .* \[1000000000, 32\]"),
+        ({"intermediate_size": 10**9}, r"1\.mlp\.gate_proj\.weight' has shape \[48, 32\] .* \[1000000000, 32\]"),
+        ({"num_heads": 10**9}, r"1\.self_attn\.q_proj\.weight' has shape \[32, 32\] .* \[8000000000, 32\]"),
+        ({"num_kv_heads": 4}, r"1\.self_attn\.k_proj\.weight' has shape \[16, 32\] .* \[32, 32\]"),
+        ({"head_dim": 10**9}, r"1\.self_attn\.q_proj\.weight' has shape \[32, 32\] .* \[4000000000, 32\]"),
     ],
 )
 def test_other_sizes_are_refused_before_building(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -66,9 +67,8 @@ def assert_equal_weights(a: Decoder, b: Decoder) -> None:
     jax.tree.map(np.testing.assert_array_equal, nnx.state(a), nnx.state(b))
 
 
-@pytest.mark.parametrize("group", HEADS)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_results_do_not_show_in_which_order_the_heads_are(
+@pytest.mark.parametrize(("family", "group"), [("llama", 1), ("qwen2", 4), ("qwen3", 7)])
+def test_results_do_not_depend_on_the_heads_order(
     family: str, group: int, config_entries: Any, cached_attention: Any
 ) -> None:
     biased = {"attention_bias": True} if family != "qwen2" else {}
@@ -81,7 +81,7 @@ def test_results_do_not_show_in_which_order_the_heads_are(
     assert_equal_weights(permute_heads(moved, inverse_orders(ORDERS)), decoder)
 
 
-def test_heads_move_in_the_projections_of_attention_and_nowhere_else(config_entries: Any) -> None:
+def test_heads_move_in_attention_projections_alone(config_entries: Any) -> None:
     decoder = make(config_of(config_entries, "qwen3", attention_bias=True, mlp_bias=True))
     moved = permute_heads(decoder, ORDERS)
     pairs = zip(parameters(decoder), parameters(moved), strict=True)
@@ -90,23 +90,13 @@ def test_heads_move_in_the_projections_of_attention_and_nowhere_else(config_entr
     assert changed == {f"model.layers.{layer}.self_attn.{name}" for layer in range(2) for name in projections}
 
 
-@pytest.mark.parametrize(
-    ("orders", "message"),
-    [
-        (ORDERS[:1], r"orders has 1 entries: must be one for each of 2 layers"),
-        ((ORDERS[0], (0, 1, 2, 2)), r"orders\[1\] = \(0, 1, 2, 2\): must be a permutation of 4 KV heads"),
-        ((ORDERS[0], (0, 1, 2)), r"orders\[1\] = \(0, 1, 2\): must be a permutation of 4 KV heads"),
-    ],
-)
-def test_an_order_that_is_none_is_refused(orders: Any, message: str, config_entries: Any) -> None:
-    with pytest.raises(ValueError, match=message):
-        permute_heads(make(config_of(config_entries)), orders)
+def test_orders_must_be_permutations(config_entries: Any) -> None:
+    with pytest.raises(ValueError, match=r"orders = .*: must be 2 permutations of 4 KV heads"):
+        permute_heads(make(config_of(config_entries)), (ORDERS[0], (0, 1, 2, 2)))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_every_large_parameter_is_split_evenly_and_specs_have_the_structure_of_the_state(
-    family: str, config_entries: Any
-) -> None:
+def test_large_parameters_are_split_evenly(family: str, config_entries: Any) -> None:
     config = config_of(config_entries, family)
     decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     specs = parameter_specs(config)
@@ -122,13 +112,8 @@ def test_every_large_parameter_is_split_evenly_and_specs_have_the_structure_of_t
         assert not parameter.layout.widths or parameter.split_axis != len(shape) - 2
 
 
-def test_a_mesh_without_an_axis_for_the_model_has_the_weights_whole(config_entries: Any) -> None:
-    specs = parameter_specs(config_of(config_entries), AbstractMesh((2,), ("data",)))
-    assert set(jax.tree.leaves(specs)) == {PartitionSpec()}
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_the_decoder_of_a_device_is_made_for_its_part_of_the_weights(family: str, config_entries: Any) -> None:
+def test_a_devices_decoder_fits_its_shard(family: str, config_entries: Any) -> None:
     biased = {"attention_bias": True} if family != "qwen2" else {}
     config, mesh = config_of(config_entries, family, **biased), AbstractMesh((2, 4), ("data", "model"))
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
@@ -148,7 +133,7 @@ def test_the_decoder_of_a_device_is_made_for_its_part_of_the_weights(family: str
     assert device_graphdef(config, jnp.bfloat16, jnp.bfloat16, 4) is device_graphdef(config, "bfloat16", "bfloat16", 4)
 
 
-def test_chunks_on_a_mesh_differ_and_are_large_enough_that_their_sums_stay_apart(config_entries: Any) -> None:
+def test_chunks_on_a_mesh_differ(config_entries: Any) -> None:
     def chunks(hidden: int, inner: int, devices: int) -> tuple[int, ...]:
         sizes = {"hidden_size": hidden, "intermediate_size": inner}
         config = dataclasses.replace(config_of(config_entries), num_layers=1, **sizes)
@@ -163,7 +148,7 @@ def test_chunks_on_a_mesh_differ_and_are_large_enough_that_their_sums_stay_apart
 @needs_4_devices
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("tokens", "operation"), [(1, "all-reduce"), (16, "all-reduce"), (17, "all-gather")])
-def test_the_width_is_gathered_exactly_by_what_is_faster(
+def test_the_width_is_gathered_exactly(
     tokens: int, operation: str, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = jax.random.normal(jax.random.key(tokens), (1, tokens, 24), dtype)
@@ -183,12 +168,11 @@ def test_the_width_is_gathered_exactly_by_what_is_faster(
 
 
 @needs_4_devices
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("axes", "shape"),
-    [(("data", "model"), (1, 4)), (("model", "data"), (2, 2)), (("model",), (4,)), (("data",), (2,))],
+    ("axes", "shape", "kind"),
+    [(("data", "model"), (1, 4), "auto"), (("model", "data"), (2, 2), "explicit"), (("data",), (2,), "explicit")],
 )
-def test_weights_and_the_exchange_of_heads_are_the_same_on_every_mesh(
+def test_heads_are_exchanged_on_every_mesh(
     axes: tuple[str, ...], shape: tuple[int, ...], kind: str, config_entries: Any
 ) -> None:
     decoder, mesh = make(config_of(config_entries, "qwen2")), mesh_4(kind, axes, shape)
@@ -204,43 +188,29 @@ def test_weights_and_the_exchange_of_heads_are_the_same_on_every_mesh(
 
 
 @pytest.mark.parametrize(
-    ("shape", "axes", "message"),
+    ("shape", "axes", "changes", "message"),
     [
-        ((1, 8), ("data", "model"), r"mesh = \(data=1, model=8\): model=8 devices, but tiny has 4 KV heads: 1, 2 or 4"),
-        ((3,), ("model",), r"mesh = \(model=3\): model=3 devices, but tiny has 4 KV heads: 1, 2 or 4 fit"),
-        ((1, 2), ("data", "tensor"), r"mesh = \(data=1, tensor=2\): its axes must be 'data' and 'model', or one of"),
-        ((2,), ("x",), r"mesh = \(x=2\): its axes must be"),
+        (
+            (1, 8),
+            ("data", "model"),
+            {},
+            r"mesh = \(data=1, model=8\): .* tiny has 4 KV heads: 1, 2 or 4",
+        ),
+        (
+            (1, 2),
+            ("data", "tensor"),
+            {},
+            r"mesh = \(data=1, tensor=2\): its axes must be 'data' and",
+        ),
+        ((4,), ("model",), {"intermediate_size": 50}, "model=4 devices, but tiny has an inner width of 50: 1 or 2 fit"),
+        ((4,), ("model",), {"hidden_size": 33}, "model=4 devices, but tiny has a width of 33: only 1 fits"),
+        ((2, 4), ("data", "model"), {}, None),
+        ((5,), ("data",), {}, None),
     ],
 )
-def test_a_mesh_that_does_not_fit_is_refused_and_told_what_fits(
-    shape: tuple[int, ...], axes: tuple[str, ...], message: str, config_entries: Any
+def test_meshes_must_divide_the_model(
+    shape: tuple[int, ...], axes: tuple[str, ...], changes: Any, message: str | None, config_entries: Any
 ) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_mesh(AbstractMesh(shape, axes), config_of(config_entries), "tiny")
-
-
-@pytest.mark.parametrize(
-    ("shape", "axes"), [((1, 4), ("data", "model")), ((2, 8), ("model", "data")), ((5,), ("data",))]
-)
-def test_a_mesh_of_any_axis_order_that_divides_the_model_fits(
-    shape: tuple[int, ...], axes: tuple[str, ...], config_entries: Any
-) -> None:
-    check_mesh(AbstractMesh(shape, axes), config_of(config_entries))
-
-
-@pytest.mark.parametrize(
-    ("field", "size", "message"),
-    [
-        ("intermediate_size", 50, "an inner width of 50: 1 or 2 fit"),
-        ("hidden_size", 33, "a width of 33: only 1 fits"),
-    ],
-)
-def test_a_width_that_does_not_divide_is_named(field: str, size: int, message: str, config_entries: Any) -> None:
-    config = dataclasses.replace(config_of(config_entries), **{field: size})
-    with pytest.raises(ValueError, match=f"model=4 devices, but the model has {message}"):
-        check_mesh(AbstractMesh((4,), ("model",)), config)
-
-
-def test_what_is_no_mesh_is_named(config_entries: Any) -> None:
-    with pytest.raises(TypeError, match=r"mesh is a tuple: must be a jax.sharding.Mesh"):
-        check_mesh((1, 4), config_of(config_entries))
+    config = dataclasses.replace(config_of(config_entries), **changes)
+    with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        check_mesh(AbstractMesh(shape, axes), config, "tiny")
