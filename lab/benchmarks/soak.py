@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -189,21 +189,16 @@ KINDS: dict[str, tuple[float, Callable[[Client], str]]] = {
 OUTCOMES = ("equal", "gone", "other answers", "errors")
 
 
-class Sample(NamedTuple):
-    """Memory of the process at a moment."""
+def growth(samples: Sequence[tuple[float, int, int]]) -> float:
+    """Bytes by which a process grew, by a line through samples (seconds, bytes, programs compiled so far).
 
-    seconds: float  # since the start
-    held: int  # bytes
-    programs: int  # compiled so far
-
-
-def growth(samples: Sequence[Sample]) -> float:
-    """Bytes by which a process grew, by a line through the samples after warming up and after the last compilation."""
-    end = max((each.seconds for each in samples), default=0.0)
-    warm = [each for each in samples if each.seconds >= _WARM * end and each.programs == samples[-1].programs]
+    Samples count after warming up and after the last compilation.
+    """
+    end = max((seconds for seconds, _, _ in samples), default=0.0)
+    warm = [each[:2] for each in samples if each[0] >= _WARM * end and each[2] == samples[-1][2]]
     if len(warm) < 2:
         return 0.0
-    seconds, held = (np.asarray(x, np.float64) for x in zip(*[each[:2] for each in warm], strict=True))
+    seconds, held = np.asarray(warm, np.float64).T
     return float(np.polyfit(seconds - seconds[0], held, 1)[0] * (seconds[-1] - seconds[0]))
 
 
@@ -213,66 +208,46 @@ def resident_bytes() -> int:
 
 
 class Soak:
-    """Rounds of load; `problems` lists all that went wrong."""
+    """Rounds of load on engines with `options`; `problems` lists all that went wrong."""
 
-    def __init__(self, references: References, rows: int, clients: int, seed: int, folder: Path, backend: str) -> None:
-        self._references, self._rows, self._clients, self._folder = references, rows, clients, folder
-        self._backend, self._random = backend, random.Random(seed)
+    def __init__(self, references: References, options: dict[str, Any], clients: int, seed: int) -> None:
+        self._references, self._options, self._clients = references, options, clients
+        self._random, self._compilations, self._live = random.Random(seed), common.Compilations(), 0
         self.outcomes, self.first_tokens = collections.Counter[tuple[str, str]](), list[float]()
         self.problems: list[str] = []
-        self._compilations, self._live = common.Compilations(), 0
-
-    def engine(self) -> Engine:
-        """An engine with room for few of the documents."""
-        lm, longest = self._references.lm, max(map(len, self._references.documents))
-        held = max(context.stats.kv_cache_bytes for context in self._references.contexts)
-        return Engine(
-            lm,
-            max_rows=self._rows,
-            pages=int(_DEVICE_ROOM * lm.cache_layout(1, longest).num_pages),
-            answer_tokens=2 * (_QUESTION_TOKENS + _NEW_TOKENS),
-            host_memory=int(_HOST_ROOM * held),
-            disk=self._folder,
-            backend=self._backend,
-        )
 
     def run_round(self, number: int, seconds: float, *, last: bool) -> common.Row:
         """Load for so many seconds; the first round begins with each kind of request, which compiles."""
-        begin, stored = time.monotonic(), self._stored()
-        with self.engine() as engine:
+        begin, stored, samples = time.monotonic(), self._stored(), list[tuple[float, int, int]]()
+        with Engine(self._references.lm, **self._options) as engine:
             found = {each.id for each in engine.documents()}
             self._require(found == stored, f"round {number}: {len(found)} of {len(stored)} documents were found")
             clients = [Client(engine, self._references, self._random.getrandbits(32)) for _ in range(self._clients)]
             for kind in KINDS if number == 1 else ():
                 clients[0].request(kind)
-            grown = growth(self._load(clients, seconds))
+            start = time.monotonic()
+            for client in clients:
+                client.start()
+            while (elapsed := time.monotonic() - start) < seconds:
+                samples.append((elapsed, resident_bytes(), self._compilations.count))
+                time.sleep(0.05)
+            for client in clients:
+                client.stopping.set()
+            for client in clients:
+                client.join(2 * _SECONDS)
+                self._require(not client.is_alive(), "a request has not ended")
             self._settle(engine, number, last=last)
         for client in clients:
             self.outcomes += client.outcomes
             self.first_tokens += client.first_tokens
         gc.collect()
-        live = sum(array.nbytes for array in jax.live_arrays())
+        live, grown = sum(array.nbytes for array in jax.live_arrays()), growth(samples)
         self._live = self._live or live
         self._require(live <= self._live + _LIVE_SLACK, f"round {number}: live arrays grew to {live:,} bytes")
         self._require(grown <= _SLACK, f"round {number}: the process grew by {grown / 1e6:.0f} MB")
         requests = sum(sum(client.outcomes.values()) for client in clients)
         row = {"round": number, "s": time.monotonic() - begin, "requests": requests, "documents found": len(found)}
         return {**row, "live MB": live / 1e6, "process MB": resident_bytes() / 1e6, "grown MB": grown / 1e6}
-
-    def _load(self, clients: Sequence[Client], seconds: float) -> list[Sample]:
-        """Runs the clients; samples memory meanwhile."""
-        begin, samples = time.monotonic(), list[Sample]()
-        for client in clients:
-            client.start()
-        while (elapsed := time.monotonic() - begin) < seconds:
-            samples.append(Sample(elapsed, resident_bytes(), self._compilations.count))
-            time.sleep(0.05)
-        for client in clients:
-            client.stopping.set()
-        for client in clients:
-            client.join(2 * _SECONDS)
-            self._require(not client.is_alive(), "a request has not ended")
-        return samples
 
     def _settle(self, engine: Engine, number: int, *, last: bool) -> None:
         """Checks that nothing is held after the requests; keeps the documents alone, or none after the last round."""
@@ -293,7 +268,7 @@ class Soak:
         self.problems += [] if holds else [problem]
 
     def _stored(self) -> set[str]:
-        return {file.parent.name for file in self._folder.glob("*/document.json")}
+        return {file.parent.name for file in self._options["disk"].glob("*/document.json")}
 
 
 def _bucket(tokens: int) -> tuple[int, int]:
@@ -337,7 +312,13 @@ def main(
     results = common.Results(out, name, "Soak of an engine", NOTE.format(model=lm.name, warm=_WARM, **sizes))
     references = References(lm, documents, tokens, seed, backend)
     with tempfile.TemporaryDirectory() as folder:
-        soak = Soak(references, rows, clients, seed, Path(folder), backend)
+        longest = max(map(len, references.documents))
+        held = max(context.stats.kv_cache_bytes for context in references.contexts)
+        options = {"max_rows": rows, "disk": Path(folder), "backend": backend}
+        options["answer_tokens"] = 2 * (_QUESTION_TOKENS + _NEW_TOKENS)
+        options["pages"] = int(_DEVICE_ROOM * lm.cache_layout(1, longest).num_pages)
+        options["host_memory"] = int(_HOST_ROOM * held)
+        soak = Soak(references, options, clients, seed)
         for number in range(1, rounds + 1):
             results.add("Rounds", soak.run_round(number, 60 * minutes / rounds, last=number == rounds))
     for kind in KINDS:

@@ -11,7 +11,7 @@ from tca_jax.engine.sampling import Sampling
 from tca_jax.lab.benchmarks import soak
 from tca_jax.lab.benchmarks.common import percentiles, read_results
 from tca_jax.lab.benchmarks.serve import TokenTimes, at_random
-from tca_jax.lab.benchmarks.soak import Sample, growth
+from tca_jax.lab.benchmarks.soak import growth
 from tca_jax.serve.streams import Stream
 
 SERVE = [
@@ -52,10 +52,10 @@ def test_requests_arrive_at_the_rate():
 
 
 def test_growth_is_measured_once_nothing_compiles():
-    compiling = [Sample(float(s), 10**8 + 2 * 10**6 * s, min(s, 6)) for s in range(51)]
-    flat = [Sample(float(s), 2 * 10**8, 7) for s in range(51, 101)]
+    compiling = [(float(s), 10**8 + 2 * 10**6 * s, min(s, 6)) for s in range(51)]
+    flat = [(float(s), 2 * 10**8, 7) for s in range(51, 101)]
     assert growth(compiling + flat) == pytest.approx(0, abs=1)
-    assert growth([Sample(float(s), 10**8 + 10**6 * s, 7) for s in range(101)]) == pytest.approx(6e7)
+    assert growth([(float(s), 10**8 + 10**6 * s, 7) for s in range(101)]) == pytest.approx(6e7)
     assert growth([]) == 0
 
 
