@@ -168,13 +168,12 @@ def call(command: Command) -> str:
 
 @pytest.mark.integration
 @pytest.mark.usefixtures("shared")
-def test_the_example_and_the_commands_of_the_readme_run_and_print_what_they_say():
-    generated, streamed, of_another_method, logprob, *of_commands = run(README).splitlines()
+def test_the_readme_runs():
+    generated, streamed, logprob, *of_commands = run(README).splitlines()
     assert generated.startswith("482913. Stats(")
     assert streamed == "482913."
-    assert not of_another_method.startswith("482913")
     assert float(logprob) < 0
-    assert any(line.startswith("Calibrated on ") for line in of_commands)
+    assert any(line.startswith("> ") for line in of_commands)  # a question that `chat` answers
 
 
 WHOLE_MODEL = ["methods", "profiles", "quickstart"]

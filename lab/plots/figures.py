@@ -71,24 +71,20 @@ def palette(count: int) -> list[Any]:
 
 
 def label_ends(axes: Axes, height: float) -> None:
-    """Writes the name of each line at its right end, apart by `height` of the axes at least."""
-    ends = []
-    for line in axes.get_lines():
-        if not str(line.get_label()).startswith("_"):
-            x, y = axes.transLimits.transform(axes.transScale.transform(np.asarray(line.get_xydata())[-1]))
-            ends.append((float(y), float(x), line))
-    lowest = -np.inf
-    for y, x, line in sorted(ends, key=lambda end: end[:2]):
-        lowest = max(y, lowest + height)
-        style = {"fontsize": 8, "color": line.get_color(), "va": "center", "annotation_clip": False}
-        axes.annotate(
-            str(line.get_label()),
-            (x, y),
-            (x + 0.03, lowest),
-            xycoords="axes fraction",
-            textcoords="axes fraction",
-            **style,
-        )
+    """Writes the name of each line at its right end, apart by `height` of the axes at least, inside of them."""
+    named = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
+    ends = [axes.transLimits.transform(axes.transScale.transform(np.asarray(line.get_xydata())[-1])) for line in named]
+    order = sorted(range(len(named)), key=lambda i: ends[i][1])
+    places = [float(ends[i][1]) for i in order]
+    for i in range(1, len(places)):
+        places[i] = max(places[i], places[i - 1] + height)
+    highest = 0.98
+    for i in reversed(range(len(places))):
+        places[i] = min(places[i], highest)
+        highest = places[i] - height
+    for i, y in zip(order, places, strict=True):
+        label = axes.text(ends[i][0] + 0.03, y, str(named[i].get_label()), transform=axes.transAxes)
+        label.set(fontsize=8, color=named[i].get_color(), verticalalignment="center")
 
 
 def titled(text: str, name: str) -> str:

@@ -90,11 +90,11 @@ def plot_selected_tokens(
     shades = _draw_page(page, pieces, counted.mean(axis=0)[start:], lines)
     if span is not None:
         overview.axvline(sum(span) / 2, color=MARK_COLOR, linewidth=1)
-        for piece in pieces:
-            if span[0] <= start + piece.token < span[1]:
-                page.add_patch(
-                    Rectangle((piece.column, piece.line), len(piece.text), 1, fill=False, edgecolor=MARK_COLOR)
-                )
+        marked = [piece for piece in pieces if span[0] <= start + piece.token < span[1]]
+        for line in dict.fromkeys(piece.line for piece in marked):
+            own = [piece for piece in marked if piece.line == line]
+            width = own[-1].column + len(own[-1].text) - own[0].column
+            page.add_patch(Rectangle((own[0].column, line), width, 1, fill=False, edgecolor=MARK_COLOR))
     whose = "".join(f"{part} {n}, " for part, n in (("layer", layer), ("KV head", head)) if n is not None)
     title = f"Tokens {start:,} to {start + shown - 1:,}, shaded by the heads that keep them"
     page.set_title(f"{title} ({whose}{len(counted)} of {layers * heads} heads)", fontsize=10)
