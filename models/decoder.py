@@ -40,16 +40,11 @@ class Collectives:
     """How a decoder computes with its weights if they are a shard of the model's: see `models.sharding`.
 
     The defaults are for a decoder with all weights: nothing to sum, to gather or to slice.
-
-    Attributes:
-        sum_parts: The product of `o`, `down` or `head`, from that over a shard of the contracted axis.
-        gather_width: `[..., shard of D]` to `[..., D]`: from columns of the embedding to the residual stream.
-        slice_width: `[..., D]` to `[..., shard of D]`: from hidden states to the rows of the head.
     """
 
-    sum_parts: Callable[[Array], Array] = lambda x: x
-    gather_width: Callable[[Array], Array] = lambda x: x
-    slice_width: Callable[[Array], Array] = lambda x: x
+    sum_parts: Callable[[Array], Array] = lambda x: x  # products of `o`, `down` or `head` over a contracted shard
+    gather_width: Callable[[Array], Array] = lambda x: x  # [..., shard of D] to [..., D]: behind the embedding
+    slice_width: Callable[[Array], Array] = lambda x: x  # [..., D] to [..., shard of D]: before the head
 
 
 _ALL_WEIGHTS = Collectives()
@@ -176,15 +171,7 @@ class GatedMLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm transformer layer. Everything but attention runs in chunks of tokens.
-
-    Args:
-        config: The layer's shape and options.
-        chunks: Tokens of the chunks in one step of the loops over tokens (`by_chunks`).
-        dtype: As for `Decoder`.
-        param_dtype: As for `Decoder`.
-        **options: `collectives` and `rngs`, as for `Decoder`.
-    """
+    """Pre-norm transformer layer. Everything but attention runs in chunks of tokens (`by_chunks`)."""
 
     def __init__(
         self,
@@ -216,14 +203,8 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "B _ D"], Any, _Projections]:
         """Runs the layer.
 
-        Args:
-            x: The residual stream.
-            cos: Cosine of each token's rotation.
-            sin: Its sine.
-            attend: `(q, k, v, state) -> (out, new state)`.
-            state: What `attend` gets.
-            buffers: Queries, keys and values of the layer before, to be overwritten.
-            indices: Which tokens of each row the caller needs; None for all. The others get keys and values only.
+        `indices` are the tokens of each row that the caller needs (None for all); the others get keys and values only.
+        `buffers`, the queries, keys and values of the layer before, are overwritten.
 
         Returns:
             The new residual stream, `[B, L, D]` or with indices `[B, m, D]`, the new state, and the layer's queries,
@@ -356,20 +337,10 @@ class Decoder(nnx.Module):
         tail: int | None = None,
         remat: bool = False,
     ) -> tuple[Float[Array, "B _ D"], tuple[Any, ...]]:
-        """Run neighbouring layers, one for each entry of `states`.
+        """Run neighbouring layers from number `first` on, one for each entry of `states`.
 
-        Args:
-            x: The residual stream in front of them; `embed` gives that of the first layer.
-            positions: See `__call__`.
-            attention: See there.
-            states: See there.
-            first: Number of the first layer to run; static.
-            lengths: See there.
-            tail: As there, if the model's last layer is among these; otherwise unused.
-            remat: See there.
-
-        Returns:
-            The residual stream behind them, of as many tokens as hidden states there, and their new states.
+        From the residual stream in front of them (`embed`) to that behind them, with their new states. All else is as
+        for `__call__`; `tail` counts if the model's last layer is among these.
         """
         indices = None if tail is None or lengths is None else _last_indices(lengths, tail)
         cos, sin = self.angles(positions)
@@ -402,14 +373,7 @@ class Decoder(nnx.Module):
             return rope_cos_sin(positions, self.config.head_dim, self.config.rope)
 
     def logits(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
-        """Scores of the next token.
-
-        Args:
-            hidden: `[..., D]` hidden states after the final norm.
-
-        Returns:
-            `[..., V]` float32.
-        """
+        """Scores of the next token, float32, from hidden states after the final norm."""
         with jax.named_scope("logits"):
             hidden = self.collectives.slice_width(hidden)
             if self.head is not None:

@@ -134,11 +134,7 @@ def _checksum(
 ) -> UInt32[Array, " 2"]:
     """Two sums of hashed (index, value) pairs, modulo 2^32: exact, and independent of the order of summation.
 
-    Args:
-        x: A tensor, or a part of one: the checksums of all parts add up to the tensor's.
-        shape: The tensor's shape; None for that of x.
-        axis: The axis that x is a part of.
-        start: Where the part starts on this axis.
+    x may be the part of a tensor of `shape` that begins at `start` on `axis`: the checksums of all parts add up to its.
     """
     shape = shape or x.shape
     x = x.astype(jnp.bfloat16)

@@ -71,16 +71,8 @@ _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_respo
 def build_tokenizer(metadata: Mapping[str, Any], source: str) -> PreTrainedTokenizerFast:
     """The tokenizer that the metadata of a GGUF file describes.
 
-    Args:
-        metadata: Values by the file's keys: numbers, strings, flags, lists of strings and lists or arrays of numbers.
-        source: The file's name, for messages.
-
-    Returns:
-        A tokenizer whose ids are those of llama.cpp. Control tokens are special; user-defined tokens are added tokens.
-
-    Raises:
-        ValueError: an unknown kind of tokenizer or pre-tokenizer, or a value that is missing or invalid; the message
-            names file, key and remedy.
+    Its ids are those of llama.cpp. Control tokens are special; user-defined tokens are added tokens. ValueError where a
+    value is missing, unknown or invalid; the message has the file (`source`), the key and a remedy.
     """
     file = _File(metadata, source)
     split = _split(file) if file.kind == "gpt2" else None
@@ -109,15 +101,7 @@ def build_tokenizer(metadata: Mapping[str, Any], source: str) -> PreTrainedToken
 def stop_token_ids(metadata: Mapping[str, Any], source: str) -> tuple[int, ...]:
     """Tokens that end an answer: those that the metadata names, and control tokens with a text on llama.cpp's list.
 
-    Args:
-        metadata: As for `build_tokenizer`.
-        source: The file's name, for messages.
-
-    Returns:
-        Ids: that of `tokenizer.ggml.eos_token_id` first, the others in ascending order.
-
-    Raises:
-        ValueError: as for `build_tokenizer`.
+    That of `tokenizer.ggml.eos_token_id` is first, the others are in ascending order.
     """
     file, texts = _File(metadata, source), set(_STOP_TEXTS.split())
     first, *named = (file.id(name) for name in _STOP_IDS)

@@ -40,13 +40,9 @@ def by_chunks(function: Callable[..., Any], sizes: tuple[int, ...], buffers: Any
     nothing else needs their values: with fresh buffers the compiler allocates those of all layers at the start, and a
     model of 32 layers takes 90 GB more than it needs.
 
-    Args:
-        function: Takes and returns arrays with any leading token axes; its results have the shapes of `buffers`.
-        sizes: Tokens of the chunks in one step of the loop. No chunk of a step depends on another, so the compiler may
-            overlap them.
-        buffers: Pytree of `[B, L, ...]`, also an input of the function; None for fresh buffers, and the function then
-            gets None.
-        inputs: `[B, L, ...]`.
+    The function takes and returns arrays with any leading token axes; its results have the shapes of `buffers`, a
+    pytree of `[B, L, ...]` (None for fresh buffers). `sizes` are the tokens of the chunks in one step of the loop: none
+    depends on another, so the compiler may overlap them.
     """
     batch, length = inputs[0].shape[:2]
     tokens, step = batch * length, sum(sizes)
@@ -100,13 +96,7 @@ def dot_general(
     billion parameters, and those of larger models that are split over devices. Two rows stay a matrix product, which
     reads the weights once and adds in float32; the second row costs nothing, because a tile has sixteen.
 
-    Args:
-        lhs: The rows.
-        rhs: The weights.
-        dimension_numbers: As for `jax.lax.dot_general`; no batch axes.
-        finish: Applied to the product while it still has both rows.
-        few_weights: Weights from which on a row stays one.
-        **options: Of `jax.lax.dot_general`.
+    `finish` is applied to the product while it still has both rows; from `few_weights` on a row stays one.
     """
     (contracted, _), _ = dimension_numbers
     free = [i for i in range(lhs.ndim) if i not in contracted]
@@ -148,16 +138,9 @@ def quantize(
 
 
 class QuantizedLinear(nnx.Module):
-    """y = x W^T + b with W in eight bits; the counterpart of `nnx.LinearGeneral`, and as such has no gradient of W.
+    """y = x W^T + b with W in e4m3: the counterpart of `nnx.LinearGeneral` in `dtype`, without a gradient of W.
 
-    Args:
-        in_features: Width of x.
-        out_features: Shape of y.
-        bias: Whether there is one.
-        dtype: Dtype of products of 16 or 32 bits, and of the result.
-        init: `(key, shape, dtype)` to initial weights, which are quantized.
-        finish: Applied to products: over a contracted axis of which devices have parts, their sum.
-        rngs: Keys.
+    `init` gives initial weights, which are quantized; `finish` sums products over the devices.
     """
 
     def __init__(

@@ -38,12 +38,7 @@ class RopeConfig:
     def from_hf(cls, parameters: Mapping[str, Any], *, max_positions: int) -> RopeConfig:
         """Read `rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` put into it (4.x).
 
-        Args:
-            parameters: The entries as in config.json; absent ones get the defaults of transformers.
-            max_positions: The model's `max_position_embeddings`.
-
-        Raises:
-            ValueError: an unsupported RoPE type or option, or a missing or invalid number.
+        Absent entries get the defaults of transformers. ValueError where a type, option or number is not supported.
         """
         entries = Entries(parameters, "rope_parameters[{!r}]")
         rope_type = parameters.get("rope_type", parameters.get("type", "default"))
@@ -93,15 +88,9 @@ class RopeConfig:
 def rope_cos_sin(
     positions: Int[Array, "B L"], head_dim: int, rope: RopeConfig
 ) -> tuple[Float[Array, "B L half"], Float[Array, "B L half"]]:
-    """Cosine and sine of every token's rotation.
+    """Cosine and sine of every token's rotation, float32, multiplied by YaRN's attention factor.
 
-    Args:
-        positions: `[B, L]`. Dynamic RoPE takes max + 1 of a row as its length so far.
-        head_dim: d, even.
-        rope: The frequencies.
-
-    Returns:
-        Two float32 `[B, L, d / 2]`, already multiplied by YaRN's attention factor.
+    Dynamic RoPE takes the last position of a row in the call for its length so far, as transformers does.
     """
     inv_freq = jnp.asarray(inverse_frequencies(head_dim, rope))
     if rope.type == "dynamic":

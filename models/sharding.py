@@ -112,17 +112,9 @@ def axis_size(mesh: Mesh | AbstractMesh | None, axis: str) -> int:
 
 
 def check_mesh(mesh: Any, config: ModelConfig, name: str = "the model") -> None:
-    """Raises unless a model can run on a mesh.
+    """Raises TypeError or ValueError unless a mesh of axes "data" and "model", or one of them, can run a model.
 
-    Args:
-        mesh: Axes "data" and "model", in any order, or one of them; Auto or Explicit.
-        config: The model's shape.
-        name: What the message calls the model.
-
-    Raises:
-        TypeError: not a mesh.
-        ValueError: other axes, or a number of devices on "model" that does not divide the model's KV heads, its inner
-            width and its width; the message says which numbers fit.
+    The devices on "model" must divide its KV heads, inner width and width; the message has the numbers that do.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise UserTypeError(f"mesh is a {type(mesh).__name__}: must be a jax.sharding.Mesh, as jax.make_mesh gives it")
@@ -227,12 +219,7 @@ def permute_heads(decoder: Decoder, orders: HeadOrders) -> Decoder:
     A head's queries move with it, in the weights and biases of q, k, v and o, so results change only by the order in
     which o sums. On a mesh each of these weights is exchanged between the devices once, one weight at a time.
 
-    Args:
-        decoder: The model, on one device or on a mesh.
-        orders: `[layers][H_kv]`: head i of layer l will be what was head `orders[l][i]`.
-
-    Raises:
-        ValueError: not a permutation of the KV heads for each layer.
+    `orders` are `[layers][H_kv]`: head i of layer l will be what was head `orders[l][i]`.
     """
     check_orders(orders, decoder.config)
     moved = {}
