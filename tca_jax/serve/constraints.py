@@ -48,9 +48,8 @@ class Grammars:
 
     def json(self, schema: dict[str, Any], argument: str = "schema") -> Callable[[], Mask]:
         """JSON of a schema, its properties in the schema's order; `{"type": "object"}` for any object."""
-        compiler: Any = self._matcher.grammar_from_json_schema
-        defaults = {"whitespace_pattern": _WHITESPACE}
-        return self._compile(json.dumps(schema), lambda text: compiler(text, defaults), argument)
+        make: Any = self._matcher.grammar_from_json_schema
+        return self._compile(json.dumps(schema), lambda text: make(text, {"whitespace_pattern": _WHITESPACE}), argument)
 
     def regex(self, pattern: str) -> Callable[[], Mask]:
         """Text that a regular expression matches, without lookaround and back references."""
