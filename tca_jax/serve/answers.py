@@ -313,7 +313,7 @@ class Metrics:
         yield _gauge("document_pages", "Their pages on each device, or of as many bytes.", ["state"], in_pages)
 
 
-def _gauge(name: str, words: str, labels: list[str], values: Mapping[tuple[str, ...], float]) -> Metric:
+def _gauge(name: str, words: str, labels: list[str], values: Mapping[Any, float]) -> Metric:
     family = GaugeMetricFamily(f"{_PREFIX}_{name}", words, labels=labels)
     for of, value in values.items():
         family.add_metric(list(of), value)

@@ -129,7 +129,9 @@ def _over(cache: PagedCache, pool: PagedCache) -> PagedCache:
     return dataclasses.replace(cache, k=pool.k, v=pool.v)
 
 
-_Tokens, _Lengths, _Layers = Int[Array, "B L"], Int[Array, " B"], tuple[int, int]  # the last: first layer, end
+_Tokens = Int[Array, "B L"]
+_Lengths = Int[Array, " B"]
+_Layers = tuple[int, int]  # first layer, end
 
 
 def _read(lm: LM, tokens: _Tokens, lengths: _Lengths, *, layout: CacheLayout, backend: Backend) -> PrefillResult:

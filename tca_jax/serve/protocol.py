@@ -106,7 +106,7 @@ _IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 )
 _Allowed = Mapping[str, tuple[tuple[Any, ...], str]]
-_EMPTY = (False, [], {}, "")
+_EMPTY: tuple[Any, ...] = (False, [], {}, "")
 #: Fields of the protocol of which only values that change nothing are allowed.
 _ONLY: _Allowed = MappingProxyType(
     {
