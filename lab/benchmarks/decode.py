@@ -205,8 +205,11 @@ def random_state(lm: LM, rows: int, tokens: int) -> DecodingState:
         lengths=jnp.full(rows, tokens, jnp.int32),
         prompt_lengths=jnp.full(rows, tokens, jnp.int32),
         keys=row_keys(jax.random.key(0), rows),
+        seen=None,
         stop_tokens=jnp.zeros(0, jnp.int32),
-        **dict.fromkeys(("seen", "min_new_tokens", "logprobs", "top")),
+        min_new_tokens=None,
+        logprobs=None,
+        top=None,
         finite=jnp.ones(rows, bool),
         cache=plan_of(lm, rows, tokens).make(seed=0),
         attended_share=jnp.ones(rows, jnp.float32),
@@ -216,7 +219,7 @@ def random_state(lm: LM, rows: int, tokens: int) -> DecodingState:
 def time_steps(lm: LM, rows: int, tokens: int, backend: Any, repeats: int) -> float:
     """Median seconds of a decoding step."""
     program = Program(OverMesh(decode, (STATE, CACHES, SAME, SAME), STATE), donate=(1,))
-    state, seconds = random_state(lm, rows, tokens), []
+    state, seconds = random_state(lm, rows, tokens), list[float]()
 
     def run(state: DecodingState, limit: int) -> DecodingState:
         return jax.block_until_ready(program.run(lm, state, None, jnp.int32(limit), Sampling(), backend=backend))
@@ -233,7 +236,8 @@ def measure_models(
     lms: Mapping[str, LM], rows: int, tokens: int, backend: Any, copied: float, repeats: int
 ) -> list[common.Row]:
     """A row for each attention whose cache fits, full attention first."""
-    found, full = list[common.Row](), None
+    found: list[common.Row] = []
+    full: float | None = None
     for name, lm in lms.items():
         timed = functools.partial(time_steps, lm, rows, tokens, backend, repeats)
         step = common.fitted(timed, f"{lm.name}, {rows} rows, {tokens:,} tokens, {name}")

@@ -124,7 +124,8 @@ class Share:
         """TCA with these budgets in every layer."""
         if self.blocks > kv_heads * num_layers:
             raise UserError(f"--block-shares +{self.blocks}: there are {kv_heads * num_layers} KV heads")
-        rows, prefill = unequal_candidates(config, kv_heads, self.cache), None
+        rows = unequal_candidates(config, kv_heads, self.cache)
+        prefill: tuple[int, ...] | None = None
         if self.prefill is not None:
             prefill = (int(np.abs(_row_shares(config) - self.prefill).argmin()),) * kv_heads
             rows = _with_dense_heads(config, prefill, self.cache)

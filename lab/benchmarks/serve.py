@@ -104,9 +104,9 @@ class Served:
         self.lm, self.load, self._random = lm, load, np.random.default_rng(load.seed)
         room = load.question_tokens + max(load.answer_tokens, STEPS + 4 * load.rows)
         self.engine = Engine(lm, max_rows=load.rows, answer_tokens=room, backend=backend)
-        self.ids, self.read_seconds = [], list[float]()
+        self.read_seconds: list[float] = []
         free = self.engine.document_pages.free
-        self.ids.append(self._read())
+        self.ids = [self._read()]
         each = free - self.engine.document_pages.free
         self.fit = self.engine.document_pages.total // max(each, 1)
         self.ids += [self._read() for _ in range(min(load.documents, self.fit) - 1)]
