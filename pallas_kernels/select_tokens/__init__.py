@@ -39,10 +39,10 @@ def select_tokens(
     check_blocks(block_size)
     sizes = check_shapes(
         {
+            "k": (k, "B L Hkv d"),  # first: wrong scores of a method are named, not the keys
+            "v": (v, "B L Hkv d"),
             "scores": (scores, "B Hkv L"),
             "budgets": (budgets, "B Hkv nb"),
-            "k": (k, "B L Hkv d"),
-            "v": (v, "B L Hkv d"),
             "offsets": (offsets, "B Hkv"),
         }
     )

@@ -48,7 +48,7 @@ class Document:
     state: State = "waiting"
     table: LocalTable | None = None  # None until it was read
     layout: CacheLayout | None = None  # of one row
-    attended_share: float = 1.0  # see `engine.read.Read`
+    attended_share: float | None = None  # see `engine.read.Read`; None until it is read
     numbers: Int32[np.ndarray, "D P"] | None = None  # of its pages in the device's pool; None where it is not there
     chunks: list[PagedCache] | None = None  # its keys and values in host memory; None where they are not there
     logits: np.ndarray | None = None  # of the token after it, float32 [1, V]; not of named ones
@@ -446,6 +446,7 @@ class Documents:
             chunks = self._copies(document) if document.chunks is None else document.chunks
             assert document.table is not None
             assert document.layout is not None
+            assert document.attended_share is not None
             row = document.table, document.layout, document.attended_share
             make = functools.partial(context_of, self._lm, entry, *row, chunks)
             self._writing = self._storage.store(entry, self.num_bytes(document), make, lambda: not storing.done())

@@ -49,7 +49,7 @@ class DocumentInfo:
     state: str  # "waiting" (to be read), "device", "moving" (to the device), "host", "disk" or "failed"
     stored: bool  # on disk, where a restart finds it
     num_bytes: int  # of its keys and values; 0 where they are not known yet
-    attended_share: float  # see `tca_jax.Stats`; 1.0 until it is read
+    attended_share: float | None  # see `tca_jax.Stats`; None until it is read
     created: float  # seconds since the epoch
     error: str | None  # why it could not be read, or could not be stored
 

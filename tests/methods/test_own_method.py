@@ -5,11 +5,13 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import unchecked
 from tiny import random_prompt, tiny_lm, write_checkpoint
 
 import tca_jax
 from tca_jax import methods
 from tca_jax.lab.plots import inspection
+from tca_jax.pallas_kernels.select_tokens import select_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,3 +85,9 @@ def test_capacities_of_another_number_of_heads_are_refused():
     model = lm.with_method(methods.Method("three", methods.SparsePrefill(Three()), Three()))
     with pytest.raises(ValueError, match=r"Three.capacities\(0, .*\) = \(1, 1, 1\): must be one number, or 2"):
         tca_jax.generate(model, random_prompt(0, 50), max_new_tokens=2)
+
+
+def test_wrong_scores_are_named():
+    k, budgets, offsets = jnp.zeros((1, 64, 2, 16)), jnp.zeros((1, 2, 4), jnp.int32), jnp.zeros((1, 2), jnp.int32)
+    with pytest.raises(ValueError, match=r"^scores has shape \(1, 2, 8\): must be \[B = 1, Hkv = 2, L = 64\]"):
+        unchecked(select_tokens)(jnp.zeros((1, 2, 8)), budgets, k, k, offsets, block_size=16, pool_tokens=64)
