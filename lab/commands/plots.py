@@ -234,7 +234,7 @@ def _load(
     model: str, profile: str | None, dtype: str | None, file: Path, max_tokens: int | None, question: str | None = None
 ) -> tuple[LM, list[int]]:
     """The model, and the text's token ids, which are known to fit before its weights are read."""
-    from tca_jax.engine.prompts import encode_prompt, encode_verbatim, require_positions
+    from tca_jax.engine.prompts import encode_continuation, encode_prompt, require_positions
     from tca_jax.loading import check_dtype, open_checkpoint
 
     with naming_options("dtype"):
@@ -245,7 +245,7 @@ def _load(
         checkpoint = open_checkpoint(model)
         ids = encode_prompt(checkpoint, text, "--file")[:max_tokens]
         if question is not None:
-            ids = ids + encode_verbatim(checkpoint, f"\n\n{question}", "--question")
+            ids = ids + encode_continuation(checkpoint, f"\n\n{question}", ids, "--question")
         require_positions("--file", len(ids), 0, checkpoint)
         lm = checkpoint.load(profile, dtype=dtype, progress=lambda done, total: report(f"loading {model}", done, total))
     return lm, ids

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tca_jax.engine.prompts import DocumentTemplate, Encoder, encode_verbatim
+from tca_jax.engine.prompts import DocumentTemplate, Encoder, encode_continuation
 from tca_jax.errors import UserError
 from tca_jax.lab.evaluation.sources import Sources
 from tca_jax.lab.recall.protocols import LATE_PREFIX
@@ -34,7 +34,8 @@ class Prompt:
         """Token ids of the document, with what precedes it, and of the rest."""
         frame = self._frame(lm)
         rest = self.question + frame.after_question + self.lead
-        return frame.document(lm, self.document, _ARGUMENT), encode_verbatim(lm, rest, _ARGUMENT)
+        document = frame.document(lm, self.document, _ARGUMENT)
+        return document, encode_continuation(lm, rest, document, _ARGUMENT)
 
     def _frame(self, lm: Encoder) -> DocumentTemplate:
         return DocumentTemplate.of(lm) if self.chat else DocumentTemplate("", "", "", "", verbatim=False)

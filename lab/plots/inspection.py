@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float32, Int, Shaped
 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, SECOND_HEADS, OverMesh, heads_of, on_host
-from tca_jax.engine.prompts import Prompt, encode_prompt, pad_tokens
+from tca_jax.engine.prompts import Prompt, encode_prompt, pad_tokens, token_text
 from tca_jax.errors import UserError
 from tca_jax.lab.rivals.repetition import read_everything, selections_by_repetition
 from tca_jax.methods.base import last_queries, selection_for_prefill
@@ -73,7 +73,7 @@ def token_texts(lm: LM, prompt: Prompt | Sequence[int]) -> list[str]:
     """
     if lm.tokenizer is None:
         raise UserError(f"{lm.name} has no tokenizer: its tokens have no text")
-    return [lm.tokenizer.decode([token]) for token in _encode(lm, prompt)]
+    return [token_text(lm.tokenizer, token) for token in _encode(lm, prompt)]
 
 
 def local_start(lm: LM, prompt_tokens: int) -> int:
