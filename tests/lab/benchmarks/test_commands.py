@@ -1,9 +1,7 @@
 """`tca-jax bench`: each command at sizes of a CPU, and what it refuses."""
 
 import functools
-import json
 import os
-import re
 
 import commands
 import jax
@@ -217,5 +215,3 @@ def test_a_checkpoint_runs_under_its_profile(tmp_path):
     full, profile = bench("end-to-end", tmp_path, *args)
     assert (full["attention"], profile["attention"]) == ("full", "profile")
     assert profile["kept"] < 1
-    command = json.loads((tmp_path / "end-to-end.jsonl").read_text().splitlines()[0])["environment"]["command"]
-    assert re.match(r"tca-jax ", command)

@@ -14,7 +14,6 @@ from tca_jax.lab.benchmarks.common import (
     markdown_table,
     random_normal,
     read_results,
-    time_in_turns,
 )
 
 
@@ -33,12 +32,10 @@ def test_rows_are_on_disk_before_the_end(tmp_path, capsys):
 
 def test_earlier_results_keep_their_name(tmp_path):
     for name in ("attention", "attention-2", "attention-3"):
-        assert Results(tmp_path, "attention", "", "").path.name == f"{name}.jsonl"
-
-
-def test_a_run_without_rows_fails(tmp_path):
-    with pytest.raises(typer.Exit):
-        Results(tmp_path, "decode", "Decoding", "").finish()
+        results = Results(tmp_path, "attention", "", "")
+        assert results.path.name == f"{name}.jsonl"
+    with pytest.raises(typer.Exit):  # there are no rows
+        results.finish()
 
 
 def test_columns_with_one_value_stand_above_a_table():
@@ -68,12 +65,6 @@ def test_wrong_results_are_not_timed(wrong):
     assert agreement("triton", expected, expected) == 0
     with pytest.raises(RuntimeError, match="triton differs from the oracle by"):
         agreement("triton", expected.at[0].set(wrong), expected)
-
-
-def test_calls_in_turns_are_timed_by_name():
-    seconds = time_in_turns({"one": lambda: jnp.ones(2) + 1, "many": lambda: jnp.ones((500, 500)) @ jnp.ones(500)}, 1)
-    assert set(seconds) == {"one", "many"}
-    assert min(seconds.values()) > 0
 
 
 def test_memory_that_runs_out_costs_one_call(capsys):
