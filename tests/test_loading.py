@@ -48,7 +48,7 @@ def test_generation_ends_at_the_checkpoints_stop_tokens(folder, tmp_path):
     assert out.tokens[0] == free.tokens[0][: free.tokens[0].index(free.tokens[0][4]) + 1]
 
 
-def test_a_profile_is_applied_and_can_be_taken_off(folder, lm, tmp_path):
+def test_a_profile_is_applied_and_taken_off(folder, lm, tmp_path):
     profile = tca_jax.calibrate(lm, [random_prompt(1, 200)], TCA, criterion="retained_mass")
     profile.save(tmp_path / "profile")
     with_tca = tca_jax.load(folder, profile=tmp_path / "profile")
@@ -122,7 +122,7 @@ def test_files_are_not_hub_ids(folder, monkeypatch):
 
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
 @pytest.mark.parametrize("eos", ["</s>", [1, "2"], True, [0, 97]])
-def test_stop_tokens_of_a_wrong_kind_name_their_file(file, eos, folder, tmp_path):
+def test_wrong_stop_tokens_name_their_file(file, eos, folder, tmp_path):
     for name in ("config.json", file):
         entries = json.loads((folder / "config.json").read_text())
         (tmp_path / name).write_text(json.dumps(entries | ({"eos_token_id": eos} if name == file else {})))

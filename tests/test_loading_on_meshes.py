@@ -43,7 +43,7 @@ def profile_of(folder) -> Profile:
     return dataclasses.replace(Profile.uniform(TCA, 2, 4, 0), candidates=ROWS, fingerprint=lm.fingerprint)
 
 
-def test_a_model_on_a_mesh_answers_as_on_one_device(folder):
+def test_a_model_on_a_mesh_answers_alike(folder):
     prompts, profile = [random_prompt(3, 150), random_prompt(4, 97)], profile_of(folder)
     alone = tca_jax.load(folder, profile=profile)
     shared = tca_jax.load(folder, profile=profile, mesh=mesh_of((2, 2), ("model", "data")))

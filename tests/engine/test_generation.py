@@ -39,7 +39,7 @@ def test_greedy_tokens_equal_a_dense_reference(lm, length, candidates):
     assert out.finish_reasons == ["length"]
 
 
-def test_a_ragged_batch_gives_what_each_prompt_gives_alone(lm):
+def test_ragged_batches_answer_as_alone(lm):
     model = with_candidates(lm, UNEQUAL)
     prompts = [random_prompt(i, length) for i, length in enumerate((7, 90, 96, 12))]  # in two buckets, one of them full
     together = tca_jax.generate(model, prompts, max_new_tokens=20)

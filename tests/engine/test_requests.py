@@ -117,7 +117,7 @@ def test_min_new_tokens_delays_stop_tokens(lm):
 
 
 @pytest.mark.parametrize("stop", [(), ("e",), ("qq", "z")])
-def test_the_pieces_of_a_batch_join_to_its_answers(written, stop):
+def test_pieces_of_a_batch_join_to_answers(written, stop):
     prompts = ["hello ", "for i in range(3):\n    print(i)\n" * 3, "z"]
     options = {"max_new_tokens": 40, "temperature": 1.0, "seed": 3, "stop": stop}
     pieces = list(tca_jax.stream(written, prompts, **options))

@@ -94,7 +94,7 @@ def test_draws_follow_the_distribution():
     np.testing.assert_allclose(np.bincount(tokens, minlength=4) / 20000, [0.5, 0.3, 0.15, 0.05], atol=0.015)
 
 
-def test_a_rows_draw_does_not_depend_on_its_neighbours():
+def test_draws_do_not_depend_on_other_rows():
     logits = _random_logits(5)
     sampling = Sampling(temperature=1.0)
     together = sample(logits, row_keys(jax.random.key(7), 3), sampling)

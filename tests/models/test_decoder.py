@@ -161,7 +161,7 @@ def random_weights(config: ModelConfig) -> Decoder:
         ("qwen3", "default", {"attention_bias": True, "num_hidden_layers": 1}, 1, None),
     ],
 )
-def test_the_tail_is_the_end_of_all_hidden_states(
+def test_the_tail_ends_all_hidden_states(
     family: str,
     rope_type: str,
     options: dict[str, Any],

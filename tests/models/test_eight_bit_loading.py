@@ -21,6 +21,7 @@ from tca_jax.models.fingerprint import fingerprint
 from tca_jax.models.names import parameters
 from tca_jax.models.params import load_checkpoint, load_decoder, save_decoder
 from tca_jax.models.projections import quantize
+from tca_jax.models.stored_quantization import StoredQuantization, mapped_codes
 
 CODES = jnp.dtype(jnp.float8_e4m3fn)
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -125,9 +126,7 @@ def test_kernels_are_quantized_by_output_channel(config: ModelConfig, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_checkpoint_in_eight_bits_is_the_numbers_that_it_stands_for(
-    kind: str, config: ModelConfig, tmp_path: Path
-) -> None:
+def test_published_codes_are_dequantized(kind: str, config: ModelConfig, tmp_path: Path) -> None:
     numbers = publish(tmp_path, config, kind)
     assert read_config(tmp_path) == config
     reference = dense(tmp_path / "dense", config, numbers)
@@ -144,7 +143,7 @@ def test_a_checkpoint_in_eight_bits_is_the_numbers_that_it_stands_for(
 @pytest.mark.integration
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 @pytest.mark.parametrize("kind", ["16 bits", *FORMATS])
-def test_the_parts_of_devices_are_those_of_the_whole(kind: str, config: ModelConfig, tmp_path: Path) -> None:
+def test_shards_are_parts_of_the_whole(kind: str, config: ModelConfig, tmp_path: Path) -> None:
     if kind == "16 bits":
         save_decoder(tmp_path, make(config), jnp.float32)
     else:
@@ -162,7 +161,7 @@ def test_the_parts_of_devices_are_those_of_the_whole(kind: str, config: ModelCon
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("entries", "message"),
     [
         ({"quant_method": "awq"}, r"quantization_config \('awq'\) is not supported: must be weights in e4m3"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size = \[128\], not two positive"),
@@ -173,11 +172,9 @@ def test_the_parts_of_devices_are_those_of_the_whole(kind: str, config: ModelCon
         ),
     ],
 )
-def test_other_formats_are_named(change: dict[str, Any], message: str, config: ModelConfig, tmp_path: Path) -> None:
-    publish(tmp_path, config, "channel")
-    change_config(tmp_path, quantization_config=change)
+def test_other_formats_are_named(entries: dict[str, Any], message: str) -> None:
     with pytest.raises(tca_jax.UserError, match=message):
-        read_config(tmp_path)
+        StoredQuantization.from_hf(entries)
 
 
 def test_damage_is_named(config: ModelConfig, tmp_path: Path) -> None:
@@ -202,8 +199,6 @@ def test_damage_is_named(config: ModelConfig, tmp_path: Path) -> None:
 def load_file_of_codes(folder: Path) -> dict[str, np.ndarray]:
     """All tensors of a checkpoint in eight bits."""
     from safetensors import safe_open
-
-    from tca_jax.models.stored_quantization import mapped_codes
 
     file = folder / "model.safetensors"
     with safe_open(file, "numpy") as opened:
