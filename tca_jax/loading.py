@@ -30,6 +30,8 @@ from tca_jax.models.sharding import axis_size, check_mesh
 from tca_jax.models.stored_quantization import read_quantization
 from tca_jax.programs import enable_compilation_cache
 
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no PyTorch
+
 if TYPE_CHECKING:
     from tca_jax.calibration.profile import Profile
 
