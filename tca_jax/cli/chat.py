@@ -33,9 +33,8 @@ def chat(
     """Read a document once, then answer questions about it.
 
     Without --follow, questions do not see each other. An empty line or Ctrl-D ends the chat; Ctrl-C ends an answer. In
-    a pipe, each line is a question. With a --temperature, each question draws with the next --seed.
-
-    A chat template puts document and question into one message. Without one, the model continues the question.
+    a pipe, each line is a question. With a --temperature, each question draws with the next --seed. A chat template
+    puts document and question into one message. Without one, the model continues the question.
 
     Example: [bold]tca-jax chat recall-tiny --profile shipped --file book.txt[/]
     """
@@ -84,8 +83,7 @@ def chat(
             continue
         tokens = out.tokens[0]
         seconds = out.stats.prefill_seconds + out.stats.seconds_per_token * (len(tokens) - 1)
-        compiling = f", compiling {out.stats.compile_seconds:.1f} s" if out.stats.compile_seconds else ""
-        print(f"[{len(tokens)} tokens in {seconds:.2f} s{compiling}]{cut_note(out)}", file=sys.stderr)
+        print(f"[{len(tokens)} tokens in {seconds:.2f} s]{cut_note(out)}", file=sys.stderr)
         if follow:
             ids = encode_continuation(lm, asked, read.token_ids())
             ids += [token for token in tokens if token not in lm.eos_token_ids]

@@ -13,12 +13,7 @@ from tca_jax.files import naming
 
 
 def read_text(path: Path, option: str) -> str:
-    """Text of a UTF-8 file, "-" for standard input.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is not UTF-8; names the option.
-    """
+    """Text of a UTF-8 file, "-" for standard input; errors name the option."""
     data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
     try:
         return data.decode("utf-8")
@@ -27,11 +22,7 @@ def read_text(path: Path, option: str) -> str:
 
 
 def require_writable(folder: Path, option: str) -> None:
-    """Fails before a long run rather than after it, and leaves nothing behind.
-
-    Raises:
-        ValueError: `folder`, or the nearest folder above it that exists, cannot be written to.
-    """
+    """Fails before a long run if `folder`, or the nearest folder above it that exists, cannot be written to."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):

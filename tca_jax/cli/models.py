@@ -35,16 +35,7 @@ _SOURCES = {
 
 @contextlib.contextmanager
 def opened(name: str, options: ModelOptions, *, rows: int = 1) -> Iterator[tuple[Checkpoint, Callable[[], LM]]]:
-    """The checkpoint of a model, and a function that reads its weights; a terminal shows that it loads.
-
-    Args:
-        name: As the first argument of `tca_jax.load`.
-        options: Method, profile, devices and dtype.
-        rows: Prompts that are to be read at once.
-
-    Raises:
-        ValueError: an option is not allowed, or there is no such model; the function, for what needs the checkpoint.
-    """
+    """The checkpoint of a model, and a function that reads its weights, for `rows` prompts at once."""
     from tca_jax.engine.mesh import parse_mesh
     from tca_jax.loading import check_dtype, check_eight_bits, open_checkpoint
     from tca_jax.methods.written import parse_parts
@@ -96,11 +87,7 @@ def _require_shared(mesh: Mesh | None, rows: int) -> None:
 
 
 def _method(parts: Parts, profile: Profile | None, where: str, checkpoint: Checkpoint) -> Any:
-    """The method that is named, with what a profile knows of its options.
-
-    Raises:
-        ValueError: an option is missing or not allowed, or nothing of the profile is taken; `where` names the option.
-    """
+    """The named method, with a profile's values of its options; errors begin with `where`."""
     from tca_jax.methods import get
     from tca_jax.methods.written import joined
 
