@@ -14,7 +14,7 @@ import functools
 import os
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -193,7 +193,7 @@ class _File:
         found = np.flatnonzero(np.isin(self.types, types)).tolist()
         return [AddedToken(self.tokens[i], normalized=False, special=special) for i in found]
 
-    def refuse(self, key: str, value: Any, must: str, remedy: str = "convert the model again") -> Any:
+    def refuse(self, key: str, value: Any, must: str, remedy: str = "convert the model again") -> NoReturn:
         """Raises ValueError with the key, its value and the remedy."""
         key, size = f"tokenizer.{key}", ""
         if value is None:
