@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal, get_args
 
 from tca_jax.errors import UserError, check_seed, is_finite_number
@@ -118,7 +118,7 @@ class TCAConfig:
                 f"TCAConfig.window = {self.window}: must be a positive multiple of block_size = {self.block_size}"
             )
 
-    def _check(self, rules: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...]) -> None:
+    def _check(self, rules: Iterable[Any]) -> None:
         for names, holds, allowed in rules:
             for name in names:
                 if not holds(value := getattr(self, name)):
