@@ -245,8 +245,8 @@ def require_fit(kept: float, tokens: int, config: TCAConfig) -> None:
     least = kept_share(config, tokens, row0, row0).mean()
     if least > kept:
         raise UserError(
-            f"kept = {kept}: must be at least {least_share(least)}, what window, reserve and row 0 take of the cache "
-            f"of {tokens} tokens; a smaller window takes less"
+            f"kept = {kept}: must be at least {least_share(least)}, which window, reserve and candidate 0 take "
+            f"of the cache of {tokens} tokens; a smaller window takes less"
         )
 
 

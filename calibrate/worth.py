@@ -38,7 +38,7 @@ class Losses:
     chosen: float
 
     def __str__(self) -> str:
-        return f"{self.full:.4f} under full attention, {self.row0:.4f} at row 0, {self.chosen:.4f} as chosen"
+        return f"{self.full:.4f} under full attention, {self.row0:.4f} with candidate 0, {self.chosen:.4f} as chosen"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +78,8 @@ def choose_reading(
     objective = _ReadingObjective(lm, texts, config, step)
     if attended is not None and (least := objective.attended(objective.none)) > attended:
         raise UserError(
-            f"attended = {attended}: must be at least {least_share(least)}, what row 0 in every head attends to; "
-            "a smaller window takes less"
+            f"attended = {attended}: must be at least {least_share(least)}, the attended share of candidate 0 "
+            "in every head; a smaller window takes less"
         )
     found = search(objective, objective.none, lambda more: attended is None or objective.attended(more) <= attended)
     return Reading(found, Losses(objective.full, objective.row0, objective.loss(found.more)))

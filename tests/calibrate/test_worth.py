@@ -231,7 +231,9 @@ def test_an_attended_share_bounds_reading(lm, text, silent):
     share = tca_jax.prefill(lm.with_profile(found), text).stats.attended_share
     assert share <= bound + 0.01
     least = least_share(row0)
-    with pytest.raises(ValueError, match=rf"attended = 0\.01: must be at least {least}, what row 0 in every head"):
+    with pytest.raises(
+        ValueError, match=rf"attended = 0\.01: must be at least {least}, the attended share of candidate 0"
+    ):
         quietly(lm, text, CONFIG, probes="copy", attended=0.01)
 
 
@@ -265,7 +267,7 @@ def test_a_loss_above_its_tolerance_is_a_warning(lm, text):
         warnings.simplefilter("always")
         found = calibrate(lm, text, blind, probes="copy")
     (said,) = (str(each.message) for each in caught if "loss inside" in str(each.message))
-    three = r"\d\.\d{4} under full attention, \d\.\d{4} at row 0, \d\.\d{4} as chosen; no single head gives more"
+    three = r"\d\.\d{4} under full attention, \d\.\d{4} with candidate 0, \d\.\d{4} as chosen; no single head gives"
     assert re.match(f"the loss inside the texts stays above its tolerance: {three}", said)
     inside = found.losses["inside"]
     assert inside["chosen"] > inside["full"] + CONFIG.read_tolerance * (inside["row0"] - inside["full"])

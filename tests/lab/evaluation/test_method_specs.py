@@ -137,7 +137,7 @@ def test_heads_become_dense_by_worth(lm):
     assert kept_rows(lm, found, shares[3] + 1e-6, text="full+tca")[0] == stages[3]
     (spec,) = parse_methods("tca")
     made = builder(lm, found).build_within(spec, shares[0] / 2, SIZES)
-    assert "what window, reserve and row 0 take of full attention's bytes" in made.budget
+    assert "which window, reserve and candidate 0 take of full attention's bytes" in made.budget
     assert made.lm.method == found.method()
 
 
