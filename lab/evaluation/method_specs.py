@@ -136,8 +136,8 @@ class Builder:
 
         if (least := held(0)) > kv_share:
             raise UserError(
-                f"kv_share = {kv_share}: must be at least {least_share(least)}, which window, reserve and candidate 0 take "
-                f"of full attention's bytes at {sizes.prompt_tokens} tokens"
+                f"kv_share = {kv_share}: must be at least {least_share(least)}, which window, reserve and candidate 0 "
+                f"take of full attention's bytes at {sizes.prompt_tokens} tokens"
             )
         most = bisect.bisect_left(range(1, len(steps) + 1), True, key=lambda count: held(count) > kv_share)
         return with_steps(self.lm, most)
