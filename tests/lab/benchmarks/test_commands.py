@@ -125,7 +125,7 @@ def test_help_fits_80_columns(command):
     [
         (["sparsity"], "No such command 'sparsity'"),
         (["attention", "--models=gpt2"], "--models gpt2: must be one of ['llama3.1-8b', "),
-        (["attention"], "--lengths 131072: a CPU takes at most 4096 tokens; pass --models tiny --lengths 1024"),
+        (["attention"], "--lengths 16384: a CPU takes at most 4096 tokens; pass --models tiny --lengths 1024"),
         (["decode", "--lengths=1024"], "--models llama3.1-8b: needs a GPU, this is 'cpu'; pass --models tiny"),
         (["end-to-end"], "--models llama3.1-8b: needs a GPU"),
         (["calibration"], "--models llama3.1-8b: needs a GPU"),
