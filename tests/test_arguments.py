@@ -60,7 +60,7 @@ WRONG_VALUES = [
     (lambda: unchecked(tca_jax.candidate_budgets)(CONFIG, 2.5), "num_blocks = 2.5: must be an integer of at least 0"),
     (lambda: tca_jax.TCAConfig(num_candidates=10**9), r"num_candidates = 1000000000: must lie in \[2, 1024\]"),
     (lambda: tca_jax.TCAConfig(seed=-1), "TCAConfig.seed = -1: must be an integer of at least 0"),
-    (lambda: tca_jax.TCAConfig(window=2**31), r"TCAConfig.window = 2147483648: must be at most 2\^31 - 1"),
+    (lambda: tca_jax.TCAConfig(window=2**31), r"TCAConfig.window = 2147483648: must be an integer, at most 2\^31 - 1"),
     (lambda: tca_jax.load("x" * 3000), "name_or_path has 3,000 characters: must have at most 1,024"),
     (lambda: tca_jax.load("recall-tiny", revision="main"), "revision = 'main' goes with a model of the Hub"),
     (lambda: tca_jax.load(".", revision="main"), "revision = 'main' goes with a model of the Hub"),

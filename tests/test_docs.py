@@ -411,7 +411,7 @@ def test_the_table_of_methods_is_the_registry():
     assert sorted(name for name, _ in rows) == list(methods.names())
     for name, options in rows:
         parameters = inspect.signature(registry._factory(name)).parameters
-        assert re.findall(r"`(\w+)(?:=[^`]*)?`", options) == list(parameters)
+        assert sorted(re.findall(r"`(\w+)(?:=[^`]*)?`", options)) == sorted(parameters)
         for option, default in re.findall(r"`(\w+)=([\d.]+)`", options):
             assert parameters[option].default == float(default)
 
