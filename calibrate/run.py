@@ -222,8 +222,8 @@ def require_length(name: str, tokens: int, lm: Encoder, config: TCAConfig) -> No
     fewest, most = config.window + config.block_size, lm.config.max_context
     if not fewest <= tokens <= most:
         raise UserError(
-            f"{name} has {tokens} tokens: calibration takes {fewest} (window + block_size = {config.window} + "
-            f"{config.block_size}) to {most} (positions of {lm.name!r})"
+            f"{name} has {tokens} tokens: calibration needs {fewest} (window + block_size = {config.window} + "
+            f"{config.block_size}), at most {most} (positions of {lm.name!r})"
         )
 
 

@@ -307,10 +307,12 @@ def _files(folder: Path) -> dict[Path, list[str]]:
     if not index.is_file():
         raise FileNotFoundError(f"{folder} holds neither {_SINGLE}, {_INDEX} nor a GGUF file")
     places = read_json_object(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(x, str) and _SHARD.fullmatch(x) for x in places.values()):
-        raise UserError(f"{index} is corrupt: weight_map must be an object of names of shards")
+    if not isinstance(places, dict):
+        raise UserError(f"{index} is corrupt: weight_map must be an object")
     files: dict[Path, list[str]] = {}
     for name, file in places.items():
+        if not isinstance(file, str) or not _SHARD.fullmatch(file):
+            raise UserError(f"{index} is corrupt: weight_map[{name!r}] = {file!r}: must be the name of a shard")
         files.setdefault(folder / file, []).append(name)
     missing = [file for file in files if not file.is_file()]
     if missing:

@@ -386,7 +386,7 @@ CALIBRATE = "calibrate model --text text.txt --out new"
         ("plot budgets profile --out /dev/full", r"/dev/full: No space left on device"),
         ("calibrate model --text nosuch.txt --out new", r"nosuch.txt: No such file or directory"),
         ("calibrate model --text latin1.txt --out new", r"--text latin1.txt is not UTF-8 text"),
-        (CALIBRATE, r"--text text.txt has 270 tokens: calibration needs .* 4224"),
+        (CALIBRATE, r"--text text.txt has 270 tokens: calibration needs 4224"),
         (f"{CALIBRATE} --window 100", r"--window 100: must be a positive multiple"),
         (f"{CALIBRATE} --tau 2", r"--tau 2.0: must lie in \(0, 1\]"),
         (f"{CALIBRATE} --max-tokens 20", r"--text text.txt, cut to 20, has 20 tokens"),

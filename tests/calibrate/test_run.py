@@ -97,8 +97,8 @@ def test_short_texts_are_a_warning(lm):
     [
         ([], "texts is empty"),
         ([[1] * 150, []], r"texts\[1\] is empty"),
-        ([1] * 23, r"texts\[0\] has 23 tokens: calibration takes 24 \(window \+ block_size = 16 \+ 8\) to 512"),
-        ([[1] * 150, [1] * 513], r"texts\[1\] has 513 tokens: .* to 512 \(positions of 'tiny'\)"),
+        ([1] * 23, r"texts\[0\] has 23 tokens: calibration needs 24 \(window \+ block_size = 16 \+ 8\), at most 512"),
+        ([[1] * 150, [1] * 513], r"texts\[1\] has 513 tokens: .* at most 512 \(positions of 'tiny'\)"),
         ([1] * 149 + [VOCABULARY], r"texts\[0\] holds token id 64: ids of tiny lie in \[0, 64\)"),
         (["x" * 150, b"\xff" * 150], r"texts\[1\] is not valid UTF-8"),
     ],
