@@ -239,8 +239,8 @@ def random_model(
     tokenizer and no stop token. On a mesh the devices share the KV heads as `policy` needs them.
     """
     config = CONFIGS[name]
-    sizes = {"num_layers": layers or config.num_layers, "max_positions": max_positions or config.max_positions}
-    config = dataclasses.replace(config, **sizes)
+    positions = max_positions or config.max_positions
+    config = dataclasses.replace(config, num_layers=layers or config.num_layers, max_positions=positions)
     if mesh is not None:
         check_mesh(mesh, config, name)
     dtype = jnp.dtype(config.dtype_name)

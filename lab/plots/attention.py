@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Float32, Float64
@@ -53,7 +54,7 @@ def cumulative_shares(received: Float[np.ndarray, "layers Hkv L"]) -> Float64[np
     return total / total[..., -1:]
 
 
-def draw_rows(axes: Axes, edges: np.ndarray, values: np.ndarray, layers: int, **colors: object) -> object:
+def draw_rows(axes: Axes, edges: np.ndarray, values: np.ndarray, layers: int, **colors: Any) -> Any:
     """A row a head, those of a layer side by side, with the columns between `edges`."""
     heads = len(values) // layers
     mesh = axes.pcolormesh(edges, np.arange(len(values) + 1), values, **colors)
