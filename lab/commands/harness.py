@@ -25,7 +25,7 @@ def lm_eval(
     Example: [bold]tca-jax lm-eval --model_args pretrained=recall-tiny,profile=shipped --tasks gsm8k[/]
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise UserError("lm-evaluation-harness is not installed: pip install 'tca-jax[lab]'")
+        raise UserError("lm-evaluation-harness is not installed: pip install 'lm-eval[ruler,longbench]'")
     run(arguments or [])
 
 

@@ -28,7 +28,7 @@ def require_libraries() -> None:
     """ValueError unless the scorers' libraries are installed."""
     missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"LongBench's scores need {' and '.join(missing)}: pip install 'tca-jax[lab]'")
+        raise UserError(f"LongBench's scores need {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
 def qa_f1(prediction: str, reference: str, classes: Sequence[str]) -> float:

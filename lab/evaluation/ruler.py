@@ -483,7 +483,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
-        raise UserError("kvpress's samples need pyarrow: pip install 'tca-jax[lab]'") from None
+        raise UserError("kvpress's samples need pyarrow: pip install pyarrow") from None
     try:
         return parquet.read_table(path, columns=list(_COLUMNS)).to_pylist()
     except (ArrowException, OSError, KeyError) as error:

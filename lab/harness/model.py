@@ -17,7 +17,9 @@ try:
     from lm_eval.models.utils import postprocess_generated_text
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-    raise ImportError(f"the adapter needs lm-evaluation-harness: pip install 'tca-jax[lab]' ({error})") from error
+    raise ImportError(
+        f"the adapter needs lm-evaluation-harness: pip install 'lm-eval[ruler,longbench]' ({error})"
+    ) from error
 
 import tca_jax
 from tca_jax.engine.lm import stored_entry

@@ -67,7 +67,7 @@ class ServingOptions:
         """Raises ValueError if a package is missing, or an option is not allowed that no parser checks."""
         needed = ("starlette", "uvicorn", "prometheus_client", "llguidance")
         if missing := [name for name in needed if find_spec(name) is None]:
-            raise UserError(f"tca-jax serve needs {' and '.join(missing)}: pip install 'tca-jax[serve]'")
+            raise UserError(f"tca-jax serve needs {' and '.join(missing)}: pip install {' '.join(missing)}")
         if not all(self.api_key or ()):
             raise UserError("--api-key '': must not be empty")
 

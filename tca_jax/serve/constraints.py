@@ -37,7 +37,7 @@ class Grammars:
         try:
             import llguidance.hf
         except ImportError:
-            raise Unsupported("grammars need llguidance: pip install 'tca-jax[serve]'") from None
+            raise Unsupported("grammars need llguidance: pip install llguidance") from None
         self._matcher, self._size = llguidance.LLMatcher, lm.config.vocab_size
         self._limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
         size, stops = max(self._size, len(lm.tokenizer)), list(lm.eos_token_ids) or None  # no grammar allows more ids

@@ -148,7 +148,7 @@ def test_failing_masks_fail_their_answer_alone(lm, engine, mask, error, message)
 
 def test_missing_llguidance_is_named(lm, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance.hf", None)
-    with pytest.raises(UserError, match=r"llguidance: pip install 'tca-jax\[serve\]'"):
+    with pytest.raises(UserError, match=r"llguidance: pip install llguidance"):
         Grammars(lm)
 
 

@@ -25,7 +25,7 @@ QUESTION = [{"role": "user", "content": "Who jumps?"}]
 SECONDS = 180  # most that anything may take
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'tca-jax[ray]'"),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'ray[serve]'"),
     pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field` is deprecated"),  # by Ray
     pytest.mark.filterwarnings("ignore:os.fork\\(\\) was called:RuntimeWarning"),  # by Ray, for a program of its own
 ]

@@ -139,5 +139,5 @@ def test_first_line_of_code_is_compared():
 
 def test_missing_libraries_are_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"need rouge and rapidfuzz: pip install 'tca-jax\[lab\]'"):
+    with pytest.raises(ValueError, match=r"need rouge and rapidfuzz: pip install rouge rapidfuzz"):
         scores.require_libraries()

@@ -11,7 +11,7 @@ import tca_jax
 from tca_jax.lab import recall
 from tca_jax.lab.recall.protocols import completion
 
-pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'tca-jax[lab]'")
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'lm-eval[ruler,longbench]'")
 datasets = pytest.importorskip("datasets")
 
 import lm_eval  # noqa: E402

@@ -3,7 +3,7 @@
 import pytest
 from tiny import TCA, tiny_lm
 
-pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'tca-jax[lab]'")
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'lm-eval[ruler,longbench]'")
 
 from tca_jax.calibration.profile import Profile
 from tca_jax.cli.app import app
@@ -101,4 +101,4 @@ def test_command_passes_its_arguments(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="2"):
         app(["lm-eval", "--tasks", "mmlu"])
-    assert "pip install 'tca-jax[lab]'" in capsys.readouterr().err
+    assert "pip install 'lm-eval[ruler,longbench]'" in capsys.readouterr().err

@@ -240,12 +240,7 @@ def check_answers(lm, name, base, oracle, prompts):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(
-            name, marks=[] if name in ("snapkv", "adakv", "expected-attention", "keydiff") else pytest.mark.slow
-        )
-        for name in NAMES
-    ],
+    [pytest.param(name, marks=[] if name in ("snapkv", "adakv") else pytest.mark.slow) for name in NAMES],
 )
 def test_answers_are_those_of_attention_by_masks(lm, name):
     check_answers(lm, *NAMES[name], [random_prompt(5, 5), random_prompt(71, 71)])
