@@ -38,7 +38,9 @@ def test_greedy_answers_have_their_log_probabilities(name, request):
 
 
 def test_an_answer_with_another_end_is_not_greedy(full):
-    (said,) = tca_jax.generate(full, PROMPTS[0], **OPTIONS).tokens
+    out = tca_jax.generate(full, PROMPTS[0], **OPTIONS)
+    assert out.top_logprobs is None  # they are asked for by a number
+    (said,) = out.tokens
     scores = score_answers(full, PROMPTS[:1], [[said, [*said[:-1], (said[-1] + 1) % 97], said[:5]]])
     assert scores.greedy == [[True, False, True]]
 
@@ -46,12 +48,13 @@ def test_an_answer_with_another_end_is_not_greedy(full):
 def test_answers_score_as_the_end_of_texts(full):
     answers = [[random_prompt(2, 9)], [random_prompt(3, 20)]]
     scores = score_answers(full, PROMPTS, answers)
-    texts = tca_jax.score(full, [prompt + answer for prompt, (answer,) in zip(PROMPTS, answers, strict=True)])
-    for got, text, prompt in zip(scores.logprobs, texts.logprobs, PROMPTS, strict=True):
+    texts = [prompt + answer for prompt, (answer,) in zip(PROMPTS, answers, strict=True)]
+    *scored, shortest = tca_jax.score(full, [*texts, [1, 2]]).logprobs
+    assert len(shortest) == 1
+    for got, text, prompt in zip(scores.logprobs, scored, PROMPTS, strict=True):
         np.testing.assert_allclose(got[0], text[len(prompt) - 1 :], atol=2e-4)
 
 
-@pytest.mark.integration
 def test_answers_score_behind_a_context(sparse):
     context = tca_jax.prefill(sparse, random_prompt(4, 101))
     questions = [random_prompt(5, 3), random_prompt(6, 12)]
