@@ -14,6 +14,7 @@ import numpy as np
 from tca_jax.engine.cache import CacheLayout, PagedCache
 from tca_jax.engine.mesh import HeadShards, on_host
 from tca_jax.errors import UserError
+from tca_jax.methods.registry import current_types
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.rope import RopeConfig
 from tca_jax.pallas_kernels.kv import CODES, EightBits
@@ -108,10 +109,10 @@ def _context(metadata: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str
     cache = PagedCache(k, v, tables, kept, start, end, _tuples(metadata["kept_columns"]))
     rows = {name: arrays[name] for name in OF_ROWS}
     rows["attended_share"] = rows["attended_share"].view(np.float32)
-    config = metadata["identity"]["config"]
-    config = _made(ModelConfig, {**config, "rope": _made(RopeConfig, config["rope"])})
-    identity = _made(ContextIdentity, {**metadata["identity"], "config": config})
-    return {"identity": identity, "cache": cache, "layout": layout, "shards": shards, **rows}
+    own = dict(metadata["identity"])
+    config = _made(ModelConfig, {**own["config"], "rope": _made(RopeConfig, own["config"]["rope"])})
+    own |= {"config": config, "method_description": current_types(own["method_description"])}
+    return {"identity": _made(ContextIdentity, own), "cache": cache, "layout": layout, "shards": shards, **rows}
 
 
 def _made(kind: Any, fields: Mapping[str, Any]) -> Any:

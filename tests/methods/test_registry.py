@@ -9,7 +9,7 @@ from tiny import tiny_lm
 
 from tca_jax import methods
 from tca_jax.methods.base import Heads
-from tca_jax.methods.registry import _FACTORIES, with_known
+from tca_jax.methods.registry import _FACTORIES, current_types, describe_method, with_known
 from tca_jax.models.rope import RopeConfig
 
 
@@ -95,3 +95,10 @@ def test_a_taken_or_joined_name_is_refused():
         methods.register("full", methods.get)
     with pytest.raises(ValueError, match=r"name = 'a\+b': must be a non-empty string without '\+'"):
         methods.register("a+b", methods.get)
+
+
+def test_descriptions_of_moved_methods_stay_readable():
+    pair = methods.get("tca+kvzip", tca={"candidates": 3}, kvzip={"share": 0.5})
+    described = describe_method(pair)
+    before = described.replace("tca_jax.lab.rivals", "tca_jax.methods")
+    assert before != described == current_types(before) == current_types(described)
