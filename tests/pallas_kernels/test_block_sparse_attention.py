@@ -62,6 +62,7 @@ class Case:
         pytest.param(Case((96, 33), 100, 2, 2, 32, 32, 32, shared=True), id="lists that tiles share"),
         pytest.param(Case((90, 70), 96, 6, 1, 16, 16, 32, 37, shared=True), id="columns, room for no whole tile"),
         pytest.param(Case((64,), 64, 2, 1, 64, 32, 64, 1, True, jnp.float16), id="one column, d 64"),
+        pytest.param(Case((60, 31), 60, 2, 1, 16, 16, 32), id="two tiles"),
         pytest.param(Case((17, 5), 20, 1, 1, 16, 32, 64, 20, shared=True), id="shorter than a block"),
         pytest.param(Case((75, 40), 75, 4, 1, 16, 16, 16, aligned=True), id="aligned"),
         *(
