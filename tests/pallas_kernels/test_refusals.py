@@ -10,7 +10,7 @@ from cases import unchecked
 from implementations import implementation
 from operations import call
 
-from tca_jax.pallas_kernels.checks import as_int32, check_range
+from tca_jax.pallas_kernels.checks import as_int32, check_blocks, check_heads, check_range
 
 FLOAT8 = jnp.float8_e4m3fn
 SMALL = {"L": 20, "Hq": 2, "Hkv": 1, "d": 16, "block_size": 16, "window": 32}
@@ -120,3 +120,8 @@ def test_integers_of_any_type_become_int32():
     assert as_int32("lengths", np.array([1], np.uint8)).dtype == jnp.int32
     with pytest.raises(TypeError, match="lengths has dtype float32: must be integers"):
         as_int32("lengths", np.ones(1, np.float32))
+
+
+def test_least_sizes_are_taken():
+    check_blocks(1, window=1)
+    check_heads({"Hq": 1, "Hkv": 1})
