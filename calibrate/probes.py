@@ -41,7 +41,7 @@ class Segment:
     """One probe, read after a text without the other probes."""
 
     ids: tuple[int, ...]  # its token ids
-    # Of each token, whether it counts: those of answers do, nobody asks a model to foretell a question.
+    # Of each token, whether it counts: tokens of answers do, tokens of questions do not.
     answers: tuple[bool, ...]
     kind: str  # "facts", "copy", "pairs" or "follow"
 

@@ -10,7 +10,14 @@ import typer
 
 from tca_jax.cli.errors import naming_options
 from tca_jax.cli.files import read_text, require_writable
-from tca_jax.cli.options import LARGEST, DtypeOption, ModelArgument, ProfileOption
+from tca_jax.cli.options import (
+    LARGEST,
+    DtypeOption,
+    ModelArgument,
+    ProfileOption,
+    SavedProfileArgument,
+    ShareTokensOption,
+)
 from tca_jax.cli.profiles import profile_folder
 from tca_jax.errors import UserError
 from tca_jax.progress import progress
@@ -40,16 +47,8 @@ app = typer.Typer(help="Draw budgets, kept tokens, attention and results.")
 
 @app.command()
 def budgets(
-    profile: Annotated[
-        str,
-        typer.Argument(
-            help='Folder that a profile was saved to; "shipped", or a shipped model\'s name.', show_default=False
-        ),
-    ],
-    tokens: Annotated[
-        int | None,
-        typer.Option(help="Prompt length of the shares.", show_default="that of calibration", min=1, max=LARGEST),
-    ] = None,
+    profile: SavedProfileArgument,
+    tokens: ShareTokensOption = None,
     out: PictureOption = Path("out/budgets.png"),
 ) -> None:
     """Draw what each KV head keeps of a prompt, what a prompt's own queries attend to, and what heads are worth.

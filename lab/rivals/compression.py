@@ -23,8 +23,20 @@ from tca_jax.pallas_kernels.numerics import varying_like
 _SCORE_BITS = 31  # of a float32 that is not negative
 
 
+class GrowingCache(CachePolicy):
+    """Keeps the blocks that leave the window behind a prompt whole."""
+
+    def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
+        return self.num_leaving_blocks(prompt_tokens, new_tokens) * self.block_size
+
+    def evict(
+        self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
+    ) -> Selection:
+        return Selection.of_block(attention, attention.shape[-1])
+
+
 @dataclasses.dataclass(frozen=True)
-class PromptCompression(CachePolicy):
+class PromptCompression(GrowingCache):
     """Every KV head keeps its highest scores among all tokens left of the prompt's window, whatever their blocks.
 
     Blocks that leave the window later are kept whole: published methods of this kind compress the prompt and then let
@@ -79,9 +91,6 @@ class PromptCompression(CachePolicy):
     def capacities(self, layer: int, prompt_tokens: int) -> int:
         return int(self.num_kept(layer, self.num_ranked_blocks(prompt_tokens)).max())
 
-    def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
-        return self.num_leaving_blocks(prompt_tokens, new_tokens) * self.block_size
-
     def select(
         self, layer: int, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
     ) -> Selection:
@@ -119,11 +128,6 @@ class PromptCompression(CachePolicy):
         with jax.named_scope("top_tokens"):
             kept = top_tokens(scores, self.num_ranked_blocks(lengths) * b, counts)[..., : blocks * b]
         return Selection(scores, kept.reshape(*kept.shape[:2], blocks, b).sum(axis=-1, dtype=jnp.int32))
-
-    def evict(
-        self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
-    ) -> Selection:
-        return Selection.of_block(attention, attention.shape[-1])
 
 
 def over_full(name: str, policy: type[CachePolicy]) -> Callable[..., Method]:

@@ -21,34 +21,26 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int, Int32
+from jaxtyping import Array, Float32, Int32
 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, SECOND_HEADS, OverMesh, on_host
 from tca_jax.engine.prompts import Prompt, encode_prompts, pad_tokens
 from tca_jax.errors import UserError, check_number
+from tca_jax.lab.rivals.compression import GrowingCache
 from tca_jax.lab.rivals.duoattention import DuoAttentionCache, highest_heads
 from tca_jax.lab.rivals.head_tables import numbers_by_head
 from tca_jax.lab.rivals.repetition import attention_to_prompts, read_everything
-from tca_jax.methods.base import Heads, Method
+from tca_jax.methods.base import Method
 from tca_jax.methods.full import FullPrefill
-from tca_jax.methods.regions import Selection
 from tca_jax.methods.streaming import StreamingCache
 
 
 @dataclasses.dataclass(frozen=True)
-class KVzipHeadsCache(DuoAttentionCache):
+class KVzipHeadsCache(GrowingCache, DuoAttentionCache):
     """Everything in some heads, sinks and a window of the prompt in the others; all that follows it in every head."""
 
     option: ClassVar[str] = "head_scores"
-
-    def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
-        return self.num_leaving_blocks(prompt_tokens, new_tokens) * self.block_size
-
-    def evict(
-        self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
-    ) -> Selection:
-        return Selection.of_block(attention, attention.shape[-1])
 
 
 def kvzip_heads(

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from tca_jax.errors import UserError, check_geometry, check_integer
-from tca_jax.lab.rivals.compression import over_full
-from tca_jax.methods.base import CachePolicy, Heads
+from tca_jax.lab.rivals.compression import GrowingCache, over_full
+from tca_jax.methods.base import Heads
 from tca_jax.methods.regions import Selection
 from tca_jax.pallas_kernels.backends import Backend
 from tca_jax.pallas_kernels.kv import CODES, Pages, decode
@@ -36,7 +36,7 @@ Bounds = tuple[Float[Array, "..."], Float[Array, "..."]]
 
 
 @dataclasses.dataclass(frozen=True)
-class QuestCache(CachePolicy):
+class QuestCache(GrowingCache):
     """All tokens, of which a step attends to the window and to some pages."""
 
     budget: int = 1024  # tokens that a step attends to, the window counted as `window`; the code's `token_budget`
@@ -61,9 +61,6 @@ class QuestCache(CachePolicy):
     def capacities(self, layer: int, prompt_tokens: int) -> int:
         return self.num_ranked_blocks(prompt_tokens) * self.block_size
 
-    def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
-        return self.num_leaving_blocks(prompt_tokens, new_tokens) * self.block_size
-
     def select(
         self, layer: int, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
     ) -> Selection:
@@ -74,11 +71,6 @@ class QuestCache(CachePolicy):
         return Selection(
             jnp.zeros((*shape, tokens), jnp.float32), jnp.broadcast_to(budgets, (*shape, budgets.shape[-1]))
         )
-
-    def evict(
-        self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
-    ) -> Selection:
-        return Selection.of_block(attention, attention.shape[-1])
 
     def summarize(self, layer: int, pages: Pages) -> Bounds | None:
         if layer < self.dense_layers or not pages.kept_columns:

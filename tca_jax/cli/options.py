@@ -62,6 +62,16 @@ SystemOption = Annotated[str | None, typer.Option(help="System message; the chat
 ContextOption = Annotated[
     Path | None, typer.Option(help="Folder of what was read before (chat --save-context).", show_default=False)
 ]
+SavedProfileArgument = Annotated[
+    str,
+    typer.Argument(
+        help='Folder that a profile was saved to; "shipped", or a shipped model\'s name.', show_default=False
+    ),
+]
+ShareTokensOption = Annotated[
+    int | None,
+    typer.Option(help="Prompt length of the shares.", show_default="that of calibration", min=1, max=LARGEST),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import typer
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tca_jax.cli.files import print_json
-from tca_jax.cli.options import LARGEST, JsonOption
+from tca_jax.cli.options import JsonOption, SavedProfileArgument, ShareTokensOption
 
 if TYPE_CHECKING:
     from tca_jax.calibration.profile import Profile
@@ -28,16 +28,8 @@ app = typer.Typer(help="Look at calibrated profiles.")
 
 @app.command()
 def show(
-    directory: Annotated[
-        str,
-        typer.Argument(
-            help='Folder that a profile was saved to; "shipped", or a shipped model\'s name.', show_default=False
-        ),
-    ],
-    tokens: Annotated[
-        int | None,
-        typer.Option(help="Prompt length of the shares.", show_default="that of calibration", min=1, max=LARGEST),
-    ] = None,
+    directory: SavedProfileArgument,
+    tokens: ShareTokensOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print what each KV head keeps, how it reads, what it is worth, and the losses.
