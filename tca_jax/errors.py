@@ -17,6 +17,12 @@ class Unsupported(UserError, NotImplementedError):
     """What was asked for exists elsewhere and not here, or not on this device."""
 
 
+def require(ok: Any, message: str, error: type[Exception] = UserError) -> None:
+    """Raises `error` unless `ok`; the message says what was given, what it must be, and a remedy."""
+    if not ok:
+        raise error(message)
+
+
 def require_type(name: str, value: Any, allowed: type | tuple[type, ...], what: str) -> None:
     """Raises UserTypeError unless a value is of an allowed type; `what` says which these are, with an article."""
     if not isinstance(value, allowed):
