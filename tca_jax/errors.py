@@ -2,6 +2,9 @@
 
 import math
 import numbers
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 
@@ -23,10 +26,28 @@ def require(ok: Any, message: str, error: type[Exception] = UserError) -> None:
         raise error(message)
 
 
+def require_name(what: str, name: Any, known: Collection[str]) -> None:
+    """Raises UserError unless a name is known; the message has all, and the nearest where there are many."""
+    near = () if name in known else get_close_matches(str(name).lower(), known, n=3, cutoff=0.5)
+    meant = f" (nearest: {', '.join(near)})" if near and len(known) > 5 else ""
+    require(name in known, f"{what}: must be one of {sorted(known)}{meant}")
+
+
+@contextmanager
+def explaining(message: str, *kinds: type[BaseException], error: type[UserError] = UserError) -> Iterator[None]:
+    """Raises `error` with the message and the reason in place of errors of these kinds, by default of any library's."""
+    try:
+        yield
+    except BaseException as cause:
+        # A panic of Rust code is no Exception; a request to end the process is none either.
+        if not isinstance(cause, kinds or Exception) and (kinds or type(cause).__name__ != "PanicException"):
+            raise
+        raise error(f"{message}: {' '.join(str(cause).split()) or type(cause).__name__}") from cause
+
+
 def require_type(name: str, value: Any, allowed: type | tuple[type, ...], what: str) -> None:
     """Raises UserTypeError unless a value is of an allowed type; `what` says which these are, with an article."""
-    if not isinstance(value, allowed):
-        raise UserTypeError(f"{name} is of type {type(value).__name__}: must be {what}")
+    require(isinstance(value, allowed), f"{name} is of type {type(value).__name__}: must be {what}", UserTypeError)
 
 
 def is_finite_number(value: Any) -> bool:
@@ -39,25 +60,23 @@ def is_finite_number(value: Any) -> bool:
         return False
 
 
-def check_integer(name: str, value: Any, *, at_least: int) -> None:
-    """Raises ValueError unless `value` is an integer, of Python or NumPy, of at least `at_least`."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < at_least:
-        raise UserError(f"{name} = {value!r}: must be an integer of at least {at_least}")
+def check_integer(name: str, value: Any, *, at_least: int, at_most: float = math.inf) -> None:
+    """Raises ValueError unless `value` is an integer, of Python or NumPy, from `at_least` to `at_most`."""
+    holds = isinstance(value, numbers.Integral) and not isinstance(value, bool) and at_least <= value <= at_most
+    words = f"of at least {at_least}" if at_most == math.inf else f"from {at_least} to {at_most}"
+    require(holds, f"{name} = {value!r}: must be an integer {words}")
 
 
 def check_seed(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is an integer in [0, 2^32): JAX's keys would take others for one of these."""
     check_integer(name, value, at_least=0)
-    if value >= 2**32:
-        raise UserError(f"{name} = {value}: must lie in [0, 2^32)")
+    require(value < 2**32, f"{name} = {value}: must lie in [0, 2^32)")
 
 
 def check_number(name: str, value: Any, *, above: float, at_most: float) -> None:
     """Raises ValueError unless `value` is a number in (above, at_most]."""
-    if not is_finite_number(value):
-        raise UserError(f"{name} = {value!r}: must be a finite number")
-    if not above < float(value) <= at_most:
-        raise UserError(f"{name} = {value!r}: must lie in ({above}, {at_most}]")
+    require(is_finite_number(value), f"{name} = {value!r}: must be a finite number")
+    require(above < float(value) <= at_most, f"{name} = {value!r}: must lie in ({above}, {at_most}]")
 
 
 def least_share(share: float) -> str:
@@ -68,21 +87,18 @@ def least_share(share: float) -> str:
 
 def check_not_negative(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is a finite number of at least 0."""
-    if not is_finite_number(value) or value < 0:
-        raise UserError(f"{name} = {value!r}: must be a finite number of at least 0")
+    require(is_finite_number(value) and value >= 0, f"{name} = {value!r}: must be a finite number of at least 0")
 
 
 def check_flag(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise UserError(f"{name} = {value!r}: must be True or False")
+    require(isinstance(value, bool), f"{name} = {value!r}: must be True or False")
 
 
 def check_geometry(block_size: Any, window: Any) -> None:
     """Raises ValueError unless blocks are a power of two long and the window holds whole blocks, at least one."""
     check_integer("block_size", block_size, at_least=1)
-    if block_size & (block_size - 1):
-        raise UserError(f"block_size = {block_size}: must be a power of two, at least 1")
+    require(not block_size & (block_size - 1), f"block_size = {block_size}: must be a power of two, at least 1")
     check_integer("window", window, at_least=1)
-    if window < block_size or window % block_size:
-        raise UserError(f"window = {window}: must be a positive multiple of block_size = {block_size}")
+    whole = window % block_size == 0
+    require(whole, f"window = {window}: must be a positive multiple of block_size = {block_size}")
