@@ -1,12 +1,12 @@
-"""Methods as curves: right answers against cache bytes, loss against the attended share."""
+"""Methods as curves: right answers against cache bytes, loss against the attended share; stages of runs as bars."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator, PercentFormatter
@@ -23,61 +23,62 @@ Models = Mapping[str, Mapping[str, Any]]  # name to {"tokens": 8192, "points": [
 _SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # ticks of the logarithmic axis
 _RISES = (-0.01, 0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 10.0)
 _LINEAR = 0.01  # loss over full attention's; smaller ones are on a linear scale, larger ones on a logarithmic one
+_APART = 0.05  # least distance of the names of curves, of the height of the axes
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_LABELLED = 0.05  # of the longest bar: shorter stages have no room for their figure
 
 
-def plot_accuracy(panels: Mapping[str, Sequence[Point]], title: str, path: str | os.PathLike[str]) -> Path:
+def plot_accuracy(panels: Mapping[str, Sequence[Point]], title: str, path: figures.PathLike) -> Path:
     """Draws right answers against the bytes of the KV cache.
 
     Args:
         panels: By heading, points (method, share of full attention's bytes, share of right answers).
         title: Of the picture.
-        path: PNG file to write; missing folders are created.
-
-    Returns:
-        `path`.
+        path: PNG file to write.
     """
-    return figures.write(_answers(panels, title), path)
+    widest = max(1.0, *(x for panel in panels.values() for _, x, _ in panel))
+
+    def set_axes(axes: Axes) -> None:
+        axes.set(xlim=(0, 1.05 * widest), ylim=(0, 1.05), xlabel="KV cache bytes, of full attention's")
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+
+    return _draw(panels, title, set_axes, "right answers", path)
 
 
-def plot_keeping(models: Models, path: str | os.PathLike[str], *, protocol: str = "late") -> Path:
+def plot_keeping(models: Models, path: figures.PathLike, *, protocol: str = "late") -> Path:
     """Draws right answers against the bytes of the KV cache: a panel a model, at most six methods.
 
     Args:
         models: By name, "points" with a "method", a "kv_share" and the share of right answers under `protocol`; points
             that lack one are left out.
-        path: PNG file to write; missing folders are created.
+        path: PNG file to write.
         protocol: "late", "preamble" or "prefix".
-
-    Returns:
-        `path`.
 
     Raises:
         ValueError: there is no such protocol, or a model has no such point.
     """
     require_protocol(protocol)
     panels = _panels(models, lambda point: (point["kv_share"], point[protocol]))
-    return figures.write(_answers(panels, f"Right answers by the KV cache, {protocol} questions"), path)
+    return plot_accuracy(panels, f"Right answers by the KV cache, {protocol} questions", path)
 
 
-def plot_reading(models: Models, path: str | os.PathLike[str]) -> Path:
+def plot_reading(models: Models, path: figures.PathLike) -> Path:
     """Draws loss inside the text, over full attention's, against the attended share, both on marked scales.
 
     Args:
         models: By name, "points" with a "method", an "attended_share", and the losses "inside" and "inside_full" in
             nats per token; points that lack one are left out.
-        path: PNG file to write; missing folders are created.
-
-    Returns:
-        `path`.
+        path: PNG file to write.
 
     Raises:
         ValueError: a model has no such point.
     """
     panels = _panels(models, lambda point: (point["attended_share"], point["inside"] / point["inside_full"] - 1))
-    figure, drawn = _draw(panels, "Loss inside the text by the attended share")
     points = [point for panel in panels.values() for point in panel]
     least, highest = min(x for _, x, _ in points), max(_LINEAR, *(1.5 * y for *_, y in points))
-    for axes in drawn:
+
+    def set_axes(axes: Axes) -> None:
         axes.set(xscale="log", xlim=(min(0.8 * least, 0.5), 1.15), ylim=(-_LINEAR / 2, highest))
         axes.set_yscale("symlog", linthresh=_LINEAR)
         axes.set_xticks([share for share in _SHARES if share >= 0.8 * least])
@@ -88,8 +89,41 @@ def plot_reading(models: Models, path: str | os.PathLike[str]) -> Path:
         axes.yaxis.set_minor_locator(NullLocator())
         axes.axhspan(-_LINEAR / 2, _LINEAR, color="#F0F0F0", zorder=0)
         axes.set_xlabel("attended share of causal pairs (logarithmic)")
-    drawn[0].set_ylabel("loss over full attention's\n(grey: linear; above: logarithmic)")
-    return figures.write(_finished(figure, drawn), path)
+
+    label = "loss over full attention's\n(grey: linear; above: logarithmic)"
+    return _draw(panels, "Loss inside the text by the attended share", set_axes, label, path)
+
+
+def plot_latency(bars: Mapping[str, Mapping[str, float]], title: str, path: figures.PathLike) -> Path:
+    """Draws a bar for each run, made of its stages.
+
+    Args:
+        bars: Seconds of each stage by the run's name, as `results.latency_bars` reads them; all runs have the same
+            stages or a part of them.
+        title: Of the picture.
+        path: PNG file to write.
+    """
+    longest = max(sum(stages.values()) for stages in bars.values())
+    factor, unit = next((each for each in _UNITS if longest >= each[0]), _UNITS[-1])
+    figure = Figure(figsize=(10, 1.7 + 0.5 * len(bars)), dpi=figures.DPI, layout="constrained")
+    axes = figure.subplots()
+    names = list(dict.fromkeys(stage for stages in bars.values() for stage in stages))
+    left = np.zeros(len(bars))
+    for stage, color in zip(names, figures.palette(len(names)), strict=True):
+        lengths = np.array([stages.get(stage, 0.0) for stages in bars.values()]) / factor
+        drawn = axes.barh(range(len(bars)), lengths, left=left, height=0.7, label=stage, color=color)
+        texts = [f"{each:.3g}" if each * factor >= _LABELLED * longest else "" for each in lengths]
+        axes.bar_label(drawn, texts, label_type="center", fontsize=8)
+        left = left + lengths
+    for row, total in enumerate(left):
+        axes.annotate(f" {total:.3g} {unit}", (total, row), va="center", fontsize=9)
+    axes.set_yticks(range(len(bars)), list(bars), parse_math=False)
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, parse_math=False)
+    figure.legend(loc="outside lower center", ncols=min(4, len(names)), fontsize=9)
+    return figures.write(figure, path)
 
 
 def shown_methods(methods: Sequence[str]) -> list[str]:
@@ -98,18 +132,7 @@ def shown_methods(methods: Sequence[str]) -> list[str]:
     return sorted(dict.fromkeys(methods), key=lambda name: ranks.get(name, len(ranks)))[:MOST_CURVES]
 
 
-def _answers(panels: Mapping[str, Sequence[Point]], title: str) -> Figure:
-    figure, drawn = _draw(panels, title)
-    widest = max(1.0, *(x for panel in panels.values() for _, x, _ in panel))
-    for axes in drawn:
-        axes.set(xlim=(0, 1.05 * widest), ylim=(0, 1.05), xlabel="KV cache bytes, of full attention's")
-        axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    drawn[0].set_ylabel("right answers")
-    return _finished(figure, drawn)
-
-
-def _panels(models: Models, place: Any) -> dict[str, list[Point]]:
+def _panels(models: Models, place: Callable[[Mapping[str, Any]], tuple[Any, Any]]) -> dict[str, list[Point]]:
     """Points of each model, by its name and length, that have all numbers."""
     panels: dict[str, list[Point]] = {}
     for name, model in models.items():
@@ -126,13 +149,19 @@ def _panels(models: Models, place: Any) -> dict[str, list[Point]]:
     return panels
 
 
-def _draw(panels: Mapping[str, Sequence[Point]], title: str) -> tuple[Figure, list[Axes]]:
-    """Panels side by side, a curve a method; the baseline is a dashed line."""
+def _draw(
+    panels: Mapping[str, Sequence[Point]],
+    title: str,
+    set_axes: Callable[[Axes], None],
+    label: str,
+    path: figures.PathLike,
+) -> Path:
+    """Panels side by side, a curve a method with its name at its end; the baseline is a dashed line."""
     figure = Figure(figsize=(1 + 4.6 * len(panels), 4.4), dpi=figures.DPI, layout="constrained")
     drawn = list(figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0])
-    methods = {method for points in panels.values() for method, *_ in points}
-    shown = shown_methods([method for points in panels.values() for method, *_ in points])
-    left_out = len(methods) - len(shown)
+    methods = [method for points in panels.values() for method, *_ in points]
+    shown = shown_methods(methods)
+    left_out = len(set(methods)) - len(shown)
     figure.suptitle(title + (f" ({left_out} more methods in the file)" if left_out else ""), parse_math=False)
     for axes, (heading, points) in zip(drawn, panels.items(), strict=True):
         for method in shown:
@@ -143,11 +172,24 @@ def _draw(panels: Mapping[str, Sequence[Point]], title: str) -> tuple[Figure, li
                     axes.axhline(max(y), color="#A0A0A0", linewidth=0.8, linestyle="--", zorder=1)
         axes.set_title(heading, fontsize=10, parse_math=False)
         axes.grid(alpha=0.25)
-    return figure, drawn
-
-
-def _finished(figure: Figure, drawn: Sequence[Axes]) -> Figure:
-    """Names at the ends of the curves, beside each panel."""
+        set_axes(axes)
+    drawn[0].set_ylabel(label)
     for axes in drawn:
-        figures.label_ends(axes, 0.05)
-    return figure
+        _label_ends(axes)
+    return figures.write(figure, path)
+
+
+def _label_ends(axes: Axes) -> None:
+    """Writes the name of each curve at its right end, the names apart and inside of the axes."""
+    named = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
+    ends = [axes.transLimits.transform(axes.transScale.transform(np.asarray(line.get_xydata())[-1])) for line in named]
+    order = sorted(range(len(named)), key=lambda i: ends[i][1])
+    places, highest = [float(ends[i][1]) for i in order], 0.98
+    for i in range(1, len(places)):
+        places[i] = max(places[i], places[i - 1] + _APART)
+    for i in reversed(range(len(places))):
+        places[i] = min(places[i], highest)
+        highest = places[i] - _APART
+    for i, y in zip(order, places, strict=True):
+        label = axes.text(ends[i][0] + 0.03, y, str(named[i].get_label()), transform=axes.transAxes)
+        label.set(fontsize=8, color=named[i].get_color(), verticalalignment="center")

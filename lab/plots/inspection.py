@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int, Shaped
+from jaxtyping import Array, Bool, Float32, Int
 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, SECOND_HEADS, OverMesh, heads_of, on_host
@@ -36,9 +37,7 @@ def kept_tokens(lm: LM, prompt: Prompt | Sequence[int]) -> Bool[np.ndarray, "lay
         ValueError: the prompt is longer than the model's context, or not allowed.
     """
     ids = _encode(lm, prompt)
-    tokens, lengths = pad_tokens([ids])
-    selected = _in_own_order(lm, _selected(lm.for_programs(), jnp.asarray(tokens), jnp.asarray(lengths)))
-    return selected[:, :, : len(ids)] | (np.arange(len(ids)) >= local_start(lm, len(ids)))
+    return _by_head(_selected, lm, ids) | (np.arange(len(ids)) >= local_start(lm, len(ids)))
 
 
 def attention_received(lm: LM, prompt: Prompt | Sequence[int]) -> Float32[np.ndarray, "layers Hkv L"]:
@@ -55,18 +54,11 @@ def attention_received(lm: LM, prompt: Prompt | Sequence[int]) -> Float32[np.nda
     Raises:
         ValueError: the prompt is longer than the model's context, or not allowed.
     """
-    ids = _encode(lm, prompt)
-    tokens, lengths = pad_tokens([ids])
-    received = _received(lm.with_profile(None).for_programs(), jnp.asarray(tokens), jnp.asarray(lengths))
-    return _in_own_order(lm, received)[:, :, : len(ids)]
+    return _by_head(_received, lm.with_profile(None), _encode(lm, prompt))
 
 
 def token_texts(lm: LM, prompt: Prompt | Sequence[int]) -> list[str]:
     """The text of each token of a prompt alone, special tokens by their names.
-
-    Args:
-        lm: A model with a tokenizer.
-        prompt: A string, a chat or token ids, L tokens.
 
     Raises:
         ValueError: the model has no tokenizer, or the prompt is not allowed.
@@ -90,9 +82,10 @@ def _encode(lm: LM, prompt: Prompt | Sequence[int]) -> list[int]:
     return ids
 
 
-def _in_own_order(lm: LM, of_heads: Shaped[Array, "layers Hkv L"]) -> Shaped[np.ndarray, "layers Hkv L"]:
-    """What a program has found of each head, on the host, in the model's own order of heads."""
-    return np.stack([lm.in_model_order(layer, values) for layer, values in enumerate(on_host(of_heads))])
+def _by_head(program: Any, lm: LM, ids: Sequence[int]) -> np.ndarray:
+    """What a program finds for each head and token, `[layers, H_kv, L]` in the model's own order of heads."""
+    found = on_host(program(lm.for_programs(), *map(jnp.asarray, pad_tokens([ids]))))
+    return np.stack([lm.in_model_order(layer, of_heads)[:, : len(ids)] for layer, of_heads in enumerate(found)])
 
 
 def _selected_tokens(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> Bool[Array, "layers Hkv L"]:
@@ -113,23 +106,23 @@ def _selected_tokens(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"
         out = attend(layer, heads, q, k, v, lengths, readable, "auto").out
         return out, selection_mask(selection.scores, selected.budgets, block_size=policy.block_size)[0]
 
-    positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
-    _, masks = lm.decoder(tokens, positions, attention, (None,) * layout.num_layers)
-    return jnp.stack(masks)
-
-
-_selected = jax.jit(OverMesh(_selected_tokens, (SAME, SAME), SECOND_HEADS))
+    return _of_layers(lm, tokens, lengths, attention)
 
 
 def _received_mass(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"]) -> Float32[Array, "layers Hkv L"]:
     def attention(layer: int, q: Array, k: Array, v: Array, state: None) -> tuple[Array, Array]:
-        out = causal_attention(q, k, v, lengths)
         near, far = column_mass(q, k, lengths, block_size=_MASS_BLOCK, window=_MASS_BLOCK)
-        return out, (near + far)[0]
+        return causal_attention(q, k, v, lengths), (near + far)[0]
 
+    return _of_layers(lm, tokens, lengths, attention)
+
+
+def _of_layers(lm: LM, tokens: Int[Array, "1 L"], lengths: Int[Array, " 1"], attention: Any) -> Array:
+    """What an attention function returns beside its output, `[layers, ...]`."""
     positions = jnp.minimum(jnp.arange(tokens.shape[1]), lengths[:, None] - 1)
-    _, received = lm.decoder(tokens, positions, attention, (None,) * lm.config.num_layers)
-    return jnp.stack(received)
+    return jnp.stack(lm.decoder(tokens, positions, attention, (None,) * lm.config.num_layers)[1])
 
 
-_received = jax.jit(OverMesh(_received_mass, (SAME, SAME), SECOND_HEADS))
+_selected, _received = (
+    jax.jit(OverMesh(each, (SAME, SAME), SECOND_HEADS)) for each in (_selected_tokens, _received_mass)
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from tca_jax.errors import UserError
+from tca_jax.lab.benchmarks.models import CONFIGS
 from tca_jax.lab.plots.curves import Point
+from tca_jax.lab.plots.figures import PathLike
 from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS
 from tca_jax.models.json_object import read_json_object
 
@@ -38,12 +39,11 @@ def latency_bars(
     models: list[Mapping[str, Any]] = []
     bars: dict[str, dict[str, float]] = {}
     for name, record in records.items():
-        rows: Any = record.get("rows")
         if "stats" in record:
             bars[name] = call_stages(record["stats"])
-        elif timed := _with(rows, "total ms", "full ms"):
+        elif timed := _rows(record, "total ms", "full ms"):
             layers += _of_length(timed, tokens)
-        elif timed := _with(rows, "TTFT s", "ms/token"):
+        elif timed := _rows(record, "TTFT s", "ms/token"):
             models += _of_length(timed, tokens)
         else:
             known = "`tca-jax bench attention`, `tca-jax bench end-to-end` or `tca-jax generate --json`"
@@ -51,8 +51,8 @@ def latency_bars(
     parts = [_parts(row, layers) for row in models]
     for row, of_row in zip(models, parts, strict=True):
         reading = of_row if all(parts) else {READING: row["TTFT s"]}
-        name = f"{row['model']}, {row['tokens']:,} tokens, {row['attention']}"
-        bars[name] = reading | {f"decoding {new_tokens:,} tokens": row["ms/token"] * new_tokens / 1e3}
+        decoding = {f"decoding {new_tokens:,} tokens": row["ms/token"] * new_tokens / 1e3}
+        bars[f"{row['model']}, {row['tokens']:,} tokens, {row['attention']}"] = reading | decoding
     for row in [] if models else layers:
         where = f"{row['model']}, {row['tokens']:,} tokens"
         bars[f"{where}, full"] = {ATTENTION: row["full ms"] / 1e3}
@@ -67,14 +67,12 @@ def call_stages(stats: Mapping[str, Any]) -> dict[str, float]:
     return {READING: stats["prefill_seconds"], "decoding": stats["seconds_per_token"] * max(stats["new_tokens"])}
 
 
-def accuracy_panels(path: str | os.PathLike[str]) -> dict[str, list[Point]]:
+def accuracy_panels(path: PathLike) -> dict[str, list[Point]]:
     """Accuracy against bytes by protocol and prompt length, the mean over tasks, as `plot_accuracy` takes it.
 
     Args:
-        path: A folder of `tca-jax eval`, or a JSON file with "methods" such as `evaluation.json` of the shipped model.
-
-    Returns:
-        Points by heading. In a folder only tasks count that all its methods have at a length.
+        path: A folder of `tca-jax eval`, of which only tasks count that all its methods have at a length, or a JSON
+            file with "methods" such as `evaluation.json` of the shipped model.
 
     Raises:
         ValueError: there is no accuracy in it; names the file.
@@ -94,6 +92,22 @@ def accuracy_panels(path: str | os.PathLike[str]) -> dict[str, list[Point]]:
     return panels
 
 
+def model_points(path: PathLike) -> dict[str, dict[str, Any]]:
+    """Models and their points, as `plot_reading` and `plot_keeping` take them, from a JSON file with "models".
+
+    Raises:
+        ValueError: there are no models, or one without points of methods; names the file.
+    """
+    models = read_json_object(Path(path)).get("models")
+    if not isinstance(models, dict) or not models:
+        raise UserError(f"{path}: holds no models, by name under 'models'")
+    for name, model in models.items():
+        points = model.get("points") if isinstance(model, dict) else None
+        if not isinstance(points, list) or not all(isinstance(p, dict) and "method" in p for p in points):
+            raise UserError(f"{path}: models[{name!r}] must hold 'points', objects with a 'method' each")
+    return models
+
+
 def _panels_of_records(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
     """Points of an evaluation's records, one for each method, task, length and protocol."""
     found: dict[tuple[int, int], dict[str, dict[str, Mapping[str, Any]]]] = {}
@@ -101,10 +115,10 @@ def _panels_of_records(records: Sequence[Mapping[str, Any]]) -> dict[str, list[P
         if record.get("protocol") in EVALUATION_PROTOCOLS:
             place = record["length"], EVALUATION_PROTOCOLS.index(record["protocol"])
             found.setdefault(place, {}).setdefault(record["method"], {})[record["task"]] = record
-    lengths = {length for length, _ in found}
+    several = len({length for length, _ in found}) > 1
     panels: dict[str, list[Point]] = {}
     for (length, protocol), methods in sorted(found.items()):
-        heading = EVALUATION_PROTOCOLS[protocol] + (f", {length:,} tokens" if len(lengths) > 1 else "")
+        heading = EVALUATION_PROTOCOLS[protocol] + (f", {length:,} tokens" if several else "")
         common = sorted(set.intersection(*map(set, methods.values())))
         for method, tasks in methods.items() if common else ():
             share = np.mean([tasks[task]["kv_cache_bytes"] / tasks[task]["full_kv_cache_bytes"] for task in common])
@@ -113,26 +127,8 @@ def _panels_of_records(records: Sequence[Mapping[str, Any]]) -> dict[str, list[P
     return panels
 
 
-def model_points(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
-    """Models and their points, as `plot_reading` and `plot_keeping` take them, from a JSON file with "models".
-
-    Raises:
-        ValueError: there are no models, or one without points of methods; names the file.
-    """
-    models = read_json_object(Path(path)).get("models")
-    if not isinstance(models, dict) or not models:
-        raise UserError(f"{os.fspath(path)}: holds no models, by name under 'models'")
-    for name, model in models.items():
-        points = model.get("points") if isinstance(model, dict) else None
-        if not isinstance(points, list) or not all(isinstance(p, dict) and "method" in p for p in points):
-            raise UserError(f"{os.fspath(path)}: models[{name!r}] must hold 'points', objects with a 'method' each")
-    return models
-
-
 def _parts(row: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Selection, attention and the rest of reading, from a layer of the same model, length and share; or none."""
-    from tca_jax.lab.benchmarks.models import CONFIGS
-
     same = [layer for layer in layers if (layer["model"], layer["tokens"]) == (row["model"], row["tokens"])]
     if row["attention"] == "full":
         timed = [{ATTENTION: layer["full ms"] / 1e3} for layer in same]
@@ -151,9 +147,10 @@ def _layer_stages(row: Mapping[str, Any]) -> dict[str, float]:
     return {SELECTION: selection, ATTENTION: row["total ms"] / 1e3 - selection}
 
 
-def _with(rows: Any, *columns: str) -> list[Mapping[str, Any]]:
+def _rows(record: Mapping[str, Any], *columns: str) -> list[Mapping[str, Any]]:
     """Rows that have all of these columns."""
-    return [row for row in rows if all(column in row for column in columns)] if isinstance(rows, list) else []
+    rows = record.get("rows")
+    return [row for row in rows if set(columns) <= row.keys()] if isinstance(rows, list) else []
 
 
 def _of_length(rows: Sequence[Mapping[str, Any]], tokens: int | None) -> list[Mapping[str, Any]]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool
-from matplotlib import colormaps
+from matplotlib import colormaps, font_manager
 from matplotlib.axes import Axes
 from matplotlib.collections import QuadMesh
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
+from matplotlib.ft2font import FT2Font
 from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.textpath import TextPath
 from matplotlib.ticker import PercentFormatter
@@ -23,8 +23,8 @@ from matplotlib.transforms import Affine2D
 
 from tca_jax.errors import UserError
 from tca_jax.lab.plots import figures
-from tca_jax.lab.plots.attention import draw_rows
-from tca_jax.lab.plots.figures import KEPT_COLORS, MARK_COLOR, drawable
+from tca_jax.lab.plots.figures import KEPT_COLORS, MARK_COLOR
+from tca_jax.lab.plots.heads import draw_rows
 
 _COLUMNS = 110  # characters of a line
 _LINES = 24
@@ -34,13 +34,14 @@ _ADVANCE = 0.602 * 8 / 72  # inches of a character of that font, DejaVu Sans Mon
 _LINE_HEIGHT = 0.165  # inches
 _MARGIN, _RIGHT = 0.75, 1.35  # inches: labels left of the page, a color bar right of it
 _MOST_BLOCKS = 512  # columns of the overview: as many as it has pixels for
+Line = list[tuple[str, int]]  # characters with the token of each
 
 
 def plot_selected_tokens(
     kept: Bool[np.ndarray, "layers Hkv L"],
     tokens: Sequence[str],
     name: str,
-    path: str | os.PathLike[str],
+    path: figures.PathLike,
     *,
     start: int = 0,
     span: tuple[int, int] | None = None,
@@ -55,7 +56,7 @@ def plot_selected_tokens(
         kept: The tokens of a prompt that each head keeps, from `kept_tokens`.
         tokens: Text of each of the L tokens, from `token_texts`.
         name: Name of the model and its method in the title.
-        path: PNG file to write; missing folders are created.
+        path: PNG file to write.
         start: First token of the page, which has 24 lines of 110 characters.
         span: Tokens to outline, first and past the last; the page then begins some lines before them.
         layer: Shade the page by the heads of this layer alone. Heads that keep all of the prompt do not count, unless
@@ -63,9 +64,6 @@ def plot_selected_tokens(
         head: Shade it by this KV head alone.
         block_size: Tokens in a cell of the overview; more where there would be over 512 cells.
         window_start: First token of the local window, to be marked.
-
-    Returns:
-        `path`.
 
     Raises:
         ValueError: `tokens` does not have the prompt's length, or `start`, `span`, `layer` or `head` does not exist.
@@ -79,32 +77,26 @@ def plot_selected_tokens(
             raise UserError(f"{option} = {value}: must lie in [0, {most - 1}]")
     if span is not None:
         start = _page_start(tokens, span[0])
-    counted = _sparse(kept[_one(layer)][:, _one(head)], span)
-    pieces, shown = lay_out(tokens[start:])
-    lines = 1 + pieces[-1].line
+    of_layers, of_heads = (slice(None) if n is None else slice(n, n + 1) for n in (layer, head))
+    counted = _sparse(kept[of_layers, of_heads], span)
+    lines, shown = lay_out(tokens[start:])
     overview_height = float(np.clip(0.4 + 0.07 * layers * heads, 1.6, 4))
-    figure, overview, page, bar = _panels(overview_height, lines * _LINE_HEIGHT)
+    figure, overview, page, bar = _panels(overview_height, len(lines) * _LINE_HEIGHT)
     figure.suptitle(figures.titled(f"Kept tokens of a prompt of {num_tokens:,}", name), parse_math=False)
     _draw_overview(overview, kept, max(block_size, -(-num_tokens // _MOST_BLOCKS)), window_start)
     overview.axvspan(start, start + shown, ymax=0.02, color="#404040")
-    shades = _draw_page(page, pieces, counted.mean(axis=0)[start:], lines)
+    shades = _draw_page(page, lines, counted.mean(axis=0)[start:])
     if span is not None:
         overview.axvline(sum(span) / 2, color=MARK_COLOR, linewidth=1)
-        marked = [piece for piece in pieces if span[0] <= start + piece.token < span[1]]
-        for line in dict.fromkeys(piece.line for piece in marked):
-            own = [piece for piece in marked if piece.line == line]
-            width = own[-1].column + len(own[-1].text) - own[0].column
-            page.add_patch(Rectangle((own[0].column, line), width, 1, fill=False, edgecolor=MARK_COLOR))
+        for number, line in enumerate(lines):
+            if marked := [i for i, (_, token) in enumerate(line) if span[0] <= start + token < span[1]]:
+                corner, width = (marked[0], number), marked[-1] + 1 - marked[0]
+                page.add_patch(Rectangle(corner, width, 1, fill=False, edgecolor=MARK_COLOR))
     whose = "".join(f"{part} {n}, " for part, n in (("layer", layer), ("KV head", head)) if n is not None)
     title = f"Tokens {start:,} to {start + shown - 1:,}, shaded by the heads that keep them"
     page.set_title(f"{title} ({whose}{len(counted)} of {layers * heads} heads)", fontsize=10)
     figure.colorbar(shades, cax=bar, format=PercentFormatter(1.0)).set_label("heads that keep the token")
     return figures.write(figure, path)
-
-
-def _one(number: int | None) -> slice:
-    """The index of one layer or head, or of all."""
-    return slice(None) if number is None else slice(number, number + 1)
 
 
 def _sparse(kept: Bool[np.ndarray, "layers Hkv L"], span: tuple[int, int] | None) -> Bool[np.ndarray, "heads L"]:
@@ -124,44 +116,37 @@ def _page_start(tokens: Sequence[str], marked: int) -> int:
     return ends[0] if ends and start else start
 
 
-class Piece(NamedTuple):
-    """Text of one token on one line of a page."""
-
-    line: int
-    column: int
-    text: str
-    token: int
-
-
-def lay_out(tokens: Sequence[str]) -> tuple[list[Piece], int]:
-    """Breaks text into the lines of a page.
-
-    Returns:
-        The pieces, none of which crosses the end of a line, and how many complete tokens are on the page.
-    """
-    pieces: list[Piece] = []
-    line, column = 0, 0
+def lay_out(tokens: Sequence[str]) -> tuple[list[Line], int]:
+    """Breaks text into the lines of a page; also how many tokens, all complete, are on the page."""
+    lines: list[Line] = [[]]
+    shown = len(tokens)
     for index, token in enumerate(tokens):
-        placed = len(pieces)
-        for text in _lines(token):
+        for text in _cut(token):
             for first in range(0, len(text), _COLUMNS):
-                rest = text[first : first + _COLUMNS]
-                if column + len(rest) > _COLUMNS:
-                    line, column = line + 1, 0
-                pieces.append(Piece(line, column, rest, index))
-                column += len(rest)
+                part = text[first : first + _COLUMNS]
+                if len(lines[-1]) + len(part) > _COLUMNS:
+                    lines.append([])
+                lines[-1] += [(char, index) for char in part]
             if text.endswith("↵"):
-                line, column = line + 1, 0
-        if pieces[-1].line >= _LINES and placed:
-            return pieces[:placed], index
-    return pieces, len(tokens)
+                lines.append([])
+        if index and len(lines) - (not lines[-1]) > _LINES:
+            lines = [[each for each in line if each[1] < index] for line in lines]
+            shown = index
+            break
+    return [line for line in lines if line], shown
 
 
-def _lines(token: str) -> list[str]:
+def _cut(token: str) -> list[str]:
     """The token as it is drawn, cut after each end of a line."""
     shown = token.replace("\r\n", "\n").replace("\r", "\n").replace("\t", "    ").replace("\n", "↵")
-    shown = "".join(char if ord(char) in drawable() else "□" for char in shown) or "□"
+    shown = "".join(char if ord(char) in _drawable() else "□" for char in shown) or "□"
     return re.findall("[^↵]*↵|[^↵]+", shown)
+
+
+@functools.cache
+def _drawable() -> frozenset[int]:
+    """Code points that the monospace font has."""
+    return frozenset(FT2Font(font_manager.findfont("monospace")).get_charmap())
 
 
 def _panels(overview: float, page: float) -> tuple[Figure, Axes, Axes, Axes]:
@@ -169,12 +154,13 @@ def _panels(overview: float, page: float) -> tuple[Figure, Axes, Axes, Axes]:
     text = _COLUMNS * _ADVANCE
     width, height = _MARGIN + text + _RIGHT, overview + page + 2.1
     figure = Figure(figsize=(width, height), dpi=figures.DPI)
-
-    def add(left: float, bottom: float, wide: float, high: float) -> Axes:
-        return figure.add_axes((left / width, bottom / height, wide / width, high / height))
-
-    above = add(_MARGIN, page + 1.25, text, overview)
-    return figure, above, add(_MARGIN, 0.25, text, page), add(_MARGIN + text + 0.15, 0.25, 0.15, page)
+    places = (
+        (_MARGIN, page + 1.25, text, overview),
+        (_MARGIN, 0.25, text, page),
+        (_MARGIN + text + 0.15, 0.25, 0.15, page),
+    )
+    above, below, bar = (figure.add_axes((x / width, y / height, w / width, h / height)) for x, y, w, h in places)
+    return figure, above, below, bar
 
 
 def _draw_overview(
@@ -192,22 +178,20 @@ def _draw_overview(
         axes.axvline(window_start, color="#404040", linewidth=1, linestyle="--")
 
 
-def _draw_page(axes: Axes, pieces: list[Piece], share: np.ndarray, lines: int) -> QuadMesh:
+def _draw_page(axes: Axes, lines: list[Line], share: np.ndarray) -> QuadMesh:
     """The text, in letters that each fill one cell, and its shades."""
-    grid = np.full((lines, _COLUMNS), np.nan)
-    rows = [[" "] * _COLUMNS for _ in range(lines)]
-    for line, column, text, token in pieces:
-        grid[line, column : column + len(text)] = share[token]
-        rows[line][column : column + len(text)] = text
+    grid = np.full((len(lines), _COLUMNS), np.nan)
+    for number, line in enumerate(lines):
+        grid[number, : len(line)] = share[[token for _, token in line]]
     colors = ListedColormap(colormaps[KEPT_COLORS](np.linspace(0, 0.6, 256)))  # black letters stand out from all
-    most = max(np.nanmax(grid), 1e-9)
-    shades = axes.pcolormesh(np.arange(_COLUMNS + 1), np.arange(lines + 1), grid, cmap=colors, vmin=0, vmax=most)
-    axes.set(xlim=(0, _COLUMNS), ylim=(lines, 0))
+    edges = np.arange(_COLUMNS + 1), np.arange(len(lines) + 1)
+    shades = axes.pcolormesh(*edges, grid, cmap=colors, vmin=0, vmax=max(np.nanmax(grid), 1e-9))
+    axes.set(xlim=(0, _COLUMNS), ylim=(len(lines), 0))
     axes.set_axis_off()
-    for line, row in enumerate(rows):
-        if text := "".join(row).rstrip():
+    for number, line in enumerate(lines):
+        if text := "".join(char for char, _ in line).rstrip():
             # Outlines: text drawn as such is not as wide as its letters, by rounding.
-            cells = Affine2D().scale(1 / (72 * _ADVANCE), -1 / (72 * _LINE_HEIGHT)).translate(0, line + 0.75)
+            cells = Affine2D().scale(1 / (72 * _ADVANCE), -1 / (72 * _LINE_HEIGHT)).translate(0, number + 0.75)
             letters = cells.transform_path(TextPath((0, 0), text, prop=_FONT))
             axes.add_patch(PathPatch(letters, facecolor="#101010", linewidth=0))
     return shades

@@ -17,7 +17,6 @@ from tca_jax.engine.sampling import Sampling
 from tca_jax.lab.benchmarks import attention, decode, end_to_end
 from tca_jax.lab.benchmarks.common import read_results
 from tca_jax.lab.benchmarks.models import CONFIGS, Share, parse_method, random_model
-from tca_jax.lab.commands.bench import NAMES
 from tca_jax.methods import BASELINE
 
 TINY = ["--models=tiny", "--lengths=512", "--window=128"]
@@ -110,14 +109,6 @@ def test_calibration_is_timed_twice(tmp_path):
     (row,) = bench("calibration", tmp_path, *TINY, "--texts=1", "--layers=1")
     assert row["second call s"] < row["first call s"]
     assert row["ms per pass"] == pytest.approx(1e3 * row["second call s"] / row["layer passes"])
-
-
-@pytest.mark.parametrize("command", NAMES)
-def test_help_fits_80_columns(command):
-    result = run(command, "--help")
-    assert result.exit_code == 0
-    assert max(map(len, result.stdout.splitlines())) <= 80
-    assert f"tca-jax bench {command}" in result.stdout
 
 
 @pytest.mark.parametrize(
