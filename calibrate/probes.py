@@ -10,7 +10,7 @@ import numpy as np
 
 from tca_jax.calibration import facts
 from tca_jax.engine.prompts import Encoder, Prompt, decode_utf8, encode_prompt, encode_verbatim, render_chat
-from tca_jax.errors import UserError
+from tca_jax.errors import require
 from tca_jax.methods.config import TCAConfig
 
 Kind = Literal["facts", "copy"]
@@ -59,12 +59,12 @@ def probe_kinds(probes: Any) -> tuple[str, ...]:
     if probes is None:
         return get_args(Kind)
     named = [probes] if isinstance(probes, str) else probes
-    if isinstance(probes, Sequence) and not isinstance(probes, bytes):
-        if not any(isinstance(each, str) for each in named):
-            return ("pairs",)
-        if all(isinstance(each, str) and each in get_args(Kind) for each in named):
-            return tuple(dict.fromkeys(named))
-    raise UserError(f"probes = {probes!r}: must be {_ALLOWED}")
+    is_list = isinstance(probes, Sequence) and not isinstance(probes, bytes)
+    if is_list and not any(isinstance(each, str) for each in named):
+        return ("pairs",)
+    are_kinds = is_list and all(isinstance(each, str) and each in get_args(Kind) for each in named)
+    require(are_kinds, f"probes = {probes!r}: must be {_ALLOWED}")
+    return tuple(dict.fromkeys(named))
 
 
 def probed_texts(
@@ -184,17 +184,15 @@ def _with_pairs(
     lm: Encoder, sequences: Sequence[list[int]], probes: Any, config: TCAConfig, names: Sequence[str]
 ) -> list[ProbedText]:
     """Texts with the user's pairs as probes."""
-    if len(probes) != len(sequences):
-        raise UserError(f"probes has {len(probes)} lists of pairs: must have one for each of {len(sequences)} texts")
+    must = f"must have one for each of {len(sequences)} texts"
+    require(len(probes) == len(sequences), f"probes has {len(probes)} lists of pairs: {must}")
     pairs = [_encode_pairs(lm, of_text, f"probes[{i}]") for i, of_text in enumerate(probes)]
     texts = [_split_end(ids, config) for ids in sequences]
     for name, (text, _), asked in zip(names, texts, pairs, strict=True):
         longest, most = max(len(segment.ids) for segment in asked), lm.config.max_context
-        if len(text) + longest > most:
-            raise UserError(
-                f"{name} has {len(text)} tokens without its end, its longest pair {longest}: model {lm.name!r} has "
-                f"{most} positions; cut the text"
-            )
+        given = f"{name} has {len(text)} tokens without its end, its longest pair {longest}"
+        fits = len(text) + longest <= most
+        require(fits, f"{given}: model {lm.name!r} has {most} positions; cut the text")
     return [ProbedText(tuple(text), (*end, *asked)) for (text, end), asked in zip(texts, pairs, strict=True)]
 
 
@@ -202,10 +200,9 @@ def _encode_pairs(lm: Encoder, pairs: Any, name: str) -> list[Segment]:
     """One text's pairs, each a probe of its own."""
     are_pairs = _is_list(pairs) and all(_is_list(pair) and len(pair) == len(_PARTS) for pair in pairs)
     are_text = {isinstance(part, str | bytes) for pair in pairs for part in pair} if are_pairs else set()
-    if len(are_text) != 1 or not all(len(part) for pair in pairs for part in pair):
-        raise UserError(
-            f"{name}: must be a list of (question, answer) pairs, at least one, all text or all token ids, none empty"
-        )
+    fits = len(are_text) == 1 and all(len(part) for pair in pairs for part in pair)
+    must = "must be a list of (question, answer) pairs, at least one, all text or all token ids, none empty"
+    require(fits, f"{name}: {must}")
     if are_text == {False}:
         parts = [
             [encode_prompt(lm, part, f"{name}[{i}] ({what})") for part, what in zip(pair, _PARTS, strict=True)]
@@ -222,8 +219,8 @@ def _is_list(value: Any) -> bool:
 
 
 def _require_tokenizer(lm: Encoder, name: str) -> None:
-    if lm.tokenizer is None:
-        raise UserError(f"{name}: {lm.name} was loaded without a tokenizer; pass pairs of token ids, or 'copy'")
+    remedy = "pass pairs of token ids, or 'copy'"
+    require(lm.tokenizer is not None, f"{name}: {lm.name} was loaded without a tokenizer; {remedy}")
 
 
 def _encode_asked(

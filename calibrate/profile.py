@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Float64
 
-from tca_jax.errors import UserError, check_integer
+from tca_jax.errors import check_integer, explaining, require
 from tca_jax.methods.base import Method
 from tca_jax.methods.candidates import kept_share
 from tca_jax.methods.config import TCAConfig
@@ -198,17 +198,12 @@ class Profile:
             ValueError: the profile has another number of layers or KV heads, or comes from other weights.
         """
         wanted = (model_config.num_layers, model_config.num_kv_heads)
-        if self.candidates.shape != wanted:
-            raise UserError(
-                f"profile of {self.model_name!r} has {self.num_layers} layers of {self.num_kv_heads} heads, "
-                f"but model {name!r} has {wanted[0]} of {wanted[1]}: calibrate this model"
-            )
-        if None not in (self.fingerprint, fingerprint) and self.fingerprint != fingerprint:
-            raise UserError(
-                f"profile of {self.model_name!r} was made with other weights than those of model {name!r} "
-                f"(fingerprint {str(self.fingerprint)[:_SHOWN]}, the model's is {str(fingerprint)[:_SHOWN]}): "
-                "calibrate this model"
-            )
+        own, its = f"profile of {self.model_name!r}", f"model {name!r}"
+        has = f"has {self.num_layers} layers of {self.num_kv_heads} heads, but {its} has {wanted[0]} of {wanted[1]}"
+        require(self.candidates.shape == wanted, f"{own} {has}: calibrate this model")
+        is_its = None in (self.fingerprint, fingerprint) or self.fingerprint == fingerprint
+        both = f"fingerprint {str(self.fingerprint)[:_SHOWN]}, the model's is {str(fingerprint)[:_SHOWN]}"
+        require(is_its, f"{own} was made with other weights than those of {its} ({both}): calibrate this model")
 
     def method(self) -> Method:
         """The attention method that runs under these budgets, a `tca_jax.methods` object."""
@@ -250,19 +245,15 @@ class Profile:
         """
         folder, metadata, arrays = load("profile", directory)
         version = metadata.get("format_version") if isinstance(metadata, dict) else None
-        if version not in _READ_VERSIONS:
-            raise UserError(
-                f"{folder}: format_version = {version!r}: tca_jax {importlib.metadata.version('tca-jax')} reads "
-                f"{list(_READ_VERSIONS)}; upgrade tca_jax, or calibrate again"
-            )
-        try:
+        reads = f"tca_jax {importlib.metadata.version('tca-jax')} reads {list(_READ_VERSIONS)}"
+        given = f"{folder}: format_version = {version!r}"
+        require(version in _READ_VERSIONS, f"{given}: {reads}; upgrade tca_jax, or calibrate again")
+        with explaining(f"{folder}: damaged", ValueError, TypeError, LookupError, AttributeError):
             # Formats say what fields they have: beside them, version 3 has names of arrays and a checksum.
             fields = {name: metadata[name] for name in _METADATA} | {name: arrays[name] for name in ARRAYS}
             fields["config"] = TCAConfig(**fields["config"])
             fields["sources"] = tuple(fields["sources"])
             return cls(**{**fields, "readings": np.array(READINGS)[fields["readings"]]})
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            raise UserError(f"{folder}: damaged: {error or type(error).__name__}") from error
 
     def _arrays(self) -> dict[str, np.ndarray]:
         codes = np.argmax(self.readings[..., None] == np.array(READINGS), axis=-1).astype(np.int32)
@@ -286,26 +277,23 @@ def head_gates(profile: Profile) -> Float32[np.ndarray, "layers Hkv"]:
         ValueError: the profile does not know what heads are worth.
     """
     worth = profile.keeping_worth
-    if np.isnan(worth).any():
-        raise UserError(
-            f"profile of {profile.model_name!r} does not know what heads are worth: calibrate with criterion 'worth', "
-            "or pass published gates"
-        )
+    remedy = "calibrate with criterion 'worth', or pass published gates"
+    is_known = not np.isnan(worth).any()
+    require(is_known, f"profile of {profile.model_name!r} does not know what heads are worth: {remedy}")
     return np.clip(worth / max(float(worth.max()), np.finfo(np.float32).tiny), 0, 1)
 
 
 def _checked(name: str, value: Any, kind: str, shape: tuple[int, ...]) -> np.ndarray:
     """`value` as an array of a dtype of this kind and of this shape."""
     array = np.asarray(value)
-    if array.dtype.kind not in kind or array.shape != shape or array.ndim < 2 or not array.size:
-        wanted = {"U": "strings", "f": "floats"}.get(kind, "integers")
-        of = "[layers, H_kv]" if name == "candidates" else list(shape)
-        raise UserError(f"Profile.{name}: must be {wanted} {of}, got {array.dtype} {list(array.shape)}")
+    wanted = {"U": "strings", "f": "floats"}.get(kind, "integers")
+    of = "[layers, H_kv]" if name == "candidates" else list(shape)
+    fits = array.dtype.kind in kind and array.shape == shape and array.ndim >= 2 and array.size
+    require(fits, f"Profile.{name}: must be {wanted} {of}, got {array.dtype} {list(array.shape)}")
     return array
 
 
 def _require(name: str, array: np.ndarray, allowed: np.ndarray, what: str) -> None:
     """Raises UserError, which names the first entry that is not allowed."""
-    if not allowed.all():
-        at = tuple(np.argwhere(~allowed)[0].tolist())
-        raise UserError(f"Profile.{name}{list(at)} = {array[at]}: must {what}")
+    at = tuple(map(int, np.unravel_index(np.argmin(allowed), allowed.shape)))
+    require(allowed.all(), f"Profile.{name}{list(at)} = {array[at]}: must {what}")

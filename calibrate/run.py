@@ -21,7 +21,7 @@ from tca_jax.calibration.worth import Keeping, Reading, choose_keeping, choose_r
 from tca_jax.engine.lm import LM, require_lm
 from tca_jax.engine.mesh import SAME, on_host
 from tca_jax.engine.prompts import Encoder, Prompt, encode_prompts
-from tca_jax.errors import UserError, is_finite_number, least_share, require_type
+from tca_jax.errors import is_finite_number, least_share, require, require_type
 from tca_jax.layer_passes import HEADS, TextPass, attention_program
 from tca_jax.methods.candidates import kept_share
 from tca_jax.methods.config import Criterion, TCAConfig
@@ -170,8 +170,8 @@ def _by_scores(
         layers = TextPass(lm, ids, steps.step).layers(_score_layer, numbers, config=config)
         for layer, of_layer in enumerate(layers):
             of_layer = on_host(of_layer)  # all texts' and layers' would crowd the device
-            if not np.isfinite(of_layer).all():
-                raise UserError(f"model {lm.name!r} computes NaN or infinity in the attention of layer {layer}")
+            where = f"the attention of layer {layer}"
+            require(np.isfinite(of_layer).all(), f"model {lm.name!r} computes NaN or infinity in {where}")
             scores[layer] += lm.in_model_order(layer, of_layer)
     scores = (scores / len(sequences)).astype(np.float32)
     rows = np.asarray(choose_candidates(jnp.asarray(scores), config.tau))
@@ -220,34 +220,26 @@ def _unexplained(
 def require_length(name: str, tokens: int, lm: Encoder, config: TCAConfig) -> None:
     """Raises ValueError if a text is too short or too long for any result; `name` is the text's in the message."""
     fewest, most = config.window + config.block_size, lm.config.max_context
-    if not fewest <= tokens <= most:
-        raise UserError(
-            f"{name} has {tokens} tokens: calibration needs {fewest} (window + block_size = {config.window} + "
-            f"{config.block_size}), at most {most} (positions of {lm.name!r})"
-        )
+    needed = f"{fewest} (window + block_size = {config.window} + {config.block_size})"
+    must = f"calibration needs {needed}, at most {most} (positions of {lm.name!r})"
+    require(fewest <= tokens <= most, f"{name} has {tokens} tokens: {must}")
 
 
 def require_bounds(config: TCAConfig, *, probes: Any, kept: float | None, attended: float | None) -> None:
     """Raises ValueError if a bound is neither None nor a share, or the criterion takes neither bounds nor probes."""
     for name, given in (("probes", probes), ("kept", kept), ("attended", attended)):
         is_share = name == "probes" or given is None or (is_finite_number(given) and 0 < given <= 1)
-        if not is_share or (given is not None and config.criterion != "worth"):
-            raise UserError(
-                f"{name} = {given!r}: must lie in (0, 1]"
-                if not is_share
-                else f"{name} goes with criterion 'worth', not with {config.criterion!r}, which has no search"
-            )
+        require(is_share, f"{name} = {given!r}: must lie in (0, 1]")
+        fits = given is None or config.criterion == "worth"
+        require(fits, f"{name} goes with criterion 'worth', not with {config.criterion!r}, which has no search")
 
 
 def require_fit(kept: float, tokens: int, config: TCAConfig) -> None:
     """Raises ValueError if the smallest budget in every head exceeds a kept share of a cache of `tokens` tokens."""
     row0 = np.zeros(1, np.int32)
     least = kept_share(config, tokens, row0, row0).mean()
-    if least > kept:
-        raise UserError(
-            f"kept = {kept}: must be at least {least_share(least)}, which window, reserve and candidate 0 take "
-            f"of the cache of {tokens} tokens; a smaller window takes less"
-        )
+    must = f"must be at least {least_share(least)}, which window, reserve and candidate 0 take"
+    require(least <= kept, f"kept = {kept}: {must} of the cache of {tokens} tokens; a smaller window takes less")
 
 
 def _short_text(lengths: list[int], config: TCAConfig) -> str | None:

@@ -14,7 +14,7 @@ from tca_jax.calibration.gated_attention import attend_gated, read_both
 from tca_jax.calibration.search import HeadMask
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, SECOND_HEADS, on_host
-from tca_jax.errors import UserError
+from tca_jax.errors import require
 from tca_jax.layer_passes import HEADS, THIRD_HEADS, TextPass, attention_program, slope_program
 from tca_jax.methods.base import last_queries
 from tca_jax.methods.config import TCAConfig
@@ -43,10 +43,9 @@ class TextLosses:
         found = []
         for ids in self._texts:
             losses, _, finite = self._losses(ids, None)
-            if not (finite.all() and np.isfinite(losses).all()):
-                layer = int(np.argmin(finite.all(axis=1)))
-                where = "logits" if finite.all() else f"attention of layer {layer}"
-                raise UserError(f"model {self._lm.name!r} computes NaN or infinity in the {where}")
+            where = "logits" if finite.all() else f"attention of layer {np.argmin(finite.all(axis=1))}"
+            is_finite = finite.all() and np.isfinite(losses).all()
+            require(is_finite, f"model {self._lm.name!r} computes NaN or infinity in the {where}")
             found.append(losses)
         return found
 

@@ -17,7 +17,7 @@ from tca_jax.calibration.search import Found, HeadMask, search
 from tca_jax.calibration.text_losses import TextLosses
 from tca_jax.engine.cache import memory_bytes
 from tca_jax.engine.lm import LM
-from tca_jax.errors import UserError, least_share
+from tca_jax.errors import least_share, require
 from tca_jax.methods.candidates import kept_share
 from tca_jax.methods.config import TCAConfig
 
@@ -76,11 +76,10 @@ def choose_reading(
         ValueError: the model computes NaN or infinity, or row 0 in every head attends to more than `attended`.
     """
     objective = _ReadingObjective(lm, texts, config, step)
-    if attended is not None and (least := objective.attended(objective.none)) > attended:
-        raise UserError(
-            f"attended = {attended}: must be at least {least_share(least)}, the attended share of candidate 0 "
-            "in every head; a smaller window takes less"
-        )
+    if attended is not None:
+        least = objective.attended(objective.none)
+        must = f"must be at least {least_share(least)}, the attended share of candidate 0 in every head"
+        require(least <= attended, f"attended = {attended}: {must}; a smaller window takes less")
     found = search(objective, objective.none, lambda more: attended is None or objective.attended(more) <= attended)
     return Reading(found, Losses(objective.full, objective.row0, objective.loss(found.more)))
 

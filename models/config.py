@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tca_jax.errors import UserError, UserTypeError
+from tca_jax.errors import UserTypeError, explaining, require
 from tca_jax.models.json_object import MOST, Entries, read_json_object
 from tca_jax.models.rope import RopeConfig
 
@@ -68,8 +68,8 @@ class ModelConfig:
         """
         entries = Entries(hf_config if isinstance(hf_config, Mapping) else _to_dict(hf_config))
         family = entries.values.get("model_type")
-        if not isinstance(family, str) or family not in FAMILIES:
-            raise UserError(f"model_type {family!r} is not supported: must be one of {list(FAMILIES)}")
+        is_known = isinstance(family, str) and family in FAMILIES
+        require(is_known, f"model_type {family!r} is not supported: must be one of {list(FAMILIES)}")
         _refuse_unsupported(entries, family)
         num_heads, hidden_size = entries.integer("num_attention_heads"), entries.integer("hidden_size")
         max_positions = entries.integer("max_position_embeddings", 2048 if family == "llama" else 32768)
@@ -96,13 +96,10 @@ class ModelConfig:
             rope=RopeConfig.from_hf(_rope_parameters(entries), max_positions=max_positions),
             dtype_name=_dtype_name(entries),
         )
-        if config.num_heads % config.num_kv_heads or config.head_dim % 2:
-            raise UserError(
-                f"num_heads = {config.num_heads} must be a multiple of num_kv_heads = {config.num_kv_heads}, and "
-                f"head_dim = {config.head_dim} must be even"
-            )
-        if config.max_context > MOST:
-            raise UserError(f"RoPE stretches the context to {config.max_context} positions: must be at most {MOST}")
+        kv_heads, head_dim, most = config.num_kv_heads, config.head_dim, config.max_context
+        require(num_heads % kv_heads == 0, f"num_heads = {num_heads} must be a multiple of num_kv_heads = {kv_heads}")
+        require(head_dim % 2 == 0, f"head_dim = {head_dim} must be even")
+        require(most <= MOST, f"RoPE stretches the context to {most} positions: must be at most {MOST}")
         return config
 
     def to_hf(self) -> dict[str, Any]:
@@ -140,18 +137,16 @@ def read_config(folder: Path) -> ModelConfig:
         ValueError: it is not JSON, or the model is not supported; the message names the file.
     """
     path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: a checkpoint folder must hold config.json")
+    must = "a checkpoint folder must hold config.json"
+    require(path.is_file(), f"{path} does not exist: {must}", FileNotFoundError)
     entries = read_json_object(path)
-    try:
+    with explaining(str(path), ValueError):
         return ModelConfig.from_hf(entries)
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from error
 
 
 def _to_dict(hf_config: Any) -> Mapping[str, Any]:
-    if not hasattr(hf_config, "to_dict"):
-        raise UserTypeError(f"hf_config is a {type(hf_config).__name__}: must be a transformers config or a mapping")
+    kind, must = type(hf_config).__name__, "must be a transformers config or a mapping"
+    require(hasattr(hf_config, "to_dict"), f"hf_config is a {kind}: {must}", UserTypeError)
     return hf_config.to_dict()
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from tca_jax.errors import UserError
+from tca_jax.errors import require
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.projections import QuantizedLinear, by_chunks, dot_general, is_quantized, precision_of
 from tca_jax.models.rope import apply_rope, rope_cos_sin
@@ -317,10 +317,8 @@ class Decoder(nnx.Module):
         Raises:
             ValueError: `states` does not have one entry per layer.
         """
-        if len(states) != self.config.num_layers:
-            raise UserError(
-                f"states has {len(states)} entries: must be one for each of {self.config.num_layers} layers"
-            )
+        must = f"must be one for each of {self.config.num_layers} layers"
+        require(len(states) == self.config.num_layers, f"states has {len(states)} entries: {must}")
         options: dict[str, Any] = {"lengths": lengths, "tail": tail, "remat": remat}
         x, new_states = self.run_layers(self.embed(tokens), positions, attention, states, **options)
         return self.final_norm(x), new_states

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, explaining, require
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.json_object import LFS_POINTER, Entries, is_lfs_pointer
 from tca_jax.models.rope import RopeConfig, inverse_frequencies
@@ -126,10 +126,8 @@ class Gguf:
 
     def config(self) -> ModelConfig:
         """The model's shape; ValueError with the file's name where a key or tensor is missing or not supported."""
-        try:
+        with explaining(str(self.path), ValueError):
             return ModelConfig.from_hf(self._entries())
-        except ValueError as error:
-            raise UserError(f"{self.path}: {error}") from error
 
     def _entries(self) -> dict[str, Any]:
         """The config.json of the model."""
@@ -166,11 +164,10 @@ class Gguf:
         names = ("rope.scaling.factor", "rope.scale_linear")  # the second is older
         factor = next((keys.number(name) for name in names if keys.values.get(name)), 1.0)
         kind = keys.get("rope.scaling.type", "none" if factor == 1 else "linear")  # as llama.cpp takes it
-        if kind not in ("none", "linear", "yarn") or (_ROPE_FACTORS in self.tensors and kind != "none"):
-            raise UserError(
-                f"{keys.name.format('rope.scaling')} of type {kind!r} is not supported: must be none, linear or yarn, "
-                f"and none beside tensor {_ROPE_FACTORS!r}"
-            )
+        allowed = ("none",) if _ROPE_FACTORS in self.tensors else ("none", "linear", "yarn")
+        must = f"must be none, linear or yarn, and none beside tensor {_ROPE_FACTORS!r}"
+        given = f"{keys.name.format('rope.scaling')} of type {kind!r}"
+        require(kind in allowed, f"{given} is not supported: {must}")
         if _ROPE_FACTORS in self.tensors:
             return self._llama3(rope, head_dim, max_positions)
         if kind == "none":
@@ -194,15 +191,13 @@ class Gguf:
         config = RopeConfig.from_hf(rope, max_positions=max_positions)
         plain = inverse_frequencies(head_dim, RopeConfig(theta=config.theta))
         found = inverse_frequencies(head_dim, config)
-        if stretched.shape != found.shape or not np.allclose(plain, found * stretched, rtol=1e-3):
-            raise UserError(f"tensor {_ROPE_FACTORS!r} is not supported: must have the factors of LLaMA 3.1, {_LLAMA3}")
+        fits = stretched.shape == found.shape and np.allclose(plain, found * stretched, rtol=1e-3)
+        require(fits, f"tensor {_ROPE_FACTORS!r} is not supported: must have the factors of LLaMA 3.1, {_LLAMA3}")
         return rope
 
     def _required(self, name: str) -> GgufTensor:
-        if name not in self.tensors:
-            names = {**_OUTER, **_OF_LAYER}
-            stored = next((g for g, hf in names.items() if name == f"{hf}.weight"), name)
-            raise UserError(f"tensor '{stored}.weight' is missing")
+        stored = next((g for g, hf in _OUTER.items() if name == f"{hf}.weight"), name)
+        require(name in self.tensors, f"tensor '{stored}.weight' is missing")
         return self.tensors[name]
 
 
@@ -232,9 +227,8 @@ def find_gguf(path: Path) -> Path | None:
         if (path / "config.json").exists() and any(path.glob("*.safetensors*")):
             return None
         found = {_first_part(each) for each in path.iterdir() if _is_gguf(each)}
-        if len(found) > 1:
-            names = ", ".join(sorted(each.name for each in found))
-            raise UserError(f"{path} holds several GGUF checkpoints ({names}): pass the path of one")
+        names = ", ".join(sorted(each.name for each in found))
+        require(len(found) <= 1, f"{path} holds several GGUF checkpoints ({names}): pass the path of one")
         return next(iter(found), None)
     if _is_gguf(path) and path.exists():
         return path.with_name(match[1]) if (match := _PIECE.fullmatch(path.name)) else path
@@ -253,10 +247,9 @@ def open_gguf(path: Path) -> Gguf:
         ValueError: the `gguf` package is missing (extra "gguf"), or the file is damaged or not supported; the message
             names file and tensor.
     """
-    try:
+    needed = "GGUF files need the package gguf: pip install gguf, or the extra 'gguf'"
+    with explaining(f"{path}: {needed}", ImportError):
         import gguf.quants  # noqa: F401
-    except ImportError as error:
-        raise UserError(f"{path}: GGUF files need the package gguf: pip install gguf, or the extra 'gguf'") from error
     sources = [_Bytes.open(part) for part in _files(path)]
     metadata: dict[str, Any] = {}
     stored: dict[str, GgufTensor] = {}
@@ -264,31 +257,26 @@ def open_gguf(path: Path) -> Gguf:
         found, tensors = _Header(source).read()
         metadata = metadata or found
         for tensor in tensors:
-            if tensor.name in stored:
-                raise UserError(f"{source.name} is corrupt: there is a second tensor {tensor.name!r}")
+            require(tensor.name not in stored, f"{source.name} is corrupt: there is a second tensor {tensor.name!r}")
             stored[tensor.name] = tensor
     _check_count(path, metadata, len(sources), len(stored))
-    try:
+    with explaining(str(path), ValueError):
         permuted = _permuted_heads(metadata, _architecture(metadata))
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from error
     named = {}
     for tensor in stored.values():
         _check_type(tensor)
         name = _hf_name(tensor)
         heads = next((heads for part, heads in permuted.items() if f".{part}." in tensor.name), 0)
-        if heads and tensor.shape[0] % (2 * heads):
-            raise UserError(
-                f"{tensor.source.name}: tensor {tensor.name!r} has {tensor.shape[0]} rows for {heads} heads"
-            )
+        given = f"{tensor.source.name}: tensor {tensor.name!r} has {tensor.shape[0]} rows for {heads} heads"
+        require(not heads or tensor.shape[0] % (2 * heads) == 0, given)
         named[name] = dataclasses.replace(tensor, permuted_heads=heads)
     return Gguf(path, metadata, named)
 
 
 def _architecture(metadata: Mapping[str, Any]) -> str:
     arch = metadata.get("general.architecture")
-    if arch not in ARCHITECTURES:
-        raise UserError(f"general.architecture = {arch!r} is not supported: must be one of {list(ARCHITECTURES)}")
+    must = f"must be one of {list(ARCHITECTURES)}"
+    require(arch in ARCHITECTURES, f"general.architecture = {arch!r} is not supported: {must}")
     return str(arch)
 
 
@@ -326,8 +314,8 @@ def _check_type(tensor: GgufTensor) -> None:
 def _check_count(path: Path, metadata: Mapping[str, Any], files: int, tensors: int) -> None:
     for key, found in (("split.count", files), ("split.tensors.count", tensors)):
         stated = metadata.get(key, found)
-        if not isinstance(stated, int) or stated not in (0, found):
-            raise UserError(f"{path}: {key} = {stated}, but there are {found}: pass one of files -00001-of-0000N")
+        fits = isinstance(stated, int) and stated in (0, found)
+        require(fits, f"{path}: {key} = {stated}, but there are {found}: pass one of files -00001-of-0000N")
 
 
 def _is_gguf(path: Path) -> bool:
@@ -352,8 +340,8 @@ def _files(path: Path) -> list[Path]:
     count = int(match[3])
     files = [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, count + 1)]
     missing = [file for file in files if not file.exists() and not _pieces(file)]
-    if missing or not files:
-        raise FileNotFoundError(f"{(missing or [path])[0]} is missing: the checkpoint has {count} files")
+    given = f"{(missing or [path])[0]} is missing: the checkpoint has {count} files"
+    require(files and not missing, given, FileNotFoundError)
     return files
 
 
@@ -371,8 +359,8 @@ def _pieces(path: Path) -> list[Path]:
         return []
     first = 0 if 0 in numbered else 1
     for number in range(first, max(numbered) + 1):
-        if number not in numbered:
-            raise FileNotFoundError(f"{path}: piece {number} is missing (there are {sorted(numbered)})")
+        given = f"{path}: piece {number} is missing (there are {sorted(numbered)})"
+        require(number in numbered, given, FileNotFoundError)
     return [numbered[number] for number in sorted(numbered)]
 
 
@@ -386,8 +374,7 @@ class _Bytes:
     @classmethod
     def open(cls, path: Path) -> _Bytes:
         files = [path] if path.exists() else _pieces(path)
-        if not files:
-            raise FileNotFoundError(f"{path} does not exist")
+        require(files, f"{path} does not exist", FileNotFoundError)
         start, parts = 0, []
         for file in files:
             parts.append((file, start, start := start + file.stat().st_size))
@@ -516,8 +503,7 @@ class _Header:
         return self._buffer[first : first + count]
 
     def _check(self, ok: bool, reason: str) -> Any:
-        if not ok:
-            raise UserError(f"{self._source.name} {reason}")
+        require(ok, f"{self._source.name} {reason}")
 
 
 def _stored_bytes(shape: tuple[int, ...], type_: Any) -> int:

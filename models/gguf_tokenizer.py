@@ -195,13 +195,12 @@ class _File:
 
     def refuse(self, key: str, value: Any, must: str, remedy: str = "convert the model again") -> NoReturn:
         """Raises ValueError with the key, its value and the remedy."""
-        key, size = f"tokenizer.{key}", ""
-        if value is None:
-            raise UserError(f"{self.source} has no {key}: {must}; {remedy}")
+        size = ""
         if isinstance(value, list | np.ndarray):
             value, size = value[:3], f" ({len(value):,} entries)"
         shown = repr(value) if len(repr(value)) <= _SHOWN else f"{repr(value)[:_SHOWN]}..."
-        raise UserError(f"{self.source}: {key} = {shown}{size}: {must}; {remedy}")
+        given = "is missing" if value is None else f"= {shown}{size}"
+        raise UserError(f"{self.source}: tokenizer.{key} {given}: {must}; {remedy}")
 
 
 def _split(file: _File) -> _Split:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, explaining, require
 
 LFS_POINTER = "is a Git LFS pointer and not the file itself: run `git lfs pull` in its folder"
 MOST = 2**31 - 1  # token ids, positions and sizes of axes are int32
@@ -27,8 +27,7 @@ class Entries:
         """The entry; null counts as absent. ValueError where it is absent and has no default."""
         value = self.values.get(key)
         value = default if value is None else value
-        if value is None:
-            raise UserError(f"{self.name.format(key)} is missing")
+        require(value is not None, f"{self.name.format(key)} is missing")
         return value
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
@@ -60,17 +59,14 @@ def read_json_object(path: Path) -> dict[str, Any]:
         ValueError: it is no UTF-8, no JSON or no object; names the file.
     """
     entries = read_json(path)
-    if not isinstance(entries, dict):
-        raise UserError(f"{path} holds a {type(entries).__name__}: must be a JSON object")
+    require(isinstance(entries, dict), f"{path} holds a {type(entries).__name__}: must be a JSON object")
     return entries
 
 
 def read_json(path: Path) -> Any:
     """What a file holds; errors are those of `read_json_object`."""
-    try:
+    with explaining(f"{path} is not valid JSON", ValueError, RecursionError):
         return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
 
 
 def is_lfs_pointer(path: Path) -> bool:

@@ -239,7 +239,4 @@ def outer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _row(path: tuple[Any, ...]) -> tuple[_Row, re.Match[str]]:
     """The table's row of a parameter, and the match that fills in its names."""
     joined = ".".join(str(part) for part in path)
-    for row in _TABLE:
-        if match := re.fullmatch(row.path, joined):
-            return row, match
-    raise AssertionError(f"parameter {joined} has no name in checkpoints")  # the table lacks a row
+    return next((row, match) for row in _TABLE if (match := re.fullmatch(row.path, joined)))

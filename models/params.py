@@ -24,7 +24,7 @@ from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, require
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.fingerprint import combine, tensor_checksums
@@ -287,10 +287,9 @@ def _read_headers(folder: Path) -> dict[str, _Stored]:
         return {name: _Stored(name, gguf, gguf.tensors[name].shape, "F32") for name in gguf.names()}
     for file, names in _files(folder).items():
         with _opened(file) as shard:
-            lacking = set(names) - set(shard.keys())
-            if lacking:
-                raise UserError(f"{file} lacks tensor {min(lacking)!r}, which {_INDEX} places there")
+            held = set(shard.keys())
             for name in names:
+                require(name in held, f"{file} lacks tensor {name!r}, which {_INDEX} places there")
                 view = shard.get_slice(name)
                 stored[name] = _Stored(name, file, tuple(view.get_shape()), view.get_dtype())
     if EMBEDDING.removeprefix("model.") in stored:  # of a model without head, such as LlamaModel
@@ -304,19 +303,16 @@ def _files(folder: Path) -> dict[Path, list[str]]:
     if single.is_file():
         with _opened(single) as shard:
             return {single: list(shard.keys())}
-    if not index.is_file():
-        raise FileNotFoundError(f"{folder} holds neither {_SINGLE}, {_INDEX} nor a GGUF file")
+    held = f"{folder} holds neither {_SINGLE}, {_INDEX} nor a GGUF file"
+    require(index.is_file(), held, FileNotFoundError)
     places = read_json_object(index).get("weight_map")
-    if not isinstance(places, dict):
-        raise UserError(f"{index} is corrupt: weight_map must be an object")
+    require(isinstance(places, dict), f"{index} is corrupt: weight_map must be an object")
     files: dict[Path, list[str]] = {}
     for name, file in places.items():
-        if not isinstance(file, str) or not _SHARD.fullmatch(file):
-            raise UserError(f"{index} is corrupt: weight_map[{name!r}] = {file!r}: must be the name of a shard")
+        is_shard = isinstance(file, str) and _SHARD.fullmatch(file)
+        require(is_shard, f"{index} is corrupt: weight_map[{name!r}] = {file!r}: must be the name of a shard")
+        require((folder / file).is_file(), f"{folder / file} is missing: {_INDEX} lists it", FileNotFoundError)
         files.setdefault(folder / file, []).append(name)
-    missing = [file for file in files if not file.is_file()]
-    if missing:
-        raise FileNotFoundError(f"{missing[0]} is missing: {_INDEX} lists it ({len(missing)} are missing)")
     return files
 
 
@@ -359,8 +355,8 @@ def _check_tensors(
     layers = max(parameter.layer or 0 for parameter in wanted.values())
     for name in left:
         layer = LAYER.fullmatch(name)
-        if int(layer[1]) <= layers if layer else name.startswith(("model.embed_tokens.", "model.norm.", HEAD)):
-            raise UserError(f"{stored[name].file}: tensor {name!r} has no place in the model of its config")
+        is_own = int(layer[1]) <= layers if layer else name.startswith(("model.embed_tokens.", "model.norm.", HEAD))
+        require(not is_own, f"{stored[name].file}: tensor {name!r} has no place in the model of its config")
     if left:
         warnings.warn(f"{folder}: {len(left)} tensors of other heads or layers are ignored: {left[0]!r}", stacklevel=3)
 
@@ -369,36 +365,29 @@ def _check_tensor(
     folder: Path, name: str, shape: tuple[int, ...], stored: Mapping[str, _Stored], in_eight_bits: bool
 ) -> None:
     """Checks a tensor's shape and dtype; in a checkpoint in eight bits projections may have these, or others."""
-    if name not in stored:
-        raise UserError(f"{folder} lacks tensor {name!r}, which the model's config asks for")
+    require(name in stored, f"{folder} lacks tensor {name!r}, which the model's config asks for")
     found, allowed = stored[name], [*_STORED_BYTES, *([CODES] if in_eight_bits else [])]
-    if found.shape != shape or found.dtype not in allowed:
-        raise UserError(
-            f"{found.file}: tensor {name!r} has shape {list(found.shape)} and dtype {found.dtype}, the model's config "
-            f"asks for {list(shape)} and one of {allowed}"
-        )
+    given = f"{found.file}: tensor {name!r} has shape {list(found.shape)} and dtype {found.dtype}"
+    fits = found.shape == shape and found.dtype in allowed
+    require(fits, f"{given}, the model's config asks for {list(shape)} and one of {allowed}")
 
 
 def _check_all_in_eight_bits(stored: Mapping[str, _Stored]) -> None:
-    """Checks that a checkpoint in eight bits has all projections so: nobody is given fewer bits than were kept."""
+    """Raises ValueError if only some projections are in eight bits."""
+    remedy = "where others are in eight bits: not supported as it is; weights='fp8' quantizes it, too"
     for name, found in stored.items():
-        if re.fullmatch(r".*_proj\.weight", name) and found.dtype != CODES:
-            raise UserError(
-                f"{found.file}: tensor {name!r} has dtype {found.dtype} where others are in eight bits: not supported "
-                "as it is; weights='fp8' quantizes it, too"
-            )
+        fits = found.dtype == CODES or not name.endswith("_proj.weight")
+        require(fits, f"{found.file}: tensor {name!r} has dtype {found.dtype} {remedy}")
 
 
 def _checked_scale(name: str, stored: Mapping[str, _Stored], format_: StoredQuantization) -> str:
     """Name of the scales of a tensor of codes, if they are there and fit."""
-    scales, shapes = scale_name(name, stored), format_.scale_shapes(stored[name].shape)
-    found = stored.get(scales or "")
-    if scales is None or found is None or found.shape not in shapes or found.dtype not in _STORED_BYTES:
-        held = "there are none" if found is None else f"tensor {scales!r} has {list(found.shape)} of {found.dtype}"
-        raise UserError(
-            f"{stored[name].file}: tensor {name!r} has dtype {CODES}, and its scales must have one of the shapes "
-            f"{list(map(list, shapes))}: {held}"
-        )
+    scales, shapes = scale_name(name, stored) or "", format_.scale_shapes(stored[name].shape)
+    found = stored.get(scales)
+    fits = found is not None and found.shape in shapes and found.dtype in _STORED_BYTES
+    held = "there are none" if found is None else f"tensor {scales!r} has {list(found.shape)} of {found.dtype}"
+    must = f"its scales must have one of the shapes {list(map(list, shapes))}: {held}"
+    require(fits, f"{stored[name].file}: tensor {name!r} has dtype {CODES}, and {must}")
     return scales
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from tca_jax.errors import UserError
+from tca_jax.errors import require
 from tca_jax.models.json_object import Entries
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -42,8 +42,9 @@ class RopeConfig:
         """
         entries = Entries(parameters, "rope_parameters[{!r}]")
         rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-        if rope_type not in ROPE_TYPES or any(isinstance(value, Mapping) for value in parameters.values()):
-            raise UserError(f"RoPE {dict(parameters)} is not supported: rope_type must be one of {list(ROPE_TYPES)}")
+        unsupported = f"RoPE {dict(parameters)} is not supported"
+        is_known = rope_type in ROPE_TYPES and not any(isinstance(value, Mapping) for value in parameters.values())
+        require(is_known, f"{unsupported}: rope_type must be one of {list(ROPE_TYPES)}")
         if parameters.get("partial_rotary_factor") not in (None, 1):
             entries.refuse("partial_rotary_factor", "1.0")
         fields: dict[str, Any] = {"theta": entries.number("rope_theta", 10_000.0)}
@@ -64,8 +65,8 @@ class RopeConfig:
             entries.refuse("low_freq_factor", f"below high_freq_factor = {rope.high_freq_factor:g}")
         if not (1 if rope_type == "yarn" else 0) < rope.theta <= _MOST:
             entries.refuse("rope_theta", "a number of float32, above 1 for YaRN")
-        if max(v for v in vars(rope).values() if isinstance(v, float)) > _MOST:
-            raise UserError(f"RoPE {dict(parameters)} is not supported: numbers must fit into float32")
+        largest = max(v for v in vars(rope).values() if isinstance(v, float))
+        require(largest <= _MOST, f"{unsupported}: numbers must fit into float32")
         return rope
 
     def to_hf(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from tca_jax.errors import UserError, UserTypeError
+from tca_jax.errors import require, require_type
 from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Collectives, Decoder, chunk_size
 from tca_jax.models.names import MODEL, Parameter, parameters
@@ -116,21 +116,20 @@ def check_mesh(mesh: Any, config: ModelConfig, name: str = "the model") -> None:
 
     The devices on "model" must divide its KV heads, inner width and width; the message has the numbers that do.
     """
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise UserTypeError(f"mesh is a {type(mesh).__name__}: must be a jax.sharding.Mesh, as jax.make_mesh gives it")
+    require_type("mesh", mesh, (Mesh, AbstractMesh), "a jax.sharding.Mesh, as jax.make_mesh gives it")
     given = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-    if not mesh.axis_names or not set(mesh.axis_names) <= {DATA, MODEL}:
-        raise UserError(f"mesh = ({given}): its axes must be {DATA!r} and {MODEL!r}, or one of them")
+    fits = mesh.axis_names and set(mesh.axis_names) <= {DATA, MODEL}
+    require(fits, f"mesh = ({given}): its axes must be {DATA!r} and {MODEL!r}, or one of them")
     devices = axis_size(mesh, MODEL)
     sizes = {
         f"{config.num_kv_heads} KV heads": config.num_kv_heads,
         f"an inner width of {config.intermediate_size}": config.intermediate_size,
         f"a width of {config.hidden_size}": config.hidden_size,
     }
+    allowed = _listed(_divisors(math.gcd(*sizes.values())))
     for words, size in sizes.items():
-        if size % devices:
-            fit = _listed(_divisors(math.gcd(*sizes.values())))
-            raise UserError(f"mesh = ({given}): {MODEL}={devices} devices, but {name} has {words}: {fit}")
+        fits = size % devices == 0
+        require(fits, f"mesh = ({given}): {MODEL}={devices} devices, but {name} has {words}: {allowed}")
 
 
 def parameter_specs(
@@ -252,8 +251,8 @@ def inverse_orders(orders: HeadOrders) -> tuple[tuple[int, ...], ...]:
 def check_orders(orders: HeadOrders, config: ModelConfig) -> None:
     """Raises ValueError unless there is a permutation of the KV heads for each layer."""
     heads = list(range(config.num_kv_heads))
-    if len(orders) != config.num_layers or any(sorted(order) != heads for order in orders):
-        raise UserError(f"orders = {orders!r}: must be {config.num_layers} permutations of {len(heads)} KV heads")
+    fits = len(orders) == config.num_layers and all(sorted(order) == heads for order in orders)
+    require(fits, f"orders = {orders!r}: must be {config.num_layers} permutations of {len(heads)} KV heads")
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "spec", "mesh"))

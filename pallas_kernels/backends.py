@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from tca_jax.errors import Unsupported, UserError
+from tca_jax.errors import Unsupported, require
 
 #: The backends of every operation, best first: the order in which "auto" tries those that the device can run.
 OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -46,16 +46,14 @@ Backend = str | tuple[str, ...]
 
 def validate_backend(backend: str) -> None:
     """Raises ValueError unless `backend` is one of `BACKENDS`."""
-    if backend not in BACKENDS:
-        raise UserError(f"backend = {backend!r}: must be one of {list(BACKENDS)}")
+    require(backend in BACKENDS, f"backend = {backend!r}: must be one of {list(BACKENDS)}")
 
 
 def check_backend(backend: str) -> None:
     """Raises ValueError unless `backend` is one of `BACKENDS` that can run on this device."""
     validate_backend(backend)
     lack = None if backend == "auto" else _lacks(backend)
-    if lack is not None:
-        raise UserError(f"backend = {backend!r} {lack}; use 'auto' or 'xla'")
+    require(lack is None, f"backend = {backend!r} {lack}; use 'auto' or 'xla'")
 
 
 def can_run(backend: str) -> bool:
@@ -93,30 +91,15 @@ def dispatch(operation: str, backend: Backend) -> Callable[..., Any]:
         ValueError: the backend is unknown, cannot run on this device, not implemented for this operation, or cannot
             be imported.
     """
-    name = backend if isinstance(backend, str) else _preferred(operation, backend)
+    names, known = (backend,) if isinstance(backend, str) else backend, ("auto", *OPERATIONS[operation])
+    for name in names:
+        validate_backend(name)
+    name = next((name for name in names if name in known), "")
+    require(name, f"backend = {backend!r}: {operation} has no such implementation; must be one of {sorted(known)}")
     check_backend(name)
     if name == "auto":
         return lambda *args, **kwargs: _first_able(operation, args, kwargs)
-    if name not in OPERATIONS[operation]:
-        raise UserError(
-            f"backend = {name!r}: {operation} has no such implementation; must be 'auto' or one of "
-            f"{sorted(OPERATIONS[operation])}"
-        )
-    try:
-        return _load(operation, name)
-    except NotImplementedError as error:
-        raise UserError(f"backend = {name!r}: {error}; use 'auto' or 'xla'") from error
-
-
-def _preferred(operation: str, backends: tuple[str, ...]) -> str:
-    """The first of some names that the operation has."""
-    for name in backends:
-        validate_backend(name)
-    known = ("auto", *OPERATIONS[operation])
-    for name in backends:
-        if name in known:
-            return name
-    raise UserError(f"backend = {backends!r}: {operation} has none of these; one must be among {sorted(known)}")
+    return _load(operation, name)
 
 
 def _first_able(operation: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -134,7 +117,8 @@ def _load(operation: str, backend: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(f"{__package__}.{operation}.{backend}")
     except ImportError as error:
-        raise Unsupported(f"{operation} on {backend} cannot be imported: {error}") from error
+        reason = f"{operation} on {backend} cannot be imported: {error}; use 'auto' or 'xla'"
+        raise Unsupported(f"backend = {backend!r}: {reason}") from error
     implementation: Callable[..., Any] = getattr(module, operation)
     return implementation
 

@@ -23,8 +23,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float16, Float32, Int, Int8, UInt16
 
-from tca_jax.errors import UserError
-from tca_jax.pallas_kernels.checks import check_heads, check_shape, check_shapes
+from tca_jax.errors import require
+from tca_jax.pallas_kernels.checks import check_heads, check_shape, check_shapes, is_multiple
 
 #: Regions of the pool start on multiples of this, so that tiles and TMA loads are aligned.
 REGION_ALIGNMENT = 128
@@ -124,12 +124,12 @@ def check_pages(arrays: Mapping[str, tuple[Any, str]], caches: tuple[Pages, ...]
             own = check_shape(f"caches[{i}].{name}", getattr(cache, name), dims, own)
         for name in ("start", "end"):
             own = check_shape(f"caches[{i}].{name}", getattr(cache, name), "R", own)
-        if own["R"] < 1 or sizes["B"] % own["R"]:
-            raise UserError(f"caches[{i}] has {own['R']} rows: must divide the {sizes['B']} rows of queries")
+        must = f"must divide the {sizes['B']} rows of queries"
+        require(is_multiple(sizes["B"], own["R"]), f"caches[{i}] has {own['R']} rows: {must}")
         sizes = own
     check_heads(sizes)
-    if window < sizes["b"] or window % sizes["b"]:
-        raise UserError(f"window = {window}: must be a positive multiple of the page size, {sizes['b']}")
+    must = f"must be a positive multiple of the page size, {sizes['b']}"
+    require(is_multiple(window, sizes["b"]), f"window = {window}: {must}")
     return sizes
 
 

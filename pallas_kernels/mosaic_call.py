@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from tca_jax.errors import Unsupported
+from tca_jax.errors import Unsupported, require
 from tca_jax.pallas_kernels.kernel_math import LOG2E
 
 ROWS = 64  # query rows of a warpgroup: one wgmma tile
@@ -28,13 +28,10 @@ _COMPUTE_REGISTERS, _MEMORY_REGISTERS = 232, 40
 
 def check_supported(operation: str, dtype: Any, head_dim: int, block_size: int) -> None:
     """Raises NotImplementedError for what the kernels do not take, so that backend "auto" moves on."""
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        raise Unsupported(f"{operation} on mosaic takes bfloat16 and float16, not {dtype}")
-    if block_size % TILE or head_dim not in (64, 128):
-        raise Unsupported(
-            f"{operation} on mosaic takes d 64 or 128 and block_size a multiple of {TILE}, "
-            f"not d = {head_dim} and block_size = {block_size}"
-        )
+    takes = dtype in (jnp.bfloat16, jnp.float16) and block_size % TILE == 0 and head_dim in (64, 128)
+    allowed = f"bfloat16 and float16, d 64 or 128 and block_size a multiple of {TILE}"
+    given = f"{dtype}, d = {head_dim} and block_size = {block_size}"
+    require(takes, f"{operation} on mosaic takes {allowed}, not {given}", Unsupported)
 
 
 def mosaic_call(

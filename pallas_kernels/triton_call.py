@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float32
 
-from tca_jax.errors import Unsupported
+from tca_jax.errors import Unsupported, require
 from tca_jax.pallas_kernels.kernel_math import LOG2E
 from tca_jax.pallas_kernels.kv import LEAST_EXPONENT, UNPACKED, power_of_two, unpack
 from tca_jax.pallas_kernels.numerics import MASKED, precision, varying_axes
@@ -74,20 +74,16 @@ def triton_call(
     return tuple(call(*operands))
 
 
-def check_supported(operation: str, head_dim: int, *arrays: Any) -> None:
-    """Refuses what the kernels do not take, so that backend "auto" moves on.
-
-    Raises:
-        NotImplementedError: a head dimension that is no power of two from 16 to 256, a type that is not in
-            `DTYPES`, or arrays of different types.
-    """
-    if head_dim not in (16, 32, 64, 128, 256):
-        raise Unsupported(f"{operation} on Triton: head dimension {head_dim}: must be a power of two from 16 to 256")
+def check_supported(operation: str, head_dim: int, *arrays: Any, block_size: int = 16) -> None:
+    """Raises NotImplementedError for what the kernels do not take, so that backend "auto" moves on."""
     dtypes = {jnp.dtype(array.dtype) for array in arrays}
-    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(dtype) for dtype in DTYPES}:
-        raise Unsupported(
-            f"{operation} on Triton: types {sorted(map(str, dtypes))}: must be one of bfloat16, float16 and float32"
-        )
+    is_one = len(dtypes) <= 1 and dtypes <= {jnp.dtype(dtype) for dtype in DTYPES}
+    for fits, given, must in (
+        (head_dim in (16, 32, 64, 128, 256), f"head dimension {head_dim}", "a power of two from 16 to 256"),
+        (is_one, f"types {sorted(map(str, dtypes))}", "one of bfloat16, float16 and float32"),
+        (block_size % 16 == 0, f"block_size = {block_size}", "a multiple of 16, the least tile"),
+    ):
+        require(fits, f"{operation} on Triton: {given}: must be {must}", Unsupported)
 
 
 def dot(a: Array, b: Array, *, transposed: bool = False) -> Array:

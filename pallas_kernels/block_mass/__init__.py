@@ -8,9 +8,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from tca_jax.errors import UserError
+from tca_jax.errors import require
 from tca_jax.pallas_kernels.backends import Backend, dispatch
-from tca_jax.pallas_kernels.checks import check_blocks, check_shapes
+from tca_jax.pallas_kernels.checks import check_blocks, check_shapes, is_multiple
 
 
 def block_mass(
@@ -41,8 +41,7 @@ def block_mass(
         [B, Hkv, N, N], N = ceil(L / b); 0 where j > t or the tile is past the length.
     """
     check_blocks(block_size)
-    if stride < 1 or block_size % stride:
-        raise UserError(f"stride = {stride}: must divide block_size = {block_size}")
+    require(is_multiple(block_size, stride), f"stride = {stride}: must divide block_size = {block_size}")
     check_shapes({"q": (q, "B L Hq d"), "k": (k, "B L Hkv d"), "lengths": (lengths, "B")})
     return dispatch("block_mass", backend)(q, k, lengths, block_size=block_size, stride=stride)
 

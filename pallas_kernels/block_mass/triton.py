@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float32, Int
 
-from tca_jax.errors import Unsupported
+from tca_jax.errors import Unsupported, require
 from tca_jax.pallas_kernels.block_mass import sampled_positions
 from tca_jax.pallas_kernels.kernel_math import LOG2E, full_precision_tile, quotient_and_remainder, shared_memory
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv
@@ -68,17 +68,13 @@ def block_mass(
 ) -> Array:
     """See `block_mass.block_mass`. Keys past a row's length are never read."""
     batch, length, kv_heads, head_dim = k.shape
-    check_supported("block_mass", head_dim, q, k)
-    if block_size % 16:
-        raise Unsupported(f"block_mass on Triton: block_size = {block_size}: must be a multiple of 16, the least tile")
+    check_supported("block_mass", head_dim, q, k, block_size=block_size)
     if length == 0:
         return jnp.zeros((batch, kv_heads, 0, 0), jnp.float32)
     group, blocks = q.shape[2] // kv_heads, cdiv(length, block_size)
     rows = block_size // stride * group
-    if rows > _MOST_ROWS:
-        raise Unsupported(
-            f"block_mass on Triton: {block_size // stride} queries of a tile times {group} heads: at most {_MOST_ROWS}"
-        )
+    given = f"{block_size // stride} queries of a tile times {group} heads"
+    require(rows <= _MOST_ROWS, f"block_mass on Triton: {given}: at most {_MOST_ROWS}", Unsupported)
     config = config or default_config(rows, block_size, head_dim, k.dtype)
     held = max(16, pl.next_power_of_2(config.tiles * rows))
     # As many programs in a part as may write at once.

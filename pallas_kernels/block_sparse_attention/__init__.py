@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
-from tca_jax.errors import UserError
+from tca_jax.errors import require
 from tca_jax.pallas_kernels.backends import Backend, dispatch
 from tca_jax.pallas_kernels.block_sparse_attention.lists import BlockLists, Columns
 from tca_jax.pallas_kernels.checks import check_blocks, check_shapes
@@ -53,9 +53,7 @@ def block_sparse_attention(
     Returns:
         [B, L, Hq, d] in the type of `q`; rows past a length are zero, and so is a query that nothing is listed for.
     """
-    check_blocks(block_size)
-    if tile_size < block_size or tile_size % block_size:
-        raise UserError(f"tile_size = {tile_size}: must be a positive multiple of block_size = {block_size}")
+    check_blocks(block_size, tile_size=tile_size)
     arrays = {
         "q": (q, "B L Hq d"),
         "k": (k, "B L Hkv d"),
@@ -68,14 +66,12 @@ def block_sparse_attention(
         arrays |= {"columns.tokens": (columns.tokens, "B Hq V"), "columns.counts": (columns.counts, "B Hq")}
     dims = check_shapes(arrays)
     tiles = cdiv(dims["L"], tile_size)
-    if dims["N"] != tiles:
-        raise UserError(f"blocks.counts has {dims['N']} tiles: must be ceil(L / tile_size) = {tiles}")
-    if dims["T"] not in (1, tiles):
-        raise UserError(f"blocks.distances has {dims['T']} tiles: must be {tiles}, or 1 for lists that all share")
-    if dims["C"] < 1 or dims.get("V") == 0:
-        raise UserError("blocks.distances and columns.tokens must have room for one block and one column at least")
-    if columns is not None and dims["T"] != 1:
-        raise UserError(f"columns beside blocks.distances of {dims['T']} tiles: must be lists that all tiles share")
+    allowed = f"{tiles} tiles, or 1 for lists that all share" if columns is None else "1 tile beside columns"
+    require(dims["N"] == tiles, f"blocks.counts has {dims['N']} tiles: must be ceil(L / tile_size) = {tiles}")
+    fits = dims["T"] == 1 or (dims["T"] == tiles and columns is None)
+    require(fits, f"blocks.distances has {dims['T']} tiles: must be {allowed}")
+    has_room = dims["C"] and dims.get("V") != 0
+    require(has_room, "blocks.distances and columns.tokens must have room for one block and one column at least")
     implementation = dispatch("block_sparse_attention", backend)
     sizes = {"block_size": block_size, "tile_size": tile_size, "aligned": aligned}
     return implementation(q, k, v, blocks, lengths, columns=columns, **sizes)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from tca_jax.errors import Unsupported
+from tca_jax.errors import Unsupported, require
 from tca_jax.pallas_kernels.block_sparse_attention.lists import BlockLists, Columns
 from tca_jax.pallas_kernels.mosaic_call import TILE, attend, check_supported, fetch, iotas, mosaic_call, start_moving
 from tca_jax.pallas_kernels.mosaic_call import aligned as aligned_slice
@@ -51,8 +51,8 @@ def block_sparse_attention(
     """See `block_sparse_attention.block_sparse_attention`. Values among the padding must be finite."""
     batch, length, _, head_dim = q.shape
     config = config or MosaicBlockSparseConfig()
-    if columns is not None or not aligned:
-        raise Unsupported("block_sparse_attention on mosaic takes aligned blocks, and no columns")
+    takes = aligned and columns is None
+    require(takes, "block_sparse_attention on mosaic takes aligned blocks, and no columns", Unsupported)
     check_supported("block_sparse_attention", q.dtype, head_dim, block_size)
     padding = -length % tile_size
     if padding:

@@ -19,7 +19,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
-from tca_jax.errors import Unsupported
 from tca_jax.pallas_kernels.block_sparse_attention.lists import BlockLists, Columns, entries_by_distance
 from tca_jax.pallas_kernels.kernel_math import divide_up, full_precision_tile, quotient_and_remainder, shared_memory
 from tca_jax.pallas_kernels.numerics import cdiv
@@ -83,11 +82,7 @@ def block_sparse_attention(
 ) -> Array:
     """See `block_sparse_attention.block_sparse_attention`. What is not attended to is never read."""
     batch, length, heads, head_dim = q.shape
-    check_supported("block_sparse_attention", head_dim, q, k, v)
-    if block_size % 16:
-        raise Unsupported(
-            f"block_sparse_attention on Triton: block_size = {block_size}: must be a multiple of 16, the least tile"
-        )
+    check_supported("block_sparse_attention", head_dim, q, k, v, block_size=block_size)
     config = config or default_config(block_size, tile_size, head_dim, q.dtype)
     kv_heads, tiles = k.shape[2], blocks.counts.shape[-1]
     listed = None if columns is None else _column_lists(blocks, columns, tiles, block_size, tile_size)

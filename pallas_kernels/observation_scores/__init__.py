@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.errors import UserError
+from tca_jax.errors import check_integer, require
 from tca_jax.pallas_kernels.backends import Backend, dispatch
 from tca_jax.pallas_kernels.checks import check_shapes
 
@@ -40,12 +40,9 @@ def observation_scores(
         s_f, float32 [B, Hkv, L]; 0 past a row's length.
     """
     sizes = check_shapes({"q_last": (q_last, "B o Hq d"), "k": (k, "B L Hkv d"), "lengths": (lengths, "B")})
-    if sizes["o"] < 1:
-        raise UserError(f"q_last has shape {q_last.shape}: must hold at least one query")
-    if spread < 1:
-        raise UserError(f"spread = {spread}: must be at least 1")
-    if not 0 < decay <= 1:
-        raise UserError(f"decay = {decay}: must lie in (0, 1]")
+    require(sizes["o"], f"q_last has shape {q_last.shape}: must hold at least one query")
+    check_integer("spread", spread, at_least=1)
+    require(0 < decay <= 1, f"decay = {decay}: must lie in (0, 1]")
     scores: Float32[Array, "B Hkv L"] = dispatch("observation_scores", backend)(
         q_last, k, lengths, spread=spread, decay=decay
     )

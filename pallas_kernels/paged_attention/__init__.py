@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Float32, Int
 
-from tca_jax.errors import UserError
+from tca_jax.errors import require
 from tca_jax.pallas_kernels.backends import Backend, dispatch
 from tca_jax.pallas_kernels.kv import Pages, check_pages
 
@@ -40,7 +40,7 @@ def paged_attention(
     """
     queries = {"q": (q, "B m Hq d"), "first": (first, "B"), "newest": (newest, "B")}
     sizes = check_pages(queries, caches, window=window)
-    if sizes["m"] > sizes["b"]:
-        raise UserError(f"q has {sizes['m']} queries per row: must be at most the page size, {sizes['b']}")
+    must = f"must be at most the page size, {sizes['b']}"
+    require(sizes["m"] <= sizes["b"], f"q has {sizes['m']} queries per row: {must}")
     implementation = dispatch("paged_attention", backend)
     return implementation(q, caches, first, newest, window=window)

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
-from tca_jax.errors import Unsupported
+from tca_jax.errors import Unsupported, require
 from tca_jax.pallas_kernels.kernel_math import (
     LOG2E,
     divide_up,
@@ -94,11 +94,11 @@ def paged_attention(
     stored = [x for cache in caches for x in (cache.k, cache.v) if not isinstance(x, EightBits)]
     check_supported("paged_attention", head_dim, q, *stored)
     eight_bits = any(isinstance(cache.k, EightBits) for cache in caches)
-    if eight_bits and head_dim < _LEAST_EIGHT_BITS:
-        raise Unsupported(f"paged_attention on Triton: head dimension {head_dim}: must be 32 or more in eight bits")
     page, group = caches[0].page_size, q_heads // caches[0].table.shape[1]
-    if page < _SMALLEST_PAGE or page & (page - 1):
-        raise Unsupported(f"paged_attention on Triton: pages of {page}: must be a power of two from {_SMALLEST_PAGE}")
+    on, is_power = "paged_attention on Triton", page >= _SMALLEST_PAGE and not page & (page - 1)
+    is_wide = not eight_bits or head_dim >= _LEAST_EIGHT_BITS
+    require(is_wide, f"{on}: head dimension {head_dim}: must be 32 or more in eight bits", Unsupported)
+    require(is_power, f"{on}: pages of {page}: must be a power of two from {_SMALLEST_PAGE}", Unsupported)
     config = config or default_config(queries * group, head_dim, page, q.dtype, batch, eight_bits=eight_bits)
     plan = ChunkPlan.make(caches, config, batch=batch, queries=queries, group=group, window=window)
     rows, refs = batch * queries * q_heads, tuple(PageRefs.of(cache) for cache in caches)

@@ -20,7 +20,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
-from tca_jax.errors import Unsupported
 from tca_jax.pallas_kernels.kernel_math import (
     divide_up,
     full_precision_tile,
@@ -76,11 +75,7 @@ def prefill_attention(
 ) -> Array:
     """See `prefill_attention.prefill_attention`. What is not attended to is never read."""
     batch, length, heads, head_dim = q.shape
-    check_supported("prefill_attention", head_dim, q, k, v, pool.k, pool.v)
-    if block_size % 16:
-        raise Unsupported(
-            f"prefill_attention on Triton: block_size = {block_size}: must be a multiple of 16, the least tile"
-        )
+    check_supported("prefill_attention", head_dim, q, k, v, pool.k, pool.v, block_size=block_size)
     config = config or default_config(block_size, head_dim, q.dtype)
     num_blocks = cdiv(length, block_size)
     prefixes, order = prefix_schedule(budgets, num_blocks, window // block_size)

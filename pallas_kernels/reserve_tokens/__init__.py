@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Bool, Float32, Int
 
-from tca_jax.errors import UserError
+from tca_jax.errors import check_integer
 from tca_jax.pallas_kernels.backends import Backend, dispatch
 from tca_jax.pallas_kernels.checks import check_shapes
 
@@ -32,7 +32,6 @@ def reserve_tokens(
         bool [B, Hkv, L].
     """
     check_shapes({"scores": (scores, "B Hkv L"), "ranked_tokens": (ranked_tokens, "B")})
-    if reserve < 0:
-        raise UserError(f"reserve = {reserve}: must be at least 0")
+    check_integer("reserve", reserve, at_least=0)
     marks: Bool[Array, "B Hkv L"] = dispatch("reserve_tokens", backend)(scores, ranked_tokens, reserve=reserve)
     return marks

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
-from tca_jax.errors import Unsupported
+from tca_jax.errors import Unsupported, require
 from tca_jax.pallas_kernels.kernel_math import divide_up
 from tca_jax.pallas_kernels.kv import Pool
 from tca_jax.pallas_kernels.numerics import cdiv
@@ -55,10 +55,8 @@ def select_tokens(
     """Ranks and copies; see `select_tokens.select_tokens`."""
     batch, length, kv_heads, head_dim = k.shape
     check_supported("select_tokens", head_dim, k, v)
-    if block_size & (block_size - 1) or block_size > MAX_BLOCK:
-        raise Unsupported(
-            f"select_tokens on Triton: block_size = {block_size}: must be a power of two, at most {MAX_BLOCK}"
-        )
+    fits, must = block_size <= MAX_BLOCK and not block_size & (block_size - 1), f"a power of two, at most {MAX_BLOCK}"
+    require(fits, f"select_tokens on Triton: block_size = {block_size}: must be {must}", Unsupported)
     config = config or SelectConfig()
     regions, blocks = batch * kv_heads, length // block_size
     if blocks == 0 or pool_tokens == 0:

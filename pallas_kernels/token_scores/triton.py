@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array
 
-from tca_jax.errors import Unsupported
+from tca_jax.errors import Unsupported, require
 from tca_jax.pallas_kernels.kernel_math import LOG2E, divide_up, streamed_tile
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv, round_up
 from tca_jax.pallas_kernels.triton_call import check_supported, dot, triton_call
@@ -57,8 +57,8 @@ def token_scores(
     Keys past a row's length are never read."""
     batch, length, kv_heads, head_dim = k.shape
     check_supported("token_scores", head_dim, q_last, k)
-    if block_size & (block_size - 1):
-        raise Unsupported(f"token_scores on Triton: block_size = {block_size}: must be a power of two")
+    is_power = not block_size & (block_size - 1)
+    require(is_power, f"token_scores on Triton: block_size = {block_size}: must be a power of two", Unsupported)
     config = config or default_config(length, head_dim, k.dtype.itemsize)
     rows, regions = batch * q_last.shape[1], batch * kv_heads
     group, chunks = rows // regions, cdiv(length, config.chunk)

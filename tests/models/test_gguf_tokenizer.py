@@ -254,7 +254,7 @@ def test_stop_tokens_are_named_or_known() -> None:
     [
         ("qwen2", "model", "bert", "'bert': must be 'gpt2'"),
         ("qwen2", "pre", "tekken", "'tekken': must be one of default, smollm"),
-        ("qwen2", "tokens", None, "has no tokenizer.ggml.tokens"),
+        ("qwen2", "tokens", None, "tokenizer.ggml.tokens is missing"),
         ("qwen2", "tokens", [], "must hold a token"),
         ("qwen2", "tokens", ["a", "b", "a"], "'a': must be there once"),
         ("qwen2", "token_type", [1, 3], r"must be a list of \d+ numbers"),
@@ -262,7 +262,7 @@ def test_stop_tokens_are_named_or_known() -> None:
         ("qwen2", "merges", ["a Ġunmade"], "must be two tokens that make a third"),
         ("qwen2", "eos_token_id", 9999, r"9999: must be a token id in \[0, \d+\)"),
         ("qwen2", "add_bos_token", 1, "1: must be true or false"),
-        ("sentencepiece", "scores", None, "has no tokenizer.ggml.scores"),
+        ("sentencepiece", "scores", None, "tokenizer.ggml.scores is missing"),
         ("sentencepiece", "scores", [float("nan")] * 500, "must be a list of"),
     ],
 )

@@ -2,6 +2,9 @@
 
 import importlib
 import inspect
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +14,7 @@ import pytest
 
 import tca_jax.pallas_kernels
 from tca_jax.pallas_kernels import backends
-from tca_jax.pallas_kernels.backends import (
-    BACKENDS,
-    OPERATIONS,
-    check_backend,
-    dispatch,
-    resolve_backend,
-    validate_backend,
-)
+from tca_jax.pallas_kernels.backends import BACKENDS, OPERATIONS, check_backend, dispatch, resolve_backend
 
 
 def _refuses(*args, **kwargs):
@@ -48,17 +44,15 @@ def operation(monkeypatch):
     return declare
 
 
-class _Gpu:
-    platform, device_kind = "gpu", "some card"
-
-    def __init__(self, capability):
-        self.compute_capability = capability
-
-
 @pytest.fixture
 def gpu(monkeypatch):
-    """Makes this machine one with a GPU of a compute capability, as far as the choice of a backend goes."""
-    return lambda capability: monkeypatch.setattr(jax, "local_devices", lambda: [_Gpu(capability)])
+    """Makes this machine one with a GPU of a compute capability, or without, as far as backends are chosen."""
+
+    def device(capability):
+        platform = "gpu" if capability else "cpu"
+        return SimpleNamespace(platform=platform, device_kind="some card", compute_capability=capability)
+
+    return lambda capability: monkeypatch.setattr(jax, "local_devices", lambda: [device(capability)])
 
 
 XLA = {"xla": _takes}
@@ -70,57 +64,49 @@ NAMES = r"\['auto', 'cudnn', 'mosaic', 'triton', 'xla'\]"
     [
         (XLA, "cuda", None, ValueError, rf"backend = 'cuda': must be one of {NAMES}"),
         (XLA, ("xla", "cuda"), None, ValueError, "backend = 'cuda'"),
-        (XLA, ("cudnn", "mosaic"), None, ValueError, r"sort has none of these; one must be among \['auto', 'xla'\]"),
-        ({"triton": _takes}, "xla", None, ValueError, "sort has no such implementation; must be 'auto' or one of "),
+        (XLA, ("cudnn", "mosaic"), None, ValueError, r"sort has no such implementation; must be one of \['auto', 'xl"),
         ({"xla": _refuses}, "xla", None, NotImplementedError, "odd head dim"),
         ({"xla": _refuses}, "auto", None, NotImplementedError, r"sort: no backend takes this call: \['odd head dim'\]"),
         ({"xla": _fails}, "auto", None, ImportError, "no such library"),  # of the call itself: not hidden
         ({"triton": None, **XLA}, "triton", "9.0", ValueError, "sort on triton cannot be imported: .*; use 'auto'"),
         # The first of several that the operation has is as strict as one that is named alone.
         ({"triton": _refuses, **XLA}, ("triton", "auto"), "9.0", NotImplementedError, "odd head dim"),
-        ({"triton": _takes, **XLA}, ("triton", "auto"), "7.5", ValueError, "'triton' needs compute capability 8"),
+        (
+            {"triton": _takes, **XLA},
+            ("triton", "auto"),
+            "7.5",
+            ValueError,
+            "capability 8.0 or newer, .* has 7.5",
+        ),
     ],
 )
 def test_refusals(operation, gpu, implementations, backend, capability, error, message):
-    if capability:
-        gpu(capability)
+    gpu(capability)
     with pytest.raises(error, match=message):
         dispatch(operation(**implementations), backend)(1)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what a CPU lacks")
-@pytest.mark.parametrize("name", ["triton", "mosaic", "cudnn"])
-def test_backend_that_a_cpu_lacks_is_refused(name):
-    with pytest.raises(ValueError, match=f"backend = '{name}' needs an NVIDIA GPU, this process runs on 'cpu'"):
-        resolve_backend(name)
-
-
 @pytest.mark.parametrize(
     ("backend", "capability", "needed"),
-    [("mosaic", "8.6", "9.x"), ("mosaic", "10.0", "9.x"), ("triton", "7.5", "8.0 or newer")],
+    [
+        *((name, None, "an NVIDIA GPU, this process runs on 'cpu'") for name in ("triton", "mosaic", "cudnn")),
+        ("mosaic", "8.6", r"compute capability 9.x, this GPU \(some card\) has 8.6"),
+        ("mosaic", "10.0", r"compute capability 9.x, this GPU \(some card\) has 10.0"),
+    ],
 )
-def test_gpu_of_another_generation_is_named(gpu, backend, capability, needed):
+def test_what_the_device_lacks_is_named(gpu, backend, capability, needed):
     gpu(capability)
-    message = rf"needs compute capability {needed}, this GPU \(some card\) has {capability}"
-    with pytest.raises(ValueError, match=message):
-        check_backend(backend)
+    for check in (check_backend, resolve_backend):
+        with pytest.raises(ValueError, match=f"backend = '{backend}' needs {needed}"):
+            check(backend)
 
 
 def test_auto_passes_on_what_is_declined(operation, gpu):
     name = operation(mosaic=_refuses, triton=_refuses, xla=_takes)
     assert dispatch(name, "auto")(1, two=2) == ((1,), {"two": 2})
     gpu("9.0")
-    name = operation(cudnn=_refuses, mosaic=None, triton=_takes, xla=_refuses)
+    name = operation(cudnn=_refuses, mosaic=None, triton=_takes, xla=None)  # the last is not even imported
     assert dispatch(name, "auto")(1) == ((1,), {})
-
-
-def test_auto_imports_no_further_backend(operation, gpu, monkeypatch):
-    gpu("9.0")
-    name, imported = operation(mosaic=_takes, triton=_takes, xla=_takes), []
-    load = importlib.import_module
-    monkeypatch.setattr(importlib, "import_module", lambda module: imported.append(module) or load(module))
-    dispatch(name, "auto")(1)
-    assert imported == ["tca_jax.pallas_kernels.sort.mosaic"]
 
 
 @pytest.mark.parametrize(
@@ -142,19 +128,18 @@ def test_backend_of_a_gpu(operation, gpu, backend, capability, taken):
     assert dispatch(operation(**table), backend)() == taken
 
 
-@pytest.mark.parametrize(
-    ("backend", "meant"),
-    [("auto", "auto"), ("xla", "xla"), ("triton", ("triton", "auto")), ("cudnn", ("cudnn", "auto"))],
-)
-def test_named_backend_of_several_operations(gpu, backend, meant):
+def test_named_backend_of_several_operations(gpu):
     gpu("9.0")
-    assert resolve_backend(backend) == meant
+    meant = {"auto": "auto", "xla": "xla", "triton": ("triton", "auto"), "cudnn": ("cudnn", "auto")}
+    assert {name: resolve_backend(name) for name in meant} == meant
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_table_matches_files_and_signatures(name):
-    folder = Path(tca_jax.pallas_kernels.__file__).parent / name
-    assert {file.stem for file in folder.glob("*.py")} & set(BACKENDS) == set(OPERATIONS[name])
+    package = Path(tca_jax.pallas_kernels.__file__).parent
+    assert {folder.parent.name for folder in package.glob("*/__init__.py")} == set(OPERATIONS)
+    assert {file.stem for file in (package / name).glob("*.py")} & set(BACKENDS) == set(OPERATIONS[name])
+    assert OPERATIONS[name][-1] == "xla"
     public = inspect.signature(getattr(importlib.import_module(f"tca_jax.pallas_kernels.{name}"), name)).parameters
     for backend in OPERATIONS[name]:
         module = importlib.import_module(f"tca_jax.pallas_kernels.{name}.{backend}")
@@ -163,10 +148,41 @@ def test_table_matches_files_and_signatures(name):
         assert set(own) - set(public) <= {"config", "interpret", "tiles"}, backend
 
 
-def test_table_has_every_operation_and_valid_names():
-    package = Path(tca_jax.pallas_kernels.__file__).parent
-    assert {folder.parent.name for folder in package.glob("*/__init__.py")} == set(OPERATIONS)
-    for names in OPERATIONS.values():
-        assert names[-1] == "xla"
-        for name in names:
-            validate_backend(name)
+PROGRAM = """
+import sys
+
+missing, backend = sys.argv[1:]
+sys.modules[missing] = None  # any import of it raises ImportError
+
+import types
+
+import jax
+import jax.numpy as jnp
+
+import tca_jax
+from tca_jax.pallas_kernels.causal_attention import causal_attention
+
+config = tca_jax.TCAConfig(block_size=8, window=16)
+q, k = jnp.ones((1, 64, 2, 16)), jnp.ones((1, 64, 1, 16))
+candidates, lengths = jnp.array([3]), jnp.array([64])
+assert tca_jax.select(q[:, -1], k, candidates, lengths, config, backend="auto").any()
+out = tca_jax.attend(q, k, k, candidates, lengths, config, backend="auto")
+assert jnp.allclose(out + causal_attention(q, k, k, lengths, backend="auto"), 2)
+gpu = types.SimpleNamespace(platform="gpu", device_kind="some card", compute_capability="9.0")
+jax.local_devices = lambda: [gpu]  # from here on a GPU's backends are tried
+try:
+    causal_attention(q, k, k, lengths, backend=backend)
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("backend", "language"), [("triton", "triton"), ("mosaic", "mosaic_gpu")])
+def test_missing_kernel_language_is_named(backend, language):
+    module, on_cpu = f"jax.experimental.pallas.{language}", {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", PROGRAM, module, backend]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=on_cpu)
+    assert done.returncode == 0, done.stderr
+    expected = rf"backend = '{backend}': causal_attention on {backend} cannot be imported: .*{module}.*; use 'auto'.*"
+    assert re.fullmatch(expected, done.stdout.strip())
