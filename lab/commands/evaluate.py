@@ -23,7 +23,6 @@ from tca_jax.cli.options import (
     WeightsOption,
 )
 from tca_jax.errors import UserError
-from tca_jax.lab.progress import counted
 from tca_jax.progress import progress
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from tca_jax.lab.evaluation import Plan, Sources
     from tca_jax.loading import Checkpoint
 
-_LINE_SECONDS = 60.0  # between lines of progress in a log
 _CALIBRATION_TOKENS = 8192  # of a text for calibration
 #: Defaults without --suite, which fixes these options or has other defaults.
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
@@ -192,13 +190,13 @@ def evaluate(
     builder = Builder(lm, found, paper, lambda: texts)
     records = []
     for part, plan in plans.items():
-        with counted("samples", _LINE_SECONDS) as count:
+        with progress(counted="samples") as report:
             of_part = run_plan(
                 plan,
                 builder,
                 Results(folder / part),
-                lambda job, done, total: count(
-                    done, total, f"{job.method}: {job.task}, {job.length:,}, {job.protocol}"
+                lambda job, done, total: report(
+                    f"{job.method}: {job.task}, {job.length:,}, {job.protocol}", done, total
                 ),
             )
         records += [{**({"part": part} if part else {}), **record} for record in of_part]
