@@ -12,7 +12,7 @@ from cases import poison, qkv
 from implementations import check_output, gpu, implementation, on_every_backend
 
 from tca_jax.pallas_kernels.block_sparse_attention.lists import columns_of_mask, lists_of_mask
-from tca_jax.pallas_kernels.block_sparse_attention.triton import BlockSparseConfig, default_config
+from tca_jax.pallas_kernels.block_sparse_attention.triton import BlockSparseConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,14 +118,3 @@ def test_lists_and_columns_of_masks():
     few = columns_of_mask(jnp.asarray(tokens), 5)
     assert int(few.counts.max()) == 5
     np.testing.assert_array_equal(few.tokens[1, 0], np.flatnonzero(tokens[1, 0])[:5])
-
-
-@pytest.mark.parametrize(("block", "tile"), [(16, 16), (64, 64), (64, 128), (128, 128), (128, 256), (192, 384)])
-@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_default_tiles_fit_lists_and_shared_memory(block, tile, head_dim, dtype):
-    config = default_config(block, tile, head_dim, dtype)
-    assert tile % config.queries == block % config.keys == 0
-    assert config.keys >= 16
-    tokens = config.queries + 2 * config.stages * config.keys
-    assert tokens * head_dim * jnp.dtype(dtype).itemsize <= 227 * 1024

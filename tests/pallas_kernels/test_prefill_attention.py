@@ -10,7 +10,7 @@ from cases import poison
 from implementations import check_output, gpu, implementation, on_every_backend
 
 from tca_jax.pallas_kernels.kv import Pool
-from tca_jax.pallas_kernels.prefill_attention.triton import PrefillConfig, default_config
+from tca_jax.pallas_kernels.prefill_attention.triton import PrefillConfig
 from tca_jax.pallas_kernels.tiles import Tiles
 
 
@@ -99,14 +99,3 @@ def test_tile_sizes_do_not_matter(backend, config):
     operands, options = _operands(backend, (200, 129), 200, 2, 1, 16, 64, 64), {"block_size": 64, "window": 64}
     function = implementation("prefill_attention", backend)
     check_output(function(*operands, **options, **config), _expected(*operands, **options), (200, 129))
-
-
-@pytest.mark.parametrize("block", [16, 48, 64, 128, 192, 1024])
-@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_default_tiles_fit_blocks_and_shared_memory(block, head_dim, dtype):
-    config = default_config(block, head_dim, dtype)
-    assert block % config.queries == config.queries % config.keys == 0
-    assert config.keys >= 16
-    tokens = config.queries + 2 * config.stages * config.keys
-    assert tokens * head_dim * jnp.dtype(dtype).itemsize <= 227 * 1024

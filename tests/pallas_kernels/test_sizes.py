@@ -1,0 +1,102 @@
+"""No tokens, long prompts and real sizes: shapes, memory, default tiles, and the same results as XLA."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from implementations import gpu, implementation, runs
+from jax.experimental import pallas as pl
+from operations import call
+
+from tca_jax.pallas_kernels.backends import OPERATIONS
+from tca_jax.pallas_kernels.block_mass import triton as block_mass
+from tca_jax.pallas_kernels.block_sparse_attention import triton as block_sparse
+from tca_jax.pallas_kernels.observation_scores import triton as observation_scores
+from tca_jax.pallas_kernels.paged_attention import triton as paged_attention
+from tca_jax.pallas_kernels.prefill_attention import triton as prefill_attention
+
+EMPTY = {"block_mass": (1, 1, 0, 0), "observation_scores": (1, 1, 0), "reserve_tokens": (1, 1, 0)}
+CASES = [(operation, backend) for operation in EMPTY for backend in OPERATIONS[operation] if runs(backend)]
+
+
+@pytest.mark.parametrize(("operation", "backend"), CASES)
+def test_no_tokens_give_an_empty_array(operation, backend):
+    function, arguments = call(
+        operation, L=0, Hq=2, Hkv=1, d=16, block_size=16, stride=4, function=implementation(operation, backend)
+    )
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arguments)
+    assert function(**zeros).shape == EMPTY[operation]
+
+
+@pytest.mark.parametrize("operation", ["block_mass", "column_mass"])
+def test_memory_grows_with_the_length_alone(operation):
+    def temporary(length):
+        sizes = {"L": length, "Hq": 2, "d": 64, "window": 512, "dtype": jnp.float32}
+        function, arguments = call(operation, **sizes, function=implementation(operation, "xla"))
+        compiled = jax.jit(lambda x: function(**x)).lower(arguments).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary(32768) < 5 * temporary(8192)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize(
+    ("operation", "sizes"),
+    [
+        *(("block_mass", {"Hq": h, "Hkv": kv, "d": d, "stride": 16}) for h, kv, d in [(8, 2, 64), (2, 2, 256)]),
+        *(("block_mass", {"Hq": 7, "Hkv": 1, "block_size": b, "stride": s}) for b, s in [(128, 8), (1024, 128)]),
+        *(("observation_scores", {"Hq": h, "Hkv": kv, "d": d}) for h, kv, d in [(8, 2, 64), (7, 1, 128), (2, 2, 256)]),
+        *(("reserve_tokens", {"reserve": reserve, "L": 2**20 + 7}) for reserve in (512, 5000)),
+    ],
+)
+def test_real_sizes_equal_xla(operation, sizes, dtype):
+    rng = np.random.default_rng(0)
+
+    def draw(shape):
+        if shape.dtype == jnp.int32:
+            return jnp.asarray(np.array([9001, 63, 5000]), jnp.int32)
+        drawn = rng.standard_normal(shape.shape)
+        return jnp.asarray(np.exp(drawn).round(2) if operation == "reserve_tokens" else drawn, shape.dtype)
+
+    sizes = {"B": 3, "L": 9001, "dtype": dtype} | sizes
+    calls = [call(operation, **sizes, function=implementation(operation, name)) for name in ("triton", "xla")]
+    arguments = jax.tree.map(draw, calls[0][1])
+    ours, theirs = (function(**arguments) for function, _ in calls)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.max()))
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_default_tiles_divide_blocks_and_fit(head_dim, dtype):
+    def fits(tokens):
+        return tokens * head_dim * jnp.dtype(dtype).itemsize <= 227 * 1024
+
+    for block in (16, 48, 64, 128, 192, 1024):
+        config = prefill_attention.default_config(block, head_dim, dtype)
+        assert block % config.queries == config.queries % config.keys == 0
+        assert config.keys >= 16
+        assert fits(config.queries + 2 * config.stages * config.keys)
+    for block, tile in ((16, 16), (64, 64), (64, 128), (128, 128), (128, 256), (192, 384)):
+        config = block_sparse.default_config(block, tile, head_dim, dtype)
+        assert tile % config.queries == block % config.keys == 0
+        assert config.keys >= 16
+        assert fits(config.queries + 2 * config.stages * config.keys)
+    for rows in (1, 16, 28, 64, 500):
+        config = paged_attention.default_config(rows, head_dim, 128, dtype)
+        assert 16 <= config.queries <= max(16, 2 * rows - 1)
+        assert config.queries & (config.queries - 1) == 0
+        assert fits(config.queries + 2 * config.keys)
+    for block, rows in itertools.product((16, 48, 128, 256, 1024), (1, 7, 8, 32, 112, 256)):
+        config = block_mass.default_config(rows, block, head_dim, dtype)
+        assert block % config.keys == config.keys & (config.keys - 1) == 0
+        assert config.keys >= 16
+        assert config.tiles >= 1
+        held = max(16, pl.next_power_of_2(config.tiles * rows))
+        in_flight = config.stages * block if config.stages > 1 else config.keys
+        assert dtype == jnp.float32 or fits(held + in_flight)
+    for length in (1, 5000, 2**17, 2**20):
+        config = observation_scores.default_config(length, 256, 8, head_dim, dtype)
+        assert config.norms.chunk % config.norms.keys == config.maxima.chunk % config.maxima.keys == 0
