@@ -67,7 +67,7 @@ class ModelConfig:
             TypeError: neither a mapping nor a transformers config.
         """
         entries = Entries(hf_config if isinstance(hf_config, Mapping) else _to_dict(hf_config))
-        family = entries.values.get("model_type")
+        family: Any = entries.values.get("model_type")
         is_known = isinstance(family, str) and family in FAMILIES
         require(is_known, f"model_type {family!r} is not supported: must be one of {list(FAMILIES)}")
         _refuse_unsupported(entries, family)

@@ -305,7 +305,7 @@ def _files(folder: Path) -> dict[Path, list[str]]:
             return {single: list(shard.keys())}
     held = f"{folder} holds neither {_SINGLE}, {_INDEX} nor a GGUF file"
     require(index.is_file(), held, FileNotFoundError)
-    places = read_json_object(index).get("weight_map")
+    places: Any = read_json_object(index).get("weight_map")
     require(isinstance(places, dict), f"{index} is corrupt: weight_map must be an object")
     files: dict[Path, list[str]] = {}
     for name, file in places.items():

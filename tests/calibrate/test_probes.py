@@ -13,7 +13,6 @@ from tca_jax.calibration.facts import draw_facts
 from tca_jax.calibration.probes import FOLLOWING, probed_texts
 from tca_jax.loading import checkpoint_folder
 from tca_jax.methods.config import TCAConfig
-from tca_jax.models.config import ModelConfig
 
 CONFIG = TCAConfig(block_size=8, window=16)
 REACH = CONFIG.window + CONFIG.block_size
@@ -42,7 +41,7 @@ class ChatTokenizer(Tokenizer):
         if any("refused" in message["content"] for message in messages):
             raise RuntimeError("not\nthis")
         turns = "".join(f"<{message['role']}>{message['content']}" for message in messages)
-        return f"^{turns}<assistant>" if add_generation_prompt else f"^{turns}"
+        return f"^{turns}{'<assistant>' * add_generation_prompt}"
 
 
 @dataclasses.dataclass
@@ -54,23 +53,23 @@ class Encoder:
     name: str = "tiny"
 
     @property
-    def config(self) -> ModelConfig:
+    def config(self):
         return dataclasses.replace(TINY, vocab_size=1000, max_positions=self.max_context)
 
 
-def distinct(length: int) -> list[int]:
+def distinct(length):
     """Ids that are never the same at 128 tokens' distance."""
     return [position % 997 for position in range(length)]
 
 
-def lines(length: int, seed: int = 0) -> list[int]:
+def lines(length, seed=0):
     """Characters in lines of different lengths, behind a token that begins the text."""
     rng = np.random.default_rng(seed)
     text = "".join(f"{'x' * rng.integers(70)}\n" for _ in range(length // 20))
     return [256, *map(ord, text)][:length]
 
 
-def text_of(ids) -> str:
+def text_of(ids):
     return "".join(map(chr, ids))
 
 
@@ -107,17 +106,14 @@ def test_the_last_tokens_are_a_probe(length, probes):
 
 
 def test_copies_are_four_passages():
-    (text,) = probed_texts(Encoder(), [list(range(900))], "copy", dataclasses.replace(CONFIG, seed=5))
-    ranked = CONFIG.num_ranked_blocks(len(text.ids)) * 8
-    copies = of_kind(text, "copy")
-    assert len(copies) == 4
-    starts = []
+    (text,) = probed_texts(Encoder(), [list(range(900))], None, dataclasses.replace(CONFIG, seed=5))  # no tokenizer
+    assert [segment.kind for segment in text.segments] == ["follow", *["copy"] * 4]
+    ranked, copies = CONFIG.num_ranked_blocks(len(text.ids)) * 8, of_kind(text, "copy")
     for copy in copies:
         np.testing.assert_array_equal(copy.ids, copy.ids[0] + np.arange(128))
         assert copy.ids[-1] < ranked
         assert copy.answers == (False,) * 16 + (True,) * 112
-        starts.append(copy.ids[0])
-    assert sorted(start // (ranked // 4) for start in starts) == list(range(4))  # one in each quarter
+    assert sorted(copy.ids[0] // (ranked // 4) for copy in copies) == list(range(4))  # one in each quarter
 
 
 @pytest.mark.parametrize("probes", ["copy", "facts", None])
@@ -176,33 +172,23 @@ def test_facts_and_copies_by_default():
     lm = Encoder(32_768, shipped_tokenizer())
     (text,) = probed_texts(lm, [lines(20_000)], None, CONFIG)
     assert [segment.kind for segment in text.segments] == ["follow", *["facts"] * 14, *["copy"] * 4]
-    windows = np.lib.stride_tricks.sliding_window_view(np.array(text.ids), 128)
-    for copy in of_kind(text, "copy"):
-        assert (windows == copy.ids).all(1).any()
     assert probed_texts(lm, [lines(20_000)], ["copy", "facts"], CONFIG) == [text]
     (facts,) = probed_texts(lm, [lines(20_000)], "facts", CONFIG)
     assert facts.segments == text.segments[:15]
 
 
-def test_no_facts_without_a_tokenizer():
-    (text,) = probed_texts(Encoder(), [distinct(2000)], None, CONFIG)
-    assert [segment.kind for segment in text.segments] == ["follow", *["copy"] * 4]
-    for probes in ("facts", ["facts", "copy"]):
-        with pytest.raises(ValueError, match=r"probes = .*facts.*: tiny was loaded without a tok"):
-            probed_texts(Encoder(), [distinct(2000)], probes, CONFIG)
-
-
-def test_pairs_without_a_chat_template_are_lines():
-    (text,) = probed_texts(Encoder(tokenizer=Tokenizer()), [distinct(100)], [PAIRS], CONFIG)
+@pytest.mark.parametrize(
+    ("tokenizer", "rendered"),
+    [
+        (Tokenizer(), ["\nWho? She.", "\nWhen? Now."]),
+        (ChatTokenizer(), ["<user>Who?<assistant>She.", "<user>When?<assistant>Now."]),
+    ],
+)
+def test_pairs_are_lines_or_turns(tokenizer, rendered):
+    (text,) = probed_texts(Encoder(tokenizer=tokenizer), [distinct(100)], [PAIRS], CONFIG)
     assert [segment.kind for segment in text.segments] == ["follow", "pairs", "pairs"]
-    assert [text_of(pair.ids) for pair in of_kind(text, "pairs")] == ["\nWho? She.", "\nWhen? Now."]
-
-
-def test_pairs_are_turns_of_the_chat_template():
-    (text,) = probed_texts(Encoder(tokenizer=ChatTokenizer()), [distinct(100)], [PAIRS], CONFIG)
-    rendered = [text_of(pair.ids) for pair in of_kind(text, "pairs")]
-    assert rendered == ["<user>Who?<assistant>She.", "<user>When?<assistant>Now."]
-    # This tokenizer does not say which characters a token is made of.
+    assert [text_of(pair.ids) for pair in of_kind(text, "pairs")] == rendered
+    # These tokenizers do not say which characters a token is made of.
     assert all(all(pair.answers) for pair in of_kind(text, "pairs"))
 
 
@@ -213,25 +199,23 @@ def test_pairs_of_token_ids_need_no_tokenizer():
     assert [pair.answers for pair in of_kind(texts[0], "pairs")] == [(False, False, True), (False, True, True)]
 
 
+# A template that strips, one that announces what it then leaves out, one that writes more, one that rewrites.
+STRIPS = "<u>{{ messages[0].content }}</u>{% if messages[1] %}{{ messages[1].content | trim }}{% endif %}"
+ANNOUNCES = "{% for m in messages %}{{ m.content }};{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
+WRITES_MORE = "<u>{{ messages[0].content }}</u>{% if messages[1] %}<t></t>{{ messages[1].content }}{% endif %}"
+REWRITES = "{% for m in messages %}{{ m.content | upper }};{% endfor %}"
+
+
 @pytest.mark.parametrize(
     ("template", "answer", "expected"),
     [
         (..., "She.", "She."),
         (..., "e", "e"),  # the question, the roles and what ends a turn have it too
         (None, "She.", " She."),
-        # A template that strips, one that announces what it then leaves out, one that writes more, one that rewrites.
-        (
-            "<u>{{ messages[0].content }}</u>{% if messages[1] %}{{ messages[1].content | trim }}{% endif %}",
-            " S\n",
-            "S",
-        ),
-        (
-            "{% for m in messages %}{{ m.content }};{% endfor %}{% if add_generation_prompt %}<think>{% endif %}",
-            "S",
-            "S",
-        ),
-        ("<u>{{ messages[0].content }}</u>{% if messages[1] %}<t></t>{{ messages[1].content }}{% endif %}", "S", "S"),
-        ("{% for m in messages %}{{ m.content | upper }};{% endfor %}", "She.", "WHO? HE?;SHE.;"),
+        (STRIPS, " S\n", "S"),
+        (ANNOUNCES, "S", "S"),
+        (WRITES_MORE, "S", "S"),
+        (REWRITES, "She.", "WHO? HE?;SHE.;"),
     ],
 )
 def test_answer_tokens_count_alone(template, answer, expected):

@@ -9,27 +9,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import unchecked
+from cases import poison, qkv, unchecked
 from sharp_lm import VOCABULARY, make_lm, random_ids
 
 from tca_jax.calibration.run import calibrate
-from tca_jax.calibration.scores import calibration_scores
-from tca_jax.engine.lm import LM
+from tca_jax.calibration.scores import calibration_scores, choose_candidates
+from tca_jax.methods.candidates import candidate_budgets
 from tca_jax.methods.config import TCAConfig
 
 CONFIG = TCAConfig(block_size=8, window=16, tau=0.7, criterion="retained_mass")
 
 
 @pytest.fixture(scope="module")
-def lm() -> LM:
+def lm():
     return make_lm()
 
 
-def ids_tokenizer(text: str, verbose: bool = True) -> dict[str, list[int]]:
+def ids_tokenizer(text, verbose=True):
     return {"input_ids": [ord(char) % VOCABULARY for char in text]}
 
 
-def reference_scores(lm: LM, ids: np.ndarray, config: TCAConfig) -> np.ndarray:
+def reference_scores(lm, ids, config):
     """Scores [layers, Hkv, M + 1] of unpadded tokens under attention written as one L x L softmax."""
     scores = []
 
@@ -52,15 +52,8 @@ def test_scores_are_those_of_exact_attention(lm, config):
     np.testing.assert_allclose(profile.scores, reference_scores(lm, ids, config), atol=2e-5)
     assert profile.config == config
     assert np.ptp(profile.scores[:, :, 0]) > 0.01  # heads differ, so their order is tested too
-
-
-def test_heads_get_the_sparsest_sufficient_candidate(lm):
-    profile = calibrate(lm, random_ids(150), CONFIG)
-    reached = profile.scores >= np.float32(CONFIG.tau)
-    for head in np.ndindex(profile.candidates.shape):
-        expected = np.flatnonzero(reached[head])[0] if reached[head].any() else CONFIG.num_candidates
-        assert profile.candidates[head] == expected
-    assert len(np.unique(profile.candidates)) > 1
+    np.testing.assert_array_equal(profile.candidates, choose_candidates(jnp.asarray(profile.scores), config.tau))
+    assert config != CONFIG or len(np.unique(profile.candidates)) > 1
 
 
 def test_scores_of_several_texts_are_averaged(lm):
@@ -108,3 +101,34 @@ def test_wrong_texts_are_refused_before_any_work(texts, message):
     with pytest.raises(ValueError, match=message):
         calibrate(make_lm(tokenizer=ids_tokenizer), texts, CONFIG, progress=lambda *call: calls.append(call))
     assert calls == []
+
+
+# --- scores of one layer ---------------------------------------------------------------------------
+
+RETAINED = TCAConfig(block_size=8, window=16, num_candidates=4)
+COLUMN = TCAConfig(block_size=8, window=16, num_candidates=4, criterion="column_mean")
+LENGTHS = np.array([75, 40], np.int32)
+
+
+@pytest.mark.parametrize("config", [RETAINED, COLUMN], ids=lambda config: config.criterion)
+def test_scores_rise_to_one(config):
+    q, k, _ = qkv(0, 2, 75, 4, 2, 16)
+    scores = np.asarray(calibration_scores(poison(q, LENGTHS), poison(k, LENGTHS), LENGTHS, config))
+    assert np.all(scores[..., -1] == 1)
+    assert np.all((scores > 0) & (scores <= 1) & (scores[..., :1] <= scores))
+    short = calibration_scores(q, k, np.array([23, 1], np.int32), config)  # within the window
+    np.testing.assert_array_equal(short, np.ones((2, 2, 5)))
+
+
+def test_retained_mass_counts_queries_past_the_window():
+    # All keys equal: every query spreads evenly. Length 25: query 24 alone has a block left of its window.
+    q, k = np.ones((1, 32, 1, 4), np.float32), np.zeros((1, 32, 1, 4), np.float32)
+    scores = np.asarray(calibration_scores(q, k, np.array([25], np.int32), RETAINED))[0, 0]
+    budgets = np.asarray(candidate_budgets(RETAINED, 1))[:, 0]  # of the one ranked block
+    assert (budgets[0], RETAINED.reserve_tokens) == (1, 2)
+    np.testing.assert_allclose(scores, 1 - (8 - np.maximum(budgets, 2)) / 25, rtol=1e-6)
+
+
+def test_choice_is_the_sparsest_that_reaches_the_threshold():
+    scores = jnp.array([[0.5, 0.92, 0.91, 0.95, 1.0], [0.1, 0.2, 0.3, 0.89, 1.0], [0.9, 0.0, 0.0, 0.0, 1.0]])
+    np.testing.assert_array_equal(choose_candidates(scores, 0.9), [1, 4, 0])

@@ -16,7 +16,6 @@ from tca_jax.calibration import worth
 from tca_jax.calibration.probes import FOLLOWING, ProbedText, Segment, probed_texts
 from tca_jax.calibration.run import calibrate
 from tca_jax.calibration.text_losses import TextLosses
-from tca_jax.engine.lm import LM
 from tca_jax.errors import least_share
 from tca_jax.methods.config import TCAConfig
 
@@ -30,28 +29,28 @@ NONE = SETS[0]
 
 
 @pytest.fixture(scope="module")
-def lm() -> LM:
+def lm():
     return make_sure_lm()
 
 
 @pytest.fixture(scope="module")
-def text(lm) -> list[int]:
+def text(lm):
     return text_of(lm)
 
 
 @pytest.fixture(scope="module")
-def pairs(lm, text) -> list:
+def pairs(lm, text):
     return pairs_of(lm, text[: len(text) - FOLLOWING])
 
 
-def quietly(*args, **options) -> tca_jax.Profile:
+def quietly(*args, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return calibrate(*args, **options)
 
 
 @pytest.fixture(scope="module")
-def profile(lm, text, pairs) -> tca_jax.Profile:
+def profile(lm, text, pairs):
     """Of searches that find what they look for, without a warning."""
     calls = []
     with warnings.catch_warnings():
@@ -66,7 +65,7 @@ def profile(lm, text, pairs) -> tca_jax.Profile:
 
 
 @pytest.fixture(scope="module")
-def silent(lm, text) -> tca_jax.Profile:
+def silent(lm, text):
     """Of copies, which are uninformative for a random model."""
     message = (
         r"no probe is informative for 'tiny': of \d+ answers \(copy\) .* loses \d+ \(5 needed\), so heads that read bl"
@@ -78,7 +77,7 @@ def silent(lm, text) -> tca_jax.Profile:
     return found
 
 
-def more_of(profile) -> np.ndarray:
+def more_of(profile):
     return profile.readings != "sparse"
 
 
@@ -88,18 +87,13 @@ def more_of(profile) -> np.ndarray:
 def test_the_fewest_heads_read_blocks(lm, text, profile):
     losses = TextLosses(lm, [text], CONFIG, lambda: None)
     full, of_sets = losses.full()[0].mean(), {more.tobytes(): losses.of(more)[0].mean() for more in SETS}
-    row0 = of_sets[NONE.tobytes()]
+    row0, chosen = of_sets[NONE.tobytes()], more_of(profile)
     bound = full + CONFIG.read_tolerance * (row0 - full)
     within = [more for more in SETS if of_sets[more.tobytes()] <= bound]
-    fewest = min(within, key=lambda more: more.sum())
-    np.testing.assert_array_equal(more_of(profile), fewest)
-    assert 0 < fewest.sum() < 4
-    singles = [(of_sets[more.tobytes()], more) for more in SETS if more.sum() == 1]
-    best = sorted(singles, key=lambda each: each[0])[: fewest.sum()]
-    np.testing.assert_array_equal(more_of(profile), np.any([more for _, more in best], axis=0))
-    inside = profile.losses["inside"]
-    expected = {"full": full, "row0": row0, "chosen": of_sets[more_of(profile).tobytes()]}
-    assert inside == pytest.approx(expected, abs=1e-4)
+    np.testing.assert_array_equal(chosen, min(within, key=lambda more: more.sum()))
+    assert 0 < chosen.sum() < 4
+    expected = {"full": full, "row0": row0, "chosen": of_sets[chosen.tobytes()]}
+    assert profile.losses["inside"] == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_fewest_heads_keep_more(lm, text, pairs, profile):
@@ -111,33 +105,13 @@ def test_the_fewest_heads_keep_more(lm, text, pairs, profile):
     kept = profile.candidates > 0
     assert kept.sum() <= fewest < 4
     assert objective.excess_of(profile.candidates) <= 1
+    np.testing.assert_array_equal(profile.prefill_candidates, np.where(more_of(profile), profile.candidates, 0))
+    assert min(profile.reading_worth[more_of(profile)].min(), profile.keeping_worth[kept].min()) > 0
     answers = profile.losses["answers"]
     assert answers["full"] <= worth.KNOWN < answers["row0"]
     assert answers["chosen"] - answers["full"] < (answers["row0"] - answers["full"]) / 2
     assert profile.probes == {"counted": {"pairs": objective.counted["pairs"]}, "kept": None, "attended": None}
     assert profile.probes["counted"]["pairs"] > 0
-
-
-def test_a_profile_holds_its_sources(lm, text, profile, tmp_path):
-    assert (profile.config, profile.model_name, profile.fingerprint) == (CONFIG, "tiny", lm.fingerprint)
-    assert [source["tokens"] for source in profile.sources] == [400]
-    assert set(profile.losses) == {"inside", "answers", "following"}
-    assert np.isnan(profile.scores).all()
-    np.testing.assert_array_equal(profile.prefill_candidates, np.where(more_of(profile), profile.candidates, 0))
-    assert np.isfinite(profile.reading_worth).all()
-    assert profile.reading_worth[more_of(profile)].min() > 0
-    assert profile.keeping_worth[profile.candidates > 0].min() > 0
-    profile.save(tmp_path)
-    assert tca_jax.Profile.load(tmp_path) == profile
-    assert lm.with_profile(profile).method == profile.method()
-
-
-@pytest.mark.integration
-def test_short_texts_are_read_densely(lm, text, silent):
-    assert set(silent.readings.flat) == {"sparse", "dense"}
-    few = dataclasses.replace(CONFIG, fetch=40)
-    assert few.num_ranked_blocks(len(text)) > 40
-    assert set(quietly(lm, text, few, probes="copy").readings.flat) == {"sparse", "blocks"}
 
 
 def test_without_losses_no_head_needs_more(lm):
@@ -173,15 +147,23 @@ def test_answers_lost_by_falling_probabilities():
     assert (nobody.kinds, nobody.lost(now)) == ([], 0.0)
 
 
-@pytest.mark.integration
-def test_five_counted_answers_are_needed(lm, text, pairs):
-    def asked(pair, count) -> tca_jax.Profile:
-        return quietly(lm, text, CONFIG, probes=[[pair] * count])
+def test_several_texts_count_together(lm, text):
+    texts, more = [text, text_of(lm, seed=2)], SETS[6]
 
-    known = next(pair for pair in pairs if asked(pair, 5).probes["counted"] == {"pairs": 5})
-    four = asked(known, 4)
-    assert four.probes["counted"] == {"pairs": 0}
-    assert (four.candidates[more_of(four)] == CONFIG.num_candidates).all()
+    def objectives(*chosen):
+        ends = [Segment(tuple(each[-FOLLOWING:]), (True,) * FOLLOWING, "follow") for each in chosen]
+        probed = [ProbedText(tuple(each[:-FOLLOWING]), (end,)) for each, end in zip(chosen, ends, strict=True)]
+        reading = worth._ReadingObjective(lm, chosen, CONFIG, lambda: None)
+        return reading, worth._KeepingObjective(lm, probed, more, CONFIG, (), lambda: None)
+
+    alone, together = [objectives(each) for each in texts], objectives(*texts)
+    for number, both in enumerate(together):
+        np.testing.assert_allclose(both.gains(NONE), np.mean([own[number].gains(NONE) for own in alone], axis=0), 1e-4)
+    assert together[0].loss(more) == pytest.approx(np.mean([own[0].loss(more) for own in alone]))
+    rows = together[1].rows(NONE)
+    chosen = [own.losses(rows)[1].chosen for own in (together[1], *(own[1] for own in alone))]
+    assert chosen[0] == pytest.approx(np.mean(chosen[1:]))
+    assert abs(chosen[1] - chosen[2]) > 1e-3
 
 
 # --- bounds ---------------------------------------------------------------------------------------
@@ -218,9 +200,6 @@ def test_without_probes_the_most_worth_is_kept(lm, text, silent):
 
 @pytest.mark.integration
 def test_an_attended_share_bounds_reading(lm, text, silent):
-    full = quietly(lm, text, CONFIG, probes="copy", attended=1.0)
-    np.testing.assert_array_equal(full.readings, silent.readings)
-    assert full.probes["attended"] == 1.0
     shares = TextLosses(lm, [text], CONFIG, lambda: None)
     shares.of(NONE)
     row0 = shares.shares[..., 0].mean()
@@ -228,12 +207,10 @@ def test_an_attended_share_bounds_reading(lm, text, silent):
     found = quietly(lm, text, CONFIG, probes="copy", attended=bound)
     assert more_of(found).sum() == 1
     assert np.argmax(more_of(found)) == np.argmax(silent.reading_worth)
-    share = tca_jax.prefill(lm.with_profile(found), text).stats.attended_share
-    assert share <= bound + 0.01
-    least = least_share(row0)
-    with pytest.raises(
-        ValueError, match=rf"attended = 0\.01: must be at least {least}, the attended share of candidate 0"
-    ):
+    assert found.probes["attended"] == bound
+    assert tca_jax.prefill(lm.with_profile(found), text).stats.attended_share <= bound + 0.01
+    message = rf"attended = 0\.01: must be at least {least_share(row0)}, the attended share of candidate 0"
+    with pytest.raises(ValueError, match=message):
         quietly(lm, text, CONFIG, probes="copy", attended=0.01)
 
 
@@ -261,7 +238,8 @@ def test_wrong_options_are_refused_before_any_work(lm, text, options, message):
 
 
 @pytest.mark.integration
-def test_a_loss_above_its_tolerance_is_a_warning(lm, text):
+def test_few_blocks_leave_a_loss(lm, text, silent):
+    assert set(silent.readings.flat) == {"sparse", "dense"}  # of a short text all blocks are fetched
     blind = dataclasses.replace(CONFIG, fetch=1)  # next to nothing is fetched, so nothing helps
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -271,17 +249,12 @@ def test_a_loss_above_its_tolerance_is_a_warning(lm, text):
     assert re.match(f"the loss inside the texts stays above its tolerance: {three}", said)
     inside = found.losses["inside"]
     assert inside["chosen"] > inside["full"] + CONFIG.read_tolerance * (inside["row0"] - inside["full"])
-
-
-# --- a model that computes nonsense ----------------------------------------------------------------
+    assert "dense" not in found.readings
 
 
 def test_nan_names_the_layer(lm, text):
     with pytest.raises(ValueError, match="model 'broken' computes NaN or infinity in the attention of layer 1"):
         calibrate(broken_lm(lm, 1), text, CONFIG)
-
-
-# --- memory and programs ---------------------------------------------------------------------------
 
 
 def test_large_texts_wait_in_host_memory(lm, text, pairs, profile, monkeypatch):

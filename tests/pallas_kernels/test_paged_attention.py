@@ -3,17 +3,13 @@
 import dataclasses
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda_lowering import abstract_mesh, kernels
 from implementations import implementation, on_every_backend
-from jax.sharding import PartitionSpec
-from operations import call
 from random_pages import attend_to_pages, check_attention, write_pages
 
-from tca_jax.pallas_kernels.kv import CODES, Pages, decode, empty, encode
+from tca_jax.pallas_kernels.kv import CODES, decode, empty, encode
 from tca_jax.pallas_kernels.paged_attention.chunks import PagedConfig
 
 PAGE, WINDOW = 16, 32
@@ -41,7 +37,6 @@ BLOCKS = (
 )
 #: Of a block, later tokens are there; of a window, blocks left of it.
 UNSEEN = ([96, 96], [111, 99], 5, [([[3, 1], [3, 1]], [(64, 112), (0, 100)])])
-CASES = {"blocks": BLOCKS, "decoding": DECODING, "two caches": SOME, "shared cache": SHARED, "unseen": UNSEEN}
 
 
 def _case(first, newest, queries, caches, *, group=2, dtype=jnp.float32, eight_bits=(), window=WINDOW, **options):
@@ -78,10 +73,17 @@ def _round(rng, cache):
 
 
 @on_every_backend("paged_attention")
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_equals_the_oracle(case, backend):
-    arguments, expected = _case(*case)
-    check_attention(implementation("paged_attention", backend)(*arguments, window=WINDOW), expected)
+@pytest.mark.parametrize(
+    ("case", "window", "same_as"),
+    [
+        *((case, WINDOW, WINDOW) for case in (BLOCKS, DECODING, SOME, SHARED, UNSEEN)),
+        (DECODING, PAGE, PAGE),
+        (DECODING, 2**20, 96),  # past all tokens
+    ],
+)
+def test_equals_the_oracle(case, window, same_as, backend):
+    arguments, expected = _case(*case, window=same_as)
+    check_attention(implementation("paged_attention", backend)(*arguments, window=window), expected)
 
 
 @on_every_backend("paged_attention")
@@ -103,13 +105,6 @@ def test_groups_dimensions_and_types(case, eight_bits, group, head_dim, dtype, t
     out, lse = implementation("paged_attention", backend)(*arguments, window=WINDOW)
     assert out.dtype == dtype
     check_attention((out, lse), expected, tolerance)
-
-
-@on_every_backend("paged_attention")
-@pytest.mark.parametrize(("window", "same_as"), [(PAGE, PAGE), (2**20, 96)])
-def test_window_of_one_page_or_past_all(window, same_as, backend):
-    arguments, expected = _case(*DECODING, window=same_as)
-    check_attention(implementation("paged_attention", backend)(*arguments, window=window), expected)
 
 
 SMALL = PagedConfig(queries=16, keys=16, programs=24, warps=4, stages=2, merged=4)
@@ -148,32 +143,3 @@ def test_large_scores_leave_no_trace_of_masked_tokens():
     single = attend(q[:, 3:4] * 300, (pages,), at[0] + 3, at[0] + 3, config=SMALL)
     for whole, alone in zip(attend(q * 300, (pages,), *at, config=SMALL), single, strict=True):
         np.testing.assert_allclose(whole[:, 3], alone[:, 0], atol=1e-5, rtol=1e-5)
-
-
-#: Axes that are mapped over rows: all rows' pages lie in one pool.
-_ROWS = Pages(None, None, 0, 0, 0, 0, 2)
-
-
-def _one_row(q, pages, first, newest, **options):
-    """One row's arguments as a batch of one."""
-    rows = {name: getattr(pages, name)[None] for name in ("table", "kept", "start", "end")}
-    return attend(q[None], (dataclasses.replace(pages, **rows),), first[None], newest[None], **options)
-
-
-def test_vmap_over_rows_equals_the_batch():
-    (q, (pages,), *at), expected = _case([47, 90], [47, 90], 1, [([[5, 0], [16, 17]], [(0, 48), (48, 91)])])
-    out, lse = jax.vmap(partial(_one_row, config=SMALL), (0, _ROWS, 0, 0))(q, pages, *at)
-    check_attention((out[:, 0], lse[:, 0]), expected)
-
-
-def test_lowers_for_cuda_with_pages_of_all_rows():
-    native = implementation("paged_attention", "triton", interpret=False)
-    sizes = {"B": 2, "Hq": 32, "Hkv": 8, "P": 320, "T": 7, "kept_columns": 2, "window": 512}
-    function, arguments = call("paged_attention", **sizes, function=native)
-    q, (pages,), *at = arguments.values()
-    heads, all_heads, whole = PartitionSpec(None, None, "model"), PartitionSpec(None, "model"), PartitionSpec()
-    specs = heads, (Pages(whole, whole, all_heads, all_heads, whole, whole, 2),), whole, whole
-    sharded = jax.shard_map(function, mesh=abstract_mesh(model=2), in_specs=specs, out_specs=(heads,) * 2)
-    assert kernels("triton", sharded, q, (pages,), *at) == 2
-    rows = jax.vmap(partial(_one_row, interpret=False), (0, dataclasses.replace(_ROWS, kept_columns=2), 0, 0))
-    assert kernels("triton", rows, q, pages, *at) == 2

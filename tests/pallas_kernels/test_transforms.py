@@ -1,7 +1,6 @@
 """Every operation on every backend under `jax.vmap` and `jax.shard_map`: the same as a loop over what is mapped."""
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +25,16 @@ class Case:
         return f"{self.operation}-{self.backend}"
 
     @property
+    def is_native(self):
+        return self.backend in ("cudnn", "mosaic")  # these take half precision and large blocks alone
+
+    @property
     def dtype(self):
-        return jnp.bfloat16 if self.backend in ("cudnn", "mosaic") else jnp.float32
+        return jnp.bfloat16 if self.is_native else jnp.float32
 
     @property
     def sizes(self):
-        block, d = (128, 64) if self.backend in ("cudnn", "mosaic") else (16, 16)
+        block, d = (128, 64) if self.is_native else (16, 16)
         capacity = 3 * block
         options = {"block_size": block, "window": block, "capacity": capacity, "pool_tokens": 4 * capacity}
         options |= {"spread": 3, "reserve": 5, "m": 5, "tile_size": block, "stride": 4, "b": block, "T": 6}
@@ -50,7 +53,7 @@ class Case:
     def results(self):
         return OPERATIONS[self.operation][1]
 
-    def function(self, *, interpret: bool) -> Callable[..., tuple[jax.Array, ...]]:
+    def function(self, *, interpret):
         function = implementation(self.operation, self.backend, interpret=interpret)
         options = {name: self.sizes[name] for name in OPERATIONS[self.operation][2]}
 
@@ -60,41 +63,37 @@ class Case:
 
         return call
 
-    def draw(self, seed: int) -> list[jax.Array]:
+    def draw(self, seed):
         """Random operands; every region of the pool has room for whole blocks."""
         rng, sizes = np.random.default_rng(seed), self.sizes
-        table, regions = (sizes["B"], sizes["Hkv"]), sizes["B"] * sizes["Hkv"]
-        offsets = rng.permutation(regions).reshape(table) * sizes["capacity"]
-        first = rng.integers(0, 6, sizes["B"]) * sizes["block_size"] + rng.integers(
-            0, sizes["block_size"] - 4, sizes["B"]
-        )
-        heads = (sizes["B"], sizes["Hq"])
-        shared = 3 if self.backend == "mosaic" else 1
-        begins = rng.integers(1, 2 * sizes["block_size"], (*heads, shared, 3)).clip(sizes["block_size"])
-        if sizes["aligned"]:
-            begins = begins // sizes["block_size"] * sizes["block_size"]
-        begins = np.cumsum(begins, axis=-1)
-        tiles = (np.arange(3) + 2) * sizes["block_size"]
+        batch, heads, block, capacity = sizes["B"], (sizes["B"], sizes["Hq"]), sizes["block_size"], sizes["capacity"]
+        table = (batch, sizes["Hkv"])
+        regions = batch * sizes["Hkv"]
+        offsets = rng.permutation(regions).reshape(table) * capacity
+        first = rng.integers(0, 6, batch) * block + rng.integers(0, block - 4, batch)
+        begins = rng.integers(1, 2 * block, (*heads, 3 if self.backend == "mosaic" else 1, 3)).clip(block)
+        begins = np.cumsum(begins // block * block if sizes["aligned"] else begins, axis=-1)
+        tokens = np.sort(rng.permuted(np.tile(np.arange(sizes["L"]), (*heads, 1)), axis=-1)[..., :20])
         integers = {
             "blocks.distances": begins,
-            "blocks.counts": (begins < tiles[:, None]).sum(axis=-1),
-            "columns.tokens": np.sort(rng.permuted(np.tile(np.arange(sizes["L"]), (*heads, 1)), axis=-1)[..., :20]),
+            "blocks.counts": (begins < (np.arange(3) + 2)[:, None] * block).sum(axis=-1),
+            "columns.tokens": tokens,
             "columns.counts": rng.integers(0, 21, heads),
-            "lengths": rng.integers(1, sizes["L"] + 1, sizes["B"]),
-            "ranked_tokens": rng.integers(0, sizes["L"] + 1, sizes["B"]),
-            "budgets": rng.integers(0, sizes["block_size"] + 1, (*table, sizes["nb"])),
+            "lengths": rng.integers(1, sizes["L"] + 1, batch),
+            "ranked_tokens": rng.integers(0, sizes["L"] + 1, batch),
+            "budgets": rng.integers(0, block + 1, (*table, sizes["nb"])),
             "offsets": offsets,
             "pool.offsets": offsets,
-            "pool.lengths": rng.integers(0, sizes["capacity"] + 1, table),
+            "pool.lengths": rng.integers(0, capacity + 1, table),
             "caches.table": rng.permutation(sizes["P"])[: regions * 6].reshape(*table, 6),
-            "caches.kept": rng.integers(0, sizes["capacity"] + 1, table),
-            "caches.start": np.maximum(first // sizes["block_size"] - 1, 0) * sizes["block_size"],
-            "caches.end": first + sizes["block_size"],
+            "caches.kept": rng.integers(0, capacity + 1, table),
+            "caches.start": np.maximum(first // block - 1, 0) * block,
+            "caches.end": first + block,
             "first": first,
-            "newest": first + rng.integers(0, 5, sizes["B"]),
+            "newest": first + rng.integers(0, 5, batch),
         }
 
-        def one(name: str, shape: list[int]) -> jax.Array:
+        def one(name, shape):
             if name in integers:
                 return jnp.asarray(integers[name], jnp.int32)
             drawn = rng.standard_normal(shape)
@@ -102,7 +101,7 @@ class Case:
 
         return [one(name, [sizes[dim] for dim in dims.split()]) for name, dims in self.operands.items()]
 
-    def check(self, actual: jax.Array, expected: jax.Array):
+    def check(self, actual, expected):
         tolerance = 1e-4 if self.dtype == jnp.float32 else 1e-2
         pair = (np.asarray(x, np.float32) for x in (actual, expected))
         np.testing.assert_allclose(*pair, atol=tolerance, rtol=tolerance)
