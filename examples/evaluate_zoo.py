@@ -9,6 +9,8 @@ all of it. Nothing is tuned on any model. An interrupted run continues.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -59,9 +61,6 @@ class Plan:
         return max(1, self.calibrated // tokens)
 
 
-SMOKE = Plan(lengths=(2560,), calibrated=2560, passages=1, questions=1)
-
-
 def passages(seed: int, count: int, tokens: int, half: int) -> list[list[int]]:
     """Passages of one half of the held-out text, as token ids."""
     text = np.frombuffer(corpus("held-out"), np.uint8)
@@ -72,18 +71,14 @@ def passages(seed: int, count: int, tokens: int, half: int) -> list[list[int]]:
 
 def documents_with_pairs(lm: tca_jax.LM, name: str, count: int, tokens: int, seed: int) -> tuple[list[Any], list[Any]]:
     """Documents as chats, and all questions about each with their answers: a user's own probes."""
-    tasks = sorted(set(MIXTURES[name]))
-
-    def ids(part: str, *, begins: bool = False) -> list[int]:
-        return lm.tokenizer(part, add_special_tokens=begins)["input_ids"]
-
+    tasks, encode = sorted(set(MIXTURES[name])), lm.tokenizer.encode
+    ids = functools.partial(encode, add_special_tokens=False)
     texts, pairs = [], []
     for number in range(count):
         (document,) = draw_documents((seed, 7, number), 1, tokens, name, tasks[number % len(tasks)])
-        texts.append(ids(chat_document(document.text), begins=True))
-        answers = [f"{chat_answer(question, number)}<|eos|>" for question in document.questions]
-        asked = [chat_question(question) for question in document.questions]
-        pairs.append([(ids(question), ids(answer)) for question, answer in zip(asked, answers, strict=True)])
+        texts.append(encode(chat_document(document.text)))
+        asked = [(chat_question(each), f"{chat_answer(each, number)}<|eos|>") for each in document.questions]
+        pairs.append([(ids(question), ids(answer)) for question, answer in asked])
     return texts, pairs
 
 
@@ -103,13 +98,10 @@ def losses(lm: tca_jax.LM, texts: Sequence[list[int]], window: int) -> dict[str,
 def answers(lm: tca_jax.LM, documents: dict[str, list[Document]]) -> dict[str, Any]:
     """Share of right answers by protocol and task, and the share of full attention's KV bytes."""
     right: dict[str, dict[str, float]] = {}
-    tasks = [(task, document) for task, of_task in documents.items() for document in of_task]
     for protocol in PROTOCOLS:
-        found = ask(lm, [document for _, document in tasks], protocol, batch=_BATCH)
-        of_task: dict[str, list[bool]] = {}
-        for (task, _), is_right in zip(tasks, found.right, strict=True):
-            of_task.setdefault(task, []).append(is_right)
-        right[protocol] = {task: float(np.mean(each)) for task, each in of_task.items()}
+        found = ask(lm, list(itertools.chain(*documents.values())), protocol, batch=_BATCH)
+        marks = iter(found.right)
+        right[protocol] = {task: float(np.mean([next(marks) for _ in each])) for task, each in documents.items()}
     return {"right": right, "kv_share": float(found.kv_cache_share)}
 
 
@@ -188,8 +180,7 @@ def page(models: dict[str, dict[str, Any]]) -> str:
         "model|tokens|method|KV bytes|prefix|preamble|late|worst task",
     )
     lines = []
-    for title, head, body in zip(titles, heads, rows, strict=True):
-        names = head.split("|")
+    for title, names, body in zip(titles, (head.split("|") for head in heads), rows, strict=True):
         lines += ["", f"## {title}", "", _line(names), _line(["---"] * len(names)), *body]
     return "\n".join(lines).strip() + "\n"
 
@@ -223,16 +214,11 @@ def main(
     if not folders["recall-tiny"].is_dir():
         folders["recall-tiny"] = shipped_profile("recall-tiny").parent
     names = [name for name in MIXTURES if name in (only or MIXTURES) and folders[name].is_dir()]
-    own = Plan(tuple(tokens or Plan.lengths), questions=questions, keep_tolerance=keep_tolerance)
-    plan = SMOKE if smoke else own
-    tasks = [(folders[name], zoo / f"{name}.json", plan) for name in names]
-    if jobs == 1:
-        for task in tasks:
-            evaluate(*task)
-    else:
-        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-            for done in [pool.submit(evaluate, *task) for task in tasks]:
-                done.result()
+    plan = Plan(tuple(tokens or Plan.lengths), questions=questions, keep_tolerance=keep_tolerance)
+    plan = Plan((2560,), calibrated=2560, passages=1, questions=1) if smoke else plan
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        for done in [pool.submit(evaluate, folders[name], zoo / f"{name}.json", plan) for name in names]:
+            done.result()
     models = {path.stem: json.loads(path.read_text()) for path in sorted(zoo.glob("*.json")) if path.stem in MIXTURES}
     (zoo / "zoo.json").write_text(json.dumps({"models": models}, indent=1) + "\n")
     (zoo / "zoo.md").write_text(page(models))

@@ -5,14 +5,14 @@ python examples/flax_nnx_model.py
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import optax
+import typer
 from flax import nnx
 from jax import Array
 
@@ -134,9 +134,11 @@ def accuracy(model: Lookup, length: int) -> float:
     return float((nnx.jit(lambda model: model(keys, values))(model).argmax(axis=-1) == answer).mean())
 
 
-def main(steps: int, length: int) -> None:
-    if steps < 1 or length < 64:
-        raise SystemExit(f"--steps {steps}, --length {length}: must be at least 1 and 64 (less fits into the window)")
+def main(
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 300,
+    length: Annotated[int, typer.Option(min=64, help="Pairs in a sequence; fewer fit into the window.")] = 128,
+) -> None:
+    """Train with full attention, calibrate, and compare the answers."""
     config = tca_jax.TCAConfig(block_size=16, window=32, reserve=8)
     model = Lookup(nnx.Rngs(0))
     print(f"trained on {length} pairs with full attention: loss {train(model, steps, length):.3f}")
@@ -151,8 +153,4 @@ def main(steps: int, length: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=300, help="training steps (default: %(default)s)")
-    parser.add_argument("--length", type=int, default=128, help="pairs in a sequence (default: %(default)s)")
-    options = parser.parse_args()
-    main(options.steps, options.length)
+    typer.run(main)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from zoo_tasks import draw_question, hide
@@ -70,13 +71,12 @@ def training_batches(
     """Endless batches of a stage from step `first` on, built ahead by other processes."""
     workers = workers or max(1, min(12, (os.cpu_count() or 1) - 2))
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        ahead: collections.deque[Any] = collections.deque()
-        step = first
+        seeds = ((seed, step) for step in itertools.count(first))
+        batches = (pool.submit(make_batch, each, stage, "train", recall_share, tasks_asked) for each in seeds)
+        ahead = collections.deque(itertools.islice(batches, 3 * workers))
         try:
             while True:
-                while len(ahead) < 3 * workers:
-                    ahead.append(pool.submit(make_batch, (seed, step), stage, "train", recall_share, tasks_asked))
-                    step += 1
+                ahead.append(next(batches))
                 yield ahead.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
 import platform
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,22 +78,15 @@ class Recipe:
         return self.peak_lr * min(1.0, (step + 1) / self.warmup_steps) * (self.least_lr + (1 - self.least_lr) * cosine)
 
     def model_config(self) -> ModelConfig:
-        return ModelConfig.from_hf(
-            {
-                "model_type": self.model_type,
-                "vocab_size": VOCAB_SIZE,
-                "hidden_size": self.hidden_size,
-                "intermediate_size": self.intermediate_size,
-                "num_hidden_layers": self.num_layers,
-                "num_attention_heads": self.num_heads,
-                "num_key_value_heads": self.num_kv_heads,
-                "head_dim": self.head_dim,
-                "max_position_embeddings": self.max_positions,
-                "rope_theta": 500_000.0,
-                "rms_norm_eps": 1e-5,
-                "tie_word_embeddings": True,
-            }
-        )
+        fields = {
+            **{name: getattr(self, name) for name in ("model_type", "hidden_size", "intermediate_size", "head_dim")},
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "max_position_embeddings": self.max_positions,
+        }
+        fixed = {"vocab_size": VOCAB_SIZE, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+        return ModelConfig.from_hf(fields | fixed)
 
     def smoke(self) -> Recipe:
         """The family, heads and tasks in a tiny model, a few steps."""
@@ -109,30 +102,16 @@ def _stages(first: int, second: int, third: int, *more: Stage) -> tuple[Stage, .
 
 # Positions: a text of 16,384 or 32,768 tokens, questions about it and their answers.
 _MEMBER: dict[str, Any] = {"max_positions": 20480, "held_out_rows": 8}
+_SMALL: dict[str, Any] = {"intermediate_size": 512, "num_kv_heads": 2, **_MEMBER}
 RECIPES: dict[str, Recipe] = {
     "recall-tiny": Recipe(),
     "recall-4x": Recipe(stages=_stages(9000, 3600, 3600), seed=1),
     "grouped": Recipe(num_kv_heads=2, stages=_stages(2000, 600, 400), seed=2, **_MEMBER),
     "deep-qknorm": Recipe(
-        model_type="qwen3",
-        intermediate_size=512,
-        num_layers=10,
-        num_heads=4,
-        num_kv_heads=2,
-        stages=_stages(2000, 450, 250),
-        peak_lr=1.5e-3,
-        seed=3,
-        **_MEMBER,
+        "qwen3", num_layers=10, num_heads=4, stages=_stages(2000, 450, 250), peak_lr=1.5e-3, seed=3, **_SMALL
     ),
     "biases-nocopy": Recipe(
-        model_type="qwen2",
-        tasks=MIXTURES["biases-nocopy"],
-        intermediate_size=512,
-        num_layers=8,
-        num_kv_heads=2,
-        stages=_stages(2200, 500, 300),
-        seed=4,
-        **_MEMBER,
+        "qwen2", MIXTURES["biases-nocopy"], num_layers=8, stages=_stages(2200, 500, 300), seed=4, **_SMALL
     ),
     "hops": Recipe(tasks=MIXTURES["hops"], num_layers=8, stages=_stages(3000, 500, 300), seed=5, **_MEMBER),
     "large-32k": Recipe(
@@ -140,10 +119,11 @@ RECIPES: dict[str, Recipe] = {
         intermediate_size=1536,
         num_layers=8,
         num_kv_heads=2,
+        max_positions=36864,
         stages=_stages(1600, 400, 200, Stage(32768, 2, 200)),
         peak_lr=1e-3,
+        held_out_rows=8,
         seed=6,
-        **{**_MEMBER, "max_positions": 36864},
     ),
 }
 
@@ -171,11 +151,6 @@ class Trainer:
             max_consecutive_errors=100,
         )
         self.opt_state = self.optimizer.init(self.params)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (self.params, self.opt_state))
-        # One worker: stages compile in their order, the later ones while the first one trains.
-        compiler = ThreadPoolExecutor(1)
-        self.compiled = [compiler.submit(self._compile, stage, *shapes) for stage in recipe.stages]
-        compiler.shutdown(wait=False)
 
     def outcome(self, params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Loss of each next byte, in nats, and whether it is the likeliest one."""
@@ -200,25 +175,21 @@ class Trainer:
         }
         return jnp.sum(losses * weights) / jnp.sum(weights), metrics
 
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
     def _step(self, params: Any, opt_state: Any, tokens: jax.Array, answers: jax.Array, lr: jax.Array) -> Any:
         gradients, metrics = jax.grad(self.loss, has_aux=True)(params, tokens, answers)
         updates, opt_state = self.optimizer.update(gradients, opt_state, params)
         return jax.tree.map(lambda p, u: p - lr * u, params, updates), opt_state, metrics
 
-    def _compile(self, stage: Stage, params: Any, opt_state: Any) -> Any:
-        batch = (jax.ShapeDtypeStruct((stage.rows, stage.length + 1), jnp.int16),) * 2
-        lr = jax.ShapeDtypeStruct((), jnp.float32)
-        return jax.jit(self._step, donate_argnums=(0, 1)).lower(params, opt_state, *batch, lr).compile()
-
     def run_stage(self, index: int, first: int, log: Path) -> int:
         """Trains a stage from step `first` on; returns the steps so far."""
-        recipe, stage, train_step = self.recipe, self.recipe.stages[index], self.compiled[index].result()
+        recipe, stage = self.recipe, self.recipe.stages[index]
         counted, since, end = first, time.monotonic(), first + stage.steps
         drawn = training_batches(recipe.seed, stage, recipe.recall_share, first, recipe.tasks, self.workers)
         with contextlib.closing(drawn) as batches:
             for step in range(first, end):
                 batch, lr = next(batches), recipe.learning_rate(step)
-                self.params, self.opt_state, metrics = train_step(
+                self.params, self.opt_state, metrics = self._step(
                     self.params, self.opt_state, batch.tokens, batch.answers, np.float32(lr)
                 )
                 if (step + 1) % recipe.log_every == 0 or step + 1 == end:
@@ -249,7 +220,6 @@ class Trainer:
 
 
 def _note(log: Path, entry: dict[str, Any]) -> None:
-    """Prints a line, and appends it to the log."""
     with log.open("a") as file:
         file.write(json.dumps(entry) + "\n")
     print(json.dumps(entry), flush=True)

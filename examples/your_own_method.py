@@ -6,6 +6,7 @@ python examples/your_own_method.py
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,14 +46,7 @@ class ObservedCache(methods.CachePolicy):
         return self.num_leaving_blocks(prompt_tokens, new_tokens) * int(self.most * self.block_size)
 
     def select(
-        self,
-        layer: int,
-        heads: methods.Heads,
-        q: Array,
-        k: Array,
-        v: Array,
-        lengths: Array,
-        backend: str | tuple[str, ...],
+        self, layer: int, heads: methods.Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Any
     ) -> methods.Selection:
         scores = self._observed_attention(q, k, lengths)
         budgets = self._budgets(scores, lengths)
@@ -89,7 +83,7 @@ class ObservedCache(methods.CachePolicy):
 
 
 def observed(threshold: float = 1.0, window: int = 4096) -> methods.Method:
-    """The method: prompt queries attend to what stays in the cache."""
+    """Prompt queries attend to what stays in the cache."""
     cache = ObservedCache(threshold=threshold, window=window)
     return methods.Method("observed", methods.SparsePrefill(cache), cache)
 
@@ -100,9 +94,8 @@ methods.register("observed", observed)
 def compare(lm: tca_jax.LM, document: recall.Document, text: str) -> str:
     """A line of the table: right answers, kept tokens, attended pairs, and log-likelihood of a text."""
     questions = document.questions
-    prompts = [completion(document.text, question) for question in questions]
-    out = tca_jax.generate(lm, prompts, max_new_tokens=ANSWER_TOKENS)
-    right = sum(recall.is_correct(question, text, "prefix") for question, text in zip(questions, out.text, strict=True))
+    out = tca_jax.generate(lm, [completion(document.text, q) for q in questions], max_new_tokens=ANSWER_TOKENS)
+    right = sum(recall.is_correct(q, answer, "prefix") for q, answer in zip(questions, out.text, strict=True))
     logprob = tca_jax.score(lm, text).logprobs[0].mean()
     share, megabytes = out.stats.kept_share, out.stats.kv_cache_bytes / 1e6
     costs = f"{share:>12.1%}{megabytes:>10.2f}{out.stats.attended_share:>12.1%}"

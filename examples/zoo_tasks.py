@@ -74,7 +74,6 @@ class Memo(Fact):
 
     @property
     def line(self) -> str:
-        """The line in a document, with its line break."""
         return f"{_MEMO_WORDINGS[self.wording].format(kind=self.kind, key=self.key, value=self.value)}\n"
 
 
@@ -125,12 +124,11 @@ def _memo_pair(rng: np.random.Generator, task: str, keys: Iterator[str]) -> Ques
 
 def _draw_memo(rng: np.random.Generator, form: str, kind: str, key: str) -> Memo:
     """A memo in a random wording, with a value of a form of `_MEMO_KINDS`."""
-    if form == "number":
-        value = _digits(rng, 5)
-    elif form == "date":
-        value = f"{rng.integers(1900, 2100)}-{rng.integers(1, 13):02d}-{rng.integers(1, 29):02d}"
-    else:
-        value = f"{_one_of(rng, NOUNS)}-{_one_of(rng, NOUNS)}"
+    value = {
+        "number": lambda: _digits(rng, 5),
+        "date": lambda: f"{rng.integers(1900, 2100)}-{rng.integers(1, 13):02d}-{rng.integers(1, 29):02d}",
+        "name": lambda: f"{_one_of(rng, NOUNS)}-{_one_of(rng, NOUNS)}",
+    }[form]()
     return Memo(kind, key, value, int(rng.integers(len(_MEMO_WORDINGS))))
 
 
@@ -165,10 +163,7 @@ DRAWS: Mapping[str, Draw] = MappingProxyType(
 #: Tasks of each member; a repeated one is drawn more often.
 MIXTURES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "recall-tiny": tuple(TASKS),
-        "recall-4x": tuple(TASKS),
-        "grouped": tuple(TASKS),
-        "deep-qknorm": tuple(TASKS),
+        **dict.fromkeys(("recall-tiny", "recall-4x", "grouped", "deep-qknorm"), tuple(TASKS)),
         "biases-nocopy": ("memo-number", "memo-date", "memo-name", "memo-keys", "memo-pair"),
         "hops": ("digits", "words", "keys", *["alias"] * 5, "alias-2"),
         "large-32k": tuple(TASKS),

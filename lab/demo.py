@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,8 @@ from rich.text import Text
 from tca_jax.calibration.profile import Profile
 from tca_jax.engine.contexts import prefill
 from tca_jax.engine.generation import generate
-from tca_jax.engine.lm import LM
-from tca_jax.engine.prompts import DocumentTemplate, Encoder
-from tca_jax.errors import UserError
+from tca_jax.engine.prompts import DocumentTemplate
+from tca_jax.errors import require, require_name
 from tca_jax.lab.equal_bytes import CallSizes, held_share, with_bytes
 from tca_jax.lab.models import find, models_folder
 from tca_jax.lab.plots import kept_tokens, local_start, plot_selected_tokens, token_texts
@@ -26,6 +25,7 @@ from tca_jax.lab.recall import Document, Question, build_document, is_correct
 from tca_jax.lab.recall.documents import hide
 from tca_jax.lab.recall.facts import Fact, draw_keys
 from tca_jax.loading import Checkpoint, open_checkpoint
+from tca_jax.progress import Report
 
 #: The default is the first one that is there.
 MODELS = SMOLLM2, RECALL_TINY = "smollm2", "recall-tiny"
@@ -33,9 +33,8 @@ MODELS = SMOLLM2, RECALL_TINY = "smollm2", "recall-tiny"
 METHODS = FULL, TCA, WINDOW = "full", "tca", "window"
 #: Tasks of recall-tiny's questions, in this order; short answers, for the demo runs on any machine.
 _TASKS = ("digits", "words", "keys", "tracking", "hex", "queries", "values")
-#: Kinds of SmolLM2's facts with their values; # is a digit. Chosen by full attention's answers: of each
-#: kind, at least 3 of 4 are right at 3,000 tokens.
-# "Question: " in front of them: 25 of 30 right at 4,096 tokens, 23 without it.
+#: Kinds of SmolLM2's facts with their values; # is a digit. Chosen by full attention's answers: of each kind, at least
+#: 3 of 4 are right at 3,000 tokens. "Question: " in front of them: 25 of 30 right at 4,096 tokens, 23 without it.
 _VALUES = {
     "access code": ("######",),
     "captain": ("Alice", "Boris", "Clara", "David", "Emma", "Felix", "Greta", "Hugo", "Irene", "Jonas"),
@@ -44,12 +43,11 @@ _VALUES = {
     "meeting day": ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"),
     "phone number": ("555-####",),
 }
-_QUESTIONS = {SMOLLM2: len(_VALUES), RECALL_TINY: len(_TASKS)}
+DEFAULT_QUESTIONS = {SMOLLM2: len(_VALUES), RECALL_TINY: 3}
+_MOST_QUESTIONS = {SMOLLM2: len(_VALUES), RECALL_TINY: len(_TASKS)}
 _ANSWER_TOKENS = {SMOLLM2: 32, RECALL_TINY: 320}
 _SPARE_TOKENS = 512  # positions for a question and its answer
 _LEAST_TOKENS = 3000  # all facts of `_TASKS`, and a little text between them; several times SmolLM2's window
-
-Report = Callable[[str, int | None, int | None], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,38 +116,28 @@ class Exam:
     """A document and questions about it."""
 
     document: list[int]  # token ids
-    asked: tuple[Question, ...]  # in the order in which their facts stand
-    texts: tuple[str, ...]  # appended to the document for each question
+    asked: list[Question]  # in the order in which their facts stand
+    texts: list[str]  # appended to the document for each question
     fact_span: tuple[int, int]  # of the first question's fact: its first token, and the one past its last
 
 
 def choose_model(name: str | None = None) -> str:
-    """The model of this name; by default SmolLM2 where its file and the gguf package are there, else recall-tiny.
-
-    Raises:
-        ValueError: another name, or SmolLM2's file is missing.
-    """
+    """The model of this name; by default SmolLM2 where its file and the gguf package are there, else recall-tiny."""
     if name is None:
         return SMOLLM2 if find(SMOLLM2) and importlib.util.find_spec("gguf") else RECALL_TINY
-    if name not in MODELS:
-        raise UserError(f"model = {name!r}: must be one of {list(MODELS)}")
-    if name == SMOLLM2 and find(name) is None:
-        raise UserError(f"model = {name!r}: its file is not in {models_folder()}; `make models` fetches it")
+    require_name(f"model = {name!r}", name, MODELS)
+    missing = name == SMOLLM2 and find(name) is None
+    require(not missing, f"model = {name!r}: its file is not in {models_folder()}; `make models` fetches it")
     return name
 
 
 def open_model(model: str, tokens: int, questions: int) -> Checkpoint:
-    """Opens one of `MODELS` for a demo of this size.
-
-    Raises:
-        ValueError: `tokens` or `questions` is out of range; the message names it.
-    """
-    if not 1 <= questions <= _QUESTIONS[model]:
-        raise UserError(f"questions = {questions}: must lie in [1, {_QUESTIONS[model]}]")
+    """Opens one of `MODELS` for a demo of this size."""
+    most = _MOST_QUESTIONS[model]
+    require(1 <= questions <= most, f"questions = {questions}: must lie in [1, {most}]")
     checkpoint = open_checkpoint(find(model) if model == SMOLLM2 else model)
     most = checkpoint.config.max_context - _SPARE_TOKENS
-    if not _LEAST_TOKENS <= tokens <= most:
-        raise UserError(f"tokens = {tokens}: must lie in [{_LEAST_TOKENS}, {most}]")
+    require(_LEAST_TOKENS <= tokens <= most, f"tokens = {tokens}: must lie in [{_LEAST_TOKENS}, {most}]")
     return checkpoint
 
 
@@ -162,26 +150,24 @@ def model_line(model: str) -> str:
 
 
 def run_demo(
-    tokens: int, questions: int, seed: int, out: Path, report: Report | None = None, model: str = RECALL_TINY
+    checkpoint: Checkpoint, tokens: int, questions: int, seed: int, out: Path, report: Report | None = None
 ) -> DemoResult:
     """Reads a document and asks the questions under each method, and draws what TCA keeps.
 
     Args:
+        checkpoint: From `open_model`, for these sizes.
         tokens: Tokens of the document; SmolLM2's may have a few fewer, since it ends with a line.
         questions: Number of questions.
         seed: Draws the document.
         out: Folder of the picture.
         report: Called as `report(step, done, total)` when a step begins; None where a step cannot be counted.
-        model: One of `MODELS`.
 
     Raises:
-        ValueError: an argument is out of range; the message names it.
         FileNotFoundError: this Python has no standard library source to make the document from.
     """
     report = report or (lambda step, done, total: None)
-    checkpoint = open_model(model, tokens, questions)
-    build = _fact_exam if model == SMOLLM2 else _recall_exam
-    exam = build(checkpoint, tokens, questions, np.random.default_rng(seed))
+    model = RECALL_TINY if checkpoint.name == RECALL_TINY else SMOLLM2
+    exam = (_fact_exam if model == SMOLLM2 else _recall_exam)(checkpoint, tokens, questions, seed)
     full = checkpoint.load(progress=lambda done, total: report(f"loading {checkpoint.name}", done, total))
     profiles = Path(__file__).parent / "profiles" / model if model == SMOLLM2 else checkpoint.folder
     tca = full.with_profile(Profile.load(profiles / "profile"))
@@ -204,56 +190,54 @@ def run_demo(
             right = is_correct(question, said, "late") if question.task in _TASKS else question.answer in said
             answers.append(Answer(name, question.text, question.sentence, said, right, seconds))
     report("drawing the tokens that TCA keeps", None, None)
-    picture = _draw(tca, exam, out)
+    out.mkdir(parents=True, exist_ok=True)
+    picture = plot_selected_tokens(
+        kept_tokens(tca, exam.document),
+        token_texts(tca, exam.document),
+        f"{tca.name}, {tca.method.name}",
+        out / "demo.png",
+        span=exam.fact_span,
+        block_size=tca.method.cache.block_size,
+        window_start=local_start(tca, len(exam.document)),
+    )
     return DemoResult(model, len(exam.document), window.method.cache.window, answers, readings, picture)
 
 
-def _recall_exam(checkpoint: Checkpoint, tokens: int, questions: int, rng: np.random.Generator) -> Exam:
+def _recall_exam(checkpoint: Checkpoint, tokens: int, questions: int, seed: int) -> Exam:
     """Questions of recall-tiny's tasks; a byte is a token."""
-    document = build_document(rng, tokens - 2, _TASKS)  # 2: the tokens bos and user
+    document = build_document(np.random.default_rng(seed), tokens - 2, _TASKS)  # 2: the tokens bos and user
     return _exam(checkpoint, document, document.questions[:questions], tokens)
 
 
-def _fact_exam(checkpoint: Checkpoint, tokens: int, questions: int, rng: np.random.Generator) -> Exam:
+def _fact_exam(checkpoint: Checkpoint, tokens: int, questions: int, seed: int) -> Exam:
     """Facts of different kinds."""
+    rng = np.random.default_rng(seed)
     frame, keys = DocumentTemplate.of(checkpoint), draw_keys(rng)
     known = []
     for kind, values in _VALUES.items():
         value = "".join(str(rng.integers(10)) if char == "#" else char for char in str(rng.choice(values)))
         of = f"the {kind} for {(key := next(keys))}"
         known.append(Question("fact", (Fact(kind, key, value),), f"Question: What is {of}?", f"T{of[1:]} is ", value))
-    num_bytes, seed = 3 * tokens, rng.integers(2**32)
+    num_bytes, hidden = 3 * tokens, rng.integers(2**32)
     for _ in range(4):  # toward the number of tokens
-        document = hide(np.random.default_rng(seed), num_bytes, known, "held-out")
+        document = hide(np.random.default_rng(hidden), num_bytes, known, "held-out")
         num_bytes = num_bytes * tokens // len(frame.document(checkpoint, document.text, "document"))
-    return _exam(
-        checkpoint, document, sorted(known, key=lambda each: document.place(each.facts[0]))[:questions], tokens
-    )
+    return _exam(checkpoint, document, _in_order(document, known)[:questions], tokens)
 
 
-def _exam(lm: Encoder, document: Document, questions: Sequence[Question], tokens: int) -> Exam:
+def _exam(checkpoint: Checkpoint, document: Document, questions: Sequence[Question], tokens: int) -> Exam:
     """The questions in the order in which their facts stand: the first ones are far outside a window."""
-    frame = DocumentTemplate.of(lm)
-    asked = tuple(sorted(questions, key=lambda question: document.place(question.facts[0])))
+    frame = DocumentTemplate.of(checkpoint)
+    asked = _in_order(document, questions)
     fact = asked[0].facts[0]
     ends = (document.place(fact), document.place(fact) + len(fact.line))
-    start, stop = (len(frame.document(lm, document.text[:end], "document")) for end in ends)
-    texts = tuple(frame.question(question.text, follows_answer=False) for question in asked)
-    return Exam(frame.document(lm, document.text, "document")[:tokens], asked, texts, (start, stop))
+    start, stop = (len(frame.document(checkpoint, document.text[:end], "document")) for end in ends)
+    texts = [frame.question(question.text, follows_answer=False) for question in asked]
+    return Exam(frame.document(checkpoint, document.text, "document")[:tokens], asked, texts, (start, stop))
 
 
-def _draw(lm: LM, exam: Exam, out: Path) -> Path:
-    """Kept tokens, with the first question's fact outlined."""
-    out.mkdir(parents=True, exist_ok=True)
-    return plot_selected_tokens(
-        kept_tokens(lm, exam.document),
-        token_texts(lm, exam.document),
-        f"{lm.name}, {lm.method.name}",
-        out / "demo.png",
-        span=exam.fact_span,
-        block_size=lm.method.cache.block_size,
-        window_start=local_start(lm, len(exam.document)),
-    )
+def _in_order(document: Document, questions: Sequence[Question]) -> list[Question]:
+    return sorted(questions, key=lambda question: document.place(question.facts[0]))
 
 
 def result_table(result: DemoResult) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,17 +19,11 @@ _SHARES = 4096  # of these steps `share` is a whole number
 
 
 class CallSizes(NamedTuple):
-    """What the bytes of a call's caches depend on, beside the method.
+    """What the bytes of a call's caches depend on, beside the method."""
 
-    Attributes:
-        prompt_tokens: Tokens of the longest prompt, or of the longest document of a context.
-        new_tokens: Most tokens of an answer; None for a context (`tca_jax.prefill`) by itself.
-        question_tokens: Most tokens that are appended to a context before the answer; None where there is no context.
-    """
-
-    prompt_tokens: int
-    new_tokens: int | None = None
-    question_tokens: int | None = None
+    prompt_tokens: int  # of the longest prompt, or of the longest document of a context
+    new_tokens: int | None = None  # most tokens of an answer; None for a context (`tca_jax.prefill`) by itself
+    question_tokens: int | None = None  # most tokens behind a context before the answer; None without a context
 
 
 def with_bytes(
@@ -60,34 +55,30 @@ def with_bytes(
         The model under the largest budget that fits.
 
     Raises:
-        ValueError: the smallest budget is too large (the message tells its share), the method has no knob, or an
+        ValueError: the smallest budget is too large (the message has its share), the method has no knob, or an
             argument or option is not allowed.
     """
     check_number("kv_share", kv_share, above=0, at_most=1)
-    check_integer("prompt_tokens", prompt_tokens, at_least=1)
-    if new_tokens is not None:
-        check_integer("new_tokens", new_tokens, at_least=1)
-    if question_tokens is not None:
-        check_integer("question_tokens", question_tokens, at_least=1)
     sizes = CallSizes(prompt_tokens, new_tokens, question_tokens)
+    for argument, value in sizes._asdict().items():
+        if value is not None or argument == "prompt_tokens":
+            check_integer(argument, value, at_least=1)
     knob, values = _knob(name, prompt_tokens, options)
+    cache = name.split("+")[-1]
 
     def turned(lm: LM, place: int) -> LM:
-        return lm.with_method(name, **_with_knob(name, knob, values[place], options))
+        of_cache = {**(options if cache == name else options.get(cache, {})), knob: values[place]}
+        return lm.with_method(name, **(of_cache if cache == name else {**options, cache: of_cache}))
 
     def taken(place: int) -> float:
         return held_share(turned(lm.on_one_device, place), sizes)
 
-    if (least := taken(0)) > kv_share:
+    if not (fitting := bisect.bisect_right(range(len(values)), kv_share, key=taken)):
         raise UserError(
-            f"kv_share = {kv_share}: must be at least {least_share(least)}, what {name!r} takes of full attention's "
+            f"kv_share = {kv_share}: must be at least {least_share(taken(0))}, what {name!r} takes of full attention's "
             f"bytes at {prompt_tokens} tokens ({knob} = {values[0]}); a smaller window takes less"
         )
-    low, high = 0, len(values)  # the first fits; the one past the last does not count
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if taken(middle) <= kv_share else (low, middle)
-    return turned(lm, low)
+    return turned(lm, fitting - 1)
 
 
 def _knob(name: str, prompt_tokens: int, options: dict[str, Any]) -> tuple[str, Sequence[Any]]:
@@ -105,14 +96,6 @@ def _knob(name: str, prompt_tokens: int, options: dict[str, Any]) -> tuple[str, 
         f"method {name!r} has no option that moves its budget ({cache!r} takes {list(known)}); that of a profile is "
         "chosen by `calibrate(..., kept=)`"
     )
-
-
-def _with_knob(name: str, knob: str, value: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Options with the knob's value among those of the cache's part."""
-    if "+" not in name:
-        return {**options, knob: value}
-    cache = name.split("+")[-1]
-    return {**options, cache: {**options.get(cache, {}), knob: value}}
 
 
 def held_share(lm: LM, sizes: CallSizes) -> float:

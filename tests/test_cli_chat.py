@@ -17,8 +17,7 @@ import tca_jax
 from tca_jax.calibration.profile import Profile
 from tca_jax.cli.chat import chat
 from tca_jax.cli.errors import naming_options
-from tca_jax.cli.generate import generate
-from tca_jax.cli.options import AnswerOptions, ModelOptions, with_options
+from tca_jax.cli.options import ModelOptions, with_options
 from tca_jax.engine.prompts import DocumentTemplate
 from tca_jax.errors import UserError
 
@@ -151,21 +150,18 @@ def test_ctrl_c_ends_one_answer(follow, lm, monkeypatch, capsys):
     assert printed.err.count("[interrupted; Ctrl-C again, or an empty line, ends the chat]\n") == 1
 
 
-def test_a_question_too_long_does_not_end_the_chat(lm):
+def test_a_chat_outlives_a_long_question(lm):
     result = run("chat", "model", "--file=book.txt", "--max-new-tokens=6", stdin=f"{'why ' * 4000}\nWho?\n")
     assert "positions" in next(line for line in result.stderr.splitlines() if line.startswith("error: "))
     assert result.stdout.endswith(f"> Who?\n{answer(lm, f'{TEXT}{chr(10)}Who?')}\n")
 
 
-def test_a_stream_compiles_before_its_first_piece(lm):
+def test_a_stream_compiles_before_its_first_piece(lm, monkeypatch):
     compiled = []
     stream = tca_jax.stream(lm, "a new length " * 9, max_new_tokens=40, stop_token_ids=())
     next(stream)
-    from tca_jax.engine import request
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(request._decode, "prepare", lambda *args, **options: compiled.append(args))
-        assert len(list(stream)) >= 1
+    monkeypatch.setattr("tca_jax.engine.request._decode.prepare", lambda *args, **options: compiled.append(args))
+    assert list(stream)
     assert not compiled
 
 
@@ -177,15 +173,6 @@ def test_templates():
 
 
 # --- options ----------------------------------------------------------------------------------------
-
-
-def test_both_commands_take_the_same_options():
-    shared = {field.name for kind in (ModelOptions, AnswerOptions) for field in dataclasses.fields(kind)}
-    taken = [inspect.signature(command).parameters for command in (generate, chat)]
-    for name in shared | {"system", "context"}:
-        options = [parameters[name].annotation.__metadata__[0] for parameters in taken]
-        assert options[0].help == options[1].help
-        assert taken[0][name].default == taken[1][name].default
 
 
 def test_fields_become_options():
@@ -203,7 +190,7 @@ def test_fields_become_options():
 
 
 def test_sampling_options_reach_both_commands(lm):
-    sampled = {"temperature": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1, "stop": "zq"} | SHORT
+    sampled = {"temperature": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1} | SHORT
     expected = [answer(lm, f"{TEXT}\n{q}", seed=7 + i, **sampled) for i, q in enumerate(("Who?", "Where?"))]
     options = ["--seed=7", *(f"--{name.replace('_', '-')}={value}" for name, value in sampled.items())]
     read = chatted("model", "--file=book.txt", *options, stdin="Who?\nWhere?\n")
@@ -241,12 +228,9 @@ def test_a_method_takes_a_profiles_budgets():
     ("args", "message"),
     [
         (["--top-p=2"], "--top-p 2.0: must be in (0, 1]"),
-        (["--min-p=-1"], "--min-p -1.0: must be in [0, 1]"),
-        (["--repetition-penalty=0"], "--repetition-penalty 0.0: must be"),
         (["--stop="], "--stop '': must be a string that is not empty"),
         (["--min-new-tokens=9", "--max-new-tokens=3"], "--min-new-tokens 9: must be at most --max-new-tokens 3"),
         (["--dtype=int8"], "--dtype int8: must be float32, bfloat16 or float16"),
-        (["--backend=cuda"], "--backend 'cuda': must be one of"),
         (["--mesh=2x"], "--mesh 2x: must be devices on 'data' x devices on 'model', such as 1x4"),
         (["--method=nosuch"], "--method nosuch: 'nosuch' is not registered: must be one of"),
         (["--method=tca"], "--method tca: tca needs --profile, from tca-jax calibrate"),
@@ -257,15 +241,13 @@ def test_a_method_takes_a_profiles_budgets():
         ),
         (["--method=streaming:window=100"], "--method streaming:window=100: window = 100: must be a positive multiple"),
         (["--system=x"], "has no chat template"),
-        (["--seed=-1"], "Invalid value for '--seed'"),
-        (["--weights=fp4"], "--weights 'fp4': must be one of"),
         (["--kv=int8"], "--kv 'int8': must be one of ['fp8'], or None"),
         (["--max-new-tokens=4096"], "that is 4"),
         (["--context=nosuch"], "nosuch"),
         (["--context=nosuch", "--system=x"], "--system"),
     ],
 )
-def test_a_wrong_option_is_named_before_weights_are_read(command, args, message, monkeypatch):
+def test_wrong_options_are_named_before_weights(command, args, message, monkeypatch):
     monkeypatch.setattr("tca_jax.loading.load_checkpoint", lambda *args: pytest.fail("the weights were read"))
     if any(arg.startswith("--context") for arg in args):
         command = command[:2] + command[2:] * (command[0] == "generate")

@@ -1,11 +1,13 @@
 """The README and `docs/` say what is true: code and commands run, links lead somewhere, the site has every page."""
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import importlib.util
 import inspect
 import io
+import json
 import re
 import shlex
 import shutil
@@ -15,12 +17,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import yaml
-from shallow_recall import write_shallow_recall
+from safetensors.numpy import load_file, save_file
 from tiny import random_prompt, tiny_lm
 from typer.testing import CliRunner
 
 import tca_jax
 from tca_jax import loading, methods
+from tca_jax.calibration.profile import ARRAYS, Profile
 from tca_jax.cli.app import app
 from tca_jax.lab import plots, recall
 from tca_jax.loading import checkpoint_folder
@@ -39,8 +42,8 @@ SHORTER = {"default_rng(0), 6000,": "default_rng(0), 1500,", "text[1000:4000]": 
 #: Comments behind commands of which only the options are checked, as are those that name a model from the Hub.
 NOT_HERE = re.compile(r"GPU|minute")
 QUESTION = "I need the phone number of fixed ribbon."
-
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+#: Programs other than `tca-jax` that shell blocks call; tests/serve/test_ray.py looks at the options of `serve`.
+PROGRAMS = ("curl", "export", "make", "pip", "python", "python3", "ray", "serve")
 
 
 class Command(NamedTuple):
@@ -107,14 +110,14 @@ def steps(page: Path) -> list[str | Command]:
     return found
 
 
-def anchors(page: Path) -> set[str]:
-    """What GitHub makes of the headings."""
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings(page)}
-
-
 def headings(page: Path) -> list[str]:
     found = re.findall(r"^#+ (.+)$", CODE.sub("", page.read_text()), re.MULTILINE)
     return [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in found]
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings."""
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings(page)}
 
 
 def links(page: Path) -> list[str]:
@@ -177,150 +180,80 @@ def test_the_readme_runs():
 
 
 WHOLE_MODEL = ["methods", "profiles", "quickstart"]
-ANY_MODEL = [
-    "benchmarks",
-    "choosing",
-    "contexts",
-    "eight-bits",
-    "evaluation",
-    "kernels",
-    "pictures",
-    "usage",
-]
-SLOW_PAGES = (
-    "benchmarks",
-    "choosing",
-    "eight-bits",
-    "evaluation",
-    "kernels",
-    "methods",
-    "pictures",
-    "profiles",
-    "quickstart",
-)
+SHALLOW_MODEL = ["benchmarks", "choosing", "contexts", "eight-bits", "evaluation", "kernels", "pictures", "usage"]
+QUICK = ("contexts", "usage")  # as an integration test; the others are slow
 
 
-def marked(names):
-    return [
-        pytest.param(name, marks=pytest.mark.slow if name in SLOW_PAGES else pytest.mark.integration) for name in names
-    ]
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory):
+    """The shipped model cut to its first layers: a third of the time, and no right answers."""
+    layers, shipped = 2, checkpoint_folder("recall-tiny")
+    folder = tmp_path_factory.mktemp("shallow")
+    for name in ("chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(shipped / name, folder)
+    config = json.loads((shipped / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+    weights = load_file(shipped / "model.safetensors").items()
+    kept = {name: array for name, array in weights if int(re.findall(r"layers\.(\d+)|$", name)[0] or 0) < layers}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    for name in ("profile", "profile-paper"):
+        profile = Profile.load(shipped / name)
+        cut = {array: getattr(profile, array)[:layers] for array in ARRAYS}
+        dataclasses.replace(profile, **cut, fingerprint=None).save(folder / name)
+    return folder
 
 
 @pytest.mark.usefixtures("shared")
-@pytest.mark.parametrize("name", marked(WHOLE_MODEL))
-def test_the_blocks_and_commands_of_a_page_run_on_the_whole_model(name):
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.integration if name in QUICK else pytest.mark.slow)
+        for name in WHOLE_MODEL + SHALLOW_MODEL
+    ],
+)
+def test_blocks_and_commands_of_a_page_run(name, shallow):
+    if name in SHALLOW_MODEL:  # a folder precedes the alias
+        Path("recall-tiny").symlink_to(shallow)
     printed = run(ROOT / "docs" / f"{name}.md")
     assert printed
     if name == "quickstart":
         assert printed.count("554090") == 2  # the text's list of questions, and the model's answer
 
 
-@pytest.fixture(scope="module")
-def shallow(tmp_path_factory):
-    return write_shallow_recall(tmp_path_factory.mktemp("shallow") / "recall-tiny")
+def test_no_page_with_something_to_run_is_left():
+    assert sorted(page.stem for page in SITE if steps(page)) == sorted(WHOLE_MODEL + SHALLOW_MODEL)
 
 
-@pytest.fixture
-def with_a_shallow_model(shallow, tmp_path):
-    """Where a page's commands run, "recall-tiny" is a folder: that of a model with fewer layers."""
-    (tmp_path / "recall-tiny").symlink_to(shallow)
-
-
-@pytest.mark.usefixtures("with_a_shallow_model", "shared")
-@pytest.mark.parametrize("name", marked(ANY_MODEL))
-def test_the_blocks_and_commands_of_a_page_run(name):
-    assert checkpoint_folder("recall-tiny") == Path("recall-tiny")
-    assert run(ROOT / "docs" / f"{name}.md")
-
-
-def test_no_page_with_something_to_run_is_left_out():
-    assert sorted(page.stem for page in SITE if steps(page)) == sorted(WHOLE_MODEL + ANY_MODEL)
-
-
-def test_every_line_of_a_shell_block_calls_a_program_that_a_test_knows():
-    for page in DOCS:
-        for _, block in blocks(page, "sh"):
-            for line in lines(block):
-                known = read_command(line) or shlex.split(line, comments=True)[0] in (
-                    "curl",
-                    "export",
-                    "make",
-                    "pip",
-                    "python",
-                    "python3",
-                    "ray",
-                    "serve",  # tests/serve/test_ray.py looks at its options
-                )
-                assert known, f"{page.name}: {line}"
-
-
-def test_pipes_targets_and_comments_of_a_command_are_read():
-    command = read_command('echo "a b" | tca-jax chat x --file y > z  # minutes')
-    assert command[1:] == (["chat", "x", "--file", "y"], ["echo", "a b"], "z")
-    assert not command.runs
-    assert read_command("tca-jax plot budgets shipped  # of 8K tokens").runs
-    assert not read_command("tca-jax chat qwen2.5-7b --file y").runs
-    assert read_command("make demo") is None
-
-
-@pages
-def test_every_command_has_its_options(page, monkeypatch):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_what_a_page_names_exists(page, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     for command in commands(page):
         args = [arg for arg in command.args if arg != "..."]
         with contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as end:
             app([*args, "--help"])  # reads the options, and stops before it uses them
         assert end.value.code == 0, command.line
-
-
-def test_a_command_with_an_unknown_option_is_noticed(capsys):
-    with pytest.raises(SystemExit) as end:
-        app(["generate", "recall-tiny", "--prompts", "x", "--help"])
-    assert end.value.code == 2
-    assert "--prompts" in capsys.readouterr().err
-
-
-@pages
-def test_every_make_target_exists(page):
+    in_shell, text = [line for _, block in blocks(page, "sh") for line in lines(block)], page.read_text()
+    for line in in_shell:
+        assert read_command(line) or shlex.split(line, comments=True)[0] in PROGRAMS, line
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    found = [line for _, block in blocks(page, "sh") for line in lines(block) if line.startswith("make ")]
-    found += re.findall(r"`(make [^`]+)`", CODE.sub("", page.read_text()))
-    assert {word for line in found for word in shlex.split(line, comments=True)[1:]} <= targets
-
-
-@pages
-def test_every_link_leads_to_a_file_and_a_heading(page):
+    made = [line for line in in_shell if line.startswith("make ")] + re.findall(r"`(make [^`]+)`", CODE.sub("", text))
+    assert {word for line in made for word in shlex.split(line, comments=True)[1:]} <= targets
     for target in links(page):
         path, _, anchor = target.partition("#")
         linked = page.parent / path if path else page
         assert linked.exists(), target
         assert not anchor or anchor in anchors(linked), target
-
-
-@pages
-def test_headings_have_the_same_anchors_in_the_site_as_on_github(page):
-    for heading in headings(page):
+    for heading in headings(page):  # the same anchor in the site as on GitHub
         of_site = re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
         assert of_site in anchors(page), heading
-
-
-@pages
-def test_every_file_that_is_named_exists(page):
-    for name in re.findall(r"`([\w.-]+/[\w./-]+\.(?:py|md|toml))`", page.read_text()):
+    for name in re.findall(r"`([\w.-]+/[\w./-]+\.(?:py|md|toml))`", text):
         assert (ROOT / name).exists(), name
-
-
-def site() -> dict:
-    return yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
 
 def nav(entries: list) -> list[str]:
     """Pages of the site's menu."""
-    found = []
-    for entry in entries:
-        (target,) = entry.values()
-        found += [target] if isinstance(target, str) else nav(target)
-    return found
+    targets = [target for entry in entries for target in entry.values()]
+    return [name for target in targets for name in ([target] if isinstance(target, str) else nav(target))]
 
 
 def hooks():
@@ -330,20 +263,20 @@ def hooks():
     return module
 
 
-def test_every_page_is_in_the_menu_of_the_site_once():
-    menu = nav(site()["nav"])
+def test_every_page_is_in_the_menu_once():
+    menu = nav(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     assert len(menu) == len(set(menu))
     beside = {name for name in menu if not (ROOT / "docs" / name).exists()}
     assert {page.relative_to(ROOT / "docs").as_posix() for page in SITE} == set(menu) - beside
     assert all((ROOT / name).exists() for name in beside)
 
 
-@pytest.mark.parametrize("page", SITE, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_files_outside_docs_that_a_page_links_to_are_part_of_the_site(page):
+def test_linked_files_outside_docs_are_in_the_site():
     beside = {path for pattern in hooks().BESIDE for path in ROOT.glob(pattern)}
-    for target in links(page):
-        linked = (page.parent / target.partition("#")[0]).resolve()
-        assert linked.is_relative_to(ROOT / "docs") or linked in beside, target
+    for page in SITE:
+        for target in links(page):
+            linked = (page.parent / target.partition("#")[0]).resolve()
+            assert linked.is_relative_to(ROOT / "docs") or linked in beside, target
 
 
 class Page(NamedTuple):
@@ -357,16 +290,13 @@ class Page(NamedTuple):
     ("page", "link", "expected"),
     [
         ("usage.md", "../lab/results/README.md", "lab/results/README.md"),
-        ("usage.md", "../CHANGELOG.md", "CHANGELOG.md"),
         ("usage.md", "contexts.md#what-it-costs", "contexts.md#what-it-costs"),
         ("api/functional.md", "../../examples/attend_in_your_model.py", "../examples/attend_in_your_model.py"),
-        ("api/functional.md", "../usage.md", "../usage.md"),
-        ("lab/results/README.md", "attention.md", "attention.md"),
         ("CHANGELOG.md", "docs/method.md#reserve", "method.md#reserve"),
         ("tca_jax/checkpoints/recall-tiny/README.md", "../../../docs/method.md", "../../../method.md"),
     ],
 )
-def test_links_across_the_border_of_docs_are_those_of_the_site(page, link, expected):
+def test_links_across_docs_are_those_of_the_site(page, link, expected):
     rewritten = hooks().on_page_markdown(f"see [it]({link}).", Page(Page(src_uri=page)))
     assert rewritten == f"see [it]({expected})."
 
@@ -385,7 +315,7 @@ def resolve(name: str):
     return getattr(importlib.import_module(module), attribute)
 
 
-def test_every_public_name_has_a_place_in_the_api_pages():
+def test_every_public_name_is_in_api_pages():
     objects = documented()
     there = {id(found) for found in objects}
     modules = {found.__name__ for found in objects if inspect.ismodule(found)}
@@ -398,7 +328,7 @@ def test_every_public_name_has_a_place_in_the_api_pages():
         assert id(value) in there or getattr(value, "__module__", None) in modules, f"{module.__name__}.{name}"
 
 
-def test_every_operation_has_its_backends_and_its_place_in_the_api_pages():
+def test_every_operation_has_backends_and_a_place():
     rows = re.findall(r"^\| `(\w+)` \|.*\| (.+) \|$", (ROOT / "docs/kernels.md").read_text(), re.MULTILINE)
     assert {name: tuple(backends.split(", ")) for name, backends in rows} == dict(OPERATIONS)
     names = {getattr(found, "__name__", "") for found in documented()}
@@ -417,20 +347,14 @@ def test_the_table_of_methods_is_the_registry():
 
 
 @pytest.mark.integration
-def test_what_is_said_to_compile_nothing_compiles_nothing():
-    lm = tiny_lm().with_method("streaming", window=16, block_size=8)
-
-    def compile_seconds(lm=lm, length=100, **options):
+def test_same_shapes_compile_nothing():
+    def compile_seconds(seed=0, length=100, **options):
+        lm = tiny_lm(seed=seed, eos_token_ids=(7 + seed,)).with_method("streaming", window=16, block_size=8)
         given = {"max_new_tokens": 20, "stop_token_ids": (1, 2), "temperature": 0.7, "top_p": 0.9, **options}
         return tca_jax.generate(lm, random_prompt(length, length), **given).stats.compile_seconds
 
     assert compile_seconds() > 0
-    same = (
-        {"length": 112},
-        {"length": 97, "max_new_tokens": 32},
-        {"max_new_tokens": 17, "seed": 5},
-        {"temperature": 1, "top_p": 0.5, "stop_token_ids": (3, 4)},
-        {"min_p": 0, "repetition_penalty": 1, "min_new_tokens": 0},
-        {"lm": tiny_lm(seed=1, eos_token_ids=(7,)).with_method("streaming", window=16, block_size=8)},
-    )
-    assert [compile_seconds(**options) for options in same] == [0.0] * len(same)
+    assert compile_seconds(length=97, max_new_tokens=32) == 0
+    assert compile_seconds(temperature=1, top_p=0.5, stop_token_ids=(3, 4)) == 0
+    assert compile_seconds(min_p=0, repetition_penalty=1, min_new_tokens=0) == 0
+    assert compile_seconds(seed=1) == 0

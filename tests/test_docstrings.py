@@ -44,6 +44,7 @@ def public_functions():
 
 
 FUNCTIONS = public_functions()
+assert {"generate", "LM.with_method", "paged_attention", "tca", "register"} <= set(FUNCTIONS)
 
 
 def sections(function):
@@ -53,13 +54,6 @@ def sections(function):
     return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
 
 
-def arguments(function):
-    """What the section of arguments says of each."""
-    text = sections(function).get("Args", "")
-    entries = re.findall(r"^ {4}\*{0,2}(\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
-    return dict(entries)
-
-
 def is_array(annotation):
     return "Array" in str(annotation) and "Callable" not in str(annotation)
 
@@ -67,7 +61,8 @@ def is_array(annotation):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_docstring_describes_arguments_and_shapes(name):
     function = FUNCTIONS[name]
-    text, said = sections(function), arguments(function)
+    text = sections(function)
+    said = re.findall(r"^ {4}\*{0,2}(\w+): ", text.get("Args", ""), re.MULTILINE)
     assert text[""].strip(), "no docstring"
     parameters = [each for each in inspect.signature(function).parameters.values() if each.name not in ("self", "cls")]
     if "Args" in text or ("." not in name and len(parameters) > 2):
@@ -81,7 +76,6 @@ def test_docstring_describes_arguments_and_shapes(name):
 @pytest.mark.parametrize("name", sorted(set(FUNCTIONS) & FROM_THE_PAPER))
 def test_source_of_the_method_is_named(name):
     said = f"{inspect.getdoc(FUNCTIONS[name])} {inspect.getmodule(FUNCTIONS[name]).__doc__}"
-    said = f"{inspect.getdoc(FUNCTIONS[name])} {inspect.getmodule(FUNCTIONS[name]).__doc__}"
     assert re.search(r"Eq\. |docs/method\.md|arXiv|Algorithm \d", said)
 
 
@@ -94,7 +88,3 @@ def test_fields_are_described(name):
     fields = [each.name for each in dataclasses.fields(value) if each.name[0] != "_"]
     described = r"^ *{0}: .*#|^ *#.*\n *{0}: |^ *{0}: \S"  # beside the field, above it, or in the docstring
     assert not [name for name in fields if not re.search(described.format(name), text, re.MULTILINE)]
-
-
-def test_the_functions_are_found():
-    assert {"generate", "LM.with_method", "paged_attention", "tca", "register"} <= set(FUNCTIONS)

@@ -41,7 +41,7 @@ _EXACT, _ESTIMATED = 1e-2, 0.1  # most relative error; backends may choose other
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layer's prefill under a method on a backend."""
+    """A layer's prefill under a method on a backend; arguments are `attention_inputs`."""
 
     name: str
     method: Method
@@ -60,7 +60,6 @@ class Case:
         return kept, selection_for_prefill(self.method, 0, heads, selection, kept, k, v, self.backend)
 
     def attend(self, q: Array, k: Array, v: Array, n: Array, selected: Any) -> Attended:
-        """Attention of all prompt queries."""
         readable = None if selected is None else selected[1]
         return self.method.prefill.attend(0, Heads.all(k.shape[2]), q, k, v, n, readable, self.backend)
 
@@ -77,7 +76,7 @@ class Case:
 
 
 def full_attention(q: Array, k: Array, v: Array) -> Array:
-    """The baseline: exact causal attention, by cuDNN where it runs."""
+    """The baseline: exact causal attention."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if can_run("cudnn") else "xla")
 
 
@@ -124,11 +123,9 @@ def check(config: ModelConfig, case: Case, tokens: int) -> float:
     """Relative error of attention over one selection against the XLA oracle."""
     inputs = attention_inputs(config, tokens, seed=1)
     selected = jax.jit(case.select)(*inputs)
-    out, expected = (
-        jax.jit(each.attend)(*inputs, selected).out for each in (case, dataclasses.replace(case, backend="xla"))
-    )
+    run = lambda backend: jax.jit(dataclasses.replace(case, backend=backend).attend)(*inputs, selected).out  # noqa: E731
     exact = case.method.prefill_reads_cache and case.method.prefill.answers_from_cache(0)
-    return common.agreement(case.backend, out, expected, _EXACT if exact else _ESTIMATED)
+    return common.agreement(case.backend, run, _EXACT if exact else _ESTIMATED)
 
 
 def main(
@@ -150,14 +147,15 @@ def main(
     lengths, config = lengths or [2**14, 2**15, 2**16, 2**17], common.tca_config(window, reserve)
     models = shapes.find_configs(models, whole=False, default=("llama3.1-8b", "llama3.2-1b"))
     shares = shares or ([] if methods else [shapes.Share(0.25, prefill=0.05), shapes.Share(0.155)])
-    others = {text: shapes.parse_method(text) for text in methods or ()}
+    others = shapes.parse_methods(methods)
     common.check_lengths(lengths, config, out)
     backends = backend or [each for each in ("mosaic", "triton") if can_run(each)] or ["xla"]
     common.check_backends(backends)
     note = NOTE.format(repeats=repeats, checked=common.CHECKED_TOKENS, shares=shapes.describe_shares(config))
     results = common.Results(out, name, "Prefill attention of one layer", note)
     for model in models:
-        tested = {str(share): share.method(config, shapes.CONFIGS[model].num_kv_heads) for share in shares} | others
+        heads = shapes.CONFIGS[model].num_kv_heads
+        tested = shapes.named_methods(config, shares, heads, full=False, others=others)
         cases = [Case(label, method, each) for each in backends for label, method in tested.items()]
         for tokens in lengths:
             try:

@@ -186,15 +186,10 @@ class Compilations:
         jax.monitoring.unregister_event_duration_listener(self._note)
 
 
-def relative_error(out: Array, expected: Array) -> float:
-    """||out - expected|| / ||expected|| in float64 on the host."""
-    a, b = np.asarray(out, np.float64), np.asarray(expected, np.float64)
-    return float(np.linalg.norm(a - b) / (np.linalg.norm(b) or 1.0))
-
-
-def agreement(backend: str, out: Array, expected: Array, limit: float = 1e-2) -> float:
-    """Relative error against the oracle; RuntimeError above `limit`, because wrong results are not worth timing."""
-    error = relative_error(out, expected)
+def agreement(backend: str, run: Callable[[str], Array], limit: float = 1e-2) -> float:
+    """Relative error of `run(backend)` against the oracle; RuntimeError above `limit`: wrong results are not timed."""
+    a, b = (np.asarray(run(each), np.float64) for each in (backend, "xla"))
+    error = float(np.linalg.norm(a - b) / (np.linalg.norm(b) or 1.0))
     if not error < limit:  # NaN too
         raise RuntimeError(f"{backend} differs from the oracle by {error:.2e}")
     return error

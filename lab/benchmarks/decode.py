@@ -12,7 +12,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,6 @@ class Plan:
 
     @functools.cached_property
     def layout(self) -> CacheLayout:
-        """Its static shape."""
         heads = self.config.num_kv_heads
         return CacheLayout.plan(self.policy, self.layers, heads, self.rows, self.tokens, self.fed)
 
@@ -83,7 +82,6 @@ class Plan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the cache."""
         return self.layout.num_bytes(self.config.head_dim, self.kv)
 
     @property
@@ -127,8 +125,7 @@ def run_steps(backend: Any, layout: CacheLayout, q: Array, rotation: Array, cach
     return q
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A layer's decode attention under a method, with a stored type of keys and values, on a backend."""
 
     name: str
@@ -136,39 +133,36 @@ class Case:
     kv: Any  # dtype
     backend: Any
 
-    def plan(self, config: ModelConfig, rows: int, tokens: int) -> Plan:
-        """The cache of one layer."""
-        return Plan(config, self.method.cache, 1, rows, tokens, self.kv)
-
 
 def measure_layer(
     model: str, rows: int, tokens: int, cases: Sequence[Case], copied: float, repeats: int
 ) -> list[common.Row]:
     """A row for each case; none where the caches do not fit together."""
     config = shapes.CONFIGS[model]
-    plans = {(case.name, case.kv): case.plan(config, rows, tokens) for case in cases}
+    plans = {(case.name, case.kv): Plan(config, case.method.cache, 1, rows, tokens, case.kv) for case in cases}
     sizes = [plan.num_bytes for plan in plans.values()]
     if sum(sizes) + max(sizes) > common.free_bytes():
         print(f"does not fit: a layer of {model}, {rows} rows, {tokens:,} tokens", flush=True)
         return []
     q, rotation = _queries(config, rows)
-    empty = jax.jit(functools.partial(run_steps, "xla", plans[cases[0].name, cases[0].kv].layout))
-    calls: dict[Any, Callable[[], Any]] = {"empty": functools.partial(empty, q, rotation, ())}
     caches: dict[Any, tuple[PagedCache, ...]] = {}
     for kind, plan in plans.items():
         cache, copies = plan.make(seed=tokens), min(STEPS, cdiv(_PAST_L2_BYTES, plan.num_bytes)) - 1
         caches[kind] = (cache, *(jax.tree.map(jnp.copy, cache) for _ in range(copies)))
-    for case in cases:
+
+    def call(case: Case, caches: tuple[PagedCache, ...]) -> Callable[[], Any]:
         program = jax.jit(functools.partial(run_steps, case.backend, plans[case.name, case.kv].layout))
-        calls[case] = functools.partial(program, q, rotation, caches[case.name, case.kv])
-    seconds = common.time_in_turns(calls, repeats)
+        return functools.partial(program, q, rotation, caches)
+
+    calls: dict[Any, Callable[[], Any]] = {"empty": call(cases[0], ())}
+    seconds = common.time_in_turns(calls | {case: call(case, caches[case.name, case.kv]) for case in cases}, repeats)
     net = {case: (seconds[case] - seconds["empty"]) / STEPS for case in cases}
     full = {(case.kv, case.backend): net[case] for case in cases if case.method == BASELINE}
     found = []
     for case in cases:
         plan = plans[case.name, case.kv]
         row = plan.row(model, case.name, case.backend, net[case], plan.read_bytes, copied)
-        error = _check(case, case.plan(config, rows, min(tokens, common.CHECKED_TOKENS)))
+        error = _check(case, dataclasses.replace(plan, tokens=min(tokens, common.CHECKED_TOKENS)))
         found.append({**row, "speed-up": full[case.kv, case.backend] / net[case], "error": error})
     return found
 
@@ -183,10 +177,8 @@ def _queries(config: ModelConfig, rows: int) -> tuple[Array, Array]:
 def _check(case: Case, plan: Plan) -> float:
     """Relative error of one step against the XLA oracle."""
     cache, (q, _) = plan.make(seed=1), _queries(plan.config, plan.rows)
-    out, expected = (
-        jax.jit(functools.partial(attend, layout=plan.layout, backend=each))(q, cache) for each in (case.backend, "xla")
-    )
-    return common.agreement(case.backend, out, expected)
+    step = functools.partial(attend, layout=plan.layout)
+    return common.agreement(case.backend, lambda backend: jax.jit(functools.partial(step, backend=backend))(q, cache))
 
 
 def plan_of(lm: LM, rows: int, tokens: int) -> Plan:
@@ -272,11 +264,8 @@ def main(
     Example: [bold]tca-jax bench decode --lengths 131072 --block-shares 0.155[/]
     """
     lengths, config = lengths or [2**14, 2**17], common.tca_config(window)
-    models, shares, backends = (
-        shapes.find_configs(models, whole=whole),
-        shares or [shapes.Share(0.155)],
-        backend or ["auto"],
-    )
+    models, shares = shapes.find_configs(models, whole=whole), shares or [shapes.Share(0.155)]
+    backends = backend or ["auto"]
     common.check_lengths(lengths, config, out)
     common.check_backends(backends)
     copied = common.copy_rate(copy_bytes, repeats)
@@ -286,7 +275,7 @@ def main(
     places = list(itertools.product(rows or [1, 8], lengths))
     for model in models:
         heads = shapes.CONFIGS[model].num_kv_heads
-        tested = {"full": BASELINE, **{str(share): share.method(config, heads) for share in shares}}
+        tested = shapes.named_methods(config, shares, heads)
         kinds = itertools.product(tested.items(), dtypes, backends)
         cases = [Case(label, method, dtype, each) for (label, method), dtype, each in kinds]
         for place in places:
@@ -294,9 +283,8 @@ def main(
                 results.add("Attention of one layer", row)
         for stored in [None, kv] if kv and whole else [None] * whole:
             lm = shapes.open_model(model, layers=layers, max_positions=2 * max(lengths), kv=stored)
-            sizes_of_model = lm.config.num_kv_heads, lm.config.num_layers
-            lms = {"full": lm.with_method(BASELINE)}
-            lms |= {str(share): lm.with_method(share.method(config, *sizes_of_model)) for share in shares}
+            whole_models = shapes.named_methods(config, shares, heads, lm.config.num_layers)
+            lms = {label: lm.with_method(method) for label, method in whole_models.items()}
             for place, each in itertools.product(places, backends):
                 for row in measure_models(lms, *place, each, copied, cdiv(repeats, 2)):
                     results.add("Steps of whole models", row)

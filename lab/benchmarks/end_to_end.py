@@ -29,7 +29,6 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import mesh_entry, num_devices, parse_mesh
 from tca_jax.lab.benchmarks import common
 from tca_jax.lab.benchmarks import models as shapes
-from tca_jax.methods import BASELINE
 from tca_jax.models.sharding import DATA, axis_size, check_mesh
 from tca_jax.pallas_kernels.kv import num_bytes
 
@@ -191,7 +190,7 @@ def main(
     models = models or ["llama3.1-8b"]
     shapes.find_configs([each for each in models if each in shapes.CONFIGS] or None, whole=True, default=())
     shares = shares or ([] if methods or profile else [shapes.Share(0.25, prefill=0.05)])
-    others = {text: shapes.parse_method(text) for text in methods or ()}
+    others = shapes.parse_methods(methods)
     common.check_lengths(lengths, config, out)
     meshes: list[Mesh | None] = [parse_mesh(text, "--mesh") for text in mesh or ()] or [None]
     for devices, model in itertools.product(meshes, models):
@@ -214,10 +213,10 @@ def main(
         )
         if lm is None:
             continue
-        tested = {"full": BASELINE} if full else {}
-        tested |= {"profile": lm.method} if profile and model not in shapes.CONFIGS else {}
-        tested |= {str(share): share.method(config, lm.config.num_kv_heads, lm.config.num_layers) for share in shares}
-        lms = {label: lm.with_method(method) for label, method in (tested | others).items()}
+        own = lm.method if profile and model not in shapes.CONFIGS else None
+        sizes_of_model = lm.config.num_kv_heads, lm.config.num_layers
+        tested = shapes.named_methods(config, shares, *sizes_of_model, full=full, profile=own, others=others)
+        lms = {label: lm.with_method(method) for label, method in tested.items()}
         for tokens in lengths:
             for row in measure(lms, tokens, given):
                 results.add("From prompt to answer", {"fp8": str(stored), **row} if fp8 else row)

@@ -23,6 +23,7 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import balanced_orders
 from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks.common import random_normal
+from tca_jax.methods import BASELINE
 from tca_jax.methods.base import CachePolicy, Method
 from tca_jax.methods.candidates import budget_sizes, candidate_distributions
 from tca_jax.methods.config import TCAConfig
@@ -31,65 +32,38 @@ from tca_jax.models.config import ModelConfig
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.names import MODEL, Parameter, parameters
 from tca_jax.models.projections import LARGEST_CODE, WEIGHTS
-from tca_jax.models.rope import RopeConfig
 from tca_jax.models.sharding import axis_size, by_part, check_mesh, parameter_sharding, settled, spec_sharding
 
 _STD = 0.02
 _DEVIATIONS = 8  # largest e4m3 code over the deviation of random codes
 
-_LLAMA = ModelConfig(
-    family="llama",
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    rms_norm_eps=1e-5,
-    max_positions=131072,
-    tie_embeddings=False,
-    qkv_bias=False,
-    o_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    rope=RopeConfig(
-        type="llama3",
-        theta=500_000.0,
-        original_max_positions=8192,
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-    ),
-    dtype_name="bfloat16",
-)
-_QWEN = {
-    "family": "qwen2",
-    "vocab_size": 152064,
-    "rms_norm_eps": 1e-6,
-    "qkv_bias": True,
-    "rope": RopeConfig(type="default", theta=1_000_000.0),
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "original_max_position_embeddings": 8192,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
 }
-_TINY = {"vocab_size": 256, "rope": RopeConfig(type="default", theta=10_000.0), "dtype_name": "float32"}
 
 
 def _shape(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head_dim: int, **more: Any) -> ModelConfig:
-    sizes: dict[str, Any] = {
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_layers": layers,
-        "num_heads": heads,
-    }
-    return dataclasses.replace(_LLAMA, num_kv_heads=kv_heads, head_dim=head_dim, **sizes, **more)
+    """A LLaMA-3 of these sizes, with `more` entries of its config.json."""
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "head_dim": head_dim}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 131072}
+    llama = {"model_type": "llama", "vocab_size": 128256, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16"}
+    return ModelConfig.from_hf({**llama, "rope_theta": 5e5, "rope_scaling": _LLAMA3_ROPE, **sizes, **more})
 
+
+_QWEN2 = {"model_type": "qwen2", "vocab_size": 152064, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_scaling": None}
+_TINY = {"vocab_size": 256, "rope_theta": 1e4, "rope_scaling": None, "torch_dtype": "float32"}
 
 #: Architectures by the names of --models; "tiny" is for machines without a GPU.
 CONFIGS: Mapping[str, ModelConfig] = MappingProxyType(
     {
-        "llama3.1-8b": _LLAMA,
-        "qwen2.5-7b": _shape(3584, 18944, 28, 28, 4, 128, **_QWEN),
+        "llama3.1-8b": _shape(4096, 14336, 32, 32, 8, 128),
+        "qwen2.5-7b": _shape(3584, 18944, 28, 28, 4, 128, **_QWEN2),
         "llama3.1-70b": _shape(8192, 28672, 80, 64, 8, 128),
-        "llama3.2-1b": _shape(2048, 8192, 16, 32, 8, 64, tie_embeddings=True),
+        "llama3.2-1b": _shape(2048, 8192, 16, 32, 8, 64, tie_word_embeddings=True),
         "tiny": _shape(64, 96, 2, 4, 2, 16, **_TINY),
     }
 )
@@ -162,6 +136,21 @@ MethodsOption = Annotated[
 ]
 
 
+def named_methods(
+    config: TCAConfig,
+    shares: Sequence[Share],
+    kv_heads: int,
+    num_layers: int = 1,
+    *,
+    full: bool = True,
+    profile: Method | None = None,
+    others: Mapping[str, Method] = MappingProxyType({}),
+) -> dict[str, Method]:
+    """Methods by the names of rows: full attention, a profile's, TCA with each share, others."""
+    found = ({"full": BASELINE} if full else {}) | ({"profile": profile} if profile else {})
+    return {**found, **{str(each): each.method(config, kv_heads, num_layers) for each in shares}, **others}
+
+
 def describe_shares(config: TCAConfig) -> str:
     """How the notes of tables explain the names of attentions."""
     return (
@@ -172,10 +161,10 @@ def describe_shares(config: TCAConfig) -> str:
     )
 
 
-def parse_method(text: str) -> Method:
-    """A registered method, such as "streaming:window=4096"."""
-    name, options = joined(parse_parts(text, "--methods"), f"--methods {text}")
-    return methods.get(name, **options)
+def parse_methods(texts: Sequence[str] | None) -> dict[str, Method]:
+    """Registered methods, such as "streaming:window=4096"."""
+    parts = {text: joined(parse_parts(text, "--methods"), f"--methods {text}") for text in texts or ()}
+    return {text: methods.get(name, **options) for text, (name, options) in parts.items()}
 
 
 def unequal_candidates(config: TCAConfig, kv_heads: int, share: float) -> tuple[int, ...]:
@@ -270,10 +259,10 @@ def weight_bytes(lm: LM) -> int:
 def _weight(parameter: Parameter, key: Array, num_layers: int, mesh: Mesh | None, code_std: float) -> Array:
     """One parameter; `code_std` is the deviation of e4m3 codes."""
     path, shape, dtype = parameter.path, tuple(parameter.variable.shape), parameter.variable.dtype
-    to_residual = path[-2] in ("o", "down") if len(path) > 1 else False
-    std = _STD / math.sqrt(2 * num_layers) if to_residual else _STD
+    module = path[-2] if len(path) > 1 else None
+    std = _STD / math.sqrt(2 * num_layers) if module in ("o", "down") else _STD
     if path[-1] == "scale":
-        value = std / code_std if path[-2] in ("qkv", "o", "gate_up", "down") else 1
+        value = std / code_std if module in ("qkv", "o", "gate_up", "down") else 1
         return jnp.full(shape, value, dtype, device=None if mesh is None else parameter_sharding(parameter, mesh))
     std = code_std if path[-1] == "codes" else std
     return settled(_drawn(key, std, shape=shape, dtype=dtype, spec=parameter.spec, mesh=mesh), parameter, mesh)

@@ -25,7 +25,6 @@ from tca_jax.engine.lm import LM
 from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks import common
 from tca_jax.lab.benchmarks import models as shapes
-from tca_jax.methods import BASELINE
 from tca_jax.serve import Engine
 from tca_jax.serve.streams import Stream
 
@@ -217,17 +216,12 @@ def main(
     own = load.question_tokens + max(load.answer_tokens, STEPS + 4 * load.rows)
     lm = shapes.open_model(model, profile, layers=layers, max_positions=max(load.tokens, load.prompt_tokens) + own)
     shares = shares or ([] if profile else [shapes.Share(0.25), shapes.Share(0.1)])
-    tested = {"profile": lm.method} if profile else {}
-    tested |= {str(each): each.method(config, lm.config.num_kv_heads, lm.config.num_layers) for each in shares}
-    tested |= {"full": BASELINE} if full else {}
+    sizes_of_model = lm.config.num_kv_heads, lm.config.num_layers
+    tested = shapes.named_methods(config, shares, *sizes_of_model, full=full, profile=lm.method if profile else None)
     copied = common.copy_rate(copy_bytes, _COPY_REPEATS)
-    sizes = {
-        **dataclasses.asdict(load),
-        "steps": STEPS,
-        "copied": copied / 1e9,
-        "shares": shapes.describe_shares(config),
-    }
-    results = common.Results(out, name, f"Serving {lm.name}", NOTE.format(**sizes))
+    sizes = {**dataclasses.asdict(load), "steps": STEPS, "copied": copied / 1e9}
+    note = NOTE.format(**sizes, shares=shapes.describe_shares(config))
+    results = common.Results(out, name, f"Serving {lm.name}", note)
     for attention, method in tested.items():
         served = Served(lm.with_method(method), load, backend)
         with served.engine:

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -27,7 +27,6 @@ import tca_jax
 from tca_jax.cli.files import require_writable
 from tca_jax.cli.options import BackendOption
 from tca_jax.engine.lm import LM
-from tca_jax.engine.prompts import bucket_length
 from tca_jax.errors import UserError
 from tca_jax.lab.benchmarks import common
 from tca_jax.lab.benchmarks import models as shapes
@@ -37,6 +36,7 @@ from tca_jax.serve.streams import Stream
 
 _QUESTIONS, _PROMPTS = 3, 4
 _QUESTION_TOKENS, _NEW_TOKENS = 40, 24  # at most
+_FEWER = 100  # tokens that a document or prompt may lack: all take a few programs
 _THINKING = 0.02  # mean seconds between an answer and the client's next request
 _SECONDS = 120.0  # longest wait for an answer
 _GONE = "unknown document", "is no longer there", "is in use"  # errors that another client's `forget` causes
@@ -73,13 +73,13 @@ class References:
     def __init__(self, lm: LM, documents: int, tokens: int, seed: int, backend: str) -> None:
         random = np.random.default_rng(seed)
 
-        def draw(least: int, most: int) -> list[int]:
-            return random.integers(1, lm.config.vocab_size, random.integers(least, most + 1)).tolist()
+        def draw(most: int, fewer: int) -> list[int]:
+            return random.integers(1, lm.config.vocab_size, most - random.integers(min(fewer, most))).tolist()
 
         self.lm, self._backend = lm, backend
-        self.documents = [draw(*_bucket(tokens)) for _ in range(documents)]
-        self.questions = [draw(1, _QUESTION_TOKENS) for _ in range(_QUESTIONS)]
-        self.prompts = [draw(*_bucket(tokens // 3)) for _ in range(_PROMPTS)]
+        self.documents = [draw(tokens, _FEWER) for _ in range(documents)]
+        self.questions = [draw(_QUESTION_TOKENS, _QUESTION_TOKENS) for _ in range(_QUESTIONS)]
+        self.prompts = [draw(tokens // 3, _FEWER) for _ in range(_PROMPTS)]
         self.contexts = [tca_jax.prefill(lm, each, backend=backend) for each in self.documents]
         self._answers: dict[Question, list[int]] = {}
         self._lock = threading.RLock()
@@ -98,25 +98,23 @@ class References:
             return self._answers[question]
 
 
-class Client(threading.Thread):
-    """Sends random requests to an engine, one after the other, until `stopping`."""
+class Client:
+    """Sends random requests to an engine, one after the other."""
 
     def __init__(self, engine: Engine, references: References, seed: int) -> None:
-        super().__init__(daemon=True)
         self._engine, self._references, self._random = engine, references, random.Random(seed)
-        self.stopping = threading.Event()
         self.outcomes = collections.Counter[tuple[str, str]]()  # by kind of request
         self.first_tokens: list[float] = []  # seconds
 
-    def run(self) -> None:
-        while not self.stopping.wait(self._random.expovariate(1 / _THINKING)):
-            (kind,) = self._random.choices(list(KINDS), [weight for weight, _ in KINDS.values()])
-            self.request(kind)
+    def run(self, stopping: threading.Event) -> None:
+        """Requests until `stopping`."""
+        while not stopping.wait(self._random.expovariate(1 / _THINKING)):
+            self.request(*self._random.choices(list(KINDS), list(KINDS.values())))
 
     def request(self, kind: str) -> None:
         """One request; its outcome is counted."""
         try:
-            outcome = KINDS[kind][1](self)
+            outcome = self._outcome(kind)
         except Exception as error:
             gone = isinstance(error, UserError) and any(text in str(error) for text in _GONE)
             outcome = "gone" if gone else "errors"
@@ -124,26 +122,27 @@ class Client(threading.Thread):
                 traceback.print_exc()
         self.outcomes[kind, outcome] += 1
 
-    def question(self) -> str:
-        drawn = self._drawn()
-        return self._checked(drawn, self._ask(self._read(drawn), drawn))
-
-    def prompt(self) -> str:
-        drawn = Question(None, self._random.randrange(_PROMPTS), self._random.randrange(len(_OPTIONS)))
-        return self._checked(drawn, self._ask(None, drawn))
-
-    def cancelled(self) -> str:
-        drawn = self._drawn()._replace(options=0)
-        stream = self._ask(self._read(drawn), drawn)
-        if count := self._random.randrange(_NEW_TOKENS // 2):
-            TokenTimes(stream).wait(count, _SECONDS)
-        stream.cancel()
-        return self._checked(drawn, stream, whole=False)
-
-    def chat(self) -> str:
-        drawn = self._drawn()._replace(turn=True)
-        first = Question(drawn.document, 0, 0)
-        stream = self._ask(self._read(drawn), first, keep=True)
+    def _outcome(self, kind: str) -> str:
+        draw, number = self._random.randrange, self._random.randrange(len(self._references.documents))
+        drawn, id_ = Question(number, draw(_QUESTIONS), draw(len(_OPTIONS)), turn=kind == "chat"), None
+        if kind == "prompt":
+            drawn = Question(None, draw(_PROMPTS), drawn.options)
+        else:
+            id_ = self._engine.read(self._references.documents[number])
+        if kind == "forget":
+            self._engine.forget(id_)
+            return "equal"
+        if kind == "cancelled":
+            drawn = drawn._replace(options=0)
+            stream = self._ask(id_, drawn)
+            if count := draw(_NEW_TOKENS // 2):
+                TokenTimes(stream).wait(count, _SECONDS)
+            stream.cancel()
+            return self._checked(drawn, stream, whole=False)
+        if kind != "chat":
+            return self._checked(drawn, self._ask(id_, drawn))
+        first = Question(number, 0, 0)
+        stream = self._ask(id_, first, keep=True)
         if (outcome := self._checked(first, stream)) != "equal":
             return outcome
         if (kept := stream.result().document) is None:
@@ -151,18 +150,6 @@ class Client(threading.Thread):
         outcome = self._checked(drawn, self._ask(kept, drawn))
         self._engine.forget(kept)
         return outcome
-
-    def forget(self) -> str:
-        self._engine.forget(self._read(self._drawn()))
-        return "equal"
-
-    def _drawn(self) -> Question:
-        draw = self._random.randrange
-        return Question(draw(len(self._references.documents)), draw(_QUESTIONS), draw(len(_OPTIONS)))
-
-    def _read(self, question: Question) -> str:
-        assert question.document is not None
-        return self._engine.read(self._references.documents[question.document])
 
     def _ask(self, document: str | None, question: Question, *, keep: bool = False) -> Stream:
         prompts = self._references.prompts if document is None else self._references.questions
@@ -178,14 +165,8 @@ class Client(threading.Thread):
         return "other answers"
 
 
-#: Kinds of requests: how often each is drawn, and its method.
-KINDS: dict[str, tuple[float, Callable[[Client], str]]] = {
-    "question": (8, Client.question),
-    "prompt": (3, Client.prompt),
-    "cancelled": (3, Client.cancelled),
-    "chat": (3, Client.chat),
-    "forget": (0.5, Client.forget),
-}
+#: Kinds of requests, with how often each is drawn.
+KINDS = {"question": 8, "prompt": 3, "cancelled": 3, "chat": 3, "forget": 0.5}
 OUTCOMES = ("equal", "gone", "other answers", "errors")
 
 
@@ -194,8 +175,7 @@ def growth(samples: Sequence[tuple[float, int, int]]) -> float:
 
     Samples count after warming up and after the last compilation.
     """
-    end = max((seconds for seconds, _, _ in samples), default=0.0)
-    warm = [each[:2] for each in samples if each[0] >= _WARM * end and each[2] == samples[-1][2]]
+    warm = [each[:2] for each in samples if each[0] >= _WARM * samples[-1][0] and each[2] == samples[-1][2]]
     if len(warm) < 2:
         return 0.0
     seconds, held = np.asarray(warm, np.float64).T
@@ -225,17 +205,17 @@ class Soak:
             clients = [Client(engine, self._references, self._random.getrandbits(32)) for _ in range(self._clients)]
             for kind in KINDS if number == 1 else ():
                 clients[0].request(kind)
-            start = time.monotonic()
-            for client in clients:
-                client.start()
+            stopping, start = threading.Event(), time.monotonic()
+            threads = [threading.Thread(target=client.run, args=(stopping,), daemon=True) for client in clients]
+            for thread in threads:
+                thread.start()
             while (elapsed := time.monotonic() - start) < seconds:
                 samples.append((elapsed, resident_bytes(), self._compilations.count))
                 time.sleep(0.05)
-            for client in clients:
-                client.stopping.set()
-            for client in clients:
-                client.join(2 * _SECONDS)
-                self._require(not client.is_alive(), "a request has not ended")
+            stopping.set()
+            for thread in threads:
+                thread.join(2 * _SECONDS)
+                self._require(not thread.is_alive(), "a request has not ended")
             self._settle(engine, number, last=last)
         for client in clients:
             self.outcomes += client.outcomes
@@ -245,42 +225,39 @@ class Soak:
         self._live = self._live or live
         self._require(live <= self._live + _LIVE_SLACK, f"round {number}: live arrays grew to {live:,} bytes")
         self._require(grown <= _SLACK, f"round {number}: the process grew by {grown / 1e6:.0f} MB")
-        requests = sum(sum(client.outcomes.values()) for client in clients)
+        requests = sum(client.outcomes.total() for client in clients)
         row = {"round": number, "s": time.monotonic() - begin, "requests": requests, "documents found": len(found)}
         return {**row, "live MB": live / 1e6, "process MB": resident_bytes() / 1e6, "grown MB": grown / 1e6}
 
     def _settle(self, engine: Engine, number: int, *, last: bool) -> None:
         """Checks that nothing is held after the requests; keeps the documents alone, or none after the last round."""
         self._require(engine.idle(_SECONDS), f"round {number}: the engine is not idle after {_SECONDS:.0f} seconds")
-        pages = engine.answer_pages
+        pages, documents = engine.answer_pages, self._references.documents
         self._require(pages.free == pages.total, f"round {number}: pages of answers stay taken: {pages}")
-        kept = set() if last else {engine.read(document) for document in self._references.documents}
-        for id_ in kept:
-            engine.wait(id_, _SECONDS, stored=True)
+        kept = () if last else self._read(engine, documents)
         for each in engine.documents():
             if each.id not in kept:
                 engine.forget(each.id)
         if last:  # copies of prompts make room for documents
-            ids = [engine.read(document) for document in self._references.documents[: int(_DEVICE_ROOM)]]
-            for id_ in ids:
-                engine.wait(id_, _SECONDS, stored=True)
+            ids = self._read(engine, documents[: int(_DEVICE_ROOM)])
             states = {engine.document(id_).state for id_ in ids}
             self._require(states == {"device"}, f"after all: documents that fit the device are {states}")
             for id_ in ids:
                 engine.forget(id_)
             self._require(not self._stored(), f"after all: {len(self._stored())} documents are on disk")
 
+    def _read(self, engine: Engine, documents: Sequence[list[int]]) -> list[str]:
+        """Ids of documents that are read and stored."""
+        ids = [engine.read(document) for document in documents]
+        for id_ in ids:
+            engine.wait(id_, _SECONDS, stored=True)
+        return ids
+
     def _require(self, holds: bool, problem: str) -> None:
         self.problems += [] if holds else [problem]
 
     def _stored(self) -> set[str]:
         return {file.parent.name for file in self._options["disk"].glob("*/document.json")}
-
-
-def _bucket(tokens: int) -> tuple[int, int]:
-    """Least and most tokens of the bucket that holds `tokens`."""
-    most = bucket_length(tokens)
-    return next((n + 1 for n in range(most, 0, -1) if bucket_length(n) < most), 1), most
 
 
 def main(

@@ -34,26 +34,25 @@ def demo(
 
     Example: [bold]tca-jax demo --tokens 4096 --seed 7[/]
     """
-    from tca_jax.lab.demo import SMOLLM2, choose_model, model_line, open_model, printable, result_table, run_demo
+    from tca_jax.lab import demo as lab
 
     require_writable(out, "--out")
     with naming_options("model"):
-        chosen = choose_model(model)
-    if questions is None:
-        questions = 6 if chosen == SMOLLM2 else 3
+        chosen = lab.choose_model(model)
+    questions = lab.DEFAULT_QUESTIONS[chosen] if questions is None else questions
     with naming_options("tokens", "questions"):
-        open_model(chosen, tokens, questions)
+        checkpoint = lab.open_model(chosen, tokens, questions)
     if not as_json:
-        print(model_line(chosen), flush=True)
+        print(lab.model_line(chosen), flush=True)
     with progress(log=True) as report:
-        result = run_demo(tokens, questions, seed, out, report, chosen)
+        result = lab.run_demo(checkpoint, tokens, questions, seed, out, report)
     if as_json:
         print_json(result.to_json())
         return
     console = Console()
-    console.print(result_table(result))
+    console.print(lab.result_table(result))
     for tca, window in result.lost()[:1]:
-        print(f"Lost by the window: {printable(tca.question)}")
-        print(f"  tca: {printable(tca.text)}\n  window: {printable(window.text)}\n")
+        print(f"Lost by the window: {lab.printable(tca.question)}")
+        print(f"  tca: {lab.printable(tca.text)}\n  window: {lab.printable(window.text)}\n")
     console.print(result.summary(), highlight=False)
     console.print(f"Picture: {result.picture}", markup=False, highlight=False, soft_wrap=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
@@ -23,7 +24,6 @@ from tca_jax.errors import UserError
 from tca_jax.progress import progress
 
 if TYPE_CHECKING:
-    from tca_jax.calibration.profile import Profile
     from tca_jax.engine.lm import LM
 
 
@@ -42,6 +42,8 @@ PictureOption = Annotated[Path, typer.Option(help="PNG to write.", callback=_che
 FileOption = Annotated[Path, typer.Option(help='The text (UTF-8); "-" is stdin.', show_default=False)]
 MaxTokensOption = Annotated[int | None, typer.Option(help="Cut the text to this many tokens.", min=1, max=LARGEST)]
 
+ResultsArgument = Annotated[Path, typer.Argument(help="JSON such as lab/results/zoo-curves.json.", show_default=False)]
+
 app = typer.Typer(help="Draw budgets, kept tokens, attention and results.")
 
 
@@ -56,10 +58,17 @@ def budgets(
     Example: [bold]tca-jax plot budgets shipped --tokens 8192[/]
     """
     from tca_jax.calibration.profile import Profile
+    from tca_jax.lab.plots import WorthMap, plot_kept_share
 
-    loaded = Profile.load(profile_folder(profile))
-    tokens = tokens or max((source["tokens"] for source in loaded.sources), default=131072)
-    _print_path(_draw_profile(loaded, tokens, out))
+    p = Profile.load(profile_folder(profile))
+    tokens = tokens or max((source["tokens"] for source in p.sources), default=131072)
+    keeping = "Worth of keeping everything (outlined: heads that keep more than candidate 0)"
+    worth = [
+        WorthMap("Worth of reading blocks (outlined: heads that do)", p.reading_worth, p.readings != "sparse"),
+        WorthMap(keeping, p.keeping_worth, p.candidates > 0),
+    ]
+    shares, prefill = p.kept_share(tokens), p.prefill_kept_share(tokens)
+    _print_path(plot_kept_share(shares, tokens, p.model_name, out, prefill_share=prefill, worth=worth))
 
 
 @app.command()
@@ -82,30 +91,16 @@ def selected(
 
     Example: [bold]tca-jax plot selected recall-tiny --profile shipped --file report.txt[/]
     """
-    from tca_jax.lab.plots import plot_selected_tokens
-    from tca_jax.lab.plots.inspection import kept_tokens, local_start, token_texts
+    from tca_jax.lab.plots import kept_tokens, local_start, plot_selected_tokens, token_texts
 
     require_writable(out.parent, "--out")
     lm, ids = _load(model, profile, dtype, file, max_tokens, question)
     texts = token_texts(lm, ids)
-    span = None if around is None else _span_of(around, texts)
-    with progress() as report:
-        report(f"compiling, and reading {len(ids):,} tokens", None, None)
-        kept = kept_tokens(lm, ids)
-    _print_path(
-        plot_selected_tokens(
-            kept,
-            texts,
-            f"{lm.name}, {lm.method.name}",
-            out,
-            start=start,
-            span=span,
-            layer=layer,
-            head=head,
-            block_size=lm.method.cache.block_size,
-            window_start=local_start(lm, len(ids)),
-        )
-    )
+    options: dict[str, Any] = {"start": start, "layer": layer, "head": head}
+    options["span"] = None if around is None else _span_of(around, texts)
+    options |= {"block_size": lm.method.cache.block_size, "window_start": local_start(lm, len(ids))}
+    kept = _reading(kept_tokens, lm, ids)
+    _print_path(plot_selected_tokens(kept, texts, f"{lm.name}, {lm.method.name}", out, **options))
 
 
 @app.command()
@@ -122,15 +117,11 @@ def attention(
 
     Example: [bold]tca-jax plot attention recall-tiny --file report.txt[/]
     """
-    from tca_jax.lab.plots import plot_attention
-    from tca_jax.lab.plots.inspection import attention_received
+    from tca_jax.lab.plots import attention_received, plot_attention
 
     require_writable(out.parent, "--out")
     lm, ids = _load(model, None, dtype, file, max_tokens)
-    with progress() as report:
-        report(f"compiling, and reading {len(ids):,} tokens", None, None)
-        received = attention_received(lm, ids)
-    _print_path(plot_attention(received, lm.name, out))
+    _print_path(plot_attention(_reading(attention_received, lm, ids), lm.name, out))
 
 
 @app.command()
@@ -179,7 +170,7 @@ def accuracy(
 
 @app.command()
 def reading(
-    results: Annotated[Path, typer.Argument(help="JSON such as lab/results/zoo-curves.json.", show_default=False)],
+    results: ResultsArgument,
     out: PictureOption = Path("out/reading.png"),
 ) -> None:
     """Draw loss inside the text against the attended share: a panel a model, a curve a method.
@@ -194,7 +185,7 @@ def reading(
 
 @app.command()
 def keeping(
-    results: Annotated[Path, typer.Argument(help="JSON such as lab/results/zoo-curves.json.", show_default=False)],
+    results: ResultsArgument,
     protocol: Annotated[str, typer.Option(help="late, preamble or prefix.")] = "late",
     out: PictureOption = Path("out/keeping.png"),
 ) -> None:
@@ -207,26 +198,6 @@ def keeping(
 
     with naming_options("protocol"):
         _print_path(plot_keeping(model_points(results), out, protocol=protocol))
-
-
-def _draw_profile(profile: Profile, tokens: int, path: Path) -> Path:
-    """Writes the heat maps of a profile: shares at a prompt length, and what heads are worth."""
-    from tca_jax.lab.plots import WorthMap, plot_kept_share
-
-    worth = [
-        WorthMap(
-            "Worth of reading blocks (outlined: heads that do)", profile.reading_worth, profile.readings != "sparse"
-        ),
-        WorthMap(
-            "Worth of keeping everything (outlined: heads that keep more than candidate 0)",
-            profile.keeping_worth,
-            profile.candidates > 0,
-        ),
-    ]
-    prefill = profile.prefill_kept_share(tokens)
-    return plot_kept_share(
-        profile.kept_share(tokens), tokens, profile.model_name, path, prefill_share=prefill, worth=worth
-    )
 
 
 def _load(
@@ -250,6 +221,12 @@ def _load(
     return lm, ids
 
 
+def _reading(inspect: Callable[[LM, list[int]], np.ndarray], lm: LM, ids: list[int]) -> np.ndarray:
+    with progress() as report:
+        report(f"compiling, and reading {len(ids):,} tokens", None, None)
+        return inspect(lm, ids)
+
+
 def _span_of(words: str, texts: list[str]) -> tuple[int, int]:
     """The tokens of the text's first line with these words: the first, and the one past the last."""
     text = "".join(texts)
@@ -262,5 +239,4 @@ def _span_of(words: str, texts: list[str]) -> tuple[int, int]:
 
 
 def _print_path(path: Path) -> None:
-    """Prints where a picture is."""
     print(f"Picture: {path}")

@@ -19,6 +19,7 @@ from tca_jax.lab.demo import (
     Reading,
     choose_model,
     model_line,
+    open_model,
     printable,
     result_table,
     run_demo,
@@ -30,11 +31,12 @@ from tca_jax.lab.models import find
 def demo(tmp_path_factory):
     """Result and reported steps of a demo over 3,000 tokens."""
     steps = []
-    result = run_demo(3000, 1, 0, tmp_path_factory.mktemp("demo") / "new", lambda *step: steps.append(step))
+    checkpoint, out = open_model(RECALL_TINY, 3000, 1), tmp_path_factory.mktemp("demo") / "new"
+    result = run_demo(checkpoint, 3000, 1, 0, out, lambda *step: steps.append(step))
     return result, steps
 
 
-def test_smollm2_is_the_default_once_it_is_fetched(monkeypatch):
+def test_smollm2_is_the_default_once_fetched(monkeypatch):
     monkeypatch.setattr(demo_module, "find", lambda alias: Path(f"{alias}.gguf"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: package)
     assert choose_model() == choose_model(SMOLLM2) == SMOLLM2
@@ -43,22 +45,19 @@ def test_smollm2_is_the_default_once_it_is_fetched(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
     assert choose_model() == RECALL_TINY
     assert "pip install gguf" in model_line(RECALL_TINY)
-
-
-def test_without_smollm2_the_shipped_model_answers(monkeypatch):
     monkeypatch.setattr(demo_module, "find", lambda alias: None)
     assert choose_model() == RECALL_TINY
     assert "make models" in model_line(RECALL_TINY)
     with pytest.raises(ValueError, match=r"model = 'smollm2': its file is not in .*make models"):
         choose_model(SMOLLM2)
-    with pytest.raises(ValueError, match=r"model = 'other': must be one of \['smollm2', 'recall-tiny'\]"):
+    with pytest.raises(ValueError, match=r"model = 'other': must be one of \['recall-tiny', 'smollm2'\]"):
         choose_model("other")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find(SMOLLM2) is None, reason="needs SmolLM2: make models")
 def test_smollm2_answers_with_less_cache(tmp_path):
-    result = run_demo(3000, 1, 0, tmp_path, model=SMOLLM2)
+    result = run_demo(open_model(SMOLLM2, 3000, 1), 3000, 1, 0, tmp_path)
     assert 2950 < result.tokens <= 3000
     assert all(answer.correct for name in METHODS[:2] for answer in result.of(name)), result.answers
     assert result.share("tca") < 1
@@ -125,6 +124,6 @@ def test_the_summary():
         (4096, 8, r"questions = 8: must lie in \[1, 7\]"),
     ],
 )
-def test_sizes_out_of_range(tokens, questions, message, tmp_path):
+def test_sizes_out_of_range(tokens, questions, message):
     with pytest.raises(ValueError, match=message):
-        run_demo(tokens, questions, 0, tmp_path)
+        open_model(RECALL_TINY, tokens, questions)

