@@ -18,7 +18,6 @@ from tca_jax.calibration.profile import Profile
 from tca_jax.cli.chat import chat
 from tca_jax.cli.errors import naming_options
 from tca_jax.cli.options import ModelOptions, with_options
-from tca_jax.engine.prompts import DocumentTemplate
 from tca_jax.errors import UserError
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 6
@@ -165,13 +164,6 @@ def test_a_stream_compiles_before_its_first_piece(lm, monkeypatch):
     assert not compiled
 
 
-def test_templates():
-    assert DocumentTemplate.of(tca_jax.load("chat")) == DocumentTemplate(
-        "<user>", "\n\n", "</s><assistant>", "</s><user>", verbatim=True
-    )
-    assert DocumentTemplate.of(tca_jax.load("model")) == DocumentTemplate("", "\n", "", "\n", verbatim=False)
-
-
 # --- options ----------------------------------------------------------------------------------------
 
 
@@ -190,18 +182,12 @@ def test_fields_become_options():
 
 
 def test_sampling_options_reach_both_commands(lm):
-    sampled = {"temperature": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1} | SHORT
+    sampled = {"temperature": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1, "stop": "zq"} | SHORT
     expected = [answer(lm, f"{TEXT}\n{q}", seed=7 + i, **sampled) for i, q in enumerate(("Who?", "Where?"))]
     options = ["--seed=7", *(f"--{name.replace('_', '-')}={value}" for name, value in sampled.items())]
     read = chatted("model", "--file=book.txt", *options, stdin="Who?\nWhere?\n")
     assert [each.removesuffix("\n") for each in read] == expected  # the next seed draws the next answer
     assert generated("model", f"--prompt={TEXT}\nWho?", *options) == expected[:1]
-
-
-def test_a_stop_string_ends_both(lm):
-    whole = answer(lm, f"{TEXT}\nWho?")
-    options = ["model", "--max-new-tokens=6", f"--stop={whole[1:3]}"]
-    assert chatted(*options, "--file=book.txt") == generated(*options, f"--prompt={TEXT}\nWho?") == [whole[:1]]
 
 
 def test_a_method_by_name(lm):

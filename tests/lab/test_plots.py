@@ -214,12 +214,6 @@ def test_latency_labels_stages_and_totals(figures):
     assert texts(figures[0].axes[0]) == ["4", "0.5", "", "", " 4.1 ms", " 0.5 ms"]
 
 
-def test_accuracy_of_the_shipped_model():
-    panels = results.accuracy_panels(checkpoint_folder("recall-tiny") / "evaluation.json")
-    assert list(panels) == ["prefix", "preamble", "late"]
-    assert panels["late"][0][:2] == ("full", 1.0)
-
-
 def test_accuracy_of_a_folder_is_of_common_tasks(tmp_path):
     for method, task, length, score in [("full", "a", 64, 90), ("full", "b", 64, 70), ("tca", "a", 64, 80)]:
         path = tmp_path / "results" / method / f"{task}-{length}-late.json"
@@ -290,6 +284,7 @@ def work(tmp_path_factory):
         ("selected", "model", "--file=text.txt", "--profile=profile", "--question=why?", "--around=fox"),
         ("attention", "model", "--file=text.txt", "--max-tokens=64"),
         ("latency", "call.json"),
+        ("accuracy", checkpoint_folder("recall-tiny") / "evaluation.json"),
         ("reading", "curves.json"),
         ("keeping", "curves.json"),
     ],
@@ -324,11 +319,8 @@ def test_selected_is_of_text_and_question(work, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("budgets", "none"), r"none"),
         (("selected", "model", "--file=text.txt", "--around=cat"), r"--around 'cat': these words are not in the text"),
-        (("attention", "model", "--file=missing.txt"), r"missing.txt: No such file"),
         (("latency", "text.txt"), r"text.txt is not valid JSON"),
-        (("accuracy", "call.json"), r"call.json: holds no accuracy of methods"),
         (("attention", "model", "--file=text.txt", "--dtype=int8"), r"^--dtype int8: must be float32"),
         (
             ("attention", "missing", "--file=missing", "--out=new/map.jpg"),
