@@ -16,7 +16,7 @@ import multiprocessing
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,10 +52,9 @@ class Plan:
     calibrated: int = 2**17  # tokens of all calibration texts of a length
     passages: int = 32  # texts with measured losses
     questions: int = 100  # of each task under each protocol
-    keep_tolerance: float = TCAConfig.keep_tolerance
 
     def config(self, tokens: int) -> TCAConfig:
-        return TCAConfig(window=max(256, tokens // 16), keep_tolerance=self.keep_tolerance)
+        return TCAConfig(window=max(256, tokens // 16))
 
     def texts(self, tokens: int) -> int:
         return max(1, self.calibrated // tokens)
@@ -151,7 +150,10 @@ def evaluate(folder: Path, out: Path, plan: Plan) -> None:
 def page(models: dict[str, dict[str, Any]]) -> str:
     """Tables of all models."""
     rows: tuple[list[str], ...] = ([], [], [])
-    for name, tokens, each in _lengths(models):
+    lengths = ((name, f"{int(n):,}", each) for name in models for n, each in models[name]["lengths"].items())
+    for name, tokens, each in lengths:
+        if not {"full", "row0", "default"} <= set(each):
+            continue
         full, row0, chosen = (each[label]["inside"] for label in ("full", "row0", "default"))
         won = (row0 - chosen) / max(row0 - full, 1e-9)
         heads = f"{len(each['default']['fetching'])} of {each['default']['heads']}"
@@ -185,13 +187,6 @@ def page(models: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-def _lengths(models: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    for name, record in models.items():
-        for tokens, each in record["lengths"].items():
-            if {"full", "row0", "default"} <= set(each):
-                yield name, f"{int(tokens):,}", each
-
-
 def _line(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
@@ -206,7 +201,6 @@ def main(
     jobs: Annotated[int, typer.Option(min=1, help="Models at the same time.")] = 1,
     tokens: Annotated[list[int] | None, typer.Option(help="Lengths; 8,192 and 16,384 by default.")] = None,
     questions: Annotated[int, typer.Option(help="Of each task under each protocol.")] = Plan.questions,
-    keep_tolerance: Annotated[float, typer.Option(help="Calibration's.")] = Plan.keep_tolerance,
     smoke: Annotated[bool, typer.Option("--smoke", help="Little of everything: checks that all runs.")] = False,
 ) -> None:
     """Calibrate and measure every model of the zoo."""
@@ -214,7 +208,7 @@ def main(
     if not folders["recall-tiny"].is_dir():
         folders["recall-tiny"] = shipped_profile("recall-tiny").parent
     names = [name for name in MIXTURES if name in (only or MIXTURES) and folders[name].is_dir()]
-    plan = Plan(tuple(tokens or Plan.lengths), questions=questions, keep_tolerance=keep_tolerance)
+    plan = Plan(tuple(tokens or Plan.lengths), questions=questions)
     plan = Plan((2560,), calibrated=2560, passages=1, questions=1) if smoke else plan
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         for done in [pool.submit(evaluate, folders[name], zoo / f"{name}.json", plan) for name in names]:
