@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tca_jax.cli.errors import naming_options
-from tca_jax.cli.files import print_json, require_writable
+from tca_jax.cli.files import print_json, read_text, require_writable
 from tca_jax.cli.options import (
     DtypeOption,
     JsonOption,
@@ -22,102 +20,77 @@ from tca_jax.cli.options import (
     SeedOption,
     WeightsOption,
 )
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, require, require_name
 from tca_jax.progress import progress
 
 if TYPE_CHECKING:
     from tca_jax.calibration.profile import Profile
-    from tca_jax.lab.evaluation import Plan, Sources
+    from tca_jax.lab.evaluation import Sources
     from tca_jax.loading import Checkpoint
 
 _CALIBRATION_TOKENS = 8192  # of a text for calibration
 #: Defaults without --suite, which fixes these options or has other defaults.
-DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {
-        "methods": "full,tca",
-        "tasks": "ruler",
-        "lengths": "4096",
-        "protocols": "prefix,preamble,late",
-        "samples": 20,
-        "out": Path("out/eval"),
-        "bytes_of": "call",
-    }
-)
+DEFAULTS: Mapping[str, Any] = {
+    "methods": "full,tca",
+    "tasks": "ruler",
+    "lengths": "4096",
+    "protocols": "prefix,preamble,late",
+    "samples": 20,
+    "out": Path("out/eval"),
+    "bytes_of": "call",
+}
 _FIXED = ("tasks", "protocols", "kv_share", "bytes_of", "tune")  # by --suite
+
+
+def _option(text: str, default: str | bool = False, **more: Any) -> Any:
+    return typer.Option(help=text, show_default=default, **more)
+
+
+def _default(name: str, text: str, **more: Any) -> Any:
+    return _option(text, str(DEFAULTS[name]), **more)
 
 
 def evaluate(
     model: ModelArgument,
     methods: Annotated[
-        str | None,
-        typer.Option(
-            help='Registered names, "paper", options behind a colon, pairs by "+".', show_default=DEFAULTS["methods"]
-        ),
+        str | None, _default("methods", 'Registered names, "paper", options behind a colon, pairs by "+".')
     ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(help="ruler, recall, longbench, kvpress, loss, or single tasks.", show_default=DEFAULTS["tasks"]),
-    ] = None,
-    lengths: Annotated[
-        str | None, typer.Option(help="Tokens of a prompt with its answer.", show_default=DEFAULTS["lengths"])
-    ] = None,
-    protocols: Annotated[
-        str | None,
-        typer.Option(help="Of tasks that ask questions; late-prefix too.", show_default=DEFAULTS["protocols"]),
-    ] = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(help="Samples of each task and length.", min=1, show_default=str(DEFAULTS["samples"])),
-    ] = None,
+    tasks: Annotated[str | None, _default("tasks", "ruler, recall, longbench, kvpress, loss, or single tasks.")] = None,
+    lengths: Annotated[str | None, _default("lengths", "Tokens of a prompt with its answer.")] = None,
+    protocols: Annotated[str | None, _default("protocols", "Of tasks that ask questions; late-prefix too.")] = None,
+    samples: Annotated[int | None, _default("samples", "Samples of each task and length.", min=1)] = None,
     seed: SeedOption = 0,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the results; a second run adds to it.", show_default=str(DEFAULTS["out"])),
-    ] = None,
-    profile: Annotated[
-        str | None, typer.Option(help="Profile folder; the paper's is FOLDER-paper.", show_default="the shipped one")
-    ] = None,
-    essays: Annotated[Path | None, typer.Option(help="Text for haystacks.", show_default="a substitute")] = None,
-    squad: Annotated[Path | None, typer.Option(help="SQuAD 2.0 (JSON), for qa_1.", show_default=False)] = None,
-    hotpotqa: Annotated[Path | None, typer.Option(help="HotpotQA (JSON), for qa_2.", show_default=False)] = None,
-    longbench: Annotated[Path | None, typer.Option(help="LongBench's folder of data.", show_default=False)] = None,
-    kvpress: Annotated[Path | None, typer.Option(help="kvpress's folder of samples.", show_default=False)] = None,
-    text: Annotated[Path | None, typer.Option(help="For loss.", show_default="a substitute")] = None,
+    out: Annotated[Path | None, _default("out", "Folder of the results; a second run adds to it.")] = None,
+    profile: Annotated[str | None, _option("Profile folder; the paper's is FOLDER-paper.", "the shipped one")] = None,
+    essays: Annotated[Path | None, _option("Text for haystacks.", "a substitute")] = None,
+    squad: Annotated[Path | None, _option("SQuAD 2.0 (JSON), for qa_1.")] = None,
+    hotpotqa: Annotated[Path | None, _option("HotpotQA (JSON), for qa_2.")] = None,
+    longbench: Annotated[Path | None, _option("LongBench's folder of data.")] = None,
+    kvpress: Annotated[Path | None, _option("kvpress's folder of samples.")] = None,
+    text: Annotated[Path | None, _option("For loss.", "a substitute")] = None,
     kv_share: Annotated[
-        float | None,
-        typer.Option(help="Share of full attention's KV bytes that each method may hold.", show_default="its own"),
+        float | None, _option("Share of full attention's KV bytes that each method may hold.", "its own")
     ] = None,
     bytes_of: Annotated[
         str | None,
-        typer.Option(
-            help="What --kv-share counts: call, with room for questions and answers, or prompt.",
-            show_default=DEFAULTS["bytes_of"],
-        ),
+        _default("bytes_of", "What --kv-share counts: call, with room for questions and answers, or prompt."),
     ] = None,
     tune: Annotated[
-        str | None,
-        typer.Option(help="Methods whose options are searched on calibration texts, or all.", show_default="none"),
+        str | None, _option("Methods whose options are searched on calibration texts, or all.", "none")
     ] = None,
-    trials: Annotated[
-        int | None, typer.Option(help="Trials of each tuned method.", show_default="TCA's candidates, 15", min=1)
-    ] = None,
+    trials: Annotated[int | None, _option("Trials of each tuned method.", "TCA's candidates, 15", min=1)] = None,
     tune_text: Annotated[
-        list[Path] | None,
-        typer.Option(help="Calibration texts, one sequence each.", show_default="the start of --text"),
+        list[Path] | None, _option("Calibration texts, one sequence each.", "the start of --text")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Most prompts in a call; fewer where memory is short.", min=1)] = 8,
+    batch: Annotated[int, _option("Most prompts in a call; fewer where memory is short.", True, min=1)] = 8,
     dtype: DtypeOption = None,
     weights: WeightsOption = None,
     kv: KVOption = None,
     mesh: MeshOption = None,
-    suite: Annotated[
-        str | None, typer.Option(help="leaderboard, paper or late: fixed tasks and budgets.", show_default=False)
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Folder of a suite's public files.", show_default="out/data")
-    ] = None,
+    suite: Annotated[str | None, _option("leaderboard, paper or late: fixed tasks and budgets.")] = None,
+    data: Annotated[Path | None, _option("Folder of a suite's public files.", "out/data")] = None,
     seconds: Annotated[
-        bool, typer.Option(help="Show times in the table; not where something else uses the device.")
+        bool, _option("Show times in the table; not where something else uses the device.", True)
     ] = True,
     as_json: JsonOption = False,
 ) -> None:
@@ -136,6 +109,7 @@ def evaluate(
     Example: [bold]tca-jax eval recall-tiny --tasks recall --samples 5 --out out/recall[/]
     """
     from tca_jax.engine.mesh import parse_mesh
+    from tca_jax.engine.prompts import encode_prompt
     from tca_jax.lab.evaluation import Builder, Results, Sources, make_plan, parse_methods, plan_suite, run_plan
     from tca_jax.lab.evaluation.method_specs import parse_labels
     from tca_jax.lab.evaluation.tuning import make_tuning
@@ -147,33 +121,31 @@ def evaluate(
     if suite is not None:
         own, sources = _suite(suite, data or Path("out/data"), given, sources)
         settings |= own
-    elif data is not None:
-        raise UserError(f"--data {data}: holds the files of a suite: name one with --suite")
-    folder = settings["out"]
-    specs = parse_methods(settings["methods"])
-    if tune is None and (trials is not None or tune_text):
-        raise UserError("--trials and --tune-text say how to tune: they need --tune")
+    require(suite is not None or data is None, f"--data {data}: holds the files of a suite: name one with --suite")
+    folder, specs = settings["out"], parse_methods(settings["methods"])
+    untuned = tune is None and (trials is not None or tune_text)
+    require(not untuned, "--trials and --tune-text say how to tune: they need --tune")
     tuning = None if tune is None else make_tuning(parse_labels(tune), specs, trials, kv_share)
     require_writable(folder, "--out")
     with naming_options("dtype", "weights", "kv"):
         check_dtype(dtype)
         check_eight_bits(weights, kv)
     devices = None if mesh is None else parse_mesh(mesh, "--mesh")
-    _require_files(sources)
+    sources.require_files()
     with progress() as report:
         report(f"loading {model}", None, None)
         checkpoint = open_checkpoint(model)
         found, paper = _profiles(checkpoint, profile)
-        common: dict[str, Any] = {"samples": settings["samples"], "seed": seed, "batch": batch}
+        common: dict[str, Any] = {"samples": settings["samples"], "seed": seed, "batch": batch, "sources": sources}
+        common |= {"tuning": tuning, "seconds": seconds}
         numbers = [_integer(item) for item in _listed(settings["lengths"])]
-        plans: dict[str, Plan]
         if suite is not None:
-            plans = plan_suite(suite, checkpoint, specs, sources, lengths=numbers, **common)
+            plans = plan_suite(suite, checkpoint, specs, lengths=numbers, **common)
         else:
             asked = _listed(settings["tasks"]), numbers, _listed(settings["protocols"])
-            common |= {"sources": sources, "kv_share": kv_share, "bytes_of": settings["bytes_of"]}
-            plans = {"": make_plan(checkpoint, specs, *asked, **common)}
-        plans = {part: dataclasses.replace(plan, tuning=tuning, seconds=seconds) for part, plan in plans.items()}
+            plans = {
+                "": make_plan(checkpoint, specs, *asked, kv_share=kv_share, bytes_of=settings["bytes_of"], **common)
+            }
         lm = checkpoint.load(
             dtype=dtype,
             weights=weights,
@@ -186,8 +158,13 @@ def evaluate(
             each.validate_for(lm.config, lm.fingerprint, lm.name)
     for reason in dict.fromkeys(reason for plan in plans.values() for reason in plan.skipped):
         print(f"left out: {reason}", file=sys.stderr)
-    texts = [_calibration_text(lm, *each) for each in _calibration_texts(sources, tune_text or [])]
-    builder = Builder(lm, found, paper, lambda: texts)
+    texts = [(f"--tune-text {path}", read_text(path, "--tune-text")) for path in tune_text or ()]
+    most = min(_CALIBRATION_TOKENS, lm.config.max_context)
+    encoded = [
+        encode_prompt(lm, content[: 16 * most], option)[:most]
+        for option, content in texts or [("--text", sources.user_text)]
+    ]
+    builder = Builder(lm, found, paper, lambda: encoded)
     records = []
     for part, plan in plans.items():
         with progress(counted="samples") as report:
@@ -213,10 +190,10 @@ def _suite(name: str, data: Path, given: Mapping[str, Any], sources: Sources) ->
     """Settings of a suite, and its files."""
     from tca_jax.lab.evaluation import SUITES
 
-    if name not in SUITES:
-        raise UserError(f"--suite {name}: must be one of {list(SUITES)}")
-    for option in (option for option in _FIXED if option in given):
-        raise UserError(f"--{option.replace('_', '-')} is fixed by --suite {name}: leave it out, or leave out --suite")
+    require_name(f"--suite {name}", name, SUITES)
+    for option in _FIXED:
+        fixed = f"--{option.replace('_', '-')} is fixed by --suite {name}"
+        require(option not in given, f"{fixed}: leave it out, or leave out --suite")
     suite = SUITES[name]
     lengths = ",".join(map(str, suite.lengths))
     own = {"methods": suite.methods, "lengths": lengths, "samples": suite.samples, "out": Path("out") / name, **given}
@@ -234,17 +211,6 @@ def _integer(text: str) -> int:
         raise UserError(f"--lengths {text}: must be numbers of tokens with commas between, such as 4096,8192") from None
 
 
-def _require_files(sources: Sources) -> None:
-    """OSError unless the named files exist."""
-    for name in ("essays", "squad", "hotpotqa", "text"):
-        if (path := getattr(sources, name)) is not None:
-            with open(path, "rb"):
-                pass
-    for name in ("longbench", "kvpress"):
-        if (path := getattr(sources, name)) is not None and not path.is_dir():
-            raise UserError(f"--{name} {path}: must be a folder")
-
-
 def _profiles(checkpoint: Checkpoint, profile: str | None) -> tuple[Profile | None, Profile | None]:
     """TCA's profile and that of the paper's hyperparameters; those of the model by default."""
     folder = checkpoint.folder / "profile" if profile in (None, "shipped") else Path(str(profile))
@@ -253,19 +219,3 @@ def _profiles(checkpoint: Checkpoint, profile: str | None) -> tuple[Profile | No
     beside = folder.with_name(f"{folder.name}-paper")
     found = checkpoint.read_profile(str(folder) if profile != "shipped" else "shipped")
     return found, checkpoint.read_profile(str(beside)) if beside.is_dir() else None
-
-
-def _calibration_texts(sources: Sources, paths: list[Path]) -> list[tuple[str, str]]:
-    """Options and texts for calibration and tuning: the user's, or the text of loss."""
-    from tca_jax.cli.files import read_text
-
-    if paths:
-        return [(f"--tune-text {path}", read_text(path, "--tune-text")) for path in paths]
-    return [("--text", sources.user_text)]
-
-
-def _calibration_text(lm: Any, option: str, text: str) -> list[int]:
-    from tca_jax.engine.prompts import encode_prompt
-
-    tokens = min(_CALIBRATION_TOKENS, lm.config.max_context)
-    return encode_prompt(lm, text[: 16 * tokens], option)[:tokens]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -24,20 +25,9 @@ import typer
 import tca_jax
 from tca_jax.engine.lm import LM
 from tca_jax.lab.benchmarks.common import Compilations
+from tca_jax.lab.evaluation import sticks
 from tca_jax.lab.evaluation.late_documents import calibration_texts
-from tca_jax.lab.evaluation.sticks import (
-    ModelArgument,
-    OutOption,
-    ProfileOption,
-    Record,
-    TextsOption,
-    TokensOption,
-    append,
-    device_name,
-    markdown,
-    parse_profiles,
-    read_records,
-)
+from tca_jax.lab.evaluation.sticks import Record
 
 STICK, CALIBRATION = "first_answer", "calibration"
 app = typer.Typer(help=__doc__, pretty_exceptions_enable=False)
@@ -47,10 +37,9 @@ def measure(
     model: str, profile: Path | None, other: Path | None, tokens: int, second: int, texts: Path | None
 ) -> Record:
     """In this process: load, an answer to `tokens`, one to `second` tokens, one under the `other` profile."""
-    compilations = Compilations()
-    started = time.monotonic()
+    compilations, started = Compilations(), time.monotonic()
     lm = tca_jax.load(model, profile=profile)
-    record: Record = {"model": lm.name, "load": time.monotonic() - started, "device": device_name()}
+    record: Record = {"model": lm.name, "load": time.monotonic() - started, "device": sticks.device_name()}
     (ids,) = calibration_texts(lm, 1, max(tokens, second), texts)
     record |= _first(lm, ids[:tokens], compilations, "")
     record |= _first(lm, ids[:second], compilations, "second_length_")
@@ -65,40 +54,40 @@ def _first(lm: LM, ids: Sequence[int], compilations: Compilations, prefix: str) 
     before, count, start = dict(compilations.by_program), compilations.count, time.monotonic()
     stream = tca_jax.stream(lm, list(ids), max_new_tokens=16)
     next(iter(stream))
-    first = time.monotonic() - start
+    record: Record = {"first_token": time.monotonic() - start}
     for _ in stream:
         pass
     spent = {name: seconds - before.get(name, 0.0) for name, seconds in compilations.by_program.items()}
     parts = {part: sum(s for name, s in spent.items() if part in name) for part in ("prefill", "decode")}
     parts["other"] = sum(spent.values()) - sum(parts.values())
-    compiled = {f"{prefix}compile_{part}": seconds for part, seconds in parts.items()}
-    return {f"{prefix}first_token": first, **compiled, f"{prefix}programs": compilations.count - count}
+    record |= {f"compile_{part}": seconds for part, seconds in parts.items()}
+    record["programs"] = compilations.count - count
+    return {f"{prefix}{name}": figure for name, figure in record.items()}
 
 
 @app.command("answer")
 def answer(
-    model: ModelArgument,
-    out: OutOption,
-    profile: ProfileOption = None,
+    model: sticks.ModelArgument,
+    out: sticks.OutOption,
+    profile: sticks.ProfileOption = None,
     lengths: Annotated[str, typer.Option(help="Prompt lengths, by commas.")] = "2000,16000,31000",
-    texts: TextsOption = None,
+    texts: sticks.TextsOption = None,
     methods: Annotated[str, typer.Option(help="full, tca or both, by a comma; tca is each profile.")] = "full,tca",
     jobs: Annotated[int, typer.Option(min=1, help="Processes at once; more than one share the device.")] = 1,
 ) -> None:
     """Times first answers of full attention and of the profiles, each in a process of its own."""
-    profiles = list(parse_profiles(profile).items())
+    profiles = list(sticks.parse_profiles(profile).items()) if "tca" in methods.split(",") else []
     tokens = [int(length) for length in lengths.split(",")]
     runs: list[tuple[str, Path | None, Path | None, int, int]] = []
     for i, length in enumerate(tokens):
         following = tokens[(i + 1) % len(tokens)] if len(tokens) > 1 else length // 2
         if "full" in methods.split(","):
             runs.append(("full", None, None, length, following))
-        for j, (name, folder) in enumerate(profiles if "tca" in methods.split(",") else []):
+        for j, (name, folder) in enumerate(profiles):
             other = profiles[(j + 1) % len(profiles)][1] if len(profiles) > 1 else None
             runs.append((name, folder, other, length, following))
 
-    def run(each: tuple[str, Path | None, Path | None, int, int]) -> None:
-        name, folder, other, length, following = each
+    def run(name: str, folder: Path | None, other: Path | None, length: int, following: int) -> None:
         with tempfile.TemporaryDirectory() as cache:
             arguments = [str(x) if x is not None else "" for x in (model, folder, other, length, following, texts)]
             environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -108,34 +97,37 @@ def answer(
             print(f"{name} at {length} failed: {done.stderr.strip().splitlines()[-1:]}", flush=True)
             return
         common = {"stick": STICK, "tokens": length, "method": name, "share": None, "seed": 0, "jobs": jobs}
-        record = common | {"second": following} | json.loads(done.stdout.strip().splitlines()[-1])
-        append(out, record)
-        print(json.dumps(record), flush=True)
+        _add(out, common | {"second": following} | json.loads(done.stdout.strip().splitlines()[-1]))
 
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(run, runs))
-    print(table(read_records([out], STICK)))
+        list(pool.map(lambda each: run(*each), runs))
+    print(table(sticks.read_records([out], STICK)))
+
+
+def _add(out: Path, record: Record) -> None:
+    sticks.append(out, record)
+    print(json.dumps(record), flush=True)
 
 
 @app.command("one", hidden=True)
 def one(model: str, profile: str, other: str, tokens: int, second: int, texts: str) -> None:
     """One row, as JSON."""
-    folders = [Path(folder) if folder else None for folder in (profile, other, texts)]
-    print(json.dumps(measure(model, folders[0], folders[1], tokens, second, folders[2])))
+    own, following, folder = (Path(name) if name else None for name in (profile, other, texts))
+    print(json.dumps(measure(model, own, following, tokens, second, folder)))
 
 
 @app.command("calibrate")
 def calibrate(
-    model: ModelArgument,
+    model: sticks.ModelArgument,
     to: Annotated[Path, typer.Option(help="Folder that gets a profile for each setting.")],
-    out: OutOption,
+    out: sticks.OutOption,
     settings: Annotated[
         str, typer.Option(help="default, kept=SHARE, paper or paper:TAU; by commas.")
     ] = "default,kept=0.25,paper",
     count: Annotated[int, typer.Option(min=1, help="Texts, of the calibration half.")] = 8,
-    tokens: TokensOption = 8_192,
+    tokens: sticks.TokensOption = 8_192,
     window: Annotated[int, typer.Option(min=1)] = 1_024,
-    texts: TextsOption = None,
+    texts: sticks.TextsOption = None,
 ) -> None:
     """Calibrates with each setting, in one process; the first one compiles for the others."""
     chosen = {setting: _options(setting, window) for setting in settings.split(",")}
@@ -152,32 +144,26 @@ def calibrate(
         stats = jax.devices()[0].memory_stats() or {}
         peak = stats.get("peak_bytes_in_use") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         record = {"stick": CALIBRATION, "model": lm.name, "tokens": tokens, "method": setting, "share": None, "seed": 0}
-        record |= {
+        figures = {
             "seconds": seconds,
             "compile": sum(compilations.by_program.values()),
             "programs": compilations.count,
             "peak_bytes": int(peak),
             "profile_bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
-            "texts": count,
-            "device": device_name(),
         }
-        append(out, record)
-        print(json.dumps(record), flush=True)
-    print(calibration_table(read_records([out], CALIBRATION)))
+        _add(out, record | figures | {"texts": count, "device": sticks.device_name()})
+    print(calibration_table(sticks.read_records([out], CALIBRATION)))
 
 
 def _options(setting: str, window: int) -> dict[str, Any]:
     """Arguments of `calibrate`."""
-    name, _, value = setting.replace(":", "=").partition("=")
-    try:
-        number = float(value) if value else None
-    except ValueError:
-        raise tca_jax.UserError(f"--settings {setting!r}: {value!r} is not a number") from None
-    if name == "paper":
-        return {"config": tca_jax.TCAConfig.paper(window=window, **({} if number is None else {"tau": number}))}
-    if setting != "default" and not (name == "kept" and number is not None):
+    found = re.fullmatch(r"default|(kept)=([\d.]+)|(paper)(?::([\d.]+))?", setting)
+    if found is None:
         raise tca_jax.UserError(f"--settings {setting!r}: must be default, kept=SHARE, paper or paper:TAU")
-    return {"config": tca_jax.TCAConfig(window=window), **({} if number is None else {"kept": number})}
+    _, kept, paper, tau = found.groups()
+    if paper:
+        return {"config": tca_jax.TCAConfig.paper(window=window, **({"tau": float(tau)} if tau else {}))}
+    return {"config": tca_jax.TCAConfig(window=window), **({"kept": float(kept)} if kept else {})}
 
 
 def table(records: Sequence[Record]) -> str:
@@ -188,15 +174,15 @@ def table(records: Sequence[Record]) -> str:
     )  # fmt: skip
     rows = []
     for record in sorted(records, key=lambda r: (r["model"], r["device"], r["tokens"], r["method"])):
+        names = [f"{record['model']}, {record['device']}", f"{record['tokens']:,}", record["method"]]
+        seconds = [f"{record[name]:.1f}" for name in ("load", "first_token")]
         compiled = "; ".join(f"{record[f'compile_{part}']:.1f}" for part in ("prefill", "decode", "other"))
         later = [
             f"{record[f'{p}_first_token']:.1f}; {record[f'{p}_programs']}" if f"{p}_first_token" in record else ""
             for p in ("second_length", "second_profile")
         ]
-        names = [f"{record['model']}, {record['device']}", f"{record['tokens']:,}", record["method"]]
-        seconds = [f"{record[name]:.1f}" for name in ("load", "first_token")]
         rows.append([*names, *seconds, compiled, str(record["programs"]), *later])
-    return markdown(header, rows)
+    return sticks.markdown(header, rows)
 
 
 def calibration_table(records: Sequence[Record]) -> str:
@@ -213,7 +199,7 @@ def calibration_table(records: Sequence[Record]) -> str:
         ]
         for record in records
     ]
-    return markdown(header, rows)
+    return sticks.markdown(header, rows)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float32, Int32
 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import TokenizerWording, encode_verbatim, render_chat
-from tca_jax.errors import UserError
+from tca_jax.errors import require
 from tca_jax.lab.evaluation.texts import KINDS, Half, draw
 from tca_jax.lab.recall.facts import ADJECTIVES, NOUNS
 
@@ -34,8 +34,18 @@ _MOTTOS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class LateFact:
+#: First words of a fact's line and of its answer, what to answer with, and the question.
+_FACTS = (
+    ("The access code for {} is", "the code", "What is the access code for {}?"),
+    ("The fingerprint of {} is", "it", "What is the fingerprint of {}?"),
+    ("The code name of {} is", "it", "What is the code name of {}?"),
+    ("The motto of {} is:", "it", "What is the motto of {}?"),
+    ("The three lockers of {} are", "the numbers, separated by commas", "What are the three lockers of {}?"),
+    ("The parcel for {} was sent to", "the city", "To which city was the parcel for {} sent?"),
+)
+
+
+class LateFact(NamedTuple):
     """A fact of one line, and the question for its value."""
 
     line: str
@@ -58,31 +68,13 @@ def late_facts(rng: np.random.Generator, count: int) -> Iterator[LateFact]:
     """Facts of six kinds, in turn. Every second name shares a word with the preceding one."""
     adjectives, nouns = rng.permutation(ADJECTIVES).tolist(), rng.permutation(NOUNS).tolist()
     for i in range(count):
-        name = f"{adjectives[i // 2]} {nouns[i]}"
         digits = "".join(map(str, rng.integers(0, 10, 12)))
-        drawn = f"{ADJECTIVES[rng.integers(len(ADJECTIVES))]} {NOUNS[rng.integers(len(NOUNS))]}"
-        yield (
-            _fact(f"The access code for {name} is", digits[:6], "the code", f"What is the access code for {name}?"),
-            _fact(f"The fingerprint of {name} is", rng.bytes(8).hex(), "it", f"What is the fingerprint of {name}?"),
-            _fact(f"The code name of {name} is", drawn, "it", f"What is the code name of {name}?"),
-            _fact(f"The motto of {name} is:", str(rng.choice(_MOTTOS)), "it", f"What is the motto of {name}?"),
-            _fact(
-                f"The three lockers of {name} are",
-                ", ".join(digits[at : at + 4] for at in (0, 4, 8)),
-                "the numbers, separated by commas",
-                f"What are the three lockers of {name}?",
-            ),
-            _fact(
-                f"The parcel for {name} was sent to",
-                str(rng.choice(_CITIES)),
-                "the city",
-                f"To which city was the parcel for {name} sent?",
-            ),
-        )[i % 6]
-
-
-def _fact(opening: str, value: str, what: str, question: str) -> LateFact:
-    return LateFact(f"{opening} {value}.", f"{question} Answer with only {what}.", opening, value)
+        words = f"{ADJECTIVES[rng.integers(len(ADJECTIVES))]} {NOUNS[rng.integers(len(NOUNS))]}"
+        fingerprint, motto, city = rng.bytes(8).hex(), str(rng.choice(_MOTTOS)), str(rng.choice(_CITIES))
+        lockers = ", ".join(digits[at : at + 4] for at in (0, 4, 8))
+        value = (digits[:6], fingerprint, words, motto, lockers, city)[i % 6]
+        opening, wanted, question = (part.format(f"{adjectives[i // 2]} {nouns[i]}") for part in _FACTS[i % 6])
+        yield LateFact(f"{opening} {value}.", f"{question} Answer with only {wanted}.", opening, value)
 
 
 def late_document(
@@ -93,29 +85,26 @@ def late_document(
     Even seeds are of source code, odd ones of manuals. Facts are of six kinds in turn, none within the last `FREE_END`
     tokens; `copies` passages are asked for word for word.
     """
-    if tokens + ROW > lm.config.max_context:
-        raise UserError(
-            f"tokens = {tokens}: must be at most {lm.config.max_context - ROW}, so that questions fit after it"
-        )
-    if tokens < 2 * FREE_END:
-        raise UserError(f"tokens = {tokens}: must be at least {2 * FREE_END}, so that facts stand outside a window")
+    most = lm.config.max_context - ROW
+    require(tokens <= most, f"tokens = {tokens}: must be at most {most}, so that questions fit after it")
+    far = tokens >= 2 * FREE_END
+    require(far, f"tokens = {tokens}: must be at least {2 * FREE_END}, so that facts stand outside a window")
     rng = np.random.default_rng(seed)
     opening, closing = chat_frame(lm)
-    text = draw(rng, KINDS[seed % len(KINDS)], half, _CHARACTERS * tokens, folder)
+    text = draw_text(rng, seed, half, tokens, folder)
     known = list(late_facts(rng, facts))
     hidden = [encode_verbatim(lm, fact.line + "\n") for fact in known]
     body, following = _lines(lm, text, tokens - len(opening) - sum(map(len, hidden)))
     ends = np.cumsum([len(line) for line in body])
     last = int(np.searchsorted(ends, ends[-1] - FREE_END))
-    for place, number in zip(
-        sorted(rng.integers(1, max(2, last), facts), reverse=True), rng.permutation(facts), strict=True
-    ):
+    places = sorted(rng.integers(1, max(2, last), facts), reverse=True)
+    for place, number in zip(places, rng.permutation(facts), strict=True):
         body.insert(int(place), hidden[number])
     ids = [*opening, *(token for line in body for token in line)]
-    asked: list[tuple[Any, list[int], list[int]]] = [
-        ("fact", _question(lm, fact.question, closing, fact.opening), encode_verbatim(lm, f" {fact.value}"))
-        for fact in known
-    ]
+    asked: list[tuple[Any, list[int], list[int]]] = []
+    for fact in known:
+        question = [*encode_verbatim(lm, f"\n\n{fact.question}"), *closing, *encode_verbatim(lm, fact.opening)]
+        asked.append(("fact", question, encode_verbatim(lm, f" {fact.value}")))
     for _ in range(copies):
         start = int(rng.integers(len(opening) + 50, len(ids) - FREE_END))
         shown = ids[start : start + _COPY_SHOWN]
@@ -125,9 +114,8 @@ def late_document(
     asked.append(("next", following[:1], following[1:ROW]))
     rows, counted = np.zeros((len(asked), ROW), np.int32), np.zeros((len(asked), ROW), np.float32)
     for i, (kind, question, answer) in enumerate(asked):
-        if len(question) + len(answer) > ROW:
-            raise UserError(f"a {kind} and its answer have {len(question) + len(answer)} tokens: at most {ROW} fit")
         row = [*question, *answer]
+        require(len(row) <= ROW, f"a {kind} and its answer have {len(row)} tokens: at most {ROW} fit")
         rows[i, : len(row)] = row
         counted[i, len(question) - 1 : len(row) - 1] = 1
     return LateDocument(ids, rows, counted, tuple(kind for kind, *_ in asked))
@@ -142,17 +130,12 @@ def chat_frame(lm: LM) -> tuple[list[int], list[int]]:
     return encode_verbatim(lm, opening), list(TokenizerWording(lm).before_answer())
 
 
-def _question(lm: LM, question: str, closing: Sequence[int], opening: str) -> list[int]:
-    return [*encode_verbatim(lm, f"\n\n{question}"), *closing, *encode_verbatim(lm, opening)]
-
-
 def _lines(lm: LM, text: str, tokens: int) -> tuple[list[list[int]], list[int]]:
     """Lines of a text with `tokens` in all, the last one cut, and the tokens that follow."""
     encoded = [encode_verbatim(lm, line) for line in text.splitlines(keepends=True)]
     ends = np.cumsum([len(line) for line in encoded])
     last = int(np.searchsorted(ends, tokens))
-    if last >= len(encoded):
-        raise UserError(f"the text has {ends[-1]} tokens: {tokens} are needed")
+    require(last < len(encoded), f"the text has {ends[-1]} tokens: {tokens} are needed")
     cut = len(encoded[last]) - int(ends[last] - tokens)
     following = [*encoded[last][cut:], *(token for line in encoded[last + 1 : last + 200] for token in line)]
     return [*encoded[:last], encoded[last][:cut]], following
@@ -173,11 +156,9 @@ def repeating_document(
 
     Of a passage, tokens from the 17th on count as a far copy. Plain tokens count from the first quarter on.
     """
-    if tokens < 1_000:
-        raise UserError(f"tokens = {tokens}: must be at least 1,000, so that passages return later")
+    require(tokens >= 1_000, f"tokens = {tokens}: must be at least 1,000, so that passages return later")
     rng = np.random.default_rng(seed)
-    text = draw(rng, KINDS[seed % len(KINDS)], half, _CHARACTERS * tokens, folder)
-    base = iter(encode_verbatim(lm, text))
+    base = iter(encode_verbatim(lm, draw_text(rng, seed, half, tokens, folder)))
     names = list(dict.fromkeys(f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}" for _ in range(4 * repeats)))[:repeats]
     values = [
         f"{rng.integers(10**6):06d}" if i % 2 else f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
@@ -204,23 +185,23 @@ def repeating_document(
             answer = encode_verbatim(lm, f" {values[item - repeats]}")
             fact[len(ids) + len(shown) - 1 : len(ids) + len(shown) + len(answer) - 1] = 1
             ids.extend([*shown, *answer, *encode_verbatim(lm, ".\n")])
-    if len(ids) > tokens:
-        raise UserError(f"tokens = {tokens}: {repeats} passages and facts need at least {len(ids)}")
+    require(len(ids) <= tokens, f"tokens = {tokens}: {repeats} passages and facts need at least {len(ids)}")
     fill(tokens)
-    if len(ids) < tokens:
-        raise UserError(f"the text has {len(ids)} tokens: {tokens} are needed")
+    require(len(ids) == tokens, f"the text has {len(ids)} tokens: {tokens} are needed")
     plain = np.zeros(tokens)
     plain[tokens // 4 :] = 1
     plain[(copy + fact) > 0] = 0
     weights = np.stack([plain, copy, fact])[:, : tokens - 1]
-    return RepeatingDocument(ids[:tokens], (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32))
+    return RepeatingDocument(ids, (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32))
 
 
 def calibration_texts(lm: LM, count: int, tokens: int, folder: Path | None = None) -> list[list[int]]:
     """Texts of the calibration half, of both kinds in turn, as token ids."""
-    texts = []
-    for seed in range(count):
-        rng = np.random.default_rng(1_000 + seed)
-        text = draw(rng, KINDS[seed % len(KINDS)], "calibration", _CHARACTERS * tokens, folder)
-        texts.append(encode_verbatim(lm, text)[:tokens])
-    return texts
+    rngs = (np.random.default_rng(1_000 + seed) for seed in range(count))
+    texts = [draw_text(rng, seed, "calibration", tokens, folder) for seed, rng in enumerate(rngs)]
+    return [encode_verbatim(lm, text)[:tokens] for text in texts]
+
+
+def draw_text(rng: np.random.Generator, seed: int, half: Half, tokens: int, folder: Path | None) -> str:
+    """More text than `tokens`: of even seeds source code, of odd ones a manual."""
+    return draw(rng, KINDS[seed % len(KINDS)], half, _CHARACTERS * tokens, folder)

@@ -10,36 +10,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
 
 import tca_jax
 from tca_jax.engine.lm import LM
-from tca_jax.lab.evaluation.by_layers import Answers, FullRead, ask, read_by, read_full, repetition_scores
+from tca_jax.lab.equal_bytes import CallSizes, held_share
+from tca_jax.lab.evaluation import sticks
+from tca_jax.lab.evaluation.by_layers import Answers, ask, read_by, read_full
 from tca_jax.lab.evaluation.late_documents import LateDocument, late_document
 from tca_jax.lab.evaluation.method_specs import parse_labels
-from tca_jax.lab.evaluation.sticks import (
-    MethodsOption,
-    ModelArgument,
-    Named,
-    OutOption,
-    ProfileOption,
-    Record,
-    SecondsOption,
-    TextsOption,
-    TokensOption,
-    grouped,
-    interval,
-    kv_share,
-    label,
-    markdown,
-    mean,
-    named_methods,
-    parse_profiles,
-    run,
-)
+from tca_jax.lab.evaluation.sticks import Named, Record
 
 STICK = "late_facts"
 METHODS = "full,streaming,snapkv,kvzip,adakv-expected-attention,keydiff"  # duoattention: with a profile
@@ -49,21 +32,18 @@ _HEADER = ["method", "documents", "bytes", "kept", "attended pairs", "facts [95%
 def measure(lm: LM, methods: Sequence[Named], document: LateDocument) -> list[Record]:
     """A record of each method, relative to full attention, which is measured first."""
     full = read_full(lm, document.ids)
-    scores: dict[Any, Any] = {None: None}  # by repetition
     reference = ask(lm, read_by(lm.with_method("full"), full), document.rows)
     records = []
-    for method, share, under in methods:
-        repetition = getattr(under.method.cache, "repetition", None)
-        if repetition not in scores:
-            scores[repetition] = repetition_scores(under, full)
-        found = _one(under, full, scores[repetition], document, reference)
-        records.append({"method": method, "share": share} | found)
+    for method in methods:
+        read = read_by(method.lm, full)
+        found = compared(ask(method.lm, read, document.rows), reference, document)
+        records.append(method.record(kept=read.kept_share, attended=read.attended_share, **found))
     return records
 
 
-def _one(lm: LM, full: FullRead, scores: Any, document: LateDocument, reference: Answers) -> Record:
-    read = read_by(lm, full, scores)
-    found, counted = ask(lm, read, document.rows), document.counted > 0
+def compared(found: Answers, reference: Answers, document: LateDocument) -> Record:
+    """Facts (0 unknown under full attention, 1 lost, 2 right), right tokens of copies, loss of the following text."""
+    counted = document.counted > 0
     rows = {kind: [i for i, each in enumerate(document.kinds) if each == kind] for kind in ("fact", "copy", "next")}
 
     def right(answers: Answers, kind: str) -> list[np.ndarray]:
@@ -75,9 +55,7 @@ def _one(lm: LM, full: FullRead, scores: Any, document: LateDocument, reference:
 
     facts = zip(right(reference, "fact"), right(found, "fact"), strict=True)
     return {
-        "kept": read.kept_share,
-        "attended": read.attended_share,
-        "facts": [int(k.all()) + int(k.all() and r.all()) for k, r in facts],  # 0 unknown, 1 lost, 2 right
+        "facts": [int(known.all()) + int(known.all() and each.all()) for known, each in facts],
         "copied": int(sum(each.sum() for each in right(found, "copy"))),
         "copied_by_full": int(sum(each.sum() for each in right(reference, "copy"))),
         "next": loss(found),
@@ -88,68 +66,56 @@ def _one(lm: LM, full: FullRead, scores: Any, document: LateDocument, reference:
 def facts(records: Sequence[Record]) -> tuple[float, float, float]:
     """Share of the facts known under full attention that are right, with its interval."""
     right = [sum(value == 2 for value in record["facts"]) for record in records]
-    return interval(right, [sum(value > 0 for value in record["facts"]) for record in records])
-
-
-def copies(records: Sequence[Record]) -> tuple[float, float, float]:
-    """Right tokens of passages over full attention's, with the interval."""
-    return interval([record["copied"] for record in records], [record["copied_by_full"] for record in records])
-
-
-def following(records: Sequence[Record]) -> float:
-    """Loss of the following text over full attention's, minus 1."""
-    return interval([record["next"] for record in records], [record["next_by_full"] for record in records])[0] - 1
+    return sticks.interval(right, [sum(value > 0 for value in record["facts"]) for record in records])
 
 
 def table(records: Sequence[Record]) -> str:
     """Markdown tables, one for each model, device and length."""
-    parts = []
-    for (model, device, tokens), methods in grouped(records).items():
+
+    def ratio(of_method: Sequence[Record], name: str) -> tuple[float, float, float]:
+        return sticks.interval(*([record[each] for record in of_method] for each in (name, f"{name}_by_full")))
+
+    def percent(figure: tuple[float, float, float]) -> str:
+        middle, low, high = figure
+        return f"{middle:.1%} [{low:.0%}, {high:.0%}]" if np.isfinite(middle) else "none known"
+
+    def cells(of_method: list[Record], methods: sticks.Methods) -> list[str]:
+        shares = (np.mean([record[name] for record in of_method]) for name in ("kv_share", "kept", "attended"))
+        right = [percent(facts(of_method)), percent(ratio(of_method, "copied"))]
+        following = f"{ratio(of_method, 'next')[0] - 1:+.1%}"
+        return [str(len(of_method)), *(f"{share:.1%}" for share in shares), *right, following]
+
+    def note(methods: sticks.Methods) -> str:
         known = {record["seed"]: record["facts"] for of_method in methods.values() for record in of_method}
         asked = [value for of_document in known.values() for value in of_document]
-        rows = [
-            [
-                label(method, share),
-                str(len(of_method)),
-                *(f"{mean(of_method, name):.1%}" for name in ("kv_share", "kept", "attended")),
-                *(_percent(figure(of_method)) for figure in (facts, copies)),
-                f"{following(of_method):+.1%}",
-            ]
-            for (method, share), of_method in methods.items()
-        ]
-        answered = f"full attention answers {sum(value > 0 for value in asked)} of {len(asked)} facts"
-        parts.append(f"{model}, {tokens:,} tokens, {device}: {answered}.\n\n{markdown(_HEADER, rows)}")
-    return "\n\n".join(parts)
+        return f": full attention answers {sum(value > 0 for value in asked)} of {len(asked)} facts"
 
-
-def _percent(figure: tuple[float, float, float]) -> str:
-    middle, low, high = figure
-    return f"{middle:.1%} [{low:.0%}, {high:.0%}]" if np.isfinite(middle) else "none known"
+    return sticks.titled_tables(records, _HEADER, cells, note)
 
 
 def main(
-    model: ModelArgument,
-    out: OutOption,
-    methods: MethodsOption = METHODS,
+    model: sticks.ModelArgument,
+    out: sticks.OutOption,
+    methods: sticks.MethodsOption = METHODS,
     shares: Annotated[str, typer.Option(help="Shares of full attention's bytes, by commas.")] = "0.1,0.2,0.3,0.5",
-    profile: ProfileOption = None,
-    tokens: TokensOption = 8_192,
+    profile: sticks.ProfileOption = None,
+    tokens: sticks.TokensOption = 8_192,
     documents: Annotated[int, typer.Option(min=1, help="Documents of 12 facts and 4 passages each.")] = 20,
     first: Annotated[int, typer.Option(min=0, help="Seed of the first document.")] = 0,
-    texts: TextsOption = None,
-    seconds: SecondsOption = float("inf"),
+    texts: sticks.TextsOption = None,
+    seconds: sticks.SecondsOption = float("inf"),
 ) -> None:
     """Measures late answers of methods, by masks."""
     until, lm = time.monotonic() + seconds, tca_jax.load(model)
     wanted = [float(share) for share in shares.split(",")]
-    named = list(named_methods(lm, parse_labels(methods), wanted, parse_profiles(profile), tokens))
-    of_bytes = {each[:2]: kv_share(each.lm, tokens) for each in named}
+    named = list(sticks.named_methods(lm, parse_labels(methods), wanted, sticks.parse_profiles(profile), tokens))
+    of_bytes = [held_share(each.lm, CallSizes(tokens)) for each in named]
 
     def records(seed: int) -> list[Record]:
         found = measure(lm, named, late_document(lm, seed, tokens, folder=texts))
-        return [record | {"kv_share": of_bytes[record["method"], record["share"]]} for record in found]
+        return [record | {"kv_share": share} for record, share in zip(found, of_bytes, strict=True)]
 
-    run(STICK, lm, out, tokens, range(first, first + documents), records, table, until=until)
+    sticks.run(STICK, lm, out, tokens, range(first, first + documents), records, table, until=until)
 
 
 if __name__ == "__main__":

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
 import json
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tca_jax.engine.prompts import decode_tokens
-from tca_jax.errors import UserError
-from tca_jax.lab.evaluation.samples import Drawing, Mark, Prompt, Sample, Task
+from tca_jax.errors import explaining, require
+from tca_jax.lab.evaluation.samples import Drawing, Mark, Prompt, Sample, Task, by_protocol
 from tca_jax.lab.evaluation.sources import decode
-from tca_jax.lab.recall.protocols import LATE_PREFIX
 
 _LIBRARIES = ("rouge", "rapidfuzz")
 
@@ -27,8 +25,7 @@ _LIBRARIES = ("rouge", "rapidfuzz")
 def require_libraries() -> None:
     """ValueError unless the scorers' libraries are installed."""
     missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f"LongBench's scores need {' and '.join(missing)}: pip install {' '.join(missing)}")
+    require(not missing, f"LongBench's scores need {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
 def qa_f1(prediction: str, reference: str, classes: Sequence[str]) -> float:
@@ -89,60 +86,9 @@ def code_similarity(prediction: str, reference: str, classes: Sequence[str]) -> 
     return round(fuzz.ratio(code, reference)) / 100
 
 
-_ANSWER_PASSAGES = (
-    "Answer the question based on the given passages. Only give me the answer and do not output any other words."
-)
-_ANSWER_ARTICLE = (
-    "question based on the above article as concisely as you can, using a single phrase or sentence if possible. If "
-    'the question cannot be answered based on the information in the article, write "unanswerable". If the question '
-    'is a yes/no question, answer "yes", "no", or "unanswerable". Do not provide any explanation.'
-)
-_PASSAGES = (
-    f"{_ANSWER_PASSAGES}\n\nThe following are given passages.\n{{context}}",
-    f"\n\n{_ANSWER_PASSAGES}\n\nQuestion: {{input}}",
-    "\nAnswer:",
-)
 #: Longest text of each group, in LongBench's own count of words.
 _GROUPS = {"0-4k": 4000, "4-8k": 8000, "8k+": None}
 _FIELDS = ("input", "context", "answers", "length", "all_classes")
-
-
-@dataclasses.dataclass(frozen=True)
-class DataSet:
-    """One data set."""
-
-    name: str  # LongBench's
-    template: tuple[str, str, str]  # up to the text, from there to the question's end, the answer's first words
-    new_tokens: int  # most tokens of an answer
-    score: Callable[[str, str, Sequence[str]], float]  # of answer, reference and all classes; in [0, 1]
-    chat: bool = True  # use the chat template; prompts with examples do not
-    first_line: bool = False  # only the answer's first line counts
-
-    def draw(self, drawing: Drawing) -> list[Sample]:
-        """The first samples of the file, cut in the middle to the length."""
-        records = read_records(drawing.sources.longbench, self.name)[: drawing.count]
-        return [] if drawing.only_check else [self._sample(drawing, record) for record in records]
-
-    def _sample(self, drawing: Drawing, record: Mapping[str, Any]) -> Sample:
-        before, after, lead = self.template
-        # Questions may hold braces, which `format` leaves alone in what it fills in.
-        document, question = before.format(context=record["context"]), after.format(input=record["input"])
-        document, question = _cut_in_the_middle(drawing, document, question, lead, self.new_tokens)
-        without = Prompt(document, question, chat=self.chat)
-        given = dataclasses.replace(without, question=question + lead)
-        prompts = {"prefix": given, "preamble": without, "late": without, LATE_PREFIX: given}
-        return Sample(prompts, tuple(record["answers"]), source=(record["length"], record["all_classes"] or ()))
-
-    def mark(self, sample: Sample, text: str, protocol: str) -> Mark:
-        """The best score against any reference."""
-        said = text.lstrip("\n").split("\n")[0] if self.first_line else text
-        _, classes = sample.source
-        return Mark(max((self.score(said, reference, classes) for reference in sample.references), default=0.0))
-
-    def task(self) -> Task:
-        """The task of the data set."""
-        needs, stop = (f"longbench/{self.name}",), ("\n",) if self.name == "samsum" else ()
-        return Task(self.name, "longbench", self.new_tokens, self.draw, self.mark, needs, stop, by_length)
 
 
 def by_length(samples: Sequence[Sample], scores: Sequence[float]) -> dict[str, float]:
@@ -154,156 +100,126 @@ def by_length(samples: Sequence[Sample], scores: Sequence[float]) -> dict[str, f
     return {name: round(100 * float(np.mean(each)), 2) for name, each in found.items() if each}
 
 
-def _cut_in_the_middle(drawing: Drawing, document: str, question: str, lead: str, new_tokens: int) -> tuple[str, str]:
-    """Document and question that fit the length with an answer; the document loses its middle."""
-    whole = Prompt(document, question + lead).encode(drawing.lm)
-    excess = len(whole) + new_tokens - drawing.length
+def _task(
+    name: str,  # LongBench's
+    new_tokens: int,  # most tokens of an answer
+    score: Callable[[str, str, Sequence[str]], float],  # of answer, reference and all classes; in [0, 1]
+    template: str,  # the document up to {context}, the question, and the answer's first words behind {lead}
+    examples: bool = False,  # no chat template; of an answer the first line counts
+) -> Task:
+    before, _, rest = template.partition("{context}")
+    after, _, lead = rest.partition("{lead}")
+    chat = not examples and score is not code_similarity
+
+    def draw(drawing: Drawing) -> list[Sample]:
+        """The first samples of the file, cut in the middle to the length."""
+        samples, records = [], read_records(drawing.sources.longbench, name)[: drawing.count]
+        for record in [] if drawing.only_check else records:
+            question = after.format(input=record["input"])
+            document = _cut_in_the_middle(drawing, before + record["context"], question + lead, new_tokens)
+            given, without = (Prompt(document, asked, chat=chat) for asked in (question + lead, question))
+            source = record["length"], record["all_classes"] or ()
+            samples.append(Sample(by_protocol(given, without), tuple(record["answers"]), source=source))
+        return samples
+
+    def mark(sample: Sample, text: str, protocol: str) -> Mark:
+        """The best score against any reference."""
+        said = text.lstrip("\n").split("\n")[0] if examples else text
+        _, classes = sample.source
+        return Mark(max((score(said, reference, classes) for reference in sample.references), default=0.0))
+
+    stop = ("\n",) if name == "samsum" else ()
+    return Task(name, "longbench", new_tokens, draw, mark, (f"longbench/{name}",), stop, by_length)
+
+
+def _cut_in_the_middle(drawing: Drawing, document: str, question: str, new_tokens: int) -> str:
+    """A document that with its question and an answer fits the length; it loses its middle."""
+    excess = len(Prompt(document, question).encode(drawing.lm)) + new_tokens - drawing.length
     if excess <= 0:
-        return document, question
+        return document
     ids = drawing.lm.tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
     # Text that is cut may take a token more at the seam.
-    keep = len(ids) - excess - 4
-    if keep < 2:
-        raise UserError(f"length {drawing.length}: a question of LongBench with its answer takes more")
-    half = keep // 2
-    return decode_tokens(drawing.lm, ids[:half]) + decode_tokens(drawing.lm, ids[-half:]), question
+    half = (len(ids) - excess - 4) // 2
+    require(half >= 1, f"length {drawing.length}: a question of LongBench with its answer takes more")
+    return decode_tokens(drawing.lm, ids[:half]) + decode_tokens(drawing.lm, ids[-half:])
 
 
 @functools.lru_cache(maxsize=2)
 def read_records(folder: Path | None, name: str) -> list[dict[str, Any]]:
     """Lines of a data set's file, `NAME_e.jsonl`."""
     path = Path(folder or "") / f"{name}_e.jsonl"
-    if folder is None or not path.is_file():
-        raise UserError(f"--longbench {folder}: has no {name}_e.jsonl; it must be LongBench's folder of data")
+    found = folder is not None and path.is_file()
+    require(found, f"--longbench {folder}: has no {name}_e.jsonl; it must be LongBench's folder of data")
     records = []
     for number, line in enumerate(decode(path, "--longbench").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            records.append({field: record[field] for field in _FIELDS})
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserError(
-                f"--longbench {path}, line {number}: not of LongBench's form: {type(error).__name__}: {error}"
-            ) from None
-    if not records:
-        raise UserError(f"--longbench {path} holds no sample")
+        where = f"--longbench {path}, line {number}: not of LongBench's form"
+        with explaining(where, ValueError, TypeError, KeyError):
+            record = json.loads(line) if line.strip() else None
+            records += [{field: record[field] for field in _FIELDS}] if record is not None else []
+    require(records, f"--longbench {path} holds no sample")
     return records
 
 
-_CODE = ("Please complete the code given below. \n{context}", "{input}", "Next line of code:\n")
-
-DATA_SETS = (
-    DataSet(
-        "qasper",
-        (
-            "You are given a scientific article and a question. Answer the question as concisely as you can, using a "
-            "single phrase or sentence if possible. If the question cannot be answered based on the information in the "
-            'article, write "unanswerable". If the question is a yes/no question, answer "yes", "no", or '
-            '"unanswerable". Do not provide any explanation.\n\nArticle: {context}',
-            f"\n\n Answer the {_ANSWER_ARTICLE}\n\nQuestion: {{input}}",
-            "\n\nAnswer:",
-        ),
-        128,
-        qa_f1,
-    ),
-    DataSet(
-        "multifieldqa_en",
-        (
-            "Read the following text and answer briefly.\n\n{context}",
-            "\n\nNow, answer the following question based on the above text, only give me the answer and do not output "
-            "any other words.\n\nQuestion: {input}",
-            "\nAnswer:",
-        ),
-        64,
-        qa_f1,
-    ),
-    DataSet("hotpotqa", _PASSAGES, 32, qa_f1),
-    DataSet("2wikimqa", _PASSAGES, 32, qa_f1),
-    DataSet(
-        "gov_report",
-        (
-            "You are given a report by a government agency. Write a one-page summary of the report.\n\nReport:\n"
-            "{context}",
-            "\n\nNow, write a one-page summary of the report.",
-            "\n\nSummary:",
-        ),
-        512,
-        rouge_l,
-    ),
-    DataSet(
-        "multi_news",
-        (
-            "You are given several news passages. Write a one-page summary of all news. \n\nNews:\n{context}",
-            "\n\nNow, write a one-page summary of all the news.",
-            "\n\nSummary:",
-        ),
-        512,
-        rouge_l,
-    ),
-    DataSet(
-        "trec",
-        (
-            "Please determine the type of the question below. Here are some examples of questions.\n\n{context}",
-            "\n{input}",
-            "",
-        ),
-        64,
-        classification,
-        chat=False,
-        first_line=True,
-    ),
-    DataSet(
-        "triviaqa",
-        (
-            "Answer the question based on the given passage. Only give me the answer and do not output any other "
-            "words. The following are some examples.\n\n{context}",
-            "\n\n{input}",
-            "",
-        ),
-        32,
-        qa_f1,
-        chat=False,
-        first_line=True,
-    ),
-    DataSet(
-        "samsum",
-        (
-            "Summarize the dialogue into a few short sentences. The following are some examples.\n\n{context}",
-            "\n\n{input}",
-            "",
-        ),
-        128,
-        rouge_l,
-        chat=False,
-        first_line=True,
-    ),
-    DataSet(
-        "passage_count",
-        (
-            "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please carefully "
-            "read these paragraphs and determine how many unique paragraphs there are after removing duplicates. In "
-            "other words, how many non-repeating paragraphs are there in total?\n\n{context}",
-            "\n\nPlease enter the final count of unique paragraphs after removing duplicates. The output format should "
-            "only contain the number, such as 1, 2, 3, and so on.",
-            "\n\nThe final answer is: ",
-        ),
-        32,
-        count,
-    ),
-    DataSet(
-        "passage_retrieval_en",
-        (
-            "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which paragraph the "
-            "abstract is from.\n\n{context}",
-            "\n\nThe following is an abstract.\n\n{input}\n\nPlease enter the number of the paragraph that the "
-            'abstract is from. The answer format must be like "Paragraph 1", "Paragraph 2", etc.',
-            "\n\nThe answer is: ",
-        ),
-        32,
-        retrieval,
-    ),
-    DataSet("lcc", _CODE, 64, code_similarity, chat=False),
-    DataSet("repobench-p", _CODE, 64, code_similarity, chat=False),
+_ONLY = "nly give me the answer and do not output any other words."
+_PASSAGES = (
+    f"Answer the question based on the given passages. O{_ONLY}\n\nThe following are given passages.\n{{context}}\n\n"
+    f"Answer the question based on the given passages. O{_ONLY}\n\nQuestion: {{input}}{{lead}}\nAnswer:"
 )
-TASKS = tuple(data_set.task() for data_set in DATA_SETS)
+_CONCISELY = (
+    "as concisely as you can, using a single phrase or sentence if possible. If the question cannot be answered based "
+    'on the information in the article, write "unanswerable". If the question is a yes/no question, answer "yes", '
+    '"no", or "unanswerable". Do not provide any explanation.'
+)
+_QASPER = (
+    f"You are given a scientific article and a question. Answer the question {_CONCISELY}\n\nArticle: {{context}}\n\n "
+    f"Answer the question based on the above article {_CONCISELY}\n\nQuestion: {{input}}{{lead}}\n\nAnswer:"
+)
+_MULTIFIELD = (
+    "Read the following text and answer briefly.\n\n{context}\n\nNow, answer the following question based on the above "
+    f"text, o{_ONLY}\n\nQuestion: {{input}}{{lead}}\nAnswer:"
+)
+_REPORT = (
+    "You are given a report by a government agency. Write a one-page summary of the report.\n\nReport:\n{context}\n\n"
+    "Now, write a one-page summary of the report.{lead}\n\nSummary:"
+)
+_NEWS = (
+    "You are given several news passages. Write a one-page summary of all news. \n\nNews:\n{context}\n\n"
+    "Now, write a one-page summary of all the news.{lead}\n\nSummary:"
+)
+_TREC = "Please determine the type of the question below. Here are some examples of questions.\n\n{context}\n{input}"
+_TRIVIA = (
+    f"Answer the question based on the given passage. O{_ONLY} The following are some examples.\n\n{{context}}\n\n"
+    "{input}"
+)
+_DIALOGUE = (
+    "Summarize the dialogue into a few short sentences. The following are some examples.\n\n{context}\n\n{input}"
+)
+_COUNT = (
+    "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please carefully read "
+    "these paragraphs and determine how many unique paragraphs there are after removing duplicates. In other words, "
+    "how many non-repeating paragraphs are there in total?\n\n{context}\n\nPlease enter the final count of unique "
+    "paragraphs after removing duplicates. The output format should only contain the number, such as 1, 2, 3, and so "
+    "on.{lead}\n\nThe final answer is: "
+)
+_RETRIEVAL = (
+    "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which paragraph the abstract is "
+    "from.\n\n{context}\n\nThe following is an abstract.\n\n{input}\n\nPlease enter the number of the paragraph that "
+    'the abstract is from. The answer format must be like "Paragraph 1", "Paragraph 2", etc.{lead}\n\nThe answer is: '
+)
+_CODE = "Please complete the code given below. \n{context}{input}{lead}Next line of code:\n"
+
+TASKS = (
+    _task("qasper", 128, qa_f1, _QASPER),
+    _task("multifieldqa_en", 64, qa_f1, _MULTIFIELD),
+    _task("hotpotqa", 32, qa_f1, _PASSAGES),
+    _task("2wikimqa", 32, qa_f1, _PASSAGES),
+    _task("gov_report", 512, rouge_l, _REPORT),
+    _task("multi_news", 512, rouge_l, _NEWS),
+    _task("trec", 64, classification, _TREC, examples=True),
+    _task("triviaqa", 32, qa_f1, _TRIVIA, examples=True),
+    _task("samsum", 128, rouge_l, _DIALOGUE, examples=True),
+    _task("passage_count", 32, count, _COUNT),
+    _task("passage_retrieval_en", 32, retrieval, _RETRIEVAL),
+    _task("lcc", 64, code_similarity, _CODE),
+    _task("repobench-p", 64, code_similarity, _CODE),
+)

@@ -6,13 +6,13 @@ import bisect
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tca_jax.calibration.profile import Profile, budgets_of, head_gates
 from tca_jax.engine.lm import LM
-from tca_jax.errors import UserError, least_share
+from tca_jax.errors import UserError, least_share, require
 from tca_jax.lab.equal_bytes import CallSizes, held_share, with_bytes
 from tca_jax.lab.rivals import cake, kvzip_heads
 from tca_jax.methods.registry import required_options, with_known
@@ -23,8 +23,7 @@ PAPER = "paper"
 _OPTION = re.compile(r"[A-Za-z_]\w*=")
 
 
-@dataclasses.dataclass(frozen=True)
-class MethodSpec:
+class MethodSpec(NamedTuple):
     """A method with options, or a pair."""
 
     label: str  # as it was written, for tables
@@ -36,16 +35,12 @@ def parse_methods(text: str) -> tuple[MethodSpec, ...]:
 
     Commas separate methods, and options after a colon; a plus joins a prefill and a cache, each with its own options.
     Values are numbers, true, false, null or text.
-
-    Raises:
-        ValueError: the list is empty, a name is not registered, an option unknown, or a method is named twice.
     """
-    specs = parse_labels(text)
-    if not specs:
-        raise UserError("--methods is empty: at least one is needed")
-    if doubled := {spec for spec in specs if specs.count(spec) > 1}:
-        raise UserError(f"--methods names {min(doubled)!r} twice")
-    return tuple(MethodSpec(spec, parse_parts(spec, "--methods", (PAPER,))) for spec in specs)
+    labels = parse_labels(text)
+    require(labels, "--methods is empty: at least one is needed")
+    for label in labels:
+        require(labels.count(label) == 1, f"--methods names {label!r} twice")
+    return tuple(MethodSpec(label, parse_parts(label, "--methods", (PAPER,))) for label in labels)
 
 
 def parse_labels(text: str) -> list[str]:
@@ -59,8 +54,7 @@ def parse_labels(text: str) -> list[str]:
     return labels
 
 
-@dataclasses.dataclass(frozen=True)
-class Built:
+class Built(NamedTuple):
     """A model under a method."""
 
     lm: LM
@@ -95,11 +89,10 @@ class Builder:
     def build_within(self, spec: MethodSpec, kv_share: float, sizes: CallSizes) -> Built:
         """The model under a method with the largest caches of at most a share of full attention's bytes.
 
-        A method without a budget option, or whose least budget is larger, keeps its own budget; the note says so.
+        A method without a budget option, or whose least budget is larger, keeps its own budget.
         """
         name, options = self._resolve(spec)
-        last, _ = spec.parts[-1]
-        profile = self.paper if last == PAPER else self.profile
+        profile = self.paper if spec.parts[-1][0] == PAPER else self.profile
         own = options.get(name.split("+")[-1], {}) if "+" in name else options
         try:
             if profile is not None and own.get("candidates") is profile.candidates:
@@ -111,17 +104,11 @@ class Builder:
         return Built(model, f"{kv_share:.0%} of the bytes")
 
     def _within_profile(
-        self,
-        name: str,
-        options: Mapping[str, Any],
-        own: dict[str, Any],
-        profile: Profile,
-        kv_share: float,
-        sizes: CallSizes,
+        self, name: str, options: Any, own: dict[str, Any], profile: Profile, kv_share: float, sizes: CallSizes
     ) -> LM:
         """The profile's candidates with more dense heads, or fewer heads above candidate 0, by worth."""
-        if not np.isfinite(profile.keeping_worth).all():
-            raise UserError("its profile does not know what heads are worth, which orders its heads")
+        known = np.isfinite(profile.keeping_worth).all()
+        require(known, "its profile does not know what heads are worth, which orders its heads")
         steps = _ladder(profile)
 
         def with_steps(lm: LM, count: int) -> LM:
@@ -134,20 +121,21 @@ class Builder:
         def held(count: int) -> float:
             return held_share(with_steps(self.lm.on_one_device, count), sizes)
 
-        if (least := held(0)) > kv_share:
-            raise UserError(
-                f"kv_share = {kv_share}: must be at least {least_share(least)}, which window, reserve and candidate 0 "
-                f"take of full attention's bytes at {sizes.prompt_tokens} tokens"
-            )
+        least = held(0)
+        require(
+            least <= kv_share,
+            f"kv_share = {kv_share}: must be at least {least_share(least)}, which window, reserve and candidate 0 take "
+            f"of full attention's bytes at {sizes.prompt_tokens} tokens",
+        )
         most = bisect.bisect_left(range(1, len(steps) + 1), True, key=lambda count: held(count) > kv_share)
         return with_steps(self.lm, most)
 
     def _resolve(self, spec: MethodSpec) -> tuple[str, dict[str, Any]]:
         """A registered name, or two, and all options as `lm.with_method` takes them."""
-        parts = tuple(self._with_profile(name, options, spec.label) for name, options in spec.parts)
+        parts = tuple(self._completed(name, options, spec.label) for name, options in spec.parts)
         return joined(parts, f"--methods {spec.label}")
 
-    def _with_profile(self, name: str, options: Mapping[str, Any], label: str) -> tuple[str, dict[str, Any]]:
+    def _completed(self, name: str, options: Mapping[str, Any], label: str) -> tuple[str, dict[str, Any]]:
         """A registered name and its options, with those of a profile or of a measurement."""
         profile = self.profile
         if name == PAPER:
@@ -156,28 +144,27 @@ class Builder:
                     f"--methods {label}: {self.lm.name} has no profile of the paper's hyperparameters; make one with "
                     "tca-jax calibrate --paper, in a folder named as --profile with -paper behind it"
                 )
-            profile = self.paper
-            name = profile.config.method_name
+            profile, name = self.paper, self.paper.config.method_name
         given = with_known(name, {} if profile is None else budgets_of(profile), options)
-        for key in required_options(name):
-            if key not in given:
-                given[key] = self._measured(key, label)
+        for option in required_options(name):
+            if option not in given:
+                given[option] = self._option(option, label)
         return name, given
 
-    def _measured(self, option: str, label: str) -> Any:
-        """The value of an option without a default."""
+    def _option(self, option: str, label: str) -> Any:
+        """The value of an option without a default: from the profile, or measured once."""
         if option == "gates" and self.profile is not None:
             return head_gates(self.profile)
-        if option in ("candidates", "gates"):
-            raise UserError(f"--methods {label}: needs --profile DIR, from tca-jax calibrate")
+        require(
+            option not in ("candidates", "gates"), f"--methods {label}: needs --profile DIR, from tca-jax calibrate"
+        )
         if option not in self._found:
             if option == "preferences":
                 temperatures: dict[str, Any] = cake.published_temperatures(self.lm.name)
                 self._found[option] = cake.layer_preferences(self.lm, self.texts(), **temperatures)
-            elif option == "head_scores":
-                self._found[option] = kvzip_heads.repetition_scores(self.lm, self.texts())
             else:
-                raise UserError(f"--methods {label}: its option {option!r} has no default: give it")
+                require(option == "head_scores", f"--methods {label}: its option {option!r} has no default: give it")
+                self._found[option] = kvzip_heads.repetition_scores(self.lm, self.texts())
         return self._found[option]
 
 

@@ -1,39 +1,45 @@
-"""Plans of evaluations: tasks, lengths, protocols and suites, checked before a model is loaded."""
+"""Evaluations: tasks, lengths, protocols and suites, checked before a model is loaded, and their runs."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any, NamedTuple
 
+import jax
+
+from tca_jax.engine.lm import stored_entry
+from tca_jax.engine.mesh import mesh_entry
 from tca_jax.engine.prompts import Encoder
-from tca_jax.errors import UserError
+from tca_jax.errors import check_integer, check_number, require, require_name
+from tca_jax.lab.equal_bytes import CallSizes
 from tca_jax.lab.evaluation import longbench, recall_tasks, ruler, text_tasks
-from tca_jax.lab.evaluation.method_specs import MethodSpec
-from tca_jax.lab.evaluation.results import Job
-from tca_jax.lab.evaluation.samples import TEXT_PROTOCOL, DoesNotFit, Drawing, Task
+from tca_jax.lab.evaluation.method_specs import Builder, Built, MethodSpec
+from tca_jax.lab.evaluation.results import FORMAT, Job, Results
+from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Task
 from tca_jax.lab.evaluation.sources import Origin, Sources
+from tca_jax.lab.evaluation.tables import write_table
 from tca_jax.lab.evaluation.text_tasks import TextTask
-from tca_jax.lab.evaluation.tuning import Tuning
+from tca_jax.lab.evaluation.tuning import Tuning, tune, tuning_entry
 from tca_jax.lab.recall.protocols import EVALUATION_PROTOCOLS, LATE_PREFIX
 from tca_jax.methods.full import BASELINE
+from tca_jax.methods.registry import describe_method
 
 AnyTask = Task | TextTask
 
 #: Names of several tasks.
-GROUPS: Mapping[str, tuple[AnyTask, ...]] = MappingProxyType(
-    {
-        "ruler": ruler.TASKS,
-        "recall": recall_tasks.TASKS,
-        "longbench": longbench.TASKS,
-        "kvpress": ruler.KVPRESS_TASKS,
-    }
-)
-TASKS: Mapping[str, AnyTask] = MappingProxyType(
-    {task.name: task for group in (*GROUPS.values(), text_tasks.TASKS) for task in group}
-)
+GROUPS: dict[str, tuple[AnyTask, ...]] = {
+    "ruler": ruler.TASKS,
+    "recall": recall_tasks.TASKS,
+    "longbench": longbench.TASKS,
+    "kvpress": ruler.KVPRESS_TASKS,
+}
+TASKS: dict[str, AnyTask] = {task.name: task for group in (*GROUPS.values(), text_tasks.TASKS) for task in group}
 #: Caches that `kv_share` counts: those of a call, with room for a question and its answer; or the prompt's alone.
 BYTES_OF = ("call", "prompt")
 
@@ -62,43 +68,41 @@ class Suite(NamedTuple):
 
 _LENGTHS = (8192, 16384, 32768, 65536, 131072)
 _RULER_FILES = ("essays", "squad", "hotpotqa")
-SUITES: Mapping[str, Suite] = MappingProxyType(
-    {
-        # RULER as kvpress's leaderboard takes it. An observation of 64 queries, and windows that leave a choice.
-        "leaderboard": Suite(
-            "full,tca,adakv-expected-attention,snapkv:observation=64,pyramidkv,tova,keydiff,streaming,random:window=128",
-            (4096,),
-            500,
-            ("kvpress",),
-            (
-                Part("ratio-0", "kvpress", LATE_PREFIX, baseline=True),
-                *(
-                    Part(f"ratio-{ratio}", "kvpress", LATE_PREFIX, kv_share=1 - ratio, baseline=False)
-                    for ratio in (0.25, 0.5, 0.75, 0.875)
-                ),
+SUITES = {
+    # RULER as kvpress's leaderboard takes it. An observation of 64 queries, and windows that leave a choice.
+    "leaderboard": Suite(
+        "full,tca,adakv-expected-attention,snapkv:observation=64,pyramidkv,tova,keydiff,streaming,random:window=128",
+        (4096,),
+        500,
+        ("kvpress",),
+        (
+            Part("ratio-0", "kvpress", LATE_PREFIX, baseline=True),
+            *(
+                Part(f"ratio-{ratio}", "kvpress", LATE_PREFIX, kv_share=1 - ratio, baseline=False)
+                for ratio in (0.25, 0.5, 0.75, 0.875)
             ),
         ),
-        # Tables 1 and 2 of the TCA-Attention paper (arXiv 2512.09238).
-        "paper": Suite(
-            "full,tca,paper,minference,flexprefill:gamma=0.95,xattention",
-            _LENGTHS,
-            100,
-            (*_RULER_FILES, "longbench"),
-            (
-                Part("ruler", "ruler", "prefix"),
-                Part("longbench-e", "longbench", "prefix", lengths=(131072,), samples=1000),
-            ),
+    ),
+    # Tables 1 and 2 of the TCA-Attention paper (arXiv 2512.09238).
+    "paper": Suite(
+        "full,tca,paper,minference,flexprefill:gamma=0.95,xattention",
+        _LENGTHS,
+        100,
+        (*_RULER_FILES, "longbench"),
+        (
+            Part("ruler", "ruler", "prefix"),
+            Part("longbench-e", "longbench", "prefix", lengths=(131072,), samples=1000),
         ),
-        # Questions that come after the context.
-        "late": Suite(
-            "full,tca,paper,snapkv:share=0.25,adakv-expected-attention:share=0.25,streaming",
-            _LENGTHS,
-            100,
-            _RULER_FILES,
-            (Part("ruler-late", "ruler", "late"),),
-        ),
-    }
-)
+    ),
+    # Questions that come after the context.
+    "late": Suite(
+        "full,tca,paper,snapkv:share=0.25,adakv-expected-attention:share=0.25,streaming",
+        _LENGTHS,
+        100,
+        _RULER_FILES,
+        (Part("ruler-late", "ruler", "late"),),
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,19 +124,18 @@ class Plan:
 
     def jobs(self) -> list[Job]:
         """All entries; those of a length and a method, which share programs, are adjacent."""
-        lengths = sorted({length for _, of_task in self.tasks for length in of_task})
         return [
             Job(spec.label, task.name, length, protocol)
-            for length in lengths
+            for length in sorted({length for _, of_task in self.tasks for length in of_task})
             for spec in self.methods
             for task, of_task in self.tasks
             if length in of_task
-            for protocol in (self.protocols if isinstance(task, Task) else (TEXT_PROTOCOL,))
+            for protocol in task.protocols or self.protocols
         ]
 
-    def drawing(self, lm: Encoder, length: int) -> Drawing:
+    def drawing(self, lm: Encoder, length: int, *, only_check: bool = False) -> Drawing:
         """Settings of samples of a length."""
-        return Drawing(lm, self.sources, length, self.samples, self.seed)
+        return Drawing(lm, self.sources, length, self.samples, self.seed, only_check)
 
     def origins(self) -> dict[str, Origin]:
         """Origins of the samples by source."""
@@ -140,72 +143,57 @@ class Plan:
 
 
 def make_plan(
-    lm: Encoder,
+    lm: Encoder,  # the model, or its checkpoint
     methods: tuple[MethodSpec, ...],
-    tasks: Sequence[str],
-    lengths: Sequence[int],
+    tasks: Sequence[str],  # names of `TASKS` and `GROUPS`
+    lengths: Sequence[int],  # tokens of a prompt with its answer
     protocols: Sequence[str],
-    *,
-    samples: int,
-    seed: int,
-    sources: Sources,
-    kv_share: float | None,
-    batch: int,
-    bytes_of: str = BYTES_OF[0],
+    **settings: Any,  # the other fields of `Plan`
 ) -> Plan:
-    """Checks the settings of an evaluation without the model's weights.
+    """Checks the settings of an evaluation without the model's weights; messages name options of the command.
 
     A task that is named must run at every length. Tasks of a group without a file or a fitting length are left out,
     as long as any is left.
-
-    Raises:
-        ValueError: an argument is not allowed; the message names the option.
     """
-    _require_known("--protocols", protocols, EVALUATION_PROTOCOLS)
-    _require_known("--tasks", tasks, (*GROUPS, *TASKS))
-    for name, value in (("--samples", samples), ("--batch", batch)):
-        if value < 1:
-            raise UserError(f"{name} {value}: must be at least 1")
-    if kv_share is not None and not 0 < kv_share <= 1:
-        raise UserError(f"--kv-share {kv_share}: must lie in (0, 1], a share of full attention's KV cache bytes")
-    if bytes_of not in BYTES_OF:
-        raise UserError(f"--bytes-of {bytes_of}: must be one of {list(BYTES_OF)}")
-    if bytes_of != BYTES_OF[0] and kv_share is None:
-        raise UserError(f"--bytes-of {bytes_of}: needs --kv-share")
-    _require_lengths(lm, lengths)
-    if lm.tokenizer is None:
-        raise UserError(f"{lm.name} has no tokenizer: tasks are text")
+    plan = Plan(methods, (), tuple(protocols), **settings)
+    for option, given, known in (
+        ("--protocols", protocols, EVALUATION_PROTOCOLS),
+        ("--tasks", tasks, (*GROUPS, *TASKS)),
+    ):
+        require(given, f"{option} is empty: must name one or more of {list(known)}")
+        for name in given:
+            require_name(f"{option} {name}", name, known)
+            require(given.count(name) == 1, f"{option} names {name} twice")
+    check_integer("--samples", plan.samples, at_least=1)
+    check_integer("--batch", plan.batch, at_least=1)
+    if plan.kv_share is not None:
+        check_number("--kv-share", plan.kv_share, above=0, at_most=1)
+    require_name(f"--bytes-of {plan.bytes_of}", plan.bytes_of, BYTES_OF)
+    prompt_without_share = plan.kv_share is None and plan.bytes_of != BYTES_OF[0]
+    require(not prompt_without_share, f"--bytes-of {plan.bytes_of}: needs --kv-share")
+    require(len(set(lengths)) == len(lengths) > 0, f"--lengths {list(lengths)}: must be one or more, each once")
+    for length in lengths:
+        within = 1 <= length <= lm.config.max_context
+        require(within, f"--lengths {length}: must lie in [1, {lm.config.max_context}], positions of {lm.name}")
+    require(lm.tokenizer is not None, f"{lm.name} has no tokenizer: tasks are text")
     chosen: dict[str, tuple[AnyTask, tuple[int, ...]]] = {}
     skipped: list[str] = []
     for name in tasks:
-        reasons: list[DoesNotFit] = []
-        fits = 0
-        for task in GROUPS.get(name) or (TASKS[name],):
-            fitting, of_task = _fitting(lm, task, lengths, sources, samples, seed, named=name in TASKS)
-            reasons += of_task
-            fits += bool(fitting)
-            if fitting:
-                chosen[task.name] = (task, fitting)
-        if not fits:
-            nearest = min(reasons, key=lambda reason: reason.least or math.inf)
-            raise UserError(f"--tasks {name}: no task of it can be run: {nearest}")
+        found = [(task, *_fitting(lm, plan, task, lengths)) for task in GROUPS.get(name) or (TASKS[name],)]
+        reasons = [reason for *_, of_task in found for reason in of_task]
+        if name in TASKS and reasons:
+            raise reasons[0]
+        nearest = min(reasons, key=lambda reason: reason.least or math.inf, default=None)
+        require(any(fitting for _, fitting, _ in found), f"--tasks {name}: no task of it can be run: {nearest}")
+        chosen |= {task.name: (task, fitting) for task, fitting, _ in found if fitting}
         skipped += map(str, reasons)
     if any(task.suite == "longbench" for task, _ in chosen.values()):
         longbench.require_libraries()
-    settings = (samples, seed, sources, kv_share, batch, tuple(skipped), bytes_of)
-    return Plan(methods, tuple(chosen.values()), tuple(protocols), *settings)
+    return dataclasses.replace(plan, tasks=tuple(chosen.values()), skipped=tuple(skipped))
 
 
 def plan_suite(
-    name: str,
-    lm: Encoder,
-    methods: tuple[MethodSpec, ...],
-    sources: Sources,
-    *,
-    lengths: Sequence[int],
-    samples: int,
-    seed: int,
-    batch: int,
+    name: str, lm: Encoder, methods: tuple[MethodSpec, ...], *, lengths: Sequence[int], samples: int, **settings: Any
 ) -> dict[str, Plan]:
     """Plans of a suite by folder; LongBench-E is cut at the model's positions only. Raises as `make_plan`."""
     plans = {}
@@ -220,48 +208,119 @@ def plan_suite(
                 [min(length, lm.config.max_context) for length in part.lengths] or lengths,
                 [part.protocol],
                 samples=own or samples,
-                seed=seed,
-                sources=sources,
                 kv_share=part.kv_share,
-                batch=batch,
                 bytes_of=BYTES_OF[0] if part.kv_share is None else "prompt",
+                **settings,
             )
     return plans
 
 
-def _require_lengths(lm: Encoder, lengths: Sequence[int]) -> None:
-    if not lengths or len(set(lengths)) < len(lengths):
-        raise UserError(f"--lengths {list(lengths)}: must be one or more, each once")
-    for length in lengths:
-        if not 1 <= length <= lm.config.max_context:
-            raise UserError(f"--lengths {length}: must lie in [1, {lm.config.max_context}], positions of {lm.name}")
-
-
-def _require_known(option: str, given: Sequence[str], known: Sequence[str]) -> None:
-    if not given:
-        raise UserError(f"{option} is empty: must name one or more of {list(known)}")
-    for name in given:
-        if name not in known:
-            raise UserError(f"{option} {name}: must be one of {list(known)}")
-        if given.count(name) > 1:
-            raise UserError(f"{option} names {name} twice")
-
-
 def _fitting(
-    lm: Encoder, task: AnyTask, lengths: Sequence[int], sources: Sources, samples: int, seed: int, *, named: bool
+    lm: Encoder, plan: Plan, task: AnyTask, lengths: Sequence[int]
 ) -> tuple[tuple[int, ...], list[DoesNotFit]]:
-    """Lengths at which a task can be run, and the reasons against the others; a named task raises the first reason."""
-    reasons: list[DoesNotFit] = []
-    fitting: list[int] = []
-    missing = next((text for name in task.needs if (text := sources.missing(name.partition("/")[0]))), None)
-    if missing:
-        reasons.append(DoesNotFit(f"--tasks {task.name}: {missing}" if named else f"{task.name}: {missing}"))
-    for length in () if missing else lengths:
+    """Lengths at which a task can be run, and the reasons against the others."""
+    fitting, reasons = [], []
+    if missing := [text for name in task.needs if (text := plan.sources.missing(name.partition("/")[0]))]:
+        return (), [DoesNotFit(f"{task.name}: {missing[0]}")]
+    for length in lengths:
         try:
-            task.draw(Drawing(lm, sources, length, samples, seed, only_check=True))
+            task.draw(plan.drawing(lm, length, only_check=True))
             fitting.append(length)
         except DoesNotFit as error:
             reasons.append(error)
-    if named and reasons:
-        raise reasons[0]
     return tuple(fitting), reasons
+
+
+#: report(job, done, total): samples done, of those to do when the run began.
+Report = Callable[[Job, int, int], None]
+
+
+def run_plan(
+    plan: Plan, builder: Builder, results: Results, report: Report = lambda job, done, total: None
+) -> list[dict[str, Any]]:
+    """Runs the jobs that the folder lacks; writes each when it is finished, and the table.
+
+    Returns all records of the folder. ValueError before anything compiles if the folder has another configuration, or
+    a method cannot be made.
+    """
+    held = results.require_same(_config(plan, builder, {}))
+    builder.remember(held.get("measured", {}))
+    if plan.tuning is not None:
+        assert plan.kv_share is not None
+        results.open(_config(plan, builder, {}))
+        methods, builder = tune(plan.tuning, plan.methods, builder, results, kv_share=plan.kv_share, seed=plan.seed)
+        plan = dataclasses.replace(plan, methods=methods)
+    built = {spec.label: builder.build(spec) for spec in plan.methods}
+    results.open(_config(plan, builder, built))
+    tasks = {task.name: task for task, _ in plan.tasks}
+    specs = {spec.label: spec for spec in plan.methods}
+    jobs = [job for job in plan.jobs() if not results.has(job)]
+
+    @functools.lru_cache(maxsize=len(tasks))  # the methods of a length ask the same samples
+    def draw(name: str, length: int) -> Sequence[Any]:
+        return tasks[name].draw(plan.drawing(builder.lm, length))
+
+    @functools.lru_cache
+    def within(label: str, sizes: CallSizes) -> Built:
+        assert plan.kv_share is not None
+        return builder.build_within(specs[label], plan.kv_share, sizes)
+
+    for number, job in enumerate(jobs):
+        task, method = tasks[job.task], built[job.method]
+        samples = draw(job.task, job.length)
+        if plan.kv_share is not None:
+            sizes = task.call_sizes(builder.lm, samples, job.protocol)
+            method = within(job.method, sizes if plan.bytes_of == BYTES_OF[0] else CallSizes(sizes.prompt_tokens))
+        done = plan.samples * number
+
+        def advance(count: int, job: Job = job) -> None:
+            nonlocal done
+            done += count
+            report(job, done, plan.samples * len(jobs))
+
+        record = task.measure(method.lm, samples, job.protocol, plan.batch, advance)
+        origins = {name: plan.sources.origin(name) for name in task.needs}
+        results.write(
+            job,
+            {
+                "suite": task.suite,
+                **record,
+                "budget": method.budget,
+                "own_budget": method.own_budget,
+                "substitutes": {name: origin.label for name, origin in origins.items() if origin.substitute},
+                "device": jax.local_devices()[0].device_kind,
+                "library_version": version("tca-jax"),
+                "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            },
+        )
+        advance(plan.samples * (number + 1) - done)  # a file may hold fewer samples
+        write_table(results, plan.skipped)
+    write_table(results, plan.skipped)
+    return results.read_all()
+
+
+def _config(plan: Plan, builder: Builder, built: Mapping[str, Built]) -> dict[str, Any]:
+    """Settings that the results depend on."""
+    lm = builder.lm
+    return {
+        "format": FORMAT,
+        "model": lm.name,
+        "fingerprint": lm.fingerprint,
+        "dtype": lm.dtype.name,
+        **stored_entry(lm),
+        **mesh_entry(lm.mesh),
+        "seed": plan.seed,
+        "samples": plan.samples,
+        "kv_share": plan.kv_share,
+        **({} if plan.bytes_of == BYTES_OF[0] else {"bytes_of": plan.bytes_of}),
+        **({} if plan.seconds else {"seconds": False}),
+        **({} if plan.tuning is None else {"tuning": tuning_entry(plan.tuning, builder)}),
+        "methods": {
+            label: hashlib.sha256(describe_method(each.lm.method).encode()).hexdigest() for label, each in built.items()
+        },
+        "measured": builder.measured,
+        "sources": {
+            name: {"sha256": origin.digest, "label": origin.label, "substitute": origin.substitute}
+            for name, origin in plan.origins().items()
+        },
+    }

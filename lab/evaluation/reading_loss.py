@@ -10,31 +10,16 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
+import numpy as np
 import typer
 
 import tca_jax
 from tca_jax.engine.lm import LM
+from tca_jax.lab.evaluation import sticks
 from tca_jax.lab.evaluation.by_layers import read_losses
 from tca_jax.lab.evaluation.late_documents import RepeatingDocument, repeating_document
 from tca_jax.lab.evaluation.method_specs import parse_labels
-from tca_jax.lab.evaluation.sticks import (
-    MethodsOption,
-    ModelArgument,
-    OutOption,
-    ProfileOption,
-    Record,
-    SecondsOption,
-    TextsOption,
-    TokensOption,
-    grouped,
-    interval,
-    label,
-    markdown,
-    mean,
-    named_methods,
-    parse_profiles,
-    run,
-)
+from tca_jax.lab.evaluation.sticks import Record
 
 STICK = "reading_loss"
 METHODS = "full,streaming,minference,flexprefill,xattention"
@@ -50,43 +35,41 @@ def measure(lm: LM, document: RepeatingDocument) -> Record:
 
 def table(records: Sequence[Record]) -> str:
     """Markdown tables, one for each model, device and length, of documents that full attention has read, too."""
-    parts = []
-    for (model, device, tokens), methods in grouped(records).items():
+
+    def cells(found: list[Record], methods: sticks.Methods) -> list[str]:
         full = {record["seed"]: record["plain"] for record in methods.get(("full", None), ())}
-        rows = []
-        for (method, share), found in methods.items():
-            of_method = [record for record in found if record["seed"] in full]
-            if not of_method:
-                continue
-            base = [full[record["seed"]] for record in of_method]
-            plain, low, high = (x - 1 for x in interval([record["plain"] for record in of_method], base))
-            ratio = f"{plain:+.1%} [{low:+.1%}, {high:+.1%}]"
-            far = [f"{mean(of_method, name):.2f}" for name in ("copy", "fact")]
-            rows.append([label(method, share), str(len(of_method)), f"{mean(of_method, 'attended'):.1%}", ratio, *far])
-        parts.append(f"{model}, {tokens:,} tokens, {device}.\n\n{markdown(_HEADER, rows)}")
-    return "\n\n".join(parts)
+        of_method = [record for record in found if record["seed"] in full]
+        if not of_method:
+            return []
+        base = [full[record["seed"]] for record in of_method]
+        plain, low, high = (x - 1 for x in sticks.interval([record["plain"] for record in of_method], base))
+        attended, *far = (np.mean([record[name] for record in of_method]) for name in ("attended", "copy", "fact"))
+        ratio = f"{plain:+.1%} [{low:+.1%}, {high:+.1%}]"
+        return [str(len(of_method)), f"{attended:.1%}", ratio, *(f"{nats:.2f}" for nats in far)]
+
+    return sticks.titled_tables(records, _HEADER, cells)
 
 
 def main(
-    model: ModelArgument,
-    out: OutOption,
-    methods: MethodsOption = METHODS,
-    profile: ProfileOption = None,
-    tokens: TokensOption = 8_192,
+    model: sticks.ModelArgument,
+    out: sticks.OutOption,
+    methods: sticks.MethodsOption = METHODS,
+    profile: sticks.ProfileOption = None,
+    tokens: sticks.TokensOption = 8_192,
     documents: Annotated[int, typer.Option(min=1)] = 8,
-    texts: TextsOption = None,
-    seconds: SecondsOption = float("inf"),
+    texts: sticks.TextsOption = None,
+    seconds: sticks.SecondsOption = float("inf"),
 ) -> None:
     """Measures losses inside documents under methods that read sparsely."""
     until, lm = time.monotonic() + seconds, tca_jax.load(model)
-    named = list(named_methods(lm, parse_labels(methods), [None], parse_profiles(profile), tokens))
+    named = list(sticks.named_methods(lm, parse_labels(methods), [None], sticks.parse_profiles(profile), tokens))
 
     def records(seed: int) -> Iterator[Record]:
         document = repeating_document(lm, seed, tokens, folder=texts)
-        for method, share, under in named:
-            yield {"method": method, "share": share} | measure(under, document)
+        for method in named:
+            yield method.record(**measure(method.lm, document))
 
-    run(STICK, lm, out, tokens, range(documents), records, table, until=until)
+    sticks.run(STICK, lm, out, tokens, range(documents), records, table, until=until)
 
 
 if __name__ == "__main__":

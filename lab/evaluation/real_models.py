@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -17,7 +17,7 @@ from matplotlib.ticker import PercentFormatter
 
 from tca_jax.lab.evaluation import first_answer, late_facts, reading_loss
 from tca_jax.lab.evaluation.sticks import Record, grouped, read_records
-from tca_jax.lab.plots import figures
+from tca_jax.lab.plots import curves, figures
 
 _PAGE, _FIRST_ANSWER, _PICTURE = "real-models.md", "first-answer.md", "docs/images/real-models.png"
 _DRAWN = ("qwen-1.5b.gguf", 8_192)
@@ -70,8 +70,8 @@ unless a column says otherwise.
 
 Each row is a process of its own with an empty compilation cache. On GPUs three processes ran at once, beside other
 work; for TCA at 31,000 tokens and `kept25` at 16,000 (1.5B) and for TCA on SmolLM2, fifteen, which doubles the seconds:
-`default` at 16,000 tokens took 104 beside them. `default` and `kept25` are TCA profiles. The decode program compiles in a thread beside the prefill program, so
-its seconds are not all part of the first token's.
+`default` at 16,000 tokens took 104 beside them. `default` and `kept25` are TCA profiles. The decode program compiles in
+a thread beside the prefill program, so its seconds are not all part of the first token's.
 
 {first_answer.table(read_records(records, first_answer.STICK))}
 
@@ -100,7 +100,6 @@ def draw(records: Sequence[Record], path: Path) -> Path:
         star = method.startswith("tca")
         x, y = zip(*sorted(points), strict=True)
         axes.plot(x, y, marker="*" if star else "o", markersize=13 if star else 4, color=color, label=method)
-    _label_ends(axes)
     axes.set(xlabel="bytes of the KV cache over full attention's", ylabel="facts that full attention answers")
     axes.set_title(f"{_DRAWN[0]}, {_DRAWN[1]:,} tokens: questions after the document was read", fontsize=11)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
@@ -108,24 +107,8 @@ def draw(records: Sequence[Record], path: Path) -> Path:
     axes.set_xlim(0, 0.95)
     axes.set_ylim(-0.03, 1.03)
     axes.grid(alpha=0.3)
+    curves.label_ends(axes)
     return figures.write(figure, path)
-
-
-def _label_ends(axes: Any) -> None:
-    """Writes names at the ends of lines, apart from each other, and above stars."""
-    lines = [line for line in axes.lines if len(line.get_xdata()) > 1]
-    lines.sort(key=lambda line: line.get_ydata()[-1])
-    heights = np.array([line.get_ydata()[-1] for line in lines])
-    for i in range(1, len(lines)):
-        heights[i] = max(heights[i], heights[i - 1] + 0.045)
-    heights -= np.maximum.accumulate(np.maximum(heights - (0.93 - 0.045 * np.arange(len(lines))[::-1]), 0)[::-1])[::-1]
-    for line, height in zip(lines, heights, strict=True):
-        axes.text(
-            line.get_xdata()[-1] + 0.015, height, line.get_label(), color=line.get_color(), va="center", fontsize=9
-        )
-    for star in set(axes.lines) - set(lines):
-        x, y = star.get_xdata()[0], star.get_ydata()[0] + 0.03
-        axes.text(x, y, star.get_label(), color=star.get_color(), ha="center", va="bottom", fontsize=9)
 
 
 def main(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 
 from tca_jax.lab.evaluation.ruler import largest
-from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Mark, Prompt, Sample, Task
+from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Mark, Prompt, Sample, Task, by_protocol
 from tca_jax.lab.recall import TASKS as RECALL_TASKS
 from tca_jax.lab.recall import Document, is_correct
 from tca_jax.lab.recall.evaluation import ANSWER_TOKENS, draw_documents
-from tca_jax.lab.recall.protocols import LATE_PREFIX, WITH_LEAD, asked
+from tca_jax.lab.recall.protocols import WITH_LEAD, asked
 
 _LEAST_BYTES = 3500  # that the facts of all tasks may take
 _SEED = 2  # the questions of the shipped model's card
@@ -17,36 +17,35 @@ _SEED = 2  # the questions of the shipped model's card
 
 def _draw(drawing: Drawing, task: str) -> list[Sample]:
     """Documents that with their question have the length; answers come on top."""
-    most = drawing.lm.config.max_context
+    length, most = drawing.length, drawing.lm.config.max_context
     special = len(Prompt("a", "", chat=False).encode(drawing.lm)) - 1
 
-    def documents(num_bytes: int, count: int) -> list[Document]:
-        return draw_documents((drawing.seed, _SEED), count, num_bytes, task)
+    def samples(num_bytes: int, count: int) -> list[Sample]:
+        return [_sample(document) for document in draw_documents((drawing.seed, _SEED), count, num_bytes, task)]
 
     def tokens(num_bytes: int) -> int:
-        return len(_sample(documents(num_bytes, 1)[0]).prompts["prefix"].encode(drawing.lm)) - special
+        return len(samples(num_bytes, 1)[0].prompts["prefix"].encode(drawing.lm)) - special
 
     def fits(num_bytes: int) -> bool:
-        return tokens(num_bytes) <= drawing.length
+        return tokens(num_bytes) <= length
 
-    if drawing.length + ANSWER_TOKENS > most:
+    if length + ANSWER_TOKENS > most:
         raise DoesNotFit(
-            f"--lengths {drawing.length}: recall_{task} needs at most {most - ANSWER_TOKENS}, for answers take up to "
+            f"--lengths {length}: recall_{task} needs at most {most - ANSWER_TOKENS}, for answers take up to "
             f"{ANSWER_TOKENS} tokens more, and {drawing.lm.name} has {most} positions"
         )
-    num_bytes: int | None = drawing.length if drawing.length >= _LEAST_BYTES else None
-    if num_bytes is None or not fits(num_bytes) or fits(num_bytes + 1):  # several bytes per token
+    num_bytes: int | None = length
+    if length < _LEAST_BYTES or not fits(length) or fits(length + 1):  # several bytes per token
         num_bytes = largest(fits, _LEAST_BYTES)
     if num_bytes is None:
-        raise DoesNotFit.too_short(f"recall_{task}", drawing.length, tokens(_LEAST_BYTES), drawing.lm.name)
-    return [_sample(document) for document in documents(num_bytes, 0 if drawing.only_check else drawing.count)]
+        raise drawing.too_short(f"recall_{task}", tokens(_LEAST_BYTES))
+    return samples(num_bytes, 0 if drawing.only_check else drawing.count)
 
 
 def _sample(document: Document) -> Sample:
     question = document.questions[0]
-    late = Prompt(document.text, f"\n\n{question.text}")
     prefix = Prompt(document.text, asked(question) + question.lead, chat=False)
-    prompts = {"prefix": prefix, "preamble": late, "late": late, LATE_PREFIX: prefix}
+    prompts = by_protocol(prefix, Prompt(document.text, f"\n\n{question.text}"))
     depth = document.place(question.facts[0]) / len(document.text)
     return Sample(prompts, (question.answer,), (depth,), source=question)
 

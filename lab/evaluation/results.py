@@ -6,11 +6,11 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tca_jax.errors import UserError
+from tca_jax.errors import UserError, require
 from tca_jax.files import replacing
 from tca_jax.models.json_object import read_json_object
 
@@ -38,13 +38,9 @@ class Results:
     folder: Path
 
     def open(self, config: Mapping[str, Any]) -> None:
-        """Creates the folder, or continues one of the same configuration.
+        """Creates the folder, or continues one of the same configuration, with the entries of `_GROWING` that are new.
 
-        Args:
-            config: Settings of the results; entries of "methods", "measured" and "sources" may be new.
-
-        Raises:
-            ValueError: the folder has another configuration, with the difference; or its file is damaged.
+        ValueError if the folder has another configuration, with the difference, or its file is damaged.
         """
         held = self.require_same(config)
         merged = {**config, **{name: {**held.get(name, {}), **config[name]} for name in _GROWING}}
@@ -55,9 +51,8 @@ class Results:
         """The configuration of the folder, empty for a new one; raises as `open` does, and writes nothing."""
         path = self.folder / CONFIG
         if not path.exists():
-            # Names that begin with a dot are left by a run that was killed.
-            if self.folder.is_dir() and any(not each.name.startswith(".") for each in self.folder.iterdir()):
-                raise UserError(f"--out {self.folder} holds files but no {CONFIG}: must be new, or of an evaluation")
+            held = self.folder.is_dir() and _finished(self.folder.iterdir())
+            require(not held, f"--out {self.folder} holds files but no {CONFIG}: must be new, or of an evaluation")
             return {}
         held = read_json_object(path)
         pairs = [(name, held.get(name), config.get(name)) for name in {**config, **held} if name not in _GROWING]
@@ -65,11 +60,8 @@ class Results:
             old = held.get(group, {})
             pairs += [(f"{group}[{name}]", old.get(name, value), value) for name, value in config[group].items()]
         for name, there, here in pairs:
-            if there != here:
-                raise UserError(
-                    f"--out {self.folder} was made with {name} = {_shown(there)}, this run has {_shown(here)}: "
-                    "use another folder, or the same settings"
-                )
+            made = f"--out {self.folder} was made with {name} = {_shown(there)}, this run has {_shown(here)}"
+            require(there == here, f"{made}: use another folder, or the same settings")
         return held
 
     @property
@@ -92,13 +84,11 @@ class Results:
 
     def read_all(self) -> list[dict[str, Any]]:
         """All finished jobs of this and earlier runs; ValueError if a file is damaged."""
-        files = sorted((self.folder / TASKS).glob("*/*.json"))
-        return [_read_task(path) for path in files if not path.name.startswith(".")]
+        return [_read_task(path) for path in _finished((self.folder / TASKS).glob("*/*.json"))]
 
     def read_tuning(self) -> list[dict[str, Any]]:
         """Trials of `--tune` by method, TCA included."""
-        files = sorted((self.folder / TUNING).glob("*.json"))
-        records = [read_json_object(path) for path in files if not path.name.startswith(".")]
+        records = map(read_json_object, _finished((self.folder / TUNING).glob("*.json")))
         return [record for record in records if "trials" in record]
 
 
@@ -111,11 +101,15 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
+def _finished(paths: Iterable[Path]) -> list[Path]:
+    """Sorted, without names that begin with a dot, which a run that was killed leaves."""
+    return sorted(path for path in paths if not path.name.startswith("."))
+
+
 def _read_task(path: Path) -> dict[str, Any]:
     try:
         record = read_json_object(path)
-        if "method" not in record:
-            raise UserError(f"{path} names no method")
+        require("method" in record, f"{path} names no method")
         return record
     except ValueError as error:
         raise UserError(f"{error}; delete it, and its task is run again") from None

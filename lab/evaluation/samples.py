@@ -1,19 +1,38 @@
-"""Tasks and samples: prompts by protocol, and scores of answers."""
+"""Tasks with questions: samples, answers of a model in batches of one shape, and scores."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from tca_jax.engine.prompts import DocumentTemplate, Encoder, encode_continuation
+import numpy as np
+
+from tca_jax.engine.cache import memory_bytes
+from tca_jax.engine.contexts import prefill
+from tca_jax.engine.generation import output_of
+from tca_jax.engine.lm import LM
+from tca_jax.engine.prompts import DocumentTemplate, Encoder, bucket_length, encode_continuation
+from tca_jax.engine.request import Request
+from tca_jax.engine.sampling import Sampling
 from tca_jax.errors import UserError
+from tca_jax.lab.equal_bytes import CallSizes
 from tca_jax.lab.evaluation.sources import Sources
-from tca_jax.lab.recall.protocols import LATE_PREFIX
+from tca_jax.lab.recall.protocols import LATE_PREFIX, READ_FIRST, WITH_LEAD
+from tca_jax.methods.full import BASELINE
+from tca_jax.models.sharding import DATA, axis_size
+from tca_jax.pallas_kernels.numerics import cdiv
 
-#: Protocol of the task without questions: loss of a text.
-TEXT_PROTOCOL = "text"
+#: Room of an answer beyond its first words, where these are not given.
+PREAMBLE_TOKENS = 64
+# Least room in the caches for answers: few sizes, so that tasks share programs; answers end earlier.
+_LEAST_ROOM = 128
+_LEAST_ROOM_BEHIND_A_QUESTION = 256
+_STRIDE = 16  # tokens between checks for stop strings
+_CACHE_SHARE = 0.25  # of the memory, for the caches of a batch; the rest is for weights, activations and copies
+_Encoded = list[tuple[list[int], list[int]]]
 _ARGUMENT = "a sample's prompt"
+Item = TypeVar("Item")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,18 +52,22 @@ class Prompt:
     def encode_apart(self, lm: Encoder) -> tuple[list[int], list[int]]:
         """Token ids of the document, with what precedes it, and of the rest."""
         frame = self._frame(lm)
-        rest = self.question + frame.after_question + self.lead
         document = frame.document(lm, self.document, _ARGUMENT)
+        rest = self.question + frame.after_question + self.lead
         return document, encode_continuation(lm, rest, document, _ARGUMENT)
 
     def _frame(self, lm: Encoder) -> DocumentTemplate:
         return DocumentTemplate.of(lm) if self.chat else DocumentTemplate("", "", "", "", verbatim=False)
 
 
-def asked_with_lead(document: str, question: str, lead: str) -> Mapping[str, Prompt]:
-    """Prompts by protocol; "prefix" and "late-prefix" include the answer's first words."""
-    given, without = Prompt(document, question, lead), Prompt(document, question)
+def by_protocol(given: Prompt, without: Prompt) -> Mapping[str, Prompt]:
+    """Prompts with the answer's first words for "prefix" and "late-prefix", and those without for the others."""
     return {"prefix": given, "preamble": without, "late": without, LATE_PREFIX: given}
+
+
+def asked_with_lead(document: str, question: str, lead: str) -> Mapping[str, Prompt]:
+    """Prompts by protocol."""
+    return by_protocol(Prompt(document, question, lead), Prompt(document, question))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,20 +98,10 @@ class Drawing:
     seed: int
     only_check: bool = False  # check that samples fit, draw none
 
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """A task with questions."""
-
-    name: str
-    suite: str
-    new_tokens: int  # most tokens of an answer after its first words
-    draw: Callable[[Drawing], Sequence[Sample]]  # raises `DoesNotFit`
-    score: Callable[[Sample, str, str], Mark]  # of a sample, an answer and a protocol
-    needs: tuple[str, ...] = ()  # names of sources
-    stop: tuple[str, ...] = ()  # strings that end an answer
-    # Scores of subsets in percent, from samples and their scores; their mean is the task's score.
-    groups: Callable[[Sequence[Sample], Sequence[float]], Mapping[str, float]] | None = None
+    def too_short(self, task: str, least: int) -> DoesNotFit:
+        """The error for a length below `least`."""
+        text = f"--lengths {self.length}: {task} needs at least {least} tokens of {self.lm.name}"
+        return DoesNotFit(text, least)
 
 
 class DoesNotFit(UserError):
@@ -98,7 +111,136 @@ class DoesNotFit(UserError):
         super().__init__(message)
         self.least = least
 
-    @classmethod
-    def too_short(cls, task: str, length: int, least: int, model: str) -> DoesNotFit:
-        """The error for a length below `least`."""
-        return cls(f"--lengths {length}: {task} needs at least {least} tokens of {model}", least)
+
+def batches(items: Sequence[Item], rows: int) -> Iterator[tuple[Sequence[Item], list[Item]]]:
+    """Items by `rows`, and the same with the last one repeated: no batch has another shape."""
+    for first in range(0, len(items), rows):
+        chosen = items[first : first + rows]
+        yield chosen, [*chosen, *[chosen[-1]] * (rows - len(chosen))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A task with questions."""
+
+    protocols: ClassVar[tuple[str, ...]] = ()  # those of the plan
+    name: str
+    suite: str
+    new_tokens: int  # most tokens of an answer after its first words
+    draw: Callable[[Drawing], Sequence[Sample]]  # raises `DoesNotFit`
+    score: Callable[[Sample, str, str], Mark]  # of a sample, an answer and a protocol
+    needs: tuple[str, ...] = ()  # names of sources
+    stop: tuple[str, ...] = ()  # strings that end an answer
+    # Scores of subsets in percent, from samples and their scores; their mean is the task's score.
+    groups: Callable[[Sequence[Sample], Sequence[float]], Mapping[str, float]] = lambda samples, scores: {}
+
+    def measure(
+        self, lm: LM, samples: Sequence[Sample], protocol: str, batch: int, report: Callable[[int], None]
+    ) -> dict[str, Any]:
+        """Asks all samples, greedily, at most `batch` prompts in a call, fewer if memory is short.
+
+        On a mesh all devices on "data" have as many. `report` gets the number of prompts after each call. Costs are
+        means over prompts.
+        """
+        prompts = _encoded(lm, samples, protocol)
+        tokens = [len(document) + len(question) for document, question in prompts]
+        limit, room = self._limits(lm, samples, protocol, max(tokens))
+        rows = safe_batch(lm, max(tokens), room, min(batch, len(samples)))
+        found, calls = [dict[str, Any]() for _ in samples], list[dict[str, float]]()
+        for chosen, filled in batches(sorted(range(len(samples)), key=tokens.__getitem__), rows):  # groups buckets
+            texts, counts, costs = self._ask(lm, [prompts[i] for i in filled], limit, room)
+            for i, text, count in zip(chosen, texts, counts, strict=False):
+                mark = self.score(samples[i], text, protocol)
+                found[i] = {
+                    "prediction": text,
+                    "references": list(samples[i].references),
+                    "score": mark.score,
+                    "depths": list(samples[i].depths),
+                    "hits": list(mark.hits),
+                    "prompt_tokens": tokens[i],
+                    "new_tokens": count,
+                }
+            calls.append(costs)
+            report(len(chosen))
+        scores = [each["score"] for each in found]
+        groups = dict(self.groups(samples, scores))
+        means = {name: float(np.mean([costs[name] for costs in calls])) for name in calls[0]}
+        means["compile_seconds"] *= len(calls)
+        score = float(np.mean(list(groups.values()))) if groups else 100 * float(np.mean(scores))
+        return {"metric": "%", "score": score, "groups": groups, **means, "batch": rows, "samples": found}
+
+    def call_sizes(self, lm: LM, samples: Sequence[Sample], protocol: str) -> CallSizes:
+        """Sizes of the calls of `measure`, in buckets, which tasks of one length share."""
+        prompts = [(len(document), len(question)) for document, question in _encoded(lm, samples, protocol)]
+        _, room = self._limits(lm, samples, protocol, max(map(sum, prompts)))
+        document, question = (max(part) for part in zip(*prompts, strict=True))
+        return CallSizes(bucket_length(document), room, bucket_length(question) if question else None)
+
+    def _limits(self, lm: LM, samples: Sequence[Sample], protocol: str, tokens: int) -> tuple[int, int]:
+        """Most new tokens of an answer, and room for them in the caches, after prompts of up to `tokens`."""
+        most, positions = self.new_tokens, lm.config.max_context - tokens
+        if protocol not in WITH_LEAD:
+            leads = {sample.prompts["prefix"].lead for sample in samples} - {""}
+            most += PREAMBLE_TOKENS + max((len(lm.tokenizer(lead)["input_ids"]) for lead in leads), default=0)
+        limit = max(1, min(most, positions))
+        return limit, answer_room(protocol, limit, positions)
+
+    def _ask(self, lm: LM, prompts: _Encoded, limit: int, room: int) -> tuple[list[str], list[int], dict[str, float]]:
+        """Texts, their numbers of tokens, and costs of one batch, with room for more tokens than are made."""
+        documents, questions = map(list, zip(*prompts, strict=True))
+        context = prefill(lm, documents) if any(questions) else None
+        options = {"sampling": Sampling(), "seed": 0, "stop": self.stop, "stop_token_ids": None, "backend": "auto"}
+        request = Request.create(
+            lm,
+            questions if context else documents,
+            context,
+            max_new_tokens=room,
+            min_new_tokens=1 if self.stop else 0,
+            **options,
+        )
+        state = request.start()
+        kept = output_of(request, state).stats.kept_share  # the first new token is in no cache yet
+        while not request.is_finished(state) and (left := limit - request.steps(state)) > 0:
+            state = request.advance(state, min(_STRIDE, left) if self.stop else left)
+        out, rows = output_of(request, state), len(prompts)
+        read_seconds, compile_seconds = (context.prefill_seconds, context.compile_seconds) if context else (0.0, 0.0)
+        return (
+            out.text,
+            out.stats.new_tokens,
+            {
+                "kv_cache_bytes": out.stats.kv_cache_bytes / rows,
+                "full_kv_cache_bytes": out.stats.full_kv_cache_bytes / rows,  # under full attention
+                "attended_share": out.stats.attended_share,  # of a prompt's causal pairs, or of the document's
+                "kept_share": kept,  # of the prompt's tokens, after prefill
+                "prefill_seconds": (read_seconds + out.stats.prefill_seconds) / rows,  # from the document to a token
+                "question_seconds": out.stats.prefill_seconds / rows,  # from the question to the first new token
+                "seconds_per_token": out.stats.seconds_per_token,  # of a decoding step of a batch
+                "compile_seconds": compile_seconds + out.stats.compile_seconds,  # in no other figure
+            },
+        )
+
+
+def _encoded(lm: LM, samples: Sequence[Sample], protocol: str) -> _Encoded:
+    """Document and question of each prompt; without `READ_FIRST` the document has both."""
+    prompts = [sample.prompts[protocol] for sample in samples]
+    return [each.encode_apart(lm) if protocol in READ_FIRST else (each.encode(lm), []) for each in prompts]
+
+
+def answer_room(protocol: str, limit: int, positions: int) -> int:
+    """Room for an answer in the caches: a power of two of at least `limit`, within the positions."""
+    least = _LEAST_ROOM if protocol in WITH_LEAD else _LEAST_ROOM_BEHIND_A_QUESTION
+    return max(1, min(max(least, 1 << (limit - 1).bit_length()), positions))
+
+
+def safe_batch(lm: LM, prompt_tokens: int, new_tokens: int, most: int) -> int:
+    """Prompts, at most `most`, whose full caches take at most a part of the device's memory.
+
+    On a mesh a multiple of the devices on "data".
+    """
+    devices, memory = axis_size(lm.mesh, DATA), memory_bytes()
+    of_device = cdiv(most, devices)
+    if memory is None:
+        return devices * of_device
+    layout = lm.with_method(BASELINE).cache_layout(1, bucket_length(prompt_tokens), bucket_length(new_tokens))
+    each = layout.num_bytes(lm.config.head_dim, lm.cache_dtype)
+    return devices * max(1, min(of_device, int(_CACHE_SHARE * memory / each)))

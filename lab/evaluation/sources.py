@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tca_jax.errors import UserError
+from tca_jax.errors import explaining, require
 from tca_jax.lab.recall.corpus import corpus
 from tca_jax.lab.recall.facts import ADJECTIVES, NOUNS
 from tca_jax.models.json_object import read_json
@@ -60,8 +60,7 @@ class Words:
         if count <= len(self.singles):
             return rng.sample(self.singles, count)
         pairs, nouns = len(self.adjectives) * len(self.nouns), len(self.nouns)
-        if count > pairs:
-            raise UserError(f"a list of {count} different words: {self.origin} makes {pairs}")
+        require(count <= pairs, f"a list of {count} different words: {self.origin} makes {pairs}")
         return [f"{self.adjectives[i // nouns]}-{self.nouns[i % nouns]}" for i in rng.sample(range(pairs), count)]
 
 
@@ -98,11 +97,18 @@ class Sources:
         found = {}
         for name in (name for name in needed if getattr(self, name) is None):
             paths = [folder / file for file in FILES[name] if (folder / file).exists()]
-            if not paths:
-                where = "docs/evaluation.md names its origin"
-                raise UserError(f"--data {folder}: has no {' or '.join(FILES[name])}: {where}")
+            names = " or ".join(FILES[name])
+            require(paths, f"--data {folder}: has no {names}: docs/evaluation.md names its origin")
             found[name] = paths[0]
         return dataclasses.replace(self, **found)
+
+    def require_files(self) -> None:
+        """Raises OSError or UserError unless the named files and folders exist."""
+        for name, path in vars(self).items():
+            if isinstance(path, Path) and name in ("longbench", "kvpress"):
+                require(path.is_dir(), f"--{name} {path}: must be a folder")
+            elif isinstance(path, Path):
+                path.open("rb").close()
 
     def missing(self, name: str) -> str | None:
         """The reason why a task cannot use a source; None if it can."""
@@ -113,26 +119,17 @@ class Sources:
     @functools.cached_property
     def essay_words(self) -> list[str]:
         """Words of the haystacks' text."""
-        text = corpus("held-out").decode("ascii") if self.essays is None else _read_text(self.essays, "--essays")
-        return re.sub(r"\s+", " ", text).split(" ")
+        return re.sub(r"\s+", " ", _text(self.essays, "--essays")).split(" ")
 
     @functools.cached_property
     def user_text(self) -> str:
         """Text for loss."""
-        return corpus("held-out").decode("ascii") if self.text is None else _read_text(self.text, "--text")
+        return _text(self.text, "--text")
 
     @property
     def words(self) -> Words:
         """Words for keys and lists."""
         return load_words()
-
-    @functools.cache  # noqa: B019 (one object a run)
-    def json_of(self, name: str) -> Any:
-        """Content of a JSON file: "squad" or "hotpotqa"."""
-        path: Path | None = getattr(self, name)
-        if path is None:
-            raise UserError(f"--{name}: no file is named")
-        return _read_json(path, f"--{name}")
 
     def origin(self, name: str) -> Origin:
         """Origin of a source: a field's name, "words", or "longbench/qasper" for a file of the folder."""
@@ -154,8 +151,8 @@ class Sources:
 def parquet_file(folder: Path | None, length: int) -> Path:
     """The file of kvpress's samples at a length."""
     found = [] if folder is None else sorted((folder / str(length)).glob("*.parquet"))
-    if len(found) != 1:
-        raise UserError(f"{folder}/{length}: must hold one .parquet file with kvpress's samples, found {len(found)}")
+    one = len(found) == 1
+    require(one, f"{folder}/{length}: must hold one .parquet file with kvpress's samples, found {len(found)}")
     return found[0]
 
 
@@ -163,29 +160,24 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _read_text(path: Path, option: str) -> str:
-    if path.suffix == ".json":
-        content = _read_json(path, option)
-        if not isinstance(content, dict) or not isinstance(content.get("text"), str):
-            raise UserError(f'{option} {path}: must be an object with a "text", or a plain text file')
-        text = content["text"]
-    else:
-        text = decode(path, option)
-    if not text.strip():
-        raise UserError(f"{option} {path} is empty: it must hold text")
-    return text
+def _text(path: Path | None, option: str) -> str:
+    """A text, or the substitute."""
+    if path is None:
+        return corpus("held-out").decode("ascii")
+    content = read_json_file(path, option) if path.suffix == ".json" else {"text": decode(path, option)}
+    holds = isinstance(content, dict) and isinstance(content.get("text"), str)
+    require(holds, f'{option} {path}: must be an object with a "text", or a plain text file')
+    require(content["text"].strip(), f"{option} {path} is empty: it must hold text")
+    return content["text"]
 
 
-def _read_json(path: Path, option: str) -> Any:
-    try:
+def read_json_file(path: Path, option: str) -> Any:
+    """Content of a JSON file."""
+    with explaining(option, ValueError):
         return read_json(path)
-    except ValueError as error:
-        raise UserError(f"{option} {error}") from None
 
 
 def decode(path: Path, option: str) -> str:
     """Text of a UTF-8 file."""
-    try:
+    with explaining(f"{option} {path} is not UTF-8 text", UnicodeDecodeError):
         return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{option} {path} is not UTF-8 text: {error}") from None

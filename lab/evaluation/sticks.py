@@ -18,16 +18,16 @@ import jax
 import numpy as np
 import typer
 
-from tca_jax.calibration.profile import Profile, head_gates
+from tca_jax.calibration.profile import Profile
 from tca_jax.engine.lm import LM
-from tca_jax.errors import UserError
-from tca_jax.lab.equal_bytes import CallSizes, held_share, with_bytes
-from tca_jax.methods.full import BASELINE
-from tca_jax.methods.registry import option_names
-from tca_jax.methods.written import joined, parse_parts
+from tca_jax.errors import require
+from tca_jax.lab.equal_bytes import CallSizes
+from tca_jax.lab.evaluation.method_specs import Builder, MethodSpec, parse_methods
 
 _RESAMPLES = 2_000
+_IN_FULL = {"duoattention": {"dense_prefill": True}}
 Record = dict[str, Any]
+Methods = Mapping[tuple[str, float | None], list[Record]]  # records by method and share
 ModelArgument = Annotated[str, typer.Argument(help="As for tca_jax.load.")]
 OutOption = Annotated[Path, typer.Option(help="File that records are appended to.")]
 MethodsOption = Annotated[str, typer.Option(help="Names of methods, by commas.")]
@@ -44,6 +44,10 @@ class Named(NamedTuple):
     share: float | None  # requested share of full attention's bytes
     lm: LM
 
+    def record(self, **figures: Any) -> Record:
+        """Figures of the method."""
+        return {"method": self.method, "share": self.share, **figures}
+
 
 def named_methods(
     lm: LM, methods: Sequence[str], shares: Sequence[float | None], profiles: Mapping[str, Path], tokens: int
@@ -55,47 +59,27 @@ def named_methods(
     document of `tokens`, None for the method's defaults; `profiles` are folders by name.
     """
     read = {name: Profile.load(path) for name, path in profiles.items()}
-    for name in methods:
-        if name == "full":
-            yield Named("full", None, lm.with_method(BASELINE))
-            continue
-        plain, options = joined(parse_parts(name, "--methods"), "--methods")
-        options = _gates(plain, read) | options
-        for share in shares:
-            if share is None:
-                yield Named(name, None, lm.with_method(plain, **options))
-                continue
-            try:
-                known = with_bytes(lm, plain, share, tokens, **options)
-            except UserError as error:
-                print(f"{name} at {share:.0%} is left out: {error}", flush=True)
+    by_worth = next((each for each in read.values() if not np.isnan(each.keeping_worth).any()), None)
+    builder = Builder(lm, by_worth, None, list)
+    for label, parts in parse_methods(",".join(methods)):
+        parts = tuple((name, {**_IN_FULL.get(name, {}), **given}) for name, given in parts)
+        for share in [None] if label == "full" else shares:
+            spec = MethodSpec(label, parts)
+            built = builder.build(spec) if share is None else builder.build_within(spec, share, CallSizes(tokens))
+            if built.own_budget:
+                print(f"{label} at {share:.0%} is left out: {built.budget}", flush=True)
             else:
-                yield Named(name, share, known)
+                yield Named(label, share, built.lm)
     for name, profile in read.items():
         yield Named(f"tca, {name}", None, lm.with_profile(profile))
-
-
-def _gates(name: str, profiles: Mapping[str, Profile]) -> dict[str, Any]:
-    if "gates" not in option_names(name):
-        return {}
-    for profile in profiles.values():
-        if not np.isnan(profile.keeping_worth).any():
-            return {"gates": head_gates(profile), "dense_prefill": True}
-    raise UserError(f"{name} needs gates: pass a profile that was calibrated by worth (--profile NAME=FOLDER)")
-
-
-def kv_share(lm: LM, tokens: int) -> float:
-    """Bytes of a document's cache over full attention's, as `tca_jax.prefill` allocates them."""
-    return held_share(lm, CallSizes(tokens))
 
 
 def parse_profiles(given: Sequence[str] | None) -> dict[str, Path]:
     """Folders by name, from NAME=FOLDER."""
     profiles = {}
     for each in given or ():
-        name, equals, folder = each.partition("=")
-        if not (name and equals and folder):
-            raise UserError(f"--profile {each!r}: must be NAME=FOLDER")
+        name, _, folder = each.partition("=")
+        require(name and folder, f"--profile {each!r}: must be NAME=FOLDER")
         profiles[name] = Path(folder)
     return profiles
 
@@ -142,23 +126,13 @@ def read_records(paths: Iterable[Path], stick: str) -> list[Record]:
     return list(found.values())
 
 
-def grouped(records: Iterable[Record]) -> dict[tuple[str, str, int], dict[tuple[str, float | None], list[Record]]]:
+def grouped(records: Iterable[Record]) -> Mapping[tuple[str, str, int], Methods]:
     """Records by model, device and length, then by method and share, in the order of tables."""
     groups: dict[Any, Any] = collections.defaultdict(lambda: collections.defaultdict(list))
     for record in sorted(records, key=lambda r: (r["model"], r["device"], r["tokens"], r["method"], r["share"] or 0)):
         group = groups[record["model"], record["device"], record["tokens"]]
         group[record["method"], record["share"]].append(record)
     return groups
-
-
-def label(method: str, share: float | None) -> str:
-    """A method's name in tables."""
-    return method if share is None else f"{method} at {share:.0%}"
-
-
-def mean(records: Sequence[Record], name: str) -> float:
-    """A figure's mean over documents."""
-    return float(np.mean([record[name] for record in records]))
 
 
 def interval(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, float, float]:
@@ -177,7 +151,26 @@ def device_name() -> str:
     return str(jax.devices()[0].device_kind)
 
 
+def titled_tables(
+    records: Iterable[Record],
+    header: Sequence[str],
+    cells: Callable[[list[Record], Methods], list[str]],
+    note: Callable[[Methods], str] = lambda methods: "",
+) -> str:
+    """Markdown tables, one for each model, device and length; a row is a method, its documents, and its `cells`.
+
+    Methods without cells are left out.
+    """
+    tables = []
+    for (model, device, tokens), methods in grouped(records).items():
+        rows = []
+        for (method, share), of_method in methods.items():
+            if found := cells(of_method, methods):
+                rows.append([method if share is None else f"{method} at {share:.0%}", *found])
+        tables.append(f"{model}, {tokens:,} tokens, {device}{note(methods)}.\n\n{markdown(header, rows)}")
+    return "\n\n".join(tables)
+
+
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *rows])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from tca_jax.engine.lm import LM
 from tca_jax.engine.prompts import Encoder, encode_prompt
 from tca_jax.engine.score import score, score_answers
 from tca_jax.lab.equal_bytes import CallSizes
-from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing
+from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, batches
 from tca_jax.models.sharding import DATA, axis_size
 
 #: Parts of a passage with a loss each.
@@ -24,25 +24,12 @@ _LEAST_TOKENS = 2 * POSITIONS
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
-    """Figures of passages of a text, and costs of the contexts before their ends, means."""
-
-    samples: list[dict[str, Any]]  # of each passage
-    values: dict[str, float]  # means of the samples
-    kv_cache_bytes: float
-    full_kv_cache_bytes: float  # under full attention
-    attended_share: float  # of the passages' causal pairs
-    kept_share: float  # of the contexts' tokens
-    prefill_seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
 class TextTask:
     """A task that measures passages of a text."""
 
+    protocols: ClassVar[tuple[str, ...]] = ("text",)
     name: str = "loss"
     suite: str = "text"
-    metric: str = "loss"  # the value in tables
     needs: tuple[str, ...] = ("text",)
 
     def draw(self, drawing: Drawing) -> list[list[int]]:
@@ -52,44 +39,57 @@ class TextTask:
         """
         ids = _encode_text(drawing.lm, drawing.sources.user_text)
         if drawing.length < _LEAST_TOKENS:
-            raise DoesNotFit.too_short(self.name, drawing.length, _LEAST_TOKENS, drawing.lm.name)
+            raise drawing.too_short(self.name, _LEAST_TOKENS)
         if drawing.length > len(ids):
             raise DoesNotFit(f"--lengths {drawing.length}: {self.name} needs at most {len(ids)}, the tokens of --text")
         begin = ids[:1] if ids[0] == getattr(drawing.lm.tokenizer, "bos_token_id", None) else []
         starts = np.linspace(0, len(ids) - drawing.length, drawing.count).astype(int)
         return [begin + ids[start + len(begin) : start + drawing.length] for start in starts.tolist()]
 
-    def call_sizes(self, length: int) -> CallSizes:
+    def call_sizes(self, lm: LM, samples: Sequence[list[int]], protocol: str) -> CallSizes:
         """Sizes of the context of a passage."""
-        return CallSizes(length - _continued_tokens(length))
+        return CallSizes(len(samples[0]) - _continued_tokens(len(samples[0])))
 
-    def read(self, lm: LM, passages: Sequence[list[int]], report: Callable[[int], None]) -> Reading:
-        """Measures all passages, one for each device on "data" at a time; losses in nats per token."""
-        samples, stats, rows = [], [], axis_size(lm.mesh, DATA)
-        count = _continued_tokens(len(passages[0]))
-        for first in range(0, len(passages), rows):
-            chosen = list(passages[first : first + rows])
-            filled = chosen + [chosen[-1]] * (rows - len(chosen))
+    def measure(
+        self, lm: LM, samples: Sequence[list[int]], protocol: str, batch: int, report: Callable[[int], None]
+    ) -> dict[str, Any]:
+        """Losses of all passages in nats per token, one passage for each device on "data" at a time; costs are means.
+
+        Bytes and kept share are those of the contexts before the passages' ends.
+        """
+        found, stats, rows = list[dict[str, Any]](), [], axis_size(lm.mesh, DATA)
+        count = _continued_tokens(len(samples[0]))
+        for chosen, filled in batches(samples, rows):
             documents, ends = [ids[:-count] for ids in filled], [[ids[-count:]] for ids in filled]
             stats.append(prefill(lm, documents).stats)
             behind, inside = score_answers(lm, documents, ends), score(lm, filled)
-            for (after,), logprobs, share in zip(behind.logprobs, inside.logprobs, inside.attended_share, strict=True):
-                by_position = [float(part.mean()) for part in np.array_split(-logprobs, POSITIONS)]
-                losses = {"loss": float(-after.mean()), "loss_inside": float(-logprobs.mean())}
-                samples.append({**losses, "by_position": by_position, "attended_share": float(share)})
-            del samples[first + len(chosen) :]
+            each = zip(behind.logprobs, inside.logprobs, inside.attended_share, strict=True)
+            found += [
+                {
+                    "loss": float(-after.mean()),
+                    "loss_inside": float(-logprobs.mean()),
+                    "by_position": [float(part.mean()) for part in np.array_split(-logprobs, POSITIONS)],
+                    "attended_share": float(share),
+                }
+                for ((after,), logprobs, share), _ in zip(each, chosen, strict=False)
+            ]
             report(len(chosen))
-        names = ("loss", "loss_inside", "attended_share")
-        values = {name: float(np.mean([sample[name] for sample in samples])) for name in names}
-        return Reading(
-            samples=samples,
-            attended_share=values.pop("attended_share"),
-            values=values,
-            kv_cache_bytes=float(np.mean([each.kv_cache_bytes for each in stats])) / rows,
-            full_kv_cache_bytes=float(np.mean([each.full_kv_cache_bytes for each in stats])) / rows,
-            kept_share=float(np.mean([each.kept_share for each in stats])),
-            prefill_seconds=float(np.mean([each.prefill_seconds for each in stats])) / rows,
-        )
+
+        def mean(values: list[Any]) -> float:
+            return float(np.mean(values))
+
+        values = {name: mean([sample[name] for sample in found]) for name in ("loss", "loss_inside")}
+        return {
+            "metric": "loss",
+            "score": values["loss"],
+            "samples": found,
+            "values": values,
+            "attended_share": mean([sample["attended_share"] for sample in found]),
+            "kv_cache_bytes": mean([each.kv_cache_bytes for each in stats]) / rows,
+            "full_kv_cache_bytes": mean([each.full_kv_cache_bytes for each in stats]) / rows,
+            "kept_share": mean([each.kept_share for each in stats]),
+            "prefill_seconds": mean([each.prefill_seconds for each in stats]) / rows,
+        }
 
 
 _encoded: list[tuple[Any, str, list[int]]] = []  # tokenizer, text and ids of the last text

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import numpy as np
 import typer
 
-from tca_jax.errors import UserError
+from tca_jax.errors import require
 from tca_jax.lab.recall.corpus import source_files
 
 Half = Literal["calibration", "test"]
@@ -37,24 +37,24 @@ def files(kind: str, folder: Path | None = None) -> list[Path]:
         found = [path for path in source_files("train") if path.stat().st_size > 2_000] + list(source_files("held-out"))
     else:
         found = list(Path(_MANUALS).glob("vim*/doc/*.txt"))
-    if not found:
-        where = folder / kind if folder is not None else _MANUALS
-        raise FileNotFoundError(f"no {kind} texts in {where}: install Debian's vim-runtime, or pass --texts FOLDER")
+    where = folder / kind if folder is not None else _MANUALS
+    advice = "install Debian's vim-runtime, or pass --texts FOLDER"
+    require(found, f"no {kind} texts in {where}: {advice}", FileNotFoundError)
     return sorted(found, key=lambda path: (path.name, str(path)))
 
 
 @functools.lru_cache(maxsize=8)
 def read_half(kind: str, half: Half, folder: Path | None = None) -> str:
     """All text of a kind and a half, one file after the other."""
-    parts = [path.read_text("utf-8", errors="ignore") for path in files(kind, folder) if half_of(path.name) == half]
-    return "\n".join(parts)
+    paths = (path for path in files(kind, folder) if half_of(path.name) == half)
+    return "\n".join(path.read_text("utf-8", errors="ignore") for path in paths)
 
 
 def draw(rng: np.random.Generator, kind: str, half: Half, characters: int, folder: Path | None = None) -> str:
     """A slice of `characters`, from the start of a line on."""
     text, needed = read_half(kind, half, folder), characters + max(characters, _LONGEST_LINE + 1)
-    if len(text) < needed:
-        raise UserError(f"the {half} half of {kind} texts has {len(text):,} characters: {needed:,} are needed")
+    of_half = f"the {half} half of {kind} texts has {len(text):,} characters"
+    require(len(text) >= needed, f"{of_half}: {needed:,} are needed")
     start = text.index("\n", int(rng.integers(len(text) - characters - _LONGEST_LINE))) + 1
     return text[start : start + characters]
 
@@ -75,8 +75,7 @@ def collect(folder: Path) -> int:
 
 def main(to: Annotated[Path, typer.Option(help="Folder to copy the texts to; must not hold any yet.")]) -> None:
     """Copies the texts of this machine to a folder."""
-    if to.exists() and any(to.iterdir()):
-        raise UserError(f"--to {to} is not empty: pass a new folder")
+    require(not to.exists() or not any(to.iterdir()), f"--to {to} is not empty: pass a new folder")
     print(f"{collect(to)} files in {to}")
 
 

@@ -20,30 +20,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from tca_jax.calibration.probes import FOLLOW, ProbedText, probed_texts
+from tca_jax.calibration import worth
+from tca_jax.calibration.probes import FOLLOW, probed_texts
 from tca_jax.calibration.profile import Profile
 from tca_jax.calibration.run import calibrate, require_length
-from tca_jax.calibration.worth import (
-    LEAST,
-    Answers,
-    counted_columns,
-    following_excess,
-    is_informative,
-    is_sure,
-    mean_loss,
-    standard_error,
-)
 from tca_jax.engine.contexts import prefill
 from tca_jax.engine.lm import LM
 from tca_jax.engine.score import score, score_answers
-from tca_jax.errors import UserError
+from tca_jax.errors import require
 from tca_jax.lab.equal_bytes import CallSizes, held_share
-from tca_jax.lab.evaluation.method_specs import Builder, MethodSpec
+from tca_jax.lab.evaluation.method_specs import Builder, MethodSpec, parse_methods
 from tca_jax.lab.evaluation.results import TUNING, Results, write_json
 from tca_jax.methods.config import TCAConfig
 from tca_jax.methods.full import BASELINE
 from tca_jax.methods.registry import get
-from tca_jax.methods.written import Parts
 from tca_jax.models.json_object import read_json_object
 from tca_jax.models.sharding import DATA, axis_size
 
@@ -89,7 +79,7 @@ _DIGITS = 6  # of compared shares
 _NEAR = 0.03  # of a limit: costs that are this close are not raised further
 _TCA = "tca"
 #: Placeholders for options without a default, where only the other options are checked.
-_MEASURED = {("cake", "preferences"): [1.0], ("duoattention", "gates"): [[1.0]]}
+_MEASURED = {"cake": {"preferences": [1.0]}, "duoattention": {"gates": [[1.0]]}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,18 +94,21 @@ def make_tuning(
     names: Sequence[str], specs: Sequence[MethodSpec], trials: int | None, kv_share: float | None
 ) -> Tuning:
     """Checks `--tune`; "all" is every method of `specs` with a space of options."""
-    if kv_share is None:
-        raise UserError("--tune: needs --kv-share, the bytes at which methods are compared")
-    able = {spec.label: spec for spec in specs if _space(spec)}
-    wanted = list(able) if list(names) == [ALL] else list(names)
+    require(kv_share is not None, "--tune: needs --kv-share, the bytes at which methods are compared")
+    able = [spec.label for spec in specs if _space(spec)]
+    wanted = able if list(names) == [ALL] else names
     for name in wanted:
-        if name not in able:
-            known = any(spec.label == name for spec in specs)
-            reason = "has no options to search" if known else "is not among --methods"
-            raise UserError(f"--tune {name}: {reason}; must be {ALL}, or some of {list(able)}")
-    if not wanted:
-        raise UserError(f"--tune {ALL}: no method of --methods has options to search; those of {list(SPACES)} have")
+        known = any(spec.label == name for spec in specs)
+        reason = "has no options to search" if known else "is not among --methods"
+        require(name in able, f"--tune {name}: {reason}; must be {ALL}, or some of {able}")
+    require(wanted, f"--tune {ALL}: no method of --methods has options to search; those of {list(SPACES)} have")
     return Tuning(tuple(dict.fromkeys(wanted)), trials)
+
+
+def tuning_entry(tuning: Tuning, builder: Builder) -> dict[str, Any]:
+    """Settings that tuned options depend on."""
+    digest = hashlib.sha256(json.dumps([list(map(int, ids)) for ids in builder.texts()]).encode()).hexdigest()
+    return {"trials": tuning.trials, "texts": digest}
 
 
 def tune(
@@ -123,14 +116,12 @@ def tune(
 ) -> tuple[tuple[MethodSpec, ...], Builder]:
     """Calibrates TCA, searches each method's options, and writes `tuning/` of the results' folder.
 
-    Trials are written one by one; an interrupted run continues with the next one.
-
-    Returns:
-        The methods, each tuned one after its defaults, and the builder with TCA's profile.
+    Trials are written one by one; an interrupted run continues with the next one. Returns the methods, each tuned one
+    after its defaults, and the builder with TCA's profile.
     """
     lm, folder = builder.lm, results.folder / TUNING
-    if axis_size(lm.mesh, DATA) > 1:
-        raise UserError(f'--tune: must run on one device of "data", the mesh has {axis_size(lm.mesh, DATA)}')
+    devices = axis_size(lm.mesh, DATA)
+    require(devices == 1, f'--tune: must run on one device of "data", the mesh has {devices}')
     config = TCAConfig() if builder.profile is None else builder.profile.config
     texts = [list(ids) for ids in builder.texts()]
     for index, ids in enumerate(texts):
@@ -140,22 +131,20 @@ def tune(
     builder = dataclasses.replace(builder, profile=profile)
     builder.remember(measured)
     measure = Measure(lm, texts, config, profile)
-    limits = _tca_record(builder, measure, folder, kv_share, seconds)
+    path = folder / f"{_TCA}.json"
+    if not path.exists():
+        built = builder.build_within(MethodSpec(_TCA, ((_TCA, {}),)), kv_share, measure.sizes)
+        _write(path, _TCA, _TCA, [{"spec": _TCA, **measure(built.lm)}], seconds)
+    attended = read_json_object(path)["trials"][0]["attended_share"]
     found: list[MethodSpec] = []
     for spec in specs:
         found.append(spec)
         if spec.label in tuning.methods:
-            trials = tuning.trials or config.num_candidates + 1
-            best = _Search(spec, builder, measure, kv_share, limits["attended_share"], folder).run(trials, seed)
+            tried = points(spec, tuning.trials or config.num_candidates + 1, seed)
+            best = _search(tried, builder, measure, kv_share, attended, folder)
             if best.label not in [each.label for each in (*found, *specs)]:
                 found.append(best)
     return tuple(found), builder
-
-
-def tuning_entry(tuning: Tuning, builder: Builder) -> dict[str, Any]:
-    """Settings that tuned options depend on."""
-    digest = hashlib.sha256(json.dumps([list(map(int, ids)) for ids in builder.texts()]).encode()).hexdigest()
-    return {"trials": tuning.trials, "texts": digest}
 
 
 def _calibrated(lm: LM, texts: list[list[int]], config: TCAConfig, folder: Path) -> tuple[Profile, float]:
@@ -171,14 +160,9 @@ def _calibrated(lm: LM, texts: list[list[int]], config: TCAConfig, folder: Path)
     return profile, seconds
 
 
-def _tca_record(builder: Builder, measure: Measure, folder: Path, kv_share: float, seconds: float) -> dict[str, Any]:
-    """TCA's losses and costs at the bytes of the others."""
-    path = folder / f"{_TCA}.json"
-    if not path.exists():
-        built = builder.build_within(MethodSpec(_TCA, ((_TCA, {}),)), kv_share, measure.sizes)
-        record = {"method": _TCA, "tuned": _TCA, "seconds": seconds, "device": jax.local_devices()[0].device_kind}
-        write_json(path, {**record, "trials": [{"spec": _TCA, **measure(built.lm)}]})
-    return dict(read_json_object(path)["trials"][0])
+def _write(path: Path, method: str, tuned: str, trials: Sequence[Mapping[str, Any]], seconds: float) -> None:
+    record = {"method": method, "tuned": tuned, "seconds": seconds, "device": jax.local_devices()[0].device_kind}
+    write_json(path, {**record, "trials": trials})
 
 
 class Measure:
@@ -188,35 +172,35 @@ class Measure:
         self._texts, self._config = texts, config
         self._probed = [text for text in probed_texts(lm, texts, None, config) if text.segments]
         self.sizes = CallSizes(max(map(len, texts)))
-        zeros = np.zeros_like(profile.candidates)
-        self._full, self._inside, _ = self._losses(lm.with_method(BASELINE))
-        _, row0_inside, _ = self._losses(lm.with_method("tca", config=config, candidates=zeros), answers=False)
-        row0, _, _ = self._losses(
-            lm.with_method("tca", config=config, candidates=zeros, readings=profile.readings), inside=False
-        )
-        noise = standard_error(np.concatenate(self._inside) - np.concatenate(row0_inside))
-        rise = mean_loss(row0_inside) - mean_loss(self._inside)
-        self._read_tolerance = max(config.read_tolerance * rise, LEAST) if is_sure(rise, noise) else np.inf
+        row0 = {"config": config, "candidates": np.zeros_like(profile.candidates)}
+        full, self._inside, _ = self._losses(lm.with_method(BASELINE))
+        _, row0_inside, _ = self._losses(lm.with_method(_TCA, **row0), answers=False)
+        of_row0, _, _ = self._losses(lm.with_method(_TCA, **row0, readings=profile.readings), inside=False)
+        noise = worth.standard_error(np.concatenate(self._inside) - np.concatenate(row0_inside))
+        rise = worth.mean_loss(row0_inside) - worth.mean_loss(self._inside)
+        self._read_tolerance = max(config.read_tolerance * rise, worth.LEAST) if worth.is_sure(rise, noise) else np.inf
         ends = np.cumsum([sum(len(probe.ids) for probe in text.segments) for text in self._probed])
-        probes = list(counted_columns(self._probed, ends)) if self._probed else []
-        self._following = np.zeros(self._full.shape, bool)
+        probes = list(worth.counted_columns(self._probed, ends)) if self._probed else []
+        self._following = np.zeros(full.shape, bool)
         for probe, columns in probes:
             self._following[columns] = probe.kind == FOLLOW
-        self._answers = Answers(probes, self._full, row0)
+        self._full_following = full[self._following]
+        self._answers = worth.Answers(probes, full, of_row0)
 
     def __call__(self, lm: LM) -> dict[str, float]:
         """Excesses in units of their tolerances, the largest as "excess"; losses in nats per token; shares."""
         losses, inside, attended = self._losses(lm)
-        reading = (mean_loss(inside) - mean_loss(self._inside)) / self._read_tolerance
-        lost = self._answers.lost(losses) if is_informative(len(self._answers.kinds)) else 0.0
-        following = following_excess(losses[self._following], self._full[self._following])
-        parts = (float(reading), lost / max(self._config.keep_tolerance, LEAST), following)
+        reading = (worth.mean_loss(inside) - worth.mean_loss(self._inside)) / self._read_tolerance
+        lost = self._answers.lost(losses) if worth.is_informative(len(self._answers.kinds)) else 0.0
+        following = losses[self._following]
+        excess = worth.following_excess(following, self._full_following)
+        parts = (float(reading), lost / max(self._config.keep_tolerance, worth.LEAST), excess)
         return {
             "excess": max(parts),
             "sum": sum(parts),
-            "loss_inside": mean_loss(inside),
+            "loss_inside": worth.mean_loss(inside),
             "answers_lost": lost,
-            "loss_following": mean_loss([losses[self._following]]),
+            "loss_following": worth.mean_loss([following]),
             "attended_share": attended,
             "held_share": held_share(lm.on_one_device, self.sizes),
         }
@@ -228,71 +212,45 @@ class Measure:
     def _losses(
         self, lm: LM, *, inside: bool = True, answers: bool = True
     ) -> tuple[np.ndarray, list[np.ndarray], float]:
-        """Losses of the probes' columns, losses inside the texts, mean attended share."""
-        first = self._config.window + self._config.block_size
+        """Loss of the token after each column of the probes, 0 at a probe's last; losses inside the texts; share."""
+        first, columns = self._config.window + self._config.block_size, [np.zeros(0)]
         scores = [score(lm, [ids]) for ids in self._texts] if inside else []
-        columns = [_probe_losses(lm, text) for text in self._probed] if answers else []
+        for text in self._probed if answers else ():
+            asked = [list(probe.ids) for probe in text.segments]
+            logprobs = score_answers(lm, [list(text.ids)], [asked]).logprobs[0]
+            columns += [np.append(-of_probe[1:], 0.0) for of_probe in logprobs]
         return (
-            np.concatenate([*columns, np.zeros(0)]).astype(np.float32),
+            np.concatenate(columns).astype(np.float32),
             [-each.logprobs[0][first:] for each in scores],
             float(np.mean([each.attended_share[0] for each in scores] or [0.0])),
         )
 
 
-def _probe_losses(lm: LM, text: ProbedText) -> np.ndarray:
-    """Loss of the token after each column of a text's probes; 0 at a probe's last."""
-    asked = [list(probe.ids) for probe in text.segments]
-    logprobs = score_answers(lm, [list(text.ids)], [asked]).logprobs[0]
-    return np.concatenate([np.append(-of_probe[1:], 0.0) for of_probe in logprobs])
+def _search(
+    tried: Sequence[MethodSpec], builder: Builder, measure: Measure, kv_share: float, most: float, folder: Path
+) -> MethodSpec:
+    """The best of some points; each is written. Prefill methods attend to at most the share `most`."""
+    spec = tried[0]
+    path = folder / f"{spec.label.replace('/', '_')}.json"
+    done: list[dict[str, Any]] = read_json_object(path)["trials"] if path.exists() else []
+    first, given = spec.parts[0]
+    knob, values = PREFILL_KNOBS.get(first, ("", ()))
 
+    def build(point: MethodSpec) -> LM:
+        return builder.build_within(point, kv_share, measure.sizes).lm
 
-class _Search:
-    """Random search for one method's options; writes each trial."""
+    def attended(point: MethodSpec) -> Callable[[float], float]:
+        return lambda value: measure.attended(build(with_option(point, 0, knob, value)))
 
-    def __init__(
-        self, spec: MethodSpec, builder: Builder, measure: Measure, kv_share: float, attended: float, folder: Path
-    ) -> None:
-        self._spec, self._builder, self._measure = spec, builder, measure
-        self._kv_share, self._attended = kv_share, attended
-        self._path = folder / f"{spec.label.replace('/', '_')}.json"
-
-    def run(self, trials: int, seed: int) -> MethodSpec:
-        """The best trial; the first one has the given options."""
-        done: list[dict[str, Any]] = read_json_object(self._path)["trials"] if self._path.exists() else []
-        points = _points(self._spec, trials, seed)
-        for changes in points[len(done) :]:
-            start = time.perf_counter()
-            done.append({**self._trial(changes), "seconds": time.perf_counter() - start})
-            self._write(done)
-        return _written(self._parts(_best(done, self._kv_share, self._attended)["options"]))
-
-    def _write(self, done: list[dict[str, Any]]) -> None:
-        best = _best(done, self._kv_share, self._attended)
-        record = {"method": self._spec.label, "tuned": best["spec"], "seconds": sum(t["seconds"] for t in done)}
-        device = {"device": jax.local_devices()[0].device_kind}
-        write_json(self._path, {**record, **device, "trials": done})
-
-    def _trial(self, changes: list[dict[str, Any]]) -> dict[str, Any]:
-        """Measures a point, with an attended share of at most TCA's."""
-        changes = [dict(of_part) for of_part in changes]
-        first, _ = self._spec.parts[0]
-        if first in PREFILL_KNOBS and PREFILL_KNOBS[first][0] not in self._spec.parts[0][1]:
-            name, values = PREFILL_KNOBS[first]
-
-            def attended(value: float) -> float:
-                changes[0][name] = value
-                return self._measure.attended(self._lm(changes))
-
-            changes[0][name] = highest_within(values, attended, self._attended)
-        spec = _written(self._parts(changes))
-        return {"spec": spec.label, "options": changes, **self._measure(self._lm(changes))}
-
-    def _lm(self, changes: list[dict[str, Any]]) -> LM:
-        return self._builder.build_within(_written(self._parts(changes)), self._kv_share, self._measure.sizes).lm
-
-    def _parts(self, changes: list[dict[str, Any]]) -> Parts:
-        pairs = zip(self._spec.parts, changes, strict=True)
-        return tuple((name, {**given, **changed}) for (name, given), changed in pairs)
+    for point in tried[len(done) :]:
+        start = time.perf_counter()
+        if knob and knob not in given:
+            point = with_option(point, 0, knob, highest_within(values, attended(point), most))
+        figures = {"spec": point.label, **measure(build(point))}
+        done.append({**figures, "seconds": time.perf_counter() - start})
+        tuned = best_trial(done, kv_share, most)["spec"]
+        _write(path, spec.label, tuned, done, sum(trial["seconds"] for trial in done))
+    return parse_methods(best_trial(done, kv_share, most)["spec"])[0]
 
 
 def highest_within(values: Sequence[float], costs: Callable[[float], float], limit: float) -> float:
@@ -313,14 +271,14 @@ def highest_within(values: Sequence[float], costs: Callable[[float], float], lim
     return values[low]
 
 
-def _best(trials: Sequence[Mapping[str, Any]], kv_share: float, attended: float) -> Mapping[str, Any]:
+def best_trial(trials: Sequence[Mapping[str, Any]], kv_share: float, attended: float) -> Mapping[str, Any]:
     """The trial of least excess within the limits, or within the first trial's costs."""
-    first = trials[0]
-    limits = {
-        "held_share": max(kv_share, first["held_share"]),
-        "attended_share": max(attended, first["attended_share"]),
-    }
-    fitting = [t for t in trials if all(round(t[name] - limit, _DIGITS) <= 0 for name, limit in limits.items())]
+    limits = {"held_share": kv_share, "attended_share": attended}
+    fitting = [
+        trial
+        for trial in trials
+        if all(round(trial[name] - max(limit, trials[0][name]), _DIGITS) <= 0 for name, limit in limits.items())
+    ]
     return min(fitting, key=lambda trial: (trial["excess"], trial["sum"]))  # of equal ones the first
 
 
@@ -334,44 +292,37 @@ def _space(spec: MethodSpec) -> list[tuple[int, str, tuple[Any, ...]]]:
     ]
 
 
-def _points(spec: MethodSpec, trials: int, seed: int) -> list[list[dict[str, Any]]]:
-    """Options of each part for every trial: first unchanged, then allowed points, drawn without repeats."""
-    space, none = _space(spec), [dict[str, Any]() for _ in spec.parts]
+def points(spec: MethodSpec, trials: int, seed: int) -> list[MethodSpec]:
+    """The method itself, and then under allowed options, drawn without repeats."""
+    space, found = _space(spec), [spec]
     drawn = list(itertools.product(*(values for _, _, values in space)))
     order = np.random.default_rng([seed, zlib.crc32(spec.label.encode())]).permutation(len(drawn))
-    found = [none]
     for index in order.tolist():
-        if len(found) == trials:
-            break
-        point = [dict(part) for part in none]
+        point = spec
         for (number, option, _), value in zip(space, drawn[index], strict=True):
-            point[number][option] = value
-        if _is_allowed(spec, point):
+            point = with_option(point, number, option, value)
+        if len(found) < trials and _is_allowed(point):
             found.append(point)
     return found
 
 
-def _is_allowed(spec: MethodSpec, point: list[dict[str, Any]]) -> bool:
-    """Whether options of a method are allowed together."""
-    for (name, given), changed in zip(spec.parts, point, strict=True):
-        required = {option: value for (of, option), value in _MEASURED.items() if of == name}
-        if name not in SPACES:
-            continue
-        try:
-            get(name, **{**required, **given, **changed})
-        except ValueError:
-            return False
+def _is_allowed(spec: MethodSpec) -> bool:
+    try:
+        for name, options in spec.parts:
+            if name in SPACES:
+                get(name, **{**_MEASURED.get(name, {}), **options})
+    except ValueError:
+        return False
     return True
 
 
-def _written(parts: Parts) -> MethodSpec:
-    """A method as written on the command line."""
+def with_option(spec: MethodSpec, part: int, option: str, value: Any) -> MethodSpec:
+    """A method with an option of one of its parts, as written on the command line."""
+    parts = list(spec.parts)
+    parts[part] = (parts[part][0], {**parts[part][1], option: value})
 
-    def value(of: Any) -> str:
-        return of if isinstance(of, str) else json.dumps(of)
+    def written(name: str, options: Mapping[str, Any]) -> str:
+        listed = (f"{option}={of if isinstance(of, str) else json.dumps(of)}" for option, of in options.items())
+        return f"{name}:{','.join(listed)}" if options else name
 
-    def part(name: str, options: Mapping[str, Any]) -> str:
-        listed = ",".join(f"{option}={value(of)}" for option, of in options.items())
-        return f"{name}:{listed}" if options else name
-
-    return MethodSpec("+".join(part(*each) for each in parts), parts)
+    return MethodSpec("+".join(written(*each) for each in parts), tuple(parts))

@@ -17,17 +17,18 @@ try:
     from lm_eval.models.utils import postprocess_generated_text
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-    raise ImportError(
-        f"the adapter needs lm-evaluation-harness: pip install 'lm-eval[ruler,longbench]' ({error})"
-    ) from error
+    advice = "the adapter needs lm-evaluation-harness: pip install 'lm-eval[ruler,longbench]'"
+    raise ImportError(f"{advice} ({error})") from error
 
 import tca_jax
-from tca_jax.engine.lm import stored_entry
+from tca_jax.calibration.profile import budgets_of
+from tca_jax.engine.lm import LM, stored_entry
 from tca_jax.engine.sampling import Sampling
 from tca_jax.engine.score import score_answers
-from tca_jax.errors import UserError
-from tca_jax.lab.harness.loading import load_model, stored_repetition_penalty
-from tca_jax.methods.registry import describe_method
+from tca_jax.errors import check_integer, explaining, require
+from tca_jax.loading import check_dtype, check_eight_bits, checkpoint_folder, open_checkpoint
+from tca_jax.methods.registry import describe_method, with_known
+from tca_jax.models.json_object import read_json_object
 
 _LOG = logging.getLogger(__name__)
 _ANSWERS = 8  # most answers to a prompt in one call
@@ -44,34 +45,8 @@ class HarnessLM(TemplateLM):
 
     A continuation's log-likelihood is that of an answer: the context is read as a prompt and the continuation is
     teacher-forced, so that prefill and cache policy both count. A rolling log-likelihood reads windows as prompts: it
-    measures the prefill policy alone.
-
-    Args:
-        pretrained: Alias, Hub id or local folder, or a loaded `LM`.
-        profile: Profile folder, or "shipped".
-        method: Attention method by its name, "a+b" for a pair; None for the profile's, or full attention without one.
-        dtype: float32, bfloat16 or float16.
-        weights: As for `tca_jax.load`.
-        kv: As for `tca_jax.load`.
-        revision: Branch, tag or commit on the Hub.
-        batch_size: Prompts in one call.
-        max_length: Most tokens of a prompt with its answer, whose last token is not read if it is given. Longer prompts
-            lose their beginning. None for the model's positions.
-        max_gen_toks: Most tokens of an answer if the task names none.
-        repetition_penalty: Of answers if the task names none; None for the checkpoint's, as in transformers.
-        enable_thinking: For chat templates with this option.
-        think_end_token: Text that ends a model's thinking: an answer follows the last one.
-        add_bos_token: Whether texts begin with the tokenizer's own tokens; None for the tokenizer's default.
-        seed: Of sampled answers.
-        backend: Kernel backend.
-        tokenizer: Unused: tasks that size their prompts read it from the model arguments.
-        device: Unused: JAX decides.
-        trust_remote_code: Unused: no code of a checkpoint is run.
-        max_batch_size: Must be None.
-        **options: Options of the method; of a pair, a mapping for each part.
-
-    Raises:
-        ValueError: an argument is not allowed; names it.
+    measures the prefill policy alone. docs/lm-evaluation-harness.md describes the arguments; `pretrained` may be a
+    loaded model, `options` are the method's, and tokenizer, device and trust_remote_code are unused.
     """
 
     def __init__(
@@ -100,34 +75,29 @@ class HarnessLM(TemplateLM):
         **options: Any,
     ) -> None:
         super().__init__()
-        if max_batch_size is not None:
-            raise UserError(f"max_batch_size = {max_batch_size!r}: must be None; batch_size is the size of all batches")
+        alone = "must be None; batch_size is the size of all batches"
+        require(max_batch_size is None, f"max_batch_size = {max_batch_size!r}: {alone}")
         self._rows, self._max_gen_toks = _count("batch_size", batch_size, 1), _count("max_gen_toks", max_gen_toks, 1)
-        if repetition_penalty is None:
-            repetition_penalty = stored_repetition_penalty(pretrained, revision)
+        self._seed, self._backend = _count("seed", seed, 0), backend
+        if repetition_penalty is None and not isinstance(pretrained, LM):
+            path = checkpoint_folder(pretrained, revision) / "generation_config.json"
+            repetition_penalty = read_json_object(path).get("repetition_penalty") if path.exists() else None
         Sampling(repetition_penalty=repetition_penalty)  # checks it
         self._repetition_penalty = repetition_penalty
         self.lm = load_model(pretrained, profile, method, options, revision, dtype=dtype, weights=weights, kv=kv)
-        if self.lm.tokenizer is None:
-            raise UserError(f"pretrained: {self.lm.name} has no tokenizer, and lm_eval asks in text")
+        require(self.lm.tokenizer, f"pretrained: {self.lm.name} has no tokenizer, and lm_eval asks in text")
         positions = self.lm.config.max_context
         self._max_length = positions if max_length is None else _count("max_length", max_length, 2)
-        if self._max_length > positions:
-            raise UserError(f"max_length = {max_length}: must be at most {positions}, the positions of {self.lm.name}")
+        within = f"must be at most {positions}, the positions of {self.lm.name}"
+        require(self._max_length <= positions, f"max_length = {max_length}: {within}")
         self._think_end, self._add_bos_token = think_end_token, add_bos_token
-        self._seed, self._backend = _count("seed", seed, 0), backend
         self._held_bytes = self._full_bytes = 0  # of the caches of all answers
         self._template_options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
 
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer, whose chat template lm_eval looks at."""
-        return self.lm.tokenizer
-
-    @property
-    def tokenizer_name(self) -> str:
-        """The model's name, for lm_eval's cache of prompts."""
-        return self.lm.name.replace("/", "__")
+    tokenizer = property(lambda self: self.lm.tokenizer, doc="Its chat template is what lm_eval looks at.")
+    tokenizer_name = property(lambda self: self.lm.name.replace("/", "__"), doc="For lm_eval's cache of prompts.")
+    max_length = property(lambda self: self._max_length, doc="Most tokens of a prompt with its answer.")
+    max_gen_toks = property(lambda self: self._max_gen_toks, doc="Most tokens of an answer if the task names none.")
 
     @property
     def eot_token_id(self) -> int:
@@ -141,16 +111,6 @@ class HarnessLM(TemplateLM):
         begin = self.tokenizer.bos_token_id
         return self.eot_token_id if begin is None else begin
 
-    @property
-    def max_length(self) -> int:
-        """Most tokens of a prompt with its answer."""
-        return self._max_length
-
-    @property
-    def max_gen_toks(self) -> int:
-        """Most tokens of an answer if the task names none."""
-        return self._max_gen_toks
-
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Token ids of a text; by default with the tokenizer's own tokens, unless a chat template has written them."""
         if add_special_tokens is None:
@@ -160,9 +120,9 @@ class HarnessLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A chat in the model's template; without a generation prompt its last message is continued."""
-        if not self.tokenizer.chat_template:
-            raise UserError(f"{self.lm.name} has no chat template: leave --apply_chat_template out")
-        try:
+        has_template = self.tokenizer.chat_template
+        require(has_template, f"{self.lm.name} has no chat template: leave --apply_chat_template out")
+        with explaining(f"the chat template of {self.lm.name} does not take this chat"):
             return self.tokenizer.apply_chat_template(
                 chat_history,
                 tokenize=False,
@@ -170,9 +130,6 @@ class HarnessLM(TemplateLM):
                 continue_final_message=not add_generation_prompt,
                 **self._template_options,
             )
-        except Exception as error:  # templates are programs: anything can come out of them
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(f"the chat template of {self.lm.name} does not take this chat: {reason}") from error
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
@@ -183,19 +140,19 @@ class HarnessLM(TemplateLM):
         cut = []
         for i, (_, context, continuation) in enumerate(requests):
             room = self.max_length + 1 - len(continuation)  # the last token of all is not read
-            if not continuation or room < 1:
-                raise UserError(f"a continuation has {len(continuation)} tokens: must have from 1 to {self.max_length}")
+            fits = continuation and room >= 1
+            require(fits, f"a continuation has {len(continuation)} tokens: must have from 1 to {self.max_length}")
             places[tuple(context[-room:])].append(i)
             cut.append(len(context) > room)
         self._warn_cut(cut)
-        alike: dict[tuple[int, bool], list[tuple[tuple[int, ...], list[int]]]] = defaultdict(list)  # one program each
+        programs: dict[tuple[int, bool], list[tuple[tuple[int, ...], list[int]]]] = defaultdict(list)
         for prompt, of_prompt in places.items():
             for start in range(0, len(of_prompt), _ANSWERS):
                 some = of_prompt[start : start + _ANSWERS]
                 times = 1 << (len(some) - 1).bit_length()
-                alike[times, all(len(answers[i]) == 1 for i in some)].append((prompt, some))
+                programs[times, all(len(answers[i]) == 1 for i in some)].append((prompt, some))
         results: list[Any] = [None] * len(requests)
-        for (times, _), questions in alike.items():
+        for (times, _), questions in programs.items():
             for batch, rows in self._batches(questions, [len(prompt) for prompt, _ in questions], disable_tqdm):
                 given = [[answers[i] for i in _filled(some, times)] for _, some in rows]
                 scores = score_answers(self.lm, [prompt for prompt, _ in rows], given, backend=self._backend)
@@ -228,27 +185,26 @@ class HarnessLM(TemplateLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """The answer to each prompt, up to the first of its stop strings."""
-        alike: dict[str, list[int]] = defaultdict(list)  # by their options
+        by_options: dict[str, list[int]] = defaultdict(list)
         for i, request in enumerate(requests):
             options = generation_options(request.args[1], self.max_gen_toks, self._repetition_penalty)
-            if self.max_length <= options["max_new_tokens"]:
-                raise UserError(
-                    f"max_gen_toks = {options['max_new_tokens']}: must be less than max_length = {self.max_length}"
-                )
-            alike[json.dumps(options)].append(i)
+            most = f"max_gen_toks = {options['max_new_tokens']}: must be less than max_length = {self.max_length}"
+            require(self.max_length > options["max_new_tokens"], most)
+            by_options[json.dumps(options)].append(i)
         encoded = [self.tok_encode(request.args[0]) for request in requests]
         results, cut, batches = [""] * len(requests), list[bool](), 0
-        for written, places in alike.items():
+        # Text does not show stop strings that are special tokens.
+        special = {str(token): i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        for written, places in by_options.items():
             options = json.loads(written)
             room = self.max_length - options["max_new_tokens"]
             cut += [len(encoded[i]) > room for i in places]
-            stops = stop_token_ids(self.lm, options["stop"])
+            stops = {*self.lm.eos_token_ids, *(special[text] for text in options["stop"] if text in special)}
             for batch, rows in self._batches(places, [len(encoded[i]) for i in places], disable_tqdm):
                 seed = (self._seed + batches) % 2**32  # repeats of a question differ
                 batches += options["temperature"] > 0
-                prompts = [encoded[i][-room:] for i in rows]
-                given = {**options, "stop_token_ids": stops, "seed": seed, "backend": self._backend}
-                out = tca_jax.generate(self.lm, prompts, **given)
+                given = {**options, "stop_token_ids": sorted(stops), "seed": seed, "backend": self._backend}
+                out = tca_jax.generate(self.lm, [encoded[i][-room:] for i in rows], **given)
                 self._held_bytes += out.stats.kv_cache_bytes
                 self._full_bytes += out.stats.full_kv_cache_bytes
                 for i, text in zip(batch, out.text, strict=False):
@@ -269,10 +225,8 @@ class HarnessLM(TemplateLM):
 
     def _warn_cut(self, cut: Sequence[bool]) -> None:
         if any(cut):
-            _LOG.warning(
-                "%d of %d prompts lost their beginning: with their answers they are longer than max_length = %d",
-                *(sum(cut), len(cut), self.max_length),
-            )
+            text = "%d of %d prompts lost their beginning: with their answers they are longer than max_length = %d"
+            _LOG.warning(text, sum(cut), len(cut), self.max_length)
 
     def get_model_info(self) -> dict[str, Any]:
         """The entries beside lm_eval's results: model, method, share of full attention's cache bytes of answers."""
@@ -289,6 +243,33 @@ class HarnessLM(TemplateLM):
         }
 
 
+def load_model(
+    pretrained: Any, profile: Any, method: str | None, options: dict[str, Any], revision: str | None, **stored: Any
+) -> LM:
+    """The model that `pretrained`, `profile` and `method` name; `stored` are dtype, weights and kv of `tca_jax.load`.
+
+    With a profile, one part of the method must be the profile's, as in "streaming+tca"; it takes the profile's budgets.
+    """
+    known = method is not None or not options
+    require(known, f"model arguments {sorted(options)}: unknown, and options of a method need method=")
+    if isinstance(pretrained, LM):
+        plain = all(value is None for value in (profile, revision, *stored.values()))
+        fixed = "profile, dtype, weights, kv and revision are those it was loaded with"
+        require(plain, f"pretrained is a loaded model: {fixed}")
+        return pretrained if method is None else pretrained.with_method(method, **options)
+    check_dtype(stored.get("dtype"))
+    check_eight_bits(stored.get("weights"), stored.get("kv"))
+    checkpoint = open_checkpoint(pretrained, revision)
+    found = checkpoint.read_profile(profile)
+    if found is not None and method is not None:
+        calibrated = found.config.method_name
+        part = f"the profile's method, {calibrated!r}, must be one of its parts"
+        require(calibrated in method.split("+"), f"method = {method!r} with a profile: {part}")
+        options = with_known(method, budgets_of(found), options)
+    lm = checkpoint.load(found, **stored)
+    return lm if method is None else lm.with_method(method, **options)
+
+
 def generation_options(
     given: Mapping[str, Any], max_gen_toks: int, repetition_penalty: float | None = None
 ) -> dict[str, Any]:
@@ -301,18 +282,16 @@ def generation_options(
     most = [value for name in _MOST_TOKENS if (value := options.pop(name, None)) is not None]
     until, do_sample = options.pop("until", None) or (), options.pop("do_sample", None)
     temperature = options.pop("temperature", None)
-    if temperature is not None and (isinstance(temperature, bool) or not isinstance(temperature, int | float)):
-        raise UserError(f"generation option temperature = {temperature!r}: must be a number")
+    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    require(temperature is None or is_number, f"generation option temperature = {temperature!r}: must be a number")
     if do_sample is not None:
         temperature = (1 if temperature is None else temperature) if do_sample else 0
     sampling = {} if repetition_penalty is None else {"repetition_penalty": repetition_penalty}
     sampling |= {name: value for name in _SAMPLING if (value := options.pop(name, None)) is not None}
+    known = sorted({*_MOST_TOKENS, "until", "do_sample", "temperature", *_SAMPLING})
     for name, value in options.items():
-        if name not in _ONLY:
-            known = sorted({*_MOST_TOKENS, "until", "do_sample", "temperature", *_SAMPLING})
-            raise UserError(f"generation option {name} = {value!r}: must be one of {known}")
-        if value != _ONLY[name]:
-            raise UserError(f"generation option {name} = {value!r}: must be {_ONLY[name]}")
+        wanted = _ONLY.get(name, f"one of {known}")
+        require(value == wanted, f"generation option {name} = {value!r}: must be {wanted}")
     return {
         "max_new_tokens": int(most[0]) if most else max_gen_toks,
         "stop": [text for text in ((until,) if isinstance(until, str) else until) if text],
@@ -321,23 +300,12 @@ def generation_options(
     }
 
 
-def stop_token_ids(lm: tca_jax.LM, until: Sequence[str]) -> list[int]:
-    """Tokens that end an answer: the model's, and stop strings that are special tokens, which text does not show."""
-    special = {str(token): i for i, token in lm.tokenizer.added_tokens_decoder.items() if token.special}
-    return list(dict.fromkeys([*lm.eos_token_ids, *(special[text] for text in until if text in special)]))
-
-
 def _filled(items: Sequence[Item], size: int) -> list[Item]:
     return [*items, *[items[-1]] * (size - len(items))]
 
 
 def _count(name: str, value: Any, at_least: int) -> int:
     """An integer argument; lm_eval's command line gives some of them as text."""
-    try:
-        number = int(value)
-        allowed = not isinstance(value, bool) and (isinstance(value, str) or number == value) and number >= at_least
-    except (TypeError, ValueError):
-        allowed = False
-    if not allowed:
-        raise UserError(f"{name} = {value!r}: must be an integer of at least {at_least}")
-    return number
+    number = int(value) if isinstance(value, str) and value.strip().lstrip("-").isdecimal() else value
+    check_integer(name, number, at_least=at_least)
+    return int(number)

@@ -175,11 +175,11 @@ def _draw(
         set_axes(axes)
     drawn[0].set_ylabel(label)
     for axes in drawn:
-        _label_ends(axes)
+        label_ends(axes)
     return figures.write(figure, path)
 
 
-def _label_ends(axes: Axes) -> None:
+def label_ends(axes: Axes) -> None:
     """Writes the name of each curve at its right end, the names apart and inside of the axes."""
     named = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
     ends = [axes.transLimits.transform(axes.transScale.transform(np.asarray(line.get_xydata())[-1])) for line in named]

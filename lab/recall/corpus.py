@@ -10,49 +10,30 @@ from pathlib import Path
 
 import numpy as np
 
-from tca_jax.errors import UserError
+from tca_jax.errors import require, require_name
 
 SPLITS = ("train", "held-out")
 
 # Modules that training never sees, about a megabyte in every Python since 3.11.
 HELD_OUT_MODULES: tuple[str, ...] = (
-    "argparse.py",
-    "difflib.py",
-    "doctest.py",
-    "imaplib.py",
-    "inspect.py",
-    "ipaddress.py",
-    "mailbox.py",
-    "optparse.py",
-    "pickletools.py",
-    "statistics.py",
-    "subprocess.py",
-    "tarfile.py",
-    "typing.py",
+    *("argparse.py", "difflib.py", "doctest.py", "imaplib.py", "inspect.py", "ipaddress.py", "mailbox.py"),
+    *("optparse.py", "pickletools.py", "statistics.py", "subprocess.py", "tarfile.py", "typing.py"),
 )
 
 # Tests and tables are hardly prose or code; the rest is not the standard library's own.
-_SKIPPED_FOLDERS = frozenset(
-    {"__pycache__", "_bundled", "dist-packages", "encodings", "idlelib", "lib2to3"}
-    | {"pydoc_data", "site-packages", "test", "tests"}
-)
+_SKIPPED_FOLDERS = {"__pycache__", "_bundled", "dist-packages", "encodings", "idlelib", "lib2to3"}
+_SKIPPED_FOLDERS |= {"pydoc_data", "site-packages", "test", "tests"}
 
 
 def source_files(split: str) -> tuple[Path, ...]:
     """The standard library files of a split, sorted: "train" or "held-out" (`HELD_OUT_MODULES`)."""
-    if split not in SPLITS:
-        raise UserError(f"split = {split!r}: must be one of {list(SPLITS)}")
+    require_name(f"split = {split!r}", split, SPLITS)
     root = Path(sysconfig.get_path("stdlib"))
-    if split == "held-out":
-        files = [root / name for name in HELD_OUT_MODULES if (root / name).is_file()]
-    else:
-        files = sorted(_training_files(root))
-    if not files:
-        raise FileNotFoundError(
-            f"no standard library source for the {split!r} split in {root}: recall documents are made from "
-            "the .py files of the running Python; use an installation that has them"
-        )
-    return tuple(files)
+    held_out = (root / name for name in HELD_OUT_MODULES if (root / name).is_file())
+    files = tuple(held_out if split == "held-out" else sorted(_training_files(root)))
+    advice = "recall documents are made from the .py files of the running Python; use an installation that has them"
+    require(files, f"no standard library source for the {split!r} split in {root}: {advice}", FileNotFoundError)
+    return files
 
 
 def _training_files(root: Path) -> Iterator[Path]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tca_jax.errors import UserError
+from tca_jax.errors import require
 from tca_jax.lab.recall.corpus import corpus, line_starts
 from tca_jax.lab.recall.facts import Fact, draw_keys
 from tca_jax.lab.recall.tasks import Question, draw_question
@@ -29,20 +29,13 @@ class Document:
 
 
 def build_document(rng: np.random.Generator, num_bytes: int, tasks: Sequence[str], split: str = "held-out") -> Document:
-    """Draws a question of each task and hides its facts in a passage of real text.
+    """Draws a question of each task, a key of `recall.TASKS`, and hides its facts in a passage of real text.
 
-    Args:
-        rng: Source of all randomness; the same state gives the same document on the same Python.
-        num_bytes: Bytes of the text, the facts included.
-        tasks: Task of each question, keys of `recall.TASKS`.
-        split: Text that the shipped model was trained on ("train") or not ("held-out").
-
-    Raises:
-        ValueError: a task or `split` is unknown, or the facts do not fit.
+    The text has `num_bytes` with the facts; the shipped model was trained on the split "train". The same `rng` gives
+    the same document on the same Python. ValueError if a task or `split` is unknown, or the facts do not fit.
     """
     keys = draw_keys(rng)
-    questions = tuple(draw_question(rng, task, keys) for task in tasks)
-    return hide(rng, num_bytes, questions, split)
+    return hide(rng, num_bytes, [draw_question(rng, task, keys) for task in tasks], split)
 
 
 def hide(rng: np.random.Generator, num_bytes: int, questions: Sequence[Question], split: str) -> Document:
@@ -51,11 +44,11 @@ def hide(rng: np.random.Generator, num_bytes: int, questions: Sequence[Question]
     facts = [facts[i] for i in rng.permutation(len(facts)).tolist()]
     text, fact_bytes = corpus(split), sum(len(fact.line) for fact in facts)
     body_bytes = num_bytes - fact_bytes
-    if not 0 <= body_bytes <= len(text):
-        raise UserError(
-            f"num_bytes = {num_bytes}: the facts take {fact_bytes} bytes and the {split!r} text has {len(text)}: "
-            f"must lie in [{fact_bytes}, {fact_bytes + len(text)}]"
-        )
+    require(
+        0 <= body_bytes <= len(text),
+        f"num_bytes = {num_bytes}: the facts take {fact_bytes} bytes and the {split!r} text has {len(text)}: "
+        f"must lie in [{fact_bytes}, {fact_bytes + len(text)}]",
+    )
     starts = line_starts(split)
     start = int(starts[rng.integers(bisect_left(starts, len(text) - body_bytes + 1))])
     # Uniform bytes, each moved to the next line boundary.

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from tca_jax.engine.contexts import prefill
-from tca_jax.engine.generation import Output, generate
+from tca_jax.engine.generation import generate
 from tca_jax.engine.lm import LM
 from tca_jax.lab.recall.documents import Document, hide
 from tca_jax.lab.recall.facts import draw_keys
 from tca_jax.lab.recall.protocols import chat_document, chat_question, completion, is_correct, require_protocol
-from tca_jax.lab.recall.tasks import TASKS, Question, draw_question
+from tca_jax.lab.recall.tasks import TASKS, draw_question
 
 #: Room for any answer of any task in a byte-level chat: the longest are those of tracking over four hops.
 ANSWER_TOKENS = 448
@@ -34,10 +34,9 @@ def draw_documents(
 
     With the first question as `completion` puts it, a document has `num_bytes`.
     """
-    documents = []
+    documents, tasks = [], [task, *(other for other in TASKS if other != task)]
     for number in range(count):
         rng = np.random.default_rng((*np.atleast_1d(seed).tolist(), number))
-        tasks = [task, *(other for other in TASKS if other != task)]
         keys = draw_keys(rng)
         questions = [draw_question(rng, name, keys) for name in tasks]
         documents.append(hide(rng, num_bytes - len(completion("", questions[0])), questions, split))
@@ -49,25 +48,20 @@ def ask(
 ) -> RecallAnswers:
     """Asks each document's first question, greedily, `batch` questions in one call."""
     require_protocol(protocol)
-    texts: list[str] = []
-    right: list[bool] = []
-    held, full = 0, 0
+    texts, right, held, full = list[str](), list[bool](), 0, 0
     for first in range(0, len(documents), batch):
-        some = documents[first : first + batch]
-        questions = [document.questions[0] for document in some]
-        out = _answers(lm, [document.text for document in some], questions, protocol, max_new_tokens)
+        pairs = [(document.text, document.questions[0]) for document in documents[first : first + batch]]
+        if protocol == "late":
+            context = prefill(lm, [chat_document(text) for text, _ in pairs])
+            prompts = [chat_question(question) for _, question in pairs]
+        else:
+            context = None
+            prompts = [
+                completion(text, question) if protocol == "prefix" else chat_document(text) + chat_question(question)
+                for text, question in pairs
+            ]
+        out = generate(lm, prompts, context=context, max_new_tokens=max_new_tokens)
         texts += out.text
-        right += [is_correct(question, text, protocol) for question, text in zip(questions, out.text, strict=True)]
+        right += [is_correct(question, text, protocol) for (_, question), text in zip(pairs, out.text, strict=True)]
         held, full = held + out.stats.kv_cache_bytes, full + out.stats.full_kv_cache_bytes
     return RecallAnswers(texts, right, held / full)
-
-
-def _answers(lm: LM, texts: list[str], questions: list[Question], protocol: str, room: int) -> Output:
-    pairs = list(zip(texts, questions, strict=True))
-    if protocol == "prefix":
-        return generate(lm, [completion(*pair) for pair in pairs], max_new_tokens=room)
-    documents = [chat_document(text) for text in texts]
-    asked = [chat_question(question) for question in questions]
-    if protocol == "preamble":
-        return generate(lm, [d + q for d, q in zip(documents, asked, strict=True)], max_new_tokens=room)
-    return generate(lm, asked, context=prefill(lm, documents), max_new_tokens=room)

@@ -77,7 +77,7 @@ def draw_value(rng: np.random.Generator, form: str) -> str:
     if form == "hex":
         return rng.bytes(HEX_CHARACTERS // 2).hex()
     if form == "words":
-        return f"{_one_of(rng, ADJECTIVES)} {_one_of(rng, NOUNS)}"
+        return f"{one_of(rng, ADJECTIVES)} {one_of(rng, NOUNS)}"
     words = ADJECTIVES + NOUNS
     text = " ".join(words[i] for i in rng.integers(len(words), size=PASSAGE_BYTES // 6).tolist())
     return text[: PASSAGE_BYTES - 1].rstrip().ljust(PASSAGE_BYTES, "s")
@@ -99,5 +99,6 @@ def similar_keys(rng: np.random.Generator, key: str, count: int) -> list[str]:
     return [others[i] for i in rng.permutation(len(others))[:count].tolist()]
 
 
-def _one_of(rng: np.random.Generator, words: tuple[str, ...]) -> str:
+def one_of(rng: np.random.Generator, words: tuple[str, ...]) -> str:
+    """One of some words."""
     return words[int(rng.integers(len(words)))]

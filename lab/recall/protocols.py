@@ -7,7 +7,7 @@ it.
 
 from __future__ import annotations
 
-from tca_jax.errors import UserError
+from tca_jax.errors import require_name
 from tca_jax.lab.recall.tasks import Question
 
 PROTOCOLS = ("prefix", "preamble", "late")
@@ -53,11 +53,7 @@ def chat_question(question: Question, eos: str = "<|eos|>") -> str:
 
 
 def is_correct(question: Question, text: str, protocol: str) -> bool:
-    """Whether a model's continuation is exactly the answer, in a chat after a preamble.
-
-    Raises:
-        ValueError: there is no such protocol.
-    """
+    """Whether a model's continuation is exactly the answer, in a chat after a preamble."""
     require_protocol(protocol)
     if protocol == "prefix":
         return text == f"{question.answer}."
@@ -68,8 +64,7 @@ def is_correct(question: Question, text: str, protocol: str) -> bool:
 
 def require_protocol(protocol: str) -> None:
     """ValueError for an unknown protocol."""
-    if protocol not in PROTOCOLS:
-        raise UserError(f"protocol = {protocol!r}: must be one of {list(PROTOCOLS)}")
+    require_name(f"protocol = {protocol!r}", protocol, PROTOCOLS)
 
 
 def chat_answer(question: Question, preamble: int = 0) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 
 import numpy as np
 
-from tca_jax.errors import UserError
-from tca_jax.lab.recall.facts import KINDS, Fact, draw_fact, draw_value, similar_keys
+from tca_jax.errors import require_name
+from tca_jax.lab.recall.facts import KINDS, Fact, draw_fact, draw_value, one_of, similar_keys
 
 _ORDINALS = ("first", "second", "third", "fourth")
 _WORDINGS = (
@@ -46,18 +45,8 @@ class Question:
 
 
 def draw_question(rng: np.random.Generator, task: str, keys: Iterator[str]) -> Question:
-    """A question of a task with its facts.
-
-    Args:
-        rng: Source of all randomness.
-        task: A key of `TASKS`.
-        keys: Gives keys without facts in the document.
-
-    Raises:
-        ValueError: there is no such task.
-    """
-    if task not in TASKS:
-        raise UserError(f"task = {task!r}: must be one of {list(TASKS)}")
+    """A question of a task of `TASKS` with its facts; `keys` gives keys without facts in the document."""
+    require_name(f"task = {task!r}", task, TASKS)
     return TASKS[task](rng, task, keys)
 
 
@@ -65,10 +54,10 @@ def _single(form: str, distractors: int = 0) -> Callable[..., Question]:
     """A fact and a question for its value, among facts of one kind about keys that share a word with it."""
 
     def draw(rng: np.random.Generator, task: str, keys: Iterator[str]) -> Question:
-        kind, key = _draw_kind(rng, form), next(keys)
+        kind, key = one_of(rng, KINDS[form]), next(keys)
         fact = draw_fact(rng, kind, key, draw_value(rng, form))
         others = [draw_fact(rng, kind, k, draw_value(rng, form)) for k in similar_keys(rng, key, distractors)]
-        text = _one_of(rng, _WORDINGS).format(kind=kind, key=key)
+        text = one_of(rng, _WORDINGS).format(kind=kind, key=key)
         return Question(task, (fact, *others), text, *_answer([fact]))
 
     return draw
@@ -76,27 +65,27 @@ def _single(form: str, distractors: int = 0) -> Callable[..., Question]:
 
 def _several_values(rng: np.random.Generator, task: str, keys: Iterator[str]) -> Question:
     """Several values of one key."""
-    kind, key = _draw_kind(rng, "digits"), next(keys)
+    kind, key = one_of(rng, KINDS["digits"]), next(keys)
     count = int(rng.integers(2, len(_ORDINALS) + 1))
     facts = [draw_fact(rng, f"{ordinal} {kind}", key, draw_value(rng, "digits")) for ordinal in _ORDINALS[:count]]
-    text = _one_of(rng, _WORDINGS_OF_SEVERAL).format(what=f"all {count} {kind}s for {key}")
+    text = one_of(rng, _WORDINGS_OF_SEVERAL).format(what=f"all {count} {kind}s for {key}")
     return Question(task, tuple(facts), text, *_answer(facts))
 
 
 def _several_queries(rng: np.random.Generator, task: str, keys: Iterator[str]) -> Question:
     """Several keys in one question."""
-    kind, count = _draw_kind(rng, "digits"), int(rng.integers(2, 5))
+    kind, count = one_of(rng, KINDS["digits"]), int(rng.integers(2, 5))
     facts = [draw_fact(rng, kind, next(keys), draw_value(rng, "digits")) for _ in range(count)]
     asked = [fact.key for fact in facts]
     what = f"the {kind}s for {', '.join(asked[:-1])} and {asked[-1]}"
-    return Question(task, tuple(facts), _one_of(rng, _WORDINGS_OF_SEVERAL).format(what=what), *_answer(facts))
+    return Question(task, tuple(facts), one_of(rng, _WORDINGS_OF_SEVERAL).format(what=what), *_answer(facts))
 
 
 def _tracking(rng: np.random.Generator, task: str, keys: Iterator[str]) -> Question:
     """A chain of 2 to 4 hops to a value, and a shorter one of the same kind that only distracts."""
-    kind = _draw_kind(rng, "digits")
+    kind = one_of(rng, KINDS["digits"])
     chain, other = _chain(rng, kind, keys, int(rng.integers(2, 5))), _chain(rng, kind, keys, 1)
-    text = _one_of(rng, _WORDINGS).format(kind=kind, key=chain[0].key)[:-1]
+    text = one_of(rng, _WORDINGS).format(kind=kind, key=chain[0].key)[:-1]
     end = "?" if text.startswith(("What", "Which")) else "."
     return Question(task, (*chain, *other), f"{text}, step by step{end}", *_answer(chain))
 
@@ -109,18 +98,16 @@ def _chain(rng: np.random.Generator, kind: str, keys: Iterator[str], hops: int) 
 
 
 #: What can be asked, by name.
-TASKS: Mapping[str, Callable[..., Question]] = MappingProxyType(
-    {
-        "digits": _single("digits"),
-        "words": _single("words"),
-        "hex": _single("hex"),
-        "keys": _single("digits", distractors=7),
-        "values": _several_values,
-        "queries": _several_queries,
-        "tracking": _tracking,
-        "copy": _single("passage"),
-    }
-)
+TASKS: Mapping[str, Callable[..., Question]] = {
+    "digits": _single("digits"),
+    "words": _single("words"),
+    "hex": _single("hex"),
+    "keys": _single("digits", distractors=7),
+    "values": _several_values,
+    "queries": _several_queries,
+    "tracking": _tracking,
+    "copy": _single("passage"),
+}
 
 
 def _answer(facts: list[Fact]) -> tuple[str, str]:
@@ -128,11 +115,3 @@ def _answer(facts: list[Fact]) -> tuple[str, str]:
     parts = [(f"{'the' if i else 'The'} {fact.kind} for {fact.key} is ", fact.value) for i, fact in enumerate(facts)]
     rest = [parts[0][1], *(f"{lead}{value}" for lead, value in parts[1:])]
     return parts[0][0], ", ".join(rest)
-
-
-def _draw_kind(rng: np.random.Generator, form: str) -> str:
-    return _one_of(rng, KINDS[form])
-
-
-def _one_of(rng: np.random.Generator, choices: tuple[str, ...]) -> str:
-    return choices[int(rng.integers(len(choices)))]

@@ -1,4 +1,4 @@
-"""`tca-jax eval`: a whole run, what a second one adds, and what is refused; runs that are killed: tests/reliability."""
+"""`tca-jax eval`: whole runs, suites, tuning, what a second run adds, and what is refused."""
 
 import functools
 import json
@@ -10,20 +10,41 @@ import pytest
 from tiny import TCA, write_checkpoint
 
 from tca_jax import Profile
+from tca_jax.lab.evaluation import Sources, make_plan, parse_methods, plan_suite, tuning
+from tca_jax.lab.evaluation.ruler import TASKS
+from tca_jax.lab.evaluation.sources import parquet_file
+from tca_jax.loading import open_checkpoint
+from tca_jax.methods.registry import names, option_names
 
-TEXT = "The quick brown fox jumps over the lazy dog. " * 12
-NOISE_TASK = ["--tasks=niah_single_1", "--lengths=1024", "--samples=2", "--batch=2"]
+NOISE_TASK = ["model", "--tasks=niah_single_1", "--lengths=1024", "--samples=2", "--batch=2", "--protocols=prefix"]
+SUITE = ["model", "--suite=late", "--methods=full,streaming:window=128", "--lengths=1024", "--data=data", "--samples=1"]
+TUNED = ["model", "--methods=full,tca,snapkv", "--tasks=loss", "--lengths=512", "--samples=1", "--kv-share=0.6"]
+TUNED += ["--trials=2", "--profile=profile", "--text=text.txt", "--tune=all", "--out=tuned"]
+
+error = functools.partial(commands.error, "eval")
 
 
-run, error = (functools.partial(each, "eval") for each in (commands.run, commands.error))
+def run(*args):
+    result = commands.run("eval", *args)
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
+    """A model, its profile, and the files of the suites."""
     folder = tmp_path_factory.mktemp("eval")
     write_checkpoint(folder / "model")
-    (folder / "text.txt").write_text(TEXT)
+    (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
     Profile.uniform(TCA, 2, 2, 3).save(folder / "profile")
+    data = folder / "data"
+    data.mkdir()
+    (data / "PaulGrahamEssays.json").write_text(json.dumps({"text": "The quick brown fox jumps over the dog. " * 99}))
+    asked = {"question": "Who?", "answers": [{"text": "a person"}]}
+    question = {"context": "A person is here.", "qas": [asked, asked]}
+    (data / "dev-v2.0.json").write_text(json.dumps({"data": [{"paragraphs": [question]}]}))
+    pair = {"question": "Which?", "answer": "1", "context": [["Title", ["It is 1."]]]}
+    (data / "hotpotqa.json").write_text(json.dumps([pair, pair]))
     return folder
 
 
@@ -33,65 +54,76 @@ def in_work(work, monkeypatch):
 
 
 def records(folder):
-    return {path.name: json.loads(path.read_text()) for path in sorted(Path(folder).glob("results/*/*.json"))}
+    return {path: json.loads(path.read_text()) for path in sorted(Path(folder).glob("**/results/*/*.json"))}
 
 
 def test_second_run_adds_to_a_folder():
-    result = run("model", "--methods=full", *NOISE_TASK, "--protocols=prefix", "--out=out")
-    assert result.exit_code == 0, result.output
-    assert result.stdout == Path("out/table.md").read_text()
-    ((name, record),) = records("out").items()
-    assert name == "niah_single_1-1024-prefix.json"
-    samples = record["samples"]
-    assert record["score"] == 100 * sum(sample["score"] for sample in samples) / 2
-    assert [len(sample["references"]) for sample in samples] == [1, 1]
-    assert all(sample["prompt_tokens"] + 128 <= 1024 for sample in samples)
+    assert run(*NOISE_TASK, "--methods=full", "--out=out") == Path("out/table.md").read_text()
+    ((path, record),) = records("out").items()
+    assert path == Path("out/results/full/niah_single_1-1024-prefix.json")
+    assert record["score"] == 100 * sum(sample["score"] for sample in record["samples"]) / 2
+    assert all(sample["prompt_tokens"] + 128 <= 1024 for sample in record["samples"])
     assert record["kv_cache_bytes"] == record["full_kv_cache_bytes"] > 0
-    assert record["attended_share"] == 1
-    finished = Path("out/results/full/niah_single_1-1024-prefix.json").stat().st_mtime_ns
-
-    more = ["--methods=full,random:share=0.25,window=128", *NOISE_TASK, "--protocols=prefix", "--out=out", "--json"]
-    result = run("model", *more)
-    assert result.exit_code == 0, result.output
-    listed = json.loads(result.stdout)["results"]
-    assert [record["method"] for record in listed] == ["full", "random:share=0.25,window=128"]
-    assert listed[1]["kv_cache_bytes"] < 0.7 * listed[1]["full_kv_cache_bytes"]
-    assert 0.2 < listed[1]["attended_share"] < 0.7
-    assert Path("out/results/full/niah_single_1-1024-prefix.json").stat().st_mtime_ns == finished
+    finished = path.stat().st_mtime_ns
+    more = run(*NOISE_TASK, "--methods=full,random:share=0.25,window=128", "--out=out", "--json")
+    full, other = json.loads(more)["results"]
+    assert (full["method"], other["method"]) == ("full", "random:share=0.25,window=128")
+    assert other["kv_cache_bytes"] < 0.7 * other["full_kv_cache_bytes"]
+    assert 0.2 < other["attended_share"] < 0.7
+    assert path.stat().st_mtime_ns == finished
     assert "| random:share=0.25,window=128 |" in Path("out/table.md").read_text()
-    message = error("model", "--methods=full", *NOISE_TASK, "--protocols=prefix", "--out=out", "--seed=1")
-    assert message.startswith("--out out was made with seed = 0, this run has 1")
 
 
 def test_substitutes_are_marked():
-    small = ["--tasks=loss", "--lengths=128", "--samples=1", "--out=sub"]
-    result = run("model", "--methods=tca", "--profile=profile", *small)
-    assert result.exit_code == 0, result.output
-    assert "## loss †, 128 tokens" in result.stdout
-    assert re.search(r"^- text: the source of Python [\d.]+'s standard library$", result.stdout, re.MULTILINE)
-    assert records("sub")["loss-128-text.json"]["substitutes"]["text"].startswith("the source of Python")
+    printed = run("model", "--methods=tca", "--profile=profile", "--tasks=loss", "--lengths=128", "--samples=1")
+    assert "## loss †, 128 tokens" in printed
+    assert re.search(r"^- text: the source of Python [\d.]+'s standard library$", printed, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_suite_runs_and_continues():
+    assert run(*SUITE, "--out=late") == Path("late/ruler-late/table.md").read_text()
+    finished = {path: path.stat().st_mtime_ns for path in records("late")}
+    listed = json.loads(run(*SUITE, "--out=late", "--json"))["results"]
+    assert {path: path.stat().st_mtime_ns for path in finished} == finished
+    assert {(record["part"], record["protocol"]) for record in listed} == {("ruler-late", "late")}
+    assert len(listed) == len(finished)
+    assert (
+        "was made with samples = 1, this run has 2" in commands.run("eval", *SUITE, "--out=late", "--samples=2").stderr
+    )
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--methods=fool"], "--methods fool: 'fool' is not registered: must be one of"),
-        (["--tasks=niah"], "--tasks niah: must be one of ['ruler', 'recall', 'longbench', 'kvpress', 'niah_single_1'"),
+        (["--tasks=niah"], "--tasks niah: must be one of ['2wikimqa'"),
         (["--tasks=vt,vt"], "--tasks names vt twice"),
-        (["--protocols=suffix"], "--protocols suffix: must be one of ['prefix', 'preamble', 'late', 'late-prefix']"),
+        (["--protocols=suffix"], "--protocols suffix: must be one of ['late', 'late-prefix', 'preamble', 'prefix']"),
         (["--lengths=4k"], "--lengths 4k: must be numbers of tokens"),
         (["--lengths=8192"], "--lengths 8192: must lie in [1, 4096], positions of model"),
         (["--tasks=fwe", "--lengths=256"], "--lengths 256: fwe needs at least"),
-        (["--tasks=qa_1", "--lengths=4096"], "--tasks qa_1: needs --squad FILE"),
+        (["--tasks=qa_1", "--lengths=4096"], "qa_1: needs --squad FILE"),
         (["--tasks=longbench"], "--tasks longbench: no task of it can be run: qasper: needs --longbench DIR"),
         (["--tasks=longbench", "--longbench=text.txt"], "--longbench text.txt: must be a folder"),
         (["--squad=absent.json"], "absent.json: No such file or directory"),
-        (["--kv-share=1.5"], "--kv-share 1.5: must lie in (0, 1]"),
+        (["--kv-share=1.5"], "--kv-share = 1.5: must lie in (0, 1]"),
         (["--bytes-of=answer", "--kv-share=0.5"], "--bytes-of answer: must be one of ['call', 'prompt']"),
         (["--bytes-of=prompt"], "--bytes-of prompt: needs --kv-share"),
         (["--methods=tca", "--tasks=loss", "--lengths=128"], "--methods tca: needs --profile DIR"),
         (["--profile=absent"], "absent"),
         (["--out=text.txt/x"], "--out text.txt/x cannot be written"),
+        (["--suite=ruler"], "--suite ruler: must be one of ['late', 'leaderboard', 'paper']"),
+        (["--suite=paper", "--tasks=vt"], "--tasks is fixed by --suite paper: leave it out, or leave out --suite"),
+        (["--suite=leaderboard", "--kv-share=0.5"], "--kv-share is fixed by --suite leaderboard"),
+        (["--data=data"], "--data data: holds the files of a suite: name one with --suite"),
+        (["--suite=late", "--data=profile"], "--data profile: has no PaulGrahamEssays.json: docs/evaluation.md"),
+        (["--suite=paper", "--data=data"], "--data data: has no longbench or data"),
+        (["--tune=full", "--kv-share=0.5"], "--tune full: has no options to search; must be all, or some of []"),
+        (["--tune=cake", "--kv-share=0.5"], "--tune cake: is not among --methods; must be all, or some of []"),
+        (["--tune=all", "--kv-share=0.5"], "--tune all: no method of --methods has options to search"),
+        (["--tune=all"], "--tune: needs --kv-share"),
+        (["--trials=2"], "--trials and --tune-text say how to tune: they need --tune"),
     ],
 )
 def test_refusals_write_nothing(args, message):
@@ -100,20 +132,125 @@ def test_refusals_write_nothing(args, message):
 
 
 def test_groups_skip_tasks_that_do_not_fit():
-    from tca_jax.lab.evaluation import Sources, make_plan, parse_methods
-    from tca_jax.loading import open_checkpoint
-
     settings = {"samples": 1, "seed": 0, "sources": Sources(), "kv_share": None, "batch": 1}
     checkpoint, methods = open_checkpoint("model"), parse_methods("full")
     plan = make_plan(checkpoint, methods, ["ruler"], [1024, 4096], ["prefix", "late"], **settings)
     lengths = {task.name: lengths for task, lengths in plan.tasks}
-    assert set(lengths) == {
-        *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
-        *("niah_multivalue", "niah_multiquery", "vt", "fwe"),
-    }
+    assert set(lengths) == {task.name for task in TASKS} - {"cwe", "qa_1", "qa_2"}
     assert lengths["niah_single_1"] == (1024, 4096)
     assert lengths["vt"] == (4096,)
     assert "qa_1: needs --squad FILE" in plan.skipped
     assert any(reason.startswith("--lengths 4096: cwe needs at least") for reason in plan.skipped)
     jobs = plan.jobs()
     assert len(jobs) == len(set(jobs)) == 2 * sum(map(len, lengths.values()))
+
+
+def test_files_in_a_folder_complete_the_named_ones(work):
+    found = Sources(squad=work / "mine.json").complete(work / "data", ["essays", "squad", "hotpotqa"])
+    names = [path.name for path in (found.squad, found.essays, found.hotpotqa)]
+    assert names == ["mine.json", "PaulGrahamEssays.json", "hotpotqa.json"]
+    assert Sources().complete(work / "data", ["squad"]).squad.name == "dev-v2.0.json"
+
+
+def test_leaderboard_asks_full_attention_once(work):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    rows = [
+        {
+            "context": f"Text. One of the special magic numbers for a-b is: 1234{i}. More text. ",
+            "question": f"What is it, {task.name}? ",
+            "answer_prefix": "It is",
+            "answer": [f"1234{i}"],
+            "task": task.name,
+        }
+        for i in range(2)
+        for task in TASKS
+    ]
+    (work / "data" / "4096").mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), work / "data" / "4096" / "test-00000-of-00001.parquet")
+    lm, sources = open_checkpoint("model"), Sources(kvpress=work / "data")
+    settings = {"sources": sources, "lengths": [4096], "samples": 2, "seed": 0, "batch": 2}
+    plans = plan_suite("leaderboard", lm, parse_methods("full,tova"), **settings)
+    asked = {folder: [spec.label for spec in plan.methods] for folder, plan in plans.items()}
+    assert asked == {"ratio-0": ["full"], **{f"ratio-{n}": ["tova"] for n in (0.25, 0.5, 0.75, 0.875)}}
+    assert [plan.kv_share for plan in plans.values()] == [None, 0.75, 0.5, 0.25, 0.125]
+    assert {plan.protocols for plan in plans.values()} == {("late-prefix",)}
+    assert set(plans["ratio-0"].origins()) == {"kvpress"}
+    first, second = plans["ratio-0"].tasks[0][0].draw(plans["ratio-0"].drawing(lm, 4096))
+    prompt = first.prompts["late-prefix"]
+    assert (prompt.question, prompt.lead) == ("What is it, niah_single_1? ", "It is")
+    assert (first.references, second.references) == (("12340",), ("12341",))
+    assert first.depths == (prompt.document.index("12340") / len(prompt.document),)
+    assert not first.prompts["late"].lead
+    with pytest.raises(ValueError, match=r"8192: must hold one \.parquet file with kvpress's samples, found 0"):
+        parquet_file(work / "data", 8192)
+
+
+# --- tuning ---
+
+
+def test_spaces_hold_options_that_set_no_cost():
+    for name, space in tuning.SPACES.items():
+        assert name in names()
+        assert set(space) <= set(option_names(name))
+        assert not set(space) & {"share", "capacity", "budget", tuning.PREFILL_KNOBS.get(name, ("",))[0]}
+    for name, (knob, values) in tuning.PREFILL_KNOBS.items():
+        assert knob in option_names(name)
+        assert list(values) == sorted(values)
+
+
+def test_points_begin_with_the_defaults():
+    spec, tova, fixed, pair = parse_methods("snapkv,tova,snapkv:kernel=7,pooling=max,xattention+tova")
+    points = tuning.points(spec, 8, 0)
+    assert points[0] == spec
+    assert len(points) == 8
+    assert points == tuning.points(spec, 8, 0) != tuning.points(spec, 8, 1)
+    allowed = [dict(point.parts[0][1]) for point in tuning.points(spec, 200, 0)[1:]]
+    assert all(options["observation"] <= options["window"] for options in allowed)
+    assert len(tuning.points(tova, 50, 0)) == 1 + len(tuning.SPACES["tova"]["window"])
+    kept = [dict(point.parts[0][1]) for point in tuning.points(fixed, 5, 0)[1:]]
+    assert all((options["kernel"], options["pooling"], len(options)) == (7, "max", 4) for options in kept)
+    for again in tuning.points(pair, 3, 0):
+        assert parse_methods(again.label) == (again,)
+
+
+def test_best_trial_keeps_the_costs():
+    def trial(excess, held, attended):
+        return {"excess": excess, "sum": excess, "held_share": held, "attended_share": attended}
+
+    trials = [trial(5, 0.4, 0.2), trial(3, 0.4, 0.3), trial(2, 0.6, 0.2), trial(4, 0.5, 0.1), trial(4, 0.5, 0.1)]
+    assert tuning.best_trial(trials, 0.5, 0.2) is trials[3]
+    assert tuning.best_trial(trials, 0.1, 0.1) is trials[0]  # what the defaults cost is allowed
+
+
+@pytest.mark.parametrize(
+    ("limit", "taken", "most"), [(0.5, 0.5, 1), (0.305, 0.30, 7), (0.005, 0.0, 7), (2.0, 0.99, 7), (0.257, 0.25, 2)]
+)
+def test_costs_are_set_below_the_limit(limit, taken, most):
+    looks = []
+    assert tuning.highest_within([i / 100 for i in range(100)], lambda x: looks.append(x) or x, limit) == taken
+    assert len(looks) <= most
+
+
+@pytest.mark.filterwarnings("ignore:no probe is informative")  # random weights answer nothing
+@pytest.mark.filterwarnings("ignore:the loss .* stays above its tolerance")
+@pytest.mark.slow
+def test_tuning_continues_and_shows_both():
+    printed, path = run(*TUNED), Path("tuned/tuning/snapkv.json")
+    before = json.loads(path.read_text())
+    first, second = before["trials"]
+    best = next(trial for trial in before["trials"] if trial["spec"] == before["tuned"])
+    assert best["excess"] <= first["excess"]
+    assert len(parse_methods(before["tuned"])) == 1
+    assert f"| {before['tuned']} (tuned) |" in printed
+    assert "| tca (as calibrated) |" in printed
+    (of_tca,) = json.loads(Path("tuned/tuning/tca.json").read_text())["trials"]
+    assert max(of_tca["held_share"], second["held_share"]) <= 0.6
+    # A lost trial is measured again, and gives the same.
+    path.write_text(json.dumps({**before, "trials": [first]}))
+    run(*TUNED)
+    _, again = json.loads(path.read_text())["trials"]
+    assert again["spec"] == second["spec"]
+    assert again["excess"] == pytest.approx(second["excess"], rel=1e-4)
+    assert error(*TUNED, "--trials=3").startswith("--out tuned was made with tuning = ")

@@ -7,13 +7,21 @@ import tiny
 from meshes import mesh_of, needs_8_devices
 
 import tca_jax
-from tca_jax.lab.evaluation import answering
-from tca_jax.lab.evaluation.answering import PREAMBLE_TOKENS, answer, answer_room, safe_batch
-from tca_jax.lab.evaluation.samples import Mark, Prompt, Sample, Task, asked_with_lead
+from tca_jax.lab.evaluation import samples
+from tca_jax.lab.evaluation.samples import (
+    PREAMBLE_TOKENS,
+    Mark,
+    Prompt,
+    Sample,
+    Task,
+    answer_room,
+    asked_with_lead,
+    safe_batch,
+)
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}<assistant>"
 LENGTHS = (30, 28, 29)  # of one bucket: few programs
-TASK = Task("t", "s", 6, lambda drawing: [], lambda sample, text, protocol: Mark(0.0))
+TASK = Task("t", "s", 6, lambda drawing: [], lambda sample, text, protocol: Mark(0.5))
 SAMPLES = [Sample(asked_with_lead("x y " * n, f" Q{n}?", " A:"), ("r",)) for n in LENGTHS]
 
 
@@ -39,40 +47,30 @@ def told(lm, protocol, limit):
 
 @pytest.mark.parametrize("protocol", ["prefix", "preamble", "late", "late-prefix"])
 def test_answers_match_single_calls(lm, protocol, monkeypatch):
-    monkeypatch.setattr(answering, "PREAMBLE_TOKENS", 4)  # shorter answers
+    monkeypatch.setattr(samples, "PREAMBLE_TOKENS", 4)  # shorter answers
     given = protocol in ("prefix", "late-prefix")
     limit = 6 if given else 6 + 4 + len(" A:")
     counted = []
-    answers = answer(lm, TASK, SAMPLES, protocol, batch=2, report=counted.append)
-    assert answers.texts == told(lm, protocol, limit)
-    assert answers.new_tokens == [limit] * 3
+    found = TASK.measure(lm, SAMPLES, protocol, 2, counted.append)
+    assert [sample["prediction"] for sample in found["samples"]] == told(lm, protocol, limit)
+    assert [sample["new_tokens"] for sample in found["samples"]] == [limit] * 3
     frame = len("<user></s><assistant>") + len(" Q30?") + (len(" A:") if given else 0)
-    assert answers.prompt_tokens == [frame + 4 * n for n in LENGTHS]
-    assert (counted, answers.batch) == ([2, 1], 2)
-    assert answers.kv_cache_bytes == answers.full_kv_cache_bytes
-    assert answers.attended_share == answers.kept_share == 1
-    assert (answers.question_seconds < answers.prefill_seconds) == (protocol in ("late", "late-prefix"))
+    assert [sample["prompt_tokens"] for sample in found["samples"]] == [frame + 4 * n for n in LENGTHS]
+    assert (counted, found["batch"], found["score"]) == ([2, 1], 2, 50)
+    assert found["kv_cache_bytes"] == found["full_kv_cache_bytes"]
+    assert found["attended_share"] == found["kept_share"] == 1
+    assert (found["question_seconds"] < found["prefill_seconds"]) == (protocol in ("late", "late-prefix"))
 
 
 @pytest.mark.slow
 @needs_8_devices
 def test_mesh_gives_equal_answers(lm):
     many = dataclasses.replace(tca_jax.LM.from_decoder(lm.decoder, mesh=mesh_of((2, 1))), tokenizer=lm.tokenizer)
-    one = answer(lm, TASK, SAMPLES, "prefix", batch=1)
-    other = answer(many, TASK, SAMPLES, "prefix", batch=1)
-    assert other.texts == one.texts
-    assert (one.batch, other.batch) == (1, 2)
-    assert other.kv_cache_bytes == one.kv_cache_bytes  # a prompt
-
-
-@needs_8_devices
-def test_mesh_batches_are_multiples_of_devices(lm, monkeypatch):
-    many = tca_jax.LM.from_decoder(lm.decoder, mesh=mesh_of((4, 2)))
-    assert safe_batch(many, 1024, 128, 6) == 8
-    monkeypatch.setattr(answering, "memory_bytes", lambda: 100 * 2**20)
-    assert safe_batch(many, 3968, 128, 100) == 4 * 24  # half of the heads: 1.05 MB each
-    monkeypatch.setattr(answering, "memory_bytes", lambda: 1)
-    assert safe_batch(many, 1024, 128, 1) == 4
+    one, other = (TASK.measure(model, SAMPLES, "prefix", 1, lambda count: None) for model in (lm, many))
+    for name in ("prediction", "new_tokens"):
+        assert [sample[name] for sample in one["samples"]] == [sample[name] for sample in other["samples"]]
+    assert (one["batch"], other["batch"]) == (1, 2)
+    assert other["kv_cache_bytes"] == one["kv_cache_bytes"]  # a prompt
 
 
 def test_room_has_few_sizes():
@@ -83,13 +81,17 @@ def test_room_has_few_sizes():
 
 
 def test_batches_fit_the_memory(lm, monkeypatch):
-    monkeypatch.setattr(answering, "memory_bytes", lambda: 100 * 2**20)
-    assert safe_batch(lm, 1024, 128, 8) == 8
-    assert safe_batch(lm, 3968, 128, 100) == 12  # 2.1 MB each, a quarter of the memory
-    monkeypatch.setattr(answering, "memory_bytes", lambda: 1)
-    assert safe_batch(lm, 1024, 128, 8) == 1
-    monkeypatch.setattr(answering, "memory_bytes", lambda: None)
-    assert safe_batch(lm, 1024, 128, 8) == 8
+    for memory, tokens, most, rows in ((100 * 2**20, 3968, 100, 12), (1, 1024, 8, 1), (None, 1024, 8, 8)):
+        monkeypatch.setattr(samples, "memory_bytes", lambda memory=memory: memory)
+        assert safe_batch(lm, tokens, 128, most) == rows  # 2.1 MB each, a quarter of the memory
+
+
+@needs_8_devices
+def test_mesh_batches_are_multiples_of_devices(lm, monkeypatch):
+    many = tca_jax.LM.from_decoder(lm.decoder, mesh=mesh_of((4, 2)))
+    for memory, tokens, most, rows in ((None, 1024, 6, 8), (100 * 2**20, 3968, 100, 4 * 24), (1, 1024, 1, 4)):
+        monkeypatch.setattr(samples, "memory_bytes", lambda memory=memory: memory)
+        assert safe_batch(many, tokens, 128, most) == rows  # half of the heads: 1.05 MB each
 
 
 def test_prompts_without_chat_are_plain(lm):

@@ -6,7 +6,7 @@ from tiny import random_prompt, write_checkpoint
 
 from tca_jax import TCAConfig
 from tca_jax.calibration.profile import Profile
-from tca_jax.lab.evaluation import Builder, Plan, Results, Sources, answering, parse_methods, run_plan
+from tca_jax.lab.evaluation import Builder, Plan, Results, Sources, parse_methods, run_plan, samples
 from tca_jax.lab.evaluation.samples import Mark, Sample, Task, asked_with_lead
 from tca_jax.loading import open_checkpoint
 
@@ -35,7 +35,7 @@ def records(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         # Shorter answers; what is kept behind a document takes another step of 128 tokens than behind a prompt.
         for name, tokens in (("PREAMBLE_TOKENS", 16), ("_LEAST_ROOM", 16), ("_LEAST_ROOM_BEHIND_A_QUESTION", 144)):
-            patch.setattr(answering, name, tokens)
+            patch.setattr(samples, name, tokens)
         found = run("call", METHODS, ("prefix", "late"))
         (of_prompt,) = run("prompt", METHODS[1:2], ("late",))
     return {(record["method"], record["protocol"]): record for record in found} | {"prompt": of_prompt}

@@ -1,12 +1,21 @@
-"""A results folder: what may be added to it, what is refused, and files that are whole or not there."""
+"""Results: folders, tables, and committed pages."""
+
+import tarfile
+from pathlib import Path
 
 import pytest
 
+from tca_jax.lab.evaluation.late_facts import STICK
+from tca_jax.lab.evaluation.real_models import draw, first_answer_page, real_models_page
 from tca_jax.lab.evaluation.results import Job, Results
+from tca_jax.lab.evaluation.sticks import read_records
+from tca_jax.lab.evaluation.tables import table
 
 CONFIG = {
     "format": 1,
     "model": "m",
+    "dtype": "float32",
+    "samples": 2,
     "seed": 0,
     "kv_share": None,
     "methods": {"full": "a"},
@@ -14,6 +23,9 @@ CONFIG = {
     "sources": {"words": {"sha256": "1", "label": "ours"}},
 }
 JOB = Job("random:share=0.5,window=8", "vt", 512, "late")
+ROOT = Path(__file__).parents[3]
+COMMITTED = ROOT / "lab/results"
+RECORDS = [COMMITTED / "real-models.jsonl.xz"]
 
 
 @pytest.fixture
@@ -34,6 +46,7 @@ def test_a_second_run_may_add_methods_and_sources(results):
     [
         ({"seed": 1}, "seed = 0, this run has 1"),
         ({"kv_share": 0.25}, r"kv_share = null, this run has 0\.25"),
+        ({"bytes_of": "prompt"}, 'bytes_of = null, this run has "prompt"'),
         ({"methods": {"full": "b"}}, r'methods\[full\] = "a", this run has "b"'),
         ({"sources": {"words": {"sha256": "2", "label": "theirs"}}}, r"sources\[words\] = ours, this run has theirs"),
     ],
@@ -44,33 +57,18 @@ def test_other_configurations_are_refused(results, change, difference):
     assert results.config == CONFIG
 
 
-@pytest.mark.parametrize("name", ["bytes_of", "weights", "mesh"])
-def test_absent_entries_are_differences(tmp_path, name):
-    results = Results(tmp_path / "out")
-    results.open({**CONFIG, name: "x"})
-    with pytest.raises(ValueError, match=rf'was made with {name} = "x", this run has null'):
-        results.open(CONFIG)
-    assert results.config[name] == "x"
-
-
 def test_a_folder_of_something_else_is_refused(tmp_path):
+    (tmp_path / ".config.123.json").write_text("{")  # of a run that was killed
+    assert Results(tmp_path).require_same(CONFIG) == {}
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ValueError, match=r"holds files but no config\.json"):
         Results(tmp_path).open(CONFIG)
 
 
-def test_unfinished_files_are_ignored(tmp_path, results):
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / ".config.123.json").write_text("{")
-    assert Results(tmp_path / "new").require_same(CONFIG) == {}
-    results.write(JOB, {})
-    results.path(JOB).with_name(".vt-512-late.123.json").write_text("{")
-    assert len(results.read_all()) == 1
-
-
 def test_finished_jobs_are_found_again(results):
     assert not results.has(JOB)
     results.write(JOB, {"score": 1.0})
+    results.path(JOB).with_name(".vt-512-late.123.json").write_text("{")
     assert results.has(JOB)
     assert results.path(JOB).relative_to(results.folder).as_posix() == (
         "results/random_share=0.5,window=8/vt-512-late.json"
@@ -93,3 +91,98 @@ def test_a_damaged_file_is_named(results, content):
             ValueError, match=r"vt-512-late\.json (is not valid JSON|holds a list|names no method).*; delete it"
         ):
             read()
+
+
+# --- tables ---
+
+
+def record(method, task, score, *, length=4096, protocol="late", **fields):
+    full = method == "full"
+    return {
+        "method": method,
+        "task": task,
+        "suite": "ruler",
+        "length": length,
+        "protocol": protocol,
+        "score": score,
+        "groups": {},
+        "kv_cache_bytes": 1000.0 if full else 250.0,
+        "full_kv_cache_bytes": 1000.0,
+        "attended_share": 1.0 if full else 0.125,
+        "kept_share": 1.0 if full else 0.2,
+        "prefill_seconds": 1.5,
+        "question_seconds": 0.25,
+        "seconds_per_token": 0.012,
+        "batch": 4,
+        "budget": "",
+        "own_budget": False,
+        "substitutes": {},
+        **fields,
+    }
+
+
+def loss(method):
+    values = {"loss": 1.5, "loss_inside": 1.25}
+    return record(method, "loss", 1.5, protocol="text", values=values, suite="text")
+
+
+def test_means_and_notes_are_over_common_tasks():
+    records = [record("tca", "vt", 90.0), record("tca", "fwe", 50.0, substitutes={"words": "our own"})]
+    records.append(record("full", "vt", 100.0, own_budget=True, budget="no knob"))
+    text = table({**CONFIG, "kv_share": 0.25}, records, ["qa_1: needs --squad FILE"])
+    assert "## ruler, 4,096 tokens, late\n" in text
+    assert "| method | vt | fwe † | mean of 1 | KV bytes | kept | attended | prefill (s) |" in text
+    assert "| full‡ | 100.0 | - | 100.0 | 100.0% | 100.0% | 100.0% | 1.5 | 0.25 | 12 | 4 |\n" in text
+    assert "| tca | 90.0 | 50.0 | 90.0 | 25.0% | 20.0% | 12.5% | 1.5 | 0.25 | 12 | 4 |\n" in text
+    assert "\n† Not made from what the task's authors use" in text
+    assert "\n- words: our own\n" in text
+    assert "\n‡ Not at the bytes of the others:\n\n- full, 4,096 tokens: no knob\n" in text
+    assert text.endswith("Left out:\n\n- qa_1: needs --squad FILE\n")
+    older = [{name: value for name, value in each.items() if name != "attended_share"} for each in records]
+    assert "| tca | 90.0 | 50.0 | 90.0 | 25.0% | 20.0% | - | 1.5 |" in table(CONFIG, older)
+
+
+def test_each_protocol_length_and_suite_has_a_table():
+    records = [record("full", "vt", 1.0, length=n, protocol=p) for n in (8192, 4096) for p in ("prefix", "late")]
+    records += [record("full", "lcc", 25.0, suite="longbench", groups={"0-4k": 20.0, "8k+": 30.0}), loss("full")]
+    text = table(CONFIG, records)
+    titles = [line[3:] for line in text.splitlines() if line.startswith("## ")]
+    assert titles == [
+        *("All, 4,096 tokens", "ruler, 4,096 tokens, prefix", "ruler, 4,096 tokens, late"),
+        *("longbench, 4,096 tokens, late", "loss, 4,096 tokens"),
+        *("All, 8,192 tokens", "ruler, 8,192 tokens, prefix", "ruler, 8,192 tokens, late"),
+    ]
+    assert "| method | ruler, prefix | ruler, late | longbench, late | loss inside | loss behind | KV bytes |" in text
+    assert "| `full` | 1.0 | 1.0 | 25.0 | +0.00% | +0.00% | 100.0% |" in text
+    assert "25.0 (20.0/30.0)" in text
+    assert "| full | 1.5000 | 1.2500 | 100.0% | 100.0% | 100.0% | 1.5 |" in text
+    untimed = table({**CONFIG, "seconds": False}, records)
+    assert "(s)" not in untimed
+    assert "ms per token" not in untimed
+
+
+# --- committed pages ---
+
+
+@pytest.mark.parametrize(
+    ("page", "name"), [(real_models_page, "real-models.md"), (first_answer_page, "first-answer.md")]
+)
+def test_pages_of_sticks_match_records(page, name):
+    assert (COMMITTED / name).read_text("utf-8") == page(RECORDS)
+
+
+def test_picture_has_all_methods(figures):
+    draw(read_records(RECORDS, STICK), Path("unused.png"))
+    (axes,) = figures[0].axes
+    assert {"kvzip", "snapkv", "tca, default", "tca, kept25", "tca, paper"} <= {line.get_label() for line in axes.lines}
+
+
+def test_every_method_page_matches_its_folder(tmp_path):
+    with tarfile.open(COMMITTED / "every-method.tar.xz") as packed:
+        packed.extractall(tmp_path, filter="data")
+    results = Results(tmp_path / "every-method")
+    _, _, figures = table(results.config, results.read_all(), (), results.read_tuning()).partition("\n\n")
+    assert (COMMITTED / "every-method.md").read_text("utf-8").endswith(f"\n\n{figures}")
+    summary = [line for line in figures.splitlines() if line.startswith("| `")]
+    shown = (ROOT / "docs/every-method.md").read_text("utf-8").splitlines()
+    assert [line for line in shown if line.startswith("| `") and line not in summary] == []

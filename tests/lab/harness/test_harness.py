@@ -5,11 +5,13 @@ import string
 
 import numpy as np
 import pytest
-from tiny import write_checkpoint
+from tiny import TCA, tiny_lm, write_checkpoint
 
 import tca_jax
+from tca_jax.cli.app import app
 from tca_jax.lab import recall
 from tca_jax.lab.recall.protocols import completion
+from tca_jax.methods.streaming import streaming
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'lm-eval[ruler,longbench]'")
 datasets = pytest.importorskip("datasets")
@@ -19,10 +21,11 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from tca_jax.lab.commands import harness as command  # noqa: E402
-from tca_jax.lab.harness.model import HarnessLM  # noqa: E402
+from tca_jax.lab.harness.model import HarnessLM, generation_options, load_model  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 LETTERS = np.array(list(string.ascii_lowercase + " "))
+PROFILE = tca_jax.Profile.uniform(TCA, 2, 2, 6)
 
 
 def text(seed, length):
@@ -57,7 +60,6 @@ def test_shipped_model_answers_and_chooses():
         "doc_to_text": "{{text}}",
     }
     answers = {
-        **shared,
         "task": "answers",
         "output_type": "generate_until",
         "doc_to_target": "{{answer}}",
@@ -65,7 +67,6 @@ def test_shipped_model_answers_and_chooses():
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     }
     choices = {
-        **shared,
         "task": "choices",
         "output_type": "multiple_choice",
         "doc_to_choice": lambda row: ["000000", row["answer"]],
@@ -76,7 +77,7 @@ def test_shipped_model_answers_and_chooses():
     results = lm_eval.simple_evaluate(
         "tca_jax",
         model_args={"pretrained": "recall-tiny", "profile": "shipped", "batch_size": 2},
-        tasks=[answers, choices],
+        tasks=[shared | answers, shared | choices],
         task_manager=TaskManager(include_defaults=False),
         bootstrap_iters=0,
     )
@@ -89,20 +90,23 @@ def test_shipped_model_answers_and_chooses():
 
 
 @pytest.mark.parametrize(
-    ("given", "tokenizer"), [([], None), (["--metadata", "tokenizer=gpt2"], "gpt2"), (["--model", "hf"], None)]
+    ("given", "model", "tokenizer"),
+    [
+        ([], "tca_jax", "the folder"),
+        (["--metadata", "tokenizer=gpt2"], "tca_jax", "gpt2"),
+        (["--model", "hf"], "hf", None),
+    ],
 )
-def test_command_names_model_and_tokenizer(folder, given, tokenizer, monkeypatch):
+def test_command_names_model_and_tokenizer(folder, given, model, tokenizer, monkeypatch):
     parsed = {}
     monkeypatch.setattr("lm_eval.__main__.HarnessCLI.execute", lambda _, arguments: parsed.update(vars(arguments)))
     monkeypatch.setattr("lm_eval.__main__.setup_logging", lambda: None)
     monkeypatch.setattr("sys.argv", [])
     command.run(["--model_args", f"pretrained={folder},method=streaming", "--tasks", "ruler", *given])
-    assert parsed["tasks"] == ["ruler"]
+    assert (parsed["tasks"], parsed["model"]) == (["ruler"], model)
     assert parsed["model_args"] == {"pretrained": folder, "method": "streaming"}
-    if given == ["--model", "hf"]:
-        assert (parsed["model"], parsed["metadata"]) == ("hf", None)
-    else:
-        assert (parsed["model"], parsed["metadata"]) == ("tca_jax", {"tokenizer": tokenizer or folder})
+    named = {"tokenizer": folder if tokenizer == "the folder" else tokenizer}
+    assert parsed["metadata"] == (named if tokenizer else None)
 
 
 def test_long_prompts_lose_their_beginning(tiny, caplog):
@@ -117,83 +121,59 @@ def test_long_prompts_lose_their_beginning(tiny, caplog):
         model.loglikelihood(requests("loglikelihood", (prompt, prompt[:41])))
 
 
-def test_rolling_windows_count_each_token_once(tiny):
-    long, model = text(0, 70), HarnessLM(tiny, max_length=32, batch_size=2)  # windows of one token more
-    ids = tiny.tokenizer(long)["input_ids"]
-    seen = [[tiny.eos_token_ids[0], *ids[:32]], ids[31:64], ids[-33:]]
-    counts = [32, 32, len(ids) - 64]
-    logprobs = [tca_jax.score(tiny, row).logprobs[0][-n:] for row, n in zip(seen, counts, strict=True)]
-    (total,) = model.loglikelihood_rolling(requests("loglikelihood_rolling", (long,)))
-    assert total == pytest.approx(sum(float(row.sum()) for row in logprobs), abs=1e-3)
-
-
-@pytest.mark.parametrize("max_length", [32, 41, pytest.param(None, marks=pytest.mark.slow)])
-def test_cuts_match_lm_evals_own_model(folder, tiny, max_length):
-    """The class that lm_eval has for PyTorch; None: all positions, of which a text takes one token more."""
+def theirs(folder, **options):
+    """The class that lm_eval has for PyTorch."""
     pytest.importorskip("torch")
     pytest.importorskip("accelerate")
     from lm_eval.models.huggingface import HFLM
 
+    return HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=1, **options)
+
+
+@pytest.mark.parametrize("max_length", [32, pytest.param(None, marks=pytest.mark.slow)])
+def test_cuts_match_lm_evals_own_model(folder, tiny, max_length):
+    """None: all positions, of which a text takes one token more."""
     positions = max_length or tiny.config.max_context
-    theirs = HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=1, max_length=max_length)
-    ours = HarnessLM(tiny, max_length=max_length)
+    models = HarnessLM(tiny, max_length=max_length, batch_size=2), theirs(folder, max_length=max_length)
     long = text(0, positions + 38)
     rolling = [("abc",), (long[:positions],), (long,)]
     asked = [(long, " what follows"), ("abc", "d"), (long[: positions - 1], "xy"), ("", long[: positions - 2])]
     for kind, some in (("loglikelihood_rolling", rolling), ("loglikelihood", asked)):
-        found, expected = (getattr(model, kind)(requests(kind, *some), disable_tqdm=True) for model in (ours, theirs))
+        found, expected = (getattr(model, kind)(requests(kind, *some), disable_tqdm=True) for model in models)
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=2e-4)
 
 
 def test_repetition_penalty_of_the_checkpoint_applies(tmp_path):
-    pytest.importorskip("torch")
-    pytest.importorskip("accelerate")
-    from lm_eval.models.huggingface import HFLM
-
     folder = write_checkpoint(tmp_path)
     file = folder / "generation_config.json"
     held = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps({**held, "repetition_penalty": 1.7}))
-    theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=1)
     asked = generations([text(seed, 30) for seed in range(3)], max_gen_toks=16, until=[])
     without = HarnessLM(str(folder), repetition_penalty=1).generate_until(asked)
-    expected = theirs.generate_until(asked, disable_tqdm=True)
+    expected = theirs(folder).generate_until(asked, disable_tqdm=True)
     assert HarnessLM(str(folder)).generate_until(asked) == expected != without
     given = generations([text(0, 30)], max_gen_toks=16, until=[], repetition_penalty=1.0)
     assert HarnessLM(str(folder)).generate_until(given) == without[:1]
 
 
-def test_answer_follows_the_thinking(tiny):
-    prompt = text(0, 30)
-    (said,) = tca_jax.generate(tiny, prompt, max_new_tokens=8).text
-    assert HarnessLM(tiny, think_end_token=said[2]).generate_until(generations([prompt])) == [
-        said.split(said[2])[-1].lstrip()
-    ]
-
-
-def test_special_tokens_may_be_left_out(tiny):
-    default, without = HarnessLM(tiny), HarnessLM(tiny, add_bos_token=False)
-    assert default.tok_encode("abc") == tiny.tokenizer("abc")["input_ids"]
-    assert without.tok_encode("abc") == tiny.tokenizer("abc", add_special_tokens=False)["input_ids"]
+def test_answers_end_and_begin_as_asked(tiny):
+    prompt, model = text(0, 30), HarnessLM(tiny)
+    (said,) = model.generate_until(generations([prompt]))
+    assert said == tca_jax.generate(tiny, prompt, max_new_tokens=8).text[0]
+    assert model.generate_until(generations([prompt], until=[said[3]])) == [said[: said.index(said[3])]]
+    thinking = HarnessLM(tiny, think_end_token=said[2])
+    assert thinking.generate_until(generations([prompt])) == [said.split(said[2])[-1].lstrip()]
+    assert model.tok_encode("abc") == tiny.tokenizer("abc")["input_ids"]
+    without = tiny.tokenizer("abc", add_special_tokens=False)["input_ids"]
+    assert HarnessLM(tiny, add_bos_token=False).tok_encode("abc") == without
 
 
 def test_repeated_questions_get_other_samples(tiny):
-    prompts = [text(0, 30)] * 4
-    first, again = (
-        HarnessLM(tiny, batch_size=2).generate_until(generations(prompts, do_sample=True, temperature=5.0))
-        for _ in range(2)
-    )
+    asked = generations([text(0, 30)] * 4, do_sample=True, temperature=5.0)
+    first, again = (HarnessLM(tiny, batch_size=2).generate_until(asked) for _ in range(2))
     assert len(set(first)) == 4
     assert first == again
-
-
-def test_answer_ends_before_a_stop_string(tiny):
-    prompt = text(0, 30)
-    model = HarnessLM(tiny)
-    (whole,) = model.generate_until(generations([prompt]))
-    (cut,) = model.generate_until(generations([prompt], until=[whole[3]]))
-    assert cut == whole[: whole.index(whole[3])]
 
 
 def test_chat_template_is_the_models():
@@ -203,8 +183,6 @@ def test_chat_template_is_the_models():
     begun = [*chat, {"role": "assistant", "content": "It is "}]
     assert model.apply_chat_template(begun, add_generation_prompt=False).endswith("<|assistant|>It is ")
     assert model.tok_encode("<|bos|>a") == model.tok_encode("a")
-    assert model.tokenizer_name == "recall-tiny"
-    assert model.chat_template(True) == model.tokenizer.chat_template
 
 
 @pytest.mark.parametrize(
@@ -222,7 +200,71 @@ def test_wrong_model_arguments_are_refused(folder, options, message):
         HarnessLM(folder, **options)
 
 
-def test_model_without_tokenizer_is_refused(tmp_path):
-    folder = write_checkpoint(tmp_path, tokenizer=False)
+def test_models_need_a_tokenizer_and_no_profile(tmp_path, tiny):
     with pytest.raises(ValueError, match="has no tokenizer, and lm_eval asks in text"):
-        HarnessLM(str(folder))
+        HarnessLM(str(write_checkpoint(tmp_path, tokenizer=False)))
+    with pytest.raises(ValueError, match="pretrained is a loaded model"):
+        HarnessLM(tiny, "folder")
+
+
+# --- options and arguments ---
+
+
+def test_task_options_become_generate_arguments():
+    given = {"until": ["\n", ""], "max_new_tokens": 32, "do_sample": True, "top_p": 0.9, "num_beams": 1}
+    expected = {"max_new_tokens": 32, "stop": ["\n"], "temperature": 1.0, "top_p": 0.9}
+    assert generation_options(given, 256) == expected
+    assert generation_options({"until": "Q:"}, 256) == {"max_new_tokens": 256, "stop": ["Q:"], "temperature": 0.0}
+    for do_sample, temperature, used in (
+        *((None, None, 0), (None, 0.7, 0.7), (False, 0.7, 0)),
+        *((True, None, 1), (True, 0.7, 0.7), (True, 0.0, 0)),
+    ):
+        given = {"do_sample": do_sample, "temperature": temperature}
+        assert generation_options(given, 8)["temperature"] == used
+    for name, value, wanted in (
+        ("num_beams", 4, "1"),
+        ("max_length", 9, "one of .*'max_gen_toks'"),
+        ("temperature", "hot", "a number"),
+    ):
+        with pytest.raises(ValueError, match=f"generation option {name} = {value!r}: must be {wanted}"):
+            generation_options({name: value}, 8)
+
+
+class Opened:
+    """The checkpoint interface of `load_model`: the tiny model, whose every profile is `PROFILE`."""
+
+    def read_profile(self, profile):
+        return None if profile is None else PROFILE
+
+    def load(self, profile, **stored):
+        return tiny_lm().with_profile(profile)
+
+
+def test_profile_sets_budgets_of_its_part(monkeypatch):
+    monkeypatch.setattr("tca_jax.lab.harness.model.open_checkpoint", lambda name, revision: Opened())
+
+    def load(profile, method, options):
+        return load_model("name", profile, method, options, None).method
+
+    own = load("folder", "streaming+tca", {"streaming": {"sinks": 8}})
+    assert (own.prefill, own.cache) == (streaming(sinks=8).prefill, PROFILE.method().cache)
+    for method in (None, "tca"):
+        assert load("folder", method, {}) == PROFILE.method()
+    assert load(None, "streaming", {"sinks": 8}) == streaming(sinks=8)
+    with pytest.raises(ValueError, match="the profile's method, 'tca', must be one of its parts"):
+        load("folder", "streaming", {})
+
+
+def test_command_passes_its_arguments(monkeypatch, capsys):
+    given = []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("tca_jax.lab.commands.harness.run", given.extend)
+    arguments = ["--model_args", "pretrained=recall-tiny,window=64", "--tasks", "mmlu", "gsm8k", "-b", "8", "-L", "2"]
+    with pytest.raises(SystemExit) as end:
+        app(["lm-eval", *arguments])
+    assert not end.value.code
+    assert given == arguments
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="2"):
+        app(["lm-eval", "--tasks", "mmlu"])
+    assert "pip install 'lm-eval[ruler,longbench]'" in capsys.readouterr().err

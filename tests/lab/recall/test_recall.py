@@ -1,19 +1,17 @@
 """Recall tasks: facts, questions, documents and protocols."""
 
 import hashlib
-import itertools
-import re
 
 import numpy as np
 import pytest
-import sharp_lm
+import tiny
 
 from tca_jax.engine.generation import Output, Stats
 from tca_jax.lab.recall import PROTOCOLS, TASKS, build_document, draw_question, evaluation
 from tca_jax.lab.recall import corpus as module
 from tca_jax.lab.recall.corpus import HELD_OUT_MODULES, corpus, line_starts, source_files
 from tca_jax.lab.recall.evaluation import ask, draw_documents
-from tca_jax.lab.recall.facts import ADJECTIVES, KINDS, NOUNS, Fact, draw_keys, similar_keys
+from tca_jax.lab.recall.facts import ADJECTIVES, NOUNS, Fact, draw_keys, similar_keys
 from tca_jax.lab.recall.protocols import PREAMBLES, chat_answer, chat_document, chat_question, completion, is_correct
 from tca_jax.lab.recall.tasks import Question
 from tca_jax.loading import checkpoint_folder
@@ -50,40 +48,31 @@ def test_splits_share_no_text():
     assert not train & held_out
     assert not [path for path in train if {"test", "tests", "site-packages", "idlelib"} & set(path.parts)]
     assert {path.name for path in held_out} <= set(HELD_OUT_MODULES)
-    for path in held_out:
-        text = path.read_text(encoding="utf-8", errors="ignore").encode("ascii", errors="ignore")
-        assert text[len(text) // 2 :][:2000] not in corpus("train"), path.name
 
 
 def test_missing_source_is_named(monkeypatch, tmp_path):
-    with pytest.raises(ValueError, match=r"split = 'test': must be one of \['train', 'held-out'\]"):
+    with pytest.raises(ValueError, match="split = 'test': must be one of"):
         source_files("test")
     monkeypatch.setattr(module.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(FileNotFoundError, match=f"no standard library source .*{tmp_path}"):
         source_files("train")
 
 
-def test_keys_are_distinct_and_first_share_no_word():
+def test_keys_are_distinct_or_share_one_word():
     keys = list(draw_keys(np.random.default_rng(0)))
     assert len(set(keys)) == len(keys) == len(ADJECTIVES) * len(NOUNS)
     adjectives, nouns = zip(*map(str.split, keys[: len(ADJECTIVES)]), strict=True)
     assert len(set(adjectives)) == len(set(nouns)) == len(ADJECTIVES)
-    kinds = list(itertools.chain.from_iterable(KINDS.values()))
-    assert len(set(kinds)) == len(kinds) == 16
-
-
-@pytest.mark.parametrize("count", [0, 7, len(ADJECTIVES) + len(NOUNS) - 2])
-def test_similar_keys_share_one_word(count):
-    others = similar_keys(np.random.default_rng(2), "amber falcon", count)
-    assert len(set(others)) == len(others) == count
+    others = similar_keys(np.random.default_rng(2), "amber falcon", len(ADJECTIVES) + len(NOUNS) - 2)
+    assert len(set(others)) == len(others) == len(ADJECTIVES) + len(NOUNS) - 2
     assert all(("amber" in key.split()) != ("falcon" in key.split()) for key in others)
 
 
 # --- questions and documents ---
 
 
-def digest(task):
-    """Digest of 30 questions of a task with their facts."""
+@pytest.mark.parametrize("task", TASKS)
+def test_questions_keep_their_text(task):
     found = hashlib.sha256()
     for seed in range(30):
         rng = np.random.default_rng(seed)
@@ -92,16 +81,11 @@ def digest(task):
         assert len(chat_answer(question)) < evaluation.ANSWER_TOKENS
         lines = (*(fact.line for fact in question.facts), question.text, question.lead, question.answer)
         found.update("\0".join(lines).encode())
-    return found.hexdigest()[:12]
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_questions_keep_their_text(task):
-    assert digest(task) == DIGESTS[task]
+    assert found.hexdigest()[:12] == DIGESTS[task]
 
 
 def test_unknown_tasks_are_refused():
-    with pytest.raises(ValueError, match=r"task = 'sums': must be one of \['digits', 'words', .*'copy'\]"):
+    with pytest.raises(ValueError, match="task = 'sums': must be one of"):
         draw_question(np.random.default_rng(0), "sums", iter(()))
 
 
@@ -176,46 +160,34 @@ def test_chats_match_the_shipped_template():
 
 
 @pytest.mark.parametrize(
-    ("text", "right"),
-    [
-        ("482913.", True),
-        ("482913", False),
-        ("482914.", False),
-        ("4829130.", False),
-        (" 482913.", False),
-        ("482913. And", False),
-        (f"{LEAD}482913.", False),
-        ("", False),
-    ],
+    "text", ["482913.", "482913", "482914.", "4829130.", " 482913.", "482913. And", f"{LEAD}482913.", ""]
 )
-def test_completions_are_right_if_exact(text, right):
-    assert is_correct(QUESTION, text, "prefix") is right
+def test_completions_are_right_if_exact(text):
+    assert is_correct(QUESTION, text, "prefix") == (text == "482913.")
 
 
 @pytest.mark.parametrize("protocol", ["preamble", "late"])
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [
-        *((f"{preamble} {LEAD}482913.", True) for preamble in PREAMBLES),
-        (f"{LEAD}482913.", True),
-        (f"{PREAMBLES[0]} {LEAD}482914.", False),
-        (f"{PREAMBLES[0]} {LEAD}482913", False),
-        (f"{PREAMBLES[0]} {LEAD}482913. It was there.", False),
-        (f"{LEAD}111111. {LEAD}482913.", False),
-        (f"{PREAMBLES[0]} 482913.", False),
-        (f"{PREAMBLES[0] * 4} {LEAD}482913.", False),
-        ("", False),
-    ],
-)
-def test_chat_answers_are_right_after_a_preamble(text, right, protocol):
-    assert is_correct(QUESTION, text, protocol) is right
+def test_chat_answers_are_right_after_a_preamble(protocol):
+    first = PREAMBLES[0]
+    for text in (f"{LEAD}482913.", *(f"{preamble} {LEAD}482913." for preamble in PREAMBLES)):
+        assert is_correct(QUESTION, text, protocol)
+    for text in (
+        f"{first} {LEAD}482914.",
+        f"{first} {LEAD}482913",
+        f"{first} {LEAD}482913. It was there.",
+        f"{LEAD}111111. {LEAD}482913.",
+        f"{first} 482913.",
+        f"{first * 4} {LEAD}482913.",
+        "",
+    ):
+        assert not is_correct(QUESTION, text, protocol)
 
 
 def test_protocols_read_documents_together_or_apart(monkeypatch):
     made = []
     stats = Stats([], [], 0.0, 0.0, 0.0, kv_cache_bytes=3, full_kv_cache_bytes=10, kept_share=0.25, attended_share=0.5)
 
-    lm = sharp_lm.make_lm()
+    lm = tiny.tiny_lm()
 
     def generate(lm, prompts, *, max_new_tokens, context=None):
         made.append((prompts, context, max_new_tokens))
@@ -239,5 +211,5 @@ def test_protocols_read_documents_together_or_apart(monkeypatch):
     assert [len(prompts) for prompts, *_ in made] == [2, 2, 1]
     assert found.right == [True, False, True, False, True]
     assert found.kv_cache_share == 0.3
-    with pytest.raises(ValueError, match=re.escape(f"protocol = 'ruler': must be one of {list(PROTOCOLS)}")):
+    with pytest.raises(ValueError, match="protocol = 'ruler': must be one of"):
         ask(lm, documents, "ruler")

@@ -1,0 +1,334 @@
+"""Tasks: prompts to the letter, lengths that fit, scores, and the sources of samples."""
+
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import random
+import sys
+
+import numpy as np
+import pytest
+import tiny
+
+import tca_jax
+from tca_jax.engine.score import score_answers
+from tca_jax.lab.evaluation import longbench, recall_tasks, ruler, text_tasks
+from tca_jax.lab.evaluation.samples import DoesNotFit, Drawing, Sample
+from tca_jax.lab.evaluation.sources import Sources, Words, load_words
+from tca_jax.lab.recall.evaluation import draw_documents
+from tca_jax.lab.recall.protocols import chat_answer, chat_document, chat_question, completion
+from tca_jax.loading import open_checkpoint
+
+RULER = {task.name: task for task in ruler.TASKS}
+LONGBENCH = {task.name: task for task in longbench.TASKS}
+DIGITS, (LOSS,) = recall_tasks.TASKS[0], text_tasks.TASKS
+#: Lengths in bytes at which tasks fit the byte-level tokenizer, with digests of documents, questions, first words and
+#: answers. Templates are NVIDIA/RULER's at c3f5e3b.
+PROMPTS = {
+    "niah_single_1": (1200, "cc8b8b86e0ce"),
+    "niah_single_2": (1200, "fb97cac76f96"),
+    "niah_single_3": (1200, "b458b55bd689"),
+    "niah_multikey_1": (1500, "6c7f31185eda"),
+    "niah_multikey_2": (1200, "40894f49e07d"),
+    "niah_multikey_3": (1500, "974955774613"),
+    "niah_multivalue": (1500, "97f4adebcddc"),
+    "niah_multiquery": (1800, "e249dbaf689f"),
+    "vt": (2600, "82b187c10536"),
+    "cwe": (3500, "7fc4082ed3ea"),
+    "fwe": (1200, "a1bafbce127e"),
+    "qa_1": (1500, "6f35828fcca0"),
+    "qa_2": (1500, "2ef91cfc66c2"),
+}
+LENGTH = 256  # of a passage, of which 32 tokens are continued
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return open_checkpoint("recall-tiny")
+
+
+@pytest.fixture
+def own_words(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wonderwords", None)
+    load_words.cache_clear()
+    yield load_words()
+    load_words.cache_clear()
+
+
+def digest(texts):
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
+
+
+# --- RULER ---
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Small files of the forms of SQuAD and HotpotQA."""
+    folder = tmp_path_factory.mktemp("qa")
+
+    def paragraph(i, **extra):
+        entry = {"question": f"Who is {i}?", "answers": [{"text": f"person {i}"}, {"text": f"the {i}th"}], **extra}
+        return {"context": f"Paragraph {i} says that person {i}, the {i}th, is here.", "qas": [entry]}
+
+    def pair(i):
+        context = [[f"Title {i}", [f"First {i}. ", f"It is thing {i}."]], [f"Other {i}", ["Nothing."]]]
+        return {"question": f"Which is {i}?", "answer": f"thing {i}", "context": context}
+
+    articles = [[paragraph(i, is_impossible=i == 1) for i in range(3)], [paragraph(i) for i in range(3, 6)]]
+    (folder / "squad.json").write_text(json.dumps({"data": [{"paragraphs": each} for each in articles]}))
+    (folder / "hotpotqa.json").write_text(json.dumps([pair(i) for i in range(4)]))
+    return Sources(squad=folder / "squad.json", hotpotqa=folder / "hotpotqa.json")
+
+
+@pytest.fixture
+def draw(encoder, files):
+    def draw(name, length=None, count=2, seed=0, sources=files, only_check=False):
+        return RULER[name].draw(Drawing(encoder, sources, length or PROMPTS[name][0], count, seed, only_check))
+
+    return draw
+
+
+def parts(sample):
+    prompt = sample.prompts["prefix"]
+    return prompt.document, prompt.question, prompt.lead
+
+
+@pytest.mark.parametrize("name", RULER)
+def test_ruler_prompts_fill_their_length(draw, encoder, name):
+    length, three = PROMPTS[name][0], draw(name, count=3)
+    for sample in three:
+        tokens = len(sample.prompts["prefix"].encode(encoder)) + RULER[name].new_tokens
+        # A paragraph, a line of noise or a word that is repeated is the least by which they can grow.
+        assert length - 300 < tokens <= length
+    assert three[:2] == draw(name)
+    assert three[0] not in (three[1], *draw(name, count=1, seed=1))
+    with pytest.raises(DoesNotFit, match=rf"--lengths 200: {name} needs at least \d+ tokens of recall-tiny") as raised:
+        draw(name, length=200, only_check=True)
+    assert f"at least {raised.value.least} tokens" in str(raised.value)
+    assert len(draw(name, length=raised.value.least)) == 2
+    assert draw(name, only_check=True) == []
+
+
+@pytest.mark.parametrize("name", RULER)
+def test_ruler_prompts_keep_their_text(draw, files, name, tmp_path, own_words):
+    essays = tmp_path / "essay.json"  # shorter than a haystack
+    essays.write_text(json.dumps({"text": "One  thing. Another thing!\n A third? " * 9}))
+    samples = draw(name, sources=dataclasses.replace(files, essays=essays))
+    assert digest(part for sample in samples for part in (*parts(sample), *sample.references)) == PROMPTS[name][1]
+    for sample in samples:
+        document, question, _ = parts(sample)
+        for reference, depth in zip(sample.references, sample.depths, strict=bool(sample.depths)):
+            assert document[round(depth * len(document)) :].startswith(reference)
+        late = sample.prompts["late"]
+        assert (late.document, late.question, late.lead) == (document, question, "")
+
+
+def test_unfit_question_files_are_refused(draw, tmp_path):
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"--squad: not of SQuAD 2\.0's form: list indices"):
+        draw("qa_1", sources=Sources(squad=tmp_path / "list.json"))
+    with pytest.raises(ValueError, match="--samples 9: --squad has 5 questions for qa_1"):
+        draw("qa_1", count=9)
+
+
+def test_ruler_scores_ignore_case():
+    sample = Sample({}, ("Alpha", "beta"), (0.1, 0.9))
+    assert ruler.match_all(sample, " so ALPHA\x00 it is", "prefix") == (0.5, (True, False))
+    assert ruler.match_all(sample, "alphabeta", "prefix").score == 1
+    assert ruler.match_part(sample, "BETA", "prefix").score == 1
+    assert ruler.match_part(sample, "gamma", "prefix").score == 0
+
+
+# --- LongBench-E ---
+
+
+@pytest.fixture
+def drawn(encoder, tmp_path):
+    def drawn(name, length=8000):
+        common = {"answers": ["yes", "Paragraph 2"], "all_classes": ["yes", "no"]}
+        lines = [
+            {"input": f"{{question}} {i}", "context": f"start {i} {'{word} ' * 100 * (i + 1)}end {i}", "length": length}
+            for i, length in enumerate((100, 5000, 9000))
+        ]
+        (tmp_path / f"{name}_e.jsonl").write_text("\n".join(json.dumps(common | line) for line in lines))
+        return LONGBENCH[name].draw(Drawing(encoder, Sources(longbench=tmp_path), length, 3, 0))
+
+    return drawn
+
+
+def test_longbench_prompts_keep_their_text(drawn):
+    """Of all data sets; the prompt's last words are in the question where they are asked with it."""
+    prompts = [drawn(name)[0].prompts[protocol] for name in LONGBENCH for protocol in ("prefix", "late")]
+    texts = [f"{prompt.document}\0{prompt.question}\0{prompt.lead}\0{prompt.chat}" for prompt in prompts]
+    assert digest([*texts, *(str(task.new_tokens) for task in LONGBENCH.values())]) == "bd7d31339ddc"
+
+
+def test_long_documents_lose_their_middle(encoder, drawn):
+    sample = drawn("multifieldqa_en", length=1000)[2]
+    prompt = sample.prompts["prefix"]
+    assert 900 < len(prompt.encode(encoder)) + 64 <= 1000
+    assert "start 2 {word}" in prompt.document
+    assert prompt.document.endswith("{word} end 2")
+    assert prompt.question.endswith("Question: {question} 2\nAnswer:")
+
+
+def test_scores_are_grouped_by_length(drawn):
+    samples = drawn("qasper")
+    assert longbench.by_length(samples, [0.5, 1.0, 0.25]) == {"0-4k": 50.0, "4-8k": 100.0, "8k+": 25.0}
+    assert longbench.by_length(samples[:1], [0.5]) == {"0-4k": 50.0}
+
+
+def test_unfit_longbench_files_are_named(encoder, tmp_path, monkeypatch):
+    drawing = Drawing(encoder, Sources(longbench=tmp_path), 8000, 3, 0)
+    with pytest.raises(ValueError, match=r"has no lcc_e.jsonl"):
+        LONGBENCH["lcc"].draw(drawing)
+    (tmp_path / "lcc_e.jsonl").write_text('{"input": ""}')
+    with pytest.raises(ValueError, match=r"lcc_e.jsonl, line 1: not of LongBench's form: 'context'"):
+        LONGBENCH["lcc"].draw(drawing)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"need rouge and rapidfuzz: pip install rouge rapidfuzz"):
+        longbench.require_libraries()
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "references", "expected"),
+    [
+        ("qasper", "The cat, sat!", ["a CAT sat"], 1),
+        ("qasper", "cat dog", ["bird", "cat"], 2 / 3),  # the best reference counts
+        ("qasper", "dog", ["cat"], 0),
+        ("passage_count", "4, or 5 of 4", ["4"], 2 / 3),
+        ("passage_count", "none", ["4"], 0),
+        ("passage_retrieval_en", "12 or 3", ["Paragraph 12"], 0.5),
+        ("trec", "\nFood and drink\nSport", ["Food and drink"], 1),  # the first line counts; part of a class does not
+        ("trec", "Food and drink, Sport", ["Sport"], 1 / 3),
+        ("trec", "Sport", ["Food"], 0),
+        ("samsum", "the cat sat", ["the cat sat"], 1),
+        ("gov_report", "", ["the cat"], 0),
+        ("lcc", "\n# a comment\nx = 1\ny = 2", ["x = 1"], 1),
+        ("lcc", "abcd", ["abxx"], 0.5),
+        ("lcc", "```", ["x"], 0),
+    ],
+)
+def test_longbench_answers_have_their_scores(name, answer, references, expected):
+    if needed := {"samsum": "rouge", "gov_report": "rouge", "lcc": "rapidfuzz"}.get(name):
+        pytest.importorskip(needed)
+    sample = Sample({}, tuple(references), source=(1, ("Food", "Food and drink", "Sport")))
+    assert LONGBENCH[name].score(sample, answer, "prefix").score == pytest.approx(expected, abs=1e-6)
+
+
+# --- recall ---
+
+
+def test_recall_prompts_match_the_card(encoder):
+    def encoded(text):
+        return encoder.tokenizer(text)["input_ids"]
+
+    samples = DIGITS.draw(Drawing(encoder, Sources(), 4096, 2, 0))
+    for sample, document in zip(samples, draw_documents((0, 2), 2, 4096, "digits"), strict=True):
+        question = document.questions[0]
+        assert sample.prompts["prefix"].encode(encoder) == encoded(completion(document.text, question))
+        chat = chat_document(document.text) + chat_question(question)
+        assert sample.prompts["preamble"].encode(encoder) == encoded(chat)
+        read, asked = sample.prompts["late"].encode_apart(encoder)
+        assert read == encoded(chat_document(document.text))
+        assert read + asked == encoded(chat)
+        (depth,) = sample.depths
+        assert document.text[round(depth * len(document.text)) :].startswith(question.facts[0].line)
+        for protocol, answer, right in (
+            ("late", chat_answer(question), True),
+            ("prefix", f"{question.answer}.", True),
+            ("prefix", question.answer, False),
+            ("late-prefix", f"{question.answer}.", True),
+        ):
+            assert DIGITS.score(sample, answer, protocol) == (float(right), (right,))
+
+
+@pytest.mark.parametrize(
+    ("task", "length", "message"),
+    [
+        (DIGITS, 1024, "recall_digits needs at least 3500 tokens of recall-tiny"),
+        (DIGITS, 16000, "recall_digits needs at most 15936, for answers take up to 448 tokens more"),
+        (LOSS, 2000, "loss needs at most 1001, the tokens of --text"),
+        (LOSS, 31, "loss needs at least 32 tokens of recall-tiny"),
+    ],
+)
+def test_lengths_without_room_are_refused(encoder, task, length, message, tmp_path):
+    (tmp_path / "text.txt").write_text("a" * 1000)
+    with pytest.raises(DoesNotFit, match=f"^--lengths {length}: {message}"):
+        task.draw(Drawing(encoder, Sources(text=tmp_path / "text.txt"), length, 1, 0, only_check=True))
+
+
+# --- loss of a text ---
+
+
+@pytest.mark.parametrize("options", [None, {"sinks": 0, "window": 16, "block_size": 8}])
+def test_text_losses_are_those_of_score(options):
+    lm, passage = tiny.tiny_lm(), tiny.random_prompt(3, LENGTH)
+    lm = lm if options is None else lm.with_method("streaming", **options)
+    counts = []
+    found = LOSS.measure(lm, [passage, passage], "text", 1, counts.append)
+    expected, document = tca_jax.score(lm, passage), passage[: -LENGTH // 8]
+    losses = -expected.logprobs[0]
+    assert found["values"]["loss_inside"] == pytest.approx(losses.mean(), abs=1e-5)
+    by_position = [part.mean() for part in np.array_split(losses, text_tasks.POSITIONS)]
+    np.testing.assert_allclose(found["samples"][0]["by_position"], by_position, atol=1e-5)
+    behind = score_answers(lm, [document], [[passage[-LENGTH // 8 :]]])
+    assert found["score"] == found["values"]["loss"] == pytest.approx(-behind.logprobs[0][0].mean(), abs=1e-5)
+    assert found["attended_share"] == pytest.approx(expected.attended_share[0])
+    assert found["kept_share"] == pytest.approx(tca_jax.prefill(lm, [document]).stats.kept_share)
+    held = found["kv_cache_bytes"] / found["full_kv_cache_bytes"]
+    assert held == found["attended_share"] == 1 if options is None else max(held, found["attended_share"]) < 0.9
+    assert counts == [1, 1]
+
+
+def test_passages_spread_over_the_text(encoder, tmp_path):
+    (tmp_path / "text.txt").write_text("".join(chr(65 + i % 26) for i in range(1000)))
+    drawing = Drawing(encoder, Sources(text=tmp_path / "text.txt"), 100, 3, 0)
+    passages = LOSS.draw(drawing)
+    assert [len(passage) for passage in passages] == [100] * 3
+    whole = encoder.tokenizer((tmp_path / "text.txt").read_text())["input_ids"]
+    assert passages[0] == whole[:100]
+    assert passages[2] == [encoder.tokenizer.bos_token_id, *whole[-99:]]  # as any text begins
+    other = dataclasses.replace(encoder, tokenizer=lambda text, **_: {"input_ids": [7] * len(text)})
+    assert LOSS.draw(dataclasses.replace(drawing, lm=other))[0] == [7] * 100
+    assert LOSS.draw(drawing) == passages
+
+
+# --- sources ---
+
+
+def test_too_few_words_become_pairs():
+    few = Words(("big", "new", "old"), ("cat", "dog", "cow"), (), "a test", True)
+    assert sorted(few.draw_distinct(random.Random(0), 6)) == sorted((*few.adjectives, *few.nouns))
+    pairs = few.draw_distinct(random.Random(0), 9)
+    assert len(set(pairs)) == 9
+    assert all(pair.split("-")[0] in few.adjectives for pair in pairs)
+    with pytest.raises(ValueError, match="10 different words: a test makes 9"):
+        few.draw_distinct(random.Random(0), 10)
+
+
+def test_origins_have_digest_and_name(tmp_path, own_words):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    one, two = (Sources(text=tmp_path / f"{name}.txt").origin("text") for name in ("one", "two"))
+    assert (one.label, two.label) == ("one.txt", "two.txt")
+    assert one.digest != two.digest
+    assert Sources().origin("text").substitute > one.substitute
+    assert Sources().origin("words").label.startswith("tca_jax's own ")
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        (b"d\xe9j\xe0", "e.txt", r"--essays .*e\.txt is not UTF-8 text"),
+        (b" \n", "e.txt", r"--essays .*e\.txt is empty"),
+        (b"{", "e.json", r"--essays.*e\.json is not valid JSON"),
+        (b'["text"]', "e.json", r'--essays .*e\.json: must be an object with a "text"'),
+    ],
+)
+def test_files_without_text_are_refused(tmp_path, content, name, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        _ = Sources(essays=tmp_path / name).essay_words
