@@ -1,6 +1,6 @@
 """Prompt compression once more, naively, in float64 NumPy, from the papers' code: what tests compare with.
 
-Scores are those of one prompt without padding: q [L, Hq, d], k and v [L, Hkv, d] -> [Hkv, L].
+Scores are those of one prompt without padding: q [L, Hq, d], k and v [L, Hkv, d] -> [Hkv, L], by a method's options.
 """
 
 from __future__ import annotations
@@ -9,6 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 from tiny import CONFIG
+
+from tca_jax.models.rope import fixed_frequencies
+
+FREQUENCIES = fixed_frequencies(CONFIG.head_dim, CONFIG.rope)
 
 
 def observed_by_all(q, k):
@@ -24,25 +28,20 @@ def observed(q, k, count):
 
 
 def pooled(scores, kernel, pooling):
-    """Of one head's scores: over each one's neighbours, with zeros past the ends."""
+    """[Hkv, G, n] over each one's neighbours, with zeros past the ends; then the mean over groups."""
     half = kernel // 2
-    padded = [0.0] * half + list(scores) + [0.0] * half
-    reduce = max if pooling == "max" else lambda x: sum(x) / kernel
-    return [reduce(padded[i : i + kernel]) for i in range(len(scores))]
+    padded = np.pad(scores, ((0, 0), (0, 0), (half, half)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, kernel, axis=-1)
+    return (windows.max(axis=-1) if pooling == "max" else windows.mean(axis=-1)).mean(axis=1)
 
 
-def _by_kv_head(scores, kernel, pooling):
-    """[Hkv, G, n] pooled, then the mean over groups."""
-    return np.array([[pooled(head, kernel, pooling) for head in group] for group in scores]).mean(axis=1)
+def snapkv_scores(q, k, v, observation, kernel=5, pooling="avg"):
+    return pooled(observed(q, k, observation).sum(axis=2), kernel, pooling)
 
 
-def snapkv_scores(q, k, observation, kernel, pooling):
-    return _by_kv_head(observed(q, k, observation).sum(axis=2), kernel, pooling)
-
-
-def cake_scores(q, k, observation, kernel, gamma):
+def cake_scores(q, k, v, observation, kernel=5, gamma=200.0):
     attention = observed(q, k, observation)
-    return _by_kv_head(attention.mean(axis=2) + gamma * attention.var(axis=2, ddof=1), kernel, "avg")
+    return pooled(attention.mean(axis=2) + gamma * attention.var(axis=2, ddof=1), kernel, "avg")
 
 
 def cake_preference(q, k, observation, tau1, tau2):
@@ -51,23 +50,22 @@ def cake_preference(q, k, observation, tau1, tau2):
     return entropy ** (1 / tau1) * attention.var(axis=2, ddof=1).sum() ** (1 / tau2)
 
 
-def keydiff_scores(k):
+def keydiff_scores(q, k, v):
     """1 less the cosine of each key and the mean of all keys at length 1."""
     units = k / np.linalg.norm(k, axis=-1, keepdims=True)
     anchors = units.mean(axis=0)
     return np.array([1 - units[:, h] @ anchor / np.linalg.norm(anchor) for h, anchor in enumerate(anchors)])
 
 
-def tova_scores(q, k):
+def tova_scores(q, k, v):
     attention = observed(q, k, 1)[:, :, 0]
     return np.broadcast_to(attention.mean(axis=(0, 1)), (len(attention), attention.shape[-1]))
 
 
-def h2o_scores(q, k, average):
+def h2o_scores(q, k, v, average=False):
     """Column sums of the whole attention, or their means over the queries that see the token."""
-    length = len(k)
     attention = observed_by_all(q, k).sum(axis=2)
-    return (attention / np.arange(length, 0, -1) if average else attention).mean(axis=1)
+    return (attention / np.arange(len(k), 0, -1) if average else attention).mean(axis=1)
 
 
 def pyramidkv_budget(layer, layers, mean, ranked, window, beta):
@@ -80,22 +78,22 @@ def pyramidkv_budget(layer, layers, mean, ranked, window, beta):
     return round(most - layer * (most - least) / (layers - 1))
 
 
-def rotation(position, frequencies, factor=1.0):
+def rotation(position, factor=1.0):
     """RoPE of one position as a matrix [d, d]."""
-    cos, sin = (np.diag(f(position * np.asarray(frequencies, np.float64))) for f in (np.cos, np.sin))
+    cos, sin = (np.diag(f(position * np.asarray(FREQUENCIES, np.float64))) for f in (np.cos, np.sin))
     return factor * np.block([[cos, -sin], [sin, cos]])
 
 
-def expected_attention_scores(q_before_rope, k, v, frequencies, *, future, sinks, epsilon, factor=1.0):
-    """`k` after RoPE, the queries before it."""
-    length, heads, head_dim = q_before_rope.shape
+def expected_attention_scores(q, k, v, future, sinks, epsilon=0.0, factor=1.0):
+    """`factor`: of the rotation of queries to come; the prompt's have none."""
+    length, heads, head_dim = q.shape
     group = heads // k.shape[1]
-    turn = np.mean([rotation(length + m, frequencies, factor) for m in range(future)], axis=0)
+    q = np.stack([x @ rotation(i) for i, x in enumerate(q)])  # before RoPE: R^-1 = R^T
+    turn = np.mean([rotation(length + m, factor) for m in range(future)], axis=0)
     scores = np.zeros((heads, length))
     for h in range(heads):
-        queries, keys = q_before_rope[sinks:, h], k[sinks:, h // group]
-        mean, covariance = queries.mean(axis=0), np.cov(queries.T, bias=True)
-        mean, covariance = turn @ mean, turn @ covariance @ turn.T
+        queries, keys = q[sinks:, h], k[sinks:, h // group]
+        mean, covariance = turn @ queries.mean(axis=0), turn @ np.cov(queries.T, bias=True) @ turn.T
         logits = keys @ mean / np.sqrt(head_dim) + ((keys @ covariance) * keys).sum(axis=1) / (2 * head_dim)
         scores[h, sinks:] = oracle.softmax(logits)
     by_kv_head = scores.reshape(k.shape[1], group, length).mean(axis=1) + epsilon
@@ -138,24 +136,16 @@ def full_attention_inputs(lm, ids):
     return inputs
 
 
-def repeated_inputs(prompt, chunk, sinks, opening, continuing, answer):
-    """What KVzip's authors feed behind a prompt, chunk by chunk: (first position of the chunk, its tokens, all ids)."""
-    context = prompt[sinks:]
-    chunks = [context[start : start + chunk] for start in range(0, len(context), chunk)]
-    for i, ids in enumerate(chunks):
-        request = list(opening) if i == 0 else [*continuing, *chunks[i - 1][-8:]]
-        yield sinks + i * chunk, ids, [*request, *answer, *ids]
-
-
 def kvzip_scores(lm, prompt, chunk, sinks, opening=(), continuing=(), answer=()):
     """Attention that each token gets while the prompt is repeated, [layers, Hkv, L], by the authors' `_get_score`."""
     scores = np.zeros((CONFIG.num_layers, CONFIG.num_kv_heads, len(prompt)))
     scores[..., :sinks] = 2
     group = CONFIG.num_heads // CONFIG.num_kv_heads
-    for start, ids, fed in repeated_inputs(prompt, chunk, sinks, opening, continuing, answer):
+    for start in range(sinks, len(prompt), chunk):
+        ids, before = prompt[start : start + chunk], prompt[start - 8 : start]
+        fed = [*(opening if start == sinks else [*continuing, *before]), *answer, *ids]
         columns = [*range(sinks), *range(start, start + len(ids)), *range(len(prompt), len(prompt) + len(fed))]
-        causal = np.tri(len(fed), dtype=bool)
-        seen = np.concatenate([np.ones((len(fed), sinks + len(ids)), bool), causal], axis=1)
+        seen = np.concatenate([np.ones((len(fed), sinks + len(ids)), bool), np.tri(len(fed), dtype=bool)], axis=1)
         for layer, (q, k, _) in enumerate(full_attention_inputs(lm, [*prompt, *fed])):
             for head in range(CONFIG.num_heads):
                 logits = q[-len(fed) :, head] @ k[columns, head // group].T / np.sqrt(CONFIG.head_dim)

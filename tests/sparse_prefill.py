@@ -94,6 +94,14 @@ def flexprefill(q, k, *, gamma, tau, min_budget, block):
     return of_blocks(pairs, n, block)
 
 
+def vertical_slash(q, k, columns, diagonals, nearest=100):
+    """The columns and diagonals that the last 64 queries have most attention on; 30 columns and the nearest first."""
+    attention = last_rows(q, k, 64)
+    vertical, slash = attention.sum(axis=0), np.array([diagonal(attention, o) for o in range(len(q))])
+    vertical[:30], slash[:nearest] = np.inf, np.inf
+    return best(vertical, max(columns, 30)), best(slash, max(diagonals, 50))
+
+
 def minference(q, k, *, kind, columns, diagonals, block, blocks=100):
     n, count = len(q), math.ceil(len(q) / block)
     if kind == "block_sparse":
@@ -103,10 +111,7 @@ def minference(q, k, *, kind, columns, diagonals, block, blocks=100):
     if kind == "a_shape":
         taken, lines = set(range(min(columns, n))), set(range(min(diagonals, n)))
     else:
-        attention = last_rows(q, k, 64)
-        vertical, slash = attention.sum(axis=0), np.array([diagonal(attention, o) for o in range(n)])
-        vertical[:30], slash[:100] = np.inf, np.inf
-        taken, lines = best(vertical, max(columns, 30)), best(slash, max(diagonals, 50))
+        taken, lines = vertical_slash(q, k, columns, diagonals)
     met = {o + r for o in lines for r in range(block)}
     mask = np.zeros((n, n), bool)
     for tile in range(count):

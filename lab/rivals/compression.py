@@ -1,30 +1,54 @@
-"""What policies share that compress a prompt once, by scores over all of it, and keep every token that follows."""
+"""The base of rivals that compress a prompt once, by scores of its tokens, and keep every token that follows.
+
+Such a rival is a frozen dataclass with its options as fields and one method, `score`, of one KV head's tokens. What
+differs from the papers' code in all of them, and is said once here:
+
+- The window. There, the last tokens (as many as observe, or none) stay; here at least `window` do, with the left edge
+  on a block boundary. `capacity` counts the window in; `share` is of the tokens left of it.
+- Query heads. Most code repeats keys and values, and each query head keeps tokens of its own, which gives up what
+  grouped queries save. Here a KV head keeps one set, by the mean over its group of the scores, as in NVIDIA's kvpress.
+- When tokens go. Some code evicts at every step past the budget; here the prompt decides once.
+"""
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from tca_jax.errors import UserError, check_geometry, check_integer, check_number
-from tca_jax.methods.base import CachePolicy, Heads, Method
-from tca_jax.methods.full import FullPrefill
+from tca_jax.errors import check_geometry, check_integer, check_number, require
+from tca_jax.lab.rivals.ranks import highest, ordered, threshold, total
+from tca_jax.methods.base import CachePolicy, Heads, Method, PrefillPolicy
+from tca_jax.methods.full import FullCache, FullPrefill
 from tca_jax.methods.regions import Selection
 from tca_jax.pallas_kernels.backends import Backend
-from tca_jax.pallas_kernels.numerics import varying_like
 
-_SCORE_BITS = 31  # of a float32 that is not negative
+#: Scores of tokens, `[B, Hkv, L]`.
+Scores = Float32[Array, "B Hkv L"]
+
+
+class Inputs(NamedTuple):
+    """What `CachePolicy.select` knows of the prompts of a layer."""
+
+    heads: Heads
+    q: Float[Array, "B O Hq d"]  # the last `num_queries` queries, or all for None
+    k: Float[Array, "B L Hkv d"]
+    v: Float[Array, "B L Hkv d"]
+    lengths: Int[Array, " B"]
+    backend: Backend
 
 
 class GrowingCache(CachePolicy):
-    """Keeps the blocks that leave the window behind a prompt whole."""
+    """Heads may keep every token of a prompt, and keep every token that follows it."""
+
+    def capacities(self, layer: int, prompt_tokens: int) -> int:
+        return self.num_ranked_blocks(prompt_tokens) * self.block_size
 
     def growth(self, layer: int, prompt_tokens: int, new_tokens: int) -> int:
         return self.num_leaving_blocks(prompt_tokens, new_tokens) * self.block_size
@@ -37,15 +61,10 @@ class GrowingCache(CachePolicy):
 
 @dataclasses.dataclass(frozen=True)
 class PromptCompression(GrowingCache):
-    """Every KV head keeps its highest scores among all tokens left of the prompt's window, whatever their blocks.
-
-    Blocks that leave the window later are kept whole: published methods of this kind compress the prompt and then let
-    the cache grow.
-    """
+    """Every KV head keeps its highest scores among all tokens left of the prompt's window."""
 
     # tokens of a prompt that a head holds, the window counted as `window` tokens (its left edge is on a block
-    # boundary, so that up to `block_size` - 1 more are held); shorter prompts are held whole. None where `share` is
-    # given.
+    # boundary, so that up to `block_size` - 1 more are held); shorter prompts are held whole. None with `share`.
     capacity: int | None = 2048
     share: float | None = None  # instead: kept share of the tokens left of the window, in (0, 1]; or None
     window: int = 128  # least number of local tokens, w, a multiple of `block_size`
@@ -55,38 +74,32 @@ class PromptCompression(GrowingCache):
         check_geometry(self.block_size, self.window)
         if self.share is not None:
             check_number("share", self.share, above=0, at_most=1)
-            object.__setattr__(self, "capacity", None)  # a budget that plays no part makes no other policy
+            object.__setattr__(self, "capacity", None)  # without effect: equal policies compare equal
             return
         check_integer("capacity", self.capacity, at_least=1)
-        if self.capacity is not None and self.capacity <= self.window:
-            raise UserError(f"capacity = {self.capacity}: must be more than window = {self.window}, which counts in")
+        limit = f"must be more than window = {self.window}, which counts in"
+        require((self.capacity or 0) > self.window, f"capacity = {self.capacity}: {limit}")
 
-    @abc.abstractmethod
-    def scores(
-        self,
-        heads: Heads,
-        q: Float[Array, "B O Hq d"],
-        k: Float[Array, "B L Hkv d"],
-        v: Float[Array, "B L Hkv d"],
-        lengths: Int[Array, " B"],
-        backend: Backend,
-    ) -> Float32[Array, "B Hkv L"]:
-        """Scores of a prompt's tokens, not negative; those right of the ranked blocks do not matter.
+    def score(
+        self, q: Float[Array, "B O G d"], k: Float[Array, "B L d"], v: Float[Array, "B L d"], lengths: Int[Array, " B"]
+    ) -> Float32[Array, "B L"]:
+        """Scores of the tokens of one KV head, not negative; those right of the ranked blocks are ignored."""
+        raise NotImplementedError("a rival defines score, of a KV head, or scores, of all")
 
-        The arguments are those of `CachePolicy.select`.
-        """
+    def scores(self, x: Inputs) -> Scores:
+        """Scores of the tokens of all KV heads."""
+        return over_heads(lambda q, k, v: self.score(q, k, v, x.lengths), x.q, x.k, x.v)
 
     def num_kept(self, layer: int, max_blocks: int) -> Int[np.ndarray, " N"]:
-        """Tokens that a head of the layer keeps of 0, 1, ..., `max_blocks` ranked blocks, `[max_blocks + 1]`."""
+        """Tokens that a head of the layer keeps of 0, 1, ..., `max_blocks` ranked blocks."""
         return self.mean_kept(max_blocks)
 
     def mean_kept(self, max_blocks: int) -> Int[np.ndarray, " N"]:
-        """The same, the mean over all layers."""
+        """The mean of `num_kept` over all layers."""
         ranked = np.arange(max_blocks + 1) * self.block_size
         if self.share is not None:
             return np.rint(self.share * ranked).astype(np.int32)
-        assert self.capacity is not None  # checked above
-        return np.minimum(self.capacity - self.window, ranked).astype(np.int32)
+        return np.minimum((self.capacity or 0) - self.window, ranked).astype(np.int32)
 
     def capacities(self, layer: int, prompt_tokens: int) -> int:
         return int(self.num_kept(layer, self.num_ranked_blocks(prompt_tokens)).max())
@@ -94,104 +107,78 @@ class PromptCompression(GrowingCache):
     def select(
         self, layer: int, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
     ) -> Selection:
-        def same(scores: Float32[Array, "B Hkv L"], mean: Int[Array, " B"]) -> Int[Array, "B Hkv"]:
-            return jnp.broadcast_to(mean[:, None], scores.shape[:2])
+        scores = self.token_scores(Inputs(heads, q, k, v, lengths, backend))
+        mean = self.mean_of_heads(layer, lengths, k.shape[1])
+        return self.selection(scores, jnp.broadcast_to(mean[:, None], scores.shape[:2]), lengths)
 
-        return self.select_counted(layer, heads, q, k, v, lengths, backend, same)
-
-    def select_counted(
-        self,
-        layer: int,
-        heads: Heads,
-        q: Array,
-        k: Array,
-        v: Array,
-        lengths: Array,
-        backend: Backend,
-        counts: Callable[[Float32[Array, "B Hkv L"], Int[Array, " B"]], Int[Array, "B Hkv"]],
-    ) -> Selection:
-        """As `select`, but `counts` says how many tokens a head keeps, from scores and this policy's number."""
+    def token_scores(self, x: Inputs) -> Scores:
+        """`scores` without subnormal ones: devices differ in whether these equal 0."""
         with jax.named_scope("token_scores"):
-            scores = without_subnormals(self.scores(heads, q, k, v, lengths, backend))
-        return self.selection(scores, counts(scores, self.mean_of_heads(layer, lengths, k.shape[1])), lengths)
+            return without_subnormals(self.scores(x))
 
     def mean_of_heads(self, layer: int, lengths: Int[Array, " B"], prompt_tokens: int) -> Int32[Array, " B"]:
-        """Tokens that a head of the layer keeps of each prompt; `prompt_tokens` is the longest, static."""
+        """Tokens that a head of the layer keeps of each prompt, of which the longest has `prompt_tokens`."""
         by_blocks = jnp.asarray(self.num_kept(layer, self.num_ranked_blocks(prompt_tokens)), jnp.int32)
         return by_blocks[self.num_ranked_blocks(lengths)]
 
-    def selection(
-        self, scores: Float32[Array, "B Hkv L"], counts: Int[Array, "B Hkv"], lengths: Int[Array, " B"]
-    ) -> Selection:
+    def ranked(self, lengths: Int[Array, " B"], tokens: int) -> Bool[Array, "B 1 L"]:
+        """Which of the prompts' tokens are left of their windows."""
+        return jnp.arange(tokens) < (self.num_ranked_blocks(lengths) * self.block_size)[:, None, None]
+
+    def selection(self, scores: Scores, counts: Int[Array, "B Hkv"], lengths: Int[Array, " B"]) -> Selection:
         """The `counts` highest scores of each head among the ranked tokens."""
         blocks, b = scores.shape[-1] // self.block_size, self.block_size
         with jax.named_scope("top_tokens"):
-            kept = top_tokens(scores, self.num_ranked_blocks(lengths) * b, counts)[..., : blocks * b]
+            kept = highest(scores, counts, self.ranked(lengths, scores.shape[-1]))[..., : blocks * b]
         return Selection(scores, kept.reshape(*kept.shape[:2], blocks, b).sum(axis=-1, dtype=jnp.int32))
 
 
-def over_full(name: str, policy: type[CachePolicy]) -> Callable[..., Method]:
-    """The factory of a method: full attention, and `policy` in the cache; the policy's fields are options."""
-
-    def factory(**options: Any) -> Method:
-        return Method(name, FullPrefill(), policy(**options))
-
-    fields = inspect.signature(policy).parameters.values()
-    of_the_model = {field.name for field in dataclasses.fields(policy) if not field.repr}  # type: ignore[arg-type]
-    options = [field.replace(kind=field.KEYWORD_ONLY) for field in fields if field.name not in of_the_model]
-    factory.__signature__ = inspect.Signature(options, return_annotation=Method)  # type: ignore[attr-defined]
-    return factory
+def over_heads(of_head: Callable[..., Any], q: Float[Array, "B O Hq d"], *kv: Float[Array, "B L Hkv d"]) -> Any:
+    """Results `[B, Hkv, ...]` of a function of one KV head after another: its queries `[B, O, G, d]`, its k, and v."""
+    queries = q.reshape(*q.shape[:2], kv[0].shape[2], -1, q.shape[-1])
+    heads = tuple(jnp.moveaxis(x, 2, 0) for x in (queries, *kv))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), jax.lax.map(lambda head: of_head(*head), heads))
 
 
 def without_subnormals(scores: Float32[Array, "*s"]) -> Float32[Array, "*s"]:
-    """Scores with 0 for subnormal ones: devices differ in whether these are 0 when they are compared."""
+    """Scores with 0 for subnormal ones: devices differ in whether these equal 0 in comparisons."""
     return jnp.where(scores < jnp.finfo(jnp.float32).tiny, 0, scores)
 
 
-def top_tokens(
-    scores: Float32[Array, "B Hkv L"], ranked_tokens: Int[Array, " B"], counts: Int[Array, "B Hkv"]
-) -> Bool[Array, "B Hkv L"]:
-    """Marks the `counts` highest scores of each head among a row's first tokens, ties to the lower position. Exact.
+def divided(
+    scores: Scores,
+    ranked: Bool[Array, "B 1 L"],
+    wanted: Int[Array, " B"],
+    heads: Heads,
+    least: Int[Array, " B"],
+) -> Int32[Array, "B Hkv"]:
+    """How many of the highest scores of several heads together are each head's; of equal scores the lower head's first.
 
-    The operation `reserve_tokens` for numbers that differ from row to row: nothing is sorted, the least marked score
-    is found bit by bit, since the bits of a float that is not negative order as the float does.
-
-    Args:
-        scores: Finite and not negative `[B, Hkv, L]`.
-        ranked_tokens: Tokens to choose from, the first of each row `[B]`.
-        counts: Tokens to mark in each head of a row `[B, Hkv]`; all ranked ones where they are fewer.
+    Heads have `wanted` ranked tokens together, and each of them `least` or more.
     """
-    bits, wanted = ranked_bits(scores, ranked_tokens), counts[..., None]
+    keys = ordered(scores, ranked)
 
-    def enough(score: Int32[Array, "B Hkv 1"]) -> Bool[Array, "B Hkv 1"]:
-        return (bits >= score).sum(axis=-1, keepdims=True, dtype=jnp.int32) >= wanted
+    def numbers(marks: Bool[Array, "B Hkv L"]) -> Int32[Array, "B Hkv"]:
+        return jnp.maximum(total(marks)[..., 0], least[:, None])
 
-    nothing = jnp.zeros((*scores.shape[:2], 1), jnp.int32)
-    least = threshold(enough, nothing, scores, ranked_tokens, counts)
-    above, tied = bits > least, bits == least
-    room = wanted - above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
-    return above | (tied & (jnp.cumsum(tied, axis=-1, dtype=jnp.int32) <= room))
-
-
-def ranked_bits(scores: Float32[Array, "B Hkv L"], ranked_tokens: Int[Array, " B"]) -> Int32[Array, "B Hkv L"]:
-    """Integers in the order of scores that are not negative; -1 right of a row's first tokens."""
-    ranked = jnp.arange(scores.shape[-1]) < ranked_tokens[:, None, None]
-    return jnp.where(ranked, jax.lax.bitcast_convert_type(scores, jnp.int32), -1)
+    found = threshold(keys[:, :1, :1], lambda key: (heads.total(numbers(keys >= key)) >= wanted)[:, None, None])
+    above = numbers(keys > found)
+    tied = numbers(keys >= found) - above
+    room = wanted[:, None] - heads.total(above)[:, None] - heads.total_before(tied)
+    return above + jnp.clip(room, 0, tied)
 
 
-def threshold(
-    enough: Callable[[Int32[Array, "*s"]], Bool[Array, "*s"]], nothing: Int32[Array, "*s"], *of_data: Array
-) -> Int32[Array, "*s"]:
-    """The largest integers that are `enough`, found bit by bit; 0 where none is.
+def rival(name: str, policy: Callable[..., CachePolicy | PrefillPolicy]) -> Callable[..., Method]:
+    """The factory of a method whose options are those of a policy: in the cache under full attention, or in prefill."""
 
-    Args:
-        enough: Whether so many marked scores are enough, for the least marked one's bits; falls with them.
-        nothing: Zeros of the result's shape.
-        *of_data: Arrays that `enough` depends on.
-    """
+    def factory(**options: Any) -> Method:
+        made = policy(**options)
+        if isinstance(made, CachePolicy):
+            return Method(name, FullPrefill(), made)
+        return Method(name, made, FullCache())
 
-    def decide(i: Array, least: Array) -> Array:
-        higher = least | (jnp.int32(1) << (_SCORE_BITS - 1 - i))
-        return jnp.where(enough(higher), higher, least)
-
-    return jax.lax.fori_loop(0, _SCORE_BITS, decide, varying_like(nothing, *of_data))
+    of_the_model = {field.name for field in dataclasses.fields(policy) if not field.repr}  # type: ignore[arg-type]
+    options = [x for x in inspect.signature(policy).parameters.values() if x.name not in of_the_model]
+    keywords = [x.replace(kind=x.KEYWORD_ONLY) for x in options]
+    factory.__signature__ = inspect.Signature(keywords, return_annotation=Method)  # type: ignore[attr-defined]
+    return factory

@@ -19,20 +19,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tca_jax.errors import UserError, check_integer, check_number, is_finite_number
-from tca_jax.lab.rivals.last_attention import by_position, diagonal_sums, last_attention
+from tca_jax.errors import check_integer, check_not_negative, check_number
+from tca_jax.lab.rivals.compression import rival
+from tca_jax.lab.rivals.last_attention import diagonal_sums, last_attention
 from tca_jax.lab.rivals.ranks import covering, highest
-from tca_jax.methods.base import Heads, Method, last_queries
+from tca_jax.methods.base import Heads, last_queries
 from tca_jax.methods.block_sparse import BlockSparsePrefill, Listed, block_sums
-from tca_jax.methods.full import FullCache
 from tca_jax.pallas_kernels.block_sparse_attention.lists import lists_of_mask
 from tca_jax.pallas_kernels.numerics import MASKED, cdiv, scaled_scores
 
 
 @dataclasses.dataclass(frozen=True)
 class FlexPrefill(BlockSparsePrefill):
-    """Vertical and slash blocks, and block pairs of query-aware heads, that cover a share of a head's attention."""
-
     # share of its attention that every head covers, in (0, 1]: the knob of the budget. The paper has 0.9 and, for
     # LLaMA-3.1-8B, 0.95.
     gamma: float = 0.9
@@ -42,8 +40,7 @@ class FlexPrefill(BlockSparsePrefill):
 
     def __post_init__(self) -> None:
         check_number("gamma", self.gamma, above=0, at_most=1)
-        if not is_finite_number(self.tau) or self.tau < 0:
-            raise UserError(f"tau = {self.tau!r}: must be a finite number of at least 0")
+        check_not_negative("tau", self.tau)
         check_integer("min_budget", self.min_budget, at_least=0)
         check_integer("block_size", self.block_size, at_least=1)
 
@@ -61,14 +58,14 @@ class FlexPrefill(BlockSparsePrefill):
         size, batch, tiles = self.block_size, q.shape[0], cdiv(q.shape[1], self.block_size)
         queries = last_queries(q, lengths, size)
         attention = last_attention(queries, k, lengths)
-        vertical = by_position(attention.mean(axis=2), lengths)
-        slash = diagonal_sums(attention) / size
-        blocks = -(-lengths // size)
-        among = jnp.arange(tiles) < blocks[:, None, None]
+        vertical, slash = attention.mean(axis=2), diagonal_sums(attention, lengths) / size
         columns, diagonals = _pool(vertical, size), _pool_diagonals(slash, lengths, size)
+        among = jnp.arange(tiles) * size < lengths[:, None, None]
 
         keys = _block_means(k[:, :, None], lengths, size)[:, :, 0]
-        aware = self._is_query_aware(queries, keys, columns, among)
+        # A head is query-aware if its mean query's attention on the mean keys is close to that of the queries.
+        scores = scaled_scores("bgd,bnd->bgn", queries.astype(jnp.float32).mean(axis=1), keys)
+        aware = _distance(_softmax(scores, among), columns) < self.tau
         lines = []
         for tokens, sums in ((vertical, columns), (slash, diagonals)):
             needed = covering(tokens, jnp.full(tokens.shape[:-1], self.gamma), jnp.ones_like(tokens, bool))
@@ -78,35 +75,28 @@ class FlexPrefill(BlockSparsePrefill):
             lines.append(highest(forced, number, among))
         back = jnp.arange(tiles)[:, None] - jnp.arange(tiles)
         mask = lines[0][..., None, :] | (lines[1][..., jnp.maximum(back, 0)] & (back >= 0))
-        pairs = self._covering_pairs(q, keys, lengths, blocks) & aware[..., None, None]
+        pairs = self._covering_pairs(q, keys, lengths) & aware[..., None, None]
         return (Listed(lists_of_mask(mask | pairs.reshape(batch, -1, tiles, tiles), size)),)
 
-    def _is_query_aware(
-        self,
-        queries: Float[Array, "B b G d"],
-        keys: Float32[Array, "B N d"],
-        columns: Float32[Array, "B G N"],
-        among: Bool[Array, "B 1 N"],
-    ) -> Bool[Array, "B G"]:
-        """Whether the mean query's attention on the mean keys is close to what the queries have on the blocks."""
-        mean = queries.astype(jnp.float32).mean(axis=1)
-        scores = scaled_scores("bgd,bnd->bgn", mean, keys)
-        estimated = jnp.where(among, jax.nn.softmax(jnp.where(among, scores, MASKED), axis=-1), 0)
-        return _distance(estimated, columns) < self.tau
-
     def _covering_pairs(
-        self, q: Float[Array, "B L G d"], keys: Float32[Array, "B N d"], lengths: Array, blocks: Int[Array, " B"]
+        self, q: Float[Array, "B L G d"], keys: Float32[Array, "B N d"], lengths: Int[Array, " B"]
     ) -> Bool[Array, "B G N N"]:
         """Pairs of a tile and a block that cover gamma of the attention of mean queries over mean keys."""
-        means = _block_means(q, lengths, self.block_size)
-        scores = scaled_scores("bigd,bjd->bgij", means, keys)
-        tiles = scores.shape[-1]
+        scores = scaled_scores("bigd,bjd->bgij", _block_means(q, lengths, self.block_size), keys)
+        tiles, blocks = scores.shape[-1], -(-lengths // self.block_size)
         real = jnp.arange(tiles) < blocks[:, None]
         seen = (jnp.tri(tiles, dtype=bool) & real[:, :, None] & real[:, None, :])[:, None]
-        shares = jnp.where(seen, jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1), 0)
-        flat, among = (x.reshape(*x.shape[:2], tiles**2) for x in (shares, seen))
+        flat, among = (x.reshape(*x.shape[:2], tiles**2) for x in (_softmax(scores, seen), seen))
         mass = jnp.broadcast_to((self.gamma * blocks)[:, None].astype(jnp.float32), flat.shape[:2])
-        return covering(flat, mass, among, reach=False).reshape(shares.shape)
+        return covering(flat, mass, among, reach=False).reshape(scores.shape)
+
+
+flexprefill = rival("flexprefill", FlexPrefill)
+
+
+def _softmax(scores: Float32[Array, "*s"], seen: Bool[Array, "*#s"]) -> Float32[Array, "*s"]:
+    """Over the last axis, 0 where nothing is seen."""
+    return jnp.where(seen, jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1), 0)
 
 
 def _pool(values: Float32[Array, "B G L"], size: int) -> Float32[Array, "B G N"]:
@@ -135,14 +125,5 @@ def _block_means(x: Float[Array, "B L H d"], lengths: Int[Array, " B"], size: in
 def _distance(p: Float32[Array, "B G N"], q: Float32[Array, "B G N"]) -> Float32[Array, "B G"]:
     """Square root of the Jensen-Shannon divergence, in nats."""
     middle = (p + q) / 2
-
-    def divergence(x: Array) -> Array:
-        ratio = jnp.where(x > 0, x, 1) / jnp.where(x > 0, middle, 1)
-        return jnp.where(x > 0, x * jnp.log(ratio), 0).sum(axis=-1)
-
-    return jnp.sqrt(jnp.maximum((divergence(p) + divergence(q)) / 2, 0))
-
-
-def flexprefill(gamma: float = 0.9, tau: float = 0.1, min_budget: int = 1024, block_size: int = 128) -> Method:
-    """FlexPrefill for the prompt's queries; the cache keeps every token."""
-    return Method("flexprefill", FlexPrefill(gamma, tau, min_budget, block_size), FullCache())
+    first, second = ((x * jnp.log(jnp.where(x > 0, x / middle, 1))).sum(axis=-1) for x in (p, q))
+    return jnp.sqrt(jnp.maximum((first + second) / 2, 0))

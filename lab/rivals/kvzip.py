@@ -1,28 +1,22 @@
 """KVzip (arXiv 2505.23416): the cache keeps what the model attends to while it repeats the prompt; for any question.
 
-A prompt is read in full. Then a request to repeat it and a chunk of the prompt itself are fed behind it, chunk after
-chunk, and forgotten. A token's score is the most attention that it gets while its chunk is repeated (the paper's
-Algorithm 1). The highest scores of all layers and KV heads together stay. Follows the authors' code (snu-mllab/KVzip at
-5d84729: the request's words, which the paper shortens, chunks, softmax, `level` "pair" and "uniform", 0.3 of the
-pairs); `sinks` and "layer" are those of NVIDIA/kvpress at 8bb29b9 (`KVzipPress`). What differs:
+A prompt is read in full. Then a request to repeat it and a chunk of the prompt are fed behind it, chunk after chunk,
+and forgotten. A token's score is the most attention that it gets while its chunk is repeated (the paper's Algorithm 1).
+The highest scores of all layers and KV heads together stay. Follows the authors' code (snu-mllab/KVzip at 5d84729: the
+request's words, chunks, softmax, `level` "pair" and "uniform", 0.3 of the pairs); `sinks` and "layer" are those of
+NVIDIA/kvpress at 8bb29b9 (`KVzipPress`). What differs:
 
-- The window. The code may drop every token of the prompt; here the last ones, at least `window`, stay and are not
-  ranked.
-- The system prompt. The code keeps it beside the budget, and in every softmax. What it is in token ids is not known
-  here: the first `sinks` tokens take its part, as in kvpress, and count in the budget. Set `sinks` to its length to
-  have it kept whole; until then it competes with the document.
-- Prompts with a question. The code repeats the document and asks afterwards. A context (`tca_jax.prefill`) does so;
-  `generate` repeats all of its prompt, the question included.
-- Counts. `share` of the ranked tokens is rounded per head, and all of them are kept; the code drops all pairs at the
-  threshold, one at least.
-- Precision. Probabilities are float32; the code's are of the model's dtype, in which many tie.
+- The system prompt. The code keeps it beside the budget, and in every softmax. Here the first `sinks` tokens take its
+  part, as in kvpress, and count in the budget: set `sinks` to its length to have it kept whole.
+- Prompts with a question. The code repeats the document and asks afterwards, as a context (`tca_jax.prefill`) does;
+  `generate` repeats all of its prompt.
+- Counts and precision. `share` is rounded per head, where the code drops all pairs at the threshold, one at least.
+  Probabilities are float32; the code's are of the model's dtype, in which many tie.
 - The answer's header is the chat template's own; for Qwen3 the code adds an empty thinking part. Without a template it
-  is a line break, as in kvpress.
+  is a line break, as in kvpress; without a tokenizer there is no request.
 
-Without a tokenizer there is no request: chunks follow the prompt directly. All of the prompt's keys and values are held
-until the repetition ends, as in the paper. It has twice the attention of reading and as much of everything else; it is
-attention to pages, 128 queries at a time, which takes longer than a prompt's own. Chunks have positions behind the
-prompt, as in the code; where it fills the model's positions they pass them.
+All of the prompt's keys and values are held until the repetition ends, as in the paper. It has twice the attention of
+reading, to pages, 128 queries at a time, at positions behind the prompt, which may pass the model's.
 """
 
 from __future__ import annotations
@@ -34,14 +28,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int
 
 from tca_jax.engine.read import Read
-from tca_jax.errors import UserError, check_integer
-from tca_jax.lab.rivals.adakv import divided
-from tca_jax.lab.rivals.compression import PromptCompression, without_subnormals
+from tca_jax.errors import UserError, check_integer, require_name
+from tca_jax.lab.rivals.compression import GrowingCache, PromptCompression, divided, without_subnormals
 from tca_jax.lab.rivals.repetition import CARRIED, Repetition, read_and_repeat
 from tca_jax.methods.base import Frequencies, Heads, Method, Wording
 from tca_jax.methods.full import FullPrefill
 from tca_jax.methods.regions import Selection
-from tca_jax.pallas_kernels.backends import Backend
 
 #: What shares a budget: all layers and KV heads; the heads of each layer; nothing, each head having its own.
 LEVELS = ("pair", "layer", "uniform")
@@ -51,15 +43,12 @@ CONTINUING = "\n\nRepeat the part of the previous context exactly, starting with
 
 @dataclasses.dataclass(frozen=True)
 class KVzipCache(PromptCompression):
-    """The window and the tokens that get most attention while the prompt is repeated."""
-
     level: str = "pair"
     repetition: Repetition = dataclasses.field(default_factory=lambda: Repetition(2000, 4))  # of the prompt
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.level not in LEVELS:
-            raise UserError(f"level = {self.level!r}: must be one of {list(LEVELS)}")
+        require_name(f"level = {self.level!r}", self.level, LEVELS)
 
     @property
     def reader(self) -> Callable[..., Read]:  # type: ignore[override]
@@ -69,33 +58,23 @@ class KVzipCache(PromptCompression):
         return dataclasses.replace(self, repetition=self.repetition.worded(OPENING, CONTINUING, wording))
 
     def capacities(self, layer: int, prompt_tokens: int) -> int:
-        if self.level == "uniform":
-            return super().capacities(layer, prompt_tokens)
-        return self.num_ranked_blocks(prompt_tokens) * self.block_size
+        base = PromptCompression if self.level == "uniform" else GrowingCache
+        return base.capacities(self, layer, prompt_tokens)
 
     def shared_capacities(self, prompt_tokens: int, num_layers: int, num_kv_heads: int) -> tuple[int, ...] | None:
         of_layer = num_kv_heads * super().capacities(0, prompt_tokens)
         return {"uniform": None, "layer": (of_layer,) * num_layers, "pair": (of_layer * num_layers,)}[self.level]
 
-    def scores(
-        self, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
-    ) -> Float32[Array, "B Hkv L"]:
+    def score(self, q: Array, k: Array, v: Array, lengths: Array) -> Array:
         raise UserError("kvzip scores a prompt by what a model attends to while it repeats it: use lm.with_method")
 
     def select_repeated(
         self, heads: Sequence[Heads], scores: Float32[Array, "layers B Hkv L"], lengths: Int[Array, " B"]
     ) -> list[Selection]:
-        """As `select`, of all layers at once.
-
-        Args:
-            heads: The KV heads of each layer that `scores` has.
-            scores: Attention that each of a prompt's tokens got, from `repetition.attention_to_prompts`.
-            lengths: Prompt lengths `[B]`, traced.
-        """
+        """As `select`, of all layers at once, by scores of `repetition.attention_to_prompts`."""
         layers, batch, kv_heads, length = scores.shape
         together = layers if self.level == "pair" else 1
-        mean = self.mean_of_heads(0, lengths, length)  # of all layers
-        ranked_tokens = self.num_ranked_blocks(lengths) * self.block_size
+        mean, ranked = self.mean_of_heads(0, lengths, length), self.ranked(lengths, length)  # of all layers
         scores = without_subnormals(scores)
 
         def counts(first: int) -> Int[Array, "layers B Hkv"]:
@@ -104,7 +83,7 @@ class KVzipCache(PromptCompression):
                 return jnp.broadcast_to(mean[:, None], (1, batch, kv_heads))
             joint = Heads.of_layers(heads[first : first + together])
             flat = jnp.moveaxis(scores[first : first + together], 0, 1).reshape(batch, -1, length)
-            found = divided(flat, ranked_tokens, mean * joint.of_model, joint, jnp.zeros_like(mean))
+            found = divided(flat, ranked, mean * joint.of_model, joint, jnp.zeros_like(mean))
             return jnp.moveaxis(found.reshape(batch, together, kv_heads), 1, 0)
 
         of_layers = [of_layer for first in range(0, layers, together) for of_layer in counts(first)]
@@ -112,27 +91,14 @@ class KVzipCache(PromptCompression):
 
 
 def kvzip(
-    share: float = 0.3,
-    level: str = "pair",
-    chunk: int = 2000,
-    sinks: int = 4,
-    window: int = 128,
-    block_size: int = 128,
+    share: float = 0.3,  # of the tokens left of the window, the mean over layers and KV heads; the code's `ratio`
+    level: str = "pair",  # one of `LEVELS`: what shares a budget
+    chunk: int = 2000,  # tokens that are repeated at a time, at least 8
+    sinks: int = 4,  # tokens at the start of the sequence that are kept first and repeated in no chunk
+    window: int = 128,  # least number of local tokens, a multiple of `block_size`
+    block_size: int = 128,  # tokens in a block, a power of two
 ) -> Method:
-    """Full attention for the prompt's queries, KVzip's selection in the cache.
-
-    Args:
-        share: Kept share of the tokens left of the window, the mean over layers and KV heads, in (0, 1]; the code's
-            `ratio`.
-        level: What shares a budget: "pair", all layers and heads; "layer", the heads of a layer; "uniform", nothing.
-        chunk: Tokens that are repeated at a time, at least 8.
-        sinks: Tokens at the start of the sequence that are kept first and repeated in no chunk.
-        window: Least number of local tokens, a multiple of `block_size`.
-        block_size: Tokens in a block, a power of two.
-
-    Raises:
-        ValueError: an option is not allowed.
-    """
+    """Full attention in prefill, KVzip's selection in the cache."""
     check_integer("chunk", chunk, at_least=CARRIED)
     check_integer("sinks", sinks, at_least=0)
     return Method("kvzip", FullPrefill(), KVzipCache(None, share, window, block_size, level, Repetition(chunk, sinks)))

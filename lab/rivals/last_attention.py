@@ -1,4 +1,4 @@
-"""Attention of a prompt's last queries, the sample that vertical and slash lines are found in."""
+"""Attention of a prompt's last queries: the scores of SnapKV and its kin, the sample that lines are found in."""
 
 from __future__ import annotations
 
@@ -12,38 +12,21 @@ from tca_jax.pallas_kernels.numerics import MASKED, scaled_scores
 def last_attention(
     q: Float[Array, "B O G d"], k: Float[Array, "B L d"], lengths: Int[Array, " B"]
 ) -> Float32[Array, "B G O L"]:
-    """Causal attention probabilities of the last O queries of each row, tokens counted from the row's last one.
-
-    Args:
-        q: The last queries of one KV head's group, `q[:, -1]` the last.
-        k: Its keys, right-padded.
-        lengths: Prompt lengths.
-
-    Returns:
-        Entry [b, g, a, u] is the probability of the token at position lengths[b] - 1 - u; zeros for a query at a
-        negative position, and for tokens that there are not.
-    """
-    queries, length = q.shape[1], k.shape[1]
-    places = lengths[:, None] - 1 - jnp.arange(length)
-    keys = jnp.take_along_axis(k, jnp.maximum(places, 0)[..., None], axis=1)
-    scores = scaled_scores("bogd,bud->bgou", q, keys)
-    back = queries - 1 - jnp.arange(queries)  # of each query from the last
-    seen = (jnp.arange(length) >= back[:, None]) & (places >= 0)[:, None, :]  # [B, O, L]
-    real = (back < lengths[:, None])[:, None, :, None]
-    probabilities = jax.nn.softmax(jnp.where(seen[:, None], scores, MASKED), axis=-1)
-    return jnp.where(seen[:, None] & real, probabilities, 0)
+    """Causal attention of the last O queries of a KV head's group; 0 for queries at negative positions."""
+    queries = q.shape[1]
+    places = lengths[:, None, None] - queries + jnp.arange(queries)[:, None]  # [B, O, 1]
+    seen = (jnp.arange(k.shape[1]) <= places)[:, None]
+    scores = jnp.where(seen, scaled_scores("bogd,bld->bgol", q, k), MASKED)
+    return jnp.where(seen, jax.nn.softmax(scores, axis=-1), 0)
 
 
-def by_position(values: Float32[Array, "B G L"], lengths: Int[Array, " B"]) -> Float32[Array, "B G L"]:
-    """Values of tokens counted from a row's last one, by their positions; zeros past the row's length."""
-    places = lengths[:, None] - 1 - jnp.arange(values.shape[-1])
-    return jnp.where((places >= 0)[:, None], jnp.take_along_axis(values, jnp.maximum(places, 0)[:, None], axis=-1), 0)
-
-
-def diagonal_sums(attention: Float32[Array, "B G O L"]) -> Float32[Array, "B G L"]:
+def diagonal_sums(attention: Float32[Array, "B G O L"], lengths: Int[Array, " B"]) -> Float32[Array, "B G L"]:
     """Sums along the diagonals: entry o adds up what each of the last queries gives the token o before its own."""
     *lead, queries, length = attention.shape
-    # Query a sees the token o before its own at u = o + (O - 1 - a): rows shifted right by their number line up.
-    flat = jnp.pad(attention, [(0, 0)] * (len(lead) + 1) + [(0, queries)]).reshape(*lead, -1)
+    # Counted back from the row's last token, query a sees the token o before its own at u = o + (O - 1 - a): rows
+    # shifted right by their number line up.
+    places = (lengths[:, None] - 1 - jnp.arange(length))[:, None, None]
+    reversed_ = jnp.where(places >= 0, jnp.take_along_axis(attention, jnp.maximum(places, 0), axis=-1), 0)
+    flat = jnp.pad(reversed_, [(0, 0)] * (len(lead) + 1) + [(0, queries)]).reshape(*lead, -1)
     shifted = flat[..., : queries * (length + queries - 1)].reshape(*lead, queries, length + queries - 1)
     return shifted.sum(axis=-2)[..., queries - 1 :]

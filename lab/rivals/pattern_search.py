@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from tca_jax.engine.lm import LM
 from tca_jax.engine.mesh import SAME, on_host
 from tca_jax.engine.prompts import Prompt, encode_prompts
-from tca_jax.errors import UserError, check_integer
+from tca_jax.errors import check_integer, require
+from tca_jax.lab.rivals.compression import over_heads
 from tca_jax.lab.rivals.minference import HeadPattern, PatternArrays, best_blocks, lines
 from tca_jax.layer_passes import HEADS, TextPass, attention_program
 from tca_jax.pallas_kernels.causal_attention import causal_attention
@@ -36,7 +36,6 @@ _NEAREST_DIAGONALS = 30  # that a vertical-slash head takes first: in the search
 _ROWS = 64  # queries at once
 
 
-@functools.partial(jax.jit, static_argnames=("candidates", "first_query"))
 def pattern_scores(
     q: Float[Array, "B L Hq d"],
     k: Float[Array, "B L Hkv d"],
@@ -48,67 +47,44 @@ def pattern_scores(
 
     Columns and diagonals count as such, not as the blocks that inference computes. Memory is linear in L but for the
     block-sparse candidate; the time is that of full attention, once for each candidate.
-
-    Args:
-        q: Queries after RoPE, right-padded.
-        k: Keys after RoPE.
-        lengths: Lengths of the texts, above `first_query`.
-        candidates: Patterns to compare; static.
-        first_query: First query that counts; static.
     """
-    batch, length, heads, dim = q.shape
-    kv_heads = k.shape[2]
-    group = heads // kv_heads
-    q = q.reshape(batch, length, kv_heads, group, dim)
+    length, column = q.shape[1], jnp.arange(q.shape[1])
 
-    def one_head(head: Array) -> Float32[Array, "B G P"]:
-        queries, keys = q[:, :, head], k[:, :, head]
-        seen = [_lines_or_blocks(candidate, queries, keys, lengths) for candidate in candidates]
+    def one_head(queries: Float[Array, "B L G d"], keys: Float[Array, "B L d"]) -> Float32[Array, "B G P"]:
+        kept_by = [_kept(candidate, queries, keys, lengths) for candidate in candidates]
 
         def rows(step: Array) -> Float32[Array, "B G P"]:
             number = step * _ROWS + jnp.arange(_ROWS)
             counts = (number >= first_query) & (number < lengths[:, None])  # [B, R]
             position = jnp.minimum(number, length - 1)
-            attention = _attention(queries[:, position], keys, position, lengths)
-            kept = [jnp.where(_visible(each, position, length), attention, 0).sum(axis=-1) for each in seen]
+            seen = ((column <= position[:, None]) & (column < lengths[:, None, None]))[:, None]
+            scores = scaled_scores("brgd,bld->bgrl", queries[:, position], keys)
+            attention = jnp.where(seen, jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1), 0)
+            kept = [jnp.where(kept(position), attention, 0).sum(axis=-1) for kept in kept_by]
             return jnp.where(counts[:, None, :, None], jnp.stack(kept, axis=-1), 0).sum(axis=2)
 
         return jax.lax.map(rows, jnp.arange(cdiv(length, _ROWS))).sum(axis=0)
 
-    sums = jax.lax.map(one_head, jnp.arange(kv_heads))  # [Hkv, B, G, P]
-    number = jnp.maximum(lengths - first_query, 1)[:, None, None]
-    return jnp.moveaxis(sums, 0, 1).reshape(batch, heads, len(candidates)) / number
+    sums = over_heads(one_head, q, k).reshape(len(q), -1, len(candidates))
+    return sums / jnp.maximum(lengths - first_query, 1)[:, None, None]
 
 
-def _lines_or_blocks(candidate: HeadPattern, q: Array, k: Array, lengths: Array) -> tuple[Array, ...]:
-    """Columns and diagonals [B, G, L] of a candidate, or its pairs of blocks [B, G, N, N]."""
+def _kept(candidate: HeadPattern, q: Array, k: Array, lengths: Array) -> Callable[[Array], Bool[Array, "B G R L"]]:
+    """What queries at some positions `[R]` attend to under a candidate."""
+    length = q.shape[1]
     if candidate.kind == "block_sparse":
-        blocks = cdiv(q.shape[1], _SEARCH_BLOCK) // _SEARCH_PARTS
-        return (best_blocks(q, k, lengths, max(1, blocks), _SEARCH_BLOCK),)
+        number = max(1, cdiv(length, _SEARCH_BLOCK) // _SEARCH_PARTS)
+        blocks = jnp.repeat(best_blocks(q, k, lengths, number, _SEARCH_BLOCK), _SEARCH_BLOCK, axis=-1)[..., :length]
+        return lambda position: blocks[:, :, position // _SEARCH_BLOCK]
     if candidate.kind == "a_shape":  # the search's mask reaches one diagonal further
         candidate = candidate._replace(diagonals=candidate.diagonals + 1)
-    own = PatternArrays.of((candidate,) * q.shape[2])
-    return lines(q, k, lengths, PatternArrays(*map(jnp.asarray, own)), _NEAREST_DIAGONALS)
+    own = PatternArrays(*map(jnp.asarray, PatternArrays.of((candidate,) * q.shape[2])))
+    columns, diagonals = lines(q, k, lengths, own, _NEAREST_DIAGONALS)
 
+    def of_lines(position: Int[Array, " R"]) -> Bool[Array, "B G R L"]:
+        return columns[:, :, None] | diagonals[:, :, jnp.maximum(position[:, None] - jnp.arange(length), 0)]
 
-def _attention(
-    q: Float[Array, "B R G d"], k: Float[Array, "B L d"], position: Int[Array, " R"], lengths: Int[Array, " B"]
-) -> Float32[Array, "B G R L"]:
-    """Full attention of some queries."""
-    column = jnp.arange(k.shape[1])
-    seen = (column <= position[:, None]) & (column < lengths[:, None, None])
-    scores = jnp.where(seen[:, None], scaled_scores("brgd,bld->bgrl", q, k), MASKED)
-    return jnp.where(seen[:, None], jax.nn.softmax(scores, axis=-1), 0)
-
-
-def _visible(seen: tuple[Array, ...], position: Int[Array, " R"], length: int) -> Bool[Array, "B G R L"]:
-    """What some queries see of what they could."""
-    if len(seen) == 1:
-        of_blocks = seen[0][:, :, position // _SEARCH_BLOCK]
-        return jnp.repeat(of_blocks, _SEARCH_BLOCK, axis=-1)[..., :length]
-    columns, diagonals = seen
-    back = jnp.maximum(position[:, None] - jnp.arange(length), 0)
-    return columns[:, :, None] | diagonals[:, :, back]
+    return of_lines
 
 
 def search_patterns(
@@ -131,32 +107,21 @@ def search_patterns(
     Returns:
         For each layer a list with `[kind, columns, diagonals, kept]` a query head, `kept` the share of its attention
         that it keeps: what `methods.get("minference", patterns=...)` takes, and what JSON holds.
-
-    Raises:
-        ValueError: the text has no query that counts, it is several, or there are no candidates.
     """
     check_integer("first_query", first_query, at_least=0)
-    if not candidates:
-        raise UserError("candidates = (): must hold at least one pattern")
+    require(candidates, "candidates = (): must hold at least one pattern")
     sequences = encode_prompts(lm, text, "text")
-    if len(sequences) != 1:
-        raise UserError(f"text holds {len(sequences)} texts: must be one")
+    require(len(sequences) == 1, f"text holds {len(sequences)} texts: must be one")
     tokens, layers = len(sequences[0]), lm.config.num_layers
-    if tokens <= first_query:
-        raise UserError(f"text has {tokens} tokens: must have more than first_query = {first_query}")
+    require(tokens > first_query, f"text has {tokens} tokens: must have more than first_query = {first_query}")
     tell, table = progress or (lambda done, total: None), list[list[Any]]()
     tell(0, layers)
     run = TextPass(lm, sequences[0], lambda: tell(len(table), layers))
     for kept in run.layers(_search_layer, candidates=tuple(candidates), first_query=first_query):
         by_kv_head = on_host(kept).reshape(lm.config.num_kv_heads, -1, len(candidates))
         own = lm.in_model_order(len(table), by_kv_head).reshape(-1, len(candidates))
-        table.append([_best(scores, candidates) for scores in own])
+        table.append([[*candidates[scores.argmax()], round(float(scores.max()), 6)] for scores in own])
     return table
-
-
-def _best(scores: Float32[np.ndarray, " P"], candidates: tuple[HeadPattern, ...]) -> list[Any]:
-    number = int(np.argmax(scores))
-    return [*candidates[number], round(float(scores[number]), 6)]
 
 
 @functools.partial(attention_program, static=("candidates", "first_query"), donate=True, outputs=(SAME, HEADS))

@@ -48,10 +48,7 @@ class RandomCache(CachePolicy):
         scores = self._draw(layer, heads, blocks).reshape(kv_heads, -1)
         scores = jnp.pad(scores, ((0, 0), (0, tokens - scores.shape[1])))
         budgets = jnp.where(blocks < self.num_ranked_blocks(lengths)[:, None, None], jnp.int32(self.budget), 0)
-        return Selection(
-            jnp.broadcast_to(scores, (batch, kv_heads, tokens)),
-            jnp.broadcast_to(budgets, (batch, kv_heads, blocks.size)),
-        )
+        return Selection(*(jnp.broadcast_to(x, (batch, kv_heads, x.shape[-1])) for x in (scores, budgets)))
 
     def evict(
         self, layer: int, heads: Heads, attention: Float32[Array, "B Hkv G b"], blocks: Int[Array, " B"]
@@ -63,12 +60,9 @@ class RandomCache(CachePolicy):
     def _draw(self, layer: int, heads: Heads, blocks: Int[Array, " n"]) -> Float32[Array, "Hkv n b"]:
         """Uniform numbers for the tokens of some blocks."""
         key = jax.random.fold_in(jax.random.key(self.seed), layer)
-
-        def draw(head: Array, block: Array) -> Array:
-            return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, head), block), (self.block_size,))
-
-        over_blocks = jax.vmap(draw, in_axes=(None, 0))
-        return jax.vmap(over_blocks, in_axes=(0, None))(jnp.asarray(heads.numbers), blocks)
+        of_heads = jax.vmap(lambda head: jax.random.fold_in(key, head))(jnp.asarray(heads.numbers))
+        keys = jax.vmap(lambda own: jax.vmap(lambda block: jax.random.fold_in(own, block))(blocks))(of_heads)
+        return jax.vmap(jax.vmap(lambda own: jax.random.uniform(own, (self.block_size,))))(keys)
 
 
 def random(share: float = 0.25, window: int = 4096, block_size: int = 128, seed: int = 0) -> Method:

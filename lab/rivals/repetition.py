@@ -22,12 +22,10 @@ from tca_jax.methods.base import Wording
 from tca_jax.methods.full import FullCache
 from tca_jax.methods.regions import Selection
 from tca_jax.pallas_kernels.backends import Backend
-from tca_jax.pallas_kernels.numerics import MASKED, cdiv, scaled_scores, varying_like
+from tca_jax.pallas_kernels.numerics import MASKED, cdiv, scaled_scores
 
-#: Last tokens of the chunk before, which tell the model where a chunk begins.
-CARRIED = 8
-#: Score of the first tokens, which stay: no attention passes 1.
-AHEAD = 2.0
+CARRIED = 8  # last tokens of the chunk before, which tell the model where a chunk begins
+AHEAD = 2.0  # score of the first tokens, which stay: no attention passes 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +46,11 @@ class Repetition:
         ids = wording.ids(opening), wording.ids(continuing), wording.before_answer()
         return Repetition(self.chunk, self.sinks, *ids)
 
+    @property
+    def requests(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Token ids of the request for the first chunk and for others; negative ones count back from the chunk."""
+        return self.opening + self.answer, (*self.continuing, *range(-CARRIED, 0), *self.answer)
+
     def chunk_tokens(self, prompt_tokens: int) -> int:
         """Tokens of a chunk of prompts of at most so many tokens."""
         return max(1, min(self.chunk, prompt_tokens - self.sinks))
@@ -58,67 +61,44 @@ class Repetition:
 
     def fed_tokens(self, prompt_tokens: int) -> int:
         """Most tokens of a request and a chunk of prompts of at most so many tokens."""
-        request = max(len(self.opening), len(self.continuing) + CARRIED) + len(self.answer)
-        return request + self.chunk_tokens(prompt_tokens)
+        return max(map(len, self.requests)) + self.chunk_tokens(prompt_tokens)
 
     def fed(
         self,
-        number: Int[Array, ""],
+        number: Int[Array, ""],  # of the chunk, traced
         tokens: Int[Array, "B L"],
         lengths: Int[Array, " B"],
-        wanted: Int[Array, " B"],
-        places: Int[Array, "B S"],
+        wanted: Int[Array, " B"],  # tokens whose scores are wanted, the first of each prompt
+        places: Int[Array, "B S"],  # of the tokens to return, counted from the request's first
     ) -> tuple[Int32[Array, "B S"], Int32[Array, " B"]]:
-        """A request and its chunk.
-
-        Args:
-            number: Of the chunk, traced.
-            tokens: Prompts, right-padded.
-            lengths: Their lengths.
-            wanted: Tokens of each prompt whose scores are wanted, the first ones.
-            places: Which tokens to give, counted from the request's first.
-
-        Returns:
-            Those tokens, arbitrary past the last, and how many there are in each row: none where no score is wanted.
-        """
-        first = number == 0
+        """Tokens of a request and its chunk, and their number in each row: 0 where no score is wanted."""
+        first, others = self.requests
+        request = jnp.where(number == 0, len(first), len(others))
         start = self.sinks + number * self.chunk
-        asked = jnp.where(first, len(self.opening), len(self.continuing))
-        carried = jnp.where(first, 0, CARRIED)
-        request = asked + carried + len(self.answer)
-        words = jnp.asarray((*self.opening, *self.continuing, *self.answer, 0), jnp.int32)
-        word = places + jnp.where(first, 0, len(self.opening))
-        word = jnp.where(places < asked, word, places - asked - carried + len(self.opening) + len(self.continuing))
-        is_word = (places < asked) | ((places >= asked + carried) & (places < request))
-        place = jnp.where(places < asked + carried, start - carried + places - asked, start + places - request)
-        of_prompt = jnp.take_along_axis(tokens, jnp.clip(place, 0, tokens.shape[1] - 1), axis=1)
-        ids = jnp.where(is_word, words.at[word].get(mode="clip"), of_prompt)
+        words = jnp.asarray((*first, *others, 0), jnp.int32)
+        word = words.at[places + jnp.where(number == 0, 0, len(first))].get(mode="clip")
+        word = jnp.where(places < request, word, places - request)  # of the chunk, its tokens' places
+        of_prompt = jnp.take_along_axis(tokens, jnp.clip(start + word, 0, tokens.shape[1] - 1), axis=1)
+        ids = jnp.where((places < request) & (word >= 0), word, of_prompt)
         count = request + jnp.clip(lengths - start, 0, self.chunk_tokens(tokens.shape[1]))
         return ids, jnp.where(wanted > start, count, 0).astype(jnp.int32)
 
 
 def repeated_attention(
-    q: Float[Array, "B S Hq d"],
+    q: Float[Array, "B S Hq d"],  # of what is fed; `k` its keys
     k: Float[Array, "B S Hkv d"],
-    sinks: Float[Array, "B s Hkv d"],
-    chunk: Float[Array, "B c Hkv d"],
-    fed: Bool[Array, "B S"],
-    there: Bool[Array, "B c"],
+    sinks: Float[Array, "B s Hkv d"],  # keys of the prompt's first tokens
+    chunk: Float[Array, "B c Hkv d"],  # keys of the chunk's tokens in the prompt
+    fed: Bool[Array, "B S"],  # which columns of `q` and `k` hold a token
+    there: Bool[Array, "B c"],  # which columns of `chunk` do
     *,
     queries: int,
 ) -> Float32[Array, "B Hkv c"]:
     """The most attention that each token of a chunk gets from what repeats it: KVzip, Algorithm 1, in float32.
 
     The softmax of a query is over the prompt's first tokens, the chunk and what was fed up to the query; the maximum
-    is over all that was fed, the request included, and over the query heads of a KV head.
-
-    Args:
-        q: Queries of what is fed after RoPE; `k` its keys.
-        sinks: Keys of the prompt's first tokens.
-        chunk: Keys of the chunk's tokens in the prompt.
-        fed: Which columns of `q` and `k` hold a token.
-        there: Which columns of `chunk` do.
-        queries: Columns of `q` that are looked at in turn; S is a multiple.
+    is over all that was fed, the request included, and over the query heads of a KV head. Queries are taken in parts
+    of `queries`, of which S is a multiple.
     """
     batch, columns, kv_heads, head_dim = k.shape
     keys = jnp.concatenate([sinks, chunk, k], axis=1)
@@ -127,7 +107,7 @@ def repeated_attention(
     of_chunk = slice(sinks.shape[1], before)
     grouped = q.reshape(batch, columns, kv_heads, -1, head_dim)
 
-    def raised(number: Array, most: Float32[Array, "B Hkv c"]) -> Float32[Array, "B Hkv c"]:
+    def of_part(number: Array) -> Float32[Array, "B Hkv c"]:
         place = number * queries + jnp.arange(queries)
         part, is_fed = (jax.lax.dynamic_slice_in_dim(x, number * queries, queries, axis=1) for x in (grouped, fed))
         causal = jnp.arange(keys.shape[1]) - before <= place[:, None]
@@ -135,10 +115,9 @@ def repeated_attention(
         scores = jnp.where(mask, scaled_scores("bqhgd,bkhd->bhgqk", part, keys), MASKED)
         found = jax.nn.softmax(scores, axis=-1)[..., of_chunk]
         counts = (is_fed[:, :, None] & there[:, None])[:, None, None]
-        return jnp.maximum(most, jnp.where(counts, found, 0).max(axis=(2, 3)))
+        return jnp.where(counts, found, 0).max(axis=(2, 3))
 
-    nothing = jnp.zeros((batch, kv_heads, chunk.shape[1]), jnp.float32)
-    return jax.lax.fori_loop(0, columns // queries, raised, varying_like(nothing, q, keys))
+    return jax.lax.map(of_part, jnp.arange(columns // queries)).max(axis=0)
 
 
 def read_and_repeat(
@@ -152,7 +131,18 @@ def read_and_repeat(
 ) -> Read:
     """`read_prompts` of a model under KVzip; the arguments are the same."""
     read, held = read_everything(lm, tokens, lengths, keep_hidden=keep_hidden, backend=backend)
-    return read._replace(cache=_compressed(lm, held, tokens, lengths, layout, backend))
+    selections = selections_by_repetition(lm, held, tokens, lengths, backend)
+    kept = [selection.budgets.sum(axis=-1, dtype=jnp.int32) for selection in selections]
+    cache = layout.empty(lm.config.head_dim, lm.cache_dtype, layout.window_start(lengths), kept)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    for layer, selection in enumerate(selections):
+        k, v = (_at(pool, held, layer, positions) for pool in (held.k, held.v))
+        with jax.named_scope("select"):
+            selected = layout.regions(layer).fill(selection, k, v, block_size=layout.block_size, backend=backend)
+        cache = cache.with_prompt(layout, layer, selected.pool, k, v)
+        # One layer after the other: the copies of all would be as large as what is held.
+        held, cache = jax.lax.optimization_barrier((held, cache))
+    return read._replace(cache=cache)
 
 
 def read_everything(
@@ -175,41 +165,10 @@ def _holding_everything(lm: LM) -> LM:
     return dataclasses.replace(lm, method=dataclasses.replace(lm.method, cache=FullCache()), kv=None)
 
 
-def _compressed(
-    lm: LM,
-    held: PagedCache,
-    tokens: Int[Array, "B L"],
-    lengths: Int[Array, " B"],
-    layout: CacheLayout,
-    backend: Backend,
-) -> PagedCache:
-    """What stays of prompts, all of which is `held`."""
-    selections = selections_by_repetition(lm, held, tokens, lengths, backend)
-    kept = [selection.budgets.sum(axis=-1, dtype=jnp.int32) for selection in selections]
-    cache = layout.empty(lm.config.head_dim, lm.cache_dtype, layout.window_start(lengths), kept)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    for layer, selection in enumerate(selections):
-        k, v = (_at(pool, held, layer, positions) for pool in (held.k, held.v))
-        with jax.named_scope("select"):
-            selected = layout.regions(layer).fill(selection, k, v, block_size=layout.block_size, backend=backend)
-        cache = cache.with_prompt(layout, layer, selected.pool, k, v)
-        # One layer after the other: the copies of all would be as large as what is held.
-        held, cache = jax.lax.optimization_barrier((held, cache))
-    return cache
-
-
 def selections_by_repetition(
     lm: LM, held: PagedCache, tokens: Int[Array, "B L"], lengths: Int[Array, " B"], backend: Backend = "auto"
 ) -> list[Selection]:
-    """What the model's cache policy keeps of prompts in each layer.
-
-    Args:
-        lm: The model, under KVzip.
-        held: All of the prompts, from `read_everything`.
-        tokens: The prompts, right-padded.
-        lengths: True lengths.
-        backend: Kernel backend.
-    """
+    """What KVzip keeps of prompts in each layer; all of them are `held`, from `read_everything`."""
     policy: Any = lm.method.cache  # a KVzipCache
     heads = [heads_of(lm.head_shards, layer, kept.shape[1]) for layer, kept in enumerate(held.kept)]
     most, wanted = (policy.num_ranked_blocks(x) * policy.block_size for x in (tokens.shape[1], lengths))
@@ -229,27 +188,20 @@ def attention_to_prompts(
 ) -> Float32[Array, "layers B Hkv L"]:
     """The most attention that each token gets while its chunk is repeated; 2 for the first `sinks`, 0 if not wanted.
 
-    Args:
-        lm: The model.
-        repetition: How the prompts are repeated.
-        held: All of the prompts.
-        tokens: The prompts, right-padded.
-        lengths: True lengths.
-        wanted: Tokens whose scores are wanted, the first of each row; chunks without any are not repeated.
-        most: The most that `wanted` may be; static.
-        backend: Kernel backend.
+    `wanted` of the tokens, the first of each row, are scored, at most `most` (static); chunks without any are not
+    repeated. All prompts are `held`.
     """
     batch, length = tokens.shape
     full, layers = _holding_everything(lm), range(lm.config.num_layers)
     chunk, sinks = repetition.chunk_tokens(length), min(repetition.sinks, length)
     following = full.following_layout(batch, length, repetition.fed_tokens(length))
     shared, own = shared_and_own(held, following, lengths)
-    columns = following.window_columns * following.block_size
+    columns = jnp.arange(following.window_columns * following.block_size)
     first, chunks = own.start, repetition.num_chunks(most)
     firsts = jnp.broadcast_to(jnp.arange(sinks), (batch, sinks))
 
     def repeat(number: Array, scores: Float32[Array, "layers B Hkv S"]) -> Float32[Array, "layers B Hkv S"]:
-        place = first[:, None] + jnp.arange(columns) - lengths[:, None]
+        place = first[:, None] + columns - lengths[:, None]
         ids, counts = repetition.fed(number, tokens, lengths, wanted, place)
         ends, fed = lengths + counts, (place >= 0) & (place < counts[:, None])
         start = repetition.sinks + number * repetition.chunk
@@ -267,7 +219,7 @@ def attention_to_prompts(
                 found = repeated_attention(q, k, of_sinks, of_chunk, fed, there, queries=following.block_size)
             return out, found
 
-        at = jnp.clip(first[:, None] + jnp.arange(columns), 0, jnp.maximum(ends, 1)[:, None] - 1)
+        at = jnp.clip(first[:, None] + columns, 0, jnp.maximum(ends, 1)[:, None] - 1)
         _, found = lm.decoder(ids, at, attention, (None,) * len(layers))
         return jax.lax.dynamic_update_slice_in_dim(scores, jnp.stack(found), start, axis=-1)
 

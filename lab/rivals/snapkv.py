@@ -1,50 +1,66 @@
 """SnapKV (arXiv 2404.14469): a head keeps what the last queries of the prompt attend to, pooled over neighbours.
 
 Follows the published code (FasterDecoding/SnapKV at 557aff1), whose defaults these are; its LongBench runs use kernel 7
-and maximum pooling. What differs:
-
-- Query heads. The code repeats keys and values for every query head and lets each keep tokens of its own, which gives
-  up what grouped queries save; the paper does not speak of groups. Here a KV head keeps one set, by the mean over its
-  group of the pooled scores, as NVIDIA's kvpress does.
-- The window. There, the last `observation` tokens are those that observe and those that stay. Here at least `window`
-  tokens stay, with the left edge on a block boundary; `capacity` counts the window in, as there.
+and maximum pooling.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float32, Int
 
-from tca_jax.lab.rivals.compression import PromptCompression, over_full
-from tca_jax.lab.rivals.observation import check_observation, check_pooling, observed_attention, pool
-from tca_jax.methods.base import Heads
-from tca_jax.pallas_kernels.backends import Backend
+from tca_jax.errors import check_integer, require, require_name
+from tca_jax.lab.rivals.compression import PromptCompression, rival
+from tca_jax.lab.rivals.last_attention import last_attention
 
 
 @dataclasses.dataclass(frozen=True)
-class SnapKVCache(PromptCompression):
-    """The window and the tokens that the last queries attend to most, the same number in every KV head."""
+class ObservingCache(PromptCompression):
+    """Scores are the attention of the last queries, pooled over neighbours."""
 
-    observation: int = 32  # last prompt queries that vote, at most `window`; the code's `window_size`
+    observation: int = 32  # last prompt queries that count, at most `window`; the code's `window_size`
     kernel: int = 5  # neighbours that scores are pooled over, odd
-    pooling: str = "avg"  # or "max"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_observation(self.observation, self.kernel, self.window)
-        check_pooling(self.pooling)
+        check_integer("observation", self.observation, at_least=1)
+        limit = f"must be at most window = {self.window}, whose tokens are kept"
+        require(self.observation <= self.window, f"observation = {self.observation}: {limit}")
+        check_integer("kernel", self.kernel, at_least=1)
+        require(self.kernel % 2, f"kernel = {self.kernel}: must be odd")
 
     @property
     def num_queries(self) -> int:  # type: ignore[override]
         return self.observation
 
-    def scores(
-        self, heads: Heads, q: Array, k: Array, v: Array, lengths: Array, backend: Backend
-    ) -> Float32[Array, "B Hkv L"]:
-        votes = observed_attention(q, k, lengths, lambda probabilities: jnp.sum(probabilities, axis=-2))
-        return pool(votes, self.kernel, self.pooling).mean(axis=2)
+    def pooled(
+        self, votes: Float32[Array, "B G L"], lengths: Int[Array, " B"], pooling: str = "avg"
+    ) -> Float32[Array, "B L"]:
+        """The mean over the group of what each token gets from the observing queries, pooled.
+
+        These queries' own tokens, and what lies past either end, count as 0. A mean divides by `kernel` everywhere, as
+        torch's default does.
+        """
+        before = jnp.arange(votes.shape[-1]) < (lengths - self.observation)[:, None, None]
+        operation = jax.lax.max if pooling == "max" else jax.lax.add
+        votes = jnp.where(before, votes, 0)
+        votes = jax.lax.reduce_window(votes, 0.0, operation, (1, 1, self.kernel), (1, 1, 1), "SAME")
+        return (votes if pooling == "max" else votes / self.kernel).mean(axis=1)
 
 
-snapkv = over_full("snapkv", SnapKVCache)
+@dataclasses.dataclass(frozen=True)
+class SnapKVCache(ObservingCache):
+    pooling: str = "avg"  # or "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_name(f"pooling = {self.pooling!r}", self.pooling, ("avg", "max"))
+
+    def score(self, q: Array, k: Array, v: Array, lengths: Array) -> Array:
+        return self.pooled(last_attention(q, k, lengths).sum(axis=2), lengths, self.pooling)
+
+
+snapkv = rival("snapkv", SnapKVCache)

@@ -10,13 +10,5 @@ from tca_jax.methods.tca import tca
 
 
 def uniform(candidate: int = 4, config: TCAConfig | None = None) -> Method:
-    """The same budgets for every KV head of every layer.
-
-    Args:
-        candidate: Row of `candidate_budgets`, 0 the sparsest; `config.num_candidates` keeps every token.
-        config: Hyperparameters; None for the defaults.
-
-    Raises:
-        ValueError: `candidate` is not a row.
-    """
+    """Row `candidate` of `candidate_budgets` for every KV head: 0 the sparsest, `num_candidates` keeps every token."""
     return dataclasses.replace(tca(candidate, config), name="uniform")

@@ -1,5 +1,7 @@
-"""The block-sparse prefill methods against their oracles: which pairs, and what attention over them gives."""
+"""The block-sparse prefill methods and MInference's search against their oracles in float64."""
 
+import functools
+import itertools
 import json
 
 import jax
@@ -9,27 +11,31 @@ import oracle
 import pytest
 from block_lists import attended
 from cases import poison, qkv
-from sparse_prefill import ORACLES
+from sparse_prefill import ORACLES, minference, vertical_slash
+from tiny import random_prompt, tiny_lm
 
 from tca_jax import methods
 from tca_jax.lab.rivals import xattention
+from tca_jax.lab.rivals.minference import HeadPattern
+from tca_jax.lab.rivals.pattern_search import pattern_scores, search_patterns
 from tca_jax.lab.rivals.ranks import covering, highest
 from tca_jax.methods.base import Heads
 
 LENGTHS = (290, 40, 128)
 HEADS, KV_HEADS, BLOCK = 4, 2, 16
+N = jnp.asarray(LENGTHS, jnp.int32)
 SMALL = {"block_size": BLOCK, "dense_tokens": 48}
 KINDS = [["vertical_slash", 20, 60], ["a_shape", 5, 40], ["block_sparse", 8, 1], ["vertical_slash", 37, 130]]
 
 
-def random_inputs(seed, lengths=LENGTHS, dim=32, scale=1.0):
-    return qkv(seed, len(lengths), max(lengths), HEADS, KV_HEADS, dim, scale)
+def random_inputs(seed, scale=1.0):
+    return qkv(seed, len(LENGTHS), max(LENGTHS), HEADS, KV_HEADS, 32, scale)
 
 
-def structured_inputs(seed, lengths=LENGTHS):
+def structured_inputs(seed):
     """Sinks, columns that all look at, neighbours, a diagonal far back, and topics by block."""
-    n, rng = max(lengths), np.random.default_rng(seed)
-    q, k, v = random_inputs(seed, lengths, 32, 0.5)
+    n, rng = max(LENGTHS), np.random.default_rng(seed)
+    q, k, v = random_inputs(seed, 0.5)
     places = np.arange(n)
     waves = np.stack([f(places * w) for w in (0.05, 0.3, 1.1) for f in (np.cos, np.sin)], axis=1)
     shifted = np.roll(waves, 55, axis=0)
@@ -43,26 +49,20 @@ def structured_inputs(seed, lengths=LENGTHS):
     return q.astype(np.float32), k.astype(np.float32), v
 
 
-CASES = [
-    pytest.param("xattention", {"threshold": 0.7, "stride": 4, **SMALL}, id="xattention"),
-    pytest.param("xattention", {"threshold": 0.5, "stride": 16, **SMALL}, id="xattention, a group a block"),
-    pytest.param("xattention", {"threshold": 0.6, "stride": 4, "chunk": 64, **SMALL}, id="xattention, two chunks"),
-    pytest.param(
-        "xattention", {"threshold": [[0.3, 0.9, 0.6, 0.5]], "stride": 4, "chunk": 0, **SMALL}, id="xattention by heads"
-    ),
-    pytest.param("flexprefill", {"gamma": 0.5, "tau": 0.0, "min_budget": 32, "block_size": BLOCK}, id="flexprefill"),
-    pytest.param(
-        "flexprefill", {"gamma": 0.7, "tau": 9.0, "min_budget": 16, "block_size": BLOCK}, id="all query-aware"
-    ),
-    pytest.param(
-        "flexprefill", {"gamma": 0.8, "tau": 0.45, "min_budget": 16, "block_size": BLOCK}, id="some query-aware"
-    ),
-    pytest.param("minference", {"patterns": [KINDS], "blocks": 3, **SMALL}, id="minference"),
-    pytest.param(
-        "minference", {"patterns": [KINDS[:2] * 2], "scale": 2.0, **SMALL}, id="minference, no block-sparse head"
-    ),
-    pytest.param("minference", {"scale": 0.01, **SMALL}, id="minference by default"),
-]
+FLEX = {"block_size": BLOCK, "min_budget": 16}
+#: Method and options by name.
+CASES = {
+    "xattention": ("xattention", {"threshold": 0.7, "stride": 4, **SMALL}),
+    "xattention, a group a block": ("xattention", {"threshold": 0.5, "stride": 16, **SMALL}),
+    "xattention, two chunks": ("xattention", {"threshold": 0.6, "stride": 4, "chunk": 64, **SMALL}),
+    "xattention by heads": ("xattention", {"threshold": [[0.3, 0.9, 0.6, 0.5]], "stride": 4, "chunk": 0, **SMALL}),
+    "flexprefill": ("flexprefill", {"gamma": 0.5, "tau": 0.0, **FLEX, "min_budget": 32}),
+    "all query-aware": ("flexprefill", {"gamma": 0.7, "tau": 9.0, **FLEX}),
+    "some query-aware": ("flexprefill", {"gamma": 0.8, "tau": 0.45, **FLEX}),
+    "minference": ("minference", {"patterns": [KINDS], "blocks": 3, **SMALL}),
+    "minference, no block-sparse head": ("minference", {"patterns": [KINDS[:2] * 2], "scale": 2.0, **SMALL}),
+    "minference by default": ("minference", {"scale": 0.01, **SMALL}),
+}
 
 
 def expected_mask(name, options, q, k, head):
@@ -80,24 +80,17 @@ def expected_mask(name, options, q, k, head):
     return ORACLES[name](q.astype(np.float64), k.astype(np.float64), block=block, **options)
 
 
-@pytest.mark.parametrize(("name", "options"), CASES)
-def test_a_method_attends_to_what_its_oracle_says(name, options):
-    policy, lengths = methods.get(name, **options).prefill, jnp.asarray(LENGTHS, jnp.int32)
+@pytest.mark.parametrize("case", CASES)
+def test_methods_attend_to_the_oracles_pairs(case):
+    name, options = CASES[case]
+    policy, heads = methods.get(name, **options).prefill, Heads.all(KV_HEADS)
     run = jax.jit(
-        lambda q, k, v, n: (
-            policy.listed(0, Heads.all(k.shape[2]), q, k, n),
-            policy.attend(0, Heads.all(k.shape[2]), q, k, v, n, None, "auto").out,
-        )
+        lambda q, k, v: (policy.listed(0, heads, q, k, N), policy.attend(0, heads, q, k, v, N, None, "auto").out)
     )
     for q, k, v in (random_inputs(3), structured_inputs(3)):
-        padded = [jnp.asarray(poison(x, LENGTHS, 1e3)) for x in (q, k, v)]
-        check(name, options, policy, q, k, v, *run(*padded, lengths))
-
-
-def check(name, options, policy, q, k, v, listed, out):
-    shares = []
-    for row, n in enumerate(LENGTHS):
-        for head in range(HEADS):
+        listed, out = run(*(jnp.asarray(poison(x, LENGTHS, 1e3)) for x in (q, k, v)))
+        shares = []
+        for (row, n), head in itertools.product(enumerate(LENGTHS), range(HEADS)):
             keys, values = (x[row, :n, head // (HEADS // KV_HEADS)] for x in (k, v))
             wanted = expected_mask(name, options, q[row, :n, head], keys, head)
             masks = [attended(*one, row, head, n, block=policy.block_size, tile=policy.block_size) for one in listed]
@@ -109,63 +102,46 @@ def check(name, options, policy, q, k, v, listed, out):
             attention = np.zeros(values.shape)
             attention[some] = oracle.softmax(np.where(wanted, logits, -np.inf)[some]) @ values
             np.testing.assert_allclose(out[row, :n, head], attention, atol=3e-5)
-        assert not np.any(out[row, n:])
-    assert min(shares) < 0.8  # something is left out
-    if policy.dense_tokens >= LENGTHS[1]:
-        assert shares[HEADS : 2 * HEADS] == [1.0] * HEADS
+            assert not np.any(out[row, n:])
+        assert min(shares) < 0.8  # something is left out
+        if policy.dense_tokens >= LENGTHS[1]:
+            assert shares[HEADS : 2 * HEADS] == [1.0] * HEADS
 
 
-@pytest.mark.parametrize(
-    ("length", "chunk"), [(1, 2048), (4096, 4096), (4097, 8192), (16384, 16384), (16385, 8192), (131072, 2048)]
-)
-def test_first_chunks_are_those_of_the_authors_code(length, chunk):
-    assert xattention.first_chunk(jnp.array([length])).tolist() == [chunk]
+def test_first_chunks_are_the_authors():
+    lengths = jnp.array([1, 4096, 4097, 16384, 16385, 131072])
+    assert xattention.first_chunk(lengths).tolist() == [2048, 4096, 8192, 16384, 8192, 2048]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["xattention", "flexprefill", "minference"])
 def test_one_head_after_another_is_the_same(name, monkeypatch):
     q, k, v = map(jnp.asarray, structured_inputs(1))
-    options = dict(next(case.values[1] for case in CASES if case.values[0] == name))
-    policy, lengths = methods.get(name, **options).prefill, jnp.asarray(LENGTHS, jnp.int32)
+    policy = methods.get(name, **CASES[name][1]).prefill
 
     def attend():
-        return jax.jit(lambda *x: policy.attend(0, Heads.all(KV_HEADS), *x, None, "auto"))(q, k, v, lengths)
+        return jax.jit(lambda *x: policy.attend(0, Heads.all(KV_HEADS), *x, N, None, "auto"))(q, k, v)
 
     together = attend()
-    monkeypatch.setattr("tca_jax.methods.block_sparse._MOST_SAMPLED", 0)
-    check_same(attend(), together)
-    monkeypatch.setattr("tca_jax.methods.block_sparse._MOST_BYTES", 0)
-    check_same(attend(), together)
+    for limit in ("_MOST_SAMPLED", "_MOST_BYTES"):
+        monkeypatch.setattr(f"tca_jax.methods.block_sparse.{limit}", 0)
+        found = attend()
+        np.testing.assert_allclose(found.out, together.out, atol=1e-6)
+        np.testing.assert_allclose(found.pairs, together.pairs, rtol=1e-6)
 
 
-def check_same(attended, expected):
-    np.testing.assert_allclose(attended.out, expected.out, atol=1e-6)
-    np.testing.assert_allclose(attended.pairs, expected.pairs, rtol=1e-6)
-
-
-def test_chunks_of_scores_do_not_matter(monkeypatch):
-    q, k, _ = map(jnp.asarray, random_inputs(5))
-    policy, lengths = methods.get("xattention", stride=4, **SMALL).prefill, jnp.asarray(LENGTHS, jnp.int32)
-    whole = policy.listed(0, Heads.all(k.shape[2]), q, k, lengths)
-    for most in (1, 4000):
-        monkeypatch.setattr(xattention, "_MOST_SCORES", most)
-        jax.tree.map(np.testing.assert_array_equal, policy.listed(0, Heads.all(k.shape[2]), q, k, lengths), whole)
-
-
-def test_the_highest_and_the_covering_values_are_those_of_a_sort():
+def test_highest_and_covering_values_are_a_sorts():
     rng = np.random.default_rng(0)
     values = rng.standard_normal((3, 4, 50)).astype(np.float32)
     values[0, 0, ::3], values[1, 1, 5], values[2] = 0.5, np.inf, np.abs(values[2]) / 30
+    values[0, 1:3] = rng.choice(np.array([0, 1e-30, 0.25, 3e30], np.float32), (2, 50))
     among, counts = rng.random((3, 4, 50)) < 0.8, rng.integers(0, 60, (3, 4)).astype(np.int32)
     marked = np.asarray(highest(jnp.asarray(values), jnp.asarray(counts), jnp.asarray(among)))
     shares = rng.dirichlet(np.ones(50), (3, 4)).astype(np.float32)
     shares[0, 0] = 1 / 64  # all tied
     mass = np.array([0.5, -1, 0.9, 0.0], np.float32) * np.ones((3, 1), np.float32)
-    covered = {
-        reach: np.asarray(covering(jnp.asarray(shares), jnp.asarray(mass), jnp.asarray(among), reach=reach))
-        for reach in (True, False)
-    }
+    cover = functools.partial(covering, jnp.asarray(shares), jnp.asarray(mass), jnp.asarray(among))
+    covered = {reach: np.asarray(cover(reach=reach)) for reach in (True, False)}
     for row in np.ndindex(3, 4):
         allowed = np.flatnonzero(among[row])
         order = allowed[np.argsort(-values[row][allowed], kind="stable")]
@@ -176,15 +152,49 @@ def test_the_highest_and_the_covering_values_are_those_of_a_sort():
         assert set(np.flatnonzero(covered[False][row])) == set(order[sums <= mass[row]])
 
 
-PUBLISHED = {
-    "0": ["vertical_and_slash", 30, 800, 0.9],
-    "1": ["stream_llm", 100, 800, 0.8],
-    "2": ["block_sparse", 8, 1, 0.7],
-}
-
-
-def test_published_tables_and_our_own_are_read_alike():
-    published = methods.get("minference", patterns=json.loads(json.dumps([PUBLISHED])))
+def test_published_tables_are_read_as_our_own():
+    heads = ["vertical_and_slash", 30, 800, 0.9], ["stream_llm", 100, 800, 0.8], ["block_sparse", 8, 1, 0.7]
+    by_number = {str(number): list(head) for number, head in enumerate(heads)}
+    published = methods.get("minference", patterns=json.loads(json.dumps([by_number])))
     own = [[["vertical_slash", 30, 800], ["a_shape", 100, 800], ["block_sparse", 8, 1]]]
     assert published == methods.get("minference", patterns=own)
     assert hash(published) == hash(methods.get("minference", patterns=published.prefill.patterns))
+
+
+CANDIDATES = tuple(HeadPattern(*sizes) for sizes in (("a_shape", 7, 60), ("vertical_slash", 40, 55), KINDS[2]))
+
+
+def kept_mass(q, k, candidate, first):
+    """Mass that one head keeps under a candidate of the search, by columns and diagonals as such."""
+    n = len(q)
+    if candidate.kind == "block_sparse":
+        mask = minference(q, k, **candidate._asdict(), block=32, blocks=-(-n // 32) // 8)
+    else:
+        columns, diagonals = set(range(candidate.columns)), set(range(candidate.diagonals + 1))
+        if candidate.kind == "vertical_slash":
+            columns, diagonals = vertical_slash(q, k, candidate.columns, candidate.diagonals, nearest=30)
+        back = np.arange(n)[:, None] - np.arange(n)
+        mask = np.isin(np.arange(n), sorted(columns)) | np.isin(back, sorted(diagonals))
+    return (oracle.probabilities(q, k) * mask).sum(axis=-1)[first:].mean()
+
+
+def test_scores_are_the_mass_a_pattern_keeps():
+    q, k, _ = qkv(0, 1, 290, HEADS, KV_HEADS, 16)
+    run = jax.jit(pattern_scores, static_argnums=(3, 4))
+    scores = run(jnp.asarray(q), jnp.asarray(k), jnp.array([270]), CANDIDATES, 130)
+    for head in range(HEADS):
+        queries, keys = (x[0, :270, h].astype(np.float64) for x, h in ((q, head), (k, head // 2)))
+        expected = [kept_mass(queries, keys, candidate, 130) for candidate in CANDIDATES]
+        np.testing.assert_allclose(scores[0, head], expected, atol=1e-4)
+
+
+def test_a_search_finds_the_best_candidates():
+    lm, steps, everything = tiny_lm(), [], HeadPattern("a_shape", 200, 200)
+    options = {"candidates": (*CANDIDATES, everything), "first_query": 100, "progress": lambda *x: steps.append(x)}
+    found = search_patterns(lm, random_prompt(0, 180), **options)
+    assert steps == [(0, 2), (1, 2), (2, 2)]
+    assert [[entry[:3] for entry in layer] for layer in found] == [[[*everything]] * 4] * 2
+    np.testing.assert_allclose([[entry[3] for entry in layer] for layer in found], 1, atol=1e-5)
+    method = methods.get("minference", patterns=json.loads(json.dumps(found)))
+    assert method.prefill.patterns == ((everything,) * 4,) * 2
+    assert lm.with_method(method).method is method

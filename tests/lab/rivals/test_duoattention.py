@@ -9,7 +9,6 @@ from tca_jax import methods
 from tca_jax.lab.rivals.duoattention import load_gates
 
 B, W = 8, 16
-GEOMETRY = {"block_size": B, "window": W}
 GATES = [[0.9, 0.1], [0.2, 0.8]]
 
 
@@ -21,9 +20,9 @@ def rule(layer, head, position):
 
 
 @pytest.mark.parametrize("prompt", [5, 71])
-def test_heads_see_what_their_kind_sees_in_the_prompt_and_while_decoding(prompt):
+def test_heads_see_what_their_kind_sees(prompt):
     lm, ids = tiny_lm(), random_prompt(prompt, prompt)
-    model = lm.with_method("duoattention", gates=GATES, sinks=3, **GEOMETRY)
+    model = lm.with_method("duoattention", gates=GATES, sinks=3, block_size=B, window=W)
     out = tca_jax.generate(model, ids, max_new_tokens=30, stop_token_ids=())
     assert out.tokens == [masked_greedy(lm, ids, 30, rule)]
     seen = [len(rule(layer, head, prompt + 28)) for layer in range(2) for head in range(2)]
@@ -31,18 +30,14 @@ def test_heads_see_what_their_kind_sees_in_the_prompt_and_while_decoding(prompt)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.72, 1.0])
-def test_the_highest_gates_are_retrieval_heads_as_the_published_threshold_picks_them(share):
+def test_the_highest_gates_are_retrieval_heads(share):
     gates = np.random.default_rng(0).uniform(-0.1, 1.1, (5, 8))
-    cache = methods.get("duoattention", gates=gates, share=share).cache
-    retrieval = np.array(cache.retrieval)
+    retrieval = np.array(methods.get("duoattention", gates=gates, share=share).cache.retrieval)
     assert retrieval.sum() == round(share * 40)
     clipped = np.clip(gates, 0, 1)
     assert clipped[retrieval].min() >= clipped[~retrieval].max(initial=0)
-
-
-def test_gates_that_tie_go_by_layer_and_head():
-    cache = methods.get("duoattention", gates=[[1, 1, 0], [2, 1, 1]], share=0.5).cache
-    assert cache.retrieval == ((True, True, False), (True, False, False))
+    tied = methods.get("duoattention", gates=[[1, 1, 0], [2, 1, 1]], share=0.5).cache
+    assert tied.retrieval == ((True, True, False), (True, False, False))
 
 
 def test_published_gates_load(tmp_path):
@@ -51,6 +46,10 @@ def test_published_gates_load(tmp_path):
     np.savetxt(path, gates, delimiter="\t")
     np.testing.assert_array_equal(load_gates(path), gates)
     assert methods.get("duoattention", gates=path) == methods.get("duoattention", gates=gates)
+    for text in ("1\t2\nx\t3\n", "1\t2\n3\n", "\n"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"heads\.tsv: must hold rows of one length, of numbers with tabs between"):
+            load_gates(path)
 
 
 def test_capacities_of_streaming_heads_are_the_sinks():
@@ -58,19 +57,3 @@ def test_capacities_of_streaming_heads_are_the_sinks():
     assert cache.capacities(0, 4096) == (4096 - 256, 128)
     assert cache.growth(1, 4096, 256) == (128, 256)
     assert cache.growth(0, 100, 100) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("1\t2\nx\t3\n", r"heads.tsv: must hold numbers with tabs between: .*'x"),
-        ("1\t2\n3\n", r"heads.tsv: must hold rows of one length, has rows of \[1, 2\]"),
-        ("\n", r"heads.tsv: must hold rows of one length, has rows of nothing"),
-        ("1\tnan\n", r"gates\[0, 1\] = nan: must be finite"),
-    ],
-)
-def test_a_file_that_holds_no_gates_is_named(tmp_path, text, message):
-    path = tmp_path / "heads.tsv"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        methods.get("duoattention", gates=str(path))

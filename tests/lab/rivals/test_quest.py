@@ -58,7 +58,7 @@ def feed(policy, shared, cache, new, first, prompt_lengths):
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("samples", [1, 2], ids=["one cache", "rows that share what was read"])
 @pytest.mark.parametrize("pages", [1, 3])
-def test_steps_attend_to_the_pages_that_the_rule_names(group, samples, pages):
+def test_steps_attend_to_the_rules_pages(group, samples, pages):
     lengths, steps, rng = (61, 44), 26, np.random.default_rng(group + samples)
     rows = len(lengths) * samples
     shapes = [(rows, 64 + steps, heads, D) for heads in (2 * group, 2, 2)]
@@ -68,46 +68,38 @@ def test_steps_attend_to_the_pages_that_the_rule_names(group, samples, pages):
     policy = QuestCache(W + pages * B, 0, W, B)
     method, n = methods.Method("quest", methods.get("full").prefill, policy), jnp.array(lengths, jnp.int32)
     layout = CacheLayout.plan(policy, 1, 2, len(lengths), 64, steps if samples == 1 else 0)
-    prompts = [jnp.asarray(x[::samples, :64]) for x in (q, k, v)]
-    shared, cache = None, read_layer(method, layout, n, prompts)[1]
+    shared, cache = None, read_layer(method, layout, n, [jnp.asarray(x[::samples, :64]) for x in (q, k, v)])[1]
     starts = np.repeat(lengths, samples)
-    if samples > 1:
-        following = CacheLayout.plan_following(policy, 1, 2, rows, 64, steps)
-        shared, cache = shared_and_own(cache, following, jnp.asarray(starts, jnp.int32))
-    new = [np.stack([x[row, 64 : 64 + steps] for row in range(rows)]) for x in (q, k, v)]
     first = jnp.asarray(starts, jnp.int32)
+    if samples > 1:
+        shared, cache = shared_and_own(cache, CacheLayout.plan_following(policy, 1, 2, rows, 64, steps), first)
+    new = [x[:, 64:] for x in (q, k, v)]
     out = np.asarray(feed(policy, shared, cache, [jnp.asarray(x) for x in new], first, first))
-    for row, t in np.ndindex(rows, steps):
-        at = starts[row]
-        ks, vs = (
-            np.concatenate([x[row, :at], y[row, : t + 1]]).astype(np.float64) for x, y in ((k, new[1]), (v, new[2]))
+    for row, t, head in np.ndindex(rows, steps, 2):
+        at, group_of = starts[row], slice(head * group, (head + 1) * group)
+        keys, values = (
+            np.concatenate([x[row, :at, head], y[row, : t + 1, head]]).astype(np.float64)
+            for x, y in ((k, new[1]), (v, new[2]))
         )
-        for head in range(2):
-            queries = new[0][row, t, head * group : (head + 1) * group].astype(np.float64)
-            wanted = attention_of_step(queries, ks[:, head], vs[:, head], pages, at + t)
-            np.testing.assert_allclose(out[t, row, head * group : (head + 1) * group], wanted, atol=2e-5)
-
-
-@pytest.fixture(scope="module")
-def lm():
-    return tiny_lm()
+        wanted = attention_of_step(new[0][row, t, group_of].astype(np.float64), keys, values, pages, at + t)
+        np.testing.assert_allclose(out[t, row, group_of], wanted, atol=2e-5)
 
 
 @pytest.mark.slow
-def test_a_budget_of_all_and_dense_layers_are_full_attention(lm):
-    ids, options = random_prompt(0, 90), {"max_new_tokens": 30, "stop_token_ids": ()}
-    expected = tca_jax.generate(lm, ids, **options).tokens
+def test_all_pages_or_dense_layers_are_full_attention():
+    lm, ids = tiny_lm(), random_prompt(0, 90)
+
+    def answer(model):
+        return tca_jax.generate(model, ids, max_new_tokens=30, stop_token_ids=())
+
+    budgets = {"all": (200, 0), "dense layers": (24, 2), "few": (24, 0)}
     sizes = {"window": W, "block_size": B}
-    assert (
-        tca_jax.generate(lm.with_method("quest", budget=200, dense_layers=0, **sizes), ids, **options).tokens
-        == expected
-    )
-    assert (
-        tca_jax.generate(lm.with_method("quest", budget=24, dense_layers=2, **sizes), ids, **options).tokens == expected
-    )
-    few = tca_jax.generate(lm.with_method("quest", budget=24, dense_layers=0, **sizes), ids, **options)
-    assert few.tokens != expected
-    assert few.stats.kept_share == 1
+    found = {
+        name: answer(lm.with_method("quest", budget=budget, dense_layers=layers, **sizes))
+        for name, (budget, layers) in budgets.items()
+    }
+    assert found["all"].tokens == found["dense layers"].tokens == answer(lm).tokens != found["few"].tokens
+    assert found["few"].stats.kept_share == 1
 
 
 class AskingAnew(QuestCache):
@@ -118,15 +110,12 @@ class AskingAnew(QuestCache):
 
 
 @pytest.mark.slow
-def test_what_steps_know_of_a_cache_is_true_in_ragged_batches(lm):
-    prompts = [random_prompt(seed, length) for seed, length in enumerate((90, 61, 77))]
-    answers = []
+def test_bounds_of_earlier_steps_stay_true():
+    lm, prompts, answers = tiny_lm(), [random_prompt(seed, length) for seed, length in enumerate((90, 61, 77))], []
     for kind in (QuestCache, AskingAnew):
-        method = methods.Method("quest", methods.get("full").prefill, kind(W + B, 0, W, B))
-        model = lm.with_method(method)
+        model = lm.with_method(methods.Method("quest", methods.get("full").prefill, kind(W + B, 0, W, B)))
         options = {"max_new_tokens": 40, "stop_token_ids": ()}
         together = tca_jax.generate(model, prompts, **options).tokens
         context = tca_jax.prefill(model, prompts[0])
-        behind = tca_jax.generate(model, prompts[1:], context=context, **options).tokens
-        answers.append((together, behind))
+        answers.append((together, tca_jax.generate(model, prompts[1:], context=context, **options).tokens))
     assert answers[0] == answers[1]
