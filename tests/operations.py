@@ -68,14 +68,10 @@ def packed(operands, kept_columns):
 
 
 def call(operation, dtype=jnp.bfloat16, shapes=(), columns=False, *, function, **sizes):
-    """A call without data: a function of shapes, and these.
+    """A call without data: a function of shapes, and these; `sizes` are dimensions and static options.
 
-    Args:
-        dtype: Of the floating-point operands, or of some by their names.
-        shapes: Of some operands, in place of those that follow from the sizes.
-        columns: Whether block-sparse attention has columns; tiles then share their lists.
-        function: The implementation.
-        sizes: Dimensions and static options; what is left out is usual.
+    `dtype` is that of floating-point operands, or of some by name; `shapes` replace those that follow from the sizes.
+    With `columns`, tiles share the lists of block-sparse attention.
     """
     names, _, options = OPERATIONS[operation]
     b = sizes.get("block_size", 128)

@@ -185,26 +185,6 @@ def test_slopes_of_texts_follow_the_loss(lm, monkeypatch, more):
     assert np.abs(found).max() > 0.02
 
 
-@pytest.mark.integration
-def test_programs_compile_once_for_a_bucket():
-    compiled = []
-
-    def listen(event, duration, **kwargs):
-        if event.endswith("backend_compile_duration"):
-            compiled.append(str(kwargs.get("fun_name")))
-
-    lm = make_lm(layers=3)
-    losses = losses_of(lm, texts=[random_ids(length).tolist() for length in (329, 333)])
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        for more in (np.zeros((3, 2), bool), np.ones((3, 2), bool)):
-            losses.of(more)
-            losses.slopes(more)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert sum("read_layer" in one for one in compiled) == sum("_gated_slopes" in one for one in compiled) == 1
-
-
 # --- losses of probes ------------------------------------------------------------------------------
 
 DENSE = CONFIG.num_candidates
