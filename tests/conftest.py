@@ -70,7 +70,6 @@ INTEGRATION = (
     "lab/test_equal_bytes.py",
     "methods/test_all_methods.py",
     "methods/test_members.py",
-    "models/test_sharded_loading.py",
     "pallas_kernels/test_transforms.py",
     "reliability",
     "serve/test_constraints.py",

@@ -1,4 +1,4 @@
-"""Decoders whose weights NumPy draws: JAX compiles a program for each shape that it draws."""
+"""Decoders whose weights NumPy draws, since JAX compiles a program for each shape that it draws."""
 
 from __future__ import annotations
 
@@ -26,3 +26,7 @@ def random_decoder(
     graphdef, state = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(seed)
     return nnx.merge(graphdef, jax.tree.map(lambda x: jnp.asarray(draw(rng, x.shape), x.dtype), state))
+
+
+def assert_equal_weights(a: Decoder, b: Decoder) -> None:
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(a), nnx.state(b))

@@ -1,12 +1,9 @@
-"""Tiny configs of every family and RoPE type, and an exact attention with a plain cache."""
+"""Tiny configs of every family and RoPE type."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from tca_jax.models.config import ModelConfig
@@ -39,10 +36,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def config_entries() -> Callable[..., dict[str, Any]]:
+def config_entries():
     """Entries of a tiny config.json as transformers 4.x wrote it: `(family, rope type, **changes)`."""
 
-    def make(family: str = "llama", rope_type: str = "default", **changes: Any) -> dict[str, Any]:
+    def make(family="llama", rope_type="default", **changes):
         scaling = ROPE_SCALING[rope_type]
         entries = {
             "model_type": family,
@@ -65,29 +62,7 @@ def config_entries() -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
-def cached_attention() -> Callable[..., Callable[..., Any]]:
-    """Exact attention over caches `(k, v)` of `[B, S, H_kv, d]`, given `(positions [B, L], valid [B, L])`."""
-
-    def make(positions: jax.Array, valid: jax.Array) -> Callable[..., Any]:
-        def attention(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, state: Any) -> Any:
-            rows, size = jnp.arange(len(q))[:, None], state[0].shape[1]
-            slots = jnp.where(valid, positions, size)  # padding is dropped
-            keys = state[0].at[rows, slots].set(k, mode="drop")
-            values = state[1].at[rows, slots].set(v, mode="drop")
-            grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-            exact = {"precision": jax.lax.Precision.HIGHEST}
-            scores = jnp.einsum("blhgd,bshd->bhgls", grouped, keys, **exact) / q.shape[-1] ** 0.5
-            visible = jnp.arange(size) <= positions[:, :, None]
-            weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf))
-            return jnp.einsum("bhgls,bshd->blhgd", weights, values, **exact).reshape(q.shape), (keys, values)
-
-        return attention
-
-    return make
-
-
-@pytest.fixture
-def four_kv_heads(config_entries: Callable[..., dict[str, Any]]) -> ModelConfig:
-    """Every kind of parameter but the QK norm, for meshes; a vocabulary that no number of devices divides."""
+def config(config_entries):
+    """Every kind of parameter but the QK norm; four KV heads, and a vocabulary that no number of devices divides."""
     entries = config_entries("llama", attention_bias=True, mlp_bias=True, num_attention_heads=8, num_key_value_heads=4)
     return ModelConfig.from_hf(entries)

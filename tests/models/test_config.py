@@ -1,22 +1,19 @@
-"""ModelConfig reads both spellings of config.json as transformers does, and refuses what is not supported."""
+"""ModelConfig and RopeConfig read config.json as transformers does; what is not supported is named."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tca_jax.models.config import FAMILIES, ModelConfig, read_config
-from tca_jax.models.rope import ROPE_TYPES, RopeConfig
+from tca_jax.models.rope import ROPE_TYPES, RopeConfig, rope_cos_sin
 
 
-def newer_spelling(entries: dict[str, Any]) -> dict[str, Any]:
+def newer_spelling(entries):
     """The same config.json as transformers 5 writes it."""
     newer = dict(entries)
     scaling = newer.pop("rope_scaling") or {"rope_type": "default"}
@@ -27,28 +24,20 @@ def newer_spelling(entries: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rope_type", ROPE_TYPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_both_spellings_read_the_same(family: str, rope_type: str, config_entries: Any) -> None:
+def test_all_spellings_read_the_same(family, rope_type, config_entries):
     from transformers import AutoConfig
 
     older = config_entries(family, rope_type)
     config = ModelConfig.from_hf(older)
-    assert config.rope.type == rope_type
-    assert config.rope.theta == 50_000.0
-    assert ModelConfig.from_hf(newer_spelling(older)) == config
-    assert ModelConfig.from_hf(AutoConfig.for_model(**older)) == config
-    assert ModelConfig.from_hf(AutoConfig.for_model(**newer_spelling(older))) == config
-
-
-@pytest.mark.parametrize("rope_type", ROPE_TYPES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_written_entries_read_back_equal(family: str, rope_type: str, config_entries: Any) -> None:
-    config = ModelConfig.from_hf(config_entries(family, rope_type))
-    assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
-    assert hash(config) == hash(dataclasses.replace(config))
+    assert (config.rope.type, config.rope.theta) == (rope_type, 50_000.0)
+    written = json.loads(json.dumps(config.to_hf()))
+    objects = (AutoConfig.for_model(**entries) for entries in (older, newer_spelling(older)))
+    for entries in (newer_spelling(older), written, *objects):
+        assert ModelConfig.from_hf(entries) == config
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_absent_entries_have_the_defaults_of_transformers(family: str, config_entries: Any) -> None:
+def test_absent_entries_have_the_defaults_of_transformers(family, config_entries):
     from transformers import AutoConfig
 
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -64,116 +53,141 @@ def test_absent_entries_have_the_defaults_of_transformers(family: str, config_en
     assert config.rope == RopeConfig(theta=reference.rope_parameters["rope_theta"])
 
 
-def test_families_differ_in_biases_and_norms(config_entries: Any) -> None:
-    asked = {"attention_bias": True, "mlp_bias": True}
-    plain = {family: ModelConfig.from_hf(config_entries(family)) for family in FAMILIES}
-    biased = {family: ModelConfig.from_hf(config_entries(family, **asked)) for family in FAMILIES}
-
-    def options(config: ModelConfig) -> tuple[bool, ...]:
-        return config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm
-
-    assert options(plain["llama"]) == (False, False, False, False)
-    assert options(biased["llama"]) == (True, True, True, False)
-    assert options(plain["qwen2"]) == options(biased["qwen2"]) == (True, False, False, False)
-    assert options(plain["qwen3"]) == (False, False, False, True)
-    assert options(biased["qwen3"]) == (True, True, False, True)
-
-
-def test_scaling_widens_the_context(config_entries: Any) -> None:
+def test_scaling_widens_the_context(config_entries):
     reach = {name: ModelConfig.from_hf(config_entries("llama", name)).max_context for name in ROPE_TYPES}
     assert reach == {"default": 32, "linear": 80, "dynamic": 64, "llama3": 32, "yarn": 128}
     stretched = config_entries("llama", "yarn", max_position_embeddings=128)
     assert ModelConfig.from_hf(stretched).max_context == 128
-
-
-def test_the_outer_original_length_wins(config_entries: Any) -> None:
-    entries = config_entries("llama", "yarn", original_max_position_embeddings=8)
-    assert ModelConfig.from_hf(entries).rope.original_max_positions == 8
+    outer = config_entries("llama", "yarn", original_max_position_embeddings=8)
+    assert ModelConfig.from_hf(outer).rope.original_max_positions == 8
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("llama", {"model_type": "mistral"}, r"model_type 'mistral' is not supported: .*'llama', 'qwen2', 'qwen3'"),
-        ("llama", {"model_type": ["llama"]}, r"model_type \['llama'\] is not supported"),
-        ("llama", {"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \('gptq'\)"),
-        ("llama", {"hidden_act": "gelu"}, r"config\['hidden_act'\] = 'gelu': must be 'silu'"),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "max_window_layers": 1},
-            r"= None: must be 'full_attention'",
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, r"= None: must be 'full_attention'"),
+        ("qwen3", {"layer_types": ["sliding_attention", "full_attention"]}, r"'full_attention' for every layer"),
+        *(
+            ("llama", changes, message)
+            for changes, message in [
+                ({"model_type": "mistral"}, r"model_type 'mistral' is not supported: .*'llama', 'qwen2', 'qwen3'"),
+                ({"model_type": ["llama"]}, r"model_type \['llama'\] is not supported"),
+                ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \('gptq'\)"),
+                ({"dual_chunk_attention_config": {"chunk_size": 8}}, r"must be removed"),
+                ({"hidden_act": "gelu"}, r"config\['hidden_act'\] = 'gelu': must be 'silu'"),
+                ({"vocab_size": None}, r"config\['vocab_size'\] is missing"),
+                ({"hidden_size": "32"}, r"config\['hidden_size'\] = '32': must be an integer >= 1"),
+                ({"vocab_size": 10**12}, r"config\['vocab_size'\] = 1000000000000: must be an integer"),
+                ({"num_key_value_heads": 3}, r"num_heads = 4 must be a multiple of num_kv_heads = 3"),
+                ({"head_dim": 7}, r"head_dim = 7 must be even"),
+                ({"tie_word_embeddings": "yes"}, r"config\['tie_word_embeddings'\] = 'yes'"),
+                ({"torch_dtype": "float8_e4m3fn"}, r"config\['torch_dtype'\] = 'float8_e4m3fn': must be one of"),
+                ({"partial_rotary_factor": 0.25}, r"\['partial_rotary_factor'\] = 0\.25: must be 1"),
+                ({"rms_norm_eps": 10**400}, r"config\['rms_norm_eps'\] = 1000+: must be a positive number"),
+                ({"rope_scaling": "yarn"}, r"config\['rope_scaling'\] = 'yarn': must be an object"),
+                ({"rope_theta": math.nan}, r"rope_parameters\['rope_theta'\] = nan: must be a positive number"),
+                ({"rope_scaling": {"type": "linear", "factor": 1e12}}, r"stretches the context to 32000000000000"),
+            ]
         ),
-        (
-            "qwen3",
-            {"layer_types": ["sliding_attention", "full_attention"]},
-            r"must be 'full_attention' for every layer",
-        ),
-        ("llama", {"vocab_size": None}, r"config\['vocab_size'\] is missing"),
-        ("llama", {"hidden_size": "32"}, r"config\['hidden_size'\] = '32': must be an integer >= 1"),
-        ("llama", {"vocab_size": 10**12}, r"config\['vocab_size'\] = 1000000000000: must be an integer"),
-        ("llama", {"num_key_value_heads": 3}, r"num_heads = 4 must be a multiple of num_kv_heads = 3"),
-        ("llama", {"head_dim": 7}, r"head_dim = 7 must be even"),
-        ("llama", {"tie_word_embeddings": "yes"}, r"config\['tie_word_embeddings'\] = 'yes'"),
-        ("llama", {"torch_dtype": "float8_e4m3fn"}, r"config\['torch_dtype'\] = 'float8_e4m3fn': must be one of"),
-        ("llama", {"partial_rotary_factor": 0.25}, r"\['partial_rotary_factor'\] = 0\.25: must be 1"),
-        ("llama", {"rms_norm_eps": math.nan}, r"config\['rms_norm_eps'\] = nan: must be a positive number"),
-        ("llama", {"rms_norm_eps": 10**400}, r"config\['rms_norm_eps'\] = 1000+: must be a positive number"),
-        ("llama", {"rope_scaling": "yarn"}, r"config\['rope_scaling'\] = 'yarn': must be an object"),
-        ("llama", {"rope_theta": math.nan}, r"rope_parameters\['rope_theta'\] = nan: must be a positive number"),
-        (
-            "llama",
-            {"rope_scaling": {"type": "linear", "factor": 1e12}},
-            r"stretches the context to 32000000000000",
-        ),
-        ("llama", {"rope_scaling": {"type": "linear"}}, r"rope_parameters\['factor'\] is missing"),
-        ("llama", {"rope_scaling": {"type": "longrope"}}, r"RoPE .*longrope.* is not supported"),
     ],
 )
-def test_unsupported_options_are_named(family: str, changes: dict[str, Any], message: str, config_entries: Any) -> None:
+def test_unsupported_options_are_named(family, changes, message, config_entries):
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_hf(config_entries(family) | changes)
 
 
 @pytest.mark.parametrize("changes", [{"use_sliding_window": True}, {"max_window_layers": 1}])
-def test_an_unused_sliding_window_is_read(changes: dict[str, Any], config_entries: Any) -> None:
+def test_an_unused_sliding_window_is_read(changes, config_entries):
     assert ModelConfig.from_hf(config_entries("qwen2") | changes).family == "qwen2"
 
 
-def test_read_config_names_the_file(tmp_path: Path, config_entries: Any) -> None:
+def test_read_config_names_the_file(tmp_path, config_entries):
     with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
         read_config(tmp_path)
-    for text, message in (
-        ("{", "is not valid JSON"),
-        ("[1]", "holds a list: must be a JSON object"),
-        ("[" * 100_000, "is not valid JSON"),
-        (json.dumps(config_entries(hidden_act="relu")), r"config\['hidden_act'\] = 'relu'"),
-        (json.dumps(config_entries(rms_norm_eps=math.nan)), r"config\['rms_norm_eps'\] = nan"),
+    for content, message in (
+        (b"{", "is not valid JSON"),
+        (b'{"model_type": "\xff"}', "is not valid JSON"),
+        (b"[" * 100_000, "is not valid JSON"),
+        (b"[1]", "holds a list: must be a JSON object"),
+        (json.dumps(config_entries(hidden_act="relu")).encode(), r"config\['hidden_act'\] = 'relu'"),
+        (json.dumps(config_entries(rms_norm_eps=math.nan)).encode(), r"config\['rms_norm_eps'\] = nan"),
     ):
-        (tmp_path / "config.json").write_text(text)
+        (tmp_path / "config.json").write_bytes(content)
         with pytest.raises(ValueError, match=rf"config\.json.*{message}"):
             read_config(tmp_path)
-    (tmp_path / "config.json").write_bytes(b'{"model_type": "\xff"}')
-    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
-        read_config(tmp_path)
 
 
-@pytest.mark.integration
-def test_config_objects_need_no_torch(config_entries: Any) -> None:
-    script = f"""
-import importlib.abc, importlib.util, sys
+# --- RoPE -----------------------------------------------------------------------------------------
 
-find_spec = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name == "torch" else find_spec(name, *rest)
+HEAD_DIM = 64
+MAX_POSITIONS = 8192
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
+PARAMETERS = {
+    "default": {},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "llama3": LLAMA3,
+    "llama3 with a narrow band": LLAMA3 | {"low_freq_factor": 2.0, "high_freq_factor": 3.0, "factor": 32.0},
+    "yarn": YARN,
+    "yarn with an attention factor": YARN | {"attention_factor": 0.7},
+    "yarn with mscale": YARN | {"mscale": 0.9, "mscale_all_dim": 0.4},
+    "yarn with only mscale": YARN | {"mscale": 0.9},
+    "yarn without truncation": YARN | {"truncate": False, "beta_fast": 20.0, "beta_slow": 2.0},
+    "yarn whose ramp has no width": YARN | {"beta_fast": 1.0, "truncate": False},
+    "yarn without a factor": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 2048},
+    "yarn without an original length": {"rope_type": "yarn", "factor": 2.0},
+}
 
-class NoTorch(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "torch":
-            raise ModuleNotFoundError(name)
 
-sys.meta_path.insert(0, NoTorch())
-from transformers import AutoConfig
-from tca_jax.models.config import ModelConfig
-assert ModelConfig.from_hf(AutoConfig.for_model(**{config_entries("qwen3", "yarn")!r})).rope.type == "yarn"
-assert "torch" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)
+def read(parameters, theta=10_000.0):
+    return RopeConfig.from_hf(parameters | {"rope_theta": theta}, max_positions=MAX_POSITIONS)
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 1_000_000.0])
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_angles_equal_transformers(name, theta):
+    torch = pytest.importorskip("torch", reason="parity is measured against the torch models of transformers")
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    sizes = {"hidden_size": 4 * HEAD_DIM, "num_attention_heads": 4, "max_position_embeddings": MAX_POSITIONS}
+    reference = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=PARAMETERS[name] | {"rope_theta": theta}))
+    positions = np.array([[0, 1, 2, 63, 1000, 8191], [5, 5, 5, 5, 5, 5]], np.int32)
+    cos, sin = rope_cos_sin(jnp.asarray(positions), HEAD_DIM, read(PARAMETERS[name], theta))
+    expected = reference(torch.zeros(1), torch.tensor(positions))
+    for ours, theirs in zip((cos, sin), expected, strict=True):
+        assert ours.dtype == jnp.float32
+        np.testing.assert_allclose(ours, theirs[..., : HEAD_DIM // 2], atol=2e-5)
+        np.testing.assert_array_equal(theirs[..., : HEAD_DIM // 2], theirs[..., HEAD_DIM // 2 :])
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_hugging_face_entries_survive_a_round_trip(name):
+    rope = read(PARAMETERS[name])
+    assert RopeConfig.from_hf(rope.to_hf() | {"rope_theta": rope.theta}, max_positions=MAX_POSITIONS) == rope
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"rope_type": "llama3", "factor": 8.0}, r"rope_parameters\['low_freq_factor'\] is missing"),
+        ({"rope_type": "linear", "factor": "4"}, r"rope_parameters\['factor'\] = '4': must be a positive number"),
+        (LLAMA3 | {"low_freq_factor": 4.0}, r"\['low_freq_factor'\] = 4\.0: must be below high_freq_factor = 4"),
+        (YARN | {"rope_theta": 1}, r"\['rope_theta'\] = 1: must be a number of float32, above 1 for YaRN"),
+        ({"rope_theta": 1e308}, r"\['rope_theta'\] = 1e\+308: must be a number of float32"),
+        ({"rope_type": "linear", "factor": 1e308}, r"RoPE .* is not supported: numbers must fit into float32"),
+        (YARN | {"truncate": "no"}, r"rope_parameters\['truncate'\] = 'no': must be true or false"),
+        ({"rope_type": "longrope"}, r"RoPE .*longrope.* is not supported"),
+        ({"full_attention": {"rope_type": "default"}}, r"RoPE .*full_attention.* is not supported"),
+    ],
+)
+def test_unsupported_rope_is_named(parameters, message):
+    with pytest.raises(ValueError, match=message):
+        RopeConfig.from_hf(parameters, max_positions=MAX_POSITIONS)

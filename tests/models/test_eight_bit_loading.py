@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from random_decoders import random_decoder
+from random_decoders import assert_equal_weights, random_decoder
 from safetensors.numpy import load_file, save_file
 
 import tca_jax
-from tca_jax.models.config import ModelConfig, read_config
-from tca_jax.models.decoder import Decoder
+from tca_jax.models.config import read_config
 from tca_jax.models.fingerprint import fingerprint
 from tca_jax.models.names import parameters
 from tca_jax.models.params import load_checkpoint, load_decoder, save_decoder
 from tca_jax.models.projections import quantize
-from tca_jax.models.stored_quantization import StoredQuantization, mapped_codes
+from tca_jax.models.stored_quantization import StoredQuantization
 
 CODES = jnp.dtype(jnp.float8_e4m3fn)
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -45,23 +41,20 @@ FORMATS = {
 }
 
 
-@pytest.fixture
-def config(four_kv_heads: ModelConfig) -> ModelConfig:
-    return four_kv_heads
-
-
-def make(config: ModelConfig) -> Decoder:
+def make(config):
     """A model without zeros, whose output channels differ in size."""
 
-    def draw(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    def draw(rng, shape):
         sizes = 0.2 * 2.0 ** rng.uniform(-3, 1, shape[1:])
         return rng.standard_normal(shape) * (sizes if len(shape) > 1 else 1)
 
     return random_decoder(config, draw)
 
 
-def publish(folder: Path, config: ModelConfig, kind: str) -> dict[str, np.ndarray]:
-    """Makes a checkpoint in eight bits as others publish them; returns its tensors as float32 numbers."""
+def publish(folder, config, kind, changes=()):
+    """Makes a checkpoint in eight bits as others publish them; returns its tensors as float32 numbers.
+
+    `changes` replace tensors; None removes one."""
     save_decoder(folder, make(config), jnp.float32)
     tensors, numbers = {}, {}
     for name, value in load_file(folder / "model.safetensors").items():
@@ -80,25 +73,14 @@ def publish(folder: Path, config: ModelConfig, kind: str) -> dict[str, np.ndarra
         suffix = "_scale_inv" if kind == "block" else "_scale"
         tensors[name + suffix] = np.asarray(scale[0, 0]) if kind == "tensor" else scale
     tensors["model.layers.0.self_attn.k_scale"] = np.ones(1, np.float32)  # of a cache: not ours
+    tensors = {name: tensor for name, tensor in (tensors | dict(changes)).items() if tensor is not None}
     save_file(tensors, folder / "model.safetensors")
-    change_config(folder, quantization_config=FORMATS[kind])
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": FORMATS[kind]}))
     return numbers
 
 
-def change_config(folder: Path, **entries: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
-
-
-def dense(folder: Path, config: ModelConfig, numbers: dict[str, np.ndarray]) -> Decoder:
-    """The decoder of a checkpoint's numbers in 32 bits."""
-    folder.mkdir()
-    save_decoder(folder, make(config), jnp.float32)
-    save_file(numbers, folder / "model.safetensors")
-    return load_decoder(folder, config, jnp.float32)
-
-
-def kernels(decoder: Decoder) -> dict[Any, np.ndarray]:
+def kernels(decoder):
     """Every kernel `[in, *out]` by its path; those of eight bits as the numbers that they stand for."""
     values = {parameter.path: np.asarray(parameter.variable[...], np.float32) for parameter in parameters(decoder)}
     found = {path[:-1]: value for path, value in values.items() if path[-1] == "kernel" and "layers" in path}
@@ -107,43 +89,44 @@ def kernels(decoder: Decoder) -> dict[Any, np.ndarray]:
     return found
 
 
-def assert_equal_weights(a: Decoder, b: Decoder) -> None:
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(a), nnx.state(b))
+def rounded(kernel):
+    """A kernel in e4m3, with a scale for each output channel."""
+    codes, scale = quantize(jnp.moveaxis(jnp.asarray(kernel), 0, -1))
+    return np.moveaxis(np.asarray(codes, np.float32) * np.asarray(scale)[..., None], -1, 0)
 
 
-def test_kernels_are_quantized_by_output_channel(config: ModelConfig, tmp_path: Path) -> None:
+def test_kernels_are_quantized_by_output_channel(config, tmp_path):
     save_decoder(tmp_path, make(config), jnp.bfloat16)
     wide = load_decoder(tmp_path, config, jnp.float32)
     loaded = load_checkpoint(tmp_path, config, jnp.bfloat16, weights="fp8")
     assert loaded.fingerprint == fingerprint(wide)  # profiles of the model in 16 bits are its own
+    found = kernels(loaded.decoder)
     for path, kernel in kernels(wide).items():
-        codes, scale = quantize(jnp.moveaxis(kernel, 0, -1))
-        expected = np.asarray(codes, np.float32) * np.asarray(scale)[..., None]
-        np.testing.assert_allclose(np.moveaxis(kernels(loaded.decoder)[path], 0, -1), expected, rtol=1e-6)
+        np.testing.assert_allclose(found[path], rounded(kernel), rtol=1e-6)
     for parameter in parameters(loaded.decoder):
         if parameter.path[-1] not in ("codes", "scale") or "norm" in str(parameter.path):
             assert parameter.variable[...].dtype == jnp.bfloat16, parameter.path
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_published_codes_are_dequantized(kind: str, config: ModelConfig, tmp_path: Path) -> None:
+def test_published_codes_are_dequantized(kind, config, tmp_path):
     numbers = publish(tmp_path, config, kind)
     assert read_config(tmp_path) == config
-    reference = dense(tmp_path / "dense", config, numbers)
-    loaded = load_checkpoint(tmp_path, config, jnp.float32)
+    save_decoder(tmp_path / "dense", make(config), jnp.float32)
+    save_file(numbers, tmp_path / "dense" / "model.safetensors")
+    reference, loaded = load_decoder(tmp_path / "dense", config, jnp.float32), load_checkpoint(tmp_path, config)
     assert loaded.fingerprint == fingerprint(reference)
-    found, expected = kernels(loaded.decoder), kernels(reference)
-    for path, kernel in expected.items():
+    found = kernels(loaded.decoder)
+    for path, kernel in kernels(reference).items():
         if kind == "block":  # quantized anew, by output channel
-            codes, scale = quantize(jnp.moveaxis(kernel, 0, -1))
-            kernel = np.moveaxis(np.asarray(codes, np.float32) * np.asarray(scale)[..., None], -1, 0)
+            kernel = rounded(kernel)
         np.testing.assert_allclose(found[path], kernel, rtol=1e-6)
 
 
 @pytest.mark.integration
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 @pytest.mark.parametrize("kind", ["16 bits", *FORMATS])
-def test_shards_are_parts_of_the_whole(kind: str, config: ModelConfig, tmp_path: Path) -> None:
+def test_shards_are_parts_of_the_whole(kind, config, tmp_path):
     if kind == "16 bits":
         save_decoder(tmp_path, make(config), jnp.float32)
     else:
@@ -164,47 +147,31 @@ def test_shards_are_parts_of_the_whole(kind: str, config: ModelConfig, tmp_path:
     ("entries", "message"),
     [
         ({"quant_method": "awq"}, r"quantization_config \('awq'\) is not supported: must be weights in e4m3"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, r"fp8, fmt 'e5m2'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size = \[128\], not two positive"),
         (LLM_COMPRESSOR | {"format": "int-quantized"}, r"compressed-tensors, .*'format': 'int-quantized'"),
         (
             LLM_COMPRESSOR | {"config_groups": {"a": {"weights": {"num_bits": 4, "strategy": "channel"}}}},
-            r"'num_bits': 4",
+            "'num_bits': 4",
         ),
     ],
 )
-def test_other_formats_are_named(entries: dict[str, Any], message: str) -> None:
+def test_other_formats_are_named(entries, message):
     with pytest.raises(tca_jax.UserError, match=message):
         StoredQuantization.from_hf(entries)
 
 
-def test_damage_is_named(config: ModelConfig, tmp_path: Path) -> None:
-    publish(tmp_path, config, "channel")
-    file, whole = tmp_path / "model.safetensors", load_file_of_codes(tmp_path)
-
-    def refused(message: str, **changes: Any) -> None:
-        save_file({name: x for name, x in (whole | changes).items() if x is not None}, file)
-        with pytest.raises(tca_jax.UserError, match=message):
-            load_checkpoint(tmp_path, config)
-
-    refused(rf"{Q}' has dtype F8_E4M3, and its scales .*: there are none", **{f"{Q}_scale": None})
-    refused(rf"{Q}_scale' has \[3\] of F32", **{f"{Q}_scale": np.ones(3, np.float32)})
-    refused(rf"{Q}' has dtype F32 where others are in eight bits.*weights='fp8'", **{Q: whole[Q].astype(np.float32)})
-    heads = whole[Q][:1].repeat(67, 0)
-    refused(r"lm_head\.weight' has shape .* and dtype F8_E4M3, .* one of", **{"lm_head.weight": heads})
-    save_file(whole | {"model.embed_tokens.weight_scale": np.ones(1, np.float32)}, file)
-    with pytest.raises(tca_jax.UserError, match="has no place in the model"):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({f"{Q}_scale": None}, rf"{Q}' has dtype F8_E4M3, and its scales .*: there are none"),
+        ({f"{Q}_scale": np.ones(3, np.float32)}, rf"{Q}_scale' has \[3\] of F32"),
+        ({Q: np.ones((32, 32), np.float32)}, rf"{Q}' has dtype F32 where others are in eight bits.*weights='fp8'"),
+        ({"lm_head.weight": np.zeros((67, 32), CODES)}, r"lm_head\.weight' has shape .* and dtype F8_E4M3, .* one of"),
+        ({"model.embed_tokens.weight_scale": np.ones(1, np.float32)}, "has no place in the model"),
+    ],
+)
+def test_damage_is_named(changes, message, config, tmp_path):
+    publish(tmp_path, config, "channel", changes)
+    with pytest.raises(tca_jax.UserError, match=message):
         load_checkpoint(tmp_path, config)
-
-
-def load_file_of_codes(folder: Path) -> dict[str, np.ndarray]:
-    """All tensors of a checkpoint in eight bits."""
-    from safetensors import safe_open
-
-    file = folder / "model.safetensors"
-    with safe_open(file, "numpy") as opened:
-        return {
-            name: np.array(mapped_codes(file, name))
-            if opened.get_slice(name).get_dtype() == "F8_E4M3"
-            else opened.get_tensor(name)
-            for name in opened.keys()  # noqa: SIM118 (no mapping)
-        }

@@ -1,11 +1,4 @@
-"""The decoder gives the logits of transformers for every family and RoPE type, prefill and step by step."""
-
-from __future__ import annotations
-
-import functools
-import json
-from pathlib import Path
-from typing import Any
+"""The logits of transformers: every family and RoPE type, prefill and step by step; and trained GGUF files."""
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +6,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import tca_jax
+from tca_jax.lab.models import find
 from tca_jax.models.config import ModelConfig, read_config
 from tca_jax.models.decoder import Decoder
 from tca_jax.models.params import load_decoder, save_decoder
 
 torch = pytest.importorskip("torch", reason="parity is measured against the torch models of transformers")
 
+import transformers  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache  # noqa: E402
 
 TOLERANCE = 2e-4
@@ -26,7 +22,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 LENGTHS, PADDED, STEPS = (29, 7, 37), 40, 4  # around the 32 positions that dynamic RoPE grows from
 
 
-def reference_model(entries: dict[str, Any], seed: int = 0) -> Any:
+def reference_model(entries, seed=0):
     """A torch model with every parameter drawn large enough that each one shows in the logits."""
     config = AutoConfig.for_model(**entries)
     config._attn_implementation = "eager"
@@ -39,18 +35,10 @@ def reference_model(entries: dict[str, Any], seed: int = 0) -> Any:
     return model
 
 
-def save_reference(folder: Path, model: Any, entries: dict[str, Any]) -> ModelConfig:
-    """Save as transformers 5 does, read the config, then go on with config.json as 4.x wrote it."""
-    model.save_pretrained(folder)
-    newer = read_config(folder)
-    (folder / "config.json").write_text(json.dumps(entries))
-    older = read_config(folder)
-    assert newer == older
-    return older
-
-
-def reference_logits(model: Any, tokens: np.ndarray, length: int) -> np.ndarray:
+def reference_logits(model, tokens, length):
     """Logits of one row: its prompt of `length` tokens at once, the others step by step: `[tokens, V]`."""
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(config=model.config)  # it remembers the longest row that it saw
     cache = DynamicCache(config=model.config)  # the fourth argument of all models, by a name that changed in 5.24
     pieces = [tokens[:length], *tokens[length:, None]]
     with torch.no_grad():
@@ -58,106 +46,80 @@ def reference_logits(model: Any, tokens: np.ndarray, length: int) -> np.ndarray:
     return torch.cat(logits).numpy()
 
 
-def jitted(decoder: Decoder, cached_attention: Any) -> Any:
-    """`(tokens, positions, valid, states) -> (logits, states)`, split and merged as callers do."""
-    graphdef, weights = nnx.split(decoder)
+def attention_of(positions, valid):
+    """Exact attention over caches `(k, v)` of `[B, S, H_kv, d]`, given `positions [B, L]` and `valid [B, L]`."""
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def forward(graphdef: Any, weights: Any, tokens: Any, positions: Any, valid: Any, states: Any) -> Any:
+    def attention(layer, q, k, v, state):
+        rows, size = jnp.arange(len(q))[:, None], state[0].shape[1]
+        slots = jnp.where(valid, positions, size)  # padding is dropped
+        keys = state[0].at[rows, slots].set(k, mode="drop")
+        values = state[1].at[rows, slots].set(v, mode="drop")
+        grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+        exact = {"precision": jax.lax.Precision.HIGHEST}
+        scores = jnp.einsum("blhgd,bshd->bhgls", grouped, keys, **exact) / q.shape[-1] ** 0.5
+        visible = jnp.arange(size) <= positions[:, :, None]
+        weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf))
+        return jnp.einsum("bhgls,bshd->blhgd", weights, values, **exact).reshape(q.shape), (keys, values)
+
+    return attention
+
+
+def check_logits(decoder, model, tolerance=TOLERANCE):
+    """Of a ragged batch that is right-padded with another token, prefill and step by step."""
+    graphdef, weights = nnx.split(decoder)
+    config, lengths = decoder.config, np.asarray(LENGTHS, np.int32)
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, (len(LENGTHS), PADDED + STEPS), np.int32)
+
+    @jax.jit
+    def forward(weights, tokens, positions, valid, states):
         decoder = nnx.merge(graphdef, weights)
-        hidden, states = decoder(tokens, positions, cached_attention(positions, valid), states)
+        hidden, states = decoder(tokens, positions, attention_of(positions, valid), states)
         return decoder.logits(hidden), states
 
-    return functools.partial(forward, graphdef, weights)
-
-
-def our_logits(decoder: Decoder, tokens: np.ndarray, lengths: np.ndarray, cached_attention: Any) -> list[np.ndarray]:
-    """The same, of each row of a ragged batch that is right-padded with another token."""
-    forward, config = jitted(decoder, cached_attention), decoder.config
-    cache = jnp.zeros((len(tokens), PADDED + STEPS, config.num_kv_heads, config.head_dim))
-    states = ((cache, cache),) * config.num_layers
+    cache = jnp.zeros((len(tokens), PADDED + STEPS, config.num_kv_heads, config.head_dim), decoder.dtype)
     place = jnp.arange(PADDED)[None, :]
     valid = place < lengths[:, None]
     positions = jnp.minimum(place, lengths[:, None] - 1)
     prompt = jnp.where(valid, tokens[:, :PADDED], 5)
-    logits, states = forward(prompt, positions, valid, states)
+    logits, states = forward(weights, prompt, positions, valid, ((cache, cache),) * config.num_layers)
     rows = [[np.asarray(row[:length])] for row, length in zip(logits, lengths, strict=True)]
     for step in range(STEPS):
         positions = jnp.asarray(lengths[:, None] + step)
         token = jnp.asarray(np.take_along_axis(tokens, np.asarray(positions), axis=1))
-        logits, states = forward(token, positions, jnp.ones_like(token, bool), states)
+        logits, states = forward(weights, token, positions, jnp.ones_like(token, bool), states)
         for row, new in zip(rows, np.asarray(logits), strict=True):
             row.append(new)
-    return [np.concatenate(row) for row in rows]
-
-
-def largest_error(folder: Path, model: Any, config: ModelConfig, cached_attention: Any) -> float:
-    lengths = np.asarray(LENGTHS, np.int32)
-    tokens = np.random.default_rng(1).integers(0, config.vocab_size, (len(LENGTHS), PADDED + STEPS), np.int32)
-    decoder = load_decoder(folder, config, jnp.float32)
-    ours = our_logits(decoder, tokens, lengths, cached_attention)
-    errors = []
-    for row, row_tokens, length in zip(ours, tokens, LENGTHS, strict=True):
-        # A fresh copy: the rotary embedding of transformers remembers the longest row that it saw.
-        fresh = type(model)(model.config).eval()
-        fresh.load_state_dict(model.state_dict())
-        expected = reference_logits(fresh, row_tokens[: length + STEPS], length)
-        assert np.abs(expected).max() > 1  # the tolerance is absolute
-        errors.append(np.abs(row - expected).max())
-    return max(errors)
+    for row, row_tokens, length in zip(rows, tokens, LENGTHS, strict=True):
+        expected = reference_logits(model, row_tokens[: length + STEPS], length)
+        np.testing.assert_allclose(np.concatenate(row), expected, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize(
-    ("family", "rope_type"), [*(("llama", kind) for kind in ROPE_TYPES), ("qwen2", "dynamic"), ("qwen3", "yarn")]
-)
-def test_logits_equal_transformers(
-    family: str, rope_type: str, config_entries: Any, cached_attention: Any, tmp_path: Path
-) -> None:
-    entries = config_entries(family, rope_type)
-    model = reference_model(entries)
-    config = save_reference(tmp_path, model, entries)
-    error = largest_error(tmp_path, model, config, cached_attention)
-    print(f"largest error {error:.1e}")  # shown by pytest -rP
-    assert error < TOLERANCE
-
-
-def prefill_error(decoder: Decoder, model: Any, cached_attention: Any) -> float:
-    """Largest difference in the logits of two rows of 23 tokens."""
-    config = decoder.config
-    tokens = np.random.default_rng(2).integers(0, config.vocab_size, (2, 23), np.int32)
-    positions = jnp.broadcast_to(jnp.arange(23), tokens.shape)
-    cache = jnp.zeros((2, 23, config.num_kv_heads, config.head_dim), decoder.dtype)
-    states = ((cache, cache),) * config.num_layers
-    forward, valid = jitted(decoder, cached_attention), jnp.ones_like(positions, bool)
-    logits, _ = forward(jnp.asarray(tokens), positions, valid, states)
-    with torch.no_grad():
-        expected = model(torch.tensor(tokens)).logits.numpy()
-    return float(np.abs(np.asarray(logits) - expected).max())
-
-
-@pytest.mark.parametrize(
-    ("family", "options"),
+    ("family", "rope_type", "options"),
     [
-        ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-        ("llama", {"head_dim": 6, "num_key_value_heads": None}),
-        ("llama", {"num_key_value_heads": 1, "rms_norm_eps": 0.1}),
-        ("qwen2", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
-        ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+        *(("llama", kind, {}) for kind in ROPE_TYPES),
+        ("llama", "default", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+        ("llama", "default", {"head_dim": 6, "num_key_value_heads": None}),
+        ("llama", "default", {"num_key_value_heads": 1, "rms_norm_eps": 0.1}),
+        ("qwen2", "dynamic", {}),
+        ("qwen2", "default", {"tie_word_embeddings": False, "num_key_value_heads": 4, "torch_dtype": "bfloat16"}),
+        ("qwen3", "yarn", {}),
+        ("qwen3", "default", {"attention_bias": True, "tie_word_embeddings": True}),
     ],
 )
-def test_options_equal_transformers(
-    family: str, options: dict[str, Any], config_entries: Any, cached_attention: Any, tmp_path: Path
-) -> None:
-    entries = config_entries(family, **options)
-    model = reference_model(entries)
-    config = save_reference(tmp_path, model, entries)
-    assert prefill_error(load_decoder(tmp_path, config, jnp.float32), model, cached_attention) < TOLERANCE
+def test_logits_equal_transformers(family, rope_type, options, config_entries, tmp_path):
+    entries = config_entries(family, rope_type, **options)
+    dtype = entries["torch_dtype"]
+    reference_model(entries).to(getattr(torch, dtype)).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    config = read_config(tmp_path)  # as transformers 5 wrote it
+    assert config == ModelConfig.from_hf(entries)  # as 4.x wrote it
+    assert config.dtype_name == dtype
+    check_logits(load_decoder(tmp_path, config, jnp.float32), model)
 
 
 @pytest.mark.parametrize(("family", "rope_type"), [("llama", "llama3"), ("qwen3", "yarn")])
-def test_transformers_loads_what_we_save(
-    family: str, rope_type: str, config_entries: Any, cached_attention: Any, tmp_path: Path
-) -> None:
+def test_transformers_loads_what_we_save(family, rope_type, config_entries, tmp_path):
     config = ModelConfig.from_hf(config_entries(family, rope_type))
     decoder = Decoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(3))
     save_decoder(tmp_path, decoder, jnp.float32, {"eos_token_id": 11})
@@ -165,14 +127,26 @@ def test_transformers_loads_what_we_save(
     assert not any(report.values())
     assert model.config.eos_token_id == 11
     assert ModelConfig.from_hf(model.config) == config
-    assert prefill_error(decoder, model.eval(), cached_attention) < TOLERANCE
+    check_logits(decoder, model.eval())
 
 
-def test_bfloat16_checkpoints_equal_transformers(config_entries: Any, cached_attention: Any, tmp_path: Path) -> None:
-    entries = config_entries("qwen2", torch_dtype="bfloat16")
-    model = reference_model(entries).to(torch.bfloat16)
-    config = save_reference(tmp_path, model, entries)
-    assert config.dtype_name == "bfloat16"
-    rounded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    decoder = load_decoder(tmp_path, config, jnp.float32)
-    assert prefill_error(decoder, rounded, cached_attention) < TOLERANCE
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # beside other processes two are ten times as slow
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.integration
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", ["smollm2", "qwen-0.5b"])
+def test_logits_of_gguf_files_equal_transformers(name):
+    if (path := find(name)) is None:
+        pytest.skip(f"{name}.gguf is missing: python -m tca_jax.lab.models fetch {name}")
+    lm = tca_jax.load(path, dtype=jnp.float32)
+    options = {"gguf_file": path.name, "dtype": torch.float32}
+    if hasattr(transformers, "GgufConfig"):  # before transformers 5.24 it always dequantized
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options).eval()
+    check_logits(lm.decoder, model, tolerance=2e-3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 import jax
@@ -12,13 +11,10 @@ import pytest
 from cuda_lowering import lowered_for_cuda
 from flax import nnx
 from hlo import operations
-from jax.sharding import PartitionSpec
-from meshes import mesh_of
 from tiny import CONFIG
 
 from tca_jax.models import projections
 from tca_jax.models.decoder import Decoder
-from tca_jax.models.names import parameters
 from tca_jax.models.projections import (
     E4M3,
     LARGEST_CODE,
@@ -29,7 +25,6 @@ from tca_jax.models.projections import (
     quantized_product,
 )
 
-needs_4_devices = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 needs_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU; XLA does otherwise on a CPU")
 
 #: 33 tokens: one chunk, equal chunks and a rest, unequal chunks that end in the first or in a later chunk of a step.
@@ -50,33 +45,18 @@ def normal(seed, *shape, dtype=jnp.float32):
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("fresh", [True, False])
-def test_chunks_give_what_all_tokens_give(sizes: tuple[int, ...], fresh: bool) -> None:
+def test_chunks_give_what_all_tokens_give(sizes, fresh):
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.integers(-99, 99, shape), jnp.float32) for shape in ((3, 11, 4), (3, 11)))
-    seen: list[int] = []
+    old, seen = None if fresh else 2 * x, []
 
-    def function(old: jax.Array | None, x: jax.Array, y: jax.Array) -> jax.Array:
+    def function(old, x, y):
         seen.append(y.size)
         return x * y[..., None] + (0 if old is None else old)
 
-    old = None if fresh else 2 * x
     got = jax.jit(lambda *args: by_chunks(function, sizes, *args))(old, x, y)
     np.testing.assert_array_equal(got, x * y[..., None] + (0 if fresh else 2 * x))
     assert max(seen) <= max(sizes)
-
-
-@needs_4_devices
-def test_chunks_may_vary_over_mesh_axes() -> None:
-    """No input varies over them: queries of a device's own heads, where derivatives are taken over a mesh."""
-    x, weights = jnp.arange(24.0).reshape(2, 6, 2), jnp.arange(8.0)
-
-    def on_device(x: jax.Array, weights: jax.Array) -> jax.Array:
-        varying = by_chunks(lambda _, x: x * weights[:, None].sum(), (4,), None, x)
-        return jax.lax.psum(varying, "model")
-
-    specs = {"in_specs": (PartitionSpec(), PartitionSpec("model")), "out_specs": PartitionSpec()}
-    run = jax.shard_map(on_device, mesh=mesh_of((4,), ("model",)), **specs)
-    np.testing.assert_array_equal(jax.jit(run)(x, weights), x * weights.sum())
 
 
 @pytest.mark.parametrize("case", DIMENSIONS)
@@ -94,20 +74,20 @@ def test_a_row_is_multiplied_as_others(case, gpu, monkeypatch):
     assert narrow.dtype == jnp.float32
 
 
-def rows_multiplied(platform, of_lhs, of_rhs):
-    """Rows of the one product in what is compiled for a platform."""
+@pytest.mark.parametrize(
+    ("platform", "of_lhs", "of_rhs", "rows"),
+    [
+        ("cuda", (1, 64), (64, 32), 2),
+        ("cpu", (1, 64), (64, 32), 1),
+        ("cuda", (3, 64), (64, 32), 3),
+        ("cuda", (1, 4096), (4096, 4096), 1),
+    ],
+)
+def test_only_gpus_double_rows_of_few_weights(platform, of_lhs, of_rhs, rows):
     arguments = jax.ShapeDtypeStruct(of_lhs, jnp.bfloat16), jax.ShapeDtypeStruct(of_rhs, jnp.bfloat16)
     traced = jax.jit(lambda x, w: dot_general(x, w, (((1,), (0,)), ((), ())))).trace(*arguments)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
-    (rows,) = re.findall(r"dot_general .*: \(tensor<(\d+)x", text)
-    return int(rows)
-
-
-def test_only_gpus_double_rows_of_few_weights():
-    assert rows_multiplied("cuda", (1, 64), (64, 32)) == 2
-    assert rows_multiplied("cpu", (1, 64), (64, 32)) == 1
-    assert rows_multiplied("cuda", (3, 64), (64, 32)) == 3
-    assert rows_multiplied("cuda", (1, 4096), (4096, 4096)) == 1
+    assert re.findall(r"dot_general .*: \(tensor<(\d+)x", text) == [str(rows)]
 
 
 @needs_gpu
@@ -167,27 +147,6 @@ def test_a_linear_adds_its_bias_last():
     dense = np.asarray(linear.codes[...], np.float32) * np.asarray(linear.scale[...])[..., None]
     expected = 2 * np.einsum("tn,abn->tab", x, dense) + linear.bias[...]
     np.testing.assert_allclose(linear(x), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_only_projections_are_quantized():
-    decoder = Decoder(CONFIG, dtype=jnp.bfloat16, param_dtype=E4M3, rngs=nnx.Rngs(0))
-    for parameter in parameters(decoder):
-        name, dtype = parameter.path[-1], parameter.variable[...].dtype
-        is_projection = parameter.path[-2:-1] and parameter.path[-2] in ("qkv", "o", "gate_up", "down")
-        wanted = {"codes": E4M3, "scale": jnp.float32} if is_projection else {}
-        assert dtype == wanted.get(name, jnp.bfloat16), parameter.path
-
-
-@needs_gpu
-@pytest.mark.parametrize("name", ["qkv", "o", "gate_up", "down"])
-def test_cublaslt_multiplies_many_tokens_in_fp8(name):
-    sizes = {"hidden_size": 2048, "intermediate_size": 4096, "num_heads": 16, "num_kv_heads": 4, "head_dim": 128}
-    config = dataclasses.replace(CONFIG, num_layers=1, **sizes)
-    decoder = Decoder(config, dtype=jnp.bfloat16, param_dtype=E4M3, rngs=nnx.Rngs(0))
-    layer = decoder.layers[0]
-    linear = getattr(layer.attention if name in ("qkv", "o") else layer.mlp, name)
-    x = jax.ShapeDtypeStruct((8192, linear.codes.shape[-1]), jnp.bfloat16)
-    assert "__cublas$lt$matmul$f8" in jax.jit(linear).lower(x).compile().as_text()
 
 
 def test_products_of_many_tokens_are_of_codes():
